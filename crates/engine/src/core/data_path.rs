@@ -7,7 +7,8 @@ use crossrail_types::{EndpointId, Head, LaneId};
 use proto::{Host, Placing};
 
 use super::gpu::chunk_queue::PACKED;
-use super::gpu::{CONTROL, GpuMemory, Incoming, MESSAGE};
+use super::gpu::{CONTROL, GpuMemory, Incoming};
+use super::operations::MESSAGE;
 use super::tables::Tables;
 
 /// The tables and GPU memory, as lanes use them: the part of the core that is borrowed while a lane is polled.
@@ -17,8 +18,6 @@ use super::tables::Tables;
 pub(crate) struct DataPath {
     pub(super) tables: Tables,
     pub(super) gpu: GpuMemory,
-    /// The message that a lane is placing whole.
-    arriving: Option<proto::Short>,
     /// Receives whose messages have been placed whole and that need more than
     /// [`Operations::finish_short`](super::operations::Operations::finish_short). [`Transfers::settle`] takes them.
     ///
@@ -28,7 +27,7 @@ pub(crate) struct DataPath {
 
 impl DataPath {
     pub(super) fn new(tables: Tables, gpu: GpuMemory) -> DataPath {
-        DataPath { tables, gpu, arriving: None, delivered: Vec::new() }
+        DataPath { tables, gpu, delivered: Vec::new() }
     }
 
     #[inline]
@@ -105,14 +104,12 @@ impl DataPath {
         let tables = &mut self.tables;
         let now = tables.clock.now();
         let Some(peer) = tables.peers.get_mut(endpoint) else { return Place::Discard };
+        if let Some(short) = peer.protocol.place_short(now, lane, head, &mut tables.matcher) {
+            return tables.operations.place_short(endpoint, &short);
+        }
         let mut host = Host { matcher: &mut tables.matcher, regions: &mut tables.regions };
         match peer.protocol.place(now, lane, head, &mut host) {
-            Placing::Message(short) => {
-                let Some(op) = tables.operations.op(short.op) else { return Place::Discard };
-                let (dst, len) = (op.ptr(), short.bytes as usize);
-                self.arriving = Some(short);
-                Place::Into { dst, len, grant: None, token: MESSAGE }
-            }
+            Placing::Message(short) => tables.operations.place_short(endpoint, &short),
             Placing::Memory { memory, offset, len, chunk } => {
                 let Some((ptr, have, gpu)) = tables.extent(memory) else { return Place::Discard };
                 if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
@@ -149,11 +146,9 @@ impl DataPath {
     /// The payload is in its place. `Err` kills the lane.
     #[inline(always)]
     pub(crate) fn placed(&mut self, endpoint: EndpointId, lane: LaneId, token: u64) -> Result<(), String> {
-        if token == MESSAGE {
-            if let Some(short) = self.arriving.take()
-                && !self.tables.operations.finish_short(endpoint, short)
-            {
-                self.delivered.push((endpoint, short));
+        if token & MESSAGE != 0 {
+            if let Some(short) = self.tables.operations.placed_short(token) {
+                self.deliver_later(endpoint, short);
             }
             return Ok(());
         }

@@ -181,7 +181,7 @@ impl LaneRecord {
     }
 
     /// Whether `len` bytes are copied directly; `mapped`: the peer can map them.
-    #[inline]
+    #[inline(always)]
     pub(super) fn copies_directly(&self, len: usize, mapped: impl FnOnce() -> bool) -> bool {
         self.caps.direct && (len > self.eager_max || (len > self.mapped_min && mapped()))
     }

@@ -19,6 +19,7 @@ mod failure;
 pub(crate) mod gpu;
 mod lanes;
 mod operations;
+mod outcome;
 mod peer_memory;
 mod peers;
 mod receipt;
@@ -33,15 +34,16 @@ use std::time::Instant;
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
-use crossrail_types::{Log, Reason};
+use crossrail_types::{Log, OpId, Reason};
 
 pub(crate) use self::bulk_lane::{BulkLane, READABLE, WRITABLE};
 use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
-pub(crate) use self::operations::{Callback, OpKind, Operations, gone};
+pub(crate) use self::operations::Operations;
+pub(crate) use self::outcome::{Callback, OpKind, gone};
 pub(crate) use self::peers::{Peer, Peers};
-pub(crate) use self::receipt::{Collected, outcome, render};
+pub(crate) use self::receipt::{Collected, outcome, outcome_then, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};
 pub(crate) use self::submission::Submission;
 use self::tables::Tables;
@@ -176,6 +178,17 @@ impl Core {
             moved |= self.transfers.step_direct();
         }
         moved
+    }
+
+    /// Reads the count of delivered messages that the operation's peer has published; whether that finished it, so that
+    /// no lane needs to be polled for it.
+    #[inline]
+    pub(crate) fn collect(&mut self, id: OpId) -> bool {
+        let tables = &self.transfers.data.tables;
+        let Some(endpoint) = tables.operations.op(id).and_then(|op| op.endpoint()) else { return false };
+        let lane = tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+        let at = lane.and_then(|lane| self.transfers.polled.position(lane));
+        at.is_some_and(|at| self.transfers.collect_count(at)) && self.transfers.data.tables.operations.is_done(id)
     }
 
     /// Whether something must be polled although no event tells of it.

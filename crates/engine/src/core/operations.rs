@@ -3,98 +3,11 @@
 use std::sync::Arc;
 
 use crossrail_proto as proto;
-use crossrail_transport::Grant;
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
+use crossrail_transport::{Grant, Place};
+use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use super::Receipt;
+use super::outcome::{Callback, Finish, OpKind, Outcome, ShortEnd};
 use crate::memory::{Buffer, GpuTimes, Keep, OnGpu};
-
-pub(crate) type Callback = Box<dyn FnOnce(Result<Receipt>) + Send>;
-
-/// What a finished operation leaves behind until its request is dropped.
-pub(crate) type Outcome = std::result::Result<Finish, Box<Error>>;
-
-/// The protocol's receipt and what the engine adds to it.
-#[derive(Clone, Debug)]
-pub(crate) struct Finish {
-    pub(crate) endpoint: Option<EndpointId>,
-    pub(crate) tag: u64,
-    pub(crate) bytes: u64,
-    pub(crate) wire_ns: u64,
-    pub(crate) lane: Option<LaneId>,
-    /// All but a message that went with its first frame.
-    pub(crate) more: Option<Box<More>>,
-}
-
-/// How a short message ended, in good order.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ShortEnd {
-    pub(crate) endpoint: Option<EndpointId>,
-    pub(crate) tag: u64,
-    pub(crate) bytes: u64,
-    pub(crate) wire_ns: u64,
-    pub(crate) lane: Option<LaneId>,
-}
-
-impl From<ShortEnd> for Finish {
-    fn from(end: ShortEnd) -> Finish {
-        let ShortEnd { endpoint, tag, bytes, wire_ns, lane } = end;
-        Finish { endpoint, tag, bytes, wire_ns, lane, more: None }
-    }
-}
-
-/// What there is to tell of a longer operation.
-#[derive(Clone, Debug)]
-pub(crate) struct More {
-    pub(crate) receipt: proto::Receipt,
-    pub(crate) direct: Option<crossrail_transport::DirectKind>,
-    /// What GPU memory cost.
-    pub(crate) times: Option<Box<GpuTimes>>,
-    /// What happened to the peer's lanes meanwhile.
-    pub(crate) notes: Vec<String>,
-    /// Several operations in one request.
-    pub(crate) batch: bool,
-}
-
-/// What an operation does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OpKind {
-    Send,
-    Receive,
-    Write,
-    Read,
-    /// Several operations in one request.
-    Batch,
-}
-
-impl OpKind {
-    /// Whether the peer decides when it is finished: all but a receive.
-    #[inline]
-    pub(crate) fn awaits_peer(self) -> bool {
-        self != OpKind::Receive
-    }
-
-    /// The operation's name in errors.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            OpKind::Send => "send",
-            OpKind::Receive => "recv",
-            OpKind::Write => "write",
-            OpKind::Read => "read",
-            OpKind::Batch => "batch",
-        }
-    }
-}
-
-impl From<&proto::Operation> for OpKind {
-    fn from(operation: &proto::Operation) -> OpKind {
-        match operation {
-            proto::Operation::Send { .. } => OpKind::Send,
-            proto::Operation::Write { .. } => OpKind::Write,
-            proto::Operation::Read { .. } => OpKind::Read,
-        }
-    }
-}
 
 /// How far the operation of an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,6 +90,9 @@ pub(crate) struct Operations {
 }
 
 const NO_ENTRY: u32 = u32::MAX;
+
+/// Token of a message that is placed whole, together with the index of its receive.
+pub(super) const MESSAGE: u64 = 1 << 62;
 
 impl Default for Operations {
     fn default() -> Operations {
@@ -273,6 +189,7 @@ impl Operations {
         self.live
     }
 
+    #[inline]
     pub(crate) fn is_done(&self, id: OpId) -> bool {
         self.op(id).is_none_or(Op::is_over)
     }
@@ -321,10 +238,9 @@ impl Operations {
         else {
             return true;
         };
-        if op.state != State::InFlight || op.detached || op.attached.is_some() || op.gpu.is_some() {
+        if !op.is_plain() {
             return false;
         }
-        op.state = State::Short;
         op.endpoint = Some(endpoint);
         if op.kind == OpKind::Receive {
             op.tag = short.tag;
@@ -332,11 +248,37 @@ impl Operations {
         op.bytes = short.bytes;
         op.wire_ns = short.wire_ns;
         op.lane = short.lane;
-        if !matches!(op.keep, Keep::Vec(_) | Keep::Nothing) {
-            op.keep = Keep::Nothing;
-        }
+        op.end_short();
         self.finished = true;
         true
+    }
+
+    /// Where a short message goes that is placed whole, and how its receive ends: with [`Operations::placed_short`].
+    #[inline]
+    pub(super) fn place_short(&mut self, endpoint: EndpointId, short: &proto::Short) -> Place {
+        let Some(op) = self.op_mut(short.op) else { return Place::Discard };
+        op.endpoint = Some(endpoint);
+        op.tag = short.tag;
+        op.bytes = short.bytes;
+        op.wire_ns = short.wire_ns;
+        op.lane = short.lane;
+        let token = MESSAGE | u64::from(short.op.index);
+        Place::Into { dst: op.ptr, len: short.bytes as usize, grant: None, token }
+    }
+
+    /// The message of [`Operations::place_short`] is in its place: nothing else has happened since, for as long as the
+    /// worker's lock is held. `Some`: go the long way.
+    #[inline]
+    pub(super) fn placed_short(&mut self, token: u64) -> Option<proto::Short> {
+        let index = token as u32;
+        let op = self.slots.get_mut(index as usize)?;
+        if op.is_plain() {
+            op.end_short();
+            self.finished = true;
+            return None;
+        }
+        let id = OpId { index, generation: op.generation };
+        Some(proto::Short { op: id, tag: op.tag, bytes: op.bytes, wire_ns: op.wire_ns, lane: op.lane })
     }
 
     /// How an operation stands. The good end of a short message leaves the table with this call: its request is not
@@ -402,16 +344,7 @@ impl Operations {
         if last {
             let outcome = match batch.failure.take() {
                 Some(error) => Err(error),
-                None => {
-                    let more = More {
-                        receipt: batch_receipt(bytes),
-                        direct: None,
-                        times: None,
-                        notes: Vec::new(),
-                        batch: true,
-                    };
-                    Ok(Finish { endpoint, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) })
-                }
+                None => Ok(Finish::of_batch(endpoint, tag, bytes)),
             };
             self.finish(parent, outcome);
         }
@@ -532,6 +465,21 @@ impl Op {
         }
     }
 
+    /// Whether it is in flight and its end is of concern to nobody but its request.
+    #[inline]
+    fn is_plain(&self) -> bool {
+        self.state == State::InFlight && !self.detached && self.attached.is_none() && self.gpu.is_none()
+    }
+
+    /// A plain one has ended in good order, and the entry's fields say how.
+    #[inline]
+    fn end_short(&mut self) {
+        self.state = State::Short;
+        if !matches!(self.keep, Keep::Vec(_) | Keep::Nothing) {
+            self.keep = Keep::Nothing;
+        }
+    }
+
     fn attached(&mut self) -> &mut Attached {
         self.attached.get_or_insert_default()
     }
@@ -624,23 +572,4 @@ impl Op {
             grant.revoke();
         }
     }
-}
-
-fn batch_receipt(bytes: u64) -> proto::Receipt {
-    proto::Receipt {
-        bytes,
-        protocol: proto::Protocol::Eager,
-        lane: None,
-        lanes: Vec::new(),
-        match_ns: 0,
-        window_ns: 0,
-        wire_ns: 0,
-        copy_ns: 0,
-        pushed: false,
-    }
-}
-
-/// The error of a call on a closed worker.
-pub(crate) fn gone(what: &str) -> Error {
-    Error::new(ErrorKind::Closed, what, "the worker is closed")
 }

@@ -1,5 +1,6 @@
 //! Receipts: what a finished operation reports to the user.
 
+use std::ops::DerefMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
@@ -7,7 +8,8 @@ use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
 use super::Core;
-use super::operations::{Finish, More, Outcome, ShortEnd, Standing, gone};
+use super::operations::Standing;
+use super::outcome::{Finish, More, Outcome, ShortEnd, gone};
 use super::peers::Names;
 
 /// How a transfer's bytes travelled.
@@ -94,6 +96,27 @@ struct Rest {
 }
 
 impl Receipt {
+    /// That of a short message. `only`: the lane it went over, if that is not the peer's usual one.
+    #[inline]
+    fn of_short(end: &ShortEnd, names: Option<Names>, only: Option<Arc<str>>) -> Receipt {
+        Receipt {
+            bytes: end.bytes,
+            tag: end.tag,
+            protocol: Protocol::Eager,
+            match_us: 0.0,
+            window_us: 0.0,
+            wire_us: us(end.wire_ns),
+            copy_us: 0.0,
+            pushed: false,
+            pack_us: 0.0,
+            unpack_us: 0.0,
+            slot_us: 0.0,
+            names,
+            only,
+            rest: None,
+        }
+    }
+
     /// The peer's name.
     pub fn peer(&self) -> &str {
         self.names.map_or("", Names::peer)
@@ -141,6 +164,38 @@ pub(crate) fn outcome(core: &mut Core, id: OpId, collected: &Collected) -> Optio
         }
         Standing::Kept => Some(kept_outcome(core, id, collected)),
     }
+}
+
+/// [`outcome`], and then `after`, which releases the core: the receipt of a short message is written once, to where the
+/// caller wants it.
+#[inline(always)]
+pub(crate) fn outcome_then<C: DerefMut<Target = Core>>(
+    mut core: C,
+    id: OpId,
+    collected: &Collected,
+    after: impl FnOnce(C),
+) -> Option<Result<Receipt>> {
+    let end = match core.operations().collect(id) {
+        Standing::InFlight => {
+            after(core);
+            return None;
+        }
+        Standing::Collected(end) => end,
+        Standing::Kept => {
+            let kept = kept_outcome(&mut core, id, collected);
+            after(core);
+            return Some(kept);
+        }
+    };
+    collected.store(&end);
+    let (names, usual) = short_names(&mut core, &end);
+    if !usual {
+        let receipt = short_receipt(&mut core, &end);
+        after(core);
+        return Some(Ok(receipt));
+    }
+    after(core);
+    Some(Ok(Receipt::of_short(&end, names, None)))
 }
 
 /// [`outcome`] of an operation that is not, or no longer, the plain end of a short message in the table.
@@ -229,25 +284,17 @@ pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
 /// The receipt of a short message.
 #[inline]
 fn short_receipt(core: &mut Core, end: &ShortEnd) -> Receipt {
+    let (names, usual) = short_names(core, end);
+    let only = if usual { None } else { unusual_lane(core, end.lane) };
+    Receipt::of_short(end, names, only)
+}
+
+/// The names in a short message's receipt, and whether it went over the peer's usual lane, as far as is known.
+#[inline]
+fn short_names(core: &mut Core, end: &ShortEnd) -> (Option<Names>, bool) {
     let peer = end.endpoint.and_then(|endpoint| core.peers().get(endpoint));
     let (names, usual) = peer.map_or((None, None), |peer| (Some(peer.names()), peer.message_lane()));
-    let only = if end.lane == usual || end.lane.is_none() { None } else { unusual_lane(core, end.lane) };
-    Receipt {
-        bytes: end.bytes,
-        tag: end.tag,
-        protocol: Protocol::Eager,
-        match_us: 0.0,
-        window_us: 0.0,
-        wire_us: us(end.wire_ns),
-        copy_us: 0.0,
-        pushed: false,
-        pack_us: 0.0,
-        unpack_us: 0.0,
-        slot_us: 0.0,
-        names,
-        only,
-        rest: None,
-    }
+    (names, end.lane == usual || end.lane.is_none())
 }
 
 #[cold]

@@ -1,6 +1,6 @@
 use crossrail_proto::Operation;
 
-use super::operations::OpKind;
+use super::outcome::OpKind;
 
 /// What a caller submits.
 #[derive(Clone, Copy, Debug)]

@@ -2,14 +2,15 @@
 #![allow(unsafe_code)]
 
 use crossrail_proto as proto;
-use crossrail_transport::{Payload, Post, Tx};
+use crossrail_transport::{LaneError, Payload, Post, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 use proto::{Offer, Operation};
 
 use super::Core;
 use super::gpu::Released;
-use super::operations::{OpKind, gone};
+use super::outcome::{OpKind, gone};
 use super::submission::Submission;
+use super::tables::Tables;
 use crate::memory::Buffer;
 
 /// From here on both ends of a direct copy copy at once.
@@ -22,7 +23,7 @@ impl Core {
     ///
     /// # Errors
     /// `PeerDead`, and `Closed` when the worker is closed. Later failures are the operation's outcome.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn submit(
         &mut self,
         endpoint: Option<EndpointId>,
@@ -30,11 +31,8 @@ impl Core {
         buffer: Buffer,
     ) -> Result<OpId> {
         let kind = submission.kind();
-        if self.closed {
-            return Err(gone(kind.name()));
-        }
-        if kind != OpKind::Receive {
-            self.check_alive(endpoint, kind)?;
+        if self.closed || (kind != OpKind::Receive && !self.is_alive(endpoint)) {
+            return Err(self.refusal(endpoint, kind));
         }
         let (ptr, len) = (buffer.ptr, buffer.len);
         if buffer.gpu.is_some() || self.transfers.data.gpu.must_wait(&submission, endpoint) {
@@ -46,11 +44,18 @@ impl Core {
     }
 
     #[inline]
-    fn check_alive(&self, endpoint: Option<EndpointId>, kind: OpKind) -> Result<()> {
-        match endpoint.and_then(|endpoint| self.transfers.data.tables.peers.get(endpoint)) {
-            Some(peer) if peer.is_alive() => Ok(()),
-            Some(peer) => Err(peer.dead(kind.name())),
-            None => Err(gone(kind.name())),
+    fn is_alive(&self, endpoint: Option<EndpointId>) -> bool {
+        let peers = &self.transfers.data.tables.peers;
+        endpoint.and_then(|endpoint| peers.get(endpoint)).is_some_and(|peer| peer.is_alive())
+    }
+
+    /// Why no such operation can be submitted.
+    #[cold]
+    fn refusal(&self, endpoint: Option<EndpointId>, kind: OpKind) -> Error {
+        let peer = endpoint.and_then(|endpoint| self.transfers.data.tables.peers.get(endpoint));
+        match peer.filter(|_| !self.closed) {
+            Some(peer) => peer.dead(kind.name()),
+            None => gone(kind.name()),
         }
     }
 
@@ -71,6 +76,7 @@ impl Core {
     }
 
     /// Starts or fails operations that waited for a stream.
+    #[inline(never)]
     pub(super) fn start_released(&mut self, released: Vec<Released>) {
         for Released { op, submission, failed } in released {
             let Some(entry) = self.transfers.data.tables.operations.op(op) else { continue };
@@ -87,7 +93,7 @@ impl Core {
     }
 
     /// Starts an operation that is in the table. Its memory: first byte, length, and whether it is host memory.
-    #[inline]
+    #[inline(always)]
     fn start(
         &mut self,
         op: OpId,
@@ -112,26 +118,44 @@ impl Core {
 
     /// Sends a short message of host memory with nothing queued before it; false: it must go through
     /// [`Core::start_transfer`].
-    #[inline]
+    #[inline(always)]
     fn send_now(&mut self, endpoint: EndpointId, op: OpId, tag: u64, (ptr, len): (*mut u8, usize)) -> bool {
-        let tables = &mut self.transfers.data.tables;
-        let now = tables.clock.now();
-        let Some(id) = tables.peers.get(endpoint).and_then(|peer| peer.message_lane()) else { return false };
-        let Some(record) = tables.lanes.get(id) else { return false };
-        if len > record.eager_max() || record.has_pending() || tables.copies_directly(id, ptr, len) {
+        let Tables { clock, arena, operations, peers, lanes, .. } = &mut self.transfers.data.tables;
+        let Some(peer) = peers.get_mut(endpoint) else { return false };
+        let Some(id) = peer.message_lane() else { return false };
+        let Some(record) = lanes.get(id) else { return false };
+        if len > record.eager_max()
+            || record.has_pending()
+            || record.copies_directly(len, || arena.find(ptr, len).is_some())
+        {
             return false;
         }
-        let reliable = record.is_reliable();
         let Some(lane) = self.transfers.polled.get_mut(id) else { return false };
-        let Some(peer) = tables.peers.get_mut(endpoint) else { return false };
-        let Some(head) = peer.protocol.send_now(now, op, tag, len as u64, id) else { return false };
+        let Some(head) = peer.protocol.send_now(clock.now(), op, tag, len as u64, id) else { return false };
         let mut tx = Tx { head, payload: Payload { ptr, len, file: None, grant: None }, token: 0 };
-        if !reliable {
-            tx.payload.grant = tables.operations.op_mut(op).map(|op| op.grant());
+        if !record.is_reliable() {
+            tx.payload.grant = operations.op_mut(op).map(|op| op.grant());
         }
-        match lane.post(&tx) {
-            Ok(Post::Taken | Post::Held) => {}
-            Ok(Post::Full) => {
+        let posted = lane.post(&tx);
+        if !matches!(posted, Ok(Post::Taken | Post::Held)) {
+            self.not_posted(endpoint, op, id, tx, posted);
+        }
+        true
+    }
+
+    /// A frame found no room on its lane, or the lane has failed.
+    #[cold]
+    fn not_posted(
+        &mut self,
+        endpoint: EndpointId,
+        op: OpId,
+        id: LaneId,
+        mut tx: Tx,
+        posted: std::result::Result<Post, LaneError>,
+    ) {
+        let tables = &mut self.transfers.data.tables;
+        match posted {
+            Ok(_) => {
                 tx.payload.grant = tables.operations.op_mut(op).map(|op| op.grant());
                 if let Some(record) = tables.lanes.get_mut(id) {
                     record.set_pending(tx);
@@ -139,10 +163,10 @@ impl Core {
             }
             Err(error) => self.transfers.drop_polled_lane(endpoint, id, &error),
         }
-        true
     }
 
     /// Hands an operation to the protocol.
+    #[inline(never)]
     fn start_transfer(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) {
         let Some(entry) = self.transfers.data.tables.operations.op(op) else { return };
         let (ptr, len, gpu) = (entry.ptr(), entry.len(), entry.ordinal());
@@ -190,18 +214,7 @@ impl Core {
     fn post_receive(&mut self, op: OpId, (len, host): (u64, bool), tag: u64, mask: u64, from: Option<EndpointId>) {
         let tables = &mut self.transfers.data.tables;
         if let Some((endpoint, arrival)) = tables.matcher.post(op, tag, mask, from, len, host) {
-            let now = tables.clock.now();
-            if let Some(entry) = tables.operations.op_mut(op) {
-                entry.set_endpoint(endpoint);
-            }
-            if let Some(peer) = tables.peers.get_mut(endpoint) {
-                peer.protocol.accept(now, arrival, op, len);
-            }
-            if self.transfers.polled.is_armed() {
-                self.transfers.settle_aside(endpoint);
-            } else {
-                self.transfers.settle(endpoint);
-            }
+            self.accept_arrival(op, len, endpoint, arrival);
         } else if let Some(from) = from
             && let Some(peer) = tables.peers.get(from)
             && !peer.is_alive()
@@ -209,6 +222,24 @@ impl Core {
             let why = peer.why_ended().to_owned();
             tables.matcher.cancel(op);
             tables.fail(op, ErrorKind::PeerDead, &why, Some(from));
+        }
+    }
+
+    /// A receive matched a message that had arrived before it.
+    #[inline(never)]
+    fn accept_arrival(&mut self, op: OpId, len: u64, endpoint: EndpointId, arrival: u32) {
+        let tables = &mut self.transfers.data.tables;
+        let now = tables.clock.now();
+        if let Some(entry) = tables.operations.op_mut(op) {
+            entry.set_endpoint(endpoint);
+        }
+        if let Some(peer) = tables.peers.get_mut(endpoint) {
+            peer.protocol.accept(now, arrival, op, len);
+        }
+        if self.transfers.polled.is_armed() {
+            self.transfers.settle_aside(endpoint);
+        } else {
+            self.transfers.settle(endpoint);
         }
     }
 

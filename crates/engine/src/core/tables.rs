@@ -12,7 +12,8 @@ use proto::{Body, Memory, Time};
 
 use super::clock::Clock;
 use super::lanes::Lanes;
-use super::operations::{Finish, More, OpKind, Operations};
+use super::operations::Operations;
+use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
 use crate::memory::Regions;
 
@@ -23,7 +24,7 @@ const FILE_MIN: usize = 16 << 10;
 pub(crate) struct Tables {
     pub(super) clock: Clock,
     pub(super) log: Log,
-    arena: Arc<Arena>,
+    pub(super) arena: Arc<Arena>,
     pub(super) operations: Operations,
     pub(super) matcher: proto::Matcher,
     pub(super) regions: Regions,

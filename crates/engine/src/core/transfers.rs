@@ -14,6 +14,7 @@ use super::direct::{self, Begun, DirectCopies};
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
 use super::peers::Peer;
+use super::tables::Tables;
 use super::wake_ups::WakeUps;
 use crate::memory::Regions;
 
@@ -144,23 +145,22 @@ impl Transfers {
         let wants = self.data.wants(endpoint, id);
         let mut sink = PolledSink { data: &mut self.data, endpoint, wants, fault: None };
         let result = polled.lane.poll(&mut sink, LANE_BUDGET, probe);
-        Some(match (result, sink.fault) {
-            (Ok(true), None) => {
-                self.settle(endpoint);
-                PollResult::Moved
+        let moved = match (&result, &sink.fault) {
+            (Ok(moved), None) => *moved,
+            _ => {
+                let error = sink.fault.map(LaneError::Protocol).or(result.err());
+                return Some(error.map_or(PollResult::Idle, |error| self.end_polled(at, &error)));
             }
-            (Ok(false), None) => {
-                if wants {
-                    self.flush(endpoint);
-                }
-                if collect && self.data.awaits_count(endpoint) && self.collect_count(at) {
-                    return Some(PollResult::Moved);
-                }
-                PollResult::Idle
-            }
-            (_, Some(why)) => self.end_polled(at, &LaneError::Protocol(why)),
-            (Err(error), None) => self.end_polled(at, &error),
-        })
+        };
+        if moved {
+            self.settle(endpoint);
+            return Some(PollResult::Moved);
+        }
+        if wants {
+            self.flush(endpoint);
+        }
+        let collected = collect && self.collect_count(at);
+        Some(if collected { PollResult::Moved } else { PollResult::Idle })
     }
 
     /// The lane at that position has failed.
@@ -175,9 +175,12 @@ impl Transfers {
     }
 
     /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
-    fn collect_count(&mut self, at: usize) -> bool {
+    pub(super) fn collect_count(&mut self, at: usize) -> bool {
         let Some(polled) = self.polled.at(at) else { return false };
         let endpoint = polled.endpoint;
+        if !self.data.awaits_count(endpoint) {
+            return false;
+        }
         // The next poll reports an error, too.
         let Ok(Some(count)) = polled.lane.published() else { return false };
         let tables = &mut self.data.tables;
@@ -191,28 +194,10 @@ impl Transfers {
         news
     }
 
-    /// Publishes to the peer how many of its messages have been delivered here.
-    #[inline]
-    fn publish_count(&mut self, endpoint: EndpointId, id: LaneId) {
-        let tables = &mut self.data.tables;
-        let Some(peer) = tables.peers.get_mut(endpoint) else { return };
-        let Some(count) = peer.protocol.untold(id) else { return };
-        // What this end sends must be on the lane before the count says that it was.
-        if tables.lanes.get(id).is_none_or(|lane| !lane.counts() || lane.has_pending()) {
-            return;
-        }
-        if self.polled.get_mut(id).is_some_and(|lane| lane.publish(count)) {
-            peer.protocol.told(count);
-        }
-    }
-
     /// Has every peer send a wake-up with its next frame, because no thread will poll. False: there is work already.
     pub(crate) fn arm(&mut self) -> bool {
         for at in 0..self.polled.len() {
-            let endpoint = self.polled.at(at).map(|polled| polled.endpoint);
-            if endpoint.is_some_and(|endpoint| self.data.awaits_count(endpoint)) {
-                self.collect_count(at);
-            }
+            self.collect_count(at);
         }
         self.polled.arm()
     }
@@ -223,20 +208,37 @@ impl Transfers {
         if self.wake_ups.is_observed() {
             self.data.tables.operations.report();
         }
-        let tables = &mut self.data.tables;
-        let Some(peer) = tables.peers.get_mut(endpoint) else { return };
-        let mut other = None;
-        while other.is_none()
-            && let Some(short) = peer.protocol.short()
-        {
-            other = (!tables.operations.finish_short(endpoint, short)).then_some(short);
+        let has_delivered = self.data.has_delivered();
+        let Tables { operations, peers, lanes, .. } = &mut self.data.tables;
+        let Some(peer) = peers.get_mut(endpoint) else { return };
+        while let Some(short) = peer.protocol.short() {
+            if !operations.finish_short(endpoint, short) {
+                return self.settle_all(endpoint, Some(short));
+            }
         }
+        let Some(id) = peer.message_lane() else { return self.settle_all(endpoint, None) };
+        let more = has_delivered | peer.protocol.has_events() | !peer.bulk().is_empty();
+        if more || peer.protocol.presses(id) {
+            return self.settle_all(endpoint, None);
+        }
+        publish_count(peer, lanes, &mut self.polled, id);
+    }
+
+    /// [`Transfers::settle`], which looks at everything. `other`: the end of a short message with more to it than most.
+    #[inline(never)]
+    fn settle_all(&mut self, endpoint: EndpointId, other: Option<proto::Short>) {
         if let Some(short) = other {
             self.data.deliver_later(endpoint, short);
         }
-        if self.data.has_delivered() || self.has_events(endpoint) {
-            self.apply_all(endpoint);
+        for (endpoint, short) in self.data.take_delivered() {
+            self.apply(endpoint, short.into());
         }
+        self.apply_events(endpoint);
+        self.settle_lanes(endpoint);
+    }
+
+    /// Sends what the protocol wants sent to one peer.
+    fn settle_lanes(&mut self, endpoint: EndpointId) {
         let Some(peer) = self.data.tables.peers.get(endpoint) else { return };
         let has_connections = !peer.bulk().is_empty();
         if let Some(id) = peer.message_lane() {
@@ -244,25 +246,14 @@ impl Transfers {
                 self.flush(endpoint);
                 self.wake_ups.after_flush();
             }
-            self.publish_count(endpoint, id);
+            let Tables { peers, lanes, .. } = &mut self.data.tables;
+            if let Some(peer) = peers.get_mut(endpoint) {
+                publish_count(peer, lanes, &mut self.polled, id);
+            }
         }
         if has_connections {
             self.notify_connections(endpoint);
         }
-    }
-
-    #[inline]
-    fn has_events(&self, endpoint: EndpointId) -> bool {
-        self.data.tables.peers.get(endpoint).is_some_and(|peer| peer.protocol.has_events())
-    }
-
-    /// Everything that is not the plain end of a short message.
-    #[cold]
-    fn apply_all(&mut self, endpoint: EndpointId) {
-        for (endpoint, short) in self.data.take_delivered() {
-            self.apply(endpoint, short.into());
-        }
-        self.apply_events(endpoint);
     }
 
     /// [`Transfers::settle`] after something arrived while, perhaps, no caller makes progress: then no later message
@@ -513,5 +504,18 @@ impl Transfers {
         peer.add_lane(now, spec, Some(bulk.clone()));
         self.settle(bulk.endpoint);
         true
+    }
+}
+
+/// Publishes to the peer, on its lane `id`, how many of its messages have been delivered here.
+#[inline]
+fn publish_count(peer: &mut Peer, lanes: &Lanes, polled: &mut PolledLanes, id: LaneId) {
+    let Some(count) = peer.protocol.untold(id) else { return };
+    // What this end sends must be on the lane before the count says that it was.
+    if lanes.get(id).is_none_or(|lane| !lane.counts() || lane.has_pending()) {
+        return;
+    }
+    if polled.get_mut(id).is_some_and(|lane| lane.publish(count)) {
+        peer.protocol.told(count);
     }
 }

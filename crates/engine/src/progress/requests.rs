@@ -6,7 +6,7 @@ use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::Progress;
-use crate::core::{Callback, Collected, Core, OpKind, Receipt, outcome};
+use crate::core::{Callback, Collected, Core, OpKind, Receipt, outcome, outcome_then};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
@@ -18,19 +18,18 @@ impl Progress {
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
-        if let Some(kind) = core.operations().kind_in_flight(id) {
+        if let Some(kind) = core.operations().kind_in_flight(id)
+            && !(kind.awaits_peer() && core.collect(id))
+        {
             core.pass(true, kind.awaits_peer());
-            let sockets = self.connections.driven().has_lanes();
-            if sockets && !core.operations().is_done(id) {
+            if self.connections.driven().has_lanes() && !core.operations().is_done(id) {
                 self.after(core);
                 self.poll_sockets(Some(Duration::ZERO));
                 core = self.core.lock();
             }
             core.wake_ups().count_pass();
         }
-        let found = outcome(&mut core, id, collected);
-        self.after(core);
-        found
+        outcome_then(core, id, collected, |core| self.after(core))
     }
 
     pub(crate) fn cancel(&self, id: OpId) {

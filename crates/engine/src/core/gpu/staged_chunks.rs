@@ -27,8 +27,6 @@ use crate::memory::GpuTimes;
 pub(crate) const CONTROL: u64 = 1;
 const LANDED: u64 = 2;
 const SHORT: u64 = 3;
-/// Of a message that is placed whole.
-pub(crate) const MESSAGE: u64 = 4;
 
 /// A GPU that this worker's operations have named.
 pub(crate) struct UsedGpu {

@@ -1,0 +1,122 @@
+//! What operations do, and how they end.
+
+use crossrail_proto as proto;
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
+
+use super::Receipt;
+use crate::memory::GpuTimes;
+
+pub(crate) type Callback = Box<dyn FnOnce(Result<Receipt>) + Send>;
+
+/// What a finished operation leaves behind until its request is dropped.
+pub(crate) type Outcome = std::result::Result<Finish, Box<Error>>;
+
+/// The protocol's receipt and what the engine adds to it.
+#[derive(Clone, Debug)]
+pub(crate) struct Finish {
+    pub(crate) endpoint: Option<EndpointId>,
+    pub(crate) tag: u64,
+    pub(crate) bytes: u64,
+    pub(crate) wire_ns: u64,
+    pub(crate) lane: Option<LaneId>,
+    /// All but a message that went with its first frame.
+    pub(crate) more: Option<Box<More>>,
+}
+
+/// How a short message ended, in good order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ShortEnd {
+    pub(crate) endpoint: Option<EndpointId>,
+    pub(crate) tag: u64,
+    pub(crate) bytes: u64,
+    pub(crate) wire_ns: u64,
+    pub(crate) lane: Option<LaneId>,
+}
+
+impl From<ShortEnd> for Finish {
+    fn from(end: ShortEnd) -> Finish {
+        let ShortEnd { endpoint, tag, bytes, wire_ns, lane } = end;
+        Finish { endpoint, tag, bytes, wire_ns, lane, more: None }
+    }
+}
+
+/// What there is to tell of a longer operation.
+#[derive(Clone, Debug)]
+pub(crate) struct More {
+    pub(crate) receipt: proto::Receipt,
+    pub(crate) direct: Option<crossrail_transport::DirectKind>,
+    /// What GPU memory cost.
+    pub(crate) times: Option<Box<GpuTimes>>,
+    /// What happened to the peer's lanes meanwhile.
+    pub(crate) notes: Vec<String>,
+    /// Several operations in one request.
+    pub(crate) batch: bool,
+}
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OpKind {
+    Send,
+    Receive,
+    Write,
+    Read,
+    /// Several operations in one request.
+    Batch,
+}
+
+impl OpKind {
+    /// Whether the peer decides when it is finished: all but a receive.
+    #[inline]
+    pub(crate) fn awaits_peer(self) -> bool {
+        self != OpKind::Receive
+    }
+
+    /// The operation's name in errors.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            OpKind::Send => "send",
+            OpKind::Receive => "recv",
+            OpKind::Write => "write",
+            OpKind::Read => "read",
+            OpKind::Batch => "batch",
+        }
+    }
+}
+
+impl From<&proto::Operation> for OpKind {
+    fn from(operation: &proto::Operation) -> OpKind {
+        match operation {
+            proto::Operation::Send { .. } => OpKind::Send,
+            proto::Operation::Write { .. } => OpKind::Write,
+            proto::Operation::Read { .. } => OpKind::Read,
+        }
+    }
+}
+
+impl Finish {
+    /// The end of a batch that moved so many bytes.
+    pub(super) fn of_batch(endpoint: Option<EndpointId>, tag: u64, bytes: u64) -> Finish {
+        let receipt = batch_receipt(bytes);
+        let more = More { receipt, direct: None, times: None, notes: Vec::new(), batch: true };
+        Finish { endpoint, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) }
+    }
+}
+
+fn batch_receipt(bytes: u64) -> proto::Receipt {
+    proto::Receipt {
+        bytes,
+        protocol: proto::Protocol::Eager,
+        lane: None,
+        lanes: Vec::new(),
+        match_ns: 0,
+        window_ns: 0,
+        wire_ns: 0,
+        copy_ns: 0,
+        pushed: false,
+    }
+}
+
+/// The error of a call on a closed worker.
+pub(crate) fn gone(what: &str) -> Error {
+    Error::new(ErrorKind::Closed, what, "the worker is closed")
+}
