@@ -94,19 +94,24 @@ class Plan:
     bytes : dict of str to int
         Bytes by purpose.
     total : int
-        Their sum, in bytes.
+        Their sum, in bytes, for one rank.
+    local_ranks : int
+        Number of ranks that share `free`: those of this machine, 1 for a GPU.
     free : int or None
-        Bytes of memory available now; None where it cannot be determined.
-    largest_tokens : int
-        Maximum number of tokens per rank that would fit.
+        Bytes of memory available now, within the limits of this process's control
+        groups; None where it cannot be determined, for example without a GPU.
+    largest_tokens : int or None
+        Maximum number of tokens per rank with which all `local_ranks` would fit;
+        None where `free` is.
     text : str
         The table.
     """
 
     bytes: dict[str, int]
     total: int
+    local_ranks: int
     free: int | None
-    largest_tokens: int
+    largest_tokens: int | None
     text: str
 
     def __str__(self) -> str:

@@ -194,6 +194,7 @@ class ExpertBuffer:
         prereduce: bool = True,
         share_node: bool = True,
         network_ranks: int | None = None,
+        local_ranks: int | None = None,
         device: Any = "cpu",
         regions: int = 2,
     ) -> Plan:
@@ -229,7 +230,10 @@ class ExpertBuffer:
             network_ranks = 0 if share_node else max(parameters["ranks"] - 1, 0)
         others = number("network_ranks", network_ranks)
         if (ordinal := device_ordinal(device)) is None:
-            return Plan(**_native.expert_plan(parameters, others))
+            sharing = (
+                max(parameters["ranks"] - others, 1) if local_ranks is None else number("local_ranks", local_ranks)
+            )
+            return Plan(**_native.expert_plan(parameters, others, sharing))
         return Plan(**_native.device_plan(parameters, ordinal, number("regions", regions), others))
 
     def variant(

@@ -197,8 +197,25 @@ class NumaNode(TypedDict):
     cpus: list[int]
 
 
+class HostMemory(TypedDict):
+    """The memory that this process may use, in bytes.
+
+    `limited_by`: the file with the limit (`limit`) of the control group that determines `available`; None if the
+    machine does. `oom_kills`: processes of the group that the kernel's out-of-memory killer has ended so far.
+    """
+
+    available: int
+    capacity: int
+    limited_by: str | None
+    limit: int | None
+    oom_kills: int | None
+
+
 class MachineInfo(TypedDict):
-    """The machine; memory in bytes, `cpu_quota` in processors."""
+    """The machine; memory in bytes, `cpu_quota` in processors.
+
+    `memory_available` is within the limits of this process's control groups.
+    """
 
     hostname: str
     boot_id: str

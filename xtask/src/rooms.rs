@@ -25,7 +25,7 @@ pub(crate) const ROOMS: &[Room] = &[
     Room { outside: Some(&[]), forbids_unsafe: true, ..room("types", "crossrail-types", &[]) },
     Room { outside: Some(&["slab"]), forbids_unsafe: true, ..room("proto", "crossrail-proto", &["types"]) },
     room("transport", "crossrail-transport", &["types"]),
-    room("shm", "crossrail-shm", &["transport", "types"]),
+    room("shm", "crossrail-shm", &["topology", "transport", "types"]),
     room("tcp", "crossrail-tcp", &["transport", "types"]),
     Room { forbids_unsafe: true, ..room("handshake", "crossrail-handshake", &["tcp", "types"]) },
     Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },

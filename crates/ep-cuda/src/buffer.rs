@@ -60,7 +60,7 @@ impl DeviceBuffer {
         let me = group.rank();
         config.check_rank(me)?;
         let cuda = options::context(options.ordinal)?;
-        options::plan(&config, &options, 0, Some(options::free(&cuda)?))?.check()?;
+        options::plan(&config, &options, 0, Ok(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let room = options::room(&shape, &options);
         let parameters = Parameters::of(&config).on_gpu(shape.regions);
@@ -136,8 +136,8 @@ impl DeviceBuffer {
     /// # Errors
     /// `Usage` for invalid numbers, or numbers beyond the kernels' limits.
     pub fn plan(config: &Config, options: &DeviceOptions, unreachable: u32) -> Result<Plan> {
-        let free = options::context(options.ordinal).and_then(|context| options::free(&context)).ok();
-        options::plan(config, options, unreachable, free)
+        let free = options::context(options.ordinal).and_then(|context| options::free(&context));
+        options::plan(config, options, unreachable, free.map_err(|error| error.to_string()))
     }
 
     /// Its configuration.

@@ -204,7 +204,7 @@ impl Inner {
         }
         // The plan includes the heap, which is already allocated.
         let free = options::free(&self.cuda)?.saturating_add(self.memory.len() as u64);
-        options::plan(&self.config, &self.options, unreachable, Some(free))?.check()
+        options::plan(&self.config, &self.options, unreachable, Ok(free))?.check()
     }
 
     fn meet(&self, greeted: Greeted, unreachable: u32, deadline: Instant) -> Result<Met> {

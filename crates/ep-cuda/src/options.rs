@@ -1,7 +1,7 @@
 //! Options of a buffer in GPU memory, and the memory it needs.
 
 use crossrail_cuda::{Context, Cuda};
-use crossrail_ep::{Config, Layout, Payload, Plan, Scale};
+use crossrail_ep::{Config, Layout, Payload, Plan, Room, Scale};
 use crossrail_kernels::ep as kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -99,7 +99,13 @@ pub(crate) fn room(shape: &kernels::Shape, options: &DeviceOptions) -> kernels::
 }
 
 /// GPU memory that a buffer needs, with `unreachable` ranks whose heaps the GPU cannot map, and what is free.
-pub(crate) fn plan(config: &Config, options: &DeviceOptions, unreachable: u32, free: Option<u64>) -> Result<Plan> {
+/// `free`: its bytes, or why they are unknown.
+pub(crate) fn plan(
+    config: &Config,
+    options: &DeviceOptions,
+    unreachable: u32,
+    free: std::result::Result<u64, String>,
+) -> Result<Plan> {
     shape(config, options)?;
     let kinds = |config: &Config| match shape(config, options) {
         Ok(shape) => {
@@ -111,7 +117,7 @@ pub(crate) fn plan(config: &Config, options: &DeviceOptions, unreachable: u32, f
         // More tokens than the kernels' limit, for the plan's search of what would fit.
         Err(_) => vec![("too many tokens", u64::MAX)],
     };
-    Ok(Plan::of(config, &format!("free on cuda:{}", options.ordinal), free, kinds))
+    Ok(Plan::of(config, Room { place: format!("free on cuda:{}", options.ordinal), free, sharing: 1 }, kinds))
 }
 
 /// Free memory of the GPU in bytes.

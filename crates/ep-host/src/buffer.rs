@@ -23,12 +23,13 @@ use crate::tensor::{Input, Tensor};
 pub struct ExpertBuffer(pub(crate) Arc<LocalRank>);
 
 impl ExpertBuffer {
-    /// The memory that a buffer of `config` needs on one rank when `network` other ranks are on other nodes.
+    /// The memory that a buffer of `config` needs on one rank when `network` other ranks are on other nodes, where
+    /// `sharing` ranks take the memory of this machine.
     ///
     /// # Errors
     /// As [`Config::check`].
-    pub fn plan(config: &Config, network: u32) -> Result<Plan> {
-        plan(config, network)
+    pub fn plan(config: &Config, network: u32, sharing: u32) -> Result<Plan> {
+        plan(config, network, sharing)
     }
 
     /// Allocates the memory for `config` on this rank of `group`; no other rank is connected yet. Buffers of the same

@@ -28,7 +28,7 @@ impl LocalRank {
         }
         let (connections, deadline) = self.meeting.connect(&new, deadline)?;
         let network = connections.iter().filter(|connection| !connection.is_shared()).count() as u32;
-        plan(&self.config, network)?.check()?;
+        plan(&self.config, network, 1)?.check()?;
         let greeted = self.meeting.greet(connections, deadline, |connection| self.hello(&mut view, connection))?;
         let mut peers = Vec::with_capacity(greeted.len());
         let mut counts = [view.operations, view.dispatches, view.combines];

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use crate::heap::{Areas, Heap, expert_area};
 use crate::peer::{OwnHeap, Peer};
-use crate::plan::plan;
+use crate::plan::check_memory;
 use crate::rows::Kernels;
 
 /// This rank's side of a buffer. Everything but `view` is fixed when the buffer is created.
@@ -80,7 +80,8 @@ impl LocalRank {
         config.check()?;
         let me = group.rank();
         config.check_rank(me)?;
-        plan(&config, 0)?.check()?;
+        let here = group.members().iter().filter(|member| member.node == group.node()).count() as u32;
+        check_memory(&config, here)?;
         let areas = Areas::new(&config);
         let memory = context.alloc(areas.heap)?;
         let experts = if config.has(Layout::Expert) {

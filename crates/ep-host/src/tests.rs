@@ -72,21 +72,26 @@ fn nothing_of_a_heap_overlaps() {
 
 #[test]
 fn the_plan_adds_up_and_grows_with_tokens() {
-    let plan = ExpertBuffer::plan(&config(), 1).expect("a plan");
+    let plan = ExpertBuffer::plan(&config(), 1, 1).expect("a plan");
     let areas = Areas::new(&config());
     let heap = areas.heap as u64;
     let of = |name: &str| plan.kinds.iter().find(|(kind, _)| *kind == name).map_or(0, |(_, bytes)| *bytes);
     assert_eq!(of("control words") + of("dispatch slots") + of("combine slots") + of("rank-layout rows"), heap);
     assert!(of("expert-layout rows") >= 2 * 2 * 15 * (256 + 8) as u64 && of("staging for other nodes") > 0);
     let free = plan.free.expect("Linux tells");
-    let fits = Config { max_tokens: plan.largest_tokens, ..config() };
-    assert!(ExpertBuffer::plan(&fits, 1).expect("a plan").total() <= free);
-    if plan.largest_tokens < 1 << 24 {
-        let one_more = Config { max_tokens: plan.largest_tokens + 1, ..config() };
-        assert!(ExpertBuffer::plan(&one_more, 1).expect("a plan").total() > free);
+    let largest = plan.largest_tokens.expect("Linux tells");
+    let fits = Config { max_tokens: largest, ..config() };
+    assert!(ExpertBuffer::plan(&fits, 1, 1).expect("a plan").total() <= free);
+    if largest < 1 << 24 {
+        let one_more = Config { max_tokens: largest + 1, ..config() };
+        assert!(ExpertBuffer::plan(&one_more, 1, 1).expect("a plan").total() > free);
     }
+    let shared = ExpertBuffer::plan(&config(), 1, 3).expect("a plan");
+    let third = Config { max_tokens: shared.largest_tokens.expect("Linux tells"), ..config() };
+    assert!(ExpertBuffer::plan(&third, 1, 1).expect("a plan").total() <= shared.free.expect("Linux tells") / 3);
+    assert!(shared.to_string().contains("for 3 ranks of this machine"), "{shared}");
     let huge = Config { max_tokens: 1 << 24, hidden: 1 << 17, ..config() };
-    let error = ExpertBuffer::plan(&huge, 0).expect("a plan").check().expect_err("petabytes");
+    let error = ExpertBuffer::plan(&huge, 0, 1).expect("a plan").check().expect_err("petabytes");
     assert_eq!(error.kind, ErrorKind::Exhausted);
     assert!(error.detail.contains("dispatch slots") && error.detail.contains("in all"), "{error}");
 }

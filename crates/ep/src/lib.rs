@@ -22,4 +22,4 @@ pub use bytes::Bytes;
 pub use config::{BLOCK, Config, Layout, MOST_RANKS, MOST_TOPK, Payload, Scale};
 pub use fault::Fault;
 pub use link::{Link, LinkKind};
-pub use plan::Plan;
+pub use plan::{Plan, Room};

@@ -184,6 +184,19 @@ pub(crate) fn socket_addresses(listen: &Bound<'_, PyAny>) -> PyResult<Option<Vec
     texts.iter().map(parse).collect::<PyResult<Vec<_>>>().map(Some)
 }
 
+/// The memory that this process may use, within the limits of its control groups; None if procfs reports none.
+#[pyfunction]
+pub(crate) fn host_memory(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
+    let Some(memory) = py.detach(crossrail::host_memory) else { return Ok(None) };
+    let all = PyDict::new(py);
+    all.set_item("available", memory.available)?;
+    all.set_item("capacity", memory.capacity)?;
+    all.set_item("limited_by", memory.limited_by.as_ref().map(|(file, _)| file.display().to_string()))?;
+    all.set_item("limit", memory.limited_by.map(|(_, limit)| limit))?;
+    all.set_item("oom_kills", memory.oom_kills)?;
+    Ok(Some(all))
+}
+
 fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict>> {
     let all = PyDict::new(py);
     let machine = PyDict::new(py);

@@ -518,8 +518,13 @@ pub(crate) fn bytes_dict(py: Python<'_>, bytes: ep::Bytes) -> PyResult<Bound<'_,
 
 /// What a buffer would take on one rank, `network` other ranks being on other nodes.
 #[pyfunction]
-pub(crate) fn expert_plan(py: Python<'_>, parameters: Parameters, network: u32) -> PyResult<Bound<'_, PyDict>> {
-    plan_dict(py, &ep::ExpertBuffer::plan(&parameters.config(py)?, network).or_raise(py)?)
+pub(crate) fn expert_plan(
+    py: Python<'_>,
+    parameters: Parameters,
+    network: u32,
+    sharing: u32,
+) -> PyResult<Bound<'_, PyDict>> {
+    plan_dict(py, &ep::ExpertBuffer::plan(&parameters.config(py)?, network, sharing).or_raise(py)?)
 }
 
 pub(crate) fn plan_dict<'py>(py: Python<'py>, plan: &ep::Plan) -> PyResult<Bound<'py, PyDict>> {
@@ -530,6 +535,7 @@ pub(crate) fn plan_dict<'py>(py: Python<'py>, plan: &ep::Plan) -> PyResult<Bound
     let all = PyDict::new(py);
     all.set_item("bytes", kinds)?;
     all.set_item("total", plan.total())?;
+    all.set_item("local_ranks", plan.sharing)?;
     all.set_item("free", plan.free)?;
     all.set_item("largest_tokens", plan.largest_tokens)?;
     all.set_item("text", plan.to_string())?;

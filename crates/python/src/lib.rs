@@ -94,6 +94,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("Memory", memory::memory_type(module.py())?)?;
     module.add_function(wrap_pyfunction!(request::wait_all, module)?)?;
     module.add_function(wrap_pyfunction!(options::settings_reference, module)?)?;
+    module.add_function(wrap_pyfunction!(context::host_memory, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(options::format_size, module)?)?;

@@ -65,7 +65,7 @@ impl Arena {
     /// `len` bytes of zeroed, page-aligned memory; huge pages are asked for from 2 MiB up.
     ///
     /// # Errors
-    /// [`ErrorKind::Exhausted`] when the machine has less free memory than `len`, or a limit of the process
+    /// [`ErrorKind::Exhausted`] when the machine, or the control group, has less free memory than `len`, or a limit of the process
     /// (address space, file size, open descriptors) is in the way; the text names the bytes asked for.
     pub fn alloc(self: &Arc<Self>, len: usize) -> Result<Segment> {
         let exhausted = |why: String| {
@@ -123,18 +123,10 @@ fn refuse_hopeless(size: usize) -> std::result::Result<(), String> {
     {
         return Err(format!("RLIMIT_FSIZE is {limit} bytes"));
     }
-    match available_memory() {
-        Some(free) if size as u64 > free => Err(format!("{free} bytes are free")),
+    match crossrail_topology::host_memory() {
+        Some(memory) if size as u64 > memory.available => Err(memory.to_string()),
         _ => Ok(()),
     }
-}
-
-/// MemAvailable in bytes; `None` where /proc does not tell (then the kernel's own answer counts).
-fn available_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 fn failed(source: &io::Error, call: &str, exhausted: impl FnOnce(String) -> Error) -> Error {

@@ -43,7 +43,7 @@ pub struct Machine {
     pub page_size: u64,
     /// Total memory.
     pub memory_total: u64,
-    /// Memory available without swapping.
+    /// Memory available to this process without swapping, within the limits of its control groups.
     pub memory_available: u64,
     /// The memory limit of the control group, if it is below the total.
     pub memory_limit: Option<u64>,
@@ -102,18 +102,9 @@ impl Tree {
             kernel: required("sys/kernel/osrelease")?,
             page_size: page_size.and_then(|size| u64::try_from(size).ok()).unwrap_or(4096),
             memory_total,
-            memory_available: memory("MemAvailable").unwrap_or(memory_total),
+            memory_available: self.host_memory().map_or(memory_total, |memory| memory.available),
             memory_limit: self.memory_limit(memory_total),
         })
-    }
-
-    /// The lowest memory limit of this process's control groups, unless it exceeds the machine's memory.
-    fn memory_limit(&self, total: u64) -> Option<u64> {
-        let v2 = self.groups(None).into_iter().filter_map(|group| number(&group.join("memory.max")));
-        let v1 = self.groups(Some("memory")).into_iter();
-        let v1 = v1.filter_map(|group| number(&group.join("memory.limit_in_bytes")));
-        let limit = v2.chain(v1).filter_map(|limit| u64::try_from(limit).ok()).min()?;
-        (limit < total).then_some(limit)
     }
 
     fn cpu_quota(&self) -> Option<f64> {
@@ -130,7 +121,7 @@ impl Tree {
     }
 
     /// The folders of this process's control group and its ancestors, for a v1 controller or (`None`) for v2.
-    fn groups(&self, controller: Option<&str>) -> Vec<PathBuf> {
+    pub(crate) fn groups(&self, controller: Option<&str>) -> Vec<PathBuf> {
         let mount = match controller {
             Some(controller) => self.sys.join("fs/cgroup").join(controller),
             None => self.sys.join("fs/cgroup"),
@@ -151,7 +142,7 @@ impl Tree {
 }
 
 /// The value of a `name : value` line.
-fn field<'a>(line: &'a str, name: &str) -> Option<&'a str> {
+pub(crate) fn field<'a>(line: &'a str, name: &str) -> Option<&'a str> {
     let (key, value) = line.split_once(':')?;
     (key.trim() == name).then(|| value.trim())
 }

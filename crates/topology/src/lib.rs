@@ -9,6 +9,7 @@
 mod affinity;
 mod gpu;
 mod host;
+mod memory;
 mod nic;
 mod select;
 #[cfg(test)]
@@ -18,6 +19,7 @@ mod tree;
 pub use affinity::{Distance, distance, nearest};
 pub use gpu::GpuSeen;
 pub use host::{Cpus, Machine, NumaNode};
+pub use memory::HostMemory;
 pub use nic::{Interface, Nic};
 pub use select::{NetDevice, select};
 pub use tree::Tree;
@@ -43,6 +45,11 @@ pub fn gpus() -> Vec<GpuSeen> {
 /// `Io` if the operating system does not report the CPU affinity.
 pub fn cpus() -> Result<Cpus> {
     Tree::default().cpus()
+}
+
+/// The memory that this process may use, within the limits of its control groups; `None` if procfs reports none.
+pub fn host_memory() -> Option<HostMemory> {
+    Tree::default().host_memory()
 }
 
 /// The machine and its memory.

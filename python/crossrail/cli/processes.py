@@ -15,7 +15,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crossrail.records import HostMemory
 
 Message = dict[str, Any]
 """A message between processes of the command: a JSON object."""
@@ -47,6 +50,7 @@ class Process:
     ) -> None:
         """Starts ``command``. Raises OSError if it cannot be started."""
         parent = os.getpid()
+        self._memory = _host_memory()
         self.popen = subprocess.Popen(
             list(command),
             stdin=stdin,
@@ -62,6 +66,26 @@ class Process:
 
     def __enter__(self) -> Process:
         return self
+
+    def how_it_was_killed(self) -> str | None:
+        """Which signal killed the process, and whether the kernel did it for want of memory; None if none did."""
+        code = self.popen.poll()
+        if code is None or code >= 0:
+            return None
+        if code == -signal.SIGKILL and (text := self._out_of_memory()) is not None:
+            return text
+        return f"its process was killed by {signal.Signals(-code).name}"
+
+    def _out_of_memory(self) -> str | None:
+        before, now = self._memory, _host_memory()
+        if before is None or now is None or (now["oom_kills"] or 0) <= (before["oom_kills"] or 0):
+            return None
+        limit = "" if now["limit"] is None else f" of {now['limit']} bytes ({now['limited_by']})"
+        where = "the machine's memory" if now["limit"] is None else f"the limit{limit} of this control group"
+        return (
+            f"its process was killed by the kernel's out-of-memory killer (SIGKILL): {where} was used up; use less, or "
+            "raise the limit"
+        )
 
     def __exit__(self, *unused: object) -> None:
         self.stop()
@@ -80,6 +104,12 @@ class Process:
                     pipe.close()
         with _guard:
             _running.discard(self)
+
+
+def _host_memory() -> HostMemory | None:
+    from crossrail._native import host_memory  # a broken installation is reported elsewhere
+
+    return host_memory()
 
 
 @contextlib.contextmanager

@@ -216,8 +216,8 @@ class _Rank:
         code = self._process.popen.poll()
         if self._error:
             return self._error
-        if code is not None and code < 0:
-            return f"its process was killed by {signal.Signals(-code).name}"
+        if (killed := self._process.how_it_was_killed()) is not None:
+            return killed
         return f"its process ended with exit code {code}, last line on stderr: {self._last or '(none)'}"
 
     def _listen(self) -> None:

@@ -53,10 +53,13 @@ class _Run:
 
     def check_memory(self) -> None:
         """Raises UsageError for invalid sizes, and Failure if a buffer takes more memory than is free."""
-        plan = crossrail.ExpertBuffer.plan(ranks=self.work.shape.ranks, **buffer_numbers(self.work))
-        if plan.free is not None and plan.total > plan.free:
+        here = self.where.num_processes
+        numbers = buffer_numbers(self.work)
+        plan = crossrail.ExpertBuffer.plan(ranks=self.work.shape.ranks, local_ranks=here, **numbers)
+        if plan.free is not None and plan.total * here > plan.free:
+            ranks = "" if here == 1 else f", those of {here} ranks {format_bytes(plan.total * here)}"
             raise Failure(
-                f"each rank's buffer takes {format_bytes(plan.total)}, and {format_bytes(plan.free)} are free: "
+                f"each rank's buffer takes {format_bytes(plan.total)}{ranks}, and {format_bytes(plan.free)} are free: "
                 f"at most {plan.largest_tokens} tokens per rank fit"
             )
 

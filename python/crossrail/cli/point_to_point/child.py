@@ -38,6 +38,8 @@ class Child:
         """Prints the child's stderr if it failed by itself. To be called when this end fails, before it closes."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._failed = self.process.popen.wait(LAST_WORDS_S) != 0
+        if (killed := self.process.how_it_was_killed()) is not None:
+            print_notice(f"the other end: {killed}")
         if self._failed:
             self.show_output()
 
