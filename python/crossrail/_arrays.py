@@ -12,6 +12,8 @@ import numpy.typing as npt
 from crossrail import _native
 from crossrail.errors import UsageError
 
+from ._words import kind
+
 Array: TypeAlias = npt.NDArray[Any]
 
 BF16: Final = np.dtype(ml_dtypes.bfloat16)
@@ -41,7 +43,7 @@ def borrowed(value: Any, name: str, operation: str, writable: bool = False) -> A
         return value
     if not hasattr(value, "__dlpack__"):
         hint = "pass a NumPy array or a tensor in host memory"
-        raise wrong(operation, f"{name} is a {type(value).__name__}, not an array", hint)
+        raise wrong(operation, f"{name} is {kind(value)}, not an array", hint)
     span, dtype, shape = _native._borrow(value, operation, writable)
     try:
         return viewed(span, np.dtype(dtype), shape)

@@ -14,6 +14,8 @@ from crossrail._native import Handle
 from crossrail.errors import CrossrailError
 from crossrail.records import BufferParameters
 
+from ._words import kind
+
 BLOCK = 128
 """Elements of a row that share one fp8 scale."""
 LARGEST = 2**32 - 1
@@ -111,7 +113,7 @@ def number(name: str, value: Any, operation: str = "ExpertBuffer") -> int:
     try:
         integer = operator.index(value)
     except TypeError:
-        raise wrong(operation, f"{name} is a {type(value).__name__}, not an integer") from None
+        raise wrong(operation, f"{name} is {kind(value)}, not an integer") from None
     if not 0 <= integer <= LARGEST:
         raise wrong(operation, f"{name} {integer} is not from 0 to {LARGEST}")
     return integer
@@ -126,7 +128,7 @@ def seconds(value: Any) -> float:
 
 def rank_list(ranks: Iterable[int], operation: str) -> list[int]:
     if not isinstance(ranks, Iterable):
-        raise wrong(operation, f"ranks is a {type(ranks).__name__}, not a list of integers")
+        raise wrong(operation, f"ranks is {kind(ranks)}, not a list of integers")
     return [number("rank", rank, operation) for rank in ranks]
 
 
@@ -159,7 +161,7 @@ def inputs(sizes: Sizes, x: Any, topk_idx: Any, topk_weights: Any, handle: Any) 
     """The bytes of the rows, experts and weights of a dispatch."""
     if handle is not None:
         if not isinstance(handle, Handle):
-            raise wrong("dispatch", f"handle is a {type(handle).__name__}, not the handle of a dispatch")
+            raise wrong("dispatch", f"handle is {kind(handle)}, not the handle of a dispatch")
         rows = checked(x, "x", "dispatch", BF16_BITS, (handle.tokens, sizes.hidden))
         return raw(rows), np.empty(0, np.uint8), None
     if topk_idx is None:
@@ -174,7 +176,7 @@ def outputs(
 ) -> tuple[Array, Handle, Array | None, list[Array], Array | None]:
     """The bytes of the rows, weights, biases and result of a combine."""
     if not isinstance(handle, Handle):
-        raise wrong("combine", f"handle is a {type(handle).__name__}, not the handle of a dispatch")
+        raise wrong("combine", f"handle is {kind(handle)}, not the handle of a dispatch")
     rows = checked(y, "y", "combine", BF16_BITS, sizes.rows(handle.layout, handle.rows))
     weights = _weights(topk_weights, handle.tokens, sizes.topk, "combine")
     several = list(bias) if isinstance(bias, list | tuple) else [] if bias is None else [bias]

@@ -11,6 +11,8 @@ from crossrail import _native
 from crossrail._arrays import shape_text, wrong
 from crossrail._native import DeviceArray
 
+from ._words import kind
+
 ITEM_BYTES: Final = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
@@ -111,7 +113,7 @@ class TorchArrays:
 
     def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
         if not isinstance(value, self.torch.Tensor):
-            raise wrong(operation, f"{name} is a {type(value).__name__}, but other arguments are PyTorch tensors")
+            raise wrong(operation, f"{name} is {kind(value)}, but other arguments are PyTorch tensors")
         if value.get_device() != self.ordinal:
             raise wrong(operation, f"{name} is on {value.device}, but the buffer is on {self.device}")
         if streams.current is not None:
@@ -171,7 +173,7 @@ class PlainArrays:
         interface = getattr(value, "__cuda_array_interface__", None)
         if not isinstance(interface, dict):
             hint = "pass tensors on the GPU, or a crossrail.DeviceArray"
-            raise wrong(operation, f"{name} is a {type(value).__name__}, not an array in GPU memory", hint)
+            raise wrong(operation, f"{name} is {kind(value)}, not an array in GPU memory", hint)
         return described(interface, value, name, operation, writable)
 
     def _check(self, device: str, name: str, operation: str) -> None:

@@ -25,6 +25,8 @@ from crossrail._device_arrays import (
 from crossrail._native import CombineArgs, DeviceHandle, DeviceRegion, DispatchArgs
 from crossrail._results import Combined, Dispatched, Pending
 
+from ._words import kind
+
 T = TypeVar("T")
 UNHEARD: Final = 2**32 - 1
 PACKED: Final = 4
@@ -455,7 +457,7 @@ class DeviceOperations:
         """See `ExpertBuffer.combine`."""
         handle = given.handle
         if not isinstance(handle, DeviceHandle):
-            raise wrong("combine", f"handle is a {type(handle).__name__}, not the handle of a dispatch on a GPU")
+            raise wrong("combine", f"handle is {kind(handle)}, not the handle of a dispatch on a GPU")
         sizes = self._sizes
         call = Call(self.arrays_of(given.y), given.stream, "combine")
         expert = handle.layout == "expert"

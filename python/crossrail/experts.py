@@ -18,6 +18,8 @@ from crossrail._results import Combined, Dispatched, Fault, Layout, Link, Pendin
 from crossrail.group import Group
 from crossrail.records import SupportsCudaArrayInterface, SupportsDLPack
 
+from ._words import kind
+
 __all__ = [
     "Combined",
     "DeviceArray",
@@ -147,7 +149,7 @@ class ExpertBuffer:
         variants: bool = False,
     ) -> None:
         if not isinstance(group, Group):
-            raise wrong("ExpertBuffer", f"group is a {type(group).__name__}, not a crossrail.Group")
+            raise wrong("ExpertBuffer", f"group is {kind(group)}, not a crossrail.Group")
         numbers = {"max_tokens_per_rank": max_tokens_per_rank, "hidden": hidden, "num_experts": num_experts}
         numbers |= {"topk": topk, "ranks": group.size if ranks is None else ranks}
         limit = group.context.timeout if timeout is None else _calls.seconds(timeout)

@@ -11,7 +11,6 @@ mod etcd;
 mod group;
 mod keys;
 mod limits;
-mod log;
 mod membership;
 mod open;
 mod ranks;

@@ -1,7 +1,8 @@
-//! Log lines on stderr, or wherever the program that loaded this library wants them.
+//! Log lines on stderr with their time (UTC) and level, or wherever the program that loaded this library wants them.
 
 use std::fmt;
 use std::sync::OnceLock;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::settings::LogLevel;
 
@@ -10,7 +11,7 @@ pub type Sink = fn(LogLevel, fmt::Arguments<'_>);
 
 static SINK: OnceLock<Sink> = OnceLock::new();
 
-/// Writes log lines (`crossrail: ...`) to stderr if their level is enabled. Any thread.
+/// Writes log lines (`crossrail: 12:34:56.789Z warn: ...`) to stderr if their level is enabled. Any thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Log(pub LogLevel);
 
@@ -44,8 +45,35 @@ impl Log {
         if self.0 >= level {
             match SINK.get() {
                 Some(sink) => sink(level, line),
-                None => eprintln!("crossrail: {line}"),
+                None => {
+                    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                    eprintln!("crossrail: {} {level}: {line}", TimeOfDay(since_1970));
+                }
             }
         }
+    }
+}
+
+/// The time of day in UTC, to compare logs of several machines, from the time since 1970.
+struct TimeOfDay(Duration);
+
+impl fmt::Display for TimeOfDay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = self.0.as_secs() % 86_400;
+        let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+        write!(f, "{hours:02}:{minutes:02}:{seconds:02}.{:03}Z", self.0.subsec_millis())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_of_day_is_utc_to_the_millisecond() {
+        let shown = |ms| TimeOfDay(Duration::from_millis(ms)).to_string();
+        assert_eq!(shown(0), "00:00:00.000Z");
+        assert_eq!(shown(1_700_000_000_042), "22:13:20.042Z");
+        assert_eq!(shown(86_399_999), "23:59:59.999Z");
     }
 }

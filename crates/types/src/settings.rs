@@ -341,9 +341,24 @@ fn bad_value(name: &str, value: &str, why: &str, accepts: &str) -> Error {
 }
 
 fn unknown(name: &str) -> Error {
-    let nearest = Settings::NAMES.iter().min_by_key(|known| edits(name, known)).copied().unwrap_or_default();
-    Error::new(ErrorKind::Config, name, "is not a known setting")
-        .with_hint(format!("did you mean {nearest}? Known: {}", Settings::NAMES.join(", ")))
+    let known = Settings::NAMES.join(", ");
+    let hint = match nearest(name) {
+        Some(nearest) => format!("did you mean {nearest}? Known: {known}"),
+        None => format!("known: {known}"),
+    };
+    Error::new(ErrorKind::Config, name, "is not a known setting").with_hint(hint)
+}
+
+/// The known name that `name` was probably meant to be: one of the two begins with the other, or few letters differ.
+fn nearest(name: &str) -> Option<&'static str> {
+    let bare = |name: &str| name.to_ascii_uppercase().trim_start_matches("CROSSRAIL_").to_owned();
+    let wanted = bare(name);
+    let begins = |known: &str| {
+        wanted.len() > 2 && known.len() > 2 && (wanted.starts_with(known) || known.starts_with(wanted.as_str()))
+    };
+    let candidates = Settings::NAMES.iter().map(|name| (edits(&wanted, &bare(name)), *name));
+    let close = candidates.filter(|(far, name)| *far <= 2.max(wanted.len() / 3) || begins(&bare(name)));
+    close.min().map(|(_, name)| name)
 }
 
 /// The Levenshtein distance.

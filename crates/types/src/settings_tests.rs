@@ -125,6 +125,10 @@ fn an_unknown_setting_is_an_error_with_the_nearest_name() {
         assert_eq!((error.kind, error.operation.as_str()), (ErrorKind::Config, wrong));
         assert!(error.to_string().contains(&format!("did you mean {right}?")), "{error}");
     }
+    for far in ["CROSSRAIL_COLOUR", "CROSSRAIL_X", "CROSSRAIL_NUM_PROCESSES"] {
+        let text = from(&[(far, "1")]).unwrap_err().to_string();
+        assert!(!text.contains("did you mean") && text.contains("known: CROSSRAIL_TLS"), "{text}");
+    }
     // Field names are accepted in code only.
     assert!(from(&[("CROSSRAIL_", "1")]).is_err());
     assert!(from(&[("CROSSRAIL_chunk", "1")]).is_err());

@@ -42,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> Command:
     parsed, unknown = made.parse_known_args(words)
     parser: Parser = parsed.parser
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.unknown(unknown)
     outcome: Outcome = parsed.outcome
     return outcome(parser, parsed)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import crossrail
 from crossrail._native import bench_control
-from crossrail.report import Report, Row, control_rows
+from crossrail.report import Report, Row, control_rows, counted
 from crossrail.report.control import STEPS
 
 from .failure import Failure, UsageFailure, print_notice
@@ -25,6 +25,7 @@ from .options import (
     RunOptions,
     add_device_kind,
     add_json,
+    add_no_effect,
     add_secret_file,
     add_timeout,
     add_tokens,
@@ -99,7 +100,8 @@ def add_arguments(parser: Parser) -> None:
     work = parser.add_argument_group("the work")
     experts = "experts per rank, one measurement for each number (8,32)"
     work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
-    work.add_argument("--op", choices=OPS, default="cycle", help="steps to measure (cycle: all of them)")
+    work.add_argument("--op", "--test", choices=OPS, default="cycle", help="steps to measure (cycle: all of them)")
+    add_no_effect(work)
     work.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"number of rounds ({ROUNDS})")
     add_tokens(work, positive, DEFAULTS, preset=False)
     where = "cuda: one rank per GPU (more with --num-processes), buffers in GPU memory (cpu)"
@@ -153,7 +155,7 @@ def _rows(options: ControlOptions, store: str, message: Message) -> list[Row]:
     """The rows of one number of experts, from the samples of all ranks. Raises Failure if some are missing."""
     samples = {int(rank): steps for rank, steps in message["samples"].items()}
     if len(samples) != options.placement.size:
-        raise Failure(f"only {len(samples)} of {options.placement.size} ranks reported their measurements")
+        raise Failure(f"only {len(samples)} of {counted(options.placement.size, 'rank')} reported their measurements")
     like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
     device = options.work.device if options.work.device == "cuda" else None
     like = replace(like, ranks=len(samples), nodes=options.placement.world_size, device=device)
@@ -175,12 +177,12 @@ def _run(options: ControlOptions, progress: Progress) -> None:
     rounds = options.work.warmup + options.work.rounds
     patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
     with _rendezvous(options, context) as (store, group), Ranks() as ranks:
-        print_notice(f"{'1 rank' if where.size == 1 else f'{where.size} ranks'}, store {store}")
+        print_notice(f"{counted(where.size, 'rank')}, store {store}")
         job = {"work": asdict(options.work), "settings": options.settings()}
         for rank in where.ranks:
             device = options.gpus[rank - where.ranks[0]] if options.gpus else None
             ranks.start(rank, "control", {**job, **where.member(rank, store, group), "device": device})
-        progress.status(f"control: {where.size} ranks")
+        progress.status(f"control: {counted(where.size, 'rank')}")
         left = set(where.ranks)
         while left:
             rank, message = ranks.next(patience)

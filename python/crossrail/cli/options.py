@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import crossrail
 
+from .failure import UsageFailure
 from .parsing import Parser, count, names_of, pin, positive, size_list
 
 Memory = Literal["shared", "ordinary"]
@@ -34,6 +35,12 @@ _SETTINGS = {
 """Attributes of options, and the settings they override, by their field names in the settings declaration."""
 
 
+def _option_of(setting: str) -> str:
+    """The option that overrides a setting, as typed."""
+    typed = {"tls": "transport"} | {of: name for name, of in _SETTINGS.items() if of != "tls"}
+    return f"--{typed.get(setting, setting).replace('_', '-')}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Options of every bench. None stands for an option that is not on the command line."""
@@ -53,8 +60,16 @@ class RunOptions:
 
         Raises the library's errors.
         """
-        settings: dict[str, Any] = dict(self.settings())
-        return crossrail.Context(**settings)
+        given = self.settings()
+        settings: dict[str, Any] = dict(given)
+        try:
+            return crossrail.Context(**settings)
+        except crossrail.CrossrailError as error:
+            name = error.operation.removeprefix("CROSSRAIL_").lower()
+            if name not in given:
+                raise
+            why = "; ".join(part for part in (error.detail, error.hint) if part)
+            raise UsageFailure(f"{_option_of(name)}: {why}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +110,19 @@ def check_tcp(parser: Parser, transport: str | None, options: Mapping[str, objec
 
 def fields_of(parsed: argparse.Namespace, *left_out: str) -> dict[str, Any]:
     """The parsed arguments that are not None, without argparse's own and those ``left_out``."""
-    own = ("command", "outcome", "parser", *left_out)
+    own = ("command", "outcome", "parser", "no_effect", *left_out)
     return {name: value for name, value in vars(parsed).items() if name not in own and value is not None}
 
 
 def add_json(group: argparse._ArgumentGroup | Parser) -> None:
     group.add_argument("--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`")
+
+
+def add_no_effect(group: argparse._ArgumentGroup) -> None:
+    """Adds options of NIXL's examples that ask for what is so anyway, so that their command lines can be kept."""
+    text = "accepted, without effect: of NIXL's examples, and always so here"
+    for name in ("--skip-nic-discovery", "--use-tcp-store"):
+        group.add_argument(name, action="store_true", default=argparse.SUPPRESS, dest="no_effect", help=text)
 
 
 def add_timeout(group: argparse._ArgumentGroup) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
+from crossrail._words import a
 
 from .failure import EXIT_USAGE, Failure, UsageFailure, print_error
 
@@ -52,6 +54,21 @@ class Parser(argparse.ArgumentParser):
             fill, self._fill = self._fill, None
             fill(self)
         return super().parse_known_args(args, namespace)
+
+    def unknown(self, words: Sequence[str]) -> NoReturn:
+        """Reports arguments that no parser knows, with the options that they were probably meant to be."""
+        meant = [f"for {word} did you mean {near}?" for word in words if (near := self._nearest(word)) is not None]
+        self.error("; ".join([f"unrecognized arguments: {' '.join(words)}", *meant]))
+
+    def _nearest(self, word: str) -> str | None:
+        """The option that ``word`` was probably meant to be: few letters differ, or one begins with the other."""
+        word = word.partition("=")[0].lower().replace("_", "-")
+        if not word.startswith("--"):
+            return None
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        begins = [option for option in known if option.startswith(word) or word.startswith(f"{option}-")]
+        near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+        return next(iter([*near, *begins]), None)
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{message}; see `{self.prog} --help`")
@@ -122,7 +139,7 @@ def names_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
         names = text.split(",")
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a {what}; known: {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not {a(what)}; known: {', '.join(known)}")
         return list(dict.fromkeys(names))
 
     return parse

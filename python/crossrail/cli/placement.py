@@ -16,6 +16,7 @@ from typing import Any
 
 import crossrail
 from crossrail._native import StoreServer
+from crossrail.report import counted
 
 from .failure import Failure, UsageFailure, print_notice
 from .options import Pin
@@ -164,8 +165,9 @@ def one_gpu_each(where: Placement, context: crossrail.Context, every: bool) -> P
     if every:
         where = replace(where, num_processes=len(gpus))
     if where.num_processes > len(gpus):
-        number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
-        raise UsageFailure(f"{where.num_processes} ranks need one GPU each, and this machine has {number}")
+        raise UsageFailure(
+            f"{where.num_processes} ranks need one GPU each, and this machine has {counted(len(gpus), 'GPU')}"
+        )
     return where
 
 

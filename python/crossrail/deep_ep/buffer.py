@@ -26,6 +26,8 @@ from crossrail.deep_ep.steps import Steps, Wanted
 from crossrail.errors import ClosedError, UsageError
 from crossrail.experts import ExpertBuffer
 
+from .._words import kind
+
 __all__ = ["Buffer"]
 
 
@@ -367,7 +369,7 @@ class Buffer:
 
     def _sms(self, config: Config) -> int:
         if not isinstance(config, Config):
-            raise wrong("dispatch", f"config is a {type(config).__name__}, not a Config")
+            raise wrong("dispatch", f"config is {kind(config)}, not a Config")
         return config.num_sms
 
     def _experts(self, num_experts: int, operation: str) -> int:

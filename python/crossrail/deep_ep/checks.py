@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 from crossrail._device_arrays import fits
 from crossrail.errors import UnsupportedError, UsageError
 
+from .._words import kind
+
 Tensor: TypeAlias = Any
 """A torch.Tensor. PyTorch need not be there to check these pages' types."""
 
@@ -42,7 +44,7 @@ def count(name: str, value: Any, operation: str) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise wrong(operation, f"{name} is a {type(value).__name__}, not an integer") from None
+        raise wrong(operation, f"{name} is {kind(value)}, not an integer") from None
     if number < 0:
         raise wrong(operation, f"{name} is {number}")
     return number
@@ -63,7 +65,7 @@ def checked(
     `dense`: in one piece in C order; otherwise only each row has to be. Raises UsageError that names the argument.
     """
     if not isinstance(value, torch().Tensor):
-        raise wrong(operation, f"{name} is a {type(value).__name__}, not a torch.Tensor")
+        raise wrong(operation, f"{name} is {kind(value)}, not a torch.Tensor")
     if value.dtype not in _called(*dtypes) or not fits(value.shape, shape):
         want = f"{' or '.join(dtypes)} [{', '.join(map(str, shape))}]"
         raise wrong(operation, f"{name} is {told(value)} where {want} is wanted")

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 from crossrail.deep_ep.checks import Tensor, checked, told, torch, wrong
 from crossrail.deep_ep.pool import Kind
 
+from .._words import kind
+
 __all__ = ["BLOCK", "PACKED", "Given", "Rows", "low_latency_payload", "no_rows", "rows_kind"]
 
 BLOCK = 128
@@ -82,7 +84,7 @@ def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f
     if hidden % unit:
         raise wrong("dispatch", f"x[0] is {told(rows)}, whose rows are no multiple of {unit}")
     if not isinstance(scales, torch().Tensor) or tuple(scales.shape) != (tokens, hidden // unit):
-        have = told(scales) if isinstance(scales, torch().Tensor) else f"a {type(scales).__name__}"
+        have = told(scales) if isinstance(scales, torch().Tensor) else f"{kind(scales)}"
         want = f"float32 [{tokens}, {hidden // BLOCK}] or int32 [{tokens}, {hidden // PACKED}]"
         raise wrong("dispatch", f"x[1] is {have} where {want} is wanted")
     if not packed and scales.dtype != torch().float32:

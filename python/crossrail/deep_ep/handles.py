@@ -10,6 +10,8 @@ from crossrail.deep_ep.checks import Tensor, torch, wrong
 from crossrail.deep_ep.layouts import dispatch_layout, prefix_matrix, send_positions
 from crossrail.deep_ep.pool import Kind
 
+from .._words import kind
+
 __all__ = ["NODE_RANKS", "Handle", "RankHandle", "Routing", "routing_of"]
 
 NODE_RANKS = 8
@@ -117,7 +119,7 @@ def routing_of(handle: Any, layout: str, operation: str) -> Routing:
     """The routing of a handle. Raises UsageError for what is none, or one of the other mode."""
     if not isinstance(handle, Handle):
         hint = "pass the handle that the dispatch gave, itself"
-        raise wrong(operation, f"handle is a {type(handle).__name__}, not one of a dispatch", hint)
+        raise wrong(operation, f"handle is {kind(handle)}, not one of a dispatch", hint)
     if handle.routing.kind.layout != layout:
         there = "a low-latency" if handle.routing.kind.layout == "expert" else "a normal"
         raise wrong(operation, f"handle is of {there} dispatch")

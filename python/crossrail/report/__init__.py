@@ -26,7 +26,7 @@ from .schema import (
 )
 from .stats import Summary, better, gb_per_s, median, percentile, summarize
 from .tables import console, table
-from .units import format_bytes, format_duration_us, format_rate, format_size
+from .units import counted, format_bytes, format_duration_us, format_rate, format_size
 from .unpack import unpack_rates, unpack_rows
 from .verdict import Facts, judge
 from .views import print_report, views
@@ -60,6 +60,7 @@ __all__ = [
     "compact",
     "console",
     "control_rows",
+    "counted",
     "ep_device_row",
     "ep_row",
     "format_bytes",

@@ -11,7 +11,7 @@ from rich.text import Text
 from .schema import RankTimes, Row
 from .stats import summarize
 from .tables import table
-from .units import format_rate
+from .units import counted, format_rate
 
 STEPS = ("init", "connect", "disconnect", "reconnect", "destroy")
 """The steps in the life of a buffer, in order."""
@@ -84,9 +84,9 @@ def control_tables(rows: Sequence[Row]) -> list[RenderableType]:
         first = chosen[0]
         rounds = len(first.samples_us) // len(first.rank_times)
         on_gpus = "" if first.device is None else " in GPU memory"
-        ranks = f"{len(first.rank_times)} ranks{on_gpus}"
+        ranks = f"{counted(len(first.rank_times), 'rank')}{on_gpus}"
         made = table(
-            f"control: {ranks} x {experts} experts, {rounds} rounds, store {first.store}; "
+            f"control: {ranks} x {counted(experts or 0, 'expert')}, {counted(rounds, 'round')}, store {first.store}; "
             "each rank's figures, averaged over the ranks",
             ["step", "mean ms", "min ms", "max ms"],
         )

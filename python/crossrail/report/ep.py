@@ -12,7 +12,7 @@ from rich.text import Text
 from .schema import Lane, Row
 from .stats import gb_per_s, median, summarize
 from .tables import peer_errors, peer_names, ratio_text, table
-from .units import format_bytes
+from .units import counted, format_bytes
 
 MODES = ("dispatch", "combine", "e2e")
 STAGES = ("cast", "copy", "sum", "wait")
@@ -201,8 +201,7 @@ def ep_tables(rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def _heading(row: Row) -> str:
-    nodes = "1 node" if row.nodes == 1 else f"{row.nodes} nodes"
-    ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+    nodes, ranks = counted(row.nodes or 0, "node"), counted(row.ranks or 0, "rank")
     extra = ["routing cached"] if row.cached else []
     extra += [] if row.prereduce is not False else ["no pre-reduction"]
     extra += [] if row.backend != "none" else ["no shared memory"]
@@ -210,8 +209,8 @@ def _heading(row: Row) -> str:
     return ", ".join(
         [
             f"expert parallelism: {ranks} on {nodes}",
-            f"{row.tokens} tokens x {row.hidden} each",
-            f"top-{row.topk} of {row.experts} experts",
+            f"{counted(row.tokens or 0, 'token')} x {row.hidden} each",
+            f"top-{row.topk} of {counted(row.experts or 0, 'expert')}",
             f"{row.layout} layout",
             f"dispatch {row.dtype}",
             f"routing {row.routing}",
@@ -223,7 +222,8 @@ def _heading(row: Row) -> str:
 def _passed(row: Row) -> str:
     if row.ranks_passed is None:
         return "data: not verified"
-    return f"data: {row.ranks_passed} of {row.ranks} ranks passed against the reference before anything was timed"
+    ranks = counted(row.ranks or 0, "rank")
+    return f"data: {row.ranks_passed} of {ranks} passed against the reference before anything was timed"
 
 
 def _links(rows: Sequence[Row]) -> list[str]:

@@ -13,7 +13,7 @@ from .build import Round, with_samples
 from .schema import Lane, MessageTimes, Row
 from .stats import median
 from .tables import HeadedTable, table
-from .units import format_bytes, format_size
+from .units import counted, format_bytes, format_size
 
 SLOW = 0.8
 """A rate below this fraction of the median of its part is an outlier."""
@@ -108,9 +108,9 @@ def mesh_tables(rows: Sequence[Row]) -> list[RenderableType]:
 
 def _heading(row: Row, of: Mapping[str, Sequence[Row]]) -> str:
     transports = ", ".join(dict.fromkeys(one.transport for one in of["pair"]))
-    nodes = "" if row.nodes in (None, 1) else f" on {row.nodes} nodes"
+    nodes = "" if row.nodes in (None, 1) else f" on {counted(row.nodes or 0, 'node')}"
     memory = "GPU memory" if row.device else f"{row.memory} memory"
-    return f"mesh: {row.ranks} ranks{nodes}, {memory}, over {transports or 'nothing'}"
+    return f"mesh: {counted(row.ranks or 0, 'rank')}{nodes}, {memory}, over {transports or 'nothing'}"
 
 
 def _places(rows: Sequence[Row]) -> dict[int, str]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 _SHIFTS = (("T", 40), ("G", 30), ("M", 20), ("K", 10))
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_size(size: int) -> str:
     """The shortest exact form in powers of two, as options and settings are written: ``64K``, ``2M``, ``17``."""
     for letter, shift in _SHIFTS:

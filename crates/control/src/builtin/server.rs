@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crossrail_handshake::store::Greeting;
 use crossrail_handshake::{Reject, RejectCode, Secret};
-use crossrail_types::{Error, ErrorKind, Origin, Reason, Result, Settings};
+use crossrail_types::{Error, ErrorKind, Log, Origin, Reason, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
@@ -20,7 +20,6 @@ use socket2::{SockRef, TcpKeepalive};
 use super::contents::{Contents, Outbox};
 use super::frames::Answer;
 use super::server_connection::{ClientConnection, Disconnected, next_request};
-use crate::log::Log;
 
 /// Most clients at a time, and most of them that have not completed the handshake.
 const CLIENTS_MAX: usize = 16_384;

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
+use crossrail_types::{Error, ErrorKind, Log, Result, Settings, format_duration};
 use parking_lot::{Condvar, Mutex};
 
 use super::options::GroupOptions;
@@ -12,7 +12,6 @@ use super::state::{GroupState, Own, STEP_TIMEOUT, deadline_in, random_id};
 use super::watch::{self, Stop};
 use crate::bootstrap::{Bootstrap, Overrides};
 use crate::keys::Keys;
-use crate::log::Log;
 use crate::membership::{Leaving, Process, Roster, Row, key_rank, rank_key, rank_name, this_node};
 use crate::ranks::Claims;
 use crate::{Entry, Lease, Revision, Store};

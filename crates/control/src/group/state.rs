@@ -2,11 +2,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result, interrupt};
+use crossrail_types::{Error, ErrorKind, Log, Result, interrupt};
 use parking_lot::{Condvar, Mutex};
 
 use crate::keys::{Keys, check_key};
-use crate::log::Log;
 use crate::membership::{Roster, Row, rank_key, rank_name};
 use crate::{Expected, Lease, LeaseId, RankState, Store};
 

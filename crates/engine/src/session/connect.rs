@@ -231,6 +231,7 @@ impl Sessions {
         }
         self.log.info(format_args!("{}", explain.available));
         self.log.info(format_args!("{}", explain.selected));
+        self.log.debug(format_args!("every candidate and its cost:\n{explain}"));
         self.explains.lock().insert(endpoint, Arc::new(explain));
     }
 

@@ -12,7 +12,7 @@ import crossrail
 from crossrail._native import _DeviceEp
 from crossrail.ref.checking import Difference, Work
 from crossrail.ref.sampling import Judge, inputs, outputs
-from crossrail.report import EpDeviceRank, EpDeviceTurn, Report, Row, ep_device_row, with_peers
+from crossrail.report import EpDeviceRank, EpDeviceTurn, Report, Row, counted, ep_device_row, with_peers
 
 from ..failure import Failure, UsageFailure
 from ..placement import one_gpu_each
@@ -88,7 +88,7 @@ class _Run:
     def _shape(self, ranks: Ranks, peers: GpuPeers, one: tuple[int, EpOptions, Work]) -> list[Row]:
         """Verifies and measures one shape, in turns with the peers."""
         number, options, work = one
-        self.progress.status(f"{self.where.size} ranks verify against the reference")
+        self.progress.status(f"{counted(self.where.size, 'rank')}: verification against the reference")
         how = {"number": number, "num_sms": options.num_sms, "cast_before": options.cast_before}
         peers.begin(work)
         ranks.send_all({"do": "open", "work": asdict(work), **how})

@@ -13,7 +13,7 @@ import crossrail
 from crossrail._native import bench_ep
 from crossrail.records import EpPlan
 from crossrail.ref.checking import Difference, Inputs, Work
-from crossrail.report import PhaseFacts, Report, Row, gb_per_s, with_times
+from crossrail.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
 
 from ..failure import Failure, print_notice
 from ..processes import Message
@@ -84,7 +84,7 @@ class _Run:
         """Runs one phase and returns its row."""
         plan, phase = self.plan, self.plan.phases[index]
         joining, leaving = plan.joining(index), plan.leaving(index)
-        progress.status(f"phase {index + 1} of {len(plan.phases)}: {len(phase.active)} ranks")
+        progress.status(f"phase {index + 1} of {len(plan.phases)}: {counted(len(phase.active), 'rank')}")
         self.end(leaving)
         self.start(index, joining, job)
         gone = [

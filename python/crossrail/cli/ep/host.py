@@ -10,7 +10,7 @@ import crossrail
 from crossrail._native import bench_ep
 from crossrail.ref import bits
 from crossrail.ref.checking import Difference, Work
-from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, ep_row, format_bytes, with_peers
+from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, counted, ep_row, format_bytes, with_peers
 
 from ..failure import Failure
 from ..placement import cpu_of, pin_to
@@ -67,7 +67,7 @@ class _Run:
         """Verifies, measures, and returns one row per mode."""
         with self.where.rendezvous(self.options.context()) as (store, group), Ranks() as ranks:
             self.where.announce(store)
-            self.progress.status(f"{self.where.size} ranks verify against the reference")
+            self.progress.status(f"{counted(self.where.size, 'rank')}: verification against the reference")
             for rank in self.where.ranks:
                 ranks.start(rank, "ep", self._job(rank, store, group))
             ranks.wait_for("passed", self.where.ranks, LONG_S)

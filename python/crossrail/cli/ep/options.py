@@ -22,6 +22,7 @@ from ..options import (
     add_device_kind,
     add_iterations,
     add_json,
+    add_no_effect,
     add_pin,
     add_rails,
     add_secret_file,
@@ -203,6 +204,13 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument("--seed", metavar="N", type=count, help="seed of tokens and routing (0)")
 
 
+def _nvlink_backend(text: str) -> str:
+    known = {"ipc": "auto", "none": "none"}
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a backend; known: {', '.join(known)}")
+    return known[text]
+
+
 def _add_device(device: argparse._ArgumentGroup) -> None:
     where = "cuda: one rank per GPU, buffers in GPU memory, times by the GPU's and the host's clock (cpu)"
     add_device_kind(device, where)
@@ -217,6 +225,9 @@ def _add_device(device: argparse._ArgumentGroup) -> None:
 def _add_how(how: argparse._ArgumentGroup) -> None:
     backend = "none: ranks share no memory, all data uses the network transports (auto)"
     how.add_argument("--backend", choices=("auto", "none"), help=backend)
+    nixl = "NIXL's spelling: ipc for auto, or none"
+    how.add_argument("--nvlink-backend", dest="backend", metavar="ipc|none", type=_nvlink_backend, help=nixl)
+    add_no_effect(how)
     nodes = "emulate this many nodes here: data between them uses the network transports (1)"
     how.add_argument("--nodes", metavar="N", type=positive, help=nodes)
     add_transport(how, "shm, tcp")

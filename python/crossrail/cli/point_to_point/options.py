@@ -125,7 +125,7 @@ def add_arguments(parser: Parser, what: str) -> None:
     work.add_argument("--device", metavar="PLACES", type=device_list, help=device)
     if what == "latency":
         ops = "messages, one-sided writes until the other host sees them, or both (send)"
-        work.add_argument("--op", choices=("send", "write", "both"), help=ops)
+        work.add_argument("--op", "--test", choices=("send", "write", "both"), help=ops)
     add_iterations(work)
     if what == "p2p":
         verified = (

@@ -20,6 +20,8 @@ from crossrail.deep_ep.pool import Gpu, Kind, Machine
 from crossrail.deep_ep.ranks import hosts_of, joined
 from crossrail.errors import ClosedError
 
+from ..._words import kind
+
 __all__ = ["ElasticBuffer"]
 
 DIRECT_QPS = 17
@@ -302,7 +304,7 @@ class ElasticBuffer(Others):
     def _repeated(self, handle: Any, topk_idx: Any, expand: bool, sync: bool, tokens: int, hidden: int) -> Tensor:
         """The ids of a dispatch that repeats one, if it may."""
         if not isinstance(handle, EPHandle):
-            raise wrong("dispatch", f"handle is a {type(handle).__name__}, not one of a dispatch")
+            raise wrong("dispatch", f"handle is {kind(handle)}, not one of a dispatch")
         if topk_idx is not None:
             raise wrong("dispatch", "topk_idx and a handle, which has its own")
         if sync:
@@ -360,7 +362,7 @@ class ElasticBuffer(Others):
         """
         self._open("combine")
         if not isinstance(handle, EPHandle):
-            raise wrong("combine", f"handle is a {type(handle).__name__}, not one of a dispatch")
+            raise wrong("combine", f"handle is {kind(handle)}, not one of a dispatch")
         count("num_sms", num_sms, "combine")
         count("num_qps", num_qps, "combine")
         routing, expansion, device = handle._routing, handle._expansion, self._machine.device
