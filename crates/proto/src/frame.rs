@@ -32,7 +32,7 @@ mod tests;
 
 use crossrail_types::Head;
 
-use crate::{Offer, RegionKey};
+use crate::{Body, Offer, RegionKey};
 
 pub(crate) use failure::encode_failure;
 pub use failure::{decode_abort, decode_failure};
@@ -503,6 +503,12 @@ fn flag(on: bool, bit: u8) -> u8 {
 pub(crate) struct Bytes {
     pub(crate) bytes: [u8; CONTROL_MAX as usize],
     pub(crate) len: u8,
+}
+
+impl From<Bytes> for Body {
+    fn from(bytes: Bytes) -> Body {
+        if bytes.len == 0 { Body::None } else { Body::Inline { bytes: bytes.bytes, len: bytes.len } }
+    }
 }
 
 impl Bytes {

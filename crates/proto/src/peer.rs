@@ -1,5 +1,5 @@
 //! One connection's state machine. The parts, each an `impl Peer`:
-//! `sending` (what a lane carries next), `arriving` (heads and payloads that come in), `requests` (what the peer asks
+//! `sending` (what a lane carries next), `arriving` and `open` (heads and payloads that come in), `requests` (what the peer asks
 //! for), `counted` and `ledger` (short messages, confirmed by a count), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
 //! `direct` (single copies), `unpack` (chunks by way of slots), `lanes` (up, down, silent), `ending`.
 
@@ -11,6 +11,7 @@ mod incoming;
 mod kept;
 mod lanes;
 mod ledger;
+mod open;
 mod outgoing;
 mod requests;
 mod sending;
@@ -26,12 +27,12 @@ use crate::lane::Lane;
 use crate::stream::Stream;
 use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
 
-use arriving::Open;
 use counted::Calm;
 use direct::JobOf;
 use incoming::Incoming;
 use kept::Kept;
 use ledger::{Delivered, Unconfirmed};
+use open::Open;
 use outgoing::Outgoing;
 
 /// One connection's protocol state.

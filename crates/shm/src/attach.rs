@@ -21,6 +21,7 @@ use crate::arena::Arena;
 use crate::cma::{self, Probe, Process};
 use crate::control::Control;
 use crate::lane::ShmLane;
+use crate::parts::{Parts, Report, Side};
 use crate::ring::RING_RANGE;
 use crate::wire::{self, Wire};
 
@@ -32,24 +33,6 @@ const HELLO: u8 = 1;
 const CONTROL: u8 = 2;
 const TRIED: u8 = 3;
 const SEEN: u8 = 4;
-
-/// Which end of the socket this is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// Called connect; makes the control segment.
-    Connector,
-    /// Called accept.
-    Acceptor,
-}
-
-impl Side {
-    pub(crate) fn index(self) -> usize {
-        match self {
-            Side::Connector => 0,
-            Side::Acceptor => 1,
-        }
-    }
-}
 
 /// How a lane is set up.
 #[derive(Clone, Debug)]
@@ -65,29 +48,6 @@ impl Default for Options {
     fn default() -> Options {
         Options { ring_bytes: 1 << 20, cma: true }
     }
-}
-
-/// What attaching found out.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
-    /// Whether this end can read the peer's memory (process_vm_readv), or why not.
-    pub cma_pull: std::result::Result<(), String>,
-    /// Whether this end can write to the peer's memory (process_vm_writev), or why not.
-    pub cma_push: std::result::Result<(), String>,
-}
-
-/// All that a lane is made of.
-pub(crate) struct Parts {
-    pub(crate) side: Side,
-    pub(crate) id: LaneId,
-    pub(crate) wire: Arc<Wire>,
-    pub(crate) arena: Arc<Arena>,
-    pub(crate) control: Arc<Control>,
-    pub(crate) expedited: bool,
-    pub(crate) report: Report,
-    /// Whether the peer can reach our memory by CMA, in either way.
-    pub(crate) peer_has_cma: bool,
-    pub(crate) process: std::result::Result<Process, String>,
 }
 
 /// Makes a lane over `stream`, an authenticated connection to the peer, which calls this too with the other side.

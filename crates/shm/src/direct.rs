@@ -10,7 +10,7 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
@@ -21,22 +21,10 @@ use crate::copy;
 use crate::cursor::{Claim, piece_len};
 use crate::lane::ShmLane;
 use crate::memory::{Mapping, identity, verified_size};
+use crate::peer_segment::{Identity, PeerSegment};
 
 const MAPPED: u8 = 1;
 const ADDRESS: u8 = 2;
-
-/// A segment of the peer.
-#[derive(Debug)]
-pub(crate) enum PeerSegment {
-    /// Not named yet.
-    Passed(OwnedFd),
-    /// Its descriptor could not be received.
-    Lost,
-    Mapped(Arc<Mapping>, Identity),
-}
-
-/// As `memory::identity`.
-pub(crate) type Identity = u64;
 
 /// Where the other end of a copy is.
 enum Remote {

@@ -12,13 +12,13 @@ use crossrail_transport::{
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::arena::Arena;
-use crate::attach::{Parts, Report};
 use crate::cma::Process;
 use crate::count::Count;
 use crate::cursor::Cursors;
-use crate::direct::PeerSegment;
 use crate::notes::Notes;
 use crate::parting;
+use crate::parts::{Parts, Report};
+use crate::peer_segment::PeerSegment;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
 use crate::wake::{COUNT, DATA, Flags, ROOM};
 use crate::wire::{Inbox, Note, Silence, Wire};

@@ -26,11 +26,14 @@ mod lane;
 mod memory;
 mod notes;
 mod parting;
+mod parts;
+mod peer_segment;
 mod ring;
 mod wake;
 mod wire;
 
 pub use arena::{Arena, Segment, SegmentRef};
-pub use attach::{Options, Report, Side, attach};
+pub use attach::{Options, attach};
 pub use lane::ShmLane;
+pub use parts::{Report, Side};
 pub use wake::{prepare, prepare_if_quick};

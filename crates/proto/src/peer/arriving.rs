@@ -7,39 +7,10 @@ use crate::frame::{self, Frame};
 use crate::lane::Placement;
 use crate::peer::incoming::{ChunkOf, InKind, InStage};
 use crate::peer::kept::Kept;
+use crate::peer::open::{Open, What};
 use crate::peer::requests::{ServeRequest, WriteOf};
 use crate::stream::Arrival;
 use crate::{Event, Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Short, Time};
-
-/// The stream's frame whose payload is coming in.
-#[derive(Clone, Debug)]
-pub(super) struct Open {
-    /// The lane that brings it: the latest, if several began to.
-    pub(super) lane: LaneId,
-    head: Head,
-    pub(super) what: What,
-    lossy: bool,
-}
-
-/// What that payload is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
-    /// A message for a receive.
-    Receive {
-        op: OpId,
-        their: u32,
-        tag: u64,
-    },
-    /// A message that no receive matched.
-    Kept {
-        arrival: u32,
-    },
-    /// All bytes of that incoming transfer.
-    Data {
-        index: u32,
-    },
-    Control,
-}
 
 impl Peer {
     /// A head has come in on `lane`: where does its payload go? One payload at a time per lane; lanes interleave.

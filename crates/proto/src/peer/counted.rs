@@ -5,8 +5,7 @@ use crossrail_types::{LaneId, OpId};
 use super::Peer;
 use crate::frame::{self, Bytes, Frame};
 use crate::peer::ledger::{Counted, CountedStage};
-use crate::peer::sending::inline;
-use crate::{Event, Failure, Memory, Short, Time};
+use crate::{Body, Event, Failure, Memory, Short, Time};
 
 /// The condition of a connection in which a short message needs nothing but its own words: one lane that loses nothing
 /// and [counts](crate::LaneSpec::counts) carries the messages, and nothing is queued, owed, held back or ending.
@@ -164,7 +163,7 @@ impl Peer {
             self.unconfirmed.blame(op, why.clone());
         }
         let op = self.counted_id(place);
-        self.tell_with(Frame::Abort { op, code }, inline(bytes));
+        self.tell_with(Frame::Abort { op, code }, Body::from(bytes));
         true
     }
 

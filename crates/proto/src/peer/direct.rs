@@ -10,8 +10,7 @@ use super::Peer;
 use crate::frame::{Bytes, Frame, Target};
 use crate::peer::incoming::{InKind, InStage};
 use crate::peer::outgoing::{After, Kind, Serve, Stage};
-use crate::peer::sending::inline;
-use crate::{DirectId, Event, Memory, Offer, Protocol, Role, Time};
+use crate::{Body, DirectId, Event, Memory, Offer, Protocol, Role, Time};
 
 /// Whose job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,7 +91,7 @@ impl Peer {
         }
         incoming.helped = true;
         let op = incoming.their;
-        self.tell_with(Frame::Invite { op }, inline(Bytes::EMPTY.push(&descriptor)));
+        self.tell_with(Frame::Invite { op }, Body::from(Bytes::EMPTY.push(&descriptor)));
     }
 
     /// Leaves a job of [`Role::Pull`], whose offer has no slot, to the peer, which pushes into what `descriptor` says.
@@ -111,7 +110,7 @@ impl Peer {
         incoming.job = None;
         self.jobs.remove(job.0 as usize);
         let op = incoming.their;
-        self.tell_with(Frame::Invite { op }, inline(Bytes::EMPTY.push(&descriptor)));
+        self.tell_with(Frame::Invite { op }, Body::from(Bytes::EMPTY.push(&descriptor)));
         true
     }
 

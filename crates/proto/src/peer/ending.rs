@@ -2,8 +2,8 @@
 
 use super::{Peer, Phase};
 use crate::lane::Placement;
-use crate::peer::arriving::What;
 use crate::peer::incoming::{Ending, InKind};
+use crate::peer::open::What;
 use crate::peer::outgoing::{After, Kind};
 use crate::{Event, Failure, Matcher, Memory, Time};
 

@@ -5,7 +5,7 @@ use crossrail_types::{LaneId, OpId};
 use super::{Peer, Their};
 use crate::feed::{share, sorted};
 use crate::frame::{Frame, Target};
-use crate::peer::arriving::What;
+use crate::peer::open::What;
 use crate::ranges::Ranges;
 use crate::{
     DirectId, Event, Failure, LaneShare, Memory, Offer, Placing, Protocol, Receipt, RegionFault, RegionRef, Regions,

@@ -3,8 +3,8 @@
 use crossrail_types::OpId;
 
 use super::{Peer, Their};
-use crate::peer::arriving::What;
 use crate::peer::incoming::InKind;
+use crate::peer::open::What;
 use crate::{Event, Failure, Matcher, Offer, Short, Time};
 
 /// An unexpected message.

@@ -6,7 +6,6 @@ use super::{Peer, Their};
 use crate::feed::Feed;
 use crate::frame::{self, Bytes, Frame, Target};
 use crate::lane::Sent;
-use crate::peer::sending::inline;
 use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Protocol, Receipt, RegionRef, Short, Time};
 
 /// Something of ours under way: what a short message needs, and the rest apart.
@@ -392,7 +391,7 @@ impl Peer {
             Failure::Device(_) => frame::encode_failure(why),
             _ => (0, Bytes::EMPTY),
         };
-        self.tell_with(Frame::Abort { op: index as u32 + 1, code }, inline(bytes));
+        self.tell_with(Frame::Abort { op: index as u32 + 1, code }, Body::from(bytes));
         true
     }
 
@@ -442,7 +441,7 @@ impl Peer {
         // What lanes carry of it stays readable: the peer believes the bytes until it hears of this.
         self.unsend_data(index);
         let (code, bytes) = frame::encode_failure(&why);
-        self.tell_with(Frame::ReadFailed { serve: index + 1, target, code }, inline(bytes));
+        self.tell_with(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes));
     }
 
     fn unsend_data(&mut self, index: u32) {
@@ -488,7 +487,7 @@ impl Peer {
     /// Tells the peer that its operation `op` has failed.
     pub(super) fn tell_failed(&mut self, op: u32, why: &Failure) {
         let (code, bytes) = frame::encode_failure(why);
-        self.tell_with(Frame::Fail { op, code }, inline(bytes));
+        self.tell_with(Frame::Fail { op, code }, Body::from(bytes));
     }
 
     /// The peer wants its operation `op` to end.

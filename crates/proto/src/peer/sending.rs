@@ -14,10 +14,6 @@ const DONES: usize = frame::CONTROL_MAX as usize / 4;
 /// Consumed messages after which the peer is told at once.
 const ACK_EVERY: u32 = 64;
 
-pub(super) fn inline(bytes: Bytes) -> Body {
-    if bytes.len == 0 { Body::None } else { Body::Inline { bytes: bytes.bytes, len: bytes.len } }
-}
-
 /// A message with its first frame.
 fn eager_out(head: Head, op: OpId, len: u64) -> Out {
     Out { head, body: Body::Memory { memory: Memory::Op(op), offset: 0, len: len as u32 }, chunk: false }
@@ -421,7 +417,7 @@ impl Peer {
         while usize::from(bytes.len) < DONES * 4 && !self.dones.is_empty() {
             bytes = bytes.push(&self.next_done().to_le_bytes());
         }
-        let out = self.seal(now, at, Frame::Done, inline(bytes), first).0;
+        let out = self.seal(now, at, Frame::Done, Body::from(bytes), first).0;
         frame::decode_done(&bytes.bytes[..usize::from(bytes.len)]).for_each(|id| self.delivered.answered(id));
         out
     }
@@ -486,7 +482,7 @@ impl Peer {
                 outgoing.more().announce(now, offer);
                 let id = self.outs.insert(outgoing) as u32 + 1;
                 let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };
-                let body = inline(frame::encode_announce(&Announce { len, offer }));
+                let body = Body::from(frame::encode_announce(&Announce { len, offer }));
                 self.seal(now, at, frame, body, done).0
             }
             Operation::Write { key, offset, imm } => {
@@ -503,7 +499,7 @@ impl Peer {
                 }
                 let (has_imm, has_offer) = (imm.is_some(), offer.is_some());
                 let frame = Frame::Write { op: index + 1, len, imm: has_imm, data: short, offer: has_offer };
-                let body = inline(frame::encode_write(&Write { key, offset, imm: imm.unwrap_or(0), offer }));
+                let body = Body::from(frame::encode_write(&Write { key, offset, imm: imm.unwrap_or(0), offer }));
                 self.seal(now, at, frame, body, done).0
             }
             Operation::Read { key, offset } => {
@@ -515,7 +511,7 @@ impl Peer {
                 outgoing.more().announce(now, offer);
                 let descriptor = offer.map(|o| o.descriptor);
                 let frame = Frame::Read { op: index + 1, target, offer: descriptor.is_some(), chunks: !eager };
-                let body = inline(frame::encode_read(&Read { key, offset, len, descriptor }));
+                let body = Body::from(frame::encode_read(&Read { key, offset, len, descriptor }));
                 self.seal(now, at, frame, body, done).0
             }
         }
