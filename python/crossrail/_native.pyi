@@ -6,6 +6,7 @@ Ctrl-C interrupts every wait. Every error is a `crossrail.CrossrailError`.
 """
 
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -95,6 +96,7 @@ __all__ = [
     "bench_ep",
     "bench_latency",
     "bench_mesh",
+    "bench_net_plugin",
     "bench_p2p",
     "bench_raw_tcp",
     "bench_unpack",
@@ -765,6 +767,19 @@ def bench_p2p(
     iters: int,
     warmup: int = 2,
     memory: str = "ordinary",
+    verify: str = "full",
+    on_progress: Callable[[int, int], object] | None = None,
+) -> list[Transfer]: ...
+def bench_net_plugin(
+    context: Context,
+    worker: Worker,
+    endpoint: Endpoint,
+    *,
+    role: Literal["driver", "echo"],
+    path: str | PathLike[str],
+    size: int,
+    iters: int,
+    warmup: int = 2,
     verify: str = "full",
     on_progress: Callable[[int, int], object] | None = None,
 ) -> list[Transfer]: ...

@@ -46,7 +46,7 @@ pub(crate) const ROOMS: &[Room] = &[
     Room { outside: Some(&[]), forbids_unsafe: true, ..room("nccl-abi", "crossrail-nccl-abi", &[]) },
     room("nccl-plugin", "crossrail-nccl-plugin", &["engine", "topology", "nccl-abi", "nccl-driver", "types"]),
     room("nccl-driver", "crossrail-nccl-driver", &["nccl-abi", "types"]),
-    room("bench", "crossrail-bench", &["engine", "ep", "ep-host", "ep-cuda", "control", "types"]),
+    room("bench", "crossrail-bench", &["engine", "ep", "ep-host", "ep-cuda", "control", "nccl-driver", "types"]),
     room("python", "crossrail-python", &["engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
 ];
 

@@ -123,6 +123,18 @@ pub(crate) struct Flight {
     finished: bool,
 }
 
+impl Flight {
+    /// The request.
+    pub(crate) fn request(&self) -> &Request {
+        &self.request
+    }
+
+    /// Ends it without cancelling: its request has finished.
+    pub(crate) fn finished(mut self) {
+        self.finished = true;
+    }
+}
+
 impl Drop for Flight {
     fn drop(&mut self) {
         if !self.finished {

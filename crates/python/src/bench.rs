@@ -1,6 +1,9 @@
 //! The measuring loops, run detached.
 
-use crossrail_bench::{BandwidthPlan, LatencyPlan, MemoryKind, Observer, P2pPlan, RawTcpPlan, Role, Samples, Session};
+use crossrail_bench::{
+    BandwidthPlan, LatencyPlan, MemoryKind, NetPluginPlan, Observer, P2pIteration, P2pPlan, RawTcpPlan, Role, Samples,
+    Session,
+};
 use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyList};
@@ -233,6 +236,10 @@ pub(crate) fn bench_p2p<'py>(
     let ends = Ends { context, worker, endpoint, role, memory, on_progress };
     let plan = P2pPlan { size, iters, warmup, verify: verify.parse().or_raise(py)? };
     let iterations = ends.run(py, |session| crossrail_bench::p2p(session, plan))?;
+    transfers(py, iterations)
+}
+
+fn transfers(py: Python<'_>, iterations: Vec<P2pIteration>) -> PyResult<Bound<'_, PyList>> {
     rows(py, iterations, |row, iteration| {
         let ends = [
             ("sender", iteration.us_sender, iteration.sender),
@@ -246,4 +253,33 @@ pub(crate) fn bench_p2p<'py>(
         }
         Ok(())
     })
+}
+
+/// Measure large transfers through a network plugin of NCCL, as `bench_p2p` does through Crossrail.
+///
+/// Both ends call this with the path of their own plugin (versions 4 to 12). Data goes over all
+/// devices of the plugin, with the context's chunk, window and channels; the endpoint carries
+/// what the ends agree on. Returns what `bench_p2p` returns, with a lane per device. Raises
+/// UsageError for a library that is no such plugin, and IoError, TimeoutError or ProtocolError,
+/// naming the plugin's function, for what it returns that it may not.
+#[pyfunction]
+#[pyo3(signature = (context, worker, endpoint, *, role, path, size, iters, warmup = 2, verify = "full", on_progress = None))]
+#[allow(clippy::too_many_arguments)] // keywords in Python
+pub(crate) fn bench_net_plugin<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    endpoint: &Bound<'py, Endpoint>,
+    role: &str,
+    path: std::path::PathBuf,
+    size: usize,
+    iters: usize,
+    warmup: usize,
+    verify: &str,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyList>> {
+    let py = context.py();
+    let ends = Ends { context, worker, endpoint, role, memory: "ordinary", on_progress };
+    let plan = NetPluginPlan { path, transfers: P2pPlan { size, iters, warmup, verify: verify.parse().or_raise(py)? } };
+    let iterations = ends.run(py, |session| crossrail_bench::net_plugin(session, &plan))?;
+    transfers(py, iterations)
 }

@@ -102,6 +102,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(bench::bench_bandwidth, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_p2p, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_write, module)?)?;
+    module.add_function(wrap_pyfunction!(bench::bench_net_plugin, module)?)?;
     module.add_function(wrap_pyfunction!(bench::bench_raw_tcp, module)?)?;
     module.add_function(wrap_pyfunction!(bench_mesh::bench_mesh, module)?)?;
     module.add_function(wrap_pyfunction!(bench_unpack::bench_unpack, module)?)?;

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import crossrail
-from crossrail._native import bench_raw_tcp, bench_write
+from crossrail._native import bench_net_plugin, bench_raw_tcp, bench_write
 from crossrail.records import LaneReport, Transfer
 from crossrail.report import (
     Iteration,
@@ -85,6 +86,7 @@ def _hello(options: BenchOptions, work: list[Plan]) -> Message:
         "unpack": options.unpack,
         "device": places[0] if places else None,
         "other_device": places[1] if len(places) > 1 else None,
+        "net_plugin": options.net_plugin is not None,
     }
 
 
@@ -129,7 +131,9 @@ class _Driver:
         self.addresses: dict[str, str] = met["addresses"]
         self.places = (options.memory_device, str(met["device"]))
         self.unpack = str(met["unpack"])
-        self.unused = {**_other_ends(met["unused"]), **missed(channel.endpoint)}
+        # A plugin has lanes of its own.
+        own = options.net_plugin is None
+        self.unused = {**_other_ends(met["unused"]), **missed(channel.endpoint)} if own else {}
         self.progress = progress
         settings = channel.context.settings()
         self.chunk = crossrail.parse_size(settings["CROSSRAIL_CHUNK"] or "0")
@@ -295,16 +299,12 @@ class _Driver:
         with self.progress.task(title, iters) as tick:
             if plan.what == "p2p":
                 self.progress.hands_over = True
-                found = crossrail.bench_p2p(
-                    *ends,
-                    role="driver",
-                    size=size,
-                    iters=iters,
-                    warmup=warmup,
-                    memory=memory,
-                    verify=plan.verify,
-                    on_progress=self._with_rates(tick),
-                )
+                counts: dict[str, Any] = {"size": size, "iters": iters, "warmup": warmup, "verify": plan.verify}
+                tick = self._with_rates(tick)
+                if (path := self.options.net_plugin) is not None:
+                    found = bench_net_plugin(*ends, role="driver", path=path, **counts, on_progress=tick)
+                else:
+                    found = crossrail.bench_p2p(*ends, role="driver", **counts, memory=memory, on_progress=tick)
                 transfers = [_iteration(one, size) for one in found]
                 return Measured([one.us_sender for one in transfers], 1, size, transfers)
             if plan.window is None:
@@ -352,6 +352,8 @@ class _Driver:
     def _lanes(self, before: list[LaneReport]) -> dict[str, Lane]:
         """Counters and line rates of the rails; retransmits are those since ``before``."""
         known: dict[str, Lane] = {}
+        if self.options.net_plugin is not None:
+            return known  # a plugin's lanes have no counters
         start = {lane["name"]: lane["retransmits"] for lane in before}
         lanes = self.channel.endpoint.lanes()
         now = {lane["name"] for lane in lanes}
@@ -373,6 +375,8 @@ class _Driver:
 
     def _dead(self, before: list[LaneReport], transfers: list[list[Iteration]]) -> list[str]:
         """Rails that failed during the transfers: dead now, or named in the notes of a receipt."""
+        if self.options.net_plugin is not None:
+            return []
         notes = " ".join(note for turn in transfers for one in turn for note in one.notes)
         lanes = [*before, *self.channel.endpoint.lanes()]
         words = set(re.split(r"[\s,;]+", notes))

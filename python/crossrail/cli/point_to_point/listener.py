@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import crossrail
-from crossrail._native import bench_raw_tcp, bench_unpack, bench_write
+from crossrail._native import bench_net_plugin, bench_raw_tcp, bench_unpack, bench_write
 from crossrail.records import UnpackPlan
 from crossrail.report import format_size, unpack_rates
 
@@ -55,7 +55,7 @@ def serve(channel: Channel, options: BenchOptions) -> None:
     """Carries out the driving end's requests until it is done."""
     _agree(channel, options, channel.receive())
     while (request := channel.receive(IDLE_LIMIT_S)).get("do") != "bye":
-        _carry_out(channel, request)
+        _carry_out(channel, options, request)
     channel.endpoint.close()
 
 
@@ -70,6 +70,8 @@ def _agree(channel: Channel, options: BenchOptions, hello: Message) -> None:
             f"the listening end runs `bench {options.what}` and the connecting end `bench {hello.get('bench')}`; run "
             "the same bench at both"
         )
+    if (options.net_plugin is None) != (not hello.get("net_plugin")):
+        raise Failure("--net-plugin must be given at both ends, each with the path of its own plugin")
     for name in _AGREED:
         here, there = getattr(options, name), hello.get(name)
         if here is not None and here != there:
@@ -108,8 +110,14 @@ def _place(channel: Channel, options: BenchOptions, hello: Message) -> str:
     return str(place)
 
 
-def _carry_out(channel: Channel, request: Message) -> None:
+def _carry_out(channel: Channel, options: BenchOptions, request: Message) -> None:
     match request.get("do"):
+        case "p2p" if options.net_plugin is not None:
+            size, iters, warmup = (_whole(request, *least) for least in (("size", 1), ("iters", 1), ("warmup", 0)))
+            ends = (channel.context, channel.worker, channel.endpoint)
+            counts: dict[str, Any] = {"size": size, "iters": iters, "warmup": warmup}
+            verify = str(request.get("verify"))
+            bench_net_plugin(*ends, role="echo", path=options.net_plugin, verify=verify, **counts)
         case "latency" | "write" | "bandwidth" | "p2p":
             _measure(channel, request)
         case "raw-tcp":

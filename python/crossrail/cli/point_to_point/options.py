@@ -70,6 +70,7 @@ class BenchOptions(LinkOptions):
     pin: Pin = "auto"
     compare: list[str] = field(default_factory=list)
     rounds: int = ROUNDS
+    net_plugin: str | None = None
 
     @property
     def memory_device(self) -> str:
@@ -94,7 +95,7 @@ class BenchOptions(LinkOptions):
     def for_child(self) -> list[str]:
         """The options to pass to the other end, if this process starts it."""
         names = ["transport", "rails", "chunk", "channels", "unpack", "timeout", "secret_file"]
-        names += ["window"] if self.what == "p2p" else []
+        names += ["window", "net_plugin"] if self.what == "p2p" else []
         given = {name: getattr(self, name) for name in names}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
 
@@ -134,6 +135,9 @@ def add_arguments(parser: Parser, what: str) -> None:
         work.add_argument("--verify", choices=("full", "quick", "none"), help=verified)
     how = parser.add_argument_group("how it moves (the same at both ends)")
     add_links(how)
+    if what == "p2p":
+        plugin = "move the data through this network plugin of NCCL (libnccl-net*.so, v4 to v12), over all its devices"
+        how.add_argument("--net-plugin", metavar="PATH", help=plugin)
     if what != "latency":
         window = "maximum chunks in flight per lane" if what == "p2p" else f"sends before one reply ({WINDOW})"
         add_window(how, window)
@@ -167,6 +171,7 @@ def check(parser: Parser, options: BenchOptions) -> None:
         parser.error("bench p2p transfers at least one byte; bench latency measures empty messages")
     _check_device(parser, options)
     _check_transport(parser, options)
+    _check_net_plugin(parser, options)
     if options.listen is not None and options.json is not None:
         parser.error("--json must be given at the connecting end, which has the samples")
 
@@ -175,6 +180,17 @@ def _check_transport(parser: Parser, options: BenchOptions) -> None:
     if options.transport == "cuda_ipc" and not options.gpus and options.listen is None:
         parser.error("--transport cuda_ipc is between GPUs: give --device too")
     check_tcp(parser, options.transport, {"--rails": options.rails, "--channels": options.channels})
+
+
+def _check_net_plugin(parser: Parser, options: BenchOptions) -> None:
+    if options.net_plugin is None:
+        return
+    if options.gpus or options.memory == "shared":
+        parser.error("--net-plugin moves ordinary host memory; leave --device and --memory out")
+    if options.transport is not None or options.rails is not None:
+        parser.error("--net-plugin has devices of its own; leave --transport and --rails out")
+    if options.compare:
+        parser.error("--compare compares with Crossrail's own transports; leave --net-plugin out")
 
 
 def _check_device(parser: Parser, options: BenchOptions) -> None:
