@@ -1,0 +1,54 @@
+"""What a newcomer reads first holds: the README's program runs as it stands, and every command there is one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from crossrail.cli.command_line import parse_arguments
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMING = (ROOT / "docs" / "guides" / "coming-from.md").read_text(encoding="utf-8")
+SETTINGS = set(re.findall(r"`(CROSSRAIL_\w+)`", (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")))
+
+
+def test_the_first_program_runs_as_it_stands() -> None:
+    program = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+    assert len([line for line in program.splitlines() if line.strip()]) <= 10
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "8388608 bytes by" in done.stdout
+    assert "correct: True" in done.stdout
+    assert "shm" in done.stdout
+    assert done.stderr == ""
+
+
+def test_it_comes_before_anything_else_and_after_how_to_install() -> None:
+    assert README.index("pip install") < README.index("```python") < README.index("## ")
+    assert "Not there yet:" in README[: README.index("## ")]
+
+
+def commands(text: str) -> list[str]:
+    """The command lines of a page, without comments: those of its code blocks, and those quoted in tables."""
+    blocks = re.findall(r"^    (crossrail .*?)(?: +#.*)?$", text, re.MULTILINE)
+    return [*blocks, *re.findall(r"`(crossrail (?:info|store|bench [a-z])[^`]*)`", text)]
+
+
+@pytest.mark.parametrize("line", sorted({*commands(README), *commands(COMING)}))
+def test_every_command_can_be_parsed(line: str) -> None:
+    parse_arguments(shlex.split(line)[1:])
+
+
+def test_every_option_and_setting_exists() -> None:
+    assert set(re.findall(r"CROSSRAIL_[A-Z_]*[A-Z]", COMING)) <= SETTINGS
+    ours = {cell for row in COMING.splitlines() if row.startswith("|") for cell in row.split(" | ")[-1:]}
+    known = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "python" / "crossrail" / "cli").rglob("*.py"))
+    for cell in ours:
+        for option in re.findall(r"--[a-z][a-z-]+", cell):
+            assert f'"{option}"' in known, f"{option} in {cell!r}"
