@@ -5,7 +5,10 @@ use std::ffi::{CString, c_int, c_void};
 use std::sync::Arc;
 
 use crossrail_types::{Error, ErrorKind, Result};
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute as Attribute, CUmodule};
+use cudarc::driver::sys::{
+    CUfunction, CUfunction_attribute as Attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
+    CUlaunchConfig, CUmodule,
+};
 
 use crate::context::Context;
 use crate::nvrtc::Compiled;
@@ -194,5 +197,44 @@ impl Function {
             return Ok(());
         }
         self.context().check(&format!("kernel {}", self.name), "cuLaunchKernel", code)
+    }
+
+    /// [`Function::launch`] of a kernel that waits by itself for the kernel before it in the stream
+    /// (`griddepcontrol.wait`): its blocks may start as soon as those of the other have ended or permit it. With a
+    /// driver that does not have such launches it is an ordinary one.
+    ///
+    /// # Safety
+    /// As there; the kernel must wait before it accesses what the kernel before it accesses.
+    ///
+    /// # Errors
+    /// As there.
+    pub unsafe fn launch_early<A: KernelArgs>(&self, stream: &Stream, grid: Grid, args: &A) -> Result<()> {
+        let Some(launch) = self.context().cuda().raw().cuLaunchKernelEx else {
+            // SAFETY: the caller guarantees the kernel and its arguments.
+            return unsafe { self.launch(stream, grid, args) };
+        };
+        let mut parameters: [*mut c_void; 1] = [std::ptr::from_ref(args).cast_mut().cast()];
+        let mut early = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = CUlaunchConfig {
+            gridDimX: grid.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: grid.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared,
+            hStream: stream.raw(),
+            attrs: &mut early,
+            numAttrs: 1,
+        };
+        // SAFETY: the caller guarantees the kernel and its arguments; the driver reads the configuration and the
+        // parameter before it returns.
+        self.context().run(&format!("kernel {}", self.name), "cuLaunchKernelEx", |_| unsafe {
+            launch(&config, self.raw, parameters.as_mut_ptr(), std::ptr::null_mut())
+        })
     }
 }

@@ -128,6 +128,7 @@ table! {
     }
     optional {
         cuThreadExchangeStreamCaptureMode(*mut CUstreamCaptureMode);
+        cuLaunchKernelEx(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
         cuStreamIsCapturing(CUstream, *mut CUstreamCaptureStatus);
         cuStreamWriteValue64_v2(CUstream, CUdeviceptr, cuuint64_t, c_uint);
         cuStreamWaitValue32_v2(CUstream, CUdeviceptr, cuuint32_t, c_uint);

@@ -70,6 +70,7 @@ fn kernels_of_expert_parallelism_compile_for_shapes() {
             ("sm_90a", Shape { prereduce: false, ..wide }),
             ("sm_100a", packed),
             ("sm_90a", Shape { tuning: Tuning { marks: true, ..Tuning::USUAL }, ..decode }),
+            ("sm_100a", Shape { tuning: Tuning { early: true, ..Tuning::USUAL }, ..decode }),
         ],
     );
 }

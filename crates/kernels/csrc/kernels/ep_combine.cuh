@@ -494,6 +494,7 @@ __device__ __forceinline__ void note_combine(const EpCommon &c, const Start &sta
 // A combine of a block whose shared memory is `shared`. All threads.
 template <typename Wire>
 __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *shared) {
+    begin_launch();
     const EpCommon &c = args.common;
     Start &start = *reinterpret_cast<Start *>(shared);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;

@@ -29,6 +29,13 @@ constexpr u32 PIECES = (EP_H + EP_PIECE - 1) / EP_PIECE;
 constexpr u32 EP_LOOKS = 16;
 static_assert(EP_R <= 64 && EP_K <= LANES && EP_PIECE % 1024 == 0, "limits that the host checks");
 
+// Begins a launch: nothing is read or written before.
+__device__ __forceinline__ void begin_launch() {
+#if EP_EARLY
+    await_earlier_grids();
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ T &at(u64 address, u64 index = 0) {
     return reinterpret_cast<T *>(address)[index];

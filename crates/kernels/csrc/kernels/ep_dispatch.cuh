@@ -447,6 +447,7 @@ __device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, u64 sen
 // threads.
 template <typename Plan>
 __device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *shared, Plan plan) {
+    begin_launch();
     const EpCommon &c = args.common;
     Start &start = *reinterpret_cast<Start *>(shared);
     u8 *memory = behind_start(shared);

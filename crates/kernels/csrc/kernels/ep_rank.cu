@@ -6,6 +6,7 @@ namespace crossrail::ep::rank {
 
 __global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant__ EpDispatchArgs args) {
     extern __shared__ __align__(128) u8 stages[];
+    begin_launch();
     DispatchShared &shared = *reinterpret_cast<DispatchShared *>(stages + DISPATCH_STAGE * DISPATCH_STAGES);
     Dispatch dispatch(args);
     mark_by(0, args.marks, EP_MARK_BEGUN);
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant_
 
 __global__ void __launch_bounds__(EP_THREADS, 1) combine(const __grid_constant__ EpCombineArgs args) {
     extern __shared__ __align__(128) u8 stages[];
+    begin_launch();
     CombineShared &shared = *reinterpret_cast<CombineShared *>(stages + COMBINE_STAGE * COMBINE_STAGES);
     Combine combine(args);
     mark_by(0, args.marks, EP_MARK_BEGUN);

@@ -148,6 +148,14 @@ __device__ __forceinline__ void prefetch_l2(u64 address) {
     asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 }
 
+// Waits until the kernels before this one in its stream have completed, if it was launched before that: what they wrote is
+// visible then.
+__device__ __forceinline__ void await_earlier_grids() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
 // Nanoseconds of a clock that all multiprocessors share. It ticks coarsely: of microseconds, not nanoseconds.
 __device__ __forceinline__ u64 clock_ns() {
     u64 now;

@@ -3,7 +3,7 @@
 //!
 //!     cargo run --release -p crossrail-kernels --example ep_rate -- [--layout expert|rank] [--gpus N] [--tokens LIST]
 //!         [--hidden N] [--topk N] [--experts N] [--payload LIST] [--blocks LIST] [--threads LIST] [--iters N] [--link GB/S]
-//!         [--apart] [--marks] [--json FILE]
+//!         [--early] [--apart] [--marks] [--json FILE]
 //!     expert layout: [--no-prereduce] [--weights dispatch|combine] [--scales column|row] [--piece LIST]
 //!         [--senders LIST] [--receive-from LIST] [--back-threads LIST] [--back-stages LIST] [--wire bf16|logfmt10|fp8]
 //!         [--floor]
@@ -12,7 +12,7 @@
 //! Lists (`128,64`) are tried in all combinations; 0 is what suits. Results are verified, then timed: `cold` after the
 //! second cache was overwritten and all ranks have met, each step alone; `pair` back to back. The slowest rank counts.
 //! Payloads are fp8, bf16, and, in the rank layout, cast: fp8 of bf16 rows, where fp8 rows are given as such otherwise.
-//! `--floor`: what events and the shortest of launches take. `--apart`: phases are launches of their own. `--marks`: what
+//! `--floor`: what events and the shortest of launches take. `--early`: kernels are launched before those before them have ended. `--apart`: phases are launches of their own. `--marks`: what
 //! the blocks of one iteration note on their way, with kernels compiled to note it. `--link`: the most that leaves a GPU, for the time that a step's bytes take
 //! at least. `--split`: blocks that send in a combine while the others add. `--queue`: KiB of rows under way at most.
 //! `--wire`: what a combine carries. `--counted`: the host is told how much came. `--granted`: places are granted, few tokens or not. The table goes to stdout, raw samples to FILE.
@@ -108,6 +108,7 @@ struct Asked {
     split: Vec<u32>,
     queue: Vec<u32>,
     granted: bool,
+    early: bool,
     expert: expert::Options,
     rank: rank::Options,
     iters: usize,
@@ -137,6 +138,7 @@ impl Default for Asked {
             split: vec![0],
             queue: vec![0],
             granted: false,
+            early: false,
             expert: expert::Options {
                 late_weights: true,
                 column_scales: true,
@@ -185,6 +187,7 @@ impl Asked {
                 "--movers" => asked.movers = list(&value()?)?,
                 "--split" => asked.split = list(&value()?)?,
                 "--queue" => asked.queue = list(&value()?)?,
+                "--early" => asked.early = true,
                 "--granted" => asked.granted = true,
                 "--counted" => asked.rank.counted = true,
                 "--iters" => asked.iters = value()?.parse()?,
@@ -200,7 +203,8 @@ impl Asked {
 
     /// Every tuning to try.
     fn tunings(&self) -> Vec<Tuning> {
-        let mut all = vec![Tuning { marks: self.expert.marks, granted: self.granted, ..Tuning::default() }];
+        let mut all =
+            vec![Tuning { marks: self.expert.marks, granted: self.granted, early: self.early, ..Tuning::default() }];
         let mut each = |values: &[u32], set: fn(&mut Tuning, u32)| {
             let with = |tuning: &Tuning, value: u32| {
                 let mut tuning = *tuning;

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use crossrail_cuda::nvrtc::{Compiled, Compiler, Source};
-use crossrail_cuda::{Context, Function, Grid, Module, Stream};
+use crossrail_cuda::{Context, Function, Grid, KernelArgs, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{
@@ -34,6 +34,8 @@ pub struct EpKernels {
     expert: Option<Pair>,
     coded: Option<Coded>,
     rank: Option<Pair>,
+    /// Whether they are compiled to be launched early.
+    early: bool,
     multiprocessors: u32,
     compiled: Vec<(&'static str, Compiled)>,
 }
@@ -134,6 +136,7 @@ impl EpKernels {
             expert: expert.0,
             coded: coded.0,
             rank: rank.0,
+            early: shape.tuning().early && bulk,
             multiprocessors: context.device().multiprocessors()?.max(1),
             compiled: expert.1.into_iter().chain(coded.1).chain(rank.1).collect(),
         })
@@ -169,7 +172,7 @@ impl EpKernels {
         let pair = self.pair("dispatch", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
         aligned("dispatch", &[("x", args.x | args.x_stride), ("out", args.out_x)])?;
         // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
-        unsafe { pair.dispatch.launch(stream, pair.grid(blocks, 0), args) }
+        unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args) }
     }
 
     /// Puts in: a combine in the expert layout, or those of its phases that `args` names. It can be captured.
@@ -194,7 +197,7 @@ impl EpKernels {
             (wire, _) => return Err(Error::new(ErrorKind::Usage, "combine", format!("no kernel carries wire {wire}"))),
         };
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
-        unsafe { combine.launch(stream, pair.grid(blocks, 1), args) }
+        unsafe { self.start(combine, stream, pair.grid(blocks, 1), args) }
     }
 
     /// Puts in: a dispatch in the rank layout, or those of its phases that `args` names. It can be captured.
@@ -213,7 +216,7 @@ impl EpKernels {
             return Err(Error::new(ErrorKind::Usage, "dispatch", detail));
         }
         // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
-        unsafe { pair.dispatch.launch(stream, pair.grid(blocks, 0), args) }
+        unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args) }
     }
 
     /// Puts in: a combine in the rank layout, or those of its phases that `args` names. It can be captured.
@@ -232,7 +235,14 @@ impl EpKernels {
         let out = args.out | args.out_stride | args.bias[0] | args.bias[1];
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
-        unsafe { pair.combine.launch(stream, pair.grid(blocks, 1), args) }
+        unsafe { self.start(&pair.combine, stream, pair.grid(blocks, 1), args) }
+    }
+
+    /// # Safety
+    /// As [`EpKernels::dispatch_expert`]; the kernel must take `A`.
+    unsafe fn start<A: KernelArgs>(&self, kernel: &Function, stream: &Stream, grid: Grid, args: &A) -> Result<()> {
+        // SAFETY: the caller guarantees the kernel and its arguments; compiled for it, kernels wait for those before them.
+        unsafe { if self.early { kernel.launch_early(stream, grid, args) } else { kernel.launch(stream, grid, args) } }
     }
 
     fn pair<'a>(

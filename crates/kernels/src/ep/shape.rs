@@ -83,6 +83,9 @@ pub struct Tuning {
     /// Rank layout: rows are always granted places at their ranks, which otherwise only many tokens are. The same on
     /// every rank.
     pub granted: bool,
+    /// Launch kernels before the one before them in the stream has ended; they wait for it themselves. From architecture
+    /// 9.0 on.
+    pub early: bool,
     /// Compile in the code that notes the times of a launch (`EpDispatchArgs::marks`), for measurements. Without it,
     /// `marks` is not read.
     pub marks: bool,
@@ -100,6 +103,7 @@ impl Tuning {
         rank_threads: 0,
         rank_movers: 0,
         granted: false,
+        early: false,
         marks: false,
     };
 }
@@ -208,6 +212,7 @@ impl Shape {
             rank_threads,
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
             granted: self.tuning.granted,
+            early: self.tuning.early,
             marks: self.tuning.marks,
         }
     }
@@ -461,6 +466,7 @@ impl Shape {
             ("PLAN_PARTS", self.plan_parts()),
             ("PLAN_COUNT", self.plan_count()),
             ("SLOTS", 0),
+            ("EARLY", self.tuning.early.into()),
         ];
         numbers.iter().map(|(name, value)| format!("-DEP_{name}={value}")).collect()
     }

@@ -11,6 +11,8 @@ __device__ __forceinline__ Vec16 ld_once_v16(u64 address) {
     return *reinterpret_cast<const Vec16 *>(address);
 }
 
+__device__ __forceinline__ void await_earlier_grids() {}
+
 __device__ __forceinline__ u64 ld_once_u64(u64 address) {
     return *reinterpret_cast<const u64 *>(address);
 }
