@@ -106,6 +106,7 @@ class CombineCall(NamedTuple):
     waits: Any
     stream: Any
     send_only: bool
+    wire: Any = "bf16"
 
 
 def number(name: str, value: Any, operation: str = "ExpertBuffer") -> int:

@@ -29,6 +29,8 @@ from ._words import kind
 
 T = TypeVar("T")
 UNHEARD: Final = 2**32 - 1
+WIRES: Final = ("bf16", "logfmt10", "fp8")
+"""What rows of a combine travel as, in the order of the kernels' `EP_WIRE_` numbers."""
 PACKED: Final = 4
 """Blocks of a row whose ue8m0 scales are adjacent bytes."""
 
@@ -486,10 +488,20 @@ class DeviceOperations:
             args.out = target.address
         args.bias = self._bias(call, given.bias, small)
         args.waits = self._waits(call, given.waits)
+        args.wire = self._wire(given.wire, expert)
         combine = self._native.combine_expert if expert else self._native.combine_rank
         operation = combine(args, handle, call.streams.handle, given.send_only)
         result = DeviceCombined(x, sums, Event(operation.event(), call.arrays))
         return self._begun(call, operation, given.send_only, lambda: result, result)
+
+    def _wire(self, wire: Any, expert: bool) -> int:
+        if not isinstance(wire, str) or wire not in WIRES:
+            raise wrong("combine", f"wire {wire!r} is none of {', '.join(WIRES)}")
+        if wire != "bf16" and not expert:
+            raise wrong("combine", f"wire {wire!r} is for the expert layout: the rank layout returns rows as bf16")
+        if wire != "bf16" and self._sizes.hidden % BLOCK:
+            raise wrong("combine", f"wire {wire!r} has scales for {BLOCK} values, and hidden is {self._sizes.hidden}")
+        return WIRES.index(wire)
 
     def _bias(self, call: Call, bias: Any, shape: tuple[int, int]) -> list[int]:
         several = list(bias) if isinstance(bias, list | tuple) else [] if bias is None else [bias]

@@ -36,7 +36,8 @@ class HostOperations:
     def combine(self, call: _calls.CombineCall) -> Any:
         """See `ExpertBuffer.combine`."""
         try:
-            _refuse_others("combine", waits=call.waits, stream=call.stream)
+            wire = None if call.wire == "bf16" else call.wire
+            _refuse_others("combine", waits=call.waits, stream=call.stream, wire=wire)
             given = _calls.outputs(self._sizes, call.y, call.handle, call.topk_weights, call.bias, call.out)
             native = self._native.combine(*given)
         except ClosedError:

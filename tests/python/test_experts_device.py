@@ -47,7 +47,7 @@ def dispatch(way: Any, x: Any, topk_idx: Any, **options: Any) -> Any:
 
 
 def combine(way: Any, y: Any, handle: Any, **options: Any) -> Any:
-    names = dict.fromkeys(CombineCall._fields) | {"send_only": False}
+    names = dict.fromkeys(CombineCall._fields) | {"send_only": False} | CombineCall._field_defaults
     return way.combine(CombineCall(**(names | {"y": y, "handle": handle} | options)))
 
 
@@ -441,3 +441,17 @@ def test_streams_of_arrays_that_are_not_pytorchs() -> None:
         PlainArrays(crossrail.Context(), 0).streams(CupyStream(), "dispatch")
     with pytest.raises(crossrail.UsageError, match="is no CUDA stream"):
         arrays.streams("fast", "dispatch")
+
+
+def test_what_rows_of_a_combine_travel_as() -> None:
+    way = world_of(TWO).ways[0]
+    assert [way._wire(wire, True) for wire in ("bf16", "logfmt10", "fp8")] == [0, 1, 2]
+    assert way._wire("bf16", False) == 0
+    with pytest.raises(crossrail.UsageError, match="wire 'fp4' is none of bf16, logfmt10, fp8"):
+        way._wire("fp4", True)
+    with pytest.raises(crossrail.UsageError, match="wire 'fp8' is for the expert layout"):
+        way._wire("fp8", False)
+    odd = world_of(replace(TWO, hidden=520)).ways[0]
+    assert odd._wire("bf16", True) == 0
+    with pytest.raises(crossrail.UsageError, match="scales for 128 values, and hidden is 520"):
+        odd._wire("logfmt10", True)

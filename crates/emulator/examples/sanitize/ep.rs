@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, Payload, Scale, Shape, Tuning};
 
+use crossrail_emulator::coding::Coding;
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::job_rank::ByRank;
 use crossrail_emulator::reference::{Choice, Routing};
@@ -46,13 +47,13 @@ pub(crate) fn all() -> Outcome<usize> {
 }
 
 fn job(
-    source: &str,
+    sources: &[&str],
     defines: &[String],
     shape: Shape,
     threads: [u32; 2],
     shared: [u32; 2],
 ) -> Outcome<Job<DeviceGpus>> {
-    let gpus = Build::new(source).defines(defines).gpus().ok_or("there is no GPU with bulk copies")?;
+    let gpus = Build::new(sources).defines(defines).gpus().ok_or("there is no GPU with bulk copies")?;
     let mut job = Job::on(gpus, shape, threads, shared);
     job.gpus.limit = LIMIT;
     job.limit_ns = Duration::as_nanos(&LIMIT) as u64;
@@ -67,12 +68,15 @@ fn routing(numbers: &mut Numbers, shape: &Shape) -> Routing {
 
 fn expert(shape: Shape) -> Outcome<usize> {
     let (defines, shared) = (shape.defines(true), shape.expert_shared());
-    let mut job = job("kernels/ep_expert.cu", &defines, shape, shape.expert_threads(), shared)?;
+    let sources = ["kernels/ep_expert.cu", "kernels/ep_coded.cu"];
+    let sources = if shape.has_coded() { &sources[..] } else { &sources[..1] };
+    let mut job = job(sources, &defines, shape, shape.expert_threads(), shared)?;
     let mut launches = 0;
-    for weights in [Weights::Dispatch, Weights::None] {
+    let coding = if shape.has_coded() { Coding::Fp8 } else { Coding::Bf16 };
+    for (weights, coding) in [(Weights::Dispatch, Coding::Bf16), (Weights::None, coding)] {
         let mut numbers = Numbers(launches as u64);
         let routing = routing(&mut numbers, &shape);
-        let operation = ByExpert::new(&mut job, &mut numbers, routing, weights);
+        let operation = ByExpert { coding, ..ByExpert::new(&mut job, &mut numbers, routing, weights) };
         for phases in [EP_SEND, EP_RECEIVE] {
             operation.dispatch(&mut job, BLOCKS, phases);
             job.gpus.run(0)?;
@@ -90,7 +94,7 @@ fn expert(shape: Shape) -> Outcome<usize> {
 
 fn rank(shape: Shape) -> Outcome<usize> {
     let (source, defines, threads, shared) = rank_kernels(&shape, true);
-    let mut job = job(source, &defines, shape, threads, shared)?;
+    let mut job = job(&[source], &defines, shape, threads, shared)?;
     let mut numbers = Numbers(1);
     let routing = routing(&mut numbers, &shape);
     let mut operation = ByRank::new(&mut job, &mut numbers, routing, 0);

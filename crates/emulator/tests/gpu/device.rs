@@ -29,14 +29,14 @@ static CONTEXTS: Mutex<Vec<Context>> = Mutex::new(Vec::new());
 /// What is compiled.
 #[derive(Clone)]
 pub(crate) struct Build {
-    source: String,
+    sources: Vec<String>,
     defines: Vec<String>,
 }
 
 impl Build {
-    /// Of one source.
-    pub(crate) fn new(source: &str) -> Build {
-        Build { source: source.into(), defines: Vec::new() }
+    /// Of these sources.
+    pub(crate) fn new(sources: &[&str]) -> Build {
+        Build { sources: sources.iter().map(|source| (*source).to_owned()).collect(), defines: Vec::new() }
     }
 
     pub(crate) fn defines(mut self, defines: &[String]) -> Build {
@@ -58,10 +58,14 @@ impl Build {
             let reaches = first.reaches(other).unwrap() && other.reaches(first).unwrap();
             other.ordinal() == first.ordinal() || reaches && other.arch().unwrap() == arch
         };
-        let all = [sources::EP_EXPERT, sources::EP_RANK, sources::EP_SLOTS];
-        let found = all.into_iter().find(|source| source.name == self.source);
+        let all = [sources::EP_EXPERT, sources::EP_CODED, sources::EP_RANK, sources::EP_SLOTS];
         let options: Vec<&str> = self.defines.iter().map(String::as_str).collect();
-        let compiled = Compiler::new(library, None).compile(&found.unwrap(), arch, &options, LIMIT).unwrap();
+        let compiler = Compiler::new(library, None);
+        let compile = |name: &String| {
+            let source = all.iter().find(|source| source.name == name).unwrap();
+            compiler.compile(source, arch, &options, LIMIT).unwrap()
+        };
+        let compiled: Vec<Compiled> = self.sources.iter().map(compile).collect();
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut contexts = CONTEXTS.lock().unwrap_or_else(PoisonError::into_inner);
         // One in which a kernel has failed is lost, and made anew.
@@ -82,7 +86,7 @@ impl Build {
 }
 
 struct Gpu {
-    module: Module,
+    modules: Vec<Module>,
     stream: Stream,
     pinned: PinnedMemory,
     /// Until the last memory is given back.
@@ -90,9 +94,9 @@ struct Gpu {
 }
 
 impl Gpu {
-    fn new(context: &Context, compiled: &Compiled, turn: &Rc<MutexGuard<'static, ()>>) -> Gpu {
+    fn new(context: &Context, compiled: &[Compiled], turn: &Rc<MutexGuard<'static, ()>>) -> Gpu {
         Gpu {
-            module: Module::load(context, compiled).unwrap(),
+            modules: compiled.iter().map(|code| Module::load(context, code).unwrap()).collect(),
             stream: Stream::new(context).unwrap(),
             pinned: PinnedMemory::new(context, STAGE).unwrap(),
             _turn: Rc::clone(turn),
@@ -153,7 +157,8 @@ impl Gpus for DeviceGpus {
             let function = match self.functions.entry((launch.kernel.clone(), number)) {
                 std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
                 std::collections::hash_map::Entry::Vacant(new) => {
-                    new.insert(gpu.module.function(&launch.kernel).map_err(in_words)?)
+                    let found = gpu.modules.iter().find_map(|module| module.function(&launch.kernel).ok());
+                    new.insert(found.ok_or_else(|| format!("seed {seed}: there is no kernel {}", launch.kernel))?)
                 }
             };
             function.allow_shared(launch.shared).map_err(in_words)?;

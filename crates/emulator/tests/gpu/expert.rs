@@ -2,6 +2,7 @@
 
 use crossrail_kernels::ep::{EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, EP_STAGE_TABLE, Payload, Scale, Shape, Tuning};
 
+use crossrail_emulator::coding::Coding;
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::reference::{Choice, Routing};
 use crossrail_emulator::{Gpus as _, Numbers};
@@ -10,7 +11,7 @@ use crate::device::{Build, DeviceGpus, Memory};
 use crate::{BOTH, LARGE, LIMIT_NS, SMALL};
 
 fn job(shape: Shape) -> Option<Job<DeviceGpus>> {
-    let build = Build::new("kernels/ep_expert.cu").defines(&shape.defines(true));
+    let build = Build::new(&["kernels/ep_expert.cu", "kernels/ep_coded.cu"]).defines(&shape.defines(true));
     let mut job = Job::on(build.gpus()?, shape, shape.expert_threads(), shape.expert_shared());
     job.limit_ns = LIMIT_NS;
     Some(job)
@@ -38,6 +39,24 @@ fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
         let run = job.gpus.run(seed);
         let found = run.and(operation.check_dispatch(&job)).and_then(|()| operation.check_combine(&job));
         found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", job.told()));
+    }
+}
+
+#[test]
+fn expert_layout_rows_come_back_in_fp8() {
+    for shape in [SMALL, Shape { prereduce: false, ..SMALL }, LARGE] {
+        let Some(mut job) = job(shape) else { return };
+        for seed in 90..96 {
+            let mut numbers = Numbers(seed);
+            let routing = Routing::random(&mut numbers, &shape);
+            let operation = ByExpert { coding: Coding::Fp8, ..operation(&mut job, &mut numbers, routing) };
+            operation.dispatch(&mut job, 3, BOTH);
+            for phases in if seed % 2 == 0 { &[BOTH][..] } else { &[EP_SEND, EP_RECEIVE] } {
+                operation.combine(&mut job, 3, *phases);
+            }
+            job.gpus.run(seed).unwrap();
+            check(&job, &operation, &format!("seed {seed}"));
+        }
     }
 }
 

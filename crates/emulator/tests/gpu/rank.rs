@@ -20,7 +20,7 @@ const RANK: Shape = Shape { tuning: Tuning { granted: true, ..Tuning::USUAL }, .
 
 fn job(shape: Shape) -> Option<Job<DeviceGpus>> {
     let (source, defines, threads, shared) = rank_kernels(&shape, true);
-    let mut job = Job::on(Build::new(source).defines(&defines).gpus()?, shape, threads, shared);
+    let mut job = Job::on(Build::new(&[source]).defines(&defines).gpus()?, shape, threads, shared);
     job.limit_ns = LIMIT_NS;
     Some(job)
 }
