@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "packages" / "crossrail-deep-ep"
@@ -40,6 +41,20 @@ def site(folder: Path, checkout: Path) -> Path:
     return folder
 
 
+def without_deepep(folder: Path, entries: list[str]) -> Iterator[str]:
+    """These folders of modules; in place of one with another `deep_ep`, one in `folder` with all the rest of it."""
+    for number, entry in enumerate(filter(None, entries)):
+        if not any(Path(entry).glob("deep_ep*")):
+            yield entry
+            continue
+        rest = folder / f"rest-{number}"
+        rest.mkdir()
+        for one in Path(entry).resolve().iterdir():
+            if not one.name.startswith("deep_ep"):
+                (rest / one.name).symlink_to(one)
+        yield str(rest)
+
+
 def main() -> int:
     """Runs the file to its end."""
     if len(sys.argv) < 3:
@@ -47,9 +62,12 @@ def main() -> int:
         return 2
     checkout, options = Path(sys.argv[1]).resolve(), sys.argv[3:]
     file = checkout / sys.argv[2]
-    with tempfile.TemporaryDirectory(prefix="crossrail-deepep-") as folder:
-        path = [str(site(Path(folder), checkout)), os.environ.get("PYTHONPATH", "")]
-        environment = {**ALONE, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    with tempfile.TemporaryDirectory(prefix="crossrail-deepep-") as name:
+        folder = Path(name)
+        (folder / "site").mkdir()
+        others = without_deepep(folder, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        path = [str(site(folder / "site", checkout)), *others]
+        environment = {**ALONE, **os.environ, "PYTHONPATH": os.pathsep.join(path)}
         return subprocess.run([sys.executable, "-u", file, *options], env=environment, check=False).returncode
 
 

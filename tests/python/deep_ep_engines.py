@@ -25,6 +25,7 @@ class Micro:
     """A micro-batch: what this rank sends, and the sums that have to come back."""
 
     x: Any
+    fp8: tuple[Any, Any]
     idx: Any
     weights: Any
     xs: list[Any]
@@ -34,13 +35,15 @@ class Micro:
         counts = [tokens] * env.size if tokens else work.some_tokens(env, seed, TOKENS)
         batch = work.Batch.of(env, seed, counts)
         idx, weights = batch.idx[env.rank], batch.weights[env.rank]
-        tensors = (env.put(batch.xs[env.rank], "bfloat16"), env.put(idx), env.put(weights))
-        return Micro(*tensors, [batch.xs[env.rank], idx, weights])
+        mine = batch.xs[env.rank]
+        tensors = (env.put(mine, "bfloat16"), work.as_kind(env, mine, "f32"), env.put(idx), env.put(weights))
+        return Micro(*tensors, [mine, idx, weights])
 
     def becomes(self, other: Micro) -> None:
         """The same tensors, with the values of another."""
-        for mine, its in ((self.x, other.x), (self.idx, other.idx), (self.weights, other.weights)):
-            mine.copy_(its)
+        mine, its = ((one.x, *one.fp8, one.idx, one.weights) for one in (self, other))
+        for old, new in zip(mine, its, strict=True):
+            old.copy_(new)
         self.xs = other.xs
 
     def check(self, env: Any, out: Any, scale: Any, name: str) -> None:
@@ -76,9 +79,9 @@ def by_experts(env: Any, got: Any) -> Any:
     return (values(env, got) * factors.view(-1, 1, 1)).to(env.torch.bfloat16)
 
 
-def quantized(env: Any, micro: Micro, kind: str) -> Any:
+def quantized(micro: Micro, kind: str) -> Any:
     """Rows as an engine that quantizes before the dispatch has them."""
-    return work.as_kind(env, micro.xs[0], kind) if kind == "f32" else micro.x
+    return micro.fp8 if kind == "f32" else micro.x
 
 
 # vLLM.
@@ -96,7 +99,7 @@ def vllm_high_throughput(env: Any, micro: Micro, kind: str) -> Layer:
         allocate_on_comm_stream=False,
     )
     got, idx, weights, counts, handle, event = buffer.dispatch(
-        x=quantized(env, micro, kind),
+        x=quantized(micro, kind),
         handle=None,
         num_tokens_per_rank=per_rank,
         num_tokens_per_rdma_rank=per_node,
@@ -161,7 +164,7 @@ def vllm_second_version(env: Any, micro: Micro, kind: str) -> Layer:
     """--all2all-backend deepep_v2: rows that are not expanded, without waiting for counts."""
     torch = env.torch
     got, idx, weights, handle, event = env.buffer.dispatch(
-        x=quantized(env, micro, kind),
+        x=quantized(micro, kind),
         topk_idx=micro.idx,
         topk_weights=micro.weights,
         num_experts=env.experts,
@@ -192,7 +195,7 @@ def vllm_second_version_expanded(env: Any, micro: Micro, kind: str, sync: bool =
     """The same as earlier releases of vLLM call it for prefill: a row for each expert, and counts."""
     torch = env.torch
     got, idx, weights, handle, event = env.buffer.dispatch(
-        x=quantized(env, micro, kind),
+        x=quantized(micro, kind),
         topk_idx=micro.idx,
         topk_weights=micro.weights,
         num_experts=env.experts,
@@ -232,7 +235,7 @@ def sglang_normal(env: Any, micro: Micro, kind: str) -> Layer:
         micro.idx, env.experts, previous_event=previous, async_finish=True, allocate_on_comm_stream=True
     )
     got, idx, weights, counts, handle, event = buffer.dispatch(
-        quantized(env, micro, kind),
+        quantized(micro, kind),
         topk_idx=micro.idx,
         topk_weights=micro.weights,
         num_tokens_per_rank=per_rank,

@@ -54,6 +54,19 @@ def test_a_file_finds_our_module_and_its_own_helpers(checkout: Path, code: int) 
     assert done.stdout == f"options ['--an-option', '{code}']\n"
 
 
+def test_another_deep_ep_beside_crossrail_is_left_out(checkout: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "deep_ep").mkdir(parents=True)
+    (site / "deep_ep" / "__init__.py").write_text("raise ImportError('not ours')", encoding="utf-8")
+    (site / "deep_ep_cpp.py").touch()
+    (site / "crossrail").symlink_to(Path(crossrail.__file__).parent)
+    program = [sys.executable, ROOT / "tests" / "gpu" / "deepep_own.py", checkout, "tests/elastic/test_ep.py", "0"]
+    done = subprocess.run(
+        program, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def runner() -> Any:
     """tests/gpu/run.py, which no other module imports."""
     spec = importlib.util.spec_from_file_location("gpu_tests", ROOT / "tests" / "gpu" / "run.py")
