@@ -294,6 +294,7 @@ class TwinMachine:
         self.streams = TwinStreams()
         self.meeting, self.rank = meeting, rank
         self.made: list[Any] = []
+        self.met: list[str] = []
 
     def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         assert (
@@ -316,6 +317,10 @@ class TwinMachine:
         result = made.buffer.dispatch(*given, "rank", expert_alignment=alignment)
         result.said = said if counted else None
         return result
+
+    def meet(self, buffer: Any, kind: Any) -> None:
+        self.met.append(kind.layout)
+        self.meeting.gather(self.rank, kind)
 
     def sources(self, buffer: Any, handle: Any, rows: int) -> Any:
         tokens = torch.full((rows,), 7, dtype=torch.int32)

@@ -135,6 +135,30 @@ def test_masks() -> None:
     on_ranks(3, one)
 
 
+@pytest.mark.parametrize("shrink", [0, 1])
+def test_ranks_meet_when_a_buffer_that_may_shrink_is_cleaned(shrink: int) -> None:
+    def one(buffer: TwinDeepEp) -> list[str]:
+        buffer.clean_low_latency_buffer(work.MOST, work.HIDDEN, 16)
+        work.normal(work.Env(torch, buffer), 91)
+        work.low_latency(work.Env(torch, buffer), 92)
+        buffer.clean_low_latency_buffer(work.MOST, work.HIDDEN, 16)
+        return buffer._machine.met  # type: ignore[attr-defined, no-any-return]
+
+    assert on_ranks(2, one, enable_shrink=shrink) == [["expert"] * shrink] * 2
+
+
+def test_ranks_that_have_left_are_left_out() -> None:
+    def one(buffer: TwinDeepEp) -> None:
+        work.low_latency(work.Env(torch, buffer, experts=18), 93)
+        (made,) = buffer._machine.made  # type: ignore[attr-defined]
+        made.connected = lambda: [0, 1]
+        status = torch.zeros(3, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0, 0, 1]
+
+    on_ranks(3, one)
+
+
 def alone(buffer: TwinDeepEp) -> TwinDeepEp:
     return buffer
 
@@ -180,7 +204,7 @@ FP8 = torch.zeros(3, 512, dtype=torch.float8_e4m3fn)
         ({"topk_idx": None, "topk_weights": None, "is_token_in_rank": None}, "neither topk_idx nor is_token_in_rank"),
         ({"expert_alignment": 0}, "expert_alignment is 0"),
         ({"num_worst_tokens": -1}, "num_worst_tokens is -1"),
-        ({"config": 20}, "config is a int"),
+        ({"config": 20}, "config is an int"),
         ({"handle": (1, 2)}, "handle is a tuple"),
     ],
 )

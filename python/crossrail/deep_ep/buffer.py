@@ -532,8 +532,13 @@ class Buffer:
         return wrong(operation, f"rows begin at address {at}, where multiples of 16 are wanted")
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing is to be cleaned: flags are numbered, and the modes share no memory."""
+        """Nothing is to be cleaned: flags are numbered, and the modes share no memory.
+
+        With `enable_shrink` all ranks meet here, as in DeepEP, and one that does not come in time is left out.
+        """
         self._open("clean_low_latency_buffer")
+        if self.enable_shrink:
+            self._pool.meet()
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
         """bf16 [El, ranks*M, H] to write the experts' outputs to, for `zero_copy`. Two are given in turns."""

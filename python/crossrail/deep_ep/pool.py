@@ -79,6 +79,9 @@ class Machine(Protocol):
         """A dispatch in the rank layout of `given`: rows (with scales), ids, weights. `say`: what the others' hosts
         hear in `said` of what they get, if they want it to be `counted`."""
 
+    def meet(self, buffer: Any, kind: Kind) -> None:
+        """An operation in the expert layout that sends nothing: a rank that does not come to it is masked."""
+
     def sources(self, buffer: Any, handle: Any, rows: int) -> Tensor:
         """The token that each row of a dispatch in the rank layout was at its source, i32 [rows]."""
 
@@ -134,6 +137,12 @@ class Gpu:
             say=say,
         )
         return made.buffer._operations.dispatch(call)
+
+    def meet(self, buffer: Any, kind: Kind) -> None:
+        x = torch().empty((0, kind.hidden), dtype=torch().bfloat16, device=self.device)
+        ids = torch().empty((0, kind.topk), dtype=torch().int64, device=self.device)
+        with self.streams.turn():
+            buffer.dispatch(x, ids, layout="expert")
 
     def sources(self, buffer: Any, handle: Any, rows: int) -> Tensor:
         if rows == 0:  # DLPack has no address for an empty array
@@ -255,8 +264,18 @@ class Pool:
         self._out.discard(rank)
 
     def left_out(self) -> set[int]:
-        """Ranks that are left out, by hand or as they did not come."""
-        return self._out.union(*(buffer.masked() for buffer in self._of_expert_layout()))
+        """Ranks that are left out, by hand, as they did not come, or as they have left."""
+        out, everyone = set(self._out), set(range(self._ranks))
+        for buffer in self._of_expert_layout():
+            out |= everyone.difference(buffer.connected()).union(buffer.masked())
+        return out
+
+    def meet(self) -> None:
+        """All ranks come to an operation in the expert layout, if there was one; who does not come is left out."""
+        for (kind, _), made in self._made.items():
+            if kind.layout == "expert":
+                self._machine.meet(made.buffer, kind)
+                return
 
     def _of_expert_layout(self) -> list[Any]:
         return [made.buffer for (kind, _), made in self._made.items() if kind.layout == "expert"]
