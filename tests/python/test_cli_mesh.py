@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from test_cli_ep import environment, free_port
 
 from crossrail.cli.command_line import parse_arguments
 from crossrail.cli.failure import UsageFailure
+from crossrail.cli.placement import cpus_of, describe_pins
 from crossrail.report import Report, Row
 
 SMALL = ("--size=64K", "--iters=3", "--warmup=1")
@@ -148,3 +150,23 @@ def test_nothing_is_left_of_a_run() -> None:
 def test_help_is_data() -> None:
     done = subprocess.run([sys.executable, "-m", "crossrail", "bench", "--help"], capture_output=True, text=True)
     assert "mesh" in done.stdout
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_ranks_are_pinned_one_each_and_the_header_says_so(tmp_path: Path) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    path = tmp_path / "mesh.json"
+    done = run(*SMALL, "--size=64K", f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"processors: ranks pinned to {first}, {second}")
+    report = Report.loads(path.read_text())
+    assert report.environment.pinning is not None
+    assert report.environment.pinning.startswith(f"ranks pinned to {first}, {second}")
+    done = run(*SMALL, "--size=64K", "--pin=none")
+    assert done.stdout.startswith("processors: ranks not pinned, ")
+
+
+def test_more_ranks_than_processors_are_not_pinned() -> None:
+    count = len(os.sched_getaffinity(0))
+    assert cpus_of("auto", count + 1) == [None] * (count + 1)
+    assert describe_pins(cpus_of("auto", count + 1), "ranks").startswith(f"ranks not pinned, {count} for {count + 1}")

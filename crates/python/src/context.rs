@@ -197,6 +197,12 @@ pub(crate) fn host_memory(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>>
     Ok(Some(all))
 }
 
+/// The CPU time that the control groups of this process leave, in processors; None if they leave all.
+#[pyfunction]
+pub(crate) fn cpu_quota(py: Python<'_>) -> Option<f64> {
+    py.detach(crossrail::cpu_quota)
+}
+
 fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict>> {
     let all = PyDict::new(py);
     let machine = PyDict::new(py);

@@ -95,6 +95,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(request::wait_all, module)?)?;
     module.add_function(wrap_pyfunction!(options::settings_reference, module)?)?;
     module.add_function(wrap_pyfunction!(context::host_memory, module)?)?;
+    module.add_function(wrap_pyfunction!(context::cpu_quota, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(options::format_size, module)?)?;

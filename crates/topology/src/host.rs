@@ -107,7 +107,7 @@ impl Tree {
         })
     }
 
-    fn cpu_quota(&self) -> Option<f64> {
+    pub(crate) fn cpu_quota(&self) -> Option<f64> {
         let v2 = self.groups(None).into_iter().filter_map(|group| {
             let line = text(&group.join("cpu.max"))?;
             let (quota, period) = line.split_once(' ')?;

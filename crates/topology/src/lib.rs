@@ -52,6 +52,11 @@ pub fn host_memory() -> Option<HostMemory> {
     Tree::default().host_memory()
 }
 
+/// The CPU time that the control groups of this process leave, in processors; `None` if they leave all.
+pub fn cpu_quota() -> Option<f64> {
+    Tree::default().cpu_quota()
+}
+
 /// The machine and its memory.
 ///
 /// # Errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from .options import (
     required,
 )
 from .parsing import Command, Parser, device_list, size_list
-from .placement import NODE_OPTIONS, Placement, add_nodes, cpu_of, known_gpus, pin_to, placement
+from .placement import NODE_OPTIONS, Placement, add_nodes, cpus_of, describe_pins, known_gpus, pin_to, placement
 from .processes import Message
 from .rails import missed, rail_of, rails_of
 from .rank_process import Parent, gather, join
@@ -57,7 +58,17 @@ class MeshOptions(LinkOptions):
     iters: int = ITERS
     warmup: int = WARMUP
     window: int = WINDOW
-    pin: Pin = "none"
+    pin: Pin = "auto"
+
+    def cpus(self) -> list[int | None]:
+        """The processor of each rank here: one each if there are enough, but none for GPU memory if there are more."""
+        ranks = self.placement.num_processes
+        spare = self.devices is not None and ranks < len(os.sched_getaffinity(0))
+        return cpus_of("none" if self.pin == "auto" and spare else self.pin, ranks)
+
+    def pinning(self) -> str:
+        """How the ranks here are pinned."""
+        return describe_pins(self.cpus(), "ranks")
 
     def run(self) -> None:
         """Measures, and shows the report on the first node. Raises Failure and the library's errors."""
@@ -85,7 +96,7 @@ def add_arguments(parser: Parser) -> None:
     add_links(how)
     add_secret_file(how, "all nodes")
     add_timeout(how)
-    add_pin(how, "processors, one for each rank of a node in turn, or `none` (none)", "none")
+    add_pin(how, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
     add_json(parser.add_argument_group("what comes out"))
 
 
@@ -123,7 +134,7 @@ def _report(options: MeshOptions, progress: Progress) -> Report:
         like = dataclasses.replace(like, unpack=options.unpack)
     places = [found[rank]["device"] for rank in sorted(found)]
     rows = mesh_rows(found, like, places if options.devices else None)
-    return make_report(options, rows)
+    return make_report(dataclasses.replace(options, placement=where), rows)
 
 
 def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Message]]:
@@ -139,6 +150,7 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
         only = f"only {devices[0]} is here" if devices else "this is 1 rank"
         raise UsageFailure(f"a mesh needs two or more ranks, and {only}")
     found: dict[int, Message] = {}
+    cpus = dataclasses.replace(options, placement=where).cpus()
     with where.rendezvous(context) as (store, group), Ranks() as ranks:
         progress.status(f"mesh: {where.size} ranks connect")
         for index, rank in enumerate(where.ranks):
@@ -153,7 +165,7 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
                     "transport": options.transport,
                     "memory": options.memory or "ordinary",
                     "device": devices[index] if devices else None,
-                    "cpu": cpu_of(options.pin, index, len(where.ranks)),
+                    "cpu": cpus[index],
                     "progress": progress.visible and rank == 0,
                 },
             )

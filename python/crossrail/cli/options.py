@@ -55,6 +55,10 @@ class RunOptions:
         found = {setting: getattr(self, name, None) for name, setting in _SETTINGS.items()}
         return {setting: str(value) for setting, value in found.items() if value is not None}
 
+    def pinning(self) -> str | None:
+        """How the processes of the bench are pinned to processors, for its report; None if that makes no difference."""
+        return None
+
     def context(self) -> crossrail.Context:
         """A context with the settings of the command line and the environment, in that order of precedence.
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import crossrail
-from crossrail._native import StoreServer
+from crossrail._native import StoreServer, cpu_quota
 from crossrail.report import counted
 
 from .failure import Failure, UsageFailure, print_notice
@@ -187,10 +187,25 @@ def cpu_of(wanted: Pin, index: int, count: int) -> int | None:
 
     Raises UsageFailure for a processor that this process may not use.
     """
+    return cpus_of(wanted, count)[index]
+
+
+def cpus_of(wanted: Pin, count: int) -> list[int | None]:
+    """The same for all ``count`` processes."""
     if isinstance(wanted, list):
-        return checked_cpu(wanted[index % len(wanted)])
+        return [checked_cpu(wanted[index % len(wanted)]) for index in range(count)]
     allowed = sorted(os.sched_getaffinity(0))
-    return allowed[index] if wanted == "auto" and count <= len(allowed) else None
+    return [*allowed[:count]] if wanted == "auto" and count <= len(allowed) else [None] * count
+
+
+def describe_pins(cpus: Sequence[int | None], whose: str) -> str:
+    """The line of a report that says how ``whose`` processes (``ranks``, ``ends``) of this node are pinned."""
+    quota = cpu_quota()
+    limit = "" if quota is None else f"; the control group leaves all of them {quota:g} processors"
+    pinned = [str(cpu) for cpu in cpus if cpu is not None]
+    if pinned:
+        return f"{whose} pinned to {', '.join(pinned)}{limit}"
+    return f"{whose} not pinned, {len(os.sched_getaffinity(0))} for {len(cpus)}{limit}"
 
 
 def checked_cpu(cpu: int) -> int:

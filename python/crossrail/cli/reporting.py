@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -163,7 +164,8 @@ _runs: list[_Run] = []
 def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str] | None = None) -> Report:
     """The report of a run: its rows, this machine, the settings, and the ``versions`` of peers."""
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-    return Report(capture_environment(versions, overrides), ["crossrail", *sys.argv[1:]], rows)
+    environment = replace(capture_environment(versions, overrides), pinning=options.pinning())
+    return Report(environment, ["crossrail", *sys.argv[1:]], rows)
 
 
 def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> None:

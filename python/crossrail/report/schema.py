@@ -28,7 +28,10 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and when a report was made: what a reader needs to decide whether two reports are comparable."""
+    """Where and when a report was made: what a reader needs to decide whether two reports are comparable.
+
+    ``pinning``: how the measuring processes were pinned to processors.
+    """
 
     time: str
     host: str
@@ -45,6 +48,7 @@ class Environment:
     commit: str | None
     settings: dict[str, str]
     peers: dict[str, str] = field(default_factory=dict)
+    pinning: str | None = None
 
 
 @dataclass(frozen=True)

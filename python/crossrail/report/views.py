@@ -20,6 +20,8 @@ from .verdict import unused_lines
 
 def print_report(report: Report, to: Console) -> None:
     """Prints every row of ``report``: a table for each kind of row, in the order they were measured."""
+    if report.environment.pinning is not None and report.rows:
+        to.print(Text(f"processors: {report.environment.pinning}"))
     for renderable in views(report.rows):
         to.print(renderable)
 

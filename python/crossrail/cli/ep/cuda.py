@@ -15,7 +15,7 @@ from crossrail.ref.sampling import Judge, inputs, outputs
 from crossrail.report import EpDeviceRank, EpDeviceTurn, Report, Row, counted, ep_device_row, with_peers
 
 from ..failure import Failure, UsageFailure
-from ..placement import one_gpu_each
+from ..placement import one_gpu_each, pin_to
 from ..processes import Message
 from ..rank_process import Parent, gather, join
 from ..ranks import ENDED, Ranks
@@ -80,6 +80,7 @@ class _Run:
     def _job(self, rank: int, store: str, group: str) -> Message:
         return {
             **self.where.member(rank, store, group, self.options.nodes),
+            "cpu": self.options.cpus(len(self.where.ranks))[rank - self.where.ranks[0]],
             "ordinal": rank - self.where.ranks[0],
             "settings": self.options.settings(),
             "progress": self.progress.visible and rank == 0,
@@ -143,6 +144,7 @@ def serve(parent: Parent, job: Message) -> None:
 
     Raises Failure if data did not verify, and the library's errors.
     """
+    pin_to(job["cpu"])
     context = crossrail.Context(**job["settings"])
     with join(job, context) as group:
         group.wait_members()

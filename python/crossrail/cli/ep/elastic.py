@@ -16,6 +16,7 @@ from crossrail.ref.checking import Difference, Inputs, Work
 from crossrail.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
 
 from ..failure import Failure, print_notice
+from ..placement import pin_to
 from ..processes import Message
 from ..rank_process import Parent
 from ..ranks import ENDED, Ranks
@@ -115,9 +116,11 @@ class _Run:
                 f"phase {index + 1}: ranks {list(joining)} are not the lowest free ones, so they ask by number"
             )
         emulated = self.options.nodes
+        cpus = self.options.cpus(self.plan.ranks)
         for rank in joining:
             node = None if emulated == 1 else f"node {rank * emulated // self.plan.ranks}"
-            self.ranks.start(rank, "elastic", {**job, "rank": None if takes_lowest_ranks else rank, "node": node})
+            asked = None if takes_lowest_ranks else rank
+            self.ranks.start(rank, "elastic", {**job, "rank": asked, "node": node, "cpu": cpus[rank]})
         self.ranks.wait_for("ready", joining, START_S)
         for rank in joining:
             self.ranks.send(rank, {"do": "join"})
@@ -191,6 +194,7 @@ def serve(parent: Parent, job: Message) -> None:
     """Runs one rank: handles requests until `leave`. Raises Failure and the library's errors."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
+    pin_to(job["cpu"])
     rank = _Rank(job)
     parent.send("ready")
     while (request := parent.receive(IDLE_S)).get("do") != "leave":

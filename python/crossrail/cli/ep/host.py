@@ -13,7 +13,7 @@ from crossrail.ref.checking import Difference, Work
 from crossrail.report import EpRank, EpTurn, PeerResult, Report, Row, counted, ep_row, format_bytes, with_peers
 
 from ..failure import Failure
-from ..placement import cpu_of, pin_to
+from ..placement import pin_to
 from ..processes import Message
 from ..rails import sent_by_rail
 from ..rank_process import Parent, gather, join
@@ -82,7 +82,7 @@ class _Run:
             **self.where.member(rank, store, group, self.options.nodes),
             "settings": self.options.settings(),
             "share_node": self.options.backend != "none",
-            "cpu": cpu_of(self.options.pin, rank - self.where.ranks[0], len(self.where.ranks)),
+            "cpu": self.options.cpus(len(self.where.ranks))[rank - self.where.ranks[0]],
             "progress": self.progress.visible and rank == 0,
         }
 

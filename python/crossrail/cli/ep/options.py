@@ -32,7 +32,8 @@ from ..options import (
     fields_of,
 )
 from ..parsing import Parser, count, names_of, positive
-from ..placement import NODE_OPTIONS, Placement, add_nodes, placement
+from ..placement import NODE_OPTIONS, Placement, add_nodes, cpus_of, describe_pins, placement
+from .plan import load_plan
 
 Layout = Literal["expert", "rank"]
 Scale = Literal["f32", "power2", "ue8m0"]
@@ -116,6 +117,15 @@ class EpOptions(RunOptions):
     def experts_of(self, ranks: int) -> int:
         """Total number of experts."""
         return self.experts or (self.experts_per_rank or 1) * ranks
+
+    def cpus(self, ranks: int) -> list[int | None]:
+        """The processor of each of ``ranks`` ranks here: one each if there are enough; none where GPUs do the work."""
+        return cpus_of("none" if self.device == "cuda" and self.pin == "auto" else self.pin, ranks)
+
+    def pinning(self) -> str:
+        """How the ranks here are pinned."""
+        ranks = self.placement.num_processes if self.plan is None else load_plan(self.plan).ranks
+        return describe_pins(self.cpus(ranks), "ranks")
 
     @property
     def tls(self) -> str | None:

@@ -29,7 +29,7 @@ from ..options import (
 )
 from ..parsing import DEFAULT_PORT, Parser, device_list
 from ..peers import KNOWN as KNOWN_PEERS
-from ..placement import checked_cpu
+from ..placement import checked_cpu, describe_pins
 from ..processes import Message
 
 Operation = Literal["send", "write", "both"]
@@ -98,6 +98,11 @@ class BenchOptions(LinkOptions):
         names += ["window", "net_plugin"] if self.what == "p2p" else []
         given = {name: getattr(self, name) for name in names}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+    def pinning(self) -> str:
+        """How the ends that run here are pinned."""
+        here = [True, False] if self.connect is None and self.listen is None else [self.listen is None]
+        return describe_pins([self.cpu(driver=driver) for driver in here], "ends")
 
     def cpu(self, *, driver: bool) -> int | None:
         """The processor to pin the driving or the listening end to, or None.
