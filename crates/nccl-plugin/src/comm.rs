@@ -2,16 +2,25 @@
 //!
 //! NCCL owns the buffers and uses a communicator from one thread at a time. Closing a communicator cancels what is
 //! still in flight, so that the engine does not touch memory that NCCL frees next.
+//!
+//! NCCL's proxy tests every request in a tight loop. A test therefore only reads a flag that the engine sets; of all
+//! requests in flight one, the pacer, also makes progress when it is tested. Otherwise the worker's lock would go from
+//! one test to the next, and the threads that move data would not get it.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
+use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::time::Duration;
 
 use crossrail::{Buffer, Endpoint, Request, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use slab::Slab;
+
+/// The request whose tests make progress, of all that use one worker; null: the next one that is tested.
+pub(crate) type Pacer = Arc<AtomicPtr<Flight>>;
 
 /// Most receives of one request.
 pub(crate) const MAX_RECVS: usize = 8;
@@ -35,6 +44,7 @@ pub(crate) struct Comm {
     endpoint: Option<Endpoint>,
     tag: u64,
     peer: String,
+    pacer: Pacer,
     flights: Mutex<Slab<*mut Flight>>,
 }
 
@@ -54,7 +64,31 @@ pub(crate) struct Flight {
 
 struct Part {
     request: Request,
-    bytes: Option<u64>,
+    end: Arc<End>,
+}
+
+/// How a transfer ended.
+#[derive(Default)]
+struct End {
+    there: AtomicBool,
+    outcome: Mutex<Option<Result<u64>>>,
+}
+
+impl Part {
+    fn new(request: Request) -> Part {
+        let end = Arc::new(End::default());
+        let ended = end.clone();
+        request.on_complete(move |outcome| {
+            *ended.outcome.lock() = Some(outcome.map(|receipt| receipt.bytes));
+            ended.there.store(true, Ordering::Release);
+        });
+        Part { request, end }
+    }
+
+    /// The bytes transferred, or why they were not; `None`: in flight.
+    fn outcome(&self) -> Option<Result<u64>> {
+        if self.end.there.load(Ordering::Acquire) { self.end.outcome.lock().clone() } else { None }
+    }
 }
 
 /// One receive of a request.
@@ -66,8 +100,9 @@ pub(crate) struct Receive {
 }
 
 impl Comm {
-    pub(crate) fn new(worker: &Worker, endpoint: Option<Endpoint>, tag: u64, peer: String) -> Arc<Comm> {
-        Arc::new(Comm { worker: worker.clone(), endpoint, tag, peer, flights: Mutex::default() })
+    pub(crate) fn new(worker: &Worker, endpoint: Option<Endpoint>, tag: u64, peer: String, pacer: &Pacer) -> Arc<Comm> {
+        let (worker, pacer) = (worker.clone(), pacer.clone());
+        Arc::new(Comm { worker, endpoint, tag, peer, pacer, flights: Mutex::default() })
     }
 
     /// The peer's name.
@@ -89,7 +124,7 @@ impl Comm {
         // SAFETY: as promised by the caller; `Drop` ends the operation before the memory may be freed.
         let buffer = unsafe { Buffer::raw(data.cast(), len, None) };
         let request = endpoint.send(buffer, self.tag | u64::from(tag as u32))?;
-        Ok(self.launch(Part { request, bytes: None }, Vec::new()))
+        Ok(self.launch(Part::new(request), Vec::new()))
     }
 
     /// Starts to receive: each message into the buffer of the first receive with its tag.
@@ -109,8 +144,7 @@ impl Comm {
             // SAFETY: as promised by the caller; `Drop` ends the operation before the memory may be freed.
             let buffer = unsafe { Buffer::raw(receive.data.cast(), receive.len, None) };
             let tag = self.tag | u64::from(receive.tag as u32);
-            let request = self.worker.recv(buffer, tag, u64::MAX, self.endpoint.as_ref())?;
-            Ok(Part { request, bytes: None })
+            self.worker.recv(buffer, tag, u64::MAX, self.endpoint.as_ref()).map(Part::new)
         };
         let first = start(first)?;
         let mut parts = Vec::with_capacity(others.len());
@@ -134,9 +168,24 @@ impl Comm {
         flight
     }
 
+    /// Makes progress if the request is the pacer, or there is none.
+    fn pace(&self, flight: *mut Flight) {
+        let (set, get) = (Ordering::AcqRel, Ordering::Acquire);
+        let pacer = self.pacer.compare_exchange(ptr::null_mut(), flight, set, get).unwrap_or_else(|pacer| pacer);
+        if pacer.is_null() || pacer == flight {
+            self.worker.progress();
+        }
+    }
+
+    /// The request is no longer the pacer, if it was.
+    fn step_down(&self, flight: &Flight) {
+        let flight = ptr::from_ref(flight).cast_mut();
+        let _ = self.pacer.compare_exchange(flight, ptr::null_mut(), Ordering::AcqRel, Ordering::Acquire);
+    }
+
     /// Cancels requests and waits until the engine has let go of their memory.
     fn end(&self, parts: impl Iterator<Item = Part>) {
-        for part in parts.filter(|part| part.bytes.is_none()) {
+        for part in parts.filter(|part| part.outcome().is_none()) {
             part.request.cancel();
             let _ = part.request.wait(Some(CANCEL_LIMIT));
         }
@@ -148,6 +197,7 @@ impl Drop for Comm {
         for flight in std::mem::take(&mut *self.flights.lock()).drain() {
             // SAFETY: made by `launch`, and removed from the table when it is freed.
             let flight = unsafe { Box::from_raw(flight) };
+            self.step_down(&flight);
             self.end([flight.first].into_iter().chain(flight.others));
         }
     }
@@ -162,26 +212,25 @@ impl Drop for Comm {
 /// `flight` was returned by [`Comm::send`] or [`Comm::receive`], has not completed, and its communicator is open.
 pub(crate) unsafe fn test(flight: *mut Flight, mut report: impl FnMut(usize, u64)) -> Result<bool> {
     // SAFETY: as promised by the caller.
-    let this = unsafe { &mut *flight };
-    let mut done = true;
-    for part in std::iter::once(&mut this.first).chain(&mut this.others) {
-        if part.bytes.is_none() {
-            match part.request.test() {
-                Some(outcome) => part.bytes = Some(outcome?.bytes),
-                None => done = false,
-            }
-        }
-    }
-    if !done {
-        return Ok(false);
-    }
+    let this = unsafe { &*flight };
     // SAFETY: the communicator outlives its requests.
     let comm = unsafe { &*this.comm };
+    let parts = || std::iter::once(&this.first).chain(&this.others);
+    if !parts().all(|part| part.end.there.load(Ordering::Acquire)) {
+        comm.pace(flight);
+        if !parts().all(|part| part.end.there.load(Ordering::Acquire)) {
+            // A failure of one part need not wait for the others.
+            return match parts().find_map(|part| part.outcome().and_then(Result::err)) {
+                Some(error) => Err(error),
+                None => Ok(false),
+            };
+        }
+    }
+    let outcomes = parts().filter_map(Part::outcome).collect::<Result<Vec<u64>>>()?;
+    outcomes.into_iter().enumerate().for_each(|(index, bytes)| report(index, bytes));
+    comm.step_down(this);
     comm.flights.lock().remove(this.key);
     // SAFETY: made by `launch`; the table forgot it just now.
-    let flight = unsafe { Box::from_raw(flight) };
-    for (index, part) in std::iter::once(&flight.first).chain(&flight.others).enumerate() {
-        report(index, part.bytes.unwrap_or_default());
-    }
+    drop(unsafe { Box::from_raw(flight) });
     Ok(true)
 }

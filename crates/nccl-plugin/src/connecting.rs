@@ -94,7 +94,7 @@ impl Listener {
         }
         log::info(format_args!("accepted a communicator of {}", hello.name));
         let tag = tag(DATA, hello.serial, self.number, 0);
-        let comm = Comm::new(&self.worker, found, tag, hello.name.clone());
+        let comm = Comm::new(&self.worker, found, tag, hello.name.clone(), &self.net.pacer);
         *state = Listening::Waiting(Some(expect_hello(&self.worker, self.number)?));
         Ok(Some(comm))
     }
@@ -162,7 +162,7 @@ impl Attempt {
         let Some(delivered) = request.test() else { return Ok(None) };
         delivered?;
         let tag = tag(DATA, self.serial, self.listener, 0);
-        Ok(Some(Comm::new(&net.worker()?, Some(endpoint.clone()), tag, endpoint.peer())))
+        Ok(Some(Comm::new(&net.worker()?, Some(endpoint.clone()), tag, endpoint.peer(), &net.pacer)))
     }
 }
 

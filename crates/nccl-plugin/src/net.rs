@@ -7,14 +7,20 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
-use crossrail_types::{Error, ErrorKind, Filter, Result};
+use crossrail_types::{Error, ErrorKind, Filter, Rails, Result};
 use parking_lot::Mutex;
 use slab::Slab;
 
+use crate::comm::Pacer;
 use crate::connecting::Attempt;
 use crate::device::Device;
 use crate::handle::Handle;
 use crate::log;
+
+/// Bytes of a chunk, unless the user says otherwise.
+const CHUNK: usize = 128 << 10;
+/// Connections to a peer over all rails, unless the user says otherwise.
+const CONNECTIONS: u32 = 4;
 
 /// The process's devices and settings, read once.
 pub(crate) struct Process {
@@ -37,6 +43,7 @@ impl Process {
         let mut settings = Settings::from_env()?;
         // NCCL hands over host memory only; direct copies between GPUs are its own.
         settings.tls = without(&settings.tls, "cuda_ipc");
+        tune(&mut settings, |name| std::env::var_os(name).is_some());
         let context = Context::new(settings)?;
         let device = Device::describe(&context)?;
         log::info(format_args!("rails: {}", device.rails));
@@ -52,6 +59,21 @@ impl Process {
 
 fn has_secret(settings: &Settings) -> bool {
     settings.secret.is_some() || settings.secret_file.is_some()
+}
+
+/// Defaults for NCCL's traffic, which is many pieces of 128 to 512 KiB at a time: each is split over several
+/// connections, which as many threads serve. What the user has set stays.
+fn tune(settings: &mut Settings, is_set: impl Fn(&str) -> bool) {
+    if !is_set("CROSSRAIL_CHUNK") {
+        settings.chunk = CHUNK;
+    }
+    if !is_set("CROSSRAIL_CHANNELS") {
+        let rails = match &settings.net_devices {
+            Rails::Named(Filter::Only(names)) => names.len() as u32,
+            _ => 1,
+        };
+        settings.channels = (CONNECTIONS / rails.max(1)).max(1);
+    }
 }
 
 fn without(filter: &Filter, name: &str) -> Filter {
@@ -74,6 +96,7 @@ pub(crate) struct Net {
     /// Endpoints that other ranks' workers have made.
     accepted: Mutex<Vec<Endpoint>>,
     pub(crate) attempts: Mutex<Slab<Attempt>>,
+    pub(crate) pacer: Pacer,
 }
 
 /// The connection to another rank's worker, shared by all communicators to it.
@@ -106,6 +129,7 @@ impl Net {
             links: Mutex::default(),
             accepted: Mutex::default(),
             attempts: Mutex::default(),
+            pacer: Pacer::default(),
         }))
     }
 
@@ -219,6 +243,20 @@ fn connect(worker: &Worker, addresses: &[SocketAddr], timeout: std::time::Durati
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_the_user_has_set_is_not_tuned() {
+        let tuned = |devices: &str, set: &[&str]| {
+            let mut settings = Settings::from_pairs([("CROSSRAIL_NET_DEVICES", devices)]).expect("settings");
+            tune(&mut settings, |name| set.contains(&name));
+            (settings.chunk, settings.channels)
+        };
+        let usual = Settings::default();
+        assert_eq!(tuned("all", &[]), (CHUNK, 4));
+        assert_eq!(tuned("eth1,eth2", &[]), (CHUNK, 2));
+        assert_eq!(tuned("eth1,eth2,eth3,eth4,eth5", &["CROSSRAIL_CHUNK"]), (usual.chunk, 1));
+        assert_eq!(tuned("all", &["CROSSRAIL_CHANNELS"]), (CHUNK, usual.channels));
+    }
 
     #[test]
     fn a_transport_is_left_out_of_any_filter() {
