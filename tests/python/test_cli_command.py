@@ -132,7 +132,7 @@ def test_version_and_help_are_data() -> None:
     ("arguments", "words"),
     [
         ((), ("COMMAND",)),
-        (("fly",), ("'fly' (choose from 'info', 'bench', 'store')", "see `crossrail --help`")),
+        (("fly",), ("'fly' (choose from 'info', 'bench', 'store'", "see `crossrail --help`")),
         (("bench",), ("WHAT",)),
         (("bench", "latency", "--sise=8"), ("--sise", "see `crossrail bench latency --help`")),
         (("bench", "latency", "--size=64KB"), ("64KB", "powers of ten or of two")),
@@ -177,7 +177,7 @@ def test_bad_usage_is_one_line_and_exit_2(arguments: tuple[str, ...], words: tup
 @pytest.mark.parametrize(
     ("arguments", "known"),
     [
-        ((), ["info", "bench", "store", "nccl-plugin"]),
+        ((), ["info", "bench", "store", "nccl-plugin", "completion"]),
         (("bench",), ["latency", "bandwidth", "p2p", "mesh", "unpack", "ep", "control"]),
     ],
 )

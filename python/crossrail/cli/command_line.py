@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": (None, "measure two ends, or the ranks of a group"),
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
     "nccl-plugin": (".nccl_plugin:add_arguments", "the variables by which NCCL uses Crossrail as its network"),
+    "completion": (".completion:add_arguments", "a script by which a shell completes commands and options"),
 }
 """Commands: the function that declares the options of each, as `module:function`, and its summary."""
 
@@ -33,6 +34,39 @@ BENCHES = {
     "control": (".control:add_arguments", "init, connect, disconnect, reconnect, destroy of expert buffers"),
 }
 """The same for the benches of `crossrail bench`."""
+
+EXAMPLES = {
+    "": ("crossrail info", "crossrail bench latency", "crossrail bench p2p --size 1G"),
+    "info": ("crossrail info", "crossrail info --json info.json"),
+    "bench": ("crossrail bench latency", "crossrail bench p2p --listen 10.0.0.1", "crossrail bench ep --preset decode"),
+    "store": ("crossrail store --listen 10.0.0.1:7400 --secret-file secret",),
+    "completion": ("crossrail completion bash > ~/.local/share/bash-completion/completions/crossrail",),
+    "bench latency": ("crossrail bench latency --sizes 1:4K", "crossrail bench latency --op both --compare ucx"),
+    "bench bandwidth": (
+        "crossrail bench bandwidth --sizes 4K:16M --window 16",
+        "crossrail bench bandwidth --json out.json",
+    ),
+    "bench p2p": (
+        "crossrail bench p2p --size 1G",
+        "crossrail bench p2p --transport tcp --rails 127.0.0.1,127.0.0.2",
+        "crossrail bench p2p --listen 10.0.0.1 --rails eth1,eth2 --secret-file secret              # on one machine",
+        "crossrail bench p2p --connect 10.0.0.1 --rails eth1,eth2 --secret-file secret --size 1G   # on the other",
+        "crossrail bench p2p --device cuda:0,cuda:1 --compare ucx",
+    ),
+    "bench mesh": ("crossrail bench mesh --ranks 4", "crossrail bench mesh --devices all --size 256M"),
+    "bench unpack": ("crossrail bench unpack --device cuda:0 --fragments 4K:64K",),
+    "bench ep": (
+        "crossrail bench ep --num-processes 4",
+        "crossrail bench ep --preset decode --num-processes 2 --compare mpi",
+        "crossrail bench ep --device cuda --preset prefill --compare deepep",
+        "crossrail bench ep --plan plan.json --tokens 64 --hidden 2048",
+    ),
+    "bench control": (
+        "crossrail bench control --num-processes 8",
+        "crossrail bench control --op reconnect --store etcd",
+    ),
+}
+"""Command lines shown at the end of each help page."""
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Command:
@@ -51,7 +85,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="crossrail",
         description="Moves bytes between processes over every link of the machine, and measures it.",
-        epilog=EPILOG,
+        epilog=_epilog(""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -76,11 +110,29 @@ def _add_choice(parser: Parser, placeholder: str, known: Mapping[str, tuple[str 
             name,
             help=summary,
             description=summary,
-            epilog=EPILOG,
+            epilog=_epilog(f"{parser.prog} {name}".partition(" ")[2]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             fill=partial(_fill, declared_by),
         )
+
+
+def _epilog(command: str) -> str:
+    """The end of the help page of ``command``: examples, and what holds for all commands."""
+    lines = EXAMPLES.get(command, ())
+    return "\n".join(["examples:", *(f"  {line}" for line in lines), "", EPILOG]) if lines else EPILOG
+
+
+def command_words() -> dict[str, list[str]]:
+    """What can follow each command: the names of its own commands, or its options."""
+    words = {"": [*COMMANDS, "--help", "--version"], "bench": [*BENCHES, "--help"]}
+    for prefix, known in (("", COMMANDS), ("bench ", BENCHES)):
+        for name, (declared_by, _) in known.items():
+            if declared_by is not None:
+                parser = Parser(prog=name, allow_abbrev=False)
+                _fill(declared_by, parser)
+                words[prefix + name] = parser.options()
+    return words
 
 
 def _fill(declared_by: str | None, parser: Parser) -> None:

@@ -60,6 +60,11 @@ class Parser(argparse.ArgumentParser):
         meant = [f"for {word} did you mean {near}?" for word in words if (near := self._nearest(word)) is not None]
         self.error("; ".join([f"unrecognized arguments: {' '.join(words)}", *meant]))
 
+    def options(self) -> list[str]:
+        """The long options that help pages show."""
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        return [option for action in shown for option in action.option_strings if option.startswith("--")]
+
     def _nearest(self, word: str) -> str | None:
         """The option that ``word`` was probably meant to be: few letters differ, or one begins with the other."""
         word = word.partition("=")[0].lower().replace("_", "-")

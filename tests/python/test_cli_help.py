@@ -1,0 +1,68 @@
+"""Help pages end in examples that can be parsed, and a shell completes what they show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+
+import pytest
+from test_cli_command import run
+
+from crossrail.cli.command_line import BENCHES, COMMANDS, EXAMPLES, command_words, parse_arguments
+from crossrail.cli.completion import script
+
+PAGES = ["", *(name for name in COMMANDS), *(f"bench {name}" for name in BENCHES)]
+
+
+def test_every_page_has_examples() -> None:
+    assert set(PAGES) - {"nccl-plugin"} <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("line", sorted({line for lines in EXAMPLES.values() for line in lines}))
+def test_every_example_can_be_parsed(line: str) -> None:
+    words = shlex.split(re.split(r" +# | > ", line)[0])
+    assert words[0] == "crossrail"
+    parse_arguments(words[1:])
+
+
+@pytest.mark.parametrize("page", ["bench p2p", "bench ep", "info", "bench"])
+def test_examples_stand_at_the_end_of_the_page(page: str) -> None:
+    text = run(*page.split(), "--help").stdout
+    examples = text.index("examples:")
+    assert text.index("--help") < examples < text.index("exit codes:")
+    assert all(f"  {line}" in text[examples:] for line in EXAMPLES[page])
+
+
+def completed(line: str) -> list[str]:
+    """What bash offers for the last word of ``line``."""
+    words = line.split(" ")
+    given = f"COMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}"
+    ask = f'{given}; _crossrail; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", script("bash") + ask], capture_output=True, text=True, timeout=20, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("crossrail be", ["bench"]),
+        ("crossrail bench p", ["p2p"]),
+        ("crossrail bench p2p --veri", ["--verify"]),
+        ("crossrail bench p2p --size 1G --rai", ["--rails"]),
+        ("crossrail bench latency --veri", []),
+        ("crossrail info --j", ["--json"]),
+    ],
+)
+def test_bash_completes(line: str, offered: list[str]) -> None:
+    assert completed(line) == offered
+
+
+def test_scripts_of_all_shells() -> None:
+    for shell in ("bash", "zsh"):
+        done = run("completion", shell)
+        assert done.returncode == 0
+        assert "complete -o default -F _crossrail crossrail" in done.stdout
+    assert "bashcompinit" in run("completion", "zsh").stdout
+    assert "--parent" not in run("completion", "bash").stdout
+    assert all(words for words in command_words().values())
