@@ -10,15 +10,23 @@
 #include "kernels/ep_cast.cuh"
 #include "ptx/memory.cuh"
 
-// Vectors of eight bf16 elements that a lane codes at once.
+// Vectors of eight bf16 elements that a lane codes at once. Their codes are made by a loop: code that is written once misses
+// the instruction cache once.
 constexpr u32 CODED_AT_ONCE = 4;
+
+// The next of some vectors becomes the first.
+template <typename T>
+__device__ __forceinline__ void rotate(T (&v)[CODED_AT_ONCE]) {
+#pragma unroll
+    for (u32 i = 1; i < CODED_AT_ONCE; ++i) v[i - 1] = v[i];
+}
 
 // bf16 as it is.
 struct Plain {
     static constexpr bool CODED = false;
 
     static __device__ __forceinline__ u32 bytes(u32 elements) { return elements * 2; }
-    static __device__ __forceinline__ void encode(const Vec16 (&)[CODED_AT_ONCE], u8 *, u32, u32, u32) {}
+    static __device__ __forceinline__ void encode(Vec16 (&)[CODED_AT_ONCE], u8 *, u32, u32, u32) {}
     static __device__ __forceinline__ Vec16 load(u64, u32, u32) { return {}; }
     static __device__ __forceinline__ void decode(const Vec16 &, float (&)[8]) {}
 };
@@ -30,8 +38,7 @@ struct Fp8 {
     static __device__ __forceinline__ u32 bytes(u32 elements) { return (elements + elements / BLOCK + 15) / 16 * 16; }
 
     // Codes 1024 elements of a piece, of which there are `elements`, from `from` on. All lanes.
-    static __device__ __forceinline__ void encode(const Vec16 (&v)[CODED_AT_ONCE], u8 *stage, u32 from, u32 elements,
-                                                  u32 lane) {
+    static __device__ __forceinline__ void encode(Vec16 (&v)[CODED_AT_ONCE], u8 *stage, u32 from, u32 elements, u32 lane) {
         float amax[CODED_AT_ONCE] = {};
 #pragma unroll
         for (u32 i = 0; i < CODED_AT_ONCE; ++i) {
@@ -43,15 +50,15 @@ struct Fp8 {
 #pragma unroll
             for (u32 i = 0; i < CODED_AT_ONCE; ++i) amax[i] = fmaxf(amax[i], __shfl_xor_sync(0xffffffff, amax[i], step));
         }
-#pragma unroll
-        for (u32 i = 0; i < CODED_AT_ONCE; ++i) {
-            u32 element = from + (i * 32 + lane) * 8;
-            if (element >= elements) continue;
-            Scaled by = scaled_as<POWER_OF_TWO>(amax[i]);
+#pragma unroll 1
+        for (u32 element = from + lane * 8; element < elements && element < from + CODED_AT_ONCE * 256; element += 256) {
+            Scaled by = scaled_as<POWER_OF_TWO>(amax[0]);
             u32 *to = reinterpret_cast<u32 *>(stage + element);
-            to[0] = cast_four(v[i].word[0], v[i].word[1], by.factor);
-            to[1] = cast_four(v[i].word[2], v[i].word[3], by.factor);
+            to[0] = cast_four(v[0].word[0], v[0].word[1], by.factor);
+            to[1] = cast_four(v[0].word[2], v[0].word[3], by.factor);
             if (lane % 16 == 0) stage[elements + element / BLOCK] = static_cast<u8>(__float_as_uint(by.scale) >> 23);
+            rotate(v);
+            rotate(amax);
         }
     }
 
@@ -97,38 +104,38 @@ struct LogFmt10 {
         }
     };
 
-    static __device__ __forceinline__ void encode(const Vec16 (&v)[CODED_AT_ONCE], u8 *stage, u32 from, u32 elements,
-                                                  u32 lane) {
-        u32 most[CODED_AT_ONCE], least[CODED_AT_ONCE];
+    static __device__ __forceinline__ void encode(Vec16 (&v)[CODED_AT_ONCE], u8 *stage, u32 from, u32 elements, u32 lane) {
+        // Of each block the largest magnitude, and behind it the largest of the negated ones, modulo 2^16: that is the
+        // smallest but zero.
+        u32 ends[CODED_AT_ONCE];
 #pragma unroll
         for (u32 i = 0; i < CODED_AT_ONCE; ++i) {
-            most[i] = 0;
-            least[i] = ~0u;
+            u32 most = 0, least = 0;
 #pragma unroll
-            for (u32 k = 0; k < 8; ++k) {
-                u32 magnitude = magnitude_of(v[i], k);
-                most[i] = max(most[i], magnitude);
-                // A zero is the largest then.
-                least[i] = min(least[i], magnitude - 1);
+            for (u32 w = 0; w < 4; ++w) {
+                u32 pair = v[i].word[w] & 0x7fff7fff;
+                most = max_u16x2(most, pair);
+                least = max_u16x2(least, negate_u16x2(pair));
             }
+            ends[i] = max_u16x2(__byte_perm(most, least, 0x5410), __byte_perm(most, least, 0x7632));
         }
 #pragma unroll
         for (u32 step = 8; step > 0; step /= 2) {
 #pragma unroll
             for (u32 i = 0; i < CODED_AT_ONCE; ++i) {
-                most[i] = max(most[i], __shfl_xor_sync(0xffffffff, most[i], step));
-                least[i] = min(least[i], __shfl_xor_sync(0xffffffff, least[i], step));
+                ends[i] = max_u16x2(ends[i], __shfl_xor_sync(0xffffffff, ends[i], step));
             }
         }
-#pragma unroll
-        for (u32 i = 0; i < CODED_AT_ONCE; ++i) {
-            u32 element = from + (i * 32 + lane) * 8;
-            if (element >= elements) continue;
-            bool finite = most[i] < 0x7f80;
-            u32 scale = finite ? most[i] << 16 | (least[i] + 1) : NAN_BF16 << 16 | NAN_BF16;
-            encode_eight(v[i], finite, scale, stage + element, stage + elements + element / 4);
+#pragma unroll 1
+        for (u32 element = from + lane * 8; element < elements && element < from + CODED_AT_ONCE * 256; element += 256) {
+            u32 most = ends[0] & 0xffff, least = negate_u16x2(ends[0]) >> 16;
+            bool finite = most < 0x7f80;
+            u32 scale = finite ? most << 16 | least : NAN_BF16 << 16 | NAN_BF16;
+            encode_eight(v[0], finite, scale, stage + element, stage + elements + element / 4);
             u32 *scales = reinterpret_cast<u32 *>(stage + elements + elements / 4);
             if (lane % 16 == 0) scales[element / BLOCK] = scale;
+            rotate(v);
+            rotate(ends);
         }
     }
 
@@ -139,7 +146,7 @@ struct LogFmt10 {
     static __device__ __forceinline__ void encode_eight(const Vec16 &v, bool finite, u32 scale, u8 *low, u8 *high) {
         Range range(scale);
         bool spread = range.step > 0.0f;
-        float inverse = spread ? 1.0f / range.step : 0.0f;
+        float inverse = spread ? reciprocal_approx_f32(range.step) : 0.0f;
         // A value between two codes becomes the nearer one, not the one of the nearer logarithm.
         float half = mul_rn_f32(add_rn_f32(1.0f, exp2_approx_f32(range.step)), 0.5f);
         float rounding = spread ? 2.0f - mul_rn_f32(log2_approx_f32(half), inverse) : 1.0f;

@@ -93,6 +93,33 @@ __device__ __forceinline__ void widen_e4m3x2(u32 pair, float &low, float &high) 
 #endif
 }
 
+// Of the two unsigned numbers of 16 bits in each word: the larger ones; and what they lack to 2^16.
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
+#ifdef __CUDA_ARCH__
+    return __vmaxu2(a, b);
+#else
+    u32 low = max(a & 0xffff, b & 0xffff), high = max(a >> 16, b >> 16);
+    return high << 16 | low;
+#endif
+}
+__device__ __forceinline__ u32 negate_u16x2(u32 a) {
+#ifdef __CUDA_ARCH__
+    return __vsub2(0, a);
+#else
+    return (0 - (a & 0xffff0000)) | ((0 - a) & 0xffff);
+#endif
+}
+
+__device__ __forceinline__ float reciprocal_approx_f32(float value) {
+#ifdef __CUDA_ARCH__
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(value));
+    return inverse;
+#else
+    return 1.0f / value;
+#endif
+}
+
 // Logarithm and power to base 2, to some 22 bits: the hardware's, which differ in their last bits from the host's.
 __device__ __forceinline__ float log2_approx_f32(float value) {
 #ifdef __CUDA_ARCH__
