@@ -259,11 +259,15 @@ def over_sockets(terms: Terms, found: Found, variant: str) -> list[float]:
 COLLECTIVE_SMALL = (8, 1 << 10, 64 << 10)
 COLLECTIVE_BIG = (MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 TUNED = "4 threads x 4, 8 channels"
+MORE_CHANNELS = {"NCCL_NCHANNELS_PER_NET_PEER": "8"}
 NCCL_VARIANTS: dict[str, dict[str, str]] = {
     PLAIN: {},
-    TUNED: {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4", "NCCL_NCHANNELS_PER_NET_PEER": "8"},
+    TUNED: {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4", **MORE_CHANNELS},
 }
 OUR_RAILS = (1, 4)
+MANY = "Crossrail, 4 rails of 4 connections"
+SHOWN = (MANY, "shm")
+"""Ways without a goal."""
 FOUR_RAILS_GOAL = 1.3
 """Times NCCL's tuned sockets, over four rails; over one rail, and in latency, 1."""
 
@@ -272,10 +276,13 @@ def nccl(terms: Terms, found: Found) -> None:
     """NCCL's collectives over our network plugin, against NCCL over sockets as it comes and tuned."""
     from crossrail.nccl import environment
 
-    tcp_only = {**SOCKETS, **environment(), "CROSSRAIL_TLS": "tcp"}
+    # NCCL itself with the same settings as in its tuned variant.
+    own = {**SOCKETS, **MORE_CHANNELS, **environment()}
     ways = {name: {**SOCKETS, **settings} for name, settings in NCCL_VARIANTS.items()}
-    ways |= {rails_name(n): {**tcp_only, "CROSSRAIL_NET_DEVICES": ",".join(RAILS[:n])} for n in OUR_RAILS}
-    ways["shm"] = {**SOCKETS, **environment(), "CROSSRAIL_TLS": "shm"}
+    for count in OUR_RAILS:
+        ways[rails_name(count)] = {**own, "CROSSRAIL_TLS": "tcp", "CROSSRAIL_NET_DEVICES": ",".join(RAILS[:count])}
+    ways[MANY] = {**ways[rails_name(4)], "CROSSRAIL_CHANNELS": "4"}
+    ways["shm"] = {**own, "CROSSRAIL_TLS": "shm"}
     every = sizes((*COLLECTIVE_SMALL, *COLLECTIVE_BIG))
     counts = (f"--sizes={every}", f"--iters={terms.scaled(10, least=4)}", "--warmup=2")
     rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
@@ -283,7 +290,7 @@ def nccl(terms: Terms, found: Found) -> None:
         for way, settings in ways.items():
             rows[way] += found.peer(way, "nccl.py", "--what=collectives", *counts, **settings)
     for what in ("all_reduce", "all_to_all"):
-        for way in (*map(rails_name, OUR_RAILS), "shm"):
+        for way in (*map(rails_name, OUR_RAILS), *SHOWN):
             found.outcomes += collectives(what, way, rows, found)
 
 
@@ -302,7 +309,7 @@ def collectives(what: str, way: str, rows: Mapping[str, list[dict[str, Any]]], f
     outcomes = []
     for size in (*COLLECTIVE_SMALL, *COLLECTIVE_BIG):
         work = f"NCCL {what}, {way}, {format_size(size)}"
-        small, judged = size in COLLECTIVE_SMALL, way != "shm"
+        small, judged = size in COLLECTIVE_SMALL, way not in SHOWN
         field = "samples_us" if small else "gb_per_s"
         ours = figures(way, size, field)
         why = "; ".join(f"{name}: {found.silence(name)}" for name in (way, *NCCL_VARIANTS) if not rows[name])

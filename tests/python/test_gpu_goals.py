@@ -198,7 +198,7 @@ def test_collectives_over_our_plugin_against_nccls_sockets(monkeypatch: pytest.M
     monkeypatch.setattr(crossrail.nccl, "environment", lambda: plugin)
     data = Machine(monkeypatch, tmp_path).run("nccl")
     lines = {(outcome["work"], outcome["to_reach"]): outcome for outcome in data["outcomes"]}
-    assert len(lines) == len(data["outcomes"]) == 2 * 3 * 7 * 2
+    assert len(lines) == len(data["outcomes"]) == 2 * 4 * 7 * 2
     tuned = "sockets, 4 threads x 4, 8 channels"
     assert lines["NCCL all_reduce, Crossrail, 1 rail, 8", f"<= 1 x {tuned}"]["met"] is False
     assert lines["NCCL all_to_all, Crossrail, 4 rails, 64M", f">= 1.3 x {tuned}"]["met"] is True
@@ -206,6 +206,8 @@ def test_collectives_over_our_plugin_against_nccls_sockets(monkeypatch: pytest.M
     ours = [turn["environment"] for turn in data["peers"]["Crossrail, 4 rails"]]
     assert all(plugin.items() <= environment.items() for environment in ours)
     assert all(environment["CROSSRAIL_TLS"] == "tcp" for environment in ours)
+    theirs = [turn["environment"] for turn in data["peers"]["4 threads x 4, 8 channels"]]
+    assert {each["NCCL_NCHANNELS_PER_NET_PEER"] for each in (*ours, *theirs)} == {"8"}, "the same of NCCL's own"
 
 
 def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
