@@ -154,3 +154,25 @@ def test_a_pipe_gets_no_control_sequences(tmp_path: Path) -> None:
     assert status == 0
     assert "\x1b" not in out.read_text()
     assert out.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("options", "verification", "said"),
+    [
+        (("--tokens=32",), "full", "2 of 2 ranks passed against the reference before"),
+        (("--tokens=32", "--verify=quick"), "quick", "with a few tokens each before"),
+        (("--tokens=32", "--verify=none"), "none", "data: not verified"),
+        (("--tokens=2048", "--hidden=7168", "--layout=rank"), "quick", "--verify full compares all 2048"),
+    ],
+)
+def test_how_much_of_an_exchange_was_verified_is_said(
+    options: tuple[str, ...], verification: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.json"
+    ep = ["bench", "ep", "--num-processes=2", "--hidden=512", "--iters=1", "--warmup=0", "--mode=e2e", *options]
+    status, raw = run_in_terminal([*CROSSRAIL, *ep, f"--json={path}"], 200)
+    assert status == 0, raw
+    assert said in raw
+    (row,) = Report.loads(path.read_text()).rows
+    assert (row.verification, row.verified) == (verification, verification != "none")
+    assert row.ranks_passed == (None if verification == "none" else 2)

@@ -223,7 +223,10 @@ def _passed(row: Row) -> str:
     if row.ranks_passed is None:
         return "data: not verified"
     ranks = counted(row.ranks or 0, "rank")
-    return f"data: {row.ranks_passed} of {ranks} passed against the reference before anything was timed"
+    passed = f"data: {row.ranks_passed} of {ranks} passed against the reference"
+    if row.verification == "quick":
+        return f"{passed} with a few tokens each before anything was timed; --verify full compares all {row.tokens}"
+    return f"{passed} before anything was timed"
 
 
 def _links(rows: Sequence[Row]) -> list[str]:

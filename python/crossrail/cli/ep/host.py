@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import crossrail
@@ -19,7 +19,7 @@ from ..rails import sent_by_rail
 from ..rank_process import Parent, gather, join
 from ..ranks import ENDED, Ranks
 from ..reporting import OnProgress, Progress, make_report
-from .options import EpOptions, buffer_numbers
+from .options import QUICK_TOKENS, EpOptions, buffer_numbers
 from .peers import MpiTurns, check_mpi, mpi_version
 
 LONG_S = 700.0
@@ -82,6 +82,7 @@ class _Run:
             **self.where.member(rank, store, group, self.options.nodes),
             "settings": self.options.settings(),
             "share_node": self.options.backend != "none",
+            "verify": self.options.verification(self.work),
             "cpu": self.options.cpus(len(self.where.ranks))[rank - self.where.ranks[0]],
             "progress": self.progress.visible and rank == 0,
         }
@@ -151,6 +152,7 @@ class _Rank:
         self.parent = parent
         self.group = group
         self.work = Work.from_dict(job["work"])
+        self.verification: str = job["verify"]
         self.progress: bool = job["progress"]
         self.inputs = self.work.inputs(group.rank, range(group.size))
         group.barrier("here", timeout=STEP_S)
@@ -159,21 +161,29 @@ class _Rank:
 
     def verify(self) -> None:
         """Compares one dispatch and one combine with the reference, and keeps the experts' outputs for measuring."""
+        if self.verification == "quick":
+            self._exchange(replace(self.work, tokens=min(self.work.tokens, QUICK_TOKENS)), judged=True)
+        self.y = self._exchange(self.work, judged=self.verification == "full")
+        if faults := self.buffer.faults():
+            raise Failure(f"{faults[0]}")
+
+    def _exchange(self, work: Work, *, judged: bool) -> Any:
+        """Dispatches and combines ``work`` once; returns the experts' outputs. Raises Failure if it is wrong."""
         group, active = self.group, range(self.group.size)
-        mine = self.inputs
+        mine = work.inputs(group.rank, active)
         group.barrier("dispatch", timeout=STEP_S)
-        received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=self.work.layout)
-        self.y = self.work.outputs(received, group.rank)
+        received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
+        y = work.outputs(received, group.rank)
         group.barrier("combine", timeout=STEP_S)
-        sums = self.buffer.combine(self.y, received.handle)
+        sums = self.buffer.combine(y, received.handle)
         try:
-            self.work.judge_dispatch(received, group.rank, active)
-            self.work.judge_combine(bits(sums.x), group.rank, active)
+            if judged:
+                work.judge_dispatch(received, group.rank, active)
+                work.judge_combine(bits(sums.x), group.rank, active)
         except Difference as difference:
             raise Failure(f"did not verify: {difference}") from None
         group.barrier("verified", timeout=STEP_S)
-        if faults := self.buffer.faults():
-            raise Failure(f"{faults[0]}")
+        return y
 
     def measure(self, request: Message) -> None:
         """Runs one measurement; rank 0 reports the samples of all ranks to the command that started it."""

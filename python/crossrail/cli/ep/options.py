@@ -38,12 +38,20 @@ from .plan import load_plan
 Layout = Literal["expert", "rank"]
 Scale = Literal["f32", "power2", "ue8m0"]
 Backend = Literal["auto", "none"]
+Verify = Literal["full", "quick", "none"]
 
 MODES = ("dispatch", "combine", "e2e")
 PEERS: dict[str, Device] = {"mpi": "cpu", "deepep": "cuda", "drop-in": "cuda", "nccl": "cuda"}
 """Peers to compare with, and the device each needs."""
 PROCESSES = 2
 ITERS, WARMUP = 100, 10
+
+QUICK_TOKENS = 16
+"""Tokens of each rank that quick verification exchanges and compares."""
+
+QUICK_FROM = 1 << 25
+"""Values that all ranks together compare from which verification is quick by default: every rank computes the
+reference of all, which would take longer than the measurement."""
 
 DEFAULTS: dict[str, Any] = {
     "tokens": 128, "hidden": 4096, "topk": 2, "experts_per_rank": 8, "dtype": "fp8", "layout": "expert"
@@ -83,6 +91,7 @@ class EpOptions(RunOptions):
     pin: Pin = "auto"
     compare: list[str] = field(default_factory=list)
     rounds: int = ROUNDS
+    verify: Verify | None = None
     plan: str | None = None
     preset: str | None = None
     device: Device = "cpu"
@@ -132,6 +141,11 @@ class EpOptions(RunOptions):
         """The transports that ranks may use: without shared memory TCP by default."""
         return self.transport or ("tcp" if self.backend == "none" else None)
 
+    def verification(self, work: Work) -> Verify:
+        """How much of ``work`` is verified."""
+        values = work.shape.ranks**2 * work.tokens * work.shape.hidden
+        return self.verify or ("quick" if values > QUICK_FROM and work.tokens > QUICK_TOKENS else "full")
+
     def row(self, work: Work, mode: str) -> Row:
         """A row with the fields that identify ``work`` in one mode."""
         shape = work.shape
@@ -152,8 +166,9 @@ class EpOptions(RunOptions):
             prereduce=self.prereduce,
             cached=self.cached,
             backend=self.backend,
-            ranks_passed=shape.ranks,
-            verified=True,
+            ranks_passed=None if self.verify == "none" else shape.ranks,
+            verified=self.verify != "none",
+            verification=self.verification(work) if self.device == "cpu" else None,
         )
 
 
@@ -211,6 +226,8 @@ def _add_work(work: argparse._ArgumentGroup) -> None:
     work.add_argument("--cached", action="store_true", default=None, help=cached)
     whole = "combine returns every expert's output instead of one sum per token and rank"
     work.add_argument("--no-prereduce", dest="prereduce", action="store_false", default=None, help=whole)
+    verified = f"compare with the reference all tokens, {QUICK_TOKENS} of each rank, or none, before the timing"
+    work.add_argument("--verify", choices=("full", "quick", "none"), help=f"{verified} (quick where it takes long)")
     work.add_argument("--seed", metavar="N", type=count, help="seed of tokens and routing (0)")
 
 
@@ -276,6 +293,8 @@ def check(parser: Parser, options: EpOptions) -> None:
             parser.error("--plan and --backend need --device cpu")
     elif options.num_sms or options.given or options.sweep:
         parser.error("--num-sms, --given and --sweep need --device cuda")
+    if options.verify is not None and (options.plan is not None or options.device == "cuda"):
+        parser.error("--verify has no choice with --plan, which verifies every phase, or --device cuda, a sample")
     if options.plan is not None and (options.compare or options.placement.world_size > 1):
         parser.error("--plan runs on one machine; leave --world-size and --compare out")
 
