@@ -162,7 +162,7 @@ impl ShmLane {
     }
 
     /// Puts a frame into the ring and wakes the peer if it sleeps; false: no room.
-    #[inline]
+    #[inline(always)]
     fn push(&mut self, tx: &Tx) -> Result<bool, LaneError> {
         if !self.producer.push(&tx.head, &tx.payload)? {
             self.blocked = true;

@@ -71,7 +71,7 @@ impl Producer {
     }
 
     /// Puts one frame into the ring; false: no room.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push(&mut self, head: &Head, payload: &Payload) -> Result<bool, LaneError> {
         debug_assert_eq!(head.payload_len() as usize, payload.len);
         if self.next - self.seen >= SLOTS as u64 && !self.refresh()? {
@@ -81,9 +81,7 @@ impl Producer {
         // SAFETY: `at` < SLOTS, inside the mapping.
         let slot = unsafe { self.slots.add(at).as_ref() };
         if payload.len <= INLINE {
-            if payload.len > 0 {
-                put_inline(slot, payload);
-            }
+            put_inline(slot, payload);
         } else if !self.put_bytes(payload)? {
             return Ok(false);
         }
@@ -159,6 +157,16 @@ impl Producer {
 
 #[inline]
 fn put_inline(slot: &Slot, payload: &Payload) {
+    if payload.len == 8 && payload.grant.is_none() {
+        // SAFETY: no grant: the memory outlives the call. The consumer looks at as many words as the head says.
+        slot.words[4].store(unsafe { payload.ptr.cast::<u64>().read_unaligned() }, Ordering::Relaxed);
+    } else if payload.len > 0 {
+        put_words(slot, payload);
+    }
+}
+
+#[inline(never)]
+fn put_words(slot: &Slot, payload: &Payload) {
     let words = match &payload.grant {
         // SAFETY: no grant: the memory outlives the call.
         None => unsafe { load_words(payload.ptr, payload.len) },

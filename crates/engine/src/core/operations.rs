@@ -475,8 +475,15 @@ impl Op {
     #[inline]
     fn end_short(&mut self) {
         self.state = State::Short;
-        if !matches!(self.keep, Keep::Vec(_) | Keep::Nothing) {
-            self.keep = Keep::Nothing;
+        match &self.keep {
+            Keep::Vec(_) | Keep::Nothing => {}
+            Keep::Segment(_) => {
+                // Spelt out, so that the drop of the commonest kind is a count and no call.
+                if let Keep::Segment(segment) = std::mem::replace(&mut self.keep, Keep::Nothing) {
+                    drop(segment);
+                }
+            }
+            _ => self.keep = Keep::Nothing,
         }
     }
 

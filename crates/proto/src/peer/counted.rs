@@ -97,7 +97,7 @@ impl Peer {
         }
     }
 
-    #[inline]
+    #[inline(always)]
     fn close_counted(&mut self, now: Time, counted: &Counted) {
         let Counted { op, len, started, stage } = *counted;
         self.own_active -= 1;

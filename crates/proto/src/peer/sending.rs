@@ -273,7 +273,7 @@ impl Peer {
     }
 
     /// [`Peer::eager`] on a lane that loses nothing: the peer confirms the message by its count.
-    #[inline]
+    #[inline(always)]
     fn count_out(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
         let done = if self.dones.is_empty() { 0 } else { self.next_done() };
         self.own_active += 1;
