@@ -504,3 +504,13 @@ def test_what_a_lane_carries_is_set_on_the_command_line() -> None:
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["window"], row["chunk"], row["channels"]) == (8, 256 << 10, 2)
+
+
+def test_a_run_that_pins_both_ends_says_so(tmp_path: Path) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("needs two processors")
+    path = tmp_path / "out.json"
+    done = run("bench", "latency", *QUICK, f"--json={path}")
+    assert f"processors: ends pinned to {allowed[0]}, {allowed[1]}" in done.stdout
+    assert Report.loads(path.read_text()).environment.cores_allowed == allowed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -32,7 +31,17 @@ from .options import (
     required,
 )
 from .parsing import Command, Parser, device_list, size_list
-from .placement import NODE_OPTIONS, Placement, add_nodes, cpus_of, describe_pins, known_gpus, pin_to, placement
+from .placement import (
+    NODE_OPTIONS,
+    Placement,
+    add_nodes,
+    allowed_cpus,
+    cpus_of,
+    describe_pins,
+    known_gpus,
+    pin_to,
+    placement,
+)
 from .processes import Message
 from .rails import missed, rail_of, rails_of
 from .rank_process import Parent, gather, join
@@ -63,7 +72,7 @@ class MeshOptions(LinkOptions):
     def cpus(self) -> list[int | None]:
         """The processor of each rank here: one each if there are enough, but none for GPU memory if there are more."""
         ranks = self.placement.num_processes
-        spare = self.devices is not None and ranks < len(os.sched_getaffinity(0))
+        spare = self.devices is not None and ranks < len(allowed_cpus())
         return cpus_of("none" if self.pin == "auto" and spare else self.pin, ranks)
 
     def pinning(self) -> str:

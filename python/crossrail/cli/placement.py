@@ -182,6 +182,11 @@ def shared_gpus(where: Placement, context: crossrail.Context, every: bool) -> tu
     return where, tuple(gpus[number % len(gpus)] for number in range(where.num_processes))
 
 
+def allowed_cpus() -> list[int]:
+    """The processors that this process may use, whatever the calling thread is pinned to."""
+    return sorted(os.sched_getaffinity(os.getpid()))
+
+
 def cpu_of(wanted: Pin, index: int, count: int) -> int | None:
     """The processor to pin one of ``count`` processes to, or None: one each, if there are enough.
 
@@ -194,7 +199,7 @@ def cpus_of(wanted: Pin, count: int) -> list[int | None]:
     """The same for all ``count`` processes."""
     if isinstance(wanted, list):
         return [checked_cpu(wanted[index % len(wanted)]) for index in range(count)]
-    allowed = sorted(os.sched_getaffinity(0))
+    allowed = allowed_cpus()
     return [*allowed[:count]] if wanted == "auto" and count <= len(allowed) else [None] * count
 
 
@@ -205,12 +210,12 @@ def describe_pins(cpus: Sequence[int | None], whose: str) -> str:
     pinned = [str(cpu) for cpu in cpus if cpu is not None]
     if pinned:
         return f"{whose} pinned to {', '.join(pinned)}{limit}"
-    return f"{whose} not pinned, {len(os.sched_getaffinity(0))} for {len(cpus)}{limit}"
+    return f"{whose} not pinned, {len(allowed_cpus())} for {len(cpus)}{limit}"
 
 
 def checked_cpu(cpu: int) -> int:
     """``cpu``. Raises UsageFailure for a processor that this process may not use."""
-    allowed = sorted(os.sched_getaffinity(0))
+    allowed = allowed_cpus()
     if cpu not in allowed:
         raise UsageFailure(f"--pin {cpu}: this process may use {', '.join(map(str, allowed))} only")
     return cpu

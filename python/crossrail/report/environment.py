@@ -32,7 +32,7 @@ def capture_environment(
         machine=uname.machine,
         cpu=_cpu_model(),
         cores=os.cpu_count() or 0,
-        cores_allowed=sorted(os.sched_getaffinity(0)),
+        cores_allowed=sorted(os.sched_getaffinity(os.getpid())),
         governor=_first_line(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         memory_gib=round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         load_average=[round(load, 2) for load in os.getloadavg()],

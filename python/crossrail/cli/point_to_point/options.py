@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,7 +28,7 @@ from ..options import (
 )
 from ..parsing import DEFAULT_PORT, Parser, device_list
 from ..peers import KNOWN as KNOWN_PEERS
-from ..placement import checked_cpu, describe_pins
+from ..placement import allowed_cpus, checked_cpu, describe_pins
 from ..processes import Message
 
 Operation = Literal["send", "write", "both"]
@@ -111,7 +110,7 @@ class BenchOptions(LinkOptions):
         """
         if isinstance(self.pin, list):
             return checked_cpu(self.pin[0 if driver or len(self.pin) == 1 else 1])
-        allowed = sorted(os.sched_getaffinity(0))
+        allowed = allowed_cpus()
         both_here = self.parent is not None or (self.listen is None and self.connect is None)
         if self.pin == "none" or not both_here or len(allowed) < 2 or (self.uses_many_cpus and len(allowed) > 2):
             return None
