@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from crossrail import _native
 from crossrail._arrays import shape_text, wrong
+from crossrail._calls import BLOCK, Sizes
 from crossrail._native import DeviceArray
 
 from ._words import kind
@@ -306,3 +307,31 @@ def row_stride(array: ArrayView) -> int | None:
             return None
         count *= extent
     return stride if stride is not None and stride >= width else None
+
+
+def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's arrays for results, checked to have known names."""
+    if out is None:
+        return {}
+    given = dict(out)
+    if unknown := given.keys() - kinds.keys():
+        raise wrong("dispatch", f"out has {sorted(map(str, unknown))} where it may have {list(kinds)}")
+    return given
+
+
+def expert_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of the results of a dispatch in the expert layout."""
+    local, most = sizes.local, sizes.most
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {
+        "x": ("float8_e4m3fn" if sizes.fp8 else "bfloat16", (local, most, sizes.hidden))
+    }
+    if sizes.fp8:
+        kinds["scales"] = ("uint8" if sizes.ue8m0 else "float32", (local, most, sizes.hidden // BLOCK))
+    kinds |= {"counts": ("int32", (local,)), "ranges": ("int64", (local, sizes.ranks))}
+    kinds["source"] = ("int32", (local, most))
+    return kinds
+
+
+def rank_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same in the rank layout, of results that are not in the buffer's memory."""
+    return {"counts": ("int32", (sizes.local,)), "offsets": ("int64", (sizes.ranks + 1,))}

@@ -9,13 +9,29 @@ from typing import Any, Final
 
 from crossrail._calls import BLOCK, Sizes
 
-__all__ = ["Frame"]
+__all__ = ["CallerStreams", "Frame"]
 
 PART_UNIT: Final = 256
 """Alignment of the output tensors in their common storage, in bytes."""
 PACKED: Final = 4 * BLOCK
 """Elements of a row whose ue8m0 scales lie in one i32."""
 Answer = Callable[[list[Any], Any, int, Any], Any]
+
+
+class CallerStreams:
+    """The streams of prepared calls: the current one. The caller orders operations that are in several."""
+
+    last_handle = None
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+        self.current_raw: Callable[[int], int] = raw or self._current
+
+    def _current(self, ordinal: int) -> int:
+        return int(self._torch.cuda.current_stream(ordinal).cuda_stream)
+
+    def follow(self, handle: int) -> None: ...
 
 
 class Frame:
@@ -35,35 +51,55 @@ class Frame:
         ``(tensors, operation, tokens, calls)``: what a dispatch returns. ``tensors`` are rows, scales or None, counts,
         ranges and source. It must not hold ``calls``, which holds it.
     overlap : callable
-        ``(event or None, tensors)``: completion of an operation, for the caller.
+        ``(operation, tensors or None)``: completion of an operation, for the caller; ``tensors`` of one in another
+        stream than the caller's.
+    shared : bool
+        Results are used again once nobody holds them, and scales lie as DeepEP's: adjacent along the rows, four ue8m0
+        exponents in an i32. Otherwise every result is new, with scales like those of other arrays.
     """
 
     def __init__(
-        self, torch: Any, native: Any, streams: Any, sizes: Sizes, device: Any, answer: Answer, overlap: Any
+        self,
+        torch: Any,
+        native: Any,
+        streams: Any,
+        sizes: Sizes,
+        device: Any,
+        answer: Answer,
+        overlap: Any,
+        *,
+        shared: bool = True,
     ) -> None:
         self.buffer, self.streams, self.answer, self.overlap = native, streams, answer, overlap
         self.current = streams.current_raw
         # Without it (PyTorch 2.0 and older) every call gets new tensors.
-        self.uses = getattr(getattr(torch, "_C", None), "_storage_Use_Count", None)
+        self.uses = getattr(getattr(torch, "_C", None), "_storage_Use_Count", None) if shared else None
         self.tensor = torch.Tensor
         self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
         index: int | None = device.index
         self.device, self.ordinal = -1 if index is None else index, index or 0
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
         self.local, self.ranks = sizes.local, sizes.ranks
-        self._torch, self._on, self._most = torch, device, sizes.most
+        self._torch, self._on, self._shared = torch, device, shared
         self._parts = self._layout(sizes)
-        across = sizes.hidden // (PACKED if sizes.ue8m0 else BLOCK)
-        self.scale_strides = [4 * across * sizes.most, 4, 4 * sizes.most] if sizes.fp8 else [0, 0, 0]
+        if shared:
+            across = sizes.hidden // (PACKED if sizes.ue8m0 else BLOCK)
+            steps = [4 * across * sizes.most, 4, 4 * sizes.most]
+        else:
+            row = sizes.hidden // BLOCK
+            steps = [sizes.most * row, row, 4] if sizes.ue8m0 else [4 * sizes.most * row, 4 * row, 4]
+        self.scale_strides = steps if sizes.fp8 else [0, 0, 0]
 
     def _layout(self, sizes: Sizes) -> list[tuple[Any, tuple[int, ...]] | None]:
-        """Dtypes and shapes of the tensors. Scales of an expert's rows are adjacent: the tensor is transposed."""
+        """Dtypes and shapes of the tensors, of shared scales transposed."""
         torch, local, most = self._torch, sizes.local, sizes.most
         scales = None
-        if sizes.fp8 and sizes.ue8m0:
-            scales = (torch.int32, (local, sizes.hidden // PACKED, most))
+        if sizes.fp8 and self._shared:
+            packed = sizes.ue8m0
+            width = sizes.hidden // (PACKED if packed else BLOCK)
+            scales = (torch.int32 if packed else torch.float32, (local, width, most))
         elif sizes.fp8:
-            scales = (torch.float32, (local, sizes.hidden // BLOCK, most))
+            scales = (torch.uint8 if sizes.ue8m0 else torch.float32, (local, most, sizes.hidden // BLOCK))
         rows = torch.float8_e4m3fn if sizes.fp8 else torch.bfloat16
         return [
             (rows, (local, most, sizes.hidden)),
@@ -75,6 +111,12 @@ class Frame:
 
     def outputs(self, base: None, rows: int, in_use: int) -> tuple[int, None, list[Any]]:
         """Tensors for one more dispatch: their storage, and rows, scales or None, counts, ranges, source."""
+        if not self._shared:
+            return (
+                0,
+                None,
+                [part and self._torch.empty(part[1], dtype=part[0], device=self._on) for part in self._parts],
+            )
         total = sum(-(-_bytes(part) // PART_UNIT) * PART_UNIT for part in self._parts if part)
         warn_of_results("dispatch", in_use, total)
         whole = self._torch.empty((total,), dtype=self._torch.uint8, device=self._on)
@@ -94,6 +136,8 @@ class Frame:
 
     def sums(self, base: Any, tokens: int, in_use: int) -> tuple[int, Any, list[Any]]:
         """A tensor for the sums of one more combine, a part of one for the most tokens; ``base`` is such a one."""
+        if not self._shared:
+            return 0, None, [self._torch.empty((tokens, self.hidden), dtype=self.bf16, device=self._on)]
         if base is None:
             shape = (max(self.max_tokens, 1), self.hidden)
             warn_of_results("combine", in_use, 2 * math.prod(shape))

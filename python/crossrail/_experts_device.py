@@ -19,15 +19,21 @@ from crossrail._device_arrays import (
     Call,
     PlainArrays,
     TorchArrays,
+    expert_shapes,
+    known,
     loaded_torch,
+    rank_shapes,
     row_stride,
 )
+from crossrail._expert_calls import CallerStreams, Frame
 from crossrail._native import CombineArgs, DeviceHandle, DeviceRegion, DispatchArgs
 from crossrail._results import Combined, Dispatched, Pending
 
 from ._words import kind
 
 T = TypeVar("T")
+PARTS: Final = ("x", "scales", "counts", "ranges", "source")
+"""Parts of a result in the expert layout."""
 UNHEARD: Final = 2**32 - 1
 WIRES: Final = ("bf16", "logfmt10", "fp8")
 """What rows of a combine travel as, in the order of the kernels' `EP_WIRE_` numbers."""
@@ -220,6 +226,7 @@ class DeviceOperations:
         self._sizes = sizes
         self._plain = PlainArrays(context, native.ordinal)
         self._torch: TorchArrays | None = None
+        self._calls: _native.ExpertCalls | None = None
         self._expert_kinds, self._rank_kinds = expert_shapes(sizes), rank_shapes(sizes)
         # Of scales that are made here, in bytes.
         row = sizes.hidden // BLOCK
@@ -254,9 +261,59 @@ class DeviceOperations:
             for tensor in call.keep:
                 tensor.record_stream(streams.stream)
 
+    def _calls_for(self, value: Any) -> _native.ExpertCalls | None:
+        """Prepared calls for PyTorch tensors in the current stream; None for other arrays."""
+        torch = loaded_torch()
+        if torch is None or not isinstance(value, torch.Tensor):
+            return None
+        if self._calls is None:
+            arrays = self.arrays_of(value)
+            if not isinstance(arrays, TorchArrays):
+                return None
+            most = self._sizes.most
+
+            def answer(tensors: list[Any], operation: Any, tokens: int, calls: Any) -> DeviceDispatched:
+                parts = dict(zip(PARTS, tensors, strict=True))
+                return DeviceDispatched(arrays, operation.handle(most), Event(operation.event(), arrays), parts)
+
+            frame = Frame(
+                torch,
+                self._native,
+                CallerStreams(torch),
+                self._sizes,
+                arrays.device,
+                answer,
+                lambda operation, tensors: operation,
+                shared=False,
+            )
+            self._calls = _native.ExpertCalls(frame)
+        return self._calls
+
+    def _pending(self, given: Any, operation: Any, result: T, name: str) -> DevicePending[T]:
+        """The rest of a prepared operation. Its tensors are kept as long as it is not finished."""
+        call = Call(self.arrays_of(given[0]), None, name)
+        call.keep += [one for one in given if one is not None]
+        return DevicePending(operation, call, lambda: result, result, self)
+
+    def _dispatch_prepared(self, given: DispatchCall) -> Any:
+        """A dispatch of PyTorch tensors to new ones, in the current stream; None for another one."""
+        if any(one is not None for one in (given.out, given.stream, given.handle, given.max_rows)):
+            return None
+        if (calls := self._calls_for(given.x)) is None:
+            return None
+        used = (given.x, given.topk_idx, given.topk_weights, given.stats, given.waits)
+        if (begun := calls.dispatch(*used, False, given.send_only)) is None:
+            return None
+        result, operation, hook = begun
+        if hook is None:
+            return result
+        return self._pending((*used, *result._parts.values()), operation, result, "dispatch")
+
     def dispatch(self, given: DispatchCall) -> Any:
         """See `ExpertBuffer.dispatch`."""
         check_layout(given.layout)
+        if given.layout == "expert" and (done := self._dispatch_prepared(given)) is not None:
+            return done
         rows = given.x[0] if isinstance(given.x, tuple) and given.x else given.x
         call = Call(self.arrays_of(rows), given.stream, "dispatch")
         return self._dispatch_expert(call, given) if given.layout == "expert" else self._dispatch_rank(call, given)
@@ -455,14 +512,32 @@ class DeviceOperations:
             raise wrong("dispatch", f"max_rows {rows} where the handle is of a dispatch with {cached.rows} rows")
         return rows
 
+    def _combine_prepared(self, given: CombineCall, handle: DeviceHandle) -> Any:
+        """A combine of PyTorch tensors as the buffer makes them, in the current stream; None for another one."""
+        weights = given.topk_weights
+        if given.stream is not None or given.bias is not None or (weights is not None and handle.has_weights):
+            return None
+        if (calls := self._calls_for(given.y)) is None:
+            return None
+        tensors = (given.y, None, weights, handle, handle.tokens, given.out, given.waits)
+        if (begun := calls.combine(*tensors, self._wire(given.wire, True), False, given.send_only)) is None:
+            return None
+        x, operation, hook = begun
+        result = DeviceCombined(x, None, Event(operation.event(), self.arrays_of(given.y)))
+        if hook is None:
+            return result
+        return self._pending((given.y, weights, given.out, given.waits, x), operation, result, "combine")
+
     def combine(self, given: CombineCall) -> Any:
         """See `ExpertBuffer.combine`."""
         handle = given.handle
         if not isinstance(handle, DeviceHandle):
             raise wrong("combine", f"handle is {kind(handle)}, not the handle of a dispatch on a GPU")
         sizes = self._sizes
-        call = Call(self.arrays_of(given.y), given.stream, "combine")
         expert = handle.layout == "expert"
+        if expert and (done := self._combine_prepared(given, handle)) is not None:
+            return done
+        call = Call(self.arrays_of(given.y), given.stream, "combine")
         shape = (sizes.local, sizes.most, sizes.hidden) if expert else (handle.rows, sizes.hidden)
         args = CombineArgs()
         y, args.y_stride = call.rows(given.y, "y", BF16, shape)
@@ -514,34 +589,6 @@ class DeviceOperations:
                 raise wrong("combine", f"bias begins at address {given.address:#x}, no multiple of 16")
             at.append(given.address)
         return [*at, 0, 0][:2]
-
-
-def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The caller's arrays for results, checked to have known names."""
-    if out is None:
-        return {}
-    given = dict(out)
-    if unknown := given.keys() - kinds.keys():
-        raise wrong("dispatch", f"out has {sorted(map(str, unknown))} where it may have {list(kinds)}")
-    return given
-
-
-def expert_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtypes and shapes of the results of a dispatch in the expert layout."""
-    local, most = sizes.local, sizes.most
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {
-        "x": ("float8_e4m3fn" if sizes.fp8 else "bfloat16", (local, most, sizes.hidden))
-    }
-    if sizes.fp8:
-        kinds["scales"] = ("uint8" if sizes.ue8m0 else "float32", (local, most, sizes.hidden // BLOCK))
-    kinds |= {"counts": ("int32", (local,)), "ranges": ("int64", (local, sizes.ranks))}
-    kinds["source"] = ("int32", (local, most))
-    return kinds
-
-
-def rank_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The same in the rank layout, of results that are not in the buffer's memory."""
-    return {"counts": ("int32", (sizes.local,)), "offsets": ("int64", (sizes.ranks + 1,))}
 
 
 def device_ordinal(device: Any) -> int | None:

@@ -249,28 +249,10 @@ class ExpertBuffer:
     ) -> ExpertBuffer:
         """Make a buffer for other rows, or another `topk`, on the memory and the connections of this one.
 
-        GPU only, for a buffer of the expert layout that was created with `variants`.
-        No other rank takes part: each makes its variant before it first uses it.
-        Operations of the buffer and of its variants are one sequence, which is the
-        same on all ranks.
-
-        Parameters
-        ----------
-        topk, dispatch_dtype, scale
-            As for `ExpertBuffer`.
-
-        Returns
-        -------
-        ExpertBuffer
-            It ends with this one at the latest. Only this one can `connect` and
-            `disconnect`; a rank is masked for both.
-
-        Raises
-        ------
-        UsageError
-            The buffer was created without `variants`, or is on the host.
-        ClosedError
-            The buffer was destroyed.
+        For a buffer of the expert layout on a GPU that was created with `variants`, else
+        UsageError; parameters as there. No other rank takes part. Operations of both are
+        one sequence, the same on all ranks. Only this buffer can `connect` and
+        `disconnect`, and its variants end with it at the latest.
         """
         if self._ordinal is None or not isinstance(self._buffer, _native.DeviceBuffer):
             raise wrong("variant", "the buffer is on the host", "variants are for buffers on a GPU")

@@ -79,7 +79,7 @@ class TwinStreams:
     def beside(self) -> int:
         return STREAM
 
-    def overlap(self, native: Any = None, tensors: Any = None) -> EventOverlap:
+    def overlap(self, operation: Any, tensors: Any) -> EventOverlap:
         return EventOverlap(None, tensors)
 
     def capture(self) -> None:

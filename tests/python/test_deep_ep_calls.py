@@ -40,8 +40,8 @@ class NotedStreams(TwinStreams):
     def record(self, tensors: list[Any]) -> None:
         self.notes.append(f"{len(tensors)} recorded")
 
-    def overlap(self, native: Any = None, tensors: Any = None) -> EventOverlap:
-        return EventOverlap(native, tensors)
+    def overlap(self, operation: Any, tensors: Any) -> EventOverlap:
+        return EventOverlap(None if tensors is None else operation.event(), tensors)
 
 
 class NotedBuffer(TwinExperts):

@@ -181,9 +181,9 @@ def test_a_stream_that_is_not_the_last_operations_waits_for_it(cuda: Cuda) -> No
 
 def test_completion_of_an_operation(cuda: Cuda) -> None:
     streams, waits = Streams(DEVICE), []
-    event = SimpleNamespace(wait=waits.append)
-    assert streams.overlap().event is None
-    overlap = streams.overlap(event, (kept := Tensor(),))
+    operation = SimpleNamespace(event=lambda: SimpleNamespace(wait=waits.append))
+    assert streams.overlap(operation, None).event is None
+    overlap = streams.overlap(operation, (kept := Tensor(),))
     overlap.current_stream_wait()
     assert waits == [cuda.current.cuda_stream] and overlap.extra_tensors == (kept,)
     turn(streams, overlap)

@@ -15,8 +15,7 @@ from fake_gpu import STREAM, FakeHandle, FakeRegion, World
 import crossrail
 from crossrail import _calls, _experts_device
 from crossrail._calls import CombineCall, DispatchCall, Sizes
-from crossrail._device_arrays import ArrayView, PlainArrays, c_strides, row_stride
-from crossrail._experts_device import expert_shapes, rank_shapes
+from crossrail._device_arrays import ArrayView, PlainArrays, c_strides, expert_shapes, rank_shapes, row_stride
 
 TWO = Setup(2, max_tokens=6, hidden=512, local_experts=3, topk=2)
 SETUPS = {

@@ -62,6 +62,22 @@ def test_the_current_stream_needs_no_notes(way: DeviceOperations, torch: FakeTor
     assert came.x.made_in == SIDE
 
 
+def test_usual_calls_are_prepared(
+    way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without, torch.within(Stream(SIDE)):
+        without.delattr(_experts_device, "Call")
+        came = dispatch(way, **given)
+        y = torch.tensor(np.zeros(came.x.shape, np.uint16))
+        combine(way, y, came.handle, out=torch.tensor(np.zeros((6, 512), np.uint16)))
+        with pytest.raises(crossrail.UsageError, match="wire 'fp7' is none of"):
+            combine(way, y, came.handle, wire="fp7")
+    with torch.within(Stream(SIDE)):
+        pending = dispatch(way, **given, send_only=True)
+        assert pending.result.counts.shape == (3,)
+        assert pending.finish() is pending.result and pending.result.event.is_done()
+
+
 @pytest.mark.parametrize("kind", ["stream", "handle"])
 def test_another_stream(way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor], kind: str) -> None:
     came = dispatch(way, **given, stream=Stream(SIDE) if kind == "stream" else SIDE)

@@ -51,7 +51,7 @@ struct Frame {
     sums: Py<PyAny>,
     /// `(tensors, operation, tokens, calls) -> answer`: what the caller of a dispatch gets.
     answer: Py<PyAny>,
-    /// `(event or None, tensors) -> EventOverlap`.
+    /// `(operation, tensors) -> completion`, for the caller; tensors are None for one in the caller's stream.
     overlap: Py<PyAny>,
     /// PyTorch's class of tensors and its dtypes.
     tensor: Py<PyAny>,
@@ -104,8 +104,8 @@ impl ExpertCalls {
         ExpertCalls { frame, dispatch, combine, outputs, sums, kept }
     }
 
-    /// A dispatch. Gives the answer of the frame, the EventOverlap, and the hook with `send_only`. `beside`: in the
-    /// buffer's own stream, for which the caller's does not wait.
+    /// A dispatch. Gives the frame's answer and completion, and the hook with `send_only`. `beside`: in the buffer's own
+    /// stream, for which the caller's does not wait.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a dispatch")]
     fn dispatch<'py>(
         slf: &Bound<'py, Self>,
@@ -150,7 +150,7 @@ impl ExpertCalls {
     }
 
     /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. `wire`:
-    /// what rows travel as, one of `EP_WIRE_`. Gives the sums, the EventOverlap, and the hook with `send_only`.
+    /// what rows travel as, one of `EP_WIRE_`. Gives the sums, the completion, and the hook with `send_only`.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a combine")]
     fn combine<'py>(
         slf: &Bound<'py, Self>,
@@ -237,8 +237,9 @@ impl ExpertCalls {
     ) -> PyResult<Bound<'py, PyTuple>> {
         let py = slf.py();
         let nothing = py.None().into_bound(py);
+        let overlap = |used: &Bound<'py, PyAny>| self.frame.overlap.bind(py).call1((operation, used));
         if !send_only && !route.beside {
-            return PyTuple::new(py, [answer, self.frame.overlap.bind(py).call0()?, nothing]);
+            return PyTuple::new(py, [answer, overlap(&nothing)?, nothing]);
         }
         let inputs = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind());
         let outputs = set.into_iter().flat_map(|set| set.0.tensors.iter().flatten().map(|tensor| tensor.clone_ref(py)));
@@ -246,10 +247,10 @@ impl ExpertCalls {
         if send_only {
             let (operation, stream, used) = (operation.clone().unbind(), route.stream, Mutex::new(used));
             let hook = Bound::new(py, Receive { operation, used, calls: slf.clone().unbind(), stream })?;
-            return PyTuple::new(py, [answer, self.frame.overlap.bind(py).call0()?, hook.into_any()]);
+            return PyTuple::new(py, [answer, overlap(&nothing)?, hook.into_any()]);
         }
         let event = operation.call_method0(intern!(py, "event"))?;
-        let overlap = self.frame.overlap.bind(py).call1((&event, PyTuple::new(py, &used)?))?;
+        let overlap = overlap(&PyTuple::new(py, &used)?.into_any())?;
         self.keep(py, &event, used)?;
         PyTuple::new(py, [answer, overlap, nothing])
     }

@@ -157,9 +157,9 @@ class Streams:
         for tensor in tensors:
             tensor.record_stream(self._last)
 
-    def overlap(self, native: Any = None, tensors: Sequence[Tensor] | None = None) -> EventOverlap:
-        """Completion of an operation: of a `_native.DeviceEvent`, or nothing to wait for."""
-        return EventOverlap() if native is None else EventOverlap(OperationEvent(native, self), tensors)
+    def overlap(self, operation: Any, tensors: Sequence[Tensor] | None) -> EventOverlap:
+        """Completion of a `_native.DeviceOperation`, which uses `tensors`; None for nothing to wait for."""
+        return EventOverlap() if tensors is None else EventOverlap(OperationEvent(operation.event(), self), tensors)
 
     def settle(self) -> None:
         """Blocks until the buffer's operations so far are done, those of a capture excepted."""
