@@ -221,7 +221,7 @@ X, IDX = torch.zeros(3, 512, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, -1
         ({"do_zero_padding": True}, "do_zero_padding needs do_expand"),
         ({"x": X.float()}, "x is float32"),
         ({"num_qps": -1}, "num_qps is -1"),
-        ({"handle": 5}, "handle is a int"),
+        ({"handle": 5}, "handle is an int"),
     ],
 )
 def test_wrong_arguments_of_dispatch(changed: dict[str, Any], said: str) -> None:

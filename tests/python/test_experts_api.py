@@ -327,7 +327,7 @@ def test_one_layout_only(alone: Callable[..., crossrail.ExpertBuffer]) -> None:
 @pytest.mark.parametrize("call", ["connect", "disconnect", "mask", "unmask"])
 def test_ranks_that_are_none(alone: Callable[..., crossrail.ExpertBuffer], call: str) -> None:
     buffer = alone()
-    for ranks, says in [([7], "rank 7"), ([-1], "rank -1"), (["a"], "rank is a str"), (3, "ranks is a int")]:
+    for ranks, says in [([7], "rank 7"), ([-1], "rank -1"), (["a"], "rank is a str"), (3, "ranks is an int")]:
         with pytest.raises(crossrail.UsageError, match=says):
             getattr(buffer, call)(ranks)
     assert buffer.connected() == [0] and buffer.masked() == [] and buffer.faults() == []
