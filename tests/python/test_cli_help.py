@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
+from terminal import plain, run_in_terminal
 from test_cli_command import run
 
 from crossrail.cli.command_line import BENCHES, COMMANDS, EXAMPLES, command_words, parse_arguments
@@ -32,6 +34,13 @@ def test_examples_stand_at_the_end_of_the_page(page: str) -> None:
     examples = text.index("examples:")
     assert text.index("--help") < examples < text.index("exit codes:")
     assert all(f"  {line}" in text[examples:] for line in EXAMPLES[page])
+
+
+@pytest.mark.parametrize("page", ["", "info", "bench", "bench p2p", "bench ep"])
+def test_pages_fit_80_columns(page: str) -> None:
+    status, raw = run_in_terminal([sys.executable, "-m", "crossrail", *page.split(), "--help"], 80)
+    assert status == 0
+    assert max(map(len, plain(raw))) <= 80, max(plain(raw), key=len)
 
 
 def completed(line: str) -> list[str]:

@@ -49,8 +49,8 @@ EXAMPLES = {
     "bench p2p": (
         "crossrail bench p2p --size 1G",
         "crossrail bench p2p --transport tcp --rails 127.0.0.1,127.0.0.2",
-        "crossrail bench p2p --listen 10.0.0.1 --rails eth1,eth2 --secret-file secret              # on one machine",
-        "crossrail bench p2p --connect 10.0.0.1 --rails eth1,eth2 --secret-file secret --size 1G   # on the other",
+        "crossrail bench p2p --listen 10.0.0.1 --secret-file secret    # on one machine",
+        "crossrail bench p2p --connect 10.0.0.1 --secret-file secret   # on the other",
         "crossrail bench p2p --device cuda:0,cuda:1 --compare ucx",
     ),
     "bench mesh": ("crossrail bench mesh --ranks 4", "crossrail bench mesh --devices all --size 256M"),

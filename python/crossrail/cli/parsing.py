@@ -16,8 +16,9 @@ from crossrail._words import a
 from .failure import EXIT_USAGE, Failure, UsageFailure, print_error
 
 EPILOG = """\
-exit codes: 0 success, 1 the run failed or data did not verify, 2 bad usage, 130 interrupted, 143 terminated (a bench
-then shows what it has measured, and marks its JSON as partial).
+exit codes: 0 success, 1 the run failed or data did not verify, 2 bad usage,
+130 interrupted, 143 terminated (a bench then shows what it has measured, and
+marks its JSON as partial).
 Settings (CROSSRAIL_...) are listed by `crossrail info`."""
 
 
