@@ -7,6 +7,8 @@ TOOLS := $(VENV)/.tools
 CARGO_TARGET_DIR ?= $(CURDIR)/target
 export CARGO_TARGET_DIR
 unexport VIRTUAL_ENV
+# The build backend is maturin's with a check before it; maturin need not say that it is another.
+export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING := 1
 # Tests keep overflow checks and assertions, but thousands of simulated schedules want some speed.
 export CARGO_PROFILE_TEST_OPT_LEVEL := 1
 

@@ -13,6 +13,7 @@ pack=.gpu
 bin=${BIN:-.venv/bin}
 # As `make test`: checks stay in. What is measured, and the wheel, are built as they are released.
 export CARGO_PROFILE_TEST_OPT_LEVEL=1
+export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1
 nixl=
 deepep=
 for option in "$@"; do

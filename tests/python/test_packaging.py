@@ -58,3 +58,15 @@ def test_make_without_rust_begins_with_how_to_get_it(goal: str, without_rust: di
     assert done.returncode == 2
     assert done.stdout == ""
     assert "needs Rust" in done.stderr.splitlines()[0]
+
+
+def test_the_build_does_not_warn_of_its_own_backend() -> None:
+    done = subprocess.run(
+        ["make", "--silent", "--eval=show:; @env", "show"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1" in done.stdout
