@@ -43,6 +43,11 @@ def test_a_graph(ranks: Ranks) -> None:
     ranks.do("low_latency", 140)
 
 
+def test_what_a_constructor_prepares(ranks: Ranks) -> None:
+    ranks.do("prepared", 400)
+    ranks.do("low_latency", 145)
+
+
 @pytest.mark.alone
 def test_a_quarter_of_the_memory(ranks: Ranks) -> None:
     ranks.do("decode_memory", 2.1e9 / 4)
@@ -80,5 +85,16 @@ def test_a_rank_that_is_killed() -> None:
         ranks.do("low_latency", 190, "bf16")
         ranks.kill(SIZE - 1)
         ranks.do("low_latency_without", 191, SIZE - 1)
+    finally:
+        ranks.end()
+
+
+@pytest.mark.gpus(2)
+def test_a_rank_that_is_killed_before_the_first_dispatch() -> None:
+    ranks = Ranks(SIZE)
+    try:
+        ranks.do("prepare")
+        ranks.kill(SIZE - 1)
+        ranks.do("prepared_without", 195, SIZE - 1)
     finally:
         ranks.end()

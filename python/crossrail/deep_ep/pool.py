@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -181,10 +182,13 @@ class Pool:
 
     def prepare(self, room: Room) -> None:
         """Makes what dispatches of this size need: memory, with all ranks, and kernels for every kind of rows."""
-        topk = max(1, min(USUAL_TOPK, room.experts))
-        for payload in PAYLOADS:
-            if room.hidden % {"bf16": 1, "ue8m0": 512}.get(payload, 128) == 0:
-                self.expert_layout(Kind("expert", room.hidden, room.experts, topk, payload), room.max_tokens)
+        topk, units = max(1, min(USUAL_TOPK, room.experts)), {"bf16": 1, "ue8m0": 512}
+        payloads = [payload for payload in PAYLOADS if room.hidden % units.get(payload, 128) == 0]
+        kinds = [Kind("expert", room.hidden, room.experts, topk, payload) for payload in payloads]
+        self.expert_layout(kinds[0], room.max_tokens)
+        if others := kinds[1:]:  # whose kernels may have to be compiled
+            with ThreadPoolExecutor(len(others)) as threads:
+                list(threads.map(lambda kind: self.expert_layout(kind, room.max_tokens), others))
 
     def expert_layout(self, kind: Kind, max_tokens: int) -> Any:
         """The one for up to `max_tokens`. All ranks make it together, except where there is one for other rows or
