@@ -299,14 +299,18 @@ impl Peer {
         }
     }
 
+    /// Whether an operation of this end or of the peer is in flight. Confirmations that are owed do not count.
+    pub fn has_operations(&self) -> bool {
+        !self.queue.is_empty()
+            || !self.outs.is_empty()
+            || self.own_active > 0
+            || !self.ins.is_empty()
+            || !self.jobs.is_empty()
+            || self.open.is_some()
+    }
+
     /// Nothing under way and nothing owed. Messages that nobody has received do not count.
     pub fn idle(&self) -> bool {
-        let quiet = self.queue.is_empty()
-            && self.outs.is_empty()
-            && self.own_active == 0
-            && self.ins.is_empty()
-            && self.jobs.is_empty()
-            && self.open.is_none();
         let told = self.control.is_empty()
             && self.dones.is_empty()
             && !self.delivered.owed()
@@ -314,7 +318,7 @@ impl Peer {
             && self.stream.settled()
             && self.lanes.iter().all(|l| l.sent.is_empty() && !l.owes());
         let farewell = !self.closing || self.bye_sent || !matches!(self.phase, Phase::Live);
-        quiet && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
+        !self.has_operations() && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
 
     /// Bytes moved and bytes in all, of an operation under way here.

@@ -155,7 +155,8 @@ def _lanes(lanes: Sequence[Lane], unused: Collection[str]) -> HeadedTable:
     for lane in lanes:
         if not lane.bytes and lane.name in unused:
             continue
-        counts = [_count(value) for value in (lane.chunks, lane.resent, lane.retransmits)]
+        resent = "-" if lane.resent is None else format_bytes(lane.resent)
+        counts = [_count(lane.chunks), resent, _count(lane.retransmits)]
         rates = [_rate(lane.gb_per_s), _rate(lane.line_gb_per_s)]
         made.add_row(lane.name, format_bytes(lane.bytes), f"{lane.share:.1%}", *rates, *counts)
     for name in unused:

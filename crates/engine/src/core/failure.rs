@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crossrail_proto as proto;
 use crossrail_transport::LaneError;
-use crossrail_types::{EndpointId, ErrorKind, LaneId, Reason};
+use crossrail_types::{EndpointId, ErrorKind, LaneId, Log, Reason};
 
 use super::gpu::NoteFailed;
 use super::transfers::{LostRail, Transfers};
@@ -27,6 +27,7 @@ impl Transfers {
         self.direct.abandon_lane(&mut self.data, id);
         let tables = &mut self.data.tables;
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
+        let in_use = peer.has_operations();
         let none_left = peer.remove_lane(id);
         // A peer whose process ends or gives up says so itself, on the control connection; a shared-memory lane has
         // none.
@@ -36,13 +37,18 @@ impl Transfers {
         }
         peer.protocol.lane_down(now, id);
         if peer.is_alive() {
-            let rest = match peer.lanes().len() {
-                0 => format!("no other is left, it is retried for {} s", STRANDED.as_secs()),
-                1 => "1 lane goes on (1 left), it is retried in the background".to_owned(),
-                left => format!("the others go on ({left} left), it is retried in the background"),
+            // The connection for messages is no lane that the user knows of.
+            let rest = match (none_left, peer.bulk().len()) {
+                (true, _) => format!("no other is left, it is retried for {} s", STRANDED.as_secs()),
+                (false, 0) => "chunks wait until a lane is back, it is retried in the background".to_owned(),
+                (false, 1) => "1 lane goes on, it is retried in the background".to_owned(),
+                (false, left) => format!("{left} lanes go on, it is retried in the background"),
             };
             peer.set_stranded(none_left.then(|| (now, format!("lane {name} is {error}"))));
-            tables.log.warn(format_args!("{}: lane {name} is {error}; {rest}", peer.name()));
+            // While nothing needs the lane, its end is nearly always the first that is heard of the peer's goodbye. If
+            // it is not, dialling it again fails, and that is reported.
+            let log = if in_use { Log::warn } else { Log::info };
+            log(tables.log, format_args!("{}: lane {name} is {error}; {rest}", peer.name()));
             if let Some((rail, channel)) = rail {
                 self.deferred.lost.push(LostRail { endpoint, rail, channel });
             }
@@ -101,7 +107,7 @@ impl Transfers {
             self.wake_ups.want_connections();
         }
         peer.set_stranded(None);
-        let had_work = !peer.is_idle();
+        let had_work = peer.has_operations();
         if was_alive {
             self.deferred.ended.push(endpoint);
             self.wake_ups.want_connections();

@@ -206,7 +206,12 @@ impl Peer {
         }
     }
 
-    /// Whether nothing is in flight with it.
+    /// Whether operations with it are in flight, which its loss fails and a lost lane delays.
+    pub(crate) fn has_operations(&self) -> bool {
+        self.protocol.has_operations()
+    }
+
+    /// Whether nothing is in flight with it, and nothing owed to it.
     pub(crate) fn is_idle(&self) -> bool {
         self.protocol.idle()
     }

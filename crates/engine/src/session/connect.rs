@@ -91,7 +91,7 @@ impl Sessions {
             let connected = transport.connect(self, ready, &attempt);
             match connected {
                 Ok(endpoint) => {
-                    self.warn_of_slower(&peer, name, &attempt.refused);
+                    self.warn_of_slower(&peer, name, &attempt.refused, &permitted);
                     return Ok(endpoint);
                 }
                 Err(error) if self.progress.is_closing() || !permitted.is_any_left(transport, &peer) => {
@@ -127,13 +127,14 @@ impl Sessions {
         handshake::connect(&target, me, self.control_device()?.as_ref(), false, deadline)
     }
 
-    /// Logs that a faster transport was expected with a peer on this machine.
-    fn warn_of_slower(&self, peer: &Hello, chosen: &str, refused: &Refused) {
+    /// Logs that a faster transport was expected with a peer on this machine. One that the settings or the caller
+    /// leave out was not.
+    fn warn_of_slower(&self, peer: &Hello, chosen: &str, refused: &Refused, permitted: &Permitted<'_>) {
         if peer.boot_id != self.environment.machine().boot_id {
             return;
         }
-        let tls = &self.environment.settings().tls;
-        let expected = refused.iter().filter(|(name, _)| !["self", "cuda_ipc"].contains(name) && tls.allows(name));
+        let is_expected = |name: &str| !["self", "cuda_ipc"].contains(&name) && permitted.left_out(name).is_none();
+        let expected = refused.iter().filter(|(name, _)| is_expected(name));
         for (name, why) in expected {
             self.log.warn(format_args!("{}: {chosen} instead of {name}: {why}", peer.name));
         }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_types::Log;
 use parking_lot::{Condvar, Mutex};
 
 use super::control::Redial;
@@ -81,7 +82,8 @@ impl Redialer {
                 Ok(None) => {}
                 Ok(Some(device)) => sessions.log.info(format_args!("rail {device} is back")),
                 Err((device, error)) => {
-                    sessions.log.debug(format_args!("rail {device} is still gone: {error}"));
+                    let log = if attempt.pause == PAUSE_MIN { Log::warn } else { Log::debug };
+                    log(sessions.log, format_args!("rail {device} is lost, and dialling it again failed: {error}"));
                     attempt.pause = (attempt.pause * 2).min(PAUSE_MAX);
                     attempt.at = Instant::now() + attempt.pause;
                     self.state.lock().attempts.push(attempt);
