@@ -210,9 +210,14 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Connector: reads the challenge.
+    /// Connector: reads the challenge, with which a listener of Crossrail begins at once.
     pub(crate) fn challenge(&self) -> Result<(Vec<u8>, Challenge)> {
-        let bytes = self.message(Kind::Challenge)?;
+        let bytes = self.message(Kind::Challenge).map_err(|error| match (error.kind, error.reason) {
+            (ErrorKind::Timeout, None) | (ErrorKind::Unreachable, Some(Reason::ConnectionClosed)) => {
+                error.with_hint("what listens there is no Crossrail, or is stopped: check address and port")
+            }
+            _ => error,
+        })?;
         let challenge = Challenge::decode(self.protocol, &bytes).map_err(|e| self.malformed(&e))?;
         Ok((bytes, challenge))
     }

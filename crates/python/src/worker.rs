@@ -193,6 +193,11 @@ impl Worker {
         slf.py().import("crossrail._async")?.call_method1("accept", (slf, timeout))
     }
 
+    /// Admits no further peer: whoever connects from now on gets ExhaustedError with this text.
+    fn _refuse_peers(&self, py: Python<'_>, why: &str) {
+        py.detach(|| self.native.refuse_peers(why));
+    }
+
     /// Concludes an `accept` that asyncio waited for, for `waited` seconds.
     fn _accept_now(slf: &Bound<'_, Self>, waited: f64) -> PyResult<Endpoint> {
         let py = slf.py();

@@ -74,7 +74,7 @@ reasons! {
     LanesLost = "lanes_lost",
 
     // Exhausted
-    /// `Exhausted`: the store admits no more clients.
+    /// `Exhausted`: the store, or the listening worker, admits no more clients.
     Full = "full",
     /// `Exhausted`: the limit on open file descriptors is reached (`ulimit -n`).
     Descriptors = "descriptors",

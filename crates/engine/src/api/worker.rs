@@ -143,6 +143,14 @@ impl Worker {
         Ok(Endpoint { worker: self.clone(), id })
     }
 
+    /// Admits no further peer. Whoever connects from now on fails with `Exhausted` and this text; the peers that there
+    /// are, and [`Worker::connect`], are not affected.
+    pub fn refuse_peers(&self, why: &str) {
+        if self.progress_handle().check_origin("refuse_peers").is_ok() {
+            self.sessions().refuse(why);
+        }
+    }
+
     /// Lets peers with the region's key write to and read from `buffer`.
     pub fn register(&self, buffer: impl Into<Buffer>) -> Result<Region> {
         self.progress_handle().check_origin("register")?;

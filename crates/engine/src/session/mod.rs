@@ -156,6 +156,13 @@ impl Sessions {
         self.explains.lock().get(&endpoint).cloned()
     }
 
+    /// Admits no further peer, and tells each why.
+    pub(crate) fn refuse(&self, why: &str) {
+        if let Some(listener) = self.listener.lock().as_ref() {
+            listener.refuse(why);
+        }
+    }
+
     /// Accepts and dials no more.
     pub(crate) fn stop(&self) {
         self.redialer.stop();

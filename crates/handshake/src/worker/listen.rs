@@ -128,6 +128,8 @@ struct Sessions {
     /// Sessions not delivered yet whose peers may already dial lanes. Entered before this end's hello is sent.
     opening: HashSet<[u8; 16]>,
     stopping: bool,
+    /// Why no further peer is admitted, if so.
+    full: Option<String>,
 }
 
 thread_local! {
@@ -167,6 +169,11 @@ impl Listener {
             .spawn(move || accept_loop(&own, &sockets))
             .map_err(|e| Error::io("listen", "spawn a thread", &e))?;
         Ok(Listener { acceptor, accept: Some(accept) })
+    }
+
+    /// Refuses every session from now on, with this text. Lanes of the sessions that there are come in as before.
+    pub fn refuse(&self, why: &str) {
+        self.acceptor.state.lock().full = Some(why.to_owned());
     }
 
     /// The worker's address.
@@ -234,7 +241,10 @@ fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<ListeningSocket>
         sockets.push(ListeningSocket::Unix(listener));
         me.hello.unix = Some(name);
     }
-    for binding in &config.control {
+    // The IPv6 wildcard includes every other address.
+    let everywhere = config.control.iter().find(|one| one.address.is_unspecified() && one.address.is_ipv6());
+    let control = everywhere.map_or(&config.control[..], std::slice::from_ref);
+    for binding in control {
         let (listener, local) = open_tcp(binding, config.port)?;
         me.hello.control.extend(reachable_at(local)?);
         sockets.push(ListeningSocket::Control(listener));
@@ -273,9 +283,10 @@ fn reachable_at(local: SocketAddr) -> Result<Vec<SocketAddr>> {
     let devices = nix::ifaddrs::getifaddrs().map_err(|e| Error::io("listen", "getifaddrs", &e.into()))?;
     let mut found: Vec<SocketAddr> = devices
         .filter_map(|device| device.address)
-        .filter_map(|address| match local {
-            SocketAddr::V4(_) => address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip())),
-            SocketAddr::V6(_) => address.as_sockaddr_in6().map(|a| IpAddr::V6(a.ip())),
+        .filter_map(|address| {
+            let v4 = address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
+            // The IPv6 wildcard stands for both families.
+            v4.or_else(|| address.as_sockaddr_in6().filter(|_| local.is_ipv6()).map(|a| IpAddr::V6(a.ip())))
         })
         .filter(|ip| !matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local()))
         .map(|ip| SocketAddr::new(ip, local.port()))
@@ -434,6 +445,11 @@ impl Acceptor {
                 return Err(exchange.reject(&reject.because(Reason::UserDenied)));
             }
             (Stream::Unix(_), _) => {}
+        }
+        let full = self.state.lock().full.clone();
+        if let Some(why) = full {
+            exchange.stage("connect");
+            return Err(exchange.reject(&Reject::new(RejectCode::Full, why).because(Reason::Full)));
         }
         let admitted = session::admit(&mut exchange, &self.me, self.require_token)?;
         let opening = Opening::new(self, admitted.session());

@@ -33,7 +33,14 @@ pub static WORKER: Protocol = Protocol {
         (Kind::Hello, HELLO_HEAD_LEN),
         (Kind::Reject, REJECT_LEN),
     ],
-    rejects: &[RejectCode::Refused, RejectCode::Mismatch, RejectCode::Protocol, RejectCode::Busy, RejectCode::Timeout],
+    rejects: &[
+        RejectCode::Refused,
+        RejectCode::Mismatch,
+        RejectCode::Protocol,
+        RejectCode::Busy,
+        RejectCode::Timeout,
+        RejectCode::Full,
+    ],
 };
 
 /// What a data connection is for.

@@ -40,6 +40,10 @@ def listen(options: BenchOptions) -> None:
         else:
             print(json.dumps({"address": worker.address().hex(), "control": worker.control_addresses()}), flush=True)
         endpoint = worker.accept(context.timeout if options.timeout or options.parent else IDLE_LIMIT_S)
+        worker._refuse_peers(
+            f"the listening end is busy with {endpoint.peer}, and serves one run: connect once it listens again, or "
+            "start another one at another port"
+        )
         channel = Channel(context, worker, endpoint)
         try:
             serve(channel, options)
