@@ -172,12 +172,12 @@ pub(crate) fn socket_addresses(listen: &Bound<'_, PyAny>) -> PyResult<Option<Vec
         listen.extract()?
     };
     let parse = |text: &String| {
-        text.parse::<SocketAddr>().map_err(|_| {
+        zoned(py, text).parse::<SocketAddr>().map_err(|_| {
             errors::usage(
                 py,
                 "listen",
                 format!("{text:?} is not an address with a port"),
-                "as 127.0.0.1:7000 or [::1]:7000; port 0 takes a free one",
+                "as 127.0.0.1:7000, [::1]:7000 or [fe80::1%eth1]:7000; port 0 takes a free one",
             )
         })
     };
@@ -201,6 +201,17 @@ pub(crate) fn host_memory(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>>
 #[pyfunction]
 pub(crate) fn cpu_quota(py: Python<'_>) -> Option<f64> {
     py.detach(crossrail::cpu_quota)
+}
+
+/// A link-local address with its zone as a number: Rust parses no device names.
+fn zoned(py: Python<'_>, text: &str) -> String {
+    let number = || -> Option<String> {
+        let (before, rest) = text.split_once('%')?;
+        let (zone, after) = rest.split_once(']')?;
+        let index = py.import("socket").and_then(|socket| socket.call_method1("if_nametoindex", (zone,)));
+        Some(format!("{before}%{}]{after}", index.ok()?))
+    };
+    number().unwrap_or_else(|| text.to_owned())
 }
 
 fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict>> {

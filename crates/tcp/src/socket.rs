@@ -81,7 +81,8 @@ fn is_local(ip: IpAddr) -> bool {
     ip.is_loopback() || UdpSocket::bind((ip, 0)).is_ok()
 }
 
-/// Listens on a rail's address; `port` 0 selects any free port. The listener is in blocking mode.
+/// Listens on a rail's address; `port` 0 selects any free port. The listener is in blocking mode. The wildcard `::`
+/// stands for IPv4 too.
 ///
 /// # Errors
 /// `Usage` if the port is in use or not permitted, or the address does not belong to this machine; otherwise `Io`.
@@ -90,7 +91,7 @@ pub fn listen(binding: &Binding, port: u16) -> Result<TcpListener> {
     let open = || -> io::Result<(Socket, &'static str)> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
         if address.is_ipv6() {
-            socket.set_only_v6(true)?;
+            socket.set_only_v6(!address.ip().is_unspecified())?;
         }
         socket.set_reuse_address(true)?;
         Ok((socket, "bind"))

@@ -193,7 +193,9 @@ def resolve(text: str, default_host: str = "127.0.0.1", default_port: int = DEFA
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Failure(f"{host} does not resolve: {error.strerror}; check the name, or give an address") from error
-    return join(str(found[0][4][0]), port)
+    address = found[0][4]
+    zone = f"%{socket.if_indextoname(int(address[3]))}" if len(address) == 4 and address[3] else ""
+    return join(str(address[0]).partition("%")[0] + zone, port)
 
 
 def join(host: str, port: int) -> str:

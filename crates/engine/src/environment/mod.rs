@@ -9,7 +9,7 @@ use crossrail_cuda_ipc::Domain;
 use crossrail_gpu::{CudaState, Devices};
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Machine, NetDevice, Nic};
-use crossrail_types::{Origin, Result, Settings};
+use crossrail_types::{Origin, Rails, Result, Settings};
 
 /// One process's settings and devices, discovered once. Shared by a context and its workers; any thread may use it.
 pub(crate) struct Environment {
@@ -112,12 +112,16 @@ impl Environment {
 
     /// The network devices that carry data under the settings.
     pub(crate) fn rails(&self) -> Result<Vec<NetDevice>> {
-        rails::choose(&self.settings.net_devices, &self.nics)
+        self.rails_among(&self.nics)
     }
 
     /// As [`Environment::rails`], for network devices discovered just now.
     pub(crate) fn rails_among(&self, nics: &[Nic]) -> Result<Vec<NetDevice>> {
-        rails::choose(&self.settings.net_devices, nics)
+        match rails::choose(&self.settings.net_devices, nics) {
+            // Nobody has asked for a device, and other transports need none.
+            Err(_) if self.settings.net_devices == Rails::default() => Ok(Vec::new()),
+            chosen => chosen,
+        }
     }
 
     /// All network devices.

@@ -12,6 +12,24 @@ use super::transport::Transport;
 use super::{Sessions, tcp};
 use crate::core::gpu::Reach;
 
+/// A listening address, with the device that the zone of a link-local one names.
+fn control_binding(address: SocketAddr) -> Result<Binding> {
+    let device = match address {
+        SocketAddr::V6(v6) if v6.scope_id() != 0 => {
+            let name = nix::net::if_::if_indextoname(v6.scope_id()).map_err(|error| {
+                Error::new(
+                    ErrorKind::Usage,
+                    "listen",
+                    format!("{address}: no device has the number of its zone: {error}"),
+                )
+            })?;
+            Some(name.to_string_lossy().into_owned())
+        }
+        _ => None,
+    };
+    Ok(Binding { device, address: address.ip() })
+}
+
 impl Sessions {
     // ---- listening
 
@@ -25,7 +43,13 @@ impl Sessions {
         let is_allowed = |transport: &&Arc<dyn Transport>| transports.iter().any(|name| name == transport.name());
         let listens = self.transports.iter().filter(is_allowed).any(|transport| transport.listens_on_rails());
         let unix = self.transports.over_unix().filter(is_allowed).is_some();
-        let (control, port) = self.control_bindings()?;
+        let (mut control, port) = self.control_bindings()?;
+        let asked = self.options.addresses.is_some() || settings.control_device.is_some();
+        if unix && self.options.unix && !asked && !self.environment.nics().iter().any(|nic| nic.loopback && nic.up) {
+            // Without loopback the Unix socket is left, for shared memory.
+            self.log.info(format_args!("loopback is down: listening on a Unix socket only"));
+            control.clear();
+        }
         let beyond = control.iter().any(|binding| !binding.address.is_loopback());
         let named = settings.net_devices != crossrail_types::Rails::default();
         let rails = if listens { self.environment.rails()? } else { Vec::new() };
@@ -66,8 +90,7 @@ impl Sessions {
             if listen.iter().any(|address| address.port() != port) {
                 return Err(Error::new(ErrorKind::Usage, "listen", "all addresses must have the same port"));
             }
-            let bindings = listen.iter().map(|address| Binding { device: None, address: address.ip() });
-            return Ok((bindings.collect(), port));
+            return Ok((listen.iter().map(|address| control_binding(*address)).collect::<Result<_>>()?, port));
         }
         if let Some(binding) = self.control_device()? {
             return Ok((vec![binding], 0));

@@ -40,9 +40,13 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) ->
         }
         pairs.push((at, RailPair { mine: mine[at].clone(), from, theirs: theirs[to].clone() }));
     }
-    // Loopback only if there is no other pair.
-    if pairs.iter().any(|(_, pair)| !pair.mine.loopback) {
-        pairs.retain(|(_, pair)| !pair.mine.loopback);
+    // Loopback only if there is no other pair, or if the others would use it too, under another name: a peer that
+    // has our own addresses is in our network namespace.
+    let ours = |address: &IpAddr| mine.iter().any(|device| !device.loopback && device.addresses.contains(address));
+    let beside = same_machine && theirs.iter().any(|device| !device.loopback && ours(&device.address));
+    let over_loopback = beside && pairs.iter().any(|(_, pair)| pair.mine.loopback);
+    if pairs.iter().any(|(_, pair)| pair.mine.loopback == over_loopback) {
+        pairs.retain(|(_, pair)| pair.mine.loopback == over_loopback);
     }
     pairs.sort_by_key(|(at, _)| *at);
     pairs.into_iter().map(|(_, pair)| pair).collect()
@@ -65,6 +69,9 @@ pub(crate) fn without_counterpart(device: &NetDevice, theirs: &[Device], pairs: 
     let reaches = |remote: &&Device| device.addresses.iter().any(|from| family(from, &remote.address));
     if !offered.iter().any(reaches) {
         return format!("the peer offers {names}, none with an address of its family ({})", device.address);
+    }
+    if pairs.iter().any(|pair| pair.mine.loopback) {
+        return "the peer is in this network namespace, where loopback reaches it".to_owned();
     }
     format!("the peer offers {names} only, which our other devices reach")
 }
@@ -181,6 +188,9 @@ mod tests {
             [of("eth1", "b"), of("eth2", "a")],
             "loopback only without others"
         );
+        let local = offering(&[("eth1", "10.0.1.1", false), ("eth2", "10.0.2.1", false), ("lo", "127.0.0.1", true)]);
+        assert_eq!(names(pair(&mine, &local, true)), [of("lo", "lo")], "within one network namespace");
+        assert_eq!(names(pair(&mine[1..], &local, true)), [of("eth1", "eth1"), of("eth2", "eth2")], "without lo");
         assert_eq!(names(pair(&mine[..1], &theirs, true)), [of("lo", "l")]);
         assert!(pair(&mine[..1], &theirs, false).is_empty(), "loopback does not reach another machine");
         assert!(pair(&[net("eth1", "fe00::1", false)], &theirs, true).is_empty(), "families do not mix");

@@ -30,7 +30,8 @@ impl Transport for Tcp {
 
     fn availability(&self, local: &Local<'_>) -> Availability {
         if local.rails.is_empty() {
-            return Availability::Unusable("no network device is left".to_owned(), None);
+            let fix = "bring one up: ip link set lo up for this machine; `crossrail info` lists the devices";
+            return Availability::Unusable("no network device is up".to_owned(), Some(fix.to_owned()));
         }
         let names: Vec<_> = local.rails.iter().map(|rail| rail.name.as_str()).collect();
         Availability::Usable(format!("{} rails: {}", local.rails.len(), names.join(" ")))
@@ -55,8 +56,9 @@ impl Transport for Tcp {
                     row
                 } else {
                     let reason = rail_pairs::without_counterpart(device, &peer.devices, &pairs);
-                    // Loopback is not expected to help other devices.
-                    let beside = device.loopback && pairs.iter().any(|pair| !pair.mine.loopback);
+                    // Loopback is not expected to help other devices, nor they loopback.
+                    let beside = pairs.iter().any(|pair| pair.mine.loopback != device.loopback)
+                        && (device.loopback || !only_loopback(peer));
                     if beside { row.out(&reason) } else { row.missed(&reason) }
                 }
             })
@@ -167,6 +169,11 @@ fn rails_to(sessions: &Sessions, peer: &Hello) -> Vec<RailPair> {
     sessions.environment.rails().map(|mine| rail_pairs::pair(&mine, &peer.devices, same_machine)).unwrap_or_default()
 }
 
+/// Whether a peer that has devices has none beyond loopback.
+fn only_loopback(peer: &Hello) -> bool {
+    !peer.devices.is_empty() && peer.devices.iter().all(|device| device.loopback)
+}
+
 /// The error of a connection for which no device of ours reaches one of the peer's.
 fn no_rail(sessions: &Sessions, peer: &Hello) -> Result<Error> {
     let list = |names: Vec<&str>| if names.is_empty() { "none".to_owned() } else { names.join(" ") };
@@ -176,7 +183,12 @@ fn no_rail(sessions: &Sessions, peer: &Hello) -> Result<Error> {
         list(mine.iter().map(|device| device.name.as_str()).collect()),
         list(peer.devices.iter().map(|device| device.name.as_str()).collect()),
     );
-    let hint = "a peer offers more than loopback once it listens beyond it or names CROSSRAIL_NET_DEVICES";
+    let hint = if only_loopback(peer) {
+        "the peer listens on loopback only: have it listen beyond (--listen 0.0.0.0, or Worker(listen=...)) with \
+         CROSSRAIL_SECRET at both ends, or, on one machine, allow lo here (CROSSRAIL_NET_DEVICES=all)"
+    } else {
+        "give both ends a device on the same network (CROSSRAIL_NET_DEVICES); `crossrail info` lists them"
+    };
     Ok(Error::new(ErrorKind::Unsupported, "connect", detail).with_peer(&peer.name).with_hint(hint))
 }
 
