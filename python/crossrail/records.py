@@ -41,7 +41,7 @@ class HasDeviceName(Protocol):
 
 
 class LaneShare(TypedDict):
-    """The share of one lane in a finished request."""
+    """The share of one lane in a finished request. ``resent``: how many of its bytes another lane had lost."""
 
     name: str
     bytes: int
@@ -229,12 +229,16 @@ class MachineInfo(TypedDict):
     numa_nodes: list[NumaNode]
 
 
-class SettingValue(TypedDict):
-    """One setting with its current value (secrets are hidden)."""
-
+class _SettingValue(TypedDict):
     name: str
     value: str
     is_default: bool
+
+
+class SettingValue(_SettingValue, total=False):
+    """One setting with its current value (secrets are hidden). ``error``: why `crossrail info` could not use it."""
+
+    error: str
 
 
 class Info(TypedDict):

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from leftovers import no_files_left
 
+import crossrail
+from crossrail.cli.point_to_point.channel import CONTROL_TAG
 from crossrail.report import Report
 
 COMMAND = [sys.executable, "-m", "crossrail"]
@@ -206,11 +208,69 @@ def test_every_bench_has_help(what: str) -> None:
         ("CROSSRAIL_WINDOW", "0", ("CROSSRAIL_WINDOW", "1 to 1024")),
     ],
 )
-@pytest.mark.parametrize("command", [("info",), ("bench", "latency", *QUICK)])
-def test_a_bad_setting_is_one_line_and_exit_2(
-    command: tuple[str, ...], name: str, value: str, words: tuple[str, ...]
-) -> None:
-    one_error(run(*command, settings={name: value}), 2, *words)
+def test_a_bad_setting_is_one_line_and_exit_2(name: str, value: str, words: tuple[str, ...]) -> None:
+    one_error(run("bench", "latency", *QUICK, settings={name: value}), 2, *words)
+
+
+def test_info_has_bad_settings_as_rows(tmp_path: Path) -> None:
+    bad = {
+        "CROSSRAIL_CHUNKS": "2M",
+        "CROSSRAIL_TLS": "rdma",
+        "CROSSRAIL_NET_DEVICES": "nic9",
+        "CROSSRAIL_CONTROL_DEVICE": "nic8",
+        "CROSSRAIL_SECRET_FILE": "/nonexistent/secret",
+    }
+    done = run("info", f"--json={tmp_path}/info.json", settings={**bad, "CROSSRAIL_WINDOW": "7"})
+    assert done.returncode == 2
+    assert "transports" in done.stdout and "network devices" in done.stdout and "GPUs" in done.stdout
+    for value in bad.values():
+        assert value in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("crossrail: error: CROSSRAIL_") and line.endswith(f"(and {len(bad) - 1} more settings)")
+    rows = {row["name"]: row for row in json.loads((tmp_path / "info.json").read_text())["info"]["settings"]}
+    assert {name: row["value"] for name, row in rows.items() if "error" in row} == bad
+    assert "did you mean CROSSRAIL_CHUNK" in rows["CROSSRAIL_CHUNKS"]["error"]
+    assert "known: self, shm" in rows["CROSSRAIL_TLS"]["error"]
+    assert "nic9 is not a network interface" in rows["CROSSRAIL_NET_DEVICES"]["error"]
+    assert "nic8 is not a network interface" in rows["CROSSRAIL_CONTROL_DEVICE"]["error"]
+    assert rows["CROSSRAIL_WINDOW"]["value"] == "7", "what is right stays set"
+
+
+@pytest.mark.parametrize("bench", ["control", "ep", "mesh"])
+def test_a_node_that_does_not_resolve(bench: str) -> None:
+    where = ("--world-size=2", "--rank=1", "--num-processes=1", "--master-addr=nosuch.invalid")
+    one_error(run("bench", bench, *where, settings={"CROSSRAIL_SECRET": "a secret"}), 1, "nosuch.invalid", "resolve")
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("bench", "latency", *QUICK, "--json=-")])
+def test_a_closed_stdout_is_no_failure(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, *arguments],
+        env=clean_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_in_a_terminal_while_ranks_start() -> None:
+    # A terminal sends SIGINT to all processes; those that have just started must not report it.
+    for ranks in (1, 2, 4):
+        command = [*COMMAND, "bench", "control", "--num-processes=4", "--rounds=1000"]
+        process = subprocess.Popen(
+            command, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        deadline = time.monotonic() + 20
+        while len(children(process.pid)) < ranks and time.monotonic() < deadline:
+            time.sleep(0.002)  # of another process: there is no event
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert process.returncode == 130
+        assert "Traceback" not in said and "KeyboardInterrupt" not in said, said
+        assert "crossrail: error: interrupted" in said.splitlines()
 
 
 def test_what_the_other_end_warns_of_is_passed_on(tmp_path: Path) -> None:
@@ -249,10 +309,21 @@ def test_a_name_that_does_not_resolve() -> None:
     one_error(run("bench", "latency", "--connect=no-such-host.invalid"), 1, "no-such-host.invalid", "resolve")
 
 
-def test_a_peer_that_says_nothing_ends_in_time() -> None:
+def test_a_peer_that_says_nothing_ends_in_time_and_is_no_crossrail() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         start = time.monotonic()
-        one_error(run("bench", "latency", f"--connect=127.0.0.1:{mute.getsockname()[1]}", "--timeout=2s"), 1)
+        done = run("bench", "latency", f"--connect=127.0.0.1:{mute.getsockname()[1]}", "--timeout=2s")
+        one_error(done, 1, "nothing received", "no Crossrail", "check address and port")
+        assert time.monotonic() - start < 10
+
+
+def test_a_listening_end_that_is_busy_says_so_at_once() -> None:
+    with listening("latency") as (_, address), crossrail.Worker(crossrail.Context(), name="the first") as first:
+        endpoint = first.connect(address)
+        endpoint.send(b'{"bench": "latency"}', CONTROL_TAG).wait()  # received, so it serves this end
+        start = time.monotonic()
+        second = run("bench", "latency", *QUICK, f"--connect={address}", "--timeout=20s")
+        one_error(second, 1, "busy with the first", "serves one run", "another port")
         assert time.monotonic() - start < 10
 
 

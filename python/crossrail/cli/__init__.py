@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -30,25 +31,29 @@ if TYPE_CHECKING:
     from .parsing import Command
 
 
-SIGNAL_INTERVAL_S = 0.2
-"""How long a signal may go unnoticed."""
-
 _ending = threading.Event()
 """Set once a signal ends the command: failures that this causes are not news."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. A mistake of the user never ends in a traceback."""
+    _open_standard_streams()
     try:
         from .command_line import parse_arguments
         from .store import StoreOptions
+
+        command = parse_arguments(arguments)
     except ImportError as error:
         print_error(f"the native module cannot be loaded ({error}); reinstall Crossrail for this Python")
         return EXIT_FAILED
-    try:
-        command = parse_arguments(arguments)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_USAGE
+    except Failure as error:
+        print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return EXIT_INTERRUPTED
     if command.parent is not None:
         live_with_parent(command.parent)
     if isinstance(command, StoreOptions):
@@ -56,9 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _in_thread(lambda: _run(command))
 
 
+def _open_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed, or a socket would get its number, and its output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            mode = "r" if number == 0 else "w"
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
 def _in_thread(work: Callable[[], int]) -> int:
-    """Runs ``work`` in another thread, so that Ctrl-C ends the command at once even while native code is running."""
-    ended = threading.Event()
+    """Runs ``work`` in another thread, so that Ctrl-C ends the command at once even while native code is running.
+
+    The system may give a signal to a thread that starts a process, which does not wake this one: it sleeps on the
+    descriptor to which Python writes for every signal, whatever the thread.
+    """
+    asleep, wake = socket.socketpair()
+    wake.setblocking(False)
     outcome: list[int | BaseException] = []
 
     def body() -> None:
@@ -67,15 +88,15 @@ def _in_thread(work: Callable[[], int]) -> int:
         except BaseException as error:
             outcome.append(error)
         finally:
-            ended.set()
+            wake.send(b"\0")
 
-    signal.signal(signal.SIGTERM, _terminated)
     thread = threading.Thread(target=body, name="crossrail-command", daemon=True)
-    thread.start()
     try:
-        # With pauses: if the kernel gives a signal to another thread, this one has to wake up by itself to handle it.
-        while not ended.wait(SIGNAL_INTERVAL_S):
-            pass
+        signal.signal(signal.SIGTERM, _terminated)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        thread.start()
+        while not outcome:
+            asleep.recv(1)
     except (KeyboardInterrupt, _Terminated) as end:
         by_user = isinstance(end, KeyboardInterrupt)
         _end_early("interrupted" if by_user else "terminated", EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
 import crossrail
+from crossrail.errors import ConfigError, CrossrailError
 from crossrail.records import CudaDevice, CudaState, Info
 from crossrail.report import capture_environment, console, format_bytes, table, write_text
 
+from .failure import UsageFailure
 from .options import add_json
 from .parsing import Command, Parser
 from .reporting import check_json
@@ -29,13 +32,48 @@ class InfoOptions:
     parent: int | None = None
 
     def run(self) -> None:
-        """Prints the tables and, if requested, writes the JSON. Raises the library's errors and WriteError."""
+        """Prints the tables and, if requested, writes the JSON. A setting that is wrong has its error in its row.
+
+        Raises UsageFailure for it at the end, the library's errors, and WriteError.
+        """
         check_json(self.json)
-        info = crossrail.Context().info()
+        info, wrong = _info()
         print_info(info, console(stderr=self.json == "-"))
         if self.json is not None:
             whole = {"schema": SCHEMA, "environment": dataclasses.asdict(capture_environment()), "info": info}
             write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", self.json)
+        if wrong:
+            raise UsageFailure(f"{wrong[0]}" + (f" (and {len(wrong) - 1} more settings)" if wrong[1:] else ""))
+
+
+def _info() -> tuple[Info, list[ConfigError]]:
+    """The data of a context and a worker without the settings that they refuse; the rows of those have the error."""
+    wrong: list[tuple[str, ConfigError]] = []
+    info: Info | None = None
+    while True:
+        try:
+            context = crossrail.Context()
+            info = context.info()
+            crossrail.Worker(context).close()  # it reads the settings that only listening needs
+            break
+        except ConfigError as refused:
+            if refused.operation not in os.environ:
+                raise
+            wrong.append((os.environ.pop(refused.operation), refused))
+        except CrossrailError:
+            if info is None:
+                raise
+            break  # what a worker lacks is no matter of the settings
+    rows = {setting["name"]: setting for setting in info["settings"]}
+    for value, error in wrong:
+        name = error.operation
+        shown = "(hidden)" if name == "CROSSRAIL_SECRET" else value
+        if name not in rows:
+            rows[name] = {"name": name, "value": shown, "is_default": False}
+            info["settings"].append(rows[name])
+        reason = "; ".join(part for part in (error.detail, error.hint) if part)
+        rows[name] |= {"value": shown, "is_default": False, "error": reason}
+    return info, [error for _, error in wrong]
 
 
 def add_arguments(parser: Parser) -> None:
@@ -60,9 +98,12 @@ def print_info(info: Info, to: Console) -> None:
     for gpu in info["gpus"]:
         to.print("  " + ", ".join(f"{name} {'-' if value is None else value}" for name, value in gpu.items()))
     print_cuda(info["cuda"], to)
-    settings = table("settings", ["name", "value", ""], left=3, keys=1, prose=["value"])
+    settings = table("settings", ["name", "value", ""], left=3, keys=1, prose=["value", ""])
     for setting in info["settings"]:
-        settings.add_row(setting["name"], setting["value"] or "(unset)", "default" if setting["is_default"] else "set")
+        state = "default" if setting["is_default"] else "set"
+        if "error" in setting:
+            state = f"wrong: {setting['error']}"
+        settings.add_row(setting["name"], setting["value"] or "(unset)", state)
     to.print(settings)
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ Message = dict[str, Any]
 """A message between processes of the command: a JSON object."""
 
 _PR_SET_PDEATHSIG = 1
+_SIG_IGN = 1
 _libc = ctypes.CDLL(None)
 _running: set[Process] = set()
 _folders: set[str] = set()
@@ -51,16 +52,21 @@ class Process:
         """Starts ``command``. Raises OSError if it cannot be started."""
         parent = os.getpid()
         self._memory = _host_memory()
-        self.popen = subprocess.Popen(
-            list(command),
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=None if environment is None else {**os.environ, **environment},
-            # Between fork and exec, so that neither the parent's death nor Ctrl-C comes in between. It makes three
-            # system calls and takes no lock that another thread could hold.
-            preexec_fn=lambda: _begin(parent),
-        )
+        # Until the child ignores SIGINT, it would report it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.popen = subprocess.Popen(
+                list(command),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=None if environment is None else {**os.environ, **environment},
+                # Between fork and exec, so that the parent cannot die unnoticed in between. It makes four system calls
+                # and takes no lock that another thread could hold.
+                preexec_fn=lambda: _begin(parent, mask),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with _guard:
             _running.add(self)
 
@@ -140,9 +146,13 @@ def kill_all() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _begin(parent: int) -> None:
-    """In the new process: Ctrl-C is left to the parent, which ends this process itself, and whose end is its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin(parent: int, mask: Iterable[int]) -> None:
+    """In the new process: Ctrl-C is left to the parent, which ends this process itself, and whose end is its own.
+
+    ``mask``: the signals that the new process blocks.
+    """
+    _libc.signal(signal.SIGINT, ctypes.c_void_p(_SIG_IGN))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _die_with(parent)
 
 
