@@ -85,9 +85,8 @@ fn describe(network: &Network<'_>, lanes: &Lanes) -> Result<Vec<String>> {
     Ok(vec![format!("plugin {} of version {}: {}", plugin.name(), plugin.version(), devices?.join(", "))])
 }
 
-/// What the other end says beside the data.
-struct Notes<'s, 'a> {
-    session: &'s mut Session<'a>,
+/// What the other end says beside the data. One for the whole run: a receive that is cancelled may already have a note.
+struct Notes {
     inbox: Area,
     expected: Option<Flight>,
     limit: Duration,
@@ -96,28 +95,22 @@ struct Notes<'s, 'a> {
     ticked: Instant,
 }
 
-impl<'s, 'a> Notes<'s, 'a> {
-    fn new(session: &'s mut Session<'a>) -> Result<Notes<'s, 'a>> {
+impl Notes {
+    fn new(session: &Session<'_>) -> Result<Notes> {
         let inbox = Area::new(session.context, crate::MemoryKind::Ordinary, NOTE_LEN)?;
         let (limit, now) = (session.context.settings().timeout, Instant::now());
-        Ok(Notes { session, inbox, expected: None, limit, rounds: 0, moved: now, ticked: now })
-    }
-
-    /// Posts the receive of the next note, unless it is posted.
-    fn expect(&mut self) -> Result<()> {
-        if self.expected.is_none() {
-            let (worker, endpoint) = (self.session.worker, self.session.endpoint);
-            self.expected = Some(flight(worker.recv(self.inbox.buffer(), NOTE, u64::MAX, Some(endpoint)))?);
-        }
-        Ok(())
+        Ok(Notes { inbox, expected: None, limit, rounds: 0, moved: now, ticked: now })
     }
 
     /// The assignments of the next note; empty if there is none.
     ///
     /// # Errors
     /// The other end's failure.
-    fn take(&mut self) -> Result<Vec<Assignment>> {
-        self.expect()?;
+    fn take(&mut self, session: &Session<'_>) -> Result<Vec<Assignment>> {
+        if self.expected.is_none() {
+            let posted = session.worker.recv(self.inbox.buffer(), NOTE, u64::MAX, Some(session.endpoint));
+            self.expected = Some(flight(posted)?);
+        }
         let Some(outcome) = self.expected.as_ref().and_then(|flight| flight.request().test()) else {
             return Ok(Vec::new());
         };
@@ -141,27 +134,12 @@ impl<'s, 'a> Notes<'s, 'a> {
         }
     }
 
-    /// Announces which chunks this end expects.
-    fn announce(&mut self, assignments: &mut Vec<Assignment>) -> Result<()> {
-        for part in assignments.chunks((NOTE_LEN - 1) / ASSIGNMENT_LEN) {
-            let mut note = vec![ASSIGNED];
-            for assignment in part {
-                note.extend_from_slice(&assignment.lane.to_le_bytes());
-                note.extend_from_slice(&assignment.chunk.to_le_bytes());
-            }
-            let _delivered_or_fails_later: Request = self.session.endpoint.send(note, NOTE)?;
-        }
-        assignments.clear();
-        Ok(())
-    }
-
     /// After one round of polling: reports progress, and fails if nothing has moved for the context's timeout.
-    fn round(&mut self, moved: bool, stuck: impl FnOnce(Duration) -> Error) -> Result<()> {
+    fn round(&mut self, session: &mut Session<'_>, moved: bool, stuck: impl FnOnce(Duration) -> Error) -> Result<()> {
         self.rounds = if moved { 0 } else { self.rounds + 1 };
         if moved {
             self.moved = Instant::now();
-        }
-        if !moved {
+        } else {
             // As NCCL's proxy does: the plugin's own threads may need this processor.
             std::thread::yield_now();
         }
@@ -169,7 +147,7 @@ impl<'s, 'a> Notes<'s, 'a> {
             let now = Instant::now();
             if now.duration_since(self.ticked) > POLL_INTERVAL {
                 self.ticked = now;
-                self.session.observer.tick(0, 0)?;
+                session.observer.tick(0, 0)?;
             }
             if now.duration_since(self.moved) > self.limit {
                 return Err(stuck(self.limit));
@@ -182,20 +160,34 @@ impl<'s, 'a> Notes<'s, 'a> {
     fn begin(&mut self) {
         (self.rounds, self.moved) = (0, Instant::now());
     }
+}
 
-    /// Has the other end fail too.
-    fn settle<T>(&mut self, outcome: Result<T>) -> Result<T> {
-        if let Err(error) = &outcome
-            && !stopped(error)
-            && self.session.endpoint.is_alive()
-        {
-            let note = [&[FAILED], error.to_string().as_bytes()].concat();
-            if let Ok(request) = self.session.endpoint.send(note, NOTE) {
-                let _ = request.wait(Some(POLL_INTERVAL));
-            }
+/// Announces which chunks this end expects.
+fn announce(session: &Session<'_>, assignments: &mut Vec<Assignment>) -> Result<()> {
+    for part in assignments.chunks((NOTE_LEN - 1) / ASSIGNMENT_LEN) {
+        let mut note = vec![ASSIGNED];
+        for assignment in part {
+            note.extend_from_slice(&assignment.lane.to_le_bytes());
+            note.extend_from_slice(&assignment.chunk.to_le_bytes());
         }
-        outcome
+        let _delivered_or_fails_later: Request = session.endpoint.send(note, NOTE)?;
     }
+    assignments.clear();
+    Ok(())
+}
+
+/// Has the other end fail too.
+fn settle<T>(session: &Session<'_>, outcome: Result<T>) -> Result<T> {
+    if let Err(error) = &outcome
+        && !stopped(error)
+        && session.endpoint.is_alive()
+    {
+        let note = [&[FAILED], error.to_string().as_bytes()].concat();
+        if let Ok(request) = session.endpoint.send(note, NOTE) {
+            let _ = request.wait(Some(POLL_INTERVAL));
+        }
+    }
+    outcome
 }
 
 fn drive(session: &mut Session<'_>, network: &Network<'_>, lanes: Lanes, plan: P2pPlan) -> Result<Vec<P2pIteration>> {
@@ -207,17 +199,15 @@ fn drive(session: &mut Session<'_>, network: &Network<'_>, lanes: Lanes, plan: P
     let (mine, _) = session.seeds(0);
     pattern::fill(mine, 0, sender.bytes()?);
     let mut notes = Notes::new(session)?;
-    let connected = connect(&mut notes, &mut sender);
-    notes.settle(connected)?;
-    drop(notes);
+    let connected = connect(session, &mut notes, &mut sender);
+    settle(session, connected)?;
     let go = Area::new(session.context, crate::MemoryKind::Ordinary, 1)?;
     let rows = iterate(session, plan, |session, progress, _| {
         let ready = session.recv_reply(&go)?;
         session.finish(ready, progress)?;
-        let mut notes = Notes::new(session)?;
         let began = Instant::now();
-        let sent = send(&mut notes, &mut sender);
-        notes.settle(sent)?;
+        let sent = send(session, &mut notes, &mut sender);
+        settle(session, sent)?;
         Ok((began.elapsed(), sender.take_report(), Ok(())))
     })?;
     // An end that stops early leaves the other one in the middle.
@@ -227,25 +217,26 @@ fn drive(session: &mut Session<'_>, network: &Network<'_>, lanes: Lanes, plan: P
     Ok(rows)
 }
 
-fn connect(notes: &mut Notes<'_, '_>, sender: &mut Sender<'_>) -> Result<()> {
+fn connect(session: &mut Session<'_>, notes: &mut Notes, sender: &mut Sender<'_>) -> Result<()> {
     notes.begin();
     while !sender.connect()? {
-        notes.take()?;
-        notes.round(false, |waited| sender.not_connected(waited))?;
+        // The other end may be connected already, and announce its first chunks.
+        notes.take(session)?.into_iter().try_for_each(|assignment| sender.assign(assignment))?;
+        notes.round(session, false, |waited| sender.not_connected(waited))?;
     }
     Ok(())
 }
 
-fn send(notes: &mut Notes<'_, '_>, sender: &mut Sender<'_>) -> Result<()> {
+fn send(session: &mut Session<'_>, notes: &mut Notes, sender: &mut Sender<'_>) -> Result<()> {
     notes.begin();
     let mut left = sender.chunks();
     while left > 0 {
-        let assigned = notes.take()?;
+        let assigned = notes.take(session)?;
         let heard = !assigned.is_empty();
         assigned.into_iter().try_for_each(|assignment| sender.assign(assignment))?;
         let (completed, moved) = sender.step()?;
         left = left.saturating_sub(completed);
-        notes.round(moved || heard, |waited| sender.stuck(waited))?;
+        notes.round(session, moved || heard, |waited| sender.stuck(waited))?;
     }
     Ok(())
 }
@@ -257,52 +248,49 @@ fn echo(session: &mut Session<'_>, network: &Network<'_>, lanes: Lanes, plan: P2
     let mut receiver = made?;
     let (_, theirs) = session.seeds(0);
     let mut notes = Notes::new(session)?;
-    let accepted = accept(&mut notes, &mut receiver);
-    notes.settle(accepted)?;
-    drop(notes);
+    let accepted = accept(session, &mut notes, &mut receiver);
+    settle(session, accepted)?;
     let go = Area::new(session.context, crate::MemoryKind::Ordinary, 1)?;
     let rows = iterate(session, plan, |session, progress, verifies| {
         if verifies {
             receiver.bytes()?.fill(0);
         }
         let ready = session.send_reply(&go)?;
-        let mut notes = Notes::new(session)?;
         let began = Instant::now();
-        let received = receive(&mut notes, &mut receiver);
-        notes.settle(received)?;
+        let received = receive(session, &mut notes, &mut receiver);
+        settle(session, received)?;
         let spent = began.elapsed();
-        drop(notes);
         session.finish(ready, progress)?;
         let verified = if verifies { pattern::verify(theirs, 0, receiver.bytes()?) } else { Ok(()) };
         Ok((spent, receiver.take_report(), verified))
     })?;
-    // An end that stops early leaves the other one in the middle.
+    // As in `drive`.
     if rows.len() == plan.iters {
         session.judge(receiver.close())?;
     }
     Ok(rows)
 }
 
-fn accept(notes: &mut Notes<'_, '_>, receiver: &mut Receiver<'_>) -> Result<()> {
+fn accept(session: &mut Session<'_>, notes: &mut Notes, receiver: &mut Receiver<'_>) -> Result<()> {
     notes.begin();
     while !receiver.accept()? {
-        notes.take()?;
-        notes.round(false, |waited| receiver.not_connected(waited))?;
+        notes.take(session)?;
+        notes.round(session, false, |waited| receiver.not_connected(waited))?;
     }
     Ok(())
 }
 
-fn receive(notes: &mut Notes<'_, '_>, receiver: &mut Receiver<'_>) -> Result<()> {
+fn receive(session: &mut Session<'_>, notes: &mut Notes, receiver: &mut Receiver<'_>) -> Result<()> {
     receiver.begin();
     notes.begin();
     let (mut left, mut assignments) = (receiver.chunks(), Vec::new());
     while left > 0 {
         let (completed, moved) = receiver.step(&mut assignments)?;
-        notes.announce(&mut assignments)?;
+        announce(session, &mut assignments)?;
         left = left.saturating_sub(completed);
         // Only failures come this way.
-        notes.take()?;
-        notes.round(moved, |waited| receiver.stuck(waited))?;
+        notes.take(session)?;
+        notes.round(session, moved, |waited| receiver.stuck(waited))?;
     }
     Ok(())
 }
