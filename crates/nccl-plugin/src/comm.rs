@@ -12,7 +12,7 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossrail::{Buffer, Endpoint, Request, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
@@ -24,7 +24,7 @@ pub(crate) type Pacer = Arc<AtomicPtr<Flight>>;
 
 /// Most receives of one request.
 pub(crate) const MAX_RECVS: usize = 8;
-/// How long closing waits for a cancelled request whose memory a lane is still copying.
+/// How long closing waits for cancelled requests whose memory a lane is still copying.
 const CANCEL_LIMIT: Duration = Duration::from_secs(2);
 
 /// The kind of a communicator's data messages.
@@ -152,7 +152,8 @@ impl Comm {
             match start(other) {
                 Ok(part) => parts.push(part),
                 Err(error) => {
-                    self.end([first].into_iter().chain(parts));
+                    parts.push(first);
+                    self.end(parts);
                     return Err(error);
                 }
             }
@@ -184,22 +185,27 @@ impl Comm {
     }
 
     /// Cancels requests and waits until the engine has let go of their memory.
-    fn end(&self, parts: impl Iterator<Item = Part>) {
-        for part in parts.filter(|part| part.outcome().is_none()) {
-            part.request.cancel();
-            let _ = part.request.wait(Some(CANCEL_LIMIT));
+    fn end(&self, parts: Vec<Part>) {
+        let running: Vec<Part> = parts.into_iter().filter(|part| part.outcome().is_none()).collect();
+        running.iter().for_each(|part| part.request.cancel());
+        let deadline = Instant::now() + CANCEL_LIMIT;
+        for part in running {
+            let _ = part.request.wait(Some(deadline.saturating_duration_since(Instant::now())));
         }
     }
 }
 
 impl Drop for Comm {
     fn drop(&mut self) {
+        let mut parts = Vec::new();
         for flight in std::mem::take(&mut *self.flights.lock()).drain() {
             // SAFETY: made by `launch`, and removed from the table when it is freed.
             let flight = unsafe { Box::from_raw(flight) };
             self.step_down(&flight);
-            self.end([flight.first].into_iter().chain(flight.others));
+            parts.push(flight.first);
+            parts.extend(flight.others);
         }
+        self.end(parts);
     }
 }
 
