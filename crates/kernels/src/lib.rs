@@ -6,6 +6,7 @@
 //! csrc/kernels    unpack: gathers a list of pieces    copy: one copy by few blocks    flag: written and awaited
 //!                 put: a copy and then a signal       copy_bulk: one copy through shared memory (from 9.0 on)
 //!                 ep_expert, ep_rank: dispatch and combine of expert parallelism, in either layout
+//!                 ep_slots: the rank layout for few tokens    ep_coded: combines with fewer bytes
 //! ```
 //!
 //! They are compiled when they are first needed, for the GPU at hand, and kept on disk ([`crossrail_cuda::nvrtc`]).
