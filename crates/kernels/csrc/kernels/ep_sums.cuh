@@ -101,22 +101,22 @@ __device__ __forceinline__ void sum_terms(Sum<N> &sum, const Terms &terms, bool 
             float by = WEIGHTED ? __shfl_sync(WHOLE_WARP, weight, lane) : 1.0f;
             sum.template add<WEIGHTED, Wire>(v, by, __shfl_sync(WHOLE_WARP, coded, lane));
         }
-        return;
-    }
+    } else {
 #pragma unroll 1
-    for (u32 i = 0; i < terms.count; i += DEPTH) {
-        Vec16 v[DEPTH][N];
+        for (u32 i = 0; i < terms.count; i += DEPTH) {
+            Vec16 v[DEPTH][N];
 #pragma unroll
-        for (u32 d = 0; d < DEPTH; ++d) {
-            if (i + d < terms.count) load(v[d], terms.lane_of(i + d));
-        }
-        if (WEIGHTED && i == 0) weight = weigh();
+            for (u32 d = 0; d < DEPTH; ++d) {
+                if (i + d < terms.count) load(v[d], terms.lane_of(i + d));
+            }
+            if (WEIGHTED && i == 0) weight = weigh();
 #pragma unroll
-        for (u32 d = 0; d < DEPTH; ++d) {
-            if (i + d >= terms.count) continue;
-            u32 lane = terms.lane_of(i + d);
-            float by = WEIGHTED ? __shfl_sync(WHOLE_WARP, weight, lane) : 1.0f;
-            sum.template add<WEIGHTED>(v[d], by);
+            for (u32 d = 0; d < DEPTH; ++d) {
+                if (i + d >= terms.count) continue;
+                u32 lane = terms.lane_of(i + d);
+                float by = WEIGHTED ? __shfl_sync(WHOLE_WARP, weight, lane) : 1.0f;
+                sum.template add<WEIGHTED>(v[d], by);
+            }
         }
     }
 }
