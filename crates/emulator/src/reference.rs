@@ -351,7 +351,13 @@ pub fn combine_rank(
             let mut total = Sum::new(shape);
             biases.get(source).into_iter().flatten().for_each(|bias| total.add(token_of(bias, token, shape), None));
             let mut back = vec![0f32; topk];
-            for (rank, one) in delivered.iter().enumerate() {
+            // In the order of the token's last selections there.
+            let last =
+                |rank: &usize| (0..topk).rev().find(|k| routing.local(shape, source, token, *k, *rank).is_some());
+            let mut ranks: Vec<usize> = (0..delivered.len()).collect();
+            ranks.sort_by_key(last);
+            for rank in ranks {
+                let one = &delivered[rank];
                 let found = one.rows.iter().position(|row| (row.source, row.token) == (source, token));
                 let Some(row) = found else { continue };
                 total.add(outputs[rank].row(row), None);

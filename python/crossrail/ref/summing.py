@@ -6,7 +6,7 @@ The sum of a token is computed in fp32, with each product and each sum rounded o
   and rounds the row to bf16; the token's rank adds these rows in the order of the ranks, then the biases, and rounds to
   bf16. Not pre-reduced: the token's rank adds weight * output itself, in the order of `topk_idx`, then the biases.
 - rank layout: the token's rank adds the rows as the ranks pass them (bf16, unweighted), in the order of the ranks, then
-  the biases; on a GPU the biases come first.
+  the biases; on a GPU the biases come first, and rows in the order of the token's last selections at the ranks.
 
 The bound: adding n terms one by one in arithmetic of unit roundoff u has an error of at most g(n - 1) * sum |term|,
 where g(n) = n u / (1 - n u); a rounded product in each term makes that g(n) (Higham, Accuracy and Stability of

@@ -357,6 +357,9 @@ struct Gather {
             if (valid && given) weight = at<float>(given, u64(token) * EP_K + lane);
         }
         valid = valid && (start.open >> rank & 1) && (!own || token < start.tokens[c.rank]);
+        // Rank layout: the last of the token's selections at this lane's rank.
+        u32 last = 0;
+        if constexpr (SLOTS) last = LANES - 1 - __clz(__match_any_sync(WHOLE_WARP, expert >= 0 ? rank : EP_R + lane));
         // What this rank itself adds, as it would go over the wire.
         Vec16 mine[2] = {};
         u32 which = 0;
@@ -387,7 +390,11 @@ struct Gather {
         __syncwarp();
         mark_of(FLAGGER * LANES - LANES, args.marks, EP_MARK_CAME);
         Terms terms(valid, lane);
-        if constexpr (EP_PREREDUCE) {
+        if constexpr (SLOTS) {
+            // By the token's last selections at the ranks.
+            u32 all = __reduce_or_sync(WHOLE_WARP, valid ? 1u << last : 0);
+            terms.order = __popc(all & ((1u << last) - 1));
+        } else if constexpr (EP_PREREDUCE) {
             // By rank.
             terms.order = 0;
 #pragma unroll

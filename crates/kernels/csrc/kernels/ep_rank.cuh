@@ -23,6 +23,10 @@ constexpr u32 ROW = EP_FP8 ? EP_H : 2 * EP_H;
 constexpr u32 BLOCKS = EP_FP8 ? EP_H / BLOCK : 1;
 constexpr u32 SCALE_BYTES = BLOCKS * SCALE;
 
+// A token's row at a rank, of what a handle has of it: its number, and the position of the token's last selection there.
+__device__ __forceinline__ u32 row_number(u32 sent) { return sent == EP_NOWHERE ? sent : sent & ((1u << EP_SENT_BITS) - 1); }
+__device__ __forceinline__ u32 row_position(u32 sent) { return sent >> EP_SENT_BITS; }
+
 __device__ __forceinline__ u64 heap_of(const EpCommon &common, u32 rank) { return at<const u64>(common.peers, rank); }
 
 __device__ __forceinline__ u32 lane_of() {

@@ -317,7 +317,8 @@ struct Token {
         }
     }
 
-    // Waits for the rows. Those of ranks that don't come are left out.
+    // Waits for the rows. Those of ranks that don't come are left out. Then the first lanes have them, in the order in which
+    // they are added: that of the token's last selections at their ranks.
     __device__ __forceinline__ void wait(const Combine &combine, const CombineShared &shared, u32 token) {
         const EpCommon &common = combine.common;
 #pragma unroll
@@ -326,8 +327,9 @@ struct Token {
             row[i] = weights[i] = 0;
             if (number[i] == EP_NOWHERE) continue;
             if (rank == common.rank) {
-                row[i] = combine.output(shared.offsets[rank] + number[i]);
-                weights[i] = combine.output_weights(shared.offsets[rank] + number[i]);
+                u32 own = shared.offsets[rank] + row_number(number[i]);
+                row[i] = combine.output(own);
+                weights[i] = combine.output_weights(own);
             } else if (!is_masked(common, rank) && await(common, common.base + combine.flag(rank, token), combine.epoch,
                                                               rank, EP_STAGE_BACK_ROW, combine.epoch)) {
                 row[i] = common.base + combine.row(rank, token);
@@ -335,9 +337,34 @@ struct Token {
             }
         }
         __syncwarp();
+        sort();
     }
 
-    // Calls `add(address)` for each row (or its weights), by rank. All lanes at once.
+    __device__ __forceinline__ void sort() {
+        u32 mine = 0;
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) mine |= row[i] != 0 ? 1u << row_position(number[i]) : 0;
+        u64 sorted_row = 0, sorted_weights = 0;
+        u32 nth = 0;
+#pragma unroll 1
+        for (u32 left = __reduce_or_sync(WHOLE_WARP, mine); left != 0; left &= left - 1, ++nth) {
+#pragma unroll
+            for (u32 i = 0; i < EACH; ++i) {
+                u32 which = __ballot_sync(WHOLE_WARP, row[i] != 0 && row_position(number[i]) == u32(__ffs(left) - 1));
+                if (which == 0) continue;
+                u64 its = __shfl_sync(WHOLE_WARP, row[i], __ffs(which) - 1);
+                u64 weights_of = __shfl_sync(WHOLE_WARP, weights[i], __ffs(which) - 1);
+                sorted_row = lane_of() == nth ? its : sorted_row;
+                sorted_weights = lane_of() == nth ? weights_of : sorted_weights;
+            }
+        }
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i) row[i] = weights[i] = 0;
+        row[0] = sorted_row;
+        weights[0] = sorted_weights;
+    }
+
+    // Calls `add(address)` for each row (or its weights), in their order. All lanes at once.
     template <class Add>
     __device__ __forceinline__ static void each(const u64 (&places)[EACH], Add add) {
 #pragma unroll
@@ -399,7 +426,8 @@ __device__ __forceinline__ void add_some(Sum &sum, u64 place, u32 &todo, u32 bas
     }
 }
 
-// The sum of the biases and a token's rows, by rank. The biases come first, as in DeepEP: sums are equal to the last bit.
+// The sum of the biases and a token's rows, in their order. The biases come first, as in DeepEP: sums are equal to the last
+// bit.
 __device__ __forceinline__ void add_rows(const Combine &combine, const Token &token, u32 number) {
     const EpCombineArgs &args = combine.args;
     for (u32 base = 0; base < VECTORS; base += LANES * SUM_DEPTH) {

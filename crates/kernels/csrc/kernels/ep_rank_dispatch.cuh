@@ -63,7 +63,8 @@ struct Rows {
 #pragma unroll
         for (u32 i = 0; i < EACH; ++i) {
             u32 rank = lane_of() + LANES * i;
-            row[i] = token < dispatch.common.tokens && rank < EP_R ? at<const u32>(dispatch.sent_rows(token) + 4 * rank) : EP_NOWHERE;
+            bool known = token < dispatch.common.tokens && rank < EP_R;
+            row[i] = known ? row_number(at<const u32>(dispatch.sent_rows(token) + 4 * rank)) : EP_NOWHERE;
         }
     }
 
@@ -314,7 +315,7 @@ __device__ __forceinline__ void send_details_of(const Dispatch &dispatch, Dispat
     u64 region = shared.regions[rank];
     if (region == 0) return;
     token += lane_of();
-    u32 row = token < dispatch.end ? at<const u32>(dispatch.sent_rows(token) + 4 * rank) : EP_NOWHERE;
+    u32 row = token < dispatch.end ? row_number(at<const u32>(dispatch.sent_rows(token) + 4 * rank)) : EP_NOWHERE;
     u32 votes = __ballot_sync(WHOLE_WARP, row != EP_NOWHERE);
     if (votes == 0) return;
     u32 *list = shared.lists[warp_of()];

@@ -70,6 +70,13 @@ struct Dispatch {
         return expert < EP_E ? u32(expert) : EP_NOWHERE;
     }
 
+    // The last of a token's selections at one of its ranks.
+    __device__ __forceinline__ u32 last_of(u32 token, u32 rank) const {
+        u32 last = EP_K - 1;
+        while (last > 0 && expert(token, last) / LOCAL != rank) --last;
+        return last;
+    }
+
     // The ranks that a token goes to, as bits.
     __device__ __forceinline__ u64 ranks_of(u32 token) const {
         u64 ranks = 0;
@@ -218,7 +225,8 @@ __device__ __forceinline__ void number_rows(const Dispatch &dispatch, ScanShared
         __syncthreads();
         for (u32 rank = 0; rank < EP_R; ++rank) {
             u32 votes = __ballot_sync(WHOLE_WARP, ranks >> rank & 1);
-            u32 row = ranks >> rank & 1 ? mine[rank] + __popc(votes & before) : EP_NOWHERE;
+            u32 row = EP_NOWHERE;
+            if (ranks >> rank & 1) row = (mine[rank] + __popc(votes & before)) | dispatch.last_of(token, rank) << EP_SENT_BITS;
             if (here) at<u32>(dispatch.sent_rows(token) + 4 * rank) = row;
         }
         // The next tokens' counts come in place of these.

@@ -140,6 +140,9 @@ constexpr u32 EP_WIRE_LOGFMT10 = 1;
 // The same: e4m3, with a power of two for each 128 elements.
 constexpr u32 EP_WIRE_FP8 = 2;
 
+// Bits of a row's number in `EpHandle::sent_rows`.
+constexpr u32 EP_SENT_BITS = 26;
+
 // In place of a row number: no row.
 constexpr u32 EP_NOWHERE = 4294967295;
 
@@ -324,8 +327,8 @@ struct EpHandle {
     u64 present;
     // Expert layout: f32[R][M][K], received weights.
     u64 weights;
-    // Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
-    // EP_NOWHERE.
+    // Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there,
+    // and << EP_SENT_BITS the position of the token's last selection there; or EP_NOWHERE.
     u64 sent_rows;
     // Rank layout without slots: u32[R], this rank's first row at each rank.
     u64 places;

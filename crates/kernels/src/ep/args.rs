@@ -106,6 +106,8 @@ constants! {
     EP_WIRE_LOGFMT10: u32 = 1;
     /// The same: e4m3, with a power of two for each 128 elements.
     EP_WIRE_FP8: u32 = 2;
+    /// Bits of a row's number in `EpHandle::sent_rows`.
+    EP_SENT_BITS: u32 = 26;
     /// In place of a row number: no row.
     EP_NOWHERE: u32 = 0xffff_ffff;
 }
@@ -278,8 +280,8 @@ layouts! {
         present: u64,
         /// Expert layout: f32[R][M][K], received weights.
         weights: u64,
-        /// Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there; or
-        /// EP_NOWHERE.
+        /// Rank layout without slots: u32[M][R], row of each own token at each rank, counted from this rank's first there,
+        /// and << EP_SENT_BITS the position of the token's last selection there; or EP_NOWHERE.
         sent_rows: u64,
         /// Rank layout without slots: u32[R], this rank's first row at each rank.
         places: u64,

@@ -2,7 +2,10 @@
 
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::{EP_DEPTH, EP_LINE, EP_RANK_BLOCKS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan, EpState};
+use super::{
+    EP_DEPTH, EP_LINE, EP_RANK_BLOCKS, EP_SENT_BITS, EpAnnounceHeader, EpHandle, EpHandleHeader, EpHeap, EpScan,
+    EpState,
+};
 
 /// Elements that share one scale in fp8 rows.
 const BLOCK: u32 = 128;
@@ -16,6 +19,9 @@ pub const MOST_HIDDEN: u32 = 16384;
 pub const MOST_TOPK: u32 = 32;
 /// The most tokens of a rank.
 pub const MOST_TOKENS: u32 = 65535;
+/// A row's number in a handle, and beside it a position among a token's experts, are one word.
+const _: () =
+    assert!((MOST_RANKS as u64 * MOST_TOKENS as u64) < 1 << EP_SENT_BITS && MOST_TOPK <= 1 << (32 - EP_SENT_BITS));
 /// Elements that a warp takes at a time.
 const PIECE: u32 = 1024;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need, with 2 bytes for each.
