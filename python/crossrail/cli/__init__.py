@@ -157,7 +157,8 @@ def _run(command: Command) -> int:
             print_error(error)
         return exit_code_of(error)
     except OSError as error:
-        print_error(f"{error.filename or 'stdout'}: {error.strerror}")
+        if not _ending.is_set():
+            print_error(f"{error.filename or 'stdout'}: {error.strerror}")
         return EXIT_FAILED
     finally:
         kill_all()
