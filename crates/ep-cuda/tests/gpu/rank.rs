@@ -213,6 +213,7 @@ pub(crate) fn options(case: &Case, me: u32, ordinal: u32, gpus: u32) -> DeviceOp
         num_sms: Some((multiprocessors / (2 * there)).clamp(1, 12)),
         regions: 2,
         node: (case.nodes > 1).then(|| me * case.nodes / case.ranks),
+        ..DeviceOptions::default()
     }
 }
 
