@@ -184,7 +184,10 @@ impl End {
     }
 
     fn receive(&mut self, lane: LaneId, head: &Head, payload: &[u8]) -> bool {
-        let placing = match self.peer.place_short(self.now, lane, head, &mut self.matcher) {
+        let mut ended = Vec::new();
+        let short = self.peer.place_short(self.now, lane, head, &mut self.matcher, &mut |short| ended.push(short));
+        ended.iter().for_each(|short| self.finished(short.op));
+        let placing = match short {
             Some(short) => Placing::Message(short),
             None => {
                 let mut host = Host { matcher: &mut self.matcher, regions: &mut self.regions };

@@ -18,11 +18,11 @@ use super::tables::Tables;
 pub(crate) struct DataPath {
     pub(super) tables: Tables,
     pub(super) gpu: GpuMemory,
-    /// Receives whose messages have been placed whole and that need more than
+    /// Short messages that have ended and need more than
     /// [`Operations::finish_short`](super::operations::Operations::finish_short). [`Transfers::settle`] takes them.
     ///
     /// [`Transfers::settle`]: super::Transfers::settle
-    delivered: Vec<(EndpointId, proto::Short)>,
+    pub(super) delivered: Vec<(EndpointId, proto::Short)>,
 }
 
 impl DataPath {
@@ -104,8 +104,14 @@ impl DataPath {
         let tables = &mut self.tables;
         let now = tables.clock.now();
         let Some(peer) = tables.peers.get_mut(endpoint) else { return Place::Discard };
-        if let Some(short) = peer.protocol.place_short(now, lane, head, &mut tables.matcher) {
-            return tables.operations.place_short(endpoint, &short);
+        let (operations, delivered) = (&mut tables.operations, &mut self.delivered);
+        let mut ended = |short| {
+            if !operations.finish_short(endpoint, short) {
+                delivered.push((endpoint, short));
+            }
+        };
+        if let Some(short) = peer.protocol.place_short(now, lane, head, &mut tables.matcher, &mut ended) {
+            return operations.place_short(endpoint, &short);
         }
         let mut host = Host { matcher: &mut tables.matcher, regions: &mut tables.regions };
         match peer.protocol.place(now, lane, head, &mut host) {

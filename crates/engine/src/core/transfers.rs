@@ -183,11 +183,19 @@ impl Transfers {
         }
         // The next poll reports an error, too.
         let Ok(Some(count)) = polled.lane.published() else { return false };
-        let tables = &mut self.data.tables;
-        let now = tables.clock.now();
-        let Some(peer) = tables.peers.get_mut(endpoint) else { return false };
+        let DataPath { tables, delivered, .. } = &mut self.data;
+        let Tables { clock, operations, peers, .. } = tables;
+        let Some(peer) = peers.get_mut(endpoint) else { return false };
+        let mut any = false;
+        let mut ended = |short| {
+            any = true;
+            if !operations.finish_short(endpoint, short) {
+                delivered.push((endpoint, short));
+            }
+        };
         // An impossible count breaks the connection off, which is one of the protocol's events.
-        let news = peer.protocol.published(now, count).is_err() || peer.protocol.has_events();
+        let broken = peer.protocol.published(clock.now(), count, &mut ended).is_err();
+        let news = any | broken | peer.protocol.has_events();
         if news {
             self.settle(endpoint);
         }

@@ -30,9 +30,17 @@ impl Peer {
     }
 
     /// [`Peer::place`], for engines that would rather not move a whole [`Placing`], as far as it answers with
-    /// [`Placing::Message`]. `None`: nothing was done, [`Peer::place`] decides.
+    /// [`Placing::Message`]. `None`: [`Peer::place`] decides. `ended` is handed what [`Peer::short`] would be: messages of
+    /// ours that the head confirms.
     #[inline]
-    pub fn place_short(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Short> {
+    pub fn place_short(
+        &mut self,
+        now: Time,
+        lane: LaneId,
+        head: &Head,
+        matcher: &mut Matcher,
+        ended: &mut impl FnMut(Short),
+    ) -> Option<Short> {
         if !self.is_calm(lane) {
             return None;
         }
@@ -42,7 +50,7 @@ impl Peer {
             return None;
         }
         // Confirming is the same whoever does it.
-        if !self.confirm(now, stamp.ack) {
+        if !self.confirm(now, stamp.ack, ended) {
             return None;
         }
         let op = matcher.arrive_within(self.id, tag, u64::from(len), true)?;

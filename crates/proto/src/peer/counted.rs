@@ -70,42 +70,47 @@ impl Peer {
     /// The peer has delivered `count` of our counted messages.
     #[inline]
     pub(super) fn confirmed(&mut self, now: Time, count: u32) -> Result<(), String> {
-        if self.confirm(now, count) { Ok(()) } else { Err(self.unconfirmed.too_many(count)) }
-    }
-
-    /// [`Peer::confirmed`]. False: it cannot have delivered so many.
-    #[inline(always)]
-    pub(super) fn confirm(&mut self, now: Time, count: u32) -> bool {
-        match self.unconfirmed.news(count) {
-            Some(0) => true,
-            Some(news) => {
-                self.pass_counted(now, news);
-                true
-            }
-            None => false,
-        }
-    }
-
-    /// The count has passed `news` more messages.
-    fn pass_counted(&mut self, now: Time, news: u32) {
+        let Some(news) = self.unconfirmed.news(count) else { return Err(self.unconfirmed.too_many(count)) };
         for _ in 0..news {
-            let Some(counted) = self.unconfirmed.pop() else { break };
-            // One that was to be aborted is delivered all the same.
-            if counted.stage != CountedStage::Answered {
-                self.close_counted(now, &counted);
+            if let Some(short) = self.pass_oldest(now) {
+                self.end_short(short);
             }
         }
+        Ok(())
     }
 
+    /// [`Peer::confirmed`], which hands the ends of the messages to `ended` where no event is to be taken before them.
+    /// False: the peer cannot have delivered so many.
     #[inline(always)]
-    fn close_counted(&mut self, now: Time, counted: &Counted) {
+    pub(super) fn confirm(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> bool {
+        let Some(news) = self.unconfirmed.news(count) else { return false };
+        for _ in 0..news {
+            match self.pass_oldest(now) {
+                Some(short) if !self.has_events() => ended(short),
+                Some(short) => self.end_short(short),
+                None => {}
+            }
+        }
+        true
+    }
+
+    /// The count has passed the oldest message. `None`: it was answered before.
+    #[inline]
+    fn pass_oldest(&mut self, now: Time) -> Option<Short> {
+        let counted = self.unconfirmed.pop().filter(|counted| counted.stage != CountedStage::Answered)?;
+        // One that was to be aborted is delivered all the same.
+        Some(self.close_counted(now, &counted))
+    }
+
+    #[inline]
+    fn close_counted(&mut self, now: Time, counted: &Counted) -> Short {
         let Counted { op, len, started, stage } = *counted;
         self.own_active -= 1;
         self.eager_bytes -= len;
         if stage == CountedStage::Aborting {
             self.unconfirmed.take_fault(op);
         }
-        self.end_short(Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane });
+        Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane }
     }
 
     /// The peer says by name that it has our counted message `id`.
@@ -113,7 +118,8 @@ impl Peer {
         let Some(counted) = self.answer(id) else {
             return Err(format!("operation {id} finished that is not under way"));
         };
-        self.close_counted(now, &counted);
+        let short = self.close_counted(now, &counted);
+        self.end_short(short);
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use crate::feed::guided;
 use crate::frame::{self, Announce, Bytes, Frame, Read, Stamp, Write};
 use crate::lane::Lane;
 use crate::peer::outgoing::{Kind, Outgoing, Stage};
-use crate::{Body, Memory, Operation, Out, Time};
+use crate::{Body, Memory, Operation, Out, Short, Time};
 
 /// Ids in the payload of one done frame.
 const DONES: usize = frame::CONTROL_MAX as usize / 4;
@@ -160,14 +160,16 @@ impl Peer {
     }
 
     /// The peer has published `count`, and every frame that it sent before it was placed; a frame may have told more
-    /// since. `Err`: the peer broke the protocol, this is how: the lane must fail.
-    pub fn published(&mut self, now: Time, count: u32) -> Result<(), String> {
-        let news = self.live() && self.unconfirmed.is_ahead(count);
-        let result = if news { self.confirmed(now, count) } else { Ok(()) };
-        if let Err(why) = &result {
-            self.break_off(why.clone());
+    /// since. `ended` is handed what [`Peer::short`] would be. `Err`: the peer broke the protocol, this is how: the lane
+    /// must fail.
+    #[inline]
+    pub fn published(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> Result<(), String> {
+        if !self.unconfirmed.is_ahead(count) || !self.live() || self.confirm(now, count, ended) {
+            return Ok(());
         }
-        result
+        let why = self.unconfirmed.too_many(count);
+        self.break_off(why.clone());
+        Err(why)
     }
 
     /// Whether [`Peer::next`] has something for this lane that should go out now. [`Peer::wants`] also counts the few

@@ -56,7 +56,7 @@ pub(crate) struct Node {
     pub(crate) ops: Vec<Op>,
     pub(crate) passives: BTreeMap<u32, Rc<Pass>>,
     pub(crate) arrivals: BTreeMap<u32, Rc<RefCell<Vec<u8>>>>,
-    /// Messages that were copied into their receives in one step.
+    /// Messages that were copied into their receives in one step, and short ones that were confirmed.
     pub(crate) copied: Vec<Short>,
     pub(crate) jobs: BTreeMap<u32, Job>,
     /// Copies that were left to the other end.

@@ -219,7 +219,8 @@ impl World {
             n.peer.told(count);
         }
         if w.out[1 - node].is_empty() && w.arriving[node].is_none() && self.rng.one_in(2) {
-            n.peer.published(self.now, w.counts[1 - node]).expect("an honest peer's count was refused");
+            let ended = &mut |short| n.copied.push(short);
+            n.peer.published(self.now, w.counts[1 - node], ended).expect("an honest peer's count was refused");
         }
     }
 
@@ -235,13 +236,14 @@ impl World {
             w.outstanding[node] = w.outstanding[node].checked_sub(news).expect("chunks acknowledged twice");
         }
         let (now, lane) = (self.now, lane_id(wire, node));
-        let placing = match n.peer.place_short(now, lane, &frame.head, &mut n.matcher) {
-            Some(short) => Placing::Message(short),
-            None => {
-                let mut host = Host { matcher: &mut n.matcher, regions: &mut n.regions };
-                n.peer.place(now, lane, &frame.head, &mut host)
-            }
-        };
+        let placing =
+            match n.peer.place_short(now, lane, &frame.head, &mut n.matcher, &mut |short| n.copied.push(short)) {
+                Some(short) => Placing::Message(short),
+                None => {
+                    let mut host = Host { matcher: &mut n.matcher, regions: &mut n.regions };
+                    n.peer.place(now, lane, &frame.head, &mut host)
+                }
+            };
         if self.trace {
             let text = format!("node {node} wire {wire} gets {:?} {placing:?}", frame::decode_head(&frame.head));
             self.log(|| text);
