@@ -108,6 +108,7 @@ impl Peer {
             }
             return Some(Placing::Message(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) }));
         }
+        self.stir();
         self.theirs[their as usize - 1] = Their::Open;
         self.theirs_active += 1;
         self.lanes[at].placing = Placement::Stream;
