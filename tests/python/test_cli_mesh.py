@@ -169,4 +169,4 @@ def test_ranks_are_pinned_one_each_and_the_header_says_so(tmp_path: Path) -> Non
 def test_more_ranks_than_processors_are_not_pinned() -> None:
     count = len(os.sched_getaffinity(0))
     assert cpus_of("auto", count + 1) == [None] * (count + 1)
-    assert describe_pins(cpus_of("auto", count + 1), "ranks").startswith(f"ranks not pinned, {count} for {count + 1}")
+    assert describe_pins(cpus_of("auto", count + 1), "ranks").startswith(f"ranks not pinned, {count} processor")

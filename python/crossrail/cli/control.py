@@ -96,7 +96,6 @@ def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     parser.set_defaults(outcome=_outcome)
     add_nodes(parser, NUM_PROCESSES)
-    parser.set_defaults(num_processes=None)
     work = parser.add_argument_group("the work")
     experts = "experts per rank, one measurement for each number (8,32)"
     work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
@@ -118,7 +117,7 @@ def add_arguments(parser: Parser) -> None:
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     on_gpus = parsed.device == "cuda"
     every_gpu = parsed.num_processes is None
-    parsed.num_processes = parsed.num_processes or NUM_PROCESSES
+    where = placement(parser, parsed)
     work = Work(
         op=parsed.op,
         rounds=parsed.rounds,
@@ -132,9 +131,9 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     )
     return ControlOptions(
         work=work,
-        placement=placement(parser, parsed),
+        placement=where,
         store=parsed.store,
-        every_gpu=every_gpu,
+        every_gpu=every_gpu and where.launch is None,
         timeout=parsed.timeout,
         secret_file=parsed.secret_file,
         json=parsed.json,
@@ -158,7 +157,7 @@ def _rows(options: ControlOptions, store: str, message: Message) -> list[Row]:
         raise Failure(f"only {len(samples)} of {counted(options.placement.size, 'rank')} reported their measurements")
     like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
     device = options.work.device if options.work.device == "cuda" else None
-    like = replace(like, ranks=len(samples), nodes=options.placement.world_size, device=device)
+    like = replace(like, ranks=len(samples), nodes=options.placement.nodes, device=device)
     return control_rows(samples, like)
 
 

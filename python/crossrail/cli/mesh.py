@@ -71,7 +71,7 @@ class MeshOptions(LinkOptions):
 
     def cpus(self) -> list[int | None]:
         """The processor of each rank here: one each if there are enough, but none for GPU memory if there are more."""
-        ranks = self.placement.num_processes
+        ranks = self.placement.local_size
         spare = self.devices is not None and ranks < len(allowed_cpus())
         return cpus_of("none" if self.pin == "auto" and spare else self.pin, ranks)
 
@@ -116,7 +116,7 @@ def _devices(text: str) -> list[str] | str:
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     devices = parsed.devices
     if devices is not None:
-        if parsed.num_processes != RANKS:
+        if parsed.num_processes is not None:
             parser.error("--devices and --ranks exclude each other: each GPU is a rank")
         if parsed.memory is not None:
             parser.error("--memory selects host memory, but --devices selects GPU memory")
@@ -132,13 +132,19 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     sizes = parsed.sizes or size_list(DEFAULT_SIZE)
     if len(sizes) > 1:
         parser.error("bench mesh measures one size; give --size once, as 64M")
-    return MeshOptions(placement=placement(parser, parsed), size=sizes[0], **fields_of(parsed, *NODE_OPTIONS, "sizes"))
+    where = placement(parser, parsed)
+    if devices is not None and where.launch is not None and where.launch.local_size > 1:
+        parser.error(
+            f"--devices names GPUs for one command, and {where.launch.name} started {where.launch.local_size} here; "
+            "start one on each node"
+        )
+    return MeshOptions(placement=where, size=sizes[0], **fields_of(parsed, *NODE_OPTIONS, "sizes"))
 
 
 def _report(options: MeshOptions, progress: Progress) -> Report:
     where, found = _run(options, progress)
     memory = None if options.devices else options.memory or "ordinary"
-    like = Row("mesh", "", options.size, memory=memory, ranks=where.size, nodes=where.world_size, verified=True)
+    like = Row("mesh", "", options.size, memory=memory, ranks=where.size, nodes=where.nodes, verified=True)
     if options.unpack:
         like = dataclasses.replace(like, unpack=options.unpack)
     places = [found[rank]["device"] for rank in sorted(found)]
@@ -169,12 +175,12 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
                 {
                     "plan": _plan(options),
                     **where.member(rank, store, group),
-                    "nodes": where.world_size,
+                    "nodes": where.nodes,
                     "settings": options.settings(),
                     "transport": options.transport,
                     "memory": options.memory or "ordinary",
                     "device": devices[index] if devices else None,
-                    "cpu": cpus[index],
+                    "cpu": cpus[where.local_index(rank)],
                     "progress": progress.visible and rank == 0,
                 },
             )

@@ -19,12 +19,16 @@ from crossrail._native import StoreServer, cpu_quota
 from crossrail.report import counted
 
 from .failure import Failure, UsageFailure, print_notice
+from .launcher import GROUP, Launch, find_launch
 from .options import Pin
 from .parsing import STORE_PORT, Parser, count, join, positive, resolve
 
 MOST_RANKS = 1024
 
-NODE_OPTIONS = ("num_processes", "world_size", "rank", "master_addr", "master_port", "what")
+OVER_S = 60.0
+"""How long the commands of a launcher's job wait for each other at the end."""
+
+NODE_OPTIONS = ("num_processes", "processes", "world_size", "rank", "master_addr", "master_port", "what")
 """Names of the parsed arguments that `add_nodes` declares and `placement` reads."""
 
 
@@ -33,7 +37,8 @@ class Placement:
     """``num_processes`` ranks on each of ``world_size`` nodes, of which this is number ``node``.
 
     ``store`` is the address of their store, or None if this command starts one for itself. ``source`` names the
-    variables that these values were read from.
+    variables that these values were read from. With a ``launch`` a node is one process of the launcher's job; several
+    may be on one machine.
     """
 
     num_processes: int
@@ -42,6 +47,22 @@ class Placement:
     store: str | None = None
     hosts_store: bool = True
     source: str = ""
+    launch: Launch | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines."""
+        return self.world_size if self.launch is None else self.launch.machines
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this machine."""
+        return self.num_processes * (1 if self.launch is None else self.launch.local_size)
+
+    def local_index(self, rank: int) -> int:
+        """The number of a rank that this command starts among those of this machine."""
+        before = 0 if self.launch is None else self.launch.local_rank * self.num_processes
+        return before + rank - self.ranks[0]
 
     @property
     def size(self) -> int:
@@ -58,8 +79,10 @@ class Placement:
 
         Every command is a node of its own, which is divided into ``emulated`` equal ones.
         """
-        if self.world_size == 1 and emulated == 1:
+        if emulated == 1 and (self.world_size == 1 or self.launch is not None):
             return None
+        if self.launch is not None:
+            return f"node {rank * emulated // self.size}"
         part = rank % self.num_processes * emulated // self.num_processes
         return f"node {self.node * emulated + part}"
 
@@ -81,6 +104,11 @@ class Placement:
         """
         # Commands on several nodes must agree on the name; independent runs that share a store must not collide.
         name = "bench" if self.world_size > 1 else f"bench-{secrets.token_hex(4)}"
+        if self.launch is not None and self.store is None:
+            with crossrail.Group(name=GROUP, context=context) as group:
+                yield group.store_address, name
+                group.barrier("over", timeout=OVER_S)  # the store ends with the process that runs it
+            return
         if not self.hosts_store:
             assert self.store is not None
             yield self.store, name
@@ -95,7 +123,7 @@ def add_nodes(parser: argparse.ArgumentParser, processes: int, *others: str) -> 
     group = parser.add_argument_group("the ranks (without the last four options all of them run here)")
     ranks = f"ranks per node ({processes})"
     group.add_argument(*others, "--num-processes", dest="num_processes", metavar="N", type=positive, help=ranks)
-    parser.set_defaults(num_processes=processes)
+    parser.set_defaults(processes=processes)
     group.add_argument(
         "--world-size", metavar="N", type=positive, help="number of nodes; the command runs once on each (WORLD_SIZE)"
     )
@@ -121,24 +149,41 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
         read.append(f"{variable}={text}")
         return int(text)
 
+    processes = parsed.num_processes or parsed.processes
+    external = environment.get("CROSSRAIL_STORE")
+    if (launch := _launch(parser, parsed, environment)) is not None:
+        return Placement(
+            parsed.num_processes or 1, launch.size, launch.rank, external or None, False, str(launch), launch
+        )
     nodes = number(parsed.world_size, "WORLD_SIZE", 1) or 1
     node = number(parsed.rank, "RANK", 0) or 0
     if node >= nodes:
         parser.error(f"node {node} (--rank, RANK) is not below {nodes}, the number of nodes (--world-size, WORLD_SIZE)")
-    if parsed.num_processes * nodes > MOST_RANKS:
-        parser.error(f"{parsed.num_processes} ranks on each of {nodes} nodes are more than {MOST_RANKS}")
-    external = environment.get("CROSSRAIL_STORE")
+    if processes * nodes > MOST_RANKS:
+        parser.error(f"{processes} ranks on each of {nodes} nodes are more than {MOST_RANKS}")
     if external:
-        return Placement(parsed.num_processes, nodes, node, external, False, " ".join([*read, "CROSSRAIL_STORE"]))
+        return Placement(processes, nodes, node, external, False, " ".join([*read, "CROSSRAIL_STORE"]))
     if nodes == 1:
-        return Placement(parsed.num_processes, source=" ".join(read))
+        return Placement(processes, source=" ".join(read))
     address = parsed.master_addr or environment.get("MASTER_ADDR")
     if address is None:
         parser.error(f"{nodes} nodes need the address of node 0: give it with --master-addr (MASTER_ADDR)")
     launcher = None if parsed.master_port is not None else number(None, "MASTER_PORT", 1)
     port = parsed.master_port or (STORE_PORT if launcher is None else launcher + 1)
     store = f"tcp://{resolve(join(address, port))}"
-    return Placement(parsed.num_processes, nodes, node, store, node == 0, " ".join(read))
+    return Placement(processes, nodes, node, store, node == 0, " ".join(read))
+
+
+def _launch(parser: Parser, parsed: argparse.Namespace, environment: Mapping[str, str]) -> Launch | None:
+    """The launcher's job, each process of which is one rank: unless options place this command, or torchrun starts one
+    command per node, which then starts the ranks of its node."""
+    options = (parsed.world_size, parsed.rank, parsed.master_addr, parsed.master_port)
+    launch = find_launch(parser, environment) if options == (None,) * 4 else None
+    if launch is None or (launch.name == "torchrun" and launch.local_size == 1):
+        return None
+    if launch.size * (parsed.num_processes or 1) > MOST_RANKS:
+        parser.error(f"{launch.size} processes of {parsed.num_processes or 1} ranks are more than {MOST_RANKS} ranks")
+    return launch
 
 
 def known_gpus(context: crossrail.Context, wanted: Sequence[str] | str) -> list[str]:
@@ -164,9 +209,9 @@ def one_gpu_each(where: Placement, context: crossrail.Context, every: bool) -> P
     gpus = known_gpus(context, "all")
     if every:
         where = replace(where, num_processes=len(gpus))
-    if where.num_processes > len(gpus):
+    if where.local_size > len(gpus):
         raise UsageFailure(
-            f"{where.num_processes} ranks need one GPU each, and this machine has {counted(len(gpus), 'GPU')}"
+            f"{where.local_size} ranks need one GPU each, and this machine has {counted(len(gpus), 'GPU')}"
         )
     return where
 
@@ -179,7 +224,7 @@ def shared_gpus(where: Placement, context: crossrail.Context, every: bool) -> tu
     gpus = known_gpus(context, "all")
     if every:
         where = replace(where, num_processes=len(gpus))
-    return where, tuple(gpus[number % len(gpus)] for number in range(where.num_processes))
+    return where, tuple(gpus[where.local_index(rank) % len(gpus)] for rank in where.ranks)
 
 
 def allowed_cpus() -> list[int]:
@@ -210,7 +255,7 @@ def describe_pins(cpus: Sequence[int | None], whose: str) -> str:
     pinned = [str(cpu) for cpu in cpus if cpu is not None]
     if pinned:
         return f"{whose} pinned to {', '.join(pinned)}{limit}"
-    return f"{whose} not pinned, {len(allowed_cpus())} for {len(cpus)}{limit}"
+    return f"{whose} not pinned, {counted(len(allowed_cpus()), 'processor')} for {len(cpus)}{limit}"
 
 
 def checked_cpu(cpu: int) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 from crossrail._native import bench_unpack
 from crossrail.report import Report, Row, format_size, unpack_rows
 
+from .launcher import refuse_launch
 from .options import UNPACK_MODES, RunOptions, add_iterations, add_json, add_sizes, add_timeout
 from .parsing import Command, Parser, device, names_of, size_list
 from .placement import known_gpus
@@ -58,6 +59,7 @@ def add_arguments(parser: Parser) -> None:
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     if parsed.device == "cpu":
         parser.error("--device cpu: data is unpacked into GPU memory only; known: cuda, cuda:N")
+    refuse_launch(parser)
     fragments = parsed.fragments or size_list(DEFAULT_FRAGMENTS)
     sizes = parsed.sizes or size_list(DEFAULT_SIZE)
     if min([*fragments, *sizes]) < 1:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from ..parsing import Command, Parser
-from ..reporting import show_report
+from ..reporting import Progress, show_report
 from . import cuda, elastic, host, options
 
 
@@ -19,6 +19,10 @@ class Ep(options.EpOptions):
         measure = cuda.measure if self.device == "cuda" else host.measure
         if self.plan is not None:
             measure = elastic.run_plan
+        if self.placement.launch is not None and self.placement.node > 0:
+            with Progress() as progress:
+                measure(self, progress)
+            return
         show_report(self, lambda progress: measure(self, progress))
 
 

@@ -45,8 +45,8 @@ def measure(options: EpOptions, progress: Progress) -> Report:
 def _placed(options: EpOptions, context: crossrail.Context) -> EpOptions:
     """The options with one rank per GPU, unless fewer were requested."""
     where = one_gpu_each(options.placement, context, options.every_gpu)
-    if where.num_processes % options.nodes:
-        ranks = where.num_processes
+    if where.local_size % options.nodes:
+        ranks = where.local_size
         raise UsageFailure(f"--nodes {options.nodes}: {ranks} ranks cannot be divided evenly among as many nodes")
     return replace(options, placement=where)
 
@@ -80,8 +80,8 @@ class _Run:
     def _job(self, rank: int, store: str, group: str) -> Message:
         return {
             **self.where.member(rank, store, group, self.options.nodes),
-            "cpu": self.options.cpus(len(self.where.ranks))[rank - self.where.ranks[0]],
-            "ordinal": rank - self.where.ranks[0],
+            "cpu": self.options.cpus(self.where.local_size)[self.where.local_index(rank)],
+            "ordinal": self.where.local_index(rank),
             "settings": self.options.settings(),
             "progress": self.progress.visible and rank == 0,
         }

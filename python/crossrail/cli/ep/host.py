@@ -53,7 +53,7 @@ class _Run:
 
     def check_memory(self) -> None:
         """Raises UsageError for invalid sizes, and Failure if a buffer takes more memory than is free."""
-        here = self.where.num_processes
+        here = self.where.local_size
         numbers = buffer_numbers(self.work)
         plan = crossrail.ExpertBuffer.plan(ranks=self.work.shape.ranks, local_ranks=here, **numbers)
         if plan.free is not None and plan.total * here > plan.free:
@@ -83,7 +83,7 @@ class _Run:
             "settings": self.options.settings(),
             "share_node": self.options.backend != "none",
             "verify": self.options.verification(self.work),
-            "cpu": self.options.cpus(len(self.where.ranks))[rank - self.where.ranks[0]],
+            "cpu": self.options.cpus(self.where.local_size)[self.where.local_index(rank)],
             "progress": self.progress.visible and rank == 0,
         }
 

@@ -133,7 +133,7 @@ class EpOptions(RunOptions):
 
     def pinning(self) -> str:
         """How the ranks here are pinned."""
-        ranks = self.placement.num_processes if self.plan is None else load_plan(self.plan).ranks
+        ranks = self.placement.local_size if self.plan is None else load_plan(self.plan).ranks
         return describe_pins(self.cpus(ranks), "ranks")
 
     @property
@@ -155,7 +155,7 @@ class EpOptions(RunOptions):
             transport="",
             size=shape.hidden + scales if mode != "combine" and work.scale else 2 * shape.hidden,
             ranks=shape.ranks,
-            nodes=self.placement.world_size * self.nodes,
+            nodes=self.placement.nodes * self.nodes,
             tokens=self.tokens,
             hidden=shape.hidden,
             topk=shape.topk,
@@ -190,7 +190,6 @@ def buffer_numbers(work: Work) -> dict[str, Any]:
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     add_nodes(parser, PROCESSES)
-    parser.set_defaults(num_processes=None)
     _add_work(parser.add_argument_group("the work"))
     _add_device(parser.add_argument_group("in GPU memory"))
     _add_how(parser.add_argument_group("how it moves"))
@@ -269,8 +268,8 @@ def fields(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
     """The fields of `EpOptions`, from the parsed arguments, the preset and the defaults."""
     found = fields_of(parsed, *NODE_OPTIONS)
     found["every_gpu"] = parsed.num_processes is None
-    parsed.num_processes = parsed.num_processes or PROCESSES
-    found["placement"] = placement(parser, parsed)
+    found["placement"] = where = placement(parser, parsed)
+    found["every_gpu"] = found["every_gpu"] and where.launch is None
     for name, value in {**DEFAULTS, **PRESETS.get(found.get("preset", ""), {})}.items():
         found.setdefault(name, value)
     if parsed.experts_per_rank is not None:
@@ -280,11 +279,11 @@ def fields(parser: Parser, parsed: argparse.Namespace) -> dict[str, Any]:
 
 def check(parser: Parser, options: EpOptions) -> None:
     """Reports to the parser which options are invalid together."""
-    per_node = options.placement.num_processes
+    per_node = options.placement.local_size
     if per_node % options.nodes:
         parser.error(f"--nodes {options.nodes}: {per_node} ranks cannot be divided evenly among as many nodes")
     if options.compare and options.placement.world_size > 1:
-        parser.error("--compare runs on one machine; leave --world-size out")
+        parser.error("--compare runs on one machine, by one command; leave --world-size and the launcher out")
     for name in options.compare:
         if PEERS[name] != options.device:
             parser.error(f"--compare {name} needs --device {PEERS[name]}")
@@ -296,7 +295,7 @@ def check(parser: Parser, options: EpOptions) -> None:
     if options.verify is not None and (options.plan is not None or options.device == "cuda"):
         parser.error("--verify has no choice with --plan, which verifies every phase, or --device cuda, a sample")
     if options.plan is not None and (options.compare or options.placement.world_size > 1):
-        parser.error("--plan runs on one machine; leave --world-size and --compare out")
+        parser.error("--plan runs on one machine, by one command; leave --world-size, --compare and a launcher out")
 
 
 def _routing(text: str) -> str:

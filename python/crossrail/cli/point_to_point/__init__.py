@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..launcher import find_launch
 from ..options import fields_of
 from ..parsing import Command, Parser
 from ..reporting import show_report
@@ -19,7 +20,7 @@ class Bench(BenchOptions):
 
     def run(self) -> None:
         """Listens, or drives the measurement and shows the report. Raises Failure and the library's errors."""
-        if self.listen is not None:
+        if self.listens:
             listen(self)
         else:
             show_report(self, lambda progress: drive(self, progress))
@@ -48,4 +49,12 @@ def _add(parser: Parser, what: str) -> None:
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     options = Bench(**fields_of(parsed))
     check(parser, options)
+    if options.listen is None and options.connect is None:
+        launch = find_launch(parser)
+        if launch is not None and launch.size != 2:
+            parser.error(
+                f"bench {options.what} is between 2 processes, and {launch.name} started {launch.size}; start 2, or "
+                "one end with --listen and the other with --connect"
+            )
+        options = replace(options, launch=launch)
     return options

@@ -32,6 +32,7 @@ from crossrail.report import (
 
 from .. import peers
 from ..failure import Failure
+from ..launcher import GROUP
 from ..options import required
 from ..parsing import parse_address, resolve
 from ..placement import known_gpus, pin_to
@@ -98,6 +99,13 @@ def _channel(options: BenchOptions) -> Iterator[tuple[Channel, str]]:
     if wanted := [place for place in mine if place != "cpu"]:
         known_gpus(context, wanted)
     cpu = options.cpu(driver=True)
+    if options.launch is not None:
+        pin_to(cpu)
+        with crossrail.Group(name=GROUP, context=context) as group:
+            (listening,) = group.collect("address", [0])
+            with _connected(options, context, listening) as channel:
+                yield channel, parse_address(group.store_address.removeprefix("tcp://"))[0]
+        return
     if options.connect is not None:
         pin_to(cpu)
         address = resolve(options.connect)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import crossrail
@@ -15,6 +16,7 @@ from crossrail.report import format_size, unpack_rates
 
 from .. import peers
 from ..failure import Failure, print_notice
+from ..launcher import GROUP
 from ..options import UNPACK_MODES
 from ..parsing import resolve
 from ..placement import known_gpus, pin_to
@@ -30,16 +32,27 @@ _AGREED = ("sizes", "iters", "warmup", "window", "memory", "unpack")
 
 def listen(options: BenchOptions) -> None:
     """Serves one driving end. Raises Failure and the library's errors."""
+    if options.launch is not None and len(options.device or []) > 1:
+        options = replace(options, device=[(options.device or [])[1]])  # all processes of a job have the same options
     context = options.context()
     if options.gpus:
         known_gpus(context, [options.memory_device])  # fails here rather than when the driving end connects
     pin_to(options.cpu(driver=False))
-    with crossrail.Worker(context, listen=resolve(options.listen or "")) as worker:
-        if options.parent is None:
+    if options.launch is None:
+        address = resolve(options.listen or "")
+    else:
+        address = "127.0.0.1:0" if options.launch.machines == 1 else "0.0.0.0:0"
+    with contextlib.ExitStack() as stack, crossrail.Worker(context, listen=address) as worker:
+        if options.launch is not None:
+            print_notice(f"{options.launch} listens, process 1 measures")
+            group = stack.enter_context(crossrail.Group(name=GROUP, context=context))
+            group.publish("address", worker.address())
+        elif options.parent is None:
             print_notice(f"listening on {', '.join(worker.control_addresses())}; start the other end with --connect")
         else:
             print(json.dumps({"address": worker.address().hex(), "control": worker.control_addresses()}), flush=True)
-        endpoint = worker.accept(context.timeout if options.timeout or options.parent else IDLE_LIMIT_S)
+        waits = options.timeout is not None or options.parent is not None or options.launch is not None
+        endpoint = worker.accept(context.timeout if waits else IDLE_LIMIT_S)
         worker._refuse_peers(
             f"the listening end is busy with {endpoint.peer}, and serves one run: connect once it listens again, or "
             "start another one at another port"
@@ -51,7 +64,7 @@ def listen(options: BenchOptions) -> None:
             with contextlib.suppress(crossrail.CrossrailError):
                 channel.send({"error": " ".join(str(error).split())})
             raise
-        if options.parent is None:
+        if options.parent is None and options.launch is None:
             print_notice(f"done; {endpoint.peer} has finished")
 
 

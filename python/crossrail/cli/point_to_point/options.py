@@ -9,6 +9,7 @@ from typing import Literal
 import crossrail
 from crossrail.report import format_size
 
+from ..launcher import Launch
 from ..options import (
     ROUNDS,
     LinkOptions,
@@ -70,6 +71,12 @@ class BenchOptions(LinkOptions):
     compare: list[str] = field(default_factory=list)
     rounds: int = ROUNDS
     net_plugin: str | None = None
+    launch: Launch | None = None
+
+    @property
+    def listens(self) -> bool:
+        """Whether this is the listening end: by ``--listen``, or as process 0 of a launcher's job."""
+        return self.listen is not None or (self.launch is not None and self.launch.rank == 0)
 
     @property
     def memory_device(self) -> str:
@@ -100,7 +107,8 @@ class BenchOptions(LinkOptions):
 
     def pinning(self) -> str:
         """How the ends that run here are pinned."""
-        here = [True, False] if self.connect is None and self.listen is None else [self.listen is None]
+        both = self.connect is None and self.listen is None and (self.launch is None or self.launch.machines == 1)
+        here = [True, False] if both else [not self.listens]
         return describe_pins([self.cpu(driver=driver) for driver in here], "ends")
 
     def cpu(self, *, driver: bool) -> int | None:
@@ -112,6 +120,7 @@ class BenchOptions(LinkOptions):
             return checked_cpu(self.pin[0 if driver or len(self.pin) == 1 else 1])
         allowed = allowed_cpus()
         both_here = self.parent is not None or (self.listen is None and self.connect is None)
+        both_here = both_here and (self.launch is None or self.launch.machines == 1)
         if self.pin == "none" or not both_here or len(allowed) < 2 or (self.uses_many_cpus and len(allowed) > 2):
             return None
         return allowed[0 if driver else 1]
