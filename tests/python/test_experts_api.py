@@ -324,6 +324,15 @@ def test_one_layout_only(alone: Callable[..., crossrail.ExpertBuffer]) -> None:
     assert buffer.dispatch(rows(), ids(), layout="rank").x.shape == (M, H)
 
 
+def test_rows_travel_as_bf16_between_hosts(alone: Callable[..., crossrail.ExpertBuffer]) -> None:
+    buffer = alone()
+    came = buffer.dispatch(rows(), ids(), halves())
+    with pytest.raises(crossrail.UsageError, match="wire is for buffers on a GPU, and this one is on the host"):
+        buffer.combine(came.x, came.handle, wire="fp8")
+    again = buffer.dispatch(rows(), ids(), halves())
+    assert (buffer.combine(again.x, again.handle, wire="bf16").x == rows()).all()
+
+
 @pytest.mark.parametrize("call", ["connect", "disconnect", "mask", "unmask"])
 def test_ranks_that_are_none(alone: Callable[..., crossrail.ExpertBuffer], call: str) -> None:
     buffer = alone()
