@@ -170,7 +170,7 @@ wheels: rust $(TOOLS)
 check-aarch64: rust
 	$(call say,check: aarch64)
 	@if rustup --quiet target add aarch64-unknown-linux-gnu; then \
-		cargo check --quiet --locked --package crossrail-python --target aarch64-unknown-linux-gnu; \
+		cargo check --quiet --locked --package crossrail-python --package crossrail-nccl-plugin --target aarch64-unknown-linux-gnu; \
 	else echo "not checked: rustup has no standard library for aarch64 here"; fi
 
 bench: build
