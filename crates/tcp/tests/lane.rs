@@ -137,7 +137,7 @@ fn a_reset_is_reported_with_its_code_after_received_data() {
     SockRef::from(&peer).set_linger(Some(Duration::ZERO)).expect("linger");
     drop(peer);
     let error = poll_to_error(&mut lane, &mut sink);
-    assert!(matches!(&error, LaneError::Down(why) if why.contains("ECONNRESET")), "{error}");
+    assert!(matches!(&error, LaneError::Closed(why) if why.contains("ECONNRESET")), "{error}");
     assert_eq!(sink.placed, 1);
     assert_eq!(sink.places[0], b"whole");
 }
@@ -152,7 +152,7 @@ fn a_post_to_a_dead_peer_does_not_lose_received_data() {
     assert_eq!(lane.post(&frame(b"too late")), Ok(Post::Full));
     assert_eq!(lane.post(&frame(b"too late")), Ok(Post::Full));
     let error = poll_to_error(&mut lane, &mut sink);
-    assert!(matches!(&error, LaneError::Down(why) if why.contains("ECONNRESET")), "{error}");
+    assert!(matches!(&error, LaneError::Closed(why) if why.contains("ECONNRESET")), "{error}");
     assert_eq!(sink.places, [b"last words".to_vec()]);
 }
 

@@ -125,7 +125,7 @@ pub enum Post {
 pub enum LaneError {
     /// The peer closed it or its process is gone.
     Closed(String),
-    /// The link broke: reset, unreachable, device down, deadline passed.
+    /// The link broke: unreachable, device down, deadline passed.
     Down(String),
     /// The peer sent what this lane cannot mean.
     Protocol(String),

@@ -45,12 +45,13 @@ impl Transfers {
                 (false, left) => format!("{left} lanes go on, it is retried in the background"),
             };
             peer.set_stranded(none_left.then(|| (now, format!("lane {name} is {error}"))));
-            // While nothing needs the lane, its end is nearly always the first that is heard of the peer's goodbye. If
-            // it is not, dialling it again fails, and that is reported.
-            let log = if in_use { Log::warn } else { Log::info };
+            // A lane that the peer closes while nothing needs it is nearly always the first that is heard of its
+            // goodbye. If it is not, dialling it again fails, and that is reported.
+            let reported = in_use || !matches!(error, LaneError::Closed(_));
+            let log = if reported { Log::warn } else { Log::info };
             log(tables.log, format_args!("{}: lane {name} is {error}; {rest}", peer.name()));
             if let Some((rail, channel)) = rail {
-                self.deferred.lost.push(LostRail { endpoint, rail, channel });
+                self.deferred.lost.push(LostRail { endpoint, rail, channel, reported });
             }
         }
         self.settle(endpoint);

@@ -39,6 +39,8 @@ pub(crate) struct LostRail {
     pub(crate) endpoint: EndpointId,
     pub(crate) rail: u16,
     pub(crate) channel: u16,
+    /// Its loss was logged as a warning.
+    pub(crate) reported: bool,
 }
 
 /// Work that is done without the lock.

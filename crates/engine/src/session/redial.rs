@@ -82,7 +82,8 @@ impl Redialer {
                 Ok(None) => {}
                 Ok(Some(device)) => sessions.log.info(format_args!("rail {device} is back")),
                 Err((device, error)) => {
-                    let log = if attempt.pause == PAUSE_MIN { Log::warn } else { Log::debug };
+                    let reported = std::mem::replace(&mut attempt.lost.reported, true);
+                    let log = if reported { Log::debug } else { Log::warn };
                     log(sessions.log, format_args!("rail {device} is lost, and dialling it again failed: {error}"));
                     attempt.pause = (attempt.pause * 2).min(PAUSE_MAX);
                     attempt.at = Instant::now() + attempt.pause;

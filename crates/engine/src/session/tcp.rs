@@ -139,7 +139,9 @@ impl Transport for Tcp {
             }
         }
         for name in lost {
-            sessions.redialer.lost(sessions, LostRail { endpoint, rail: name.rail, channel: name.channel });
+            sessions
+                .redialer
+                .lost(sessions, LostRail { endpoint, rail: name.rail, channel: name.channel, reported: true });
         }
         Ok(endpoint)
     }
