@@ -68,6 +68,16 @@ def test_a_bench_whose_ranks_do_not_fit_together_is_one_line() -> None:
     assert "tokens per rank fit" in error
 
 
+@pytest.mark.parametrize("size", ["800M", "4G"])
+def test_two_ends_that_do_not_fit_together_are_one_line(size: str) -> None:
+    with memory_group(LIMIT) as group:
+        done = run_in(group, *COMMAND, "bench", "p2p", f"--size={size}", environment=clean_environment())
+    assert done.returncode == 1, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("crossrail: error: ")]
+    assert "both ends take" in error
+    assert "in this control group" in error
+
+
 def test_a_death_for_want_of_memory_is_called_that() -> None:
     code = """
 import sys

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import crossrail
-from crossrail._native import StoreServer, cpu_quota
-from crossrail.report import counted
+from crossrail._native import StoreServer, cpu_quota, host_memory
+from crossrail.report import counted, format_bytes
 
 from .failure import Failure, UsageFailure, print_notice
 from .launcher import GROUP, Launch, find_launch
@@ -230,6 +230,17 @@ def shared_gpus(where: Placement, context: crossrail.Context, every: bool) -> tu
 def allowed_cpus() -> list[int]:
     """The processors that this process may use, whatever the calling thread is pinned to."""
     return sorted(os.sched_getaffinity(os.getpid()))
+
+
+def check_memory(needed: int, whose: str) -> None:
+    """Raises Failure if ``whose`` buffers take more memory than this machine, or the control group, has free."""
+    memory = host_memory()
+    if memory is not None and needed > memory["available"]:
+        limited = "" if memory["limited_by"] is None else f" in this control group ({memory['limited_by']})"
+        raise Failure(
+            f"{whose} take {format_bytes(needed)}, and {format_bytes(memory['available'])} are free{limited}: give a "
+            "smaller --size"
+        )
 
 
 def cpu_of(wanted: Pin, index: int, count: int) -> int | None:

@@ -35,7 +35,7 @@ from ..failure import Failure
 from ..launcher import GROUP
 from ..options import required
 from ..parsing import parse_address, resolve
-from ..placement import known_gpus, pin_to
+from ..placement import check_memory, known_gpus, pin_to
 from ..processes import Message
 from ..rails import line_rate, missed, rail_of, rails_of
 from ..reporting import OnProgress, Progress, make_report
@@ -56,6 +56,7 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
         if error is not None:
             raise error
     work = plans(options)
+    _check_memory(options, work)
     progress.versions = versions = {name: peers.version(name) for name in options.compare}
     with _channel(options) as (channel, host):
         met = channel.request(_hello(options, work))
@@ -71,6 +72,16 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
         else:
             channel.leave()
     return make_report(options, progress.rows, versions)
+
+
+def _check_memory(options: BenchOptions, work: list[Plan]) -> None:
+    """Raises Failure if the host memory of the ends that run here is more than is free."""
+    both_here = options.connect is None and (options.launch is None or options.launch.machines == 1)
+    places = [options.memory_device, (options.device or ["cpu"])[-1]] if both_here else [options.memory_device]
+    ends = places.count("cpu")
+    buffers = max(plan.size * (2 if plan.what in ("latency", "write") else 1) for plan in work)
+    if ends:
+        check_memory(ends * buffers, "the buffers of both ends" if ends == 2 else "the buffers of this end")
 
 
 def _hello(options: BenchOptions, work: list[Plan]) -> Message:

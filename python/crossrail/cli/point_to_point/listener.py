@@ -19,7 +19,7 @@ from ..failure import Failure, print_notice
 from ..launcher import GROUP
 from ..options import UNPACK_MODES
 from ..parsing import resolve
-from ..placement import known_gpus, pin_to
+from ..placement import check_memory, known_gpus, pin_to
 from ..processes import Message
 from ..rails import missed
 from .channel import IDLE_LIMIT_S, RAW_TCP_FAILURES, Channel
@@ -207,7 +207,10 @@ def _buffer_of(request: Message) -> tuple[int, str]:
     if memory not in ("shared", "ordinary") and not re.fullmatch("cuda:[0-9]{1,3}", str(memory)):
         raise Failure(f"the driving end requested {memory!r} memory, which is unknown here")
     assert isinstance(memory, str)
-    return _whole(request, "size", 0), memory
+    size = _whole(request, "size", 0)
+    if not memory.startswith("cuda"):
+        check_memory(size, "the buffers of the listening end")
+    return size, memory
 
 
 def _whole(request: Message, name: str, least: int) -> int:
