@@ -59,6 +59,8 @@ def test_our_own_plugin_is_driven_like_any_other() -> None:
     (lane,) = found["lanes"]
     assert lane["name"] == "Crossrail/crossrail:127.0.0.1+127.0.0.2"
     assert lane["chunks"] == 2 * 16
+    assert "--channels" in found["verdict"]["text"]
+    assert "--rails" not in found["verdict"]["text"], "a plugin's devices are its own"
 
 
 def test_a_plugin_that_prints_does_not_reach_stdout(compiled: Path) -> None:

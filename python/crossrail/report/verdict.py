@@ -310,7 +310,8 @@ def _links(facts: Facts, rails: Sequence[Lane]) -> str:
     if any("/" in name for name in facts.unused):
         return f"{used_line}. More rails were expected to carry data."
     channels = (facts.channels or 1) * 2
-    if len(rails) <= 1:
+    foreign = any("/" in lane.name and not lane.name.startswith("tcp/") for lane in rails)  # a plugin's own devices
+    if len(rails) <= 1 and not foreign:
         return f"{used_line}. Give it more rails (--rails), or try --channels {channels}."
     return f"{used_line}. Links or processor are the limit: try --channels {channels}."
 
