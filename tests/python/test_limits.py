@@ -78,6 +78,14 @@ def test_two_ends_that_do_not_fit_together_are_one_line(size: str) -> None:
     assert "in this control group" in error
 
 
+def test_a_mesh_whose_ranks_do_not_fit_together_is_one_line() -> None:
+    with memory_group(LIMIT) as group:
+        done = run_in(group, *COMMAND, "bench", "mesh", "--ranks=4", "--size=64M", environment=clean_environment())
+    assert done.returncode == 1, done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("crossrail: error: ")]
+    assert "the buffers of the ranks here take 1.61 GB" in error
+
+
 def test_a_death_for_want_of_memory_is_called_that() -> None:
     code = """
 import sys

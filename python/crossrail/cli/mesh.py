@@ -36,6 +36,7 @@ from .placement import (
     Placement,
     add_nodes,
     allowed_cpus,
+    check_memory,
     cpus_of,
     describe_pins,
     known_gpus,
@@ -164,6 +165,8 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
     if where.size < 2:
         only = f"only {devices[0]} is here" if devices else "this is 1 rank"
         raise UsageFailure(f"a mesh needs two or more ranks, and {only}")
+    if devices is None:  # a buffer to and one from every other rank
+        check_memory(where.local_size * 2 * (where.size - 1) * options.size, "the buffers of the ranks here")
     found: dict[int, Message] = {}
     cpus = dataclasses.replace(options, placement=where).cpus()
     with where.rendezvous(context) as (store, group), Ranks() as ranks:
