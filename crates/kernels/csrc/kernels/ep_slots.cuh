@@ -111,6 +111,8 @@ __device__ __forceinline__ void publish_rows(const EpDispatchArgs &args, const S
         u64 place = u64(source) * c.max_tokens + token;
         st_relaxed_gpu_u64(c.base + c.heap.plan_rows + 8 * place, tagged(start.received, row));
         at<u32>(c.handle + c.parts.routes, place) = row;
+        // For the host's handle.
+        if (row != EP_NOWHERE) at<u32>(c.handle + c.parts.source, row) = token;
     }
     for (u32 rank = threadIdx.x; rank <= EP_R; rank += EP_THREADS) {
         at<u32>(c.handle + c.parts.offsets, rank) = plan.bases[rank * plan.tiles];

@@ -334,7 +334,7 @@ struct EpHandle {
     u64 places;
     // Rank layout: u32[R + 1], the first row of each source, and the end.
     u64 offsets;
-    // Rank layout without slots: u32[R * M], each row's token at its source.
+    // Rank layout: u32[R * M], each row's token at its source.
     u64 source;
     // Bytes of a handle.
     u64 bytes;

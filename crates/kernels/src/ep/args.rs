@@ -287,7 +287,7 @@ layouts! {
         places: u64,
         /// Rank layout: u32[R + 1], the first row of each source, and the end.
         offsets: u64,
-        /// Rank layout without slots: u32[R * M], each row's token at its source.
+        /// Rank layout: u32[R * M], each row's token at its source.
         source: u64,
         /// Bytes of a handle.
         bytes: u64,
