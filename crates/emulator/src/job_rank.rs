@@ -271,6 +271,8 @@ impl<M: GpuMemory> ByRank<M> {
             same(&format!("{what}: topk_idx"), &idx, &expected.idx)?;
             let source = heap.read::<i32>(at(parts.region_source, 4, row), 1);
             same(&format!("{what}: source"), &source, &[expected.token as i32])?;
+            let kept = one.handle.read::<i32>(shape.handle(Layout::Rank).source as usize + 4 * row, 1);
+            same(&format!("{what}: source in the handle"), &kept, &[expected.token as i32])?;
             if self.weighted {
                 let weights = heap.read::<f32>(at(parts.region_weights, 4 * topk, row), topk);
                 same(&format!("{what}: weights"), &weights, &expected.weights)?;
