@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy.typing as npt
-from typing_extensions import Buffer, Self
+from typing_extensions import Buffer, Never, Self
 
 from crossrail.errors import CrossrailError
 from crossrail.records import (
@@ -72,6 +72,7 @@ __all__ = [
     "Dispatched",
     "Endpoint",
     "ExpertBuffer",
+    "ExpertCalls",
     "Explain",
     "Group",
     "Handle",
@@ -80,6 +81,7 @@ __all__ = [
     "PendingCombine",
     "PendingDispatch",
     "Receipt",
+    "Receive",
     "Region",
     "RegionKey",
     "Request",
@@ -583,7 +585,8 @@ class ExpertCalls:
 
 @final
 class Receive:
-    def __call__(self) -> None: ...
+    # Takes none; the extension declares the signature of every callable object so.
+    def __call__(self, *args: Never, **kwargs: Never) -> None: ...
 
 @final
 class DispatchArgs:

@@ -49,11 +49,10 @@ fn shared(secret: &Secret) -> Shared<'_> {
 pub fn connect(fd: BorrowedFd<'_>, secret: &Secret, operation: &str, peer: &str, deadline: Instant) -> Result<()> {
     let mut exchange = Exchange::new(fd, &STORE, operation, peer, deadline);
     greet(&mut exchange, secret).map_err(|error| match error.kind {
-        _ if error.hint.is_some() => error,
-        ErrorKind::Refused => error.with_hint(terms::SAME_SECRET),
         ErrorKind::Protocol | ErrorKind::Timeout => {
             error.with_hint("check that CROSSRAIL_STORE is the address of a store")
         }
+        ErrorKind::Refused if error.hint.is_none() => error.with_hint(terms::SAME_SECRET),
         _ => error,
     })
 }
