@@ -40,6 +40,21 @@ def test_a_cycle_has_every_step_of_every_rank_and_round(tmp_path: Path) -> None:
     assert done.stdout.count("total") == 2
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_the_header_says_how_ranks_are_pinned(tmp_path: Path) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    path = tmp_path / "out.json"
+    alone = ("--experts-per-rank=2", "--rounds=1", "--op=init")
+    done = run(*SMALL, "--num-processes=2", *alone, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"processors: ranks pinned to {first}, {second}")
+    pinning = Report.loads(path.read_text()).environment.pinning
+    assert pinning is not None
+    assert pinning.startswith(f"ranks pinned to {first}, {second}")
+    done = run(*SMALL, "--num-processes=2", *alone, "--pin=none")
+    assert done.stdout.startswith("processors: ranks not pinned, ")
+
+
 @pytest.mark.parametrize("op", STEPS)
 def test_one_step_alone(op: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
@@ -86,6 +101,24 @@ def test_a_real_etcd(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert {row.store for row in Report.loads(path.read_text()).rows} == {"etcd"}
     assert "an etcd was started" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("etcd") is None and os.environ.get("CI") != "true", reason="no etcd here")
+def test_ctrl_c_while_an_etcd_serves_is_one_line() -> None:
+    # A terminal sends SIGINT to all processes, etcd among them, whose end is then no failure of the store.
+    command = [*COMMAND, *SMALL, "--rounds=100000", "--store=etcd"]
+    with no_files_left():
+        process = subprocess.Popen(
+            command, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stderr is not None
+        assert "an etcd was started" in process.stderr.readline()
+        assert "3 ranks, store etcd" in process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in said and "etcd did not" not in said, said
+    assert [line for line in said.splitlines() if "error:" in line] == ["crossrail: error: interrupted"], said
 
 
 def test_without_etcd_it_names_the_package() -> None:

@@ -22,16 +22,18 @@ from .failure import Failure, UsageFailure, print_notice
 from .options import (
     Device,
     Dtype,
+    Pin,
     RunOptions,
     add_device_kind,
     add_json,
     add_no_effect,
+    add_pin,
     add_secret_file,
     add_timeout,
     add_tokens,
 )
 from .parsing import Command, Parser, count, positive
-from .placement import Placement, add_nodes, placement, shared_gpus
+from .placement import Placement, add_nodes, cpus_of, describe_pins, pin_to, placement, shared_gpus
 from .processes import Message, Process, scratch_folder
 from .rank_process import Parent, gather, join
 from .ranks import ENDED, Ranks
@@ -80,6 +82,16 @@ class ControlOptions(RunOptions):
     every_gpu: bool = False
     gpus: tuple[str, ...] = ()
     """GPU of each rank of this node, once known."""
+    pin: Pin = "auto"
+
+    def cpus(self) -> list[int | None]:
+        """The processor of each rank here: one each if there are enough; none where GPUs do the work."""
+        unpinned = self.work.device == "cuda" and self.pin == "auto"
+        return cpus_of("none" if unpinned else self.pin, self.placement.local_size)
+
+    def pinning(self) -> str:
+        """How the ranks here are pinned."""
+        return describe_pins(self.cpus(), "ranks")
 
     def run(self) -> None:
         """Runs the ranks of this node; the first node shows the report. Raises Failure and the library's errors."""
@@ -111,6 +123,7 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--store", choices=("tcp", "etcd"), help=store)
     add_secret_file(work, "all nodes")
     add_timeout(work)
+    add_pin(work, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
     add_json(parser.add_argument_group("what comes out"))
 
 
@@ -137,6 +150,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         timeout=parsed.timeout,
         secret_file=parsed.secret_file,
         json=parsed.json,
+        pin=parsed.pin or "auto",
     )
 
 
@@ -174,13 +188,15 @@ def _run(options: ControlOptions, progress: Progress) -> None:
     context = options.context()
     where = options.placement
     rounds = options.work.warmup + options.work.rounds
+    cpus = options.cpus()
     patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
     with _rendezvous(options, context) as (store, group), Ranks() as ranks:
         print_notice(f"{counted(where.size, 'rank')}, store {store}")
         job = {"work": asdict(options.work), "settings": options.settings()}
         for rank in where.ranks:
             device = options.gpus[rank - where.ranks[0]] if options.gpus else None
-            ranks.start(rank, "control", {**job, **where.member(rank, store, group), "device": device})
+            own = {"device": device, "cpu": cpus[where.local_index(rank)]}
+            ranks.start(rank, "control", {**job, **where.member(rank, store, group), **own})
         progress.status(f"control: {counted(where.size, 'rank')}")
         left = set(where.ranks)
         while left:
@@ -212,6 +228,7 @@ def _rendezvous(options: ControlOptions, context: crossrail.Context) -> Iterator
 
 def serve(parent: Parent, job: Message) -> None:
     """Runs one rank; rank 0 reports the measurements of all ranks. Raises the library's errors."""
+    pin_to(job["cpu"])
     work: dict[str, Any] = job["work"]
     context = crossrail.Context(**job["settings"])
     with join(job, context) as group:
