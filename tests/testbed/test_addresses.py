@@ -20,6 +20,17 @@ with crossrail.Worker(context, listen="0.0.0.0:0") as a, crossrail.Worker(contex
     print(*(lane["name"] for lane in lanes if "messages" not in lane["name"]))
 """
 
+BEYOND = """
+import crossrail
+there = crossrail.Context(tls="tcp", timeout=10)
+here = crossrail.Context(tls="tcp", net_devices="eth0", timeout=10)
+with crossrail.Worker(there) as a, crossrail.Worker(here) as b:
+    try:
+        b.connect(a.address())
+    except crossrail.CrossrailError as error:
+        print(error)
+"""
+
 
 def exchange(bed: Bed, listen: str, connect: str) -> None:
     """A transfer between two ends with these addresses."""
@@ -73,6 +84,14 @@ def test_a_secret_does_not_move_a_run_on_one_machine_from_loopback(make_bed: Cal
     bed = make_bed((2000,))
     done = inside(bed, "-c", LOCAL, CROSSRAIL_SECRET=SECRET)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["tcp/lo"], ""), done
+
+
+def test_a_peer_on_loopback_only_is_told_how_to_listen_beyond(make_bed: Callable[..., Bed]) -> None:
+    done = inside(make_bed((2000,)), "-c", BEYOND)
+    assert done.returncode == 0, done.stderr
+    assert "no rail: our devices are eth0, the peer offers lo" in done.stdout
+    assert "listens on loopback only" in done.stdout
+    assert "--listen 0.0.0.0" in done.stdout and "CROSSRAIL_SECRET" in done.stdout
 
 
 def test_without_loopback_shared_memory_works_and_info_prints(make_bed: Callable[..., Bed]) -> None:
