@@ -43,7 +43,8 @@ EP_ITERATIONS = "10000"
 """Back-to-back exchanges with all GPUs; fewer with some of them."""
 SANITIZERS = ("memcheck", "racecheck")
 NOT_FOR = {"racecheck": "4rank7combine"}
-"""A kernel that a tool is not to look at, by part of its mangled name: `crossrail::ep::rank::combine`.
+"""A kernel that a tool is not to look at, by part of its mangled name: `crossrail::ep::rank::combine`. The tool
+cannot tell the combine of few tokens, which goes by the same name, from the one that is meant.
 
 racecheck of CUDA 13.0 knows mbarriers in part only (its release notes of 2025.4 name false alarms). What the lanes of a
 warp write before `__syncwarp` and the first lane's arrival it takes for a race with the warp that waits at the barrier;

@@ -34,7 +34,8 @@ def met(here: BenchOptions, there: BenchOptions, **settings: str) -> dict[str, A
     import crossrail
 
     sent: list[dict[str, Any]] = []
-    session: Any = SimpleNamespace(context=Context(**settings), send=sent.append)
+    endpoint = SimpleNamespace(explain=lambda: SimpleNamespace(candidates=[]))
+    session: Any = SimpleNamespace(context=Context(**settings), endpoint=endpoint, send=sent.append)
     _agree(session, here, {**_hello(there, plans(there)), "version": crossrail.__version__})
     (answer,) = sent
     return answer
@@ -91,10 +92,10 @@ def test_the_other_ends_process_gets_the_same_way_to_unpack() -> None:
 def driver(*places: str, transport: str | None = None) -> _Driver:
     """The driving end after it has met the other."""
     options = BenchOptions("p2p", device=list(places), transport=transport)
-    candidates = [{"lane": "cuda_ipc", "reason": "no peer access"}]
+    candidates = [{"lane": "cuda_ipc", "reason": "no peer access", "missed": False}]
     endpoint = SimpleNamespace(explain=lambda: SimpleNamespace(candidates=candidates))
     session: Any = SimpleNamespace(context=Context(), endpoint=endpoint)
-    answer = {"addresses": {}, "device": places[-1], "unpack": "d2d"}
+    answer = {"addresses": {}, "device": places[-1], "unpack": "d2d", "unused": {}}
     return _Driver(session, options, "127.0.0.1", answer, progress=None)  # type: ignore[arg-type]
 
 

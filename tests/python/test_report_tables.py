@@ -45,7 +45,7 @@ def test_p2p_shows_both_ends_lanes_stages_and_a_verdict() -> None:
     average = line_with(text, "average")
     assert average.split() == ["average", "1.000", "1.010", "1.00", "0.99"]
     rail = line_with(text, "tcp/eth1", "MB").split()
-    assert rail == ["tcp/eth1", "2.10", "MB", "52.5%", "0.53", "-", "12", "0", "3"]
+    assert rail == ["tcp/eth1", "2.10", "MB", "52.5%", "0.53", "-", "12", "0", "B", "3"]
     assert line_with(text, "wire ", "%").split() == ["wire", "0.900", "90%"]
     assert "data: verified before and after the timing" in text
     assert "verdict: network:" in text

@@ -284,3 +284,6 @@ def test_rails_that_carry_nothing_are_listed_by_reason() -> None:
     verdict = judge(facts(unused=unused))
     assert "Not used: tcp/eth5, tcp/eth6: the peer offers eth1 only. Not used: tcp/eth7: refused." in verdict.text
     assert "--channels" not in verdict.text
+    slower = judge(facts(unused=unused, gb_per_s=1.0, raw_gb_per_s=2.0))
+    assert slower.holds == "host memory"
+    assert "--channels" not in slower.text

@@ -24,7 +24,7 @@ BEYOND = """
 import crossrail
 there = crossrail.Context(tls="tcp", timeout=10)
 here = crossrail.Context(tls="tcp", net_devices="eth0", timeout=10)
-with crossrail.Worker(there) as a, crossrail.Worker(here) as b:
+with crossrail.Worker(there, listen="127.0.0.1:0") as a, crossrail.Worker(here) as b:
     try:
         b.connect(a.address())
     except crossrail.CrossrailError as error:
@@ -87,7 +87,7 @@ def test_a_secret_does_not_move_a_run_on_one_machine_from_loopback(make_bed: Cal
 
 
 def test_a_peer_on_loopback_only_is_told_how_to_listen_beyond(make_bed: Callable[..., Bed]) -> None:
-    done = inside(make_bed((2000,)), "-c", BEYOND)
+    done = inside(make_bed((2000,)), "-c", BEYOND, CROSSRAIL_SECRET=SECRET)
     assert done.returncode == 0, done.stderr
     assert "no rail: our devices are eth0, the peer offers lo" in done.stdout
     assert "listens on loopback only" in done.stdout

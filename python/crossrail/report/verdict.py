@@ -250,6 +250,11 @@ def _copy(facts: Facts) -> VerdictLine | None:
     )
 
 
+def _has_unused_rails(facts: Facts) -> bool:
+    """Whether rails that were expected to carry data did not: they come before any other advice."""
+    return any("/" in name for name in facts.unused)
+
+
 def _between(facts: Facts) -> VerdictLine | None:
     """Neither the network nor unpacking is the limit, and nothing waits: memory and processors between them remain."""
     raw = facts.ceiling
@@ -261,11 +266,14 @@ def _between(facts: Facts) -> VerdictLine | None:
     own = facts.unpack_gb_per_s.get(facts.unpack or "")
     alone = f", {facts.unpack} unpacks {format_rate(own)} alone" if facts.staged and own else ""
     where = " near the GPU" if facts.staged else ""
+    advice = f"try --channels {(facts.channels or 1) * 2}, or more processors (--pin none)"
+    if _has_unused_rails(facts):
+        advice = "more rails were expected to carry data"
     return VerdictLine(
         "host memory",
         f"host memory: {format_rate(facts.gb_per_s)}, where plain TCP sockets carried {format_rate(raw)}{alone}; "
         f"windows were full {_part(stages.window_us, facts):.0%} of the time; {', '.join(shown)}. What is left is "
-        f"memory and processors{where}: try --channels {(facts.channels or 1) * 2}, or more processors (--pin none).",
+        f"memory and processors{where}: {advice}.",
     )
 
 
@@ -307,7 +315,7 @@ def _links(facts: Facts, rails: Sequence[Lane]) -> str:
         if used >= FULL_RAIL and not facts.unused:
             return f", {used:.0%} of their {format_rate(line)}: full. More rails carry more."
         used_line = f", {used:.0%} of their {format_rate(line)}"
-    if any("/" in name for name in facts.unused):
+    if _has_unused_rails(facts):
         return f"{used_line}. More rails were expected to carry data."
     channels = (facts.channels or 1) * 2
     foreign = any("/" in lane.name and not lane.name.startswith("tcp/") for lane in rails)  # a plugin's own devices
