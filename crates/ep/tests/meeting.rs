@@ -55,8 +55,8 @@ fn time_to_connect_begins_when_the_other_has_made_its_buffer() {
     meeting.begin().expect("begin");
     meeting.announce().expect("announce");
     other.begin().expect("begin");
+    let began = Instant::now();
     let waits = thread::spawn(move || {
-        let began = Instant::now();
         let (ends, deadline) = meeting.connect(&[1], began + PATIENCE).expect("connect");
         assert_eq!(ends[0].rank, 1);
         assert!(deadline > began + PATIENCE, "the time left is that from when the other was there");
