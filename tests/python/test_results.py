@@ -33,12 +33,9 @@ MOST_BYTES = 1_500_000
 # Files that don't name a commit of this repository taken from a clean tree, and why they are kept.
 SQUASHED = "of a run on four GPUs, which are not always to be had; its commit was squashed before it was published"
 NO_COMMIT = "of a run on four GPUs, which are not always to be had; the program that wrote it recorded no commit"
-DIRTY = "of a tree with uncommitted changes; the next run of the benchmark replaces it"
 UNNAMED = {
     **{f"gpu/{name}-4.json": SQUASHED for name in ("latency", "memory", "pair", "summary", "tcp", "unpack")},
     **{f"gpu/ep_rate-{preset}-4.json": NO_COMMIT for preset in ("decode", "prefill")},
-    **{f"{scenario.name}.json": DIRTY for scenario in SCENARIOS},
-    "summary.json": DIRTY,
 }
 
 
