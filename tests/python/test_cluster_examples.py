@@ -19,10 +19,13 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "
 
 
 def environment(more: Mapping[str, str], tools: Path | None = None) -> dict[str, str]:
-    """This process's environment without any launcher's variables; the command crossrail is in ``tools``."""
+    """This process's environment without any launcher's variables; the command crossrail is in ``tools``.
+
+    Unbuffered, since a line that a rank writes in two parts mixes with another rank's only then.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     path = os.pathsep.join([*([str(tools)] if tools else []), clean["PATH"]])
-    return {**clean, "PATH": path, "PYTHON": sys.executable, **more}
+    return {**clean, "PATH": path, "PYTHON": sys.executable, "PYTHONUNBUFFERED": "1", **more}
 
 
 @pytest.fixture
