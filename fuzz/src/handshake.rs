@@ -1,6 +1,6 @@
 use crossrail_handshake::Address;
 use crossrail_handshake::wire::{
-    Challenge, HELLO_MAX, HelloHead, LaneHello, PRELUDE_LEN, Proof, Protocol, Reject, Reply, STORE, WORKER,
+    Challenge, Confirm, HELLO_MAX, HelloHead, LaneHello, PRELUDE_LEN, Proof, Protocol, Reject, Reply, STORE, WORKER,
     decode_hello,
 };
 use sha2::{Digest, Sha256};
@@ -39,6 +39,9 @@ pub(crate) fn messages(protocol: &Protocol, input: &[u8]) {
     }
     if let Ok(proof) = Proof::decode(protocol, input) {
         assert_eq!(proof.encode(protocol), input);
+    }
+    if let Ok(confirm) = Confirm::decode(protocol, input) {
+        assert_eq!(confirm.encode(protocol), input);
     }
     if let Ok(reject) = Reject::decode(protocol, input) {
         assert!(!reject.text.chars().any(char::is_control));

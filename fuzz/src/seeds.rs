@@ -1,7 +1,9 @@
 //! Well-formed inputs to start from: recorded conversations, messages, addresses, settings.
 
 use crossrail_control::builtin::frames::{self, Answer, Change, Item, Request, Value};
-use crossrail_handshake::wire::{Challenge, HelloHead, LaneHello, Proof, Reject, RejectCode, Reply, STORE, WORKER};
+use crossrail_handshake::wire::{
+    Challenge, Confirm, HelloHead, LaneHello, Proof, Reject, RejectCode, Reply, STORE, WORKER,
+};
 use crossrail_handshake::{Address, Device, Hello, LanePurpose};
 use crossrail_proto::Body;
 
@@ -301,6 +303,7 @@ fn messages() -> Vec<(&'static str, Vec<u8>)> {
         ("lane-hello", lane.encode().to_vec()),
         ("proof", Proof { mac: [9; 32] }.encode(&WORKER).to_vec()),
         ("hello-head", HelloHead { length: body.len() as u32, mac: [1; 32] }.encode().to_vec()),
+        ("confirm", Confirm.encode(&WORKER).to_vec()),
         ("reject", reject.encode(&WORKER).to_vec()),
         ("hello", body),
         ("hello-bare", bare.encode().unwrap_or_default()),

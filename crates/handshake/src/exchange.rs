@@ -30,6 +30,8 @@ pub(crate) struct Exchange<'a> {
     stage: String,
     started: Instant,
     deadline: Instant,
+    /// The other end may read frames already: it is sent no reject any more.
+    hushed: bool,
 }
 
 impl<'a> Exchange<'a> {
@@ -41,7 +43,7 @@ impl<'a> Exchange<'a> {
         deadline: Instant,
     ) -> Exchange<'a> {
         let (operation, peer, stage) = (operation.into(), peer.into(), "connect".to_owned());
-        Exchange { fd, protocol, stop: None, operation, peer, stage, started: Instant::now(), deadline }
+        Exchange { fd, protocol, stop: None, operation, peer, stage, started: Instant::now(), deadline, hushed: false }
     }
 
     /// Ends every wait with `Closed` once `stop` is readable.
@@ -54,6 +56,12 @@ impl<'a> Exchange<'a> {
     pub(crate) fn since(mut self, started: Instant) -> Exchange<'a> {
         self.started = started;
         self
+    }
+
+    /// Closes without a word from now on, whatever goes wrong: the other end may take the connection for what it is to
+    /// become, and would read a reject as that.
+    pub(crate) fn hush(&mut self) {
+        self.hushed = true;
     }
 
     /// Names the next step, for errors.
@@ -94,7 +102,9 @@ impl<'a> Exchange<'a> {
     }
 
     fn send_reject(&self, reject: &Reject) {
-        send_reject(self.fd, self.protocol, reject);
+        if !self.hushed {
+            send_reject(self.fd, self.protocol, reject);
+        }
     }
 
     /// Waits for `events`. An early return without error is possible.

@@ -8,9 +8,12 @@
 //!              <- Challenge         versions, what the proof must contain, nonce
 //! Reply ->                          version, nonce, proof over all of the above
 //!              <- Proof             the acceptor knew the secret too
+//! Confirm ->                        lanes only: the connector takes the connection for one, and frames follow
 //! ```
 //!
-//! Either end may send a Reject, which gives its reason, in place of any message. The promises, for both protocols:
+//! Either end may send a Reject, which gives its reason, in place of any message, as long as the other end still reads
+//! messages: an acceptor that has sent its Proof for a lane closes without a word, since the connector may take the
+//! connection for a lane already and would read a frame. The promises, for both protocols:
 //!
 //! - With a [`Secret`], both ends prove that they know it. Without one, only this machine can connect: see
 //!   [`Secret::allows_listening`].
@@ -35,8 +38,8 @@ mod worker;
 /// The messages as bytes, for tests and fuzzing: pure functions of `&[u8]`, safe to call with anything.
 pub mod wire {
     pub use crate::message::{
-        Challenge, FLAG_SECRET, FLAG_TOKEN, Kind, Malformed, PRELUDE_LEN, PROOF_LEN, Proof, Protocol, REJECT_LEN,
-        REJECT_TEXT_MAX, REPLY_LEN, Reject, RejectCode, Reply,
+        CONFIRM_LEN, Challenge, Confirm, FLAG_SECRET, FLAG_TOKEN, Kind, Malformed, PRELUDE_LEN, PROOF_LEN, Proof,
+        Protocol, REJECT_LEN, REJECT_TEXT_MAX, REPLY_LEN, Reject, RejectCode, Reply,
     };
     pub use crate::store::STORE;
     pub use crate::worker::wire::{

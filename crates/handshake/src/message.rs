@@ -10,6 +10,7 @@
 //!          or 64   versions 8..12 | flags 12 | 0 0 0 | id 16..32 | nonce 32..64            (the workers' protocol)
 //! Reply       80   version 8..10 | flags 10 | 0 x5 | nonce 16..48 | mac 48..80             connector -> acceptor
 //! Proof       40   mac 8..40                                                               acceptor -> connector
+//! Confirm      8   (the workers' protocol)                                                 connector -> acceptor
 //! Reject     256   code 8 | 0 | length 10..12 | text 12..256                               both ways, instead of any
 //! ```
 
@@ -23,6 +24,8 @@ pub const PRELUDE_LEN: usize = 8;
 pub const REPLY_LEN: usize = 80;
 /// Length of a [`Proof`].
 pub const PROOF_LEN: usize = 40;
+/// Length of a [`Confirm`].
+pub const CONFIRM_LEN: usize = PRELUDE_LEN;
 /// Length of a [`Reject`].
 pub const REJECT_LEN: usize = 256;
 /// Longest text in a [`Reject`], in bytes.
@@ -44,6 +47,8 @@ pub enum Kind {
     LaneHello,
     /// The acceptor's proof.
     Proof,
+    /// The connector takes a data connection for a lane: frames follow.
+    Confirm,
     /// Who an end is and what it offers.
     Hello,
     /// Why an end closes.
@@ -57,6 +62,7 @@ impl Kind {
             Kind::Reply => "reply",
             Kind::LaneHello => "lane hello",
             Kind::Proof => "proof",
+            Kind::Confirm => "confirmation",
             Kind::Hello => "hello",
             Kind::Reject => "reject",
         }
@@ -320,6 +326,25 @@ impl Proof {
     pub fn decode(protocol: &Protocol, bytes: &[u8]) -> Result<Proof, Malformed> {
         let bytes = protocol.fixed::<PROOF_LEN>(bytes, Kind::Proof)?;
         Ok(Proof { mac: part::<8, 32, _>(bytes) })
+    }
+}
+
+/// The connector's last message on a data connection. It has nothing to prove: [`Kind::LaneHello`] has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Confirm;
+
+impl Confirm {
+    /// The message's bytes.
+    pub fn encode(&self, protocol: &Protocol) -> [u8; CONFIRM_LEN] {
+        protocol.start::<CONFIRM_LEN>(Kind::Confirm)
+    }
+
+    /// The message out of its bytes.
+    ///
+    /// # Errors
+    /// Not a confirmation of this protocol.
+    pub fn decode(protocol: &Protocol, bytes: &[u8]) -> Result<Confirm, Malformed> {
+        protocol.fixed::<CONFIRM_LEN>(bytes, Kind::Confirm).map(|_| Confirm)
     }
 }
 

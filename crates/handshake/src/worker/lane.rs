@@ -7,9 +7,9 @@ use crossrail_types::{ErrorKind, Reason, Result};
 use super::hello::Identity;
 use super::keys::{self, Ticket};
 use super::session::challenge;
-use super::wire::{LaneHello, LanePurpose, WORKER};
+use super::wire::{CONFIRMS, LaneHello, LanePurpose, WORKER};
 use crate::exchange::Exchange;
-use crate::message::{Kind, Reject, RejectCode};
+use crate::message::{Confirm, Kind, Reject, RejectCode};
 use crate::proof::random;
 use crate::terms;
 
@@ -40,10 +40,19 @@ pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneN
     let LaneName { rail, channel, purpose } = lane;
     let (session, nonce) = (ticket.session, random()?);
     let mut hello = LaneHello { version, purpose, rail, channel, session, nonce, mac: [0; 32] }.encode();
+    if version < CONFIRMS {
+        // From the hello on, the acceptor may take the connection for a lane.
+        exchange.hush();
+    }
     exchange.prove(&keys::lane(&ticket.key), &challenge_bytes, &mut hello).map_err(|error| match error.kind {
         ErrorKind::Refused if error.reason.is_none() => error.with_reason(Reason::SessionUnknown),
         _ => error,
-    })
+    })?;
+    if version < CONFIRMS {
+        return Ok(());
+    }
+    exchange.stage(format!("{lane}: confirmation"));
+    exchange.write(&Confirm.encode(&WORKER))
 }
 
 /// Finds the lane key of a session; `None`: there is no such session.
@@ -70,5 +79,11 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, key: FindKey<'_>
             .reject(&Reject::new(RejectCode::Refused, "wrong key for this session").because(Reason::SessionUnknown)));
     };
     exchange.write(&proof.encode(&WORKER))?;
+    if hello.version >= CONFIRMS {
+        exchange.stage(format!("{lane}: confirmation"));
+        // From the proof on, the connector may take the connection for a lane.
+        exchange.hush();
+        Confirm::decode(&WORKER, &exchange.message(Kind::Confirm)?).map_err(|e| exchange.malformed(&e))?;
+    }
     Ok((hello.session, lane))
 }

@@ -7,9 +7,11 @@
 //! ```
 //!
 //! On a control connection: Challenge, Reply, Proof, the connector's Hello, the acceptor's Hello. On a data connection:
-//! Challenge, LaneHello, Proof.
+//! Challenge, LaneHello, Proof, Confirm; version 2 has no Confirm.
 
-use crate::message::{Kind, Malformed, PROOF_LEN, Protocol, REJECT_LEN, REPLY_LEN, RejectCode, check_reserved, part};
+use crate::message::{
+    CONFIRM_LEN, Kind, Malformed, PROOF_LEN, Protocol, REJECT_LEN, REPLY_LEN, RejectCode, check_reserved, part,
+};
 
 pub use super::hello::{HELLO_MAX, decode_hello};
 
@@ -20,11 +22,15 @@ pub const LANE_HELLO_LEN: usize = 96;
 /// Length of the fixed part in front of a hello.
 pub const HELLO_HEAD_LEN: usize = 48;
 
+/// The first version in which the connector confirms a lane. Before, the acceptor took a connection for a lane that the
+/// connector might still give up.
+pub(super) const CONFIRMS: u16 = 3;
+
 /// The workers' protocol.
 pub static WORKER: Protocol = Protocol {
     name: "Crossrail peer",
     magic: *b"\xc5XRAIL",
-    versions: (2, 2),
+    versions: (2, CONFIRMS),
     messages: &[
         (Kind::Challenge, CHALLENGE_LEN),
         (Kind::Reply, REPLY_LEN),
@@ -32,6 +38,7 @@ pub static WORKER: Protocol = Protocol {
         (Kind::Proof, PROOF_LEN),
         (Kind::Hello, HELLO_HEAD_LEN),
         (Kind::Reject, REJECT_LEN),
+        (Kind::Confirm, CONFIRM_LEN),
     ],
     rejects: &[
         RejectCode::Refused,

@@ -2,5 +2,6 @@
 
 mod admission;
 mod bad_peers;
+mod late;
 mod support;
 mod target;

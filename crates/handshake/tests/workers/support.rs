@@ -169,7 +169,7 @@ impl Worker {
     }
 }
 
-fn tag(key: &[u8], label: &str, parts: &[&[u8]]) -> [u8; 32] {
+pub(crate) fn tag(key: &[u8], label: &str, parts: &[&[u8]]) -> [u8; 32] {
     let mut mac = Hmac::<Sha256>::new_from_slice(key).unwrap();
     mac.update(label.as_bytes());
     mac.update(&[0]);

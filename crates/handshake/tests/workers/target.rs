@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 
 use crossrail_handshake::wire::{
-    Challenge, HelloHead, LaneHello, Proof, REJECT_TEXT_MAX, Reject, RejectCode, Reply, WORKER, decode_hello,
+    Challenge, Confirm, HelloHead, LaneHello, Proof, REJECT_TEXT_MAX, Reject, RejectCode, Reply, WORKER, decode_hello,
 };
 use crossrail_handshake::{ADDRESS_MAX, Address, Secret, Target};
 use crossrail_types::ErrorKind;
@@ -171,10 +171,10 @@ fn decoders_take_anything() {
         // Most of them get past the magic.
         if round % 8 != 0 {
             bytes[..6].copy_from_slice(&WORKER.magic);
-            bytes[6] = (round % 7) as u8;
+            bytes[6] = (round % 8) as u8;
             bytes[7] = 0;
         }
-        for length in [64, 80, 96, 40, 48, 256, round % 300] {
+        for length in [64, 80, 96, 40, 48, 256, 8, round % 300] {
             let bytes = &bytes[..length];
             let decoded = [
                 Challenge::decode(&WORKER, bytes).map(|x| x.encode(&WORKER)),
@@ -185,6 +185,7 @@ fn decoders_take_anything() {
             // What decodes encodes to as many bytes.
             assert!(decoded.iter().flatten().all(|encoded| encoded.len() == length));
             let _ = Proof::decode(&WORKER, bytes);
+            let _ = Confirm::decode(&WORKER, bytes);
             let _ = Reject::decode(&WORKER, bytes);
             let _ = decode_hello(bytes);
             let _ = Address::decode(bytes);
