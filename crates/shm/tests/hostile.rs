@@ -6,6 +6,7 @@ mod common;
 use std::io::{IoSlice, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use crossrail_shm::{Arena, Options, ShmLane, Side, attach};
@@ -125,9 +126,13 @@ fn another_version_and_absurd_rings_are_refused() {
 
 /// A lane whose peer is us, by hand.
 fn lane_and_its_peer() -> (ShmLane, UnixStream) {
-    let fd = memfd(honest_size(), SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW);
+    lane_of(&memfd(honest_size(), SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))
+}
+
+/// The same with a control segment of ours.
+fn lane_of(fd: &OwnedFd) -> (ShmLane, UnixStream) {
     let (attaching, mut mine) = victim(&hello(RING, 2));
-    pass(&mine, &message(2, |_| ()), &[&fd]);
+    pass(&mine, &message(2, |_| ()), &[fd]);
     mine.write_all(&message(3, |_| ())).expect("write");
     mine.write_all(&message(4, |_| ())).expect("write");
     mine.read_exact(&mut [0; 128]).expect("the results");
@@ -304,4 +309,169 @@ fn a_hang_up_leaves_the_notes_that_came() {
     assert!(matches!(poll(&mut lane), Err(LaneError::Closed(_))));
     assert_eq!(lane.passed().map(|passed| passed.note), Some(b"last words".to_vec()));
     assert_eq!(lane.pass(b"into the void", &[]), Ok(false));
+}
+
+/// The control segment of a lane as its peer has it: every word of it, at any time.
+struct Words {
+    map: std::ptr::NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the address of memory that stays mapped, of which only atomic words are touched.
+unsafe impl Sync for Words {}
+
+impl Words {
+    fn new(fd: &OwnedFd, len: usize) -> Words {
+        use nix::sys::mman::{MapFlags, ProtFlags, mmap};
+        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let size = std::num::NonZeroUsize::new(len).expect("not empty");
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let map = unsafe { mmap(None, size, access, MapFlags::MAP_SHARED, fd, 0) }.expect("mmap");
+        Words { map: map.cast(), len }
+    }
+
+    /// The word at byte `at`, rounded down to a word.
+    fn at(&self, at: usize) -> &AtomicU64 {
+        assert!(at < self.len);
+        // SAFETY: inside the mapping and aligned.
+        unsafe { self.map.add(at & !7).cast().as_ref() }
+    }
+
+    /// Writes one word that some check may hang on: mostly heads, sequences, counts and cursors.
+    fn spoil(&self, random: &mut common::Random) {
+        // Counts, flags and cursors of both sides; the first slots of both directions; anything.
+        let at = match random.below(4) {
+            0 => 128 * random.below(6 + 128),
+            1 => 17_152 + 64 * random.below(8) + 8 * random.below(8),
+            2 => 17_152 + 65_536 + 64 * random.below(8) + 8 * random.below(8),
+            _ => random.below(self.len),
+        };
+        let word = self.at(at);
+        let now = word.load(Ordering::Relaxed);
+        let value = match random.below(8) {
+            0 => u64::MAX,
+            1 => 0,
+            2 => 1 << random.below(64),
+            3 => now.wrapping_sub(1),
+            4 => random.below(1 << 20) as u64,
+            5 => now ^ 1 << random.below(64),
+            6 => (random.below(usize::MAX) as u64) << 1,
+            _ => now.wrapping_add(1),
+        };
+        word.store(value, Ordering::Release);
+    }
+}
+
+/// Ends the writing thread, also when its partner panics.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        // SAFETY: exactly the range that `new` mapped.
+        unsafe { nix::sys::mman::munmap(self.map.cast(), self.len) }.expect("munmap");
+    }
+}
+
+const GUARD: usize = 4096;
+const LOCAL: usize = 1 << 20;
+
+/// One step of an honest end. False: the lane has ended.
+fn honest_step(lane: &mut ShmLane, sink: &mut common::Keeper, local: &mut [u8], random: &mut common::Random) -> bool {
+    use crossrail_transport::{Copy, Job, Step};
+    match random.below(6) {
+        0 => sink.outbox.push_back((9, vec![7; random.below(70_000).min(65_536)])),
+        1 => {
+            lane.arm();
+            lane.disarm();
+            lane.publish(random.below(1 << 20) as u32);
+        }
+        2 => {
+            if let Some(own) = common::direct(lane).open(LOCAL) {
+                common::direct(lane).stop(own);
+                common::direct(lane).close(own);
+            }
+            if lane.published().is_err() {
+                return false;
+            }
+        }
+        3 => {
+            // What a peer's offer may say: any handle, and any place in the segment that it passed.
+            let len = 1 + random.below(LOCAL);
+            let mut remote = [0; 24];
+            (remote[0], remote[4]) = (1, 1 + u8::from(random.below(16) == 0));
+            remote[8..16].copy_from_slice(&(random.below(LOCAL) as u64).to_le_bytes());
+            let slot = (random.below(3) != 0).then(|| random.below(1 << 18) as u32);
+            let copy = if random.below(2) == 0 { Copy::Pull } else { Copy::Push };
+            let local = local[GUARD..].as_mut_ptr();
+            let mut job = Job { slot, local, remote, len, copy, moved: 0, state: 0 };
+            for _ in 0..8 {
+                // SAFETY: `len` bytes between the guards, which nobody else touches.
+                match unsafe { common::direct(lane).step(&mut job, 300_000) } {
+                    Step::Done | Step::Failed(_) => break,
+                    Step::Moved(_) | Step::Waiting => {}
+                }
+            }
+            slot.inspect(|slot| common::direct(lane).close(*slot));
+        }
+        _ => {}
+    }
+    lane.ready(true, true);
+    let end = lane.poll(sink, 1 << 20, true);
+    sink.arrived.clear();
+    if let Err(error) = &end {
+        assert!(matches!(error, LaneError::Protocol(_)), "{error}");
+        assert!(lane.poll(sink, 1 << 20, true).is_err(), "an error is final: {error}");
+    }
+    end.is_ok()
+}
+
+/// Any word of the shared memory may have any value at any time, between two looks at it as well: frames of garbage
+/// arrive, or the lane ends; nothing is read or written elsewhere, nothing panics, nothing waits.
+#[test]
+fn whatever_a_peer_writes_into_shared_memory_ends_its_own_lane_at_most() {
+    let size = honest_size();
+    let sealed = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW;
+    let mut ended = 0;
+    for seed in 1..=400 {
+        let fd = memfd(size, sealed);
+        let words = Words::new(&fd, size as usize);
+        let (mut lane, mine) = lane_of(&fd);
+        pass(&mine, &segment_note(1), &[&memfd(LOCAL as i64, sealed)]);
+        let mut random = common::Random(0x9e37_79b9_7f4a_7c15 ^ seed);
+        let mut sink = common::Keeper::default();
+        let mut local = vec![0xa5; LOCAL + 2 * GUARD];
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let _stop = Stop(&stop);
+            // Every other run the peer writes while this end looks, too.
+            if seed % 2 == 0 {
+                let mut random = common::Random(seed);
+                let (words, stop) = (&words, &stop);
+                scope.spawn(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        words.spoil(&mut random);
+                    }
+                });
+            }
+            for _ in 0..200 {
+                if seed % 2 == 1 {
+                    (0..random.below(4)).for_each(|_| words.spoil(&mut random));
+                }
+                if !honest_step(&mut lane, &mut sink, &mut local, &mut random) {
+                    ended += seed % 2;
+                    break;
+                }
+            }
+        });
+        let (before, after) = (&local[..GUARD], &local[GUARD + LOCAL..]);
+        assert!(before.iter().chain(after).all(|byte| *byte == 0xa5), "seed {seed}: written beside the transfer");
+    }
+    // In the runs that are the same every time.
+    assert!(ended > 100, "{ended} lanes of 200 ended: the words that were written are looked at");
 }
