@@ -170,7 +170,8 @@ pub enum Placing {
     },
     /// Nowhere; do not call `placed`.
     Discard,
-    /// The peer broke the protocol, this is how: the lane must fail; do not call `placed`.
+    /// The peer broke the protocol, this is how: the lane must fail, and no byte that it still brings may be placed; do
+    /// not call `placed`. Where more than the lane is to fail, [`Event::Broken`] says so.
     Refuse(String),
 }
 

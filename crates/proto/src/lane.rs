@@ -133,6 +133,11 @@ impl Lane {
         self.progress.max(self.alive)
     }
 
+    /// Chunks of the peer's consumed in all.
+    pub(crate) fn consumed(&self) -> u32 {
+        self.consumed
+    }
+
     /// A chunk of the peer's is consumed.
     pub(crate) fn consume(&mut self) {
         self.consumed = self.consumed.wrapping_add(1);

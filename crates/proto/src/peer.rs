@@ -29,6 +29,7 @@ use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, 
 
 use counted::Calm;
 use direct::JobOf;
+use ending::Violations;
 use incoming::Incoming;
 use kept::Kept;
 use ledger::{Delivered, Unconfirmed};
@@ -88,6 +89,7 @@ pub struct Peer {
     urgent: bool,
     passes: u32,
     serial: u32,
+    violations: Violations,
     events: VecDeque<Event>,
     /// What happened before those: the common end of a short message, in few bytes.
     shorts: VecDeque<Short>,
@@ -166,6 +168,7 @@ impl Peer {
             urgent: false,
             passes: 0,
             serial: 0,
+            violations: Violations::default(),
             events: VecDeque::new(),
             shorts: VecDeque::new(),
         }

@@ -214,19 +214,16 @@ impl Stream {
     /// What an incoming number means.
     #[inline]
     pub(crate) fn classify(&mut self, epoch: u16, seq: u32) -> Arrival {
-        if epoch != self.their_epoch {
-            if (epoch.wrapping_sub(self.their_epoch) as i16) < 0 {
-                return Arrival::Stale;
-            }
-            self.their_epoch = epoch;
+        if (epoch.wrapping_sub(self.their_epoch) as i16) < 0 {
+            return Arrival::Stale;
         }
-        if seq == self.expected {
-            Arrival::New
-        } else if (seq.wrapping_sub(self.expected) as i32) < 0 {
-            Arrival::Old
-        } else {
-            Arrival::Gap
+        let ahead = seq.wrapping_sub(self.expected) as i32;
+        if ahead > 0 {
+            // Nor is its epoch believed: what other lanes bring would be stale.
+            return Arrival::Gap;
         }
+        self.their_epoch = epoch;
+        if ahead == 0 { Arrival::New } else { Arrival::Old }
     }
 
     /// The expected frame is consumed. `lossy`: its sender waits to hear so.
@@ -247,6 +244,11 @@ impl Stream {
             self.heard = None;
             self.owed = 0;
         }
+    }
+
+    /// Number of frames consumed.
+    pub(crate) fn consumed_in_all(&self) -> u32 {
+        self.expected
     }
 
     /// Consumed frames that the sender has not been told of.
@@ -340,6 +342,8 @@ mod tests {
         assert_eq!(s.classify(6, 0), Arrival::Stale);
         assert_eq!(s.classify(7, 0), Arrival::New);
         assert_eq!(s.classify(8, 1), Arrival::Gap);
+        assert_eq!(s.classify(7, 0), Arrival::New);
+        assert_eq!(s.classify(8, 0), Arrival::New);
         assert_eq!(s.classify(7, 0), Arrival::Stale);
     }
 }

@@ -6,7 +6,7 @@ use std::collections::{BinaryHeap, VecDeque};
 
 use crossrail_proto::{
     Access, Body, Config, Event, Host, LaneSpec, Matcher, Operation, Peer, Placing, Receipt, RegionFault, RegionKey,
-    RegionRef, Regions, Time,
+    RegionRef, Regions, Time, frame,
 };
 use crossrail_types::{EndpointId, Head, LaneId, OpId};
 
@@ -236,4 +236,86 @@ fn an_end_that_does_not_know_that_a_rail_is_dead_confirms_over_the_others() {
     }
     assert_eq!(net.peers[0].timeout(), None, "the first end still waits to hear that its message came");
     assert!(net.peers[1].timeout().is_some(), "the second waits, for what it said on the dead rail");
+}
+
+impl Net {
+    /// Something that is no frame of an honest peer comes to `end` on that lane, which the engine drops then; whether
+    /// the connection is broken off.
+    fn violate(&mut self, end: usize, lane: LaneId, head: &Head) -> bool {
+        let mut host = Host { matcher: &mut self.matchers[end], regions: &mut NoRegions };
+        let placing = self.peers[end].place(Time(self.now), lane, head, &mut host);
+        assert!(matches!(placing, Placing::Refuse(_)), "{placing:?}");
+        let broken = self.peers[end].failed().is_some();
+        for peer in &mut self.peers {
+            peer.lane_down(Time(self.now), lane);
+        }
+        self.rails[lane.0 as usize].dead = true;
+        broken
+    }
+
+    /// A lane more, at both ends.
+    fn revive(&mut self) -> LaneId {
+        let id = LaneId(self.rails.len() as u32);
+        for peer in &mut self.peers {
+            let spec = LaneSpec {
+                id,
+                reliable: false,
+                messages: true,
+                bulk: true,
+                max_payload: 8 << 20,
+                eager_max: 8 << 10,
+                whole_max: 0,
+                counts: false,
+                cost_ns: u64::from(id.0),
+            };
+            peer.lane_up(Time(self.now), spec);
+        }
+        self.rails.push(Rail { rate: GBIT, free: [0; 2], flying: Default::default(), dead: false });
+        id
+    }
+}
+
+/// Where a frame is expected, the first bytes of a handshake: it has no such kind.
+fn handshake() -> Head {
+    let mut head = Head([0; 32]);
+    head.0[..6].copy_from_slice(b"\xc5XRAIL");
+    head
+}
+
+/// A message that is far ahead, from a stream that has moved ever so often.
+fn ahead() -> Head {
+    let mut head = frame::encode_head(&frame::Frame::Nothing, 0);
+    frame::Stamp { seq: 1 << 20, ack: 0, epoch: 1 << 14 }.put(&mut head, 0);
+    head
+}
+
+#[test]
+fn a_lane_that_brings_nonsense_fails_alone() {
+    for nonsense in [handshake(), ahead()] {
+        let mut net = Net::new(&[GBIT; 3]);
+        net.transfer(None);
+        for (end, lane) in [(1, LaneId(2)), (0, LaneId(0))] {
+            assert!(!net.violate(end, lane, &nonsense), "one lane of several takes the peer with it");
+            net.transfer(None);
+        }
+        assert!(net.violate(1, LaneId(1), &nonsense), "it was the last lane");
+    }
+}
+
+#[test]
+fn a_peer_that_makes_no_sense_on_any_lane_is_given_up() {
+    let mut net = Net::new(&[GBIT; 2]);
+    net.transfer(None);
+    let broken = (0..20).position(|_| {
+        let lane = net.revive();
+        net.violate(1, lane, &handshake())
+    });
+    assert!(matches!(broken, Some(1..20)), "{broken:?}");
+    // Whereas what makes sense in between counts.
+    let mut net = Net::new(&[GBIT; 2]);
+    for _ in 0..20 {
+        let lane = net.revive();
+        assert!(!net.violate(1, lane, &handshake()));
+        net.transfer(None);
+    }
 }

@@ -23,7 +23,7 @@ impl Peer {
         match self.arrive(now, lane, head, host) {
             Ok(placing) => placing,
             Err(why) => {
-                self.break_off(why.clone());
+                self.violated(lane, &why);
                 Placing::Refuse(why)
             }
         }
@@ -117,6 +117,8 @@ impl Peer {
         Some(Placing::Memory { memory: Memory::Op(op), offset: 0, len, chunk: false })
     }
 
+    /// `Err` where nothing has changed yet: the lane alone is to fail. What the stream itself says wrongly, in its turn,
+    /// it would say again on another lane: then the connection is broken off, too.
     fn arrive(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Result<Placing, String> {
         match &self.phase {
             Phase::Live | Phase::Closed => {}
@@ -155,28 +157,26 @@ impl Peer {
         }
         let lossy = !self.lanes[at].spec.reliable;
         let arrival = self.stream.classify(frame::epoch(head), frame::seq(head));
-        if arrival == Arrival::Stale {
-            return Ok(Placing::Discard);
+        match arrival {
+            Arrival::Stale => return Ok(Placing::Discard),
+            Arrival::Gap => return Err("a message is missing".to_owned()),
+            Arrival::New | Arrival::Old => {}
         }
         if lossy {
             self.stream.heard = Some(lane);
         }
-        match arrival {
-            Arrival::New | Arrival::Stale => {}
-            Arrival::Old => {
-                if lossy {
-                    self.stream.repeated();
-                }
-                return Ok(Placing::Discard);
+        if arrival == Arrival::Old {
+            if lossy {
+                self.stream.repeated();
             }
-            Arrival::Gap => return Err("a message is missing".to_owned()),
+            return Ok(Placing::Discard);
         }
         if self.open.is_some() {
             return self.reopen(at, head, &frame);
         }
         let done = frame::done(head);
         if done != 0 && self.live() {
-            self.finished(now, done)?;
+            self.finished(now, done).inspect_err(|why| self.break_off(why.clone()))?;
         }
         if self.bye_sent || !self.live() {
             if frame == Frame::Bye {
@@ -185,7 +185,7 @@ impl Peer {
             self.stream.consumed(lossy);
             return Ok(Placing::Discard);
         }
-        self.open_frame(now, at, head, frame, host)
+        self.open_frame(now, at, head, frame, host).inspect_err(|why| self.break_off(why.clone()))
     }
 
     /// A new frame of the stream.

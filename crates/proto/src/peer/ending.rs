@@ -1,11 +1,24 @@
 //! The end of a connection: a goodbye, a violation, a death.
 
+use crossrail_types::LaneId;
+
 use super::{Peer, Phase};
 use crate::lane::Placement;
 use crate::peer::incoming::{Ending, InKind};
 use crate::peer::open::What;
 use crate::peer::outgoing::{After, Kind};
 use crate::{Event, Failure, Matcher, Memory, Time};
+
+/// Lanes that may fail by violations, one after the other, with nothing in between that made sense.
+const VIOLATIONS_MAX: u32 = 8;
+
+/// Lanes that have failed by violations since the peer last made sense.
+#[derive(Debug, Default)]
+pub(super) struct Violations {
+    count: u32,
+    /// Frames of the stream and chunks consumed until the last one.
+    mark: (u32, u32),
+}
 
 impl Peer {
     /// Nothing can be trusted any more; the engine is to call [`Peer::dead`].
@@ -14,6 +27,20 @@ impl Peer {
         if matches!(self.phase, Phase::Live | Phase::Closed) {
             self.events.push_back(Event::Broken { why: why.clone() });
             self.phase = Phase::Broken(why);
+        }
+    }
+
+    /// The peer broke the protocol on `lane`, and what it sent there has changed nothing: that lane is to fail alone,
+    /// unless it is the only one, or loses nothing by contract, or lanes have failed this way time after time with
+    /// nothing in between that made sense.
+    pub(super) fn violated(&mut self, lane: LaneId, why: &str) {
+        let chunks = self.lanes.iter().fold(0u32, |sum, lane| sum.wrapping_add(lane.consumed()));
+        let mark = (self.stream.consumed_in_all(), chunks);
+        let count = if self.violations.mark == mark { self.violations.count + 1 } else { 1 };
+        self.violations = Violations { count, mark };
+        let alone = self.lane_at(lane).is_some_and(|at| !self.lanes[at].spec.reliable) && self.lanes.len() > 1;
+        if !alone || count > VIOLATIONS_MAX {
+            self.break_off(why.to_owned());
         }
     }
 

@@ -133,6 +133,14 @@ fn a_lane_falls_silent_at_every_step() {
 }
 
 #[test]
+fn a_lane_brings_garbage_at_every_step() {
+    at_every_step("a_lane_brings_garbage_at_every_step", 60, |plan, at| Fault::Garbage {
+        wire: at as usize % plan.wires.len(),
+        node: at as usize / 2 % 2,
+    });
+}
+
+#[test]
 fn an_operation_is_cancelled_at_every_step() {
     at_every_step("an_operation_is_cancelled_at_every_step", 100, |_, at| Fault::Cancel { node: at as usize % 2 });
 }

@@ -49,6 +49,11 @@ pub(crate) enum Fault {
         wire: usize,
     },
     SilenceAll,
+    /// What is no frame comes in at that node.
+    Garbage {
+        wire: usize,
+        node: usize,
+    },
     /// That node's process is gone.
     Crash {
         node: usize,
@@ -252,9 +257,10 @@ impl Plan {
             self.nervous = rng.one_in(3);
             for _ in 0..rng.range(1, 4) {
                 let wire = rng.index(self.wires.len());
-                let fault = match rng.below(12) {
+                let fault = match rng.below(15) {
                     0..=7 => Fault::Kill { wire, by: rng.index(2) },
                     8..=10 => Fault::Silence { wire },
+                    11..=13 => Fault::Garbage { wire, node: rng.index(2) },
                     _ => Fault::SilenceAll,
                 };
                 self.faults.push((rng.below(horizon), fault));

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use crossrail_proto::{Body, Failure, Host, Placing, Time, frame};
+use crossrail_types::{HEAD_LEN, Head};
 
 use crate::checks;
 use crate::memory::Span;
@@ -402,6 +403,7 @@ impl World {
             match fault {
                 Fault::Kill { wire, by } => self.lane_down(wire, by),
                 Fault::Silence { wire } => self.wires[wire].silent = !self.wires[wire].spec.reliable,
+                Fault::Garbage { wire, node } => self.garbage(wire, node),
                 Fault::SilenceAll => self.wires.iter_mut().for_each(|w| w.silent = !w.spec.reliable),
                 Fault::Crash { node } => {
                     for wire in 0..self.wires.len() {
@@ -445,8 +447,45 @@ impl World {
             wire.spec.reliable = false;
             // Nobody answers for a process that is gone.
             wire.down = [self.nodes[0].down(), self.nodes[1].down()];
+            // The dialling end takes it for a lane, and the other one has given the handshake up: what the first sends
+            // goes nowhere, until it notices.
+            wire.down[1] |= self.rng.one_in(4);
             self.wires.push(wire);
         }
+    }
+
+    /// What is no frame comes in, in place of the next head: that lane fails, and the connection with it only if no
+    /// other is there.
+    fn garbage(&mut self, wire: usize, node: usize) {
+        let w = &self.wires[wire];
+        let others = (0..self.wires.len()).any(|at| at != wire && self.wires[at].usable(node));
+        if w.spec.reliable || !w.usable(node) || w.arriving[node].is_some() || !others || self.nodes[node].down() {
+            return;
+        }
+        let mut head = Head([0; HEAD_LEN]);
+        match self.rng.below(3) {
+            // A handshake.
+            0 => head.0[..6].copy_from_slice(b"\xc5XRAIL"),
+            // A message far ahead, of whatever epoch.
+            1 => {
+                head = frame::encode_head(&frame::Frame::Nothing, 0);
+                let stamp = frame::Stamp { seq: 1 << 24, ack: 0, epoch: self.rng.below(1 << 15) as u16 };
+                stamp.put(&mut head, 0);
+            }
+            // An acknowledgement of chunks that nobody sent.
+            _ => head = frame::encode_head(&frame::Frame::ChunkAck { count: 1 << 24 }, 0),
+        }
+        let n = &mut self.nodes[node];
+        let mut host = Host { matcher: &mut n.matcher, regions: &mut n.regions };
+        let live = n.peer.failed().is_none();
+        match n.peer.place(self.now, lane_id(wire, node), &head, &mut host) {
+            Placing::Refuse(_) => {}
+            // Late, or nobody listens any more.
+            Placing::Discard => return,
+            other => panic!("garbage was placed: {other:?}"),
+        }
+        assert!(!live || n.peer.failed().is_none(), "one lane's garbage broke the connection off");
+        self.lane_down(wire, node);
     }
 
     pub(crate) fn timers(&mut self, node: usize) {
