@@ -11,6 +11,7 @@ use pyo3::types::{PyBool, PyDict, PyList};
 use crate::context::{Context, rows};
 use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
+use crate::gate::{self, Pass};
 use crate::lent::Call;
 use crate::receipt::report_dict;
 use crate::worker::Worker;
@@ -23,6 +24,7 @@ pub(crate) struct Watch<'a> {
 
 impl Observer for Watch<'_> {
     fn tick(&mut self, done: u64, total: u64) -> crossrail_types::Result<()> {
+        let _pass = Pass::obtain();
         let outcome = Python::attach(|py| {
             py.check_signals()?;
             // A total of 0: the ends are exchanging reports.
@@ -69,8 +71,9 @@ impl Ends<'_, '_> {
         let (context, worker) = (self.context.get().native(), self.worker.get().native());
         let endpoint = self.endpoint.get().native();
         let mut watch = Watch { on_progress: self.on_progress.as_ref(), raised: None };
-        let outcome =
-            py.detach(|| bench(&mut Session { context, worker, endpoint, role, memory, observer: &mut watch }));
+        let outcome = gate::detached(py, || {
+            bench(&mut Session { context, worker, endpoint, role, memory, observer: &mut watch })
+        });
         match watch.raised {
             Some(raised) => Err(raised),
             None => outcome.or_raise(py),

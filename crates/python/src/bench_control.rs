@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use crate::bench::Watch;
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::group::Group;
 use crate::lent::Call;
 
@@ -89,7 +90,7 @@ pub(crate) fn bench_control<'py>(
     let device = device.map(|ordinal| DeviceOptions { ordinal, ..DeviceOptions::default() });
     let plan = ControlPlan { config, only, rounds, warmup, device };
     let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
-    let outcome = py.detach(|| crossrail_bench::control(group, context, &plan, &mut watch));
+    let outcome = gate::detached(py, || crossrail_bench::control(group, context, &plan, &mut watch));
     if let Some(raised) = watch.raised {
         return Err(raised);
     }

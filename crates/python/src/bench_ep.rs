@@ -12,6 +12,7 @@ use crate::bench::Watch;
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::experts::{ExpertBuffer, Parameters, bytes_dict, parse_layout, read};
+use crate::gate;
 use crate::lent::{self, Call, Use};
 
 /// What a bench of dispatch and combine is to do, as a dict.
@@ -81,7 +82,7 @@ pub(crate) fn bench_ep<'py>(
     let work = EpWork { input, y: read(y, "bench")? };
     let (buffer, context) = (buffer.get().native(), context.get().native());
     let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
-    let outcome = py.detach(|| crossrail_bench::expert_parallel(buffer, context, &work, plan, &mut watch));
+    let outcome = gate::detached(py, || crossrail_bench::expert_parallel(buffer, context, &work, plan, &mut watch));
     if let Some(raised) = watch.raised {
         return Err(raised);
     }

@@ -11,6 +11,7 @@ use crate::bench::Watch;
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::experts::{Parameters, bytes_dict, parse_layout};
+use crate::gate;
 use crate::group::Group;
 use crate::lent::Call;
 use crate::lifecycle::Detached;
@@ -87,7 +88,7 @@ impl DeviceEp {
     ) -> PyResult<T> {
         let _call = Call::enter(py);
         let closed = || crossrail_types::Error::new(crossrail_types::ErrorKind::Closed, "bench", "it was closed");
-        py.detach(|| self.lock().as_mut().ok_or_else(closed).and_then(work)).or_raise(py)
+        gate::detached(py, || self.lock().as_mut().ok_or_else(closed).and_then(work)).or_raise(py)
     }
 }
 
@@ -116,7 +117,8 @@ impl DeviceEp {
         let (group, context) = (group.get().native(), context.get().native());
         let work = DeviceEpWork { layout, cast_before: on.cast_before, x, topk_idx, topk_weights, outputs };
         let options = DeviceOptions { ordinal: on.ordinal, num_sms: on.num_sms, ..DeviceOptions::default() };
-        let made = py.detach(|| crossrail_bench::DeviceEp::new((group, context), name, config, options, &work));
+        let made =
+            gate::detached(py, || crossrail_bench::DeviceEp::new((group, context), name, config, options, &work));
         Ok(DeviceEp(Mutex::new(Detached::new(Some(made.or_raise(py)?)))))
     }
 
@@ -192,7 +194,7 @@ impl DeviceEp {
 
     /// Destroy the buffer and frees all memory.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| drop(self.lock().take()));
+        gate::detached(py, || drop(self.lock().take()));
     }
 }
 

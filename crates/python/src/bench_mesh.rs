@@ -10,6 +10,7 @@ use crate::bench::{Watch, samples_dict};
 use crate::context::{Context, copied_dict, rows};
 use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::lent::Call;
 use crate::receipt::report_dict;
 use crate::worker::Worker;
@@ -78,7 +79,7 @@ pub(crate) fn bench_mesh<'py>(
         peers.iter().map(|peer| peer.as_ref().map(|peer| peer.get().native().clone())).collect();
     let (context, worker) = (context.get().native(), worker.get().native());
     let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
-    let outcome = py.detach(|| {
+    let outcome = gate::detached(py, || {
         let observer = &mut watch;
         crossrail_bench::mesh(&mut MeshRank { context, worker, rank, peers: &peers, memory, observer }, plan)
     });

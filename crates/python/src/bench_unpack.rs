@@ -9,6 +9,7 @@ use pyo3::types::PyDict;
 use crate::bench::Watch;
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::lent::Call;
 
 /// What a bench of unpacking is to do, as a dict.
@@ -75,7 +76,7 @@ pub(crate) fn bench_unpack<'py>(
     let plan = UnpackPlan { ordinal, size, fragment, from, modes: modes.or_raise(py)?, iters, warmup };
     let settings = context.get().native().settings();
     let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
-    let outcome = py.detach(|| crossrail_bench::unpack(settings, &plan, &mut watch));
+    let outcome = gate::detached(py, || crossrail_bench::unpack(settings, &plan, &mut watch));
     if let Some(raised) = watch.raised {
         return Err(raised);
     }

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::lifecycle::Detached;
 use crate::memory;
 
@@ -58,7 +59,7 @@ impl Context {
             }
         }
         merged.check().or_raise(py)?;
-        Ok(Context(Detached::new(py.detach(|| crossrail::Context::new(merged)).or_raise(py)?)))
+        Ok(Context(Detached::new(gate::detached(py, || crossrail::Context::new(merged)).or_raise(py)?)))
     }
 
     /// Allocate zeroed memory that peers on this machine can map: it is transferred with one copy.
@@ -100,7 +101,7 @@ impl Context {
     /// IoError
     ///     The system does not expose its devices.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let info = py.detach(|| self.0.info()).or_raise(py)?;
+        let info = gate::detached(py, || self.0.info()).or_raise(py)?;
         info_dict(py, info)
     }
 
@@ -187,7 +188,7 @@ pub(crate) fn socket_addresses(listen: &Bound<'_, PyAny>) -> PyResult<Option<Vec
 /// The memory that this process may use, within the limits of its control groups; None if procfs reports none.
 #[pyfunction]
 pub(crate) fn host_memory(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
-    let Some(memory) = py.detach(crossrail::host_memory) else { return Ok(None) };
+    let Some(memory) = gate::detached(py, crossrail::host_memory) else { return Ok(None) };
     let all = PyDict::new(py);
     all.set_item("available", memory.available)?;
     all.set_item("capacity", memory.capacity)?;
@@ -200,7 +201,7 @@ pub(crate) fn host_memory(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>>
 /// The CPU time that the control groups of this process leave, in processors; None if they leave all.
 #[pyfunction]
 pub(crate) fn cpu_quota(py: Python<'_>) -> Option<f64> {
-    py.detach(crossrail::cpu_quota)
+    gate::detached(py, crossrail::cpu_quota)
 }
 
 /// A link-local address with its zone as a number: Rust parses no device names.

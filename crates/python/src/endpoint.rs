@@ -11,7 +11,7 @@ use crate::operand::Wanted;
 use crate::region::RegionKey;
 use crate::request::Request;
 use crate::worker::{Worker, parse_operations};
-use crate::{errors, place, stream, wait};
+use crate::{errors, gate, place, stream, wait};
 
 /// A peer of a worker, and the lanes to it. Created by `Worker.connect` and `Worker.accept`.
 ///
@@ -170,7 +170,7 @@ impl Endpoint {
         let _call = Call::enter(py);
         let list = parse_operations(operations, self.worker.get().context())?;
         let place = list.iter().map(place_of).find(|place| *place != Place::Host).unwrap_or_default();
-        let native = py.detach(|| self.native.batch(list)).or_raise(py)?;
+        let native = gate::detached(py, || self.native.batch(list)).or_raise(py)?;
         Ok(Request::new(native, self.worker.clone_ref(py), place))
     }
 
@@ -257,12 +257,12 @@ impl Endpoint {
 
     /// Return all lanes considered for this peer, with their scores or the reasons why they are not used.
     fn explain(&self, py: Python<'_>) -> Explain {
-        Explain(py.detach(|| self.native.explain()))
+        Explain(gate::detached(py, || self.native.explain()))
     }
 
     /// Return the running totals of every lane, headers included.
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        lane_reports(py, py.detach(|| self.native.lanes()))
+        lane_reports(py, gate::detached(py, || self.native.lanes()))
     }
 
     /// Finish the operations in flight and close the endpoint.
@@ -320,7 +320,7 @@ impl Endpoint {
         const SMALL: usize = 8 << 10;
         let place = buffer.place();
         let quick = buffer.len() <= SMALL && place == Place::Host;
-        let native = if quick { start(buffer) } else { py.detach(|| start(buffer)) };
+        let native = if quick { start(buffer) } else { gate::detached(py, || start(buffer)) };
         Ok(Request::new(native.or_raise(py)?, self.worker.clone_ref(py), place))
     }
 }

@@ -13,6 +13,7 @@ use pyo3::types::{PyDict, PyList};
 use crate::context::{Context, rows};
 use crate::endpoint::lane_reports;
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::group::Group;
 use crate::lent::{self, Call, Use};
 use crate::lifecycle::{self, Detached};
@@ -142,31 +143,31 @@ impl ExpertBuffer {
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        py.detach(|| self.native.disconnect(&ranks)).or_raise(py)
+        gate::detached(py, || self.native.disconnect(&ranks)).or_raise(py)
     }
 
     fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        py.detach(|| self.native.mask(&ranks)).or_raise(py)
+        gate::detached(py, || self.native.mask(&ranks)).or_raise(py)
     }
 
     fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        py.detach(|| self.native.unmask(&ranks)).or_raise(py)
+        gate::detached(py, || self.native.unmask(&ranks)).or_raise(py)
     }
 
     fn masked(&self, py: Python<'_>) -> Vec<u32> {
-        py.detach(|| self.native.masked())
+        gate::detached(py, || self.native.masked())
     }
 
     fn connected(&self, py: Python<'_>) -> Vec<u32> {
-        py.detach(|| self.native.connected())
+        gate::detached(py, || self.native.connected())
     }
 
     fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        fault_rows(py, py.detach(|| self.native.faults()))
+        fault_rows(py, gate::detached(py, || self.native.faults()))
     }
 
     fn links<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        link_rows(py, py.detach(|| self.native.links()))
+        link_rows(py, gate::detached(py, || self.native.links()))
     }
 
     /// `x`, `topk_idx`, `topk_weights`: bytes of bf16, i64 and f32.
@@ -191,7 +192,7 @@ impl ExpertBuffer {
         let handle = handle.map(|handle| handle.get().0.clone());
         let layout = parse_layout(py, layout)?;
         let options = ep::DispatchOptions { layout, handle, alignment, ..ep::DispatchOptions::default() };
-        let pending = py.detach(|| self.native.dispatch(input, options)).or_raise(py)?;
+        let pending = gate::detached(py, || self.native.dispatch(input, options)).or_raise(py)?;
         Ok(PendingDispatch(Running::new(pending)))
     }
 
@@ -215,34 +216,34 @@ impl ExpertBuffer {
             refuse: None,
         };
         let handle = &handle.get().0;
-        let pending = py.detach(|| self.native.combine(y, handle, options)).or_raise(py)?;
+        let pending = gate::detached(py, || self.native.combine(y, handle, options)).or_raise(py)?;
         Ok(PendingCombine(Running::new(pending)))
     }
 
     /// Takes part in the others' dispatch with the word that it failed here.
     fn refuse_dispatch(&self, py: Python<'_>, why: String) -> PyResult<PendingDispatch> {
         let why = Error::new(ErrorKind::Usage, "dispatch", why);
-        let pending = py.detach(|| self.native.refuse_dispatch(why)).or_raise(py)?;
+        let pending = gate::detached(py, || self.native.refuse_dispatch(why)).or_raise(py)?;
         Ok(PendingDispatch(Running::new(pending)))
     }
 
     /// Takes part in the others' combine with the word that it failed here.
     fn refuse_combine(&self, py: Python<'_>, why: String) -> PyResult<PendingCombine> {
         let why = Error::new(ErrorKind::Usage, "combine", why);
-        let pending = py.detach(|| self.native.refuse_combine(why)).or_raise(py)?;
+        let pending = gate::detached(py, || self.native.refuse_combine(why)).or_raise(py)?;
         Ok(PendingCombine(Running::new(pending)))
     }
 
     /// Waits until all connected ranks that aren't masked have come here.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
-        let pending = py.detach(|| self.native.sync()).or_raise(py)?;
+        let pending = gate::detached(py, || self.native.sync()).or_raise(py)?;
         Running::new(pending).finish(py)
     }
 
     fn destroy(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
-        py.detach(|| self.native.destroy()).or_raise(py)
+        gate::detached(py, || self.native.destroy()).or_raise(py)
     }
 }
 
@@ -450,13 +451,13 @@ impl Handle {
     /// i64 [rows, topk].
     #[pyo3(name = "_topk_idx")]
     fn topk_idx(&self, py: Python<'_>) -> Span {
-        py.detach(|| self.0.topk_idx()).into()
+        gate::detached(py, || self.0.topk_idx()).into()
     }
 
     /// f32 [rows, topk].
     #[pyo3(name = "_topk_weights")]
     fn topk_weights(&self, py: Python<'_>) -> Span {
-        py.detach(|| self.0.topk_weights()).into()
+        gate::detached(py, || self.0.topk_weights()).into()
     }
 
     /// i32 [experts, most]; -1 where no row is.
@@ -467,7 +468,7 @@ impl Handle {
             self.0.sources(most, &mut tokens);
             tokens
         };
-        py.detach(fill).into()
+        gate::detached(py, fill).into()
     }
 }
 

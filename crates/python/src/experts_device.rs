@@ -21,7 +21,7 @@ use crate::flag::Flag;
 use crate::group::Group;
 use crate::lent::{self, Call, Loan};
 use crate::lifecycle::{self, Detached};
-use crate::{place, stream, wait};
+use crate::{gate, place, stream, wait};
 
 /// The native half of `crossrail.ExpertBuffer` on a GPU.
 #[pyclass(module = "crossrail._native", frozen, weakref)]
@@ -47,7 +47,7 @@ impl DeviceBuffer {
         put: impl FnOnce() -> Result<ep::Enqueued> + Send,
     ) -> PyResult<DeviceOperation> {
         self.native.here(py, "experts")?;
-        let ep::Enqueued { handle, done, count, pending } = py.detach(put).or_raise(py)?;
+        let ep::Enqueued { handle, done, count, pending } = gate::detached(py, put).or_raise(py)?;
         let rest = Mutex::new(Rest { pending, done });
         Ok(DeviceOperation { handle, count, rest, stream, patience: self.patience })
     }
@@ -88,7 +88,7 @@ impl DeviceBuffer {
     fn variant(&self, py: Python<'_>, parameters: Parameters) -> PyResult<DeviceBuffer> {
         let config = parameters.config(py)?;
         let native = self.native.here(py, "variant")?;
-        let made = py.detach(|| native.variant(config)).or_raise(py)?;
+        let made = gate::detached(py, || native.variant(config)).or_raise(py)?;
         let remembered = lifecycle::remember_device_buffer(&made);
         Ok(DeviceBuffer { native: Detached::new(made), remembered, patience: self.patience })
     }
@@ -116,7 +116,7 @@ impl DeviceBuffer {
     /// What the rank's memory says of the operations under way.
     fn report(&self, py: Python<'_>) -> PyResult<String> {
         let native = self.native.here(py, "report")?;
-        py.detach(|| native.report()).or_raise(py)
+        gate::detached(py, || native.report()).or_raise(py)
     }
 
     #[getter]
@@ -137,33 +137,33 @@ impl DeviceBuffer {
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
         let _call = Call::enter(py);
         let native = self.native.here(py, "disconnect")?;
-        py.detach(|| native.disconnect(&ranks)).or_raise(py)
+        gate::detached(py, || native.disconnect(&ranks)).or_raise(py)
     }
 
     fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
         let native = self.native.here(py, "mask")?;
-        py.detach(|| native.mask(&ranks)).or_raise(py)
+        gate::detached(py, || native.mask(&ranks)).or_raise(py)
     }
 
     fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
         let native = self.native.here(py, "unmask")?;
-        py.detach(|| native.unmask(&ranks)).or_raise(py)
+        gate::detached(py, || native.unmask(&ranks)).or_raise(py)
     }
 
     fn masked(&self, py: Python<'_>) -> Vec<u32> {
-        py.detach(|| self.native.masked())
+        gate::detached(py, || self.native.masked())
     }
 
     fn connected(&self, py: Python<'_>) -> Vec<u32> {
-        py.detach(|| self.native.connected())
+        gate::detached(py, || self.native.connected())
     }
 
     fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        fault_rows(py, py.detach(|| self.native.faults()))
+        fault_rows(py, gate::detached(py, || self.native.faults()))
     }
 
     fn links<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        link_rows(py, py.detach(|| self.native.links()))
+        link_rows(py, gate::detached(py, || self.native.links()))
     }
 
     /// Waits until the GPU is done with what was put in, and all connected ranks that aren't masked have come here.
@@ -178,14 +178,14 @@ impl DeviceBuffer {
         if !self.native.is_here() {
             return Ok(());
         }
-        py.detach(|| self.native.destroy()).or_raise(py)
+        gate::detached(py, || self.native.destroy()).or_raise(py)
     }
 
     /// Makes what is put into stream `after` from now on wait for what is in stream `before` (raw handles).
     fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
         let native = self.native.here(py, "order")?;
         // SAFETY: that streams are alive is the documented rule for callers.
-        py.detach(|| unsafe { native.order(before, after) }).or_raise(py)
+        gate::detached(py, || unsafe { native.order(before, after) }).or_raise(py)
     }
 
     /// Whether `stream` is being captured in a graph.
@@ -198,7 +198,7 @@ impl DeviceBuffer {
     fn take_region(&self, py: Python<'_>, stream: u64) -> PyResult<DeviceRegion> {
         let native = self.native.here(py, "take_region")?;
         // SAFETY: that streams are alive is the documented rule for callers.
-        let lease = py.detach(|| unsafe { native.take_region_for(stream) }).or_raise(py)?;
+        let lease = gate::detached(py, || unsafe { native.take_region_for(stream) }).or_raise(py)?;
         let shape = self.native.shape();
         let fp8 = shape.scale_bytes() > 0;
         // One byte for a block: ue8m0.
@@ -337,7 +337,7 @@ impl DeviceOperation {
     /// Puts the rest of an operation that was only begun into `stream`, which comes behind that of its beginning.
     fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         // SAFETY: that streams are alive is the documented rule for callers.
-        py.detach(|| unsafe { self.receive(stream) }).or_raise(py)
+        gate::detached(py, || unsafe { self.receive(stream) }).or_raise(py)
     }
 
     /// Whether `finish` is still to be called.
@@ -418,7 +418,7 @@ impl DeviceEvent {
     /// What is put into `stream` (a raw handle) from now on runs after the operation.
     fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         // SAFETY: that streams are alive is the documented rule for callers.
-        py.detach(|| unsafe { self.done.wait(stream) }).or_raise(py)
+        gate::detached(py, || unsafe { self.done.wait(stream) }).or_raise(py)
     }
 
     /// Waits until the operation is done.
@@ -430,7 +430,7 @@ impl DeviceEvent {
 
     /// Whether the operation is done.
     fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
-        py.detach(|| self.done.is_done()).or_raise(py)
+        gate::detached(py, || self.done.is_done()).or_raise(py)
     }
 
     /// Whether the operation was captured in a graph: then only streams of the same capture can wait for it.
@@ -521,7 +521,7 @@ pub(crate) fn device_plan(
 ) -> PyResult<Bound<'_, PyDict>> {
     let config = parameters.config(py)?;
     let options = ep::DeviceOptions { ordinal, regions, ..ep::DeviceOptions::default() };
-    plan_dict(py, &py.detach(|| ep::DeviceBuffer::plan(&config, &options, far)).or_raise(py)?)
+    plan_dict(py, &gate::detached(py, || ep::DeviceBuffer::plan(&config, &options, far)).or_raise(py)?)
 }
 
 /// The GPU that `device` names (cuda, cuda:1, a number, a torch.device), None for the host.

@@ -8,6 +8,7 @@ use pyo3::types::{PyBytes, PyList};
 
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::lifecycle::Detached;
 use crate::wait;
 
@@ -112,7 +113,7 @@ impl Group {
 
     #[getter]
     fn control_error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
-        let error = py.detach(|| self.native.control_error())?;
+        let error = gate::detached(py, || self.native.control_error())?;
         Some(errors::raise(py, &error).into_value(py).into_any())
     }
 
@@ -149,13 +150,13 @@ impl Group {
     }
 
     fn members(&self, py: Python<'_>) -> Vec<Member> {
-        let members = py.detach(|| self.native.members());
+        let members = gate::detached(py, || self.native.members());
         members.into_iter().map(|member| (member.rank, member.local_rank, member.node, member.process)).collect()
     }
 
     fn state(&self, py: Python<'_>, rank: i64) -> PyResult<(&'static str, Option<String>)> {
         let rank = natural(py, "state", "rank", rank)?;
-        Ok(match py.detach(|| self.native.state(rank)) {
+        Ok(match gate::detached(py, || self.native.state(rank)) {
             RankState::Absent => ("absent", None),
             RankState::Alive => ("alive", None),
             RankState::Dead(why) => ("dead", Some(why)),
@@ -165,7 +166,7 @@ impl Group {
 
     #[getter]
     fn changes(&self, py: Python<'_>) -> u64 {
-        py.detach(|| self.native.changes())
+        gate::detached(py, || self.native.changes())
     }
 
     fn wait_change(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
@@ -185,7 +186,7 @@ impl Group {
     }
 
     fn leave(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.native.leave()).or_raise(py)
+        gate::detached(py, || self.native.leave()).or_raise(py)
     }
 
     fn __repr__(&self) -> String {

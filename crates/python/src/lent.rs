@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 
 use crate::dlpack::{self, Dtype};
 use crate::errors::OrRaise;
-use crate::{errors, lifecycle};
+use crate::{errors, gate, lifecycle};
 
 /// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
 #[repr(C)]
@@ -321,7 +321,7 @@ pub(crate) fn copy_from(
     let lent = bytes(data, Use::Read, operation)?;
     // SAFETY: lent for the call, and an empty piece may have no address.
     let from = unsafe { slice(lent.ptr, lent.len) };
-    data.py().detach(|| copy(from)).or_raise(data.py())
+    gate::detached(data.py(), || copy(from)).or_raise(data.py())
 }
 
 /// Has `copy` fill `target`, writable host memory, without the GIL.
@@ -334,7 +334,7 @@ pub(crate) fn copy_into(
     let lent = bytes(target, Use::Write, operation)?;
     // SAFETY: lent for the call, writable, and an empty piece may have no address.
     let into = unsafe { slice_mut(lent.ptr, lent.len) };
-    target.py().detach(|| copy(into)).or_raise(target.py())
+    gate::detached(target.py(), || copy(into)).or_raise(target.py())
 }
 
 /// The exporter said no; asks again more modestly, to say what is wrong.

@@ -5,7 +5,7 @@
 //!   handler for ends every wait of the main thread at once ([`wait`], [`signals`]);
 //! - no thread that holds an engine lock ever waits for the GIL: buffers are handed back by [`lent`], callbacks run
 //!   without engine locks;
-//! - when the interpreter ends, every worker is closed first.
+//! - when the interpreter ends, every worker is closed first, and threads that wait in here do not return ([`gate`]).
 
 mod bench;
 mod bench_control;
@@ -26,6 +26,7 @@ mod experts;
 mod experts_device;
 mod export;
 mod flag;
+mod gate;
 mod group;
 mod layout;
 mod lent;

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crossrail_types::Origin;
@@ -14,6 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::errors::OrRaise;
+use crate::gate;
 
 /// Something of the engine whose end may wait (threads are joined, peers told): it is dropped detached. In a forked
 /// child it is never dropped: its threads, connections and shared memory are the parent's.
@@ -63,7 +64,7 @@ impl<T: Send> Drop for Detached<T> {
         let mut inner = Some(inner);
         let attached = Python::try_attach(|py| {
             let inner = inner.take();
-            py.detach(move || drop(inner));
+            gate::detached(py, move || drop(inner));
         });
         if attached.is_none() {
             drop(inner);
@@ -71,7 +72,6 @@ impl<T: Send> Drop for Detached<T> {
     }
 }
 
-static ENDING: AtomicBool = AtomicBool::new(false);
 static NEXT: AtomicU64 = AtomicU64::new(0);
 static WORKERS: Open<crossrail::Worker> = Open(Mutex::new(None));
 static BUFFERS: Open<crossrail_ep_host::ExpertBuffer> = Open(Mutex::new(None));
@@ -135,17 +135,12 @@ pub(crate) fn forget_device_buffer(id: u64) {
     DEVICE_BUFFERS.forget(id);
 }
 
-/// Whether Python may still be called.
-pub(crate) fn running() -> bool {
-    !ENDING.load(Ordering::Acquire)
-}
-
 /// Runs `call` on the interpreter's main thread, soon. Any thread, with or without the GIL.
 pub(crate) fn ask_main_thread(call: extern "C" fn(*mut c_void) -> c_int) {
-    // SAFETY: both may be called from any thread; before ENDING is set the interpreter is whole. A full queue is
+    // SAFETY: both may be called from any thread; before the gate closes the interpreter is whole. A full queue is
     // no loss: the next call from Python does the same work.
     unsafe {
-        if running() && ffi::Py_IsInitialized() != 0 {
+        if gate::is_open() && ffi::Py_IsInitialized() != 0 {
             ffi::Py_AddPendingCall(Some(call), ptr::null_mut());
         }
     }
@@ -153,8 +148,9 @@ pub(crate) fn ask_main_thread(call: extern "C" fn(*mut c_void) -> c_int) {
 
 #[pyfunction]
 fn _close_workers(py: Python<'_>) {
+    gate::begin_to_close();
     let (buffers, on_gpus, left) = (BUFFERS.take(), DEVICE_BUFFERS.take(), WORKERS.take());
-    py.detach(|| {
+    gate::detached(py, || {
         // What fails here fails because the others are gone.
         for buffer in buffers {
             let _ = buffer.destroy();
@@ -167,7 +163,7 @@ fn _close_workers(py: Python<'_>) {
         }
         drop(left);
     });
-    ENDING.store(true, Ordering::Release);
+    gate::close(py);
 }
 
 /// Closes every worker when the interpreter ends.

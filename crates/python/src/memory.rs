@@ -21,7 +21,7 @@ use crate::errors::{self, OrRaise};
 use crate::export::Lending;
 use crate::lent::{self, View, export};
 use crate::mapped::Awaited;
-use crate::{place, stream, wait};
+use crate::{gate, place, stream, wait};
 
 /// Memory that peers on this machine can map, so that it is transferred with one copy and no system call.
 ///
@@ -69,7 +69,7 @@ impl MemoryBase {
         let (place, context) = (place::parse(device)?, context.get().native());
         let native = match place {
             Place::Host => context.alloc(nbytes),
-            Place::Gpu(_) => py.detach(|| context.alloc_on(nbytes, place)),
+            Place::Gpu(_) => gate::detached(py, || context.alloc_on(nbytes, place)),
         };
         let native = native.or_raise(py)?;
         Ok(MemoryBase { len: native.len(), native, timeout: context.settings().timeout })

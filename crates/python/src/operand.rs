@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use crate::cai;
 use crate::dlpack::{self, Device};
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::layout::{Piece, Refusal, Whose};
 use crate::lent::{self, LentTensor, Use};
 use crate::memory::MemoryBase;
@@ -127,7 +128,7 @@ impl Wanted<'_> {
         };
         let lent = |stream| tensor(object, said, Some(stream), self.used, self.operation).map_err(Failure::Python);
         let lend = || -> Result<(LentTensor, Option<Ready>), Failure> {
-            py.detach(|| self.context.open_gpu(ordinal))?;
+            gate::detached(py, || self.context.open_gpu(ordinal))?;
             match (order, self.stream) {
                 (Order::Before(handle), _) => Ok((self.context.on_gpu(ordinal, || lent(*handle))?, None)),
                 (Order::Ready, None) => {
@@ -161,7 +162,7 @@ impl Wanted<'_> {
         if described.piece.len == 0 {
             return Ok(on_host(described.piece.ptr, 0, keep));
         }
-        let ordinal = py.detach(|| self.context.gpu_of(described.piece.ptr));
+        let ordinal = gate::detached(py, || self.context.gpu_of(described.piece.ptr));
         let ordinal = ordinal.map_err(|error| self.restated(object, None, error.into()))?;
         let after = match order {
             Order::Ready => self.stream.map(|stream| stream.handle).or(described.stream),

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::errors::{self, OrRaise};
+use crate::gate;
 use crate::lent::Call;
 use crate::lifecycle::Detached;
 use crate::wait;
@@ -40,7 +41,7 @@ impl Region {
     /// RegionError at the accessing end. Raises RegionError if it was deregistered before.
     fn deregister(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
-        py.detach(|| self.native.deregister()).or_raise(py)
+        gate::detached(py, || self.native.deregister()).or_raise(py)
     }
 
     /// Return the number of writes with immediate `imm` that have arrived completely.

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::errors::{self, OrRaise};
+use crate::gate::{self, Pass};
 use crate::lent::Call;
-use crate::lifecycle;
 use crate::receipt::Receipt;
 use crate::worker::Worker;
 use crate::{place, stream, wait};
@@ -49,7 +49,8 @@ impl Request {
     /// Never blocks. Raises the error of the operation if it failed.
     fn test(&self, py: Python<'_>) -> PyResult<Option<Receipt>> {
         let _call = Call::enter(py);
-        let outcome = if self.native.is_done() { self.native.test() } else { py.detach(|| self.native.test()) };
+        let outcome =
+            if self.native.is_done() { self.native.test() } else { gate::detached(py, || self.native.test()) };
         outcome.transpose().or_raise(py).map(|receipt| receipt.map(Receipt::from))
     }
 
@@ -122,7 +123,7 @@ impl Request {
             return Err(errors::usage(py, "wait_on", "nothing says whose stream it is", "pass device=\"cuda:0\""));
         };
         // SAFETY: that the stream is alive is the documented rule for callers.
-        py.detach(|| unsafe { self.native.wait_on(stream.handle, ordinal) }).or_raise(py)
+        gate::detached(py, || unsafe { self.native.wait_on(stream.handle, ordinal) }).or_raise(py)
     }
 
     /// Cancel the operation at both ends.
@@ -131,7 +132,7 @@ impl Request {
     /// buffer stays borrowed.
     fn cancel(&self, py: Python<'_>) {
         let _call = Call::enter(py);
-        py.detach(|| self.native.cancel());
+        gate::detached(py, || self.native.cancel());
     }
 
     /// Return whether the operation is finished, without making progress.
@@ -163,9 +164,9 @@ impl Request {
         }
         let _call = Call::enter(py);
         let itself = slf.clone().unbind();
-        py.detach(|| {
+        gate::detached(py, || {
             request.native.on_complete(move |_outcome| {
-                if lifecycle::running() {
+                if let Some(_pass) = Pass::offered() {
                     Python::try_attach(|py| run(py, &callback, itself));
                 }
             });

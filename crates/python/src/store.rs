@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 
 use crate::context::Context;
 use crate::errors::OrRaise;
+use crate::gate;
 use crate::lifecycle::Detached;
 
 /// The built-in store, served by threads of its own until it is closed.
@@ -35,7 +36,7 @@ impl StoreServer {
     fn new(context: &Bound<'_, Context>, listen: &str) -> PyResult<StoreServer> {
         let py = context.py();
         let settings = context.get().native().settings();
-        let server = py.detach(|| control::StoreServer::start(listen, settings)).or_raise(py)?;
+        let server = gate::detached(py, || control::StoreServer::start(listen, settings)).or_raise(py)?;
         Ok(StoreServer(Detached::new(server)))
     }
 
@@ -47,7 +48,7 @@ impl StoreServer {
 
     /// Stop the store: its clients find it unreachable. A second call does nothing.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| self.0.stop());
+        gate::detached(py, || self.0.stop());
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

@@ -7,6 +7,7 @@ use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use pyo3::prelude::*;
 
 use crate::errors::{self, OrRaise};
+use crate::gate::{self, Pass};
 use crate::signals::Watch;
 
 /// Waits that are over after this do without watching signals, which costs two calls of Python's.
@@ -33,7 +34,8 @@ pub(crate) fn bounded<T: Send>(
     limit: Duration,
     wait: impl Fn(Option<Duration>) -> Result<T> + Sync,
 ) -> PyResult<T> {
-    outcome(py, limit, wait)?.or_raise(py)
+    let (result, _pass) = answer(py, limit, wait)?;
+    result.or_raise(py)
 }
 
 /// Calls `wait` with the time that is left until it answers anything but `Timeout`, or `limit` has passed.
@@ -46,6 +48,15 @@ pub(crate) fn outcome<T: Send>(
     limit: Duration,
     wait: impl Fn(Option<Duration>) -> Result<T> + Sync,
 ) -> PyResult<Result<T>> {
+    Ok(answer(py, limit, wait)?.0)
+}
+
+/// As [`outcome`]; with the pass under which the caller may raise it.
+fn answer<T: Send>(
+    py: Python<'_>,
+    limit: Duration,
+    wait: impl Fn(Option<Duration>) -> Result<T> + Sync,
+) -> PyResult<(Result<T>, Pass)> {
     let began = Instant::now();
     let done = |result: &Result<T>| {
         !matches!(result, Err(error) if error.kind == ErrorKind::Timeout) || began.elapsed() >= limit
@@ -53,22 +64,25 @@ pub(crate) fn outcome<T: Send>(
     let total = |result: Result<T>| {
         result.map_err(|error| if error.waited.is_some() { error.with_waited(limit) } else { error })
     };
-    let result = py.detach(|| wait(Some(limit.min(SHORT))));
+    let (result, pass) = gate::detached_until(py, || wait(Some(limit.min(SHORT))));
     if done(&result) {
-        return Ok(total(result));
+        return Ok((total(result), pass));
     }
     let left = || Some(limit.saturating_sub(began.elapsed()));
-    let Some(signals) = Watch::start(py)? else {
-        return Ok(total(py.detach(|| wait(left()))));
+    let signals = Watch::start(py)?;
+    drop(pass);
+    let Some(signals) = signals else {
+        let (result, pass) = gate::detached_until(py, || wait(left()));
+        return Ok((total(result), pass));
     };
     loop {
         let interrupt = signals.interrupt();
         interrupt.clear();
         // Those that arrived before they were watched, or that ended the last wait.
         py.check_signals()?;
-        let result = py.detach(|| interrupt.run(|| wait(left())));
+        let (result, pass) = gate::detached_until(py, || interrupt.run(|| wait(left())));
         if done(&result) || !interrupt.is_raised() {
-            return Ok(total(result));
+            return Ok((total(result), pass));
         }
     }
 }
@@ -79,7 +93,7 @@ pub(crate) fn concluded<T: Send>(
     waited: Duration,
     wait: impl FnOnce(Option<Duration>) -> Result<T> + Send,
 ) -> PyResult<T> {
-    let outcome = py.detach(|| wait(Some(Duration::ZERO)));
+    let (outcome, _pass) = gate::detached_until(py, || wait(Some(Duration::ZERO)));
     outcome.map_err(|error| error.with_waited(waited)).or_raise(py)
 }
 

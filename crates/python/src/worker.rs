@@ -10,7 +10,7 @@ use crate::lifecycle::{self, Detached};
 use crate::operand::Wanted;
 use crate::region::Region;
 use crate::request::Request;
-use crate::{stream, wait};
+use crate::{gate, stream, wait};
 
 /// A listening address, the endpoints of its peers, and their progress.
 ///
@@ -78,7 +78,7 @@ impl Worker {
         let listen = listen.map(socket_addresses).transpose()?.flatten();
         let options = WorkerOptions { name, listen, unix, background };
         let native = context.get().native();
-        let native = py.detach(|| crossrail::Worker::new(native, options)).or_raise(py)?;
+        let native = gate::detached(py, || crossrail::Worker::new(native, options)).or_raise(py)?;
         Ok(Worker {
             remembered: lifecycle::remember(&native),
             native: Detached::new(native),
@@ -195,7 +195,7 @@ impl Worker {
 
     /// Admits no further peer: whoever connects from now on gets ExhaustedError with this text.
     fn _refuse_peers(&self, py: Python<'_>, why: &str) {
-        py.detach(|| self.native.refuse_peers(why));
+        gate::detached(py, || self.native.refuse_peers(why));
     }
 
     /// Concludes an `accept` that asyncio waited for, for `waited` seconds.
@@ -229,7 +229,7 @@ impl Worker {
         let worker = slf.get();
         let wanted = Wanted { context: worker.context(), used: Use::Write, stream: None, operation: "register" };
         let lent = wanted.of(buffer)?;
-        let region = py.detach(|| worker.native.register(lent)).or_raise(py)?;
+        let region = gate::detached(py, || worker.native.register(lent)).or_raise(py)?;
         Ok(Region::new(region, worker.native_timeout()))
     }
 
@@ -279,7 +279,7 @@ impl Worker {
         let place = lent.place();
         let start = || worker.native.recv(lent, tag, mask, source);
         // A GPU's driver may take its time.
-        let native = if place == Place::Host { start() } else { py.detach(start) };
+        let native = if place == Place::Host { start() } else { gate::detached(py, start) };
         let native = native.or_raise(py)?;
         Ok(Request::new(native, slf.clone().unbind(), place))
     }
@@ -287,7 +287,7 @@ impl Worker {
     /// Make progress once, without blocking. Returns whether there was any.
     fn progress(&self, py: Python<'_>) -> bool {
         let _call = Call::enter(py);
-        py.detach(|| self.native.progress())
+        gate::detached(py, || self.native.progress())
     }
 
     /// Return a file descriptor that becomes readable when requests finish or peers connect.
@@ -312,7 +312,7 @@ impl Worker {
     /// Close all connections. Operations in flight fail with ClosedError. Calling it again has no effect.
     fn close(&self, py: Python<'_>) {
         let _call = Call::enter(py);
-        py.detach(|| self.native.close());
+        gate::detached(py, || self.native.close());
         lifecycle::forget(self.remembered);
     }
 
