@@ -179,6 +179,7 @@ bench: build
 
 pages: build
 	$(call say,pages: their tables from benches/results)
+	$(BIN)/python -m crossrail.cli.doctor.page >docs/doctor.md
 	$(BIN)/python benches/gpu/table.py docs/performance.md docs/performance-experts.md
 
 fmt: $(TOOLS)

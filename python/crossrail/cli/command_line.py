@@ -17,6 +17,7 @@ from .rank_process import RANK, add_rank
 
 COMMANDS = {
     "info": (".info:add_arguments", "devices, transports, what each can do; what is unusable, why, and the fix"),
+    "doctor": (".doctor:add_arguments", "tests this machine by doing; what is wrong, and the command that mends it"),
     "bench": (None, "measure two ends, or the ranks of a group"),
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
     "nccl-plugin": (".nccl_plugin:add_arguments", "the variables by which NCCL uses Crossrail as its network"),
@@ -38,6 +39,11 @@ BENCHES = {
 EXAMPLES = {
     "": ("crossrail info", "crossrail bench latency", "crossrail bench p2p --size 1G"),
     "info": ("crossrail info", "crossrail info --json info.json"),
+    "doctor": (
+        "crossrail doctor",
+        "crossrail doctor --only network,shm --json doctor.json",
+        "crossrail doctor --store tcp://10.0.0.1:18178 --nccl",
+    ),
     "bench": ("crossrail bench latency", "crossrail bench p2p --listen 10.0.0.1", "crossrail bench ep --preset decode"),
     "store": ("crossrail store --listen 10.0.0.1:7400 --secret-file secret",),
     "completion": ("crossrail completion bash > ~/.local/share/bash-completion/completions/crossrail",),

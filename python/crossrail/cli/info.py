@@ -37,7 +37,7 @@ class InfoOptions:
         Raises UsageFailure for it at the end, the library's errors, and WriteError.
         """
         check_json(self.json)
-        info, wrong = _info()
+        info, wrong = usable_info()
         print_info(info, console(stderr=self.json == "-"))
         if self.json is not None:
             whole = {"schema": SCHEMA, "environment": dataclasses.asdict(capture_environment()), "info": info}
@@ -46,7 +46,7 @@ class InfoOptions:
             raise UsageFailure(f"{wrong[0]}" + (f" (and {len(wrong) - 1} more settings)" if wrong[1:] else ""))
 
 
-def _info() -> tuple[Info, list[ConfigError]]:
+def usable_info() -> tuple[Info, list[ConfigError]]:
     """The data of a context and a worker without the settings that they refuse; the rows of those have the error."""
     wrong: list[tuple[str, ConfigError]] = []
     info: Info | None = None

@@ -24,6 +24,7 @@ RANK = "rank"
 
 KINDS = {
     "control": ".control",
+    "doctor": ".doctor.second",
     "elastic": ".ep.elastic",
     "ep": ".ep.host",
     "ep-cuda": ".ep.cuda",

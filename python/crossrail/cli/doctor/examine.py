@@ -1,0 +1,54 @@
+"""Runs checks, each within its time limit. A check that fails, or takes too long, is a finding itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from crossrail.errors import CrossrailError
+
+from ..failure import Failure
+from .finding import Check, Finding, Found, Machine
+
+OnCheck = Callable[[Check], object]
+
+
+def examine(checks: Sequence[Check], machine: Machine, on_check: OnCheck = lambda check: None) -> list[Finding]:
+    """The findings of all ``checks``, in their order. Never raises because of a check, nor waits beyond its limit."""
+    findings = []
+    for check in checks:
+        on_check(check)
+        for found in _results(check, machine):
+            findings.append(Finding(check.id, found.severity, found.subject, found.evidence, found.fix))
+    return findings
+
+
+def _results(check: Check, machine: Machine) -> list[Found]:
+    """What one check found. It runs in a thread of its own, which is left behind if it does not end in time."""
+    results: list[Found] = []
+    failures: list[Found] = []
+
+    def body() -> None:
+        try:
+            results.extend(check.run(machine))
+        except Exception as error:  # whatever it is, the other checks must run
+            failures.append(_failed(error))
+
+    thread = threading.Thread(target=body, name=f"crossrail-doctor-{check.id}", daemon=True)
+    thread.start()
+    thread.join(check.limit_s)
+    if thread.is_alive():
+        text = f"the check did not end within {check.limit_s:g} s: what it tests hangs"
+        return [*results, Found("error", text, "CROSSRAIL_LOG=debug crossrail doctor --only " + check.id)]
+    if not results and not failures:
+        return [Found("note", "nothing to test here")]
+    return [*results, *failures]
+
+
+def _failed(error: Exception) -> Found:
+    if isinstance(error, CrossrailError):
+        return Found("error", error.detail, error.hint or "see `crossrail info`")
+    if isinstance(error, (Failure, OSError)):
+        return Found("error", " ".join(str(error).split()), "see `crossrail info`")
+    text = f"the check itself failed: {type(error).__name__}: {' '.join(str(error).split())}"
+    return Found("error", text, "report this, with `crossrail info --json -`")

@@ -1,0 +1,103 @@
+"""What a check is, what it finds, and what it examines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from crossrail.errors import ConfigError
+from crossrail.records import Info
+
+from .links import Rail
+
+Severity = Literal["error", "warning", "note", "ok"]
+
+SEVERITIES: dict[Severity, str] = {
+    "error": "something does not work",
+    "warning": "it works, but slowly or not reliably",
+    "note": "worth knowing; nothing needs to be done, or nothing could be tested",
+    "ok": "tested, and as it should be",
+}
+
+PROBLEMS: frozenset[Severity] = frozenset({"error", "warning"})
+"""What makes the command exit with 1."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One result of a check: what was seen, and the command or the step that mends it (empty: there is none)."""
+
+    severity: Severity
+    evidence: str
+    fix: str = ""
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A result with the id of its check."""
+
+    id: str
+    severity: Severity
+    subject: str
+    evidence: str
+    fix: str
+
+
+@dataclass
+class Machine:
+    """What the checks examine: this machine, and this process's settings."""
+
+    info: Info
+    wrong: list[ConfigError] = field(default_factory=list)
+    rails: list[Rail] = field(default_factory=list)
+    sys: Path = Path("/sys")
+    proc: Path = Path("/proc")
+    store: str | None = None
+    secret_file: str | None = None
+    launcher: str | None = None
+
+    @property
+    def gpus(self) -> list[str]:
+        """The GPUs that CUDA can use, as ``cuda:N``."""
+        return [f"cuda:{device['ordinal']}" for device in self.info["cuda"]["devices"]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table of checks.
+
+    ``tests`` says what is tested and how, ``rule`` which severity it has when, ``mends`` what usually helps; all three
+    are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds.
+    """
+
+    id: str
+    group: str
+    tests: str
+    rule: str
+    mends: str
+    limit_s: float
+    run: Callable[[Machine], Iterable[Found]]
+
+
+def text_of(path: Path) -> str:
+    """The trimmed text of a file of sysfs or procfs; empty if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def number_of(path: Path) -> int | None:
+    """The decimal number in a file; None if there is none."""
+    try:
+        return int(text_of(path))
+    except ValueError:
+        return None
+
+
+def mib(nbytes: int) -> str:
+    """``16 MiB``, ``4 GiB``."""
+    return f"{nbytes >> 30} GiB" if nbytes >= 1 << 30 else f"{nbytes >> 20} MiB"

@@ -1,0 +1,130 @@
+"""The second process of the local checks: a transport, a memory call or a plugin is only tested by two processes."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import crossrail
+from crossrail._native import bench_net_plugin
+
+from ..failure import Failure
+from ..processes import Message
+from ..rank_process import Parent
+from ..ranks import Ranks
+
+KIND = "doctor"
+WAIT_S = 5.0
+"""How long each wait of a check between two processes may take."""
+
+SECRET_LEN = 16
+"""Random bytes that the second process shows to have reached the first one's memory, or the other way round."""
+
+_OTHER = 0
+
+
+class Second:
+    """The other process, as the first one sees it. For use by one thread."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def wait_for(self, event: str, timeout: float = WAIT_S) -> Message:
+        """Waits for its message. Raises Failure with the reason if it failed, or sends none in time."""
+        return self._ranks.wait_for(event, [_OTHER], timeout)[_OTHER]
+
+    def send(self, message: Message) -> None:
+        """Sends it a message; no effect if it has ended."""
+        self._ranks.send(_OTHER, message)
+
+
+@contextlib.contextmanager
+def second_process(job: Message) -> Iterator[Second]:
+    """Starts the process with ``job``, and ends it with the block. Raises Failure."""
+    with Ranks(quiet=True) as ranks:
+        ranks.start(_OTHER, KIND, job)
+        yield Second(ranks)
+
+
+def context_for(**settings: Any) -> crossrail.Context:
+    """A context that tests the machine: the settings of the environment have a check of their own."""
+    return crossrail.Context(environment=False, timeout=WAIT_S, log="off", **settings)
+
+
+def pattern(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Bytes that are wrong when shifted, truncated or zero."""
+    return (np.arange(nbytes, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Runs the other process's part of ``job``. Raises Failure and the library's errors."""
+    match job.get("do"):
+        case "transfer":
+            _transfer(parent, job)
+        case "memory":
+            _memory(parent, job)
+        case "net-plugin":
+            _net_plugin(job)
+        case other:
+            raise Failure(f"the doctor asked its second process for {other!r}")
+
+
+def _transfer(parent: Parent, job: Message) -> None:
+    """Connects over the requested transport, sends the pattern back and forth, and shares memory for mapping."""
+    context = context_for(tls=job["tls"])
+    place, size = str(job["place"]), int(job["size"])
+    with crossrail.Worker(context) as worker:
+        endpoint = worker.connect(bytes.fromhex(job["address"]))
+        here = context.alloc(size, None if place == "cpu" else place)
+        whole = np.zeros(size, np.uint8) if place == "cpu" else here
+        for _ in range(int(job["rounds"])):
+            worker.recv(whole, tag=1).wait()
+            endpoint.send(whole, tag=2).wait()
+        if job.get("map"):
+            here.fill_from(pattern(size).data)
+            parent.send("shared", memory=endpoint.share(here).hex())
+        parent.receive(WAIT_S)  # its memory and the endpoint must outlive what the other end does with them
+
+
+def _memory(parent: Parent, job: Message) -> None:
+    """Passes a descriptor of shared memory over a Unix socket, and reads what the other process wrote into it."""
+    memory = os.memfd_create("crossrail-doctor", os.MFD_CLOEXEC)
+    os.ftruncate(memory, mmap.PAGESIZE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to, mmap.mmap(memory, mmap.PAGESIZE) as seen:
+        to.settimeout(WAIT_S)
+        to.connect(f"\0{job['socket']}")
+        seen[:SECRET_LEN] = bytes.fromhex(job["secret"])
+        socket.send_fds(to, [b"m"], [memory])
+        if to.recv(1) != b"d":
+            raise Failure("the first process ended before it had mapped the memory")
+        parent.send("answered", answer=bytes(seen[SECRET_LEN : 2 * SECRET_LEN]).hex())
+        parent.send("held", descriptor=memory)
+        parent.receive(WAIT_S)
+
+
+def _net_plugin(job: Message) -> None:
+    """Moves data through a network plugin of NCCL, as the receiving end."""
+    context = context_for(tls="tcp", net_devices="lo")
+    with crossrail.Worker(context) as worker:
+        endpoint = worker.connect(bytes.fromhex(job["address"]))
+        counts: dict[str, Any] = {"size": job["size"], "iters": 1, "warmup": 0}
+        bench_net_plugin(context, worker, endpoint, role="echo", path=job["path"], verify="full", **counts)
+
+
+def timed_rounds(worker: crossrail.Worker, endpoint: crossrail.Endpoint, mine: Any, back: Any, rounds: int) -> float:
+    """Sends ``mine`` and receives ``back``, ``rounds`` times; the shortest time of one direction in seconds."""
+    best = float("inf")
+    for _ in range(rounds):
+        receiving = worker.recv(back, tag=2)
+        began = time.perf_counter()
+        endpoint.send(mine, tag=1).wait()
+        best = min(best, time.perf_counter() - began)
+        receiving.wait()
+    return best

@@ -1,0 +1,90 @@
+"""The findings as a table and as JSON, and `docs/doctor.md` from the table of checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from crossrail.report import capture_environment, counted, table
+
+from .finding import PROBLEMS, SEVERITIES, Finding
+from .table import CHECKS, GROUPS, OPTIONAL
+
+SCHEMA = "crossrail-doctor/1"
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
+
+
+def print_findings(findings: Sequence[Finding], to: Console) -> None:
+    """Prints the findings, the worst first, each with what mends it, and a line that counts them."""
+    order = list(SEVERITIES)
+    found = "what was found"
+    columns = ["severity", "check", "on", found, "what mends it"]
+    made = table("findings", columns, left=5, keys=2, prose=columns[2:])
+    for finding in sorted(findings, key=lambda finding: order.index(finding.severity)):
+        severity = Text(finding.severity, style=_STYLES[finding.severity])
+        made.add_row(severity, finding.id, finding.subject, finding.evidence, finding.fix)
+    to.print(made)
+    to.print(summary(findings))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """``41 findings: 2 errors, 1 warning, 3 notes, 35 ok``."""
+    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in SEVERITIES}
+    parts = [f"{count} ok" if severity == "ok" else counted(count, severity) for severity, count in counts.items()]
+    return f"{counted(len(findings), 'finding')}: {', '.join(parts)}"
+
+
+def problems(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that make the command exit with 1."""
+    return [finding for finding in findings if finding.severity in PROBLEMS]
+
+
+def as_json(findings: Sequence[Finding], command: Sequence[str], more: Mapping[str, Any]) -> str:
+    """The JSON of a run: every finding, and the environment."""
+    whole = {
+        "schema": SCHEMA,
+        "environment": dataclasses.asdict(capture_environment()),
+        "command": list(command),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        **more,
+    }
+    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def page() -> str:
+    """`docs/doctor.md`."""
+    severities = "\n".join(f"| {name} | {meaning} |" for name, meaning in SEVERITIES.items())
+    text = f"""# crossrail doctor
+
+<!-- Written by `python -m crossrail.cli.doctor.page` from crossrail/cli/doctor/table.py. Do not edit. -->
+
+`crossrail doctor` tests this machine by doing: it moves data over each transport between two processes, opens, locks
+and maps what a job needs, and asks the kernel how it would route. Each finding has the id of its check, a severity,
+the evidence, and the command that mends it. `--only` selects checks by id or group, `--json` writes everything.
+
+    crossrail doctor                           # this machine
+    crossrail doctor --only network,shm        # some checks
+    crossrail doctor --store tcp://10.0.0.1:18178 --nccl
+
+It exits with 0 if there is neither an error nor a warning, with 1 if there is one, and with 2 for bad usage. A check
+that fails itself, or does not end within its limit, is a finding like any other.
+
+| severity | meaning |
+|---|---|
+{severities}
+"""
+    for group, meaning in GROUPS.items():
+        optional = " Runs only with that option." if group in OPTIONAL else ""
+        text += f"\n## {group}\n\n{meaning[0].upper()}{meaning[1:]}.{optional}\n\n"
+        text += "| id | what is tested | severity | what usually helps | limit |\n|---|---|---|---|---|\n"
+        for check in CHECKS:
+            if check.group == group:
+                cells = (f"`{check.id}`", check.tests, check.rule, check.mends, f"{check.limit_s:g} s")
+                text += f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+    return text
