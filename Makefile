@@ -154,6 +154,9 @@ bench-gpu-experts: gpu-pack
 WHEELS := $(CURDIR)/dist
 WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 
+# The same bytes from any folder and any home.
+wheels: export RUSTFLAGS = --remap-path-prefix=$(CURDIR)=/crossrail \
+	--remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo --remap-path-prefix=$(shell rustc --print sysroot 2>/dev/null)=/rust
 wheels: rust $(TOOLS)
 	$(call say,wheels: $(WHEEL_TARGETS) into dist)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement packaging/requirements-wheels.txt
@@ -163,7 +166,7 @@ wheels: rust $(TOOLS)
 		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --release --locked --zig --target $$target --out $(WHEELS) || exit 1; \
 	done
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEELS) packages/crossrail-deep-ep
-	@ls -l $(WHEELS)
+	$(BIN)/python packaging/repeatable.py $(WHEELS)/*.whl
 
 # As far as the compiler goes without a linker for the other architecture; where its standard library cannot be had,
 # that is said.

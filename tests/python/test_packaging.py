@@ -1,9 +1,15 @@
 """Building from source, where what it needs is missing."""
 
+import base64
+import hashlib
+import importlib.util
+import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -70,3 +76,45 @@ def test_the_build_does_not_warn_of_its_own_backend() -> None:
         check=True,
     )
     assert "MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1" in done.stdout
+
+
+@pytest.fixture
+def repeatable() -> ModuleType:
+    """packaging/repeatable.py."""
+    spec = importlib.util.spec_from_file_location("repeatable", ROOT / "packaging" / "repeatable.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def a_wheel(path: Path, root: str, serial: str, files: list[str]) -> Path:
+    """A wheel as a build in the folder `root` makes it."""
+    info = "crossrail-0.1.0.dist-info"
+    bill = {
+        "bomFormat": "CycloneDX",
+        "serialNumber": serial,
+        "metadata": {"timestamp": serial, "component": {"bom-ref": f"path+file://{root}/crates/python#0.1.0"}},
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{info}/sboms/crossrail-python.cyclonedx.json", json.dumps(bill))
+        for name in files:
+            archive.writestr(zipfile.ZipInfo(name, (2026, 1, len(serial), 0, 0, 0)), name)
+        archive.writestr(f"{info}/RECORD", "to be written anew")
+    return path
+
+
+def test_wheels_of_two_folders_and_times_are_the_same(tmp_path: Path, repeatable: ModuleType) -> None:
+    one = a_wheel(tmp_path / "one.whl", "/home/a/crossrail", "urn:1", ["crossrail/a.py", "crossrail/b.py"])
+    two = a_wheel(tmp_path / "two.whl", "/builds/7", "urn:22", ["crossrail/b.py", "crossrail/a.py"])
+    assert one.read_bytes() != two.read_bytes()
+    assert repeatable.rewrite(one, "/home/a/crossrail") == repeatable.rewrite(two, "/builds/7")
+    with zipfile.ZipFile(one) as archive:
+        bill = json.loads(archive.read("crossrail-0.1.0.dist-info/sboms/crossrail-python.cyclonedx.json"))
+        assert bill["metadata"]["component"]["bom-ref"] == "path+file:///crossrail/crates/python#0.1.0"
+        assert "serialNumber" not in bill
+        lines = dict(line.split(",", 1) for line in archive.read("crossrail-0.1.0.dist-info/RECORD").decode().split())
+        assert set(lines) == set(archive.namelist())
+        digest = base64.urlsafe_b64encode(hashlib.sha256(b"crossrail/a.py").digest()).decode().rstrip("=")
+        assert lines["crossrail/a.py"] == f"sha256={digest},14"
