@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crossrail::{ConnectOptions, Context, Endpoint, LogLevel, Worker, WorkerOptions};
+use crossrail::{ConnectOptions, Context, Endpoint, Worker, WorkerOptions};
 use crossrail_control::Group;
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Log, Result};
 use parking_lot::Mutex;
 
 use crate::hello::{Announcement, HELLO_TAG, Hello, MAX_MESSAGE, Parameters, VERDICT_TAG, Verdict};
@@ -135,11 +135,9 @@ impl Meeting {
         &self.parameters
     }
 
-    /// Logs a warning to stderr.
+    /// Logs a warning with this rank's number.
     pub fn warn(&self, what: &dyn std::fmt::Display) {
-        if self.context.settings().log >= LogLevel::Warn {
-            eprintln!("crossrail: warning: rank {}: {what}", self.me);
-        }
+        Log(self.context.settings().log).warn(format_args!("rank {}: {what}", self.me));
     }
 
     /// Makes every wait in this meeting give up, now and later.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crossrail_types::{LogLevel, Result, Settings};
+use crossrail_types::{Log, LogLevel, Result, Settings};
 use sha2::{Digest, Sha256};
 
 use crate::device::Arch;
@@ -59,24 +59,24 @@ impl Compiled {
 pub struct Compiler {
     library: Library,
     cache: Option<Cache>,
-    /// Whether to warn if a result cannot be cached.
-    warns: bool,
+    /// Where a warning goes if a result cannot be cached.
+    log: Log,
 }
 
 impl Compiler {
     /// A compiler with the given cache.
     pub fn new(library: Library, cache: Option<Cache>) -> Compiler {
-        Compiler { library, cache, warns: false }
+        Compiler { library, cache, log: Log(LogLevel::Off) }
     }
 
-    /// A compiler with the cache that `settings` name. If results cannot be cached, it warns once per process, on
-    /// stderr.
+    /// A compiler with the cache that `settings` name. If results cannot be cached, it logs one warning per
+    /// process.
     pub fn of(library: Library, settings: &Settings) -> Compiler {
         let (cache, why) = match Cache::of(settings) {
             Ok(cache) => (Some(cache), None),
             Err(why) => (None, Some(why)),
         };
-        let compiler = Compiler { library, cache, warns: settings.log >= LogLevel::Warn };
+        let compiler = Compiler { library, cache, log: Log(settings.log) };
         compiler.warn(why.as_deref());
         compiler
     }
@@ -84,10 +84,10 @@ impl Compiler {
     fn warn(&self, why: Option<&str>) {
         static WARNED: AtomicBool = AtomicBool::new(false);
         if let Some(why) = why
-            && self.warns
+            && self.log.0 >= LogLevel::Warn
             && !WARNED.swap(true, Ordering::Relaxed)
         {
-            eprintln!("crossrail: compiled GPU kernels are not cached ({why}); every process compiles its own");
+            self.log.warn(format_args!("compiled GPU kernels are not cached ({why}); every process compiles its own"));
         }
     }
 
