@@ -74,6 +74,7 @@ const LAYERS: &str =
 /// Modules that Python files below a folder must not import, and why.
 pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
     ("python/crossrail/report", &["_native"], "reports are generated from JSON, also on machines without the library"),
+    ("python/crossrail/planning", &["_native"], "plans are made on machines without the library"),
     (
         "python/crossrail/ref",
         &["_native"],

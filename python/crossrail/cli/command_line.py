@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": (".doctor:add_arguments", "tests this machine by doing; what is wrong, and the command that mends it"),
     "bench": (None, "measure two ends, or the ranks of a group"),
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
+    "plan": (".plan:add_arguments", "bytes and times of expert parallelism on a cluster, before one has it"),
     "nccl-plugin": (".nccl_plugin:add_arguments", "the variables by which NCCL uses Crossrail as its network"),
     "completion": (".completion:add_arguments", "a script by which a shell completes commands and options"),
 }
@@ -46,6 +47,13 @@ EXAMPLES = {
     ),
     "bench": ("crossrail bench latency", "crossrail bench p2p --listen 10.0.0.1", "crossrail bench ep --preset decode"),
     "store": ("crossrail store --listen 10.0.0.1:7400 --secret-file secret",),
+    "plan": (
+        "crossrail plan --cluster h200 --model deepseek-v3",
+        "crossrail plan --cluster cluster.toml --model model.toml --ep 8:256 --send node",
+        "crossrail plan --calibrate ep.json --ep 8,16 --phase decode",
+        "crossrail plan --calibrate ep-2.json --check ep-4.json --within 15",
+        "crossrail plan --published",
+    ),
     "completion": ("crossrail completion bash > ~/.local/share/bash-completion/completions/crossrail",),
     "bench latency": ("crossrail bench latency --sizes 1:4K", "crossrail bench latency --op both --compare ucx"),
     "bench bandwidth": (

@@ -1,0 +1,47 @@
+"""Plans of expert parallelism on clusters that one means to buy: bytes, times and memory, from closed forms.
+
+Formulas, their sources, and how far they are from measurements: docs/plan.md. Nothing here measures or needs the
+native module.
+"""
+
+from .calibration import Compared, Files, Measured, calibrated, compared, read
+from .cost import Memory, OperationPlan, Planned, plan, turn
+from .presets import CLUSTERS, MODELS, PUBLISHED, Published
+from .reading import cluster_of, load, model_of
+from .routing import Routing
+from .shapes import PHASES, SENDS, Cluster, Model, Network, Phase, PlanError, Send, plain
+from .tables import check_tables, plan_tables, published_table
+
+__all__ = [
+    "CLUSTERS",
+    "MODELS",
+    "PHASES",
+    "PUBLISHED",
+    "SENDS",
+    "Cluster",
+    "Compared",
+    "Files",
+    "Measured",
+    "Memory",
+    "Model",
+    "Network",
+    "OperationPlan",
+    "Phase",
+    "PlanError",
+    "Planned",
+    "Published",
+    "Routing",
+    "Send",
+    "calibrated",
+    "check_tables",
+    "cluster_of",
+    "compared",
+    "load",
+    "model_of",
+    "plain",
+    "plan",
+    "plan_tables",
+    "published_table",
+    "read",
+    "turn",
+]
