@@ -86,7 +86,7 @@ impl Build {
 }
 
 struct Gpu {
-    modules: Vec<Module>,
+    modules: Vec<Kernels>,
     stream: Stream,
     pinned: PinnedMemory,
     /// Until the last memory is given back.
@@ -96,11 +96,31 @@ struct Gpu {
 impl Gpu {
     fn new(context: &Context, compiled: &[Compiled], turn: &Rc<MutexGuard<'static, ()>>) -> Gpu {
         Gpu {
-            modules: compiled.iter().map(|code| Module::load(context, code).unwrap()).collect(),
+            modules: compiled.iter().map(|code| Kernels::load(context, code)).collect(),
             stream: Stream::new(context).unwrap(),
             pinned: PinnedMemory::new(context, STAGE).unwrap(),
             _turn: Rc::clone(turn),
         }
+    }
+}
+
+/// A module, and the machine code that tells which kernels it has. Asking the driver for one that it lacks is an error
+/// that memory checkers report.
+struct Kernels {
+    module: Module,
+    image: Vec<u8>,
+}
+
+impl Kernels {
+    fn load(context: &Context, compiled: &Compiled) -> Kernels {
+        Kernels { module: Module::load(context, compiled).unwrap(), image: compiled.image().to_vec() }
+    }
+
+    /// A cubin is an ELF file in which each kernel has a section `.text.` with its name.
+    fn function(&self, kernel: &str) -> Option<Function> {
+        let section = format!(".text.{kernel}\0");
+        let has_it = self.image.windows(section.len()).any(|bytes| bytes == section.as_bytes());
+        has_it.then(|| self.module.function(kernel).unwrap())
     }
 }
 
@@ -157,7 +177,7 @@ impl Gpus for DeviceGpus {
             let function = match self.functions.entry((launch.kernel.clone(), number)) {
                 std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
                 std::collections::hash_map::Entry::Vacant(new) => {
-                    let found = gpu.modules.iter().find_map(|module| module.function(&launch.kernel).ok());
+                    let found = gpu.modules.iter().find_map(|module| module.function(&launch.kernel));
                     new.insert(found.ok_or_else(|| format!("seed {seed}: there is no kernel {}", launch.kernel))?)
                 }
             };
