@@ -33,6 +33,9 @@ pub(crate) fn check(root: &Path) -> Problems {
     }
     for (folder, modules, why) in PYTHON {
         for path in files(&root.join(folder), ".py") {
+            if !is_innermost(folder, &path.strip_prefix(root).unwrap_or(&path).to_string_lossy()) {
+                continue;
+            }
             problems.extend(
                 forbidden_imports(&read(&path), modules)
                     .into_iter()
@@ -41,6 +44,12 @@ pub(crate) fn check(root: &Path) -> Problems {
         }
     }
     problems
+}
+
+/// Whether no other rule is about a folder of `folder` that contains the Python file `path`.
+fn is_innermost(folder: &str, path: &str) -> bool {
+    let within = |inner: &str, outer: &str| inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with('/'));
+    !PYTHON.iter().any(|(inner, ..)| within(inner, folder) && within(path, inner))
 }
 
 fn read(path: &Path) -> String {
@@ -161,6 +170,15 @@ mod tests {
     fn judged(room: &str, package: &str, for_tests: bool) -> Option<String> {
         let room = ROOMS.iter().find(|known| known.name == room).unwrap();
         judge(room, &Dependency { package: package.into(), for_tests })
+    }
+
+    #[test]
+    fn the_rule_of_an_inner_folder_replaces_that_of_an_outer_one() {
+        let (cli, doctor) = ("python/crossrail/cli", "python/crossrail/cli/doctor");
+        assert!(is_innermost(cli, "python/crossrail/cli/plan.py"));
+        assert!(is_innermost(cli, "python/crossrail/cli/doctor.py"));
+        assert!(!is_innermost(cli, "python/crossrail/cli/doctor/gpus.py"));
+        assert!(is_innermost(doctor, "python/crossrail/cli/doctor/gpus.py"));
     }
 
     #[test]

@@ -71,7 +71,8 @@ pub(crate) const WORDS: &[(&str, &[&str], &str)] = &[
 const LAYERS: &str =
     "a module of the engine uses only those below it: memory, environment, core, progress, session, api";
 
-/// Modules that Python files below a folder must not import, and why.
+/// Modules that Python files below a folder must not import, and why. The rule of an inner folder replaces that of an
+/// outer one.
 pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
     ("python/crossrail/report", &["_native"], "reports are generated from JSON, also on machines without the library"),
     ("python/crossrail/planning", &["_native"], "plans are made on machines without the library"),
@@ -84,5 +85,10 @@ pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
         "python/crossrail/cli",
         &["numpy", "torch", "statistics", "timeit"],
         "the command contains no measuring logic, which belongs to crates/bench",
+    ),
+    (
+        "python/crossrail/cli/doctor",
+        &["torch", "statistics", "timeit"],
+        "doctor compares what two processes exchange, and needs no more than that",
     ),
 ];
