@@ -22,6 +22,7 @@ COMMANDS = {
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
     "plan": (".plan:add_arguments", "bytes and times of expert parallelism on a cluster, before one has it"),
     "nccl-plugin": (".nccl_plugin:add_arguments", "the variables by which NCCL uses Crossrail as its network"),
+    "report": (".report:add_arguments", "results as a page with charts, as Markdown, as CSV, or as tables"),
     "completion": (".completion:add_arguments", "a script by which a shell completes commands and options"),
 }
 """Commands: the function that declares the options of each, as `module:function`, and its summary."""
@@ -53,6 +54,11 @@ EXAMPLES = {
         "crossrail plan --calibrate ep.json --ep 8,16 --phase decode",
         "crossrail plan --calibrate ep-2.json --check ep-4.json --within 15",
         "crossrail plan --published",
+    ),
+    "report": (
+        "crossrail report latency.json bandwidth.json --html report.html --open",
+        "crossrail report iperf3.json ucx_perftest.txt p2p.json --markdown -",
+        "crossrail report benches/results/*.json --csv results.csv",
     ),
     "completion": ("crossrail completion bash > ~/.local/share/bash-completion/completions/crossrail",),
     "bench latency": ("crossrail bench latency --sizes 1:4K", "crossrail bench latency --op both --compare ucx"),

@@ -19,10 +19,11 @@ class WriteError(Exception):
     """The report could not be written; the text says where, why, and what to do."""
 
 
-def check_destination(destination: str) -> None:
+def check_destination(destination: str, option: str = "--json") -> None:
     """Checks, before anything is measured, that ``destination`` can be written.
 
-    Raises WriteError for a folder that is missing or not writable, or a path that is itself a folder.
+    ``option``: the one that named it, for errors. Raises WriteError for a folder that is missing or not writable, or a
+    path that is itself a folder.
     """
     if destination == STDOUT:
         return
@@ -31,9 +32,9 @@ def check_destination(destination: str) -> None:
         raise WriteError(f"{destination or 'an empty name'} is a folder; name a file in it")
     folder = path.parent
     if not folder.is_dir():
-        raise WriteError(f"{folder} does not exist; create it, or choose another file with --json")
+        raise WriteError(f"{folder} does not exist; create it, or choose another file with {option}")
     if not os.access(folder if not path.exists() else path, os.W_OK):
-        raise WriteError(f"{destination} is not writable; choose another file with --json")
+        raise WriteError(f"{destination} is not writable; choose another file with {option}")
 
 
 def write_report(report: Report, destination: str) -> None:
@@ -41,8 +42,8 @@ def write_report(report: Report, destination: str) -> None:
     write_text(report.dumps(), destination)
 
 
-def write_text(text: str, destination: str) -> None:
-    """Writes ``text`` to a file, or to stdout when ``destination`` is ``-``.
+def write_text(text: str, destination: str, option: str = "--json") -> None:
+    """Writes ``text`` to a file, or to stdout when ``destination`` is ``-``; ``option`` named it, for errors.
 
     A file appears whole or not at all: the text goes to a temporary file beside it, which is renamed at the end. What
     was there before stays until then, and stays for good when writing fails.
@@ -50,7 +51,7 @@ def write_text(text: str, destination: str) -> None:
     Raises WriteError, also for a full disk.
     """
     if destination == STDOUT:
-        _write_stream(text)
+        _write_stream(text, option)
         return
     path = Path(destination)
     try:
@@ -60,17 +61,17 @@ def write_text(text: str, destination: str) -> None:
             return
         _replace(path.resolve(), text)
     except OSError as error:
-        raise WriteError(f"cannot write {destination}: {error.strerror}; {_advice(error)}") from error
+        raise WriteError(f"cannot write {destination}: {error.strerror}; {_advice(error, option)}") from error
 
 
-def _write_stream(text: str) -> None:
+def _write_stream(text: str, option: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise WriteError(f"cannot write the JSON to stdout: {error.strerror}; {_advice(error)}") from error
+        raise WriteError(f"cannot write to stdout: {error.strerror}; {_advice(error, option)}") from error
 
 
 def _replace(path: Path, text: str) -> None:
@@ -94,7 +95,7 @@ def _umask() -> int:
     return mask
 
 
-def _advice(error: OSError) -> str:
+def _advice(error: OSError, option: str) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space, or name another place with --json"
-    return "name another place with --json"
+        return f"free some space, or name another place with {option}"
+    return f"name another place with {option}"

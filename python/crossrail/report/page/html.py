@@ -1,0 +1,139 @@
+"""The page itself: one HTML file that loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from html import escape
+
+from ..units import counted
+from .draw import draw, legend
+from .model import Bars, Chart, Document, Figure, Section, Stack, Table
+from .style import SCRIPT, STYLE, symbols
+
+_OPEN_ROWS = 24
+"""Rows up to which a table stands open on the page."""
+
+
+def page(document: Document, data: str, *, most_rows: int | None = None) -> str:
+    """The HTML text of ``document``. ``data``: JSON to embed; ``most_rows``: rows that a table shows at most."""
+    nav = "".join(f'<li><a href="#{one.name}">{escape(one.title)}</a></li>' for one in document.sections)
+    body = "".join(_section(one, most_rows) for one in document.sections)
+    warnings = "".join(f'<p class="warn">{escape(text)}</p>' for text in document.warnings)
+    embedded = data.replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">\n'
+        f"<title>{escape(document.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f'<a class="skip" href="#main">Skip to the figures</a>\n{symbols()}\n<div class="page">\n'
+        f"<header>\n<h1>{escape(document.title)}</h1>\n{_facts(document)}{warnings}\n"
+        f'{_tiles(document)}\n<nav aria-label="Contents"><ul>{nav}</ul></nav>\n</header>\n'
+        f'<main id="main">\n{body}</main>\n'
+        "<footer>Made by <code>crossrail report</code>. This file loads nothing and works offline. \N{MICRO SIGN}s are "
+        "microseconds, GB is 10<sup>9</sup> bytes, sizes written 64K or 2M are powers of two.</footer>\n</div>\n"
+        f'<script type="application/json" id="crossrail-data">{embedded}</script>\n'
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def _policy() -> str:
+    """Nothing may be loaded; of scripts only the page's own runs."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def _facts(document: Document) -> str:
+    shown = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in document.facts)
+    return f'<dl class="facts">{shown}</dl>' if shown else ""
+
+
+def _tiles(document: Document) -> str:
+    shown = "".join(
+        f'<li><span class="n">{escape(one.name)}</span><span class="x">{escape(one.value)}</span> '
+        f'<span class="u">{escape(one.unit)}</span><span class="o">{escape(one.note)}</span></li>'
+        for one in document.tiles
+    )
+    return f'<ul class="tiles" aria-label="Figures at a glance">{shown}</ul>' if shown else ""
+
+
+def _section(section: Section, most_rows: int | None) -> str:
+    intro = f'<p class="intro">{escape(section.intro)}</p>' if section.intro else ""
+    figures = "".join(_figure(one, f"{section.name}-{number}", most_rows) for number, one in enumerate(section.figures))
+    grid = f'<div class="grid">{figures}</div>' if figures else ""
+    tables = "".join(f'<div class="card">{_folded(one, most_rows)}</div>' for one in section.tables)
+    notes = "".join(f"<li>{escape(text)}</li>" for text in section.notes)
+    listed = f'<ul class="notes">{notes}</ul>' if notes else ""
+    return (
+        f'<section id="{section.name}" aria-labelledby="{section.name}-h"><div class="head">'
+        f'<h2 id="{section.name}-h">{escape(section.title)}</h2>{intro}</div>{grid}{tables}{listed}</section>\n'
+    )
+
+
+def _figure(figure: Figure, name: str, most_rows: int | None) -> str:
+    chart = figure.chart
+    sub = f'<p class="sub">{escape(chart.sub)}</p>' if chart.sub else ""
+    rows = len(figure.table.rows)
+    table = _table(figure.table, f"Figures of: {chart.title}", most_rows)
+    return (
+        f'<figure id="{name}"><figcaption><h3>{escape(chart.title)}</h3>{sub}{_legend(chart)}</figcaption>'
+        f'{draw(chart, name)}<p class="read" aria-live="polite"></p>'
+        f"<details><summary>Figures as a table ({counted(rows, 'row')})</summary>{table}</details></figure>"
+    )
+
+
+def _legend(chart: Chart) -> str:
+    known = legend(chart)
+    if not known:
+        return ""
+    items = "".join(
+        f'<li class="s{number % 8}">{_swatch(chart, number % 8)}<span class="nm">{escape(name)}</span></li>'
+        for number, name in known
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _swatch(chart: Chart, number: int) -> str:
+    if isinstance(chart, (Bars, Stack)):
+        inside = '<rect class="b" x="6" y="1" width="14" height="10"/>'
+    else:
+        inside = f'<path class="ln d{number}" d="M0 6H26"/><use href="#m{number}" x="13" y="6"/>'
+    return f'<svg viewBox="0 0 26 12" aria-hidden="true">{inside}</svg>'
+
+
+def _folded(table: Table, most_rows: int | None) -> str:
+    title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    note = f'<p class="sub">{escape(table.note)}</p>' if table.note else ""
+    made = _table(table, table.title or "Table", most_rows)
+    if len(table.rows) > _OPEN_ROWS:
+        made = f"<details><summary>All {len(table.rows)} rows</summary>{made}</details>"
+    return title + note + made
+
+
+def _table(table: Table, label: str, most_rows: int | None) -> str:
+    heads = "".join(
+        f'<th scope="col"{_left(number, table)}>{escape(name)}</th>' for number, name in enumerate(table.columns)
+    )
+    rows = table.rows if most_rows is None else table.rows[:most_rows]
+    lines = "".join(f"<tr>{_cells(row, table)}</tr>" for row in rows)
+    cut = len(table.rows) - len(rows)
+    more = f'<p class="sub">{cut} more rows are in the files themselves.</p>' if cut else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>{more}"
+    )
+
+
+def _cells(row: Sequence[str], table: Table) -> str:
+    made = []
+    for number, cell in enumerate(row):
+        kind = {"yes": "yes", "no": "no", "failed": "no"}.get(cell, "") if table.columns[number] == "met" else ""
+        words = " ".join(word for word in ("l" if number < table.left else "", kind) if word)
+        shown = f' class="{words}"' if words else ""
+        made.append(f"<th scope=row{shown}>{escape(cell)}</th>" if number == 0 else f"<td{shown}>{escape(cell)}</td>")
+    return "".join(made)
+
+
+def _left(number: int, table: Table) -> str:
+    return ' class="l"' if number < table.left else ""

@@ -1,0 +1,256 @@
+"""Files of measurements: our own JSON, and what other programs write or print."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .compact import with_lists
+from .foreign import FOREIGN, Foreign, ForeignError
+from .schema import SCHEMA, Environment, Report, Row, SchemaError
+from .stats import median
+
+MOST_BYTES = 64 << 20
+"""Maximum size of a file that is read."""
+
+OURS = "crossrail"
+"""The program of rows that Crossrail measured."""
+
+_GOALS = "outcomes"
+
+
+class SourceError(ValueError):
+    """A file is not one that can be reported; the text names it, the mistake, and what to do."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One goal of a benchmark and whether it was met, as ``make bench`` records it."""
+
+    work: str
+    ours: str
+    to_reach: str
+    peer: str
+    ratio: str
+    met: bool | None
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its rows, and whose they are.
+
+    ``program``: what measured them; ``others``: rows of other programs in the same file, by their names; ``sha256`` and
+    ``size`` are those of the file's bytes. ``partial``: the run was interrupted.
+    """
+
+    name: str
+    program: str
+    rows: list[Row]
+    sha256: str = ""
+    size: int = 0
+    environment: Environment | None = None
+    machine: str = ""
+    command: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    others: dict[str, list[Row]] = field(default_factory=dict)
+    partial: bool = False
+
+
+def read_source(path: Path) -> Source:
+    """Reads one file. Raises SourceError, and OSError if it cannot be read."""
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise SourceError(f"{path}: larger than {MOST_BYTES >> 20} MiB; give a file of results")
+    try:
+        made = parse_source(data.decode("utf-8"), path.name)
+    except UnicodeDecodeError:
+        raise SourceError(f"{path}: not text; {_KNOWN}") from None
+    except SourceError as error:
+        raise SourceError(f"{path}: {error}") from None
+    return replace(made, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+
+
+_KNOWN = (
+    "known are the JSON of `crossrail bench`, `crossrail sweep` and `make bench`, of iperf3 -J and nccl-tests -J, and "
+    "the output of ucx_perftest, OSU's benchmarks, nixlbench and DeepEP's tests"
+)
+
+
+def parse_source(text: str, name: str) -> Source:
+    """What the text of a file holds; ``name`` is the file's. Raises SourceError."""
+    if not text.strip():
+        raise SourceError("the file is empty")
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            data = json.loads(text)
+        except RecursionError:
+            raise SourceError("not JSON: nested too deeply") from None
+        except ValueError as error:
+            # DeepEP's lines also begin with a bracket.
+            found = _foreign(text, None, name)
+            if found is not None:
+                return found
+            raise SourceError(f"not whole JSON ({error}); was the run that wrote it cut short?") from None
+        if isinstance(data, dict) and (data.get("schema") is not None or _GOALS in data):
+            return _own(data, name)
+        found = _foreign(text, data, name)
+    else:
+        found = _foreign(text, None, name)
+    if found is None:
+        raise SourceError(f"unknown kind of file; {_KNOWN}")
+    return found
+
+
+def _foreign(text: str, data: Any, name: str) -> Source | None:
+    for reader in FOREIGN:
+        try:
+            found: Foreign | None = reader(text, data)
+        except ForeignError as error:
+            raise SourceError(str(error)) from None
+        if found is not None:
+            return Source(name, found.program, found.rows, machine=found.machine, command=found.command)
+    return None
+
+
+def _own(data: dict[str, Any], name: str) -> Source:
+    schema = data.get("schema")
+    if schema is not None and not str(schema).startswith("crossrail-"):
+        raise SourceError(f"schema {schema!r} is not one of Crossrail's; {_KNOWN}")
+    if schema == SCHEMA:
+        return _bench(data, name)
+    if _GOALS in data:
+        source = Source(name, OURS, [])
+        environment = _environment(data)
+        return replace(source, environment=environment, machine=_machine(data), outcomes=_outcomes(data))
+    raise SourceError(f"schema {schema!r} is unknown to this release, which reads {SCHEMA!r}")
+
+
+def _bench(data: dict[str, Any], name: str) -> Source:
+    try:
+        whole = {**data, "environment": data.get("environment") or _UNKNOWN, "command": data.get("command") or []}
+        rows = data.get("rows")
+        if isinstance(rows, list):  # those of kernels alone, which benches/gpu measures, have neither
+            whole["rows"] = [{"transport": "", "size": 0, **row} if isinstance(row, dict) else row for row in rows]
+        report = Report.loads(json.dumps(whole))
+    except SchemaError as error:
+        raise SourceError(str(error)) from None
+    return Source(
+        name,
+        OURS,
+        report.rows,
+        environment=report.environment if data.get("environment") else None,
+        machine=_machine(data),
+        command=report.command,
+        outcomes=_outcomes(data),
+        others=_others(data),
+        partial=report.partial,
+    )
+
+
+_UNKNOWN = {
+    "time": "",
+    "host": "",
+    "kernel": "",
+    "machine": "",
+    "cpu": "",
+    "cores": 0,
+    "memory_gib": 0.0,
+    "python": "",
+    "crossrail": "",
+}
+
+
+def _environment(data: Mapping[str, Any]) -> Environment | None:
+    try:
+        report = {"schema": SCHEMA, "environment": data["environment"], "command": [], "rows": []}
+        return Report.loads(json.dumps(report)).environment
+    except (KeyError, SchemaError):
+        return None
+
+
+def _machine(data: Mapping[str, Any]) -> str:
+    """The GPUs of the machine, if the file lists them."""
+    found = data.get("environment")
+    gpus = found.get("gpus") if isinstance(found, dict) else None
+    if not isinstance(gpus, list):
+        return ""
+    names = [str(gpu["name"]) for gpu in gpus if isinstance(gpu, dict) and "name" in gpu]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+_WORDS = ("work", "ours", "to_reach", "peer", "ratio")
+
+
+def _outcomes(data: Mapping[str, Any]) -> list[Outcome]:
+    found = data.get(_GOALS) or []
+    if not isinstance(found, list):
+        raise SourceError(f"{_GOALS}: a list belongs here")
+    made = []
+    for index, one in enumerate(found):
+        where = f"{_GOALS}[{index}]"
+        if not isinstance(one, dict) or not isinstance(one.get("work"), str):
+            raise SourceError(f"{where}: an object with `work` belongs here")
+        work, ours, goal, peer, ratio = (str(one.get(part) or "-") for part in _WORDS)
+        met = one.get("met")
+        if met is not None and not isinstance(met, bool):
+            raise SourceError(f"{where}.met: true, false or null belongs here")
+        made.append(Outcome(work, ours, goal, peer, ratio, met, bool(one.get("failed"))))
+    return made
+
+
+def _others(data: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """Rows of peers that ran beside a bench on GPUs: samples by size, over all turns."""
+    peers = data.get("peers")
+    found: dict[str, list[Row]] = {}
+    for name, turns in (peers if isinstance(peers, dict) else {}).items():
+        samples: dict[tuple[str, int, int | None], list[float]] = {}
+        rates: dict[tuple[str, int, int | None], list[float]] = {}
+        for row in _rows_of(turns):
+            key = (str(row["what"]), int(row["size"]), row.get("window"))
+            samples.setdefault(key, []).extend(row["samples_us"])
+            rates.setdefault(key, []).extend([row["gb_per_s"]] if row.get("gb_per_s") else [])
+        made = [
+            Row(what, name, size, window=window, samples_us=times, p50_us=median(times))
+            for (what, size, window), times in samples.items()
+        ]
+        keys = list(samples)
+        made = [
+            replace(row, gb_per_s=median(rates[key]) if rates[key] else None)
+            for key, row in zip(keys, made, strict=True)
+        ]
+        if made:
+            found[str(name)] = made
+    return found
+
+
+def _rows_of(turns: Any) -> list[dict[str, Any]]:
+    """The rows of a peer's turns that have a size and samples."""
+    rows = [
+        row
+        for turn in (turns if isinstance(turns, list) else [])
+        if isinstance(turn, dict)
+        for row in with_lists(turn.get("rows") or [])
+        if isinstance(row, dict)
+    ]
+    return [
+        row
+        for row in rows
+        if isinstance(row.get("size"), int)
+        and isinstance(row.get("what"), str)
+        and isinstance(row.get("samples_us"), list)
+        and row["samples_us"]
+        and all(isinstance(time, (int, float)) for time in row["samples_us"])
+    ]
+
+
+def short_command(command: Sequence[str]) -> str:
+    """A command line without what only this run needed: where files went."""
+    text = " ".join(command)
+    return re.sub(r" --(?:json|out|pack)[= ]\S+", "", text)

@@ -1,0 +1,60 @@
+"""`crossrail report`: what it writes where, and one line for every file that it cannot use."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import foreign_logs as logs
+import pytest
+from report_samples import latency_report
+from test_cli_command import one_error, run
+
+from crossrail.report import Report
+
+
+@pytest.fixture
+def latency(tmp_path: Path) -> Path:
+    path = tmp_path / "latency.json"
+    path.write_text(latency_report().dumps())
+    return path
+
+
+def test_tables_a_page_markdown_and_csv(latency: Path, tmp_path: Path) -> None:
+    osu = tmp_path / "osu.txt"
+    osu.write_text(logs.OSU_LATENCY)
+    shown = run("report", str(latency), str(osu))
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert "Latency: One-way latency, host memory" in shown.stdout and "osu Latency" in shown.stdout
+    page, words = tmp_path / "page.html", tmp_path / "page.md"
+    done = run("report", str(latency), str(osu), f"--html={page}", f"--markdown={words}", "--csv=-", "--title=Two")
+    assert done.returncode == 0 and done.stderr == ""
+    assert page.read_text().startswith("<!DOCTYPE html>") and "<h1>Two</h1>" in page.read_text()
+    assert words.read_text().startswith("# Two\n")
+    assert [line["size"] for line in csv.DictReader(io.StringIO(done.stdout))] == ["8", "65536", "1", "8"]
+
+
+def test_bad_input_is_one_line_and_exit_2(latency: Path, tmp_path: Path) -> None:
+    half, makefile, empty = tmp_path / "half.json", tmp_path / "Makefile", tmp_path / "none.json"
+    half.write_text(latency.read_text()[:900])
+    makefile.write_text("all:\n")
+    empty.write_text(Report(latency_report().environment, [], []).dumps())
+    one_error(run("report", str(half)), 2, "half.json", "not whole JSON")
+    one_error(run("report", str(latency), str(makefile)), 2, "Makefile", "unknown kind of file")
+    one_error(run("report", str(tmp_path / "absent.json")), 2, "absent.json", "No such file")
+    one_error(run("report", str(tmp_path)), 2, str(tmp_path), "directory")
+    one_error(run("report", str(empty)), 2, "nothing to report")
+    one_error(run("report", str(latency), "--html=/nowhere/page.html"), 2, "/nowhere", "--html")
+    one_error(run("report", str(latency), "--csv=-", "--markdown=-"), 2, "only one of")
+    one_error(run("report", str(latency), "--open"), 2, "--open needs --html")
+    one_error(run("report"), 2, "FILE")
+
+
+def test_no_browser_and_a_full_disk_are_one_line(latency: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    nowhere = {"BROWSER": "", "PATH": str(tmp_path), "DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    one_error(run("report", str(latency), f"--html={page}", "--open", settings=nowhere), 1, "no browser", str(page))
+    assert page.exists()
+    done = run("report", str(latency), "--html=/dev/full")
+    one_error(done, 1, "No space left", "--html")

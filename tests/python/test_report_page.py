@@ -1,0 +1,186 @@
+"""Pages, Markdown and CSV of results: everything is there, nothing is loaded, nothing in a file becomes markup."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import foreign_logs as logs
+import pytest
+from report_samples import bandwidth_report, latency_report, p2p_report
+from test_report_mesh import LIKE, measured
+
+from crossrail.report import PeerResult, Report, Row, mesh_rows
+from crossrail.report.export import comma_separated, markdown
+from crossrail.report.page.document import document
+from crossrail.report.page.write import MOST_BYTES, TooLarge, html
+from crossrail.report.sources import Source, parse_source, read_source
+
+RESULTS = Path(__file__).parents[2] / "benches" / "results"
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Page(HTMLParser):
+    """A page's elements. Fails where one is not closed, or where two have one id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        ids = [found["id"] for _, found in self.seen if "id" in found]
+        assert len(ids) == len(set(ids))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.seen if name == tag]
+
+
+def source(report: Report, name: str = "results.json") -> Source:
+    return parse_source(report.dumps(), name)
+
+
+def mesh(ranks: int) -> Source:
+    rows = mesh_rows(measured(ranks, {(2, 1): 0.5}, {}, {}), replace(LIKE, ranks=ranks))
+    return source(replace(latency_report(), rows=rows), f"mesh-{ranks}.json")
+
+
+EVERY_KIND = [
+    *(
+        read_source(RESULTS / name)
+        for name in ("rails-uneven.json", "control.json", "ep-killed.json", "ep-prefill.json")
+    ),
+    *(read_source(RESULTS / "gpu" / name) for name in ("latency-2.json", "unpack-2.json", "ep_sms-2.json")),
+    *(parse_source(text, name) for name, text in vars(logs).items() if name.isupper()),
+    source(latency_report(), "latency.json"),
+    source(bandwidth_report(), "bandwidth.json"),
+    source(p2p_report(), "p2p.json"),
+    mesh(4),
+]
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return html(EVERY_KIND, "Everything")
+
+
+def test_a_page_loads_nothing_and_is_well_formed(whole: str) -> None:
+    page = Page(whole)
+    for tag, attributes in page.seen:
+        assert tag not in ("link", "img", "iframe", "object", "embed")
+        assert not {"src", "srcset", "data", "style"} - {"style"} & set(attributes), (tag, attributes)
+        assert str(attributes.get("href", "#")).startswith("#")
+        assert not [name for name in attributes if name.startswith("on")]
+    assert "url(" not in whole and "@import" not in whole and "default-src 'none'" in whole
+    assert len(whole.encode()) <= MOST_BYTES
+
+
+def test_every_kind_of_result_has_its_section(whole: str) -> None:
+    sections = {str(one["id"]) for one in Page(whole).all("section")}
+    kinds = {"latency", "bandwidth", "transfers", "mesh", "experts", "control", "unpack", "streams", "others", "goals"}
+    assert sections == kinds | {"files"}
+
+
+def test_every_chart_has_a_name_and_its_figures_as_a_table(whole: str) -> None:
+    page = Page(whole)
+    charts = [one for one in page.all("svg") if one.get("role") == "img"]
+    named = {str(one["id"]) for one in page.all("title") if "id" in one} | {str(one["id"]) for one in page.all("desc")}
+    assert len(charts) == len(page.all("figure")) > 15
+    for one in charts:
+        assert set(str(one["aria-labelledby"]).split()) <= named
+    scrolled = [one for one in page.all("div") if one.get("class") == "scroll"]
+    assert len(scrolled) >= len(charts)
+    assert all(one["tabindex"] == "0" and one["role"] == "region" and one["aria-label"] for one in scrolled)
+    assert page.all("html")[0]["lang"] == "en" and len(page.all("h1")) == 1
+
+
+def test_the_page_embeds_its_figures(whole: str) -> None:
+    block = re.search(r'<script type="application/json" id="crossrail-data">(.*?)</script>', whole, re.DOTALL)
+    assert block
+    data = json.loads(block[1])
+    assert [(one["name"], one["sha256"]) for one in data["files"]] == [(one.name, one.sha256) for one in EVERY_KIND]
+    latency = next(one for one in data["files"] if one["name"] == "latency.json")
+    assert [row["p50_us"] for row in latency["rows"]] == [0.22, 10.0]
+    small = html([source(latency_report())], "Small")
+    block = re.search(r'id="crossrail-data">(.*?)</script>', small, re.DOTALL)
+    assert block and json.loads(block[1])["files"][0]["rows"][0]["samples_us"] == [0.2, 0.22, 0.24]
+
+
+def test_figures_of_the_rows_are_on_the_page() -> None:
+    text = "".join(Page(html([source(p2p_report())], "One transfer")).text)
+    for word in ("tcp/eth1", "52%", "iperf3", "0.8 GB/s", "on the wire", "1000000 over tcp"):
+        assert word in text, word
+
+
+@pytest.mark.parametrize("write", ["html", "markdown"])
+def test_nothing_in_a_file_becomes_markup(write: str) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    rows = [
+        replace(
+            row,
+            transport=evil,
+            device=evil,
+            memory=evil,
+            peers=dict.fromkeys([evil], row.peers.get("ucx", PeerResult(evil, p50_us=1.0, gb_per_s=1.0))),
+        )
+        for row in [*latency_report().rows, *p2p_report().rows]
+    ]
+    environment = replace(latency_report().environment, cpu=evil, kernel=evil, host=evil, peers={evil: evil})
+    found = parse_source(Report(environment, [evil], rows).dumps(), evil)
+    if write == "html":
+        page = Page(html([found], evil))
+        assert len(page.all("script")) == 2 and not page.all("img")
+    else:
+        assert "<script" not in markdown(document([found], evil)) and "<img" not in markdown(document([found], evil))
+
+
+def test_a_large_mesh_still_fits() -> None:
+    text = html([mesh(28)], "A large mesh")
+    assert len(text.encode()) <= MOST_BYTES
+    assert "more rows are in the files themselves" in text
+
+
+def test_too_much_for_a_page_is_said() -> None:
+    goals = [{"work": "x" * 300, "ours": "1", "met": True}]
+    files = [replace(parse_source(json.dumps({"outcomes": goals}), "many.json"), command=["x" * 9000])] * 40
+    with pytest.raises(TooLarge, match="give fewer files"):
+        html(files, "Too much")
+
+
+def test_markdown_has_every_chart_as_a_table() -> None:
+    found = document([source(latency_report()), source(p2p_report(), "p2p.json")], "Two files")
+    text = markdown(found)
+    assert text.startswith("# Two files\n") and text.endswith("|\n")
+    assert "| 8 B | Crossrail | 0.22 \N{MICRO SIGN}s |" in text
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
+
+
+def test_csv_has_every_row_and_no_formula() -> None:
+    row = Row("latency", "=HYPERLINK(1)", 8, samples_us=[1.0, 2.0], p50_us=1.5)
+    found = [source(replace(latency_report(), rows=[row])), read_source(RESULTS / "gpu" / "latency-2.json")]
+    lines = list(csv.DictReader(io.StringIO(comma_separated(found))))
+    assert len(lines) == 1 + len(found[1].rows) + 15
+    assert (lines[0]["transport"], lines[0]["p50_us"], lines[0]["samples"]) == ("'=HYPERLINK(1)", "1.5", "2")
+    assert {line["by"] for line in lines} == {"crossrail", "puts", "nccl", "nixl"}
