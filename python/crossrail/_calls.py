@@ -150,6 +150,7 @@ def parameters_of(
         "prereduce": True,
         "share_node": True,
         "timeout": timeout,
+        "on_loss": "raise",
     }
 
 

@@ -48,9 +48,15 @@ class Event:
     same capture can wait for it.
     """
 
-    def __init__(self, native: _native.DeviceEvent, arrays: Arrays) -> None:
+    def __init__(self, native: _native.DeviceEvent, arrays: Arrays, buffer: _native.DeviceBuffer) -> None:
         self._native = native
         self._arrays = arrays
+        self._buffer = buffer
+
+    def missing(self) -> list[int]:
+        """Ranks without a part in the operation, or in one since. Waits until it is done."""
+        self._native.synchronize(None)
+        return self._buffer.missing()
 
     def wait(self, stream: Any = None) -> None:
         """Make work enqueued in a stream from now on wait for the operation. The host does not wait.
@@ -128,6 +134,11 @@ class DeviceDispatched(Dispatched):
             return None
         return self._arrays.shown(self._region.array(part, self.handle.rows))
 
+    @property
+    def missing(self) -> list[int]:  # type: ignore[override]
+        missing: list[int] = self.event.missing()
+        return missing
+
     @cached_property
     def source(self) -> Any:
         return self._parts["source"] if self.layout == "expert" else self._shown("source")
@@ -180,6 +191,11 @@ class DeviceCombined(Combined):
         self.timing: Any = None
         self.bytes: Any = None
 
+    @property
+    def missing(self) -> list[int]:  # type: ignore[override]
+        missing: list[int] = self.event.missing()
+        return missing
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         raise wrong("combine", "the result is in GPU memory, which NumPy cannot access", "copy x to the host first")
 
@@ -214,7 +230,7 @@ class DevicePending(Pending[T]):
         self._operations.keep(self._call, self._operation)
         given = self._give() if self.result is None else self.result
         if isinstance(given, DeviceDispatched | DeviceCombined):
-            given.event = Event(self._operation.event(), self._call.arrays)
+            given.event = Event(self._operation.event(), self._call.arrays, self._operations._native)
         return given
 
 
@@ -270,11 +286,12 @@ class DeviceOperations:
             arrays = self.arrays_of(value)
             if not isinstance(arrays, TorchArrays):
                 return None
-            most = self._sizes.most
+            native, most = self._native, self._sizes.most
 
             def answer(tensors: list[Any], operation: Any, tokens: int, calls: Any) -> DeviceDispatched:
                 parts = dict(zip(PARTS, tensors, strict=True))
-                return DeviceDispatched(arrays, operation.handle(most), Event(operation.event(), arrays), parts)
+                event = Event(operation.event(), arrays, native)
+                return DeviceDispatched(arrays, operation.handle(most), event, parts)
 
             frame = Frame(
                 torch,
@@ -327,7 +344,7 @@ class DeviceOperations:
         args.stats = self._stats(call, given.stats)
         operation = self._native.dispatch_expert(args, call.streams.handle, given.send_only)
         handle = operation.handle(self._sizes.most)
-        result = DeviceDispatched(call.arrays, handle, Event(operation.event(), call.arrays), parts)
+        result = DeviceDispatched(call.arrays, handle, Event(operation.event(), call.arrays, self._native), parts)
         return self._begun(call, operation, given.send_only, lambda: result, result)
 
     def _dispatch_rank(self, call: Call, given: DispatchCall) -> Any:
@@ -356,7 +373,7 @@ class DeviceOperations:
             shown |= {"topk_idx", "source", *(["topk_weights"] if given.topk_weights is not None else [])}
 
         def made(count: int, listed: list[int] | None) -> DeviceDispatched:
-            event = Event(operation.event(), call.arrays)
+            event = Event(operation.event(), call.arrays, self._native)
             result = DeviceDispatched(call.arrays, operation.handle(count), event, parts)
             return result.in_region(region, frozenset(shown), listed)
 
@@ -523,7 +540,7 @@ class DeviceOperations:
         if (begun := calls.combine(*tensors, self._wire(given.wire, True), False, given.send_only)) is None:
             return None
         x, operation, hook = begun
-        result = DeviceCombined(x, None, Event(operation.event(), self.arrays_of(given.y)))
+        result = DeviceCombined(x, None, Event(operation.event(), self.arrays_of(given.y), self._native))
         if hook is None:
             return result
         return self._pending((given.y, weights, given.out, given.waits, x), operation, result, "combine")
@@ -566,7 +583,7 @@ class DeviceOperations:
         args.wire = self._wire(given.wire, expert)
         combine = self._native.combine_expert if expert else self._native.combine_rank
         operation = combine(args, handle, call.streams.handle, given.send_only)
-        result = DeviceCombined(x, sums, Event(operation.event(), call.arrays))
+        result = DeviceCombined(x, sums, Event(operation.event(), call.arrays, self._native))
         return self._begun(call, operation, given.send_only, lambda: result, result)
 
     def _wire(self, wire: Any, expert: bool) -> int:

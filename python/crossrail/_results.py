@@ -70,9 +70,9 @@ class Pending(Generic[T]):
         ClosedError
             The buffer was destroyed.
 
-        Notes
-        -----
-        Losing a rank is not an error: it is masked, see `ExpertBuffer.faults`.
+        PeerDeadError, TimeoutError
+            A rank was lost, here or on another rank, unless the buffer was created
+            with ``on_loss="mask"``. On a GPU the next operation raises it.
         """
         if stream is not None:
             raise wrong("finish", "stream is for buffers on a GPU")
@@ -120,12 +120,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Fault:
-    """A rank that was masked because it died or did not arrive in time.
+    """A rank that was lost: its connection ended, or it did not arrive in time.
 
     Attributes
     ----------
     rank : int
-        The rank that was masked.
+        The rank that was lost.
     operation : str
         The operation that waited for it, with sequence number `number`.
     number : int
@@ -134,7 +134,9 @@ class Fault:
     why : str
         The reason: its process ended, its connection failed, or the timeout passed.
     left : int
-        Number of ranks that continued.
+        Number of ranks that were left.
+    masked : bool
+        Whether it was masked, so that operations continue without it.
     text : str
         All of this as a sentence.
     """
@@ -145,6 +147,7 @@ class Fault:
     stage: str
     why: str
     left: int
+    masked: bool
     text: str
 
     def __str__(self) -> str:
@@ -194,6 +197,10 @@ class Dispatched:
     counts : array, i32 [El]
         Expert layout: rows of each expert. Rank layout: selections of each expert,
         rounded up to the alignment.
+    missing : list of int
+        Ranks of the buffer without a part in the exchange, ascending: not connected,
+        masked or lost. On a GPU reading it waits for the operation, and it lists the
+        ranks that are missing by then: read it before the masks are changed.
     handle : Handle or DeviceHandle
         For `combine`, and for dispatches that repeat this routing.
     layout : {"expert", "rank"}
@@ -240,6 +247,7 @@ class Dispatched:
     count_list: list[int] | None = None
 
     def __init__(self, native: _native.Dispatched, sizes: Sizes, destinations: Destinations) -> None:
+        self.missing: list[int] = native.missing
         self.handle: Handle = native.handle
         self.layout: Layout = self.handle.layout
         self._sizes = sizes
@@ -345,6 +353,9 @@ class Combined:
     ----------
     x : array, bf16 [T, H]
         The sums, by token; the argument `out` if that was given.
+    missing : list of int
+        Ranks whose rows are not in the sums, ascending: not connected, masked or lost,
+        in this combine or in its dispatch. As of `Dispatched` on a GPU.
     timing, bytes : dict
         As of `Dispatched`. Host only.
     event : object or None
@@ -357,6 +368,7 @@ class Combined:
     topk_weights: Any = None
 
     def __init__(self, native: _native.Combined, tokens: int, hidden: int, out: Any) -> None:
+        self.missing: list[int] = native.missing
         span = native.take()
         self.x: Any = out if span is None else viewed(span, BF16, (tokens, hidden))
         self.timing: OperationTiming = native.timing

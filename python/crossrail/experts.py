@@ -44,10 +44,11 @@ class ExpertBuffer:
     """The memory of one rank for dispatch and combine, connected to the other ranks.
 
     All ranks of the group create the buffer with the same sizes and then call the
-    same operations in the same order. A rank that dies, or does not arrive within
-    the timeout, is masked: the others continue without it, a warning is printed on
-    stderr and `faults` lists it. If a call is invalid on one rank, it fails on
-    every rank with an error that names that rank; the next operation works.
+    same operations in the same order. A rank is lost when its connection ends or it
+    does not arrive within the timeout; see `on_loss` and `faults`. If a call is
+    invalid on one rank, it fails on every rank with an error that names that rank;
+    the next operation works. After a MismatchError over the order of calls every
+    operation raises it: make a new buffer.
 
     Parameters
     ----------
@@ -87,7 +88,11 @@ class ExpertBuffer:
         Connect to all ranks now, see `connect`.
     timeout : float, optional
         Seconds that an operation waits for another rank before that rank is
-        masked; CROSSRAIL_TIMEOUT by default.
+        lost; CROSSRAIL_TIMEOUT by default.
+    on_loss : {"raise", "mask"}
+        When a rank is lost, "raise" makes operations fail on all ranks, until the
+        caller masks or disconnects it; on a GPU, the next operation and `sync`. With
+        "mask" they continue without it, and results list it as `missing`.
     name : str
         Buffers of the same name on different ranks belong together.
     num_sms : int, optional
@@ -144,6 +149,7 @@ class ExpertBuffer:
         share_node: bool = True,
         connect: bool = True,
         timeout: float | None = None,
+        on_loss: Literal["raise", "mask"] = "raise",
         name: str = "experts",
         num_sms: int | None = None,
         regions: int = 2,
@@ -157,6 +163,7 @@ class ExpertBuffer:
         limit = group.context.timeout if timeout is None else _calls.seconds(timeout)
         parameters = _calls.parameters_of(numbers, dispatch_dtype, scale, layouts, limit)
         parameters["prereduce"], parameters["share_node"] = bool(prereduce), bool(share_node)
+        parameters["on_loss"] = str(on_loss)
         self._sizes, self._parameters = Sizes.of(parameters), parameters
         self._group = group
         self._timeout = timeout
@@ -174,8 +181,7 @@ class ExpertBuffer:
             where = (ordinal, sms, number("regions", regions), None if node is None else number("node", node))
             on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *where, bool(variants))
             self._buffer, self._operations = on_gpu, DeviceOperations(on_gpu, self._sizes, group.context)
-        self._native: Any = self._buffer
-        """For the measuring loops."""
+        self._native: Any = self._buffer  # for the measuring loops
         self._ordinal = ordinal
         if connect:
             try:
@@ -405,6 +411,8 @@ class ExpertBuffer:
             An argument is invalid, here or on another rank, which is named.
         MismatchError
             The ranks disagree about the operation or the layout.
+        PeerDeadError, TimeoutError
+            A rank was lost, here or on another rank. Others may have their results.
         ExhaustedError
             GPU, rank layout: all regions are in use.
         ClosedError
@@ -418,7 +426,7 @@ class ExpertBuffer:
         captured in a CUDA graph.
 
         On a GPU a call that raises has not begun: the other ranks wait for a valid
-        one, and mask this rank if it does not come in time.
+        one, and lose this rank if it does not come in time.
         """
         call = DispatchCall(
             x, topk_idx, topk_weights, layout, handle, expert_alignment, out, stats, waits, max_rows, stream, send_only
@@ -515,8 +523,7 @@ class ExpertBuffer:
 
         Raises
         ------
-        UsageError, MismatchError, ClosedError
-            As for `dispatch`.
+        UsageError, MismatchError, PeerDeadError, TimeoutError, ClosedError
         """
         call = CombineCall(y, handle, topk_weights, bias, out, waits, stream, send_only, wire)
         given: Combined | Pending[Combined] = self._operations.combine(call)
@@ -561,10 +568,7 @@ class ExpertBuffer:
     def unmask(self, ranks: Iterable[int]) -> None:
         """Include masked `ranks` in operations again. They and all others must do the same at the same point.
 
-        Raises
-        ------
-        PeerDeadError
-            One of them has died or left.
+        Raises PeerDeadError if one of them has died or left.
         """
         self._buffer.unmask(rank_list(ranks, "unmask"))
 
@@ -587,11 +591,8 @@ class ExpertBuffer:
     def sync(self) -> None:
         """Wait until every connected, unmasked rank has called this (a barrier).
 
-        On a GPU also until this GPU has completed all operations enqueued so far.
-
-        Raises
-        ------
-        MismatchError, TimeoutError, ClosedError
+        On a GPU also until this GPU has completed all operations enqueued so far. Raises
+        what `dispatch` does.
         """
         self._buffer.sync()
 
@@ -613,6 +614,6 @@ class ExpertBuffer:
     def __repr__(self) -> str:
         sizes = self._sizes
         rows = f"{sizes.max_tokens} x {sizes.hidden} {'fp8' if sizes.fp8 else 'bf16'}"
-        experts = f"{sizes.experts} experts, top {sizes.topk}"
         where = "" if self._ordinal is None else f" on {self.device}"
+        experts = f"{sizes.experts} experts, top {sizes.topk}"
         return f"<crossrail.ExpertBuffer rank {self.rank} of {sizes.ranks}{where}, {experts}, {rows}>"

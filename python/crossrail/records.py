@@ -322,6 +322,7 @@ class BufferParameters(TypedDict):
     prereduce: bool
     share_node: bool
     timeout: float
+    on_loss: str
 
 
 class OperationTiming(TypedDict):

@@ -15,7 +15,7 @@ from crossrail.ref import Layout
 
 pytest.importorskip("torch")
 
-SETUP = Setup(COUNT, max_tokens=8, hidden=256, local_experts=3, topk=3)
+SETUP = Setup(COUNT, max_tokens=8, hidden=256, local_experts=3, topk=3, on_loss="mask")
 LAYOUTS: tuple[Layout, ...] = ("expert", "rank")
 MASKED_S = 2.0
 """How long an operation waits for a rank."""

@@ -29,6 +29,7 @@ class Setup:
     scale: Scale = "f32"
     layouts: tuple[Layout, ...] = ("expert", "rank")
     prereduce: bool = True
+    on_loss: str = "raise"
     share_node: bool = True
 
     @property
@@ -59,6 +60,7 @@ class Setup:
             "scale": self.scale,
             "layouts": self.layouts,
             "prereduce": self.prereduce,
+            "on_loss": self.on_loss,
             "share_node": self.share_node,
         }
 

@@ -296,3 +296,17 @@ def another_operation(me: Me, setup: Setup, which: str) -> None:
         send(buffer, case, fed, rank)
     else:
         buffer.combine(as_bf16(outputs(case, rank, came.x.shape, came.counts)), came.handle)
+
+
+@task
+def missing(me: Me, case: Case) -> tuple[list[int], list[int]]:
+    """Whom a dispatch and its combine list as missing."""
+    buffer, rank = me.buffer, me.group.rank
+    came = send(buffer, case, inputs(case, rank), rank)
+    sums = buffer.combine(as_bf16(outputs(case, rank, came.x.shape, came.counts)), came.handle)
+    return came.missing, sums.missing
+
+
+@task
+def synchronize(me: Me) -> None:
+    me.buffer.sync()

@@ -16,7 +16,7 @@ from ep_tasks import Lived
 from crossrail.ref import Layout
 
 LAYOUTS: tuple[Layout, ...] = ("expert", "rank")
-SETUP = Setup(4, max_tokens=8, hidden=128, local_experts=2, topk=3)
+SETUP = Setup(4, max_tokens=8, hidden=128, local_experts=2, topk=3, on_loss="mask")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ep_ranks import RankProcess, Ranks
 
 MAKE = Callable[..., Bed]
 PORT = 18191
-SETUP = Setup(4, max_tokens=16, hidden=1024, local_experts=3, topk=4, dtype="fp8")
+SETUP = Setup(4, max_tokens=16, hidden=1024, local_experts=3, topk=4, dtype="fp8", on_loss="mask")
 
 
 @contextmanager

@@ -338,6 +338,7 @@ mod tests {
             prereduce: true,
             share_node: true,
             timeout: Duration::from_secs(1),
+            on_loss: crossrail_ep::OnLoss::Raise,
         }
     }
 

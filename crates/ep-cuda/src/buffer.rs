@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail::{Context, Endpoint, Place};
-use crossrail_control::{Group, RankState};
+use crossrail_control::Group;
 use crossrail_cuda::{Capture, Stream};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
@@ -38,6 +38,8 @@ pub struct DeviceBuffer(pub(crate) Arc<Inner>);
 
 /// How long `destroy` waits for kernels in addition to their own timeouts.
 const LAST_KERNELS: Duration = Duration::from_secs(2);
+/// How often a barrier that failed checks whether a connection has ended.
+const LOSS_INTERVAL: Duration = Duration::from_millis(20);
 
 impl DeviceBuffer {
     /// Allocates memory and loads kernels for `config` on this rank of `group`; no rank is connected yet. Buffers of
@@ -222,6 +224,14 @@ impl DeviceBuffer {
         self.0.state.lock().peers.iter().flatten().map(|peer| peer.rank).collect()
     }
 
+    /// Ranks without a part in the operations that are done, ascending: not connected, masked or lost.
+    pub fn missing(&self) -> Vec<u32> {
+        let mut state = self.0.state.lock();
+        self.0.process_losses(&mut state);
+        let absent = |(_, peer): &(usize, &Option<Peer>)| peer.as_ref().is_none_or(|peer| peer.masked);
+        state.peers.iter().enumerate().filter(absent).map(|(rank, _)| rank as u32).collect()
+    }
+
     /// Ranks lost so far, in order. When an operation has completed without a rank, that rank is listed; a rank that
     /// left regularly is masked at once and listed when the next operation begins.
     pub fn faults(&self) -> Vec<Fault> {
@@ -342,7 +352,7 @@ impl DeviceBuffer {
     /// `sync`.
     ///
     /// # Errors
-    /// `Timeout`; `Closed`; what the driver reports.
+    /// `Timeout`; `Closed`; what the driver reports; `PeerDead` when a rank was lost, unless the buffer masks lost ranks.
     pub fn sync(&self, limit: Option<Duration>) -> Result<()> {
         self.0.sync(limit)
     }
@@ -394,6 +404,7 @@ impl Inner {
             }
             self.heap.set_mask(peer.rank, masked)?;
             peer.masked = masked;
+            peer.lost = None;
         }
         Ok(())
     }
@@ -406,18 +417,19 @@ impl Inner {
             self.refuse_closed("sync")?;
             self.wait_for_kernels(Some(limit.saturating_sub(began.elapsed())))?;
             let ranks = self.active();
+            let changes = self.meeting.group.changes();
             let left = limit.saturating_sub(began.elapsed());
             match self.meeting.group.barrier(&name, &ranks, Some(left)) {
-                // Each rank masks it and repeats the barrier without it.
+                // Whether the rank is lost is for its connection to say: its lease may have ended while it lives. Each
+                // rank repeats the barrier, without those that are lost.
                 Err(error) if error.kind == ErrorKind::PeerDead && began.elapsed() < limit => {
-                    let died = |rank: u32| !matches!(self.meeting.group.state(rank), RankState::Alive);
-                    let dead: Vec<u32> = ranks.into_iter().filter(|rank| *rank != self.me && died(*rank)).collect();
-                    if dead.is_empty() {
-                        return Err(error);
+                    if self.active() == ranks {
+                        self.refuse_losses(&self.state.lock(), "sync")?;
+                        self.meeting.group.wait_change(changes, Instant::now() + LOSS_INTERVAL);
                     }
-                    self.set_mask(&dead, true)?;
                 }
-                result => return result,
+                Err(error) => return Err(error),
+                Ok(()) => return self.refuse_losses(&self.state.lock(), "sync"),
             }
         }
     }

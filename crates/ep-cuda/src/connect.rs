@@ -52,7 +52,7 @@ impl Met {
                 Path::Forwarded(Box::new(Forwarded { rank, endpoint, key: RegionKey::from_bytes(key)?, mirror }))
             }
         };
-        Ok(Peer { rank, generation: 0, masked, departure: None, path, life: None })
+        Ok(Peer { rank, generation: 0, masked, lost: None, departure: None, path, life: None })
     }
 }
 

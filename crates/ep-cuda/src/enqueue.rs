@@ -87,7 +87,8 @@ impl DeviceBuffer {
     /// accessed by others; of a captured one as long as the graph is used.
     ///
     /// # Errors
-    /// `Usage` for arguments that make no sense; `Closed`; what the driver reports. ConnectionEnd ranks are no error.
+    /// `Usage` for arguments that make no sense; `Closed`; what the driver reports; `PeerDead` when an earlier operation lost a rank,
+    /// unless the buffer masks lost ranks.
     pub unsafe fn dispatch_expert(&self, args: &EpDispatchArgs, stream: u64, split: Split) -> Result<Enqueued> {
         let inner = &self.0;
         inner.check_layout(Layout::Expert, "dispatch")?;
@@ -330,6 +331,7 @@ impl Inner {
         let mut call = unsafe { self.open(kind.name(), stream)? };
         call.state.outstanding.lock().check(kind, split == Split::Send)?;
         self.record_departures(&mut call.state);
+        self.refuse_losses(&call.state, kind.name())?;
         Ok(call)
     }
 

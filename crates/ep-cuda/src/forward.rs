@@ -114,10 +114,8 @@ impl Inner {
             Operation::Dispatch => epochs.dispatch,
             Operation::Combine => epochs.combine,
         });
-        let fault =
-            Fault { rank, operation: kind.name(), number, stage: "it to take our rows", why, left: state.active() };
-        self.meeting.warn(&fault);
-        state.faults.push(fault);
+        let (operation, left) = (kind.name(), state.active());
+        self.record(state, Fault { rank, operation, number, stage: "it to take our rows", why, left, masked: true });
     }
 
     /// Forwards the weights given to a combine, which the peers wait for before they send rows back.

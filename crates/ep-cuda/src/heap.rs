@@ -123,6 +123,7 @@ mod tests {
             prereduce: false,
             share_node: true,
             timeout: Duration::from_secs(1),
+            on_loss: crossrail_ep::OnLoss::Raise,
         };
         shape(&config, &DeviceOptions::default()).unwrap()
     }

@@ -45,7 +45,7 @@ mod variant;
 pub use buffer::DeviceBuffer;
 pub use completion::Completion;
 pub use counts::{Counts, UNHEARD};
-pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, Payload, Plan, Scale};
+pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, OnLoss, Payload, Plan, Scale};
 pub use crossrail_kernels::ep::{EpCombineArgs, EpCommon, EpDispatchArgs, Shape};
 pub use enqueue::{Enqueued, Pending, RankDispatch, Split};
 pub use handles::DeviceHandle;

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Weak};
 
 use crossrail::{Endpoint, ErrorKind, Request};
-use crossrail_ep::Fault;
+use crossrail_ep::{Fault, OnLoss};
 use crossrail_types::{Error, Result};
 
 use crate::fault_ring::{self, is_masked_by_kernels, reason, stage};
@@ -71,12 +71,12 @@ impl Inner {
                 stage: what,
                 why,
                 left: state.active(),
+                masked: true,
             };
             if let Some(endpoint) = alive.filter(|_| self.shape.rank_layout) {
                 self.regions.suspect(told.rank, &endpoint);
             }
-            self.meeting.warn(&fault);
-            state.faults.push(fault);
+            self.record(state, fault);
         }
         self.process_connection_ends(state);
     }
@@ -150,8 +150,29 @@ impl Inner {
     /// Records the loss of a rank whose connection ended.
     pub(crate) fn record_departure(&self, state: &mut State, rank: u32, why: &str) {
         let left = state.active();
-        let fault = Fault { rank, operation: "connection", number: 0, stage: "it", why: why.to_owned(), left };
+        let fault =
+            Fault { rank, operation: "connection", number: 0, stage: "it", why: why.to_owned(), left, masked: true };
+        self.record(state, fault);
+    }
+
+    /// Logs a loss, and keeps it for [`Inner::refuse_losses`].
+    pub(crate) fn record(&self, state: &mut State, fault: Fault) {
         self.meeting.warn(&fault);
+        if let Some(peer) = state.peers.get_mut(fault.rank as usize).and_then(Option::as_mut) {
+            peer.lost = Some(fault.clone());
+        }
         state.faults.push(fault);
+    }
+
+    /// Fails if a rank was lost that the caller has not masked or disconnected since, unless the buffer masks lost
+    /// ranks.
+    pub(crate) fn refuse_losses(&self, state: &State, operation: &str) -> Result<()> {
+        let lost = state.peers.iter().flatten().find_map(|peer| peer.lost.as_ref());
+        match lost.filter(|_| self.config.on_loss == OnLoss::Raise) {
+            None => Ok(()),
+            Some(fault) => Err(Error::new(ErrorKind::PeerDead, operation, fault.to_string())
+                .with_peer(format!("rank {}", fault.rank))
+                .with_hint("mask or disconnect it on all other ranks to continue without it, or use on_loss=\"mask\"")),
+        }
     }
 }

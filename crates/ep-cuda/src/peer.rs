@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crossrail::{Endpoint, Mapped, Memory, RegionKey, Request};
-use crossrail_ep::LinkKind;
+use crossrail_ep::{Fault, LinkKind};
 
 /// A rank that is connected.
 pub(crate) struct Peer {
@@ -11,6 +11,8 @@ pub(crate) struct Peer {
     /// Number of its connection, so that the end of an earlier one is not taken for its own.
     pub(crate) generation: u64,
     pub(crate) masked: bool,
+    /// Its loss, until the caller masks, unmasks or disconnects it.
+    pub(crate) lost: Option<Fault>,
     /// Set once its process has left or died.
     pub(crate) departure: Option<Departure>,
     pub(crate) path: Path,
@@ -47,7 +49,7 @@ pub(crate) struct Forwarded {
 
 impl Peer {
     pub(crate) fn myself(rank: u32) -> Peer {
-        Peer { rank, generation: 0, masked: false, departure: None, path: Path::Own, life: None }
+        Peer { rank, generation: 0, masked: false, lost: None, departure: None, path: Path::Own, life: None }
     }
 
     /// The same rank for a variant of the buffer, which does not own the connection.
@@ -57,8 +59,8 @@ impl Peer {
             Path::Mapped { endpoint, heap } => Path::Mapped { endpoint: endpoint.clone(), heap: heap.clone() },
             Path::Forwarded(forwarded) => Path::Forwarded(forwarded.clone()),
         };
-        let Peer { rank, generation, masked, ref departure, .. } = *self;
-        Peer { rank, generation, masked, departure: departure.clone(), path, life: None }
+        let Peer { rank, generation, masked, ref lost, ref departure, .. } = *self;
+        Peer { rank, generation, masked, lost: lost.clone(), departure: departure.clone(), path, life: None }
     }
 
     pub(crate) fn endpoint(&self) -> Option<&Endpoint> {

@@ -36,6 +36,9 @@ pub struct CombineOptions {
 /// The result of a combine.
 #[derive(Debug)]
 pub struct Combined {
+    /// Ranks of the buffer without a part in the sums, ascending: not connected, masked or lost, at this combine or at its
+    /// dispatch.
+    pub missing: Vec<u32>,
     /// bf16 `[tokens, hidden]`; `None` if the caller provided the memory.
     pub out: Option<Vec<u16>>,
     /// Where the time went.
@@ -78,6 +81,7 @@ pub(crate) fn begin(
     if view.closed {
         return Err(Error::new(ErrorKind::Closed, "combine", "the buffer was destroyed"));
     }
+    view.refuse_broken("combine")?;
     let wide = local.own.areas.wide;
     let CombineOptions { weights, bias, out, refuse } = options;
     let ours = handle.map(|handle| Arc::clone(&handle.0)).filter(|routes| routes.buffer == local.id);
@@ -103,8 +107,9 @@ pub(crate) fn begin(
     };
     view.operations += 1;
     view.combines += 1;
-    let epoch = view.combines;
-    let mut common = Common::new("combine", view.operations, (epoch % 2) as usize, local.config.timeout);
+    let (number, epoch) = (view.operations, view.combines);
+    let mut common = Common::new(local, &mut view, "combine", number, (epoch % 2) as usize);
+    common.missing.extend(&routes.missing);
     if let Some(error) = problem {
         common.fail(error);
     }
@@ -273,7 +278,7 @@ impl Combine {
             self.common.timing.copy_us += micros(began);
         }
         let mut header = match &self.common.failure {
-            Some(error) => Header::failed(number, &error.detail),
+            Some(error) => Header::failed(number, error),
             None => Header::new(number, rows, 0),
         };
         header.writes = peer.announce(true, parity, usize::from(written > 0));
@@ -437,9 +442,8 @@ impl Combine {
         // SAFETY: a slot of our heap, published by its writer.
         let header = unsafe { local.own.heap.at(at).cast::<Header>().read_volatile() };
         let want = self.routes.sent.to[rank].tokens.len();
-        if let Some(why) = header.failure() {
-            let error = Error::new(ErrorKind::Usage, "combine", format!("the call of rank {rank} failed: {why}"));
-            self.common.fail(error.with_hint("nothing was delivered; the next operation works"));
+        if let Some(error) = header.failure(rank, "combine") {
+            self.common.fail(error);
         } else if header.rows as usize != want {
             let text = format!(
                 "rank {rank} brought {} rows back where {want} were sent: the ranks combine different dispatches",
@@ -517,6 +521,7 @@ impl Operation for Combine {
             .sum();
         self.common.bytes.logical = (selections * local.own.areas.wide) as u64;
         self.common.timing.total_us = micros(self.common.began);
-        Combined { out: self.own_out.take(), timing: self.common.timing, bytes: self.common.bytes }
+        let missing = self.common.missing();
+        Combined { missing, out: self.own_out.take(), timing: self.common.timing, bytes: self.common.bytes }
     }
 }

@@ -26,6 +26,7 @@ impl LocalRank {
         if new.is_empty() {
             return Ok(());
         }
+        let alone = view.others(self.own.me).is_empty();
         let (connections, deadline) = self.meeting.connect(&new, deadline)?;
         let network = connections.iter().filter(|connection| !connection.is_shared()).count() as u32;
         plan(&self.config, network, 1)?.check()?;
@@ -49,6 +50,9 @@ impl LocalRank {
             view.peers.iter_mut().flatten().for_each(|peer| peer.floor = floor);
         }
         [view.operations, view.dispatches, view.combines] = counts;
+        if alone {
+            view.broken = None;
+        }
         for mut peer in peers {
             peer.floor = floor;
             peer.masked = !activate;

@@ -13,7 +13,7 @@ use crossrail_ep::{Bytes, Layout, Payload};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::heap::{HEADER, Header, flags};
-use crate::local_rank::{GroupView, LocalRank};
+use crate::local_rank::{GroupView, LocalRank, Suspect};
 use crate::operation::{Common, Operation, Pending, Timing};
 use crate::peer::{Expected, Message, Span, staged_slot};
 use crate::rank_layout::{self, Grants};
@@ -56,6 +56,8 @@ pub struct Placed {
 /// What a dispatch delivered.
 #[derive(Clone, Debug)]
 pub struct Dispatched {
+    /// Ranks of the buffer without a part in the exchange, ascending: not connected, masked or lost.
+    pub missing: Vec<u32>,
     /// For the combine.
     pub handle: Handle,
     /// Expert layout: `[local experts, ranks * max_tokens, hidden]`; rank layout: `[rows, hidden]`.
@@ -102,8 +104,9 @@ pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptio
     if view.closed {
         return Err(Error::new(ErrorKind::Closed, "dispatch", "the buffer was destroyed"));
     }
+    view.refuse_broken("dispatch")?;
     let config = &local.config;
-    let refused = options.refuse.clone().map_or_else(|| check(local, &view, &options), Err);
+    let refused = options.refuse.clone().map_or_else(|| check(local, &mut view, &options), Err);
     let DispatchOptions { layout, handle, alignment, .. } = if refused.is_ok() {
         options
     } else {
@@ -123,13 +126,21 @@ pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptio
     });
     view.operations += 1;
     view.dispatches += 1;
-    let epoch = view.dispatches;
-    let mut common = Common::new("dispatch", view.operations, (epoch % 2) as usize, config.timeout);
+    let (number, epoch) = (view.operations, view.dispatches);
+    let mut common = Common::new(local, &mut view, "dispatch", number, (epoch % 2) as usize);
+    if let Some(routes) = &cached {
+        common.missing.extend(&routes.missing);
+    }
     // Even if the call is invalid the other ranks wait for this one: it takes part, without rows.
-    let sent = routed.unwrap_or_else(|error| {
-        common.fail(error);
-        Arc::new(Sent::nothing(config.ranks as usize))
-    });
+    let sent = match routed {
+        Ok(sent) if common.failure.is_none() => sent,
+        routed => {
+            if let Err(error) = routed {
+                common.fail(error);
+            }
+            Arc::new(Sent::nothing(config.ranks as usize))
+        }
+    };
     let active = view.active();
     for rank in &active {
         common.expect_number(*rank, Message::DispatchReleased, epoch.saturating_sub(2));
@@ -159,7 +170,7 @@ pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptio
     Ok(Pending::new(dispatch, Arc::clone(local)))
 }
 
-fn check(local: &LocalRank, view: &GroupView, options: &DispatchOptions) -> Result<()> {
+fn check(local: &LocalRank, view: &mut GroupView, options: &DispatchOptions) -> Result<()> {
     let DispatchOptions { layout, alignment, ref handle, .. } = *options;
     let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
     if !local.config.has(layout) {
@@ -177,11 +188,10 @@ fn check(local: &LocalRank, view: &GroupView, options: &DispatchOptions) -> Resu
         }
     }
     if layout == Layout::Rank
-        && let Some(rank) = view.suspects.iter().find(|(_, end)| end.is_alive()).map(|(rank, _)| rank)
+        && let Some(rank) = view.suspect(&local.own)
     {
-        let text = format!(
-            "rank {rank} was masked but its process lives, and may still write where rows of the rank layout go"
-        );
+        let text =
+            format!("rank {rank} was lost but its process lives, and may still write where rows of the rank layout go");
         return Err(Error::new(ErrorKind::PeerDead, "dispatch", text)
             .with_hint("end that process; the expert layout goes on working"));
     }
@@ -258,7 +268,7 @@ impl Dispatch {
 
     fn header(&self, rows: usize) -> Header {
         if let Some(error) = &self.common.failure {
-            return Header::failed(self.common.number, &error.detail);
+            return Header::failed(self.common.number, error);
         }
         let mut bits = 0;
         if self.sent.weighted {
@@ -280,10 +290,8 @@ impl Dispatch {
         // SAFETY: a slot of our heap, which its writer has published and leaves alone until we have taken it; any
         // bytes are a valid Header.
         let header = unsafe { slot.cast::<Header>().read_volatile() };
-        if let Some(why) = header.failure() {
-            let text = format!("the call of rank {source} failed: {why}");
-            return Err(Error::new(ErrorKind::Usage, "dispatch", text)
-                .with_hint("nothing was delivered; the next operation works"));
+        if let Some(error) = header.failure(source, "dispatch") {
+            return Err(error);
         }
         let rank_layout = header.flags & flags::RANK_LAYOUT != 0;
         let cached = header.flags & flags::CACHED != 0;
@@ -413,10 +421,12 @@ impl Dispatch {
             received: std::mem::take(&mut self.received),
             offsets,
             ranges: std::mem::take(&mut self.ranges),
+            missing: self.common.missing(),
         };
         self.common.bytes.logical = self.sent.selections * (areas.row + areas.scale) as u64;
         self.common.timing.total_us = micros(self.common.began);
         Dispatched {
+            missing: routes.missing.clone(),
             handle: Handle(Arc::new(routes)),
             rows: placed(rows_at, rows * areas.row),
             scales: (areas.scale > 0).then(|| placed(scales_at, rows * areas.scale)),
@@ -471,7 +481,8 @@ impl Operation for Dispatch {
                 if self.layout == Layout::Rank
                     && let Some(end) = view.peers[expected.rank].as_ref().and_then(|peer| peer.endpoint().cloned())
                 {
-                    view.suspects.push((expected.rank, end));
+                    let Expected { rank, parity, number, .. } = expected;
+                    view.suspects.push(Suspect { rank, endpoint: end, number, parity });
                 }
             }
             _ => {}

@@ -17,6 +17,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use crossrail_ep::{Config, Layout};
+use crossrail_types::{Error, ErrorKind};
 
 /// Bytes of a header's text.
 const TEXT: usize = 176;
@@ -67,6 +68,8 @@ pub(crate) mod flags {
     pub(crate) const RANK_LAYOUT: u32 = 4;
     /// The dispatch repeats the routing of an earlier one; there is no metadata.
     pub(crate) const CACHED: u32 = 8;
+    /// With [`FAILED`]: a rank was lost.
+    pub(crate) const LOST: u32 = 16;
 }
 
 impl Header {
@@ -76,8 +79,10 @@ impl Header {
     }
 
     /// A header with the reason why there are no rows.
-    pub(crate) fn failed(operation: u64, why: &str) -> Header {
-        let mut header = Header::new(operation, 0, flags::FAILED);
+    pub(crate) fn failed(operation: u64, error: &Error) -> Header {
+        let lost = if matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Timeout) { flags::LOST } else { 0 };
+        let mut header = Header::new(operation, 0, flags::FAILED | lost);
+        let why = error.detail.as_str();
         let mut len = why.len().min(TEXT);
         while !why.is_char_boundary(len) {
             len -= 1;
@@ -87,10 +92,17 @@ impl Header {
         header
     }
 
-    /// Why the operation failed at its sender, if it did.
-    pub(crate) fn failure(&self) -> Option<String> {
-        let text = &self.text[..(self.text_len as usize).min(TEXT)];
-        (self.flags & flags::FAILED != 0).then(|| String::from_utf8_lossy(text).into_owned())
+    /// Why `operation` failed at its sender, rank `from`, if it did.
+    pub(crate) fn failure(&self, from: usize, operation: &'static str) -> Option<Error> {
+        if self.flags & flags::FAILED == 0 {
+            return None;
+        }
+        let why = String::from_utf8_lossy(&self.text[..(self.text_len as usize).min(TEXT)]);
+        Some(match self.flags & flags::LOST != 0 {
+            true => Error::new(ErrorKind::PeerDead, operation, format!("rank {from} cannot take part: {why}")),
+            false => Error::new(ErrorKind::Usage, operation, format!("the call of rank {from} failed: {why}"))
+                .with_hint("nothing was delivered; the next operation works"),
+        })
     }
 }
 

@@ -5,8 +5,8 @@
 //! experts' outputs and sums them, weighted, into the token's row.
 //!
 //! Ranks of one node write rows straight into each other's [heap](heap.rs); ranks of other nodes are reached by the
-//! engine's one-sided writes. A rank that dies or exceeds the timeout is masked: its rows are skipped and the
-//! other ranks continue.
+//! engine's one-sided writes. A rank is lost when its connection ends or it exceeds the timeout. The operation
+//! then fails, or, with [`OnLoss::Mask`], continues without the rank and lists it as missing.
 //!
 //! Every rank of a group calls the same operations in the same order. A buffer is used by one thread at a time;
 //! others block.
@@ -32,7 +32,7 @@ mod tests;
 
 pub use buffer::ExpertBuffer;
 pub use combine::{CombineOptions, Combined};
-pub use crossrail_ep::{BLOCK, Bytes, Config, Fault, Layout, Link, LinkKind, MOST_TOPK, Payload, Plan, Scale};
+pub use crossrail_ep::{BLOCK, Bytes, Config, Fault, Layout, Link, LinkKind, MOST_TOPK, OnLoss, Payload, Plan, Scale};
 pub use dispatch::{DispatchOptions, Dispatched, Placed};
 pub use operation::{Pending, Timing};
 pub use routes::Handle;

@@ -23,7 +23,6 @@ pub(crate) struct LocalRank {
     /// The process that made it.
     pub(crate) origin: Origin,
     pub(crate) name: String,
-    pub(crate) group: Group,
     pub(crate) context: Context,
     pub(crate) config: Config,
     pub(crate) own: OwnHeap,
@@ -51,7 +50,7 @@ pub(crate) struct GroupView {
     pub(crate) combines: u64,
     pub(crate) faults: Vec<Fault>,
     /// Ranks that were lost after they were granted a place among our rows: if they live, they may still write there.
-    pub(crate) suspects: Vec<(usize, Endpoint)>,
+    pub(crate) suspects: Vec<Suspect>,
     /// Number of the last connection made.
     pub(crate) generation: u32,
     /// Writes from other nodes that were noticed.
@@ -59,9 +58,39 @@ pub(crate) struct GroupView {
     /// How long a wait spins before it sleeps.
     pub(crate) spin: Duration,
     pub(crate) closed: bool,
+    /// The ranks called different operations, so their sequence numbers differ: every operation fails with this.
+    pub(crate) broken: Option<Error>,
+}
+
+/// A rank that was lost after it was granted a place among our rows.
+pub(crate) struct Suspect {
+    pub(crate) rank: usize,
+    pub(crate) endpoint: Endpoint,
+    /// Number and parity of the dispatch.
+    pub(crate) number: u64,
+    pub(crate) parity: usize,
 }
 
 impl GroupView {
+    /// Fails if the ranks' sequence numbers differ.
+    pub(crate) fn refuse_broken(&self, operation: &'static str) -> Result<()> {
+        match &self.broken {
+            None => Ok(()),
+            Some(error) => Err(Error { operation: operation.to_owned(), ..error.clone() }),
+        }
+    }
+
+    /// A rank that may still write its rows of an earlier dispatch where rows of the rank layout go.
+    pub(crate) fn suspect(&mut self, own: &OwnHeap) -> Option<usize> {
+        let peers = &self.peers;
+        self.suspects.retain(|suspect| {
+            let peer = peers[suspect.rank].as_ref();
+            suspect.endpoint.is_alive()
+                && !peer.is_some_and(|peer| peer.rows_were_written(own, suspect.parity, suspect.number))
+        });
+        self.suspects.first().map(|suspect| suspect.rank)
+    }
+
     /// Connected ranks that are not masked, except `me`.
     pub(crate) fn others(&self, me: usize) -> Vec<usize> {
         let peers = self.peers.iter().flatten();
@@ -105,7 +134,6 @@ impl LocalRank {
             origin: Origin::here(),
             meeting,
             name: name.to_owned(),
-            group: group.clone(),
             context: context.clone(),
             own: OwnHeap { heap, areas, me: me as usize },
             kernels: Kernels::detect(),
@@ -125,6 +153,7 @@ impl LocalRank {
                 arrivals: 0,
                 spin: Duration::ZERO,
                 closed: false,
+                broken: None,
             }),
         };
         local.meeting.announce()?;
@@ -153,6 +182,7 @@ impl LocalRank {
                 peer.floor = floor;
             }
             peer.masked = masked;
+            peer.lost = false;
         }
         Ok(())
     }

@@ -1,17 +1,17 @@
-//! How an operation runs: it waits for messages from other ranks, does what each makes possible, and masks ranks that
-//! died or are overdue.
+//! How an operation runs: it waits for messages from other ranks, does what each makes possible, and gives up ranks
+//! whose connection has ended or that are overdue. The store has no say in this: its leases end while ranks live.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_control::RankState;
-use crossrail_ep::{Bytes, Fault};
+use crossrail_ep::{Bytes, Fault, OnLoss};
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::MutexGuard;
 
 use crate::doorbell;
 use crate::local_rank::{GroupView, LocalRank};
-use crate::peer::{Expected, Message};
+use crate::peer::{Expected, Message, Peer};
 
 /// Where an operation's time went, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -45,12 +45,26 @@ pub(crate) struct Common {
     pub(crate) bytes: Bytes,
     /// The first failure. The operation completes all the same, so that no other rank waits for this one.
     pub(crate) failure: Option<Error>,
+    /// Ranks of the buffer without a part in the result: not connected, masked, or given up.
+    pub(crate) missing: BTreeSet<u32>,
+    /// Ranks that this operation gave up without masking them.
+    given_up: Vec<usize>,
 }
 
 impl Common {
-    pub(crate) fn new(name: &'static str, number: u64, parity: usize, limit: Duration) -> Common {
-        let began = Instant::now();
-        Common {
+    /// The operation `number`, in which the ranks that `view` has connected and not masked take part. Fails at once if
+    /// one of them was lost before and has not come back.
+    pub(crate) fn new(
+        local: &LocalRank,
+        view: &mut GroupView,
+        name: &'static str,
+        number: u64,
+        parity: usize,
+    ) -> Common {
+        let (began, limit) = (Instant::now(), local.config.timeout);
+        let absent = |(_, peer): &(usize, &Option<Peer>)| peer.as_ref().is_none_or(|peer| peer.masked);
+        let missing = view.peers.iter().enumerate().filter(absent).map(|(rank, _)| rank as u32).collect();
+        let mut common = Common {
             name,
             number,
             parity,
@@ -61,7 +75,32 @@ impl Common {
             timing: Timing::default(),
             bytes: Bytes::default(),
             failure: None,
+            missing,
+            given_up: Vec::new(),
+        };
+        for peer in view.peers.iter().flatten().filter(|peer| peer.lost && !peer.masked && !peer.is_alive()) {
+            common.give_up(peer.rank, &peer.end(), ErrorKind::PeerDead, None);
         }
+        common
+    }
+
+    /// Continues without a rank, which is not masked: the operation fails.
+    fn give_up(&mut self, rank: usize, why: &str, kind: ErrorKind, message: Option<Message>) {
+        self.given_up.push(rank);
+        self.missing.insert(rank as u32);
+        let waited = message
+            .map(|message| format!(", while {} {} waited for {}", self.name, self.number, message.description()));
+        let text = format!("rank {rank} is lost: {why}{}", waited.unwrap_or_default());
+        self.fail(
+            Error::new(kind, self.name, text)
+                .with_peer(format!("rank {rank}"))
+                .with_hint("mask or disconnect it on all other ranks to continue without it, or use on_loss=\"mask\""),
+        );
+    }
+
+    /// The ranks without a part in the result, ascending.
+    pub(crate) fn missing(&self) -> Vec<u32> {
+        self.missing.iter().copied().collect()
     }
 
     /// Waits for a message of this operation.
@@ -115,8 +154,8 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     /// `Usage` or another kind, with the reason, when this rank's call was invalid or another rank's (which is named);
-    /// `Closed` when the buffer was destroyed. A lost rank is not an error: it is masked, see
-    /// [`ExpertBuffer::faults`](crate::ExpertBuffer::faults).
+    /// `Closed` when the buffer was destroyed; `Mismatch` when the ranks called different operations. `PeerDead` or
+    /// `Timeout`, naming the rank, when a rank was lost, here or on another rank, unless the buffer masks lost ranks.
     pub fn finish(mut self) -> Result<T> {
         loop {
             if let Some(output) = self.finish_within(Duration::from_secs(3600))? {
@@ -186,7 +225,7 @@ impl LocalRank {
             let since = *idle_since.get_or_insert(now);
             if now.duration_since(checked) >= LIVENESS_INTERVAL {
                 checked = now;
-                if self.mask_lost_peers(operation, &mut view, now) {
+                if self.give_up_lost_peers(operation, &mut view, now) {
                     continue;
                 }
             }
@@ -207,9 +246,12 @@ impl LocalRank {
         let mut at = 0;
         while let Some(expected) = operation.common().expected.get(at).copied() {
             let arrived = match &mut view.peers[expected.rank] {
-                Some(peer) if !peer.masked => peer.has_arrived(&self.own, expected),
+                Some(peer) if !peer.masked && !operation.common().given_up.contains(&expected.rank) => {
+                    peer.has_arrived(&self.own, expected)
+                }
                 _ => {
                     operation.common().expected.remove(at);
+                    operation.common().missing.insert(expected.rank as u32);
                     operation.lost(self, view, expected);
                     progressed = true;
                     continue;
@@ -217,6 +259,9 @@ impl LocalRank {
             };
             if arrived {
                 operation.common().expected.remove(at);
+                if let Some(peer) = &mut view.peers[expected.rank] {
+                    peer.lost = false;
+                }
                 operation.arrived(self, view, expected);
                 progressed = true;
             } else {
@@ -227,8 +272,9 @@ impl LocalRank {
         progressed
     }
 
-    /// Masks ranks that died, called another operation, or are overdue. Returns whether there was one.
-    fn mask_lost_peers<T>(
+    /// Gives up ranks whose connection has ended, that called another operation, or are overdue. Returns whether there
+    /// was one.
+    fn give_up_lost_peers<T>(
         &self,
         operation: &mut dyn Operation<Output = T>,
         view: &mut GroupView,
@@ -241,29 +287,33 @@ impl LocalRank {
         let mut lost = false;
         for expected in all_expected {
             let rank = expected.rank;
-            let Some(peer) = view.peers[rank].as_ref().filter(|peer| !peer.masked) else { continue };
+            let given_up = operation.common().given_up.contains(&rank);
+            let Some(peer) = view.peers[rank].as_mut().filter(|peer| !peer.masked && !given_up) else { continue };
             if let Some(other) = peer.other_operation(&self.own, expected) {
+                lost = true;
                 let text = format!("rank {rank} called {other} where this rank called {name} (operation {number})");
                 let error = Error::new(ErrorKind::Mismatch, name, text)
-                    .with_hint("all ranks must call the same operations in the same order");
+                    .with_hint("all ranks must call the same operations in the same order; make a new buffer");
+                // From here on the ranks count dispatches and combines differently.
+                view.broken.get_or_insert_with(|| error.clone());
                 operation.common().fail(error);
-                self.mask_lost(view, expected, name, number, format!("it called {other}"));
-                lost = true;
+                operation.common().given_up.push(rank);
                 continue;
             }
-            let why = match self.group.state(rank as u32) {
-                RankState::Dead(why) => why,
-                RankState::Left => "it has left the group".to_owned(),
-                _ if !peer.is_alive() => peer.end(),
-                _ if late => format!("nothing was received for {:.3} s", limit.as_secs_f64()),
-                _ => continue,
+            let (kind, why) = match peer.is_alive() {
+                false => (ErrorKind::PeerDead, peer.end()),
+                true if late => (ErrorKind::Timeout, format!("nothing was received for {:.3} s", limit.as_secs_f64())),
+                true => continue,
             };
-            // Its last messages count: it may have finished and exited since the last poll.
             lost = true;
-            if view.peers[rank].as_mut().is_some_and(|peer| peer.has_arrived(&self.own, expected)) {
+            // Its last messages count: it may have finished and exited since the last poll.
+            if peer.has_arrived(&self.own, expected) {
                 continue;
             }
-            self.mask_lost(view, expected, name, number, why);
+            if self.config.on_loss == OnLoss::Raise {
+                operation.common().give_up(rank, &why, kind, Some(expected.message));
+            }
+            self.record_loss(view, expected, name, number, why);
         }
         if lost {
             // The others may have waited for the lost rank as long as this one, and longer if they began later.
@@ -272,13 +322,17 @@ impl LocalRank {
         lost
     }
 
-    fn mask_lost(&self, view: &mut GroupView, expected: Expected, operation: &'static str, number: u64, why: String) {
-        if let Some(peer) = &mut view.peers[expected.rank] {
-            peer.masked = true;
+    /// Records the loss of a rank, once until it is heard of again, and masks it if the buffer masks lost ranks.
+    fn record_loss(&self, view: &mut GroupView, expected: Expected, operation: &'static str, number: u64, why: String) {
+        let masks = self.config.on_loss == OnLoss::Mask;
+        let Some(peer) = &mut view.peers[expected.rank] else { return };
+        peer.masked |= masks;
+        if std::mem::replace(&mut peer.lost, true) {
+            return;
         }
-        let left = view.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32;
+        let left = view.peers.iter().flatten().filter(|peer| !peer.masked && !peer.lost).count() as u32;
         let stage = expected.message.description();
-        let fault = Fault { rank: expected.rank as u32, operation, number, stage, why, left };
+        let fault = Fault { rank: expected.rank as u32, operation, number, stage, why, left, masked: masks };
         self.warn(&fault);
         view.faults.push(fault);
     }

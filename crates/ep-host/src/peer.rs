@@ -83,6 +83,8 @@ pub(crate) struct Expected {
 pub(crate) struct Peer {
     pub(crate) rank: usize,
     pub(crate) masked: bool,
+    /// Its loss was recorded, and nothing was received from it since.
+    pub(crate) lost: bool,
     access: Access,
     /// Sequence numbers of the dispatch and the combine before the two connected: their slots count as released.
     pub(crate) floor: [u64; 2],
@@ -150,11 +152,12 @@ pub(crate) struct Span {
 
 impl Peer {
     pub(crate) fn this_rank(rank: usize) -> Peer {
-        Peer { rank, masked: false, access: Access::Myself, floor: [0; 2] }
+        Peer { rank, masked: false, lost: false, access: Access::Myself, floor: [0; 2] }
     }
 
     pub(crate) fn mapped(rank: usize, heap: Heap, mapped: Mapped, endpoint: Endpoint) -> Peer {
-        Peer { rank, masked: false, access: Access::Mapped { heap, _mapped: mapped, endpoint }, floor: [0; 2] }
+        let access = Access::Mapped { heap, _mapped: mapped, endpoint };
+        Peer { rank, masked: false, lost: false, access, floor: [0; 2] }
     }
 
     pub(crate) fn network(rank: usize, parts: NetworkParts) -> Peer {
@@ -169,7 +172,7 @@ impl Peer {
             posted: [0; KINDS],
             seen: [0; KINDS],
         };
-        Peer { rank, masked: false, access: Access::Network(Box::new(network)), floor: [0; 2] }
+        Peer { rank, masked: false, lost: false, access: Access::Network(Box::new(network)), floor: [0; 2] }
     }
 
     pub(crate) fn is_network(&self) -> bool {
@@ -334,7 +337,8 @@ impl Peer {
             Message::Sync => return word >= number,
             Message::Meta | Message::Rows | Message::Weights | Message::Back => {}
         }
-        let Access::Network(network) = &mut self.access else { return word >= number };
+        // Exactly this operation's: a peer that is ahead has called something else in its place.
+        let Access::Network(network) = &mut self.access else { return word == number };
         let header = |at: usize| {
             // SAFETY: a header inside our heap; a write is complete when it is counted, and the peer writes this slot
             // again only after we have released it.
@@ -359,9 +363,9 @@ impl Peer {
 
     /// The operation that the peer called in place of the one that sends the expected message, if it did.
     pub(crate) fn other_operation(&self, own: &OwnHeap, expected: Expected) -> Option<&'static str> {
-        let Expected { message, number, .. } = expected;
-        let words = own.heap.words(&own.areas, self.rank);
-        let at = |message: Message| (0..2).any(|parity| message.word(words, parity).load(Ordering::Acquire) == number);
+        let Expected { message, parity, number, .. } = expected;
+        let last = |message: Message, parity: usize| self.last_operation(own, message, parity);
+        let at = |message: Message| (0..2).any(|parity| last(message, parity) == number);
         match message {
             Message::Meta if at(Message::Back) || at(Message::Weights) => Some("combine"),
             Message::Meta if at(Message::Sync) => Some("sync"),
@@ -369,7 +373,42 @@ impl Peer {
             Message::Back | Message::Weights if at(Message::Sync) => Some("sync"),
             Message::Sync if at(Message::Meta) => Some("dispatch"),
             Message::Sync if at(Message::Back) || at(Message::Weights) => Some("combine"),
+            // It writes this slot again only after this rank has released it.
+            Message::Meta | Message::Back | Message::Weights if last(message, parity) > number => {
+                Some("a later operation")
+            }
             _ => None,
+        }
+    }
+
+    /// Number of the last operation of this parity with which the peer sent the message.
+    fn last_operation(&self, own: &OwnHeap, message: Message, parity: usize) -> u64 {
+        let areas = &own.areas;
+        let word = || message.word(own.heap.words(areas, self.rank), parity).load(Ordering::Acquire);
+        let Access::Network(network) = &self.access else { return word() };
+        let (kind, at) = match message {
+            Message::Meta => (META, areas.slot(parity, self.rank)),
+            Message::Back => (BACK, areas.back(parity, self.rank)),
+            Message::Weights => (WEIGHTS, areas.back(parity, self.rank) + areas.back_weights()),
+            _ => return word(),
+        };
+        if network.count(kind + parity) == 0 {
+            return 0;
+        }
+        // SAFETY: a header inside our heap, of which any bytes are valid; one that is being written is read again.
+        unsafe { own.heap.at(at).cast::<Header>().read_volatile() }.operation
+    }
+
+    /// Whether the peer has written its rows of dispatch operation `number` of this parity.
+    pub(crate) fn rows_were_written(&self, own: &OwnHeap, parity: usize, number: u64) -> bool {
+        match &self.access {
+            Access::Network(network) => {
+                let at = own.areas.slot(parity, self.rank);
+                // SAFETY: as in `last_operation`.
+                let header = unsafe { own.heap.at(at).cast::<Header>().read_volatile() };
+                header.operation >= number && network.count(ROWS + parity) >= header.writes
+            }
+            _ => Message::Rows.word(own.heap.words(&own.areas, self.rank), parity).load(Ordering::Acquire) >= number,
         }
     }
 

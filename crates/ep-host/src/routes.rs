@@ -97,6 +97,8 @@ pub(crate) struct Routes {
     pub(crate) offsets: Vec<u32>,
     /// Expert layout, `[local experts, ranks]`: first row << 32 | rows.
     pub(crate) ranges: Vec<i64>,
+    /// Ranks without a part in the dispatch.
+    pub(crate) missing: Vec<u32>,
 }
 
 impl Routes {
@@ -110,6 +112,7 @@ impl Routes {
             received: vec![Received::default(); ranks],
             offsets: vec![0],
             ranges: Vec::new(),
+            missing: Vec::new(),
         }
     }
 }

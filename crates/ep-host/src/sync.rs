@@ -15,8 +15,10 @@ pub(crate) fn begin(local: &Arc<LocalRank>) -> Result<Pending<()>> {
     if view.closed {
         return Err(Error::new(ErrorKind::Closed, "sync", "the buffer was destroyed"));
     }
+    view.refuse_broken("sync")?;
     view.operations += 1;
-    let mut common = Common::new("sync", view.operations, 0, local.config.timeout);
+    let number = view.operations;
+    let mut common = Common::new(local, &mut view, "sync", number, 0);
     for rank in view.others(local.own.me) {
         if let Some(peer) = &mut view.peers[rank] {
             peer.set_word(&local.own, common.parity, Message::Sync, common.number);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crossrail_ep::{Config, Layout, Payload, Scale};
-use crossrail_types::ErrorKind;
+use crossrail_types::{Error, ErrorKind};
 
 use crate::buffer::ExpertBuffer;
 use crate::heap::{Areas, HEADER, Header};
@@ -22,6 +22,7 @@ fn config() -> Config {
         prereduce: true,
         share_node: true,
         timeout: Duration::from_secs(1),
+        on_loss: crossrail_ep::OnLoss::Raise,
     }
 }
 
@@ -176,10 +177,11 @@ fn wrong_ids_are_named_by_place() {
 #[test]
 fn a_header_keeps_what_fits_of_a_text() {
     let why = "ä".repeat(200);
-    let header = Header::failed(3, &why);
-    let text = header.failure().expect("a failure");
-    assert!(!text.is_empty() && why.starts_with(&text) && header.rows == 0);
-    assert_eq!(Header::new(3, 7, 0).failure(), None);
+    let header = Header::failed(3, &Error::new(ErrorKind::Usage, "dispatch", why.clone()));
+    let error = header.failure(2, "dispatch").expect("a failure");
+    let text = error.detail.strip_prefix("the call of rank 2 failed: ").expect("the rank");
+    assert!(!text.is_empty() && why.starts_with(text) && header.rows == 0);
+    assert_eq!(Header::new(3, 7, 0).failure(2, "dispatch"), None);
     let wild = Header { flags: 1, text_len: u32::MAX, ..Header::new(1, 0, 0) };
-    assert!(wild.failure().is_some());
+    assert!(wild.failure(2, "dispatch").is_some());
 }

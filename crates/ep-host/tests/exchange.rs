@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crossrail::{Context, Settings};
 use crossrail_control::{Group, GroupOptions, StoreServer};
 use crossrail_ep_host::{
-    CombineOptions, Config, DispatchOptions, Dispatched, ExpertBuffer, Input, Layout, LinkKind, Payload,
+    CombineOptions, Config, DispatchOptions, Dispatched, ExpertBuffer, Input, Layout, LinkKind, OnLoss, Payload,
 };
 use crossrail_types::ErrorKind;
 
@@ -74,6 +74,7 @@ fn rank_of(case: &Case, rank: usize, store: &str) -> (Group, ExpertBuffer) {
         prereduce: case.prereduce,
         share_node: true,
         timeout: Duration::from_secs(20),
+        on_loss: OnLoss::Raise,
     };
     let buffer = ExpertBuffer::new(&group, &context, "experts", config).expect("a buffer");
     (group, buffer)
@@ -298,4 +299,68 @@ fn threads_share_a_buffer() {
         thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(several))));
         assert!(buffer.faults().is_empty() && buffer.masked().is_empty());
     });
+}
+
+/// A member's key may vanish while the rank lives: its lease ran out, or somebody deleted it. Connections say who is lost.
+#[test]
+fn the_store_takes_no_rank_out_of_the_sums() {
+    let settings = Settings::default();
+    let server = StoreServer::start("127.0.0.1:0", &settings).expect("a store");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let store = crossrail_control::open(&server.address(), &settings, deadline).expect("the store");
+    let case = Case { ranks: 3, nodes: 2, layout: Layout::Expert, prereduce: true, rounds: 40 };
+    let ranks: Vec<_> = (0..case.ranks).map(|rank| rank_of(&case, rank, &server.address())).collect();
+    thread::scope(|scope| {
+        let running: Vec<_> = ranks
+            .iter()
+            .enumerate()
+            .map(|(rank, (group, buffer))| {
+                let case = &case;
+                scope.spawn(move || {
+                    buffer.connect(&[0, 1, 2], true, None).expect("connect");
+                    let seen = group.changes();
+                    exchange(buffer, case, rank);
+                    // At least one key has vanished: with it gone, the sums are as whole as before.
+                    assert!(group.wait_change(seen, deadline) > seen, "nobody has deleted a key");
+                    exchange(buffer, case, rank);
+                })
+            })
+            .collect();
+        while running.iter().any(|rank| !rank.is_finished()) {
+            let (members, _) = store.list("crossrail/", deadline).expect("the keys");
+            for member in members.iter().filter(|entry| entry.key.contains("/member/")) {
+                store.delete(&member.key, deadline).expect("deleted");
+            }
+        }
+    });
+    for (_, buffer) in &ranks {
+        buffer.destroy().expect("destroy");
+    }
+}
+
+#[test]
+fn after_different_operations_every_call_fails() {
+    let case = Case { ranks: 3, nodes: 3, layout: Layout::Expert, prereduce: true, rounds: 3 };
+    for nodes in [1, 3] {
+        on_ranks(&Case { nodes, ..case.clone() }, |buffer, case, me| {
+            exchange(buffer, case, me);
+            let call = |which: usize| {
+                let sent = tokens_of(case, me, 1);
+                let input = Input { x: sent.x.into(), topk_idx: sent.idx.into(), topk_weights: None };
+                match which {
+                    0 => buffer.sync().and_then(|pending| pending.finish()),
+                    _ => buffer
+                        .dispatch(input, DispatchOptions::default())
+                        .and_then(|pending| pending.finish())
+                        .map(drop),
+                }
+            };
+            let began = Instant::now();
+            for turn in 0..3 {
+                let error = call(if turn == 0 { me } else { 1 }).expect_err("the ranks called different operations");
+                assert_eq!(error.kind, ErrorKind::Mismatch, "rank {me}, turn {turn}: {error}");
+            }
+            assert!(began.elapsed() < Duration::from_secs(10), "it waited for the limit");
+        });
+    }
 }

@@ -71,6 +71,25 @@ impl fmt::Display for Layout {
     }
 }
 
+/// What an operation does when a rank is lost.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum OnLoss {
+    /// It fails with an error that names the rank, on every rank, until the caller masks or disconnects the rank.
+    #[default]
+    Raise,
+    /// It continues without the rank, which stays masked. The result lists the rank as missing.
+    Mask,
+}
+
+impl fmt::Display for OnLoss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            OnLoss::Raise => "raise",
+            OnLoss::Mask => "mask",
+        })
+    }
+}
+
 /// The parameters of an expert buffer. They must be equal on every rank, which is checked when two ranks connect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -93,8 +112,10 @@ pub struct Config {
     pub prereduce: bool,
     /// Whether ranks of one node write into each other's mapped memory; otherwise all writes go through the engine.
     pub share_node: bool,
-    /// How long an operation waits for another rank before it masks that rank.
+    /// How long an operation waits for another rank before that rank counts as lost.
     pub timeout: Duration,
+    /// What an operation does when a rank is lost.
+    pub on_loss: OnLoss,
 }
 
 impl Config {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A rank that was masked because it died or exceeded the timeout. The other ranks continue without it.
+/// A rank that was lost: its connection ended, or it exceeded the timeout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// The rank.
@@ -15,17 +15,22 @@ pub struct Fault {
     pub stage: &'static str,
     /// Why the rank is considered lost.
     pub why: String,
-    /// Number of ranks that continue, this one included.
+    /// Number of ranks that are left, this one included.
     pub left: u32,
+    /// Whether it was masked, so that the others continue without it.
+    pub masked: bool,
 }
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Fault { rank, operation, number, stage, why, left } = self;
+        let Fault { rank, operation, number, stage, why, left, masked } = self;
         write!(f, "rank {rank} is lost: {why}")?;
         if *number > 0 {
             write!(f, ", while {operation} {number} waited for {stage}")?;
         }
-        write!(f, "; it is masked, {left} ranks go on")
+        match masked {
+            true => write!(f, "; it is masked, {left} ranks go on"),
+            false => write!(f, "; operations fail until it is masked, disconnected, or back"),
+        }
     }
 }

@@ -3,12 +3,12 @@
 use crossrail_types::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Config, Layout, Payload};
+use crate::config::{Config, Layout, OnLoss, Payload};
 
 /// Tag of a [`Hello`]; its number is the version of the protocol between ranks.
-pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0001_0001;
+pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0002_0001;
 /// Tag of a [`Verdict`].
-pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0001_0002;
+pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0002_0002;
 /// Upper bound on the bytes of a message: longer ones are refused before anything is allocated.
 pub(crate) const MAX_MESSAGE: usize = 4096;
 
@@ -67,6 +67,7 @@ pub struct Parameters {
     payload: Payload,
     layouts: Vec<Layout>,
     prereduce: bool,
+    on_loss: OnLoss,
     /// `cpu` or `cuda`.
     device: String,
     /// Results of the rank layout that a heap has regions for; 0 in host memory.
@@ -88,6 +89,7 @@ impl Parameters {
             payload: config.payload,
             layouts,
             prereduce: config.prereduce,
+            on_loss: config.on_loss,
             device: "cpu".to_owned(),
             regions: 0,
         }
@@ -121,6 +123,7 @@ impl Parameters {
             ("dispatch_dtype", format!("{:?}", self.payload), format!("{:?}", theirs.payload)),
             ("layouts", format!("{:?}", self.layouts), format!("{:?}", theirs.layouts)),
             ("prereduce", format!("{:?}", self.prereduce), format!("{:?}", theirs.prereduce)),
+            ("on_loss", self.on_loss.to_string(), theirs.on_loss.to_string()),
             ("device", self.device.clone(), theirs.device.clone()),
             ("regions", format!("{:?}", self.regions), format!("{:?}", theirs.regions)),
         ];

@@ -19,7 +19,7 @@ pub mod meeting;
 mod plan;
 
 pub use bytes::Bytes;
-pub use config::{BLOCK, Config, Layout, MOST_RANKS, MOST_TOPK, Payload, Scale};
+pub use config::{BLOCK, Config, Layout, MOST_RANKS, MOST_TOPK, OnLoss, Payload, Scale};
 pub use fault::Fault;
 pub use link::{Link, LinkKind};
 pub use plan::{Plan, Room};

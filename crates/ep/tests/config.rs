@@ -18,6 +18,7 @@ fn config() -> Config {
         prereduce: true,
         share_node: true,
         timeout: Duration::from_secs(1),
+        on_loss: crossrail_ep::OnLoss::Raise,
     }
 }
 

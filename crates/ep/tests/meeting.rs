@@ -37,6 +37,7 @@ fn meeting_of(rank: u32, store: &str) -> (Group, Meeting) {
         prereduce: true,
         share_node: true,
         timeout: LONG,
+        on_loss: crossrail_ep::OnLoss::Raise,
     };
     let parameters = Parameters::of(&config);
     let meeting = Meeting::new(&group, &context, "experts", rank.into(), "node".to_owned(), true, parameters);

@@ -2,7 +2,7 @@
 
 use crossrail::Place;
 use crossrail_bench::{ControlPlan, Step, StepSamples};
-use crossrail_ep::{Config, Layout, Payload, Scale};
+use crossrail_ep::{Config, Layout, OnLoss, Payload, Scale};
 use crossrail_ep_cuda::DeviceOptions;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -85,6 +85,7 @@ pub(crate) fn bench_control<'py>(
         prereduce: true,
         share_node: true,
         timeout: context.settings().timeout,
+        on_loss: OnLoss::Raise,
     };
     let device = device.map(|name| gpu(py, name)).transpose()?;
     let device = device.map(|ordinal| DeviceOptions { ordinal, ..DeviceOptions::default() });

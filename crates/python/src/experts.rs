@@ -35,6 +35,7 @@ pub(crate) struct Parameters {
     prereduce: bool,
     share_node: bool,
     timeout: f64,
+    on_loss: String,
 }
 
 impl Parameters {
@@ -59,6 +60,13 @@ impl Parameters {
             prereduce: self.prereduce,
             share_node: self.share_node,
             timeout: wait::seconds(py, "ExpertBuffer", Some(self.timeout))?.unwrap_or_default(),
+            on_loss: match self.on_loss.as_str() {
+                "raise" => ep::OnLoss::Raise,
+                "mask" => ep::OnLoss::Mask,
+                other => {
+                    return Err(errors::usage(py, "ExpertBuffer", format!("no on_loss {other:?}"), "raise or mask"));
+                }
+            },
         })
     }
 }
@@ -324,8 +332,8 @@ pub(crate) struct PendingCombine(Running<ep::Combined>);
 #[pymethods]
 impl PendingCombine {
     fn finish(&self, py: Python<'_>) -> PyResult<Combined> {
-        let ep::Combined { out, timing, bytes } = self.0.finish(py)?;
-        Ok(Combined { out: Mutex::new(out), timing, bytes })
+        let ep::Combined { missing, out, timing, bytes } = self.0.finish(py)?;
+        Ok(Combined { missing, out: Mutex::new(out), timing, bytes })
     }
 }
 
@@ -338,6 +346,12 @@ impl Dispatched {
     #[getter]
     fn handle(&self) -> Handle {
         Handle(self.0.handle.clone())
+    }
+
+    /// Ranks without a part in the exchange.
+    #[getter]
+    fn missing(&self) -> Vec<u32> {
+        self.0.missing.clone()
     }
 
     /// The rows' bytes.
@@ -378,6 +392,9 @@ fn placed(placed: &ep::Placed) -> Span {
 /// The sums.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Combined {
+    /// Ranks without a part in the sums.
+    #[pyo3(get)]
+    missing: Vec<u32>,
     out: Mutex<Option<Vec<u16>>>,
     timing: ep::Timing,
     bytes: ep::Bytes,
@@ -480,7 +497,8 @@ pub(crate) fn fault_rows(py: Python<'_>, faults: Vec<ep::Fault>) -> PyResult<Bou
         row.set_item("number", fault.number)?;
         row.set_item("stage", fault.stage)?;
         row.set_item("why", fault.why)?;
-        row.set_item("left", fault.left)
+        row.set_item("left", fault.left)?;
+        row.set_item("masked", fault.masked)
     })
 }
 

@@ -158,6 +158,10 @@ impl DeviceBuffer {
         gate::detached(py, || self.native.connected())
     }
 
+    fn missing(&self, py: Python<'_>) -> Vec<u32> {
+        py.detach(|| self.native.missing())
+    }
+
     fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         fault_rows(py, gate::detached(py, || self.native.faults()))
     }

@@ -103,7 +103,9 @@ class Gpu:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "num_sms": num_sms}
         options |= {"regions": SPARE_RESULTS, "share_node": self._share_node or kind.layout == "rank"}
         name = f"{self._joined.name}/{name}"
+        # Low-latency operations continue without a rank that does not come, as DeepEP's: the mask buffer says which.
         options |= {"timeout": self._timeout, "variants": kind.layout == "expert"}
+        options |= {"on_loss": "mask" if kind.layout == "expert" else "raise"}
         buffer = ExpertBuffer(self._joined.group, **options, connect=False, name=name)
         try:
             buffer.connect(ranks)

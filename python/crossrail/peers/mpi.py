@@ -63,6 +63,7 @@ class Rank:
             "prereduce": True,
             "share_node": True,
             "timeout": 1.0,
+            "on_loss": "raise",
         }
         self.native = _Alltoallv(parameters, dedup)
         self.sent, self.received = np.zeros(ranks, np.int32), np.zeros(ranks, np.int32)

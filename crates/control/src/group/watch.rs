@@ -7,7 +7,7 @@ use crossrail_types::{ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
 use super::state::{GroupState, STEP_TIMEOUT};
-use crate::{Revision, Store, Watch};
+use crate::{Event, Revision, Store, Watch};
 
 /// Longest interval between checks of this process's own lease.
 const LEASE_CHECK: Duration = Duration::from_millis(250);
@@ -49,7 +49,7 @@ pub(super) fn run(state: &Arc<GroupState>, stop: &Stop, joined: Revision) {
         let step = match watch.take() {
             None => open(state, &*store, known.take()),
             Some(mut open) => {
-                keep_registered(state, &*store).and_then(|()| receive_events(state, &mut *open)).map(|()| open)
+                keep_registered(state, &*store).and_then(|()| receive_events(state, &*store, &mut *open)).map(|()| open)
             }
         };
         match step {
@@ -94,7 +94,7 @@ fn keep_registered(state: &GroupState, store: &dyn Store) -> Result<()> {
     if ended { state.register_again(store) } else { Ok(()) }
 }
 
-fn receive_events(state: &GroupState, watch: &mut dyn Watch) -> Result<()> {
+fn receive_events(state: &GroupState, store: &dyn Store, watch: &mut dyn Watch) -> Result<()> {
     match watch.next(Instant::now() + LEASE_CHECK) {
         Ok(events) => {
             let (now, clock) = (Instant::now(), SystemTime::now());
@@ -104,7 +104,12 @@ fn receive_events(state: &GroupState, watch: &mut dyn Watch) -> Result<()> {
             }
             drop(roster);
             state.changed.notify_all();
-            Ok(())
+            let mine = state.key();
+            match events.iter().any(|event| matches!(event, Event::Gone { key, .. } if *key == mine)) {
+                // The others count this process as dead, although its lease may still run.
+                true => state.register_again(store),
+                false => Ok(()),
+            }
         }
         Err(error) if error.kind == ErrorKind::Timeout => Ok(()),
         Err(error) => Err(error),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossrail::{Context, Settings};
 use crossrail_control::{Group, GroupOptions, StoreServer};
 use crossrail_cuda::{Cuda, Device, DeviceMemory, Event, PinnedMemory, Stream};
-use crossrail_ep_cuda::{Config, DeviceBuffer, DeviceOptions, Layout, Link, LinkKind, Payload, Scale, Shape};
+use crossrail_ep_cuda::{Config, DeviceBuffer, DeviceOptions, Layout, Link, LinkKind, OnLoss, Payload, Scale, Shape};
 use crossrail_types::Filter;
 
 pub(crate) const F32: Payload = Payload::Fp8(Scale::F32);
@@ -93,6 +93,7 @@ impl Case {
             prereduce: self.prereduce,
             share_node: true,
             timeout: self.timeout,
+            on_loss: OnLoss::Mask,
         }
     }
 }

@@ -200,6 +200,7 @@ class _Rank:
             "prereduce": work.prereduce,
             "share_node": True,
             "timeout": group.context.timeout,
+            "on_loss": "raise",
         }
         if work != self.work:
             self.work, self.judges = work, {}

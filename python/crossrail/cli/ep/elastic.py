@@ -231,7 +231,7 @@ class _Rank:
             context=self.context,
         )
         self.buffer = crossrail.ExpertBuffer(
-            self.group, share_node=job["share_node"], connect=False, **buffer_numbers(self.work)
+            self.group, share_node=job["share_node"], connect=False, on_loss="mask", **buffer_numbers(self.work)
         )
         return self.group.rank
 

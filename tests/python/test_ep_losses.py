@@ -1,0 +1,112 @@
+"""Lost ranks: an error on every rank by default, a result that lists them by request, and never sums that leave out a
+rank that lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from ep_cases import Case, Setup, judge
+from ep_rank import Failed
+from ep_ranks import Ranks
+from ep_tasks import Lived
+
+import crossrail
+from crossrail.ref import Layout
+
+SETUP = Setup(3, max_tokens=8, hidden=128, local_experts=2, topk=3)
+
+
+@pytest.fixture
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as started:
+        yield started
+
+
+def failed_with(answers: dict[int, object], kinds: tuple[str, ...], words: str) -> None:
+    for rank, answer in answers.items():
+        assert isinstance(answer, Failed), f"rank {rank} got a result"
+        assert answer.kind in kinds and words in answer.text, f"rank {rank}: {answer.text}"
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["mapped", "network"])
+def test_a_loss_is_an_error_until_the_rank_is_masked(three: Ranks, share: bool) -> None:
+    case = Case(replace(SETUP, share_node=share))
+    judge(case, three.call("exchange", case))
+    three.processes.pop(2).kill()
+    for turn in range(3):
+        # The one who finds out first may tell the other: both fail, in every turn.
+        failed_with(three.attempt("again", replace(case, seed=turn)), ("PeerDeadError",), "rank 2 is lost")
+    assert three.call("masked") == {0: [], 1: []}
+    three.call("change", "mask", [2])
+    alone = replace(case, seed=9, active=(0, 1))
+    judge(alone, three.call("again", alone))
+    assert three.call("missing", alone) == {0: ([2], [2]), 1: ([2], [2])}
+    three.call("change", "disconnect", [2])
+    three.start([2])
+    three.call("connect", replace(SETUP, share_node=share), [0, 1, 2])
+    whole = replace(case, seed=10)
+    judge(whole, three.call("again", whole))
+    assert three.call("missing", whole) == dict.fromkeys(range(3), ([], []))
+
+
+def test_by_request_the_others_go_on_and_say_who_is_missing(three: Ranks) -> None:
+    case = Case(replace(SETUP, on_loss="mask"))
+    judge(case, three.call("exchange", case))
+    three.processes.pop(2).kill()
+    three.call("survive", [case, case])
+    assert three.call("masked") == {0: [2], 1: [2]}
+    assert three.call("missing", case) == {0: ([2], [2]), 1: ([2], [2])}
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "mask"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_a_rank_that_is_stopped_until_its_lease_has_ended_is_waited_for(layout: Layout, on_loss: str) -> None:
+    """Its connections are up: nobody continues without it, and every sum is whole."""
+    with Ranks(3, size=4, lease=0.3) as ranks, crossrail.Group(**ranks.membership(3)) as watching:
+        case = Case(replace(SETUP, on_loss=on_loss), layout=layout)
+        judge(case, ranks.call("exchange", case))
+        for rank in range(3):
+            ranks.processes[rank].tell("survive", [case] * 200)
+        stopped = ranks.processes[1].process.pid
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            while watching.state(1).state == "alive":
+                assert watching.wait_change(20), "its lease does not end"
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        lived: dict[int, Lived] = {rank: ranks.processes[rank].answer() for rank in range(3)}
+        for one in lived.values():
+            assert not one.faults and not one.masked
+        for turn in range(200):
+            judge(case, {rank: one.got[turn] for rank, one in lived.items()})
+
+
+def test_a_rank_that_was_late_comes_back(three: Ranks) -> None:
+    case = Case(SETUP, layout="rank")
+    three.call("prepare", SETUP, {"timeout": 1.0})
+    judge(case, three.call("again", case))
+    for process in (three.processes[0], three.processes[1]):
+        process.tell("again", case)
+    answers = {rank: three.processes[rank].answer() for rank in (0, 1)}
+    failed_with(answers, ("TimeoutError", "PeerDeadError"), "rank 2 is lost: nothing was received for 1.000 s")
+    # Its own call fails, since the others had given up; the next one has everybody in it.
+    assert isinstance(three.attempt("again", case, ranks=[2])[2], Failed)
+    whole = replace(case, seed=3, layout="expert")
+    judge(whole, three.call("again", whole))
+    assert three.call("missing", whole) == dict.fromkeys(range(3), ([], []))
+
+
+def test_after_different_operations_every_call_fails(three: Ranks) -> None:
+    case = Case(SETUP)
+    judge(case, three.call("exchange", case))
+    three.processes[0].tell("synchronize")
+    answers = {0: None, **three.attempt("again", case, ranks=[1, 2])}
+    answers[0] = three.processes[0].answer()
+    failed_with(answers, ("MismatchError",), "sync")
+    failed_with(three.attempt("again", case), ("MismatchError",), "make a new buffer")
+    three.call("drop")
+    judge(case, three.call("exchange", case))
