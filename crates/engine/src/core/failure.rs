@@ -8,12 +8,21 @@ use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, ErrorKind, LaneId, Log, Reason};
 
 use super::gpu::NoteFailed;
+use super::tables::Tables;
 use super::transfers::{LostRail, Transfers};
 
 /// How long a peer may be without any rail before it is taken for dead: as long as TCP would give a connection.
 const STRANDED: Duration = Duration::from_secs(10);
 
 impl Transfers {
+    /// The lanes that a peer has under that name of a rail, in the order in which they came up.
+    pub(crate) fn lanes_of_rail(&self, endpoint: EndpointId, rail: (u16, u16)) -> Vec<LaneId> {
+        let Tables { peers, lanes, .. } = &self.data.tables;
+        let all = peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
+        let named = |id: &&LaneId| lanes.get(**id).is_some_and(|lane| lane.rail() == Some(rail));
+        all.iter().filter(named).copied().collect()
+    }
+
     /// A lane has ended and was dropped: its work goes to the others, or the peer has ended.
     pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let tables = &mut self.data.tables;

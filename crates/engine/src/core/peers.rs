@@ -268,7 +268,7 @@ impl Peer {
 
     /// Since when no lane is left, and how the last one ended.
     #[inline]
-    pub(super) fn stranded(&self) -> Option<&(Time, String)> {
+    pub(crate) fn stranded(&self) -> Option<&(Time, String)> {
         self.stranded.as_ref()
     }
 

@@ -129,7 +129,7 @@ impl Sessions {
                 }
             }
             Arrival::Lane { session, lane, stream, local, remote } => {
-                if let Err(error) = self.lane_arrived(&session, lane, stream, local) {
+                if let Err(error) = self.lane_arrived(&session, lane, stream, (local, remote)) {
                     self.log.warn(format_args!("a lane from {remote} was dropped: {error}"));
                 }
             }
@@ -148,7 +148,7 @@ impl Sessions {
         session: &[u8; 16],
         lane: LaneName,
         stream: TcpStream,
-        local: SocketAddr,
+        (local, remote): (SocketAddr, SocketAddr),
     ) -> Result<()> {
         let device = {
             let listener = self.listener.lock();
@@ -156,7 +156,7 @@ impl Sessions {
             devices.iter().find(|device| device.port == local.port()).map(|device| device.name.clone())
         };
         let device = device.unwrap_or_else(|| local.ip().to_string());
-        tcp::lane_arrived(self, session, lane, stream, &device)
+        tcp::lane_arrived(self, session, lane, stream, tcp::Route { device, local: local.ip(), remote: remote.ip() })
     }
 
     /// Adds an endpoint for a peer that has connected over TCP; its transport adds lanes once it is announced.

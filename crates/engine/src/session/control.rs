@@ -2,12 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use crossrail_handshake::{Hello, Session, Stream, Ticket};
 use crossrail_tcp::{Binding, LinkWatch};
+use crossrail_topology::NetDevice;
 use crossrail_types::{EndpointId, Error, ErrorKind, Reason, Result};
 use parking_lot::Mutex;
 
@@ -41,8 +42,11 @@ struct ControlConnection {
     /// What has been read of the connecting end's announcement.
     received: Vec<u8>,
     announced: bool,
-    /// TCP: the rails that lanes were dialled over.
-    rails: Vec<RailPair>,
+    /// It has failed, and the peer lives as long as a lane says so.
+    lost: bool,
+    /// TCP: the rails that lanes are dialled over, by number: all of them at the connecting end, those that it has
+    /// dialled at the other.
+    rails: HashMap<u16, RailPair>,
     /// TCP: lanes that are up, and how many the connecting end announced.
     lanes: usize,
     expected: Option<usize>,
@@ -80,9 +84,30 @@ impl ControlConnections {
     /// Records the rails of an endpoint, for dialling lost lanes again.
     pub(super) fn set_rails(&self, endpoint: EndpointId, rails: Vec<RailPair>) {
         self.with(endpoint, |connection| {
-            connection.rails = rails;
+            connection.rails = (0..).zip(rails).collect();
             Some(())
         });
+    }
+
+    /// Records a rail that the peer has dialled from its address `from`, for dialling it from here: nothing where the
+    /// peer does not listen at that address.
+    pub(super) fn add_rail(&self, endpoint: EndpointId, rail: u16, mine: &NetDevice, local: IpAddr, from: IpAddr) {
+        self.with(endpoint, |connection| {
+            let theirs = connection.peer.devices.iter().find(|device| device.address == from)?.clone();
+            let pair = || RailPair { mine: mine.clone(), from: local, theirs };
+            connection.rails.entry(rail).or_insert_with(pair);
+            Some(())
+        });
+    }
+
+    /// Whether this end connected.
+    pub(super) fn is_initiator(&self, endpoint: EndpointId) -> bool {
+        self.with(endpoint, |connection| Some(connection.initiator)).unwrap_or(false)
+    }
+
+    /// Whether the control connection has failed, so that it does not show the end of the peer's process.
+    pub(super) fn is_lost(&self, endpoint: EndpointId) -> bool {
+        self.with(endpoint, |connection| Some(connection.lost)).unwrap_or(false)
     }
 
     /// How many TCP lanes the connecting end has announced.
@@ -114,11 +139,11 @@ impl ControlConnections {
         })
     }
 
-    /// What it takes to dial a lost lane again; `None`: that is up to the peer.
+    /// What it takes to dial a lost lane again; `None`: the peer cannot be reached over that rail from here.
     pub(super) fn redial(&self, lost: &LostRail) -> Option<Redial> {
         self.with(lost.endpoint, |connection| {
-            let rail = connection.rails.get(usize::from(lost.rail)).filter(|_| connection.initiator)?;
-            Some(Redial { ticket: connection.ticket, rail: rail.clone() })
+            let rail = connection.rails.get(&lost.rail)?.clone();
+            Some(Redial { ticket: connection.ticket, rail })
         })
     }
 
@@ -173,14 +198,18 @@ impl ControlConnection {
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return self.announcement(),
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {
-                    break format!("control connection: {error}");
-                }
                 Err(error) => {
-                    // The control device may be gone; the peer is not, as long as a lane says so.
-                    let name = &self.peer.name;
-                    sessions.log.warn(format_args!("{name}: control connection: {error}; its lanes go on"));
-                    return self.announcement();
+                    let event = self.announcement();
+                    if !self.initiator && !self.announced {
+                        break format!("control connection: {error}");
+                    }
+                    // The control device may be gone, or something between the ends have reset the connection; the
+                    // peer is not gone, as long as a lane says so. A process that ends closes it.
+                    if !std::mem::replace(&mut self.lost, true) {
+                        let name = &self.peer.name;
+                        sessions.log.warn(format_args!("{name}: control connection: {error}; its lanes go on"));
+                    }
+                    return event;
                 }
             }
         };
@@ -244,7 +273,8 @@ impl Sessions {
             peer,
             received: Vec::new(),
             announced: false,
-            rails: Vec::new(),
+            lost: false,
+            rails: HashMap::new(),
             lanes: 0,
             expected: None,
             accepted: false,
@@ -274,7 +304,7 @@ impl Sessions {
     }
 
     /// The peer's process has ended: what it had sent is delivered first.
-    fn peer_ended(&self, endpoint: EndpointId, why: &str) {
+    pub(super) fn peer_ended(&self, endpoint: EndpointId, why: &str) {
         let mut core = self.progress.core();
         let lanes = core.peers().get(endpoint).map(|peer| peer.bulk().to_vec()).unwrap_or_default();
         core.pass(true, true);
@@ -357,7 +387,7 @@ impl SessionEvents for Sessions {
 }
 
 /// What lanes of that device are bound to.
-pub(super) fn binding(device: &crossrail_topology::NetDevice, address: std::net::IpAddr) -> Binding {
+pub(super) fn binding(device: &NetDevice, address: IpAddr) -> Binding {
     // A loopback address is a device of its own; binding to `lo` would add nothing.
     Binding { device: (!device.loopback).then(|| device.interface.clone()), address }
 }

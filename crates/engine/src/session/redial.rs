@@ -1,9 +1,12 @@
 //! Dials lost rails again in the background, until they are up or their peer has ended.
+//!
+//! Both ends do so: a rail's loss may be noticed at one end alone, by the one that sends. The end that connected goes
+//! first, and the other one only where that has not helped.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_types::Log;
+use crossrail_types::{EndpointId, Error, Log, Reason};
 use parking_lot::{Condvar, Mutex};
 
 use super::control::Redial;
@@ -13,8 +16,18 @@ use crate::core::LostRail;
 /// The first pause before a rail is dialled again; each failure doubles it.
 const PAUSE_MIN: Duration = Duration::from_millis(200);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
+/// The first pause at the end that did not connect.
+const PAUSE_ACCEPTOR: Duration = Duration::from_millis(600);
+/// The pause, however often dialling has failed, while no lane leads to the peer: a rail may work for a moment only.
+const PAUSE_STRANDED: Duration = Duration::from_millis(100);
 /// Limit of one attempt.
 const ATTEMPT_MAX: Duration = Duration::from_secs(2);
+/// Limit of most attempts while no lane leads to the peer: a lost packet is sent again after a second at the soonest,
+/// and dialling anew is sooner. One in [`STRANDED_LONG`] has the whole time, for links that are slow and not broken.
+const ATTEMPT_STRANDED: Duration = Duration::from_millis(400);
+const STRANDED_LONG: u32 = 4;
+/// Threads that dial: the rails that are dialled at a time, of all peers.
+const THREADS_MAX: usize = 16;
 
 /// See the module.
 #[derive(Default)]
@@ -25,7 +38,9 @@ pub(crate) struct Redialer {
 
 #[derive(Default)]
 struct State {
-    running: bool,
+    threads: usize,
+    /// Threads that wait for an attempt to be due.
+    idle: usize,
     stop: bool,
     attempts: Vec<Attempt>,
 }
@@ -34,29 +49,58 @@ struct Attempt {
     lost: LostRail,
     at: Instant,
     pause: Duration,
+    failures: u32,
+}
+
+impl State {
+    /// When the next attempt is due.
+    fn due(&self) -> Option<(usize, Instant)> {
+        let times = self.attempts.iter().map(|attempt| attempt.at).enumerate();
+        times.min_by_key(|(_, at)| *at)
+    }
 }
 
 impl Redialer {
-    /// A rail was lost: dials it again, if this end had dialled it.
+    /// A rail was lost: dials it again, if the peer can be reached over it from here.
     pub(crate) fn lost(&self, sessions: &Sessions, lost: LostRail) {
         if sessions.redial(&lost).is_none() {
             return;
         }
+        let endpoint = lost.endpoint;
+        let pause = if sessions.control.is_initiator(endpoint) { PAUSE_MIN } else { PAUSE_ACCEPTOR };
+        let stranded = sessions.is_stranded(endpoint);
         let mut state = self.state.lock();
         if state.stop {
             return;
         }
-        state.attempts.push(Attempt { lost, at: Instant::now() + PAUSE_MIN, pause: PAUSE_MIN });
-        if !state.running {
-            let Some(running) = sessions.me.upgrade() else { return };
-            let spawned = sessions.progress.spawn("crossrail-redial", move || running.redialer.run(&running));
-            match spawned.map(drop) {
-                Ok(()) => state.running = true,
-                Err(error) => sessions.log.warn(format_args!("lost rails stay lost: {error}")),
+        let soon = Instant::now() + pause;
+        if stranded {
+            for attempt in state.attempts.iter_mut().filter(|attempt| attempt.lost.endpoint == endpoint) {
+                attempt.at = attempt.at.min(soon);
             }
+        }
+        let lane = |lost: &LostRail| (lost.endpoint, lost.rail, lost.channel);
+        match state.attempts.iter_mut().find(|attempt| lane(&attempt.lost) == lane(&lost)) {
+            Some(known) => known.at = known.at.min(soon),
+            None => state.attempts.push(Attempt { lost, at: soon, pause, failures: 0 }),
+        }
+        if state.threads == 0 {
+            self.add_thread(&mut state, sessions);
         }
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// Starts one more thread that dials.
+    fn add_thread(&self, state: &mut State, sessions: &Sessions) {
+        let Some(running) = sessions.me.upgrade() else { return };
+        let spawned = sessions.progress.spawn("crossrail-redial", move || running.redialer.run(&running));
+        match spawned.map(drop) {
+            Ok(()) => state.threads += 1,
+            Err(error) if state.threads == 0 => sessions.log.warn(format_args!("lost rails stay lost: {error}")),
+            // Those that there are take longer.
+            Err(error) => sessions.log.debug(format_args!("no further thread to dial lost rails: {error}")),
+        }
     }
 
     /// A network link came up: retry at once.
@@ -75,48 +119,79 @@ impl Redialer {
         self.changed.notify_all();
     }
 
-    /// The thread that dials.
-    pub(crate) fn run(&self, sessions: &Arc<Sessions>) {
-        while let Some(mut attempt) = self.next() {
-            match tcp::redial(sessions, &attempt.lost, Instant::now() + ATTEMPT_MAX) {
+    /// A thread that dials.
+    fn run(&self, sessions: &Arc<Sessions>) {
+        while let Some(mut attempt) = self.next(sessions) {
+            let endpoint = attempt.lost.endpoint;
+            let hasty = sessions.is_stranded(endpoint) && (attempt.failures + 1) % STRANDED_LONG != 0;
+            let limit = if hasty { ATTEMPT_STRANDED } else { ATTEMPT_MAX };
+            match tcp::redial(sessions, &attempt.lost, Instant::now() + limit) {
                 Ok(None) => {}
                 Ok(Some(device)) => sessions.log.info(format_args!("rail {device} is back")),
                 Err((device, error)) => {
                     let reported = std::mem::replace(&mut attempt.lost.reported, true);
                     let log = if reported { Log::debug } else { Log::warn };
                     log(sessions.log, format_args!("rail {device} is lost, and dialling it again failed: {error}"));
+                    if sessions.has_left(endpoint, &error) {
+                        sessions.peer_ended(endpoint, &format!("it listens no more: {error}"));
+                        continue;
+                    }
+                    attempt.failures += 1;
                     attempt.pause = (attempt.pause * 2).min(PAUSE_MAX);
-                    attempt.at = Instant::now() + attempt.pause;
+                    let pause = if sessions.is_stranded(endpoint) { PAUSE_STRANDED } else { attempt.pause };
+                    attempt.at = Instant::now() + pause;
                     self.state.lock().attempts.push(attempt);
+                    self.changed.notify_one();
                 }
             }
         }
     }
 
-    /// The next attempt that is due; `None` when the worker closes.
-    fn next(&self) -> Option<Attempt> {
+    /// The next attempt that is due; `None` when the worker closes. Where another one is due already, and every thread
+    /// dials, one more thread sees to that: a rail that does not answer must not hold up one that would.
+    fn next(&self, sessions: &Sessions) -> Option<Attempt> {
         let mut state = self.state.lock();
         loop {
             if state.stop {
                 return None;
             }
-            let due = (0..state.attempts.len()).min_by_key(|at| state.attempts[*at].at);
-            match due {
-                Some(at) if state.attempts[at].at <= Instant::now() => return Some(state.attempts.swap_remove(at)),
-                Some(at) => {
-                    let until = state.attempts[at].at;
-                    self.changed.wait_until(&mut state, until);
-                }
-                None => self.changed.wait(&mut state),
+            let Some((at, when)) = state.due() else {
+                state.idle += 1;
+                self.changed.wait(&mut state);
+                state.idle -= 1;
+                continue;
+            };
+            if when > Instant::now() {
+                state.idle += 1;
+                self.changed.wait_until(&mut state, when);
+                state.idle -= 1;
+                continue;
             }
+            let attempt = state.attempts.swap_remove(at);
+            if !state.attempts.is_empty() && state.idle == 0 && state.threads < THREADS_MAX {
+                self.add_thread(&mut state, sessions);
+            }
+            return Some(attempt);
         }
     }
 }
 
 impl Sessions {
-    /// What it takes to dial a lost lane again; `None` if that is up to the peer, or the peer has ended.
+    /// What it takes to dial a lost lane again; `None` if it cannot be dialled from here, or the peer has ended.
     pub(super) fn redial(&self, lost: &LostRail) -> Option<Redial> {
         let alive = self.progress.core().peers().get(lost.endpoint).is_some_and(|peer| peer.is_alive());
         if alive { self.control.redial(lost) } else { None }
+    }
+
+    /// Whether no lane leads to the peer at present.
+    fn is_stranded(&self, endpoint: EndpointId) -> bool {
+        self.progress.core().peers().get(endpoint).is_some_and(|peer| peer.stranded().is_some())
+    }
+
+    /// Whether dialling a rail, which failed with `error`, has shown that the peer is no more: no lane leads to it, its
+    /// control connection could not show its end, and its machine or its worker knows of nothing there.
+    fn has_left(&self, endpoint: EndpointId, error: &Error) -> bool {
+        let unknown = matches!(error.reason, Some(Reason::NotListening | Reason::SessionUnknown));
+        unknown && self.control.is_lost(endpoint) && self.is_stranded(endpoint)
     }
 }

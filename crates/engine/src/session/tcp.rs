@@ -1,12 +1,13 @@
 //! TCP over several devices: one connection for messages, and chunks over connections of every rail.
 
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose, Session, Ticket};
 use crossrail_proto as proto;
 use crossrail_tcp::TcpLane;
+use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{EndpointId, Error, ErrorKind, Filter, Rails, Result};
 
 use super::Sessions;
@@ -228,7 +229,15 @@ fn choice(rows: Vec<Candidate>) -> Choice {
     Choice { small, large: explain::from_size(EAGER_LIMIT, &chosen.join(" ")), rows }
 }
 
-/// A peer has dialled a lane of a session, from the device with this name at our end.
+/// Where a lane arrived.
+pub(super) struct Route {
+    /// The name of our device.
+    pub(super) device: String,
+    pub(super) local: IpAddr,
+    pub(super) remote: IpAddr,
+}
+
+/// A peer has dialled a lane of a session.
 ///
 /// # Errors
 /// `Refused` when the session has ended; `Io` when the system refuses.
@@ -237,13 +246,17 @@ pub(super) fn lane_arrived(
     session: &[u8; 16],
     lane: LaneName,
     stream: TcpStream,
-    device: &str,
+    route: Route,
 ) -> Result<()> {
     let ended = || Error::new(ErrorKind::Refused, "lane", "its session has ended");
     let endpoint = sessions.control.endpoint(session).ok_or_else(ended)?;
     let rails = sessions.environment.rails()?;
-    let interface = rails.into_iter().find(|rail| rail.name == device).map(|rail| rail.interface);
-    add_lane(sessions, endpoint, lane, stream, device, interface)?;
+    let device = rails.into_iter().find(|rail| rail.name == route.device);
+    if let Some(device) = &device {
+        let from = route.remote.to_canonical();
+        sessions.control.add_rail(endpoint, lane.rail, device, route.local.to_canonical(), from);
+    }
+    add_lane(sessions, endpoint, lane, stream, &route.device, device.map(|device| device.interface))?;
     sessions.control.count_lane(endpoint);
     accept_if_complete(sessions, endpoint);
     Ok(())
@@ -277,6 +290,9 @@ fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId) {
 }
 
 /// Makes a connected stream a lane of its endpoint.
+///
+/// Both ends dial lost lanes, perhaps at once, and an end may have a lane of that name whose loss it has not noticed. Of
+/// several lanes with one name the connecting end, which has seen all of them come up, closes all but the last.
 fn add_lane(
     sessions: &Arc<Sessions>,
     endpoint: EndpointId,
@@ -294,6 +310,30 @@ fn add_lane(
     let lane = TcpLane::new(stream, id, label, &crossrail_tcp::Options::default())?;
     let record = LaneRecord::of(&lane, "tcp", EAGER_LIMIT).on_rail((name.rail, name.channel), interface);
     let record = record.over_socket();
+    let earlier = match sessions.control.is_initiator(endpoint) {
+        true => sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel)),
+        false => Vec::new(),
+    };
+    add_lane_of(sessions, endpoint, name, lane, record)?;
+    if !earlier.is_empty() {
+        let mut core = sessions.progress.core();
+        for id in earlier {
+            let error = LaneError::Closed("another connection has taken its place".to_owned());
+            core.transfers().take_for_dead(endpoint, id, error);
+        }
+        sessions.progress.after(core);
+    }
+    Ok(())
+}
+
+fn add_lane_of(
+    sessions: &Arc<Sessions>,
+    endpoint: EndpointId,
+    name: LaneName,
+    lane: TcpLane,
+    record: LaneRecord,
+) -> Result<()> {
+    let id = lane.id();
     if name.purpose == LanePurpose::Message {
         return sessions.add_polled_lane(endpoint, Box::new(lane), record, false);
     }
@@ -312,8 +352,8 @@ fn add_lane(
     sessions.progress.connections().add(bulk)
 }
 
-/// Dials a lost lane again. `Ok(None)`: it is not lost any more, or dialling it is up to the peer. The name of its
-/// device, when it is up again.
+/// Dials a lost lane again. `Ok(None)`: it is not lost any more, or cannot be dialled from here. The name of its device,
+/// when it is up again.
 ///
 /// # Errors
 /// The device's name, and what kept it from coming up.
@@ -323,6 +363,9 @@ pub(super) fn redial(
     deadline: Instant,
 ) -> std::result::Result<Option<String>, (String, Error)> {
     let Some(redial) = sessions.redial(lost) else { return Ok(None) };
+    if !sessions.progress.core().transfers().lanes_of_rail(lost.endpoint, (lost.rail, lost.channel)).is_empty() {
+        return Ok(None);
+    }
     let purpose = if lost.channel == MESSAGE_CHANNEL { LanePurpose::Message } else { LanePurpose::Bulk };
     let name = LaneName { rail: lost.rail, channel: lost.channel, purpose };
     let mine = &redial.rail.mine;
