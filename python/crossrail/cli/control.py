@@ -33,7 +33,7 @@ from .options import (
     add_tokens,
 )
 from .parsing import Command, Parser, count, positive
-from .placement import Placement, add_nodes, cpus_of, describe_pins, pin_to, placement, shared_gpus
+from .placement import PinnedRanks, Placement, add_nodes, pin_to, placement, shared_gpus
 from .processes import Message, Process, scratch_folder
 from .rank_process import Parent, gather, join
 from .ranks import ENDED, Ranks
@@ -73,7 +73,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlOptions(RunOptions):
+class ControlOptions(PinnedRanks, RunOptions):
     """`crossrail bench control`."""
 
     work: Work
@@ -84,14 +84,9 @@ class ControlOptions(RunOptions):
     """GPU of each rank of this node, once known."""
     pin: Pin = "auto"
 
-    def cpus(self) -> list[int | None]:
-        """The processor of each rank here: one each if there are enough; none where GPUs do the work."""
-        unpinned = self.work.device == "cuda" and self.pin == "auto"
-        return cpus_of("none" if unpinned else self.pin, self.placement.local_size)
-
-    def pinning(self) -> str:
-        """How the ranks here are pinned."""
-        return describe_pins(self.cpus(), "ranks")
+    def unpinned(self, ranks: int) -> bool:
+        """Whether GPUs do the work."""
+        return self.work.device == "cuda"
 
     def run(self) -> None:
         """Runs the ranks of this node; the first node shows the report. Raises Failure and the library's errors."""

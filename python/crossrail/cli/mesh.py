@@ -33,12 +33,11 @@ from .options import (
 from .parsing import Command, Parser, device_list, size_list
 from .placement import (
     NODE_OPTIONS,
+    PinnedRanks,
     Placement,
     add_nodes,
     allowed_cpus,
     check_memory,
-    cpus_of,
-    describe_pins,
     known_gpus,
     pin_to,
     placement,
@@ -58,7 +57,7 @@ LONG_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshOptions(LinkOptions):
+class MeshOptions(PinnedRanks, LinkOptions):
     """`crossrail bench mesh`. What is None was not given."""
 
     placement: Placement
@@ -70,15 +69,9 @@ class MeshOptions(LinkOptions):
     window: int = WINDOW
     pin: Pin = "auto"
 
-    def cpus(self) -> list[int | None]:
-        """The processor of each rank here: one each if there are enough, but none for GPU memory if there are more."""
-        ranks = self.placement.local_size
-        spare = self.devices is not None and ranks < len(allowed_cpus())
-        return cpus_of("none" if self.pin == "auto" and spare else self.pin, ranks)
-
-    def pinning(self) -> str:
-        """How the ranks here are pinned."""
-        return describe_pins(self.cpus(), "ranks")
+    def unpinned(self, ranks: int) -> bool:
+        """Whether there are more processors than ranks that transfer GPU memory."""
+        return self.devices is not None and ranks < len(allowed_cpus())
 
     def run(self) -> None:
         """Measures, and shows the report on the first node. Raises Failure and the library's errors."""

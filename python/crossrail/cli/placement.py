@@ -269,6 +269,30 @@ def describe_pins(cpus: Sequence[int | None], whose: str) -> str:
     return f"{whose} not pinned, {counted(len(allowed_cpus()), 'processor')} for {len(cpus)}{limit}"
 
 
+class PinnedRanks:
+    """How a bench pins the ranks of this node: part of its options, which have ``placement`` and ``pin``."""
+
+    placement: Placement
+    pin: Pin
+
+    def unpinned(self, ranks: int) -> bool:
+        """Whether `--pin auto` leaves ``ranks`` ranks unpinned."""
+        raise NotImplementedError
+
+    def ranks_here(self) -> int:
+        """The number of ranks of this node."""
+        return self.placement.local_size
+
+    def cpus(self, ranks: int | None = None) -> list[int | None]:
+        """The processor of each of ``ranks`` ranks here (all of them by default), None for those that have none."""
+        ranks = self.ranks_here() if ranks is None else ranks
+        return cpus_of("none" if self.pin == "auto" and self.unpinned(ranks) else self.pin, ranks)
+
+    def pinning(self) -> str:
+        """How the ranks here are pinned."""
+        return describe_pins(self.cpus(), "ranks")
+
+
 def checked_cpu(cpu: int) -> int:
     """``cpu``. Raises UsageFailure for a processor that this process may not use."""
     allowed = allowed_cpus()

@@ -32,7 +32,7 @@ from ..options import (
     fields_of,
 )
 from ..parsing import Parser, count, names_of, positive
-from ..placement import NODE_OPTIONS, Placement, add_nodes, cpus_of, describe_pins, placement
+from ..placement import NODE_OPTIONS, PinnedRanks, Placement, add_nodes, placement
 from .plan import load_plan
 
 Layout = Literal["expert", "rank"]
@@ -65,7 +65,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpOptions(RunOptions):
+class EpOptions(PinnedRanks, RunOptions):
     """`crossrail bench ep`. None stands for an option that is not on the command line."""
 
     placement: Placement
@@ -127,14 +127,13 @@ class EpOptions(RunOptions):
         """Total number of experts."""
         return self.experts or (self.experts_per_rank or 1) * ranks
 
-    def cpus(self, ranks: int) -> list[int | None]:
-        """The processor of each of ``ranks`` ranks here: one each if there are enough; none where GPUs do the work."""
-        return cpus_of("none" if self.device == "cuda" and self.pin == "auto" else self.pin, ranks)
+    def unpinned(self, ranks: int) -> bool:
+        """Whether GPUs do the work."""
+        return self.device == "cuda"
 
-    def pinning(self) -> str:
-        """How the ranks here are pinned."""
-        ranks = self.placement.local_size if self.plan is None else load_plan(self.plan).ranks
-        return describe_pins(self.cpus(ranks), "ranks")
+    def ranks_here(self) -> int:
+        """The number of ranks of this node, or of the whole plan."""
+        return self.placement.local_size if self.plan is None else load_plan(self.plan).ranks
 
     @property
     def tls(self) -> str | None:
