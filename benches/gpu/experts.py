@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from findings import Found, Terms
 from steps import gpu_count
 
-from crossrail.report import PeerResult, Row, averaged, format_bytes, median
+from crossrail.report import PeerResult, Row, averaged, counted, format_bytes, median
 from harness import Outcome
 
 V1 = "deepep"
@@ -303,4 +303,4 @@ def said(row: Row) -> str:
 
 def tokens(row: Row) -> str:
     """How many of them a rank has."""
-    return "1 token" if row.tokens == 1 else f"{row.tokens} tokens"
+    return counted(row.tokens or 0, "token")

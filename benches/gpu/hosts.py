@@ -8,6 +8,7 @@ from typing import Any
 from experts import DROP_IN, V1
 from findings import Found, Terms
 
+from crossrail.report import counted
 from harness import Outcome
 
 GOALS_US = {"dispatch": 12.0, "combine": 8.0}
@@ -36,7 +37,7 @@ def host_outcomes(ours: Rows, theirs: Rows, why_none: str, silent: str) -> list[
     for row in ours:
         tokens, pattern = row["tokens"], row["pattern"]
         peer = peers.get((tokens, pattern), {})
-        work = f"low latency, {tokens} tokens, {pattern}"
+        work = f"low latency, {counted(tokens, 'token')}, {pattern}"
         for call, most in GOALS_US.items():
             outcomes.append(_against(f"{work}: host, {call}", row, peer, f"{call}_us", f"<= {most:g} us", most))
         goal, beside = LOOP_GOALS.get(tokens), peer.get("loop_us")

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from crossrail.report import with_lists
+from crossrail.report import counted, with_lists
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- (?P<kind>\w+) of (?P<path>[\w./-]+)(?:: (?P<only>.+?))? -->\n(?P<old>.*?)<!-- end -->", re.S)
@@ -90,7 +90,7 @@ def ways(data: dict[str, Any], _: str | None = None) -> str:
     lines = []
     several = len({row["tokens"] for row in data["rows"]}) > 1
     for row in data["rows"]:
-        tokens = "1 token" if row["tokens"] == 1 else f"{row['tokens']} tokens"
+        tokens = counted(row["tokens"], "token")
         what = f"{MODES[row['what']]}, {row['dtype']}" + (f", {tokens}" if several else "")
         what += ", cached handle" if row.get("cached") else ""
         logical = row["bytes_logical"]

@@ -163,6 +163,8 @@ def test_hosts_are_held_against_the_goal_of_a_call_and_deepeps_loop() -> None:
     assert (found[0].peer, found[2].to_reach, found[2].ratio) == ("26.0 us", "<= 0.55 x deepep", "0.55")
     assert found[-1].work == "low latency, 128 tokens, hook: combine, the half that sends"
     assert found[-1].peer == "-", "DeepEP has no row of that pattern"
+    (first, *_) = hosts.host_outcomes([called(1, "plain", 11.0, 9.0, 40.0)], theirs, "", "")
+    assert first.work == "low latency, 1 token, plain: host, dispatch"
     (none,) = hosts.host_outcomes([], theirs, "no GPU", "")
     assert none.failed and none.notes == ["no GPU"]
     alone = hosts.host_outcomes(ours, [], "", "it hung")
