@@ -44,6 +44,8 @@ EXAMPLES = {
     "doctor": (
         "crossrail doctor",
         "crossrail doctor --only network,shm --json doctor.json",
+        "crossrail doctor --listen 10.0.0.1 --secret-file secret   # on one machine",
+        "crossrail doctor --peer 10.0.0.1 --secret-file secret     # on the other",
         "crossrail doctor --store tcp://10.0.0.1:18178 --nccl",
     ),
     "bench": ("crossrail bench latency", "crossrail bench p2p --listen 10.0.0.1", "crossrail bench ep --preset decode"),

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 import crossrail
+from crossrail.errors import CrossrailError
 from crossrail.report import console, counted, write_text
 
 from ..failure import Failure, print_notice
@@ -18,8 +19,13 @@ from ..reporting import Progress, check_json
 from .examine import examine
 from .finding import Check, Machine
 from .links import find_rails
-from .show import as_json, print_findings, problems
+from .listener import listen
+from .show import as_json, print_findings, print_survey, problems
+from .survey import DOCTOR_PORT, Survey, as_record, longest_s, survey
 from .table import CHECKS, GROUPS, OPTIONAL, selected
+
+SECONDS = 1.0
+MOST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,9 @@ class DoctorOptions:
     """`crossrail doctor`."""
 
     only: list[str] | None = None
+    peer: str | None = None
+    listen: str | None = None
+    seconds: float = SECONDS
     store: str | None = None
     nccl: bool = False
     launcher: str | None = None
@@ -37,26 +46,48 @@ class DoctorOptions:
     @property
     def asked(self) -> set[str]:
         """The optional groups of checks that were asked for."""
-        given = {"store": self.store is not None, "nccl": self.nccl, "launcher": self.launcher is not None}
+        given = {"rails": self.peer is not None, "store": self.store is not None, "nccl": self.nccl}
+        given["launcher"] = self.launcher is not None
         return {group for group, wanted in given.items() if wanted}
 
     def run(self) -> None:
-        """Prints the findings and, if requested, writes the JSON. Raises Failure if there is a problem."""
+        """Listens for another doctor; or prints the findings and, if requested, writes the JSON.
+
+        Raises Failure if there is a problem, or if the peer cannot be asked.
+        """
         check_json(self.json)
         if self.store:
             crossrail.Context(environment=False, store=self.store)  # an address that is none is bad usage
+        if self.listen is not None:
+            listen(self.listen, self.secret_file, lambda: self._machine().rails)
         machine = self._machine()
         checks = selected(self.only, self.asked, gpus=bool(machine.gpus))
         limit = sum(check.limit_s for check in checks)
+        if self.peer is not None:
+            limit += longest_s(len(machine.rails), self.seconds)
         print_notice(f"{counted(len(checks), 'check')}, each with a time limit: {limit:g} s at most, usually far less")
         with Progress() as progress:
+            if self.peer is not None:
+                machine.survey = self._survey(self.peer, machine, progress)
             findings = examine(checks, machine, lambda check: progress.status(_title(check)))
-        print_findings(findings, console(stderr=self.json == "-"))
+        to = console(stderr=self.json == "-")
+        if machine.survey is not None:
+            print_survey(machine.survey, to)
+        print_findings(findings, to)
         if self.json is not None:
-            write_text(as_json(findings, ["crossrail", *sys.argv[1:]], {}), self.json)
+            more = {} if machine.survey is None else {"survey": as_record(machine.survey)}
+            write_text(as_json(findings, ["crossrail", *sys.argv[1:]], more), self.json)
         if bad := problems(findings):
             names = ", ".join(dict.fromkeys(finding.id for finding in bad))
             raise Failure(f"{counted(len(bad), 'problem')} found ({names}); the table says what mends each")
+
+    def _survey(self, peer: str, machine: Machine, progress: Progress) -> Survey:
+        try:
+            return survey(peer, self.secret_file, machine, self.seconds, progress.status)
+        except (Failure, CrossrailError, OSError):
+            raise
+        except Exception as error:  # as in a check: no traceback
+            raise Failure(f"the probes of {peer} failed: {type(error).__name__}: {error}; report this") from error
 
     def _machine(self) -> Machine:
         wanted = os.environ.get("CROSSRAIL_NET_DEVICES", "all")
@@ -82,6 +113,13 @@ def add_arguments(parser: Parser) -> None:
     what = parser.add_argument_group("what it tests")
     text = f"only these checks, by id or group ({', '.join(g for g in GROUPS if g not in OPTIONAL)})"
     what.add_argument("--only", metavar="NAMES", type=names_of(known, "check"), help=text)
+    where = f"HOST[:PORT], port {DOCTOR_PORT} by default"
+    text = f"also every rail to the machine where `crossrail doctor --listen` runs, at {where}"
+    what.add_argument("--peer", metavar="ADDR", help=text)
+    text = f"answer the probes of other machines at {where}, until interrupted; HOST is 127.0.0.1 by default"
+    what.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=text)
+    text = f"duration of each load of a rail ({SECONDS:g})"
+    what.add_argument("--seconds", metavar="S", type=_seconds, help=text)
     store = "also the store at URL (CROSSRAIL_STORE)"
     what.add_argument("--store", metavar="URL", nargs="?", const="", help=store)
     what.add_argument("--nccl", action="store_true", help="also Crossrail as NCCL's network")
@@ -90,13 +128,31 @@ def add_arguments(parser: Parser) -> None:
         text = f"also the variables of {name}"
         launchers.add_argument(option, action="store_const", const=name, dest="launcher", help=text)
     out = parser.add_argument_group("how, and what comes out")
-    add_secret_file(out, "the store and its clients")
+    add_secret_file(out, "both ends, or the store and its clients,")
     add_json(out)
     parser.set_defaults(outcome=_outcome)
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to {MOST_SECONDS:g}")
+    return value
+
+
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    alone = ("peer", "only", "store", "nccl", "launcher", "seconds", "json")
+    if parsed.listen is not None and any(getattr(parsed, name) for name in alone):
+        parser.error("--listen answers other machines and tests nothing itself: give the other options there")
+    if parsed.seconds is not None and parsed.peer is None:
+        parser.error("--seconds is for the loads of --peer, which is not given")
     return DoctorOptions(
+        peer=parsed.peer,
+        listen=parsed.listen,
+        seconds=parsed.seconds or SECONDS,
         only=parsed.only,
         store=parsed.store,
         nccl=parsed.nccl,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from crossrail.errors import ConfigError
 from crossrail.records import Info
 
 from .links import Rail
+
+if TYPE_CHECKING:
+    from .survey import Survey
 
 Severity = Literal["error", "warning", "note", "ok"]
 
@@ -48,7 +51,7 @@ class Finding:
 
 @dataclass
 class Machine:
-    """What the checks examine: this machine, and this process's settings."""
+    """What the checks examine: this machine, this process's settings, and the way to the peer if there is one."""
 
     info: Info
     wrong: list[ConfigError] = field(default_factory=list)
@@ -58,6 +61,7 @@ class Machine:
     store: str | None = None
     secret_file: str | None = None
     launcher: str | None = None
+    survey: Survey | None = None
 
     @property
     def gpus(self) -> list[str]:

@@ -31,11 +31,17 @@ class Rail:
     speed_mbps: int | None = None
     numa_node: int | None = None
     pci: str = ""
+    qdisc: str = ""
 
     @property
     def works(self) -> bool:
         """Whether its link is up."""
         return self.up and self.carrier
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it is an address of loopback, which reaches this machine only."""
+        return self.interface == "lo"
 
     @property
     def subnet(self) -> str:
@@ -71,6 +77,7 @@ def find_rails(info: Info, wanted: str, sys: Path = Path("/sys")) -> list[Rail]:
                 virtual=bool(interface.kind) or not hardware.exists(),
                 speed_mbps=device["speed_mbps"] if device else None,
                 numa_node=device["numa_node"] if device else None,
+                qdisc=interface.qdisc,
                 pci=os.path.realpath(hardware).rpartition("/")[2] if hardware.exists() else "",
             )
         )
@@ -121,8 +128,8 @@ def pair_rails(mine: Sequence[Rail], theirs: Sequence[Rail]) -> list[tuple[Rail,
 
 
 def _common(a: Rail, b: Rail) -> int:
-    """Leading bits that the addresses of two rails share, plus 1; 0 for different families."""
+    """Leading bits that the addresses of two rails share, plus 1; 0 if they cannot be paired."""
     one, other = ipaddress.ip_address(a.address), ipaddress.ip_address(b.address)
-    if one.version != other.version:
+    if one.version != other.version or a.loopback != b.loopback:
         return 0
     return one.max_prefixlen - (int(one) ^ int(other)).bit_length() + 1

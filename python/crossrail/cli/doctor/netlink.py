@@ -49,7 +49,7 @@ class Address:
 class Interface:
     """A network interface. ``kind`` is that of a virtual one (`veth`, `bridge`), else empty.
 
-    ``dropped``, ``errors``: packets since the interface exists, of both directions.
+    ``qdisc``: what queues its packets; ``dropped``, ``errors``: packets since the interface exists, of both directions.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Interface:
     loopback: bool
     mtu: int
     kind: str
+    qdisc: str
     dropped: int
     errors: int
     addresses: list[Address] = field(default_factory=list)
@@ -109,6 +110,7 @@ def interfaces() -> list[Interface]:
                 loopback=bool(flags & _LOOPBACK),
                 mtu=int.from_bytes(held.get(4, b""), sys.byteorder),
                 kind=kind.rstrip(b"\0").decode(errors="replace"),
+                qdisc=held.get(6, b"").rstrip(b"\0").decode(errors="replace"),
                 errors=counters[4] + counters[5],
                 dropped=counters[6] + counters[7],
                 addresses=addresses.get(index, []),

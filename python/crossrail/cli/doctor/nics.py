@@ -73,7 +73,7 @@ def addresses(machine: Machine) -> Iterable[Found]:
     """Devices that share a subnet: the kernel then answers and sends by either."""
     by_subnet: dict[str, list[Rail]] = {}
     for rail in machine.rails:
-        if rail.works and rail.interface != "lo":
+        if rail.works and not rail.loopback:
             by_subnet.setdefault(rail.subnet, []).append(rail)
     shared = {subnet: rails for subnet, rails in by_subnet.items() if len(rails) > 1}
     for subnet, rails in shared.items():
@@ -105,7 +105,7 @@ def routes(machine: Machine) -> Iterable[Found]:
     """Whether packets to a device's own subnet leave by that device."""
     for rail in machine.rails:
         bits = 128 if ":" in rail.address else 32
-        if not rail.works or rail.interface == "lo" or rail.prefix >= bits - 1:
+        if not rail.works or rail.loopback or rail.prefix >= bits - 1:
             continue
         found = route(_neighbour(rail), rail.address)
         if found.interface == rail.interface:
@@ -224,7 +224,7 @@ def filters(machine: Machine) -> Iterable[Found]:
         rail.name
         for rail in machine.rails
         if rail.works
-        and rail.interface != "lo"
+        and not rail.loopback
         and max(everywhere, number_of(machine.proc / "sys/net/ipv4/conf" / rail.interface / "rp_filter") or 0) == 1
     ]
     if len(strict) > 1 and len({rail.subnet for rail in machine.rails if rail.name in strict}) < len(strict):

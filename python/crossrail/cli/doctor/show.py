@@ -13,6 +13,8 @@ from rich.text import Text
 from crossrail.report import capture_environment, counted, table
 
 from .finding import PROBLEMS, SEVERITIES, Finding
+from .probes import Load
+from .survey import Survey
 from .table import CHECKS, GROUPS, OPTIONAL
 
 SCHEMA = "crossrail-doctor/1"
@@ -31,6 +33,31 @@ def print_findings(findings: Sequence[Finding], to: Console) -> None:
         made.add_row(severity, finding.id, finding.subject, finding.evidence, finding.fix)
     to.print(made)
     to.print(summary(findings))
+
+
+def print_survey(survey: Survey, to: Console) -> None:
+    """Prints a row per rail that transfers use, and which rail here reaches which there."""
+    columns = ["rail", "reachable", "path MTU", "alone, there", "alone, back", "at once, there", "at once, back"]
+    made = table(f"rails to {survey.peer}, in Gbit/s", columns, left=2, keys=1, prose=["reachable"])
+    for way in survey.used:
+        sizes = [size for size in (way.mtu_there, way.mtu_back) if size is not None]
+        rates = [*_rates(way.alone), *_rates(way.together)]
+        made.add_row(way.name, "yes" if way.open else f"no: {way.why}", str(min(sizes)) if sizes else "-", *rates)
+    to.print(made)
+    theirs = list(dict.fromkeys(way.theirs.name for way in survey.ways))
+    matrix = table("every rail here to every rail there", ["here", *theirs], left=1 + len(theirs), keys=1, prose=theirs)
+    cells = {(way.mine.name, way.theirs.name): "yes" if way.open else way.why for way in survey.ways}
+    for mine in dict.fromkeys(way.mine.name for way in survey.ways):
+        matrix.add_row(mine, *(cells.get((mine, name), "-") for name in theirs))
+    if len(survey.ways) > len(survey.used):
+        to.print(matrix)
+
+
+def _rates(loads: tuple[Load, Load] | None) -> tuple[str, str]:
+    if loads is None:
+        return ("-", "-")
+    there, back = (f"{one.gbit_per_s:.3g}" if not one.why else "-" for one in loads)
+    return there, back
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -70,6 +97,8 @@ the evidence, and the command that mends it. `--only` selects checks by id or gr
 
     crossrail doctor                           # this machine
     crossrail doctor --only network,shm        # some checks
+    crossrail doctor --listen 10.0.0.1 --secret-file secret   # on one machine ...
+    crossrail doctor --peer 10.0.0.1 --secret-file secret     # ... and on the other: every rail
     crossrail doctor --store tcp://10.0.0.1:18178 --nccl
 
 It exits with 0 if there is neither an error nor a warning, with 1 if there is one, and with 2 for bad usage. A check

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from . import gpus as gpu_checks
-from . import job, limits, nics, transports
+from . import job, limits, nics, rails, transports
 from .finding import Check
 
 GROUPS = {
@@ -14,13 +14,14 @@ GROUPS = {
     "limits": "what this process may use: memory, processors, descriptors, system calls, the clock",
     "gpus": "GPUs, by moving data",
     "network": "the network devices that carry data",
+    "rails": "the rails to another machine, where `crossrail doctor --listen` runs (`--peer`)",
     "store": "the store of a job (`--store`)",
     "nccl": "Crossrail as NCCL's network (`--nccl`)",
     "launcher": "the variables of a launcher (`--torchrun`, `--slurm`)",
 }
 """The groups of checks, in the order in which they run. Those with an option run only when it is given."""
 
-OPTIONAL = ("store", "nccl", "launcher")
+OPTIONAL = ("rails", "store", "nccl", "launcher")
 
 NEED_GPUS = frozenset({"gpu-kernel", "gpu-pinned", "gpu-export", "gpu-ipc", "gpu-pairs", "nic-distance"})
 
@@ -321,6 +322,79 @@ CHECKS = (
         "`sysctl -w net.ipv4.tcp_congestion_control=cubic`",
         5,
         limits.congestion_control,
+    ),
+    Check(
+        "rail-down",
+        "rails",
+        "The links of both ends of each rail.",
+        "error if one is down or has no link, or if no rail has a counterpart",
+        "`ip link set DEVICE up` at the end that is named",
+        5,
+        rails.down,
+    ),
+    Check(
+        "rail-route",
+        "rails",
+        "Both kernels are asked by which device they send from each rail to its counterpart.",
+        "error if by another one, or not at all",
+        "`ip route del ENTRY`, `ip route replace SUBNET dev DEVICE src ADDRESS`",
+        5,
+        rails.routes,
+    ),
+    Check(
+        "rail-reach",
+        "rails",
+        "A connection is made from each rail to each rail of the other machine.",
+        "error if a rail does not reach its counterpart, with the reason: refused, no answer, nobody there",
+        "`ip neigh show dev DEVICE`, `nft list ruleset`",
+        5,
+        rails.reachable,
+    ),
+    Check(
+        "rail-mtu",
+        "rails",
+        "Datagrams that may not be fragmented are sent in both directions, to find the largest that arrive.",
+        "error if the ends differ or large packets vanish, warning if another rail has a larger MTU, note without UDP",
+        "`ip link set DEVICE mtu N` at the end that is named, or at the switch",
+        5,
+        rails.packet_sizes,
+    ),
+    Check(
+        "rail-speed",
+        "rails",
+        "Each rail carries data alone, for a second in each direction.",
+        "error if it carries none, warning below half of the other rails' median (unless its link is slower by itself) "
+        "and if one direction has less than half of the other's rate",
+        "`ethtool DEVICE`, `tc qdisc show dev DEVICE`",
+        5,
+        rails.speeds,
+    ),
+    Check(
+        "rail-shared",
+        "rails",
+        "All rails carry data at once, for a second in each direction.",
+        "warning if that is less than 70 % of what they carry one by one",
+        "other slots, more queues or processors; or fewer rails: `CROSSRAIL_NET_DEVICES`",
+        5,
+        rails.shared,
+    ),
+    Check(
+        "rail-loss",
+        "rails",
+        "Segments sent again, and packets that interfaces dropped, while the rails carried data.",
+        "warning above 2 % of the segments",
+        "`ethtool -S DEVICE`, `ethtool -G DEVICE rx 4096`",
+        5,
+        rails.losses,
+    ),
+    Check(
+        "peer-clock",
+        "rails",
+        "The difference between both machines' clocks, by the shortest of 16 round trips.",
+        "warning above a second",
+        "`systemctl enable --now chrony`",
+        5,
+        rails.clocks,
     ),
     Check(
         "store",

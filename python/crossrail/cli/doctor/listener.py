@@ -1,0 +1,131 @@
+"""The doctor that listens: answers the probes of one other end after the other, until it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import crossrail
+from crossrail.errors import ConfigError, CrossrailError
+
+from ..failure import Failure, UsageFailure, print_notice
+from ..parsing import parse_address, resolve
+from ..point_to_point.channel import Channel
+from ..processes import Message
+from .links import Rail
+from .netlink import interfaces, route
+from .probes import Responder
+from .survey import ANSWER_S, DOCTOR_PORT, MOST_RAILS
+
+REQUEST_S = 60.0
+"""How long the other end may be silent between two requests."""
+
+LONGEST_S = 600.0
+"""How long one run of the other end may take."""
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def listen(where: str, secret_file: str | None, rails: Callable[[], list[Rail]]) -> None:
+    """Serves until it is interrupted, each run with the ``rails`` that there are then; a run that fails is reported.
+
+    Raises UsageFailure and the library's errors if it cannot listen.
+    """
+    address = resolve(where, default_port=DOCTOR_PORT)
+    host, _ = parse_address(address)
+    devices = "all" if host in _EVERYWHERE else host
+    try:
+        context = crossrail.Context(
+            tls="tcp", net_devices=devices, secret_file=secret_file, timeout=ANSWER_S, log="error"
+        )
+    except ConfigError as error:
+        if error.operation != "CROSSRAIL_NET_DEVICES":
+            raise
+        raise UsageFailure(f"--listen: {error.detail}; {error.hint}") from None
+    with crossrail.Worker(context, listen=address) as worker:
+        places = ", ".join(worker.control_addresses())
+        print_notice(f"listening on {places}; run `crossrail doctor --peer` with this address on the other machine")
+        while True:
+            try:
+                endpoint = worker.accept(REQUEST_S)
+            except crossrail.TimeoutError:
+                continue
+            channel = Channel(context, worker, endpoint)
+            try:
+                serve(channel, rails())
+                print_notice(f"{endpoint.peer} has finished")
+            except (Failure, CrossrailError) as error:
+                print_notice(f"{endpoint.peer}: {' '.join(str(error).split())}")
+                with contextlib.suppress(CrossrailError):
+                    channel.send({"error": " ".join(str(error).split())})
+            finally:
+                with contextlib.suppress(CrossrailError):
+                    endpoint.close()
+
+
+def serve(channel: Channel, rails: list[Rail]) -> None:
+    """One run of the other end. Raises Failure and the library's errors."""
+    deadline = time.monotonic() + LONGEST_S
+    hello = channel.receive(REQUEST_S)
+    if "doctor" not in hello:
+        raise Failure("this end runs `crossrail doctor --listen`; the other end must run `crossrail doctor --peer`")
+    if hello.get("version") != crossrail.__version__:
+        raise Failure(
+            f"the ends run different versions: {crossrail.__version__} at the listening end, {hello.get('version')} at "
+            "the other; install the same version at both"
+        )
+    with Responder(rails[:MOST_RAILS]) as responder:
+        channel.send(
+            {
+                "version": crossrail.__version__,
+                "host": os.uname().nodename,
+                "rails": [dataclasses.asdict(rail) for rail in rails[:MOST_RAILS]],
+                "ports": {name: [ports.tcp, ports.udp] for name, ports in responder.ports.items()},
+                "why_not": responder.why_not,
+                "token": responder.token.hex(),
+            }
+        )
+        while (request := channel.receive(REQUEST_S)).get("do") != "bye":
+            if time.monotonic() > deadline:
+                raise Failure(f"the run took more than {LONGEST_S:g} s")
+            channel.send(_answer(request, {rail.name: rail for rail in rails}))
+
+
+def _answer(request: Message, rails: dict[str, Rail]) -> Message:
+    match request.get("do"):
+        case "clock":
+            return {"time": time.time()}
+        case "routes":
+            return {"routes": [_route(pair, rails) for pair in _pairs(request.get("to"))]}
+        case "dropped":
+            return {"dropped": dropped_by_rail()}
+        case other:
+            raise Failure(f"the other end requested {str(other)[:40]!r}, which this version does not support")
+
+
+def _pairs(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MOST_RAILS:
+        raise Failure(f"the other end asked for the routes of no list of at most {MOST_RAILS} pairs")
+    return value
+
+
+def _route(pair: Any, rails: dict[str, Rail]) -> dict[str, Any]:
+    """How this kernel would send from one of its rails to an address of the other end."""
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+        raise Failure("the other end asked for the route of no pair of a rail and an address")
+    name, to = pair
+    if name not in rails:
+        raise Failure(f"the other end asked for the route from {name[:40]!r}, which is no rail here")
+    try:
+        return dataclasses.asdict(route(to, rails[name].address))
+    except OSError as error:
+        raise Failure(f"the other end asked for the route to {to[:60]!r}: {error.strerror or error}") from None
+
+
+def dropped_by_rail() -> dict[str, int]:
+    """Packets that each interface of this machine has lost so far."""
+    return {one.name: one.dropped + one.errors for one in interfaces() if not one.loopback}

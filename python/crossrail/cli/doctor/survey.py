@@ -1,0 +1,358 @@
+"""The way to another machine: a conversation with the doctor that listens there, and what the probes measured."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import crossrail
+
+from ..failure import Failure
+from ..parsing import parse_address, resolve
+from ..point_to_point.channel import Channel
+from ..processes import Message
+from .finding import Machine, text_of
+from .links import Rail, pair_rails
+from .netlink import Route, route
+from .probes import REACH_S, SURE_TRIES, TOKEN_LEN, Load, Ports, load, path_mtu, reach
+
+DOCTOR_PORT = 18179
+CONNECT_S = 5.0
+ANSWER_S = 10.0
+"""How long the listening end may take to answer one request."""
+
+MOST_RAILS = 64
+MOST_WAYS = 256
+CLOCK_TURNS = 16
+WORKERS = 32
+
+SLOW = 0.5
+"""A rail with less than this share of the others' median is slow; a direction likewise beside the other one."""
+
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 1.0
+
+_NAME = re.compile(r"[A-Za-z0-9_.:@%-]{1,64}")
+
+
+@dataclass
+class Way:
+    """From one rail here to one rail there. ``used``: transfers pair these two.
+
+    ``why``: why it is not open. Rates are in both directions, alone and with all other ways that are used.
+    """
+
+    mine: Rail
+    theirs: Rail
+    used: bool
+    open: bool = False
+    why: str = ""
+    rtt_s: float | None = None
+    there: Route | None = None
+    back: Route | None = None
+    mtu_there: int | None = None
+    mtu_back: int | None = None
+    alone: tuple[Load, Load] | None = None
+    together: tuple[Load, Load] | None = None
+
+    @property
+    def name(self) -> str:
+        """``eth1 to eth2``."""
+        return f"{self.mine.name} to {self.theirs.name}"
+
+
+@dataclass
+class Survey:
+    """What was measured between this machine and the peer.
+
+    ``offset_s``: how much the peer's clock is ahead, to within ``uncertainty_s``. ``idle``: the least share of the
+    processors here that was idle while all rails carried data. ``dropped``: packets lost meanwhile, by rail and end.
+    """
+
+    peer: str
+    ways: list[Way]
+    offset_s: float
+    uncertainty_s: float
+    theirs: list[Rail]
+    idle: float | None = None
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> list[Way]:
+        """The ways that transfers use."""
+        return [way for way in self.ways if way.used]
+
+
+def longest_s(rails: int, seconds: float) -> float:
+    """How long a survey of so many rails may take at most."""
+    probing = REACH_S * (1 + MOST_WAYS / WORKERS) + 2 * _MOST_WAIT_S * ((1 << SURE_TRIES) + 3 * 13)
+    return CONNECT_S + 4 * ANSWER_S + probing + (4 * rails + 2) * (seconds + 2 * REACH_S)
+
+
+def parse_rails(value: Any) -> list[Rail]:
+    """The rails that the other end sent. Raises Failure for anything that is not a list of valid ones."""
+    if not isinstance(value, list) or len(value) > MOST_RAILS:
+        raise Failure(f"the other end sent no list of at most {MOST_RAILS} rails")
+    found = []
+    for entry in value:
+        try:
+            rail = Rail(**entry)
+            address = ipaddress.ip_address(rail.address)
+        except (TypeError, ValueError):
+            raise Failure("the other end sent an invalid rail") from None
+        names = all(isinstance(name, str) and _NAME.fullmatch(name) for name in (rail.name, rail.interface))
+        flags = all(type(flag) is bool for flag in (rail.up, rail.carrier, rail.virtual))
+        numbers = type(rail.mtu) is int and 0 <= rail.mtu < 1 << 20
+        numbers = numbers and type(rail.prefix) is int and 0 <= rail.prefix <= address.max_prefixlen
+        optional = all(one is None or type(one) is int for one in (rail.speed_mbps, rail.numa_node))
+        texts = all(isinstance(one, str) and len(one) <= 64 for one in (rail.pci, rail.qdisc))
+        if not (names and flags and numbers and optional and texts):
+            raise Failure("the other end sent an invalid rail")
+        found.append(rail)
+    return found
+
+
+def own_address(to: str) -> str:
+    """The local address from which ``to`` (host:port) is reached. Raises Failure."""
+    host, port = parse_address(to)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4])
+        except OSError as error:
+            raise Failure(f"no route to {to}: {error.strerror}; check `ip route get {host}`") from None
+        return str(one.getsockname()[0])
+
+
+@contextlib.contextmanager
+def conversation(peer: str, secret_file: str | None) -> Iterator[tuple[Channel, Message]]:
+    """The control conversation with the doctor at ``peer``, over the device that reaches it. Raises Failure."""
+    address = resolve(peer, default_port=DOCTOR_PORT)
+    local = own_address(address)
+    context = crossrail.Context(tls="tcp", net_devices=local, secret_file=secret_file, timeout=ANSWER_S, log="error")
+    with crossrail.Worker(context) as worker:
+        try:
+            endpoint = worker.connect(address, timeout=CONNECT_S)
+        except (crossrail.UnreachableError, crossrail.TimeoutError) as error:
+            text = " ".join(str(error).split())
+            raise Failure(f"{text} (start `crossrail doctor --listen {_listen_text(address)}` there)") from None
+        channel = Channel(context, worker, endpoint)
+        met = channel.request({"doctor": 1, "version": crossrail.__version__}, ANSWER_S)
+        if met.get("version") != crossrail.__version__:
+            raise Failure(
+                f"the ends run different versions: {crossrail.__version__} here, {met.get('version')} at {peer}; "
+                "install the same version at both"
+            )
+        yield channel, met
+        channel.leave()
+
+
+def _listen_text(address: str) -> str:
+    host, port = parse_address(address)
+    shown = f"[{host}]" if ":" in host else host
+    return shown if port == DOCTOR_PORT else f"{shown}:{port}"
+
+
+def survey(
+    peer: str, secret_file: str | None, machine: Machine, seconds: float, on_step: Callable[[str], object]
+) -> Survey:
+    """Probes every rail here with every rail at ``peer``. Raises Failure and the library's errors."""
+    on_step(f"connecting to {peer}")
+    with conversation(peer, secret_file) as (channel, met):
+        theirs = parse_rails(met.get("rails"))
+        ports, token = _ports(met), _token(met)
+        offset, uncertainty = _clock(channel)
+        used = pair_rails(machine.rails, theirs)
+        ways = [Way(mine, other, (mine, other) in used) for mine in machine.rails for other in theirs]
+        ways.sort(key=lambda way: not way.used)
+        ways = [way for way in ways if _same_family(way)][: max(MOST_WAYS, len(used))]
+        found = Survey(_peer_name(met, peer), ways, offset, uncertainty, theirs)
+        on_step(f"{len(ways)} ways between {len(machine.rails)} rails here and {len(theirs)} there")
+        _routes(channel, found)
+        raw = met.get("why_not")
+        why_not: dict[str, Any] = raw if isinstance(raw, dict) else {}
+        _in_parallel(lambda way: _reach(way, ports, token, why_not), ways)
+        on_step("packet sizes")
+        _in_parallel(lambda way: _sizes(way, ports, token), [way for way in found.used if way.open])
+        _rates(channel, found, machine, ports, token, seconds, on_step)
+        return found
+
+
+def _peer_name(met: Message, peer: str) -> str:
+    """The other machine's name as it introduced itself; as it was addressed, if that is no name or our own."""
+    name = met.get("host")
+    return name if isinstance(name, str) and _NAME.fullmatch(name) and name != os.uname().nodename else peer
+
+
+def _same_family(way: Way) -> bool:
+    return (":" in way.mine.address) == (":" in way.theirs.address)
+
+
+def _ports(met: Message) -> dict[str, Ports]:
+    raw = met.get("ports")
+    ports = {}
+    for name, pair in raw.items() if isinstance(raw, dict) and len(raw) <= MOST_RAILS else ():
+        if isinstance(pair, list) and len(pair) == 2 and all(type(port) is int and 0 < port < 1 << 16 for port in pair):
+            ports[str(name)] = Ports(*pair)
+    return ports
+
+
+def _token(met: Message) -> bytes:
+    try:
+        token = bytes.fromhex(str(met.get("token")))
+    except ValueError:
+        token = b""
+    if len(token) != TOKEN_LEN:
+        raise Failure("the other end sent no token for the probes")
+    return token
+
+
+def _clock(channel: Channel) -> tuple[float, float]:
+    """How far the peer's clock is ahead, and to within what, by the shortest of some round trips."""
+    best = (0.0, float("inf"))
+    for _ in range(CLOCK_TURNS):
+        before = time.time()
+        answer = channel.request({"do": "clock"}, ANSWER_S).get("time")
+        after = time.time()
+        if not isinstance(answer, float):
+            raise Failure("the other end sent no time")
+        if (after - before) / 2 < best[1]:
+            best = (answer - (before + after) / 2, (after - before) / 2)
+    return best
+
+
+def _routes(channel: Channel, found: Survey) -> None:
+    """Asks both kernels how they would send between the rails that transfers pair."""
+    for way in found.used:
+        way.there = route(way.theirs.address, way.mine.address)
+    answer = channel.request(
+        {"do": "routes", "to": [[way.theirs.name, way.mine.address] for way in found.used]}, ANSWER_S
+    )
+    routes = answer.get("routes")
+    if not isinstance(routes, list) or len(routes) != len(found.used):
+        raise Failure("the other end sent no routes")
+    for way, raw in zip(found.used, routes, strict=True):
+        with contextlib.suppress(TypeError):
+            back = Route(**raw) if isinstance(raw, dict) else None
+            if back is not None and all(isinstance(text, str) for text in (back.gateway, back.matched, back.refused)):
+                way.back = back
+
+
+def _reach(way: Way, ports: dict[str, Ports], token: bytes, why_not: dict[str, Any]) -> None:
+    for rail, where in ((way.mine, "here"), (way.theirs, "there")):
+        if not rail.works:
+            way.why = f"{rail.name} {'is down' if not rail.up else 'has no link'} {where}"
+            return
+    if way.theirs.name not in ports:
+        way.why = (
+            f"the doctor there cannot listen on {way.theirs.name}: {why_not.get(way.theirs.name, 'no reason given')}"
+        )
+        return
+    try:
+        way.rtt_s = reach(way.mine, way.theirs, ports[way.theirs.name], token)
+        way.open = True
+    except TimeoutError:
+        way.why = f"no answer within {REACH_S:g} s"
+    except OSError as error:
+        way.why = (error.strerror or str(error)).lower()
+
+
+def _sizes(way: Way, ports: dict[str, Ports], token: bytes) -> None:
+    wait = min(max(4 * (way.rtt_s or 0.0), _LEAST_WAIT_S), _MOST_WAIT_S)
+    with contextlib.suppress(OSError):
+        way.mtu_there, way.mtu_back = path_mtu(way.mine, way.theirs, ports[way.theirs.name], token, wait)
+
+
+def _rates(
+    channel: Channel,
+    found: Survey,
+    machine: Machine,
+    ports: dict[str, Ports],
+    token: bytes,
+    seconds: float,
+    on_step: Callable[[str], object],
+) -> None:
+    """Each way alone, there and back, then all at once; with the packets that were lost at either end meanwhile."""
+    ways = [way for way in found.used if way.open]
+    if not ways:
+        return
+
+    def measure(way: Way, back: bool) -> Load:
+        return load(way.mine, way.theirs, ports[way.theirs.name], token, seconds, back=back)
+
+    before = _dropped(channel, found)
+    for way in ways:
+        on_step(f"{way.name} alone")
+        way.alone = (measure(way, False), measure(way, True))
+    for way in (one for one in ways if _suspicious(one.alone)):
+        on_step(f"{way.name} again")
+        way.alone = _better(way.alone, (measure(way, False), measure(way, True)))
+    if len(ways) > 1:
+        on_step(f"{len(ways)} rails at once")
+        busy = _busy(machine)
+        there = _in_parallel(lambda way: measure(way, False), ways)
+        back = _in_parallel(lambda way: measure(way, True), ways)
+        found.idle = _idle_since(machine, busy)
+        for way, one, other in zip(ways, there, back, strict=True):
+            way.together = (one, other)
+    after = _dropped(channel, found)
+    found.dropped = {rail: after[rail] - before[rail] for rail in after if after[rail] > before.get(rail, after[rail])}
+
+
+def _suspicious(alone: tuple[Load, Load] | None) -> bool:
+    """Whether one direction is so much slower that it is measured again: a busy processor may have been the cause."""
+    rates = [load.gbit_per_s for load in alone or ()]
+    return bool(rates) and min(rates) < SLOW * max(rates)
+
+
+def _better(one: tuple[Load, Load] | None, other: tuple[Load, Load]) -> tuple[Load, Load]:
+    """The faster of two measurements, for each direction."""
+    if one is None:
+        return other
+    there, back = (max(pair, key=lambda load: load.gbit_per_s) for pair in zip(one, other, strict=True))
+    return there, back
+
+
+def _dropped(channel: Channel, found: Survey) -> dict[str, int]:
+    """Packets lost so far, by rail and end."""
+    from .listener import dropped_by_rail
+
+    counts = {f"{name} here": count for name, count in dropped_by_rail().items()}
+    theirs = channel.request({"do": "dropped"}, ANSWER_S).get("dropped")
+    for rail in found.theirs:
+        if isinstance(theirs, dict) and type(theirs.get(rail.interface)) is int:
+            counts[f"{rail.interface} there"] = theirs[rail.interface]
+    mine = {f"{way.mine.interface} here" for way in found.used}
+    return {name: count for name, count in counts.items() if name.endswith("there") or name in mine}
+
+
+def _busy(machine: Machine) -> tuple[int, int]:
+    """Ticks that the processors were idle, and all ticks, so far."""
+    words = text_of(machine.proc / "stat").partition("\n")[0].split()[1:]
+    ticks = [int(word) for word in words if word.isdigit()]
+    return (ticks[3], sum(ticks[:8])) if len(ticks) >= 8 else (0, 0)
+
+
+def _idle_since(machine: Machine, before: tuple[int, int]) -> float | None:
+    idle, total = (after - then for after, then in zip(_busy(machine), before, strict=True))
+    return idle / total if total else None
+
+
+def _in_parallel(work: Callable[[Way], Any], ways: Sequence[Way]) -> list[Any]:
+    if not ways:
+        return []
+    with concurrent.futures.ThreadPoolExecutor(min(len(ways), WORKERS), "crossrail-probe") as pool:
+        return list(pool.map(work, ways))
+
+
+def as_record(found: Survey) -> dict[str, Any]:
+    """The survey as plain data, for JSON: rates in Gbit/s, times in seconds."""
+    return dataclasses.asdict(found)

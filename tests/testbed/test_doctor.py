@@ -1,0 +1,94 @@
+"""`crossrail doctor --peer` in the test bed: the faults of rails are named, with what mends each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bed import Bed, Side
+from ends import SECRET, End
+from test_cli_command import clean_environment
+
+MAKE = Callable[..., Bed]
+DOCTOR = (sys.executable, "-m", "crossrail", "doctor")
+SETTINGS = {"CROSSRAIL_SECRET": SECRET, "CROSSRAIL_NET_DEVICES": "^eth0"}
+PORT = 18179
+RUN_S = 60.0
+
+
+@contextmanager
+def listening(bed: Bed) -> Iterator[str]:
+    """A doctor that listens at the left; its address on the control link."""
+    where = bed.address("left", "eth0")
+    end = End(bed.inside("left", *DOCTOR, f"--listen={where}"), SETTINGS)
+    try:
+        end.wait_to_say(f"listening on {where}:{PORT}")
+        yield where
+    finally:
+        end.kill()
+
+
+def examined(bed: Bed) -> dict[str, Any]:
+    """What a doctor at the right says of the rails to the one at the left, which have problems."""
+    with listening(bed) as where:
+        command = bed.inside("right", *DOCTOR, f"--peer={where}", "--only=settings", "--seconds=0.2", "--json=-")
+        environment = clean_environment(SETTINGS)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def problems(whole: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The problems by check and rail, but for what a busy machine shares."""
+    bad = [one for one in whole["findings"] if one["severity"] in ("error", "warning")]
+    return {(one["id"], one["subject"]): one for one in bad if one["id"] not in ("rail-shared", "rail-loss")}
+
+
+def ip(bed: Bed, side: Side, *words: str) -> None:
+    subprocess.run(bed.inside(side, "ip", *words), check=True, capture_output=True)
+
+
+def test_four_faults_are_named_with_what_mends_them(make_bed: MAKE) -> None:
+    bed = make_bed((200, 20, 200, 200))
+    bed.set_down("left", "eth1")
+    ip(bed, "right", "route", "add", f"{bed.address('left', 'eth3')}/32", "dev", "eth0")
+    ip(bed, "left", "link", "set", "eth4", "mtu", "1000")
+    whole = examined(bed)
+    found = problems(whole)
+    rails = {"down": "eth1", "speed": "eth2", "route": "eth3", "mtu": "eth4"}
+    assert set(found) == {(f"rail-{fault}", f"{rail} to {rail}") for fault, rail in rails.items()}, found
+    by_fault = {fault: found[f"rail-{fault}", f"{rail} to {rail}"] for fault, rail in rails.items()}
+    there = f"   # at {bed.address('left', 'eth0')}"
+    assert by_fault["down"]["fix"] == f"ip link set eth1 up{there}"
+    assert "eth1 is down at" in by_fault["down"]["evidence"]
+    assert by_fault["route"]["fix"] == "ip route del 10.77.3.1/32"
+    assert "leave by eth0 (routing entry 10.77.3.1/32), not by eth3" in by_fault["route"]["evidence"]
+    assert by_fault["mtu"]["fix"] == f"ip link set eth4 mtu 1500{there}"
+    assert "1500 here and 1000 there; packets above 1000 bytes do not arrive" in by_fault["mtu"]["evidence"]
+    assert by_fault["speed"]["fix"].startswith("tc qdisc show dev eth2; tc qdisc del dev eth2 root")
+    assert "where the others carry" in by_fault["speed"]["evidence"]
+    rates = {way["mine"]["name"]: way["alone"] for way in whole["survey"]["ways"] if way["used"]}
+    assert rates["eth1"] is None
+    assert rates["eth2"][0]["gbit_per_s"] < 0.05 < rates["eth4"][0]["gbit_per_s"]
+
+
+def test_black_holes_and_routes_of_the_other_end(make_bed: MAKE) -> None:
+    bed = make_bed((200, 200, 200))
+    bed.swallow("eth2")
+    ip(bed, "left", "route", "add", "unreachable", f"{bed.address('right', 'eth3')}/32")
+    whole = examined(bed)
+    found = problems(whole)
+    hole = found.pop(("rail-reach", "eth2 to eth2"))
+    assert "no answer within 1 s: packets vanish" in hole["evidence"]
+    assert hole["fix"].startswith("ip neigh show dev eth2")
+    back = found.pop(("rail-route", "eth3 to eth3"))
+    assert "there is no way from eth3 to 10.77.3.2" in back["evidence"]
+    assert back["fix"].endswith(f"# at {bed.address('left', 'eth0')}")
+    assert found == {}
+    fine = {one["id"] for one in whole["findings"] if (one["severity"], one["subject"]) == ("ok", "eth1 to eth1")}
+    assert fine == {"rail-down", "rail-route", "rail-reach", "rail-mtu", "rail-speed", "rail-loss"}
