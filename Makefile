@@ -18,13 +18,14 @@ DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python test-gpu bench bench-gpu \
+.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos test-gpu bench bench-gpu \
 	bench-gpu-experts bench-gpu-nccl gpu-pack pages rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
+	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make test-gpu what needs a GPU"
 	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
 	@echo "make bench    the benchmark against the peers, into benches/results"
@@ -109,6 +110,16 @@ test-fuzz:
 test-python: build
 	$(call say,test: Python and test bed)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+# Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
+CHAOS_SECONDS ?= 120
+CHAOS = $(BIN)/python tests/testbed/chaos.py --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
+chaos: build
+	$(call say,chaos: faults on all rails but one)
+	$(CHAOS)
+	$(call say,chaos: one rail works for one second in ten)
+	$(CHAOS) --mode windows
 
 # Need a GPU, and fail where there is none; `make test` compiles all kernels without one. With GPU_PACK=.gpu they run
 # what benches/gpu/pack.sh made on another machine, and need no Rust. OUT=DIR: where the log and the results go.
