@@ -133,12 +133,12 @@ def test_domains_and_sizes() -> None:
 def test_the_hint_is_enough_for_both_types_of_rows() -> None:
     planned: list[Any] = []
 
-    def plan(kind: Any, tokens: int, ranks: int) -> int:
-        planned.append((kind.payload, kind.topk, tokens, ranks))
+    def plan(kind: Any, tokens: int) -> int:
+        planned.append((kind.payload, kind.topk, tokens, kind.experts))
         return (5 << 20) + (kind.payload == "f32")
 
     assert buffer_bytes(4, 100, 256, 0, plan) == 6 << 20
-    assert planned == [("bf16", 32, 128, 4), ("f32", 32, 128, 4)]
+    assert planned == [("bf16", 32, 128, 4 * 256), ("f32", 32, 128, 4 * 256)]
     with pytest.raises(UsageError, match="hidden is 100"):
         buffer_bytes(4, 100, 100, 8, plan)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -18,12 +17,13 @@ from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, low_latency_payload, rows_kind
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
+from crossrail.deep_ep.lifetime import Lifetime
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool, Room
-from crossrail.deep_ep.ranks import Peers, Ranks, joined
+from crossrail.deep_ep.ranks import Peers, Ranks
 from crossrail.deep_ep.results import kept
 from crossrail.deep_ep.rooms import agreed_rooms, remember
 from crossrail.deep_ep.steps import Steps, Wanted
-from crossrail.errors import ClosedError, UsageError
+from crossrail.errors import UsageError
 from crossrail.experts import ExpertBuffer
 
 from .._words import kind
@@ -35,7 +35,7 @@ WIRE_BF16, WIRE_LOGFMT = 0, 1
 """What rows of a low-latency combine travel as."""
 
 
-class Buffer:
+class Buffer(Lifetime):
     """Expert-parallel dispatch and combine in the interface of DeepEP's first version, on `crossrail.ExpertBuffer`.
 
     `group`: a torch.distributed process group or a crossrail.Group; or None with `comm`, an MPI communicator. Every
@@ -86,8 +86,7 @@ class Buffer:
         self.low_latency_mode = bool(low_latency_mode)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)
-        self._ends = contextlib.ExitStack()
-        self._closed = False
+        super().__init__()
         self._calls: dict[tuple[Any, ...], ExpertCalls] = {}
         """Low-latency calls, by what a dispatch is called with."""
         self._prepared: dict[tuple[Kind, int], ExpertCalls] = {}
@@ -105,33 +104,18 @@ class Buffer:
 
     def _meet(self, group: Any, comm: Any, share_node: bool) -> tuple[Ranks, Machine]:
         """The other ranks, and where the expert buffers will be."""
-        torch()
-        met = joined(group, comm)
-        with contextlib.ExitStack() as undo:
-            undo.callback(met.owned.close)
+        with self._joined(group, comm) as met:
             machine = Gpu(met, share_node=share_node)
             peers = Peers(met.group, met.name)
-            undo.pop_all()
-        self._ends.callback(met.owned.close)
         self._ends.callback(peers.close)
         return peers, machine
 
     def destroy(self) -> None:
         """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
-        self._closed = True
-        self._ends.close()  # which waits for operations that use the tensors
+        super().destroy()  # which waits for operations that use the tensors
         self._calls.clear()
         self._prepared.clear()
         self._combine_rooms.clear()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # as nobody would hear of it
-            self.destroy()
-
-    def _open(self, operation: str) -> None:
-        if self._closed:
-            detail = "the buffer was destroyed"
-            raise ClosedError(f"{operation}: {detail}", operation=operation, detail=detail)
 
     # What does not need a buffer.
 
@@ -176,11 +160,6 @@ class Buffer:
         return remember(num_ranks, room, ExpertBuffer.plan(**options).total)
 
     # Streams and memory.
-
-    def get_comm_stream(self) -> Any:
-        """The `torch.cuda.Stream` of operations that have `async_finish` or `previous_event`."""
-        self._open("get_comm_stream")
-        return self._machine.streams.communication
 
     def get_local_buffer_tensor(
         self, dtype: Any, size: Any = None, offset: int = 0, use_rdma_buffer: bool = False

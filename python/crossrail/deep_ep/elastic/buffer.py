@@ -16,9 +16,9 @@ from crossrail.deep_ep.elastic.sizes import buffer_bytes, theoretical_sms
 from crossrail.deep_ep.elastic.work import Dispatching, reduced, summed_once
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, Rows, no_rows, rows_kind
+from crossrail.deep_ep.lifetime import Lifetime
 from crossrail.deep_ep.pool import Gpu, Kind, Machine
-from crossrail.deep_ep.ranks import hosts_of, joined
-from crossrail.errors import ClosedError
+from crossrail.deep_ep.ranks import hosts_of
 
 from ..._words import kind
 
@@ -31,7 +31,7 @@ BARRIER_HIDDEN, BARRIER_SMS = 128, 2
 """A barrier is an exchange of no rows, in the smallest expert buffer."""
 
 
-class ElasticBuffer(Others):
+class ElasticBuffer(Lifetime, Others):
     """Expert-parallel dispatch and combine in the interface of DeepEP's second version, on `crossrail.ExpertBuffer`.
 
     `group`: a torch.distributed process group or a crossrail.Group. Every rank makes its buffer on PyTorch's current
@@ -86,8 +86,7 @@ class ElasticBuffer(Others):
         self.prefer_overlap_with_compute = bool(prefer_overlap_with_compute)
         self.explicitly_destroy = bool(explicitly_destroy)
         self.num_allocated_qps = count("num_allocated_qps", num_allocated_qps, "ElasticBuffer") or DIRECT_QPS
-        self._closed = False
-        self._ends = contextlib.ExitStack()
+        super().__init__()
         timeout = float(count("num_gpu_timeout_secs", num_gpu_timeout_secs, "ElasticBuffer"))
         self.rank_idx, self.num_ranks, self._machine, hosts = self._meet(group, timeout)
         limit = None if num_bytes is None else count("num_bytes", num_bytes, "ElasticBuffer")
@@ -100,34 +99,15 @@ class ElasticBuffer(Others):
         self.num_bytes = limit
         if self.num_bytes is None:
             topk = count("num_topk", num_topk, "ElasticBuffer")
-            plan = lambda kind, tokens, ranks: self._machine.bytes(kind, tokens)  # noqa: E731
-            self.num_bytes = buffer_bytes(self.num_ranks, self.num_max_tokens_per_rank, hidden, topk, plan)
+            tokens = self.num_max_tokens_per_rank
+            self.num_bytes = buffer_bytes(self.num_ranks, tokens, hidden, topk, self._machine.bytes)
 
     def _meet(self, group: Any, timeout: float) -> tuple[int, int, Machine, list[bytes]]:
         """This rank, how many there are, where the expert buffers will be, and each rank's host."""
-        torch()
-        met = joined(group, None)
-        with contextlib.ExitStack() as undo:
-            undo.callback(met.owned.close)
+        with self._joined(group, None) as met:
             machine = Gpu(met, share_node=True, timeout=timeout)
             hosts = hosts_of(met)
-            undo.pop_all()
-        self._ends.callback(met.owned.close)
         return met.group.rank, met.group.size, machine, hosts
-
-    def destroy(self) -> None:
-        """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
-        self._closed = True
-        self._ends.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # as nobody would hear of it
-            self.destroy()
-
-    def _open(self, operation: str) -> None:
-        if self._closed:
-            detail = "the buffer was destroyed"
-            raise ClosedError(f"{operation}: {detail}", operation=operation, detail=detail)
 
     # Sizes, streams and events.
 
@@ -180,11 +160,6 @@ class ElasticBuffer(Others):
     def capture() -> EventHandle:
         """The current stream's present end, for `previous_event`."""
         return EventHandle()
-
-    def get_comm_stream(self) -> Any:
-        """The `torch.cuda.Stream` of operations with `async_with_compute_stream` or `previous_event`."""
-        self._open("get_comm_stream")
-        return self._machine.streams.communication
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """What is put into the current stream from now on comes after what all ranks have put into theirs.

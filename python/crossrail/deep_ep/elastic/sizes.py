@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from crossrail.deep_ep.checks import torch, wrong
@@ -28,14 +29,18 @@ def planned(kind: Kind, max_tokens: int, ranks: int) -> int:
 
 
 def buffer_bytes(
-    ranks: int, tokens: int, hidden: int, topk: int, plan: Callable[[Kind, int, int], int] = planned
+    ranks: int, tokens: int, hidden: int, topk: int, plan: Callable[[Kind, int], int] | None = None
 ) -> int:
-    """Bytes that a dispatch of `tokens` takes, in bf16 or in fp8, whichever is more, in whole units. `topk` 0: any."""
+    """Bytes that a dispatch of `tokens` takes, in bf16 or in fp8, whichever is more, in whole units. `topk` 0: any.
+
+    `plan`: the bytes of a kind with so many tokens, by default on PyTorch's current GPU.
+    """
+    plan = plan or partial(planned, ranks=ranks)
     if hidden == 0 or hidden % 128:
         raise wrong("get_buffer_size_hint", f"hidden is {hidden}, no multiple of 128")
     experts = ranks * EXPERTS_EACH
     kinds = [Kind("rank", hidden, experts, topk or MOST_TOPK, payload) for payload in ("bf16", "f32")]
-    most = max(plan(kind, room_for(tokens), ranks) for kind in kinds)
+    most = max(plan(kind, room_for(tokens)) for kind in kinds)
     return -(-most // UNIT) * UNIT
 
 
