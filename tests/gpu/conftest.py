@@ -31,6 +31,8 @@ PATIENCE_S = 10.0
 LASTING = {"link", "pair", "other"}
 """Fixtures of more than one test."""
 GPUS, WHY_NONE = gpu_count()
+RANKS = 1 << (min(GPUS, 8) or 1).bit_length() - 1
+"""Ranks of crossrail.deep_ep, a GPU each."""
 FAILED = pytest.StashKey[bool]()
 """Of a test that has run."""
 
@@ -43,6 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if needed > GPUS:
             why = WHY_NONE or f"there {'is' if GPUS == 1 else 'are'} {GPUS}"
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}: {why}"))
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Any]:
+    """Ranks of crossrail.deep_ep, for the tests of one module."""
+    from deep_ep_ranks import Ranks
+
+    ranks = Ranks(RANKS)
+    yield ranks
+    ranks.end()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from conftest import GPUS
 from deep_ep_ranks import Ranks
 
 pytest.importorskip("torch")
-
-SIZE = 1 << (min(GPUS, 8) or 1).bit_length() - 1
-"""Ranks, a GPU each."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(SIZE)
-    yield ranks
-    ranks.end()
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f32", "packed", "opaque"])

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import GPUS
 from deep_ep_ranks import Ranks
 
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 import deep_ep_engines as engines
-
-SIZE = 1 << (min(GPUS, 8) or 1).bit_length() - 1
-"""Ranks, a GPU each."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(SIZE)
-    yield ranks
-    ranks.end()
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f32"])

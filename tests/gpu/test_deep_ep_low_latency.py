@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+from conftest import RANKS
 from deep_ep_ranks import Ranks
 from deep_ep_work import PAYLOADS
-from test_deep_ep import SIZE
 
 pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(SIZE)
-    yield ranks
-    ranks.end()
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -80,21 +71,21 @@ def test_beside_nccl(ranks: Ranks) -> None:
 
 @pytest.mark.gpus(2)
 def test_a_rank_that_is_killed() -> None:
-    ranks = Ranks(SIZE)
+    ranks = Ranks(RANKS)
     try:
         ranks.do("low_latency", 190, "bf16")
-        ranks.kill(SIZE - 1)
-        ranks.do("low_latency_without", 191, SIZE - 1)
+        ranks.kill(RANKS - 1)
+        ranks.do("low_latency_without", 191, RANKS - 1)
     finally:
         ranks.end()
 
 
 @pytest.mark.gpus(2)
 def test_a_rank_that_is_killed_before_the_first_dispatch() -> None:
-    ranks = Ranks(SIZE)
+    ranks = Ranks(RANKS)
     try:
         ranks.do("prepare")
-        ranks.kill(SIZE - 1)
-        ranks.do("prepared_without", 195, SIZE - 1)
+        ranks.kill(RANKS - 1)
+        ranks.do("prepared_without", 195, RANKS - 1)
     finally:
         ranks.end()

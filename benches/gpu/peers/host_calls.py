@@ -157,19 +157,10 @@ def measured(torch: Any, dist: Any, layer: Layer, arguments: argparse.Namespace)
 
     for turn in range(count):
         if turn % AT_ONCE == 0:
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
+            together(torch, dist)
         layer.pair(note)
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        layer.pair()
-    torch.cuda.synchronize()
     figures = {name: statistics.median(values) for name, values in spent.items()}
-    figures["loop"] = 1e6 * (time.perf_counter() - start) / count
+    figures["loop"] = each_us(torch, dist, layer.pair, count)
     figures["graph"] = graph_us(torch, dist, layer, count)
     names = [*figures, *(["send_dispatch", "send_combine"] if layer.hook else [])]
     if layer.hook:
@@ -186,14 +177,24 @@ def graph_us(torch: Any, dist: Any, layer: Layer, count: int) -> float:
         layer.pair()
     for _ in range(3):
         graph.replay()
+    return each_us(torch, dist, graph.replay, count)
+
+
+def each_us(torch: Any, dist: Any, call: Callable[[], object], count: int) -> float:
+    """The time of one of ``count`` calls in a loop, from when all ranks have met until the GPU has ended the last."""
+    together(torch, dist)
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    torch.cuda.synchronize()
+    return 1e6 * (time.perf_counter() - start) / count
+
+
+def together(torch: Any, dist: Any) -> None:
+    """All ranks, and their GPUs, have done everything before."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        graph.replay()
-    torch.cuda.synchronize()
-    return 1e6 * (time.perf_counter() - start) / count
 
 
 def send_us(torch: Any, dist: Any, layer: Layer, iters: int) -> dict[str, float]:
