@@ -133,6 +133,10 @@ impl Endpoint {
     /// Writes into the peer's region, at `offset` of it. Finished when the bytes are there; the region's owner then
     /// counts `imm`, if there is one ([`Region::wait_imm`](crate::Region::wait_imm)).
     ///
+    /// Eight bytes at an address of host memory that is a multiple of eight are written by one release store, in the
+    /// order of such writes: another thread there may poll them as an atomic word. Longer writes may be overtaken, and
+    /// are announced by `imm`.
+    ///
     /// # Errors
     /// In the request `Region`: the owner knows no such region any more, or the range is not inside it.
     pub fn write(

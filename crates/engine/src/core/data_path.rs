@@ -4,11 +4,11 @@
 use crossrail_proto as proto;
 use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, Head, LaneId};
-use proto::{Host, Placing};
+use proto::{Host, Memory, Placing};
 
 use super::gpu::chunk_queue::PACKED;
 use super::gpu::{CONTROL, GpuMemory, Incoming};
-use super::operations::MESSAGE;
+use super::operations::{MESSAGE, WORD};
 use super::tables::Tables;
 
 /// The tables and GPU memory, as lanes use them: the part of the core that is borrowed while a lane is polled.
@@ -125,6 +125,16 @@ impl DataPath {
                     let (dst, len) = (ptr as u64 + offset, len as usize);
                     return self.gpu.place(tables, endpoint, lane, Incoming { memory, dst, gpu, len, chunk });
                 }
+                if len as usize == size_of::<u64>()
+                    && !chunk
+                    && (ptr as usize + offset as usize).is_multiple_of(size_of::<u64>())
+                    && matches!(memory, Memory::Region { .. })
+                    && let Some(grant) = tables.grant(endpoint, memory)
+                    && let Some(lane) = tables.lanes.get_mut(lane)
+                {
+                    let target = ptr as usize + offset as usize;
+                    return Place::Into { dst: lane.word_buffer(target, grant), len: 8, grant: None, token: WORD };
+                }
                 // What is placed whole is there before another thread has the lock.
                 let whole = tables.lanes.get(lane).is_some_and(|lane| len as usize <= lane.whole_max());
                 let grant = if whole { None } else { tables.grant(endpoint, memory) };
@@ -158,7 +168,11 @@ impl DataPath {
             }
             return Ok(());
         }
-        if token > CONTROL && !self.gpu.placed(&mut self.tables, endpoint, lane)? {
+        if token == WORD {
+            if let Some(lane) = self.tables.lanes.get_mut(lane) {
+                lane.deliver_word();
+            }
+        } else if token > CONTROL && !self.gpu.placed(&mut self.tables, endpoint, lane)? {
             return Ok(());
         }
         let tables = &mut self.tables;

@@ -1,9 +1,11 @@
 //! The lanes of one worker: a record of each, and those that are polled under the lock.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossrail_proto as proto;
-use crossrail_transport::{Direct, Lane, LaneCaps, LaneStats, Payload, Tx};
+use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneStats, Payload, Tx};
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
@@ -77,6 +79,9 @@ pub(crate) struct LaneRecord {
     held: Slab<Box<[u8]>>,
     control: Box<[u8]>,
     control_len: usize,
+    /// The word that is arriving, and where it goes. A lane places one frame after the other.
+    word: Box<u64>,
+    word_target: Option<(usize, Arc<Grant>)>,
     /// Bytes acknowledged when it was last suspected of being dead, if others were in flight then.
     acked_when_suspected: Option<u64>,
 }
@@ -98,6 +103,8 @@ impl LaneRecord {
             held: Slab::new(),
             control: vec![0; CONTROL_MAX].into(),
             control_len: 0,
+            word: Box::new(0),
+            word_target: None,
             acked_when_suspected: None,
         }
     }
@@ -233,6 +240,24 @@ impl LaneRecord {
             self.control_len = len;
             self.control.as_mut_ptr()
         })
+    }
+
+    /// Memory for a word that goes to the address `target`. Lanes fill in pieces what they receive, and others poll a word: it is
+    /// therefore received here, and [`LaneRecord::deliver_word`] stores it whole.
+    pub(super) fn word_buffer(&mut self, target: usize, grant: Arc<Grant>) -> *mut u8 {
+        self.word_target = Some((target, grant));
+        std::ptr::from_mut(&mut *self.word).cast()
+    }
+
+    /// Stores the word that has arrived by one release store, which orders everything placed before it. Nothing if the
+    /// memory was taken back meanwhile.
+    pub(super) fn deliver_word(&mut self) {
+        let Some((target, grant)) = self.word_target.take() else { return };
+        if let Some(_permit) = grant.enter() {
+            // SAFETY: eight aligned bytes of memory that the grant keeps (see `DataPath::place`); atomic, since its owner
+            // polls them from other threads.
+            unsafe { AtomicU64::from_ptr(target as *mut u64) }.store(*self.word, Ordering::Release);
+        }
     }
 
     /// The control payload that has arrived.
@@ -382,5 +407,39 @@ impl PolledLanes {
             }
         }
         was_armed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_word_that_arrives_in_pieces_is_seen_whole_or_not_at_all() {
+        let (lane, _other) = crossrail_transport::loopback::pair(LaneId(0), LaneId(1)).expect("a lane");
+        let mut record = LaneRecord::of(&lane, "test", 0);
+        let (polled, grant) = (AtomicU64::new(7), Arc::new(Grant::default()));
+        let target = polled.as_ptr() as usize;
+        let word = 0x0102_0304_0506_0708_u64.to_ne_bytes();
+        for cut in 0..=8 {
+            polled.store(7, Ordering::Relaxed);
+            let to = record.word_buffer(target, Arc::clone(&grant));
+            for (at, byte) in word.iter().enumerate().take(cut) {
+                // SAFETY: the buffer has eight bytes.
+                unsafe { to.add(at).write(*byte) };
+            }
+            assert_eq!(polled.load(Ordering::Acquire), 7, "{cut} bytes were seen");
+            for (at, byte) in word.iter().enumerate().skip(cut) {
+                // SAFETY: as above.
+                unsafe { to.add(at).write(*byte) };
+            }
+            record.deliver_word();
+            assert_eq!(polled.load(Ordering::Acquire), u64::from_ne_bytes(word));
+        }
+        grant.revoke();
+        record.word_buffer(target, Arc::clone(&grant));
+        polled.store(7, Ordering::Relaxed);
+        record.deliver_word();
+        assert_eq!(polled.load(Ordering::Acquire), 7, "the memory was taken back");
     }
 }

@@ -93,6 +93,8 @@ const NO_ENTRY: u32 = u32::MAX;
 
 /// Token of a message that is placed whole, together with the index of its receive.
 pub(super) const MESSAGE: u64 = 1 << 62;
+/// Token of a word that goes into a region.
+pub(super) const WORD: u64 = 1 << 61;
 
 impl Default for Operations {
     fn default() -> Operations {
