@@ -32,7 +32,7 @@ def _results(check: Check, machine: Machine) -> list[Found]:
         try:
             results.extend(check.run(machine))
         except Exception as error:  # whatever it is, the other checks must run
-            failures.append(_failed(error))
+            failures.append(_failed(check, error))
 
     thread = threading.Thread(target=body, name=f"crossrail-doctor-{check.id}", daemon=True)
     thread.start()
@@ -45,10 +45,11 @@ def _results(check: Check, machine: Machine) -> list[Found]:
     return [*results, *failures]
 
 
-def _failed(error: Exception) -> Found:
+def _failed(check: Check, error: Exception) -> Found:
+    mends = check.mends.replace("`", "")
     if isinstance(error, CrossrailError):
-        return Found("error", error.detail, error.hint or "see `crossrail info`")
+        return Found("error", error.detail, error.hint or mends)
     if isinstance(error, (Failure, OSError)):
-        return Found("error", " ".join(str(error).split()), "see `crossrail info`")
+        return Found("error", " ".join(str(error).split()), mends)
     text = f"the check itself failed: {type(error).__name__}: {' '.join(str(error).split())}"
     return Found("error", text, "report this, with `crossrail info --json -`")

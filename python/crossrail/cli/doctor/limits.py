@@ -110,7 +110,7 @@ def processors(machine: Machine) -> Iterable[Found]:
     usable = allowed if quota is None else min(float(allowed), quota)
     throttled = _throttled(machine)
     if usable < 2:
-        text = f"{usable:g} processors may be used: the sender, the receiver and the I/O threads wait for each other"
+        text = f"the time of {usable:g} processor may be used: sender, receiver and I/O threads wait for each other"
         yield Found("warning", text, "docker run --cpus 4, or srun --cpus-per-task 4")
     elif throttled:
         text = (

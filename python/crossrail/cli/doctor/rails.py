@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
+
+from crossrail.report import median
 
 from .finding import Found, Machine
 from .links import Rail
@@ -147,11 +148,11 @@ def speeds(machine: Machine) -> Iterable[Found]:
             yield Found("error", text, f"ethtool -S {way.mine.interface}; look for packets that are lost", way.name)
             continue
         others = [
-            statistics.mean((one.alone[0].gbit_per_s, one.alone[1].gbit_per_s))
+            (one.alone[0].gbit_per_s + one.alone[1].gbit_per_s) / 2
             for one in survey.used
             if one is not way and one.alone is not None
         ]
-        usual = statistics.median(others) if others else 0.0
+        usual = median(others) if others else 0.0
         best = max(there.gbit_per_s, back.gbit_per_s)
         rates = f"{_rate(there)} there, {_rate(back)} back"
         fix = _slow_fix(way, survey)

@@ -38,7 +38,10 @@ class Second:
 
     def wait_for(self, event: str, timeout: float = WAIT_S) -> Message:
         """Waits for its message. Raises Failure with the reason if it failed, or sends none in time."""
-        return self._ranks.wait_for(event, [_OTHER], timeout)[_OTHER]
+        try:
+            return self._ranks.wait_for(event, [_OTHER], timeout)[_OTHER]
+        except Failure as error:
+            raise Failure(str(error).replace(f"rank {_OTHER}", "the second process", 1)) from None
 
     def send(self, message: Message) -> None:
         """Sends it a message; no effect if it has ended."""

@@ -23,14 +23,15 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "gree
 
 
 def print_findings(findings: Sequence[Finding], to: Console) -> None:
-    """Prints the findings, the worst first, each with what mends it, and a line that counts them."""
+    """Prints the findings, the worst first, each with what mends it below, and a line that counts them."""
     order = list(SEVERITIES)
-    found = "what was found"
-    columns = ["severity", "check", "on", found, "what mends it"]
-    made = table("findings", columns, left=5, keys=2, prose=columns[2:])
+    columns = ["severity", "check", "on", "what was found, and what mends it"]
+    made = table("findings", columns, left=4, keys=2, prose=columns[2:])
     for finding in sorted(findings, key=lambda finding: order.index(finding.severity)):
         severity = Text(finding.severity, style=_STYLES[finding.severity])
-        made.add_row(severity, finding.id, finding.subject, finding.evidence, finding.fix)
+        made.add_row(severity, finding.id, finding.subject, finding.evidence)
+        if finding.fix:
+            made.add_row("", "", "", Text(f"mend: {finding.fix}", style="bold"))
     to.print(made)
     to.print(summary(findings))
 
