@@ -17,6 +17,7 @@ from crossrail.records import ReceiptRecord
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "slow.md").read_text(encoding="utf-8")
 COMMANDS: list[str] = re.findall(r"^    (crossrail .+)$", PAGE, re.MULTILINE)
+ENDS: list[str] = re.findall(r"^    (?:left|right)\$ +(crossrail .+)$", PAGE, re.MULTILINE)
 QUICK = {"bench p2p": ["--iters=1"], "bench latency": ["--iters=200"], "bench ep": ["--iters=2"]}
 """Fewer iterations than the page's commands make."""
 
@@ -30,6 +31,7 @@ SHOWN = {
     "bench latency": ["p50 us"],
     "bench ep": ["logical", "wire", "where the time went", "wait", "copy", "sum", "cast"],
     "plan": ["off by"],
+    "report": [],
 }
 """What the page says that the output has, by the beginning of the command."""
 
@@ -37,6 +39,7 @@ SHOWN = {
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line not in ELSEWHERE])
 def test_a_command_prints_what_the_page_says(line: str, tmp_path: Path) -> None:
     (tmp_path / "benches").symlink_to(ROOT / "benches")
+    (tmp_path / "now.json").symlink_to(ROOT / "benches" / "results" / "shm-latency.json")
     words = shlex.split(line)
     beginning = next(name for name in SHOWN if line.startswith(f"crossrail {name}"))
     more = next((options for name, options in QUICK.items() if line.startswith(f"crossrail {name}")), [])
@@ -55,11 +58,11 @@ def test_a_command_prints_what_the_page_says(line: str, tmp_path: Path) -> None:
 
 
 def test_the_page_has_its_commands() -> None:
-    assert len(COMMANDS) == 8
+    assert (len(COMMANDS), len(ENDS)) == (9, 2)
     assert {next(name for name in SHOWN if line.startswith(f"crossrail {name}")) for line in COMMANDS[1:]} == set(SHOWN)
 
 
-@pytest.mark.parametrize("line", sorted({*COMMANDS, *re.findall(r"`(crossrail [a-z][^`]*)`", PAGE)}))
+@pytest.mark.parametrize("line", sorted({*COMMANDS, *ENDS, *re.findall(r"`(crossrail [a-z][^`]*)`", PAGE)}))
 def test_a_command_can_be_parsed(line: str) -> None:
     parse_arguments(shlex.split(line)[1:])
 
