@@ -88,7 +88,7 @@ pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
     ),
     (
         "python/crossrail/cli/doctor",
-        &["torch", "statistics", "timeit"],
-        "doctor compares what two processes exchange, and needs no more than that",
+        &["torch", "timeit"],
+        "doctor compares what two processes exchange, and how fast rails are; benches measure in crates/bench",
     ),
 ];
