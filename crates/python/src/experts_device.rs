@@ -159,7 +159,7 @@ impl DeviceBuffer {
     }
 
     fn missing(&self, py: Python<'_>) -> Vec<u32> {
-        py.detach(|| self.native.missing())
+        gate::detached(py, || self.native.missing())
     }
 
     fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
