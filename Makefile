@@ -19,7 +19,7 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages rust wheels check-aarch64 fmt clean
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
@@ -30,7 +30,8 @@ help:
 	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
 	@echo "make bench    the benchmark against the peers, into benches/results"
 	@echo "make wheels   wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
-	@echo "make pages    the tables of docs/, from benches/results"
+	@echo "make pages    the tables of docs/ and the charts of docs/reports, from benches/results"
+	@echo "make test-pages the charts in a real browser (Chromium), which CI leaves out"
 	@echo "make fmt      format Rust and Python"
 	@echo "make clean    remove what was built"
 
@@ -190,11 +191,18 @@ check-aarch64: rust
 bench: build
 	$(call say,bench: against the peers into benches/results)
 	$(BIN)/python benches/run.py
+	@$(MAKE) --no-print-directory pages
 
 pages: build
-	$(call say,pages: their tables from benches/results)
+	$(call say,pages: their tables and charts from benches/results)
 	$(BIN)/python -m crossrail.cli.doctor.page >docs/doctor.md
 	$(BIN)/python benches/gpu/table.py docs/performance.md docs/performance-experts.md
+	$(BIN)/python benches/pages.py
+
+# Left out of `make test`: Chromium is two dozen packages, more than everything else that the tests install.
+test-pages: build
+	$(call say,test: pages in a browser)
+	$(BIN)/python -m pytest tests/pages
 
 fmt: $(TOOLS)
 	cargo fmt --all

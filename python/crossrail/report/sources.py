@@ -251,6 +251,7 @@ def _rows_of(turns: Any) -> list[dict[str, Any]]:
 
 
 def short_command(command: Sequence[str]) -> str:
-    """A command line without what only this run needed: where files went."""
-    text = " ".join(command)
-    return re.sub(r" --(?:json|out|pack)[= ]\S+", "", text)
+    """A command line without what only this run needed: where programs and files were."""
+    text = " ".join([*(Path(word).name for word in command[:1]), *command[1:]])
+    text = re.sub(r" --(?:json|out|pack)[= ]\S+", "", text)
+    return re.sub(r"(?<=[= ])/\S*/(?=\S)", "", text)

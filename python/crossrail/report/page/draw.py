@@ -23,6 +23,9 @@ WIDTH = 440.0
 """Width of a chart in its own units. Pages show it at 300 to 560 pixels, so that texts stay legible."""
 
 TEXT, SMALL = 12.0, 11.0
+BOLD = 13.5
+"""Size to estimate the width of bold text of size TEXT by."""
+
 SERIES = 8
 """Number of colours. Each has a shape and a dash pattern of its own as well."""
 
@@ -177,7 +180,7 @@ def _bars(chart: Bars) -> tuple[str, float]:
     parts, y = [], 0.0
     for heading, bars in chart.groups:
         if heading:
-            parts.append(_text(0, y + 17, clipped(heading, WIDTH, TEXT), "gh"))
+            parts.append(_text(0, y + 17, clipped(heading, WIDTH, BOLD), "gh"))
             y += _HEAD
         for bar in bars:
             parts.append(_bar(bar, y, scale))
@@ -187,7 +190,7 @@ def _bars(chart: Bars) -> tuple[str, float]:
 
 
 def _bar(bar: Bar, y: float, scale: float) -> str:
-    room = WIDTH - width_of(bar.text, TEXT) - 14
+    room = WIDTH - width_of(bar.text, BOLD) - 14
     hint = bar.hint or f"{bar.label}: {bar.text}"
     parts = [_text(0, y + 11, clipped(bar.label, room, TEXT)), _text(WIDTH, y + 11, bar.text, "v", "end")]
     parts.append(_rect(0, y + 16, WIDTH, _BAR, "bg"))
@@ -205,7 +208,7 @@ def _stack(chart: Stack) -> tuple[str, float]:
     scale = (WIDTH - 2) / (top or 1.0)
     parts, y = [], 0.0
     for label, values, text in chart.rows:
-        room = WIDTH - width_of(text, TEXT) - 14
+        room = WIDTH - width_of(text, BOLD) - 14
         parts += [_text(0, y + 11, clipped(label, room, TEXT)), _text(WIDTH, y + 11, text, "v", "end")]
         x, total = 0.0, sum(values) or 1.0
         for number, (name, value) in enumerate(zip(chart.names, values, strict=True)):
@@ -218,11 +221,36 @@ def _stack(chart: Stack) -> tuple[str, float]:
     return "".join(parts), max(y - 6, 1.0)
 
 
+def _strips(chart: HeatMap) -> tuple[str, float]:
+    """A line of cells for each row, under its name."""
+    known = [value for line in chart.values for value in line if value is not None]
+    low, high = 0.0, max(known, default=1.0)
+    cell = WIDTH / len(chart.columns)
+    parts = []
+    for number, name in enumerate(chart.columns):
+        shown = clipped(name, cell - 2, SMALL)
+        parts.append(_text((number + 0.5) * cell, 12, shown, "tk", "middle"))
+    y = 20.0
+    for name, line in zip(chart.rows, chart.values, strict=True):
+        parts.append(_text(0, y + 11, clipped(name, WIDTH, TEXT)))
+        for number, value in enumerate(line):
+            shade = 0 if value is None else _shade(value, low, high)
+            text = "" if value is None else f"{number_text(value)} {chart.unit}"
+            kind = "na" if value is None else f"q{shade}"
+            hint = f"{name}, {chart.columns[number]}: {text or 'none'}"
+            parts.append(_rect(number * cell + 0.5, y + 16, cell - 1, 18, kind, hint))
+            parts.append(_text((number + 0.5) * cell, y + 29, text, f"qt{shade}", "middle") if text else "")
+        y += 42
+    return "".join(parts), y - 4
+
+
 def _heat_map(chart: HeatMap) -> tuple[str, float]:
+    if chart.strips:
+        return _strips(chart)
     chart = _thinned(chart)
     rows, columns = len(chart.rows), len(chart.columns)
     known = [value for line in chart.values for value in line if value is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    low, high = _shaded_range(known, chart.less_is_better)
     side = max(rows, columns)
     labelled = side <= _MOST_CELLS_ALONE
     labels = max((width_of(one, SMALL) for one in chart.rows), default=0.0)
@@ -301,6 +329,14 @@ def _shade(value: float, low: float, high: float) -> int:
     return min(int(part * SHADES), SHADES - 1)
 
 
+def _shaded_range(known: Sequence[float], less_is_better: bool) -> tuple[float, float]:
+    """The range of the colours. It is at least a quarter wide, so that noise does not look like a difference."""
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if less_is_better:
+        return low, max(high, low * 4 / 3)
+    return min(low, high * 3 / 4), high
+
+
 def _shade_scale(chart: HeatMap, y: float, low: float, high: float) -> str:
     step = 22.0
     left, right = f"{number_text(low)}", f"{number_text(high)} {chart.unit}"
@@ -333,7 +369,7 @@ def _forest(chart: Forest) -> tuple[str, float]:
     body: list[str] = []
     for heading, rows in chart.groups:
         if heading:
-            body.append(_text(0, y + 17, clipped(heading, WIDTH, TEXT), "gh"))
+            body.append(_text(0, y + 17, clipped(heading, WIDTH, BOLD), "gh"))
             y += _HEAD
         for one in rows:
             body.append(_interval(one, y, across))
@@ -365,7 +401,7 @@ def _ratio_ticks(far: float) -> list[float]:
 
 def _interval(one: Interval, y: float, across: Callable[[float], float]) -> str:
     colour = _VERDICTS[one.verdict]
-    room = WIDTH - width_of(one.text, TEXT) - 14
+    room = WIDTH - width_of(one.text, BOLD) - 14
     middle = y + 20.5
     hint = escape(one.hint or f"{one.label}: {one.text}")
     return (

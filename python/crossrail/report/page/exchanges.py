@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..control import STEPS
 from ..schema import PeerResult, Row
+from ..stats import median
 from ..units import format_bytes
 from .gather import Entry, distinct, latency_of, rate_text, table_of, time_text
 from .model import Bar, Bars, Figure, Lines, Section, Series, Stack
@@ -177,15 +178,16 @@ def _control_key(entry: Entry) -> str:
 
 def _steps(part: Sequence[Entry], key: str) -> Figure:
     bars, lines = [], []
-    for entry in sorted(part, key=lambda one: STEPS.index(one.row.what)):
-        row = entry.row
-        value = row.avg_us or 0.0
-        parts = "".join(f"; {name} {time_text(time)}" for name, time in row.stages_us.items())
-        hint = f"{row.what}: mean {time_text(value)}, {time_text(row.min_us)} to {time_text(row.max_us)}{parts}"
-        bars.append(Bar(row.what, value, time_text(value), 0, row.min_us, row.max_us, hint))
-        lines.append(
-            [row.what, time_text(value), time_text(row.min_us), time_text(row.max_us), parts.removeprefix("; ")]
+    for step in (one for one in STEPS if any(entry.row.what == one for entry in part)):
+        rows = [entry.row for entry in part if entry.row.what == step]
+        value = median([row.avg_us or 0.0 for row in rows])
+        least, most = min(row.min_us or value for row in rows), max(row.max_us or value for row in rows)
+        parts = "; ".join(f"{name} {time_text(time)}" for name, time in rows[0].stages_us.items())
+        hint = f"{step}: mean {time_text(value)}, {time_text(least)} to {time_text(most)}" + (
+            f"; {parts}" * bool(parts)
         )
+        bars.append(Bar(step, value, time_text(value), 0, least, most, hint))
+        lines.append([step, time_text(value), time_text(least), time_text(most), parts])
     chart = Bars(key, "\N{MICRO SIGN}s", [("", bars)], sub="Bar: mean of all ranks and rounds. Whisker: least to most.")
     return Figure(chart, table_of(["step", "mean", "least", "most", "parts"], lines))
 

@@ -12,6 +12,7 @@ from .draw import draw, legend
 from .model import Bars, Chart, Document, Figure, Section, Stack, Table
 from .style import SCRIPT, STYLE, symbols
 
+_OPEN_NOTES = 4
 _OPEN_ROWS = 24
 """Rows up to which a table stands open on the page."""
 
@@ -65,6 +66,8 @@ def _section(section: Section, most_rows: int | None) -> str:
     tables = "".join(f'<div class="card">{_folded(one, most_rows)}</div>' for one in section.tables)
     notes = "".join(f"<li>{escape(text)}</li>" for text in section.notes)
     listed = f'<ul class="notes">{notes}</ul>' if notes else ""
+    if len(section.notes) > _OPEN_NOTES:
+        listed = f"<details><summary>{counted(len(section.notes), 'remark')}</summary>{listed}</details>"
     return (
         f'<section id="{section.name}" aria-labelledby="{section.name}-h"><div class="head">'
         f'<h2 id="{section.name}-h">{escape(section.title)}</h2>{intro}</div>{grid}{tables}{listed}</section>\n'
@@ -87,10 +90,7 @@ def _legend(chart: Chart) -> str:
     known = legend(chart)
     if not known:
         return ""
-    items = "".join(
-        f'<li class="s{number % 8}">{_swatch(chart, number % 8)}<span class="nm">{escape(name)}</span></li>'
-        for number, name in known
-    )
+    items = "".join(f"<li>{_swatch(chart, number % 8)}<span>{escape(name)}</span></li>" for number, name in known)
     return f'<ul class="legend">{items}</ul>'
 
 
@@ -99,7 +99,7 @@ def _swatch(chart: Chart, number: int) -> str:
         inside = '<rect class="b" x="6" y="1" width="14" height="10"/>'
     else:
         inside = f'<path class="ln d{number}" d="M0 6H26"/><use href="#m{number}" x="13" y="6"/>'
-    return f'<svg viewBox="0 0 26 12" aria-hidden="true">{inside}</svg>'
+    return f'<svg class="s{number}" viewBox="0 0 26 12" aria-hidden="true">{inside}</svg>'
 
 
 def _folded(table: Table, most_rows: int | None) -> str:

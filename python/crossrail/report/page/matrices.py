@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..mesh import figure
 from ..schema import Row
+from ..stats import median
 from ..units import counted, format_bytes, format_size
 from ..unpack import CEILING
 from .gather import Entry, distinct, rate_of, rate_text, table_of
@@ -25,10 +26,10 @@ def mesh_section(found: Sequence[Entry]) -> Section | None:
         of = {name: [row for row in part if row.part == name] for name in ("pair", "latency", "all")}
         if of["pair"]:
             moved = f"{format_size(of['pair'][0].size)}, {of['pair'][0].window} in flight"
-            figures.append(_matrix(of["pair"], f"Each pair alone: rate ({key})", "GB/s", moved))
+            figures.append(_matrix(of["pair"], "Each pair alone: rate", "GB/s", f"{moved}. {key}"))
         if of["latency"]:
             moved = f"half a round trip of {format_bytes(of['latency'][0].size)}, median"
-            figures.append(_matrix(of["latency"], f"Each pair alone: latency ({key})", "\N{MICRO SIGN}s", moved))
+            figures.append(_matrix(of["latency"], "Each pair alone: latency", "\N{MICRO SIGN}s", f"{moved}. {key}"))
         if of["all"]:
             others = [entry for entry in found if entry.file == file and entry.program and entry.row.what in _ALL]
             figures.append(_together(of["all"], others, key))
@@ -66,8 +67,8 @@ def _matrix(rows: Sequence[Row], title: str, unit: str, sub: str) -> Figure:
     ]
     plain = [str(number) for number in numbers]
     several = len(rows) > len(cells)
-    sub += "; the best of several runs" if several else ""
-    chart = HeatMap(title, unit, "from rank", "rank", names, plain, values, marked, sub)
+    sub += ". The best of several runs" if several else ""
+    chart = HeatMap(title, unit, "from rank", "rank", names, plain, values, marked, sub, less_is_better=unit != "GB/s")
     return Figure(chart, table_of(["from", "to", unit, "note"], lines, left=2))
 
 
@@ -77,11 +78,13 @@ def _rank_name(rows: Sequence[Row], number: int) -> str:
 
 
 def _together(rows: Sequence[Row], others: Sequence[Entry], key: str) -> Figure:
-    bars = [Bar(f"rank {row.source}", figure(row), rate_text(figure(row)), 0) for row in rows]
+    ranks = sorted({row.source or 0 for row in rows})
+    sent = {rank: median([figure(row) for row in rows if row.source == rank]) for rank in ranks}
+    bars = [Bar(f"rank {rank}", rate, rate_text(rate), 0) for rank, rate in sent.items()]
     bars += [Bar(entry.program, rate_of(entry.row) or 0.0, rate_text(rate_of(entry.row)), 1) for entry in others]
     lines = [[bar.label, bar.text] for bar in bars]
-    moved = f"{format_size(rows[0].size)} to each other rank, {rows[0].window} in flight; what each rank sends"
-    return Figure(Bars(f"All at once ({key})", "GB/s", [("", bars)], sub=moved), table_of(["rank", "sent"], lines))
+    sub = f"What each rank sends: {format_size(rows[0].size)} to each other, {rows[0].window} in flight. {key}"
+    return Figure(Bars("All at once", "GB/s", [("", bars)], sub=sub), table_of(["rank", "sent"], lines))
 
 
 def unpack_section(found: Sequence[Entry]) -> Section | None:

@@ -78,7 +78,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A matrix as colours; None is a cell without a value. ``marked`` cells are outliers."""
+    """A matrix as colours; None is a cell without a value. ``marked`` cells are outliers.
+
+    ``strips``: the names of rows are long, and stand above their cells.
+    """
 
     title: str
     unit: str
@@ -89,6 +92,8 @@ class HeatMap:
     values: Sequence[Sequence[float | None]]
     marked: frozenset[tuple[int, int]] = frozenset()
     sub: str = ""
+    strips: bool = False
+    less_is_better: bool = False
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,6 @@ svg .qt4,svg .qt5,svg .qt6{fill:#fff;font-size:11px}
 svg .qt4,svg .qt5,svg .qt6{fill:#0b141b}}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:6px 0 0;padding:0;font-size:12px}
 .legend li{display:flex;align-items:center;gap:6px;min-width:0;overflow-wrap:anywhere}
-.legend .nm{color:var(--ink)}
 .legend svg{width:26px;height:12px;margin:0;flex:none}
 details{margin-top:2px;font-size:12.5px}summary{cursor:pointer;color:var(--mut)}
 .scroll{overflow-x:auto;margin-top:6px;max-height:460px;overflow-y:auto}

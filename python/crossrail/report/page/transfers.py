@@ -24,7 +24,7 @@ from .gather import (
     varying,
     with_peers_of,
 )
-from .model import Bar, Bars, Figure, Lines, Section, Series
+from .model import Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
 from .scales import number_text, time_unit
 
 LATENCIES = ("latency", "write", "put")
@@ -32,10 +32,18 @@ RATES = ("bandwidth", "pair", "transfer", "bidirectional bandwidth", "bi-directi
 
 _MOST_BARS = 24
 
+_FEW = 4
+"""Transfers up to which each has bars of its own for rails and for parts of its time."""
+
+_DOTTED = 4
+"""Curves up to which the 99th percentiles are drawn as well."""
+
 
 def latency_section(found: Sequence[Entry]) -> Section | None:
     """Small transfers: time by size."""
-    chosen = [entry for entry in found if entry.row.what in LATENCIES and latency_of(entry.row) is not None]
+    chosen = _beside_ours(
+        found, [entry for entry in found if entry.row.what in LATENCIES and latency_of(entry.row) is not None]
+    )
     if not chosen:
         return None
     figures = []
@@ -52,6 +60,13 @@ def latency_section(found: Sequence[Entry]) -> Section | None:
         "Time of one message from one end to the other: half of a round trip. Less is better.",
         figures,
     )
+
+
+def _beside_ours(found: Sequence[Entry], chosen: Sequence[Entry]) -> list[Entry]:
+    """Without what other programs measured beside rows of ours of another kind."""
+    ours = {entry.file for entry in found if not entry.program}
+    alike = {entry.file for entry in chosen if not entry.program}
+    return [entry for entry in chosen if not entry.program or entry.file in alike or entry.file not in ours]
 
 
 def _by_place(chosen: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
@@ -89,6 +104,7 @@ def _lines_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], titl
         known = [(x, mid(at, latency_of), mid(at, p99_of)) for x, at in one.at.items() if x > 0]
         points = [(x, value / scale) for x, value, _ in known if value is not None]
         upper = [None if high is None else high / scale for _, value, high in known if value is not None]
+        upper = upper if len(found) <= _DOTTED else []
         series.append(Series(one.name, points, upper))
         lines += [[size_text(int(x)), one.name, time_text(value), time_text(high)] for x, value, high in known]
     dotted = any(value is not None for one in series for value in one.upper)
@@ -113,7 +129,7 @@ def _bars_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], title
 
 def bandwidth_section(found: Sequence[Entry]) -> Section | None:
     """Windows of messages: rate by size."""
-    chosen = [entry for entry in found if entry.row.what in RATES and entry.row.gb_per_s]
+    chosen = _beside_ours(found, [entry for entry in found if entry.row.what in RATES and entry.row.gb_per_s])
     if not chosen:
         return None
     figures = []
@@ -171,9 +187,10 @@ def transfer_section(found: Sequence[Entry]) -> Section | None:
     beside = [entry for entry in found if entry.program and entry.row.what == "bandwidth" and not entry.row.peers]
     files = {entry.file for entry in chosen}
     figures = [_overview(chosen, names, [entry for entry in beside if entry.file in files])]
-    for first in range(0, len(chosen), 4):
-        part = list(zip(chosen[first : first + 4], names[first : first + 4], strict=True))
-        figures += [made for made in (_rails(part), _stages(part)) if made is not None]
+    part = list(zip(chosen, names, strict=True))
+    few = len(part) <= _FEW
+    details = (_rails(part), _stages(part)) if few else (_all_rails(part), _all_stages(part))
+    figures += [made for made in details if made is not None]
     verdicts = [
         f"{name}: {entry.row.verdict.text}" for entry, name in zip(chosen, names, strict=True) if entry.row.verdict
     ]
@@ -251,41 +268,76 @@ def _rails(part: Sequence[tuple[Entry, str]]) -> Figure | None:
     return Figure(chart, table_of(["transfer", "rail", "bytes", "share", "rate"], lines, left=2))
 
 
-_STAGES = (
-    ("wire_us", "on the wire"),
-    ("window_us", "window full"),
-    ("copy_us", "copying"),
-    ("match_us", "waiting for the receiver"),
-    ("pack_us", "packing"),
-    ("unpack_us", "unpacking"),
-    ("slot_us", "waiting for a slot"),
-)
+_STAGES = {
+    "wire": "on the wire",
+    "window": "window full",
+    "copy": "copying",
+    "match": "waiting for the receiver",
+    "pack": "packing",
+    "unpack": "unpacking",
+    "slot": "waiting for a slot",
+}
+"""Parts of the time of a transfer."""
+
+
+def _all_rails(part: Sequence[tuple[Entry, str]]) -> Figure | None:
+    """Many transfers: a line for each, with a part for each rail."""
+    names = distinct(lane.name for entry, _ in part for lane in entry.row.lanes if lane.bytes)
+    if not names:
+        return None
+    rows, lines = [], []
+    for entry, name in part:
+        shares = {lane.name: lane for lane in entry.row.lanes}
+        values = [shares[rail].share * 100 if rail in shares else 0.0 for rail in names]
+        rows.append((name, values, rate_text(entry.row.gb_per_s)))
+        for lane in entry.row.lanes:
+            if lane.bytes:
+                rate = rate_text(lane.gb_per_s)
+                lines.append([name, lane.name, format_bytes(lane.bytes), f"{lane.share:.1%}", rate])
+    chart = Stack("What each rail carried", "%", names, rows, sub="Share of the bytes; the transfer's rate.")
+    return Figure(chart, table_of(["transfer", "rail", "bytes", "share", "rate"], lines, left=2))
+
+
+def _all_stages(part: Sequence[tuple[Entry, str]]) -> Figure | None:
+    """Many transfers: a line of cells for each, one for each part of the time."""
+    shares = [(name, _shares(entry.row)) for entry, name in part]
+    used = [stage for stage in _STAGES if any(found.get(stage, 0.0) >= 0.5 for _, found in shares)]
+    if not used:
+        return None
+    values = [[round(found[stage]) if stage in found else None for stage in used] for _, found in shares]
+    lines = [[name, *(f"{found[stage]:.0f} %" if stage in found else "-" for stage in used)] for name, found in shares]
+    legend = ", ".join(f"{stage}: {_STAGES[stage]}" for stage in used if stage != _STAGES[stage])
+    sub = f"Share of a transfer's time; parts overlap. {legend[:1].upper()}{legend[1:]}."
+    names = [name for name, _ in shares]
+    chart = HeatMap("Where the time went", "%", "transfer", "part", names, used, values, sub=sub, strips=True)
+    return Figure(chart, table_of(["transfer", *used], lines))
+
+
+def _shares(row: Row) -> dict[str, float]:
+    """Each part of the time of a transfer, in percent of it; none if that was not measured."""
+    if row.stages is None or not row.iterations:
+        return {}
+    whole = median([one.us_sender for one in row.iterations])
+    return {stage: min(getattr(row.stages, f"{stage}_us") / whole * 100, 100.0) for stage in _STAGES}
 
 
 def _stages(part: Sequence[tuple[Entry, str]]) -> Figure | None:
     groups, lines = [], []
     for entry, name in part:
-        row = entry.row
-        if row.stages is None or not row.iterations:
+        shares = {stage: share for stage, share in _shares(entry.row).items() if share > 0}
+        if not shares:
             continue
-        whole = median([one.us_sender for one in row.iterations])
         bars = []
-        for number, (stage, label) in enumerate(_STAGES):
-            spent = getattr(row.stages, stage)
-            if spent > 0:
-                share = spent / whole * 100
-                bars.append(Bar(label, min(share, 100.0), f"{share:.0f} %, {time_text(spent)}", number))
-                lines.append([name, label, time_text(spent), f"{share:.0f} %"])
-        groups.append((f"{name}: {time_text(whole)}", bars))
+        for number, (stage, label) in enumerate(_STAGES.items()):
+            if stage in shares:
+                spent = time_text(getattr(entry.row.stages, f"{stage}_us"))
+                bars.append(Bar(label, shares[stage], f"{shares[stage]:.0f} %, {spent}", number))
+                lines.append([name, label, spent, f"{shares[stage]:.0f} %"])
+        groups.append((f"{name}: {time_text(entry.row.p50_us)}", bars))
     if not groups:
         return None
-    chart = Bars(
-        "Where the time went",
-        "%",
-        groups,
-        sub="Share of a transfer's time. Parts overlap and need not add up.",
-        top=100.0,
-    )
+    sub = "Share of a transfer's time. Parts overlap and need not add up."
+    chart = Bars("Where the time went", "%", groups, sub=sub, top=100.0)
     return Figure(chart, table_of(["transfer", "part", "time", "share"], lines, left=2))
 
 

@@ -1,0 +1,72 @@
+"""The pages of committed results, and the picture of them in README: made again by `make pages`.
+
+python benches/pages.py    writes docs/reports
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from crossrail.report.page.document import document
+from crossrail.report.page.model import Chart
+from crossrail.report.page.picture import picture
+from crossrail.report.page.write import html
+from crossrail.report.sources import Source, read_source
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benches" / "results"
+REPORTS = ROOT / "docs" / "reports"
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page: its title, and the results that it shows."""
+
+    title: str
+    pattern: str
+
+    def sources(self) -> list[Source]:
+        return [read_source(path) for path in sorted(RESULTS.glob(self.pattern))]
+
+
+PAGES = {
+    "host.html": Page("Crossrail on one host and on four rails", "*.json"),
+    "gpu-2.html": Page("Crossrail on two GPUs", "gpu/*-2.json"),
+    "gpu-4.html": Page("Crossrail on four GPUs", "gpu/*-4.json"),
+}
+
+PICTURE = "charts.svg"
+PICTURED = (
+    ("host.html", "bandwidth", "64 in flight"),
+    ("gpu-4.html", "latency", "One-way latency"),
+    ("gpu-4.html", "mesh", "Each pair alone: rate"),
+)
+"""The charts of the picture: a page, a section, and a part of the chart's title."""
+
+ABOUT = "Three charts of a page: bandwidth by message size, latency by message size, and the rate of every pair of GPUs"
+
+
+def main() -> int:
+    """Writes the pages and the picture."""
+    REPORTS.mkdir(exist_ok=True)
+    found = {name: page.sources() for name, page in PAGES.items()}
+    for name, page in PAGES.items():
+        (REPORTS / name).write_text(html(found[name], page.title), encoding="utf-8")
+    charts = [chart(found, *where) for where in PICTURED]
+    names = {name for name, _, _ in PICTURED}
+    sources = [source for name in PAGES if name in names for source in found[name]]
+    (REPORTS / PICTURE).write_text(picture(charts, ABOUT, sources), encoding="utf-8")
+    return 0
+
+
+def chart(found: dict[str, list[Source]], page: str, section: str, title: str) -> Chart:
+    """The first chart of a section whose title has these words."""
+    made = document(found[page], PAGES[page].title)
+    figures = next(one.figures for one in made.sections if one.name == section)
+    return next(one.chart for one in figures if title in one.chart.title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
