@@ -28,6 +28,7 @@ pub(crate) const ROOMS: &[Room] = &[
     Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
     room("shm", "crossrail-shm", &["topology", "transport", "types"]),
     room("tcp", "crossrail-tcp", &["transport", "types"]),
+    room("ucx", "crossrail-ucx", &["transport", "types"]),
     Room { forbids_unsafe: true, ..room("handshake", "crossrail-handshake", &["tcp", "types"]) },
     room("cuda", "crossrail-cuda", &["types"]),
     room("kernels", "crossrail-kernels", &["cuda", "types"]),

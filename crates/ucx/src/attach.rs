@@ -1,0 +1,119 @@
+//! How two ends join: over a TCP connection that has been authenticated, each learns the other's worker address.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_transport::LaneError;
+use crossrail_types::{Error, ErrorKind, LaneId, Result};
+
+use crate::companion::Companion;
+use crate::fabric::Fabric;
+use crate::lane::UcxLane;
+use crate::link::{Link, timed_out};
+use crate::sender::Sender;
+use crate::wire::{self, INTRODUCTION_LEN};
+
+/// Joins the two ends of `stream`, which both call this, and returns once UCX has carried a message in each direction.
+/// The stream must be authenticated; it stays open beside the lane. The caller must not drive the lane's peer on the
+/// same thread.
+///
+/// # Errors
+/// `Timeout` at the deadline; `Protocol` when the peer introduces itself otherwise; `Unreachable` when UCX finds no way
+/// between the two devices; `Io` and others as the system and UCX report them.
+pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, deadline: Instant) -> Result<UcxLane> {
+    let mut link = Link::new(fabric)?;
+    let address = link.address()?;
+    if address.len() > wire::ADDRESS_MAX {
+        let detail = format!("UCX's worker address has {} bytes, of {} at most", address.len(), wire::ADDRESS_MAX);
+        return Err(Error::new(ErrorKind::Unsupported, "connect", detail)
+            .with_hint("let UCX use fewer devices: UCX_NET_DEVICES, UCX_TLS"));
+    }
+    let theirs = introduce(&stream, &address, deadline)?;
+    link.connect(&theirs)?;
+    let mut companion = Companion::new(stream).map_err(|error| Error::io("connect", "fcntl", &error))?;
+    let mut tx = Sender::new();
+    let failed = |error: LaneError| Error::new(ErrorKind::Unreachable, "connect", error.to_string());
+    tx.hello(&link).map_err(failed)?;
+    // UCX connects while both ends progress: this end goes on until the other has connected, too.
+    let mut flush = Some(link.begin_flush().map_err(failed)?);
+    loop {
+        let moved = link.progress();
+        if let Some(error) = link.failure() {
+            return Err(failed(error));
+        }
+        if let Some(why) = link.inbox().fault() {
+            return Err(Error::new(ErrorKind::Protocol, "connect", why));
+        }
+        if let Some(request) = &mut flush
+            && link.inbox().has_hello()
+            && link.has_ended(request).map_err(failed)?
+        {
+            flush = None;
+            companion.announce_ready().map_err(|error| Error::io("connect", "send", &error))?;
+        }
+        let ended = companion.read();
+        if flush.is_none() && companion.peer_is_ready() {
+            break;
+        }
+        if let Some(ended) = ended {
+            let why = ended.map_or_else(|error| error.to_string(), |_| "it gave the lane up".to_owned());
+            return Err(Error::new(ErrorKind::Unreachable, "connect", format!("while UCX connected, {why}")));
+        }
+        if Instant::now() >= deadline {
+            let detail = "UCX did not connect to the peer's worker in time";
+            return Err(timed_out(detail).with_hint("UCX_LOG_LEVEL=info says what UCX tries"));
+        }
+        if !moved {
+            std::thread::yield_now();
+        }
+    }
+    UcxLane::new(id, link, tx, companion)
+}
+
+/// Exchanges worker addresses; the peer's.
+fn introduce(mut stream: &TcpStream, address: &[u8], deadline: Instant) -> Result<Vec<u8>> {
+    let failed = |call: &'static str| {
+        move |error: std::io::Error| match error.kind() {
+            std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
+                timed_out("the peer did not introduce its UCX worker in time")
+            }
+            _ => Error::io("connect", call, &error),
+        }
+    };
+    stream.set_nonblocking(false).map_err(failed("fcntl"))?;
+    let arm = |stream: &TcpStream| {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        stream.set_read_timeout(Some(left)).and_then(|()| stream.set_write_timeout(Some(left)))
+    };
+    arm(stream).map_err(failed("setsockopt"))?;
+    // An introduction fits a socket's buffer, so both ends may write first.
+    let mut bytes = wire::introduction(address.len()).to_vec();
+    bytes.extend_from_slice(address);
+    stream.write_all(&bytes).map_err(failed("send"))?;
+    let mut introduction = [0; INTRODUCTION_LEN];
+    read(stream, &mut introduction, &arm).map_err(failed("recv"))?;
+    let len = wire::introduced(&introduction).map_err(|why| Error::new(ErrorKind::Protocol, "connect", why))?;
+    let mut theirs = vec![0; len];
+    read(stream, &mut theirs, &arm).map_err(failed("recv"))?;
+    Ok(theirs)
+}
+
+/// Reads to the end of `into`; the deadline bounds all of it, not each part.
+fn read(
+    mut stream: &TcpStream,
+    mut into: &mut [u8],
+    arm: &impl Fn(&TcpStream) -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    while !into.is_empty() {
+        arm(stream)?;
+        match stream.read(into) {
+            Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => into = &mut into[read..],
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,296 @@
+//! A UCX connection as a lane.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use crossrail_transport::{Lane, LaneCaps, LaneError, LaneStats, Post, Sink, Tx};
+use crossrail_types::{Error, LaneId, Result};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+
+use crate::alarm::Alarm;
+use crate::companion::{Companion, Ending};
+use crate::link::Link;
+use crate::receiver::{PAYLOAD_MAX, Receiver};
+use crate::sender::Sender;
+use crate::wire::INLINE_MAX;
+
+/// How long UCX may take to hand over what was sent, when a lane is dropped.
+const FLUSH_MAX: Duration = Duration::from_millis(200);
+/// How long frames may still arrive after the peer has closed the connection beside the lane, without any news.
+const DRAIN_MAX: Duration = Duration::from_millis(500);
+/// Polls that found nothing before the connection beside the lane is read without having been reported ready.
+const IDLE_POLLS: u32 = 256;
+/// Calls of UCX's progress in one poll.
+const PROGRESS_MAX: usize = 16;
+/// Calls of UCX's progress until it must have nothing to do, before the lane sleeps.
+const ARM_MAX: usize = 256;
+
+/// A UCX connection as a lane. It is driven by one thread at a time, any thread, and never blocks.
+///
+/// Dropping it hands over what was sent for up to 200 ms, tells the peer how much that was, and closes the connection
+/// by force. A lane that has failed closes at once.
+pub struct UcxLane {
+    id: LaneId,
+    name: String,
+    selected: String,
+    caps: LaneCaps,
+    // The link goes before the memory that UCX refers to.
+    link: Link,
+    tx: Sender,
+    rx: Receiver,
+    companion: Companion,
+    epoll: Epoll,
+    /// For lanes over memory.
+    alarm: Option<Alarm>,
+    /// The connection beside the lane was reported ready, or may be.
+    readable: bool,
+    idle: u32,
+    ended: Option<Ended>,
+    /// The error that `poll` reports once everything received has been delivered.
+    broken: Option<LaneError>,
+}
+
+/// The peer's end, and since when nothing has arrived.
+struct Ended {
+    how: Ending,
+    quiet_since: Instant,
+}
+
+impl UcxLane {
+    pub(crate) fn new(id: LaneId, link: Link, tx: Sender, companion: Companion) -> Result<UcxLane> {
+        let failed = |call: &'static str| move |error: nix::Error| Error::io("connect", call, &error.into());
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(failed("epoll_create1"))?;
+        let descriptor = link.descriptor()?;
+        let readable = || EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP, 0);
+        epoll.add(companion.stream().as_fd(), readable()).map_err(failed("epoll_ctl"))?;
+        #[allow(unsafe_code)]
+        // SAFETY: UCX keeps it open as long as the worker lives, which is past this call.
+        let descriptor = unsafe { BorrowedFd::borrow_raw(descriptor) };
+        epoll.add(descriptor, readable()).map_err(failed("epoll_ctl"))?;
+        let alarm = if link.is_over_memory() { Some(Alarm::new()?) } else { None };
+        if let Some(alarm) = &alarm {
+            epoll.add(alarm.fd(), readable()).map_err(failed("epoll_ctl"))?;
+        }
+        let selected = link.selected();
+        let caps = LaneCaps {
+            copies_up_to: INLINE_MAX,
+            max_payload: PAYLOAD_MAX,
+            reliable: false,
+            whole_max: 0,
+            counts: false,
+            direct: false,
+        };
+        Ok(UcxLane {
+            id,
+            name: format!("ucx:{selected}"),
+            selected,
+            caps,
+            link,
+            tx,
+            rx: Receiver::new(),
+            companion,
+            epoll,
+            alarm,
+            readable: true,
+            idle: 0,
+            ended: None,
+            broken: None,
+        })
+    }
+
+    /// What UCX uses beneath: `tcp/eth0`, `posix+cma/memory`.
+    pub fn selected(&self) -> &str {
+        &self.selected
+    }
+
+    /// Records an error to report after everything that has been received.
+    fn fail(&mut self, error: LaneError) {
+        self.broken.get_or_insert(error);
+    }
+
+    /// Reads the connection beside the lane, if it may have something.
+    fn look(&mut self, probe: bool) {
+        self.idle += 1;
+        if self.ended.is_some() || !(self.readable || (probe && self.idle >= IDLE_POLLS)) {
+            return;
+        }
+        self.idle = 0;
+        self.readable = false;
+        match self.companion.read() {
+            None => {}
+            Some(Ok(how)) => self.ended = Some(Ended { how, quiet_since: Instant::now() }),
+            Some(Err(error)) => self.fail(error),
+        }
+    }
+
+    /// The lane's error, once everything that the peer has sent was delivered, or will not arrive any more.
+    fn end(&mut self, moved: bool) -> std::result::Result<(), LaneError> {
+        if moved || self.rx.waits {
+            if let Some(ended) = &mut self.ended {
+                ended.quiet_since = Instant::now();
+            }
+            return Ok(());
+        }
+        if let Some(error) = &self.broken
+            && self.ended.is_none()
+        {
+            return Err(error.clone());
+        }
+        let Some(ended) = &self.ended else { return Ok(()) };
+        let have = Ending::Closed { frames: self.link.inbox().taken(), pieces: self.rx.pieces_taken() };
+        let why = match ended.how {
+            complete if complete == have => "the peer closed the lane".to_owned(),
+            _ if ended.quiet_since.elapsed() < DRAIN_MAX && self.broken.is_none() => return Ok(()),
+            Ending::Closed { .. } => "the peer closed the lane, and not all that it had sent arrived".to_owned(),
+            Ending::Gone => "the peer's process has ended, or it has given the lane up".to_owned(),
+        };
+        Err(LaneError::Closed(why))
+    }
+
+    fn exchange(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> std::result::Result<bool, LaneError> {
+        let rounds = if probe { 1 } else { PROGRESS_MAX };
+        for _ in 0..rounds {
+            if !self.link.progress() {
+                break;
+            }
+        }
+        if let Some(why) = self.link.inbox().fault() {
+            return Err(LaneError::Protocol(why));
+        }
+        let mut moved = false;
+        if self.link.failure().is_none() {
+            self.rx.fetch(&self.link)?;
+        }
+        moved |= self.rx.poll(&self.link, self.id, sink, budget)?;
+        if self.ended.is_none() && self.broken.is_none() {
+            if let Some(error) = self.link.failure() {
+                self.fail(error);
+                return Ok(moved);
+            }
+            let sent = self.tx.poll(&self.link, self.id, sink, budget);
+            match sent.and_then(|any| self.tx.credit(&self.link).map(|()| any)) {
+                Ok(any) => moved |= any,
+                Err(error) => self.fail(error),
+            }
+        }
+        Ok(moved)
+    }
+}
+
+impl Lane for UcxLane {
+    fn id(&self) -> LaneId {
+        self.id
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn caps(&self) -> &LaneCaps {
+        &self.caps
+    }
+
+    fn post(&mut self, tx: &Tx) -> std::result::Result<Post, LaneError> {
+        // Errors are for `poll`, which delivers first what has been received.
+        if self.broken.is_some() || self.ended.is_some() || tx.payload.len > INLINE_MAX {
+            return Ok(Post::Full);
+        }
+        if let Some(error) = self.link.failure() {
+            self.fail(error);
+            return Ok(Post::Full);
+        }
+        let sent = match self.tx.has_room(&self.link) {
+            Ok(false) => return Ok(Post::Full),
+            Ok(true) => self.tx.frame(&self.link, tx),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = sent {
+            self.fail(error);
+        }
+        Ok(Post::Taken)
+    }
+
+    fn poll(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> std::result::Result<bool, LaneError> {
+        self.look(probe);
+        let moved = match self.exchange(sink, budget, probe) {
+            Err(error @ LaneError::Protocol(_)) => return Err(error),
+            Err(error) => {
+                self.fail(error);
+                false
+            }
+            Ok(moved) => moved,
+        };
+        if moved {
+            self.idle = 0;
+        }
+        self.end(moved)?;
+        Ok(moved)
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.epoll.0.as_raw_fd())
+    }
+
+    fn ready(&mut self, readable: bool, _writable: bool) {
+        self.readable |= readable;
+    }
+
+    fn arm(&mut self) -> bool {
+        // UCX's descriptor reports what arrives, but not what UCX has put off until its next progress.
+        for _ in 0..ARM_MAX {
+            let waits = self.rx.waits;
+            if !waits && (self.ended.is_some() || self.broken.is_some() || self.link.failure().is_some()) {
+                return false;
+            }
+            if self.rx.has_work(&self.link) || (self.ended.is_none() && self.tx.has_work(&self.link)) {
+                return false;
+            }
+            if !self.link.progress() && self.link.arm() {
+                if let Some(alarm) = &self.alarm {
+                    alarm.set(true);
+                }
+                return true;
+            }
+            if self.link.failure().is_none() && self.rx.fetch(&self.link).is_err() {
+                return false;
+            }
+        }
+        false
+    }
+
+    fn disarm(&mut self) {
+        if let Some(alarm) = &self.alarm {
+            alarm.set(false);
+        }
+    }
+
+    fn stats(&self) -> LaneStats {
+        // UCX does not say what the peer's side has acknowledged; whether the path works, the connection beside does.
+        let (acknowledged, waiting) = self.companion.beat();
+        LaneStats {
+            tx_bytes: self.tx.bytes,
+            rx_bytes: self.rx.bytes,
+            acked_bytes: if waiting > 0 { acknowledged.min(self.tx.bytes) } else { self.tx.bytes },
+            in_flight_bytes: waiting,
+            retransmits: 0,
+        }
+    }
+}
+
+impl Drop for UcxLane {
+    fn drop(&mut self) {
+        let alive = self.ended.is_none() && self.broken.is_none() && self.link.failure().is_none();
+        if alive && self.companion.is_acknowledged() {
+            self.link.flush(FLUSH_MAX);
+            self.companion.bid_farewell(self.link.inbox().sent(), self.tx.pieces_sent());
+        }
+        self.tx.forget(&self.link);
+        self.rx.forget(&self.link);
+    }
+}
+
+impl std::fmt::Debug for UcxLane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "UcxLane({} {})", self.id, self.name)
+    }
+}

@@ -1,0 +1,40 @@
+//! Lanes over UCX, which is loaded at run time: the way to InfiniBand, RoCE and EFA.
+//!
+//! [`Library::load`] finds `libucp`, [`Fabric`] opens it for some of its transports and one of its devices, and
+//! [`attach`] joins two ends over a TCP connection that has been authenticated: they exchange the addresses of their
+//! UCX workers there, so that UCX's own listener is never opened. The connection stays open beside the lane; its end is
+//! the lane's.
+//!
+//! # How frames travel
+//!
+//! A frame is one active message, with its payload if that is at most 8 KiB. A longer payload follows in pieces of 256 KiB
+//! by UCX's rendezvous: UCX moves a piece between registered memory of the two lanes by whatever is fastest on the
+//! device, a get or a put by the NIC. UCX's `put` itself is not used: UCX before 1.16 emulates it by active messages of
+//! 8 KiB wherever the transport lacks a short put, as TCP does.
+//!
+//! Both ends stage pieces in memory of the lane, because a transfer that UCX has begun can't be recalled: memory of the
+//! user's would be written to after its [`Grant`](crossrail_transport::Grant) was revoked. What is in flight is bounded:
+//! 128 frames and 8 pieces in each direction. UCX retries and waits beneath; no call here waits for the peer, except
+//! [`attach`], which has a deadline, and the drop of a lane, which gives UCX 200 ms to hand over what was sent.
+//!
+//! Each lane has a worker of its own, so an error of UCX's ends that lane only, and once the worker is gone nothing
+//! refers to the lane's memory.
+
+mod alarm;
+mod attach;
+mod companion;
+mod fabric;
+mod inbox;
+mod lane;
+mod library;
+mod link;
+mod memory;
+mod raw;
+mod receiver;
+mod sender;
+mod wire;
+
+pub use attach::attach;
+pub use fabric::{Class, Fabric, Resource};
+pub use lane::UcxLane;
+pub use library::{Absent, Library, loaded_files};

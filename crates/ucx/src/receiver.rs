@@ -1,0 +1,204 @@
+//! The receiving half of a lane.
+#![allow(unsafe_code)]
+
+use crossrail_transport::{Grant, LaneError, Place, Sink};
+use crossrail_types::{HEAD_LEN, LaneId};
+
+use crate::link::{Link, Request};
+use crate::memory::Memory;
+use crate::wire::{INLINE_MAX, PIECE_MAX, PIECES};
+
+/// Largest payload of a frame. Nothing is allocated for one; this bounds what a peer may announce.
+pub(crate) const PAYLOAD_MAX: usize = 1 << 30;
+
+/// A piece that is being fetched, or was.
+struct Fetch {
+    request: Option<Request>,
+    len: usize,
+}
+
+/// A payload whose pieces are arriving.
+struct Body {
+    place: Place,
+    done: usize,
+    len: usize,
+}
+
+/// See the module. Dropped after the link.
+pub(crate) struct Receiver {
+    slots: Memory,
+    /// By number modulo [`PIECES`].
+    fetches: Vec<Option<Fetch>>,
+    /// Number of the next piece to consume, and of the next one to fetch.
+    next: u32,
+    begun: u32,
+    body: Option<Body>,
+    /// The sink has no place for the next frame.
+    pub(crate) waits: bool,
+    /// Bytes of heads and payloads.
+    pub(crate) bytes: u64,
+}
+
+impl Receiver {
+    pub(crate) fn new() -> Receiver {
+        Receiver {
+            slots: Memory::new(PIECES as usize * PIECE_MAX),
+            fetches: (0..PIECES).map(|_| None).collect(),
+            next: 0,
+            begun: 0,
+            body: None,
+            waits: false,
+            bytes: 0,
+        }
+    }
+
+    /// Pieces consumed.
+    pub(crate) fn pieces_taken(&self) -> u32 {
+        self.next
+    }
+
+    /// Whether something has arrived that the next poll delivers.
+    pub(crate) fn has_work(&mut self, link: &Link) -> bool {
+        if self.waits {
+            return false;
+        }
+        match &self.body {
+            None => link.inbox().has_frame(),
+            Some(_) => self.is_fetched(link).unwrap_or(true),
+        }
+    }
+
+    /// Begins to fetch the pieces that the peer offers, as far as there are slots. Whether it began any.
+    pub(crate) fn fetch(&mut self, link: &Link) -> Result<bool, LaneError> {
+        let mut any = false;
+        while self.begun.wrapping_sub(self.next) < PIECES {
+            let Some((number, offer)) = link.inbox().next_offer() else { break };
+            let at = (number % PIECES) as usize;
+            // SAFETY: the slot is free, because fewer than PIECES numbers are begun and not consumed; it outlives the link.
+            let request = unsafe { link.fetch(offer, self.slots.at(at * PIECE_MAX, offer.len))? };
+            self.fetches[at] = Some(Fetch { request, len: offer.len });
+            self.begun = number.wrapping_add(1);
+            any = true;
+        }
+        Ok(any)
+    }
+
+    fn is_fetched(&mut self, link: &Link) -> Result<bool, LaneError> {
+        match &mut self.fetches[(self.next % PIECES) as usize] {
+            Some(fetch) => link.has_ended(&mut fetch.request),
+            None => Ok(false),
+        }
+    }
+
+    /// Delivers what has arrived, about `budget` bytes. Whether anything moved.
+    pub(crate) fn poll(
+        &mut self,
+        link: &Link,
+        lane: LaneId,
+        sink: &mut dyn Sink,
+        budget: usize,
+    ) -> Result<bool, LaneError> {
+        let before = self.bytes;
+        let until = self.bytes.saturating_add(budget as u64);
+        loop {
+            if self.body.is_some() {
+                if !self.consume(link, until)? {
+                    break;
+                }
+                if let Some(Body { place: Place::Into { grant, token, .. }, .. }) = self.body.take()
+                    && !grant.is_some_and(|grant| grant.is_revoked())
+                {
+                    sink.placed(lane, token);
+                }
+            }
+            if self.bytes >= until || !link.inbox().has_frame() {
+                break;
+            }
+            self.head(link, lane, sink)?;
+            if self.waits {
+                break;
+            }
+        }
+        Ok(self.bytes > before)
+    }
+
+    /// Asks the sink about the next frame, and places its payload if that came with it.
+    fn head(&mut self, link: &Link, lane: LaneId, sink: &mut dyn Sink) -> Result<(), LaneError> {
+        let mut outcome = Ok(None);
+        link.inbox().next_frame(|head, inline| {
+            let len = head.payload_len() as usize;
+            if len > PAYLOAD_MAX {
+                outcome =
+                    Err(LaneError::Protocol(format!("a payload of {len} bytes exceeds the maximum of {PAYLOAD_MAX}")));
+                return false;
+            }
+            let place = sink.place(lane, &head);
+            self.waits = matches!(place, Place::Wait);
+            if self.waits {
+                return false;
+            }
+            if let Place::Refuse(why) = place {
+                outcome = Err(LaneError::Protocol(why));
+                return true;
+            }
+            self.bytes += HEAD_LEN as u64;
+            if len <= INLINE_MAX {
+                copy_to_place(&place, 0, inline.as_ptr(), len);
+                self.bytes += len as u64;
+                outcome = Ok(Some(Body { place, done: len, len }));
+            } else {
+                outcome = Ok(Some(Body { place, done: 0, len }));
+            }
+            true
+        });
+        self.body = outcome?;
+        Ok(())
+    }
+
+    /// Consumes pieces of the payload under way; whether it is complete.
+    fn consume(&mut self, link: &Link, until: u64) -> Result<bool, LaneError> {
+        loop {
+            let Some(body) = &self.body else { return Ok(false) };
+            if body.done == body.len {
+                return Ok(true);
+            }
+            let (left, done) = (body.len - body.done, body.done);
+            if self.bytes >= until || !self.is_fetched(link)? {
+                return Ok(false);
+            }
+            let at = (self.next % PIECES) as usize;
+            let Some(Fetch { len, .. }) = self.fetches[at].take() else { return Ok(false) };
+            if len != left.min(PIECE_MAX) {
+                let why = format!("a piece of {len} bytes came where {left} bytes of a payload are left");
+                return Err(LaneError::Protocol(why));
+            }
+            let from = self.slots.at(at * PIECE_MAX, len).cast_const();
+            let Some(body) = &mut self.body else { return Ok(false) };
+            copy_to_place(&body.place, done, from, len);
+            body.done += len;
+            self.bytes += len as u64;
+            self.next = self.next.wrapping_add(1);
+            self.fetch(link)?;
+        }
+    }
+
+    /// Gives requests back that have not ended: the lane ends.
+    pub(crate) fn forget(&mut self, link: &Link) {
+        for fetch in &mut self.fetches {
+            link.forget(fetch.take().and_then(|fetch| fetch.request));
+        }
+    }
+}
+
+/// Writes `len` bytes at `from`, which are the payload's from `offset` on, to where the sink wants them, if anywhere.
+fn copy_to_place(place: &Place, offset: usize, from: *const u8, len: usize) {
+    let Place::Into { dst, len: room, grant, .. } = place else { return };
+    let len = len.min(room.saturating_sub(offset));
+    let usage = grant.as_deref().map(Grant::enter);
+    if len == 0 || matches!(usage, Some(None)) {
+        return;
+    }
+    // SAFETY: offset + len <= room, which the sink said may be written until `placed` or until `revoke` has returned,
+    // which waits for `usage`; the caller gives `len` readable bytes at `from`.
+    unsafe { std::ptr::copy_nonoverlapping(from, dst.add(offset), len) }
+}

@@ -1,0 +1,35 @@
+//! The conformance suite of crossrail-transport, over UCX's own transports.
+
+mod common;
+
+use common::{fabric, pair};
+use crossrail_transport::conformance;
+
+#[test]
+fn tcp() {
+    let Some(fabric) = fabric(&["tcp"], Some("lo")) else { return };
+    conformance::run("ucx:tcp", &mut || {
+        let (a, b) = pair(&fabric);
+        assert_eq!((a.selected(), b.selected()), ("tcp/lo", "tcp/lo"));
+        (Box::new(a), Box::new(b))
+    });
+}
+
+#[test]
+fn posix() {
+    let Some(fabric) = fabric(&["posix"], None) else { return };
+    conformance::run("ucx:posix", &mut || {
+        let (a, b) = pair(&fabric);
+        assert_eq!(a.selected(), "posix/memory");
+        (Box::new(a), Box::new(b))
+    });
+}
+
+#[test]
+fn memory_with_single_copies() {
+    let Some(fabric) = fabric(&["posix", "sysv", "cma"], None) else { return };
+    conformance::run("ucx:posix,sysv,cma", &mut || {
+        let (a, b) = pair(&fabric);
+        (Box::new(a), Box::new(b))
+    });
+}
