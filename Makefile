@@ -19,13 +19,14 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages rust wheels check-aarch64 fmt clean
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
+	@echo "make models   shared memory under a model checker (loom)"
 	@echo "make test-gpu what needs a GPU"
 	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
 	@echo "make bench    the benchmark against the peers, into benches/results"
@@ -107,6 +108,12 @@ test-rust: $(TOOLS)
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
 	cargo test --quiet --locked --package crossrail-fuzz
+
+# Not part of `make test`: it compiles everything once more.
+models: rust
+	$(call say,models: shared memory in every order that the memory model allows)
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom CARGO_PROFILE_TEST_OPT_LEVEL=2 \
+		cargo test --quiet --locked --package crossrail-shm --lib models
 
 test-python: build
 	$(call say,test: Python and test bed)

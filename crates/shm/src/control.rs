@@ -3,16 +3,16 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::AtomicU64;
 
-use crate::memory::{Mapping, PAGE, sealed_memfd, verified_size};
+use crate::atomics::AtomicU64;
+use crate::memory::{Mapping, sealed_memfd, verified_size};
 
-/// Slots per direction.
-pub(crate) const SLOTS: usize = 1024;
+/// Slots per direction. A model has few, so that they are used again soon.
+pub(crate) const SLOTS: usize = if cfg!(loom) { 2 } else { 1024 };
 /// Payload bytes that fit into a slot.
 pub(crate) const INLINE: usize = 24;
 /// Cursors of direct copies per side.
-pub(crate) const CURSORS: usize = 64;
+pub(crate) const CURSORS: usize = if cfg!(loom) { 1 } else { 64 };
 
 /// One frame: one cache line.
 #[repr(C, align(64))]
@@ -42,12 +42,32 @@ pub(crate) struct Fixed {
     pub(crate) slots: [[Slot; SLOTS]; 2],
 }
 
-const _: () = assert!(size_of::<Slot>() == 64 && size_of::<Fixed>().is_multiple_of(PAGE));
+#[cfg(not(loom))]
+const _: () = assert!(size_of::<Slot>() == 64 && size_of::<Fixed>().is_multiple_of(crate::memory::PAGE));
+
+#[cfg(loom)]
+impl Fixed {
+    fn zeros() -> Fixed {
+        use std::array::from_fn;
+        let lines = || from_fn(|_| Line(AtomicU64::new(0)));
+        let slot = |_| Slot { words: from_fn(|_| AtomicU64::new(0)), seq: AtomicU64::new(0) };
+        Fixed {
+            consumed: lines(),
+            published: lines(),
+            sleeping: lines(),
+            cursors: from_fn(|_| from_fn(|_| Line(AtomicU64::new(0)))),
+            slots: from_fn(|_| from_fn(slot)),
+        }
+    }
+}
 
 /// A mapped control segment: [`Fixed`], then the two rings of payload bytes.
 pub(crate) struct Control {
     map: Mapping,
     ring: usize,
+    /// The model checker's atomics are not words of memory.
+    #[cfg(loom)]
+    modelled: Box<Fixed>,
 }
 
 impl Control {
@@ -60,7 +80,7 @@ impl Control {
     pub(crate) fn create(ring: usize) -> io::Result<(Control, OwnedFd)> {
         let fd = sealed_memfd("crossrail-lane", Control::size(ring))?;
         let map = Mapping::new(fd.as_fd(), Control::size(ring))?;
-        Ok((Control { map, ring }, fd))
+        Ok((Control::of(map, ring), fd))
     }
 
     /// The peer's, once its seals and size are as they must be.
@@ -70,9 +90,24 @@ impl Control {
             return Err(format!("a control segment of {size} bytes where {} were agreed", Control::size(ring)));
         }
         let map = Mapping::new(fd.as_fd(), size).map_err(|e| format!("mmap of the control segment: {e}"))?;
-        Ok(Control { map, ring })
+        Ok(Control::of(map, ring))
     }
 
+    fn of(map: Mapping, ring: usize) -> Control {
+        Control {
+            map,
+            ring,
+            #[cfg(loom)]
+            modelled: Box::new(Fixed::zeros()),
+        }
+    }
+
+    #[cfg(loom)]
+    pub(crate) fn fixed(&self) -> &Fixed {
+        &self.modelled
+    }
+
+    #[cfg(not(loom))]
     #[inline]
     pub(crate) fn fixed(&self) -> &Fixed {
         // SAFETY: the mapping is page-aligned, at least as large as Fixed, lives as long as `self`, and Fixed

@@ -3,8 +3,9 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+use crate::atomics::AtomicU64;
 use crate::control::Control;
 
 /// The numbers of both sides. The writer's word stays in its own cache as long as nobody reads it, so the reader looks

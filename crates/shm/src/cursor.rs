@@ -14,8 +14,9 @@
 //! generation. Settling is an addition: the unsettled piece itself keeps the owner from reusing the cursor.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+use crate::atomics::AtomicU64;
 use crate::control::{CURSORS, Control};
 
 const COUNT: u64 = (1 << 23) - 1;

@@ -15,6 +15,7 @@
 //! peer is mapped only after its seals show that it can't shrink under us.
 
 mod arena;
+mod atomics;
 mod attach;
 mod cma;
 mod control;
@@ -24,6 +25,8 @@ mod cursor;
 mod direct;
 mod lane;
 mod memory;
+#[cfg(all(test, loom))]
+mod models;
 mod notes;
 mod parting;
 mod parts;

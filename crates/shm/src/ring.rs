@@ -7,11 +7,12 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use crossrail_transport::{LaneError, Payload};
 use crossrail_types::Head;
 
+use crate::atomics::AtomicU64;
 use crate::control::{Control, INLINE, SLOTS, Slot};
 use crate::copy;
 
@@ -366,5 +367,5 @@ impl Consumer {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;

@@ -16,8 +16,9 @@
 use std::os::linux::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, compiler_fence, fence};
+use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 
+use crate::atomics::{AtomicU64, fence};
 use crate::control::Control;
 use crate::wire::Wire;
 
@@ -103,9 +104,15 @@ impl Flags {
     /// After a change of the ring: wakes the peer if it sleeps for `what`.
     #[inline]
     pub(crate) fn wake(&self, what: u64, wire: &Wire) {
-        if self.peer_sleeps(what) && self.theirs().fetch_and(!ASLEEP, Ordering::AcqRel) & ASLEEP != 0 {
+        if self.rings(what) {
             wire.bell();
         }
+    }
+
+    /// Whether the peer sleeps for `what` and is this side's to wake.
+    #[inline]
+    pub(crate) fn rings(&self, what: u64) -> bool {
+        self.peer_sleeps(what) && self.theirs().fetch_and(!ASLEEP, Ordering::AcqRel) & ASLEEP != 0
     }
 
     #[inline]
@@ -142,7 +149,7 @@ impl Flags {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::time::{Duration, Instant};
 
