@@ -24,6 +24,7 @@ const fn room(name: &'static str, package: &'static str, uses: &'static [&'stati
 pub(crate) const ROOMS: &[Room] = &[
     Room { outside: Some(&[]), forbids_unsafe: true, ..room("types", "crossrail-types", &[]) },
     Room { outside: Some(&["slab"]), forbids_unsafe: true, ..room("proto", "crossrail-proto", &["types"]) },
+    room("sight", "crossrail-sight", &["types"]),
     room("transport", "crossrail-transport", &["types"]),
     Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
     room("shm", "crossrail-shm", &["topology", "transport", "types"]),
@@ -38,17 +39,30 @@ pub(crate) const ROOMS: &[Room] = &[
     room(
         "engine",
         "crossrail",
-        &["proto", "transport", "shm", "tcp", "handshake", "topology", "gpu", "cuda-ipc", "kernels", "cuda", "types"],
+        &[
+            "sight",
+            "proto",
+            "transport",
+            "shm",
+            "tcp",
+            "handshake",
+            "topology",
+            "gpu",
+            "cuda-ipc",
+            "kernels",
+            "cuda",
+            "types",
+        ],
     ),
-    Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["handshake", "types"]) },
+    Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["sight", "handshake", "types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),
-    room("ep-host", "crossrail-ep-host", &["engine", "control", "ep", "types"]),
+    room("ep-host", "crossrail-ep-host", &["sight", "engine", "control", "ep", "types"]),
     room("ep-cuda", "crossrail-ep-cuda", &["engine", "control", "ep", "emulator", "kernels", "cuda", "types"]),
     Room { outside: Some(&[]), forbids_unsafe: true, ..room("nccl-abi", "crossrail-nccl-abi", &[]) },
     room("nccl-driver", "crossrail-nccl-driver", &["nccl-abi", "types"]),
     room("nccl-plugin", "crossrail-nccl-plugin", &["engine", "topology", "nccl-abi", "nccl-driver", "types"]),
     room("bench", "crossrail-bench", &["engine", "ep", "ep-host", "ep-cuda", "control", "nccl-driver", "types"]),
-    room("python", "crossrail-python", &["engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
+    room("python", "crossrail-python", &["sight", "engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"]),
 ];
 
 /// Names that must not appear in the sources below a folder (except its tests), and why.

@@ -3,6 +3,7 @@
 mod join;
 mod options;
 mod serve;
+mod sight;
 mod state;
 mod waits;
 mod watch;

@@ -26,9 +26,32 @@ impl Keys {
         Ok(Keys { prefix: format!("crossrail/{name}{job}/") })
     }
 
+    /// The keys of the group that one of whose members has this key, and its name; `None`: it is no member's.
+    pub(crate) fn of_member(key: &str) -> Option<(Keys, String)> {
+        let (prefix, _) = key.split_once("/member/")?;
+        let name = prefix.strip_prefix("crossrail/")?;
+        let name = name.split_once('@').map_or(name, |(name, _)| name).to_owned();
+        Some((Keys { prefix: format!("{prefix}/") }, name))
+    }
+
     /// Prefix of the members: one key per rank.
     pub(crate) fn members(&self) -> String {
         format!("{}member/", self.prefix)
+    }
+
+    /// Written by whoever wants the members to publish what their processes' pages show.
+    pub(crate) fn asked(&self) -> String {
+        format!("{}member-asked", self.prefix)
+    }
+
+    /// Prefix of all that the members watch: each other, and [`Keys::asked`].
+    pub(crate) fn watched(&self) -> String {
+        format!("{}member", self.prefix)
+    }
+
+    /// Prefix of what the members answer.
+    pub(crate) fn answers(&self) -> String {
+        format!("{}sight/", self.prefix)
     }
 
     /// Prefix of the local ranks of a node.

@@ -25,6 +25,7 @@ mod rank_layout;
 mod routes;
 pub mod rows;
 mod send;
+mod sight;
 mod sync;
 mod tensor;
 #[cfg(test)]

@@ -15,6 +15,7 @@ use crate::heap::{Areas, Heap, expert_area};
 use crate::peer::{OwnHeap, Peer};
 use crate::plan::check_memory;
 use crate::rows::Kernels;
+use crate::sight::Sight;
 
 /// This rank's side of a buffer. Everything but `view` is fixed when the buffer is created.
 pub(crate) struct LocalRank {
@@ -60,6 +61,8 @@ pub(crate) struct GroupView {
     pub(crate) closed: bool,
     /// The ranks called different operations, so their sequence numbers differ: every operation fails with this.
     pub(crate) broken: Option<Error>,
+    /// What the process's page shows of this buffer.
+    pub(crate) sight: Sight,
 }
 
 /// A rank that was lost after it was granted a place among our rows.
@@ -129,6 +132,8 @@ impl LocalRank {
         let region = worker.register(&memory)?;
         let mut peers: Vec<Option<Peer>> = (0..config.ranks).map(|_| None).collect();
         peers[me as usize] = Some(Peer::this_rank(me as usize));
+        let memory_bytes = areas.heap as u64 + experts.iter().flatten().map(|memory| memory.len() as u64).sum::<u64>();
+        let sight = Sight::new(context.settings(), name, (me, config.ranks), memory_bytes);
         let local = LocalRank {
             id,
             origin: Origin::here(),
@@ -154,6 +159,7 @@ impl LocalRank {
                 spin: Duration::ZERO,
                 closed: false,
                 broken: None,
+                sight,
             }),
         };
         local.meeting.announce()?;

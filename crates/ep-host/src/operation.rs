@@ -212,6 +212,7 @@ impl LocalRank {
             if operation.common().expected.is_empty() {
                 let output = operation.finish(self, &mut view);
                 let common = operation.common();
+                view.show_end(common);
                 return match common.failure.take() {
                     Some(error) => Err(error),
                     None => Ok(Some(output)),
@@ -225,6 +226,7 @@ impl LocalRank {
             let since = *idle_since.get_or_insert(now);
             if now.duration_since(checked) >= LIVENESS_INTERVAL {
                 checked = now;
+                view.show_wait(operation.common());
                 if self.give_up_lost_peers(operation, &mut view, now) {
                     continue;
                 }

@@ -43,6 +43,19 @@ impl Default for Config {
     }
 }
 
+/// What a lane carries at present.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaneLoad {
+    /// Chunks sent and not acknowledged.
+    pub chunks: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes per second, as the acknowledgements came; 0 while unknown.
+    pub rate: u64,
+    /// It holds a chunk of the peer's for which there is no slot, and receives nothing meanwhile.
+    pub waits: bool,
+}
+
 /// What the protocol has to know of a lane.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LaneSpec {

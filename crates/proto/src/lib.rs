@@ -26,7 +26,7 @@ mod peer;
 mod ranges;
 mod stream;
 
-pub use config::{Config, LaneSpec, Time};
+pub use config::{Config, LaneLoad, LaneSpec, Time};
 pub use event::{
     Access, Body, DirectId, Event, Failure, Host, Landed, LaneShare, Memory, Offer, Operation, Out, Placing, Protocol,
     Receipt, RegionFault, RegionKey, RegionRef, Regions, Role, Short,

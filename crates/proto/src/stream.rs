@@ -251,6 +251,11 @@ impl Stream {
         self.expected
     }
 
+    /// Frames sent, repetitions apart, and consumed, each modulo 2^32.
+    pub(crate) fn frames(&self) -> (u32, u32) {
+        (self.next, self.expected)
+    }
+
     /// Consumed frames that the sender has not been told of.
     #[inline]
     pub(crate) fn owed(&self) -> u32 {

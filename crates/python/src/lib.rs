@@ -39,6 +39,7 @@ mod place;
 mod receipt;
 mod region;
 mod request;
+mod sight;
 mod signals;
 mod span;
 mod store;
@@ -95,6 +96,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("Memory", memory::memory_type(module.py())?)?;
     module.add_function(wrap_pyfunction!(request::wait_all, module)?)?;
     module.add_function(wrap_pyfunction!(options::settings_reference, module)?)?;
+    module.add_function(wrap_pyfunction!(sight::read_pages, module)?)?;
+    module.add_function(wrap_pyfunction!(sight::read_job, module)?)?;
+    module.add_function(wrap_pyfunction!(sight::remove_pages, module)?)?;
     module.add_function(wrap_pyfunction!(context::host_memory, module)?)?;
     module.add_function(wrap_pyfunction!(context::cpu_quota, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_size, module)?)?;

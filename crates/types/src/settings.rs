@@ -460,6 +460,11 @@ const PATH: Codec<Option<PathBuf>> = Codec {
     show: |path| path.as_ref().map(|path| path.display().to_string()),
 };
 
+const PAGES: Codec<Option<PathBuf>> = Codec {
+    parse: |text| if text.trim() == "off" { Ok(None) } else { (PATH.parse)(text) },
+    show: |folder| (PATH.show)(folder).or_else(|| Some("off".to_owned())),
+};
+
 const LOG: Codec<LogLevel> = Codec {
     parse: |text| {
         let found = LogLevel::NAMES.iter().find(|(name, _)| *name == text.trim());
@@ -552,6 +557,9 @@ settings! {
     /// `~/.cache`).
     cache_dir: Option<PathBuf> = None,
         "CROSSRAIL_CACHE_DIR" accepts "a path" as PATH;
+    /// Folder in shared memory where this process keeps the page of counters that `crossrail top` reads.
+    pages: Option<PathBuf> = Some(PathBuf::from("/dev/shm")),
+        "CROSSRAIL_PAGES" accepts "a path, or `off`" as PAGES;
     /// Log level of messages on stderr.
     log: LogLevel = LogLevel::Warn,
         "CROSSRAIL_LOG" accepts "`off`, `error`, `warn`, `info` or `debug`" as LOG;

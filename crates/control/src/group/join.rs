@@ -1,4 +1,5 @@
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -8,6 +9,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::options::GroupOptions;
 use super::serve::{self, Served};
+use super::sight::Sight;
 use super::state::{GroupState, Own, STEP_TIMEOUT, deadline_in, random_id};
 use super::watch::{self, Stop};
 use crate::bootstrap::{Bootstrap, Overrides};
@@ -49,7 +51,17 @@ pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Gr
     let address = served.as_ref().map_or_else(|| bootstrap.store.clone(), |served| served.address.clone());
     let (store, lease) = reach(&address, settings, options.lease, deadline)?;
     become_member(
-        Candidate { options, bootstrap, address, served, store, lease, log, timeout: settings.timeout },
+        Candidate {
+            options,
+            bootstrap,
+            address,
+            served,
+            store,
+            lease,
+            log,
+            timeout: settings.timeout,
+            pages: settings.pages.clone(),
+        },
         deadline,
     )
 }
@@ -96,12 +108,15 @@ pub(super) struct Candidate {
     pub(super) lease: Box<dyn Lease>,
     pub(super) log: Log,
     pub(super) timeout: Duration,
+    /// Where the process keeps its page.
+    pub(super) pages: Option<PathBuf>,
 }
 
 pub(super) fn become_member(candidate: Candidate, deadline: Instant) -> Result<(Arc<GroupState>, Membership)> {
     let keys = Keys::new(&candidate.options.name, &candidate.bootstrap.job)?;
     let Registered { rank, row, entries, revision } = register(&candidate, &keys, deadline)?;
-    let Candidate { options, bootstrap, address, served, store, lease, log, timeout } = candidate;
+    let Candidate { options, bootstrap, address, served, store, lease, log, timeout, pages } = candidate;
+    let sight = Sight::new(pages.as_deref(), log, &options.name, (rank, row.size));
     let mut roster = Roster::new(rank, &entries, Instant::now());
     roster.set_own(row.clone());
     let state = Arc::new(GroupState {
@@ -122,6 +137,7 @@ pub(super) fn become_member(candidate: Candidate, deadline: Instant) -> Result<(
         roster: Mutex::new(roster),
         changed: Arc::new(Condvar::new()),
         control: Mutex::new(None),
+        sight,
     });
     let stop = Arc::new(Stop::default());
     let (of_thread, stop_of_thread) = (Arc::clone(&state), Arc::clone(&stop));

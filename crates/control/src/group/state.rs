@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Error, ErrorKind, Log, Result, interrupt};
 use parking_lot::{Condvar, Mutex};
 
+use super::sight::Sight;
 use crate::keys::{Keys, check_key};
 use crate::membership::{Roster, Row, rank_key, rank_name};
 use crate::{Expected, Lease, LeaseId, RankState, Store};
@@ -40,6 +41,8 @@ pub(super) struct GroupState {
     /// Notified when the roster changes and when the group is left.
     pub(super) changed: Arc<Condvar>,
     pub(super) control: Mutex<Option<Error>>,
+    /// What the process's page shows of this membership.
+    pub(super) sight: Sight,
 }
 
 /// The keys of this process in the store.
@@ -71,6 +74,14 @@ impl Own {
 }
 
 impl GroupState {
+    /// Publishes what the process's page shows, for whoever asked. Nobody but them misses it if that fails.
+    pub(super) fn answer(&self) {
+        let (key, deadline) = (rank_key(&self.keys.answers(), self.rank), Instant::now() + STEP_TIMEOUT);
+        if let Err(error) = self.put("top", &key, &crossrail_sight::summary(), deadline) {
+            self.log.info(format_args!("group {:?}: `crossrail top` was not answered: {error}", self.name));
+        }
+    }
+
     pub(super) fn deadline(&self, timeout: Option<Duration>) -> Instant {
         deadline_in(timeout.unwrap_or(self.timeout))
     }

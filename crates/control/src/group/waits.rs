@@ -98,6 +98,7 @@ impl GroupState {
         known: impl Fn(&Roster, u32) -> Option<u64>,
     ) -> Result<Vec<u64>> {
         let _sleeping = interrupt::sleeping(|| self.waker());
+        let mut waiting = self.sight.waiting(purpose.operation, purpose.began);
         let mut roster = self.roster.lock();
         loop {
             self.store(purpose.operation)?;
@@ -106,6 +107,8 @@ impl GroupState {
             if there.len() == ranks.len() {
                 return Ok(there);
             }
+            let missing: Vec<u32> = ranks.iter().copied().filter(|rank| known(&roster, *rank).is_none()).collect();
+            waiting.show(&missing);
             if interrupt::raised() || self.changed.wait_until(&mut roster, deadline).timed_out() {
                 let missing: Vec<u32> = ranks.iter().copied().filter(|rank| known(&roster, *rank).is_none()).collect();
                 return Err(timed_out(purpose, &roster, &missing));
@@ -140,6 +143,7 @@ impl GroupState {
     }
 
     fn completed(&self, name: &str, ranks: Vec<u32>, meeting: Meeting) {
+        self.sight.count_barrier();
         let next = Meeting { count: meeting.count + 1, arrived: false, ..meeting };
         if let Some(known) = self.own.lock().meetings.get_mut(&(name.to_owned(), ranks))
             && *known == meeting
@@ -158,6 +162,7 @@ impl GroupState {
         excused: impl Fn(&Roster, u32) -> bool,
     ) -> Result<Option<Vec<Entry>>> {
         let mut look = CHECK_INTERVALS.0;
+        let mut waiting = self.sight.waiting(purpose.operation, purpose.began);
         loop {
             let store = self.store(purpose.operation)?;
             let mut keys = Vec::with_capacity(wanted.keys.len());
@@ -179,8 +184,9 @@ impl GroupState {
             match store.wait(&keys, deadline.min(Instant::now() + look)) {
                 Ok(entries) => return Ok(Some(entries)),
                 Err(error) if error.kind == ErrorKind::Timeout => {
+                    let missing = missing_of(&keys, &ranks, &error);
+                    waiting.show(&missing);
                     if Instant::now() >= deadline || interrupt::raised() {
-                        let missing = missing_of(&keys, &ranks, &error);
                         return Err(timed_out(purpose, &self.roster.lock(), &missing));
                     }
                     look = CHECK_INTERVALS.1.min(look * 2);

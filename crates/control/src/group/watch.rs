@@ -71,13 +71,13 @@ pub(super) fn run(state: &Arc<GroupState>, stop: &Stop, joined: Revision) {
 }
 
 fn open(state: &GroupState, store: &dyn Store, known: Option<Revision>) -> Result<Box<dyn Watch>> {
-    let members = state.keys.members();
+    let watched = state.keys.watched();
     let deadline = Instant::now() + STEP_TIMEOUT;
     if let Some(revision) = known {
-        return store.watch(&members, revision, deadline);
+        return store.watch(&watched, revision, deadline);
     }
-    let (entries, revision) = store.list(&members, deadline)?;
-    let watch = store.watch(&members, revision, deadline)?;
+    let (entries, revision) = store.list(&state.keys.members(), deadline)?;
+    let watch = store.watch(&watched, revision, deadline)?;
     let mine = state.key();
     let registered = entries.iter().any(|entry| entry.key == mine);
     state.roster.lock().resync(&entries, Instant::now(), state.lease * 2);
@@ -104,6 +104,10 @@ fn receive_events(state: &GroupState, store: &dyn Store, watch: &mut dyn Watch) 
             }
             drop(roster);
             state.changed.notify_all();
+            let asked = state.keys.asked();
+            if events.iter().any(|event| matches!(event, Event::Put(entry) if entry.key == asked)) {
+                state.answer();
+            }
             let mine = state.key();
             match events.iter().any(|event| matches!(event, Event::Gone { key, .. } if *key == mine)) {
                 // The others count this process as dead, although its lease may still run.

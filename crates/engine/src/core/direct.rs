@@ -293,8 +293,10 @@ impl DirectCopies {
         let active = self.copies.swap_remove(at);
         let tables = &mut context.data.tables;
         let now = tables.clock.read();
+        let ordinal = tables.extent(active.memory).and_then(|(.., gpu)| gpu);
         if let Some(peer) = tables.peers.get_mut(active.endpoint) {
             if done {
+                peer.copied.entry(ordinal).or_default().add(active.job.moved as u64, active.copy_ns);
                 peer.protocol.direct_done(now, active.id, active.job.moved as u64, active.copy_ns);
             } else {
                 peer.protocol.direct_failed(now, active.id);

@@ -84,6 +84,9 @@ pub(crate) struct LaneRecord {
     word_target: Option<(usize, Arc<Grant>)>,
     /// Bytes acknowledged when it was last suspected of being dead, if others were in flight then.
     acked_when_suspected: Option<u64>,
+    /// Times that it was suspected, and chunks that other lanes carried again when it was lost.
+    pub(super) stalls: u64,
+    pub(super) resent_chunks: u64,
 }
 
 impl LaneRecord {
@@ -106,6 +109,8 @@ impl LaneRecord {
             word: Box::new(0),
             word_target: None,
             acked_when_suspected: None,
+            stalls: 0,
+            resent_chunks: 0,
         }
     }
 

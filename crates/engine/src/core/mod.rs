@@ -23,6 +23,7 @@ mod outcome;
 mod peer_memory;
 mod peers;
 mod receipt;
+mod sample;
 mod submission;
 mod submit;
 mod tables;
@@ -45,6 +46,7 @@ pub(crate) use self::outcome::{Callback, OpKind, gone};
 pub(crate) use self::peers::{Peer, Peers};
 pub(crate) use self::receipt::{Collected, outcome, outcome_then, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};
+pub(crate) use self::sample::{LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submission::Submission;
 use self::tables::Tables;
 use self::transfers::PollResult;
@@ -104,6 +106,12 @@ impl Core {
     #[inline]
     pub(crate) fn wake_ups(&mut self) -> &mut WakeUps {
         &mut self.transfers.wake_ups
+    }
+
+    /// When the clock was last read.
+    #[inline]
+    pub(crate) fn now(&self) -> proto::Time {
+        self.transfers.data.tables.clock.now()
     }
 
     /// Reads the clock.

@@ -87,6 +87,8 @@ pub(crate) struct Operations {
     /// Set when an operation finishes, cleared by [`Operations::take_finished`].
     finished: bool,
     live: usize,
+    /// Operations that were ever inserted.
+    begun: u64,
 }
 
 const NO_ENTRY: u32 = u32::MAX;
@@ -98,7 +100,7 @@ pub(super) const WORD: u64 = 1 << 61;
 
 impl Default for Operations {
     fn default() -> Operations {
-        Operations { slots: Vec::new(), free: NO_ENTRY, callbacks: Vec::new(), finished: false, live: 0 }
+        Operations { slots: Vec::new(), free: NO_ENTRY, callbacks: Vec::new(), finished: false, live: 0, begun: 0 }
     }
 }
 
@@ -117,6 +119,7 @@ impl Operations {
         let slot = &mut self.slots[index as usize];
         self.free = slot.next_free;
         self.live += 1;
+        self.begun += 1;
         slot.state = State::InFlight;
         slot.kind = kind;
         slot.endpoint = endpoint;
@@ -410,6 +413,17 @@ impl Operations {
                 None
             }
         }
+    }
+
+    /// How many were ever inserted.
+    pub(super) fn begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// The operations in flight among the first `most` entries.
+    pub(super) fn in_flight(&self, most: usize) -> impl Iterator<Item = (OpId, &Op)> {
+        let entries = self.slots.iter().take(most).enumerate().filter(|(_, op)| op.state == State::InFlight);
+        entries.map(|(index, op)| (OpId { index: index as u32, generation: op.generation }, op))
     }
 
     /// All operations in flight.

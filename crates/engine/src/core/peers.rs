@@ -1,6 +1,6 @@
 //! The peers of one worker: the protocol's state, and what the engine keeps beside it.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use crossrail_proto as proto;
@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use proto::Time;
 
 use super::bulk_lane::BulkLane;
+use super::sample::Copied;
 
 /// Events that receipts can report, at most.
 const NOTES_MAX: usize = 64;
@@ -114,6 +115,8 @@ pub(crate) struct Peer {
     /// Lanes lost and other events that receipts report.
     notes: VecDeque<(Time, String)>,
     warned_direct: bool,
+    /// What this end has copied directly, by the GPU whose memory it was; `None`: host memory.
+    pub(super) copied: BTreeMap<Option<u32>, Copied>,
     /// Unexpected messages.
     arrivals: HashMap<u32, Arrival>,
     /// Its accesses to our regions.
@@ -139,6 +142,7 @@ impl Peer {
             stranded: None,
             notes: VecDeque::new(),
             warned_direct: false,
+            copied: BTreeMap::new(),
             arrivals: HashMap::new(),
             accesses: HashMap::new(),
         }

@@ -15,6 +15,7 @@ use super::lanes::Lanes;
 use super::operations::Operations;
 use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
+use super::sample::Totals;
 use crate::memory::Regions;
 
 /// Payloads from here on are looked up in the arena, so that a lane may use sendfile.
@@ -30,6 +31,7 @@ pub(crate) struct Tables {
     pub(super) regions: Regions,
     pub(super) peers: Peers,
     pub(super) lanes: Lanes,
+    pub(super) totals: Totals,
 }
 
 /// Where memory is: its first byte, the bytes it has, and the ordinal of the GPU that owns it (`None`: host memory).
@@ -46,6 +48,7 @@ impl Tables {
             regions: Regions::default(),
             peers: Peers::default(),
             lanes: Lanes::default(),
+            totals: Totals::default(),
         }
     }
 
@@ -169,6 +172,7 @@ impl Tables {
                 let tag = if op.kind() == OpKind::Receive { tag } else { op.tag() };
                 let (bytes, wire_ns, lane) = (receipt.bytes, receipt.wire_ns, receipt.lane);
                 let more = (receipt.protocol != proto::Protocol::Eager).then(|| {
+                    self.totals.add(&receipt);
                     let notes = self.notes_during(endpoint, &receipt);
                     Box::new(More { receipt, direct: None, times: None, notes, batch: false })
                 });
@@ -197,6 +201,7 @@ impl Tables {
         self.peers.get(endpoint).filter(|_| kind == ErrorKind::PeerDead)?.end_reason()
     }
 
+    #[cold]
     fn failure(&self, endpoint: EndpointId, id: OpId, failure: &proto::Failure, progress: u64) -> Error {
         let op = self.operations.op(id);
         let (what, total) = op.map_or(("request", 0), |op| (op.kind().name(), op.len() as u64));
@@ -212,6 +217,7 @@ impl Tables {
             proto::Failure::PeerDead(_) => (ErrorKind::PeerDead, Some("operations with other peers go on".to_owned())),
             proto::Failure::Closed => (ErrorKind::Closed, None),
         };
+        crossrail_sight::count_error(kind);
         let mut error = Error::new(kind, what, failure.to_string()).with_peer(self.peers.name(endpoint));
         error.reason = self.end_reason(kind, endpoint);
         if total > 0 && !matches!(failure, proto::Failure::Truncated { .. }) {
@@ -226,6 +232,7 @@ impl Tables {
     /// Fails an operation that the protocol does not know, or does not know yet.
     pub(super) fn fail(&mut self, op: OpId, kind: ErrorKind, why: &str, endpoint: Option<EndpointId>) {
         let what = self.operations.op(op).map_or("request", |op| op.kind().name());
+        crossrail_sight::count_error(kind);
         let mut error = Error::new(kind, what, why);
         if let Some(endpoint) = endpoint {
             error = error.with_peer(self.peers.name(endpoint));

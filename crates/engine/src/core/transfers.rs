@@ -390,8 +390,16 @@ impl Transfers {
                 }
             }
             Event::Acked { lane, chunks } => gpu.acked(tables, lane, chunks),
-            Event::Suspect { lane } => self.deferred.suspects.push((endpoint, lane)),
+            Event::Suspect { lane } => {
+                tables.lanes.get_mut(lane).into_iter().for_each(|lane| lane.stalls += 1);
+                self.deferred.suspects.push((endpoint, lane));
+            }
             Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
+                tables
+                    .lanes
+                    .get_mut(lane)
+                    .into_iter()
+                    .for_each(|lane| lane.resent_chunks += u64::from(requeued_chunks));
                 let (name, now) = (tables.lanes.name(lane), tables.clock.now());
                 if let Some(peer) = tables.peers.get_mut(endpoint).filter(|_| requeued_chunks > 0) {
                     let what = format!("{requeued_chunks} chunks ({requeued_bytes} bytes) went over the others");

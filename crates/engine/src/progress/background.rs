@@ -24,10 +24,15 @@ impl Progress {
         let mut seen = 0;
         while !self.closing.load(Ordering::Acquire) {
             let mut core = self.core.lock();
+            core.read_clock();
+            let due = self.sight.is_due(&core);
             let wake_ups = core.wake_ups();
             let (passes, polling) = (wake_ups.caller_passes(), wake_ups.is_polling());
             let sleeping = wake_ups.is_anyone_sleeping();
             drop(core);
+            if due {
+                self.publish();
+            }
             if polling || (passes != seen && !sleeping) {
                 // Callers make progress themselves: check again when they may have stopped.
                 seen = passes;
@@ -49,7 +54,11 @@ impl Progress {
             }
             let mut moved = core.pass(true, true);
             let busy = core.is_busy();
+            let due = self.sight.is_due(&core);
             self.after(core);
+            if due {
+                self.publish();
+            }
             moved |= self.poll_sockets(Some(Duration::ZERO));
             if moved || busy {
                 quiet = 0;

@@ -8,6 +8,7 @@ mod gpu_admission;
 mod group;
 mod lane_health;
 mod requests;
+mod sight;
 mod waits;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,6 +24,7 @@ pub(crate) use self::event_fd::EventsFd;
 pub(crate) use self::gpu_admission::{admit, admit_links, admit_shared, wait_ready};
 pub(crate) use self::group::About;
 use self::group::SocketEvent;
+use self::sight::Sight;
 use crate::core::gpu::Inbox;
 use crate::core::{Callback, Core, Deferred, LostRail, Receipt, render};
 use crate::environment::Environment;
@@ -58,6 +60,7 @@ pub(crate) struct Progress {
     /// Notified when an operation has finished, for threads in [`Progress::wait_until`] that sleep.
     done: Condvar,
     inbox: Inbox,
+    sight: Sight,
     /// There is a background thread.
     has_background: bool,
     background: Mutex<Option<Thread>>,
@@ -88,6 +91,7 @@ impl Progress {
             events,
             done: Condvar::new(),
             inbox,
+            sight: Sight::new(environment.settings().pages.as_deref(), log),
             has_background,
             background: Mutex::new(None),
             threads: Mutex::new(Vec::new()),
@@ -154,6 +158,11 @@ impl Progress {
     #[inline]
     pub(crate) fn core(&self) -> MutexGuard<'_, Core> {
         self.core.lock()
+    }
+
+    /// Names the worker in the process's page.
+    pub(crate) fn named(&self, name: &str) {
+        self.sight.name(name);
     }
 
     /// The descriptor for event loops.
@@ -231,7 +240,12 @@ impl Progress {
         let mut moved = core.pass(true, false);
         core.timers();
         core.wake_ups().count_pass();
+        // Otherwise the background thread does it.
+        let due = !self.has_background && self.sight.is_due(&core);
         self.after(core);
+        if due {
+            self.publish();
+        }
         moved |= self.poll_sockets(Some(Duration::ZERO));
         moved
     }
@@ -316,6 +330,7 @@ impl Progress {
         let gpus = core.transfers().gpu().take_gpus();
         self.after(core);
         drop(gpus);
+        self.sight.close();
         self.done.notify_all();
     }
 }

@@ -150,7 +150,11 @@ impl<'a> Wait<'a> {
         let progress = self.progress;
         // The connections' threads do not see the end of a copy between GPUs.
         let aside = core.has_threads() && !core.awaits_copy();
+        let due = !progress.has_background && progress.sight.is_due(&core);
         progress.after(core);
+        if due {
+            progress.publish();
+        }
         let now = Instant::now();
         let deadline = *self.deadline.get_or_insert(now + self.timeout);
         if now >= deadline || interrupt::raised() {

@@ -79,6 +79,7 @@ impl Sessions {
             }
         };
         let listener = handshake::Listener::start(config, me, Box::new(lane_keys), Box::new(deliver))?;
+        self.progress.named(&listener.identity().hello.name);
         *self.identity.lock() = Some(listener.identity().clone());
         *self.listener.lock() = Some(listener);
         Ok(())

@@ -4,7 +4,7 @@ use crossrail_types::LaneId;
 
 use super::{Peer, Phase};
 use crate::lane::{Lane, Placement};
-use crate::{Event, LaneSpec, Time};
+use crate::{Event, LaneLoad, LaneSpec, Time};
 
 impl Peer {
     /// A lane is there. One that comes back comes back under a new id.
@@ -94,6 +94,17 @@ impl Peer {
                 self.events.push_back(Event::Suspect { lane: self.lanes[at].spec.id });
             }
         }
+    }
+
+    /// What a lane carries at present, for reports; `None`: there is no such lane.
+    pub fn load(&self, lane: LaneId) -> Option<LaneLoad> {
+        let lane = &self.lanes[self.lane_at(lane)?];
+        Some(LaneLoad { chunks: lane.sent.len(), bytes: lane.sent_bytes, rate: lane.rate, waits: lane.waits() })
+    }
+
+    /// Frames of messages sent and received so far, each modulo 2^32.
+    pub fn frames(&self) -> (u32, u32) {
+        self.stream.frames()
     }
 
     /// Whether the peer owes us something on it, and we listen.

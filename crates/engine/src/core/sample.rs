@@ -1,0 +1,196 @@
+//! What the process's page shows of a worker: copied out under the lock, in pieces that hold nobody up.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crossrail_proto as proto;
+use crossrail_sight::{Histogram, Wait, now_ns};
+use crossrail_transport::LaneStats;
+use crossrail_types::{EndpointId, LaneId, OpId};
+
+use super::Core;
+use super::bulk_lane::BulkLane;
+use super::operations::Op;
+use super::outcome::OpKind;
+
+/// Most peers of one sample: asking a socket for its statistics takes system calls, under the lock.
+const PEERS_MAX: usize = 16;
+/// Most entries of the table of operations that a sample goes through.
+const OPERATIONS_MAX: usize = 16 << 10;
+
+/// What this end has copied directly.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Copied {
+    pub(crate) bytes: u64,
+    pub(crate) copies: u64,
+    pub(crate) ns: u64,
+}
+
+impl Copied {
+    pub(super) fn add(&mut self, bytes: u64, ns: u64) {
+        self.bytes += bytes;
+        self.copies += 1;
+        self.ns += ns;
+    }
+}
+
+/// Where the time of a worker's longer transfers went.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Totals {
+    pub(crate) transfers: u64,
+    pub(crate) bytes: u64,
+    pub(crate) match_ns: u64,
+    pub(crate) window_ns: u64,
+    pub(crate) wire_ns: u64,
+    pub(crate) copy_ns: u64,
+    pub(crate) took: Histogram,
+}
+
+impl Totals {
+    pub(super) fn add(&mut self, receipt: &proto::Receipt) {
+        self.transfers += 1;
+        self.bytes += receipt.bytes;
+        self.match_ns += receipt.match_ns;
+        self.window_ns += receipt.window_ns;
+        self.wire_ns += receipt.wire_ns;
+        self.copy_ns += receipt.copy_ns;
+        self.took.add(receipt.window_ns + receipt.wire_ns);
+    }
+}
+
+/// Since when operations are in flight, as seen from one sample to the next: noting the time of each when it begins
+/// would cost every message something.
+#[derive(Default)]
+pub(crate) struct Since(HashMap<OpId, u64>);
+
+/// A worker at one moment.
+pub(crate) struct Sample {
+    pub(crate) operations: u64,
+    pub(crate) in_flight: u64,
+    pub(crate) alive: u64,
+    pub(crate) totals: Totals,
+    pub(crate) wait: Option<Wait>,
+    /// Some of the peers.
+    pub(crate) peers: Vec<PeerSample>,
+    /// The peer that the next sample begins with.
+    pub(crate) next: u32,
+}
+
+/// One peer.
+pub(crate) struct PeerSample {
+    pub(crate) id: EndpointId,
+    pub(crate) name: String,
+    pub(crate) alive: bool,
+    pub(crate) frames: (u32, u32),
+    pub(crate) in_flight: u64,
+    pub(crate) wait: Option<Wait>,
+    pub(crate) copied: Vec<(Option<u32>, Copied)>,
+    pub(crate) lanes: Vec<LaneSample>,
+}
+
+/// One lane.
+pub(crate) struct LaneSample {
+    pub(crate) id: LaneId,
+    pub(crate) name: Arc<str>,
+    /// `None`: ask the lane, without the worker's lock.
+    pub(crate) stats: Option<LaneStats>,
+    pub(crate) bulk: Option<Arc<BulkLane>>,
+    pub(crate) load: proto::LaneLoad,
+    pub(crate) stalls: u64,
+    pub(crate) held_up: bool,
+}
+
+/// The operations with one peer.
+#[derive(Default)]
+struct InFlight {
+    count: u64,
+    wait: Option<Wait>,
+}
+
+impl Core {
+    /// A sample that begins with the peer `from`, or with the first.
+    pub(crate) fn sample(&mut self, from: u32, since: &mut Since) -> Sample {
+        let (by_peer, wait, in_flight) = self.waits(since);
+        let count = self.peers().ids().count() as u32;
+        let from = if from < count { from } else { 0 };
+        let mut by_peer = by_peer;
+        let chosen: Vec<EndpointId> = self.peers().ids().skip(from as usize).take(PEERS_MAX).collect();
+        let peers = chosen.iter().filter_map(|id| self.peer_sample(*id, by_peer.remove(id).unwrap_or_default()));
+        let peers = peers.collect();
+        let tables = &self.transfers.data.tables;
+        Sample {
+            operations: tables.operations.begun(),
+            in_flight,
+            alive: tables.peers.alive().count() as u64,
+            totals: tables.totals.clone(),
+            wait,
+            peers,
+            next: from + chosen.len() as u32,
+        }
+    }
+
+    /// Chunks that went over other lanes when that one was lost.
+    pub(crate) fn resent_chunks(&self, lane: LaneId) -> u64 {
+        self.transfers.data.tables.lanes.get(lane).map_or(0, |lane| lane.resent_chunks)
+    }
+
+    /// The operations in flight with each peer, the oldest of all that waits for somebody, and how many there are.
+    fn waits(&mut self, since: &mut Since) -> (HashMap<EndpointId, InFlight>, Option<Wait>, u64) {
+        let (now, tables) = (now_ns(), &self.transfers.data.tables);
+        let mut seen = HashMap::new();
+        let mut by_peer: HashMap<EndpointId, InFlight> = HashMap::new();
+        let (mut oldest, mut unmatched, mut count) = (None, None, 0);
+        for (id, op) in tables.operations.in_flight(OPERATIONS_MAX).filter(|(_, op)| op.kind() != OpKind::Batch) {
+            count += 1;
+            let at = since.0.get(&id).copied().unwrap_or(now);
+            seen.insert(id, at);
+            let Some(endpoint) = op.endpoint() else {
+                keep(&mut unmatched, op, at, || "any peer".to_owned());
+                continue;
+            };
+            let of = by_peer.entry(endpoint).or_default();
+            of.count += 1;
+            keep(&mut of.wait, op, at, || tables.peers.name(endpoint));
+            keep(&mut oldest, op, at, || tables.peers.name(endpoint));
+        }
+        since.0 = seen;
+        // A receive from anybody may be meant to wait for ever.
+        (by_peer, oldest.or(unmatched), count)
+    }
+
+    fn peer_sample(&mut self, id: EndpointId, of: InFlight) -> Option<PeerSample> {
+        let super::Transfers { data, polled, .. } = &mut self.transfers;
+        let peer = data.tables.peers.get(id)?;
+        let lanes = peer.lanes().iter().filter_map(|lane| {
+            let record = data.tables.lanes.get(*lane)?;
+            let load = peer.protocol.load(*lane).unwrap_or_default();
+            Some(LaneSample {
+                id: *lane,
+                name: record.name().clone(),
+                stats: polled.stats(*lane),
+                bulk: peer.bulk_lane(*lane).cloned(),
+                load,
+                stalls: record.stalls,
+                held_up: load.waits || record.is_held_up(),
+            })
+        });
+        Some(PeerSample {
+            id,
+            name: peer.name().to_owned(),
+            alive: peer.is_alive(),
+            frames: peer.protocol.frames(),
+            in_flight: of.count,
+            wait: of.wait,
+            copied: peer.copied.iter().map(|(gpu, copied)| (*gpu, *copied)).collect(),
+            lanes: lanes.collect(),
+        })
+    }
+}
+
+/// Makes `op` the wait if it is older than what is there.
+fn keep(wait: &mut Option<Wait>, op: &Op, since_ns: u64, whom: impl FnOnce() -> String) {
+    if wait.as_ref().is_none_or(|known| since_ns < known.since_ns) {
+        let operation = op.kind().name().to_owned();
+        *wait = Some(Wait { operation, since_ns, number: op.tag(), whom: whom(), ranks: Vec::new() });
+    }
+}

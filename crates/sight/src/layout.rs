@@ -1,0 +1,356 @@
+//! The layout of a page: a header, then rows of equal length, all of them 64-bit words in the machine's byte order.
+//!
+//! ```text
+//! header   magic, version, process, times, how many rows are in use
+//! row      sequence word | kind and owner | name | peer | wait | time of birth | values
+//! ```
+//!
+//! Which value is where follows from the order in which [`kinds!`] declares the fields of a kind. Anything that moves a
+//! word changes [`VERSION`]: readers refuse other versions.
+
+/// Version of the layout.
+pub const VERSION: u32 = 1;
+/// First word of a page that is complete: `CROSSPG` and a zero.
+pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"CROSSPG\0");
+
+/// Words of the header, and of a row.
+pub(crate) const ROW_WORDS: usize = 64;
+pub(crate) const ROW_BYTES: usize = ROW_WORDS * 8;
+/// Most rows of a page, which bounds what a process takes of the shared memory (1 MiB) and what a reader reads.
+pub(crate) const ROWS_MAX: usize = 2047;
+/// Rows whose memory is reserved together.
+pub(crate) const EXTENT_ROWS: usize = 127;
+pub(crate) const PAGE_BYTES: usize = (ROWS_MAX + 1) * ROW_BYTES;
+
+/// Bytes of a name, the longest that is kept.
+pub(crate) const TEXT_WORDS: usize = 8;
+/// Most ranks that a wait lists.
+pub(crate) const RANKS_MAX: usize = 8;
+
+/// Words of the header.
+pub(crate) mod header {
+    pub(crate) const MAGIC: usize = 0;
+    /// Version, and the bytes of a row.
+    pub(crate) const VERSION: usize = 1;
+    pub(crate) const PID: usize = 2;
+    /// Start of the process in ticks since the machine booted: process ids are used again.
+    pub(crate) const START: usize = 3;
+    /// The process-id namespace that `PID` is of.
+    pub(crate) const SPACE: usize = 4;
+    /// Nanoseconds of the machine's monotonic clock: when the page was made and when a row was last written.
+    pub(crate) const BORN: usize = 5;
+    pub(crate) const WRITTEN: usize = 6;
+    /// Rows up to the last one that was ever used.
+    pub(crate) const USED: usize = 7;
+    /// Rows for which there was no room.
+    pub(crate) const DROPPED: usize = 8;
+    pub(crate) const HOST: usize = 9;
+    pub(crate) const COMMAND: usize = 17;
+}
+
+/// Words of a row.
+pub(crate) mod row {
+    /// Odd while the row is being written.
+    pub(crate) const SEQUENCE: usize = 0;
+    /// Kind, and the number of its owner: rows of the same worker or buffer have the same.
+    pub(crate) const KIND: usize = 1;
+    pub(crate) const NAME: usize = 2;
+    pub(crate) const PEER: usize = 10;
+    /// The oldest wait: operation (two words of text), since when (0: none), number or tag, whom (text), ranks.
+    pub(crate) const WAIT: usize = 18;
+    pub(crate) const SINCE: usize = 20;
+    pub(crate) const NUMBER: usize = 21;
+    pub(crate) const WHOM: usize = 22;
+    /// Four words of two ranks each, plus one; 0: none.
+    pub(crate) const RANKS: usize = 30;
+    pub(crate) const BORN: usize = 34;
+    pub(crate) const VALUES: usize = 35;
+}
+
+/// What a value counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// Only grows.
+    Count,
+    /// Bytes; only grows.
+    CountBytes,
+    /// Nanoseconds; only grows.
+    CountNs,
+    /// A present number.
+    Now,
+    /// Present bytes.
+    NowBytes,
+    /// Present bytes per second.
+    NowRate,
+    /// How often each of [`ERRORS`] happened.
+    Errors,
+    /// How many lasted up to each of [`HISTOGRAM_LIMITS_NS`], longer, and how long all of them together.
+    Histogram,
+}
+
+impl Form {
+    /// Words that it takes.
+    pub const fn words(self) -> usize {
+        match self {
+            Form::Errors => ERRORS.len(),
+            Form::Histogram => HISTOGRAM_WORDS,
+            _ => 1,
+        }
+    }
+}
+
+/// Upper limits of a histogram's buckets, in nanoseconds; one more bucket has what is longer.
+pub const HISTOGRAM_LIMITS_NS: [u64; 12] = [
+    10_000,
+    40_000,
+    160_000,
+    640_000,
+    2_560_000,
+    10_240_000,
+    40_960_000,
+    163_840_000,
+    655_360_000,
+    2_621_440_000,
+    10_485_760_000,
+    41_943_040_000,
+];
+/// Words of a histogram: the buckets, and the sum.
+pub const HISTOGRAM_WORDS: usize = HISTOGRAM_LIMITS_NS.len() + 2;
+
+/// The kinds of errors, in the order of their counters.
+pub const ERRORS: [&str; 15] = [
+    "usage",
+    "config",
+    "unreachable",
+    "refused",
+    "mismatch",
+    "timeout",
+    "peer_dead",
+    "truncated",
+    "cancelled",
+    "region",
+    "exhausted",
+    "unsupported",
+    "io",
+    "protocol",
+    "closed",
+];
+
+/// One value of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Field {
+    /// Its name in JSON, and the middle of its metric's name.
+    pub name: &'static str,
+    /// What it counts.
+    pub form: Form,
+    /// What it means.
+    pub doc: &'static str,
+}
+
+macro_rules! kinds {
+    ($( $(#[doc = $doc:literal])+ $kind:ident = $code:literal $name:literal in $module:ident { $( #[doc = $about:literal] $field:ident: $form:ident, )+ } )+) => {
+        /// What a row is about.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Kind { $( $(#[doc = $doc])+ $kind = $code, )+ }
+
+        /// All kinds.
+        pub const KINDS: &[Kind] = &[$( Kind::$kind, )+];
+
+        impl Kind {
+            /// Its name in JSON and in metrics.
+            pub const fn name(self) -> &'static str {
+                match self { $( Kind::$kind => $name, )+ }
+            }
+
+            /// What a row of it is about.
+            pub const fn doc(self) -> &'static str {
+                match self { $( Kind::$kind => concat!($($doc),+), )+ }
+            }
+
+            /// Its values, in order.
+            pub const fn fields(self) -> &'static [Field] {
+                match self { $( Kind::$kind => &[$( Field { name: stringify!($field), form: Form::$form, doc: $about }, )+], )+ }
+            }
+
+            pub(crate) fn of(code: u64) -> Option<Kind> {
+                match code { $( $code => Some(Kind::$kind), )+ _ => None }
+            }
+        }
+
+        /// Where the values of each kind are in its row: the index of their first word.
+        pub mod fields {
+            $( #[doc = concat!("Values of a ", $name, " row.")] pub mod $module {
+                use super::super::offset;
+                $( #[doc = $about] #[allow(non_upper_case_globals)] pub const $field: usize =
+                    offset(crate::layout::Kind::$kind, stringify!($field)); )+
+            } )+
+        }
+    };
+}
+
+kinds! {
+    /// A process.
+    Process = 1 "process" in process {
+        /// Errors of operations, connections and calls, by kind.
+        errors: Errors,
+    }
+    /// A worker: its transfers with all peers.
+    Worker = 2 "worker" in worker {
+        /// Operations that were begun: sends, receives, writes, reads and batches.
+        operations: Count,
+        /// Operations in flight.
+        in_flight: Now,
+        /// Peers that are connected.
+        peers: Now,
+        /// Transfers longer than what goes with a first frame that have finished, sent or received.
+        transfers: Count,
+        /// Their bytes.
+        transfer_bytes: CountBytes,
+        /// Time in which they waited for the other end to match them.
+        match_seconds: CountNs,
+        /// Time in which they waited for a lane with room in its window.
+        window_seconds: CountNs,
+        /// Time in which their bytes were under way.
+        wire_seconds: CountNs,
+        /// Time in which this process copied their bytes itself.
+        copy_seconds: CountNs,
+        /// How long each of them took, from matched to delivered.
+        transfer_seconds: Histogram,
+    }
+    /// A rail of a worker: the lanes over one network device, or over shared memory, with all peers.
+    Rail = 3 "rail" in rail {
+        /// Bytes sent, frame heads included.
+        sent_bytes: CountBytes,
+        /// Bytes received, frame heads included.
+        received_bytes: CountBytes,
+        /// Lanes that are up.
+        lanes: Now,
+        /// Chunks sent and not acknowledged.
+        in_flight_chunks: Now,
+        /// Bytes of those chunks.
+        in_flight_bytes: NowBytes,
+        /// Times that a lane which was owed something was silent for a whole deadline.
+        stalls: Count,
+        /// TCP segments that the kernel sent again.
+        retransmits: Count,
+        /// Chunks that went over other lanes because theirs was lost.
+        resent_chunks: Count,
+        /// Lanes that were lost.
+        lost_lanes: Count,
+    }
+    /// A peer of a worker.
+    Peer = 4 "peer" in peer {
+        /// Frames of messages sent: a message with its first bytes, an answer, an acknowledgement.
+        sent_frames: Count,
+        /// Frames of messages received.
+        received_frames: Count,
+        /// Operations with it in flight.
+        in_flight: Now,
+        /// Bytes that this process copied to or from its memory directly, without a lane.
+        copied_bytes: CountBytes,
+        /// Chunks that went over other lanes because theirs was lost.
+        resent_chunks: Count,
+        /// Lanes that are up.
+        lanes: Now,
+    }
+    /// A link: one lane to one peer.
+    Link = 5 "link" in link {
+        /// Bytes sent, frame heads included.
+        sent_bytes: CountBytes,
+        /// Bytes received, frame heads included.
+        received_bytes: CountBytes,
+        /// Chunks sent and not acknowledged.
+        in_flight_chunks: Now,
+        /// Bytes of those chunks.
+        in_flight_bytes: NowBytes,
+        /// The rate of the last chunks, as this end measured it; 0 while unknown.
+        rate: NowRate,
+        /// Times that it was owed something and was silent for a whole deadline.
+        stalls: Count,
+        /// TCP segments that the kernel sent again.
+        retransmits: Count,
+        /// 1 while its next frame waits for a GPU or for room at the peer.
+        held_up: Now,
+    }
+    /// A GPU and a peer: copies that this process's GPU made to or from GPU memory of that peer.
+    Gpu = 6 "gpu" in gpu {
+        /// Bytes copied.
+        copied_bytes: CountBytes,
+        /// Copies.
+        copies: Count,
+        /// Time from the beginning of each copy to its end, added up.
+        copy_seconds: CountNs,
+    }
+    /// An expert buffer: one rank's part in dispatch and combine.
+    Buffer = 7 "buffer" in buffer {
+        /// This rank.
+        rank: Now,
+        /// Ranks of the buffer.
+        ranks: Now,
+        /// Ranks that are connected, this one included.
+        connected: Now,
+        /// Connected ranks that are masked.
+        masked: Now,
+        /// Ranks that were lost.
+        lost: Count,
+        /// Bytes of memory of the buffer.
+        memory_bytes: NowBytes,
+        /// Dispatches begun.
+        dispatches: Count,
+        /// Combines begun.
+        combines: Count,
+        /// Operations begun: dispatches, combines, synchronisations.
+        operations: Count,
+        /// How long each operation took in this process, from its call to its end.
+        operation_seconds: Histogram,
+    }
+    /// A group that the process is a member of.
+    Group = 8 "group" in group {
+        /// This rank.
+        rank: Now,
+        /// Ranks of the group.
+        ranks: Now,
+        /// Barriers completed.
+        barriers: Count,
+    }
+}
+
+/// The index, among a row's words, of the first word of that value.
+const fn offset(kind: Kind, name: &str) -> usize {
+    let (mut at, mut word) = (0, row::VALUES);
+    let fields = kind.fields();
+    while at < fields.len() {
+        if equal(fields[at].name.as_bytes(), name.as_bytes()) {
+            assert!(word + fields[at].form.words() <= ROW_WORDS);
+            return word;
+        }
+        word += fields[at].form.words();
+        at += 1;
+    }
+    panic!("no such value")
+}
+
+const fn equal(a: &[u8], b: &[u8]) -> bool {
+    let mut at = 0;
+    while at < a.len() && at < b.len() && a[at] == b[at] {
+        at += 1;
+    }
+    at == a.len() && at == b.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_fits_in_a_row_and_no_two_values_overlap() {
+        for kind in KINDS {
+            let words: usize = kind.fields().iter().map(|field| field.form.words()).sum();
+            assert!(row::VALUES + words <= ROW_WORDS, "{}", kind.name());
+            assert_eq!(Kind::of(*kind as u64), Some(*kind));
+        }
+        assert_eq!(fields::worker::operations, row::VALUES);
+        assert_eq!(fields::worker::transfer_seconds + HISTOGRAM_WORDS, row::VALUES + 9 + HISTOGRAM_WORDS);
+        assert_eq!(Kind::of(0), None);
+    }
+}

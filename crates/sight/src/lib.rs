@@ -1,0 +1,28 @@
+//! What other processes can see of a running one.
+//!
+//! Every process that uses Crossrail keeps one [page](Page) of counters in shared memory. Whoever owns a row of it (a
+//! worker, an expert buffer, a group) writes it without a lock and at its leisure; any process of the same user reads
+//! it ([`read`]) without disturbing the writer.
+//!
+//! ```text
+//! layout   what a page consists of: header, rows, and the fields of each kind of row, declared once
+//! page     this process's page: creation, removal, pages that dead processes left
+//! row      one row of it, written as a seqlock
+//! read     the pages of other processes, none of which is trusted
+//! ```
+
+mod clock;
+mod layout;
+mod page;
+mod process;
+mod read;
+mod row;
+
+pub use clock::now_ns;
+pub use layout::{ERRORS, Field, Form, HISTOGRAM_LIMITS_NS, HISTOGRAM_WORDS, KINDS, Kind, VERSION, fields};
+pub use page::{Page, count_error, open, remove, summary};
+pub use read::{Found, Refused, Seen, SeenRow, SeenWait, Value, pages, parse};
+pub use row::{Histogram, Row, Wait, Writer, ranks_text};
+
+#[cfg(test)]
+mod tests;
