@@ -65,4 +65,11 @@ def no_files_left() -> Iterator[None]:
 
 
 def _ours() -> set[Path]:
-    return {path for folder in FOLDERS if folder.is_dir() for path in folder.glob("*crossrail*")}
+    """Files and folders of Crossrail, without the pages of dead processes: the next process removes those."""
+    found = {path for folder in FOLDERS if folder.is_dir() for path in folder.glob("*crossrail*")}
+    return {path for path in found if not _is_of_dead(path.name)}
+
+
+def _is_of_dead(name: str) -> bool:
+    parts = name.split("-")
+    return name.startswith("crossrail-page-") and not Path("/proc", parts[2]).exists()

@@ -40,7 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     try:
         from .command_line import parse_arguments
-        from .store import StoreOptions
 
         command = parse_arguments(arguments)
     except ImportError as error:
@@ -56,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     if command.parent is not None:
         live_with_parent(command.parent)
-    if isinstance(command, StoreOptions):
-        return _run(command)  # it waits for signals, which only the main thread can
+    if getattr(command, "on_main_thread", False):
+        return _run(command)  # a signal is how it ends, which only the main thread sees
     return _in_thread(lambda: _run(command))
 
 

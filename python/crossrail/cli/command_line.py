@@ -18,6 +18,7 @@ from .rank_process import RANK, add_rank
 COMMANDS = {
     "info": (".info:add_arguments", "devices, transports, what each can do; what is unusable, why, and the fix"),
     "doctor": (".doctor:add_arguments", "tests this machine by doing; what is wrong, and the command that mends it"),
+    "top": (".top:add_arguments", "what runs on this machine or in a job, live: rates, stalls, who waits for whom"),
     "bench": (None, "measure two ends, or the ranks of a group"),
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
     "plan": (".plan:add_arguments", "bytes and times of expert parallelism on a cluster, before one has it"),
@@ -49,6 +50,11 @@ EXAMPLES = {
         "crossrail doctor --store tcp://10.0.0.1:18178 --nccl",
     ),
     "bench": ("crossrail bench latency", "crossrail bench p2p --listen 10.0.0.1", "crossrail bench ep --preset decode"),
+    "top": (
+        "crossrail top",
+        "crossrail top --once --json top.json",
+        "crossrail top --job --store tcp://10.0.0.1:18178 --secret-file secret",
+    ),
     "store": ("crossrail store --listen 10.0.0.1:7400 --secret-file secret",),
     "plan": (
         "crossrail plan --cluster h200 --model deepseek-v3",

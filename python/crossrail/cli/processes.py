@@ -144,6 +144,8 @@ def kill_all() -> None:
             process.popen.wait(5)
     for folder in list(_folders):
         shutil.rmtree(folder, ignore_errors=True)
+    if (native := sys.modules.get("crossrail._native")) is not None:
+        native.remove_pages()  # neither those processes nor this one, if it ends early, do it themselves
 
 
 def _begin(parent: int, mask: Iterable[int]) -> None:

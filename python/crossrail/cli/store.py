@@ -24,6 +24,9 @@ class StoreOptions:
     secret_file: str | None = None
     parent: int | None = None
 
+    on_main_thread = True
+    """It waits for signals."""
+
     def run(self) -> None:
         """Prints the store's address and serves until SIGINT or SIGTERM. Raises Failure and the library's errors."""
         context = crossrail.Context(secret_file=self.secret_file)

@@ -1,0 +1,273 @@
+"""`crossrail top`: what processes of this machine and ranks of a job do, and which rank keeps the others waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli_command import COMMAND, clean_environment, one_error, run
+from test_cli_store import store
+
+import crossrail
+from crossrail._native import read_pages
+from crossrail.cli.top import Look, Process, rates_between, verdicts
+
+ROW_BYTES = 512
+
+
+def shown(*options: str, pages: Path) -> tuple[dict[str, Any], str]:
+    """The JSON and what went to stderr."""
+    done = run("top", "--json", "-", *options, settings={"CROSSRAIL_PAGES": str(pages)})
+    assert done.returncode == 0, done
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture
+def at_work(tmp_path: Path) -> Iterator[tuple[crossrail.Worker, crossrail.Endpoint]]:
+    """A worker that has sent 1 MiB over two rails and waits for a message from a peer that sends none."""
+    context = crossrail.Context(tls="tcp", net_devices="127.0.0.1,127.0.0.2", pages=str(tmp_path))
+    with crossrail.Worker(context, name="one") as one, crossrail.Worker(context, name="two") as two:
+        endpoint = one.connect(two.address())
+        accepted = two.accept()
+        receive = two.recv(bytearray(1 << 20), 1)
+        endpoint.send(bytearray(1 << 20), 1).wait()
+        receive.wait()
+        waits = one.recv(bytearray(8), 77, source=endpoint)
+        yield one, endpoint
+        waits.cancel()
+        del accepted
+
+
+def page_of(folder: Path, name: str, kind: str, *, least: int = 0) -> dict[str, Any]:
+    """The row of that kind and name, once something is there to be seen."""
+    deadline = time.monotonic() + 20
+    while True:
+        (found,) = read_pages(str(folder))
+        rows = [row for row in found["page"]["rows"] if (row["kind"], row["name"]) == (kind, name)]
+        if rows and max(sum(v for v in row["values"].values() if isinstance(v, int)) for row in rows) > least:
+            return rows[0]
+        assert time.monotonic() < deadline, f"no {kind} {name!r} in {found}"
+        time.sleep(0.02)
+
+
+def test_a_page_has_rails_links_peers_and_the_oldest_wait(
+    at_work: tuple[crossrail.Worker, crossrail.Endpoint], tmp_path: Path
+) -> None:
+    page_of(tmp_path, "tcp/127.0.0.1", "rail", least=1000)
+    deadline = time.monotonic() + 20
+    while page_of(tmp_path, "one", "worker")["wait"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    wait = page_of(tmp_path, "one", "worker")["wait"]
+    assert (wait["operation"], wait["whom"], wait["number"]) == ("recv", "two", 77)
+    seen, _ = shown(pages=tmp_path)
+    (process,) = seen["processes"]
+    assert process["process"].endswith(f":{os.getpid()}") and process["error"] is None
+    rows = process["page"]["rows"]
+    moved = {
+        row["name"]: row["values"] for row in rows if row["kind"] == "rail" and row["values"]["sent_bytes"] > 1 << 16
+    }
+    assert (
+        moved.keys() <= {"tcp/127.0.0.1", "tcp/127.0.0.2"} and sum(v["sent_bytes"] for v in moved.values()) >= 1 << 20
+    )
+    links = {(row["name"], row["peer"]) for row in rows if row["kind"] == "link"}
+    assert {("tcp/127.0.0.1", "two"), ("tcp/127.0.0.2", "one")} <= links
+    (peer,) = (row for row in rows if row["kind"] == "peer" and row["name"] == "two")
+    assert peer["values"]["in_flight"] == 1 and peer["wait"]["operation"] == "recv"
+    table = run("top", "--once", settings={"CROSSRAIL_PAGES": str(tmp_path)}).stdout
+    assert "oldest waits" in table and "tcp/127.0.0.2" in table and "recv" in table
+
+
+def test_a_page_is_its_owners_alone_and_goes_with_its_last_worker(tmp_path: Path) -> None:
+    context = crossrail.Context(pages=str(tmp_path))
+    with crossrail.Worker(context):
+        (page,) = tmp_path.iterdir()
+        assert page.stat().st_mode & 0o777 == 0o600
+        assert page.name.split("-")[2] == str(os.getpid())
+    assert not list(tmp_path.iterdir())
+    with crossrail.Worker(crossrail.Context(pages="off")):
+        assert not list(tmp_path.iterdir())
+
+
+def test_pages_of_dead_processes_are_named_and_then_removed(tmp_path: Path) -> None:
+    code = (
+        "import crossrail, os, signal; w = crossrail.Worker(crossrail.Context()); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    died = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment({"CROSSRAIL_PAGES": str(tmp_path)}), timeout=60, check=False
+    )
+    assert died.returncode == -9
+    (page,) = tmp_path.iterdir()
+    _, stderr = shown(pages=tmp_path)
+    (said,) = (line for line in stderr.splitlines() if str(page) in line)
+    assert said.endswith("its process has ended; the next process that uses Crossrail removes the page")
+    with crossrail.Worker(crossrail.Context(pages=str(tmp_path))):
+        assert page not in list(tmp_path.iterdir())
+
+
+def test_a_program_that_ends_with_its_group_open_leaves_no_page(tmp_path: Path) -> None:
+    code = "import crossrail; g = crossrail.Group(size=1); w = crossrail.Worker(g.context)"
+    subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment({"CROSSRAIL_PAGES": str(tmp_path)}), timeout=60, check=True
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: b"", "it is incomplete: its process is making it, or died meanwhile"),
+        (lambda data: bytes(8) + data[8:], "it is incomplete"),
+        (lambda data: b"NOTAPAGE" + data[8:], "it does not begin as a page does"),
+        (
+            lambda data: data[:8] + struct.pack("<I", 9) + data[12:],
+            "its layout has version 9, this program reads version",
+        ),
+        (lambda data: data[:56] + struct.pack("<Q", 1 << 40) + data[64:], "it claims 1099511627776 rows"),
+        (lambda data: data[:16] + struct.pack("<Q", 1) + data[24:], "its name and its contents disagree"),
+    ],
+)
+def test_a_page_that_cannot_be_read_is_one_line(change: Any, said: str, tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    with crossrail.Worker(crossrail.Context(pages=str(tmp_path / "pages"))):
+        (page,) = (tmp_path / "pages").iterdir()
+        other = tmp_path / "others"
+        other.mkdir()
+        (other / page.name).write_bytes(change(page.read_bytes()))
+        (found,) = read_pages(str(other))
+        assert found["page"] is None and said in found["error"]
+
+
+def test_rows_that_lie_are_harmless(tmp_path: Path) -> None:
+    """Text of another process can't steer the terminal, and unknown kinds of rows are left out."""
+    (tmp_path / "pages").mkdir()
+    with crossrail.Worker(crossrail.Context(pages=str(tmp_path / "pages")), name="honest"):
+        (page,) = (tmp_path / "pages").iterdir()
+        data = bytearray(page.read_bytes())
+        row = data.index(b"honest\0") - 16
+        assert row % ROW_BYTES == 0
+        data[row + 16 : row + 24] = b"\x1b[2Jabc\0"
+        data[row + 144 : row + 176] = b"\xff" * 32
+        (tmp_path / page.name).write_bytes(data)
+        (found,) = read_pages(str(tmp_path))
+        (worker,) = (row for row in found["page"]["rows"] if row["kind"] == "worker")
+        assert worker["name"] == "?[2Jabc" and worker["wait"]["age_s"] == 0.0
+        data[row + 8 : row + 12] = struct.pack("<I", 999)
+        (tmp_path / page.name).write_bytes(data)
+        (found,) = read_pages(str(tmp_path))
+        assert [row["kind"] for row in found["page"]["rows"]] == ["process"]
+
+
+def test_nobody_there_and_no_folder(tmp_path: Path) -> None:
+    assert (
+        "no process of this user on this machine uses Crossrail"
+        in run("top", "--once", settings={"CROSSRAIL_PAGES": str(tmp_path)}).stdout
+    )
+    one_error(run("top", "--once", settings={"CROSSRAIL_PAGES": "off"}), 2, "there is no folder to look in")
+    one_error(run("top", "--once", settings={"CROSSRAIL_PAGES": str(tmp_path / "none")}), 1, "No such file")
+
+
+def rank_process(rank: int, ranks: list[int] | None, *, answered: bool = True) -> Process:
+    wait = None if ranks is None else {"operation": "sync", "number": 3, "age_s": 1.0, "whom": "", "ranks": ranks}
+    row = {"kind": "buffer", "owner": 1, "name": "x", "peer": "", "age_s": 9.0, "wait": wait, "values": {"rank": rank}}
+    return Process(f"host:{rank}", {"rows": [row]} if answered else None, None, "g", rank, answered)
+
+
+@pytest.mark.parametrize(
+    ("processes", "named"),
+    [
+        ([rank_process(0, [2]), rank_process(1, [2]), rank_process(2, None)], [(2, "has not entered sync 3", [0, 1])]),
+        (
+            [rank_process(0, [1]), rank_process(1, [2]), rank_process(2, None, answered=False)],
+            [(2, "does not answer: it is stopped, or cut off", [1])],
+        ),
+        ([rank_process(0, [3])], [(3, "has not joined, or has ended", [0])]),
+        ([rank_process(0, [1]), rank_process(1, [0])], [(0, "waits itself", [1]), (1, "waits itself", [0])]),
+        ([rank_process(0, None), rank_process(1, None)], []),
+    ],
+)
+def test_the_rank_that_all_wait_for_is_named(processes: list[Process], named: list[tuple[Any, ...]]) -> None:
+    found = verdicts(Look(0.0, processes))
+    assert [(each["rank"], each["state"], each["keeps_waiting"]) for each in found] == named
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    def look(at: float, sent: int) -> Look:
+        values = {"sent_bytes": sent, "received_bytes": 0}
+        row = {"kind": "rail", "owner": 1, "name": "shm", "peer": "", "values": values}
+        return Look(at, [Process("host:1", {"rows": [row]})])
+
+    rates = rates_between(look(3.0, 500), look(1.0, 100))
+    assert list(rates.values()) == [(200.0, 0.0)]
+    assert rates_between(look(1.0, 500), look(1.0, 100)) == {}
+
+
+STUCK = 5
+
+
+def test_a_stuck_rank_of_eight_is_named_within_two_seconds(tmp_path: Path) -> None:
+    """Eight ranks of one process meet in a buffer's barrier, all but one."""
+    context = crossrail.Context(pages=str(tmp_path), log="error")
+    come = threading.Event()
+    inside: list[float] = []
+    failed: list[BaseException] = []
+
+    def rank(number: int, address: str) -> None:
+        try:
+            group = crossrail.Group(name="job", rank=number, size=8, local_rank=number, store=address, context=context)
+            with group, crossrail.ExpertBuffer(group, 4, 128, 8, 1) as buffer:
+                if number == STUCK:
+                    come.wait(60)
+                inside.append(time.monotonic())
+                buffer.sync()
+                group.barrier()
+        except BaseException as error:
+            failed.append(error)
+            come.set()
+
+    with store("--listen=127.0.0.1:0") as (_, address):
+        threads = [threading.Thread(target=rank, args=(number, address)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        try:
+            deadline = time.monotonic() + 60
+            while len(inside) < 7 and not failed and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not failed and len(inside) == 7, failed
+            stuck_since = max(inside)
+            with subprocess.Popen(
+                [*COMMAND, "top", "--job", "job", "--store", address, "--json", "-"],
+                env=clean_environment({}),
+                stdout=subprocess.PIPE,
+                text=True,
+            ) as top:
+                time.sleep(max(0.0, stuck_since + 0.6 - time.monotonic()))
+                assert top.stdout is not None
+                seen = json.loads(top.stdout.read())
+        finally:
+            come.set()
+            for thread in threads:
+                thread.join(60)
+    assert not failed, failed
+    (named,) = seen["stuck"]
+    assert (named["rank"], named["group"]) == (STUCK, "job")
+    assert named["keeps_waiting"] == [rank for rank in range(8) if rank != STUCK]
+    assert named["state"].startswith("has not entered sync")
+    assert named["age_s"] < 2.0
+
+
+def test_a_job_needs_a_store_that_has_it() -> None:
+    one_error(run("top", "--job"), 2, "--job needs the job's store")
+    one_error(run("top", "--store", "tcp://127.0.0.1:1"), 2, "--store needs --job")
+    with store("--listen=127.0.0.1:0") as (_, address):
+        said = "has no group 'nobody': is it the store of that job, and has a rank joined?"
+        one_error(run("top", "--job", "nobody", "--store", address), 1, said)
