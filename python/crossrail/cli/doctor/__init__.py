@@ -56,11 +56,12 @@ class DoctorOptions:
         Raises Failure if there is a problem, or if the peer cannot be asked.
         """
         check_json(self.json)
+        wanted = os.environ.get("CROSSRAIL_NET_DEVICES", "all")  # before `usable_info` removes what is wrong
         if self.store:
             crossrail.Context(environment=False, store=self.store)  # an address that is none is bad usage
         if self.listen is not None:
-            listen(self.listen, self.secret_file, lambda: self._machine().rails)
-        machine = self._machine()
+            listen(self.listen, self.secret_file, lambda: self._machine(wanted).rails)
+        machine = self._machine(wanted)
         checks = selected(self.only, self.asked, gpus=bool(machine.gpus))
         limit = sum(check.limit_s for check in checks)
         if self.peer is not None:
@@ -89,8 +90,7 @@ class DoctorOptions:
         except Exception as error:  # as in a check: no traceback
             raise Failure(f"the probes of {peer} failed: {type(error).__name__}: {error}; report this") from error
 
-    def _machine(self) -> Machine:
-        wanted = os.environ.get("CROSSRAIL_NET_DEVICES", "all")
+    def _machine(self, wanted: str) -> Machine:
         info, wrong = usable_info()
         return Machine(
             info=info,

@@ -49,6 +49,12 @@ class Rail:
         return str(ipaddress.ip_network(f"{self.address}/{self.prefix}", strict=False))
 
 
+def loopback_rails(rails: Sequence[Rail]) -> list[Rail]:
+    """Those of ``rails`` that reach this machine only; 127.0.0.1 if there is none. Raises OSError."""
+    found = [rail for rail in rails if rail.loopback]
+    return found or [_of_loopback(one, "127.0.0.1") for one in interfaces() if one.loopback]
+
+
 def find_rails(info: Info, wanted: str, sys: Path = Path("/sys")) -> list[Rail]:
     """The rails of this machine. ``wanted`` is CROSSRAIL_NET_DEVICES: of loopback, only the addresses that it lists.
 

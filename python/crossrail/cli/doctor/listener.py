@@ -16,7 +16,7 @@ from ..failure import Failure, UsageFailure, print_notice
 from ..parsing import parse_address, resolve
 from ..point_to_point.channel import Channel
 from ..processes import Message
-from .links import Rail
+from .links import Rail, loopback_rails
 from .netlink import interfaces, route
 from .probes import Responder
 from .survey import ANSWER_S, DOCTOR_PORT, MOST_RAILS
@@ -56,7 +56,7 @@ def listen(where: str, secret_file: str | None, rails: Callable[[], list[Rail]])
                 continue
             channel = Channel(context, worker, endpoint)
             try:
-                serve(channel, rails())
+                serve(channel, _offered(rails(), secret_file))
                 print_notice(f"{endpoint.peer} has finished")
             except (Failure, CrossrailError) as error:
                 print_notice(f"{endpoint.peer}: {' '.join(str(error).split())}")
@@ -65,6 +65,12 @@ def listen(where: str, secret_file: str | None, rails: Callable[[], list[Rail]])
             finally:
                 with contextlib.suppress(CrossrailError):
                     endpoint.close()
+
+
+def _offered(rails: list[Rail], secret_file: str | None) -> list[Rail]:
+    """The rails to probe: without a secret only those of loopback, as for every listener."""
+    secret = secret_file or os.environ.get("CROSSRAIL_SECRET") or os.environ.get("CROSSRAIL_SECRET_FILE")
+    return rails if secret else loopback_rails(rails)
 
 
 def serve(channel: Channel, rails: list[Rail]) -> None:

@@ -44,7 +44,8 @@ REACH_S = 1.0
 STREAMS = 2
 """Connections per rail of a load: one alone is often limited by a single receive queue or processor."""
 
-SLACK_S = 1.0
+SLACK_S = 3.0
+"""How long the end of a load may take to be confirmed, and its connections to be made."""
 LARGEST = 65_535
 """Bytes of the largest IP packet."""
 
@@ -362,7 +363,7 @@ def _stream(
     """Bytes, microseconds, segments and segments sent again of one connection. Raises OSError."""
     milliseconds = int(seconds * 1e3)
     with bound(mine, socket.SOCK_STREAM) as to:
-        to.settimeout(REACH_S)
+        to.settimeout(SLACK_S)
         # What is queued when the time is over is dropped: a slow rail would take seconds to carry it.
         to.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         to.connect((theirs.address, ports.tcp))

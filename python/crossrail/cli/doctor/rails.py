@@ -8,6 +8,7 @@ from crossrail.report import median
 
 from .finding import Found, Machine
 from .links import Rail
+from .netlink import Route
 from .nics import route_fix
 from .probes import LARGEST, Load
 from .survey import SLOW, Survey, Way
@@ -59,8 +60,7 @@ def routes(machine: Machine) -> Iterable[Found]:
         wrong = False
         ways = ((way.there, way.mine, way.theirs, "here"), (way.back, way.theirs, way.mine, f"at {survey.peer}"))
         for found, rail, to, where in ways:
-            # Between two addresses of one machine the kernel uses loopback, whatever device they belong to.
-            if found is None or found.interface in (rail.interface, "lo"):
+            if found is None or not _leaves_elsewhere(found, rail):
                 continue
             wrong = True
             text = f"{where} packets from {rail.name} to {to.address} leave by {found}, not by {rail.interface}"
@@ -72,17 +72,23 @@ def routes(machine: Machine) -> Iterable[Found]:
             yield Found("ok", "both kernels send by the rail itself", subject=way.name)
 
 
+def _leaves_elsewhere(found: Route | None, rail: Rail) -> bool:
+    """Whether a kernel does not send by the rail that the packets are from."""
+    # Between two addresses of one machine the kernel uses loopback, whatever device they belong to.
+    return found is not None and found.interface not in (rail.interface, "lo")
+
+
 def reachable(machine: Machine) -> Iterable[Found]:
     """Connections between the rails that transfers pair; what else is open, as a hint at crossed cables."""
     survey = _of(machine)
     for way in survey.used:
         if not (way.mine.works and way.theirs.works):
             continue
-        if any(route is not None and route.interface is None for route in (way.there, way.back)):
-            continue  # the check of routes names the cause
         if way.open:
             yield Found("ok", f"reachable, {1e6 * (way.rtt_s or 0):.0f} us to connect", subject=way.name)
             continue
+        if _leaves_elsewhere(way.there, way.mine) or _leaves_elsewhere(way.back, way.theirs):
+            continue  # the check of routes names the cause
         others = [one.theirs.name for one in survey.ways if one.mine == way.mine and one.open]
         cross = f"; {way.mine.name} does reach {', '.join(others)} there" if others else ""
         text, fix = _closed(way)

@@ -94,13 +94,19 @@ def page() -> str:
 
 `crossrail doctor` tests this machine by doing: it moves data over each transport between two processes, opens, locks
 and maps what a job needs, and asks the kernel how it would route. Each finding has the id of its check, a severity,
-the evidence, and the command that mends it. `--only` selects checks by id or group, `--json` writes everything.
+the evidence, and the command that mends it. `--only` selects checks by id or group, `--json` writes everything. [Why is
+it slow?](guides/slow.md) begins with it.
 
     crossrail doctor                           # this machine
     crossrail doctor --only network,shm        # some checks
     crossrail doctor --listen 10.0.0.1 --secret-file secret   # on one machine ...
     crossrail doctor --peer 10.0.0.1 --secret-file secret     # ... and on the other: every rail
     crossrail doctor --store tcp://10.0.0.1:18178 --nccl
+
+With `--peer` every rail here is tried with every rail of the other machine: whether it reaches that, how large packets
+may be, what it carries alone in each direction, and all at once with the others. The other machine answers on ports of
+its own choice (TCP and UDP), to this run only. Listening beyond loopback needs the secret of all ends; without one,
+only the rails of loopback are tried.
 
 It exits with 0 if there is neither an error nor a warning, with 1 if there is one, and with 2 for bad usage. A check
 that fails itself, or does not end within its limit, is a finding like any other.

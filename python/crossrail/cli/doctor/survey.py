@@ -21,9 +21,9 @@ from ..parsing import parse_address, resolve
 from ..point_to_point.channel import Channel
 from ..processes import Message
 from .finding import Machine, text_of
-from .links import Rail, pair_rails
+from .links import Rail, loopback_rails, pair_rails
 from .netlink import Route, route
-from .probes import REACH_S, SURE_TRIES, TOKEN_LEN, Load, Ports, load, path_mtu, reach
+from .probes import REACH_S, SLACK_S, SURE_TRIES, TOKEN_LEN, Load, Ports, load, path_mtu, reach
 
 DOCTOR_PORT = 18179
 CONNECT_S = 5.0
@@ -94,7 +94,7 @@ class Survey:
 def longest_s(rails: int, seconds: float) -> float:
     """How long a survey of so many rails may take at most."""
     probing = REACH_S * (1 + MOST_WAYS / WORKERS) + 2 * _MOST_WAIT_S * ((1 << SURE_TRIES) + 3 * 13)
-    return CONNECT_S + 4 * ANSWER_S + probing + (4 * rails + 2) * (seconds + 2 * REACH_S)
+    return CONNECT_S + 4 * ANSWER_S + probing + (4 * rails + 2) * (seconds + 2 * SLACK_S)
 
 
 def parse_rails(value: Any) -> list[Rail]:
@@ -145,7 +145,11 @@ def conversation(peer: str, secret_file: str | None) -> Iterator[tuple[Channel, 
             text = " ".join(str(error).split())
             raise Failure(f"{text} (start `crossrail doctor --listen {_listen_text(address)}` there)") from None
         channel = Channel(context, worker, endpoint)
-        met = channel.request({"doctor": 1, "version": crossrail.__version__}, ANSWER_S)
+        try:
+            met = channel.request({"doctor": 1, "version": crossrail.__version__}, ANSWER_S)
+        except crossrail.TimeoutError:
+            text = f"the doctor at {peer} did not answer within {ANSWER_S:g} s: it may be answering another machine"
+            raise Failure(f"{text}; try again when that has finished") from None
         if met.get("version") != crossrail.__version__:
             raise Failure(
                 f"the ends run different versions: {crossrail.__version__} here, {met.get('version')} at {peer}; "
@@ -167,15 +171,17 @@ def survey(
     """Probes every rail here with every rail at ``peer``. Raises Failure and the library's errors."""
     on_step(f"connecting to {peer}")
     with conversation(peer, secret_file) as (channel, met):
-        theirs = parse_rails(met.get("rails"))
+        theirs, mine = parse_rails(met.get("rails")), machine.rails
+        if any(rail.loopback for rail in theirs):
+            mine = loopback_rails(mine)  # on this machine, without a secret
         ports, token = _ports(met), _token(met)
         offset, uncertainty = _clock(channel)
-        used = pair_rails(machine.rails, theirs)
-        ways = [Way(mine, other, (mine, other) in used) for mine in machine.rails for other in theirs]
+        used = pair_rails(mine, theirs)
+        ways = [Way(one, other, (one, other) in used) for one in mine for other in theirs]
         ways.sort(key=lambda way: not way.used)
         ways = [way for way in ways if _same_family(way)][: max(MOST_WAYS, len(used))]
         found = Survey(_peer_name(met, peer), ways, offset, uncertainty, theirs)
-        on_step(f"{len(ways)} ways between {len(machine.rails)} rails here and {len(theirs)} there")
+        on_step(f"{len(ways)} ways between {len(mine)} rails here and {len(theirs)} there")
         _routes(channel, found)
         raw = met.get("why_not")
         why_not: dict[str, Any] = raw if isinstance(raw, dict) else {}
