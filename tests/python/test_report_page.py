@@ -156,7 +156,7 @@ def test_nothing_in_a_file_becomes_markup(write: str) -> None:
 
 
 def test_a_large_mesh_still_fits() -> None:
-    text = html([mesh(28)], "A large mesh")
+    text = html([mesh(25)], "A large mesh")
     assert len(text.encode()) <= MOST_BYTES
     assert "more rows are in the files themselves" in text
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
     "plan": (".plan:add_arguments", "bytes and times of expert parallelism on a cluster, before one has it"),
     "nccl-plugin": (".nccl_plugin:add_arguments", "the variables by which NCCL uses Crossrail as its network"),
+    "sweep": (".sweep:add_arguments", "one bench with every combination of settings, and which is best"),
     "report": (".report:add_arguments", "results as a page with charts, as Markdown, as CSV, or as tables"),
     "completion": (".completion:add_arguments", "a script by which a shell completes commands and options"),
 }
@@ -62,6 +63,11 @@ EXAMPLES = {
         "crossrail plan --calibrate ep.json --ep 8,16 --phase decode",
         "crossrail plan --calibrate ep-2.json --check ep-4.json --within 15",
         "crossrail plan --published",
+    ),
+    "sweep": (
+        "crossrail sweep p2p --size 64M --chunk 512K,1M,2M --window 8,16,32 --channels 1,2,4",
+        "crossrail sweep bandwidth --sizes 1M,4M --memory shared,ordinary --repeats 9 --json sweep.json",
+        "crossrail sweep ep --num-processes 2 --tokens 64,128 --set CROSSRAIL_CHUNK=1M,2M",
     ),
     "report": (
         "crossrail report latency.json bandwidth.json --html report.html --open",
@@ -103,7 +109,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> Command:
     made = _rank_parser() if words[:1] == [RANK] else _parser()
     parsed, unknown = made.parse_known_args(words)
     parser: Parser = parsed.parser
-    if unknown:
+    if getattr(parsed, "takes_rest", False):
+        parsed.rest = unknown
+    elif unknown:
         parser.unknown(unknown)
     outcome: Outcome = parsed.outcome
     return outcome(parser, parsed)

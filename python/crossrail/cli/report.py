@@ -57,8 +57,8 @@ class ReportOptions:
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     text = (
-        "JSON of `crossrail bench`, `make bench`, iperf3 -J or nccl-tests -J; or what ucx_perftest, OSU's benchmarks, "
-        "nixlbench or DeepEP's tests printed"
+        "JSON of `crossrail bench`, `crossrail sweep`, `make bench`, iperf3 -J or nccl-tests -J; or what ucx_perftest, "
+        "OSU's benchmarks, nixlbench or DeepEP's tests printed"
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=text)
     out = parser.add_argument_group("what comes out (tables, unless one of these is given; `-` is stdout)")
@@ -96,7 +96,9 @@ def read(files: list[str]) -> list[Source]:
             raise UsageFailure(str(error)) from None
         except OSError as error:
             raise UsageFailure(f"{name}: {error.strerror}") from None
-    if not any(source.rows or source.outcomes or source.others for source in sources):
+    if not any(
+        source.rows or source.outcomes or source.others or (source.sweep and source.sweep.trials) for source in sources
+    ):
         raise UsageFailure(f"{', '.join(files)}: no row was measured, so there is nothing to report")
     return sources
 

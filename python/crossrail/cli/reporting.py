@@ -159,6 +159,12 @@ class _Run:
 
 
 _runs: list[_Run] = []
+_others: list[Callable[[], None]] = []
+
+
+def on_interrupt(show: Callable[[], None]) -> None:
+    """Has ``show`` called by the main thread when a signal ends the command, to print what there is until then."""
+    _others.append(show)
 
 
 def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str] | None = None) -> Report:
@@ -206,6 +212,8 @@ def stop_runs() -> None:
             run.progress.handed_over.wait(STOP_S)
         if run.claim():
             _show_partial(run)
+    for show in _others:
+        show()
 
 
 def _show_partial(run: _Run) -> None:

@@ -14,6 +14,8 @@ from .compact import with_lists
 from .foreign import FOREIGN, Foreign, ForeignError
 from .schema import SCHEMA, Environment, Report, Row, SchemaError
 from .stats import median
+from .sweeping import SCHEMA as SWEEP_SCHEMA
+from .sweeping import Sweep, sweep_of
 
 MOST_BYTES = 64 << 20
 """Maximum size of a file that is read."""
@@ -59,6 +61,7 @@ class Source:
     command: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     others: dict[str, list[Row]] = field(default_factory=dict)
+    sweep: Sweep | None = None
     partial: bool = False
 
 
@@ -125,6 +128,14 @@ def _own(data: dict[str, Any], name: str) -> Source:
         raise SourceError(f"schema {schema!r} is not one of Crossrail's; {_KNOWN}")
     if schema == SCHEMA:
         return _bench(data, name)
+    if schema == SWEEP_SCHEMA:
+        try:
+            sweep = sweep_of(data)
+        except SchemaError as error:
+            raise SourceError(str(error)) from None
+        whole = ["crossrail", "sweep", *sweep.plan.bench]
+        partial = bool(sweep.left())
+        return Source(name, OURS, [], environment=sweep.environment, command=whole, sweep=sweep, partial=partial)
     if _GOALS in data:
         source = Source(name, OURS, [])
         environment = _environment(data)

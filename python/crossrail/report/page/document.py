@@ -12,6 +12,7 @@ from .gather import Entry, distinct, entries
 from .matrices import mesh_section, slowest_pair, unpack_section
 from .model import Document, Section, Table, Tile
 from .scales import number_text
+from .sweeps import sweep_section
 from .transfers import (
     LATENCIES,
     RATES,
@@ -48,6 +49,7 @@ def document(sources: Sequence[Source], title: str, first: Sequence[Section] = (
     """What a page about ``sources`` shows; ``first``: sections before all others."""
     found = entries(sources)
     made = [
+        sweep_section(sources),
         latency_section(found),
         bandwidth_section(found),
         transfer_section(found),
@@ -87,7 +89,7 @@ def _version(version: str, commit: str | None) -> str:
 
 def _warnings(sources: Sequence[Source]) -> list[str]:
     made = [
-        f"{source.name}: the run was interrupted, and has only the rows it had measured until then."
+        f"{source.name}: the run was interrupted, and has only what it had measured until then."
         for source in sources
         if source.partial
     ]
@@ -174,18 +176,8 @@ def file_section(sources: Sequence[Source]) -> Section:
     for source in sources:
         when = source.environment.time if source.environment else ""
         commit = (source.environment.commit or "")[:9] if source.environment else ""
-        lines.append(
-            [
-                source.name,
-                source.program,
-                str(len(source.rows)),
-                format_bytes(source.size),
-                source.sha256[:12],
-                when,
-                commit,
-                short_command(source.command),
-            ]
-        )
-    columns = ["file", "by", "rows", "size", "SHA-256", "measured", "commit", "command"]
+        words = [source.name, source.program, short_command(source.command), when, commit, source.sha256[:12]]
+        lines.append([*words, str(len(source.rows)), format_bytes(source.size)])
+    columns = ["file", "by", "command", "measured", "commit", "SHA-256", "rows", "size"]
     text = "A page embeds its figures as JSON in the element crossrail-data, with the raw samples as far as they fit."
-    return Section("files", "Files", text, (), [Table(columns, lines, 2)])
+    return Section("files", "Files", text, (), [Table(columns, lines, 6)])

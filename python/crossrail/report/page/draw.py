@@ -258,7 +258,7 @@ def _heat_map(chart: HeatMap) -> tuple[str, float]:
     cell = min((WIDTH - left) / columns, 62.0)
     height = min(cell, 40.0 if side <= _MOST_CELLS_WITH_TEXT else cell)
     top = 36.0
-    parts = [_text(left, 12, f"to {chart.column_name} \N{RIGHTWARDS ARROW}", "ax")]
+    parts = [_text(left, 12, f"{chart.column_name} \N{RIGHTWARDS ARROW}", "ax")]
     for number, name in enumerate(chart.columns):
         if labelled and width_of(name, SMALL) < cell + 4:
             parts.append(_text(left + (number + 0.5) * cell, top - 6, name, "tk", "middle"))

@@ -68,7 +68,9 @@ def _matrix(rows: Sequence[Row], title: str, unit: str, sub: str) -> Figure:
     plain = [str(number) for number in numbers]
     several = len(rows) > len(cells)
     sub += ". The best of several runs" if several else ""
-    chart = HeatMap(title, unit, "from rank", "rank", names, plain, values, marked, sub, less_is_better=unit != "GB/s")
+    chart = HeatMap(
+        title, unit, "from rank", "to rank", names, plain, values, marked, sub, less_is_better=unit != "GB/s"
+    )
     return Figure(chart, table_of(["from", "to", unit, "note"], lines, left=2))
 
 
