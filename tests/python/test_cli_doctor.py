@@ -8,8 +8,10 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from test_cli_command import one_error, run
 from test_cli_store import store
 
 import crossrail
-from crossrail.cli.doctor import gpus, job, limits, nics, table
+from crossrail.cli.doctor import gpus, job, limits, nics, table, transports
 from crossrail.cli.doctor.examine import examine
 from crossrail.cli.doctor.finding import SEVERITIES, Check, Found, Machine
 from crossrail.cli.doctor.links import Rail, pair_rails
@@ -255,6 +257,32 @@ def with_gpus(count: int, *, access: bool = True) -> Machine:
     ]
     cuda["peer_access"] = [[access] * count for _ in range(count)]
     return here
+
+
+@pytest.mark.parametrize(("scope", "mends"), [("1\n", "ptrace_scope=0"), (None, "--cap-add=SYS_PTRACE")])
+def test_single_copies_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str | None, mends: str
+) -> None:
+    way = {"lane": "shm(cma)", "missed": True, "reason": "process_vm_readv: EPERM"}
+    endpoint = SimpleNamespace(explain=lambda: SimpleNamespace(candidates=[way]))
+    monkeypatch.setattr(transports, "connected", lambda *_, **__: nullcontext((None, None, endpoint, None)))
+    if scope is not None:
+        (tmp_path / "sys/kernel/yama").mkdir(parents=True)
+        (tmp_path / "sys/kernel/yama/ptrace_scope").write_text(scope)
+    (one,) = found(transports.single_copy, machine(proc=tmp_path))
+    assert one.severity == "warning" and "EPERM" in one.evidence and mends in one.fix
+
+
+def test_losses_under_load_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = [
+        {"segments": 0, "segments sent again": 0, "backlog": 0, "eth1": 3},
+        {"segments": 1000, "segments sent again": 50, "backlog": 4, "eth1": 3},
+    ]
+    monkeypatch.setattr(transports, "_counters", lambda _: counted.pop(0))
+    monkeypatch.setattr(transports, "LOAD_S", 0.01)
+    resent, backlog = found(transports.under_load, machine())
+    assert "50 of 1000 TCP segments were sent again" in resent.evidence
+    assert (backlog.subject, backlog.severity) == ("backlog", "warning") and "netdev_max_backlog" in backlog.fix
 
 
 def test_gpus_that_the_driver_does_not_offer() -> None:

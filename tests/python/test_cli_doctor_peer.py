@@ -28,7 +28,7 @@ from crossrail.cli.doctor.links import Rail
 from crossrail.cli.doctor.listener import serve
 from crossrail.cli.doctor.netlink import Route
 from crossrail.cli.doctor.probes import DATAGRAM, HEAD, HELLO, TOKEN_LEN, Load, Ports, Responder
-from crossrail.cli.doctor.survey import Survey, Way, parse_rails
+from crossrail.cli.doctor.survey import Survey, Way, parse_rails, parse_route
 from crossrail.cli.failure import Failure, exit_code_of
 
 LO = [Rail(f"127.0.0.{n}", "lo", True, True, 65536, f"127.0.0.{n}", 32, virtual=True) for n in (1, 2)]
@@ -216,6 +216,27 @@ def test_rails_of_the_other_end_are_not_trusted(entries: Any) -> None:
     assert parse_rails([GOOD]) == [RAIL]
     with pytest.raises(Failure):
         parse_rails(entries)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"interface": "eth1"},
+        {"interface": "eth1", "gateway": "", "matched": "10.0.0.0/8; reboot"},
+        {"interface": "eth1; reboot", "gateway": "", "matched": ""},
+        {"interface": "eth1", "gateway": "there", "matched": ""},
+        {"interface": None, "gateway": "", "matched": "", "refused": "\x1b[2J"},
+        {"interface": 7, "gateway": "", "matched": ""},
+        {"interface": "eth1", "gateway": "", "matched": 10},
+    ],
+)
+def test_routes_of_the_other_end_are_not_trusted(value: Any) -> None:
+    good = Route("eth0", "10.0.0.1", "10.77.3.2/32")
+    assert parse_route(asdict(good)) == good
+    assert parse_route(asdict(Route(None, "", "", "no route (Network is unreachable)"))).interface is None
+    with pytest.raises(Failure, match="invalid route"):
+        parse_route(value)
 
 
 def test_strangers_get_nothing_from_the_probes() -> None:

@@ -19,7 +19,7 @@ from ..processes import Message
 from .links import Rail, loopback_rails
 from .netlink import interfaces, route
 from .probes import Responder
-from .survey import ANSWER_S, DOCTOR_PORT, MOST_RAILS
+from .survey import ANSWER_S, DOCTOR_PORT, MOST_RAILS, version_in
 
 REQUEST_S = 60.0
 """How long the other end may be silent between two requests."""
@@ -81,7 +81,7 @@ def serve(channel: Channel, rails: list[Rail]) -> None:
         raise Failure("this end runs `crossrail doctor --listen`; the other end must run `crossrail doctor --peer`")
     if hello.get("version") != crossrail.__version__:
         raise Failure(
-            f"the ends run different versions: {crossrail.__version__} at the listening end, {hello.get('version')} at "
+            f"the ends run different versions: {crossrail.__version__} at the listening end, {version_in(hello)} at "
             "the other; install the same version at both"
         )
     with Responder(rails[:MOST_RAILS]) as responder:

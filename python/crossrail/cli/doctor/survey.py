@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -40,6 +41,7 @@ SLOW = 0.5
 
 _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 1.0
 
+_REASON = re.compile(r"[A-Za-z0-9 ()/,.'-]{0,100}")
 _NAME = re.compile(r"[A-Za-z0-9_.:@%-]{1,64}")
 
 
@@ -120,6 +122,21 @@ def parse_rails(value: Any) -> list[Rail]:
     return found
 
 
+def parse_route(value: Any) -> Route:
+    """A route that the other end sent; parts of it become part of commands. Raises Failure if it is not valid."""
+    try:
+        found = Route(**value)
+        for text in (found.gateway, found.matched):
+            if text not in ("", "default"):
+                ipaddress.ip_network(text + "", strict=False)  # a number would be an address too
+        valid = found.interface is None or _NAME.fullmatch(found.interface) is not None
+        if valid and _REASON.fullmatch(found.refused):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise Failure("the other end sent an invalid route")
+
+
 def own_address(to: str) -> str:
     """The local address from which ``to`` (host:port) is reached. Raises Failure."""
     host, port = parse_address(to)
@@ -152,11 +169,16 @@ def conversation(peer: str, secret_file: str | None) -> Iterator[tuple[Channel, 
             raise Failure(f"{text}; try again when that has finished") from None
         if met.get("version") != crossrail.__version__:
             raise Failure(
-                f"the ends run different versions: {crossrail.__version__} here, {met.get('version')} at {peer}; "
+                f"the ends run different versions: {crossrail.__version__} here, {version_in(met)} at {peer}; "
                 "install the same version at both"
             )
         yield channel, met
         channel.leave()
+
+
+def version_in(message: Message) -> str:
+    """The version that the other end named."""
+    return ascii(str(message.get("version"))[:20]).strip("'")
 
 
 def _listen_text(address: str) -> str:
@@ -228,7 +250,7 @@ def _clock(channel: Channel) -> tuple[float, float]:
         before = time.time()
         answer = channel.request({"do": "clock"}, ANSWER_S).get("time")
         after = time.time()
-        if not isinstance(answer, float):
+        if not isinstance(answer, float) or not math.isfinite(answer):
             raise Failure("the other end sent no time")
         if (after - before) / 2 < best[1]:
             best = (answer - (before + after) / 2, (after - before) / 2)
@@ -246,10 +268,7 @@ def _routes(channel: Channel, found: Survey) -> None:
     if not isinstance(routes, list) or len(routes) != len(found.used):
         raise Failure("the other end sent no routes")
     for way, raw in zip(found.used, routes, strict=True):
-        with contextlib.suppress(TypeError):
-            back = Route(**raw) if isinstance(raw, dict) else None
-            if back is not None and all(isinstance(text, str) for text in (back.gateway, back.matched, back.refused)):
-                way.back = back
+        way.back = parse_route(raw)
 
 
 def _reach(way: Way, ports: dict[str, Ports], token: bytes, why_not: dict[str, Any]) -> None:
@@ -258,9 +277,8 @@ def _reach(way: Way, ports: dict[str, Ports], token: bytes, why_not: dict[str, A
             way.why = f"{rail.name} {'is down' if not rail.up else 'has no link'} {where}"
             return
     if way.theirs.name not in ports:
-        way.why = (
-            f"the doctor there cannot listen on {way.theirs.name}: {why_not.get(way.theirs.name, 'no reason given')}"
-        )
+        reason = str(why_not.get(way.theirs.name))
+        way.why = f"the doctor there cannot listen: {reason if _REASON.fullmatch(reason) else 'it gave no reason'}"
         return
     try:
         way.rtt_s = reach(way.mine, way.theirs, ports[way.theirs.name], token)
