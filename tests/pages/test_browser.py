@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from browser import NAMES, Browser, found
 from test_report_page import EVERY_KIND, mesh
+from test_sweep import sweep
 
+from crossrail.report.page.comparison import comparison_section
 from crossrail.report.page.write import html
+from crossrail.report.sources import parse_source
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"
 COMMITTED = sorted(REPORTS.glob("*.html"))
@@ -76,7 +79,10 @@ def browser() -> Iterator[Browser]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with every kind of chart, long names, and a matrix of many ranks."""
     path = tmp_path_factory.mktemp("pages") / "every-kind.html"
-    path.write_text(html([*EVERY_KIND, mesh(26)], "Every kind of chart, " + "with a title that is rather long, " * 3))
+    rates = {number: [5.0 + number] * 5 for number in range(4)}
+    found = [*EVERY_KIND, mesh(26), parse_source(sweep(rates).dumps(), "sweep.json")]
+    title = "Every kind of chart, " + "with a title that is rather long, " * 3
+    path.write_text(html(found, title, [comparison_section(EVERY_KIND, EVERY_KIND)]))
     return path
 
 

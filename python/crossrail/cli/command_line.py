@@ -73,6 +73,7 @@ EXAMPLES = {
         "crossrail report latency.json bandwidth.json --html report.html --open",
         "crossrail report iperf3.json ucx_perftest.txt p2p.json --markdown -",
         "crossrail report benches/results/*.json --csv results.csv",
+        "crossrail report after.json --baseline before.json --html compared.html",
     ),
     "completion": ("crossrail completion bash > ~/.local/share/bash-completion/completions/crossrail",),
     "bench latency": ("crossrail bench latency --sizes 1:4K", "crossrail bench latency --op both --compare ucx"),

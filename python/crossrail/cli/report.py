@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import webbrowser
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from crossrail.report import WriteError, check_destination, console, write_text
 from crossrail.report.export import comma_separated, markdown, renderables
+from crossrail.report.page.comparison import comparison_section
 from crossrail.report.page.document import document
 from crossrail.report.page.write import TooLarge, html
 from crossrail.report.sources import Source, SourceError, read_source
@@ -28,6 +29,7 @@ class ReportOptions:
     markdown: str | None = None
     csv: str | None = None
     title: str | None = None
+    baseline: list[str] = field(default_factory=list)
     open: bool = False
     parent: int | None = None
 
@@ -37,20 +39,21 @@ class ReportOptions:
         title = self.title or f"Measurements of {', '.join(source.name for source in sources[:3])}" + (
             f" and {len(sources) - 3} more" if len(sources) > 3 else ""
         )
+        first = [comparison_section(sources, read(self.baseline))] if self.baseline else []
         if self.html is not None:
             try:
-                write_text(html(sources, title), self.html, "--html")
+                write_text(html(sources, title, first), self.html, "--html")
             except TooLarge as error:
                 raise Failure(str(error)) from None
             if self.open:
                 _open(self.html)
         if self.markdown is not None:
-            write_text(markdown(document(sources, title)), self.markdown, "--markdown")
+            write_text(markdown(document(sources, title, first)), self.markdown, "--markdown")
         if self.csv is not None:
             write_text(comma_separated(sources), self.csv, "--csv")
         if self.html is None and self.markdown is None and self.csv is None:
             out = console()
-            for one in renderables(document(sources, title)):
+            for one in renderables(document(sources, title, first)):
                 out.print(one)
 
 
@@ -61,6 +64,8 @@ def add_arguments(parser: Parser) -> None:
         "OSU's benchmarks, nixlbench or DeepEP's tests printed"
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help=text)
+    old = "an earlier run of the same work, to compare with row by row; again for each of its files"
+    parser.add_argument("--baseline", metavar="FILE", action="append", default=[], help=old)
     out = parser.add_argument_group("what comes out (tables, unless one of these is given; `-` is stdout)")
     out.add_argument("--html", metavar="FILE", help="one page with charts that opens offline, of at most 300 kB")
     out.add_argument("--markdown", metavar="FILE", help="every chart as a table")
@@ -82,7 +87,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
                 check_destination(destination, option)
             except WriteError as error:
                 raise UsageFailure(str(error)) from None
-    names = ("files", "html", "markdown", "csv", "title", "open")
+    names = ("files", "html", "markdown", "csv", "title", "baseline", "open")
     return ReportOptions(**{name: getattr(parsed, name) for name in names})
 
 

@@ -66,6 +66,8 @@ def legend(chart: Chart) -> list[tuple[int, str]]:
         names = list(chart.names)
     else:
         names = []
+    if isinstance(chart, Forest):
+        return [(2, "better"), (1, "worse"), (0, "the same"), (7, "not distinguishable")]
     return list(enumerate(names)) if len(names) > 1 else []
 
 

@@ -1,0 +1,92 @@
+"""The section that compares two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..comparing import ALPHA, MARGIN, MOST_BATCHES, Compared, compare
+from ..sources import Source
+from ..units import counted
+from .gather import table_of, time_text
+from .model import Figure, Forest, Interval, Section
+
+_MOST_ROWS = 24
+
+VERDICTS = {
+    "better": "better",
+    "worse": "worse",
+    "same": f"the same within {MARGIN:.0%}",
+    "unclear": "not distinguishable",
+}
+"""What is said of a row."""
+
+
+def comparison_section(new: Sequence[Source], old: Sequence[Source]) -> Section:
+    """The rows of two runs beside each other, and whether they differ."""
+    found = compare([row for one in old for row in one.rows], [row for one in new for row in one.rows])
+    figures = []
+    common = _common([one.label for one in found.rows])
+    for first in range(0, len(found.rows), _MOST_ROWS):
+        part = found.rows[first : first + _MOST_ROWS]
+        title = "Times of before, by those of now"
+        sub = "More than 1 is better. Line: the 95 % interval of the ratio of medians."
+        sub += f" Of all: {', '.join(common)}." if common else ""
+        rows = [
+            Interval(_without(one.label, common), one.ratio, one.low, one.high, one.verdict, _text(one), _hint(one))
+            for one in part
+        ]
+        columns = ["row", "before", "now", "ratio", "from", "to", "p", "samples", ""]
+        figures.append(Figure(Forest(title, [("", rows)], sub), table_of(columns, [_line(one) for one in part])))
+    counts = [
+        f"{len([one for one in found.rows if one.verdict == verdict])} {said}" for verdict, said in VERDICTS.items()
+    ]
+    notes = [f"{counted(len(found.rows), 'row')}: {', '.join(counts)}."]
+    notes += [
+        f"The baseline: {one.name}, {one.environment.time}, commit {(one.environment.commit or 'unknown')[:9]}, "
+        f"{one.environment.host} ({one.environment.cores} cores)."
+        for one in old
+        if one.environment is not None
+    ]
+    if found.unmatched:
+        shown = "; ".join(found.unmatched[:5]) + ("; ..." if len(found.unmatched) > 5 else "")
+        notes.append(f"{counted(len(found.unmatched), 'row')} in only one of the runs, or without samples: {shown}")
+    notes.append(
+        "What differs between runs of a process (memory, processors, neighbours) is not in the samples of one run: a "
+        "row that differs here may do so for that reason. `crossrail sweep` repeats runs."
+    )
+    text = (
+        f"Mann and Whitney's test on medians of up to {MOST_BATCHES} consecutive batches of samples, p after Holm "
+        f"below {ALPHA:g} over all rows together; a change of less than {MARGIN:.0%} counts as none."
+    )
+    return Section("comparison", "Compared with the baseline", text, figures, notes=notes)
+
+
+def _common(labels: Sequence[str]) -> list[str]:
+    """The parts of the labels that all of them have, and that need not be said of each."""
+    if len(labels) < 2:
+        return []
+    every = [label.split(", ") for label in labels]
+    return [part for part in every[0] if all(part in parts for parts in every)]
+
+
+def _without(label: str, common: Sequence[str]) -> str:
+    return ", ".join(part for part in label.split(", ") if part not in common) or label
+
+
+def _text(one: Compared) -> str:
+    if one.verdict == "same":
+        return "same"
+    return f"{one.ratio:.2f}x" + {"better": " better", "worse": " worse"}.get(one.verdict, " ?")
+
+
+def _hint(one: Compared) -> str:
+    times = f"{time_text(one.old_us)} before, {time_text(one.new_us)} now"
+    interval = f"{one.ratio:.3f} ({one.low:.3f} to {one.high:.3f})"
+    return f"{one.label}: {times}; {interval}, p {one.p:.2g}: {VERDICTS[one.verdict]}"
+
+
+def _line(one: Compared) -> list[str]:
+    ratios = [f"{value:.3f}" for value in (one.ratio, one.low, one.high)]
+    samples = f"{one.samples[0]}, {one.samples[1]}"
+    times = [time_text(one.old_us), time_text(one.new_us)]
+    return [one.label, *times, *ratios, f"{one.p:.2g}", samples, VERDICTS[one.verdict]]
