@@ -27,6 +27,13 @@ def test_info_tells_of_gpus_and_of_what_we_use(crossrail_command: Crossrail) -> 
     assert cache is None or cache["folder"].startswith("/")
 
 
+def test_doctor_moves_data_on_every_gpu(crossrail_command: Crossrail) -> None:
+    done = crossrail_command("doctor", "--only=gpu-driver,gpu-kernel,gpu-pinned,gpu-export,gpu-ipc", "--json=-")
+    found = json.loads(done.stdout)["findings"]
+    assert {one["id"] for one in found if one["severity"] == "ok"} == {one["id"] for one in found}, found
+    assert len({one["id"] for one in found}) == 5
+
+
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("transport", ["cuda_ipc", "tcp"])
 def test_mesh_of_two(rows: Rows, transport: str) -> None:

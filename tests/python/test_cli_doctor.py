@@ -19,12 +19,14 @@ from test_cli_command import one_error, run
 from test_cli_store import store
 
 import crossrail
+from crossrail.cli.command_line import parse_arguments
 from crossrail.cli.doctor import gpus, job, limits, nics, table, transports
 from crossrail.cli.doctor.examine import examine
 from crossrail.cli.doctor.finding import SEVERITIES, Check, Found, Machine
 from crossrail.cli.doctor.links import Rail, pair_rails
 from crossrail.cli.doctor.netlink import interfaces, route
 from crossrail.cli.doctor.show import page, summary
+from crossrail.cli.failure import Failure, exit_code_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 RAIL = Rail("eth1", "eth1", True, True, 9000, "10.0.1.1", 24, virtual=False, speed_mbps=100_000, numa_node=1)
@@ -88,7 +90,6 @@ def test_the_environment_does_not_decide_whether_the_machine_works() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--only=shmm",), ("shmm", "known: settings")),
         (("--onyl=shm",), ("--onyl", "--only")),
         (("--torchrun", "--slurm"), ("--slurm", "--torchrun")),
         (("--json=/nonexistent/doctor.json",), ("/nonexistent",)),
@@ -96,8 +97,27 @@ def test_the_environment_does_not_decide_whether_the_machine_works() -> None:
         (("--store=nonsense",), ("nonsense", "tcp://host:port")),
     ],
 )
-def test_nonsense_is_one_line_and_exit_2(options: tuple[str, ...], words: tuple[str, ...]) -> None:
-    one_error(run("doctor", *options), 2, *words)
+def test_nonsense_is_an_error_and_exit_2(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    text = refusal(capsys, 2, *options)
+    assert all(word in text for word in words), text
+
+
+def refusal(capsys: pytest.CaptureFixture[str], code: int, *options: str) -> str:
+    """The error of a command line that ends with this exit code; run in this process, which spares another one."""
+    with pytest.raises((Failure, crossrail.CrossrailError, SystemExit)) as caught:
+        parse_arguments(["doctor", *options]).run()
+    error = caught.value
+    if isinstance(error, SystemExit):
+        assert error.code == code
+        return capsys.readouterr().err
+    assert isinstance(error, Exception) and exit_code_of(error) == code
+    return str(error)
+
+
+def test_an_error_is_one_line() -> None:
+    one_error(run("doctor", "--only=shmm"), 2, "shmm", "known: settings")
 
 
 def check_of(body: Any, limit_s: float = 5.0) -> Check:
@@ -321,6 +341,20 @@ def test_a_slow_pair_of_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.subject == "cuda:2 to cuda:0" and "20.00 GB/s" in slow.evidence
     assert {one.severity for one in found(gpus.pairs, with_gpus(2, access=False))} == {"warning"}
     assert found(gpus.pairs, with_gpus(1))[0].severity == "note"
+
+
+@pytest.mark.parametrize(("flaw", "severity", "said"), [(0, "warning", "staged in host memory"), (1, "error", "wrong")])
+def test_memory_of_gpus_is_sent_and_compared(
+    monkeypatch: pytest.MonkeyPatch, flaw: int, severity: str, said: str
+) -> None:
+    """With host memory in the place of a GPU's, which goes there and back but not by CUDA IPC."""
+    real = transports.connected
+    monkeypatch.setattr(gpus, "SIZE", 1 << 20)
+    monkeypatch.setattr(gpus, "connected", lambda tls, **how: real("shm", **how))
+    monkeypatch.setattr(gpus, "pattern", lambda size, right=gpus.pattern: right(size) + flaw * next(calls))
+    calls = iter((0, 1, 1))
+    one, _ = gpus._over_ipc("cpu", "cpu", lambda context, gpu: context.alloc(gpus.SIZE))
+    assert (one.severity, one.subject) == (severity, "cpu") and said in one.evidence
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_cli_command import COMMAND, clean_environment, one_error, run
 from test_cli_command import listening as bench_listening
-from test_cli_doctor import RAIL, found, machine
+from test_cli_doctor import RAIL, found, machine, refusal
 from test_cli_store import store
 
 import crossrail
@@ -95,15 +95,7 @@ def test_two_ends_measure_every_rail_one_run_after_the_other(
 def test_nonsense_is_one_error(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], code: int, words: tuple[str, ...]
 ) -> None:
-    with pytest.raises((Failure, crossrail.CrossrailError, SystemExit)) as caught:
-        parse_arguments(["doctor", *options]).run()
-    error = caught.value
-    if isinstance(error, SystemExit):
-        assert error.code == code
-        text = capsys.readouterr().err
-    else:
-        assert isinstance(error, Exception) and exit_code_of(error) == code
-        text = str(error)
+    text = refusal(capsys, code, *options)
     assert all(word in text for word in words), text
 
 

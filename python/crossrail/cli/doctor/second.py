@@ -21,7 +21,7 @@ from ..rank_process import Parent
 from ..ranks import Ranks
 
 KIND = "doctor"
-WAIT_S = 5.0
+WAIT_S = 10.0
 """How long each wait of a check between two processes may take."""
 
 SECRET_LEN = 16
@@ -121,13 +121,18 @@ def _net_plugin(job: Message) -> None:
         bench_net_plugin(context, worker, endpoint, role="echo", path=job["path"], verify="full", **counts)
 
 
-def timed_rounds(worker: crossrail.Worker, endpoint: crossrail.Endpoint, mine: Any, back: Any, rounds: int) -> float:
-    """Sends ``mine`` and receives ``back``, ``rounds`` times; the shortest time of one direction in seconds."""
-    best = float("inf")
+def timed_rounds(
+    worker: crossrail.Worker, endpoint: crossrail.Endpoint, mine: Any, back: Any, rounds: int
+) -> tuple[float, set[str]]:
+    """Sends ``mine`` and receives ``back``, ``rounds`` times.
+
+    Returns the shortest time of a send in seconds, and the protocols that carried the data.
+    """
+    best, protocols = float("inf"), set[str]()
     for _ in range(rounds):
         receiving = worker.recv(back, tag=2)
         began = time.perf_counter()
-        endpoint.send(mine, tag=1).wait()
+        sent = endpoint.send(mine, tag=1).wait()
         best = min(best, time.perf_counter() - began)
-        receiving.wait()
-    return best
+        protocols |= {sent.protocol, receiving.wait().protocol}
+    return best, protocols

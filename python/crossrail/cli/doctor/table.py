@@ -41,7 +41,7 @@ CHECKS = (
         "Two processes send 16 MiB to each other over shared memory, and compare it.",
         "error if it fails or the data differs",
         "allow memfd_create and Unix sockets: `docker run --security-opt seccomp=unconfined`",
-        15,
+        25,
         transports.shared_memory,
     ),
     Check(
@@ -50,7 +50,7 @@ CHECKS = (
         "Two processes read and write each other's memory (cross-memory attach).",
         "warning if the kernel refuses: large messages then take two copies",
         "`sysctl -w kernel.yama.ptrace_scope=0`, or `docker run --cap-add=SYS_PTRACE`",
-        15,
+        25,
         transports.single_copy,
     ),
     Check(
@@ -59,7 +59,7 @@ CHECKS = (
         "One process maps 16 MiB of `Context.alloc` of another, and compares it.",
         "error if it fails or the data differs",
         "allow memfd_create and Unix sockets: `docker run --security-opt seccomp=unconfined`",
-        15,
+        25,
         transports.mapped_memory,
     ),
     Check(
@@ -68,7 +68,7 @@ CHECKS = (
         "A memfd is passed over a Unix socket and written by both ends; then pidfd_getfd is tried.",
         "error if the descriptor or the data does not arrive, note if only pidfd_getfd is refused",
         "`docker run --cap-add=SYS_PTRACE`",
-        15,
+        25,
         transports.passed_descriptors,
     ),
     Check(
@@ -77,7 +77,7 @@ CHECKS = (
         "Two processes send 16 MiB to each other over TCP on this machine.",
         "error if it fails or the data differs",
         "`ip link set lo up`",
-        15,
+        25,
         transports.loopback_tcp,
     ),
     Check(
@@ -86,7 +86,7 @@ CHECKS = (
         "Regions of 1, 4 and 16 GiB, as far as half of the free memory goes, are registered and written to their end.",
         "error if one is refused, note if too little memory is free",
         "`ulimit -l unlimited`, or register in smaller pieces",
-        20,
+        30,
         transports.registration,
     ),
     Check(
@@ -302,7 +302,7 @@ CHECKS = (
         "One process sends to another over TCP for a second; segments sent again and packets lost are counted.",
         "warning above 1 % of segments, and for any packet lost",
         "`sysctl -w net.core.netdev_max_backlog=65536`",
-        20,
+        30,
         transports.under_load,
     ),
     Check(

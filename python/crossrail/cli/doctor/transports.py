@@ -51,7 +51,7 @@ def shared_memory(machine: Machine) -> Iterable[Found]:
     """Rings between two processes."""
     with connected("shm") as (_, worker, endpoint, _):
         back = np.zeros(SIZE, np.uint8)
-        seconds = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
+        seconds, _ = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
         if not np.array_equal(back, pattern(SIZE)):
             yield Found("error", f"{mib(SIZE)} arrived wrong", "report this, with `crossrail info --json -`")
             return
@@ -93,7 +93,7 @@ def loopback_tcp(machine: Machine) -> Iterable[Found]:
     """TCP between two processes of this machine."""
     with connected("tcp") as (_, worker, endpoint, _):
         back = np.zeros(SIZE, np.uint8)
-        seconds = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
+        seconds, _ = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
         if not np.array_equal(back, pattern(SIZE)):
             yield Found("error", f"{mib(SIZE)} arrived wrong", "report this, with `crossrail info --json -`")
             return
