@@ -19,13 +19,14 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models rust wheels check-aarch64 fmt clean
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models fuzz rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
+	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
 	@echo "make test-gpu what needs a GPU"
 	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
@@ -114,6 +115,17 @@ models: rust
 	$(call say,models: shared memory in every order that the memory model allows)
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom CARGO_PROFILE_TEST_OPT_LEVEL=2 \
 		cargo test --quiet --locked --package crossrail-shm --lib models
+
+# Another seed each time; the seed is printed, and FUZZ_SEED=N runs it again. Without link-time optimization, which takes
+# longer than it saves.
+FUZZ_SECONDS ?= 600
+FUZZ_SEED ?= $(shell date +%s)
+
+fuzz: rust
+	$(call say,fuzz: $(FUZZ_SECONDS) s for each target from seed $(FUZZ_SEED))
+	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
+		CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/fuzz cargo test --quiet --release --locked --package crossrail-fuzz \
+		--test replay -- --nocapture
 
 test-python: build
 	$(call say,test: Python and test bed)

@@ -12,7 +12,7 @@ mod store;
 
 pub use gpu::gpu;
 pub use handshake::{address, handshake};
-pub use protocol::protocol;
+pub use protocol::{frames, protocol};
 pub use rng::Rng;
 pub use seeds::seeds;
 pub use settings::settings;

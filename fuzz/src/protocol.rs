@@ -1,4 +1,5 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossrail_proto::{
     Access, Body, Config, DirectId, Event, Failure, Host, Landed, LaneSpec, Matcher, Memory, Offer, Operation, Out,
@@ -21,6 +22,13 @@ const MOST_LANDED: usize = 4096;
 /// The key of region `index` here: one may be read and written, one only read.
 pub(crate) fn region_key(index: u8) -> RegionKey {
     [index + 1; 24]
+}
+
+static FRAMES: AtomicU64 = AtomicU64::new(0);
+
+/// Frames that [`protocol`] has fed to a peer in this process.
+pub fn frames() -> u64 {
+    FRAMES.load(Ordering::Relaxed)
 }
 
 /// Frames from a stranger, mixed with what this end does meanwhile. Whatever comes: no panic, nothing read or written
@@ -167,6 +175,7 @@ impl End {
 
     /// A frame comes in.
     fn frame(&mut self, place: usize, input: &mut Input<'_>) {
+        FRAMES.fetch_add(1, Ordering::Relaxed);
         let head = Head(input.array());
         let lane = self.lanes[place];
         let payload = head.payload_len();

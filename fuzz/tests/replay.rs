@@ -1,11 +1,12 @@
 //! Every target on its corpus and on seeded mutations of it, the same ones every time, on a stable compiler.
 //!
-//! `FUZZ_RUNS=1000000 FUZZ_SEED=7 cargo test --release -p crossrail-fuzz` looks further. A failing input is left in
-//! `artifacts/TARGET/`, named in the message, and tried again when it is moved into `corpus/TARGET/`.
+//! `make fuzz` looks further: `FUZZ_SECONDS` for each target from `FUZZ_SEED` on, or `FUZZ_RUNS` mutations. A failing input
+//! is left in `artifacts/TARGET/`, named in the message, and tried again when it is moved into `corpus/TARGET/`.
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crossrail_fuzz::{Rng, TARGETS, Target};
 
@@ -47,13 +48,22 @@ fn replay(name: &str, runs: u64) {
     for (place, input) in corpus.iter().enumerate() {
         run(target, input, &format!("corpus file {place}"));
     }
-    let (seed, runs) = (number("FUZZ_SEED", SEED), number("FUZZ_RUNS", runs));
+    let (seed, seconds) = (number("FUZZ_SEED", SEED), number("FUZZ_SECONDS", 0));
+    let runs = number("FUZZ_RUNS", if seconds > 0 { u64::MAX } else { runs });
+    let end = (seconds > 0).then(|| Instant::now() + Duration::from_secs(seconds));
     let mut rng = Rng::new(seed);
+    let mut turns = 0;
     for turn in 0..runs {
+        if turn % 1024 == 0 && end.is_some_and(|end| Instant::now() >= end) {
+            break;
+        }
+        turns = turn + 1;
         let (base, other) = (rng.below(corpus.len()), rng.below(corpus.len()));
         let input = rng.mutate(&corpus[base], &corpus[other]);
         run(target, &input, &format!("seed {seed} turn {turn}"));
     }
+    let frames = if name == "protocol" { format!(", {} frames", crossrail_fuzz::frames()) } else { String::new() };
+    println!("{name}: seed {seed}: {turns} mutations{frames}");
 }
 
 #[test]
