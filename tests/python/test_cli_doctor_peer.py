@@ -23,6 +23,7 @@ from test_cli_store import store
 import crossrail
 from crossrail.cli.command_line import parse_arguments
 from crossrail.cli.doctor import probes, rails
+from crossrail.cli.doctor.examine import within
 from crossrail.cli.doctor.finding import Found, Machine
 from crossrail.cli.doctor.links import Rail
 from crossrail.cli.doctor.listener import serve
@@ -251,6 +252,36 @@ def test_strangers_get_nothing_from_the_probes() -> None:
     with pytest.raises(ConnectionRefusedError):
         probes.reach(LO[1], LO[0], ports, responder.token)
     assert len(HELLO) == 16
+
+
+def test_the_probes_are_answered_at_a_known_port_where_it_is_free() -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        one.listen()
+        port = one.getsockname()[1]
+        with Responder(LO, port) as responder:
+            assert responder.ports["127.0.0.1"].tcp not in (0, port)
+            assert all(number > 0 for ports in responder.ports.values() for number in (ports.tcp, ports.udp))
+            assert probes.reach(LO[1], LO[0], responder.ports["127.0.0.1"], responder.token) > 0
+
+
+def test_a_survey_that_fails_or_hangs_is_one_line() -> None:
+    hold = threading.Event()
+    with pytest.raises(Failure, match=r"it did not end within 0.05 s"):
+        within(0.05, "it", lambda: hold.wait(20))
+    hold.set()
+    with pytest.raises(Failure, match=r"it failed: KeyError: 'x'; report this"):
+        within(5, "it", lambda: {}["x"])
+    with pytest.raises(ConnectionError):
+        within(5, "it", lambda: probes.receive_exactly(*ended()))
+    assert within(5, "it", lambda: 7) == 7
+
+
+def ended() -> tuple[socket.socket, int]:
+    """A connection whose other end is closed."""
+    one, other = socket.socketpair()
+    other.close()
+    return one, 1
 
 
 def test_the_probes_end_with_the_run() -> None:

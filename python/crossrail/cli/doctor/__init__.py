@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 
 import crossrail
-from crossrail.errors import CrossrailError
 from crossrail.report import console, counted, write_text
 
 from ..failure import Failure, print_notice
@@ -16,7 +15,7 @@ from ..info import usable_info
 from ..options import add_json, add_secret_file
 from ..parsing import Command, Parser, names_of
 from ..reporting import Progress, check_json
-from .examine import examine
+from .examine import examine, within
 from .finding import Check, Machine
 from .links import find_rails
 from .listener import listen
@@ -83,12 +82,9 @@ class DoctorOptions:
             raise Failure(f"{counted(len(bad), 'problem')} found ({names}); the table says what mends each")
 
     def _survey(self, peer: str, machine: Machine, progress: Progress) -> Survey:
-        try:
-            return survey(peer, self.secret_file, machine, self.seconds, progress.status)
-        except (Failure, CrossrailError, OSError):
-            raise
-        except Exception as error:  # as in a check: no traceback
-            raise Failure(f"the probes of {peer} failed: {type(error).__name__}: {error}; report this") from error
+        limit = longest_s(len(machine.rails), self.seconds)
+        asked = (peer, self.secret_file, machine, self.seconds, progress.status)
+        return within(limit, f"the conversation with {peer}", lambda: survey(*asked))
 
     def _machine(self, wanted: str) -> Machine:
         info, wrong = usable_info()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from crossrail.errors import CrossrailError
 
 from ..failure import Failure
 from .finding import Check, Finding, Found, Machine
+
+T = TypeVar("T")
 
 OnCheck = Callable[[Check], object]
 
@@ -43,6 +46,33 @@ def _results(check: Check, machine: Machine) -> list[Found]:
     if not results and not failures:
         return [Found("note", "nothing to test here")]
     return [*results, *failures]
+
+
+def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
+    """The result of ``work``, in a thread that is left behind if it does not end in time.
+
+    Raises what it raises, but Failure for an error that nobody expects, and if it takes longer than ``limit_s``.
+    """
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def body() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body, name="crossrail-doctor", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if results:
+        return results[0]
+    if not failures:
+        raise Failure(f"{what} did not end within {limit_s:g} s")
+    (error,) = failures
+    if isinstance(error, (Failure, CrossrailError, OSError)):
+        raise error
+    raise Failure(f"{what} failed: {type(error).__name__}: {error}; report this") from error
 
 
 def _failed(check: Check, error: Exception) -> Found:

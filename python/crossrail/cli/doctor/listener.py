@@ -56,7 +56,7 @@ def listen(where: str, secret_file: str | None, rails: Callable[[], list[Rail]])
                 continue
             channel = Channel(context, worker, endpoint)
             try:
-                serve(channel, _offered(rails(), secret_file))
+                serve(channel, _offered(rails(), secret_file), (int(places.rpartition(":")[2]) + 1) % (1 << 16))
                 print_notice(f"{endpoint.peer} has finished")
             except (Failure, CrossrailError) as error:
                 print_notice(f"{endpoint.peer}: {' '.join(str(error).split())}")
@@ -73,8 +73,11 @@ def _offered(rails: list[Rail], secret_file: str | None) -> list[Rail]:
     return rails if secret else loopback_rails(rails)
 
 
-def serve(channel: Channel, rails: list[Rail]) -> None:
-    """One run of the other end. Raises Failure and the library's errors."""
+def serve(channel: Channel, rails: list[Rail], port: int = 0) -> None:
+    """One run of the other end, whose probes are answered at ``port`` where that is free.
+
+    Raises Failure and the library's errors.
+    """
     deadline = time.monotonic() + LONGEST_S
     hello = channel.receive(REQUEST_S)
     if "doctor" not in hello:
@@ -84,7 +87,7 @@ def serve(channel: Channel, rails: list[Rail]) -> None:
             f"the ends run different versions: {crossrail.__version__} at the listening end, {version_in(hello)} at "
             "the other; install the same version at both"
         )
-    with Responder(rails[:MOST_RAILS]) as responder:
+    with Responder(rails[:MOST_RAILS], port) as responder:
         channel.send(
             {
                 "version": crossrail.__version__,

@@ -83,8 +83,11 @@ class Ports:
 class Responder:
     """The sockets of the listening end. As a context manager, it closes them and ends its threads."""
 
-    def __init__(self, rails: Sequence[Rail]) -> None:
-        """Binds a pair of sockets for each rail that is up; ``why_not`` has the reason for those that cannot."""
+    def __init__(self, rails: Sequence[Rail], port: int = 0) -> None:
+        """Binds a pair of sockets for each rail that is up, at ``port`` or, where that is taken, at any free one.
+
+        ``why_not`` has the reason for rails where that fails.
+        """
         self.token = secrets.token_bytes(TOKEN_LEN)
         self.ports: dict[str, Ports] = {}
         self.why_not: dict[str, str] = {}
@@ -97,7 +100,7 @@ class Responder:
         self._threads: set[threading.Thread] = set()
         for rail in rails:
             if rail.works:
-                self._open(rail)
+                self._open(rail, port)
         self._thread = threading.Thread(target=self._serve, name="crossrail-doctor", daemon=True)
         self._thread.start()
 
@@ -119,12 +122,16 @@ class Responder:
         self._wake.close()
         self._selector.close()
 
-    def _open(self, rail: Rail) -> None:
+    def _open(self, rail: Rail, port: int) -> None:
         family = family_of(rail.address)
         tcp, udp = socket.socket(family, socket.SOCK_STREAM), socket.socket(family, socket.SOCK_DGRAM)
         try:
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
             for one in (tcp, udp):
-                one.bind((rail.address, 0))
+                try:
+                    one.bind((rail.address, port))
+                except OSError:
+                    one.bind((rail.address, 0))
                 one.setblocking(False)
             tcp.listen(MOST_CONNECTIONS)
             forbid_fragments(udp)

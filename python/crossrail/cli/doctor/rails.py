@@ -103,7 +103,10 @@ def _closed(way: Way) -> tuple[str, str]:
         return text, f"ip neigh show dev {device}; nft list ruleset, at both ends"
     if "refused" in way.why or "prohibited" in way.why or "denied" in way.why:
         text = f"{way.why}, although the doctor listens there: a firewall rejects it"
-        return text, f"nft list ruleset there; allow TCP from {way.mine.address} to {way.theirs.address}"
+        return (
+            text,
+            f"nft list ruleset there; allow TCP port {way.port} from {way.mine.address} to {way.theirs.address}",
+        )
     if "no route to host" in way.why:
         text = f"{way.why}: nobody answers for {way.theirs.address} on that link, or a firewall rejects it"
         return text, f"ip neigh show dev {device}; check cables, VLAN and addresses at both ends"
@@ -137,7 +140,7 @@ def packet_sizes(machine: Machine) -> Iterable[Found]:
             yield Found("warning", text, f"ip link set {mine.interface} mtu {usual}, at both ends", way.name)
         elif not passing:
             text = f"no datagram passes, so that packets up to the MTU of {mine.mtu} could not be tried"
-            yield Found("note", text, f"allow UDP from {mine.address} to {theirs.address}", way.name)
+            yield Found("note", text, f"allow UDP port {way.port} from {mine.address} to {theirs.address}", way.name)
         else:
             yield Found("ok", f"packets of {min(passing)} bytes pass unfragmented", subject=way.name)
 

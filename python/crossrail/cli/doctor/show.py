@@ -104,9 +104,9 @@ it slow?](guides/slow.md) begins with it.
     crossrail doctor --store tcp://10.0.0.1:18178 --nccl
 
 With `--peer` every rail here is tried with every rail of the other machine: whether it reaches that, how large packets
-may be, what it carries alone in each direction, and all at once with the others. The other machine answers on ports of
-its own choice (TCP and UDP), to this run only. Listening beyond loopback needs the secret of all ends; without one,
-only the rails of loopback are tried.
+may be, what it carries alone in each direction, and all at once with the others. The other machine answers at the
+port after its own (TCP and UDP; another one if that is taken), to this run only. Listening beyond loopback needs the
+secret of all ends; without one, only the rails of loopback are tried.
 
 It exits with 0 if there is neither an error nor a warning, with 1 if there is one, and with 2 for bad usage. A check
 that fails itself, or does not end within its limit, is a finding like any other.

@@ -49,7 +49,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:@%-]{1,64}")
 class Way:
     """From one rail here to one rail there. ``used``: transfers pair these two.
 
-    ``why``: why it is not open. Rates are in both directions, alone and with all other ways that are used.
+    ``why``: why it is not open; ``port``: where the other end answers. Rates are in both directions, alone and with all
+    other ways that are used.
     """
 
     mine: Rail
@@ -57,6 +58,7 @@ class Way:
     used: bool
     open: bool = False
     why: str = ""
+    port: int | None = None
     rtt_s: float | None = None
     there: Route | None = None
     back: Route | None = None
@@ -280,6 +282,7 @@ def _reach(way: Way, ports: dict[str, Ports], token: bytes, why_not: dict[str, A
         reason = str(why_not.get(way.theirs.name))
         way.why = f"the doctor there cannot listen: {reason if _REASON.fullmatch(reason) else 'it gave no reason'}"
         return
+    way.port = ports[way.theirs.name].tcp
     try:
         way.rtt_s = reach(way.mine, way.theirs, ports[way.theirs.name], token)
         way.open = True
