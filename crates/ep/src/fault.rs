@@ -28,9 +28,31 @@ impl fmt::Display for Fault {
         if *number > 0 {
             write!(f, ", while {operation} {number} waited for {stage}")?;
         }
-        match masked {
-            true => write!(f, "; it is masked, {left} ranks go on"),
-            false => write!(f, "; operations fail until it is masked, disconnected, or back"),
+        match (masked, left) {
+            (true, 1) => write!(f, "; it is masked, 1 rank goes on"),
+            (true, left) => write!(f, "; it is masked, {left} ranks go on"),
+            (false, _) => write!(f, "; operations fail until it is masked, disconnected, or back"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_rank_that_is_left_is_counted_in_the_singular() {
+        let fault = |left| Fault {
+            rank: 1,
+            operation: "dispatch",
+            number: 4,
+            stage: "its rows",
+            why: "its connection ended".into(),
+            left,
+            masked: true,
+        };
+        let text = "rank 1 is lost: its connection ended, while dispatch 4 waited for its rows; it is masked, ";
+        assert_eq!(fault(1).to_string(), format!("{text}1 rank goes on"));
+        assert_eq!(fault(3).to_string(), format!("{text}3 ranks go on"));
     }
 }
