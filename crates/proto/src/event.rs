@@ -195,7 +195,7 @@ pub struct LaneShare {
     pub bytes: u64,
     /// In how many chunks.
     pub chunks: u32,
-    /// Bytes among them that another lane had lost before.
+    /// Bytes among them that another lane had lost before, or would have brought too late.
     pub resent: u64,
 }
 

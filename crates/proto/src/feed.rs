@@ -23,7 +23,7 @@ pub(crate) struct Feed {
     pub(crate) target: Target,
     len: u64,
     fresh: u64,
-    /// With the lane that lost it.
+    /// With the lane that lost it, or that is too slow with it.
     lost: VecDeque<(LaneId, Piece)>,
     lost_bytes: u64,
     /// Whether pieces may have gone out twice.
@@ -108,6 +108,31 @@ impl Feed {
         self.lost.push_front((lane, Piece { again: true, ..piece }));
     }
 
+    /// `lane` would bring `piece` too late: others are to take it as well.
+    pub(crate) fn double(&mut self, lane: LaneId, piece: Piece) {
+        self.requeue(lane, piece);
+        // Unlike a dead one, it still carries it.
+        self.outstanding += 1;
+    }
+
+    /// `lane` has brought a piece that was doubled: what no other has begun to take of it need not go out again.
+    pub(crate) fn halve(&mut self, lane: LaneId, piece: Piece) {
+        let same =
+            |(of, again): &(LaneId, Piece)| *of == lane && (again.offset, again.len) == (piece.offset, piece.len);
+        let Some(at) = self.lost.iter().position(same) else { return };
+        self.lost.remove(at);
+        self.lost_bytes -= piece.len;
+        let share = share(&mut self.shares, lane);
+        share.bytes += piece.len;
+        share.chunks += 1;
+        share.resent += if piece.again { piece.len } else { 0 };
+    }
+
+    /// Whether what goes out next is on its way on `lane` already.
+    pub(crate) fn is_doubled(&self, lane: LaneId) -> bool {
+        self.lost.front().is_some_and(|(of, _)| *of == lane)
+    }
+
     /// Whether a lane may still be reading the memory of a transfer that is complete: it carries what another one had
     /// brought over already, which its receiver acknowledges before it has read it to the end.
     pub(crate) fn touched(&self) -> bool {
@@ -182,6 +207,27 @@ mod tests {
         assert_eq!(feed.take(Time(0), b, 900), None);
         let (shares, _) = feed.summary();
         assert_eq!(shares, [LaneShare { lane: b, bytes: 1000, chunks: 5, resent: 600 }]);
+    }
+
+    #[test]
+    fn a_doubled_piece_goes_out_twice_unless_the_first_lane_was_sooner() {
+        let mut feed = Feed::new(TARGET, 1000);
+        let (slow, fast) = (LaneId(1), LaneId(2));
+        let first = feed.take(Time(0), slow, 300).unwrap();
+        let second = feed.take(Time(0), slow, 300).unwrap();
+        feed.take(Time(0), fast, 400);
+        feed.double(slow, second);
+        feed.double(slow, first);
+        assert!(feed.is_doubled(slow) && !feed.is_doubled(fast));
+        assert_eq!((feed.left(), feed.outstanding), (600, 3));
+        assert_eq!(feed.take(Time(0), fast, 400).map(|piece| piece.len), Some(300));
+        feed.halve(slow, first);
+        assert_eq!(feed.left(), 300, "it is on its way already");
+        feed.halve(slow, second);
+        assert_eq!(feed.left(), 0);
+        let (shares, _) = feed.summary();
+        let share = |lane, bytes, chunks, resent| LaneShare { lane, bytes, chunks, resent };
+        assert_eq!(shares, [share(slow, 300, 1, 0), share(fast, 700, 2, 300)]);
     }
 
     #[test]

@@ -3,6 +3,9 @@ use std::collections::VecDeque;
 use crate::feed::Piece;
 use crate::{LaneSpec, Time};
 
+/// Nanoseconds before which no chunk is overdue, whatever it was expected to take.
+const OVERDUE_MIN: u64 = 10_000_000;
+
 /// A chunk on its way.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sent {
@@ -10,6 +13,8 @@ pub(crate) struct Sent {
     pub(crate) op: u32,
     pub(crate) serial: u32,
     pub(crate) piece: Piece,
+    /// It was given to other lanes, too.
+    pub(crate) doubled: bool,
     at: Time,
 }
 
@@ -49,6 +54,8 @@ pub(crate) struct Lane {
     pub(crate) rate: u64,
     /// Bytes acknowledged and not yet part of `rate`.
     unmeasured: u64,
+    /// When chunks were last acknowledged.
+    pub(crate) measured: Time,
 }
 
 impl Lane {
@@ -69,6 +76,7 @@ impl Lane {
             suspected: false,
             rate: 0,
             unmeasured: 0,
+            measured: now,
         }
     }
 
@@ -82,7 +90,7 @@ impl Lane {
         if self.sent.is_empty() {
             self.progress = now;
         }
-        self.sent.push_back(Sent { op, serial, piece, at: now });
+        self.sent.push_back(Sent { op, serial, piece, doubled: false, at: now });
         self.sent_bytes += piece.len;
     }
 
@@ -118,8 +126,21 @@ impl Lane {
         }
         if news > 0 {
             self.progress = now;
+            self.measured = now;
             self.suspected = false;
         }
+    }
+
+    /// Bytes per second as far as is known at `now`, 0 while nothing is. A chunk that has been on its way for far longer
+    /// than it should have taken says that the lane has become slower, or was slow from the start.
+    pub(crate) fn pace(&self, now: Time) -> u64 {
+        let Some(first) = self.sent.front() else { return self.rate };
+        let elapsed = now.since(self.measured.max(first.at));
+        if elapsed < OVERDUE_MIN {
+            return self.rate;
+        }
+        let bound = (u128::from(first.piece.len) * 1_000_000_000 / u128::from(elapsed)).clamp(1, 1 << 50) as u64;
+        if self.rate == 0 || bound < self.rate / 2 { bound } else { self.rate }
     }
 
     /// The peer still holds what it has not taken yet.
@@ -268,6 +289,20 @@ mod tests {
         assert!(l.waits());
         l.go_on(Time(40));
         assert_eq!((l.next_beat(10), l.tell(), l.silent_since()), (None, 1, Time(40)));
+    }
+
+    #[test]
+    fn a_chunk_that_is_overdue_slows_the_pace() {
+        let mut l = lane();
+        l.send(Time(0), 1, 1, Piece { offset: 0, len: 1_000_000, again: false });
+        assert_eq!(l.pace(Time(1_000_000)), 0, "it may be fast");
+        assert_eq!(l.pace(Time(1_000_000_000)), 1_000_000);
+        l.acknowledge(1).unwrap();
+        l.release(Time(1_000_000_000), 1, |_| {});
+        assert_eq!((l.rate, l.pace(Time(9_000_000_000))), (1_000_000, 1_000_000), "nothing is under way");
+        l.send(Time(9_000_000_000), 1, 1, Piece { offset: 0, len: 1_000_000, again: false });
+        assert_eq!(l.pace(Time(10_500_000_000)), 1_000_000);
+        assert_eq!(l.pace(Time(14_000_000_000)), 200_000);
     }
 
     #[test]

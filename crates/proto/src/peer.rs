@@ -1,9 +1,10 @@
 //! One connection's state machine. The parts, each an `impl Peer`:
-//! `sending` (what a lane carries next), `arriving` and `open` (heads and payloads that come in), `requests` (what the peer asks
+//! `sending` (what a lane carries next), `chunks` (and which chunk), `arriving` and `open` (heads and payloads that come in), `requests` (what the peer asks
 //! for), `counted` and `ledger` (short messages, confirmed by a count), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
 //! `direct` (single copies), `unpack` (chunks by way of slots), `lanes` (up, down, silent), `ending`.
 
 mod arriving;
+mod chunks;
 mod counted;
 mod direct;
 mod ending;

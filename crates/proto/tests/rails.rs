@@ -123,18 +123,30 @@ impl Net {
     }
 
     /// One message of `TOTAL` bytes; a rail may die on the way. Nanoseconds until its sender knows it arrived.
-    fn transfer(&mut self, mut death: Option<(u64, usize)>) -> u64 {
+    fn transfer(&mut self, death: Option<(u64, usize)>) -> u64 {
+        self.transfer_of(TOTAL, death)
+    }
+
+    fn transfer_of(&mut self, total: u64, mut death: Option<(u64, usize)>) -> u64 {
         let began = self.now;
         self.receipts = [None, None];
         let op = OpId { index: 0, generation: 0 };
-        assert!(self.matchers[1].post(op, 1, u64::MAX, None, TOTAL, true).is_none());
-        self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, TOTAL, None, true);
+        assert!(self.matchers[1].post(op, 1, u64::MAX, None, total, true).is_none());
+        self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, total, None, true);
         while self.receipts.iter().any(Option::is_none) {
             let room = self.pump();
             for end in 0..2 {
+                if self.peers[end].timeout().is_some_and(|at| at <= Time(self.now)) {
+                    self.peers[end].on_timeout(Time(self.now));
+                }
                 while let Some(event) = self.peers[end].event() {
-                    if let Event::Done { result, .. } = event {
-                        self.receipts[end] = Some((self.now, result.expect("the transfer succeeds")));
+                    match event {
+                        Event::Done { result, .. } => {
+                            self.receipts[end] = Some((self.now, result.expect("the transfer succeeds")));
+                        }
+                        // Its bytes do move.
+                        Event::Suspect { lane } => self.peers[end].lane_alive(Time(self.now), lane),
+                        _ => {}
                     }
                 }
             }
@@ -205,6 +217,24 @@ fn a_rail_that_dies_costs_little() {
     let took = net.transfer(Some((30_000_000, 2))) as f64;
     println!("one of four dies after 30 ms: {:.1} ms, three alone need {:.1} ms", took / 1e6, three / 1e6);
     assert!(took < three * 1.05);
+}
+
+/// Seconds of some transfers over two rails and one of a hundredth of their rate, and what two alone would take.
+fn beside_a_slow_rail(total: u64) -> (Vec<f64>, f64) {
+    let rate = 300_000_000 / 8;
+    let mut net = Net::new(&[rate, rate / 100, rate]);
+    let took = (0..8).map(|_| net.transfer_of(total, None) as f64 / 1e9).collect();
+    (took, total as f64 / (2 * rate) as f64)
+}
+
+#[test]
+fn a_rail_that_would_finish_last_holds_nothing_up() {
+    for total in [TOTAL, 1 << 20] {
+        let (took, two) = beside_a_slow_rail(total);
+        println!("{total} bytes: {took:.3?} s, two rails alone need {two:.3} s");
+        // What it still carries costs the others once, and noticing that it does a while.
+        assert!(took.iter().all(|took| *took < two * 1.15 + 0.1), "{took:.3?} s instead of {two:.3} s");
+    }
 }
 
 /// One end has lost its lane to a link that is down; the other has not heard of it yet and goes on talking there.

@@ -85,6 +85,7 @@ impl Peer {
     pub fn on_timeout(&mut self, now: Time) {
         self.stir();
         self.flush();
+        self.double_late(now);
         for at in 0..self.lanes.len() {
             let every = self.beat_every();
             self.lanes[at].beat(now, every);

@@ -153,6 +153,11 @@ impl Outgoing {
         self.stage == Stage::Feeding && self.rest().feed.as_ref().is_some_and(|f| f.left() > 0)
     }
 
+    /// Whether its bytes go in chunks, and it is not being ended.
+    pub(super) fn is_feeding(&self) -> bool {
+        self.stage == Stage::Feeding
+    }
+
     pub(super) fn memory(&self) -> Memory {
         match self.rest().serve {
             Some(Serve { region, base, passive, .. }) => Memory::Region { region, base, passive },
@@ -334,6 +339,10 @@ impl Peer {
         };
         let feeding = outgoing.stage == Stage::Feeding;
         let Some(feed) = outgoing.feed() else { return false };
+        if sent.doubled {
+            feed.acked();
+            return false;
+        }
         let listed = feed.left() > 0;
         feed.requeue(lane, sent.piece);
         if feeding && !listed {
@@ -346,16 +355,20 @@ impl Peer {
     pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<(), String> {
         let lane = &mut self.lanes[at];
         let news = lane.acknowledge(count)?;
-        let outs = &mut self.outs;
+        let (outs, id) = (&mut self.outs, lane.spec.id);
         lane.release(now, news, |sent| {
             let of = outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
             if let Some(feed) = of.and_then(Outgoing::feed) {
                 feed.acked();
+                if sent.doubled {
+                    feed.halve(id, sent.piece);
+                }
             }
         });
         if news > 0 {
             let lane = lane.spec.id;
             self.events.push_back(Event::Acked { lane, chunks: news });
+            self.double_late(now);
         } else {
             lane.heard(now);
         }

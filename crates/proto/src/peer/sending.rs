@@ -3,7 +3,6 @@
 use crossrail_types::{Head, LaneId, OpId};
 
 use super::{Control, Peer, Phase, Queued};
-use crate::feed::guided;
 use crate::frame::{self, Announce, Bytes, Frame, Read, Stamp, Write};
 use crate::lane::Lane;
 use crate::peer::outgoing::{Kind, Outgoing, Stage};
@@ -526,63 +525,5 @@ impl Peer {
         let (out, seq) = self.seal(now, at, Frame::WriteData { op: index + 1 }, body, 0);
         self.outs[index as usize].seq = Some(seq);
         Some(out)
-    }
-
-    fn next_chunk(&mut self, now: Time, at: usize, most: u64) -> Option<Out> {
-        while let Some((index, serial)) = self.active.pop_front() {
-            let alive = self.outs.get(index as usize).is_some_and(|o| o.serial == serial && o.feeds());
-            if !alive {
-                continue;
-            }
-            let size = self.chunk_size(at, index).map(|size| size.min(most.max(1)));
-            let lane = &mut self.lanes[at];
-            let outgoing = &mut self.outs[index as usize];
-            let memory = outgoing.memory();
-            let Some(feed) = outgoing.feed() else { continue };
-            let Some(size) = size else {
-                feed.block(now);
-                self.active.push_front((index, serial));
-                return None;
-            };
-            let Some(piece) = feed.take(now, lane.spec.id, size) else { continue };
-            let target = feed.target;
-            if feed.left() > 0 {
-                self.active.push_back((index, serial));
-            }
-            lane.send(now, index, serial, piece);
-            let frame = Frame::Chunk { target, offset: piece.offset, from: index + 1, again: piece.again, void: false };
-            let body = Body::Memory { memory, offset: piece.offset, len: piece.len as u32 };
-            return Some(Out { head: frame::encode_head(&frame, piece.len as u32), body, chunk: true });
-        }
-        None
-    }
-
-    /// How much of that transfer the lane should take; `None`: it has no window, or the other lanes will be done
-    /// with all the rest before it would be with one more chunk.
-    fn chunk_size(&self, at: usize, index: u32) -> Option<u64> {
-        let lane = &self.lanes[at];
-        if lane.sent.len() >= self.config.window as usize {
-            return None;
-        }
-        let left = self.outs.get(index as usize)?.rest().feed.as_ref()?.left();
-        let (mut lanes, mut rates, mut outstanding, mut measured) = (0, 0u64, 0u64, true);
-        for l in self.lanes.iter().filter(|l| l.spec.bulk == lane.spec.bulk && !l.suspected) {
-            lanes += 1;
-            rates += l.rate;
-            outstanding += l.sent_bytes;
-            measured &= l.rate > 0;
-        }
-        let rates = if measured { rates } else { 0 };
-        let chunk = self.config.chunk.clamp(1, u64::from(u32::MAX));
-        let size = guided(left, lane.rate, rates, lanes, chunk, u64::from(lane.spec.max_payload));
-        if lanes > 1 && rates > 0 && lane.sent_bytes > 0 && !lane.suspected {
-            let alone = u128::from(lane.sent_bytes + size) * u128::from(rates);
-            let together = u128::from(left + outstanding) * u128::from(lane.rate);
-            // Leave room for error: a sixteenth more than an even finish.
-            if alone > together + together / 16 {
-                return None;
-            }
-        }
-        Some(size)
     }
 }
