@@ -25,6 +25,7 @@ help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
+	@echo "make simulate all ranks of a group in one simulation, with lost ranks and connections: SIM_RUNS"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
@@ -133,6 +134,11 @@ test-python: build
 
 # Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
 CHAOS_SECONDS ?= 120
+.PHONY: simulate
+simulate:
+	$(call say,simulation: views of ranks)
+	SIM_RUNS=$(or $(SIM_RUNS),5000) cargo test --locked --release -p crossrail-ep --test view
+
 CHAOS = $(BIN)/python tests/testbed/chaos.py --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 chaos: build

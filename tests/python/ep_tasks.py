@@ -310,3 +310,11 @@ def missing(me: Me, case: Case) -> tuple[list[int], list[int]]:
 @task
 def synchronize(me: Me) -> None:
     me.buffer.sync()
+
+
+@task
+def await_end(me: Me, rank: int) -> str:
+    """Waits until the group no longer counts `rank` as alive; its state then."""
+    while me.group.state(rank).state == "alive":
+        assert me.group.wait_change(20), f"rank {rank} stays alive"
+    return str(me.group.state(rank).state)

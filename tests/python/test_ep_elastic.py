@@ -82,7 +82,7 @@ def test_a_rank_dies_in_mid_operation(four: Ranks, stage: str, layout: Layout, s
     for number, case in enumerate(after):
         judge(case, {rank: lived.got[2 + number] for rank, lived in answers.items()})
     said = four.said()
-    assert f"rank {dead}" in said and "warning" in said
+    assert f"rank {dead}" in said and "warn" in said
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.17, 0.23])

@@ -14,7 +14,6 @@ from ep_rank import Failed
 from ep_ranks import Ranks
 from ep_tasks import Lived
 
-import crossrail
 from crossrail.ref import Layout
 
 SETUP = Setup(3, max_tokens=8, hidden=128, local_experts=2, topk=3)
@@ -66,23 +65,47 @@ def test_by_request_the_others_go_on_and_say_who_is_missing(three: Ranks) -> Non
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_a_rank_that_is_stopped_until_its_lease_has_ended_is_waited_for(layout: Layout, on_loss: str) -> None:
     """Its connections are up: nobody continues without it, and every sum is whole."""
-    with Ranks(3, size=4, lease=0.3) as ranks, crossrail.Group(**ranks.membership(3)) as watching:
+    with Ranks(4, lease=0.3) as ranks:
         case = Case(replace(SETUP, on_loss=on_loss), layout=layout)
-        judge(case, ranks.call("exchange", case))
+        judge(case, ranks.call("exchange", case, ranks=range(3)))
         for rank in range(3):
-            ranks.processes[rank].tell("survive", [case] * 200)
+            ranks.processes[rank].tell("survive", [case] * 60)
         stopped = ranks.processes[1].process.pid
         os.kill(stopped, signal.SIGSTOP)
         try:
-            while watching.state(1).state == "alive":
-                assert watching.wait_change(20), "its lease does not end"
+            assert ranks.call("await_end", 1, ranks=[3]) == {3: "dead"}
         finally:
             os.kill(stopped, signal.SIGCONT)
         lived: dict[int, Lived] = {rank: ranks.processes[rank].answer() for rank in range(3)}
         for one in lived.values():
             assert not one.faults and not one.masked
-        for turn in range(200):
+        for turn in range(60):
             judge(case, {rank: one.got[turn] for rank, one in lived.items()})
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_the_others_go_on_without_is_told(late: int) -> None:
+    setup = replace(SETUP, on_loss="mask")
+    others = [rank for rank in range(3) if rank != late]
+    with Ranks(3, timeout=20) as ranks:
+        case = Case(setup)
+        ranks.call("prepare", setup, {"timeout": 1.0})
+        for rank in range(3):
+            ranks.processes[rank].tell("survive", [case] * 150)
+        process = ranks.processes[late]
+        os.kill(process.process.pid, signal.SIGSTOP)
+        try:
+            lived: dict[int, Lived] = {rank: ranks.processes[rank].answer() for rank in others}
+        finally:
+            os.kill(process.process.pid, signal.SIGCONT)
+        told = process.answer()
+        assert isinstance(told, Failed) and told.kind == "PeerDeadError", told
+        assert f"rank {late} is out of view 3 of rank" in told.text and "nothing was received for 1.000 s" in told.text
+        again = ranks.attempt("again", case, ranks=[late])[late]
+        assert isinstance(again, Failed) and f"rank {late} is out of view" in again.text
+        for one in lived.values():
+            assert one.masked == [late] and len(one.faults) == 1
+        judge(replace(case, lost=(late,)), {rank: one.got[-1] for rank, one in lived.items()})
 
 
 def test_a_rank_that_was_late_comes_back(three: Ranks) -> None:

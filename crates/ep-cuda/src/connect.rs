@@ -142,6 +142,7 @@ impl Inner {
             rank: self.me,
             parameters: self.meeting.parameters().clone(),
             counts: [0, epochs.dispatch, epochs.combine],
+            view: 0,
             shared,
             key,
             generation: 0,

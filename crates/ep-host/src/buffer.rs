@@ -100,6 +100,12 @@ impl ExpertBuffer {
         self.0.view.lock().peers.iter().flatten().map(|peer| peer.rank as u32).collect()
     }
 
+    /// Number of this rank's view, which is equal on all ranks that continue together: it grows with every rank that is
+    /// lost and masked, and whenever the caller changes who takes part.
+    pub fn view(&self) -> u64 {
+        self.0.view.lock().agreed.number()
+    }
+
     /// Ranks lost so far, in order.
     pub fn faults(&self) -> Vec<Fault> {
         self.0.view.lock().faults.clone()

@@ -33,10 +33,12 @@ impl LocalRank {
         let greeted = self.meeting.greet(connections, deadline, |connection| self.hello(&mut view, connection))?;
         let mut peers = Vec::with_capacity(greeted.len());
         let mut counts = [view.operations, view.dispatches, view.combines];
+        let mut number = 0;
         for greeted in greeted {
             for (mine, theirs) in counts.iter_mut().zip(greeted.received.counts) {
                 *mine = (*mine).max(theirs);
             }
+            number = number.max(greeted.received.view);
             let (rank, endpoint) = (greeted.connection.rank, greeted.connection.endpoint.clone());
             let met = self.meet(greeted, deadline);
             peers.push(met.map_err(|error| self.meeting.refusal_or(rank, &endpoint, error))?);
@@ -52,13 +54,16 @@ impl LocalRank {
         [view.operations, view.dispatches, view.combines] = counts;
         if alone {
             view.broken = None;
+            view.agreed = self.alone();
         }
         for mut peer in peers {
             peer.floor = floor;
             peer.masked = !activate;
+            peer.inbox = peer.endpoint().and_then(|endpoint| self.notices_from(endpoint));
             let rank = peer.rank;
             view.peers[rank] = Some(peer);
         }
+        view.restart(number);
         view.spin = spin_for(&view);
         Ok(())
     }
@@ -75,6 +80,7 @@ impl LocalRank {
             rank: self.own.me as u32,
             parameters: self.meeting.parameters().clone(),
             counts: [view.operations, view.dispatches, view.combines],
+            view: view.agreed.number(),
             shared,
             key: self.region.key().to_bytes(),
             generation: view.generation,
@@ -122,6 +128,7 @@ impl LocalRank {
                 peer.close(CLOSE_TIMEOUT);
             }
         }
+        view.restart(0);
         view.spin = spin_for(&view);
         Ok(())
     }

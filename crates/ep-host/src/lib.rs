@@ -18,6 +18,7 @@ mod dispatch;
 mod doorbell;
 mod heap;
 mod local_rank;
+mod notices;
 mod operation;
 mod peer;
 mod plan;

@@ -1,12 +1,13 @@
 //! This rank's side of a buffer: its memory, and what it knows of the other ranks.
 #![allow(unsafe_code)]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossrail::{Context, Endpoint, Memory, Region, Worker};
 use crossrail_control::Group;
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
+use crossrail_ep::view::View;
 use crossrail_ep::{Config, Fault, Layout};
 use crossrail_types::{Error, ErrorKind, Origin, Result};
 use parking_lot::Mutex;
@@ -63,6 +64,10 @@ pub(crate) struct GroupView {
     pub(crate) broken: Option<Error>,
     /// What the process's page shows of this buffer.
     pub(crate) sight: Sight,
+    /// Who takes part, as agreed with the others.
+    pub(crate) agreed: View,
+    /// When this rank last looked for notices of the others.
+    pub(crate) heard: Instant,
 }
 
 /// A rank that was lost after it was granted a place among our rows.
@@ -160,6 +165,8 @@ impl LocalRank {
                 closed: false,
                 broken: None,
                 sight,
+                agreed: View::new(me),
+                heard: Instant::now(),
             }),
         };
         local.meeting.announce()?;
@@ -190,6 +197,7 @@ impl LocalRank {
             peer.masked = masked;
             peer.lost = false;
         }
+        view.restart(0);
         Ok(())
     }
 }

@@ -39,6 +39,8 @@ pub(crate) struct Common {
     /// How long another rank may take.
     limit: Duration,
     pub(crate) deadline: Instant,
+    /// When this rank last looked for messages.
+    ran: Instant,
     /// Messages that have not arrived yet.
     pub(crate) expected: Vec<Expected>,
     pub(crate) timing: Timing,
@@ -71,6 +73,7 @@ impl Common {
             began,
             limit,
             deadline: began + limit,
+            ran: began,
             expected: Vec::new(),
             timing: Timing::default(),
             bytes: Bytes::default(),
@@ -98,6 +101,12 @@ impl Common {
         );
     }
 
+    /// Waits for nobody any more: the operation fails.
+    pub(crate) fn give_up_all(&mut self, ranks: usize, error: Error) {
+        self.given_up = (0..ranks).collect();
+        self.fail(error);
+    }
+
     /// The ranks without a part in the result, ascending.
     pub(crate) fn missing(&self) -> Vec<u32> {
         self.missing.iter().copied().collect()
@@ -111,6 +120,14 @@ impl Common {
     /// Waits for a message with this number.
     pub(crate) fn expect_number(&mut self, rank: usize, message: Message, number: u64) {
         self.expected.push(Expected { rank, message, parity: self.parity, number });
+    }
+
+    /// This rank runs. While it was stopped, or did something else, it waited for nobody.
+    fn run(&mut self, now: Instant) {
+        let paused = now.duration_since(std::mem::replace(&mut self.ran, now));
+        if paused > STALL {
+            self.deadline += paused;
+        }
     }
 
     /// Fails the operation, unless it has failed already.
@@ -192,7 +209,9 @@ impl<T> Drop for Pending<T> {
 }
 
 /// How often to check whether the ranks that an operation waits for are alive.
-const LIVENESS_INTERVAL: Duration = Duration::from_millis(2);
+pub(crate) const LIVENESS_INTERVAL: Duration = Duration::from_millis(2);
+/// A rank that has not looked for messages for so long was stopped: this time does not count against others.
+const STALL: Duration = Duration::from_millis(500);
 /// Upper bound on one sleep.
 const MAX_SLEEP: Duration = Duration::from_millis(20);
 /// Upper bound on one sleep that only a write from the network ends while messages may arrive through shared memory too.
@@ -208,7 +227,10 @@ impl LocalRank {
             if view.closed || self.meeting.is_ending() {
                 return Err(Error::new(ErrorKind::Closed, operation.common().name, "the buffer was destroyed"));
             }
-            let progressed = self.poll(operation, &mut view);
+            let now = Instant::now();
+            operation.common().run(now);
+            let changed = self.hear_notices(operation.common(), &mut view, now);
+            let progressed = self.poll(operation, &mut view) || changed;
             if operation.common().expected.is_empty() {
                 let output = operation.finish(self, &mut view);
                 let common = operation.common();
@@ -222,7 +244,6 @@ impl LocalRank {
                 idle_since = None;
                 continue;
             }
-            let now = Instant::now();
             let since = *idle_since.get_or_insert(now);
             if now.duration_since(checked) >= LIVENESS_INTERVAL {
                 checked = now;
@@ -315,7 +336,7 @@ impl LocalRank {
             if self.config.on_loss == OnLoss::Raise {
                 operation.common().give_up(rank, &why, kind, Some(expected.message));
             }
-            self.record_loss(view, expected, name, number, why);
+            self.record_loss(view, operation.common(), expected, why);
         }
         if lost {
             // The others may have waited for the lost rank as long as this one, and longer if they began later.
@@ -325,10 +346,12 @@ impl LocalRank {
     }
 
     /// Records the loss of a rank, once until it is heard of again, and masks it if the buffer masks lost ranks.
-    fn record_loss(&self, view: &mut GroupView, expected: Expected, operation: &'static str, number: u64, why: String) {
+    fn record_loss(&self, view: &mut GroupView, common: &Common, expected: Expected, why: String) {
+        let (operation, number) = (common.name, common.number);
         let masks = self.config.on_loss == OnLoss::Mask;
         let Some(peer) = &mut view.peers[expected.rank] else { return };
         peer.masked |= masks;
+        let told = masks.then(|| why.clone());
         if std::mem::replace(&mut peer.lost, true) {
             return;
         }
@@ -337,6 +360,9 @@ impl LocalRank {
         let fault = Fault { rank: expected.rank as u32, operation, number, stage, why, left, masked: masks };
         self.warn(&fault);
         view.faults.push(fault);
+        if let Some(why) = told {
+            self.leave_out(common, view, expected.rank, &why);
+        }
     }
 
     /// Waits briefly: spins for [`GroupView::spin`], then sleeps until a peer writes something.

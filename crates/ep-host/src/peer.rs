@@ -85,6 +85,8 @@ pub(crate) struct Peer {
     pub(crate) masked: bool,
     /// Its loss was recorded, and nothing was received from it since.
     pub(crate) lost: bool,
+    /// Receives its next notice, where lost ranks are masked.
+    pub(crate) inbox: Option<Request>,
     access: Access,
     /// Sequence numbers of the dispatch and the combine before the two connected: their slots count as released.
     pub(crate) floor: [u64; 2],
@@ -152,12 +154,12 @@ pub(crate) struct Span {
 
 impl Peer {
     pub(crate) fn this_rank(rank: usize) -> Peer {
-        Peer { rank, masked: false, lost: false, access: Access::Myself, floor: [0; 2] }
+        Peer { rank, masked: false, lost: false, inbox: None, access: Access::Myself, floor: [0; 2] }
     }
 
     pub(crate) fn mapped(rank: usize, heap: Heap, mapped: Mapped, endpoint: Endpoint) -> Peer {
         let access = Access::Mapped { heap, _mapped: mapped, endpoint };
-        Peer { rank, masked: false, lost: false, access, floor: [0; 2] }
+        Peer { rank, masked: false, lost: false, inbox: None, access, floor: [0; 2] }
     }
 
     pub(crate) fn network(rank: usize, parts: NetworkParts) -> Peer {
@@ -172,7 +174,8 @@ impl Peer {
             posted: [0; KINDS],
             seen: [0; KINDS],
         };
-        Peer { rank, masked: false, lost: false, access: Access::Network(Box::new(network)), floor: [0; 2] }
+        let access = Access::Network(Box::new(network));
+        Peer { rank, masked: false, lost: false, inbox: None, access, floor: [0; 2] }
     }
 
     pub(crate) fn is_network(&self) -> bool {

@@ -31,11 +31,11 @@ impl Announcement {
     }
 }
 
-fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
+pub(crate) fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
     postcard::to_stdvec(value).map_err(|error| Error::new(ErrorKind::Protocol, "connect", error.to_string()))
 }
 
-fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], what: &str) -> Result<T> {
+pub(crate) fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8], what: &str) -> Result<T> {
     postcard::from_bytes(bytes).map_err(|error| Error::new(ErrorKind::Protocol, "connect", format!("{what}: {error}")))
 }
 
@@ -48,6 +48,8 @@ pub struct Hello {
     pub parameters: Parameters,
     /// Sequence numbers of its last operation, dispatch and combine.
     pub counts: [u64; 3],
+    /// Number of its view.
+    pub view: u64,
     /// Descriptor of its heap, if the receiver is to map it.
     pub shared: Option<Vec<u8>>,
     /// Key of its heap, for writes through the engine.

@@ -8,6 +8,7 @@
 //! Config      the parameters of a buffer, equal on every rank        Plan    the memory that they take
 //! Meeting     ranks find each other through the group's store, connect, and compare parameters (Hello)
 //! Link        how a rank is reached                                  Fault   a rank that was lost, and why
+//! View        which ranks take part, and how all come to the same view
 //! ```
 
 mod bytes;
@@ -17,6 +18,7 @@ pub mod hello;
 mod link;
 pub mod meeting;
 mod plan;
+pub mod view;
 
 pub use bytes::Bytes;
 pub use config::{BLOCK, Config, Layout, MOST_RANKS, MOST_TOPK, OnLoss, Payload, Scale};

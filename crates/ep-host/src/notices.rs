@@ -1,0 +1,101 @@
+//! Views: ranks that mask lost ranks tell each other, so that all of them mask the same ones, and a rank that the others
+//! go on without learns it.
+
+use std::time::Instant;
+
+use crossrail::{Endpoint, Request};
+use crossrail_ep::meeting::NOTICE_TAG;
+use crossrail_ep::view::{Notice, View};
+use crossrail_ep::{Fault, OnLoss};
+use crossrail_types::{Error, ErrorKind};
+
+use crate::local_rank::{GroupView, LocalRank};
+use crate::operation::{Common, LIVENESS_INTERVAL};
+
+impl GroupView {
+    /// The caller has changed who takes part, on all ranks at the same point between operations.
+    pub(crate) fn restart(&mut self, number: u64) {
+        let active: Vec<u32> = self.active().iter().map(|rank| *rank as u32).collect();
+        self.agreed.restart(active, self.operations, number);
+    }
+}
+
+impl LocalRank {
+    /// Receives the next notice of a rank; `None` where nobody masks.
+    pub(crate) fn notices_from(&self, endpoint: &Endpoint) -> Option<Request> {
+        let masks = self.config.on_loss == OnLoss::Mask;
+        // A failure means that the connection has ended, which is noticed elsewhere.
+        masks.then(|| self.worker.recv(vec![0; Notice::MAX], NOTICE_TAG, u64::MAX, Some(endpoint)).ok()).flatten()
+    }
+
+    /// Handles the notices that have arrived, if it is time to look. Returns whether the view has changed.
+    pub(crate) fn hear_notices(&self, common: &mut Common, view: &mut GroupView, now: Instant) -> bool {
+        if self.config.on_loss != OnLoss::Mask || now.duration_since(view.heard) < LIVENESS_INTERVAL {
+            return false;
+        }
+        view.heard = now;
+        let mut out = Vec::new();
+        for at in 0..view.peers.len() {
+            let Some(peer) = &mut view.peers[at] else { continue };
+            while let Some(receipt) = peer.inbox.as_ref().and_then(Request::test) {
+                let request = peer.inbox.take();
+                let (Ok(receipt), Some(endpoint)) = (receipt, peer.endpoint()) else { break };
+                let bytes = request.and_then(Request::into_vec).unwrap_or_default();
+                peer.inbox = self.notices_from(endpoint);
+                match Notice::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default()) {
+                    Ok(notice) => out.extend(view.agreed.hear(at as u32, notice)),
+                    Err(error) => self.warn(&format!("rank {at}: {error}")),
+                }
+            }
+        }
+        if let Some(why) = view.agreed.evicted() {
+            let error = Error::new(ErrorKind::PeerDead, common.name, why.to_owned())
+                .with_hint("the others continue without this rank; they disconnect it, and connect its next buffer");
+            view.broken.get_or_insert_with(|| error.clone());
+            common.give_up_all(view.peers.len(), error);
+            return true;
+        }
+        let changed = !out.is_empty();
+        self.follow(common, view, &out);
+        if changed {
+            self.tell_others(view);
+        }
+        changed
+    }
+
+    /// Takes a rank that this one has lost out of the view, and tells the others.
+    pub(crate) fn leave_out(&self, common: &Common, view: &mut GroupView, rank: usize, why: &str) {
+        let out = view.agreed.lose(rank as u32, why);
+        self.follow(common, view, &out);
+        self.tell_others(view);
+    }
+
+    /// Masks ranks that other ranks have lost.
+    fn follow(&self, common: &Common, view: &mut GroupView, out: &[u32]) {
+        for rank in out {
+            let Some(peer) = view.peers[*rank as usize].as_mut().filter(|peer| !peer.masked) else { continue };
+            (peer.masked, peer.lost) = (true, true);
+            let left = view.active().len() as u32;
+            let why = view.agreed.why().to_owned();
+            let (operation, number) = (common.name, common.number);
+            let fault = Fault { rank: *rank, operation, number, stage: "it", why, left, masked: true };
+            self.warn(&fault);
+            view.faults.push(fault);
+        }
+    }
+
+    /// Sends this rank's view to all ranks that it reaches, those that are out of it included.
+    fn tell_others(&self, view: &GroupView) {
+        let Ok(notice) = view.agreed.notice(view.operations).encode() else { return };
+        let endpoints = view.peers.iter().flatten().filter_map(|peer| peer.endpoint());
+        for endpoint in endpoints.filter(|endpoint| endpoint.is_alive()) {
+            // A failure means that the connection has ended meanwhile.
+            let _ = endpoint.send(notice.clone(), NOTICE_TAG);
+        }
+    }
+
+    /// The view of a rank without connections.
+    pub(crate) fn alone(&self) -> View {
+        View::new(self.own.me as u32)
+    }
+}

@@ -1,0 +1,174 @@
+//! Which ranks take part, as one rank sees it, and how the views of several become one. No I/O.
+//!
+//! A rank that loses another takes it out of its own view at once and sends a [`Notice`] to all ranks that it still
+//! reaches, the lost one included. The lowest rank of a view leads it. A rank adopts what its leader has taken out; the
+//! leader adopts what any member reports. Who hears that it was taken out itself stops: it is [evicted](View::evicted).
+//! So when two ranks lose each other, the leader decides which of them stays, and tells the rest.
+//!
+//! Views differ for a while, and results name the ranks that are missing in them meanwhile. They are equal when the
+//! notices have arrived, since a view only shrinks between [`View::restart`]s and all members follow one leader. Should
+//! the leader be lost, each rank finds that out for itself before it follows the next.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crossrail_types::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::config::MOST_RANKS;
+use crate::hello::{MAX_MESSAGE, decode, encode};
+
+/// Longest reason in a notice, in characters.
+const WHY: usize = 200;
+
+/// What a rank tells the others when its view has changed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Notice {
+    /// Sequence number of the sender's last operation.
+    stamp: u64,
+    /// Number of the sender's view.
+    number: u64,
+    /// Ranks that are out of it.
+    out: Vec<u32>,
+    /// Why the last of them is.
+    why: String,
+}
+
+impl Notice {
+    /// Most bytes of an encoded notice.
+    pub const MAX: usize = MAX_MESSAGE;
+
+    /// # Errors
+    /// `Protocol`.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        encode(self)
+    }
+
+    /// # Errors
+    /// `Protocol`: these bytes are no notice.
+    pub fn decode(bytes: &[u8]) -> Result<Notice> {
+        let notice: Notice = decode(bytes, "a notice of lost ranks")?;
+        match notice.out.len() <= MOST_RANKS {
+            true => Ok(notice),
+            false => Err(Error::new(ErrorKind::Protocol, "view", "a notice names more ranks than there are")),
+        }
+    }
+}
+
+/// The ranks that take part, as one rank sees it. See the module.
+#[derive(Clone, Debug)]
+pub struct View {
+    me: u32,
+    number: u64,
+    /// This rank included.
+    members: BTreeSet<u32>,
+    out: BTreeSet<u32>,
+    /// Why the last one is out.
+    why: String,
+    /// Notices of members that this rank does not follow yet: the last of each.
+    pending: BTreeMap<u32, Notice>,
+    /// Notices of earlier operations are of a view before the caller changed it.
+    since: u64,
+    evicted: Option<String>,
+}
+
+impl View {
+    /// The view of rank `me` alone.
+    pub fn new(me: u32) -> View {
+        View {
+            me,
+            number: 1,
+            members: BTreeSet::from([me]),
+            out: BTreeSet::new(),
+            why: String::new(),
+            pending: BTreeMap::new(),
+            since: 0,
+            evicted: None,
+        }
+    }
+
+    /// The caller has set who takes part, after operation `stamp`. `number`: the greatest number of the new members' views.
+    pub fn restart(&mut self, members: impl IntoIterator<Item = u32>, stamp: u64, number: u64) {
+        self.members = members.into_iter().chain([self.me]).collect();
+        self.out.clear();
+        self.pending.clear();
+        self.since = stamp + 1;
+        self.number = self.number.max(number) + 1;
+    }
+
+    /// Grows by one with every rank that goes out, and with every [`View::restart`].
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Ranks that are out since the last restart.
+    pub fn out(&self) -> &BTreeSet<u32> {
+        &self.out
+    }
+
+    /// Why the last of them is out.
+    pub fn why(&self) -> &str {
+        &self.why
+    }
+
+    /// Why this rank is out of the others' view, once they have told it.
+    pub fn evicted(&self) -> Option<&str> {
+        self.evicted.as_deref()
+    }
+
+    /// This rank has lost `rank`. Returns the others that are out as a result: their notices count now.
+    pub fn lose(&mut self, rank: u32, why: &str) -> Vec<u32> {
+        self.take_out(rank, why);
+        self.settle()
+    }
+
+    /// What to tell the others after a change, when the last operation is `stamp`.
+    pub fn notice(&self, stamp: u64) -> Notice {
+        let why = self.why.chars().take(WHY).collect();
+        Notice { stamp, number: self.number, out: self.out.iter().copied().collect(), why }
+    }
+
+    /// A notice of rank `from` has arrived. Returns the ranks that are out as a result.
+    pub fn hear(&mut self, from: u32, notice: Notice) -> Vec<u32> {
+        let known = self.members.contains(&from) || self.out.contains(&from);
+        if notice.stamp < self.since || self.evicted.is_some() || !known {
+            return Vec::new();
+        }
+        if notice.out.contains(&self.me) {
+            // Two ranks that have lost each other leave it to the leader, which may be the sender.
+            let leads = self.members.first().is_none_or(|leader| from < *leader);
+            if !self.out.contains(&from) || leads {
+                let Notice { number, why, .. } = notice;
+                self.evicted = Some(format!("rank {} is out of view {number} of rank {from}: {why}", self.me));
+            }
+            return Vec::new();
+        }
+        if self.members.contains(&from) {
+            self.pending.insert(from, notice);
+        }
+        self.settle()
+    }
+
+    fn take_out(&mut self, rank: u32, why: &str) -> bool {
+        let changed = rank != self.me && self.members.remove(&rank);
+        if changed {
+            self.out.insert(rank);
+            self.number += 1;
+            why.clone_into(&mut self.why);
+        }
+        changed
+    }
+
+    /// Adopts the pending notices that count.
+    fn settle(&mut self) -> Vec<u32> {
+        let mut newly = Vec::new();
+        loop {
+            self.pending.retain(|from, _| self.members.contains(from));
+            let leader = self.members.first().copied();
+            let counts = |from: &u32| leader == Some(*from) || leader == Some(self.me);
+            let Some(from) = self.pending.keys().copied().find(counts) else { return newly };
+            let Some(notice) = self.pending.remove(&from) else { return newly };
+            let why = format!("rank {from} has lost it: {}", notice.why);
+            newly.extend(notice.out.into_iter().filter(|rank| self.take_out(*rank, &why)));
+        }
+    }
+}
