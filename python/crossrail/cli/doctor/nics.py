@@ -50,17 +50,18 @@ def speeds(machine: Machine) -> Iterable[Found]:
 
 
 def mtus(machine: Machine) -> Iterable[Found]:
-    """Whether all data devices have one MTU, and one that suits their speed."""
+    """Whether devices of one speed have one MTU, and one that suits it."""
     rails = [rail for rail in machine.rails if rail.works]
     if not rails:
         yield Found("note", "no device is up")
         return
-    usual, _ = collections.Counter(rail.mtu for rail in rails).most_common(1)[0]
-    largest = max(rail.mtu for rail in rails)
     for rail in rails:
+        alike = [one.mtu for one in rails if one.speed_mbps == rail.speed_mbps]  # a management NIC may have its own
+        (usual, _), *_ = collections.Counter(alike).most_common(1)
+        largest = max(alike)
         fix = f"ip link set {rail.interface} mtu {largest}, on both ends and the switch between"
-        if rail.mtu < largest and len(rails) > 1 and (rail.mtu != usual or rail.mtu < 1280):
-            yield Found("warning", f"MTU {rail.mtu}, where another device has {largest}", fix, rail.name)
+        if rail.mtu < largest and (rail.mtu != usual or rail.mtu < 1280):
+            yield Found("warning", f"MTU {rail.mtu}, where another device of its speed has {largest}", fix, rail.name)
         elif (rail.speed_mbps or 0) >= JUMBO_FROM_MBPS and rail.mtu < JUMBO_MTU:
             text = f"MTU {rail.mtu} at {(rail.speed_mbps or 0) / 1000:g} Gbit/s: each packet costs processor time"
             fix = f"ip link set {rail.interface} mtu {JUMBO_MTU}, on both ends and the switch between"

@@ -117,9 +117,10 @@ def packet_sizes(machine: Machine) -> Iterable[Found]:
     """The largest packets that pass, compared with both ends' MTUs and with the other rails."""
     survey = _of(machine)
     open_ways = [way for way in survey.used if way.open]
-    usual = max((min(way.mine.mtu, way.theirs.mtu) for way in open_ways), default=0)
     for way in open_ways:
         mine, theirs = way.mine, way.theirs
+        alike = [one for one in open_ways if one.mine.speed_mbps == mine.speed_mbps]
+        usual = max(min(one.mine.mtu, one.theirs.mtu) for one in alike)
         small = mine if mine.mtu <= theirs.mtu else theirs
         where = "" if small is mine else f"   # at {survey.peer}"
         largest = max(mine.mtu, theirs.mtu, usual)
@@ -136,7 +137,7 @@ def packet_sizes(machine: Machine) -> Iterable[Found]:
             )
             yield Found("error", text, between, way.name)
         elif mine.mtu < usual:
-            text = f"the MTU is {mine.mtu} at both ends, where another rail has {usual}"
+            text = f"the MTU is {mine.mtu} at both ends, where another rail of its speed has {usual}"
             yield Found("warning", text, f"ip link set {mine.interface} mtu {usual}, at both ends", way.name)
         elif not passing:
             text = f"no datagram passes, so that packets up to the MTU of {mine.mtu} could not be tried"

@@ -246,7 +246,7 @@ CHECKS = (
         "nic-mtu",
         "network",
         "The MTU of each device.",
-        "warning if one is smaller than usual, note below 9000 from 25 Gbit/s on",
+        "warning if one is smaller than usual at its speed, note below 9000 from 25 Gbit/s on",
         "`ip link set DEVICE mtu 9000`, on both ends and the switch",
         5,
         nics.mtus,
@@ -354,7 +354,8 @@ CHECKS = (
         "rail-mtu",
         "rails",
         "Datagrams that may not be fragmented are sent in both directions, to find the largest that arrive.",
-        "error if the ends differ or large packets vanish, warning if another rail has a larger MTU, note without UDP",
+        "error if the ends differ or large packets vanish, warning if another rail of its speed has a larger MTU, "
+        "note if no datagram passes",
         "`ip link set DEVICE mtu N` at the end that is named, or at the switch",
         5,
         rails.packet_sizes,
