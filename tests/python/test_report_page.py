@@ -15,9 +15,13 @@ import pytest
 from report_samples import bandwidth_report, latency_report, p2p_report
 from test_report_mesh import LIKE, measured
 
+from crossrail.cli.ep.traffic import traffic
+from crossrail.ref import Shape
+from crossrail.ref.checking import Work
 from crossrail.report import PeerResult, Report, Row, mesh_rows
 from crossrail.report.export import comma_separated, markdown
 from crossrail.report.page.document import document
+from crossrail.report.page.model import HeatMap
 from crossrail.report.page.write import MOST_BYTES, TooLarge, html
 from crossrail.report.sources import Source, parse_source, read_source
 
@@ -153,6 +157,27 @@ def test_nothing_in_a_file_becomes_markup(write: str) -> None:
         assert len(page.all("script")) == 2 and not page.all("img")
     else:
         assert "<script" not in markdown(document([found], evil)) and "<img" not in markdown(document([found], evil))
+
+
+def test_expert_traffic_is_a_heat_map_of_ranks_and_one_of_experts() -> None:
+    work = Work(Shape(4, 64, 512, 32, 4), 64, routing="skewed:1.5")
+    sent, loads = traffic(work)
+    assert sum(loads) == 4 * 64 * 4 and len(loads) == 32
+    assert all(0 < tokens <= 64 for row in sent for tokens in row)
+    row = Row("e2e", "heap", 512, p50_us=9.0, ranks=4, tokens=64, topk=4, experts=32, routing="skewed:1.5")
+    row = replace(row, traffic=sent, expert_tokens=loads)
+    found = document([source(replace(latency_report(), rows=[row, replace(row, what="dispatch")]))], "Traffic")
+    charts = [one.chart for section in found.sections for one in section.figures]
+    maps = {one.title: one for one in charts if isinstance(one, HeatMap)}
+    assert [len(one.values) for one in maps.values()] == [4, 4]
+    assert maps["Tokens from rank to rank"].values == sent
+    assert [value for line in maps["Tokens of each expert"].values for value in line] == loads
+    assert "2." in maps["Tokens of each expert"].sub.partition("has")[2]
+
+
+def test_no_time_is_spent_on_the_traffic_of_large_exchanges() -> None:
+    assert traffic(Work(Shape(128, 1, 512, 128, 1), 1)) == ([], [])
+    assert traffic(Work(Shape(8, 1 << 16, 512, 288, 8), 1 << 16)) == ([], [])
 
 
 def test_a_large_mesh_still_fits() -> None:

@@ -17,7 +17,19 @@ from .sources import Source
 from .tables import table
 
 _LISTS = frozenset(
-    ("samples_us", "rounds", "slowest_us", "raw_tcp_us", "gpu_us", "host_us", "iterations", "messages", "rank_times")
+    (
+        "samples_us",
+        "rounds",
+        "slowest_us",
+        "raw_tcp_us",
+        "gpu_us",
+        "host_us",
+        "iterations",
+        "messages",
+        "rank_times",
+        "traffic",
+        "expert_tokens",
+    )
 )
 """Fields of rows that a line of CSV does not hold."""
 

@@ -193,6 +193,9 @@ class Row:
     were received); ``given`` is the type of the rows that were dispatched, ``num_sms`` the number of multiprocessors,
     ``heap_bytes`` the memory that the buffer takes on each GPU.
 
+    ``traffic``: tokens that each rank sends to each (a row per sender), once for all experts there; ``expert_tokens``:
+    tokens of each expert. Both follow from the routing, for one iteration.
+
     ``unused``: what was expected to carry data and carried nothing, by name (``tcp/eth3``, ``shm(cma)``), and why.
 
     ``verification``: how much of the data was verified (``full``, ``quick``, ``none``), where there is a choice.
@@ -285,6 +288,8 @@ class Row:
     heap_bytes: int | None = None
     host_us: list[float] = field(default_factory=list)
     host_p50_us: float | None = None
+    traffic: list[list[int]] = field(default_factory=list)
+    expert_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from ..options import (
 from ..parsing import Parser, count, names_of, positive
 from ..placement import NODE_OPTIONS, PinnedRanks, Placement, add_nodes, placement
 from .plan import load_plan
+from .traffic import traffic
 
 Layout = Literal["expert", "rank"]
 Scale = Literal["f32", "power2", "ue8m0"]
@@ -148,6 +149,7 @@ class EpOptions(PinnedRanks, RunOptions):
     def row(self, work: Work, mode: str) -> Row:
         """A row with the fields that identify ``work`` in one mode."""
         shape = work.shape
+        sent, loads = traffic(replace(work, layout="expert", scale=None, prereduce=True))
         scales = {None: 0, "f32": 4, "power2": 4, "ue8m0": 1}[work.scale] * (shape.hidden // 128)
         return Row(
             what=mode,
@@ -168,6 +170,8 @@ class EpOptions(PinnedRanks, RunOptions):
             ranks_passed=None if self.verify == "none" else shape.ranks,
             verified=self.verify != "none",
             verification=self.verification(work) if self.device == "cpu" else None,
+            traffic=sent,
+            expert_tokens=loads,
         )
 
 

@@ -10,7 +10,7 @@ from ..schema import PeerResult, Row
 from ..stats import median
 from ..units import format_bytes
 from .gather import Entry, distinct, latency_of, rate_text, table_of, time_text
-from .model import Bar, Bars, Figure, Lines, Section, Series, Stack
+from .model import Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
 from .scales import number_text, time_unit
 
 MODES = ("dispatch", "combine", "e2e")
@@ -39,11 +39,42 @@ def expert_section(found: Sequence[Entry]) -> Section | None:
         part = [entry for entry in alone if _shape(entry) == shape]
         for first in range(0, len(part), _MOST_GROUPS):
             figures.append(_beside(part[first : first + _MOST_GROUPS], shape))
+    figures += _traffic(chosen)
     staged = [entry for entry in alone if entry.row.stages_us]
     if staged:
         figures.append(_parts(staged))
     text = "Times of all ranks and iterations together. In GPU memory, by the GPU's clock."
     return Section("experts", "Expert parallelism", text, figures)
+
+
+def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
+    """Who sends to whom, and which expert gets how much: once for each routing."""
+    found: dict[str, Entry] = {}
+    for entry in chosen:
+        if entry.row.traffic:
+            found.setdefault(f"{entry.row.traffic}{entry.row.expert_tokens}", entry)
+    figures = []
+    for entry in found.values():
+        row = entry.row
+        about = f"{row.tokens} tokens per rank, top-{row.topk} of {row.experts}, routing {row.routing} ({entry.file})"
+        names = [str(number) for number in range(len(row.traffic))]
+        lines = [[names[s], names[t], str(sent)] for s, to in enumerate(row.traffic) for t, sent in enumerate(to)]
+        chart = HeatMap(
+            "Tokens from rank to rank", "tokens", "from rank", "to rank", names, names, row.traffic, sub=about
+        )
+        figures.append(Figure(chart, table_of(["from", "to", "tokens"], lines, left=2)))
+        local = len(row.expert_tokens) // len(names)
+        if local and any(row.expert_tokens):
+            loads = [row.expert_tokens[first : first + local] for first in range(0, len(row.expert_tokens), local)]
+            mean = sum(row.expert_tokens) / len(row.expert_tokens)
+            sub = f"{about}. The busiest has {max(row.expert_tokens) / mean:.2f} times the mean of {number_text(mean)}."
+            columns = [str(number) for number in range(local)]
+            each = HeatMap(
+                "Tokens of each expert", "tokens", "rank", "expert of the rank", names, columns, loads, sub=sub
+            )
+            counts = [[names[r], columns[e], str(load)] for r, line in enumerate(loads) for e, load in enumerate(line)]
+            figures.append(Figure(each, table_of(["rank", "expert", "tokens"], counts, left=2)))
+    return figures
 
 
 def _shape(entry: Entry) -> str:
