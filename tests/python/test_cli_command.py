@@ -135,7 +135,7 @@ def test_version_and_help_are_data() -> None:
     ("arguments", "words"),
     [
         ((), ("COMMAND",)),
-        (("fly",), ("'fly' (choose from 'info', 'bench', 'store'", "see `crossrail --help`")),
+        (("fly",), (f"'fly' (choose from {', '.join(map(repr, COMMANDS))})", "see `crossrail --help`")),
         (("bench",), ("WHAT",)),
         (("bench", "latency", "--sise=8"), ("--sise", "see `crossrail bench latency --help`")),
         (("bench", "latency", "--size=64KB"), ("64KB", "powers of ten or of two")),
