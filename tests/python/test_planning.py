@@ -145,10 +145,11 @@ def measured(name: str) -> planning.Files:
     return planning.read([name], [(GPU / name).read_text()])
 
 
-@pytest.mark.parametrize("name", ["ep_decode-4.json", "ep_prefill-4.json", "ep_decode-2.json", "ep_sms-4.json"])
-def test_a_fit_to_other_sizes_on_two_gpus_foretells_measurements(name: str) -> None:
+@pytest.mark.parametrize("scenario", ["ep_decode", "ep_prefill", "ep_sms"])
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_a_fit_to_other_sizes_on_two_gpus_foretells_measurements(scenario: str, gpus: int) -> None:
     fitted, _ = planning.calibrated(H200, measured("ep_sweep-2.json"))
-    rows = planning.compared(fitted, measured(name).exchanges, ["ep_sweep-2.json"])
+    rows = planning.compared(fitted, measured(f"{scenario}-{gpus}.json").exchanges, ["ep_sweep-2.json"])
     assert len(rows) >= 3
     for one in rows:
         assert abs(one.error) <= 0.15, (one.measured.row.what, one.measured.row.tokens, one.error)
