@@ -295,6 +295,21 @@ def test_single_copies_that_are_refused(
     assert one.severity == "warning" and "EPERM" in one.evidence and mends in one.fix
 
 
+def test_transports_without_a_check_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine()
+    known = [one for one in here.info["transports"] if one["name"] in transports.TESTED]
+    here.info["transports"] = known
+    assert found(transports.further_transports, here)[0].severity == "ok"
+    missing = {"name": "ucx", "usable": False, "detail": "", "reason": "no libucp.so.0", "fix": "install libucx0"}
+    here.info["transports"] = [missing]  # type: ignore[list-item]
+    (note,) = found(transports.further_transports, here)
+    assert (note.severity, note.subject, note.fix) == ("note", "ucx", "install libucx0")
+    monkeypatch.setattr(transports, "TESTED", frozenset({"self", "tcp", "cuda_ipc"}))
+    here.info["transports"] = known
+    (used,) = found(transports.further_transports, here)
+    assert (used.severity, used.subject) == ("ok", "shm") and "compared" in used.evidence
+
+
 def test_losses_under_load_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = [
         {"segments": 0, "segments sent again": 0, "backlog": 0, "eth1": 3},

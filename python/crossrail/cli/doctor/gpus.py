@@ -118,7 +118,7 @@ def _over_ipc(mine: str, theirs: str, allocate: Any) -> tuple[Found, float]:
         with connected("shm,cuda_ipc", place=theirs, size=SIZE) as (context, worker, endpoint, _):
             sent, back = allocate(context, mine), context.alloc(SIZE, mine)
             sent.fill_from(pattern(SIZE).data)
-            seconds, protocols = timed_rounds(worker, endpoint, sent, back, ROUNDS)
+            done = timed_rounds(worker, endpoint, sent, back, ROUNDS)
             seen = np.zeros(SIZE, np.uint8)
             back.copy_to(seen.data)
             ways = {way["lane"]: way for way in endpoint.explain().candidates}
@@ -126,8 +126,8 @@ def _over_ipc(mine: str, theirs: str, allocate: Any) -> tuple[Found, float]:
         return Found("error", error.detail, error.hint or "nvidia-smi; dmesg", subject), 0.0
     if not np.array_equal(seen, pattern(SIZE)):
         return Found("error", f"{mib(SIZE)} arrived wrong", "report this; nvidia-smi -q -d ECC", subject), 0.0
-    rate = SIZE / seconds / 1e9
-    if protocols != {"direct(cuda_ipc)"}:
+    rate = SIZE / done.seconds / 1e9
+    if done.protocols != {"direct(cuda_ipc)"}:
         why = (ways["cuda_ipc"]["reason"] if "cuda_ipc" in ways else None) or "see CROSSRAIL_LOG=info"
         text = f"staged in host memory instead of copied by the GPU, {format_rate(rate)}: {why}"
         return Found("warning", text, "docker run --ipc=host for both; see `crossrail info`", subject), rate

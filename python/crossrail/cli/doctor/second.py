@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,18 +121,26 @@ def _net_plugin(job: Message) -> None:
         bench_net_plugin(context, worker, endpoint, role="echo", path=job["path"], verify="full", **counts)
 
 
-def timed_rounds(
-    worker: crossrail.Worker, endpoint: crossrail.Endpoint, mine: Any, back: Any, rounds: int
-) -> tuple[float, set[str]]:
-    """Sends ``mine`` and receives ``back``, ``rounds`` times.
+class Rounds(NamedTuple):
+    """The shortest time of a send in seconds, and the protocols and transports that carried the data."""
 
-    Returns the shortest time of a send in seconds, and the protocols that carried the data.
-    """
-    best, protocols = float("inf"), set[str]()
+    seconds: float
+    protocols: frozenset[str]
+    transports: frozenset[str]
+
+
+def timed_rounds(worker: crossrail.Worker, endpoint: crossrail.Endpoint, mine: Any, back: Any, rounds: int) -> Rounds:
+    """Sends ``mine`` and receives ``back``, ``rounds`` times."""
+    best, receipts = float("inf"), []
     for _ in range(rounds):
         receiving = worker.recv(back, tag=2)
         began = time.perf_counter()
-        sent = endpoint.send(mine, tag=1).wait()
+        receipts.append(endpoint.send(mine, tag=1).wait())
         best = min(best, time.perf_counter() - began)
-        protocols |= {sent.protocol, receiving.wait().protocol}
-    return best, protocols
+        receipts.append(receiving.wait())
+    lanes = (lane["name"] for receipt in receipts for lane in receipt.lanes if lane["bytes"])
+    return Rounds(
+        best,
+        frozenset(receipt.protocol for receipt in receipts),
+        frozenset(lane.partition("/")[0] for lane in lanes),
+    )

@@ -81,6 +81,15 @@ CHECKS = (
         transports.loopback_tcp,
     ),
     Check(
+        "further-transports",
+        "transports",
+        "Two processes send 16 MiB to each other over every further transport that this build has, such as UCX.",
+        "error if it fails or the data differs, warning if another transport carries it, note if it is unusable",
+        "what `crossrail info` names for that transport",
+        40,
+        transports.further_transports,
+    ),
+    Check(
         "registration",
         "transports",
         "Regions of 1, 4 and 16 GiB, as far as half of the free memory goes, are registered and written to their end.",

@@ -22,6 +22,9 @@ from crossrail.report import format_bytes, format_rate
 from .finding import Found, Machine, mib, number_of, text_of
 from .second import SECRET_LEN, WAIT_S, Second, context_for, pattern, second_process, timed_rounds
 
+TESTED = frozenset({"self", "shm", "tcp", "cuda_ipc"})
+"""Transports that have checks of their own."""
+
 SIZE = 16 << 20
 ROUNDS = 3
 LOAD_S = 1.0
@@ -51,11 +54,11 @@ def shared_memory(machine: Machine) -> Iterable[Found]:
     """Rings between two processes."""
     with connected("shm") as (_, worker, endpoint, _):
         back = np.zeros(SIZE, np.uint8)
-        seconds, _ = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
+        done = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
         if not np.array_equal(back, pattern(SIZE)):
             yield Found("error", f"{mib(SIZE)} arrived wrong", "report this, with `crossrail info --json -`")
             return
-        yield Found("ok", f"{mib(SIZE)} there and back, compared; {format_rate(SIZE / seconds / 1e9)}")
+        yield Found("ok", f"{mib(SIZE)} there and back, compared; {format_rate(SIZE / done.seconds / 1e9)}")
 
 
 def single_copy(machine: Machine) -> Iterable[Found]:
@@ -93,11 +96,40 @@ def loopback_tcp(machine: Machine) -> Iterable[Found]:
     """TCP between two processes of this machine."""
     with connected("tcp") as (_, worker, endpoint, _):
         back = np.zeros(SIZE, np.uint8)
-        seconds, _ = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
+        done = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
         if not np.array_equal(back, pattern(SIZE)):
             yield Found("error", f"{mib(SIZE)} arrived wrong", "report this, with `crossrail info --json -`")
             return
-    yield Found("ok", f"{mib(SIZE)} there and back, compared; {format_rate(SIZE / seconds / 1e9)}")
+    yield Found("ok", f"{mib(SIZE)} there and back, compared; {format_rate(SIZE / done.seconds / 1e9)}")
+
+
+def further_transports(machine: Machine) -> Iterable[Found]:
+    """Transports without a check of their own, each between two processes; and why others are unusable."""
+    further = [one for one in machine.info["transports"] if one["name"] not in TESTED]
+    for one in further:
+        name = one["name"]
+        if not one["usable"]:
+            yield Found("note", f"not usable: {one['reason'] or 'no reason given'}", one["fix"] or "", name)
+            continue
+        with connected(f"{name},tcp") as (_, worker, endpoint, _):
+            back = np.zeros(SIZE, np.uint8)
+            done = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
+            ways = [way["reason"] for way in endpoint.explain().candidates if way["transport"] == name]
+        if not np.array_equal(back, pattern(SIZE)):
+            yield Found("error", f"{mib(SIZE)} arrived wrong", "report this, with `crossrail info --json -`", name)
+        elif name in done.transports:
+            rate = format_rate(SIZE / done.seconds / 1e9)
+            yield Found("ok", f"{mib(SIZE)} there and back, compared; {rate}", subject=name)
+        else:
+            why = "; ".join(reason for reason in ways if reason) or "see CROSSRAIL_LOG=debug"
+            yield Found(
+                "warning",
+                f"{', '.join(sorted(done.transports))} carried the data instead: {why}",
+                one["fix"] or "",
+                name,
+            )
+    if not further:
+        yield Found("ok", "this build has no further transport")
 
 
 def passed_descriptors(machine: Machine) -> Iterable[Found]:
