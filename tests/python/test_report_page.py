@@ -15,7 +15,7 @@ import pytest
 from report_samples import bandwidth_report, latency_report, p2p_report
 from test_report_mesh import LIKE, measured
 
-from crossrail.cli.ep.traffic import traffic
+from crossrail.ref.flows import traffic
 from crossrail.ref import Shape
 from crossrail.ref.checking import Work
 from crossrail.report import PeerResult, Report, Row, mesh_rows

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from crossrail.ref import Shape, parse_routing
 from crossrail.ref.checking import Work
+from crossrail.ref.flows import traffic
 from crossrail.report import Row
 
 from ..failure import UsageFailure
@@ -34,7 +35,6 @@ from ..options import (
 from ..parsing import Parser, count, names_of, positive
 from ..placement import NODE_OPTIONS, PinnedRanks, Placement, add_nodes, placement
 from .plan import load_plan
-from .traffic import traffic
 
 Layout = Literal["expert", "rank"]
 Scale = Literal["f32", "power2", "ue8m0"]
