@@ -15,9 +15,9 @@ import pytest
 from report_samples import bandwidth_report, latency_report, p2p_report
 from test_report_mesh import LIKE, measured
 
-from crossrail.ref.flows import traffic
 from crossrail.ref import Shape
 from crossrail.ref.checking import Work
+from crossrail.ref.flows import traffic
 from crossrail.report import PeerResult, Report, Row, mesh_rows
 from crossrail.report.export import comma_separated, markdown
 from crossrail.report.page.document import document
