@@ -111,9 +111,10 @@ secret of all ends; without one, only the rails of loopback are tried.
 It exits with 0 if there is neither an error nor a warning, with 1 if there is one, and with 2 for bad usage. A check
 that fails itself, or does not end within its limit, is a finding like any other.
 
-The JSON is `{{"schema": "{SCHEMA}", "environment": ..., "command": [...], "findings": [...]}}`; a finding has `id`,
-`severity`, `subject` (a device, a rail, a setting; may be empty), `evidence` and `fix`. With `--peer` it has `survey` too:
-the rails there, the clocks, and every way from a rail here to one there, with routes, packet sizes, and rates in Gbit/s.
+The JSON is `{{"schema": "{SCHEMA}", "environment": ..., "command": [...], "findings": [...]}}`. A finding
+has `id`, `severity`, `subject` (a device, a rail, a setting; may be empty), `evidence` and `fix`. With `--peer` there is
+a `survey` too: the rails there, the clocks, and every way from a rail here to one there, with routes, packet sizes, and
+rates in Gbit/s.
 
 | severity | meaning |
 |---|---|
