@@ -127,6 +127,15 @@ const ROWS: usize = 2;
 const WEIGHTS: usize = 4;
 const BACK: usize = 6;
 const BACK_ROWS: usize = 8;
+/// The tag of words that carry half an operation's number: it wraps, and is never 0, which is what stands in a word that
+/// nobody has written.
+pub(crate) fn tag(number: u64) -> u64 {
+    match number & 0xffff_ffff {
+        0 => 1 << 31,
+        low => low,
+    }
+}
+
 /// The immediate of writes of words.
 const WORD: u32 = 15;
 
@@ -334,7 +343,7 @@ impl Peer {
         let Expected { message, parity, number, .. } = expected;
         let word = message.word(own.heap.words(&own.areas, self.rank), parity).load(Ordering::Acquire);
         match message {
-            Message::Grant => return word >> 32 == number & 0xffff_ffff,
+            Message::Grant => return word >> 32 == tag(number),
             Message::DispatchReleased => return word.max(self.floor[0]) >= number,
             Message::CombineReleased => return word.max(self.floor[1]) >= number,
             Message::Sync => return word >= number,

@@ -9,7 +9,7 @@ use crossrail_types::{Error, ErrorKind};
 
 use crate::local_rank::{GroupView, LocalRank};
 use crate::operation::Common;
-use crate::peer::{Message, Span, staged_slot};
+use crate::peer::{Message, Span, staged_slot, tag};
 use crate::routes::{Received, Sent};
 use crate::send::Target;
 
@@ -163,7 +163,7 @@ pub(crate) fn grant_anything(local: &LocalRank, view: &mut GroupView, common: &C
     }
 }
 
-/// The control word of a grant: the operation's number << 32 | the first row.
+/// The control word of a grant: the tag of the operation << 32 | the first row.
 fn word(common: &Common, base: u32) -> u64 {
-    common.number << 32 | u64::from(base)
+    tag(common.number) << 32 | u64::from(base)
 }

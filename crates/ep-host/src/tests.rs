@@ -1,11 +1,15 @@
 //! What can be said without a second process: layouts, routing, and what other ranks' bytes may not do.
 
+use std::thread;
 use std::time::Duration;
 
+use crossrail::{Context, Settings};
+use crossrail_control::{Group, GroupOptions, StoreServer};
 use crossrail_ep::{Config, Layout, Payload, Scale};
 use crossrail_types::{Error, ErrorKind};
 
 use crate::buffer::ExpertBuffer;
+use crate::dispatch::DispatchOptions;
 use crate::heap::{Areas, HEADER, Header};
 use crate::routes::{Destination, NO_EXPERT, Received, Sent};
 use crate::tensor::Input;
@@ -184,4 +188,55 @@ fn a_header_keeps_what_fits_of_a_text() {
     assert_eq!(Header::new(3, 7, 0).failure(2, "dispatch"), None);
     let wild = Header { flags: 1, text_len: u32::MAX, ..Header::new(1, 0, 0) };
     assert!(wild.failure(2, "dispatch").is_some());
+}
+
+/// Grants carry half of an operation's number. The first whose half is 0 finds words that nobody has written, which are 0
+/// too: it must not take them for the grant of row 0.
+#[test]
+fn numbers_wrap() {
+    for share_node in [true, false] {
+        let server = StoreServer::start("127.0.0.1:0", &Settings::default()).expect("a store");
+        let ranks = (0..3u32).map(|rank| {
+            let store = Some(server.address());
+            thread::spawn(move || {
+                let options = GroupOptions {
+                    rank: Some(rank),
+                    size: Some(3),
+                    local_rank: Some(rank),
+                    store,
+                    ..Default::default()
+                };
+                let group = Group::join(options, &Settings::default()).expect("join");
+                let context = Context::new(Settings::default()).expect("a context");
+                let timeout = Duration::from_secs(20);
+                let config = Config { payload: Payload::Bf16, share_node, timeout, ..config() };
+                let buffer = ExpertBuffer::new(&group, &context, "experts", config.clone()).expect("a buffer");
+                {
+                    let mut view = buffer.0.view.lock();
+                    let last = u64::from(u32::MAX);
+                    (view.operations, view.dispatches, view.combines) = (last, last, last);
+                    view.peers[rank as usize].as_mut().expect("this rank").floor = [last; 2];
+                }
+                buffer.connect(&[0, 1, 2], true, None).expect("connect");
+                for _ in 0..6 {
+                    let mut input = input(&config, &[0, 2, 4, -1, 1, 3, 5, -1], None);
+                    input.x = vec![rank as u16 + 1; 2 * config.hidden].into();
+                    let options = DispatchOptions { layout: Layout::Rank, ..DispatchOptions::default() };
+                    let came = buffer.dispatch(input, options).and_then(|pending| pending.finish()).expect("dispatch");
+                    let mut bytes = vec![0; came.rows.len];
+                    came.rows.memory.copy_to(came.rows.offset, &mut bytes).expect("the rows");
+                    let firsts: Vec<u8> = bytes.chunks(2 * config.hidden).map(|row| row[0]).collect();
+                    assert_eq!(firsts, [1, 1, 2, 2, 3, 3], "rank {rank}");
+                    let options = crate::CombineOptions::default();
+                    let sums = buffer.combine(bytes.into(), &came.handle, options).and_then(|pending| pending.finish());
+                    assert_eq!(sums.expect("combine").missing, [0; 0]);
+                }
+                assert!(buffer.0.view.lock().operations > 1 << 32);
+                buffer.destroy().expect("destroy");
+            })
+        });
+        for rank in ranks.collect::<Vec<_>>() {
+            rank.join().expect("a rank");
+        }
+    }
 }

@@ -149,3 +149,32 @@ fn ranks_come_and_go_in_the_rank_layout() {
         come_and_go(Job::made(&Build::new(&[source]).defines(&defines), shape, threads, shared), 20..34);
     }
 }
+
+/// Words carry the low half of an epoch, which comes back to 0: that of words which nobody has written.
+fn numbers_wrap(job: Option<Job>) {
+    let Some(job) = job else { return };
+    let mut hosts = Hosts::new(job);
+    let (heap, ranks) = (hosts.job.shape.heap(), hosts.job.shape.ranks as usize);
+    let last = u64::from(u32::MAX) - 1;
+    let epochs = Epochs { dispatch: last, combine: last };
+    for rank in 0..ranks {
+        hosts.write(rank, heap.state, &epochs.bytes());
+        hosts.write(rank, heap.taken(rank as u32), &epochs.words());
+    }
+    let some: Vec<usize> = (0..ranks - 1).collect();
+    hosts.connect(&some);
+    (0..4).for_each(|seed| hosts.operate(&some, seed));
+}
+
+#[test]
+fn numbers_wrap_in_the_expert_layout() {
+    numbers_wrap(Job::new(&["kernels/ep_expert.cu"], SHAPE, SHAPE.expert_shared()));
+}
+
+#[test]
+fn numbers_wrap_in_the_rank_layout() {
+    for shape in [RANKS, SLOTS] {
+        let (source, defines, threads, shared) = rank_kernels(&shape, true);
+        numbers_wrap(Job::made(&Build::new(&[source]).defines(&defines), shape, threads, shared));
+    }
+}

@@ -121,11 +121,17 @@ __device__ __forceinline__ bool await(const EpCommon &c, u64 word, u64 value, u3
 
 // A number and the epoch it belongs to, in one word: readers need no fence, since the word itself says whether it is
 // current.
-__device__ __forceinline__ u64 tagged(u64 epoch, u32 number) { return epoch << 32 | number; }
-
-__device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) {
-    return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);
+//
+// The tag is the low half of the epoch, which wraps. It is never 0: words that nobody has written are 0, as is what stands
+// for the word of a masked rank.
+__device__ __forceinline__ u32 tag_of(u64 epoch) {
+    u32 low = static_cast<u32>(epoch);
+    return low != 0 ? low : 0x80000000u;
 }
+
+__device__ __forceinline__ u64 tagged(u64 epoch, u32 number) { return u64(tag_of(epoch)) << 32 | number; }
+
+__device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == tag_of(epoch); }
 
 // Waits for a tagged number that `rank` writes; returns the word, with another tag if the rank is masked first.
 // Relaxed: nothing but the word itself is visible afterwards.

@@ -306,6 +306,6 @@ __device__ __forceinline__ void tell_counts(const Dispatch &dispatch, const Scan
     __syncwarp();
     if (lane_of() == 0 && args.count_word != 0) {
         u64 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
-        st_release_sys_u64(args.count_word, dispatch.epoch << 32 | rows);
+        st_release_sys_u64(args.count_word, tagged(dispatch.epoch, rows));
     }
 }

@@ -146,7 +146,7 @@ __device__ __forceinline__ void report_counts(const EpDispatchArgs &args, const 
     }
     __syncthreads();
     u32 rows = at<u32>(c.handle + c.parts.offsets, EP_R);
-    if (threadIdx.x == 0 && args.count_word != 0) st_release_sys_u64(args.count_word, epoch << 32 | rows);
+    if (threadIdx.x == 0 && args.count_word != 0) st_release_sys_u64(args.count_word, tagged(epoch, rows));
     if (threadIdx.x == 0 && args.max_rows != 0 && rows > args.max_rows) {
         tell_fault(c, c.rank, EP_STAGE_ROOM, epoch, rows);
     }

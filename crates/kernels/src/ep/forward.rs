@@ -105,7 +105,8 @@ impl Shape {
             given => seen.numbers(given, count)?,
         };
         let epoch = seen.word(offset_of!(EpState, combine_sent))? + 1;
-        let words: Vec<u8> = weights.iter().flat_map(|bits| (epoch << 32 | u64::from(*bits)).to_le_bytes()).collect();
+        let words: Vec<u8> =
+            weights.iter().flat_map(|bits| (tag(epoch) << 32 | u64::from(*bits)).to_le_bytes()).collect();
         let at = common.heap.back_weights + seen.slot(epoch) * common.heap.back_weights_stride;
         Ok(Some((Span { at, len: words.len() as u64 }, words)))
     }
@@ -289,6 +290,14 @@ fn runs(wanted: impl Iterator<Item = bool>) -> Vec<Span> {
         }
     }
     runs
+}
+
+/// The tag of words of an epoch, as `tag_of` in ep_common.cuh: its low half, and never 0.
+fn tag(epoch: u64) -> u64 {
+    match epoch & 0xffff_ffff {
+        0 => 0x8000_0000,
+        low => low,
+    }
 }
 
 #[cfg(test)]
