@@ -112,9 +112,9 @@ It exits with 0 if there is neither an error nor a warning, with 1 if there is o
 that fails itself, or does not end within its limit, is a finding like any other.
 
 The JSON is `{{"schema": "{SCHEMA}", "environment": ..., "command": [...], "findings": [...]}}`. A finding
-has `id`, `severity`, `subject` (a device, a rail, a setting; may be empty), `evidence` and `fix`. With `--peer` there is
-a `survey` too: the rails there, the clocks, and every way from a rail here to one there, with routes, packet sizes, and
-rates in Gbit/s.
+has `id`, `severity`, `subject` (a device, a rail, a setting; may be empty), `evidence` and `fix`. With `--peer` there
+is a `survey` too: the rails there, the clocks, and every way from a rail here to one there, with routes, packet sizes,
+and rates in Gbit/s.
 
 | severity | meaning |
 |---|---|
