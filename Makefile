@@ -19,7 +19,7 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models fuzz rust wheels check-aarch64 fmt clean
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models fuzz pins rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
@@ -35,6 +35,7 @@ help:
 	@echo "make wheels   wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
 	@echo "make pages    the tables of docs/ and the charts of docs/reports, from benches/results"
 	@echo "make test-pages the charts in a real browser (Chromium), which CI leaves out"
+	@echo "make pins     versions and hashes in requirements-dev.txt, from packaging/requirements-dev.in"
 	@echo "make fmt      format Rust and Python"
 	@echo "make clean    remove what was built"
 
@@ -47,6 +48,13 @@ $(TOOLS): requirements-dev.txt
 
 rust:
 	@command -v cargo >/dev/null || { cat packaging/missing_rust.txt >&2; exit 1; }
+
+# What is installed is what was looked at: versions and hashes of everything, for all versions of Python.
+pins: $(TOOLS)
+	$(call say,pins: requirements-dev.txt from packaging/requirements-dev.in)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	UV_CUSTOM_COMPILE_COMMAND="make pins" $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-annotate \
+		--python-version 3.10 packaging/requirements-dev.in --output-file requirements-dev.txt
 
 build: rust $(TOOLS)
 	$(call say,build: extension and command)

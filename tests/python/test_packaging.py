@@ -4,6 +4,7 @@ import base64
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -118,3 +119,16 @@ def test_wheels_of_two_folders_and_times_are_the_same(tmp_path: Path, repeatable
         assert set(lines) == set(archive.namelist())
         digest = base64.urlsafe_b64encode(hashlib.sha256(b"crossrail/a.py").digest()).decode().rstrip("=")
         assert lines["crossrail/a.py"] == f"sha256={digest},14"
+
+
+def test_every_tool_is_pinned_with_hashes() -> None:
+    def pins(text: str) -> set[tuple[str, str]]:
+        found = re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;\\]+)", text, re.MULTILINE)
+        return {(re.sub("[-_.]+", "-", name).lower(), version) for name, version in found}
+
+    wanted = pins((ROOT / "packaging" / "requirements-dev.in").read_text(encoding="utf-8"))
+    text = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
+    assert wanted - pins(text) == set(), "make pins"
+    blocks = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
+    assert blocks
+    assert all("--hash=sha256:" in block for block in blocks)
