@@ -107,6 +107,8 @@ def test_a_sweep_reads_back_and_knows_what_is_left() -> None:
         '{"schema": "crossrail-bench/1"}',
         '{"schema": "crossrail-sweep/1", "plan": {}}',
         sweep({0: [1.0]}).dumps().replace('"setting":0', '"setting":9'),
+        sweep({0: [1.0]}).dumps().replace('"repeats":1', '"repeats":999999999'),
+        sweep({0: [1.0]}, {f"--{name}": list("abcdefgh") for name in "abcdefghij"}).dumps(),
         sweep({0: [1.0]}).dumps().replace('"what":"p2p"', '"what":7'),
     ],
 )

@@ -202,10 +202,10 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         if len(set(values)) < len(values) or "" in values:
             parser.error(f"{name}: a value is empty or there twice: {','.join(values)}")
     plan = Plan([parsed.bench, *fixed], varied, parsed.repeats, parsed.order_seed)
-    if len(plan.settings()) < 2:
+    if plan.count() < 2:
         parser.error("nothing to sweep: give an option of the bench several values, such as --chunk 512K,1M")
-    if len(plan.settings()) * plan.repeats > MOST_RUNS:
-        parser.error(f"{len(plan.settings())} settings x {plan.repeats} repeats are more than {MOST_RUNS} runs")
+    if plan.count() * plan.repeats > MOST_RUNS:
+        parser.error(f"{plan.count()} settings x {plan.repeats} repeats are more than {MOST_RUNS} runs")
     if parsed.resume and parsed.json is None:
         parser.error("--resume needs --json FILE")
     if parsed.json is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,10 @@ class Plan:
     varied: dict[str, list[str]]
     repeats: int
     seed: int
+
+    def count(self) -> int:
+        """The number of settings, without making them."""
+        return math.prod(len(values) for values in self.varied.values())
 
     def settings(self) -> list[Setting]:
         """Every combination of the values, the last option changing fastest."""
@@ -142,9 +147,11 @@ def sweep_of(data: Mapping[str, Any]) -> Sweep:
             Trial(int(one["setting"]), int(one["repeat"]), _rows(one.get("rows") or []), one.get("error"))
             for one in data["trials"]
         ]
-        count = len(made.settings())
+        count = made.count()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SchemaError(f"a sweep without its plan or runs ({type(error).__name__}: {error})") from None
+    if not 0 < count * made.repeats <= MOST_RUNS:
+        raise SchemaError(f"a sweep of {count} settings x {made.repeats} repeats; known are 1 to {MOST_RUNS} runs")
     if any(not 0 <= trial.setting < count for trial in trials):
         raise SchemaError(f"a run of a setting that the plan does not have; it has {count}")
     report = Report.loads(json.dumps({"schema": "crossrail-bench/1", "environment": environment, "command": []}))

@@ -93,6 +93,8 @@ def _rect(x: float, y: float, width: float, height: float, kind: str, hint: str 
 
 def _lines(chart: Lines) -> tuple[str, float]:
     xs = [x for series in chart.series for x, _ in series.points]
+    if not xs:
+        return _text(0, 12, "no figures", "ax"), 20.0
     ys = [y for series in chart.series for _, y in series.points]
     ys += [y for series in chart.series for y in series.upper if y is not None]
     if chart.reference is not None:

@@ -51,7 +51,7 @@ def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
     """Who sends to whom, and which expert gets how much: once for each routing."""
     found: dict[str, Entry] = {}
     for entry in chosen:
-        if entry.row.traffic:
+        if entry.row.traffic and all(len(sent) == len(entry.row.traffic) for sent in entry.row.traffic):
             found.setdefault(f"{entry.row.traffic}{entry.row.expert_tokens}", entry)
     figures = []
     for entry in found.values():

@@ -81,7 +81,7 @@ def _rank_name(rows: Sequence[Row], number: int) -> str:
 
 def _together(rows: Sequence[Row], others: Sequence[Entry], key: str) -> Figure:
     ranks = sorted({row.source or 0 for row in rows})
-    sent = {rank: median([figure(row) for row in rows if row.source == rank]) for rank in ranks}
+    sent = {rank: median([figure(row) for row in rows if (row.source or 0) == rank]) for rank in ranks}
     bars = [Bar(f"rank {rank}", rate, rate_text(rate), 0) for rank, rate in sent.items()]
     bars += [Bar(entry.program, rate_of(entry.row) or 0.0, rate_text(rate_of(entry.row)), 1) for entry in others]
     lines = [[bar.label, bar.text] for bar in bars]

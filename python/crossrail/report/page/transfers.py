@@ -49,7 +49,7 @@ def latency_section(found: Sequence[Entry]) -> Section | None:
     figures = []
     for place, part in _by_place(chosen):
         transports = distinct(entry.row.transport for entry in part if not entry.program)
-        several = len({entry.row.size for entry in part}) > 1
+        several = _several_sizes(part)
         for transport in [""] if several else transports or [""]:
             over = [entry for entry in part if not transport or entry.program or entry.row.transport == transport]
             words = [word for word in (place, transport) if word]
@@ -90,13 +90,18 @@ def _times(part: Sequence[Entry], title: str) -> list[Figure]:
         ("", lambda row: row.memory),
     ]
     name = varying(entries, parts)
-    if len({entry.row.size for entry in entries}) == 1:
-        return [_bars_of_times(entries, name, f"{title}, {size_text(entries[0].row.size)}")]
-    return [_lines_of_times(entries, name, title, "message size (bytes)")]
+    if _several_sizes(entries):
+        return [_lines_of_times(entries, name, title, "message size (bytes)")]
+    return [_bars_of_times(entries, name, f"{title}, {size_text(entries[0].row.size)}")]
+
+
+def _several_sizes(entries: Sequence[Entry]) -> bool:
+    """Whether there is a curve to draw."""
+    return len({entry.row.size for entry in entries if entry.row.size > 0}) > 1
 
 
 def _lines_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], title: str, x_name: str) -> Figure:
-    found = curves(entries, name, lambda entry: float(entry.row.size))
+    found = curves([entry for entry in entries if entry.row.size > 0], name, lambda entry: float(entry.row.size))
     most = max(mid(at, latency_of) or 0.0 for one in found for at in one.at.values())
     scale, unit = time_unit(most)
     series, lines = [], []
@@ -153,7 +158,7 @@ def _memory(row: Row) -> str:
 
 
 def _rates(part: Sequence[Entry], name: Callable[[Entry], str], title: str) -> list[Figure]:
-    if len({entry.row.size for entry in part}) > 1:
+    if _several_sizes(part):
         return [_lines_of_rates(part, name, title)]
     found = curves(part, name, lambda entry: float(entry.row.size))
     bars, lines = [], []
@@ -168,7 +173,7 @@ def _rates(part: Sequence[Entry], name: Callable[[Entry], str], title: str) -> l
 
 
 def _lines_of_rates(part: Sequence[Entry], name: Callable[[Entry], str], title: str) -> Figure:
-    found = curves(part, name, lambda entry: float(entry.row.size))
+    found = curves([entry for entry in part if entry.row.size > 0], name, lambda entry: float(entry.row.size))
     series, lines = [], []
     for one in found:
         known = [(x, mid(at, rate_of)) for x, at in one.at.items() if x > 0]
@@ -318,6 +323,8 @@ def _shares(row: Row) -> dict[str, float]:
     if row.stages is None or not row.iterations:
         return {}
     whole = median([one.us_sender for one in row.iterations])
+    if whole <= 0:
+        return {}
     return {stage: min(getattr(row.stages, f"{stage}_us") / whole * 100, 100.0) for stage in _STAGES}
 
 
@@ -385,11 +392,10 @@ def other_section(found: Sequence[Entry], known: frozenset[str]) -> Section | No
         title = what.replace("_", "-") if what.islower() else what
         title = title[:1].upper() + title[1:]
         timed = [entry for entry in part if latency_of(entry.row) is not None]
-        sizes = len({entry.row.size for entry in part if entry.row.size})
         if timed:
             figures.append(
                 _lines_of_times(timed, name, f"{title}: time", "size (bytes)")
-                if sizes > 1
+                if _several_sizes(timed)
                 else _bars_of_times(timed, name, f"{title}: time")
             )
         rated = [entry for entry in part if entry.row.gb_per_s]
