@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from crossrail.ref import Shape, parse_routing
 from crossrail.ref.checking import Work
+from crossrail.ref.loads import traffic
 from crossrail.ref.flows import traffic
 from crossrail.report import Row
 
