@@ -17,7 +17,6 @@ from test_report_mesh import LIKE, measured
 
 from crossrail.ref import Shape
 from crossrail.ref.checking import Work
-from crossrail.ref.loads import traffic
 from crossrail.ref.flows import traffic
 from crossrail.report import PeerResult, Report, Row, mesh_rows
 from crossrail.report.export import comma_separated, markdown

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from crossrail.ref import Shape, parse_routing
 from crossrail.ref.checking import Work
-from crossrail.ref.loads import traffic
 from crossrail.ref.flows import traffic
 from crossrail.report import Row
 
