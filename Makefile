@@ -26,6 +26,7 @@ help:
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make simulate all ranks of a group in one simulation, with lost ranks and connections: SIM_RUNS"
+	@echo "make chaos-ranks random kills and stops of ranks: CHAOS_SECONDS"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
@@ -142,7 +143,11 @@ test-python: build
 
 # Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
 CHAOS_SECONDS ?= 120
-.PHONY: simulate
+.PHONY: simulate chaos-ranks
+chaos-ranks: build
+	$(call say,chaos: ranks)
+	$(BIN)/python tests/python/rank_chaos.py --seconds $(CHAOS_SECONDS)
+
 simulate:
 	$(call say,simulation: views of ranks)
 	SIM_RUNS=$(or $(SIM_RUNS),5000) cargo test --locked --release -p crossrail-ep --test view

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from ep_cases import Case, Got, Setup, as_bf16, inputs, outputs
+from ep_cases import Case, Got, Setup, as_bf16, inputs, outputs, sums_of_rows
 from ep_rank import Me, as_bits, main, run, send, show, task
 
 import crossrail
+from crossrail import ref
 
 __all__ = ["Lived", "main"]
 
@@ -318,3 +319,39 @@ def await_end(me: Me, rank: int) -> str:
     while me.group.state(rank).state == "alive":
         assert me.group.wait_change(20), f"rank {rank} stays alive"
     return str(me.group.state(rank).state)
+
+
+@dataclass
+class Endured:
+    """Results of exchanges while ranks and the store are lost."""
+
+    whole: int = 0
+    """Results that lack nobody and are right."""
+    marked: int = 0
+    """Results that list who is missing."""
+    wrong: int = 0
+    """Results that lack nobody and differ from those of all ranks."""
+    error: str = ""
+    masked: list[int] = field(default_factory=list)
+
+
+@task
+def endure(me: Me, case: Case, times: int) -> Endured:
+    """The same exchange again and again, up to the first error, with sums compared to what all ranks give."""
+    buffer, rank, endured = me.buffer, me.group.rank, Endured()
+    fed, right = inputs(case, rank), sums_of_rows(case, rank)
+    try:
+        for _ in range(times):
+            came = send(buffer, case, fed, rank)
+            # The rows themselves, so that sums do not depend on whose other rows a rank has received.
+            sums = buffer.combine(came.x, came.handle)
+            if sums.missing:
+                endured.marked += 1
+            elif np.array_equal(ref.bf16_values(as_bits(sums.x)), right, equal_nan=True):
+                endured.whole += 1
+            else:
+                endured.wrong += 1
+    except crossrail.CrossrailError as error:
+        endured.error = str(error)
+    endured.masked = list(buffer.masked())
+    return endured

@@ -13,6 +13,7 @@ from ep_cases import Case, Setup, judge
 from ep_rank import Failed
 from ep_ranks import Ranks
 from ep_tasks import Lived
+from rank_chaos import episode
 
 from crossrail.ref import Layout
 
@@ -133,3 +134,9 @@ def test_after_different_operations_every_call_fails(three: Ranks) -> None:
     failed_with(three.attempt("again", case), ("MismatchError",), "make a new buffer")
     three.call("drop")
     judge(case, three.call("exchange", case))
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_random_kills_and_stops_and_losses_of_the_store(seed: int) -> None:
+    counts = episode(seed, 3)
+    assert counts["whole"] and counts["groups"] == 1

@@ -455,3 +455,19 @@ def test_what_rows_of_a_combine_travel_as() -> None:
     assert odd._wire("bf16", True) == 0
     with pytest.raises(crossrail.UsageError, match="scales for 128 values, and hidden is 520"):
         odd._wire("logfmt10", True)
+
+
+def test_who_is_missing_is_asked_when_the_operation_is_done() -> None:
+    class Asked:
+        done = False
+
+        def synchronize(self, timeout: float | None) -> None:
+            self.done = True
+
+        def missing(self) -> list[int]:
+            assert self.done, "kernels may lose a rank up to the end of the operation"
+            return [2]
+
+    native: Any = Asked()
+    event = _experts_device.Event(native, native, native)
+    assert _experts_device.DeviceCombined(None, None, event).missing == [2]
