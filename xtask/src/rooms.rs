@@ -45,6 +45,7 @@ pub(crate) const ROOMS: &[Room] = &[
             "transport",
             "shm",
             "tcp",
+            "ucx",
             "handshake",
             "topology",
             "gpu",

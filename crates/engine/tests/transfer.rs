@@ -46,6 +46,20 @@ fn each(mut body: impl FnMut(&str, Pair)) {
             ("CROSSRAIL_CHANNELS", "2"),
         ]),
     );
+    if has_ucx() {
+        body("ucx over tcp", pair_of(&[("CROSSRAIL_TLS", "ucx:tcp"), ("CROSSRAIL_CHUNK", "256K")]));
+        body("ucx over memory", pair_of(&[("CROSSRAIL_TLS", "ucx:posix,sysv,cma")]));
+    }
+}
+
+/// Whether UCX can be used here; if not, that is reported.
+fn has_ucx() -> bool {
+    let transports = context(&[("CROSSRAIL_TLS", "ucx")]).info().unwrap().transports;
+    let row = transports.into_iter().find(|row| row.name == "ucx").expect("a row");
+    if !row.usable {
+        crossrail_transport::conformance::skip(&row.reason.unwrap_or_default());
+    }
+    row.usable
 }
 
 fn pattern(len: usize, seed: u64) -> Vec<u8> {
@@ -290,4 +304,34 @@ fn a_collected_outcome_is_told_again() {
             assert_eq!(other.wait(LIMIT).unwrap_err().kind, ErrorKind::Cancelled, "{transport}, {end}");
         }
     });
+}
+
+#[test]
+fn lanes_over_ucx_say_what_it_uses() {
+    if !has_ucx() {
+        return;
+    }
+    let pair = pair_of(&[("CROSSRAIL_TLS", "ucx:tcp")]);
+    for endpoint in [&pair.ab, &pair.ba] {
+        let explain = endpoint.explain();
+        assert_eq!(explain.small, "ucx/lo", "{explain}");
+        let tcp = explain.candidates.iter().find(|row| row.transport == "tcp").expect("a row");
+        assert_eq!(tcp.reason.as_deref(), Some("CROSSRAIL_TLS=ucx:tcp leaves it out"), "{explain}");
+        let names: Vec<String> = endpoint.lanes().into_iter().map(|lane| lane.name).collect();
+        assert_eq!(names, ["ucx/lo:messages(tcp/lo)", "ucx/lo(tcp/lo)"]);
+    }
+}
+
+#[test]
+fn ucx_is_not_chosen_without_a_gain() {
+    if std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some()) {
+        // An RDMA device is the gain.
+        return;
+    }
+    let pair = pair_of(&[]);
+    let explain = pair.ab.explain();
+    let row = explain.candidates.iter().find(|row| row.transport == "ucx").expect("a row");
+    assert!(row.reason.as_deref().is_some_and(|why| why.contains("no RDMA device is here")), "{explain}");
+    let info = context(&[]).info().unwrap().transports.into_iter().find(|row| row.name == "ucx").expect("a row");
+    assert!(!info.usable && info.fix.is_some_and(|fix| fix.contains("CROSSRAIL_TLS=ucx")));
 }

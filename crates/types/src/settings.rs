@@ -13,7 +13,7 @@ use crate::unpack::Unpack;
 const PREFIX: &str = "CROSSRAIL_";
 
 /// The available transports, by their names in `CROSSRAIL_TLS`.
-pub const TRANSPORTS: [&str; 4] = ["self", "shm", "cuda_ipc", "tcp"];
+pub const TRANSPORTS: [&str; 5] = ["self", "shm", "cuda_ipc", "ucx", "tcp"];
 
 /// A filter on names: `all`, `shm,tcp` (only these), `^tcp` (all but these).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -32,8 +32,8 @@ impl Filter {
     pub fn allows(&self, name: &str) -> bool {
         match self {
             Filter::All => true,
-            Filter::Only(names) => names.iter().any(|known| known == name),
-            Filter::Except(names) => !names.iter().any(|known| known == name),
+            Filter::Only(names) => names.iter().any(|known| is_named(known, name)),
+            Filter::Except(names) => !names.iter().any(|known| is_named(known, name)),
         }
     }
 
@@ -67,6 +67,48 @@ impl Filter {
             }
         }
         Ok(if except { Filter::Except(names) } else { Filter::Only(names) })
+    }
+}
+
+/// The name in front of UCX's own transports, as in `ucx:rc,ud`.
+const UCX: &str = "ucx:";
+
+/// Whether an entry of a filter is that name, perhaps with UCX's transports behind it.
+fn is_named(entry: &str, name: &str) -> bool {
+    entry == name || (name == "ucx" && entry.starts_with(UCX))
+}
+
+impl Filter {
+    /// Parses a list of transports. What follows `ucx:` up to the end are transports of UCX's.
+    fn parse_transports(text: &str) -> Parsed<Filter> {
+        let text = text.trim();
+        let at = (0..text.len()).find(|at| text[*at..].starts_with(UCX) && (*at == 0 || text[..*at].ends_with(',')));
+        let Some(at) = at else { return Filter::parse(text) };
+        let (ours, theirs) = (text[..at].trim_end_matches(','), &text[at..]);
+        let names: Vec<&str> = theirs[UCX.len()..].split(',').map(str::trim).collect();
+        let is_name =
+            |name: &&str| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+        if !names.iter().all(is_name) {
+            return Err("lists no names of UCX's transports after `ucx:`".to_owned());
+        }
+        let theirs = format!("{UCX}{}", names.join(","));
+        if ours.is_empty() {
+            return Ok(Filter::Only(vec![theirs]));
+        }
+        match Filter::parse(ours)? {
+            Filter::Only(names) if names.iter().any(|name| name == "ucx") => Err("lists ucx twice".to_owned()),
+            Filter::Only(mut names) => {
+                names.push(theirs);
+                Ok(Filter::Only(names))
+            }
+            _ => Err("combines `ucx:` with `all` or `^`".to_owned()),
+        }
+    }
+
+    /// UCX's own transports behind `ucx:`, if there are any.
+    pub fn of_ucx(&self) -> Option<Vec<String>> {
+        let entry = self.names().iter().find_map(|name| name.strip_prefix(UCX))?;
+        Some(entry.split(',').map(str::to_owned).collect())
     }
 }
 
@@ -379,8 +421,9 @@ fn edits(a: &str, b: &str) -> usize {
 
 const TRANSPORT_FILTER: Codec<Filter> = Codec {
     parse: |text| {
-        let filter = Filter::parse(text)?;
-        match filter.names().iter().find(|name| !TRANSPORTS.contains(&name.as_str())) {
+        let filter = Filter::parse_transports(text)?;
+        let is_known = |entry: &&String| TRANSPORTS.iter().any(|name| is_named(entry, name));
+        match filter.names().iter().find(|entry| !is_known(entry)) {
             Some(name) => Err(format!("contains the unknown transport {name}; known: {}", TRANSPORTS.join(", "))),
             None => Ok(filter),
         }
@@ -515,7 +558,7 @@ fn why(error: &Error) -> String {
 settings! {
     /// Transports that may be used.
     tls: Filter = Filter::All,
-        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some such as `^tcp` (known: self, shm, cuda_ipc, tcp)" as TRANSPORT_FILTER;
+        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some such as `^tcp` (known: self, shm, cuda_ipc, ucx, tcp); `ucx:rc,ud` at the end of a list: UCX with these transports of its own" as TRANSPORT_FILTER;
     /// Network devices that carry data; each is one rail. A local address such as 127.0.0.2 counts as a device.
     net_devices: Rails = Rails::Named(Filter::All),
         "CROSSRAIL_NET_DEVICES" accepts "`all`, a list such as `eth1,eth2` or `127.0.0.1,127.0.0.2`, all but some such as `^eth0`, or `near` (`near:1`): the devices nearest to the first GPU (to GPU 1)" as RAILS;
@@ -553,6 +596,9 @@ settings! {
     /// Store that the ranks of a job share; unset: rank 0 runs one at an address derived from the launcher's variables.
     store: Option<String> = None,
         "CROSSRAIL_STORE" accepts "`tcp://host:port`, or `etcd://host:port[,host:port]`" as STORE;
+    /// UCX's library libucp.so.0, or the folder that contains it; unset: where the dynamic linker finds it.
+    ucx_library: Option<PathBuf> = None,
+        "CROSSRAIL_UCX_LIBRARY" accepts "a path" as PATH;
     /// Folder that caches compiled GPU kernels; unset: `crossrail` in the user's cache folder (`$XDG_CACHE_HOME` or
     /// `~/.cache`).
     cache_dir: Option<PathBuf> = None,

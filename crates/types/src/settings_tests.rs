@@ -63,14 +63,14 @@ fn every_setting_is_parsed() {
 #[test]
 fn an_invalid_value_is_reported_with_setting_and_accepted_values() {
     for (name, value, form) in [
-        ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, tcp"),
-        ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, cuda_ipc, tcp"),
+        ("CROSSRAIL_TLS", "rdma", "known: self, shm, cuda_ipc, ucx, tcp"),
+        ("CROSSRAIL_TLS", "^shm,rdma", "known: self, shm, cuda_ipc, ucx, tcp"),
         ("CROSSRAIL_TLS", "", "`all`"),
         ("CROSSRAIL_TLS", "shm,^tcp", "`^tcp`"),
         ("CROSSRAIL_TLS", "shm,shm", "twice"),
         ("CROSSRAIL_TLS", "all,shm", "`all`"),
         ("CROSSRAIL_TLS", "^all", "`all`"),
-        ("CROSSRAIL_TLS", "SHM", "known: self, shm, cuda_ipc, tcp"),
+        ("CROSSRAIL_TLS", "SHM", "known: self, shm, cuda_ipc, ucx, tcp"),
         ("CROSSRAIL_NET_DEVICES", "eth1,,eth2", "eth1,eth2"),
         ("CROSSRAIL_NET_DEVICES", "127.0.0.2,127.0.0.2", "lists 127.0.0.2 twice"),
         ("CROSSRAIL_NET_DEVICES", "^", "^eth0"),
@@ -238,4 +238,31 @@ fn the_reference_covers_every_setting() {
 #[test]
 fn levels_are_ordered() {
     assert!(LogLevel::Off < LogLevel::Error && LogLevel::Warn < LogLevel::Info && LogLevel::Info < LogLevel::Debug);
+}
+
+#[test]
+fn transports_of_ucx_follow_its_name() {
+    let tls = |text: &str| from(&[("CROSSRAIL_TLS", text)]).map(|settings| settings.tls);
+    for (text, theirs) in
+        [("ucx:rc,ud", vec!["rc", "ud"]), ("shm,ucx:tcp", vec!["tcp"]), (" ucx: rc_mlx5 ", vec!["rc_mlx5"])]
+    {
+        let filter = tls(text).unwrap();
+        assert!(filter.allows("ucx") && !filter.allows("tcp"), "{text}");
+        assert_eq!(filter.of_ucx(), Some(names(&theirs)), "{text}");
+        assert_eq!(tls(&filter.to_string()).unwrap(), filter);
+    }
+    assert!(tls("shm,ucx:tcp").unwrap().allows("shm"));
+    assert_eq!(tls("ucx,tcp").unwrap().of_ucx(), None);
+    for (text, why) in [
+        ("ucx:", "no names"),
+        ("ucx:rc,", "no names"),
+        ("ucx:rc;ud", "no names"),
+        ("ucx,ucx:rc", "lists ucx twice"),
+        ("^shm,ucx:rc", "combines"),
+        ("all,ucx:rc", "combines"),
+        ("shmucx:rc", "unknown transport"),
+    ] {
+        let error = tls(text).unwrap_err();
+        assert!(error.to_string().contains(why), "{text}: {error}");
+    }
 }

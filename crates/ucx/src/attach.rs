@@ -16,13 +16,14 @@ use crate::sender::Sender;
 use crate::wire::{self, INTRODUCTION_LEN};
 
 /// Joins the two ends of `stream`, which both call this, and returns once UCX has carried a message in each direction.
+/// The lane's name is `label` with what UCX uses beneath, as `ucx/eth1(tcp/eth1)`.
 /// The stream must be authenticated; it stays open beside the lane. The caller must not drive the lane's peer on the
 /// same thread.
 ///
 /// # Errors
 /// `Timeout` at the deadline; `Protocol` when the peer introduces itself otherwise; `Unreachable` when UCX finds no way
 /// between the two devices; `Io` and others as the system and UCX report them.
-pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, deadline: Instant) -> Result<UcxLane> {
+pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, deadline: Instant) -> Result<UcxLane> {
     let mut link = Link::new(fabric)?;
     let address = link.address()?;
     if address.len() > wire::ADDRESS_MAX {
@@ -69,7 +70,7 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, deadline: Ins
             std::thread::yield_now();
         }
     }
-    UcxLane::new(id, link, tx, companion)
+    UcxLane::new(id, label, link, tx, companion)
 }
 
 /// Exchanges worker addresses; the peer's.

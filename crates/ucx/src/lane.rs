@@ -57,7 +57,7 @@ struct Ended {
 }
 
 impl UcxLane {
-    pub(crate) fn new(id: LaneId, link: Link, tx: Sender, companion: Companion) -> Result<UcxLane> {
+    pub(crate) fn new(id: LaneId, label: &str, link: Link, tx: Sender, companion: Companion) -> Result<UcxLane> {
         let failed = |call: &'static str| move |error: nix::Error| Error::io("connect", call, &error.into());
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(failed("epoll_create1"))?;
         let descriptor = link.descriptor()?;
@@ -82,7 +82,7 @@ impl UcxLane {
         };
         Ok(UcxLane {
             id,
-            name: format!("ucx:{selected}"),
+            name: format!("{label}({selected})"),
             selected,
             caps,
             link,
@@ -145,6 +145,33 @@ impl UcxLane {
             Ending::Gone => "the peer's process has ended, or it has given the lane up".to_owned(),
         };
         Err(LaneError::Closed(why))
+    }
+
+    /// Has the descriptor report what comes next. False: there is work already.
+    fn park(&mut self) -> bool {
+        // Over memory UCX does not arm while what it sends waits for the peer.
+        let mut armed = self.alarm.is_some();
+        // UCX's descriptor reports what arrives, but not what UCX has put off until its next progress.
+        for _ in 0..ARM_MAX {
+            let waits = self.rx.waits;
+            if !waits && (self.ended.is_some() || self.broken.is_some() || self.link.failure().is_some()) {
+                return false;
+            }
+            if self.rx.has_work(&self.link) || (self.ended.is_none() && self.tx.has_work(&self.link)) {
+                return false;
+            }
+            if !self.link.progress() && self.link.arm() {
+                armed = true;
+                break;
+            }
+            if self.link.failure().is_none() && self.rx.fetch(&self.link).is_err() {
+                return false;
+            }
+        }
+        if let Some(alarm) = &self.alarm {
+            alarm.set(true);
+        }
+        armed
     }
 
     fn exchange(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> std::result::Result<bool, LaneError> {
@@ -224,7 +251,8 @@ impl Lane for UcxLane {
             self.idle = 0;
         }
         self.end(moved)?;
-        Ok(moved)
+        // Whoever does not probe sleeps on the descriptor next, and need not have armed it.
+        Ok(moved || (!probe && !self.park()))
     }
 
     fn fd(&self) -> Option<RawFd> {
@@ -236,26 +264,7 @@ impl Lane for UcxLane {
     }
 
     fn arm(&mut self) -> bool {
-        // UCX's descriptor reports what arrives, but not what UCX has put off until its next progress.
-        for _ in 0..ARM_MAX {
-            let waits = self.rx.waits;
-            if !waits && (self.ended.is_some() || self.broken.is_some() || self.link.failure().is_some()) {
-                return false;
-            }
-            if self.rx.has_work(&self.link) || (self.ended.is_none() && self.tx.has_work(&self.link)) {
-                return false;
-            }
-            if !self.link.progress() && self.link.arm() {
-                if let Some(alarm) = &self.alarm {
-                    alarm.set(true);
-                }
-                return true;
-            }
-            if self.link.failure().is_none() && self.rx.fetch(&self.link).is_err() {
-                return false;
-            }
-        }
-        false
+        self.park()
     }
 
     fn disarm(&mut self) {

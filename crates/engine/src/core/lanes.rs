@@ -115,7 +115,7 @@ impl LaneRecord {
     }
 
     /// The record of that lane. Messages of up to `eager_max` bytes go with their first frame.
-    pub(crate) fn of(lane: &impl Lane, transport: &'static str, eager_max: usize) -> LaneRecord {
+    pub(crate) fn of(lane: &(impl Lane + ?Sized), transport: &'static str, eager_max: usize) -> LaneRecord {
         LaneRecord::new(lane.name(), transport, lane.caps().clone(), eager_max)
     }
 

@@ -15,6 +15,7 @@ pub(crate) mod registry;
 mod shm;
 mod tcp;
 pub(crate) mod transport;
+mod ucx;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;

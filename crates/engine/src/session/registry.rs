@@ -7,6 +7,7 @@ use super::own::Own;
 use super::shm::Shm;
 use super::tcp::Tcp;
 use super::transport::Transports;
+use super::ucx::Ucx;
 
 /// The transports, in the order in which they are tried. A new transport is added here, by one line; see
 /// docs/design/adding-a-transport.md.
@@ -15,6 +16,7 @@ pub(crate) fn registered() -> Transports {
         Arc::new(Own),     //
         Arc::new(Shm),     //
         Arc::new(CudaIpc), //
+        Arc::new(Ucx),     //
         Arc::new(Tcp),     //
     ])
 }

@@ -18,8 +18,45 @@ use super::rail_pairs::{self, RailPair};
 use super::transport::{Announcement, Attempt, Availability, Choice, Local, Transport};
 use crate::core::{BulkLane, LaneRecord, LostRail, gone};
 
-/// The channel number of a rail's message connection.
-const MESSAGE_CHANNEL: u16 = u16::MAX;
+/// The channel number of a rail's message connection, beside the bits of its carrier.
+const MESSAGE_CHANNEL: u16 = 0x3fff;
+
+/// What carries frames between two rails. Both authenticate over a TCP connection and are dialled and lost alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Carrier {
+    /// The TCP connection itself.
+    Sockets,
+    /// UCX, with the connection beside it.
+    Ucx,
+}
+
+impl Carrier {
+    /// The bits of a channel's number that tell it.
+    fn bits(self) -> u16 {
+        match self {
+            Carrier::Sockets => 0,
+            Carrier::Ucx => 0x4000,
+        }
+    }
+
+    fn of(channel: u16) -> Carrier {
+        if channel & 0xc000 == Carrier::Ucx.bits() { Carrier::Ucx } else { Carrier::Sockets }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Carrier::Sockets => "tcp",
+            Carrier::Ucx => "ucx",
+        }
+    }
+
+    fn name_of(self, rail: u16, channel: u16) -> LaneName {
+        let purpose = if channel == MESSAGE_CHANNEL { LanePurpose::Message } else { LanePurpose::Bulk };
+        // TCP's message channel has always been the highest number.
+        let bits = if self == Carrier::Sockets && channel == MESSAGE_CHANNEL { 0xc000 } else { self.bits() };
+        LaneName { rail, channel: channel | bits, purpose }
+    }
+}
 
 /// See the module.
 pub(super) struct Tcp;
@@ -39,112 +76,11 @@ impl Transport for Tcp {
     }
 
     fn candidates(&self, sessions: &Sessions, peer: &Hello) -> Vec<Candidate> {
-        let tls = &sessions.environment.settings().tls;
-        if !tls.allows("tcp") {
-            let row = explain::candidate("tcp", "tcp", None, &Cost::rail(None, None, false));
-            return vec![row.out(&format!("CROSSRAIL_TLS={tls} leaves it out"))];
-        }
-        let mine = sessions.environment.rails().unwrap_or_default();
-        let pairs = rails_to(sessions, peer);
-        mine.iter()
-            .map(|device| {
-                let name = format!("tcp/{}", device.name);
-                let pair = pairs.iter().find(|pair| pair.mine.name == device.name);
-                let theirs = pair.and_then(|pair| pair.theirs.speed_mbps);
-                let cost = Cost::rail(device.speed_mbps, theirs, device.loopback);
-                let row = explain::candidate(&name, "tcp", Some(&device.name), &cost);
-                if pair.is_some() {
-                    row
-                } else {
-                    let reason = rail_pairs::without_counterpart(device, &peer.devices, &pairs);
-                    // Loopback is not expected to help other devices, nor they loopback.
-                    let beside = pairs.iter().any(|pair| pair.mine.loopback != device.loopback)
-                        && (device.loopback || !only_loopback(peer));
-                    if beside { row.out(&reason) } else { row.missed(&reason) }
-                }
-            })
-            .collect()
+        candidates(Carrier::Sockets, sessions, peer)
     }
 
     fn connect(&self, sessions: &Arc<Sessions>, session: Session, attempt: &Attempt) -> Result<EndpointId> {
-        let rails = rails_to(sessions, &session.peer);
-        let peer = session.peer.name.clone();
-        if rails.is_empty() {
-            return Err(no_rail(sessions, &session.peer)?);
-        }
-        let channels = sessions.environment.settings().channels as u16;
-        let mut names = vec![LaneName { rail: 0, channel: MESSAGE_CHANNEL, purpose: LanePurpose::Message }];
-        for rail in 0..rails.len() as u16 {
-            names.extend((0..channels).map(|channel| LaneName { rail, channel, purpose: LanePurpose::Bulk }));
-        }
-        let ticket = session.ticket;
-        let limit = attempt.deadline.min(Instant::now() + DIAL_MAX);
-        let dialled: Vec<(LaneName, Result<TcpStream>)> = std::thread::scope(|scope| {
-            let dials: Vec<_> = names
-                .iter()
-                .map(|name| {
-                    let rail = &rails[usize::from(name.rail)];
-                    (*name, scope.spawn(move || dial(&ticket, rail, *name, limit)))
-                })
-                .collect();
-            dials
-                .into_iter()
-                .map(|(name, dial)| {
-                    let failed = || Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
-                    (name, dial.join().unwrap_or_else(|_| failed()))
-                })
-                .collect()
-        });
-        let reasons: Vec<Option<String>> = (0..rails.len() as u16)
-            .map(|rail| {
-                let of = |(name, _): &&(LaneName, _)| name.rail == rail && name.purpose == LanePurpose::Bulk;
-                let mut bulk = dialled.iter().filter(of);
-                match bulk.clone().any(|(_, result)| result.is_ok()) {
-                    true => None,
-                    false => bulk.find_map(|(_, result)| result.as_ref().err()).map(Error::to_string),
-                }
-            })
-            .collect();
-        for (rail, reason) in rails.iter().zip(&reasons) {
-            if let Some(reason) = reason {
-                sessions.log.warn(format_args!("{peer}: rail {} is left out: {reason}", rail.mine.name));
-            }
-        }
-        if reasons.iter().all(Option::is_some) {
-            let reason = reasons.into_iter().flatten().next().unwrap_or_default();
-            return Err(
-                Error::new(ErrorKind::Unreachable, "connect", format!("no rail came up: {reason}")).with_peer(peer)
-            );
-        }
-        let lost: Vec<LaneName> = dialled.iter().filter(|(_, r)| r.is_err()).map(|(name, _)| *name).collect();
-        let count = (dialled.len() - lost.len()) as u16;
-        let rows = self.candidates(sessions, &session.peer).into_iter().map(|row| {
-            let at = rails.iter().position(|rail| row.device.as_ref() == Some(&rail.mine.name));
-            match at.map(|at| &reasons[at]) {
-                Some(None) => row.chosen(if at == Some(0) { &["small", "large"] } else { &["large"] }),
-                Some(Some(reason)) => row.missed(reason),
-                None if row.reason.is_some() => row,
-                None => row.slower(),
-            }
-        });
-        let choice = choice(rows.collect());
-        let paired = |row: &Candidate| rails.iter().any(|rail| row.device.as_ref() == Some(&rail.mine.name));
-        warn_of_unused(sessions, &session.peer, choice.rows.iter().filter(|row| !paired(row)));
-        let endpoint = sessions.add_endpoint(self, &peer, Some(&session.peer), choice, &attempt.refused)?;
-        sessions.announce(endpoint, session, ANNOUNCEMENT, count.to_le_bytes())?;
-        sessions.control.set_rails(endpoint, rails.clone());
-        for (name, result) in dialled {
-            let rail = &rails[usize::from(name.rail)];
-            if let Ok(stream) = result {
-                add_lane(sessions, endpoint, name, stream, &rail.mine.name, Some(rail.mine.interface.clone()))?;
-            }
-        }
-        for name in lost {
-            sessions
-                .redialer
-                .lost(sessions, LostRail { endpoint, rail: name.rail, channel: name.channel, reported: true });
-        }
-        Ok(endpoint)
+        connect(self, Carrier::Sockets, sessions, session, attempt)
     }
 
     fn listens_on_rails(&self) -> bool {
@@ -159,9 +95,125 @@ impl Transport for Tcp {
     fn announced(&self, sessions: &Arc<Sessions>, announcement: Announcement) -> Result<()> {
         let Announcement { endpoint, argument, .. } = announcement;
         sessions.control.expect_lanes(endpoint, usize::from(u16::from_le_bytes(argument)));
-        accept_if_complete(sessions, endpoint);
+        accept_if_complete(sessions, endpoint, Carrier::Sockets);
         Ok(())
     }
+}
+
+/// The rows of a carrier: our rails, and what each would cost.
+pub(super) fn candidates(carrier: Carrier, sessions: &Sessions, peer: &Hello) -> Vec<Candidate> {
+    let tls = &sessions.environment.settings().tls;
+    if !tls.allows(carrier.name()) {
+        let row = explain::candidate(carrier.name(), carrier.name(), None, &Cost::rail(None, None, false));
+        return vec![row.out(&format!("CROSSRAIL_TLS={tls} leaves it out"))];
+    }
+    let mine = sessions.environment.rails().unwrap_or_default();
+    let pairs = rails_to(sessions, peer);
+    mine.iter()
+        .map(|device| {
+            let name = format!("{}/{}", carrier.name(), device.name);
+            let pair = pairs.iter().find(|pair| pair.mine.name == device.name);
+            let theirs = pair.and_then(|pair| pair.theirs.speed_mbps);
+            let cost = Cost::rail(device.speed_mbps, theirs, device.loopback);
+            let row = explain::candidate(&name, carrier.name(), Some(&device.name), &cost);
+            if pair.is_some() {
+                row
+            } else {
+                let reason = rail_pairs::without_counterpart(device, &peer.devices, &pairs);
+                // Loopback is not expected to help other devices, nor they loopback.
+                let beside = pairs.iter().any(|pair| pair.mine.loopback != device.loopback)
+                    && (device.loopback || !only_loopback(peer));
+                if beside { row.out(&reason) } else { row.missed(&reason) }
+            }
+        })
+        .collect()
+}
+
+/// Makes an endpoint with a lane for messages and, for each rail, lanes for chunks.
+///
+/// # Errors
+/// As [`Transport::connect`].
+pub(super) fn connect(
+    transport: &dyn Transport,
+    carrier: Carrier,
+    sessions: &Arc<Sessions>,
+    session: Session,
+    attempt: &Attempt,
+) -> Result<EndpointId> {
+    let rails = rails_to(sessions, &session.peer);
+    let peer = session.peer.name.clone();
+    if rails.is_empty() {
+        return Err(no_rail(sessions, &session.peer)?);
+    }
+    let channels = sessions.environment.settings().channels as u16;
+    let mut names = vec![carrier.name_of(0, MESSAGE_CHANNEL)];
+    for rail in 0..rails.len() as u16 {
+        names.extend((0..channels).map(|channel| carrier.name_of(rail, channel)));
+    }
+    let ticket = session.ticket;
+    let limit = attempt.deadline.min(Instant::now() + DIAL_MAX);
+    let dialled: Vec<(LaneName, Result<Box<dyn Lane>>)> = std::thread::scope(|scope| {
+        let dials: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let rail = &rails[usize::from(name.rail)];
+                (*name, scope.spawn(move || dial(sessions, &ticket, rail, *name, limit)))
+            })
+            .collect();
+        dials
+            .into_iter()
+            .map(|(name, dial)| {
+                let failed = || Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
+                (name, dial.join().unwrap_or_else(|_| failed()))
+            })
+            .collect()
+    });
+    let reasons: Vec<Option<String>> = (0..rails.len() as u16)
+        .map(|rail| {
+            let of = |(name, _): &&(LaneName, _)| name.rail == rail && name.purpose == LanePurpose::Bulk;
+            let mut bulk = dialled.iter().filter(of);
+            match bulk.clone().any(|(_, result)| result.is_ok()) {
+                true => None,
+                false => bulk.find_map(|(_, result)| result.as_ref().err()).map(Error::to_string),
+            }
+        })
+        .collect();
+    for (rail, reason) in rails.iter().zip(&reasons) {
+        if let Some(reason) = reason {
+            sessions.log.warn(format_args!("{peer}: rail {} is left out: {reason}", rail.mine.name));
+        }
+    }
+    if reasons.iter().all(Option::is_some) {
+        let reason = reasons.into_iter().flatten().next().unwrap_or_default();
+        return Err(Error::new(ErrorKind::Unreachable, "connect", format!("no rail came up: {reason}")).with_peer(peer));
+    }
+    let lost: Vec<LaneName> = dialled.iter().filter(|(_, r)| r.is_err()).map(|(name, _)| *name).collect();
+    let count = (dialled.len() - lost.len()) as u16;
+    let rows = candidates(carrier, sessions, &session.peer).into_iter().map(|row| {
+        let at = rails.iter().position(|rail| row.device.as_ref() == Some(&rail.mine.name));
+        match at.map(|at| &reasons[at]) {
+            Some(None) => row.chosen(if at == Some(0) { &["small", "large"] } else { &["large"] }),
+            Some(Some(reason)) => row.missed(reason),
+            None if row.reason.is_some() => row,
+            None => row.slower(),
+        }
+    });
+    let choice = choice(rows.collect());
+    let paired = |row: &Candidate| rails.iter().any(|rail| row.device.as_ref() == Some(&rail.mine.name));
+    warn_of_unused(sessions, &session.peer, choice.rows.iter().filter(|row| !paired(row)));
+    let endpoint = sessions.add_endpoint(transport, &peer, Some(&session.peer), choice, &attempt.refused)?;
+    sessions.announce(endpoint, session, transport.announcement().unwrap_or(ANNOUNCEMENT), count.to_le_bytes())?;
+    sessions.control.set_rails(endpoint, rails.clone());
+    for (name, result) in dialled {
+        let rail = &rails[usize::from(name.rail)];
+        if let Ok(lane) = result {
+            add_lane(sessions, endpoint, name, lane, Some(rail.mine.interface.clone()))?;
+        }
+    }
+    for name in lost {
+        sessions.redialer.lost(sessions, LostRail { endpoint, rail: name.rail, channel: name.channel, reported: true });
+    }
+    Ok(endpoint)
 }
 
 /// What the connecting end announces once all its lanes are up, followed by their number.
@@ -256,15 +308,53 @@ pub(super) fn lane_arrived(
         let from = route.remote.to_canonical();
         sessions.control.add_rail(endpoint, lane.rail, device, route.local.to_canonical(), from);
     }
-    add_lane(sessions, endpoint, lane, stream, &route.device, device.map(|device| device.interface))?;
+    let rail = LocalRail {
+        device: route.device,
+        loopback: device.as_ref().map_or_else(|| route.local.is_loopback(), |device| device.loopback),
+        interface: device.map(|device| device.interface),
+    };
+    match Carrier::of(lane.channel) {
+        Carrier::Sockets => complete(sessions, endpoint, lane, stream, rail),
+        // Joining takes UCX a while, and other peers' connections arrive on this thread.
+        Carrier::Ucx => {
+            let joining = sessions.clone();
+            let spawned = sessions.progress.spawn("crossrail-ucx", move || {
+                let log = joining.log;
+                if let Err(error) = complete(&joining, endpoint, lane, stream, rail) {
+                    log.warn(format_args!("a lane over UCX was dropped: {error}"));
+                }
+            });
+            spawned.map(drop)
+        }
+    }
+}
+
+/// Where a lane leaves this machine.
+struct LocalRail {
+    /// The name of the device.
+    device: String,
+    interface: Option<String>,
+    loopback: bool,
+}
+
+/// Adds a lane that a peer has dialled.
+fn complete(
+    sessions: &Arc<Sessions>,
+    endpoint: EndpointId,
+    name: LaneName,
+    stream: TcpStream,
+    rail: LocalRail,
+) -> Result<()> {
+    let lane = make_lane(sessions, name, stream, &rail, Instant::now() + DIAL_MAX)?;
+    add_lane(sessions, endpoint, name, lane, rail.interface)?;
     sessions.control.count_lane(endpoint);
-    accept_if_complete(sessions, endpoint);
+    accept_if_complete(sessions, endpoint, Carrier::of(name.channel));
     Ok(())
 }
 
 /// Reports the endpoint once all its lanes are up. What it uses is what the connecting end has chosen: the rails whose
 /// lanes have arrived.
-fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId) {
+pub(super) fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId, carrier: Carrier) {
     let Some(peer) = sessions.control.take_complete(endpoint) else { return };
     let arrived = sessions.lane_names(endpoint);
     // A lane is named after its rail: `tcp/eth1`, `tcp/eth1#2`, `tcp/eth1:messages`.
@@ -276,7 +366,7 @@ fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId) {
         arrived.iter().any(of)
     };
     let mut rows: Vec<Candidate> = Vec::new();
-    for row in Tcp.candidates(sessions, &peer) {
+    for row in candidates(carrier, sessions, &peer) {
         let first = rows.iter().all(|known| known.chosen_for.is_empty());
         rows.push(match (uses(&row), &row.reason) {
             (true, _) => Candidate { reason: None, ..row }.chosen(if first { &["small", "large"] } else { &["large"] }),
@@ -285,11 +375,12 @@ fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId) {
         });
     }
     warn_of_unused(sessions, &peer, rows.iter());
-    sessions.explain_accepted(&Tcp, endpoint, &peer, choice(rows));
+    let transport: &dyn Transport = if carrier == Carrier::Ucx { &super::ucx::Ucx } else { &Tcp };
+    sessions.explain_accepted(transport, endpoint, &peer, choice(rows));
     sessions.arrived(endpoint);
 }
 
-/// Makes a connected stream a lane of its endpoint.
+/// Adds a lane to its endpoint.
 ///
 /// Both ends dial lost lanes, perhaps at once, and an end may have a lane of that name whose loss it has not noticed. Of
 /// several lanes with one name the connecting end, which has seen all of them come up, closes all but the last.
@@ -297,19 +388,11 @@ fn add_lane(
     sessions: &Arc<Sessions>,
     endpoint: EndpointId,
     name: LaneName,
-    stream: TcpStream,
-    device: &str,
+    lane: Box<dyn Lane>,
     interface: Option<String>,
 ) -> Result<()> {
-    let id = sessions.reserve_lane();
-    let label = match (name.purpose, sessions.environment.settings().channels) {
-        (LanePurpose::Message, _) => format!("tcp/{device}:messages"),
-        (LanePurpose::Bulk, 1) => format!("tcp/{device}"),
-        (LanePurpose::Bulk, _) => format!("tcp/{device}#{}", name.channel),
-    };
-    let lane = TcpLane::new(stream, id, label, &crossrail_tcp::Options::default())?;
-    let record = LaneRecord::of(&lane, "tcp", EAGER_LIMIT).on_rail((name.rail, name.channel), interface);
-    let record = record.over_socket();
+    let record = LaneRecord::of(&*lane, Carrier::of(name.channel).name(), EAGER_LIMIT);
+    let record = record.on_rail((name.rail, name.channel), interface).over_socket();
     let earlier = match sessions.control.is_initiator(endpoint) {
         true => sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel)),
         false => Vec::new(),
@@ -330,20 +413,20 @@ fn add_lane_of(
     sessions: &Arc<Sessions>,
     endpoint: EndpointId,
     name: LaneName,
-    lane: TcpLane,
+    lane: Box<dyn Lane>,
     record: LaneRecord,
 ) -> Result<()> {
     let id = lane.id();
     if name.purpose == LanePurpose::Message {
-        return sessions.add_polled_lane(endpoint, Box::new(lane), record, false);
+        return sessions.add_polled_lane(endpoint, lane, record, false);
     }
     let spec = proto::LaneSpec {
         whole_max: 0,
         counts: false,
-        cost_ns: 1000 + u64::from(name.rail) * 100 + u64::from(name.channel),
+        cost_ns: 1000 + u64::from(name.rail) * 100 + u64::from(name.channel & !Carrier::Ucx.bits()),
         ..record.spec(id, true)
     };
-    let bulk = Arc::new(BulkLane::new(endpoint, Box::new(lane)));
+    let bulk = Arc::new(BulkLane::new(endpoint, lane));
     let mut core = sessions.progress.core();
     if !core.transfers().add_bulk_lane(&bulk, record, spec) {
         return Err(gone("connect"));
@@ -366,11 +449,10 @@ pub(super) fn redial(
     if !sessions.progress.core().transfers().lanes_of_rail(lost.endpoint, (lost.rail, lost.channel)).is_empty() {
         return Ok(None);
     }
-    let purpose = if lost.channel == MESSAGE_CHANNEL { LanePurpose::Message } else { LanePurpose::Bulk };
-    let name = LaneName { rail: lost.rail, channel: lost.channel, purpose };
+    let name = Carrier::of(lost.channel).name_of(lost.rail, lost.channel & 0x3fff);
     let mine = &redial.rail.mine;
-    let dialled = dial(&redial.ticket, &redial.rail, name, deadline)
-        .and_then(|stream| add_lane(sessions, lost.endpoint, name, stream, &mine.name, Some(mine.interface.clone())));
+    let dialled = dial(sessions, &redial.ticket, &redial.rail, name, deadline)
+        .and_then(|lane| add_lane(sessions, lost.endpoint, name, lane, Some(mine.interface.clone())));
     match dialled {
         Ok(()) => Ok(Some(mine.name.clone())),
         Err(error) => Err((mine.name.clone(), error)),
@@ -378,8 +460,46 @@ pub(super) fn redial(
 }
 
 /// Dials one lane from its own device.
-fn dial(ticket: &Ticket, rail: &RailPair, name: LaneName, deadline: Instant) -> Result<TcpStream> {
+fn dial(
+    sessions: &Sessions,
+    ticket: &Ticket,
+    rail: &RailPair,
+    name: LaneName,
+    deadline: Instant,
+) -> Result<Box<dyn Lane>> {
     let from = binding(&rail.mine, rail.from);
     let to = SocketAddr::new(rail.theirs.address, rail.theirs.port);
-    handshake::dial_lane(ticket, &from, to, name, deadline)
+    let stream = handshake::dial_lane(ticket, &from, to, name, deadline)?;
+    let rail = LocalRail {
+        device: rail.mine.name.clone(),
+        interface: Some(rail.mine.interface.clone()),
+        loopback: rail.mine.loopback,
+    };
+    make_lane(sessions, name, stream, &rail, deadline)
+}
+
+/// Makes an authenticated connection a lane.
+fn make_lane(
+    sessions: &Sessions,
+    name: LaneName,
+    stream: TcpStream,
+    rail: &LocalRail,
+    deadline: Instant,
+) -> Result<Box<dyn Lane>> {
+    let id = sessions.reserve_lane();
+    let carrier = Carrier::of(name.channel);
+    let suffix = match (name.purpose, sessions.environment.settings().channels) {
+        (LanePurpose::Message, _) => ":messages".to_owned(),
+        (LanePurpose::Bulk, 1) => String::new(),
+        (LanePurpose::Bulk, _) => format!("#{}", name.channel & MESSAGE_CHANNEL),
+    };
+    let label = format!("{}/{}{suffix}", carrier.name(), rail.device);
+    match carrier {
+        Carrier::Sockets => Ok(Box::new(TcpLane::new(stream, id, label, &crossrail_tcp::Options::default())?)),
+        Carrier::Ucx => {
+            let settings = sessions.environment.settings();
+            let fabric = super::ucx::fabric(settings, rail.interface.as_deref(), rail.loopback)?;
+            Ok(Box::new(crossrail_ucx::attach(stream, &fabric, id, &label, deadline)?))
+        }
+    }
 }

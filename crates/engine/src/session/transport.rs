@@ -24,6 +24,11 @@ pub(crate) trait Transport: Send + Sync {
     /// Whether this process can use it at all; the settings' own choice of transports is not asked here.
     fn availability(&self, local: &Local<'_>) -> Availability;
 
+    /// Whether peers may choose it, where the settings allow it: not one that this process must know to be of no use.
+    fn is_offered(&self, _settings: &Settings) -> bool {
+        true
+    }
+
     /// The control connection that it needs with a peer.
     fn control(&self) -> Control {
         Control::Tcp
@@ -170,10 +175,11 @@ impl Transports {
         self.0.iter()
     }
 
-    /// Those that the settings allow, by name: what this worker tells its peers.
+    /// Those that the settings allow and that are of use, by name: what this worker tells its peers.
     pub(crate) fn allowed(&self, settings: &Settings) -> Vec<String> {
-        let allowed = self.0.iter().map(|transport| transport.name()).filter(|name| settings.tls.allows(name));
-        allowed.map(str::to_owned).collect()
+        let allowed = self.0.iter().filter(|transport| settings.tls.allows(transport.name()));
+        let offered = allowed.filter(|transport| transport.is_offered(settings));
+        offered.map(|transport| transport.name().to_owned()).collect()
     }
 
     /// The transport whose connecting end announces itself by that byte.

@@ -38,8 +38,8 @@ pub(crate) fn pair(fabric: &Arc<Fabric>) -> (UcxLane, UcxLane) {
     let (here, there) = streams();
     let deadline = Instant::now() + LIMIT;
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| attach(there, fabric, LaneId(2), deadline));
-        let lane = attach(here, fabric, LaneId(1), deadline).expect("a lane");
+        let other = scope.spawn(|| attach(there, fabric, LaneId(2), "ucx", deadline));
+        let lane = attach(here, fabric, LaneId(1), "ucx", deadline).expect("a lane");
         (lane, other.join().expect("no panic").expect("the other lane"))
     })
 }
