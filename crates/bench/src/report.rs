@@ -64,7 +64,7 @@ impl From<&Receipt> for TransferReport {
         TransferReport {
             bytes: receipt.bytes,
             tag: receipt.tag,
-            peer: receipt.peer().to_owned(),
+            peer: receipt.peer().to_string(),
             protocol: receipt.protocol.to_string(),
             lanes: receipt.lanes().into_iter().map(share).collect(),
             match_us: receipt.match_us,

@@ -30,8 +30,8 @@ impl Receipt {
 
     /// Name of the peer.
     #[getter]
-    fn peer(&self) -> &str {
-        self.0.peer()
+    fn peer(&self) -> String {
+        self.0.peer().to_string()
     }
 
     /// Protocol: eager, direct(mapped), direct(cma), direct(cuda_ipc), chunks or batch.

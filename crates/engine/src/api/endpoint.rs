@@ -7,7 +7,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason, Result};
 use proto::Operation;
 
 use super::{Request, Worker};
-use crate::core::{Core, Submission};
+use crate::core::{Claim, Core, Submission};
 use crate::memory::{Buffer, RegionKey};
 use crate::progress;
 use crate::session::Explain;
@@ -17,6 +17,7 @@ use crate::session::Explain;
 pub struct Endpoint {
     pub(crate) worker: Worker,
     pub(crate) id: EndpointId,
+    _claim: Claim,
 }
 
 /// One operation of a batch.
@@ -99,6 +100,10 @@ impl Op {
 }
 
 impl Endpoint {
+    pub(crate) fn new(worker: &Worker, claim: Claim) -> Endpoint {
+        Endpoint { worker: worker.clone(), id: claim.id, _claim: claim }
+    }
+
     /// The peer's name.
     pub fn peer(&self) -> String {
         let core = self.worker.progress_handle().core_here();

@@ -5,7 +5,7 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crossrail_types::Result;
+use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
@@ -131,7 +131,8 @@ impl Worker {
     pub fn connect(&self, to: &[u8], options: &ConnectOptions) -> Result<Endpoint> {
         self.progress_handle().check_origin("connect")?;
         let id = self.sessions().connect(to, options.require.as_deref(), options.timeout)?;
-        Ok(Endpoint { worker: self.clone(), id })
+        let claim = self.progress_handle().core().peers().claim(id);
+        Ok(Endpoint::new(self, claim))
     }
 
     /// The next endpoint that a peer has made, waiting for it at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
@@ -139,8 +140,7 @@ impl Worker {
         let progress = self.progress_handle();
         progress.check_origin("accept")?;
         let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
-        let id = self.sessions().accept(timeout)?;
-        Ok(Endpoint { worker: self.clone(), id })
+        Ok(Endpoint::new(self, self.sessions().accept(timeout)?))
     }
 
     /// Admits no further peer. Whoever connects from now on fails with `Exhausted` and this text; the peers that there
@@ -164,6 +164,9 @@ impl Worker {
     pub fn recv(&self, buffer: impl Into<Buffer>, tag: u64, mask: u64, from: Option<&Endpoint>) -> Result<Request> {
         let progress = self.progress_handle();
         progress.check_origin("recv")?;
+        if from.is_some_and(|from| !Arc::ptr_eq(&from.worker.0, &self.0)) {
+            return Err(foreign(self, from));
+        }
         let mut buffer = buffer.into();
         progress::admit(progress, &mut buffer)?;
         let mut core = progress.core();
@@ -195,8 +198,9 @@ impl Worker {
     pub fn endpoints(&self) -> Vec<Endpoint> {
         let Some(mut core) = self.progress_handle().core_here() else { return Vec::new() };
         let ids: Vec<_> = core.peers().alive().collect();
+        let claims: Vec<_> = ids.into_iter().map(|id| core.peers().claim(id)).collect();
         drop(core);
-        ids.into_iter().map(|id| Endpoint { worker: self.clone(), id }).collect()
+        claims.into_iter().map(|claim| Endpoint::new(self, claim)).collect()
     }
 
     /// Operations that are running, or finished and neither waited for nor dropped.
@@ -218,6 +222,13 @@ impl Worker {
     pub(crate) fn sessions(&self) -> &Arc<Sessions> {
         &self.0.sessions
     }
+}
+
+#[cold]
+fn foreign(worker: &Worker, from: Option<&Endpoint>) -> Error {
+    let (own, other) = (worker.name(), from.map_or_else(String::new, |from| from.worker.name()));
+    let detail = format!("the endpoint belongs to another worker ({other}), whose messages do not come to {own}");
+    Error::new(ErrorKind::Usage, "recv", detail).with_hint("receive with the endpoint's own worker")
 }
 
 impl std::fmt::Debug for Worker {

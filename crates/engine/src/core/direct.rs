@@ -12,6 +12,7 @@ use proto::{DirectId, Memory, Offer, Role};
 use super::data_path::DataPath;
 use super::gpu::NoteFailed;
 use super::lanes::{PolledLane, PolledLanes};
+use super::peers::Peer;
 
 /// Bytes that a direct copy may move before everything else gets its turn.
 const COPY_BUDGET: usize = 1 << 20;
@@ -127,6 +128,11 @@ impl DirectCopies {
     #[inline]
     pub(super) fn is_idle(&self) -> bool {
         self.copies.is_empty() && self.closing.is_empty()
+    }
+
+    /// Whether a copy is made with that peer.
+    pub(super) fn is_with(&self, endpoint: EndpointId) -> bool {
+        self.copies.iter().any(|copy| copy.endpoint == endpoint)
     }
 
     /// Whether a copy still touches that region.
@@ -348,11 +354,11 @@ pub(super) fn is_lending(data: &DataPath) -> bool {
         return false;
     }
     let now = data.tables.clock.now();
-    let lends = |endpoint: EndpointId| {
-        let since = data.tables.peers.get(endpoint).and_then(|peer| peer.protocol.lending());
-        data.gpu.is_linked(endpoint) && since.is_some_and(|since| now.since(since) < LEND_POLL_NS)
+    let lends = |peer: &Peer| {
+        let since = peer.protocol.lending();
+        data.gpu.is_linked(peer.protocol.id()) && since.is_some_and(|since| now.since(since) < LEND_POLL_NS)
     };
-    data.tables.peers.ids().any(lends)
+    data.tables.peers.iter().any(lends)
 }
 
 /// Leaves a copy into GPU memory of ours to the peer. `None`: this end has to copy.

@@ -10,38 +10,54 @@ use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
 use super::gpu::chunk_queue::ChunkQueue;
+use super::id_table::IdTable;
 
 /// Longest control payload that the protocol asks room for.
 const CONTROL_MAX: usize = 4096;
 
-/// Records of all lanes, by id. Entries are never removed: receipts refer to them by id.
+/// Records of all lanes, by id. That of a lane that has ended stays while receipts may refer to it.
 #[derive(Default)]
 pub(crate) struct Lanes {
-    records: Vec<Option<Box<LaneRecord>>>,
+    records: IdTable<LaneRecord>,
 }
 
 impl Lanes {
     /// An id for a lane that is about to be created.
     pub(crate) fn reserve(&mut self) -> LaneId {
-        self.records.push(None);
-        LaneId((self.records.len() - 1) as u32)
+        LaneId(self.records.reserve())
     }
 
-    /// Adds the record of a lane with a reserved id.
-    pub(super) fn insert(&mut self, id: LaneId, record: LaneRecord) {
-        if let Some(entry) = self.records.get_mut(id.0 as usize) {
-            *entry = Some(Box::new(record));
+    /// Adds the record of a lane to that peer, with a reserved id.
+    pub(super) fn insert(&mut self, id: LaneId, owner: EndpointId, record: LaneRecord) {
+        self.records.insert(id.0, LaneRecord { owner, ..record });
+    }
+
+    /// Frees a reserved id for which there is no lane.
+    pub(super) fn abandon(&mut self, id: LaneId) {
+        self.records.remove(id.0);
+    }
+
+    /// Records in the table, those of lanes that have ended too.
+    pub(super) fn len(&self) -> usize {
+        self.records.len()
+    }
+
+    /// Removes the records of the selected peers' lanes that have ended.
+    pub(super) fn free_ended(&mut self, of: impl Fn(EndpointId) -> bool) {
+        let ended = self.records.iter().filter(|(_, lane)| !lane.alive && of(lane.owner));
+        for id in ended.map(|(id, _)| id).collect::<Vec<_>>() {
+            self.records.remove(id);
         }
     }
 
     #[inline]
     pub(crate) fn get(&self, id: LaneId) -> Option<&LaneRecord> {
-        self.records.get(id.0 as usize)?.as_deref()
+        self.records.get(id.0)
     }
 
     #[inline]
     pub(crate) fn get_mut(&mut self, id: LaneId) -> Option<&mut LaneRecord> {
-        self.records.get_mut(id.0 as usize)?.as_deref_mut()
+        self.records.get_mut(id.0)
     }
 
     /// The lane's name, for receipts and messages.
@@ -52,14 +68,15 @@ impl Lanes {
     /// Lanes that are alive and run over that network interface.
     pub(crate) fn over(&self, interface: &str) -> Vec<LaneId> {
         let over = |lane: &LaneRecord| lane.alive && lane.interface.as_deref() == Some(interface);
-        let ids = (0..self.records.len() as u32).map(LaneId);
-        ids.filter(|id| self.get(*id).is_some_and(over)).collect()
+        self.records.iter().filter(|(_, lane)| over(lane)).map(|(id, _)| LaneId(id)).collect()
     }
 }
 
 /// What the engine keeps for one lane beside the lane itself. Its buffers are dropped only after the lane.
 pub(crate) struct LaneRecord {
     name: Arc<str>,
+    /// The peer that it leads to, once it is in the table.
+    owner: EndpointId,
     transport: &'static str,
     rail: Option<(u16, u16)>,
     /// The network interface it runs over, for link events.
@@ -93,6 +110,7 @@ impl LaneRecord {
     fn new(name: &str, transport: &'static str, caps: LaneCaps, eager_max: usize) -> LaneRecord {
         LaneRecord {
             name: name.into(),
+            owner: EndpointId(u32::MAX),
             transport,
             rail: None,
             interface: None,

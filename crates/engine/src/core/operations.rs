@@ -1,5 +1,6 @@
 //! The worker's table of operations in flight, and of finished ones whose request is still held.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use crossrail_proto as proto;
@@ -424,6 +425,11 @@ impl Operations {
     pub(super) fn in_flight(&self, most: usize) -> impl Iterator<Item = (OpId, &Op)> {
         let entries = self.slots.iter().take(most).enumerate().filter(|(_, op)| op.state == State::InFlight);
         entries.map(|(index, op)| (OpId { index: index as u32, generation: op.generation }, op))
+    }
+
+    /// The peers that operations in the table run or ran with.
+    pub(super) fn endpoints(&self) -> HashSet<EndpointId> {
+        self.slots.iter().filter(|op| op.state != State::Free).filter_map(|op| op.endpoint).collect()
     }
 
     /// All operations in flight.

@@ -1,86 +1,88 @@
 //! The peers of one worker: the protocol's state, and what the engine keeps beside it.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, Weak};
 
 use crossrail_proto as proto;
 use crossrail_transport::Grant;
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason};
-use parking_lot::Mutex;
 use proto::Time;
 
 use super::bulk_lane::BulkLane;
+use super::id_table::IdTable;
+use super::names::{Names, NamesOfPeer};
 use super::sample::Copied;
 
 /// Events that receipts can report, at most.
 const NOTES_MAX: usize = 64;
 
-/// What receipts call a peer and the lane of its messages.
+/// Peers by endpoint. One that has ended stays until nobody refers to it ([`Transfers::free_ended`]): no handle of the
+/// user, no message that nobody has received, no operation. Its id refers to nothing from then on.
 ///
-/// Receipts outlive peers and workers, and counting their references would cost every short message two atomic
-/// operations. So each distinct pair is stored once per process and never freed: peers that connect again under the
-/// same name add nothing.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Names(&'static (String, String));
-
-impl Names {
-    fn new(peer: &str, message_lane: &str) -> Names {
-        static KNOWN: Mutex<BTreeSet<&'static (String, String)>> = Mutex::new(BTreeSet::new());
-        let pair = (peer.to_owned(), message_lane.to_owned());
-        let mut known = KNOWN.lock();
-        let stored = known.get(&pair).copied().unwrap_or_else(|| Box::leak(Box::new(pair)));
-        known.insert(stored);
-        Names(stored)
-    }
-
-    pub(crate) fn peer(self) -> &'static str {
-        &self.0.0
-    }
-
-    pub(crate) fn message_lane(self) -> &'static str {
-        &self.0.1
-    }
-}
-
-/// Every peer that the worker has had, by endpoint. Entries are never removed: requests refer to them by id.
+/// [`Transfers::free_ended`]: super::Transfers
 #[derive(Default)]
 pub(crate) struct Peers {
-    entries: Vec<Peer>,
+    table: IdTable<Peer>,
+}
+
+/// Keeps the entry of a peer, dead or alive.
+#[derive(Clone, Debug)]
+pub(crate) struct Claim {
+    pub(crate) id: EndpointId,
+    _claims: Arc<()>,
 }
 
 impl Peers {
-    /// The id of the next peer that is added.
-    pub(crate) fn next_id(&self) -> EndpointId {
-        EndpointId(self.entries.len() as u32)
+    /// An id for a peer that is to be added.
+    pub(super) fn reserve(&mut self) -> EndpointId {
+        EndpointId(self.table.reserve())
     }
 
-    /// Adds a peer, whose protocol state must have been created for [`Peers::next_id`].
-    pub(crate) fn add(&mut self, peer: Peer) {
-        self.entries.push(peer);
+    /// Adds a peer, whose protocol state must have been created for a reserved id.
+    pub(super) fn add(&mut self, peer: Peer) {
+        self.table.insert(peer.protocol.id().0, peer);
     }
 
     #[inline]
     pub(crate) fn get(&self, id: EndpointId) -> Option<&Peer> {
-        self.entries.get(id.0 as usize)
+        self.table.get(id.0)
     }
 
     #[inline]
     pub(crate) fn get_mut(&mut self, id: EndpointId) -> Option<&mut Peer> {
-        self.entries.get_mut(id.0 as usize)
+        self.table.get_mut(id.0)
+    }
+
+    /// Keeps the peer's entry until the claim is dropped, on any thread.
+    pub(crate) fn claim(&mut self, id: EndpointId) -> Claim {
+        let claims = self.get(id).and_then(|peer| peer.claims.upgrade()).unwrap_or_default();
+        if let Some(peer) = self.get_mut(id) {
+            peer.claims = Arc::downgrade(&claims);
+        }
+        Claim { id, _claims: claims }
+    }
+
+    pub(super) fn remove(&mut self, id: EndpointId) {
+        self.table.remove(id.0);
+    }
+
+    /// Peers in the table, dead ones too.
+    pub(crate) fn len(&self) -> usize {
+        self.table.len()
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {
-        self.entries.iter()
+        self.table.iter().map(|(_, peer)| peer)
     }
 
     /// The ids of all peers, dead ones too. Borrows nothing, so that peers may be changed meanwhile.
     pub(crate) fn ids(&self) -> impl Iterator<Item = EndpointId> + use<> {
-        (0..self.entries.len() as u32).map(EndpointId)
+        self.iter().map(|peer| peer.protocol.id()).collect::<Vec<_>>().into_iter()
     }
 
     /// The ids of all peers that are alive.
     pub(crate) fn alive(&self) -> impl Iterator<Item = EndpointId> {
-        self.ids().zip(&self.entries).filter(|(_, peer)| peer.alive).map(|(id, _)| id)
+        self.iter().filter(|peer| peer.alive).map(|peer| peer.protocol.id())
     }
 
     /// The name of a peer, for messages.
@@ -90,19 +92,22 @@ impl Peers {
 
     /// The peer to which a lane leads.
     pub(crate) fn owner_of(&self, lane: LaneId) -> Option<EndpointId> {
-        self.ids().zip(&self.entries).find(|(_, peer)| peer.lanes.contains(&lane)).map(|(id, _)| id)
+        self.iter().find(|peer| peer.lanes.contains(&lane)).map(|peer| peer.protocol.id())
     }
 }
 
 /// One peer. Protected by the worker's lock.
 ///
-/// It is alive until [`Peer::end`]; afterwards no operation is started with it, but its entry stays, so that requests
-/// can still name it.
+/// It is alive until [`Peer::end`]; afterwards no operation is started with it, but its entry stays while anything
+/// refers to it.
 pub(crate) struct Peer {
     /// The protocol's state. Whoever calls it must settle the endpoint afterwards
     /// ([`Transfers::settle`](super::Transfers::settle)): the protocol's decisions take effect only then.
     pub(super) protocol: proto::Peer,
-    names: Names,
+    name: Arc<str>,
+    names: NamesOfPeer,
+    /// What its claims share.
+    claims: Weak<()>,
     alive: bool,
     why_ended: String,
     end_reason: Option<Reason>,
@@ -132,7 +137,9 @@ impl Peer {
     pub(crate) fn new(protocol: proto::Peer, name: &str) -> Peer {
         Peer {
             protocol,
-            names: Names::new(name, ""),
+            name: name.into(),
+            names: NamesOfPeer::new(name, ""),
+            claims: Weak::new(),
             alive: true,
             why_ended: String::new(),
             end_reason: None,
@@ -149,12 +156,12 @@ impl Peer {
     }
 
     pub(crate) fn name(&self) -> &str {
-        self.names.peer()
+        &self.name
     }
 
     #[inline]
     pub(crate) fn names(&self) -> Names {
-        self.names
+        self.names.names()
     }
 
     #[inline]
@@ -220,6 +227,12 @@ impl Peer {
         self.protocol.idle()
     }
 
+    /// Whether it has ended, and neither a lane, a message that nobody has received nor a claim is left.
+    pub(super) fn is_over(&self) -> bool {
+        let is_used = self.alive || self.message_lane.is_some() || !self.bulk.is_empty() || self.has_operations();
+        !is_used && self.arrivals.is_empty() && self.accesses.is_empty() && self.claims.strong_count() == 0
+    }
+
     // ---- lanes
 
     /// The lane polled under the lock.
@@ -252,7 +265,7 @@ impl Peer {
     /// Makes `id` the lane polled under the lock.
     pub(super) fn set_message_lane(&mut self, id: LaneId, name: &str) {
         self.message_lane = Some(id);
-        self.names = Names::new(self.names.peer(), name);
+        self.names = NamesOfPeer::new(&self.name, name);
     }
 
     /// Removes a lane; whether it was the last one.

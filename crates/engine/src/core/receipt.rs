@@ -8,9 +8,9 @@ use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
 use super::Core;
+use super::names::Names;
 use super::operations::Standing;
 use super::outcome::{Finish, More, Outcome, ShortEnd, gone};
-use super::peers::Names;
 
 /// How a transfer's bytes travelled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,14 +117,14 @@ impl Receipt {
         }
     }
 
-    /// The peer's name.
-    pub fn peer(&self) -> &str {
-        self.names.map_or("", Names::peer)
+    /// The peer's name; empty once 1,024 other peers of this process have ended since this one has.
+    pub fn peer(&self) -> Arc<str> {
+        self.names.map_or_else(|| "".into(), Names::peer)
     }
 
     /// A row per lane that carried bytes.
     pub fn lanes(&self) -> Vec<LaneShare> {
-        let usual = || self.names.map(|names| names.message_lane().into());
+        let usual = || self.names.map(Names::message_lane);
         let only = match self.protocol {
             Protocol::Chunks | Protocol::Batch => None,
             // The frames went over another lane, the bytes did not.

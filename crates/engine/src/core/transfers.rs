@@ -20,6 +20,8 @@ use crate::memory::Regions;
 
 /// Bytes that a lane may move in each direction before the others get their turn.
 const LANE_BUDGET: usize = 1 << 20;
+/// Peers or lanes in the tables before any that has ended is freed.
+const FREE_FROM: usize = 16;
 
 /// Everything in motion: the tables, the lanes, direct copies, and what they want done without the lock.
 ///
@@ -30,6 +32,8 @@ pub(crate) struct Transfers {
     pub(super) polled: PolledLanes,
     pub(super) direct: DirectCopies,
     pub(super) wake_ups: WakeUps,
+    /// Peers or lanes in the tables from which on those that have ended are freed.
+    free_at: usize,
     pub(super) deferred: Deferred,
 }
 
@@ -111,6 +115,7 @@ impl Transfers {
             polled: PolledLanes::new(),
             direct: DirectCopies::default(),
             wake_ups: WakeUps::default(),
+            free_at: FREE_FROM,
             deferred: Deferred::default(),
         }
     }
@@ -482,10 +487,31 @@ impl Transfers {
 
     /// Adds a peer. `reach`: how its GPU memory can be reached.
     pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, reach: Reach) -> EndpointId {
-        let id = self.data.tables.peers.next_id();
+        self.free_ended();
+        let id = self.data.tables.peers.reserve();
         self.data.tables.peers.add(Peer::new(proto::Peer::new(id, config), name));
         self.data.gpu.set_reach(id, reach);
         id
+    }
+
+    /// Frees the peers that have ended and that nothing refers to, and the records of lanes that have. Each pass over
+    /// the tables is paid for by as many peers or lanes that were added since the last.
+    fn free_ended(&mut self) {
+        let Tables { peers, lanes, operations, .. } = &mut self.data.tables;
+        if peers.len().max(lanes.len()) < self.free_at {
+            return;
+        }
+        let named = operations.endpoints();
+        for id in peers.ids() {
+            if !named.contains(&id) && peers.get(id).is_some_and(Peer::is_over) && !self.direct.is_with(id) {
+                peers.remove(id);
+                self.data.gpu.forget_peer(id);
+            }
+        }
+        // Receipts of a peer's operations name the lanes that it had then.
+        let rests = |peer: &Peer| !peer.has_operations() && !named.contains(&peer.protocol.id());
+        lanes.free_ended(|owner| peers.get(owner).is_none_or(rests));
+        self.free_at = 2 * peers.len().max(lanes.len()) + FREE_FROM;
     }
 
     /// Adds a lane that is polled under the lock, with a reserved id. `socket`: polling it costs a system call. False:
@@ -499,10 +525,14 @@ impl Transfers {
         socket: bool,
     ) -> bool {
         let (id, name) = (lane.id(), record.name().clone());
+        self.free_ended();
         let tables = &mut self.data.tables;
         let now = tables.clock.read();
-        tables.lanes.insert(id, record);
-        let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.is_alive()) else { return false };
+        let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.is_alive()) else {
+            tables.lanes.abandon(id);
+            return false;
+        };
+        tables.lanes.insert(id, endpoint, record);
         peer.add_lane(now, spec, None);
         peer.set_message_lane(id, &name);
         self.polled.add(PolledLane { id, endpoint, lane, socket });
@@ -514,11 +544,15 @@ impl Transfers {
 
     /// Adds a lane that is polled outside the lock, with a reserved id. False: the peer has ended.
     pub(crate) fn add_bulk_lane(&mut self, bulk: &Arc<BulkLane>, record: LaneRecord, spec: proto::LaneSpec) -> bool {
+        self.free_ended();
         let tables = &mut self.data.tables;
         let now = tables.clock.read();
-        tables.lanes.insert(bulk.id, record);
         let peer = tables.peers.get_mut(bulk.endpoint).filter(|peer| peer.is_alive());
-        let Some(peer) = peer else { return false };
+        let Some(peer) = peer else {
+            tables.lanes.abandon(bulk.id);
+            return false;
+        };
+        tables.lanes.insert(bulk.id, bulk.endpoint, record);
         peer.add_lane(now, spec, Some(bulk.clone()));
         self.settle(bulk.endpoint);
         true

@@ -233,7 +233,12 @@ impl Sessions {
         self.log.info(format_args!("{}", explain.available));
         self.log.info(format_args!("{}", explain.selected));
         self.log.debug(format_args!("every candidate and its cost:\n{explain}"));
-        self.explains.lock().insert(endpoint, Arc::new(explain));
+        let mut explains = self.explains.lock();
+        explains.insert(endpoint, Arc::new(explain));
+        let mut core = self.progress.core();
+        if explains.len() > 2 * core.peers().len() {
+            explains.retain(|endpoint, _| core.peers().get(*endpoint).is_some());
+        }
     }
 
     /// The rows of all transports: those of the one that is used, and why each other one is not.

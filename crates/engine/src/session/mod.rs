@@ -31,7 +31,7 @@ use self::control::ControlConnections;
 pub use self::explain::{Candidate, Explain};
 use self::redial::Redialer;
 use self::transport::Transports;
-use crate::core::gone;
+use crate::core::{Claim, gone};
 use crate::environment::Environment;
 use crate::progress::Progress;
 
@@ -64,7 +64,7 @@ pub(crate) struct Sessions {
     transports: Transports,
     explains: Mutex<HashMap<EndpointId, Arc<Explain>>>,
     /// Endpoints that peers have created, for `accept`. A lock of its own, taken last.
-    arrived: Mutex<VecDeque<EndpointId>>,
+    arrived: Mutex<VecDeque<Claim>>,
     /// Whether the lack of single copies (CMA) has been logged. It is the same with every peer, as a rule.
     warned_of_cma: AtomicBool,
 }
@@ -130,12 +130,12 @@ impl Sessions {
     ///
     /// # Errors
     /// `Timeout`, and `Closed` when the worker is closed.
-    pub(crate) fn accept(&self, timeout: Duration) -> Result<EndpointId> {
+    pub(crate) fn accept(&self, timeout: Duration) -> Result<Claim> {
         let found = self.progress.wait_until(timeout, |core| {
             if core.is_closed() { Some(None) } else { self.arrived.lock().pop_front().map(Some) }
         });
         match found {
-            Some(Some(id)) => Ok(id),
+            Some(Some(claim)) => Ok(claim),
             Some(None) => Err(gone("accept")),
             None => {
                 let detail = format!("no peer has connected to {}", self.name());
@@ -146,8 +146,9 @@ impl Sessions {
 
     /// Has `accept` return an endpoint that a peer has created.
     fn arrived(&self, endpoint: EndpointId) {
-        self.arrived.lock().push_back(endpoint);
         let mut core = self.progress.core();
+        let claim = core.peers().claim(endpoint);
+        self.arrived.lock().push_back(claim);
         core.operations().report();
         self.progress.after(core);
     }

@@ -164,6 +164,13 @@ impl IpcLinks {
         notify
     }
 
+    /// Nothing refers to that peer any more.
+    pub(super) fn forget(&mut self, endpoint: EndpointId) {
+        self.end(endpoint);
+        self.reach.remove(&endpoint);
+        self.warned.remove(&endpoint);
+    }
+
     /// The peer has ended: its link is dropped, after its copies have ended.
     pub(super) fn end(&mut self, endpoint: EndpointId) {
         let ended = self.reach.insert(endpoint, Reach::Staged("the peer is gone".to_owned()));

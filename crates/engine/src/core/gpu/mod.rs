@@ -305,6 +305,12 @@ impl GpuMemory {
         self.staged.release_endpoint(tables, endpoint);
     }
 
+    /// Nothing refers to that peer any more.
+    pub(super) fn forget_peer(&mut self, endpoint: EndpointId) {
+        self.links.forget(endpoint);
+        self.gates.end(endpoint);
+    }
+
     /// Operations with a peer that has ended which were held back: they fail.
     pub(super) fn take_held(&mut self, endpoint: EndpointId) -> Vec<OpId> {
         self.gates.end(endpoint)
