@@ -251,3 +251,46 @@ class TestMemory:
             shm.context.alloc(1 << 60)
         with pytest.raises(OverflowError):
             shm.context.alloc(-1)
+
+
+def views(array: np.ndarray) -> list[Any]:
+    return [array, array[:], array[4:], memoryview(array), memoryview(array)[1:], array.reshape(4, -1)]
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_an_array_in_use_is_not_resized_in_place(shm: Pair, which: int) -> None:
+    """NumPy checks references only if it is asked to, and frees the memory if it is not."""
+    array = np.zeros(64, "u1")
+    target = views(array)[which]
+    inbound = shm.b.recv(target, tag=3)
+    with pytest.raises(ValueError, match="resize"):
+        array.resize(1 << 20, refcheck=False)
+    shm.to_b.send(bytes(range(target.nbytes)), tag=3).wait()
+    assert inbound.wait().bytes == target.nbytes and array.any()
+    del target, inbound
+    gc.collect()
+    array.resize(1 << 20, refcheck=False)
+    assert array.nbytes == 1 << 20
+
+
+@pytest.mark.parametrize("value", [-1, 2**64])
+def test_numbers_that_do_not_fit_are_usage_errors(shm: Pair, value: int) -> None:
+    data, region = bytearray(8), shm.b.register(bytearray(8))
+    calls: list[Callable[[], Any]] = [
+        lambda: shm.to_b.send(data, tag=value),
+        lambda: shm.b.recv(data, tag=value),
+        lambda: shm.b.recv(data, 0, value),
+        lambda: shm.to_b.write(data, region.key(), value),
+        lambda: shm.to_b.write(data, region.key(), 0, value),
+        lambda: shm.to_b.read(data, region.key(), value),
+        lambda: shm.to_b.batch([("send", data, value)]),
+        lambda: shm.to_b.batch([("write", data, region.key(), 0, value)]),
+    ]
+    for call in calls:
+        with pytest.raises(crossrail.UsageError, match=f"{value} is not an unsigned number"):
+            call()
+
+
+def test_an_endpoint_of_another_worker_is_no_source(shm: Pair) -> None:
+    with pytest.raises(crossrail.UsageError, match="another worker"):
+        shm.b.recv(bytearray(8), source=shm.to_b)

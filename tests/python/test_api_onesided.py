@@ -46,7 +46,7 @@ def test_immediates_are_counted_and_waited_for(pair: Pair) -> None:
     crossrail.wait_all(requests)
     pair.to_b.write(b"!", key, imm=2**32 - 1).wait()
     region.wait_imm(2**32 - 1)
-    with pytest.raises(OverflowError):
+    with pytest.raises(crossrail.UsageError):
         pair.to_b.write(b"!", key, imm=2**32)
     region.deregister()
 

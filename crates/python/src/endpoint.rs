@@ -7,6 +7,7 @@ use crate::errors::OrRaise;
 use crate::lent::{Call, Use};
 use crate::lifecycle::Detached;
 use crate::mapped::Mapped;
+use crate::number::{U32, U64};
 use crate::operand::Wanted;
 use crate::region::RegionKey;
 use crate::request::Request;
@@ -80,12 +81,12 @@ impl Endpoint {
     /// UnsupportedError
     ///     No lane can access the memory.
     /// PeerDeadError, ClosedError
-    #[pyo3(signature = (buffer, tag = 0, *, stream = None))]
-    fn send(&self, buffer: &Bound<'_, PyAny>, tag: u64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Request> {
+    #[pyo3(signature = (buffer, tag = U64(0), *, stream = None), text_signature = "($self, buffer, tag=0, *, stream=None)")]
+    fn send(&self, buffer: &Bound<'_, PyAny>, tag: U64, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Request> {
         let py = buffer.py();
         let _call = Call::enter(py);
         let lent = self.lent(buffer, Use::Read, stream, "send")?;
-        self.start(py, lent, |lent| self.native.send(lent, tag))
+        self.start(py, lent, |lent| self.native.send(lent, tag.0))
     }
 
     /// Write into a region of the peer. The operation is finished when the bytes are there.
@@ -114,38 +115,40 @@ impl Endpoint {
     /// ------
     /// UsageError, UnsupportedError, PeerDeadError, ClosedError
     ///     As for `send`.
-    #[pyo3(signature = (local, remote, offset = 0, imm = None, *, stream = None))]
+    #[pyo3(signature = (local, remote, offset = U64(0), imm = None, *, stream = None),
+        text_signature = "($self, local, remote, offset=0, imm=None, *, stream=None)")]
     fn write(
         &self,
         local: &Bound<'_, PyAny>,
         remote: &Bound<'_, RegionKey>,
-        offset: u64,
-        imm: Option<u32>,
+        offset: U64,
+        imm: Option<U32>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Request> {
         let py = local.py();
         let _call = Call::enter(py);
         let lent = self.lent(local, Use::Read, stream, "write")?;
         let key = remote.get().native();
-        self.start(py, lent, |lent| self.native.write(lent, key, offset, imm))
+        self.start(py, lent, |lent| self.native.write(lent, key, offset.0, imm.map(|imm| imm.0)))
     }
 
     /// Read from a region of the peer into `local`, writable memory.
     ///
     /// Parameters, errors and the request as for `write`.
-    #[pyo3(signature = (local, remote, offset = 0, *, stream = None))]
+    #[pyo3(signature = (local, remote, offset = U64(0), *, stream = None),
+        text_signature = "($self, local, remote, offset=0, *, stream=None)")]
     fn read(
         &self,
         local: &Bound<'_, PyAny>,
         remote: &Bound<'_, RegionKey>,
-        offset: u64,
+        offset: U64,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Request> {
         let py = local.py();
         let _call = Call::enter(py);
         let lent = self.lent(local, Use::Write, stream, "read")?;
         let key = remote.get().native();
-        self.start(py, lent, |lent| self.native.read(lent, key, offset))
+        self.start(py, lent, |lent| self.native.read(lent, key, offset.0))
     }
 
     /// Start several operations in one call, with one request that is finished when all are.

@@ -15,6 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crossrail_types::Result;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyByteArray, PyBytes, PyMemoryView, PyType};
 
 use crate::dlpack::{self, Dtype};
 use crate::errors::OrRaise;
@@ -121,7 +123,7 @@ pub(crate) enum Use {
 
 /// Something of Python's that is given back with the GIL held.
 pub(crate) enum Loan {
-    View(View),
+    View(View, Option<Pinned>),
     Tensor(dlpack::Tensor),
     Object(Py<PyAny>),
 }
@@ -180,8 +182,11 @@ fn clear_pile() {
 
 fn give_back(loan: Loan) {
     match loan {
-        // SAFETY: filled by PyObject_GetBuffer and released once, here, with the GIL held (callers' rule).
-        Loan::View(mut view) => unsafe { PyBuffer_Release(&raw mut view) },
+        Loan::View(mut view, pinned) => {
+            drop(pinned);
+            // SAFETY: filled by PyObject_GetBuffer and released once, here, with the GIL held (callers' rule).
+            unsafe { PyBuffer_Release(&raw mut view) }
+        }
         Loan::Tensor(tensor) => tensor.release(),
         Loan::Object(object) => drop(object),
     }
@@ -260,7 +265,40 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
     }
     let (ptr, len) = (view.buf.cast::<u8>(), view.len as usize);
     // The view stays exported, and so valid, until the keeper is dropped.
-    Ok(Lent { ptr, len, keep: keep(Loan::View(view)) })
+    Ok(Lent { ptr, len, keep: keep(Loan::View(view, pinned(object))) })
+}
+
+/// Keeps a NumPy array from being resized in place.
+pub(crate) struct Pinned(#[expect(dead_code, reason = "held")] Py<PyAny>);
+
+/// A weak reference to the array that owns the memory of `object`, if a NumPy array does.
+///
+/// NumPy counts no exports: `resize(refcheck=False)` would free memory that an operation in flight uses. But it never
+/// resizes an array to which there are weak references.
+fn pinned(object: &Bound<'_, PyAny>) -> Option<Pinned> {
+    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let py = object.py();
+    // Exact bytes are the commonest, and nothing asks whether NumPy is there for them.
+    if object.is_exact_instance_of::<PyBytes>() || object.is_exact_instance_of::<PyByteArray>() {
+        return None;
+    }
+    let array = ARRAY.import(py, "numpy", "ndarray").ok()?;
+    let mut owner = object.clone();
+    if let Ok(view) = object.cast::<PyMemoryView>() {
+        owner = view.getattr("obj").ok()?;
+    }
+    if !owner.is_instance(array).ok()? {
+        return None;
+    }
+    // NumPy keeps no chains of bases: that of a view is the owner.
+    if let Ok(base) = owner.getattr("base")
+        && base.is_instance(array).ok()?
+    {
+        owner = base;
+    }
+    // SAFETY: a valid object; the result is a new reference, or null with an exception set.
+    let reference = unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyWeakref_NewRef(owner.as_ptr(), ptr::null_mut())) };
+    reference.ok().map(|reference| Pinned(reference.unbind()))
 }
 
 /// The dtype or buffer format of items that refer to Python objects or are pointers; `None`: plain data.

@@ -33,6 +33,7 @@ mod lent;
 mod lifecycle;
 mod mapped;
 mod memory;
+mod number;
 mod operand;
 mod options;
 mod place;

@@ -7,6 +7,7 @@ use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
 use crate::lent::{Call, Use};
 use crate::lifecycle::{self, Detached};
+use crate::number::{U32, U64};
 use crate::operand::Wanted;
 use crate::region::Region;
 use crate::request::Request;
@@ -258,15 +259,21 @@ impl Worker {
     /// Notes
     /// -----
     /// A message that is longer than `buffer` is a TruncatedError at both ends.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     `source` belongs to another worker; `tag` or `mask` does not fit; the buffer is read-only
+    ///     or not contiguous.
     #[pyo3(
-        signature = (buffer, tag = 0, mask = u64::MAX, *, source = None, stream = None),
+        signature = (buffer, tag = U64(0), mask = U64(u64::MAX), *, source = None, stream = None),
         text_signature = "($self, buffer, tag=0, mask=ALL_BITS, *, source=None, stream=None)"
     )]
     fn recv(
         slf: &Bound<'_, Self>,
         buffer: &Bound<'_, PyAny>,
-        tag: u64,
-        mask: u64,
+        tag: U64,
+        mask: U64,
         source: Option<&Bound<'_, Endpoint>>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Request> {
@@ -277,7 +284,7 @@ impl Worker {
         let lent = Wanted { context: worker.context(), used: Use::Write, stream, operation: "recv" }.of(buffer)?;
         let source = source.map(|endpoint| endpoint.get().native());
         let place = lent.place();
-        let start = || worker.native.recv(lent, tag, mask, source);
+        let start = || worker.native.recv(lent, tag.0, mask.0, source);
         // A GPU's driver may take its time.
         let native = if place == Place::Host { start() } else { gate::detached(py, start) };
         let native = native.or_raise(py)?;
@@ -360,7 +367,7 @@ fn operation(item: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<
         Ok(parts.get_item(at)?.cast::<RegionKey>().map_err(|_| malformed())?.get().native().clone())
     };
     let lent = |used, operation| Wanted { context, used, stream: None, operation }.of(&parts.get_item(1)?);
-    let number = |at: usize| -> PyResult<u64> { parts.get_item(at)?.extract() };
+    let number = |at: usize| -> PyResult<u64> { Ok(parts.get_item(at)?.extract::<U64>()?.0) };
     Ok(match (name.as_str(), parts.len()) {
         ("send", 3) => crossrail::Op::Send { buffer: lent(Use::Read, "send")?, tag: number(2)? },
         ("recv", 4) => crossrail::Op::Recv { buffer: lent(Use::Write, "recv")?, tag: number(2)?, mask: number(3)? },
@@ -368,7 +375,7 @@ fn operation(item: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<
             local: lent(Use::Read, "write")?,
             remote: key(2)?,
             offset: number(3)?,
-            imm: parts.get_item(4)?.extract()?,
+            imm: parts.get_item(4)?.extract::<Option<U32>>()?.map(|imm| imm.0),
         },
         ("read", 4) => crossrail::Op::Read { local: lent(Use::Write, "read")?, remote: key(2)?, offset: number(3)? },
         _ => return Err(malformed()),
