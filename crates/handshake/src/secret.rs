@@ -1,7 +1,8 @@
 use std::fmt;
+use std::fs::OpenOptions;
 use std::io::Read;
 use std::net::IpAddr;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use crossrail_types::{Error, ErrorKind, Reason, Result};
@@ -53,8 +54,16 @@ impl Secret {
             let operation = "CROSSRAIL_SECRET_FILE";
             Error::new(ErrorKind::Config, operation, format!("{what} {}: {e}", path.display())).with_io(&e)
         };
-        let file = std::fs::File::open(path).map_err(|e| fail("open", e))?;
-        let mode = file.metadata().map_err(|e| fail("stat", e))?.permissions().mode();
+        // A FIFO without a writer would block this call, were it not for the flag.
+        let flags = nix::fcntl::OFlag::O_NONBLOCK.bits();
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(|e| fail("open", e))?;
+        let found = file.metadata().map_err(|e| fail("stat", e))?;
+        if !found.is_file() {
+            let detail = format!("{} is no regular file", path.display());
+            return Err(Error::new(ErrorKind::Config, "CROSSRAIL_SECRET_FILE", detail)
+                .with_hint("name a file that holds the secret, readable for this user alone"));
+        }
+        let mode = found.permissions().mode();
         let mut bytes = Vec::new();
         let read = file.take(FILE_MAX + 1).read_to_end(&mut bytes).map_err(|e| fail("read", e))?;
         if read as u64 > FILE_MAX {

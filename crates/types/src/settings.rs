@@ -353,7 +353,9 @@ impl Settings {
                 continue;
             }
             let Some(value) = value.to_str() else {
-                return Err(Error::new(ErrorKind::Config, name, format!("{value:?} is not UTF-8")));
+                // The value may be a secret, and errors end up in logs.
+                let detail = format!("its value of {} bytes is not UTF-8", value.len());
+                return Err(Error::new(ErrorKind::Config, name, detail));
             };
             if !Settings::NAMES.contains(&name.as_ref()) {
                 return Err(unknown(&name));

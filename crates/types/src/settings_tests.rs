@@ -155,6 +155,9 @@ fn a_value_that_is_not_utf8_is_an_error() {
     let value = OsString::from_vec(vec![0xff, 0xfe]);
     let error = Settings::from_os([(OsString::from("CROSSRAIL_LOG"), value)]).unwrap_err();
     assert!(error.to_string().contains("UTF-8"), "{error}");
+    let secret = OsString::from_vec(b"hunter2\xff".to_vec());
+    let error = Settings::from_os([(OsString::from("CROSSRAIL_SECRET"), secret)]).unwrap_err();
+    assert!(error.to_string().contains("UTF-8") && !format!("{error:?} {error}").contains("hunter"), "{error}");
 }
 
 #[test]

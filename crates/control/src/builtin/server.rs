@@ -24,6 +24,9 @@ use super::server_connection::{ClientConnection, Disconnected, next_request};
 /// Most clients at a time, and most of them that have not completed the handshake.
 const CLIENTS_MAX: usize = 16_384;
 const GREETING_MAX: usize = 512;
+/// Unsent answers of all clients together, in bytes, beyond which the client with most of them is closed, if it is one
+/// that is not read from any more. Who asks for lists and takes none must not use up the memory of rank 0.
+const OUTPUT_MAX: usize = 256 << 20;
 /// Timeout of a client's handshake.
 const GREETING_TIME: Duration = Duration::from_secs(10);
 /// Pause of accepting when file descriptors are exhausted; clients wait in the kernel's queue.
@@ -88,6 +91,7 @@ impl StoreServer {
             epoll,
             listener,
             secret,
+            log: Log(settings.log),
             contents: Contents::new(first_revision()),
             clients: Clients::default(),
             next: 0,
@@ -179,12 +183,16 @@ fn first_revision() -> u64 {
 struct Clients {
     connections: HashMap<u64, ClientConnection>,
     unsent: Vec<u64>,
+    /// Unsent bytes of all.
+    output: usize,
 }
 
 impl Outbox for Clients {
     fn send(&mut self, client: u64, call: u64, answer: &Answer<'_>) {
         let Some(connection) = self.connections.get_mut(&client) else { return };
+        let before = connection.backlog();
         connection.push(call, answer);
+        self.output += connection.backlog() - before;
         if !std::mem::replace(&mut connection.unsent, true) {
             self.unsent.push(client);
         }
@@ -196,6 +204,30 @@ impl Outbox for Clients {
 }
 
 impl Clients {
+    /// Sends what the client's socket takes.
+    fn write(&mut self, client: u64) -> std::result::Result<(), Disconnected> {
+        let Some(connection) = self.connections.get_mut(&client) else { return Ok(()) };
+        let before = connection.backlog();
+        let written = connection.write();
+        self.output = self.output.saturating_sub(before - connection.backlog());
+        written
+    }
+
+    fn remove(&mut self, client: u64) -> Option<ClientConnection> {
+        let connection = self.connections.remove(&client)?;
+        self.output = self.output.saturating_sub(connection.backlog());
+        Some(connection)
+    }
+
+    /// The client to be closed because too many answers wait for it and for others.
+    fn glut(&self) -> Option<u64> {
+        if self.output <= OUTPUT_MAX {
+            return None;
+        }
+        let paused = self.connections.iter().filter(|(_, connection)| connection.is_paused());
+        paused.max_by_key(|(_, connection)| connection.backlog()).map(|(client, _)| *client)
+    }
+
     fn mark_unsent(&mut self, client: u64) {
         if let Some(connection) = self.connections.get_mut(&client)
             && !std::mem::replace(&mut connection.unsent, true)
@@ -209,6 +241,7 @@ struct ServerLoop {
     epoll: Epoll,
     listener: TcpListener,
     secret: Secret,
+    log: Log,
     contents: Contents,
     clients: Clients,
     next: u64,
@@ -344,6 +377,7 @@ impl ServerLoop {
                 Ok(Some((frame, len))) => {
                     self.contents.apply(now, client, frame.call, &frame.body, &mut self.clients);
                     used += len;
+                    self.close_glut();
                 }
                 Ok(None) => break,
                 Err(Disconnected) => return self.close(client),
@@ -376,10 +410,11 @@ impl ServerLoop {
             let Some(connection) = self.clients.connections.get_mut(&client) else { continue };
             connection.unsent = false;
             let paused = connection.is_paused();
-            if connection.write().is_err() {
+            if self.clients.write(client).is_err() {
                 self.close(client);
                 continue;
             }
+            let Some(connection) = self.clients.connections.get_mut(&client) else { continue };
             // Requests were deferred while the client was paused; their answers are sent in this loop too.
             if paused && !connection.is_paused() {
                 self.process(client);
@@ -398,8 +433,24 @@ impl ServerLoop {
         }
     }
 
+    /// Closes clients that take no answers, as long as all answers together are too much.
+    fn close_glut(&mut self) {
+        while let Some(client) = self.clients.glut() {
+            if let Some(connection) = self.clients.connections.get(&client) {
+                let (unread, all) = (connection.backlog() >> 20, self.clients.output >> 20);
+                let who = connection.stream.peer_addr().map_or_else(|_| "?".to_owned(), |peer| peer.to_string());
+                self.log.warn(format_args!(
+                    "store: closed the client at {who}, which has left {unread} MiB of answers unread; \
+                     {all} MiB were waiting for all clients, and {} MiB are the limit",
+                    OUTPUT_MAX >> 20
+                ));
+            }
+            self.close(client);
+        }
+    }
+
     fn close(&mut self, client: u64) {
-        if let Some(connection) = self.clients.connections.remove(&client) {
+        if let Some(connection) = self.clients.remove(client) {
             // Closing the last descriptor also removes it from the epoll set.
             drop(connection);
             self.greeting.retain(|(_, greeting)| *greeting != client);

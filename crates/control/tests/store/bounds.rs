@@ -264,3 +264,36 @@ fn changes_that_are_no_longer_kept() {
     }
     store.watch("", now, soon()).unwrap();
 }
+
+/// Resident memory of this process, in bytes.
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().trim().parse::<usize>().unwrap() << 10
+}
+
+#[test]
+fn clients_that_take_no_answers_do_not_use_up_the_memory() {
+    let fixture = Fixture::start();
+    let store = fixture.client();
+    // 48 MiB in all.
+    for number in 0..768 {
+        store.put(&format!("key/{number}"), &[7; 64 << 10], None, soon()).unwrap();
+    }
+    let before = resident();
+    let hogs: Vec<_> = (0..16)
+        .map(|_| {
+            let mut stream = proven(&fixture);
+            let mut request = Vec::new();
+            frames::encode(&mut request, 1, frames::Request::List("key/")).unwrap();
+            stream.write_all(&request).unwrap();
+            stream
+        })
+        .collect();
+    // Answered after theirs, since one thread serves all; each in turn.
+    for _ in 0..hogs.len() {
+        assert!(store.get("key/1", soon()).unwrap().is_some());
+    }
+    let growth = resident().saturating_sub(before) >> 20;
+    assert!(growth < 450, "{growth} MiB for answers that nobody takes");
+}

@@ -1,7 +1,9 @@
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -29,39 +31,94 @@ pub(super) enum Source {
     User(u32),
 }
 
+/// How long a handshake may take before it must make room for a newer one. A peer that means it has sent its proof long
+/// before, unless its machine is overloaded; then it is told to try again.
+const GRACE: Duration = Duration::from_millis(500);
+
 /// The handshakes in progress at one listener.
+///
+/// Whoever opens connections and says nothing must not lock others out. When there is no room, the oldest handshake of
+/// the source that has most of them ends, if it has had [`GRACE`], or at once if that source has more than its share.
+/// The peer is told to try again, as is one for which there is no room.
 pub(super) struct HalfOpen {
     limits: Limits,
-    count: Mutex<Count>,
+    entries: Mutex<Entries>,
 }
 
 #[derive(Default)]
-struct Count {
-    total: usize,
-    by_source: HashMap<Source, usize>,
+struct Entries {
+    next: u64,
+    /// In the order in which they began.
+    open: BTreeMap<u64, Entry>,
+}
+
+struct Entry {
+    source: Source,
+    began: Instant,
+    /// Ends the handshake: the connection itself, shared with its thread.
+    connection: OwnedFd,
+    ended: Arc<AtomicBool>,
+}
+
+impl Entries {
+    fn count(&self, source: Source) -> usize {
+        self.open.values().filter(|entry| entry.source == source).count()
+    }
+
+    /// Takes out the handshake that makes room for one from `source`; `among`: those of that source only.
+    fn evict(&mut self, source: Source, among: bool, now: Instant) -> Option<Entry> {
+        let mut counts: HashMap<Source, usize> = HashMap::new();
+        for entry in self.open.values() {
+            *counts.entry(entry.source).or_default() += 1;
+        }
+        let own = counts.get(&source).copied().unwrap_or(0);
+        let most = counts.values().copied().max()?;
+        let fits = |entry: &Entry| match among {
+            true => entry.source == source,
+            false => counts.get(&entry.source) == Some(&most),
+        };
+        let (id, oldest) = self.open.iter().find(|(_, entry)| fits(entry))?;
+        let unfair = !among && most > own + 1;
+        let id = (unfair || now.saturating_duration_since(oldest.began) >= GRACE).then_some(*id)?;
+        self.open.remove(&id)
+    }
 }
 
 impl HalfOpen {
     pub(super) fn new(limits: Limits) -> HalfOpen {
-        HalfOpen { limits, count: Mutex::default() }
+        HalfOpen { limits, entries: Mutex::default() }
     }
 
-    /// Counts one more handshake, until the slot is dropped; or why there is no room for it.
-    pub(super) fn take(half_open: &Arc<HalfOpen>, source: Source) -> Result<Slot, String> {
+    /// Counts one more handshake, until the slot is dropped; or why there is no room for it. The second: a connection
+    /// whose handshake has ended to make room, to be told so.
+    pub(super) fn take(
+        half_open: &Arc<HalfOpen>,
+        source: Source,
+        connection: BorrowedFd<'_>,
+    ) -> Result<(Slot, Option<OwnedFd>), String> {
         let limits = &half_open.limits;
-        let mut count = half_open.count.lock();
-        if count.total >= limits.half_open {
-            return Err(format!("{} handshakes are in progress, the limit of this listener", limits.half_open));
-        }
-        let from_source = count.by_source.entry(source).or_insert(0);
-        if *from_source >= limits.half_open_per_source {
+        let now = Instant::now();
+        let connection = connection.try_clone_to_owned().map_err(|error| format!("dup: {error}"))?;
+        let mut entries = half_open.entries.lock();
+        let evicted = if entries.count(source) >= limits.half_open_per_source {
             let limit = limits.half_open_per_source;
-            return Err(format!("{limit} handshakes from this address are in progress, the limit for one address"));
-        }
-        *from_source += 1;
-        count.total += 1;
-        drop(count);
-        Ok(Slot { half_open: Arc::clone(half_open), source })
+            let full = || format!("{limit} handshakes from this address are in progress, the limit for one address");
+            Some(entries.evict(source, true, now).ok_or_else(full)?)
+        } else if entries.open.len() >= limits.half_open {
+            let full = || format!("{} handshakes are in progress, the limit of this listener", limits.half_open);
+            Some(entries.evict(source, false, now).ok_or_else(full)?)
+        } else {
+            None
+        };
+        let (id, ended) = (entries.next, Arc::new(AtomicBool::new(false)));
+        entries.next += 1;
+        entries.open.insert(id, Entry { source, began: now, connection, ended: Arc::clone(&ended) });
+        drop(entries);
+        let evicted = evicted.map(|entry| {
+            entry.ended.store(true, Ordering::Release);
+            entry.connection
+        });
+        Ok((Slot { half_open: Arc::clone(half_open), source, id, ended: Ended(ended) }, evicted))
     }
 }
 
@@ -69,23 +126,32 @@ impl HalfOpen {
 pub(super) struct Slot {
     half_open: Arc<HalfOpen>,
     source: Source,
+    id: u64,
+    ended: Ended,
+}
+
+/// Whether a handshake has made room for another.
+#[derive(Clone)]
+pub(super) struct Ended(Arc<AtomicBool>);
+
+impl Ended {
+    pub(super) fn is_set(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
 }
 
 impl Slot {
     pub(super) fn source(&self) -> Source {
         self.source
     }
+
+    pub(super) fn ended(&self) -> Ended {
+        self.ended.clone()
+    }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let mut count = self.half_open.count.lock();
-        count.total -= 1;
-        if let Some(from_source) = count.by_source.get_mut(&self.source) {
-            *from_source -= 1;
-            if *from_source == 0 {
-                count.by_source.remove(&self.source);
-            }
-        }
+        self.half_open.entries.lock().open.remove(&self.id);
     }
 }

@@ -2,7 +2,7 @@ use std::cell::Cell;
 use std::collections::HashSet;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{self as unix, UnixListener, UnixStream};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crossrail_types::{Error, ErrorKind, Reason, Result};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{getsockopt, sockopt};
+use nix::sys::socket::{Shutdown, getsockopt, shutdown, sockopt};
 use nix::unistd::Uid;
 use parking_lot::{Condvar, Mutex};
 
@@ -31,6 +31,9 @@ use crate::proof::random;
 
 /// Pause of accepting when file descriptors or memory are exhausted.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
+
+/// What is said to a peer whose handshake has ended for another's.
+const MADE_ROOM: &str = "the handshake took long while others waited for their turn";
 
 /// A rail to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -389,8 +392,14 @@ fn unix_incoming(stream: UnixStream) -> Option<(Incoming, Source, String)> {
 
 /// Starts a thread for the handshake, if a slot is free.
 fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: String) -> Option<JoinHandle<()>> {
-    let slot = match HalfOpen::take(&acceptor.half_open, source) {
-        Ok(slot) => slot,
+    let slot = match HalfOpen::take(&acceptor.half_open, source, incoming.as_fd()) {
+        Ok((slot, evicted)) => {
+            if let Some(connection) = evicted {
+                send_reject(connection.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, MADE_ROOM));
+                let _ = shutdown(connection.as_raw_fd(), Shutdown::Both);
+            }
+            slot
+        }
         Err(text) => {
             send_reject(incoming.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, &text));
             let error = Error::new(ErrorKind::Refused, "accept", text).with_reason(Reason::Busy).with_peer(&from);
@@ -399,13 +408,17 @@ fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: S
         }
     };
     let own = Arc::clone(acceptor);
-    let name = from.clone();
+    let (name, ended) = (from.clone(), slot.ended());
     let spawned = thread::Builder::new().name("crossrail-meet".to_owned()).spawn(move || {
         OWN_THREAD.set(true);
-        if let Err(error) = own.handshake(incoming, &name, slot)
-            && error.kind != ErrorKind::Closed
-        {
-            own.rejected(&name, error);
+        match own.handshake(incoming, &name, slot) {
+            Err(error) if error.kind == ErrorKind::Closed => {}
+            Err(_) if ended.is_set() => {
+                let error = Error::new(ErrorKind::Refused, "accept", MADE_ROOM).with_reason(Reason::Busy);
+                own.rejected(&name, error.with_peer(&name));
+            }
+            Err(error) => own.rejected(&name, error),
+            Ok(()) => {}
         }
     });
     match spawned {

@@ -11,12 +11,12 @@ use crossrail_handshake::wire::{
     RejectCode, Reply, WORKER,
 };
 use crossrail_handshake::{
-    Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane,
+    Arrival, Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane,
 };
 use crossrail_types::{ErrorKind, Reason};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use crate::support::{Descriptors, Raw, Worker, accept_by_hand, config, identity, in_secs, loopback, secret};
+use crate::support::{Descriptors, Raw, Worker, accept_by_hand, binding, config, identity, in_secs, loopback, secret};
 
 fn open_worker(timeout: f64) -> Worker {
     let limits = Limits { timeout: Duration::from_secs_f64(timeout), ..Limits::default() };
@@ -214,6 +214,37 @@ fn too_many_half_open_connections_turn_the_newest_away() {
     // ... or gets in once the others have run into their limit.
     let ours = connect(&worker.by_port(), &me, None, false, in_secs(8.0)).unwrap();
     drop((held, ours));
+}
+
+#[test]
+fn strangers_that_say_nothing_lock_nobody_out() {
+    let _fds = Descriptors::watch();
+    let limits = Limits { half_open: 6, half_open_per_source: 3, timeout: Duration::from_secs(60) };
+    let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
+    let (mut held, mut turned_away) = (Vec::new(), 0);
+    // From the address of honest peers, which has no room then; and from others, until there is none at all.
+    for address in [[127, 0, 0, 1], [127, 0, 0, 5], [127, 0, 0, 6]] {
+        let from = binding(Ipv4Addr::from(address));
+        for _ in 0..3 {
+            let mut stream = crossrail_tcp::dial(Some(&from), worker.control(), in_secs(5.0)).unwrap();
+            // It may have been turned away already.
+            let _ = stream.write_all(&[0xc5]);
+            held.push(stream);
+        }
+        let ours = connect(&worker.by_port(), &identity("friend", Secret::None), None, false, in_secs(20.0)).unwrap();
+        let theirs = loop {
+            match worker.arrival() {
+                Arrival::Session(session) => break session,
+                Arrival::Rejected { error, .. } => {
+                    assert_eq!((error.kind, error.reason), (ErrorKind::Refused, Some(Reason::Busy)), "{error}");
+                    turned_away += 1;
+                }
+                other => panic!("neither a session nor rejected: {other:?}"),
+            }
+        };
+        assert_eq!(theirs.ticket, ours.ticket);
+    }
+    assert!(turned_away > 0, "there was room for all");
 }
 
 #[test]
