@@ -36,7 +36,7 @@ def test_examples_stand_at_the_end_of_the_page(page: str) -> None:
     assert all(f"  {line}" in text[examples:] for line in EXAMPLES[page])
 
 
-@pytest.mark.parametrize("page", ["", "info", "bench", "bench p2p", "bench ep"])
+@pytest.mark.parametrize("page", ["", "info", "bench", "bench p2p", "bench ep", "sweep", "report"])
 def test_pages_fit_80_columns(page: str) -> None:
     status, raw = run_in_terminal([sys.executable, "-m", "crossrail", *page.split(), "--help"], 80)
     assert status == 0

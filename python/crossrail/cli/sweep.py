@@ -99,6 +99,8 @@ class SweepOptions:
             )
         if (difference := _difference(old.plan, self.plan)) is not None:
             raise UsageFailure(f"--resume: {self.json} is of another sweep: {difference}")
+        if old.environment.host != new.environment.host:
+            print_notice(f"the runs in {self.json} are of {old.environment.host}, those that follow are not")
         return old
 
     def _trial(self, number: int, repeat: int) -> Trial:
