@@ -24,7 +24,8 @@ impl Peer {
         let mut dead = self.lanes.remove(at);
         let (mut chunks, mut bytes) = (0, 0);
         while let Some(sent) = dead.sent.pop_back() {
-            if self.requeue(lane, &sent) {
+            // Those that were handed out again before have gone over the others, too.
+            if self.requeue(lane, &sent) || sent.doubled {
                 chunks += 1;
                 bytes += sent.piece.len;
             }
