@@ -232,18 +232,22 @@ def _phases(part: Sequence[Entry], file: str) -> Figure:
             continue
         words = [f"phase {number}: {len(phase.active)} ranks"]
         words += [f"{len(ranks)} {what}" for what, ranks in _changes(phase.joined, phase.left, phase.killed) if ranks]
-        bars = [
-            Bar(NAMED.get(row.what, row.what), latency_of(row) or 0.0, time_text(latency_of(row)), 0)
-            for row in rows
-            if latency_of(row) is not None
-        ]
-        if phase.connect_us is not None:
-            bars.append(Bar("all connected", phase.connect_us, time_text(phase.connect_us), 2))
-        if phase.recovery_us is not None:
-            bars.append(Bar("recovered from the kill", phase.recovery_us, time_text(phase.recovery_us), 1))
+        bars = []
+        for variant in distinct(_variant(row) for row in rows):
+            times = [time for row in rows if _variant(row) == variant and (time := latency_of(row)) is not None]
+            if times:
+                bars.append(Bar(variant, median(times), time_text(median(times)), 0, min(times), max(times)))
+        facts = [row.phase for row in rows if row.phase is not None]
+        for label, colour, found in (
+            ("all connected", 2, [one.connect_us for one in facts if one.connect_us is not None]),
+            ("recovered from the kill", 1, [one.recovery_us for one in facts if one.recovery_us is not None]),
+        ):
+            if found:
+                bars.append(Bar(label, median(found), time_text(median(found)), colour, min(found), max(found)))
         groups.append((", ".join(words), bars))
         lines += [[", ".join(words), bar.label, bar.text] for bar in bars]
-    chart = Bars(f"Elastic plan ({file})", "\N{MICRO SIGN}s", groups)
+    sub = "Bar: median of the runs. Whisker: least to most."
+    chart = Bars(f"Elastic plan ({file})", "\N{MICRO SIGN}s", groups, sub=sub)
     return Figure(chart, table_of(["phase", "what", "time"], lines, left=2))
 
 

@@ -10,6 +10,7 @@ from ..units import format_bytes, format_size
 from .gather import (
     US,
     Entry,
+    Points,
     curves,
     distinct,
     latency_of,
@@ -120,16 +121,24 @@ def _lines_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], titl
 
 def _bars_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], title: str) -> Figure:
     found = curves(entries, name, lambda entry: float(entry.row.size))
+    colours = _colours(found)
     bars, lines = [], []
-    for number, one in enumerate(found):
+    for place, one in enumerate(found):
         for at in one.at.values():
             value, high = mid(at, latency_of), mid(at, p99_of)
             if value is not None:
                 hint = f"{one.name}: {time_text(value)}, p99 {time_text(high)}"
-                bars.append(Bar(one.name, value, time_text(value), number, value, high, hint))
+                bars.append(Bar(one.name, value, time_text(value), colours[place], value, high, hint))
                 lines.append([one.name, time_text(value), time_text(high)])
     chart = Bars(title, US, [("", bars)], sub="Bar: median. Whisker: up to the 99th percentile.")
     return Figure(chart, table_of(["by", "median", "p99"], lines))
+
+
+def _colours(found: Sequence[Points]) -> list[int]:
+    """The colour of each bar: one for each program, the first for Crossrail."""
+    programs = [next(entry.program for at in one.at.values() for entry in at) for one in found]
+    known = ["", *distinct(program for program in programs if program)]
+    return [known.index(program) for program in programs]
 
 
 def bandwidth_section(found: Sequence[Entry]) -> Section | None:
@@ -161,12 +170,13 @@ def _rates(part: Sequence[Entry], name: Callable[[Entry], str], title: str) -> l
     if _several_sizes(part):
         return [_lines_of_rates(part, name, title)]
     found = curves(part, name, lambda entry: float(entry.row.size))
+    colours = _colours(found)
     bars, lines = [], []
-    for number, one in enumerate(found):
+    for place, one in enumerate(found):
         for at in one.at.values():
             value = mid(at, rate_of)
             if value is not None:
-                bars.append(Bar(one.name, value, rate_text(value), number))
+                bars.append(Bar(one.name, value, rate_text(value), colours[place]))
                 lines.append([one.name, rate_text(value)])
     chart = Bars(f"{title}, {size_text(part[0].row.size)}", "GB/s", [("", bars)])
     return [Figure(chart, table_of(["by", "rate"], lines))]
