@@ -184,6 +184,10 @@ impl ControlConnections {
 
 impl ControlConnection {
     fn read(&mut self, sessions: &Sessions, known: impl Fn(u8) -> bool) -> ControlEvent {
+        if self.lost {
+            // After its error a socket reads as ended, which the peer's process has not.
+            return ControlEvent::Nothing;
+        }
         let mut buffer = [0; 64];
         let why = loop {
             match self.stream.read(&mut buffer) {
