@@ -327,6 +327,7 @@ class Chaos:
         total = lambda what: sum(result.get(what, 0) for result in results.values())  # noqa: E731
         return {
             "mode": self.mode,
+            "commit": _commit(),
             "seed": self.seed,
             "seconds": round(took, 1),
             "rails_mbit": list(self.mbit),
@@ -386,6 +387,13 @@ class Chaos:
             if any(end.has_said("wrong") or end.has_said("ended") for end in ends):
                 return True
         return False
+
+
+def _commit() -> str | None:
+    """The commit that this is run from, if it is one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.strip() or None
 
 
 def main() -> int:
