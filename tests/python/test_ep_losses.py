@@ -62,8 +62,7 @@ def test_by_request_the_others_go_on_and_say_who_is_missing(three: Ranks) -> Non
     assert three.call("missing", case) == {0: ([2], [2]), 1: ([2], [2])}
 
 
-@pytest.mark.parametrize("on_loss", ["raise", "mask"])
-@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize(("layout", "on_loss"), [("expert", "raise"), ("rank", "mask")])
 def test_a_rank_that_is_stopped_until_its_lease_has_ended_is_waited_for(layout: Layout, on_loss: str) -> None:
     """Its connections are up: nobody continues without it, and every sum is whole."""
     with Ranks(4, lease=0.3) as ranks:
