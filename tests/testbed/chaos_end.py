@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between messages of one stream")
     options = parser.parse_args()
     with crossrail.Worker(crossrail.Context()) as once, suppress(crossrail.TimeoutError):
-        once.accept(timeout=0.01)
+        once.accept(timeout=0.25)
     del once
     gc.collect()  # what a process has once, it has from now on
     before = _descriptors()
