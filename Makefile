@@ -18,7 +18,7 @@ DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos test-gpu bench bench-gpu \
+.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos soak test-gpu bench bench-gpu \
 	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models fuzz pins rust wheels check-aarch64 fmt clean
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make simulate all ranks of a group in one simulation, with lost ranks and connections: SIM_RUNS"
 	@echo "make chaos-ranks random kills and stops of ranks: CHAOS_SECONDS"
+	@echo "make soak     thousands of cycles of everything that a program makes and drops, counted in bytes: SOAK_SECONDS each"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
@@ -119,6 +120,14 @@ test-rust: $(TOOLS)
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
 	cargo test --quiet --locked --package crossrail-fuzz
+
+# What `make test` does in seconds, for as long as a program lives: six kinds, two hours in all by default.
+SOAK_SECONDS ?= 1030
+
+soak: rust
+	$(call say,soak: everything that is made and dropped, $(SOAK_SECONDS) s each)
+	CROSSRAIL_TEST_SOAK=$(SOAK_SECONDS) cargo test --quiet --locked --package crossrail-ep-host --test growth -- \
+		--nocapture --test-threads 1
 
 # Not part of `make test`: it compiles everything once more.
 models: rust
