@@ -9,6 +9,7 @@ use crossrail_types::Settings;
 use crate::{Problems, files, shown};
 
 const PAGE: &str = "docs/settings.md";
+const METRICS: &str = "docs/metrics.md";
 /// Top-level folders: a path in a page that starts with one of these is relative to the repository root.
 const FOLDERS: [&str; 8] = ["benches", "crates", "docs", "examples", "fuzz", "python", "tests", "xtask"];
 /// Suffixes of source files: a name with one of these is a file of this repository, even without its folder.
@@ -16,21 +17,26 @@ const SOURCES: [&str; 5] = [".rs", ".py", ".cu", ".cuh", ".sh"];
 
 /// Writes the generated pages.
 pub(crate) fn write(root: &Path) -> Problems {
-    let path = root.join(PAGE);
-    let folder = path.parent().unwrap_or(root);
-    match std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, page())) {
-        Ok(()) => Problems::new(),
-        Err(error) => vec![format!("{PAGE}: {error}")],
+    let mut problems = Problems::new();
+    for (name, text) in [(PAGE, page()), (METRICS, metrics_page())] {
+        let path = root.join(name);
+        let folder = path.parent().unwrap_or(root);
+        if let Err(error) = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, text)) {
+            problems.push(format!("{name}: {error}"));
+        }
     }
+    problems
 }
 
 /// Checks that the generated pages are up to date, and that links, files and settings named in any page exist.
 pub(crate) fn check(root: &Path) -> Problems {
     let mut problems = Problems::new();
-    match std::fs::read_to_string(root.join(PAGE)) {
-        Ok(text) if text == page() => {}
-        Ok(_) => problems.push(format!("{PAGE}: is stale; run cargo xtask docs")),
-        Err(error) => problems.push(format!("{PAGE}: {error}; run cargo xtask docs")),
+    for (name, page) in [(PAGE, page()), (METRICS, metrics_page())] {
+        match std::fs::read_to_string(root.join(name)) {
+            Ok(text) if text == page => {}
+            Ok(_) => problems.push(format!("{name}: is stale; run cargo xtask docs")),
+            Err(error) => problems.push(format!("{name}: {error}; run cargo xtask docs")),
+        }
     }
     let there: BTreeSet<String> = files(root, "").iter().map(|path| shown(root, path)).collect();
     for path in files(root, ".md") {
@@ -54,6 +60,30 @@ pub(crate) fn check(root: &Path) -> Problems {
         );
     }
     problems
+}
+
+fn metrics_page() -> String {
+    let mut page = String::from(
+        "# Metrics\n\n\
+         <!-- Written by `cargo xtask docs` from crates/sight/src/layout.rs and metrics.rs. Do not edit. -->\n\n\
+         With `CROSSRAIL_METRICS=:9400` a process answers `GET /metrics` on that port of loopback with the metrics of all\n\
+         processes of its user on this machine; `0.0.0.0:9400` lets other machines ask, without any secret. If the port\n\
+         is taken, a line says so and the program goes on; a process that waits for the port takes it over when its\n\
+         owner ends. With `CROSSRAIL_METRICS=file:FOLDER` each process writes a file of its own into the folder of\n\
+         node_exporter's textfile collector, every 15 s, and removes it when it ends. Off by default.\n\n\
+         The figures are those of the pages that `crossrail top` reads ([top.md](top.md)), up to 50 ms old. Every metric\n\
+         has the labels `host` and `pid`; `owner` tells the workers and buffers of a process apart. Counters and\n\
+         histograms can be added over all labels; the series of a lane or peer ends with it, while those of its rail\n\
+         go on. A rail's counters may miss the last 50 ms of a lane that was lost. Histograms of transfers leave out\n\
+         messages short enough to go with their first frame.\n\n\
+         [packaging/grafana.json](../packaging/grafana.json) is a dashboard.\n\n\
+         | metric | type | labels | meaning |\n|---|---|---|---|\n",
+    );
+    for metric in crossrail_sight::metrics::reference() {
+        let labels = metric.labels.iter().map(|label| format!("`{label}`")).collect::<Vec<_>>().join(", ");
+        let _ = writeln!(page, "| `{}` | {} | {labels} | {} |", metric.name, metric.kind, metric.doc);
+    }
+    page
 }
 
 fn page() -> String {

@@ -14,7 +14,7 @@ const HELP: &str = "\
 cargo xtask lint            deps, sizes and docs --check
 cargo xtask deps            which room may use which, who may have unsafe code, what Python files may import
 cargo xtask sizes           fail if a source file is too long
-cargo xtask docs            write docs/settings.md from the declaration of the settings
+cargo xtask docs            write docs/settings.md and docs/metrics.md from what they declare
 cargo xtask docs --check    fail if a page is stale: settings reference, links, names of files and settings
 ";
 

@@ -204,17 +204,17 @@ kinds! {
         peers: Now,
         /// Transfers longer than what goes with a first frame that have finished, sent or received.
         transfers: Count,
-        /// Their bytes.
+        /// Bytes of those transfers.
         transfer_bytes: CountBytes,
-        /// Time in which they waited for the other end to match them.
+        /// Time in which those transfers waited for the other end to match them.
         match_seconds: CountNs,
-        /// Time in which they waited for a lane with room in its window.
+        /// Time in which those transfers waited for a lane with room in its window.
         window_seconds: CountNs,
-        /// Time in which their bytes were under way.
+        /// Time in which the bytes of those transfers were under way.
         wire_seconds: CountNs,
-        /// Time in which this process copied their bytes itself.
+        /// Time in which this process copied bytes of those transfers itself.
         copy_seconds: CountNs,
-        /// How long each of them took, from matched to delivered.
+        /// How long each of those transfers took, from matched to delivered.
         transfer_seconds: Histogram,
     }
     /// A rail of a worker: the lanes over one network device, or over shared memory, with all peers.
@@ -227,7 +227,7 @@ kinds! {
         lanes: Now,
         /// Chunks sent and not acknowledged.
         in_flight_chunks: Now,
-        /// Bytes of those chunks.
+        /// Bytes of chunks sent and not acknowledged.
         in_flight_bytes: NowBytes,
         /// Times that a lane which was owed something was silent for a whole deadline.
         stalls: Count,
@@ -261,7 +261,7 @@ kinds! {
         received_bytes: CountBytes,
         /// Chunks sent and not acknowledged.
         in_flight_chunks: Now,
-        /// Bytes of those chunks.
+        /// Bytes of chunks sent and not acknowledged.
         in_flight_bytes: NowBytes,
         /// The rate of the last chunks, as this end measured it; 0 while unknown.
         rate: NowRate,

@@ -9,20 +9,24 @@
 //! page     this process's page: creation, removal, pages that dead processes left
 //! row      one row of it, written as a seqlock
 //! read     the pages of other processes, none of which is trusted
+//! metrics  the same for Prometheus
 //! ```
 
 mod clock;
 mod layout;
+pub mod metrics;
 mod page;
 mod process;
 mod read;
 mod row;
+mod serve;
 
 pub use clock::now_ns;
 pub use layout::{ERRORS, Field, Form, HISTOGRAM_LIMITS_NS, HISTOGRAM_WORDS, KINDS, Kind, VERSION, fields};
 pub use page::{Page, count_error, open, remove, summary};
 pub use read::{Found, Refused, Seen, SeenRow, SeenWait, Value, pages, parse};
 pub use row::{Histogram, Row, Wait, Writer, ranks_text};
+pub use serve::export;
 
 #[cfg(test)]
 mod tests;

@@ -510,6 +510,20 @@ const PAGES: Codec<Option<PathBuf>> = Codec {
     show: |folder| (PATH.show)(folder).or_else(|| Some("off".to_owned())),
 };
 
+const METRICS: Codec<Option<String>> = Codec {
+    parse: |text| {
+        let text = text.trim();
+        if let Some(folder) = text.strip_prefix("file:") {
+            return if folder.is_empty() { Err("names no folder".to_owned()) } else { Ok(Some(text.to_owned())) };
+        }
+        match text.rsplit_once(':') {
+            Some((_, port)) if port.parse::<u16>().is_ok() => Ok(Some(text.to_owned())),
+            _ => Err("is neither an address with a port nor file:FOLDER".to_owned()),
+        }
+    },
+    show: Clone::clone,
+};
+
 const LOG: Codec<LogLevel> = Codec {
     parse: |text| {
         let found = LogLevel::NAMES.iter().find(|(name, _)| *name == text.trim());
@@ -608,6 +622,10 @@ settings! {
     /// Folder in shared memory where this process keeps the page of counters that `crossrail top` reads.
     pages: Option<PathBuf> = Some(PathBuf::from("/dev/shm")),
         "CROSSRAIL_PAGES" accepts "a path, or `off`" as PAGES;
+    /// Where the counters of the pages are exported for Prometheus: over HTTP, on loopback unless the address says
+    /// otherwise, or into files for node_exporter.
+    metrics: Option<String> = None,
+        "CROSSRAIL_METRICS" accepts "`:9400`, `host:port`, or `file:FOLDER`" as METRICS;
     /// Log level of messages on stderr.
     log: LogLevel = LogLevel::Warn,
         "CROSSRAIL_LOG" accepts "`off`, `error`, `warn`, `info` or `debug`" as LOG;

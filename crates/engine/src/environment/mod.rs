@@ -36,6 +36,7 @@ impl Environment {
         gpus: impl FnOnce(&Settings, Arc<Arena>) -> Arc<Devices>,
     ) -> Result<Environment> {
         forks::watch();
+        crossrail_sight::export(&settings)?;
         let nics = crossrail_topology::nics()?;
         let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);
         if settings.tls.allows("shm") {

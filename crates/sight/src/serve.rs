@@ -1,0 +1,187 @@
+//! The export of metrics: a thread that answers HTTP requests, or one that writes files for node_exporter.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crossrail_types::{Error, ErrorKind, Log, Origin, Result, Settings};
+use parking_lot::Mutex;
+
+use crate::read::{Found, Seen};
+use crate::{metrics, now_ns, pages, process};
+
+/// How often the files are written: node_exporter is asked four times a minute as a rule.
+const WRITE_EVERY: Duration = Duration::from_secs(15);
+/// How often to look for the page that is to be written for the first time.
+const FIRST_EVERY: Duration = Duration::from_millis(250);
+/// How often a port that another process has is tried again: it takes over when that process has ended.
+const RETRY_EVERY: Duration = Duration::from_secs(5);
+/// How long a client may take for its request, or to take the answer.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest request that is read.
+const REQUEST_MAX: usize = 8 << 10;
+/// How the files are called: this, process id, start, and the suffix that node_exporter looks for.
+const PREFIX: &str = "crossrail-";
+const SUFFIX: &str = ".prom";
+
+/// The process that exports, and the file that it writes.
+static EXPORTING: Mutex<Option<(Origin, Option<PathBuf>)>> = Mutex::new(None);
+
+/// Exports metrics as the settings say, for as long as the process lives. Only the first call of a process has an
+/// effect. What goes wrong later is logged: a program must not fail because nobody can watch it.
+///
+/// # Errors
+/// `Config`: the address does not resolve, or there are no pages to export.
+pub fn export(settings: &Settings) -> Result<()> {
+    let Some(to) = &settings.metrics else { return Ok(()) };
+    let fail = |why: String, hint: &str| Error::new(ErrorKind::Config, "CROSSRAIL_METRICS", why).with_hint(hint);
+    let Some(folder) = settings.pages.clone() else {
+        return Err(fail("exports the pages, and CROSSRAIL_PAGES=off".to_owned(), "unset one of them"));
+    };
+    let log = Log(settings.log);
+    let mut exporting = EXPORTING.lock();
+    if exporting.as_ref().is_some_and(|(origin, _)| origin.is_here()) {
+        return Ok(());
+    }
+    let (file, body): (_, Box<dyn FnOnce() + Send>) = match to.strip_prefix("file:") {
+        Some(target) => {
+            let target = PathBuf::from(target);
+            let file = target.join(own_file());
+            let (of_thread, target) = (file.clone(), target);
+            (Some(file), Box::new(move || write_files(&folder, &target, &of_thread, log)))
+        }
+        None => {
+            let address =
+                resolve(to).ok_or_else(|| fail(format!("{to:?} does not resolve"), "write :9400 or host:9400"))?;
+            (None, Box::new(move || serve(&folder, address, log)))
+        }
+    };
+    let started = std::thread::Builder::new().name("crossrail-metrics".to_owned()).spawn(body);
+    if let Err(error) = started {
+        log.warn(format_args!("CROSSRAIL_METRICS: no thread for it ({error}); nothing is exported"));
+        return Ok(());
+    }
+    if file.is_some() {
+        // SAFETY: the function stays where it is, and touches nothing that an ending process may not touch.
+        #[allow(unsafe_code)]
+        unsafe {
+            nix::libc::atexit(remove_at_exit);
+        }
+    }
+    *exporting = Some((Origin::here(), file));
+    Ok(())
+}
+
+extern "C" fn remove_at_exit() {
+    if let Some(exporting) = EXPORTING.try_lock()
+        && let Some((origin, Some(file))) = exporting.as_ref()
+        && origin.is_here()
+    {
+        let _ = std::fs::remove_file(file);
+    }
+}
+
+/// `:9400` is loopback.
+fn resolve(text: &str) -> Option<SocketAddr> {
+    let text = if text.starts_with(':') { format!("127.0.0.1{text}") } else { text.to_owned() };
+    text.to_socket_addrs().ok()?.next()
+}
+
+/// Answers requests with the metrics of all processes of this user on this machine: one process of them has the port.
+fn serve(folder: &Path, address: SocketAddr, log: Log) {
+    let mut reported = false;
+    let listener = loop {
+        match TcpListener::bind(address) {
+            Ok(listener) => break listener,
+            Err(error) => {
+                if !std::mem::replace(&mut reported, true) {
+                    log.warn(format_args!(
+                        "CROSSRAIL_METRICS: {address}: {error}; if a process of this user has the port, it exports this one too"
+                    ));
+                }
+                std::thread::sleep(RETRY_EVERY);
+            }
+        }
+    };
+    for client in listener.incoming().flatten() {
+        // One client after the other, each for a bounded time; the next scrape makes up for a lost one.
+        let _ = answer(client, folder);
+    }
+}
+
+fn answer(mut client: TcpStream, folder: &Path) -> std::io::Result<()> {
+    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+    let mut request = Vec::new();
+    let mut buffer = [0; 1024];
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST_MAX {
+        match client.read(&mut buffer)? {
+            0 => break,
+            got => request.extend_from_slice(&buffer[..got]),
+        }
+    }
+    let path = request.strip_prefix(b"GET ").and_then(|rest| rest.split(|byte| b" ?".contains(byte)).next());
+    let (status, body) = match path {
+        Some(b"/metrics" | b"/") => ("200 OK", metrics::text(&seen(folder, |_| true), now_ns())),
+        Some(_) => ("404 Not Found", "the metrics are at /metrics\n".to_owned()),
+        None => ("400 Bad Request", "GET /metrics\n".to_owned()),
+    };
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nContent-Length: {}\r\n\
+         Connection: close\r\n\r\n",
+        body.len()
+    );
+    client.write_all(head.as_bytes())?;
+    client.write_all(body.as_bytes())
+}
+
+fn seen(folder: &Path, which: impl Fn(&Found) -> bool) -> Vec<Seen> {
+    pages(folder).unwrap_or_default().into_iter().filter(which).filter_map(|found| found.page.ok()).collect()
+}
+
+/// Writes this process's metrics into a file of its own, in place of the one before.
+fn write_files(folder: &Path, target: &Path, file: &Path, log: Log) {
+    let mut reported = false;
+    remove_stale(target);
+    let own = std::process::id();
+    loop {
+        let page = seen(folder, |found| found.pid == own);
+        if page.is_empty() {
+            // There is no worker yet.
+            std::thread::sleep(FIRST_EVERY);
+            continue;
+        }
+        let text = metrics::text(&page, now_ns());
+        // node_exporter reads only what ends in .prom, and a rename is atomic.
+        let made = file.with_extension("tmp");
+        let written = std::fs::write(&made, text).and_then(|()| std::fs::rename(&made, file));
+        if let Err(error) = written
+            && !std::mem::replace(&mut reported, true)
+        {
+            log.warn(format_args!("CROSSRAIL_METRICS: {}: {error}; it is tried again", file.display()));
+        }
+        std::thread::sleep(WRITE_EVERY);
+    }
+}
+
+fn own_file() -> String {
+    let pid = std::process::id();
+    format!("{PREFIX}{pid}-{}{SUFFIX}", process::started(pid).unwrap_or_default())
+}
+
+/// Removes the files that dead processes left: they would be exported for ever.
+fn remove_stale(target: &Path) {
+    let Ok(entries) = std::fs::read_dir(target) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let named =
+            name.strip_prefix(PREFIX).and_then(|rest| rest.strip_suffix(SUFFIX)).and_then(|rest| rest.split_once('-'));
+        let Some((Ok(pid), Ok(start))) = named.map(|(pid, start)| (pid.parse::<u32>(), start.parse::<u64>())) else {
+            continue;
+        };
+        if process::started(pid) != Some(start) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
