@@ -10,6 +10,7 @@
 //! row      one row of it, written as a seqlock
 //! read     the pages of other processes, none of which is trusted
 //! metrics  the same for Prometheus
+//! trace    what a worker did when, for Perfetto
 //! ```
 
 mod clock;
@@ -20,6 +21,7 @@ mod process;
 mod read;
 mod row;
 mod serve;
+pub mod trace;
 
 pub use clock::now_ns;
 pub use layout::{ERRORS, Field, Form, HISTOGRAM_LIMITS_NS, HISTOGRAM_WORDS, KINDS, Kind, VERSION, fields};

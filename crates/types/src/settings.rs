@@ -626,6 +626,9 @@ settings! {
     /// otherwise, or into files for node_exporter.
     metrics: Option<String> = None,
         "CROSSRAIL_METRICS" accepts "`:9400`, `host:port`, or `file:FOLDER`" as METRICS;
+    /// Folder where each worker writes what it did when, for Perfetto, once it is closed; unset: nothing is recorded.
+    trace: Option<PathBuf> = None,
+        "CROSSRAIL_TRACE" accepts "a path" as PATH;
     /// Log level of messages on stderr.
     log: LogLevel = LogLevel::Warn,
         "CROSSRAIL_LOG" accepts "`off`, `error`, `warn`, `info` or `debug`" as LOG;

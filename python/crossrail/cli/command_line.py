@@ -19,6 +19,7 @@ COMMANDS = {
     "info": (".info:add_arguments", "devices, transports, what each can do; what is unusable, why, and the fix"),
     "doctor": (".doctor:add_arguments", "tests this machine by doing; what is wrong, and the command that mends it"),
     "top": (".top:add_arguments", "what runs on this machine or in a job, live: rates, stalls, who waits for whom"),
+    "trace": (".trace:add_arguments", "merge the traces of workers (CROSSRAIL_TRACE) into one file for Perfetto"),
     "bench": (None, "measure two ends, or the ranks of a group"),
     "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
     "plan": (".plan:add_arguments", "bytes and times of expert parallelism on a cluster, before one has it"),
@@ -56,6 +57,7 @@ EXAMPLES = {
         "crossrail top --once --json top.json",
         "crossrail top --job --store tcp://10.0.0.1:18178 --secret-file secret",
     ),
+    "trace": ("crossrail trace merge --output trace.json traces/",),
     "store": ("crossrail store --listen 10.0.0.1:7400 --secret-file secret",),
     "plan": (
         "crossrail plan --cluster h200 --model deepseek-v3",

@@ -25,8 +25,8 @@ from .options import (
     Pin,
     RunOptions,
     add_device_kind,
-    add_json,
     add_no_effect,
+    add_output,
     add_pin,
     add_secret_file,
     add_timeout,
@@ -119,7 +119,7 @@ def add_arguments(parser: Parser) -> None:
     add_secret_file(work, "all nodes")
     add_timeout(work)
     add_pin(work, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
-    add_json(parser.add_argument_group("what comes out"))
+    add_output(parser.add_argument_group("what comes out"))
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
@@ -145,6 +145,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         timeout=parsed.timeout,
         secret_file=parsed.secret_file,
         json=parsed.json,
+        trace=parsed.trace,
         pin=parsed.pin or "auto",
     )
 

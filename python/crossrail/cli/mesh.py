@@ -18,9 +18,9 @@ from .options import (
     Memory,
     Pin,
     add_iterations,
-    add_json,
     add_links,
     add_memory,
+    add_output,
     add_pin,
     add_secret_file,
     add_sizes,
@@ -100,7 +100,7 @@ def add_arguments(parser: Parser) -> None:
     add_secret_file(how, "all nodes")
     add_timeout(how)
     add_pin(how, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
-    add_json(parser.add_argument_group("what comes out"))
+    add_output(parser.add_argument_group("what comes out"))
 
 
 def _devices(text: str) -> list[str] | str:

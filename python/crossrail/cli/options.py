@@ -31,6 +31,7 @@ _SETTINGS = {
     "unpack": "unpack",
     "timeout": "timeout",
     "secret_file": "secret_file",
+    "trace_parts": "trace",
 }
 """Attributes of options, and the settings they override, by their field names in the settings declaration."""
 
@@ -48,7 +49,13 @@ class RunOptions:
     timeout: str | None = None
     secret_file: str | None = None
     json: str | None = None
+    trace: str | None = None
     parent: int | None = None
+
+    @property
+    def trace_parts(self) -> str | None:
+        """The folder into which the workers write what becomes the file of ``--trace``."""
+        return None if self.trace is None else f"{self.trace}.parts"
 
     def settings(self) -> dict[str, str]:
         """The settings on the command line, by their field names in the settings declaration."""
@@ -120,6 +127,12 @@ def fields_of(parsed: argparse.Namespace, *left_out: str) -> dict[str, Any]:
 
 def add_json(group: argparse._ArgumentGroup | Parser) -> None:
     group.add_argument("--json", metavar="FILE", help="raw samples and the environment to FILE, or to stdout for `-`")
+
+
+def add_output(group: argparse._ArgumentGroup | Parser) -> None:
+    """Adds what every bench can write."""
+    add_json(group)
+    group.add_argument("--trace", metavar="FILE", help="what each lane carried when, for Perfetto (ui.perfetto.dev)")
 
 
 def add_no_effect(group: argparse._ArgumentGroup) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -28,6 +29,7 @@ from crossrail.report import (
 
 from .failure import UsageFailure, print_error, print_notice
 from .options import RunOptions
+from .trace import found, write_merged
 
 OnProgress = Callable[[int, int], object]
 """Takes the number of iterations done and the total. The answer ``False`` stops the measurement."""
@@ -177,6 +179,8 @@ def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str
 def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> None:
     """Measures, prints the tables and, if requested, writes the JSON (`-`: to stdout, and the tables to stderr)."""
     check_json(options.json)
+    check_json(options.trace)
+    _remove_parts(options.trace_parts)
     with Progress() as progress:
         run = _Run(options, progress)
         _runs.append(run)
@@ -184,8 +188,28 @@ def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> N
             report = measure(progress)
         finally:
             progress.handed_over.set()
+    write_trace(options)
     if run.claim():
         _show(report, options.json)
+
+
+def write_trace(options: RunOptions) -> None:
+    """Merges the traces that the workers of a run have written into the file of ``--trace``, if there is to be one."""
+    if options.trace is None or options.trace_parts is None:
+        return
+    try:
+        write_merged(found([options.trace_parts]), options.trace)
+    finally:
+        _remove_parts(options.trace_parts)
+
+
+def _remove_parts(parts: str | None) -> None:
+    """Removes the traces in that folder, also of a run that was killed, and the folder if nothing else is there."""
+    folder = Path(parts or "")
+    for part in folder.glob("crossrail-*.json") if parts else ():
+        part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _show(report: Report, json: str | None) -> None:

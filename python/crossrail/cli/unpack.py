@@ -10,7 +10,7 @@ from crossrail._native import bench_unpack
 from crossrail.report import Report, Row, format_size, unpack_rows
 
 from .launcher import refuse_launch
-from .options import UNPACK_MODES, RunOptions, add_iterations, add_json, add_sizes, add_timeout
+from .options import UNPACK_MODES, RunOptions, add_iterations, add_output, add_sizes, add_timeout
 from .parsing import Command, Parser, device, names_of, size_list
 from .placement import known_gpus
 from .reporting import Progress, make_report, show_report
@@ -53,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--mode", dest="modes", metavar="MODES", type=names_of(UNPACK_MODES, "mode"), help=modes)
     add_iterations(work, ITERS, WARMUP)
     add_timeout(work)
-    add_json(parser.add_argument_group("what comes out"))
+    add_output(parser.add_argument_group("what comes out"))
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
@@ -74,6 +74,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         warmup=parsed.warmup,
         timeout=parsed.timeout,
         json=parsed.json,
+        trace=parsed.trace,
     )
 
 

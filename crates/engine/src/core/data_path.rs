@@ -73,6 +73,9 @@ impl DataPath {
         let now = self.tables.clock.now();
         loop {
             let out = self.tables.peers.get_mut(endpoint)?.protocol.next(now, lane)?;
+            if out.chunk {
+                self.tables.trace_sent(endpoint, lane, &out);
+            }
             if out.chunk && self.gpu.stage(&mut self.tables, endpoint, lane, &out) {
                 return self.gpu.next(&mut self.tables, endpoint, lane);
             }
@@ -117,6 +120,9 @@ impl DataPath {
         match peer.protocol.place(now, lane, head, &mut host) {
             Placing::Message(short) => tables.operations.place_short(endpoint, &short),
             Placing::Memory { memory, offset, len, chunk } => {
+                if chunk {
+                    tables.trace_arriving(endpoint, lane, head);
+                }
                 let Some((ptr, have, gpu)) = tables.extent(memory) else { return Place::Discard };
                 if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
                     return Place::Refuse(format!("{len} bytes at {offset} of a memory of {have} bytes"));
@@ -168,6 +174,7 @@ impl DataPath {
             }
             return Ok(());
         }
+        self.tables.trace_arrived(lane);
         if token == WORD {
             if let Some(lane) = self.tables.lanes.get_mut(lane) {
                 lane.deliver_word();

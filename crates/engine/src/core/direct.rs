@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_cuda_ipc::Link;
 use crossrail_proto as proto;
+use crossrail_sight::trace::What;
 use crossrail_transport::{Copy, Direct, Job, Step};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
@@ -300,6 +301,9 @@ impl DirectCopies {
         let tables = &mut context.data.tables;
         let now = tables.clock.read();
         let ordinal = tables.extent(active.memory).and_then(|(.., gpu)| gpu);
+        if done {
+            tables.trace_ended(active.endpoint, What::Copied, active.copy_ns, active.job.moved as u64);
+        }
         if let Some(peer) = tables.peers.get_mut(active.endpoint) {
             if done {
                 peer.copied.entry(ordinal).or_default().add(active.job.moved as u64, active.copy_ns);

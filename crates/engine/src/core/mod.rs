@@ -29,6 +29,7 @@ mod sample;
 mod submission;
 mod submit;
 mod tables;
+mod tracing;
 mod transfers;
 mod wake_ups;
 

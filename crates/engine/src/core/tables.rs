@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
+use crossrail_sight::trace::What;
 use crossrail_transport::{Grant, Payload, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Log, OpId, Reason};
 use proto::{Body, Memory, Time};
@@ -16,6 +17,7 @@ use super::operations::Operations;
 use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
 use super::sample::Totals;
+use super::tracing::Tracing;
 use crate::memory::Regions;
 
 /// Payloads from here on are looked up in the arena, so that a lane may use sendfile.
@@ -32,6 +34,7 @@ pub(crate) struct Tables {
     pub(super) peers: Peers,
     pub(super) lanes: Lanes,
     pub(super) totals: Totals,
+    pub(super) tracing: Option<Tracing>,
 }
 
 /// Where memory is: its first byte, the bytes it has, and the ordinal of the GPU that owns it (`None`: host memory).
@@ -49,6 +52,7 @@ impl Tables {
             peers: Peers::default(),
             lanes: Lanes::default(),
             totals: Totals::default(),
+            tracing: None,
         }
     }
 
@@ -170,9 +174,11 @@ impl Tables {
             Ok(receipt) => {
                 let Some(op) = self.operations.op(id) else { return };
                 let tag = if op.kind() == OpKind::Receive { tag } else { op.tag() };
-                let (bytes, wire_ns, lane) = (receipt.bytes, receipt.wire_ns, receipt.lane);
+                let (kind, bytes, wire_ns, lane) = (op.kind(), receipt.bytes, receipt.wire_ns, receipt.lane);
                 let more = (receipt.protocol != proto::Protocol::Eager).then(|| {
                     self.totals.add(&receipt);
+                    let took = receipt.window_ns + receipt.wire_ns;
+                    self.trace_ended(endpoint, What::Operation(kind.name()), took, bytes);
                     let notes = self.notes_during(endpoint, &receipt);
                     Box::new(More { receipt, direct: None, times: None, notes, batch: false })
                 });

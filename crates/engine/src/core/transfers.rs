@@ -301,6 +301,9 @@ impl Transfers {
             let now = tables.clock.now();
             let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.protocol.wants(id)) else { break };
             let Some(out) = peer.protocol.next(now, id) else { break };
+            if out.chunk {
+                tables.trace_sent(endpoint, id, &out);
+            }
             if out.chunk && gpu.stage(tables, endpoint, id, &out) {
                 self.wake_ups.queue_chunk();
                 break;
@@ -394,12 +397,16 @@ impl Transfers {
                     peer.end_access(passive);
                 }
             }
-            Event::Acked { lane, chunks } => gpu.acked(tables, lane, chunks),
+            Event::Acked { lane, chunks } => {
+                tables.trace_acknowledged(lane, chunks);
+                gpu.acked(tables, lane, chunks);
+            }
             Event::Suspect { lane } => {
                 tables.lanes.get_mut(lane).into_iter().for_each(|lane| lane.stalls += 1);
                 self.deferred.suspects.push((endpoint, lane));
             }
             Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
+                tables.trace_acknowledged(lane, u32::MAX);
                 tables
                     .lanes
                     .get_mut(lane)

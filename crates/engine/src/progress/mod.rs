@@ -163,6 +163,9 @@ impl Progress {
     /// Names the worker in the process's page.
     pub(crate) fn named(&self, name: &str) {
         self.sight.name(name);
+        if self.environment.settings().trace.is_some() {
+            self.core().start_trace(name);
+        }
     }
 
     /// The descriptor for event loops.
@@ -329,8 +332,14 @@ impl Progress {
         core.abandon();
         let gpus = core.transfers().gpu().take_gpus();
         self.after(core);
+        let trace = self.core().take_trace();
         drop(gpus);
         self.sight.close();
+        if let Some((folder, (trace, name))) = self.environment.settings().trace.as_deref().zip(trace)
+            && let Err(error) = trace.write(folder, &name)
+        {
+            self.log.warn(format_args!("CROSSRAIL_TRACE: {}: {error}; the trace of {name} is lost", folder.display()));
+        }
         self.done.notify_all();
     }
 }

@@ -22,8 +22,8 @@ from ..options import (
     add_compare,
     add_device_kind,
     add_iterations,
-    add_json,
     add_no_effect,
+    add_output,
     add_pin,
     add_rails,
     add_secret_file,
@@ -198,7 +198,7 @@ def add_arguments(parser: Parser) -> None:
     _add_how(parser.add_argument_group("how it moves"))
     out = parser.add_argument_group("what comes out")
     add_iterations(out, ITERS, WARMUP)
-    add_json(out)
+    add_output(out)
     peers = (
         "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, needing PyTorch: "
         "deepep (DeepEP V1), drop-in (crossrail.deep_ep in the same program), "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..launcher import find_launch
 from ..options import fields_of
 from ..parsing import Command, Parser
-from ..reporting import show_report
+from ..reporting import show_report, write_trace
 from .driver import drive
 from .listener import listen
 from .options import BenchOptions, add_arguments, check
@@ -22,6 +22,7 @@ class Bench(BenchOptions):
         """Listens, or drives the measurement and shows the report. Raises Failure and the library's errors."""
         if self.listens:
             listen(self)
+            write_trace(self)
         else:
             show_report(self, lambda progress: drive(self, progress))
 

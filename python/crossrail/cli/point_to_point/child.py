@@ -82,7 +82,10 @@ def other_end(options: BenchOptions) -> Iterator[Child]:
     command = [sys.executable, "-m", "crossrail", "bench", options.what, "--listen=127.0.0.1:0"]
     command += [f"--parent={os.getpid()}", f"--pin={_pin_text(options)}", *options.for_child()]
     with tempfile.TemporaryFile() as talk:
-        process = Process(command, environment={"PYTHONSAFEPATH": "1"}, stdin=subprocess.PIPE, stderr=talk)
+        environment = {"PYTHONSAFEPATH": "1"}
+        if options.trace_parts is not None:
+            environment["CROSSRAIL_TRACE"] = options.trace_parts
+        process = Process(command, environment=environment, stdin=subprocess.PIPE, stderr=talk)
         try:
             child = Child(process, talk)
             yield child

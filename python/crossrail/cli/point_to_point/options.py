@@ -17,9 +17,9 @@ from ..options import (
     Pin,
     add_compare,
     add_iterations,
-    add_json,
     add_links,
     add_memory,
+    add_output,
     add_pin,
     add_secret_file,
     add_sizes,
@@ -155,7 +155,7 @@ def add_arguments(parser: Parser, what: str) -> None:
         window = "maximum chunks in flight per lane" if what == "p2p" else f"sends before one reply ({WINDOW})"
         add_window(how, window)
     out = parser.add_argument_group("what comes out")
-    add_json(out)
+    add_output(out)
     add_compare(out, KNOWN_PEERS)
 
 

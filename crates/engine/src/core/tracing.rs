@@ -1,0 +1,94 @@
+//! The trace of a worker, if one is wanted: chunks, operations and copies as they happen. Off, each of these costs a look
+//! at an `Option`.
+
+use crossrail_proto as proto;
+use crossrail_sight::now_ns;
+use crossrail_sight::trace::{Event, Trace, What, flow};
+use crossrail_types::{EndpointId, Head, LaneId};
+
+use super::Core;
+use super::tables::Tables;
+
+/// Tracks of what belongs to an endpoint and to no lane are numbered from here.
+const ENDPOINTS: u64 = 1 << 32;
+
+/// See the module.
+pub(super) struct Tracing {
+    trace: Box<Trace>,
+    /// This worker, as its peers name it.
+    own: String,
+    /// The machine's clock when the core's clock was 0.
+    epoch_ns: u64,
+}
+
+impl Core {
+    /// Records from now on. `own`: this worker's name.
+    pub(crate) fn start_trace(&mut self, own: &str) {
+        let epoch_ns = now_ns().saturating_sub(self.read_clock().0);
+        let trace = Box::default();
+        self.transfers.data.tables.tracing = Some(Tracing { trace, own: own.to_owned(), epoch_ns });
+    }
+
+    /// Ends the recording; the trace, and the name of this worker.
+    pub(crate) fn take_trace(&mut self) -> Option<(Box<Trace>, String)> {
+        self.transfers.data.tables.tracing.take().map(|tracing| (tracing.trace, tracing.own))
+    }
+}
+
+impl Tables {
+    /// A lane gets that chunk to send.
+    #[inline]
+    pub(super) fn trace_sent(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) {
+        if self.tracing.is_some() {
+            self.trace_chunk(endpoint, lane, &out.head, true);
+        }
+    }
+
+    /// The head of a chunk has come in.
+    #[inline]
+    pub(super) fn trace_arriving(&mut self, endpoint: EndpointId, lane: LaneId, head: &Head) {
+        if self.tracing.is_some() {
+            self.trace_chunk(endpoint, lane, head, false);
+        }
+    }
+
+    /// A payload has come in whole.
+    #[inline]
+    pub(super) fn trace_arrived(&mut self, lane: LaneId) {
+        if let Some(tracing) = &mut self.tracing {
+            tracing.trace.arrived(lane.0.into(), tracing.epoch_ns + self.clock.read().0);
+        }
+    }
+
+    /// The peer has acknowledged so many chunks; the lane is lost: all of them.
+    pub(super) fn trace_acknowledged(&mut self, lane: LaneId, chunks: u32) {
+        if let Some(tracing) = &mut self.tracing {
+            tracing.trace.acknowledged(lane.0.into(), tracing.epoch_ns + self.clock.read().0, chunks);
+        }
+    }
+
+    /// Something without a lane ended just now, after `ns`.
+    pub(super) fn trace_ended(&mut self, endpoint: EndpointId, what: What, ns: u64, bytes: u64) {
+        let Some(tracing) = &mut self.tracing else { return };
+        let track = ENDPOINTS + u64::from(endpoint.0);
+        let peers = &self.peers;
+        tracing.trace.name_track(track, || format!("operations with {}", peers.name(endpoint)));
+        let end_ns = tracing.epoch_ns + self.clock.read().0;
+        let begin_ns = end_ns.saturating_sub(ns);
+        tracing.trace.add(Event { what, track, begin_ns, end_ns, amount: bytes, flow: 0 });
+    }
+
+    #[cold]
+    fn trace_chunk(&mut self, endpoint: EndpointId, lane: LaneId, head: &Head, out: bool) {
+        let Some(tracing) = &mut self.tracing else { return };
+        let (track, now, bytes) = (lane.0.into(), tracing.epoch_ns + self.clock.read().0, head.payload_len() as u64);
+        let peer = self.peers.get(endpoint).map_or("?", |peer| peer.name());
+        let lanes = &self.lanes;
+        tracing.trace.name_track(track, || format!("{} with {peer}", lanes.name(lane)));
+        if out {
+            tracing.trace.sent(track, now, bytes, flow(&head.0, &tracing.own, peer));
+        } else {
+            tracing.trace.arriving(track, now, bytes, flow(&head.0, peer, &tracing.own));
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! What a worker did when, for a file that Perfetto and `chrome://tracing` show.
+//!
+//! Events are kept in memory until the worker closes: writing a file meanwhile would be what the trace shows. There are
+//! [`EVENTS_MAX`] of them at most, the last ones; how many were dropped before is said in the file.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::Path;
+
+use crate::process;
+
+/// Most events of one worker: some 6 MiB.
+const EVENTS_MAX: usize = 100_000;
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// A chunk was on its way: from when the lane got it until the peer acknowledged it.
+    Sent,
+    /// A chunk came in: from its head to its last byte.
+    Received,
+    /// An operation, from its match to its end.
+    Operation(&'static str),
+    /// A direct copy that this end made.
+    Copied,
+    /// So many chunks are unacknowledged from now on.
+    Window,
+}
+
+/// One event. Times are nanoseconds of [`now_ns`](crate::now_ns).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// What happened.
+    pub what: What,
+    /// Which lane, or which endpoint for what is of no lane: see [`Trace::name_track`].
+    pub track: u64,
+    /// When it began.
+    pub begin_ns: u64,
+    /// When it ended.
+    pub end_ns: u64,
+    /// Bytes, or the number of chunks.
+    pub amount: u64,
+    /// What sender and receiver of a chunk have in common; 0: nothing.
+    pub flow: u64,
+}
+
+/// The events of one worker. Whoever has its lock writes them.
+#[derive(Debug, Default)]
+pub struct Trace {
+    events: VecDeque<Event>,
+    dropped: u64,
+    tracks: HashMap<u64, String>,
+    /// By lane: chunks that are unacknowledged, with when they were sent, their bytes and their flow.
+    unacknowledged: HashMap<u64, VecDeque<(u64, u64, u64)>>,
+    /// By lane: the chunk that is coming in.
+    arriving: HashMap<u64, (u64, u64, u64)>,
+}
+
+impl Trace {
+    /// The name of a track: of a lane with its peer, or of an endpoint.
+    pub fn name_track(&mut self, track: u64, name: impl FnOnce() -> String) {
+        self.tracks.entry(track).or_insert_with(name);
+    }
+
+    /// Adds an event.
+    pub fn add(&mut self, event: Event) {
+        if self.events.len() == EVENTS_MAX {
+            self.events.pop_front();
+            self.dropped += 1;
+        }
+        self.events.push_back(event);
+    }
+
+    /// A lane got a chunk to send.
+    pub fn sent(&mut self, lane: u64, now_ns: u64, bytes: u64, flow: u64) {
+        let under_way = self.unacknowledged.entry(lane).or_default();
+        under_way.push_back((now_ns, bytes, flow));
+        let count = under_way.len() as u64;
+        self.window(lane, now_ns, count);
+    }
+
+    /// The peer has acknowledged that many chunks of a lane, the oldest ones.
+    pub fn acknowledged(&mut self, lane: u64, now_ns: u64, chunks: u32) {
+        let Some(under_way) = self.unacknowledged.get_mut(&lane) else { return };
+        let ended: Vec<_> = under_way.drain(..under_way.len().min(chunks as usize)).collect();
+        let count = under_way.len() as u64;
+        for (begin_ns, amount, flow) in ended {
+            self.add(Event { what: What::Sent, track: lane, begin_ns, end_ns: now_ns, amount, flow });
+        }
+        self.window(lane, now_ns, count);
+    }
+
+    /// The head of a chunk has come in on a lane.
+    pub fn arriving(&mut self, lane: u64, now_ns: u64, bytes: u64, flow: u64) {
+        // The lane asks again for the same head while it waits for a slot.
+        if self.arriving.get(&lane).is_none_or(|(.., known)| *known != flow) {
+            self.arriving.insert(lane, (now_ns, bytes, flow));
+        }
+    }
+
+    /// The payload that was coming in on a lane is complete.
+    pub fn arrived(&mut self, lane: u64, now_ns: u64) {
+        if let Some((begin_ns, amount, flow)) = self.arriving.remove(&lane) {
+            self.add(Event { what: What::Received, track: lane, begin_ns, end_ns: now_ns, amount, flow });
+        }
+    }
+
+    fn window(&mut self, lane: u64, now_ns: u64, count: u64) {
+        self.add(Event { what: What::Window, track: lane, begin_ns: now_ns, end_ns: now_ns, amount: count, flow: 0 });
+    }
+
+    /// Writes the events of the worker `name` into a file of its own in `folder`; its path.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn write(&self, folder: &Path, name: &str) -> std::io::Result<std::path::PathBuf> {
+        std::fs::create_dir_all(folder)?;
+        let (pid, mut number) = (std::process::id(), 0);
+        let (file, path) = loop {
+            let path = folder.join(format!("crossrail-{}-{pid}-{number}.json", process::host()));
+            match std::fs::File::create_new(&path) {
+                Ok(file) => break (file, path),
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
+                Err(error) => return Err(error),
+            }
+        };
+        let mut out = std::io::BufWriter::new(file);
+        out.write_all(self.json(name, u64::from(pid) << 8 | number).as_bytes())?;
+        out.flush()?;
+        Ok(path)
+    }
+
+    /// The events in the trace event format of Chrome: one process, one track per lane and endpoint.
+    fn json(&self, name: &str, process: u64) -> String {
+        let (host, text) = (quoted(&process::host()), quoted(name));
+        let mut out = format!(
+            "{{\"otherData\":{{\"schema\":\"crossrail-trace/1\",\"host\":{host},\"pid\":{},\"worker\":{text},\
+             \"dropped\":{}}},\n\"traceEvents\":[\n{{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":{process},\"args\":\
+             {{\"name\":{text}}}}}",
+            std::process::id(),
+            self.dropped
+        );
+        let mut tracks: Vec<_> = self.tracks.iter().collect();
+        tracks.sort();
+        for (track, name) in tracks {
+            let name = quoted(name);
+            let _ = write!(
+                out,
+                ",\n{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{process},\"tid\":{track},\"args\":{{\"name\":{name}}}}}"
+            );
+        }
+        for event in &self.events {
+            let Event { what, track, begin_ns, end_ns, amount, flow } = *event;
+            let (at, took) = (micros(begin_ns), micros(end_ns.saturating_sub(begin_ns)));
+            let kind = match what {
+                What::Window => {
+                    let lane = quoted(self.tracks.get(&track).map_or("?", String::as_str));
+                    let _ = write!(
+                        out,
+                        ",\n{{\"ph\":\"C\",\"name\":{lane},\"pid\":{process},\"ts\":{at},\"args\":{{\"chunks\":{amount}}}}}"
+                    );
+                    continue;
+                }
+                What::Sent => "chunk sent",
+                What::Received => "chunk received",
+                What::Operation(name) => name,
+                What::Copied => "direct copy",
+            };
+            let _ = write!(
+                out,
+                ",\n{{\"ph\":\"X\",\"name\":\"{kind}\",\"pid\":{process},\"tid\":{track},\"ts\":{at},\"dur\":{took},\
+                 \"args\":{{\"bytes\":{amount}}}}}"
+            );
+            // The arrow goes from the beginning of one slice to the beginning of the other.
+            let end = match what {
+                What::Sent if flow != 0 => "\"ph\":\"s\"",
+                What::Received if flow != 0 => "\"ph\":\"f\",\"bp\":\"e\"",
+                _ => continue,
+            };
+            let _ = write!(
+                out,
+                ",\n{{{end},\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"{flow:x}\",\"pid\":{process},\"tid\":{track},\"ts\":{at}}}"
+            );
+        }
+        out.push_str("\n]}\n");
+        out
+    }
+}
+
+/// What both ends of a chunk can compute from its frame's head and the names of sender and receiver.
+pub fn flow(head: &[u8], sender: &str, receiver: &str) -> u64 {
+    // FNV-1a: equal in all processes and versions, in contrast to the standard library's hashes.
+    let bytes = head.iter().chain(sender.as_bytes()).chain(&[0]).chain(receiver.as_bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)).max(1)
+}
+
+fn micros(ns: u64) -> String {
+    format!("{}.{:03}", ns / 1000, ns % 1000)
+}
+
+/// Text as JSON.
+fn quoted(text: &str) -> String {
+    let mut out = String::from("\"");
+    for char in text.chars() {
+        match char {
+            '"' | '\\' => out.extend(['\\', char]),
+            char if char.is_control() => {
+                let _ = write!(out, "\\u{:04x}", u32::from(char));
+            }
+            char => out.push(char),
+        }
+    }
+    out.push('"');
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_become_slices_with_arrows_and_windows_become_counters() {
+        let mut trace = Trace::default();
+        trace.name_track(3, || "tcp/eth0 to \"b\"".to_owned());
+        trace.sent(3, 1_000, 64, 7);
+        trace.sent(3, 2_500, 32, 8);
+        trace.acknowledged(3, 4_000, 1);
+        trace.arriving(3, 5_000, 16, 9);
+        trace.arriving(3, 6_000, 16, 9);
+        trace.arrived(3, 7_001);
+        trace.arrived(3, 8_000);
+        let text = trace.json("a", 1);
+        for said in [
+            "\"ph\":\"X\",\"name\":\"chunk sent\",\"pid\":1,\"tid\":3,\"ts\":1.000,\"dur\":3.000,\"args\":{\"bytes\":64}",
+            "\"ph\":\"s\",\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"7\",\"pid\":1,\"tid\":3,\"ts\":1.000",
+            "\"ph\":\"X\",\"name\":\"chunk received\",\"pid\":1,\"tid\":3,\"ts\":5.000,\"dur\":2.001",
+            "\"ph\":\"f\",\"bp\":\"e\",\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"9\"",
+            "\"ph\":\"C\",\"name\":\"tcp/eth0 to \\\"b\\\"\",\"pid\":1,\"ts\":2.500,\"args\":{\"chunks\":2}",
+        ] {
+            assert!(text.contains(said), "{said} is not in {text}");
+        }
+        assert_eq!(text.matches("chunk sent").count(), 1);
+    }
+
+    #[test]
+    fn memory_is_bounded_and_what_was_dropped_is_said() {
+        let mut trace = Trace::default();
+        let event = Event { what: What::Copied, track: 1, begin_ns: 0, end_ns: 1, amount: 1, flow: 0 };
+        (0..EVENTS_MAX + 5).for_each(|_| trace.add(event));
+        assert_eq!((trace.events.len(), trace.dropped), (EVENTS_MAX, 5));
+        assert!(trace.json("a", 1).contains("\"dropped\":5"));
+    }
+
+    #[test]
+    fn both_ends_find_the_same_flow_and_other_pairs_another() {
+        assert_eq!(flow(b"head", "a", "b"), flow(b"head", "a", "b"));
+        assert_ne!(flow(b"head", "a", "b"), flow(b"head", "b", "a"));
+        assert_ne!(flow(b"head", "a", "b"), flow(b"heaf", "a", "b"));
+    }
+}

@@ -1,0 +1,113 @@
+"""CROSSRAIL_TRACE, `--trace` and `crossrail trace merge`: slices, arrows, counters, clocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli_command import one_error, run
+
+import crossrail
+from crossrail.cli.trace import clock_offsets, merged
+
+SIZE = 16 << 20
+
+
+def moved(folder: Path) -> None:
+    """Moves 16 MiB over two rails between two workers that record it."""
+    context = crossrail.Context(tls="tcp", net_devices="127.0.0.1,127.0.0.2", trace=str(folder))
+    with crossrail.Worker(context, name="one") as one, crossrail.Worker(context, name='the "other"') as two:
+        endpoint = one.connect(two.address())
+        accepted = two.accept()
+        receive = two.recv(bytearray(SIZE), 1)
+        endpoint.send(bytearray(SIZE), 1).wait()
+        receive.wait()
+        del accepted
+
+
+def test_a_transfer_becomes_slices_arrows_and_counters(tmp_path: Path) -> None:
+    moved(tmp_path / "traces")
+    out = tmp_path / "merged.json"
+    done = run("trace", "merge", "--output", str(out), str(tmp_path / "traces"))
+    assert (done.returncode, done.stderr) == (0, "")
+    whole = json.loads(out.read_text())
+    assert whole["otherData"]["clocks_not_aligned"] == [] and whole["otherData"]["dropped"] == 0
+    events = whole["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    workers = {e["pid"]: e["args"]["name"].split(" (")[0] for e in events if e["name"] == "process_name"}
+    assert sorted(workers.values()) == ["one", 'the "other"']
+
+    def slices(what: str) -> list[dict[str, Any]]:
+        return [event for event in events if event["ph"] == "X" and event["name"] == what]
+
+    sent, received = slices("chunk sent"), slices("chunk received")
+    assert sum(e["args"]["bytes"] for e in sent) == sum(e["args"]["bytes"] for e in received) == SIZE
+    assert {workers[e["pid"]] for e in sent} == {"one"} and {workers[e["pid"]] for e in received} == {'the "other"'}
+    rails = {names[e["pid"], e["tid"]] for e in sent}
+    assert rails <= {'tcp/127.0.0.1 with the "other"', 'tcp/127.0.0.2 with the "other"'} and rails
+    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys() and len(starts) == len(sent)
+    assert all(starts[flow] <= ends[flow] for flow in starts)
+    windows = [e["args"]["chunks"] for e in events if e["ph"] == "C"]
+    assert max(windows) >= 1 and len(windows) >= 2 * len(rails)
+    (send,) = slices("send")
+    assert send["args"]["bytes"] == SIZE and send["dur"] > 0
+    assert names[send["pid"], send["tid"]] == 'operations with the "other"'
+
+
+def test_nothing_is_written_without_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with crossrail.Worker(crossrail.Context()):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bench_writes_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    options = ["--transport", "tcp", "--rails", "127.0.0.1", "--size", "8M", "--iters", "2", "--warmup", "1"]
+    done = run("bench", "p2p", *options, "--trace", str(out))
+    assert done.returncode == 0, done
+    events = json.loads(out.read_text())["traceEvents"]
+    sent, received = (sum(event["name"] == f"chunk {way}" for event in events) for way in ("sent", "received"))
+    assert sent == received >= 8
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def trace(host: str, *events: tuple[str, str, float]) -> dict[str, Any]:
+    made = [{"ph": kind, "id": flow, "ts": at, "name": "chunk"} for kind, flow, at in events]
+    about = {"schema": "crossrail-trace/1", "host": host, "pid": 1, "worker": host, "dropped": 2}
+    return {"otherData": about, "traceEvents": made}
+
+
+def test_clocks_are_aligned_by_the_quickest_chunks() -> None:
+    """The clock of b is 1000 us ahead and a chunk takes 5 us; one each way was held up. c is known through b only."""
+    a = trace("a", ("s", "1", 10.0), ("s", "2", 20.0), ("f", "3", 45.0), ("f", "4", 95.0))
+    b = trace("b", ("f", "1", 1015.0), ("f", "2", 1225.0), ("s", "3", 1040.0), ("s", "4", 1050.0))
+    b["traceEvents"] += trace("b", ("s", "5", 1060.0), ("f", "6", 1075.0))["traceEvents"]
+    c = trace("c", ("f", "5", 65.0), ("s", "6", 70.0))
+    lost = trace("d", ("f", "9", 1.0))
+    assert clock_offsets([a, b, c, lost]) == {"a": 0.0, "b": 1000.0, "c": 0.0}
+    whole = merged([a, b, c, lost])
+    assert whole["otherData"]["clocks_not_aligned"] == ["d"] and whole["otherData"]["dropped"] == 8
+    assert [e["ts"] for e in whole["traceEvents"] if e["pid"] == 2][:2] == [15.0, 225.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no trace of Crossrail, or cut off"),
+        ("[]", "is no trace of Crossrail, or cut off"),
+        ('{"otherData": {"schema": "other/1"}, "traceEvents": []}', "has the schema 'other/1'"),
+        ('{"otherData": {"schema": "crossrail-trace/1"}, "traceEvents": [3]}', "is no trace of Crossrail, or cut off"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    one_error(run("trace", "merge", str(tmp_path / "x.json")), 1, "x.json: ", said)
+
+
+def test_a_folder_without_traces_is_one_line(tmp_path: Path) -> None:
+    one_error(run("trace", "merge", str(tmp_path)), 1, "no trace there; a worker writes its own when it is closed")
