@@ -10,6 +10,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
 use crate::unpack::Unpack;
 
+#[path = "settings_places.rs"]
+mod places;
+
+use places::{METRICS, PAGES, STORE};
+
 const PREFIX: &str = "CROSSRAIL_";
 
 /// The available transports, by their names in `CROSSRAIL_TLS`.
@@ -505,54 +510,12 @@ const PATH: Codec<Option<PathBuf>> = Codec {
     show: |path| path.as_ref().map(|path| path.display().to_string()),
 };
 
-const PAGES: Codec<Option<PathBuf>> = Codec {
-    parse: |text| if text.trim() == "off" { Ok(None) } else { (PATH.parse)(text) },
-    show: |folder| (PATH.show)(folder).or_else(|| Some("off".to_owned())),
-};
-
-const METRICS: Codec<Option<String>> = Codec {
-    parse: |text| {
-        let text = text.trim();
-        if let Some(folder) = text.strip_prefix("file:") {
-            return if folder.is_empty() { Err("names no folder".to_owned()) } else { Ok(Some(text.to_owned())) };
-        }
-        match text.rsplit_once(':') {
-            Some((_, port)) if port.parse::<u16>().is_ok() => Ok(Some(text.to_owned())),
-            _ => Err("is neither an address with a port nor file:FOLDER".to_owned()),
-        }
-    },
-    show: Clone::clone,
-};
-
 const LOG: Codec<LogLevel> = Codec {
     parse: |text| {
         let found = LogLevel::NAMES.iter().find(|(name, _)| *name == text.trim());
         found.map(|(_, level)| *level).ok_or_else(|| "is not a log level".to_owned())
     },
     show: |level| Some(level.to_string()),
-};
-
-const STORE: Codec<Option<String>> = Codec {
-    parse: |text| {
-        let text = text.trim();
-        let Some((scheme, addresses)) = text.split_once("://") else {
-            return Err("has no scheme".to_owned());
-        };
-        if !["tcp", "etcd"].contains(&scheme) {
-            return Err(format!("has the unknown scheme {scheme}; known: tcp, etcd"));
-        }
-        if scheme == "tcp" && addresses.contains(',') {
-            return Err("lists several addresses: only etcd supports that".to_owned());
-        }
-        for address in addresses.split(',') {
-            match address.rsplit_once(':') {
-                Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => {}
-                _ => return Err(format!("contains {address:?}, which is not host:port")),
-            }
-        }
-        Ok(Some(text.to_owned()))
-    },
-    show: Clone::clone,
 };
 
 const fn count<const MIN: u32, const MAX: u32>() -> Codec<u32> {
