@@ -85,6 +85,15 @@ def test_the_late_rank_of_the_page_is_named(tmp_path: Path) -> None:
             assert rank.returncode == 0, said
 
 
+def test_metrics_and_settings_of_the_page_exist() -> None:
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"crossrail_\w+", PAGE))
+    assert len(named) == 3
+    assert [name for name in named if f"| `{name}` |" not in metrics] == []
+    settings = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in settings for name in re.findall(r"CROSSRAIL_[A-Z]+", PAGE))
+
+
 def test_what_the_page_names_exists() -> None:
     sources = "".join((ROOT / "python" / "crossrail" / "cli" / "top.py").read_text().split("\n"))
     for state in ("has not entered", "does not answer", "has not joined, or has ended", "waits itself"):
