@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crossrail_handshake::{self as handshake, Hello, Identity, Session, Target};
 use crossrail_proto as proto;
 use crossrail_transport::Lane;
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Rails, Result, Settings};
+use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, Rails, Result, Settings};
 
 use super::explain::{Candidate, Explain};
 use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports};
@@ -66,7 +66,10 @@ impl Sessions {
         let mut session = Some(session);
         for transport in self.transports.iter().filter(|transport| transport.carrier().is_none()) {
             let name = transport.name();
-            let obstacle = || permitted.left_out(name).or_else(|| permitted.left_out_by(&peer, name));
+            // What this end lacks is said first: the peer need not offer it then.
+            let missing = || if permitted.offers(transport) { None } else { transport.obstacle(self, &peer) };
+            let left_out = || permitted.left_out(name).or_else(missing);
+            let obstacle = || left_out().or_else(|| permitted.left_out_by(&peer, name));
             if let Some(why) = obstacle().or_else(|| transport.obstacle(self, &peer)) {
                 attempt.refused.add(name, why);
                 continue;
@@ -133,7 +136,12 @@ impl Sessions {
         if peer.boot_id != self.environment.machine().boot_id {
             return;
         }
-        let is_expected = |name: &str| !["self", "cuda_ipc"].contains(&name) && permitted.left_out(name).is_none();
+        let is_offered = |name: &str| permitted.transports.iter().any(|of| of.name() == name && permitted.offers(of));
+        let is_named = matches!(permitted.settings.tls, Filter::Only(_));
+        let is_expected = |name: &str| {
+            let counts = !["self", "cuda_ipc"].contains(&name) && permitted.left_out(name).is_none();
+            counts && (is_named || is_offered(name))
+        };
         let expected = refused.iter().filter(|(name, _)| is_expected(name));
         for (name, why) in expected {
             self.log.warn(format_args!("{}: {chosen} instead of {name}: {why}", peer.name));
@@ -318,6 +326,11 @@ struct Permitted<'a> {
 }
 
 impl Permitted<'_> {
+    /// Whether this end offers the transport to peers.
+    fn offers(&self, transport: &Arc<dyn Transport>) -> bool {
+        transport.is_offered(self.settings)
+    }
+
     /// Why the settings or `require` leave a transport out, if so.
     fn left_out(&self, name: &str) -> Option<String> {
         let tls = &self.settings.tls;

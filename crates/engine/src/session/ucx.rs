@@ -55,7 +55,8 @@ impl Transport for Ucx {
     }
 
     fn obstacle(&self, sessions: &Sessions, _peer: &Hello) -> Option<String> {
-        open(sessions.environment.settings()).err().map(|unused| unused.why)
+        let unused = open(sessions.environment.settings()).err()?;
+        Some(unused.fix.map_or(unused.why.clone(), |fix| format!("{} ({fix})", unused.why)))
     }
 
     fn candidates(&self, sessions: &Sessions, peer: &Hello) -> Vec<Candidate> {
