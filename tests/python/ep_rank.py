@@ -93,8 +93,11 @@ def leave(me: Me) -> None:
 
 @task
 def prepare(me: Me, setup: Setup, options: dict[str, Any] | None = None) -> None:
-    """Makes the buffer now."""
-    me.buffer_for(setup, **(options or {}))
+    """Makes the buffer now. A timeout among its options is that of operations only."""
+    patient = options is None or "timeout" not in options
+    buffer = me.buffer_for(setup, **(options or {}), **({} if patient else {"connect": False}))
+    if not patient:
+        buffer.connect(range(setup.ranks), timeout=me.group.context.timeout)
 
 
 @task

@@ -43,7 +43,7 @@ def episode(seed: int, ranks: int) -> Counter[str]:
     faults = [(rng.choice(KINDS), rng.randrange(ranks), rng.uniform(0, 0.3)) for _ in range(rng.randint(1, 3))]
     with (
         crossrail._native.StoreServer(crossrail.Context(), "127.0.0.1:0") as store,
-        Ranks(ranks, lease=0.3, store=store.address) as group,
+        Ranks(ranks, store=store.address) as group,
     ):
         group.call("prepare", setup, {"timeout": TIMEOUT_S})
         for process in group.processes.values():

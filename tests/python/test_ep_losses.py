@@ -65,7 +65,7 @@ def test_by_request_the_others_go_on_and_say_who_is_missing(three: Ranks) -> Non
 @pytest.mark.parametrize(("layout", "on_loss"), [("expert", "raise"), ("rank", "mask")])
 def test_a_rank_that_is_stopped_until_its_lease_has_ended_is_waited_for(layout: Layout, on_loss: str) -> None:
     """Its connections are up: nobody continues without it, and every sum is whole."""
-    with Ranks(4, lease=0.3) as ranks:
+    with Ranks(4) as ranks:
         case = Case(replace(SETUP, on_loss=on_loss), layout=layout)
         judge(case, ranks.call("exchange", case, ranks=range(3)))
         for rank in range(3):

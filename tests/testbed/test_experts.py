@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,16 @@ SETUP = Setup(4, max_tokens=16, hidden=1024, local_experts=3, topk=4, dtype="fp8
 
 
 @contextmanager
-def two_nodes(bed: Bed) -> Iterator[Ranks]:
-    """Ranks 0 and 1 at the left, 2 and 3 at the right; which node they are on they find out themselves."""
+def two_nodes(bed: Bed, count: int = 4) -> Iterator[Ranks]:
+    """Ranks 2 and 3 at the right, all others at the left; which node they are on they find out themselves."""
     environment = {
         "CROSSRAIL_NET_DEVICES": ",".join(bed.rails),
         "CROSSRAIL_CONTROL_DEVICE": "eth0",
         "CROSSRAIL_SECRET": "a secret for the test bed",
     }
-    before = {rank: bed.inside(SIDES[rank // 2]) for rank in range(4)}
+    before = {rank: bed.inside(SIDES[rank in (2, 3)]) for rank in range(count)}
     store = f"tcp://{bed.address('left', 'eth0')}:{PORT}"
-    with Ranks(4, environment=environment, store=store, before=before) as ranks:
+    with Ranks(count, environment=environment, store=store, before=before) as ranks:
         yield ranks
 
 
@@ -74,6 +75,21 @@ def test_a_rail_that_goes_down_takes_nobody_with_it(make_bed: MAKE) -> None:
         nobody_lost(ranks)  # before the sums, from which a lost rank would be missing
         for turn in range(0, 100, 3):
             judge(varied(case, turn), {rank: answer[turn] for rank, answer in answers.items()})
+
+
+def test_ranks_whose_leases_end_as_the_control_link_is_down_stay_in_the_sums(make_bed: MAKE) -> None:
+    bed, four = make_bed((1000, 1000)), range(4)
+    with two_nodes(bed, 5) as ranks:
+        case = Case(replace(SETUP, dtype="bf16", on_loss="raise"), seed=6)
+        judge(case, ranks.call("exchange", case, ranks=four))
+        for rank in four:
+            ranks.processes[rank].tell("endure", case, 400)
+        bed.set_down("left", "eth0")
+        assert ranks.call("await_end", 2, ranks=[4]) == {4: "dead"}
+        bed.set_up("left", "eth0")
+        for rank in four:
+            one = ranks.processes[rank].answer()
+            assert (one.whole, one.error) == (400, ""), f"rank {rank}: {one}"
 
 
 def test_the_only_rail_may_be_down_for_a_moment(make_bed: MAKE) -> None:
