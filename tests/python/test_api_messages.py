@@ -181,3 +181,16 @@ def test_many_small_messages_in_flight(pair: Pair) -> None:
     crossrail.wait_all(outbound)
     crossrail.wait_all(inbound)
     assert [int.from_bytes(inbox, "little") for inbox in inboxes] == list(range(count))
+
+
+def test_messages_that_nobody_receives_are_named_when_others_wait_behind_them(pair: Pair) -> None:
+    """A peer holds a bounded number of them; the errors on both sides name what is in the way."""
+    unmatched = [pair.to_b.send(b"12345678", tag=1) for _ in range(5000)]
+    inbound, outbound = pair.b.recv(bytearray(8), tag=2), pair.to_b.send(b"87654321", tag=2)
+    with pytest.raises(crossrail.TimeoutError, match=r"\d+ messages that do not match it wait to be received"):
+        inbound.wait(0.5)
+    with pytest.raises(crossrail.TimeoutError, match=r"\d+ operations with the peer are in flight, and it takes 4096"):
+        outbound.wait(0.1)
+    crossrail.wait_all([pair.b.recv(bytearray(8), tag=1) for _ in unmatched])
+    assert inbound.wait().bytes == outbound.wait().bytes == 8
+    crossrail.wait_all(unmatched)

@@ -313,13 +313,18 @@ impl Core {
         let entry = tables.operations.op(op)?;
         let (kind, total) = (entry.kind(), entry.len() as u64);
         let Some(endpoint) = entry.endpoint() else {
-            return Some(OpProgress { kind, peer: None, lanes: None, done: 0, total });
+            let unmatched = tables.matcher.unexpected();
+            return Some(OpProgress { kind, peer: None, lanes: None, done: 0, total, unmatched, crowd: None });
         };
         let peer = tables.peers.get(endpoint)?;
         let (done, total) = peer.protocol.progress(op).unwrap_or((0, total));
         let lanes: Vec<_> = peer.lanes().iter().map(|lane: &LaneId| tables.lanes.name(*lane).to_string()).collect();
         let lanes = (!lanes.is_empty()).then(|| lanes.join(" "));
-        Some(OpProgress { kind, peer: Some(peer.name().to_owned()), lanes, done, total })
+        let credit = proto::Config::default().message_credit;
+        let with = tables.operations.in_flight(usize::MAX).filter(|(_, op)| op.endpoint() == Some(endpoint));
+        let crowd = Some(with.count()).filter(|count| *count > credit as usize && done == 0);
+        let crowd = crowd.map(|count| (count, credit));
+        Some(OpProgress { kind, peer: Some(peer.name().to_owned()), lanes, done, total, unmatched: 0, crowd })
     }
 }
 
@@ -331,4 +336,8 @@ pub(crate) struct OpProgress {
     pub(crate) lanes: Option<String>,
     pub(crate) done: u64,
     pub(crate) total: u64,
+    /// Messages that wait for a receive, for a receive that waits for a message.
+    pub(crate) unmatched: usize,
+    /// Operations in flight with the peer, and how many it takes, if those are more.
+    pub(crate) crowd: Option<(usize, u32)>,
 }

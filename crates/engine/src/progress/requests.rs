@@ -58,6 +58,15 @@ impl Progress {
                 Some(peer) => error = error.with_peer(peer),
                 None => error.detail.push_str(": no message has matched it"),
             }
+            if progress.unmatched > 0 {
+                let waiting = progress.unmatched;
+                error.detail.push_str(&format!("; {waiting} messages that do not match it wait to be received"));
+            }
+            if let Some((count, most)) = progress.crowd {
+                error.detail.push_str(&format!(
+                    ": {count} operations with the peer are in flight, and it takes {most} until it receives some"
+                ));
+            }
         }
         error.with_hint("the request goes on: wait again or cancel it; CROSSRAIL_TIMEOUT sets the default")
     }
