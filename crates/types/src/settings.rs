@@ -87,7 +87,8 @@ impl Filter {
     /// Parses a list of transports. What follows `ucx:` up to the end are transports of UCX's.
     fn parse_transports(text: &str) -> Parsed<Filter> {
         let text = text.trim();
-        let at = (0..text.len()).find(|at| text[*at..].starts_with(UCX) && (*at == 0 || text[..*at].ends_with(',')));
+        let mut places = text.match_indices(UCX).map(|(at, _)| at);
+        let at = places.find(|at| *at == 0 || text[..*at].ends_with(','));
         let Some(at) = at else { return Filter::parse(text) };
         let (ours, theirs) = (text[..at].trim_end_matches(','), &text[at..]);
         let names: Vec<&str> = theirs[UCX.len()..].split(',').map(str::trim).collect();
