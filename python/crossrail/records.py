@@ -41,7 +41,7 @@ class HasDeviceName(Protocol):
 
 
 class LaneShare(TypedDict):
-    """The share of one lane in a finished request. ``resent``: how many of its bytes another lane had lost."""
+    """The share of one lane in a finished request. ``resent``: how many of its bytes another had lost, or had late."""
 
     name: str
     bytes: int
