@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import os
 import re
 import shutil
 import socket
@@ -109,7 +110,7 @@ def unsuited(peer: str, what: str, transport: str) -> str | None:
         return "iperf3 measures no latency"
     if peer == "iperf3" and transport != "tcp":
         return f"iperf3 only supports TCP, and this measurement used {transport}"
-    if peer == "ucx" and transport not in ("shm", "tcp"):
+    if peer == "ucx" and transport not in ("shm", "tcp", "ucx"):
         return f"UCX has no setting equivalent to {transport}"
     return None
 
@@ -218,6 +219,10 @@ def _ucx_test(work: PeerJob) -> str:
 def _ucx_environment(work: PeerJob) -> dict[str, str]:
     if work.peer != "ucx":
         return {}
+    if work.transport == "ucx":
+        # What carried our lanes; without names of UCX's own, UCX chooses for both.
+        names = os.environ.get("CROSSRAIL_TLS", "").partition("ucx:")[2]
+        return {"UCX_TLS": f"{names},self"} if names else {}
     environment = {"UCX_TLS": "shm,self" if work.transport == "shm" else "tcp,self"}
     if work.transport == "tcp" and work.devices:
         environment["UCX_NET_DEVICES"] = ",".join(work.devices)
