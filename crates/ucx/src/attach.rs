@@ -11,7 +11,7 @@ use crossrail_types::{Error, ErrorKind, LaneId, Result};
 use crate::companion::Companion;
 use crate::fabric::Fabric;
 use crate::lane::UcxLane;
-use crate::link::{Link, timed_out};
+use crate::link::{Link, Request, timed_out};
 use crate::sender::Sender;
 use crate::wire::{self, INTRODUCTION_LEN};
 
@@ -24,6 +24,8 @@ use crate::wire::{self, INTRODUCTION_LEN};
 /// `Timeout` at the deadline; `Protocol` when the peer introduces itself otherwise; `Unreachable` when UCX finds no way
 /// between the two devices; `Io` and others as the system and UCX report them.
 pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, deadline: Instant) -> Result<UcxLane> {
+    // UCX refers to its memory as long as the link lives, so it goes after the link.
+    let mut tx = Sender::new();
     let mut link = Link::new(fabric)?;
     let address = link.address()?;
     if address.len() > wire::ADDRESS_MAX {
@@ -34,11 +36,32 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, 
     let theirs = introduce(&stream, &address, deadline)?;
     link.connect(&theirs)?;
     let mut companion = Companion::new(stream).map_err(|error| Error::io("connect", "fcntl", &error))?;
-    let mut tx = Sender::new();
-    let failed = |error: LaneError| Error::new(ErrorKind::Unreachable, "connect", error.to_string());
-    tx.hello(&link).map_err(failed)?;
+    match join(&link, &mut tx, &mut companion, deadline) {
+        Ok(()) => UcxLane::new(id, label, tx, link, companion),
+        Err(error) => {
+            tx.forget(&link);
+            Err(error)
+        }
+    }
+}
+
+/// Drives this end until UCX has connected both.
+fn join(link: &Link, tx: &mut Sender, companion: &mut Companion, deadline: Instant) -> Result<()> {
+    tx.hello(link).map_err(failed)?;
     // UCX connects while both ends progress: this end goes on until the other has connected, too.
-    let mut flush = Some(link.begin_flush().map_err(failed)?);
+    let mut flush = link.begin_flush().map_err(failed)?;
+    let joined = until_both_connected(link, &mut flush, companion, deadline);
+    link.forget(flush);
+    joined
+}
+
+fn until_both_connected(
+    link: &Link,
+    flush: &mut Option<Request>,
+    companion: &mut Companion,
+    deadline: Instant,
+) -> Result<()> {
+    let mut announced = false;
     loop {
         let moved = link.progress();
         if let Some(error) = link.failure() {
@@ -47,16 +70,13 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, 
         if let Some(why) = link.inbox().fault() {
             return Err(Error::new(ErrorKind::Protocol, "connect", why));
         }
-        if let Some(request) = &mut flush
-            && link.inbox().has_hello()
-            && link.has_ended(request).map_err(failed)?
-        {
-            flush = None;
+        if !announced && link.inbox().has_hello() && link.has_ended(flush).map_err(failed)? {
+            announced = true;
             companion.announce_ready().map_err(|error| Error::io("connect", "send", &error))?;
         }
         let ended = companion.read();
-        if flush.is_none() && companion.peer_is_ready() {
-            break;
+        if announced && companion.peer_is_ready() {
+            return Ok(());
         }
         if let Some(ended) = ended {
             let why = ended.map_or_else(|error| error.to_string(), |_| "it gave the lane up".to_owned());
@@ -70,7 +90,10 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, 
             std::thread::yield_now();
         }
     }
-    UcxLane::new(id, label, link, tx, companion)
+}
+
+fn failed(error: LaneError) -> Error {
+    Error::new(ErrorKind::Unreachable, "connect", error.to_string())
 }
 
 /// Exchanges worker addresses; the peer's.

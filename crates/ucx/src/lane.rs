@@ -57,7 +57,8 @@ struct Ended {
 }
 
 impl UcxLane {
-    pub(crate) fn new(id: LaneId, label: &str, link: Link, tx: Sender, companion: Companion) -> Result<UcxLane> {
+    /// A lane of what [`attach`](crate::attach) has joined. If that fails, the link goes before the sender's memory.
+    pub(crate) fn new(id: LaneId, label: &str, tx: Sender, link: Link, companion: Companion) -> Result<UcxLane> {
         let failed = |call: &'static str| move |error: nix::Error| Error::io("connect", call, &error.into());
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(failed("epoll_create1"))?;
         let descriptor = link.descriptor()?;
@@ -164,7 +165,10 @@ impl UcxLane {
                 armed = true;
                 break;
             }
-            if self.link.failure().is_none() && self.rx.fetch(&self.link).is_err() {
+            if self.link.failure().is_none()
+                && let Err(error) = self.rx.fetch(&self.link)
+            {
+                self.fail(error);
                 return false;
             }
         }

@@ -198,7 +198,14 @@ impl Link {
         }
     }
 
-    /// Whether the operation in `request` has ended; then the entry is empty.
+    /// Whether the operation in `request` is still under way. Its outcome is left for [`Link::has_ended`].
+    pub(crate) fn is_under_way(&self, request: &Option<Request>) -> bool {
+        // SAFETY: the request was begun by this worker and not freed yet.
+        let status = |begun: *mut c_void| unsafe { (self.fabric.library.raw.ucp_request_check_status)(begun) };
+        request.as_ref().is_some_and(|Request(begun)| status(*begun) == raw::IN_PROGRESS)
+    }
+
+    /// Whether the operation in `request` has ended; then the entry is empty, so an error is reported once.
     pub(crate) fn has_ended(&self, request: &mut Option<Request>) -> std::result::Result<bool, LaneError> {
         let Some(Request(begun)) = request else { return Ok(true) };
         let raw = &self.fabric.library.raw;

@@ -57,14 +57,15 @@ impl Receiver {
         self.next
     }
 
-    /// Whether something has arrived that the next poll delivers.
-    pub(crate) fn has_work(&mut self, link: &Link) -> bool {
+    /// Whether something has arrived, or has failed, that the next poll delivers or reports.
+    pub(crate) fn has_work(&self, link: &Link) -> bool {
         if self.waits {
             return false;
         }
-        match &self.body {
-            None => link.inbox().has_frame(),
-            Some(_) => self.is_fetched(link).unwrap_or(true),
+        match (&self.body, &self.fetches[(self.next % PIECES) as usize]) {
+            (None, _) => link.inbox().has_frame(),
+            (Some(_), Some(fetch)) => !link.is_under_way(&fetch.request),
+            (Some(_), None) => false,
         }
     }
 

@@ -79,9 +79,8 @@ impl Sender {
     }
 
     /// Whether the lane has pieces to offer and a slot for one.
-    pub(crate) fn has_work(&mut self, link: &Link) -> bool {
-        self.outgoing.is_some()
-            && !matches!(link.has_ended(&mut self.offered[(self.next_piece % PIECES) as usize]), Ok(false))
+    pub(crate) fn has_work(&self, link: &Link) -> bool {
+        self.outgoing.is_some() && !link.is_under_way(&self.offered[(self.next_piece % PIECES) as usize])
     }
 
     /// Sends a frame for which there is room. Payloads of up to [`INLINE_MAX`] go with it.
