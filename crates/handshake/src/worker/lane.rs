@@ -6,6 +6,7 @@ use crossrail_types::{ErrorKind, Reason, Result};
 
 use super::hello::Identity;
 use super::keys::{self, Ticket};
+use super::limits::made_room;
 use super::session::challenge;
 use super::wire::{CONFIRMS, LaneHello, LanePurpose, WORKER};
 use crate::exchange::Exchange;
@@ -58,8 +59,14 @@ pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneN
 /// Finds the lane key of a session; `None`: there is no such session.
 pub(super) type FindKey<'a> = &'a dyn Fn(&Exchange<'_>, &[u8; 16]) -> Result<Option<[u8; 32]>>;
 
-/// The accepting end: the session, and which of its lanes this connection is.
-pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, key: FindKey<'_>) -> Result<([u8; 16], LaneName)> {
+/// The accepting end: the session, and which of its lanes this connection is. `settle` is called once the connector has
+/// proved itself; false: the connection has been given up, and the connector told so.
+pub(super) fn admit(
+    exchange: &mut Exchange<'_>,
+    me: &Identity,
+    key: FindKey<'_>,
+    settle: impl FnOnce() -> bool,
+) -> Result<([u8; 16], LaneName)> {
     exchange.stage("lane: challenge");
     let challenge_bytes = challenge(me, false)?.encode(&WORKER);
     exchange.write(&challenge_bytes)?;
@@ -78,6 +85,9 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, key: FindKey<'_>
         return Err(exchange
             .reject(&Reject::new(RejectCode::Refused, "wrong key for this session").because(Reason::SessionUnknown)));
     };
+    if !settle() {
+        return Err(made_room(exchange));
+    }
     exchange.write(&proof.encode(&WORKER))?;
     if hello.version >= CONFIRMS {
         exchange.stage(format!("{lane}: confirmation"));

@@ -5,7 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crossrail_types::{Error, ErrorKind, Reason};
 use parking_lot::Mutex;
+
+use crate::exchange::Exchange;
 
 /// Limits on handshakes in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +25,14 @@ impl Default for Limits {
     fn default() -> Limits {
         Limits { half_open: 64, half_open_per_source: 16, timeout: Duration::from_secs(5) }
     }
+}
+
+/// What is said to a peer whose handshake has ended for another's.
+pub(super) const MADE_ROOM: &str = "the handshake took long while others waited for their turn";
+
+/// The error of a handshake that has ended for another's.
+pub(super) fn made_room(exchange: &Exchange<'_>) -> Error {
+    exchange.error(ErrorKind::Refused, MADE_ROOM).with_reason(Reason::Busy)
 }
 
 /// Where a connection comes from, as far as limits tell connections apart.
@@ -148,10 +159,38 @@ impl Slot {
     pub(super) fn ended(&self) -> Ended {
         self.ended.clone()
     }
+
+    /// Ends the count of a handshake whose peer has proved itself: from now on it makes room for nobody. False: it has
+    /// done so already.
+    pub(super) fn settle(self) -> bool {
+        self.half_open.entries.lock().open.remove(&self.id).is_some()
+    }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
         self.half_open.entries.lock().open.remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_peer_that_has_proved_itself_makes_room_for_nobody() {
+        let half_open = Arc::new(HalfOpen::new(Limits { half_open: 2, half_open_per_source: 2, ..Limits::default() }));
+        let (connection, _peer) = UnixStream::pair().expect("a pair of sockets");
+        let take = |user| HalfOpen::take(&half_open, Source::User(user), connection.as_fd()).expect("a slot");
+        let (proven, _) = take(1);
+        assert!(proven.settle());
+        let ((first, _), (second, none)) = (take(1), take(1));
+        assert!(none.is_none(), "one that is settled does not count");
+        let (_other, evicted) = take(2);
+        assert!(evicted.is_some(), "the first has made room");
+        assert!(!first.settle() && second.settle());
     }
 }

@@ -21,7 +21,7 @@ use parking_lot::{Condvar, Mutex};
 use super::address::Address;
 use super::hello::{Device, Identity};
 use super::lane::{self, LaneName};
-use super::limits::{HalfOpen, Limits, Slot, Source};
+use super::limits::{HalfOpen, Limits, MADE_ROOM, Slot, Source, made_room};
 use super::session::{self, Agreed, Session, Stream};
 use super::text::tcp_name;
 use super::wire::WORKER;
@@ -31,9 +31,6 @@ use crate::proof::random;
 
 /// Pause of accepting when file descriptors or memory are exhausted.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
-
-/// What is said to a peer whose handshake has ended for another's.
-const MADE_ROOM: &str = "the handshake took long while others waited for their turn";
 
 /// A rail to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -465,9 +462,12 @@ impl Acceptor {
             return Err(exchange.reject(&Reject::new(RejectCode::Full, why).because(Reason::Full)));
         }
         let admitted = session::admit(&mut exchange, &self.me, self.require_token)?;
+        // From the hello on, the peer would take a reject for a frame.
+        if !slot.settle() {
+            return Err(made_room(&exchange));
+        }
         let opening = Opening::new(self, admitted.session());
         let Agreed { peer, ticket, version } = admitted.confirm(&exchange)?;
-        drop(slot);
         (self.deliver)(Arrival::Session(Session { stream, peer, ticket, initiator: false, version }));
         drop(opening);
         Ok(())
@@ -486,8 +486,7 @@ impl Acceptor {
             self.wait_until_open(exchange, session, deadline)?;
             Ok((self.lane_keys)(session))
         };
-        let (session, lane) = lane::admit(&mut exchange, &self.me, &key)?;
-        drop(slot);
+        let (session, lane) = lane::admit(&mut exchange, &self.me, &key, || slot.settle())?;
         (self.deliver)(Arrival::Lane { session, lane, stream, local, remote });
         Ok(())
     }
