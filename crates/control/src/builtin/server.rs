@@ -209,13 +209,19 @@ impl Clients {
         let Some(connection) = self.connections.get_mut(&client) else { return Ok(()) };
         let before = connection.backlog();
         let written = connection.write();
-        self.output = self.output.saturating_sub(before - connection.backlog());
+        let bytes = before - connection.backlog();
+        self.uncount(bytes);
         written
+    }
+
+    fn uncount(&mut self, bytes: usize) {
+        debug_assert!(bytes <= self.output, "{bytes} bytes leave, of {} that were counted", self.output);
+        self.output = self.output.saturating_sub(bytes);
     }
 
     fn remove(&mut self, client: u64) -> Option<ClientConnection> {
         let connection = self.connections.remove(&client)?;
-        self.output = self.output.saturating_sub(connection.backlog());
+        self.uncount(connection.backlog());
         Some(connection)
     }
 
@@ -335,6 +341,7 @@ impl ServerLoop {
         connection.unsent = false;
         if self.epoll.add(&connection.stream, EpollEvent::new(EpollFlags::EPOLLIN, client)).is_ok() {
             self.greeting.push_back((Instant::now() + GREETING_TIME, client));
+            self.clients.output += connection.backlog();
             self.clients.connections.insert(client, connection);
         }
     }
@@ -360,8 +367,10 @@ impl ServerLoop {
     /// Executes the client's requests so far, unless its backlog is too long.
     fn process(&mut self, client: u64) {
         let Some(connection) = self.clients.connections.get_mut(&client) else { return };
-        let proven = connection.is_proven();
-        if !connection.greet(&self.secret) {
+        let (proven, before) = (connection.is_proven(), connection.backlog());
+        let greeted = connection.greet(&self.secret);
+        self.clients.output += connection.backlog() - before;
+        if !greeted {
             return self.clients.mark_unsent(client);
         }
         if !proven {
