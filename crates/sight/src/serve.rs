@@ -1,11 +1,12 @@
 //! The export of metrics: a thread that answers HTTP requests, or one that writes files for node_exporter.
 
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Log, Origin, Result, Settings};
+use crossrail_types::{Error, Log, Origin, Result, Settings};
 use parking_lot::Mutex;
 
 use crate::read::{Found, Seen};
@@ -35,7 +36,9 @@ static EXPORTING: Mutex<Option<(Origin, Option<PathBuf>)>> = Mutex::new(None);
 /// `Config`: the address does not resolve, or there are no pages to export.
 pub fn export(settings: &Settings) -> Result<()> {
     let Some(to) = &settings.metrics else { return Ok(()) };
-    let fail = |why: String, hint: &str| Error::new(ErrorKind::Config, "CROSSRAIL_METRICS", why).with_hint(hint);
+    let fail = |why: String, hint: &str| {
+        Error::new(crossrail_types::ErrorKind::Config, "CROSSRAIL_METRICS", why).with_hint(hint)
+    };
     let Some(folder) = settings.pages.clone() else {
         return Err(fail("exports the pages, and CROSSRAIL_PAGES=off".to_owned(), "unset one of them"));
     };
@@ -106,16 +109,17 @@ fn serve(folder: &Path, address: SocketAddr, log: Log) {
     };
     for client in listener.incoming().flatten() {
         // One client after the other, each for a bounded time; the next scrape makes up for a lost one.
-        let _ = answer(client, folder);
+        let _ = answer(client, folder, CLIENT_TIMEOUT);
     }
 }
 
-fn answer(mut client: TcpStream, folder: &Path) -> std::io::Result<()> {
-    client.set_read_timeout(Some(CLIENT_TIMEOUT))?;
-    client.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+/// Reads a request and answers it, each within `limit`, however few bytes at a time the client gives or takes.
+fn answer(mut client: TcpStream, folder: &Path, limit: Duration) -> std::io::Result<()> {
     let mut request = Vec::new();
     let mut buffer = [0; 1024];
+    let deadline = Instant::now() + limit;
     while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST_MAX {
+        client.set_read_timeout(Some(left(deadline)?))?;
         match client.read(&mut buffer)? {
             0 => break,
             got => request.extend_from_slice(&buffer[..got]),
@@ -132,8 +136,22 @@ fn answer(mut client: TcpStream, folder: &Path) -> std::io::Result<()> {
          Connection: close\r\n\r\n",
         body.len()
     );
-    client.write_all(head.as_bytes())?;
-    client.write_all(body.as_bytes())
+    let answer = [head, body].concat();
+    let (mut rest, deadline) = (answer.as_bytes(), Instant::now() + limit);
+    while !rest.is_empty() {
+        client.set_write_timeout(Some(left(deadline)?))?;
+        match client.write(rest)? {
+            0 => return Err(ErrorKind::WriteZero.into()),
+            written => rest = &rest[written..],
+        }
+    }
+    Ok(())
+}
+
+/// The time until the deadline, as a socket's timeout.
+fn left(deadline: Instant) -> std::io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
 fn seen(folder: &Path, which: impl Fn(&Found) -> bool) -> Vec<Seen> {
@@ -155,7 +173,7 @@ fn write_files(folder: &Path, target: &Path, file: &Path, log: Log) {
         let text = metrics::text(&page, now_ns());
         // node_exporter reads only what ends in .prom, and a rename is atomic.
         let made = file.with_extension("tmp");
-        let written = std::fs::write(&made, text).and_then(|()| std::fs::rename(&made, file));
+        let written = replace(&made, &text).and_then(|()| std::fs::rename(&made, file));
         if let Err(error) = written
             && !std::mem::replace(&mut reported, true)
         {
@@ -163,6 +181,16 @@ fn write_files(folder: &Path, target: &Path, file: &Path, log: Log) {
         }
         std::thread::sleep(WRITE_EVERY);
     }
+}
+
+/// Writes `text` into a new file in place of what has that name: a link that another user put there is not followed.
+fn replace(path: &Path, text: &str) -> std::io::Result<()> {
+    if let Err(error) = std::fs::remove_file(path)
+        && error.kind() != ErrorKind::NotFound
+    {
+        return Err(error);
+    }
+    File::options().write(true).create_new(true).open(path)?.write_all(text.as_bytes())
 }
 
 fn own_file() -> String {
@@ -183,5 +211,42 @@ fn remove_stale(target: &Path) {
         if process::started(pid) != Some(start) {
             let _ = std::fs::remove_file(entry.path());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_that_drips_is_given_up() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let mut client = TcpStream::connect(listener.local_addr().expect("its address")).expect("connected");
+        let (server, _) = listener.accept().expect("accepted");
+        let dripping = std::thread::spawn(move || {
+            // Until the other end closes, which the drops that come before it must not put off.
+            (0..REQUEST_MAX)
+                .take_while(|_| {
+                    std::thread::sleep(Duration::from_millis(1));
+                    client.write_all(b"G").is_ok()
+                })
+                .count()
+        });
+        let outcome = answer(server, Path::new("/nonexistent"), Duration::from_millis(20));
+        assert!(outcome.is_err(), "the whole request was read");
+        assert!(dripping.join().expect("no panic") < REQUEST_MAX);
+    }
+
+    #[test]
+    fn metrics_are_not_written_through_a_link() {
+        let folder = std::env::temp_dir().join(format!("crossrail-serve-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let (victim, made) = (folder.join("victim"), folder.join("made"));
+        std::fs::write(&victim, "precious").expect("written");
+        std::os::unix::fs::symlink(&victim, &made).expect("linked");
+        replace(&made, "metrics").expect("written");
+        let read = |path| std::fs::read_to_string(path).expect("read");
+        assert_eq!((read(&victim), read(&made)), ("precious".to_owned(), "metrics".to_owned()));
+        std::fs::remove_dir_all(&folder).expect("removed");
     }
 }
