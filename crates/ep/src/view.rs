@@ -92,7 +92,8 @@ impl View {
         self.out.clear();
         self.pending.clear();
         self.since = stamp + 1;
-        self.number = self.number.max(number) + 1;
+        // The number is a peer's word: it may be any.
+        self.number = self.number.max(number).saturating_add(1);
     }
 
     /// Grows by one with every rank that goes out, and with every [`View::restart`].
@@ -152,7 +153,7 @@ impl View {
         let changed = rank != self.me && self.members.remove(&rank);
         if changed {
             self.out.insert(rank);
-            self.number += 1;
+            self.number = self.number.saturating_add(1);
             why.clone_into(&mut self.why);
         }
         changed
