@@ -73,12 +73,8 @@ def test_a_page_has_rails_links_peers_and_the_oldest_wait(
     (process,) = seen["processes"]
     assert process["process"].endswith(f":{os.getpid()}") and process["error"] is None
     rows = process["page"]["rows"]
-    moved = {
-        row["name"]: row["values"] for row in rows if row["kind"] == "rail" and row["values"]["sent_bytes"] > 1 << 16
-    }
-    assert (
-        moved.keys() <= {"tcp/127.0.0.1", "tcp/127.0.0.2"} and sum(v["sent_bytes"] for v in moved.values()) >= 1 << 20
-    )
+    sent = {row["name"]: row["values"]["sent_bytes"] for row in rows if row["kind"] == "rail"}
+    assert sent["tcp/127.0.0.1"] + sent["tcp/127.0.0.2"] >= 1 << 20
     links = {(row["name"], row["peer"]) for row in rows if row["kind"] == "link"}
     assert {("tcp/127.0.0.1", "two"), ("tcp/127.0.0.2", "one")} <= links
     (peer,) = (row for row in rows if row["kind"] == "peer" and row["name"] == "two")
