@@ -95,6 +95,11 @@ def test_clocks_are_aligned_by_the_quickest_chunks() -> None:
     assert [e["ts"] for e in whole["traceEvents"] if e["pid"] == 2][:2] == [15.0, 225.0]
 
 
+def test_a_merged_file_is_not_merged_again(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(merged([trace("a")])))
+    one_error(run("trace", "merge", str(tmp_path / "x.json")), 1, "x.json: is merged already")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -102,6 +107,8 @@ def test_clocks_are_aligned_by_the_quickest_chunks() -> None:
         ("[]", "is no trace of Crossrail, or cut off"),
         ('{"otherData": {"schema": "other/1"}, "traceEvents": []}', "has the schema 'other/1'"),
         ('{"otherData": {"schema": "crossrail-trace/1"}, "traceEvents": [3]}', "is no trace of Crossrail, or cut off"),
+        ('{"otherData": {"schema": "crossrail-trace/1"}, "traceEvents": []}', "is no trace of Crossrail, or cut off"),
+        (json.dumps(trace("a", ("s", ["1"], 1.0))), "is no trace of Crossrail, or cut off"),  # type: ignore[arg-type]
     ],
 )
 def test_a_file_that_is_no_trace_is_one_line(text: str, said: str, tmp_path: Path) -> None:
@@ -111,3 +118,10 @@ def test_a_file_that_is_no_trace_is_one_line(text: str, said: str, tmp_path: Pat
 
 def test_a_folder_without_traces_is_one_line(tmp_path: Path) -> None:
     one_error(run("trace", "merge", str(tmp_path)), 1, "no trace there; a worker writes its own when it is closed")
+
+
+def test_what_cannot_be_written_is_said_with_the_option_that_named_it(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(trace("a")))
+    absent = str(tmp_path / "none" / "out.json")
+    one_error(run("trace", "merge", str(tmp_path / "x.json"), "--output", absent), 1, "none", "--output")
+    one_error(run("bench", "p2p", "--size=4K", "--trace", absent), 2, "none does not exist", "--trace")

@@ -179,7 +179,7 @@ def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str
 def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> None:
     """Measures, prints the tables and, if requested, writes the JSON (`-`: to stdout, and the tables to stderr)."""
     check_json(options.json)
-    check_json(options.trace)
+    check_json(options.trace, "--trace")
     _remove_parts(options.trace_parts)
     with Progress() as progress:
         run = _Run(options, progress)
@@ -198,7 +198,7 @@ def write_trace(options: RunOptions) -> None:
     if options.trace is None or options.trace_parts is None:
         return
     try:
-        write_merged(found([options.trace_parts]), options.trace)
+        write_merged(found([options.trace_parts]), options.trace, "--trace")
     finally:
         _remove_parts(options.trace_parts)
 
@@ -254,11 +254,11 @@ def _show_partial(run: _Run) -> None:
         print_error(error)
 
 
-def check_json(destination: str | None) -> None:
-    """Checks before anything is measured that the JSON can be written. Raises UsageFailure."""
+def check_json(destination: str | None, option: str = "--json") -> None:
+    """Checks before anything is measured that the JSON of ``option`` can be written. Raises UsageFailure."""
     if destination is None:
         return
     try:
-        check_destination(destination)
+        check_destination(destination, option)
     except WriteError as error:
         raise UsageFailure(str(error)) from None

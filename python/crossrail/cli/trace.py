@@ -32,7 +32,7 @@ class TraceOptions:
 
     def run(self) -> None:
         """Writes the merged file. Raises Failure and WriteError."""
-        write_merged(found(self.files), self.output)
+        write_merged(found(self.files), self.output, "--output")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -59,32 +59,49 @@ def found(names: Iterable[str]) -> list[Path]:
     return files
 
 
-def write_merged(files: Sequence[Path], output: str) -> None:
-    """Merges ``files`` into ``output`` and says what was dropped. Raises Failure and WriteError."""
+def write_merged(files: Sequence[Path], output: str, option: str) -> None:
+    """Merges ``files`` into ``output``, which ``option`` named, and says what was dropped.
+
+    Raises Failure and WriteError.
+    """
     whole = merged([load(path) for path in files])
     about = whole["otherData"]
     if about["dropped"]:
         print_notice(f"{output}: {about['dropped']} events are missing: a worker keeps the last 100000")
     for host in about["clocks_not_aligned"]:
         print_notice(f"{output}: the clock of {host} is not aligned: no chunks went both to it and back")
-    write_text(json.dumps(whole, separators=(",", ":")) + "\n", output)
+    write_text(json.dumps(whole, separators=(",", ":")) + "\n", output, option)
 
 
 def load(path: Path) -> dict[str, Any]:
     """One worker's trace. Raises Failure with what is wrong with it."""
     try:
-        whole = json.loads(path.read_text())
+        whole = json.loads(path.read_text(encoding="utf-8"))
         schema = whole["otherData"]["schema"]
         if schema != SCHEMA:
             raise Failure(f"{path}: has the schema {schema!r}, and {SCHEMA} is known")
-        for event in whole["traceEvents"]:
-            if not isinstance(event["ph"], str) or not isinstance(event.get("ts", 0), (int, float)):
-                raise TypeError
+        if "clock_offsets_us" in whole["otherData"]:
+            raise Failure(f"{path}: is merged already; give the files that the workers wrote")
+        _check(whole)
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Failure(f"{path}: is no trace of Crossrail, or cut off") from None
     return dict(whole)
+
+
+def _check(whole: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or AttributeError if something that merging reads is missing or of another type."""
+    about = whole["otherData"]
+    texts = [about["host"], about["worker"]]
+    numbers = [about["pid"], about["dropped"]]
+    for event in whole["traceEvents"]:
+        texts += [event["ph"], event["name"]]
+        numbers.append(event["ts"] if event["ph"] in ("s", "f") else event.get("ts", 0))
+        if event["ph"] in ("s", "f"):
+            texts.append(event["id"])
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(one, (int, float)) for one in numbers):
+        raise TypeError
 
 
 def merged(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
