@@ -163,6 +163,7 @@ def test_a_setting_that_fails_is_named_and_the_others_run() -> None:
         (("p2p", "--set=CHUNK=1,2"), "--set CHUNK=1,2"),
         (("p2p", "--vary=rails"), "--vary rails"),
         (("p2p", "--chunk=1M,2M", "--resume"), "--resume needs --json"),
+        (("p2p", "--chunk=1M,2M", "--trace=trace.json"), "--trace is for `crossrail bench`"),
         (("p2p", "--rails=127.0.0.1", "--vary=rails=nowhere9", "--vary=rails=127.0.0.2"), "nowhere9"),
         (("p2p", "--chunk=1M,2M", "--json=-"), "name of one"),
         (("p2p", "--chunk=1M,2M", "--repeats=9999999"), "more than 10000 runs"),

@@ -40,7 +40,7 @@ LISTS = frozenset(
 )
 """Options of benches that take a list themselves. They are varied by ``--vary``."""
 
-_FOREIGN = ("--json", "--listen", "--connect")
+_FOREIGN = ("--json", "--listen", "--connect", "--trace")
 """Options of benches that make no sense in a sweep."""
 
 
@@ -230,7 +230,7 @@ def _split(parser: Parser, rest: Sequence[str]) -> tuple[list[str], dict[str, li
         word = words.pop(0)
         option, joined, value = word.partition("=")
         if option in _FOREIGN:
-            parser.error(f"{option} is for `crossrail bench`: a sweep starts both ends here, and writes its own --json")
+            parser.error(f"{option} is for `crossrail bench`: a sweep starts both ends here, and has its own --json")
         if not joined and words and option.startswith("--") and "," in words[0]:
             value = words.pop(0)
         if "," in value and option.startswith("--") and option not in LISTS:
