@@ -16,6 +16,7 @@ from crossrail.report import Report
 CROSSRAIL = [sys.executable, "-m", "crossrail"]
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 ENDLESS = "--iters=2000000000"
+OWN_SCREEN, FORMER_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
 def cut_short(arguments: Sequence[str], shown: str, folder: Path, how: str = "\x03") -> tuple[int, str, Report | None]:
@@ -77,6 +78,32 @@ def test_ctrl_c_leaves_the_terminal_in_order(arguments: tuple[str, ...], shown: 
     assert code == 130
     assert "Traceback" not in text
     assert text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("doctor", "--only=nic-load"), "network: nic-load"),
+        (("sweep", "p2p", "--size=4K", "--iters=3", "--chunk=256K,1M", "--repeats=500"), "sweep of p2p"),
+    ],
+)
+def test_ctrl_c_shows_the_cursor_again(arguments: tuple[str, ...], shown: str) -> None:
+    with Terminal([*CROSSRAIL, *arguments], 100) as terminal:
+        terminal.read_until(shown)
+        terminal.press("\x03")
+        assert terminal.end(20) == 130
+    assert "crossrail: error: interrupted" in terminal.raw and "Traceback" not in terminal.raw
+    assert terminal.raw.rfind(SHOW_CURSOR) > terminal.raw.rfind(HIDE_CURSOR) >= 0
+
+
+def test_sigterm_gives_the_terminal_back() -> None:
+    with Terminal([*CROSSRAIL, "top"], 100) as terminal:
+        terminal.read_until(re.escape(OWN_SCREEN) + r"[^$]*process")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.end(20) == 143
+    assert terminal.raw.rfind(FORMER_SCREEN) > terminal.raw.rfind(OWN_SCREEN) >= 0
+    assert terminal.raw.rfind(SHOW_CURSOR) > terminal.raw.rfind(HIDE_CURSOR)
+    assert "crossrail: error: terminated" in terminal.raw
 
 
 def test_rows_appear_as_they_are_measured() -> None:

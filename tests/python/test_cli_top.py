@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import struct
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,8 @@ from test_cli_store import store
 
 import crossrail
 from crossrail._native import read_pages
-from crossrail.cli.top import Look, Process, rates_between, verdicts
+from crossrail.cli import main
+from crossrail.cli.top import ERRORS, Look, Process, rates_between, verdicts
 
 ROW_BYTES = 512
 
@@ -170,6 +174,30 @@ def test_nobody_there_and_no_folder(tmp_path: Path) -> None:
     )
     one_error(run("top", "--once", settings={"CROSSRAIL_PAGES": "off"}), 2, "there is no folder to look in")
     one_error(run("top", "--once", settings={"CROSSRAIL_PAGES": str(tmp_path / "none")}), 1, "No such file")
+
+
+def test_ctrl_c_while_it_looks_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("CROSSRAIL_PAGES", str(tmp_path))
+    monkeypatch.setattr("crossrail.cli.top.time", SimpleNamespace(monotonic=time.monotonic, sleep=pressed))
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["top", "--once"]) == 130
+    except KeyboardInterrupt:
+        pytest.fail("Ctrl-C ended in a traceback")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert capsys.readouterr() == ("", "crossrail: error: interrupted\n")
+
+
+def test_kinds_of_errors_are_those_of_the_pages() -> None:
+    layout = (Path(__file__).parents[2] / "crates" / "sight" / "src" / "layout.rs").read_text(encoding="utf-8")
+    kinds = re.search(r"pub const ERRORS: \[&str; \d+\] = \[([^]]*)\]", layout)
+    assert kinds is not None and tuple(re.findall(r'"(\w+)"', kinds[1])) == ERRORS
 
 
 def rank_process(rank: int, ranks: list[int] | None, *, answered: bool = True) -> Process:

@@ -17,6 +17,9 @@ from report_samples import environment
 from test_cli_command import COMMAND, clean_environment, one_error, run
 
 from crossrail.cli import main
+from crossrail.cli.command_line import parse_arguments
+from crossrail.cli.reporting import restore_terminal
+from crossrail.cli.sweep import SweepOptions
 from crossrail.report import Row, SchemaError, console
 from crossrail.report.page.write import html
 from crossrail.report.sources import parse_source
@@ -160,10 +163,10 @@ def test_a_setting_that_fails_is_named_and_the_others_run() -> None:
         (("p2p", "--chunk=1M,1M"), "twice"),
         (("p2p", "--colour=red,blue"), "--colour"),
         (("p2p", "--chunk=1M,2M", "--connect=node7"), "--connect is for `crossrail bench`"),
+        (("p2p", "--chunk=1M,2M", "--trace=trace.json"), "--trace is for `crossrail bench`"),
         (("p2p", "--set=CHUNK=1,2"), "--set CHUNK=1,2"),
         (("p2p", "--vary=rails"), "--vary rails"),
         (("p2p", "--chunk=1M,2M", "--resume"), "--resume needs --json"),
-        (("p2p", "--chunk=1M,2M", "--trace=trace.json"), "--trace is for `crossrail bench`"),
         (("p2p", "--rails=127.0.0.1", "--vary=rails=nowhere9", "--vary=rails=127.0.0.2"), "nowhere9"),
         (("p2p", "--chunk=1M,2M", "--json=-"), "name of one"),
         (("p2p", "--chunk=1M,2M", "--repeats=9999999"), "more than 10000 runs"),
@@ -177,6 +180,19 @@ def test_bad_usage_is_one_line_before_anything_runs(
     assert main(["sweep", *words]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and says in shown.err
+
+
+def test_a_run_that_ctrl_c_ends_is_no_failure_of_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sweep.json"
+    options = parse_arguments(["sweep", "p2p", "--chunk=256K,1M", f"--json={file}"])
+
+    def killed(self: SweepOptions, number: int, repeat: int) -> Trial:
+        restore_terminal()
+        return Trial(number, repeat, error="its process was killed by SIGKILL")
+
+    monkeypatch.setattr(SweepOptions, "_trial", killed)
+    options.run()
+    assert not file.exists()
 
 
 def test_a_full_disk_ends_it_with_one_line_and_keeps_the_tables() -> None:

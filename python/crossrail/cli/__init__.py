@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command.parent is not None:
         live_with_parent(command.parent)
     if getattr(command, "on_main_thread", False):
-        return _run(command)  # a signal is how it ends, which only the main thread sees
+        return _on_main_thread(command)
     return _in_thread(lambda: _run(command))
 
 
@@ -69,6 +69,19 @@ def _open_standard_streams() -> None:
             mode = "r" if number == 0 else "w"
             os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest number that is free
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
+def _on_main_thread(command: Command) -> int:
+    """Runs a command for which a signal is how it ends, which only the main thread sees."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _run(command)
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return EXIT_INTERRUPTED
+    except _Terminated:
+        print_error("terminated")
+        return EXIT_TERMINATED
 
 
 def _in_thread(work: Callable[[], int]) -> int:

@@ -87,6 +87,7 @@ class Progress:
         self._bar = _Bar(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
 
     def __enter__(self) -> Progress:
+        _progress.append(self)
         self._bar.start()
         return self
 
@@ -145,6 +146,10 @@ class Progress:
         for old in self._bar.task_ids:
             self._bar.remove_task(old)
         self._bar.figures = ""
+
+
+_progress: list[Progress] = []
+"""Those whose bars may be on the terminal."""
 
 
 class _Run:
@@ -220,10 +225,10 @@ def _show(report: Report, json: str | None) -> None:
 
 
 def restore_terminal() -> None:
-    """Stops the measurement under way, ends the bar and shows the cursor again."""
-    for run in _runs:
-        run.progress.stopping.set()
-        run.progress.close()
+    """Stops what is under way, ends its bar and shows the cursor again."""
+    for progress in _progress:
+        progress.stopping.set()
+        progress.close()
 
 
 def stop_runs() -> None:

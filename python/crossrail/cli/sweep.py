@@ -65,9 +65,12 @@ class SweepOptions:
         started = time.monotonic()
         with Progress() as progress, progress.task(f"sweep of {self.plan.bench[0]}", len(left)) as tick:
             done = 0
-            while left and not progress.stopping.is_set():
+            while left:
                 setting, repeat = left[0]
-                sweep.add(self._trial(setting, repeat))
+                trial = self._trial(setting, repeat)
+                if progress.stopping.is_set():
+                    return  # the run was ended with this command, which says nothing about its setting
+                sweep.add(trial)
                 if self.json is not None:
                     write_text(sweep.dumps(), self.json)
                 done += 1
