@@ -120,6 +120,18 @@ def test_an_error_is_one_line() -> None:
     one_error(run("doctor", "--only=shmm"), 2, "shmm", "known: settings")
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("rail-mtu", "--peer"), ("store", "--store"), ("nccl", "--nccl"), ("launcher", "--torchrun")]
+)
+def test_a_check_with_an_option_is_refused_without_it(
+    name: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["doctor", f"--only={name}"])
+    assert ended.value.code == 2
+    assert f"--only {name} needs {option}" in capsys.readouterr().err
+
+
 def check_of(body: Any, limit_s: float = 5.0) -> Check:
     return Check("id", "group", "Tests.", "rule", "mends", limit_s, body)
 
@@ -405,6 +417,7 @@ def test_a_store_is_used_and_a_missing_one_is_a_finding() -> None:
     with store("--listen=127.0.0.1:0") as (_, address):
         (one,) = doctor("--only=descriptors", f"--store={address}", code=0)[1:]
         assert one["id"] == "store" and "published, read, withdrawn" in one["evidence"]
+        assert [one["id"] for one in doctor("--only=store", f"--store={address}", code=0)] == ["store"]
     (missing,) = doctor("--only=descriptors", "--store", code=1)[1:]
     assert missing["severity"] == "error" and "CROSSRAIL_STORE" in missing["fix"]
 

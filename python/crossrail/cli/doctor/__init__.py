@@ -104,8 +104,7 @@ def _title(check: Check) -> str:
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    named = [*GROUPS, *(check.id for check in CHECKS if check.id not in GROUPS)]
-    known = [name for name in named if name not in OPTIONAL]
+    known = [*GROUPS, *(check.id for check in CHECKS if check.id not in GROUPS)]
     what = parser.add_argument_group("what it tests")
     text = f"only these checks, by id or group ({', '.join(g for g in GROUPS if g not in OPTIONAL)})"
     what.add_argument("--only", metavar="NAMES", type=names_of(known, "check"), help=text)
@@ -145,7 +144,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         parser.error("--listen answers other machines and tests nothing itself: give the other options there")
     if parsed.seconds is not None and parsed.peer is None:
         parser.error("--seconds is for the loads of --peer, which is not given")
-    return DoctorOptions(
+    options = DoctorOptions(
         peer=parsed.peer,
         listen=parsed.listen,
         seconds=parsed.seconds or SECONDS,
@@ -156,3 +155,8 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         secret_file=parsed.secret_file,
         json=parsed.json,
     )
+    for check in CHECKS:
+        if check.group in OPTIONAL and check.group not in options.asked:
+            for name in {check.id, check.group}.intersection(parsed.only or ()):
+                parser.error(f"--only {name} needs {OPTIONAL[check.group]}")
+    return options

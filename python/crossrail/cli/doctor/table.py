@@ -21,7 +21,8 @@ GROUPS = {
 }
 """The groups of checks, in the order in which they run. Those with an option run only when it is given."""
 
-OPTIONAL = ("rails", "store", "nccl", "launcher")
+OPTIONAL = {"rails": "--peer", "store": "--store", "nccl": "--nccl", "launcher": "--torchrun or --slurm"}
+"""The groups that run only with an option, and that option."""
 
 NEED_GPUS = frozenset({"gpu-kernel", "gpu-pinned", "gpu-export", "gpu-ipc", "gpu-pairs", "nic-distance"})
 
@@ -449,12 +450,13 @@ CHECKS = (
 def selected(only: Sequence[str] | None, asked: Set[str], *, gpus: bool) -> list[Check]:
     """The checks that ``only`` names, by id or group, or all of them.
 
-    Those of an optional group run only if it is in ``asked``; those that need a GPU only if there are ``gpus``, or if
-    they are named.
+    Those of an optional group run if it is in ``asked``, all of them unless ``only`` names some; those that need a GPU
+    only if there are ``gpus``, or if they are named.
     """
+    narrowed = {check.group for check in CHECKS if only is not None and not {check.id, check.group}.isdisjoint(only)}
 
     def runs(check: Check) -> bool:
-        if check.group in OPTIONAL:
+        if check.group in OPTIONAL and (check.group not in asked or check.group not in narrowed):
             return check.group in asked
         if only is not None and check.id in only:
             return True
