@@ -8,7 +8,6 @@ import difflib
 import json as encoder
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from crossrail.planning import (
@@ -30,6 +29,7 @@ from crossrail.planning import (
     check_tables,
     cluster_of,
     compared,
+    contents,
     load,
     model_of,
     plain,
@@ -164,17 +164,7 @@ def _chosen(text: str, known: Mapping[str, Known], what: str, parse: Any) -> Kno
 
 
 def _measured(paths: list[str]) -> Files:
-    texts = []
-    for path in paths:
-        try:
-            with Path(path).open("rb") as file:
-                data = file.read(MOST_BYTES + 1)
-        except OSError as error:
-            raise PlanError(f"{path}: {error.strerror}") from None
-        if len(data) > MOST_BYTES:
-            raise PlanError(f"{path}: longer than {MOST_BYTES >> 20} MiB; give the JSON of `crossrail bench`")
-        texts.append(data.decode(errors="replace"))
-    return read(paths, texts)
+    return read(paths, [contents(path, MOST_BYTES).decode(errors="replace") for path in paths])
 
 
 def _planned(one: Planned) -> dict[str, Any]:

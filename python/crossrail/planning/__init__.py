@@ -7,7 +7,7 @@ native module.
 from .calibration import Compared, Files, Measured, calibrated, compared, read
 from .cost import Memory, OperationPlan, Planned, plan, turn
 from .presets import CLUSTERS, MODELS, PUBLISHED, Published
-from .reading import cluster_of, load, model_of
+from .reading import cluster_of, contents, load, model_of
 from .routing import Routing
 from .shapes import PHASES, SENDS, Cluster, Model, Network, Phase, PlanError, Send, plain
 from .tables import check_tables, plan_tables, published_table
@@ -36,6 +36,7 @@ __all__ = [
     "check_tables",
     "cluster_of",
     "compared",
+    "contents",
     "load",
     "model_of",
     "plain",

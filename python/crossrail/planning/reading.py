@@ -23,15 +23,21 @@ LARGEST = 1e12
 """The largest number in a file that is not whole."""
 
 
-def load(path: str) -> dict[str, Any]:
-    """The table in a file: JSON if its name ends in `.json`, else TOML. Raises PlanError."""
+def contents(path: str, most_bytes: int) -> bytes:
+    """What is in a file. Raises PlanError if it cannot be read, or is longer than ``most_bytes``."""
     try:
         with Path(path).open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(most_bytes + 1)
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}") from None
-    if len(data) > MOST_BYTES:
-        raise PlanError(f"{path}: longer than 1 MiB")
+    if len(data) > most_bytes:
+        raise PlanError(f"{path}: longer than {most_bytes >> 20} MiB, which no file of this kind is")
+    return data
+
+
+def load(path: str) -> dict[str, Any]:
+    """The table in a file: JSON if its name ends in `.json`, else TOML. Raises PlanError."""
+    data = contents(path, MOST_BYTES)
     try:
         text = data.decode()
         table = json.loads(text) if path.endswith(".json") else _toml(path, text)

@@ -52,13 +52,18 @@ def connected(
 
 def shared_memory(machine: Machine) -> Iterable[Found]:
     """Rings between two processes."""
-    with connected("shm") as (_, worker, endpoint, _):
+    return _there_and_back("shm")
+
+
+def _there_and_back(tls: str) -> Iterable[Found]:
+    """16 MiB to another process and back over this transport, compared and timed."""
+    with connected(tls) as (_, worker, endpoint, _):
         back = np.zeros(SIZE, np.uint8)
         done = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
         if not np.array_equal(back, pattern(SIZE)):
             yield Found("error", f"{mib(SIZE)} arrived wrong", "report this, with `crossrail info --json -`")
             return
-        yield Found("ok", f"{mib(SIZE)} there and back, compared; {format_rate(SIZE / done.seconds / 1e9)}")
+    yield Found("ok", f"{mib(SIZE)} there and back, compared; {format_rate(SIZE / done.seconds / 1e9)}")
 
 
 def single_copy(machine: Machine) -> Iterable[Found]:
@@ -94,13 +99,7 @@ def mapped_memory(machine: Machine) -> Iterable[Found]:
 
 def loopback_tcp(machine: Machine) -> Iterable[Found]:
     """TCP between two processes of this machine."""
-    with connected("tcp") as (_, worker, endpoint, _):
-        back = np.zeros(SIZE, np.uint8)
-        done = timed_rounds(worker, endpoint, pattern(SIZE), back, ROUNDS)
-        if not np.array_equal(back, pattern(SIZE)):
-            yield Found("error", f"{mib(SIZE)} arrived wrong", "report this, with `crossrail info --json -`")
-            return
-    yield Found("ok", f"{mib(SIZE)} there and back, compared; {format_rate(SIZE / done.seconds / 1e9)}")
+    return _there_and_back("tcp")
 
 
 def further_transports(machine: Machine) -> Iterable[Found]:
