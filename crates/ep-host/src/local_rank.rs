@@ -181,9 +181,8 @@ impl LocalRank {
     pub(crate) fn set_mask(&self, ranks: &[u32], masked: bool) -> Result<()> {
         let what = if masked { "mask" } else { "unmask" };
         let mut view = self.view.lock();
-        let floor = [view.dispatches, view.combines];
         for rank in ranks {
-            let peer = view.peers.get_mut(*rank as usize).and_then(Option::as_mut);
+            let peer = view.peers.get(*rank as usize).and_then(Option::as_ref);
             let Some(peer) = peer.filter(|peer| peer.rank != self.own.me) else {
                 return Err(Error::new(ErrorKind::Usage, what, format!("rank {rank} is not a connected other rank")));
             };
@@ -191,11 +190,15 @@ impl LocalRank {
                 let error = Error::new(ErrorKind::PeerDead, what, format!("the process of rank {rank} has ended"));
                 return Err(error.with_hint("disconnect it; a new process can then connect as this rank"));
             }
+        }
+        // All of them or none: a view that differs from the peers' masks would never agree with the others'.
+        let floor = [view.dispatches, view.combines];
+        for rank in ranks {
+            let Some(peer) = &mut view.peers[*rank as usize] else { continue };
             if peer.masked && !masked {
                 peer.floor = floor;
             }
-            peer.masked = masked;
-            peer.lost = false;
+            (peer.masked, peer.lost) = (masked, false);
         }
         view.restart(0);
         Ok(())

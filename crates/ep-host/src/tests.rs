@@ -232,6 +232,8 @@ fn numbers_wrap() {
                     assert_eq!(sums.expect("combine").missing, [0; 0]);
                 }
                 assert!(buffer.0.view.lock().operations > 1 << 32);
+                let error = buffer.mask(&[(rank + 1) % 3, 7]).expect_err("there is no rank 7");
+                assert_eq!((error.kind, buffer.masked()), (ErrorKind::Usage, vec![]), "all of them or none");
                 buffer.destroy().expect("destroy");
             })
         });
