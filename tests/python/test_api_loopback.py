@@ -1,4 +1,4 @@
-"""Where loopback has only IPv6, workers listen at ::1 and reach each other there."""
+"""Where loopback has only IPv6, workers, stores and the ends of benches listen at ::1 by default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-SCRIPT = """
+WORKERS = """
 import crossrail
 
 context = crossrail.Context(tls="tcp", timeout=20)
@@ -23,11 +23,51 @@ to_b.send(b"12345678").wait()
 assert inbound.wait().bytes == 8 and target == b"12345678"
 """
 
+GROUP = """
+import crossrail
 
-def test_workers_meet_where_loopback_has_only_ipv6() -> None:
+with crossrail.Group(size=1) as group:
+    assert group.store_address.startswith("tcp://[::1]:"), group.store_address
+"""
+
+STORE = """
+import subprocess, sys
+import crossrail
+
+command = [sys.executable, "-m", "crossrail", "store", "--listen", ":0"]
+with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    try:
+        address = process.stdout.readline().strip()
+        assert address.startswith("tcp://[::1]:"), address
+        with crossrail.Group(store=address, rank=0, size=1):
+            pass
+    finally:
+        process.terminate()
+"""
+
+BENCHES = [
+    ["latency", "--iters", "20", "--warmup", "1", "--transport", "tcp", "--size", "8"],
+    ["p2p", "--iters", "2", "--warmup", "1", "--transport", "tcp", "--size", "64K"],
+    ["ep", "--num-processes", "2", "--tokens", "8", "--hidden", "128", "--iters", "5", "--warmup", "1"],
+    ["control", "--num-processes", "2", "--rounds", "1", "--tokens", "8", "--hidden", "128", "--experts-per-rank", "4"],
+    ["mesh", "--num-processes", "2", "--iters", "2", "--warmup", "1", "--size", "64K"],
+]
+
+
+def run_there(*command: str) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs root, unshare and iproute2")
     prepare = 'ip link set lo up && ip -4 address flush dev lo && exec "$@"'
-    command = ["unshare", "--net", "sh", "-c", prepare, "sh", sys.executable, "-c", SCRIPT]
+    command = ("unshare", "--net", "sh", "-c", prepare, "sh", *command)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", [WORKERS, GROUP, STORE], ids=["workers", "a group", "a store"])
+def test_they_meet_where_loopback_has_only_ipv6(script: str) -> None:
+    run_there(sys.executable, "-c", script)
+
+
+@pytest.mark.parametrize("options", BENCHES, ids=lambda options: options[0])
+def test_benches_run_where_loopback_has_only_ipv6(options: list[str]) -> None:
+    run_there(sys.executable, "-m", "crossrail", "bench", *options)

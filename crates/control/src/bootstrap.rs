@@ -1,11 +1,11 @@
 //! Rank, size and store address of this process, from arguments, the settings, or a launcher's variables.
 
-use crossrail_types::{Error, ErrorKind, Result, Settings};
+use std::net::SocketAddr;
+
+use crossrail_types::{Error, ErrorKind, Result, Settings, loopback};
 
 /// Ports for stores derived from a job's id: below the ephemeral range.
 const PORTS: std::ops::Range<u16> = 15_000..30_000;
-/// A store for this process only, on any free port.
-const ALONE: &str = "tcp://127.0.0.1:0";
 
 /// The caller's arguments, which take precedence over everything else.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -252,7 +252,7 @@ fn open_mpi(vars: Variables<'_>, given: &Overrides) -> Result<Bootstrap> {
     let (host, why) = if spread || vars("MASTER_ADDR").is_some() {
         (bracketed(&reader.text("MASTER_ADDR")?), "")
     } else {
-        place("127.0.0.1", true)
+        place("", true)
     };
     let job = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"].into_iter().find(|name| vars(name).is_some());
     let job = job.map(|name| reader.text(name)).transpose()?;
@@ -269,7 +269,13 @@ fn alone(given: &Overrides) -> Result<Bootstrap> {
     if given.size == Some(1) && given.rank.is_none_or(|rank| rank == 0) {
         let launched = Launched { name: "alone", taken: Vec::new(), rank: Some(0), size: None, local_rank: Some(0) };
         let why = " (any free port: nobody else can join)";
-        return Ok(Bootstrap::new(&launched, given, ALONE.to_owned(), String::new(), why));
+        return Ok(Bootstrap::new(
+            &launched,
+            given,
+            format!("tcp://{}", SocketAddr::new(loopback(), 0)),
+            String::new(),
+            why,
+        ));
     }
     let detail = match arguments(given).as_str() {
         "" => "no launcher's variables are set, and no store is named".to_owned(),
@@ -282,7 +288,7 @@ fn alone(given: &Overrides) -> Result<Bootstrap> {
 }
 
 fn place(host: &str, here: bool) -> (String, &'static str) {
-    if here { ("127.0.0.1".to_owned(), " (all ranks are on this machine)") } else { (bracketed(host), "") }
+    if here { (bracketed(&loopback().to_string()), " (all ranks are on this machine)") } else { (bracketed(host), "") }
 }
 
 fn bracketed(host: &str) -> String {

@@ -204,6 +204,12 @@ pub(crate) fn cpu_quota(py: Python<'_>) -> Option<f64> {
     gate::detached(py, crossrail::cpu_quota)
 }
 
+/// The address of this machine that only it reaches: 127.0.0.1, or ::1 where loopback has only IPv6.
+#[pyfunction]
+pub(crate) fn loopback() -> String {
+    crossrail_types::loopback().to_string()
+}
+
 /// A link-local address with its zone as a number: Rust parses no device names.
 fn zoned(py: Python<'_>, text: &str) -> String {
     let number = || -> Option<String> {

@@ -102,6 +102,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(sight::remove_pages, module)?)?;
     module.add_function(wrap_pyfunction!(context::host_memory, module)?)?;
     module.add_function(wrap_pyfunction!(context::cpu_quota, module)?)?;
+    module.add_function(wrap_pyfunction!(context::loopback, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(options::format_size, module)?)?;

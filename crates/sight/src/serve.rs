@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, Log, Origin, Result, Settings};
+use crossrail_types::{Error, Log, Origin, Result, Settings, loopback};
 use parking_lot::Mutex;
 
 use crate::read::{Found, Seen};
@@ -87,7 +87,9 @@ extern "C" fn remove_at_exit() {
 
 /// `:9400` is loopback.
 fn resolve(text: &str) -> Option<SocketAddr> {
-    let text = if text.starts_with(':') { format!("127.0.0.1{text}") } else { text.to_owned() };
+    if let Some(port) = text.strip_prefix(':') {
+        return Some(SocketAddr::new(loopback(), port.parse().ok()?));
+    }
     text.to_socket_addrs().ok()?.next()
 }
 

@@ -1,6 +1,7 @@
 //! Types that every crate of Crossrail shares: ids, the 32-byte frame header, sizes, settings and errors.
 //!
-//! This crate depends on nothing else in the workspace. Its only I/O is [`Log`], which writes lines to stderr.
+//! This crate depends on nothing else in the workspace. Its only I/O is [`Log`], which writes lines to stderr, and
+//! [`loopback`], which tries addresses.
 
 #![forbid(unsafe_code)]
 
@@ -9,6 +10,7 @@ mod head;
 mod ids;
 pub mod interrupt;
 mod log;
+mod loopback;
 mod origin;
 mod reason;
 pub mod settings;
@@ -20,6 +22,7 @@ pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
 pub use interrupt::Interrupt;
 pub use log::{Log, Sink as LogSink};
+pub use loopback::loopback;
 pub use origin::{Origin, count_fork};
 pub use reason::Reason;
 pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};

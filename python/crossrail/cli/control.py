@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import crossrail
-from crossrail._native import bench_control
+from crossrail._native import bench_control, loopback
 from crossrail.report import Report, Row, control_rows, counted
 from crossrail.report.control import STEPS
 
@@ -33,6 +33,7 @@ from .options import (
     add_tokens,
 )
 from .parsing import Command, Parser, count, positive
+from .parsing import join as join_address
 from .placement import PinnedRanks, Placement, add_nodes, pin_to, placement, shared_gpus
 from .processes import Message, Process, scratch_folder
 from .rank_process import Parent, gather, join
@@ -273,7 +274,7 @@ def running_etcd() -> Iterator[str]:
 def _start_etcd(program: str, folder: Path) -> tuple[Process, str] | None:
     """One attempt to start etcd; None if it ended at once, as it does when a port is taken."""
     folder.mkdir()
-    client, peer = (f"http://127.0.0.1:{port}" for port in _free_ports(2))
+    client, peer = (f"http://{join_address(loopback(), port)}" for port in _free_ports(2))
     command = [program, "--name=crossrail", f"--data-dir={folder / 'data'}", "--log-level=warn"]
     command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
     command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
@@ -304,8 +305,10 @@ def _wait_ready(ready: socket.socket, process: Process, deadline: float) -> bool
 
 
 def _free_ports(count: int) -> list[int]:
+    host = loopback()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        sockets = [stack.enter_context(socket.create_server((host, 0), family=family)) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]
 
 

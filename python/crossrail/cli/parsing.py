@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
+from crossrail._native import loopback
 from crossrail._words import a
 
 from .failure import EXIT_USAGE, Failure, UsageFailure, print_error
@@ -158,8 +159,8 @@ def pin(text: str) -> list[int] | str:
     return [number_of(part, 0) for part in text.split(",")]
 
 
-def parse_address(text: str, default_host: str = "127.0.0.1", default_port: int = DEFAULT_PORT) -> tuple[str, int]:
-    """Host and port of ``text`` (HOST, HOST:PORT, :PORT or [IPV6]:PORT); defaults stand for missing parts.
+def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Host and port of ``text`` (HOST, HOST:PORT, :PORT or [IPV6]:PORT); without a host, that of loopback.
 
     Raises UsageFailure for anything else.
     """
@@ -168,10 +169,10 @@ def parse_address(text: str, default_host: str = "127.0.0.1", default_port: int 
         form = _ADDRESS_FORM.removeprefix("write ")
         raise UsageFailure(f"{text!r}: {host} is a number, not a host; for a port write :{host}, else {form}")
     if not port_text:
-        return host or default_host, default_port
+        return host or loopback(), default_port
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) < 1 << 16):
         raise UsageFailure(f"{text!r}: {port_text!r} is not a port; {_ADDRESS_FORM}, port 0 to 65535")
-    return host or default_host, int(port_text)
+    return host or loopback(), int(port_text)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -186,9 +187,9 @@ def _split(text: str) -> tuple[str, str]:
     return host, port
 
 
-def resolve(text: str, default_host: str = "127.0.0.1", default_port: int = DEFAULT_PORT) -> str:
+def resolve(text: str, default_port: int = DEFAULT_PORT) -> str:
     """The numeric ``host:port`` of ``text``. Raises Failure when the name does not resolve."""
-    host, port = parse_address(text, default_host, default_port)
+    host, port = parse_address(text, default_port)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:

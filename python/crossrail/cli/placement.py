@@ -113,7 +113,7 @@ class Placement:
             assert self.store is not None
             yield self.store, name
             return
-        listen = "127.0.0.1:0" if self.store is None else self.store.removeprefix("tcp://")
+        listen = resolve(":0") if self.store is None else self.store.removeprefix("tcp://")
         with StoreServer(context, listen) as server:
             yield server.address, name
 

@@ -40,7 +40,7 @@ class StoreOptions:
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    where = f"address to listen at (127.0.0.1:{STORE_PORT}); port 0: a free one"
+    where = f"address to listen at (loopback, port {STORE_PORT}); port 0: a free one"
     parser.add_argument("--listen", metavar="HOST:PORT", default="", help=where)
     add_secret_file(parser, "its clients")
     parser.set_defaults(outcome=_outcome)

@@ -136,7 +136,8 @@ def hosts_of(joined: Joined) -> list[bytes]:
 def _offer(context: _native.Context, owned: contextlib.ExitStack, far: bool) -> tuple[str, str | None]:
     """Starts a store; its address, and the secret of ranks on several machines where none was set."""
     if not far:
-        server = _native.StoreServer(context, "127.0.0.1:0")
+        host = _native.loopback()
+        server = _native.StoreServer(context, f"[{host}]:0" if ":" in host else f"{host}:0")
         owned.callback(server.close)
         return server.address, None
     secret = None

@@ -1,6 +1,6 @@
 //! Listening: sessions and lanes that peers open.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 
 use crossrail_handshake::{self as handshake, Arrival, Identity, LaneName, Parameters, Rail, Session, Stream};
@@ -96,17 +96,7 @@ impl Sessions {
         if let Some(binding) = self.control_device()? {
             return Ok((vec![binding], 0));
         }
-        Ok((vec![Binding { device: None, address: self.loopback() }], 0))
-    }
-
-    /// The loopback address to listen at: that of IPv4, unless loopback has only IPv6.
-    fn loopback(&self) -> IpAddr {
-        let up = self.environment.nics().iter().filter(|nic| nic.loopback && nic.up);
-        let addresses: Vec<IpAddr> = up.flat_map(|nic| nic.addresses.iter().copied()).collect();
-        match addresses.iter().any(IpAddr::is_ipv4) || !addresses.iter().any(IpAddr::is_ipv6) {
-            true => Ipv4Addr::LOCALHOST.into(),
-            false => Ipv6Addr::LOCALHOST.into(),
-        }
+        Ok((vec![Binding { device: None, address: crossrail_types::loopback() }], 0))
     }
 
     /// The device that control connections are bound to, if the settings name one.

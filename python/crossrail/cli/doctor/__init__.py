@@ -111,7 +111,7 @@ def add_arguments(parser: Parser) -> None:
     where = f"HOST[:PORT], port {DOCTOR_PORT} by default"
     text = f"also every rail to the machine where `crossrail doctor --listen` runs, at {where}"
     what.add_argument("--peer", metavar="ADDR", help=text)
-    text = f"answer the probes of other machines at {where}, until interrupted; HOST is 127.0.0.1 by default"
+    text = f"answer the probes of other machines at {where}, until interrupted; HOST is loopback by default"
     what.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=text)
     text = f"duration of each load of a rail ({SECONDS:g})"
     what.add_argument("--seconds", metavar="S", type=_seconds, help=text)

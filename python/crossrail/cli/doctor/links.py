@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from crossrail._native import loopback
 from crossrail.records import Info
 
 from .netlink import Interface, interfaces
@@ -50,9 +51,9 @@ class Rail:
 
 
 def loopback_rails(rails: Sequence[Rail]) -> list[Rail]:
-    """Those of ``rails`` that reach this machine only; 127.0.0.1 if there is none. Raises OSError."""
+    """Those of ``rails`` that reach this machine only; the loopback address if there is none. Raises OSError."""
     found = [rail for rail in rails if rail.loopback]
-    return found or [_of_loopback(one, "127.0.0.1") for one in interfaces() if one.loopback]
+    return found or [_of_loopback(one, loopback()) for one in interfaces() if one.loopback]
 
 
 def find_rails(info: Info, wanted: str, sys: Path = Path("/sys")) -> list[Rail]:

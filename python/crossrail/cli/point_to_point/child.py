@@ -79,7 +79,7 @@ class Child:
 @contextlib.contextmanager
 def other_end(options: BenchOptions) -> Iterator[Child]:
     """Starts the other end on this machine, and ends it when the context ends. Raises Failure."""
-    command = [sys.executable, "-m", "crossrail", "bench", options.what, "--listen=127.0.0.1:0"]
+    command = [sys.executable, "-m", "crossrail", "bench", options.what, "--listen=:0"]
     command += [f"--parent={os.getpid()}", f"--pin={_pin_text(options)}", *options.for_child()]
     with tempfile.TemporaryFile() as talk:
         environment = {"PYTHONSAFEPATH": "1"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import crossrail
-from crossrail._native import bench_net_plugin, bench_raw_tcp, bench_write
+from crossrail._native import bench_net_plugin, bench_raw_tcp, bench_write, loopback
 from crossrail.records import LaneReport, Transfer
 from crossrail.report import (
     Iteration,
@@ -127,7 +127,7 @@ def _channel(options: BenchOptions) -> Iterator[tuple[Channel, str]]:
         pin_to(cpu)
         with _connected(options, context, child.address) as channel:
             try:
-                yield channel, "127.0.0.1"
+                yield channel, loopback()
             except Exception:
                 child.report_failure()
                 raise

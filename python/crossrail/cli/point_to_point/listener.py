@@ -41,7 +41,7 @@ def listen(options: BenchOptions) -> None:
     if options.launch is None:
         address = resolve(options.listen or "")
     else:
-        address = "127.0.0.1:0" if options.launch.machines == 1 else "0.0.0.0:0"
+        address = resolve(":0") if options.launch.machines == 1 else "0.0.0.0:0"
     with contextlib.ExitStack() as stack, crossrail.Worker(context, listen=address) as worker:
         if options.launch is not None:
             print_notice(f"{options.launch} listens, process 1 measures")

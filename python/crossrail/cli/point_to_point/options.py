@@ -161,7 +161,7 @@ def add_arguments(parser: Parser, what: str) -> None:
 
 def _add_ends(ends: argparse._ArgumentGroup) -> None:
     where = f"HOST[:PORT], port {DEFAULT_PORT} by default"
-    listen = f"wait for the other end at {where}; HOST is 127.0.0.1 by default"
+    listen = f"wait for the other end at {where}; HOST is loopback by default"
     ends.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen)
     ends.add_argument("--connect", metavar="ADDR", help=f"connect to the end that listens at {where}")
     add_secret_file(ends, "both ends")
