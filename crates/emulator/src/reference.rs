@@ -19,7 +19,7 @@ pub const BLOCK: usize = 128;
 pub struct Routing {
     /// Tokens of each rank.
     pub tokens: Vec<usize>,
-    /// By rank: experts, [tokens][K]; distinct in a token, -1 for none.
+    /// By rank: experts, [tokens][K], -1 for none; those made here are distinct in a token.
     pub idx: Vec<Vec<i32>>,
     /// By rank: weights, [tokens][K].
     pub weights: Vec<Vec<f32>>,
@@ -312,7 +312,10 @@ pub fn combine_expert_coded(
             for k in 0..shape.topk as usize {
                 let Some(expert) = routing.expert(shape, source, token, k) else { continue };
                 let (rank, within) = (expert / local, expert % local);
-                let row = delivered[rank].rows[within].iter().position(|row| *row == (source, token)).unwrap();
+                // An expert that is selected twice has two rows.
+                let nth = (0..k).filter(|k| routing.expert(shape, source, token, *k) == Some(expert)).count();
+                let rows = delivered[rank].rows[within].iter().enumerate();
+                let (row, _) = rows.filter(|(_, row)| **row == (source, token)).nth(nth).unwrap();
                 let values = outputs[rank].row(within * most + row);
                 let weight = weighted.then(|| routing.weight(shape, source, token, k));
                 if shape.prereduce {

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 mod copies;
+mod duplicates;
 mod elastic;
 mod expert_layout;
 mod machine;

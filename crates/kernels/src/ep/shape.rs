@@ -389,7 +389,9 @@ impl Shape {
         heap.back_slot = line(most * self.back_rows() * wide);
         heap.back = lay.take(depth * ranks * heap.back_slot);
         heap.back_flags_slot = line(most * self.back_rows() * pieces * 8);
-        heap.back_flags = lay.take(depth * ranks * heap.back_flags_slot);
+        // Of a token that selects experts more than once, a combine looks at as many flags as there are selections.
+        let beyond = only(self.expert_layout && !self.prereduce, (topk - self.back_rows()) * pieces * 8);
+        heap.back_flags = lay.take(depth * ranks * heap.back_flags_slot + beyond);
         heap.back_topk = lay.take(only(granted, depth * ranks * most * topk * 4));
         lay.end("rows that come back");
         let rows = ranks * most;
@@ -569,6 +571,15 @@ mod tests {
         assert!(
             handle.routes + 4 * 128 * 8 * 4 <= handle.present && handle.bytes == DECODE.handle_bytes(Layout::Expert)
         );
+    }
+
+    /// With an expert for each rank a token has one row there, and more flags than that if it selects it more than once.
+    #[test]
+    fn flags_of_repeated_selections_lie_in_the_heap() {
+        let heap = Shape { experts: 4, topk: 4, max_tokens: 32, prereduce: false, ..DECODE }.heap();
+        let (last_slot, last_token) = (2 * 4 - 1, 32 - 1);
+        let flags = heap.back_flags + last_slot * heap.back_flags_slot + (last_token + 4) * 7 * 8;
+        assert!(flags <= heap.bytes, "{flags} of {}", heap.bytes);
     }
 
     #[test]
