@@ -582,3 +582,37 @@ fn memory_that_is_only_shared_takes_no_bounce_memory() {
     assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
     assert_eq!(bounce(&pair.one), [0; 2]);
 }
+
+#[test]
+fn a_trace_has_a_track_for_each_stager_and_stream() {
+    let _alone = alone();
+    let folder = std::env::temp_dir().join(format!("crossrail-staged-{}", std::process::id()));
+    let (size, traces) = (1 << 20, folder.to_str().unwrap());
+    {
+        let pair = pair_of(&[("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_CHUNK", "64K"), ("CROSSRAIL_TRACE", traces)]);
+        let stream = gpus(&pair.one)[0].stream();
+        let source = filled(&pair.one, Place::Gpu(0), &pattern(size, 5));
+        let target = pair.other.alloc_on(size, Place::Gpu(1)).unwrap();
+        stream.put_in();
+        // SAFETY: a simulated stream's handle is no pointer.
+        let ready = unsafe { Ready::on_stream(&pair.one, 0, stream.handle()).unwrap() };
+        let receive = pair.b.recv(&target, 1, u64::MAX, None).unwrap();
+        let send = pair.ab.send(Buffer::from(&source).after(ready).unwrap(), 1).unwrap();
+        stream.finish();
+        done("the receive", receive);
+        done("the send", send);
+        pair.a.close();
+        pair.b.close();
+    }
+    let files = std::fs::read_dir(&folder).unwrap().map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());
+    let text: String = files.collect();
+    std::fs::remove_dir_all(&folder).unwrap();
+    for track in ["stager of cuda:0, packs", "stager of cuda:1, unpacks", "stream 0x"] {
+        assert!(text.contains(track), "{track} is not in {text}");
+    }
+    for (name, bytes) in [("pack", size), ("unpack", size), ("wait for stream", 0)] {
+        let slices = text.lines().filter(|line| line.contains(&format!("\"X\",\"name\":\"{name}\",")));
+        let of = |line: &str| line.rsplit_once(':').unwrap().1.trim_end_matches(['}', ',']).parse::<usize>().unwrap();
+        assert_eq!(slices.map(of).reduce(|all, one| all + one), Some(bytes), "{name} in {text}");
+    }
+}

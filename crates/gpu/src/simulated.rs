@@ -268,7 +268,7 @@ impl Simulated {
             }
         };
         let at = counts.submitted.load(Ordering::Acquire);
-        Ok(StreamPoint::new(Point { counts, at }))
+        Ok(StreamPoint::new(stream, Point { counts, at }))
     }
 }
 

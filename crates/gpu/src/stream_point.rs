@@ -8,7 +8,10 @@ use crossrail_types::Result;
 ///
 /// Any thread may use it. Clones are the same point.
 #[derive(Clone)]
-pub struct StreamPoint(Arc<dyn Reached>);
+pub struct StreamPoint {
+    stream: u64,
+    point: Arc<dyn Reached>,
+}
 
 /// How one kind of GPU tells whether a point was reached.
 pub(crate) trait Reached: Send + Sync {
@@ -16,8 +19,13 @@ pub(crate) trait Reached: Send + Sync {
 }
 
 impl StreamPoint {
-    pub(crate) fn new(point: impl Reached + 'static) -> StreamPoint {
-        StreamPoint(Arc::new(point))
+    pub(crate) fn new(stream: u64, point: impl Reached + 'static) -> StreamPoint {
+        StreamPoint { stream, point: Arc::new(point) }
+    }
+
+    /// The handle of the stream, to tell streams apart: the stream may be gone.
+    pub fn stream(&self) -> u64 {
+        self.stream
     }
 
     /// Whether all work before the point is complete.
@@ -25,7 +33,7 @@ impl StreamPoint {
     /// # Errors
     /// What the driver says, also of work in the stream that failed.
     pub fn is_reached(&self) -> Result<bool> {
-        self.0.is_reached()
+        self.point.is_reached()
     }
 }
 

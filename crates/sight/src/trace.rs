@@ -24,6 +24,12 @@ pub enum What {
     Operation(&'static str),
     /// A direct copy that this end made.
     Copied,
+    /// A GPU's copies of chunks into bounce slots.
+    Packed,
+    /// A GPU's copies of chunks out of bounce slots, those of one batch together.
+    Unpacked,
+    /// Operations waited for a point in a caller's stream.
+    Gated,
     /// So many chunks are unacknowledged from now on.
     Window,
 }
@@ -72,6 +78,15 @@ impl Trace {
         self.events.push_back(event);
     }
 
+    /// A GPU has copied a chunk. Chunks of one batch become one event.
+    pub fn staged(&mut self, event: Event) {
+        let same = |last: &&mut Event| Event { amount: event.amount, ..**last } == event;
+        match self.events.back_mut().filter(same) {
+            Some(batch) => batch.amount += event.amount,
+            None => self.add(event),
+        }
+    }
+
     /// A lane got a chunk to send.
     pub fn sent(&mut self, lane: u64, now_ns: u64, bytes: u64, flow: u64) {
         let under_way = self.unacknowledged.entry(lane).or_default();
@@ -89,6 +104,15 @@ impl Trace {
             self.add(Event { what: What::Sent, track: lane, begin_ns, end_ns: now_ns, amount, flow });
         }
         self.window(lane, now_ns, count);
+    }
+
+    /// The worker ends: chunks that nobody has acknowledged yet end with it.
+    pub fn finish(&mut self, now_ns: u64) {
+        for (track, under_way) in std::mem::take(&mut self.unacknowledged) {
+            for (begin_ns, amount, flow) in under_way {
+                self.add(Event { what: What::Sent, track, begin_ns, end_ns: now_ns, amount, flow });
+            }
+        }
     }
 
     /// The head of a chunk has come in on a lane.
@@ -141,16 +165,15 @@ impl Trace {
             std::process::id(),
             self.dropped
         );
-        let mut tracks: Vec<_> = self.tracks.iter().collect();
-        tracks.sort();
-        for (track, name) in tracks {
-            let name = quoted(name);
+        let (rows, threads) = self.rows();
+        for (thread, track) in threads.iter().enumerate() {
+            let (thread, name) = (thread + 1, quoted(self.tracks.get(track).map_or("?", String::as_str)));
             let _ = write!(
                 out,
-                ",\n{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{process},\"tid\":{track},\"args\":{{\"name\":{name}}}}}"
+                ",\n{{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":{process},\"tid\":{thread},\"args\":{{\"name\":{name}}}}}"
             );
         }
-        for event in &self.events {
+        for (event, thread) in self.events.iter().zip(rows) {
             let Event { what, track, begin_ns, end_ns, amount, flow } = *event;
             let (at, took) = (micros(begin_ns), micros(end_ns.saturating_sub(begin_ns)));
             let kind = match what {
@@ -166,10 +189,13 @@ impl Trace {
                 What::Received => "chunk received",
                 What::Operation(name) => name,
                 What::Copied => "direct copy",
+                What::Packed => "pack",
+                What::Unpacked => "unpack",
+                What::Gated => "wait for stream",
             };
             let _ = write!(
                 out,
-                ",\n{{\"ph\":\"X\",\"name\":\"{kind}\",\"pid\":{process},\"tid\":{track},\"ts\":{at},\"dur\":{took},\
+                ",\n{{\"ph\":\"X\",\"name\":\"{kind}\",\"pid\":{process},\"tid\":{thread},\"ts\":{at},\"dur\":{took},\
                  \"args\":{{\"bytes\":{amount}}}}}"
             );
             // The arrow goes from the beginning of one slice to the beginning of the other.
@@ -180,11 +206,35 @@ impl Trace {
             };
             let _ = write!(
                 out,
-                ",\n{{{end},\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"{flow:x}\",\"pid\":{process},\"tid\":{track},\"ts\":{at}}}"
+                ",\n{{{end},\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"{flow:x}\",\"pid\":{process},\"tid\":{thread},\"ts\":{at}}}"
             );
         }
         out.push_str("\n]}\n");
         out
+    }
+
+    /// The thread of each event, from 1, and the track of each thread. A track has as many threads as slices of it
+    /// overlap: Perfetto drops a slice that begins within another of its thread and ends after it.
+    fn rows(&self) -> (Vec<usize>, Vec<u64>) {
+        let slices = self.events.iter().enumerate().filter(|(_, event)| event.what != What::Window);
+        let mut slices: Vec<_> = slices.collect();
+        slices.sort_by_key(|(_, event)| (event.track, event.begin_ns));
+        let (mut rows, mut threads, mut ends) = (vec![0; self.events.len()], Vec::new(), Vec::new());
+        let mut first = 0;
+        for (at, event) in slices {
+            if threads.last() != Some(&event.track) {
+                first = threads.len();
+            }
+            let free = ends.iter().skip(first).position(|end| *end <= event.begin_ns);
+            let thread = free.map_or(threads.len(), |free| first + free);
+            if thread == threads.len() {
+                threads.push(event.track);
+                ends.push(0);
+            }
+            ends[thread] = event.end_ns;
+            rows[at] = thread + 1;
+        }
+        (rows, threads)
     }
 }
 
@@ -231,16 +281,47 @@ mod tests {
         trace.arrived(3, 7_001);
         trace.arrived(3, 8_000);
         let text = trace.json("a", 1);
+        assert_eq!(text.matches("thread_name").count(), 1);
         for said in [
-            "\"ph\":\"X\",\"name\":\"chunk sent\",\"pid\":1,\"tid\":3,\"ts\":1.000,\"dur\":3.000,\"args\":{\"bytes\":64}",
-            "\"ph\":\"s\",\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"7\",\"pid\":1,\"tid\":3,\"ts\":1.000",
-            "\"ph\":\"X\",\"name\":\"chunk received\",\"pid\":1,\"tid\":3,\"ts\":5.000,\"dur\":2.001",
+            "\"ph\":\"X\",\"name\":\"chunk sent\",\"pid\":1,\"tid\":1,\"ts\":1.000,\"dur\":3.000,\"args\":{\"bytes\":64}",
+            "\"ph\":\"s\",\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"7\",\"pid\":1,\"tid\":1,\"ts\":1.000",
+            "\"ph\":\"X\",\"name\":\"chunk received\",\"pid\":1,\"tid\":1,\"ts\":5.000,\"dur\":2.001",
             "\"ph\":\"f\",\"bp\":\"e\",\"name\":\"chunk\",\"cat\":\"chunk\",\"id\":\"9\"",
             "\"ph\":\"C\",\"name\":\"tcp/eth0 to \\\"b\\\"\",\"pid\":1,\"ts\":2.500,\"args\":{\"chunks\":2}",
         ] {
             assert!(text.contains(said), "{said} is not in {text}");
         }
         assert_eq!(text.matches("chunk sent").count(), 1);
+        trace.finish(9_000);
+        trace.finish(9_500);
+        let text = trace.json("a", 1);
+        assert!(text.contains("\"chunk sent\",\"pid\":1,\"tid\":2,\"ts\":2.500,\"dur\":6.500"), "{text}");
+        assert_eq!(text.matches("chunk sent").count(), 2);
+    }
+
+    #[test]
+    fn slices_that_overlap_get_threads_of_their_own_and_share_their_tracks_name() {
+        let mut trace = Trace::default();
+        trace.name_track(7, || "rail".to_owned());
+        trace.name_track(1 << 40, || "others".to_owned());
+        for (track, begin_ns, end_ns) in [(7, 0, 10), (7, 5, 15), (1 << 40, 0, 9), (7, 10, 20), (7, 12, 13)] {
+            trace.add(Event { what: What::Copied, track, begin_ns, end_ns, amount: 1, flow: 0 });
+        }
+        assert_eq!(trace.rows(), (vec![1, 2, 4, 1, 3], vec![7, 7, 7, 1 << 40]));
+        let text = trace.json("a", 1);
+        assert_eq!((text.matches("\"rail\"").count(), text.matches("\"others\"").count()), (3, 1));
+    }
+
+    #[test]
+    fn chunks_of_one_batch_become_one_slice() {
+        let mut trace = Trace::default();
+        let event = Event { what: What::Unpacked, track: 1, begin_ns: 3, end_ns: 5, amount: 64, flow: 0 };
+        trace.staged(event);
+        trace.staged(Event { amount: 32, ..event });
+        trace.staged(Event { end_ns: 6, ..event });
+        trace.staged(Event { what: What::Packed, end_ns: 6, ..event });
+        let amounts: Vec<u64> = trace.events.iter().map(|event| event.amount).collect();
+        assert_eq!(amounts, [96, 64, 64]);
     }
 
     #[test]

@@ -25,6 +25,11 @@ impl Clock {
         self.now
     }
 
+    /// That instant as the clock shows it.
+    pub(super) fn time(&self, at: Instant) -> Time {
+        Time(1 + at.saturating_duration_since(self.epoch).as_nanos() as u64)
+    }
+
     /// `at` as an instant, for waiting.
     pub(crate) fn instant(&self, at: Time) -> Instant {
         self.epoch + Duration::from_nanos(at.0.saturating_sub(1))

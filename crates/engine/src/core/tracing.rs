@@ -1,6 +1,9 @@
 //! The trace of a worker, if one is wanted: chunks, operations and copies as they happen. Off, each of these costs a look
 //! at an `Option`.
 
+use std::time::Instant;
+
+use crossrail_gpu::Span;
 use crossrail_proto as proto;
 use crossrail_sight::now_ns;
 use crossrail_sight::trace::{Event, Trace, What, flow};
@@ -11,6 +14,19 @@ use super::tables::Tables;
 
 /// Tracks of what belongs to an endpoint and to no lane are numbered from here.
 const ENDPOINTS: u64 = 1 << 32;
+/// Tracks of what a stager did are numbered from here, in the order in which they are first named.
+const STAGERS: u64 = 2 << 32;
+
+/// What a stager has a track for, on each GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Staged {
+    /// Copies into bounce slots.
+    Packs,
+    /// Copies out of bounce slots.
+    Unpacks,
+    /// Waits for a caller's stream, by its handle.
+    Stream(u64),
+}
 
 /// See the module.
 pub(super) struct Tracing {
@@ -19,6 +35,8 @@ pub(super) struct Tracing {
     own: String,
     /// The machine's clock when the core's clock was 0.
     epoch_ns: u64,
+    /// What is told apart among what stagers do, in the order of its tracks.
+    staged: Vec<(u32, Staged)>,
 }
 
 impl Core {
@@ -26,12 +44,16 @@ impl Core {
     pub(crate) fn start_trace(&mut self, own: &str) {
         let epoch_ns = now_ns().saturating_sub(self.read_clock().0);
         let trace = Box::default();
-        self.transfers.data.tables.tracing = Some(Tracing { trace, own: own.to_owned(), epoch_ns });
+        self.transfers.data.tables.tracing = Some(Tracing { trace, own: own.to_owned(), epoch_ns, staged: Vec::new() });
     }
 
     /// Ends the recording; the trace, and the name of this worker.
     pub(crate) fn take_trace(&mut self) -> Option<(Box<Trace>, String)> {
-        self.transfers.data.tables.tracing.take().map(|tracing| (tracing.trace, tracing.own))
+        let now = self.read_clock().0;
+        self.transfers.data.tables.tracing.take().map(|mut tracing| {
+            tracing.trace.finish(tracing.epoch_ns + now);
+            (tracing.trace, tracing.own)
+        })
     }
 }
 
@@ -76,6 +98,33 @@ impl Tables {
         let end_ns = tracing.epoch_ns + self.clock.read().0;
         let begin_ns = end_ns.saturating_sub(ns);
         tracing.trace.add(Event { what, track, begin_ns, end_ns, amount: bytes, flow: 0 });
+    }
+
+    /// A stager has done something on that GPU.
+    #[cold]
+    pub(super) fn trace_staged(&mut self, gpu: u32, kind: Staged, span: Span) {
+        let Some(tracing) = &mut self.tracing else { return };
+        let known = tracing.staged.iter().position(|known| *known == (gpu, kind));
+        let at = known.unwrap_or_else(|| {
+            tracing.staged.push((gpu, kind));
+            tracing.staged.len() - 1
+        });
+        let track = STAGERS + at as u64;
+        tracing.trace.name_track(track, || match kind {
+            Staged::Packs => format!("stager of cuda:{gpu}, packs"),
+            Staged::Unpacks => format!("stager of cuda:{gpu}, unpacks"),
+            Staged::Stream(0) => format!("default stream of cuda:{gpu}"),
+            Staged::Stream(handle) => format!("stream {handle:#x} of cuda:{gpu}"),
+        });
+        let what = match kind {
+            Staged::Packs => What::Packed,
+            Staged::Unpacks => What::Unpacked,
+            Staged::Stream(_) => What::Gated,
+        };
+        let clock = &self.clock;
+        let ns = |at: Instant| tracing.epoch_ns + clock.time(at).0;
+        let (begin_ns, end_ns) = (ns(span.began), ns(span.ended));
+        tracing.trace.staged(Event { what, track, begin_ns, end_ns, amount: span.bytes, flow: 0 });
     }
 
     #[cold]

@@ -131,7 +131,7 @@ impl CudaDevice {
         let kept = self.events.lock().pop();
         let event = kept.map_or_else(|| Event::new(&self.context), Ok)?;
         event.record(stream)?;
-        Ok(StreamPoint::new(PooledEvent { event: Some(event), pool: Arc::downgrade(&self.events) }))
+        Ok(StreamPoint::new(stream.handle(), PooledEvent { event: Some(event), pool: Arc::downgrade(&self.events) }))
     }
 
     fn with(&self, body: impl FnOnce(&mut Copies, Duration) -> Result<()>) -> Result<()> {

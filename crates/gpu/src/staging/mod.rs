@@ -26,6 +26,8 @@ mod stager;
 mod tests;
 mod wake_up;
 
+use std::time::Instant;
+
 use crossrail_types::Result;
 
 pub use bounce::Slot;
@@ -56,6 +58,19 @@ pub struct Completion {
     pub slot: Option<Slot>,
     /// Whether the bytes arrived.
     pub result: Result<()>,
+    /// When it happened, where the context records traces.
+    pub span: Option<Span>,
+}
+
+/// When a GPU did what it was submitted, as its stager saw it.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    /// When it was its turn: submitted to the GPU, and everything before it in its direction complete.
+    pub began: Instant,
+    /// When the stager found it complete.
+    pub ended: Instant,
+    /// Bytes copied.
+    pub bytes: u64,
 }
 
 /// Staging of one GPU, by all workers of its context together.

@@ -7,7 +7,7 @@ use crossrail_types::Result;
 use parking_lot::Mutex;
 
 use super::bounce::Slot;
-use super::{Completion, CopyEngine, Mark, SlotCopy};
+use super::{Completion, CopyEngine, Mark, SlotCopy, Span};
 use crate::direction::Direction;
 use crate::nvtx::Range;
 use crate::stream_point::StreamPoint;
@@ -44,6 +44,8 @@ impl SlotTransfer {
 pub(super) struct StreamWait {
     pub(super) owner: Owner,
     pub(super) point: StreamPoint,
+    /// Since when, if anybody wants to know.
+    pub(super) since: Option<Instant>,
 }
 
 /// Work that was not started. Its lock is held for moments only, because queues take it under their worker's lock.
@@ -58,6 +60,8 @@ pub(super) struct Submitted {
 struct Batch {
     mark: Mark,
     transfers: Vec<SlotTransfer>,
+    /// When it was submitted to the GPU, if traces are recorded.
+    submitted: Option<Instant>,
     /// For profilers.
     _range: Range,
 }
@@ -75,6 +79,10 @@ pub(super) struct Pipeline {
     counters: Counters,
     /// By direction: since when the GPU has had work.
     busy_since: [Option<Instant>; 2],
+    /// Whether completions say when they happened.
+    traced: bool,
+    /// By direction: when the last batch was complete, if traces are recorded.
+    ended: [Option<Instant>; 2],
 }
 
 /// Totals since the stager started.
@@ -98,7 +106,7 @@ pub(super) struct PassResult {
 }
 
 impl Pipeline {
-    pub(super) fn new(engine: Box<dyn CopyEngine>) -> Pipeline {
+    pub(super) fn new(engine: Box<dyn CopyEngine>, traced: bool) -> Pipeline {
         Pipeline {
             engine,
             in_flight: Default::default(),
@@ -107,6 +115,8 @@ impl Pipeline {
             outbox: Vec::new(),
             counters: Counters::default(),
             busy_since: [None; 2],
+            traced,
+            ended: [None; 2],
         }
     }
 
@@ -154,7 +164,7 @@ impl Pipeline {
             let copy = transfer.copy();
             match self.engine.check(&copy).and_then(|()| self.engine.pack(&copy)) {
                 Ok(mark) => self.started(Direction::Out, mark, vec![transfer]),
-                Err(error) => self.finish(transfer, Err(error)),
+                Err(error) => self.finish(transfer, Err(error), None),
             }
         }
         moved
@@ -178,7 +188,7 @@ impl Pipeline {
             for transfer in transfers {
                 match self.engine.check(&transfer.copy()) {
                     Ok(()) => valid.push(transfer),
-                    Err(error) => self.finish(transfer, Err(error)),
+                    Err(error) => self.finish(transfer, Err(error), None),
                 }
             }
             if valid.is_empty() {
@@ -190,7 +200,7 @@ impl Pipeline {
                     self.counters.batches += 1;
                     self.started(Direction::In, mark, valid);
                 }
-                Err(error) => valid.into_iter().for_each(|transfer| self.finish(transfer, Err(error.clone()))),
+                Err(error) => valid.into_iter().for_each(|transfer| self.finish(transfer, Err(error.clone()), None)),
             }
         }
         moved
@@ -203,7 +213,8 @@ impl Pipeline {
             let bytes: usize = transfers.iter().map(|transfer| transfer.len).sum();
             format!("crossrail {what} {} x, {bytes} bytes", transfers.len())
         });
-        self.in_flight[direction as usize].push_back(Batch { mark, transfers, _range: range });
+        let submitted = self.traced.then(Instant::now);
+        self.in_flight[direction as usize].push_back(Batch { mark, transfers, submitted, _range: range });
     }
 
     /// Collects complete batches. Batches of one direction complete in order, so only the oldest is polled.
@@ -216,9 +227,10 @@ impl Pipeline {
                 Err(error) => Err(error),
             };
             moved = true;
-            let batch = self.in_flight[direction as usize].pop_front();
-            for transfer in batch.into_iter().flat_map(|batch| batch.transfers) {
-                self.finish(transfer, result.clone());
+            let Some(batch) = self.in_flight[direction as usize].pop_front() else { break };
+            let span = batch.submitted.map(|submitted| self.span(direction, submitted));
+            for transfer in batch.transfers {
+                self.finish(transfer, result.clone(), span);
             }
         }
         if self.in_flight[direction as usize].is_empty()
@@ -227,6 +239,13 @@ impl Pipeline {
             self.counters.busy_ns[direction as usize] += since.elapsed().as_nanos() as u64;
         }
         moved
+    }
+
+    /// From when a batch was submitted, or the one before it complete, until now.
+    fn span(&mut self, direction: Direction, submitted: Instant) -> (Instant, Instant) {
+        let ended = Instant::now();
+        let before = self.ended[direction as usize].replace(ended);
+        (before.map_or(submitted, |before| before.max(submitted)), ended)
     }
 
     fn collect_waits(&mut self, submitted: &Mutex<Submitted>) -> bool {
@@ -239,13 +258,14 @@ impl Pipeline {
                 Ok(true) => Ok(()),
                 Err(error) => Err(error),
             };
-            outbox.push((wait.owner.queue, completion(wait.owner, None, result)));
+            let span = wait.since.map(|began| Span { began, ended: Instant::now(), bytes: 0 });
+            outbox.push((wait.owner.queue, completion(wait.owner, None, result, span)));
             false
         });
         self.waits.len() != before
     }
 
-    fn finish(&mut self, transfer: SlotTransfer, result: Result<()>) {
+    fn finish(&mut self, transfer: SlotTransfer, result: Result<()>, span: Option<(Instant, Instant)>) {
         let SlotTransfer { owner, slot, len, .. } = transfer;
         if result.is_ok() {
             self.counters.bytes[slot.direction() as usize] += len as u64;
@@ -256,10 +276,11 @@ impl Pipeline {
         }
         // An unpack's slot is free now: it is dropped here.
         let slot = (slot.direction() == Direction::Out).then_some(slot);
-        self.outbox.push((owner.queue, completion(owner, slot, result)));
+        let span = span.map(|(began, ended)| Span { began, ended, bytes: len as u64 });
+        self.outbox.push((owner.queue, completion(owner, slot, result, span)));
     }
 }
 
-fn completion(owner: Owner, slot: Option<Slot>, result: Result<()>) -> Completion {
-    Completion { ticket: owner.ticket, slot, result }
+fn completion(owner: Owner, slot: Option<Slot>, result: Result<()>, span: Option<Span>) -> Completion {
+    Completion { ticket: owner.ticket, slot, result, span }
 }

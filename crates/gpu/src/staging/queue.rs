@@ -1,6 +1,7 @@
 //! One worker's access to a stager.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use crossrail_types::Result;
 
@@ -60,7 +61,8 @@ impl StagingQueue {
 
     /// Completes `ticket` when `point` is reached.
     pub fn wait_for(&self, ticket: u64, point: StreamPoint) {
-        self.shared().submitted.lock().waits.push(StreamWait { owner: self.owner(ticket), point });
+        let since = self.shared().traced().then(Instant::now);
+        self.shared().submitted.lock().waits.push(StreamWait { owner: self.owner(ticket), point, since });
         self.shared().wake_up.signal();
     }
 

@@ -44,6 +44,7 @@ pub(super) struct StagerShared {
     thread: ThreadId,
     /// How long to wait for the GPU at most.
     limit: Duration,
+    traced: bool,
     idle_policy: IdlePolicy,
 }
 
@@ -51,6 +52,8 @@ pub(super) struct StagerShared {
 pub(super) struct StagerSetup {
     name: String,
     limit: Duration,
+    /// Whether completions say when they happened.
+    traced: bool,
     pub(super) arena: Arc<Arena>,
     pub(super) layout: SlotLayout,
     pub(super) wake_up: Arc<WakeUp>,
@@ -60,11 +63,11 @@ pub(super) struct StagerSetup {
 impl StagerSetup {
     /// Reports the outcome of the setup to [`Stager::start`], and then runs the thread until it is no longer needed.
     pub(super) fn run(self, made: Result<(Box<dyn CopyEngine>, Arc<Bounce>)>) {
-        let StagerSetup { name, limit, wake_up, started, .. } = self;
+        let StagerSetup { name, limit, traced, wake_up, started, .. } = self;
         let shared = made.map(|(engine, bounce)| {
             Arc::new(StagerShared {
                 name,
-                pipeline: Mutex::new(Pipeline::new(engine)),
+                pipeline: Mutex::new(Pipeline::new(engine, traced)),
                 progressed: Condvar::new(),
                 submitted: Mutex::default(),
                 listeners: Mutex::default(),
@@ -74,6 +77,7 @@ impl StagerSetup {
                 stop: AtomicBool::new(false),
                 thread: std::thread::current().id(),
                 limit,
+                traced,
                 idle_policy: IdlePolicy::here(),
             })
         });
@@ -97,7 +101,8 @@ impl Stager {
         let (started, outcome) = mpsc::sync_channel(1);
         let (layout, wake_up) = (SlotLayout::of(settings)?, Arc::default());
         let (name_, limit, arena) = (name.to_owned(), settings.timeout, arena.clone());
-        let setup = StagerSetup { name: name_, limit, arena, layout, wake_up, started };
+        let setup =
+            StagerSetup { name: name_, limit, traced: settings.trace.is_some(), arena, layout, wake_up, started };
         let thread = std::thread::Builder::new()
             .name(format!("stage {name}"))
             .spawn(move || body(setup))
@@ -220,6 +225,11 @@ impl StagerShared {
 
     fn listener(&self, queue: u32) -> Option<Arc<dyn StagingListener>> {
         self.listeners.lock().get(&queue)?.upgrade()
+    }
+
+    /// Whether completions say when they happened.
+    pub(super) fn traced(&self) -> bool {
+        self.traced
     }
 
     fn on_thread(&self) -> bool {

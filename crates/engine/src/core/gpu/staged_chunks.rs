@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use crossrail_gpu::{Completion, Device, Direction, StagingQueue, StreamPoint};
+use crossrail_gpu::{Completion, Device, Direction, Span, StagingQueue, StreamPoint};
 use crossrail_proto as proto;
 use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId};
@@ -20,6 +20,7 @@ use proto::{Body, Memory, Out, Time};
 use super::chunk_queue::{Landing, QueuedChunk, Stage};
 use super::staging_work::{StagingWork, Work};
 use crate::core::tables::Tables;
+use crate::core::tracing::Staged;
 use crate::memory::GpuTimes;
 
 /// Tokens of payloads in which the engine itself is involved. 0 is that of all others; small numbers on the way out are
@@ -95,7 +96,7 @@ impl StagedChunks {
 
     /// Waits for a point in a stream of that GPU; the ticket that will complete.
     pub(super) fn wait_for(&mut self, ordinal: u32, point: StreamPoint) -> Option<u64> {
-        let ticket = self.work.add(Work::Wait);
+        let ticket = self.work.add(Work::Wait { gpu: ordinal, stream: point.stream() });
         self.gpu(ordinal)?.queue.wait_for(ticket, point);
         Some(ticket)
     }
@@ -177,7 +178,7 @@ impl StagedChunks {
             let Body::Memory { memory, offset, len } = body else { return };
             let stage = match device_range(tables, memory, offset, len) {
                 Some((src, ordinal)) => {
-                    match self.pack(Work::Pack { endpoint, lane, number, memory }, ordinal, src, len) {
+                    match self.pack(Work::Pack { endpoint, lane, number, memory, gpu: ordinal }, ordinal, src, len) {
                         Some(()) => Stage::Packing,
                         None => {
                             if new {
@@ -296,7 +297,7 @@ impl StagedChunks {
                 let Some(peer) = tables.peers.get_mut(endpoint) else { return Ok(false) };
                 let Some(landed) = peer.protocol.landed(now, lane)? else { return Ok(false) };
                 spend(tables, memory, |times, now| times.unpack.begin(now));
-                let ticket = self.work.add(Work::Unpack { endpoint, memory, landed });
+                let ticket = self.work.add(Work::Unpack { endpoint, memory, landed, gpu });
                 if let Some(gpu) = self.gpu(gpu) {
                     gpu.queue.unpack(ticket, slot, dst, len);
                 }
@@ -326,9 +327,12 @@ impl StagedChunks {
     pub(super) fn complete(&mut self, tables: &mut Tables, completion: Completion) -> Completed {
         let Some(work) = self.work.take(completion.ticket) else { return Completed::Nothing };
         let now = tables.clock.read();
-        let Completion { ticket, slot, result } = completion;
+        let Completion { ticket, slot, result, span } = completion;
+        if let Some(span) = span {
+            trace(tables, &work, span);
+        }
         match work {
-            Work::Pack { endpoint, lane, number, memory } => {
+            Work::Pack { endpoint, lane, number, memory, .. } => {
                 spend(tables, memory, |times, now| times.pack.end(now));
                 let failed = result.err().map(|error| error.to_string());
                 let stage = match (slot, &failed) {
@@ -350,7 +354,7 @@ impl StagedChunks {
                 }
                 Completed::Transfer(endpoint)
             }
-            Work::Unpack { endpoint, memory, landed } => {
+            Work::Unpack { endpoint, memory, landed, .. } => {
                 spend(tables, memory, |times, now| times.unpack.end(now));
                 let Some(peer) = tables.peers.get_mut(endpoint) else { return Completed::Nothing };
                 match result {
@@ -359,7 +363,7 @@ impl StagedChunks {
                 }
                 Completed::Transfer(endpoint)
             }
-            Work::Wait => Completed::Wait(ticket, result),
+            Work::Wait { .. } => Completed::Wait(ticket, result),
         }
     }
 
@@ -451,6 +455,15 @@ fn device_range(tables: &Tables, memory: Memory, offset: u64, len: u32) -> Optio
     let (ptr, have, gpu) = tables.extent(memory)?;
     let fits = offset.checked_add(u64::from(len)).is_some_and(|end| end <= have);
     Some((ptr as u64 + offset, gpu.filter(|_| fits)?))
+}
+
+/// Records what a GPU did in the worker's trace.
+fn trace(tables: &mut Tables, work: &Work, span: Span) {
+    match *work {
+        Work::Pack { gpu, .. } => tables.trace_staged(gpu, Staged::Packs, span),
+        Work::Unpack { gpu, .. } => tables.trace_staged(gpu, Staged::Unpacks, span),
+        Work::Wait { gpu, stream } => tables.trace_staged(gpu, Staged::Stream(stream), span),
+    }
 }
 
 /// Records where an operation's time goes.

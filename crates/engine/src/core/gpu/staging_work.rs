@@ -24,14 +24,19 @@ pub(super) enum Work {
         lane: LaneId,
         number: u64,
         memory: Memory,
+        gpu: u32,
     },
     Unpack {
         endpoint: EndpointId,
         memory: Memory,
         landed: Landed,
+        gpu: u32,
     },
-    /// Operations wait for a point in a caller's stream.
-    Wait,
+    /// Operations wait for a point in a caller's stream, which is named by its handle.
+    Wait {
+        gpu: u32,
+        stream: u64,
+    },
 }
 
 impl Work {
