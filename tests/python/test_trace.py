@@ -10,6 +10,7 @@ import pytest
 from test_cli_command import one_error, run
 
 import crossrail
+from crossrail.cli import unpack
 from crossrail.cli.trace import clock_offsets, merged
 
 SIZE = 16 << 20
@@ -65,15 +66,61 @@ def test_nothing_is_written_without_the_setting(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bench_writes_one_file(tmp_path: Path) -> None:
+TCP = ("--transport=tcp", "--iters=2", "--warmup=1")
+
+
+@pytest.mark.parametrize(
+    ("bench", "options", "chunks"),
+    [
+        ("p2p", (*TCP, "--rails=127.0.0.1", "--size=8M"), 8),
+        ("latency", (*TCP, "--sizes=256K"), 4),
+        ("bandwidth", (*TCP, "--sizes=256K"), 4),
+        ("mesh", (*TCP, "--size=2M"), 4),
+        ("ep", (*TCP, "--tokens=64", "--nvlink-backend=none", "--verify=none", "--mode=e2e"), 4),
+        ("control", ("--rounds=1", "--num-processes=2", "--experts-per-rank=2", "--op=init"), 0),
+    ],
+)
+def test_a_bench_writes_one_file(bench: str, options: tuple[str, ...], chunks: int, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    options = ["--transport", "tcp", "--rails", "127.0.0.1", "--size", "8M", "--iters", "2", "--warmup", "1"]
-    done = run("bench", "p2p", *options, "--trace", str(out))
+    done = run("bench", bench, *options, "--trace", str(out))
     assert done.returncode == 0, done
     events = json.loads(out.read_text())["traceEvents"]
     sent, received = (sum(event["name"] == f"chunk {way}" for event in events) for way in ("sent", "received"))
-    assert sent == received >= 8
+    assert sent == received >= chunks
+    assert sum(event["name"] == "process_name" for event in events) == 2
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_bench_without_workers_writes_a_file_without_tracks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`bench unpack`: it needs a GPU, so what it measures is made up."""
+    times = {"samples_us": [3.0, 4.0], "gpu_us": []}
+    monkeypatch.setattr(unpack, "known_gpus", lambda *_: None)
+    monkeypatch.setattr(
+        unpack, "bench_unpack", lambda *_, **__: {"pieces": 2, "contiguous": times, "modes": {"d2d": times}}
+    )
+    out = tmp_path / "bench.json"
+    options = unpack.UnpackOptions(
+        device="cuda:0", fragments=[4096], sizes=[8192], sources=["pinned"], modes=["d2d"], trace=str(out)
+    )
+    options.run()
+    shown = capsys.readouterr()
+    assert "d2d" in shown.out and "bench.json: nothing is in it: no worker took part in the run" in shown.err
+    assert json.loads(out.read_text())["traceEvents"] == []
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_slices_of_one_thread_never_overlap(tmp_path: Path) -> None:
+    """Perfetto drops a slice that begins within another of its thread and ends after it."""
+    moved(tmp_path)
+    for part in tmp_path.iterdir():
+        ends: dict[int, float] = {}
+        events = json.loads(part.read_text())["traceEvents"]
+        for event in sorted((e for e in events if e["ph"] == "X"), key=lambda event: float(event["ts"])):
+            assert event["ts"] >= ends.get(event["tid"], 0.0) - 0.0015, event
+            ends[event["tid"]] = event["ts"] + event["dur"]
+        assert ends and max(ends) < 1000
 
 
 def trace(host: str, *events: tuple[str, str, float]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from crossrail.report import (
 
 from .failure import UsageFailure, print_error, print_notice
 from .options import RunOptions
-from .trace import found, write_merged
+from .trace import write_merged
 
 OnProgress = Callable[[int, int], object]
 """Takes the number of iterations done and the total. The answer ``False`` stops the measurement."""
@@ -199,11 +199,17 @@ def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> N
 
 
 def write_trace(options: RunOptions) -> None:
-    """Merges the traces that the workers of a run have written into the file of ``--trace``, if there is to be one."""
+    """Merges the traces that the workers of a run have written into the file of ``--trace``, if there is to be one.
+
+    A bench without workers (`unpack`) leaves a file without tracks.
+    """
     if options.trace is None or options.trace_parts is None:
         return
     try:
-        write_merged(found([options.trace_parts]), options.trace, "--trace")
+        parts = sorted(Path(options.trace_parts).glob("crossrail-*.json"))
+        if not parts:
+            print_notice(f"{options.trace}: nothing is in it: no worker took part in the run")
+        write_merged(parts, options.trace, "--trace")
     finally:
         _remove_parts(options.trace_parts)
 

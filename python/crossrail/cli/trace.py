@@ -149,7 +149,7 @@ def clock_offsets(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         took = arrived - began
         quickest[source, target] = min(took, quickest.get((source, target), took))
     hosts = list(dict.fromkeys(trace["otherData"]["host"] for trace in traces))
-    offsets = {hosts[0]: 0.0}
+    offsets = dict.fromkeys(hosts[:1], 0.0)
     waiting = deque(hosts[:1])
     while waiting:
         known = waiting.popleft()
