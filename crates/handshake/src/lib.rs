@@ -28,6 +28,7 @@
 
 mod exchange;
 mod message;
+mod pending;
 mod proof;
 mod resolve;
 mod secret;
@@ -47,6 +48,7 @@ pub mod wire {
     };
 }
 
+pub use pending::Pending;
 pub use resolve::resolve;
 pub use secret::Secret;
 pub use wire::{Reject, RejectCode};

@@ -1,6 +1,6 @@
 //! The server of the built-in store: one thread, which sleeps until a client sends or a lease or wait expires.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::fmt;
 use std::io::ErrorKind as IoKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use crossrail_handshake::store::Greeting;
-use crossrail_handshake::{Reject, RejectCode, Secret};
+use crossrail_handshake::{Pending, Reject, RejectCode, Secret};
 use crossrail_types::{Error, ErrorKind, Log, Origin, Reason, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -95,7 +95,7 @@ impl StoreServer {
             contents: Contents::new(first_revision()),
             clients: Clients::default(),
             next: 0,
-            greeting: VecDeque::new(),
+            greeting: Pending::default(),
             accept_again: None,
         };
         let thread = std::thread::Builder::new().name("crossrail-store".to_owned());
@@ -251,8 +251,8 @@ struct ServerLoop {
     contents: Contents,
     clients: Clients,
     next: u64,
-    /// Deadlines of pending handshakes, in order.
-    greeting: VecDeque<(Instant, u64)>,
+    /// Clients that have not completed the handshake.
+    greeting: Pending<IpAddr, ()>,
     accept_again: Option<Instant>,
 }
 
@@ -290,7 +290,7 @@ impl ServerLoop {
 
     /// Rounded up, so that a wait never ends early and spins.
     fn timeout(&self) -> EpollTimeout {
-        let greeting = self.greeting.front().map(|(deadline, _)| *deadline);
+        let greeting = self.greeting.oldest().map(|(_, began)| began + GREETING_TIME);
         let next = [self.contents.next_expiry(), greeting, self.accept_again].into_iter().flatten().min();
         let Some(next) = next else { return EpollTimeout::NONE };
         let millis = next.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
@@ -300,7 +300,7 @@ impl ServerLoop {
     fn accept(&mut self) {
         loop {
             match self.listener.accept() {
-                Ok((stream, _)) => self.admit(stream),
+                Ok((stream, peer)) => self.admit(stream, peer.ip()),
                 Err(e) if matches!(e.kind(), IoKind::Interrupted | IoKind::ConnectionAborted) => {}
                 Err(e) if e.kind() == IoKind::WouldBlock => return,
                 Err(_) => {
@@ -314,7 +314,7 @@ impl ServerLoop {
         }
     }
 
-    fn admit(&mut self, stream: std::net::TcpStream) {
+    fn admit(&mut self, stream: std::net::TcpStream, source: IpAddr) {
         let socket = SockRef::from(&stream);
         let alive = TcpKeepalive::new().with_time(Duration::from_secs(5)).with_interval(Duration::from_secs(2));
         let ready = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true));
@@ -324,9 +324,10 @@ impl ServerLoop {
         let Ok(greeting) = Greeting::new(&self.secret) else { return };
         let client = self.next;
         self.next += 1;
+        let now = Instant::now();
         let full = if self.clients.connections.len() >= CLIENTS_MAX {
             Some(format!("the store has {CLIENTS_MAX} clients already"))
-        } else if self.greeting.len() >= GREETING_MAX {
+        } else if self.greeting.len() >= GREETING_MAX && !self.evict_greeting(source, now) {
             Some(format!("{GREETING_MAX} clients have not proved themselves yet; try again"))
         } else {
             None
@@ -340,10 +341,25 @@ impl ServerLoop {
         }
         connection.unsent = false;
         if self.epoll.add(&connection.stream, EpollEvent::new(EpollFlags::EPOLLIN, client)).is_ok() {
-            self.greeting.push_back((Instant::now() + GREETING_TIME, client));
+            self.greeting.insert(client, source, now, ());
             self.clients.output += connection.backlog();
             self.clients.connections.insert(client, connection);
         }
+    }
+
+    /// Closes the client that makes room for one from `source`, and tells it to try again.
+    fn evict_greeting(&mut self, source: IpAddr, now: Instant) -> bool {
+        let Some((client, ())) = self.greeting.evict(&source, false, now) else { return false };
+        if let Some(connection) = self.clients.connections.get_mut(&client) {
+            let text = format!("it made room for another client: {GREETING_MAX} had not proved themselves; try again");
+            let before = connection.backlog();
+            connection.turn_away(&Reject::new(RejectCode::Full, &text));
+            self.clients.output += connection.backlog() - before;
+            // The socket takes the few bytes at once, or the client goes without.
+            let _ = self.clients.write(client);
+        }
+        self.close(client);
+        true
     }
 
     fn receive(&mut self, client: u64, flags: EpollFlags) {
@@ -374,7 +390,7 @@ impl ServerLoop {
             return self.clients.mark_unsent(client);
         }
         if !proven {
-            self.greeting.retain(|(_, greeting)| *greeting != client);
+            self.greeting.remove(client);
             self.clients.mark_unsent(client);
         }
         let Some(connection) = self.clients.connections.get_mut(&client) else { return };
@@ -398,10 +414,9 @@ impl ServerLoop {
     }
 
     fn expire_greetings(&mut self, now: Instant) {
-        while let Some(&(deadline, client)) = self.greeting.front() {
-            if deadline > now {
-                break;
-            }
+        while let Some((client, began)) = self.greeting.oldest()
+            && began + GREETING_TIME <= now
+        {
             self.close(client);
         }
         if self.accept_again.is_some_and(|again| again <= now) {
@@ -462,7 +477,7 @@ impl ServerLoop {
         if let Some(connection) = self.clients.remove(client) {
             // Closing the last descriptor also removes it from the epoll set.
             drop(connection);
-            self.greeting.retain(|(_, greeting)| *greeting != client);
+            self.greeting.remove(client);
             self.contents.forget(client);
         }
     }

@@ -121,6 +121,12 @@ impl ClientConnection {
         self.is_proven()
     }
 
+    /// Turns the client away during its handshake.
+    pub(super) fn turn_away(&mut self, reject: &Reject) {
+        self.output.extend_from_slice(&turn_away(reject));
+        self.stage = Stage::Rejected;
+    }
+
     /// Takes the input buffer, so that requests can be parsed without borrowing the connection.
     pub(super) fn take_input(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.input)

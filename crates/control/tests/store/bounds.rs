@@ -265,6 +265,24 @@ fn changes_that_are_no_longer_kept() {
     store.watch("", now, soon()).unwrap();
 }
 
+/// A stranger who opens connections and says nothing does not lock clients out: the oldest makes room.
+#[test]
+fn clients_that_say_nothing_lock_nobody_out() {
+    let fixture = Fixture::start();
+    let mut silent: Vec<TcpStream> = (0..512).map(|_| dial(&fixture)).collect();
+    for stream in &mut silent {
+        stream.read_exact(&mut vec![0; STORE.length(Kind::Challenge)]).unwrap();
+    }
+    // They have had their time for a handshake when this one is tried again.
+    let begun = Instant::now();
+    let store = fixture.client();
+    store.put("a", b"served", None, soon()).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(8), "before any of them has timed out");
+    let said = rest(&mut silent[0]);
+    let reject = Reject::decode(&STORE, &said).unwrap();
+    assert!(reject.text.contains("made room"), "{}", reject.text);
+}
+
 /// Resident memory of this process, in bytes.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();

@@ -1,4 +1,3 @@
-use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -9,6 +8,7 @@ use crossrail_types::{Error, ErrorKind, Reason};
 use parking_lot::Mutex;
 
 use crate::exchange::Exchange;
+use crate::pending::Pending;
 
 /// Limits on handshakes in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,21 +36,16 @@ pub(super) fn made_room(exchange: &Exchange<'_>) -> Error {
 }
 
 /// Where a connection comes from, as far as limits tell connections apart.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Source {
     Ip(IpAddr),
     User(u32),
 }
 
-/// How long a handshake may take before it must make room for a newer one. A peer that means it has sent its proof long
-/// before, unless its machine is overloaded; then it is told to try again.
-const GRACE: Duration = Duration::from_millis(500);
-
 /// The handshakes in progress at one listener.
 ///
-/// Whoever opens connections and says nothing must not lock others out. When there is no room, the oldest handshake of
-/// the source that has most of them ends, if it has had [`GRACE`], or at once if that source has more than its share.
-/// The peer is told to try again, as is one for which there is no room.
+/// When there is no room, one of them ends as [`Pending::evict`] has it. The peer is told to try again, as is one for
+/// which there is no room.
 pub(super) struct HalfOpen {
     limits: Limits,
     entries: Mutex<Entries>,
@@ -59,40 +54,13 @@ pub(super) struct HalfOpen {
 #[derive(Default)]
 struct Entries {
     next: u64,
-    /// In the order in which they began.
-    open: BTreeMap<u64, Entry>,
+    open: Pending<Source, Connection>,
 }
 
-struct Entry {
-    source: Source,
-    began: Instant,
+struct Connection {
     /// Ends the handshake: the connection itself, shared with its thread.
-    connection: OwnedFd,
+    socket: OwnedFd,
     ended: Arc<AtomicBool>,
-}
-
-impl Entries {
-    fn count(&self, source: Source) -> usize {
-        self.open.values().filter(|entry| entry.source == source).count()
-    }
-
-    /// Takes out the handshake that makes room for one from `source`; `among`: those of that source only.
-    fn evict(&mut self, source: Source, among: bool, now: Instant) -> Option<Entry> {
-        let mut counts: HashMap<Source, usize> = HashMap::new();
-        for entry in self.open.values() {
-            *counts.entry(entry.source).or_default() += 1;
-        }
-        let own = counts.get(&source).copied().unwrap_or(0);
-        let most = counts.values().copied().max()?;
-        let fits = |entry: &Entry| match among {
-            true => entry.source == source,
-            false => counts.get(&entry.source) == Some(&most),
-        };
-        let (id, oldest) = self.open.iter().find(|(_, entry)| fits(entry))?;
-        let unfair = !among && most > own + 1;
-        let id = (unfair || now.saturating_duration_since(oldest.began) >= GRACE).then_some(*id)?;
-        self.open.remove(&id)
-    }
 }
 
 impl HalfOpen {
@@ -111,23 +79,23 @@ impl HalfOpen {
         let now = Instant::now();
         let connection = connection.try_clone_to_owned().map_err(|error| format!("dup: {error}"))?;
         let mut entries = half_open.entries.lock();
-        let evicted = if entries.count(source) >= limits.half_open_per_source {
+        let evicted = if entries.open.count(&source) >= limits.half_open_per_source {
             let limit = limits.half_open_per_source;
             let full = || format!("{limit} handshakes from this address are in progress, the limit for one address");
-            Some(entries.evict(source, true, now).ok_or_else(full)?)
+            Some(entries.open.evict(&source, true, now).ok_or_else(full)?)
         } else if entries.open.len() >= limits.half_open {
             let full = || format!("{} handshakes are in progress, the limit of this listener", limits.half_open);
-            Some(entries.evict(source, false, now).ok_or_else(full)?)
+            Some(entries.open.evict(&source, false, now).ok_or_else(full)?)
         } else {
             None
         };
         let (id, ended) = (entries.next, Arc::new(AtomicBool::new(false)));
         entries.next += 1;
-        entries.open.insert(id, Entry { source, began: now, connection, ended: Arc::clone(&ended) });
+        entries.open.insert(id, source, now, Connection { socket: connection, ended: Arc::clone(&ended) });
         drop(entries);
-        let evicted = evicted.map(|entry| {
-            entry.ended.store(true, Ordering::Release);
-            entry.connection
+        let evicted = evicted.map(|(_, connection)| {
+            connection.ended.store(true, Ordering::Release);
+            connection.socket
         });
         Ok((Slot { half_open: Arc::clone(half_open), source, id, ended: Ended(ended) }, evicted))
     }
@@ -163,13 +131,13 @@ impl Slot {
     /// Ends the count of a handshake whose peer has proved itself: from now on it makes room for nobody. False: it has
     /// done so already.
     pub(super) fn settle(self) -> bool {
-        self.half_open.entries.lock().open.remove(&self.id).is_some()
+        self.half_open.entries.lock().open.remove(self.id)
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.half_open.entries.lock().open.remove(&self.id);
+        self.half_open.entries.lock().open.remove(self.id);
     }
 }
 
