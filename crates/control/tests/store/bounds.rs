@@ -273,10 +273,14 @@ fn clients_that_say_nothing_lock_nobody_out() {
     for stream in &mut silent {
         stream.read_exact(&mut vec![0; STORE.length(Kind::Challenge)]).unwrap();
     }
-    // They have had their time for a handshake when this one is tried again.
+    // Refused until the oldest has had its time for a handshake.
     let begun = Instant::now();
-    let store = fixture.client();
-    store.put("a", b"served", None, soon()).unwrap();
+    let client = || open(&fixture.server.address(), &Settings::default(), soon());
+    let store = std::iter::repeat_with(client).find_map(|tried| match tried {
+        Err(_) if begun.elapsed() < Duration::from_secs(8) => None,
+        tried => Some(tried.unwrap()),
+    });
+    store.unwrap().put("a", b"served", None, soon()).unwrap();
     assert!(begun.elapsed() < Duration::from_secs(8), "before any of them has timed out");
     let said = rest(&mut silent[0]);
     let reject = Reject::decode(&STORE, &said).unwrap();
