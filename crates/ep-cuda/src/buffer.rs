@@ -30,6 +30,7 @@ use crate::options::{self, DeviceOptions};
 use crate::peer::Peer;
 use crate::regions::Regions;
 use crate::setup_timings::{PhaseTimer, SetupTimings};
+use crate::sight::Sight;
 
 /// A rank's memory for dispatch and combine on a GPU, and its connections to the other ranks. Clones share it. Any
 /// thread may use it; calls are serialized by a lock.
@@ -90,6 +91,8 @@ impl DeviceBuffer {
             heap.set_mask(rank, rank != me)?;
         }
         let ranks = config.ranks as usize;
+        let sight = Sight::new(context.settings(), name, (me, config.ranks), options.ordinal, memory.len() as u64);
+        let sight = Arc::new(sight);
         let inner = Arc::new(Inner {
             id,
             name: name.to_owned(),
@@ -103,7 +106,7 @@ impl DeviceBuffer {
             memory,
             region: Mutex::default(),
             events: Events::new(&cuda),
-            counts: config.has(Layout::Rank).then(|| CountPool::new(&cuda, &shape)).transpose()?,
+            counts: config.has(Layout::Rank).then(|| CountPool::new(&cuda, &shape, &sight)).transpose()?,
             handles: [pool(Layout::Expert), pool(Layout::Rank)],
             regions: Regions::new(shape.regions),
             reader: Reader::new(&cuda),
@@ -115,6 +118,7 @@ impl DeviceBuffer {
             connections: Mutex::new(Connections { generations: vec![0; ranks], ended: Vec::new() }),
             connecting: Mutex::new(()),
             setup_timings: Mutex::default(),
+            sight,
             config,
             options,
             shape,
@@ -127,6 +131,7 @@ impl DeviceBuffer {
         let asked: Weak<InFlight> = Arc::downgrade(&inner.in_flight);
         inner.cuda.defer_releases_while(move || asked.upgrade().map(|in_flight| in_flight.is_busy()));
         losses::start(&inner, lost)?;
+        inner.show_members(&inner.state.lock());
         inner.meeting.announce()?;
         timer.end("rest");
         inner.setup_timings.lock().construct = timer.parts();
@@ -406,6 +411,7 @@ impl Inner {
             peer.masked = masked;
             peer.lost = None;
         }
+        self.show_members(&state);
         Ok(())
     }
 
@@ -413,13 +419,18 @@ impl Inner {
         let began = Instant::now();
         let limit = limit.unwrap_or(self.context.settings().timeout);
         let name = format!("ep-cuda/{}", self.name);
+        self.sight.synchronising();
         loop {
             self.refuse_closed("sync")?;
             self.wait_for_kernels(Some(limit.saturating_sub(began.elapsed())))?;
             let ranks = self.active();
             let changes = self.meeting.group.changes();
             let left = limit.saturating_sub(began.elapsed());
-            match self.meeting.group.barrier(&name, &ranks, Some(left)) {
+            let others: Vec<u32> = ranks.iter().copied().filter(|rank| *rank != self.me).collect();
+            let waiting = self.sight.waiting("sync", began, &others);
+            let met = self.meeting.group.barrier(&name, &ranks, Some(left));
+            drop(waiting);
+            match met {
                 // Whether the rank is lost is for its connection to say: its lease may have ended while it lives. Each
                 // rank repeats the barrier, without those that are lost.
                 Err(error) if error.kind == ErrorKind::PeerDead && began.elapsed() < limit => {

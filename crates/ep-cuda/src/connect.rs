@@ -112,6 +112,8 @@ impl Inner {
             drop(connections);
             state.peers[at] = Some(peer);
         }
+        self.show_members(&state);
+        drop(state);
         timer.end("tell kernels");
         self.setup_timings.lock().connect = timer.parts();
         Ok(())
@@ -263,6 +265,7 @@ impl Inner {
                 gone.extend(state.peers[*rank as usize].take());
             }
         }
+        self.show_members(&state);
         drop(state);
         for peer in gone {
             let rank = peer.rank;

@@ -11,6 +11,7 @@ use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::Mutex;
 
 use crate::completion::Completion;
+use crate::sight::Sight;
 
 /// Interval between checks whether the operation is over without having reported.
 const LOOK: Duration = Duration::from_millis(2);
@@ -20,6 +21,7 @@ const SPIN: Duration = Duration::from_micros(200);
 /// Pinned memory for the counts of operations in flight, in slots.
 pub(crate) struct CountPool {
     page: Arc<PinnedMemory>,
+    sight: Arc<Sight>,
     /// Bytes from one slot to the next: the word, a count for each local expert, each rank's `say`.
     stride: usize,
     experts: usize,
@@ -33,13 +35,14 @@ pub const UNHEARD: u32 = crossrail_kernels::ep::EP_UNHEARD;
 const SLOTS: usize = 32;
 
 impl CountPool {
-    pub(crate) fn new(context: &Context, shape: &Shape) -> Result<Arc<CountPool>> {
+    pub(crate) fn new(context: &Context, shape: &Shape, sight: &Arc<Sight>) -> Result<Arc<CountPool>> {
         let (experts, ranks) = (shape.local_experts() as usize, shape.ranks as usize);
         let stride = (16 + 4 * (experts + ranks)).next_multiple_of(128);
         let page = Arc::new(PinnedMemory::new(context, SLOTS * stride)?);
         // SAFETY: new, nobody else's, of that length.
         unsafe { page.as_ptr().write_bytes(0, SLOTS * stride) };
-        Ok(Arc::new(CountPool { page, stride, experts, ranks, slots: Mutex::new(Slots::new(SLOTS)) }))
+        let slots = Mutex::new(Slots::new(SLOTS));
+        Ok(Arc::new(CountPool { page, sight: sight.clone(), stride, experts, ranks, slots }))
     }
 
     fn at(&self, slot: usize) -> *mut u8 {
@@ -153,6 +156,7 @@ impl Counts {
     pub fn wait(&self, limit: Duration) -> Result<(u32, Vec<i32>)> {
         let began = Instant::now();
         let mut looked = began;
+        let mut waiting = None;
         loop {
             if let Some(rows) = self.rows() {
                 return Ok((rows, self.of_experts()));
@@ -160,6 +164,7 @@ impl Counts {
             let now = Instant::now();
             if now.duration_since(looked) >= LOOK {
                 looked = now;
+                waiting.get_or_insert_with(|| self.0.counts.sight.waiting("counts", began, &[]));
                 let done = self.0.done.lock().clone().filter(|done| !done.is_captured());
                 if done.is_some_and(|done| done.is_done().is_ok_and(|over| over)) && self.rows().is_none() {
                     let text = "the operation is over, but has reported no counts";

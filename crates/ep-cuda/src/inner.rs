@@ -27,6 +27,7 @@ use crate::outstanding::Outstanding;
 use crate::peer::Peer;
 use crate::regions::{RegionView, Regions};
 use crate::setup_timings::SetupTimings;
+use crate::sight::Sight;
 
 pub(crate) struct Inner {
     /// Identifies the buffer, so that handles and regions of another one are refused.
@@ -73,6 +74,7 @@ pub(crate) struct Inner {
     /// Serializes connect, disconnect and destroy; taken before `state`.
     pub(crate) connecting: Mutex<()>,
     pub(crate) setup_timings: Mutex<SetupTimings>,
+    pub(crate) sight: Arc<Sight>,
 }
 
 /// The mutable state, under [`Inner::state`].
@@ -181,6 +183,7 @@ impl Inner {
         let limit = limit.unwrap_or(self.config.timeout.saturating_mul(2) + self.context.settings().timeout);
         let deadline = Instant::now() + limit;
         let in_flight = self.in_flight.all();
+        let _waiting = self.sight.waiting("kernels", Instant::now(), &[]);
         in_flight.iter().try_for_each(|done| done.synchronize(deadline.saturating_duration_since(Instant::now())))
     }
 

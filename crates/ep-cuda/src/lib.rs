@@ -39,6 +39,7 @@ mod outstanding;
 mod peer;
 mod regions;
 mod setup_timings;
+mod sight;
 mod traffic;
 mod variant;
 

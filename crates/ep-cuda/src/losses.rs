@@ -162,6 +162,7 @@ impl Inner {
             peer.lost = Some(fault.clone());
         }
         state.faults.push(fault);
+        self.show_members(state);
     }
 
     /// Fails if a rank was lost that the caller has not masked or disconnected since, unless the buffer masks lost

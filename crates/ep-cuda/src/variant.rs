@@ -19,6 +19,7 @@ use crate::kernel_cache;
 use crate::options;
 use crate::peer::Peer;
 use crate::regions::Regions;
+use crate::sight::Sight;
 
 /// How long the end of a variant waits for kernels in addition to their own timeouts.
 const LAST_KERNELS: Duration = Duration::from_secs(2);
@@ -57,6 +58,8 @@ impl DeviceBuffer {
         // Held until the variant is known, so that no connection ends unheard in between.
         let connections = base.connections.lock();
         let heard = Connections { generations: connections.generations.clone(), ended: connections.ended.clone() };
+        // The heap's bytes are in the row of the buffer that it was made from.
+        let sight = Sight::new(base.context.settings(), &base.name, (base.me, config.ranks), options.ordinal, 0);
         let inner = Arc::new(Inner {
             id: random_id()?,
             name: base.name.clone(),
@@ -82,6 +85,7 @@ impl DeviceBuffer {
             connections: Mutex::new(heard),
             connecting: Mutex::new(()),
             setup_timings: Mutex::default(),
+            sight: Arc::new(sight),
             config,
             options,
             shape,
