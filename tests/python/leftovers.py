@@ -65,9 +65,15 @@ def no_files_left() -> Iterator[None]:
 
 
 def _ours() -> set[Path]:
-    """Files and folders of Crossrail, without the pages of dead processes: the next process removes those."""
+    """Files and folders of Crossrail, without the pages of dead processes: the next process removes those; and without
+    the folders of users' tokens (``crossrail-UID``), which stay.
+    """
     found = {path for folder in FOLDERS if folder.is_dir() for path in folder.glob("*crossrail*")}
-    return {path for path in found if not _is_of_dead(path.name)}
+    return {path for path in found if not _is_of_dead(path.name) and not _is_of_user(path.name)}
+
+
+def _is_of_user(name: str) -> bool:
+    return name.removeprefix("crossrail-").isdigit()
 
 
 def _is_of_dead(name: str) -> bool:

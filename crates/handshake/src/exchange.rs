@@ -8,7 +8,7 @@ use nix::sys::socket::{MsgFlags, recv, send};
 
 use crate::message::{Challenge, Kind, Malformed, PRELUDE_LEN, Proof, Protocol, REJECT_LEN, Reject, RejectCode};
 use crate::proof::Shared;
-use crate::terms::Refusal;
+use crate::terms::{Refusal, advice};
 
 /// The time until `deadline` in poll's terms, rounded up: a wait that ends early would spin.
 pub(crate) fn poll_timeout(deadline: Instant) -> PollTimeout {
@@ -233,15 +233,18 @@ impl<'a> Exchange<'a> {
     }
 
     /// Connector: proves itself with `response`, whose last field the proof becomes, and checks the acceptor's proof.
-    pub(crate) fn prove(&self, shared: &Shared<'_>, challenge: &[u8], response: &mut [u8]) -> Result<()> {
+    /// `flags`: what goes into it, for errors.
+    pub(crate) fn prove(&self, shared: &Shared<'_>, flags: u8, challenge: &[u8], response: &mut [u8]) -> Result<()> {
         shared.sign(challenge, response);
         self.write(response)?;
         let proof = Proof::decode(self.protocol, &self.message(Kind::Proof)?).map_err(|e| self.malformed(&e))?;
         if shared.confirmed(challenge, response, &proof) {
             return Ok(());
         }
-        let reject = Reject::new(RejectCode::Refused, "the listening end does not know the secret");
-        Err(self.reject(&reject.because(Reason::SecretWrong)))
+        let (reason, hint) = advice(flags);
+        let known = if reason == Reason::UserDenied { "the token of this process's user" } else { "the secret" };
+        let reject = Reject::new(RejectCode::Refused, format!("the listening end does not know {known}"));
+        Err(self.refuse(&Refusal { reject: reject.because(reason), hint: Some(hint) }))
     }
 }
 

@@ -15,8 +15,8 @@
 //! messages: an acceptor that has sent its Proof for a lane closes without a word, since the connector may take the
 //! connection for a lane already and would read a frame. The promises, for both protocols:
 //!
-//! - With a [`Secret`], both ends prove that they know it. Without one, only this machine can connect: see
-//!   [`Secret::allows_listening`].
+//! - With a shared [`Secret`], both ends prove that they know it. Without one, only this machine can connect (see
+//!   [`Secret::allows_listening`]), and over TCP both ends prove that they know their user's token (see [`UserToken`]).
 //! - Until both proofs have been checked, only messages of fixed size are read. See [`message`].
 //! - Proofs are HMAC-SHA256 over fresh random bytes of both ends, the role and every byte exchanged before, so they can
 //!   be neither replayed nor reflected.
@@ -34,13 +34,14 @@ mod resolve;
 mod secret;
 pub mod store;
 mod terms;
+mod user;
 mod worker;
 
 /// The messages as bytes, for tests and fuzzing: pure functions of `&[u8]`, safe to call with anything.
 pub mod wire {
     pub use crate::message::{
-        CONFIRM_LEN, Challenge, Confirm, FLAG_SECRET, FLAG_TOKEN, Kind, Malformed, PRELUDE_LEN, PROOF_LEN, Proof,
-        Protocol, REJECT_LEN, REJECT_TEXT_MAX, REPLY_LEN, Reject, RejectCode, Reply,
+        CONFIRM_LEN, Challenge, Confirm, FLAG_SECRET, FLAG_TOKEN, FLAG_USER, Kind, Malformed, PRELUDE_LEN, PROOF_LEN,
+        Proof, Protocol, REJECT_LEN, REJECT_TEXT_MAX, REPLY_LEN, Reject, RejectCode, Reply,
     };
     pub use crate::store::STORE;
     pub use crate::worker::wire::{
@@ -51,6 +52,7 @@ pub mod wire {
 pub use pending::Pending;
 pub use resolve::resolve;
 pub use secret::Secret;
+pub use user::UserToken;
 pub use wire::{Reject, RejectCode};
 pub use worker::{
     ADDRESS_MAX, Address, Arrival, Deliver, Device, Hello, Identity, LaneKeys, LaneName, LanePurpose, Limits,

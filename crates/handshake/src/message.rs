@@ -35,6 +35,8 @@ pub const REJECT_TEXT_MAX: usize = REJECT_LEN - 12;
 pub const FLAG_SECRET: u8 = 1;
 /// Flag of challenge and reply: the token of the acceptor's address is (to be) mixed into the proof.
 pub const FLAG_TOKEN: u8 = 2;
+/// Flag of challenge and reply: the token of the acceptor's user is (to be) mixed into the proof, in the secret's place.
+pub const FLAG_USER: u8 = 4;
 
 /// Which message this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -218,7 +220,7 @@ pub struct Challenge {
     pub version_min: u16,
     /// Newest version the acceptor speaks.
     pub version_max: u16,
-    /// [`FLAG_SECRET`], [`FLAG_TOKEN`]: what the proof must contain.
+    /// [`FLAG_SECRET`], [`FLAG_TOKEN`], [`FLAG_USER`]: what the proof must contain.
     pub flags: u8,
     /// The acceptor's worker id, in the workers' protocol.
     pub id: Option<[u8; 16]>,
@@ -269,7 +271,7 @@ impl Challenge {
 pub struct Reply {
     /// The version that both will speak.
     pub version: u16,
-    /// [`FLAG_SECRET`], [`FLAG_TOKEN`]: what the proof contains.
+    /// [`FLAG_SECRET`], [`FLAG_TOKEN`], [`FLAG_USER`]: what the proof contains.
     pub flags: u8,
     /// Fresh random bytes.
     pub nonce: [u8; 32],

@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::fmt;
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -7,17 +8,23 @@ use std::path::Path;
 
 use crossrail_types::{Error, ErrorKind, Reason, Result};
 
+use crate::message::{FLAG_SECRET, FLAG_USER};
+use crate::user::UserToken;
+
 /// Shorter secrets can be guessed from a recorded handshake.
 const SHORT: usize = 16;
 /// Longest secret file that is read, in bytes.
 const FILE_MAX: u64 = 64 * 1024;
 
-/// The secret shared by the processes of a job. `Debug` hides it.
+/// What processes that may talk to each other have in common. `Debug` hides it.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub enum Secret {
-    /// No secret: this process listens on this machine only.
+    /// Nothing: this process listens on this machine only, for whoever reaches it over TCP.
     #[default]
     None,
+    /// The token of their user: this process listens on this machine only, and over TCP for this user only. A Unix
+    /// socket knows the peer's user without it.
+    User(UserToken),
     /// The secret's bytes, never empty.
     Shared(Vec<u8>),
 }
@@ -26,6 +33,7 @@ impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Secret::None => "None",
+            Secret::User(_) => "User(..)",
             Secret::Shared(_) => "Shared(..)",
         })
     }
@@ -33,19 +41,39 @@ impl fmt::Debug for Secret {
 
 impl Secret {
     /// Loads the secret from the settings `CROSSRAIL_SECRET` (its text) or `CROSSRAIL_SECRET_FILE` (a path), with
-    /// warnings for people. [`Secret::None`] if neither is set.
+    /// warnings for people. If neither is set, as [`Secret::of_user`].
     ///
     /// # Errors
-    /// `Config`: both are set, the secret is empty, the file cannot be read.
+    /// `Config`: both are set, the secret is empty, the file cannot be read; or as [`Secret::of_user`].
     pub fn load(text: Option<&[u8]>, file: Option<&Path>) -> Result<(Secret, Vec<String>)> {
         match (text, file) {
-            (None, None) => Ok((Secret::None, Vec::new())),
+            (None, None) => Secret::of_user(UserToken::of_this_user()),
             (Some(text), None) => Secret::accept(text, "CROSSRAIL_SECRET", Vec::new()),
             (None, Some(path)) => Secret::read(path),
             (Some(_), Some(_)) => {
                 Err(Error::new(ErrorKind::Config, "CROSSRAIL_SECRET", "is set together with CROSSRAIL_SECRET_FILE")
                     .with_hint("set one of them"))
             }
+        }
+    }
+
+    /// The token of a user; [`Secret::None`], with a warning, where the system lets this user make none.
+    ///
+    /// # Errors
+    /// `Config`: the token's folder or file is another user's, or readable for others, or cannot be used for another
+    /// reason that somebody else could have brought about.
+    pub fn of_user(token: UserToken) -> Result<(Secret, Vec<String>)> {
+        match token.read() {
+            Ok(_) => Ok((Secret::User(token), Vec::new())),
+            Err(error) if error.kind == ErrorKind::Io => {
+                let warning = format!(
+                    "{}: without this file every user of this machine is admitted over loopback, and no process that has \
+                     one; make it possible, or set CROSSRAIL_SECRET_FILE at all ends",
+                    error.detail
+                );
+                Ok((Secret::None, vec![warning]))
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -109,15 +137,39 @@ impl Secret {
             .with_hint("set CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE, the same at all ends"))
     }
 
-    /// Whether there is a secret.
+    /// Whether there is a secret that other machines and users can share.
     pub fn is_shared(&self) -> bool {
         matches!(self, Secret::Shared(_))
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
+    /// What a connection demands: over a Unix socket the kernel says who the user is.
+    pub(crate) fn over(&self, unix: bool) -> &Secret {
+        static NOTHING: Secret = Secret::None;
         match self {
-            Secret::None => &[],
-            Secret::Shared(bytes) => bytes,
+            Secret::User(_) if unix => &NOTHING,
+            secret => secret,
+        }
+    }
+
+    /// The flag of challenge and reply by which the ends say that this goes into the proof.
+    pub(crate) fn flag(&self) -> u8 {
+        match self {
+            Secret::None => 0,
+            Secret::User(_) => FLAG_USER,
+            Secret::Shared(_) => FLAG_SECRET,
+        }
+    }
+
+    /// What goes into the proof. A user's token is read anew each time: it may have been removed, and made again by
+    /// another process, since the last.
+    ///
+    /// # Errors
+    /// The user's token cannot be read.
+    pub(crate) fn key(&self) -> Result<Cow<'_, [u8]>> {
+        match self {
+            Secret::None => Ok(Cow::Borrowed(&[])),
+            Secret::User(token) => token.read().map(|token| Cow::Owned(token.to_vec())),
+            Secret::Shared(bytes) => Ok(Cow::Borrowed(bytes)),
         }
     }
 }

@@ -7,7 +7,7 @@ use crossrail_types::{ErrorKind, Reason, Result};
 
 use crate::exchange::Exchange;
 use crate::message::{
-    Challenge, FLAG_SECRET, Kind, PRELUDE_LEN, PROOF_LEN, Protocol, REJECT_LEN, REPLY_LEN, Reject, RejectCode, Reply,
+    Challenge, Kind, PRELUDE_LEN, PROOF_LEN, Protocol, REJECT_LEN, REPLY_LEN, Reject, RejectCode, Reply,
 };
 use crate::proof::{Acceptor, Shared, random};
 use crate::secret::Secret;
@@ -32,19 +32,15 @@ pub static STORE: Protocol = Protocol {
     rejects: &[RejectCode::Refused, RejectCode::Mismatch, RejectCode::Full, RejectCode::Protocol],
 };
 
-fn shared(secret: &Secret) -> Shared<'_> {
-    Shared {
-        key: secret.bytes(),
-        connector: "crossrail store client",
-        acceptor: Acceptor::Label("crossrail store server"),
-    }
+fn shared(key: &[u8]) -> Shared<'_> {
+    Shared { key, connector: "crossrail store client", acceptor: Acceptor::Label("crossrail store server") }
 }
 
 /// A client's half: proves on the connection `fd` that this end knows `secret`, and that the store does. `peer` is the
 /// store's address, for errors. Blocks until `deadline` at most.
 ///
 /// # Errors
-/// `Refused`: the secrets differ, or only one end has one. `Mismatch`: the version. `Exhausted`: the store admits no
+/// `Refused`: the secrets or the users differ, or only one end has one. `Mismatch`: the version. `Exhausted`: the store admits no
 /// more clients. `Protocol`: not a store. `Unreachable`: the connection ended. `Timeout`.
 pub fn connect(fd: BorrowedFd<'_>, secret: &Secret, operation: &str, peer: &str, deadline: Instant) -> Result<()> {
     let mut exchange = Exchange::new(fd, &STORE, operation, peer, deadline);
@@ -64,9 +60,13 @@ fn greet(exchange: &mut Exchange<'_>, secret: &Secret) -> Result<()> {
     let flags = terms::offered(secret, false, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     exchange.stage("proof");
     let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&STORE);
-    exchange.prove(&shared(secret), &challenge_bytes, &mut reply).map_err(|error| match error.kind {
-        // Nothing but the secret goes into this proof.
-        ErrorKind::Refused if error.reason.is_none() => error.with_reason(Reason::SecretWrong),
+    let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
+    exchange.prove(&shared(&key), flags, &challenge_bytes, &mut reply).map_err(|error| match error.kind {
+        // Nothing but the secret, or the user's token, goes into this proof.
+        ErrorKind::Refused if error.reason.is_none() => {
+            let (reason, hint) = terms::advice(flags);
+            error.with_reason(reason).with_hint(hint)
+        }
         _ => error,
     })
 }
@@ -92,13 +92,8 @@ impl Greeting {
     /// # Errors
     /// `Io`: the kernel gives no random bytes.
     pub fn new(secret: &Secret) -> Result<Greeting> {
-        let challenge = Challenge {
-            version_min: VERSION,
-            version_max: VERSION,
-            flags: required(secret),
-            id: None,
-            nonce: random()?,
-        };
+        let challenge =
+            Challenge { version_min: VERSION, version_max: VERSION, flags: secret.flag(), id: None, nonce: random()? };
         Ok(Greeting { challenge: challenge.encode(&STORE) })
     }
 
@@ -118,16 +113,14 @@ impl Greeting {
         }
         let Some(bytes) = input.get(..REPLY_LEN) else { return Ok(None) };
         let reply = Reply::decode(&STORE, bytes).map_err(|e| Reject::new(RejectCode::Protocol, e.to_string()))?;
-        terms::check_reply(&STORE, required(secret), required(secret), &reply)?;
-        match shared(secret).answer(&self.challenge, bytes) {
+        terms::check_reply(&STORE, secret.flag(), secret.flag(), &reply)?;
+        let key = secret.key().map_err(|error| terms::unreadable(&error).reject)?;
+        match shared(&key).answer(&self.challenge, bytes) {
             Some(proof) => Ok(Some(Proven { proof: proof.encode(&STORE), used: REPLY_LEN })),
-            None => Err(Reject::new(RejectCode::Refused, "wrong secret").because(Reason::SecretWrong)),
+            None => Err(terms::foreign(secret, "store")
+                .unwrap_or_else(|| Reject::new(RejectCode::Refused, "wrong secret").because(Reason::SecretWrong))),
         }
     }
-}
-
-fn required(secret: &Secret) -> u8 {
-    if secret.is_shared() { FLAG_SECRET } else { 0 }
 }
 
 /// The bytes that turn a client away.

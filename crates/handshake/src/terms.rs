@@ -1,8 +1,9 @@
 //! What each end demands of the other before it looks at a proof, and why it closes otherwise.
 
-use crossrail_types::Reason;
+use crossrail_types::{Error, Reason};
+use nix::unistd::Uid;
 
-use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, Protocol, Reject, RejectCode, Reply};
+use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, FLAG_USER, Protocol, Reject, RejectCode, Reply};
 use crate::secret::Secret;
 
 /// A reject to send, and what the user of this end can do about it.
@@ -13,6 +14,32 @@ pub(crate) struct Refusal {
 
 /// What to do when only one end has a secret, or the two differ.
 pub(crate) const SAME_SECRET: &str = "set the same CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE at both ends";
+
+/// What to do when the ends do not know the same user's token.
+pub(crate) const SAME_USER: &str = "run both ends as the same user and, in containers, with the same /tmp, or set the \
+                                    same CROSSRAIL_SECRET_FILE at both ends";
+
+/// What to do about a proof of this kind that does not hold, and why it does not.
+pub(crate) fn advice(flags: u8) -> (Reason, &'static str) {
+    if flags & FLAG_USER != 0 { (Reason::UserDenied, SAME_USER) } else { (Reason::SecretWrong, SAME_SECRET) }
+}
+
+/// What an acceptor says to whom does not know its user's token.
+pub(crate) fn foreign(secret: &Secret, what: &str) -> Option<Reject> {
+    let Secret::User(token) = secret else { return None };
+    let (user, path) = (Uid::effective(), token.path());
+    let text = format!(
+        "this {what} accepts processes of user {user} only, which share {}; set CROSSRAIL_SECRET_FILE at both ends for \
+         others",
+        path.display()
+    );
+    Some(Reject::new(RejectCode::Refused, text).because(Reason::UserDenied))
+}
+
+/// What an end says that cannot read the token of its user any more.
+pub(crate) fn unreadable(error: &Error) -> Refusal {
+    refusal(RejectCode::Refused, Reason::UserDenied, &*error.detail, Some(SAME_USER))
+}
 
 fn refusal(code: RejectCode, reason: Reason, text: impl Into<String>, hint: Option<&'static str>) -> Refusal {
     Refusal { reject: Reject::new(code, text).because(reason), hint }
@@ -36,7 +63,7 @@ pub(crate) fn common_version(protocol: &Protocol, challenge: &Challenge) -> Resu
 /// The flags of the connector's proof, or why it cannot meet the challenge. An acceptor that ought to ask for the
 /// secret and does not is refused: it may be an impostor.
 pub(crate) fn offered(secret: &Secret, has_token: bool, challenge: &Challenge) -> Result<u8, Refusal> {
-    if challenge.flags & !(FLAG_SECRET | FLAG_TOKEN) != 0 {
+    if challenge.flags & !(FLAG_SECRET | FLAG_TOKEN | FLAG_USER) != 0 {
         let text = format!("the listening end asks for a proof of an unknown kind ({:#04x})", challenge.flags);
         return Err(refusal(RejectCode::Mismatch, Reason::Version, text, None));
     }
@@ -51,12 +78,24 @@ pub(crate) fn offered(secret: &Secret, has_token: bool, challenge: &Challenge) -
         }
         (true, true) | (false, false) => {}
     }
+    match (secret, challenge.flags & FLAG_USER != 0) {
+        (Secret::User(_), false) => {
+            let text =
+                "the listening end does not ask for its user's token: it runs an older release, or cannot make one";
+            return Err(refusal(RejectCode::Refused, Reason::UserDenied, text, Some(SAME_USER)));
+        }
+        (Secret::None | Secret::Shared(_), true) => {
+            let text = "the listening end accepts processes of its own user only, and the connecting end has no token";
+            return Err(refusal(RejectCode::Refused, Reason::UserDenied, text, Some(SAME_USER)));
+        }
+        _ => {}
+    }
     if challenge.flags & FLAG_TOKEN != 0 && !has_token {
         let text = "the listening end admits only holders of its worker address";
         let hint = "connect with Worker.address instead of host:port, or set CROSSRAIL_SECRET at both ends";
         return Err(refusal(RejectCode::Refused, Reason::TokenMissing, text, Some(hint)));
     }
-    Ok((challenge.flags & FLAG_SECRET) | if has_token { FLAG_TOKEN } else { 0 })
+    Ok((challenge.flags & (FLAG_SECRET | FLAG_USER)) | if has_token { FLAG_TOKEN } else { 0 })
 }
 
 /// Whether the acceptor may go on with a connector that chose this version.

@@ -36,7 +36,7 @@ reasons! {
     TokenMissing = "token_missing",
     /// `Refused`: the token is another worker's, as of an address that is out of date.
     TokenWrong = "token_wrong",
-    /// `Refused`: another user's process, and there is no secret.
+    /// `Refused`: another user's process, or one without the user's token, and there is no secret.
     UserDenied = "user_denied",
     /// `Refused`: the peer has too many handshakes in progress; retrying may help.
     Busy = "busy",

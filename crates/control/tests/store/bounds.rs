@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_control::builtin::frames;
 use crossrail_control::{Revision, StoreServer, open};
-use crossrail_handshake::wire::{Challenge, Kind, Reject, Reply, STORE};
+use crossrail_handshake::wire::{Challenge, FLAG_USER, Kind, Reject, Reply, STORE};
 use crossrail_handshake::{Secret, store};
 use crossrail_types::{Error, ErrorKind, Reason, Settings};
 
@@ -42,7 +42,7 @@ fn strangers_are_told_and_closed() {
     assert!(reject.text.contains("it sent \"GET / \""), "{}", reject.text);
 
     let mut stranger = dial(&fixture);
-    let reply = Reply { version: 1, flags: 0, nonce: [1; 32], mac: [2; 32] };
+    let reply = Reply { version: 1, flags: FLAG_USER, nonce: [1; 32], mac: [2; 32] };
     stranger.write_all(&reply.encode(&STORE)).unwrap();
     let reject = Reject::decode(&STORE, &rest(&mut stranger)[STORE.length(Kind::Challenge)..]).unwrap();
     assert_eq!(reject.code.kind(), ErrorKind::Refused);
@@ -53,7 +53,8 @@ fn strangers_are_told_and_closed() {
 /// Connects as a client does, to say something that none says.
 fn proven(fixture: &Fixture) -> TcpStream {
     let stream = dial(fixture);
-    store::connect(stream.as_fd(), &Secret::None, "test", "the store", soon()).unwrap();
+    let (secret, _) = Secret::load(None, None).unwrap();
+    store::connect(stream.as_fd(), &secret, "test", "the store", soon()).unwrap();
     stream
 }
 

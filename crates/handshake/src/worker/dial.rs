@@ -146,7 +146,7 @@ fn attempt(
             Route::Tcp(to, binding) => (Stream::Tcp(dial_tcp(None, *to, *binding, deadline)?), tcp_name(*to)),
         };
         let mut exchange = Exchange::new(stream.as_fd(), &WORKER, "connect", peer, deadline).since(started);
-        match session::initiate(&mut exchange, me, worker, replaces) {
+        match session::initiate(&mut exchange, me, worker, replaces, stream.is_unix()) {
             Ok(agreed) => {
                 let Agreed { peer, ticket, version } = agreed;
                 return Ok(Session { stream, peer, ticket, initiator: true, version });

@@ -2,18 +2,19 @@
 
 use std::fmt;
 
-use crate::message::{FLAG_SECRET, FLAG_TOKEN};
+use crate::message::{FLAG_SECRET, FLAG_TOKEN, FLAG_USER};
 use crate::proof::{Acceptor, Shared, holds, tag};
 
 /// Label under which a session's master key is derived from the exchange.
 const SESSION: &str = "crossrail session";
 
-/// What both ends know before they meet: the secret, the token of the acceptor's address, both or neither.
+/// What both ends know before they meet: the secret or their user's token, and the token of the acceptor's address; or
+/// nothing.
 pub(super) struct Known([u8; 32]);
 
 impl Known {
     pub(super) fn new(flags: u8, secret: &[u8], token: &[u8; 16]) -> Known {
-        let secret = if flags & FLAG_SECRET != 0 { secret } else { &[] };
+        let secret = if flags & (FLAG_SECRET | FLAG_USER) != 0 { secret } else { &[] };
         let token: &[u8] = if flags & FLAG_TOKEN != 0 { token } else { &[] };
         Known(tag(secret, "crossrail known", &[&[flags], token]))
     }

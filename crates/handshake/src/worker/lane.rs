@@ -45,7 +45,7 @@ pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneN
         // From the hello on, the acceptor may take the connection for a lane.
         exchange.hush();
     }
-    exchange.prove(&keys::lane(&ticket.key), &challenge_bytes, &mut hello).map_err(|error| match error.kind {
+    exchange.prove(&keys::lane(&ticket.key), 0, &challenge_bytes, &mut hello).map_err(|error| match error.kind {
         ErrorKind::Refused if error.reason.is_none() => error.with_reason(Reason::SessionUnknown),
         _ => error,
     })?;
@@ -68,7 +68,7 @@ pub(super) fn admit(
     settle: impl FnOnce() -> bool,
 ) -> Result<([u8; 16], LaneName)> {
     exchange.stage("lane: challenge");
-    let challenge_bytes = challenge(me, false)?.encode(&WORKER);
+    let challenge_bytes = challenge(me, me.secret.flag())?.encode(&WORKER);
     exchange.write(&challenge_bytes)?;
 
     exchange.stage("lane: proof");

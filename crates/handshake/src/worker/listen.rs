@@ -461,7 +461,7 @@ impl Acceptor {
             exchange.stage("connect");
             return Err(exchange.reject(&Reject::new(RejectCode::Full, why).because(Reason::Full)));
         }
-        let admitted = session::admit(&mut exchange, &self.me, self.require_token)?;
+        let admitted = session::admit(&mut exchange, &self.me, self.require_token, stream.is_unix())?;
         // From the hello on, the peer would take a reject for a frame.
         if !slot.settle() {
             return Err(made_room(&exchange));

@@ -11,7 +11,7 @@ use super::hello::{Hello, Identity, decode_hello};
 use super::keys::{Keys, Known, Ticket};
 use super::wire::{HelloHead, WORKER};
 use crate::exchange::Exchange;
-use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, Kind, Reject, RejectCode, Reply};
+use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, FLAG_USER, Kind, Reject, RejectCode, Reply};
 use crate::proof::random;
 use crate::terms;
 
@@ -68,7 +68,9 @@ pub(super) fn initiate(
     me: &Identity,
     expect: Option<&Address>,
     replaces: Option<[u8; 16]>,
+    unix: bool,
 ) -> Result<Agreed> {
+    let secret = me.secret.over(unix);
     let mut hello = me.hello.clone();
     hello.replaces = replaces;
     let hello = hello.encode()?;
@@ -82,14 +84,17 @@ pub(super) fn initiate(
     }
 
     exchange.stage("proof");
-    let flags =
-        terms::offered(&me.secret, expect.is_some(), &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+    let flags = terms::offered(secret, expect.is_some(), &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     let token = expect.map_or([0; 16], |address| address.token);
-    let known = Known::new(flags, me.secret.bytes(), &token);
+    let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
+    let known = Known::new(flags, &key, &token);
     let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&WORKER);
-    exchange.prove(&known.shared(), &challenge_bytes, &mut reply).map_err(|error| match error.kind {
+    exchange.prove(&known.shared(), flags, &challenge_bytes, &mut reply).map_err(|error| match error.kind {
         // What the acceptor refuses is what went into the proof.
         _ if error.kind != ErrorKind::Refused || error.reason.is_some() => error,
+        ErrorKind::Refused if flags & FLAG_USER != 0 => {
+            error.with_reason(Reason::UserDenied).with_hint(terms::SAME_USER)
+        }
         ErrorKind::Refused if flags & FLAG_SECRET != 0 => error.with_reason(Reason::SecretWrong),
         ErrorKind::Refused if flags & FLAG_TOKEN != 0 => error.with_reason(Reason::TokenWrong),
         _ => error,
@@ -110,18 +115,17 @@ pub(super) fn initiate(
 }
 
 /// The challenge that this worker opens a connection with.
-pub(super) fn challenge(me: &Identity, require_token: bool) -> Result<Challenge> {
+pub(super) fn challenge(me: &Identity, flags: u8) -> Result<Challenge> {
     let (version_min, version_max) = WORKER.versions;
-    let secret = if me.secret.is_shared() { FLAG_SECRET } else { 0 };
-    let token = if require_token { FLAG_TOKEN } else { 0 };
-    Ok(Challenge { version_min, version_max, flags: secret | token, id: Some(me.hello.worker), nonce: random()? })
+    Ok(Challenge { version_min, version_max, flags, id: Some(me.hello.worker), nonce: random()? })
 }
 
 /// The accepting end, up to but not including its own hello.
-pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: bool) -> Result<Admitted> {
+pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: bool, unix: bool) -> Result<Admitted> {
+    let secret = me.secret.over(unix);
     let hello = me.hello.encode()?;
     exchange.stage("challenge");
-    let challenge = challenge(me, require_token)?;
+    let challenge = challenge(me, secret.flag() | if require_token { FLAG_TOKEN } else { 0 })?;
     let challenge_bytes = challenge.encode(&WORKER);
     exchange.write(&challenge_bytes)?;
 
@@ -130,7 +134,8 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: b
     let reply = Reply::decode(&WORKER, &reply_bytes).map_err(|e| exchange.malformed(&e))?;
     terms::check_reply(&WORKER, challenge.flags, challenge.flags | FLAG_TOKEN, &reply)
         .map_err(|reject| exchange.reject(&reject))?;
-    let known = Known::new(reply.flags, me.secret.bytes(), &me.hello.token);
+    let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
+    let known = Known::new(reply.flags, &key, &me.hello.token);
     let Some(proof) = known.shared().answer(&challenge_bytes, &reply_bytes) else {
         let (text, reason) = match (reply.flags & FLAG_SECRET != 0, reply.flags & FLAG_TOKEN != 0) {
             (true, true) => ("wrong secret, or the token of another worker's address", Reason::SecretWrong),
@@ -138,6 +143,9 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: b
             (false, true) => ("the token of another worker's address", Reason::TokenWrong),
             (false, false) => ("wrong proof", Reason::Tampered),
         };
+        if let Some(reject) = terms::foreign(secret, "worker") {
+            return Err(exchange.reject(&reject));
+        }
         return Err(exchange.reject(&Reject::new(RejectCode::Refused, text).because(reason)));
     };
     exchange.write(&proof.encode(&WORKER))?;

@@ -5,3 +5,4 @@ mod bad_peers;
 mod late;
 mod support;
 mod target;
+mod users;

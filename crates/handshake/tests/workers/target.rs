@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use crossrail_handshake::wire::{
     Challenge, Confirm, HelloHead, LaneHello, Proof, REJECT_TEXT_MAX, Reject, RejectCode, Reply, WORKER, decode_hello,
 };
-use crossrail_handshake::{ADDRESS_MAX, Address, Secret, Target};
+use crossrail_handshake::{ADDRESS_MAX, Address, Secret, Target, UserToken};
 use crossrail_types::ErrorKind;
 
 use crate::support::{Descriptors, identity, in_secs};
@@ -108,7 +108,7 @@ fn secrets_from_text_and_file() {
     let expected = Secret::Shared(b"0123456789abcdef".to_vec());
     assert_eq!(Secret::load(None, Some(&file)).unwrap(), (expected.clone(), Vec::new()));
     assert_eq!(Secret::load(Some(b"0123456789abcdef"), None).unwrap(), (expected.clone(), Vec::new()));
-    assert_eq!(Secret::load(None, None).unwrap(), (Secret::None, Vec::new()));
+    assert_eq!(Secret::load(None, None).unwrap(), (Secret::User(UserToken::of_this_user()), Vec::new()));
     assert!(!format!("{expected:?}").contains("0123"));
     write("0123456789abcdef\n", 0o644);
     let (_, warnings) = Secret::load(None, Some(&file)).unwrap();
