@@ -145,12 +145,17 @@ class TopOptions:
 
     def _show_live(self, context: crossrail.Context, to: Console) -> None:
         before = self._look(context)
-        with Live(rendered(before, before), console=to, screen=True, auto_refresh=False) as live:
+        live = Live(rendered(before, before), console=to, screen=True, auto_refresh=False)
+        try:
+            live.start(refresh=True)
             while True:
                 time.sleep(self.interval)
                 now = self._look(context)
                 live.update(rendered(now, before), refresh=True)
                 before = now
+        finally:
+            # A signal may arrive while it starts, which `with` would not undo.
+            live.stop()
 
     def _look(self, context: crossrail.Context) -> Look:
         """Reads all pages, or asks all ranks."""
