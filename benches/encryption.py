@@ -1,6 +1,6 @@
 """What TLS 1.3 in user space costs on a TCP connection of this machine: the figures behind docs/design/trust.md.
 
-    python benches/encryption.py            into benches/results/encryption.json
+    python benches/encryption.py            into docs/design/encryption.json
     python benches/encryption.py --bytes 256M --rounds 1 --results DIR
 
 One process sends to another over loopback, in the clear and through OpenSSL by turns. A row has the
@@ -29,7 +29,7 @@ import crossrail
 from crossrail.report import capture_environment, compact, write_text
 from harness import changed_files
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "docs" / "design"
 CHUNK = 1 << 20
 LIMIT = 120.0
 TCP_ULP = 31
