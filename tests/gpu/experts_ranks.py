@@ -8,7 +8,8 @@ from typing import Any
 
 from conftest import GPUS
 from ep_cases import Case, Got, Setup, judge
-from ep_ranks import Ranks, free_port
+from ep_ranks import Ranks
+from free_ports import free_port
 
 COUNT = max(min(GPUS, 4), 1)
 START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import experts_rank; experts_rank.main()"

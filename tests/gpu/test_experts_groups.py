@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 from ep_cases import Case, Setup
-from ep_ranks import Ranks, free_port
+from ep_ranks import Ranks
 from experts_ranks import ANSWER_S, COUNT, ask, judge_all, started
+from free_ports import free_port
 
 from crossrail.ref import Layout
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import random
 import select
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -20,19 +18,11 @@ from typing import Any, BinaryIO
 
 import ep_rank
 from ep_rank import Failed
+from free_ports import free_port
 
 HERE = Path(__file__).parent
 START = "import ep_tasks; ep_tasks.main()"
 ANSWER_S = 60.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on, none of those that the kernel hands out: a worker could be given it meanwhile."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class RankProcess:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from types import TracebackType
+
+from free_ports import free_port
 
 PROLOGUE = """
 import os, signal, sys, time
@@ -80,17 +81,6 @@ class Rank:
     ) -> None:
         self.process.kill()
         self.process.communicate()
-
-
-def free_port() -> int:
-    """A port below which another is free too: torchrun's own, and our store's after it."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
 
 
 def torchrun(rank: int, size: int, port: int) -> dict[str, str | int]:

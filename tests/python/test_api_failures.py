@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from free_ports import free_port
 from pairs import Pair
 
 import crossrail
@@ -166,12 +167,6 @@ def test_a_closed_worker_dials_nobody(connected: Callable[..., Pair], capfd: pyt
 def test_what_is_no_address(shm: Pair, to: Any) -> None:
     with pytest.raises(crossrail.UsageError, match=rf"a {type(to).__name__} is no address; pass 'host:port'"):
         shm.a.connect(to)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def test_nobody_there(shm: Pair) -> None:

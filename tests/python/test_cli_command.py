@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from leftovers import no_files_left
 
 import crossrail
@@ -299,8 +300,7 @@ def test_a_port_in_use() -> None:
 
 
 def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     start = time.monotonic()
     one_error(run("bench", "latency", f"--connect=127.0.0.1:{port}", "--timeout=2s"), 1, str(port))
     assert time.monotonic() - start < 10

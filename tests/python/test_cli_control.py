@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from free_ports import free_port
 from leftovers import no_files_left
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
@@ -126,8 +126,7 @@ def test_without_etcd_it_names_the_package() -> None:
 
 
 def test_two_nodes_meet_at_the_first(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     path = tmp_path / "out.json"
     common = (
         "bench",
@@ -174,8 +173,7 @@ def test_bad_usage_is_one_line_and_exit_2(options: tuple[str, ...], words: tuple
 
 
 def test_a_store_that_is_not_there_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = {"CROSSRAIL_STORE": f"etcd://127.0.0.1:{port}"}
     one_error(run(*SMALL, "--rounds=1", "--timeout=1s", settings=settings), 1, f"127.0.0.1:{port}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from leftovers import no_files_left
 from test_cli_command import COMMAND, children, clean_environment, one_error
 
@@ -244,12 +244,6 @@ def test_nothing_is_left_of_a_run(arguments: tuple[str, ...]) -> None:
         pytest.skip("mpirun and mpi4py are not installed")
     with no_files_left():
         assert run(*SMALL, *arguments).returncode == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def test_one_command_per_node() -> None:

@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 import pytest
+from free_ports import free_port
 from test_cli_command import COMMAND, one_error
-from test_cli_ep import environment, free_port
+from test_cli_ep import environment
 
 from crossrail.cli.launcher import find_launch
 from crossrail.cli.parsing import Parser

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from leftovers import no_files_left
 from test_cli_command import COMMAND, one_error
-from test_cli_ep import environment, free_port
+from test_cli_ep import environment
 
 from crossrail.cli.command_line import parse_arguments
 from crossrail.cli.failure import UsageFailure

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -45,12 +45,6 @@ for pid in "${{pids[@]}}"; do wait "$pid" || exit 1; done
     for tool in tmp_path.iterdir():
         tool.chmod(0o755)
     return tmp_path
-
-
-def free_port() -> int:
-    """A port whose successor is probably free, too."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def said_by(command: list[str], env: Mapping[str, str]) -> list[str]:

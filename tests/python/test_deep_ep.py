@@ -336,7 +336,7 @@ def test_buffers_of_one_group_have_names_of_their_own() -> None:
 
 def port() -> int:
     """A port that nobody listens on."""
-    from ep_ranks import free_port
+    from free_ports import free_port
 
     return free_port()
 

@@ -22,7 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from ep_ranks import free_port
+from free_ports import free_port
 
 import crossrail
 

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from group_rank import free_port
+from free_ports import free_port
 
 import crossrail
 from crossrail.records import RankState

@@ -4,7 +4,8 @@ import re
 import time
 
 import pytest
-from group_rank import Rank, free_port, ranks, torchrun
+from free_ports import free_port
+from group_rank import Rank, ranks, torchrun
 
 MEET = """
 with crossrail.Group() as group:
