@@ -299,7 +299,7 @@ mod tests {
         assert_eq!(l.pace(Time(1_000_000_000)), 1_000_000);
         l.acknowledge(1).unwrap();
         l.release(Time(1_000_000_000), 1, |_| {});
-        assert_eq!((l.rate, l.pace(Time(9_000_000_000))), (1_000_000, 1_000_000), "nothing is under way");
+        assert_eq!((l.rate, l.pace(Time(9_000_000_000))), (1_000_000, 1_000_000), "nothing is in flight");
         l.send(Time(9_000_000_000), 1, 1, Piece { offset: 0, len: 1_000_000, again: false });
         assert_eq!(l.pace(Time(10_500_000_000)), 1_000_000);
         assert_eq!(l.pace(Time(14_000_000_000)), 200_000);

@@ -32,7 +32,7 @@ struct Rail {
     rate: u64,
     /// When the last byte accepted so far, each way, has left.
     free: [u64; 2],
-    /// What is under way, each way, in order.
+    /// What is in flight, each way, in order.
     flying: [VecDeque<(Head, Vec<u8>)>; 2],
     dead: bool,
 }
@@ -312,7 +312,7 @@ fn handshake() -> Head {
     head
 }
 
-/// A message that is far ahead, from a stream that has moved ever so often.
+/// A message that is far ahead, from a stream that has changed lanes any number of times.
 fn ahead() -> Head {
     let mut head = frame::encode_head(&frame::Frame::Nothing, 0);
     frame::Stamp { seq: 1 << 20, ack: 0, epoch: 1 << 14 }.put(&mut head, 0);

@@ -210,7 +210,7 @@ kinds! {
         match_seconds: CountNs,
         /// Time in which those transfers waited for a lane with room in its window.
         window_seconds: CountNs,
-        /// Time in which the bytes of those transfers were under way.
+        /// Time in which the bytes of those transfers were in flight.
         wire_seconds: CountNs,
         /// Time in which this process copied bytes of those transfers itself.
         copy_seconds: CountNs,

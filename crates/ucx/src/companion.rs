@@ -100,7 +100,7 @@ impl Companion {
         let _ = self.stream.write_all(&bytes);
     }
 
-    /// Beats that the peer's kernel has acknowledged, and those under way. Writes the next one.
+    /// Beats that the peer's kernel has acknowledged, and those in flight. Writes the next one.
     pub(crate) fn beat(&self) -> (u64, u64) {
         let beats = self.beats.load(Ordering::Relaxed);
         let mut waiting: libc::c_int = 0;

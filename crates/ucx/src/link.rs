@@ -198,7 +198,7 @@ impl Link {
         }
     }
 
-    /// Whether the operation in `request` is still under way. Its outcome is left for [`Link::has_ended`].
+    /// Whether the operation in `request` is still outstanding. Its outcome is left for [`Link::has_ended`].
     pub(crate) fn is_under_way(&self, request: &Option<Request>) -> bool {
         // SAFETY: the request was begun by this worker and not freed yet.
         let status = |begun: *mut c_void| unsafe { (self.fabric.library.raw.ucp_request_check_status)(begun) };

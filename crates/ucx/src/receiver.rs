@@ -156,7 +156,7 @@ impl Receiver {
         Ok(())
     }
 
-    /// Consumes pieces of the payload under way; whether it is complete.
+    /// Consumes pieces of the payload being received; whether it is complete.
     fn consume(&mut self, link: &Link, until: u64) -> Result<bool, LaneError> {
         loop {
             let Some(body) = &self.body else { return Ok(false) };

@@ -170,7 +170,7 @@ impl Sender {
         Ok(any)
     }
 
-    /// Offers the next piece of the payload under way, if there is a slot; its bytes.
+    /// Offers the next piece of the payload being sent, if there is a slot; its bytes.
     fn piece(&mut self, link: &Link) -> Result<usize, LaneError> {
         let at = (self.next_piece % PIECES) as usize;
         if !link.has_ended(&mut self.offered[at])? {

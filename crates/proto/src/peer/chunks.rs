@@ -130,7 +130,7 @@ impl Peer {
         }
     }
 
-    /// Hands a chunk out again that the lane at `at` has under way as its `place`-th; false if its transfer is over.
+    /// Hands a chunk out again that is in flight on the lane at `at` as its `place`-th; false if its transfer is over.
     fn double(&mut self, at: usize, place: usize) -> bool {
         let lane = &mut self.lanes[at];
         let (id, sent) = (lane.spec.id, &mut lane.sent[place]);
