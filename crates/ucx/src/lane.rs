@@ -16,6 +16,8 @@ use crate::wire::INLINE_MAX;
 
 /// How long UCX may take to hand over what was sent, when a lane is dropped.
 const FLUSH_MAX: Duration = Duration::from_millis(200);
+/// How long copies from the peer's memory may take that have begun when a lane is dropped. They need no peer.
+const COPY_MAX: Duration = Duration::from_millis(500);
 /// How long frames may still arrive after the peer has closed the connection beside the lane, without any news.
 const DRAIN_MAX: Duration = Duration::from_millis(500);
 /// Polls that found nothing before the connection beside the lane is read without having been reported ready.
@@ -290,12 +292,22 @@ impl Lane for UcxLane {
     }
 }
 
+/// Whether UCX copies from the peer's memory by a call of the kernel, for which endpoints keep a queue.
+fn copies_singly(selected: &str) -> bool {
+    selected.split(['+', '/', ' ']).any(|word| matches!(word, "cma" | "knem"))
+}
+
 impl Drop for UcxLane {
     fn drop(&mut self) {
         let alive = self.ended.is_none() && self.broken.is_none() && self.link.failure().is_none();
         if alive && self.companion.is_acknowledged() {
             self.link.flush(FLUSH_MAX);
             self.companion.bid_farewell(self.link.inbox().sent(), self.tx.pieces_sent());
+        }
+        // UCX ends the process when a worker is destroyed in the middle of such a copy.
+        let rx = &self.rx;
+        if copies_singly(&self.selected) && !self.link.drive_until(|link| rx.has_fetched_all(link), COPY_MAX) {
+            self.link.abandon();
         }
         self.tx.forget(&self.link);
         self.rx.forget(&self.link);

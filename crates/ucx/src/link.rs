@@ -35,6 +35,8 @@ pub(crate) struct Link {
     ep: raw::Ep,
     /// UCX holds its address: never moved.
     inbox: Box<Inbox>,
+    /// UCX would fail if the worker were destroyed.
+    abandoned: bool,
 }
 
 // SAFETY: the worker was created for one thread at a time, any thread; the inbox is touched only inside its calls.
@@ -53,7 +55,7 @@ impl Link {
         let status = unsafe { (library.raw.ucp_worker_create)(fabric.context(), &params, &mut worker) };
         library.check("ucp_worker_create", status)?;
         let inbox = Box::new(Inbox::new());
-        let link = Link { fabric: fabric.clone(), worker, ep: ptr::null_mut(), inbox };
+        let link = Link { fabric: fabric.clone(), worker, ep: ptr::null_mut(), inbox, abandoned: false };
         for (id, cb) in [(MESSAGE, inbox::on_message as raw::AmHandler), (PIECE, inbox::on_piece)] {
             let flags = raw::AM_FLAG_WHOLE;
             let param = AmHandlerParam { field_mask: raw::AM_HANDLER_FIELDS, id, flags, cb, arg: link.argument() };
@@ -240,14 +242,28 @@ impl Link {
     }
 
     /// Drives a request that nothing else refers to, for at most `limit`.
-    fn finish(&self, mut request: Option<Request>, limit: Duration) {
+    fn finish(&self, request: Option<Request>, limit: Duration) {
+        self.drive_until(|link| !link.is_under_way(&request), limit);
+        self.forget(request);
+    }
+
+    /// Drives UCX until `is_done`, for at most `limit`; whether it is.
+    pub(crate) fn drive_until(&self, is_done: impl Fn(&Link) -> bool, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
-        while matches!(self.has_ended(&mut request), Ok(false)) && Instant::now() < deadline {
+        while !is_done(self) {
+            if Instant::now() >= deadline {
+                return false;
+            }
             if !self.progress() {
                 std::thread::yield_now();
             }
         }
-        self.forget(request);
+        true
+    }
+
+    /// Has UCX keep the worker, undriven, for as long as the process lives.
+    pub(crate) fn abandon(&mut self) {
+        self.abandoned = true;
     }
 
     /// Gives a request back that may not have ended.
@@ -261,6 +277,12 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
+        if self.abandoned {
+            // UCX keeps these addresses.
+            std::mem::forget(std::mem::replace(&mut self.inbox, Box::new(Inbox::new())));
+            std::mem::forget(self.fabric.clone());
+            return;
+        }
         let raw = &self.fabric.library.raw;
         for offer in self.inbox.take_offers() {
             // SAFETY: an offer that was never fetched.

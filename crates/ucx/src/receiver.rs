@@ -183,6 +183,11 @@ impl Receiver {
         }
     }
 
+    /// Whether every piece that was begun to be fetched has arrived, or has failed.
+    pub(crate) fn has_fetched_all(&self, link: &Link) -> bool {
+        self.fetches.iter().flatten().all(|fetch| !link.is_under_way(&fetch.request))
+    }
+
     /// Gives requests back that have not ended: the lane ends.
     pub(crate) fn forget(&mut self, link: &Link) {
         for fetch in &mut self.fetches {

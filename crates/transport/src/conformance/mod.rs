@@ -68,6 +68,11 @@ pub fn run(name: &str, make_pair: MakePair<'_>) {
         let label = format!("{name}: {check}");
         body(End::new(a, format!("{label}: a")), End::new(b, format!("{label}: b")));
     }
+    for polls in 0..4 {
+        let (a, b) = make_pair();
+        let label = format!("{name}: dropped after {polls} polls of a large payload");
+        dropped_midway(End::new(a, format!("{label}: a")), End::new(b, format!("{label}: b")), polls);
+    }
 }
 
 fn cap(end: &End, len: usize) -> usize {
@@ -275,6 +280,19 @@ fn close_delivers(mut a: End, mut b: End) {
         other => panic!("{}: closed by the peer, yet {other:?}", b.label),
     }
     b.expect_intact(0, &[1000; 20]);
+}
+
+/// The other end drops its lane, too, before it has read to the end.
+fn dropped_midway(mut a: End, mut b: End, polls: usize) {
+    a.queue(PLAIN, 0, cap(&a, LARGEST));
+    for _ in 0..4 {
+        a.lane.poll(&mut a.sink, LARGEST, true).expect("the other end is there");
+    }
+    drop(a);
+    for _ in 0..polls {
+        // The lane may end here.
+        let _ = b.lane.poll(&mut b.sink, 16 * 1024, true);
+    }
 }
 
 fn close_inside_frame(mut a: End, mut b: End) {
