@@ -26,7 +26,7 @@ help:
 	@echo "make demo     build, then the main job on this machine"
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make simulate all ranks of a group in one simulation, with lost ranks and connections: SIM_RUNS"
-	@echo "make chaos-ranks random kills and stops of ranks: CHAOS_SECONDS"
+	@echo "make chaos-ranks random kills and stops of ranks, and 200 kills with a replacement each: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make soak     thousands of cycles of everything that a program makes and drops, counted in bytes: SOAK_SECONDS each"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
@@ -154,8 +154,10 @@ test-python: build
 CHAOS_SECONDS ?= 120
 .PHONY: simulate chaos-ranks
 chaos-ranks: build
-	$(call say,chaos: ranks)
-	$(BIN)/python tests/python/rank_chaos.py --seconds $(CHAOS_SECONDS)
+	$(call say,chaos: ranks are killed and stopped and lose the store)
+	$(BIN)/python tests/python/rank_chaos.py --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+	$(call say,chaos: ranks are killed and replaced)
+	$(BIN)/python tests/python/rank_chaos.py --mode replaced $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 simulate:
 	$(call say,simulation: views of ranks)

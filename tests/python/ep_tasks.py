@@ -355,3 +355,33 @@ def endure(me: Me, case: Case, times: int) -> Endured:
         endured.error = str(error)
     endured.masked = list(buffer.masked())
     return endured
+
+
+@dataclass
+class Outlasted:
+    """Results of exchanges up to the first one without a rank."""
+
+    whole: int = 0
+    wrong: int = 0
+    missing: list[int] = field(default_factory=list)
+    marked_at: float = 0.0
+    """When that one was complete, by the monotonic clock of the machine."""
+    masked: list[int] = field(default_factory=list)
+
+
+@task
+def outlast(me: Me, case: Case, dead: int) -> Outlasted:
+    """The same exchange again and again, until a result lacks somebody, which should be `dead`."""
+    buffer, rank, outlasted = me.buffer, me.group.rank, Outlasted()
+    fed, right = inputs(case, rank), sums_of_rows(case, rank)
+    while not outlasted.missing:
+        came = send(buffer, case, fed, rank)
+        sums = buffer.combine(came.x, came.handle)
+        if sums.missing:
+            outlasted.missing, outlasted.marked_at = list(sums.missing), time.monotonic()
+        elif np.array_equal(ref.bf16_values(as_bits(sums.x)), right, equal_nan=True):
+            outlasted.whole += 1
+        else:
+            outlasted.wrong += 1
+    outlasted.masked = list(buffer.masked())
+    return outlasted

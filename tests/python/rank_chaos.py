@@ -1,7 +1,10 @@
 """Random kills and stops of ranks, and losses of the store, while all of them exchange: ``make chaos-ranks``.
 
-Every result is whole to the bit, or an error, or lists who is missing; ranks that continue together mask the same ones.
-Everything but the moment at which a process gets its processor is drawn from the seed.
+Two modes. ``losses``: groups go through one to three faults; every result is whole to the bit, or an error, or lists
+who is missing; ranks that continue together mask the same ones. ``replaced``: in one group, a rank is killed at a
+random moment and replaced by a new process, again and again; what is timed is how soon the others have a result
+without it, and how soon results are whole again. Everything but the moment at which a process gets its processor is
+drawn from the seed.
 """
 
 from __future__ import annotations
@@ -13,17 +16,23 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+import chaos_record
 from ep_cases import Case, Setup
+from ep_cases import judge as judge_sums
 from ep_rank import Failed
 from ep_ranks import Ranks
-from ep_tasks import Endured
+from ep_tasks import Endured, Outlasted
 
 import crossrail
 
 TIMEOUT_S = 1.0
+PATIENT_S = 20.0
 EXCHANGES = 150
+PER_GROUP = 20
 KINDS = ("kill", "stop", "long stop", "store")
 
 
@@ -95,21 +104,134 @@ def judge(seed: int, group: Ranks, case: Case, answers: dict[int, Endured | Fail
     return counts
 
 
+@dataclass
+class Replaced:
+    """What the kills and replacements of one group have shown."""
+
+    recovery_s: list[float] = field(default_factory=list)
+    """From the kill to the slowest survivor's first result without the dead rank, for each kill."""
+    whole_again_s: list[float] = field(default_factory=list)
+    """From the kill to the slowest rank's first result with its successor, which includes starting a process."""
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def replacements(seed: int, ranks: int, times: int) -> Replaced:
+    """Kills a random rank of a group at a random moment and replaces it, so often. Raises AssertionError for a result
+    that is neither whole nor marked, and for an error."""
+    rng, done = random.Random(seed), Replaced()
+    setup = Setup(ranks, max_tokens=8, hidden=128, local_experts=2, topk=3, on_loss="mask")
+    setup = replace(setup, share_node=rng.random() < 0.5)
+    with (
+        crossrail._native.StoreServer(crossrail.Context(), "127.0.0.1:0") as store,
+        Ranks(ranks, store=store.address) as group,
+    ):
+        # A death is noticed by its connections; this is only for ranks that are late on a busy machine.
+        patient = {"timeout": PATIENT_S}
+        group.call("prepare", setup, patient)
+        for _ in range(times):
+            case = Case(setup, seed=rng.randrange(1 << 30), layout=rng.choice(["expert", "rank"]))
+            dead, pause = rng.randrange(ranks), rng.uniform(0, 0.2)
+            others = [rank for rank in range(ranks) if rank != dead]
+            group.processes[dead].tell("endure", case, 1 << 30)
+            for rank in others:
+                group.processes[rank].tell("outlast", case, dead)
+            time.sleep(pause)  # what the kill hits is a matter of chance
+            killed = time.monotonic()
+            group.processes.pop(dead).kill()
+            noticed = 0.0
+            for rank in others:
+                one = group.processes[rank].answer()
+                assert isinstance(one, Outlasted), f"seed {seed}, rank {rank}: {getattr(one, 'trace', one)}"
+                assert one.wrong == 0, f"seed {seed}, rank {rank}: {one.wrong} results are wrong"
+                assert one.missing == [dead] == one.masked, f"seed {seed}, rank {rank}: {one} without rank {dead}"
+                done.counts += Counter(whole=one.whole, marked=1)
+                noticed = max(noticed, one.marked_at)
+            done.recovery_s.append(noticed - killed)
+            without = replace(case, lost=(dead,))
+            judge_sums(without, group.call("again", without, ranks=others))
+            group.call("change", "disconnect", [dead], ranks=others)
+            group.start([dead])
+            group.processes[dead].tell("prepare", setup, patient)
+            group.call("change", "connect", list(range(ranks)), ranks=others)
+            assert group.processes[dead].answer() is None
+            whole = group.call("again", case)
+            done.whole_again_s.append(time.monotonic() - killed)
+            judge_sums(case, whole)
+            done.counts["replaced"] += 1
+    return done
+
+
+def losses(seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Episodes until the time is up, or so many faults were inflicted."""
+    began, total, errors = time.monotonic(), Counter[str](), []
+    first, inflicted = seed, 0
+    while time.monotonic() < began + given.seconds and (given.faults is None or inflicted < given.faults):
+        try:
+            total += episode(seed, given.ranks[seed % len(given.ranks)])
+        except AssertionError as error:
+            errors.append(str(error))
+        inflicted = sum(total[kind] for kind in KINDS)
+        seed += 1
+    return {
+        "seed": first,
+        "seconds": round(time.monotonic() - began, 1),
+        "ranks": given.ranks,
+        "groups": total["groups"],
+        "faults": {kind: total[kind] for kind in KINDS},
+        "num_faults": inflicted,
+        "results": {kind: total[kind] for kind in ("whole", "marked", "raised")},
+        "errors": errors,
+    }
+
+
+def replaced(seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Groups of some kills each, until there were so many in all."""
+    began, all_of_them, errors = time.monotonic(), Replaced(), []
+    first, wanted = seed, given.faults or 200
+    while len(all_of_them.recovery_s) < wanted and time.monotonic() < began + given.seconds:
+        ranks = given.ranks[seed % len(given.ranks)]
+        try:
+            one = replacements(seed, ranks, min(PER_GROUP, wanted - len(all_of_them.recovery_s)))
+        except AssertionError as error:
+            errors.append(str(error))
+            break
+        all_of_them.recovery_s += one.recovery_s
+        all_of_them.whole_again_s += one.whole_again_s
+        all_of_them.counts += one.counts
+        seed += 1
+    times = {"recovery": all_of_them.recovery_s, "whole_again": all_of_them.whole_again_s}
+    return {
+        "seed": first,
+        "seconds": round(time.monotonic() - began, 1),
+        "ranks": given.ranks,
+        "num_faults": len(all_of_them.recovery_s),
+        "results": dict(all_of_them.counts),
+        **{
+            f"{name}_{word}_s": round(chaos_record.percentile(samples, share), 3)
+            for name, samples in times.items()
+            for word, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))
+            if samples
+        },
+        "samples_s": [round(sample, 4) for sample in all_of_them.recovery_s],
+        "errors": errors,
+    }
+
+
 def main() -> int:
-    """Runs episodes until the time is up."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """The command: exit code 0 when nothing was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("losses", "replaced"), default="losses")
     parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--seed", type=int, default=None, help="of the first episode; random by default")
+    parser.add_argument("--faults", type=int, default=None, help="ends the run after so many")
+    parser.add_argument("--seed", type=int, default=None, help="of the first group; random by default")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--json", type=Path, help="where the result goes, too")
     given = parser.parse_args()
     seed = random.randrange(1 << 30) if given.seed is None else given.seed
-    until, total = time.monotonic() + given.seconds, Counter[str]()
-    print(f"first seed {seed}", flush=True)
-    while time.monotonic() < until:
-        total += episode(seed, given.ranks[seed % len(given.ranks)])
-        seed += 1
-    print(", ".join(f"{kind}: {count}" for kind, count in sorted(total.items())))
-    return 0
+    print(f"first seed {seed}", file=sys.stderr, flush=True)
+    result = (losses if given.mode == "losses" else replaced)(seed, given)
+    result = {"mode": given.mode, "commit": chaos_record.commit(), "load": os.getloadavg()[1], **result}
+    return chaos_record.show(result, given.json)
 
 
 if __name__ == "__main__":

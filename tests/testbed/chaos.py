@@ -30,6 +30,10 @@ from typing import Any, Literal
 
 from bed import SIDES, Bed, Side, why_not
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
+
+import chaos_record
+
 PORT = 18178
 START_S = 30.0
 END_S = 120.0
@@ -327,7 +331,7 @@ class Chaos:
         total = lambda what: sum(result.get(what, 0) for result in results.values())  # noqa: E731
         return {
             "mode": self.mode,
-            "commit": _commit(),
+            "commit": chaos_record.commit(),
             "seed": self.seed,
             "seconds": round(took, 1),
             "rails_mbit": list(self.mbit),
@@ -389,13 +393,6 @@ class Chaos:
         return False
 
 
-def _commit() -> str | None:
-    """The commit that this is run from, if it is one."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30)
-    return done.stdout.strip() or None
-
-
 def main() -> int:
     """The command: exit code 0 when nothing was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -417,11 +414,7 @@ def main() -> int:
     if options.logs is not None:
         options.logs.mkdir(parents=True, exist_ok=True)
     result = Chaos(seed, options.seconds, mbit, options.mode, options.tags, options.logs).run()
-    text = json.dumps(result, indent=2) + "\n"
-    sys.stdout.write(text)
-    if options.json is not None:
-        options.json.write_text(text)
-    return 1 if result["errors"] else 0
+    return chaos_record.show(result, options.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""What a chaos run leaves on record: its figures as JSON, with the commit that it ran from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def commit() -> str | None:
+    """The commit that this is run from, if it is one."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.strip() or None
+
+
+def percentile(samples: list[float], share: float) -> float:
+    """The smallest sample that at least ``share`` of all samples do not exceed."""
+    return sorted(samples)[max(0, -int(-share * len(samples) // 1) - 1)]
+
+
+def show(result: dict[str, Any], path: Path | None) -> int:
+    """Prints the result and writes it to ``path``, if there is one; the exit code: 1 where it has errors."""
+    text = json.dumps(result, indent=2) + "\n"
+    sys.stdout.write(text)
+    if path is not None:
+        path.write_text(text)
+    return 1 if result["errors"] else 0
