@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "testbed"))
 
-from bed import EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
+from bed import EIGHT_MBIT, EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
 from ends import End, Pair, wait_for_traffic
 
 from crossrail.report import Report, Row, format_rate
@@ -18,11 +20,11 @@ ETHERNET_PAYLOAD = 1448 / 1514
 """TCP payload of a full Ethernet frame: no program gets more than this part of a link's rate."""
 
 
-def _bed(mbit: tuple[int, ...]) -> Bed:
+def _bed(mbit: tuple[int, ...], *, queues: tuple[str, ...] = (), congestion: str | None = None) -> Bed:
     reason = why_not()
     if reason is not None:
         raise RuntimeError(reason)
-    return Bed(mbit)
+    return Bed(mbit, queues=queues, congestion=congestion)
 
 
 def _report(pair: Pair, *options: str, **more: object) -> Report:
@@ -73,6 +75,60 @@ def uneven(terms: Terms, _: Path) -> Result:
     )
     peer = against(row, "iperf3", "rails of 2, 2, 1, 0.5 Gbit/s, 64 MiB", 0.95, time=False, name="4 iperf3")
     return [outcome, peer], as_data(report)
+
+
+def eight(terms: Terms, _: Path) -> Result:
+    """64 MiB over eight rails of 1000 to 50 Mbit/s, against one iperf3 per rail at once."""
+    with _bed(EIGHT_MBIT) as bed:
+        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
+        report = _report(Pair(bed), *counts, "--compare=iperf3")
+    row = report.rows[0]
+    rate = against(row, "iperf3", "eight rails of unequal rates, 64 MiB", 0.95, time=False, name="8 iperf3")
+    return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
+
+
+def bloated(terms: Terms, _: Path) -> Result:
+    """64 MiB over four rails of 1 Gbit/s, one behind a queue of 20 ms that is always full (reno), against iperf3."""
+    with _bed((1000,) * 4, queues=("2ms", "2ms", "2ms", "20ms"), congestion="reno") as bed:
+        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
+        report = _report(Pair(bed), *counts, "--compare=iperf3")
+    row = report.rows[0]
+    rate = against(row, "iperf3", "one of four rails behind 20 ms of queue, 64 MiB", 0.95, time=False, name="4 iperf3")
+    return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
+
+
+def flapping(terms: Terms, _: Path) -> Result:
+    """64 MiB over four rails, one of which is up for half of each second, against the same bytes over three rails."""
+    options = ("--size=64M", f"--iters={terms.scaled(40, 10)}")
+    hit, three, reports = [], [], []
+    for _round in range(terms.rounds):
+        with _bed(EQUAL_MBIT) as bed:
+            reports.append(_report(Pair(bed, rails=bed.rails[:3]), *options))
+        three.append(_rate(reports[-1].rows[0]))
+        with _bed(EQUAL_MBIT) as bed, ExitStack() as stack:
+
+            def flap(driving: End, bed: Bed = bed, stack: ExitStack = stack) -> None:
+                wait_for_traffic(bed, "eth4", MIB, driving)
+                stack.enter_context(bed.flapping("eth4", every=1.0))
+
+            reports.append(_report(Pair(bed), *options, during=flap))
+        hit.append(_rate(reports[-1].rows[0]))
+    ratio = statistics.median(hit) / statistics.median(three)
+    outcome = Outcome(
+        "one of four rails flaps every second, 64 MiB",
+        format_rate(statistics.median(hit)),
+        ">= 0.95 x three rails",
+        peer=f"{format_rate(statistics.median(three))} (three rails)",
+        ratio=f"{ratio:.3f}",
+        met=ratio >= 0.95 and all(row.verified for one in reports for row in one.rows),
+    )
+    return [outcome], {**merged(reports), "gb_per_s": {"one flaps": hit, "three": three}}
+
+
+def _rate(row: Row) -> float:
+    """GB/s over all iterations: bytes by the time that they took."""
+    seconds = sum(one.us_sender for one in row.iterations) / 1e6
+    return 64 * MIB * len(row.iterations) / seconds / 1e9
 
 
 def down(terms: Terms, _: Path) -> Result:

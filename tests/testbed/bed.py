@@ -17,9 +17,10 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 Side = Literal["left", "right"]
@@ -27,6 +28,7 @@ SIDES: tuple[Side, Side] = ("left", "right")
 BURST, QUEUE = "256k", "20ms"
 EQUAL_MBIT = (2000, 2000, 2000, 2000)
 UNEVEN_MBIT = (2000, 2000, 1000, 500)
+EIGHT_MBIT = (1000, 800, 600, 400, 300, 200, 100, 50)
 LINKS_S = 10.0
 _NOWHERE = "02:00:00:00:de:ad"
 
@@ -42,11 +44,27 @@ def why_not() -> str | None:
 class Bed:
     """A context manager: the bed exists inside, and nothing of it is left afterwards."""
 
-    def __init__(self, mbit: Sequence[int] = EQUAL_MBIT, *, ipv4: bool = True, ipv6: bool = True) -> None:
-        """Data links of ``mbit`` Mbit/s each, named eth1 and on, with addresses of the families asked for."""
+    def __init__(
+        self,
+        mbit: Sequence[int] = EQUAL_MBIT,
+        *,
+        queues: Sequence[str] = (),
+        congestion: str | None = None,
+        ipv4: bool = True,
+        ipv6: bool = True,
+    ) -> None:
+        """Data links of ``mbit`` Mbit/s each, named eth1 and on, with addresses of the families asked for.
+
+        ``queues``: how long a packet may wait before each link, as `tc` writes times; 20ms without. ``congestion``: the
+        congestion control of the namespaces; one that goes by losses, as `reno`, fills a queue to its end.
+        """
         if not mbit or min(mbit) <= 0:
             raise ValueError(f"{mbit} Mbit/s: give one rate above 0 for each data link")
+        if queues and len(queues) != len(mbit):
+            raise ValueError(f"{len(queues)} queues for {len(mbit)} links: give one for each")
         self.mbit = tuple(mbit)
+        self.queues = tuple(queues) or (QUEUE,) * len(mbit)
+        self.congestion = congestion
         self.ipv4 = ipv4
         self.ipv6 = ipv6
         tag = uuid.uuid4().hex[:8]
@@ -69,6 +87,8 @@ class Bed:
             for side in SIDES:
                 self._sysctl(side, "net/ipv6/conf/all/keep_addr_on_down", "1")
                 self._sysctl(side, "net/ipv6/conf/default/keep_addr_on_down", "1")
+                if self.congestion is not None:
+                    self._sysctl(side, "net/ipv4/tcp_congestion_control", self.congestion)
                 _ip("-n", self.namespace[side], "link", "set", "lo", "up")
             for number in range(len(self.mbit) + 1):
                 self._link(number)
@@ -97,7 +117,8 @@ class Bed:
                 _ip(*at, "addr", "add", f"{self.address(side, nic, version=6)}/64", "dev", nic, "nodad")
             _ip(*at, "link", "set", nic, "up")
             if number > 0:
-                shape = ("root", "tbf", "rate", f"{self.mbit[number - 1]}mbit", "burst", BURST, "latency", QUEUE)
+                rate, queue = f"{self.mbit[number - 1]}mbit", self.queues[number - 1]
+                shape = ("root", "tbf", "rate", rate, "burst", BURST, "latency", queue)
                 _run("tc", *at, "qdisc", "add", "dev", nic, *shape)
 
     def _wait_for_links(self, side: Side) -> None:
@@ -133,6 +154,26 @@ class Bed:
     def set_up(self, side: Side, nic: str) -> None:
         """Switches ``nic`` on again."""
         _ip("-n", self.namespace[side], "link", "set", nic, "up")
+
+    @contextlib.contextmanager
+    def flapping(self, nic: str, every: float) -> Iterator[None]:
+        """Switches ``nic`` off and on at the left side for half of ``every`` seconds each, and on at last."""
+        stop = threading.Event()
+
+        def flap() -> None:
+            while not stop.is_set():
+                self.set_down("left", nic)
+                stop.wait(every / 2)
+                self.set_up("left", nic)
+                stop.wait(every / 2)
+
+        thread = threading.Thread(target=flap)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
 
     def swallow(self, nic: str) -> None:
         """Makes a black hole of ``nic``: it stays up with its carrier at both ends, and no packet arrives any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -106,6 +107,22 @@ def test_a_bed_that_cannot_be_finished_is_removed(make_bed: MAKE, monkeypatch: p
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert bed.namespace["left"] in left
     assert broken.namespace["left"] not in left
+
+
+def test_a_queue_of_its_own_and_a_congestion_control(make_bed: MAKE) -> None:
+    bed = make_bed((100, 100), queues=("1ms", "20ms"), congestion="reno")
+    shown = subprocess.run(
+        ["tc", "-n", bed.namespace["right"], "-j", "qdisc", "show"], capture_output=True, text=True, check=True
+    )
+    waits = {one["dev"]: one["options"]["lat"] for one in json.loads(shown.stdout) if one["kind"] == "tbf"}
+    assert waits["eth2"] == pytest.approx(20 * waits["eth1"], rel=0.1), waits
+    name = bed.inside("left", "cat", "/proc/sys/net/ipv4/tcp_congestion_control")
+    assert subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip() == "reno"
+
+
+def test_queues_for_other_links_are_refused() -> None:
+    with pytest.raises(ValueError, match="give one for each"):
+        Bed((1000, 1000), queues=("20ms",))
 
 
 @pytest.mark.parametrize("mbit", [(), (0,), (1000, -1)])

@@ -24,6 +24,7 @@ MIB = 1 << 20
 COMMAND = (sys.executable, "-m", "crossrail", "bench")
 EQUAL_MBIT = (500, 500, 500, 500)
 UNEVEN_MBIT = (500, 500, 250, 125)
+EIGHT_MBIT = (400, 300, 200, 150, 100, 80, 50, 25)
 
 
 def shares(row: Row) -> dict[str, float]:
@@ -55,6 +56,24 @@ def test_uneven_rails_fill_in_proportion(make_bed: MAKE) -> None:
     row = Pair(bed).run("--size=32M", "--iters=8").row
     for device, mbit in zip(bed.rails, bed.mbit, strict=True):
         assert shares(row)[device] == pytest.approx(mbit / sum(bed.mbit), abs=0.07), device
+    assert row.gb_per_s is not None
+    assert row.gb_per_s > 0.5 * bed.gb_per_s
+
+
+def test_eight_rails_of_any_rates_fill_in_proportion(make_bed: MAKE) -> None:
+    bed = make_bed(EIGHT_MBIT)
+    row = Pair(bed).run("--size=32M", "--iters=4").row
+    for device, mbit in zip(bed.rails, bed.mbit, strict=True):
+        assert shares(row).get(device, 0.0) == pytest.approx(mbit / sum(bed.mbit), abs=0.07), device
+    assert row.gb_per_s is not None
+    assert row.gb_per_s > 0.5 * bed.gb_per_s
+
+
+def test_a_rail_behind_a_long_queue_keeps_its_share(make_bed: MAKE) -> None:
+    """What waits in its queue is late by 20 ms; the others neither wait for it nor take its part."""
+    bed = make_bed((250, 250, 250, 250), queues=("2ms", "2ms", "2ms", "20ms"), congestion="reno")
+    row = Pair(bed).run("--size=32M", "--iters=4").row
+    assert shares(row)["eth4"] == pytest.approx(0.25, abs=0.1), shares(row)
     assert row.gb_per_s is not None
     assert row.gb_per_s > 0.5 * bed.gb_per_s
 

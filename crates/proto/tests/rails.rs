@@ -30,6 +30,8 @@ impl Regions for NoRegions {
 struct Rail {
     /// Bytes per second.
     rate: u64,
+    /// Bytes that the sender's kernel and the queue before the wire take.
+    buffer: u64,
     /// When the last byte accepted so far, each way, has left.
     free: [u64; 2],
     /// What is in flight, each way, in order.
@@ -45,6 +47,8 @@ struct Net {
     /// When, which rail, from which end.
     arrivals: BinaryHeap<Reverse<(u64, usize, usize)>>,
     receipts: [Option<(u64, Receipt)>; 2],
+    /// How often the ends look at a rail, in nanoseconds: everything that arrived meanwhile is found at once.
+    looks: Vec<u64>,
 }
 
 impl Net {
@@ -66,7 +70,8 @@ impl Net {
                 peer.lane_up(Time(0), spec);
             }
         }
-        let rail = |rate: &u64| Rail { rate: *rate, free: [0; 2], flying: Default::default(), dead: false };
+        let rail =
+            |rate: &u64| Rail { rate: *rate, buffer: BUFFER, free: [0; 2], flying: Default::default(), dead: false };
         Net {
             now: 0,
             peers,
@@ -74,6 +79,7 @@ impl Net {
             rails: rates.iter().map(rail).collect(),
             arrivals: BinaryHeap::new(),
             receipts: [None, None],
+            looks: vec![1; rates.len()],
         }
     }
 
@@ -85,9 +91,9 @@ impl Net {
                 loop {
                     let queued =
                         rail.free[end].saturating_sub(self.now) as u128 * u128::from(rail.rate) / 1_000_000_000;
-                    if queued >= u128::from(BUFFER) {
+                    if queued >= u128::from(rail.buffer) {
                         let room = self.now
-                            + ((queued - u128::from(BUFFER) + 1) * 1_000_000_000 / u128::from(rail.rate)) as u64
+                            + ((queued - u128::from(rail.buffer) + 1) * 1_000_000_000 / u128::from(rail.rate)) as u64
                             + 1;
                         next = Some(next.map_or(room, |n: u64| n.min(room)));
                         break;
@@ -101,7 +107,8 @@ impl Net {
                     let leaves = rail.free[end].max(self.now) + bytes * 1_000_000_000 / rail.rate;
                     rail.free[end] = leaves;
                     rail.flying[end].push_back((out.head, control));
-                    self.arrivals.push(Reverse((leaves + LATENCY, at, end)));
+                    let found = (leaves + LATENCY).next_multiple_of(self.looks[at]);
+                    self.arrivals.push(Reverse((found, at, end)));
                 }
             }
         }
@@ -180,7 +187,12 @@ impl Net {
 
 /// Of the rails' rates together, how much transfers reach once two have shown what the rails can do.
 fn efficiency(rates: &[u64]) -> (f64, Vec<f64>) {
+    efficiency_with(rates, |_| {})
+}
+
+fn efficiency_with(rates: &[u64], change: impl FnOnce(&mut Net)) -> (f64, Vec<f64>) {
     let mut net = Net::new(rates);
+    change(&mut net);
     net.transfer(None);
     net.transfer(None);
     let times: Vec<u64> = (0..5).map(|_| net.transfer(None)).collect();
@@ -206,6 +218,37 @@ fn uneven_rails_fill_in_proportion() {
     assert!(reached > 0.97, "{reached:.3} of the sum");
     let (reached, _) = efficiency(&[100 * GBIT, GBIT]);
     assert!(reached > 0.80, "{reached:.3} of the sum");
+}
+
+#[test]
+fn five_and_eight_rails_of_any_rates_fill() {
+    for eighths in [&[8, 4, 3, 2, 1][..], &[16, 12, 8, 6, 4, 3, 2, 1], &[16; 8], &[20, 1, 1, 1, 1, 1, 1, 1]] {
+        let rates: Vec<u64> = eighths.iter().map(|part| part * GBIT / 8).collect();
+        let (reached, shares) = efficiency(&rates);
+        assert!(reached > 0.95, "{reached:.3} of the sum of {rates:?}, shares {shares:.1?}");
+    }
+}
+
+/// What a rail has accepted, it alone can bring: behind a long queue that is as much more as the queue holds.
+#[test]
+fn a_rail_behind_a_long_queue_holds_nothing_up() {
+    for (milliseconds, reach) in [(20, 0.97), (80, 0.93)] {
+        for bloated in 0..4 {
+            let change = |net: &mut Net| net.rails[bloated].buffer = 2 * GBIT * milliseconds / 1000;
+            let (reached, shares) = efficiency_with(&[2 * GBIT; 4], change);
+            assert!(reached > reach, "{milliseconds} ms before rail {bloated}: {reached:.3} of the sum, {shares:.1?}");
+        }
+    }
+}
+
+/// Acknowledgements that come in clumps, as on a busy machine, make no rail look faster than it is.
+#[test]
+fn rails_that_are_looked_at_seldom_keep_their_shares() {
+    for looks in [[1, 1, 1, 4_000_000], [1_000_000, 2_000_000, 3_000_000, 7_000_000], [5_000_000; 4]] {
+        let (reached, shares) = efficiency_with(&[GBIT / 4; 4], |net| net.looks = looks.to_vec());
+        assert!(reached > 0.95, "{reached:.3} of the sum, looked at every {looks:?} ns");
+        assert!(shares.iter().all(|s| (s - 25.0).abs() < 1.0), "shares {shares:.1?}, looked at every {looks:?} ns");
+    }
 }
 
 #[test]
@@ -300,7 +343,8 @@ impl Net {
             };
             peer.lane_up(Time(self.now), spec);
         }
-        self.rails.push(Rail { rate: GBIT, free: [0; 2], flying: Default::default(), dead: false });
+        self.looks.push(1);
+        self.rails.push(Rail { rate: GBIT, buffer: BUFFER, free: [0; 2], flying: Default::default(), dead: false });
         id
     }
 }
