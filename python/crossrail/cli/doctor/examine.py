@@ -37,10 +37,7 @@ def _results(check: Check, machine: Machine) -> list[Found]:
         except Exception as error:  # whatever it is, the other checks must run
             failures.append(_failed(check, error))
 
-    thread = threading.Thread(target=body, name=f"crossrail-doctor-{check.id}", daemon=True)
-    thread.start()
-    thread.join(check.limit_s)
-    if thread.is_alive():
+    if not _ends_within(check.limit_s, check.id, body):
         text = f"the check did not end within {check.limit_s:g} s: what it tests hangs"
         return [*results, Found("error", text, "CROSSRAIL_LOG=debug crossrail doctor --only " + check.id)]
     if not results and not failures:
@@ -62,9 +59,7 @@ def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
         except Exception as error:
             failures.append(error)
 
-    thread = threading.Thread(target=body, name="crossrail-doctor", daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    _ends_within(limit_s, "survey", body)
     if results:
         return results[0]
     if not failures:
@@ -73,6 +68,14 @@ def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
     if isinstance(error, (Failure, CrossrailError, OSError)):
         raise error
     raise Failure(f"{what} failed: {type(error).__name__}: {error}; report this") from error
+
+
+def _ends_within(limit_s: float, name: str, body: Callable[[], None]) -> bool:
+    """Whether ``body``, in a thread of its own, ended in time. If not, the thread is left behind."""
+    thread = threading.Thread(target=body, name=f"crossrail-doctor-{name}", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
 
 
 def _failed(check: Check, error: Exception) -> Found:
