@@ -117,7 +117,7 @@ pub const HISTOGRAM_LIMITS_NS: [u64; 12] = [
 /// Words of a histogram: the buckets, and the sum.
 pub const HISTOGRAM_WORDS: usize = HISTOGRAM_LIMITS_NS.len() + 2;
 
-/// The kinds of errors, in the order of their counters.
+/// The kinds of errors, in the order of their counters: that of `crossrail_types::ErrorKind`.
 pub const ERRORS: [&str; 15] = [
     "usage",
     "config",
@@ -352,5 +352,30 @@ mod tests {
         assert_eq!(fields::worker::operations, row::VALUES);
         assert_eq!(fields::worker::transfer_seconds + HISTOGRAM_WORDS, row::VALUES + 9 + HISTOGRAM_WORDS);
         assert_eq!(Kind::of(0), None);
+    }
+
+    #[test]
+    fn kinds_of_errors_are_counted_under_their_names() {
+        use crossrail_types::ErrorKind::*;
+        let kinds = [
+            Usage,
+            Config,
+            Unreachable,
+            Refused,
+            Mismatch,
+            Timeout,
+            PeerDead,
+            Truncated,
+            Cancelled,
+            Region,
+            Exhausted,
+            Unsupported,
+            Io,
+            Protocol,
+            Closed,
+        ];
+        for (at, kind) in kinds.into_iter().enumerate() {
+            assert_eq!((kind as usize, format!("{kind:?}").to_lowercase()), (at, ERRORS[at].replace('_', "")));
+        }
     }
 }

@@ -102,23 +102,7 @@ pub fn remove(folder: &Path) {
 #[cold]
 pub fn count_error(kind: ErrorKind) {
     let Some(page) = PRESENT.lock().as_ref().and_then(Weak::upgrade).filter(|page| page.is_here()) else { return };
-    let at = match kind {
-        ErrorKind::Usage => 0,
-        ErrorKind::Config => 1,
-        ErrorKind::Unreachable => 2,
-        ErrorKind::Refused => 3,
-        ErrorKind::Mismatch => 4,
-        ErrorKind::Timeout => 5,
-        ErrorKind::PeerDead => 6,
-        ErrorKind::Truncated => 7,
-        ErrorKind::Cancelled => 8,
-        ErrorKind::Region => 9,
-        ErrorKind::Exhausted => 10,
-        ErrorKind::Unsupported => 11,
-        ErrorKind::Io => 12,
-        ErrorKind::Protocol => 13,
-        _ => 14,
-    };
+    let at = (kind as usize).min(layout::ERRORS.len() - 1);
     page.row(0)[fields::process::errors + at].fetch_add(1, Ordering::Relaxed);
 }
 

@@ -3,7 +3,8 @@
 //! Events are kept in memory until the worker closes: writing a file meanwhile would be what the trace shows. There are
 //! [`EVENTS_MAX`] of them at most, the last ones; how many were dropped before is said in the file.
 
-use std::collections::{HashMap, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
@@ -89,17 +90,17 @@ impl Trace {
 
     /// A lane got a chunk to send.
     pub fn sent(&mut self, lane: u64, now_ns: u64, bytes: u64, flow: u64) {
-        let under_way = self.unacknowledged.entry(lane).or_default();
-        under_way.push_back((now_ns, bytes, flow));
-        let count = under_way.len() as u64;
+        let in_flight = self.unacknowledged.entry(lane).or_default();
+        in_flight.push_back((now_ns, bytes, flow));
+        let count = in_flight.len() as u64;
         self.window(lane, now_ns, count);
     }
 
     /// The peer has acknowledged that many chunks of a lane, the oldest ones.
     pub fn acknowledged(&mut self, lane: u64, now_ns: u64, chunks: u32) {
-        let Some(under_way) = self.unacknowledged.get_mut(&lane) else { return };
-        let ended: Vec<_> = under_way.drain(..under_way.len().min(chunks as usize)).collect();
-        let count = under_way.len() as u64;
+        let Some(in_flight) = self.unacknowledged.get_mut(&lane) else { return };
+        let ended: Vec<_> = in_flight.drain(..in_flight.len().min(chunks as usize)).collect();
+        let count = in_flight.len() as u64;
         for (begin_ns, amount, flow) in ended {
             self.add(Event { what: What::Sent, track: lane, begin_ns, end_ns: now_ns, amount, flow });
         }
@@ -108,8 +109,8 @@ impl Trace {
 
     /// The worker ends: chunks that nobody has acknowledged yet end with it.
     pub fn finish(&mut self, now_ns: u64) {
-        for (track, under_way) in std::mem::take(&mut self.unacknowledged) {
-            for (begin_ns, amount, flow) in under_way {
+        for (track, in_flight) in std::mem::take(&mut self.unacknowledged) {
+            for (begin_ns, amount, flow) in in_flight {
                 self.add(Event { what: What::Sent, track, begin_ns, end_ns: now_ns, amount, flow });
             }
         }
@@ -219,20 +220,25 @@ impl Trace {
         let slices = self.events.iter().enumerate().filter(|(_, event)| event.what != What::Window);
         let mut slices: Vec<_> = slices.collect();
         slices.sort_by_key(|(_, event)| (event.track, event.begin_ns));
-        let (mut rows, mut threads, mut ends) = (vec![0; self.events.len()], Vec::new(), Vec::new());
-        let mut first = 0;
+        let (mut rows, mut threads) = (vec![0; self.events.len()], Vec::new());
+        // When the last slice of each of the track's threads ends, the earliest first.
+        let mut ends = BinaryHeap::new();
         for (at, event) in slices {
             if threads.last() != Some(&event.track) {
-                first = threads.len();
+                ends.clear();
             }
-            let free = ends.iter().skip(first).position(|end| *end <= event.begin_ns);
-            let thread = free.map_or(threads.len(), |free| first + free);
-            if thread == threads.len() {
-                threads.push(event.track);
-                ends.push(0);
-            }
-            ends[thread] = event.end_ns;
-            rows[at] = thread + 1;
+            let thread = match ends.peek() {
+                Some(&Reverse((end, thread))) if end <= event.begin_ns => {
+                    ends.pop();
+                    thread
+                }
+                _ => {
+                    threads.push(event.track);
+                    threads.len()
+                }
+            };
+            ends.push(Reverse((event.end_ns, thread)));
+            rows[at] = thread;
         }
         (rows, threads)
     }
