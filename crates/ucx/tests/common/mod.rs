@@ -12,18 +12,22 @@ use crossrail_ucx::{Fabric, Library, UcxLane, attach};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
-/// UCX, with some of its transports and one device; `None` where there is none, which is reported.
-pub(crate) fn fabric(transports: &[&str], device: Option<&str>) -> Option<Arc<Fabric>> {
+/// UCX; `None` where there is none, which is reported.
+pub(crate) fn library() -> Option<&'static Library> {
     let place = std::env::var_os("CROSSRAIL_UCX_LIBRARY").map(PathBuf::from);
-    let library = match Library::load(place.as_deref(), Log(LogLevel::Warn)) {
-        Ok(library) => library,
+    match Library::load(place.as_deref(), Log(LogLevel::Warn)) {
+        Ok(library) => Some(library),
         Err(absent) => {
             skip(&absent.why);
-            return None;
+            None
         }
-    };
+    }
+}
+
+/// UCX, with some of its transports and one device; `None` where there is none, which is reported.
+pub(crate) fn fabric(transports: &[&str], device: Option<&str>) -> Option<Arc<Fabric>> {
     let transports: Vec<String> = transports.iter().map(|name| (*name).to_owned()).collect();
-    Some(Fabric::open(library, Some(&transports), device).expect("a fabric"))
+    Some(Fabric::open(library()?, Some(&transports), device).expect("a fabric"))
 }
 
 /// Two ends of a TCP connection.
