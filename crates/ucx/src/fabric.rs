@@ -3,6 +3,7 @@
 
 use std::ffi::CString;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -42,6 +43,11 @@ impl Class {
             _ => Class::Rdma,
         }
     }
+
+    /// Whether a UCX transport can carry a connection alone: those that only copy large messages cannot.
+    pub fn carries_messages(transport: &str) -> bool {
+        !copy_by_the_kernel(std::iter::once(transport))
+    }
 }
 
 impl Resource {
@@ -62,6 +68,8 @@ pub struct Fabric {
     pub(crate) library: &'static Library,
     context: raw::Context,
     resources: Vec<Resource>,
+    /// A copy in place did not end.
+    stages: AtomicBool,
 }
 
 // SAFETY: UCX permits any thread to use a context that was created for workers of several threads.
@@ -84,6 +92,10 @@ impl Fabric {
         if let Some(device) = device {
             config.set("NET_DEVICES", device)?;
         }
+        if copy_by_the_kernel(transports.unwrap_or_default().iter().map(String::as_str)) {
+            // The receiving end copies: by itself, when it is called.
+            config.set("RNDV_SCHEME", "get_zcopy")?;
+        }
         let params = raw::Params {
             field_mask: raw::PARAM_FEATURES | raw::PARAM_SHARED_BY_THREADS,
             features: raw::FEATURE_AM | raw::FEATURE_WAKEUP,
@@ -101,7 +113,7 @@ impl Fabric {
             let error = nothing_usable(&library.status(status), transports, device);
             return Err(error);
         }
-        let mut fabric = Fabric { library, context, resources: Vec::new() };
+        let mut fabric = Fabric { library, context, resources: Vec::new(), stages: AtomicBool::new(false) };
         // By this interface, UCX names its resources only in print.
         // SAFETY: the context was opened above, the stream is open.
         let text = printed(|stream| unsafe { (library.raw.ucp_context_print_info)(context, stream) })?;
@@ -117,9 +129,24 @@ impl Fabric {
         &self.resources
     }
 
+    /// Whether lanes receive into memory of their own first.
+    pub(crate) fn stages(&self) -> bool {
+        self.stages.load(Ordering::Relaxed)
+    }
+
+    /// Has lanes that are made from now on do so.
+    pub(crate) fn stage_from_now_on(&self) {
+        self.stages.store(true, Ordering::Relaxed);
+    }
+
     pub(crate) fn context(&self) -> raw::Context {
         self.context
     }
+}
+
+/// Whether one of these transports of UCX's copies memory of another process by a call of the kernel.
+pub(crate) fn copy_by_the_kernel<'a>(mut transports: impl Iterator<Item = &'a str>) -> bool {
+    transports.any(|name| matches!(name, "cma" | "knem"))
 }
 
 /// What `print` prints to a stream.

@@ -117,6 +117,11 @@ impl Inbox {
         }
     }
 
+    pub(crate) fn has_offer(&self) -> bool {
+        let arrived = self.0.borrow();
+        arrived.offers[slot(arrived.next_piece, PIECES)].is_some()
+    }
+
     /// The next piece that the peer offers, with its number.
     pub(crate) fn next_offer(&self) -> Option<(u32, Offer)> {
         let arrived = &mut *self.0.borrow_mut();

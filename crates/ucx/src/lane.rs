@@ -9,15 +9,13 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use crate::alarm::Alarm;
 use crate::companion::{Companion, Ending};
-use crate::link::Link;
+use crate::link::{COPY_MAX, Link, reads_memory};
 use crate::receiver::{PAYLOAD_MAX, Receiver};
 use crate::sender::Sender;
 use crate::wire::INLINE_MAX;
 
 /// How long UCX may take to hand over what was sent, when a lane is dropped.
 const FLUSH_MAX: Duration = Duration::from_millis(200);
-/// How long copies from the peer's memory may take that have begun when a lane is dropped. They need no peer.
-const COPY_MAX: Duration = Duration::from_millis(500);
 /// How long frames may still arrive after the peer has closed the connection beside the lane, without any news.
 const DRAIN_MAX: Duration = Duration::from_millis(500);
 /// Polls that found nothing before the connection beside the lane is read without having been reported ready.
@@ -75,6 +73,7 @@ impl UcxLane {
             epoll.add(alarm.fd(), readable()).map_err(failed("epoll_ctl"))?;
         }
         let selected = link.selected();
+        let rx = Receiver::new(link.copies_in_place(&selected));
         let caps = LaneCaps {
             copies_up_to: INLINE_MAX,
             max_payload: PAYLOAD_MAX,
@@ -88,9 +87,9 @@ impl UcxLane {
             name: format!("{label}({selected})"),
             selected,
             caps,
+            rx,
             link,
             tx,
-            rx: Receiver::new(),
             companion,
             epoll,
             alarm,
@@ -292,11 +291,6 @@ impl Lane for UcxLane {
     }
 }
 
-/// Whether UCX copies from the peer's memory by a call of the kernel, for which endpoints keep a queue.
-fn copies_singly(selected: &str) -> bool {
-    selected.split(['+', '/', ' ']).any(|word| matches!(word, "cma" | "knem"))
-}
-
 impl Drop for UcxLane {
     fn drop(&mut self) {
         let alive = self.ended.is_none() && self.broken.is_none() && self.link.failure().is_none();
@@ -304,10 +298,17 @@ impl Drop for UcxLane {
             self.link.flush(FLUSH_MAX);
             self.companion.bid_farewell(self.link.inbox().sent(), self.tx.pieces_sent());
         }
-        // UCX ends the process when a worker is destroyed in the middle of such a copy.
-        let rx = &self.rx;
-        if copies_singly(&self.selected) && !self.link.drive_until(|link| rx.has_fetched_all(link), COPY_MAX) {
+        // UCX ends the process when a worker is destroyed whose queue of such copies is not empty.
+        let reads_memory = reads_memory(&self.selected);
+        let has_copied = |rx: &Receiver, link: &Link| {
+            link.failure().is_none() && link.drive_until(|link| rx.has_fetched_all(link), COPY_MAX)
+        };
+        if reads_memory && !has_copied(&self.rx, &self.link) {
             self.link.abandon();
+        }
+        // A peer that does not know of the end yet may still read what it was offered, and takes it for what was sent.
+        if reads_memory && self.ended.is_none() {
+            self.tx.leave_offers(&self.link);
         }
         self.tx.forget(&self.link);
         self.rx.forget(&self.link);

@@ -8,14 +8,19 @@
 //! # How frames travel
 //!
 //! A frame is one active message, with its payload if that is at most 8 KiB. A longer payload follows in pieces of 256 KiB
-//! by UCX's rendezvous: UCX moves a piece between registered memory of the two lanes by whatever is fastest on the
-//! device, a get or a put by the NIC. UCX's `put` itself is not used: UCX before 1.16 emulates it by active messages of
-//! 8 KiB wherever the transport lacks a short put, as TCP does.
+//! by UCX's rendezvous: UCX moves a piece by whatever is fastest on the device, a get or a put by the NIC, or a copy by the
+//! kernel. UCX's `put` itself is not used: UCX before 1.16 emulates it by active messages of 8 KiB wherever the transport
+//! lacks a short put, as TCP does.
 //!
-//! Both ends stage pieces in memory of the lane, because a transfer that UCX has begun can't be recalled: memory of the
-//! user's would be written to after its [`Grant`](crossrail_transport::Grant) was revoked. What is in flight is bounded:
-//! 128 frames and 8 pieces in each direction. UCX retries and waits beneath; no call here waits for the peer, except
-//! [`attach`], which has a deadline, and the drop of a lane, which gives UCX 200 ms to hand over what was sent.
+//! The sending end stages pieces in memory of the lane, because a transfer that UCX has begun can't be recalled: memory of
+//! the user's would be used after its [`Grant`](crossrail_transport::Grant) was revoked. The receiving end does so, too,
+//! except where UCX reads the peer's memory by a call of the kernel (cma, knem): such a copy ends within the call of ours
+//! that began it, so it goes straight to the payload's place, under the grant. What is in flight is bounded: 128 frames and
+//! 8 pieces in each direction. UCX retries and waits beneath; no call here waits for the peer, except [`attach`], which has
+//! a deadline, and the drop of a lane, which gives UCX 200 ms to hand over what was sent.
+//!
+//! UCX ends the process when it finds its own state to be other than it asserts, as a queue of copies that is not empty
+//! when its worker is destroyed. Where that may be so, the worker is given up instead: never called again, never freed.
 //!
 //! Each lane has a worker of its own, so an error of UCX's ends that lane only, and once the worker is gone nothing
 //! refers to the lane's memory.

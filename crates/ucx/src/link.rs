@@ -1,6 +1,7 @@
 //! A UCX worker with its one endpoint.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::os::fd::RawFd;
 use std::ptr;
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossrail_transport::LaneError;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::fabric::{Class, Fabric, printed};
+use crate::fabric::{self, Class, Fabric, printed};
 use crate::inbox::{self, Inbox, Offer};
 use crate::library::lane_error;
 use crate::raw::{self, AmHandlerParam, EpParams, RequestParam, StatusPtr, WorkerParams};
@@ -20,6 +21,8 @@ const MESSAGE: u32 = 1;
 const PIECE: u32 = 2;
 /// How long UCX may take to close an endpoint by force, which needs no peer.
 const CLOSE_MAX: Duration = Duration::from_millis(500);
+/// How long a copy from the peer's memory may take, which the kernel makes in one call. It needs no peer.
+pub(crate) const COPY_MAX: Duration = Duration::from_secs(2);
 
 /// An operation of UCX's that has not ended. It refers to the memory it was begun with until then.
 #[derive(Debug)]
@@ -35,8 +38,8 @@ pub(crate) struct Link {
     ep: raw::Ep,
     /// UCX holds its address: never moved.
     inbox: Box<Inbox>,
-    /// UCX would fail if the worker were destroyed.
-    abandoned: bool,
+    /// UCX has memory that it must not touch any more, or would fail if the worker were destroyed: it is not called again.
+    abandoned: Cell<bool>,
 }
 
 // SAFETY: the worker was created for one thread at a time, any thread; the inbox is touched only inside its calls.
@@ -55,7 +58,7 @@ impl Link {
         let status = unsafe { (library.raw.ucp_worker_create)(fabric.context(), &params, &mut worker) };
         library.check("ucp_worker_create", status)?;
         let inbox = Box::new(Inbox::new());
-        let link = Link { fabric: fabric.clone(), worker, ep: ptr::null_mut(), inbox, abandoned: false };
+        let link = Link { fabric: fabric.clone(), worker, ep: ptr::null_mut(), inbox, abandoned: Cell::new(false) };
         for (id, cb) in [(MESSAGE, inbox::on_message as raw::AmHandler), (PIECE, inbox::on_piece)] {
             let flags = raw::AM_FLAG_WHOLE;
             let param = AmHandlerParam { field_mask: raw::AM_HANDLER_FIELDS, id, flags, cb, arg: link.argument() };
@@ -124,6 +127,11 @@ impl Link {
         selected_in(&text.unwrap_or_default())
     }
 
+    /// Whether pieces may be copied in place ([`Link::copy`]), with that selected.
+    pub(crate) fn copies_in_place(&self, selected: &str) -> bool {
+        reads_memory(selected) && !self.fabric.stages()
+    }
+
     /// The descriptor to sleep on.
     ///
     /// # Errors
@@ -140,13 +148,13 @@ impl Link {
     /// Moves what UCX can move; whether anything did.
     pub(crate) fn progress(&self) -> bool {
         // SAFETY: the worker exists; no borrow of the inbox is held.
-        unsafe { (self.fabric.library.raw.ucp_worker_progress)(self.worker) > 0 }
+        !self.abandoned.get() && unsafe { (self.fabric.library.raw.ucp_worker_progress)(self.worker) > 0 }
     }
 
     /// Has the descriptor report the next event. False: there is one already, or UCX cannot.
     pub(crate) fn arm(&self) -> bool {
         // SAFETY: as above.
-        unsafe { (self.fabric.library.raw.ucp_worker_arm)(self.worker) == raw::OK }
+        !self.abandoned.get() && unsafe { (self.fabric.library.raw.ucp_worker_arm)(self.worker) == raw::OK }
     }
 
     /// Sends a message of up to one segment.
@@ -154,6 +162,7 @@ impl Link {
     /// # Safety
     /// `bytes` must stay valid and unchanged until the request has ended.
     pub(crate) unsafe fn send(&self, bytes: *const u8, len: usize) -> std::result::Result<Option<Request>, LaneError> {
+        self.expect_usable()?;
         let param = RequestParam { op_attr_mask: raw::OP_FLAGS, flags: raw::AM_EAGER };
         // SAFETY: guaranteed by the caller; there is no header.
         let sent = unsafe {
@@ -171,6 +180,7 @@ impl Link {
         (header, header_len): (*const u8, usize),
         (bytes, len): (*const u8, usize),
     ) -> std::result::Result<Option<Request>, LaneError> {
+        self.expect_usable()?;
         let param = RequestParam { op_attr_mask: raw::OP_FLAGS, flags: raw::AM_RNDV };
         let call = self.fabric.library.raw.ucp_am_send_nbx;
         // SAFETY: guaranteed by the caller.
@@ -183,11 +193,55 @@ impl Link {
     /// # Safety
     /// `into` must stay valid for writing the offer's length until the request has ended.
     pub(crate) unsafe fn fetch(&self, offer: Offer, into: *mut u8) -> std::result::Result<Option<Request>, LaneError> {
+        self.expect_usable()?;
         let param = RequestParam::default();
         let call = self.fabric.library.raw.ucp_am_recv_data_nbx;
         // SAFETY: guaranteed by the caller; each offer is fetched once.
         let fetched = unsafe { call(self.worker, offer.descriptor, into.cast(), offer.len, &param) };
         self.request("ucp_am_recv_data_nbx", fetched)
+    }
+
+    /// Copies a piece that the peer offers, which takes one call of UCX's progress where UCX copies by a call of the kernel:
+    /// the peer has no part in it. UCX does not refer to `into` afterwards.
+    ///
+    /// # Safety
+    /// `into` must be valid for writing the offer's length.
+    ///
+    /// # Errors
+    /// As UCX reports them; `Down` when the copy has not ended in [`COPY_MAX`]. After either, UCX is not called again.
+    pub(crate) unsafe fn copy(&self, offer: Offer, into: *mut u8) -> std::result::Result<(), LaneError> {
+        // SAFETY: guaranteed by the caller: UCX moves bytes only when it is called, which ends below.
+        let mut request = unsafe { self.fetch(offer, into)? };
+        let why = match self.drive_until(|link| !link.is_under_way(&request), COPY_MAX) {
+            true => match self.has_ended(&mut request) {
+                Ok(_) => return Ok(()),
+                // UCX also reports a copy as failed that is in its queue still, when it gives the connection up.
+                Err(error) => error,
+            },
+            false => {
+                self.fabric.stage_from_now_on();
+                LaneError::Down(format!("UCX did not end a copy of {} bytes in {COPY_MAX:?}", offer.len))
+            }
+        };
+        self.abandon();
+        Err(why)
+    }
+
+    /// That UCX may still be called for this worker.
+    fn expect_usable(&self) -> std::result::Result<(), LaneError> {
+        match self.abandoned.get() {
+            false => Ok(()),
+            true => Err(LaneError::Down("UCX's worker was given up".to_owned())),
+        }
+    }
+
+    /// Gives an offer back that is not fetched.
+    pub(crate) fn release(&self, offer: Offer) {
+        if self.abandoned.get() {
+            return;
+        }
+        // SAFETY: an offer of this worker's that was never fetched.
+        unsafe { (self.fabric.library.raw.ucp_am_data_release)(self.worker, offer.descriptor) };
     }
 
     fn request(&self, call: &str, begun: StatusPtr) -> std::result::Result<Option<Request>, LaneError> {
@@ -210,6 +264,7 @@ impl Link {
     /// Whether the operation in `request` has ended; then the entry is empty, so an error is reported once.
     pub(crate) fn has_ended(&self, request: &mut Option<Request>) -> std::result::Result<bool, LaneError> {
         let Some(Request(begun)) = request else { return Ok(true) };
+        self.expect_usable()?;
         let raw = &self.fabric.library.raw;
         // SAFETY: the request was begun by this worker and not freed yet.
         let status = unsafe { (raw.ucp_request_check_status)(*begun) };
@@ -229,6 +284,7 @@ impl Link {
 
     /// Begins to wait until what was sent has left this end, for which UCX must have connected.
     pub(crate) fn begin_flush(&self) -> std::result::Result<Option<Request>, LaneError> {
+        self.expect_usable()?;
         // SAFETY: the endpoint exists.
         let begun = unsafe { (self.fabric.library.raw.ucp_ep_flush_nbx)(self.ep, &RequestParam::default()) };
         self.request("ucp_ep_flush_nbx", begun)
@@ -262,13 +318,15 @@ impl Link {
     }
 
     /// Has UCX keep the worker, undriven, for as long as the process lives.
-    pub(crate) fn abandon(&mut self) {
-        self.abandoned = true;
+    pub(crate) fn abandon(&self) {
+        self.abandoned.set(true);
     }
 
     /// Gives a request back that may not have ended.
     pub(crate) fn forget(&self, request: Option<Request>) {
-        if let Some(Request(begun)) = request {
+        if let Some(Request(begun)) = request
+            && !self.abandoned.get()
+        {
             // SAFETY: begun by this worker; UCX frees it once it has ended.
             unsafe { (self.fabric.library.raw.ucp_request_free)(begun) };
         }
@@ -277,7 +335,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        if self.abandoned {
+        if self.abandoned.get() {
             // UCX keeps these addresses.
             std::mem::forget(std::mem::replace(&mut self.inbox, Box::new(Inbox::new())));
             std::mem::forget(self.fabric.clone());
@@ -285,8 +343,7 @@ impl Drop for Link {
         }
         let raw = &self.fabric.library.raw;
         for offer in self.inbox.take_offers() {
-            // SAFETY: an offer that was never fetched.
-            unsafe { (raw.ucp_am_data_release)(self.worker, offer.descriptor) };
+            self.release(offer);
         }
         if !self.ep.is_null() {
             let param = RequestParam { op_attr_mask: raw::OP_FLAGS, flags: raw::EP_CLOSE_FORCE };
@@ -325,6 +382,12 @@ fn selected_in(text: &str) -> String {
     let texts: Vec<String> =
         found.iter().map(|(device, transports)| format!("{}/{device}", transports.join("+"))).collect();
     texts.join(" ")
+}
+
+/// Whether UCX, having selected that, copies from the peer's memory by a call of the kernel, which it makes when this end
+/// calls it.
+pub(crate) fn reads_memory(selected: &str) -> bool {
+    fabric::copy_by_the_kernel(selected.split(['+', '/', ' ']))
 }
 
 /// The error of a wait for the peer that ran out.

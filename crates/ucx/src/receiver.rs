@@ -24,8 +24,21 @@ struct Body {
     len: usize,
 }
 
+impl Body {
+    /// That the next piece has as many bytes as the sender must give it.
+    fn expect(&self, len: usize) -> Result<(), LaneError> {
+        let left = self.len - self.done;
+        if len == left.min(PIECE_MAX) {
+            return Ok(());
+        }
+        Err(LaneError::Protocol(format!("a piece of {len} bytes came where {left} bytes of a payload are left")))
+    }
+}
+
 /// See the module. Dropped after the link.
 pub(crate) struct Receiver {
+    /// UCX copies pieces within one call: they go to their places, not into slots.
+    in_place: bool,
     slots: Memory,
     /// By number modulo [`PIECES`].
     fetches: Vec<Option<Fetch>>,
@@ -40,8 +53,9 @@ pub(crate) struct Receiver {
 }
 
 impl Receiver {
-    pub(crate) fn new() -> Receiver {
+    pub(crate) fn new(in_place: bool) -> Receiver {
         Receiver {
+            in_place,
             slots: Memory::new(PIECES as usize * PIECE_MAX),
             fetches: (0..PIECES).map(|_| None).collect(),
             next: 0,
@@ -64,6 +78,7 @@ impl Receiver {
         }
         match (&self.body, &self.fetches[(self.next % PIECES) as usize]) {
             (None, _) => link.inbox().has_frame(),
+            (Some(_), _) if self.in_place => link.inbox().has_offer(),
             (Some(_), Some(fetch)) => !link.is_under_way(&fetch.request),
             (Some(_), None) => false,
         }
@@ -72,7 +87,7 @@ impl Receiver {
     /// Begins to fetch the pieces that the peer offers, as far as there are slots. Whether it began any.
     pub(crate) fn fetch(&mut self, link: &Link) -> Result<bool, LaneError> {
         let mut any = false;
-        while self.begun.wrapping_sub(self.next) < PIECES {
+        while !self.in_place && self.begun.wrapping_sub(self.next) < PIECES {
             let Some((number, offer)) = link.inbox().next_offer() else { break };
             let at = (number % PIECES) as usize;
             // SAFETY: the slot is free, because fewer than PIECES numbers are begun and not consumed; it outlives the link.
@@ -163,24 +178,57 @@ impl Receiver {
             if body.done == body.len {
                 return Ok(true);
             }
-            let (left, done) = (body.len - body.done, body.done);
-            if self.bytes >= until || !self.is_fetched(link)? {
+            if self.bytes >= until {
                 return Ok(false);
             }
-            let at = (self.next % PIECES) as usize;
-            let Some(Fetch { len, .. }) = self.fetches[at].take() else { return Ok(false) };
-            if len != left.min(PIECE_MAX) {
-                let why = format!("a piece of {len} bytes came where {left} bytes of a payload are left");
-                return Err(LaneError::Protocol(why));
-            }
-            let from = self.slots.at(at * PIECE_MAX, len).cast_const();
-            let Some(body) = &mut self.body else { return Ok(false) };
-            copy_to_place(&body.place, done, from, len);
+            let consumed = if self.in_place { self.copy_piece(link)? } else { self.unstage_piece(link)? };
+            let (Some(len), Some(body)) = (consumed, &mut self.body) else { return Ok(false) };
             body.done += len;
             self.bytes += len as u64;
             self.next = self.next.wrapping_add(1);
             self.fetch(link)?;
         }
+    }
+
+    /// Copies the next piece from its slot to its place, if it has been fetched; its bytes.
+    fn unstage_piece(&mut self, link: &Link) -> Result<Option<usize>, LaneError> {
+        if !self.is_fetched(link)? {
+            return Ok(None);
+        }
+        let at = (self.next % PIECES) as usize;
+        let (Some(Fetch { len, .. }), Some(body)) = (self.fetches[at].take(), &self.body) else { return Ok(None) };
+        body.expect(len)?;
+        let from = self.slots.at(at * PIECE_MAX, len).cast_const();
+        copy_to_place(&body.place, body.done, from, len);
+        Ok(Some(len))
+    }
+
+    /// Copies the next piece from the peer's memory, if it was offered: to its place, where that has room for all of it
+    /// and may be written to. Its bytes.
+    fn copy_piece(&mut self, link: &Link) -> Result<Option<usize>, LaneError> {
+        let Some(body) = &self.body else { return Ok(None) };
+        let Some((number, offer)) = link.inbox().next_offer() else { return Ok(None) };
+        self.begun = number.wrapping_add(1);
+        if let Err(error) = body.expect(offer.len) {
+            link.release(offer);
+            return Err(error);
+        }
+        let slot = self.slots.at(0, offer.len);
+        if let Place::Into { dst, len: room, grant, .. } = &body.place
+            && body.done + offer.len <= *room
+        {
+            let usage = grant.as_deref().map(Grant::enter);
+            if !matches!(usage, Some(None)) {
+                // SAFETY: done + len <= room, which may be written until `placed` or until `revoke` has returned, which
+                // waits for `usage`; UCX does not touch it after the call.
+                unsafe { link.copy(offer, dst.add(body.done))? };
+                return Ok(Some(offer.len));
+            }
+        }
+        // SAFETY: a slot of this lane's, which nothing else uses.
+        unsafe { link.copy(offer, slot)? };
+        copy_to_place(&body.place, body.done, slot.cast_const(), offer.len);
+        Ok(Some(offer.len))
     }
 
     /// Whether every piece that was begun to be fetched has arrived, or has failed.

@@ -212,6 +212,13 @@ impl Sender {
         Ok(())
     }
 
+    /// Keeps the memory of pieces as it is, for as long as the process lives, if the peer has yet to fetch some.
+    pub(crate) fn leave_offers(&mut self, link: &Link) {
+        if self.offered.iter().any(|request| link.is_under_way(request)) {
+            std::mem::forget(std::mem::replace(&mut self.pieces, Memory::new(1)));
+        }
+    }
+
     /// Gives requests back that have not ended: the lane ends.
     pub(crate) fn forget(&mut self, link: &Link) {
         let all = self.sending.iter_mut().chain(&mut self.offered).chain(std::iter::once(&mut self.crediting));

@@ -4,12 +4,14 @@
 //! crossrail_transport::conformance::run("tcp", &mut || connected_pair());
 //! ```
 //!
-//! A link with single copies ([`Direct`](crate::Direct)) also runs [`run_direct`].
+//! A link with single copies ([`Direct`](crate::Direct)) also runs [`run_direct`]; a backend whose library may end the
+//! process also runs [`run_endings`].
 //!
 //! A failure panics with the backend's name, the check's name and what was seen. A check that a lane
 //! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr.
 
 mod direct;
+mod endings;
 mod harness;
 mod notes;
 mod waiting;
@@ -18,6 +20,7 @@ use std::sync::Arc;
 
 use crate::{Grant, Lane, LaneError, Post};
 pub use direct::{DirectEnd, DirectMemory, run_direct};
+pub use endings::run_endings;
 use harness::{DISCARD, End, GRANTED, PLAIN, REFUSE, SHORT, drive, frame, pattern};
 
 /// Payloads are cut to this size even where a lane would carry more, to keep the suite short.

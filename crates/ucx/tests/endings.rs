@@ -1,0 +1,32 @@
+//! Lanes that are dropped at any stage, and peers that are killed: UCX asserts what it believes of its own state, and ends
+//! the process if that is not so.
+
+mod common;
+
+use common::{fabric, pair};
+use crossrail_transport::conformance;
+
+/// UCX's transports, and the device of each.
+const TRANSPORTS: [(&[&str], Option<&str>); 6] = [
+    (&["tcp"], Some("lo")),
+    (&["posix"], None),
+    (&["sysv"], None),
+    (&["posix", "cma"], None),
+    (&["posix", "sysv", "cma"], None),
+    (&["tcp", "cma"], Some("lo")),
+];
+
+#[test]
+fn lanes_are_dropped_at_any_stage() {
+    // Seed 1021 once ended the process. CROSSRAIL_TEST_ENDINGS=FROM:COUNT runs others, and more.
+    let given = std::env::var("CROSSRAIL_TEST_ENDINGS").unwrap_or("1021:4".to_owned());
+    let (first, count) = given.split_once(':').expect("FROM:COUNT");
+    let (first, count): (u64, u64) = (first.parse().expect("a seed"), count.parse().expect("a count"));
+    for (transports, device) in TRANSPORTS {
+        let Some(fabric) = fabric(transports, device) else { return };
+        conformance::run_endings(&format!("ucx:{}", transports.join(",")), first..first + count, &mut || {
+            let (a, b) = pair(&fabric);
+            (Box::new(a), Box::new(b))
+        });
+    }
+}
