@@ -125,6 +125,15 @@ class DeviceInfo(TypedDict):
     reason: str
 
 
+class DevmemInfo(TypedDict):
+    """Whether one network device can write received payload to device memory: what is there or missing, and the fix."""
+
+    device: str
+    usable: bool
+    reason: str
+    fix: str | None
+
+
 class GpuInfo(TypedDict):
     """One GPU on the PCI bus."""
 
@@ -248,6 +257,7 @@ class Info(TypedDict):
     cpus: list[int]
     transports: list[TransportInfo]
     devices: list[DeviceInfo]
+    devmem: list[DevmemInfo]
     gpus: list[GpuInfo]
     cuda: CudaState
     settings: list[SettingValue]

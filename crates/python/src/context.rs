@@ -261,6 +261,13 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
         row.set_item("reason", device.reason.unwrap_or_default())
     })?;
     all.set_item("devices", devices)?;
+    let devmem = rows(py, info.devmem, |row, device| {
+        row.set_item("device", device.device)?;
+        row.set_item("usable", device.usable)?;
+        row.set_item("reason", device.reason)?;
+        row.set_item("fix", device.fix)
+    })?;
+    all.set_item("devmem", devmem)?;
     let gpus = rows(py, &info.gpus, |row, gpu| {
         row.set_item("pci", &gpu.pci)?;
         row.set_item("model", &gpu.model)?;

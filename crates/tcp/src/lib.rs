@@ -32,6 +32,7 @@
 //! them: see [`crossrail_transport::Payload`]. splice(2) has no flag to suppress SIGPIPE. The Rust and Python runtimes
 //! ignore that signal; a host program in another language must do so too, or set [`Options::zero_copy`] to false.
 
+pub mod devmem;
 mod fault;
 mod info;
 mod lane;

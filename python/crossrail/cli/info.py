@@ -94,6 +94,7 @@ def print_info(info: Info, to: Console) -> None:
     to.print(f"{environment.kernel}, {environment.memory_gib} GiB memory, {environment.python}\n")
     _print_transports(info, to)
     _print_devices(info, to)
+    _print_devmem(info, to)
     to.print(f"GPUs: {len(info['gpus'])} seen on the PCI bus" if info["gpus"] else "GPUs: none found")
     for gpu in info["gpus"]:
         to.print("  " + ", ".join(f"{name} {'-' if value is None else value}" for name, value in gpu.items()))
@@ -182,3 +183,12 @@ def _print_devices(info: Info, to: Console) -> None:
         cells = [device["name"], device["interface"], device["address"], speed, node, chosen, device["reason"]]
         devices.add_row(*cells)
     to.print(devices)
+
+
+def _print_devmem(info: Info, to: Console) -> None:
+    """Prints which devices can write what they receive to device memory, and what the others lack."""
+    for one in info["devmem"]:
+        said = "; ".join(part for part in (one["reason"], one["fix"]) if part)
+        to.print(f"devmem TCP on {one['device']}: {'possible' if one['usable'] else 'not possible'}: {said}")
+    if info["devmem"]:
+        to.print()
