@@ -28,6 +28,7 @@ help:
 	@echo "make simulate all ranks of a group in one simulation, with lost ranks and connections: SIM_RUNS"
 	@echo "make chaos-ranks random kills and stops of ranks, and 200 kills with a replacement each: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make soak     thousands of cycles of everything that a program makes and drops, counted in bytes: SOAK_SECONDS each"
+	@echo "make chaos-together messages, experts and control at once on two nodes: CHAOS_SECONDS, CHAOS_SEED, SURROUNDINGS"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
@@ -170,6 +171,16 @@ chaos: build
 	$(CHAOS)
 	$(call say,chaos: one rail works for one second in ten)
 	$(CHAOS) --mode windows
+
+# Everything at once, in each of these surroundings in turn (root, iproute2, etcd).
+SURROUNDINGS ?= plain clocks disk descriptors memory seccomp users ipv6
+.PHONY: chaos-together
+chaos-together: build
+	$(call say,chaos: messages, experts and control on two nodes)
+	@for surrounding in $(SURROUNDINGS); do \
+		$(BIN)/python tests/testbed/together.py --seconds $(CHAOS_SECONDS) --surrounding $$surrounding \
+			$(if $(CHAOS_SEED),--seed $(CHAOS_SEED)) || exit 1; \
+	done
 
 # Need a GPU, and fail where there is none; `make test` compiles all kernels without one. With GPU_PACK=.gpu they run
 # what benches/gpu/pack.sh made on another machine, and need no Rust. OUT=DIR: where the log and the results go.

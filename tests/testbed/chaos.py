@@ -103,6 +103,16 @@ class Wreck:
     resets: int = 0
     _macs: dict[tuple[Side, str], str] = field(default_factory=dict)
 
+    def _address(self, side: Side, nic: str) -> str:
+        return self.bed.address(side, nic, 4 if self.bed.ipv4 else 6)
+
+    def _bracketed(self, side: Side, nic: str) -> str:
+        return self._address(side, nic) if self.bed.ipv4 else f"[{self._address(side, nic)}]"
+
+    def _with_prefix(self, side: Side, nic: str) -> list[str]:
+        """The address as `ip addr` takes it; without the second in which IPv6 looks for a duplicate."""
+        return [f"{self._address(side, nic)}/24"] if self.bed.ipv4 else [f"{self._address(side, nic)}/64", "nodad"]
+
     def _run(self, side: Side, *command: str) -> None:
         subprocess.run(self.bed.inside(side, *command), capture_output=True, check=False, timeout=30)
 
@@ -130,18 +140,18 @@ class Wreck:
         self._neighbour(side, nic, self.mac(self._other(side), nic))
 
     def _neighbour(self, side: Side, nic: str, mac: str) -> None:
-        other = self.bed.address(self._other(side), nic)
+        other = self._address(self._other(side), nic)
         self._run(side, "ip", "neigh", "replace", other, "lladdr", mac, "dev", nic, "nud", "permanent")
 
     def reset(self, side: Side, nic: str) -> None:
         """Resets every connection over ``nic``."""
-        self._run(side, "ss", "--tcp", "--kill", "dst", self.bed.address(self._other(side), nic))
+        self._run(side, "ss", "--tcp", "--kill", "dst", self._bracketed(self._other(side), nic))
         self.resets += 1
 
     def begin(self, fault: Fault) -> None:
         """Does ``fault``."""
         bed, side, nic = self.bed, fault.side, fault.nic
-        other = bed.address(self._other(side), nic)
+        other = self._address(self._other(side), nic)
         match fault.what:
             case "down" | "control down":
                 bed.set_down(side, nic)
@@ -157,11 +167,11 @@ class Wreck:
             case "mtu":
                 self._run(side, "ip", "link", "set", nic, "mtu", "900")
             case "address":
-                self._run(side, "ip", "addr", "del", f"{bed.address(side, nic)}/24", "dev", nic)
+                self._run(side, "ip", "addr", "del", self._with_prefix(side, nic)[0], "dev", nic)
             case "route":
-                self._run(side, "ip", "route", "add", "blackhole", f"{other}/32")
+                self._run(side, "ip", "route", "add", "blackhole", other)
             case "unreachable":
-                self._run(side, "ip", "route", "add", "unreachable", f"{other}/32")
+                self._run(side, "ip", "route", "add", "unreachable", other)
             case "reset" | "control reset":
                 self.reset(side, nic)
             case "stop":
@@ -170,7 +180,7 @@ class Wreck:
     def end(self, fault: Fault) -> None:
         """Undoes ``fault``."""
         bed, side, nic = self.bed, fault.side, fault.nic
-        other = bed.address(self._other(side), nic)
+        other = self._address(self._other(side), nic)
         match fault.what:
             case "down" | "control down":
                 bed.set_up(side, nic)
@@ -185,11 +195,11 @@ class Wreck:
             case "mtu":
                 self._run(side, "ip", "link", "set", nic, "mtu", "1500")
             case "address":
-                self._run(side, "ip", "addr", "add", f"{bed.address(side, nic)}/24", "dev", nic)
+                self._run(side, "ip", "addr", "add", *self._with_prefix(side, nic), "dev", nic)
             case "route":
-                self._run(side, "ip", "route", "del", "blackhole", f"{other}/32")
+                self._run(side, "ip", "route", "del", "blackhole", other)
             case "unreachable":
-                self._run(side, "ip", "route", "del", "unreachable", f"{other}/32")
+                self._run(side, "ip", "route", "del", "unreachable", other)
             case "stop":
                 os.kill(self.pids[side], signal.SIGCONT)
 
