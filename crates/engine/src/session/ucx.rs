@@ -163,7 +163,7 @@ fn choose(
     };
     if loopback {
         let memory = names(&|found| found.class() == Class::Memory);
-        if !memory.is_empty() {
+        if memory.iter().any(|name| Class::carries_messages(name)) {
             return Some((memory, None));
         }
     }
@@ -216,5 +216,7 @@ mod tests {
         assert_eq!(choose(&all, Some("eth9"), false, interface_of), None);
         assert_eq!(choose(&resources("tcp/lo"), Some("lo"), true, interface_of), of(&["tcp"], Some("lo")));
         assert_eq!(choose(&all, None, false, interface_of), None);
+        let copies = resources("tcp/lo cma/memory");
+        assert_eq!(choose(&copies, Some("lo"), true, interface_of), of(&["tcp"], Some("lo")));
     }
 }
