@@ -58,6 +58,27 @@ def tcp_latency(terms: Terms, scratch: Path) -> Result:
     return [against(report.rows[0], "ucx", "tcp loopback, 8 B one-way latency", 1.0, time=True)], as_data(report)
 
 
+def ucx_tcp(terms: Terms, scratch: Path) -> Result:
+    return _ucx_lane(terms, scratch, "tcp")
+
+
+def ucx_memory(terms: Terms, scratch: Path) -> Result:
+    return _ucx_lane(terms, scratch, "posix,sysv,cma")
+
+
+def _ucx_lane(terms: Terms, scratch: Path, transports: str) -> Result:
+    """A lane over these transports of UCX's, beside UCX alone over the same."""
+    settings = {"CROSSRAIL_TLS": f"ucx:{transports}"}
+    compare = ("--compare=ucx", f"--rounds={terms.rounds}")
+    latency = ("latency", "--size=8", f"--iters={terms.scaled(30_000)}", "--warmup=2000")
+    bandwidth = ("bandwidth", "--size=64M", "--window=8", f"--iters={terms.scaled(2)}", "--warmup=1")
+    reports = [bench(scratch, *common, *compare, settings=settings) for common in (latency, bandwidth)]
+    return [
+        against(reports[0].rows[0], "ucx", f"lane over UCX ({transports}), 8 B one-way latency", 1.15, time=True),
+        against(reports[1].rows[0], "ucx", f"lane over UCX ({transports}), 64 MiB", 0.95, time=False),
+    ], merged(reports)
+
+
 def python_overhead(terms: Terms, scratch: Path) -> Result:
     """Python and native loops take turns; both count half a round trip."""
     trips = terms.scaled(50_000)
