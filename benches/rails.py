@@ -97,6 +97,15 @@ def bloated(terms: Terms, _: Path) -> Result:
     return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
 
 
+def long(terms: Terms, _: Path) -> Result:
+    """64 MiB over one rail of 1 Gbit/s whose queue holds 100 ms (reno fills it), against one iperf3."""
+    with _bed((1000,), queues=("100ms",), congestion="reno") as bed:
+        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
+        report = _report(Pair(bed), *counts, "--compare=iperf3")
+    row = report.rows[0]
+    return [against(row, "iperf3", "1 Gbit/s behind 100 ms of queue, 64 MiB", 0.95, time=False)], as_data(report)
+
+
 def flapping(terms: Terms, _: Path) -> Result:
     """64 MiB over four rails, one of which is up for half of each second, against the same bytes over three rails."""
     options = ("--size=64M", f"--iters={terms.scaled(40, 10)}")

@@ -19,6 +19,7 @@ SCENARIOS = (
     Scenario("rails-uneven", "rails of 2, 2, 1, 0.5 Gbit/s", ">= 0.93 x their sum", rails.uneven),
     Scenario("rails-eight", "eight rails of unequal rates against eight iperf3", ">= 0.95 x iperf3", rails.eight),
     Scenario("rails-bloated", "one of four rails behind a queue of 20 ms", ">= 0.95 x iperf3", rails.bloated),
+    Scenario("rails-long", "1 Gbit/s behind a queue of 100 ms", ">= 0.95 x iperf3", rails.long),
     Scenario("rails-flapping", "one of four rails flaps every second", ">= 0.95 x three rails", rails.flapping),
     Scenario("rails-down", "one of four rails set down in mid-transfer", "<= three rails + 1 s", rails.down),
     Scenario("python-overhead", "8 B ping-pong driven from Python", "<= native + 2 us", messages.python_overhead),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,6 +77,18 @@ def test_a_rail_behind_a_long_queue_keeps_its_share(make_bed: MAKE) -> None:
     assert shares(row)["eth4"] == pytest.approx(0.25, abs=0.1), shares(row)
     assert row.gb_per_s is not None
     assert row.gb_per_s > 0.5 * bed.gb_per_s
+
+
+def test_one_rail_is_compared_with_iperf3_over_the_same_link(make_bed: MAKE) -> None:
+    """The control link carries many times as much."""
+    if shutil.which("iperf3") is None and os.environ.get("CI") != "true":
+        pytest.skip("iperf3 is not installed")
+    bed = make_bed((200,))
+    row = Pair(bed).run("--size=4M", "--iters=2", "--rounds=1", "--compare=iperf3").row
+    peer = row.peers["iperf3"]
+    assert peer.error is None
+    assert peer.gb_per_s is not None
+    assert peer.gb_per_s <= 1.25 * bed.gb_per_s
 
 
 def test_only_the_chosen_rails_carry_data(make_bed: MAKE) -> None:

@@ -291,8 +291,9 @@ class _Driver:
     def _work(self, name: str, plan: Plan, transport: str) -> peers.PeerJob:
         rails = {rail_of(lane) for lane in self.channel.endpoint.lanes() if lane["transport"] == "tcp"}
         devices = sorted(rail.partition("/")[2] for rail in rails) if transport == "tcp" else []
-        several = plan.what == "p2p" and len(devices) > 1
-        hosts = [self.addresses[device] for device in devices if device in self.addresses] if several else []
+        # One rail, too, may be another link than the one that the control connection takes.
+        of_rails = devices if plan.what == "p2p" else []
+        hosts = [self.addresses[device] for device in of_rails if device in self.addresses]
         return peers.PeerJob(
             peer=name,
             what=plan.what,
