@@ -1,8 +1,8 @@
 //! Two workers of one process, over every transport: what a user sees of sends, receives, regions and failures.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crossrail::{Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Settings, Worker, WorkerOptions};
+use crossrail::{Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Request, Settings, Worker, WorkerOptions};
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
 
@@ -84,6 +84,48 @@ fn messages_of_every_size_arrive_whole() {
             assert_eq!(receive.into_vec().unwrap(), sent, "{transport}, {size}");
         }
     });
+}
+
+/// Tests a request until it is finished; nothing else makes progress meanwhile.
+fn tested(request: &Request, what: &str) {
+    let begun = Instant::now();
+    let receipt = loop {
+        if let Some(outcome) = request.test() {
+            break outcome.expect(what);
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "{what} does not finish");
+    };
+    assert_eq!(receipt.bytes, 8, "{what}");
+}
+
+#[test]
+fn short_messages_of_one_peer_hold_up_neither_their_sender_nor_other_peers() {
+    let context = context(&[("CROSSRAIL_TLS", "shm")]);
+    let options = || WorkerOptions { background: false, ..WorkerOptions::default() };
+    let [hub, busy, quiet] = [(); 3].map(|()| Worker::new(&context, options()).unwrap());
+    let connect = |from: &Worker| {
+        std::thread::scope(|scope| {
+            let dialling = scope.spawn(|| from.connect(&hub.address(), &ConnectOptions::default()));
+            let accepted = hub.accept(LIMIT).unwrap();
+            (dialling.join().unwrap().unwrap(), accepted)
+        })
+    };
+    let ((busy_to_hub, from_busy), (quiet_to_hub, from_quiet)) = (connect(&busy), connect(&quiet));
+    let exchange = |round: u8| {
+        let received = hub.recv(vec![0; 8], 1, u64::MAX, Some(&from_busy)).unwrap();
+        let sent = busy_to_hub.send(vec![round; 8], 1).unwrap();
+        tested(&received, "the receive");
+        assert_eq!(received.into_vec(), Some(vec![round; 8]));
+        // The hub makes no progress any more: it must have confirmed the message as it received it.
+        tested(&sent, "the send");
+    };
+    (0..4).for_each(exchange);
+    let waiting = hub.recv(vec![0; 8], 2, u64::MAX, Some(&from_quiet)).unwrap();
+    let sent = quiet_to_hub.send(vec![9; 8], 2).unwrap();
+    (4..68).for_each(exchange);
+    assert!(waiting.is_done(), "the other peer's message is still in its lane");
+    assert_eq!(waiting.into_vec(), Some(vec![9; 8]));
+    tested(&sent, "the other peer's send");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crossrail_transport::{
     Direct, Grant, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
 };
-use crossrail_types::{HEAD_LEN, LaneId};
+use crossrail_types::{HEAD_LEN, Head, LaneId};
 
 use crate::arena::Arena;
 use crate::cma::Process;
@@ -219,7 +219,7 @@ impl ShmLane {
                         // SAFETY: the sink vouches for `len` writable bytes at `dst`; the frame has as many as are copied.
                         unsafe { frame.copy_to(dst, 0, wanted) };
                     }
-                    self.take(&frame);
+                    self.take_frame(&frame);
                     sink.placed(self.id, token);
                 }
                 place => match Arriving::new(frame, place)? {
@@ -249,7 +249,7 @@ impl ShmLane {
 
     /// Done with the frame: its room is the producer's again.
     #[inline]
-    fn take(&mut self, frame: &Frame) {
+    fn take_frame(&mut self, frame: &Frame) {
         self.stats.rx_bytes += (HEAD_LEN + frame.len) as u64;
         if self.consumer.release(frame) {
             self.publish();
@@ -278,7 +278,7 @@ impl ShmLane {
         if arriving.at < frame.len {
             return Some(arriving);
         }
-        self.take(&frame);
+        self.take_frame(&frame);
         if let Some(token) = arriving.token
             && !revoked
         {
@@ -417,6 +417,26 @@ impl Lane for ShmLane {
         let moved = self.transmit(sink, budget)? | received | std::mem::take(&mut self.news);
         self.idle = if moved { 0 } else { self.idle + 1 };
         Ok(moved)
+    }
+
+    #[inline]
+    fn peek(&mut self) -> Option<Head> {
+        // Whatever comes before the next frame, a poll does.
+        if self.attention || self.hung_up || self.idle >= SOCKET_EVERY || self.arriving.is_some() {
+            return None;
+        }
+        self.consumer.inline_head()
+    }
+
+    #[inline]
+    unsafe fn take(&mut self, dst: *mut u8, len: usize) {
+        let frame = self.consumer.inline_frame(len);
+        if !dst.is_null() {
+            // SAFETY: by the contract; `peek` saw the frame, so it is the oldest and not yet released.
+            unsafe { frame.copy_to(dst, 0, frame.len) };
+        }
+        self.take_frame(&frame);
+        self.idle = 0;
     }
 
     fn fd(&self) -> Option<RawFd> {

@@ -314,14 +314,27 @@ impl Consumer {
     #[inline]
     pub(crate) fn frame(&self) -> Result<Frame, LaneError> {
         let slot = self.slot();
-        let mut head = [0; 32];
-        for (bytes, word) in head.as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
-            *bytes = word.load(Ordering::Relaxed).to_le_bytes();
-        }
-        let head = Head(head);
+        let head = read_head(slot);
         let len = head.payload_len() as usize;
         let bytes = if len <= INLINE { std::ptr::null() } else { self.payload(len)? };
         Ok(Frame { head, len, slot: NonNull::from(slot), bytes })
+    }
+
+    /// The head of the oldest frame, if there is one whose payload lies in its slot.
+    #[inline]
+    pub(crate) fn inline_head(&self) -> Option<Head> {
+        let slot = self.slot();
+        if slot.seq.load(Ordering::Acquire) != self.next + 1 {
+            return None;
+        }
+        let head = read_head(slot);
+        (head.payload_len() as usize <= INLINE).then_some(head)
+    }
+
+    /// That frame again. `len`: the length in its head, which the peer may have changed in the slot since.
+    #[inline]
+    pub(crate) fn inline_frame(&self, len: usize) -> Frame {
+        Frame { head: Head([0; 32]), len: len.min(INLINE), slot: NonNull::from(self.slot()), bytes: std::ptr::null() }
     }
 
     /// Where the oldest frame's payload lies in the byte ring.
@@ -365,6 +378,15 @@ impl Consumer {
         // SAFETY: inside the mapping. Release: our reads of the slots come before.
         unsafe { self.consumed.as_ref() }.store(self.next, Ordering::Release);
     }
+}
+
+#[inline]
+fn read_head(slot: &Slot) -> Head {
+    let mut head = [0; 32];
+    for (bytes, word) in head.as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
+        *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+    }
+    Head(head)
 }
 
 #[cfg(all(test, not(loom)))]

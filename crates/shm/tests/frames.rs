@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use common::{Keeper, Random, pair, sleep};
 use crossrail_shm::{Arena, Options, ShmLane, Side, attach};
-use crossrail_transport::{Lane, LaneError};
-use crossrail_types::{ErrorKind, LaneId};
+use crossrail_transport::{Lane, LaneError, Payload, Post, Tx};
+use crossrail_types::{ErrorKind, Head, LaneId};
 use nix::poll::{PollFd, PollFlags, poll};
 
 /// Length and first byte of frame `i`: mostly small, some as large as they come.
@@ -54,6 +54,29 @@ fn both_stream(options: &Options, count: usize, sleeps: [bool; 2]) {
         let _a = stream(a, count, 0x1234, sleeps[0]);
         b.join().expect("the other end is fine")
     });
+}
+
+#[test]
+fn short_frames_are_offered_without_a_poll_and_longer_ones_are_not() {
+    let (mut a, mut b) = pair(&Options::default());
+    for len in [8_usize, 24, 25] {
+        let bytes = vec![len as u8; len];
+        let payload = Payload { ptr: bytes.as_ptr(), len, file: None, grant: None };
+        let taken = a.post(&Tx { head: Head::new(9, len as u32), payload, token: 0 });
+        assert_eq!(taken, Ok(Post::Taken));
+    }
+    for len in [8_usize, 24] {
+        let mut memory = [0_u8; 24];
+        assert_eq!(b.peek(), Some(Head::new(9, len as u32)));
+        // SAFETY: the memory has as many bytes as the longest frame that is offered.
+        unsafe { b.take(memory.as_mut_ptr(), len) };
+        assert!(memory.iter().take(len).all(|byte| *byte == len as u8), "{memory:?}");
+        assert!(memory.iter().skip(len).all(|byte| *byte == 0), "{memory:?}");
+    }
+    assert_eq!(b.peek(), None, "a payload of 25 bytes does not lie in the slot");
+    let mut sink = Keeper::default();
+    assert_eq!(b.poll(&mut sink, 1 << 20, true), Ok(true));
+    assert_eq!(Vec::from(sink.arrived), [(9, vec![25; 25])]);
 }
 
 #[test]

@@ -176,6 +176,19 @@ pub trait Lane: Send {
     /// `probe`: look at the wire even where [`Lane::ready`] has said nothing (the caller is spinning).
     fn poll(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> Result<bool, LaneError>;
 
+    /// The head of the oldest frame that has arrived, if the lane can hand that frame over by [`Lane::take`] now: it is
+    /// whole, its payload is short, and no poll is due before it. `None`: poll. Lanes need not offer this.
+    fn peek(&mut self) -> Option<Head> {
+        None
+    }
+    /// Takes the frame of [`Lane::peek`], which was the last call on the lane: in place of a poll, without a sink. `len`
+    /// is the length in its head; the payload goes to `dst`, or nowhere if that is null.
+    ///
+    /// # Safety
+    /// `dst` must be null or writable for `len` bytes.
+    #[allow(unsafe_code)]
+    unsafe fn take(&mut self, _dst: *mut u8, _len: usize) {}
+
     /// What to sleep on (edge-triggered epoll), if anything.
     fn fd(&self) -> Option<RawFd> {
         None

@@ -87,6 +87,8 @@ pub(crate) struct LaneRecord {
     eager_max: usize,
     /// Messages of memory that the peer can map are copied directly from here on.
     mapped_min: usize,
+    /// Messages up to here are carried with their first frame, whatever their memory.
+    carried_max: usize,
     alive: bool,
     /// A frame for which a post found no room, or a packed chunk; sent first when the lane asks for one.
     pending: Option<Tx>,
@@ -118,6 +120,7 @@ impl LaneRecord {
             socket: false,
             eager_max,
             mapped_min: eager_max,
+            carried_max: eager_max,
             alive: true,
             pending: None,
             chunks: ChunkQueue::default(),
@@ -169,7 +172,8 @@ impl LaneRecord {
 
     /// Memory that the peer can map is copied directly from `min` bytes on.
     pub(crate) fn mapped_from(self, min: usize) -> LaneRecord {
-        LaneRecord { mapped_min: min, ..self }
+        let carried_max = if self.caps.direct { self.eager_max.min(min) } else { self.eager_max };
+        LaneRecord { mapped_min: min, carried_max, ..self }
     }
 
     pub(crate) fn name(&self) -> &Arc<str> {
@@ -208,6 +212,12 @@ impl LaneRecord {
     #[inline]
     pub(super) fn eager_max(&self) -> usize {
         self.eager_max
+    }
+
+    /// Whether `len` bytes go with their first frame, whatever their memory. False says nothing.
+    #[inline]
+    pub(super) fn carries(&self, len: usize) -> bool {
+        len <= self.carried_max
     }
 
     /// Whether `len` bytes are copied directly; `mapped`: the peer can map them.
@@ -354,6 +364,15 @@ impl PolledLanes {
     #[inline]
     pub(super) fn get_mut(&mut self, id: LaneId) -> Option<&mut dyn Lane> {
         self.lanes.iter_mut().find(|lane| lane.id == id).map(|lane| &mut *lane.lane as &mut dyn Lane)
+    }
+
+    /// The peer of the only lane, if there is one.
+    #[inline]
+    pub(super) fn only_endpoint(&self) -> Option<EndpointId> {
+        match &*self.lanes {
+            [lane] => Some(lane.endpoint),
+            _ => None,
+        }
     }
 
     /// The lane's direct side, if it has one.

@@ -38,14 +38,14 @@ use std::time::Instant;
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
-use crossrail_types::{Log, OpId, Reason};
+use crossrail_types::{EndpointId, Log, OpId, Reason};
 
 pub(crate) use self::bulk_lane::{BulkLane, READABLE, WRITABLE};
 use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
 pub(crate) use self::operations::Operations;
-pub(crate) use self::outcome::{Callback, OpKind, gone};
+pub(crate) use self::outcome::{Callback, gone};
 pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Collected, outcome, outcome_then, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};
@@ -189,6 +189,24 @@ impl Core {
             moved |= self.transfers.step_direct();
         }
         moved
+    }
+
+    /// Receives the peer's next message without a pass, if it is short and nothing else has to be looked at before it;
+    /// whether there was one. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look
+    /// again.
+    #[inline]
+    pub(crate) fn receive_short(&mut self, endpoint: Option<EndpointId>, spins: u32) -> bool {
+        let passes = self.passes.wrapping_add(1);
+        // Every so often a pass is due all the same: for the clock, and for other lanes.
+        if passes.is_multiple_of(SOCKETS_EVERY) {
+            return false;
+        }
+        let endpoint = endpoint.or_else(|| self.transfers.polled.only_endpoint());
+        let received = endpoint.is_some_and(|endpoint| self.transfers.receive_short(endpoint, spins));
+        if received {
+            self.passes = passes;
+        }
+        received
     }
 
     /// Reads the count of delivered messages that the operation's peer has published; whether that finished it, so that

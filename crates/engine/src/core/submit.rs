@@ -124,10 +124,8 @@ impl Core {
         let Some(peer) = peers.get_mut(endpoint) else { return false };
         let Some(id) = peer.message_lane() else { return false };
         let Some(record) = lanes.get(id) else { return false };
-        if len > record.eager_max()
-            || record.has_pending()
-            || record.copies_directly(len, || arena.find(ptr, len).is_some())
-        {
+        let directly = || record.copies_directly(len, || arena.find(ptr, len).is_some());
+        if record.has_pending() || !record.carries(len) && (len > record.eager_max() || directly()) {
             return false;
         }
         let Some(lane) = self.transfers.polled.get_mut(id) else { return false };

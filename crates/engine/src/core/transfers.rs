@@ -170,6 +170,39 @@ impl Transfers {
         Some(if collected { PollResult::Moved } else { PollResult::Idle })
     }
 
+    /// Receives the peer's next message in place of a poll, if it is a short one that has arrived on a calm connection
+    /// for the receive that was posted first; whether there was one. `spins`: how often to look again.
+    #[inline]
+    pub(super) fn receive_short(&mut self, endpoint: EndpointId, spins: u32) -> bool {
+        let DataPath { tables, delivered, .. } = &mut self.data;
+        let Tables { clock, operations, matcher, peers, lanes, .. } = tables;
+        let Some(peer) = peers.get_mut(endpoint) else { return false };
+        let Some(id) = peer.message_lane() else { return false };
+        let Some(lane) = self.polled.get_mut(id) else { return false };
+        let Some(head) = (0..=spins).find_map(|_| lane.peek()) else { return false };
+        let mut ended = |short| {
+            if !operations.finish_short(endpoint, short) {
+                delivered.push((endpoint, short));
+            }
+        };
+        // Where it does not apply, nothing was taken from the lane, and a poll goes the long way.
+        let Some(short) = peer.protocol.place_short(clock.now(), id, &head, matcher, &mut ended) else { return false };
+        let dst = operations.op(short.op).map_or(std::ptr::null_mut(), |op| op.ptr());
+        // SAFETY: `bytes` is the head's length and no more than the receive has room for, in host memory that may be
+        // written at once: `place_short` answers for both. Nothing has been called on the lane since.
+        unsafe { lane.take(dst, short.bytes as usize) };
+        if !operations.finish_short(endpoint, short) {
+            delivered.push((endpoint, short));
+        }
+        let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
+        if more || !peer.bulk().is_empty() {
+            self.settle(endpoint);
+        } else {
+            publish_count(peer, lanes, &mut self.polled, id);
+        }
+        true
+    }
+
     /// The lane at that position has failed.
     #[cold]
     fn end_polled(&mut self, at: usize, error: &LaneError) -> PollResult {

@@ -6,13 +6,13 @@ use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::Progress;
-use crate::core::{Callback, Collected, Core, OpKind, Receipt, outcome, outcome_then};
+use super::waits::Awaited;
+use crate::core::{Callback, Collected, Receipt, outcome, outcome_then};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
         let timeout = timeout.unwrap_or(self.environment.settings().timeout);
-        let ask = |core: &mut Core| core.operations().kind_in_flight(id).is_some_and(OpKind::awaits_peer);
-        let found = self.wait_for(timeout, ask, |core| outcome(core, id, collected));
+        let found = self.wait_for(timeout, |core| Awaited::of(core, id), |core| outcome(core, id, collected));
         found.unwrap_or_else(|| Err(self.timed_out(id, timeout)))
     }
 
@@ -21,11 +21,14 @@ impl Progress {
         if let Some(kind) = core.operations().kind_in_flight(id)
             && !(kind.awaits_peer() && core.collect(id))
         {
-            core.pass(true, kind.awaits_peer());
-            if self.connections.driven().has_lanes() && !core.operations().is_done(id) {
-                self.after(core);
-                self.poll_sockets(Some(Duration::ZERO));
-                core = self.core.lock();
+            let from = core.operations().op(id).and_then(|op| op.endpoint());
+            if kind.awaits_peer() || !core.receive_short(from, 0) || !core.operations().is_done(id) {
+                core.pass(true, kind.awaits_peer());
+                if self.connections.driven().has_lanes() && !core.operations().is_done(id) {
+                    self.after(core);
+                    self.poll_sockets(Some(Duration::ZERO));
+                    core = self.core.lock();
+                }
             }
             core.wake_ups().count_pass();
         }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail_types::interrupt;
+use crossrail_types::{EndpointId, OpId, interrupt};
 use parking_lot::MutexGuard;
 
 use super::{NAP_MAX, Progress};
@@ -20,6 +20,8 @@ const MANY: usize = 8;
 /// of the time that it has waited.
 const ASIDE: Duration = Duration::from_micros(2);
 const ASIDE_MAX: Duration = Duration::from_micros(20);
+/// Looks at the next frame between two passes of a wait for a message: a pass takes longer than such a message travels.
+const SPINS: u32 = 8;
 /// Idle polls after which the lock is handed to threads that wait for it.
 const SHARE_EVERY: u32 = 8;
 /// Idle polls between two reads of the clock.
@@ -31,15 +33,15 @@ impl Progress {
     /// Waits until `ready` returns something, at most `timeout`. `ready` is called with the core locked, and only after
     /// an operation has finished or [`Operations::report`](crate::core::Operations::report) was called.
     pub(crate) fn wait_until<T>(&self, timeout: Duration, ready: impl FnMut(&mut Core) -> Option<T>) -> Option<T> {
-        self.wait_for(timeout, |_| false, ready)
+        self.wait_for(timeout, |_| Awaited::default(), ready)
     }
 
-    /// [`Progress::wait_until`]. `ask`: whether what is waited for is the peer's confirmation.
+    /// [`Progress::wait_until`]. `awaited`: what the peer has to do for it.
     #[inline]
     pub(crate) fn wait_for<T>(
         &self,
         timeout: Duration,
-        ask: impl FnOnce(&mut Core) -> bool,
+        awaited: impl FnOnce(&mut Core) -> Awaited,
         mut ready: impl FnMut(&mut Core) -> Option<T>,
     ) -> Option<T> {
         let mut core = self.core.lock();
@@ -53,8 +55,9 @@ impl Progress {
             // us.
             self.connections.driven().wake();
         }
-        let ask = ask(&mut core);
-        let mut wait = Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false, ask };
+        let awaited = awaited(&mut core);
+        let mut wait =
+            Wait { progress: self, deadline: None, timeout, idle: 0, idle_since: None, aside: false, awaited };
         wait.run(core, &mut ready)
     }
 
@@ -98,8 +101,28 @@ struct Wait<'a> {
     idle_since: Option<Instant>,
     /// It polls rarely and leaves the lock to other threads in between.
     aside: bool,
-    /// It waits for a confirmation, which the peer publishes and does not send.
-    ask: bool,
+    awaited: Awaited,
+}
+
+/// What a wait expects of a peer.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Awaited {
+    /// A confirmation, which the peer publishes and does not send.
+    confirmation: bool,
+    /// The peer. `None`: any, or it is not known.
+    endpoint: Option<EndpointId>,
+    /// Looks at the next frame between two passes.
+    spins: u32,
+}
+
+impl Awaited {
+    /// What the end of that operation takes.
+    #[inline]
+    pub(crate) fn of(core: &mut Core, id: OpId) -> Awaited {
+        let Some(op) = core.operations().op(id) else { return Awaited::default() };
+        let confirmation = op.kind().awaits_peer();
+        Awaited { confirmation, endpoint: op.endpoint(), spins: if confirmation { 0 } else { SPINS } }
+    }
 }
 
 impl<'a> Wait<'a> {
@@ -108,7 +131,9 @@ impl<'a> Wait<'a> {
         let progress = self.progress;
         loop {
             // When it polls rarely it has just asked epoll, and other threads wait for the lock.
-            let mut moved = core.pass(!self.aside, self.ask);
+            let Awaited { confirmation, endpoint, spins } = self.awaited;
+            let mut moved = !self.aside && core.receive_short(endpoint, spins);
+            moved = moved || core.pass(!self.aside, confirmation);
             if let Some(found) = ready(&mut core) {
                 progress.leave(core);
                 return Some(found);

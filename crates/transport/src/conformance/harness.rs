@@ -191,6 +191,22 @@ impl End {
         self.try_step(budget, true).unwrap_or_else(|error| panic!("{}: {error}", self.label))
     }
 
+    /// Takes the next frame without a poll, if the lane offers that now.
+    pub(super) fn take(&mut self) -> bool {
+        let Some(head) = self.lane.peek() else { return false };
+        let id = self.lane.id();
+        let Place::Into { dst, len, token, .. } = self.sink.place(id, &head) else {
+            panic!("{}: a frame to be taken has no place", self.label)
+        };
+        #[allow(unsafe_code)]
+        // SAFETY: the recorder's memory stays where it is, and has `len` bytes there.
+        unsafe {
+            self.lane.take(dst, len);
+        }
+        self.sink.placed(id, token);
+        true
+    }
+
     pub(super) fn all_sent(&self) -> bool {
         self.sink.sent.len() == self.sink.queued
     }

@@ -45,9 +45,10 @@ pub fn skip(why: &str) {
 /// # Panics
 /// When a check fails.
 pub fn run(name: &str, make_pair: MakePair<'_>) {
-    let checks: [(&str, Check); 19] = [
+    let checks: [(&str, Check); 20] = [
         ("says what it is", says_what_it_is),
         ("order and sizes", order_and_sizes),
+        ("frames taken between polls", taken_between_polls),
         ("small budgets", small_budgets),
         ("budget is kept", budget_is_kept),
         ("post", post),
@@ -117,6 +118,25 @@ fn order_and_sizes(mut a: End, mut b: End) {
         assert_eq!((stats.tx_bytes, stats.rx_bytes), (wire as u64, wire as u64), "{}: {stats:?}", end.label);
         assert!(stats.acked_bytes <= stats.tx_bytes, "{}: {stats:?}", end.label);
     }
+}
+
+/// A lane may offer short frames without a poll: in order, whole and counted, in between polled ones.
+fn taken_between_polls(mut a: End, mut b: End) {
+    let sizes: Vec<usize> = [8, 0, 24, 7, 25, 300, 8, 1, 70_000].map(|len| cap(&a, len)).repeat(100);
+    for (seq, len) in sizes.iter().enumerate() {
+        a.queue(PLAIN, seq as u32, *len);
+    }
+    for _ in &sizes {
+        a.step(1 << 20);
+        while b.take() {}
+        // One that is not offered, if any has arrived.
+        b.step(1);
+    }
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.is_through(sizes.len()));
+    b.expect_intact(0, &sizes);
+    assert!(!b.take(), "{}: a frame that nobody sent", b.label);
+    let wire: usize = sizes.iter().map(|len| len + crossrail_types::HEAD_LEN).sum();
+    assert_eq!(b.lane.stats().rx_bytes, wire as u64, "{}: bytes received", b.label);
 }
 
 fn small_budgets(mut a: End, mut b: End) {
