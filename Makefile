@@ -19,7 +19,7 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos soak test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models fuzz pins rust wheels check-aarch64 fmt clean
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models deny fuzz pins rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
@@ -32,6 +32,7 @@ help:
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
+	@echo "make deny     licenses, sources, duplicates and advisories of all packages (cargo-deny)"
 	@echo "make test-gpu what needs a GPU"
 	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
 	@echo "make bench    the benchmark against the peers, into benches/results"
@@ -98,6 +99,7 @@ lint-rust: check-aarch64
 		-- -D warnings
 	$(call say,lint: rooms and pages (cargo xtask lint))
 	cargo run --quiet --locked --profile test --package xtask -- lint
+	cargo run --quiet --locked --profile test --package xtask -- unsafe
 
 lint-python: build
 	$(call say,lint: ruff)
@@ -135,6 +137,15 @@ models: rust
 	$(call say,models: shared memory in every order that the memory model allows)
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom CARGO_PROFILE_TEST_OPT_LEVEL=2 \
 		cargo test --quiet --locked --package crossrail-shm --lib models
+
+# DENY="bans licenses sources" where github.com, which has the database of advisories, cannot be reached.
+DENY ?= advisories bans licenses sources
+DENY_VERSION := 0.20.2
+
+deny: rust
+	$(call say,deny: $(DENY))
+	cargo install --quiet --locked --version $(DENY_VERSION) --root $(CARGO_TARGET_DIR)/tools cargo-deny
+	PATH=$(CARGO_TARGET_DIR)/tools/bin:$$PATH cargo deny --locked check $(DENY)
 
 # Another seed each time; the seed is printed, and FUZZ_SEED=N runs it again. Without link-time optimization, which takes
 # longer than it saves.

@@ -6,6 +6,7 @@ mod deps;
 mod docs;
 mod rooms;
 mod sizes;
+mod unsafe_code;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,6 +14,7 @@ use std::process::ExitCode;
 const HELP: &str = "\
 cargo xtask lint            deps, sizes and docs --check
 cargo xtask deps            which room may use which, who may have unsafe code, what Python files may import
+cargo xtask unsafe          how much unsafe code each crate has
 cargo xtask sizes           fail if a source file is too long
 cargo xtask docs            write docs/settings.md and docs/metrics.md from what they declare
 cargo xtask docs --check    fail if a page is stale: settings reference, links, names of files and settings
@@ -29,6 +31,10 @@ fn main() -> ExitCode {
         ["lint"] => [deps::check(&root), sizes::check(&root), docs::check(&root)].concat(),
         ["sizes"] => sizes::check(&root),
         ["deps"] => deps::check(&root),
+        ["unsafe"] => {
+            print!("{}", unsafe_code::table(&root));
+            return ExitCode::SUCCESS;
+        }
         ["docs"] => docs::write(&root),
         ["docs", "--check"] => docs::check(&root),
         ["help" | "--help" | "-h"] => {
