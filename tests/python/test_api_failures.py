@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 import socket
@@ -40,6 +41,40 @@ def peer(worker: crossrail.Worker, transport: str) -> Iterator[tuple[subprocess.
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def _ucx() -> None:
+    """UCX's contexts, which stay for good once a lane was made. Skips where UCX cannot be used."""
+    context = crossrail.Context(tls="ucx:tcp", log="error")
+    (row,) = (row for row in context.info()["transports"] if row["name"] == "ucx")
+    if not row["usable"]:
+        assert os.environ.get("CI") != "true", row["reason"]
+        pytest.skip(f"{row['reason']}; {row['fix']}")
+    with crossrail.Worker(context) as a, crossrail.Worker(context) as b:
+        a.connect(b.address())
+        b.accept()
+
+
+@pytest.mark.usefixtures("_ucx")
+def test_a_killed_peer_fails_what_is_in_flight_over_ucx(connected: Callable[..., Pair]) -> None:
+    pair = connected(tls="ucx:tcp")
+    with peer(pair.b, "ucx:tcp") as (process, doomed):
+        pair.b.recv(bytearray(10), tag=1, source=doomed).wait()
+        raw = bytearray(100)
+        size = pair.b.recv(raw, tag=2, source=doomed).wait().bytes
+        key = crossrail.RegionKey.from_bytes(bytes(raw[:size]))
+        # Reads and writes of its memory, one behind the other, until it is gone.
+        megabyte = bytearray(1 << 20)
+        requests = [doomed.write(megabyte, key) if at % 2 else doomed.read(megabyte, key) for at in range(64)]
+        requests[0].wait()
+        process.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(crossrail.PeerDeadError, match="doomed"):
+            [request.wait() for request in [*requests, doomed.write(megabyte, key)]]
+        assert time.monotonic() - began < 20
+        pair.to_b.send(b"alive", tag=4)
+        assert pair.b.recv(bytearray(10), tag=4).wait().peer == "a"
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
