@@ -3,8 +3,12 @@
 
 mod common;
 
-use common::{fabric, pair};
+use std::time::{Duration, Instant};
+
+use common::{LIMIT, fabric, pair, streams};
 use crossrail_transport::conformance;
+use crossrail_types::{ErrorKind, LaneId};
+use crossrail_ucx::attach;
 
 /// UCX's transports, and the device of each.
 const TRANSPORTS: [(&[&str], Option<&str>); 6] = [
@@ -28,5 +32,24 @@ fn lanes_are_dropped_at_any_stage() {
             let (a, b) = pair(&fabric);
             (Box::new(a), Box::new(b))
         });
+    }
+}
+
+#[test]
+fn joining_is_given_up_at_any_stage() {
+    for (transports, device) in TRANSPORTS {
+        let Some(fabric) = fabric(transports, device) else { return };
+        for micros in [0, 100, 1000, 3000, 10_000] {
+            let (here, there) = streams();
+            let deadline = Instant::now() + Duration::from_micros(micros);
+            std::thread::scope(|scope| {
+                scope.spawn(|| attach(there, &fabric, LaneId(2), "ucx", deadline).map(drop));
+                let joined = attach(here, &fabric, LaneId(1), "ucx", Instant::now() + LIMIT);
+                // The other end has given it up, or was in time.
+                if let Err(error) = joined {
+                    assert_ne!(error.kind, ErrorKind::Timeout, "{transports:?}, {micros} us: {error}");
+                }
+            });
+        }
     }
 }
