@@ -19,3 +19,11 @@ fn smallest_rings_conform() {
         (Box::new(a), Box::new(b))
     });
 }
+
+#[test]
+fn shared_memory_lanes_end_at_any_stage() {
+    crossrail_transport::conformance::run_endings("shm", 0..12, &mut || {
+        let (a, b) = common::pair(&Options::default());
+        (Box::new(a), Box::new(b))
+    });
+}

@@ -38,3 +38,8 @@ fn small_kernel_buffers() {
     };
     conformance::run("tcp/127.0.0.1, small buffers", &mut || pair("127.0.0.1", &options));
 }
+
+#[test]
+fn lanes_end_at_any_stage() {
+    conformance::run_endings("tcp/127.0.0.1", 0..12, &mut || pair("127.0.0.1", &Options::default()));
+}

@@ -354,6 +354,14 @@ mod tests {
         });
     }
 
+    #[test]
+    fn ends_at_any_stage() {
+        crate::conformance::run_endings("loopback", 0..12, &mut || {
+            let (a, b) = pair(LaneId(1), LaneId(2)).expect("descriptors");
+            (Box::new(a), Box::new(b))
+        });
+    }
+
     struct Silent;
 
     impl Sink for Silent {

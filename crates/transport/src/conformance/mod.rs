@@ -4,8 +4,8 @@
 //! crossrail_transport::conformance::run("tcp", &mut || connected_pair());
 //! ```
 //!
-//! A link with single copies ([`Direct`](crate::Direct)) also runs [`run_direct`]; a backend whose library may end the
-//! process also runs [`run_endings`].
+//! Every backend also runs [`run_endings`], which drops lanes at random stages, and a link with single copies
+//! ([`Direct`](crate::Direct)) [`run_direct`].
 //!
 //! A failure panics with the backend's name, the check's name and what was seen. A check that a lane
 //! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr.
