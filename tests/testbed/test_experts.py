@@ -32,7 +32,8 @@ def two_nodes(bed: Bed, count: int = 4) -> Iterator[Ranks]:
         "CROSSRAIL_SECRET": "a secret for the test bed",
     }
     before = {rank: bed.inside(SIDES[rank in (2, 3)]) for rank in range(count)}
-    store = f"tcp://{bed.address('left', 'eth0')}:{PORT}"
+    address = bed.address("left", "eth0") if bed.ipv4 else f"[{bed.address('left', 'eth0', 6)}]"
+    store = f"tcp://{address}:{PORT}"
     with Ranks(count, environment=environment, store=store, before=before) as ranks:
         yield ranks
 
@@ -55,6 +56,13 @@ def test_rows_between_nodes_go_over_the_rails(make_bed: MAKE) -> None:
             carried = after[side] - before[side]
             assert said > 1e6
             assert said < carried < 1.25 * said + 2e6, "what the rails carried is what the receipts say, and headers"
+
+
+def test_nodes_that_have_only_ipv6_between_them(make_bed: MAKE) -> None:
+    bed = make_bed((1000,), ipv4=False)
+    with two_nodes(bed) as ranks:
+        case = Case(SETUP, seed=2)
+        judge(case, ranks.call("exchange", case))
 
 
 def test_a_rail_that_goes_down_takes_nobody_with_it(make_bed: MAKE) -> None:

@@ -114,7 +114,7 @@ impl Meeting {
     ) -> Result<Meeting> {
         let me = group.rank();
         let beyond = context.settings().secret.is_some() || context.settings().secret_file.is_some();
-        let listen = beyond.then(|| vec![([0, 0, 0, 0], 0).into()]);
+        let listen = beyond.then(|| vec![(context.anywhere(), 0).into()]);
         let options =
             WorkerOptions { name: Some(format!("rank {me} ({id:016x})")), listen, ..WorkerOptions::default() };
         Ok(Meeting {

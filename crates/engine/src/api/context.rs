@@ -1,5 +1,6 @@
 //! One process's view of its devices and settings.
 
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use crossrail_gpu::{CudaState, Devices};
@@ -145,6 +146,18 @@ impl Context {
             Place::Host => Backing::Host(self.0.arena().alloc(len)?),
             Place::Gpu(ordinal) => Backing::Gpu(self.0.gpus().alloc(ordinal, len)?),
         }))
+    }
+
+    /// The address to listen at for peers on other machines: `0.0.0.0`, or `::` where no device but loopback has IPv4.
+    pub fn anywhere(&self) -> IpAddr {
+        let beyond = |is: fn(&IpAddr) -> bool| {
+            self.0.nics().iter().any(|nic| nic.up && !nic.loopback && nic.addresses.iter().any(is))
+        };
+        if !beyond(IpAddr::is_ipv4) && beyond(IpAddr::is_ipv6) {
+            Ipv6Addr::UNSPECIFIED.into()
+        } else {
+            Ipv4Addr::UNSPECIFIED.into()
+        }
     }
 
     /// What there is to move bytes with.
