@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak};
 
 use crossrail_types::{Error, ErrorKind, Origin, Result};
 use nix::sys::resource::{Resource, getrlimit};
@@ -21,12 +21,15 @@ pub struct Arena {
     origin: Origin,
     /// By first address.
     live: RwLock<BTreeMap<usize, Weak<Inner>>>,
+    /// Why this process can make no memory that peers map, set by the first allocation that found out.
+    unshared: OnceLock<String>,
     /// The lanes that may have passed a segment on.
     wires: Mutex<Vec<Weak<Wire>>>,
 }
 
 /// Memory of an [`Arena`], zeroed when new. Clones share it; it is unmapped here when the last one goes, and the
-/// peers that mapped it are told to unmap it too.
+/// peers that mapped it are told to unmap it too. Where the system denies memfds it is private to the process: no
+/// [`Arena::find`] finds it, and it moves like any other memory.
 #[derive(Clone, Debug)]
 pub struct Segment(Arc<Inner>);
 
@@ -34,10 +37,16 @@ pub struct Segment(Arc<Inner>);
 struct Inner {
     id: u32,
     len: usize,
-    identity: u64,
     map: Mapping,
-    fd: OwnedFd,
+    shared: Option<Memfd>,
     arena: Arc<Arena>,
+}
+
+/// What makes a segment one that peers can map.
+#[derive(Debug)]
+struct Memfd {
+    fd: OwnedFd,
+    identity: u64,
 }
 
 /// A range of memory as a range of a segment.
@@ -58,11 +67,13 @@ impl Arena {
             next: AtomicU32::default(),
             origin: Origin::here(),
             live: RwLock::default(),
+            unshared: OnceLock::new(),
             wires: Mutex::default(),
         })
     }
 
-    /// `len` bytes of zeroed, page-aligned memory; huge pages are asked for from 2 MiB up.
+    /// `len` bytes of zeroed, page-aligned memory; huge pages are asked for from 2 MiB up. Peers can map it unless the
+    /// system denies memfds to this process ([`Arena::unshared`]).
     ///
     /// # Errors
     /// [`ErrorKind::Exhausted`] when the machine, or the control group, has less free memory than `len`, or a limit of the process
@@ -74,23 +85,41 @@ impl Arena {
         };
         let size = len.max(1).checked_next_multiple_of(PAGE).ok_or_else(|| exhausted("more than can be".into()))?;
         refuse_hopeless(size).map_err(exhausted)?;
-        let fd = sealed_memfd("crossrail-segment", size).map_err(|e| failed(&e, "memfd_create", exhausted))?;
-        let map = Mapping::new(fd.as_fd(), size).map_err(|e| failed(&e, "mmap", exhausted))?;
-        let identity = identity(fd.as_fd()).map_err(|e| failed(&e, "fstat", exhausted))?;
+        let (map, shared) = match sealed_memfd("crossrail-segment", size) {
+            Ok(fd) => {
+                let map = Mapping::new(fd.as_fd(), size).map_err(|e| failed(&e, "mmap", exhausted))?;
+                let identity = identity(fd.as_fd()).map_err(|e| failed(&e, "fstat", exhausted))?;
+                (map, Some(Memfd { fd, identity }))
+            }
+            // A seccomp filter or an old kernel: whatever does not need a peer to map the memory works without.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EPERM | libc::EACCES | libc::ENOSYS)) => {
+                let map = Mapping::private(size).map_err(|e| failed(&e, "mmap", exhausted))?;
+                self.unshared.get_or_init(|| format!("memfd_create: {e}; a seccomp filter or the kernel denies it"));
+                (map, None)
+            }
+            Err(e) => return Err(failed(&e, "memfd_create", exhausted)),
+        };
         let id = self
             .next
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |id| id.checked_add(1))
             .map_err(|_| exhausted("all 2^32 segment ids are used up".into()))?;
         let start = map.ptr() as usize;
-        let inner = Arc::new(Inner { id, len, identity, map, fd, arena: Arc::clone(self) });
-        self.live.write().unwrap_or_else(PoisonError::into_inner).insert(start, Arc::downgrade(&inner));
+        let inner = Arc::new(Inner { id, len, map, shared, arena: Arc::clone(self) });
+        if inner.shared.is_some() {
+            self.live.write().unwrap_or_else(PoisonError::into_inner).insert(start, Arc::downgrade(&inner));
+        }
         Ok(Segment(inner))
+    }
+
+    /// Why the memory of this arena is private to the process, if it is.
+    pub fn unshared(&self) -> Option<&str> {
+        self.unshared.get().map(String::as_str)
     }
 
     /// The segment that holds all of `len` bytes at `ptr`, if there is one.
     pub fn find(&self, ptr: *const u8, len: usize) -> Option<SegmentRef> {
         let (segment, offset) = self.lookup(ptr, len)?;
-        Some(SegmentRef { id: segment.id(), fd: segment.fd(), offset })
+        Some(SegmentRef { id: segment.id(), fd: segment.fd()?, offset })
     }
 
     /// As `find`, with a hold on the segment.
@@ -159,18 +188,18 @@ impl Segment {
         self.0.id
     }
 
-    /// The memfd; open as long as a clone lives.
-    pub fn fd(&self) -> RawFd {
-        self.0.fd.as_raw_fd()
+    /// The memfd, unless the memory is private; open as long as a clone lives.
+    pub fn fd(&self) -> Option<RawFd> {
+        self.borrow_fd().map(|fd| fd.as_raw_fd())
     }
 
     /// What tells it from the segments of other arenas, which have the same ids.
     pub(crate) fn identity(&self) -> u64 {
-        self.0.identity
+        self.0.shared.as_ref().map_or(0, |memfd| memfd.identity)
     }
 
-    pub(crate) fn borrow_fd(&self) -> BorrowedFd<'_> {
-        self.0.fd.as_fd()
+    pub(crate) fn borrow_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.shared.as_ref().map(|memfd| memfd.fd.as_fd())
     }
 }
 

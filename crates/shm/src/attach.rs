@@ -155,7 +155,7 @@ impl Talk<'_> {
         match side {
             Side::Connector => {
                 let (control, fd) = Control::create(ring).map_err(|e| {
-                    let text = format!("a control segment with payload rings of {ring} bytes: {e}");
+                    let text = format!("memfd_create, for a control segment with payload rings of {ring} bytes: {e}");
                     Error::new(ErrorKind::Exhausted, OPERATION, text).with_lane("shm")
                 })?;
                 self.say(CONTROL, &[0; MESSAGE - 1], Some(fd.as_fd()))?;

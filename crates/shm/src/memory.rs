@@ -1,4 +1,4 @@
-//! Sealed memfds and their mappings.
+//! Sealed memfds, and mappings of memory.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -9,14 +9,15 @@ use std::ptr::NonNull;
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use nix::sys::stat::fstat;
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
 pub(crate) const PAGE: usize = 4096;
 const HUGE: usize = 2 << 20;
+const ACCESS: ProtFlags = ProtFlags::PROT_READ.union(ProtFlags::PROT_WRITE);
 
-/// A whole memfd mapped shared, readable and writable; unmapped on drop.
+/// A whole memfd mapped shared, or private memory, readable and writable; unmapped on drop.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     ptr: NonNull<u8>,
@@ -33,14 +34,26 @@ impl Mapping {
     /// Maps the first `len` bytes of `fd`.
     pub(crate) fn new(fd: BorrowedFd<'_>, len: usize) -> io::Result<Mapping> {
         let size = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
-        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
-        let ptr = unsafe { mmap(None, size, access, MapFlags::MAP_SHARED, fd, 0) }?.cast::<u8>();
+        let ptr = unsafe { mmap(None, size, ACCESS, MapFlags::MAP_SHARED, fd, 0) }?;
+        Ok(Mapping::of(ptr, len))
+    }
+
+    /// `len` bytes of zeroed memory that no other process can map.
+    pub(crate) fn private(len: usize) -> io::Result<Mapping> {
+        let size = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: as above.
+        let ptr = unsafe { mmap_anonymous(None, size, ACCESS, MapFlags::MAP_PRIVATE) }?;
+        Ok(Mapping::of(ptr, len))
+    }
+
+    /// That range, which was mapped just now.
+    fn of(ptr: NonNull<c_void>, len: usize) -> Mapping {
         if len >= HUGE {
             // SAFETY: the range was mapped just now. This is advice: a refusal leaves small pages.
-            let _ = unsafe { madvise(ptr.cast::<c_void>(), len, MmapAdvise::MADV_HUGEPAGE) };
+            let _ = unsafe { madvise(ptr, len, MmapAdvise::MADV_HUGEPAGE) };
         }
-        Ok(Mapping { ptr, len })
+        Mapping { ptr: ptr.cast(), len }
     }
 
     #[inline]

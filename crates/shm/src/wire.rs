@@ -73,7 +73,8 @@ impl Wire {
         if passed.contains(&segment.id()) {
             return Ok(());
         }
-        send_whole(&self.stream, &record(SEGMENT, segment.id()), &[segment.borrow_fd()])?;
+        let fd = segment.borrow_fd().ok_or(io::ErrorKind::Unsupported)?;
+        send_whole(&self.stream, &record(SEGMENT, segment.id()), &[fd])?;
         passed.insert(segment.id());
         Ok(())
     }

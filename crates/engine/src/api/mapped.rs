@@ -153,7 +153,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// `Usage`: the memory was allocated by another [`Context`](crate::Context); `Unsupported`: the endpoint has no
-    /// shared-memory lane; `PeerDead`, `Closed`; `Timeout`: the peer did not read its socket within
+    /// shared-memory lane, or the system denies memfds to this process; `PeerDead`, `Closed`; `Timeout`: the peer did not read its socket within
     /// `CROSSRAIL_TIMEOUT`; `Exhausted`, `Io`: the system refused.
     pub fn share(&self, memory: &Memory) -> Result<Shared> {
         self.share_buffer(memory.into())
@@ -172,6 +172,11 @@ impl Endpoint {
         if gpu {
             progress::admit_shared(progress, &mut buffer)?;
         } else if progress.environment().arena().find(ptr, len).is_none() {
+            if let Some(why) = progress.environment().arena().unshared() {
+                let text = format!("memory of this process can't be mapped by others: {why}");
+                let error = Error::new(ErrorKind::Unsupported, "share", text);
+                return Err(error.with_hint("messages, writes and reads work; or allow memfd_create"));
+            }
             return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
         }
         let id = self.id;
