@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result};
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, open, openat};
 use nix::sys::stat::{FileStat, Mode, SFlag, fstat};
@@ -53,8 +53,8 @@ impl UserToken {
     /// The token as it is now.
     ///
     /// # Errors
-    /// `Io`: this system lets this user make no such file. `Config`: the folder or the file is not this user's alone, or
-    /// cannot be used for another reason.
+    /// `Io`: this system lets this user make no such file. `Exhausted`: there is no room for it, or no descriptor.
+    /// `Config`: the folder or the file is not this user's alone, or cannot be used for another reason.
     pub(crate) fn read(&self) -> Result<[u8; LEN]> {
         for _ in 0..TRIES {
             let Some(folder) = self.folder()? else { continue };
@@ -114,12 +114,13 @@ impl UserToken {
             Err(e) => return Err(self.failed("make", &path, e)),
         };
         let written = std::fs::File::from(file).write_all(&random::<LEN>()?);
-        let linked = written
-            .map_err(|e| self.unusable(&path, &format!("cannot be written: {e}")).with_io(&e))
-            .and_then(|()| match linkat(folder, draft.as_str(), folder, NAME, AtFlags::empty()) {
-                Ok(()) | Err(Errno::EEXIST | Errno::ENOENT) => Ok(()),
-                Err(e) => Err(self.failed("make", &path, e)),
-            });
+        let linked =
+            written.map_err(|e| self.denied(&path, &format!("cannot be written: {e}"), &e)).and_then(
+                |()| match linkat(folder, draft.as_str(), folder, NAME, AtFlags::empty()) {
+                    Ok(()) | Err(Errno::EEXIST | Errno::ENOENT) => Ok(()),
+                    Err(e) => Err(self.failed("make", &path, e)),
+                },
+            );
         // It may be gone already, with its folder.
         let _ = unlinkat(folder, draft.as_str(), UnlinkatFlags::NoRemoveDir);
         linked
@@ -153,13 +154,32 @@ impl UserToken {
                 let detail = format!("{what} {}: {io}", path.display());
                 Error::new(ErrorKind::Io, "user token", detail).with_io(&io)
             }
-            _ => self.unusable(path, &format!("{what}: {io}")).with_io(&io),
+            _ => self.denied(path, &format!("{what}: {io}"), &io),
         }
     }
 
+    /// The system has no room or no descriptor for it; or the file is in a state that only its owner can change.
+    fn denied(&self, path: &Path, why: &str, source: &std::io::Error) -> Error {
+        let exhausted = || Error::new(ErrorKind::Exhausted, "user token", Self::consequence(path, why));
+        let error = match source.raw_os_error().map(Errno::from_raw) {
+            Some(Errno::EMFILE | Errno::ENFILE) => {
+                exhausted().with_reason(Reason::Descriptors).with_hint("raise the limit of open files (ulimit -n)")
+            }
+            Some(Errno::ENOSPC | Errno::EDQUOT) => {
+                let full = self.folder.parent().unwrap_or(&self.folder).display();
+                exhausted().with_hint(format!("free space in {full}, or set CROSSRAIL_SECRET_FILE at all ends"))
+            }
+            _ => self.unusable(path, why),
+        };
+        error.with_io(source)
+    }
+
     fn unusable(&self, path: &Path, why: &str) -> Error {
-        let detail = format!("{} {why}, so this user's processes cannot recognize each other by it", path.display());
         let hint = format!("remove {}, or set CROSSRAIL_SECRET_FILE at all ends", self.folder.display());
-        Error::new(ErrorKind::Config, "user token", detail).with_hint(hint)
+        Error::new(ErrorKind::Config, "user token", Self::consequence(path, why)).with_hint(hint)
+    }
+
+    fn consequence(path: &Path, why: &str) -> String {
+        format!("{} {why}, so this user's processes cannot recognize each other by it", path.display())
     }
 }

@@ -126,9 +126,17 @@ impl Error {
         self
     }
 
-    /// Keeps a copy of the system's error as the source, with its code or else its kind and text.
+    /// Keeps a copy of the system's error as the source, with its code or else its kind and text. An `Io` error for want
+    /// of a descriptor becomes `Exhausted`, whichever call it was.
     #[must_use]
-    pub fn with_io(self, source: &std::io::Error) -> Error {
+    pub fn with_io(mut self, source: &std::io::Error) -> Error {
+        const ENFILE: i32 = 23;
+        const EMFILE: i32 = 24;
+        if self.kind == ErrorKind::Io && matches!(source.raw_os_error(), Some(ENFILE | EMFILE)) {
+            self.kind = ErrorKind::Exhausted;
+            self.reason = Some(Reason::Descriptors);
+            self.hint.get_or_insert_with(|| "raise the limit of open files (ulimit -n)".to_owned());
+        }
         self.with_source(match source.raw_os_error() {
             Some(code) => std::io::Error::from_raw_os_error(code),
             None => std::io::Error::new(source.kind(), source.to_string()),

@@ -184,8 +184,10 @@ fn dial_unix(name: &str, pause: &mut Pause) -> Result<UnixStream> {
             _ => (ErrorKind::Io, None),
         };
         let source = std::io::Error::from(e);
-        let error = Error::new(kind, "connect", format!("connect: {call}: {source}")).with_source(source);
-        Error { reason, ..error }.with_peer(format!("unix:@{name}")).with_waited(started.elapsed())
+        let error = Error::new(kind, "connect", format!("connect: {call}: {source}")).with_io(&source);
+        Error { reason: reason.or(error.reason), ..error }
+            .with_peer(format!("unix:@{name}"))
+            .with_waited(started.elapsed())
     };
     let address = UnixAddr::new_abstract(name.as_bytes()).map_err(|e| fail("socket name", e))?;
     loop {
@@ -242,11 +244,12 @@ fn all_failed(mut failures: Vec<Error>, worker: Option<&Address>) -> Error {
             .with_peer(name)
             .with_hint("let it listen beyond loopback, with CROSSRAIL_SECRET set at both ends");
     }
-    // The attempt that got furthest determines the kind; the text has all of them.
-    let kind = failures.iter().map(|e| e.kind).find(|kind| *kind != ErrorKind::Unreachable);
+    // The attempt that got furthest determines the kind and what to try; the text has all of them.
+    let furthest = failures.iter().find(|e| e.kind != ErrorKind::Unreachable);
+    let (kind, reason) = furthest.map_or((ErrorKind::Unreachable, None), |e| (e.kind, e.reason));
+    let hint = furthest.and_then(|e| e.hint.clone());
     let all: Vec<String> =
         failures.iter().map(|e| format!("{}: {}", e.peer.as_deref().unwrap_or("?"), e.detail)).collect();
-    let mut error = Error::new(kind.unwrap_or(ErrorKind::Unreachable), "connect", all.join("; ")).with_peer(name);
-    error.hint = failures.pop().and_then(|e| e.hint);
-    error
+    let error = Error::new(kind, "connect", all.join("; ")).with_peer(name);
+    Error { reason, hint: hint.or_else(|| failures.pop().and_then(|e| e.hint)), ..error }
 }
