@@ -2,7 +2,7 @@
 
 Without the page that `crossrail top` reads, which is written by the clock: under callgrind, where everything takes many
 times as long, that is many more times for a message than it really is. `make bench` counts with the page as well, which
-is an upper bound of its cost.
+is an upper bound of its cost. It also counts round trips beside many endpoints over which nothing goes.
 
 `hotpath` (crates/bench/examples) runs N round trips of 8 bytes between two workers of one process, on one thread. It is
 counted for two values of N; the difference is the round trips alone, without start and end. The count depends on the
@@ -29,16 +29,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crossrail.report import capture_environment, write_text
+from crossrail.report import capture_environment, format_size, write_text
 from harness import ROOT, Outcome, Result, Terms, build, changed_files
 
 BASELINE = ROOT / "benches" / "baseline.json"
 SCHEMA = "crossrail-instructions/1"
 FIGURES = "instructions_per_round_trip"
 PAGED = "instructions_with_page"
+CROWDED = "instructions_beside_idle_endpoints"
 TRANSPORTS = ("shm",)
 FEW, MANY = 1000, 3000
 TOLERANCE = 0.02
+IDLE_TOLERANCE = 0.03
+ENDPOINTS = 1000
 LIMIT_S = 300.0
 
 
@@ -48,19 +51,34 @@ def count(program: Path, transport: str, scratch: Path, pages: str = "off") -> f
     return (many - few) / (MANY - FEW)
 
 
+def count_beside(program: Path, transport: str, size: int, idle: int) -> float:
+    """Instructions of one round trip of ``size`` bytes while one end has ``idle`` other endpoints."""
+    command = [_valgrind(), "--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"]
+    command += ["--toggle-collect=hotpath::rounds*", str(program), str(FEW), transport, str(size), str(idle)]
+    return _collected(command, {"CROSSRAIL_PAGES": "off"}) / FEW
+
+
 def _total(program: Path, trips: int, transport: str, scratch: Path, pages: str) -> int:
+    out = f"--callgrind-out-file={scratch / 'callgrind.out'}"
+    command = [_valgrind(), "--tool=callgrind", out, str(program), str(trips), transport]
+    return _collected(command, {"CROSSRAIL_PAGES": pages} if pages else {})
+
+
+def _valgrind() -> str:
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise RuntimeError("valgrind is not installed (Debian: valgrind)")
+    return valgrind
+
+
+def _collected(command: list[str], settings: dict[str, str]) -> int:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
-    if pages:
-        clean["CROSSRAIL_PAGES"] = pages
-    out = f"--callgrind-out-file={scratch / 'callgrind.out'}"
-    command = [valgrind, "--tool=callgrind", out, str(program), str(trips), transport]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        command, env={**clean, **settings}, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     found = re.search(r"Collected\s*:\s*([0-9]+)", done.stderr)
     if done.returncode != 0 or found is None:
-        raise RuntimeError(f"callgrind failed on hotpath over {transport}: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"callgrind failed: {' '.join(command)}: {done.stderr.strip()[-500:]}")
     return int(found.group(1))
 
 
@@ -96,7 +114,20 @@ def count_all(_: Terms, scratch: Path) -> Result:
         ratio, to_reach = figure / without, f"<= {1 + TOLERANCE:g} x without it"
         peer = f"{without:,.0f} (without)"
         outcomes.append(Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + TOLERANCE))
+    data[CROWDED] = {}
+    for transport in ("shm", "tcp"):
+        for size in (8, 64 << 10):
+            alone, crowded = (count_beside(program, transport, size, idle) for idle in (0, ENDPOINTS))
+            data[CROWDED][f"{transport}, {format_size(size)}"] = {"0": alone, str(ENDPOINTS): crowded}
+            work = f"{transport}, {format_size(size)} round trip beside {ENDPOINTS:,} idle endpoints"
+            outcomes.append(_crowded(work, alone, crowded))
     return outcomes, data
+
+
+def _crowded(work: str, alone: float, crowded: float) -> Outcome:
+    ours, peer = f"{crowded:,.0f} instructions", f"{alone:,.0f} (without)"
+    ratio, to_reach = crowded / alone, f"<= {1 + IDLE_TOLERANCE:g} x without them"
+    return Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + IDLE_TOLERANCE)
 
 
 def compared(now: dict[str, float], recorded: dict[str, float]) -> list[Outcome]:

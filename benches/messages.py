@@ -1,4 +1,4 @@
-"""Scenarios of messages between two ends on this machine: shared memory, TCP over loopback, and Python's overhead."""
+"""Scenarios of messages on this machine: shared memory, TCP over loopback, many pairs, and Python's overhead."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from crossrail.report import format_size
+from crossrail.report import capture_environment, format_rate, format_size
 from harness import COMMAND_LIMIT_S, MIB, Outcome, Result, Terms, against, as_data, bench, merged
 
 
@@ -49,7 +51,54 @@ def tcp_bandwidth(terms: Terms, scratch: Path) -> Result:
     work = "tcp loopback, 64 MiB"
     row = report.rows[0]
     outcomes = [against(row, "ucx", work, 1.3, time=False), against(row, "iperf3", work, 1.0, time=False)]
-    return outcomes, as_data(report)
+    reports = [report]
+    for size, iters in ((128 << 10, 100), (512 << 10, 30), (MIB, 15)):
+        middle = ("bandwidth", "--transport=tcp", f"--size={size}", "--window=64", f"--iters={terms.scaled(iters)}")
+        reports.append(bench(scratch, *middle, "--warmup=2", "--compare=ucx", f"--rounds={terms.rounds}"))
+        work = f"tcp loopback, {format_size(size)}, 64 in flight"
+        outcomes.append(against(reports[-1].rows[0], "ucx", work, 1.3, time=False))
+    return outcomes, merged(reports)
+
+
+PAIRS = 8
+PAIRS_SIZE = 64 << 10
+"""Pairs of processes that send at once, and the bytes of their messages."""
+
+
+def pairs(terms: Terms, _: Path) -> Result:
+    """Pairs of processes on these processors, against one pair alone: what all of them move, and the least of them."""
+    outcomes, rounds = [], []
+    for transport in ("shm", "tcp"):
+        alone, together, least = [], [], []
+        for _turn in range(terms.rounds):
+            for count in (1, PAIRS):
+                found = _pairs_at_once(transport, count, 0.3 if terms.quick else 1.0)
+                rounds.append({"transport": transport, "pairs": count, **found})
+                rates = [moved / found["seconds"] / 1e9 for moved in found["bytes"]]
+                if count == 1:
+                    alone.append(rates[0])
+                else:
+                    together.append(sum(rates))
+                    least.append(min(rates) * count / sum(rates))
+        work = f"{PAIRS} pairs at once over {transport}, {format_size(PAIRS_SIZE)}"
+        one, all_of_them, share = map(statistics.median, (alone, together, least))
+        ratio = all_of_them / one
+        ours, peer = format_rate(all_of_them), f"{format_rate(one)} (one pair)"
+        outcomes.append(Outcome(work, ours, ">= 0.9 x one pair", peer, f"{ratio:.2f}", met=ratio >= 0.9))
+        ours = f"{share:.2f} of a fair share"
+        outcomes.append(Outcome(f"{work}, the slowest", ours, ">= 0.5 of a fair share", met=share >= 0.5))
+    return outcomes, {"environment": asdict(capture_environment()), "pairs": rounds}
+
+
+def _pairs_at_once(transport: str, count: int, seconds: float) -> dict[str, Any]:
+    """The bytes of each pair, and the seconds."""
+    command = [sys.executable, str(Path(__file__).parent / "pairs.py"), f"--transport={transport}", f"--pairs={count}"]
+    command += [f"--size={PAIRS_SIZE}", f"--seconds={seconds}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"pairs.py: {done.stderr.strip()}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def tcp_latency(terms: Terms, scratch: Path) -> Result:

@@ -11,10 +11,16 @@ from harness import Scenario
 SCENARIOS = (
     Scenario("shm-latency", "shared memory, 8 B latency against UCX", "<= 0.75 x ucx", messages.shm_latency),
     Scenario("shm-bandwidth", "shared memory bandwidth against UCX", ">= 1.6 or 1.2 x ucx", messages.shm_bandwidth),
-    Scenario("tcp-bandwidth", "64 MiB over TCP loopback, against UCX, iperf3", ">= 1.3 x ucx", messages.tcp_bandwidth),
+    Scenario(
+        "tcp-bandwidth",
+        "128 KiB to 64 MiB over TCP loopback, against UCX, iperf3",
+        ">= 1.3 x ucx",
+        messages.tcp_bandwidth,
+    ),
     Scenario("tcp-latency", "TCP over loopback, 8 B latency against UCX", "<= 1 x ucx", messages.tcp_latency),
     Scenario("ucx-tcp", "a lane over UCX's tcp against UCX", "<= 1.15, >= 0.95 x ucx", messages.ucx_tcp),
     Scenario("ucx-memory", "a lane over UCX's posix, sysv, cma", "<= 1.15, >= 0.95 x ucx", messages.ucx_memory),
+    Scenario("pairs", "eight pairs of processes at once, against one pair", ">= 0.9 x one pair", messages.pairs),
     Scenario("rails-equal", "four equal rails against four iperf3 at once", ">= 0.95 x iperf3", rails.equal),
     Scenario("rails-uneven", "rails of 2, 2, 1, 0.5 Gbit/s", ">= 0.93 x their sum", rails.uneven),
     Scenario("rails-eight", "eight rails of unequal rates against eight iperf3", ">= 0.95 x iperf3", rails.eight),

@@ -1,8 +1,12 @@
-//! N ping-pongs of 8 bytes between two workers of one process, driven by one thread: what callgrind counts.
+//! N ping-pongs between two workers of one process, driven by one thread: what callgrind counts.
 //!
-//! `hotpath [N] [TRANSPORT]`: 10000 over shm unless said otherwise.
+//! `hotpath [N] [TRANSPORT] [SIZE] [IDLE]`: 10000 of 8 bytes over shm unless said otherwise, while the first worker has IDLE
+//! other endpoints (0), over which nothing goes.
 
 use crossrail::{ConnectOptions, Context, Endpoint, Memory, Request, Result, Settings, Worker, WorkerOptions};
+
+/// Round trips after which idle endpoints cost no more than they will.
+const SETTLED: u64 = 10_000;
 
 struct End {
     worker: Worker,
@@ -12,6 +16,10 @@ struct End {
 }
 
 impl End {
+    fn new(context: &Context, worker: Worker, endpoint: Endpoint, size: usize) -> Result<End> {
+        Ok(End { worker, endpoint, into: context.alloc(size)?, out: context.alloc(size)? })
+    }
+
     fn recv(&self) -> Result<Request> {
         self.worker.recv(&self.into, 1, u64::MAX, Some(&self.endpoint))
     }
@@ -27,18 +35,25 @@ fn main() -> Result<()> {
     let transport = arguments.next().unwrap_or_else(|| "shm".to_owned());
     let mut settings = Settings::from_env()?;
     settings.set("tls", &transport)?;
+    let size: usize = arguments.next().map_or(Ok(8), |text| crossrail_types::parse_size(&text))? as usize;
+    let idle: usize = arguments.next().map_or(Ok(0), |text| crossrail_types::parse_size(&text))? as usize;
     let context = Context::new(settings)?;
     let options = || WorkerOptions { background: false, ..WorkerOptions::default() };
     let (a, b) = (Worker::new(&context, options())?, Worker::new(&context, options())?);
     let (dialled, accepted) = connect(&a, &b)?;
-    let end = |worker, endpoint| {
-        Ok::<_, crossrail::Error>(End { worker, endpoint, into: context.alloc(8)?, out: context.alloc(8)? })
-    };
-    let (driver, echo): (End, End) = (end(a, dialled)?, end(b, accepted)?);
-    for _ in 0..count {
+    let others = Worker::new(&context, options())?;
+    let mut unused = Vec::new();
+    for _ in 0..idle {
+        unused.push(connect(&a, &others)?);
+    }
+    let driver = End::new(&context, a, dialled, size)?;
+    let echo = End::new(&context, b, accepted, size)?;
+    let settling = if idle > 0 { SETTLED } else { 0 };
+    for _ in 0..settling {
         round(&driver, &echo)?;
     }
-    println!("{count} round trips of 8 bytes over {}", driver.endpoint.explain().small);
+    rounds(count, &driver, &echo)?;
+    println!("{count} round trips of {size} bytes over {}, {idle} idle endpoints", driver.endpoint.explain().small);
     Ok(())
 }
 
@@ -50,6 +65,15 @@ fn connect(a: &Worker, b: &Worker) -> Result<(Endpoint, Endpoint)> {
         let dialled = dialling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         Ok((dialled, accepted))
     })
+}
+
+/// What is counted with idle endpoints, without start and end (callgrind's --toggle-collect).
+#[inline(never)]
+fn rounds(count: u64, driver: &End, echo: &End) -> Result<()> {
+    for _ in 0..count {
+        round(driver, echo)?;
+    }
+    Ok(())
 }
 
 fn round(driver: &End, echo: &End) -> Result<()> {
