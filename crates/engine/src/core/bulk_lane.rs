@@ -1,6 +1,7 @@
 //! Lanes polled outside the worker's lock: their state that is shared between threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{EndpointId, LaneId};
@@ -15,9 +16,11 @@ pub(crate) struct BulkLane {
     pub(crate) endpoint: EndpointId,
     pub(crate) lane: Mutex<Option<Box<dyn Lane>>>,
     /// The protocol has something for it.
-    pub(crate) wanted: Flag,
+    wanted: Flag,
     /// It is to be dropped: its peer is gone, or it is taken for dead.
-    pub(crate) dead: Flag,
+    dead: Flag,
+    /// Its group's flag: one of the group's lanes must be polled.
+    group: OnceLock<Arc<Flag>>,
     /// Why, if it was taken for dead.
     pub(crate) verdict: Mutex<Option<LaneError>>,
     readiness: AtomicU32,
@@ -31,6 +34,7 @@ impl BulkLane {
             lane: Mutex::new(Some(lane)),
             wanted: Flag::default(),
             dead: Flag::default(),
+            group: OnceLock::new(),
             verdict: Mutex::new(None),
             readiness: AtomicU32::new(READABLE | WRITABLE),
         }
@@ -41,16 +45,46 @@ impl BulkLane {
     /// Records that its socket is ready: `READABLE`, `WRITABLE`, or both.
     pub(crate) fn set_ready(&self, readiness: u32) {
         self.readiness.fetch_or(readiness, Ordering::AcqRel);
+        self.notify();
+    }
+
+    /// Whoever polls the group finds its flag up from now on when this lane must be polled.
+    pub(crate) fn join(&self, group: &Arc<Flag>) {
+        let _ = self.group.set(Arc::clone(group));
+        self.notify();
+    }
+
+    /// The protocol has something for it.
+    pub(crate) fn want(&self) {
+        self.wanted.raise();
+        self.notify();
+    }
+
+    /// Whether that was said since the last call.
+    pub(crate) fn take_wanted(&self) -> bool {
+        self.wanted.take()
+    }
+
+    /// It is to be dropped.
+    pub(crate) fn drop_soon(&self) {
+        self.dead.raise();
+        self.notify();
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.dead.is_up()
+    }
+
+    /// After its own flag, so that whoever takes the group's finds it.
+    fn notify(&self) {
+        if let Some(group) = self.group.get() {
+            group.raise();
+        }
     }
 
     /// What its socket is ready for since the last call.
     pub(crate) fn take_ready(&self) -> u32 {
         self.readiness.swap(0, Ordering::AcqRel)
-    }
-
-    /// Whether it must be polled.
-    pub(crate) fn is_pending(&self) -> bool {
-        self.wanted.is_up() || self.dead.is_up() || self.readiness.load(Ordering::Acquire) != 0
     }
 }
 

@@ -84,7 +84,7 @@ impl Transfers {
         let peer = self.data.tables.peers.get(endpoint);
         if let Some(lane) = peer.and_then(|peer| peer.bulk_lane(id)) {
             lane.verdict.lock().get_or_insert(error);
-            lane.dead.raise();
+            lane.drop_soon();
             self.wake_ups.want_connections();
         } else {
             self.drop_polled_lane(endpoint, id, &error);
@@ -111,7 +111,7 @@ impl Transfers {
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         let was_alive = peer.end(why, reason);
         for lane in peer.bulk() {
-            lane.dead.raise();
+            lane.drop_soon();
         }
         if !peer.bulk().is_empty() {
             self.wake_ups.want_connections();

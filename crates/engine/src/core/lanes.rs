@@ -83,6 +83,7 @@ pub(crate) struct LaneRecord {
     interface: Option<String>,
     caps: LaneCaps,
     socket: bool,
+    rests: bool,
     /// Messages up to here go with their first frame.
     eager_max: usize,
     /// Messages of memory that the peer can map are copied directly from here on.
@@ -118,6 +119,7 @@ impl LaneRecord {
             interface: None,
             caps,
             socket: false,
+            rests: false,
             eager_max,
             mapped_min: eager_max,
             carried_max: eager_max,
@@ -163,6 +165,15 @@ impl LaneRecord {
 
     pub(crate) fn polls_socket(&self) -> bool {
         self.socket
+    }
+
+    /// A lane that needs no polls while nothing goes over it: its descriptor reports all that may happen.
+    pub(crate) fn resting(self) -> LaneRecord {
+        LaneRecord { rests: true, ..self }
+    }
+
+    pub(super) fn rests(&self) -> bool {
+        self.rests
     }
 
     /// A lane of a rail: its number and channel, and the network interface.
@@ -327,14 +338,24 @@ pub(crate) struct PolledLane {
     pub(crate) lane: Box<dyn Lane>,
     /// Polling it costs a system call.
     pub(crate) socket: bool,
+    /// It may rest while nothing goes over it.
+    pub(crate) rests: bool,
+    /// Something has arrived since [`Transfers::rest_idle`](super::Transfers::rest_idle) last asked.
+    pub(super) used: bool,
 }
 
 /// All lanes polled under the worker's lock.
 ///
 /// While [`PolledLanes::is_armed`], every lane's peer sends a wake-up with its next frame, because no thread polls
 /// here; a lane that is added meanwhile was not armed, so whoever adds one must disarm.
+///
+/// Of many lanes, those that are idle rest: they are armed one by one and not polled, so that they cost the others
+/// nothing. One is awake again when its peer has sent its wake-up, which epoll reports, or when this end uses it.
 pub(crate) struct PolledLanes {
+    /// Those that are polled, then those that rest.
     lanes: Vec<PolledLane>,
+    /// How many are polled.
+    awake: usize,
     /// There are only sockets, and few: they are polled in every pass.
     sockets_only: bool,
     armed: bool,
@@ -342,28 +363,39 @@ pub(crate) struct PolledLanes {
 
 impl PolledLanes {
     pub(super) fn new() -> PolledLanes {
-        PolledLanes { lanes: Vec::new(), sockets_only: true, armed: false }
+        PolledLanes { lanes: Vec::new(), awake: 0, sockets_only: true, armed: false }
     }
 
+    /// How many are polled: they have the first positions.
     #[inline]
     pub(super) fn len(&self) -> usize {
-        self.lanes.len()
+        self.awake
     }
 
+    /// How many rest.
+    #[inline]
+    pub(super) fn resting(&self) -> usize {
+        self.lanes.len() - self.awake
+    }
+
+    /// The lane at that position, if it is polled.
     #[inline]
     pub(super) fn at(&mut self, at: usize) -> Option<&mut PolledLane> {
-        self.lanes.get_mut(at)
+        if at < self.awake { self.lanes.get_mut(at) } else { None }
     }
 
+    /// Where the lane is, which is awake after this.
     #[inline]
-    pub(super) fn position(&self, id: LaneId) -> Option<usize> {
-        self.lanes.iter().position(|lane| lane.id == id)
+    pub(super) fn position(&mut self, id: LaneId) -> Option<usize> {
+        let at = self.lanes.iter().position(|lane| lane.id == id)?;
+        Some(if at < self.awake { at } else { self.awaken(at) })
     }
 
-    /// The lane itself.
+    /// The lane itself, which is awake after this.
     #[inline]
     pub(super) fn get_mut(&mut self, id: LaneId) -> Option<&mut dyn Lane> {
-        self.lanes.iter_mut().find(|lane| lane.id == id).map(|lane| &mut *lane.lane as &mut dyn Lane)
+        let at = self.position(id)?;
+        Some(&mut *self.lanes[at].lane)
     }
 
     /// The peer of the only lane, if there is one.
@@ -377,14 +409,44 @@ impl PolledLanes {
 
     /// The lane's direct side, if it has one.
     pub(super) fn direct(&mut self, id: LaneId) -> Option<&mut dyn Direct> {
-        self.lanes.iter_mut().find(|lane| lane.id == id)?.lane.direct()
+        self.get_mut(id)?.direct()
     }
 
-    /// The lane's socket has become ready. Nothing happens if it is not polled here.
-    pub(crate) fn ready(&mut self, id: LaneId, readable: bool, writable: bool) {
+    /// The lane's socket has become ready. Whether somebody sleeps who does not know of it: the lane rested, and no other
+    /// event will tell. Nothing happens if it is not polled here.
+    pub(crate) fn ready(&mut self, id: LaneId, readable: bool, writable: bool) -> bool {
+        let before = self.awake;
         if let Some(lane) = self.get_mut(id) {
             lane.ready(readable, writable);
         }
+        self.awake > before && self.armed
+    }
+
+    /// Has the lane at that position rest. False: there is work for it.
+    pub(super) fn rest(&mut self, at: usize) -> bool {
+        if !self.lanes[at].lane.arm() {
+            self.lanes[at].lane.disarm();
+            return false;
+        }
+        self.awake -= 1;
+        self.lanes.swap(at, self.awake);
+        self.recount();
+        true
+    }
+
+    /// The lane at that position, which rests, is polled again. Its new position.
+    #[cold]
+    fn awaken(&mut self, at: usize) -> usize {
+        let lane = &mut self.lanes[at];
+        lane.used = true;
+        // Otherwise nobody polls, and this lane stays armed like all the others.
+        if !self.armed {
+            lane.lane.disarm();
+        }
+        self.lanes.swap(at, self.awake);
+        self.awake += 1;
+        self.recount();
+        self.awake - 1
     }
 
     /// What it has carried; `None`: no such lane is polled here.
@@ -399,11 +461,20 @@ impl PolledLanes {
 
     pub(super) fn add(&mut self, lane: PolledLane) {
         self.lanes.push(lane);
+        let last = self.lanes.len() - 1;
+        self.lanes.swap(self.awake, last);
+        self.awake += 1;
         self.recount();
     }
 
     /// Takes the lane at that position out. The order of the others changes.
     pub(super) fn remove(&mut self, at: usize) -> PolledLane {
+        let mut at = at;
+        if at < self.awake {
+            self.awake -= 1;
+            self.lanes.swap(at, self.awake);
+            at = self.awake;
+        }
         let lane = self.lanes.swap_remove(at);
         self.recount();
         lane
@@ -416,8 +487,8 @@ impl PolledLanes {
     }
 
     fn recount(&mut self) {
-        self.sockets_only =
-            self.lanes.iter().all(|lane| lane.socket) && self.lanes.iter().filter(|lane| lane.socket).count() <= 2;
+        let polled = &self.lanes[..self.awake];
+        self.sockets_only = polled.len() <= 2 && polled.iter().all(|lane| lane.socket);
     }
 
     #[inline]
@@ -427,7 +498,7 @@ impl PolledLanes {
 
     /// Has every lane's peer send a wake-up with its next frame. False: there is work already, and nothing is armed.
     pub(super) fn arm(&mut self) -> bool {
-        for at in 0..self.lanes.len() {
+        for at in 0..self.awake {
             if !self.lanes[at].lane.arm() {
                 for lane in &mut self.lanes[..=at] {
                     lane.lane.disarm();
@@ -444,7 +515,7 @@ impl PolledLanes {
     pub(crate) fn disarm(&mut self) -> bool {
         let was_armed = std::mem::replace(&mut self.armed, false);
         if was_armed {
-            for lane in &mut self.lanes {
+            for lane in &mut self.lanes[..self.awake] {
                 lane.lane.disarm();
             }
         }

@@ -25,6 +25,7 @@ mod outcome;
 mod peer_memory;
 mod peers;
 mod receipt;
+mod resting;
 mod sample;
 mod submission;
 mod submit;
@@ -40,7 +41,7 @@ use crossrail_proto as proto;
 use crossrail_shm::Arena;
 use crossrail_types::{EndpointId, Log, OpId, Reason};
 
-pub(crate) use self::bulk_lane::{BulkLane, READABLE, WRITABLE};
+pub(crate) use self::bulk_lane::{BulkLane, Flag, READABLE, WRITABLE};
 use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
@@ -49,6 +50,7 @@ pub(crate) use self::outcome::{Callback, gone};
 pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Collected, outcome, outcome_then, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};
+use self::resting::Rounds;
 pub(crate) use self::sample::{LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submission::Submission;
 use self::tables::Tables;
@@ -78,6 +80,7 @@ pub(crate) struct Core {
     /// Connections are polled by threads of their own.
     threads: bool,
     passes: u32,
+    rounds: Rounds,
     closed: bool,
 }
 
@@ -85,7 +88,7 @@ impl Core {
     /// `threads`: connections are polled by threads of their own.
     pub(crate) fn new(log: Log, arena: Arc<Arena>, inbox: Inbox, threads: bool) -> Core {
         let data = DataPath::new(Tables::new(log, arena), GpuMemory::new(inbox));
-        Core { transfers: Transfers::new(data), threads, passes: 0, closed: false }
+        Core { transfers: Transfers::new(data), threads, passes: 0, rounds: Rounds::default(), closed: false }
     }
 
     // ---- the parts
@@ -163,7 +166,7 @@ impl Core {
     pub(crate) fn pass(&mut self, probe: bool, ask: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
         if self.passes.is_multiple_of(CLOCK_EVERY) {
-            self.timers();
+            self.tick();
         }
         let sockets = probe && (self.passes.is_multiple_of(SOCKETS_EVERY) || self.transfers.polled.sockets_only());
         // Where connections have threads of their own, those do what follows from completions: a caller that counted
@@ -230,26 +233,6 @@ impl Core {
     /// Whether a copy is in flight whose end only polling shows: one of this end's, or one that was left to a peer.
     pub(crate) fn awaits_copy(&self) -> bool {
         !self.transfers.direct.is_empty() || direct::is_lending(&self.transfers.data)
-    }
-
-    /// Reads the clock and has the protocol check for silent lanes.
-    #[inline(never)]
-    pub(crate) fn timers(&mut self) {
-        let now = self.transfers.data.tables.clock.read();
-        if self.transfers.data.gpu.has_links() {
-            for endpoint in self.transfers.data.gpu.tidy() {
-                self.transfers.pass_notes(endpoint);
-            }
-        }
-        for id in self.transfers.data.tables.peers.ids() {
-            let Some(peer) = self.transfers.data.tables.peers.get_mut(id) else { continue };
-            if peer.stranded().is_some() {
-                self.transfers.check_stranded(id, now);
-            } else if peer.is_alive() && peer.protocol.timeout().is_some_and(|at| at <= now) {
-                peer.protocol.on_timeout(now);
-                self.transfers.settle(id);
-            }
-        }
     }
 
     /// When the protocol next needs the clock.

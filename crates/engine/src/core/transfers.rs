@@ -160,6 +160,7 @@ impl Transfers {
             }
         };
         if moved {
+            polled.used = true;
             self.settle(endpoint);
             return Some(PollResult::Moved);
         }
@@ -373,7 +374,7 @@ impl Transfers {
             let protocol = &peer.protocol;
             let wanted = if full { protocol.wants_but_chunks(lane.id) } else { protocol.wants(lane.id) };
             if wanted {
-                lane.wanted.raise();
+                lane.want();
                 self.wake_ups.want_connections();
             }
         }
@@ -565,6 +566,7 @@ impl Transfers {
         socket: bool,
     ) -> bool {
         let (id, name) = (lane.id(), record.name().clone());
+        let rests = record.rests();
         self.free_ended();
         let tables = &mut self.data.tables;
         let now = tables.clock.read();
@@ -575,7 +577,7 @@ impl Transfers {
         tables.lanes.insert(id, endpoint, record);
         peer.add_lane(now, spec, None);
         peer.set_message_lane(id, &name);
-        self.polled.add(PolledLane { id, endpoint, lane, socket });
+        self.polled.add(PolledLane { id, endpoint, lane, socket, rests, used: true });
         self.settle(endpoint);
         // Whoever sleeps has not armed this lane.
         self.polled.disarm();

@@ -12,6 +12,8 @@
 //! | `WakeUps::driver` | lanes under the lock have work for the thread that sleeps on them | a direct copy begun while armed; a chunk that became ready | `Progress::after`, which wakes group 0 | worker's lock |
 //! | `WakeUps::chunk_queued` | a flush left staged chunks, which are sent when the lane is polled | `Transfers::flush` | `Transfers::settle`, which turns it into `driver` and `connections` | worker's lock |
 //! | `PolledLanes::armed` | peers send a wake-up with their next frame, because no thread polls | `arm`, before sleeping | `disarm`, by whoever polls again | worker's lock |
+//! | `WakeUps::events` | epoll is to be asked for wake-ups of resting lanes, because nobody sleeps there | `Core::tick` | a caller that asks epoll, before it does | worker's lock |
+//! | `PolledLanes::awake` | the lanes beyond it rest: their peers send a wake-up although threads poll | `rest_idle` | the wake-up's event, or the lane's use | worker's lock |
 //! | `WakeUps::polling` | callers that make progress now | `enter` | `leave`, `sleep` | worker's lock |
 //! | `WakeUps::sleeping` | callers that wait for `Progress::done` | `sleep` | `wake` | worker's lock |
 //! | `WakeUps::observers` | callers that wait for something other than the end of an operation | `Progress::observe_until` | the same, at its end | worker's lock |
@@ -19,6 +21,7 @@
 //! | `BulkLane::wanted` | the protocol has something for this connection | `Transfers::notify_connections`, staging | the thread that polls it | atomic |
 //! | `BulkLane::dead` | the connection is to be dropped | `kill`, `take_for_dead` | never; the connection is removed | atomic |
 //! | `BulkLane::readiness` | epoll has reported its socket | whoever collects events | the thread that polls it | atomic |
+//! | `Group::pending` | one of the three is up for a connection of the group | whoever raises that one, after it | the thread that polls the group, before it checks those | atomic |
 //! | `Group::asleep` | the thread of the group sleeps, or is about to | `about_to_sleep`, before its last check for work | the same thread, awake again | atomic, sequentially consistent |
 //! | `Inbox::up` | stagers have left completions | the stager's thread | the next pass, or the stager itself if it gets the lock | atomic |
 //! | `EventsFd::wanted` | the user has asked for the event descriptor | `fd` | never | atomic |
@@ -32,6 +35,7 @@
 pub(crate) struct WakeUps {
     connections: bool,
     driver: bool,
+    events: bool,
     chunk_queued: bool,
     polling: u32,
     sleeping: u32,
@@ -60,6 +64,17 @@ impl WakeUps {
     /// Whether connections have work, and whether the driver has. Clears both.
     pub(crate) fn take(&mut self) -> (bool, bool) {
         (std::mem::take(&mut self.connections), std::mem::take(&mut self.driver))
+    }
+
+    /// Epoll is to be asked for wake-ups of resting lanes.
+    pub(super) fn want_events(&mut self) {
+        self.events = true;
+    }
+
+    /// Whether the caller is to ask epoll.
+    #[inline]
+    pub(crate) fn take_events(&mut self) -> bool {
+        std::mem::take(&mut self.events)
     }
 
     /// A flush left staged chunks, to be sent when the lane is polled.

@@ -78,20 +78,24 @@ impl Group {
     /// Polls every connection that has work. Whether anything moved.
     pub(crate) fn pump(&self, shared: &Progress) -> bool {
         let mut moved = false;
+        // One test for all: mostly there is nothing, and there may be many.
+        if !self.pending.take() {
+            return false;
+        }
         for lane in self.snapshot().iter() {
-            if lane.dead.is_up() {
+            if lane.is_dead() {
                 self.bury(shared, lane);
                 moved = true;
                 continue;
             }
             let readiness = lane.take_ready();
-            if readiness == 0 && !lane.wanted.take() {
+            if readiness == 0 && !lane.take_wanted() {
                 continue;
             }
             let Some(mut held) = lane.lane.try_lock() else {
                 // Another thread polls it, and may have checked before this work was left: leave it for the next pump.
                 lane.set_ready(readiness);
-                lane.wanted.raise();
+                lane.want();
                 continue;
             };
             let Some(inner) = held.as_mut() else { continue };
@@ -107,7 +111,7 @@ impl Group {
             match polled {
                 Ok(false) => {}
                 Ok(true) => {
-                    lane.wanted.raise();
+                    lane.want();
                     moved = true;
                 }
                 Err(error) => {

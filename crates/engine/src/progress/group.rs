@@ -10,7 +10,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::RwLock;
 
-use crate::core::{BulkLane, READABLE, WRITABLE};
+use crate::core::{BulkLane, Flag, READABLE, WRITABLE};
 
 /// What an epoll event is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,10 @@ pub(crate) struct Group {
     epoll: Epoll,
     wake: EventFd,
     asleep: AtomicBool,
+    /// By id.
     lanes: RwLock<Arc<Vec<Arc<BulkLane>>>>,
+    /// One of the lanes must be polled.
+    pub(super) pending: Arc<Flag>,
     count: AtomicUsize,
 }
 
@@ -67,7 +70,14 @@ impl Group {
         epoll
             .add(&wake, EpollEvent::new(EpollFlags::EPOLLIN, About::Wake.to_data()))
             .map_err(|error| fail("epoll_ctl", error))?;
-        Ok(Group { epoll, wake, asleep: AtomicBool::new(false), lanes: RwLock::default(), count: AtomicUsize::new(0) })
+        Ok(Group {
+            epoll,
+            wake,
+            asleep: AtomicBool::new(false),
+            lanes: RwLock::default(),
+            pending: Arc::default(),
+            count: AtomicUsize::new(0),
+        })
     }
 
     /// Whether it has connections.
@@ -93,10 +103,12 @@ impl Group {
         }
         let mut lanes = self.lanes.write();
         let mut more = Vec::clone(&lanes);
-        more.push(lane);
+        let at = more.partition_point(|known| known.id < lane.id);
+        more.insert(at, Arc::clone(&lane));
         self.count.store(more.len(), Ordering::Relaxed);
         *lanes = Arc::new(more);
         drop(lanes);
+        lane.join(&self.pending);
         self.wake();
         Ok(())
     }
@@ -155,12 +167,12 @@ impl Group {
                     let _ = self.wake.read();
                 }
                 About::Wake => {}
-                About::Lane(id) if lanes.iter().any(|lane| lane.id == id) => {
-                    let bits = if readable { READABLE } else { 0 } | if writable { WRITABLE } else { 0 };
-                    if let Some(lane) = lanes.iter().find(|lane| lane.id == id) {
-                        lane.set_ready(bits);
+                About::Lane(id) => match lanes.binary_search_by_key(&id, |lane| lane.id) {
+                    Ok(at) => {
+                        lanes[at].set_ready(if readable { READABLE } else { 0 } | if writable { WRITABLE } else { 0 });
                     }
-                }
+                    Err(_) => other(SocketEvent { about, readable, writable }),
+                },
                 _ => other(SocketEvent { about, readable, writable }),
             }
         }
@@ -179,6 +191,6 @@ impl Group {
 
     /// Whether a connection has work and was not polled since.
     pub(crate) fn pending(&self) -> bool {
-        self.snapshot().iter().any(|lane| lane.is_pending())
+        self.pending.is_up()
     }
 }

@@ -241,7 +241,7 @@ impl Progress {
     pub(crate) fn step(&self) -> bool {
         let mut core = self.core.lock();
         let mut moved = core.pass(true, false);
-        core.timers();
+        core.tick();
         core.wake_ups().count_pass();
         // Otherwise the background thread does it.
         let due = !self.has_background && self.sight.is_due(&core);
@@ -269,7 +269,10 @@ impl Progress {
             About::Wake => {}
             About::Lane(id) => {
                 let mut core = self.core.lock();
-                core.transfers().polled().ready(id, ready.readable, ready.writable);
+                if core.transfers().polled().ready(id, ready.readable, ready.writable) {
+                    core.wake_ups().want_driver();
+                }
+                self.after(core);
             }
             About::Session(endpoint) if ready.readable => {
                 self.with_sessions(|sessions| sessions.control_readable(endpoint))

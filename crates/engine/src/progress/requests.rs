@@ -24,7 +24,8 @@ impl Progress {
             let from = core.operations().op(id).and_then(|op| op.endpoint());
             if kind.awaits_peer() || !core.receive_short(from, 0) || !core.operations().is_done(id) {
                 core.pass(true, kind.awaits_peer());
-                if self.connections.driven().has_lanes() && !core.operations().is_done(id) {
+                let more = self.connections.driven().has_lanes() && !core.operations().is_done(id);
+                if core.wake_ups().take_events() || more {
                     self.after(core);
                     self.poll_sockets(Some(Duration::ZERO));
                     core = self.core.lock();

@@ -85,7 +85,11 @@ impl Progress {
     #[inline]
     fn leave(&self, mut core: MutexGuard<'_, Core>) {
         let needed = core.wake_ups().leave();
+        let asked = core.wake_ups().take_events();
         self.after(core);
+        if asked {
+            self.poll_sockets(Some(Duration::ZERO));
+        }
         if needed {
             self.hand_over();
         }
@@ -139,9 +143,9 @@ impl<'a> Wait<'a> {
                 return Some(found);
             }
             let group = progress.connections.driven();
-            if (moved || core.wake_ups().wants_connections() || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1)
-                && (group.has_lanes() || core.wake_ups().wants_connections())
-            {
+            let asked = core.wake_ups().take_events();
+            let turn = moved || core.wake_ups().wants_connections() || self.idle % EPOLL_EVERY == EPOLL_EVERY - 1;
+            if asked || turn && (group.has_lanes() || core.wake_ups().wants_connections()) {
                 progress.after(core);
                 moved |= progress.poll_sockets(Some(Duration::ZERO));
                 core = progress.core.lock();

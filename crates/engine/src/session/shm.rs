@@ -125,7 +125,7 @@ fn attach(
     }
     let choice = Choice { small: "shm".to_owned(), large, rows };
     let endpoint = sessions.add_endpoint(&Shm, &peer.name, Some(&peer), choice, refused)?;
-    let record = LaneRecord::of(&lane, "shm", eager).mapped_from(mapped);
+    let record = LaneRecord::of(&lane, "shm", eager).mapped_from(mapped).resting();
     sessions.add_polled_lane(endpoint, Box::new(lane), record, true)?;
     Ok(endpoint)
 }

@@ -393,6 +393,8 @@ fn add_lane(
 ) -> Result<()> {
     let record = LaneRecord::of(&*lane, Carrier::of(name.channel).name(), EAGER_LIMIT);
     let record = record.on_rail((name.rail, name.channel), interface).over_socket();
+    // UCX makes progress only while it is polled.
+    let record = if Carrier::of(name.channel) == Carrier::Sockets { record.resting() } else { record };
     let earlier = match sessions.control.is_initiator(endpoint) {
         true => sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel)),
         false => Vec::new(),

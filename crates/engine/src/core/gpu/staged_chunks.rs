@@ -376,7 +376,7 @@ impl StagedChunks {
 
     fn wake_lane(&mut self, tables: &Tables, endpoint: EndpointId, lane: LaneId) {
         match tables.peers.get(endpoint).and_then(|peer| peer.bulk_lane(lane)) {
-            Some(bulk) => bulk.wanted.raise(),
+            Some(bulk) => bulk.want(),
             None => self.polled_lane_ready = true,
         }
     }
