@@ -296,10 +296,9 @@ def judge(told: dict[int, Told], dead: set[int]) -> list[str]:
             if other not in dead or not text.startswith("PeerDeadError"):
                 errors.append(f"rank {rank} with rank {other}: {text}")
         for other, count in one.sent.items():
-            if other not in dead and told[other].received.get(rank) != count:
-                errors.append(
-                    f"rank {rank} has sent {count} messages, rank {other} has {told[other].received.get(rank)}"
-                )
+            got = getattr(told.get(other), "received", {}).get(rank)
+            if other not in dead and got != count:
+                errors.append(f"rank {rank} has sent {count} messages, rank {other} has received {got}")
         if one.experts_error and not dead:
             errors.append(f"rank {rank}, though nobody was killed: {one.experts_error}")
         if not set(one.masked) <= dead:
