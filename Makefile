@@ -136,7 +136,7 @@ soak: rust
 models: rust
 	$(call say,models: shared memory in every order that the memory model allows)
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom CARGO_PROFILE_TEST_OPT_LEVEL=2 \
-		cargo test --quiet --locked --package crossrail-shm --lib models
+		cargo test --quiet --locked --package crossrail-shm --package crossrail-transport --lib models
 
 # DENY="bans licenses sources" where github.com, which has the database of advisories, cannot be reached.
 DENY ?= advisories bans licenses sources

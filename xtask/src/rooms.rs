@@ -57,7 +57,7 @@ pub(crate) const ROOMS: &[Room] = &[
     ),
     Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["sight", "handshake", "types"]) },
     room("ep", "crossrail-ep", &["engine", "control", "types"]),
-    room("ep-host", "crossrail-ep-host", &["sight", "engine", "control", "ep", "types"]),
+    room("ep-host", "crossrail-ep-host", &["sight", "transport", "engine", "control", "ep", "types"]),
     room("ep-cuda", "crossrail-ep-cuda", &["sight", "engine", "control", "ep", "emulator", "kernels", "cuda", "types"]),
     Room { outside: Some(&[]), forbids_unsafe: true, ..room("nccl-abi", "crossrail-nccl-abi", &[]) },
     room("nccl-driver", "crossrail-nccl-driver", &["nccl-abi", "types"]),

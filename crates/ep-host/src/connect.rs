@@ -1,7 +1,6 @@
 //! Connecting and disconnecting ranks.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossrail::{Mapped, RegionKey, Shared};
@@ -71,7 +70,7 @@ impl LocalRank {
     /// Clears the control words of an earlier connection, and makes the hello for a new one.
     fn hello(&self, view: &mut GroupView, connection: &Connection) -> Result<Hello> {
         for word in self.own.heap.words(&self.own.areas, connection.rank as usize).0.iter().flatten() {
-            word.store(0, Ordering::Release);
+            word.announce(0);
         }
         view.generation += 1;
         let shared =

@@ -14,9 +14,10 @@
 #![allow(unsafe_code)]
 
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::AtomicU32;
 
 use crossrail_ep::{Config, Layout};
+use crossrail_transport::Word;
 use crossrail_types::{Error, ErrorKind};
 
 /// Bytes of a header's text.
@@ -35,7 +36,7 @@ pub(crate) struct Doorbell {
 /// The messages of one peer: the sequence number of the last of each [`Message`](crate::peer::Message), by the parity of
 /// its operation, since two may be in flight. All zeros when the two connect.
 #[repr(C, align(128))]
-pub(crate) struct ControlWords(pub(crate) [[AtomicU64; 2]; MESSAGES]);
+pub(crate) struct ControlWords(pub(crate) [[Word; 2]; MESSAGES]);
 
 /// Kinds of messages.
 pub(crate) const MESSAGES: usize = 8;
@@ -303,7 +304,7 @@ impl Heap {
 
     pub(crate) fn words(&self, areas: &Areas, peer: usize) -> &ControlWords {
         debug_assert!(peer < areas.ranks);
-        // SAFETY: inside the heap and aligned (areas); ControlWords consists of atomics.
+        // SAFETY: inside the heap and aligned (areas); ControlWords consists of words.
         unsafe { &*self.at(areas.words(peer)).cast::<ControlWords>() }
     }
 }

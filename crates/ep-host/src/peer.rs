@@ -1,10 +1,10 @@
 //! Another rank: how to write to it, and what it has written here.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail::{Endpoint, Mapped, Memory, Region, RegionKey, Request};
+use crossrail_transport::Word;
 use crossrail_types::Result;
 
 use crate::doorbell::ring;
@@ -58,13 +58,13 @@ impl Message {
     }
 
     /// Its control word in the receiver's heap.
-    pub(crate) fn word(self, words: &ControlWords, parity: usize) -> &AtomicU64 {
+    pub(crate) fn word(self, words: &ControlWords, parity: usize) -> &Word {
         &words.0[self as usize][parity]
     }
 
     /// The word's place within [`ControlWords`].
     fn offset(self, parity: usize) -> usize {
-        size_of::<AtomicU64>() * (2 * self as usize + parity)
+        size_of::<Word>() * (2 * self as usize + parity)
     }
 }
 
@@ -251,9 +251,9 @@ impl Peer {
     /// Writes a message's control word in the peer's heap.
     pub(crate) fn set_word(&mut self, own: &OwnHeap, parity: usize, message: Message, value: u64) {
         match &mut self.access {
-            Access::Myself => message.word(own.heap.words(&own.areas, own.me), parity).store(value, Ordering::Release),
+            Access::Myself => message.word(own.heap.words(&own.areas, own.me), parity).announce(value),
             Access::Mapped { heap, .. } => {
-                message.word(heap.words(&own.areas, own.me), parity).store(value, Ordering::Release);
+                message.word(heap.words(&own.areas, own.me), parity).announce(value);
                 ring(heap.doorbell());
             }
             Access::Network(network) => {
@@ -341,7 +341,7 @@ impl Peer {
     /// Whether the expected message has arrived.
     pub(crate) fn has_arrived(&mut self, own: &OwnHeap, expected: Expected) -> bool {
         let Expected { message, parity, number, .. } = expected;
-        let word = message.word(own.heap.words(&own.areas, self.rank), parity).load(Ordering::Acquire);
+        let word = message.word(own.heap.words(&own.areas, self.rank), parity).observe();
         match message {
             Message::Grant => return word >> 32 == tag(number),
             Message::DispatchReleased => return word.max(self.floor[0]) >= number,
@@ -396,7 +396,7 @@ impl Peer {
     /// Number of the last operation of this parity with which the peer sent the message.
     fn last_operation(&self, own: &OwnHeap, message: Message, parity: usize) -> u64 {
         let areas = &own.areas;
-        let word = || message.word(own.heap.words(areas, self.rank), parity).load(Ordering::Acquire);
+        let word = || message.word(own.heap.words(areas, self.rank), parity).observe();
         let Access::Network(network) = &self.access else { return word() };
         let (kind, at) = match message {
             Message::Meta => (META, areas.slot(parity, self.rank)),
@@ -420,7 +420,7 @@ impl Peer {
                 let header = unsafe { own.heap.at(at).cast::<Header>().read_volatile() };
                 header.operation >= number && network.count(ROWS + parity) >= header.writes
             }
-            _ => Message::Rows.word(own.heap.words(&own.areas, self.rank), parity).load(Ordering::Acquire) >= number,
+            _ => Message::Rows.word(own.heap.words(&own.areas, self.rank), parity).observe() >= number,
         }
     }
 

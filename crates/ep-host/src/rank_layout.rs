@@ -1,7 +1,6 @@
 //! The rank layout: the receiver grants each source a place among its rows, and the source writes there.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossrail_ep::Layout;
@@ -127,7 +126,7 @@ impl Batch {
         let areas = &local.own.areas;
         let most = local.config.ranks as usize * local.config.max_tokens;
         let words = local.own.heap.words(areas, rank);
-        let base = Message::Grant.word(words, parity).load(Ordering::Acquire) as u32 as usize;
+        let base = Message::Grant.word(words, parity).observe() as u32 as usize;
         let rows = sent.to[rank].tokens.len();
         if base + rows > most {
             let text = format!("rank {rank} granted row {base} of {most} for {rows} rows");

@@ -17,9 +17,13 @@ pub mod conformance;
 mod grant;
 mod lane;
 pub mod loopback;
+#[cfg(all(test, loom))]
+mod models;
+mod word;
 
 pub use grant::{Grant, GrantUse};
 pub use lane::{
     Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed,
     Payload, Place, Post, Sink, Step, Tx, Window,
 };
+pub use word::Word;

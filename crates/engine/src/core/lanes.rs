@@ -2,10 +2,9 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossrail_proto as proto;
-use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneStats, Payload, Tx};
+use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneStats, Payload, Tx, Word};
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
@@ -300,7 +299,7 @@ impl LaneRecord {
         if let Some(_permit) = grant.enter() {
             // SAFETY: eight aligned bytes of memory that the grant keeps (see `DataPath::place`); atomic, since its owner
             // polls them from other threads.
-            unsafe { AtomicU64::from_ptr(target as *mut u64) }.store(*self.word, Ordering::Release);
+            unsafe { Word::at(target as *mut u64) }.announce(*self.word);
         }
     }
 
@@ -525,6 +524,8 @@ impl PolledLanes {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
     use super::*;
 
     #[test]
