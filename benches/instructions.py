@@ -55,7 +55,10 @@ def count_beside(program: Path, transport: str, size: int, idle: int) -> float:
     """Instructions of one round trip of ``size`` bytes while one end has ``idle`` other endpoints."""
     command = [_valgrind(), "--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"]
     command += ["--toggle-collect=hotpath::rounds*", str(program), str(FEW), transport, str(size), str(idle)]
-    return _collected(command, {"CROSSRAIL_PAGES": "off"}) / FEW
+    counted = _collected(command, {"CROSSRAIL_PAGES": "off"}) / FEW
+    if counted < 1:
+        raise RuntimeError(f"callgrind found no function hotpath::rounds in {program}")
+    return counted
 
 
 def _total(program: Path, trips: int, transport: str, scratch: Path, pages: str) -> int:
