@@ -190,9 +190,10 @@ class Rank:
 
     def control(self) -> None:
         """Publishes numbers and reads those of the others, which never decrease."""
-        group, seen, number = self.me.group, [0] * self.size, 0
-        while number == 0 or not self._over():
-            number += 1
+        group, seen, number, first = self.me.group, [0] * self.size, self.me.keep.get("turn", 0), True
+        while first or not self._over():
+            first = False
+            self.me.keep["turn"] = number = number + 1
             try:
                 self.bounded("publish", lambda: group.publish("turn", struct.pack("<Q", number)))  # noqa: B023
                 values = self.bounded("collect", lambda: group.collect("turn", timeout=self.limit))
@@ -248,12 +249,12 @@ def together(me: Me, case: Case, seconds: float, limit: float, times: int, pace:
 @task
 def settle(me: Me, ranks: list[int], timeout: float) -> None:
     """After all faults: the store is back, and those who live meet once more."""
-    me.group.wait_members(ranks, timeout)
-    me.group.barrier("settled", ranks, timeout)
     deadline = time.monotonic() + timeout
     while (error := me.group.control_error) is not None:
         assert time.monotonic() < deadline, error
         time.sleep(0.02)  # the group looks for its store in intervals, and tells nobody when it is back
+    me.group.wait_members(ranks, timeout)
+    me.group.barrier("settled", ranks, timeout)
 
 
 @task
