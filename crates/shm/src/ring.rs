@@ -58,7 +58,7 @@ impl Producer {
     pub(crate) fn new(control: &Arc<Control>, side: usize) -> Option<Producer> {
         let fixed = control.fixed();
         Some(Producer {
-            slots: NonNull::from(&fixed.slots[side][0]),
+            slots: NonNull::from(&fixed.slots[side]).cast(),
             bytes: NonNull::new(control.bytes(side))?,
             consumed: NonNull::from(&fixed.consumed[side].0),
             ring: control.ring() as u64,
@@ -265,7 +265,7 @@ impl Consumer {
     pub(crate) fn new(control: &Arc<Control>, side: usize) -> Option<Consumer> {
         let fixed = control.fixed();
         Some(Consumer {
-            slots: NonNull::from(&fixed.slots[side][0]),
+            slots: NonNull::from(&fixed.slots[side]).cast(),
             bytes: NonNull::new(control.bytes(side))?,
             consumed: NonNull::from(&fixed.consumed[side].0),
             ring: control.ring() as u64,
