@@ -165,7 +165,8 @@ class Wreck:
             case "slow":
                 self._shape(side, nic, *SLOW)
             case "mtu":
-                self._run(side, "ip", "link", "set", nic, "mtu", "900")
+                # Below 1280 a device loses IPv6 and its addresses for good.
+                self._run(side, "ip", "link", "set", nic, "mtu", "900" if bed.ipv4 else "1280")
             case "address":
                 self._run(side, "ip", "addr", "del", self._with_prefix(side, nic)[0], "dev", nic)
             case "route":
