@@ -19,7 +19,7 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos soak test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models deny fuzz pins rust wheels check-aarch64 fmt clean
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models miri deny fuzz pins rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
@@ -32,6 +32,7 @@ help:
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
+	@echo "make miri     the protocol and the rings of shared memory in an interpreter that finds undefined behaviour"
 	@echo "make deny     licenses, sources, duplicates and advisories of all packages (cargo-deny)"
 	@echo "make test-gpu what needs a GPU"
 	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
@@ -137,6 +138,18 @@ models: rust
 	$(call say,models: shared memory in every order that the memory model allows)
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom CARGO_PROFILE_TEST_OPT_LEVEL=2 \
 		cargo test --quiet --locked --package crossrail-shm --package crossrail-transport --lib models
+
+# A pinned nightly compiler: the release's has no interpreter. Of the rings, one mapping that both ends share, and the tests
+# that an interpreter finishes in minutes.
+NIGHTLY ?= nightly-2026-05-20
+MIRI = CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/miri CARGO_PROFILE_TEST_OPT_LEVEL=0 MIRIFLAGS=-Zmiri-disable-isolation \
+	cargo +$(NIGHTLY) miri test --quiet --locked
+
+miri: rust
+	$(call say,miri: undefined behaviour)
+	rustup --quiet toolchain install $(NIGHTLY) --profile minimal --component rust-src --component miri
+	$(MIRI) --package crossrail-proto --lib
+	$(MIRI) --package crossrail-shm --lib -- ring::tests::a_ ring::tests::every_
 
 # DENY="bans licenses sources" where github.com, which has the database of advisories, cannot be reached.
 DENY ?= advisories bans licenses sources

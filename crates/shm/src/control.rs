@@ -7,8 +7,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use crate::atomics::AtomicU64;
 use crate::memory::{Mapping, sealed_memfd, verified_size};
 
-/// Slots per direction. A model has few, so that they are used again soon.
-pub(crate) const SLOTS: usize = if cfg!(loom) { 2 } else { 1024 };
+/// Slots per direction. A model has few, so that they are used again soon; so has what an interpreter runs.
+pub(crate) const SLOTS: usize = if cfg!(loom) {
+    2
+} else if cfg!(miri) {
+    64
+} else {
+    1024
+};
 /// Payload bytes that fit into a slot.
 pub(crate) const INLINE: usize = 24;
 /// Cursors of direct copies per side.

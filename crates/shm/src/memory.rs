@@ -33,6 +33,10 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps the first `len` bytes of `fd`.
     pub(crate) fn new(fd: BorrowedFd<'_>, len: usize) -> io::Result<Mapping> {
+        if cfg!(miri) {
+            // Miri has neither memfds nor shared mappings; the ends that it runs share one mapping.
+            return Mapping::private(len);
+        }
         let size = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
         let ptr = unsafe { mmap(None, size, ACCESS, MapFlags::MAP_SHARED, fd, 0) }?;
@@ -76,6 +80,9 @@ impl Drop for Mapping {
 
 /// A zeroed memfd of `len` bytes that can neither shrink nor grow.
 pub(crate) fn sealed_memfd(name: &str, len: usize) -> io::Result<OwnedFd> {
+    if cfg!(miri) {
+        return Ok(std::fs::File::open("/dev/zero")?.into());
+    }
     let size = i64::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::ENOMEM))?;
     let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     nix::unistd::ftruncate(&fd, size)?;
