@@ -1,15 +1,15 @@
 //! Measures a single TCP lane over loopback between two processes, without the engine.
 //!
-//! `cargo run --release -p crossrail-tcp --example raw_lane -- [copy|reference] [spin|sleep] [CHUNK_KIB]` prints the
+//! `cargo run --release -p crossrail-tcp --example raw_lane -- [copy|reference|checked] [spin|sleep] [CHUNK_KIB]` prints the
 //! one-way latency of 8 bytes, the rate of 64 MiB in frames of CHUNK_KIB (2048), and the CPU time per GB at each end.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crossrail_tcp::{Binding, Options, TcpLane, dial, listen};
+use crossrail_tcp::{Binding, CheckedLane, Options, TcpLane, describe, dial, listen};
 use crossrail_transport::{Lane, LaneError, Payload, Place, Post, Sink, Tx};
 use crossrail_types::{Head, LaneId};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
@@ -50,18 +50,26 @@ impl Sink for Buffers {
 }
 
 struct End {
-    lane: TcpLane,
+    lane: Box<dyn Lane>,
+    /// The lane's connection.
+    stream: TcpStream,
     buffers: Buffers,
     spin: bool,
     epoll: Epoll,
 }
 
 impl End {
-    fn new(lane: TcpLane, buffers: Buffers, spin: bool) -> nix::Result<End> {
+    fn new(stream: TcpStream, mode: &str, buffers: Buffers, spin: bool) -> Result<End, Box<dyn std::error::Error>> {
+        let options = Options { zero_copy: mode == "reference", ..Options::default() };
+        let (own, name) = (stream.try_clone()?, "tcp".to_owned());
+        let lane: Box<dyn Lane> = match mode {
+            "checked" => Box::new(CheckedLane::checked(stream, LaneId(1), name, &options)?),
+            _ => Box::new(TcpLane::new(stream, LaneId(1), name, &options)?),
+        };
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let flags = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
-        epoll.add(lane.stream().as_fd(), EpollEvent::new(flags, 0))?;
-        Ok(End { lane, buffers, spin, epoll })
+        epoll.add(own.as_fd(), EpollEvent::new(flags, 0))?;
+        Ok(End { lane, stream: own, buffers, spin, epoll })
     }
 
     fn frame(&self, seq: usize, len: usize) -> Tx {
@@ -143,7 +151,7 @@ fn play(mut end: End, opens: bool, label: &str) -> Result<(), LaneError> {
         let average = gigabytes / start.elapsed().as_secs_f64();
         println!("{label}: 64 MiB {average:.2} GB/s, best {:.2} GB/s", TOTAL as f64 / 1e9 / best);
     }
-    println!("{label}: {side} {per_gb:.0} ms of CPU per GB, {:?}", end.lane.info());
+    println!("{label}: {side} {per_gb:.0} ms of CPU per GB, {:?}", describe(&end.stream));
     Ok(())
 }
 
@@ -152,15 +160,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let address = arguments.iter().position(|word| word.starts_with("peer=")).map(|at| arguments.remove(at));
     let word = |at: usize, fallback: &str| arguments.get(at).cloned().unwrap_or(fallback.into());
     let (mode, waiting, chunk) = (word(0, "reference"), word(1, "spin"), word(2, "2048").parse::<usize>()? << 10);
-    let options = Options { zero_copy: mode == "reference", ..Options::default() };
     let label = format!("{mode} {waiting} {} KiB", chunk >> 10);
     let buffers = Buffers { queue: VecDeque::new(), memory: vec![1; TOTAL], chunk, placed: 0 };
     let binding = Binding { device: None, address: [127, 0, 0, 1].into() };
     let deadline = Instant::now() + Duration::from_secs(5);
     if let Some(address) = address {
         let to: SocketAddr = address.trim_start_matches("peer=").parse()?;
-        let lane = TcpLane::new(dial(Some(&binding), to, deadline)?, LaneId(1), "tcp".into(), &options)?;
-        play(End::new(lane, buffers, waiting == "spin")?, true, &label)?;
+        let stream = dial(Some(&binding), to, deadline)?;
+        play(End::new(stream, &mode, buffers, waiting == "spin")?, true, &label)?;
         return Ok(());
     }
     let listener = listen(&binding, 0)?;
@@ -170,8 +177,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .stdin(Stdio::null())
         .spawn()?;
     let (stream, _) = listener.accept()?;
-    let lane = TcpLane::new(stream, LaneId(2), "tcp".into(), &options)?;
-    play(End::new(lane, buffers, waiting == "spin")?, false, &label)?;
+    play(End::new(stream, &mode, buffers, waiting == "spin")?, false, &label)?;
     child.wait()?;
     Ok(())
 }

@@ -3,6 +3,8 @@
 //! [`listen`] and [`dial`] open the connections of a rail ([`Binding`]). Once both ends have authenticated each other,
 //! [`TcpLane`] carries frames over a connection, and [`LinkWatch`] reports when a device goes down or comes back.
 //!
+//! [`CheckedLane`] carries the same frames in records with checksums.
+//!
 //! # Receiving
 //!
 //! One readv reads the rest of a payload into its destination and, beyond it, the next header. With no payload in
@@ -32,11 +34,14 @@
 //! them: see [`crossrail_transport::Payload`]. splice(2) has no flag to suppress SIGPIPE. The Rust and Python runtimes
 //! ignore that signal; a host program in another language must do so too, or set [`Options::zero_copy`] to false.
 
+mod checked;
 pub mod devmem;
 mod fault;
 mod info;
 mod lane;
 mod pipe;
+mod record;
+mod room;
 mod rx;
 mod socket;
 mod sys;
@@ -44,6 +49,6 @@ mod tx;
 mod watch;
 
 pub use info::{TcpInfo, describe};
-pub use lane::TcpLane;
+pub use lane::{CheckedLane, SocketLane, TcpLane};
 pub use socket::{Binding, Options, dial, listen};
 pub use watch::{LinkChange, LinkWatch};

@@ -95,10 +95,102 @@ impl Body {
     }
 }
 
+/// What is being received, and how much has been.
+#[derive(Debug, Default)]
+pub(crate) struct Frames {
+    body: Option<Body>,
+    /// The sink has no destination yet for the frame whose header is next.
+    pub(crate) waits: bool,
+    /// Bytes of headers and payloads consumed.
+    pub(crate) bytes: u64,
+}
+
+impl Frames {
+    /// Delivers the frames in `input` until `until` bytes have been consumed in all. Returns how many of it were
+    /// consumed, and whether any progress was made; what is left is less than a header, or the sink has to wait.
+    #[inline(always)]
+    pub(crate) fn deliver(
+        &mut self,
+        input: &[u8],
+        (lane, max): (LaneId, usize),
+        sink: &mut dyn Sink,
+        until: u64,
+    ) -> Result<(usize, bool), LaneError> {
+        let mut start = 0;
+        let mut moved = false;
+        loop {
+            let body = match &mut self.body {
+                Some(body) => body,
+                None => {
+                    let Some(bytes) = input[start..].first_chunk::<HEAD_LEN>() else { break };
+                    if self.bytes >= until {
+                        break;
+                    }
+                    let head = Head(*bytes);
+                    let payload = head.payload_len() as usize;
+                    if payload > max {
+                        let why = format!("a frame of {payload} bytes exceeds the agreed maximum of {max}");
+                        return Err(LaneError::Protocol(why));
+                    }
+                    let body = Body::new(sink.place(lane, &head), payload)?;
+                    self.waits = body.is_none();
+                    let Some(body) = body else { break };
+                    start += HEAD_LEN;
+                    self.bytes += HEAD_LEN as u64;
+                    moved = true;
+                    self.body.insert(body)
+                }
+            };
+            let used = body.absorb(&input[start..]);
+            start += used;
+            self.bytes += used as u64;
+            moved |= used > 0;
+            if body.into + body.discard > 0 {
+                break;
+            }
+            if let Some(token) = self.body.take().and_then(Body::finish) {
+                sink.placed(lane, token);
+            }
+        }
+        Ok((start, moved))
+    }
+
+    /// Whether a payload is incomplete.
+    pub(crate) fn is_inside(&self) -> bool {
+        self.body.is_some()
+    }
+}
+
+/// Where received bytes pass through on their way to their destinations.
+pub trait Intake: Send {
+    /// Delivers what has been read, about until `until` bytes have been consumed. Whether any progress was made.
+    ///
+    /// # Errors
+    /// `Protocol` and `Corrupt`: what was read can't be delivered.
+    fn deliver(&mut self, lane: (LaneId, usize), sink: &mut dyn Sink, until: u64) -> Result<bool, LaneError>;
+    /// Reads once from the socket, about `budget` bytes.
+    ///
+    /// # Errors
+    /// Those of the system call.
+    fn read(&mut self, fd: RawFd, budget: usize) -> io::Result<Read>;
+    /// Bytes consumed.
+    fn bytes(&self) -> u64;
+    /// Whether the sink has no destination yet for the next frame.
+    fn waits(&self) -> bool;
+    /// Whether there is work that needs no system call.
+    fn has_work(&self) -> bool;
+    /// Whether a frame has come in part.
+    fn is_inside(&self) -> bool;
+}
+
 /// The outcome of a read.
-enum Read {
+#[derive(Clone, Copy, Debug)]
+pub enum Read {
     /// Data was read; `short`: less than requested, so the socket is empty.
-    Some { short: bool },
+    Some {
+        /// Less came than was asked for.
+        short: bool,
+    },
     /// The socket is empty.
     Dry,
     /// The peer has closed its end.
@@ -107,42 +199,22 @@ enum Read {
 
 /// The receiving half of a lane.
 #[derive(Debug)]
-pub(crate) struct Receiver {
-    input: Box<[u8]>,
-    start: usize,
-    end: usize,
-    body: Option<Body>,
-    /// The sink has no destination yet for the frame whose header is next in the input buffer.
-    pub(crate) waits: bool,
+pub(crate) struct Receiver<I> {
+    pub(crate) intake: I,
     /// The error that ended the stream. Reported after everything received before it.
     ended: Option<LaneError>,
     /// The socket may have data: epoll reported it readable, and no read has found it empty since.
     pub(crate) readable: bool,
-    /// Bytes of headers and payloads consumed.
-    pub(crate) bytes: u64,
 }
 
-impl Receiver {
-    pub(crate) fn new() -> Receiver {
-        Receiver {
-            input: vec![0; INPUT].into_boxed_slice(),
-            start: 0,
-            end: 0,
-            body: None,
-            waits: false,
-            ended: None,
-            readable: true,
-            bytes: 0,
-        }
+impl<I: Intake> Receiver<I> {
+    pub(crate) fn new(intake: I) -> Receiver<I> {
+        Receiver { intake, ended: None, readable: true }
     }
 
     /// Whether there is work that needs no system call.
     pub(crate) fn has_work(&self) -> bool {
-        if self.ended.is_some() {
-            return true;
-        }
-        let buffered = self.end - self.start;
-        if self.body.is_some() { buffered > 0 } else { buffered >= HEAD_LEN }
+        self.ended.is_some() || self.intake.has_work()
     }
 
     /// Delivers received data, about `budget` bytes. Returns whether any progress was made.
@@ -154,14 +226,14 @@ impl Receiver {
         budget: usize,
         probe: bool,
     ) -> Result<bool, LaneError> {
-        let until = self.bytes.saturating_add(budget as u64);
+        let until = self.intake.bytes().saturating_add(budget as u64);
         let mut moved = false;
         loop {
-            moved |= self.deliver(lane, sink, until)?;
-            if self.bytes >= until {
+            moved |= self.intake.deliver(lane, sink, until)?;
+            if self.intake.bytes() >= until {
                 return Ok(true);
             }
-            if self.waits {
+            if self.intake.waits() {
                 return Ok(moved);
             }
             if let Some(error) = &self.ended {
@@ -170,8 +242,8 @@ impl Receiver {
             if !self.readable && (!probe || moved) {
                 return Ok(moved);
             }
-            let left = usize::try_from(until - self.bytes).unwrap_or(usize::MAX);
-            let read = match self.read(fd, left) {
+            let left = usize::try_from(until - self.intake.bytes()).unwrap_or(usize::MAX);
+            let read = match self.intake.read(fd, left) {
                 Ok(Read::End) => Err(self.closed()),
                 Err(error) => Err(fault("recv", &error)),
                 Ok(read) => Ok(read),
@@ -180,7 +252,7 @@ impl Receiver {
                 Ok(Read::Some { short }) => {
                     moved = true;
                     if short && probe {
-                        self.deliver(lane, sink, until)?;
+                        self.intake.deliver(lane, sink, until)?;
                         return Ok(true);
                     }
                 }
@@ -198,64 +270,65 @@ impl Receiver {
     }
 
     fn closed(&self) -> LaneError {
-        LaneError::Closed(if self.body.is_some() || self.end > self.start {
+        LaneError::Closed(if self.intake.is_inside() {
             "the peer closed the connection inside a frame".into()
         } else {
             "the peer closed the connection".into()
         })
     }
+}
 
-    /// Delivers the contents of the input buffer.
-    fn deliver(&mut self, (lane, max): (LaneId, usize), sink: &mut dyn Sink, until: u64) -> Result<bool, LaneError> {
-        let mut moved = false;
-        loop {
-            let body = match &mut self.body {
-                Some(body) => body,
-                None => {
-                    let Some(bytes) = self.input[self.start..self.end].first_chunk::<HEAD_LEN>() else { break };
-                    if self.bytes >= until {
-                        break;
-                    }
-                    let head = Head(*bytes);
-                    let payload = head.payload_len() as usize;
-                    if payload > max {
-                        let why = format!("a frame of {payload} bytes exceeds the agreed maximum of {max}");
-                        return Err(LaneError::Protocol(why));
-                    }
-                    let body = Body::new(sink.place(lane, &head), payload)?;
-                    self.waits = body.is_none();
-                    let Some(body) = body else { break };
-                    self.start += HEAD_LEN;
-                    self.bytes += HEAD_LEN as u64;
-                    moved = true;
-                    self.body.insert(body)
-                }
-            };
-            let used = body.absorb(&self.input[self.start..self.end]);
-            self.start += used;
-            self.bytes += used as u64;
-            moved |= used > 0;
-            if body.into + body.discard > 0 {
-                break;
-            }
-            if let Some(token) = self.body.take().and_then(Body::finish) {
-                sink.placed(lane, token);
-            }
-        }
+/// Small frames pass through an input buffer, large payloads are read into place.
+#[derive(Debug)]
+pub struct Plain {
+    input: Box<[u8]>,
+    start: usize,
+    end: usize,
+    frames: Frames,
+}
+
+impl Plain {
+    pub(crate) fn new() -> Plain {
+        Plain { input: vec![0; INPUT].into_boxed_slice(), start: 0, end: 0, frames: Frames::default() }
+    }
+}
+
+impl Intake for Plain {
+    #[inline]
+    fn bytes(&self) -> u64 {
+        self.frames.bytes
+    }
+
+    #[inline]
+    fn waits(&self) -> bool {
+        self.frames.waits
+    }
+
+    fn has_work(&self) -> bool {
+        let buffered = self.end - self.start;
+        if self.frames.is_inside() { buffered > 0 } else { buffered >= HEAD_LEN }
+    }
+
+    fn is_inside(&self) -> bool {
+        self.frames.is_inside() || self.end > self.start
+    }
+
+    fn deliver(&mut self, lane: (LaneId, usize), sink: &mut dyn Sink, until: u64) -> Result<bool, LaneError> {
+        let (used, moved) = self.frames.deliver(&self.input[self.start..self.end], lane, sink, until)?;
+        self.start += used;
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         }
         Ok(moved)
     }
 
-    /// Reads once from the socket, to the destination of the next bytes.
     fn read(&mut self, fd: RawFd, budget: usize) -> io::Result<Read> {
         if self.start > 0 {
             self.input.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
         // An incomplete body has consumed the whole input buffer.
-        let (asked, got) = match &mut self.body {
+        let (asked, got) = match &mut self.frames.body {
             Some(body) if body.into > 0 => {
                 let len = body.into.min(budget.clamp(INPUT, STEP));
                 let beyond = if len < body.into || body.discard > 0 { 0 } else { BEYOND };
@@ -271,7 +344,7 @@ impl Receiver {
                 if let Ok(n) = got {
                     let placed = n.min(len);
                     body.advance(placed);
-                    self.bytes += placed as u64;
+                    self.frames.bytes += placed as u64;
                     self.end = n - placed;
                 }
                 (len, got)
@@ -280,7 +353,7 @@ impl Receiver {
                 let got = sys::recv_discard(fd, body.discard.min(budget.max(INPUT)));
                 if let Ok(n) = got {
                     body.discard -= n;
-                    self.bytes += n as u64;
+                    self.frames.bytes += n as u64;
                 }
                 (INPUT, got)
             }

@@ -11,17 +11,13 @@ use libc::iovec;
 
 use crate::fault::fault;
 use crate::pipe::Pipe;
+use crate::room::Room;
 use crate::sys;
 
 /// Payloads up to this size are copied if the kernel does not accept them at once.
 pub(crate) const COPIES_UP_TO: usize = 64 * 1024;
 /// Maximum bytes of copied frames in the queue; beyond that, `post` returns `Full`.
-const COPIES_WAITING: usize = 256 * 1024;
-/// Bytes between two checks of the link's rate.
-const ADAPT_EVERY: u64 = 1 << 20;
-/// The kernel may hold unsent bytes for half a millisecond of the link's rate, but at least `LOWAT_MIN` bytes.
-const UNSENT_TIME_DIVISOR: u64 = 2000;
-const LOWAT_MIN: usize = 64 * 1024;
+pub(crate) const COPIES_WAITING: usize = 256 * 1024;
 /// Maximum frames, and bytes of small frames, gathered for one system call.
 const BATCH_FRAMES: usize = 32;
 const BATCH_BYTES: usize = 64 * 1024;
@@ -71,25 +67,42 @@ impl Outgoing {
     }
 }
 
+/// How the sending half of a lane brings frames to the kernel.
+pub trait Outlet: Send {
+    /// The socket has become writable.
+    fn set_writable(&mut self);
+    /// Bytes of frames that the kernel has accepted.
+    fn bytes(&self) -> u64;
+    /// Whether there is work that need not wait for the socket.
+    fn has_work(&self) -> bool;
+    /// See [`crossrail_transport::Lane::post`].
+    ///
+    /// # Errors
+    /// Those of the connection.
+    fn post(&mut self, fd: RawFd, tx: &Tx) -> Result<Post, LaneError>;
+    /// Sends frames from the sink while the kernel has room, about `budget` bytes. Returns whether any were sent.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    fn poll(
+        &mut self,
+        fd: RawFd,
+        lane: LaneId,
+        sink: &mut dyn Sink,
+        budget: usize,
+        probe: bool,
+    ) -> Result<bool, LaneError>;
+}
+
 /// The sending half of a lane.
 #[derive(Debug)]
-pub(crate) struct Sender {
+pub struct Sender {
     queue: VecDeque<Outgoing>,
     /// Bytes of copied frames in `queue`.
     copies: usize,
-    /// The kernel may have room: epoll reported the socket writable, and no write has been refused since.
-    pub(crate) writable: bool,
-    /// Bytes accepted since the kernel last reported its unsent data below `lowat`.
-    since_low: usize,
-    /// TCP_NOTSENT_LOWAT: the limit on unsent bytes in the kernel.
-    lowat: usize,
-    lowat_max: usize,
-    /// Value of `bytes` at which `lowat` is next adapted to the link's rate.
-    adapt_at: u64,
+    room: Room,
     /// The pipe for sending by reference, if available.
     pipe: Option<Pipe>,
-    /// Bytes accepted by the kernel.
-    pub(crate) bytes: u64,
 }
 
 impl Sender {
@@ -97,42 +110,26 @@ impl Sender {
         Sender {
             queue: VecDeque::new(),
             copies: 0,
-            writable: true,
-            since_low: 0,
-            lowat,
-            lowat_max: lowat,
-            adapt_at: ADAPT_EVERY,
+            room: Room::new(lowat),
             pipe: by_reference.then(Pipe::new).flatten(),
-            bytes: 0,
         }
     }
+}
 
-    /// Whether there is work that need not wait for the socket.
-    pub(crate) fn has_work(&self) -> bool {
-        self.writable && !self.queue.is_empty()
+impl Outlet for Sender {
+    fn set_writable(&mut self) {
+        self.room.writable = true;
     }
 
-    /// Limits the kernel's unsent bytes to what the link carries in 1/[`UNSENT_TIME_DIVISOR`] of a second. At the end
-    /// of a transfer over uneven rails, the others idle while the slow one sends what it has already accepted.
-    #[cold]
-    fn adapt(&mut self, fd: RawFd) {
-        self.adapt_at = self.bytes + ADAPT_EVERY;
-        let Ok(rate) = sys::tcp_info(fd).map(|bytes| crate::info::read(&bytes).delivery_rate) else { return };
-        let wanted = usize::try_from(rate / UNSENT_TIME_DIVISOR).unwrap_or(usize::MAX);
-        let lowat = wanted.clamp(LOWAT_MIN.min(self.lowat_max), self.lowat_max);
-        let changed = lowat.abs_diff(self.lowat) > self.lowat / 4;
-        if changed && sys::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, lowat as i32).is_ok() {
-            self.lowat = lowat;
-        }
+    fn bytes(&self) -> u64 {
+        self.room.bytes
     }
 
-    fn count(&mut self, n: usize) {
-        self.bytes += n as u64;
-        self.since_low = self.since_low.saturating_add(n);
+    fn has_work(&self) -> bool {
+        self.room.writable && !self.queue.is_empty()
     }
 
-    /// See [`crossrail_transport::Lane::post`].
-    pub(crate) fn post(&mut self, fd: RawFd, tx: &Tx) -> Result<Post, LaneError> {
+    fn post(&mut self, fd: RawFd, tx: &Tx) -> Result<Post, LaneError> {
         let copies = tx.payload.len <= COPIES_UP_TO;
         let mut out = Outgoing {
             head: tx.head,
@@ -147,7 +144,7 @@ impl Sender {
             if out.left() == 0 {
                 return Ok(Post::Taken);
             }
-            self.writable = false;
+            self.room.writable = false;
         } else {
             let room = self.copies + HEAD_LEN + tx.payload.len <= COPIES_WAITING;
             let large = self.queue.iter().any(|waiting| matches!(waiting.source, Source::User(_)));
@@ -169,6 +166,37 @@ impl Sender {
         Ok(Post::Held)
     }
 
+    fn poll(
+        &mut self,
+        fd: RawFd,
+        lane: LaneId,
+        sink: &mut dyn Sink,
+        budget: usize,
+        probe: bool,
+    ) -> Result<bool, LaneError> {
+        let until = self.room.bytes.saturating_add(budget as u64);
+        let mut moved = false;
+        if !self.room.writable && !probe {
+            return Ok(false);
+        }
+        while self.room.bytes < until {
+            if self.queue.is_empty() && !self.fetch(fd, lane, sink) {
+                break;
+            }
+            let Some(n) = self.write(fd, usize::try_from(until - self.room.bytes).unwrap_or(usize::MAX))? else {
+                self.room.writable = false;
+                break;
+            };
+            self.room.writable = true;
+            self.room.count(n);
+            moved = true;
+            self.retire(n, lane, sink);
+        }
+        Ok(moved)
+    }
+}
+
+impl Sender {
     /// Writes a frame while the queue is empty, as far as the kernel accepts it.
     fn write_now(&mut self, fd: RawFd, out: &Outgoing) -> Result<usize, LaneError> {
         let Source::User(payload) = &out.source else { return Ok(0) };
@@ -187,58 +215,18 @@ impl Sender {
             gather(fd, std::iter::once(out))
         };
         let n = accepted("send", written)?.unwrap_or(0);
-        self.count(n);
+        self.room.count(n);
         Ok(n)
-    }
-
-    /// Sends frames from the sink while the kernel has room, about `budget` bytes. Returns whether any were sent.
-    pub(crate) fn poll(
-        &mut self,
-        fd: RawFd,
-        lane: LaneId,
-        sink: &mut dyn Sink,
-        budget: usize,
-        probe: bool,
-    ) -> Result<bool, LaneError> {
-        let until = self.bytes.saturating_add(budget as u64);
-        let mut moved = false;
-        if !self.writable && !probe {
-            return Ok(false);
-        }
-        while self.bytes < until {
-            if self.queue.is_empty() && !self.fetch(fd, lane, sink) {
-                break;
-            }
-            let Some(n) = self.write(fd, usize::try_from(until - self.bytes).unwrap_or(usize::MAX))? else {
-                self.writable = false;
-                break;
-            };
-            self.writable = true;
-            self.count(n);
-            moved = true;
-            self.retire(n, lane, sink);
-        }
-        Ok(moved)
     }
 
     /// Fills the empty queue from the sink, unless the kernel holds too much unsent data. Returns false if there is
     /// nothing to send.
     fn fetch(&mut self, fd: RawFd, lane: LaneId, sink: &mut dyn Sink) -> bool {
-        if self.bytes >= self.adapt_at {
-            self.adapt(fd);
-        }
+        self.room.adapt(fd);
         let mut waiting = 0;
         while waiting < BATCH_BYTES && self.queue.len() < BATCH_FRAMES {
-            // A slow rail must not take frames before it can send them: others could carry them sooner. A writable
-            // socket has less than half of `lowat` unsent, so `lowat / 2` more bytes may be written without asking
-            // again.
-            if self.since_low >= self.lowat / 2 || !self.writable {
-                if !sys::is_writable(fd) {
-                    self.writable = false;
-                    break;
-                }
-                self.writable = true;
-                self.since_low = 0;
+            if !self.room.takes(fd) {
+                break;
             }
             let Some(tx) = sink.next(lane) else { break };
             let out = Outgoing {
@@ -308,7 +296,7 @@ impl Sender {
 }
 
 /// The bytes accepted by a call; `None` if the kernel has no room. Classifies other errors for the lane.
-fn accepted(call: &str, result: io::Result<usize>) -> Result<Option<usize>, LaneError> {
+pub(crate) fn accepted(call: &str, result: io::Result<usize>) -> Result<Option<usize>, LaneError> {
     match result {
         Ok(n) => Ok(Some(n)),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),

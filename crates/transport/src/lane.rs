@@ -129,6 +129,8 @@ pub enum LaneError {
     Down(String),
     /// The peer sent what this lane cannot mean.
     Protocol(String),
+    /// What arrived is not what was sent: a checksum differs. Nothing of it was delivered.
+    Corrupt(String),
 }
 
 impl std::fmt::Display for LaneError {
@@ -137,6 +139,7 @@ impl std::fmt::Display for LaneError {
             LaneError::Closed(why) => write!(f, "closed: {why}"),
             LaneError::Down(why) => write!(f, "down: {why}"),
             LaneError::Protocol(why) => write!(f, "protocol violation: {why}"),
+            LaneError::Corrupt(why) => write!(f, "corrupt: {why}"),
         }
     }
 }

@@ -67,7 +67,7 @@ impl Sink for Keeper {
 }
 
 /// Polls until `done`; fails the test after a deadline.
-pub fn poll_until(lane: &mut TcpLane, sink: &mut Keeper, mut done: impl FnMut(&Keeper) -> bool) {
+pub fn poll_until(lane: &mut dyn Lane, sink: &mut Keeper, mut done: impl FnMut(&Keeper) -> bool) {
     let start = Instant::now();
     while !done(sink) {
         lane.poll(sink, 1 << 20, true).expect("a lane that works");
@@ -76,7 +76,7 @@ pub fn poll_until(lane: &mut TcpLane, sink: &mut Keeper, mut done: impl FnMut(&K
 }
 
 /// Polls until the lane fails.
-pub fn poll_to_error(lane: &mut TcpLane, sink: &mut Keeper) -> LaneError {
+pub fn poll_to_error(lane: &mut dyn Lane, sink: &mut Keeper) -> LaneError {
     let start = Instant::now();
     loop {
         if let Err(error) = lane.poll(sink, 1 << 20, true) {
