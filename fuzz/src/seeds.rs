@@ -6,6 +6,7 @@ use crossrail_handshake::wire::{
 };
 use crossrail_handshake::{Address, Device, Hello, LanePurpose};
 use crossrail_proto::Body;
+use crossrail_types::Checksum;
 
 use crate::input::Input;
 use crate::protocol::End;
@@ -279,6 +280,7 @@ fn hello() -> Hello {
         token: [2; 16],
         control: vec![(address, 4242).into()],
         replaces: None,
+        checksum: None,
     }
 }
 
@@ -297,6 +299,7 @@ fn messages() -> Vec<(&'static str, Vec<u8>)> {
     let reject = Reject::new(RejectCode::Mismatch, "chunk 2097152 here, 4096 there");
     let body = hello().encode().unwrap_or_default();
     let bare = Hello { devices: Vec::new(), control: Vec::new(), unix: None, replaces: Some([9; 16]), ..hello() };
+    let checked = Hello { checksum: Some(Checksum::Crc), ..hello() };
     vec![
         ("challenge", challenge.encode(&WORKER).to_vec()),
         ("reply", reply.encode(&WORKER).to_vec()),
@@ -307,5 +310,6 @@ fn messages() -> Vec<(&'static str, Vec<u8>)> {
         ("reject", reject.encode(&WORKER).to_vec()),
         ("hello", body),
         ("hello-bare", bare.encode().unwrap_or_default()),
+        ("hello-checksum", checked.encode().unwrap_or_default()),
     ]
 }

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod checksum;
 mod error;
 mod head;
 mod ids;
@@ -17,6 +18,7 @@ pub mod settings;
 mod size;
 mod unpack;
 
+pub use checksum::Checksum;
 pub use error::{Error, ErrorKind, Result, Source};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};

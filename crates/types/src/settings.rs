@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::checksum::Checksum;
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
 use crate::unpack::Unpack;
@@ -506,6 +507,11 @@ const SECRET: Codec<Option<Secret>> = Codec {
     show: |secret| secret.as_ref().map(|_| "(hidden)".to_owned()),
 };
 
+const CHECKSUM: Codec<Checksum> = Codec {
+    parse: |text| Checksum::parse(text.trim()).ok_or_else(|| "is not a checksum".to_owned()),
+    show: |checksum| Some(checksum.to_string()),
+};
+
 const PATH: Codec<Option<PathBuf>> = Codec {
     parse: |text| if text.is_empty() { Err("is empty".to_owned()) } else { Ok(Some(PathBuf::from(text))) },
     show: |path| path.as_ref().map(|path| path.display().to_string()),
@@ -573,6 +579,10 @@ settings! {
     /// File that contains the secret (one trailing newline is ignored); replaces CROSSRAIL_SECRET.
     secret_file: Option<PathBuf> = None,
         "CROSSRAIL_SECRET_FILE" accepts "a path" as PATH;
+    /// Checksum of what travels over TCP between workers; the stricter one of two ends is used. A lane on which one
+    /// differs is closed and dialled again.
+    checksum: Checksum = Checksum::Off,
+        "CROSSRAIL_CHECKSUM" accepts "`off`, or `crc`: CRC-32C" as CHECKSUM;
     /// Store that the ranks of a job share; unset: rank 0 runs one at an address derived from the launcher's variables.
     store: Option<String> = None,
         "CROSSRAIL_STORE" accepts "`tcp://host:port`, or `etcd://host:port[,host:port]`" as STORE;

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Checksum, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
 use super::address::Address;
@@ -61,6 +61,10 @@ pub struct Hello {
     pub control: Vec<SocketAddr>,
     /// The session that this one replaces; see [`super::upgrade`].
     pub replaces: Option<[u8; 16]>,
+    /// The checksum that it asks for on lanes and control connections over TCP; `None`: its release has none. Both ends
+    /// use the stricter one. Travels as one byte behind the other fields.
+    #[serde(skip)]
+    pub checksum: Option<Checksum>,
 }
 
 impl fmt::Debug for Hello {
@@ -96,11 +100,28 @@ impl Hello {
 
     /// Encodes the hello's body, without its head.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let bytes = postcard::to_allocvec(self)
+        let mut bytes = postcard::to_allocvec(self)
             .map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
+        bytes.extend(self.checksum.map(code));
         // A body that this end would reject must not be sent.
         decode_hello(&bytes).map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         Ok(bytes)
+    }
+
+    /// The checksum that two workers use.
+    pub(super) fn checksum_with(&self, other: &Hello) -> Checksum {
+        self.checksum.max(other.checksum).unwrap_or_default()
+    }
+
+    /// Why one of them can't use the checksum that the other asks for, in one line that is the same at both ends.
+    fn without_checksum(&self, other: &Hello) -> Option<String> {
+        let (asks, lacks) = if self.checksum > other.checksum { (self, other) } else { (other, self) };
+        let checksum = asks.checksum.filter(|checksum| *checksum != Checksum::Off && lacks.checksum.is_none())?;
+        let (asking, lacking) = (brief(&asks.name), brief(&lacks.name));
+        Some(format!(
+            "{asking} has CROSSRAIL_CHECKSUM={checksum}, and the release of {lacking} knows no checksums; run the same \
+             release at both ends, or set it to off"
+        ))
     }
 
     /// The parameters in which `self` and `other` differ, in one line that is the same at both ends.
@@ -112,7 +133,7 @@ impl Hello {
         ];
         let differing: Vec<_> = parameters.iter().filter(|(_, mine, theirs, _)| mine != theirs).collect();
         if differing.is_empty() {
-            return None;
+            return self.without_checksum(other);
         }
         let list = |pick: fn(&(&str, u64, u64, &str)) -> String| {
             differing.iter().map(|parameter| pick(parameter)).collect::<Vec<_>>().join(", ")
@@ -159,13 +180,28 @@ fn brief(name: &str) -> String {
     if name.len() <= 32 { name.to_owned() } else { name.chars().take(20).chain(['…']).collect() }
 }
 
+/// A checksum as it travels.
+fn code(checksum: Checksum) -> u8 {
+    match checksum {
+        Checksum::Off => 0,
+        Checksum::Crc => 1,
+    }
+}
+
 /// Decodes a hello's body. Ignores bytes after the known fields: later releases may append fields.
 pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
     if bytes.len() > HELLO_MAX {
         return Err(Malformed::TooLong { limit: HELLO_MAX, announced: bytes.len() as u64 });
     }
-    let (hello, _later_fields) =
+    let (mut hello, later_fields) =
         postcard::take_from_bytes::<Hello>(bytes).map_err(|_| Malformed::Field("hello's fields"))?;
+    hello.checksum = match later_fields.first() {
+        None => None,
+        Some(byte) => {
+            let known = [Checksum::Off, Checksum::Crc].into_iter().find(|checksum| code(*checksum) == *byte);
+            Some(known.ok_or(Malformed::Field("CROSSRAIL_CHECKSUM of another release"))?)
+        }
+    };
     hello.validate()?;
     Ok(hello)
 }
@@ -188,6 +224,8 @@ pub struct Parameters {
     pub window: u32,
     /// Connections per rail.
     pub channels: u32,
+    /// The checksum over TCP; of two that differ, the stricter one.
+    pub checksum: Checksum,
 }
 
 impl Identity {
@@ -217,6 +255,7 @@ impl Identity {
             token: random()?,
             control: Vec::new(),
             replaces: None,
+            checksum: Some(parameters.checksum),
         };
         hello.encode()?;
         Ok(Identity { hello, secret })

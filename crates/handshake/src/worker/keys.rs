@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crossrail_types::Checksum;
+
 use crate::message::{FLAG_SECRET, FLAG_TOKEN, FLAG_USER};
 use crate::proof::{Acceptor, Shared, holds, tag};
 
@@ -63,6 +65,15 @@ pub struct Ticket {
     pub session: [u8; 16],
     /// The session's lane key.
     pub key: [u8; 32],
+    /// The checksum that its lanes over TCP and its control connection have.
+    pub checksum: Checksum,
+}
+
+impl Ticket {
+    /// Shows that an end of the session sent `bytes`, for one use that `label` names.
+    pub fn proof(&self, label: &str, bytes: &[u8]) -> [u8; 32] {
+        tag(&self.key, "crossrail session proof", &[label.as_bytes(), bytes])
+    }
 }
 
 impl fmt::Debug for Ticket {

@@ -111,7 +111,8 @@ pub(super) fn initiate(
     if let Some(text) = peer.disagreement(&me.hello) {
         return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text).because(Reason::Parameters)));
     }
-    Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane }, version })
+    let checksum = me.hello.checksum_with(&peer);
+    Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane, checksum }, version })
 }
 
 /// The challenge that this worker opens a connection with.
@@ -156,7 +157,8 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: b
     if let Some(text) = me.hello.disagreement(&peer) {
         return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text).because(Reason::Parameters)));
     }
-    let ticket = Ticket { session: keys.id, key: keys.lane };
+    let checksum = me.hello.checksum_with(&peer);
+    let ticket = Ticket { session: keys.id, key: keys.lane, checksum };
     Ok(Admitted { agreed: Agreed { peer, ticket, version: reply.version }, keys, hello })
 }
 

@@ -9,7 +9,7 @@ use crossrail_handshake::{
     Arrival, Hello, LaneName, LanePurpose, ListenConfig, Rail, Secret, Session, Stream, Target, Ticket, connect,
     dial_lane, upgrade,
 };
-use crossrail_types::{ErrorKind, Reason};
+use crossrail_types::{Checksum, ErrorKind, Reason};
 
 use crate::support::{Descriptors, Worker, binding, config, identity, in_secs, loopback, secret, skip};
 
@@ -243,6 +243,36 @@ fn differing_parameters_are_named_at_both_ends() {
     worker.nobody_else();
 }
 
+#[test]
+fn two_ends_use_the_stricter_checksum_and_a_release_without_is_named() {
+    let _fds = Descriptors::watch();
+    for (mine, theirs, agreed) in [
+        (Some(Checksum::Off), Some(Checksum::Off), Some(Checksum::Off)),
+        (Some(Checksum::Crc), Some(Checksum::Off), Some(Checksum::Crc)),
+        (Some(Checksum::Off), Some(Checksum::Crc), Some(Checksum::Crc)),
+        (None, Some(Checksum::Off), Some(Checksum::Off)),
+        (Some(Checksum::Off), None, Some(Checksum::Off)),
+        (None, Some(Checksum::Crc), None),
+        (Some(Checksum::Crc), None, None),
+    ] {
+        let (mut alpha, mut beta) = (identity("alpha", Secret::None), identity("beta", Secret::None));
+        (alpha.hello.checksum, beta.hello.checksum) = (theirs, mine);
+        let worker = Worker::start(config(), alpha).unwrap();
+        let connected = connect(&worker.by_port(), &beta, None, true, in_secs(5.0));
+        if let Some(agreed) = agreed {
+            assert_eq!(connected.unwrap().ticket.checksum, agreed, "{mine:?} and {theirs:?}");
+            assert_eq!(worker.session().ticket.checksum, agreed, "{mine:?} and {theirs:?}");
+            continue;
+        }
+        for error in [connected.unwrap_err(), worker.rejected()] {
+            assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
+            for text in ["alpha", "beta", "CROSSRAIL_CHECKSUM=crc", "same release"] {
+                assert!(error.detail.contains(text), "{text}: {error}");
+            }
+        }
+    }
+}
+
 fn rail(worker: &Worker, index: usize) -> SocketAddr {
     let device = &worker.listener.devices()[index];
     SocketAddr::new(device.address, device.port)
@@ -291,7 +321,7 @@ fn lanes_join_their_session_and_only_with_its_key() {
 fn a_lane_that_nobody_takes_is_named() {
     let _fds = Descriptors::watch();
     let nobody = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
-    let ticket = Ticket { session: [1; 16], key: [2; 32] };
+    let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
     let lane = LaneName { rail: 2, channel: 1, purpose: LanePurpose::Bulk };
     let error = dial_lane(&ticket, &loopback(), nobody, lane, in_secs(5.0)).unwrap_err();
     assert_eq!((error.kind, error.reason), (ErrorKind::Unreachable, Some(Reason::NotListening)), "{error}");
@@ -390,7 +420,7 @@ fn a_session_is_no_lane_and_a_lane_no_session() {
     let error = connect(&Target::Control(vec![rail(&worker, 0)]), &me, None, false, in_secs(5.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
-    let ticket = Ticket { session: [1; 16], key: [2; 32] };
+    let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
     let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Message };
     let error = dial_lane(&ticket, &loopback(), worker.control(), lane, in_secs(5.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Protocol, "{error}");

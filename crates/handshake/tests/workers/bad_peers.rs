@@ -13,7 +13,7 @@ use crossrail_handshake::wire::{
 use crossrail_handshake::{
     Arrival, Hello, LaneName, LanePurpose, Limits, ListenConfig, Secret, Target, Ticket, connect, dial_lane,
 };
-use crossrail_types::{ErrorKind, Reason};
+use crossrail_types::{Checksum, ErrorKind, Reason};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::support::{Descriptors, Raw, Worker, accept_by_hand, binding, config, identity, in_secs, loopback, secret};
@@ -488,7 +488,7 @@ fn a_rail_that_does_not_know_the_session_gets_no_lane() {
         stream.read_to_end(&mut rest).unwrap();
         rest
     });
-    let ticket = Ticket { session: [1; 16], key: [2; 32] };
+    let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
     let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Bulk };
     let error = dial_lane(&ticket, &loopback(), address, lane, in_secs(5.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Refused, "{error}");

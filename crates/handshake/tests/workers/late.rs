@@ -12,7 +12,7 @@ use crossrail_handshake::wire::{
 use crossrail_handshake::{
     Arrival, LaneName, LanePurpose, Limits, ListenConfig, Secret, Session, Ticket, connect, dial_lane,
 };
-use crossrail_types::ErrorKind;
+use crossrail_types::{Checksum, ErrorKind};
 
 use crate::support::{Descriptors, Worker, config, identity, in_secs, loopback, tag};
 
@@ -234,7 +234,7 @@ fn a_connector_says_nothing_to_an_older_acceptor_that_may_have_a_lane_already() 
         stream.read_exact(&mut hello).unwrap();
         (LaneHello::decode(&hello).unwrap().version, rest(&stream))
     });
-    let ticket = Ticket { session: [1; 16], key: [2; 32] };
+    let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
     let error = dial_lane(&ticket, &loopback(), address, LANE, in_secs(SHORT_S)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
     assert_eq!(older.join().unwrap(), (2, Vec::new()));
