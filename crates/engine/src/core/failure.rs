@@ -44,6 +44,11 @@ impl Transfers {
             self.kill(endpoint, &format!("lane {name} is {error}"), Some(Reason::LanesLost));
             return;
         }
+        if let LaneError::Corrupt(_) = error {
+            let what = format!("lane {name} is {error}");
+            peer.note(now, what.clone());
+            peer.protocol.corrupted(&what);
+        }
         peer.protocol.lane_down(now, id);
         if peer.is_alive() {
             // The connection for messages is no lane that the user knows of.

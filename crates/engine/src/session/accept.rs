@@ -37,8 +37,12 @@ impl Sessions {
     pub(crate) fn listen(self: &Arc<Self>) -> Result<()> {
         let settings = self.environment.settings();
         let transports = self.transports.allowed(settings);
-        let parameters =
-            Parameters { chunk: settings.chunk as u64, window: settings.window, channels: settings.channels };
+        let parameters = Parameters {
+            chunk: settings.chunk as u64,
+            window: settings.window,
+            channels: settings.channels,
+            checksum: settings.checksum,
+        };
         let me = Identity::new(self.options.name.clone(), self.secret.clone(), transports.clone(), parameters)?;
         let is_allowed = |transport: &&Arc<dyn Transport>| transports.iter().any(|name| name == transport.name());
         let listens = self.transports.iter().filter(is_allowed).any(|transport| transport.listens_on_rails());

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crossrail_handshake::{Hello, Session, Stream, Ticket};
 use crossrail_tcp::{Binding, LinkWatch};
 use crossrail_topology::NetDevice;
-use crossrail_types::{EndpointId, Error, ErrorKind, Reason, Result};
+use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Reason, Result};
 use parking_lot::Mutex;
 
 use super::Sessions;
@@ -22,6 +22,17 @@ use crate::progress::{About, SessionEvents};
 pub(super) const DIAL_MAX: Duration = Duration::from_secs(3);
 /// Bytes of an announcement: the transport's byte, two bytes of its own, and a zero.
 const ANNOUNCEMENT_LEN: usize = 4;
+/// Bytes behind it in a session with checksums: the first ones of its proof.
+const ANNOUNCEMENT_SUM: usize = 8;
+
+/// An announcement as it travels over that session's control connection.
+fn announcement_bytes(ticket: &Ticket, announcement: [u8; ANNOUNCEMENT_LEN]) -> Vec<u8> {
+    let mut bytes = announcement.to_vec();
+    if ticket.checksum != Checksum::Off {
+        bytes.extend_from_slice(&ticket.proof("announcement", &announcement)[..ANNOUNCEMENT_SUM]);
+    }
+    bytes
+}
 
 /// The control connections of one worker. Any thread; each method takes the lock for itself.
 #[derive(Default)]
@@ -152,6 +163,11 @@ impl ControlConnections {
         self.logged.lock().insert(kind)
     }
 
+    /// The checksum of an endpoint's lanes over TCP.
+    pub(super) fn checksum(&self, endpoint: EndpointId) -> Checksum {
+        self.with(endpoint, |connection| Some(connection.ticket.checksum)).unwrap_or_default()
+    }
+
     /// Closes a session; its endpoint.
     pub(super) fn remove(&self, session: &[u8; 16]) -> Option<EndpointId> {
         self.connections.lock().remove(session).map(|connection| connection.endpoint)
@@ -196,8 +212,14 @@ impl ControlConnection {
                 }
                 Ok(bytes) => {
                     self.received.extend_from_slice(&buffer[..bytes]);
-                    if self.initiator || self.received.len() > ANNOUNCEMENT_LEN || !known(self.received[0]) {
+                    if self.initiator || self.received.len() > self.announced_in() || !known(self.received[0]) {
                         break "it broke the protocol on the control connection".to_owned();
+                    }
+                    if let (None, true) = (self.announcement_received(), self.received.len() == self.announced_in()) {
+                        let name = &self.peer.name;
+                        sessions.log.warn(format_args!("{name}: control connection is corrupt: a checksum differs"));
+                        break "the control connection is corrupt: the checksum of what it announced differs"
+                            .to_owned();
                     }
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return self.announcement(),
@@ -222,9 +244,21 @@ impl ControlConnection {
         ControlEvent::Ended { why, formed: self.initiator || self.announced }
     }
 
+    /// Bytes of an announcement, with its sum.
+    fn announced_in(&self) -> usize {
+        let sum = if self.ticket.checksum == Checksum::Off { 0 } else { ANNOUNCEMENT_SUM };
+        ANNOUNCEMENT_LEN + sum
+    }
+
+    /// The announcement, if it has come whole, and as it was sent.
+    fn announcement_received(&self) -> Option<[u8; ANNOUNCEMENT_LEN]> {
+        let bytes = *self.received.first_chunk()?;
+        (self.received == announcement_bytes(&self.ticket, bytes)).then_some(bytes)
+    }
+
     fn announcement(&mut self) -> ControlEvent {
-        match <[u8; ANNOUNCEMENT_LEN]>::try_from(&self.received[..]) {
-            Ok(bytes) if !self.announced => {
+        match self.announcement_received() {
+            Some(bytes) if !self.announced => {
                 self.announced = true;
                 let (endpoint, peer) = (self.endpoint, self.peer.clone());
                 let announcement =
@@ -251,7 +285,8 @@ impl Sessions {
         let failed = |error: &std::io::Error| Error::io("connect", "send", error).with_peer(&session.peer.name);
         if let Stream::Tcp(control) = &session.stream {
             let mut control: &TcpStream = control;
-            control.write_all(&[announcement, argument[0], argument[1], 0]).map_err(|error| failed(&error))?;
+            let bytes = announcement_bytes(&session.ticket, [announcement, argument[0], argument[1], 0]);
+            control.write_all(&bytes).map_err(|error| failed(&error))?;
         }
         self.keep_control(endpoint, session, true)
     }

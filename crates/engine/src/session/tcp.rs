@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose, Session, Ticket};
 use crossrail_proto as proto;
-use crossrail_tcp::TcpLane;
+use crossrail_tcp::{CheckedLane, TcpLane};
 use crossrail_transport::{Lane, LaneError};
-use crossrail_types::{EndpointId, Error, ErrorKind, Filter, Rails, Result};
+use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Filter, Rails, Result};
 
 use super::Sessions;
 use super::control::{DIAL_MAX, binding};
@@ -198,7 +198,7 @@ pub(super) fn connect(
             None => row.slower(),
         }
     });
-    let choice = choice(rows.collect());
+    let choice = choice(rows.collect(), checksum_of(carrier, session.ticket.checksum));
     let paired = |row: &Candidate| rails.iter().any(|rail| row.device.as_ref() == Some(&rail.mine.name));
     warn_of_unused(sessions, &session.peer, choice.rows.iter().filter(|row| !paired(row)));
     let endpoint = sessions.add_endpoint(transport, &peer, Some(&session.peer), choice, &attempt.refused)?;
@@ -275,10 +275,19 @@ fn warn_of_unused<'a>(sessions: &Sessions, peer: &Hello, rows: impl Iterator<Ite
     }
 }
 
-fn choice(rows: Vec<Candidate>) -> Choice {
+/// The checksum that frames over this carrier have.
+fn checksum_of(carrier: Carrier, checksum: Checksum) -> Checksum {
+    if carrier == Carrier::Sockets { checksum } else { Checksum::Off }
+}
+
+fn choice(rows: Vec<Candidate>, checksum: Checksum) -> Choice {
     let chosen: Vec<_> = rows.iter().filter(|row| !row.chosen_for.is_empty()).map(|row| row.lane.clone()).collect();
     let small = chosen.first().cloned().unwrap_or_default();
-    Choice { small, large: explain::from_size(EAGER_LIMIT, &chosen.join(" ")), rows }
+    let mut large = explain::from_size(EAGER_LIMIT, &chosen.join(" "));
+    if checksum != Checksum::Off {
+        large.push_str(&format!(" (checksum {checksum})"));
+    }
+    Choice { small, large, rows }
 }
 
 /// Where a lane arrived.
@@ -345,7 +354,8 @@ fn complete(
     stream: TcpStream,
     rail: LocalRail,
 ) -> Result<()> {
-    let lane = make_lane(sessions, name, stream, &rail, Instant::now() + DIAL_MAX)?;
+    let checksum = sessions.control.checksum(endpoint);
+    let lane = make_lane(sessions, name, (stream, checksum), &rail, Instant::now() + DIAL_MAX)?;
     add_lane(sessions, endpoint, name, lane, rail.interface)?;
     sessions.control.count_lane(endpoint);
     accept_if_complete(sessions, endpoint, Carrier::of(name.channel));
@@ -376,7 +386,12 @@ pub(super) fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId,
     }
     warn_of_unused(sessions, &peer, rows.iter());
     let transport: &dyn Transport = if carrier == Carrier::Ucx { &super::ucx::Ucx } else { &Tcp };
-    sessions.explain_accepted(transport, endpoint, &peer, choice(rows));
+    sessions.explain_accepted(
+        transport,
+        endpoint,
+        &peer,
+        choice(rows, checksum_of(carrier, sessions.control.checksum(endpoint))),
+    );
     sessions.arrived(endpoint);
 }
 
@@ -477,14 +492,14 @@ fn dial(
         interface: Some(rail.mine.interface.clone()),
         loopback: rail.mine.loopback,
     };
-    make_lane(sessions, name, stream, &rail, deadline)
+    make_lane(sessions, name, (stream, ticket.checksum), &rail, deadline)
 }
 
-/// Makes an authenticated connection a lane.
+/// Makes an authenticated connection a lane, with that checksum where frames travel over the connection itself.
 fn make_lane(
     sessions: &Sessions,
     name: LaneName,
-    stream: TcpStream,
+    (stream, checksum): (TcpStream, Checksum),
     rail: &LocalRail,
     deadline: Instant,
 ) -> Result<Box<dyn Lane>> {
@@ -497,7 +512,13 @@ fn make_lane(
     };
     let label = format!("{}/{}{suffix}", carrier.name(), rail.device);
     match carrier {
-        Carrier::Sockets => Ok(Box::new(TcpLane::new(stream, id, label, &crossrail_tcp::Options::default())?)),
+        Carrier::Sockets => {
+            let options = crossrail_tcp::Options::default();
+            Ok(match checksum {
+                Checksum::Off => Box::new(TcpLane::new(stream, id, label, &options)?),
+                Checksum::Crc => Box::new(CheckedLane::checked(stream, id, label, &options)?),
+            })
+        }
         Carrier::Ucx => {
             let settings = sessions.environment.settings();
             let fabric = super::ucx::fabric(settings, rail.interface.as_deref(), rail.loopback)?;

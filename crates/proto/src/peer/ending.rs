@@ -18,6 +18,8 @@ pub(super) struct Violations {
     count: u32,
     /// Frames of the stream and chunks consumed until the last one.
     mark: (u32, u32),
+    /// Chunks consumed on lanes that are gone.
+    pub(super) gone: u32,
 }
 
 impl Peer {
@@ -34,14 +36,30 @@ impl Peer {
     /// unless it is the only one, or loses nothing by contract, or lanes have failed this way time after time with
     /// nothing in between that made sense.
     pub(super) fn violated(&mut self, lane: LaneId, why: &str) {
-        let chunks = self.lanes.iter().fold(0u32, |sum, lane| sum.wrapping_add(lane.consumed()));
-        let mark = (self.stream.consumed_in_all(), chunks);
-        let count = if self.violations.mark == mark { self.violations.count + 1 } else { 1 };
-        self.violations = Violations { count, mark };
+        let count = self.count_violation(0);
         let alone = self.lane_at(lane).is_some_and(|at| !self.lanes[at].spec.reliable) && self.lanes.len() > 1;
         if !alone || count > VIOLATIONS_MAX {
             self.break_off(why.to_owned());
         }
+    }
+
+    /// What a lane brought had been changed on the way, and it is about to go down: alone, unless lanes have failed this
+    /// way time after time with nothing in between that made sense.
+    pub fn corrupted(&mut self, why: &str) {
+        if self.count_violation(self.violations.gone) > VIOLATIONS_MAX {
+            self.break_off(why.to_owned());
+        }
+    }
+
+    /// How many lanes have failed since the peer last made sense, the present one included. `before`: chunks consumed on
+    /// lanes that count and are gone.
+    fn count_violation(&mut self, before: u32) -> u32 {
+        let gone = self.violations.gone;
+        let chunks = self.lanes.iter().fold(before, |sum, lane| sum.wrapping_add(lane.consumed()));
+        let mark = (self.stream.consumed_in_all(), chunks);
+        let count = if self.violations.mark == mark { self.violations.count + 1 } else { 1 };
+        self.violations = Violations { count, mark, gone };
+        count
     }
 
     /// The peer has finished and says so: what we still want of it fails.

@@ -22,6 +22,7 @@ impl Peer {
         self.stir();
         let Some(at) = self.lane_at(lane) else { return };
         let mut dead = self.lanes.remove(at);
+        self.violations.gone = self.violations.gone.wrapping_add(dead.consumed());
         let (mut chunks, mut bytes) = (0, 0);
         while let Some(sent) = dead.sent.pop_back() {
             // Those that were handed out again before have gone over the others, too.

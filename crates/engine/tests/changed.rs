@@ -1,0 +1,108 @@
+//! Bytes on rails are changed on their way, and the checksums notice it.
+
+use std::net::Ipv4Addr;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
+use nix::sys::socket::{MsgFlags, SockaddrStorage, getsockname, send};
+
+const LIMIT: Option<Duration> = Some(Duration::from_secs(60));
+const SIZE: usize = 3 << 20;
+
+/// One test at a time: the number of a lane that has just been closed may be another one's socket.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn worker(rails: &[Ipv4Addr], (checksum, chunk): (&str, &str)) -> Worker {
+    let rails = rails.iter().map(Ipv4Addr::to_string).collect::<Vec<_>>().join(",");
+    let settings = [
+        ("CROSSRAIL_TLS", "tcp"),
+        ("CROSSRAIL_NET_DEVICES", &rails),
+        ("CROSSRAIL_CHECKSUM", checksum),
+        ("CROSSRAIL_CHUNK", chunk),
+    ];
+    let context = Context::new(Settings::from_pairs(settings).unwrap()).unwrap();
+    Worker::new(&context, WorkerOptions::default()).unwrap()
+}
+
+/// Two workers, of which only one asks for checksums.
+fn pair(rails: &[Ipv4Addr], chunk: &str) -> ((Worker, Endpoint), (Worker, Endpoint)) {
+    let (a, b) = (worker(rails, ("crc", chunk)), worker(rails, ("off", chunk)));
+    let ab = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
+    let ba = b.accept(LIMIT).unwrap();
+    ((a, ab), (b, ba))
+}
+
+/// The sockets of this process that have one of these addresses. Every test has addresses of its own; the control
+/// connections have none of them.
+fn lanes(rails: &[Ipv4Addr]) -> Vec<RawFd> {
+    let is_lane = |fd: &RawFd| {
+        let own = getsockname::<SockaddrStorage>(*fd);
+        own.is_ok_and(|own| own.as_sockaddr_in().is_some_and(|own| rails.contains(&own.ip())))
+    };
+    let entries = std::fs::read_dir("/proc/self/fd").unwrap();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).filter(is_lane).collect()
+}
+
+/// Puts a byte between those that a lane sends: all that follow are in another's place. False: it is no lane any more.
+fn insert(lane: RawFd) -> bool {
+    send(lane, b"!", MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL).is_ok()
+}
+
+#[test]
+fn lanes_whose_bytes_are_changed_come_back_and_every_byte_delivered_is_right() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let rails = [Ipv4Addr::new(127, 0, 0, 4), Ipv4Addr::new(127, 0, 0, 5)];
+    let ((_a, ab), (b, ba)) = pair(&rails, "256K");
+    for explain in [ab.explain(), ba.explain()] {
+        assert!(explain.selected.contains("(checksum crc)"), "{}", explain.selected);
+    }
+    let (mut corrupt, mut seed) = (0, 12345_u64);
+    for round in 0..200 {
+        let bytes: Vec<u8> = (0..SIZE).map(|at| (round * 31 + at * 7 + (at >> 12)) as u8).collect();
+        let receive = b.recv(vec![0; SIZE], round as u64, u64::MAX, Some(&ba)).unwrap();
+        let send = ab.send(bytes.clone(), round as u64).unwrap();
+        let up = lanes(&rails);
+        if !up.is_empty() {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            insert(up[(seed >> 33) as usize % up.len()]);
+        }
+        let receipts = [send.wait(LIMIT).unwrap(), receive.wait(LIMIT).unwrap()];
+        assert!(receive.into_vec().unwrap() == bytes, "round {round}");
+        corrupt += receipts.iter().flat_map(|receipt| receipt.notes()).filter(|note| note.contains("corrupt")).count();
+        if round >= 20 && corrupt >= 3 {
+            return;
+        }
+    }
+    panic!("a byte was inserted in each of 200 transfers, and {corrupt} receipts speak of it");
+}
+
+#[test]
+fn a_peer_whose_every_lane_is_corrupt_is_given_up() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let rails = [Ipv4Addr::new(127, 0, 0, 6)];
+    let ((_a, ab), (b, ba)) = pair(&rails, "64M");
+    let done = AtomicBool::new(false);
+    let (receive, send) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                lanes(&rails).into_iter().for_each(|lane| {
+                    insert(lane);
+                });
+            }
+        });
+        let receive = b.recv(vec![0; 64 << 20], 1, u64::MAX, Some(&ba)).unwrap();
+        let send = ab.send(vec![1; 64 << 20], 1).unwrap();
+        let ended = [receive.wait(LIMIT), send.wait(LIMIT)];
+        done.store(true, Ordering::Relaxed);
+        let [receive, send] = ended.map(Result::unwrap_err);
+        (receive, send)
+    });
+    for error in [&receive, &send] {
+        assert_eq!(error.kind, ErrorKind::PeerDead, "{error}");
+    }
+    let told = format!("{receive}; {send}");
+    assert!(told.contains("corrupt"), "{told}");
+}
