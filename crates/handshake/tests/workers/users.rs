@@ -103,6 +103,7 @@ fn a_token_that_is_cleaned_away_is_made_again_for_both_ends() {
 
 #[test]
 fn processes_that_start_at_once_make_one_token() {
+    let _fds = Descriptors::watch();
     let folder = Folder::new();
     for round in 0..50 {
         let name = round.to_string();
@@ -123,6 +124,7 @@ fn processes_that_start_at_once_make_one_token() {
 
 #[test]
 fn a_token_that_others_may_have_made_is_an_error() {
+    let _fds = Descriptors::watch();
     let folder = Folder::new();
     let token = folder.token("ours");
     let refused = |text: &str| {
@@ -159,6 +161,7 @@ fn a_token_that_others_may_have_made_is_an_error() {
 
 #[test]
 fn where_no_file_can_be_made_a_warning_says_so() {
+    let _fds = Descriptors::watch();
     let (secret, warnings) = Secret::of_user(UserToken::in_folder("/proc/self/no such folder/x")).unwrap();
     assert_eq!(secret, Secret::None);
     assert!(matches!(&warnings[..], [one] if one.contains("every user of this machine")), "{warnings:?}");
