@@ -1,9 +1,13 @@
-//! The conformance suite of crossrail-transport, over UCX's own transports.
+//! The conformance suite of crossrail-transport, over UCX's own transports, and what joining promises.
 
 mod common;
 
-use common::{fabric, pair};
+use std::time::Instant;
+
+use common::{fabric, pair, streams};
 use crossrail_transport::conformance;
+use crossrail_types::{ErrorKind, LaneId};
+use crossrail_ucx::attach;
 
 #[test]
 fn tcp() {
@@ -32,4 +36,12 @@ fn memory_with_single_copies() {
         let (a, b) = pair(&fabric);
         (Box::new(a), Box::new(b))
     });
+}
+
+#[test]
+fn joining_ends_at_its_deadline() {
+    let Some(fabric) = fabric(&["tcp"], Some("lo")) else { return };
+    let (here, _silent) = streams();
+    let error = attach(here, &fabric, LaneId(1), "ucx", Instant::now()).expect_err("nobody answers");
+    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
 }
