@@ -78,8 +78,8 @@ def links(me: Me, setup: Setup) -> list[tuple[int, str]]:
 
 
 @task
-def die(me: Me, case: Case, stage: str) -> None:
-    """Dies by SIGKILL in the middle of an exchange: before it, with its dispatch begun, or with its combine begun."""
+def die(me: Me, case: Case, stage: str, how: signal.Signals = signal.SIGKILL) -> None:
+    """Is killed, or stopped, in the middle of an exchange: before it, with its dispatch or its combine begun."""
     buffer, rank, begun = me.buffer, me.group.rank, []
     fed = inputs(case, rank)
     if stage == "dispatch":
@@ -88,7 +88,7 @@ def die(me: Me, case: Case, stage: str) -> None:
         came = send(buffer, case, fed, rank)
         y = as_bf16(outputs(case, rank, came.x.shape, came.counts))
         begun.append(buffer.combine(y, came.handle, send_only=True))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), how)
 
 
 @task

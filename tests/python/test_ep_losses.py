@@ -108,6 +108,23 @@ def test_a_rank_that_the_others_go_on_without_is_told(late: int) -> None:
         judge(replace(case, lost=(late,)), {rank: one.got[-1] for rank, one in lived.items()})
 
 
+def test_a_lost_rank_whose_process_is_seen_to_end_a_moment_later_stops_nobody(three: Ranks) -> None:
+    """What it may still write goes where rows of the rank layout go, until its connections have ended here."""
+    case = Case(replace(SETUP, on_loss="mask"), layout="rank")
+    three.call("prepare", case.setup, {"timeout": 2.0})
+    judge(case, three.call("again", case))
+    lost = three.processes.pop(2)
+    try:
+        lost.tell("die", case, "dispatch", signal.SIGSTOP)
+        for answer in three.call("survive", [case]).values():
+            assert answer.masked == [2]
+        for process in three.processes.values():
+            process.tell("again", case)
+    finally:
+        lost.kill()
+    judge(replace(case, lost=(2,)), {rank: process.answer() for rank, process in three.processes.items()})
+
+
 def test_a_rank_that_was_late_comes_back(three: Ranks) -> None:
     case = Case(SETUP, layout="rank")
     three.call("prepare", SETUP, {"timeout": 1.0})

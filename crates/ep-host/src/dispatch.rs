@@ -6,20 +6,24 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossrail::Memory;
 use crossrail_ep::{Bytes, Layout, Payload};
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
+use parking_lot::MutexGuard;
 
 use crate::heap::{HEADER, Header, flags};
 use crate::local_rank::{GroupView, LocalRank, Suspect};
-use crate::operation::{Common, Operation, Pending, Timing};
+use crate::operation::{Common, LIVENESS_INTERVAL, Operation, Pending, Timing};
 use crate::peer::{Expected, Message, Span, staged_slot};
 use crate::rank_layout::{self, Grants};
 use crate::routes::{Handle, Received, Routes, Sent};
 use crate::send::{Target, micros};
 use crate::tensor::Input;
+
+/// How long the connections of a process that has ended may take to end here, too.
+const ENDING_MAX: Duration = Duration::from_secs(1);
 
 /// How to dispatch.
 #[derive(Clone, Debug)]
@@ -101,6 +105,9 @@ struct Dispatch {
 
 pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptions) -> Result<Pending<Dispatched>> {
     let mut view = local.view.lock();
+    if options.layout == Layout::Rank {
+        await_suspects(local, &mut view);
+    }
     if view.closed {
         return Err(Error::new(ErrorKind::Closed, "dispatch", "the buffer was destroyed"));
     }
@@ -168,6 +175,15 @@ pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptio
     local.poll(dispatch.as_mut(), &mut view);
     drop(view);
     Ok(Pending::new(dispatch, Arc::clone(local)))
+}
+
+/// Waits until no lost rank may write any more, for a moment: that a rank is lost may be heard from another rank before
+/// its connections to this one are seen to end.
+fn await_suspects(local: &LocalRank, view: &mut MutexGuard<'_, GroupView>) {
+    let until = Instant::now() + ENDING_MAX.min(local.config.timeout / 2);
+    while !view.closed && view.suspect(&local.own).is_some() && Instant::now() < until && !interrupt::raised() {
+        MutexGuard::unlocked(view, || std::thread::sleep(LIVENESS_INTERVAL));
+    }
 }
 
 fn check(local: &LocalRank, view: &mut GroupView, options: &DispatchOptions) -> Result<()> {
