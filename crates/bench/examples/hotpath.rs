@@ -5,8 +5,10 @@
 
 use crossrail::{ConnectOptions, Context, Endpoint, Memory, Request, Result, Settings, Worker, WorkerOptions};
 
-/// Round trips after which idle endpoints cost no more than they will.
+/// Round trips after which idle endpoints cost no more than they will, and those for each of them: few begin to rest at
+/// a time.
 const SETTLED: u64 = 10_000;
+const SETTLED_EACH: u64 = 40;
 
 struct End {
     worker: Worker,
@@ -48,7 +50,7 @@ fn main() -> Result<()> {
     }
     let driver = End::new(&context, a, dialled, size)?;
     let echo = End::new(&context, b, accepted, size)?;
-    let settling = if idle > 0 { SETTLED } else { 0 };
+    let settling = if idle > 0 { SETTLED + SETTLED_EACH * idle as u64 } else { 0 };
     for _ in 0..settling {
         round(&driver, &echo)?;
     }
