@@ -92,11 +92,16 @@ def pairs(terms: Terms, _: Path) -> Result:
 
 def _pairs_at_once(transport: str, count: int, seconds: float) -> dict[str, Any]:
     """The bytes of each pair, and the seconds."""
-    command = [sys.executable, str(Path(__file__).parent / "pairs.py"), f"--transport={transport}", f"--pairs={count}"]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "many_pairs.py"),
+        f"--transport={transport}",
+        f"--pairs={count}",
+    ]
     command += [f"--size={PAIRS_SIZE}", f"--seconds={seconds}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"pairs.py: {done.stderr.strip()}")
+        raise RuntimeError(f"many_pairs.py: {done.stderr.strip()}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

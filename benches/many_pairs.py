@@ -3,7 +3,7 @@
 All pairs connect, wait for one moment, and count the messages that were delivered in the same few seconds, so that none
 of them has the machine for itself. Prints JSON: bytes of each pair, and the seconds.
 
-    python benches/pairs.py --pairs 8 --transport shm --size 65536
+    python benches/many_pairs.py --pairs 8 --transport shm --size 65536
 """
 
 from __future__ import annotations
