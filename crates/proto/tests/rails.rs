@@ -326,6 +326,18 @@ impl Net {
         broken
     }
 
+    /// What came to the second end on that lane had been changed, and the engine drops the lane; whether the connection is
+    /// broken off.
+    fn corrupt(&mut self, lane: LaneId) -> bool {
+        self.peers[1].corrupted("a checksum differs");
+        let broken = self.peers[1].failed().is_some();
+        for peer in &mut self.peers {
+            peer.lane_down(Time(self.now), lane);
+        }
+        self.rails[lane.0 as usize].dead = true;
+        broken
+    }
+
     /// A lane more, at both ends.
     fn revive(&mut self) -> LaneId {
         let id = LaneId(self.rails.len() as u32);
@@ -390,6 +402,24 @@ fn a_peer_that_makes_no_sense_on_any_lane_is_given_up() {
     for _ in 0..20 {
         let lane = net.revive();
         assert!(!net.violate(1, lane, &handshake()));
+        net.transfer(None);
+    }
+}
+
+#[test]
+fn a_peer_is_given_up_when_every_lane_is_corrupt() {
+    let mut net = Net::new(&[GBIT; 2]);
+    net.transfer(None);
+    let broken = (0..20).position(|_| {
+        let lane = net.revive();
+        net.corrupt(lane)
+    });
+    assert!(matches!(broken, Some(1..20)), "{broken:?}");
+    // The last lane may go down: it is dialled again. And what makes sense in between counts.
+    let mut net = Net::new(&[GBIT]);
+    for lane in 0..20 {
+        assert!(!net.corrupt(LaneId(lane)));
+        net.revive();
         net.transfer(None);
     }
 }
