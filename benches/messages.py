@@ -107,7 +107,7 @@ def _pairs_at_once(transport: str, count: int, seconds: float) -> dict[str, Any]
 
 
 def tcp_latency(terms: Terms, scratch: Path) -> Result:
-    common = ("latency", "--transport=tcp", "--size=8", f"--iters={terms.scaled(30_000)}", "--warmup=2000")
+    common = ("latency", "--transport=tcp", "--size=8", f"--iters={terms.scaled(10_000)}", "--warmup=2000")
     report = bench(scratch, *common, "--compare=ucx", f"--rounds={terms.rounds}")
     return [against(report.rows[0], "ucx", "tcp loopback, 8 B one-way latency", 1.0, time=True)], as_data(report)
 
@@ -124,7 +124,7 @@ def _ucx_lane(terms: Terms, scratch: Path, transports: str) -> Result:
     """A lane over these transports of UCX's, beside UCX alone over the same."""
     settings = {"CROSSRAIL_TLS": f"ucx:{transports}"}
     compare = ("--compare=ucx", f"--rounds={terms.rounds}")
-    latency = ("latency", "--size=8", f"--iters={terms.scaled(30_000)}", "--warmup=2000")
+    latency = ("latency", "--size=8", f"--iters={terms.scaled(10_000)}", "--warmup=2000")
     bandwidth = ("bandwidth", "--size=64M", "--window=8", f"--iters={terms.scaled(2)}", "--warmup=1")
     reports = [bench(scratch, *common, *compare, settings=settings) for common in (latency, bandwidth)]
     return [

@@ -32,7 +32,8 @@ class Page:
 
 
 PAGES = {
-    "host.html": Page("Crossrail on one host and on four rails", "*.json"),
+    "host.html": Page("Crossrail on one host", "[!r]*.json"),
+    "rails.html": Page("Crossrail over rails", "rails-*.json"),
     "gpu-2.html": Page("Crossrail on two GPUs", "gpu/*-2.json"),
     "gpu-4.html": Page("Crossrail on four GPUs", "gpu/*-4.json"),
 }

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "testbed"))
 from bed import EIGHT_MBIT, EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
 from ends import End, Pair, wait_for_traffic
 
-from crossrail.report import Report, Row, format_rate
+from crossrail.report import Report, Row, format_rate, format_size
 from harness import MIB, Outcome, Result, Terms, against, as_data, merged
 
 ETHERNET_PAYLOAD = 1448 / 1514
@@ -106,9 +106,12 @@ def long(terms: Terms, _: Path) -> Result:
     return [against(row, "iperf3", "1 Gbit/s behind 100 ms of queue, 64 MiB", 0.95, time=False)], as_data(report)
 
 
+FLAPPING = 256 * MIB
+
+
 def flapping(terms: Terms, _: Path) -> Result:
-    """64 MiB over four rails, one of which is up for half of each second, against the same bytes over three rails."""
-    options = ("--size=64M", f"--iters={terms.scaled(40, 10)}")
+    """256 MiB over four rails, one of which is up for half of each second, against the same bytes over three rails."""
+    options = (f"--size={FLAPPING}", f"--iters={terms.scaled(10, 3)}")
     hit, three, reports = [], [], []
     for _round in range(terms.rounds):
         with _bed(EQUAL_MBIT) as bed:
@@ -124,7 +127,7 @@ def flapping(terms: Terms, _: Path) -> Result:
         hit.append(_rate(reports[-1].rows[0]))
     ratio = statistics.median(hit) / statistics.median(three)
     outcome = Outcome(
-        "one of four rails flaps every second, 64 MiB",
+        f"one of four rails flaps every second, {format_size(FLAPPING)}",
         format_rate(statistics.median(hit)),
         ">= 0.95 x three rails",
         peer=f"{format_rate(statistics.median(three))} (three rails)",
@@ -137,7 +140,7 @@ def flapping(terms: Terms, _: Path) -> Result:
 def _rate(row: Row) -> float:
     """GB/s over all iterations: bytes by the time that they took."""
     seconds = sum(one.us_sender for one in row.iterations) / 1e6
-    return 64 * MIB * len(row.iterations) / seconds / 1e9
+    return row.size * len(row.iterations) / seconds / 1e9
 
 
 def down(terms: Terms, _: Path) -> Result:
