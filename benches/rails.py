@@ -41,8 +41,7 @@ def _shares(row: Row) -> str:
 def equal(terms: Terms, _: Path) -> Result:
     """64 MiB over four rails of 2 Gbit/s, against one iperf3 per rail at once."""
     with _bed(EQUAL_MBIT) as bed:
-        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
-        report = _report(Pair(bed), *counts, "--compare=iperf3")
+        report = _beside_iperf3(terms, bed)
     row = report.rows[0]
     rate = against(row, "iperf3", "four equal rails, 64 MiB", 0.95, time=False, name="4 iperf3")
     farthest = max(abs(lane.share - 0.25) for lane in row.lanes) * 100 if len(row.lanes) == 4 else 100.0
@@ -59,8 +58,7 @@ def equal(terms: Terms, _: Path) -> Result:
 def uneven(terms: Terms, _: Path) -> Result:
     """64 MiB over rails of 2, 2, 1 and 0.5 Gbit/s, against the sum of their rates and one iperf3 per rail at once."""
     with _bed(UNEVEN_MBIT) as bed:
-        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
-        report = _report(Pair(bed), *counts, "--compare=iperf3")
+        report = _beside_iperf3(terms, bed)
         line = bed.gb_per_s
     row = report.rows[0]
     ours = statistics.median(row.rounds)
@@ -80,8 +78,7 @@ def uneven(terms: Terms, _: Path) -> Result:
 def eight(terms: Terms, _: Path) -> Result:
     """64 MiB over eight rails of 1000 to 50 Mbit/s, against one iperf3 per rail at once."""
     with _bed(EIGHT_MBIT) as bed:
-        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
-        report = _report(Pair(bed), *counts, "--compare=iperf3")
+        report = _beside_iperf3(terms, bed)
     row = report.rows[0]
     rate = against(row, "iperf3", "eight rails of unequal rates, 64 MiB", 0.95, time=False, name="8 iperf3")
     return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
@@ -90,8 +87,7 @@ def eight(terms: Terms, _: Path) -> Result:
 def bloated(terms: Terms, _: Path) -> Result:
     """64 MiB over four rails of 1 Gbit/s, one behind a queue of 20 ms that is always full (reno), against iperf3."""
     with _bed((1000,) * 4, queues=("2ms", "2ms", "2ms", "20ms"), congestion="reno") as bed:
-        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
-        report = _report(Pair(bed), *counts, "--compare=iperf3")
+        report = _beside_iperf3(terms, bed)
     row = report.rows[0]
     rate = against(row, "iperf3", "one of four rails behind 20 ms of queue, 64 MiB", 0.95, time=False, name="4 iperf3")
     return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
@@ -100,8 +96,7 @@ def bloated(terms: Terms, _: Path) -> Result:
 def long(terms: Terms, _: Path) -> Result:
     """64 MiB over one rail of 1 Gbit/s whose queue holds 100 ms (reno fills it), against one iperf3."""
     with _bed((1000,), queues=("100ms",), congestion="reno") as bed:
-        counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
-        report = _report(Pair(bed), *counts, "--compare=iperf3")
+        report = _beside_iperf3(terms, bed)
     row = report.rows[0]
     return [against(row, "iperf3", "1 Gbit/s behind 100 ms of queue, 64 MiB", 0.95, time=False)], as_data(report)
 
@@ -135,6 +130,12 @@ def flapping(terms: Terms, _: Path) -> Result:
         met=ratio >= 0.95 and all(row.verified for one in reports for row in one.rows),
     )
     return [outcome], {**merged(reports), "gb_per_s": {"one flaps": hit, "three": three}}
+
+
+def _beside_iperf3(terms: Terms, bed: Bed) -> Report:
+    """64 MiB over all rails of the bed, beside one iperf3 per rail at once."""
+    counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
+    return _report(Pair(bed), *counts, "--compare=iperf3")
 
 
 def _rate(row: Row) -> float:
