@@ -116,8 +116,8 @@ class Replaced:
 
 
 def replacements(seed: int, ranks: int, times: int) -> Replaced:
-    """Kills a random rank of a group at a random moment and replaces it, so often. Raises AssertionError for a result
-    that is neither whole nor marked, and for an error."""
+    """Kills a random rank of a group at a random moment and replaces it, ``times`` times. Raises AssertionError
+    for a result that is neither whole nor marked, and for an error."""
     rng, done = random.Random(seed), Replaced()
     setup = Setup(ranks, max_tokens=8, hidden=128, local_experts=2, topk=3, on_loss="mask")
     setup = replace(setup, share_node=rng.random() < 0.5)

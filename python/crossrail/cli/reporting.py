@@ -35,7 +35,7 @@ OnProgress = Callable[[int, int], object]
 """Takes the number of iterations done and the total. The answer ``False`` stops the measurement."""
 
 STOP_S = 1.0
-"""How long an interrupted run may take to hand over the measurement under way."""
+"""How long an interrupted run may take to hand over the running measurement."""
 
 _BESIDE_ROWS = 6
 """Lines of a terminal that the rows measured so far leave free for the bar and for what was there before."""
@@ -231,7 +231,7 @@ def _show(report: Report, json: str | None) -> None:
 
 
 def restore_terminal() -> None:
-    """Stops what is under way, ends its bar and shows the cursor again."""
+    """Stops what is running, ends its bar and shows the cursor again."""
     for progress in _progress:
         progress.stopping.set()
         progress.close()

@@ -60,7 +60,7 @@ impl BulkLane {
         self.notify();
     }
 
-    /// Whether that was said since the last call.
+    /// Whether [`BulkLane::want`] was called since the last call of this.
     pub(crate) fn take_wanted(&self) -> bool {
         self.wanted.take()
     }

@@ -200,7 +200,7 @@ impl Core {
     #[inline]
     pub(crate) fn receive_short(&mut self, endpoint: Option<EndpointId>, spins: u32) -> bool {
         let passes = self.passes.wrapping_add(1);
-        // Every so often a pass is due all the same: for the clock, and for other lanes.
+        // Every SOCKETS_EVERY passes a whole one is due: for the clock, and for other lanes.
         if passes.is_multiple_of(SOCKETS_EVERY) {
             return false;
         }
