@@ -11,6 +11,7 @@ use crossrail_types::{Error, ErrorKind, LaneId, Result};
 use crate::companion::Companion;
 use crate::fabric::Fabric;
 use crate::lane::UcxLane;
+use crate::left;
 use crate::link::{Link, Request, timed_out};
 use crate::sender::Sender;
 use crate::wire::{self, INTRODUCTION_LEN};
@@ -24,6 +25,7 @@ use crate::wire::{self, INTRODUCTION_LEN};
 /// `Timeout` at the deadline; `Protocol` when the peer introduces itself otherwise; `Unreachable` when UCX finds no way
 /// between the two devices; `Io` and others as the system and UCX report them.
 pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, deadline: Instant) -> Result<UcxLane> {
+    left::give_back();
     // UCX refers to its memory as long as the link lives, so it goes after the link.
     let mut tx = Sender::new();
     let mut link = Link::new(fabric)?;
@@ -33,13 +35,19 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, 
         return Err(Error::new(ErrorKind::Unsupported, "connect", detail)
             .with_hint("let UCX use fewer devices: UCX_NET_DEVICES, UCX_TLS"));
     }
-    let theirs = introduce(&stream, &address, deadline)?;
-    link.connect(&theirs)?;
+    let connected = introduce(&stream, &address, deadline).and_then(|theirs| link.connect(&theirs));
+    if let Err(error) = connected {
+        // Who breaks the protocol is not waited for.
+        if error.kind != ErrorKind::Protocol {
+            left::leave(link, tx, stream);
+        }
+        return Err(error);
+    }
     let mut companion = Companion::new(stream).map_err(|error| Error::io("connect", "fcntl", &error))?;
     match join(&link, &mut tx, &mut companion, deadline) {
         Ok(()) => UcxLane::new(id, label, tx, link, companion),
         Err(error) => {
-            tx.forget(&link);
+            left::leave(link, tx, companion.into_stream());
             Err(error)
         }
     }
@@ -63,6 +71,16 @@ fn until_both_connected(
 ) -> Result<()> {
     let mut announced = false;
     loop {
+        // Before UCX is driven, which may not be done once the peer is gone (see `left`).
+        let ended = companion.read();
+        if let Some(ended) = ended {
+            // It has joined and gone already, or gives up.
+            if announced && companion.peer_is_ready() {
+                return Ok(());
+            }
+            let why = ended.map_or_else(|error| error.to_string(), |_| "it gave the lane up".to_owned());
+            return Err(Error::new(ErrorKind::Unreachable, "connect", format!("while UCX connected, {why}")));
+        }
         let moved = link.progress();
         if let Some(error) = link.failure() {
             return Err(failed(error));
@@ -74,13 +92,8 @@ fn until_both_connected(
             announced = true;
             companion.announce_ready().map_err(|error| Error::io("connect", "send", &error))?;
         }
-        let ended = companion.read();
         if announced && companion.peer_is_ready() {
             return Ok(());
-        }
-        if let Some(ended) = ended {
-            let why = ended.map_or_else(|error| error.to_string(), |_| "it gave the lane up".to_owned());
-            return Err(Error::new(ErrorKind::Unreachable, "connect", format!("while UCX connected, {why}")));
         }
         if Instant::now() >= deadline {
             let detail = "UCX did not connect to the peer's worker in time";

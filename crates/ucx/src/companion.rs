@@ -82,6 +82,10 @@ impl Companion {
         }
     }
 
+    pub(crate) fn into_stream(self) -> TcpStream {
+        self.stream
+    }
+
     /// Announces that UCX has connected here.
     pub(crate) fn announce_ready(&mut self) -> std::io::Result<()> {
         self.stream.write_all(&[READY])

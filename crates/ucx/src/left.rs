@@ -1,0 +1,85 @@
+//! Links of joins that were given up, kept as they are until the peer has given the join up, too.
+//!
+//! UCX's assertions do not provide for a connection that breaks while a message of its own for connecting waits to be sent:
+//! a peer that is connecting would end its process if this end's worker went first.
+
+use std::io::{ErrorKind, Read};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use parking_lot::Mutex;
+
+use crate::link::Link;
+use crate::sender::Sender;
+
+/// How long a join that was given up waits for the peer to do the same, which takes one look at its connection.
+const WAIT_MAX: Duration = Duration::from_millis(500);
+
+/// How many links are kept for peers that do not answer. One more, and the first goes: a peer must not exhaust this end.
+const KEPT_MAX: usize = 16;
+
+/// What belongs to a join. The link goes before the memory that UCX refers to.
+struct Left {
+    _link: Link,
+    _tx: Sender,
+    stream: TcpStream,
+}
+
+/// Those whose peer was silent for [`WAIT_MAX`]: it is stopped, or its machine is gone.
+static LEFT: Mutex<Vec<Left>> = Mutex::new(Vec::new());
+
+/// Ends a join that has failed: tells the peer, which may know this worker's address, and waits a moment for it to close
+/// the connection, too. From the call on UCX is not driven.
+pub(crate) fn leave(link: Link, mut tx: Sender, stream: TcpStream) {
+    tx.forget(&link);
+    let mut left = Left { _link: link, _tx: tx, stream };
+    // A peer that is gone need not be told.
+    if left.stream.shutdown(Shutdown::Write).is_err() || left.stream.set_nonblocking(true).is_err() {
+        return;
+    }
+    let deadline = Instant::now() + WAIT_MAX;
+    while !left.peer_has_left() {
+        let rest = deadline.saturating_duration_since(Instant::now());
+        if rest.is_zero() {
+            keep(left);
+            return;
+        }
+        let mut fds = [PollFd::new(left.stream.as_fd(), PollFlags::POLLIN)];
+        let rest = PollTimeout::try_from(rest + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
+        // Interrupted or not, the loop looks again.
+        let _ = poll(&mut fds, rest);
+    }
+}
+
+fn keep(left: Left) {
+    let mut kept = LEFT.lock();
+    let first = (kept.len() == KEPT_MAX).then(|| kept.remove(0));
+    kept.push(left);
+    // UCX takes a while to close a link.
+    drop(kept);
+    drop(first);
+}
+
+/// Gives back what waited for peers that have left since.
+pub(crate) fn give_back() {
+    let gone: Vec<Left> = LEFT.lock().extract_if(.., Left::peer_has_left).collect();
+    drop(gone);
+}
+
+impl Left {
+    /// Whether the peer does not connect any more: it has closed its end of the stream, or that has failed. What it wrote
+    /// before is of no use.
+    fn peer_has_left(&mut self) -> bool {
+        let mut bytes = [0; 1024];
+        loop {
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return error.kind() != ErrorKind::WouldBlock,
+            }
+        }
+    }
+}
