@@ -27,7 +27,8 @@ help:
 	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "make simulate all ranks of a group in one simulation, with lost ranks and connections: SIM_RUNS"
 	@echo "make chaos-ranks random kills and stops of ranks, and 200 kills with a replacement each: CHAOS_SECONDS, CHAOS_SEED"
-	@echo "make soak     thousands of cycles of everything that a program makes and drops, counted in bytes: SOAK_SECONDS each"
+	@echo "make soak     two ranks make, use and drop everything for two hours, and may not grow: SOAK_SECONDS, SOAK_JSON"
+	@echo "make growth   thousands of cycles of everything that a program makes and drops, counted in bytes: GROWTH_SECONDS each"
 	@echo "make chaos-together messages, experts and control at once on two nodes: CHAOS_SECONDS, CHAOS_SEED, SURROUNDINGS"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
@@ -125,13 +126,20 @@ test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
 	cargo test --quiet --locked --package crossrail-fuzz
 
-# What `make test` does in seconds, for as long as a program lives: six kinds, two hours in all by default.
-SOAK_SECONDS ?= 1030
+# What `make test` does in seconds, for as long as a program lives: by kind, counted in bytes, and all at once, as the
+# system sees it. SOAK_JSON: where the figures go, renewed every minute.
+GROWTH_SECONDS ?= 1030
+SOAK_SECONDS ?= 7200
 
-soak: rust
-	$(call say,soak: everything that is made and dropped, $(SOAK_SECONDS) s each)
-	CROSSRAIL_TEST_SOAK=$(SOAK_SECONDS) cargo test --quiet --locked --package crossrail-ep-host --test growth -- \
+.PHONY: growth
+growth: rust
+	$(call say,growth: everything that is made and dropped, $(GROWTH_SECONDS) s each)
+	CROSSRAIL_TEST_SOAK=$(GROWTH_SECONDS) cargo test --quiet --locked --package crossrail-ep-host --test growth -- \
 		--nocapture --test-threads 1
+
+soak: build
+	$(call say,soak: everything at once, $(SOAK_SECONDS) s)
+	$(BIN)/python tests/python/soak.py --seconds $(SOAK_SECONDS) $(if $(SOAK_JSON),--json $(SOAK_JSON))
 
 # Not part of `make test`: it compiles everything once more.
 models: rust

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +22,22 @@ def percentile(samples: list[float], share: float) -> float:
     return sorted(samples)[max(0, -int(-share * len(samples) // 1) - 1)]
 
 
+def text(result: dict[str, Any]) -> str:
+    """The result as JSON, with lists of numbers on one line each."""
+    lists = json.dumps(result, indent=2)
+    return re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", lists) + "\n"
+
+
+def write(result: dict[str, Any], path: Path | None) -> None:
+    """Writes the result to ``path``, if there is one: at any moment the file has the whole of one result."""
+    if path is not None:
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(text(result))
+        fresh.replace(path)
+
+
 def show(result: dict[str, Any], path: Path | None) -> int:
     """Prints the result and writes it to ``path``, if there is one; the exit code: 1 where it has errors."""
-    text = json.dumps(result, indent=2) + "\n"
-    sys.stdout.write(text)
-    if path is not None:
-        path.write_text(text)
+    sys.stdout.write(text(result))
+    write(result, path)
     return 1 if result["errors"] else 0
