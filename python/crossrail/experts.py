@@ -569,7 +569,7 @@ class ExpertBuffer:
     def unmask(self, ranks: Iterable[int]) -> None:
         """Include masked `ranks` in operations again. They and all others must do the same at the same point.
 
-        Raises PeerDeadError if one of them has died or left.
+        Raises PeerDeadError if one has died or left. On a GPU a lost one that lives is connected anew, as by `connect`.
         """
         self._buffer.unmask(rank_list(ranks, "unmask"))
 

@@ -16,6 +16,7 @@ use crossrail_kernels::ep::{Epochs, Shape};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
+use crate::agreement::Agreement;
 use crate::completion::Events;
 use crate::counts::CountPool;
 use crate::device_reader::Reader;
@@ -93,6 +94,8 @@ impl DeviceBuffer {
         let ranks = config.ranks as usize;
         let sight = Sight::new(context.settings(), name, (me, config.ranks), options.ordinal, memory.len() as u64);
         let sight = Arc::new(sight);
+        let masks = Heap::new(memory.clone(), &shape, &room)?;
+        let agreement = Agreement::new(me, config.ranks, config.on_loss, masks, meeting.worker.clone(), tell.clone());
         let inner = Arc::new(Inner {
             id,
             name: name.to_owned(),
@@ -112,6 +115,7 @@ impl DeviceBuffer {
             reader: Reader::new(&cuda),
             faults_at: ring.address(),
             tell,
+            agreement: Arc::new(agreement),
             network: AtomicU64::new(0),
             in_flight: Arc::default(),
             state: Mutex::new(State::new(peers, ring, Arc::default())),
@@ -204,12 +208,13 @@ impl DeviceBuffer {
         self.0.set_mask(ranks, true)
     }
 
-    /// As `crossrail_ep_host::ExpertBuffer::unmask`, once enqueued operations are done.
+    /// As `crossrail_ep_host::ExpertBuffer::unmask`, once enqueued operations are done. Where the ranks have agreed to go
+    /// on without one that lives, it and the others are connected again: the call returns once all have made it.
     ///
     /// # Errors
-    /// As there; `Timeout` when operations are not done.
+    /// As there, and of [`DeviceBuffer::connect`]; `Timeout` when operations are not done.
     pub fn unmask(&self, ranks: &[u32]) -> Result<()> {
-        self.0.set_mask(ranks, false)
+        self.0.take_back(ranks)
     }
 
     /// Ranks that are connected but masked.
@@ -222,6 +227,13 @@ impl DeviceBuffer {
     /// Ranks that are connected and not masked, this one included.
     pub fn active(&self) -> Vec<u32> {
         self.0.active()
+    }
+
+    /// Number of this rank's view, as `crossrail_ep_host::ExpertBuffer::view`. It counts for buffers that mask lost ranks.
+    pub fn view(&self) -> u64 {
+        let mut state = self.0.state.lock();
+        self.0.process_losses(&mut state);
+        self.0.agreement.number()
     }
 
     /// Ranks that are connected, this one and masked ones included.
@@ -382,22 +394,53 @@ impl Inner {
     fn active(&self) -> Vec<u32> {
         let mut state = self.state.lock();
         self.process_losses(&mut state);
-        state.peers.iter().flatten().filter(|peer| !peer.masked).map(|peer| peer.rank).collect()
+        state.active_ranks()
+    }
+
+    /// Takes ranks back: those that the view has lost by new connections.
+    fn take_back(&self, ranks: &[u32]) -> Result<()> {
+        let others = {
+            let mut state = self.state.lock();
+            self.process_losses(&mut state);
+            self.check_others(&state, ranks, "unmask")?;
+            state.peers.iter().flatten().map(|peer| peer.rank).filter(|rank| *rank != self.me).collect::<Vec<_>>()
+        };
+        let estranged = self.agreement.estranged(ranks);
+        if estranged.is_empty() {
+            return self.set_mask(ranks, false);
+        }
+        self.refuse_variant("unmask")?;
+        self.refuse_dead(&self.state.lock(), &estranged)?;
+        self.disconnect(if self.agreement.is_evicted() { &others } else { &estranged })?;
+        self.connect(&estranged, true, None)?;
+        let masked: Vec<u32> = ranks.iter().copied().filter(|rank| !estranged.contains(rank)).collect();
+        if masked.is_empty() { Ok(()) } else { self.set_mask(&masked, false) }
+    }
+
+    fn check_others(&self, state: &State, ranks: &[u32], what: &str) -> Result<()> {
+        let other = |rank: &u32| *rank != self.me && state.peers.get(*rank as usize).is_some_and(Option::is_some);
+        ranks.iter().find(|rank| !other(rank)).map_or(Ok(()), |rank| {
+            Err(Error::new(ErrorKind::Usage, what, format!("rank {rank} is not a connected other rank")))
+        })
+    }
+
+    /// Fails for a rank that has died. One that has only closed its connection may be about to connect again.
+    fn refuse_dead(&self, state: &State, ranks: &[u32]) -> Result<()> {
+        let dead = |rank: &&u32| {
+            let peer = state.peers[**rank as usize].as_ref();
+            peer.and_then(|peer| peer.departure.as_ref()).is_some_and(|departure| departure.is_dead)
+        };
+        ranks.iter().find(dead).map_or(Ok(()), |rank| Err(gone(*rank)))
     }
 
     fn set_mask(&self, ranks: &[u32], masked: bool) -> Result<()> {
         let what = if masked { "mask" } else { "unmask" };
         let mut state = self.state.lock();
         self.process_losses(&mut state);
-        for rank in ranks {
-            let peer = state.peers.get(*rank as usize).and_then(Option::as_ref);
-            let Some(peer) = peer.filter(|peer| peer.rank != self.me) else {
-                return Err(Error::new(ErrorKind::Usage, what, format!("rank {rank} is not a connected other rank")));
-            };
-            if !masked && !peer.is_alive() {
-                let error = Error::new(ErrorKind::PeerDead, what, format!("the process of rank {rank} is gone"));
-                return Err(error.with_hint("disconnect it; a new process can take its place"));
-            }
+        self.check_others(&state, ranks, what)?;
+        let alive = |rank: &&u32| state.peers[**rank as usize].as_ref().is_some_and(Peer::is_alive);
+        if let Some(rank) = ranks.iter().find(|rank| !masked && !alive(rank)) {
+            return Err(gone(*rank));
         }
         let epochs = if masked { Epochs::default() } else { self.wait_until_idle(&state, what, None)? };
         for rank in ranks {
@@ -411,6 +454,7 @@ impl Inner {
             peer.masked = masked;
             peer.lost = None;
         }
+        self.agreement.restart(&state.active_ranks());
         self.show_members(&state);
         Ok(())
     }
@@ -424,6 +468,7 @@ impl Inner {
             self.refuse_closed("sync")?;
             self.wait_for_kernels(Some(limit.saturating_sub(began.elapsed())))?;
             let ranks = self.active();
+            self.agreement.refuse_evicted("sync")?;
             let changes = self.meeting.group.changes();
             let left = limit.saturating_sub(began.elapsed());
             let others: Vec<u32> = ranks.iter().copied().filter(|rank| *rank != self.me).collect();
@@ -439,7 +484,7 @@ impl Inner {
                         self.meeting.group.wait_change(changes, Instant::now() + LOSS_INTERVAL);
                     }
                 }
-                Err(error) => return Err(error),
+                Err(error) => return self.agreement.refuse_evicted("sync").and(Err(error)),
                 Ok(()) => return self.refuse_losses(&self.state.lock(), "sync"),
             }
         }
@@ -463,6 +508,7 @@ impl Inner {
         let done = self.wait_for_kernels(Some(limit));
         self.meeting.close();
         let peers: Vec<Peer> = state.peers.iter_mut().filter_map(Option::take).collect();
+        self.agreement.disconnected(&(0..self.config.ranks).collect::<Vec<_>>(), &[]);
         drop(state);
         if let Err(error) = done {
             // Kernels that may still run need their memory: leak it.
@@ -476,6 +522,11 @@ impl Inner {
         self.meeting.worker.close();
         Ok(())
     }
+}
+
+fn gone(rank: u32) -> Error {
+    Error::new(ErrorKind::PeerDead, "unmask", format!("the process of rank {rank} is gone"))
+        .with_hint("disconnect it; a new process can take its place")
 }
 
 impl Drop for Inner {

@@ -70,6 +70,9 @@ impl Inner {
             if new.is_empty() {
                 return Ok(());
             }
+            if state.peers.iter().flatten().count() > 1 {
+                self.agreement.refuse_evicted("connect")?;
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             let mine = self.wait_until_idle(&state, "connect", Some(left))?;
             (new, mine)
@@ -82,6 +85,8 @@ impl Inner {
         let epochs = greeted.iter().fold(mine, |most, greeted| {
             most.max(Epochs { dispatch: greeted.received.counts[1], combine: greeted.received.counts[2] })
         });
+        let progress = greeted.iter().map(|greeted| (greeted.received.counts[0], greeted.received.view));
+        let progress = progress.fold((0, 0), |most, one| (most.0.max(one.0), most.1.max(one.1)));
         let ends: Vec<(u32, Endpoint)> =
             greeted.iter().map(|one| (one.connection.rank, one.connection.endpoint.clone())).collect();
         let prepared = self.meet_all(greeted, deadline).and_then(|met| {
@@ -98,12 +103,14 @@ impl Inner {
         let peers: Result<Vec<Peer>> =
             met.into_iter().zip(keys).map(|(met, key)| met.into_peer(&key, !activate)).collect();
         let mut state = self.state.lock();
+        let mut contacts = Vec::with_capacity(new.len());
         for mut peer in peers? {
             let at = peer.rank as usize;
             state.generation += 1;
             peer.generation = state.generation;
-            if let Some(endpoint) = peer.endpoint() {
-                peer.life = Some(losses::on_end(self, peer.rank, peer.generation, endpoint)?);
+            if let Some(endpoint) = peer.endpoint().cloned() {
+                peer.life = Some(losses::on_end(self, peer.rank, peer.generation, &endpoint)?);
+                contacts.push((peer.rank, peer.generation, endpoint));
             }
             let mut connections = self.connections.lock();
             connections.generations[at] = peer.generation;
@@ -111,6 +118,10 @@ impl Inner {
             self.heap.set_mask(peer.rank, peer.masked)?;
             drop(connections);
             state.peers[at] = Some(peer);
+        }
+        self.agreement.connected(contacts, &state.active_ranks(), progress)?;
+        for variant in self.live_variants() {
+            new.iter().for_each(|rank| variant.follow_base(*rank, state.peers[*rank as usize].as_ref()));
         }
         self.show_members(&state);
         drop(state);
@@ -140,11 +151,12 @@ impl Inner {
         let shared = if connection.is_shared() { self.share(connection)? } else { None };
         // A rank that can map the heap needs no key, unless mapping fails there (`late_key`).
         let key = if shared.is_none() { self.key()? } else { Vec::new() };
+        let (operations, view) = self.agreement.progress();
         Ok(Hello {
             rank: self.me,
             parameters: self.meeting.parameters().clone(),
-            counts: [0, epochs.dispatch, epochs.combine],
-            view: 0,
+            counts: [operations, epochs.dispatch, epochs.combine],
+            view,
             shared,
             key,
             generation: 0,
@@ -262,9 +274,11 @@ impl Inner {
                 self.connections.lock().generations[*rank as usize] = 0;
                 self.heap.set_mask(*rank, true)?;
                 self.heap.set_peer(*rank, self.heap.base())?;
+                self.live_variants().iter().for_each(|variant| variant.follow_base(*rank, None));
                 gone.extend(state.peers[*rank as usize].take());
             }
         }
+        self.agreement.disconnected(ranks, &state.active_ranks());
         self.show_members(&state);
         drop(state);
         for peer in gone {

@@ -210,6 +210,7 @@ impl DeviceBuffer {
         let (all, kind) = (launch.args.phases(), launch.args.kind());
         let phases = if split == Split::Send { all & !EP_RECEIVE } else { all };
         let done = self.0.run(call, &launch, phases)?;
+        self.0.agreement.operation_begun();
         self.0.show_begun(kind, &call.state);
         let (handle, count) = (launch.handle.clone(), launch.count.clone());
         let pending = (split == Split::Send).then(|| {

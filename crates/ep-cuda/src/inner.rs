@@ -16,12 +16,14 @@ use crossrail_kernels::ep::{EpKernels, Epochs, Shape};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
+use crate::agreement::Agreement;
 use crate::completion::{Completion, Events};
 use crate::counts::CountPool;
 use crate::device_reader::Reader;
 use crate::fault_ring::Ring;
 use crate::handles::Pool;
 use crate::heap::{Heap, set_taken};
+use crate::losses::News;
 use crate::options::DeviceOptions;
 use crate::outstanding::Outstanding;
 use crate::peer::Peer;
@@ -63,7 +65,8 @@ pub(crate) struct Inner {
     pub(crate) reader: Reader,
     /// GPU address of the ring of faults.
     pub(crate) faults_at: u64,
-    pub(crate) tell: Sender<ConnectionEnd>,
+    pub(crate) tell: Sender<News>,
+    pub(crate) agreement: Arc<Agreement>,
     /// Bytes forwarded to ranks whose heaps this GPU cannot map.
     pub(crate) network: AtomicU64,
     pub(crate) in_flight: Arc<InFlight>,
@@ -86,6 +89,8 @@ pub(crate) struct State {
     pub(crate) outstanding: Arc<Mutex<Outstanding>>,
     pub(crate) ring: Ring,
     pub(crate) faults: Vec<Fault>,
+    /// Losses of the agreement that were processed.
+    pub(crate) losses_seen: usize,
     /// The max_rows overflow has been logged.
     pub(crate) overflow_reported: bool,
     pub(crate) generation: u64,
@@ -101,6 +106,7 @@ impl State {
             outstanding,
             ring,
             faults: Vec::new(),
+            losses_seen: 0,
             overflow_reported: false,
             generation: 0,
             closed: false,
@@ -110,6 +116,11 @@ impl State {
     /// Ranks that are connected and not masked, this one included.
     pub(crate) fn active(&self) -> u32 {
         self.peers.iter().flatten().filter(|peer| !peer.masked).count() as u32
+    }
+
+    /// The same, by number.
+    pub(crate) fn active_ranks(&self) -> Vec<u32> {
+        self.peers.iter().flatten().filter(|peer| !peer.masked).map(|peer| peer.rank).collect()
     }
 
     pub(crate) fn has_forwarded(&self) -> bool {
@@ -161,6 +172,11 @@ pub(crate) struct Connections {
 }
 
 impl Inner {
+    /// This buffer's variants.
+    pub(crate) fn live_variants(&self) -> Vec<Arc<Inner>> {
+        self.variants.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
     pub(crate) fn refuse_closed(&self, operation: &str) -> Result<()> {
         if self.meeting.is_ending() {
             return Err(Error::new(ErrorKind::Closed, operation, "the buffer was destroyed"));

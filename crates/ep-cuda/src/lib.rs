@@ -19,6 +19,7 @@
 //! they wait for blocks of other ranks; buffers whose operations may overlap on one GPU must therefore share its
 //! multiprocessors ([`DeviceOptions::num_sms`]).
 
+mod agreement;
 mod buffer;
 mod completion;
 mod connect;

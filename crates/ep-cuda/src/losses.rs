@@ -1,10 +1,10 @@
-//! Detection of lost ranks: faults that kernels report, and connections that end. A thread waits for ended connections,
-//! so that a rank is masked even while every other thread waits for kernels that wait for it.
+//! Detection of lost ranks: faults that kernels report, connections that end, and what other ranks tell. A thread waits
+//! for the latter two, so that a rank is masked even while every other thread waits for kernels that wait for it.
 
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Weak};
 
-use crossrail::{Endpoint, ErrorKind, Request};
+use crossrail::{Endpoint, ErrorKind, Receipt, Request};
 use crossrail_ep::{Fault, OnLoss};
 use crossrail_types::{Error, Result};
 
@@ -15,26 +15,40 @@ use crate::peer::Departure;
 /// Tag of a message that is never sent: its receive fails when the connection ends.
 const LIFE: u64 = 0x4550_0000_0001_0003;
 
+/// What the watching thread waits for.
+pub(crate) enum News {
+    Ended(ConnectionEnd),
+    /// A notice of that rank has arrived over its connection of this generation.
+    Notice {
+        rank: u32,
+        generation: u64,
+        receipt: Receipt,
+    },
+}
+
 /// Reports the end of the connection to the watching thread.
 pub(crate) fn on_end(inner: &Inner, rank: u32, generation: u64, endpoint: &Endpoint) -> Result<Request> {
-    let tell: Sender<ConnectionEnd> = inner.tell.clone();
+    let tell: Sender<News> = inner.tell.clone();
     let life = inner.meeting.worker.recv(Vec::new(), LIFE, u64::MAX, Some(endpoint))?;
     life.on_complete(move |end| {
         if let Err(error) = end {
             // Fails only when the buffer is gone.
-            let _ = tell.send(ConnectionEnd { rank, generation, error });
+            let _ = tell.send(News::Ended(ConnectionEnd { rank, generation, error }));
         }
     });
     Ok(life)
 }
 
 /// Starts the watching thread, which ends with the buffer.
-pub(crate) fn start(inner: &Arc<Inner>, lost: Receiver<ConnectionEnd>) -> Result<()> {
+pub(crate) fn start(inner: &Arc<Inner>, news: Receiver<News>) -> Result<()> {
     let buffer: Weak<Inner> = Arc::downgrade(inner);
     let body = move || {
-        while let Ok(lost) = lost.recv() {
+        while let Ok(news) = news.recv() {
             let Some(inner) = buffer.upgrade() else { return };
-            inner.connection_ended(lost);
+            match news {
+                News::Ended(lost) => inner.connection_ended(lost),
+                News::Notice { rank, generation, receipt } => inner.notice_arrived(rank, generation, &receipt),
+            }
         }
     };
     let thread = std::thread::Builder::new().name("crossrail-ep-watch".into()).spawn(body);
@@ -73,12 +87,33 @@ impl Inner {
                 left: state.active(),
                 masked: true,
             };
-            if let Some(endpoint) = alive.filter(|_| self.shape.rank_layout) {
-                self.regions.suspect(told.rank, &endpoint);
-            }
+            self.suspect(told.rank, alive.as_ref());
             self.record(state, fault);
         }
         self.process_connection_ends(state);
+        self.process_agreed_losses(state);
+    }
+
+    /// Follows the agreement: masks ranks that others, or a variant of the buffer, have lost.
+    fn process_agreed_losses(&self, state: &mut State) {
+        for loss in self.agreement.losses_since(&mut state.losses_seen) {
+            let peer = state.peers[loss.rank as usize].as_mut().filter(|peer| peer.generation == loss.generation);
+            let Some(peer) = peer.filter(|peer| !peer.masked) else { continue };
+            peer.masked = true;
+            let alive = peer.endpoint().cloned().filter(Endpoint::is_alive);
+            self.suspect(loss.rank, alive.as_ref());
+            self.record_departure(state, loss.rank, &loss.why);
+        }
+        if self.agreement.is_evicted() {
+            state.peers.iter_mut().flatten().filter(|peer| peer.rank != self.me).for_each(|peer| peer.masked = true);
+        }
+    }
+
+    /// A rank that is masked although it lives may still write into regions.
+    fn suspect(&self, rank: u32, alive: Option<&Endpoint>) {
+        if let Some(endpoint) = alive.filter(|_| self.shape.rank_layout) {
+            self.regions.suspect(rank, endpoint);
+        }
     }
 
     /// Records ranks that left regularly, now that an operation begins without them.
@@ -103,18 +138,41 @@ impl Inner {
         let mut connections = self.connections.lock();
         let rank = lost.rank;
         let is_current = connections.generations[rank as usize] == lost.generation;
-        connections.ended.push(lost);
+        let dead = lost.error.kind == ErrorKind::PeerDead;
+        connections.ended.push(lost.clone());
         if is_current {
             self.mask_in_kernels(rank);
         }
-        let lost = connections.ended.last().cloned();
         drop(connections);
-        let variants = self.variants.lock().clone();
-        for variant in variants.iter().filter_map(Weak::upgrade) {
-            lost.iter().for_each(|lost| variant.connection_ended(lost.clone()));
+        if dead && is_current && self.base.is_none() {
+            self.propose(rank, &self.agreement.end_of(rank).unwrap_or_else(|| lost.error.detail.clone()));
         }
-        let mut state = self.state.lock();
-        self.process_losses(&mut state);
+        self.live_variants().iter().for_each(|variant| variant.connection_ended(lost.clone()));
+        self.process_if_free();
+    }
+
+    /// Hears what another rank tells.
+    fn notice_arrived(&self, rank: u32, generation: u64, receipt: &Receipt) {
+        if let Err(error) = self.agreement.hear(rank, generation, receipt) {
+            self.meeting.warn(&format!("a notice of rank {rank}: {error}"));
+        }
+        self.live_variants().iter().for_each(|variant| variant.process_if_free());
+        self.process_if_free();
+    }
+
+    /// Processes losses, unless a call holds the state: the next call then does. It may wait for kernels that wait for
+    /// a rank whose loss is yet to be heard of.
+    fn process_if_free(&self) {
+        if let Some(mut state) = self.state.try_lock() {
+            self.process_losses(&mut state);
+        }
+    }
+
+    /// Takes a lost rank out of the view, and tells the others.
+    fn propose(&self, rank: u32, why: &str) {
+        if let Err(error) = self.agreement.lose(rank, why) {
+            self.meeting.warn(&error);
+        }
     }
 
     /// Processes ended connections. A rank that died is a fault at once; one that left regularly becomes one only when
@@ -130,7 +188,7 @@ impl Inner {
                 true => peer.end().unwrap_or_else(|| lost.error.detail.clone()),
                 false => "it has left".to_owned(),
             };
-            peer.departure = Some(Departure { why: why.clone(), reported: dead || peer.masked });
+            peer.departure = Some(Departure { why: why.clone(), is_dead: dead, reported: dead || peer.masked });
             let was_masked = std::mem::replace(&mut peer.masked, true);
             // The mask that `connection_ended` set may have been cleared since.
             self.mask_in_kernels(lost.rank);
@@ -161,13 +219,15 @@ impl Inner {
         if let Some(peer) = state.peers.get_mut(fault.rank as usize).and_then(Option::as_mut) {
             peer.lost = Some(fault.clone());
         }
+        self.propose(fault.rank, &fault.why);
         state.faults.push(fault);
         self.show_members(state);
     }
 
-    /// Fails if a rank was lost that the caller has not masked or disconnected since, unless the buffer masks lost
+    /// Fails if the others go on without this rank, or a rank was lost that the caller has not masked or disconnected since, unless the buffer masks lost
     /// ranks.
     pub(crate) fn refuse_losses(&self, state: &State, operation: &str) -> Result<()> {
+        self.agreement.refuse_evicted(operation)?;
         let lost = state.peers.iter().flatten().find_map(|peer| peer.lost.as_ref());
         match lost.filter(|_| self.config.on_loss == OnLoss::Raise) {
             None => Ok(()),

@@ -24,6 +24,8 @@ pub(crate) struct Peer {
 #[derive(Clone, Debug)]
 pub(crate) struct Departure {
     pub(crate) why: String,
+    /// Its process has died, or is out of reach; otherwise it has closed the connection.
+    pub(crate) is_dead: bool,
     pub(crate) reported: bool,
 }
 

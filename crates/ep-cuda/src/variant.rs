@@ -29,8 +29,8 @@ impl DeviceBuffer {
     /// this one, which was made with [`crate::DeviceOptions::variants`]. No other rank takes part: each makes its own
     /// before its first operation. Kernels that are not cached on disk are compiled now.
     ///
-    /// Operations of a buffer and its variants are one sequence, the same on all ranks. Ranks that are connected or
-    /// disconnected later are those of the buffer only. A variant ends with the buffer at the latest.
+    /// Operations of a buffer and its variants are one sequence, the same on all ranks. Only the buffer connects and
+    /// disconnects ranks, for its variants too. A variant ends with the buffer at the latest.
     ///
     /// # Errors
     /// `Usage` for a configuration that differs in anything else; `Closed`; what the driver and the compiler report.
@@ -79,6 +79,7 @@ impl DeviceBuffer {
             reader: Reader::new(&cuda),
             faults_at: ring.address(),
             tell: base.tell.clone(),
+            agreement: base.agreement.clone(),
             network: AtomicU64::new(0),
             in_flight: base.in_flight.clone(),
             state: Mutex::new(State::new(peers, ring, state.outstanding.clone())),
@@ -108,6 +109,15 @@ impl Inner {
         }
         let text = "a variant has the connections of the buffer that it was made from";
         Err(Error::new(ErrorKind::Usage, operation, text).with_hint(format!("{operation} that buffer")))
+    }
+
+    /// The buffer that this variant was made from has connected or disconnected a rank.
+    pub(crate) fn follow_base(&self, rank: u32, peer: Option<&Peer>) {
+        let mut state = self.state.lock();
+        self.process_losses(&mut state);
+        self.connections.lock().generations[rank as usize] = peer.map_or(0, |peer| peer.generation);
+        state.peers[rank as usize] = peer.map(Peer::for_variant);
+        self.show_members(&state);
     }
 
     /// Ends a variant once kernels are done.

@@ -4,10 +4,8 @@
 use std::time::Instant;
 
 use crossrail::{Endpoint, Request};
-use crossrail_ep::meeting::NOTICE_TAG;
-use crossrail_ep::view::{Notice, View};
-use crossrail_ep::{Fault, OnLoss};
-use crossrail_types::{Error, ErrorKind};
+use crossrail_ep::view::View;
+use crossrail_ep::{Fault, OnLoss, notices};
 
 use crate::local_rank::{GroupView, LocalRank};
 use crate::operation::{Common, LIVENESS_INTERVAL};
@@ -25,7 +23,7 @@ impl LocalRank {
     pub(crate) fn notices_from(&self, endpoint: &Endpoint) -> Option<Request> {
         let masks = self.config.on_loss == OnLoss::Mask;
         // A failure means that the connection has ended, which is noticed elsewhere.
-        masks.then(|| self.worker.recv(vec![0; Notice::MAX], NOTICE_TAG, u64::MAX, Some(endpoint)).ok()).flatten()
+        masks.then(|| notices::receive(&self.worker, endpoint).ok()).flatten()
     }
 
     /// Handles the notices that have arrived, if it is time to look. Returns whether the view has changed.
@@ -39,18 +37,16 @@ impl LocalRank {
             let Some(peer) = &mut view.peers[at] else { continue };
             while let Some(receipt) = peer.inbox.as_ref().and_then(Request::test) {
                 let request = peer.inbox.take();
-                let (Ok(receipt), Some(endpoint)) = (receipt, peer.endpoint()) else { break };
-                let bytes = request.and_then(Request::into_vec).unwrap_or_default();
+                let (Some(request), Ok(receipt), Some(endpoint)) = (request, receipt, peer.endpoint()) else { break };
                 peer.inbox = self.notices_from(endpoint);
-                match Notice::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default()) {
+                match notices::received(request, &receipt) {
                     Ok(notice) => out.extend(view.agreed.hear(at as u32, notice)),
                     Err(error) => self.warn(&format!("rank {at}: {error}")),
                 }
             }
         }
         if let Some(why) = view.agreed.evicted() {
-            let error = Error::new(ErrorKind::PeerDead, common.name, why.to_owned())
-                .with_hint("the others continue without this rank; they disconnect it, and connect its next buffer");
+            let error = notices::evicted(common.name, why);
             view.broken.get_or_insert_with(|| error.clone());
             common.give_up_all(view.peers.len(), error);
             return true;
@@ -86,12 +82,7 @@ impl LocalRank {
 
     /// Sends this rank's view to all ranks that it reaches, those that are out of it included.
     fn tell_others(&self, view: &GroupView) {
-        let Ok(notice) = view.agreed.notice(view.operations).encode() else { return };
-        let endpoints = view.peers.iter().flatten().filter_map(|peer| peer.endpoint());
-        for endpoint in endpoints.filter(|endpoint| endpoint.is_alive()) {
-            // A failure means that the connection has ended meanwhile.
-            let _ = endpoint.send(notice.clone(), NOTICE_TAG);
-        }
+        notices::send(&view.agreed, view.operations, view.peers.iter().flatten().filter_map(|peer| peer.endpoint()));
     }
 
     /// The view of a rank without connections.

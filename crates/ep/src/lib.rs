@@ -8,7 +8,7 @@
 //! Config      the parameters of a buffer, equal on every rank        Plan    the memory that they take
 //! Meeting     ranks find each other through the group's store, connect, and compare parameters (Hello)
 //! Link        how a rank is reached                                  Fault   a rank that was lost, and why
-//! View        which ranks take part, and how all come to the same view
+//! View        which ranks take part, and how all come to the same view       notices   how they tell each other
 //! ```
 
 mod bytes;
@@ -17,6 +17,7 @@ mod fault;
 pub mod hello;
 mod link;
 pub mod meeting;
+pub mod notices;
 mod plan;
 pub mod view;
 

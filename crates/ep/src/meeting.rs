@@ -22,8 +22,6 @@ const LINGER: Duration = Duration::from_secs(2);
 const MAX_CONSTRUCTION: Duration = Duration::from_secs(120);
 /// Timeout of the query whether a rank is constructing its buffer.
 const STORE_QUERY: Duration = Duration::from_millis(50);
-/// Tag of a [`Notice`](crate::view::Notice).
-pub const NOTICE_TAG: u64 = 0x4550_0000_0002_0004;
 /// Timeout for closing a connection.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 

@@ -125,6 +125,8 @@ impl View {
     /// What to tell the others after a change, when the last operation is `stamp`.
     pub fn notice(&self, stamp: u64) -> Notice {
         let why = self.why.chars().take(WHY).collect();
+        // A change between the restart and the first operation after it is one of the new view.
+        let stamp = stamp.max(self.since);
         Notice { stamp, number: self.number, out: self.out.iter().copied().collect(), why }
     }
 

@@ -534,7 +534,11 @@ class Buffer(Lifetime):
         return rooms[-1]
 
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
-        """Leaves `rank` out of low-latency operations from now on (`mask`), or takes it back; all ranks do the same."""
+        """Leaves `rank` out of low-latency operations from now on (`mask`), or takes it back; all ranks do the same.
+
+        A rank that lives, and was left out as it did not come, is connected again when it is taken back: the call
+        waits for it, and raises TimeoutError where it does not do the same.
+        """
         self._open("low_latency_update_mask_buffer")
         if count("rank", rank, "low_latency_update_mask_buffer") >= self.group_size:
             detail = f"rank {rank} is not from 0 to {self.group_size - 1}"
@@ -556,7 +560,8 @@ class Buffer(Lifetime):
         mask_status.copy_(torch().tensor(found, dtype=torch().int32))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes all ranks back. Raises PeerDeadError for one whose process is gone."""
+        """Takes all ranks back, as `low_latency_update_mask_buffer` does. Raises PeerDeadError for one whose process is
+        gone."""
         self._open("low_latency_clean_mask_buffer")
         for rank in sorted(self._pool.left_out()):
             self._pool.take_back(rank)

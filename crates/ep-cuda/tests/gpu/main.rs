@@ -6,6 +6,7 @@
 //! did not come to their turn there, and the long ones, have a process each: neither a hang nor a GPU in a bad state is the next
 //! test's. Skipped, visibly, without a GPU or NVRTC.
 
+mod agreed;
 mod elastic;
 mod far;
 mod killed;
