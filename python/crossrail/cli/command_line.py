@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
-from crossrail.report.environment import package_version
-
 from .failure import EXIT_USAGE, print_error
 from .parsing import EPILOG, Command, Outcome, Parser
 from .rank_process import RANK, add_rank
@@ -120,6 +118,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> Command:
     return outcome(parser, parsed)
 
 
+class _Version(argparse.Action):
+    """Prints the installed version, which is looked up only for this."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        from crossrail.report.environment import package_version
+
+        print(f"{parser.prog} {package_version()}")
+        parser.exit()
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="crossrail",
@@ -128,7 +142,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"crossrail {package_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the installed version and exit")
     _add_choice(parser, "COMMAND", COMMANDS)
     return parser
 

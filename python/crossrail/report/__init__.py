@@ -4,33 +4,37 @@ Nothing here measures or needs the native module: a file written on one machine 
 another.
 """
 
-from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
-from .compact import compact, with_lists
-from .control import averaged, control_rows, with_times
-from .environment import capture_environment
-from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
-from .mesh import mesh_rows
-from .schema import (
-    SCHEMA,
-    Environment,
-    Iteration,
-    Lane,
-    PeerResult,
-    PhaseFacts,
-    RankTimes,
-    Report,
-    Row,
-    SchemaError,
-    Stages,
-    VerdictLine,
-)
-from .stats import Summary, better, gb_per_s, median, percentile, summarize
-from .tables import console, table
-from .units import counted, format_bytes, format_duration_us, format_rate, format_size
-from .unpack import unpack_rates, unpack_rows
-from .verdict import Facts, judge
-from .views import print_report, views
-from .writing import WriteError, check_destination, write_report, write_text
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
+    from .compact import compact, with_lists
+    from .control import averaged, control_rows, with_times
+    from .environment import capture_environment
+    from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
+    from .mesh import mesh_rows
+    from .schema import (
+        SCHEMA,
+        Environment,
+        Iteration,
+        Lane,
+        PeerResult,
+        PhaseFacts,
+        RankTimes,
+        Report,
+        Row,
+        SchemaError,
+        Stages,
+        VerdictLine,
+    )
+    from .stats import Summary, better, gb_per_s, median, percentile, summarize
+    from .tables import console, table
+    from .units import counted, format_bytes, format_duration_us, format_rate, format_size
+    from .unpack import unpack_rates, unpack_rows
+    from .verdict import Facts, judge
+    from .views import print_report, views
+    from .writing import WriteError, check_destination, write_report, write_text
 
 __all__ = [
     "SCHEMA",
@@ -89,3 +93,47 @@ __all__ = [
     "write_report",
     "write_text",
 ]
+
+# Imported on first use: most commands need few of them, and tables bring rich, which takes longer than all the rest.
+_MODULES = {
+    "build": ("Round", "p2p_row", "with_peers", "with_raw_tcp", "with_samples"),
+    "compact": ("compact", "with_lists"),
+    "control": ("averaged", "control_rows", "with_times"),
+    "environment": ("capture_environment",),
+    "ep": ("EpDeviceRank", "EpDeviceTurn", "EpRank", "EpTurn", "ep_device_row", "ep_row", "kernels_us", "slowest"),
+    "mesh": ("mesh_rows",),
+    "schema": (
+        "SCHEMA",
+        "Environment",
+        "Iteration",
+        "Lane",
+        "PeerResult",
+        "PhaseFacts",
+        "RankTimes",
+        "Report",
+        "Row",
+        "SchemaError",
+        "Stages",
+        "VerdictLine",
+    ),
+    "stats": ("Summary", "better", "gb_per_s", "median", "percentile", "summarize"),
+    "tables": ("console", "table"),
+    "units": ("counted", "format_bytes", "format_duration_us", "format_rate", "format_size"),
+    "unpack": ("unpack_rates", "unpack_rows"),
+    "verdict": ("Facts", "judge"),
+    "views": ("print_report", "views"),
+    "writing": ("WriteError", "check_destination", "write_report", "write_text"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -46,6 +45,9 @@ def capture_environment(
 
 def package_version() -> str:
     """The installed version of Crossrail, or ``unknown`` if it runs from a folder that was never installed."""
+    # Takes as long as everything else that a command needs before it measures.
+    import importlib.metadata
+
     try:
         return importlib.metadata.version("crossrail")
     except importlib.metadata.PackageNotFoundError:

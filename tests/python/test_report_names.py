@@ -1,0 +1,34 @@
+"""What `crossrail.report` offers is imported on first use, and all of it is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from crossrail import report
+
+
+@pytest.mark.parametrize("name", sorted(report.__all__))
+def test_every_name_is_found_in_its_module(name: str) -> None:
+    assert name in report._MODULE_OF
+    assert getattr(report, name) is not None
+
+
+def test_every_name_of_a_module_is_public() -> None:
+    assert set(report._MODULE_OF) == set(report.__all__) <= set(dir(report))
+
+
+def test_what_is_not_there_is_named() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = report.nothing
+
+
+def test_a_command_without_tables_does_not_import_what_draws_them() -> None:
+    script = (
+        "import sys\nfrom crossrail.cli import main\nprint(main(['store', '--help']))\nprint('rich' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["0", "False"]
