@@ -36,7 +36,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = held()
     yield
     request.node.funcargs.clear()  # pytest would keep the test's own arguments alive until after this
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     gc.collect()
     while (left := more(before, held())) and time.monotonic() < deadline:
         time.sleep(0.02)  # threads of closed workers and killed peers end on their own time

@@ -50,7 +50,7 @@ def memory_group(limit: int) -> Iterator[Path]:
 
 def _remove(group: Path) -> None:
     """Removes a group once its last process is gone."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while True:
         try:
             group.rmdir()

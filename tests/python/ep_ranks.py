@@ -64,7 +64,7 @@ class RankProcess:
                 raise AssertionError(f"no answer in time; it said:\n{self.said()}")
             data = os.read(descriptor, 1 << 20)
             if not data:
-                raise AssertionError(f"it ended with {self.process.wait(5)}; it said:\n{self.said()}")
+                raise AssertionError(f"it ended with {self.process.wait(30)}; it said:\n{self.said()}")
             self._came += data
         data, self._came = self._came[:count], self._came[count:]
         return data
@@ -76,7 +76,7 @@ class RankProcess:
     def kill(self) -> None:
         """SIGKILL, and its end awaited."""
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(30)
 
     def close(self, timeout: float = 10) -> None:
         """Lets it end, and ends it if it does not."""

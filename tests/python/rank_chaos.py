@@ -13,9 +13,12 @@ import argparse
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +63,7 @@ def episode(seed: int, ranks: int) -> Counter[str]:
         dead = inflict(rng, group, store, faults)
         answers = {rank: group.processes[rank].answer() for rank in range(ranks) if rank not in dead}
         for rank in dead:
-            group.processes.pop(rank).process.wait(10)
+            group.processes.pop(rank).process.wait(30)
         return judge(seed, group, case, answers) + Counter(kind for kind, _, _ in faults)
 
 
@@ -132,6 +135,7 @@ def replacements(seed: int, ranks: int, times: int) -> Replaced:
             case = Case(setup, seed=rng.randrange(1 << 30), layout=rng.choice(["expert", "rank"]))
             dead, pause = rng.randrange(ranks), rng.uniform(0, 0.2)
             others = [rank for rank in range(ranks) if rank != dead]
+            group.call("feed", case)  # what takes long in Python is no part of a recovery
             group.processes[dead].tell("endure", case, 1 << 30)
             for rank in others:
                 group.processes[rank].tell("outlast", case, dead)
@@ -217,6 +221,20 @@ def replaced(seed: int, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes beside the ranks that use whatever time the processors give them."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(processes):
+            running.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 def main() -> int:
     """The command: exit code 0 when nothing was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -225,12 +243,15 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=None, help="ends the run after so many")
     parser.add_argument("--seed", type=int, default=None, help="of the first group; random by default")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside so many processes that only compute")
     parser.add_argument("--json", type=Path, help="where the result goes, too")
     given = parser.parse_args()
     seed = random.randrange(1 << 30) if given.seed is None else given.seed
     print(f"first seed {seed}", file=sys.stderr, flush=True)
-    result = (losses if given.mode == "losses" else replaced)(seed, given)
-    result = {"mode": given.mode, "commit": chaos_record.commit(), "load": os.getloadavg()[1], **result}
+    with busy(given.busy):
+        result = (losses if given.mode == "losses" else replaced)(seed, given)
+        load = {"processors": len(os.sched_getaffinity(0)), "busy": given.busy, "load": os.getloadavg()[1]}
+    result = {"mode": given.mode, "commit": chaos_record.commit(), **load, **result}
     return chaos_record.show(result, given.json)
 
 

@@ -43,7 +43,7 @@ class Terminal:
 
     def __exit__(self, *unused: object) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
         os.close(self._screen)
 
     def press(self, key: str) -> None:

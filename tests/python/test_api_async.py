@@ -111,7 +111,7 @@ def test_the_wait_is_bounded_by_the_contexts_timeout(connected: Callable[..., Pa
         began = time.monotonic()
         with pytest.raises(crossrail.TimeoutError, match=r"not finished.*0 of 9 bytes done, after 0\.150 s"):
             await request
-        assert 0.14 < time.monotonic() - began < 5
+        assert 0.14 < time.monotonic() - began < 20
         with pytest.raises(crossrail.TimeoutError, match=r"0\.150 s"):
             await pair.b.accept_async()
         # It went on.
@@ -165,7 +165,7 @@ def test_accept_async(connected: Callable[..., Pair]) -> None:
             began = time.monotonic()
             endpoint = await asyncio.to_thread(third.connect, pair.b.address())
             accepted = await accepting
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20
             assert accepted.peer == "c"
             inbound = third.recv(bytearray(2))
             await accepted.send(b"hi")

@@ -96,7 +96,7 @@ def test_a_killed_peer_fails_its_own_requests_only(connected: Callable[..., Pair
             with pytest.raises(crossrail.PeerDeadError) as caught:
                 request.wait()
             assert caught.value.peer == "doomed" and "doomed" in str(caught.value)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
         assert not doomed.is_alive
         for attempt in (
             lambda: doomed.send(b"x").wait(),
@@ -137,7 +137,7 @@ def test_what_a_dead_peer_sent_is_still_received(connected: Callable[..., Pair],
     with peer(pair.b, transport) as (process, doomed):
         # Its first message has been matched, so it is alive and sends; the second waits unexpected.
         pair.b.recv(bytearray(10), tag=1).wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while doomed.lanes()[0]["rx_bytes"] < 100 and time.monotonic() < deadline:
             time.sleep(0.01)
         process.kill()
@@ -155,7 +155,7 @@ def test_closing_an_endpoint(pair: Pair) -> None:
     assert outbound.wait().bytes == 5 and inbound.wait().bytes == 5, "what was under way is finished"
     with pytest.raises((crossrail.ClosedError, crossrail.PeerDeadError)):
         pair.to_b.send(b"second").wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while pair.to_a.is_alive and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises((crossrail.ClosedError, crossrail.PeerDeadError)):
@@ -168,7 +168,7 @@ def test_closing_with_something_unfinished_says_so(pair: Pair) -> None:
     began = time.monotonic()
     with pytest.raises(crossrail.TimeoutError):
         pair.to_b.close(timeout=0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     with pytest.raises(crossrail.CrossrailError):
         outbound.wait()
 
@@ -218,18 +218,18 @@ def test_somebody_who_says_nothing(shm: Pair) -> None:
         began = time.monotonic()
         with pytest.raises(crossrail.TimeoutError):
             shm.a.connect(address, timeout=0.3)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 def test_somebody_who_says_something_else(shm: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(10)
+        server.settimeout(30)
 
         def answer() -> None:
             connection, _ = server.accept()
             with connection:
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
-                connection.settimeout(5)
+                connection.settimeout(30)
                 with contextlib.suppress(ConnectionResetError):
                     while connection.recv(4096):
                         pass
@@ -237,7 +237,7 @@ def test_somebody_who_says_something_else(shm: Pair) -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(crossrail.ProtocolError):
-            shm.a.connect(f"127.0.0.1:{server.getsockname()[1]}", timeout=5)
+            shm.a.connect(f"127.0.0.1:{server.getsockname()[1]}", timeout=30)
         thread.join()
 
 

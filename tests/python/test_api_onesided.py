@@ -126,7 +126,7 @@ def test_after_deregistering_access_fails_and_the_buffer_is_free(pair: Pair) -> 
     with pytest.raises(crossrail.RegionError):
         region.deregister()
     with pytest.raises(crossrail.RegionError):
-        region.wait_imm(1, timeout=5)
+        region.wait_imm(1, timeout=30)
 
 
 def test_a_dropped_region_is_deregistered(pair: Pair) -> None:
@@ -150,7 +150,7 @@ def test_a_waiting_thread_is_told_of_deregistering(shm: Pair) -> None:
     waiter = threading.Thread(target=wait)
     waiter.start()
     region.deregister()
-    waiter.join(10)
+    waiter.join(30)
     assert len(failures) == 1
 
 

@@ -33,7 +33,7 @@ def test_a_timeout_says_what_who_and_how_far(pair: Pair) -> None:
     began = time.monotonic()
     with pytest.raises(crossrail.TimeoutError) as caught:
         request.wait(timeout=0.25)
-    assert 0.24 < time.monotonic() - began < 5
+    assert 0.24 < time.monotonic() - began < 20
     error = caught.value
     assert isinstance(error, TimeoutError) and isinstance(error, crossrail.CrossrailError)
     assert error.kind == "timeout" and error.operation == "recv" and error.progress == (0, 123)
@@ -57,7 +57,7 @@ def test_the_default_timeout_is_the_contexts(connected: Callable[..., Pair]) -> 
         began = time.monotonic()
         with pytest.raises(crossrail.TimeoutError, match=r"0\.120 s"):
             wait(1) if wait.__name__ == "wait_imm" else wait()
-        assert 0.1 < time.monotonic() - began < 5
+        assert 0.1 < time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("timeout", [-1, -1e-9, float("nan"), float("-inf")])
@@ -175,7 +175,7 @@ def test_a_callback_may_start_operations(pair: Pair) -> None:
     pair.b.recv(inbox).on_complete(again)
     for number in range(count):
         pair.to_b.send(number.to_bytes(4, "little")).wait()
-    assert everything.wait(10)
+    assert everything.wait(30)
     assert [int.from_bytes(text, "little") for text in received] == list(range(count))
 
 
@@ -267,7 +267,7 @@ def test_ctrl_c_ends_every_wait(shm: Pair, what: str) -> None:
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             waits[what]()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
         timer.join()
     request.cancel()
     region.deregister()
@@ -313,6 +313,6 @@ def test_wait_all(pair: Pair) -> None:
     began = time.monotonic()
     with pytest.raises(crossrail.TimeoutError):
         crossrail.wait_all(stuck, timeout=0.1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     for request in stuck:
         request.cancel()

@@ -167,7 +167,7 @@ def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
         findings = examine(checks, machine(), lambda check: seen.append(check.id))
     finally:
         hold.set()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert seen == ["id"] * 4
     assert [one.severity for one in findings] == ["ok", "error", "error", "error", "note"]
     assert "ZeroDivisionError: in the middle" in findings[1].evidence

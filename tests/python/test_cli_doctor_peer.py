@@ -237,7 +237,7 @@ def test_strangers_get_nothing_from_the_probes() -> None:
         ports = responder.ports["127.0.0.1"]
         wrong = bytes(TOKEN_LEN)
         for head in (HEAD.pack(wrong, b"p", 0), HEAD.pack(responder.token, b"s", probes.MOST_MS + 1), b"short"):
-            with socket.create_connection(("127.0.0.1", ports.tcp), timeout=10) as to:
+            with socket.create_connection(("127.0.0.1", ports.tcp), timeout=30) as to:
                 to.sendall(head)
                 to.shutdown(socket.SHUT_WR)
                 assert to.recv(1) == b""

@@ -161,7 +161,7 @@ def test_more_than_fits_is_said_before_anything_starts() -> None:
     started = time.monotonic()
     done = run("--tokens=16000000", "--hidden=8192")
     one_error(done, 1, "free", "tokens per rank fit")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _is_measuring(pid: int) -> bool:
 
 def gone(pids: list[int]) -> bool:
     """Whether all of them have ended, within a moment."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True
@@ -224,7 +224,7 @@ def test_a_signal_ends_every_rank_at_once(by: signal.Signals, code: int, word: s
     with running() as process:
         ranks = children(process.pid)
         process.send_signal(by)
-        _, said = process.communicate(timeout=10)
+        _, said = process.communicate(timeout=30)
         assert process.returncode == code
         assert said == f"crossrail: error: {word}\ncrossrail: nothing was measured yet\n"
         assert gone(ranks)
@@ -234,7 +234,7 @@ def test_no_rank_outlives_a_command_that_is_killed() -> None:
     with running() as process:
         ranks = children(process.pid)
         process.kill()
-        process.wait(10)
+        process.wait(30)
         assert gone(ranks)
 
 
@@ -338,7 +338,7 @@ def test_a_signal_while_mpi_runs_leaves_nothing() -> None:
                 time.sleep(0.02)  # another program's start: nothing tells of it
             pids = children(process.pid)
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 130
+            assert process.wait(30) == 130
         finally:
             process.kill()
     assert gone(pids)

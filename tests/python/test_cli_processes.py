@@ -20,7 +20,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, seconds: float = 5.0) -> None:
+def wait_until_gone(pid: int, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while alive(pid):
         assert time.monotonic() < deadline, f"{pid} outlived its parent"
@@ -51,7 +51,7 @@ def test_a_process_dies_with_its_starter(signal_number: int) -> None:
         pid = int(parent.stdout.readline())
         assert alive(pid)
         parent.send_signal(signal_number)
-        parent.wait(5)
+        parent.wait(30)
     wait_until_gone(pid)
 
 
@@ -63,12 +63,12 @@ def test_the_other_end_dies_when_its_stdin_closes() -> None:
         child.send_signal(signal.SIGINT)
         assert child.poll() is None, "Ctrl-C is left to the parent"
         child.stdin.close()
-        assert child.wait(5) == 1
+        assert child.wait(30) == 1
 
 
 def test_the_other_end_does_not_start_for_another_parent() -> None:
     command = [sys.executable, "-c", LEASHED, "1"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10, check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False)
     assert done.returncode == 1
     assert b"ready" not in done.stdout
 
@@ -94,10 +94,10 @@ def test_a_line_is_read_within_bounds() -> None:
     with processes.Process(["sh", "-c", "echo one; printf two; exec sleep 60"]) as process:
         stdout = process.popen.stdout
         assert stdout is not None
-        assert processes.read_line(stdout, 5.0) == b"one\n"
+        assert processes.read_line(stdout, 30.0) == b"one\n"
         start = time.monotonic()
         assert processes.read_line(stdout, 0.2) is None
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_it_prints_its_address_serves_and_ends_by_a_signal(number: int) -> None:
             other.publish("key", b"value")
             assert one.collect("key", [other.rank]) == [b"value"]
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=10)
+        stdout, stderr = process.communicate(timeout=30)
         assert (process.returncode, stdout) == (0, "")
         assert f"CROSSRAIL_STORE={address}" in stderr
         assert signal.Signals(number).name in stderr

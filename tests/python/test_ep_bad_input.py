@@ -165,7 +165,7 @@ def test_a_rank_that_never_arrives(ranks: Ranks) -> None:
     ranks.call("drop")
     began = time.monotonic()
     answers = ranks.attempt("make", SETUP, {"timeout": 1.0}, ranks=[0, 2])
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     for answer in answers.values():
         assert isinstance(answer, Failed) and answer.kind == "TimeoutError"
         assert "rank 1" in answer.text or "ranks 1" in answer.text, answer.text

@@ -257,7 +257,7 @@ def test_a_wrong_call_is_named_here_and_there(
     with pytest.raises((crossrail.CrossrailError, RuntimeError), match=says) as caught:
         call(pair.a, **changed)
     with pytest.raises(crossrail.CrossrailError, match="rank 0"):
-        other.result(10)
+        other.result(30)
     frames = [frame.name for frame in caught.traceback]
     assert frames[0] == inspect.currentframe().f_code.co_name  # type: ignore[union-attr]
     for sums in pair.both(exchange):
@@ -270,7 +270,7 @@ def test_a_wrong_call_that_only_begins(pair: Pair) -> None:
     with pytest.raises(crossrail.UsageError, match="x is bfloat16"):
         pending.finish()
     with pytest.raises(crossrail.UsageError, match="rank 0"):
-        other.result(10)
+        other.result(30)
 
 
 def test_a_handle_is_good_for_its_own_buffer_only(alone: Callable[..., crossrail.ExpertBuffer]) -> None:
@@ -401,13 +401,13 @@ def test_what_is_begun_and_dropped_reaches_the_others(pair: Pair) -> None:
     came = pair.a.dispatch(rows(), ids(), halves(), send_only=True)
     del came
     with pytest.raises(crossrail.MismatchError):
-        other.result(10)
+        other.result(30)
 
 
 def test_a_dropped_dispatch_is_received_by_the_others(pair: Pair) -> None:
     other = pair.thread.submit(wide, pair.b)
     pair.a.dispatch(rows(), ids(), halves(), send_only=True)
-    assert other.result(10).counts.tolist() == [M * K * 2 // E] * (E // 2)
+    assert other.result(30).counts.tolist() == [M * K * 2 // E] * (E // 2)
     for sums in pair.both(exchange):
         assert (sums == rows()).all()
 
@@ -425,11 +425,11 @@ def interrupted(within: float) -> Iterator[None]:
 
 
 def test_ctrl_c_ends_an_operation_and_the_buffer_can_go(pair: Pair) -> None:
-    with interrupted(2):
+    with interrupted(20):
         wide(pair.a)
     began = time.monotonic()
     pair.a.destroy()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     # For the other rank it is as if this one had died after its first dispatch.
     assert int(wide(pair.b).counts.sum()) == M * K
     with pytest.raises(crossrail.PeerDeadError, match="rank 0 is lost"):
@@ -440,7 +440,7 @@ def test_ctrl_c_ends_an_operation_and_the_buffer_can_go(pair: Pair) -> None:
 
 
 def test_an_interrupted_operation_goes_on_for_the_others(pair: Pair) -> None:
-    with interrupted(2):
+    with interrupted(20):
         wide(pair.a)
     assert wide(pair.b).counts.sum() == M * K
     for sums in pair.both(exchange):
@@ -450,11 +450,11 @@ def test_an_interrupted_operation_goes_on_for_the_others(pair: Pair) -> None:
 def test_ctrl_c_ends_connect_and_the_buffer_can_go() -> None:
     made = Pair(connect=False)
     with made.stack:
-        with interrupted(2):
+        with interrupted(20):
             made.a.connect([0, 1])
         began = time.monotonic()
         made.a.destroy()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
 
 
 def test_destroy_ends_the_waits_of_other_threads(pair: Pair) -> None:
@@ -463,7 +463,7 @@ def test_destroy_ends_the_waits_of_other_threads(pair: Pair) -> None:
         waiting.result(0.3)
     pair.a.destroy()
     with pytest.raises(crossrail.ClosedError, match="the buffer was destroyed"):
-        waiting.result(5)
+        waiting.result(30)
     for call in (wide, exchange, lambda buffer: buffer.connect([1]), lambda buffer: buffer.sync()):
         with pytest.raises(crossrail.ClosedError):
             call(pair.a)
@@ -509,6 +509,6 @@ print("end", flush=True)
 
 def test_an_interpreter_may_end_with_everything_open() -> None:
     began = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30

@@ -83,7 +83,7 @@ def test_ctrl_c_ends_a_wait(rank: int, call: str) -> None:
         began = time.monotonic()
         assert process.line() == "interrupted"
         assert process.end()[0] == 0
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 FORGET = """

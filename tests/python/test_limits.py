@@ -105,7 +105,7 @@ def test_another_death_is_not_called_that() -> None:
     with Process(["sleep", "100"]) as process:
         assert process.how_it_was_killed() is None
         process.popen.kill()
-        process.popen.wait(10)
+        process.popen.wait(30)
         assert process.how_it_was_killed() == "its process was killed by SIGKILL"
 
 

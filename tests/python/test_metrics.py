@@ -87,7 +87,7 @@ def scrape(port: int, path: str = "/metrics") -> str:
     deadline = time.monotonic() + 20
     while True:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 return str(answer.read().decode())
         except urllib.error.HTTPError:

@@ -22,7 +22,7 @@ if len(sys.argv) > 2:
     os.setresuid(*[int(sys.argv[2])] * 3)
 try:
     with crossrail.Worker(context) as worker:
-        print("admitted", worker.connect(sys.argv[1], timeout=10).peer)
+        print("admitted", worker.connect(sys.argv[1], timeout=30).peer)
 except crossrail.CrossrailError as error:
     print(type(error).__name__, error.reason, str(error).replace("\\n", " "))
 """

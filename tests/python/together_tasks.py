@@ -267,7 +267,7 @@ def close_down(me: Me) -> list[str]:
     me.keep.pop("worker").close()
     me.group.leave()
     me.group = None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     gc.collect()
     while (left := sorted(_descriptors() - me.keep["open"])) and time.monotonic() < deadline:
         time.sleep(0.02)  # threads of closed workers end on their own time
