@@ -9,7 +9,7 @@ use std::time::Duration;
 use crossrail_handshake::{Hello, Session, Stream, Ticket};
 use crossrail_tcp::{Binding, LinkWatch};
 use crossrail_topology::NetDevice;
-use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Reason, Result};
+use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Log, Reason, Result};
 use parking_lot::Mutex;
 
 use super::Sessions;
@@ -188,8 +188,8 @@ impl ControlConnections {
     }
 
     /// Reads what has arrived. `known`: whether a transport announces itself by that byte.
-    fn read(&self, endpoint: EndpointId, sessions: &Sessions, known: impl Fn(u8) -> bool) -> ControlEvent {
-        let event = self.with(endpoint, |connection| Some(connection.read(sessions, known)));
+    fn read(&self, endpoint: EndpointId, log: Log, known: impl Fn(u8) -> bool) -> ControlEvent {
+        let event = self.with(endpoint, |connection| Some(connection.read(log, known)));
         let event = event.unwrap_or(ControlEvent::Nothing);
         if let ControlEvent::Ended { .. } = event {
             self.end(endpoint);
@@ -199,7 +199,25 @@ impl ControlConnections {
 }
 
 impl ControlConnection {
-    fn read(&mut self, sessions: &Sessions, known: impl Fn(u8) -> bool) -> ControlEvent {
+    /// The control connection of a session, which has announced nothing yet.
+    fn new(endpoint: EndpointId, ticket: Ticket, initiator: bool, stream: TcpStream, peer: Hello) -> ControlConnection {
+        ControlConnection {
+            endpoint,
+            ticket,
+            initiator,
+            stream,
+            peer,
+            received: Vec::new(),
+            announced: false,
+            lost: false,
+            rails: HashMap::new(),
+            lanes: 0,
+            expected: None,
+            accepted: false,
+        }
+    }
+
+    fn read(&mut self, log: Log, known: impl Fn(u8) -> bool) -> ControlEvent {
         if self.lost {
             // After its error a socket reads as ended, which the peer's process has not.
             return ControlEvent::Nothing;
@@ -217,7 +235,7 @@ impl ControlConnection {
                     }
                     if let (None, true) = (self.announcement_received(), self.received.len() == self.announced_in()) {
                         let name = &self.peer.name;
-                        sessions.log.warn(format_args!("{name}: control connection is corrupt: a checksum differs"));
+                        log.warn(format_args!("{name}: control connection is corrupt: a checksum differs"));
                         break "the control connection is corrupt: the checksum of what it announced differs"
                             .to_owned();
                     }
@@ -233,7 +251,7 @@ impl ControlConnection {
                     // peer is not gone, as long as a lane says so. A process that ends closes it.
                     if !std::mem::replace(&mut self.lost, true) {
                         let name = &self.peer.name;
-                        sessions.log.warn(format_args!("{name}: control connection: {error}; its lanes go on"));
+                        log.warn(format_args!("{name}: control connection: {error}; its lanes go on"));
                     }
                     return event;
                 }
@@ -304,20 +322,7 @@ impl Sessions {
         let failed = |error: &std::io::Error| Error::io("connect", "fcntl", error).with_peer(&peer.name);
         stream.set_nonblocking(true).map_err(|error| failed(&error))?;
         let fd = stream.as_raw_fd();
-        let connection = ControlConnection {
-            endpoint,
-            ticket,
-            initiator,
-            stream,
-            peer,
-            received: Vec::new(),
-            announced: false,
-            lost: false,
-            rails: HashMap::new(),
-            lanes: 0,
-            expected: None,
-            accepted: false,
-        };
+        let connection = ControlConnection::new(endpoint, ticket, initiator, stream, peer);
         self.control.connections.lock().insert(ticket.session, connection);
         self.progress.connections().watch(fd, About::Session(endpoint))?;
         self.progress.connections().wake_driver();
@@ -396,7 +401,7 @@ impl SessionEvents for Sessions {
     /// A control connection has become readable: the announcement, or its end.
     fn control_readable(&self, endpoint: EndpointId) {
         let known = |byte| self.transports.by_announcement(byte).is_some();
-        match self.control.read(endpoint, self, known) {
+        match self.control.read(endpoint, self.log, known) {
             ControlEvent::Nothing => {}
             ControlEvent::Announced(byte, announcement) => {
                 let (Some(transport), Some(me)) = (self.transports.by_announcement(byte), self.me.upgrade()) else {
@@ -429,4 +434,73 @@ impl SessionEvents for Sessions {
 pub(super) fn binding(device: &NetDevice, address: IpAddr) -> Binding {
     // A loopback address is a device of its own; binding to `lo` would add nothing.
     Binding { device: (!device.loopback).then(|| device.interface.clone()), address }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use crossrail_types::LogLevel;
+
+    use super::*;
+
+    const TICKET: Ticket = Ticket { session: [3; 16], key: [5; 32], checksum: Checksum::Crc };
+    const ANNOUNCED: [u8; ANNOUNCEMENT_LEN] = [b'R', 2, 0, 0];
+
+    fn hello() -> Hello {
+        Hello {
+            worker: [1; 16],
+            name: "the peer".to_owned(),
+            boot_id: String::new(),
+            pid: 1,
+            release: String::new(),
+            transports: Vec::new(),
+            devices: Vec::new(),
+            chunk: 1,
+            window: 1,
+            channels: 1,
+            unix: None,
+            token: [2; 16],
+            control: Vec::new(),
+            replaces: None,
+            checksum: Some(Checksum::Crc),
+        }
+    }
+
+    /// What the accepting end makes of `bytes`, and of the end behind them: whether the endpoint was complete, and why it
+    /// has ended.
+    fn made_of(ticket: Ticket, bytes: &[u8]) -> (bool, String) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let stream = listener.accept().unwrap().0;
+        peer.write_all(bytes).unwrap();
+        drop(peer);
+        let mut connection = ControlConnection::new(EndpointId(0), ticket, false, stream, hello());
+        match connection.read(Log(LogLevel::Off), |_| true) {
+            ControlEvent::Ended { why, formed } => (formed, why),
+            _ => panic!("its end was not noticed"),
+        }
+    }
+
+    #[test]
+    fn an_announcement_that_is_changed_on_its_way_ends_the_session() {
+        let sent = announcement_bytes(&TICKET, ANNOUNCED);
+        assert_eq!(sent.len(), ANNOUNCEMENT_LEN + ANNOUNCEMENT_SUM);
+        let (formed, why) = made_of(TICKET, &sent);
+        assert!(formed && why.contains("it closed the control connection"), "{why}");
+        for at in 0..sent.len() {
+            let mut changed = sent.clone();
+            changed[at] ^= 1 << (at % 8);
+            let (formed, why) = made_of(TICKET, &changed);
+            assert!(!formed && why.contains("the checksum of what it announced differs"), "byte {at}: {why}");
+            let (formed, why) = made_of(TICKET, &sent[..at]);
+            assert!(!formed && why.contains("it closed the control connection"), "{at} bytes: {why}");
+        }
+        let (formed, why) = made_of(Ticket { key: [6; 32], ..TICKET }, &sent);
+        assert!(!formed && why.contains("corrupt"), "an announcement of another session: {why}");
+        // Without checksums only the announcement itself travels.
+        let plain = Ticket { checksum: Checksum::Off, ..TICKET };
+        assert_eq!(announcement_bytes(&plain, ANNOUNCED), ANNOUNCED);
+        assert!(made_of(plain, &ANNOUNCED).0);
+    }
 }
