@@ -1,18 +1,22 @@
 //! Bytes on rails are changed on their way, and the checksums notice it.
 #![allow(unsafe_code)]
 
+use std::collections::HashSet;
 use std::net::Ipv4Addr;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
 use nix::libc::{TIOCOUTQ, c_int, ioctl};
-use nix::sys::socket::{MsgFlags, SockaddrStorage, getsockname, send};
+use nix::sys::socket::{MsgFlags, SockaddrIn, SockaddrStorage, getsockname, send};
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(60));
 const SIZE: usize = 3 << 20;
+/// Times that a rail which is always corrupt is dialled again, by either end, and the least that they may take together.
+const DIALS: usize = 5;
+const PAUSES: Duration = Duration::from_millis(1300);
 
 /// One test at a time: the number of a lane that has just been closed may be another one's socket.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -116,4 +120,39 @@ fn a_transfer_whose_lanes_are_changed_again_and_again_is_whole_or_names_them() {
             }
         }
     });
+}
+
+/// The ports from which lanes to an address were dialled.
+fn dialled_from(rail: Ipv4Addr) -> HashSet<u16> {
+    let own = lanes(&[rail]).into_iter().filter_map(|lane| getsockname::<SockaddrStorage>(lane).ok());
+    let own: Vec<u16> = own.filter_map(|own| own.as_sockaddr_in().map(SockaddrIn::port)).collect();
+    // All accepted ones have the port that is listened at, the listener included.
+    own.iter().copied().filter(|port| own.iter().filter(|other| *other == port).count() == 1).collect()
+}
+
+#[test]
+fn a_rail_that_changes_every_transfer_beside_another_is_dialled_less_and_less_often() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let rails = [Ipv4Addr::new(127, 0, 0, 7), Ipv4Addr::new(127, 0, 0, 8)];
+    let ((_a, ab), (b, ba)) = pair(&rails, "64K");
+    // The other rail has the lane for messages too.
+    let bad = if lanes(&rails[..1]).len() < lanes(&rails[1..]).len() { rails[0] } else { rails[1] };
+    let (began, mut seen, mut round) = (Instant::now(), dialled_from(bad), 0);
+    let first = seen.len();
+    assert!(first > 0);
+    while seen.len() < first + DIALS {
+        assert!(began.elapsed() < LIMIT.unwrap(), "dialled {} times", seen.len() - first);
+        let receive = b.recv(vec![0; SIZE], round, u64::MAX, Some(&ba)).unwrap();
+        let send = ab.send(vec![7; SIZE], round).unwrap();
+        lanes(&[bad]).into_iter().for_each(|lane| {
+            insert(lane);
+        });
+        send.wait(LIMIT).unwrap();
+        receive.wait(LIMIT).unwrap();
+        assert!(receive.into_vec().unwrap().iter().all(|byte| *byte == 7), "round {round}");
+        seen.extend(dialled_from(bad));
+        round += 1;
+    }
+    // Pauses double from 200 ms; at the other end they begin with 600 ms.
+    assert!(began.elapsed() >= PAUSES, "dialled {DIALS} times within {:?}", began.elapsed());
 }

@@ -237,6 +237,8 @@ kinds! {
         resent_chunks: Count,
         /// Lanes that were lost.
         lost_lanes: Count,
+        /// Lanes that were lost because a checksum differed.
+        corrupt_lanes: Count,
     }
     /// A peer of a worker.
     Peer = 4 "peer" in peer {

@@ -379,8 +379,13 @@ def _moved(now: Look, rates: Mapping[Key, tuple[float, ...]], kind: str, title: 
         for at, name in enumerate(MOVED[kind]):
             cells += ["-" if rate is None else _rate(rate[at]), _rate(values[name] / age)]
         cells += [format_bytes(values["in_flight_bytes"]), str(values["stalls"]), str(values["retransmits"])]
-        made.add_row(*cells, *([] if links else [str(values["resent_chunks"]), str(values["lost_lanes"])]))
+        made.add_row(*cells, *([] if links else [str(values["resent_chunks"]), _lost_lanes(values)]))
     return made
+
+
+def _lost_lanes(values: Mapping[str, Any]) -> str:
+    corrupt = values["corrupt_lanes"]
+    return f"{values['lost_lanes']}" + (f" ({corrupt} corrupt)" if corrupt else "")
 
 
 def _gpus(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:

@@ -11,6 +11,9 @@ use super::gpu::NoteFailed;
 use super::tables::Tables;
 use super::transfers::{LostRail, Transfers};
 
+/// A lane that is lost sooner after it came up has not worked: a rail that changes bytes comes up each time it is dialled.
+const SOON: Duration = Duration::from_secs(2);
+
 /// How long a peer may be without any rail before it is taken for dead: as long as TCP would give a connection.
 const STRANDED: Duration = Duration::from_secs(10);
 
@@ -31,7 +34,8 @@ impl Transfers {
         if !lane.close() {
             return;
         }
-        let (name, rail) = (lane.name().clone(), lane.rail());
+        lane.is_corrupt = matches!(error, LaneError::Corrupt(_));
+        let (name, rail, soon) = (lane.name().clone(), lane.rail(), lane.age(now) < SOON);
         self.data.gpu.release_lane(tables, id);
         self.direct.abandon_lane(&mut self.data, id);
         let tables = &mut self.data.tables;
@@ -62,10 +66,19 @@ impl Transfers {
             // A lane that the peer closes while nothing needs it is nearly always the first that is heard of its
             // goodbye. If it is not, dialling it again fails, and that is reported.
             let reported = in_use || !matches!(error, LaneError::Closed(_));
-            let log = if reported { Log::warn } else { Log::info };
-            log(tables.log, format_args!("{}: lane {name} is {error}; {rest}", peer.name()));
+            // Where no other lane carries chunks, a lane that works for a moment is better than none.
+            let spared = soon && !peer.bulk().is_empty();
+            let short_lived = rail.map_or(0, |rail| peer.rail_lost(rail, spared));
+            let (log, again): (fn(Log, std::fmt::Arguments<'_>), &str) = match short_lived {
+                0 | 1 if reported => (Log::warn, ""),
+                0 | 1 => (Log::info, ""),
+                2 => (Log::warn, ", after growing pauses, as it was lost again soon after it had come back"),
+                // Known by now: the next line is for when it has worked for a while.
+                _ => (Log::debug, ""),
+            };
+            log(tables.log, format_args!("{}: lane {name} is {error}; {rest}{again}", peer.name()));
             if let Some((rail, channel)) = rail {
-                self.deferred.lost.push(LostRail { endpoint, rail, channel, reported });
+                self.deferred.lost.push(LostRail { endpoint, rail, channel, reported, short_lived });
             }
         }
         self.settle(endpoint);

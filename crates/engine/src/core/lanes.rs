@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crossrail_proto as proto;
 use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneStats, Payload, Tx, Word};
@@ -26,9 +27,9 @@ impl Lanes {
         LaneId(self.records.reserve())
     }
 
-    /// Adds the record of a lane to that peer, with a reserved id.
-    pub(super) fn insert(&mut self, id: LaneId, owner: EndpointId, record: LaneRecord) {
-        self.records.insert(id.0, LaneRecord { owner, ..record });
+    /// Adds the record of a lane to that peer, which is up since `now`, with a reserved id.
+    pub(super) fn insert(&mut self, now: proto::Time, id: LaneId, owner: EndpointId, record: LaneRecord) {
+        self.records.insert(id.0, LaneRecord { owner, up_since: now, ..record });
     }
 
     /// Frees a reserved id for which there is no lane.
@@ -76,6 +77,7 @@ pub(crate) struct LaneRecord {
     name: Arc<str>,
     /// The peer that it leads to, once it is in the table.
     owner: EndpointId,
+    up_since: proto::Time,
     transport: &'static str,
     rail: Option<(u16, u16)>,
     /// The network interface it runs over, for link events.
@@ -106,6 +108,8 @@ pub(crate) struct LaneRecord {
     /// Times that it was suspected, and chunks that other lanes carried again when it was lost.
     pub(super) stalls: u64,
     pub(super) resent_chunks: u64,
+    /// It ended because a checksum differed.
+    pub(super) is_corrupt: bool,
 }
 
 impl LaneRecord {
@@ -113,6 +117,7 @@ impl LaneRecord {
         LaneRecord {
             name: name.into(),
             owner: EndpointId(u32::MAX),
+            up_since: proto::Time(0),
             transport,
             rail: None,
             interface: None,
@@ -133,7 +138,13 @@ impl LaneRecord {
             acked_when_suspected: None,
             stalls: 0,
             resent_chunks: 0,
+            is_corrupt: false,
         }
+    }
+
+    /// How long it has been up.
+    pub(super) fn age(&self, now: proto::Time) -> Duration {
+        Duration::from_nanos(now.since(self.up_since))
     }
 
     /// The record of that lane. Messages of up to `eager_max` bytes go with their first frame.

@@ -51,7 +51,7 @@ pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Collected, outcome, outcome_then, render};
 pub use self::receipt::{LaneShare, Protocol, Receipt};
 use self::resting::Rounds;
-pub(crate) use self::sample::{LaneSample, PeerSample, Sample, Since};
+pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submission::Submission;
 use self::tables::Tables;
 use self::transfers::PollResult;

@@ -117,6 +117,8 @@ pub(crate) struct Peer {
     lanes: Vec<LaneId>,
     /// Since when no lane is left, and how the last one ended: its process lives, and a rail may come back.
     stranded: Option<(Time, String)>,
+    /// Rails whose lane was lost soon after it had come up, and how many times in a row.
+    short_lived: HashMap<(u16, u16), u32>,
     /// Lanes lost and other events that receipts report.
     notes: VecDeque<(Time, String)>,
     warned_direct: bool,
@@ -147,6 +149,7 @@ impl Peer {
             bulk: Vec::new(),
             lanes: Vec::new(),
             stranded: None,
+            short_lived: HashMap::new(),
             notes: VecDeque::new(),
             warned_direct: false,
             copied: BTreeMap::new(),
@@ -291,6 +294,17 @@ impl Peer {
 
     pub(super) fn set_stranded(&mut self, stranded: Option<(Time, String)>) {
         self.stranded = stranded;
+    }
+
+    /// The lane of a rail was lost: how many times in a row it was soon after it had come up, if this time it was.
+    pub(super) fn rail_lost(&mut self, rail: (u16, u16), soon: bool) -> u32 {
+        if !soon {
+            self.short_lived.remove(&rail);
+            return 0;
+        }
+        let times = self.short_lived.entry(rail).or_default();
+        *times = times.saturating_add(1);
+        *times
     }
 
     // ---- what receipts and the log report

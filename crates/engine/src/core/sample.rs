@@ -100,6 +100,15 @@ pub(crate) struct LaneSample {
     pub(crate) held_up: bool,
 }
 
+/// A lane that has ended.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct EndedLane {
+    /// Chunks that went over other lanes when it was lost.
+    pub(crate) resent_chunks: u64,
+    /// It ended because a checksum differed.
+    pub(crate) is_corrupt: bool,
+}
+
 /// The operations with one peer.
 #[derive(Default)]
 struct InFlight {
@@ -129,9 +138,13 @@ impl Core {
         }
     }
 
-    /// Chunks that went over other lanes when that one was lost.
-    pub(crate) fn resent_chunks(&self, lane: LaneId) -> u64 {
-        self.transfers.data.tables.lanes.get(lane).map_or(0, |lane| lane.resent_chunks)
+    /// What is known of a lane that has ended.
+    pub(crate) fn ended_lane(&self, lane: LaneId) -> EndedLane {
+        let record = self.transfers.data.tables.lanes.get(lane);
+        record.map_or(EndedLane::default(), |lane| EndedLane {
+            resent_chunks: lane.resent_chunks,
+            is_corrupt: lane.is_corrupt,
+        })
     }
 
     /// The operations in flight with each peer, the oldest of all that waits for somebody, and how many there are.

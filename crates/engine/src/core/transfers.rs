@@ -45,6 +45,8 @@ pub(crate) struct LostRail {
     pub(crate) channel: u16,
     /// Its loss was logged as a warning.
     pub(crate) reported: bool,
+    /// How many times in a row it was lost soon after it had come up, this time included.
+    pub(crate) short_lived: u32,
 }
 
 /// Work that is done without the lock.
@@ -574,7 +576,7 @@ impl Transfers {
             tables.lanes.abandon(id);
             return false;
         };
-        tables.lanes.insert(id, endpoint, record);
+        tables.lanes.insert(now, id, endpoint, record);
         peer.add_lane(now, spec, None);
         peer.set_message_lane(id, &name);
         self.polled.add(PolledLane { id, endpoint, lane, socket, rests, used: true });
@@ -594,7 +596,7 @@ impl Transfers {
             tables.lanes.abandon(bulk.id);
             return false;
         };
-        tables.lanes.insert(bulk.id, bulk.endpoint, record);
+        tables.lanes.insert(now, bulk.id, bulk.endpoint, record);
         peer.add_lane(now, spec, Some(bulk.clone()));
         self.settle(bulk.endpoint);
         true

@@ -12,7 +12,7 @@ use crossrail_types::{EndpointId, LaneId, Log};
 use parking_lot::Mutex;
 
 use super::Progress;
-use crate::core::{Core, LaneSample, PeerSample, Sample, Since};
+use crate::core::{Core, EndedLane, LaneSample, PeerSample, Sample, Since};
 
 /// How often the rows are written at most.
 const EVERY: Duration = Duration::from_millis(50);
@@ -65,6 +65,7 @@ struct Rail {
     retransmits: u64,
     resent: u64,
     lost: u64,
+    corrupt: u64,
 }
 
 impl Sight {
@@ -124,14 +125,14 @@ impl Progress {
                 lane.stats = bulk.lane.try_lock().and_then(|held| held.as_ref().map(|inner| inner.stats()));
             }
         }
-        rows.write(&sample, |lane| self.core().resent_chunks(lane));
+        rows.write(&sample, |lane| self.core().ended_lane(lane));
         let pause = EVERY.max(began.elapsed() * SHARE).as_nanos() as u64;
         self.sight.next.store(now.0 + pause, Ordering::Relaxed);
     }
 }
 
 impl Rows {
-    fn write(&mut self, sample: &Sample, resent: impl Fn(LaneId) -> u64) {
+    fn write(&mut self, sample: &Sample, ended_lane: impl Fn(LaneId) -> EndedLane) {
         let totals = &sample.totals;
         self.worker.write(|writer| {
             use fields::worker as field;
@@ -150,7 +151,7 @@ impl Rows {
         for peer in &sample.peers {
             if !peer.alive {
                 if let Some(ended) = self.peers.remove(&peer.id) {
-                    ended.links.into_iter().for_each(|(lane, link)| self.end(&link, resent(lane)));
+                    ended.links.into_iter().for_each(|(lane, link)| self.end(&link, ended_lane(lane), false));
                 }
                 continue;
             }
@@ -165,9 +166,9 @@ impl Rows {
             let gone: Vec<LaneId> = rows.links.keys().copied().filter(|lane| !known.contains(lane)).collect();
             let mut ended = Vec::new();
             for lane in gone {
-                let again = resent(lane);
-                rows.resent += again;
-                ended.extend(rows.links.remove(&lane).map(|link| (link, again)));
+                let end = ended_lane(lane);
+                rows.resent += end.resent_chunks;
+                ended.extend(rows.links.remove(&lane).map(|link| (link, end)));
             }
             for lane in &peer.lanes {
                 let rail = rail_of(&lane.name);
@@ -187,6 +188,7 @@ impl Rows {
                     retransmits: 0,
                     resent: 0,
                     lost: 0,
+                    corrupt: 0,
                 });
                 link.update(lane, rail);
             }
@@ -201,18 +203,17 @@ impl Rows {
                     writer.set(fields::gpu::copy_seconds, copied.ns);
                 });
             }
-            ended.iter().for_each(|(link, again)| {
-                self.rails.get_mut(&link.rail).into_iter().for_each(|rail| rail.lost += 1);
-                self.rails.get_mut(&link.rail).into_iter().for_each(|rail| rail.resent += again);
-            });
+            ended.into_iter().for_each(|(link, end)| self.end(&link, end, true));
         }
         self.write_rails();
     }
 
-    /// A lane of a peer that has ended.
-    fn end(&mut self, link: &Link, resent: u64) {
+    /// A lane has ended: alone (`lost`), or with its peer.
+    fn end(&mut self, link: &Link, end: EndedLane, lost: bool) {
         if let Some(rail) = self.rails.get_mut(&link.rail) {
-            rail.resent += resent;
+            rail.resent += end.resent_chunks;
+            rail.lost += u64::from(lost);
+            rail.corrupt += u64::from(end.is_corrupt);
         }
     }
 
@@ -224,7 +225,7 @@ impl Rows {
             for link in links().filter(|link| link.rail == *name) {
                 (lanes, chunks, bytes) = (lanes + 1, chunks + link.chunks, bytes + link.bytes);
             }
-            let Rail { row, sent, received, stalls, retransmits, resent, lost } = rail;
+            let Rail { row, sent, received, stalls, retransmits, resent, lost, corrupt } = rail;
             row.write(|writer| {
                 writer.set(field::sent_bytes, *sent);
                 writer.set(field::received_bytes, *received);
@@ -235,6 +236,7 @@ impl Rows {
                 writer.set(field::retransmits, *retransmits);
                 writer.set(field::resent_chunks, *resent);
                 writer.set(field::lost_lanes, *lost);
+                writer.set(field::corrupt_lanes, *corrupt);
             });
         }
     }

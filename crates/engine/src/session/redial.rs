@@ -1,7 +1,8 @@
 //! Dials lost rails again in the background, until they are up or their peer has ended.
 //!
 //! Both ends do so: a rail's loss may be noticed at one end alone, by the one that sends. The end that connected goes
-//! first, and the other one only where that has not helped.
+//! first, and the other one only where that has not helped. A rail that comes up each time, and is lost again at once, is
+//! dialled after pauses that grow as if it had not come up.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,6 +61,13 @@ impl State {
     }
 }
 
+/// The pause before a rail is dialled that was lost so many times in a row soon after it had come up. `first`: that of
+/// a rail that has worked.
+fn pause_of(first: Duration, short_lived: u32) -> Duration {
+    let doublings = short_lived.saturating_sub(1).min(PAUSE_MAX.as_millis().ilog2());
+    first.saturating_mul(1 << doublings).min(PAUSE_MAX)
+}
+
 impl Redialer {
     /// A rail was lost: dials it again, if the peer can be reached over it from here.
     pub(crate) fn lost(&self, sessions: &Sessions, lost: LostRail) {
@@ -67,8 +75,10 @@ impl Redialer {
             return;
         }
         let endpoint = lost.endpoint;
-        let pause = if sessions.control.is_initiator(endpoint) { PAUSE_MIN } else { PAUSE_ACCEPTOR };
+        let first = if sessions.control.is_initiator(endpoint) { PAUSE_MIN } else { PAUSE_ACCEPTOR };
         let stranded = sessions.is_stranded(endpoint);
+        // Without another lane a rail that works for a moment is better than none.
+        let pause = if stranded { first } else { pause_of(first, lost.short_lived) };
         let mut state = self.state.lock();
         if state.stop {
             return;
@@ -127,7 +137,10 @@ impl Redialer {
             let limit = if hasty { ATTEMPT_STRANDED } else { ATTEMPT_MAX };
             match tcp::redial(sessions, &attempt.lost, Instant::now() + limit) {
                 Ok(None) => {}
-                Ok(Some(device)) => sessions.log.info(format_args!("rail {device} is back")),
+                Ok(Some(device)) => {
+                    let log = if attempt.lost.short_lived > 2 { Log::debug } else { Log::info };
+                    log(sessions.log, format_args!("rail {device} is back"));
+                }
                 Err((device, error)) => {
                     let reported = std::mem::replace(&mut attempt.lost.reported, true);
                     let log = if reported { Log::debug } else { Log::warn };
@@ -193,5 +206,22 @@ impl Sessions {
     fn has_left(&self, endpoint: EndpointId, error: &Error) -> bool {
         let unknown = matches!(error.reason, Some(Reason::NotListening | Reason::SessionUnknown));
         unknown && self.control.is_lost(endpoint) && self.is_stranded(endpoint)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rail_that_is_lost_as_soon_as_it_is_up_is_dialled_less_and_less_often() {
+        let millis = |first, times: &[u32]| -> Vec<u128> {
+            times.iter().map(|times| pause_of(first, *times).as_millis()).collect()
+        };
+        assert_eq!(
+            millis(PAUSE_MIN, &[0, 1, 2, 3, 4, 6, 7, u32::MAX]),
+            [200, 200, 400, 800, 1600, 6400, 10_000, 10_000]
+        );
+        assert_eq!(millis(PAUSE_ACCEPTOR, &[0, 1, 2, 5, u32::MAX]), [600, 600, 1200, 9600, 10_000]);
     }
 }

@@ -211,7 +211,10 @@ pub(super) fn connect(
         }
     }
     for name in lost {
-        sessions.redialer.lost(sessions, LostRail { endpoint, rail: name.rail, channel: name.channel, reported: true });
+        sessions.redialer.lost(
+            sessions,
+            LostRail { endpoint, rail: name.rail, channel: name.channel, reported: true, short_lived: 0 },
+        );
     }
     Ok(endpoint)
 }
