@@ -214,6 +214,18 @@ def test_inputs_are_kept_until_an_operation_beside_is_over(buffer: Any, monkeypa
         uses(given[0])
 
 
+def test_results_of_operations_beside_are_handed_out_in_turn(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEvent, "is_done", lambda event: False)
+    rows, sums = set(), set()
+    for _ in range(12):
+        result = dispatch(buffer, async_finish=True)
+        back = combine(buffer, result[2], async_finish=True)
+        rows.add(address(result))
+        sums.add(address(back))
+    # The last ones are held while the next are made.
+    assert (len(rows), len(sums)) == (2, 2)
+
+
 def test_a_hook_in_another_stream(buffer: Any) -> None:
     streams = buffer._machine.streams
     *_, hook = dispatch(buffer, return_recv_hook=1)

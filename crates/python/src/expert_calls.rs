@@ -31,8 +31,9 @@ const ROW_UNIT: u64 = 16;
 const KEPT: usize = 8;
 
 type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+type Tensors = Vec<Py<PyAny>>;
 /// Completion of operations, and the tensors that they use.
-type Kept = VecDeque<(Py<PyAny>, Vec<Py<PyAny>>)>;
+type Kept = VecDeque<(Py<PyAny>, Tensors)>;
 
 /// What the calls of a buffer have in common, read once.
 #[derive(FromPyObject)]
@@ -140,10 +141,10 @@ impl ExpertCalls {
         (args.x, args.topk_idx, args.idx_bytes, args.topk_weights) = (x_at, idx_at, idx_bytes, weights_at);
         args.stats = stats_at;
         [args.out_x, args.out_scales, args.out_counts, args.out_ranges, args.out_source] =
-            set.0.addresses.as_slice().try_into().unwrap_or_default();
+            set.set.addresses.as_slice().try_into().unwrap_or_default();
         let put = (DispatchArgs(args), route.stream, send_only.0);
         let operation = frame.buffer.bind(py).call_method1(intern!(py, "dispatch_expert"), put)?;
-        let tensors = PyList::new(py, set.0.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
+        let tensors = PyList::new(py, set.set.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
         let answer = frame.answer.bind(py).call1((tensors, &operation, tokens, slf))?;
         let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
         calls.submitted(slf, &operation, answer, (&used, Some(&set)), &route, send_only).map(Some)
@@ -187,10 +188,10 @@ impl ExpertCalls {
         };
         let mut args = calls.combine;
         (args.y, args.topk_weights, args.common.waits, args.wire) = (y_at, weights_at, waits_at, wire);
-        args.out = made.as_ref().map_or(out_at, |set| set.0.addresses[0]);
+        args.out = made.as_ref().map_or(out_at, |made| made.set.addresses[0]);
         let put = (CombineArgs(args), handle, route.stream, send_only.0);
         let operation = frame.buffer.bind(py).call_method1(intern!(py, "combine_expert"), put)?;
-        let sums = made.as_ref().map(|set| set.0.part(py, 0));
+        let sums = made.as_ref().map(|made| made.set.part(py, 0));
         let Some(answer) = sums.as_ref().or(out).cloned() else { return Ok(None) };
         let used = [Some(y), topk_weights, out, waits];
         calls.submitted(slf, &operation, answer, (&used, made.as_ref()), &route, send_only).map(Some)
@@ -241,22 +242,27 @@ impl ExpertCalls {
         if !send_only && !route.beside {
             return PyTuple::new(py, [answer, overlap(&nothing)?, nothing]);
         }
-        let inputs = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind());
-        let outputs = set.into_iter().flat_map(|set| set.0.tensors.iter().flatten().map(|tensor| tensor.clone_ref(py)));
-        let used: Vec<Py<PyAny>> = inputs.chain(outputs).collect();
+        let mut used: Tensors = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind()).collect();
+        let inputs = used.len();
+        // A set of the ring's may be handed out again as soon as the caller lets it go: the operation that gets it comes
+        // after this one, and after what the caller's stream does until then.
+        used.extend(set.into_iter().flat_map(Claim::unowned).map(|tensor| tensor.clone_ref(py)));
+        let outputs = set.into_iter().flat_map(|claim| claim.set.tensors.iter().flatten());
         if send_only {
-            let (operation, stream, used) = (operation.clone().unbind(), route.stream, Mutex::new(used));
+            let outputs = outputs.map(|tensor| tensor.clone_ref(py)).collect();
+            let (operation, stream, used) = (operation.clone().unbind(), route.stream, Mutex::new((used, outputs)));
             let hook = Bound::new(py, Receive { operation, used, calls: slf.clone().unbind(), stream })?;
             return PyTuple::new(py, [answer, overlap(&nothing)?, hook.into_any()]);
         }
         let event = operation.call_method0(intern!(py, "event"))?;
-        let overlap = overlap(&PyTuple::new(py, &used)?.into_any())?;
+        let shown: Vec<&Py<PyAny>> = used[..inputs].iter().chain(outputs).collect();
+        let overlap = overlap(&PyTuple::new(py, shown)?.into_any())?;
         self.keep(py, &event, used)?;
         PyTuple::new(py, [answer, overlap, nothing])
     }
 
     /// Keeps tensors that PyTorch's allocator believes to be used in another stream until the operation is over.
-    fn keep(&self, py: Python<'_>, event: &Bound<'_, PyAny>, used: Vec<Py<PyAny>>) -> PyResult<()> {
+    fn keep(&self, py: Python<'_>, event: &Bound<'_, PyAny>, used: Tensors) -> PyResult<()> {
         if event.getattr(intern!(py, "is_captured"))?.is_truthy()? {
             // A graph runs again after its tensors are gone: their memory is the graph's.
             self.frame.streams.bind(py).call_method1(intern!(py, "record"), (PyList::new(py, used)?,))?;
@@ -351,7 +357,8 @@ fn has_shape(tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<bool> {
 pub(crate) struct Receive {
     // Dropped first: finishing needs the memory of the tensors.
     operation: Py<PyAny>,
-    used: Mutex<Vec<Py<PyAny>>>,
+    /// Tensors that are to be kept until the operation is over, and results, which nobody else may get until then.
+    used: Mutex<(Tensors, Tensors)>,
     calls: Py<ExpertCalls>,
     stream: u64,
 }
@@ -365,7 +372,7 @@ impl Receive {
         calls.frame.follow(py, stream)?;
         let operation = self.operation.bind(py);
         operation.call_method1(intern!(py, "finish"), (stream,))?;
-        let used = std::mem::take(&mut *self.used.lock().unwrap_or_else(PoisonError::into_inner));
+        let (used, _outputs) = std::mem::take(&mut *self.used.lock().unwrap_or_else(PoisonError::into_inner));
         if stream != self.stream {
             calls.keep(py, &operation.call_method0(intern!(py, "event"))?, used)?;
         }

@@ -36,11 +36,22 @@ pub(crate) struct Set {
 }
 
 /// Hands a set out; its result holds references by the time this is dropped.
-pub(crate) struct Claim(pub(crate) Arc<Set>);
+pub(crate) struct Claim {
+    pub(crate) set: Arc<Set>,
+    /// The ring has its memory, which therefore outlasts the result.
+    is_kept: bool,
+}
+
+impl Claim {
+    /// Tensors whose memory goes back to PyTorch's allocator when the caller lets them go.
+    pub(crate) fn unowned(&self) -> impl Iterator<Item = &Py<PyAny>> {
+        self.set.tensors.iter().flatten().filter(|_| !self.is_kept)
+    }
+}
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        self.0.claimed.store(false, Ordering::Release);
+        self.set.claimed.store(false, Ordering::Release);
     }
 }
 
@@ -63,14 +74,16 @@ impl Ring {
         (make, uses): (&Py<PyAny>, Option<&Py<PyAny>>),
         fresh: bool,
     ) -> PyResult<Claim> {
-        let Some(uses) = uses.filter(|_| !fresh) else { return Ok(Claim(Set::make(py, make, None, rows, 0, None)?)) };
+        let Some(uses) = uses.filter(|_| !fresh) else {
+            return Ok(Claim { set: Set::make(py, make, None, rows, 0, None)?, is_kept: false });
+        };
         // The lock is not held while Python code runs, which may let other threads in.
         let known = self.locked().clone();
         for (at, set) in known.iter().enumerate() {
             if set.claimed.swap(true, Ordering::Acquire) {
                 continue;
             }
-            let claim = Claim(set.clone());
+            let claim = Claim { set: set.clone(), is_kept: true };
             if !set.is_idle(py, uses)? {
                 continue;
             }
@@ -80,17 +93,20 @@ impl Ring {
             }
             let other = Set::make(py, make, Some(set), rows, 0, Some(uses))?;
             let mut sets = self.locked();
-            if let Some(slot) = sets.iter_mut().find(|one| Arc::ptr_eq(one, set)) {
-                *slot = other.clone();
+            let slot = sets.iter_mut().find(|one| Arc::ptr_eq(one, set));
+            let claim = Claim { set: other.clone(), is_kept: slot.is_some() };
+            if let Some(slot) = slot {
+                *slot = other;
             }
-            return Ok(Claim(other));
+            return Ok(claim);
         }
         let made = Set::make(py, make, None, rows, known.len(), Some(uses))?;
         let mut sets = self.locked();
-        if sets.len() < MOST_SETS {
+        let has_room = sets.len() < MOST_SETS;
+        if has_room {
             sets.push(made.clone());
         }
-        Ok(Claim(made))
+        Ok(Claim { set: made, is_kept: has_room })
     }
 
     /// Puts the set last, so that the one that was handed out longest ago is looked at first.
