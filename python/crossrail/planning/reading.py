@@ -120,9 +120,9 @@ class Table:
     def choice(self, key: str, known: Collection[str], default: str) -> str:
         """One of ``known`` names."""
         value = self.data.get(key, default)
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise self.error(key, f"{_shown(value)} is not known; known: {', '.join(known)}")
-        return str(value)
+        return value
 
     def text(self, key: str, default: str) -> str:
         """A text without line ends."""

@@ -20,6 +20,8 @@ PACKED_FROM = 16
 """Shorter lists stay as they are: packing would gain nothing."""
 DIGITS = 6
 """Significant digits of rates and shares in a packed file."""
+MOST_UNPACKED = 64 << 20
+"""Bytes of the longest list that is unpacked: a short string can hold any number of them."""
 _WIDTH = 8
 _TIME = "_us"
 
@@ -45,7 +47,10 @@ def unpacked(text: str) -> list[float]:
     if not text.startswith(PREFIX):
         raise ValueError(f"packed times begin with {PREFIX!r}, not {text[: len(PREFIX)]!r}")
     try:
-        planes = zlib.decompress(base64.b85decode(text.removeprefix(PREFIX)))
+        inflate = zlib.decompressobj()
+        planes = inflate.decompress(base64.b85decode(text.removeprefix(PREFIX)), MOST_UNPACKED + 1)
+        if len(planes) > MOST_UNPACKED or not inflate.eof:
+            raise ValueError("too many, or cut short")
     except (ValueError, zlib.error) as error:
         raise ValueError(f"packed times do not unpack: {error}") from error
     count, rest = divmod(len(planes), _WIDTH)

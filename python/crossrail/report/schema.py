@@ -328,7 +328,7 @@ class Report:
             raise SchemaError(f"not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else None
-            raise SchemaError(f"schema is {found!r}, not {SCHEMA!r}")
+            raise SchemaError(f"schema is {shown(found)}, not {SCHEMA!r}")
         return _record(Report, data, "report")
 
 
@@ -342,6 +342,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
     return value
+
+
+_BEYOND = 1 << 63
+"""Nothing that is measured is as large, and no file of ours has a number that is not finite."""
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, however long it is."""
+    if isinstance(value, int) and not isinstance(value, bool) and not abs(value) < _BEYOND:
+        return "a number of more than 64 bits"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+_MOST_SHOWN = 80
 
 
 def _record(kind: type[T], data: Any, where: str) -> T:
@@ -393,5 +408,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         return _record(typing.cast("type[Any]", hint), data, where)
     accepted = (int, float) if hint is float else (hint,)
     if not isinstance(data, accepted) or (isinstance(data, bool) and hint is not bool):
-        raise SchemaError(f"{where}: {hint.__name__} belongs here, not {data!r}")
+        raise SchemaError(f"{where}: {hint.__name__} belongs here, not {shown(data)}")
+    if isinstance(data, (int, float)) and not abs(data) < _BEYOND:
+        raise SchemaError(f"{where}: {shown(data)} is out of range")
     return float(data) if hint is float else data

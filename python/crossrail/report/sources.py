@@ -12,7 +12,7 @@ from typing import Any
 
 from .compact import with_lists
 from .foreign import FOREIGN, Foreign, ForeignError
-from .schema import SCHEMA, Environment, Report, Row, SchemaError
+from .schema import SCHEMA, Environment, Report, Row, SchemaError, shown
 from .stats import median
 from .sweeping import SCHEMA as SWEEP_SCHEMA
 from .sweeping import Sweep, sweep_of
@@ -93,6 +93,8 @@ def parse_source(text: str, name: str) -> Source:
     if text.lstrip().startswith(("{", "[")):
         try:
             data = json.loads(text)
+            if "\\ud" in text.lower():  # halves of characters, which no page can hold
+                data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
         except RecursionError:
             raise SourceError("not JSON: nested too deeply") from None
         except ValueError as error:
@@ -125,7 +127,7 @@ def _foreign(text: str, data: Any, name: str) -> Source | None:
 def _own(data: dict[str, Any], name: str) -> Source:
     schema = data.get("schema")
     if schema is not None and not str(schema).startswith("crossrail-"):
-        raise SourceError(f"schema {schema!r} is not one of Crossrail's; {_KNOWN}")
+        raise SourceError(f"schema {shown(schema)} is not one of Crossrail's; {_KNOWN}")
     if schema == SCHEMA:
         return _bench(data, name)
     if schema == SWEEP_SCHEMA:
@@ -140,7 +142,7 @@ def _own(data: dict[str, Any], name: str) -> Source:
         source = Source(name, OURS, [])
         environment = _environment(data)
         return replace(source, environment=environment, machine=_machine(data), outcomes=_outcomes(data))
-    raise SourceError(f"schema {schema!r} is unknown to this release, which reads {SCHEMA!r}")
+    raise SourceError(f"schema {shown(schema)} is unknown to this release, which reads {SCHEMA!r}")
 
 
 def _bench(data: dict[str, Any], name: str) -> Source:

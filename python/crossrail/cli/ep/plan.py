@@ -123,20 +123,25 @@ def _rank(entry: object, where: str) -> int:
     try:
         rank = int(entry)
     except ValueError:
-        raise ValueError(f"{where} is {entry}, not a whole number; {FORM}") from None
+        raise ValueError(f"{where} is {_clipped(entry)}, not a whole number; {FORM}") from None
     if rank == 0 and entry.startswith("-"):
         raise ValueError(f"{where} is -0: rank 0 cannot be killed")
     if abs(rank) >= MOST_RANKS:
-        raise ValueError(f"{where} is {rank}, beyond rank {MOST_RANKS - 1}")
+        raise ValueError(f"{where} is {_clipped(entry)}, beyond rank {MOST_RANKS - 1}")
     return rank
+
+
+def _clipped(text: str) -> str:
+    """A text as an error shows it, however long it is."""
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _kind(data: object) -> str:
     """Description of a JSON value."""
     if isinstance(data, _Number):
-        return f"the number {data}"
+        return f"the number {_clipped(data)}"
     if isinstance(data, str):
-        return f"the text {data!r}"
+        return f"the text {_clipped(data)!r}"
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]
     return "a list" if isinstance(data, list) else "an object"

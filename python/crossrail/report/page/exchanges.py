@@ -64,7 +64,7 @@ def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
         )
         figures.append(Figure(chart, table_of(["from", "to", "tokens"], lines, left=2)))
         local = len(row.expert_tokens) // len(names)
-        if local and any(row.expert_tokens):
+        if local and local * len(names) == len(row.expert_tokens) and any(row.expert_tokens):
             loads = [row.expert_tokens[first : first + local] for first in range(0, len(row.expert_tokens), local)]
             mean = sum(row.expert_tokens) / len(row.expert_tokens)
             sub = f"{about}. The busiest has {max(row.expert_tokens) / mean:.2f} times the mean of {number_text(mean)}."
