@@ -31,8 +31,9 @@ help:
 	@echo "make growth   thousands of cycles of everything that a program makes and drops, counted in bytes: GROWTH_SECONDS each"
 	@echo "make chaos-together messages, experts and control at once on two nodes: CHAOS_SECONDS, CHAOS_SEED, SURROUNDINGS"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
-	@echo "make fuzz     the fuzz targets for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
+	@echo "make fuzz     the fuzz targets, all at once, for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
 	@echo "make models   shared memory under a model checker (loom)"
+	@echo "make tsan     data races in what threads share (ThreadSanitizer), half an hour"
 	@echo "make miri     the protocol and the rings of shared memory in an interpreter that finds undefined behaviour"
 	@echo "make deny     licenses, sources, duplicates and advisories of all packages (cargo-deny)"
 	@echo "make test-gpu what needs a GPU"
@@ -173,11 +174,19 @@ deny: rust
 FUZZ_SECONDS ?= 600
 FUZZ_SEED ?= $(shell date +%s)
 
-fuzz: rust
-	$(call say,fuzz: $(FUZZ_SECONDS) s for each target from seed $(FUZZ_SEED))
+# All targets at once, each in a thread of its own.
+fuzz: build
+	@$(PYTHON) tests/side_by_side.py "$(MAKE) fuzz-rust FUZZ_SEED=$(FUZZ_SEED)" "$(MAKE) fuzz-python FUZZ_SEED=$(FUZZ_SEED)"
+
+.PHONY: fuzz-rust fuzz-python
+fuzz-rust: rust
+	$(call say,fuzz: $(FUZZ_SECONDS) s from seed $(FUZZ_SEED))
 	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
 		CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/fuzz cargo test --quiet --release --locked --package crossrail-fuzz \
-		--test replay -- --nocapture
+		--test replay -- --nocapture --test-threads 16
+
+fuzz-python: $(TOOLS)
+	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 6)) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest --quiet tests/python/test_reader_fuzz.py
 
 test-python: build
 	$(call say,test: Python and test bed)

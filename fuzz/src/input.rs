@@ -14,6 +14,11 @@ impl<'a> Input<'a> {
         self.0.len()
     }
 
+    /// What has not been taken.
+    pub(crate) fn rest(&self) -> &'a [u8] {
+        self.0
+    }
+
     pub(crate) fn byte(&mut self) -> u8 {
         self.array::<1>()[0]
     }

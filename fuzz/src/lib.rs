@@ -1,17 +1,23 @@
 //! Fuzz targets: what a stranger's bytes go through first. Each is a function of `&[u8]` that panics when something
 //! is wrong; cargo-fuzz and `tests/replay.rs` share them.
 
+mod admission;
+mod ends;
 mod gpu;
 mod handshake;
 mod input;
+mod plugin;
 mod protocol;
 mod rng;
 mod seeds;
 mod settings;
 mod store;
 
+pub use admission::admission;
+pub use ends::ends;
 pub use gpu::gpu;
 pub use handshake::{address, handshake};
+pub use plugin::plugin;
 pub use protocol::{frames, protocol};
 pub use rng::Rng;
 pub use seeds::seeds;
@@ -29,4 +35,7 @@ pub const TARGETS: &[Target] = &[
     ("settings", settings),
     ("store", store),
     ("gpu", gpu),
+    ("ends", ends),
+    ("admission", admission),
+    ("plugin", plugin),
 ];

@@ -1,5 +1,5 @@
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossrail_proto::{
     Access, Body, Config, DirectId, Event, Failure, Host, Landed, LaneSpec, Matcher, Memory, Offer, Operation, Out,
@@ -10,7 +10,7 @@ use crossrail_types::{EndpointId, Head, LaneId, OpId};
 use crate::input::Input;
 
 const PEER: EndpointId = EndpointId(1);
-const LANES: usize = 2;
+pub(crate) const LANES: usize = 2;
 /// Largest payload that a lane's frames may have here.
 const MAX_PAYLOAD: u32 = 16 * 1024;
 const REGION_LEN: u64 = 64 * 1024;
@@ -24,11 +24,13 @@ pub(crate) fn region_key(index: u8) -> RegionKey {
     [index + 1; 24]
 }
 
-static FRAMES: AtomicU64 = AtomicU64::new(0);
+thread_local! {
+    static FRAMES: Cell<u64> = const { Cell::new(0) };
+}
 
-/// Frames that [`protocol`] has fed to a peer in this process.
+/// Frames that this thread has fed to peers.
 pub fn frames() -> u64 {
-    FRAMES.load(Ordering::Relaxed)
+    FRAMES.get()
 }
 
 /// Frames from a stranger, mixed with what this end does meanwhile. Whatever comes: no panic, nothing read or written
@@ -76,8 +78,12 @@ pub(crate) struct End {
     table: Table,
     now: Time,
     reliable: bool,
-    lanes: [LaneId; LANES],
+    pub(crate) lanes: [LaneId; LANES],
     next_lane: u32,
+    /// Where the payload of the last frame went: the memory, the offset, and how much of it.
+    pub(crate) placed: Option<(Memory, u64, u32)>,
+    /// Why a frame of the peer's was found wrong, if one was.
+    pub(crate) refused: Option<String>,
     /// Operations under way, with the bytes of their memory.
     ops: BTreeMap<(u32, u32), u64>,
     /// Those among them that are receives from anybody.
@@ -110,6 +116,8 @@ impl End {
             reliable: kind & 1 != 0,
             lanes: [LaneId(0); LANES],
             next_lane: 1,
+            placed: None,
+            refused: None,
             ops: BTreeMap::new(),
             open_receives: BTreeSet::new(),
             next_op: 1,
@@ -143,7 +151,8 @@ impl End {
         self.peer.lane_up(self.now, spec);
     }
 
-    fn replace_lane(&mut self, place: usize) {
+    /// The lane ends, and another takes its place.
+    pub(crate) fn replace_lane(&mut self, place: usize) {
         self.peer.lane_down(self.now, self.lanes[place]);
         self.drain();
         if !self.over {
@@ -175,7 +184,8 @@ impl End {
 
     /// A frame comes in.
     fn frame(&mut self, place: usize, input: &mut Input<'_>) {
-        FRAMES.fetch_add(1, Ordering::Relaxed);
+        self.placed = None;
+        FRAMES.set(FRAMES.get() + 1);
         let head = Head(input.array());
         let lane = self.lanes[place];
         let payload = head.payload_len();
@@ -185,6 +195,7 @@ impl End {
             Placing::Memory { memory, offset, len, chunk } => {
                 assert!(len <= payload, "{len} bytes are placed out of {payload}");
                 self.check_memory(memory, offset, len.into());
+                self.placed = Some((memory, offset, len));
                 if chunk && self.staged {
                     return self.land(place, memory);
                 }
@@ -209,10 +220,7 @@ impl End {
                 input.bytes(len as usize)
             }
             Placing::Discard => return,
-            Placing::Refuse(why) => {
-                assert!(!why.is_empty());
-                return self.replace_lane(place);
-            }
+            Placing::Refuse(why) => return self.refuse(place, why),
         };
         self.drain();
         if self.over {
@@ -220,9 +228,16 @@ impl End {
         }
         let mut host = Host { matcher: &mut self.matcher, regions: &mut self.table };
         if let Err(why) = self.peer.placed(self.now, lane, &control, &mut host) {
-            assert!(!why.is_empty());
-            self.replace_lane(place);
+            self.refuse(place, why);
         }
+    }
+
+    /// A frame was wrong: its lane ends.
+    fn refuse(&mut self, place: usize, why: impl Into<String>) {
+        let why = why.into();
+        assert!(!why.is_empty());
+        self.refused.get_or_insert(why);
+        self.replace_lane(place);
     }
 
     /// A chunk is in its slot.
@@ -233,10 +248,7 @@ impl End {
                 self.landed.push((landed, memory));
             }
             Ok(None) => {}
-            Err(why) => {
-                assert!(!why.is_empty());
-                self.replace_lane(place);
-            }
+            Err(why) => self.refuse(place, why),
         }
     }
 
@@ -434,6 +446,7 @@ impl End {
                 }
                 Event::Broken { why } => {
                     assert!(!why.is_empty());
+                    self.refused.get_or_insert(why);
                     self.die();
                 }
                 Event::Released { passive } => {
@@ -469,7 +482,7 @@ impl End {
     }
 
     /// The peer dies, and with it all that was under way.
-    fn finish(mut self) {
+    pub(crate) fn finish(mut self) {
         self.die();
         self.drain();
         while let Some(job) = self.jobs.pop_front() {

@@ -21,7 +21,15 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
         for (who, log) in converse(*kind, script).into_iter().enumerate() {
             seeds.push(("protocol", format!("{name}-{}", ["a", "b"][who]), log));
         }
+        seeds.push(("ends", (*name).to_owned(), crate::ends::script(*kind, script)));
     }
+    for (name, bytes) in ADMISSIONS {
+        seeds.push(("admission", (*name).to_owned(), bytes.to_vec()));
+    }
+    for (name, bytes) in PLUGINS {
+        seeds.push(("plugin", (*name).to_owned(), bytes.to_vec()));
+    }
+    seeds.push(("plugin", "fragments".to_owned(), fragments()));
     for (name, bytes) in messages() {
         seeds.push(("handshake", name.to_owned(), bytes));
     }
@@ -125,6 +133,39 @@ const SETTINGS: &[&str] = &[
     "debug",
     "CROSSRAIL_TLS=shm\nCROSSRAIL_CHUNK=4K\nCROSSRAIL_SECRET=a\nCROSSRAIL_LOG=info\n",
 ];
+
+/// Which of the two protocols; then faults: which way and what, the byte at which it happens, how much.
+const ADMISSIONS: &[(&str, &[u8])] = &[
+    ("workers", &[0]),
+    ("stores", &[1]),
+    ("workers-flips", &[0, 0, 20, 0, 1, 1, 30, 0, 128]),
+    ("workers-hello", &[0, 0, 160, 0, 4, 1, 130, 0, 2]),
+    ("workers-drop", &[0, 6, 90, 0, 3]),
+    ("workers-double", &[0, 9, 60, 0, 7]),
+    ("workers-reflect", &[0, 11, 70, 0, 31]),
+    ("workers-move", &[0, 12, 10, 0, 8, 14, 200, 0, 0]),
+    ("stores-flips", &[1, 0, 20, 0, 1, 1, 60, 0, 128]),
+    ("stores-reflect", &[1, 11, 50, 0, 31, 6, 70, 0, 2]),
+];
+
+/// Version, devices, channels, window, chunk; then what the plugin's functions return: 0 where nothing is unusual.
+const PLUGINS: &[(&str, &[u8])] = &[
+    ("v4", &[0, 2, 2, 16, 64]),
+    ("v8", &[1, 2, 1, 8, 16]),
+    ("v12", &[2, 1, 2, 32, 8]),
+    ("refuses", &[2, 2, 2, 16, 64, 0, 0, 0, 0, 0, 0, 0, 0, 250]),
+];
+
+/// A plugin whose device leaves lists of fragments: the first four have one whole chunk each.
+fn fragments() -> Vec<u8> {
+    let mut bytes = vec![1, 1, 1, 4, 64];
+    // What its functions return up to the receiver's connection, which has the device.
+    bytes.resize(bytes.len() + 44, 0);
+    bytes.push(200);
+    bytes.extend([1, 0, 0, 0].repeat(4));
+    bytes.resize(bytes.len() + 32, 0);
+    bytes
+}
 
 /// Which end does what; all that follows from it is carried over before the next.
 type Script = &'static [(usize, &'static [u8])];

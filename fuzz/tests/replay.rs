@@ -54,7 +54,7 @@ fn replay(name: &str, runs: u64) {
     let mut rng = Rng::new(seed);
     let mut turns = 0;
     for turn in 0..runs {
-        if turn % 1024 == 0 && end.is_some_and(|end| Instant::now() >= end) {
+        if turn % 64 == 0 && end.is_some_and(|end| Instant::now() >= end) {
             break;
         }
         turns = turn + 1;
@@ -62,7 +62,11 @@ fn replay(name: &str, runs: u64) {
         let input = rng.mutate(&corpus[base], &corpus[other]);
         run(target, &input, &format!("seed {seed} turn {turn}"));
     }
-    let frames = if name == "protocol" { format!(", {} frames", crossrail_fuzz::frames()) } else { String::new() };
+    let frames = if ["protocol", "ends"].contains(&name) {
+        format!(", {} frames", crossrail_fuzz::frames())
+    } else {
+        String::new()
+    };
     println!("{name}: seed {seed}: {turns} mutations{frames}");
 }
 
@@ -94,6 +98,21 @@ fn gpu() {
 #[test]
 fn store() {
     replay("store", 200_000);
+}
+
+#[test]
+fn ends() {
+    replay("ends", 50_000);
+}
+
+#[test]
+fn admission() {
+    replay("admission", 300);
+}
+
+#[test]
+fn plugin() {
+    replay("plugin", 30_000);
 }
 
 #[test]

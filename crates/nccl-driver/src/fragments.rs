@@ -60,16 +60,17 @@ impl Fragments {
     /// `Protocol`: the list is too long, or leaves gaps, or a fragment lies outside.
     pub(crate) fn gather(&mut self, out: &mut [u8]) -> Result<()> {
         let malformed = |detail: String| Error::new(ErrorKind::Protocol, "net plugin", detail);
+        // The plugin's addresses and numbers may be any: sums wrap, and the kernel refuses what is not there.
         let slot = self.head % DEPTH;
-        self.head += 1;
+        self.head = self.head.wrapping_add(1);
         let mut count = [0; 8];
-        read(self.lists + COUNTS_AT + 8 * slot, &mut count)?;
+        read(self.lists.wrapping_add(COUNTS_AT + 8 * slot), &mut count)?;
         let count = u64::from_le_bytes(count);
         if count > MAX_FRAGMENTS as u64 {
             return Err(malformed(format!("irecv left a list of {count} fragments; at most {MAX_FRAGMENTS} fit")));
         }
         let mut list = vec![0; count as usize * FRAGMENT_LEN];
-        read(self.lists + slot * MAX_FRAGMENTS * FRAGMENT_LEN, &mut list)?;
+        read(self.lists.wrapping_add(slot * MAX_FRAGMENTS * FRAGMENT_LEN), &mut list)?;
         let mut gathered = 0;
         for entry in list.chunks_exact(FRAGMENT_LEN) {
             let word = |at: usize| u32::from_le_bytes([entry[at], entry[at + 1], entry[at + 2], entry[at + 3]]);
@@ -79,7 +80,7 @@ impl Fragments {
             let target = target.ok_or_else(|| {
                 malformed(format!("irecv left a fragment of {len} bytes at {to} of a buffer of another size"))
             })?;
-            read(self.bounce + from, target)?;
+            read(self.bounce.wrapping_add(from), target)?;
             gathered += len;
         }
         if gathered == out.len() {

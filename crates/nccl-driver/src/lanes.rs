@@ -129,7 +129,10 @@ impl Lane {
         // SAFETY: the memory is freed after the lanes are closed, or not at all.
         let registration = unsafe { network.register(comm.object, memory.ptr(), memory.len()) }?;
         let offload = comm.offload.as_ref().filter(|handle| handle.kind != DEVICE_HOST);
-        let fragments = offload.map(Fragments::of).transpose()?;
+        let fragments = offload.map(Fragments::of).transpose().inspect_err(|_| {
+            // The first error is the one to report.
+            let _ = network.deregister(comm.object, registration);
+        })?;
         Ok(Lane { comm, registration, fragments, flights: VecDeque::new(), busy: false, bytes: 0, chunks: 0 })
     }
 
@@ -153,6 +156,16 @@ struct End<'a> {
 impl End<'_> {
     fn is_open(&self) -> bool {
         self.open.iter().all(Option::is_some)
+    }
+
+    /// Registers the memory with a new connection, which is closed if that fails.
+    fn opened(&mut self, index: usize, comm: Comm) -> Result<()> {
+        let Some(memory) = &self.memory else { return (self.close)(self.network, comm.object) };
+        let lane = Lane::new(self.network, comm, memory).inspect_err(|_| {
+            let _ = (self.close)(self.network, comm.object);
+        })?;
+        self.open[index] = Some(lane);
+        Ok(())
     }
 
     fn size(&self) -> usize {
@@ -248,8 +261,8 @@ impl<'a> Sender<'a> {
                 continue;
             }
             let device = end.lanes.devices[end.lanes.device_of(index)];
-            if let (Some(comm), Some(memory)) = (end.network.connect(device, handle)?, &end.memory) {
-                end.open[index] = Some(Lane::new(end.network, comm, memory)?);
+            if let Some(comm) = end.network.connect(device, handle)? {
+                end.opened(index, comm)?;
             }
         }
         Ok(end.is_open())
@@ -397,8 +410,8 @@ impl<'a> Receiver<'a> {
             if end.open[index].is_some() {
                 continue;
             }
-            if let (Some(comm), Some(memory)) = (end.network.accept(*listener)?, &end.memory) {
-                end.open[index] = Some(Lane::new(end.network, comm, memory)?);
+            if let Some(comm) = end.network.accept(*listener)? {
+                end.opened(index, comm)?;
             }
         }
         Ok(end.is_open())

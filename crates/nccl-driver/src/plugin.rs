@@ -529,11 +529,12 @@ impl Drop for Network<'_> {
 /// All messages of a communicator have this tag, so that they match in order.
 const TAG: c_int = 0;
 
-/// A C string's text; `None` for null.
+/// A C string's text without control characters, which a terminal would obey; `None` for null.
 ///
 /// # Safety
 /// `pointer` is null or points to a terminated string.
 unsafe fn text(pointer: *const c_char) -> Option<String> {
     // SAFETY: promised by the caller.
-    (!pointer.is_null()).then(|| CString::from(unsafe { CStr::from_ptr(pointer) }).to_string_lossy().into_owned())
+    let text = (!pointer.is_null()).then(|| CString::from(unsafe { CStr::from_ptr(pointer) }));
+    text.map(|text| text.to_string_lossy().chars().filter(|c| !c.is_control()).collect())
 }
