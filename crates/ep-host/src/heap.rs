@@ -14,24 +14,14 @@
 #![allow(unsafe_code)]
 
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU32;
 
 use crossrail_ep::{Config, Layout};
-use crossrail_transport::Word;
+use crossrail_transport::{Doorbell, Word};
 use crossrail_types::{Error, ErrorKind};
 
 /// Bytes of a header's text.
 const TEXT: usize = 176;
 const PAGE: usize = 4096;
-
-/// What a rank sleeps on: a futex.
-#[repr(C, align(128))]
-pub(crate) struct Doorbell {
-    /// Number of writes announced; the futex word.
-    pub(crate) rings: AtomicU32,
-    /// Nonzero while the rank sleeps: set and cleared by its owner, read by peers.
-    pub(crate) sleeping: AtomicU32,
-}
 
 /// The messages of one peer: the sequence number of the last of each [`Message`](crate::peer::Message), by the parity of
 /// its operation, since two may be in flight. All zeros when the two connect.

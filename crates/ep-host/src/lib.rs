@@ -15,7 +15,6 @@ mod buffer;
 mod combine;
 mod connect;
 mod dispatch;
-mod doorbell;
 mod heap;
 mod local_rank;
 mod notices;

@@ -9,7 +9,6 @@ use crossrail_ep::{Bytes, Fault, OnLoss};
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::MutexGuard;
 
-use crate::doorbell;
 use crate::local_rank::{GroupView, LocalRank};
 use crate::peer::{Expected, Message, Peer};
 
@@ -387,7 +386,7 @@ impl LocalRank {
             return;
         }
         let peers = std::cell::RefCell::new(&mut view.peers);
-        doorbell::sleep(self.own.heap.doorbell(), MAX_SLEEP.min(left), || {
+        self.own.heap.doorbell().sleep(MAX_SLEEP.min(left), || {
             let mut peers = peers.borrow_mut();
             let mut arrived = |expected: &Expected| {
                 peers[expected.rank].as_mut().is_none_or(|peer| peer.has_arrived(&self.own, *expected))

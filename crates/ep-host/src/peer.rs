@@ -7,7 +7,6 @@ use crossrail::{Endpoint, Mapped, Memory, Region, RegionKey, Request};
 use crossrail_transport::Word;
 use crossrail_types::Result;
 
-use crate::doorbell::ring;
 use crate::heap::{Areas, ControlWords, HEADER, Header, Heap, MESSAGES};
 
 /// The heap of this rank.
@@ -254,7 +253,7 @@ impl Peer {
             Access::Myself => message.word(own.heap.words(&own.areas, own.me), parity).announce(value),
             Access::Mapped { heap, .. } => {
                 message.word(heap.words(&own.areas, own.me), parity).announce(value);
-                ring(heap.doorbell());
+                heap.doorbell().ring();
             }
             Access::Network(network) => {
                 let at = (own.areas.words(own.me) + message.offset(parity)) as u64;

@@ -14,6 +14,7 @@
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
+mod doorbell;
 mod grant;
 mod lane;
 pub mod loopback;
@@ -21,6 +22,7 @@ pub mod loopback;
 mod models;
 mod word;
 
+pub use doorbell::Doorbell;
 pub use grant::{Grant, GrantUse};
 pub use lane::{
     Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed,

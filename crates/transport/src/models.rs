@@ -1,15 +1,17 @@
-//! Words that announce rows, in every order that the memory model allows (loom): `make models` runs them. Each model
+//! Words that announce rows, and the doorbell of whoever waits for them, in every order that the memory model allows (loom): `make models` runs them. Each model
 //! also runs with one thing weakened at a time, and must then fail: it would otherwise show nothing.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::Duration;
 
 use loom::cell::UnsafeCell;
 use loom::sync::Mutex;
 use loom::sync::atomic::AtomicU64;
 use loom::thread;
 
+use crate::doorbell::Doorbell;
 use crate::word::Word;
 
 /// What stands in a row once it is written.
@@ -159,4 +161,80 @@ fn counting_lanes_without_order_announces_nothing() {
 #[should_panic]
 fn a_word_on_one_lane_overtakes_the_row_on_the_other() {
     over_two_lanes(Counting::None, true);
+}
+
+/// A rank that sleeps until a word is announced to it. A wake-up that is lost leaves it asleep for ever.
+fn asleep(ring: fn(&Doorbell), sleep: fn(&Doorbell, &dyn Fn() -> bool)) {
+    loom::model(move || {
+        let shared = Arc::new((Word::new(0), Doorbell::new()));
+        let writer = Arc::clone(&shared);
+        let writer = thread::spawn(move || {
+            let (word, doorbell) = &*writer;
+            word.announce(1);
+            ring(doorbell);
+        });
+        let (word, doorbell) = &*shared;
+        while word.observe() != 1 {
+            sleep(doorbell, &|| word.observe() == 1);
+        }
+        writer.join().expect("the writer is fine");
+    });
+}
+
+/// For the model, in which no time passes.
+const LIMIT: Duration = Duration::ZERO;
+
+#[test]
+fn whoever_sleeps_is_woken_or_finds_the_word() {
+    asleep(Doorbell::ring, |doorbell, ready| doorbell.sleep(LIMIT, ready));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_ring_that_releases_nothing_is_slept_through() {
+    let ring = |doorbell: &Doorbell| {
+        doorbell.rings.fetch_add(1, Relaxed);
+        if doorbell.sleeping.load(SeqCst) != 0 {
+            doorbell.wake();
+        }
+    };
+    asleep(ring, |doorbell, ready| doorbell.sleep(LIMIT, ready));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_ring_that_looks_for_the_sleeper_before_it_counts_is_slept_through() {
+    let ring = |doorbell: &Doorbell| {
+        let sleeping = doorbell.sleeping.load(SeqCst) != 0;
+        doorbell.rings.fetch_add(1, SeqCst);
+        if sleeping {
+            doorbell.wake();
+        }
+    };
+    asleep(ring, |doorbell, ready| doorbell.sleep(LIMIT, ready));
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_sleeper_that_counts_rings_without_acquiring_sleeps_through_one() {
+    asleep(Doorbell::ring, |doorbell, ready| {
+        doorbell.sleeping.store(1, SeqCst);
+        let seen = doorbell.rings.load(Relaxed);
+        if !ready() {
+            doorbell.wait(seen, LIMIT);
+        }
+        doorbell.sleeping.store(0, SeqCst);
+    });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn a_sleeper_that_looks_before_it_counts_rings_sleeps_through_one() {
+    asleep(Doorbell::ring, |doorbell, ready| {
+        doorbell.sleeping.store(1, SeqCst);
+        if !ready() {
+            doorbell.wait(doorbell.rings.load(SeqCst), LIMIT);
+        }
+        doorbell.sleeping.store(0, SeqCst);
+    });
 }
