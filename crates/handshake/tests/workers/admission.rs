@@ -43,7 +43,7 @@ fn over_unix_tcp_and_by_port() {
         for (target, prefer_unix, unix) in
             [(worker.by_address(), true, true), (worker.by_address(), false, false), (worker.by_port(), true, false)]
         {
-            let mut ours = connect(&target, &me, None, prefer_unix, in_secs(5.0)).unwrap();
+            let mut ours = connect(&target, &me, None, prefer_unix, in_secs(30.0)).unwrap();
             let mut theirs = worker.session();
             assert_eq!(ours.stream.is_unix(), unix);
             assert_eq!(ours.peer, worker.listener.identity().hello);
@@ -65,12 +65,12 @@ fn over_ipv6() {
     let config = ListenConfig { control: vec![binding(Ipv6Addr::LOCALHOST)], rails: vec![rail], ..config() };
     let worker = Worker::start(config, identity("listening", Secret::None)).unwrap();
     let me = identity("connecting", Secret::None);
-    let mut ours = connect(&worker.by_address(), &me, None, false, in_secs(5.0)).unwrap();
+    let mut ours = connect(&worker.by_address(), &me, None, false, in_secs(30.0)).unwrap();
     check(&mut ours, &mut worker.session());
     let device = &ours.peer.devices[0];
     let to = SocketAddr::new(device.address, device.port);
     let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Bulk };
-    dial_lane(&ours.ticket, &binding(Ipv6Addr::LOCALHOST), to, lane, in_secs(5.0)).unwrap();
+    dial_lane(&ours.ticket, &binding(Ipv6Addr::LOCALHOST), to, lane, in_secs(30.0)).unwrap();
     assert!(matches!(worker.arrival(), Arrival::Lane { .. }));
 }
 
@@ -79,23 +79,23 @@ fn a_tcp_session_moves_to_unix() {
     let _fds = Descriptors::watch();
     let worker = Worker::start(config(), identity("listening", Secret::None)).unwrap();
     let me = identity("connecting", Secret::None);
-    let first = connect(&worker.by_port(), &me, None, true, in_secs(5.0)).unwrap();
+    let first = connect(&worker.by_port(), &me, None, true, in_secs(30.0)).unwrap();
     let first_theirs = worker.session();
     assert_eq!(first_theirs.peer.replaces, None);
-    let mut second = upgrade(&first, &me, in_secs(5.0)).unwrap().expect("both are on this machine");
+    let mut second = upgrade(&first, &me, in_secs(30.0)).unwrap().expect("both are on this machine");
     let mut theirs = worker.session();
     assert!(second.stream.is_unix());
     assert_eq!(theirs.peer.replaces, Some(first.ticket.session));
     assert_ne!(second.ticket, first.ticket);
     check(&mut second, &mut theirs);
-    assert!(upgrade(&second, &me, in_secs(5.0)).unwrap().is_none());
+    assert!(upgrade(&second, &me, in_secs(30.0)).unwrap().is_none());
     // Another machine, as far as anyone can tell.
     let mut elsewhere = me.clone();
     elsewhere.hello.boot_id = "another".to_owned();
-    assert!(upgrade(&first, &elsewhere, in_secs(5.0)).unwrap().is_none());
+    assert!(upgrade(&first, &elsewhere, in_secs(30.0)).unwrap().is_none());
     // The socket is gone, or in another network namespace.
     drop(worker);
-    assert!(upgrade(&first, &me, in_secs(5.0)).unwrap().is_none());
+    assert!(upgrade(&first, &me, in_secs(30.0)).unwrap().is_none());
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn unix_falls_back_to_tcp() {
     let dead = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
     address.control.insert(0, dead);
     let me = identity("connecting", Secret::None);
-    let mut ours = connect(&Target::Worker(address), &me, None, true, in_secs(5.0)).unwrap();
+    let mut ours = connect(&Target::Worker(address), &me, None, true, in_secs(30.0)).unwrap();
     assert!(!ours.stream.is_unix());
     check(&mut ours, &mut worker.session());
 }
@@ -120,7 +120,7 @@ fn a_wrong_secret_is_refused_at_both_ends() {
     let me = identity("connecting", secret("the wrong secret, long"));
     for target in [worker.by_address(), worker.by_port()] {
         for prefer_unix in [true, false] {
-            let error = connect(&target, &me, None, prefer_unix, in_secs(5.0)).unwrap_err();
+            let error = connect(&target, &me, None, prefer_unix, in_secs(30.0)).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Refused, "{error}");
             assert!(error.detail.starts_with("proof: ") && error.detail.contains("wrong secret"), "{error}");
             let there = worker.rejected();
@@ -142,7 +142,7 @@ fn a_secret_at_one_end_only_is_refused_at_both() {
     for (listening, connecting, text) in cases {
         let worker = Worker::start(config(), identity("listening", listening)).unwrap();
         let error =
-            connect(&worker.by_port(), &identity("connecting", connecting), None, true, in_secs(5.0)).unwrap_err();
+            connect(&worker.by_port(), &identity("connecting", connecting), None, true, in_secs(30.0)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Refused, "{error}");
         assert!(error.detail.contains(text), "{error}");
         assert!(error.hint.as_deref().unwrap_or("").contains("CROSSRAIL_SECRET"), "{error}");
@@ -159,17 +159,17 @@ fn only_holders_of_the_address_where_that_is_required() {
     let config = ListenConfig { require_token: true, ..config() };
     let worker = Worker::start(config, identity("listening", Secret::None)).unwrap();
     let me = identity("connecting", Secret::None);
-    let error = connect(&worker.by_port(), &me, None, true, in_secs(5.0)).unwrap_err();
+    let error = connect(&worker.by_port(), &me, None, true, in_secs(30.0)).unwrap_err();
     assert_eq!((error.kind, error.reason), (ErrorKind::Refused, Some(Reason::TokenMissing)), "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Refused);
     let mut address = worker.listener.address();
     address.token[3] ^= 1;
-    let error = connect(&Target::Worker(address), &me, None, true, in_secs(5.0)).unwrap_err();
+    let error = connect(&Target::Worker(address), &me, None, true, in_secs(30.0)).unwrap_err();
     assert_eq!(error.reason, Some(Reason::TokenWrong), "{error}");
     assert_eq!(error.kind, ErrorKind::Refused, "{error}");
     assert!(error.detail.contains("token"), "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Refused);
-    let mut ours = connect(&worker.by_address(), &me, None, true, in_secs(5.0)).unwrap();
+    let mut ours = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
     check(&mut ours, &mut worker.session());
 }
 
@@ -180,7 +180,7 @@ fn another_worker_at_that_address_is_not_the_one_sought() {
     let mut address = worker.listener.address();
     address.worker[0] ^= 1;
     let me = identity("connecting", Secret::None);
-    let error = connect(&Target::Worker(address), &me, None, true, in_secs(5.0)).unwrap_err();
+    let error = connect(&Target::Worker(address), &me, None, true, in_secs(30.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
     assert!(error.detail.contains("another worker"), "{error}");
 }
@@ -206,7 +206,7 @@ fn nothing_listens_beyond_loopback_without_a_secret() {
     let control = worker.listener.address().control;
     assert!(!control.is_empty() && control.iter().all(|address| !address.ip().is_unspecified()), "{control:?}");
     assert!(control.iter().any(|address| address.ip().is_loopback()), "{control:?}");
-    let mut ours = connect(&worker.by_address(), &identity("c", shared), None, false, in_secs(5.0)).unwrap();
+    let mut ours = connect(&worker.by_address(), &identity("c", shared), None, false, in_secs(30.0)).unwrap();
     check(&mut ours, &mut worker.session());
 }
 
@@ -231,7 +231,7 @@ fn differing_parameters_are_named_at_both_ends() {
     for (name, change, values) in changes {
         let mut me = identity("beta", Secret::None);
         change(&mut me.hello);
-        let error = connect(&worker.by_port(), &me, None, true, in_secs(5.0)).unwrap_err();
+        let error = connect(&worker.by_port(), &me, None, true, in_secs(30.0)).unwrap_err();
         let there = worker.rejected();
         for error in [error, there] {
             assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
@@ -258,7 +258,7 @@ fn two_ends_use_the_stricter_checksum_and_a_release_without_is_named() {
         let (mut alpha, mut beta) = (identity("alpha", Secret::None), identity("beta", Secret::None));
         (alpha.hello.checksum, beta.hello.checksum) = (theirs, mine);
         let worker = Worker::start(config(), alpha).unwrap();
-        let connected = connect(&worker.by_port(), &beta, None, true, in_secs(5.0));
+        let connected = connect(&worker.by_port(), &beta, None, true, in_secs(30.0));
         if let Some(agreed) = agreed {
             assert_eq!(connected.unwrap().ticket.checksum, agreed, "{mine:?} and {theirs:?}");
             assert_eq!(worker.session().ticket.checksum, agreed, "{mine:?} and {theirs:?}");
@@ -283,13 +283,13 @@ fn lanes_join_their_session_and_only_with_its_key() {
     let _fds = Descriptors::watch();
     let worker = Worker::start(config(), identity("listening", Secret::None)).unwrap();
     let me = identity("connecting", Secret::None);
-    let ours = connect(&worker.by_address(), &me, None, true, in_secs(5.0)).unwrap();
+    let ours = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
     let theirs = worker.session();
     assert_eq!(worker.listener.devices().len(), 2);
     for (index, purpose) in [(0, LanePurpose::Message), (1, LanePurpose::Bulk)] {
         let lane = LaneName { rail: index, channel: 3, purpose };
         let to = rail(&worker, index.into());
-        let mut stream = dial_lane(&ours.ticket, &loopback(), to, lane, in_secs(5.0)).unwrap();
+        let mut stream = dial_lane(&ours.ticket, &loopback(), to, lane, in_secs(30.0)).unwrap();
         let Arrival::Lane { session, lane: got, stream: mut end, local, remote } = worker.arrival() else {
             panic!("not a lane");
         };
@@ -307,7 +307,7 @@ fn lanes_join_their_session_and_only_with_its_key() {
     let mut wrong_session = ours.ticket;
     wrong_session.session[0] ^= 1;
     for (ticket, text) in [(wrong_key, "wrong key"), (wrong_session, "no such session")] {
-        let error = dial_lane(&ticket, &loopback(), rail(&worker, 0), lane, in_secs(5.0)).unwrap_err();
+        let error = dial_lane(&ticket, &loopback(), rail(&worker, 0), lane, in_secs(30.0)).unwrap_err();
         let there = worker.rejected();
         for error in [error, there] {
             assert_eq!((error.kind, error.reason), (ErrorKind::Refused, Some(Reason::SessionUnknown)), "{error}");
@@ -323,7 +323,7 @@ fn a_lane_that_nobody_takes_is_named() {
     let nobody = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
     let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
     let lane = LaneName { rail: 2, channel: 1, purpose: LanePurpose::Bulk };
-    let error = dial_lane(&ticket, &loopback(), nobody, lane, in_secs(5.0)).unwrap_err();
+    let error = dial_lane(&ticket, &loopback(), nobody, lane, in_secs(30.0)).unwrap_err();
     assert_eq!((error.kind, error.reason), (ErrorKind::Unreachable, Some(Reason::NotListening)), "{error}");
     assert!(error.detail.starts_with("lane 2 channel 1: "), "{error}");
     let source = error.source().and_then(|source| source.downcast_ref::<std::io::Error>());
@@ -337,10 +337,10 @@ fn the_control_device_chooses_the_addresses_of_its_family() {
     let mut address = worker.listener.address();
     address.control.insert(0, "[::1]:9".parse().unwrap());
     let me = identity("connecting", Secret::None);
-    let mut ours = connect(&Target::Worker(address.clone()), &me, Some(&loopback()), false, in_secs(5.0)).unwrap();
+    let mut ours = connect(&Target::Worker(address.clone()), &me, Some(&loopback()), false, in_secs(30.0)).unwrap();
     check(&mut ours, &mut worker.session());
     address.control.truncate(1);
-    let error = connect(&Target::Worker(address), &me, Some(&loopback()), false, in_secs(5.0)).unwrap_err();
+    let error = connect(&Target::Worker(address), &me, Some(&loopback()), false, in_secs(30.0)).unwrap_err();
     assert!(error.detail.contains("IPv6"), "{error}");
 }
 
@@ -363,7 +363,7 @@ fn another_user_is_refused_without_a_secret() {
         let target = worker.by_address();
         let stranger = std::thread::spawn(move || {
             become_user(65534);
-            connect(&target, &identity("stranger", shared), None, true, in_secs(5.0))
+            connect(&target, &identity("stranger", shared), None, true, in_secs(30.0))
         });
         stranger.join().unwrap()
     };
@@ -389,19 +389,19 @@ fn a_lane_never_overtakes_its_session() {
     let wait = move |arrival: &Arrival| {
         if matches!(arrival, Arrival::Session(_)) {
             // The time is for a test that has failed.
-            let _ = gate.lock().unwrap().recv_timeout(Duration::from_secs(5));
+            let _ = gate.lock().unwrap().recv_timeout(Duration::from_secs(20));
         }
     };
     let worker = Worker::start_with(config(), identity("listening", Secret::None), wait).unwrap();
     let me = identity("connecting", Secret::None);
-    let ours = connect(&worker.by_address(), &me, None, true, in_secs(5.0)).unwrap();
+    let ours = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
     let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Bulk };
     let (ticket, to) = (ours.ticket, rail(&worker, 0));
-    let dialing = std::thread::spawn(move || dial_lane(&ticket, &loopback(), to, lane, in_secs(5.0)));
+    let dialing = std::thread::spawn(move || dial_lane(&ticket, &loopback(), to, lane, in_secs(30.0)));
     // Only once the lane's connection is there may the session be taken in.
     let seen = Instant::now();
     while !std::fs::read_to_string("/proc/net/tcp").unwrap().contains(&format!(":{:04X} 01", to.port())) {
-        assert!(seen.elapsed() < Duration::from_secs(5), "the lane did not come up");
+        assert!(seen.elapsed() < Duration::from_secs(20), "the lane did not come up");
         std::thread::yield_now();
     }
     worker.nobody_for(Duration::from_millis(200));
@@ -417,12 +417,12 @@ fn a_session_is_no_lane_and_a_lane_no_session() {
     let _fds = Descriptors::watch();
     let worker = Worker::start(config(), identity("listening", Secret::None)).unwrap();
     let me = identity("connecting", Secret::None);
-    let error = connect(&Target::Control(vec![rail(&worker, 0)]), &me, None, false, in_secs(5.0)).unwrap_err();
+    let error = connect(&Target::Control(vec![rail(&worker, 0)]), &me, None, false, in_secs(30.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
     let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
     let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Message };
-    let error = dial_lane(&ticket, &loopback(), worker.control(), lane, in_secs(5.0)).unwrap_err();
+    let error = dial_lane(&ticket, &loopback(), worker.control(), lane, in_secs(30.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
 }

@@ -18,6 +18,9 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use crate::support::{Descriptors, Raw, Worker, accept_by_hand, binding, config, identity, in_secs, loopback, secret};
 
+/// At most this for what takes no time at all, on a machine that does many other things.
+const PATIENCE: Duration = Duration::from_secs(20);
+
 fn open_worker(timeout: f64) -> Worker {
     let limits = Limits { timeout: Duration::from_secs_f64(timeout), ..Limits::default() };
     Worker::start(ListenConfig { limits, ..config() }, identity("listening", Secret::None)).unwrap()
@@ -25,14 +28,14 @@ fn open_worker(timeout: f64) -> Worker {
 
 /// The worker still takes in who belongs there.
 fn still_works(worker: &Worker) {
-    let ours = connect(&worker.by_address(), &identity("friend", Secret::None), None, true, in_secs(5.0)).unwrap();
+    let ours = connect(&worker.by_address(), &identity("friend", Secret::None), None, true, in_secs(30.0)).unwrap();
     assert_eq!(worker.session().ticket, ours.ticket);
 }
 
 #[test]
 fn the_handshake_made_by_hand_is_accepted() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(2.0);
+    let worker = open_worker(20.0);
     let mut raw = Raw::connect(worker.control());
     raw.prove();
     let mut body = identity("by hand", Secret::None).hello.encode().unwrap();
@@ -46,7 +49,7 @@ fn the_handshake_made_by_hand_is_accepted() {
 #[test]
 fn garbage_is_no_crossrail_peer() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(2.0);
+    let worker = open_worker(20.0);
     let mut noise = vec![0; 4096];
     let mut state = 0x9e37_79b9_u32;
     for byte in &mut noise {
@@ -73,7 +76,7 @@ fn garbage_is_no_crossrail_peer() {
 #[test]
 fn messages_out_of_order_are_refused() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(2.0);
+    let worker = open_worker(20.0);
     let mut hello_first = Raw::connect(worker.control());
     let hello = hello_first.hello(b"");
     hello_first.write(&hello);
@@ -91,7 +94,7 @@ fn messages_out_of_order_are_refused() {
 #[test]
 fn half_a_message_is_reported_with_how_much_came() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(0.3);
+    let worker = open_worker(1.0);
     // Closed after half of it.
     let mut raw = Raw::connect(worker.control());
     let reply = raw.reply(WORKER.versions.1, 0, &[]);
@@ -122,7 +125,7 @@ fn half_a_message_is_reported_with_how_much_came() {
 #[test]
 fn giant_lengths_allocate_nothing() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(2.0);
+    let worker = open_worker(20.0);
     for length in [u32::MAX, 1 << 31, (HELLO_MAX + 1) as u32] {
         let mut raw = Raw::connect(worker.control());
         raw.prove();
@@ -161,7 +164,7 @@ fn giant_lengths_allocate_nothing() {
 #[test]
 fn a_silent_peer_costs_its_time_and_no_more() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(0.3);
+    let worker = open_worker(1.0);
     let started = Instant::now();
     let mut silent = Raw::connect(worker.control());
     still_works(&worker);
@@ -170,49 +173,63 @@ fn a_silent_peer_costs_its_time_and_no_more() {
     assert!(error.detail.contains("proof: nothing received"), "{error}");
     silent.closed();
     let waited = started.elapsed();
-    assert!(waited >= Duration::from_millis(300) && waited < Duration::from_secs(3), "{waited:?}");
+    assert!(waited >= Duration::from_secs(1) && waited < PATIENCE, "{waited:?}");
 }
 
 #[test]
 fn a_trickling_peer_gets_no_more_time() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(0.3);
+    let worker = open_worker(1.0);
     let mut raw = Raw::connect(worker.control());
     let reply = raw.reply(WORKER.versions.1, 0, &[]);
     let started = Instant::now();
     for byte in &reply {
-        if raw.stream.write_all(&[*byte]).is_err() || started.elapsed() > Duration::from_secs(3) {
+        if raw.stream.write_all(&[*byte]).is_err() || started.elapsed() > PATIENCE {
             break;
         }
         thread::sleep(Duration::from_millis(30));
     }
     assert_eq!(worker.rejected().kind, ErrorKind::Timeout);
-    assert!(started.elapsed() < Duration::from_secs(3));
+    assert!(started.elapsed() < PATIENCE);
+}
+
+/// A stage at which newcomers are turned away because of half-open connections. These make room after half a second, so
+/// on a busy machine it may be over before it is set: it is set again, a few times.
+fn crowded<T>(mut set: impl FnMut() -> Option<T>) -> T {
+    (0..20).find_map(|_| set()).expect("newcomers are let in while others have not had their time")
 }
 
 #[test]
 fn too_many_half_open_connections_turn_the_newest_away() {
     let _fds = Descriptors::watch();
-    let limits = Limits { half_open: 4, half_open_per_source: 3, timeout: Duration::from_secs(1) };
-    let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
-    let held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
-    let mut fourth = TcpStream::connect(worker.control()).unwrap();
-    let mut said = Vec::new();
-    fourth.read_to_end(&mut said).unwrap();
-    assert_eq!(Reject::decode(&WORKER, &said).unwrap().code, RejectCode::Busy);
-    let error = worker.rejected();
-    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
-    // From elsewhere there is one more slot in all: the Unix socket's users have it.
-    still_works(&worker);
-    // A peer that is turned away tries again until its time is up, and says what it was told ...
     let me = identity("friend", Secret::None);
-    let started = Instant::now();
-    let error = connect(&worker.by_port(), &me, None, false, in_secs(0.2)).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::Refused, "{error}");
-    assert!(error.detail.contains("3 handshakes"), "{error}");
-    assert!(started.elapsed() < Duration::from_secs(2));
+    let (worker, held) = crowded(|| {
+        let limits = Limits { half_open: 4, half_open_per_source: 3, timeout: Duration::from_secs(2) };
+        let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
+        let held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
+        let mut fourth = TcpStream::connect(worker.control()).unwrap();
+        let mut said = Vec::new();
+        fourth.read_to_end(&mut said).unwrap();
+        let reject = Reject::decode(&WORKER, &said).ok()?;
+        assert_eq!(reject.code, RejectCode::Busy);
+        assert_eq!(worker.rejected().kind, ErrorKind::Refused);
+        // A peer that is turned away tries again until its time is up, and says what it was told ...
+        let started = Instant::now();
+        let error = connect(&worker.by_port(), &me, None, false, in_secs(0.2)).err()?;
+        assert!(started.elapsed() < PATIENCE);
+        (error.kind == ErrorKind::Refused && error.detail.contains("3 handshakes")).then_some((worker, held))
+    });
+    // From elsewhere there is one more slot in all: the Unix socket's users have it.
+    let ours = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
+    let admitted = || match worker.arrival() {
+        Arrival::Session(session) => Some(session.ticket),
+        // Those that were turned away.
+        Arrival::Rejected { .. } => None,
+        other => panic!("neither a session nor rejected: {other:?}"),
+    };
+    assert_eq!(std::iter::repeat_with(admitted).flatten().next(), Some(ours.ticket));
     // ... or gets in once the others have run into their limit.
-    let ours = connect(&worker.by_port(), &me, None, false, in_secs(8.0)).unwrap();
+    let ours = connect(&worker.by_port(), &me, None, false, in_secs(30.0)).unwrap();
     drop((held, ours));
 }
 
@@ -226,7 +243,7 @@ fn strangers_that_say_nothing_lock_nobody_out() {
     for address in [[127, 0, 0, 1], [127, 0, 0, 5], [127, 0, 0, 6]] {
         let from = binding(Ipv4Addr::from(address));
         for _ in 0..3 {
-            let mut stream = crossrail_tcp::dial(Some(&from), worker.control(), in_secs(5.0)).unwrap();
+            let mut stream = crossrail_tcp::dial(Some(&from), worker.control(), in_secs(30.0)).unwrap();
             // It may have been turned away already.
             let _ = stream.write_all(&[0xc5]);
             held.push(stream);
@@ -269,7 +286,7 @@ fn stopping_does_not_wait_for_half_open_connections() {
     let mut held: Vec<Raw> = (0..8).map(|_| Raw::connect(worker.control())).collect();
     let started = Instant::now();
     drop(worker);
-    assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
+    assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
     held.iter_mut().for_each(Raw::closed);
 }
 
@@ -277,7 +294,7 @@ fn stopping_does_not_wait_for_half_open_connections() {
 fn versions_that_differ_are_named_at_both_ends() {
     let _fds = Descriptors::watch();
     // A connector of another version.
-    let worker = open_worker(2.0);
+    let worker = open_worker(20.0);
     let mut raw = Raw::connect(worker.control());
     let reply = raw.reply(9, 0, &[]);
     raw.write(&reply);
@@ -297,7 +314,7 @@ fn versions_that_differ_are_named_at_both_ends() {
         said
     });
     let me = identity("connecting", Secret::None);
-    let error = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0)).unwrap_err();
+    let error = connect(&Target::Control(vec![address]), &me, None, false, in_secs(30.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
     assert_eq!(error.reason, Some(Reason::Version));
     let told = Reject::decode(&WORKER, &server.join().unwrap()).unwrap();
@@ -336,7 +353,7 @@ fn out_of_descriptors_it_waits_instead_of_spinning() {
     drop(limit);
     // The connection was kept meanwhile.
     let mut challenge = vec![0; WORKER.length(Kind::Challenge)];
-    waiting.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    waiting.set_read_timeout(Some(PATIENCE)).unwrap();
     (&waiting).read_exact(&mut challenge).unwrap();
     Challenge::decode(&WORKER, &challenge).unwrap();
 }
@@ -352,7 +369,7 @@ fn connect_to(address: SocketAddr, secret: Secret, secs: f64) -> crossrail_types
     let started = Instant::now();
     let me = identity("connecting", secret);
     let error = connect(&Target::Control(vec![address]), &me, None, false, in_secs(secs)).unwrap_err();
-    assert!(started.elapsed() < Duration::from_secs_f64(secs + 2.0), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs_f64(secs) + PATIENCE, "{:?}", started.elapsed());
     assert_eq!(error.peer.as_deref(), Some(address.to_string().as_str()));
     error
 }
@@ -432,7 +449,7 @@ fn the_connector_checks_what_the_acceptor_says_too() {
     };
     let attempt = |challenge: Challenge, hello: Hello| {
         let (address, server) = serve(move |stream| accept_by_hand(stream, &challenge, &hello));
-        let result = connect(&Target::Control(vec![address]), &me, None, false, in_secs(5.0));
+        let result = connect(&Target::Control(vec![address]), &me, None, false, in_secs(30.0));
         let outcome = result.map(|session| session.peer);
         server.join().unwrap();
         outcome
@@ -447,6 +464,36 @@ fn the_connector_checks_what_the_acceptor_says_too() {
     let mut other_worker = peer.clone();
     other_worker.worker[0] ^= 1;
     assert_eq!(attempt(challenge, other_worker).unwrap_err().kind, ErrorKind::Protocol);
+}
+
+/// On a busy machine the peer's limit for a handshake may pass while this end waits for a processor.
+#[test]
+fn a_peer_that_gave_up_waiting_is_asked_again() {
+    let _fds = Descriptors::watch();
+    let me = identity("connecting", Secret::None);
+    let peer = identity("listening", Secret::None).hello;
+    let challenge = Challenge {
+        version_min: WORKER.versions.0,
+        version_max: WORKER.versions.1,
+        flags: 0,
+        id: Some(peer.worker),
+        nonce: [2; 32],
+    };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let hello = peer.clone();
+    let server = thread::spawn(move || {
+        let mut first = listener.accept().unwrap().0;
+        first.write_all(&challenge.encode(&WORKER)).unwrap();
+        first.read_exact(&mut [0; REPLY_LEN]).unwrap();
+        first.write_all(&Reject::new(RejectCode::Timeout, "hello: nothing received").encode(&WORKER)).unwrap();
+        let _ = first.read_to_end(&mut Vec::new());
+        accept_by_hand(listener.accept().unwrap().0, &challenge, &hello);
+    });
+    let session = connect(&Target::Control(vec![address]), &me, None, false, in_secs(30.0)).unwrap();
+    assert_eq!(session.peer, peer);
+    drop(session);
+    server.join().unwrap();
 }
 
 #[test]
@@ -490,7 +537,7 @@ fn a_rail_that_does_not_know_the_session_gets_no_lane() {
     });
     let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
     let lane = LaneName { rail: 0, channel: 0, purpose: LanePurpose::Bulk };
-    let error = dial_lane(&ticket, &loopback(), address, lane, in_secs(5.0)).unwrap_err();
+    let error = dial_lane(&ticket, &loopback(), address, lane, in_secs(30.0)).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Refused, "{error}");
     assert_eq!(Reject::decode(&WORKER, &thief.join().unwrap()).unwrap().code, RejectCode::Refused);
 }
@@ -498,19 +545,22 @@ fn a_rail_that_does_not_know_the_session_gets_no_lane() {
 #[test]
 fn half_open_connections_are_limited_in_all() {
     let _fds = Descriptors::watch();
-    let limits = Limits { half_open: 3, half_open_per_source: 16, timeout: Duration::from_secs(5) };
-    let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
-    let mut held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
-    let error = connect(&worker.by_port(), &identity("c", Secret::None), None, false, in_secs(0.1)).unwrap_err();
-    assert!(error.detail.contains("3 handshakes are in progress"), "{error}");
+    let me = identity("c", Secret::None);
+    let (worker, mut held) = crowded(|| {
+        let limits = Limits { half_open: 3, half_open_per_source: 16, timeout: Duration::from_secs(60) };
+        let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
+        let held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
+        let error = connect(&worker.by_port(), &me, None, false, in_secs(0.1)).err()?;
+        error.detail.contains("3 handshakes are in progress").then_some((worker, held))
+    });
     drop(held.pop());
-    connect(&worker.by_port(), &identity("c", Secret::None), None, false, in_secs(5.0)).unwrap();
+    connect(&worker.by_port(), &me, None, false, in_secs(30.0)).unwrap();
 }
 
 #[test]
 fn a_recorded_reply_does_not_work_again() {
     let _fds = Descriptors::watch();
-    let worker = open_worker(2.0);
+    let worker = open_worker(20.0);
     let mut first = Raw::connect(worker.control());
     let reply = first.reply(WORKER.versions.1, 0, &[]);
     let mut second = Raw::connect(worker.control());

@@ -128,7 +128,7 @@ fn start(timeout: f64) -> (Worker, Session, SocketAddr) {
     let limits = Limits { timeout: Duration::from_secs_f64(timeout), ..Limits::default() };
     let worker = Worker::start(ListenConfig { limits, ..config() }, identity("listening", Secret::None)).unwrap();
     let me = identity("connecting", Secret::None);
-    let ours = connect(&worker.by_address(), &me, None, true, in_secs(5.0)).unwrap();
+    let ours = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
     worker.session();
     let device = &worker.listener.devices()[0];
     let to = SocketAddr::new(device.address, device.port);

@@ -142,7 +142,7 @@ impl Worker {
     }
 
     pub(crate) fn arrival(&self) -> Arrival {
-        self.arrivals.recv_timeout(Duration::from_secs(10)).expect("nobody came")
+        self.arrivals.recv_timeout(Duration::from_secs(30)).expect("nobody came")
     }
 
     pub(crate) fn session(&self) -> Session {
@@ -192,7 +192,7 @@ impl Raw {
     /// Connects and reads the challenge.
     pub(crate) fn connect(to: SocketAddr) -> Raw {
         let mut stream = TcpStream::connect(to).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let mut challenge = vec![0; WORKER.length(Kind::Challenge)];
         stream.read_exact(&mut challenge).unwrap();
         Raw { stream, challenge, master: [0; 32] }

@@ -51,7 +51,7 @@ fn an_address_survives_and_its_damage_is_seen() {
 #[test]
 fn text_targets() {
     let _fds = Descriptors::watch();
-    let parse = |text: &str| Target::parse(text.as_bytes(), 7000, in_secs(5.0));
+    let parse = |text: &str| Target::parse(text.as_bytes(), 7000, in_secs(30.0));
     let cases = [
         ("127.0.0.1:80", "127.0.0.1:80"),
         (" 127.0.0.1 ", "127.0.0.1:7000"),

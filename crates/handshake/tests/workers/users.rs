@@ -41,7 +41,7 @@ impl Drop for Folder {
 }
 
 fn by_port(worker: &Worker, secret: &Secret) -> Result<(), Error> {
-    let session = connect(&worker.by_port(), &identity("connecting", secret.clone()), None, false, in_secs(5.0))?;
+    let session = connect(&worker.by_port(), &identity("connecting", secret.clone()), None, false, in_secs(30.0))?;
     worker.session();
     drop(session);
     Ok(())
@@ -71,7 +71,7 @@ fn who_shares_the_token_is_admitted_over_tcp_and_nobody_else() {
     }
     // Over the Unix socket the kernel says who the user is: containers need not share the folder.
     let me = identity("connecting", folder.secret("container"));
-    let session = connect(&worker.by_address(), &me, None, true, in_secs(5.0)).unwrap();
+    let session = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
     assert!(session.stream.is_unix());
     worker.session();
 }
