@@ -31,13 +31,19 @@ pub(crate) fn connect(store: &str, settings: &Settings, deadline: Instant) -> Re
     let (secret, _warnings) =
         Secret::load(settings.secret.as_ref().map(|text| text.expose()), settings.secret_file.as_deref())?;
     let mut pause = PAUSE_MIN;
+    let mut last: Option<Error> = None;
     let stream = loop {
         match dial(&store, &secret, "store", deadline) {
             Ok(stream) => break stream,
+            // The deadline passed while retrying: the earlier error says more.
+            Err(error) if error.kind == ErrorKind::Timeout && last.is_some() => return Err(last.unwrap_or(error)),
             Err(error) if error.kind != ErrorKind::Unreachable || Instant::now() + pause >= deadline => {
                 return Err(error);
             }
-            Err(_) => std::thread::sleep(pause),
+            Err(error) => {
+                std::thread::sleep(pause);
+                last = Some(error);
+            }
         }
         pause = (pause * 2).min(PAUSE_MAX);
     };

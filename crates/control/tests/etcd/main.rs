@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use crossrail_control::{EtcdStore, Event, Expected, LeaseId, Revision, Store};
 use crossrail_types::ErrorKind;
 
-use server::{Etcd, free_ports, soon, within};
+use server::{Etcd, PATIENCE, free_ports, soon, within};
 
 #[test]
 fn etcd_does_what_every_store_does() {
@@ -176,6 +176,8 @@ fn a_lease_lives_while_it_is_held() {
     let lease = store.grant(Duration::from_millis(100), soon()).unwrap();
     assert!(lease.ttl() >= Duration::from_secs(1), "etcd counts whole seconds: {:?}", lease.ttl());
     store.put("l/a", b"", Some(lease.id()), soon()).unwrap();
+    let long = store.grant(2 * PATIENCE, soon()).unwrap();
+    store.put("l/c", b"", Some(long.id()), soon()).unwrap();
     let (_, start) = store.list("l/", soon()).unwrap();
     let mut watch = store.watch("l/", start, soon()).unwrap();
     let error = watch.next(within(lease.ttl() * 2)).unwrap_err();
@@ -183,9 +185,9 @@ fn a_lease_lives_while_it_is_held() {
     assert!(lease.is_alive());
 
     let dropped = Instant::now();
-    drop(lease);
-    assert!(matches!(watch.next(soon()).unwrap().as_slice(), [Event::Gone { key, .. }] if key == "l/a"));
-    assert!(dropped.elapsed() < Duration::from_secs(1), "revoked, not expired: {:?}", dropped.elapsed());
+    drop(long);
+    assert!(matches!(watch.next(soon()).unwrap().as_slice(), [Event::Gone { key, .. }] if key == "l/c"));
+    assert!(dropped.elapsed() < PATIENCE, "revoked, not expired: {:?}", dropped.elapsed());
 
     let lease = store.grant(Duration::from_secs(30), soon()).unwrap();
     assert_eq!(lease.ttl(), Duration::from_secs(30));
@@ -235,7 +237,7 @@ fn the_keys_of_a_killed_process_vanish() {
     while !matches!(events.last(), Some(Event::Gone { .. })) {
         events.extend(watch.next(soon()).unwrap());
     }
-    assert!(killed.elapsed() < Duration::from_secs(4), "{:?}", killed.elapsed());
+    assert!(killed.elapsed() < PATIENCE, "{:?}", killed.elapsed());
 }
 
 #[test]
@@ -252,7 +254,7 @@ fn a_store_that_is_gone_is_named_and_used_again_when_it_is_back() {
     let error = store.get("kept", within(Duration::from_millis(300))).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
     assert!(error.to_string().contains(&etcd.address()), "{error}");
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
     etcd.freeze(false);
     assert!(store.get("kept", soon()).unwrap().is_some());
 
@@ -271,9 +273,9 @@ fn a_store_that_is_gone_is_named_and_used_again_when_it_is_back() {
         assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
         assert!(error.to_string().contains(&etcd.address()), "{error}");
     }
-    assert!(begun.elapsed() < Duration::from_secs(5), "nobody waited for a deadline: {:?}", begun.elapsed());
+    assert!(begun.elapsed() < PATIENCE, "nobody waited for a deadline: {:?}", begun.elapsed());
     while lease.is_alive() {
-        assert!(begun.elapsed() < Duration::from_secs(5), "a lease that cannot be renewed ends");
+        assert!(begun.elapsed() < PATIENCE, "a lease that cannot be renewed ends");
         std::thread::yield_now();
     }
 
@@ -434,7 +436,7 @@ fn a_lease_is_dropped_even_when_its_store_stands_still() {
     for lease in leases {
         let begun = Instant::now();
         drop(lease);
-        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
     }
     etcd.freeze(false);
 }

@@ -10,14 +10,18 @@ use std::time::{Duration, Instant};
 
 use crossrail_control::EtcdStore;
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
 static STARTED: AtomicU32 = AtomicU32::new(0);
 
 /// A moment by which anything that works has happened.
 pub(crate) fn soon() -> Instant {
-    within(Duration::from_secs(20))
+    within(2 * PATIENCE)
 }
+
+/// What waits for no deadline has happened after this, on a machine that does many other things.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A moment `time` from now.
 pub(crate) fn within(time: Duration) -> Instant {
@@ -83,7 +87,12 @@ impl Etcd {
     pub(crate) fn freeze(&self, still: bool) {
         let id = self.child.as_ref().expect("it runs").id();
         let signal = if still { Signal::SIGSTOP } else { Signal::SIGCONT };
-        kill(Pid::from_raw(i32::try_from(id).expect("a process id")), signal).expect("a signal");
+        let id = Pid::from_raw(i32::try_from(id).expect("a process id"));
+        kill(id, signal).expect("a signal");
+        if still {
+            // On a busy machine it goes on for a while after the signal was sent.
+            waitid(Id::Pid(id), WaitPidFlag::WSTOPPED | WaitPidFlag::WNOWAIT).expect("it stops");
+        }
     }
 
     /// Whether it came up.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crossrail_control::{Event, Expected, StoreServer, open};
 use crossrail_types::{ErrorKind, Settings};
 
-use super::help::{Fixture, soon};
+use super::help::{Fixture, PATIENCE, soon};
 
 #[test]
 fn a_server_that_ends_in_the_middle_of_a_wait() {
@@ -36,7 +36,7 @@ fn a_server_that_ends_in_the_middle_of_a_wait() {
         }
         begun.elapsed()
     });
-    assert!(ended < Duration::from_secs(5), "{ended:?}");
+    assert!(ended < PATIENCE, "{ended:?}");
     let error = waiting.get("a", soon()).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
 }
@@ -61,7 +61,7 @@ fn clients_come_back_to_a_server_started_anew() {
     // The renewal hears that there is no such lease.
     let begun = Instant::now();
     while lease.is_alive() {
-        assert!(begun.elapsed() < Duration::from_secs(5), "the lease is gone");
+        assert!(begun.elapsed() < PATIENCE, "the lease is gone");
         thread::yield_now();
     }
     drop(again);
@@ -88,13 +88,13 @@ fn a_lease_is_lost_with_its_server() {
     fixture.server.stop();
     let begun = Instant::now();
     while lease.is_alive() {
-        assert!(begun.elapsed() < Duration::from_secs(5), "it was not renewed for {:?}", begun.elapsed());
+        assert!(begun.elapsed() < PATIENCE, "it was not renewed for {:?}", begun.elapsed());
         thread::yield_now();
     }
     assert!(begun.elapsed() >= Duration::from_millis(100), "it lives for its time: {:?}", begun.elapsed());
     let begun = Instant::now();
     drop(lease);
-    assert!(begun.elapsed() < Duration::from_secs(1), "dropping it waits for nobody");
+    assert!(begun.elapsed() < PATIENCE, "dropping it waits for nobody");
 }
 
 /// Many threads share one client; each round of compare-and-set has one winner.
@@ -149,11 +149,12 @@ fn whoever_leaves_lets_another_read() {
             }
         });
     }
-    assert!(begun.elapsed() < Duration::from_secs(10), "nobody slept until its deadline: {:?}", begun.elapsed());
+    assert!(begun.elapsed() < PATIENCE, "nobody slept until its deadline: {:?}", begun.elapsed());
 }
 
 const CLIENTS: usize = 50;
-const TTL: Duration = Duration::from_millis(600);
+/// Long enough that a busy machine lets every client renew its lease meanwhile.
+const TTL: Duration = Duration::from_secs(2);
 
 /// Ends its child, whatever becomes of the test.
 struct Killed(Child);
@@ -205,7 +206,7 @@ fn leases_of_a_killed_process_expire() {
     }
     let (first, last) = (first.unwrap(), killed.elapsed());
     assert!(first >= TTL / 2, "renewed at most a quarter of its time ago, gone after {first:?}");
-    assert!(last <= TTL + Duration::from_millis(400), "the last one is gone after {last:?}");
+    assert!(last <= TTL + PATIENCE, "the last one is gone after {last:?}");
     assert!(leases.iter().all(|lease| lease.is_alive()));
     assert_eq!(others[0].list("alive/", soon()).unwrap().0.len(), CLIENTS);
 }
