@@ -34,6 +34,8 @@ import crossrail
 
 TIMEOUT_S = 1.0
 PATIENT_S = 20.0
+PREPARE_S = 55.0
+"""For joining and connecting on a busy machine: less than the test waits for an answer."""
 EXCHANGES = 150
 PER_GROUP = 20
 KINDS = ("kill", "stop", "long stop", "store")
@@ -126,7 +128,7 @@ def replacements(seed: int, ranks: int, times: int) -> Replaced:
     setup = replace(setup, share_node=rng.random() < 0.5)
     with (
         crossrail._native.StoreServer(crossrail.Context(), "127.0.0.1:0") as store,
-        Ranks(ranks, store=store.address) as group,
+        Ranks(ranks, store=store.address, timeout=PREPARE_S) as group,
     ):
         # A death is noticed by its connections; this is only for ranks that are late on a busy machine.
         patient = {"timeout": PATIENT_S}
