@@ -151,6 +151,7 @@ models: rust
 # A pinned nightly compiler: the release's has no interpreter. Of the rings, one mapping that both ends share, and the tests
 # that an interpreter finishes in minutes.
 NIGHTLY ?= nightly-2026-05-20
+TSAN_CRATES ?= shm tcp transport ep-host control
 MIRI = CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/miri CARGO_PROFILE_TEST_OPT_LEVEL=0 MIRIFLAGS=-Zmiri-disable-isolation \
 	cargo +$(NIGHTLY) miri test --quiet --locked
 
@@ -159,6 +160,16 @@ miri: rust
 	rustup --quiet toolchain install $(NIGHTLY) --profile minimal --component rust-src --component miri
 	$(MIRI) --package crossrail-proto --lib
 	$(MIRI) --package crossrail-shm --lib -- ring::tests::a_ ring::tests::every_
+
+# The standard library is instrumented as well, so everything is compiled once more. Both ends of a ring map it at addresses
+# of their own, which this takes for different memory: those are for the models. Nothing has to be suppressed.
+tsan: rust
+	$(call say,tsan: data races between threads)
+	rustup --quiet toolchain install $(NIGHTLY) --profile minimal --component rust-src
+	RUSTFLAGS=-Zsanitizer=thread TSAN_OPTIONS="halt_on_error=0 die_after_fork=0 history_size=4" \
+		CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/tsan CARGO_PROFILE_DEV_OPT_LEVEL=1 CARGO_PROFILE_DEV_DEBUG=line-tables-only \
+		cargo +$(NIGHTLY) test --quiet --locked --no-fail-fast -Zbuild-std --target $(shell uname -m)-unknown-linux-gnu \
+		$(addprefix --package crossrail-,$(TSAN_CRATES)) --lib --tests
 
 # DENY="bans licenses sources" where github.com, which has the database of advisories, cannot be reached.
 DENY ?= advisories bans licenses sources
@@ -178,7 +189,7 @@ FUZZ_SEED ?= $(shell date +%s)
 fuzz: build
 	@$(PYTHON) tests/side_by_side.py "$(MAKE) fuzz-rust FUZZ_SEED=$(FUZZ_SEED)" "$(MAKE) fuzz-python FUZZ_SEED=$(FUZZ_SEED)"
 
-.PHONY: fuzz-rust fuzz-python
+.PHONY: tsan fuzz-rust fuzz-python
 fuzz-rust: rust
 	$(call say,fuzz: $(FUZZ_SECONDS) s from seed $(FUZZ_SEED))
 	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
