@@ -167,7 +167,7 @@ fn the_observer_ends_a_run_that_waits() {
     let began = std::time::Instant::now();
     let error = latency(&mut session, LatencyPlan { size: 8, iters: 1, warmup: 0 }).unwrap_err();
     assert_eq!((error.kind, error.detail.as_str()), (ErrorKind::Cancelled, "enough"));
-    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(began.elapsed() < Duration::from_secs(20));
 }
 
 #[test]

@@ -146,5 +146,5 @@ fn a_device_that_is_not_there_fails_both_ends_at_once() {
     for outcome in raw(&context, 1, &["nic9"]) {
         assert!(outcome.unwrap_err().to_string().contains("nic9"));
     }
-    assert!(began.elapsed() < Duration::from_secs(3));
+    assert!(began.elapsed() < Duration::from_secs(20));
 }

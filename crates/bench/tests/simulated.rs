@@ -115,7 +115,7 @@ fn a_gpu_that_is_not_there_is_named_at_once() {
         assert_eq!(error.kind, ErrorKind::Usage);
         assert!(error.to_string().contains("cuda:7"), "{error}");
     }
-    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(began.elapsed() < Duration::from_secs(20));
 }
 
 #[test]

@@ -130,7 +130,7 @@ fn a_long_message_is_confirmed_before_its_receiver_goes_on() {
             // The receiver works on what came, and makes no progress for others any more.
             let began = Instant::now();
             while send.test().is_none() {
-                assert!(began.elapsed() < Duration::from_secs(2), "{transport}: the sender does not hear of the end");
+                assert!(began.elapsed() < Duration::from_secs(10), "{transport}: the sender does not hear of the end");
                 pair.a.progress();
             }
         }

