@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::{Duration, Instant};
 
 use crossrail_control::builtin::frames;
@@ -10,6 +10,7 @@ use crossrail_control::{Revision, StoreServer, open};
 use crossrail_handshake::wire::{Challenge, FLAG_USER, Kind, Reject, Reply, STORE};
 use crossrail_handshake::{Secret, store};
 use crossrail_types::{Error, ErrorKind, Reason, Settings};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, getsockname, socket};
 
 use super::help::{Fixture, PATIENCE, soon};
 
@@ -149,7 +150,6 @@ fn addresses_that_are_no_stores() {
         assert_eq!(error.kind, ErrorKind::Config, "{text}: {error}");
         assert!(error.hint.is_some(), "{error}");
     }
-    // Bound, and nobody listens: refused, and tried until the deadline.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp://{}", listener.local_addr().unwrap());
     // It takes connections and says nothing.
@@ -170,6 +170,10 @@ fn addresses_that_are_no_stores() {
     assert_eq!((error.kind, error.reason), (ErrorKind::Protocol, Some(Reason::Foreign)), "{error}");
     assert!(error.detail.contains("220 ma"), "{error}");
     chatty.join().unwrap();
+    // Bound, so that nobody else gets the port, and nobody listens: refused, and tried until the deadline.
+    let held = socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).unwrap();
+    bind(held.as_raw_fd(), &SockaddrIn::new(127, 0, 0, 1, 0)).unwrap();
+    let address = format!("tcp://{}", getsockname::<SockaddrIn>(held.as_raw_fd()).unwrap());
     let gone = fail(&address);
     assert_eq!((gone.kind, gone.reason), (ErrorKind::Unreachable, Some(Reason::NotListening)), "{gone}");
     assert!(gone.peer.as_deref() == Some(&*address), "{gone}");
