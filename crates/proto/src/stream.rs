@@ -136,7 +136,7 @@ impl Stream {
     }
 
     /// Numbers a new frame; what may get lost must be retained then.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn stamp(&mut self) -> Stamp {
         let seq = self.next;
         self.next = seq.wrapping_add(1);

@@ -420,23 +420,23 @@ impl Lane for ShmLane {
     }
 
     #[inline]
-    fn peek(&mut self) -> Option<Head> {
+    fn peek(&mut self, head: &mut Head) -> bool {
         // Whatever comes before the next frame, a poll does.
         if self.attention || self.hung_up || self.idle >= SOCKET_EVERY || self.arriving.is_some() {
-            return None;
+            return false;
         }
-        self.consumer.inline_head()
+        self.consumer.inline_head(head)
     }
 
     #[inline]
     unsafe fn take(&mut self, dst: *mut u8, len: usize) {
-        let frame = self.consumer.inline_frame(len);
-        if !dst.is_null() {
-            // SAFETY: by the contract; `peek` saw the frame, so it is the oldest and not yet released.
-            unsafe { frame.copy_to(dst, 0, frame.len) };
-        }
-        self.take_frame(&frame);
+        // SAFETY: by the contract; `peek` saw the frame, so it is the oldest and not yet released.
+        let due = unsafe { self.consumer.take_inline(dst, len) };
+        self.stats.rx_bytes += (HEAD_LEN + len) as u64;
         self.idle = 0;
+        if due {
+            self.publish();
+        }
     }
 
     fn fd(&self) -> Option<RawFd> {

@@ -5,6 +5,7 @@
 //! number a consumer takes from the peer is the payload length in the head.
 #![allow(unsafe_code)]
 
+use std::iter;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -320,21 +321,40 @@ impl Consumer {
         Ok(Frame { head, len, slot: NonNull::from(slot), bytes })
     }
 
-    /// The head of the oldest frame, if there is one whose payload lies in its slot.
+    /// Whether there is a frame whose payload lies in its slot; the head of the oldest one is written to `head` then.
     #[inline]
-    pub(crate) fn inline_head(&self) -> Option<Head> {
+    pub(crate) fn inline_head(&self, head: &mut Head) -> bool {
         let slot = self.slot();
         if slot.seq.load(Ordering::Acquire) != self.next + 1 {
-            return None;
+            return false;
         }
-        let head = read_head(slot);
-        (head.payload_len() as usize <= INLINE).then_some(head)
+        // Read once, as a word: what is checked here is what the caller gets.
+        let first = slot.words[0].load(Ordering::Relaxed);
+        if (first >> 32) as usize > INLINE {
+            return false;
+        }
+        let words = [&slot.words[1], &slot.words[2], &slot.words[3]].map(|word| word.load(Ordering::Relaxed));
+        for (bytes, word) in head.0.as_chunks_mut::<8>().0.iter_mut().zip(iter::once(first).chain(words)) {
+            *bytes = word.to_le_bytes();
+        }
+        true
     }
 
-    /// That frame again. `len`: the length in its head, which the peer may have changed in the slot since.
+    /// Copies the payload of that frame to `dst`, or nowhere if that is null, and is done with it. `len`: the length in
+    /// its head, which the peer may have changed in the slot since. True: it is time to `publish`.
+    ///
+    /// # Safety
+    /// `dst` must be null or writable for `len` bytes, and [`Consumer::inline_head`] have found the frame.
     #[inline]
-    pub(crate) fn inline_frame(&self, len: usize) -> Frame {
-        Frame { head: Head([0; 32]), len: len.min(INLINE), slot: NonNull::from(self.slot()), bytes: std::ptr::null() }
+    pub(crate) unsafe fn take_inline(&mut self, dst: *mut u8, len: usize) -> bool {
+        if !dst.is_null() {
+            let slot = NonNull::from(self.slot());
+            let len = len.min(INLINE);
+            // SAFETY: by the contract; a frame without bytes in the byte ring.
+            unsafe { Frame { head: Head([0; 32]), len, slot, bytes: std::ptr::null() }.copy_to(dst, 0, len) };
+        }
+        self.next += 1;
+        self.next - self.told >= SLOTS as u64 / 8
     }
 
     /// Where the oldest frame's payload lies in the byte ring.

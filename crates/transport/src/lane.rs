@@ -179,10 +179,11 @@ pub trait Lane: Send {
     /// `probe`: look at the wire even where [`Lane::ready`] has said nothing (the caller is spinning).
     fn poll(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> Result<bool, LaneError>;
 
-    /// The head of the oldest frame that has arrived, if the lane can hand that frame over by [`Lane::take`] now: it is
-    /// whole, its payload is short, and no poll is due before it. `None`: poll. Lanes need not offer this.
-    fn peek(&mut self) -> Option<Head> {
-        None
+    /// Writes the head of the oldest frame that has arrived to `head`, if the lane can hand that frame over by
+    /// [`Lane::take`] now: it is whole, its payload is short, and no poll is due before it. False: poll; `head` is as it
+    /// was. Lanes need not offer this.
+    fn peek(&mut self, _head: &mut Head) -> bool {
+        false
     }
     /// Takes the frame of [`Lane::peek`], which was the last call on the lane: in place of a poll, without a sink. `len`
     /// is the length in its head; the payload goes to `dst`, or nowhere if that is null.

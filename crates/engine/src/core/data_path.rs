@@ -48,12 +48,6 @@ impl DataPath {
         std::mem::take(&mut self.delivered)
     }
 
-    /// Whether messages to that peer wait for its count.
-    #[inline]
-    pub(super) fn awaits_count(&self, endpoint: EndpointId) -> bool {
-        self.tables.peers.get(endpoint).is_some_and(|peer| peer.protocol.awaits_count())
-    }
-
     /// Whether that lane has anything to carry.
     #[inline]
     pub(super) fn wants(&self, endpoint: EndpointId, lane: LaneId) -> bool {

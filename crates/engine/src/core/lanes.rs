@@ -404,8 +404,25 @@ impl PolledLanes {
     /// The lane itself, which is awake after this.
     #[inline]
     pub(super) fn get_mut(&mut self, id: LaneId) -> Option<&mut dyn Lane> {
-        let at = self.position(id)?;
-        Some(&mut *self.lanes[at].lane)
+        Some(&mut *self.entry(id)?.lane)
+    }
+
+    /// The lane, which is awake after this, and what is known of it.
+    #[inline]
+    pub(super) fn entry(&mut self, id: LaneId) -> Option<&mut PolledLane> {
+        // Looked up once: the position would be checked again.
+        let awake = self.awake;
+        match self.lanes.iter().position(|lane| lane.id == id) {
+            Some(at) if at < awake => self.lanes.get_mut(at),
+            Some(at) => self.awaken_entry(at),
+            None => None,
+        }
+    }
+
+    #[cold]
+    fn awaken_entry(&mut self, at: usize) -> Option<&mut PolledLane> {
+        let at = self.awaken(at);
+        self.lanes.get_mut(at)
     }
 
     /// The peer of the only lane, if there is one.

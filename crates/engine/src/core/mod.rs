@@ -137,12 +137,6 @@ impl Core {
             != 0
     }
 
-    /// Whether nothing is to be done when the lock is released: no operation has finished, and nothing is deferred.
-    #[inline]
-    pub(crate) fn is_quiet(&self) -> bool {
-        !(self.transfers.data.tables.operations.has_finished() | self.has_deferred())
-    }
-
     pub(crate) fn take_deferred(&mut self) -> Deferred {
         std::mem::take(&mut self.transfers.deferred)
     }
@@ -195,32 +189,28 @@ impl Core {
     }
 
     /// Receives the peer's next message without a pass, if it is short and nothing else has to be looked at before it;
-    /// whether there was one. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look
+    /// the receive that it ended. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look
     /// again.
     #[inline]
-    pub(crate) fn receive_short(&mut self, endpoint: Option<EndpointId>, spins: u32) -> bool {
+    pub(crate) fn receive_short(&mut self, endpoint: Option<EndpointId>, spins: u32) -> Option<OpId> {
         let passes = self.passes.wrapping_add(1);
         // Every SOCKETS_EVERY passes a whole one is due: for the clock, and for other lanes.
         if passes.is_multiple_of(SOCKETS_EVERY) {
-            return false;
+            return None;
         }
-        let endpoint = endpoint.or_else(|| self.transfers.polled.only_endpoint());
-        let received = endpoint.is_some_and(|endpoint| self.transfers.receive_short(endpoint, spins));
-        if received {
-            self.passes = passes;
-        }
-        received
+        let endpoint = endpoint.or_else(|| self.transfers.polled.only_endpoint())?;
+        let received = self.transfers.receive_short(endpoint, spins)?;
+        self.passes = passes;
+        Some(received)
     }
 
-    /// Reads the count of delivered messages that the operation's peer has published; whether that finished it, so that
-    /// no lane needs to be polled for it.
+    /// Reads the count of delivered messages that the peer has published; whether it was news.
     #[inline]
-    pub(crate) fn collect(&mut self, id: OpId) -> bool {
-        let tables = &self.transfers.data.tables;
-        let Some(endpoint) = tables.operations.op(id).and_then(|op| op.endpoint()) else { return false };
-        let lane = tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+    pub(crate) fn collect(&mut self, endpoint: Option<EndpointId>) -> bool {
+        let peer = endpoint.and_then(|endpoint| self.transfers.data.tables.peers.get(endpoint));
+        let lane = peer.and_then(|peer| peer.message_lane());
         let at = lane.and_then(|lane| self.transfers.polled.position(lane));
-        at.is_some_and(|at| self.transfers.collect_count(at)) && self.transfers.data.tables.operations.is_done(id)
+        at.is_some_and(|at| self.transfers.collect_count(at))
     }
 
     /// Whether something must be polled although no event tells of it.

@@ -1,5 +1,7 @@
 //! The worker's table of operations in flight, and of finished ones whose request is still held.
 
+mod entry;
+
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -8,7 +10,7 @@ use crossrail_transport::{Grant, Place};
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
 use super::outcome::{Callback, Finish, OpKind, Outcome, ShortEnd};
-use crate::memory::{Buffer, GpuTimes, Keep, OnGpu};
+use crate::memory::{Buffer, Keep, OnGpu};
 
 /// How far the operation of an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +25,8 @@ enum State {
 }
 
 /// One operation.
+// Whole cache lines: an entry is touched at its ends only by its own operation, and is found by shifts.
+#[repr(align(64))]
 pub(crate) struct Op {
     generation: u32,
     /// Of a free entry: the next free one.
@@ -142,19 +146,29 @@ impl Operations {
 
     #[inline]
     pub(crate) fn op(&self, id: OpId) -> Option<&Op> {
-        // The generation is that of the next use as soon as the entry is free.
-        self.slots.get(id.index as usize).filter(|op| op.generation == id.generation)
+        // The generation is that of the next use as soon as the entry is free. Not by `filter`, which makes the compiler
+        // test the reference a second time.
+        match self.slots.get(id.index as usize) {
+            Some(op) if op.generation == id.generation => Some(op),
+            _ => None,
+        }
     }
 
     #[inline]
     pub(crate) fn op_mut(&mut self, id: OpId) -> Option<&mut Op> {
-        self.slots.get_mut(id.index as usize).filter(|op| op.generation == id.generation)
+        match self.slots.get_mut(id.index as usize) {
+            Some(op) if op.generation == id.generation => Some(op),
+            _ => None,
+        }
     }
 
-    /// What an operation does that is not finished; `None`: it is, or there is none.
+    /// What an operation does that is not finished, and with which peer; `None`: it is, or there is none.
     #[inline]
-    pub(crate) fn kind_in_flight(&self, id: OpId) -> Option<OpKind> {
-        self.op(id).filter(|op| op.state == State::InFlight).map(|op| op.kind)
+    pub(crate) fn in_flight_with(&self, id: OpId) -> Option<(OpKind, Option<EndpointId>)> {
+        match self.op(id) {
+            Some(op) if op.state == State::InFlight => Some((op.kind, op.endpoint)),
+            _ => None,
+        }
     }
 
     /// Whether an operation has finished, or [`Operations::report`] was called, since the last call.
@@ -166,12 +180,6 @@ impl Operations {
     /// Has waiting threads check what they wait for, although no operation has finished.
     pub(crate) fn report(&mut self) {
         self.finished = true;
-    }
-
-    /// Whether an operation has finished since [`Operations::take_finished`] was last called.
-    #[inline]
-    pub(super) fn has_finished(&self) -> bool {
-        self.finished
     }
 
     /// How many callbacks are to be run.
@@ -240,21 +248,34 @@ impl Operations {
     /// [`Operations::finish`] for a short message with nothing attached to it. False: go the long way.
     #[inline]
     pub(crate) fn finish_short(&mut self, endpoint: EndpointId, short: proto::Short) -> bool {
-        let Some(op) = self.slots.get_mut(short.op.index as usize).filter(|op| op.generation == short.op.generation)
-        else {
-            return true;
-        };
+        let Some(op) = self.op_mut(short.op) else { return true };
         if !op.is_plain() {
             return false;
         }
-        op.endpoint = Some(endpoint);
-        if op.kind == OpKind::Receive {
-            op.tag = short.tag;
+        let tag = if op.kind == OpKind::Receive { short.tag } else { op.tag };
+        op.end_short(endpoint, proto::Short { tag, ..short });
+        self.finished = true;
+        true
+    }
+
+    /// Has `take` put a short message into the memory of its receive (null: there is none any more), which ends. False:
+    /// go the long way for its end.
+    #[inline(always)]
+    pub(super) fn receive_short(
+        &mut self,
+        endpoint: EndpointId,
+        short: proto::Short,
+        take: impl FnOnce(*mut u8),
+    ) -> bool {
+        let Some(op) = self.op_mut(short.op) else {
+            take(std::ptr::null_mut());
+            return true;
+        };
+        take(op.ptr);
+        if !op.is_plain() {
+            return false;
         }
-        op.bytes = short.bytes;
-        op.wire_ns = short.wire_ns;
-        op.lane = short.lane;
-        op.end_short();
+        op.end_short(endpoint, short);
         self.finished = true;
         true
     }
@@ -279,7 +300,7 @@ impl Operations {
         let index = token as u32;
         let op = self.slots.get_mut(index as usize)?;
         if op.is_plain() {
-            op.end_short();
+            op.conclude();
             self.finished = true;
             return None;
         }
@@ -291,8 +312,10 @@ impl Operations {
     /// looked up again.
     #[inline]
     pub(crate) fn collect(&mut self, id: OpId) -> Standing {
-        let Some(op) = self.slots.get_mut(id.index as usize).filter(|op| op.generation == id.generation) else {
-            return Standing::Kept;
+        // Not by `op_mut`, which would borrow the list of free entries.
+        let op = match self.slots.get_mut(id.index as usize) {
+            Some(op) if op.generation == id.generation => op,
+            _ => return Standing::Kept,
         };
         match op.state {
             State::InFlight => Standing::InFlight,
@@ -462,143 +485,5 @@ impl Operations {
         slot.next_free = self.free;
         self.free = id.index;
         self.live -= 1;
-    }
-}
-
-impl Op {
-    fn vacant() -> Op {
-        Op {
-            generation: 0,
-            next_free: NO_ENTRY,
-            state: State::Free,
-            kind: OpKind::Batch,
-            endpoint: None,
-            ptr: std::ptr::null_mut(),
-            len: 0,
-            gpu: None,
-            tag: 0,
-            bytes: 0,
-            wire_ns: 0,
-            lane: None,
-            keep: Keep::Nothing,
-            outcome: None,
-            detached: false,
-            attached: None,
-        }
-    }
-
-    /// Whether it is in flight and its end is of concern to nobody but its request.
-    #[inline]
-    fn is_plain(&self) -> bool {
-        self.state == State::InFlight && !self.detached && self.attached.is_none() && self.gpu.is_none()
-    }
-
-    /// A plain one has ended in good order, and the entry's fields say how.
-    #[inline]
-    fn end_short(&mut self) {
-        self.state = State::Short;
-        match &self.keep {
-            Keep::Vec(_) | Keep::Nothing => {}
-            Keep::Segment(_) => {
-                // Spelt out, so that the drop of the commonest kind is a count and no call.
-                if let Keep::Segment(segment) = std::mem::replace(&mut self.keep, Keep::Nothing) {
-                    drop(segment);
-                }
-            }
-            _ => self.keep = Keep::Nothing,
-        }
-    }
-
-    fn attached(&mut self) -> &mut Attached {
-        self.attached.get_or_insert_default()
-    }
-
-    #[inline]
-    pub(crate) fn kind(&self) -> OpKind {
-        self.kind
-    }
-
-    /// The peer it runs with; `None`: a receive from any peer that is not matched.
-    #[inline]
-    pub(crate) fn endpoint(&self) -> Option<EndpointId> {
-        self.endpoint
-    }
-
-    pub(crate) fn set_endpoint(&mut self, endpoint: EndpointId) {
-        self.endpoint = Some(endpoint);
-    }
-
-    /// First byte of its memory.
-    #[inline]
-    pub(crate) fn ptr(&self) -> *mut u8 {
-        self.ptr
-    }
-
-    /// Bytes of its memory.
-    #[inline]
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    #[inline]
-    pub(crate) fn tag(&self) -> u64 {
-        self.tag
-    }
-
-    /// Whether it has finished.
-    #[inline]
-    pub(crate) fn is_over(&self) -> bool {
-        matches!(self.state, State::Short | State::Finished)
-    }
-
-    fn outcome(&self) -> Option<Outcome> {
-        match self.state {
-            State::Short => Some(Ok(self.short_end().into())),
-            _ => self.outcome.clone(),
-        }
-    }
-
-    #[inline]
-    fn short_end(&self) -> ShortEnd {
-        let (endpoint, tag, bytes, wire_ns, lane) = (self.endpoint, self.tag, self.bytes, self.wire_ns, self.lane);
-        ShortEnd { endpoint, tag, bytes, wire_ns, lane }
-    }
-
-    /// Where its staging times are counted; `None`: host memory.
-    pub(crate) fn gpu_times(&mut self) -> Option<&mut GpuTimes> {
-        self.gpu.as_mut().map(|gpu| &mut gpu.times)
-    }
-
-    /// Records that a direct copy was offered or made.
-    pub(crate) fn set_direct(&mut self, kind: crossrail_transport::DirectKind) {
-        self.attached().direct = Some(kind);
-    }
-
-    /// Records the shared cursor that was offered for a direct copy.
-    pub(crate) fn set_cursor(&mut self, cursor: Option<u32>) {
-        self.attached().cursor = cursor;
-    }
-
-    /// Takes that cursor away, to be closed.
-    pub(crate) fn take_cursor(&mut self) -> Option<u32> {
-        self.attached.as_mut()?.cursor.take()
-    }
-
-    /// The ordinal of the GPU that owns its memory; `None`: host memory.
-    #[inline]
-    pub(crate) fn ordinal(&self) -> Option<u32> {
-        self.gpu.as_ref().map(|gpu| gpu.ordinal)
-    }
-
-    /// The grant under which lanes outside the lock touch this operation's memory.
-    pub(crate) fn grant(&mut self) -> Arc<Grant> {
-        self.attached().grant.get_or_insert_with(Arc::default).clone()
-    }
-
-    /// Takes the memory away from every lane.
-    pub(crate) fn revoke(&mut self) {
-        if let Some(grant) = self.attached.as_mut().and_then(|attached| attached.grant.take()) {
-            grant.revoke();
-        }
     }
 }

@@ -2,15 +2,16 @@
 #![allow(unsafe_code)]
 
 use crossrail_proto as proto;
+use crossrail_shm::Arena;
 use crossrail_transport::{LaneError, Payload, Post, Tx};
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId, Result};
 use proto::{Offer, Operation};
 
-use super::Core;
 use super::gpu::Released;
 use super::outcome::{OpKind, gone};
 use super::submission::Submission;
 use super::tables::Tables;
+use super::{Core, LaneRecord};
 use crate::memory::Buffer;
 
 /// From here on both ends of a direct copy copy at once.
@@ -124,13 +125,14 @@ impl Core {
         let Some(peer) = peers.get_mut(endpoint) else { return false };
         let Some(id) = peer.message_lane() else { return false };
         let Some(record) = lanes.get(id) else { return false };
-        let directly = || record.copies_directly(len, || arena.find(ptr, len).is_some());
-        if record.has_pending() || !record.carries(len) && (len > record.eager_max() || directly()) {
+        if record.has_pending() || !record.carries(len) && goes_long(record, arena, ptr, len) {
             return false;
         }
         let Some(lane) = self.transfers.polled.get_mut(id) else { return false };
-        let Some(head) = peer.protocol.send_now(clock.now(), op, tag, len as u64, id) else { return false };
-        let mut tx = Tx { head, payload: Payload { ptr, len, file: None, grant: None }, token: 0 };
+        let mut tx = Tx { head: Head::new(0, 0), payload: Payload { ptr, len, file: None, grant: None }, token: 0 };
+        if !peer.protocol.send_now(clock.now(), op, tag, len as u64, id, &mut tx.head) {
+            return false;
+        }
         if !record.is_reliable() {
             tx.payload.grant = operations.op_mut(op).map(|op| op.grant());
         }
@@ -324,6 +326,12 @@ impl Core {
         let crowd = crowd.map(|count| (count, credit));
         Some(OpProgress { kind, peer: Some(peer.name().to_owned()), lanes, done, total, unmatched: 0, crowd })
     }
+}
+
+/// Whether a message is too long for its first frame, or is rather copied directly.
+#[inline(never)]
+fn goes_long(record: &LaneRecord, arena: &Arena, ptr: *const u8, len: usize) -> bool {
+    len > record.eager_max() || record.copies_directly(len, || arena.find(ptr, len).is_some())
 }
 
 /// See [`Core::progress_of`].

@@ -1,6 +1,8 @@
 //! Operations, peers and lanes in motion: what the protocol decides is carried out here.
 #![allow(unsafe_code)]
 
+mod short;
+
 use std::sync::Arc;
 
 use crossrail_proto as proto;
@@ -8,6 +10,7 @@ use crossrail_transport::{Lane, LaneError, Place, Post, Sink, Tx};
 use crossrail_types::{EndpointId, Head, LaneId, OpId, Reason};
 use proto::{Event, Memory};
 
+use self::short::publish_count;
 use super::bulk_lane::BulkLane;
 use super::data_path::DataPath;
 use super::direct::{self, Begun, DirectCopies};
@@ -173,39 +176,6 @@ impl Transfers {
         Some(if collected { PollResult::Moved } else { PollResult::Idle })
     }
 
-    /// Receives the peer's next message in place of a poll, if it is a short one that has arrived on a calm connection
-    /// for the receive that was posted first; whether there was one. `spins`: how often to look again.
-    #[inline]
-    pub(super) fn receive_short(&mut self, endpoint: EndpointId, spins: u32) -> bool {
-        let DataPath { tables, delivered, .. } = &mut self.data;
-        let Tables { clock, operations, matcher, peers, lanes, .. } = tables;
-        let Some(peer) = peers.get_mut(endpoint) else { return false };
-        let Some(id) = peer.message_lane() else { return false };
-        let Some(lane) = self.polled.get_mut(id) else { return false };
-        let Some(head) = (0..=spins).find_map(|_| lane.peek()) else { return false };
-        let mut ended = |short| {
-            if !operations.finish_short(endpoint, short) {
-                delivered.push((endpoint, short));
-            }
-        };
-        // Where it does not apply, nothing was taken from the lane, and a poll goes the long way.
-        let Some(short) = peer.protocol.place_short(clock.now(), id, &head, matcher, &mut ended) else { return false };
-        let dst = operations.op(short.op).map_or(std::ptr::null_mut(), |op| op.ptr());
-        // SAFETY: `bytes` is the head's length and no more than the receive has room for, in host memory that may be
-        // written at once: `place_short` answers for both. Nothing has been called on the lane since.
-        unsafe { lane.take(dst, short.bytes as usize) };
-        if !operations.finish_short(endpoint, short) {
-            delivered.push((endpoint, short));
-        }
-        let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
-        if more || !peer.bulk().is_empty() {
-            self.settle(endpoint);
-        } else {
-            publish_count(peer, lanes, &mut self.polled, id);
-        }
-        true
-    }
-
     /// The lane at that position has failed.
     #[cold]
     fn end_polled(&mut self, at: usize, error: &LaneError) -> PollResult {
@@ -215,34 +185,6 @@ impl Transfers {
         self.direct.close_lane(&mut self.data, lane);
         self.lane_lost(endpoint, id, error);
         PollResult::Ended
-    }
-
-    /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
-    pub(super) fn collect_count(&mut self, at: usize) -> bool {
-        let Some(polled) = self.polled.at(at) else { return false };
-        let endpoint = polled.endpoint;
-        if !self.data.awaits_count(endpoint) {
-            return false;
-        }
-        // The next poll reports an error, too.
-        let Ok(Some(count)) = polled.lane.published() else { return false };
-        let DataPath { tables, delivered, .. } = &mut self.data;
-        let Tables { clock, operations, peers, .. } = tables;
-        let Some(peer) = peers.get_mut(endpoint) else { return false };
-        let mut any = false;
-        let mut ended = |short| {
-            any = true;
-            if !operations.finish_short(endpoint, short) {
-                delivered.push((endpoint, short));
-            }
-        };
-        // An impossible count breaks the connection off, which is one of the protocol's events.
-        let broken = peer.protocol.published(clock.now(), count, &mut ended).is_err();
-        let news = any | broken | peer.protocol.has_events();
-        if news {
-            self.settle(endpoint);
-        }
-        news
     }
 
     /// Has every peer send a wake-up with its next frame, because no thread will poll. False: there is work already.
@@ -600,18 +542,5 @@ impl Transfers {
         peer.add_lane(now, spec, Some(bulk.clone()));
         self.settle(bulk.endpoint);
         true
-    }
-}
-
-/// Publishes to the peer, on its lane `id`, how many of its messages have been delivered here.
-#[inline]
-fn publish_count(peer: &mut Peer, lanes: &Lanes, polled: &mut PolledLanes, id: LaneId) {
-    let Some(count) = peer.protocol.untold(id) else { return };
-    // What this end sends must be on the lane before the count says that it was.
-    if lanes.get(id).is_none_or(|lane| !lane.counts() || lane.has_pending()) {
-        return;
-    }
-    if polled.get_mut(id).is_some_and(|lane| lane.publish(count)) {
-        peer.protocol.told(count);
     }
 }

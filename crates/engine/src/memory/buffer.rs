@@ -156,6 +156,8 @@ fn usage(operation: &str, detail: &str) -> Error {
 }
 
 /// Whatever keeps an operation's bytes alive until it is finished.
+// A tag of its own: otherwise the kind is decoded from the capacity of the `Vec`, several times per message.
+#[repr(u8)]
 pub(crate) enum Keep {
     Nothing,
     Segment(#[allow(dead_code)] Segment),

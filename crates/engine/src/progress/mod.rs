@@ -181,14 +181,9 @@ impl Progress {
     // ---- after every change
 
     /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn after(&self, core: MutexGuard<'_, Core>) {
-        if !core.is_quiet() {
-            self.after_change(core);
-        }
-    }
-
-    fn after_change(&self, mut core: MutexGuard<'_, Core>) {
+        let mut core = core;
         let finished = core.operations().take_finished();
         let sleepers = core.wake_ups().is_anyone_sleeping();
         if core.has_deferred() {
@@ -197,16 +192,21 @@ impl Progress {
             drop(core);
         }
         if finished {
-            self.events.tell();
-            // Sleepers were counted under the lock, so one that is only about to sleep is notified too: it waits for
-            // the condition with the lock, and cannot miss this.
-            if sleepers {
-                self.done.notify_all();
-            }
-            if !self.has_background {
-                // A caller may sleep on the sockets.
-                self.connections.driven().wake();
-            }
+            self.tell_finished(sleepers);
+        }
+    }
+
+    /// An operation has finished. `sleepers`: callers sleep, as counted under the lock: one that is only about to sleep is
+    /// notified too, because it waits for the condition with the lock, and cannot miss this.
+    #[inline]
+    fn tell_finished(&self, sleepers: bool) {
+        self.events.tell();
+        if sleepers {
+            self.done.notify_all();
+        }
+        if !self.has_background {
+            // A caller may sleep on the sockets.
+            self.connections.driven().wake();
         }
     }
 

@@ -18,12 +18,15 @@ impl Progress {
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
-        if let Some(kind) = core.operations().kind_in_flight(id)
-            && !(kind.awaits_peer() && core.collect(id))
-        {
-            let from = core.operations().op(id).and_then(|op| op.endpoint());
-            if kind.awaits_peer() || !core.receive_short(from, 0) || !core.operations().is_done(id) {
-                core.pass(true, kind.awaits_peer());
+        if let Some((kind, endpoint)) = core.operations().in_flight_with(id) {
+            let asks = kind.awaits_peer();
+            let done = if asks {
+                core.collect(endpoint) && core.operations().is_done(id)
+            } else {
+                core.receive_short(endpoint, 0) == Some(id)
+            };
+            if !done {
+                core.pass(true, asks);
                 let more = self.connections.driven().has_lanes() && !core.operations().is_done(id);
                 if core.wake_ups().take_events() || more {
                     self.after(core);
@@ -31,7 +34,9 @@ impl Progress {
                     core = self.core.lock();
                 }
             }
-            core.wake_ups().count_pass();
+            if !(asks && done) {
+                core.wake_ups().count_pass();
+            }
         }
         outcome_then(core, id, collected, |core| self.after(core))
     }

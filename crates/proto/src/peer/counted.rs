@@ -95,14 +95,14 @@ impl Peer {
     }
 
     /// The count has passed the oldest message. `None`: it was answered before.
-    #[inline]
+    #[inline(always)]
     fn pass_oldest(&mut self, now: Time) -> Option<Short> {
         let counted = self.unconfirmed.pop().filter(|counted| counted.stage != CountedStage::Answered)?;
         // One that was to be aborted is delivered all the same.
         Some(self.close_counted(now, &counted))
     }
 
-    #[inline]
+    #[inline(always)]
     fn close_counted(&mut self, now: Time, counted: &Counted) -> Short {
         let Counted { op, len, started, stage } = *counted;
         self.own_active -= 1;

@@ -41,38 +41,54 @@ pub(super) enum CountedStage {
 /// in a cycle of as many places as may be under way is its name on the wire, for answers by name.
 #[derive(Debug)]
 pub(super) struct Unconfirmed {
-    waiting: VecDeque<Counted>,
+    /// By place: those from the oldest on, and behind the last place of the cycle from the first one on. The others are
+    /// over. Only places that were ever used are there.
+    waiting: Vec<Counted>,
     /// How many the count has passed, modulo 2^32.
     confirmed: u32,
-    /// Places in the cycle, and that of the oldest message.
+    /// Places in the cycle, that of the oldest message, and how many messages there are.
     places: u32,
     first: u32,
+    len: u32,
     /// Why messages are being aborted, where our memory was at fault.
     faults: Vec<(OpId, Failure)>,
 }
 
 impl Unconfirmed {
     pub(super) fn new(places: u32) -> Unconfirmed {
-        Unconfirmed { waiting: VecDeque::new(), confirmed: 0, places, first: 0, faults: Vec::new() }
+        Unconfirmed { waiting: Vec::new(), confirmed: 0, places, first: 0, len: 0, faults: Vec::new() }
     }
 
     /// Whether there is no place for another one.
     #[inline]
     pub(super) fn is_full(&self) -> bool {
-        self.waiting.len() >= self.places as usize
+        self.len >= self.places
     }
 
     /// Adds a message; its place.
-    #[inline]
+    #[inline(always)]
     pub(super) fn push(&mut self, op: OpId, len: u64, started: Time) -> u32 {
-        let place = self.first + self.waiting.len() as u32;
-        self.waiting.push_back(Counted { op, len, started, stage: CountedStage::Sent });
+        let place = self.place(self.len);
+        let counted = Counted { op, len, started, stage: CountedStage::Sent };
+        match self.waiting.get_mut(place as usize) {
+            Some(free) => *free = counted,
+            // Places are used in their order, so this is the next one.
+            None => self.waiting.push(counted),
+        }
+        self.len += 1;
+        place
+    }
+
+    /// The place of the message that `ahead` others are older than.
+    #[inline]
+    fn place(&self, ahead: u32) -> u32 {
+        let place = self.first + ahead;
         if place < self.places { place } else { place - self.places }
     }
 
     #[inline]
     pub(super) fn waits(&self) -> bool {
-        !self.waiting.is_empty()
+        self.len > 0
     }
 
     /// Whether `count` was told after the last one.
@@ -85,23 +101,28 @@ impl Unconfirmed {
     #[inline]
     pub(super) fn news(&self, count: u32) -> Option<u32> {
         let news = count.wrapping_sub(self.confirmed);
-        (news as usize <= self.waiting.len()).then_some(news)
+        (news <= self.len).then_some(news)
     }
 
     /// What is wrong with a count that confirms more than were sent.
     #[cold]
     pub(super) fn too_many(&self, count: u32) -> String {
         let news = count.wrapping_sub(self.confirmed);
-        format!("{news} messages confirmed of {} that were sent", self.waiting.len())
+        format!("{news} messages confirmed of {} that were sent", self.len)
     }
 
     /// The oldest one, which the count has passed now.
-    #[inline]
+    #[inline(always)]
     pub(super) fn pop(&mut self) -> Option<Counted> {
         self.confirmed = self.confirmed.wrapping_add(1);
-        let counted = self.waiting.pop_front();
+        if self.len == 0 {
+            return None;
+        }
+        let counted = self.waiting.get(self.first as usize).copied();
+        self.len -= 1;
         // Low places keep the peer's table of them short.
-        self.first = if self.waiting.is_empty() || self.first + 1 == self.places { 0 } else { self.first + 1 };
+        let over = self.len == 0 || self.first + 1 == self.places;
+        self.first = if over { 0 } else { self.first + 1 };
         counted
     }
 
@@ -110,22 +131,23 @@ impl Unconfirmed {
         if place >= self.places {
             return None;
         }
-        let ahead = if place >= self.first { 0 } else { self.places };
-        let at = (place + ahead - self.first) as usize;
-        self.waiting.get_mut(at).filter(|counted| counted.stage != CountedStage::Answered)
+        let ahead = if place >= self.first { place - self.first } else { place + self.places - self.first };
+        let counted = self.waiting.get_mut(place as usize).filter(|_| ahead < self.len);
+        counted.filter(|counted| counted.stage != CountedStage::Answered)
     }
 
-    /// The messages that have not been answered, with their places.
+    /// The messages that have not been answered, with their places, oldest first.
     pub(super) fn iter(&mut self) -> impl Iterator<Item = (u32, &mut Counted)> {
-        let (first, places) = (self.first, self.places);
-        let place = move |at: usize| (u64::from(first) + at as u64) % u64::from(places.max(1));
-        let all = self.waiting.iter_mut().enumerate();
-        all.filter(|(_, counted)| counted.stage != CountedStage::Answered).map(move |(at, c)| (place(at) as u32, c))
+        let len = self.len as usize;
+        let (behind, from) = self.waiting.split_at_mut(self.first as usize);
+        let places = (self.first..).zip(from).chain((0..).zip(behind));
+        places.take(len).filter(|(_, counted)| counted.stage != CountedStage::Answered)
     }
 
     /// The message of that operation, if it has not been answered.
     pub(super) fn find(&self, op: OpId) -> Option<&Counted> {
-        self.waiting.iter().find(|counted| counted.op == op && counted.stage != CountedStage::Answered)
+        let mut all = (0..self.len).filter_map(|ahead| self.waiting.get(self.place(ahead) as usize));
+        all.find(|counted| counted.op == op && counted.stage != CountedStage::Answered)
     }
 
     /// Our memory is the reason why `op` is being aborted.
@@ -140,10 +162,10 @@ impl Unconfirmed {
     }
 
     pub(super) fn clear(&mut self) {
-        self.confirmed = self.confirmed.wrapping_add(self.waiting.len() as u32);
+        self.confirmed = self.confirmed.wrapping_add(self.len);
         self.waiting.clear();
         self.faults.clear();
-        self.first = 0;
+        (self.first, self.len) = (0, 0);
     }
 }
 

@@ -199,13 +199,20 @@ impl Peer {
     }
 
     /// [`Peer::start`] and the [`Peer::next`] after it in one step, for a message of `len` bytes that can go out on
-    /// this lane now, with all its bytes: its head, to be carried at once. `None`: it cannot, nothing was done.
+    /// this lane now, with all its bytes. True: `head` is its head, to be carried at once. False: it cannot, nothing was
+    /// done.
+    // Where the head is to be written is given: an option of one would be moved twice.
     #[inline(always)]
-    pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
+    pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId, head: &mut Head) -> bool {
         if self.is_calm(lane) && self.has_credit(len, self.calm.send_max) && !self.unconfirmed.is_full() {
-            return Some(self.count_out_calmly(op, tag, len, now));
+            *head = self.count_out_calmly(op, tag, len, now);
+            return true;
         }
-        self.send_if_clear(now, op, tag, len, lane)
+        let clear = self.send_if_clear(now, op, tag, len, lane);
+        clear.is_some_and(|clear| {
+            *head = clear;
+            true
+        })
     }
 
     /// Whether the peer's credit and `most`, the longest message that goes with its first frame, permit `len` bytes.
@@ -217,6 +224,7 @@ impl Peer {
     }
 
     /// [`Peer::send_now`], which looks at all that might be in the way.
+    #[inline(never)]
     fn send_if_clear(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
         let at = self.lane_at(lane)?;
         let spec = &self.lanes[at].spec;

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use crossrail_proto::{Failure, Memory, Offer, Operation, RegionRef, frame};
-use crossrail_types::OpId;
+use crossrail_types::{Head, OpId};
 
 use crate::memory::{Pass, Span, filled, key};
 use crate::node::{Op, endpoint};
@@ -167,7 +167,10 @@ impl World {
         if n.down() || !w.usable(node) || w.out[node].len() >= w.room() {
             return false;
         }
-        let Some(head) = n.peer.send_now(self.now, op, tag, len as u64, lane_id(wire, node)) else { return false };
+        let mut head = Head::new(0, 0);
+        if !n.peer.send_now(self.now, op, tag, len as u64, lane_id(wire, node), &mut head) {
+            return false;
+        }
         let source = Source::Span { span: n.span(Memory::Op(op)), offset: 0 };
         w.out[node].push_back(Frame { head, source, len, cut: None });
         self.log(|| format!("node {node} wire {wire} sends at once {:?} {len}", frame::decode_head(&head)));

@@ -193,7 +193,10 @@ impl End {
 
     /// Takes the next frame without a poll, if the lane offers that now.
     pub(super) fn take(&mut self) -> bool {
-        let Some(head) = self.lane.peek() else { return false };
+        let mut head = Head::new(0, 0);
+        if !self.lane.peek(&mut head) {
+            return false;
+        }
         let id = self.lane.id();
         let Place::Into { dst, len, token, .. } = self.sink.place(id, &head) else {
             panic!("{}: a frame to be taken has no place", self.label)
