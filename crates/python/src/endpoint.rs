@@ -1,6 +1,6 @@
 use crossrail::Place;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use crate::context::rows;
 use crate::errors::OrRaise;
@@ -11,7 +11,7 @@ use crate::number::{U32, U64};
 use crate::operand::Wanted;
 use crate::region::RegionKey;
 use crate::request::Request;
-use crate::worker::{Worker, parse_operations};
+use crate::worker::Worker;
 use crate::{errors, gate, place, stream, wait};
 
 /// A peer of a worker, and the lanes to it. Created by `Worker.connect` and `Worker.accept`.
@@ -412,4 +412,41 @@ impl Explain {
     fn __repr__(&self) -> String {
         format!("<crossrail.Explain of {}>", self.0.peer)
     }
+}
+
+/// Operations of a batch, as tuples.
+fn parse_operations(list: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<Vec<crossrail::Op>> {
+    list.try_iter()?.map(|item| operation(&item?, context)).collect()
+}
+
+fn operation(item: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<crossrail::Op> {
+    let py = item.py();
+    let malformed = || {
+        errors::usage(
+            py,
+            "batch",
+            format!("{} is no operation", item.repr().map_or_else(|_| "this".to_owned(), |text| text.to_string())),
+            "(\"send\", buffer, tag), (\"recv\", buffer, tag, mask), (\"write\", local, key, offset, imm) or \
+             (\"read\", local, key, offset)",
+        )
+    };
+    let parts = item.cast::<PyTuple>().map_err(|_| malformed())?;
+    let name: String = parts.get_item(0).and_then(|name| name.extract()).map_err(|_| malformed())?;
+    let key = |at: usize| -> PyResult<crossrail::RegionKey> {
+        Ok(parts.get_item(at)?.cast::<RegionKey>().map_err(|_| malformed())?.get().native().clone())
+    };
+    let lent = |used, operation| Wanted { context, used, stream: None, operation }.of(&parts.get_item(1)?);
+    let number = |at: usize| -> PyResult<u64> { Ok(parts.get_item(at)?.extract::<U64>()?.0) };
+    Ok(match (name.as_str(), parts.len()) {
+        ("send", 3) => crossrail::Op::Send { buffer: lent(Use::Read, "send")?, tag: number(2)? },
+        ("recv", 4) => crossrail::Op::Recv { buffer: lent(Use::Write, "recv")?, tag: number(2)?, mask: number(3)? },
+        ("write", 5) => crossrail::Op::Write {
+            local: lent(Use::Read, "write")?,
+            remote: key(2)?,
+            offset: number(3)?,
+            imm: parts.get_item(4)?.extract::<Option<U32>>()?.map(|imm| imm.0),
+        },
+        ("read", 4) => crossrail::Op::Read { local: lent(Use::Write, "read")?, remote: key(2)?, offset: number(3)? },
+        _ => return Err(malformed()),
+    })
 }

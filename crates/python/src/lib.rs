@@ -7,6 +7,7 @@
 //!   without engine locks;
 //! - when the interpreter ends, every worker is closed first, and threads that wait in here do not return ([`gate`]).
 
+mod awaited;
 mod bench;
 mod bench_control;
 mod bench_ep;
@@ -47,6 +48,7 @@ mod store;
 mod stream;
 mod wait;
 mod worker;
+mod worker_methods;
 
 use pyo3::prelude::*;
 
@@ -67,7 +69,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::RegionKey>()?;
     module.add_class::<request::Request>()?;
     module.add_class::<mapped::Mapped>()?;
-    module.add_class::<mapped::Awaited>()?;
+    module.add_class::<awaited::Awaited>()?;
     module.add_class::<group::Group>()?;
     module.add_class::<store::StoreServer>()?;
     module.add_class::<receipt::Receipt>()?;

@@ -1,9 +1,9 @@
-//! Memory of a peer, mapped here, and waits for signals in it.
+//! Memory of a peer, mapped here.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
 
-use crossrail::{Awaited as NativeAwaited, Mapped as NativeMapped, Outcome, Place, Signal};
+use crossrail::{Mapped as NativeMapped, Place, Signal};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -151,34 +151,5 @@ impl Mapped {
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.lending().interface(py)
-    }
-}
-
-/// A wait for a signal that was enqueued in a stream. Created by `Memory.await_signal`.
-#[pyclass(module = "crossrail._native", frozen)]
-pub(crate) struct Awaited(NativeAwaited);
-
-impl From<NativeAwaited> for Awaited {
-    fn from(native: NativeAwaited) -> Awaited {
-        Awaited(native)
-    }
-}
-
-#[pymethods]
-impl Awaited {
-    /// State of the wait: ``pending``; ``reached``; or ``timed_out``, if the timeout passed first and the stream continued.
-    ///
-    /// For a wait in a captured graph it is the state of the latest replay.
-    #[getter]
-    fn outcome(&self) -> &'static str {
-        match self.0.outcome() {
-            Outcome::Pending => "pending",
-            Outcome::Reached => "reached",
-            Outcome::TimedOut => "timed_out",
-        }
-    }
-
-    fn __repr__(&self) -> String {
-        format!("<crossrail.Awaited, {}>", self.outcome())
     }
 }

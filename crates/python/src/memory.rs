@@ -16,11 +16,11 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
 
+use crate::awaited::Awaited;
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::export::Lending;
 use crate::lent::{self, View, export};
-use crate::mapped::Awaited;
 use crate::{gate, place, stream, wait};
 
 /// Memory that peers on this machine can map, so that it is transferred with one copy and no system call.
