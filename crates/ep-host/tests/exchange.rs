@@ -285,18 +285,21 @@ fn a_wrong_call_is_heard_by_all_and_the_next_works() {
 fn threads_share_a_buffer() {
     let case = Case { ranks: 1, nodes: 1, layout: Layout::Expert, prereduce: true, rounds: 1 };
     on_ranks(&case, |buffer, case, me| {
-        // A dispatch needs the slots of the last but one, which another thread may have begun and has to finish.
-        let several = || {
-            for _ in 0..50 {
-                let sent = tokens_of(case, me, 1);
-                let weights = Some(sent.weights.into());
-                let input = Input { x: sent.x.into(), topk_idx: sent.idx.into(), topk_weights: weights };
-                let pending = buffer.dispatch(input, DispatchOptions::default()).expect("dispatch");
-                thread::yield_now();
-                check_rows(&pending.finish().expect("finish"), case, me, 1);
-            }
+        let dispatched = || {
+            let sent = tokens_of(case, me, 1);
+            let weights = Some(sent.weights.into());
+            let input = Input { x: sent.x.into(), topk_idx: sent.idx.into(), topk_weights: weights };
+            let pending = buffer.dispatch(input, DispatchOptions::default()).expect("dispatch");
+            thread::yield_now();
+            pending.finish().expect("finish")
         };
+        let alone = dispatched();
+        check_rows(&alone, case, me, 1);
+        // A dispatch needs the slots of the last but one, which another thread may have begun and has to finish. The rows
+        // are not looked at meanwhile: the next but one overwrites them.
+        let several = || (0..50).for_each(|_| assert_eq!(dispatched().counts, alone.counts));
         thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(several))));
+        check_rows(&dispatched(), case, me, 1);
         assert!(buffer.faults().is_empty() && buffer.masked().is_empty());
     });
 }
