@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 
@@ -18,6 +19,11 @@ def test_every_name_is_found_in_its_module(name: str) -> None:
 
 def test_every_name_of_a_module_is_public() -> None:
     assert set(report._MODULE_OF) == set(report.__all__) <= set(dir(report))
+
+
+def test_no_module_is_called_like_a_name() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(report.__path__)}
+    assert not modules & set(report.__all__)
 
 
 def test_what_is_not_there_is_named() -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
-    from .compact import compact, with_lists
     from .control import averaged, control_rows, with_times
     from .environment import capture_environment
     from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
     from .mesh import mesh_rows
+    from .packing import compact, with_lists
     from .schema import (
         SCHEMA,
         Environment,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .units import counted, format_bytes, format_duration_us, format_rate, format_size
     from .unpack import unpack_rates, unpack_rows
     from .verdict import Facts, judge
-    from .views import print_report, views
+    from .viewing import print_report, views
     from .writing import WriteError, check_destination, write_report, write_text
 
 __all__ = [
@@ -94,14 +94,15 @@ __all__ = [
     "write_text",
 ]
 
-# Imported on first use: most commands need few of them, and tables bring rich, which takes longer than all the rest.
+# Imported on first use: most commands need few of them, and tables bring rich, which takes longer than all the rest. No
+# module may be called like a name: whoever imports it puts the module where the name is looked for.
 _MODULES = {
     "build": ("Round", "p2p_row", "with_peers", "with_raw_tcp", "with_samples"),
-    "compact": ("compact", "with_lists"),
     "control": ("averaged", "control_rows", "with_times"),
     "environment": ("capture_environment",),
     "ep": ("EpDeviceRank", "EpDeviceTurn", "EpRank", "EpTurn", "ep_device_row", "ep_row", "kernels_us", "slowest"),
     "mesh": ("mesh_rows",),
+    "packing": ("compact", "with_lists"),
     "schema": (
         "SCHEMA",
         "Environment",
@@ -121,7 +122,7 @@ _MODULES = {
     "units": ("counted", "format_bytes", "format_duration_us", "format_rate", "format_size"),
     "unpack": ("unpack_rates", "unpack_rows"),
     "verdict": ("Facts", "judge"),
-    "views": ("print_report", "views"),
+    "viewing": ("print_report", "views"),
     "writing": ("WriteError", "check_destination", "write_report", "write_text"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -2,7 +2,7 @@
 
 Times are in microseconds, rates in GB/s (GB = 1e9 bytes), sizes in bytes. Fields that do not apply are omitted from the
 JSON. Readers ignore unknown fields, so that a later release may add some under the same schema name.
-A list of times (a field whose name ends in ``_us``) may be packed into a string: see ``compact.py``.
+A list of times (a field whose name ends in ``_us``) may be packed into a string: see ``packing.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .compact import compact, unpacked
+from .packing import compact, unpacked
 
 SCHEMA = "crossrail-bench/1"
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .compact import with_lists
 from .foreign import FOREIGN, Foreign, ForeignError
+from .packing import with_lists
 from .schema import SCHEMA, Environment, Report, Row, SchemaError, shown
 from .stats import median
 from .sweeping import SCHEMA as SWEEP_SCHEMA

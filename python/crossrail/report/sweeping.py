@@ -20,8 +20,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .build import TIMED
-from .compact import compact
 from .control import STEPS
+from .packing import compact
 from .schema import Environment, Report, Row, SchemaError
 from .stats import median
 from .tables import table

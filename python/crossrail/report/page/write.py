@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..compact import compact
+from ..packing import compact
 from ..schema import Environment, Report
 from ..sources import Source
 from .document import document

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from report_samples import p2p_report
 
 from crossrail.report import Report, SchemaError, compact, with_lists
-from crossrail.report.compact import PACKED_FROM, packed, unpacked
+from crossrail.report.packing import PACKED_FROM, packed, unpacked
 
 NANOSECONDS = st.lists(st.integers(-(10**15), 10**15))
 
