@@ -51,13 +51,13 @@ def at_work(tmp_path: Path) -> Iterator[tuple[crossrail.Worker, crossrail.Endpoi
         del accepted
 
 
-def page_of(folder: Path, name: str, kind: str, *, least: int = 0) -> dict[str, Any]:
+def page_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
     """The row of that kind and name, once something is there to be seen."""
     deadline = time.monotonic() + 20
     while True:
         (found,) = read_pages(str(folder))
         rows = [row for row in found["page"]["rows"] if (row["kind"], row["name"]) == (kind, name)]
-        if rows and max(sum(v for v in row["values"].values() if isinstance(v, int)) for row in rows) > least:
+        if rows and max(sum(v for v in row["values"].values() if isinstance(v, int)) for row in rows) > 0:
             return rows[0]
         assert time.monotonic() < deadline, f"no {kind} {name!r} in {found}"
         time.sleep(0.02)
@@ -72,7 +72,8 @@ def sent_by_rails(folder: Path) -> int:
 def test_a_page_has_rails_links_peers_and_the_oldest_wait(
     at_work: tuple[crossrail.Worker, crossrail.Endpoint], tmp_path: Path
 ) -> None:
-    page_of(tmp_path, "tcp/127.0.0.1", "rail", least=1000)
+    # Which rail the message went over is not said: one chunk has room for it.
+    page_of(tmp_path, "tcp/127.0.0.1", "rail")
     deadline = time.monotonic() + 20
     while page_of(tmp_path, "one", "worker")["wait"] is None:
         assert time.monotonic() < deadline
