@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrail.report import capture_environment, compact, write_text
-from harness import BUILD_LIMIT_S, ROOT, changed_files
+from harness import BUILD_LIMIT_S, ROOT, refusal
 
 RESULTS = ROOT / "benches" / "results"
 MODES = {"off": "reference", "crc": "checked"}
@@ -39,8 +39,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns of each kind (7)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     arguments = parser.parse_args()
-    if arguments.results == RESULTS and (changed := changed_files()):
-        print(f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}", file=sys.stderr)
+    if why := refusal(arguments.results, RESULTS):
+        print(why, file=sys.stderr)
         return 2
     program = build()
     samples: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}

@@ -27,7 +27,7 @@ from typing import Any
 
 import crossrail
 from crossrail.report import capture_environment, compact, write_text
-from harness import changed_files
+from harness import refusal
 
 RESULTS = Path(__file__).parents[1] / "docs" / "design"
 CHUNK = 1 << 20
@@ -42,8 +42,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each kind (5)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     arguments = parser.parse_args()
-    if arguments.results == RESULTS and (changed := changed_files()):
-        print(f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}", file=sys.stderr)
+    if why := refusal(arguments.results, RESULTS):
+        print(why, file=sys.stderr)
         return 2
     samples: dict[str, list[dict[str, float]]] = {"clear": [], "tls": []}
     with tempfile.TemporaryDirectory(prefix="crossrail-tls-") as scratch:

@@ -94,6 +94,12 @@ def changed_files() -> list[str]:
     return [line[3:] for line in done.stdout.splitlines()]
 
 
+def refusal(results: Path | None, kept: Path) -> str | None:
+    """Why nothing is to be written into ``results``: those in ``kept`` name their commit, which the tree differs from."""
+    changed = changed_files() if results == kept else []
+    return f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}" if changed else None
+
+
 def as_data(report: Report) -> dict[str, object]:
     """A report's JSON, to be completed with the outcomes."""
     data: dict[str, object] = json.loads(report.dumps())

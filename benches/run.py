@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from crossrail.report import WriteError, capture_environment, compact, console, table, write_text
-from harness import Outcome, Scenario, Terms, changed_files
+from harness import Outcome, Scenario, Terms, refusal
 from scenarios import SCENARIOS
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,8 +35,8 @@ def main() -> int:
     out = console()
     talk = console(stderr=True)
     results: Path | None = arguments.results or (None if arguments.quick else RESULTS)
-    if results == RESULTS and (changed := changed_files()):
-        talk.print(f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}")
+    if why := refusal(results, RESULTS):
+        talk.print(why)
         return 2
     files: dict[str, dict[str, object]] = {}
     outcomes: list[Outcome] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrail.report import capture_environment, compact, write_text
-from harness import bench, changed_files
+from harness import bench, refusal
 
 RESULTS = Path(__file__).parent / "results"
 TRANSPORTS = ("shm", "tcp")
@@ -33,8 +33,8 @@ def main() -> int:
     parser.add_argument("--size", default="64M", help="bytes of a transfer (64M)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     arguments = parser.parse_args()
-    if arguments.results == RESULTS and (changed := changed_files()):
-        print(f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}", file=sys.stderr)
+    if why := refusal(arguments.results, RESULTS):
+        print(why, file=sys.stderr)
         return 2
     result: dict[str, Any] = {
         "schema": "crossrail-tracing/1",
