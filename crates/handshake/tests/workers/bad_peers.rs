@@ -32,6 +32,12 @@ fn still_works(worker: &Worker) {
     assert_eq!(worker.session().ticket, ours.ticket);
 }
 
+/// What the listener of a worker says first.
+fn challenge_of(worker: [u8; 16]) -> Challenge {
+    let (version_min, version_max) = WORKER.versions;
+    Challenge { version_min, version_max, flags: 0, id: Some(worker), nonce: [2; 32] }
+}
+
 #[test]
 fn the_handshake_made_by_hand_is_accepted() {
     let _fds = Descriptors::watch();
@@ -307,7 +313,7 @@ fn versions_that_differ_are_named_at_both_ends() {
     }
     // An acceptor of another version.
     let (address, server) = serve(|mut stream| {
-        let challenge = Challenge { version_min: 7, version_max: 9, flags: 0, id: Some([1; 16]), nonce: [2; 32] };
+        let challenge = Challenge { version_min: 7, version_max: 9, ..challenge_of([1; 16]) };
         stream.write_all(&challenge.encode(&WORKER)).unwrap();
         let mut said = Vec::new();
         stream.read_to_end(&mut said).unwrap();
@@ -411,13 +417,7 @@ fn an_acceptor_that_does_not_know_the_secret_learns_nothing_and_is_refused() {
     let _fds = Descriptors::watch();
     let (address, thief) = serve(|mut stream| {
         let flags = FLAG_SECRET;
-        let challenge = Challenge {
-            version_min: WORKER.versions.0,
-            version_max: WORKER.versions.1,
-            flags,
-            id: Some([1; 16]),
-            nonce: [2; 32],
-        };
+        let challenge = Challenge { flags, ..challenge_of([1; 16]) };
         stream.write_all(&challenge.encode(&WORKER)).unwrap();
         let mut reply = [0; REPLY_LEN];
         stream.read_exact(&mut reply).unwrap();
@@ -440,13 +440,7 @@ fn the_connector_checks_what_the_acceptor_says_too() {
     let _fds = Descriptors::watch();
     let me = identity("connecting", Secret::None);
     let peer = identity("by hand", Secret::None).hello;
-    let challenge = Challenge {
-        version_min: WORKER.versions.0,
-        version_max: WORKER.versions.1,
-        flags: 0,
-        id: Some(peer.worker),
-        nonce: [2; 32],
-    };
+    let challenge = challenge_of(peer.worker);
     let attempt = |challenge: Challenge, hello: Hello| {
         let (address, server) = serve(move |stream| accept_by_hand(stream, &challenge, &hello));
         let result = connect(&Target::Control(vec![address]), &me, None, false, in_secs(30.0));
@@ -472,13 +466,7 @@ fn a_peer_that_gave_up_waiting_is_asked_again() {
     let _fds = Descriptors::watch();
     let me = identity("connecting", Secret::None);
     let peer = identity("listening", Secret::None).hello;
-    let challenge = Challenge {
-        version_min: WORKER.versions.0,
-        version_max: WORKER.versions.1,
-        flags: 0,
-        id: Some(peer.worker),
-        nonce: [2; 32],
-    };
+    let challenge = challenge_of(peer.worker);
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     let hello = peer.clone();
@@ -519,13 +507,7 @@ fn a_proof_without_the_secret_that_was_asked_for_is_refused() {
 fn a_rail_that_does_not_know_the_session_gets_no_lane() {
     let _fds = Descriptors::watch();
     let (address, thief) = serve(|mut stream| {
-        let challenge = Challenge {
-            version_min: WORKER.versions.0,
-            version_max: WORKER.versions.1,
-            flags: 0,
-            id: Some([1; 16]),
-            nonce: [2; 32],
-        };
+        let challenge = challenge_of([1; 16]);
         stream.write_all(&challenge.encode(&WORKER)).unwrap();
         let mut hello = [0; LANE_HELLO_LEN];
         stream.read_exact(&mut hello).unwrap();
