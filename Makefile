@@ -18,8 +18,8 @@ DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos soak test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models miri deny fuzz pins rust wheels check-aarch64 fmt clean
+.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos soak growth test-gpu bench bench-gpu \
+	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models tsan miri deny fuzz fuzz-rust fuzz-python pins rust wheels check-aarch64 fmt clean
 
 help:
 	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
@@ -132,7 +132,6 @@ test-fuzz:
 GROWTH_SECONDS ?= 1030
 SOAK_SECONDS ?= 7200
 
-.PHONY: growth
 growth: rust
 	$(call say,growth: everything that is made and dropped, $(GROWTH_SECONDS) s each)
 	CROSSRAIL_TEST_SOAK=$(GROWTH_SECONDS) cargo test --quiet --locked --package crossrail-ep-host --test growth -- \
@@ -189,7 +188,6 @@ FUZZ_SEED ?= $(shell date +%s)
 fuzz: build
 	@$(PYTHON) tests/side_by_side.py "$(MAKE) fuzz-rust FUZZ_SEED=$(FUZZ_SEED)" "$(MAKE) fuzz-python FUZZ_SEED=$(FUZZ_SEED)"
 
-.PHONY: tsan fuzz-rust fuzz-python
 fuzz-rust: rust
 	$(call say,fuzz: $(FUZZ_SECONDS) s from seed $(FUZZ_SEED))
 	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
