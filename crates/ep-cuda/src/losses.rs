@@ -224,8 +224,8 @@ impl Inner {
         self.show_members(state);
     }
 
-    /// Fails if the others go on without this rank, or a rank was lost that the caller has not masked or disconnected since, unless the buffer masks lost
-    /// ranks.
+    /// Fails if the others go on without this rank; or if a rank was lost that the caller has not masked or disconnected
+    /// since, unless the buffer masks lost ranks.
     pub(crate) fn refuse_losses(&self, state: &State, operation: &str) -> Result<()> {
         self.agreement.refuse_evicted(operation)?;
         let lost = state.peers.iter().flatten().find_map(|peer| peer.lost.as_ref());

@@ -1,5 +1,6 @@
-//! Words that announce rows, and the doorbell of whoever waits for them, in every order that the memory model allows (loom): `make models` runs them. Each model
-//! also runs with one thing weakened at a time, and must then fail: it would otherwise show nothing.
+//! Words that announce rows, and the doorbell of whoever waits for them, in every order that the memory model allows (loom):
+//! `make models` runs them. Each model also runs with one thing weakened at a time, and must then fail: it would otherwise
+//! show nothing.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;

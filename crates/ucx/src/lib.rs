@@ -20,8 +20,9 @@
 //! a deadline, and the drop of a lane, which gives UCX 200 ms to hand over what was sent.
 //!
 //! UCX ends the process when it finds its own state to be other than it asserts, as a queue of copies that is not empty
-//! when its worker is destroyed. Where that may be so, the worker is given up instead: never called again, never freed. Nor does UCX provide
-//! for a peer that goes while both connect: an end that gives a join up keeps its worker until the other end has, too.
+//! when its worker is destroyed. Where that may be so, the worker is given up instead: never called again, never freed.
+//! Nor does UCX provide for a peer that goes while both connect: an end that gives a join up keeps its worker until the
+//! other end has, too.
 //!
 //! Each lane has a worker of its own, so an error of UCX's ends that lane only, and once the worker is gone nothing
 //! refers to the lane's memory.

@@ -182,8 +182,7 @@ impl Progress {
 
     /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
     #[inline(always)]
-    pub(crate) fn after(&self, core: MutexGuard<'_, Core>) {
-        let mut core = core;
+    pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
         let finished = core.operations().take_finished();
         let sleepers = core.wake_ups().is_anyone_sleeping();
         if core.has_deferred() {
