@@ -95,7 +95,7 @@ def changed_files() -> list[str]:
 
 
 def refusal(results: Path | None, kept: Path) -> str | None:
-    """Why nothing is to be written into ``results``: those in ``kept`` name their commit, which the tree differs from."""
+    """Why nothing may go into ``results``: those in ``kept`` name their commit, from which the tree differs."""
     changed = changed_files() if results == kept else []
     return f"results name their commit; commit first, or say --results DIR: {', '.join(changed)}" if changed else None
 
