@@ -494,9 +494,6 @@ impl Operation for Combine {
 
     fn settle(&mut self, local: &LocalRank, view: &mut GroupView) {
         for rank in std::mem::take(&mut self.open) {
-            if let Some(peer) = &mut view.peers[rank] {
-                peer.reclaim(true, self.common.parity, self.common.deadline);
-            }
             self.send_weights(local, view, rank);
         }
         for rank in std::mem::take(&mut self.ready) {

@@ -223,7 +223,6 @@ impl Dispatch {
         for rank in &ranks {
             let rank = *rank;
             let Some(peer) = &mut view.peers[rank] else { continue };
-            peer.reclaim(false, parity, self.common.deadline);
             let slot = peer.slot(&local.own, parity);
             let rows = self.sent.to[rank].tokens.len();
             let mut header = self.header(rows);

@@ -42,6 +42,8 @@ pub(crate) struct Header {
     pub(crate) flags: u32,
     /// Number of row writes since the connection, these rows included; 0 within a node.
     pub(crate) writes: u64,
+    /// Between nodes: which write of its kind this is, and of which operation, in one word.
+    pub(crate) stamp: u64,
     /// Bytes of the text.
     pub(crate) text_len: u32,
     pub(crate) unused: u32,
@@ -66,7 +68,7 @@ pub(crate) mod flags {
 impl Header {
     /// A header without text.
     pub(crate) fn new(operation: u64, rows: usize, flags: u32) -> Header {
-        Header { operation, rows: rows as u32, flags, writes: 0, text_len: 0, unused: 0, text: [0; TEXT] }
+        Header { operation, rows: rows as u32, flags, writes: 0, stamp: 0, text_len: 0, unused: 0, text: [0; TEXT] }
     }
 
     /// A header with the reason why there are no rows.

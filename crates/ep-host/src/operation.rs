@@ -381,6 +381,14 @@ impl LocalRank {
         if network {
             // A write from the network wakes this thread, a doorbell does not: sleep briefly while either may come.
             let limit = if mapped { MAX_MIXED_SLEEP } else { MAX_SLEEP };
+            // The end of a write of our own is no arrival, and would not wake this thread.
+            let writing = |expected: &Expected| {
+                let peer = view.peers[expected.rank].as_ref();
+                peer.is_some_and(|peer| peer.await_write(&self.own, *expected, MAX_MIXED_SLEEP.min(left)))
+            };
+            if common.expected.iter().any(writing) {
+                return;
+            }
             // A timeout is no error: the caller polls again either way.
             view.arrivals = self.region.wait_arrival(view.arrivals, limit.min(left)).unwrap_or(view.arrivals);
             return;

@@ -1,7 +1,7 @@
 //! Another rank: how to write to it, and what it has written here.
 #![allow(unsafe_code)]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossrail::{Endpoint, Mapped, Memory, Region, RegionKey, Request};
 use crossrail_transport::Word;
@@ -61,6 +61,15 @@ impl Message {
         &words.0[self as usize][parity]
     }
 
+    /// The staged slot that it releases: dispatch 0 and 1, combine 0 and 1.
+    fn staged(self, parity: usize) -> Option<usize> {
+        match self {
+            Message::DispatchReleased => Some(parity),
+            Message::CombineReleased => Some(2 + parity),
+            _ => None,
+        }
+    }
+
     /// The word's place within [`ControlWords`].
     fn offset(self, parity: usize) -> usize {
         size_of::<Word>() * (2 * self as usize + parity)
@@ -113,9 +122,9 @@ pub(crate) struct Network {
     staging: Memory,
     /// Writes in flight, by slot: dispatch 0 and 1, combine 0 and 1.
     requests: [Vec<Request>; 4],
-    /// Row writes posted, by kind and parity.
+    /// Writes posted, by kind and parity.
     posted: [u64; KINDS],
-    /// Headers that were examined, by kind and parity.
+    /// Writes that had arrived when their slot was released, by kind and parity.
     seen: [u64; KINDS],
 }
 
@@ -133,6 +142,12 @@ pub(crate) fn tag(number: u64) -> u64 {
         0 => 1 << 31,
         low => low,
     }
+}
+
+/// The stamp of a header: the tag of the operation, and the number of writes of that kind since the connection, this one
+/// included. The reader goes by it only once it has counted as many.
+fn stamp(operation: u64, nth: u64) -> u64 {
+    tag(operation) << 32 | nth & 0xffff_ffff
 }
 
 /// The immediate of writes of words.
@@ -237,14 +252,26 @@ impl Peer {
         }
     }
 
-    /// Waits until the writes from staging are complete. The peer must have released the slot.
-    pub(crate) fn reclaim(&mut self, combine: bool, parity: usize, deadline: Instant) {
-        if let Access::Network(network) = &mut self.access {
-            for request in std::mem::take(&mut network.requests[usize::from(combine) * 2 + parity]) {
-                // A failed write means a dead peer, which is detected when its answer is overdue.
-                let _ = request.wait(Some(deadline.saturating_duration_since(Instant::now())));
-            }
+    /// Waits, for at most `limit`, for a write from the staged slot whose release `expected` is. `false` if there is none.
+    pub(crate) fn await_write(&self, own: &OwnHeap, expected: Expected, limit: Duration) -> bool {
+        let Access::Network(network) = &self.access else { return false };
+        let Some(request) = expected.message.staged(expected.parity).and_then(|slot| network.requests[slot].last())
+        else {
+            return false;
+        };
+        if !self.has_released(own, expected) {
+            return false;
         }
+        // A timeout is no error: the caller polls again. A failed write means a dead peer, which is detected elsewhere.
+        let _ = request.wait(Some(limit));
+        true
+    }
+
+    /// Whether the peer has released the slot, as far as its word says.
+    fn has_released(&self, own: &OwnHeap, expected: Expected) -> bool {
+        let floor = self.floor[usize::from(expected.message == Message::CombineReleased)];
+        let word = expected.message.word(own.heap.words(&own.areas, self.rank), expected.parity).observe();
+        word.max(floor) >= expected.number
     }
 
     /// Writes a message's control word in the peer's heap.
@@ -283,7 +310,7 @@ impl Peer {
         match &mut self.access {
             Access::Network(network) => {
                 let span = Span { from: staged_slot(&own.areas, parity), to: own.areas.slot(parity, own.me), len };
-                network.write(parity, META + parity, span)
+                network.publish(parity, META + parity, operation, span)
             }
             _ => {
                 self.set_word(own, parity, Message::Meta, operation);
@@ -310,7 +337,7 @@ impl Peer {
                 let at = own.areas.back_weights();
                 let span =
                     Span { from: staged_back(&own.areas, parity) + at, to: own.areas.back(parity, own.me) + at, len };
-                network.write(2 + parity, WEIGHTS + parity, span)
+                network.publish(2 + parity, WEIGHTS + parity, operation, span)
             }
             _ => {
                 self.set_word(own, parity, Message::Weights, operation);
@@ -328,7 +355,7 @@ impl Peer {
                     let rows = own.areas.back_rows();
                     network.write(2 + parity, BACK_ROWS + parity, Span { from: from + rows, to: to + rows, len })?;
                 }
-                network.write(2 + parity, BACK + parity, Span { from, to, len: HEADER })
+                network.publish(2 + parity, BACK + parity, operation, Span { from, to, len: HEADER })
             }
             _ => {
                 self.set_word(own, parity, Message::Back, operation);
@@ -337,39 +364,45 @@ impl Peer {
         }
     }
 
-    /// Whether the expected message has arrived.
+    /// Whether the expected message has arrived. A slot is released to this rank once what it wrote there before has left
+    /// staging as well: a peer that gave this rank up releases a slot whose writes may still be in flight.
     pub(crate) fn has_arrived(&mut self, own: &OwnHeap, expected: Expected) -> bool {
         let Expected { message, parity, number, .. } = expected;
-        let word = message.word(own.heap.words(&own.areas, self.rank), parity).observe();
+        let areas = &own.areas;
+        let word = || message.word(own.heap.words(areas, self.rank), parity).observe();
         match message {
-            Message::Grant => return word >> 32 == tag(number),
-            Message::DispatchReleased => return word.max(self.floor[0]) >= number,
-            Message::CombineReleased => return word.max(self.floor[1]) >= number,
-            Message::Sync => return word >= number,
+            Message::Grant => return word() >> 32 == tag(number),
+            Message::DispatchReleased | Message::CombineReleased => {
+                return self.has_released(own, expected) && self.staging_is_free(message, parity);
+            }
+            Message::Sync => return word() >= number,
             Message::Meta | Message::Rows | Message::Weights | Message::Back => {}
         }
         // Exactly this operation's: a peer that is ahead has called something else in its place.
-        let Access::Network(network) = &mut self.access else { return word == number };
-        let header = |at: usize| {
-            // SAFETY: a header inside our heap; a write is complete when it is counted, and the peer writes this slot
-            // again only after we have released it.
-            unsafe { own.heap.at(at).cast::<Header>().read_volatile() }
-        };
+        let Access::Network(network) = &self.access else { return word() == number };
+        // SAFETY: a header inside our heap. Its write is complete (`is_whole`), and the peer writes this slot again only
+        // after we have released it.
+        let row_writes = |at: usize| unsafe { own.heap.at(at).cast::<Header>().read_volatile() }.writes;
         match message {
-            Message::Meta => {
-                network.fresh(META + parity, || header(own.areas.slot(parity, self.rank)).operation, number)
-            }
-            Message::Rows => network.count(ROWS + parity) >= header(own.areas.slot(parity, self.rank)).writes,
+            Message::Meta => network.is_whole(own, META + parity, areas.slot(parity, self.rank), number),
+            Message::Rows => network.count(ROWS + parity) >= row_writes(areas.slot(parity, self.rank)),
             Message::Weights => {
-                let at = own.areas.back(parity, self.rank) + own.areas.back_weights();
-                network.fresh(WEIGHTS + parity, || header(at).operation, number)
+                let at = areas.back(parity, self.rank) + areas.back_weights();
+                network.is_whole(own, WEIGHTS + parity, at, number)
             }
             _ => {
-                let at = own.areas.back(parity, self.rank);
-                network.fresh(BACK + parity, || header(at).operation, number)
-                    && network.count(BACK_ROWS + parity) >= header(at).writes
+                let at = areas.back(parity, self.rank);
+                network.is_whole(own, BACK + parity, at, number) && network.count(BACK_ROWS + parity) >= row_writes(at)
             }
         }
+    }
+
+    /// Whether nothing is being read from the staged slot whose release the message is.
+    fn staging_is_free(&mut self, message: Message, parity: usize) -> bool {
+        let (Access::Network(network), Some(slot)) = (&mut self.access, message.staged(parity)) else { return true };
+        // A failed write means a dead peer, which is detected when its answer is overdue.
+        network.requests[slot].retain(|request| !request.is_done());
+        network.requests[slot].is_empty()
     }
 
     /// The operation that the peer called in place of the one that sends the expected message, if it did.
@@ -445,21 +478,31 @@ impl Network {
         self.region.imm_count(immediate(self.generation[1], kind))
     }
 
-    /// Whether an unexamined write of that kind is of operation `number`. An older one belongs to an operation that did
-    /// not wait for this peer, and is skipped.
-    fn fresh(&mut self, kind: usize, operation: impl Fn() -> u64, number: u64) -> bool {
+    /// Writes a span that begins with a header, which says how many writes of that kind there are with this one.
+    fn publish(&mut self, slot: usize, kind: usize, operation: u64, span: Span) -> Result<()> {
+        let nth = self.posted[kind] + 1;
+        let header = self.staging.ptr().wrapping_add(span.from).cast::<Header>();
+        // SAFETY: a header inside our staging, which no write in flight includes: the slot was free, and an operation
+        // writes each header once.
+        unsafe { (&raw mut (*header).stamp).write_volatile(stamp(operation, nth)) };
+        self.write(slot, kind, span)?;
+        self.posted[kind] = nth;
+        Ok(())
+    }
+
+    /// Whether a write of that kind, with a header of operation `number` at `at`, is complete. A write that was counted
+    /// need not be the one whose header stands there: after an operation that gave the peer up, its write arrives late, and
+    /// the next one for the same slot may already be on its way.
+    fn is_whole(&self, own: &OwnHeap, kind: usize, at: usize, number: u64) -> bool {
         let count = self.count(kind);
         if count <= self.seen[kind] {
             return false;
         }
-        match operation() {
-            found if found == number => true,
-            found if found < number => {
-                self.seen[kind] = count;
-                false
-            }
-            _ => false,
-        }
+        let header = own.heap.at(at).cast::<Header>();
+        // SAFETY: a header inside our heap. The stamp is one aligned word: that of this write, or of the one before.
+        let found = unsafe { (&raw const (*header).stamp).read_volatile() };
+        // The difference of 32 bits wraps as the two counts do.
+        found >> 32 == tag(number) && (count as u32).wrapping_sub(found as u32) < 1 << 31
     }
 
     fn take(&mut self, kind: usize) {
@@ -494,3 +537,6 @@ pub(crate) fn staged_slot(areas: &Areas, parity: usize) -> usize {
 fn staged_back(areas: &Areas, parity: usize) -> usize {
     2 * areas.slot_bytes() + parity * areas.back_bytes()
 }
+
+#[cfg(test)]
+mod tests;
