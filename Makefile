@@ -66,6 +66,8 @@ pins: $(TOOLS)
 build: rust $(TOOLS)
 	$(call say,build: extension and command)
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --locked
+	@# Where PYTHONDONTWRITEBYTECODE is set, every process would otherwise compile all the sources that it imports.
+	$(BIN)/python -m compileall -q python
 	$(BIN)/python packaging/nccl_plugin.py
 
 demo: build
