@@ -8,11 +8,50 @@ use std::sync::Arc;
 use crossrail::{Buffer, Context, Memory, Place};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::MemoryKind;
 use crate::pattern;
 
 const PAGE: usize = 4096;
 const GPU_BLOCK: usize = 4 << 20;
+
+/// What memory a bench moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemoryKind {
+    /// From `Context::alloc`: a peer on this machine maps it.
+    Shared,
+    /// Plain heap memory.
+    Ordinary,
+    /// Memory of the GPU with this ordinal, from `Context::alloc_on`.
+    Gpu(u32),
+}
+
+impl MemoryKind {
+    /// The memory for small messages beside the data: GPU memory would cost a transfer of its own.
+    pub(crate) fn beside(self) -> MemoryKind {
+        match self {
+            MemoryKind::Gpu(_) => MemoryKind::Ordinary,
+            host => host,
+        }
+    }
+}
+
+impl std::str::FromStr for MemoryKind {
+    type Err = Error;
+
+    /// `shared`, `ordinary`, or a GPU as `cuda:0`; `Usage` for anything else.
+    fn from_str(text: &str) -> Result<MemoryKind> {
+        let unknown = || {
+            Error::new(ErrorKind::Usage, "bench", format!("no memory {text:?}")).with_hint("shared, ordinary or cuda:0")
+        };
+        match text {
+            "shared" => Ok(MemoryKind::Shared),
+            "ordinary" => Ok(MemoryKind::Ordinary),
+            gpu => match gpu.parse() {
+                Ok(Place::Gpu(ordinal)) => Ok(MemoryKind::Gpu(ordinal)),
+                Ok(Place::Host) | Err(_) => Err(unknown()),
+            },
+        }
+    }
+}
 
 /// Memory of one kind, aligned to a page. Its bytes are only ever copied in and out, never referenced: the peer may
 /// write them, and a GPU's are elsewhere.

@@ -27,6 +27,7 @@ mod unpack;
 mod write;
 
 pub use alltoallv::Alltoallv;
+pub use area::MemoryKind;
 pub use bandwidth::{BandwidthPlan, bandwidth};
 pub use control::{ControlPlan, Step, StepSamples, control};
 pub use ep::{EpMode, EpPlan, EpSamples, EpWork, expert_parallel};
@@ -38,7 +39,7 @@ pub use net_plugin::{NetPluginPlan, net_plugin};
 pub use p2p::{P2pIteration, P2pPlan, Verify, p2p};
 pub use raw::{RawTcpPlan, RawTcpSamples, raw_tcp};
 pub use report::{Share, TransferReport};
-pub use session::{MemoryKind, Observer, Role, Session, Unobserved, stop};
+pub use session::{Observer, Role, Session, Unobserved, stop};
 pub use unpack::{UnpackFrom, UnpackPlan, UnpackSamples, UnpackTimes, unpack};
 pub use write::write_latency;
 

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail::{Context, Endpoint, Place, Receipt, Request, Worker};
+use crossrail::{Context, Endpoint, Receipt, Request, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::area::Area;
+use crate::area::{Area, MemoryKind};
 
 /// Interval at which a long wait calls the observer.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -24,46 +24,6 @@ pub enum Role {
     Driver,
     /// Answers.
     Echo,
-}
-
-/// What memory a bench moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MemoryKind {
-    /// From `Context::alloc`: a peer on this machine maps it.
-    Shared,
-    /// Plain heap memory.
-    Ordinary,
-    /// Memory of the GPU with this ordinal, from `Context::alloc_on`.
-    Gpu(u32),
-}
-
-impl MemoryKind {
-    /// The memory for small messages beside the data: GPU memory would cost a transfer of its own.
-    pub(crate) fn beside(self) -> MemoryKind {
-        match self {
-            MemoryKind::Gpu(_) => MemoryKind::Ordinary,
-            host => host,
-        }
-    }
-}
-
-impl std::str::FromStr for MemoryKind {
-    type Err = Error;
-
-    /// `shared`, `ordinary`, or a GPU as `cuda:0`; `Usage` for anything else.
-    fn from_str(text: &str) -> Result<MemoryKind> {
-        let unknown = || {
-            Error::new(ErrorKind::Usage, "bench", format!("no memory {text:?}")).with_hint("shared, ordinary or cuda:0")
-        };
-        match text {
-            "shared" => Ok(MemoryKind::Shared),
-            "ordinary" => Ok(MemoryKind::Ordinary),
-            gpu => match gpu.parse() {
-                Ok(Place::Gpu(ordinal)) => Ok(MemoryKind::Gpu(ordinal)),
-                Ok(Place::Host) | Err(_) => Err(unknown()),
-            },
-        }
-    }
 }
 
 /// Reports progress: called some ten times per second, on the measuring thread, outside of what is timed.

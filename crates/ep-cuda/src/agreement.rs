@@ -14,7 +14,7 @@ use crossrail_types::Result;
 use parking_lot::Mutex;
 
 use crate::heap::Heap;
-use crate::losses::News;
+use crate::news::News;
 
 /// See the module.
 pub(crate) struct Agreement {

@@ -23,13 +23,13 @@ use crate::device_reader::Reader;
 use crate::fault_ring::Ring;
 use crate::handles::Pool;
 use crate::heap::{Heap, set_taken};
-use crate::losses::News;
+use crate::news::{ConnectionEnd, News};
 use crate::options::DeviceOptions;
-use crate::outstanding::Outstanding;
+use crate::outstanding::{Operation, Outstanding};
 use crate::peer::Peer;
 use crate::regions::{RegionView, Regions};
 use crate::setup_timings::SetupTimings;
-use crate::sight::Sight;
+use crate::sight::{Members, Sight};
 
 pub(crate) struct Inner {
     /// Identifies the buffer, so that handles and regions of another one are refused.
@@ -123,6 +123,13 @@ impl State {
         self.peers.iter().flatten().filter(|peer| !peer.masked).map(|peer| peer.rank).collect()
     }
 
+    /// How many ranks are how, for the page.
+    fn members(&self) -> Members {
+        let peers = || self.peers.iter().flatten();
+        let masked = peers().filter(|peer| peer.masked).count() as u64;
+        Members { connected: peers().count() as u64, masked, lost: self.faults.len() as u64 }
+    }
+
     pub(crate) fn has_forwarded(&self) -> bool {
         self.peers.iter().flatten().any(|peer| peer.forwarded().is_some() && !peer.masked)
     }
@@ -155,14 +162,6 @@ impl InFlight {
     }
 }
 
-/// A connection ended.
-#[derive(Clone)]
-pub(crate) struct ConnectionEnd {
-    pub(crate) rank: u32,
-    pub(crate) generation: u64,
-    pub(crate) error: Error,
-}
-
 /// What the watching thread knows of connections. Apart from the state, whose lock may be held for long.
 pub(crate) struct Connections {
     /// By rank, the generation of its connection; 0 for none.
@@ -175,6 +174,16 @@ impl Inner {
     /// This buffer's variants.
     pub(crate) fn live_variants(&self) -> Vec<Arc<Inner>> {
         self.variants.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Shows which ranks are connected, masked and lost.
+    pub(crate) fn show_members(&self, state: &State) {
+        self.sight.members(state.members());
+    }
+
+    /// Shows that an operation was enqueued.
+    pub(crate) fn show_begun(&self, kind: Operation, state: &State) {
+        self.sight.begun(kind, state.members());
     }
 
     pub(crate) fn refuse_closed(&self, operation: &str) -> Result<()> {

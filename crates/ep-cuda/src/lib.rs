@@ -35,6 +35,7 @@ mod kernel_cache;
 mod launch;
 mod lease;
 mod losses;
+mod news;
 mod options;
 mod outstanding;
 mod peer;

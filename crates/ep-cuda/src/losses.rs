@@ -9,22 +9,12 @@ use crossrail_ep::{Fault, OnLoss};
 use crossrail_types::{Error, Result};
 
 use crate::fault_ring::{self, is_masked_by_kernels, reason, stage};
-use crate::inner::{ConnectionEnd, Inner, State};
+use crate::inner::{Inner, State};
+use crate::news::{ConnectionEnd, News};
 use crate::peer::Departure;
 
 /// Tag of a message that is never sent: its receive fails when the connection ends.
 const LIFE: u64 = 0x4550_0000_0001_0003;
-
-/// What the watching thread waits for.
-pub(crate) enum News {
-    Ended(ConnectionEnd),
-    /// A notice of that rank has arrived over its connection of this generation.
-    Notice {
-        rank: u32,
-        generation: u64,
-        receipt: Receipt,
-    },
-}
 
 /// Reports the end of the connection to the watching thread.
 pub(crate) fn on_end(inner: &Inner, rank: u32, generation: u64, endpoint: &Endpoint) -> Result<Request> {

@@ -7,7 +7,6 @@ use crossrail_sight::{Kind, Row, Wait, fields, now_ns, ranks_text};
 use crossrail_types::{Log, Settings};
 use parking_lot::Mutex;
 
-use crate::inner::{Inner, State};
 use crate::outstanding::Operation;
 
 /// The buffer's row of the page. Its lock is taken last, and held for moments only.
@@ -34,14 +33,6 @@ pub(crate) struct Members {
     pub(crate) masked: u64,
     /// Lost so far.
     pub(crate) lost: u64,
-}
-
-impl Members {
-    fn of(state: &State) -> Members {
-        let peers = || state.peers.iter().flatten();
-        let masked = peers().filter(|peer| peer.masked).count() as u64;
-        Members { connected: peers().count() as u64, masked, lost: state.faults.len() as u64 }
-    }
 }
 
 impl Sight {
@@ -131,18 +122,6 @@ impl Drop for Waiting<'_> {
         let mut shown = self.sight.0.lock();
         shown.waits.retain(|(number, _)| *number != self.number);
         shown.write();
-    }
-}
-
-impl Inner {
-    /// Shows which ranks are connected, masked and lost.
-    pub(crate) fn show_members(&self, state: &State) {
-        self.sight.members(Members::of(state));
-    }
-
-    /// Shows that an operation was enqueued.
-    pub(crate) fn show_begun(&self, kind: Operation, state: &State) {
-        self.sight.begun(kind, Members::of(state));
     }
 }
 

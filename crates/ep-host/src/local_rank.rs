@@ -9,6 +9,7 @@ use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::view::View;
 use crossrail_ep::{Config, Fault, Layout};
+use crossrail_sight::Wait;
 use crossrail_types::{Error, ErrorKind, Origin, Result};
 use parking_lot::Mutex;
 
@@ -16,7 +17,7 @@ use crate::heap::{Areas, Heap, expert_area};
 use crate::peer::{OwnHeap, Peer};
 use crate::plan::check_memory;
 use crate::rows::Kernels;
-use crate::sight::Sight;
+use crate::sight::{Members, Sight};
 
 /// This rank's side of a buffer. Everything but `view` is fixed when the buffer is created.
 pub(crate) struct LocalRank {
@@ -97,6 +98,17 @@ impl GroupView {
                 && !peer.is_some_and(|peer| peer.rows_were_written(own, suspect.parity, suspect.number))
         });
         self.suspects.first().map(|suspect| suspect.rank)
+    }
+
+    /// Writes the page's row, with the wait in progress.
+    pub(crate) fn show(&mut self, wait: Option<&Wait>) {
+        let (peers, lost) = (&self.peers, self.faults.len() as u64);
+        let members = || {
+            let peers = || peers.iter().flatten();
+            let masked = peers().filter(|peer| peer.masked).count() as u64;
+            Members { connected: peers().count() as u64, masked, lost }
+        };
+        self.sight.write([self.dispatches, self.combines, self.operations], members, wait);
     }
 
     /// Connected ranks that are not masked, except `me`.

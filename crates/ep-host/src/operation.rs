@@ -6,11 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_ep::{Bytes, Fault, OnLoss};
+use crossrail_sight::{Wait, now_ns, ranks_text};
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use parking_lot::MutexGuard;
 
 use crate::local_rank::{GroupView, LocalRank};
 use crate::peer::{Expected, Message, Peer};
+use crate::sight::Sight;
 
 /// Where an operation's time went, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -50,6 +52,28 @@ pub(crate) struct Common {
     pub(crate) missing: BTreeSet<u32>,
     /// Ranks that this operation gave up without masking them.
     given_up: Vec<usize>,
+}
+
+impl GroupView {
+    /// Shows that the operation still waits for the messages in `common.expected`. For calls that are milliseconds apart.
+    fn show_wait(&mut self, common: &Common) {
+        let waited = common.began.elapsed();
+        if !Sight::shows(waited) {
+            return;
+        }
+        let mut ranks: Vec<u32> = common.expected.iter().map(|expected| expected.rank as u32).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        let since_ns = now_ns().saturating_sub(waited.as_nanos() as u64);
+        let whom = ranks_text(&ranks);
+        self.show(Some(&Wait { operation: common.name.to_owned(), since_ns, number: common.number, whom, ranks }));
+    }
+
+    /// Shows that the operation has ended.
+    fn show_end(&mut self, common: &Common) {
+        self.sight.ended(common.began.elapsed());
+        self.show(None);
+    }
 }
 
 impl Common {

@@ -3,24 +3,30 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail_sight::{Histogram, Kind, Row, Wait, fields, now_ns};
+use crossrail_sight::{Histogram, Kind, Row, Wait, fields};
 use crossrail_types::{Log, Settings};
-
-use crate::local_rank::GroupView;
-use crate::operation::Common;
 
 /// A wait shorter than this is not shown.
 const SHOWN_FROM: Duration = Duration::from_millis(10);
 /// How often the members are counted.
 const MEMBERS_EVERY: Duration = Duration::from_millis(50);
 
-/// The buffer's row of the page. Written by whoever holds the lock of the [`GroupView`].
+/// The buffer's row of the page. Written by whoever holds the lock of the
+/// [`GroupView`](crate::local_rank::GroupView).
 pub(crate) struct Sight {
     row: Row,
     took: Histogram,
-    /// A wait is shown.
-    waits: bool,
     members_at: Option<Instant>,
+}
+
+/// How many ranks are how.
+pub(crate) struct Members {
+    /// Connected, this one included.
+    pub(crate) connected: u64,
+    /// Connected, but masked.
+    pub(crate) masked: u64,
+    /// Lost so far.
+    pub(crate) lost: u64,
 }
 
 impl Sight {
@@ -34,53 +40,37 @@ impl Sight {
             writer.set(fields::buffer::ranks, place.1.into());
             writer.set(fields::buffer::memory_bytes, memory);
         });
-        Sight { row, took: Histogram::default(), waits: false, members_at: None }
-    }
-}
-
-impl GroupView {
-    /// The operation still waits for the messages in `common.expected`. For calls that are milliseconds apart.
-    pub(crate) fn show_wait(&mut self, common: &Common) {
-        let waited = common.began.elapsed();
-        if waited < SHOWN_FROM {
-            return;
-        }
-        let mut ranks: Vec<u32> = common.expected.iter().map(|expected| expected.rank as u32).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        let since_ns = now_ns().saturating_sub(waited.as_nanos() as u64);
-        let whom = crossrail_sight::ranks_text(&ranks);
-        let wait = Wait { operation: common.name.to_owned(), since_ns, number: common.number, whom, ranks };
-        self.sight.waits = true;
-        self.show_numbers(Some(&wait));
+        Sight { row, took: Histogram::default(), members_at: None }
     }
 
-    /// The operation has ended.
-    pub(crate) fn show_end(&mut self, common: &Common) {
-        self.sight.took.add(common.began.elapsed().as_nanos() as u64);
-        self.sight.waits = false;
-        self.show_numbers(None);
+    /// Whether a wait of that length is shown.
+    pub(crate) fn shows(waited: Duration) -> bool {
+        waited >= SHOWN_FROM
     }
 
-    fn show_numbers(&mut self, wait: Option<&Wait>) {
+    /// An operation has ended that took so long.
+    pub(crate) fn ended(&mut self, took: Duration) {
+        self.took.add(took.as_nanos() as u64);
+    }
+
+    /// Writes the row: how many dispatches, combines and operations there were, the ranks as `members` counts them, if
+    /// that is due, and the wait in progress.
+    pub(crate) fn write(&mut self, counts: [u64; 3], members: impl FnOnce() -> Members, wait: Option<&Wait>) {
         use fields::buffer as field;
-        let (dispatches, combines, operations) = (self.dispatches, self.combines, self.operations);
         let now = Instant::now();
-        let due = self.sight.members_at.is_none_or(|at| now - at >= MEMBERS_EVERY);
-        let members = due.then(|| {
-            let peers = || self.peers.iter().flatten();
-            (peers().count() as u64, peers().filter(|peer| peer.masked).count() as u64, self.faults.len() as u64)
-        });
+        let due = self.members_at.is_none_or(|at| now - at >= MEMBERS_EVERY);
+        let members = due.then(members);
         if due {
-            self.sight.members_at = Some(now);
+            self.members_at = Some(now);
         }
-        let Sight { row, took, .. } = &mut self.sight;
+        let Sight { row, took, .. } = self;
+        let [dispatches, combines, operations] = counts;
         row.write(|writer| {
             writer.set(field::dispatches, dispatches);
             writer.set(field::combines, combines);
             writer.set(field::operations, operations);
             writer.histogram(field::operation_seconds, took);
-            if let Some((connected, masked, lost)) = members {
+            if let Some(Members { connected, masked, lost }) = members {
                 writer.set(field::connected, connected);
                 writer.set(field::masked, masked);
                 writer.set(field::lost, lost);

@@ -3,7 +3,7 @@ use std::fmt;
 use crossrail_types::{Head, LaneId, OpId};
 
 use crate::Matcher;
-use crate::frame::Target;
+use crate::target::Target;
 
 /// Names and unlocks a region of the peer's memory; opaque here.
 pub type RegionKey = [u8; 24];

@@ -32,6 +32,7 @@ mod tests;
 
 use crossrail_types::Head;
 
+pub use crate::target::Target;
 use crate::{Body, Offer, RegionKey};
 
 pub(crate) use failure::encode_failure;
@@ -69,25 +70,6 @@ const VOID: u8 = 32;
 const CHUNKS: u8 = 64;
 const COUNTED: u8 = 128;
 const NO_SLOT: u32 = u32::MAX;
-
-/// Where chunks go at the other end: an index and the serial that tells its reuses apart.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Target {
-    /// Index in the receiver's table of incoming transfers.
-    pub index: u32,
-    /// Its serial.
-    pub serial: u32,
-}
-
-impl Target {
-    fn pack(self) -> u64 {
-        u64::from(self.serial) << 32 | u64::from(self.index)
-    }
-
-    fn unpack(tag: u64) -> Target {
-        Target { index: tag as u32, serial: (tag >> 32) as u32 }
-    }
-}
 
 /// What a head says, apart from its `seq`, `ack` and `done`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

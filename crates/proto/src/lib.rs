@@ -25,6 +25,7 @@ mod matcher;
 mod peer;
 mod ranges;
 mod stream;
+mod target;
 
 pub use config::{Config, LaneLoad, LaneSpec, Time};
 pub use event::{

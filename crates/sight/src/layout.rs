@@ -340,6 +340,17 @@ const fn equal(a: &[u8], b: &[u8]) -> bool {
     at == a.len() && at == b.len()
 }
 
+/// As much of `text` as fits in `words` words, cut between characters, padded with zeros.
+pub(crate) fn encode(text: &str, words: usize) -> Vec<u64> {
+    let mut end = text.len().min(words * 8);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    let mut bytes = vec![0; words * 8];
+    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+    bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap_or_default())).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,8 +16,7 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use parking_lot::Mutex;
 
-use crate::layout::{self, EXTENT_ROWS, Kind, PAGE_BYTES, ROW_BYTES, ROW_WORDS, ROWS_MAX, fields, header};
-use crate::row::encode;
+use crate::layout::{self, EXTENT_ROWS, Kind, PAGE_BYTES, ROW_BYTES, ROW_WORDS, ROWS_MAX, encode, fields, header};
 use crate::{now_ns, process};
 
 /// How the files are called: this, the process id, its start, its namespace.

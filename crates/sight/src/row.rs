@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use crate::layout::{self, HISTOGRAM_LIMITS_NS, HISTOGRAM_WORDS, Kind, RANKS_MAX, TEXT_WORDS};
+use crate::layout::{self, HISTOGRAM_LIMITS_NS, HISTOGRAM_WORDS, Kind, RANKS_MAX, TEXT_WORDS, encode};
 use crate::now_ns;
 use crate::page::Page;
 
@@ -142,15 +142,4 @@ impl Writer<'_> {
             self.set(at + word, bytes);
         }
     }
-}
-
-/// As much of `text` as fits in `words` words, cut between characters, padded with zeros.
-pub(crate) fn encode(text: &str, words: usize) -> Vec<u64> {
-    let mut end = text.len().min(words * 8);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    let mut bytes = vec![0; words * 8];
-    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
-    bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap_or_default())).collect()
 }

@@ -9,7 +9,8 @@ use crossrail_proto as proto;
 use crossrail_transport::{Grant, Place};
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use super::outcome::{Callback, Finish, OpKind, Outcome, ShortEnd};
+use super::outcome::{Finish, OpKind, Outcome, ShortEnd};
+use super::receipt::Callback;
 use crate::memory::{Buffer, Keep, OnGpu};
 
 /// How far the operation of an entry is.

@@ -1,12 +1,9 @@
 //! What operations do, and how they end.
 
 use crossrail_proto as proto;
-use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId};
 
-use super::Receipt;
 use crate::memory::GpuTimes;
-
-pub(crate) type Callback = Box<dyn FnOnce(Result<Receipt>) + Send>;
 
 /// What a finished operation leaves behind until its request is dropped.
 pub(crate) type Outcome = std::result::Result<Finish, Box<Error>>;

@@ -11,7 +11,7 @@ use proto::Time;
 use super::bulk_lane::BulkLane;
 use super::id_table::IdTable;
 use super::names::{Names, NamesOfPeer};
-use super::sample::Copied;
+use super::totals::Copied;
 
 /// Events that receipts can report, at most.
 const NOTES_MAX: usize = 64;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crossrail_proto as proto;
-use crossrail_sight::{Histogram, Wait, now_ns};
+use crossrail_sight::{Wait, now_ns};
 use crossrail_transport::LaneStats;
 use crossrail_types::{EndpointId, LaneId, OpId};
 
@@ -12,51 +12,12 @@ use super::Core;
 use super::bulk_lane::BulkLane;
 use super::operations::Op;
 use super::outcome::OpKind;
+use super::totals::{Copied, Totals};
 
 /// Most peers of one sample: asking a socket for its statistics takes system calls, under the lock.
 const PEERS_MAX: usize = 16;
 /// Most entries of the table of operations that a sample goes through.
 const OPERATIONS_MAX: usize = 16 << 10;
-
-/// What this end has copied directly.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Copied {
-    pub(crate) bytes: u64,
-    pub(crate) copies: u64,
-    pub(crate) ns: u64,
-}
-
-impl Copied {
-    pub(super) fn add(&mut self, bytes: u64, ns: u64) {
-        self.bytes += bytes;
-        self.copies += 1;
-        self.ns += ns;
-    }
-}
-
-/// Where the time of a worker's longer transfers went.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Totals {
-    pub(crate) transfers: u64,
-    pub(crate) bytes: u64,
-    pub(crate) match_ns: u64,
-    pub(crate) window_ns: u64,
-    pub(crate) wire_ns: u64,
-    pub(crate) copy_ns: u64,
-    pub(crate) took: Histogram,
-}
-
-impl Totals {
-    pub(super) fn add(&mut self, receipt: &proto::Receipt) {
-        self.transfers += 1;
-        self.bytes += receipt.bytes;
-        self.match_ns += receipt.match_ns;
-        self.window_ns += receipt.window_ns;
-        self.wire_ns += receipt.wire_ns;
-        self.copy_ns += receipt.copy_ns;
-        self.took.add(receipt.window_ns + receipt.wire_ns);
-    }
-}
 
 /// Since when operations are in flight, as seen from one sample to the next: noting the time of each when it begins
 /// would cost every message something.

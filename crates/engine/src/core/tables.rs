@@ -1,6 +1,8 @@
 //! Operations, peers, lanes and regions: the tables that the protocol's ids refer to.
 #![allow(unsafe_code)]
 
+mod tracing;
+
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
@@ -11,13 +13,14 @@ use crossrail_transport::{Grant, Payload, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Log, OpId, Reason};
 use proto::{Body, Memory, Time};
 
+pub(in crate::core) use self::tracing::Staged;
+use self::tracing::Tracing;
 use super::clock::Clock;
 use super::lanes::Lanes;
 use super::operations::Operations;
 use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
-use super::sample::Totals;
-use super::tracing::Tracing;
+use super::totals::Totals;
 use crate::memory::Regions;
 
 /// Payloads from here on are looked up in the arena, so that a lane may use sendfile.
@@ -34,7 +37,7 @@ pub(crate) struct Tables {
     pub(super) peers: Peers,
     pub(super) lanes: Lanes,
     pub(super) totals: Totals,
-    pub(super) tracing: Option<Tracing>,
+    tracing: Option<Tracing>,
 }
 
 /// Where memory is: its first byte, the bytes it has, and the ordinal of the GPU that owns it (`None`: host memory).

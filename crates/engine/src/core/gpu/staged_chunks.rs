@@ -19,8 +19,8 @@ use proto::{Body, Memory, Out, Time};
 
 use super::chunk_queue::{Landing, QueuedChunk, Stage};
 use super::staging_work::{StagingWork, Work};
+use crate::core::tables::Staged;
 use crate::core::tables::Tables;
-use crate::core::tracing::Staged;
 use crate::memory::GpuTimes;
 
 /// Tokens of payloads in which the engine itself is involved. 0 is that of all others; small numbers on the way out are

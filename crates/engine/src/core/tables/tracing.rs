@@ -9,8 +9,8 @@ use crossrail_sight::now_ns;
 use crossrail_sight::trace::{Event, Trace, What, flow};
 use crossrail_types::{EndpointId, Head, LaneId};
 
-use super::Core;
-use super::tables::Tables;
+use super::Tables;
+use crate::core::Core;
 
 /// Tracks of what belongs to an endpoint and to no lane are numbered from here.
 const ENDPOINTS: u64 = 1 << 32;
@@ -19,7 +19,7 @@ const STAGERS: u64 = 2 << 32;
 
 /// What a stager has a track for, on each GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Staged {
+pub(in crate::core) enum Staged {
     /// Copies into bounce slots.
     Packs,
     /// Copies out of bounce slots.
@@ -60,7 +60,7 @@ impl Core {
 impl Tables {
     /// A lane gets that chunk to send.
     #[inline]
-    pub(super) fn trace_sent(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) {
+    pub(in crate::core) fn trace_sent(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) {
         if self.tracing.is_some() {
             self.trace_chunk(endpoint, lane, &out.head, true);
         }
@@ -68,7 +68,7 @@ impl Tables {
 
     /// The head of a chunk has come in.
     #[inline]
-    pub(super) fn trace_arriving(&mut self, endpoint: EndpointId, lane: LaneId, head: &Head) {
+    pub(in crate::core) fn trace_arriving(&mut self, endpoint: EndpointId, lane: LaneId, head: &Head) {
         if self.tracing.is_some() {
             self.trace_chunk(endpoint, lane, head, false);
         }
@@ -76,21 +76,21 @@ impl Tables {
 
     /// A payload has come in whole.
     #[inline]
-    pub(super) fn trace_arrived(&mut self, lane: LaneId) {
+    pub(in crate::core) fn trace_arrived(&mut self, lane: LaneId) {
         if let Some(tracing) = &mut self.tracing {
             tracing.trace.arrived(lane.0.into(), tracing.epoch_ns + self.clock.read().0);
         }
     }
 
     /// The peer has acknowledged so many chunks; the lane is lost: all of them.
-    pub(super) fn trace_acknowledged(&mut self, lane: LaneId, chunks: u32) {
+    pub(in crate::core) fn trace_acknowledged(&mut self, lane: LaneId, chunks: u32) {
         if let Some(tracing) = &mut self.tracing {
             tracing.trace.acknowledged(lane.0.into(), tracing.epoch_ns + self.clock.read().0, chunks);
         }
     }
 
     /// Something without a lane ended just now, after `ns`.
-    pub(super) fn trace_ended(&mut self, endpoint: EndpointId, what: What, ns: u64, bytes: u64) {
+    pub(in crate::core) fn trace_ended(&mut self, endpoint: EndpointId, what: What, ns: u64, bytes: u64) {
         let Some(tracing) = &mut self.tracing else { return };
         let track = ENDPOINTS + u64::from(endpoint.0);
         let peers = &self.peers;
@@ -102,7 +102,7 @@ impl Tables {
 
     /// A stager has done something on that GPU.
     #[cold]
-    pub(super) fn trace_staged(&mut self, gpu: u32, kind: Staged, span: Span) {
+    pub(in crate::core) fn trace_staged(&mut self, gpu: u32, kind: Staged, span: Span) {
         let Some(tracing) = &mut self.tracing else { return };
         let known = tracing.staged.iter().position(|known| *known == (gpu, kind));
         let at = known.unwrap_or_else(|| {

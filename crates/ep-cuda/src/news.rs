@@ -1,0 +1,23 @@
+//! What connections report to the thread that watches them.
+
+use crossrail::Receipt;
+use crossrail_types::Error;
+
+/// What the watching thread waits for.
+pub(crate) enum News {
+    Ended(ConnectionEnd),
+    /// A notice of that rank has arrived over its connection of this generation.
+    Notice {
+        rank: u32,
+        generation: u64,
+        receipt: Receipt,
+    },
+}
+
+/// A connection ended.
+#[derive(Clone)]
+pub(crate) struct ConnectionEnd {
+    pub(crate) rank: u32,
+    pub(crate) generation: u64,
+    pub(crate) error: Error,
+}
