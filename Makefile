@@ -249,7 +249,7 @@ endif
 	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
 	@$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(GPU_SITE) \
 		$(or $(GPU_PACK),.gpu)/wheel/*.whl
-	@for peer in nixl deepep; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
+	@for peer in nixl deepep deepep-v2; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
 		if [ -e $$pack ]; then tar -xf $$pack -C $(GPU_SITE); fi; done
 
 # DEEPEP_TESTS=DIR[:DIR]: folders with DeepEP's own tests, which run on crossrail.deep_ep unchanged.
@@ -265,7 +265,8 @@ bench-gpu-nccl: gpu-pack
 	$(call say,bench: NCCL over its sockets and over Crossrail)
 	$(GPU_BENCH) --only collectives --name collectives $(GPU_OPTIONS)
 
-bench-gpu bench-gpu-experts: PACK_OPTIONS = --nixl --deepep
+bench-gpu: PACK_OPTIONS = --nixl --deepep
+bench-gpu-experts: PACK_OPTIONS = --deepep --deepep-v2
 bench-gpu: gpu-pack
 	$(call say,bench: GPU memory against its peers)
 	$(GPU_BENCH) --only p2p $(GPU_OPTIONS)

@@ -27,6 +27,7 @@ import experts  # noqa: E402
 from findings import PEER_LIMIT_S, Found, Terms, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged, time_against, unpacked  # noqa: E402
+from normal import normal  # noqa: E402
 from steps import compiler, gpu_count  # noqa: E402
 
 from crossrail.report import Row, format_rate, format_size, median  # noqa: E402
@@ -380,11 +381,12 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "ep_sweep": (experts.sweep, 180, 2),
     "ep_control": (experts.control, 60, 2),
     "ep_hosts": (hosts, 120, 2),
+    "ep_normal": (normal, 180, 2),
 }
 SETS = {
     "p2p": ("pair", "latency", "mesh", "unpack", "memory", "tcp"),
     "collectives": ("nccl",),
-    "experts": ("ep_decode", "ep_prefill", "ep_hosts", "ep_control", "ep_sms", "ep_sweep"),
+    "experts": ("ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_control", "ep_sms", "ep_sweep"),
 }
 """Scenarios that are run by one name; what comes first is what must not be missing when time runs out."""
 

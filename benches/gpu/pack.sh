@@ -4,6 +4,7 @@
 #     benches/gpu/pack.sh            the wheel, the GPU tests, the examples that measure
 #     benches/gpu/pack.sh --nixl     and the part of NIXL that bench-gpu compares with
 #     benches/gpu/pack.sh --deepep   and DeepEP (V1)
+#     benches/gpu/pack.sh --deepep-v2   and DeepEP V2, with the NCCL that it needs
 #
 # Carry the checkout and .gpu there and run `make test-gpu GPU_PACK=.gpu` and `make bench-gpu GPU_PACK=.gpu`.
 set -euo pipefail
@@ -16,11 +17,13 @@ export CARGO_PROFILE_TEST_OPT_LEVEL=1
 export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1
 nixl=
 deepep=
+deepep_v2=
 for option in "$@"; do
     case $option in
         --nixl) nixl=yes ;;
         --deepep) deepep=yes ;;
-        *) echo "pack.sh: unknown option $option; there are --nixl and --deepep" >&2; exit 2 ;;
+        --deepep-v2) deepep_v2=yes ;;
+        *) echo "pack.sh: unknown option $option; there are --nixl, --deepep and --deepep-v2" >&2; exit 2 ;;
     esac
 done
 
@@ -63,6 +66,10 @@ fi
 if [[ -n $deepep ]]; then
     say "DeepEP"
     "$bin/python" benches/gpu/pack_deepep.py "$pack/deepep.tar.xz"
+fi
+if [[ -n $deepep_v2 ]]; then
+    say "DeepEP V2"
+    "$bin/python" benches/gpu/pack_deepep_v2.py "$pack/deepep-v2.tar.xz"
 fi
 
 commit=$(git rev-parse HEAD)

@@ -42,10 +42,10 @@ def main() -> int:
     return 0
 
 
-def fetch(folder: Path, name: str = NAME) -> Path:
-    """A wheel for the GPU machine's Python, by pip."""
+def fetch(folder: Path, name: str = NAME, platform: str = PLATFORM) -> Path:
+    """A wheel for the GPU machine's Python, by pip, into a folder that has no other."""
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--implementation=cp"]
-    target = [f"--python-version={PYTHON}", f"--platform={PLATFORM}", f"--dest={folder}"]
+    target = [f"--python-version={PYTHON}", f"--platform={platform}", f"--dest={folder}"]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *options, *target, name]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ sys.path[:0] = [str(GPU)]
 import experts  # noqa: E402
 import goals  # noqa: E402
 import hosts  # noqa: E402
+import normal  # noqa: E402
+import pack_deepep_v2  # noqa: E402
 from findings import Outcome, Terms  # noqa: E402
 
 V1 = PeerResult("deep_ep", p50_us=100.0, rounds=[100.0], kernel_us=50.0, host_p50_us=200.0, heap_bytes=1000)
@@ -102,7 +105,7 @@ def test_the_steps_of_a_buffers_life_are_added_up() -> None:
 
 def test_every_scenario_is_known_and_bounded() -> None:
     ours = {name: limits for name, limits in goals.SCENARIOS.items() if name.startswith("ep_")}
-    assert set(ours) == {"ep_decode", "ep_prefill", "ep_hosts", "ep_sms", "ep_sweep", "ep_control"}
+    assert set(ours) == {"ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_sms", "ep_sweep", "ep_control"}
     assert all(0 < limit <= 180 and gpus == 2 for _, limit, gpus in ours.values())
     assert set(goals.SETS["experts"]) == set(ours)
     assert set().union(*goals.SETS.values()) <= set(goals.SCENARIOS)
@@ -125,7 +128,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("name", sorted({*goals.SETS["experts"]} - {"ep_hosts"}))
+@pytest.mark.parametrize("name", sorted({*goals.SETS["experts"]} - {"ep_hosts", "ep_normal"}))
 def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quick: bool) -> None:
     asked = Asked()
     goals.SCENARIOS[name][0](Terms(tmp_path, tmp_path, 3, quick), asked)  # type: ignore[arg-type]
@@ -187,3 +190,89 @@ def test_hosts_are_measured_by_one_program(tmp_path: Path) -> None:
         ("drop-in", "host_calls.py", "--module=crossrail.deep_ep"),
         ("deepep", "host_calls.py", "--module=deep_ep"),
     ]
+
+
+def test_normal_mode_is_measured_by_both_versions_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deepep-v2" / "deep_ep").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    commands = []
+
+    class Peers(Asked):
+        def peer(self, name: str, script: str, *options: str, **environment: str) -> list[Any]:
+            commands.append((name, *options[:3]))
+            own = str(tmp_path / "deepep-v2" / "nccl")
+            assert environment.get("EP_NCCL_ROOT_DIR") == (own if name == "deepep-v2" else None)
+            return []
+
+        def silence(self, name: str) -> str:
+            return "no GPU"
+
+    peers = Peers()
+    goals.SCENARIOS["ep_normal"][0](Terms(tmp_path, tmp_path, 3, True), peers)  # type: ignore[arg-type]
+    assert commands == [
+        ("drop-in", "--module=crossrail.deep_ep", "--version=1", "--tokens=8,128,4096"),
+        ("deepep", "--module=deep_ep", "--version=1", "--tokens=8,128,4096"),
+        ("drop-in-v2", "--module=crossrail.deep_ep", "--version=2", "--tokens=8,128,4096"),
+        *(("deepep-v2", "--module=deep_ep", "--version=2", f"--tokens={tokens}") for tokens in (8, 128, 4096)),
+    ]
+    assert [one.failed for one in peers.outcomes] == [True]
+
+
+def chained(tokens: int, dtype: str, loop: float, each: float = 20.0, host: str = "waits") -> dict[str, Any]:
+    figures = {f"{name}_us": each for name in ("dispatch", "combine", "dispatch_kernels", "combine_kernels")}
+    return {"tokens": tokens, "dtype": dtype, "host": host, "loop_us": loop, **figures}
+
+
+def test_normal_mode_is_held_against_the_faster_version() -> None:
+    said = dict.fromkeys(("drop-in", "deepep", "drop-in-v2", "deepep-v2"), "no GPU")
+    rows = {
+        "drop-in": [chained(128, "bf16", 55.0), chained(4096, "fp8", 370.0)],
+        "deepep": [chained(128, "bf16", 108.0), chained(4096, "fp8", 803.0)],
+        "deepep-v2": [chained(128, "bf16", 94.0), chained(4096, "fp8", 454.0)],
+    }
+    short, long = normal.normal_outcomes(rows, said)
+    assert (short.to_reach, short.peer, short.met) == ("<= 0.6 x deepep-v2", "94.0 us", True)
+    assert (long.to_reach, long.peer, long.met) == ("<= 0.8 x deepep-v2", "454.0 us", False)
+    assert "deepep: 803.0 us" in long.notes
+    rows["deepep-v2"] = []
+    short, long = normal.normal_outcomes(rows, said)
+    assert (short.peer, short.met) == ("108.0 us", True) and "deepep-v2: no GPU" in short.notes
+    assert long.met is None, "DeepEP V2 has no figure"
+
+
+def test_the_rank_layout_is_held_against_the_kernels_of_v2() -> None:
+    rows = {
+        "drop-in-v2": [chained(128, "fp8", 50.0, 18.0, "does not wait")],
+        "deepep-v2": [chained(128, "fp8", 60.0, 20.0, "does not wait")],
+    }
+    found = {one.work.rpartition(": ")[2]: one for one in normal.normal_outcomes(rows, {})}
+    both = found["dispatch + combine, by events"]
+    assert (both.ours, both.peer, both.met) == ("36.0 us", "40.0 us", True)
+    assert found["combine, kernels"].met is None, "that goal is for 4096 tokens"
+    (long,) = [chained(4096, "fp8", 400.0, 17.0, "does not wait")]
+    rows = {"drop-in-v2": [long], "deepep-v2": [chained(4096, "fp8", 500.0, 20.0, "does not wait")]}
+    found = {one.work.rpartition(": ")[2]: one for one in normal.normal_outcomes(rows, {})}
+    assert [found[f"{name}, kernels"].met for name in ("dispatch", "combine")] == [False, True]
+
+
+def test_a_packed_library_keeps_the_kernels_of_one_architecture() -> None:
+    def container(*entries: tuple[int, bytes]) -> bytes:
+        made = b"".join(
+            struct.pack("<IIQ", 2, 32, len(code)) + bytes(12) + struct.pack("<I", of) + code for of, code in entries
+        )
+        return struct.pack("<IHHQ", pack_deepep_v2.CONTAINER, 1, 16, len(made)) + made
+
+    code = container((80, b"a" * 16), (90, b"b" * 16)) + bytes(8) + container((90, b"c" * 8))
+    names = b"\0.nv_fatbin\0__nv_relfatbin\0.shstrtab\0"
+    parts = [(b".nv_fatbin", code), (b"__nv_relfatbin", b"d" * 16), (b".shstrtab", names)]
+    at, headers = 64, []
+    for name, data in parts:
+        headers.append(struct.pack("<IIQQQQ", names.index(name), 1, 0, 0, at, len(data)) + bytes(24))
+        at += len(data)
+    elf = bytearray(64)
+    struct.pack_into("<Q", elf, 0x28, at)
+    struct.pack_into("<HHH", elf, 0x3A, 64, len(parts), 2)
+    library = elf + b"".join(data for _, data in parts) + b"".join(headers)
+    slim = bytearray(library)
+    pack_deepep_v2.keep_one(slim, 90)
+    assert slim == library.replace(b"a" * 16, bytes(16)).replace(b"d" * 16, bytes(16))
