@@ -6,6 +6,9 @@ use crate::{LaneSpec, Time};
 /// Nanoseconds before which no chunk is overdue, whatever it was expected to take.
 const OVERDUE_MIN: u64 = 10_000_000;
 
+/// Bytes to send for each connection of a rail before the next one carries some.
+const PART_MIN: u64 = 2 << 20;
+
 /// A chunk on its way.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sent {
@@ -56,6 +59,12 @@ pub(crate) struct Lane {
     unmeasured: u64,
     /// When chunks were last acknowledged.
     pub(crate) measured: Time,
+    /// Its rail, and its place among the rail's connections; `None`: it is its rail's only one.
+    pub(crate) place: Option<(u16, u16)>,
+    /// Connections of its rail before it.
+    pub(crate) rank: u16,
+    /// Those before it are all that carry chunks at present.
+    pub(crate) spare: bool,
 }
 
 impl Lane {
@@ -77,7 +86,16 @@ impl Lane {
             rate: 0,
             unmeasured: 0,
             measured: now,
+            place: None,
+            rank: 0,
+            spare: false,
         }
+    }
+
+    /// Whether so many bytes are enough for it and the connections of its rail before it.
+    #[inline]
+    pub(crate) fn is_worth_it(&self, bytes: u64) -> bool {
+        self.rank == 0 || bytes >= (u64::from(self.rank) + 1) * PART_MIN
     }
 
     /// Whether no payload is coming in on it.

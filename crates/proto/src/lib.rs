@@ -23,6 +23,7 @@ pub mod frame;
 mod lane;
 mod matcher;
 mod peer;
+mod ramp;
 mod ranges;
 mod stream;
 mod target;

@@ -25,6 +25,7 @@ use slab::Slab;
 
 use crate::frame::{Frame, Target};
 use crate::lane::Lane;
+use crate::ramp::Ramp;
 use crate::stream::Stream;
 use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
 
@@ -47,6 +48,7 @@ pub struct Peer {
     bye_sent: bool,
 
     lanes: Vec<Lane>,
+    ramp: Ramp,
     stream: Stream,
     /// The stream's frame whose payload is coming in.
     open: Option<Open>,
@@ -143,6 +145,7 @@ impl Peer {
             closing: false,
             bye_sent: false,
             lanes: Vec::new(),
+            ramp: Ramp::new(),
             stream: Stream::default(),
             open: None,
             queue: VecDeque::new(),

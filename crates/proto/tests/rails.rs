@@ -53,6 +53,18 @@ struct Net {
 
 impl Net {
     fn new(rates: &[u64]) -> Net {
+        Net::with(rates, |peer, spec| peer.lane_up(Time(0), spec))
+    }
+
+    /// Connections of one rail, of which two carry chunks at first.
+    fn of_one_rail(rates: &[u64]) -> Net {
+        Net::with(rates, |peer, spec| {
+            let place = (0, spec.id.0 as u16);
+            peer.lane_up_among(Time(0), spec, place, 2);
+        })
+    }
+
+    fn with(rates: &[u64], lane_up: impl Fn(&mut Peer, LaneSpec)) -> Net {
         let mut peers = [Peer::new(EndpointId(1), Config::default()), Peer::new(EndpointId(0), Config::default())];
         for peer in &mut peers {
             for lane in 0..rates.len() {
@@ -67,7 +79,7 @@ impl Net {
                     counts: false,
                     cost_ns: lane as u64,
                 };
-                peer.lane_up(Time(0), spec);
+                lane_up(peer, spec);
             }
         }
         let rail =
@@ -422,4 +434,61 @@ fn a_peer_is_given_up_when_every_lane_is_corrupt() {
         net.revive();
         net.transfer(None);
     }
+}
+
+/// Transfers until the number of connections is found: the shares of the last one, and the number.
+fn connections(net: &mut Net, total: u64) -> (Vec<f64>, Option<u16>) {
+    (0..24).for_each(|_| assert!(net.transfer_of(total, None) > 0));
+    let (_, receipt) = net.receipts[1].as_ref().expect("received");
+    let bytes = |lane| receipt.lanes.iter().find(|l| l.lane == LaneId(lane as u32)).map_or(0, |l| l.bytes);
+    let shares = (0..net.rails.len()).map(|lane| bytes(lane) as f64 / total as f64 * 100.0).collect();
+    (shares, net.peers[0].connections())
+}
+
+#[test]
+fn a_rail_uses_as_many_connections_as_gain_something() {
+    let (shares, found) = connections(&mut Net::of_one_rail(&[10 * GBIT; 4]), TOTAL);
+    assert_eq!(found, Some(4), "{shares:.1?}");
+    assert!(shares.iter().all(|share| (share - 25.0).abs() < 3.0), "shares {shares:.1?}");
+    // All but the first are so slow that they hardly gain anything.
+    let (shares, found) = connections(&mut Net::of_one_rail(&[10 * GBIT, GBIT / 10, GBIT / 10, GBIT / 10]), TOTAL);
+    assert_eq!((found, &shares[1..]), (Some(1), &[0.0; 3][..]), "{shares:.1?}");
+}
+
+#[test]
+fn connections_of_a_rail_end_a_transfer_together_as_rails_do() {
+    let time = |mut net: Net| {
+        connections(&mut net, TOTAL);
+        net.transfer_of(TOTAL, None)
+    };
+    let rates = [10 * GBIT, 8 * GBIT, 6 * GBIT, 4 * GBIT];
+    let (connections, rails) = (time(Net::of_one_rail(&rates)), time(Net::new(&rates)));
+    assert_eq!(connections, rails, "nanoseconds");
+}
+
+#[test]
+fn a_short_transfer_uses_the_first_connection_alone() {
+    let (shares, _) = connections(&mut Net::of_one_rail(&[10 * GBIT; 4]), 1 << 20);
+    assert_eq!(shares, [100.0, 0.0, 0.0, 0.0]);
+}
+
+#[test]
+fn connections_that_die_in_the_search_cost_nothing_but_their_chunks() {
+    for dead in 0..4 {
+        let mut net = Net::of_one_rail(&[10 * GBIT; 4]);
+        net.transfer(Some((4_000_000, dead)));
+        let (shares, found) = connections(&mut net, TOTAL);
+        assert_eq!(shares[dead], 0.0, "connection {dead} is dead");
+        let (alone, _) = connections(&mut net, 1 << 20);
+        assert_eq!(alone[usize::from(dead == 0)], 100.0, "short transfers go over the first that lives: {alone:.1?}");
+        assert!(found.is_some() && shares.iter().filter(|share| **share > 0.0).count() >= 2, "{shares:.1?}");
+    }
+}
+
+#[test]
+fn more_connections_are_wanted_once_and_only_for_many_bytes() {
+    let mut net = Net::of_one_rail(&[10 * GBIT]);
+    (0..8).for_each(|_| assert!(net.transfer_of(1 << 20, None) > 0));
+    assert!(net.peers[0].outgrows() && !net.peers[0].outgrows() && !net.peers[1].outgrows());
+    assert_eq!(net.peers[0].connections(), None, "there is one");
 }

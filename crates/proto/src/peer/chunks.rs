@@ -12,6 +12,9 @@ use crate::{Body, Out, Time};
 /// many nanoseconds ago: it may have become faster.
 const PROBE_EVERY: u64 = 1_000_000_000;
 
+/// Transfers whose bytes are counted to tell how many connections are worth it.
+const COUNTED: usize = 32;
+
 /// Nanoseconds that so many bytes take at that pace.
 fn takes(bytes: u64, pace: u64) -> u128 {
     u128::from(bytes) * 1_000_000_000 / u128::from(pace.max(1))
@@ -19,12 +22,14 @@ fn takes(bytes: u64, pace: u64) -> u128 {
 
 impl Peer {
     pub(super) fn next_chunk(&mut self, now: Time, at: usize, most: u64) -> Option<Out> {
+        // Before a transfer is taken from those that have chunks.
+        let waiting = if self.ramp.is_on() { self.waiting() } else { 0 };
         while let Some((index, serial)) = self.active.pop_front() {
             let alive = self.outs.get(index as usize).is_some_and(|o| o.serial == serial && o.feeds());
             if !alive {
                 continue;
             }
-            let size = self.chunk_size(now, at, index).map(|size| size.min(most.max(1)));
+            let size = self.chunk_size(now, at, index, waiting).map(|size| size.min(most.max(1)));
             let lane = &mut self.lanes[at];
             let outgoing = &mut self.outs[index as usize];
             let memory = outgoing.memory();
@@ -45,6 +50,7 @@ impl Peer {
                 self.active.push_back((index, serial));
             }
             lane.send(now, index, serial, piece);
+            self.ramp.sends(now);
             let frame = Frame::Chunk { target, offset: piece.offset, from: index + 1, again: piece.again, void: false };
             let body = Body::Memory { memory, offset: piece.offset, len: piece.len as u32 };
             return Some(Out { head: frame::encode_head(&frame, piece.len as u32), body, chunk: true });
@@ -52,9 +58,32 @@ impl Peer {
         None
     }
 
+    /// Whether a lane that carries chunks is to carry some of `waiting` bytes.
+    fn shares(&self, lane: &Lane, waiting: u64) -> bool {
+        !lane.spare && lane.is_worth_it(waiting)
+    }
+
+    /// Whether there are enough bytes to send that one more connection of a rail is sooner done with its part than the
+    /// first alone would be with all: it costs a thread's wake-up at both ends.
+    #[inline]
+    pub(super) fn takes_part(&self, lane: &Lane) -> bool {
+        lane.rank == 0 || lane.is_worth_it(self.waiting())
+    }
+
+    /// Bytes of the transfers that have chunks to hand out: of the first of them, which are enough to tell.
+    fn waiting(&self) -> u64 {
+        let transfer = |(index, serial): &(u32, u32)| {
+            self.outs
+                .get(*index as usize)
+                .filter(|transfer| transfer.serial == *serial)
+                .map_or(0, |transfer| transfer.len)
+        };
+        self.active.iter().take(COUNTED).map(transfer).sum()
+    }
+
     /// How much of that transfer the lane should take; `None`: it has no window, or the other lanes will be done
-    /// with all the rest before it would be with one more chunk.
-    fn chunk_size(&self, now: Time, at: usize, index: u32) -> Option<u64> {
+    /// with all the rest before it would be with one more chunk. `waiting`: bytes of all transfers that have chunks.
+    fn chunk_size(&self, now: Time, at: usize, index: u32, waiting: u64) -> Option<u64> {
         let lane = &self.lanes[at];
         if lane.sent.len() >= self.config.window as usize {
             return None;
@@ -62,7 +91,8 @@ impl Peer {
         let left = self.outs.get(index as usize)?.rest().feed.as_ref()?.left();
         let pace = lane.pace(now);
         let (mut lanes, mut rates, mut outstanding, mut measured, mut soonest) = (0, 0u64, 0u64, true, u128::MAX);
-        for l in self.lanes.iter().filter(|l| l.spec.bulk == lane.spec.bulk && !l.suspected) {
+        for l in self.lanes.iter().filter(|l| l.spec.bulk == lane.spec.bulk && !l.suspected && self.shares(l, waiting))
+        {
             let rate = l.pace(now);
             lanes += 1;
             rates += rate;
@@ -105,7 +135,7 @@ impl Peer {
             }
             let free = |l: &&Lane| {
                 let carries = l.spec.bulk == self.lanes[at].spec.bulk && !l.suspected && l.sent.len() < window;
-                carries && l.spec.id != id
+                carries && self.shares(l, 0) && l.spec.id != id
             };
             let others: Vec<(u64, u64)> = self
                 .lanes

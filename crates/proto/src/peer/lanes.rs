@@ -17,11 +17,56 @@ impl Peer {
         self.choose_lane(now);
     }
 
+    /// [`Peer::lane_up`] for one of several connections of a rail: its place among them. How many of a rail's carry
+    /// chunks is found by measuring, beginning with `begin_with`.
+    pub fn lane_up_among(&mut self, now: Time, spec: LaneSpec, (rail, place): (u16, u16), begin_with: u16) {
+        let id = spec.id;
+        self.lane_up(now, spec);
+        let Some(at) = self.lane_at(id) else { return };
+        self.lanes[at].place = Some((rail, place));
+        if !self.ramp.is_on() {
+            self.ramp.begin_with(begin_with);
+            self.ramp.may_grow();
+        }
+        self.choose_connections();
+    }
+
+    /// Whether so many bytes have gone out that more connections to the peer are worth opening: true once, and only
+    /// after [`Peer::lane_up_among`].
+    #[inline]
+    pub fn outgrows(&mut self) -> bool {
+        self.ramp.outgrows()
+    }
+
+    /// How many connections of each rail carry chunks at present, where that is found by measuring.
+    pub fn connections(&self) -> Option<u16> {
+        self.ramp.is_on().then(|| self.ramp.level())
+    }
+
+    /// Has the first of each rail's connections carry the chunks, as many as the ramp says.
+    pub(super) fn choose_connections(&mut self) {
+        let before = |lanes: &[Lane], at: usize| {
+            let Some((rail, place)) = lanes[at].place else { return 0 };
+            let earlier = |l: &&Lane| l.spec.bulk && l.place.is_some_and(|(of, other)| of == rail && other < place);
+            lanes.iter().filter(earlier).count() as u16
+        };
+        for at in 0..self.lanes.len() {
+            self.lanes[at].rank = before(&self.lanes, at);
+        }
+        self.ramp.has(self.lanes.iter().map(|lane| lane.rank + 1).max().unwrap_or(1));
+        for lane in &mut self.lanes {
+            lane.spare = lane.rank >= self.ramp.level();
+        }
+    }
+
     /// The lane is gone, or given up: the engine has let go of it, no byte moves on it any more.
     pub fn lane_down(&mut self, now: Time, lane: LaneId) {
         self.stir();
         let Some(at) = self.lane_at(lane) else { return };
         let mut dead = self.lanes.remove(at);
+        if dead.place.is_some() {
+            self.choose_connections();
+        }
         self.violations.gone = self.violations.gone.wrapping_add(dead.consumed());
         let (mut chunks, mut bytes) = (0, 0);
         while let Some(sent) = dead.sent.pop_back() {

@@ -356,7 +356,9 @@ impl Peer {
         let lane = &mut self.lanes[at];
         let news = lane.acknowledge(count)?;
         let (outs, id) = (&mut self.outs, lane.spec.id);
+        let mut bytes = 0;
         lane.release(now, news, |sent| {
+            bytes += sent.piece.len;
             let of = outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
             if let Some(feed) = of.and_then(Outgoing::feed) {
                 feed.acked();
@@ -369,10 +371,21 @@ impl Peer {
             let lane = lane.spec.id;
             self.events.push_back(Event::Acked { lane, chunks: news });
             self.double_late(now);
+            if self.ramp.counts() {
+                self.measure_connections(now, bytes);
+            }
         } else {
             lane.heard(now);
         }
         Ok(())
+    }
+
+    #[cold]
+    fn measure_connections(&mut self, now: Time, bytes: u64) {
+        let idle = self.active.is_empty() && self.lanes.iter().all(|lane| lane.sent.is_empty());
+        if self.ramp.acknowledged(now, bytes, idle) {
+            self.choose_connections();
+        }
     }
 
     /// Starts to end an operation of ours before its time.

@@ -60,7 +60,7 @@ impl Peer {
         if self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.due()) {
             return Some(self.next_count());
         }
-        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() {
+        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() || !self.takes_part(&self.lanes[at]) {
             return None;
         }
         self.next_chunk(now, at, most)
@@ -321,13 +321,17 @@ impl Peer {
     /// Whether there are chunks for this lane, as far as its window goes.
     #[inline]
     fn may_chunk(&self, at: usize) -> bool {
-        !self.active.is_empty() && self.carries_chunks(at) && self.lanes[at].sent.len() < self.config.window as usize
+        !self.active.is_empty()
+            && self.carries_chunks(at)
+            && self.lanes[at].sent.len() < self.config.window as usize
+            && self.takes_part(&self.lanes[at])
     }
 
-    /// Bulk lanes do; where none is left, every lane.
+    /// Bulk lanes do, but for spare ones; where none is left, every lane.
     #[inline]
     fn carries_chunks(&self, at: usize) -> bool {
-        self.lanes[at].spec.bulk || !self.lanes.iter().any(|l| l.spec.bulk)
+        let lane = &self.lanes[at];
+        (lane.spec.bulk && !lane.spare) || !self.lanes.iter().any(|l| l.spec.bulk)
     }
 
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
