@@ -322,6 +322,7 @@ fn hello() -> Hello {
         control: vec![(address, 4242).into()],
         replaces: None,
         checksum: None,
+        channels_max: None,
     }
 }
 

@@ -54,7 +54,7 @@ pub fn net_plugin(session: &mut Session<'_>, plan: &NetPluginPlan) -> Result<Vec
     let settings = session.context.settings();
     let lanes = Lanes {
         devices: (0..devices).collect(),
-        channels: settings.channels as usize,
+        channels: settings.channels.first() as usize,
         window: settings.window as usize,
         chunk: settings.chunk,
     };

@@ -40,7 +40,7 @@ pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, 
 pub use crossrail_gpu::{Simulated, SimulatedStream};
 pub use crossrail_topology::{Distance, GpuSeen, HostMemory, cpu_quota, host_memory};
 pub use crossrail_types::{
-    Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Reason, Result, Secret, Settings, Unpack,
+    Channels, Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Reason, Result, Secret, Settings, Unpack,
 };
 pub use memory::{Buffer, Memory, Place, Ready, RegionKey};
 pub use session::{Candidate, Explain};

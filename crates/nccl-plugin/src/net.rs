@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
-use crossrail_types::{Error, ErrorKind, Filter, Rails, Result};
+use crossrail_types::{Channels, Error, ErrorKind, Filter, Rails, Result};
 use parking_lot::Mutex;
 use slab::Slab;
 
@@ -72,7 +72,7 @@ fn tune(settings: &mut Settings, is_set: impl Fn(&str) -> bool) {
             Rails::Named(Filter::Only(names)) => names.len() as u32,
             _ => 1,
         };
-        settings.channels = (CONNECTIONS / rails.max(1)).max(1);
+        settings.channels = Channels::Count((CONNECTIONS / rails.max(1)).max(1));
     }
 }
 
@@ -252,9 +252,9 @@ mod tests {
             (settings.chunk, settings.channels)
         };
         let usual = Settings::default();
-        assert_eq!(tuned("all", &[]), (CHUNK, 4));
-        assert_eq!(tuned("eth1,eth2", &[]), (CHUNK, 2));
-        assert_eq!(tuned("eth1,eth2,eth3,eth4,eth5", &["CROSSRAIL_CHUNK"]), (usual.chunk, 1));
+        assert_eq!(tuned("all", &[]), (CHUNK, Channels::Count(4)));
+        assert_eq!(tuned("eth1,eth2", &[]), (CHUNK, Channels::Count(2)));
+        assert_eq!(tuned("eth1,eth2,eth3,eth4,eth5", &["CROSSRAIL_CHUNK"]), (usual.chunk, Channels::Count(1)));
         assert_eq!(tuned("all", &["CROSSRAIL_CHANNELS"]), (CHUNK, usual.channels));
     }
 

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod checksum;
+mod counts;
 mod error;
 mod head;
 mod ids;
@@ -19,6 +20,7 @@ mod size;
 mod unpack;
 
 pub use checksum::Checksum;
+pub use counts::{Channels, IoThreads};
 pub use error::{Error, ErrorKind, Result, Source};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};
@@ -27,7 +29,7 @@ pub use log::{Log, Sink as LogSink};
 pub use loopback::loopback;
 pub use origin::{Origin, count_fork};
 pub use reason::Reason;
-pub use settings::{Filter, IoThreads, LogLevel, Rails, Secret, Settings, TRANSPORTS};
+pub use settings::{Filter, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{
     format_duration, format_gb, format_gb_per_s, format_gib, format_size, parse_duration, parse_size, parse_sizes,
 };

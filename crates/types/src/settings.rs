@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::checksum::Checksum;
+use crate::counts::{Channels, IoThreads};
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
 use crate::unpack::Unpack;
@@ -167,16 +168,6 @@ impl fmt::Display for Rails {
             Rails::Near(Some(gpu)) => write!(f, "near:{gpu}"),
         }
     }
-}
-
-/// The number of network I/O threads.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum IoThreads {
-    /// Chosen from the number of rails and cores.
-    #[default]
-    Auto,
-    /// This number, at least 1.
-    Count(u32),
 }
 
 /// The log level; each level includes those before it.
@@ -489,6 +480,19 @@ const TIMEOUT: Codec<Duration> = Codec {
     show: |time| Some(format_duration(*time)),
 };
 
+const CHANNELS: Codec<Channels> = Codec {
+    parse: |text| match text.trim() {
+        "auto" => Ok(Channels::Auto),
+        number => (count::<1, 64>().parse)(number).map(Channels::Count),
+    },
+    show: |channels| {
+        Some(match channels {
+            Channels::Auto => "auto".to_owned(),
+            Channels::Count(count) => count.to_string(),
+        })
+    },
+};
+
 const IO_THREADS: Codec<IoThreads> = Codec {
     parse: |text| match text.trim() {
         "auto" => Ok(IoThreads::Auto),
@@ -558,8 +562,8 @@ settings! {
     window: u32 = 16,
         "CROSSRAIL_WINDOW" accepts "a number from 1 to 1024" as count::<1, 1024>();
     /// Number of connections per rail.
-    channels: u32 = 1,
-        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64" as count::<1, 64>();
+    channels: Channels = Channels::Count(1),
+        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64, or `auto`: as many as measurements justify" as CHANNELS;
     /// Pinned host memory for staging transfers between the network and one GPU, half of it for each direction;
     /// allocated on first use.
     bounce: usize = 128 << 20,

@@ -17,7 +17,7 @@ fn an_empty_environment_yields_the_defaults() {
     assert_eq!(settings.control_device, None);
     assert_eq!(settings.chunk, 2 << 20);
     assert_eq!(settings.window, 16);
-    assert_eq!(settings.channels, 1);
+    assert_eq!(settings.channels, Channels::Count(1));
     assert_eq!(settings.io_threads, IoThreads::Auto);
     assert_eq!(settings.timeout, Duration::from_secs(30));
     assert!(settings.secret.is_none() && settings.secret_file.is_none());
@@ -48,7 +48,7 @@ fn every_setting_is_parsed() {
     assert_eq!(settings.net_devices, Rails::Named(Filter::Except(names(&["eth0", "eth5"]))));
     assert_eq!((settings.bounce, settings.unpack), (64 << 20, Unpack::D2d));
     assert_eq!(settings.control_device.as_deref(), Some("eth0"));
-    assert_eq!((settings.chunk, settings.window, settings.channels), (512 << 10, 32, 4));
+    assert_eq!((settings.chunk, settings.window, settings.channels), (512 << 10, 32, Channels::Count(4)));
     assert_eq!(settings.io_threads, IoThreads::Count(2));
     assert_eq!(settings.timeout, Duration::from_millis(1500));
     assert_eq!(settings.secret.as_ref().map(Secret::expose), Some(&b"hunter2"[..]));
@@ -90,6 +90,7 @@ fn an_invalid_value_is_reported_with_setting_and_accepted_values() {
         ("CROSSRAIL_WINDOW", "-1", "1 to 1024"),
         ("CROSSRAIL_WINDOW", "16.0", "1 to 1024"),
         ("CROSSRAIL_CHANNELS", "65", "1 to 64"),
+        ("CROSSRAIL_CHANNELS", "many", "`auto`"),
         ("CROSSRAIL_IO_THREADS", "0", "`auto`"),
         ("CROSSRAIL_IO_THREADS", "Auto", "`auto`"),
         ("CROSSRAIL_TIMEOUT", "0", "1ms to 24h"),
@@ -169,6 +170,7 @@ fn values_set_in_code_are_checked_too() {
     assert!(Settings { timeout: Duration::from_nanos(1_500_000_001), ..base() }.check().is_ok());
     assert!(Settings { tls: Filter::Only(names(&["rdma"])), ..base() }.check().is_err());
     assert!(Settings { tls: Filter::Only(Vec::new()), ..base() }.check().is_err());
+    assert!(Settings { channels: Channels::Count(0), ..base() }.check().is_err());
     assert!(Settings { io_threads: IoThreads::Count(0), ..base() }.check().is_err());
 }
 
@@ -211,6 +213,7 @@ fn displayed_values_parse_back() {
         ("CROSSRAIL_TLS", "^tcp"),
         ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2"),
         ("CROSSRAIL_CHUNK", "64K"),
+        ("CROSSRAIL_CHANNELS", "auto"),
         ("CROSSRAIL_IO_THREADS", "3"),
         ("CROSSRAIL_TIMEOUT", "250ms"),
         ("CROSSRAIL_STORE", "tcp://node1:7400"),

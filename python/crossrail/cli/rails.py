@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def rail_of(lane: LaneReport | LaneShare) -> str:
 def rail_named(lane: str) -> str:
     """The same for the name of a lane."""
     return _LANE_OF_RAIL.sub("", lane)
+
+
+def most_connections(lanes: Sequence[LaneReport]) -> int:
+    """Connections that carry chunks, of the rail that has the most of them."""
+    carrying = [lane for lane in lanes if lane["alive"] and not lane["name"].endswith(":messages")]
+    return max(Counter(rail_of(lane) for lane in carrying if lane["transport"] == "tcp").values(), default=1)
 
 
 def sent_by_rail(lanes: Mapping[str, int]) -> dict[str, int]:

@@ -108,6 +108,15 @@ impl Context {
         Ok(Context(Arc::new(Environment::new(settings, simulated)?)))
     }
 
+    /// A context that takes its machine to have that many processors, for tests.
+    ///
+    /// # Errors
+    /// As [`Context::new`].
+    #[cfg(feature = "simulated-gpu")]
+    pub fn with_cores(settings: Settings, cores: usize) -> Result<Context> {
+        Ok(Context(Arc::new(Environment::new(settings, Devices::new)?.with_cores(cores))))
+    }
+
     /// The simulated GPU of that number, to be held, delayed and made to fail.
     #[cfg(feature = "simulated-gpu")]
     pub fn simulated_gpu(&self, ordinal: u32) -> Option<crossrail_gpu::Simulated> {
@@ -177,11 +186,12 @@ impl Context {
         Ok(Info {
             machine: crossrail_topology::machine()?,
             cpus: crossrail_topology::cpus()?,
-            transports: transports(
-                self.0.settings(),
-                chosen.as_deref().unwrap_or(&[]),
-                environment::gpus_seen().then_some(&cuda),
-            ),
+            transports: transports(&Local {
+                settings: self.0.settings(),
+                rails: chosen.as_deref().unwrap_or(&[]),
+                breadth: self.0.breadth(),
+                cuda: environment::gpus_seen().then_some(&cuda),
+            }),
             devices: devices(self.0.settings(), &nics, chosen.as_deref().unwrap_or(&[])),
             devmem: nics.iter().filter(|nic| !nic.virtual_).map(devmem).collect(),
             distances: distances(&nics, &gpus),
@@ -208,16 +218,16 @@ impl std::fmt::Debug for Context {
     }
 }
 
-/// What each transport can do. `cuda`: what CUDA has here, if there is any sign of a GPU.
-fn transports(settings: &Settings, rails: &[NetDevice], cuda: Option<&CudaState>) -> Vec<TransportInfo> {
-    let local = Local { settings, rails, cuda };
+/// What each transport can do.
+fn transports(local: &Local<'_>) -> Vec<TransportInfo> {
+    let settings = local.settings;
     let row = |transport: &Arc<dyn Transport>| {
         let name = transport.name();
         let left_out = || {
             let reason = format!("CROSSRAIL_TLS={} leaves it out", settings.tls);
             Availability::Unusable(reason, Some("set CROSSRAIL_TLS=all".to_owned()))
         };
-        match transport.availability(&local) {
+        match transport.availability(local) {
             Availability::Usable(_) if !settings.tls.allows(name) => info(name, left_out()),
             availability => info(name, availability),
         }
@@ -294,13 +304,15 @@ fn devices(settings: &Settings, nics: &[Nic], chosen: &[NetDevice]) -> Vec<Devic
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::Breadth;
     use crossrail_gpu::CudaInfo;
 
     #[test]
     fn gpus_without_cuda_are_said_to_be_out_with_the_reason_and_the_fix() {
         let said = |cuda: Option<&CudaState>, tls: &str| {
             let settings = Settings::from_pairs([("CROSSRAIL_TLS", tls)]).expect("a setting");
-            let row = transports(&settings, &[], cuda).into_iter().find(|row| row.name == "cuda_ipc").expect("a row");
+            let local = Local { settings: &settings, rails: &[], breadth: Breadth::of(&settings, 2, &[]), cuda };
+            let row = transports(&local).into_iter().find(|row| row.name == "cuda_ipc").expect("a row");
             (row.usable, row.reason, row.fix)
         };
         assert_eq!(said(None, "all"), (false, Some("no GPU".to_owned()), None));

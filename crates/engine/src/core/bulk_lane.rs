@@ -24,10 +24,12 @@ pub(crate) struct BulkLane {
     /// Why, if it was taken for dead.
     pub(crate) verdict: Mutex<Option<LaneError>>,
     readiness: AtomicU32,
+    /// Its place among its rail's connections; `None`: their number is set.
+    pub(crate) among: Option<Among>,
 }
 
 impl BulkLane {
-    pub(crate) fn new(endpoint: EndpointId, lane: Box<dyn Lane>) -> BulkLane {
+    pub(crate) fn new(endpoint: EndpointId, lane: Box<dyn Lane>, among: Option<Among>) -> BulkLane {
         BulkLane {
             id: lane.id(),
             endpoint,
@@ -37,6 +39,7 @@ impl BulkLane {
             group: OnceLock::new(),
             verdict: Mutex::new(None),
             readiness: AtomicU32::new(READABLE | WRITABLE),
+            among,
         }
     }
 }
@@ -92,6 +95,15 @@ impl std::fmt::Debug for BulkLane {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "BulkLane({})", self.id)
     }
+}
+
+/// The place of a connection among those of its rail, whose number is found by measuring.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Among {
+    /// The rail's number, and the connection's.
+    pub(crate) place: (u16, u16),
+    /// Connections that carry chunks until something is measured.
+    pub(crate) begin_with: u16,
 }
 
 /// A flag that another thread raises.

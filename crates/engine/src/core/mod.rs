@@ -41,8 +41,9 @@ use crossrail_proto as proto;
 use crossrail_shm::Arena;
 use crossrail_types::{EndpointId, Log, OpId, Reason};
 
-pub(crate) use self::bulk_lane::{BulkLane, Flag, READABLE, WRITABLE};
+pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, READABLE, WRITABLE};
 use self::data_path::DataPath;
+pub(crate) use self::failure::{Deferred, LostRail};
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
 pub(crate) use self::operations::Operations;
@@ -55,7 +56,7 @@ pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submission::Submission;
 use self::tables::Tables;
 use self::transfers::PollResult;
-pub(crate) use self::transfers::{Deferred, LostRail, Transfers};
+pub(crate) use self::transfers::Transfers;
 pub(crate) use self::wake_ups::WakeUps;
 
 /// Passes between two reads of the clock.
@@ -85,10 +86,9 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// `threads`: connections are polled by threads of their own.
-    pub(crate) fn new(log: Log, arena: Arc<Arena>, inbox: Inbox, threads: bool) -> Core {
+    pub(crate) fn new(log: Log, arena: Arc<Arena>, inbox: Inbox) -> Core {
         let data = DataPath::new(Tables::new(log, arena), GpuMemory::new(inbox));
-        Core { transfers: Transfers::new(data), threads, passes: 0, rounds: Rounds::default(), closed: false }
+        Core { transfers: Transfers::new(data), threads: false, passes: 0, rounds: Rounds::default(), closed: false }
     }
 
     // ---- the parts
@@ -144,6 +144,11 @@ impl Core {
     #[inline]
     pub(crate) fn is_closed(&self) -> bool {
         self.closed
+    }
+
+    /// Connections are polled by threads of their own from now on.
+    pub(crate) fn use_threads(&mut self) {
+        self.threads = true;
     }
 
     /// Connections are polled by threads of their own.

@@ -8,7 +8,7 @@ use crossrail_transport::Grant;
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason};
 use proto::Time;
 
-use super::bulk_lane::BulkLane;
+use super::bulk_lane::{Among, BulkLane};
 use super::id_table::IdTable;
 use super::names::{Names, NamesOfPeer};
 use super::totals::Copied;
@@ -259,10 +259,14 @@ impl Peer {
 
     /// Adds a lane. `bulk`: it is polled outside the lock.
     pub(super) fn add_lane(&mut self, now: Time, spec: proto::LaneSpec, bulk: Option<Arc<BulkLane>>) {
+        let among = bulk.as_ref().and_then(|lane| lane.among);
         self.lanes.push(spec.id);
         self.stranded = None;
         self.bulk.extend(bulk);
-        self.protocol.lane_up(now, spec);
+        match among {
+            Some(Among { place, begin_with }) => self.protocol.lane_up_among(now, spec, place, begin_with),
+            None => self.protocol.lane_up(now, spec),
+        }
     }
 
     /// Makes `id` the lane polled under the lock.

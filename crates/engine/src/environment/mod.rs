@@ -1,5 +1,6 @@
 //! What this process has: settings, memory, GPUs, network devices, processors.
 
+mod breadth;
 mod forks;
 mod rails;
 
@@ -10,6 +11,8 @@ use crossrail_gpu::{CudaState, Devices};
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Machine, NetDevice, Nic};
 use crossrail_types::{Origin, Rails, Result, Settings};
+
+pub(crate) use self::breadth::Breadth;
 
 /// One process's settings and devices, discovered once. Shared by a context and its workers; any thread may use it.
 pub(crate) struct Environment {
@@ -27,6 +30,13 @@ pub(crate) struct Environment {
 }
 
 impl Environment {
+    /// Has this process use that many of its processors for progress, for tests of machines that have as many.
+    #[cfg(feature = "simulated-gpu")]
+    pub(crate) fn with_cores(mut self, cores: usize) -> Environment {
+        self.cpus.allowed = cores;
+        self
+    }
+
     /// Discovers the devices. `gpus` creates the list of GPUs; it loads no driver yet.
     ///
     /// # Errors
@@ -132,6 +142,11 @@ impl Environment {
 
     pub(crate) fn machine(&self) -> &Machine {
         &self.machine
+    }
+
+    /// What TCP may use here.
+    pub(crate) fn breadth(&self) -> Breadth {
+        Breadth::of(&self.settings, self.cores(), &self.rails().unwrap_or_default())
     }
 
     /// Processors that this process may use.

@@ -99,9 +99,7 @@ impl Progress {
     /// A thread of its own for one group of connections.
     pub(crate) fn pump_forever(self: &Arc<Self>, group: usize) {
         let group = &self.connections.groups()[group];
-        // Waking a thread takes tens of microseconds, more on a virtual machine.
-        let linger =
-            if self.environment.cores() > 2 * self.connections.groups().len() { LINGER } else { Duration::ZERO };
+        let mut linger = self.linger();
         let mut moved_at = Instant::now();
         while !self.closing.load(Ordering::Acquire) {
             group.events(Some(Duration::ZERO), |_| {});
@@ -119,6 +117,13 @@ impl Progress {
                 continue;
             }
             group.events(None, |_| {});
+            linger = self.linger();
         }
+    }
+
+    /// How long threads of connections poll in vain: waking one takes tens of microseconds, more on a virtual machine.
+    fn linger(&self) -> Duration {
+        let threads = self.connections.groups().iter().filter(|group| group.has_lanes()).count();
+        if self.environment.cores() > 2 * (threads + 1) { LINGER } else { Duration::ZERO }
     }
 }

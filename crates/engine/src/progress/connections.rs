@@ -26,10 +26,6 @@ impl Connections {
         (0..=threads).map(|_| Group::new()).collect::<Result<_>>().map(Connections)
     }
 
-    pub(super) fn has_threads(&self) -> bool {
-        self.0.len() > 1
-    }
-
     #[inline]
     pub(super) fn groups(&self) -> &[Group] {
         &self.0
@@ -54,16 +50,15 @@ impl Connections {
         self.driven().wake_always();
     }
 
-    /// Has a connection polled from now on.
-    ///
-    /// # Errors
-    /// `Io` when the system refuses to watch its descriptor.
-    pub(crate) fn add(&self, lane: Arc<BulkLane>) -> Result<()> {
-        let group = match self.0.len() {
-            1 => 0,
-            groups => 1 + lane.id.0 as usize % (groups - 1),
-        };
-        self.0[group].add(lane)
+    /// The group for one more connection: of those with threads the first that has the fewest, if there are any.
+    pub(super) fn emptiest(&self) -> usize {
+        (1..self.0.len()).min_by_key(|at| self.0[*at].lanes()).unwrap_or(0)
+    }
+
+    /// Connections beside the first of a rail, of all groups.
+    pub(super) fn further(&self) -> usize {
+        let further = |lane: &&Arc<BulkLane>| lane.among.is_some_and(|among| among.place.1 > 0);
+        self.0.iter().map(|group| group.snapshot().iter().filter(further).count()).sum()
     }
 
     /// Polls every connection once.

@@ -86,6 +86,11 @@ impl Group {
         self.count.load(Ordering::Relaxed) > 0
     }
 
+    /// How many connections it has.
+    pub(super) fn lanes(&self) -> usize {
+        self.count.load(Ordering::Relaxed)
+    }
+
     /// Watches `fd`, edge-triggered in both directions.
     pub(crate) fn watch(&self, fd: RawFd, about: About) -> Result<()> {
         let flags = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;

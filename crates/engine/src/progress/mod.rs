@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 
-use crossrail_types::{EndpointId, Error, IoThreads, Log, Origin, Result};
+use crossrail_types::{EndpointId, Error, Log, Origin, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 pub(crate) use self::connections::Connections;
@@ -26,16 +26,20 @@ pub(crate) use self::group::About;
 use self::group::SocketEvent;
 use self::sight::Sight;
 use crate::core::gpu::Inbox;
-use crate::core::{Callback, Core, Deferred, LostRail, Receipt, render};
-use crate::environment::Environment;
+use crate::core::{BulkLane, Callback, Core, Deferred, LostRail, Receipt, render};
+use crate::environment::{Breadth, Environment};
 
 /// How long the background thread sleeps at most without checking the protocol's timers.
 pub(super) const NAP_MAX: Duration = Duration::from_millis(100);
+/// Further connections of rails for each thread, from which on there are no more, however much they would carry.
+const PER_THREAD: usize = 8;
 
 /// What progress reports to the sessions above it. Called without any lock of the worker's.
 pub(crate) trait SessionEvents: Send + Sync {
     /// A rail was lost; whoever dialled it may dial it again.
     fn rail_lost(&self, lost: LostRail);
+    /// An endpoint carries so much that more connections are worth dialling.
+    fn outgrown(&self, endpoint: EndpointId);
     /// An endpoint has ended; its control connection is no longer needed.
     fn endpoint_ended(&self, endpoint: EndpointId);
     /// A control connection has become readable.
@@ -56,6 +60,10 @@ pub(crate) struct Progress {
     log: Log,
     core: Mutex<Core>,
     connections: Connections,
+    /// Callers pump the first connection to each peer, although others have threads.
+    pumps_first: bool,
+    /// Groups of connections whose threads run. Locked while a connection gets its group.
+    pumping: Mutex<usize>,
     events: EventsFd,
     /// Notified when an operation has finished, for threads in [`Progress::wait_until`] that sleep.
     done: Condvar,
@@ -78,9 +86,9 @@ impl Progress {
         let log = Log(environment.settings().log);
         let events = EventsFd::new()?;
         let inbox = Inbox::default();
-        let threads = io_threads(environment);
+        let Breadth { threads, pumps_first, .. } = environment.breadth();
         let connections = Connections::new(if threads > 1 { threads } else { 0 })?;
-        let core = Core::new(log, environment.arena().clone(), inbox.clone(), connections.has_threads());
+        let core = Core::new(log, environment.arena().clone(), inbox.clone());
         Ok(Arc::new_cyclic(|me| Progress {
             me: me.clone(),
             origin: environment.origin(),
@@ -88,6 +96,8 @@ impl Progress {
             log,
             core: Mutex::new(core),
             connections,
+            pumps_first,
+            pumping: Mutex::new(0),
             events,
             done: Condvar::new(),
             inbox,
@@ -106,16 +116,43 @@ impl Progress {
     /// `Io` when the system refuses threads.
     pub(crate) fn start(self: &Arc<Self>, sessions: Weak<dyn SessionEvents>) -> Result<()> {
         let _ = self.sessions.set(sessions);
-        for group in 1..self.connections.groups().len() {
-            let progress = self.clone();
-            self.spawn(&format!("crossrail-io{group}"), move || progress.pump_forever(group))?;
-        }
         if self.has_background {
             let progress = self.clone();
             let thread = self.spawn("crossrail-progress", move || progress.progress_forever())?;
             *self.background.lock() = Some(thread);
         }
         Ok(())
+    }
+
+    /// Has a connection that carries chunks polled from now on; the first of a group starts the group's thread. `first`:
+    /// it is its rail's first, which callers pump themselves where no other rail has one: a short transfer is over before
+    /// another thread is awake. They pump those, too, for which the system refuses a thread.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses to watch the connection's descriptor.
+    pub(crate) fn carry(self: &Arc<Self>, lane: Arc<BulkLane>, first: bool) -> Result<()> {
+        let mut pumping = self.pumping.lock();
+        let mut at = if first && self.pumps_first { 0 } else { self.connections.emptiest() };
+        if at > *pumping {
+            let progress = self.clone();
+            match self.spawn(&format!("crossrail-io{at}"), move || progress.pump_forever(at)) {
+                Ok(_) => {
+                    *pumping = at;
+                    self.core.lock().use_threads();
+                }
+                Err(error) => {
+                    self.log.warn(format_args!("callers pump a connection that was to have a thread: {error}"));
+                    at = 0;
+                }
+            }
+        }
+        self.connections.groups()[at].add(lane)
+    }
+
+    /// Whether so many more connections beside the first of a rail are not too many for the threads, nor for the
+    /// descriptors of the process.
+    pub(crate) fn has_room(&self, more: usize) -> bool {
+        self.connections.further() + more <= PER_THREAD * self.connections.groups().len()
     }
 
     /// Starts a thread that [`Progress::join_threads`] waits for.
@@ -213,7 +250,7 @@ impl Progress {
     fn after_rare(&self, mut core: MutexGuard<'_, Core>) {
         let (connections, driver) = core.wake_ups().take();
         let callbacks = core.operations().take_callbacks();
-        let Deferred { suspects, lost, ended } = core.take_deferred();
+        let Deferred { suspects, lost, ended, outgrown } = core.take_deferred();
         let callbacks: Vec<(Callback, Result<Receipt>)> =
             callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
         drop(core);
@@ -230,6 +267,9 @@ impl Progress {
         }
         if !lost.is_empty() || !ended.is_empty() {
             self.report_ended(&lost, &ended);
+        }
+        if !outgrown.is_empty() {
+            self.with_sessions(|sessions| outgrown.iter().for_each(|endpoint| sessions.outgrown(*endpoint)));
         }
         for (callback, result) in callbacks {
             callback(result);
@@ -343,17 +383,5 @@ impl Progress {
             self.log.warn(format_args!("CROSSRAIL_TRACE: {}: {error}; the trace of {name} is lost", folder.display()));
         }
         self.done.notify_all();
-    }
-}
-
-/// How many threads of their own the connections get: more than one only where there are cores for them.
-fn io_threads(environment: &Environment) -> usize {
-    match environment.settings().io_threads {
-        IoThreads::Count(count) => count as usize,
-        IoThreads::Auto => {
-            let rails = environment.rails().map_or(1, |devices| devices.len().max(1));
-            let connections = rails * environment.settings().channels as usize;
-            connections.min(environment.cores() / 2).clamp(1, 8)
-        }
     }
 }

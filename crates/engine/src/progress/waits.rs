@@ -195,7 +195,12 @@ impl<'a> Wait<'a> {
             return Look::Again(progress.core.lock());
         }
         // Control connections and link events are not polled while spinning.
-        progress.poll_sockets(Some(Duration::ZERO));
+        let pumps = aside && progress.connections.driven().has_lanes();
+        if progress.poll_sockets(Some(Duration::ZERO)) && pumps {
+            // Its own connection carries chunks beside those of the threads: it has no time to stand aside.
+            (self.aside, self.idle, self.idle_since) = (false, 0, None);
+            return Look::Again(progress.core.lock());
+        }
         if idle < self.patience() {
             self.aside = aside;
             if aside {

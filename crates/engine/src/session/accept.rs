@@ -40,7 +40,8 @@ impl Sessions {
         let parameters = Parameters {
             chunk: settings.chunk as u64,
             window: settings.window,
-            channels: settings.channels,
+            channels: settings.channels.first(),
+            channels_max: self.environment.breadth().channels,
             checksum: settings.checksum,
         };
         let me = Identity::new(self.options.name.clone(), self.secret.clone(), transports.clone(), parameters)?;

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 
 use super::Sessions;
 use super::rail_pairs::RailPair;
+use super::tcp;
 use super::transport::Announcement;
 use crate::core::{LostRail, READABLE};
 use crate::progress::{About, SessionEvents};
@@ -155,6 +156,14 @@ impl ControlConnections {
         self.with(lost.endpoint, |connection| {
             let rail = connection.rails.get(&lost.rail)?.clone();
             Some(Redial { ticket: connection.ticket, rail })
+        })
+    }
+
+    /// How many connections both ends would serve on each rail, and the numbers of the rails that can be dialled from
+    /// here.
+    pub(super) fn room(&self, endpoint: EndpointId, me: &Hello) -> Option<(u32, Vec<u16>)> {
+        self.with(endpoint, |connection| {
+            Some((me.channels_with(&connection.peer), connection.rails.keys().copied().collect()))
         })
     }
 
@@ -394,6 +403,10 @@ impl SessionEvents for Sessions {
         self.redialer.lost(self, lost);
     }
 
+    fn outgrown(&self, endpoint: EndpointId) {
+        tcp::widen(self, endpoint);
+    }
+
     fn endpoint_ended(&self, endpoint: EndpointId) {
         self.end_session(endpoint);
     }
@@ -464,6 +477,7 @@ mod tests {
             control: Vec::new(),
             replaces: None,
             checksum: Some(Checksum::Crc),
+            channels_max: None,
         }
     }
 

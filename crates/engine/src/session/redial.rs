@@ -48,6 +48,8 @@ struct State {
 
 struct Attempt {
     lost: LostRail,
+    /// It is not to replace one that was lost, and not tried twice.
+    more: bool,
     at: Instant,
     pause: Duration,
     failures: u32,
@@ -92,8 +94,26 @@ impl Redialer {
         let lane = |lost: &LostRail| (lost.endpoint, lost.rail, lost.channel);
         match state.attempts.iter_mut().find(|attempt| lane(&attempt.lost) == lane(&lost)) {
             Some(known) => known.at = known.at.min(soon),
-            None => state.attempts.push(Attempt { lost, at: soon, pause, failures: 0 }),
+            None => state.attempts.push(Attempt { lost, more: false, at: soon, pause, failures: 0 }),
         }
+        if state.threads == 0 {
+            self.add_thread(&mut state, sessions);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Dials one more connection of a rail that works. The end that connected goes first here, too.
+    pub(crate) fn more(&self, sessions: &Sessions, more: LostRail) {
+        if sessions.redial(&more).is_none() {
+            return;
+        }
+        let pause = if sessions.control.is_initiator(more.endpoint) { Duration::ZERO } else { PAUSE_ACCEPTOR };
+        let mut state = self.state.lock();
+        if state.stop {
+            return;
+        }
+        state.attempts.push(Attempt { lost: more, more: true, at: Instant::now() + pause, pause, failures: 0 });
         if state.threads == 0 {
             self.add_thread(&mut state, sessions);
         }
@@ -137,6 +157,13 @@ impl Redialer {
             let limit = if hasty { ATTEMPT_STRANDED } else { ATTEMPT_MAX };
             match tcp::redial(sessions, &attempt.lost, Instant::now() + limit) {
                 Ok(None) => {}
+                Ok(Some(device)) if attempt.more => {
+                    sessions.log.debug(format_args!("rail {device} has connection {}", attempt.lost.channel + 1));
+                }
+                Err((device, error)) if attempt.more => {
+                    let number = attempt.lost.channel + 1;
+                    sessions.log.debug(format_args!("rail {device} does without connection {number}: {error}"));
+                }
                 Ok(Some(device)) => {
                     let log = if attempt.lost.short_lived > 2 { Log::debug } else { Log::info };
                     log(sessions.log, format_args!("rail {device} is back"));
@@ -181,7 +208,8 @@ impl Redialer {
                 continue;
             }
             let attempt = state.attempts.swap_remove(at);
-            if !state.attempts.is_empty() && state.idle == 0 && state.threads < THREADS_MAX {
+            // One that is dialled beside those that work may wait.
+            if state.attempts.iter().any(|other| !other.more) && state.idle == 0 && state.threads < THREADS_MAX {
                 self.add_thread(&mut state, sessions);
             }
             return Some(attempt);

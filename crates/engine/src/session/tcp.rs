@@ -8,7 +8,7 @@ use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose, Sessi
 use crossrail_proto as proto;
 use crossrail_tcp::{CheckedLane, TcpLane};
 use crossrail_transport::{Lane, LaneError};
-use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Filter, Rails, Result};
+use crossrail_types::{Channels, Checksum, EndpointId, Error, ErrorKind, Filter, Rails, Result};
 
 use super::Sessions;
 use super::control::{DIAL_MAX, binding};
@@ -16,10 +16,14 @@ use super::costs::{Cost, EAGER_LIMIT};
 use super::explain::{self, Candidate};
 use super::rail_pairs::{self, RailPair};
 use super::transport::{Announcement, Attempt, Availability, Choice, Local, Transport};
-use crate::core::{BulkLane, LaneRecord, LostRail, gone};
+use crate::core::{Among, BulkLane, LaneRecord, LostRail, gone};
+use crate::environment::Breadth;
 
 /// The channel number of a rail's message connection, beside the bits of its carrier.
 const MESSAGE_CHANNEL: u16 = 0x3fff;
+
+/// Mbit/s from which one connection can't be expected to fill a link.
+const FAST_MBPS: u32 = 25_000;
 
 /// What carries frames between two rails. Both authenticate over a TCP connection and are dialled and lost alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +76,14 @@ impl Transport for Tcp {
             return Availability::Unusable("no network device is up".to_owned(), Some(fix.to_owned()));
         }
         let names: Vec<_> = local.rails.iter().map(|rail| rail.name.as_str()).collect();
-        Availability::Usable(format!("{} rails: {}", local.rails.len(), names.join(" ")))
+        let (rails, Breadth { channels, threads, .. }) = (local.rails.len(), local.breadth);
+        let connections = match local.settings.channels {
+            Channels::Auto if channels > 1 => format!("1 to {channels} connections"),
+            _ if channels == 1 => "1 connection".to_owned(),
+            _ => format!("{channels} connections"),
+        };
+        let on = if threads > 1 { format!("on up to {threads} threads") } else { "without threads".to_owned() };
+        Availability::Usable(format!("{rails} rails: {}; {connections} each, {on}", names.join(" ")))
     }
 
     fn candidates(&self, sessions: &Sessions, peer: &Hello) -> Vec<Candidate> {
@@ -145,7 +156,7 @@ pub(super) fn connect(
     if rails.is_empty() {
         return Err(no_rail(sessions, &session.peer)?);
     }
-    let channels = sessions.environment.settings().channels as u16;
+    let channels = sessions.environment.settings().channels.first() as u16;
     let mut names = vec![carrier.name_of(0, MESSAGE_CHANNEL)];
     for rail in 0..rails.len() as u16 {
         names.extend((0..channels).map(|channel| carrier.name_of(rail, channel)));
@@ -207,7 +218,7 @@ pub(super) fn connect(
     for (name, result) in dialled {
         let rail = &rails[usize::from(name.rail)];
         if let Ok(lane) = result {
-            add_lane(sessions, endpoint, name, lane, Some(rail.mine.interface.clone()))?;
+            add_lane(sessions, endpoint, name, lane, &LocalRail::of(rail))?;
         }
     }
     for name in lost {
@@ -314,15 +325,22 @@ pub(super) fn lane_arrived(
 ) -> Result<()> {
     let ended = || Error::new(ErrorKind::Refused, "lane", "its session has ended");
     let endpoint = sessions.control.endpoint(session).ok_or_else(ended)?;
+    let is_further = lane.purpose == LanePurpose::Bulk && lane.channel & MESSAGE_CHANNEL > 0;
+    if is_further && sessions.environment.settings().channels == Channels::Auto && !sessions.progress.has_room(1) {
+        let enough = "the threads of this worker's connections have enough of others";
+        return Err(Error::new(ErrorKind::Refused, "lane", enough));
+    }
     let rails = sessions.environment.rails()?;
     let device = rails.into_iter().find(|rail| rail.name == route.device);
     if let Some(device) = &device {
         let from = route.remote.to_canonical();
         sessions.control.add_rail(endpoint, lane.rail, device, route.local.to_canonical(), from);
     }
+    let loopback = device.as_ref().map_or_else(|| route.local.is_loopback(), |device| device.loopback);
     let rail = LocalRail {
         device: route.device,
-        loopback: device.as_ref().map_or_else(|| route.local.is_loopback(), |device| device.loopback),
+        loopback,
+        fast: is_fast(loopback, [device.as_ref().and_then(|device| device.speed_mbps)]),
         interface: device.map(|device| device.interface),
     };
     match Carrier::of(lane.channel) {
@@ -347,6 +365,50 @@ struct LocalRail {
     device: String,
     interface: Option<String>,
     loopback: bool,
+    /// One connection can't fill it, as far as is known.
+    fast: bool,
+}
+
+impl LocalRail {
+    fn of(rail: &RailPair) -> LocalRail {
+        LocalRail {
+            device: rail.mine.name.clone(),
+            interface: Some(rail.mine.interface.clone()),
+            loopback: rail.mine.loopback,
+            fast: is_fast(rail.mine.loopback, [rail.mine.speed_mbps, rail.theirs.speed_mbps]),
+        }
+    }
+}
+
+/// Whether a link, whose ends have those rates if they are known, carries more than one connection.
+fn is_fast<const ENDS: usize>(loopback: bool, mbps: [Option<u32>; ENDS]) -> bool {
+    loopback || mbps.into_iter().flatten().min().is_some_and(|slower| slower >= FAST_MBPS)
+}
+
+/// How many of a rail's connections carry chunks, and which of them this one is, where that is found by measuring.
+fn among(sessions: &Sessions, name: LaneName, fast: bool) -> Option<Among> {
+    let breadth = sessions.environment.breadth();
+    let measured = sessions.environment.settings().channels == Channels::Auto && breadth.channels > 1;
+    let begin_with = if fast { breadth.begin_with } else { 1 };
+    let sockets = Carrier::of(name.channel) == Carrier::Sockets;
+    (measured && sockets).then_some(Among { place: (name.rail, name.channel), begin_with })
+}
+
+/// Has more connections dialled over every rail of an endpoint, as many as both ends serve.
+pub(super) fn widen(sessions: &Sessions, endpoint: EndpointId) {
+    let Some(me) = sessions.identity.lock().as_ref().map(|me| me.hello.clone()) else { return };
+    let Some((channels, rails)) = sessions.control.room(endpoint, &me) else { return };
+    // All rails have their second one before any has a third.
+    for (at, channel) in (1..channels as u16).enumerate() {
+        if !sessions.progress.has_room((at + 1) * rails.len()) {
+            sessions.log.debug(format_args!("rails get {channel} connections each: the threads have enough of others"));
+            return;
+        }
+        for rail in &rails {
+            let more = LostRail { endpoint, rail: *rail, channel, reported: true, short_lived: 0 };
+            sessions.redialer.more(sessions, more);
+        }
+    }
 }
 
 /// Adds a lane that a peer has dialled.
@@ -359,7 +421,7 @@ fn complete(
 ) -> Result<()> {
     let checksum = sessions.control.checksum(endpoint);
     let lane = make_lane(sessions, name, (stream, checksum), &rail, Instant::now() + DIAL_MAX)?;
-    add_lane(sessions, endpoint, name, lane, rail.interface)?;
+    add_lane(sessions, endpoint, name, lane, &rail)?;
     sessions.control.count_lane(endpoint);
     accept_if_complete(sessions, endpoint, Carrier::of(name.channel));
     Ok(())
@@ -407,17 +469,17 @@ fn add_lane(
     endpoint: EndpointId,
     name: LaneName,
     lane: Box<dyn Lane>,
-    interface: Option<String>,
+    rail: &LocalRail,
 ) -> Result<()> {
     let record = LaneRecord::of(&*lane, Carrier::of(name.channel).name(), EAGER_LIMIT);
-    let record = record.on_rail((name.rail, name.channel), interface).over_socket();
+    let record = record.on_rail((name.rail, name.channel), rail.interface.clone()).over_socket();
     // UCX makes progress only while it is polled.
     let record = if Carrier::of(name.channel) == Carrier::Sockets { record.resting() } else { record };
     let earlier = match sessions.control.is_initiator(endpoint) {
         true => sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel)),
         false => Vec::new(),
     };
-    add_lane_of(sessions, endpoint, name, lane, record)?;
+    add_lane_of(sessions, endpoint, (name, rail.fast), lane, record)?;
     if !earlier.is_empty() {
         let mut core = sessions.progress.core();
         for id in earlier {
@@ -432,7 +494,7 @@ fn add_lane(
 fn add_lane_of(
     sessions: &Arc<Sessions>,
     endpoint: EndpointId,
-    name: LaneName,
+    (name, fast): (LaneName, bool),
     lane: Box<dyn Lane>,
     record: LaneRecord,
 ) -> Result<()> {
@@ -446,13 +508,13 @@ fn add_lane_of(
         cost_ns: 1000 + u64::from(name.rail) * 100 + u64::from(name.channel & !Carrier::Ucx.bits()),
         ..record.spec(id, true)
     };
-    let bulk = Arc::new(BulkLane::new(endpoint, lane));
+    let bulk = Arc::new(BulkLane::new(endpoint, lane, among(sessions, name, fast)));
     let mut core = sessions.progress.core();
     if !core.transfers().add_bulk_lane(&bulk, record, spec) {
         return Err(gone("connect"));
     }
     sessions.progress.after(core);
-    sessions.progress.connections().add(bulk)
+    sessions.progress.carry(bulk, name.channel & MESSAGE_CHANNEL == 0)
 }
 
 /// Dials a lost lane again. `Ok(None)`: it is not lost any more, or cannot be dialled from here. The name of its device,
@@ -472,7 +534,7 @@ pub(super) fn redial(
     let name = Carrier::of(lost.channel).name_of(lost.rail, lost.channel & 0x3fff);
     let mine = &redial.rail.mine;
     let dialled = dial(sessions, &redial.ticket, &redial.rail, name, deadline)
-        .and_then(|lane| add_lane(sessions, lost.endpoint, name, lane, Some(mine.interface.clone())));
+        .and_then(|lane| add_lane(sessions, lost.endpoint, name, lane, &LocalRail::of(&redial.rail)));
     match dialled {
         Ok(()) => Ok(Some(mine.name.clone())),
         Err(error) => Err((mine.name.clone(), error)),
@@ -490,12 +552,7 @@ fn dial(
     let from = binding(&rail.mine, rail.from);
     let to = SocketAddr::new(rail.theirs.address, rail.theirs.port);
     let stream = handshake::dial_lane(ticket, &from, to, name, deadline)?;
-    let rail = LocalRail {
-        device: rail.mine.name.clone(),
-        interface: Some(rail.mine.interface.clone()),
-        loopback: rail.mine.loopback,
-    };
-    make_lane(sessions, name, (stream, ticket.checksum), &rail, deadline)
+    make_lane(sessions, name, (stream, ticket.checksum), &LocalRail::of(rail), deadline)
 }
 
 /// Makes an authenticated connection a lane, with that checksum where frames travel over the connection itself.
@@ -510,7 +567,8 @@ fn make_lane(
     let carrier = Carrier::of(name.channel);
     let suffix = match (name.purpose, sessions.environment.settings().channels) {
         (LanePurpose::Message, _) => ":messages".to_owned(),
-        (LanePurpose::Bulk, 1) => String::new(),
+        (LanePurpose::Bulk, Channels::Count(1)) => String::new(),
+        (LanePurpose::Bulk, Channels::Auto) if name.channel & MESSAGE_CHANNEL == 0 => String::new(),
         (LanePurpose::Bulk, _) => format!("#{}", name.channel & MESSAGE_CHANNEL),
     };
     let label = format!("{}/{}{suffix}", carrier.name(), rail.device);

@@ -10,6 +10,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Result, Settings};
 
 use super::Sessions;
 use super::explain::Candidate;
+use crate::environment::Breadth;
 
 /// One way to reach peers.
 ///
@@ -105,6 +106,8 @@ pub(crate) struct Local<'a> {
     pub(crate) settings: &'a Settings,
     /// Network devices that carry data.
     pub(crate) rails: &'a [NetDevice],
+    /// Connections and threads of TCP.
+    pub(crate) breadth: Breadth,
     /// What CUDA has here, if there is any sign of a GPU.
     pub(crate) cuda: Option<&'a CudaState>,
 }

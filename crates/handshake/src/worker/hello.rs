@@ -65,6 +65,10 @@ pub struct Hello {
     /// use the stricter one. Travels as one byte behind the other fields.
     #[serde(skip)]
     pub checksum: Option<Checksum>,
+    /// Connections per rail that it would serve, at least `channels`. Travels as one byte behind the checksum's; a
+    /// release that does not send it serves `channels`.
+    #[serde(skip)]
+    pub channels_max: Option<u8>,
 }
 
 impl fmt::Debug for Hello {
@@ -103,9 +107,16 @@ impl Hello {
         let mut bytes = postcard::to_allocvec(self)
             .map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         bytes.extend(self.checksum.map(code));
+        bytes.extend(self.channels_max.filter(|_| self.checksum.is_some()));
         // A body that this end would reject must not be sent.
         decode_hello(&bytes).map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         Ok(bytes)
+    }
+
+    /// Connections per rail that both workers would serve.
+    pub fn channels_with(&self, other: &Hello) -> u32 {
+        let most = |hello: &Hello| hello.channels_max.map_or(hello.channels, u32::from).max(hello.channels);
+        most(self).min(most(other))
     }
 
     /// The checksum that two workers use.
@@ -202,6 +213,7 @@ pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
             Some(known.ok_or(Malformed::Field("CROSSRAIL_CHECKSUM of another release"))?)
         }
     };
+    hello.channels_max = later_fields.get(1).copied();
     hello.validate()?;
     Ok(hello)
 }
@@ -224,6 +236,8 @@ pub struct Parameters {
     pub window: u32,
     /// Connections per rail.
     pub channels: u32,
+    /// Connections per rail that this end would serve, if they gain something.
+    pub channels_max: u8,
     /// The checksum over TCP; of two that differ, the stricter one.
     pub checksum: Checksum,
 }
@@ -256,6 +270,7 @@ impl Identity {
             control: Vec::new(),
             replaces: None,
             checksum: Some(parameters.checksum),
+            channels_max: Some(parameters.channels_max),
         };
         hello.encode()?;
         Ok(Identity { hello, secret })

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
+use crossrail_handshake::wire::decode_hello;
 use crossrail_handshake::{
     Arrival, Hello, LaneName, LanePurpose, ListenConfig, Rail, Secret, Session, Stream, Target, Ticket, connect,
     dial_lane, upgrade,
@@ -241,6 +242,23 @@ fn differing_parameters_are_named_at_both_ends() {
         }
     }
     worker.nobody_else();
+}
+
+#[test]
+fn two_ends_serve_as_many_connections_as_the_one_that_serves_fewer() {
+    let hello = |channels, channels_max| Hello { channels, channels_max, ..identity("alpha", Secret::None).hello };
+    for (mine, theirs, both) in [
+        (hello(1, Some(8)), hello(1, Some(3)), 3),
+        (hello(1, Some(8)), hello(1, None), 1),
+        (hello(4, Some(4)), hello(4, Some(4)), 4),
+        // Less than it says that it has.
+        (hello(4, Some(0)), hello(4, Some(8)), 4),
+    ] {
+        assert_eq!((mine.channels_with(&theirs), theirs.channels_with(&mine)), (both, both));
+    }
+    let sent = hello(1, Some(8)).encode().unwrap();
+    assert_eq!(decode_hello(&sent).unwrap().channels_max, Some(8));
+    assert_eq!(decode_hello(&sent[..sent.len() - 1]).unwrap().channels_max, None, "an earlier release's");
 }
 
 #[test]

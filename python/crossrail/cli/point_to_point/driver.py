@@ -37,7 +37,7 @@ from ..options import required
 from ..parsing import parse_address, resolve
 from ..placement import check_memory, known_gpus, pin_to
 from ..processes import Message
-from ..rails import line_rate, missed, rail_of, rails_of
+from ..rails import line_rate, missed, most_connections, rail_of, rails_of
 from ..reporting import OnProgress, Progress, make_report
 from .channel import RAW_TCP_FAILURES, Channel
 from .child import other_end
@@ -157,7 +157,8 @@ class _Driver:
         settings = channel.context.settings()
         self.chunk = crossrail.parse_size(settings["CROSSRAIL_CHUNK"] or "0")
         self.lane_window = int(settings["CROSSRAIL_WINDOW"] or 0)
-        self.channels = int(settings["CROSSRAIL_CHANNELS"] or 0)
+        channels = settings["CROSSRAIL_CHANNELS"] or "0"
+        self.channels = None if channels == "auto" else int(channels)
         self.bounce = crossrail.parse_size(settings["CROSSRAIL_BOUNCE"] or "0")
 
     def row(self, plan: Plan, part: str = "") -> Row:
@@ -188,7 +189,7 @@ class _Driver:
         row = self._row_template(plan, transport, protocol)
         if plan.what == "p2p":
             transfers = [turn.transfers for turn in turns]
-            row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self.channels)
+            row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self._connections())
             row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, plan.size)
             row = self._with_unpack_rates(row)
             row = p2p_row(row, transfers, self._lanes(before), self._dead(before, transfers))
@@ -198,6 +199,12 @@ class _Driver:
             rounds = [Round(turn.samples_us, turn.bytes_per_sample) for turn in turns]
             row = with_samples(replace(row, **which), rounds)
         return with_peers(row, results)
+
+    def _connections(self) -> int:
+        """Connections per rail: as set, or as many as there are by now."""
+        if self.channels is not None:
+            return self.channels
+        return most_connections(self.channel.endpoint.lanes())
 
     def _row_template(self, plan: Plan, transport: str, protocol: str | None) -> Row:
         """A row with the fields that identify it."""
@@ -239,7 +246,7 @@ class _Driver:
         if raw.notes or not devices or not plan.size:
             return
         self.progress.status(f"plain TCP sockets: {format_size(plan.size)}")
-        channels = max(self.channels, 1)
+        channels = max(self._connections(), 1)
         channel.send({"do": "raw-tcp", "size": plan.size, "iters": RAW_TCP_ITERS, "channels": channels})
         ends = (channel.context, channel.worker, channel.endpoint)
         try:

@@ -1,0 +1,30 @@
+//! Settings that are a number or found by the library.
+
+/// The number of connections per rail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Channels {
+    /// Found by measuring: more than one only where there are cores for them, and they gain something.
+    Auto,
+    /// This number, at least 1.
+    Count(u32),
+}
+
+impl Channels {
+    /// Connections that a rail has at first.
+    pub fn first(self) -> u32 {
+        match self {
+            Channels::Auto => 1,
+            Channels::Count(count) => count,
+        }
+    }
+}
+
+/// The number of network I/O threads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IoThreads {
+    /// Chosen from the number of rails and cores.
+    #[default]
+    Auto,
+    /// This number, at least 1.
+    Count(u32),
+}
