@@ -357,8 +357,13 @@ impl Progress {
         }
         self.hand_over();
         let me = std::thread::current().id();
-        for thread in std::mem::take(&mut *self.threads.lock()) {
-            if thread.thread().id() != me {
+        loop {
+            // Not under the lock: a thread that is about to end may start another one first.
+            let threads = std::mem::take(&mut *self.threads.lock());
+            if threads.is_empty() {
+                return;
+            }
+            for thread in threads.into_iter().filter(|thread| thread.thread().id() != me) {
                 let _ = thread.join();
             }
         }
