@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossrail_handshake::store::{Greeting, turn_away};
 use crossrail_handshake::wire::REPLY_LEN;
 use crossrail_handshake::{
-    Address, Arrival, Identity, ListenConfig, Listener, Parameters, Secret, Target, connect, store,
+    Address, Arrival, Identity, Limits, ListenConfig, Listener, Parameters, Secret, Target, connect, store,
 };
 use crossrail_types::{Checksum, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -166,7 +166,8 @@ impl Workers {
                 let _ = send.send(arrival);
             }
         };
-        let config = ListenConfig { unix: true, require_token: true, ..ListenConfig::default() };
+        let limits = Limits { timeout: LIMIT, ..Limits::default() };
+        let config = ListenConfig { unix: true, limits, require_token: true, ..ListenConfig::default() };
         let listener = Listener::start(config, identity("acceptor")?, Box::new(|_| None), Box::new(deliver))?;
         let mut workers =
             Workers { me: identity("connector")?, listener, arrivals: Mutex::new(arrivals), lengths: [0; 2] };
