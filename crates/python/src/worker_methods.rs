@@ -28,7 +28,7 @@ impl Worker {
     ) -> PyResult<Worker> {
         let py = context.py();
         let listen = listen.map(socket_addresses).transpose()?.flatten();
-        let options = WorkerOptions { name, listen, unix, background };
+        let options = WorkerOptions { name, listen, unix, background, ..WorkerOptions::default() };
         let native = context.get().native();
         let native = gate::detached(py, || crossrail::Worker::new(native, options)).or_raise(py)?;
         Ok(Worker::new(native, context.unbind()))

@@ -26,11 +26,14 @@ pub struct WorkerOptions {
     pub unix: bool,
     /// Whether a thread of its own makes progress while no caller does.
     pub background: bool,
+    /// How long that thread polls after anything last moved, before it sleeps. Waking it takes tens of microseconds;
+    /// polling takes a processor. Nothing by default.
+    pub linger: Duration,
 }
 
 impl Default for WorkerOptions {
     fn default() -> WorkerOptions {
-        WorkerOptions { name: None, listen: None, unix: true, background: true }
+        WorkerOptions { name: None, listen: None, unix: true, background: true, linger: Duration::ZERO }
     }
 }
 
@@ -92,7 +95,7 @@ impl Worker {
     /// [`Worker::new`] with these transports.
     pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
         context.environment().origin().check("worker")?;
-        let progress = Progress::new(context.environment(), options.background)?;
+        let progress = Progress::new(context.environment(), options.background, options.linger)?;
         let WorkerOptions { name, listen: addresses, unix, .. } = options;
         let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }, transports) {
             Ok(sessions) => sessions,

@@ -46,6 +46,7 @@ impl Progress {
     /// Makes progress until nothing moves, sleeps until something does. Returns when a caller takes over.
     fn drive(&self) {
         let mut quiet = 0;
+        let (mut linger, mut still_since) = (Duration::ZERO, None);
         while !self.closing.load(Ordering::Acquire) {
             let mut core = self.core.lock();
             if core.wake_ups().is_polling() {
@@ -62,6 +63,7 @@ impl Progress {
             moved |= self.poll_sockets(Some(Duration::ZERO));
             if moved || busy {
                 quiet = 0;
+                (linger, still_since) = (self.linger, None);
                 if !moved {
                     std::thread::yield_now();
                 }
@@ -71,13 +73,19 @@ impl Progress {
             if quiet < 3 {
                 continue;
             }
-            self.doze();
-            quiet = 0;
+            if !linger.is_zero() && still_since.get_or_insert_with(Instant::now).elapsed() < linger {
+                // The lock is free meanwhile, for callers that submit operations, and so is the processor.
+                std::thread::yield_now();
+                continue;
+            }
+            // A sleep that ends without work, for the sake of timers, is no reason to poll.
+            linger = if self.doze() { self.linger } else { Duration::ZERO };
+            (quiet, still_since) = (0, None);
         }
     }
 
-    /// Sleeps until an event, unless there is work.
-    fn doze(&self) {
+    /// Sleeps until an event, unless there is work. Whether there was either.
+    fn doze(&self) -> bool {
         let group = self.connections.driven();
         group.about_to_sleep();
         let mut core = self.core.lock();
@@ -88,12 +96,13 @@ impl Progress {
         self.after(core);
         if !idle {
             group.awake();
-            return;
+            return true;
         }
-        self.poll_sockets(Some(nap));
+        let moved = self.poll_sockets(Some(nap));
         let mut core = self.core.lock();
         core.transfers().polled().disarm();
         self.after(core);
+        moved
     }
 
     /// A thread of its own for one group of connections.

@@ -71,6 +71,8 @@ pub(crate) struct Progress {
     sight: Sight,
     /// There is a background thread.
     has_background: bool,
+    /// How long the background thread polls after anything last moved.
+    linger: Duration,
     background: Mutex<Option<Thread>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     closing: AtomicBool,
@@ -82,7 +84,7 @@ impl Progress {
     ///
     /// # Errors
     /// `Io` and `Exhausted` when the system refuses descriptors.
-    pub(crate) fn new(environment: &Arc<Environment>, has_background: bool) -> Result<Arc<Progress>> {
+    pub(crate) fn new(environment: &Arc<Environment>, has_background: bool, linger: Duration) -> Result<Arc<Progress>> {
         let log = Log(environment.settings().log);
         let events = EventsFd::new()?;
         let inbox = Inbox::default();
@@ -103,6 +105,7 @@ impl Progress {
             inbox,
             sight: Sight::new(environment.settings().pages.as_deref(), log),
             has_background,
+            linger,
             background: Mutex::new(None),
             threads: Mutex::new(Vec::new()),
             closing: AtomicBool::new(false),
