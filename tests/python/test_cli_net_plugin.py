@@ -52,8 +52,9 @@ def test_a_foreign_plugin_has_a_row_per_device(compiled: Path) -> None:
     assert any("Reference of version 11: ref0 (25000 Mbit/s, 2.5 us" in note for note in found["notes"])
 
 
-def test_our_own_plugin_is_driven_like_any_other() -> None:
-    rails = {"CROSSRAIL_TLS": "tcp", "CROSSRAIL_NET_DEVICES": "127.0.0.1,127.0.0.2"}
+@pytest.mark.parametrize("threads", ["auto", "3"])
+def test_our_own_plugin_is_driven_like_any_other(threads: str) -> None:
+    rails = {"CROSSRAIL_TLS": "tcp", "CROSSRAIL_NET_DEVICES": "127.0.0.1,127.0.0.2", "CROSSRAIL_IO_THREADS": threads}
     found = row(f"--net-plugin={crossrail.nccl.plugin_path()}", settings=rails)
     assert found["transport"] == "Crossrail"
     (lane,) = found["lanes"]

@@ -3,15 +3,18 @@
 //! NCCL owns the buffers and uses a communicator from one thread at a time. Closing a communicator cancels what is
 //! still in flight, so that the engine does not touch memory that NCCL frees next.
 //!
-//! NCCL's proxy tests every request in a tight loop. A test therefore only reads a flag that the engine sets; of all
-//! requests in flight one, the pacer, also makes progress when it is tested. Otherwise the worker's lock would go from
-//! one test to the next, and the threads that move data would not get it.
+//! NCCL's proxy tests every request in a tight loop. A test therefore only reads a flag that the engine sets; where there
+//! is one worker, one of all requests in flight, the pacer, also makes progress when it is tested. Otherwise the worker's
+//! lock would go from one test to the next, and the threads that move data would not get it.
+//!
+//! Where there are several workers, the messages of a communicator take turns. Both ends count those of each tag, so a
+//! receive is posted at the worker to which the message that it matches goes.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail::{Buffer, Endpoint, Request, Worker};
@@ -19,8 +22,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use slab::Slab;
 
-/// The request whose tests make progress, of all that use one worker; null: the next one that is tested.
-pub(crate) type Pacer = Arc<AtomicPtr<Flight>>;
+use crate::workers::Pacer;
 
 /// Most receives of one request.
 pub(crate) const MAX_RECVS: usize = 8;
@@ -39,12 +41,13 @@ pub(crate) fn tag(kind: u64, serial: u8, listener: u32, tag: i32) -> u64 {
 
 /// One direction between two ranks: a send or a receive communicator.
 pub(crate) struct Comm {
-    worker: Worker,
-    /// The peer; `None`: this worker itself, which receives from whichever endpoint it sends to.
-    endpoint: Option<Endpoint>,
+    /// One per worker; at least one.
+    paths: Vec<Path>,
     tag: u64,
     peer: String,
-    pacer: Pacer,
+    pacer: Option<Pacer>,
+    /// Messages so far of each of NCCL's tags, which are few.
+    counts: Mutex<Vec<(i32, usize)>>,
     flights: Mutex<Slab<*mut Flight>>,
 }
 
@@ -53,6 +56,13 @@ pub(crate) struct Comm {
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
+
+/// How one of our workers reaches the peer's worker of the same number.
+pub(crate) struct Path {
+    pub(crate) worker: Worker,
+    /// The peer; `None`: this worker itself, which receives from whichever endpoint it sends to.
+    pub(crate) endpoint: Option<Endpoint>,
+}
 
 /// A request of NCCL's: one send, or up to [`MAX_RECVS`] receives.
 pub(crate) struct Flight {
@@ -100,9 +110,24 @@ pub(crate) struct Receive {
 }
 
 impl Comm {
-    pub(crate) fn new(worker: &Worker, endpoint: Option<Endpoint>, tag: u64, peer: String, pacer: &Pacer) -> Arc<Comm> {
-        let (worker, pacer) = (worker.clone(), pacer.clone());
-        Arc::new(Comm { worker, endpoint, tag, peer, pacer, flights: Mutex::default() })
+    pub(crate) fn new(paths: Vec<Path>, tag: u64, peer: String, pacer: Option<Pacer>) -> Arc<Comm> {
+        Arc::new(Comm { paths, tag, peer, pacer, counts: Mutex::default(), flights: Mutex::default() })
+    }
+
+    /// The way of the next message with that tag of NCCL's.
+    fn path(&self, tag: i32) -> &Path {
+        if let [only] = &self.paths[..] {
+            return only;
+        }
+        let mut counts = self.counts.lock();
+        let at = counts.iter().position(|(known, _)| *known == tag).unwrap_or_else(|| {
+            counts.push((tag, 0));
+            counts.len() - 1
+        });
+        let count = &mut counts[at].1;
+        *count = count.wrapping_add(1);
+        // Communicators begin with different workers, for those that send little.
+        &self.paths[count.wrapping_add((self.tag >> 32) as usize) % self.paths.len()]
     }
 
     /// The peer's name.
@@ -118,7 +143,7 @@ impl Comm {
     /// # Safety
     /// `data` is valid for `len` bytes and not written until the request has completed or the communicator is closed.
     pub(crate) unsafe fn send(&self, data: *mut c_void, len: usize, tag: i32) -> Result<*mut Flight> {
-        let Some(endpoint) = &self.endpoint else {
+        let Some(endpoint) = &self.path(tag).endpoint else {
             return Err(Error::new(ErrorKind::Usage, "isend", "the communicator receives"));
         };
         // SAFETY: as promised by the caller; `Drop` ends the operation before the memory may be freed.
@@ -143,8 +168,9 @@ impl Comm {
         let start = |receive: &Receive| {
             // SAFETY: as promised by the caller; `Drop` ends the operation before the memory may be freed.
             let buffer = unsafe { Buffer::raw(receive.data.cast(), receive.len, None) };
+            let path = self.path(receive.tag);
             let tag = self.tag | u64::from(receive.tag as u32);
-            self.worker.recv(buffer, tag, u64::MAX, self.endpoint.as_ref()).map(Part::new)
+            path.worker.recv(buffer, tag, u64::MAX, path.endpoint.as_ref()).map(Part::new)
         };
         let first = start(first)?;
         let mut parts = Vec::with_capacity(others.len());
@@ -171,17 +197,19 @@ impl Comm {
 
     /// Makes progress if the request is the pacer, or there is none.
     fn pace(&self, flight: *mut Flight) {
+        let Some(pacer) = &self.pacer else { return };
         let (set, get) = (Ordering::AcqRel, Ordering::Acquire);
-        let pacer = self.pacer.compare_exchange(ptr::null_mut(), flight, set, get).unwrap_or_else(|pacer| pacer);
+        let pacer = pacer.compare_exchange(ptr::null_mut(), flight, set, get).unwrap_or_else(|pacer| pacer);
         if pacer.is_null() || pacer == flight {
-            self.worker.progress();
+            self.paths[0].worker.progress();
         }
     }
 
     /// The request is no longer the pacer, if it was.
     fn step_down(&self, flight: &Flight) {
+        let Some(pacer) = &self.pacer else { return };
         let flight = ptr::from_ref(flight).cast_mut();
-        let _ = self.pacer.compare_exchange(flight, ptr::null_mut(), Ordering::AcqRel, Ordering::Acquire);
+        let _ = pacer.compare_exchange(flight, ptr::null_mut(), Ordering::AcqRel, Ordering::Acquire);
     }
 
     /// Cancels requests and waits until the engine has let go of their memory.

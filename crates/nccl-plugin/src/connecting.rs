@@ -2,8 +2,10 @@
 //!
 //! A listener waits for one message, the hello, under a tag of its own. The connecting end dials the listener's worker
 //! unless it is connected already, sends the hello, and has its communicator once that is delivered. The hello names
-//! the sending worker, by which the accepting end finds the endpoint to receive from.
+//! the sending network, by which the accepting end finds the endpoints to receive from: one per worker, of which the
+//! end that has fewer has all connected. Hellos travel between the first workers.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -11,19 +13,20 @@ use crossrail::{Endpoint, Request, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use crate::comm::{Comm, DATA, LISTENER_BITS, tag};
+use crate::comm::{Comm, DATA, LISTENER_BITS, Path, tag};
 use crate::handle::{self, Bytes, Handle};
 use crate::log;
 use crate::net::{Link, Net};
+use crate::workers::Workers;
 
 const HELLO: u64 = 1;
-/// Room for a hello: one byte, and the name of a worker.
-const HELLO_LEN: usize = 257;
+/// Room for a hello: two bytes, and the name of a network.
+const HELLO_LEN: usize = 258;
 
 /// A listener: one `listen`.
 pub(crate) struct Listener {
     net: Arc<Net>,
-    worker: Worker,
+    workers: Arc<Workers>,
     number: u32,
     state: Mutex<Listening>,
 }
@@ -36,6 +39,8 @@ enum Listening {
 
 struct Hello {
     serial: u8,
+    /// How many workers have connected.
+    workers: u8,
     name: String,
 }
 
@@ -44,7 +49,7 @@ pub(crate) struct Attempt {
     link: Arc<Link>,
     listener: u32,
     serial: u8,
-    hello: Option<(Request, Endpoint)>,
+    hello: Option<(Request, Vec<Endpoint>)>,
 }
 
 /// Starts to listen; the handle by which others connect.
@@ -52,13 +57,14 @@ pub(crate) struct Attempt {
 /// # Errors
 /// As [`Worker::new`].
 pub(crate) fn listen(net: &Arc<Net>) -> Result<(Listener, Bytes)> {
-    let worker = net.worker()?;
+    let workers = net.workers()?;
     let number = net.number() % (1 << LISTENER_BITS);
-    let state = Mutex::new(Listening::Waiting(Some(expect_hello(&worker, number)?)));
-    let (machine, addresses) = (net.device().machine, worker.control_addresses());
-    let handle = Handle { machine, worker: net.id, listener: number, addresses };
+    let state = Mutex::new(Listening::Waiting(Some(expect_hello(workers.worker(0), number)?)));
+    let ips = workers.worker(0).control_addresses().iter().map(SocketAddr::ip).collect();
+    let machine = net.device().machine;
+    let handle = Handle { machine, network: net.id, listener: number, ips, ports: workers.ports() };
     let bytes = handle.encode();
-    Ok((Listener { net: net.clone(), worker, number, state }, bytes))
+    Ok((Listener { net: net.clone(), workers, number, state }, bytes))
 }
 
 fn expect_hello(worker: &Worker, number: u32) -> Result<Request> {
@@ -80,9 +86,7 @@ impl Listener {
             *state = Listening::Arrived(hello, Instant::now());
         }
         let Listening::Arrived(hello, since) = &*state else { return Ok(None) };
-        let own = hello.name == self.worker.name();
-        let found = if own { None } else { self.net.accepted(&self.worker, &hello.name) };
-        if found.is_none() && !own {
+        let Some(paths) = self.paths(hello)? else {
             let timeout = self.net.settings().timeout;
             if since.elapsed() < timeout {
                 return Ok(None);
@@ -91,12 +95,26 @@ impl Listener {
             return Err(Error::new(ErrorKind::Timeout, "accept", detail)
                 .with_peer(hello.name.clone())
                 .with_waited(timeout));
-        }
+        };
         log::info(format_args!("accepted a communicator of {}", hello.name));
         let tag = tag(DATA, hello.serial, self.number, 0);
-        let comm = Comm::new(&self.worker, found, tag, hello.name.clone(), &self.net.pacer);
-        *state = Listening::Waiting(Some(expect_hello(&self.worker, self.number)?));
+        let comm = Comm::new(paths, tag, hello.name.clone(), self.workers.pacer.clone());
+        *state = Listening::Waiting(Some(expect_hello(self.workers.worker(0), self.number)?));
         Ok(Some(comm))
+    }
+
+    /// The ways by which the messages of that network arrive; `None`: not all are there yet.
+    fn paths(&self, hello: &Hello) -> Result<Option<Vec<Path>>> {
+        let (count, own) = (usize::from(hello.workers), hello.name == self.workers.name());
+        if count == 0 || count > self.workers.len() {
+            let detail = format!("the peer has connected {count} workers to our {}", self.workers.len());
+            return Err(Error::new(ErrorKind::Protocol, "accept", detail).with_peer(hello.name.clone()));
+        }
+        let path = |index| {
+            let endpoint = if own { None } else { Some(self.workers.accepted(index, &hello.name)?) };
+            Some(Path { worker: self.workers.worker(index).clone(), endpoint })
+        };
+        Ok((0..count).map(path).collect())
     }
 }
 
@@ -110,13 +128,13 @@ impl Drop for Listener {
 
 impl Hello {
     fn encode(&self) -> Vec<u8> {
-        [&[self.serial], self.name.as_bytes()].concat()
+        [&[self.serial, self.workers], self.name.as_bytes()].concat()
     }
 
     fn decode(bytes: &[u8]) -> Result<Hello> {
-        let parsed = bytes.split_first().and_then(|(serial, name)| Some((*serial, std::str::from_utf8(name).ok()?)));
+        let parsed = bytes.split_first_chunk().and_then(|(head, name)| Some((*head, std::str::from_utf8(name).ok()?)));
         match parsed {
-            Some((serial, name)) if !name.is_empty() => Ok(Hello { serial, name: name.to_owned() }),
+            Some(([serial, workers], name)) if !name.is_empty() => Ok(Hello { serial, workers, name: name.to_owned() }),
             _ => Err(Error::new(ErrorKind::Protocol, "accept", "a rank's first message is malformed")),
         }
     }
@@ -153,16 +171,23 @@ pub(crate) fn connect(net: &Arc<Net>, bytes: &mut Bytes) -> Result<Option<Arc<Co
 impl Attempt {
     fn advance(&mut self, net: &Net) -> Result<Option<Arc<Comm>>> {
         if self.hello.is_none() {
-            let Some(endpoint) = self.link.endpoint()? else { return Ok(None) };
-            let hello = Hello { serial: self.serial, name: net.worker()?.name() };
-            let request = endpoint.send(hello.encode(), tag(HELLO, 0, self.listener, 0))?;
-            self.hello = Some((request, endpoint));
+            let Some(endpoints) = self.link.endpoints()? else { return Ok(None) };
+            let Some(first) = endpoints.first() else { return Ok(None) };
+            let hello = Hello { serial: self.serial, workers: endpoints.len() as u8, name: net.workers()?.name() };
+            let request = first.send(hello.encode(), tag(HELLO, 0, self.listener, 0))?;
+            self.hello = Some((request, endpoints));
         }
-        let Some((request, endpoint)) = &self.hello else { return Ok(None) };
+        let Some((request, endpoints)) = &self.hello else { return Ok(None) };
         let Some(delivered) = request.test() else { return Ok(None) };
         delivered?;
-        let tag = tag(DATA, self.serial, self.listener, 0);
-        Ok(Some(Comm::new(&net.worker()?, Some(endpoint.clone()), tag, endpoint.peer(), &net.pacer)))
+        let (tag, workers) = (tag(DATA, self.serial, self.listener, 0), net.workers()?);
+        let peer = endpoints.first().map(Endpoint::peer).unwrap_or_default();
+        let path = |(index, endpoint): (usize, &Endpoint)| Path {
+            worker: workers.worker(index).clone(),
+            endpoint: Some(endpoint.clone()),
+        };
+        let paths = endpoints.iter().enumerate().map(path).collect();
+        Ok(Some(Comm::new(paths, tag, peer, workers.pacer.clone())))
     }
 }
 
@@ -172,10 +197,10 @@ mod tests {
 
     #[test]
     fn malformed_hellos_are_refused() {
-        let hello = Hello { serial: 9, name: "host:1#a".to_owned() };
+        let hello = Hello { serial: 9, workers: 4, name: "host:1#a".to_owned() };
         let read = Hello::decode(&hello.encode()).expect("a hello");
-        assert_eq!((read.serial, read.name), (9, hello.name));
-        for bytes in [&[][..], &[1], &[1, 0xff]] {
+        assert_eq!((read.serial, read.workers, read.name), (9, 4, hello.name));
+        for bytes in [&[][..], &[1], &[1, 1], &[1, 1, 0xff]] {
             assert_eq!(Hello::decode(bytes).err().map(|error| error.kind), Some(ErrorKind::Protocol));
         }
     }

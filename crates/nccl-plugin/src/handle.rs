@@ -4,11 +4,12 @@
 //! |---|---|
 //! | 0..4 | magic and version |
 //! | 4..12 | hash of the listening machine's boot id |
-//! | 12..20 | the listening worker's random id |
+//! | 12..20 | the listening network's random id |
 //! | 20..24 | the listener's number |
-//! | 24..26 | the worker's port |
-//! | 26 | number of addresses |
-//! | 27..112 | addresses: 4 or 6, and 16 bytes each |
+//! | 24 | number of workers |
+//! | 25 | number of addresses |
+//! | 26..42 | the workers' ports |
+//! | 42..110 | addresses: 4 or 6, and 16 bytes each |
 //! | 120..128 | the connecting rank's own state: 0 at first |
 //!
 //! NCCL passes the same memory to every call of `connect` until that succeeds; the last 8 bytes name the attempt.
@@ -18,11 +19,16 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use crossrail_nccl_abi::HANDLE_LEN;
 use crossrail_types::{Error, ErrorKind, Result};
 
-const MAGIC: [u8; 4] = *b"XRN1";
+const MAGIC: [u8; 4] = *b"XRN2";
+const WORKERS_AT: usize = 24;
+const COUNT_AT: usize = 25;
+const PORTS_AT: usize = 26;
+const ADDRESSES_AT: usize = PORTS_AT + 2 * MAX_WORKERS;
 const ADDRESS_LEN: usize = 17;
-const ADDRESSES_AT: usize = 27;
 const STATE_AT: usize = 120;
-/// Most addresses of one worker that fit.
+/// Most workers of one network.
+pub(crate) const MAX_WORKERS: usize = 8;
+/// Most addresses that fit.
 pub(crate) const MAX_ADDRESSES: usize = (STATE_AT - ADDRESSES_AT) / ADDRESS_LEN;
 
 /// The bytes of a handle.
@@ -32,27 +38,39 @@ pub(crate) type Bytes = [u8; HANDLE_LEN];
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Handle {
     pub(crate) machine: u64,
-    pub(crate) worker: u64,
+    pub(crate) network: u64,
     pub(crate) listener: u32,
-    pub(crate) addresses: Vec<SocketAddr>,
+    /// Where every worker of the network listens.
+    pub(crate) ips: Vec<IpAddr>,
+    /// One per worker.
+    pub(crate) ports: Vec<u16>,
 }
 
 impl Handle {
-    /// Encodes it. Addresses beyond [`MAX_ADDRESSES`] are left out; all have the first one's port.
+    /// The addresses of one of the workers.
+    pub(crate) fn worker(&self, index: usize) -> Vec<SocketAddr> {
+        let port = self.ports.get(index).copied().unwrap_or(0);
+        self.ips.iter().map(|ip| SocketAddr::new(*ip, port)).collect()
+    }
+
+    /// Encodes it. Addresses beyond [`MAX_ADDRESSES`] and workers beyond [`MAX_WORKERS`] are left out.
     pub(crate) fn encode(&self) -> Bytes {
         let mut out = [0; HANDLE_LEN];
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &MAGIC);
         put(4, &self.machine.to_le_bytes());
-        put(12, &self.worker.to_le_bytes());
+        put(12, &self.network.to_le_bytes());
         put(20, &self.listener.to_le_bytes());
-        let port = self.addresses.first().map_or(0, SocketAddr::port);
-        put(24, &port.to_le_bytes());
-        let addresses = &self.addresses[..self.addresses.len().min(MAX_ADDRESSES)];
-        put(26, &[addresses.len() as u8]);
-        for (index, address) in addresses.iter().enumerate() {
+        let ports = &self.ports[..self.ports.len().min(MAX_WORKERS)];
+        let ips = &self.ips[..self.ips.len().min(MAX_ADDRESSES)];
+        put(WORKERS_AT, &[ports.len() as u8]);
+        put(COUNT_AT, &[ips.len() as u8]);
+        for (index, port) in ports.iter().enumerate() {
+            put(PORTS_AT + 2 * index, &port.to_le_bytes());
+        }
+        for (index, ip) in ips.iter().enumerate() {
             let at = ADDRESSES_AT + index * ADDRESS_LEN;
-            match address.ip() {
+            match ip {
                 IpAddr::V4(v4) => {
                     put(at, &[4]);
                     put(at + 1, &v4.octets());
@@ -84,23 +102,26 @@ impl Handle {
             u64::from_le_bytes(word)
         };
         let listener = u32::from_le_bytes([bytes[20], bytes[21], bytes[22], bytes[23]]);
-        let port = u16::from_le_bytes([bytes[24], bytes[25]]);
-        let count = usize::from(bytes[26]);
-        if count == 0 || count > MAX_ADDRESSES || port == 0 {
+        let (workers, count) = (usize::from(bytes[WORKERS_AT]), usize::from(bytes[COUNT_AT]));
+        if workers == 0 || workers > MAX_WORKERS || count == 0 || count > MAX_ADDRESSES {
             return Err(fail("it has no address"));
         }
-        let mut addresses = Vec::with_capacity(count);
+        let (pairs, _) = bytes[PORTS_AT..PORTS_AT + 2 * workers].as_chunks();
+        let ports: Vec<u16> = pairs.iter().map(|port| u16::from_le_bytes(*port)).collect();
+        if ports.contains(&0) {
+            return Err(fail("it has no port"));
+        }
+        let mut ips = Vec::with_capacity(count);
         for at in (ADDRESSES_AT..).step_by(ADDRESS_LEN).take(count) {
             let mut octets = [0; 16];
             octets.copy_from_slice(&bytes[at + 1..at + ADDRESS_LEN]);
-            let ip = match bytes[at] {
+            ips.push(match bytes[at] {
                 4 => Ipv4Addr::new(octets[0], octets[1], octets[2], octets[3]).into(),
                 6 => Ipv6Addr::from(octets).into(),
                 _ => return Err(fail("it has an address of an unknown kind")),
-            };
-            addresses.push(SocketAddr::new(ip, port));
+            });
         }
-        Ok(Handle { machine: word(4), worker: word(12), listener, addresses })
+        Ok(Handle { machine: word(4), network: word(12), listener, ips, ports })
     }
 }
 
@@ -122,25 +143,29 @@ mod tests {
     use super::*;
 
     fn handle() -> Handle {
-        let addresses = ["10.0.0.1:7000", "[2001:db8::7]:7000"].map(|text| text.parse().expect("an address"));
-        Handle { machine: 7, worker: u64::MAX - 1, listener: 0xfffff, addresses: addresses.to_vec() }
+        let ips = ["10.0.0.1", "2001:db8::7"].map(|text| text.parse().expect("an address"));
+        Handle { machine: 7, network: u64::MAX - 1, listener: 0xfffff, ips: ips.to_vec(), ports: vec![7000, 7001] }
     }
 
     #[test]
     fn a_handle_is_decoded_as_it_was_encoded() {
         assert_eq!(Handle::decode(&handle().encode()).expect("a handle"), handle());
-        let many = Handle { addresses: vec![handle().addresses[1]; 9], ..handle() };
-        assert_eq!(Handle::decode(&many.encode()).expect("a handle").addresses.len(), MAX_ADDRESSES);
+        let many = Handle { ips: vec![handle().ips[1]; 9], ports: vec![7; 9], ..handle() };
+        let read = Handle::decode(&many.encode()).expect("a handle");
+        assert_eq!((read.ips.len(), read.ports.len()), (MAX_ADDRESSES, MAX_WORKERS));
+        assert_eq!(read.worker(1)[0], "[2001:db8::7]:7".parse().expect("an address"));
     }
 
     #[test]
     fn bytes_that_are_no_handle_are_refused() {
         assert!(Handle::decode(&[0; HANDLE_LEN]).is_err());
-        for (at, value) in [(0, b'Y'), (26, 0), (26, 200), (27, 5)] {
+        for (at, value) in [(0, b'Y'), (24, 0), (24, 9), (25, 0), (25, 200), (42, 5)] {
             let mut bytes = handle().encode();
             bytes[at] = value;
             assert_eq!(Handle::decode(&bytes).expect_err("an error").kind, ErrorKind::Usage, "byte {at}");
         }
+        let no_port = Handle { ports: vec![7000, 0], ..handle() };
+        assert!(Handle::decode(&no_port.encode()).is_err());
     }
 
     #[test]

@@ -1,30 +1,30 @@
-//! What `init` creates: a worker on first use, and the connections to other ranks' workers.
+//! What `init` creates: workers on first use, and the connections to other ranks' workers.
 
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
-use crossrail_types::{Channels, Error, ErrorKind, Filter, Rails, Result};
+use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker};
+use crossrail_types::{Error, ErrorKind, Filter, IoThreads, Result};
 use parking_lot::Mutex;
 use slab::Slab;
 
-use crate::comm::Pacer;
 use crate::connecting::Attempt;
 use crate::device::Device;
 use crate::handle::Handle;
 use crate::log;
+use crate::workers::{self, Workers};
 
-/// Bytes of a chunk, unless the user says otherwise.
-const CHUNK: usize = 128 << 10;
-/// Connections to a peer over all rails, unless the user says otherwise.
-const CONNECTIONS: u32 = 4;
+/// Bytes of a chunk, unless the user says otherwise: NCCL's pieces are no longer.
+const CHUNK: usize = 512 << 10;
 
 /// The process's devices and settings, read once.
 pub(crate) struct Process {
     context: Context,
+    /// How many workers a network has.
+    workers: usize,
     pub(crate) device: Device,
 }
 
@@ -43,17 +43,18 @@ impl Process {
         let mut settings = Settings::from_env()?;
         // NCCL hands over host memory only; direct copies between GPUs are its own.
         settings.tls = without(&settings.tls, "cuda_ipc");
-        tune(&mut settings, |name| std::env::var_os(name).is_some());
+        let workers = tune(&mut settings, |name| std::env::var_os(name).is_some());
         let context = Context::new(settings)?;
         let device = Device::describe(&context)?;
-        log::info(format_args!("rails: {}", device.rails));
+        let threads = if workers == 1 { String::new() } else { format!("; {workers} threads") };
+        log::info(format_args!("rails: {}{threads}", device.rails));
         if !device.addresses.is_empty() && !has_secret(context.settings()) {
             log::info(format_args!(
                 "CROSSRAIL_SECRET is not set, so only ranks on {} can connect; set it on all ranks to reach others",
                 device.host
             ));
         }
-        Ok(Process { context, device })
+        Ok(Process { context, workers, device })
     }
 }
 
@@ -61,19 +62,15 @@ fn has_secret(settings: &Settings) -> bool {
     settings.secret.is_some() || settings.secret_file.is_some()
 }
 
-/// Defaults for NCCL's traffic, which is many pieces of 128 to 512 KiB at a time: each is split over several
-/// connections, which as many threads serve. What the user has set stays.
-fn tune(settings: &mut Settings, is_set: impl Fn(&str) -> bool) {
+/// Defaults for NCCL's traffic, which is many pieces of 128 to 512 KiB at a time. What the user has set stays, except
+/// that the threads are the workers': each serves all connections of one. How many workers there are.
+fn tune(settings: &mut Settings, is_set: impl Fn(&str) -> bool) -> usize {
     if !is_set("CROSSRAIL_CHUNK") {
         settings.chunk = CHUNK;
     }
-    if !is_set("CROSSRAIL_CHANNELS") {
-        let rails = match &settings.net_devices {
-            Rails::Named(Filter::Only(names)) => names.len() as u32,
-            _ => 1,
-        };
-        settings.channels = Channels::Count((CONNECTIONS / rails.max(1)).max(1));
-    }
+    let workers = workers::count(settings.io_threads);
+    settings.io_threads = IoThreads::Count(1);
+    workers
 }
 
 fn without(filter: &Filter, name: &str) -> Filter {
@@ -88,26 +85,25 @@ fn without(filter: &Filter, name: &str) -> Filter {
 /// One communicator's network, or the process's for tables before version 11. Any thread may use it.
 pub(crate) struct Net {
     process: &'static Process,
-    /// Distinguishes this worker from all others.
+    /// Distinguishes this network from all others.
     pub(crate) id: u64,
-    worker: Mutex<Option<Worker>>,
+    /// How many workers it starts.
+    count: usize,
+    workers: Mutex<Option<Arc<Workers>>>,
     numbers: AtomicU32,
     links: Mutex<HashMap<u64, Arc<Link>>>,
-    /// Endpoints that other ranks' workers have made.
-    accepted: Mutex<Vec<Endpoint>>,
     pub(crate) attempts: Mutex<Slab<Attempt>>,
-    pub(crate) pacer: Pacer,
 }
 
-/// The connection to another rank's worker, shared by all communicators to it.
-pub(crate) struct Link(Mutex<Option<Result<Endpoint>>>);
+/// The connections to another rank's workers, shared by all communicators to it.
+pub(crate) struct Link(Mutex<Option<Result<Vec<Endpoint>>>>);
 
 impl Link {
-    /// The endpoint; `None` while it is being made.
+    /// The endpoints, one for each pair of workers; `None` while they are being made.
     ///
     /// # Errors
-    /// Why it could not be made.
-    pub(crate) fn endpoint(&self) -> Result<Option<Endpoint>> {
+    /// Why one could not be made.
+    pub(crate) fn endpoints(&self) -> Result<Option<Vec<Endpoint>>> {
         self.0.lock().clone().transpose()
     }
 }
@@ -119,17 +115,24 @@ impl Net {
     /// As [`Process::get`]; `Io` without random numbers.
     pub(crate) fn new() -> Result<Arc<Net>> {
         let process = Process::get()?;
+        Net::of(process, process.workers)
+    }
+
+    /// A network that will have `count` workers.
+    ///
+    /// # Errors
+    /// `Io` without random numbers.
+    pub(crate) fn of(process: &'static Process, count: usize) -> Result<Arc<Net>> {
         let mut id = [0; 8];
         getrandom::fill(&mut id).map_err(|error| Error::new(ErrorKind::Io, "init", error.to_string()))?;
         Ok(Arc::new(Net {
             process,
             id: u64::from_le_bytes(id),
-            worker: Mutex::new(None),
+            count,
+            workers: Mutex::new(None),
             numbers: AtomicU32::new(0),
             links: Mutex::default(),
-            accepted: Mutex::default(),
             attempts: Mutex::default(),
-            pacer: Pacer::default(),
         }))
     }
 
@@ -148,52 +151,54 @@ impl Net {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The worker, started on first use: a communicator whose ranks share memory never needs one.
+    /// The workers, started on first use: a communicator whose ranks share memory never needs any.
     ///
     /// # Errors
     /// As [`Worker::new`].
-    pub(crate) fn worker(&self) -> Result<Worker> {
-        let mut worker = self.worker.lock();
-        if let Some(worker) = &*worker {
-            return Ok(worker.clone());
+    pub(crate) fn workers(&self) -> Result<Arc<Workers>> {
+        let mut workers = self.workers.lock();
+        if let Some(workers) = &*workers {
+            return Ok(workers.clone());
         }
         let device = self.device();
         let settings = self.settings();
         let listens = has_secret(settings) && settings.control_device.is_none() && !device.addresses.is_empty();
         let listen = listens.then(|| device.addresses.iter().map(|ip| SocketAddr::new(*ip, 0)).collect());
-        // Unique, since the accepting end finds its endpoint by this name.
-        let name = Some(format!("{}:{}#{:016x}", device.host, std::process::id(), self.id));
-        let options = WorkerOptions { name, listen, ..WorkerOptions::default() };
-        let started = Worker::new(&self.process.context, options)?;
-        *worker = Some(started.clone());
+        // Unique, since the accepting end finds its endpoints by this name.
+        let name = format!("{}:{}#{:016x}", device.host, std::process::id(), self.id);
+        let started = Arc::new(Workers::start(&self.process.context, self.count, &name, listen)?);
+        *workers = Some(started.clone());
         Ok(started)
     }
 
-    /// The connection to the worker behind `handle`, begun if there is none yet.
+    /// The connections to the workers behind `handle`, begun if there are none yet.
     ///
     /// # Errors
-    /// `Unreachable`: the worker is on another machine and listens on loopback only; `Io` when the system refuses a
+    /// `Unreachable`: they are on another machine and listen on loopback only; `Io` when the system refuses a
     /// thread.
     pub(crate) fn link(&self, handle: Handle) -> Result<Arc<Link>> {
-        if let Some(link) = self.links.lock().get(&handle.worker) {
+        if let Some(link) = self.links.lock().get(&handle.network) {
             return Ok(link.clone());
         }
-        if handle.machine != self.device().machine && handle.addresses.iter().all(|address| address.ip().is_loopback())
-        {
+        if handle.machine != self.device().machine && handle.ips.iter().all(IpAddr::is_loopback) {
             let detail = "the peer is on another machine and accepts connections on its loopback interface only";
             return Err(Error::new(ErrorKind::Unreachable, "connect", detail)
                 .with_hint("set CROSSRAIL_SECRET to the same text on all ranks"));
         }
-        let worker = self.worker()?;
+        let workers = self.workers()?;
         let link = Arc::new(Link(Mutex::new(None)));
         let target = link.clone();
-        self.links.lock().insert(handle.worker, link.clone());
+        self.links.lock().insert(handle.network, link.clone());
         let timeout = self.settings().timeout;
         let dial = move || {
-            let made = connect(&worker, &handle.addresses, timeout);
-            if let Ok(endpoint) = &made {
-                let lanes: Vec<String> = endpoint.lanes().into_iter().map(|lane| lane.name).collect();
-                log::info(format_args!("connected to {} over {}", endpoint.peer(), lanes.join(", ")));
+            let count = workers.len().min(handle.ports.len());
+            let made = (0..count)
+                .map(|index| connect(workers.worker(index), &handle.worker(index), timeout))
+                .collect::<Result<Vec<_>>>();
+            if let Ok([first, ..]) = made.as_deref() {
+                let lanes: Vec<String> = first.lanes().into_iter().map(|lane| lane.name).collect();
+                let times = if count == 1 { String::new() } else { format!(", {count} times") };
+                log::info(format_args!("connected to {} over {}{times}", first.peer(), lanes.join(", ")));
             }
             *target.0.lock() = Some(made);
         };
@@ -204,23 +209,12 @@ impl Net {
         Ok(link)
     }
 
-    /// The endpoint that the worker called `name` has made to this one; `None`: it is not there yet.
-    pub(crate) fn accepted(&self, worker: &Worker, name: &str) -> Option<Endpoint> {
-        let mut accepted = self.accepted.lock();
-        while let Ok(endpoint) = worker.accept(Some(std::time::Duration::ZERO)) {
-            accepted.push(endpoint);
-        }
-        accepted.retain(Endpoint::is_alive);
-        accepted.iter().find(|endpoint| endpoint.peer() == name).cloned()
-    }
-
-    /// Ends the worker: its connections close, its threads end.
+    /// Ends the workers: their connections close, their threads end.
     pub(crate) fn close(&self) {
         self.attempts.lock().clear();
         self.links.lock().clear();
-        self.accepted.lock().clear();
-        if let Some(worker) = self.worker.lock().take() {
-            worker.close();
+        if let Some(workers) = self.workers.lock().take() {
+            workers.close();
         }
     }
 }
@@ -246,16 +240,14 @@ mod tests {
 
     #[test]
     fn what_the_user_has_set_is_not_tuned() {
-        let tuned = |devices: &str, set: &[&str]| {
-            let mut settings = Settings::from_pairs([("CROSSRAIL_NET_DEVICES", devices)]).expect("settings");
-            tune(&mut settings, |name| set.contains(&name));
-            (settings.chunk, settings.channels)
+        let tuned = |threads: &str, set: &[&str]| {
+            let mut settings = Settings::from_pairs([("CROSSRAIL_IO_THREADS", threads)]).expect("settings");
+            let workers = tune(&mut settings, |name| set.contains(&name));
+            assert_eq!(settings.io_threads, IoThreads::Count(1));
+            (settings.chunk, workers)
         };
-        let usual = Settings::default();
-        assert_eq!(tuned("all", &[]), (CHUNK, Channels::Count(4)));
-        assert_eq!(tuned("eth1,eth2", &[]), (CHUNK, Channels::Count(2)));
-        assert_eq!(tuned("eth1,eth2,eth3,eth4,eth5", &["CROSSRAIL_CHUNK"]), (usual.chunk, Channels::Count(1)));
-        assert_eq!(tuned("all", &["CROSSRAIL_CHANNELS"]), (CHUNK, usual.channels));
+        assert_eq!(tuned("3", &[]), (CHUNK, 3));
+        assert_eq!(tuned("auto", &["CROSSRAIL_CHUNK"]).0, Settings::default().chunk);
     }
 
     #[test]

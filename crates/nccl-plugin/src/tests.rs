@@ -3,11 +3,13 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_nccl_abi::{HANDLE_LEN, INVALID_ARGUMENT, NetV12, PTR_CUDA, PTR_HOST, REMOTE_ERROR, SUCCESS};
 use crossrail_nccl_driver::{Lanes, Memory, Network, Plugin, Receiver, Sender};
 
+use crate::net::{Net, Process};
 use crate::{TABLE_V8, TABLE_V9, TABLE_V10, TABLE_V11, TABLE_V12};
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -99,6 +101,20 @@ impl Pair {
         for context in &mut contexts {
             assert_eq!(call!(table, init, context, 1, ptr::null_mut(), None, None), SUCCESS);
         }
+        Pair::connected(contexts)
+    }
+
+    /// Networks with so many workers each.
+    fn of_workers(counts: [usize; 2]) -> Pair {
+        let process = Process::get().expect("settings");
+        Pair::connected(counts.map(|count| {
+            let net = Net::of(process, count).expect("a network");
+            Arc::into_raw(net).cast_mut().cast()
+        }))
+    }
+
+    fn connected(contexts: [*mut c_void; 2]) -> Pair {
+        let table = &TABLE_V12.0;
         let (mut handle, mut listener) = ([0_u8; HANDLE_LEN], ptr::null_mut());
         let at: *mut c_void = handle.as_mut_ptr().cast();
         assert_eq!(call!(table, listen, contexts[1], 0, at, &mut listener), SUCCESS);
@@ -183,6 +199,62 @@ fn far_more_requests_than_nccl_posts_are_in_flight_at_once() {
     assert!(receives.iter().all(|request| pair.finish(*request)[0] == 4096));
     assert!(sends.iter().all(|request| pair.finish(*request)[0] == 4096));
     assert!(received == sent, "messages of one tag match in order");
+}
+
+#[test]
+fn messages_that_take_turns_between_workers_match_in_the_order_of_their_tags() {
+    for counts in [[3, 3], [4, 2], [1, 3]] {
+        let pair = Pair::of_workers(counts);
+        // Each tag in order, but the tags in another order at either end, and lengths beyond what goes with a first frame.
+        let len = |at: usize| if at.is_multiple_of(4) { 200_000 } else { 100 };
+        let mut received: Vec<Vec<u8>> = (0..24).map(|_| vec![0; 200_000]).collect();
+        let (one, other) = received.split_at_mut(12);
+        let receives: Vec<*mut c_void> =
+            one.iter_mut().zip(other).map(|(one, other)| pair.receive(&mut [one, other], &mut [5, -3])).collect();
+        let mut sent: Vec<Vec<u8>> = (0..24).map(|at| vec![at as u8 + 1; len(at)]).collect();
+        let (one, other) = sent.split_at_mut(12);
+        let mut sends: Vec<*mut c_void> = other.iter_mut().map(|bytes| pair.send(bytes, -3)).collect();
+        sends.extend(one.iter_mut().map(|bytes| pair.send(bytes, 5)));
+        for (at, request) in receives.into_iter().enumerate() {
+            assert_eq!(pair.finish(request)[..2], [len(at) as c_int, len(at + 12) as c_int], "{counts:?}, {at}");
+        }
+        sends.into_iter().for_each(|request| assert!(pair.finish(request)[0] > 0));
+        for (at, (received, sent)) in received.iter().zip(&sent).enumerate() {
+            assert!(received[..len(at)] == sent[..], "{counts:?}, message {at}");
+        }
+    }
+}
+
+#[test]
+fn a_network_of_several_workers_reaches_itself() {
+    let mut pair = Pair::of_workers([2, 1]);
+    let own = pair.contexts[0];
+    let (mut handle, mut listener) = ([0_u8; HANDLE_LEN], ptr::null_mut());
+    let at: *mut c_void = handle.as_mut_ptr().cast();
+    assert_eq!(call!(pair.table, listen, own, 0, at, &mut listener), SUCCESS);
+    let (mut send, mut recv): (*mut c_void, *mut c_void) = (ptr::null_mut(), ptr::null_mut());
+    until("connecting", || {
+        if send.is_null() {
+            assert_eq!(call!(pair.table, connect, own, 0, at, &mut send, ptr::null_mut()), SUCCESS);
+        }
+        if recv.is_null() {
+            assert_eq!(call!(pair.table, accept, listener, &mut recv, ptr::null_mut()), SUCCESS);
+        }
+        !send.is_null() && !recv.is_null()
+    });
+    assert_eq!(call!(pair.table, close_listen, listener), SUCCESS);
+    std::mem::swap(&mut pair.send, &mut send);
+    std::mem::swap(&mut pair.recv, &mut recv);
+    for round in 1..4 {
+        let (mut buffer, mut bytes) = ([0; 300], [round; 300]);
+        let receive = pair.receive(&mut [&mut buffer], &mut [0]);
+        let sent = pair.send(&mut bytes, 0);
+        assert_eq!(pair.finish(receive)[0], 300);
+        assert_eq!(pair.finish(sent)[0], 300);
+        assert!(buffer == [round; 300]);
+    }
+    call!(pair.table, close_send, send);
+    call!(pair.table, close_recv, recv);
 }
 
 #[test]

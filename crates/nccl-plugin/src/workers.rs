@@ -1,0 +1,134 @@
+//! The workers of a network: one, or several where there are cores for their threads.
+//!
+//! NCCL calls from one thread, which is to move no data itself: one thread copies some 5 GB/s through sockets, and a
+//! worker has one lock. Each of several workers therefore has connections, a lock and a thread of its own, which polls
+//! while there is traffic, and the messages of a communicator take turns between the workers.
+
+use std::net::SocketAddr;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicPtr;
+use std::thread::available_parallelism;
+use std::time::Duration;
+
+use crossrail::{Context, Endpoint, Worker, WorkerOptions};
+use crossrail_types::{IoThreads, Result};
+use parking_lot::Mutex;
+
+use crate::comm::Flight;
+use crate::handle::MAX_WORKERS;
+
+/// The request whose tests make progress, of all that use one worker; null: the next one that is tested.
+pub(crate) type Pacer = Arc<AtomicPtr<Flight>>;
+
+/// Cores per worker, and most workers, unless the user says otherwise.
+const CORES: usize = 4;
+const USUAL_MAX: usize = 4;
+/// How long a worker's thread polls after the last message: longer than a short collective takes, so that none of a
+/// series waits for a thread to wake.
+const LINGER: Duration = Duration::from_millis(1);
+
+/// How many workers a network has.
+pub(crate) fn count(threads: IoThreads) -> usize {
+    match threads {
+        IoThreads::Count(count) => (count as usize).clamp(1, MAX_WORKERS),
+        IoThreads::Auto => usual(available_parallelism().map_or(1, usize::from)),
+    }
+}
+
+fn usual(cores: usize) -> usize {
+    (cores / CORES).clamp(1, USUAL_MAX)
+}
+
+/// See the module.
+pub(crate) struct Workers {
+    seats: Vec<Seat>,
+    /// With a worker alone the thread that tests makes progress, too; `None`: the workers' threads suffice.
+    pub(crate) pacer: Option<Pacer>,
+}
+
+struct Seat {
+    worker: Worker,
+    /// Endpoints that other ranks' workers have made.
+    accepted: Mutex<Vec<Endpoint>>,
+}
+
+/// The name of a network's worker; the first has the network's.
+fn name_of(network: &str, index: usize) -> String {
+    if index == 0 { network.to_owned() } else { format!("{network}.{index}") }
+}
+
+impl Workers {
+    /// Starts `count` workers of the network `name`.
+    ///
+    /// # Errors
+    /// As [`Worker::new`].
+    pub(crate) fn start(
+        context: &Context,
+        count: usize,
+        name: &str,
+        listen: Option<Vec<SocketAddr>>,
+    ) -> Result<Workers> {
+        let linger = if count > 1 { LINGER } else { Duration::ZERO };
+        let start = |index| {
+            let (name, listen) = (Some(name_of(name, index)), listen.clone());
+            let options = WorkerOptions { name, listen, linger, ..WorkerOptions::default() };
+            Ok(Seat { worker: Worker::new(context, options)?, accepted: Mutex::default() })
+        };
+        let seats = (0..count).map(start).collect::<Result<_>>()?;
+        let pacer = (count == 1).then(|| Arc::new(AtomicPtr::new(ptr::null_mut())));
+        Ok(Workers { seats, pacer })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.seats.len()
+    }
+
+    /// One of the workers; the first for an index beyond the last.
+    pub(crate) fn worker(&self, index: usize) -> &Worker {
+        &self.seats.get(index).unwrap_or(&self.seats[0]).worker
+    }
+
+    /// The network's name.
+    pub(crate) fn name(&self) -> String {
+        self.worker(0).name()
+    }
+
+    /// The port on which each worker accepts.
+    pub(crate) fn ports(&self) -> Vec<u16> {
+        let port = |seat: &Seat| seat.worker.control_addresses().first().map_or(0, SocketAddr::port);
+        self.seats.iter().map(port).collect()
+    }
+
+    /// The endpoint that the worker `index` of the network `name` has made to ours of that index; `None`: it is not there
+    /// yet.
+    pub(crate) fn accepted(&self, index: usize, name: &str) -> Option<Endpoint> {
+        let Seat { worker, accepted } = self.seats.get(index)?;
+        let mut accepted = accepted.lock();
+        while let Ok(endpoint) = worker.accept(Some(Duration::ZERO)) {
+            accepted.push(endpoint);
+        }
+        accepted.retain(Endpoint::is_alive);
+        let name = name_of(name, index);
+        accepted.iter().find(|endpoint| endpoint.peer() == name).cloned()
+    }
+
+    /// Ends the workers: their connections close, their threads end.
+    pub(crate) fn close(&self) {
+        for seat in &self.seats {
+            seat.accepted.lock().clear();
+            seat.worker.close();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_are_as_many_workers_as_the_cores_or_the_user_allow() {
+        assert_eq!([1, 2, 7, 8, 16, 192].map(usual), [1, 1, 1, 2, 4, 4]);
+        assert_eq!([1, 3, 256].map(|threads| count(IoThreads::Count(threads))), [1, 3, MAX_WORKERS]);
+    }
+}
