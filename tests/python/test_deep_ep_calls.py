@@ -214,6 +214,14 @@ def test_inputs_are_kept_until_an_operation_beside_is_over(buffer: Any, monkeypa
         uses(given[0])
 
 
+def test_one_question_stands_for_several_operations_beside(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(FakeEvent, "is_done", lambda event: not asked.append(event))
+    for _ in range(40):
+        dispatch(buffer, async_finish=True)
+    assert 1 <= len(asked) <= 10
+
+
 def test_results_of_operations_beside_are_handed_out_in_turn(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEvent, "is_done", lambda event: False)
     rows, sums = set(), set()

@@ -8,7 +8,7 @@ use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
 
 use crate::context::Context;
 use crate::raw::{Code, Raw};
-use crate::stream::Stream;
+use crate::stream::{Stream, is_default};
 
 const CAPTURE_IMPLICIT: Code = 906;
 
@@ -35,7 +35,12 @@ impl Stream {
         let ask = context.cuda().optional("stream", call, context.cuda().raw().cuStreamIsCapturing)?;
         let mut status = 0_u32;
         // SAFETY: the stream is alive; `status` is a valid out pointer.
-        let code = context.current("stream", |_| unsafe { ask(self.raw(), (&raw mut status).cast()) })?;
+        let mut query = || unsafe { ask(self.raw(), (&raw mut status).cast()) };
+        // Captures allow this call in every mode, and a stream that is no default stream knows its context.
+        let code = match is_default(self.handle()) {
+            false if query() == 0 => 0,
+            _ => context.current("stream", |_| query())?,
+        };
         if code == CAPTURE_IMPLICIT {
             let detail = "the default stream cannot be used while another stream is being captured";
             return Err(

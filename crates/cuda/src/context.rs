@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crossrail_types::{Error, ErrorKind, Reason, Result};
@@ -17,6 +18,8 @@ use crate::relaxed::Relaxed;
 use crate::release::{ReleasePause, ReleaseThread};
 
 const PEER_ACCESS_ALREADY_ENABLED: Code = 704;
+/// Callers' streams that a context remembers: a program uses few.
+const KNOWN_STREAMS: usize = 4;
 
 /// The memory of a GPU at one moment, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +43,9 @@ struct Primary {
     device: Device,
     raw: CUcontext,
     release_thread: Arc<ReleaseThread>,
+    /// Handles of callers' streams that were found to be of this context, the oldest replaced first; 0 for none.
+    known_streams: [AtomicU64; KNOWN_STREAMS],
+    next_known: AtomicUsize,
 }
 
 // SAFETY: a context handle names a driver object that may be used from all threads concurrently.
@@ -74,7 +80,9 @@ impl Context {
         // SAFETY: `raw` is a valid out pointer.
         let code = unsafe { (cuda.raw().cuDevicePrimaryCtxRetain)(&mut raw, device.raw()) };
         cuda.check(&format!("cuda:{}", device.ordinal()), "cuDevicePrimaryCtxRetain", code)?;
-        Ok(Context(Arc::new(Primary { device: device.clone(), raw, release_thread: ReleaseThread::current(cuda) })))
+        let (device, release_thread) = (device.clone(), ReleaseThread::current(cuda));
+        let (known_streams, next_known) = Default::default();
+        Ok(Context(Arc::new(Primary { device, raw, release_thread, known_streams, next_known })))
     }
 
     /// The GPU.
@@ -120,15 +128,18 @@ impl Context {
     /// individually.
     ///
     /// Meanwhile nothing else may change the thread's current context, so use this only in loops and threads of this
-    /// library. Nested guards must be dropped in reverse order.
+    /// library. Nested guards must be dropped in reverse order; one inside another of the same context makes no call.
     ///
     /// # Errors
     /// A failed call.
     pub fn enter(&self) -> Result<Entered<'_>> {
+        if ENTERED.get() == self.raw() {
+            return Ok(Entered { before: self.raw(), _undo: None });
+        }
         let relaxed = self.cuda().relaxed();
         let pop = self.push("context")?;
         let before = ENTERED.replace(self.raw());
-        Ok(Entered { before, _pop: pop, _relaxed: relaxed })
+        Ok(Entered { before, _undo: Some((pop, relaxed)) })
     }
 
     /// Defers blocking releases while `waits` returns `Some(true)`; after `None` it is not called again.
@@ -183,12 +194,29 @@ impl Context {
         Ok(body(raw))
     }
 
+    /// Whether a caller's stream was found to be of this context.
+    pub(crate) fn knows_stream(&self, handle: u64) -> bool {
+        self.0.known_streams.iter().any(|known| known.load(Ordering::Relaxed) == handle)
+    }
+
+    /// Notes that a caller's stream, not a default stream, is of this context.
+    pub(crate) fn remember_stream(&self, handle: u64) {
+        let at = self.0.next_known.fetch_add(1, Ordering::Relaxed) % KNOWN_STREAMS;
+        self.0.known_streams[at].store(handle, Ordering::Relaxed);
+    }
+
+    /// Makes the context current, unless the thread's current one is this, as it mostly is beside PyTorch.
     fn push(&self, operation: &str) -> Result<Pop<'_>> {
         let raw = self.cuda().raw();
+        let mut current: CUcontext = std::ptr::null_mut();
+        // SAFETY: `current` is a valid out pointer.
+        if unsafe { (raw.cuCtxGetCurrent)(&mut current) } == 0 && current == self.raw() {
+            return Ok(Pop(None, PhantomData));
+        }
         // SAFETY: the context is retained; `Pop`, which is not `Send`, pops it on this thread.
         let code = unsafe { (raw.cuCtxPushCurrent_v2)(self.raw()) };
         self.check(operation, "cuCtxPushCurrent", code)?;
-        Ok(Pop(raw, PhantomData))
+        Ok(Pop(Some(raw), PhantomData))
     }
 
     pub(crate) fn check(&self, operation: &str, call: &str, code: Code) -> Result<()> {
@@ -208,8 +236,8 @@ thread_local! {
 #[must_use = "the context is current only while this guard lives"]
 pub struct Entered<'a> {
     before: CUcontext,
-    _pop: Pop<'a>,
-    _relaxed: Relaxed<'a>,
+    /// Dropped in this order; None inside another guard of the same context.
+    _undo: Option<(Pop<'a>, Relaxed<'a>)>,
 }
 
 impl fmt::Debug for Entered<'_> {
@@ -224,13 +252,14 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// Restores the previously current context, on the same thread.
-struct Pop<'a>(&'a Raw, PhantomData<*const ()>);
+/// Restores the previously current context, on the same thread; None: it is still current.
+struct Pop<'a>(Option<&'a Raw>, PhantomData<*const ()>);
 
 impl Drop for Pop<'_> {
     fn drop(&mut self) {
+        let Some(raw) = self.0 else { return };
         let mut popped: CUcontext = std::ptr::null_mut();
         // SAFETY: pushed on this thread, which the type cannot leave; `popped` is a valid out pointer.
-        unsafe { (self.0.cuCtxPopCurrent_v2)(&mut popped) };
+        unsafe { (raw.cuCtxPopCurrent_v2)(&mut popped) };
     }
 }

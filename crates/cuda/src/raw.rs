@@ -77,6 +77,7 @@ table! {
         cuDevicePrimaryCtxGetState(CUdevice, *mut c_uint, *mut c_int);
         cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
         cuDevicePrimaryCtxRelease_v2(CUdevice);
+        cuCtxGetCurrent(*mut CUcontext);
         cuCtxPushCurrent_v2(CUcontext);
         cuCtxPopCurrent_v2(*mut CUcontext);
         cuCtxEnablePeerAccess(CUcontext, c_uint);

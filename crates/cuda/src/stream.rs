@@ -107,6 +107,9 @@ impl Stream {
     /// [`ErrorKind::Usage`] if the stream belongs to another GPU or context; a failed call.
     pub unsafe fn borrow(context: &Context, handle: u64) -> Result<Stream> {
         let stream = handle as usize as CUstream;
+        if !is_default(handle) && context.knows_stream(handle) {
+            return Ok(Stream { context: context.clone(), raw: stream, owned: false });
+        }
         let mut owner: CUcontext = std::ptr::null_mut();
         // SAFETY: the caller guarantees the handle; `owner` is a valid out pointer.
         context.run("stream", "cuStreamGetCtx", |raw| unsafe { (raw.cuStreamGetCtx)(stream, &mut owner) })?;
@@ -114,6 +117,9 @@ impl Stream {
             let detail = format!("the stream {handle:#x} does not belong to cuda:{}", context.device().ordinal());
             return Err(Error::new(ErrorKind::Usage, "stream", detail)
                 .with_hint("use a stream of the GPU that holds the memory"));
+        }
+        if !is_default(handle) {
+            context.remember_stream(handle);
         }
         Ok(Stream { context: context.clone(), raw: stream, owned: false })
     }
@@ -217,6 +223,12 @@ impl Stream {
     pub(crate) fn raw(&self) -> CUstream {
         self.raw
     }
+}
+
+/// Whether a handle stands for a default stream, of whichever context is current: the legacy one, by both of its names,
+/// or the thread's.
+pub(crate) fn is_default(handle: u64) -> bool {
+    handle <= 2
 }
 
 /// Interprets the code of a query: whether the work has completed.

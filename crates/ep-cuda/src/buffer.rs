@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crossrail::{Context, Endpoint, Place};
 use crossrail_control::Group;
-use crossrail_cuda::{Capture, Stream};
+use crossrail_cuda::{Capture, Entered, Stream};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Layout, Link, Plan};
@@ -351,6 +351,14 @@ impl DeviceBuffer {
         self.0.events.record(&before, false)?.before(&after)
     }
 
+    /// Makes the GPU's context current until the result is dropped, for several calls in a row.
+    ///
+    /// # Errors
+    /// What the driver reports.
+    pub fn enter(&self) -> Result<Entered<'_>> {
+        self.0.cuda.enter()
+    }
+
     /// Whether `stream` is being captured in a graph.
     ///
     /// # Safety
@@ -359,7 +367,6 @@ impl DeviceBuffer {
     /// # Errors
     /// `Usage` for a stream of another GPU, or the default stream during a capture; what the driver reports.
     pub unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
-        let _entered = self.0.cuda.enter()?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
         Ok(stream.capture()? != Capture::None)

@@ -96,6 +96,7 @@ impl Completion {
     /// # Errors
     /// `Usage` if the stream belongs to another GPU; what the driver reports.
     pub unsafe fn wait(&self, stream: u64) -> Result<()> {
+        let _entered = self.0.context.enter()?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.0.context, stream)? };
         self.before(&stream)

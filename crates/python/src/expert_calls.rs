@@ -4,15 +4,15 @@
 //! A call compares the tensors' attributes, takes their addresses and goes to the device layer at once.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use crate::device_args::{CombineArgs, DispatchArgs};
 use crate::expert_sets::{Claim, Ring};
+use crate::expert_target::{Target, finish};
 use crate::flag::Flag;
 
 /// The value, or None for the caller of the closure around it.
@@ -39,7 +39,7 @@ type Kept = VecDeque<(Py<PyAny>, Tensors)>;
 #[derive(FromPyObject)]
 struct Frame {
     /// A `DeviceBuffer`, or what has its methods.
-    buffer: Py<PyAny>,
+    buffer: Target,
     /// `deep_ep.events.Streams`.
     streams: Py<PyAny>,
     /// `(ordinal) -> raw handle`: the current stream.
@@ -84,11 +84,15 @@ pub(crate) struct ExpertCalls {
     sums: Ring,
     /// Of operations in other streams than the caller's.
     kept: Mutex<Kept>,
+    /// The stream for operations beside the caller's.
+    own_stream: OnceLock<u64>,
 }
 
 /// Where an operation goes.
 struct Route {
     stream: u64,
+    /// The caller's current stream, if it is another one that the operation is yet to come after.
+    after: Option<u64>,
     /// Not the caller's current stream.
     beside: bool,
     captured: bool,
@@ -101,8 +105,8 @@ impl ExpertCalls {
         let row = 2 * u64::from(frame.hidden);
         let dispatch = EpDispatchArgs { x_stride: row, out_scale_strides: frame.scale_strides, ..EpDispatchArgs::ZERO };
         let combine = EpCombineArgs { y_stride: row, out_stride: row, ..EpCombineArgs::ZERO };
-        let (outputs, sums, kept) = Default::default();
-        ExpertCalls { frame, dispatch, combine, outputs, sums, kept }
+        let (outputs, sums, kept, own_stream) = Default::default();
+        ExpertCalls { frame, dispatch, combine, outputs, sums, kept, own_stream }
     }
 
     /// A dispatch. Gives the frame's answer and completion, and the hook with `send_only`. `beside`: in the buffer's own
@@ -121,12 +125,12 @@ impl ExpertCalls {
         let (py, calls) = (slf.py(), slf.get());
         let frame = &calls.frame;
         let Some(tokens) = calls.tokens(x)? else { return Ok(None) };
-        let (rows, selected) = ([tokens, frame.hidden], [tokens, frame.topk]);
+        let selected = [tokens, frame.topk];
         let idx_bytes = if frame.is_dtype(topk_idx, &frame.i64)? { 8 } else { 4 };
         let ids = if idx_bytes == 8 { &frame.i64 } else { &frame.i32 };
         let addresses = (|| {
             Ok::<_, PyErr>(Some([
-                some!(frame.rows(x, &rows)?),
+                some!(frame.place(x, &frame.bf16)?.filter(is_aligned)),
                 some!(frame.small(topk_idx, ids, &selected)?),
                 some!(frame.optional(topk_weights, &frame.f32, &selected)?),
                 some!(frame.optional(stats, &frame.i32, &[frame.local])?),
@@ -142,8 +146,7 @@ impl ExpertCalls {
         args.stats = stats_at;
         [args.out_x, args.out_scales, args.out_counts, args.out_ranges, args.out_source] =
             set.set.addresses.as_slice().try_into().unwrap_or_default();
-        let put = (DispatchArgs(args), route.stream, send_only.0);
-        let operation = frame.buffer.bind(py).call_method1(intern!(py, "dispatch_expert"), put)?;
+        let operation = frame.buffer.dispatch(py, args, (route.stream, route.after), send_only)?;
         let tensors = PyList::new(py, set.set.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
         let answer = frame.answer.bind(py).call1((tensors, &operation, tokens, slf))?;
         let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
@@ -189,8 +192,7 @@ impl ExpertCalls {
         let mut args = calls.combine;
         (args.y, args.topk_weights, args.common.waits, args.wire) = (y_at, weights_at, waits_at, wire);
         args.out = made.as_ref().map_or(out_at, |made| made.set.addresses[0]);
-        let put = (CombineArgs(args), handle, route.stream, send_only.0);
-        let operation = frame.buffer.bind(py).call_method1(intern!(py, "combine_expert"), put)?;
+        let operation = frame.buffer.combine(py, args, handle, (route.stream, route.after), send_only)?;
         let sums = made.as_ref().map(|made| made.set.part(py, 0));
         let Some(answer) = sums.as_ref().or(out).cloned() else { return Ok(None) };
         let used = [Some(y), topk_weights, out, waits];
@@ -199,31 +201,38 @@ impl ExpertCalls {
 }
 
 impl ExpertCalls {
-    /// Rows of `x`, if it is a tensor of two axes with no more rows than the buffer takes.
+    /// Rows of `x`, if it is a tensor of rows of the hidden size, and no more of them than the buffer takes.
     fn tokens(&self, x: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
         if !x.is_instance(self.frame.tensor.bind(x.py()))? {
             return Ok(None);
         }
         let shape = x.getattr(intern!(x.py(), "shape"))?;
-        let rows = shape.cast::<PyTuple>()?.iter().next().and_then(|rows| rows.extract().ok());
-        Ok(rows.filter(|rows| *rows <= self.frame.max_tokens))
+        let Ok((rows, hidden)) = shape.extract::<(u32, u32)>() else { return Ok(None) };
+        Ok(Some(rows).filter(|rows| *rows <= self.frame.max_tokens && hidden == self.frame.hidden))
     }
 
     /// The stream of the next operation, which comes behind the buffer's last one.
     fn route(&self, py: Python<'_>, beside: bool) -> PyResult<Route> {
         let frame = &self.frame;
         let current = frame.current(py)?;
-        let (streams, buffer) = (frame.streams.bind(py), frame.buffer.bind(py));
-        let mut stream = current;
-        if beside {
-            stream = streams.call_method0(intern!(py, "beside"))?.extract()?;
-            if stream != current {
-                buffer.call_method1(intern!(py, "order"), (current, stream))?;
-            }
+        let stream = if beside { self.own_stream(py)? } else { current };
+        let mut after = (stream != current).then_some(current);
+        if frame.last(py)? != Some(stream) {
+            // A capture that the current stream is in takes the other one in before that is made to wait for more.
+            after.take().map_or(Ok(()), |after| frame.buffer.order(py, after, stream))?;
+            frame.follow(py, stream)?;
         }
-        frame.follow(py, stream)?;
-        let captured = buffer.call_method1(intern!(py, "is_capturing"), (stream,))?.is_truthy()?;
-        Ok(Route { stream, beside: stream != current, captured })
+        let captured = frame.buffer.is_capturing(py, after.unwrap_or(stream))?;
+        Ok(Route { stream, after, beside: stream != current, captured })
+    }
+
+    /// The stream for operations beside the caller's: always the same.
+    fn own_stream(&self, py: Python<'_>) -> PyResult<u64> {
+        if let Some(stream) = self.own_stream.get() {
+            return Ok(*stream);
+        }
+        let stream = self.frame.streams.bind(py).call_method0(intern!(py, "beside"))?.extract()?;
+        Ok(*self.own_stream.get_or_init(|| stream))
     }
 
     /// What the caller gets of an operation that was submitted.
@@ -270,18 +279,18 @@ impl ExpertCalls {
         }
         let mut kept = self.locked();
         kept.push_back((event.clone().unbind(), used));
+        // Operations end in order: one that is over stands for those before it, as a question takes time.
+        let middle = kept.len() / 2;
+        let asked = (kept.len() > KEPT).then(|| kept[middle].0.clone_ref(py));
         // The lock is not held while objects are asked or dropped: that may run Python code.
-        let mut looked_at = (kept.len() > KEPT).then(|| kept.pop_front()).flatten();
         drop(kept);
-        while let Some((event, used)) = looked_at.take() {
-            let over = event.bind(py).call_method0(intern!(py, "is_done"))?.is_truthy()?;
+        let Some(asked) = asked else { return Ok(()) };
+        if asked.bind(py).call_method0(intern!(py, "is_done"))?.is_truthy()? {
             let mut kept = self.locked();
-            if !over {
-                kept.push_front((event, used));
-            } else if kept.len() > KEPT {
-                looked_at = kept.pop_front();
-            }
+            let end = kept.iter().position(|(event, _)| event.is(&asked)).map_or(0, |at| at + 1);
+            let over: Vec<_> = kept.drain(..end).collect();
             drop(kept);
+            drop(over);
         }
         Ok(())
     }
@@ -297,14 +306,14 @@ impl Frame {
         self.current.bind(py).call1((self.ordinal,))?.extract()
     }
 
-    /// Makes `stream` wait for the buffer's last operation, if that was in another one.
+    /// The stream of the buffer's last operation.
+    fn last(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        Ok(self.streams.bind(py).getattr(intern!(py, "last_handle"))?.extract().ok())
+    }
+
+    /// Makes `stream` wait for the buffer's last operation, which was in another one.
     fn follow(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        let streams = self.streams.bind(py);
-        let last = streams.getattr(intern!(py, "last_handle"))?;
-        if last.extract::<u64>().ok() != Some(stream) {
-            streams.call_method1(intern!(py, "follow"), (stream,))?;
-        }
-        Ok(())
+        self.streams.bind(py).call_method1(intern!(py, "follow"), (stream,)).map(drop)
     }
 
     fn is_dtype(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>) -> PyResult<bool> {
@@ -315,9 +324,14 @@ impl Frame {
     /// The address of a contiguous tensor of this dtype and shape on the buffer's GPU.
     fn small(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
         let py = tensor.py();
-        let fits = tensor.is_instance(self.tensor.bind(py))?
-            && self.is_dtype(tensor, dtype)?
-            && has_shape(tensor, shape)?
+        let fits = tensor.is_instance(self.tensor.bind(py))? && has_shape(tensor, shape)?;
+        if fits { self.place(tensor, dtype) } else { Ok(None) }
+    }
+
+    /// The address of a contiguous tensor of this dtype on the buffer's GPU.
+    fn place(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>) -> PyResult<Option<u64>> {
+        let py = tensor.py();
+        let fits = self.is_dtype(tensor, dtype)?
             && tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? == self.device
             && tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
         if !fits {
@@ -328,13 +342,17 @@ impl Frame {
 
     /// The same of bf16 rows, which kernels want aligned.
     fn rows(&self, tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
-        Ok(self.small(tensor, &self.bf16, shape)?.filter(|address| address.is_multiple_of(ROW_UNIT)))
+        Ok(self.small(tensor, &self.bf16, shape)?.filter(is_aligned))
     }
 
     /// As `small`, and 0 for None.
     fn optional(&self, tensor: Given<'_, '_>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
         tensor.map_or(Ok(Some(0)), |tensor| self.small(tensor, dtype, shape))
     }
+}
+
+fn is_aligned(address: &u64) -> bool {
+    address.is_multiple_of(ROW_UNIT)
 }
 
 fn has_shape(tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<bool> {
@@ -369,9 +387,11 @@ impl Receive {
     fn __call__(&self, py: Python<'_>) -> PyResult<()> {
         let calls = self.calls.get();
         let stream = calls.frame.current(py)?;
-        calls.frame.follow(py, stream)?;
+        if calls.frame.last(py)? != Some(stream) {
+            calls.frame.follow(py, stream)?;
+        }
         let operation = self.operation.bind(py);
-        operation.call_method1(intern!(py, "finish"), (stream,))?;
+        finish(operation, stream)?;
         let (used, _outputs) = std::mem::take(&mut *self.used.lock().unwrap_or_else(PoisonError::into_inner));
         if stream != self.stream {
             calls.keep(py, &operation.call_method0(intern!(py, "event"))?, used)?;

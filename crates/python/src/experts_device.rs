@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use crossrail::Place;
 use crossrail_ep_cuda as ep;
+use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use crossrail_types::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -39,6 +40,43 @@ impl Drop for DeviceBuffer {
 }
 
 impl DeviceBuffer {
+    /// A dispatch in the expert layout in `stream`, after what is in stream `after` by then.
+    pub(crate) fn begin_dispatch(
+        &self,
+        py: Python<'_>,
+        args: EpDispatchArgs,
+        (stream, after): (u64, Option<u64>),
+        send_only: Flag,
+    ) -> PyResult<DeviceOperation> {
+        self.operation(py, stream, || {
+            let _entered = self.native.enter()?;
+            // SAFETY: the caller has seen to the addresses; that streams are alive is the documented rule for users.
+            unsafe {
+                after.map_or(Ok(()), |after| self.native.order(after, stream))?;
+                self.native.dispatch_expert(&args, stream, split(send_only))
+            }
+        })
+    }
+
+    /// The same of a combine.
+    pub(crate) fn begin_combine(
+        &self,
+        py: Python<'_>,
+        args: EpCombineArgs,
+        handle: &DeviceHandle,
+        (stream, after): (u64, Option<u64>),
+        send_only: Flag,
+    ) -> PyResult<DeviceOperation> {
+        self.operation(py, stream, || {
+            let _entered = self.native.enter()?;
+            // SAFETY: as for a dispatch.
+            unsafe {
+                after.map_or(Ok(()), |after| self.native.order(after, stream))?;
+                self.native.combine_expert(&args, &handle.native, stream, split(send_only))
+            }
+        })
+    }
+
     /// What `put` has put into `stream`.
     fn operation(
         &self,
@@ -193,7 +231,7 @@ impl DeviceBuffer {
     }
 
     /// Whether `stream` is being captured in a graph.
-    fn is_capturing(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
+    pub(crate) fn is_capturing(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
         // SAFETY: as above.
         unsafe { self.native.here(py, "is_capturing")?.is_capturing(stream) }.or_raise(py)
     }
@@ -236,9 +274,7 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
-        let args = args.borrow().0;
-        // SAFETY: the caller has seen to the addresses; the stream is the user's rule.
-        self.operation(py, stream, || unsafe { self.native.dispatch_expert(&args, stream, split(send_only)) })
+        self.begin_dispatch(py, args.borrow().0, (stream, None), send_only)
     }
 
     fn combine_expert(
@@ -249,9 +285,7 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
-        let (args, handle) = (args.borrow().0, &handle.get().native);
-        // SAFETY: as for a dispatch.
-        self.operation(py, stream, || unsafe { self.native.combine_expert(&args, handle, stream, split(send_only)) })
+        self.begin_combine(py, args.borrow().0, handle.get(), (stream, None), send_only)
     }
 
     /// `cached`: the routing of that dispatch is repeated. `count`: the host will ask for `DeviceOperation.counts`.
@@ -339,7 +373,7 @@ impl Drop for DeviceOperation {
 #[pymethods]
 impl DeviceOperation {
     /// Puts the rest of an operation that was only begun into `stream`, which comes behind that of its beginning.
-    fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+    pub(crate) fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         // SAFETY: that streams are alive is the documented rule for callers.
         gate::detached(py, || unsafe { self.receive(stream) }).or_raise(py)
     }
@@ -356,7 +390,7 @@ impl DeviceOperation {
     }
 
     /// Behind what was put in so far.
-    fn event(&self) -> DeviceEvent {
+    pub(crate) fn event(&self) -> DeviceEvent {
         DeviceEvent { done: self.rest().done.clone(), patience: self.patience }
     }
 
@@ -433,7 +467,7 @@ impl DeviceEvent {
     }
 
     /// Whether the operation is done.
-    fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
+    pub(crate) fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
         gate::detached(py, || self.done.is_done()).or_raise(py)
     }
 

@@ -23,6 +23,7 @@ mod endpoint;
 mod errors;
 mod expert_calls;
 mod expert_sets;
+mod expert_target;
 mod experts;
 mod experts_device;
 mod export;

@@ -18,7 +18,7 @@ NODE_RANKS = 8
 """Ranks of a node, as DeepEP counts: a larger group has the handles of several nodes."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Routing:
     """Where the rows of a dispatch went. `rows`: of the result; `topk_idx`: of the rank layout, for rows of another
     kind; `calls`: of the expert layout, a `_native.ExpertCalls`."""

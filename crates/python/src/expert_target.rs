@@ -1,0 +1,87 @@
+//! Where prepared operations go: to the native half of an expert buffer, without a way through Python, or to an object
+//! with the same methods.
+
+use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::device_args::{CombineArgs, DispatchArgs};
+use crate::experts_device::{DeviceBuffer, DeviceHandle, DeviceOperation};
+use crate::flag::Flag;
+
+/// The stream of an operation, and one whose present end it comes after.
+pub(crate) type Streams = (u64, Option<u64>);
+
+/// A `DeviceBuffer`, or what has its methods.
+pub(crate) struct Target(Py<PyAny>);
+
+impl<'py> FromPyObject<'py> for Target {
+    fn extract_bound(object: &Bound<'py, PyAny>) -> PyResult<Target> {
+        Ok(Target(object.clone().unbind()))
+    }
+}
+
+impl Target {
+    fn native<'a, 'py>(&'a self, py: Python<'py>) -> Option<&'a Bound<'py, DeviceBuffer>> {
+        self.0.bind(py).cast().ok()
+    }
+
+    /// Whether `stream` is being captured in a graph.
+    pub(crate) fn is_capturing(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
+        match self.native(py) {
+            Some(native) => native.get().is_capturing(py, stream),
+            None => self.0.bind(py).call_method1(intern!(py, "is_capturing"), (stream,))?.is_truthy(),
+        }
+    }
+
+    /// Makes what is put into stream `after` from now on wait for what is in stream `before`.
+    pub(crate) fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
+        self.0.bind(py).call_method1(intern!(py, "order"), (before, after)).map(drop)
+    }
+
+    /// A dispatch in the expert layout.
+    pub(crate) fn dispatch<'py>(
+        &self,
+        py: Python<'py>,
+        args: EpDispatchArgs,
+        streams: Streams,
+        send_only: Flag,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(native) = self.native(py) {
+            let operation = native.get().begin_dispatch(py, args, streams, send_only)?;
+            return Ok(Bound::new(py, operation)?.into_any());
+        }
+        let put = (DispatchArgs(args), self.stream(py, streams)?, send_only.0);
+        self.0.bind(py).call_method1(intern!(py, "dispatch_expert"), put)
+    }
+
+    /// A combine in the expert layout.
+    pub(crate) fn combine<'py>(
+        &self,
+        py: Python<'py>,
+        args: EpCombineArgs,
+        handle: &Bound<'py, PyAny>,
+        streams: Streams,
+        send_only: Flag,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if let (Some(native), Ok(handle)) = (self.native(py), handle.cast::<DeviceHandle>()) {
+            let operation = native.get().begin_combine(py, args, handle.get(), streams, send_only)?;
+            return Ok(Bound::new(py, operation)?.into_any());
+        }
+        let put = (CombineArgs(args), handle, self.stream(py, streams)?, send_only.0);
+        self.0.bind(py).call_method1(intern!(py, "combine_expert"), put)
+    }
+
+    /// The stream, which comes after the other one from now on.
+    fn stream(&self, py: Python<'_>, (stream, after): Streams) -> PyResult<u64> {
+        after.map_or(Ok(()), |after| self.order(py, after, stream)).map(|()| stream)
+    }
+}
+
+/// Puts the receiving half of an operation into `stream`.
+pub(crate) fn finish(operation: &Bound<'_, PyAny>, stream: u64) -> PyResult<()> {
+    match operation.cast::<DeviceOperation>() {
+        Ok(native) => native.get().finish(operation.py(), stream),
+        Err(_) => operation.call_method1(intern!(operation.py(), "finish"), (stream,)).map(drop),
+    }
+}
