@@ -8,11 +8,20 @@ import sys
 import pytest
 
 import crossrail
+from crossrail.cli.rank_process import KINDS
 
 
 @pytest.mark.parametrize("module", ["crossrail", "crossrail.cli"])
 def test_importing_does_not_import_numpy(module: str) -> None:
     program = f"import sys, {module}; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"doctor"}))
+def test_a_rank_starts_without_what_only_shows_reports(kind: str) -> None:
+    # rich takes a fifth of the start of a rank, of which a plan may start dozens. The doctor has one second process.
+    module = f"crossrail.cli{KINDS[kind]}"
+    program = f"import sys, {module}; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
-from rich.segment import Segment, Segments
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from crossrail.report import (
     Report,
@@ -21,9 +16,6 @@ from crossrail.report import (
     WriteError,
     capture_environment,
     check_destination,
-    console,
-    print_report,
-    views,
     write_text,
 )
 
@@ -31,36 +23,14 @@ from .failure import UsageFailure, print_error, print_notice
 from .options import RunOptions
 from .trace import write_merged
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 OnProgress = Callable[[int, int], object]
 """Takes the number of iterations done and the total. The answer ``False`` stops the measurement."""
 
 STOP_S = 1.0
 """How long an interrupted run may take to hand over the running measurement."""
-
-_BESIDE_ROWS = 6
-"""Lines of a terminal that the rows measured so far leave free for the bar and for what was there before."""
-
-
-class _Rate(ProgressColumn):
-    """Iterations per second."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if not speed else f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.1f}/s")
-
-
-class _Bar(RichProgress):
-    """The bar below the last rows measured so far and above one line of live figures."""
-
-    rows: RenderableType = ""
-    figures: str = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        if self.rows:
-            yield self.rows
-        yield self.make_tasks_table(self.tasks)
-        if self.figures:
-            yield Text(self.figures, no_wrap=True, overflow="ellipsis")
 
 
 class Progress:
@@ -71,20 +41,18 @@ class Progress:
     """
 
     def __init__(self, to: Console | None = None) -> None:
+        # Imported here, because ranks import this module and need no rich, which takes a quarter of their start.
+        from crossrail.report import console
+
+        from .bar import Bar
+
         self.console = to or console(stderr=True)
         self.rows: list[Row] = []
         self.versions: Mapping[str, str] = {}
         self.stopping = threading.Event()
         self.hands_over = False
         self.handed_over = threading.Event()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            _Rate(),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        )
-        self._bar = _Bar(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
+        self._bar = Bar(self.console)
 
     def __enter__(self) -> Progress:
         _progress.append(self)
@@ -107,10 +75,7 @@ class Progress:
         """Takes rows as they are measured: they are what an interrupted run reports. They appear if ``more`` follow."""
         self.rows.extend(rows)
         if self.visible and more:
-            room = max(self.console.height - _BESIDE_ROWS, 1)
-            lines = [line for one in views(self.rows) for line in self.console.render_lines(one, pad=False)]
-            head, kept = (lines[:3], lines[3:][-max(room - 3, 1) :]) if len(lines) > room else ([], lines)
-            self._bar.rows = Segments([segment for line in [*head, *kept] for segment in [*line, Segment.line()]])
+            self._bar.show_rows(self.rows)
         if self.stopping.is_set():
             self.handed_over.set()
 
@@ -224,6 +189,8 @@ def _remove_parts(parts: str | None) -> None:
 
 
 def _show(report: Report, json: str | None) -> None:
+    from crossrail.report import console, print_report
+
     text = report.dumps()
     print_report(Report.loads(text), console(stderr=json == "-"))
     if json is not None:

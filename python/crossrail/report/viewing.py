@@ -8,9 +8,9 @@ from dataclasses import replace
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from .control import control_tables, phase_tables
-from .ep import ep_tables
-from .mesh import mesh_tables
+from .control_view import control_tables, phase_tables
+from .ep_view import ep_tables
+from .mesh_view import mesh_tables
 from .point_to_point import LATENCIES, bandwidth_table, latency_table, p2p_tables
 from .schema import Report, Row
 from .tables import peer_errors
