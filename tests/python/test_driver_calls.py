@@ -1,0 +1,58 @@
+"""How often low-latency calls go to the CUDA driver: each time takes some of the host's, which eager programs feel."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver_calls import PAIRS
+
+HERE = Path(__file__).parent
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Calls of the driver in `PAIRS` pairs, by calling pattern."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    for library, source in (("libcuda.so.1", "cuda.c"), ("libnvrtc.so.13", "nvrtc.c")):
+        options = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", folder / library]
+        subprocess.run([compiler, *options, HERE / "driver" / source], check=True)
+    settings = {"LD_LIBRARY_PATH": str(folder), "CROSSRAIL_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, HERE / "driver_calls.py", folder],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("pattern", "launches", "waits", "others"),
+    # Of one pair: kernels, waits of streams, and what is asked or set beside them.
+    [("plain", 2, 0, 10), ("hook", 4, 0, 18), ("async_finish", 2, 4, 18)],
+)
+def test_a_pair_makes_few_calls(
+    counted: dict[str, dict[str, int]], pattern: str, launches: int, waits: int, others: int
+) -> None:
+    calls = dict(counted[pattern])
+    assert calls.pop("launch") == launches * PAIRS
+    assert calls.pop("wait") == waits * PAIRS
+    assert calls.pop("record") <= (launches + waits // 2) * PAIRS, (
+        "an event for each launch, and for what it comes after"
+    )
+    assert sum(calls.values()) <= (others + 1) * PAIRS, calls
