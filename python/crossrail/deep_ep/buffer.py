@@ -453,8 +453,8 @@ class Buffer(Lifetime):
 
         `topk_idx`: as dispatched. `topk_weights`: f32 [T, K]. `zero_copy`: what
         `get_next_low_latency_combine_buffer` gave for this handle is taken in place of `x`. `out`: bf16 [T, H] for the
-        sums. `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. The half
-        before the hook waits until the ranks whose tokens came have called this, too: it needs their weights. Sums are fp32;
+        sums. `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. The half before
+        the hook waits until the ranks whose tokens came have called this, too: it needs their weights. Sums are fp32;
         the outputs of a token's experts on one rank are summed there and rounded to bf16 before they travel.
 
         `use_logfmt`: they travel as LogFMT-10, ten bits for each value; H must be a multiple of 128.
