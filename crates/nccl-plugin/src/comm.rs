@@ -3,16 +3,14 @@
 //! NCCL owns the buffers and uses a communicator from one thread at a time. Closing a communicator cancels what is
 //! still in flight, so that the engine does not touch memory that NCCL frees next.
 //!
-//! NCCL's proxy tests every request in a tight loop. A test therefore only reads a flag that the engine sets; where there
-//! is one worker, one of all requests in flight, the pacer, also makes progress when it is tested. Otherwise the worker's
-//! lock would go from one test to the next, and the threads that move data would not get it.
+//! NCCL's proxy tests every request in a tight loop. A test therefore only reads a flag that the engine sets: if it made
+//! progress, the workers' threads, which move the data, would wait for their locks.
 //!
-//! Where there are several workers, the messages of a communicator take turns. Both ends count those of each tag, so a
-//! receive is posted at the worker to which the message that it matches goes.
+//! The messages of a communicator take turns between the workers. Both ends count those of each tag, so a receive is
+//! posted at the worker to which the message that it matches goes.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
-use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -21,8 +19,6 @@ use crossrail::{Buffer, Endpoint, Request, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use slab::Slab;
-
-use crate::workers::Pacer;
 
 /// Most receives of one request.
 pub(crate) const MAX_RECVS: usize = 8;
@@ -45,7 +41,6 @@ pub(crate) struct Comm {
     paths: Vec<Path>,
     tag: u64,
     peer: String,
-    pacer: Option<Pacer>,
     /// Messages so far of each of NCCL's tags, which are few.
     counts: Mutex<Vec<(i32, usize)>>,
     flights: Mutex<Slab<*mut Flight>>,
@@ -110,15 +105,12 @@ pub(crate) struct Receive {
 }
 
 impl Comm {
-    pub(crate) fn new(paths: Vec<Path>, tag: u64, peer: String, pacer: Option<Pacer>) -> Arc<Comm> {
-        Arc::new(Comm { paths, tag, peer, pacer, counts: Mutex::default(), flights: Mutex::default() })
+    pub(crate) fn new(paths: Vec<Path>, tag: u64, peer: String) -> Arc<Comm> {
+        Arc::new(Comm { paths, tag, peer, counts: Mutex::default(), flights: Mutex::default() })
     }
 
     /// The way of the next message with that tag of NCCL's.
     fn path(&self, tag: i32) -> &Path {
-        if let [only] = &self.paths[..] {
-            return only;
-        }
         let mut counts = self.counts.lock();
         let at = counts.iter().position(|(known, _)| *known == tag).unwrap_or_else(|| {
             counts.push((tag, 0));
@@ -195,23 +187,6 @@ impl Comm {
         flight
     }
 
-    /// Makes progress if the request is the pacer, or there is none.
-    fn pace(&self, flight: *mut Flight) {
-        let Some(pacer) = &self.pacer else { return };
-        let (set, get) = (Ordering::AcqRel, Ordering::Acquire);
-        let pacer = pacer.compare_exchange(ptr::null_mut(), flight, set, get).unwrap_or_else(|pacer| pacer);
-        if pacer.is_null() || pacer == flight {
-            self.paths[0].worker.progress();
-        }
-    }
-
-    /// The request is no longer the pacer, if it was.
-    fn step_down(&self, flight: &Flight) {
-        let Some(pacer) = &self.pacer else { return };
-        let flight = ptr::from_ref(flight).cast_mut();
-        let _ = pacer.compare_exchange(flight, ptr::null_mut(), Ordering::AcqRel, Ordering::Acquire);
-    }
-
     /// Cancels requests and waits until the engine has let go of their memory.
     fn end(&self, parts: Vec<Part>) {
         let running: Vec<Part> = parts.into_iter().filter(|part| part.outcome().is_none()).collect();
@@ -229,7 +204,6 @@ impl Drop for Comm {
         for flight in std::mem::take(&mut *self.flights.lock()).drain() {
             // SAFETY: made by `launch`, and removed from the table when it is freed.
             let flight = unsafe { Box::from_raw(flight) };
-            self.step_down(&flight);
             parts.push(flight.first);
             parts.extend(flight.others);
         }
@@ -251,18 +225,14 @@ pub(crate) unsafe fn test(flight: *mut Flight, mut report: impl FnMut(usize, u64
     let comm = unsafe { &*this.comm };
     let parts = || std::iter::once(&this.first).chain(&this.others);
     if !parts().all(|part| part.end.there.load(Ordering::Acquire)) {
-        comm.pace(flight);
-        if !parts().all(|part| part.end.there.load(Ordering::Acquire)) {
-            // A failure of one part need not wait for the others.
-            return match parts().find_map(|part| part.outcome().and_then(Result::err)) {
-                Some(error) => Err(error),
-                None => Ok(false),
-            };
-        }
+        // A failure of one part need not wait for the others.
+        return match parts().find_map(|part| part.outcome().and_then(Result::err)) {
+            Some(error) => Err(error),
+            None => Ok(false),
+        };
     }
     let outcomes = parts().filter_map(Part::outcome).collect::<Result<Vec<u64>>>()?;
     outcomes.into_iter().enumerate().for_each(|(index, bytes)| report(index, bytes));
-    comm.step_down(this);
     comm.flights.lock().remove(this.key);
     // SAFETY: made by `launch`; the table forgot it just now.
     drop(unsafe { Box::from_raw(flight) });

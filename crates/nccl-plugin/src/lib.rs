@@ -6,7 +6,7 @@
 //! ```text
 //! exports      the tables, and C arguments to Rust
 //! net          what `init` creates: workers, and the connections to other ranks' workers
-//! workers      one worker, or several, each with a thread of its own
+//! workers      the workers, each with a thread of its own
 //! connecting   listen, connect and accept, none of which blocks
 //! comm         communicators and their requests: one send or up to 8 receives each
 //! handle       the 128 bytes by which a listener is found
@@ -15,8 +15,8 @@
 //! ```
 //!
 //! A connection between two workers is an [`Endpoint`](crossrail::Endpoint) that all communicators of the two share;
-//! a message's tag names the communicator and carries NCCL's tag. Where there are several workers, each is connected to
-//! the other rank's worker of the same number, and the messages of a communicator take turns. Data goes from NCCL's pinned buffers to the engine
+//! a message's tag names the communicator and carries NCCL's tag. Each worker is connected to the other rank's worker of
+//! the same number, and the messages of a communicator take turns. Data goes from NCCL's pinned buffers to the engine
 //! and back without a copy in between.
 
 mod comm;

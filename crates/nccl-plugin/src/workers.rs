@@ -1,13 +1,10 @@
-//! The workers of a network: one, or several where there are cores for their threads.
+//! The workers of a network, which move its data.
 //!
 //! NCCL calls from one thread, which is to move no data itself: one thread copies some 5 GB/s through sockets, and a
 //! worker has one lock. Each of several workers therefore has connections, a lock and a thread of its own, which polls
 //! while there is traffic, and the messages of a communicator take turns between the workers.
 
 use std::net::SocketAddr;
-use std::ptr;
-use std::sync::Arc;
-use std::sync::atomic::AtomicPtr;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
@@ -15,14 +12,12 @@ use crossrail::{Context, Endpoint, Worker, WorkerOptions};
 use crossrail_types::{IoThreads, Result};
 use parking_lot::Mutex;
 
-use crate::comm::Flight;
 use crate::handle::MAX_WORKERS;
 
-/// The request whose tests make progress, of all that use one worker; null: the next one that is tested.
-pub(crate) type Pacer = Arc<AtomicPtr<Flight>>;
-
-/// Cores per worker, and most workers, unless the user says otherwise.
+/// Cores per worker, fewest and most workers, unless the user says otherwise. Even two cores carry more by two workers:
+/// while one thread sends, the sockets of the other fill or drain.
 const CORES: usize = 4;
+const USUAL_MIN: usize = 2;
 const USUAL_MAX: usize = 4;
 /// How long a worker's thread polls after the last message: longer than a short collective takes, so that none of a
 /// series waits for a thread to wake.
@@ -37,14 +32,12 @@ pub(crate) fn count(threads: IoThreads) -> usize {
 }
 
 fn usual(cores: usize) -> usize {
-    (cores / CORES).clamp(1, USUAL_MAX)
+    (cores / CORES).clamp(USUAL_MIN, USUAL_MAX)
 }
 
 /// See the module.
 pub(crate) struct Workers {
     seats: Vec<Seat>,
-    /// With a worker alone the thread that tests makes progress, too; `None`: the workers' threads suffice.
-    pub(crate) pacer: Option<Pacer>,
 }
 
 struct Seat {
@@ -69,15 +62,12 @@ impl Workers {
         name: &str,
         listen: Option<Vec<SocketAddr>>,
     ) -> Result<Workers> {
-        let linger = if count > 1 { LINGER } else { Duration::ZERO };
         let start = |index| {
             let (name, listen) = (Some(name_of(name, index)), listen.clone());
-            let options = WorkerOptions { name, listen, linger, ..WorkerOptions::default() };
+            let options = WorkerOptions { name, listen, linger: LINGER, ..WorkerOptions::default() };
             Ok(Seat { worker: Worker::new(context, options)?, accepted: Mutex::default() })
         };
-        let seats = (0..count).map(start).collect::<Result<_>>()?;
-        let pacer = (count == 1).then(|| Arc::new(AtomicPtr::new(ptr::null_mut())));
-        Ok(Workers { seats, pacer })
+        Ok(Workers { seats: (0..count).map(start).collect::<Result<_>>()? })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -128,7 +118,7 @@ mod tests {
 
     #[test]
     fn there_are_as_many_workers_as_the_cores_or_the_user_allow() {
-        assert_eq!([1, 2, 7, 8, 16, 192].map(usual), [1, 1, 1, 2, 4, 4]);
+        assert_eq!([1, 2, 11, 12, 16, 192].map(usual), [2, 2, 2, 3, 4, 4]);
         assert_eq!([1, 3, 256].map(|threads| count(IoThreads::Count(threads))), [1, 3, MAX_WORKERS]);
     }
 }
