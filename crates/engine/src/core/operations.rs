@@ -163,11 +163,11 @@ impl Operations {
         }
     }
 
-    /// What an operation does that is not finished, and with which peer; `None`: it is, or there is none.
-    #[inline]
-    pub(crate) fn in_flight_with(&self, id: OpId) -> Option<(OpKind, Option<EndpointId>)> {
+    /// The operation, if it is not finished.
+    #[inline(always)]
+    pub(crate) fn in_flight_op(&self, id: OpId) -> Option<&Op> {
         match self.op(id) {
-            Some(op) if op.state == State::InFlight => Some((op.kind, op.endpoint)),
+            Some(op) if op.state == State::InFlight => Some(op),
             _ => None,
         }
     }
@@ -247,7 +247,7 @@ impl Operations {
     }
 
     /// [`Operations::finish`] for a short message with nothing attached to it. False: go the long way.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn finish_short(&mut self, endpoint: EndpointId, short: proto::Short) -> bool {
         let Some(op) = self.op_mut(short.op) else { return true };
         if !op.is_plain() {

@@ -18,8 +18,8 @@ impl Progress {
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
-        if let Some((kind, endpoint)) = core.operations().in_flight_with(id) {
-            let asks = kind.awaits_peer();
+        if let Some(op) = core.operations().in_flight_op(id) {
+            let (asks, endpoint) = (op.kind().awaits_peer(), op.endpoint());
             let done = if asks {
                 core.collect(endpoint) && core.operations().is_done(id)
             } else {

@@ -259,6 +259,19 @@ impl Delivered {
         self.told = self.arrived;
     }
 
+    /// The count, if the peer has not been told of it, when no message holds it back.
+    #[inline(always)]
+    pub(super) fn news(&self) -> Option<u32> {
+        debug_assert!(self.withheld.is_empty());
+        (self.arrived != self.told).then_some(self.arrived)
+    }
+
+    /// The peer has been told that count.
+    #[inline(always)]
+    pub(super) fn told(&mut self, count: u32) {
+        self.told = count;
+    }
+
     /// The count, to be told now, when no message holds it back.
     #[inline]
     pub(super) fn tell_all(&mut self) -> u32 {

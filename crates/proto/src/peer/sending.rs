@@ -132,18 +132,21 @@ impl Peer {
     /// what such a frame declares failed. Then call [`Peer::told`].
     ///
     /// [counts]: crate::LaneSpec::counts
-    #[inline]
+    #[inline(always)]
     pub fn untold(&self, lane: LaneId) -> Option<u32> {
-        let owed =
-            self.delivered.owed() && (self.is_calm(lane) || (self.stream.reliable() && self.stream.lane == Some(lane)));
-        owed.then(|| self.delivered.count())
+        if self.is_calm(lane) {
+            // Nothing is withheld then: the count is what has arrived.
+            return self.delivered.news();
+        }
+        let counts = self.stream.reliable() && self.stream.lane == Some(lane);
+        (counts && self.delivered.owed()).then(|| self.delivered.count())
     }
 
     /// That count of [`Peer::untold`] was published.
-    #[inline]
+    #[inline(always)]
     pub fn told(&mut self, count: u32) {
         debug_assert_eq!(count, self.delivered.count());
-        self.delivered.tell();
+        self.delivered.told(count);
     }
 
     /// Whether [`Peer::event`] has something.

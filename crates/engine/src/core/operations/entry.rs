@@ -53,19 +53,23 @@ impl Op {
     #[inline(always)]
     pub(super) fn conclude(&mut self) {
         self.state = State::Short;
-        // Spelt out, so that the drop of the commonest kind is a count and no call.
-        match std::mem::replace(&mut self.keep, Keep::Nothing) {
+        // Spelt out, so that the drop of the commonest kind is a count and no call, and nothing else is moved.
+        match self.keep {
             Keep::Nothing => {}
-            Keep::Segment(segment) => drop(segment),
-            other => self.keep_bytes(other),
+            Keep::Segment(_) => {
+                if let Keep::Segment(segment) = std::mem::replace(&mut self.keep, Keep::Nothing) {
+                    drop(segment);
+                }
+            }
+            _ => self.keep_bytes(),
         }
     }
 
     /// Bytes of which the request may still ask stay.
     #[inline(never)]
-    fn keep_bytes(&mut self, keep: Keep) {
-        if matches!(keep, Keep::Vec(_)) {
-            self.keep = keep;
+    fn keep_bytes(&mut self) {
+        if !matches!(self.keep, Keep::Vec(_)) {
+            self.keep = Keep::Nothing;
         }
     }
 
