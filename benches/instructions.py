@@ -5,8 +5,9 @@ times as long, that is many more times for a message than it really is. `make be
 is an upper bound of its cost. It also counts round trips beside many endpoints over which nothing goes.
 
 `hotpath` (crates/bench/examples) runs N round trips of 8 bytes between two workers of one process, on one thread. It is
-counted for two values of N; the difference is the round trips alone, without start and end. The count depends on the
-compiler, so the baseline names the compiler that it was recorded with.
+counted within its round trips, for two values of N; the difference is without the first ones, which set up what the
+others use. Start and end are left out because threads wait for each other there, for as long as it takes. The count
+depends on the compiler, so the baseline names the compiler that it was recorded with.
 
     python benches/instructions.py            count, and compare with the baseline (exit 1: above it by TOLERANCE)
     python benches/instructions.py --record   count, and replace the baseline
@@ -24,7 +25,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,26 +45,25 @@ ENDPOINTS = 1000
 LIMIT_S = 300.0
 
 
-def count(program: Path, transport: str, scratch: Path, pages: str = "off") -> float:
+def count(program: Path, transport: str, pages: str = "off") -> float:
     """Instructions of one round trip over ``transport``. ``pages``: CROSSRAIL_PAGES, empty for its default."""
-    many, few = (_total(program, trips, transport, scratch, pages) for trips in (MANY, FEW))
+    many, few = (_within_rounds(program, [str(trips), transport], pages) for trips in (MANY, FEW))
     return (many - few) / (MANY - FEW)
 
 
 def count_beside(program: Path, transport: str, size: int, idle: int) -> float:
     """Instructions of one round trip of ``size`` bytes while one end has ``idle`` other endpoints."""
+    return _within_rounds(program, [str(FEW), transport, str(size), str(idle)]) / FEW
+
+
+def _within_rounds(program: Path, arguments: list[str], pages: str = "off") -> int:
+    """Instructions within the function that runs the round trips, on its thread."""
     command = [_valgrind(), "--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"]
-    command += ["--toggle-collect=hotpath::rounds*", str(program), str(FEW), transport, str(size), str(idle)]
-    counted = _collected(command, {"CROSSRAIL_PAGES": "off"}) / FEW
-    if counted < 1:
+    command += ["--toggle-collect=hotpath::rounds*", str(program), *arguments]
+    counted = _collected(command, {"CROSSRAIL_PAGES": pages} if pages else {})
+    if counted < FEW:
         raise RuntimeError(f"callgrind found no function hotpath::rounds in {program}")
     return counted
-
-
-def _total(program: Path, trips: int, transport: str, scratch: Path, pages: str) -> int:
-    out = f"--callgrind-out-file={scratch / 'callgrind.out'}"
-    command = [_valgrind(), "--tool=callgrind", out, str(program), str(trips), transport]
-    return _collected(command, {"CROSSRAIL_PAGES": pages} if pages else {})
 
 
 def _valgrind() -> str:
@@ -94,23 +93,23 @@ def baseline() -> dict[str, float]:
     return {str(name): float(figure) for name, figure in figures.items()}
 
 
-def measure(scratch: Path) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """Counts every transport; in the form of the baseline. Counting is exact, so one run is enough."""
     program = build("crossrail-bench", "hotpath")
     return {
         "schema": SCHEMA,
         "environment": asdict(capture_environment()),
         "compiler": _compiler(),
-        FIGURES: {transport: count(program, transport, scratch) for transport in TRANSPORTS},
+        FIGURES: {transport: count(program, transport) for transport in TRANSPORTS},
     }
 
 
-def count_all(_: Terms, scratch: Path) -> Result:
+def count_all(_: Terms, __: Path) -> Result:
     """Counts every transport, compares with the baseline, and counts again with the page."""
-    data = measure(scratch)
+    data = measure()
     outcomes = compared(data[FIGURES], baseline())
     program = build("crossrail-bench", "hotpath")
-    data[PAGED] = {transport: count(program, transport, scratch, pages="") for transport in TRANSPORTS}
+    data[PAGED] = {transport: count(program, transport, pages="") for transport in TRANSPORTS}
     for transport, figure in data[PAGED].items():
         without = data[FIGURES][transport]
         work, ours = f"{transport}, 8 B round trip, with the page of top", f"{figure:,.0f} instructions"
@@ -163,8 +162,7 @@ def main() -> int:
     if arguments.record and (changed := changed_files()):
         print(f"instructions.py: a baseline names its commit; commit first: {', '.join(changed)}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
-        data = measure(Path(scratch))
+    data = measure()
     if arguments.record:
         write_text(json.dumps(data, indent=1) + "\n", str(BASELINE))
         print(f"recorded in {BASELINE.relative_to(ROOT)}: {data[FIGURES]}")

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.xdist_group("instructions")
 
 
 @pytest.mark.timeout(900)  # builds the example
-def test_a_round_trip_takes_no_more_instructions_than_the_baseline(tmp_path: Path) -> None:
+def test_a_round_trip_takes_no_more_instructions_than_the_baseline() -> None:
     if missing := [tool for tool in ("valgrind", "cargo") if shutil.which(tool) is None]:
         assert os.environ.get("CI") != "true", f"CI=true, but {missing} are not installed"
         pytest.skip(f"{' and '.join(missing)} not installed")
     before = instructions.BASELINE.read_text()
-    data = instructions.measure(tmp_path)
+    data = instructions.measure()
     outcomes = instructions.compared(data[instructions.FIGURES], instructions.baseline())
     assert [outcome.met for outcome in outcomes] == [True] * len(instructions.TRANSPORTS), outcomes
     assert set(data[instructions.FIGURES]) == set(instructions.baseline())
