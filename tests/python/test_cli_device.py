@@ -25,7 +25,7 @@ class Context:
         return {"devices": [], "cuda": {"devices": [{"ordinal": 0}, {"ordinal": 1}], "reason": None, "fix": None}}
 
     def settings(self) -> dict[str, str]:
-        known = {"CROSSRAIL_CHUNK": "2M", "CROSSRAIL_WINDOW": "16", "CROSSRAIL_CHANNELS": "1"}
+        known = {"CROSSRAIL_CHUNK": "2M", "CROSSRAIL_WINDOW": "16", "CROSSRAIL_CHANNELS": "auto"}
         return {**known, "CROSSRAIL_BOUNCE": "128M", "CROSSRAIL_UNPACK": "kernel", **self._settings}
 
 

@@ -26,6 +26,8 @@ fn worker(rails: &[Ipv4Addr], (checksum, chunk): (&str, &str)) -> Worker {
     let settings = [
         ("CROSSRAIL_TLS", "tcp"),
         ("CROSSRAIL_NET_DEVICES", &rails),
+        // The dials are counted.
+        ("CROSSRAIL_CHANNELS", "1"),
         ("CROSSRAIL_CHECKSUM", checksum),
         ("CROSSRAIL_CHUNK", chunk),
     ];

@@ -562,8 +562,8 @@ settings! {
     window: u32 = 16,
         "CROSSRAIL_WINDOW" accepts "a number from 1 to 1024" as count::<1, 1024>();
     /// Number of connections per rail.
-    channels: Channels = Channels::Count(1),
-        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64, or `auto`: as many as measurements justify" as CHANNELS;
+    channels: Channels = Channels::Auto,
+        "CROSSRAIL_CHANNELS" accepts "a number from 1 to 64, or `auto`: one, and where there are cores for more as many as gain something" as CHANNELS;
     /// Pinned host memory for staging transfers between the network and one GPU, half of it for each direction;
     /// allocated on first use.
     bounce: usize = 128 << 20,

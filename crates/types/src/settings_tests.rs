@@ -17,7 +17,7 @@ fn an_empty_environment_yields_the_defaults() {
     assert_eq!(settings.control_device, None);
     assert_eq!(settings.chunk, 2 << 20);
     assert_eq!(settings.window, 16);
-    assert_eq!(settings.channels, Channels::Count(1));
+    assert_eq!(settings.channels, Channels::Auto);
     assert_eq!(settings.io_threads, IoThreads::Auto);
     assert_eq!(settings.timeout, Duration::from_secs(30));
     assert!(settings.secret.is_none() && settings.secret_file.is_none());
