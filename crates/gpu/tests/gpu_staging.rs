@@ -115,7 +115,7 @@ impl Bed {
     }
 
     fn slot(&self, way: Direction) -> Slot {
-        self.queue.slot(way).expect("a free slot")
+        self.queue.slot(way, CHUNK).expect("a free slot")
     }
 
     fn arrived(&self, bytes: &[u8]) -> Slot {
@@ -131,7 +131,7 @@ impl Bed {
     }
 
     fn free(&self, way: Direction) -> usize {
-        let taken: Vec<Slot> = std::iter::from_fn(|| self.queue.slot(way)).collect();
+        let taken: Vec<Slot> = std::iter::from_fn(|| self.queue.slot(way, CHUNK)).collect();
         taken.len()
     }
 }
@@ -219,14 +219,14 @@ fn traffic_both_ways_through_few_slots_is_whole() {
         let mut full: VecDeque<(usize, Slot)> = VecDeque::new();
         while unpacked < chunks {
             while packed < chunks
-                && let Some(slot) = bed.queue.slot(Direction::Out)
+                && let Some(slot) = bed.queue.slot(Direction::Out, CHUNK)
             {
                 let at = (packed * CHUNK) as u64;
                 bed.queue.pack(packed as u64, source.ptr() + at, slot, len_of(packed));
                 packed += 1;
             }
             while let Some((chunk, slot)) = full.pop_front() {
-                let Some(into) = bed.queue.slot(Direction::In) else {
+                let Some(into) = bed.queue.slot(Direction::In, CHUNK) else {
                     full.push_front((chunk, slot));
                     break;
                 };
@@ -259,7 +259,7 @@ fn several_devices_are_staged_in_one_process() {
     let (source, target) = (first.filled(&sent), first.devices.alloc(1, CHUNK).unwrap());
     first.queue.pack(1, source.ptr(), first.slot(Direction::Out), CHUNK);
     let slot = first.told.next().slot.unwrap();
-    let into = queue.slot(Direction::In).unwrap();
+    let into = queue.slot(Direction::In, CHUNK).unwrap();
     fill(&into, held(&slot, CHUNK));
     queue.unpack(1, into, target.ptr(), CHUNK);
     told.next().result.unwrap();
@@ -440,7 +440,7 @@ fn bounce_memory_is_on_the_gpus_numa_node() {
     let Some(node) = bed.device.cuda().unwrap().device().numa_node().unwrap() else {
         return support::skip("this machine does not say on which NUMA node its GPUs are");
     };
-    let slots: Vec<Slot> = std::iter::from_fn(|| bed.queue.slot(Direction::In)).collect();
+    let slots: Vec<Slot> = std::iter::from_fn(|| bed.queue.slot(Direction::In, CHUNK)).collect();
     for slot in &slots {
         let mut page = slot.ptr().cast::<libc::c_void>();
         let mut status = -1;

@@ -29,19 +29,20 @@ impl StagingQueue {
         self.thread.shared()
     }
 
-    /// A free slot; `None`: no slot of that direction is free.
-    pub fn slot(&self, direction: Direction) -> Option<Slot> {
-        self.shared().bounce.take(direction)
+    /// A free slot of at least `len` bytes; `None`: no such slot of that direction is free.
+    pub fn slot(&self, direction: Direction, len: usize) -> Option<Slot> {
+        self.shared().bounce.take(direction, len)
     }
 
-    /// Bytes of a slot: at least those of a chunk.
+    /// Bytes of the longest slot: at least those of a chunk.
     pub fn slot_len(&self) -> usize {
         self.shared().bounce.slot_len()
     }
 
-    /// Requests one `completed(vec![])` when a slot of that direction becomes free. Another queue may take it first.
-    pub fn notify_when_free(&self, direction: Direction) {
-        self.shared().bounce.await_free(self.id, direction);
+    /// Requests one `completed(vec![])` when a slot of that direction becomes free, or at once if one of `len` bytes is.
+    /// What becomes free may be shorter, and another queue may take it first.
+    pub fn notify_when_free(&self, direction: Direction, len: usize) {
+        self.shared().bounce.await_free(self.id, direction, len);
     }
 
     /// Submits a copy of `len` bytes of device memory at `src` into the slot, which comes back with the

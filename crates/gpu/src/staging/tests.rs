@@ -93,7 +93,7 @@ impl Bed {
     }
 
     fn slot(&self, way: Direction) -> Slot {
-        self.queue.slot(way).expect("a free slot")
+        self.queue.slot(way, CHUNK).expect("a free slot")
     }
 
     /// An In slot that holds `bytes`, as a lane leaves it.
@@ -130,7 +130,7 @@ impl Bed {
     }
 
     fn free(&self, way: Direction) -> usize {
-        let taken: Vec<Slot> = std::iter::from_fn(|| self.queue.slot(way)).collect();
+        let taken: Vec<Slot> = std::iter::from_fn(|| self.queue.slot(way, CHUNK)).collect();
         taken.len()
     }
 }
@@ -177,14 +177,14 @@ fn bytes_go_out_and_come_in() {
 fn each_way_has_slots_of_its_own() {
     let bed = bed();
     let out: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Direction::Out)).collect();
-    assert!(bed.queue.slot(Direction::Out).is_none());
+    assert!(bed.queue.slot(Direction::Out, CHUNK).is_none());
     let inward: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Direction::In)).collect();
-    assert!(bed.queue.slot(Direction::In).is_none());
+    assert!(bed.queue.slot(Direction::In, CHUNK).is_none());
     let mut starts: Vec<usize> = out.iter().chain(&inward).map(|slot| slot.ptr() as usize).collect();
     starts.sort_unstable();
     assert!(starts.windows(2).all(|pair| pair[1] - pair[0] >= CHUNK), "slots overlap");
     drop(out);
-    assert!(bed.queue.slot(Direction::In).is_none(), "a slot of the other way is not free");
+    assert!(bed.queue.slot(Direction::In, CHUNK).is_none(), "a slot of the other way is not free");
     assert_eq!(bed.free(Direction::Out), SLOTS);
     let stats = bed.device.stager().unwrap().stats();
     assert!(stats.out_slot_ns > 0 && stats.in_slot_ns > 0, "{stats:?}");
@@ -199,8 +199,8 @@ fn a_slot_is_free_only_when_the_unpack_that_reads_it_is_complete() {
         let slot = bed.arrived(&pattern(CHUNK, i as u8));
         bed.queue.unpack(i, slot, target.ptr() + i * CHUNK as u64, CHUNK);
     }
-    bed.queue.notify_when_free(Direction::In);
-    assert!(bed.queue.slot(Direction::In).is_none());
+    bed.queue.notify_when_free(Direction::In, CHUNK);
+    assert!(bed.queue.slot(Direction::In, CHUNK).is_none());
     assert_eq!(*bed.told.free.lock(), 0);
     bed.gpu.hold_unpacks(false);
     bed.told.await_free(1);
@@ -209,9 +209,27 @@ fn a_slot_is_free_only_when_the_unpack_that_reads_it_is_complete() {
     }
     assert_eq!(bed.free(Direction::In), SLOTS);
     // With a slot free, the answer comes at once.
-    bed.queue.notify_when_free(Direction::In);
+    bed.queue.notify_when_free(Direction::In, CHUNK);
     bed.told.await_free(2);
     let sent: Vec<u8> = (0..SLOTS).flat_map(|i| pattern(CHUNK, i as u8)).collect();
+    assert_eq!(bed.bytes(&target), sent);
+}
+
+#[test]
+fn short_chunks_share_the_memory_of_long_ones() {
+    let bed = bed();
+    let target = bed.alloc(SLOTS * CHUNK);
+    let sent: Vec<u8> = (0..SLOTS).flat_map(|i| pattern(CHUNK, i as u8)).collect();
+    bed.gpu.hold_unpacks(true);
+    for (part, at) in sent.chunks(4096).zip((target.ptr()..).step_by(4096)) {
+        let slot = bed.queue.slot(Direction::In, 4096).expect("a slot as long as the memory lasts");
+        // SAFETY: the slot is ours and long enough.
+        unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), slot.ptr(), 4096) };
+        bed.queue.unpack(at, slot, at, 4096);
+    }
+    assert!(bed.queue.slot(Direction::In, 1).is_none());
+    bed.gpu.hold_unpacks(false);
+    sent.chunks(4096).for_each(|_| bed.told.next().result.unwrap());
     assert_eq!(bed.bytes(&target), sent);
 }
 
@@ -221,17 +239,17 @@ fn a_client_hears_of_a_slot_that_another_gives_back() {
     let other = Arc::new(Told::default());
     let second = bed.device.stager().unwrap().attach(Arc::downgrade(&other) as Weak<dyn StagingListener>);
     let mut slots: Vec<Slot> = (0..SLOTS).map(|_| bed.slot(Direction::Out)).collect();
-    assert!(second.slot(Direction::Out).is_none());
-    second.notify_when_free(Direction::Out);
-    second.notify_when_free(Direction::Out);
+    assert!(second.slot(Direction::Out, CHUNK).is_none());
+    second.notify_when_free(Direction::Out, CHUNK);
+    second.notify_when_free(Direction::Out, CHUNK);
     drop(bed.slot(Direction::In));
     assert_eq!(*other.free.lock(), 0, "it waits for a slot of the other way");
     drop(slots.pop());
     other.await_free(1);
-    drop(second.slot(Direction::Out).expect("just told"));
+    drop(second.slot(Direction::Out, CHUNK).expect("just told"));
     drop(slots);
     // What was asked for once is told once.
-    bed.queue.notify_when_free(Direction::Out);
+    bed.queue.notify_when_free(Direction::Out, CHUNK);
     bed.told.await_free(1);
     assert_eq!(*other.free.lock(), 1);
 }
@@ -432,7 +450,7 @@ fn a_sink_may_be_the_last_to_hold_everything() {
     let sink = Arc::new(Last(Mutex::new(None), tell));
     let queue = device.stager().unwrap().attach(Arc::downgrade(&sink) as Weak<dyn StagingListener>);
     for ticket in 0..3 {
-        queue.unpack(ticket, queue.slot(Direction::In).unwrap(), memory.ptr(), CHUNK);
+        queue.unpack(ticket, queue.slot(Direction::In, CHUNK).unwrap(), memory.ptr(), CHUNK);
     }
     *sink.0.lock() = Some((queue, device));
     drop((devices, memory));
@@ -568,7 +586,7 @@ fn whatever_is_given_up_when_the_rest_is_told() {
         let mut tickets = Vec::new();
         for ticket in first..first + 2 * SLOTS as u64 {
             let way = if random(2) == 0 { Direction::Out } else { Direction::In };
-            let Some(slot) = bed.queue.slot(way) else { continue };
+            let Some(slot) = bed.queue.slot(way, CHUNK) else { continue };
             match way {
                 Direction::Out => bed.queue.pack(ticket, memory.ptr(), slot, CHUNK),
                 Direction::In => bed.queue.unpack(ticket, slot, memory.ptr(), CHUNK),

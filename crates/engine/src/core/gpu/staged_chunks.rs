@@ -207,7 +207,7 @@ impl StagedChunks {
     }
 
     fn pack(&mut self, work: Work, ordinal: u32, src: u64, len: u32) -> Option<()> {
-        let slot = free_slot(&self.gpu(ordinal)?.queue, Direction::Out)?;
+        let slot = free_slot(&self.gpu(ordinal)?.queue, Direction::Out, len as usize)?;
         let ticket = self.work.add(work);
         self.gpu(ordinal)?.queue.pack(ticket, src, slot, len as usize);
         Some(())
@@ -265,7 +265,7 @@ impl StagedChunks {
         if len > queue.slot_len() {
             return Place::Refuse(format!("a chunk of {len} bytes, longer than was agreed"));
         }
-        let slot = free_slot(queue, Direction::In);
+        let slot = free_slot(queue, Direction::In, len);
         let held = self.waiting.iter().position(|waiting| *waiting == (endpoint, lane));
         let Some(slot) = slot else {
             if held.is_none() {
@@ -441,12 +441,12 @@ fn take_turn(tables: &mut Tables, lane: LaneId) -> Option<Tx> {
     chunk
 }
 
-/// A free slot, or a request for a notification when there is one.
-fn free_slot(queue: &StagingQueue, direction: Direction) -> Option<crossrail_gpu::Slot> {
-    queue.slot(direction).or_else(|| {
-        queue.notify_when_free(direction);
+/// A free slot, or a request for a notification when there may be one.
+fn free_slot(queue: &StagingQueue, direction: Direction, len: usize) -> Option<crossrail_gpu::Slot> {
+    queue.slot(direction, len).or_else(|| {
+        queue.notify_when_free(direction, len);
         // Another worker may have freed one between the two calls, and then nothing would notify this one.
-        queue.slot(direction)
+        queue.slot(direction, len)
     })
 }
 
