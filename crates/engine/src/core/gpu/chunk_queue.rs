@@ -13,8 +13,9 @@ use proto::{Memory, Out};
 /// and a slow rail would take more than its share.
 const LOOKAHEAD: usize = 4;
 /// A lane takes no further chunk when it has this many bytes ahead, which a GPU packs in a fraction of the time in
-/// which a connection carries them: chunks that a lane has taken cannot move to another lane when it gets slower.
-const AHEAD: u64 = 3 << 20;
+/// which a connection carries them: at 5 GB/s that is 200 us, several times what a pack takes. Chunks that a lane has
+/// taken cannot move to another lane when it gets slower, and hold bounce memory for which other lanes may wait.
+const AHEAD: u64 = 1 << 20;
 /// Length of the first chunk of a lane that has none ahead; the next is twice as long, and so on. The lane idles until
 /// its first chunk is packed, and the GPU packs in the order of submission.
 const FIRST: u64 = 256 << 10;
