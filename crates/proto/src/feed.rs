@@ -7,6 +7,9 @@ use crate::{LaneShare, Time};
 
 /// Smallest chunk, unless less is left or the lane carries less.
 const CHUNK_MIN: u64 = 64 << 10;
+/// Nanoseconds that a chunk should take its lane at least, where there are several. A chunk costs wake-ups and system
+/// calls at both ends, and a pack and an unpack if it is of GPU memory: with shorter ones, fast lanes do little else.
+const CHUNK_TIME: u64 = 100_000;
 
 /// Bytes of a transfer that one lane is to carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,8 +182,10 @@ pub(crate) fn sorted(mut shares: Vec<LaneShare>) -> Vec<LaneShare> {
 pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, max_payload: u64) -> u64 {
     let part =
         if rates == 0 { left / lanes.max(1) } else { (u128::from(left) * u128::from(rate) / u128::from(rates)) as u64 };
+    // A power of two, so that noise in the rate matters little. A lone lane has nobody to finish together with.
+    let worth = if lanes > 1 { (rate / (1_000_000_000 / CHUNK_TIME)).min(chunk).next_power_of_two() } else { 0 };
     // Whole pages, so that the memory's alignment is kept from chunk to chunk.
-    let size = (part / 4).clamp(CHUNK_MIN.min(chunk), chunk) & !4095;
+    let size = (part / 4).clamp(CHUNK_MIN.max(worth).min(chunk), chunk) & !4095;
     size.max(4096.min(chunk)).min(max_payload).min(left)
 }
 
@@ -239,6 +244,17 @@ mod tests {
         assert_eq!(size(1000, 1), 1000);
         assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 1 << 30), 512 << 10);
         assert_eq!(guided(8 << 20, 0, 0, 4, 2 << 20, 5000), 5000);
+    }
+
+    #[test]
+    fn a_chunk_takes_a_fast_lane_a_tenth_of_a_millisecond() {
+        let size = |left, rate, lanes| guided(left, rate, rate * lanes, lanes, 2 << 20, 1 << 30);
+        assert_eq!(size(1 << 20, 2_600_000_000, 8), 256 << 10);
+        assert_eq!(size(1 << 20, 2_700_000_000, 8), 512 << 10);
+        assert_eq!(size(1 << 20, 100_000_000_000, 8), 1 << 20);
+        assert_eq!(size(100 << 10, 3_000_000_000, 8), 100 << 10);
+        assert_eq!(size(1 << 20, 100_000_000, 8), 64 << 10);
+        assert_eq!(size(400 << 10, 3_000_000_000, 1), 100 << 10);
     }
 
     #[test]
