@@ -1,8 +1,10 @@
 //! More connections of a rail where much is to be carried, as many as both ends have threads for; and their loss.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
+use crossrail_types::Log;
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(60));
 
@@ -121,6 +123,51 @@ fn a_rail_that_dies_while_it_gets_more_connections_loses_nothing() {
         });
     }
     widened(&pair, 4);
+}
+
+#[test]
+fn a_worker_whose_threads_have_enough_connections_takes_no_more() {
+    static REFUSED: AtomicUsize = AtomicUsize::new(0);
+    Log::redirect(|_, line| {
+        REFUSED.fetch_add(usize::from(line.to_string().starts_with("one more connection from")), Ordering::SeqCst);
+    });
+    let context = |log| {
+        let pairs = [("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_LOG", log), ("CROSSRAIL_NET_DEVICES", "127.0.0.67")];
+        Context::with_cores(Settings::from_pairs(pairs).unwrap(), 4).unwrap()
+    };
+    let contexts = ["debug", "off"].map(context);
+    // Two threads, and who makes progress: eight for each.
+    const MOST: usize = 24;
+    let server = Worker::new(&contexts[0], WorkerOptions::default()).unwrap();
+    let carrying = |ends: &[(Worker, Endpoint, Endpoint)]| -> usize {
+        let of = |end: &Endpoint| end.lanes().iter().filter(|lane| lane.alive && lane.name.ends_with("#1")).count();
+        ends.iter().map(|(_, _, end)| of(end)).sum()
+    };
+    let mut ends = Vec::new();
+    for at in 0..MOST + 1 {
+        let client = Worker::new(&contexts[1], WorkerOptions::default()).unwrap();
+        let there = client.connect(&server.address(), &ConnectOptions::default()).unwrap();
+        let here = server.accept(LIMIT).unwrap();
+        send(&there, &server, 9 << 20, || {});
+        ends.push((client, there, here));
+        let begun = Instant::now();
+        while at < MOST && carrying(&ends) <= at {
+            send(&ends[at].1, &server, 1 << 10, || {});
+            assert!(begun.elapsed() < LIMIT.unwrap(), "connection {at} does not come");
+        }
+    }
+    let (_, last, _) = &ends[MOST];
+    let (begun, mut refused) = (Instant::now(), None);
+    // Longer than the pause before a lane that was lost is dialled again.
+    while refused.is_none_or(|refused: Instant| refused.elapsed() < Duration::from_secs(1)) {
+        send(last, &server, 4 << 20, || {});
+        if REFUSED.load(Ordering::SeqCst) > 0 {
+            refused.get_or_insert_with(Instant::now);
+        }
+        assert!(begun.elapsed() < LIMIT.unwrap(), "nothing was refused");
+    }
+    assert_eq!(REFUSED.load(Ordering::SeqCst), 1, "dialled again and again");
+    assert_eq!(carrying(&ends), MOST);
 }
 
 #[test]

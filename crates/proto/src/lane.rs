@@ -98,6 +98,11 @@ impl Lane {
         self.rank == 0 || bytes >= (u64::from(self.rank) + 1) * PART_MIN
     }
 
+    /// Whether no chunk has been acknowledged on it by either end.
+    pub(crate) fn is_unused(&self) -> bool {
+        self.acked == 0 && self.consumed == 0
+    }
+
     /// Whether no payload is coming in on it.
     pub(crate) fn is_unoccupied(&self) -> bool {
         self.placing == Placement::None

@@ -42,6 +42,11 @@ impl BulkLane {
             among,
         }
     }
+
+    /// It is not the first connection of its rail, whose number is found by measuring.
+    pub(crate) fn is_further(&self) -> bool {
+        self.among.is_some_and(|among| among.place.1 > 0)
+    }
 }
 
 impl BulkLane {

@@ -65,6 +65,8 @@ impl Transfers {
         let tables = &mut self.data.tables;
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         let in_use = peer.has_operations();
+        let is_further = peer.bulk_lane(id).is_some_and(|lane| lane.is_further());
+        let is_refused = is_further && peer.protocol.is_unused(id);
         let none_left = peer.remove_lane(id);
         // A peer whose process ends or gives up says so itself, on the control connection; a shared-memory lane has
         // none.
@@ -78,7 +80,10 @@ impl Transfers {
             peer.protocol.corrupted(&what);
         }
         peer.protocol.lane_down(now, id);
-        if peer.is_alive() {
+        if is_refused && matches!(error, LaneError::Closed(_)) {
+            // The peer has enough of them, or the rail is lost, whose first connection brings them back.
+            tables.log.debug(format_args!("{}: lane {name} is {error}; the rail does without it", peer.name()));
+        } else if peer.is_alive() {
             // The connection for messages is no lane that the user knows of.
             let rest = match (none_left, peer.bulk().len()) {
                 (true, _) => format!("no other is left, it is retried for {} s", STRANDED.as_secs()),

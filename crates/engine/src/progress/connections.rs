@@ -57,8 +57,8 @@ impl Connections {
 
     /// Connections beside the first of a rail, of all groups.
     pub(super) fn further(&self) -> usize {
-        let further = |lane: &&Arc<BulkLane>| lane.among.is_some_and(|among| among.place.1 > 0);
-        self.0.iter().map(|group| group.snapshot().iter().filter(further).count()).sum()
+        let of = |group: &Group| group.snapshot().iter().filter(|lane| lane.is_further()).count();
+        self.0.iter().map(of).sum()
     }
 
     /// Polls every connection once.

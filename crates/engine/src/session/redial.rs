@@ -27,6 +27,8 @@ const ATTEMPT_MAX: Duration = Duration::from_secs(2);
 /// and dialling anew is sooner. One in [`STRANDED_LONG`] has the whole time, for links that are slow and not broken.
 const ATTEMPT_STRANDED: Duration = Duration::from_millis(400);
 const STRANDED_LONG: u32 = 4;
+/// Failed attempts after which a rail that works does without one more connection.
+const MORE_FAILURES: u32 = 4;
 /// Threads that dial: the rails that are dialled at a time, of all peers.
 const THREADS_MAX: usize = 16;
 
@@ -48,7 +50,7 @@ struct State {
 
 struct Attempt {
     lost: LostRail,
-    /// It is not to replace one that was lost, and not tried twice.
+    /// It is not to replace one that was lost, and given up after a few attempts.
     more: bool,
     at: Instant,
     pause: Duration,
@@ -160,7 +162,7 @@ impl Redialer {
                 Ok(Some(device)) if attempt.more => {
                     sessions.log.debug(format_args!("rail {device} has connection {}", attempt.lost.channel + 1));
                 }
-                Err((device, error)) if attempt.more => {
+                Err((device, error)) if attempt.more && attempt.failures == MORE_FAILURES => {
                     let number = attempt.lost.channel + 1;
                     sessions.log.debug(format_args!("rail {device} does without connection {number}: {error}"));
                 }
@@ -171,13 +173,14 @@ impl Redialer {
                 Err((device, error)) => {
                     let reported = std::mem::replace(&mut attempt.lost.reported, true);
                     let log = if reported { Log::debug } else { Log::warn };
-                    log(sessions.log, format_args!("rail {device} is lost, and dialling it again failed: {error}"));
+                    let state = if attempt.more { "has a connection less" } else { "is lost" };
+                    log(sessions.log, format_args!("rail {device} {state}, and dialling it again failed: {error}"));
                     if sessions.has_left(endpoint, &error) {
                         sessions.peer_ended(endpoint, &format!("it listens no more: {error}"));
                         continue;
                     }
                     attempt.failures += 1;
-                    attempt.pause = (attempt.pause * 2).min(PAUSE_MAX);
+                    attempt.pause = (attempt.pause.max(PAUSE_MIN) * 2).min(PAUSE_MAX);
                     let pause = if sessions.is_stranded(endpoint) { PAUSE_STRANDED } else { attempt.pause };
                     attempt.at = Instant::now() + pause;
                     self.state.lock().attempts.push(attempt);

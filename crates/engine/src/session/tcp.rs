@@ -327,8 +327,11 @@ pub(super) fn lane_arrived(
     let endpoint = sessions.control.endpoint(session).ok_or_else(ended)?;
     let is_further = lane.purpose == LanePurpose::Bulk && lane.channel & MESSAGE_CHANNEL > 0;
     if is_further && sessions.environment.settings().channels == Channels::Auto && !sessions.progress.has_room(1) {
-        let enough = "the threads of this worker's connections have enough of others";
-        return Err(Error::new(ErrorKind::Refused, "lane", enough));
+        let from = route.remote.to_canonical();
+        sessions
+            .log
+            .debug(format_args!("one more connection from {from} was closed: the threads have enough of others"));
+        return Ok(());
     }
     let rails = sessions.environment.rails()?;
     let device = rails.into_iter().find(|rail| rail.name == route.device);

@@ -26,16 +26,24 @@ impl Peer {
         self.lanes[at].place = Some((rail, place));
         if !self.ramp.is_on() {
             self.ramp.begin_with(begin_with);
+        }
+        // A rail that comes back has lost its other connections, too.
+        if place == 0 {
             self.ramp.may_grow();
         }
         self.choose_connections();
     }
 
-    /// Whether so many bytes have gone out that more connections to the peer are worth opening: true once, and only
-    /// after [`Peer::lane_up_among`].
+    /// Whether so many bytes have gone out that more connections to the peer are worth opening: true once after
+    /// [`Peer::lane_up_among`] for the first of a rail.
     #[inline]
     pub fn outgrows(&mut self) -> bool {
         self.ramp.outgrows()
+    }
+
+    /// Whether no chunk has been acknowledged on it by either end.
+    pub fn is_unused(&self, lane: LaneId) -> bool {
+        self.lane_at(lane).is_none_or(|at| self.lanes[at].is_unused())
     }
 
     /// How many connections of each rail carry chunks at present, where that is found by measuring.
