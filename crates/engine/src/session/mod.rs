@@ -5,6 +5,7 @@ mod connect;
 mod control;
 mod costs;
 mod cuda_ipc;
+mod dialling;
 #[cfg(test)]
 mod example;
 mod explain;

@@ -13,6 +13,7 @@ use crossrail_types::{Channels, Checksum, EndpointId, Error, ErrorKind, Filter, 
 use super::Sessions;
 use super::control::{DIAL_MAX, binding};
 use super::costs::{Cost, EAGER_LIMIT};
+use super::dialling::dial_until;
 use super::explain::{self, Candidate};
 use super::rail_pairs::{self, RailPair};
 use super::transport::{Announcement, Attempt, Availability, Choice, Local, Transport};
@@ -162,22 +163,21 @@ pub(super) fn connect(
         names.extend((0..channels).map(|channel| carrier.name_of(rail, channel)));
     }
     let ticket = session.ticket;
-    let limit = attempt.deadline.min(Instant::now() + DIAL_MAX);
-    let dialled: Vec<(LaneName, Result<Box<dyn Lane>>)> = std::thread::scope(|scope| {
-        let dials: Vec<_> = names
-            .iter()
-            .map(|name| {
-                let rail = &rails[usize::from(name.rail)];
-                (*name, scope.spawn(move || dial(sessions, &ticket, rail, *name, limit)))
-            })
-            .collect();
-        dials
-            .into_iter()
-            .map(|(name, dial)| {
-                let failed = || Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
-                (name, dial.join().unwrap_or_else(|_| failed()))
-            })
-            .collect()
+    // Over UCX a peer that is late is another carrier's.
+    let deadline = if carrier == Carrier::Sockets { attempt.deadline } else { Instant::now() };
+    let dialled = dial_until(deadline, &names, |names, limit| {
+        let limit = attempt.deadline.min(limit);
+        std::thread::scope(|scope| {
+            let dials: Vec<_> = names
+                .iter()
+                .map(|name| {
+                    let rail = &rails[usize::from(name.rail)];
+                    scope.spawn(move || dial(sessions, &ticket, rail, *name, limit))
+                })
+                .collect();
+            let failed = || Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
+            dials.into_iter().map(|dial| dial.join().unwrap_or_else(|_| failed())).collect()
+        })
     });
     let reasons: Vec<Option<String>> = (0..rails.len() as u16)
         .map(|rail| {
