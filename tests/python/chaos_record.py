@@ -6,14 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 
+@cache
 def commit() -> str | None:
-    """The commit that this is run from, if it is one."""
+    """The commit that this is run from, if it is one; as it was when this was asked first."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=300)
     return done.stdout.strip() or None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
 import threading
 import time
@@ -247,9 +248,38 @@ def together(me: Me, case: Case, seconds: float, limit: float, times: int, pace:
 
 
 @task
+def exhaust(me: Me, case: Case) -> int:
+    """Takes all descriptors that the process may still have; how many those were."""
+    # What this needs of numpy is imported when it is first used, which takes a descriptor.
+    Script(case.seed, 0, 1).next(0)
+    inputs(case, me.group.rank)
+    sums_of_rows(case, me.group.rank)
+    taken = me.keep["taken"] = []
+    with suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    return len(taken)
+
+
+@task
+def relieve(me: Me) -> None:
+    """Gives them back."""
+    for descriptor in me.keep.pop("taken", []):
+        os.close(descriptor)
+
+
+@task
 def settle(me: Me, ranks: list[int], timeout: float) -> None:
     """After all faults: the store is back, and those who live meet once more."""
     deadline = time.monotonic() + timeout
+    while True:
+        try:
+            me.group.publish("back", b"")
+            break
+        except crossrail.UnreachableError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.02)  # a store that starts tells nobody when it listens
     while (error := me.group.control_error) is not None:
         assert time.monotonic() < deadline, error
         time.sleep(0.02)  # the group looks for its store in intervals, and tells nobody when it is back

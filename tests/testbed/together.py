@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bed import SIDES, Bed, Side, why_not
 
@@ -46,17 +46,17 @@ from together_tasks import START, Told
 
 RANKS = 8
 STORE_PORT = 18379
-START_S, LIMIT_S, END_S = 60.0, 60.0, 180.0
+START_S, LIMIT_S, END_S = 60.0, 60.0, 600.0
 PACE_S = 0.05
-LEASE_S = 10.0  # a busy machine may keep a rank from its processor for seconds
+LEASE_S = 30.0  # a busy machine may keep a rank from its processor for seconds
 CALLS = ("process_vm_readv", "process_vm_writev", "memfd_create", "pidfd_open", "pidfd_getfd", "io_uring_setup")
 STEPS_S = (0.0, 3600.0, -86400.0, 3.2e8, -0.5, 0.5)
-Surrounding = Literal["plain", "clocks", "disk", "descriptors", "memory", "seccomp", "users", "ipv6"]
 SURROUNDINGS: dict[str, str] = {
     "plain": "nothing",
     "clocks": "the wall clock steps by up to ten years in both directions",
     "disk": "/dev/shm and /tmp are full",
     "descriptors": "256 descriptors",
+    "exhausted": "no descriptor beyond those that all have when they are connected",
     "memory": "4 GiB of address space",
     "seccomp": "no copies between processes, memfds, descriptors of processes or io_uring (EPERM)",
     "users": "a user namespace of its own for each",
@@ -197,8 +197,10 @@ def run(seed: int, seconds: float, surrounding: str, mbit: Sequence[int] = (300,
             ranks = stack.enter_context(start_ranks(bed, etcd, without(surrounding, clock)))
             drawn = script(seed, seconds, bed.rails, dice.choice(bed.rails))
             wreck = RankWreck(bed, ranks=ranks, etcd=etcd, of=drawn.stopped)
-            ranks.call("meet")
-            ranks.call("prepare", setup, {"timeout": LIMIT_S})
+            ranks.call("meet", timeout=END_S)
+            ranks.call("prepare", setup, {"timeout": LIMIT_S}, timeout=END_S)
+            if surrounding == "exhausted":
+                ranks.call("exhaust", case)
             for process in ranks.processes.values():
                 process.tell("together", case, seconds, LIMIT_S, round(seconds / PACE_S), PACE_S)
             inflict(wreck, drawn, seconds, counts, clock, dice)
@@ -207,6 +209,7 @@ def run(seed: int, seconds: float, surrounding: str, mbit: Sequence[int] = (300,
             for rank in wreck.dead:
                 ranks.processes.pop(rank)
             errors += judge(told, wreck.dead)
+            ranks.call("relieve")
             ranks.call("settle", alive, LIMIT_S, timeout=END_S)
             errors += [f"rank {rank}: left open: {left}" for rank, left in ranks.call("close_down").items() if left]
             pids = [process.process.pid for process in ranks.processes.values()]
@@ -220,6 +223,7 @@ def run(seed: int, seconds: float, surrounding: str, mbit: Sequence[int] = (300,
         "mode": "together",
         "surrounding": surrounding,
         "commit": chaos_record.commit(),
+        "load": round(os.getloadavg()[1], 1),
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
         "ranks": RANKS,
@@ -243,6 +247,7 @@ def without(surrounding: str, clock: Clock | None) -> list[str]:
     commands: dict[str, Callable[[], list[str]]] = {
         "disk": surroundings.full_disk,
         "descriptors": lambda: surroundings.few_descriptors(256),
+        "exhausted": lambda: surroundings.few_descriptors(256),
         "memory": lambda: surroundings.little_memory(4096),
         "seccomp": lambda: surroundings.denied(CALLS, "EPERM"),
         "users": lambda: surroundings.other_users("--map-root-user"),
@@ -258,6 +263,7 @@ def start_ranks(bed: Bed, etcd: Etcd, command: Sequence[str]) -> Ranks:
         "CROSSRAIL_NET_DEVICES": ",".join(bed.rails),
         "CROSSRAIL_CONTROL_DEVICE": "eth0",
         "CROSSRAIL_SECRET": "a secret for the chaos",
+        "CROSSRAIL_TIMEOUT": f"{LIMIT_S:g}s",
     }
     side: dict[int, Side] = {rank: SIDES[rank // (RANKS // 2)] for rank in range(RANKS)}
     before = {rank: bed.inside(side[rank], *command) for rank in range(RANKS)}
