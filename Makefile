@@ -201,8 +201,7 @@ fuzz-python: $(TOOLS)
 
 test-python: build
 	$(call say,test: Python and test bed)
-	@# On two processors: half of the time of a test is waiting.
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 # Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
 CHAOS_SECONDS ?= 120
