@@ -27,6 +27,9 @@ from crossrail.report import Report
 COMMAND = [sys.executable, "-m", "crossrail"]
 QUICK = ("--size=8", "--iters=200", "--warmup=10")
 
+RUN_S = 150.0
+"""Bound of a run, within that of a test: sixteen ranks take more than a minute where a machine has much else to do."""
+
 
 def clean_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without its settings, and with these."""
@@ -42,7 +45,7 @@ def run(*arguments: str, settings: Mapping[str, str] | None = None) -> subproces
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=RUN_S,
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
