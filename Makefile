@@ -225,7 +225,7 @@ chaos: build
 	$(CHAOS) --mode windows
 
 # Everything at once, in each of these surroundings in turn (root, iproute2, etcd).
-SURROUNDINGS ?= plain clocks disk descriptors memory seccomp users ipv6
+SURROUNDINGS ?= plain clocks disk descriptors exhausted memory seccomp users ipv6
 .PHONY: chaos-together
 chaos-together: build
 	$(call say,chaos: messages, experts and control on two nodes)

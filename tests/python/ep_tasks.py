@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -372,29 +373,45 @@ def endure(me: Me, case: Case, times: int) -> Endured:
 
 @dataclass
 class Outlasted:
-    """Results of exchanges up to the first one without a rank."""
+    """Results of exchanges until all ranks have had one without a rank."""
 
     whole: int = 0
     wrong: int = 0
     missing: list[int] = field(default_factory=list)
     marked_at: float = 0.0
-    """When that one was complete, by the monotonic clock of the machine."""
+    """When the first one without it was complete, by the monotonic clock of the machine."""
     masked: list[int] = field(default_factory=list)
+
+
+AGREED = 4
+"""Exchanges within which every rank has noticed a loss that one has noticed."""
 
 
 @task
 def outlast(me: Me, case: Case, dead: int) -> Outlasted:
-    """The same exchange again and again, until a result lacks somebody, which should be `dead`."""
+    """The same exchange again and again, until a result lacks somebody, which should be `dead`, at every other rank."""
     buffer, rank, outlasted = me.buffer, me.group.rank, Outlasted()
     fed, right = _fed(me, case)
-    while not outlasted.missing:
+    done = noticed = 0
+    others = [other for other in range(case.setup.ranks) if other != dead]
+    last: int | None = None
+    while last is None or done < last:
         came = send(buffer, case, fed, rank)
         sums = buffer.combine(came.x, came.handle)
+        done += 1
         if sums.missing:
-            outlasted.missing, outlasted.marked_at = list(sums.missing), time.monotonic()
+            if not outlasted.missing:
+                outlasted.missing, outlasted.marked_at, noticed = list(sums.missing), time.monotonic(), done
+                me.group.publish(f"outlasted {case.seed}", struct.pack("<Q", done))
+            elif list(sums.missing) != outlasted.missing:
+                outlasted.wrong += 1
         elif np.array_equal(ref.bf16_values(as_bits(sums.x)), right, equal_nan=True):
             outlasted.whole += 1
         else:
             outlasted.wrong += 1
+        # Others may have had a whole result of that exchange, and cannot end the next ones alone: all end with one.
+        if outlasted.missing and last is None and done == noticed + AGREED:
+            at = me.group.collect(f"outlasted {case.seed}", others)
+            last = AGREED + max(struct.unpack("<Q", value)[0] for value in at)
     outlasted.masked = list(buffer.masked())
     return outlasted

@@ -36,7 +36,7 @@ TIMEOUT_S = 1.0
 PATIENT_S = 40.0
 PREPARE_S = 100.0
 """For joining and connecting on a busy machine: less than the test waits for an answer."""
-LEASE_S = 5.0
+LEASE_S = 10.0
 """Of ranks that are replaced: a successor joins when it has ended; a busy machine may keep a rank from renewing it."""
 EXCHANGES = 150
 PER_GROUP = 20

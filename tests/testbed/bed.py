@@ -29,7 +29,8 @@ BURST, QUEUE = "256k", "20ms"
 EQUAL_MBIT = (2000, 2000, 2000, 2000)
 UNEVEN_MBIT = (2000, 2000, 1000, 500)
 EIGHT_MBIT = (1000, 800, 600, 400, 300, 200, 100, 50)
-LINKS_S = 10.0
+LINKS_S = 60.0
+COMMAND_S = 120.0  # of one call of ip or tc, which take no time but wait for a processor
 _NOWHERE = "02:00:00:00:de:ad"
 
 
@@ -204,10 +205,10 @@ def _ip(*arguments: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S).stdout

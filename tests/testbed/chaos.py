@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from bed import SIDES, Bed, Side, why_not
+from bed import COMMAND_S, SIDES, Bed, Side, why_not
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
@@ -114,7 +114,7 @@ class Wreck:
         return [f"{self._address(side, nic)}/24"] if self.bed.ipv4 else [f"{self._address(side, nic)}/64", "nodad"]
 
     def _run(self, side: Side, *command: str) -> None:
-        subprocess.run(self.bed.inside(side, *command), capture_output=True, check=False, timeout=30)
+        subprocess.run(self.bed.inside(side, *command), capture_output=True, check=False, timeout=COMMAND_S)
 
     def _other(self, side: Side) -> Side:
         return "right" if side == "left" else "left"
@@ -127,7 +127,7 @@ class Wreck:
         """The hardware address of ``nic`` at ``side``."""
         if (side, nic) not in self._macs:
             command = self.bed.inside(side, "ip", "-j", "link", "show", "dev", nic)
-            links = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=30).stdout)
+            links = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=COMMAND_S).stdout)
             self._macs[side, nic] = links[0]["address"]
         return self._macs[side, nic]
 
