@@ -9,37 +9,13 @@ use crossrail_types::{EndpointId, ErrorKind, LaneId, Log, Reason};
 
 use super::gpu::NoteFailed;
 use super::tables::Tables;
-use super::transfers::Transfers;
+use super::transfers::{LostRail, Transfers};
 
 /// A lane that is lost sooner after it came up has not worked: a rail that changes bytes comes up each time it is dialled.
 const SOON: Duration = Duration::from_secs(2);
 
 /// How long a peer may be without any rail before it is taken for dead: as long as TCP would give a connection.
 const STRANDED: Duration = Duration::from_secs(10);
-
-/// A rail that was lost, for whoever dials it again.
-#[derive(Clone, Debug)]
-pub(crate) struct LostRail {
-    pub(crate) endpoint: EndpointId,
-    pub(crate) rail: u16,
-    pub(crate) channel: u16,
-    /// Its loss was logged as a warning.
-    pub(crate) reported: bool,
-    /// How many times in a row it was lost soon after it had come up, this time included.
-    pub(crate) short_lived: u32,
-}
-
-/// Work that is done without the lock.
-#[derive(Default)]
-pub(crate) struct Deferred {
-    /// Lanes that owe something and are silent.
-    pub(crate) suspects: Vec<(EndpointId, LaneId)>,
-    pub(crate) lost: Vec<LostRail>,
-    /// Endpoints that have ended, whose control connections are to be closed.
-    pub(crate) ended: Vec<EndpointId>,
-    /// Endpoints that carry so much that more connections are worth dialling.
-    pub(crate) outgrown: Vec<EndpointId>,
-}
 
 impl Transfers {
     /// The lanes that a peer has under that name of a rail, in the order in which they came up.

@@ -43,7 +43,6 @@ use crossrail_types::{EndpointId, Log, OpId, Reason};
 
 pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, READABLE, WRITABLE};
 use self::data_path::DataPath;
-pub(crate) use self::failure::{Deferred, LostRail};
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
 pub(crate) use self::operations::Operations;
@@ -56,7 +55,7 @@ pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submission::Submission;
 use self::tables::Tables;
 use self::transfers::PollResult;
-pub(crate) use self::transfers::Transfers;
+pub(crate) use self::transfers::{Deferred, LostRail, Transfers};
 pub(crate) use self::wake_ups::WakeUps;
 
 /// Passes between two reads of the clock.

@@ -14,7 +14,6 @@ use self::short::publish_count;
 use super::bulk_lane::BulkLane;
 use super::data_path::DataPath;
 use super::direct::{self, Begun, DirectCopies};
-use super::failure::Deferred;
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
 use super::peers::Peer;
@@ -39,6 +38,30 @@ pub(crate) struct Transfers {
     /// Peers or lanes in the tables from which on those that have ended are freed.
     free_at: usize,
     pub(super) deferred: Deferred,
+}
+
+/// A rail that was lost, for whoever dials it again.
+#[derive(Clone, Debug)]
+pub(crate) struct LostRail {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) rail: u16,
+    pub(crate) channel: u16,
+    /// Its loss was logged as a warning.
+    pub(crate) reported: bool,
+    /// How many times in a row it was lost soon after it had come up, this time included.
+    pub(crate) short_lived: u32,
+}
+
+/// Work that is done without the lock.
+#[derive(Default)]
+pub(crate) struct Deferred {
+    /// Lanes that owe something and are silent.
+    pub(crate) suspects: Vec<(EndpointId, LaneId)>,
+    pub(crate) lost: Vec<LostRail>,
+    /// Endpoints that have ended, whose control connections are to be closed.
+    pub(crate) ended: Vec<EndpointId>,
+    /// Endpoints that carry so much that more connections are worth dialling.
+    pub(crate) outgrown: Vec<EndpointId>,
 }
 
 /// What [`Transfers::poll_lane`] did.

@@ -7,7 +7,7 @@ use crossrail_handshake::{self as handshake, Arrival, Identity, LaneName, Parame
 use crossrail_tcp::Binding;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::control::binding;
+use super::dialling::binding;
 use super::transport::Transport;
 use super::{Sessions, tcp};
 use crate::core::gpu::Reach;

@@ -4,10 +4,9 @@ use std::collections::{HashMap, HashSet};
 use std::io::{Read, Write};
 use std::net::{IpAddr, TcpStream};
 use std::os::fd::AsRawFd;
-use std::time::Duration;
 
 use crossrail_handshake::{Hello, Session, Stream, Ticket};
-use crossrail_tcp::{Binding, LinkWatch};
+use crossrail_tcp::LinkWatch;
 use crossrail_topology::NetDevice;
 use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Log, Reason, Result};
 use parking_lot::Mutex;
@@ -19,8 +18,6 @@ use super::transport::Announcement;
 use crate::core::{LostRail, READABLE};
 use crate::progress::{About, SessionEvents};
 
-/// How long dialling one lane may take.
-pub(super) const DIAL_MAX: Duration = Duration::from_secs(3);
 /// Bytes of an announcement: the transport's byte, two bytes of its own, and a zero.
 const ANNOUNCEMENT_LEN: usize = 4;
 /// Bytes behind it in a session with checksums: the first ones of its proof.
@@ -441,12 +438,6 @@ impl SessionEvents for Sessions {
             self.progress.interface_down(&change.name);
         }
     }
-}
-
-/// What lanes of that device are bound to.
-pub(super) fn binding(device: &NetDevice, address: IpAddr) -> Binding {
-    // A loopback address is a device of its own; binding to `lo` would add nothing.
-    Binding { device: (!device.loopback).then(|| device.interface.clone()), address }
 }
 
 #[cfg(test)]

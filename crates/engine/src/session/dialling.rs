@@ -1,11 +1,15 @@
-//! How long lanes are dialled when an endpoint is made.
+//! How lanes are dialled when an endpoint is made: from where, and for how long.
 
-use std::time::Instant;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
 
 use crossrail_handshake::{LaneName, LanePurpose};
+use crossrail_tcp::Binding;
+use crossrail_topology::NetDevice;
 use crossrail_types::{Error, ErrorKind, Reason, Result};
 
-use super::control::DIAL_MAX;
+/// How long dialling one lane may take.
+pub(super) const DIAL_MAX: Duration = Duration::from_secs(3);
 
 /// Dials these lanes, each within [`DIAL_MAX`]. Where no rail comes up since the peer, whose machine accepts connections, is
 /// late with its part of the handshake, they are dialled again with twice the time each, until `deadline`: on a busy machine
@@ -35,10 +39,15 @@ pub(super) fn dial_until<L>(
     }
 }
 
+/// What lanes of that device are bound to.
+pub(super) fn binding(device: &NetDevice, address: IpAddr) -> Binding {
+    // A loopback address is a device of its own; binding to `lo` would add nothing.
+    Binding { device: (!device.loopback).then(|| device.interface.clone()), address }
+}
+
 #[cfg(test)]
 mod tests {
     use std::cell::RefCell;
-    use std::time::Duration;
 
     use super::*;
 

@@ -9,8 +9,8 @@ use crossrail_shm::{Arena, Options, Side};
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
 use super::Sessions;
-use super::control::DIAL_MAX;
 use super::costs::{self, Cost, EAGER_LIMIT};
+use super::dialling::DIAL_MAX;
 use super::explain::{self, Candidate};
 use super::transport::{Attempt, Availability, Choice, Control, Local, Refused, Transport};
 use crate::core::LaneRecord;

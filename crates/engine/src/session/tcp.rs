@@ -11,9 +11,8 @@ use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{Channels, Checksum, EndpointId, Error, ErrorKind, Filter, Rails, Result};
 
 use super::Sessions;
-use super::control::{DIAL_MAX, binding};
 use super::costs::{Cost, EAGER_LIMIT};
-use super::dialling::dial_until;
+use super::dialling::{DIAL_MAX, binding, dial_until};
 use super::explain::{self, Candidate};
 use super::rail_pairs::{self, RailPair};
 use super::transport::{Announcement, Attempt, Availability, Choice, Local, Transport};
