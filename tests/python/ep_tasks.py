@@ -50,9 +50,9 @@ def connect(me: Me, setup: Setup, ranks: list[int], activate: bool = True) -> li
 
 
 @task
-def change(me: Me, call: str, ranks: list[int]) -> list[int]:
-    """`disconnect`, `mask` or `unmask`; returns who is connected."""
-    getattr(me.buffer, call)(ranks)
+def change(me: Me, call: str, ranks: list[int], options: dict[str, Any] | None = None) -> list[int]:
+    """`connect`, `disconnect`, `mask` or `unmask`; returns who is connected."""
+    getattr(me.buffer, call)(ranks, **(options or {}))
     return list(me.buffer.connected())
 
 

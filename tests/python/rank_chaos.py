@@ -159,7 +159,7 @@ def replacements(seed: int, ranks: int, times: int) -> Replaced:
             group.call("change", "disconnect", [dead], ranks=others)
             group.start([dead])
             group.processes[dead].tell("prepare", setup, patient)
-            group.call("change", "connect", list(range(ranks)), ranks=others)
+            group.call("change", "connect", list(range(ranks)), {"timeout": PREPARE_S}, ranks=others)
             assert group.processes[dead].answer() is None
             whole = group.call("again", case)
             done.whole_again_s.append(time.monotonic() - killed)
