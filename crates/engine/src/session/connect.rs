@@ -8,6 +8,7 @@ use crossrail_proto as proto;
 use crossrail_transport::Lane;
 use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, Rails, Result, Settings};
 
+use super::dialling::was_late;
 use super::explain::{Candidate, Explain};
 use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports};
 use super::{Sessions, cuda_ipc, own};
@@ -49,6 +50,7 @@ impl Sessions {
         let control = self.control_device()?;
         let over_unix = self.transports.over_unix();
         let unix = over_unix.is_some_and(|transport| permitted.left_out(transport.name()).is_none());
+        let mut began = Instant::now();
         let session = handshake::connect(&target, &me, control.as_ref(), unix, deadline)?;
         if may_be_own && session.peer.worker == me.hello.worker {
             return own::connect(self);
@@ -91,7 +93,14 @@ impl Sessions {
                 (_, Some(session)) => session,
                 (_, None) => self.reconnect(&peer, &me, deadline)?,
             };
-            let connected = transport.connect(self, ready, &attempt);
+            let mut connected = transport.connect(self, ready, &attempt);
+            while transport.control() == Control::Unix
+                && connected.as_ref().is_err_and(|error| was_late(error, began, deadline))
+            {
+                began = Instant::now();
+                let again = handshake::connect(&target, &me, control.as_ref(), true, deadline);
+                connected = again.and_then(|session| transport.connect(self, session, &attempt));
+            }
             match connected {
                 Ok(endpoint) => {
                     self.warn_of_slower(&peer, name, &attempt.refused, &permitted);
@@ -103,11 +112,7 @@ impl Sessions {
                 Err(error) => attempt.refused.add(name, error.to_string()),
             }
         }
-        let rows = attempt.refused.iter().filter(|(name, _)| *name != "self" && *name != "cuda_ipc");
-        let reasons: Vec<_> = rows.map(|(name, why)| format!("{name}: {why}")).collect();
-        Err(Error::new(ErrorKind::Unsupported, "connect", reasons.join("; "))
-            .with_peer(peer.name)
-            .with_hint("allow another transport by CROSSRAIL_TLS or require"))
+        Err(no_transport(&attempt.refused).with_peer(peer.name))
     }
 
     /// Whether `require` names only transports that belong to another one's endpoints, as cuda_ipc does to shm's. The
@@ -368,6 +373,14 @@ fn upgrade(session: &Session, me: &Identity, deadline: Instant) -> std::result::
         Ok(None) => Err("its Unix socket cannot be reached (another network namespace?)".to_owned()),
         Err(error) => Err(error.to_string()),
     }
+}
+
+/// Why no transport is left that could connect to the peer.
+fn no_transport(refused: &Refused) -> Error {
+    let rows = refused.iter().filter(|(name, _)| *name != "self" && *name != "cuda_ipc");
+    let reasons: Vec<_> = rows.map(|(name, why)| format!("{name}: {why}")).collect();
+    Error::new(ErrorKind::Unsupported, "connect", reasons.join("; "))
+        .with_hint("allow another transport by CROSSRAIL_TLS or require")
 }
 
 fn no_gpus(why: &str) -> Error {

@@ -39,6 +39,13 @@ pub(super) fn dial_until<L>(
     }
 }
 
+/// Whether an attempt that began then may have ended only because this process was too slow for the peer, which accepts
+/// one after the other and waits for each at most [`DIAL_MAX`]: the peer hung up, not before that time, and there is time
+/// to try again.
+pub(super) fn was_late(error: &Error, began: Instant, deadline: Instant) -> bool {
+    error.kind == ErrorKind::PeerDead && began.elapsed() >= DIAL_MAX && Instant::now() < deadline
+}
+
 /// What lanes of that device are bound to.
 pub(super) fn binding(device: &NetDevice, address: IpAddr) -> Binding {
     // A loopback address is a device of its own; binding to `lo` would add nothing.
@@ -97,5 +104,17 @@ mod tests {
             assert_eq!(attempts(LONG, ends), (vec![3], vec![]));
         }
         assert_eq!(attempts(Duration::ZERO, |_, _| Err(late())), (vec![3], vec![]));
+    }
+
+    #[test]
+    fn an_end_that_was_too_slow_for_the_peer_tries_again() {
+        let hung_up = Error::new(ErrorKind::PeerDead, "connect", "the peer hung up during the handshake");
+        let now = Instant::now();
+        let (long_ago, later) = (now - DIAL_MAX, now + LONG);
+        assert!(was_late(&hung_up, long_ago, later));
+        // A peer that hangs up at once has ended or refuses; nothing is tried after the deadline.
+        assert!(!was_late(&hung_up, now, later));
+        assert!(!was_late(&hung_up, long_ago, now));
+        assert!(!was_late(&Error::new(ErrorKind::Refused, "connect", "a wrong key"), long_ago, later));
     }
 }
