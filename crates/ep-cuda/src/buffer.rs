@@ -321,6 +321,7 @@ impl DeviceBuffer {
     /// # Errors
     /// As [`DeviceBuffer::take_region`]; what the driver reports.
     pub unsafe fn take_region_for(&self, stream: u64) -> Result<RegionLease> {
+        let _entered = self.0.cuda.enter()?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
         RegionLease::take(&self.0, stream.capture()? != Capture::None)

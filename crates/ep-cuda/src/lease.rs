@@ -12,6 +12,9 @@ use crate::completion::Completion;
 use crate::inner::Inner;
 use crate::regions::RegionView;
 
+/// Completions that a lease keeps before it asks which are over.
+const MANY: usize = 8;
+
 /// A region, leased until this is dropped. Usable from any thread.
 pub struct RegionLease {
     inner: Weak<Inner>,
@@ -75,6 +78,7 @@ impl RegionLease {
     /// What the driver reports; `Usage` for another GPU's stream.
     pub unsafe fn free_after(&self, stream: u64) -> Result<()> {
         let Some(inner) = self.inner.upgrade() else { return Ok(()) };
+        let _entered = inner.cuda.enter()?;
         // SAFETY: the caller vouches for the stream.
         let stream = unsafe { Stream::borrow(&inner.cuda, stream)? };
         if stream.capture()? == crossrail_cuda::Capture::None {
@@ -87,7 +91,10 @@ impl RegionLease {
     pub(crate) fn is_used_until(&self, done: &Completion) {
         if !done.is_captured() {
             let mut until = self.until.lock();
-            until.retain(|done| !done.is_done().unwrap_or(false));
+            // A question to the driver takes longer than all that is done with the few events of most leases.
+            if until.len() >= MANY {
+                until.retain(|done| !done.is_done().unwrap_or(false));
+            }
             until.push(done.clone());
         }
     }

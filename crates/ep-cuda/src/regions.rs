@@ -44,7 +44,8 @@ impl Regions {
         Regions(Mutex::new((0..count).map(|_| Region::default()).collect()))
     }
 
-    /// A free region: for a capture preferably one of the graphs', then one whose readers are done, then any.
+    /// A free region: for a capture preferably one of the graphs', then one whose readers are done, then any; and the
+    /// completions of readers that may not be done.
     pub(crate) fn take(&self, captured: bool) -> Result<(u32, Vec<Completion>)> {
         let mut regions = self.0.lock();
         for region in regions.iter_mut() {
@@ -52,11 +53,15 @@ impl Regions {
         }
         let free = |region: &Region| !region.taken && region.suspects.is_empty() && (captured || !region.graphs);
         let over = |region: &Region| free(region) && region.until.iter().all(|done| done.is_done().unwrap_or(false));
-        let at = regions.iter().position(|region| captured && region.graphs && over(region));
-        let at = at.or_else(|| regions.iter().position(over)).or_else(|| regions.iter().position(free));
-        let Some(at) = at else { return Err(none_left(&regions)) };
+        let idle = regions.iter().position(|region| captured && region.graphs && over(region));
+        let idle = idle.or_else(|| regions.iter().position(over));
+        let Some(at) = idle.or_else(|| regions.iter().position(free)) else { return Err(none_left(&regions)) };
         regions[at].taken = true;
-        Ok((at as u32, std::mem::take(&mut regions[at].until)))
+        let mut until = std::mem::take(&mut regions[at].until);
+        if idle.is_some() {
+            until.clear(); // so that nobody asks again
+        }
+        Ok((at as u32, until))
     }
 
     /// Number of free regions for results that no graph captures.
