@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from crossrail import _native
@@ -74,6 +74,16 @@ class CallStreams(NamedTuple):
         return both if self.current is None else [*both, (self.current.cuda_stream, self.current)]
 
 
+def current_handles(torch: Any) -> Callable[[int], int]:
+    """Gives the raw handle of a GPU's current stream, by the GPU's ordinal, if possible without an object of it."""
+
+    def of_object(ordinal: int) -> int:
+        return int(torch.cuda.current_stream(ordinal).cuda_stream)
+
+    raw: Callable[[int], int] | None = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
+    return raw or of_object
+
+
 class Arrays(Protocol):
     """How to read and create the arrays of a framework, on one GPU."""
 
@@ -100,17 +110,21 @@ class TorchArrays:
         known = {name: getattr(torch, name, None) for name in ITEM_BYTES}
         self.dtypes: dict[str, Any] = {name: dtype for name, dtype in known.items() if dtype is not None}
         self.names = {dtype: name for name, dtype in self.dtypes.items()}
+        self._handle_now = current_handles(torch)
+        self._current: CallStreams | None = None
 
     def streams(self, stream: Any, operation: str) -> CallStreams:
-        current = self.torch.cuda.current_stream(self.ordinal)
+        handle, current = self._handle_now(self.ordinal), self._current
+        if current is None or current.handle != handle:  # objects take longer than handles
+            current = self._current = CallStreams(handle, self.torch.cuda.current_stream(self.ordinal))
         if stream is None:
-            return CallStreams(current.cuda_stream, current)
+            return current
         handle = stream_handle(stream, self.ordinal, operation)
-        if handle == current.cuda_stream:
-            return CallStreams(handle, current)
+        if handle == current.handle:
+            return current
         if not isinstance(stream, self.torch.cuda.Stream):
             stream = self.torch.cuda.ExternalStream(handle, device=self.device)
-        return CallStreams(handle, stream, current)
+        return CallStreams(handle, stream, current.stream)
 
     def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
         if not isinstance(value, self.torch.Tensor):
@@ -142,7 +156,8 @@ class TorchArrays:
     def shown(self, array: DeviceArray) -> Any:
         if 0 in array.shape:  # DLPack has no address for an empty array, and there is no memory to keep alive
             return self.torch.empty(array.shape, dtype=self.dtypes[array.dtype], device=self.device)
-        tensor = self.torch.from_dlpack(array)
+        # As a capsule: of an object PyTorch would ask for the device, and look for the current stream.
+        tensor = self.torch.from_dlpack(array.__dlpack__())
         dtype = self.dtypes[array.dtype]
         return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
@@ -272,6 +287,9 @@ class Call:
 
     def small(self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str]) -> ArrayView:
         """A small C-contiguous array. Slices, which routers often return, are copied."""
+        array = self.array(value, name, dtypes, shape)
+        if array.is_whole():
+            return array
         return self.whole(self.arrays.together(value, self.streams), name, dtypes, shape)
 
     def new(self, dtype: str, shape: Sequence[int]) -> tuple[Any, int]:
@@ -285,7 +303,7 @@ def fits(have: Sequence[int], shape: Sequence[int | str]) -> bool:
     """Whether a shape matches ``shape``, in which names stand for any number."""
     if len(have) != len(shape):
         return False
-    return all(extent == want or isinstance(want, str) for extent, want in zip(have, shape, strict=True))
+    return [*have] == [extent if isinstance(want, str) else want for extent, want in zip(have, shape, strict=True)]
 
 
 def row_stride(array: ArrayView) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from crossrail._calls import BLOCK, Sizes
+from crossrail._device_arrays import current_handles
 
 __all__ = ["CallerStreams", "Frame"]
 
@@ -24,12 +25,7 @@ class CallerStreams:
     last_handle = None
 
     def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        raw = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)
-        self.current_raw: Callable[[int], int] = raw or self._current
-
-    def _current(self, ordinal: int) -> int:
-        return int(self._torch.cuda.current_stream(ordinal).cuda_stream)
+        self.current_raw = current_handles(torch)
 
     def follow(self, handle: int) -> None: ...
 

@@ -172,9 +172,6 @@ class Tensor:
     def t(self) -> Tensor:
         return self.transpose(0, 1)
 
-    def expand_as(self, other: Tensor) -> Tensor:
-        return Tensor(np.broadcast_to(self.array, other.array.shape))
-
     # Copies.
 
     def reshape(self, *shape: int) -> Tensor:
@@ -201,9 +198,6 @@ class Tensor:
     def new_empty(self, shape: Any) -> Tensor:
         return torch.empty(shape, dtype=self.dtype)
 
-    def new_ones(self, shape: Any, *, dtype: Dtype) -> Tensor:
-        return Tensor(np.ones(shape, dtype.kind))
-
     # Changes in place.
 
     def copy_(self, other: Tensor) -> Tensor:
@@ -223,15 +217,6 @@ class Tensor:
         self.array[index.array] = source.array
         return self
 
-    def remainder_(self, divisor: int) -> Tensor:
-        np.remainder(self.array, divisor, out=self.array)
-        return self
-
-    def scatter_add_(self, axis: int, index: Tensor, source: Tensor) -> Tensor:
-        assert axis == 1
-        np.add.at(self.array, (np.arange(len(self))[:, None], index.array), source.array)
-        return self
-
     def __iadd__(self, other: Tensor) -> Tensor:
         self.array += other.array
         return self
@@ -241,7 +226,7 @@ class Tensor:
     def clamp(self, min: int | None = None, max: int | None = None) -> Tensor:
         return Tensor(self.array.clip(min, max))
 
-    def sum(self, axis: int | None = None, *, dtype: Dtype | None = None) -> Tensor:
+    def sum(self, axis: int | tuple[int, ...] | None = None, *, dtype: Dtype | None = None) -> Tensor:
         return Tensor(self.array.sum(axis, dtype=dtype and dtype.kind))
 
     def cumsum(self, axis: int, *, dtype: Dtype = DTYPES["int64"]) -> Tensor:

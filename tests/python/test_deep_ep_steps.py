@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from crossrail.deep_ep.pool import Kind, Pool
 from crossrail.deep_ep.steps import BY_RANKS, LISTEN, Call, Steps, Wanted
 
 KIND = Kind("rank", 512, 8, 2, "bf16")
-OTHER = replace(KIND, payload="f32")
+OTHER = KIND._replace(payload="f32")
 NONE = ("no rows", [], None)
 WEIGHTED = 2
 """What a rank says that has weights and nothing to add."""

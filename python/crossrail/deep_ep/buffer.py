@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from crossrail._calls import Sizes, why
@@ -91,6 +90,8 @@ class Buffer(Lifetime):
         """Low-latency calls, by what a dispatch is called with."""
         self._prepared: dict[tuple[Kind, int], ExpertCalls] = {}
         self._combine_rooms: dict[tuple[int, ...], list[Tensor]] = {}
+        self._numbers: dict[int, Tensor] = {}
+        """Those of experts, by how many there are."""
         self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
         self.rank = self._ranks.rank
         self.group_size = self._ranks.size
@@ -116,6 +117,7 @@ class Buffer(Lifetime):
         self._calls.clear()
         self._prepared.clear()
         self._combine_rooms.clear()
+        self._numbers.clear()
 
     # What does not need a buffer.
 
@@ -201,12 +203,13 @@ class Buffer(Lifetime):
         self._open("get_dispatch_layout")
         experts = self._experts(num_experts, "get_dispatch_layout")
         checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._machine.device, dense=False)
+        numbers = self._expert_numbers(experts)
         if not async_finish and (previous_event is None or previous_event.event is None):
-            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size)
+            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size, numbers)
             return ranks, node_counts(in_rank, NODE_RANKS), to_experts, in_rank, EventOverlap()
         with self._machine.streams.turn(previous_event, async_finish) as turn:
             turn.reads(topk_idx)
-            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size)
+            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size, numbers)
             nodes = node_counts(in_rank, NODE_RANKS)
             turn.gives(ranks, nodes, to_experts, in_rank)
         return ranks, nodes, to_experts, in_rank, turn.overlap
@@ -334,7 +337,7 @@ class Buffer(Lifetime):
         if payload == kind.payload:
             result = buffer.dispatch(x, None, layout="rank", handle=routing.native)
         else:
-            kind = replace(kind, payload=payload)
+            kind = kind._replace(payload=payload)
             buffer = self._pool.rank_layout(kind, routing.max_tokens, self._sms(config)).buffer
             result = buffer.dispatch(x, routing.topk_idx, layout="rank", max_rows=routing.rows)
         return self._kept(turn, buffer, result, kind, False)[0]
@@ -350,6 +353,13 @@ class Buffer(Lifetime):
         if not isinstance(config, Config):
             raise wrong("dispatch", f"config is {kind(config)}, not a Config")
         return config.num_sms
+
+    def _expert_numbers(self, experts: int) -> Tensor | None:
+        """0 to `experts` - 1, made once; None in a capture, whose memory is the graph's."""
+        if experts not in self._numbers and not self._machine.streams.is_capturing():
+            # Copied from the host, which waits, so that every stream may read them.
+            self._numbers[experts] = torch().arange(experts).to(self._machine.device)
+        return self._numbers.get(experts)
 
     def _experts(self, num_experts: int, operation: str) -> int:
         experts = count("num_experts", num_experts, operation)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from crossrail._device_arrays import current_handles
 from crossrail.deep_ep.checks import Tensor, torch
 
 __all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn"]
@@ -77,11 +78,13 @@ class EventOverlap:
 
 
 class Turn:
-    """An operation's place in a stream. `stream`: its raw handle; `keeper`: what keeps it alive."""
+    """An operation's place in a stream, for a `with` block. `stream`: its raw handle; `keeper`: what keeps it alive;
+    `apart`: not the caller's stream, so that who uses which tensors is noted."""
 
-    def __init__(self, stream: int, keeper: Any = None) -> None:
+    def __init__(self, stream: int, keeper: Any = None, *, apart: bool = True) -> None:
         self.stream = stream
         self.keeper = keeper
+        self._apart = apart
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.shown: list[Any] = []
@@ -89,15 +92,25 @@ class Turn:
 
     def reads(self, *tensors: Tensor | None) -> None:
         """Tensors of the caller's that the operation uses."""
-        self.inputs += [tensor for tensor in tensors if tensor is not None]
+        if self._apart:
+            self.inputs += [tensor for tensor in tensors if tensor is not None]
 
     def gives(self, *tensors: Tensor | None) -> None:
         """Tensors that were made in this turn and that the caller gets."""
-        self.outputs += [tensor for tensor in tensors if tensor is not None]
+        if self._apart:
+            self.outputs += [tensor for tensor in tensors if tensor is not None]
 
     def shows(self, result: Any) -> None:
         """A `Dispatched` that lies in the buffer's memory, and that the caller gets."""
-        self.shown.append(result)
+        if self._apart:
+            self.shown.append(result)
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
 
 
 class Streams:
@@ -113,14 +126,8 @@ class Streams:
         self._last: Any = None
         self.last_handle: int | None = None
         """Raw handle of the stream of the last operation."""
-        self.current_raw: Callable[[int], int] = getattr(
-            getattr(torch(), "_C", None), "_cuda_getCurrentRawStream", self._current_handle
-        )
-        """Gives the raw handle of a GPU's current stream, by the GPU's ordinal."""
-
-    @staticmethod
-    def _current_handle(ordinal: int) -> int:
-        return int(torch().cuda.current_stream(ordinal).cuda_stream)
+        self.current_raw = current_handles(torch())
+        """See there."""
 
     def current(self) -> int:
         """The raw handle of the current stream."""
@@ -171,15 +178,23 @@ class Streams:
         with torch().cuda.device(self._device):
             return EventHandle()
 
-    @contextlib.contextmanager
-    def turn(self, previous: EventOverlap | None = None, beside: bool = False) -> Iterator[Turn]:
+    def turn(
+        self, previous: EventOverlap | None = None, beside: bool = False
+    ) -> contextlib.AbstractContextManager[Turn]:
         """A turn for one operation. `previous`: what it comes after, in place of all that the current stream has.
 
         `beside`: the current stream does not wait for the operation; `Turn.overlap` does.
         """
+        event = None if previous is None else previous.event
+        if event is None and not beside and (handle := self.current()) == self.last_handle:
+            return Turn(handle, self._last, apart=False)  # behind the last operation anyway
+        return self._ordered(event, beside)
+
+    @contextlib.contextmanager
+    def _ordered(self, event: EventHandle | None, beside: bool) -> Iterator[Turn]:
+        """A turn in a stream that is made to wait for what it comes after."""
         cuda = torch().cuda
         current = cuda.current_stream(self._device)
-        event = None if previous is None else previous.event
         apart = beside or event is not None
         stream = self.communication if apart else current
         if event is not None:
@@ -187,7 +202,7 @@ class Streams:
         elif apart:
             stream.wait_stream(current)
         self._follow(stream)
-        turn = Turn(stream.cuda_stream, stream)
+        turn = Turn(stream.cuda_stream, stream, apart=apart)
         try:
             with cuda.stream(stream) if apart else contextlib.nullcontext():
                 yield turn

@@ -10,17 +10,17 @@ from crossrail.deep_ep.ranks import Ranks
 __all__ = ["aligned_counts", "dispatch_layout", "experts_of_ranks", "node_counts", "prefix_matrix", "send_positions"]
 
 
-def dispatch_layout(topk_idx: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_layout(
+    topk_idx: Tensor, experts: int, ranks: int, numbers: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of each rank i32 [ranks] and of each expert i32 [experts], and whether a token goes to a rank
-    bool [T, ranks]. Ids outside of the experts count as none."""
-    local = experts // ranks
-    # None, and what there is not, is the first expert of one rank more.
-    expert = topk_idx.clamp(-1, experts).remainder_(experts + 1)
-    chosen = topk_idx.new_zeros((len(topk_idx), experts + local), dtype=torch().int32)
-    one = topk_idx.new_ones((), dtype=torch().int32)
-    chosen.scatter_add_(1, expert, one.expand_as(expert))
-    in_rank = chosen.view(-1, ranks + 1, local)[:, :-1].any(2)
-    return in_rank.sum(0, dtype=torch().int32), chosen[:, :experts].sum(0, dtype=torch().int32), in_rank
+    bool [T, ranks]. Ids outside of the experts count as none. `numbers`: those of the experts, if they are at hand."""
+    if numbers is None:
+        numbers = torch().arange(experts, device=topk_idx.device)
+    # Few kernels: each takes longer to launch than to run.
+    chosen = topk_idx[:, :, None] == numbers
+    in_rank = chosen.any(1).view(len(topk_idx), ranks, experts // ranks).any(2)
+    return in_rank.sum(0, dtype=torch().int32), chosen.sum((0, 1), dtype=torch().int32), in_rank
 
 
 def node_counts(is_token_in_rank: Tensor, node_ranks: int) -> Tensor | None:

@@ -26,8 +26,7 @@ SPARE_RESULTS = 2
 """Results of normal dispatches that are not copied, at most."""
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What an expert buffer is for."""
 
     layout: Literal["expert", "rank"]

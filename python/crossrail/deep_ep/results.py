@@ -22,7 +22,8 @@ def kept(machine: Machine, turn: Turn, buffer: Any, result: Any, kind: Kind, wit
         parts[1] = parts[1].view(torch().int32)
     if not copied:
         turn.shows(result)
+        recorder = result.stream_recorder()
         for part in parts:
             if part is not None:  # memory that is not PyTorch's, whose own record_stream would do nothing
-                part.record_stream = result.stream_recorder()
+                part.record_stream = recorder
     return parts

@@ -12,7 +12,7 @@ from crossrail.deep_ep.elastic.expansion import column_major
 from crossrail.deep_ep.elastic.handle import EPHandle
 from crossrail.deep_ep.elastic.others import Others
 from crossrail.deep_ep.elastic.rooms import Rooms
-from crossrail.deep_ep.elastic.sizes import buffer_bytes, theoretical_sms
+from crossrail.deep_ep.elastic.sizes import buffer_bytes, multiprocessors, theoretical_sms
 from crossrail.deep_ep.elastic.work import Dispatching, reduced, summed_once
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, Rows, no_rows, rows_kind
@@ -90,6 +90,8 @@ class ElasticBuffer(Lifetime, Others):
         timeout = float(count("num_gpu_timeout_secs", num_gpu_timeout_secs, "ElasticBuffer"))
         self.rank_idx, self.num_ranks, self._machine, hosts = self._meet(group, timeout)
         limit = None if num_bytes is None else count("num_bytes", num_bytes, "ElasticBuffer")
+        self._multiprocessors: int | None = None
+        """Asked once: dispatches need it."""
         self._rooms = Rooms(self._machine, self.num_ranks, self.num_max_tokens_per_rank, limit)
         self._ends.callback(self._rooms.destroy)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
@@ -142,7 +144,9 @@ class ElasticBuffer(Lifetime, Others):
     ) -> int:
         """Multiprocessors that fill the links: an even number, of which only `prefer_overlap_with_compute` and the GPU
         decide."""
-        return theoretical_sms(self._machine.device, self.prefer_overlap_with_compute)
+        if self._multiprocessors is None:
+            self._multiprocessors = multiprocessors(self._machine.device)
+        return theoretical_sms(self._multiprocessors, self.prefer_overlap_with_compute)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Queue pairs for `num_qps`, which nothing uses: at most `num_allocated_qps`."""
@@ -300,16 +304,12 @@ class ElasticBuffer(Lifetime, Others):
             raise wrong("dispatch", f"num_experts {experts} is no multiple of the number of ranks, {self.num_ranks}")
         return experts
 
-    @contextlib.contextmanager
-    def _turn(self, events: tuple[Any, Any], beside: bool) -> Iterator[Turn]:
+    def _turn(self, events: tuple[Any, Any], beside: bool) -> contextlib.AbstractContextManager[Turn]:
         """A turn after these events, of either version."""
-        first, second = (event.event if isinstance(event, EventOverlap) else event for event in events)
-        if first is None:
-            first, second = second, None
-        with self._machine.streams.turn(EventOverlap(first), bool(beside)) as turn:
-            if second is not None:
-                second.wait(turn.keeper)
-            yield turn
+        points = [event.event if isinstance(event, EventOverlap) else event for event in events if event is not None]
+        given = [point for point in points if point is not None]
+        turn = self._machine.streams.turn(EventOverlap(given[0]) if given else None, bool(beside))
+        return turn if len(given) < 2 else behind(turn, given[1])
 
     # Combine.
 
@@ -362,13 +362,26 @@ class ElasticBuffer(Lifetime, Others):
                 sums, back = summed_once(routing, x, expansion, biases), None
             else:
                 if expansion is None:
-                    x, topk_weights = x[:rows], None if topk_weights is None else topk_weights[:rows]
+                    x, topk_weights = first_rows(x, rows), first_rows(topk_weights, rows)
                 else:
                     x, topk_weights = reduced(x, topk_weights, expansion)
                 done = routing.buffer.combine(x, routing.native, topk_weights=topk_weights, bias=biases or None)
                 sums, back = done.x, None if topk_weights is None else done.topk_weights
             turn.gives(sums, back)
         return sums, back, turn.overlap
+
+
+@contextlib.contextmanager
+def behind(turn: contextlib.AbstractContextManager[Turn], event: EventHandle) -> Iterator[Turn]:
+    """The turn, which comes after one more event."""
+    with turn as entered:
+        event.wait(entered.keeper)
+        yield entered
+
+
+def first_rows(tensor: Tensor | None, rows: int) -> Tensor | None:
+    """So many rows of `tensor`, which has as many or more."""
+    return tensor if tensor is None or len(tensor) == rows else tensor[:rows]
 
 
 def opaque_scales(x: Rows) -> tuple[bool, Rows]:

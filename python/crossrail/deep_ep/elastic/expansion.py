@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from crossrail.deep_ep.checks import Tensor, torch
 
-__all__ = ["Expansion", "aligned", "column_major", "expanded_ends", "fold"]
+__all__ = ["Expansion", "aligned", "all_aligned", "column_major", "expanded_ends", "fold"]
 
 FOLDED_ROWS = 4096
 """Rows whose fp32 sums exist at once."""
@@ -15,6 +15,11 @@ COLUMN_UNIT = 4
 def aligned(count: int, alignment: int) -> int:
     """`count` rounded up."""
     return -(-count // alignment) * alignment
+
+
+def all_aligned(counts: list[int], alignment: int) -> list[int]:
+    """Each of `counts` rounded up."""
+    return list(counts) if alignment == 1 else [aligned(count, alignment) for count in counts]
 
 
 def expanded_ends(counts: Tensor, alignment: int) -> Tensor:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from crossrail.deep_ep.checks import Tensor, torch
-from crossrail.deep_ep.elastic.expansion import Expansion, aligned, expanded_ends
+from crossrail.deep_ep.elastic.expansion import Expansion, all_aligned, expanded_ends
 from crossrail.deep_ep.handles import Routing
 from crossrail.deep_ep.layouts import dispatch_layout, send_positions
 from crossrail.deep_ep.pool import Machine
@@ -58,7 +58,7 @@ class EPHandle:
         self.num_sms = num_sms
         self.topk_idx = routing.topk_idx
         self.num_recv_tokens = routing.rows
-        self.num_recv_tokens_per_expert_list = [aligned(count, alignment) for count in count_list or []]
+        self.num_recv_tokens_per_expert_list = all_aligned(count_list or [], alignment)
         self.num_unaligned_recv_tokens_per_expert = result.counts
         self.num_expanded_tokens = routing.rows if expansion is None else len(expansion.rows)
         self._routing = routing

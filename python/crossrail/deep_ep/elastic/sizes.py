@@ -10,7 +10,7 @@ from crossrail.deep_ep.checks import torch, wrong
 from crossrail.deep_ep.pool import SPARE_RESULTS, Kind, room_for
 from crossrail.experts import ExpertBuffer
 
-__all__ = ["buffer_bytes", "planned", "theoretical_sms"]
+__all__ = ["buffer_bytes", "multiprocessors", "planned", "theoretical_sms"]
 
 UNIT = 2 << 20
 """Bytes that sizes are multiples of."""
@@ -44,7 +44,11 @@ def buffer_bytes(
     return -(-most // UNIT) * UNIT
 
 
-def theoretical_sms(device: Any, overlap: bool) -> int:
-    """Multiprocessors for an operation, an even number: `overlap` leaves most of them to other work."""
-    have = torch().cuda.get_device_properties(device).multi_processor_count // 2 * 2
-    return max(2, min(OVERLAPPED_SMS if overlap else SMS, int(have)))
+def multiprocessors(device: Any) -> int:
+    """How many the GPU has."""
+    return int(torch().cuda.get_device_properties(device).multi_processor_count)
+
+
+def theoretical_sms(have: int, overlap: bool) -> int:
+    """Of `have` multiprocessors those for an operation, an even number: `overlap` leaves most of them to other work."""
+    return max(2, min(OVERLAPPED_SMS if overlap else SMS, have // 2 * 2))
