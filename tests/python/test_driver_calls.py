@@ -1,4 +1,5 @@
-"""How often low-latency calls go to the CUDA driver: each time takes some of the host's, which eager programs feel."""
+"""How often calls of crossrail.deep_ep go to the CUDA driver: each time takes some of the host's, which eager programs
+feel."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pytest
 from driver_calls import PAIRS
 
 HERE = Path(__file__).parent
+LAYOUT = HERE.parents[1] / "crates/kernels/csrc"
 LIMIT_S = 120.0
 
 
@@ -24,9 +26,9 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
     if compiler is None:
         pytest.skip("there is no C compiler")
     folder = tmp_path_factory.mktemp("driver")
-    for library, source in (("libcuda.so.1", "cuda.c"), ("libnvrtc.so.13", "nvrtc.c")):
-        options = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-o", folder / library]
-        subprocess.run([compiler, *options, HERE / "driver" / source], check=True)
+    for library, *sources in (("libcuda.so.1", "cuda.c", "offsets.cpp"), ("libnvrtc.so.13", "nvrtc.c")):
+        options = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-I", LAYOUT, "-o", folder / library]
+        subprocess.run([compiler, *options, *(HERE / "driver" / source for source in sources)], check=True)
     settings = {"LD_LIBRARY_PATH": str(folder), "CROSSRAIL_CACHE_DIR": str(folder / "cache")}
     done = subprocess.run(
         [sys.executable, HERE / "driver_calls.py", folder],
@@ -44,7 +46,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
 @pytest.mark.parametrize(
     ("pattern", "launches", "waits", "others"),
     # Of one pair: kernels, waits of streams, and what is asked or set beside them.
-    [("plain", 2, 0, 10), ("hook", 4, 0, 18), ("async_finish", 2, 4, 18)],
+    [("plain", 2, 0, 10), ("hook", 4, 0, 18), ("async_finish", 2, 4, 18), ("normal", 2, 0, 18)],
 )
 def test_a_pair_makes_few_calls(
     counted: dict[str, dict[str, int]], pattern: str, launches: int, waits: int, others: int
@@ -52,7 +54,8 @@ def test_a_pair_makes_few_calls(
     calls = dict(counted[pattern])
     assert calls.pop("launch") == launches * PAIRS
     assert calls.pop("wait") == waits * PAIRS
-    assert calls.pop("record") <= (launches + waits // 2) * PAIRS, (
+    lent = int(pattern == "normal")  # a part of the buffer's memory, until its reader's stream has come here
+    assert calls.pop("record") <= (launches + waits // 2 + lent) * PAIRS, (
         "an event for each launch, and for what it comes after"
     )
     assert sum(calls.values()) <= (others + 1) * PAIRS, calls
