@@ -27,7 +27,7 @@ PATTERNS = ("plain", "stats", "hook", "stats and hook", "async_finish", "zero_co
 AT_ONCE = 10
 """Pairs between two waits for the GPU, so that its queue never fills."""
 SPIN_CYCLES = 300_000
-"""The GPU's stream is kept busy for so long before a half that is timed, until the host has put that in: events would
+"""The GPU's stream is kept busy for so long before a half that is timed, until the host has enqueued it: events would
 enclose the host's time, too."""
 
 
@@ -37,13 +37,7 @@ def main() -> int:
     parser.add_argument("--module", default="crossrail.deep_ep", help="what has Buffer")
     parser.add_argument("--tokens", type=processes.sizes, default=[1, 8, 128], metavar="A,B,C")
     processes.add_common(parser)
-    arguments = parser.parse_args()
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        print(f"host_calls.py: needs PyTorch: {error}", file=sys.stderr)
-        return 1
-    return processes.run(arguments, work)
+    return processes.run(parser.parse_args(), work, needs=("torch",))
 
 
 def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
@@ -201,7 +195,7 @@ def together(torch: Any, dist: Any) -> None:
 
 
 def aligned(torch: Any, dist: Any, word: Any) -> None:
-    """What is put in from now on begins at the same time on all GPUs, and not before the host has put it in."""
+    """What is enqueued from now on begins at the same time on all GPUs, and not before the host has enqueued it."""
     dist.all_reduce(word)
     torch.cuda._sleep(SPIN_CYCLES)
 

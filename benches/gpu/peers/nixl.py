@@ -26,14 +26,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--progress-thread", action="store_true")
     processes.add_common(parser)
-    arguments = parser.parse_args()
-    try:
-        import nixl_cu13  # noqa: F401
-        import torch  # noqa: F401
-    except ImportError as error:
-        print(f"nixl.py: needs nixl-cu13 and PyTorch: {error}", file=sys.stderr)
-        return 1
-    return processes.run(arguments, work)
+    return processes.run(parser.parse_args(), work, needs=("nixl_cu13", "torch"))
 
 
 def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:

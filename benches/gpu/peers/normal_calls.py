@@ -40,13 +40,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=processes.sizes, default=[8, 128, 4096], metavar="A,B,C")
     parser.add_argument("--prepare", action="store_true", help="call each operation once, so that kernels are compiled")
     processes.add_common(parser)
-    arguments = parser.parse_args()
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        print(f"normal_calls.py: needs PyTorch: {error}", file=sys.stderr)
-        return 1
-    return processes.run(arguments, work)
+    return processes.run(parser.parse_args(), work, needs=("torch",))
 
 
 def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import subprocess
@@ -44,8 +45,13 @@ def sizes(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: sizes as 4K,64K,1M") from None
 
 
-def run(arguments: argparse.Namespace, work: Work) -> int:
-    """In a rank, runs its work. In the process called, starts the ranks and prints rank 0's figures as JSON."""
+def run(arguments: argparse.Namespace, work: Work, needs: Sequence[str] = ()) -> int:
+    """In a rank, runs its work. In the process called, starts the ranks and prints rank 0's figures as JSON; 1 if a
+    module that the peer `needs` is not installed."""
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"{Path(sys.argv[0]).name}: needs {' and '.join(missing)}", file=sys.stderr)
+        return 1
     if arguments.rank is not None:
         work(arguments, arguments.rank, arguments.folder)
         return 0
