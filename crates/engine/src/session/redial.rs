@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_types::{EndpointId, Error, Log, Reason};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::control::Redial;
 use super::{Sessions, tcp};
@@ -93,16 +93,7 @@ impl Redialer {
                 attempt.at = attempt.at.min(soon);
             }
         }
-        let lane = |lost: &LostRail| (lost.endpoint, lost.rail, lost.channel);
-        match state.attempts.iter_mut().find(|attempt| lane(&attempt.lost) == lane(&lost)) {
-            Some(known) => known.at = known.at.min(soon),
-            None => state.attempts.push(Attempt { lost, more: false, at: soon, pause, failures: 0 }),
-        }
-        if state.threads == 0 {
-            self.add_thread(&mut state, sessions);
-        }
-        drop(state);
-        self.changed.notify_all();
+        self.add(state, sessions, Attempt { lost, more: false, at: soon, pause, failures: 0 });
     }
 
     /// Dials one more connection of a rail that works. The end that connected goes first here, too.
@@ -111,11 +102,20 @@ impl Redialer {
             return;
         }
         let pause = if sessions.control.is_initiator(more.endpoint) { Duration::ZERO } else { PAUSE_ACCEPTOR };
-        let mut state = self.state.lock();
-        if state.stop {
-            return;
+        let state = self.state.lock();
+        if !state.stop {
+            let attempt = Attempt { lost: more, more: true, at: Instant::now() + pause, pause, failures: 0 };
+            self.add(state, sessions, attempt);
         }
-        state.attempts.push(Attempt { lost: more, more: true, at: Instant::now() + pause, pause, failures: 0 });
+    }
+
+    /// Has a connection dialled, unless it is to be already: then at the earlier of both times.
+    fn add(&self, mut state: MutexGuard<'_, State>, sessions: &Sessions, attempt: Attempt) {
+        let lane = |lost: &LostRail| (lost.endpoint, lost.rail, lost.channel);
+        match state.attempts.iter_mut().find(|known| lane(&known.lost) == lane(&attempt.lost)) {
+            Some(known) => known.at = known.at.min(attempt.at),
+            None => state.attempts.push(attempt),
+        }
         if state.threads == 0 {
             self.add_thread(&mut state, sessions);
         }
