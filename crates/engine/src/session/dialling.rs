@@ -35,7 +35,10 @@ pub(super) fn dial_until<L>(
         time *= 2;
         let (up, failed): (Vec<_>, Vec<_>) = dialled.into_iter().partition(|(_, result)| result.is_ok());
         dialled = up;
-        dialled.extend(dial(failed.into_iter().map(|(name, _)| name).collect(), time.min(deadline - Instant::now())));
+        dialled.extend(dial(
+            failed.into_iter().map(|(name, _)| name).collect(),
+            time.min(deadline.saturating_duration_since(Instant::now())),
+        ));
     }
 }
 
