@@ -6,11 +6,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::device_args::{CombineArgs, DispatchArgs};
-use crate::experts_device::{DeviceBuffer, DeviceHandle, DeviceOperation};
+use crate::experts_device::{DeviceBuffer, DeviceHandle, DeviceOperation, Streams};
 use crate::flag::Flag;
-
-/// The stream of an operation, and one whose present end it comes after.
-pub(crate) type Streams = (u64, Option<u64>);
 
 /// A `DeviceBuffer`, or what has its methods.
 pub(crate) struct Target(Py<PyAny>);
@@ -34,7 +31,7 @@ impl Target {
         }
     }
 
-    /// Makes what is put into stream `after` from now on wait for what is in stream `before`.
+    /// Makes what is enqueued in stream `after` from now on wait for what is in stream `before`.
     pub(crate) fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
         self.0.bind(py).call_method1(intern!(py, "order"), (before, after)).map(drop)
     }
@@ -51,8 +48,8 @@ impl Target {
             let operation = native.get().begin_dispatch(py, args, streams, send_only)?;
             return Ok(Bound::new(py, operation)?.into_any());
         }
-        let put = (DispatchArgs(args), self.stream(py, streams)?, send_only.0);
-        self.0.bind(py).call_method1(intern!(py, "dispatch_expert"), put)
+        let call = (DispatchArgs(args), self.stream(py, streams)?, send_only.0);
+        self.0.bind(py).call_method1(intern!(py, "dispatch_expert"), call)
     }
 
     /// A combine in the expert layout.
@@ -68,8 +65,8 @@ impl Target {
             let operation = native.get().begin_combine(py, args, handle.get(), streams, send_only)?;
             return Ok(Bound::new(py, operation)?.into_any());
         }
-        let put = (CombineArgs(args), handle, self.stream(py, streams)?, send_only.0);
-        self.0.bind(py).call_method1(intern!(py, "combine_expert"), put)
+        let call = (CombineArgs(args), handle, self.stream(py, streams)?, send_only.0);
+        self.0.bind(py).call_method1(intern!(py, "combine_expert"), call)
     }
 
     /// The stream, which comes after the other one from now on.
@@ -78,7 +75,7 @@ impl Target {
     }
 }
 
-/// Puts the receiving half of an operation into `stream`.
+/// Enqueues the receiving half of an operation in `stream`.
 pub(crate) fn finish(operation: &Bound<'_, PyAny>, stream: u64) -> PyResult<()> {
     match operation.cast::<DeviceOperation>() {
         Ok(native) => native.get().finish(operation.py(), stream),

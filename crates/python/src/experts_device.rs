@@ -24,6 +24,9 @@ use crate::lent::{self, Call, Loan};
 use crate::lifecycle::{self, Detached};
 use crate::{gate, place, stream, wait};
 
+/// The stream of an operation, and one whose present end it comes after.
+pub(crate) type Streams = (u64, Option<u64>);
+
 /// The native half of `crossrail.ExpertBuffer` on a GPU.
 #[pyclass(module = "crossrail._native", frozen, weakref)]
 pub(crate) struct DeviceBuffer {
@@ -40,22 +43,17 @@ impl Drop for DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// A dispatch in the expert layout in `stream`, after what is in stream `after` by then.
+    /// A dispatch in the expert layout.
     pub(crate) fn begin_dispatch(
         &self,
         py: Python<'_>,
         args: EpDispatchArgs,
-        (stream, after): (u64, Option<u64>),
+        streams: Streams,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
-        self.operation(py, stream, || {
-            let _entered = self.native.enter()?;
-            // SAFETY: the caller has seen to the addresses; that streams are alive is the documented rule for users.
-            unsafe {
-                after.map_or(Ok(()), |after| self.native.order(after, stream))?;
-                self.native.dispatch_expert(&args, stream, split(send_only))
-            }
-        })
+        // SAFETY: the caller has seen to the addresses; that streams are alive is the documented rule for users.
+        let dispatch = || unsafe { self.native.dispatch_expert(&args, streams.0, split(send_only)) };
+        self.ordered(py, streams, dispatch)
     }
 
     /// The same of a combine.
@@ -64,28 +62,40 @@ impl DeviceBuffer {
         py: Python<'_>,
         args: EpCombineArgs,
         handle: &DeviceHandle,
-        (stream, after): (u64, Option<u64>),
+        streams: Streams,
         send_only: Flag,
+    ) -> PyResult<DeviceOperation> {
+        // SAFETY: as for a dispatch.
+        let combine = || unsafe { self.native.combine_expert(&args, &handle.native, streams.0, split(send_only)) };
+        self.ordered(py, streams, combine)
+    }
+
+    /// What `enqueue` enqueues in the first stream, after all that the second one holds by now.
+    fn ordered(
+        &self,
+        py: Python<'_>,
+        (stream, after): Streams,
+        enqueue: impl FnOnce() -> Result<ep::Enqueued> + Send,
     ) -> PyResult<DeviceOperation> {
         self.operation(py, stream, || {
             let _entered = self.native.enter()?;
-            // SAFETY: as for a dispatch.
-            unsafe {
-                after.map_or(Ok(()), |after| self.native.order(after, stream))?;
-                self.native.combine_expert(&args, &handle.native, stream, split(send_only))
+            if let Some(after) = after {
+                // SAFETY: that streams are alive is the documented rule for users.
+                unsafe { self.native.order(after, stream)? };
             }
+            enqueue()
         })
     }
 
-    /// What `put` has put into `stream`.
+    /// What `enqueue` enqueues in `stream`.
     fn operation(
         &self,
         py: Python<'_>,
         stream: u64,
-        put: impl FnOnce() -> Result<ep::Enqueued> + Send,
+        enqueue: impl FnOnce() -> Result<ep::Enqueued> + Send,
     ) -> PyResult<DeviceOperation> {
         self.native.here(py, "experts")?;
-        let ep::Enqueued { handle, done, count, pending } = gate::detached(py, put).or_raise(py)?;
+        let ep::Enqueued { handle, done, count, pending } = gate::detached(py, enqueue).or_raise(py)?;
         let rest = Mutex::new(Rest { pending, done });
         Ok(DeviceOperation { handle, count, rest, stream, patience: self.patience })
     }
@@ -223,7 +233,7 @@ impl DeviceBuffer {
         gate::detached(py, || self.native.destroy()).or_raise(py)
     }
 
-    /// Makes what is put into stream `after` from now on wait for what is in stream `before` (raw handles).
+    /// Makes what is enqueued in stream `after` from now on wait for what is in stream `before` (raw handles).
     fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
         let native = self.native.here(py, "order")?;
         // SAFETY: that streams are alive is the documented rule for callers.
