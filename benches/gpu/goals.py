@@ -26,8 +26,9 @@ sys.path.insert(0, str(HERE.parent))
 import experts  # noqa: E402
 from findings import PEER_LIMIT_S, Found, Terms, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
-from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, staged, time_against, unpacked  # noqa: E402
+from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, time_against, unpacked  # noqa: E402
 from normal import normal  # noqa: E402
+from sockets import PLAIN, RAILS, SOCKETS, tcp  # noqa: E402
 from steps import compiler, gpu_count  # noqa: E402
 
 from crossrail.report import Row, format_rate, format_size, median  # noqa: E402
@@ -35,35 +36,7 @@ from crossrail.report import Row, format_rate, format_size, median  # noqa: E402
 MIB = 1 << 20
 BIG = (64 * MIB, 256 * MIB, 1024 * MIB)
 SMALL = (4 << 10, 16 << 10, 64 << 10, 256 << 10, MIB)
-RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 ENGINE = "cudaMemcpyPeerAsync"
-MODES = ("kernel", "d2d", "host")
-
-# NCCL over sockets alone, and what its documents offer to make those faster: goals are for NCCL as it comes, and the
-# best of the others is shown beside.
-SOCKETS = {
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
-PLAIN = "as it comes"
-SOCKET_VARIANTS: dict[str, dict[str, str]] = {
-    PLAIN: {},
-    "2 threads x 2": {"NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "2"},
-    "4 threads x 4": {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"},
-    "8 threads x 8": {"NCCL_SOCKET_NTHREADS": "8", "NCCL_NSOCKS_PERTHREAD": "8"},
-    "4 threads x 4, 8 channels, large chunks": {
-        "NCCL_SOCKET_NTHREADS": "4",
-        "NCCL_NSOCKS_PERTHREAD": "4",
-        "NCCL_NCHANNELS_PER_NET_PEER": "8",
-        "NCCL_P2P_NET_CHUNKSIZE": str(1 << 20),
-        "NCCL_BUFFSIZE": str(16 << 20),
-    },
-}
-QUICK_VARIANTS = (PLAIN, "4 threads x 4, 8 channels, large chunks")
-"""In a hurry, as it comes and what has been the fastest in every run with all of them."""
 
 
 def sizes(these: Iterable[int]) -> str:
@@ -209,54 +182,6 @@ def unpack(terms: Terms, found: Found) -> None:
         found.outcomes += unpacked(rows, source, {"device": 0.8, "pinned": 0.9}[source], found.trouble("unpack"))
 
 
-def tcp(terms: Terms, found: Found) -> None:
-    """GPU to GPU over loopback rails in each unpack mode, against NCCL over sockets and our own host memory."""
-    two = gpu_count()[0] > 1
-    device = "--device=cuda:0,cuda:1" if two else "--device=cuda:0"
-    common = ("p2p", "--size=64M", f"--iters={terms.scaled(20)}", "--warmup=3", "--transport=tcp")
-    best, plain, tuned = best_of_sockets(terms, found) if two else ("", [], [])
-    # The others are shown, not judged: one turn will do, and in a hurry the most rails.
-    shown = {(count, mode) for count in ((4,) if terms.quick else (1, 2, 4)) for mode in MODES[1:]}
-    ways = [(count, mode) for count in (1, 2, 4) for mode in MODES if mode == MODES[0] or (count, mode) in shown]
-    gpu: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
-    host: dict[int, list[float]] = {count: [] for count in (1, 2, 4)}
-    for turn in range(terms.rounds):
-        for count in host:
-            host[count] += [row.gb_per_s or 0.0 for row in found.ours(terms, *common, on_rails(count))]
-        for count, mode in ways:
-            if turn == 0 or (count, mode) not in shown:
-                rows = found.ours(terms, *common, on_rails(count), device, f"--unpack={mode}")
-                gpu[count, mode] += [row.gb_per_s or 0.0 for row in rows]
-        if two and turn > 0:  # they had their first before ours
-            plain += over_sockets(terms, found, PLAIN)
-            tuned += over_sockets(terms, found, best)
-    found.outcomes += staged(gpu, host, (plain, tuned) if two else None, best, found.trouble("nccl"))
-    if two:
-        # With more connections, as NCCL has then.
-        work = "TCP, GPU to GPU, 64M, 4 rails of 4 connections, unpack kernel"
-        many = [row.gb_per_s or 0.0 for row in found.ours(terms, *common, on_rails(4), device, "--channels=4")]
-        found.outcomes.append(rate_against(work, many, tuned, None, "NCCL over sockets, tuned", found.trouble("nccl")))
-
-
-def on_rails(count: int) -> str:
-    """So many of the loopback interface's addresses."""
-    return f"--rails={','.join(RAILS[:count])}"
-
-
-def best_of_sockets(terms: Terms, found: Found) -> tuple[str, list[float], list[float]]:
-    """The variant that NCCL is fastest with; its rates as it comes, and with that variant."""
-    rates = {name: over_sockets(terms, found, name) for name in (QUICK_VARIANTS if terms.quick else SOCKET_VARIANTS)}
-    best = max(rates, key=lambda name: max(rates[name], default=0.0))
-    return best, rates[PLAIN][:], rates[best][:]
-
-
-def over_sockets(terms: Terms, found: Found, variant: str) -> list[float]:
-    """GB/s of NCCL over sockets, one message of 64 MiB at a time, as p2p moves them."""
-    counts = ("--sizes=64M", "--window=1", f"--iters={terms.scaled(20)}", "--warmup=3")
-    rows = found.peer("nccl", "nccl.py", "--what=bandwidth", *counts, **SOCKETS, **SOCKET_VARIANTS[variant])
-    return [float(row["gb_per_s"]) for row in rows]
-
-
 COLLECTIVE_SMALL = (8, 1 << 10, 64 << 10)
 COLLECTIVE_BIG = (MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 TUNED = "4 threads x 4, 8 channels"
@@ -371,7 +296,7 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "latency": (latency, 180, 2),
     "mesh": (mesh, 120, 2),
     "unpack": (unpack, 90, 1),
-    "tcp": (tcp, 240, 1),
+    "tcp": (tcp, 420, 1),
     "memory": (memory, 60, 1),
     "nccl": (nccl, 400, 2),
     "kernels": (kernels, 180, 2),
@@ -389,6 +314,8 @@ SETS = {
     "experts": ("ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_control", "ep_sms", "ep_sweep"),
 }
 """Scenarios that are run by one name; what comes first is what must not be missing when time runs out."""
+SHARED = ("tcp", "nccl")
+"""Scenarios in which nothing goes over NVLink: two ranks may share a GPU."""
 
 
 def main() -> int:

@@ -12,8 +12,7 @@ from crossrail.report import Row, format_rate, format_size, median
 from harness import Outcome
 
 LATENCY_GOAL = 0.6
-SOCKETS_GOAL = 1.5
-HOST_GOAL = 0.85
+HOST_GOAL = 0.95
 
 __all__ = ["LATENCY_GOAL", "Outcome", "as_latency", "rate_against", "staged", "time_against", "unpacked"]
 
@@ -94,28 +93,30 @@ def unpacked(rows: Sequence[Row], source: str, goal: float, why_none: str) -> li
 
 
 def staged(
+    size: str,
     gpu: Mapping[tuple[int, str], Sequence[float]],
     host: Mapping[int, Sequence[float]],
     nccl: tuple[Sequence[float], Sequence[float]] | None,
+    goals: Mapping[int, float],
     variant: str,
     why_none: str,
 ) -> list[Outcome]:
-    """GPU to GPU over rails: against NCCL over sockets, as it comes and at its best, and against our own host memory.
+    """GPU to GPU over rails: against NCCL over sockets at its fastest, with `variant`, and against our own host memory;
+    NCCL as it comes is shown beside. `gpu` by rails and unpack mode, `host` and `goals` by rails.
 
-    The unpack mode that is used unless another is asked for has goals; the others are shown. The goal against NCCL is
-    for NCCL as it comes; what it reaches with `variant`, the fastest settings found, is shown beside. `nccl` is None
-    where there is one GPU, which NCCL cannot send to itself.
+    The unpack mode that is used unless another is asked for has goals; the others are shown. `nccl`, as it comes and
+    tuned, is None where no two ranks can run.
     """
     outcomes = []
     for (rails, mode), rates in gpu.items():
-        work = f"TCP, GPU to GPU, 64M, {rails} rail{'s' * (rails > 1)}, unpack {mode}"
+        work = f"TCP, GPU to GPU, {size}, {rails} rail{'s' * (rails > 1)}, unpack {mode}"
         judged = mode == "kernel"
         if nccl is not None and judged:
             plain, tuned = nccl
-            outcomes.append(rate_against(work, rates, plain, SOCKETS_GOAL, "NCCL over sockets", why_none))
-            beside = rate_against(work, rates, tuned, None, "NCCL over sockets, tuned", why_none)
-            beside.notes.extend([f"NCCL is fastest with: {variant}"] if variant else [])
-            outcomes.append(beside)
+            against = rate_against(work, rates, tuned, goals[rails], "NCCL over sockets, tuned", why_none)
+            against.notes.extend([f"NCCL is fastest with: {variant}"] if tuned else [])
+            outcomes.append(against)
+            outcomes.append(rate_against(work, rates, plain, None, "NCCL over sockets", why_none))
         goal = HOST_GOAL if judged else None
         outcomes.append(rate_against(work, rates, host[rails], goal, "our host memory", "host memory was not measured"))
     return outcomes

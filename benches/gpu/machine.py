@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from sharing import shared
+
 from crossrail.report import capture_environment
 
 FIELDS = ("name", "pci.bus_id", "memory.total", "memory.used", "driver_version", "clocks.sm", "clocks.mem")
@@ -20,7 +22,13 @@ def describe(pack: Path, used: int) -> dict[str, Any]:
     manifest = pack / "manifest.json"
     if manifest.exists():
         environment = replace(environment, commit=json.loads(manifest.read_text())["commit"])
-    return {**asdict(environment), "gpus": gpus(), "gpus_used": used, "links": ask("topo", "-m").splitlines()}
+    return {
+        **asdict(environment),
+        "gpus": gpus(),
+        "gpus_used": used,
+        "shared_by_mps": shared(),
+        "links": ask("topo", "-m").splitlines(),
+    }
 
 
 def gpus() -> list[dict[str, str]]:

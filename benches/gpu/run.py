@@ -4,10 +4,13 @@
     python benches/gpu/run.py ... --only experts
     python benches/gpu/run.py ... --only pair,latency --quick --gpus 2
 
+    python benches/gpu/run.py ... --only tcp,nccl --share
+
 `--only` takes scenarios and sets of them: p2p (transfers, unless told otherwise) and experts (dispatch and combine);
 one after the other they are everything, in about five minutes each. The files have the number of GPUs in their names
 (pair-2.json), so that runs with different numbers stand side by side; the table of all goals is summary-2.json, or
 experts-2.json when it has no others. Each scenario has its own time; one that needs more GPUs is skipped, and says so.
+With `--share` two ranks of what goes over sockets alone (tcp, nccl) run on one GPU.
 Exit 0: every row ran, whether or not it reached its goal; 1: one did not, or there is no GPU; 2: bad usage.
 """
 
@@ -17,6 +20,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,10 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from goals import SCENARIOS, SETS  # noqa: E402
+from goals import SCENARIOS, SETS, SHARED  # noqa: E402
 from judging import Outcome  # noqa: E402
 from machine import describe  # noqa: E402
+from sharing import mps  # noqa: E402
 from steps import Result, Runner, Step, gpu_count, group_sizes, read_program, visible  # noqa: E402
 
 from crossrail.report import compact, console, table  # noqa: E402
@@ -45,8 +50,13 @@ def main() -> int:
         print(f"run.py: {error}", file=sys.stderr)
         return 2
     runner = Runner(f"{arguments.name}-{gpus}", arguments.out, arguments.budget)
-    for name in arguments.only:
-        runner.run(_step(name, arguments, gpus, visible(range(gpus), present)))
+    try:
+        with mps() if arguments.share else nullcontext():
+            for name in arguments.only:
+                runner.run(_step(name, arguments, gpus, visible(range(gpus), present)))
+    except RuntimeError as error:
+        print(f"run.py: --share: {error}", file=sys.stderr)
+        return 1
     code = runner.finish()
     outcomes = [
         outcome
@@ -74,6 +84,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAMES", default="p2p", help=names)
     parser.add_argument("--name", help="of the table of all goals (summary; experts when it has no others)")
     parser.add_argument("--gpus", type=int, metavar="N", help="with the first N GPUs (all)")
+    parser.add_argument(
+        "--share", action="store_true", help="two ranks on each GPU, by CUDA's MPS, where only sockets count"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns that ours and each peer take (3)")
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
     parser.add_argument("--budget", type=float, default=560.0, metavar="S", help="seconds for all scenarios (560)")
@@ -99,7 +112,8 @@ def _step(name: str, arguments: argparse.Namespace, gpus: int, environment: dict
     out.unlink(missing_ok=True)
     options = [f"--pack={arguments.pack}", f"--out={out}", f"--rounds={arguments.rounds}"]
     options += ["--quick"] if arguments.quick else []
-    missing = None if gpus >= needed else f"needs {needed} GPUs: there {'is' if gpus == 1 else 'are'} {gpus}"
+    ranks = 2 * gpus if arguments.share and name in SHARED else gpus
+    missing = None if ranks >= needed else f"needs {needed} GPUs: there {'is' if gpus == 1 else 'are'} {gpus}"
     site = [str(arguments.site.resolve())] if arguments.site else []
     path = os.pathsep.join([*site, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, HERE / "goals.py", name, *options]

@@ -6,6 +6,7 @@ import ctypes
 import enum
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import types
@@ -25,6 +26,7 @@ import findings  # noqa: E402
 import goals  # noqa: E402
 import judging  # noqa: E402
 import ranks  # noqa: E402
+import sharing  # noqa: E402
 from steps import Result, gpu_count  # noqa: E402
 
 
@@ -56,16 +58,17 @@ def test_a_latency_is_held_against_nccls_taken_in_the_same_way() -> None:
 
 
 def test_staged_rates_are_judged_in_the_usual_mode_and_shown_in_the_others() -> None:
-    gpu = {(1, "kernel"): [8.5], (1, "host"): [4.0]}
-    outcomes = judging.staged(gpu, {1: [10.0]}, ([5.0], [20.0]), "4 threads x 4", "never")
+    gpu = {(1, "kernel"): [9.5], (1, "host"): [4.0]}
+    goals = {1: 1.1}
+    outcomes = judging.staged("64M", gpu, {1: [10.0]}, ([5.0], [8.0]), goals, "4 threads x 4", "never")
     assert [outcome.met for outcome in outcomes] == [True, None, True, None]
-    assert outcomes[1].notes == ["NCCL is fastest with: 4 threads x 4"]
-    slower = judging.staged(gpu, {1: [10.1]}, ([6.0], [6.0]), "", "never")
+    assert outcomes[0].notes == ["NCCL is fastest with: 4 threads x 4"]
+    slower = judging.staged("64M", gpu, {1: [10.1]}, ([6.0], [9.0]), goals, "", "never")
     assert [outcome.met for outcome in slower] == [False, None, False, None]
-    one_gpu = judging.staged(gpu, {1: [10.0]}, None, "", "never")
+    one_gpu = judging.staged("64M", gpu, {1: [10.0]}, None, goals, "", "never")
     assert len(one_gpu) == 2
     assert not any(outcome.failed for outcome in one_gpu)
-    assert judging.staged(gpu, {1: [10.0]}, ([], []), "", "nccl: gone")[0].failed
+    assert judging.staged("64M", gpu, {1: [10.0]}, ([], []), goals, "", "nccl: gone")[0].failed
 
 
 def test_ways_to_unpack_stand_beside_one_copy() -> None:
@@ -92,6 +95,7 @@ class Machine:
         for module in (findings, goals):
             monkeypatch.setattr(module, "peer", self.peer)
             monkeypatch.setattr(module, "gpu_count", lambda: (gpus, ""))
+        monkeypatch.setattr(sharing, "gpu_count", lambda: (gpus, ""))
 
     def bench(self, _: Path, what: str, *options: str, settings: dict[str, str]) -> Report:
         self.asked.append((what, *options, *settings.values()))
@@ -183,14 +187,49 @@ def test_mesh_is_judged_on_four_gpus_alone(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_tcp_against_nccl_as_it_comes_and_at_its_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = Machine(monkeypatch, tmp_path)
     data = machine.run("tcp")
-    assert len(data["outcomes"]) == 3 * (3 + 1 + 1) + 1, "a row more for each peer of the usual mode, and one"
+    assert len(data["outcomes"]) == 3 * (3 + 1 + 1) + 3 * 3 + 2, "64M with all unpack modes, 1G, two short messages"
     first, second = data["outcomes"][:2]
     assert {first["work"], second["work"]} == {"TCP, GPU to GPU, 64M, 1 rail, unpack kernel"}
-    assert (float(first["ratio"]), second["ratio"]) == (3.8, "1.520")
-    assert second["notes"] == ["NCCL is fastest with: 4 threads x 4"]
-    asked = {word for line in machine.asked for word in line}
-    assert {"--rails=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4", "--channels=4"} <= asked
-    assert "4 rails of 4 connections" in data["outcomes"][-1]["work"]
+    assert (first["ratio"], float(second["ratio"])) == ("1.520", 3.8)
+    assert first["notes"] == ["NCCL is fastest with: 4 threads x 4"]
+    rows = {outcome["work"]: outcome["to_reach"] for outcome in reversed(data["outcomes"])}
+    assert rows["TCP, GPU to GPU, 1G, 4 rails, unpack kernel"] == ">= 1.4 x NCCL over sockets, tuned"
+    short = data["outcomes"][-1]
+    assert (short["work"], short["ratio"], short["met"]) == ("TCP, GPU to GPU, 64K, one way", f"{8 / 180:.3f}", True)
+    assert "--rails=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4" in {word for line in machine.asked for word in line}
+
+
+def test_two_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    alone = Machine(monkeypatch, tmp_path, gpus=1)
+    assert not any("NCCL" in outcome["to_reach"] for outcome in alone.run("tcp", rounds=1)["outcomes"])
+    said = tmp_path / "said"
+    control = tmp_path / sharing.CONTROL
+    control.write_text(f'#!/bin/sh\necho "$@ $(timeout 1 cat)" >> {said}\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with sharing.mps():
+        folder = Path(os.environ[sharing.VARIABLE])
+        assert folder.is_dir()
+        data = alone.run("tcp", rounds=1)
+    assert said.read_text().split() == ["-d", "quit"]
+    assert not (folder.exists() or sharing.shared())
+    assert data["environment"]["shared_by_mps"] is True
+    assert data["outcomes"][0]["to_reach"] == ">= 1.1 x NCCL over sockets, tuned"
+    devices = {word for line in alone.asked for word in line if word.startswith("--device")}
+    assert devices == {"--device=cuda:0"}
+
+
+def test_without_mps_nothing_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sharing, "FOLDERS", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="nvidia-cuda-mps-control was not found"), sharing.mps():
+        pass
+    control = tmp_path / sharing.CONTROL
+    control.write_text("#!/bin/sh\necho 'no such device' >&2\nexit 3\n")
+    control.chmod(0o755)
+    with pytest.raises(RuntimeError, match="no such device"), sharing.mps():
+        pass
+    assert not sharing.shared()
 
 
 def test_collectives_over_our_plugin_against_nccls_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -215,7 +254,7 @@ def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch,
     machine.silent = {"nccl.py"}
     data = machine.run("tcp")
     failed = [outcome["failed"] for outcome in data["outcomes"]]
-    assert failed == [*[True, True, False, False, False] * 3, True]
+    assert failed == [*[True, True, False, False, False] * 3, *[True, True, False] * 3, True, True]
     assert data["outcomes"][0]["notes"] == ["nccl: nccl.py is silent"]
     machine.silent = {"nixl.py"}
     data = machine.run("latency")

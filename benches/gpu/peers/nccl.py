@@ -9,12 +9,15 @@ latency: half a round trip. `samples_us` are of graph replays, where no host sta
 `wall_us` are those of a host that waits for each message, as a receiver that looks at its data must.
 bandwidth: `--window` messages, then an empty answer. alltoall: all_to_all_single, `size` bytes to every rank.
 collectives: all_reduce and all_to_all_single of `size` bytes per rank, counted as nccl-tests does (bus bandwidth).
-Settings of NCCL are the environment's. `--backend gloo` moves host memory and needs no GPU: it tries the script itself.
+Settings of NCCL are the environment's. Where there are fewer GPUs than ranks, ranks share them: NCCL is told that they
+are on different hosts, or it would refuse. `--backend gloo` moves host memory and needs no GPU: it tries the script
+itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from datetime import timedelta
@@ -74,7 +77,10 @@ class Rank:
 
         self.torch, self.dist, self.rank, self.options = torch, dist, rank, arguments
         self.cuda = arguments.backend == "nccl"
-        self.device = torch.device(f"cuda:{rank}" if self.cuda else "cpu")
+        gpus = torch.cuda.device_count() if self.cuda else 0
+        self.device = torch.device(f"cuda:{rank % gpus}" if gpus else "cpu")
+        if 0 < gpus < arguments.ranks:
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
         if self.cuda:
             torch.cuda.set_device(self.device)
         dist.init_process_group(
