@@ -8,7 +8,7 @@ use proto::{Host, Memory, Placing};
 
 use super::gpu::chunk_queue::PACKED;
 use super::gpu::{CONTROL, GpuMemory, Incoming};
-use super::operations::{MESSAGE, WORD};
+use super::operations::{MESSAGE, UsualLane, WORD};
 use super::tables::Tables;
 
 /// The tables and GPU memory, as lanes use them: the part of the core that is borrowed while a lane is polled.
@@ -102,17 +102,19 @@ impl DataPath {
         let now = tables.clock.now();
         let Some(peer) = tables.peers.get_mut(endpoint) else { return Place::Discard };
         let (operations, delivered) = (&mut tables.operations, &mut self.delivered);
+        let usual = UsualLane { endpoint, lane, names: peer.names() };
+        let names = (peer.message_lane() == Some(lane)).then_some(usual.names);
         let mut ended = |short| {
-            if !operations.finish_short(endpoint, short) {
+            if names.is_none() || !operations.finish_short(&usual, &short) {
                 delivered.push((endpoint, short));
             }
         };
         if let Some(short) = peer.protocol.place_short(now, lane, head, &mut tables.matcher, &mut ended) {
-            return operations.place_short(endpoint, &short);
+            return operations.place_short(endpoint, names, &short);
         }
         let mut host = Host { matcher: &mut tables.matcher, regions: &mut tables.regions };
         match peer.protocol.place(now, lane, head, &mut host) {
-            Placing::Message(short) => tables.operations.place_short(endpoint, &short),
+            Placing::Message(short) => tables.operations.place_short(endpoint, names, &short),
             Placing::Memory { memory, offset, len, chunk } => {
                 if chunk {
                     tables.trace_arriving(endpoint, lane, head);

@@ -84,6 +84,7 @@ impl Transfers {
             log(tables.log, format_args!("{}: lane {name} is {error}; {rest}{again}", peer.name()));
             if let Some((rail, channel)) = rail {
                 self.deferred.lost.push(LostRail { endpoint, rail, channel, reported, short_lived });
+                self.wake_ups.want_connections();
             }
         }
         self.settle(endpoint);

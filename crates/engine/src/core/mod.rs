@@ -45,7 +45,7 @@ pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, READABLE, WRITABLE};
 use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
-pub(crate) use self::operations::Operations;
+pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Standing};
 pub(crate) use self::outcome::gone;
 pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Callback, Collected, outcome, outcome_then, render};
@@ -124,18 +124,6 @@ impl Core {
         self.transfers.data.tables.clock.read()
     }
 
-    /// Whether there is work to be done without the lock.
-    #[inline]
-    pub(crate) fn has_deferred(&self) -> bool {
-        let Deferred { suspects, lost, .. } = &self.transfers.deferred;
-        // One test for all: mostly there is nothing.
-        usize::from(self.transfers.wake_ups.wants_connections())
-            | self.transfers.data.tables.operations.callbacks()
-            | suspects.len()
-            | lost.len()
-            != 0
-    }
-
     pub(crate) fn take_deferred(&mut self) -> Deferred {
         std::mem::take(&mut self.transfers.deferred)
     }
@@ -193,17 +181,22 @@ impl Core {
     }
 
     /// Receives the peer's next message without a pass, if it is short and nothing else has to be looked at before it;
-    /// the receive that it ended. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look
-    /// again.
+    /// what became of it. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look again.
+    /// `wanted`: the receive whose end leaves the table at once.
     #[inline]
-    pub(crate) fn receive_short(&mut self, endpoint: Option<EndpointId>, spins: u32) -> Option<OpId> {
+    pub(crate) fn receive_short(
+        &mut self,
+        endpoint: Option<EndpointId>,
+        spins: u32,
+        wanted: Option<OpId>,
+    ) -> Option<Received> {
         let passes = self.passes.wrapping_add(1);
         // Every SOCKETS_EVERY passes a whole one is due: for the clock, and for other lanes.
         if passes.is_multiple_of(SOCKETS_EVERY) {
             return None;
         }
         let endpoint = endpoint.or_else(|| self.transfers.polled.only_endpoint())?;
-        let received = self.transfers.receive_short(endpoint, spins)?;
+        let received = self.transfers.receive_short(endpoint, spins, wanted)?;
         self.passes = passes;
         Some(received)
     }

@@ -1,13 +1,16 @@
 //! What receipts call a peer and the lane of its messages.
 
 use std::collections::{HashMap, VecDeque};
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 /// Names that are kept after the last peer that had them has ended: receipts may still ask for them.
 const KEPT: usize = 1024;
+
+/// Generations are counted from this bit of a word on.
+const GENERATION: NonZeroU64 = NonZeroU64::new(1 << 32).unwrap();
 
 type Pair = (Arc<str>, Arc<str>);
 
@@ -16,13 +19,35 @@ type Pair = (Arc<str>, Arc<str>);
 /// Receipts outlive peers and workers, and counting their references would cost every short message two atomic
 /// operations. So a receipt only has the number of its pair. Pairs are stored once per process; a peer that connects
 /// again under the same name adds nothing.
+// One word, which is stored with every message: the index, and above it the generation.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Names {
-    index: u32,
-    generation: NonZeroU32,
-}
+pub(crate) struct Names(NonZeroU64);
 
 impl Names {
+    fn new(index: u32, generation: NonZeroU32) -> Names {
+        Names(NonZeroU64::from(generation).saturating_mul(GENERATION) | u64::from(index))
+    }
+
+    /// As a word: never 0.
+    #[inline]
+    pub(super) fn word(self) -> u64 {
+        self.0.get()
+    }
+
+    /// What [`Names::word`] returned; `None` for 0.
+    #[inline]
+    pub(super) fn of_word(word: u64) -> Option<Names> {
+        NonZeroU64::new(word).map(Names)
+    }
+
+    fn index(self) -> u32 {
+        self.0.get() as u32
+    }
+
+    fn generation(self) -> u32 {
+        (self.0.get() >> 32) as u32
+    }
+
     /// The peer's name; empty once [`KEPT`] other peers have ended since this one has.
     pub(crate) fn peer(self) -> Arc<str> {
         self.pair().0
@@ -34,8 +59,8 @@ impl Names {
 
     fn pair(self) -> Pair {
         let known = KNOWN.lock();
-        let known = known.as_ref().and_then(|known| known.entries.get(self.index as usize));
-        let entry = known.filter(|entry| entry.generation == self.generation);
+        let known = known.as_ref().and_then(|known| known.entries.get(self.index() as usize));
+        let entry = known.filter(|entry| entry.generation.get() == self.generation());
         entry.and_then(|entry| entry.pair.clone()).unwrap_or_else(|| ("".into(), "".into()))
     }
 }
@@ -58,7 +83,7 @@ impl NamesOfPeer {
 impl Drop for NamesOfPeer {
     fn drop(&mut self) {
         if let Some(known) = KNOWN.lock().as_mut() {
-            known.leave(self.0.index);
+            known.leave(self.0.index());
         }
     }
 }
@@ -90,7 +115,7 @@ impl Known {
         };
         let entry = &mut self.entries[index as usize];
         entry.peers += 1;
-        Names { index, generation: entry.generation }
+        Names::new(index, entry.generation)
     }
 
     fn add(&mut self, pair: Pair) -> u32 {
@@ -141,7 +166,7 @@ mod tests {
         let mut known = Known::default();
         for number in 0..10 * KEPT {
             let names = known.enter(pair(number));
-            known.leave(names.index);
+            known.leave(names.index());
         }
         assert_eq!((known.over.len(), known.by_pair.len()), (KEPT, KEPT));
         assert!(known.entries.len() <= KEPT + 1);
@@ -153,13 +178,13 @@ mod tests {
         let kept = known.enter(pair(0));
         for number in 0..10 * KEPT {
             let names = known.enter(pair(number));
-            known.leave(names.index);
+            known.leave(names.index());
         }
-        let entry = &known.entries[kept.index as usize];
-        assert_eq!((entry.generation, entry.pair.clone(), entry.peers), (kept.generation, Some(pair(0)), 1));
+        let entry = &known.entries[kept.index() as usize];
+        assert_eq!((entry.generation.get(), entry.pair.clone(), entry.peers), (kept.generation(), Some(pair(0)), 1));
         let old = known.enter(pair(KEPT));
-        known.leave(old.index);
+        known.leave(old.index());
         let again = known.enter(pair(0));
-        assert_eq!((again.index, again.generation), (kept.index, kept.generation));
+        assert_eq!((again.index(), again.generation()), (kept.index(), kept.generation()));
     }
 }

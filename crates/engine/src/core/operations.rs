@@ -9,6 +9,7 @@ use crossrail_proto as proto;
 use crossrail_transport::{Grant, Place};
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
+use super::names::Names;
 use super::outcome::{Finish, OpKind, Outcome, ShortEnd};
 use super::receipt::Callback;
 use crate::memory::{Buffer, Keep, OnGpu};
@@ -18,6 +19,9 @@ use crate::memory::{Buffer, Keep, OnGpu};
 enum State {
     /// There is none: nothing is kept, attached, or there as an outcome.
     Free,
+    /// In flight; its end is of concern to nobody but its request: it is not detached, nothing is attached, and its memory
+    /// is the host's. One test for all that a short message would have to ask.
+    Plain,
     InFlight,
     /// Finished as most are, a short message in good order: the entry's fields have the rest. No outcome is there.
     Short,
@@ -41,9 +45,11 @@ pub(crate) struct Op {
     /// `None`: host memory.
     gpu: Option<Box<OnGpu>>,
     tag: u64,
-    /// Once it is [`State::Short`]: bytes moved, and the protocol's account of it.
+    /// Once it is [`State::Short`]: bytes moved, the protocol's account of it, and the [peer's names](Names::word).
     bytes: u64,
     wire_ns: u64,
+    names: u64,
+    /// The lane of a message that is being placed.
     lane: Option<LaneId>,
     keep: Keep,
     outcome: Option<Outcome>,
@@ -72,11 +78,29 @@ struct Attached {
 
 /// How an operation stands, as [`Operations::collect`] reports it.
 pub(crate) enum Standing {
-    InFlight,
+    /// What it does, and with which peer, as far as that is known.
+    InFlight(OpKind, Option<EndpointId>),
     /// Finished; the entry is free.
     Collected(ShortEnd),
     /// Finished; the entry stays until the request is dropped ([`Operations::outcome`]). Or there is no such operation.
     Kept,
+}
+
+/// The usual lane of a peer, as the ends of short messages refer to it.
+pub(crate) struct UsualLane {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) lane: LaneId,
+    pub(crate) names: Names,
+}
+
+/// What became of a short message that was taken from its lane.
+pub(crate) enum Received {
+    /// Its receive ended, and left the table.
+    Wanted(ShortEnd),
+    /// A receive ended.
+    Ended,
+    /// Its receive is to end the long way.
+    Attached,
 }
 
 /// Operations by index; an index is reused under a new generation, so an id of a freed entry refers to nothing.
@@ -90,14 +114,19 @@ pub(crate) struct Operations {
     free: u32,
     /// Callbacks of finished operations, to be run without the lock.
     callbacks: Vec<(Callback, Outcome)>,
-    /// Set when an operation finishes, cleared by [`Operations::take_finished`].
-    finished: bool,
+    /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`].
+    news: u8,
     live: usize,
     /// Operations that were ever inserted.
     begun: u64,
 }
 
 const NO_ENTRY: u32 = u32::MAX;
+
+/// An operation has finished, or waiting threads are to check what they wait for.
+pub(crate) const FINISHED: u8 = 1;
+/// There are callbacks to run.
+pub(crate) const CALLBACKS: u8 = 2;
 
 /// Token of a message that is placed whole, together with the index of its receive.
 pub(super) const MESSAGE: u64 = 1 << 62;
@@ -106,7 +135,7 @@ pub(super) const WORD: u64 = 1 << 61;
 
 impl Default for Operations {
     fn default() -> Operations {
-        Operations { slots: Vec::new(), free: NO_ENTRY, callbacks: Vec::new(), finished: false, live: 0, begun: 0 }
+        Operations { slots: Vec::new(), free: NO_ENTRY, callbacks: Vec::new(), news: 0, live: 0, begun: 0 }
     }
 }
 
@@ -126,7 +155,7 @@ impl Operations {
         self.free = slot.next_free;
         self.live += 1;
         self.begun += 1;
-        slot.state = State::InFlight;
+        slot.state = if buffer.gpu.is_none() { State::Plain } else { State::InFlight };
         slot.kind = kind;
         slot.endpoint = endpoint;
         slot.ptr = buffer.ptr;
@@ -163,30 +192,15 @@ impl Operations {
         }
     }
 
-    /// The operation, if it is not finished.
-    #[inline(always)]
-    pub(crate) fn in_flight_op(&self, id: OpId) -> Option<&Op> {
-        match self.op(id) {
-            Some(op) if op.state == State::InFlight => Some(op),
-            _ => None,
-        }
-    }
-
-    /// Whether an operation has finished, or [`Operations::report`] was called, since the last call.
+    /// What has happened since the last call: [`FINISHED`], [`CALLBACKS`].
     #[inline]
-    pub(crate) fn take_finished(&mut self) -> bool {
-        std::mem::take(&mut self.finished)
+    pub(crate) fn take_news(&mut self) -> u8 {
+        std::mem::take(&mut self.news)
     }
 
     /// Has waiting threads check what they wait for, although no operation has finished.
     pub(crate) fn report(&mut self) {
-        self.finished = true;
-    }
-
-    /// How many callbacks are to be run.
-    #[inline]
-    pub(super) fn callbacks(&self) -> usize {
-        self.callbacks.len()
+        self.news |= FINISHED;
     }
 
     /// Callbacks to run without the lock.
@@ -197,6 +211,7 @@ impl Operations {
     /// Has `callback` run with an outcome that has left the table already.
     pub(crate) fn call_back(&mut self, callback: Callback, outcome: Outcome) {
         self.callbacks.push((callback, outcome));
+        self.news |= CALLBACKS;
     }
 
     /// Operations whose request is still held or that are still in flight.
@@ -231,13 +246,13 @@ impl Operations {
             op.keep = Keep::Nothing;
         }
         if let Some(callback) = callback {
-            self.callbacks.push((callback, outcome.clone()));
+            self.call_back(callback, outcome.clone());
         }
         if let Some(op) = self.op_mut(id) {
             op.outcome = Some(outcome);
             op.state = State::Finished;
         }
-        self.finished = true;
+        self.report();
         if detached {
             self.free(id);
         }
@@ -246,46 +261,76 @@ impl Operations {
         }
     }
 
-    /// [`Operations::finish`] for a short message with nothing attached to it. False: go the long way.
+    /// [`Operations::finish`] for a short message with nothing attached to it, over the usual lane of the peer that `from`
+    /// describes. False: go the long way.
     #[inline(always)]
-    pub(crate) fn finish_short(&mut self, endpoint: EndpointId, short: proto::Short) -> bool {
+    pub(crate) fn finish_short(&mut self, from: &UsualLane, short: &proto::Short) -> bool {
         let Some(op) = self.op_mut(short.op) else { return true };
-        if !op.is_plain() {
+        if op.state != State::Plain || short.lane != Some(from.lane) {
             return false;
         }
-        let tag = if op.kind == OpKind::Receive { short.tag } else { op.tag };
-        op.end_short(endpoint, proto::Short { tag, ..short });
-        self.finished = true;
+        if op.kind == OpKind::Receive {
+            op.endpoint = Some(from.endpoint);
+            op.tag = short.tag;
+        }
+        op.bytes = short.bytes;
+        op.conclude(from.names, short.wire_ns);
+        self.report();
         true
     }
 
-    /// Has `take` put a short message into the memory of its receive (null: there is none any more), which ends. False:
-    /// go the long way for its end.
+    /// Has `take` put a short message into the memory of its receive (null: there is none any more), which ends and, if it
+    /// is `wanted`, leaves the table.
     #[inline(always)]
     pub(super) fn receive_short(
         &mut self,
-        endpoint: EndpointId,
-        short: proto::Short,
+        from: &UsualLane,
+        short: &proto::Short,
+        wanted: Option<OpId>,
         take: impl FnOnce(*mut u8),
-    ) -> bool {
+    ) -> Received {
         let Some(op) = self.op_mut(short.op) else {
             take(std::ptr::null_mut());
-            return true;
+            return Received::Ended;
         };
         take(op.ptr);
-        if !op.is_plain() {
-            return false;
+        if op.state != State::Plain {
+            return Received::Attached;
         }
-        op.end_short(endpoint, short);
-        self.finished = true;
-        true
+        op.let_go();
+        if wanted == Some(short.op) && matches!(op.keep, Keep::Nothing) {
+            self.vacate(short.op);
+            self.report();
+            let (names, wire_ns) = (from.names, short.wire_ns);
+            return Received::Wanted(ShortEnd { names, tag: short.tag, bytes: short.bytes, wire_ns });
+        }
+        op.endpoint = Some(from.endpoint);
+        op.tag = short.tag;
+        op.bytes = short.bytes;
+        op.conclude(from.names, short.wire_ns);
+        self.report();
+        Received::Ended
+    }
+
+    /// Frees an entry that keeps nothing, and to which nothing is attached.
+    #[inline(always)]
+    fn vacate(&mut self, id: OpId) {
+        if let Some(op) = self.slots.get_mut(id.index as usize) {
+            op.state = State::Free;
+            op.generation = id.generation.wrapping_add(1);
+            op.next_free = self.free;
+            self.free = id.index;
+            self.live -= 1;
+        }
     }
 
     /// Where a short message goes that is placed whole, and how its receive ends: with [`Operations::placed_short`].
+    /// `names`: those of the peer, if it came over the peer's usual lane.
     #[inline]
-    pub(super) fn place_short(&mut self, endpoint: EndpointId, short: &proto::Short) -> Place {
+    pub(super) fn place_short(&mut self, endpoint: EndpointId, names: Option<Names>, short: &proto::Short) -> Place {
         let Some(op) = self.op_mut(short.op) else { return Place::Discard };
         op.endpoint = Some(endpoint);
+        op.names = names.map_or(0, Names::word);
         op.tag = short.tag;
         op.bytes = short.bytes;
         op.wire_ns = short.wire_ns;
@@ -300,9 +345,11 @@ impl Operations {
     pub(super) fn placed_short(&mut self, token: u64) -> Option<proto::Short> {
         let index = token as u32;
         let op = self.slots.get_mut(index as usize)?;
-        if op.is_plain() {
-            op.conclude();
-            self.finished = true;
+        if op.state == State::Plain
+            && let Some(names) = Names::of_word(op.names)
+        {
+            op.conclude(names, op.wire_ns);
+            self.report();
             return None;
         }
         let id = OpId { index, generation: op.generation };
@@ -313,21 +360,13 @@ impl Operations {
     /// looked up again.
     #[inline]
     pub(crate) fn collect(&mut self, id: OpId) -> Standing {
-        // Not by `op_mut`, which would borrow the list of free entries.
-        let op = match self.slots.get_mut(id.index as usize) {
-            Some(op) if op.generation == id.generation => op,
-            _ => return Standing::Kept,
-        };
+        let Some(op) = self.op(id) else { return Standing::Kept };
         match op.state {
-            State::InFlight => Standing::InFlight,
+            State::Plain | State::InFlight => Standing::InFlight(op.kind, op.endpoint),
             State::Short if matches!(op.keep, Keep::Nothing) => {
-                let end = op.short_end();
+                let Some(end) = op.short_end() else { return Standing::Kept };
                 // Nothing else is there to be dropped: see `State::Short`, and `finish_short`.
-                op.state = State::Free;
-                op.generation = op.generation.wrapping_add(1);
-                op.next_free = self.free;
-                self.free = id.index;
-                self.live -= 1;
+                self.vacate(id);
                 Standing::Collected(end)
             }
             _ => Standing::Kept,
@@ -386,6 +425,7 @@ impl Operations {
         let mut already = false;
         if let Some(op) = self.op_mut(child) {
             op.attached().parent = Some(parent);
+            op.complicate();
             op.detached = true;
             already = op.is_over();
         }
@@ -404,7 +444,7 @@ impl Operations {
     pub(crate) fn on_complete(&mut self, id: OpId, callback: Callback) {
         let Some(op) = self.op_mut(id) else { return };
         match op.outcome() {
-            Some(outcome) => self.callbacks.push((callback, outcome)),
+            Some(outcome) => self.call_back(callback, outcome),
             None => {
                 let attached = op.attached();
                 attached.callback = Some(match attached.callback.take() {
@@ -424,6 +464,7 @@ impl Operations {
         if op.is_over() {
             self.free(id);
         } else {
+            op.complicate();
             op.detached = true;
         }
     }
@@ -447,7 +488,7 @@ impl Operations {
 
     /// The operations in flight among the first `most` entries.
     pub(super) fn in_flight(&self, most: usize) -> impl Iterator<Item = (OpId, &Op)> {
-        let entries = self.slots.iter().take(most).enumerate().filter(|(_, op)| op.state == State::InFlight);
+        let entries = self.slots.iter().take(most).enumerate().filter(|(_, op)| op.is_in_flight());
         entries.map(|(index, op)| (OpId { index: index as u32, generation: op.generation }, op))
     }
 
@@ -459,7 +500,7 @@ impl Operations {
     /// All operations in flight.
     pub(crate) fn running(&self) -> Vec<OpId> {
         let running = |(index, op): (usize, &Op)| {
-            (op.state == State::InFlight).then_some(OpId { index: index as u32, generation: op.generation })
+            op.is_in_flight().then_some(OpId { index: index as u32, generation: op.generation })
         };
         self.slots.iter().enumerate().filter_map(running).collect()
     }

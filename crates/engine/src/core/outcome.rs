@@ -3,6 +3,7 @@
 use crossrail_proto as proto;
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId};
 
+use super::names::Names;
 use crate::memory::GpuTimes;
 
 /// What a finished operation leaves behind until its request is dropped.
@@ -12,28 +13,30 @@ pub(crate) type Outcome = std::result::Result<Finish, Box<Error>>;
 #[derive(Clone, Debug)]
 pub(crate) struct Finish {
     pub(crate) endpoint: Option<EndpointId>,
+    /// The peer's names, where they are known already. `None`: look the peer up.
+    pub(crate) names: Option<Names>,
     pub(crate) tag: u64,
     pub(crate) bytes: u64,
     pub(crate) wire_ns: u64,
+    /// `None`: the peer's usual one.
     pub(crate) lane: Option<LaneId>,
     /// All but a message that went with its first frame.
     pub(crate) more: Option<Box<More>>,
 }
 
-/// How a short message ended, in good order.
+/// How a short message ended, in good order and over the peer's usual lane: all that its receipt needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ShortEnd {
-    pub(crate) endpoint: Option<EndpointId>,
+    pub(crate) names: Names,
     pub(crate) tag: u64,
     pub(crate) bytes: u64,
     pub(crate) wire_ns: u64,
-    pub(crate) lane: Option<LaneId>,
 }
 
 impl From<ShortEnd> for Finish {
     fn from(end: ShortEnd) -> Finish {
-        let ShortEnd { endpoint, tag, bytes, wire_ns, lane } = end;
-        Finish { endpoint, tag, bytes, wire_ns, lane, more: None }
+        let ShortEnd { names, tag, bytes, wire_ns } = end;
+        Finish { endpoint: None, names: Some(names), tag, bytes, wire_ns, lane: None, more: None }
     }
 }
 
@@ -95,7 +98,7 @@ impl Finish {
     pub(super) fn of_batch(endpoint: Option<EndpointId>, tag: u64, bytes: u64) -> Finish {
         let receipt = batch_receipt(bytes);
         let more = More { receipt, direct: None, times: None, notes: Vec::new(), batch: true };
-        Finish { endpoint, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) }
+        Finish { endpoint, names: None, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) }
     }
 }
 

@@ -97,23 +97,29 @@ struct Rest {
 }
 
 impl Receipt {
-    /// That of a short message. `only`: the lane it went over, if that is not the peer's usual one.
+    /// That of a short message.
     #[inline]
-    fn of_short(end: &ShortEnd, names: Option<Names>, only: Option<Arc<str>>) -> Receipt {
+    fn of_short(end: &ShortEnd) -> Receipt {
+        Receipt { names: Some(end.names), ..Receipt::of_bytes(end.tag, end.bytes, end.wire_ns) }
+    }
+
+    /// That of a message of which nothing else is known.
+    #[inline]
+    fn of_bytes(tag: u64, bytes: u64, wire_ns: u64) -> Receipt {
         Receipt {
-            bytes: end.bytes,
-            tag: end.tag,
+            bytes,
+            tag,
             protocol: Protocol::Eager,
             match_us: 0.0,
             window_us: 0.0,
-            wire_us: us(end.wire_ns),
+            wire_us: us(wire_ns),
             copy_us: 0.0,
             pushed: false,
             pack_us: 0.0,
             unpack_us: 0.0,
             slot_us: 0.0,
-            names,
-            only,
+            names: None,
+            only: None,
             rest: None,
         }
     }

@@ -185,7 +185,7 @@ impl Tables {
                     let notes = self.notes_during(endpoint, &receipt);
                     Box::new(More { receipt, direct: None, times: None, notes, batch: false })
                 });
-                Ok(Finish { endpoint: Some(endpoint), tag, bytes, wire_ns, lane, more })
+                Ok(Finish { endpoint: Some(endpoint), names: None, tag, bytes, wire_ns, lane, more })
             }
             Err(failure) => Err(Box::new(self.failure(endpoint, id, &failure, progress))),
         };

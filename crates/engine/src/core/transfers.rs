@@ -16,6 +16,7 @@ use super::data_path::DataPath;
 use super::direct::{self, Begun, DirectCopies};
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
+use super::operations::UsualLane;
 use super::peers::Peer;
 use super::tables::Tables;
 use super::wake_ups::WakeUps;
@@ -206,12 +207,13 @@ impl Transfers {
         let has_delivered = self.data.has_delivered();
         let Tables { operations, peers, lanes, .. } = &mut self.data.tables;
         let Some(peer) = peers.get_mut(endpoint) else { return };
+        let Some(id) = peer.message_lane() else { return self.settle_all(endpoint, None) };
+        let usual = UsualLane { endpoint, lane: id, names: peer.names() };
         while let Some(short) = peer.protocol.short() {
-            if !operations.finish_short(endpoint, short) {
+            if !operations.finish_short(&usual, &short) {
                 return self.settle_all(endpoint, Some(short));
             }
         }
-        let Some(id) = peer.message_lane() else { return self.settle_all(endpoint, None) };
         let more = has_delivered | peer.protocol.has_events() | !peer.bulk().is_empty();
         if more || peer.protocol.presses(id) {
             return self.settle_all(endpoint, None);
@@ -388,6 +390,7 @@ impl Transfers {
             Event::Suspect { lane } => {
                 tables.lanes.get_mut(lane).into_iter().for_each(|lane| lane.stalls += 1);
                 self.deferred.suspects.push((endpoint, lane));
+                self.wake_ups.want_connections();
             }
             Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
                 tables.trace_acknowledged(lane, u32::MAX);

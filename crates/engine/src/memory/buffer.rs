@@ -166,6 +166,21 @@ pub(crate) enum Keep {
     Shared(#[allow(dead_code)] Arc<dyn Any + Send + Sync>),
 }
 
+impl Keep {
+    /// Drops what is known to be a segment.
+    #[inline(always)]
+    pub(crate) fn drop_segment(&mut self) {
+        if let Keep::Segment(segment) = self {
+            // SAFETY: the segment is moved out of `self`, which is overwritten at once without being dropped: it is owned
+            // once all the time, and nothing in between can panic. (`mem::replace` moves the longest kind, twice.)
+            let segment = unsafe { std::ptr::read(segment) };
+            // SAFETY: a reference; see above.
+            unsafe { std::ptr::write(self, Keep::Nothing) };
+            drop(segment);
+        }
+    }
+}
+
 /// The bytes of one operation, kept alive until the operation is finished.
 pub struct Buffer {
     pub(crate) ptr: *mut u8,

@@ -26,7 +26,7 @@ pub(crate) use self::group::About;
 use self::group::SocketEvent;
 use self::sight::Sight;
 use crate::core::gpu::Inbox;
-use crate::core::{BulkLane, Callback, Core, Deferred, LostRail, Receipt, render};
+use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, LostRail, Receipt, render};
 use crate::environment::{Breadth, Environment};
 
 /// How long the background thread sleeps at most without checking the protocol's timers.
@@ -223,14 +223,18 @@ impl Progress {
     /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
     #[inline(always)]
     pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
-        let finished = core.operations().take_finished();
+        let news = core.operations().take_news();
+        let rare = news & CALLBACKS != 0 || core.wake_ups().wants_connections();
+        if news == 0 && !rare {
+            return;
+        }
         let sleepers = core.wake_ups().is_anyone_sleeping();
-        if core.has_deferred() {
+        if rare {
             self.after_rare(core);
         } else {
             drop(core);
         }
-        if finished {
+        if news & FINISHED != 0 {
             self.tell_finished(sleepers);
         }
     }

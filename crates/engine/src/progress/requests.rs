@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, OpId, Result};
+use parking_lot::MutexGuard;
 
 use super::Progress;
 use super::waits::Awaited;
-use crate::core::{Callback, Collected, Receipt, outcome, outcome_then};
+use crate::core::{Callback, Collected, Core, Receipt, Received, Standing, outcome, outcome_then};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
@@ -18,27 +19,49 @@ impl Progress {
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
-        if let Some(op) = core.operations().in_flight_op(id) {
-            let (asks, endpoint) = (op.kind().awaits_peer(), op.endpoint());
-            let done = if asks {
-                core.collect(endpoint) && core.operations().is_done(id)
-            } else {
-                core.receive_short(endpoint, 0) == Some(id)
-            };
-            if !done {
-                core.pass(true, asks);
-                let more = self.connections.driven().has_lanes() && !core.operations().is_done(id);
-                if core.wake_ups().take_events() || more {
-                    self.after(core);
-                    self.poll_sockets(Some(Duration::ZERO));
-                    core = self.core.lock();
+        let mut standing = core.operations().collect(id);
+        if let Standing::InFlight(kind, endpoint) = standing {
+            let asks = kind.awaits_peer();
+            if asks {
+                if core.collect(endpoint) {
+                    standing = core.operations().collect(id);
                 }
-            }
-            if !(asks && done) {
+            } else {
+                match core.receive_short(endpoint, 0, Some(id)) {
+                    Some(Received::Wanted(end)) => standing = Standing::Collected(end),
+                    // It may have been that receive, with bytes that its request may ask for.
+                    Some(_) => standing = core.operations().collect(id),
+                    None => {}
+                }
                 core.wake_ups().count_pass();
             }
+            if let Standing::InFlight(..) = standing {
+                (core, standing) = self.test_by_pass(core, id, asks);
+            }
         }
-        outcome_then(core, id, collected, |core| self.after(core))
+        outcome_then(core, (id, standing), collected, |core| self.after(core))
+    }
+
+    /// Makes a pass for the test of an operation in flight; how it stands after that. `asks`: the peer has to confirm it.
+    #[inline(never)]
+    fn test_by_pass<'a>(
+        &'a self,
+        mut core: MutexGuard<'a, Core>,
+        id: OpId,
+        asks: bool,
+    ) -> (MutexGuard<'a, Core>, Standing) {
+        core.pass(true, asks);
+        let more = self.connections.driven().has_lanes() && !core.operations().is_done(id);
+        if core.wake_ups().take_events() || more {
+            self.after(core);
+            self.poll_sockets(Some(Duration::ZERO));
+            core = self.core.lock();
+        }
+        if asks {
+            core.wake_ups().count_pass();
+        }
+        let standing = core.operations().collect(id);
+        (core, standing)
     }
 
     pub(crate) fn cancel(&self, id: OpId) {

@@ -136,7 +136,7 @@ impl<'a> Wait<'a> {
         loop {
             // When it polls rarely it has just asked epoll, and other threads wait for the lock.
             let Awaited { confirmation, endpoint, spins } = self.awaited;
-            let mut moved = !self.aside && core.receive_short(endpoint, spins).is_some();
+            let mut moved = !self.aside && core.receive_short(endpoint, spins, None).is_some();
             moved = moved || core.pass(!self.aside, confirmation);
             if let Some(found) = ready(&mut core) {
                 progress.leave(core);

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use crossrail_proto as proto;
 use crossrail_transport::Grant;
 use crossrail_types::EndpointId;
 
 use super::{Attached, NO_ENTRY, Op, State};
+use crate::core::names::Names;
 use crate::core::outcome::{OpKind, Outcome, ShortEnd};
 use crate::memory::{GpuTimes, Keep};
 
@@ -24,6 +24,7 @@ impl Op {
             tag: 0,
             bytes: 0,
             wire_ns: 0,
+            names: 0,
             lane: None,
             keep: Keep::Nothing,
             outcome: None,
@@ -32,35 +33,36 @@ impl Op {
         }
     }
 
-    /// Whether it is in flight and its end is of concern to nobody but its request.
+    /// Whether it has not finished.
     #[inline]
-    pub(super) fn is_plain(&self) -> bool {
-        self.state == State::InFlight && !self.detached && self.attached.is_none() && self.gpu.is_none()
+    pub(super) fn is_in_flight(&self) -> bool {
+        matches!(self.state, State::Plain | State::InFlight)
     }
 
-    /// A plain one has ended in good order, as `short` says.
-    #[inline(always)]
-    pub(super) fn end_short(&mut self, endpoint: EndpointId, short: proto::Short) {
-        self.endpoint = Some(endpoint);
-        self.tag = short.tag;
-        self.bytes = short.bytes;
-        self.wire_ns = short.wire_ns;
-        self.lane = short.lane;
-        self.conclude();
+    /// Somebody beside its request is concerned with its end.
+    #[inline]
+    pub(super) fn complicate(&mut self) {
+        if self.state == State::Plain {
+            self.state = State::InFlight;
+        }
     }
 
     /// A plain one has ended in good order, and the entry's fields say how.
     #[inline(always)]
-    pub(super) fn conclude(&mut self) {
+    pub(super) fn conclude(&mut self, names: Names, wire_ns: u64) {
+        self.names = names.word();
+        self.wire_ns = wire_ns;
         self.state = State::Short;
+        self.let_go();
+    }
+
+    /// Nothing touches its memory any more: only bytes of which the request may still ask stay.
+    #[inline(always)]
+    pub(super) fn let_go(&mut self) {
         // Spelt out, so that the drop of the commonest kind is a count and no call, and nothing else is moved.
         match self.keep {
             Keep::Nothing => {}
-            Keep::Segment(_) => {
-                if let Keep::Segment(segment) = std::mem::replace(&mut self.keep, Keep::Nothing) {
-                    drop(segment);
-                }
-            }
+            Keep::Segment(_) => self.keep.drop_segment(),
             _ => self.keep_bytes(),
         }
     }
@@ -74,6 +76,7 @@ impl Op {
     }
 
     pub(super) fn attached(&mut self) -> &mut Attached {
+        self.complicate();
         self.attached.get_or_insert_default()
     }
 
@@ -117,15 +120,16 @@ impl Op {
 
     pub(super) fn outcome(&self) -> Option<Outcome> {
         match self.state {
-            State::Short => Some(Ok(self.short_end().into())),
+            State::Short => self.short_end().map(|end| Ok(end.into())),
             _ => self.outcome.clone(),
         }
     }
 
+    /// That of an operation that is [`State::Short`].
     #[inline]
-    pub(super) fn short_end(&self) -> ShortEnd {
-        let (endpoint, tag, bytes, wire_ns, lane) = (self.endpoint, self.tag, self.bytes, self.wire_ns, self.lane);
-        ShortEnd { endpoint, tag, bytes, wire_ns, lane }
+    pub(super) fn short_end(&self) -> Option<ShortEnd> {
+        let (tag, bytes, wire_ns) = (self.tag, self.bytes, self.wire_ns);
+        Names::of_word(self.names).map(|names| ShortEnd { names, tag, bytes, wire_ns })
     }
 
     /// Where its staging times are counted; `None`: host memory.

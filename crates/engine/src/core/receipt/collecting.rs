@@ -2,7 +2,7 @@
 
 use std::ops::DerefMut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
@@ -27,26 +27,26 @@ fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> P
 #[inline]
 pub(crate) fn outcome(core: &mut Core, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
     match core.operations().collect(id) {
-        Standing::InFlight => None,
+        Standing::InFlight(..) => None,
         Standing::Collected(end) => {
             collected.store(&end);
-            Some(Ok(short_receipt(core, &end)))
+            Some(Ok(Receipt::of_short(&end)))
         }
         Standing::Kept => Some(kept_outcome(core, id, collected)),
     }
 }
 
-/// [`outcome`], and then `after`, which releases the core: the receipt of a short message is written once, to where the
-/// caller wants it.
+/// [`outcome`] of an operation that stands like that, and then `after`, which releases the core: the receipt of a short
+/// message is written once, to where the caller wants it.
 #[inline(always)]
 pub(crate) fn outcome_then<C: DerefMut<Target = Core>>(
     mut core: C,
-    id: OpId,
+    (id, standing): (OpId, Standing),
     collected: &Collected,
     after: impl FnOnce(C),
 ) -> Option<Result<Receipt>> {
-    let end = match core.operations().collect(id) {
-        Standing::InFlight => {
+    let end = match standing {
+        Standing::InFlight(..) => {
             after(core);
             return None;
         }
@@ -58,29 +58,27 @@ pub(crate) fn outcome_then<C: DerefMut<Target = Core>>(
         }
     };
     collected.store(&end);
-    let (names, usual) = short_names(&mut core, &end);
-    if !usual {
-        let receipt = short_receipt(&mut core, &end);
-        after(core);
-        return Some(Ok(receipt));
-    }
     after(core);
-    Some(Ok(Receipt::of_short(&end, names, None)))
+    Some(Ok(Receipt::of_short(&end)))
 }
 
 /// [`outcome`] of an operation that is not, or no longer, the plain end of a short message in the table.
 #[cold]
 fn kept_outcome(core: &mut Core, id: OpId, collected: &Collected) -> Result<Receipt> {
     match (core.operations().outcome(id), collected.load()) {
-        (Some(Ok(Finish { endpoint, tag, bytes, wire_ns, lane, more: None })), _) => {
-            let end = ShortEnd { endpoint, tag, bytes, wire_ns, lane };
-            if core.operations().free_if_bare(id) {
-                collected.store(&end);
+        (Some(Ok(finish @ Finish { more: None, .. })), _) => {
+            let Finish { tag, bytes, wire_ns, .. } = finish;
+            let (names, only) = names(core, &finish);
+            // What the request itself can keep need not stay in the table.
+            if let (Some(names), None) = (names, &only)
+                && core.operations().free_if_bare(id)
+            {
+                collected.store(&ShortEnd { names, tag, bytes, wire_ns });
             }
-            Ok(short_receipt(core, &end))
+            Ok(Receipt { names, only, ..Receipt::of_bytes(tag, bytes, wire_ns) })
         }
         (Some(outcome), _) => render(core, outcome),
-        (None, Some(end)) => Ok(short_receipt(core, &end)),
+        (None, Some(end)) => Ok(Receipt::of_short(&end)),
         (None, None) => Err(gone("wait")),
     }
 }
@@ -88,23 +86,17 @@ fn kept_outcome(core: &mut Core, id: OpId, collected: &Collected) -> Result<Rece
 /// The good end of a short message, once it has been taken out of the worker's table. Written and read under the
 /// worker's lock, but for [`Drop`], which has the request to itself.
 pub(crate) struct Collected {
-    there: AtomicBool,
-    /// Endpoint and lane, `NONE` for none.
-    endpoint: AtomicU32,
-    lane: AtomicU32,
+    /// The [peer's names](Names::word); 0: nothing is there yet.
+    names: AtomicU64,
     tag: AtomicU64,
     bytes: AtomicU64,
     wire_ns: AtomicU64,
 }
 
-const NONE: u32 = u32::MAX;
-
 impl Collected {
     pub(crate) const fn nothing() -> Collected {
         Collected {
-            there: AtomicBool::new(false),
-            endpoint: AtomicU32::new(NONE),
-            lane: AtomicU32::new(NONE),
+            names: AtomicU64::new(0),
             tag: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             wire_ns: AtomicU64::new(0),
@@ -112,64 +104,49 @@ impl Collected {
     }
 
     #[inline]
-    fn store(&self, finish: &ShortEnd) {
-        self.endpoint.store(finish.endpoint.map_or(NONE, |id| id.0), Relaxed);
-        self.lane.store(finish.lane.map_or(NONE, |id| id.0), Relaxed);
-        self.tag.store(finish.tag, Relaxed);
-        self.bytes.store(finish.bytes, Relaxed);
-        self.wire_ns.store(finish.wire_ns, Relaxed);
-        self.there.store(true, Relaxed);
+    fn store(&self, end: &ShortEnd) {
+        self.names.store(end.names.word(), Relaxed);
+        self.tag.store(end.tag, Relaxed);
+        self.bytes.store(end.bytes, Relaxed);
+        self.wire_ns.store(end.wire_ns, Relaxed);
     }
 
     /// Whether the operation has left the table. For [`Drop`] of its owner.
     #[inline]
     pub(crate) fn is_collected(&mut self) -> bool {
-        *self.there.get_mut()
+        *self.names.get_mut() != 0
     }
 
     pub(crate) fn load(&self) -> Option<ShortEnd> {
-        let some = |word: &AtomicU32| Some(word.load(Relaxed)).filter(|id| *id != NONE);
-        self.there.load(Relaxed).then(|| ShortEnd {
-            endpoint: some(&self.endpoint).map(EndpointId),
+        Names::of_word(self.names.load(Relaxed)).map(|names| ShortEnd {
+            names,
             tag: self.tag.load(Relaxed),
             bytes: self.bytes.load(Relaxed),
             wire_ns: self.wire_ns.load(Relaxed),
-            lane: some(&self.lane).map(LaneId),
         })
     }
 }
 
 /// The protocol's receipt in people's words.
 pub(crate) fn render(core: &mut Core, outcome: Outcome) -> Result<Receipt> {
-    let Finish { endpoint, tag, bytes, wire_ns, lane, more } = outcome.map_err(|error| *error)?;
-    // The lanes of a longer operation are in its own account.
-    let lane = if more.is_some() { None } else { lane };
-    let mut rendered = short_receipt(core, &ShortEnd { endpoint, tag, bytes, wire_ns, lane });
+    let finish = outcome.map_err(|error| *error)?;
+    let (names, only) = names(core, &finish);
+    let Finish { endpoint, tag, bytes, wire_ns, more, .. } = finish;
+    let mut rendered = Receipt { names, only, ..Receipt::of_bytes(tag, bytes, wire_ns) };
     if let Some(more) = more {
         render_more(core, endpoint, *more, &mut rendered);
     }
     Ok(rendered)
 }
 
-/// The receipt of a short message.
-#[inline]
-fn short_receipt(core: &mut Core, end: &ShortEnd) -> Receipt {
-    let (names, usual) = short_names(core, end);
-    let only = if usual { None } else { unusual_lane(core, end.lane) };
-    Receipt::of_short(end, names, only)
-}
-
-/// The names in a short message's receipt, and whether it went over the peer's usual lane, as far as is known.
-#[inline]
-fn short_names(core: &mut Core, end: &ShortEnd) -> (Option<Names>, bool) {
-    let peer = end.endpoint.and_then(|endpoint| core.peers().get(endpoint));
-    let (names, usual) = peer.map_or((None, None), |peer| (Some(peer.names()), peer.message_lane()));
-    (names, end.lane == usual || end.lane.is_none())
-}
-
-#[cold]
-fn unusual_lane(core: &mut Core, lane: Option<LaneId>) -> Option<Arc<str>> {
-    lane.map(|lane| lane_name(core, lane))
+/// The peer's names in a receipt, and the name of the lane if it is not the peer's usual one, as far as is known. The
+/// lanes of a longer operation are in its own account.
+fn names(core: &mut Core, finish: &Finish) -> (Option<Names>, Option<Arc<str>>) {
+    let peer = finish.endpoint.and_then(|endpoint| core.peers().get(endpoint));
+    let usual = peer.and_then(|peer| peer.message_lane());
+    let names = finish.names.or_else(|| peer.map(|peer| peer.names()));
+    let only = finish.lane.filter(|lane| finish.more.is_none() && Some(*lane) != usual);
+    (names, only.map(|lane| lane_name(core, lane)))
 }
 
 #[cold]

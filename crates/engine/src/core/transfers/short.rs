@@ -8,14 +8,21 @@ use crossrail_types::{EndpointId, Head, LaneId, OpId};
 use super::Transfers;
 use crate::core::data_path::DataPath;
 use crate::core::lanes::{Lanes, PolledLanes};
+use crate::core::operations::{Received, UsualLane};
 use crate::core::peers::Peer;
 use crate::core::tables::Tables;
 
 impl Transfers {
     /// Receives the peer's next message in place of a poll, if it is a short one that has arrived on a calm connection
-    /// for the receive that was posted first, which is returned. `spins`: how often to look again.
+    /// for the receive that was posted first. `spins`: how often to look again. `wanted`: the receive whose end leaves the
+    /// table at once.
     #[inline]
-    pub(in crate::core) fn receive_short(&mut self, endpoint: EndpointId, spins: u32) -> Option<OpId> {
+    pub(in crate::core) fn receive_short(
+        &mut self,
+        endpoint: EndpointId,
+        spins: u32,
+        wanted: Option<OpId>,
+    ) -> Option<Received> {
         let DataPath { tables, delivered, .. } = &mut self.data;
         let Tables { clock, operations, matcher, peers, lanes, .. } = tables;
         let peer = peers.get_mut(endpoint)?;
@@ -26,8 +33,9 @@ impl Transfers {
         if !(0..=spins).any(|_| lane.peek(&mut head)) {
             return None;
         }
+        let from = UsualLane { endpoint, lane: id, names: peer.names() };
         let mut ended = |short| {
-            if !operations.finish_short(endpoint, short) {
+            if !operations.finish_short(&from, &short) {
                 deliver_later(delivered, endpoint, short);
             }
         };
@@ -37,16 +45,20 @@ impl Transfers {
         // SAFETY: `bytes` is the head's length and no more than the receive has room for, in host memory that may be
         // written at once: `place_short` answers for both. Nothing has been called on the lane since.
         let take = |dst| unsafe { lane.take(dst, short.bytes as usize) };
-        if !operations.receive_short(endpoint, short, take) {
-            deliver_later(delivered, endpoint, short);
-        }
+        let received = match operations.receive_short(&from, &short, wanted, take) {
+            Received::Attached => {
+                deliver_later(delivered, endpoint, short);
+                Received::Ended
+            }
+            received => received,
+        };
         let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
         if more || !peer.bulk().is_empty() {
             self.settle(endpoint);
         } else {
             publish_on(lane, peer, lanes, id);
         }
-        Some(short.op)
+        Some(received)
     }
 
     /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
@@ -59,9 +71,10 @@ impl Transfers {
         // The next poll reports an error, too.
         let Ok(Some(count)) = polled.lane.published() else { return false };
         let mut any = false;
+        let usual = UsualLane { endpoint, lane: id, names: peer.names() };
         let mut ended = |short| {
             any = true;
-            if !operations.finish_short(endpoint, short) {
+            if !operations.finish_short(&usual, &short) {
                 deliver_later(delivered, endpoint, short);
             }
         };
