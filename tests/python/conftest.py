@@ -7,13 +7,19 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from distribution import pytest_xdist_make_scheduler
 from leftovers import held, more
 from pairs import Pair
 from strict import pytest_configure, pytest_make_collect_report, pytest_runtest_makereport
 
 import crossrail
 
-__all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_makereport"]
+__all__ = [
+    "pytest_configure",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+    "pytest_xdist_make_scheduler",
+]
 
 
 def pytest_collection_finish() -> None:

@@ -16,9 +16,6 @@ sys.path[:0] = [str(BENCHES)]
 
 import instructions  # noqa: E402
 
-# Both build the example: side by side, one worker would only wait for the other's build.
-pytestmark = pytest.mark.xdist_group("instructions")
-
 
 @pytest.mark.timeout(900)  # builds the example
 def test_a_round_trip_takes_no_more_instructions_than_the_baseline() -> None:

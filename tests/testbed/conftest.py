@@ -5,21 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from bed import Bed, why_not
+from distribution import pytest_xdist_make_scheduler
 from strict import pytest_configure, pytest_make_collect_report, pytest_runtest_makereport
 
-__all__ = ["pytest_configure", "pytest_make_collect_report", "pytest_runtest_makereport"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Beds use both processors: where tests run side by side, those of beds run one after the other."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("testbed"))
+__all__ = [
+    "pytest_configure",
+    "pytest_make_collect_report",
+    "pytest_runtest_makereport",
+    "pytest_xdist_make_scheduler",
+]
 
 
 @pytest.fixture
