@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from crossrail.report import Report, Row, compact  # noqa: E402
 from harness import Outcome, bench  # noqa: E402
 
 PEER_LIMIT_S = 60.0
+DETAILS = ("iterations", "messages")
+"""Fields of a row with some hundred bytes for each transfer or message."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Found:
     def save(self) -> None:
         """Writes the file."""
         rows = [row for report in self.reports for row in json.loads(report.dumps())["rows"]]
+        thin(rows)
         versions = [report.environment.peers for report in self.reports]
         versions += [turn.get("versions", {}) for turns in self.peers.values() for turn in turns]
         peers = {name: version for each in versions for name, version in each.items()}
@@ -99,6 +103,13 @@ class Found:
             "outcomes": [asdict(outcome) for outcome in self.outcomes],
         }
         self.out.write_text(compact(data, pack=True))
+
+
+def thin(rows: Iterable[dict[str, Any]]) -> None:
+    """Leaves what is known of single transfers and messages in the first row that has it; all rows have samples."""
+    for detail in DETAILS:
+        for row in [row for row in rows if row.get(detail)][1:]:
+            del row[detail]
 
 
 def peer(script: str, *options: str, **environment: str) -> dict[str, Any]:

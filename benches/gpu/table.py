@@ -179,7 +179,17 @@ def machine(data: dict[str, Any], _: str | None = None) -> str:
     command = " ".join(data.get("command", []))
     turns = re.search(r"--rounds[= ](\d+)", command)
     how = [f"turns: {turns[1]}" if turns else "", "fewer iterations" if "--quick" in command else ""]
-    parts = [gpus, f"driver {driver}", f"{there['cores']} cores", versions, f"commit {commit}", *how, there["time"]]
+    shared = "shared by two ranks through MPS" if there.get("shared_by_mps") else ""
+    parts = [
+        gpus,
+        shared,
+        f"driver {driver}",
+        f"{there['cores']} cores",
+        versions,
+        f"commit {commit}",
+        *how,
+        there["time"],
+    ]
     return "; ".join(part for part in parts if part) + "\n"
 
 

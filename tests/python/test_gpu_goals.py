@@ -271,6 +271,12 @@ def test_a_peer_that_hung_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [turn["command"][1] for turn in found.peers["nixl"]] == ["--sizes=4K", "--sizes=8K"]
 
 
+def test_details_of_transfers_are_kept_once() -> None:
+    rows: list[dict[str, Any]] = [{"iterations": []}, {"iterations": [1], "samples_us": [1.0]}, {"iterations": [2]}]
+    findings.thin(rows)
+    assert rows == [{"iterations": []}, {"iterations": [1], "samples_us": [1.0]}, {}]
+
+
 def test_why_a_rank_ended_is_what_it_said_without_the_traceback() -> None:
     said = """E1121 ucx_utils.cpp:592] VRAM memory is detected as host by UCX.
 Traceback (most recent call last):
