@@ -32,7 +32,7 @@ help:
 	@echo "make chaos-together messages, experts and control at once on two nodes: CHAOS_SECONDS, CHAOS_SEED, SURROUNDINGS"
 	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
 	@echo "make fuzz     the fuzz targets, all at once, for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
-	@echo "make models   shared memory under a model checker (loom)"
+	@echo "make models   locks and shared memory under a model checker (loom)"
 	@echo "make tsan     data races in what threads share (ThreadSanitizer), half an hour"
 	@echo "make miri     the protocol and the rings of shared memory in an interpreter that finds undefined behaviour"
 	@echo "make deny     licenses, sources, duplicates and advisories of all packages (cargo-deny)"
@@ -145,9 +145,10 @@ soak: build
 
 # Not part of `make test`: it compiles everything once more.
 models: rust
-	$(call say,models: shared memory in every order that the memory model allows)
+	$(call say,models: locks and shared memory in every order that the memory model allows)
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/loom CARGO_PROFILE_TEST_OPT_LEVEL=2 \
-		cargo test --quiet --locked --package crossrail-shm --package crossrail-transport --lib models
+		cargo test --quiet --locked --package crossrail-locks --package crossrail-shm --package crossrail-transport \
+		--lib models
 
 # A pinned nightly compiler: the release's has no interpreter. Of the rings, one mapping that both ends share, and the tests
 # that an interpreter finishes in minutes.

@@ -12,7 +12,7 @@ use crossrail::{
     Request, Settings, Shared, Signal, Worker, WorkerOptions,
 };
 use crossrail_cuda::{Cuda, Stream};
-use parking_lot::{Mutex, MutexGuard};
+use crossrail_locks::{Mutex, MutexGuard};
 
 #[path = "gpu/pushing.rs"]
 mod pushing;

@@ -10,8 +10,8 @@ use std::sync::mpsc::Sender;
 use crossrail::{Endpoint, Receipt, Request, Worker};
 use crossrail_ep::view::View;
 use crossrail_ep::{OnLoss, notices};
+use crossrail_locks::Mutex;
 use crossrail_types::Result;
-use parking_lot::Mutex;
 
 use crate::heap::Heap;
 use crate::news::News;

@@ -13,8 +13,8 @@ use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::{Config, Fault, Layout, Link, Plan};
 use crossrail_kernels::ep::{Epochs, Shape};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 use crate::agreement::Agreement;
 use crate::completion::Events;

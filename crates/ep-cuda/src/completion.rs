@@ -5,8 +5,8 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crossrail_cuda::{Context, Event, Stream};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 /// Most idle events that are kept for reuse.
 const KEPT: usize = 256;

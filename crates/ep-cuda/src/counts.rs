@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Context, PinnedMemory};
 use crossrail_kernels::ep::Shape;
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
-use parking_lot::Mutex;
 
 use crate::completion::Completion;
 use crate::sight::Sight;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
 use crossrail_kernels::ep::Look;
+use crossrail_locks::Mutex;
 use crossrail_types::Result;
-use parking_lot::Mutex;
 
 /// Reads GPU memory, on a stream of its own, that no kernel writes any more.
 pub(crate) struct Reader {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use crossrail_cuda::{Capture, Entered, Stream};
 use crossrail_ep::Layout;
 use crossrail_kernels::ep::{EP_RECEIVE, EpCombineArgs, EpDispatchArgs};
+use crossrail_locks::MutexGuard;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::MutexGuard;
 
 use crate::buffer::DeviceBuffer;
 use crate::completion::Completion;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Weak};
 use crossrail_cuda::{Context, DeviceMemory};
 use crossrail_ep::Layout;
 use crossrail_kernels::ep as kernels;
+use crossrail_locks::Mutex;
 use crossrail_types::Result;
-use parking_lot::Mutex;
 
 use crate::completion::Completion;
 

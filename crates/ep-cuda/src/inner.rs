@@ -13,8 +13,8 @@ use crossrail_ep::meeting::Meeting;
 use crossrail_ep::{Config, Fault};
 use crossrail_kernels::Kernels;
 use crossrail_kernels::ep::{EpKernels, Epochs, Shape};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 use crate::agreement::Agreement;
 use crate::completion::{Completion, Events};

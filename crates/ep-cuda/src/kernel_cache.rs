@@ -8,8 +8,8 @@ use crossrail_cuda::Context;
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_kernels::Kernels;
 use crossrail_kernels::ep::{EpKernels, Shape};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
-use parking_lot::Mutex;
 
 use crate::setup_timings::timed;
 

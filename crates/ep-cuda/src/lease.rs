@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use crossrail_cuda::Stream;
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 use crate::completion::Completion;
 use crate::inner::Inner;

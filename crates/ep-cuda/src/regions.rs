@@ -2,8 +2,8 @@
 //! leased to one result at a time.
 
 use crossrail::Endpoint;
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 use crate::completion::Completion;
 

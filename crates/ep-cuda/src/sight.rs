@@ -3,9 +3,9 @@
 
 use std::time::Instant;
 
+use crossrail_locks::Mutex;
 use crossrail_sight::{Kind, Row, Wait, fields, now_ns, ranks_text};
 use crossrail_types::{Log, Settings};
-use parking_lot::Mutex;
 
 use crate::outstanding::Operation;
 

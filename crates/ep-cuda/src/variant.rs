@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crossrail_ep::meeting::random_id;
 use crossrail_ep::{Config, Layout};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 use crate::buffer::DeviceBuffer;
 use crate::device_reader::Reader;

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use crossrail::Memory;
 use crossrail_ep::{Bytes, Layout, Payload};
+use crossrail_locks::MutexGuard;
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
-use parking_lot::MutexGuard;
 
 use crate::heap::{HEADER, Header, flags};
 use crate::local_rank::{GroupView, LocalRank, Suspect};

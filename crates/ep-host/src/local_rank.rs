@@ -9,9 +9,9 @@ use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
 use crossrail_ep::view::View;
 use crossrail_ep::{Config, Fault, Layout};
+use crossrail_locks::Mutex;
 use crossrail_sight::Wait;
 use crossrail_types::{Error, ErrorKind, Origin, Result};
-use parking_lot::Mutex;
 
 use crate::heap::{Areas, Heap, expert_area};
 use crate::peer::{OwnHeap, Peer};

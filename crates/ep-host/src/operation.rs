@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_ep::{Bytes, Fault, OnLoss};
+use crossrail_locks::MutexGuard;
 use crossrail_sight::{Wait, now_ns, ranks_text};
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
-use parking_lot::MutexGuard;
 
 use crate::local_rank::{GroupView, LocalRank};
 use crate::peer::{Expected, Message, Peer};

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use crossrail::{ConnectOptions, Context, Endpoint, Worker, WorkerOptions};
 use crossrail_control::Group;
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Log, Result};
-use parking_lot::Mutex;
 
 use crate::hello::{Announcement, HELLO_TAG, Hello, MAX_MESSAGE, Parameters, VERDICT_TAG, Verdict};
 

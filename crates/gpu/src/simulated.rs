@@ -13,10 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_types::{Error, ErrorKind, Result, format_gib};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::direction::Direction;
 use crate::stream_point::{Reached, StreamPoint};

@@ -7,8 +7,8 @@ use std::sync::{Arc, Weak};
 
 use crossrail_cuda::{Context, PinnedMemory, max_waiting_streams};
 use crossrail_kernels::Kernels;
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
-use parking_lot::Mutex;
 
 /// Pinned memory is allocated in pages of this many bytes.
 const PAGE: usize = 4096;

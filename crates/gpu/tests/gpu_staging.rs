@@ -10,9 +10,9 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream};
+use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_shm::Arena;
 use crossrail_types::{ErrorKind, Settings};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crossrail_gpu::unpack::{Piece, Source, UnpackMode, Unpacker};
 use crossrail_gpu::{Completion, Device, DeviceAlloc, Devices, Direction, Slot, StagingListener, StagingQueue};

@@ -3,8 +3,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_ulong};
 
+use crossrail_locks::Mutex;
 use crossrail_nccl_abi::{LOG_WARN, Logger};
-use parking_lot::Mutex;
 
 static LAST_WARNING: Mutex<Option<String>> = Mutex::new(None);
 

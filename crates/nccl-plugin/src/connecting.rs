@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail::{Endpoint, Request, Worker};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 use crate::comm::{Comm, DATA, LISTENER_BITS, Path, tag};
 use crate::handle::{self, Bytes, Handle};

@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Filter, IoThreads, Result};
-use parking_lot::Mutex;
 use slab::Slab;
 
 use crate::connecting::Attempt;

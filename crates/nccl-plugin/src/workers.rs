@@ -9,8 +9,8 @@ use std::thread::available_parallelism;
 use std::time::Duration;
 
 use crossrail::{Context, Endpoint, Worker, WorkerOptions};
+use crossrail_locks::Mutex;
 use crossrail_types::{IoThreads, Result};
-use parking_lot::Mutex;
 
 use crate::handle::MAX_WORKERS;
 

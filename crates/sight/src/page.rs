@@ -11,10 +11,10 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Once, Weak};
 
+use crossrail_locks::Mutex;
 use crossrail_types::{ErrorKind, Log, Origin};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
-use parking_lot::Mutex;
 
 use crate::layout::{self, EXTENT_ROWS, Kind, PAGE_BYTES, ROW_BYTES, ROW_WORDS, ROWS_MAX, encode, fields, header};
 use crate::{now_ns, process};

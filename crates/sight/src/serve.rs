@@ -6,8 +6,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, Log, Origin, Result, Settings, loopback};
-use parking_lot::Mutex;
 
 use crate::read::{Found, Seen};
 use crate::{metrics, now_ns, pages, process};

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crossrail_locks::Mutex;
 use crossrail_types::{ErrorKind, Log, LogLevel};
-use parking_lot::Mutex;
 
 use crate::layout::{ROW_BYTES, ROWS_MAX};
 use crate::*;

@@ -8,8 +8,8 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::Mutex;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use parking_lot::Mutex;
 
 use crate::link::Link;
 use crate::sender::Sender;

@@ -10,11 +10,11 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::time::TimeSpec;
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::frames::{self, Request};
 

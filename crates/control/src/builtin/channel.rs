@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail_handshake::Secret;
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 use super::calls::{Call, Connection};
 use super::dial::{StoreAddress, dial};

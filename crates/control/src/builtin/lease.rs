@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::{Condvar, Mutex};
 
 use super::channel::Channel;
 use super::frames::{Answer, Request, micros};

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crossrail_handshake::store::Greeting;
 use crossrail_handshake::{Pending, Reject, RejectCode, Secret};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Log, Origin, Reason, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use parking_lot::Mutex;
 use socket2::{SockRef, TcpKeepalive};
 
 use super::contents::{Contents, Outbox};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_types::{Error, ErrorKind, Log, Result, Settings, format_duration};
-use parking_lot::{Condvar, Mutex};
 
 use super::options::GroupOptions;
 use super::serve::{self, Served};

@@ -4,8 +4,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use crossrail_locks::Mutex;
 use crossrail_types::{Result, Settings};
-use parking_lot::Mutex;
 
 use crate::StoreServer;
 

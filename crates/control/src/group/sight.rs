@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::time::Instant;
 
+use crossrail_locks::Mutex;
 use crossrail_sight::{Kind, Row, Wait, fields, now_ns, ranks_text};
 use crossrail_types::Log;
-use parking_lot::Mutex;
 
 /// The membership's row of the page. Any thread may write it; of several waits it shows the one that began first.
 pub(super) struct Sight(Mutex<Shown>);

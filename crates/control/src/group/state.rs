@@ -2,8 +2,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_types::{Error, ErrorKind, Log, Result, interrupt};
-use parking_lot::{Condvar, Mutex};
 
 use super::sight::Sight;
 use crate::keys::{Keys, check_key};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_types::{ErrorKind, Result};
-use parking_lot::{Condvar, Mutex};
 
 use super::state::{GroupState, STEP_TIMEOUT};
 use crate::{Event, Revision, Store, Watch};

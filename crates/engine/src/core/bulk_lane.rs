@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use crossrail_locks::Mutex;
 use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{EndpointId, LaneId};
-use parking_lot::Mutex;
 
 pub(crate) const READABLE: u32 = 1;
 pub(crate) const WRITABLE: u32 = 2;

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use crossrail_locks::Mutex;
 
 /// Names that are kept after the last peer that had them has ended: receipts may still ask for them.
 const KEPT: usize = 1024;

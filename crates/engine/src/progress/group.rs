@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crossrail_locks::Mutex;
 use crossrail_types::{EndpointId, Error, LaneId, Result};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use parking_lot::RwLock;
 
 use crate::core::{BulkLane, Flag, READABLE, WRITABLE};
 
@@ -47,7 +47,7 @@ pub(crate) struct Group {
     wake: EventFd,
     asleep: AtomicBool,
     /// By id.
-    lanes: RwLock<Arc<Vec<Arc<BulkLane>>>>,
+    lanes: Mutex<Arc<Vec<Arc<BulkLane>>>>,
     /// One of the lanes must be polled.
     pub(super) pending: Arc<Flag>,
     count: AtomicUsize,
@@ -74,7 +74,7 @@ impl Group {
             epoll,
             wake,
             asleep: AtomicBool::new(false),
-            lanes: RwLock::default(),
+            lanes: Mutex::default(),
             pending: Arc::default(),
             count: AtomicUsize::new(0),
         })
@@ -106,7 +106,7 @@ impl Group {
         if let Some(fd) = lane.lane.lock().as_ref().and_then(|lane| lane.fd()) {
             self.watch(fd, About::Lane(lane.id))?;
         }
-        let mut lanes = self.lanes.write();
+        let mut lanes = self.lanes.lock();
         let mut more = Vec::clone(&lanes);
         let at = more.partition_point(|known| known.id < lane.id);
         more.insert(at, Arc::clone(&lane));
@@ -119,7 +119,7 @@ impl Group {
     }
 
     pub(super) fn remove(&self, id: LaneId) {
-        let mut lanes = self.lanes.write();
+        let mut lanes = self.lanes.lock();
         let mut fewer = Vec::clone(&lanes);
         fewer.retain(|lane| lane.id != id);
         self.count.store(fewer.len(), Ordering::Relaxed);
@@ -127,7 +127,7 @@ impl Group {
     }
 
     pub(crate) fn snapshot(&self) -> Arc<Vec<Arc<BulkLane>>> {
-        self.lanes.read().clone()
+        self.lanes.lock().clone()
     }
 
     /// Wakes the thread that sleeps on this group, if one does.

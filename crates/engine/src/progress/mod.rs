@@ -16,8 +16,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 
+use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_types::{EndpointId, Error, Log, Origin, Result};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 pub(crate) use self::connections::Connections;
 pub(crate) use self::event_fd::EventsFd;

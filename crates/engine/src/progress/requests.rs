@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use crossrail_locks::MutexGuard;
 use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, OpId, Result};
-use parking_lot::MutexGuard;
 
 use super::Progress;
 use super::waits::Awaited;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::Mutex;
 use crossrail_sight::{Kind, Page, Row, fields};
 use crossrail_transport::LaneStats;
 use crossrail_types::{EndpointId, LaneId, Log};
-use parking_lot::Mutex;
 
 use super::Progress;
 use crate::core::{Core, EndedLane, LaneSample, PeerSample, Sample, Since};

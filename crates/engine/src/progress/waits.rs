@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use crossrail_locks::MutexGuard;
 use crossrail_types::{EndpointId, OpId, interrupt};
-use parking_lot::MutexGuard;
 
 use super::{NAP_MAX, Progress};
 use crate::core::Core;

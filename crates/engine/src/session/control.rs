@@ -6,10 +6,10 @@ use std::net::{IpAddr, TcpStream};
 use std::os::fd::AsRawFd;
 
 use crossrail_handshake::{Hello, Session, Stream, Ticket};
+use crossrail_locks::Mutex;
 use crossrail_tcp::LinkWatch;
 use crossrail_topology::NetDevice;
 use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Log, Reason, Result};
-use parking_lot::Mutex;
 
 use super::Sessions;
 use super::rail_pairs::RailPair;

@@ -6,9 +6,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crossrail_handshake::{Hello, Session};
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_transport::loopback::{self, LoopbackLane};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
-use parking_lot::{Condvar, Mutex};
 
 use super::Sessions;
 use super::costs::{Cost, EAGER_LIMIT};

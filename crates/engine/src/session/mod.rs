@@ -25,8 +25,8 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crossrail_handshake as handshake;
+use crossrail_locks::Mutex;
 use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
-use parking_lot::Mutex;
 
 use self::control::ControlConnections;
 pub use self::explain::{Candidate, Explain};

@@ -7,8 +7,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_types::{EndpointId, Error, Log, Reason};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::control::Redial;
 use super::{Sessions, tcp};

@@ -8,9 +8,9 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use crossrail_handshake::{Hello, Session};
+use crossrail_locks::Mutex;
 use crossrail_types::{EndpointId, Error, ErrorKind, Filter, Log, Result, Settings};
 use crossrail_ucx::{Class, Fabric, Library, Resource};
-use parking_lot::Mutex;
 
 use super::Sessions;
 use super::costs::Cost;

@@ -5,8 +5,8 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crossrail_cuda::{Context, Cuda, Event, PinnedMemory, Stream};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, Result};
-use parking_lot::Mutex;
 
 use super::ordering::{self, OrderingStreams};
 use crate::stream_point::{Reached, StreamPoint};

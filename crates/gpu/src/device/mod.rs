@@ -10,9 +10,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crossrail_cuda::{Absent, Cuda};
+use crossrail_locks::Mutex;
 use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
-use parking_lot::Mutex;
 
 pub use alloc::DeviceAlloc;
 pub use report::{CudaInfo, CudaState, GpuState, KernelCache};

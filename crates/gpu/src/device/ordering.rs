@@ -1,8 +1,8 @@
 //! Streams before which other libraries order their work.
 
 use crossrail_cuda::{Capture, Context, Stream};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 
 /// Streams kept for reuse, at most. While all of them wait for other work, more are created and freed after use.
 const KEPT: usize = 32;

@@ -5,9 +5,9 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Instant;
 
+use crossrail_locks::Mutex;
 use crossrail_shm::{Arena, Segment};
 use crossrail_types::{Error, ErrorKind, Result, Settings, format_size};
-use parking_lot::Mutex;
 
 use super::wake_up::WakeUp;
 use crate::direction::Direction;

@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use crossrail_locks::Mutex;
 use crossrail_types::Result;
-use parking_lot::Mutex;
 
 use super::bounce::Slot;
 use super::{Completion, CopyEngine, Mark, SlotCopy, Span};

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use crossrail_locks::Mutex;
 use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
-use parking_lot::Mutex;
 
 use super::bounce::Bounce;
 use super::stager::Stager;

@@ -7,9 +7,9 @@ use std::sync::{Arc, Weak, mpsc};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
-use parking_lot::{Condvar, Mutex};
 
 use super::bounce::{Bounce, SlotLayout};
 use super::idle_policy::{IdlePolicy, Pause};

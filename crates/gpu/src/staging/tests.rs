@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_shm::Arena;
 use crossrail_types::{ErrorKind, Settings};
-use parking_lot::{Condvar, Mutex};
 
 use super::{Completion, Slot, StagingListener, StagingQueue};
 use crate::device::{Device, DeviceAlloc, Devices};

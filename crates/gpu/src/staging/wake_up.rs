@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use crossrail_locks::{Condvar, Mutex};
 
 /// Signalled by whoever has work for the thread; one signal is remembered.
 #[derive(Debug, Default)]

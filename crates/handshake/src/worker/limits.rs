@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Reason};
-use parking_lot::Mutex;
 
 use crate::exchange::Exchange;
 use crate::pending::Pending;

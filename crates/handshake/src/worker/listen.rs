@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::{Condvar, Mutex};
 use crossrail_tcp::Binding;
 use crossrail_types::{Error, ErrorKind, Reason, Result};
 use nix::errno::Errno;
@@ -16,7 +17,6 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{Shutdown, getsockopt, shutdown, sockopt};
 use nix::unistd::Uid;
-use parking_lot::{Condvar, Mutex};
 
 use super::address::Address;
 use super::hello::{Device, Identity};

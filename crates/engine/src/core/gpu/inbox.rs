@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossrail_gpu::Completion;
-use parking_lot::Mutex;
+use crossrail_locks::Mutex;
 
 /// Completions of stagers, until a thread with the worker's lock takes them. Any thread.
 #[derive(Clone, Debug, Default)]
