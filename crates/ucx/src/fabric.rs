@@ -10,6 +10,11 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::library::Library;
 use crate::raw;
 
+/// Versions whose newer protocols, which they use by default, assert that a payload has no memory registered when its peer
+/// dies in the middle of it. Where UCX was built with assertions (Debian, Ubuntu), that ends the process. Their older
+/// protocols do not.
+const PROTOCOLS_THAT_ASSERT: [(u32, u32); 2] = [(1, 16), (1, 17)];
+
 /// A transport of UCX on a device, as UCX writes it: `tcp/eth0`, `rc_mlx5/mlx5_0:1`, `posix/memory`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Resource {
@@ -95,6 +100,9 @@ impl Fabric {
         if copy_by_the_kernel(transports.unwrap_or_default().iter().map(String::as_str)) {
             // The receiving end copies: by itself, when it is called.
             config.set("RNDV_SCHEME", "get_zcopy")?;
+        }
+        if PROTOCOLS_THAT_ASSERT.contains(&library.number()) && std::env::var_os("UCX_PROTO_ENABLE").is_none() {
+            config.set("PROTO_ENABLE", "n")?;
         }
         let params = raw::Params {
             field_mask: raw::PARAM_FEATURES | raw::PARAM_SHARED_BY_THREADS,

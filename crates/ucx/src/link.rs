@@ -40,6 +40,8 @@ pub(crate) struct Link {
     inbox: Box<Inbox>,
     /// UCX has memory that it must not touch any more, or would fail if the worker were destroyed: it is not called again.
     abandoned: Cell<bool>,
+    /// A request was given back that may never end, and refers to the context's record of its memory until then.
+    unfinished: Cell<bool>,
 }
 
 // SAFETY: the worker was created for one thread at a time, any thread; the inbox is touched only inside its calls.
@@ -58,7 +60,14 @@ impl Link {
         let status = unsafe { (library.raw.ucp_worker_create)(fabric.context(), &params, &mut worker) };
         library.check("ucp_worker_create", status)?;
         let inbox = Box::new(Inbox::new());
-        let link = Link { fabric: fabric.clone(), worker, ep: ptr::null_mut(), inbox, abandoned: Cell::new(false) };
+        let link = Link {
+            fabric: fabric.clone(),
+            worker,
+            ep: ptr::null_mut(),
+            inbox,
+            abandoned: Cell::new(false),
+            unfinished: Cell::new(false),
+        };
         for (id, cb) in [(MESSAGE, inbox::on_message as raw::AmHandler), (PIECE, inbox::on_piece)] {
             let flags = raw::AM_FLAG_WHOLE;
             let param = AmHandlerParam { field_mask: raw::AM_HANDLER_FIELDS, id, flags, cb, arg: link.argument() };
@@ -100,9 +109,7 @@ impl Link {
     /// `Unreachable` when no device of ours reaches one of the address's; others as UCX reports them.
     pub(crate) fn connect(&mut self, address: &[u8]) -> Result<()> {
         let library = self.fabric.library;
-        // UCX reports dead peers only for transports that notice; those of one machine's memory do not, and a
-        // connection that demands it would not come up over them. The lane's TCP connection notices in any case.
-        let err_mode = if self.is_over_memory() { raw::ERR_MODE_NONE } else { raw::ERR_MODE_PEER };
+        let err_mode = if self.notices_failures() { raw::ERR_MODE_PEER } else { raw::ERR_MODE_NONE };
         let params = EpParams {
             field_mask: raw::EP_REMOTE_ADDRESS | raw::EP_ERR_MODE | raw::EP_ERR_HANDLER,
             address: address.as_ptr().cast(),
@@ -112,12 +119,24 @@ impl Link {
         };
         // SAFETY: the address outlives the call; the inbox outlives the endpoint.
         let status = unsafe { (library.raw.ucp_ep_create)(self.worker, &params, &mut self.ep) };
-        library.check("ucp_ep_create", status)
+        library.check("ucp_ep_create", status).map_err(|error| match (status, library.number()) {
+            (raw::ERR_UNREACHABLE, (1, 20)) => {
+                error.with_hint("UCX 1.20 reaches no peer by tcp over loopback; 1.19 and 1.21 do")
+            }
+            _ => error,
+        })
     }
 
     /// Whether the lane's context has transports between processes of one machine.
     pub(crate) fn is_over_memory(&self) -> bool {
         self.fabric.resources().iter().any(|resource| resource.class() == Class::Memory)
+    }
+
+    /// Whether UCX reports a dead peer, and ends what was begun when it closes a connection by force. It does neither over
+    /// the transports of one machine's memory, and a connection that demands it would not come up over them. The lane's
+    /// TCP connection notices in any case.
+    fn notices_failures(&self) -> bool {
+        !self.is_over_memory()
     }
 
     /// What UCX uses beneath: `tcp/eth0`, `posix+cma/memory`.
@@ -324,9 +343,11 @@ impl Link {
 
     /// Gives a request back that may not have ended.
     pub(crate) fn forget(&self, request: Option<Request>) {
+        let ends = self.notices_failures() || !self.is_under_way(&request);
         if let Some(Request(begun)) = request
             && !self.abandoned.get()
         {
+            self.unfinished.set(self.unfinished.get() || !ends);
             // SAFETY: begun by this worker; UCX frees it once it has ended.
             unsafe { (self.fabric.library.raw.ucp_request_free)(begun) };
         }
@@ -352,6 +373,10 @@ impl Drop for Link {
             if let Ok(request) = self.request("ucp_ep_close_nbx", begun) {
                 self.finish(request, CLOSE_MAX);
             }
+        }
+        if self.unfinished.get() {
+            // UCX, built with assertions, ends the process when it closes a context whose memory is referred to.
+            std::mem::forget(self.fabric.clone());
         }
         // SAFETY: destroyed once, after its endpoint.
         unsafe { (raw.ucp_worker_destroy)(self.worker) }

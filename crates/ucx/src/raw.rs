@@ -14,6 +14,7 @@ pub(crate) type Status = i8;
 
 pub(crate) const OK: Status = 0;
 pub(crate) const IN_PROGRESS: Status = 1;
+pub(crate) const ERR_UNREACHABLE: Status = -6;
 pub(crate) const ERR_CONNECTION_RESET: Status = -25;
 
 /// `ucs_status_ptr_t`: null (done), a request, or a status as a pointer (see [`pointer_status`]).
