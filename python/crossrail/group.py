@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 from types import TracebackType
 
-from crossrail import _native
+import crossrail._native as _native
 from crossrail.errors import CrossrailError
 from crossrail.records import Member, RankState
 
