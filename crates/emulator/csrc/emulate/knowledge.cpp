@@ -1,6 +1,7 @@
 #include "emulate/knowledge.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace emulate {
 
@@ -43,8 +44,9 @@ void View::join(const View &other) {
     for (size_t b = 0; b < count; ++b) {
         const std::shared_ptr<Times> &theirs = (*other.blocks)[b];
         if (!theirs) continue;
-        const std::shared_ptr<Times> mine = b < blocks->size() ? (*blocks)[b] : nullptr;
-        if (mine == theirs) continue;
+        // Still held after own(), whose copy has it too.
+        const Times *mine = b < blocks->size() ? (*blocks)[b].get() : nullptr;
+        if (mine == theirs.get()) continue;
         size_t both = mine ? std::min(mine->size(), theirs->size()) : 0;
         const uint32_t *ours = both ? mine->data() : nullptr, *their = theirs->data();
         uint32_t more = 0, less = 0;
@@ -61,12 +63,12 @@ void View::join(const View &other) {
             all[b] = theirs;
             continue;
         }
-        auto joined = std::make_shared<Times>(std::max(mine->size(), theirs->size()));
-        for (size_t i = 0; i < joined->size(); ++i) {
-            uint32_t a = i < mine->size() ? (*mine)[i] : 0, t = i < theirs->size() ? (*theirs)[i] : 0;
-            (*joined)[i] = std::max(a, t);
-        }
-        all[b] = joined;
+        bool longer = mine->size() > both;
+        auto joined = std::make_shared<Times>(longer ? *mine : *theirs);
+        const uint32_t *rest = longer ? their : ours;
+        uint32_t *into = joined->data();
+        for (size_t i = 0; i < both; ++i) into[i] = std::max(into[i], rest[i]);
+        all[b] = std::move(joined);
     }
 }
 

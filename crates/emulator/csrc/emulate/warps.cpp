@@ -6,13 +6,18 @@ namespace emulate {
 namespace {
 
 uint64_t answer(const Warp &warp, const Lane &lane) {
+    if (lane.what == Together::Shuffle) {
+        // A lane outside the mask says anything.
+        bool there = lane.argument < warp.lanes.size() && lane.mask >> lane.argument & 1;
+        return there ? warp.lanes[lane.argument].operand : random_bits();
+    }
     uint64_t all = 0;
     bool first = true;
     for (uint32_t l = 0; l < warp.lanes.size(); ++l) {
         if (!(lane.mask >> l & 1)) continue;
         uint64_t value = warp.lanes[l].operand;
         switch (lane.what) {
-            case Together::Sync: break;
+            case Together::Sync:
             case Together::Shuffle: break;
             case Together::Ballot: all |= uint64_t(value != 0) << l; break;
             case Together::Match: all |= uint64_t(value == lane.operand) << l; break;
@@ -25,10 +30,7 @@ uint64_t answer(const Warp &warp, const Lane &lane) {
         }
         first = false;
     }
-    if (lane.what != Together::Shuffle) return all;
-    // A lane outside the mask says anything.
-    return lane.argument < warp.lanes.size() && lane.mask >> lane.argument & 1 ? warp.lanes[lane.argument].operand
-                                                                               : random_bits();
+    return all;
 }
 
 const char *name_of(Together what) {
@@ -42,8 +44,13 @@ const char *name_of(Together what) {
 void complete_together(Warp &warp, uint32_t mask, Together what) {
     // Of these, only __syncwarp orders memory.
     if (what == Together::Sync) meet(warp, mask);
+    bool differs = what == Together::Shuffle || what == Together::Match;
+    const Lane *answered = nullptr;
     for (uint32_t l = 0; l < warp.lanes.size(); ++l) {
-        if (mask >> l & 1) warp.lanes[l].result = answer(warp, warp.lanes[l]);
+        if (!(mask >> l & 1)) continue;
+        Lane &lane = warp.lanes[l];
+        lane.result = answered && !differs ? answered->result : answer(warp, lane);
+        answered = &lane;
     }
     warp.gathering &= ~mask;
     warp.ready |= mask;
@@ -83,9 +90,9 @@ uint64_t together(Together what, uint32_t mask, uint64_t value, uint32_t argumen
     lane.operand = value;
     lane.argument = argument;
     warp.gathering |= self;
-    for (uint32_t l = 0; l < warp.lanes.size(); ++l) {
+    for (uint32_t here = warp.gathering & mask; here; here &= here - 1) {
+        uint32_t l = uint32_t(__builtin_ctz(here));
         const Lane &other = warp.lanes[l];
-        if (!(warp.gathering >> l & 1) || !(mask >> l & 1)) continue;
         if (other.mask != mask || other.what != what) {
             fail("%s with the lanes %08x, and lane %u is at %s with the lanes %08x%s", name_of(what), mask, l,
                  name_of(other.what), other.mask, where(other).c_str());
