@@ -101,6 +101,41 @@ def long(terms: Terms, _: Path) -> Result:
     return [against(row, "iperf3", "1 Gbit/s behind 100 ms of queue, 64 MiB", 0.95, time=False)], as_data(report)
 
 
+def over_ucx(terms: Terms, _: Path) -> Result:
+    """64 MiB over four rails of 500 Mbit/s, carried by UCX's tcp and by our own sockets in turn."""
+    options = ("--size=64M", f"--iters={terms.scaled(2)}", "--warmup=1")
+    reports: dict[str, list[Report]] = {"ucx:tcp": [], "tcp": []}
+    with _bed((500,) * 4) as bed:
+        for _round in range(terms.rounds):
+            for tls, found in reports.items():
+                found.append(_report(Pair(bed, settings={"CROSSRAIL_TLS": tls}), *options))
+    ours, base = (statistics.median(report.rows[0].gb_per_s or 0.0 for report in found) for found in reports.values())
+    carried = [
+        {lane.name: lane.share for lane in report.rows[0].lanes if ":messages" not in lane.name}
+        for report in reports["ucx:tcp"]
+    ]
+    shares = {name: statistics.fmean(one.get(name, 0.0) for one in carried) for name in carried[0]}
+    farthest = max(abs(share - 0.25) for share in shares.values()) * 100 if len(shares) == 4 else 100.0
+    outcomes = [
+        Outcome(
+            "four equal rails over UCX's tcp, 64 MiB",
+            format_rate(ours),
+            "within 10 % of our own TCP",
+            peer=f"{format_rate(base)} (our own TCP)",
+            ratio=f"{ours / base:.3f}",
+            met=0.9 <= ours / base <= 1.1,
+        ),
+        Outcome(
+            "four equal rails over UCX's tcp, shares",
+            f"{farthest:.1f} points off",
+            "within 2 points of 25 %",
+            met=farthest <= 2.0,
+            notes=[", ".join(f"{name} {share:.1%}" for name, share in shares.items())],
+        ),
+    ]
+    return outcomes, merged([report for found in reports.values() for report in found])
+
+
 FLAPPING = 256 * MIB
 
 

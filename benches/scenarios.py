@@ -27,6 +27,7 @@ SCENARIOS = (
     Scenario("rails-bloated", "one of four rails behind a queue of 20 ms", ">= 0.95 x iperf3", rails.bloated),
     Scenario("rails-long", "1 Gbit/s behind a queue of 100 ms", ">= 0.95 x iperf3", rails.long),
     Scenario("rails-flapping", "one of four rails flaps every second", ">= 0.95 x three rails", rails.flapping),
+    Scenario("rails-ucx", "four rails over UCX's tcp beside our own TCP", "within 10 %, shares even", rails.over_ucx),
     Scenario("rails-down", "one of four rails set down in mid-transfer", "<= three rails + 1 s", rails.down),
     Scenario("python-overhead", "8 B ping-pong driven from Python", "<= native + 2 us", messages.python_overhead),
     Scenario("ep-decode", "dispatch and combine, decode, against MPI_Alltoallv", ">= 1.5 x mpi", groups.decode),
