@@ -25,6 +25,7 @@ from crossrail.records import (
     EpSamples,
     HasCudaStream,
     HasDeviceName,
+    HeldTimes,
     HostMemory,
     Info,
     LaneReport,
@@ -333,6 +334,8 @@ class Receipt:
     def unpack_us(self) -> float: ...
     @property
     def slot_us(self) -> float: ...
+    @property
+    def held(self) -> HeldTimes: ...
     @property
     def notes(self) -> list[str]: ...
     def as_dict(self) -> ReceiptRecord: ...

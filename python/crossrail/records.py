@@ -49,6 +49,19 @@ class LaneShare(TypedDict):
     resent: int
 
 
+class HeldTimes(TypedDict):
+    """How long the connections of a transfer had nothing to do because of staging at one end, in microseconds.
+
+    `pack_us`: the next chunk was still being copied out of a GPU's memory. `unpack_us`: nothing could be received, or
+    all had been, while chunks were being copied into a GPU's memory. `slot_us`: a chunk waited for bounce memory
+    otherwise. What only some of the connections waited for counts with their share in them.
+    """
+
+    pack_us: float
+    unpack_us: float
+    slot_us: float
+
+
 class ReceiptRecord(TypedDict):
     """A receipt as plain data (`Receipt.as_dict()`), for JSON."""
 
@@ -65,6 +78,7 @@ class ReceiptRecord(TypedDict):
     pack_us: float
     unpack_us: float
     slot_us: float
+    held: HeldTimes
     notes: list[str]
 
 

@@ -71,6 +71,11 @@ def test_p2p_of_gpus_shows_their_stages_and_what_the_parts_do_alone() -> None:
     assert "plain TCP sockets over the same rails: 2.00 GB/s; this is 50% of it" in text
     assert "unpacking alone on the receiver's GPU: kernel 30.00, host 5.00 GB/s; this used kernel" in text
     assert "unpack" not in printed(report)
+    shares = {"network": 0.7, "unpack": 0.25, "bounce": 0.05}
+    text = printed(replace(report, rows=[replace(row, stages=replace(row.stages, slowest=shares))]))
+    assert line_with(text, "wire ", "70%").split() == ["wire", "0.900", "90%", "70%"]
+    assert line_with(text, "slot ", "5%").split()[-1] == "5%"
+    assert line_with(text, "pack ", "30%").split()[-1] == "-"
 
 
 def test_an_unknown_row_is_said_not_dropped() -> None:

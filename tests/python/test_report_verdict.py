@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from crossrail.report import Facts, Lane, Stages, judge
+from crossrail.report import Facts, Lane, Stages, Waits, judge, stage_shares
 
 FULL = Stages(match_us=0.0, window_us=0.0, wire_us=950.0, copy_us=20.0)
 
@@ -287,3 +287,46 @@ def test_rails_that_carry_nothing_are_listed_by_reason() -> None:
     slower = judge(facts(unused=unused, gb_per_s=1.0, raw_gb_per_s=2.0))
     assert slower.holds == "host memory"
     assert "--channels" not in slower.text
+
+
+def held(sender: Waits, receiver: Waits = Waits(), window_us: float = 0.0, match_us: float = 0.0) -> Stages:  # noqa: B008
+    """The stages of a transfer of 1000 us that is busy with copies all the time, and waits for what is said."""
+    shares = stage_shares(1000.0, match_us, window_us, sender, receiver)
+    assert sum(shares.values()) == pytest.approx(1.0, abs=1e-3)
+    return replace(
+        FULL, pack_us=950.0, unpack_us=950.0, slot_us=950.0, window_us=window_us, match_us=match_us, slowest=shares
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "holds", "said"),
+    [
+        (held(Waits(pack=600.0), Waits(unpack=500.0)), "pack", "Slowest stage, of the time: pack 60%, unpack 40%."),
+        (held(Waits(pack=50.0), Waits(unpack=700.0)), "unpack", "70% of the time everything waited for unpacking"),
+        # The sender has neither slots nor window because the receiver unpacks.
+        (held(Waits(slot=300.0), Waits(unpack=600.0), window_us=250.0), "unpack", "unpack 60%, network 40%."),
+        (held(Waits(slot=800.0), Waits(unpack=100.0)), "bounce", "70% of the time chunks waited for a slot"),
+        (held(Waits(), Waits(slot=300.0)), "bounce", "30% of the time chunks waited for a slot"),
+        (held(Waits(pack=100.0), Waits(unpack=100.0), window_us=700.0), "window", "60% of the time"),
+        (held(Waits(pack=200.0), Waits(unpack=300.0)), "host memory", "network 50%, unpack 30%, pack 20%."),
+        (held(Waits(pack=900.0), match_us=400.0), "match", "pack 60%, match 40%."),
+    ],
+)
+def test_the_stage_that_the_others_wait_for_is_named(stages: Stages, holds: str, said: str) -> None:
+    verdict = judge(gpu(stages=stages))
+    assert verdict.holds == holds
+    assert said in verdict.text, verdict.text
+
+
+def test_unpacking_that_nobody_waits_for_is_not_the_limit() -> None:
+    stages = held(Waits())
+    assert judge(gpu(stages=stages, gb_per_s=26.0, raw_gb_per_s=40.0)).holds == "host memory"
+    assert judge(gpu(stages=replace(stages, slowest={}), gb_per_s=26.0, raw_gb_per_s=40.0)).holds == "unpack"
+
+
+@pytest.mark.parametrize("made", [facts(), facts(lanes=rails(1)), gpu(), facts(raw_gb_per_s=2.0)])
+def test_more_connections_than_were_found_are_no_advice(made: Facts) -> None:
+    assert "--channels 2" in judge(made).text
+    found = judge(replace(made, channels=4, channels_found=True)).text
+    assert "--channels" not in found
+    assert "--pin none" in found or "CROSSRAIL_CHANNELS=auto has 4 connections per rail" in found

@@ -1,6 +1,6 @@
 //! What the two ends of a transfer report to each other.
 
-use crossrail::Receipt;
+use crossrail::{HeldTimes, Receipt};
 use crossrail_types::{Error, ErrorKind, Result};
 
 /// Upper bounds on the rows and notes of a report and on its texts: the other end is not trusted.
@@ -49,6 +49,8 @@ pub struct TransferReport {
     pub unpack_us: f64,
     /// Chunks waited for a bounce slot.
     pub slot_us: f64,
+    /// For how long the transfer waited for staging at the reporting end.
+    pub held: HeldTimes,
     /// Events during the transfer.
     pub notes: Vec<String>,
 }
@@ -75,6 +77,7 @@ impl From<&Receipt> for TransferReport {
             pack_us: receipt.pack_us,
             unpack_us: receipt.unpack_us,
             slot_us: receipt.slot_us,
+            held: receipt.held(),
             notes: receipt.notes().to_vec(),
         }
     }
@@ -85,7 +88,8 @@ pub(crate) fn encode(us: f64, report: &TransferReport) -> Vec<u8> {
     let mut out = Vec::with_capacity(256);
     let stages = [report.match_us, report.window_us, report.wire_us, report.copy_us];
     let staging = [report.pack_us, report.unpack_us, report.slot_us];
-    for time in [us].into_iter().chain(stages).chain(staging) {
+    let held = [report.held.pack_us, report.held.unpack_us, report.held.slot_us];
+    for time in [us].into_iter().chain(stages).chain(staging).chain(held) {
         out.extend_from_slice(&time.to_le_bytes());
     }
     out.extend_from_slice(&report.bytes.to_le_bytes());
@@ -124,6 +128,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
     let us = input.time()?;
     let (match_us, window_us, wire_us, copy_us) = (input.time()?, input.time()?, input.time()?, input.time()?);
     let (pack_us, unpack_us, slot_us) = (input.time()?, input.time()?, input.time()?);
+    let held = HeldTimes { pack_us: input.time()?, unpack_us: input.time()?, slot_us: input.time()? };
     let (bytes, tag, pushed) = (input.number()?, input.number()?, input.number()? != 0);
     let (peer, protocol) = (input.text()?, input.text()?);
     let mut lanes = Vec::new();
@@ -156,6 +161,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(f64, TransferReport)> {
         pack_us,
         unpack_us,
         slot_us,
+        held,
         notes,
     };
     Ok((us, report))
@@ -221,6 +227,7 @@ mod tests {
             pack_us: 4.5,
             unpack_us: 5.5,
             slot_us: 6.5,
+            held: HeldTimes { pack_us: 7.5, unpack_us: 8.5, slot_us: 9.5 },
             notes: vec!["tcp/eth2 was lost".into()],
         }
     }
@@ -244,7 +251,7 @@ mod tests {
     #[test]
     fn claims_are_limited_before_anything_is_allocated() {
         let mut bytes = encode(9.25, &report());
-        bytes[88..96].copy_from_slice(&u64::MAX.to_le_bytes());
+        bytes[112..120].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(decode(&bytes).unwrap_err().detail.contains("text of"));
         let mut bytes = encode(f64::NAN, &report());
         assert!(decode(&bytes).is_err());

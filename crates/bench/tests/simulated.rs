@@ -24,7 +24,11 @@ fn settings(transport: &str) -> Settings {
 }
 
 fn pair(transport: &str) -> Pair {
-    let context = Context::with_simulated_gpus(settings(transport), 2).unwrap();
+    pair_with(settings(transport))
+}
+
+fn pair_with(settings: Settings) -> Pair {
+    let context = Context::with_simulated_gpus(settings, 2).unwrap();
     let worker = || Worker::new(&context, WorkerOptions::default()).unwrap();
     let (a, b) = (worker(), worker());
     let dialled = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
@@ -101,6 +105,51 @@ fn p2p_tells_what_staging_took() {
             }
         }
     }
+}
+
+/// A stage that takes so long that nothing else does, on a busy machine either.
+const SLOW: Duration = Duration::from_millis(150);
+
+#[test]
+fn the_stage_that_is_slow_is_the_one_that_was_waited_for() {
+    // Three chunks for four slots each way: bounce memory is never short.
+    let plan = P2pPlan { size: 3 << 16, iters: 1, warmup: 1, verify: Verify::Full };
+    for transport in ["tcp", "shm"] {
+        let pair = pair(transport);
+        let (source, target) = (pair.context.simulated_gpu(0).unwrap(), pair.context.simulated_gpu(1).unwrap());
+        let run = || {
+            let [driver, echo] = both(&pair, KINDS[0], |session| p2p(session, plan));
+            echo.unwrap();
+            let row = driver.unwrap().remove(0);
+            (row.sender.held, row.receiver.held, row)
+        };
+        let slow = SLOW.as_micros() as f64;
+        source.set_pack_delay(SLOW);
+        let (sent, received, row) = run();
+        assert!(sent.pack_us > 0.9 * slow && sent.pack_us <= row.us_sender, "{transport}, packs: {row:?}");
+        assert!(sent.pack_us > 2.0 * (received.unpack_us + received.slot_us + sent.slot_us), "{transport}: {row:?}");
+        source.set_pack_delay(Duration::ZERO);
+        target.set_unpack_delay(SLOW);
+        let (sent, received, row) = run();
+        assert!(received.unpack_us > 0.9 * slow && received.unpack_us <= row.us_receiver, "{transport}: {row:?}");
+        assert!(received.unpack_us > 2.0 * (sent.pack_us + received.slot_us + sent.slot_us), "{transport}: {row:?}");
+    }
+}
+
+#[test]
+fn bounce_memory_that_an_unpack_holds_is_waited_for_at_the_sender() {
+    let mut settings = settings("tcp");
+    settings.set("chunk", "256K").unwrap();
+    settings.set("bounce", "1M").unwrap();
+    let pair = pair_with(settings);
+    pair.context.simulated_gpu(1).unwrap().set_unpack_delay(SLOW);
+    // Eight chunks for two slots each way.
+    let plan = P2pPlan { size: 8 << 18, iters: 1, warmup: 0, verify: Verify::Full };
+    let [driver, echo] = both(&pair, KINDS[0], |session| p2p(session, plan));
+    echo.unwrap();
+    let row = driver.unwrap().remove(0);
+    assert!(row.sender.held.slot_us > SLOW.as_micros() as f64, "{row:?}");
+    assert!(row.receiver.held.unpack_us > row.sender.held.slot_us, "and the receiver knows why: {row:?}");
 }
 
 #[test]

@@ -34,7 +34,7 @@ pub use api::{
     Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Mapped, Op, Outcome, Region, Request,
     Shared, Signal, TransportInfo, Worker, WorkerOptions,
 };
-pub use core::{LaneShare, Protocol, Receipt};
+pub use core::{HeldTimes, LaneShare, Protocol, Receipt};
 pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
 #[cfg(feature = "simulated-gpu")]
 pub use crossrail_gpu::{Simulated, SimulatedStream};

@@ -39,8 +39,8 @@ struct Inner {
 /// How copies behave.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
-    /// How long each copy takes before its bytes move.
-    pub(crate) delay: Duration,
+    /// By direction: how long each copy takes before its bytes move.
+    pub(crate) delay: [Duration; 2],
     /// By direction: no copy runs.
     pub(crate) held: [bool; 2],
     /// By direction: how many batches fail, and the error text.
@@ -120,7 +120,7 @@ impl SimulatedStream {
 impl Simulated {
     pub(crate) fn new(ordinal: u32) -> Simulated {
         let failing = [(0, String::new()), (0, String::new())];
-        let plan = Plan { delay: Duration::ZERO, held: [false; 2], failing, total: TOTAL };
+        let plan = Plan { delay: [Duration::ZERO; 2], held: [false; 2], failing, total: TOTAL };
         Simulated(Arc::new(Inner {
             ordinal,
             memory: Mutex::default(),
@@ -137,7 +137,17 @@ impl Simulated {
 
     /// Every copy takes this long.
     pub fn set_delay(&self, delay: Duration) {
-        self.change(|plan| plan.delay = delay);
+        self.change(|plan| plan.delay = [delay; 2]);
+    }
+
+    /// Every copy out of its memory takes this long.
+    pub fn set_pack_delay(&self, delay: Duration) {
+        self.change(|plan| plan.delay[Direction::Out as usize] = delay);
+    }
+
+    /// Every copy into its memory takes this long.
+    pub fn set_unpack_delay(&self, delay: Duration) {
+        self.change(|plan| plan.delay[Direction::In as usize] = delay);
     }
 
     /// While `true`, nothing is copied out of its memory.

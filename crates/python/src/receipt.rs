@@ -99,6 +99,13 @@ impl Receipt {
         self.0.slot_us
     }
 
+    /// Time during which the connections of the transfer had nothing to do, and waited for staging at this end:
+    /// `pack_us` for copies out of GPU memory, `unpack_us` for copies into it, `slot_us` for bounce memory.
+    #[getter]
+    fn held<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        held_dict(py, self.0.held())
+    }
+
     /// Events during the transfer: lanes lost, fallbacks to slower transports.
     #[getter]
     fn notes(&self) -> Vec<String> {
@@ -139,6 +146,15 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &TransferReport) -> PyRe
     all.set_item("pack_us", report.pack_us)?;
     all.set_item("unpack_us", report.unpack_us)?;
     all.set_item("slot_us", report.slot_us)?;
+    all.set_item("held", held_dict(py, report.held)?)?;
     all.set_item("notes", &report.notes)?;
+    Ok(all)
+}
+
+fn held_dict(py: Python<'_>, held: crossrail::HeldTimes) -> PyResult<Bound<'_, PyDict>> {
+    let all = PyDict::new(py);
+    all.set_item("pack_us", held.pack_us)?;
+    all.set_item("unpack_us", held.unpack_us)?;
+    all.set_item("slot_us", held.slot_us)?;
     Ok(all)
 }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
     from .mesh import mesh_rows
     from .packing import compact, with_lists
+    from .pipeline import Waits, stage_shares
     from .schema import (
         SCHEMA,
         Environment,
@@ -56,6 +57,7 @@ __all__ = [
     "Stages",
     "Summary",
     "VerdictLine",
+    "Waits",
     "WriteError",
     "averaged",
     "better",
@@ -80,6 +82,7 @@ __all__ = [
     "percentile",
     "print_report",
     "slowest",
+    "stage_shares",
     "summarize",
     "table",
     "unpack_rates",
@@ -103,6 +106,7 @@ _MODULES = {
     "ep": ("EpDeviceRank", "EpDeviceTurn", "EpRank", "EpTurn", "ep_device_row", "ep_row", "kernels_us", "slowest"),
     "mesh": ("mesh_rows",),
     "packing": ("compact", "with_lists"),
+    "pipeline": ("Waits", "stage_shares"),
     "schema": (
         "SCHEMA",
         "Environment",

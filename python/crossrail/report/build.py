@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from .pipeline import mean_shares
 from .schema import Iteration, Lane, PeerResult, Row, Stages
 from .stats import better, gb_per_s, median, summarize
 from .verdict import Facts, judge
@@ -85,10 +86,13 @@ def _carried(lane: Lane, name: str) -> bool:
     return lane.name == name and lane.bytes > 0
 
 
-def median_stages(all_stages: Sequence[Stages]) -> Stages:
-    """The median of each stage."""
-    names = [stage.name for stage in fields(Stages)]
-    return Stages(**{name: median([getattr(stages, name) for stages in all_stages]) for name in names})
+def stages_of(iterations: Sequence[Iteration]) -> Stages:
+    """The median time of each stage, and the share of all time in which each was the slowest."""
+    all_stages = [one.stages for one in iterations]
+    names = [stage.name for stage in fields(Stages) if stage.name != "slowest"]
+    medians = {name: median([getattr(stages, name) for stages in all_stages]) for name in names}
+    shares = mean_shares([stages.slowest for stages in all_stages], [one.us_sender for one in iterations])
+    return Stages(**medians, slowest=shares)
 
 
 def with_raw_tcp(row: Row, samples_us: Sequence[float], bytes_per_sample: int) -> Row:
@@ -100,13 +104,20 @@ def with_raw_tcp(row: Row, samples_us: Sequence[float], bytes_per_sample: int) -
 
 
 def p2p_row(
-    row: Row, rounds: Sequence[Sequence[Iteration]], known: Mapping[str, Lane], dead: Sequence[str] = ()
+    row: Row,
+    rounds: Sequence[Sequence[Iteration]],
+    known: Mapping[str, Lane],
+    dead: Sequence[str] = (),
+    channels_found: bool = False,
 ) -> Row:
-    """The row of ``bench p2p``: times at the sender, sums over the lanes, median stages, and the verdict."""
+    """The row of ``bench p2p``: times at the sender, sums over the lanes, median stages, and the verdict.
+
+    ``channels_found``: the number of connections per rail was found by measuring, not set.
+    """
     iterations = [one for turn in rounds for one in turn]
     row = with_samples(row, [Round([one.us_sender for one in turn], row.size) for turn in rounds])
     lanes = sum_lanes(iterations, known)
-    stages = median_stages([one.stages for one in iterations])
+    stages = stages_of(iterations)
     protocols = list(dict.fromkeys(one.protocol for one in iterations))
     facts = Facts(
         size=row.size,
@@ -118,6 +129,7 @@ def p2p_row(
         window=row.window,
         chunk=row.chunk,
         channels=row.channels,
+        channels_found=channels_found,
         memory=row.memory,
         dead=dead,
         raw_gb_per_s=row.raw_tcp_gb_per_s,

@@ -164,16 +164,24 @@ def _lanes(lanes: Sequence[Lane], unused: Collection[str]) -> HeadedTable:
     return made
 
 
+_SHARES = {"wire": "network", "slot": "bounce"}
+"""Stages whose share of the time has another name than their times."""
+
+
 def _stages(row: Row) -> HeadedTable:
-    made = table("where the time went, per iteration (parts may overlap)", ["stage", "ms", "of the time"])
     stages = row.stages
+    shares = stages.slowest if stages is not None else {}
+    columns = ["stage", "ms", "of the time", *(["slowest"] if shares else [])]
+    made = table("where the time went, per iteration (parts may overlap; one is the slowest at a time)", columns)
     whole = median([one.us_sender for one in row.iterations]) if row.iterations else 0.0
     if stages is not None and whole:
         named = {"wire": stages.wire_us, "window": stages.window_us, "copy": stages.copy_us, "match": stages.match_us}
         if row.device is not None:
             named |= {"pack": stages.pack_us, "unpack": stages.unpack_us, "slot": stages.slot_us}
         for name, spent in named.items():
-            made.add_row(name, _figure(spent / 1e3), f"{spent / whole:.0%}")
+            share = shares.get(_SHARES.get(name, name))
+            last = ["-" if share is None else f"{share:.0%}"] if shares else []
+            made.add_row(name, _figure(spent / 1e3), f"{spent / whole:.0%}", *last)
     return made
 
 

@@ -72,6 +72,10 @@ class Stages:
     """Breakdown of the time of a transfer. Stages may overlap and need not add up to the total.
 
     For GPU memory in bounce memory: ``pack_us`` into it, ``unpack_us`` out of it, ``slot_us`` waiting for a slot.
+
+    ``slowest``: the share of the time, 0 to 1, in which each stage was the one that the others waited for (``match``,
+    ``pack``, ``network``, ``window``, ``bounce``, ``unpack``); these add up to 1. Empty for transfers that are not in
+    chunks.
     """
 
     match_us: float
@@ -81,6 +85,7 @@ class Stages:
     pack_us: float = 0.0
     unpack_us: float = 0.0
     slot_us: float = 0.0
+    slowest: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,8 @@ class PeerResult:
 class VerdictLine:
     """The bottleneck of a transfer, and what to try.
 
-    ``holds``: ``network``, ``unpack``, ``bounce``, ``window``, ``host memory``, ``copy``, ``match`` or ``rail``.
+    ``holds``: ``network``, ``pack``, ``unpack``, ``bounce``, ``window``, ``host memory``, ``copy``, ``match`` or
+    ``rail``.
     """
 
     holds: str

@@ -23,6 +23,9 @@ FULL_RAIL = 0.85
 SEGMENT = 1448
 """Payload bytes of a full TCP segment on Ethernet, to relate retransmits to bytes."""
 
+SHOWN_SHARE = 0.005
+"""Fraction of the time from which a stage that was the slowest is listed."""
+
 LOSS_SHARE = 0.005
 """Fraction of retransmitted segments from which they cost time."""
 
@@ -33,7 +36,7 @@ UNPACK_SHARE = 0.85
 """Fraction of the rate of unpacking alone, on the same GPU in the same run, from which unpacking is the limit."""
 
 UNPACK_BUSY = 0.80
-"""Fraction of the time spent unpacking from which unpacking is the limit."""
+"""Fraction of the time spent unpacking from which unpacking is the limit, where it is not known what waited for it."""
 
 SLOT_SHARE = 0.25
 """Fraction of the time that chunks wait for a bounce slot from which there are too few slots."""
@@ -55,7 +58,8 @@ class Facts:
     ``raw_gb_per_s``: rate of plain TCP sockets over the same rails. ``device``: devices of the ends, if one is a GPU;
     ``unpack``: how chunks were unpacked into its memory, ``unpack_gb_per_s``: the rate of each mode alone, and
     ``bounce``: the bytes of bounce memory. All from the same run; None if not measured or not applicable.
-    ``unused``: what was expected to carry data and carried nothing, and why.
+    ``unused``: what was expected to carry data and carried nothing, and why. ``channels_found``: the number of
+    connections per rail, ``channels``, was found by measuring, so that another number is no advice.
     """
 
     size: int
@@ -67,6 +71,7 @@ class Facts:
     window: int | None = None
     chunk: int | None = None
     channels: int | None = None
+    channels_found: bool = False
     memory: str | None = None
     dead: Sequence[str] = field(default_factory=tuple)
     raw_gb_per_s: float | None = None
@@ -94,9 +99,10 @@ class Facts:
 
 def judge(facts: Facts) -> VerdictLine:
     """The verdict: checks first for failures, then for saturated resources, then for waiting."""
-    rules = (_rail, _match, _network, _unpack, _slots, _window, _copy, _between, _ring)
+    rules = (_rail, _match, _network, _pack, _unpack, _slots, _window, _copy, _between, _ring)
     found = next((verdict for rule in rules if (verdict := rule(facts)) is not None), None) or _wire(facts)
-    return VerdictLine(found.holds, " ".join([found.text, *_void(facts), *unused_lines(facts.unused)]))
+    sentences = [found.text, *_shares(facts), *_void(facts), *unused_lines(facts.unused)]
+    return VerdictLine(found.holds, " ".join(sentences))
 
 
 def is_void(rate: float, ceiling: float | None) -> bool:
@@ -121,6 +127,25 @@ def _void(facts: Facts) -> list[str]:
         f"Plain TCP sockets carried only {format_rate(raw)} over the same rails in this run, so the comparison with "
         "them is void: the machine was busy meanwhile. Repeat it, with more --iters."
     ]
+
+
+def _shares(facts: Facts) -> list[str]:
+    """For which share of the time each stage was the slowest."""
+    shares = sorted(facts.stages.slowest.items(), key=lambda pair: -pair[1])
+    named = [f"{stage} {share:.0%}" for stage, share in shares if share >= SHOWN_SHARE]
+    return [f"Slowest stage, of the time: {', '.join(named)}."] if named else []
+
+
+def _held(facts: Facts, stage: str, otherwise_us: float) -> float:
+    """The share of the time in which a stage was the slowest; where that is unknown, of the time that it took."""
+    shares = facts.stages.slowest
+    return shares.get(stage, 0.0) if shares else _part(otherwise_us, facts)
+
+
+def _leads(facts: Facts, stage: str) -> bool:
+    """Whether the stage was the slowest for more of the time than any other."""
+    shares = facts.stages.slowest
+    return bool(shares) and max(shares, key=lambda one: shares[one]) == stage
 
 
 def _part(microseconds: float, facts: Facts) -> float:
@@ -159,6 +184,17 @@ def _network(facts: Facts) -> VerdictLine | None:
     return VerdictLine("network", f"{head}{_links(facts, rails)}")
 
 
+def _pack(facts: Facts) -> VerdictLine | None:
+    if not facts.staged or not _leads(facts, "pack"):
+        return None
+    return VerdictLine(
+        "pack",
+        f"pack: {facts.stages.slowest['pack']:.0%} of the time connections waited for chunks to be copied out of the "
+        f"GPU, at {format_rate(facts.gb_per_s)}. Larger chunks (--chunk) mean fewer copies; bounce memory on the GPU's "
+        "own NUMA node copies fastest: see `crossrail info`.",
+    )
+
+
 def _unpack(facts: Facts) -> VerdictLine | None:
     if not facts.staged or facts.unpack is None:
         return None
@@ -166,10 +202,15 @@ def _unpack(facts: Facts) -> VerdictLine | None:
     own = facts.unpack_gb_per_s.get(facts.unpack)
     void = is_void(facts.gb_per_s, own)
     near = own is not None and not void and facts.gb_per_s >= UNPACK_SHARE * own
-    if not (near or busy >= UNPACK_BUSY or (waited >= SLOT_SHARE and busy >= UNPACK_BUSY / 2)):
+    if facts.stages.slowest:
+        if not _leads(facts, "unpack"):
+            return None
+        busy = facts.stages.slowest["unpack"]
+    elif not (near or busy >= UNPACK_BUSY or (waited >= SLOT_SHARE and busy >= UNPACK_BUSY / 2)):
         return None
     alone = ", ".join(f"{mode} {format_rate(rate)}" for mode, rate in facts.unpack_gb_per_s.items())
-    found = f"{busy:.0%} of the time was unpacking, by {facts.unpack}, at {format_rate(facts.gb_per_s)}"
+    what = "of the time everything waited for unpacking" if facts.stages.slowest else "of the time was unpacking"
+    found = f"{busy:.0%} {what}, by {facts.unpack}, at {format_rate(facts.gb_per_s)}"
     found += f"; alone on this GPU, in this run: {alone}" if alone else ""
     if void:
         return VerdictLine("unpack", f"unpack: {found}, which is less: the comparison is void. Repeat it.")
@@ -181,7 +222,7 @@ def _unpack(facts: Facts) -> VerdictLine | None:
 
 
 def _slots(facts: Facts) -> VerdictLine | None:
-    waited = _part(facts.stages.slot_us, facts)
+    waited = _held(facts, "bounce", facts.stages.slot_us)
     if not facts.staged or waited < SLOT_SHARE:
         return None
     busy = _part(facts.stages.unpack_us, facts)
@@ -195,7 +236,7 @@ def _slots(facts: Facts) -> VerdictLine | None:
 
 
 def _window(facts: Facts) -> VerdictLine | None:
-    part = _part(facts.stages.window_us, facts)
+    part = _held(facts, "window", facts.stages.window_us)
     if part < WINDOW_SHARE:
         return None
     more = _enough_window(facts, part)
@@ -266,7 +307,8 @@ def _between(facts: Facts) -> VerdictLine | None:
     own = facts.unpack_gb_per_s.get(facts.unpack or "")
     alone = f", {facts.unpack} unpacks {format_rate(own)} alone" if facts.staged and own else ""
     where = " near the GPU" if facts.staged else ""
-    advice = f"try --channels {(facts.channels or 1) * 2}, or more processors (--pin none)"
+    more = _more_channels(facts)
+    advice = f"{f'try {more}, or' if more else 'try'} more processors (--pin none)"
     if _has_unused_rails(facts):
         advice = "more rails were expected to carry data"
     return VerdictLine(
@@ -317,11 +359,23 @@ def _links(facts: Facts, rails: Sequence[Lane]) -> str:
         used_line = f", {used:.0%} of their {format_rate(line)}"
     if _has_unused_rails(facts):
         return f"{used_line}. More rails were expected to carry data."
-    channels = (facts.channels or 1) * 2
+    more = _more_channels(facts)
     foreign = any("/" in lane.name and not lane.name.startswith("tcp/") for lane in rails)  # a plugin's own devices
     if len(rails) <= 1 and not foreign:
-        return f"{used_line}. Give it more rails (--rails), or try --channels {channels}."
-    return f"{used_line}. Links or processor are the limit: try --channels {channels}."
+        return f"{used_line}. Give it more rails (--rails)" + (f", or try {more}." if more else f". {_found(facts)}")
+    limit = f"{used_line}. Links or processor are the limit"
+    return f"{limit}: try {more}." if more else f"{limit}. {_found(facts)}"
+
+
+def _more_channels(facts: Facts) -> str | None:
+    """The setting for more connections per rail; None if their number was found by measuring."""
+    return None if facts.channels_found else f"--channels {(facts.channels or 1) * 2}"
+
+
+def _found(facts: Facts) -> str:
+    count = facts.channels or 1
+    number = "1 connection" if count == 1 else f"{count} connections"
+    return f"CROSSRAIL_CHANNELS=auto has {number} per rail, as many as the processors and the measured rates justify."
 
 
 def _count(rails: Sequence[Lane]) -> str:

@@ -30,6 +30,7 @@ impl Transfers {
     pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let tables = &mut self.data.tables;
         let now = tables.clock.read();
+        self.data.gpu.end_waits(tables, id);
         let Some(lane) = tables.lanes.get_mut(id) else { return };
         if !lane.close() {
             return;

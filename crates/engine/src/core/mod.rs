@@ -49,7 +49,7 @@ pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Sta
 pub(crate) use self::outcome::gone;
 pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Callback, Collected, outcome, outcome_then, render};
-pub use self::receipt::{LaneShare, Protocol, Receipt};
+pub use self::receipt::{HeldTimes, LaneShare, Protocol, Receipt};
 use self::resting::Rounds;
 pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submission::Submission;

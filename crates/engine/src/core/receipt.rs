@@ -57,6 +57,20 @@ pub struct LaneShare {
     pub resent: u64,
 }
 
+/// For how long a transfer in chunks waited for a stage of its way that no other was waiting for, in microseconds.
+///
+/// Stages overlap, and a busy one is not what limits the transfer while the connections are busy too. Time counts here
+/// in which a connection of the transfer had nothing to do because of the stage, divided by the number of connections.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct HeldTimes {
+    /// A connection had room for a chunk that was still being copied out of a GPU's memory here.
+    pub pack_us: f64,
+    /// Nothing could be received, or all had been, while chunks were being copied into a GPU's memory here.
+    pub unpack_us: f64,
+    /// A chunk waited for bounce memory, and none was being copied here that would have freed some.
+    pub slot_us: f64,
+}
+
 /// What a finished request did.
 #[derive(Clone, Debug)]
 pub struct Receipt {
@@ -94,6 +108,7 @@ pub struct Receipt {
 struct Rest {
     shares: Vec<LaneShare>,
     notes: Vec<String>,
+    held: HeldTimes,
 }
 
 impl Receipt {
@@ -142,6 +157,11 @@ impl Receipt {
             Some(name) => vec![LaneShare { name, bytes: self.bytes, chunks: 1, resent: 0 }],
             None => self.rest.as_ref().map_or_else(Vec::new, |rest| rest.shares.clone()),
         }
+    }
+
+    /// For how long the transfer waited for staging at this end.
+    pub fn held(&self) -> HeldTimes {
+        self.rest.as_ref().map_or_else(HeldTimes::default, |rest| rest.held)
     }
 
     /// What happened on the way: lanes lost, slower paths taken.

@@ -126,7 +126,9 @@ impl Shared {
             for direction in [Direction::Out, Direction::In] {
                 let mut work = self.work.lock();
                 let queue = &mut work.queues[direction as usize];
-                let Some(due) = queue.front().map(|first| first.submitted + plan.delay) else { continue };
+                let Some(due) = queue.front().map(|first| first.submitted + plan.delay[direction as usize]) else {
+                    continue;
+                };
                 if plan.held[direction as usize] {
                     continue;
                 }

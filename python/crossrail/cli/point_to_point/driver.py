@@ -12,7 +12,7 @@ from typing import Any
 
 import crossrail
 from crossrail._native import bench_net_plugin, bench_raw_tcp, bench_write, loopback
-from crossrail.records import LaneReport, Transfer
+from crossrail.records import LaneReport, Transfer, TransferEnd
 from crossrail.report import (
     Iteration,
     Lane,
@@ -21,10 +21,12 @@ from crossrail.report import (
     Round,
     Row,
     Stages,
+    Waits,
     format_size,
     gb_per_s,
     median,
     p2p_row,
+    stage_shares,
     with_peers,
     with_raw_tcp,
     with_samples,
@@ -192,7 +194,8 @@ class _Driver:
             row = replace(row, chunk=self.chunk, window=self.lane_window, channels=self._connections())
             row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, plan.size)
             row = self._with_unpack_rates(row)
-            row = p2p_row(row, transfers, self._lanes(before), self._dead(before, transfers))
+            dead = self._dead(before, transfers)
+            row = p2p_row(row, transfers, self._lanes(before), dead, channels_found=self.channels is None)
         else:
             batch = turns[-1].batch
             which = {"window": plan.window} if plan.what == "bandwidth" else {"iterations_per_sample": batch}
@@ -332,7 +335,7 @@ class _Driver:
                     found = bench_net_plugin(*ends, role="driver", path=path, **counts, on_progress=tick)
                 else:
                     found = crossrail.bench_p2p(*ends, role="driver", **counts, memory=memory, on_progress=tick)
-                transfers = [_iteration(one, size) for one in found]
+                transfers = [_iteration(one, size, own=self.options.net_plugin is None) for one in found]
                 return Measured([one.us_sender for one in transfers], 1, size, transfers)
             if plan.window is None:
                 half_trips = bench_write if plan.what == "write" else crossrail.bench_latency
@@ -434,8 +437,11 @@ class Measured:
     transfers: list[Iteration]
 
 
-def _iteration(one: Transfer, size: int) -> Iteration:
-    """The records of both ends of one transfer as one. Stages are the sender's, which sees all but copying."""
+def _iteration(one: Transfer, size: int, own: bool) -> Iteration:
+    """The records of both ends of one transfer as one. Stages are the sender's, which sees all but copying.
+
+    ``own``: it was carried by Crossrail, which knows what it waited for; a plugin's transfers are seen from outside.
+    """
     sender, receiver = one["sender"], one["receiver"]
     sent, received = sender["receipt"], receiver["receipt"]
     return Iteration(
@@ -453,9 +459,19 @@ def _iteration(one: Transfer, size: int) -> Iteration:
             pack_us=sent["pack_us"],
             unpack_us=received["unpack_us"],
             slot_us=max(sent["slot_us"], received["slot_us"]),
+            slowest=_slowest(sender, receiver) if own else {},
         ),
         notes=list(dict.fromkeys([*sent["notes"], *received["notes"]])),
     )
+
+
+def _slowest(sender: TransferEnd, receiver: TransferEnd) -> dict[str, float]:
+    """The share of the time in which each stage of a transfer in chunks was the slowest, if that is known."""
+    sent, received = sender["receipt"], receiver["receipt"]
+    if sent["protocol"] != "chunks":
+        return {}
+    held = [Waits(one["pack_us"], one["unpack_us"], one["slot_us"]) for one in (sent["held"], received["held"])]
+    return stage_shares(sender["us"], sent["match_us"], sent["window_us"], *held)
 
 
 def _peer_result(figures: list[peers.Figure], error: str | None, work: peers.PeerJob) -> PeerResult:

@@ -43,6 +43,8 @@ struct Staged {
     run: usize,
     /// The lane's pending frame is one of these chunks.
     turn: bool,
+    /// The lane has asked for its next chunk, of this memory, before that was packed.
+    starved: Option<Memory>,
 }
 
 /// A chunk that waits for its turn.
@@ -114,6 +116,20 @@ impl ChunkQueue {
     /// Whether chunks wait for their turn.
     pub(super) fn is_waiting(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| staged.turn || !staged.queue.is_empty())
+    }
+
+    /// The lane asks for a frame, and its next chunk waits for a GPU: the chunk's memory, the first time.
+    pub(super) fn starve(&mut self) -> Option<Memory> {
+        let staged = self.staged.as_mut().filter(|staged| staged.starved.is_none())?;
+        let next = staged.queue.front().filter(|queued| !queued.stage.is_ready())?;
+        let proto::Body::Memory { memory, .. } = next.out.body else { return None };
+        staged.starved = Some(memory);
+        staged.starved
+    }
+
+    /// The lane has its next chunk, or needs none any more: the memory of the chunk that it has waited for.
+    pub(super) fn feed(&mut self) -> Option<Memory> {
+        self.staged.as_mut()?.starved.take()
     }
 
     /// Counts a chunk that the protocol gave to the lane; its number.
@@ -219,6 +235,14 @@ impl ChunkQueue {
 
     pub(super) fn take_landing(&mut self) -> Option<Landing> {
         self.staged.as_mut()?.landing.take()
+    }
+
+    /// The memory for which a chunk is being received.
+    pub(super) fn landing_chunk(&self) -> Option<Memory> {
+        match self.staged.as_ref()?.landing {
+            Some(Landing::Chunk { memory, .. }) => Some(memory),
+            _ => None,
+        }
     }
 
     /// The lane is closed: its slots are free.

@@ -294,6 +294,11 @@ impl GpuMemory {
         }
     }
 
+    /// The lane is about to end. Before its record is closed, which forgets what it waits for.
+    pub(super) fn end_waits(&mut self, tables: &mut Tables, lane: LaneId) {
+        self.staged.end_waits(tables, lane);
+    }
+
     /// The lane has ended.
     pub(super) fn release_lane(&mut self, tables: &mut Tables, lane: LaneId) {
         self.staged.release_lane(tables, lane);

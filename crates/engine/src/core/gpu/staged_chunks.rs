@@ -65,7 +65,7 @@ pub(super) struct StagedChunks {
     /// Lanes with chunks that wait for a slot.
     slotless: Vec<(EndpointId, LaneId)>,
     /// Lanes that hold a received head for whose payload there is no slot.
-    waiting: Vec<(EndpointId, LaneId)>,
+    waiting: Vec<(EndpointId, LaneId, Memory)>,
     /// A lane polled under the lock has to be polled again.
     polled_lane_ready: bool,
 }
@@ -132,7 +132,15 @@ impl StagedChunks {
             let (full, most) = (record.chunks.is_full(), record.chunks.most());
             let protocol = &mut tables.peers.get_mut(endpoint)?.protocol;
             let out = if full { protocol.next_but_chunks(now, lane) } else { protocol.next_within(now, lane, most) };
-            let Some(out) = out else { return take_turn(tables, lane) };
+            let Some(out) = out else {
+                let turn = take_turn(tables, lane);
+                if turn.is_none()
+                    && let Some(memory) = tables.lanes.get_mut(lane).and_then(|record| record.chunks.starve())
+                {
+                    spend(tables, memory, |times, _| times.starve());
+                }
+                return turn;
+            };
             if out.chunk && self.stage(tables, endpoint, lane, &out) {
                 continue;
             }
@@ -201,8 +209,8 @@ impl StagedChunks {
             }
             if let Some(record) = tables.lanes.get_mut(lane) {
                 record.chunks.set_stage(number, stage);
-                record.advance_chunks();
             }
+            advance(tables, lane);
         }
     }
 
@@ -266,11 +274,11 @@ impl StagedChunks {
             return Place::Refuse(format!("a chunk of {len} bytes, longer than was agreed"));
         }
         let slot = free_slot(queue, Direction::In, len);
-        let held = self.waiting.iter().position(|waiting| *waiting == (endpoint, lane));
+        let held = self.waiting.iter().position(|(_, waiting, _)| *waiting == lane);
         let Some(slot) = slot else {
             if held.is_none() {
-                self.waiting.push((endpoint, lane));
-                spend(tables, memory, |times, now| times.slot.begin(now));
+                self.waiting.push((endpoint, lane, memory));
+                spend(tables, memory, GpuTimes::lack_slot);
             }
             let now = tables.clock.now();
             if let Some(peer) = tables.peers.get_mut(endpoint) {
@@ -280,11 +288,12 @@ impl StagedChunks {
         };
         if let Some(at) = held {
             self.waiting.swap_remove(at);
-            spend(tables, memory, |times, now| times.slot.end(now));
+            spend(tables, memory, GpuTimes::have_slot);
         }
         let into = slot.ptr();
         let Some(record) = tables.lanes.get_mut(lane) else { return Place::Discard };
         record.chunks.set_landing(Landing::Chunk { slot, gpu, memory, dst, len });
+        spend(tables, memory, |times, _| times.receive());
         Place::Into { dst: into, len, grant: None, token: LANDED }
     }
 
@@ -294,6 +303,7 @@ impl StagedChunks {
         let now = tables.clock.now();
         match tables.lanes.get_mut(lane).and_then(|record| record.chunks.take_landing()) {
             Some(Landing::Chunk { slot, gpu, memory, dst, len }) => {
+                spend(tables, memory, |times, _| times.received());
                 let Some(peer) = tables.peers.get_mut(endpoint) else { return Ok(false) };
                 let Some(landed) = peer.protocol.landed(now, lane)? else { return Ok(false) };
                 spend(tables, memory, |times, now| times.unpack.begin(now));
@@ -349,7 +359,7 @@ impl StagedChunks {
                     peer.protocol.fail(now, memory, why);
                 }
                 // A lane that has its next frame asks for more by itself.
-                if tables.lanes.get_mut(lane).is_some_and(|record| record.advance_chunks()) {
+                if advance(tables, lane) {
                     self.wake_lane(tables, endpoint, lane);
                 }
                 Completed::Transfer(endpoint)
@@ -369,7 +379,7 @@ impl StagedChunks {
 
     /// Has the lanes that wait for a slot ask again.
     pub(super) fn retry_waiting(&mut self, tables: &Tables) {
-        for (endpoint, lane) in self.waiting.clone() {
+        for (endpoint, lane, _) in self.waiting.clone() {
             self.wake_lane(tables, endpoint, lane);
         }
     }
@@ -398,7 +408,7 @@ impl StagedChunks {
         for lane in lanes {
             let Some(record) = tables.lanes.get_mut(lane).filter(|record| record.chunks.is_staging()) else { continue };
             record.chunks.void(which);
-            record.advance_chunks();
+            advance(tables, lane);
             self.wake_lane(tables, endpoint, lane);
         }
     }
@@ -407,13 +417,28 @@ impl StagedChunks {
     pub(super) fn release_endpoint(&mut self, tables: &mut Tables, endpoint: EndpointId) {
         self.quiesce(tables, |work| work.is_of(endpoint));
         self.slotless.retain(|(of, _)| *of != endpoint);
-        self.waiting.retain(|(of, _)| *of != endpoint);
+        self.waiting.retain(|(of, ..)| *of != endpoint);
+    }
+
+    /// The lane is about to end: it no longer waits for anything.
+    pub(super) fn end_waits(&mut self, tables: &mut Tables, lane: LaneId) {
+        let Some(record) = tables.lanes.get_mut(lane) else { return };
+        let (starved, landing) = (record.chunks.feed(), record.chunks.landing_chunk());
+        if let Some(memory) = starved {
+            spend(tables, memory, |times, _| times.feed());
+        }
+        if let Some(memory) = landing {
+            spend(tables, memory, |times, _| times.received());
+        }
+        if let Some(at) = self.waiting.iter().position(|(_, of, _)| *of == lane) {
+            let (_, _, memory) = self.waiting.swap_remove(at);
+            spend(tables, memory, GpuTimes::have_slot);
+        }
     }
 
     /// The lane has ended.
     pub(super) fn release_lane(&mut self, tables: &mut Tables, lane: LaneId) {
         self.slotless.retain(|(_, of)| *of != lane);
-        self.waiting.retain(|(_, of)| *of != lane);
         self.supply_all(tables);
     }
 
@@ -437,8 +462,20 @@ fn take_turn(tables: &mut Tables, lane: LaneId) -> Option<Tx> {
     let record = tables.lanes.get_mut(lane)?;
     let chunk = record.take_pending();
     record.chunks.end_turn(chunk.is_none());
-    record.advance_chunks();
+    advance(tables, lane);
     chunk
+}
+
+/// Makes the lane's next chunk its pending frame, if that is possible; whether it did.
+fn advance(tables: &mut Tables, lane: LaneId) -> bool {
+    let Some(record) = tables.lanes.get_mut(lane) else { return false };
+    if !record.advance_chunks() {
+        return false;
+    }
+    if let Some(memory) = record.chunks.feed() {
+        spend(tables, memory, |times, _| times.feed());
+    }
+    true
 }
 
 /// A free slot, or a request for a notification when there may be one.
@@ -472,6 +509,6 @@ fn spend(tables: &mut Tables, memory: Memory, how: impl FnOnce(&mut GpuTimes, Ti
     if let Memory::Op(op) = memory
         && let Some(times) = tables.operations.op_mut(op).and_then(|op| op.gpu_times())
     {
-        how(times, now);
+        times.change(now, how);
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
-use super::{LaneShare, Protocol, Receipt, Rest, us};
+use super::{HeldTimes, LaneShare, Protocol, Receipt, Rest, us};
 use crate::core::Core;
 use crate::core::names::Names;
 use crate::core::operations::Standing;
@@ -159,7 +159,10 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
     rendered.window_us = us(receipt.window_ns);
     rendered.copy_us = us(receipt.copy_ns);
     rendered.pushed = receipt.pushed;
+    let mut held = HeldTimes::default();
     if let Some(times) = more.times {
+        let [pack, unpack, slot] = times.held_ns(receipt.lanes.len()).map(us);
+        held = HeldTimes { pack_us: pack, unpack_us: unpack, slot_us: slot };
         rendered.pack_us = us(times.pack.ns());
         rendered.unpack_us = us(times.unpack.ns());
         rendered.slot_us = us(times.slot.ns());
@@ -172,7 +175,7 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
             resent: share.resent,
         };
         let shares = receipt.lanes.into_iter().map(share).collect();
-        rendered.rest = Some(Box::new(Rest { shares, notes: more.notes }));
+        rendered.rest = Some(Box::new(Rest { shares, notes: more.notes, held }));
     } else if receipt.lane.is_some() && receipt.lane != usual {
         rendered.only = receipt.lane.map(|lane| lane_name(core, lane));
     }
