@@ -107,6 +107,28 @@ fn p2p_tells_what_staging_took() {
     }
 }
 
+#[test]
+fn a_short_message_waits_for_no_stager() {
+    for (transport, longest) in [("tcp", 64 << 10), ("shm", 4096)] {
+        let pair = pair(transport);
+        let gpus = [0, 1].map(|ordinal| pair.context.simulated_gpu(ordinal).unwrap());
+        gpus.iter().for_each(|gpu| {
+            gpu.hold_packs(true);
+            gpu.hold_unpacks(true);
+        });
+        for size in [8, 4096, longest] {
+            let [driver, echo] =
+                both(&pair, KINDS[0], |session| latency(session, LatencyPlan { size, iters: 3, warmup: 1 }));
+            assert!(!driver.unwrap().samples_us.is_empty());
+            echo.unwrap();
+        }
+        gpus.iter().for_each(|gpu| {
+            gpu.hold_packs(false);
+            gpu.hold_unpacks(false);
+        });
+    }
+}
+
 /// A stage that takes so long that nothing else does, on a busy machine either.
 const SLOW: Duration = Duration::from_millis(150);
 

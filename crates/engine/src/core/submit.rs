@@ -7,6 +7,7 @@ use crossrail_transport::{LaneError, Payload, Post, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId, Result};
 use proto::{Offer, Operation};
 
+use super::data_path::DataPath;
 use super::gpu::Released;
 use super::outcome::{OpKind, gone};
 use super::submission::Submission;
@@ -174,11 +175,29 @@ impl Core {
             None => self.offer(endpoint, op, ptr, len),
             Some(_) => self.offer_gpu(endpoint, op, ptr, len),
         };
+        let gives = !matches!(operation, Operation::Read { .. });
+        let eager = gpu.is_none_or(|ordinal| gives && offer.is_none() && self.copy_out_short(endpoint, op, ordinal));
         let now = self.transfers.data.tables.clock.now();
         if let Some(peer) = self.transfers.data.tables.peers.get_mut(endpoint) {
-            peer.protocol.start(now, op, operation, len as u64, offer, gpu.is_none());
+            peer.protocol.start(now, op, operation, len as u64, offer, eager);
         }
         self.transfers.settle(endpoint);
+    }
+
+    /// Copies the bytes of a short operation out of GPU memory, so that they go with its first frame, as those of host
+    /// memory do. A chunk would wait for the peer's consent, and for the stagers of both ends. False: it is too long, or
+    /// the copy failed, and then packing it fails with the reason.
+    fn copy_out_short(&mut self, endpoint: EndpointId, op: OpId, ordinal: u32) -> bool {
+        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        let lane = tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+        let most = lane.and_then(|lane| tables.lanes.get(lane)).map_or(0, LaneRecord::eager_max);
+        let Some(entry) = tables.operations.op_mut(op).filter(|entry| entry.len() <= most) else { return false };
+        let mut bytes = vec![0; entry.len()];
+        if gpu.copy_out(ordinal, entry.ptr() as u64, &mut bytes).is_err() {
+            return false;
+        }
+        entry.replace_memory(bytes);
+        true
     }
 
     /// How the peer could copy host memory directly; `None`: the bytes are carried.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use crossrail_cuda::{Absent, Cuda};
+use crossrail_cuda::{Absent, Cuda, Entered};
 use crossrail_locks::Mutex;
 use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
@@ -243,6 +243,15 @@ impl Device {
         Ok(self.stager.get_or_init(|| stager))
     }
 
+    /// Makes the GPU's context current for several calls: each would do so on its own otherwise, which costs as much again.
+    fn enter(&self) -> Result<Option<Entered<'_>>> {
+        match &self.kind {
+            Kind::Cuda(device) => device.context().enter().map(Some),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(_) => Ok(None),
+        }
+    }
+
     /// Copies `bytes` to device memory at `ptr` and returns when they are there. Not ordered with any stream.
     ///
     /// # Errors
@@ -251,6 +260,7 @@ impl Device {
         if bytes.is_empty() {
             return Ok(());
         }
+        let _entered = self.enter()?;
         self.check(ptr, bytes.len())?;
         match &self.kind {
             Kind::Cuda(device) => device.copy_in(ptr, bytes),
@@ -267,6 +277,7 @@ impl Device {
         if bytes.is_empty() {
             return Ok(());
         }
+        let _entered = self.enter()?;
         self.check(ptr, bytes.len())?;
         match &self.kind {
             Kind::Cuda(device) => device.copy_out(ptr, bytes),

@@ -171,6 +171,11 @@ impl GpuMemory {
         self.staged.copy_in(gpu, dst, bytes)
     }
 
+    /// Copies a few bytes from GPU memory, synchronously.
+    pub(super) fn copy_out(&self, gpu: u32, src: u64, bytes: &mut [u8]) -> Result<(), String> {
+        self.staged.copy_out(gpu, src, bytes)
+    }
+
     /// Whether stagers have left completions. Costs one load.
     #[inline]
     pub(super) fn has_completions(&self) -> bool {

@@ -331,6 +331,12 @@ impl StagedChunks {
         gpu.device.copy_in(dst, bytes).map_err(|error| error.to_string())
     }
 
+    /// Copies a few bytes from GPU memory, synchronously.
+    pub(super) fn copy_out(&self, gpu: u32, src: u64, bytes: &mut [u8]) -> Result<(), String> {
+        let gpu = self.gpu(gpu).ok_or_else(|| format!("cuda:{gpu} is not in use"))?;
+        gpu.device.copy_out(src, bytes).map_err(|error| error.to_string())
+    }
+
     // ---- completions
 
     /// Acts on one completed ticket.

@@ -132,6 +132,14 @@ impl Op {
         Names::of_word(self.names).map(|names| ShortEnd { names, tag, bytes, wire_ns })
     }
 
+    /// Its bytes were copied out of GPU memory: from now on that copy is its memory. The original stays allocated.
+    pub(crate) fn replace_memory(&mut self, mut bytes: Vec<u8>) {
+        self.ptr = bytes.as_mut_ptr();
+        self.gpu = None;
+        let original = std::mem::replace(&mut self.keep, Keep::Nothing);
+        self.keep = Keep::Copy(Box::new((bytes, original)));
+    }
+
     /// Where its staging times are counted; `None`: host memory.
     pub(crate) fn gpu_times(&mut self) -> Option<&mut GpuTimes> {
         self.gpu.as_mut().map(|gpu| &mut gpu.times)
