@@ -148,6 +148,19 @@ class DevmemInfo(TypedDict):
     fix: str | None
 
 
+class TcpWay(TypedDict):
+    """One of the kernel's ways to send or receive over TCP, beside send and recv, which always work.
+
+    `reason`: what it is used for, why it is not used, or what this process lacks; `fix`: what to change then.
+    """
+
+    name: str
+    possible: bool
+    used: bool
+    reason: str
+    fix: str | None
+
+
 class GpuInfo(TypedDict):
     """One GPU on the PCI bus."""
 
@@ -272,6 +285,7 @@ class Info(TypedDict):
     transports: list[TransportInfo]
     devices: list[DeviceInfo]
     devmem: list[DevmemInfo]
+    tcp_ways: list[TcpWay]
     gpus: list[GpuInfo]
     cuda: CudaState
     settings: list[SettingValue]

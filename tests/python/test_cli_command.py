@@ -508,6 +508,10 @@ def test_info_lists_transports_devices_and_settings(tmp_path: Path) -> None:
     assert {transport["name"] for transport in data["info"]["transports"]} >= {"shm", "tcp"}
     out = next(one for one in data["info"]["transports"] if one["name"] == "tcp")
     assert out["usable"] or out["reason"]
+    for way in data["info"]["tcp_ways"]:
+        assert way["reason"] and way["possible"] is (way["fix"] is None), way
+        assert way["name"] in done.stdout
+    assert {"io_uring", "MSG_ZEROCOPY", "SO_BUSY_POLL"} < {way["name"] for way in data["info"]["tcp_ways"]}
 
 
 def test_compare_prints_ratios(tmp_path: Path) -> None:

@@ -268,6 +268,14 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
         row.set_item("fix", device.fix)
     })?;
     all.set_item("devmem", devmem)?;
+    let ways = rows(py, info.tcp_ways, |row, way| {
+        row.set_item("name", way.name)?;
+        row.set_item("possible", way.possible)?;
+        row.set_item("used", way.used)?;
+        row.set_item("reason", way.reason)?;
+        row.set_item("fix", way.fix)
+    })?;
+    all.set_item("tcp_ways", ways)?;
     let gpus = rows(py, &info.gpus, |row, gpu| {
         row.set_item("pci", &gpu.pci)?;
         row.set_item("model", &gpu.model)?;

@@ -108,6 +108,17 @@ pub(crate) fn set_int(fd: RawFd, level: c_int, option: c_int, value: c_int) -> i
     check(result as isize).map(|_| ())
 }
 
+/// Whether io_uring_setup(2) grants a ring, which is closed at once.
+pub(crate) fn io_uring() -> io::Result<()> {
+    // struct io_uring_params: 120 bytes, of which zeros ask for nothing in particular.
+    let mut params = [0u64; 15];
+    // SAFETY: the kernel reads and writes the params, which are as long as its struct.
+    let fd = check(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, params.as_mut_ptr()) } as isize)?;
+    // SAFETY: the descriptor was just made, and is nobody else's.
+    drop(unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd as RawFd) });
+    Ok(())
+}
+
 /// Copies a slice to `dst`.
 ///
 /// # Safety

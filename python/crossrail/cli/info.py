@@ -95,6 +95,7 @@ def print_info(info: Info, to: Console) -> None:
     _print_transports(info, to)
     _print_devices(info, to)
     _print_devmem(info, to)
+    _print_tcp_ways(info, to)
     to.print(f"GPUs: {len(info['gpus'])} seen on the PCI bus" if info["gpus"] else "GPUs: none found")
     for gpu in info["gpus"]:
         to.print("  " + ", ".join(f"{name} {'-' if value is None else value}" for name, value in gpu.items()))
@@ -183,6 +184,16 @@ def _print_devices(info: Info, to: Console) -> None:
         cells = [device["name"], device["interface"], device["address"], speed, node, chosen, device["reason"]]
         devices.add_row(*cells)
     to.print(devices)
+
+
+def _print_tcp_ways(info: Info, to: Console) -> None:
+    """Prints which of the kernel's ways to send over TCP are used, and why not the others."""
+    columns = ["way", "used", "because"]
+    ways = table("TCP: ways to send and receive beside send and recv", columns, left=3, keys=1, prose=["because"])
+    for way in info["tcp_ways"]:
+        state = "yes" if way["used"] else "no" if way["possible"] else "not possible"
+        ways.add_row(way["name"], state, "; ".join(part for part in (way["reason"], way["fix"]) if part))
+    to.print(ways)
 
 
 def _print_devmem(info: Info, to: Console) -> None:

@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
 use crossrail_gpu::{CudaState, Devices};
+use crossrail_tcp::Way as TcpWay;
 use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
 use crossrail_types::{Result, Settings};
 
@@ -32,6 +33,8 @@ pub struct Info {
     pub devices: Vec<DeviceInfo>,
     /// A row per network device with hardware of its own: whether it can write received payload to device memory.
     pub devmem: Vec<DevmemInfo>,
+    /// Ways of the kernel to send over TCP: which of them are possible and used, and why not the others.
+    pub tcp_ways: Vec<TcpWay>,
     /// Graphics processors that were seen.
     pub gpus: Vec<GpuSeen>,
     /// What CUDA has here, or why there is none.
@@ -194,6 +197,7 @@ impl Context {
             }),
             devices: devices(self.0.settings(), &nics, chosen.as_deref().unwrap_or(&[])),
             devmem: nics.iter().filter(|nic| !nic.virtual_).map(devmem).collect(),
+            tcp_ways: crossrail_tcp::ways(),
             distances: distances(&nics, &gpus),
             gpus,
             cuda,
