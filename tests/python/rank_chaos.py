@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import chaos_record
 from ep_cases import Case, Setup
 from ep_cases import judge as judge_sums
 from ep_rank import Failed
-from ep_ranks import Ranks
+from ep_ranks import RankProcess, Ranks
 from ep_tasks import Endured, Outlasted
 
 import crossrail
@@ -117,6 +118,8 @@ class Replaced:
 
     recovery_s: list[float] = field(default_factory=list)
     """From the kill to the slowest survivor's first result without the dead rank, for each kill."""
+    ended_s: list[float] = field(default_factory=list)
+    """Of that, until the killed process had ended: only then does the kernel close its connections."""
     whole_again_s: list[float] = field(default_factory=list)
     """From the kill to the slowest rank's first result with its successor, which includes starting a process."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -144,8 +147,9 @@ def replacements(seed: int, ranks: int, times: int) -> Replaced:
             for rank in others:
                 group.processes[rank].tell("outlast", case, dead)
             time.sleep(pause)  # what the kill hits is a matter of chance
+            victim = group.processes.pop(dead)
             killed = time.monotonic()
-            group.processes.pop(dead).kill()
+            ended = end(victim)
             seen = {rank: group.processes[rank].answer() for rank in others}
             for rank, one in seen.items():
                 assert isinstance(one, Outlasted), f"seed {seed}, rank {rank}: {getattr(one, 'trace', one)}"
@@ -154,6 +158,7 @@ def replacements(seed: int, ranks: int, times: int) -> Replaced:
                 assert right, f"seed {seed}, rank {dead} was killed at {killed}: {seen}; they said: {group.said()}"
                 done.counts += Counter(whole=one.whole, marked=1)
             done.recovery_s.append(max(one.marked_at for one in seen.values()) - killed)
+            done.ended_s.append(min(ended - killed, done.recovery_s[-1]))
             without = replace(case, lost=(dead,))
             judge_sums(without, group.call("again", without, ranks=others))
             group.call("change", "disconnect", [dead], ranks=others)
@@ -166,6 +171,19 @@ def replacements(seed: int, ranks: int, times: int) -> Replaced:
             judge_sums(case, whole)
             done.counts["replaced"] += 1
     return done
+
+
+def end(victim: RankProcess) -> float:
+    """SIGKILL; when its process had ended, which takes each of its threads a turn on a processor."""
+    descriptor = os.pidfd_open(victim.process.pid)
+    try:
+        victim.process.send_signal(signal.SIGKILL)
+        select.select([descriptor], [], [], 30)
+        ended = time.monotonic()
+    finally:
+        os.close(descriptor)
+    victim.kill()
+    return ended
 
 
 def losses(seed: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -203,10 +221,17 @@ def replaced(seed: int, given: argparse.Namespace) -> dict[str, Any]:
             errors.append(str(error))
             break
         all_of_them.recovery_s += one.recovery_s
+        all_of_them.ended_s += one.ended_s
         all_of_them.whole_again_s += one.whole_again_s
         all_of_them.counts += one.counts
         seed += 1
-    times = {"recovery": all_of_them.recovery_s, "whole_again": all_of_them.whole_again_s}
+    after = [recovery - ended for recovery, ended in zip(all_of_them.recovery_s, all_of_them.ended_s, strict=True)]
+    times = {
+        "recovery": all_of_them.recovery_s,
+        "ended": all_of_them.ended_s,
+        "after_end": after,
+        "whole_again": all_of_them.whole_again_s,
+    }
     return {
         "seed": first,
         "seconds": round(time.monotonic() - began, 1),
@@ -220,6 +245,7 @@ def replaced(seed: int, given: argparse.Namespace) -> dict[str, Any]:
             if samples
         },
         "samples_s": [round(sample, 4) for sample in all_of_them.recovery_s],
+        "ended_samples_s": [round(sample, 4) for sample in all_of_them.ended_s],
         "errors": errors,
     }
 
