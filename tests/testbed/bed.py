@@ -86,13 +86,13 @@ class Bed:
             for name in self.namespace.values():
                 _ip("netns", "add", name)
             for side in SIDES:
-                self._sysctl(side, "net/ipv6/conf/all/keep_addr_on_down", "1")
-                self._sysctl(side, "net/ipv6/conf/default/keep_addr_on_down", "1")
-                if self.congestion is not None:
-                    self._sysctl(side, "net/ipv4/tcp_congestion_control", self.congestion)
-                _ip("-n", self.namespace[side], "link", "set", "lo", "up")
-            for number in range(len(self.mbit) + 1):
-                self._link(number)
+                self._settings(side)
+            links = range(len(self.mbit) + 1)
+            _batch("ip", [self._pair(number) for number in links])
+            for side in SIDES:
+                commands = ["link set lo up", *(command for number in links for command in self._up(side, number))]
+                _batch("ip", commands, "-n", self.namespace[side])
+                _batch("tc", [self._shape(number) for number in links if number > 0], "-n", self.namespace[side])
             for side in SIDES:
                 self._wait_for_links(side)
         except BaseException:
@@ -103,24 +103,26 @@ class Bed:
     def __exit__(self, *unused: object) -> None:
         self._remove()
 
-    def _sysctl(self, side: Side, name: str, value: str) -> None:
-        subprocess.run(self.inside(side, "sh", "-c", f"echo {value} > /proc/sys/{name}"), check=True)
+    def _settings(self, side: Side) -> None:
+        settings = {f"net/ipv6/conf/{which}/keep_addr_on_down": "1" for which in ("all", "default")}
+        if self.congestion is not None:
+            settings["net/ipv4/tcp_congestion_control"] = self.congestion
+        written = " && ".join(f"echo {value} > /proc/sys/{name}" for name, value in settings.items())
+        _run(*self.inside(side, "sh", "-c", written))
 
-    def _link(self, number: int) -> None:
+    def _pair(self, number: int) -> str:
         left, right = (self.namespace[side] for side in SIDES)
+        return f"link add eth{number} netns {left} type veth peer name eth{number} netns {right}"
+
+    def _up(self, side: Side, number: int) -> list[str]:
         nic = f"eth{number}"
-        _ip("link", "add", nic, "netns", left, "type", "veth", "peer", "name", nic, "netns", right)
-        for side in SIDES:
-            at = ("-n", self.namespace[side])
-            if self.ipv4:
-                _ip(*at, "addr", "add", f"{self.address(side, nic)}/24", "dev", nic)
-            if self.ipv6:
-                _ip(*at, "addr", "add", f"{self.address(side, nic, version=6)}/64", "dev", nic, "nodad")
-            _ip(*at, "link", "set", nic, "up")
-            if number > 0:
-                rate, queue = f"{self.mbit[number - 1]}mbit", self.queues[number - 1]
-                shape = ("root", "tbf", "rate", rate, "burst", BURST, "latency", queue)
-                _run("tc", *at, "qdisc", "add", "dev", nic, *shape)
+        ends = {4: f"/24 dev {nic}", 6: f"/64 dev {nic} nodad"}
+        commands = [f"addr add {self.address(side, nic, version)}{ends[version]}" for version in self._versions()]
+        return [*commands, f"link set {nic} up"]
+
+    def _shape(self, number: int) -> str:
+        rate, queue = f"{self.mbit[number - 1]}mbit", self.queues[number - 1]
+        return f"qdisc add dev eth{number} root tbf rate {rate} burst {BURST} latency {queue}"
 
     def _wait_for_links(self, side: Side) -> None:
         """Waits until the kernel says that every link is up: it does so a moment after it is."""
@@ -129,7 +131,7 @@ class Bed:
             links = json.loads(_output("ip", "-n", self.namespace[side], "-j", "link", "show", "type", "veth"))
             if all(link["operstate"] == "UP" for link in links):
                 return
-            time.sleep(0.01)
+            time.sleep(0.05)  # the kernel may take a second, and each look is a process
         raise RuntimeError(f"the links of {self.namespace[side]} did not come up within {LINKS_S:g} s")
 
     def _remove(self) -> None:
@@ -182,9 +184,9 @@ class Bed:
         Each end is told a hardware address for the other that nobody has.
         """
         for side, other in (SIDES, SIDES[::-1]):
-            for version in self._versions():
-                at = ("-n", self.namespace[side], "neigh", "replace", self.address(other, nic, version))
-                _ip(*at, "lladdr", _NOWHERE, "dev", nic, "nud", "permanent")
+            peers = [self.address(other, nic, version) for version in self._versions()]
+            commands = [f"neigh replace {peer} lladdr {_NOWHERE} dev {nic} nud permanent" for peer in peers]
+            _batch("ip", commands, "-n", self.namespace[side])
 
     def _versions(self) -> list[Literal[4, 6]]:
         versions: list[Literal[4, 6]] = []
@@ -204,10 +206,16 @@ def _ip(*arguments: str) -> None:
     _run("ip", *arguments)
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+def _batch(program: str, commands: Sequence[str], *options: str) -> None:
+    """Runs many commands of ``ip`` or ``tc`` in one process."""
+    _run(program, *options, "-batch", "-", given="".join(f"{command}\n" for command in commands))
+
+
+def _run(*command: str, given: str | None = None) -> None:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=COMMAND_S)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        told = f" of\n{given}" if given else ""
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}{told}")
 
 
 def _output(*command: str) -> str:
