@@ -88,12 +88,43 @@ impl Producer {
             return Ok(false);
         }
         self.ends[at] = self.byte_next;
+        self.finish(slot, head);
+        Ok(true)
+    }
+
+    /// Puts a frame into the ring whose payload fits into its slot; false: it does not, or there may be no room.
+    ///
+    /// # Safety
+    /// `payload` must be readable for `len` bytes.
+    #[inline(always)]
+    pub(crate) unsafe fn push_inline(&mut self, head: &Head, payload: *const u8, len: usize) -> bool {
+        debug_assert_eq!(head.payload_len() as usize, len);
+        if len > INLINE || self.next - self.seen >= SLOTS as u64 {
+            return false;
+        }
+        let at = (self.next & MASK) as usize;
+        // SAFETY: `at` < SLOTS, inside the mapping.
+        let slot = unsafe { self.slots.add(at).as_ref() };
+        if len == 8 {
+            // SAFETY: by the contract.
+            slot.words[4].store(unsafe { payload.cast::<u64>().read_unaligned() }, Ordering::Relaxed);
+        } else {
+            // SAFETY: by the contract, and `len` <= INLINE.
+            unsafe { put_words(slot, payload, len) };
+        }
+        self.ends[at] = self.byte_next;
+        self.finish(slot, head);
+        true
+    }
+
+    /// Writes the head of the next frame, whose payload is there, and shows it to the consumer.
+    #[inline(always)]
+    fn finish(&mut self, slot: &Slot, head: &Head) {
         for (word, bytes) in slot.words.iter().zip(head.0.as_chunks::<8>().0) {
             word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
         }
         self.next += 1;
         slot.seq.store(self.next, Ordering::Release);
-        Ok(true)
     }
 
     /// Whether any frame at all would fit now.
@@ -157,27 +188,31 @@ impl Producer {
     }
 }
 
-#[inline]
 fn put_inline(slot: &Slot, payload: &Payload) {
-    if payload.len == 8 && payload.grant.is_none() {
-        // SAFETY: no grant: the memory outlives the call. The consumer looks at as many words as the head says.
-        slot.words[4].store(unsafe { payload.ptr.cast::<u64>().read_unaligned() }, Ordering::Relaxed);
-    } else if payload.len > 0 {
-        put_words(slot, payload);
+    if payload.len == 0 {
+        return;
+    }
+    match &payload.grant {
+        // SAFETY: no grant: the memory outlives the call.
+        None => unsafe { put_words(slot, payload.ptr, payload.len) },
+        Some(grant) => match grant.enter() {
+            // SAFETY: valid while the permit is held.
+            Some(_permit) => unsafe { put_words(slot, payload.ptr, payload.len) },
+            None => store_words(slot, [0; 3]),
+        },
     }
 }
 
+/// # Safety
+/// `ptr` must be readable for `len` bytes, and `len` <= 24.
 #[inline(never)]
-fn put_words(slot: &Slot, payload: &Payload) {
-    let words = match &payload.grant {
-        // SAFETY: no grant: the memory outlives the call.
-        None => unsafe { load_words(payload.ptr, payload.len) },
-        Some(grant) => match grant.enter() {
-            // SAFETY: valid while the permit is held.
-            Some(_permit) => unsafe { load_words(payload.ptr, payload.len) },
-            None => [0; 3],
-        },
-    };
+unsafe fn put_words(slot: &Slot, ptr: *const u8, len: usize) {
+    // SAFETY: by the contract.
+    store_words(slot, unsafe { load_words(ptr, len) });
+}
+
+/// The consumer looks at as many words as the head says.
+fn store_words(slot: &Slot, words: [u64; 3]) {
     for (word, value) in slot.words[4..].iter().zip(words) {
         word.store(value, Ordering::Relaxed);
     }
@@ -345,13 +380,15 @@ impl Consumer {
     ///
     /// # Safety
     /// `dst` must be null or writable for `len` bytes, and [`Consumer::inline_head`] have found the frame.
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn take_inline(&mut self, dst: *mut u8, len: usize) -> bool {
-        if !dst.is_null() {
-            let slot = NonNull::from(self.slot());
-            let len = len.min(INLINE);
-            // SAFETY: by the contract; a frame without bytes in the byte ring.
-            unsafe { Frame { head: Head([0; 32]), len, slot, bytes: std::ptr::null() }.copy_to(dst, 0, len) };
+        let slot = self.slot();
+        if !dst.is_null() && len == 8 {
+            // SAFETY: by the contract.
+            unsafe { dst.cast::<u64>().write_unaligned(slot.words[4].load(Ordering::Relaxed)) };
+        } else if !dst.is_null() {
+            // SAFETY: by the contract.
+            unsafe { copy_words(slot, dst, len.min(INLINE)) };
         }
         self.next += 1;
         self.next - self.told >= SLOTS as u64 / 8
@@ -398,6 +435,17 @@ impl Consumer {
         // SAFETY: inside the mapping. Release: our reads of the slots come before.
         unsafe { self.consumed.as_ref() }.store(self.next, Ordering::Release);
     }
+}
+
+/// Copies the first `len` bytes of a payload in its slot.
+///
+/// # Safety
+/// `dst` must be writable for `len` bytes, and `len` <= 24.
+#[inline(never)]
+unsafe fn copy_words(slot: &Slot, dst: *mut u8, len: usize) {
+    let inline = [4, 5, 6].map(|i: usize| slot.words[i].load(Ordering::Relaxed));
+    // SAFETY: by the contract.
+    unsafe { dst.copy_from_nonoverlapping(inline.as_ptr().cast(), len) };
 }
 
 #[inline]

@@ -104,15 +104,29 @@ impl Flags {
     /// After a change of the ring: wakes the peer if it sleeps for `what`.
     #[inline]
     pub(crate) fn wake(&self, what: u64, wire: &Wire) {
-        if self.rings(what) {
+        if self.peer_sleeps(what) {
+            self.wake_sleeper(wire);
+        }
+    }
+
+    /// Apart, so that whoever posts to a peer that is awake saves no registers for this.
+    #[cold]
+    #[inline(never)]
+    fn wake_sleeper(&self, wire: &Wire) {
+        if self.claims() {
             wire.bell();
         }
     }
 
     /// Whether the peer sleeps for `what` and is this side's to wake.
-    #[inline]
+    #[cfg(loom)]
     pub(crate) fn rings(&self, what: u64) -> bool {
-        self.peer_sleeps(what) && self.theirs().fetch_and(!ASLEEP, Ordering::AcqRel) & ASLEEP != 0
+        self.peer_sleeps(what) && self.claims()
+    }
+
+    /// Whether the peer, which sleeps, is this side's to wake.
+    fn claims(&self) -> bool {
+        self.theirs().fetch_and(!ASLEEP, Ordering::AcqRel) & ASLEEP != 0
     }
 
     #[inline]

@@ -71,7 +71,7 @@ fn short_frames_are_offered_without_a_poll_and_longer_ones_are_not() {
         assert!(b.peek(&mut head));
         assert_eq!(head, Head::new(9, len as u32));
         // SAFETY: the memory has as many bytes as the longest frame that is offered.
-        unsafe { b.take(memory.as_mut_ptr(), len) };
+        unsafe { b.take(memory.as_mut_ptr(), len, None) };
         assert!(memory.iter().take(len).all(|byte| *byte == len as u8), "{memory:?}");
         assert!(memory.iter().skip(len).all(|byte| *byte == 0), "{memory:?}");
     }

@@ -186,12 +186,25 @@ pub trait Lane: Send {
         false
     }
     /// Takes the frame of [`Lane::peek`], which was the last call on the lane: in place of a poll, without a sink. `len`
-    /// is the length in its head; the payload goes to `dst`, or nowhere if that is null.
+    /// is the length in its head; the payload goes to `dst`, or nowhere if that is null. `count`: the number that is to be
+    /// [published](Lane::publish) once the payload is there; whether it was.
     ///
     /// # Safety
     /// `dst` must be null or writable for `len` bytes.
     #[allow(unsafe_code)]
-    unsafe fn take(&mut self, _dst: *mut u8, _len: usize) {}
+    unsafe fn take(&mut self, _dst: *mut u8, _len: usize, _count: Option<u32>) -> bool {
+        false
+    }
+
+    /// [`Lane::post`] of a short frame with these `len` bytes, which are read within the call. False: nothing was done, and
+    /// `post` decides. Lanes need not offer this.
+    ///
+    /// # Safety
+    /// `payload` must be readable for `len` bytes.
+    #[allow(unsafe_code)]
+    unsafe fn put(&mut self, _head: &Head, _payload: *const u8, _len: usize) -> bool {
+        false
+    }
 
     /// What to sleep on (edge-triggered epoll), if anything.
     fn fd(&self) -> Option<RawFd> {

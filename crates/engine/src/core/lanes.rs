@@ -369,11 +369,13 @@ pub(crate) struct PolledLanes {
     /// There are only sockets, and few: they are polled in every pass.
     sockets_only: bool,
     armed: bool,
+    /// Where the lane was that was found last.
+    last: usize,
 }
 
 impl PolledLanes {
     pub(super) fn new() -> PolledLanes {
-        PolledLanes { lanes: Vec::new(), awake: 0, sockets_only: true, armed: false }
+        PolledLanes { lanes: Vec::new(), awake: 0, sockets_only: true, armed: false, last: 0 }
     }
 
     /// How many are polled: they have the first positions.
@@ -397,32 +399,30 @@ impl PolledLanes {
     /// Where the lane is, which is awake after this.
     #[inline]
     pub(super) fn position(&mut self, id: LaneId) -> Option<usize> {
-        let at = self.lanes.iter().position(|lane| lane.id == id)?;
-        Some(if at < self.awake { at } else { self.awaken(at) })
+        self.find(id)
     }
 
     /// The lane itself, which is awake after this.
-    #[inline]
+    #[inline(always)]
     pub(super) fn get_mut(&mut self, id: LaneId) -> Option<&mut dyn Lane> {
         Some(&mut *self.entry(id)?.lane)
     }
 
     /// The lane, which is awake after this, and what is known of it.
-    #[inline]
+    #[inline(always)]
     pub(super) fn entry(&mut self, id: LaneId) -> Option<&mut PolledLane> {
-        // Looked up once: the position would be checked again.
-        let awake = self.awake;
-        match self.lanes.iter().position(|lane| lane.id == id) {
-            Some(at) if at < awake => self.lanes.get_mut(at),
-            Some(at) => self.awaken_entry(at),
-            None => None,
+        let found = self.last < self.awake && self.lanes.get(self.last).is_some_and(|lane| lane.id == id);
+        if !found {
+            self.last = self.find(id)?;
         }
+        self.lanes.get_mut(self.last)
     }
 
-    #[cold]
-    fn awaken_entry(&mut self, at: usize) -> Option<&mut PolledLane> {
-        let at = self.awaken(at);
-        self.lanes.get_mut(at)
+    /// [`PolledLanes::position`], which looks through all of them.
+    #[inline(never)]
+    fn find(&mut self, id: LaneId) -> Option<usize> {
+        let at = self.lanes.iter().position(|lane| lane.id == id)?;
+        Some(if at < self.awake { at } else { self.awaken(at) })
     }
 
     /// The peer of the only lane, if there is one.

@@ -39,16 +39,16 @@ use std::time::Instant;
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
-use crossrail_types::{EndpointId, Log, OpId, Reason};
+use crossrail_types::{EndpointId, Log, Reason};
 
 pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, READABLE, WRITABLE};
 use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
-pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Standing};
+pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Standing, Wanted};
 pub(crate) use self::outcome::gone;
 pub(crate) use self::peers::{Claim, Peer, Peers};
-pub(crate) use self::receipt::{Callback, Collected, outcome, outcome_then, render};
+pub(crate) use self::receipt::{Callback, Collected, outcome, render};
 pub use self::receipt::{HeldTimes, LaneShare, Protocol, Receipt};
 use self::resting::Rounds;
 pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
@@ -182,32 +182,32 @@ impl Core {
 
     /// Receives the peer's next message without a pass, if it is short and nothing else has to be looked at before it;
     /// what became of it. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look again.
-    /// `wanted`: the receive whose end leaves the table at once.
     #[inline]
     pub(crate) fn receive_short(
         &mut self,
         endpoint: Option<EndpointId>,
         spins: u32,
-        wanted: Option<OpId>,
-    ) -> Option<Received> {
+        wanted: Option<Wanted<'_>>,
+    ) -> Received {
         let passes = self.passes.wrapping_add(1);
         // Every SOCKETS_EVERY passes a whole one is due: for the clock, and for other lanes.
         if passes.is_multiple_of(SOCKETS_EVERY) {
-            return None;
+            return Received::Nothing;
         }
-        let endpoint = endpoint.or_else(|| self.transfers.polled.only_endpoint())?;
-        let received = self.transfers.receive_short(endpoint, spins, wanted)?;
-        self.passes = passes;
-        Some(received)
+        let Some(endpoint) = endpoint.or_else(|| self.transfers.polled.only_endpoint()) else {
+            return Received::Nothing;
+        };
+        let received = self.transfers.receive_short(endpoint, spins, wanted);
+        if received != Received::Nothing {
+            self.passes = passes;
+        }
+        received
     }
 
     /// Reads the count of delivered messages that the peer has published; whether it was news.
     #[inline]
     pub(crate) fn collect(&mut self, endpoint: Option<EndpointId>) -> bool {
-        let peer = endpoint.and_then(|endpoint| self.transfers.data.tables.peers.get(endpoint));
-        let lane = peer.and_then(|peer| peer.message_lane());
-        let at = lane.and_then(|lane| self.transfers.polled.position(lane));
-        at.is_some_and(|at| self.transfers.collect_count(at))
+        endpoint.is_some_and(|endpoint| self.transfers.collect_count_of(endpoint))
     }
 
     /// Whether something must be polled although no event tells of it.

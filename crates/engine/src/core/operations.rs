@@ -10,8 +10,8 @@ use crossrail_transport::{Grant, Place};
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
 use super::names::Names;
-use super::outcome::{Finish, OpKind, Outcome, ShortEnd};
-use super::receipt::Callback;
+use super::outcome::{Finish, OpKind, Outcome};
+use super::receipt::{Callback, Collected};
 use crate::memory::{Buffer, Keep, OnGpu};
 
 /// How far the operation of an entry is.
@@ -80,8 +80,8 @@ struct Attached {
 pub(crate) enum Standing {
     /// What it does, and with which peer, as far as that is known.
     InFlight(OpKind, Option<EndpointId>),
-    /// Finished; the entry is free.
-    Collected(ShortEnd),
+    /// Finished; the request keeps the end, and the entry is free.
+    Collected,
     /// Finished; the entry stays until the request is dropped ([`Operations::outcome`]). Or there is no such operation.
     Kept,
 }
@@ -93,10 +93,20 @@ pub(crate) struct UsualLane {
     pub(crate) names: Names,
 }
 
-/// What became of a short message that was taken from its lane.
+/// A receive that is waited for: its end goes to its request at once, without a stay in the table.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) id: OpId,
+    pub(crate) collected: &'a Collected,
+}
+
+/// What became of a short message.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Received {
-    /// Its receive ended, and left the table.
-    Wanted(ShortEnd),
+    /// None was received.
+    Nothing,
+    /// The [`Wanted`] receive ended, and left the table.
+    Wanted,
     /// A receive ended.
     Ended,
     /// Its receive is to end the long way.
@@ -145,7 +155,16 @@ impl Default for Operations {
 unsafe impl Send for Operations {}
 
 impl Operations {
-    #[inline]
+    /// The id of the operation that is inserted next.
+    #[inline(always)]
+    pub(super) fn upcoming(&mut self) -> OpId {
+        if self.free == NO_ENTRY {
+            self.grow();
+        }
+        OpId { index: self.free, generation: self.slots[self.free as usize].generation }
+    }
+
+    #[inline(always)]
     pub(crate) fn insert(&mut self, kind: OpKind, endpoint: Option<EndpointId>, tag: u64, buffer: Buffer) -> OpId {
         if self.free == NO_ENTRY {
             self.grow();
@@ -286,42 +305,35 @@ impl Operations {
         &mut self,
         from: &UsualLane,
         short: &proto::Short,
-        wanted: Option<OpId>,
+        wanted: Option<Wanted<'_>>,
         take: impl FnOnce(*mut u8),
     ) -> Received {
-        let Some(op) = self.op_mut(short.op) else {
-            take(std::ptr::null_mut());
-            return Received::Ended;
+        let Operations { slots, free, live, news, .. } = self;
+        let op = match slots.get_mut(short.op.index as usize) {
+            Some(op) if op.generation == short.op.generation => op,
+            _ => {
+                take(std::ptr::null_mut());
+                return Received::Ended;
+            }
         };
         take(op.ptr);
         if op.state != State::Plain {
             return Received::Attached;
         }
-        op.let_go();
-        if wanted == Some(short.op) && matches!(op.keep, Keep::Nothing) {
-            self.vacate(short.op);
-            self.report();
-            let (names, wire_ns) = (from.names, short.wire_ns);
-            return Received::Wanted(ShortEnd { names, tag: short.tag, bytes: short.bytes, wire_ns });
+        *news |= FINISHED;
+        if let Some(Wanted { id, collected }) = wanted
+            && id == short.op
+            && op.let_go()
+        {
+            collected.store(from.names.word(), short.tag, short.bytes, short.wire_ns);
+            op.vacate(id, free, live);
+            return Received::Wanted;
         }
         op.endpoint = Some(from.endpoint);
         op.tag = short.tag;
         op.bytes = short.bytes;
         op.conclude(from.names, short.wire_ns);
-        self.report();
         Received::Ended
-    }
-
-    /// Frees an entry that keeps nothing, and to which nothing is attached.
-    #[inline(always)]
-    fn vacate(&mut self, id: OpId) {
-        if let Some(op) = self.slots.get_mut(id.index as usize) {
-            op.state = State::Free;
-            op.generation = id.generation.wrapping_add(1);
-            op.next_free = self.free;
-            self.free = id.index;
-            self.live -= 1;
-        }
     }
 
     /// Where a short message goes that is placed whole, and how its receive ends: with [`Operations::placed_short`].
@@ -356,19 +368,22 @@ impl Operations {
         Some(proto::Short { op: id, tag: op.tag, bytes: op.bytes, wire_ns: op.wire_ns, lane: op.lane })
     }
 
-    /// How an operation stands. The good end of a short message leaves the table with this call: its request is not
-    /// looked up again.
+    /// How an operation stands. The good end of a short message leaves the table with this call, for `collected` of its
+    /// request, which is not looked up again.
     #[inline]
-    pub(crate) fn collect(&mut self, id: OpId) -> Standing {
-        let Some(op) = self.op(id) else { return Standing::Kept };
+    pub(crate) fn collect(&mut self, id: OpId, collected: &Collected) -> Standing {
+        let Operations { slots, free, live, .. } = self;
+        let op = match slots.get_mut(id.index as usize) {
+            Some(op) if op.generation == id.generation => op,
+            _ => return Standing::Kept,
+        };
         match op.state {
-            State::Plain | State::InFlight => Standing::InFlight(op.kind, op.endpoint),
             State::Short if matches!(op.keep, Keep::Nothing) => {
-                let Some(end) = op.short_end() else { return Standing::Kept };
-                // Nothing else is there to be dropped: see `State::Short`, and `finish_short`.
-                self.vacate(id);
-                Standing::Collected(end)
+                collected.store(op.names, op.tag, op.bytes, op.wire_ns);
+                op.vacate(id, free, live);
+                Standing::Collected
             }
+            State::Plain | State::InFlight => Standing::InFlight(op.kind, op.endpoint),
             _ => Standing::Kept,
         }
     }

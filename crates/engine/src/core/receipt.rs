@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crossrail_types::Result;
 
-pub(crate) use self::collecting::{Collected, outcome, outcome_then, render};
+pub(crate) use self::collecting::{Collected, outcome, render};
 use super::names::Names;
 use super::outcome::ShortEnd;
 

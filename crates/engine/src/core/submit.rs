@@ -3,7 +3,7 @@
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
-use crossrail_transport::{LaneError, Payload, Post, Tx};
+use crossrail_transport::{Lane, LaneError, Payload, Post, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId, Result};
 use proto::{Offer, Operation};
 
@@ -32,16 +32,25 @@ impl Core {
         submission: Submission,
         buffer: Buffer,
     ) -> Result<OpId> {
+        let buffer = match (submission, endpoint) {
+            (Submission::Operation(Operation::Send { tag }), Some(endpoint)) => {
+                match self.send_now(endpoint, tag, buffer) {
+                    Ok(op) => return Ok(op),
+                    Err(buffer) => buffer,
+                }
+            }
+            _ => buffer,
+        };
         let kind = submission.kind();
         if self.closed || (kind != OpKind::Receive && !self.is_alive(endpoint)) {
             return Err(self.refusal(endpoint, kind));
         }
-        let (ptr, len) = (buffer.ptr, buffer.len);
+        let len = buffer.len;
         if buffer.gpu.is_some() || self.transfers.data.gpu.must_wait(&submission, endpoint) {
             return Ok(self.submit_in_order(endpoint, submission, buffer));
         }
         let op = self.transfers.data.tables.operations.insert(kind, endpoint, submission.tag(), buffer);
-        self.start(op, endpoint, submission, (ptr, len, true));
+        self.start(op, endpoint, submission, (len, true));
         Ok(op)
     }
 
@@ -65,7 +74,7 @@ impl Core {
     #[cold]
     fn submit_in_order(&mut self, endpoint: Option<EndpointId>, submission: Submission, mut buffer: Buffer) -> OpId {
         let after = buffer.gpu.as_mut().and_then(|gpu| Some((gpu.ordinal, gpu.after.take()?)));
-        let memory = (buffer.ptr, buffer.len, buffer.gpu.is_none());
+        let memory = (buffer.len, buffer.gpu.is_none());
         let waits = after.is_some() || self.transfers.data.gpu.must_wait(&submission, endpoint);
         let op = self.transfers.data.tables.operations.insert(submission.kind(), endpoint, submission.tag(), buffer);
         if waits {
@@ -83,7 +92,7 @@ impl Core {
         for Released { op, submission, failed } in released {
             let Some(entry) = self.transfers.data.tables.operations.op(op) else { continue };
             let (what, endpoint) = (entry.kind().name(), entry.endpoint());
-            let memory = (entry.ptr(), entry.len(), entry.ordinal().is_none());
+            let memory = (entry.len(), entry.ordinal().is_none());
             match failed {
                 Some(error) => {
                     let error = Error { operation: what.to_owned(), ..*error };
@@ -94,54 +103,49 @@ impl Core {
         }
     }
 
-    /// Starts an operation that is in the table. Its memory: first byte, length, and whether it is host memory.
+    /// Starts an operation that is in the table. Its memory: the length, and whether it is host memory.
     #[inline(always)]
-    fn start(
-        &mut self,
-        op: OpId,
-        endpoint: Option<EndpointId>,
-        submission: Submission,
-        (ptr, len, host): (*mut u8, usize, bool),
-    ) {
+    fn start(&mut self, op: OpId, endpoint: Option<EndpointId>, submission: Submission, (len, host): (usize, bool)) {
         match (submission, endpoint) {
             (Submission::Receive { tag, mask }, _) => self.post_receive(op, (len as u64, host), tag, mask, endpoint),
-            (Submission::Operation(operation), Some(endpoint)) => {
-                if let Operation::Send { tag } = operation
-                    && host
-                    && self.send_now(endpoint, op, tag, (ptr, len))
-                {
-                    return;
-                }
-                self.start_transfer(endpoint, op, operation);
-            }
+            (Submission::Operation(operation), Some(endpoint)) => self.start_transfer(endpoint, op, operation),
             (Submission::Operation(_), None) => {}
         }
     }
 
-    /// Sends a short message of host memory with nothing queued before it; false: it must go through
-    /// [`Core::start_transfer`].
+    /// Sends a short message of host memory with nothing queued before it. `Err`: it goes the long way, and nothing was
+    /// done.
+    // The message is on its lane before the operation is in the table: only what the peer waits for comes first.
     #[inline(always)]
-    fn send_now(&mut self, endpoint: EndpointId, op: OpId, tag: u64, (ptr, len): (*mut u8, usize)) -> bool {
-        let Tables { clock, arena, operations, peers, lanes, .. } = &mut self.transfers.data.tables;
-        let Some(peer) = peers.get_mut(endpoint) else { return false };
-        let Some(id) = peer.message_lane() else { return false };
-        let Some(record) = lanes.get(id) else { return false };
+    fn send_now(&mut self, endpoint: EndpointId, tag: u64, buffer: Buffer) -> std::result::Result<OpId, Buffer> {
+        let (ptr, len) = (buffer.ptr, buffer.len);
+        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        if self.closed || buffer.gpu.is_some() || gpu.holds_back() {
+            return Err(buffer);
+        }
+        let Tables { clock, arena, operations, peers, lanes, .. } = tables;
+        let Some(peer) = peers.get_mut(endpoint) else { return Err(buffer) };
+        let (true, Some(id)) = (peer.is_alive(), peer.message_lane()) else { return Err(buffer) };
+        let Some(record) = lanes.get(id) else { return Err(buffer) };
         if record.has_pending() || !record.carries(len) && goes_long(record, arena, ptr, len) {
-            return false;
+            return Err(buffer);
         }
-        let Some(lane) = self.transfers.polled.get_mut(id) else { return false };
-        let mut tx = Tx { head: Head::new(0, 0), payload: Payload { ptr, len, file: None, grant: None }, token: 0 };
-        if !peer.protocol.send_now(clock.now(), op, tag, len as u64, id, &mut tx.head) {
-            return false;
+        let Some(lane) = self.transfers.polled.get_mut(id) else { return Err(buffer) };
+        let (op, mut head) = (operations.upcoming(), Head::new(0, 0));
+        if !peer.protocol.send_now(clock.now(), op, tag, len as u64, id, &mut head) {
+            return Err(buffer);
         }
-        if !record.is_reliable() {
-            tx.payload.grant = operations.op_mut(op).map(|op| op.grant());
+        // SAFETY: a buffer's memory is readable until its operation is finished, which has not begun for anybody else.
+        let put = unsafe { lane.put(&head, ptr, len) };
+        operations.insert(OpKind::Send, Some(endpoint), tag, buffer);
+        if !put {
+            let grant = if record.is_reliable() { None } else { operations.op_mut(op).map(|op| op.grant()) };
+            let tx = Tx { head, payload: Payload { ptr, len, file: None, grant }, token: 0 };
+            if let Some(posted) = post(lane, &tx) {
+                self.not_posted(endpoint, op, id, tx, posted);
+            }
         }
-        let posted = lane.post(&tx);
-        if !matches!(posted, Ok(Post::Taken | Post::Held)) {
-            self.not_posted(endpoint, op, id, tx, posted);
-        }
-        true
+        Ok(op)
     }
 
     /// A frame found no room on its lane, or the lane has failed.
@@ -344,6 +348,15 @@ impl Core {
         let crowd = Some(with.count()).filter(|count| *count > credit as usize && done == 0);
         let crowd = crowd.map(|count| (count, credit));
         Some(OpProgress { kind, peer: Some(peer.name().to_owned()), lanes, done, total, unmatched: 0, crowd })
+    }
+}
+
+/// Posts a frame. `Some`: it could not, for this reason.
+#[inline(never)]
+fn post(lane: &mut dyn Lane, tx: &Tx) -> Option<std::result::Result<Post, LaneError>> {
+    match lane.post(tx) {
+        Ok(Post::Taken | Post::Held) => None,
+        posted => Some(posted),
     }
 }
 

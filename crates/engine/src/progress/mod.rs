@@ -224,16 +224,11 @@ impl Progress {
     #[inline(always)]
     pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
         let news = core.operations().take_news();
-        let rare = news & CALLBACKS != 0 || core.wake_ups().wants_connections();
-        if news == 0 && !rare {
-            return;
+        if (news & CALLBACKS) | u8::from(core.wake_ups().wants_connections()) != 0 {
+            return self.after_rare(core, news);
         }
         let sleepers = core.wake_ups().is_anyone_sleeping();
-        if rare {
-            self.after_rare(core);
-        } else {
-            drop(core);
-        }
+        drop(core);
         if news & FINISHED != 0 {
             self.tell_finished(sleepers);
         }
@@ -254,7 +249,8 @@ impl Progress {
     }
 
     #[cold]
-    fn after_rare(&self, mut core: MutexGuard<'_, Core>) {
+    fn after_rare(&self, mut core: MutexGuard<'_, Core>, news: u8) {
+        let sleepers = core.wake_ups().is_anyone_sleeping();
         let (connections, driver) = core.wake_ups().take();
         let callbacks = core.operations().take_callbacks();
         let Deferred { suspects, lost, ended, outgrown } = core.take_deferred();
@@ -280,6 +276,9 @@ impl Progress {
         }
         for (callback, result) in callbacks {
             callback(result);
+        }
+        if news & FINISHED != 0 {
+            self.tell_finished(sleepers);
         }
     }
 

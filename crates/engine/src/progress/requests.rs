@@ -8,48 +8,65 @@ use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::Progress;
 use super::waits::Awaited;
-use crate::core::{Callback, Collected, Core, Receipt, Received, Standing, outcome, outcome_then};
+use crate::core::{Callback, Collected, Core, Receipt, Received, Standing, Wanted, outcome};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
         let timeout = timeout.unwrap_or(self.environment.settings().timeout);
-        let found = self.wait_for(timeout, |core| Awaited::of(core, id), |core| outcome(core, id, collected));
+        let awaited = |core: &mut Core| Awaited::of(core, id, collected);
+        let found = self.wait_for(timeout, awaited, |core| outcome(core, id, collected));
         found.unwrap_or_else(|| Err(self.timed_out(id, timeout)))
     }
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
-        let mut standing = core.operations().collect(id);
+        let mut standing = core.operations().collect(id, collected);
         if let Standing::InFlight(kind, endpoint) = standing {
             let asks = kind.awaits_peer();
             if asks {
                 if core.collect(endpoint) {
-                    standing = core.operations().collect(id);
+                    standing = core.operations().collect(id, collected);
                 }
             } else {
-                match core.receive_short(endpoint, 0, Some(id)) {
-                    Some(Received::Wanted(end)) => standing = Standing::Collected(end),
-                    // It may have been that receive, with bytes that its request may ask for.
-                    Some(_) => standing = core.operations().collect(id),
-                    None => {}
-                }
+                let received = core.receive_short(endpoint, 0, Some(Wanted { id, collected }));
                 core.wake_ups().count_pass();
-            }
-            if let Standing::InFlight(..) = standing {
-                (core, standing) = self.test_by_pass(core, id, asks);
+                if received == Received::Wanted {
+                    standing = Standing::Collected;
+                }
             }
         }
-        outcome_then(core, (id, standing), collected, |core| self.after(core))
+        match standing {
+            Standing::Collected => {
+                self.after(core);
+                collected.receipt().map(Ok)
+            }
+            standing => self.test_at_length(core, id, collected, standing).map(|outcome| *outcome),
+        }
     }
 
-    /// Makes a pass for the test of an operation in flight; how it stands after that. `asks`: the peer has to confirm it.
+    /// The rest of a test, if the operation is not a message that has ended well. Boxed: otherwise the receipt of such a
+    /// message would be written to the same place, whether the caller wants it or not.
     #[inline(never)]
-    fn test_by_pass<'a>(
+    fn test_at_length<'a>(
         &'a self,
         mut core: MutexGuard<'a, Core>,
         id: OpId,
-        asks: bool,
-    ) -> (MutexGuard<'a, Core>, Standing) {
+        collected: &Collected,
+        standing: Standing,
+    ) -> Option<Box<Result<Receipt>>> {
+        if let Standing::InFlight(kind, _) = standing {
+            // It may have ended meanwhile, with bytes that its request may ask for.
+            if !core.operations().is_done(id) {
+                core = self.pass_for(core, id, kind.awaits_peer());
+            }
+        }
+        let outcome = outcome(&mut core, id, collected);
+        self.after(core);
+        outcome.map(Box::new)
+    }
+
+    /// Makes a pass for the test of an operation in flight. `asks`: the peer has to confirm it.
+    fn pass_for<'a>(&'a self, mut core: MutexGuard<'a, Core>, id: OpId, asks: bool) -> MutexGuard<'a, Core> {
         core.pass(true, asks);
         let more = self.connections.driven().has_lanes() && !core.operations().is_done(id);
         if core.wake_ups().take_events() || more {
@@ -60,8 +77,7 @@ impl Progress {
         if asks {
             core.wake_ups().count_pass();
         }
-        let standing = core.operations().collect(id);
-        (core, standing)
+        core
     }
 
     pub(crate) fn cancel(&self, id: OpId) {

@@ -6,7 +6,7 @@ use crossrail_locks::MutexGuard;
 use crossrail_types::{EndpointId, OpId, interrupt};
 
 use super::{NAP_MAX, Progress};
-use crate::core::Core;
+use crate::core::{Collected, Core, Received, Wanted};
 
 /// A waiting thread polls without pause for this long after anything last moved.
 const SPIN: Duration = Duration::from_micros(30);
@@ -38,10 +38,10 @@ impl Progress {
 
     /// [`Progress::wait_until`]. `awaited`: what the peer has to do for it.
     #[inline]
-    pub(crate) fn wait_for<T>(
-        &self,
+    pub(crate) fn wait_for<'a, T>(
+        &'a self,
         timeout: Duration,
-        awaited: impl FnOnce(&mut Core) -> Awaited,
+        awaited: impl FnOnce(&mut Core) -> Awaited<'a>,
         mut ready: impl FnMut(&mut Core) -> Option<T>,
     ) -> Option<T> {
         let mut core = self.core.lock();
@@ -105,27 +105,32 @@ struct Wait<'a> {
     idle_since: Option<Instant>,
     /// It polls rarely and leaves the lock to other threads in between.
     aside: bool,
-    awaited: Awaited,
+    awaited: Awaited<'a>,
 }
 
 /// What a wait expects of a peer.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Awaited {
+pub(crate) struct Awaited<'a> {
     /// A confirmation, which the peer publishes and does not send.
     confirmation: bool,
     /// The peer. `None`: any, or it is not known.
     endpoint: Option<EndpointId>,
     /// Looks at the next frame between two passes.
     spins: u32,
+    /// The receive that is waited for.
+    wanted: Option<Wanted<'a>>,
 }
 
-impl Awaited {
+impl<'a> Awaited<'a> {
     /// What the end of that operation takes.
     #[inline]
-    pub(crate) fn of(core: &mut Core, id: OpId) -> Awaited {
+    pub(crate) fn of(core: &mut Core, id: OpId, collected: &'a Collected) -> Awaited<'a> {
         let Some(op) = core.operations().op(id) else { return Awaited::default() };
-        let confirmation = op.kind().awaits_peer();
-        Awaited { confirmation, endpoint: op.endpoint(), spins: if confirmation { 0 } else { SPINS } }
+        let (confirmation, endpoint) = (op.kind().awaits_peer(), op.endpoint());
+        match confirmation {
+            true => Awaited { confirmation, endpoint, ..Awaited::default() },
+            false => Awaited { confirmation, endpoint, spins: SPINS, wanted: Some(Wanted { id, collected }) },
+        }
     }
 }
 
@@ -135,8 +140,8 @@ impl<'a> Wait<'a> {
         let progress = self.progress;
         loop {
             // When it polls rarely it has just asked epoll, and other threads wait for the lock.
-            let Awaited { confirmation, endpoint, spins } = self.awaited;
-            let mut moved = !self.aside && core.receive_short(endpoint, spins, None).is_some();
+            let Awaited { confirmation, endpoint, spins, wanted } = self.awaited;
+            let mut moved = !self.aside && core.receive_short(endpoint, spins, wanted) != Received::Nothing;
             moved = moved || core.pass(!self.aside, confirmation);
             if let Some(found) = ready(&mut core) {
                 progress.leave(core);

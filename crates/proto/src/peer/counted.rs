@@ -85,24 +85,43 @@ impl Peer {
     pub(super) fn confirm(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> bool {
         let Some(news) = self.unconfirmed.news(count) else { return false };
         for _ in 0..news {
-            match self.pass_oldest(now) {
-                Some(short) if !self.has_events() => ended(short),
-                Some(short) => self.end_short(short),
-                None => {}
+            if self.has_events() {
+                self.pass_behind_events(now);
+                continue;
             }
+            let short = match self.unconfirmed.pop_sent() {
+                Some(counted) => {
+                    let Counted { op, len, started, .. } = *counted;
+                    self.own_active -= 1;
+                    self.eager_bytes -= len;
+                    Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane }
+                }
+                None => match self.pass_oldest(now) {
+                    Some(short) => short,
+                    None => continue,
+                },
+            };
+            ended(short);
         }
         true
     }
 
+    /// The count has passed the oldest message, whose end is told after the events before it.
+    #[cold]
+    fn pass_behind_events(&mut self, now: Time) {
+        if let Some(short) = self.pass_oldest(now) {
+            self.end_short(short);
+        }
+    }
+
     /// The count has passed the oldest message. `None`: it was answered before.
-    #[inline(always)]
+    #[inline(never)]
     fn pass_oldest(&mut self, now: Time) -> Option<Short> {
         let counted = self.unconfirmed.pop().filter(|counted| counted.stage != CountedStage::Answered)?;
         // One that was to be aborted is delivered all the same.
         Some(self.close_counted(now, &counted))
     }
 
-    #[inline(always)]
     fn close_counted(&mut self, now: Time, counted: &Counted) -> Short {
         let Counted { op, len, started, stage } = *counted;
         self.own_active -= 1;

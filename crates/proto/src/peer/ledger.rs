@@ -112,18 +112,37 @@ impl Unconfirmed {
     }
 
     /// The oldest one, which the count has passed now.
-    #[inline(always)]
     pub(super) fn pop(&mut self) -> Option<Counted> {
-        self.confirmed = self.confirmed.wrapping_add(1);
         if self.len == 0 {
+            self.confirmed = self.confirmed.wrapping_add(1);
             return None;
         }
         let counted = self.waiting.get(self.first as usize).copied();
+        self.pass();
+        counted
+    }
+
+    /// [`Unconfirmed::pop`] of a message that is [`CountedStage::Sent`]. `None`: it is another, or there is none, and nothing
+    /// has changed.
+    #[inline(always)]
+    pub(super) fn pop_sent(&mut self) -> Option<&Counted> {
+        let first = self.first as usize;
+        // A place that is not there was never used.
+        if self.len == 0 || self.waiting.get(first)?.stage != CountedStage::Sent {
+            return None;
+        }
+        self.pass();
+        self.waiting.get(first)
+    }
+
+    /// The count passes the oldest one.
+    #[inline(always)]
+    fn pass(&mut self) {
+        self.confirmed = self.confirmed.wrapping_add(1);
         self.len -= 1;
         // Low places keep the peer's table of them short.
         let over = self.len == 0 || self.first + 1 == self.places;
         self.first = if over { 0 } else { self.first + 1 };
-        counted
     }
 
     /// The message at a place, if one is there that has not been answered.
@@ -264,6 +283,13 @@ impl Delivered {
     pub(super) fn news(&self) -> Option<u32> {
         debug_assert!(self.withheld.is_empty());
         (self.arrived != self.told).then_some(self.arrived)
+    }
+
+    /// How many messages have arrived, when no message holds the count back.
+    #[inline(always)]
+    pub(super) fn arrived(&self) -> u32 {
+        debug_assert!(self.withheld.is_empty());
+        self.arrived
     }
 
     /// The peer has been told that count.

@@ -142,6 +142,12 @@ impl Peer {
         (counts && self.delivered.owed()).then(|| self.delivered.count())
     }
 
+    /// [`Peer::untold`] right after [`Peer::place_short`] has placed a message, which is always news.
+    #[inline(always)]
+    pub fn placed_count(&self) -> u32 {
+        self.delivered.arrived()
+    }
+
     /// That count of [`Peer::untold`] was published.
     #[inline(always)]
     pub fn told(&mut self, count: u32) {

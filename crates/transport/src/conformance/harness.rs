@@ -204,7 +204,7 @@ impl End {
         #[allow(unsafe_code)]
         // SAFETY: the recorder's memory stays where it is, and has `len` bytes there.
         unsafe {
-            self.lane.take(dst, len);
+            self.lane.take(dst, len, None);
         }
         self.sink.placed(id, token);
         true

@@ -88,7 +88,13 @@ impl GpuMemory {
 
     // ---- waiting for callers' streams
 
-    /// Whether an operation must wait because others before it do.
+    /// Whether any operation waits.
+    #[inline]
+    pub(super) fn holds_back(&self) -> bool {
+        self.gates.waiting()
+    }
+
+    /// Whether that operation must wait because others before it do.
     #[inline]
     pub(super) fn must_wait(&self, submission: &Submission, endpoint: Option<EndpointId>) -> bool {
         self.gates.is_closed(submission, endpoint)

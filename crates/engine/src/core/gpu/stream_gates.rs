@@ -59,6 +59,12 @@ impl GateOf {
 }
 
 impl StreamGates {
+    /// Whether any operation waits.
+    #[inline]
+    pub(super) fn waiting(&self) -> bool {
+        self.waiting > 0
+    }
+
     /// Whether an operation must wait because others before it do.
     #[inline]
     pub(super) fn is_closed(&self, submission: &Submission, endpoint: Option<EndpointId>) -> bool {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crossrail_transport::Grant;
-use crossrail_types::EndpointId;
+use crossrail_types::{EndpointId, OpId};
 
 use super::{Attached, NO_ENTRY, Op, State};
 use crate::core::names::Names;
@@ -56,23 +56,38 @@ impl Op {
         self.let_go();
     }
 
-    /// Nothing touches its memory any more: only bytes of which the request may still ask stay.
+    /// Nothing touches its memory any more: only bytes of which the request may still ask stay. Whether it keeps none.
     #[inline(always)]
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn let_go(&mut self) -> bool {
         // Spelt out, so that the drop of the commonest kind is a count and no call, and nothing else is moved.
         match self.keep {
-            Keep::Nothing => {}
-            Keep::Segment(_) => self.keep.drop_segment(),
+            Keep::Nothing => true,
+            Keep::Segment(_) => {
+                self.keep.drop_segment();
+                true
+            }
             _ => self.keep_bytes(),
         }
     }
 
+    /// Frees the entry, which keeps nothing, and to which nothing is attached. `free`: the first free one.
+    #[inline(always)]
+    pub(super) fn vacate(&mut self, id: OpId, free: &mut u32, live: &mut usize) {
+        self.state = State::Free;
+        self.generation = id.generation.wrapping_add(1);
+        self.next_free = *free;
+        *free = id.index;
+        *live -= 1;
+    }
+
     /// Bytes of which the request may still ask stay.
     #[inline(never)]
-    fn keep_bytes(&mut self) {
-        if !matches!(self.keep, Keep::Vec(_)) {
-            self.keep = Keep::Nothing;
+    fn keep_bytes(&mut self) -> bool {
+        if matches!(self.keep, Keep::Vec(_)) {
+            return false;
         }
+        self.keep = Keep::Nothing;
+        true
     }
 
     pub(super) fn attached(&mut self) -> &mut Attached {

@@ -1,6 +1,5 @@
 //! The outcomes of operations in the user's words: taken out of the table, and rendered as receipts.
 
-use std::ops::DerefMut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -26,43 +25,18 @@ fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> P
 /// How a finished operation ended; `None`: it is in flight. What need not stay in the table leaves it.
 #[inline]
 pub(crate) fn outcome(core: &mut Core, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
-    match core.operations().collect(id) {
-        Standing::InFlight(..) => None,
-        Standing::Collected(end) => {
-            collected.store(&end);
-            Some(Ok(Receipt::of_short(&end)))
+    // A message that the wait itself received has left the table already.
+    if collected.load().is_none() {
+        match core.operations().collect(id, collected) {
+            Standing::InFlight(..) => return None,
+            Standing::Collected => {}
+            Standing::Kept => return Some(kept_outcome(core, id, collected)),
         }
-        Standing::Kept => Some(kept_outcome(core, id, collected)),
     }
+    collected.receipt().map(Ok)
 }
 
-/// [`outcome`] of an operation that stands like that, and then `after`, which releases the core: the receipt of a short
-/// message is written once, to where the caller wants it.
-#[inline(always)]
-pub(crate) fn outcome_then<C: DerefMut<Target = Core>>(
-    mut core: C,
-    (id, standing): (OpId, Standing),
-    collected: &Collected,
-    after: impl FnOnce(C),
-) -> Option<Result<Receipt>> {
-    let end = match standing {
-        Standing::InFlight(..) => {
-            after(core);
-            return None;
-        }
-        Standing::Collected(end) => end,
-        Standing::Kept => {
-            let kept = kept_outcome(&mut core, id, collected);
-            after(core);
-            return Some(kept);
-        }
-    };
-    collected.store(&end);
-    after(core);
-    Some(Ok(Receipt::of_short(&end)))
-}
-
-/// [`outcome`] of an operation that is not, or no longer, the plain end of a short message in the table.
+/// [`outcome`] of an operation that is [`Standing::Kept`].
 #[cold]
 fn kept_outcome(core: &mut Core, id: OpId, collected: &Collected) -> Result<Receipt> {
     match (core.operations().outcome(id), collected.load()) {
@@ -73,7 +47,7 @@ fn kept_outcome(core: &mut Core, id: OpId, collected: &Collected) -> Result<Rece
             if let (Some(names), None) = (names, &only)
                 && core.operations().free_if_bare(id)
             {
-                collected.store(&ShortEnd { names, tag, bytes, wire_ns });
+                collected.store(names.word(), tag, bytes, wire_ns);
             }
             Ok(Receipt { names, only, ..Receipt::of_bytes(tag, bytes, wire_ns) })
         }
@@ -103,12 +77,19 @@ impl Collected {
         }
     }
 
+    /// Keeps the end that is given in words: the [names](Names::word), the tag, bytes, and the time on the wire.
+    #[inline(always)]
+    pub(in crate::core) fn store(&self, names: u64, tag: u64, bytes: u64, wire_ns: u64) {
+        self.names.store(names, Relaxed);
+        self.tag.store(tag, Relaxed);
+        self.bytes.store(bytes, Relaxed);
+        self.wire_ns.store(wire_ns, Relaxed);
+    }
+
+    /// The receipt, if the end is there.
     #[inline]
-    fn store(&self, end: &ShortEnd) {
-        self.names.store(end.names.word(), Relaxed);
-        self.tag.store(end.tag, Relaxed);
-        self.bytes.store(end.bytes, Relaxed);
-        self.wire_ns.store(end.wire_ns, Relaxed);
+    pub(crate) fn receipt(&self) -> Option<Receipt> {
+        self.load().map(|end| Receipt::of_short(&end))
     }
 
     /// Whether the operation has left the table. For [`Drop`] of its owner.
@@ -117,6 +98,7 @@ impl Collected {
         *self.names.get_mut() != 0
     }
 
+    #[inline]
     pub(crate) fn load(&self) -> Option<ShortEnd> {
         Names::of_word(self.names.load(Relaxed)).map(|names| ShortEnd {
             names,

@@ -3,35 +3,34 @@
 
 use crossrail_proto as proto;
 use crossrail_transport::Lane;
-use crossrail_types::{EndpointId, Head, LaneId, OpId};
+use crossrail_types::{EndpointId, Head, LaneId};
 
 use super::Transfers;
 use crate::core::data_path::DataPath;
 use crate::core::lanes::{Lanes, PolledLanes};
-use crate::core::operations::{Received, UsualLane};
+use crate::core::operations::{Received, UsualLane, Wanted};
 use crate::core::peers::Peer;
 use crate::core::tables::Tables;
 
 impl Transfers {
     /// Receives the peer's next message in place of a poll, if it is a short one that has arrived on a calm connection
-    /// for the receive that was posted first. `spins`: how often to look again. `wanted`: the receive whose end leaves the
-    /// table at once.
+    /// for the receive that was posted first. `spins`: how often to look again.
     #[inline]
     pub(in crate::core) fn receive_short(
         &mut self,
         endpoint: EndpointId,
         spins: u32,
-        wanted: Option<OpId>,
-    ) -> Option<Received> {
+        wanted: Option<Wanted<'_>>,
+    ) -> Received {
         let DataPath { tables, delivered, .. } = &mut self.data;
         let Tables { clock, operations, matcher, peers, lanes, .. } = tables;
-        let peer = peers.get_mut(endpoint)?;
-        let id = peer.message_lane()?;
-        let polled = self.polled.entry(id)?;
+        let Some(peer) = peers.get_mut(endpoint) else { return Received::Nothing };
+        let Some(id) = peer.message_lane() else { return Received::Nothing };
+        let Some(polled) = self.polled.entry(id) else { return Received::Nothing };
         let lane = &mut *polled.lane;
         let mut head = Head::new(0, 0);
         if !(0..=spins).any(|_| lane.peek(&mut head)) {
-            return None;
+            return Received::Nothing;
         }
         let from = UsualLane { endpoint, lane: id, names: peer.names() };
         let mut ended = |short| {
@@ -40,36 +39,46 @@ impl Transfers {
             }
         };
         // Where it does not apply, nothing was taken from the lane, and a poll goes the long way.
-        let short = peer.protocol.place_short(clock.now(), id, &head, matcher, &mut ended)?;
+        let placed = peer.protocol.place_short(clock.now(), id, &head, matcher, &mut ended);
+        let Some(short) = placed else { return Received::Nothing };
         polled.used = true;
+        // What this end sends must be on the lane before the count says that it was.
+        let count = lanes.get(id).filter(|lane| !lane.has_pending()).map(|_| peer.protocol.placed_count());
         // SAFETY: `bytes` is the head's length and no more than the receive has room for, in host memory that may be
         // written at once: `place_short` answers for both. Nothing has been called on the lane since.
-        let take = |dst| unsafe { lane.take(dst, short.bytes as usize) };
-        let received = match operations.receive_short(&from, &short, wanted, take) {
-            Received::Attached => {
-                deliver_later(delivered, endpoint, short);
-                Received::Ended
-            }
-            received => received,
-        };
-        let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
-        if more || !peer.bulk().is_empty() {
-            self.settle(endpoint);
-        } else {
-            publish_on(lane, peer, lanes, id);
+        let mut take = |dst| unsafe { lane.take(dst, short.bytes as usize, count) };
+        let mut told = false;
+        let received = operations.receive_short(&from, &short, wanted, |dst| told = take(dst));
+        if told {
+            peer.protocol.told(peer.protocol.placed_count());
         }
-        Some(received)
+        if received == Received::Attached {
+            deliver_later(delivered, endpoint, short);
+        }
+        let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
+        if more | !peer.bulk().is_empty() | !told {
+            self.settle(endpoint);
+        }
+        received
     }
 
     /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
     pub(in crate::core) fn collect_count(&mut self, at: usize) -> bool {
-        let Some(polled) = self.polled.at(at) else { return false };
-        let (endpoint, id) = (polled.endpoint, polled.id);
+        self.polled.at(at).map(|polled| polled.endpoint).is_some_and(|endpoint| self.collect_count_of(endpoint))
+    }
+
+    /// Applies the count of delivered messages that this peer has published; whether it was news.
+    pub(in crate::core) fn collect_count_of(&mut self, endpoint: EndpointId) -> bool {
         let DataPath { tables, delivered, .. } = &mut self.data;
         let Tables { clock, operations, peers, .. } = tables;
-        let Some(peer) = peers.get_mut(endpoint).filter(|peer| peer.protocol.awaits_count()) else { return false };
+        let Some(peer) = peers.get_mut(endpoint) else { return false };
+        let Some(id) = peer.message_lane() else { return false };
+        if !peer.protocol.awaits_count() {
+            return false;
+        }
+        let Some(lane) = self.polled.get_mut(id) else { return false };
         // The next poll reports an error, too.
-        let Ok(Some(count)) = polled.lane.published() else { return false };
+        let Ok(Some(count)) = lane.published() else { return false };
         let mut any = false;
         let usual = UsualLane { endpoint, lane: id, names: peer.names() };
         let mut ended = |short| {
@@ -101,14 +110,19 @@ pub(super) fn publish_count(peer: &mut Peer, lanes: &Lanes, polled: &mut PolledL
 /// [`publish_count`] on that lane.
 #[inline(always)]
 fn publish_on(lane: &mut dyn Lane, peer: &mut Peer, lanes: &Lanes, id: LaneId) {
-    let Some(count) = peer.protocol.untold(id) else { return };
-    // What this end sends must be on the lane before the count says that it was.
-    if lanes.get(id).is_none_or(|lane| !lane.counts() || lane.has_pending()) {
-        return;
-    }
-    if lane.publish(count) {
+    if let Some(count) = countable(peer, lanes, id)
+        && lane.publish(count)
+    {
         peer.protocol.told(count);
     }
+}
+
+/// The count of delivered messages, if it is news to the peer and may be published on its lane `id`.
+#[inline(always)]
+fn countable(peer: &Peer, lanes: &Lanes, id: LaneId) -> Option<u32> {
+    let count = peer.protocol.untold(id)?;
+    // What this end sends must be on the lane before the count says that it was.
+    lanes.get(id).is_some_and(|lane| lane.counts() && !lane.has_pending()).then_some(count)
 }
 
 /// Leaves a short message's end to [`Transfers::settle`], because it has more to it than most.
