@@ -188,14 +188,10 @@ impl Endpoint {
     }
 
     #[inline]
-    fn start(&self, name: &str, operation: Operation, mut buffer: Buffer) -> Result<Request> {
+    fn start(&self, name: &str, operation: Operation, buffer: Buffer) -> Result<Request> {
         let progress = self.worker.progress_handle();
         progress.check_origin(name)?;
-        progress::admit(progress, &mut buffer)?;
-        let mut core = progress.core();
-        let op = core.submit(Some(self.id), Submission::Operation(operation), buffer);
-        progress.after(core);
-        Ok(Request::new(progress, op?))
+        Request::start(progress, Some(self.id), Submission::Operation(operation), buffer)
     }
 
     /// Every way that the endpoint could have used: its cost, what it was chosen for, or why it was not.

@@ -3,10 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_types::{OpId, Result};
+use crossrail_locks::MutexGuard;
+use crossrail_types::{EndpointId, OpId, Result};
 
-use crate::core::{Collected, Receipt};
-use crate::progress::Progress;
+use crate::core::{Collected, Core, Receipt, Submission};
+use crate::memory::Buffer;
+use crate::progress::{self, Progress};
 
 /// An operation in flight.
 ///
@@ -19,6 +21,57 @@ pub struct Request {
 }
 
 impl Request {
+    /// Starts an operation. `endpoint` may be `None` for a receive from any peer.
+    #[inline(always)]
+    pub(crate) fn start(
+        progress: &Arc<Progress>,
+        endpoint: Option<EndpointId>,
+        submission: Submission,
+        buffer: Buffer,
+    ) -> Result<Request> {
+        let mut core = progress.core();
+        let started = core.submit_now(endpoint, submission, buffer);
+        // Mostly nothing has changed that any other thread must hear of.
+        match started {
+            Ok((op, true)) => {
+                drop(core);
+                Ok(Request::new(progress, op))
+            }
+            Ok((op, false)) => {
+                progress.after(core);
+                Ok(Request::new(progress, op))
+            }
+            Err(buffer) => Request::start_at_length(progress, core, (endpoint, submission), buffer),
+        }
+    }
+
+    /// [`Request::start`] of anything that could not start at once.
+    #[inline(never)]
+    fn start_at_length<'a>(
+        progress: &'a Arc<Progress>,
+        mut core: MutexGuard<'a, Core>,
+        (endpoint, submission): (Option<EndpointId>, Submission),
+        mut buffer: Buffer,
+    ) -> Result<Request> {
+        if buffer.gpu.is_some() {
+            drop(core);
+            progress::admit(progress, &mut buffer)?;
+            core = progress.core();
+        }
+        let op = core.submit(endpoint, submission, buffer);
+        progress.after(core);
+        Ok(Request::new(progress, op?))
+    }
+
+    /// It is dropped while its operation is in the worker's table.
+    #[inline(never)]
+    fn detach(&self) {
+        // In a forked child the operation is the parent's.
+        if let Some(mut core) = self.progress.core_here() {
+            core.operations().detach(self.id);
+        }
+    }
+
     #[inline]
     pub(crate) fn new(progress: &Arc<Progress>, id: OpId) -> Request {
         Request { progress: progress.clone(), id, collected: Collected::nothing() }
@@ -74,10 +127,7 @@ impl Drop for Request {
     #[inline]
     fn drop(&mut self) {
         if !self.collected.is_collected() {
-            // In a forked child the operation is the parent's.
-            if let Some(mut core) = self.progress.core_here() {
-                core.operations().detach(self.id);
-            }
+            self.detach();
         }
     }
 }

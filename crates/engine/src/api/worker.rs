@@ -10,7 +10,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
 use crate::memory::Buffer;
-use crate::progress::{self, Progress, SessionEvents};
+use crate::progress::{Progress, SessionEvents};
 use crate::session::registry;
 use crate::session::transport::Transports;
 use crate::session::{ListenOptions, Sessions};
@@ -170,12 +170,7 @@ impl Worker {
         if from.is_some_and(|from| !Arc::ptr_eq(&from.worker.0, &self.0)) {
             return Err(foreign(self, from));
         }
-        let mut buffer = buffer.into();
-        progress::admit(progress, &mut buffer)?;
-        let mut core = progress.core();
-        let op = core.submit(from.map(|from| from.id), Submission::Receive { tag, mask }, buffer);
-        progress.after(core);
-        Ok(Request::new(progress, op?))
+        Request::start(progress, from.map(|from| from.id), Submission::Receive { tag, mask }, buffer.into())
     }
 
     /// Makes progress once; whether anything moved.

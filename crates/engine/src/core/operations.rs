@@ -164,27 +164,40 @@ impl Operations {
         OpId { index: self.free, generation: self.slots[self.free as usize].generation }
     }
 
-    #[inline(always)]
-    pub(crate) fn insert(&mut self, kind: OpKind, endpoint: Option<EndpointId>, tag: u64, buffer: Buffer) -> OpId {
-        if self.free == NO_ENTRY {
-            self.grow();
+    pub(crate) fn insert(&mut self, kind: OpKind, endpoint: Option<EndpointId>, tag: u64, mut buffer: Buffer) -> OpId {
+        let (id, gpu) = (self.upcoming(), buffer.gpu.take());
+        self.insert_plain(id, kind, (endpoint, tag), buffer);
+        if let Some(op) = self.op_mut(id).filter(|_| gpu.is_some()) {
+            op.complicate();
+            op.gpu = gpu;
         }
-        let index = self.free;
-        let slot = &mut self.slots[index as usize];
+        id
+    }
+
+    /// [`Operations::insert`] of an operation whose memory is the host's, with the id that is [upcoming](Operations::upcoming).
+    #[inline(always)]
+    pub(super) fn insert_plain(
+        &mut self,
+        id: OpId,
+        kind: OpKind,
+        (endpoint, tag): (Option<EndpointId>, u64),
+        buffer: Buffer,
+    ) {
+        let slot = &mut self.slots[id.index as usize];
+        debug_assert!(self.free == id.index && slot.state == State::Free && slot.gpu.is_none());
         self.free = slot.next_free;
         self.live += 1;
         self.begun += 1;
-        slot.state = if buffer.gpu.is_none() { State::Plain } else { State::InFlight };
+        slot.state = State::Plain;
         slot.kind = kind;
+        slot.detached = false;
         slot.endpoint = endpoint;
         slot.ptr = buffer.ptr;
         slot.len = buffer.len;
         slot.tag = tag;
-        slot.detached = false;
         // A free entry keeps nothing, so there is nothing to drop: a drop would be a test on the hot path.
-        std::mem::forget(std::mem::replace(&mut slot.gpu, buffer.gpu));
         std::mem::forget(std::mem::replace(&mut slot.keep, buffer.keep));
-        OpId { index, generation: slot.generation }
+        std::mem::forget(buffer.gpu);
     }
 
     #[cold]

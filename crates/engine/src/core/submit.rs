@@ -19,27 +19,45 @@ use crate::memory::Buffer;
 const HELP_MIN: u64 = 512 << 10;
 
 impl Core {
-    /// Submits an operation, whatever its memory: the one way in. `endpoint` may be `None` for a receive from any peer.
+    /// Submits an operation of host memory that can start at once, as most can. `Ok`: whether nothing has changed that other
+    /// threads must hear of, too. `Err`: nothing was done, and [`Core::submit`] decides.
+    #[inline(always)]
+    pub(crate) fn submit_now(
+        &mut self,
+        endpoint: Option<EndpointId>,
+        submission: Submission,
+        buffer: Buffer,
+    ) -> std::result::Result<(OpId, bool), Buffer> {
+        if self.closed || buffer.gpu.is_some() || self.transfers.data.gpu.holds_back() {
+            return Err(buffer);
+        }
+        match (submission, endpoint) {
+            (Submission::Receive { tag, mask }, _) => {
+                let (operations, len) = (&mut self.transfers.data.tables.operations, buffer.len as u64);
+                let op = operations.upcoming();
+                operations.insert_plain(op, OpKind::Receive, (endpoint, tag), buffer);
+                Ok((op, self.post_receive(op, (len, true), tag, mask, endpoint)))
+            }
+            (Submission::Operation(Operation::Send { tag }), Some(to)) => self.send_now(to, tag, buffer),
+            _ => Err(buffer),
+        }
+    }
+
+    /// Submits an operation, whatever its memory. `endpoint` may be `None` for a receive from any peer.
     ///
     /// GPU memory must have been admitted ([`admit`](crate::progress::admit)).
     ///
     /// # Errors
     /// `PeerDead`, and `Closed` when the worker is closed. Later failures are the operation's outcome.
-    #[inline(always)]
     pub(crate) fn submit(
         &mut self,
         endpoint: Option<EndpointId>,
         submission: Submission,
         buffer: Buffer,
     ) -> Result<OpId> {
-        let buffer = match (submission, endpoint) {
-            (Submission::Operation(Operation::Send { tag }), Some(endpoint)) => {
-                match self.send_now(endpoint, tag, buffer) {
-                    Ok(op) => return Ok(op),
-                    Err(buffer) => buffer,
-                }
-            }
-            _ => buffer,
+        let buffer = match self.submit_now(endpoint, submission, buffer) {
+            Ok((op, _)) => return Ok(op),
+            Err(buffer) => buffer,
         };
         let kind = submission.kind();
         if self.closed || (kind != OpKind::Receive && !self.is_alive(endpoint)) {
@@ -104,26 +122,27 @@ impl Core {
     }
 
     /// Starts an operation that is in the table. Its memory: the length, and whether it is host memory.
-    #[inline(always)]
     fn start(&mut self, op: OpId, endpoint: Option<EndpointId>, submission: Submission, (len, host): (usize, bool)) {
         match (submission, endpoint) {
-            (Submission::Receive { tag, mask }, _) => self.post_receive(op, (len as u64, host), tag, mask, endpoint),
+            (Submission::Receive { tag, mask }, _) => {
+                self.post_receive(op, (len as u64, host), tag, mask, endpoint);
+            }
             (Submission::Operation(operation), Some(endpoint)) => self.start_transfer(endpoint, op, operation),
             (Submission::Operation(_), None) => {}
         }
     }
 
-    /// Sends a short message of host memory with nothing queued before it. `Err`: it goes the long way, and nothing was
-    /// done.
+    /// [`Core::submit_now`] of a short message with nothing queued before it. `Err`: it goes the long way.
     // The message is on its lane before the operation is in the table: only what the peer waits for comes first.
     #[inline(always)]
-    fn send_now(&mut self, endpoint: EndpointId, tag: u64, buffer: Buffer) -> std::result::Result<OpId, Buffer> {
+    fn send_now(
+        &mut self,
+        endpoint: EndpointId,
+        tag: u64,
+        buffer: Buffer,
+    ) -> std::result::Result<(OpId, bool), Buffer> {
         let (ptr, len) = (buffer.ptr, buffer.len);
-        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
-        if self.closed || buffer.gpu.is_some() || gpu.holds_back() {
-            return Err(buffer);
-        }
-        let Tables { clock, arena, operations, peers, lanes, .. } = tables;
+        let Tables { clock, arena, operations, peers, lanes, .. } = &mut self.transfers.data.tables;
         let Some(peer) = peers.get_mut(endpoint) else { return Err(buffer) };
         let (true, Some(id)) = (peer.is_alive(), peer.message_lane()) else { return Err(buffer) };
         let Some(record) = lanes.get(id) else { return Err(buffer) };
@@ -137,15 +156,16 @@ impl Core {
         }
         // SAFETY: a buffer's memory is readable until its operation is finished, which has not begun for anybody else.
         let put = unsafe { lane.put(&head, ptr, len) };
-        operations.insert(OpKind::Send, Some(endpoint), tag, buffer);
+        operations.insert_plain(op, OpKind::Send, (Some(endpoint), tag), buffer);
         if !put {
             let grant = if record.is_reliable() { None } else { operations.op_mut(op).map(|op| op.grant()) };
             let tx = Tx { head, payload: Payload { ptr, len, file: None, grant }, token: 0 };
             if let Some(posted) = post(lane, &tx) {
                 self.not_posted(endpoint, op, id, tx, posted);
+                return Ok((op, false));
             }
         }
-        Ok(op)
+        Ok((op, true))
     }
 
     /// A frame found no room on its lane, or the lane has failed.
@@ -232,20 +252,36 @@ impl Core {
     }
 
     /// Posts a receive of `len` bytes. A message may have arrived before it. `host`: it is host memory, so that a
-    /// message can be placed at once.
+    /// message can be placed at once. Whether it waits now.
     #[inline(always)]
-    fn post_receive(&mut self, op: OpId, (len, host): (u64, bool), tag: u64, mask: u64, from: Option<EndpointId>) {
+    fn post_receive(
+        &mut self,
+        op: OpId,
+        (len, host): (u64, bool),
+        tag: u64,
+        mask: u64,
+        from: Option<EndpointId>,
+    ) -> bool {
         let tables = &mut self.transfers.data.tables;
         if let Some((endpoint, arrival)) = tables.matcher.post(op, tag, mask, from, len, host) {
             self.accept_arrival(op, len, endpoint, arrival);
-        } else if let Some(from) = from
-            && let Some(peer) = tables.peers.get(from)
-            && !peer.is_alive()
-        {
-            let why = peer.why_ended().to_owned();
-            tables.matcher.cancel(op);
-            tables.fail(op, ErrorKind::PeerDead, &why, Some(from));
+            return false;
         }
+        let ended = from.is_some_and(|from| tables.peers.get(from).is_some_and(|peer| !peer.is_alive()));
+        if ended {
+            self.fail_posted(op, from);
+        }
+        !ended
+    }
+
+    /// A receive was posted from a peer that has ended.
+    #[cold]
+    fn fail_posted(&mut self, op: OpId, from: Option<EndpointId>) {
+        let tables = &mut self.transfers.data.tables;
+        let peer = from.and_then(|from| tables.peers.get(from));
+        let why = peer.map_or_else(String::new, |peer| peer.why_ended().to_owned());
+        tables.matcher.cancel(op);
+        tables.fail(op, ErrorKind::PeerDead, &why, from);
     }
 
     /// A receive matched a message that had arrived before it.

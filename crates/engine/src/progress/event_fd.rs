@@ -25,8 +25,14 @@ impl EventsFd {
     #[inline]
     pub(crate) fn tell(&self) {
         if self.wanted.load(Ordering::Acquire) {
-            let _ = self.fd.write(1);
+            self.signal();
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn signal(&self) {
+        let _ = self.fd.write(1);
     }
 
     pub(crate) fn drain(&self) {

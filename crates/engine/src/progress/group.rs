@@ -131,13 +131,15 @@ impl Group {
     }
 
     /// Wakes the thread that sleeps on this group, if one does.
+    #[inline]
     pub(crate) fn wake(&self) {
         if self.asleep.load(Ordering::SeqCst) {
-            let _ = self.wake.write(1);
+            self.wake_always();
         }
     }
 
     /// Writes the wake-up even if no thread is known to sleep.
+    #[inline(never)]
     pub(crate) fn wake_always(&self) {
         let _ = self.wake.write(1);
     }

@@ -73,10 +73,17 @@ impl Unconfirmed {
         match self.waiting.get_mut(place as usize) {
             Some(free) => *free = counted,
             // Places are used in their order, so this is the next one.
-            None => self.waiting.push(counted),
+            None => self.push_first(counted),
         }
         self.len += 1;
         place
+    }
+
+    /// A message whose place was never used before.
+    #[cold]
+    #[inline(never)]
+    fn push_first(&mut self, counted: Counted) {
+        self.waiting.push(counted);
     }
 
     /// The place of the message that `ahead` others are older than.

@@ -35,7 +35,7 @@ impl Transfers {
         let from = UsualLane { endpoint, lane: id, names: peer.names() };
         let mut ended = |short| {
             if !operations.finish_short(&from, &short) {
-                deliver_later(delivered, endpoint, short);
+                deliver_later(delivered, endpoint, &{ short });
             }
         };
         // Where it does not apply, nothing was taken from the lane, and a poll goes the long way.
@@ -52,14 +52,21 @@ impl Transfers {
         if told {
             peer.protocol.told(peer.protocol.placed_count());
         }
-        if received == Received::Attached {
-            deliver_later(delivered, endpoint, short);
+        if told && received != Received::Attached {
+            let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
+            if !more && peer.bulk().is_empty() {
+                return received;
+            }
+        } else if received == Received::Attached {
+            deliver_later(delivered, endpoint, &{ short });
         }
-        let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
-        if more | !peer.bulk().is_empty() | !told {
-            self.settle(endpoint);
-        }
+        self.settle_received(endpoint);
         received
+    }
+
+    #[inline(never)]
+    fn settle_received(&mut self, endpoint: EndpointId) {
+        self.settle(endpoint);
     }
 
     /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
@@ -84,7 +91,7 @@ impl Transfers {
         let mut ended = |short| {
             any = true;
             if !operations.finish_short(&usual, &short) {
-                deliver_later(delivered, endpoint, short);
+                deliver_later(delivered, endpoint, &{ short });
             }
         };
         // An impossible count breaks the connection off, which is one of the protocol's events.
@@ -127,6 +134,6 @@ fn countable(peer: &Peer, lanes: &Lanes, id: LaneId) -> Option<u32> {
 
 /// Leaves a short message's end to [`Transfers::settle`], because it has more to it than most.
 #[cold]
-fn deliver_later(delivered: &mut Vec<(EndpointId, proto::Short)>, endpoint: EndpointId, short: proto::Short) {
-    delivered.push((endpoint, short));
+fn deliver_later(delivered: &mut Vec<(EndpointId, proto::Short)>, endpoint: EndpointId, short: &proto::Short) {
+    delivered.push((endpoint, *short));
 }
