@@ -12,26 +12,35 @@ use crate::{Body, Event, Failure, Memory, Short, Time};
 ///
 /// It is found out once, after a message that went the long way ([`Peer::calm_down`]), and holds until any other method
 /// of [`Peer`] may have changed it: each of those calls [`Peer::stir`] first.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Calm {
-    lane: Option<LaneId>,
+    /// The lane's id; [`NO_LANE`] while the connection is not calm. One word, so that it is found out by one comparison.
+    lane: u64,
     /// Longest message that goes with its first frame.
     pub(super) send_max: u64,
     /// Longest message that is placed whole.
     pub(super) place_max: u32,
 }
 
+const NO_LANE: u64 = u64::MAX;
+
+impl Default for Calm {
+    fn default() -> Calm {
+        Calm { lane: NO_LANE, send_max: 0, place_max: 0 }
+    }
+}
+
 impl Peer {
     /// Whether short messages on that lane need no further look at the connection.
     #[inline]
     pub(super) fn is_calm(&self, lane: LaneId) -> bool {
-        self.calm.lane == Some(lane)
+        self.calm.lane == u64::from(lane.0)
     }
 
     /// Something may change that [`Calm`] promises.
     #[inline]
     pub(super) fn stir(&mut self) {
-        self.calm.lane = None;
+        self.calm.lane = NO_LANE;
     }
 
     /// Finds out whether the connection is [`Calm`].
@@ -46,7 +55,7 @@ impl Peer {
         let counts = lane.spec.reliable && self.stream.lane == Some(lane.spec.id);
         if quiet && settled && open && counts {
             let send_max = u64::from(lane.spec.eager_max.min(lane.spec.max_payload));
-            self.calm = Calm { lane: Some(lane.spec.id), send_max, place_max: lane.spec.whole_max };
+            self.calm = Calm { lane: u64::from(lane.spec.id.0), send_max, place_max: lane.spec.whole_max };
         }
     }
 
