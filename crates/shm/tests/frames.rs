@@ -82,6 +82,42 @@ fn short_frames_are_offered_without_a_poll_and_longer_ones_are_not() {
 }
 
 #[test]
+fn short_frames_are_put_into_their_slots_until_the_ring_is_full() {
+    let (mut a, mut b) = pair(&Options::default());
+    let bytes: Vec<u8> = (1..=25).collect();
+    let (mut put, mut count) = (Vec::new(), 0_u32);
+    while put.len() < 1 << 16 {
+        let len = [8, 0, 24, 8, 5, 13][put.len() % 6];
+        // SAFETY: as many bytes are there.
+        if !unsafe { a.put(&Head::new(9, len as u32), bytes.as_ptr(), len) } {
+            break;
+        }
+        put.push(len);
+    }
+    assert!(put.len() < 1 << 16, "a ring that nobody reads takes no more");
+    for len in &put {
+        let (mut memory, mut head) = ([0_u8; 24], Head::new(0, 0));
+        assert!(b.peek(&mut head));
+        assert_eq!(head, Head::new(9, *len as u32));
+        count += 1;
+        // SAFETY: the memory has as many bytes as the longest frame that is offered.
+        let told = unsafe { b.take(memory.as_mut_ptr(), *len, Some(count)) };
+        assert!(told, "nothing that was accepted waits");
+        assert_eq!((&memory[..*len], &memory[*len..]), (&bytes[..*len], &[0; 24][*len..]));
+        assert_eq!(a.published(), Ok(Some(count)));
+    }
+    assert!(!b.peek(&mut Head::new(0, 0)));
+    // SAFETY: as many bytes are there.
+    assert!(!unsafe { a.put(&Head::new(9, 25), bytes.as_ptr(), 25) }, "25 bytes do not fit into a slot");
+    // The ring has room again, which `post` finds out.
+    let payload = Payload { ptr: bytes.as_ptr(), len: 25, file: None, grant: None };
+    assert_eq!(a.post(&Tx { head: Head::new(9, 25), payload, token: 0 }), Ok(Post::Taken));
+    let mut sink = Keeper::default();
+    assert_eq!(b.poll(&mut sink, 1 << 20, true), Ok(true));
+    assert_eq!(Vec::from(sink.arrived), [(9, bytes)]);
+}
+
+#[test]
 fn frames_of_any_size_arrive_in_order() {
     both_stream(&Options::default(), 20_000, [false; 2]);
     both_stream(&Options { ring_bytes: 1, cma: false }, 20_000, [false; 2]);
