@@ -52,8 +52,15 @@ impl Word {
     #[inline]
     pub(crate) fn lock(&self) {
         if !self.take(FREE, LOCKED) {
-            self.lock_slow(false, None);
+            self.lock_contended();
         }
+    }
+
+    /// Without arguments, so that whoever locks a free mutex prepares none.
+    #[cold]
+    #[inline(never)]
+    fn lock_contended(&self) {
+        self.lock_slow(false, None);
     }
 
     #[cfg(not(loom))]
