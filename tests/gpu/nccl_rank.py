@@ -24,14 +24,16 @@ LONG_S = 8.0
 
 def main() -> None:
     task, rank, ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.cuda.set_device(rank)
+    # Where there are fewer GPUs than ranks, they share.
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl",
         init_method=f"file://{folder}/group",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=25),
-        device_id=torch.device("cuda", rank),
+        device_id=device,
     )
     result = TASKS[task](rank, ranks, folder)
     print(json.dumps(result), flush=True)

@@ -21,9 +21,9 @@ import crossrail.nccl
 sys.path.append(str(Path(__file__).parents[1] / "testbed"))
 
 from bed import SIDES, Bed, why_not
+from sharing import mps
 
 pytest.importorskip("torch.distributed")
-pytestmark = pytest.mark.gpus(2)
 
 RANK = Path(__file__).with_name("nccl_rank.py")
 LIMIT_S = 50.0
@@ -33,6 +33,18 @@ WAYS = {
     "one rail": {"CROSSRAIL_TLS": "tcp", "CROSSRAIL_NET_DEVICES": "127.0.0.1"},
     "four rails": {"CROSSRAIL_TLS": "tcp", "CROSSRAIL_NET_DEVICES": FOUR_RAILS},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared() -> Iterator[None]:
+    """Two ranks share a single GPU, if it can run kernels of both at once: NCCL is told that they are on two hosts."""
+    with contextlib.ExitStack() as stack:
+        if GPUS == 1:
+            try:
+                stack.enter_context(mps())
+            except RuntimeError as error:
+                pytest.skip(f"needs 2 GPUs: there is 1, and {error}")
+        yield
 
 
 class Job:
