@@ -15,6 +15,8 @@ from ep_ranks import Ranks
 from surroundings import Clock, denied, few_descriptors, full_disk, little_memory, other_users
 from together_tasks import START, Told
 
+import crossrail
+
 ALL = ("process_vm_readv", "process_vm_writev", "memfd_create", "pidfd_open", "pidfd_getfd", "io_uring_setup")
 SECRET = {"CROSSRAIL_SECRET": "a secret for the surroundings"}
 MESSAGES = """
@@ -32,6 +34,19 @@ try:
     print("whole")
 except crossrail.CrossrailError as error:
     print(type(error).__name__, error.reason, error)
+"""
+LISTENER = """
+import crossrail
+worker = crossrail.Worker(crossrail.Context(timeout=60, tls="tcp"))
+try:
+    worker.accept(timeout=0.25)  # the first long wait starts the watch for signals
+except crossrail.TimeoutError:
+    pass
+print(worker.address().hex(), flush=True)
+for _ in range(int(input())):
+    end, target = worker.accept(), bytearray(5)
+    assert worker.recv(target, source=end).wait().bytes == 5 and target == b"hello"
+    end.send(b"heard").wait()
 """
 MANY = """
 import os
@@ -161,6 +176,46 @@ def test_whoever_is_connected_goes_on_when_there_are_no_more_descriptors() -> No
     worker, memory = visit(MANY, few_descriptors(128)).splitlines()
     assert worker.startswith("ExhaustedError descriptors") and "ulimit -n" in worker, worker
     assert memory.startswith("ExhaustedError") and "Too many open files" in memory, memory
+
+
+def test_ranks_with_64_descriptors_live_a_whole_life_and_leave_nothing() -> None:
+    setup = Setup(3, max_tokens=8, hidden=128, local_experts=2, topk=3)
+    with Ranks(3, start=START, lease=30.0, before=dict.fromkeys(range(3), few_descriptors(64))) as ranks:
+        ranks.call("meet")
+        ranks.call("prepare", setup)
+        told: dict[int, Told] = ranks.call("together", Case(setup), 0.0, 60.0, 10, 0.0, timeout=150)
+        for rank, one in told.items():
+            assert (one.wrong, one.lost, one.experts_error, one.results) == ([], {}, "", {"whole": 10})
+            assert all(one.sent[peer] == told[peer].received[rank] > 0 for peer in told if peer != rank)
+        assert ranks.call("close_down") == {0: [], 1: [], 2: []}
+
+
+@pytest.mark.parametrize("limit", [63, 64])
+def test_an_end_of_few_descriptors_tells_a_peer_for_which_it_has_none_and_goes_on(limit: int) -> None:
+    with (
+        subprocess.Popen(
+            [*few_descriptors(limit), sys.executable, "-c", LISTENER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as listener,
+        crossrail.Worker(crossrail.Context(timeout=60, tls="tcp")) as worker,
+    ):
+        assert listener.stdin is not None and listener.stdout is not None
+        address, ends = bytes.fromhex(listener.stdout.readline()), []
+        with pytest.raises(crossrail.CrossrailError) as refused:
+            while True:
+                ends.append(worker.connect(address))
+        assert "refused by the peer" in str(refused.value), refused.value
+        assert f"its limit of open files is {limit}: raise ulimit -n" in str(refused.value), refused.value
+        listener.stdin.write(f"{len(ends)}\n")
+        listener.stdin.flush()
+        targets = [bytearray(5) for _ in ends]
+        inbound = [worker.recv(target, source=end) for target, end in zip(targets, ends, strict=True)]
+        for request in [end.send(b"hello") for end in ends] + inbound:
+            assert request.wait().bytes == 5
+        assert targets == [b"heard"] * len(ends)
+        assert listener.wait(60) == 0
 
 
 def test_too_little_address_space_is_an_error_that_says_so() -> None:

@@ -1,6 +1,9 @@
 //! What each end demands of the other before it looks at a proof, and why it closes otherwise.
 
+use std::fmt::Display;
+
 use crossrail_types::{Error, Reason};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::Uid;
 
 use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, FLAG_USER, Protocol, Reject, RejectCode, Reply};
@@ -36,8 +39,18 @@ pub(crate) fn foreign(secret: &Secret, what: &str) -> Option<Reject> {
     Some(Reject::new(RejectCode::Refused, text).because(Reason::UserDenied))
 }
 
+/// What an end says that has no descriptor for what its peer wants: trying again does not help, and the limit is its own.
+pub(crate) fn no_descriptor(why: impl Display) -> Reject {
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map(|(soft, _)| format!(" is {soft}")).unwrap_or_default();
+    let text = format!("{why}; its limit of open files{limit}: raise ulimit -n");
+    Reject::new(RejectCode::Full, text).because(Reason::Descriptors)
+}
+
 /// What an end says that cannot read the token of its user any more.
 pub(crate) fn unreadable(error: &Error) -> Refusal {
+    if error.reason == Some(Reason::Descriptors) {
+        return Refusal { reject: no_descriptor(&*error.detail), hint: None };
+    }
     refusal(RejectCode::Refused, Reason::UserDenied, &*error.detail, Some(SAME_USER))
 }
 

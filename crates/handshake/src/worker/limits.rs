@@ -1,5 +1,5 @@
 use std::net::IpAddr;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Reason};
 
-use crate::exchange::Exchange;
+use super::wire::WORKER;
+use crate::exchange::{Exchange, send_reject};
+use crate::message::{Reject, RejectCode};
 use crate::pending::Pending;
+use crate::terms::no_descriptor;
 
 /// Limits on handshakes in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +36,52 @@ pub(super) const MADE_ROOM: &str = "the handshake took long while others waited 
 /// The error of a handshake that has ended for another's.
 pub(super) fn made_room(exchange: &Exchange<'_>) -> Error {
     exchange.error(ErrorKind::Refused, MADE_ROOM).with_reason(Reason::Busy)
+}
+
+/// How long connections wait for a descriptor before they are turned away.
+const DESCRIPTOR_MAX: Duration = Duration::from_secs(1);
+
+/// A descriptor that is kept for the time when there is no other: with it a connection is accepted only to be told so, where
+/// it would wait in vain in the kernel's queue.
+pub(super) struct Spare {
+    held: Option<OwnedFd>,
+    /// Since when there was none.
+    since: Option<Instant>,
+}
+
+impl Spare {
+    /// Keeps a copy of `any`.
+    pub(super) fn new(any: BorrowedFd<'_>) -> Spare {
+        Spare { held: any.try_clone_to_owned().ok(), since: None }
+    }
+
+    /// There was a descriptor for a connection.
+    pub(super) fn rest(&mut self) {
+        self.since = None;
+    }
+
+    /// There was none, as `error` says. `accept` is called with one more if that has lasted, and the connection is turned
+    /// away; whether there was one.
+    pub(super) fn turn_away<C: AsFd>(
+        &mut self,
+        error: &Error,
+        any: BorrowedFd<'_>,
+        accept: impl FnOnce() -> Option<C>,
+    ) -> bool {
+        let mut lasts = || self.since.get_or_insert_with(Instant::now).elapsed() >= DESCRIPTOR_MAX;
+        if error.reason != Some(Reason::Descriptors) || !lasts() {
+            return false;
+        }
+        // Closed before the connection is accepted in its place.
+        let connection = self.held.take().map(drop).and_then(|()| accept());
+        if let Some(connection) = &connection {
+            send_reject(connection.as_fd(), &WORKER, &no_descriptor(&*error.detail));
+        }
+        let turned_away = connection.is_some();
+        drop(connection);
+        self.held = any.try_clone_to_owned().ok();
+        turned_away
+    }
 }
 
 /// Where a connection comes from, as far as limits tell connections apart.
@@ -74,18 +123,18 @@ impl HalfOpen {
         half_open: &Arc<HalfOpen>,
         source: Source,
         connection: BorrowedFd<'_>,
-    ) -> Result<(Slot, Option<OwnedFd>), String> {
+    ) -> Result<(Slot, Option<OwnedFd>), Reject> {
         let limits = &half_open.limits;
         let now = Instant::now();
-        let connection = connection.try_clone_to_owned().map_err(|error| format!("dup: {error}"))?;
+        let connection = connection.try_clone_to_owned().map_err(|error| no_descriptor(format!("dup: {error}")))?;
         let mut entries = half_open.entries.lock();
         let evicted = if entries.open.count(&source) >= limits.half_open_per_source {
             let limit = limits.half_open_per_source;
             let full = || format!("{limit} handshakes from this address are in progress, the limit for one address");
-            Some(entries.open.evict(&source, true, now).ok_or_else(full)?)
+            Some(entries.open.evict(&source, true, now).ok_or_else(|| Reject::new(RejectCode::Busy, full()))?)
         } else if entries.open.len() >= limits.half_open {
             let full = || format!("{} handshakes are in progress, the limit of this listener", limits.half_open);
-            Some(entries.open.evict(&source, false, now).ok_or_else(full)?)
+            Some(entries.open.evict(&source, false, now).ok_or_else(|| Reject::new(RejectCode::Busy, full()))?)
         } else {
             None
         };

@@ -21,7 +21,7 @@ use nix::unistd::Uid;
 use super::address::Address;
 use super::hello::{Device, Identity};
 use super::lane::{self, LaneName};
-use super::limits::{HalfOpen, Limits, MADE_ROOM, Slot, Source, made_room};
+use super::limits::{HalfOpen, Limits, MADE_ROOM, Slot, Source, Spare, made_room};
 use super::session::{self, Agreed, Session, Stream};
 use super::text::tcp_name;
 use super::wire::WORKER;
@@ -164,9 +164,10 @@ impl Listener {
             changed: Condvar::new(),
         });
         let own = Arc::clone(&acceptor);
+        let spare = Spare::new(acceptor.stop.as_fd());
         let accept = thread::Builder::new()
             .name("crossrail-accept".to_owned())
-            .spawn(move || accept_loop(&own, &sockets))
+            .spawn(move || accept_loop(&own, &sockets, spare))
             .map_err(|e| Error::io("listen", "spawn a thread", &e))?;
         Ok(Listener { acceptor, accept: Some(accept) })
     }
@@ -311,7 +312,7 @@ impl AsFd for Incoming {
     }
 }
 
-fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket]) {
+fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket], mut spare: Spare) {
     OWN_THREAD.set(true);
     let mut threads: Vec<JoinHandle<()>> = Vec::new();
     let mut paused_until: Option<Instant> = None;
@@ -339,11 +340,17 @@ fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket]) {
         threads.retain(|thread| !thread.is_finished());
         for (socket, _) in sockets.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
             match accept(socket) {
-                Ok(Some((incoming, source, from))) => threads.extend(receive(acceptor, incoming, source, from)),
+                Ok(Some((incoming, source, from))) => {
+                    spare.rest();
+                    threads.extend(receive(acceptor, incoming, source, from));
+                }
                 Ok(None) => {}
                 Err(error) => {
+                    let another = || accept(socket).ok().flatten().map(|(incoming, ..)| incoming);
+                    if !spare.turn_away(&error, acceptor.stop.as_fd(), another) {
+                        paused_until = Some(Instant::now() + EXHAUSTED_PAUSE);
+                    }
                     acceptor.rejected("listener", error);
-                    paused_until = Some(Instant::now() + EXHAUSTED_PAUSE);
                 }
             }
         }
@@ -397,10 +404,10 @@ fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: S
             }
             slot
         }
-        Err(text) => {
-            send_reject(incoming.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, &text));
-            let error = Error::new(ErrorKind::Refused, "accept", text).with_reason(Reason::Busy).with_peer(&from);
-            acceptor.rejected(&from, error);
+        Err(reject) => {
+            send_reject(incoming.as_fd(), &WORKER, &reject);
+            let error = Error::new(reject.code.kind(), "accept", &reject.text).with_peer(&from);
+            acceptor.rejected(&from, Error { reason: reject.reason, ..error });
             return None;
         }
     };

@@ -365,6 +365,36 @@ fn out_of_descriptors_it_waits_instead_of_spinning() {
     Challenge::decode(&WORKER, &challenge).unwrap();
 }
 
+#[test]
+fn out_of_descriptors_for_long_it_turns_peers_away_by_name() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(5.0);
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map(|(soft, hard)| Limit(soft, hard)).unwrap();
+    let free = std::io::stdin().as_fd().try_clone_to_owned().unwrap().as_raw_fd() as u64;
+    setrlimit(Resource::RLIMIT_NOFILE, free + 1, limit.1).unwrap();
+    for _ in 0..2 {
+        // It takes the only descriptor that is left.
+        let connection = TcpStream::connect(worker.control()).unwrap();
+        connection.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut told = Vec::new();
+        (&connection).read_to_end(&mut told).unwrap();
+        let reject = Reject::decode(&WORKER, &told).unwrap();
+        assert_eq!(reject.code, RejectCode::Full);
+        assert!(
+            reject.text.contains(&format!("its limit of open files is {}: raise ulimit -n", free + 1)),
+            "{}",
+            reject.text
+        );
+    }
+    drop(limit);
+    // It has kept what it needs to listen on.
+    let waiting = TcpStream::connect(worker.control()).unwrap();
+    let mut challenge = vec![0; WORKER.length(Kind::Challenge)];
+    waiting.set_read_timeout(Some(PATIENCE)).unwrap();
+    (&waiting).read_exact(&mut challenge).unwrap();
+    Challenge::decode(&WORKER, &challenge).unwrap();
+}
+
 /// A listener made by hand that serves one connection.
 fn serve<T: Send + 'static>(talk: impl FnOnce(TcpStream) -> T + Send + 'static) -> (SocketAddr, thread::JoinHandle<T>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
