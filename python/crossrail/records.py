@@ -148,6 +148,18 @@ class DevmemInfo(TypedDict):
     fix: str | None
 
 
+class Placement(TypedDict):
+    """Where threads that serve a network device or a GPU run.
+
+    `near_devices`: on the processors of the device's NUMA node, of those that this process may use (`nodes`); else
+    wherever the scheduler puts them, and `why_not` says why.
+    """
+
+    near_devices: bool
+    why_not: str | None
+    nodes: list[NumaNode]
+
+
 class TcpWay(TypedDict):
     """One of the kernel's ways to send or receive over TCP, beside send and recv, which always work.
 
@@ -286,6 +298,7 @@ class Info(TypedDict):
     devices: list[DeviceInfo]
     devmem: list[DevmemInfo]
     tcp_ways: list[TcpWay]
+    placement: Placement
     gpus: list[GpuInfo]
     cuda: CudaState
     settings: list[SettingValue]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -21,8 +22,10 @@ from leftovers import no_files_left
 
 import crossrail
 from crossrail.cli.command_line import BENCHES, COMMANDS
+from crossrail.cli.info import print_info
 from crossrail.cli.point_to_point.channel import CONTROL_TAG
-from crossrail.report import Report
+from crossrail.records import NumaNode
+from crossrail.report import Report, console
 
 COMMAND = [sys.executable, "-m", "crossrail"]
 QUICK = ("--size=8", "--iters=200", "--warmup=10")
@@ -508,10 +511,22 @@ def test_info_lists_transports_devices_and_settings(tmp_path: Path) -> None:
     assert {transport["name"] for transport in data["info"]["transports"]} >= {"shm", "tcp"}
     out = next(one for one in data["info"]["transports"] if one["name"] == "tcp")
     assert out["usable"] or out["reason"]
+    placement = data["info"]["placement"]
+    assert placement["near_devices"] is (placement.get("why_not") is None)
+    assert (placement.get("why_not") or "NUMA node") in " ".join(done.stdout.split())
     for way in data["info"]["tcp_ways"]:
         assert way["reason"] and way["possible"] is (way["fix"] is None), way
         assert way["name"] in done.stdout
     assert {"io_uring", "MSG_ZEROCOPY", "SO_BUSY_POLL"} < {way["name"] for way in data["info"]["tcp_ways"]}
+
+
+def test_info_says_where_threads_run() -> None:
+    info = crossrail.Context(environment=False).info()
+    nodes: list[NumaNode] = [{"node": 0, "cpus": [0, 1]}, {"node": 1, "cpus": [2]}]
+    info["placement"] = {"near_devices": True, "why_not": None, "nodes": nodes}
+    out = io.StringIO()
+    print_info(info, console(out))
+    assert "(2 of node 0, 1 of node 1); CROSSRAIL_AFFINITY=off" in " ".join(out.getvalue().split())
 
 
 def test_compare_prints_ratios(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ pub(crate) const ROOMS: &[Room] = &[
     room("kernels", "crossrail-kernels", &["cuda", "types"]),
     Room { for_tests: true, ..room("emulator", "crossrail-emulator", &["kernels", "cuda", "types"]) },
     room("cuda-ipc", "crossrail-cuda-ipc", &["cuda", "kernels", "transport", "types"]),
-    room("gpu", "crossrail-gpu", &["locks", "shm", "cuda-ipc", "kernels", "cuda", "types"]),
+    room("gpu", "crossrail-gpu", &["locks", "shm", "topology", "cuda-ipc", "kernels", "cuda", "types"]),
     room(
         "engine",
         "crossrail",

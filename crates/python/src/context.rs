@@ -276,6 +276,15 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
         row.set_item("fix", way.fix)
     })?;
     all.set_item("tcp_ways", ways)?;
+    let placement = PyDict::new(py);
+    placement.set_item("near_devices", info.placement.why_not().is_none())?;
+    placement.set_item("why_not", info.placement.why_not())?;
+    let nodes = rows(py, info.placement.nodes(), |row, node| {
+        row.set_item("node", node.node)?;
+        row.set_item("cpus", &node.cpus)
+    })?;
+    placement.set_item("nodes", nodes)?;
+    all.set_item("placement", placement)?;
     let gpus = rows(py, &info.gpus, |row, gpu| {
         row.set_item("pci", &gpu.pci)?;
         row.set_item("model", &gpu.model)?;

@@ -57,23 +57,26 @@ impl Tree {
     pub fn cpus(&self) -> Result<Cpus> {
         let set = sched_getaffinity(Pid::from_raw(0))
             .map_err(|errno| Error::io("query CPU affinity", "sched_getaffinity", &errno.into()))?;
-        let nodes = self.sys.join("devices/system/node");
-        let mut numa_nodes: Vec<NumaNode> = names(&nodes)
-            .iter()
-            .filter_map(|name| {
-                let node = name.strip_prefix("node")?.parse().ok()?;
-                let cpus = cpu_list(&text(&nodes.join(name).join("cpulist"))?)?;
-                Some(NumaNode { node, cpus })
-            })
-            .collect();
-        numa_nodes.sort_by_key(|node| node.node);
         let info = text(&self.proc.join("cpuinfo")).unwrap_or_default();
         Ok(Cpus {
             allowed: (0..CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).count(),
             quota: self.cpu_quota(),
             model: info.lines().find_map(|line| field(line, "model name")).map(str::to_owned),
-            numa_nodes,
+            numa_nodes: self.numa_nodes(),
         })
+    }
+
+    /// The NUMA nodes with processors, by number.
+    pub(crate) fn numa_nodes(&self) -> Vec<NumaNode> {
+        let nodes = self.sys.join("devices/system/node");
+        let node = |name: &String| {
+            let node = name.strip_prefix("node")?.parse().ok()?;
+            let cpus = cpu_list(&text(&nodes.join(name).join("cpulist"))?)?;
+            Some(NumaNode { node, cpus })
+        };
+        let mut found: Vec<NumaNode> = names(&nodes).iter().filter_map(node).collect();
+        found.sort_by_key(|node| node.node);
+        found
     }
 
     /// The machine and its memory.

@@ -11,6 +11,7 @@ mod gpu;
 mod host;
 mod memory;
 mod nic;
+mod placement;
 mod select;
 #[cfg(test)]
 mod testing;
@@ -21,6 +22,7 @@ pub use gpu::GpuSeen;
 pub use host::{Cpus, Machine, NumaNode};
 pub use memory::HostMemory;
 pub use nic::{Interface, Nic};
+pub use placement::Placement;
 pub use select::{NetDevice, select};
 pub use tree::Tree;
 

@@ -19,6 +19,16 @@ impl Channels {
     }
 }
 
+/// Where threads that serve a device run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Affinity {
+    /// On the processors of the device's NUMA node, on machines with several.
+    #[default]
+    Auto,
+    /// Wherever the scheduler puts them.
+    Off,
+}
+
 /// The number of network I/O threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IoThreads {

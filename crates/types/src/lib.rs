@@ -20,7 +20,7 @@ mod size;
 mod unpack;
 
 pub use checksum::Checksum;
-pub use counts::{Channels, IoThreads};
+pub use counts::{Affinity, Channels, IoThreads};
 pub use error::{Error, ErrorKind, Result, Source};
 pub use head::{HEAD_LEN, Head};
 pub use ids::{EndpointId, LaneId, OpId};

@@ -7,14 +7,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::checksum::Checksum;
-use crate::counts::{Channels, IoThreads};
+use crate::counts::{Affinity, Channels, IoThreads};
 use crate::error::{Error, ErrorKind, Result};
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
 use crate::unpack::Unpack;
 
+#[path = "settings_found.rs"]
+mod found;
 #[path = "settings_places.rs"]
 mod places;
 
+use found::{AFFINITY, CHANNELS, IO_THREADS};
 use places::{METRICS, PAGES, STORE};
 
 const PREFIX: &str = "CROSSRAIL_";
@@ -480,32 +483,6 @@ const TIMEOUT: Codec<Duration> = Codec {
     show: |time| Some(format_duration(*time)),
 };
 
-const CHANNELS: Codec<Channels> = Codec {
-    parse: |text| match text.trim() {
-        "auto" => Ok(Channels::Auto),
-        number => (count::<1, 64>().parse)(number).map(Channels::Count),
-    },
-    show: |channels| {
-        Some(match channels {
-            Channels::Auto => "auto".to_owned(),
-            Channels::Count(count) => count.to_string(),
-        })
-    },
-};
-
-const IO_THREADS: Codec<IoThreads> = Codec {
-    parse: |text| match text.trim() {
-        "auto" => Ok(IoThreads::Auto),
-        number => (count::<1, 256>().parse)(number).map(IoThreads::Count),
-    },
-    show: |threads| {
-        Some(match threads {
-            IoThreads::Auto => "auto".to_owned(),
-            IoThreads::Count(count) => count.to_string(),
-        })
-    },
-};
-
 const SECRET: Codec<Option<Secret>> = Codec {
     parse: |text| Secret::new(text).map(Some).map_err(|error| error.detail),
     show: |secret| secret.as_ref().map(|_| "(hidden)".to_owned()),
@@ -574,6 +551,9 @@ settings! {
     /// Number of network I/O threads.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;
+    /// Whether threads of connections and of GPUs keep to the processors of their device's NUMA node.
+    affinity: Affinity = Affinity::Auto,
+        "CROSSRAIL_AFFINITY" accepts "`auto`: on machines with several nodes, `off`" as AFFINITY;
     /// Timeout of any wait for which the call specifies none.
     timeout: Duration = Duration::from_secs(30),
         "CROSSRAIL_TIMEOUT" accepts "a duration from 1ms to 24h: seconds such as `1.5`, or `500ms`, `30s`, `2m`" as TIMEOUT;

@@ -18,7 +18,7 @@ fn an_empty_environment_yields_the_defaults() {
     assert_eq!(settings.chunk, 2 << 20);
     assert_eq!(settings.window, 16);
     assert_eq!(settings.channels, Channels::Auto);
-    assert_eq!(settings.io_threads, IoThreads::Auto);
+    assert_eq!((settings.io_threads, settings.affinity), (IoThreads::Auto, Affinity::Auto));
     assert_eq!(settings.timeout, Duration::from_secs(30));
     assert!(settings.secret.is_none() && settings.secret_file.is_none());
     assert_eq!(settings.log, LogLevel::Warn);
@@ -37,6 +37,7 @@ fn every_setting_is_parsed() {
         ("CROSSRAIL_BOUNCE", "64M"),
         ("CROSSRAIL_UNPACK", "d2d"),
         ("CROSSRAIL_IO_THREADS", "2"),
+        ("CROSSRAIL_AFFINITY", "off"),
         ("CROSSRAIL_TIMEOUT", "1.5"),
         ("CROSSRAIL_SECRET", "hunter2"),
         ("CROSSRAIL_STORE", "etcd://10.0.0.1:2379,[fd00::2]:2379"),
@@ -49,7 +50,7 @@ fn every_setting_is_parsed() {
     assert_eq!((settings.bounce, settings.unpack), (64 << 20, Unpack::D2d));
     assert_eq!(settings.control_device.as_deref(), Some("eth0"));
     assert_eq!((settings.chunk, settings.window, settings.channels), (512 << 10, 32, Channels::Count(4)));
-    assert_eq!(settings.io_threads, IoThreads::Count(2));
+    assert_eq!((settings.io_threads, settings.affinity), (IoThreads::Count(2), Affinity::Off));
     assert_eq!(settings.timeout, Duration::from_millis(1500));
     assert_eq!(settings.secret.as_ref().map(Secret::expose), Some(&b"hunter2"[..]));
     assert_eq!(settings.store.as_deref(), Some("etcd://10.0.0.1:2379,[fd00::2]:2379"));

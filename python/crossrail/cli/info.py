@@ -96,6 +96,7 @@ def print_info(info: Info, to: Console) -> None:
     _print_devices(info, to)
     _print_devmem(info, to)
     _print_tcp_ways(info, to)
+    _print_placement(info, to)
     to.print(f"GPUs: {len(info['gpus'])} seen on the PCI bus" if info["gpus"] else "GPUs: none found")
     for gpu in info["gpus"]:
         to.print("  " + ", ".join(f"{name} {'-' if value is None else value}" for name, value in gpu.items()))
@@ -194,6 +195,19 @@ def _print_tcp_ways(info: Info, to: Console) -> None:
         state = "yes" if way["used"] else "no" if way["possible"] else "not possible"
         ways.add_row(way["name"], state, "; ".join(part for part in (way["reason"], way["fix"]) if part))
     to.print(ways)
+
+
+def _print_placement(info: Info, to: Console) -> None:
+    """Prints on which processors threads of network devices and GPUs run."""
+    placement = info["placement"]
+    if placement["near_devices"]:
+        counts = ", ".join(f"{len(node['cpus'])} of node {node['node']}" for node in placement["nodes"])
+        to.print(
+            "threads of connections and GPUs: on the processors of their device's NUMA node, where that is known "
+            f"({counts}); CROSSRAIL_AFFINITY=off lets the scheduler choose\n"
+        )
+    else:
+        to.print(f"threads of connections and GPUs: wherever the scheduler puts them: {placement['why_not']}\n")
 
 
 def _print_devmem(info: Info, to: Console) -> None:

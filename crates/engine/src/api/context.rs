@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossrail_gpu::{CudaState, Devices};
 use crossrail_tcp::Way as TcpWay;
-use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic};
+use crossrail_topology::{Cpus, Distance, GpuSeen, Machine, NetDevice, Nic, Placement};
 use crossrail_types::{Result, Settings};
 
 use crate::environment::{self, Environment};
@@ -35,6 +35,8 @@ pub struct Info {
     pub devmem: Vec<DevmemInfo>,
     /// Ways of the kernel to send over TCP: which of them are possible and used, and why not the others.
     pub tcp_ways: Vec<TcpWay>,
+    /// Where threads that serve a network device or a GPU run.
+    pub placement: Placement,
     /// Graphics processors that were seen.
     pub gpus: Vec<GpuSeen>,
     /// What CUDA has here, or why there is none.
@@ -198,6 +200,7 @@ impl Context {
             devices: devices(self.0.settings(), &nics, chosen.as_deref().unwrap_or(&[])),
             devmem: nics.iter().filter(|nic| !nic.virtual_).map(devmem).collect(),
             tcp_ways: crossrail_tcp::ways(),
+            placement: self.0.placement().clone(),
             distances: distances(&nics, &gpus),
             gpus,
             cuda,

@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use crossrail_cuda_ipc::Domain;
 use crossrail_gpu::{CudaState, Devices};
 use crossrail_shm::Arena;
-use crossrail_topology::{Cpus, Machine, NetDevice, Nic};
+use crossrail_topology::{Cpus, Machine, NetDevice, Nic, Placement};
 use crossrail_types::{Origin, Rails, Result, Settings};
 
 pub(crate) use self::breadth::Breadth;
@@ -27,6 +27,7 @@ pub(crate) struct Environment {
     nics: Vec<Nic>,
     machine: Machine,
     cpus: Cpus,
+    placement: Placement,
 }
 
 impl Environment {
@@ -58,9 +59,16 @@ impl Environment {
         let gpus = gpus(&settings, arena.clone());
         let ipc_domain = OnceLock::new();
         let origin = Origin::here();
-        let environment = Environment { origin, arena, gpus, ipc_domain, gpus_seen, nics, machine, cpus, settings };
+        let placement = Placement::here(settings.affinity);
+        let environment =
+            Environment { origin, arena, gpus, ipc_domain, gpus_seen, nics, machine, cpus, placement, settings };
         environment.rails()?;
         Ok(environment)
+    }
+
+    /// Where threads that serve a device run.
+    pub(crate) fn placement(&self) -> &Placement {
+        &self.placement
     }
 
     /// The process that made it.

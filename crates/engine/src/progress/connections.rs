@@ -50,9 +50,11 @@ impl Connections {
         self.driven().wake_always();
     }
 
-    /// The group for one more connection: of those with threads the first that has the fewest, if there are any.
-    pub(super) fn emptiest(&self) -> usize {
-        (1..self.0.len()).min_by_key(|at| self.0[*at].lanes()).unwrap_or(0)
+    /// The group for one more connection over a device on that NUMA node: of those with threads one that has the fewest,
+    /// if there are any. `started`: the nodes that the threads of the first groups were placed by.
+    pub(super) fn emptiest(&self, started: &[Option<u32>], node: Option<u32>) -> usize {
+        let lanes: Vec<usize> = self.0.iter().skip(1).map(Group::lanes).collect();
+        emptiest(&lanes, started, node).map_or(0, |at| at + 1)
     }
 
     /// Connections beside the first of a rail, of all groups.
@@ -67,6 +69,15 @@ impl Connections {
             group.pump(progress);
         }
     }
+}
+
+/// Of threads with so many connections each one that has the fewest: one that was placed by that node or that has not
+/// started, if possible. Threads start in their order.
+fn emptiest(lanes: &[usize], started: &[Option<u32>], node: Option<u32>) -> Option<usize> {
+    let fewest = lanes.iter().min()?;
+    let mut emptiest = (0..lanes.len()).filter(|at| lanes[*at] == *fewest);
+    let near = emptiest.clone().find(|at| started.get(*at).is_none_or(|placed| *placed == node));
+    near.or_else(|| emptiest.next())
 }
 
 impl Group {
@@ -172,5 +183,23 @@ impl Sink for OutsideSink<'_> {
             }
         }
         self.shared.after(core);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::emptiest;
+
+    #[test]
+    fn connections_are_spread_and_kept_to_threads_of_their_node() {
+        assert_eq!(emptiest(&[], &[], None), None);
+        // The first thread that has not started, and then those of the same node.
+        assert_eq!(emptiest(&[0, 0, 0], &[], Some(1)), Some(0));
+        assert_eq!(emptiest(&[1, 0, 0], &[Some(1)], Some(0)), Some(1));
+        assert_eq!(emptiest(&[1, 1, 1], &[Some(1), Some(0), None], Some(0)), Some(1));
+        assert_eq!(emptiest(&[1, 1, 1], &[Some(1), Some(0), None], None), Some(2));
+        // Equal shares come first.
+        assert_eq!(emptiest(&[1, 2, 1], &[Some(1), Some(0), Some(1)], Some(0)), Some(0));
+        assert_eq!(emptiest(&[1, 0, 0], &[Some(1), Some(0)], Some(1)), Some(2), "one that has not started");
     }
 }

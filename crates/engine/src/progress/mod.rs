@@ -63,7 +63,7 @@ pub(crate) struct Progress {
     /// Callers pump the first connection to each peer, although others have threads.
     pumps_first: bool,
     /// Groups of connections whose threads run. Locked while a connection gets its group.
-    pumping: Mutex<usize>,
+    pumping: Mutex<Vec<Option<u32>>>,
     events: EventsFd,
     /// Notified when an operation has finished, for threads in [`Progress::wait_until`] that sleep.
     done: Condvar,
@@ -99,7 +99,7 @@ impl Progress {
             core: Mutex::new(core),
             connections,
             pumps_first,
-            pumping: Mutex::new(0),
+            pumping: Mutex::default(),
             events,
             done: Condvar::new(),
             inbox,
@@ -129,18 +129,27 @@ impl Progress {
 
     /// Has a connection that carries chunks polled from now on; the first of a group starts the group's thread. `first`:
     /// it is its rail's first, which callers pump themselves where no other rail has one: a short transfer is over before
-    /// another thread is awake. They pump those, too, for which the system refuses a thread.
+    /// another thread is awake. They pump those, too, for which the system refuses a thread. `node`: that of its device; a
+    /// thread keeps to the processors of its first connection's.
     ///
     /// # Errors
     /// `Io` when the system refuses to watch the connection's descriptor.
-    pub(crate) fn carry(self: &Arc<Self>, lane: Arc<BulkLane>, first: bool) -> Result<()> {
+    pub(crate) fn carry(self: &Arc<Self>, lane: Arc<BulkLane>, first: bool, node: Option<u32>) -> Result<()> {
         let mut pumping = self.pumping.lock();
-        let mut at = if first && self.pumps_first { 0 } else { self.connections.emptiest() };
-        if at > *pumping {
+        let placement = self.environment.placement();
+        let node = node.filter(|_| placement.near(node).is_some());
+        let mut at = if first && self.pumps_first { 0 } else { self.connections.emptiest(&pumping, node) };
+        if at > pumping.len() {
             let progress = self.clone();
-            match self.spawn(&format!("crossrail-io{at}"), move || progress.pump_forever(at)) {
+            let pump = move || {
+                if let Err(why) = progress.environment.placement().stay_near(node) {
+                    progress.log.warn(format_args!("a thread of connections runs anywhere: {why}"));
+                }
+                progress.pump_forever(at);
+            };
+            match self.spawn(&format!("crossrail-io{at}"), pump) {
                 Ok(_) => {
-                    *pumping = at;
+                    pumping.push(node);
                     self.core.lock().use_threads();
                 }
                 Err(error) => {

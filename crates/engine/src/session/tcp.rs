@@ -343,6 +343,7 @@ pub(super) fn lane_arrived(
         device: route.device,
         loopback,
         fast: is_fast(loopback, [device.as_ref().and_then(|device| device.speed_mbps)]),
+        node: device.as_ref().and_then(|device| device.numa_node),
         interface: device.map(|device| device.interface),
     };
     match Carrier::of(lane.channel) {
@@ -366,6 +367,8 @@ struct LocalRail {
     /// The name of the device.
     device: String,
     interface: Option<String>,
+    /// The NUMA node of the device.
+    node: Option<u32>,
     loopback: bool,
     /// One connection can't fill it, as far as is known.
     fast: bool,
@@ -376,6 +379,7 @@ impl LocalRail {
         LocalRail {
             device: rail.mine.name.clone(),
             interface: Some(rail.mine.interface.clone()),
+            node: rail.mine.numa_node,
             loopback: rail.mine.loopback,
             fast: is_fast(rail.mine.loopback, [rail.mine.speed_mbps, rail.theirs.speed_mbps]),
         }
@@ -481,7 +485,7 @@ fn add_lane(
         true => sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel)),
         false => Vec::new(),
     };
-    add_lane_of(sessions, endpoint, (name, rail.fast), lane, record)?;
+    add_lane_of(sessions, endpoint, (name, rail), lane, record)?;
     if !earlier.is_empty() {
         let mut core = sessions.progress.core();
         for id in earlier {
@@ -496,7 +500,7 @@ fn add_lane(
 fn add_lane_of(
     sessions: &Arc<Sessions>,
     endpoint: EndpointId,
-    (name, fast): (LaneName, bool),
+    (name, rail): (LaneName, &LocalRail),
     lane: Box<dyn Lane>,
     record: LaneRecord,
 ) -> Result<()> {
@@ -510,13 +514,13 @@ fn add_lane_of(
         cost_ns: 1000 + u64::from(name.rail) * 100 + u64::from(name.channel & !Carrier::Ucx.bits()),
         ..record.spec(id, true)
     };
-    let bulk = Arc::new(BulkLane::new(endpoint, lane, among(sessions, name, fast)));
+    let bulk = Arc::new(BulkLane::new(endpoint, lane, among(sessions, name, rail.fast)));
     let mut core = sessions.progress.core();
     if !core.transfers().add_bulk_lane(&bulk, record, spec) {
         return Err(gone("connect"));
     }
     sessions.progress.after(core);
-    sessions.progress.carry(bulk, name.channel & MESSAGE_CHANNEL == 0)
+    sessions.progress.carry(bulk, name.channel & MESSAGE_CHANNEL == 0, rail.node)
 }
 
 /// Dials a lost lane again. `Ok(None)`: it is not lost any more, or cannot be dialled from here. The name of its device,

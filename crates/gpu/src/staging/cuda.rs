@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crossrail_cuda::{Context, Deferred, Event, RegisteredMemory, Stream};
 use crossrail_shm::Arena;
+use crossrail_topology::Placement;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use super::bounce::Bounce;
@@ -31,6 +32,10 @@ impl Stager {
             // Current for the thread's lifetime: no call has to set it, and none disturbs a capture.
             match context.enter() {
                 Ok(_entered) => {
+                    // Near the GPU, as its bounce memory is; if that is refused, the thread runs anywhere.
+                    if let Ok(node @ Some(_)) = context.device().numa_node() {
+                        let _ = Placement::here(settings.affinity).stay_near(node);
+                    }
                     let made = make(&context, &settings, &setup);
                     setup.run(made);
                 }
