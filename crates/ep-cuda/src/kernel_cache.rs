@@ -7,7 +7,7 @@ use std::time::Duration;
 use crossrail_cuda::Context;
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_kernels::Kernels;
-use crossrail_kernels::ep::{EpKernels, Shape};
+use crossrail_kernels::ep::{EpKernels, LayoutKernel, Shape};
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
@@ -32,12 +32,25 @@ pub(crate) fn load(context: &Context, settings: &Settings, shape: &Shape) -> Res
     if let Some(kernels) = kept.upgrade() {
         return Ok(kernels);
     }
-    let library = Library::find(&SearchPath::standard())
-        .map_err(|why| Error::new(ErrorKind::Unsupported, "ExpertBuffer", why.to_string()))?;
-    let compiler = Compiler::of(library, settings);
+    let compiler = compiler("ExpertBuffer", settings)?;
     let kernels = Arc::new(EpKernels::load(context, &compiler, shape, settings.timeout)?);
     *kept = Arc::downgrade(&kernels);
     Ok(kernels)
+}
+
+/// The kernel that counts tokens, from the cache folder in `settings`, or compiled now.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn layout(context: &Context, settings: &Settings) -> Result<LayoutKernel> {
+    let compiler = compiler("layout", settings)?;
+    LayoutKernel::load(context, &compiler, settings.timeout)
+}
+
+fn compiler(operation: &str, settings: &Settings) -> Result<Compiler> {
+    let library = Library::find(&SearchPath::standard())
+        .map_err(|why| Error::new(ErrorKind::Unsupported, operation, why.to_string()))?;
+    Ok(Compiler::of(library, settings))
 }
 
 /// Loaded kernels, and the time that took.

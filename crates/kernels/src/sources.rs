@@ -65,6 +65,10 @@ pub const EP_SLOTS: Source<'static> =
 pub const EP_RANK: Source<'static> =
     Source { name: "kernels/ep_rank.cu", text: text!("kernels/ep_rank.cu"), headers: HEADERS };
 
+/// Counts a batch's tokens by where they go.
+pub const EP_LAYOUT: Source<'static> =
+    Source { name: "kernels/ep_layout.cu", text: text!("kernels/ep_layout.cu"), headers: HEADERS };
+
 /// Whether an architecture has bulk copies.
 pub fn has_bulk(arch: Arch) -> bool {
     arch.major >= 9
@@ -72,7 +76,7 @@ pub fn has_bulk(arch: Arch) -> bool {
 
 /// Every source that there is for an architecture, but those that are compiled for a shape.
 pub fn all(arch: Arch) -> Vec<Source<'static>> {
-    let mut sources = vec![UNPACK, COPY, PUT, FLAG];
+    let mut sources = vec![UNPACK, COPY, PUT, FLAG, EP_LAYOUT];
     if has_bulk(arch) {
         sources.push(COPY_BULK);
     }

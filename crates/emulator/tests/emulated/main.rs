@@ -5,6 +5,7 @@ mod copies;
 mod duplicates;
 mod elastic;
 mod expert_layout;
+mod layout;
 mod machine;
 mod rank_layout;
 mod slots;

@@ -146,6 +146,33 @@ constexpr u32 EP_SENT_BITS = 26;
 // In place of a row number: no row.
 constexpr u32 EP_NOWHERE = 4294967295;
 
+// Threads of the only block of `layout`.
+constexpr u32 EP_LAYOUT_THREADS = 1024;
+
+// Arguments of `layout`, which counts the tokens of a batch by where they go.
+struct EpLayoutArgs {
+    // Expert ids i64[tokens][topk]; those that are none of the experts count as none.
+    u64 topk_idx;
+    // Items from one token's ids to the next one's.
+    u64 stride;
+    // Becomes the tokens of each rank, i32[ranks].
+    u64 out_ranks;
+    // Becomes the selections of each expert, i32[experts].
+    u64 out_experts;
+    // Becomes 1 where a token goes to a rank, else 0, u8[tokens][ranks].
+    u64 out_in_rank;
+    // Number of tokens.
+    u32 tokens;
+    // Selections of a token.
+    u32 topk;
+    // Number of experts, a multiple of that of ranks.
+    u32 experts;
+    // Number of ranks, at most 64.
+    u32 ranks;
+};
+
+static_assert(sizeof(EpLayoutArgs) == 56, "EpLayoutArgs");
+
 // Offsets and strides of everything in a heap; the same on every rank.
 struct EpHeap {
     // Control words, u64: a line of EP_LINE bytes for each source rank, which alone writes it.

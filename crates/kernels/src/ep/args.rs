@@ -110,10 +110,33 @@ constants! {
     EP_SENT_BITS: u32 = 26;
     /// In place of a row number: no row.
     EP_NOWHERE: u32 = 0xffff_ffff;
+    /// Threads of the only block of `layout`.
+    EP_LAYOUT_THREADS: u32 = 1024;
 }
 
 layouts! {
     layout_ep, "csrc/layout/ep.cuh";
+    /// Arguments of `layout`, which counts the tokens of a batch by where they go.
+    EpLayoutArgs {
+        /// Expert ids i64[tokens][topk]; those that are none of the experts count as none.
+        topk_idx: u64,
+        /// Items from one token's ids to the next one's.
+        stride: u64,
+        /// Becomes the tokens of each rank, i32[ranks].
+        out_ranks: u64,
+        /// Becomes the selections of each expert, i32[experts].
+        out_experts: u64,
+        /// Becomes 1 where a token goes to a rank, else 0, u8[tokens][ranks].
+        out_in_rank: u64,
+        /// Number of tokens.
+        tokens: u32,
+        /// Selections of a token.
+        topk: u32,
+        /// Number of experts, a multiple of that of ranks.
+        experts: u32,
+        /// Number of ranks, at most 64.
+        ranks: u32,
+    }
     /// Offsets and strides of everything in a heap; the same on every rank.
     EpHeap {
         /// Control words, u64: a line of EP_LINE bytes for each source rank, which alone writes it.
