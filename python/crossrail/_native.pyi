@@ -81,12 +81,15 @@ __all__ = [
     "Memory",
     "PendingCombine",
     "PendingDispatch",
+    "RankCalls",
     "Receipt",
     "Receive",
+    "Recorder",
     "Region",
     "RegionKey",
     "Request",
     "StoreServer",
+    "TokenLayout",
     "Worker",
     "_Alltoallv",
     "_DeviceEp",
@@ -594,6 +597,46 @@ class ExpertCalls:
         beside: Any,
         send_only: Any,
     ) -> tuple[Any, Any, Receive | None] | None: ...
+
+@final
+class RankCalls:
+    def __new__(cls, frame: Any) -> Self: ...
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        stats: Any,
+        per_expert: Any,
+        max_rows: int,
+        expert_alignment: Any,
+        say: int,
+    ) -> (
+        tuple[
+            tuple[Any, Any, Any, Any],
+            Any,
+            Any,
+            DeviceHandle,
+            DeviceOperation,
+            DeviceRegion,
+            tuple[list[int], list[int]] | None,
+            bool,
+        ]
+        | None
+    ): ...
+    def combine(
+        self, y: Any, handle: DeviceHandle, topk_weights: Any, bias: Any
+    ) -> tuple[Any, Any, DeviceOperation] | None: ...
+
+@final
+class TokenLayout:
+    def __new__(cls, frame: Any) -> Self: ...
+    def count(self, topk_idx: Any, experts: Any) -> tuple[Any, Any, Any] | None: ...
+
+@final
+class Recorder:
+    # As `Receive`.
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
 
 @final
 class Receive:

@@ -306,6 +306,12 @@ class TwinMachine:
             self.made.append(TwinExperts(self.meeting, self.rank, kind, max_tokens, name))
         return self.made[-1]
 
+    def prepared_calls(self, buffer: Any, kind: Any) -> None:
+        """None are prepared."""
+
+    def token_layout(self) -> None:
+        """PyTorch counts."""
+
     def variant(self, buffer: TwinExperts, kind: Any) -> TwinExperts:
         return type(buffer)(self.meeting, self.rank, kind, buffer.most, buffer.name)
 

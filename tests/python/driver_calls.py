@@ -12,22 +12,18 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
+from driver_ranks import ElasticRank, NormalRank, Streams, prepare
 from host_torch import torch
 
 from crossrail import ExpertBuffer, Group
 from crossrail._calls import Sizes
-from crossrail._device_arrays import CallStreams, TorchArrays
 from crossrail._expert_calls import Frame
 from crossrail._native import ExpertCalls
-from crossrail.deep_ep import EventOverlap
 from crossrail.deep_ep.buffer import Buffer, answer_of
-from crossrail.deep_ep.events import Turn
-from crossrail.deep_ep.pool import Gpu, Kind
+from crossrail.deep_ep.pool import Kind
 
-MAIN, OWN = 0x5000, 0x6000
 EXPERTS, MOST, TOPK, HIDDEN = 8, 4, 2, 512
 PAIRS = 64
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -36,34 +32,6 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "async_finish": {"async_finish": True},
 }
 COUNTED = ["push", "pop", "current", "owner", "capturing", "mode", "wait", "record", "query", "launch"]
-
-
-class Streams:
-    """See `deep_ep.events.Streams`: handles that the driver takes."""
-
-    last_handle = MAIN
-
-    @staticmethod
-    def current_raw(ordinal: int) -> int:
-        return MAIN
-
-    def beside(self) -> int:
-        return OWN
-
-    def follow(self, handle: int) -> None:
-        self.last_handle = handle
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def turn(self, previous: Any = None, beside: bool = False) -> Turn:
-        return Turn(MAIN, apart=False)
-
-    def overlap(self, operation: Any, tensors: Any) -> EventOverlap:
-        if tensors is None:
-            return EventOverlap()
-        event = operation.event()
-        return EventOverlap(SimpleNamespace(current_stream_wait=lambda: event.wait(MAIN)), tensors)  # type: ignore[arg-type]
 
 
 class OneRank(Buffer):
@@ -85,55 +53,33 @@ class OneRank(Buffer):
         self.experts.destroy()
 
 
-class HostTensors(TorchArrays):
-    """PyTorch's tensors of the host, as if they were on the GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(torch, 0)
-        self.device, self.ordinal = torch.empty(1).device, -1
-
-    def streams(self, stream: Any, operation: str) -> CallStreams:
-        return CallStreams(MAIN, None)
-
-    def shown(self, array: Any) -> Any:
-        tensor = torch.empty(tuple(array.shape), dtype=self.dtypes[array.dtype])
-        tensor.memory = array
-        return tensor
-
-
-class OneGpu(Gpu):
-    """See `deep_ep.pool.Gpu`."""
-
-    def __init__(self) -> None:
-        streams: Any = Streams()
-        self.device, self.streams = torch.empty(1).device, streams
-
-    def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> ExpertBuffer:
-        made = ExpertBuffer(Group(size=1), **kind.parameters(max_tokens), device="cuda:0", regions=2)
-        arrays = HostTensors()
-        made._operations.arrays_of = lambda value: arrays  # type: ignore[method-assign,union-attr]
-        return made
-
-    def bytes(self, kind: Kind, max_tokens: int) -> int:
-        return max_tokens
-
-
-class NormalRank(Buffer):
-    """A buffer of one rank for normal mode."""
-
-    def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
-        alone = SimpleNamespace(rank=0, size=1, step=lambda: None, exchange=lambda message: [message])
-        return alone, OneGpu()
-
-
-def chain(buffer: Buffer) -> None:
-    """A dispatch for which the host waits, and a combine."""
+def chain(buffer: Buffer, kind: str = "bf16") -> None:
+    """What says where tokens go, a dispatch for which the host waits, and a combine."""
     x, idx = torch.ones(MOST, HIDDEN, dtype=torch.bfloat16), torch.zeros(MOST, TOPK, dtype=torch.int64)
-    given = {"num_tokens_per_expert": torch.zeros(EXPERTS, dtype=torch.int32)}
+    if kind == "fp8":
+        x = (torch.empty(MOST, HIDDEN, dtype=torch.float8_e4m3fn), torch.ones(MOST, HIDDEN // 128))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    assert [tuple(one.shape) for one in (per_rank, per_expert, in_rank)] == [(1,), (EXPERTS,), (MOST, 1)]
+    given = {"num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
     rows, _, weights, counts, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=torch.ones(MOST, TOPK), **given)
-    assert isinstance(handle, tuple) and counts == [0] * EXPERTS and len(rows) == MOST
-    sums, _, _ = buffer.combine(rows, handle, topk_weights=weights)
+    assert isinstance(handle, tuple) and counts == [0] * EXPERTS
+    rows = rows[0] if kind == "fp8" else rows
+    assert tuple(rows.shape) == (MOST, HIDDEN) and tuple(weights.shape) == (MOST, TOPK)
+    y = torch.ones(MOST, HIDDEN, dtype=torch.bfloat16) if kind == "fp8" else rows
+    sums, _, _ = buffer.combine(y, handle, topk_weights=weights)
     assert tuple(sums.shape) == (MOST, HIDDEN)
+
+
+def elastic_chain(buffer: ElasticRank, sync: bool) -> None:
+    """A dispatch and a combine of the second version."""
+    x, idx = torch.ones(MOST, HIDDEN, dtype=torch.bfloat16), torch.zeros(MOST, TOPK, dtype=torch.int64)
+    stats = torch.zeros(EXPERTS, dtype=torch.int32)
+    rows, _, weights, handle, _ = buffer.dispatch(
+        x, idx, torch.ones(MOST, TOPK), stats, num_experts=EXPERTS, do_cpu_sync=sync, expert_alignment=8
+    )
+    assert tuple(rows.shape) == (MOST, HIDDEN) and handle.num_recv_tokens == MOST
+    sums, sent, _ = buffer.combine(rows, handle, topk_weights=weights)
+    assert tuple(sums.shape) == (MOST, HIDDEN) and tuple(sent.shape) == (MOST, TOPK)
 
 
 def pair(buffer: Buffer, how: dict[str, Any]) -> None:
@@ -148,23 +94,28 @@ def pair(buffer: Buffer, how: dict[str, Any]) -> None:
 
 def main() -> None:
     """Prints the calls of `PAIRS` pairs, by pattern and by what is called."""
-    sys.modules["torch"] = torch
+    prepare()
     ctypes.CDLL(f"{sys.argv[1]}/libnvrtc.so.13")  # which is taken as it is loaded
     driver = ctypes.CDLL("libcuda.so.1")
     low_latency, normal = OneRank(), NormalRank(None)
+    elastic = ElasticRank(None, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK)
     counts = {name: ctypes.c_ulonglong.in_dll(driver, f"calls_{name}") for name in COUNTED}
     calls: dict[str, Callable[[], None]] = {name: partial(pair, low_latency, how) for name, how in PATTERNS.items()}
-    calls["normal"] = partial(chain, normal)
+    calls |= {f"normal {kind}": partial(chain, normal, kind) for kind in ("bf16", "fp8")}
+    calls |= {f"elastic{' sync' if sync else ''}": partial(elastic_chain, elastic, sync) for sync in (False, True)}
     said = {}
     for pattern, call in calls.items():
         for _ in range(4):
             call()
         before = {name: count.value for name, count in counts.items()}
+        general = normal.gpu.general + elastic.gpu.general
         for _ in range(PAIRS):
             call()
         said[pattern] = {name: count.value - before[name] for name, count in counts.items()}
+        said[pattern]["general"] = normal.gpu.general + elastic.gpu.general - general
     low_latency.destroy()
     normal.destroy()
+    elastic.destroy()
     print(json.dumps(said))
 
 

@@ -232,6 +232,10 @@ class Tensor:
     def cumsum(self, axis: int, *, dtype: Dtype = DTYPES["int64"]) -> Tensor:
         return Tensor(self.array.cumsum(axis, dtype=dtype.kind))
 
+    def topk(self, count: int, axis: int) -> tuple[Tensor, Tensor]:
+        order = np.argsort(-self.array, axis, kind="stable").take(range(count), axis)
+        return Tensor(np.take_along_axis(self.array, order, axis)), Tensor(order)
+
     def gather(self, axis: int, index: Tensor) -> Tensor:
         return Tensor(np.take_along_axis(self.array, index.array.astype(np.int64), axis))
 

@@ -204,6 +204,9 @@ class Sums:
     def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         return name
 
+    def prepared_calls(self, buffer: Any, kind: Kind) -> Any:
+        return None
+
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         return 5000 + 7 * max_tokens
 

@@ -58,6 +58,9 @@ class Others:
 
         return SimpleNamespace(dispatch=dispatch, kind=kind)
 
+    def prepared_calls(self, buffer: Any, kind: Kind) -> Any:
+        return None
+
     def bytes(self, kind: Kind, most: int) -> int:
         return most
 

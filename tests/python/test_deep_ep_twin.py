@@ -6,12 +6,13 @@ import weakref
 from typing import Any
 
 import deep_ep_work as work
+import numpy as np
 import pytest
 from deep_ep_twin import TwinDeepEp, on_ranks
 from host_torch import torch, torch_is_there
 
 from crossrail import ClosedError, UsageError, deep_ep
-from crossrail.deep_ep.layouts import dispatch_layout
+from crossrail.deep_ep.layouts import dispatch_layout, ids_of_ranks
 
 __all__ = ["torch_is_there"]
 
@@ -319,3 +320,12 @@ def test_a_destroyed_buffer_says_so(buffer: TwinDeepEp) -> None:
         call(buffer)
     with pytest.raises(ClosedError):
         buffer.low_latency_clean_mask_buffer()
+
+
+@pytest.mark.parametrize(("ranks", "topk"), [(1, 1), (2, 4), (4, 4), (8, 3)])
+def test_ids_send_tokens_where_they_go(ranks: int, topk: int) -> None:
+    goes = np.random.default_rng(ranks).random((50, ranks)).argsort(1) < min(ranks, topk)
+    goes[::7] = False
+    ids = ids_of_ranks(torch.from_numpy(goes), 3 * ranks, topk)
+    assert tuple(ids.shape) == (50, topk) and ids.dtype == torch.int64
+    assert torch.equal(dispatch_layout(ids, 3 * ranks, ranks)[2], torch.from_numpy(goes))

@@ -20,8 +20,8 @@ LIMIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """Calls of the driver in `PAIRS` pairs, by calling pattern."""
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the libraries."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -29,9 +29,14 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
     for library, *sources in (("libcuda.so.1", "cuda.c", "offsets.cpp"), ("libnvrtc.so.13", "nvrtc.c")):
         options = ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-I", LAYOUT, "-o", folder / library]
         subprocess.run([compiler, *options, *(HERE / "driver" / source for source in sources)], check=True)
+    return folder
+
+
+def told(folder: Path, program: str) -> dict[str, Any]:
+    """What a program prints that runs on the driver without a GPU."""
     settings = {"LD_LIBRARY_PATH": str(folder), "CROSSRAIL_CACHE_DIR": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, HERE / "driver_calls.py", folder],
+        [sys.executable, HERE / program, folder],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
@@ -39,22 +44,44 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    said: dict[str, Any] = json.loads(done.stdout)
     return said
+
+
+@pytest.fixture(scope="module")
+def counted(driver: Path) -> dict[str, dict[str, int]]:
+    """Calls of the driver in `PAIRS` pairs, by calling pattern."""
+    return told(driver, "driver_calls.py")
+
+
+def test_prepared_operations_give_kernels_the_same_arguments(driver: Path) -> None:
+    said = told(driver, "driver_args.py")
+    assert len(said) == 21 and set(said.values()) == {"same"}, said
 
 
 @pytest.mark.parametrize(
     ("pattern", "launches", "waits", "others"),
     # Of one pair: kernels, waits of streams, and what is asked or set beside them.
-    [("plain", 2, 0, 10), ("hook", 4, 0, 18), ("async_finish", 2, 4, 18), ("normal", 2, 0, 18)],
+    [
+        ("plain", 2, 0, 10),
+        ("hook", 4, 0, 18),
+        ("async_finish", 2, 4, 18),
+        ("normal bf16", 3, 0, 18),
+        ("normal fp8", 3, 0, 18),
+        ("elastic", 2, 0, 15),
+        ("elastic sync", 2, 0, 15),
+    ],
 )
 def test_a_pair_makes_few_calls(
     counted: dict[str, dict[str, int]], pattern: str, launches: int, waits: int, others: int
 ) -> None:
     calls = dict(counted[pattern])
+    assert calls.pop("general") == 0, "usual calls are prepared"
     assert calls.pop("launch") == launches * PAIRS
     assert calls.pop("wait") == waits * PAIRS
-    lent = int(pattern == "normal")  # a part of the buffer's memory, until its reader's stream has come here
+    lent = int(
+        "normal" in pattern or "elastic" in pattern
+    )  # a part of the buffer's memory, until its reader's stream has come here
     assert calls.pop("record") <= (launches + waits // 2 + lent) * PAIRS, (
         "an event for each launch, and for what it comes after"
     )

@@ -114,6 +114,11 @@ impl DeviceArray {
         DeviceArray { address, items, shape, ordinal, keep }
     }
 
+    /// A DLPack capsule of it, of the form that all consumers take.
+    pub(crate) fn capsule<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.lending().capsule(py, None, None, None)
+    }
+
     fn lending(&self) -> Lending {
         let (ptr, len) = (self.address as usize as *mut u8, self.nbytes());
         let bytes = Lending::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());

@@ -14,23 +14,11 @@ use pyo3::types::{PyList, PyTuple};
 use crate::expert_sets::{Claim, Ring};
 use crate::expert_target::{Target, finish};
 use crate::flag::Flag;
+use crate::tensor_kinds::{Given, TensorKinds, has_shape, is_aligned, some};
 
-/// The value, or None for the caller of the closure around it.
-macro_rules! some {
-    ($value:expr) => {
-        match $value {
-            Some(value) => value,
-            None => return Ok(None),
-        }
-    };
-}
-
-/// Alignment of rows, in bytes.
-const ROW_UNIT: u64 = 16;
 /// Operations beside the caller's stream whose tensors are kept before one looks which are over.
 const KEPT: usize = 8;
 
-type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 type Tensors = Vec<Py<PyAny>>;
 /// Completion of operations, and the tensors that they use.
 type Kept = VecDeque<(Py<PyAny>, Tensors)>;
@@ -42,8 +30,6 @@ struct Frame {
     buffer: Target,
     /// `deep_ep.events.Streams`.
     streams: Py<PyAny>,
-    /// `(ordinal) -> raw handle`: the current stream.
-    current: Py<PyAny>,
     /// `(_cdata) -> count`: references of a storage; None where PyTorch does not tell.
     uses: Option<Py<PyAny>>,
     /// `(base, rows, in_use) -> (_cdata, base, tensors)`: rows, scales or None, counts, ranges, source; and the sums of
@@ -54,15 +40,6 @@ struct Frame {
     answer: Py<PyAny>,
     /// `(operation, tensors) -> completion`, for the caller; tensors are None for one in the caller's stream.
     overlap: Py<PyAny>,
-    /// PyTorch's class of tensors and its dtypes.
-    tensor: Py<PyAny>,
-    bf16: Py<PyAny>,
-    f32: Py<PyAny>,
-    i32: Py<PyAny>,
-    i64: Py<PyAny>,
-    /// What `Tensor.get_device` gives.
-    device: i64,
-    ordinal: u32,
     max_tokens: u32,
     hidden: u32,
     topk: u32,
@@ -78,6 +55,7 @@ struct Frame {
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct ExpertCalls {
     frame: Frame,
+    kinds: TensorKinds,
     dispatch: EpDispatchArgs,
     combine: EpCombineArgs,
     outputs: Ring,
@@ -101,12 +79,13 @@ struct Route {
 #[pymethods]
 impl ExpertCalls {
     #[new]
-    fn new(frame: Frame) -> ExpertCalls {
+    fn new(frame: &Bound<'_, PyAny>) -> PyResult<ExpertCalls> {
+        let (frame, kinds): (Frame, TensorKinds) = (frame.extract()?, frame.extract()?);
         let row = 2 * u64::from(frame.hidden);
         let dispatch = EpDispatchArgs { x_stride: row, out_scale_strides: frame.scale_strides, ..EpDispatchArgs::ZERO };
         let combine = EpCombineArgs { y_stride: row, out_stride: row, ..EpCombineArgs::ZERO };
         let (outputs, sums, kept, own_stream) = Default::default();
-        ExpertCalls { frame, dispatch, combine, outputs, sums, kept, own_stream }
+        Ok(ExpertCalls { frame, kinds, dispatch, combine, outputs, sums, kept, own_stream })
     }
 
     /// A dispatch. Gives the frame's answer and completion, and the hook with `send_only`. `beside`: in the buffer's own
@@ -123,18 +102,18 @@ impl ExpertCalls {
         send_only: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let (py, calls) = (slf.py(), slf.get());
-        let frame = &calls.frame;
+        let (frame, kinds) = (&calls.frame, &calls.kinds);
         let Some(tokens) = calls.tokens(x)? else { return Ok(None) };
         let selected = [tokens, frame.topk];
-        let idx_bytes = if frame.is_dtype(topk_idx, &frame.i64)? { 8 } else { 4 };
-        let ids = if idx_bytes == 8 { &frame.i64 } else { &frame.i32 };
+        let idx_bytes = if kinds.is_dtype(topk_idx, &kinds.i64)? { 8 } else { 4 };
+        let ids = if idx_bytes == 8 { &kinds.i64 } else { &kinds.i32 };
         let addresses = (|| {
             Ok::<_, PyErr>(Some([
-                some!(frame.place(x, &frame.bf16)?.filter(is_aligned)),
-                some!(frame.small(topk_idx, ids, &selected)?),
-                some!(frame.optional(topk_weights, &frame.f32, &selected)?),
-                some!(frame.optional(stats, &frame.i32, &[frame.local])?),
-                some!(frame.optional(waits, &frame.i64, &[frame.ranks])?),
+                some!(kinds.place(x, &kinds.bf16)?.filter(is_aligned)),
+                some!(kinds.small(topk_idx, ids, &selected)?),
+                some!(kinds.optional(topk_weights, &kinds.f32, &selected)?),
+                some!(kinds.optional(stats, &kinds.i32, &[frame.local])?),
+                some!(kinds.optional(waits, &kinds.i64, &[frame.ranks])?),
             ]))
         })()?;
         let Some([x_at, idx_at, weights_at, stats_at, waits_at]) = addresses else { return Ok(None) };
@@ -170,17 +149,17 @@ impl ExpertCalls {
         send_only: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let (py, calls) = (slf.py(), slf.get());
-        let frame = &calls.frame;
+        let (frame, kinds) = (&calls.frame, &calls.kinds);
         let (rows, selected) = ([frame.local, frame.ranks * frame.max_tokens, frame.hidden], [tokens, frame.topk]);
         let addresses = (|| {
             if topk_idx.is_some_and(|idx| !matches!(has_shape(idx, &selected), Ok(true))) {
                 return Ok(None);
             }
             Ok::<_, PyErr>(Some([
-                some!(frame.rows(y, &rows)?),
-                some!(frame.optional(topk_weights, &frame.f32, &selected)?),
-                some!(out.map_or(Ok(Some(0)), |out| frame.rows(out, &[tokens, frame.hidden]))?),
-                some!(frame.optional(waits, &frame.i64, &[frame.ranks])?),
+                some!(kinds.rows(y, &rows)?),
+                some!(kinds.optional(topk_weights, &kinds.f32, &selected)?),
+                some!(out.map_or(Ok(Some(0)), |out| kinds.rows(out, &[tokens, frame.hidden]))?),
+                some!(kinds.optional(waits, &kinds.i64, &[frame.ranks])?),
             ]))
         })()?;
         let Some([y_at, weights_at, out_at, waits_at]) = addresses else { return Ok(None) };
@@ -203,7 +182,7 @@ impl ExpertCalls {
 impl ExpertCalls {
     /// Rows of `x`, if it is a tensor of rows of the hidden size, and no more of them than the buffer takes.
     fn tokens(&self, x: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-        if !x.is_instance(self.frame.tensor.bind(x.py()))? {
+        if !self.kinds.is_tensor(x)? {
             return Ok(None);
         }
         let shape = x.getattr(intern!(x.py(), "shape"))?;
@@ -214,7 +193,7 @@ impl ExpertCalls {
     /// The stream of the next operation, which comes behind the buffer's last one.
     fn route(&self, py: Python<'_>, beside: bool) -> PyResult<Route> {
         let frame = &self.frame;
-        let current = frame.current(py)?;
+        let current = self.kinds.current(py)?;
         let stream = if beside { self.own_stream(py)? } else { current };
         let mut after = (stream != current).then_some(current);
         if frame.last(py)? != Some(stream) {
@@ -301,11 +280,6 @@ impl ExpertCalls {
 }
 
 impl Frame {
-    /// The caller's current stream.
-    fn current(&self, py: Python<'_>) -> PyResult<u64> {
-        self.current.bind(py).call1((self.ordinal,))?.extract()
-    }
-
     /// The stream of the buffer's last operation.
     fn last(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         Ok(self.streams.bind(py).getattr(intern!(py, "last_handle"))?.extract().ok())
@@ -315,58 +289,6 @@ impl Frame {
     fn follow(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         self.streams.bind(py).call_method1(intern!(py, "follow"), (stream,)).map(drop)
     }
-
-    fn is_dtype(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>) -> PyResult<bool> {
-        let found = tensor.getattr_opt(intern!(tensor.py(), "dtype"))?;
-        Ok(found.is_some_and(|found| found.is(dtype)))
-    }
-
-    /// The address of a contiguous tensor of this dtype and shape on the buffer's GPU.
-    fn small(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
-        let py = tensor.py();
-        let fits = tensor.is_instance(self.tensor.bind(py))? && has_shape(tensor, shape)?;
-        if fits { self.place(tensor, dtype) } else { Ok(None) }
-    }
-
-    /// The address of a contiguous tensor of this dtype on the buffer's GPU.
-    fn place(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>) -> PyResult<Option<u64>> {
-        let py = tensor.py();
-        let fits = self.is_dtype(tensor, dtype)?
-            && tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? == self.device
-            && tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
-        if !fits {
-            return Ok(None);
-        }
-        tensor.call_method0(intern!(py, "data_ptr"))?.extract().map(Some)
-    }
-
-    /// The same of bf16 rows, which kernels want aligned.
-    fn rows(&self, tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
-        Ok(self.small(tensor, &self.bf16, shape)?.filter(is_aligned))
-    }
-
-    /// As `small`, and 0 for None.
-    fn optional(&self, tensor: Given<'_, '_>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
-        tensor.map_or(Ok(Some(0)), |tensor| self.small(tensor, dtype, shape))
-    }
-}
-
-fn is_aligned(address: &u64) -> bool {
-    address.is_multiple_of(ROW_UNIT)
-}
-
-fn has_shape(tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<bool> {
-    let found = tensor.getattr(intern!(tensor.py(), "shape"))?;
-    let found = found.cast::<PyTuple>()?;
-    if found.len() != shape.len() {
-        return Ok(false);
-    }
-    for (found, wanted) in found.iter().zip(shape) {
-        if found.extract::<i64>()? != i64::from(*wanted) {
-            return Ok(false);
-        }
-    }
-    Ok(true)
 }
 
 /// The receiving half of an operation that was only sent. If it is dropped instead, it is put into the stream of the
@@ -386,7 +308,7 @@ impl Receive {
     /// Puts the receiving half into the current stream. Raises UsageError when it was there already.
     fn __call__(&self, py: Python<'_>) -> PyResult<()> {
         let calls = self.calls.get();
-        let stream = calls.frame.current(py)?;
+        let stream = calls.kinds.current(py)?;
         if calls.frame.last(py)? != Some(stream) {
             calls.frame.follow(py, stream)?;
         }

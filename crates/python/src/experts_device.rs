@@ -2,7 +2,6 @@
 //! addresses are of arrays that fit is seen to in `crossrail`, by names; streams and arrays are the callers'.
 #![allow(unsafe_code)]
 
-use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -16,11 +15,12 @@ use pyo3::types::{PyDict, PyList};
 use crate::context::Context;
 use crate::device_args::{CombineArgs, DispatchArgs};
 use crate::device_array::{DeviceArray, Items};
+use crate::device_region::DeviceRegion;
 use crate::errors::{self, OrRaise};
 use crate::experts::{Parameters, connect, fault_rows, link_rows, plan_dict};
 use crate::flag::Flag;
 use crate::group::Group;
-use crate::lent::{self, Call, Loan};
+use crate::lent::Call;
 use crate::lifecycle::{self, Detached};
 use crate::{gate, place, stream, wait};
 
@@ -87,6 +87,81 @@ impl DeviceBuffer {
         })
     }
 
+    /// A dispatch in the rank layout in `stream`, into this region; the routing of an earlier one is repeated if it is
+    /// given; whether the host will ask for `DeviceOperation.counts`.
+    pub(crate) fn begin_rank_dispatch(
+        &self,
+        py: Python<'_>,
+        args: EpDispatchArgs,
+        (region, cached, count): (&DeviceRegion, Option<&DeviceHandle>, bool),
+        stream: u64,
+        send_only: bool,
+    ) -> PyResult<DeviceOperation> {
+        let cached = cached.map(|handle| &handle.native);
+        let of = ep::RankDispatch { region: region.lease(), cached, count };
+        let split = split(Flag(send_only));
+        // SAFETY: as for the expert layout; the region was taken for this dispatch, so that nobody else has it.
+        self.operation(py, stream, || unsafe { self.native.dispatch_rank(&args, of, stream, split) })
+    }
+
+    /// A dispatch in the rank layout in `stream` whose routing is new, and the region that it was given; None, before
+    /// anything is enqueued, if it is `eager` and the stream is being captured. `count` as above.
+    pub(crate) fn begin_new_rank_dispatch(
+        &self,
+        py: Python<'_>,
+        args: EpDispatchArgs,
+        stream: u64,
+        count: bool,
+        eager: bool,
+    ) -> PyResult<Option<(DeviceOperation, DeviceRegion)>> {
+        let native = self.native.here(py, "dispatch")?;
+        let put = || {
+            let _entered = native.enter()?;
+            // SAFETY: that streams are alive is the documented rule for callers.
+            let lease = unsafe { native.take_region_for(stream)? };
+            if eager && lease.is_for_graph() {
+                return Ok(None);
+            }
+            let of = ep::RankDispatch { region: &lease, cached: None, count };
+            // SAFETY: the caller has seen to the addresses; nobody else has the region.
+            let begun = unsafe { native.dispatch_rank(&args, of, stream, ep::Split::Whole)? };
+            Ok(Some((begun, lease)))
+        };
+        let Some((begun, lease)) = gate::detached(py, put).or_raise(py)? else { return Ok(None) };
+        let region = self.region(lease);
+        region.used_by(stream, None);
+        Ok(Some((self.begun(begun, stream), region)))
+    }
+
+    /// Whether there is memory for another result in the rank layout that no graph captures.
+    pub(crate) fn has_spare_regions(&self) -> bool {
+        self.native.spare_regions() > 0
+    }
+
+    fn region(&self, lease: ep::RegionLease) -> DeviceRegion {
+        DeviceRegion::new(lease, self.native.shape(), self.native.ordinal())
+    }
+
+    fn begun(&self, enqueued: ep::Enqueued, stream: u64) -> DeviceOperation {
+        let ep::Enqueued { handle, done, count, pending } = enqueued;
+        let rest = Mutex::new(Rest { pending, done });
+        DeviceOperation { handle, count, rest, stream, patience: self.patience }
+    }
+
+    /// A combine in the rank layout in `stream`.
+    pub(crate) fn begin_rank_combine(
+        &self,
+        py: Python<'_>,
+        args: EpCombineArgs,
+        handle: &DeviceHandle,
+        stream: u64,
+        send_only: bool,
+    ) -> PyResult<DeviceOperation> {
+        let split = split(Flag(send_only));
+        // SAFETY: as for a dispatch.
+        self.operation(py, stream, || unsafe { self.native.combine_rank(&args, &handle.native, stream, split) })
+    }
+
     /// What `enqueue` enqueues in `stream`.
     fn operation(
         &self,
@@ -95,9 +170,7 @@ impl DeviceBuffer {
         enqueue: impl FnOnce() -> Result<ep::Enqueued> + Send,
     ) -> PyResult<DeviceOperation> {
         self.native.here(py, "experts")?;
-        let ep::Enqueued { handle, done, count, pending } = gate::detached(py, enqueue).or_raise(py)?;
-        let rest = Mutex::new(Rest { pending, done });
-        Ok(DeviceOperation { handle, count, rest, stream, patience: self.patience })
+        Ok(self.begun(gate::detached(py, enqueue).or_raise(py)?, stream))
     }
 }
 
@@ -251,18 +324,7 @@ impl DeviceBuffer {
         let native = self.native.here(py, "take_region")?;
         // SAFETY: that streams are alive is the documented rule for callers.
         let lease = gate::detached(py, || unsafe { native.take_region_for(stream) }).or_raise(py)?;
-        let shape = self.native.shape();
-        let fp8 = shape.scale_bytes() > 0;
-        // One byte for a block: ue8m0.
-        let wide = u64::from(shape.scale_bytes()) * u64::from(BLOCK) != u64::from(shape.hidden);
-        Ok(DeviceRegion {
-            leased: Arc::new(Leased { lease, users: Mutex::default() }),
-            ordinal: self.native.ordinal(),
-            hidden: i64::from(shape.hidden),
-            topk: i64::from(shape.topk),
-            rows: if fp8 { Items::E4m3 } else { Items::Bf16 },
-            scales: fp8.then_some(if wide { Items::F32 } else { Items::U8 }),
-        })
+        Ok(self.region(lease))
     }
 
     /// The token that each of the first `count` rows of a rank-layout dispatch was at its source.
@@ -310,11 +372,8 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
-        let cached = cached.map(|handle| &handle.get().native);
-        let (args, of) =
-            (args.borrow().0, ep::RankDispatch { region: &region.get().leased.lease, cached, count: count.0 });
-        // SAFETY: as above; the region was taken for this dispatch, so that nobody else has it.
-        self.operation(py, stream, || unsafe { self.native.dispatch_rank(&args, of, stream, split(send_only)) })
+        let of = (region.get(), cached.map(|handle| handle.get()), count.0);
+        self.begin_rank_dispatch(py, args.borrow().0, of, stream, send_only.0)
     }
 
     fn combine_rank(
@@ -325,14 +384,9 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
-        let (args, handle) = (args.borrow().0, &handle.get().native);
-        // SAFETY: as for a dispatch.
-        self.operation(py, stream, || unsafe { self.native.combine_rank(&args, handle, stream, split(send_only)) })
+        self.begin_rank_combine(py, args.borrow().0, handle.get(), stream, send_only.0)
     }
 }
-
-/// Elements of a row that share one fp8 scale.
-const BLOCK: u32 = 128;
 
 /// An operation that was put into a stream. One that was only begun is finished there when this is dropped: the other
 /// ranks wait for its part.
@@ -395,7 +449,7 @@ impl DeviceOperation {
     }
 
     /// The routing, whose result has that many rows in the rank layout.
-    fn handle(&self, rows: u64) -> DeviceHandle {
+    pub(crate) fn handle(&self, rows: u64) -> DeviceHandle {
         DeviceHandle { native: self.handle.clone(), rows }
     }
 
@@ -406,7 +460,7 @@ impl DeviceOperation {
 
     /// Waits for the rows that came, how many there are of each local expert, and what each rank's host said, if that was
     /// asked for.
-    fn counts(&self, py: Python<'_>) -> PyResult<(u32, Vec<i32>, Vec<u32>)> {
+    pub(crate) fn counts(&self, py: Python<'_>) -> PyResult<(u32, Vec<i32>, Vec<u32>)> {
         let Some(count) = &self.count else {
             return Err(errors::usage(py, "dispatch", "the counts were not asked for", ""));
         };
@@ -433,13 +487,13 @@ impl DeviceHandle {
 
     /// Tokens that this rank sent.
     #[getter]
-    fn tokens(&self) -> u32 {
+    pub(crate) fn tokens(&self) -> u32 {
         self.native.tokens()
     }
 
     /// Rank layout: rows of the arrays that the dispatch gave; expert layout: of each expert's.
     #[getter]
-    fn rows(&self) -> u64 {
+    pub(crate) fn rows(&self) -> u64 {
         self.rows
     }
 
@@ -485,76 +539,6 @@ impl DeviceEvent {
     #[getter]
     fn is_captured(&self) -> bool {
         self.done.is_captured()
-    }
-}
-
-/// Memory of one result in the rank layout: the buffer's again once nothing that is made of it is left.
-#[pyclass(module = "crossrail._native", frozen)]
-pub(crate) struct DeviceRegion {
-    leased: Arc<Leased>,
-    ordinal: u32,
-    hidden: i64,
-    topk: i64,
-    rows: Items,
-    scales: Option<Items>,
-}
-
-struct Leased {
-    lease: ep::RegionLease,
-    /// Streams that use it, with what keeps them.
-    users: Mutex<Vec<(u64, Arc<dyn Any + Send + Sync>)>>,
-}
-
-impl Drop for Leased {
-    fn drop(&mut self) {
-        let users = std::mem::take(self.users.get_mut().unwrap_or_else(PoisonError::into_inner));
-        for (stream, _keep) in &users {
-            // SAFETY: that streams are alive is the documented rule for callers, and their objects are kept. A driver that
-            // is gone says so, and then nothing uses the region any more.
-            let _ = unsafe { self.lease.free_after(*stream) };
-        }
-    }
-}
-
-#[pymethods]
-impl DeviceRegion {
-    /// Whether it was taken for a stream that is being captured in a graph.
-    #[getter]
-    fn is_captured(&self) -> bool {
-        self.leased.lease.is_for_graph()
-    }
-
-    /// `stream` (a raw handle; `object` keeps it alive) uses the region: when the last array of it is gone, the next
-    /// result comes into it only after what is in the stream then.
-    fn used_by(&self, stream: u64, object: Option<Py<PyAny>>) {
-        let mut users = self.leased.users.lock().unwrap_or_else(PoisonError::into_inner);
-        if users.iter().all(|(known, _)| *known != stream) {
-            let keep: Arc<dyn Any + Send + Sync> = match object {
-                Some(object) => lent::keep(Loan::Object(object)),
-                None => Arc::new(()),
-            };
-            users.push((stream, keep));
-        }
-    }
-
-    /// The first `count` rows of a part of it: rows, scales, topk_idx, topk_weights or source.
-    fn array(&self, py: Python<'_>, part: &str, count: u64) -> PyResult<DeviceArray> {
-        let view = self.leased.lease.view();
-        let blocks = self.hidden / i64::from(BLOCK);
-        let found = match (part, self.scales) {
-            ("rows", _) => Some((view.rows, self.rows, Some(self.hidden))),
-            ("scales", Some(scales)) => Some((view.scales, scales, Some(blocks))),
-            ("topk_idx", _) => Some((view.topk_idx, Items::I64, Some(self.topk))),
-            ("topk_weights", _) => Some((view.topk_weights, Items::F32, Some(self.topk))),
-            ("source", _) => Some((view.source, Items::I32, None)),
-            _ => None,
-        };
-        let Some((address, items, width)) = found.filter(|_| count <= view.most_rows) else {
-            let detail = format!("{count} rows of {part:?} of a region of {}", view.most_rows);
-            return Err(errors::usage(py, "dispatch", detail, ""));
-        };
-        let shape = [Some(count as i64), width].into_iter().flatten().collect();
-        Ok(DeviceArray::new(address, items, shape, self.ordinal, self.leased.clone()))
     }
 }
 

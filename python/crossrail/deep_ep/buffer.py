@@ -9,19 +9,19 @@ from typing import Any
 
 from crossrail._calls import Sizes, why
 from crossrail._expert_calls import Answer, Frame
-from crossrail._native import ExpertCalls
+from crossrail._native import ExpertCalls, TokenLayout
 from crossrail.deep_ep.checks import Tensor, checked, count, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
-from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
-from crossrail.deep_ep.given import BLOCK, PACKED, Given, Rows, low_latency_payload, rows_kind
+from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn, is_plain
+from crossrail.deep_ep.given import BLOCK, PACKED, Given, Received, Rows, low_latency_payload, rows_kind
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
 from crossrail.deep_ep.lifetime import Lifetime
-from crossrail.deep_ep.pool import Gpu, Kind, Machine, Pool, Room
+from crossrail.deep_ep.pool import Gpu, Kind, Machine, Made, Pool, Room
 from crossrail.deep_ep.ranks import Peers, Ranks
-from crossrail.deep_ep.results import kept
+from crossrail.deep_ep.results import copies, kept_rows
 from crossrail.deep_ep.rooms import agreed_rooms, remember
-from crossrail.deep_ep.steps import Steps, Wanted
+from crossrail.deep_ep.steps import Begun, Steps, Wanted
 from crossrail.errors import UsageError
 from crossrail.experts import ExpertBuffer
 
@@ -90,8 +90,7 @@ class Buffer(Lifetime):
         """Low-latency calls, by what a dispatch is called with."""
         self._prepared: dict[tuple[Kind, int], ExpertCalls] = {}
         self._combine_rooms: dict[tuple[int, ...], list[Tensor]] = {}
-        self._numbers: dict[int, Tensor] = {}
-        """Those of experts, by how many there are."""
+        self._layout: TokenLayout | None = None
         self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
         self.rank = self._ranks.rank
         self.group_size = self._ranks.size
@@ -117,7 +116,6 @@ class Buffer(Lifetime):
         self._calls.clear()
         self._prepared.clear()
         self._combine_rooms.clear()
-        self._numbers.clear()
 
     # What does not need a buffer.
 
@@ -201,18 +199,26 @@ class Buffer(Lifetime):
         for itself: of these it only takes the number of experts, and, without topk_idx, is_token_in_rank.
         """
         self._open("get_dispatch_layout")
-        experts = self._experts(num_experts, "get_dispatch_layout")
-        checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._machine.device, dense=False)
-        numbers = self._expert_numbers(experts)
-        if not async_finish and (previous_event is None or previous_event.event is None):
-            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size, numbers)
+        if is_plain(previous_event, async_finish):
+            ranks, to_experts, in_rank = self._counted(topk_idx, num_experts)
             return ranks, node_counts(in_rank, NODE_RANKS), to_experts, in_rank, EventOverlap()
         with self._machine.streams.turn(previous_event, async_finish) as turn:
+            ranks, to_experts, in_rank = self._counted(topk_idx, num_experts)
             turn.reads(topk_idx)
-            ranks, to_experts, in_rank = dispatch_layout(topk_idx, experts, self.group_size, numbers)
             nodes = node_counts(in_rank, NODE_RANKS)
             turn.gives(ranks, nodes, to_experts, in_rank)
         return ranks, nodes, to_experts, in_rank, turn.overlap
+
+    def _counted(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of each rank and expert, and whether a token goes to a rank: by one kernel, once that is loaded."""
+        if self._layout is None and not self._machine.streams.is_capturing():
+            self._layout = self._machine.token_layout()
+        found = None if self._layout is None else self._layout.count(topk_idx, num_experts)
+        if found is not None:
+            return found
+        experts = self._experts(num_experts, "get_dispatch_layout")
+        checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._machine.device, dense=False)
+        return dispatch_layout(topk_idx, experts, self.group_size)
 
     def dispatch(
         self,
@@ -252,12 +258,16 @@ class Buffer(Lifetime):
         self._open("dispatch")
         config = self.get_dispatch_config(self.group_size) if config is None else config
         if handle is not None:
-            routing = routing_of(handle, "rank", "dispatch")
+            routing_of(handle, "rank", "dispatch")
             with self._machine.streams.turn(previous_event, async_finish) as turn:
-                again = self._dispatch_again(turn, x, routing, config)
+                again = self._dispatch_again(turn, x, handle, config)
             return again, None, None, None, None, turn.overlap
+        given = Given(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+        if not num_worst_tokens and is_plain(previous_event, async_finish):
+            came = self._dispatch_prepared(given, expert_alignment, config)
+            if came is not None:
+                return *came, EventOverlap()
         with self._machine.streams.turn(previous_event, async_finish) as turn:
-            given = Given(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
             came = self._dispatch_new(turn, given, expert_alignment, num_worst_tokens, config)
         return *came, turn.overlap
 
@@ -279,6 +289,10 @@ class Buffer(Lifetime):
         """
         self._open("combine")
         routing = routing_of(handle, "rank", "combine")
+        if routing.calls is not None and is_plain(previous_event, async_finish):
+            summed = routing.calls.combine(x, routing.native, topk_weights, bias)
+            if summed is not None:
+                return summed[0], summed[1], EventOverlap()
         hidden, device = routing.kind.hidden, self._machine.device
         checked(x, "x", "combine", ("bfloat16",), (routing.rows, hidden), device)
         biases = [] if bias is None else list(bias) if isinstance(bias, list | tuple) else [bias]
@@ -294,16 +308,32 @@ class Buffer(Lifetime):
             turn.gives(done.x, weights)
         return done.x, weights, turn.overlap
 
-    def _dispatch_new(
-        self, turn: Turn, given: Given, alignment: int, worst: int, config: Config
-    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int], Handle]:
+    def _dispatch_prepared(self, given: Given, alignment: int, config: Config) -> Received | None:
+        """A dispatch whose routing is new, in the current stream, as most are; None, before it begins, for another."""
+        if given.topk_idx is None or given.per_expert is None or not isinstance(config, Config):
+            return None
+        found = self._steps.prepared(given.x, given.topk_idx, given.topk_weights, given.per_expert, alignment)
+        if found is None:
+            return None
+        kind, made, begun, agreed = found
+        parts, _, offsets, native, _, _, told, lent = begun
+        if not agreed:
+            del found, begun, parts
+            wanted = Wanted(kind, given.routed, 0, given.routes, given.per_expert, alignment, config.num_sms)
+            with self._machine.streams.turn() as turn:
+                return self._received(turn, given, kind, self._steps.again(wanted, told[1]))
+        rows, scales, idx, weights = parts if lent else copies(*parts)
+        handle = self._handle(given, kind, made, native, offsets)
+        return rows if scales is None else (rows, scales), idx, weights, told[0], handle
+
+    def _dispatch_new(self, turn: Turn, given: Given, alignment: int, worst: int, config: Config) -> Received:
         """A dispatch whose routing is new, in its turn."""
         try:
             worst = count("num_worst_tokens", worst, "dispatch")
             if not worst and self._machine.streams.is_capturing():
                 hint = "num_worst_tokens is needed in a capture"
                 raise wrong("dispatch", "the host waits for the number of rows, and a graph is captured", hint)
-            kind, tokens = given.kind(self.group_size, self._machine.device)
+            kind = given.kind(self.group_size, self._machine.device)
             self._experts(kind.experts, "dispatch")
             sms = self._sms(config)
             if count("expert_alignment", alignment, "dispatch") == 0:
@@ -311,23 +341,35 @@ class Buffer(Lifetime):
         except Exception as error:  # whatever it is, the others are at the same call
             self._steps.refuse(worst, why(error))
             raise
-        with_topk = given.topk_idx is not None
-        topk_idx: Tensor = given.topk_idx if with_topk else experts_of_ranks(given.is_token_in_rank, kind.experts)
         turn.reads(*given.tensors())
-        rows = (given.x, topk_idx, given.topk_weights)
-        begun = self._steps.dispatch(Wanted(kind, given.routed, worst, rows, given.per_expert, alignment, sms))
+        if given.topk_idx is None:
+            given.sent_by = experts_of_ranks(given.is_token_in_rank, kind.experts)
+        wanted = Wanted(kind, given.routed, worst, given.routes, given.per_expert, alignment, sms)
+        return self._received(turn, given, kind, self._steps.dispatch(wanted))
+
+    def _received(self, turn: Turn, given: Given, kind: Kind, begun: Begun) -> Received:
+        """What a dispatch gives, for the caller to keep."""
         made, result = begun.made, begun.result
-        came, idx, weights = self._kept(turn, made.buffer, result, kind, with_topk)
-        # The ids are kept, for rows of another kind; the caller may change its own.
-        kept: Tensor = topk_idx.clone() if with_topk else topk_idx
-        turn.gives(kept, result.offsets)
-        routing = Routing(made.buffer, result.handle, kind, made.max_tokens, tokens, result.handle.rows, kept)
-        source = functools.partial(self._machine.sources, made.buffer, result.handle, result.handle.rows)
-        handle = RankHandle.made(routing, self.rank, result.offsets, source, given.is_token_in_rank)
+        with_topk = given.topk_idx is not None
+        came, idx, weights = kept_rows(self._machine, turn, made.buffer, result, kind, with_topk)
+        handle = self._handle(given, kind, made, result.handle, result.offsets)
+        turn.gives(handle.routing.topk_idx, result.offsets)
         return came, idx, weights if given.topk_weights is not None else None, begun.counts, handle
 
-    def _dispatch_again(self, turn: Turn, x: Rows, routing: Routing, config: Config) -> Rows:
+    def _handle(self, given: Given, kind: Kind, made: Made, native: Any, offsets: Tensor) -> RankHandle:
+        """The handle of a dispatch."""
+        # Ids are for rows of another kind, where nothing else tells where tokens go; the caller may change its own.
+        kept: Tensor | None = given.sent_by
+        if given.topk_idx is not None:
+            kept = None if given.tells_ranks(self.group_size) else given.topk_idx.clone()
+        rows = native.rows
+        routing = Routing(made.buffer, native, kind, made.max_tokens, given.tokens, rows, kept, calls=made.calls)
+        source = functools.partial(self._machine.sources, made.buffer, native, rows)
+        return RankHandle.made(routing, self.rank, offsets, source, given.is_token_in_rank)
+
+    def _dispatch_again(self, turn: Turn, x: Rows, handle: Any, config: Config) -> Rows:
         """Other rows along the ways of a dispatch, in their turn."""
+        routing: Routing = handle.routing
         shape, payload = rows_kind(x, self._machine.device)
         if shape != (routing.tokens, routing.kind.hidden):
             there = [routing.tokens, routing.kind.hidden]
@@ -339,27 +381,13 @@ class Buffer(Lifetime):
         else:
             kind = kind._replace(payload=payload)
             buffer = self._pool.rank_layout(kind, routing.max_tokens, self._sms(config)).buffer
-            result = buffer.dispatch(x, routing.topk_idx, layout="rank", max_rows=routing.rows)
-        return self._kept(turn, buffer, result, kind, False)[0]
-
-    def _kept(
-        self, turn: Turn, buffer: Any, result: Any, kind: Kind, with_topk: bool
-    ) -> tuple[Rows, Tensor | None, Tensor | None]:
-        """What came, for the caller to keep."""
-        x, scales, idx, weights = kept(self._machine, turn, buffer, result, kind, with_topk)
-        return (x if scales is None else (x, scales)), idx, weights
+            result = buffer.dispatch(x, handle.sent(), layout="rank", max_rows=routing.rows)
+        return kept_rows(self._machine, turn, buffer, result, kind, False)[0]
 
     def _sms(self, config: Config) -> int:
         if not isinstance(config, Config):
             raise wrong("dispatch", f"config is {kind(config)}, not a Config")
         return config.num_sms
-
-    def _expert_numbers(self, experts: int) -> Tensor | None:
-        """0 to `experts` - 1, made once; None in a capture, whose memory is the graph's."""
-        if experts not in self._numbers and not self._machine.streams.is_capturing():
-            # Copied from the host, which waits, so that every stream may read them.
-            self._numbers[experts] = torch().arange(experts).to(self._machine.device)
-        return self._numbers.get(experts)
 
     def _experts(self, num_experts: int, operation: str) -> int:
         experts = count("num_experts", num_experts, operation)

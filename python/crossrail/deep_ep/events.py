@@ -10,7 +10,7 @@ from typing import Any
 from crossrail._device_arrays import current_handles
 from crossrail.deep_ep.checks import Tensor, torch
 
-__all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn"]
+__all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn", "is_plain"]
 
 
 class EventHandle:
@@ -75,6 +75,11 @@ class EventOverlap:
     ) -> None:
         self.current_stream_wait(self._releases)
         self._releases = False
+
+
+def is_plain(previous: EventOverlap | None, beside: Any) -> bool:
+    """Whether an operation comes after what the current stream has, which comes after the operation."""
+    return not beside and (previous is None or previous.event is None)
 
 
 class Turn:

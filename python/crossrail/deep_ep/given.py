@@ -6,11 +6,12 @@ import functools
 from typing import Any, Literal, TypeAlias
 
 from crossrail.deep_ep.checks import Tensor, checked, told, torch, wrong
+from crossrail.deep_ep.handles import RankHandle
 from crossrail.deep_ep.pool import Kind
 
 from .._words import kind
 
-__all__ = ["BLOCK", "PACKED", "Given", "Rows", "low_latency_payload", "no_rows", "rows_kind"]
+__all__ = ["BLOCK", "PACKED", "Given", "Received", "Rows", "low_latency_payload", "no_rows", "rows_kind"]
 
 BLOCK = 128
 """Elements of a row that share one fp8 scale."""
@@ -18,6 +19,8 @@ PACKED = 4 * BLOCK
 """Elements of a row whose scales lie in one i32."""
 Rows: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 """bf16, or e4m3 and scales."""
+Received: TypeAlias = "tuple[Rows, Tensor | None, Tensor | None, list[int], RankHandle]"
+"""What a normal dispatch gives beside its event."""
 
 
 class Given:
@@ -36,6 +39,23 @@ class Given:
         self.per_expert = per_expert
         self.topk_idx = topk_idx
         self.topk_weights = topk_weights
+        self.sent_by = topk_idx
+        """Ids that send tokens where they go; without topk_idx those of any expert of each rank."""
+
+    @property
+    def tokens(self) -> int:
+        """This rank's tokens."""
+        return len(self.x[0] if isinstance(self.x, tuple) else self.x)
+
+    def tells_ranks(self, ranks: int) -> bool:
+        """Whether is_token_in_rank is there, and is what `get_dispatch_layout` gives."""
+        given = self.is_token_in_rank
+        return given is not None and given.dtype == torch().bool and tuple(given.shape) == (self.tokens, ranks)
+
+    @property
+    def routes(self) -> tuple[Rows, Tensor, Tensor | None]:
+        """What an expert buffer takes of it."""
+        return self.x, self.sent_by, self.topk_weights
 
     @property
     def routed(self) -> int:
@@ -47,8 +67,8 @@ class Given:
         rows = self.x if isinstance(self.x, tuple) else (self.x,)
         return [*rows, self.is_token_in_rank, self.topk_idx, self.topk_weights]
 
-    def kind(self, ranks: int, device: Any) -> tuple[Kind, int]:
-        """The kind of the dispatch, and this rank's tokens. Raises UsageError."""
+    def kind(self, ranks: int, device: Any) -> Kind:
+        """The kind of the dispatch. Raises UsageError."""
         (tokens, hidden), payload = rows_kind(self.x, device)
         if self.per_expert is None:
             raise wrong("dispatch", "num_tokens_per_expert is None", "get_dispatch_layout gives it, or pass a handle")
@@ -66,7 +86,7 @@ class Given:
         else:
             checked(self.is_token_in_rank, "is_token_in_rank", "dispatch", ("bool",), (tokens, ranks), device)
             topk = ranks
-        return Kind("rank", hidden, experts, topk, payload), tokens
+        return Kind("rank", hidden, experts, topk, payload)
 
 
 def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f32", "ue8m0"]]:

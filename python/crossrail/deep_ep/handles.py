@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossrail.deep_ep.checks import Tensor, torch, wrong
-from crossrail.deep_ep.layouts import dispatch_layout, prefix_matrix, send_positions
+from crossrail.deep_ep.layouts import dispatch_layout, ids_of_ranks, prefix_matrix, send_positions
 from crossrail.deep_ep.pool import Kind
 
 from .._words import kind
@@ -21,7 +21,8 @@ NODE_RANKS = 8
 @dataclass(slots=True)
 class Routing:
     """Where the rows of a dispatch went. `rows`: of the result; `topk_idx`: of the rank layout, for rows of another
-    kind; `calls`: of the expert layout, a `_native.ExpertCalls`."""
+    kind, where nothing else says where tokens go; `calls`: a `_native.ExpertCalls`, or, in the rank layout, a
+    `_native.RankCalls` or None."""
 
     buffer: Any
     native: Any
@@ -84,6 +85,13 @@ class RankHandle(Handle):
         handle.routing = routing
         handle._offsets, handle._source, handle._in_rank, handle._rank = offsets, source, in_rank, rank
         return handle
+
+    def sent(self) -> Tensor:
+        """Ids i64 [T, K] that send each token to its ranks."""
+        routing = self.routing
+        if routing.topk_idx is not None or self._in_rank is None:
+            return routing.topk_idx
+        return ids_of_ranks(self._in_rank, routing.kind.experts, routing.kind.topk)
 
     def _all(self) -> tuple[Any, ...]:
         """All items, as they are now: a replayed graph changes them."""

@@ -7,16 +7,21 @@ import struct
 from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.ranks import Ranks
 
-__all__ = ["aligned_counts", "dispatch_layout", "experts_of_ranks", "node_counts", "prefix_matrix", "send_positions"]
+__all__ = [
+    "aligned_counts",
+    "dispatch_layout",
+    "experts_of_ranks",
+    "ids_of_ranks",
+    "node_counts",
+    "prefix_matrix",
+    "send_positions",
+]
 
 
-def dispatch_layout(
-    topk_idx: Tensor, experts: int, ranks: int, numbers: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch_layout(topk_idx: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of each rank i32 [ranks] and of each expert i32 [experts], and whether a token goes to a rank
-    bool [T, ranks]. Ids outside of the experts count as none. `numbers`: those of the experts, if they are at hand."""
-    if numbers is None:
-        numbers = torch().arange(experts, device=topk_idx.device)
+    bool [T, ranks]. Ids outside of the experts count as none."""
+    numbers = torch().arange(experts, device=topk_idx.device)
     # Few kernels: each takes longer to launch than to run.
     chosen = topk_idx[:, :, None] == numbers
     in_rank = chosen.any(1).view(len(topk_idx), ranks, experts // ranks).any(2)
@@ -52,6 +57,18 @@ def experts_of_ranks(is_token_in_rank: Tensor, experts: int) -> Tensor:
     ranks = is_token_in_rank.shape[1]
     first = torch().arange(ranks, device=is_token_in_rank.device) * (experts // ranks)
     return torch().where(is_token_in_rank, first, -1)
+
+
+def ids_of_ranks(is_token_in_rank: Tensor, experts: int, topk: int) -> Tensor:
+    """Ids i64 [T, topk] that do the same, of tokens that go to at most `topk` ranks."""
+    first = experts_of_ranks(is_token_in_rank, experts)
+    tokens, ranks = first.shape
+    if ranks >= topk:
+        chosen: Tensor = first.topk(topk, 1)[0]
+        return chosen
+    ids: Tensor = torch().full((tokens, topk), -1, dtype=first.dtype, device=first.device)
+    ids[:, :ranks] = first
+    return ids
 
 
 def aligned_counts(ranks: Ranks, per_expert: Tensor, alignment: int) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from crossrail._calls import DispatchCall
+from crossrail._native import RankCalls, TokenLayout
+from crossrail._rank_calls import LayoutFrame, RankFrame
 from crossrail.deep_ep.checks import Tensor, torch, wrong
 from crossrail.deep_ep.events import Streams
 from crossrail.deep_ep.ranks import Joined
@@ -69,6 +72,12 @@ class Machine(Protocol):
     def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         """An ExpertBuffer, connected to those of `ranks`."""
 
+    def token_layout(self) -> TokenLayout | None:
+        """What counts tokens by where they go, in the current stream; None where nothing does."""
+
+    def prepared_calls(self, buffer: Any, kind: Kind) -> RankCalls | None:
+        """Prepared operations of an ExpertBuffer in the rank layout; None where there are none."""
+
     def variant(self, buffer: Any, kind: Kind) -> Any:
         """An ExpertBuffer on the heap and the connections of this one. No other rank takes part."""
 
@@ -112,6 +121,16 @@ class Gpu:
             buffer.destroy()
             raise
         return buffer
+
+    def token_layout(self) -> TokenLayout | None:
+        group = self._joined.group
+        return TokenLayout(LayoutFrame(torch(), group.context, self.streams.current_raw, group.size, self.device))
+
+    def prepared_calls(self, buffer: ExpertBuffer, kind: Kind) -> RankCalls | None:
+        if kind.layout != "rank":
+            return None
+        frame = RankFrame(torch(), buffer._native, self.streams, buffer._sizes, self.device, whole=True)
+        return RankCalls(frame)
 
     def variant(self, buffer: ExpertBuffer, kind: Kind) -> ExpertBuffer:
         options = kind.parameters(0)
@@ -160,10 +179,11 @@ def room_for(tokens: int) -> int:
 
 @dataclass
 class Made:
-    """An expert buffer and the most tokens that one of its dispatches may send."""
+    """An expert buffer and the most tokens that one of its dispatches may send. `calls`: prepared ones, if any."""
 
     buffer: Any
     max_tokens: int
+    calls: RankCalls | None = None
 
 
 class Pool:
@@ -222,6 +242,10 @@ class Pool:
         """The one in the rank layout, if there is one: there is on all ranks, or on none."""
         return self._made.get((kind, 0))
 
+    def of_rank_layout(self) -> Iterator[tuple[Kind, Made]]:
+        """Those in the rank layout: the same on all ranks."""
+        return ((kind, made) for (kind, _), made in self._made.items() if kind.layout == "rank")
+
     def rank_layout(self, kind: Kind, tokens: int, num_sms: int) -> Made:
         """One with room for `tokens`, which is the same number on all ranks. A smaller one is replaced, and stays as
         long as a handle of its dispatches."""
@@ -244,7 +268,8 @@ class Pool:
                 "run it once before the capture",
             )
         self._count += 1
-        return Made(self._machine.make(kind, max_tokens, num_sms, str(self._count), ranks), max_tokens)
+        buffer = self._machine.make(kind, max_tokens, num_sms, str(self._count), ranks)
+        return Made(buffer, max_tokens, self._machine.prepared_calls(buffer, kind))
 
     def _affordable(self, kind: Kind) -> int:
         """The most tokens for which the budget is enough, in steps."""

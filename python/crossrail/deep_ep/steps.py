@@ -147,6 +147,28 @@ class Steps:
             counts = aligned_counts(self._ranks, wanted.per_expert, wanted.alignment)
         return self._begun(wanted, made, counts)
 
+    def prepared(
+        self, x: Any, topk_idx: Tensor, topk_weights: Any, per_expert: Any, alignment: Any
+    ) -> tuple[Kind, Made, Any, bool] | None:
+        """The same of tensors as an expert buffer takes them, in one native call: None, before anything is put into
+        the stream, for others. Gives what `RankCalls.dispatch` does, and whether no rank has more to say; where one
+        has, `again` is next."""
+        say = 2 * int(topk_weights is not None)
+        for kind, made in self._pool.of_rank_layout():
+            if made.calls is None:
+                continue
+            try:
+                begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, say)
+            except BaseException:  # the other ranks are at a call, and so is this one
+                self._ranks.step()
+                raise
+            if begun is not None:
+                self._ranks.step()
+                self._last = kind
+                told: Any = begun[6]
+                return kind, made, begun, all(word == say for word in told[1])
+        return None
+
     def _begun(self, wanted: Wanted, made: Made, counts: list[int] | None = None) -> Begun:
         """When all have agreed."""
         rows, worst = wanted.rows, wanted.worst or None
@@ -181,8 +203,15 @@ class Steps:
         result = self._machine.dispatch(made, rows, alignment, say, counted=True)
         if all(word == say for word in result.said) and fits:
             return Begun(made, result, result.count_list)
-        lost = [rank for rank, word in enumerate(result.said) if word == UNHEARD]
+        said = result.said
         del result
+        return self.again(wanted, said)
+
+    def again(self, wanted: Wanted, said: list[int]) -> Begun:
+        """The dispatch once more, when all ranks have said what they want. `said`: by their hosts, in the first one,
+        whose result nobody holds any more."""
+        kind = wanted.kind
+        lost = [rank for rank, word in enumerate(said) if word == UNHEARD]
         most = self._heard(Call.of(kind, wanted.routed, 0, wanted.tokens, int(bool(lost))), kind)
         if lost:
             detail = f"rank {lost[0]} did not come in time"

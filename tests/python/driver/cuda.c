@@ -11,7 +11,7 @@ typedef unsigned long long Address;
 typedef void *Handle;
 
 enum { MOST_ALLOCATIONS = 4096 };
-static const Handle CONTEXT = (Handle)0x1000, DISPATCH = (Handle)0x2000;
+static const Handle CONTEXT = (Handle)0x1000, DISPATCH = (Handle)0x2000, COMBINE = (Handle)0x3000;
 static const Code INVALID = 1;
 static struct {
     Address begin;
@@ -24,7 +24,10 @@ unsigned long long calls_push, calls_pop, calls_current, calls_owner, calls_capt
     calls_query, calls_launch;
 
 // From offsets.cpp.
-extern const size_t at_tokens, at_say, at_count_word, at_said_host;
+extern const size_t at_tokens, at_say, at_count_word, at_said_host, bytes_of_dispatch, bytes_of_combine;
+
+// Arguments of the last dispatch and of the last combine, read by the test.
+unsigned char last_dispatch[1 << 12], last_combine[1 << 12];
 
 static Code allocate(Address *address, size_t length) {
     Handle made = mmap(0, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -156,19 +159,20 @@ Code cuEventElapsedTime(float *ms, Handle from, Handle to) { return *ms = 0, 0; 
 Code cuModuleLoadData(Handle *module, const void *image) { return *module = CONTEXT, 0; }
 Code cuModuleUnload(Handle module) { return 0; }
 Code cuModuleGetFunction(Handle *function, Handle module, const char *name) {
-    return *function = strstr(name, "dispatch") ? DISPATCH : CONTEXT, 0;
+    return *function = strstr(name, "dispatch") ? DISPATCH : strstr(name, "combine") ? COMBINE : CONTEXT, 0;
 }
 Code cuFuncLoad(Handle function) { return 0; }
 Code cuFuncGetAttribute(int *value, int attribute, Handle function) { return *value = 100, 0; }
 Code cuFuncSetAttribute(Handle function, int attribute, int value) { return 0; }
 // A dispatch of one rank with one expert for each token, as far as the host waits for it.
-static void tell_counts(const char *arguments) {
+static void tell_counts(const unsigned char *arguments) {
     uint64_t word = *(const uint64_t *)(arguments + at_count_word), said = *(const uint64_t *)(arguments + at_said_host);
     if (said) *(uint32_t *)said = *(const uint32_t *)(arguments + at_say);
     if (word) *(volatile uint64_t *)word = 1ull << 32 | *(const uint32_t *)(arguments + at_tokens);
 }
 Code cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz,
                     unsigned shared, Handle stream, void **parameters, void **extra) {
-    if (function == DISPATCH) tell_counts(parameters[0]);
+    if (function == DISPATCH) tell_counts(memcpy(last_dispatch, parameters[0], bytes_of_dispatch));
+    if (function == COMBINE) memcpy(last_combine, parameters[0], bytes_of_combine);
     return calls_launch++, 0;
 }

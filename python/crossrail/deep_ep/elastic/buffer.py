@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
 from crossrail.deep_ep.elastic.expansion import column_major
-from crossrail.deep_ep.elastic.handle import EPHandle
+from crossrail.deep_ep.elastic.handle import Counted, EPHandle
 from crossrail.deep_ep.elastic.others import Others
 from crossrail.deep_ep.elastic.rooms import Rooms
 from crossrail.deep_ep.elastic.sizes import buffer_bytes, multiprocessors, theoretical_sms
-from crossrail.deep_ep.elastic.work import Dispatching, reduced, summed_once
+from crossrail.deep_ep.elastic.work import Dispatching, heard_all, reduced, summed_once
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
 from crossrail.deep_ep.given import BLOCK, Rows, no_rows, rows_kind
+from crossrail.deep_ep.handles import Routing
 from crossrail.deep_ep.lifetime import Lifetime
 from crossrail.deep_ep.pool import Gpu, Kind, Machine
 from crossrail.deep_ep.ranks import hosts_of
+from crossrail.deep_ep.results import copies
 
 from ..._words import kind
 
@@ -173,7 +176,7 @@ class ElasticBuffer(Lifetime, Others):
         """
         self._open("barrier")
         kind = Kind("rank", BARRIER_HIDDEN, self.num_ranks, 1, "bf16")
-        buffer = self._rooms.room(kind, 1, BARRIER_SMS)
+        buffer = self._rooms.room(kind, 1, BARRIER_SMS).buffer
         previous = self._machine.streams.capture() if use_comm_stream else None
         with self._turn((previous, None), False):
             rows, ids, _ = no_rows(kind, self._machine.device)
@@ -232,8 +235,15 @@ class ElasticBuffer(Lifetime, Others):
             raise wrong("dispatch", "do_zero_padding needs do_expand")
         if handle is not None and cumulative_local_expert_recv_stats is not None:
             raise wrong("dispatch", "cumulative_local_expert_recv_stats counts new routings, and a handle repeats one")
-        opaque, x = opaque_scales(x)
         stats, sizes = cumulative_local_expert_recv_stats, (num_experts, num_max_tokens_per_rank, expert_alignment)
+        plain = previous_event is None and previous_event_before_epilogue is None and not async_with_compute_stream
+        if plain and handle is None and not do_expand and not use_tma_aligned_col_major_sf:
+            copy, sync = bool(do_handle_copy), do_cpu_sync is None or bool(do_cpu_sync)
+            given = (topk_idx, topk_weights, stats)
+            done = self._dispatch_prepared(x, given, sizes, num_sms, copy=copy, sync=sync)
+            if done is not None:
+                return *done, EventOverlap()
+        opaque, x = opaque_scales(x)
         chosen, kind, most, alignment = self._asked(x, topk_idx, sizes, handle, bool(do_expand), bool(do_cpu_sync))
         if topk_weights is not None:
             checked(topk_weights, "topk_weights", "dispatch", ("float32",), tuple(chosen.shape), self._machine.device)
@@ -255,6 +265,47 @@ class ElasticBuffer(Lifetime, Others):
                 turn.gives(came.scales)
         rows: Rows = came.rows if came.scales is None else (came.rows, came.scales)
         return rows, came.topk_idx, came.topk_weights, handle, turn.overlap
+
+    def _dispatch_prepared(
+        self, x: Rows, given: tuple[Any, Any, Any], sizes: tuple[Any, Any, Any], num_sms: int, *, copy: bool, sync: bool
+    ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle] | None:
+        """A dispatch whose routing is new, in the current stream, in one native call; None, before it begins, where an
+        expert buffer does not take it as it is. `given`: ids, weights, stats."""
+        topk_idx, topk_weights, stats = given
+        most = self.num_max_tokens_per_rank if sizes[1] is None else sizes[1]
+        alignment = 1 if sizes[2] is None else sizes[2]
+        if not (isinstance(most, int) and isinstance(num_sms, int)) or num_sms < 0:
+            return None
+        if not isinstance(topk_idx, torch().Tensor) or topk_idx.shape[:1] > (most,):
+            return None
+        bound = 0 if sync else max(self.num_ranks * most, 1)
+        for of, made in self._rooms.made(most):
+            if made.calls is None or of.experts != sizes[0]:
+                continue
+            begun = made.calls.dispatch(x, topk_idx, topk_weights, stats, None, bound, alignment, 0)
+            if begun is not None:
+                break
+        else:
+            return None
+        (rows, scales, idx, weights), counts, offsets, native, _, _, told, lent = begun
+        listed, said = told or (None, None)
+        heard_all(said)
+        if not lent:
+            rows, scales, idx, weights = copies(rows, scales, idx, weights)
+        ids = topk_idx.clone() if copy else topk_idx
+        routing = Routing(made.buffer, native, of, most, native.tokens, native.rows, ids, calls=made.calls)
+        sms = num_sms or self.get_theoretical_num_sms(of.experts, of.topk)
+        handle = EPHandle(
+            routing,
+            self._machine,
+            Counted(counts, offsets),
+            alignment=operator.index(alignment),
+            num_max_tokens_per_rank=most,
+            num_sms=sms,
+            count_list=listed,
+            expansion=None,
+        )
+        return rows if scales is None else (rows, scales), idx, weights, handle
 
     def _asked(
         self, x: Rows, topk_idx: Any, sizes: tuple[Any, Any, Any], handle: Any, expand: bool, sync: bool
@@ -341,6 +392,11 @@ class ElasticBuffer(Lifetime, Others):
         count("num_sms", num_sms, "combine")
         count("num_qps", num_qps, "combine")
         routing, expansion, device = handle._routing, handle._expansion, self._machine.device
+        plain = previous_event is None and previous_event_before_epilogue is None and not async_with_compute_stream
+        if plain and expansion is None and routing.calls is not None:
+            summed = routing.calls.combine(x, routing.native, topk_weights, bias)
+            if summed is not None:
+                return summed[0], summed[1], EventOverlap()
         checked(x, "x", "combine", ("bfloat16",), ("N", routing.kind.hidden), device)
         rows = handle.num_expanded_tokens if handle.do_expand else routing.rows
         if x.shape[0] < rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.elastic.expansion import Expansion, all_aligned, expanded_ends
@@ -11,7 +11,14 @@ from crossrail.deep_ep.handles import Routing
 from crossrail.deep_ep.layouts import dispatch_layout, send_positions
 from crossrail.deep_ep.pool import Machine
 
-__all__ = ["EPHandle"]
+__all__ = ["Counted", "EPHandle"]
+
+
+class Counted(NamedTuple):
+    """What a dispatch has counted: rows of each local expert, and where those of each source begin."""
+
+    counts: Tensor
+    offsets: Tensor
 
 
 class EPHandle:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
 from crossrail.deep_ep.checks import wrong
 from crossrail.deep_ep.pool import LEAST_TOKENS, Kind, Machine, Made, room_for
@@ -28,7 +27,7 @@ class Rooms:
         self._made: dict[tuple[Kind, bool], Made] = {}
         self._numbers: Iterator[int] = count(1)
 
-    def room(self, kind: Kind, tokens: int, num_sms: int) -> Any:
+    def room(self, kind: Kind, tokens: int, num_sms: int) -> Made:
         """The expert buffer for dispatches of up to `tokens`. `num_sms`: of one that must be made.
 
         Raises UsageError where it would take more than the limit, or would have to be made in a capture.
@@ -38,7 +37,7 @@ class Rooms:
         if made is None or made.max_tokens < tokens:
             made = self._new(kind, room_for(tokens if few else max(tokens, self._usual)), num_sms)
             self._made[kind, few] = made
-        return made.buffer
+        return made
 
     def _new(self, kind: Kind, most: int, num_sms: int) -> Made:
         if self._machine.streams.is_capturing():
@@ -49,7 +48,15 @@ class Rooms:
             detail = f"{most} tokens of {kind.hidden} take {needed} bytes, and num_bytes is {self._limit}"
             raise wrong("dispatch", detail, "get_buffer_size_hint says how many are enough")
         name = str(next(self._numbers))
-        return Made(self._machine.make(kind, most, num_sms, name, self._ranks), most)
+        buffer = self._machine.make(kind, most, num_sms, name, self._ranks)
+        return Made(buffer, most, self._machine.prepared_calls(buffer, kind))
+
+    def made(self, tokens: int) -> Iterator[tuple[Kind, Made]]:
+        """Those that there are for dispatches of up to `tokens`."""
+        few = tokens <= LEAST_TOKENS
+        for (kind, small), made in self._made.items():
+            if small == few and made.max_tokens >= tokens:
+                yield kind, made
 
     def destroy(self) -> None:
         """Ends them all."""

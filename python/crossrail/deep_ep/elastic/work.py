@@ -13,11 +13,11 @@ from crossrail.deep_ep.elastic.handle import EPHandle
 from crossrail.deep_ep.events import Turn
 from crossrail.deep_ep.given import Rows
 from crossrail.deep_ep.handles import Routing
-from crossrail.deep_ep.pool import Kind, Machine
+from crossrail.deep_ep.pool import Kind, Machine, Made
 from crossrail.deep_ep.results import kept
 from crossrail.errors import TimeoutError
 
-__all__ = ["Came", "Dispatching", "reduced", "summed_once"]
+__all__ = ["Came", "Dispatching", "heard_all", "reduced", "summed_once"]
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Dispatching:
     most: int
     alignment: int
     num_sms: int
-    room: Callable[[Kind], Any]
+    room: Callable[[Kind], Made]
 
     def new(
         self,
@@ -61,7 +61,8 @@ class Dispatching:
         expand: bool | None,
     ) -> tuple[EPHandle, Came]:
         """One that routes anew. `sync`: the host waits for the counts; `expand`: None, or whether padding is zeros."""
-        buffer, worst = self.room(self.kind), self.ranks * self.most
+        made, worst = self.room(self.kind), self.ranks * self.most
+        buffer = made.buffer
         bound = None if sync else max(worst, 1)
         result = buffer.dispatch(x, topk_idx, weights, layout="rank", stats=stats, max_rows=bound)
         counts = result.count_list if sync else None
@@ -74,6 +75,7 @@ class Dispatching:
             expansion = Expansion(result.topk_idx, result.counts, self.alignment, size)
             self.turn.gives(expansion.slots, expansion.rows, expansion.filled)
         routing = Routing(buffer, result.handle, self.kind, self.most, len(topk_idx), result.handle.rows, topk_idx)
+        routing.calls = made.calls
         handle = EPHandle(
             routing,
             self.machine,
@@ -96,7 +98,7 @@ class Dispatching:
             came = self._came(routing.buffer, result, None, expansion, zero_padding, repeats=True)
             came.topk_idx = ids
             return came
-        buffer = self.room(self.kind)
+        buffer = self.room(self.kind).buffer
         result = buffer.dispatch(x, routing.topk_idx, weights, layout="rank", max_rows=max(routing.rows, 1))
         came = self._came(buffer, result, weights, expansion, zero_padding)
         if expansion is None:
