@@ -275,6 +275,7 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=0, metavar="N", help="beside so many processes that only compute")
     parser.add_argument("--json", type=Path, help="where the result goes, too")
     given = parser.parse_args()
+    chaos_record.commit()  # by now: another one may stand here when this ends
     seed = random.randrange(1 << 30) if given.seed is None else given.seed
     print(f"first seed {seed}", file=sys.stderr, flush=True)
     with busy(given.busy):

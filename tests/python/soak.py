@@ -107,6 +107,8 @@ def run(seconds: float, every: float, path: Path | None) -> dict[str, Any]:
                 time.sleep(max(0.0, began + due - time.monotonic()))  # samples have their times
             ranks.call("finish", timeout=2 * LIMIT_S)
             errors = [error for one in ranks.call("figures").values() for error in one.errors]
+            if errors:
+                sys.stderr.write(ranks.said())
     finally:
         store.close()
     result = soak.result(True)
@@ -128,6 +130,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between samples")
     parser.add_argument("--json", type=Path, help="where the result goes, too")
     given = parser.parse_args()
+    chaos_record.commit()  # by now: another one may stand here when this ends
     return chaos_record.show(run(given.seconds, given.every, given.json), given.json)
 
 

@@ -415,6 +415,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="a folder for the logs of both ends")
     parser.add_argument("--json", type=Path, help="where the result goes, too")
     options = parser.parse_args()
+    chaos_record.commit()  # by now: another one may stand here when this ends
     reason = why_not()
     if reason is not None:
         print(reason, file=sys.stderr)

@@ -326,6 +326,7 @@ def main() -> int:
     parser.add_argument("--surrounding", choices=list(SURROUNDINGS), default="plain")
     parser.add_argument("--json", type=Path, help="where the result goes, too")
     options = parser.parse_args()
+    chaos_record.commit()  # by now: another one may stand here when this ends
     reason = why_not() or (None if shutil.which("etcd") else "etcd is missing (Debian: etcd-server)")
     if reason is not None:
         print(reason, file=sys.stderr)
