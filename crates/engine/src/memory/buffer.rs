@@ -163,8 +163,8 @@ pub(crate) enum Keep {
     Segment(#[allow(dead_code)] Segment),
     Gpu(#[allow(dead_code)] DeviceAlloc),
     Vec(Vec<u8>),
-    /// A copy, and what keeps the original.
-    Copy(#[allow(dead_code)] Box<(Vec<u8>, Keep)>),
+    /// A copy, what keeps the original, and a token of the copy.
+    Copy(#[allow(dead_code)] Box<(Vec<u8>, Keep, Arc<()>)>),
     Shared(#[allow(dead_code)] Arc<dyn Any + Send + Sync>),
 }
 

@@ -177,6 +177,11 @@ impl GpuMemory {
         self.staged.copy_in(gpu, dst, bytes)
     }
 
+    /// See [`StagedChunks::begin_copy`].
+    pub(super) fn begin_copy(&self) -> Option<Arc<()>> {
+        self.staged.begin_copy()
+    }
+
     /// Copies a few bytes from GPU memory, synchronously.
     pub(super) fn copy_out(&self, gpu: u32, src: u64, bytes: &mut [u8]) -> Result<(), String> {
         self.staged.copy_out(gpu, src, bytes)

@@ -29,6 +29,10 @@ pub(crate) const CONTROL: u64 = 1;
 const LANDED: u64 = 2;
 const SHORT: u64 = 3;
 
+/// Copies of GPU memory that operations in flight may send: enough for exchanges of single messages, few enough that a
+/// program that sends many at once is not held up by them.
+const COPIES: usize = 4;
+
 /// A GPU that this worker's operations have named.
 pub(crate) struct UsedGpu {
     pub(crate) device: Arc<Device>,
@@ -68,6 +72,8 @@ pub(super) struct StagedChunks {
     waiting: Vec<(EndpointId, LaneId, Memory)>,
     /// A lane polled under the lock has to be polled again.
     polled_lane_ready: bool,
+    /// Shared with every copy out of GPU memory that an operation in flight sends.
+    copies: Arc<()>,
 }
 
 impl StagedChunks {
@@ -329,6 +335,12 @@ impl StagedChunks {
     pub(super) fn copy_in(&self, gpu: u32, dst: u64, bytes: &[u8]) -> Result<(), String> {
         let gpu = self.gpu(gpu).ok_or_else(|| format!("cuda:{gpu} is not in use"))?;
         gpu.device.copy_in(dst, bytes).map_err(|error| error.to_string())
+    }
+
+    /// A token of one more copy of GPU memory that an operation sends; `None` while several do: then the chunks of further
+    /// ones overlap with them, and one copy after the other would not.
+    pub(super) fn begin_copy(&self) -> Option<Arc<()>> {
+        (Arc::strong_count(&self.copies) <= COPIES).then(|| self.copies.clone())
     }
 
     /// Copies a few bytes from GPU memory, synchronously.

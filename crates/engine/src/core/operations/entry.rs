@@ -147,11 +147,11 @@ impl Op {
     }
 
     /// Its bytes were copied out of GPU memory: from now on that copy is its memory. The original stays allocated.
-    pub(crate) fn replace_memory(&mut self, mut bytes: Vec<u8>) {
+    pub(crate) fn replace_memory(&mut self, mut bytes: Vec<u8>, token: Arc<()>) {
         self.ptr = bytes.as_mut_ptr();
         self.gpu = None;
         let original = std::mem::replace(&mut self.keep, Keep::Nothing);
-        self.keep = Keep::Copy(Box::new((bytes, original)));
+        self.keep = Keep::Copy(Box::new((bytes, original, token)));
     }
 
     /// Where its staging times are counted; `None`: host memory.
