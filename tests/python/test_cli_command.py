@@ -112,7 +112,7 @@ def long_run() -> Iterator[tuple[subprocess.Popen[str], int]]:
         command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 90
             while not (found := children(process.pid)) or not _busy(found[0]):
                 assert time.monotonic() < deadline and process.poll() is None, "it did not start"
                 time.sleep(0.02)
