@@ -207,12 +207,12 @@ fuzz-python: $(TOOLS)
 	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 6)) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest --quiet tests/python/test_reader_fuzz.py
 
 # Two workers for two processors: with more, a loaded machine lets tests wait longer than they may.
-WORKERS ?= 2
+TEST_WORKERS ?= 2
 
 test-python: build
 	$(call say,test: Python and test bed)
 	@# A thread of OpenBLAS spins for as long as all of a short process's other imports take.
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS)
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
 
 # Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
 CHAOS_SECONDS ?= 120
