@@ -2,7 +2,7 @@
 
 use crossrail_kernels::ep::{EP_WIRE_BF16, EP_WIRE_FP8, EP_WIRE_LOGFMT10, Payload, Scale};
 
-use crate::reference::{BLOCK, Wire, decode, widen};
+use crate::wire::{BLOCK, Wire, decode, widen};
 
 /// Most octaves between the smallest and the largest magnitude of a block in LogFMT-10.
 const OCTAVES: f32 = 32.0;
@@ -86,7 +86,7 @@ pub fn logfmt10_bound(smallest: f32, largest: f32) -> f32 {
 mod tests {
     use super::*;
     use crate::Numbers;
-    use crate::reference::narrow;
+    use crate::wire::narrow;
 
     /// What docs/performance-experts.md and the docstrings promise.
     #[test]

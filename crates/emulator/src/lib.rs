@@ -23,6 +23,7 @@ pub mod job_rank;
 mod numbers;
 pub mod reference;
 pub mod shapes;
+mod wire;
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ffi::{CStr, CString, c_char};
