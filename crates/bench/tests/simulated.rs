@@ -130,12 +130,12 @@ fn a_short_message_waits_for_no_stager() {
 }
 
 /// A stage that takes so long that nothing else does, on a busy machine either.
-const SLOW: Duration = Duration::from_millis(150);
+const SLOW: Duration = Duration::from_millis(400);
 
 #[test]
 fn the_stage_that_is_slow_is_the_one_that_was_waited_for() {
     // Three chunks for four slots each way: bounce memory is never short.
-    let plan = P2pPlan { size: 3 << 16, iters: 1, warmup: 1, verify: Verify::Full };
+    let plan = P2pPlan { size: 3 << 16, iters: 1, warmup: 0, verify: Verify::Full };
     for transport in ["tcp", "shm"] {
         let pair = pair(transport);
         let (source, target) = (pair.context.simulated_gpu(0).unwrap(), pair.context.simulated_gpu(1).unwrap());
@@ -148,13 +148,13 @@ fn the_stage_that_is_slow_is_the_one_that_was_waited_for() {
         let slow = SLOW.as_micros() as f64;
         source.set_pack_delay(SLOW);
         let (sent, received, row) = run();
-        assert!(sent.pack_us > 0.9 * slow && sent.pack_us <= row.us_sender, "{transport}, packs: {row:?}");
-        assert!(sent.pack_us > 2.0 * (received.unpack_us + received.slot_us + sent.slot_us), "{transport}: {row:?}");
+        assert!(sent.pack_us > 0.5 * slow && sent.pack_us <= row.us_sender, "{transport}, packs: {row:?}");
+        assert!(sent.pack_us > received.unpack_us + received.slot_us + sent.slot_us, "{transport}: {row:?}");
         source.set_pack_delay(Duration::ZERO);
         target.set_unpack_delay(SLOW);
         let (sent, received, row) = run();
-        assert!(received.unpack_us > 0.9 * slow && received.unpack_us <= row.us_receiver, "{transport}: {row:?}");
-        assert!(received.unpack_us > 2.0 * (sent.pack_us + received.slot_us + sent.slot_us), "{transport}: {row:?}");
+        assert!(received.unpack_us > 0.5 * slow && received.unpack_us <= row.us_receiver, "{transport}: {row:?}");
+        assert!(received.unpack_us > sent.pack_us + received.slot_us + sent.slot_us, "{transport}: {row:?}");
     }
 }
 
@@ -170,7 +170,7 @@ fn bounce_memory_that_an_unpack_holds_is_waited_for_at_the_sender() {
     let [driver, echo] = both(&pair, KINDS[0], |session| p2p(session, plan));
     echo.unwrap();
     let row = driver.unwrap().remove(0);
-    assert!(row.sender.held.slot_us > SLOW.as_micros() as f64, "{row:?}");
+    assert!(row.sender.held.slot_us > 0.5 * SLOW.as_micros() as f64, "{row:?}");
     assert!(row.receiver.held.unpack_us > row.sender.held.slot_us, "and the receiver knows why: {row:?}");
 }
 
