@@ -316,9 +316,9 @@ class Buffer(Lifetime):
         if found is None:
             return None
         kind, made, begun, agreed = found
-        parts, _, offsets, native, _, _, told, lent = begun
+        parts, _, offsets, native, _, region, told, lent = begun
         if not agreed:
-            del found, begun, parts
+            del found, begun, parts, region  # nobody holds the first result any more
             wanted = Wanted(kind, given.routed, 0, given.routes, given.per_expert, alignment, config.num_sms)
             with self._machine.streams.turn() as turn:
                 return self._received(turn, given, kind, self._steps.again(wanted, told[1]))

@@ -1,0 +1,125 @@
+"""Normal mode of crossrail.deep_ep where its operations are prepared: ranks keep step as in the general way. The native
+half is the twins'."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import deep_ep_work as work
+import pytest
+from deep_ep_twin import TwinBuffer, TwinDeepEp, TwinMachine, TwinRanks, on_ranks
+from host_torch import torch, torch_is_there
+
+__all__ = ["torch_is_there"]
+
+
+class Region:
+    """Memory of a result."""
+
+
+class TwinCalls:
+    """See `_native.RankCalls`."""
+
+    def __init__(self, machine: PreparedMachine, buffer: TwinBuffer, payload: str) -> None:
+        self.machine, self.buffer, self.payload = machine, buffer, payload
+
+    def fits(self, x: Any, others: tuple[Any, Any, Any], alignment: Any) -> bool:
+        """Whether the arguments are as prepared."""
+        kind, most = self.buffer.kind, self.buffer.most
+        given = x if isinstance(x, tuple) else (x,)
+        tokens = len(given[0])
+        unit = {"bf16": (), "f32": ((torch.float32, 128),), "ue8m0": ((torch.int32, 512),)}[self.payload]
+        rows = torch.float8_e4m3fn if unit else torch.bfloat16
+        wanted = [(rows, (tokens, kind.hidden)), *((dtype, (tokens, kind.hidden // size)) for dtype, size in unit)]
+        wanted += [(torch.int64, (tokens, kind.topk)), (torch.float32, (tokens, kind.topk))]
+        wanted += [(torch.int32, (kind.experts,))]
+        tensors = (*given, *others)
+        return (
+            tokens <= most
+            and isinstance(alignment, int)
+            and alignment > 0
+            and len(tensors) == len(wanted)
+            and all(
+                one is None or (isinstance(one, torch.Tensor) and (one.dtype, tuple(one.shape)) == like)
+                for one, like in zip(tensors, wanted, strict=True)
+            )
+            and all(one is None or one.is_contiguous() for one in others)
+        )
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        stats: Any,
+        per_expert: Any,
+        max_rows: int,
+        alignment: int,
+        say: int,
+    ) -> Any:
+        if not self.fits(x, (topk_idx, topk_weights, per_expert), alignment):
+            return None
+        said = self.machine.meeting.gather(self.machine.rank, say)
+        result = self.buffer.dispatch(x, topk_idx, topk_weights, "rank", expert_alignment=alignment)
+        scales = result.scales.view(torch.int32) if self.payload == "ue8m0" else result.scales
+        parts, region = (result.x, scales, result.topk_idx, result.topk_weights), Region()
+        if any(word != say for word in said):
+            self.machine.regions.append(weakref.ref(region))
+        self.machine.begun += 1
+        told = (result.count_list, said)
+        return parts, result.counts, result.offsets, result.handle, None, region, told, self.buffer.spare_regions > 0
+
+    def combine(self, y: Any, handle: Any, topk_weights: Any, bias: Any) -> Any:
+        biases = list(bias) if isinstance(bias, list | tuple) else None if bias is None else [bias]
+        summed = self.buffer.combine(y, handle, topk_weights=topk_weights, bias=biases)
+        return summed.x, summed.topk_weights, None
+
+
+class PreparedMachine(TwinMachine):
+    """See `deep_ep.pool.Machine`. `begun`: prepared dispatches; `regions`: of those that are to be repeated."""
+
+    def __init__(self, meeting: Any, rank: int) -> None:
+        super().__init__(meeting, rank)
+        self.begun = 0
+        self.regions: list[Any] = []
+
+    def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
+        assert all(region() is None for region in self.regions), "a dispatch is repeated, and its result is still held"
+        return super().make(kind, max_tokens, num_sms, name, ranks)
+
+    def prepared_calls(self, buffer: Any, kind: Any) -> Any:
+        return TwinCalls(self, buffer, kind.payload) if kind.layout == "rank" else None
+
+
+class PreparedDeepEp(TwinDeepEp):
+    def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
+        return TwinRanks(*group), PreparedMachine(*group)
+
+
+def run(what: Any, *arguments: Any, **options: Any) -> list[PreparedMachine]:
+    """The machines of two ranks that have run a piece of work."""
+    machines: list[PreparedMachine] = []
+
+    def piece(buffer: Any) -> None:
+        what(work.Env(torch, buffer), *arguments, **options)
+        machines.append(buffer._machine)
+
+    on_ranks(2, piece, PreparedDeepEp)
+    return machines
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0"])
+def test_dispatch_and_combine(kind: str) -> None:
+    assert run(work.normal, 3, kind) and run(work.normal_again, 21)
+
+
+@pytest.mark.parametrize("what", [work.normal_refused, work.normal_mismatched])
+def test_calls_that_are_wrong(what: Any) -> None:
+    run(what)
+
+
+def test_with_more_tokens() -> None:
+    machines = run(work.normal_grows)
+    assert all(machine.begun for machine in machines)
+    assert any(machine.regions for machine in machines), "one rank has begun what all then did again"
