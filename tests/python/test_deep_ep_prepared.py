@@ -6,9 +6,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import deep_ep_elastic as elastic
 import deep_ep_work as work
 import pytest
-from deep_ep_twin import TwinBuffer, TwinDeepEp, TwinMachine, TwinRanks, on_ranks
+from deep_ep_twin import TwinBuffer, TwinDeepEp, TwinElastic, TwinMachine, TwinRanks, on_ranks
 from host_torch import torch, torch_is_there
 
 __all__ = ["torch_is_there"]
@@ -60,14 +61,18 @@ class TwinCalls:
     ) -> Any:
         if not self.fits(x, (topk_idx, topk_weights, per_expert), alignment):
             return None
-        said = self.machine.meeting.gather(self.machine.rank, say)
-        result = self.buffer.dispatch(x, topk_idx, topk_weights, "rank", expert_alignment=alignment)
+        meeting, said = self.machine.meeting, [0] * self.machine.meeting.size
+        if per_expert is not None:  # the second version's hosts say nothing
+            said = meeting.gather(self.machine.rank, say)
+        options = {"expert_alignment": alignment, "stats": stats, "max_rows": max_rows or None}
+        result = self.buffer.dispatch(x, topk_idx, topk_weights, "rank", **options)
         scales = result.scales.view(torch.int32) if self.payload == "ue8m0" else result.scales
         parts, region = (result.x, scales, result.topk_idx, result.topk_weights), Region()
         if any(word != say for word in said):
             self.machine.regions.append(weakref.ref(region))
         self.machine.begun += 1
-        told = (result.count_list, said)
+        result.handle.tokens = len(topk_idx)
+        told = None if max_rows else (result.count_list, said)
         return parts, result.counts, result.offsets, result.handle, None, region, told, self.buffer.spare_regions > 0
 
     def combine(self, y: Any, handle: Any, topk_weights: Any, bias: Any) -> Any:
@@ -97,6 +102,12 @@ class PreparedDeepEp(TwinDeepEp):
         return TwinRanks(*group), PreparedMachine(*group)
 
 
+class PreparedElastic(TwinElastic):
+    def _meet(self, group: Any, timeout: float) -> Any:
+        rank, size, _, hosts = super()._meet(group, timeout)
+        return rank, size, PreparedMachine(*group), hosts
+
+
 def run(what: Any, *arguments: Any, **options: Any) -> list[PreparedMachine]:
     """The machines of two ranks that have run a piece of work."""
     machines: list[PreparedMachine] = []
@@ -123,3 +134,17 @@ def test_with_more_tokens() -> None:
     machines = run(work.normal_grows)
     assert all(machine.begun for machine in machines)
     assert any(machine.regions for machine in machines), "one rank has begun what all then did again"
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("kind", ["bf16", "f32", "packed"])
+def test_the_second_version(kind: str, sync: bool) -> None:
+    begun = []
+
+    def piece(buffer: Any) -> None:
+        for _ in range(2):  # the first makes the expert buffers
+            elastic.exchange(elastic.Env(torch, buffer), 11, kind, sync=sync, alignment=8)
+        begun.append(buffer._machine.begun)
+
+    on_ranks(2, piece, PreparedElastic, num_max_tokens_per_rank=elastic.MOST, hidden=1024)
+    assert len(begun) == 2 and all(begun)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -274,7 +273,7 @@ class ElasticBuffer(Lifetime, Others):
         topk_idx, topk_weights, stats = given
         most = self.num_max_tokens_per_rank if sizes[1] is None else sizes[1]
         alignment = 1 if sizes[2] is None else sizes[2]
-        if not (isinstance(most, int) and isinstance(num_sms, int)) or num_sms < 0:
+        if not all(isinstance(number, int) for number in (most, alignment, num_sms)) or alignment < 1 or num_sms < 0:
             return None
         if not isinstance(topk_idx, torch().Tensor) or topk_idx.shape[:1] > (most,):
             return None
@@ -282,7 +281,8 @@ class ElasticBuffer(Lifetime, Others):
         for of, made in self._rooms.made(most):
             if made.calls is None or of.experts != sizes[0]:
                 continue
-            begun = made.calls.dispatch(x, topk_idx, topk_weights, stats, None, bound, alignment, 0)
+            # Counts that are not rounded up: the handle gives both.
+            begun = made.calls.dispatch(x, topk_idx, topk_weights, stats, None, bound, 1, 0)
             if begun is not None:
                 break
         else:
@@ -299,7 +299,7 @@ class ElasticBuffer(Lifetime, Others):
             routing,
             self._machine,
             Counted(counts, offsets),
-            alignment=operator.index(alignment),
+            alignment=alignment,
             num_max_tokens_per_rank=most,
             num_sms=sms,
             count_list=listed,
