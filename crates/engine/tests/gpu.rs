@@ -198,7 +198,8 @@ fn over_tcp_with_every_unpack_and_several_rails() {
                 return;
             };
             for size in SIZES {
-                pair.round(Place::Gpu(0), "gpu", size, Some(Protocol::Chunks));
+                let expected = if size <= 64 << 10 { Protocol::Eager } else { Protocol::Chunks };
+                pair.round(Place::Gpu(0), "gpu", size, Some(expected));
             }
         }
     }
@@ -519,9 +520,7 @@ impl Other {
             }
             "register" => {
                 let region = self.worker.register(last.unwrap()).unwrap();
-                let key = hex(&region.key().to_bytes());
-                self.region = Some(region);
-                key
+                hex(&self.region.insert(region).key().to_bytes())
             }
             "share" => hex(&self.to.share(last.unwrap()).unwrap().to_bytes()),
             "word" => {
