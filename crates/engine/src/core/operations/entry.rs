@@ -27,6 +27,7 @@ impl Op {
             names: 0,
             lane: None,
             keep: Keep::Nothing,
+            outcome: None,
             detached: false,
             attached: None,
         }
@@ -135,7 +136,7 @@ impl Op {
     pub(super) fn outcome(&self) -> Option<Outcome> {
         match self.state {
             State::Short => self.short_end().map(|end| Ok(end.into())),
-            _ => self.attached.as_ref().and_then(|attached| attached.outcome.clone()),
+            _ => self.outcome.clone(),
         }
     }
 
