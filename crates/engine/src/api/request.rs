@@ -27,21 +27,23 @@ impl Request {
         progress: &Arc<Progress>,
         endpoint: Option<EndpointId>,
         submission: Submission,
-        buffer: Buffer,
+        mut buffer: Buffer,
     ) -> Result<Request> {
         let mut core = progress.core();
-        let started = core.submit_now(endpoint, submission, buffer);
+        let started = core.submit_now(endpoint, submission, &mut buffer);
         // Mostly nothing has changed that any other thread must hear of.
         match started {
-            Ok((op, true)) => {
+            Some((op, true)) => {
                 drop(core);
+                // It keeps nothing any more, and is host memory.
+                std::mem::forget(buffer);
                 Ok(Request::new(progress, op))
             }
-            Ok((op, false)) => {
+            Some((op, false)) => {
                 progress.after(core);
                 Ok(Request::new(progress, op))
             }
-            Err(buffer) => Request::start_at_length(progress, core, (endpoint, submission), buffer),
+            None => Request::start_at_length(progress, core, (endpoint, submission), buffer),
         }
     }
 

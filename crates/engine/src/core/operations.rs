@@ -166,7 +166,7 @@ impl Operations {
 
     pub(crate) fn insert(&mut self, kind: OpKind, endpoint: Option<EndpointId>, tag: u64, mut buffer: Buffer) -> OpId {
         let (id, gpu) = (self.upcoming(), buffer.gpu.take());
-        self.insert_plain(id, kind, (endpoint, tag), buffer);
+        self.insert_plain(id, kind, (endpoint, tag), &mut buffer);
         if let Some(op) = self.op_mut(id).filter(|_| gpu.is_some()) {
             op.complicate();
             op.gpu = gpu;
@@ -174,14 +174,14 @@ impl Operations {
         id
     }
 
-    /// [`Operations::insert`] of an operation whose memory is the host's, with the id that is [upcoming](Operations::upcoming).
+    /// [`Operations::insert`] of an operation whose memory is the host's, which it takes over, with the id that is [upcoming](Operations::upcoming).
     #[inline(always)]
     pub(super) fn insert_plain(
         &mut self,
         id: OpId,
         kind: OpKind,
         (endpoint, tag): (Option<EndpointId>, u64),
-        buffer: Buffer,
+        buffer: &mut Buffer,
     ) {
         let slot = &mut self.slots[id.index as usize];
         debug_assert!(self.free == id.index && slot.state == State::Free && slot.gpu.is_none());
@@ -195,9 +195,7 @@ impl Operations {
         slot.ptr = buffer.ptr;
         slot.len = buffer.len;
         slot.tag = tag;
-        // A free entry keeps nothing, so there is nothing to drop: a drop would be a test on the hot path.
-        std::mem::forget(std::mem::replace(&mut slot.keep, buffer.keep));
-        std::mem::forget(buffer.gpu);
+        buffer.keep.move_to(&mut slot.keep);
     }
 
     #[cold]

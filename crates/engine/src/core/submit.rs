@@ -20,26 +20,26 @@ const HELP_MIN: u64 = 512 << 10;
 
 impl Core {
     /// Submits an operation of host memory that can start at once, as most can. `Ok`: whether nothing has changed that other
-    /// threads must hear of, too. `Err`: nothing was done, and [`Core::submit`] decides.
+    /// threads must hear of, too; the buffer keeps nothing any more. `None`: nothing was done, and [`Core::submit`] decides.
     #[inline(always)]
     pub(crate) fn submit_now(
         &mut self,
         endpoint: Option<EndpointId>,
         submission: Submission,
-        buffer: Buffer,
-    ) -> std::result::Result<(OpId, bool), Buffer> {
+        buffer: &mut Buffer,
+    ) -> Option<(OpId, bool)> {
         if self.closed || buffer.gpu.is_some() || self.transfers.data.gpu.holds_back() {
-            return Err(buffer);
+            return None;
         }
         match (submission, endpoint) {
             (Submission::Receive { tag, mask }, _) => {
                 let (operations, len) = (&mut self.transfers.data.tables.operations, buffer.len as u64);
                 let op = operations.upcoming();
                 operations.insert_plain(op, OpKind::Receive, (endpoint, tag), buffer);
-                Ok((op, self.post_receive(op, (len, true), tag, mask, endpoint)))
+                Some((op, self.post_receive(op, (len, true), tag, mask, endpoint)))
             }
             (Submission::Operation(Operation::Send { tag }), Some(to)) => self.send_now(to, tag, buffer),
-            _ => Err(buffer),
+            _ => None,
         }
     }
 
@@ -53,12 +53,11 @@ impl Core {
         &mut self,
         endpoint: Option<EndpointId>,
         submission: Submission,
-        buffer: Buffer,
+        mut buffer: Buffer,
     ) -> Result<OpId> {
-        let buffer = match self.submit_now(endpoint, submission, buffer) {
-            Ok((op, _)) => return Ok(op),
-            Err(buffer) => buffer,
-        };
+        if let Some((op, _)) = self.submit_now(endpoint, submission, &mut buffer) {
+            return Ok(op);
+        }
         let kind = submission.kind();
         if self.closed || (kind != OpKind::Receive && !self.is_alive(endpoint)) {
             return Err(self.refusal(endpoint, kind));
@@ -132,27 +131,22 @@ impl Core {
         }
     }
 
-    /// [`Core::submit_now`] of a short message with nothing queued before it. `Err`: it goes the long way.
+    /// [`Core::submit_now`] of a short message with nothing queued before it. `None`: it goes the long way.
     // The message is on its lane before the operation is in the table: only what the peer waits for comes first.
     #[inline(always)]
-    fn send_now(
-        &mut self,
-        endpoint: EndpointId,
-        tag: u64,
-        buffer: Buffer,
-    ) -> std::result::Result<(OpId, bool), Buffer> {
+    fn send_now(&mut self, endpoint: EndpointId, tag: u64, buffer: &mut Buffer) -> Option<(OpId, bool)> {
         let (ptr, len) = (buffer.ptr, buffer.len);
         let Tables { clock, arena, operations, peers, lanes, .. } = &mut self.transfers.data.tables;
-        let Some(peer) = peers.get_mut(endpoint) else { return Err(buffer) };
-        let (true, Some(id)) = (peer.is_alive(), peer.message_lane()) else { return Err(buffer) };
-        let Some(record) = lanes.get(id) else { return Err(buffer) };
+        let peer = peers.get_mut(endpoint)?;
+        let (true, Some(id)) = (peer.is_alive(), peer.message_lane()) else { return None };
+        let record = lanes.get(id)?;
         if record.has_pending() || !record.carries(len) && goes_long(record, arena, ptr, len) {
-            return Err(buffer);
+            return None;
         }
-        let Some(lane) = self.transfers.polled.get_mut(id) else { return Err(buffer) };
+        let lane = self.transfers.polled.get_mut(id)?;
         let (op, mut head) = (operations.upcoming(), Head::new(0, 0));
         if !peer.protocol.send_now(clock.now(), op, tag, len as u64, id, &mut head) {
-            return Err(buffer);
+            return None;
         }
         // SAFETY: a buffer's memory is readable until its operation is finished, which has not begun for anybody else.
         let put = unsafe { lane.put(&head, ptr, len) };
@@ -162,10 +156,10 @@ impl Core {
             let tx = Tx { head, payload: Payload { ptr, len, file: None, grant }, token: 0 };
             if let Some(posted) = post(lane, &tx) {
                 self.not_posted(endpoint, op, id, tx, posted);
-                return Ok((op, false));
+                return Some((op, false));
             }
         }
-        Ok((op, true))
+        Some((op, true))
     }
 
     /// A frame found no room on its lane, or the lane has failed.

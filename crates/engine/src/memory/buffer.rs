@@ -169,6 +169,31 @@ pub(crate) enum Keep {
 }
 
 impl Keep {
+    /// Moves it to `to`, which keeps nothing.
+    #[inline(always)]
+    pub(crate) fn move_to(&mut self, to: &mut Keep) {
+        debug_assert!(matches!(to, Keep::Nothing));
+        match self {
+            Keep::Nothing => {}
+            Keep::Segment(segment) => {
+                // SAFETY: as for `drop_segment`. By its pointer alone: copied as a whole, it would be read in pieces longer
+                // than those in which it has just been written, for which the processor waits until they are in its cache.
+                let segment = unsafe { std::ptr::read(segment) };
+                // SAFETY: `self` was read above, and `to` keeps nothing: neither is to be dropped.
+                unsafe {
+                    std::ptr::write(self, Keep::Nothing);
+                    std::ptr::write(to, Keep::Segment(segment));
+                }
+            }
+            _ => self.swap_with(to),
+        }
+    }
+
+    #[inline(never)]
+    fn swap_with(&mut self, other: &mut Keep) {
+        std::mem::swap(self, other);
+    }
+
     /// Drops what is known to be a segment.
     #[inline(always)]
     pub(crate) fn drop_segment(&mut self) {
