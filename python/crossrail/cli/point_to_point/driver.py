@@ -195,7 +195,9 @@ class _Driver:
             row = with_raw_tcp(replace(row, notes=raw.notes), raw.samples_us, plan.size)
             row = self._with_unpack_rates(row)
             dead = self._dead(before, transfers)
-            row = p2p_row(row, transfers, self._lanes(before), dead, channels_found=self.channels is None)
+            # A plugin has as many connections as it is asked for.
+            measured = self.channels is None and self.options.net_plugin is None
+            row = p2p_row(row, transfers, self._lanes(before), dead, channels_found=measured)
         else:
             batch = turns[-1].batch
             which = {"window": plan.window} if plan.what == "bandwidth" else {"iterations_per_sample": batch}
