@@ -27,7 +27,7 @@ from scenarios import SCENARIOS
 
 RESULTS = Path(__file__).parent / "results"
 DETAILED = ("rails-uneven.json",)
-"""Files that also keep what each end took of each transfer: others have the samples alone, or would be ten times as long."""
+"""Files that also keep what each end took of each transfer: that is ten times as long as the samples."""
 
 
 def main() -> int:
