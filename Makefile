@@ -207,8 +207,9 @@ fuzz-rust: rust
 fuzz-python: $(TOOLS)
 	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 6)) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest --quiet tests/python/test_reader_fuzz.py
 
-# Two workers for two processors: with more, a loaded machine lets tests wait longer than they may.
-TEST_WORKERS ?= 2
+# One more than two processors, as the worker with the test beds mostly waits. On a machine that is loaded all the time two
+# are safer: with more, tests wait longer than they may.
+TEST_WORKERS ?= 3
 
 test-python: build
 	$(call say,test: Python and test bed)
