@@ -4,15 +4,13 @@
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crossrail_ep::BLOCK;
 use crossrail_ep_cuda as ep;
 use pyo3::prelude::*;
 
 use crate::device_array::{DeviceArray, Items};
 use crate::errors;
 use crate::lent::{self, Loan};
-
-/// Elements of a row that share one fp8 scale.
-const BLOCK: u32 = 128;
 
 /// Memory of one result in the rank layout: the buffer's again once nothing that is made of it is left.
 #[pyclass(module = "crossrail._native", frozen)]
@@ -99,7 +97,7 @@ impl DeviceRegion {
     pub(crate) fn new(lease: ep::RegionLease, shape: &ep::Shape, ordinal: u32) -> DeviceRegion {
         let fp8 = shape.scale_bytes() > 0;
         // One byte for a block: ue8m0.
-        let wide = u64::from(shape.scale_bytes()) * u64::from(BLOCK) != u64::from(shape.hidden);
+        let wide = u64::from(shape.scale_bytes()) * BLOCK as u64 != u64::from(shape.hidden);
         DeviceRegion {
             leased: Arc::new(Leased { lease, users: Mutex::default() }),
             ordinal,
@@ -117,7 +115,7 @@ impl DeviceRegion {
     /// The first `count` rows of a part of it. Raises UsageError.
     pub(crate) fn part(&self, py: Python<'_>, part: Part, count: u64) -> PyResult<DeviceArray> {
         let view = self.leased.lease.view();
-        let blocks = self.hidden / i64::from(BLOCK);
+        let blocks = self.hidden / BLOCK as i64;
         let (address, items, width) = match part {
             Part::Rows => (view.rows, Some(self.rows), Some(self.hidden)),
             Part::Scales => (view.scales, self.scales, Some(blocks)),

@@ -1,6 +1,7 @@
 //! Operations of an expert buffer in the rank layout on PyTorch tensors, prepared: a call compares the tensors'
 //! attributes, takes their addresses, goes to the device layer at once and shows the memory of the result as tensors.
 
+use crossrail_ep::BLOCK;
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -11,10 +12,8 @@ use crate::experts_device::{DeviceBuffer, DeviceHandle, DeviceOperation};
 use crate::stream;
 use crate::tensor_kinds::{Given, TensorKinds, is_aligned, some};
 
-/// Elements of a row that share one fp8 scale.
-const BLOCK: u32 = 128;
 /// Elements of a row whose ue8m0 scales lie in one i32.
-const PACKED: u32 = 4 * BLOCK;
+const PACKED: usize = 4 * BLOCK;
 /// Most biases of a combine.
 const BIASES: usize = 2;
 
@@ -183,6 +182,7 @@ impl RankCalls {
         args.x = some!(kinds.place(rows, dtype)?.filter(|at| is_aligned(at) && args.x_stride.is_multiple_of(16)));
         let Some(scales) = scales else { return Ok(Some(args)) };
         let (dtype, unit) = if frame.ue8m0 { (&kinds.i32, PACKED) } else { (&kinds.f32, BLOCK) };
+        let unit = unit as u32;
         if !hidden.is_multiple_of(unit) {
             return Ok(None);
         }

@@ -52,23 +52,23 @@ impl TensorKinds {
         Ok(found.is_some_and(|found| found.is(dtype)))
     }
 
+    /// Whether a tensor is of this dtype and on the buffer's GPU.
+    fn is_here(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>) -> PyResult<bool> {
+        let device = intern!(tensor.py(), "get_device");
+        Ok(self.is_dtype(tensor, dtype)? && tensor.call_method0(device)?.extract::<i64>()? == self.device)
+    }
+
     /// The address of a contiguous tensor of this dtype and shape on the buffer's GPU.
     pub(crate) fn small(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
-        let py = tensor.py();
-        let fits = tensor.is_instance(self.tensor.bind(py))? && has_shape(tensor, shape)?;
+        let fits = self.is_tensor(tensor)? && has_shape(tensor, shape)?;
         if fits { self.place(tensor, dtype) } else { Ok(None) }
     }
 
     /// The address of a contiguous tensor of this dtype on the buffer's GPU.
     pub(crate) fn place(&self, tensor: &Bound<'_, PyAny>, dtype: &Py<PyAny>) -> PyResult<Option<u64>> {
-        let py = tensor.py();
-        let fits = self.is_dtype(tensor, dtype)?
-            && tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? == self.device
-            && tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
-        if !fits {
-            return Ok(None);
-        }
-        tensor.call_method0(intern!(py, "data_ptr"))?.extract().map(Some)
+        let fits =
+            self.is_here(tensor, dtype)? && tensor.call_method0(intern!(tensor.py(), "is_contiguous"))?.is_truthy()?;
+        if fits { self.address(tensor).map(Some) } else { Ok(None) }
     }
 
     /// The address of a tensor that is as it should be.
@@ -91,19 +91,15 @@ impl TensorKinds {
         dtype: &Py<PyAny>,
         shape: [u32; 2],
     ) -> PyResult<Option<(u64, [u64; 2])>> {
-        let py = tensor.py();
-        let fits = self.is_tensor(tensor)?
-            && has_shape(tensor, &shape)?
-            && self.is_dtype(tensor, dtype)?
-            && tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? == self.device;
+        let fits = self.is_tensor(tensor)? && has_shape(tensor, &shape)? && self.is_here(tensor, dtype)?;
         if !fits {
             return Ok(None);
         }
-        let (first, second) = tensor.call_method0(intern!(py, "stride"))?.extract()?;
+        let (first, second) = tensor.call_method0(intern!(tensor.py(), "stride"))?.extract()?;
         Ok(Some((self.address(tensor)?, [first, second])))
     }
 
-    /// The same of bf16 rows, which kernels want aligned.
+    /// The address of contiguous bf16 rows of this shape on the buffer's GPU, aligned as kernels want them.
     pub(crate) fn rows(&self, tensor: &Bound<'_, PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
         Ok(self.small(tensor, &self.bf16, shape)?.filter(is_aligned))
     }
