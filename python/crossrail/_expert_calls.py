@@ -10,7 +10,7 @@ from typing import Any, Final
 from crossrail._calls import BLOCK, Sizes
 from crossrail._device_arrays import current_handles
 
-__all__ = ["CallerStreams", "Frame"]
+__all__ = ["CallerStreams", "Frame", "TensorFrame"]
 
 PART_UNIT: Final = 256
 """Alignment of the output tensors in their common storage, in bytes."""
@@ -30,7 +30,27 @@ class CallerStreams:
     def follow(self, handle: int) -> None: ...
 
 
-class Frame:
+class TensorFrame:
+    """PyTorch's class of tensors, its dtypes, a device and its current stream, as `_native` reads them once.
+
+    Parameters
+    ----------
+    torch : module
+    current : callable
+        Gives the raw handle of a GPU's current stream.
+    device : torch.device
+        Of the tensors.
+    """
+
+    def __init__(self, torch: Any, current: Any, device: Any) -> None:
+        self.current, self.tensor = current, torch.Tensor
+        self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+        index: int | None = device.index
+        self.device, self.ordinal = -1 if index is None else index, index or 0
+        self._torch, self._on = torch, device
+
+
+class Frame(TensorFrame):
     """What all calls of one expert buffer in the expert layout have in common.
 
     Parameters
@@ -66,17 +86,13 @@ class Frame:
         *,
         shared: bool = True,
     ) -> None:
+        super().__init__(torch, streams.current_raw, device)
         self.buffer, self.streams, self.answer, self.overlap = native, streams, answer, overlap
-        self.current = streams.current_raw
         # Without it (PyTorch 2.0 and older) every call gets new tensors.
         self.uses = getattr(getattr(torch, "_C", None), "_storage_Use_Count", None) if shared else None
-        self.tensor = torch.Tensor
-        self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-        index: int | None = device.index
-        self.device, self.ordinal = -1 if index is None else index, index or 0
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
         self.local, self.ranks = sizes.local, sizes.ranks
-        self._torch, self._on, self._shared = torch, device, shared
+        self._shared = shared
         self._parts = self._layout(sizes)
         if shared:
             across = sizes.hidden // (PACKED if sizes.ue8m0 else BLOCK)

@@ -8,7 +8,7 @@ from crossrail import _native
 from crossrail._calls import CombineCall, DispatchCall, Sizes
 from crossrail._device_arrays import Arrays, TorchArrays
 from crossrail._device_results import DeviceCombined, DeviceDispatched, Event
-from crossrail._expert_calls import CallerStreams
+from crossrail._expert_calls import CallerStreams, TensorFrame
 
 __all__ = ["LayoutFrame", "PreparedRank", "RankFrame"]
 
@@ -16,7 +16,7 @@ PARTS: Final = frozenset({"rows", "scales", "topk_idx", "topk_weights", "source"
 """What lies in the buffer's memory."""
 
 
-class RankFrame:
+class RankFrame(TensorFrame):
     """What all calls of one expert buffer in the rank layout have in common, for `_native.RankCalls`.
 
     Parameters
@@ -35,17 +35,13 @@ class RankFrame:
     """
 
     def __init__(self, torch: Any, native: Any, streams: Any, sizes: Sizes, device: Any, *, whole: bool) -> None:
-        self.buffer, self.streams, self.whole = native, streams, whole
-        self.current, self.tensor, self.from_dlpack = streams.current_raw, torch.Tensor, torch.from_dlpack
-        self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+        super().__init__(torch, streams.current_raw, device)
+        self.buffer, self.streams, self.whole, self.from_dlpack = native, streams, whole, torch.from_dlpack
         self.e4m3 = getattr(torch, "float8_e4m3fn", None)  # PyTorch 2.0 and older have none
         self.scales_as = torch.int32 if whole and sizes.fp8 and sizes.ue8m0 else None
-        index: int | None = device.index
-        self.device, self.ordinal = -1 if index is None else index, index or 0
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
         self.experts, self.local, self.ranks = sizes.experts, sizes.local, sizes.ranks
         self.fp8, self.ue8m0 = sizes.fp8, sizes.ue8m0
-        self._torch, self._on = torch, device
 
     def counts(self) -> Any:
         """For the rows of each local expert."""
@@ -68,7 +64,7 @@ class RankFrame:
         return self._torch.empty(array.shape, dtype=getattr(self._torch, array.dtype), device=self._on)
 
 
-class LayoutFrame:
+class LayoutFrame(TensorFrame):
     """What all counts of tokens have in common, for `_native.TokenLayout`.
 
     Parameters
@@ -83,11 +79,8 @@ class LayoutFrame:
     """
 
     def __init__(self, torch: Any, context: _native.Context, current: Any, ranks: int, device: Any) -> None:
-        self.context, self.current, self.ranks, self.tensor = context, current, ranks, torch.Tensor
-        self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-        index: int | None = device.index
-        self.device, self.ordinal = -1 if index is None else index, index or 0
-        self._torch, self._on = torch, device
+        super().__init__(torch, current, device)
+        self.context, self.ranks = context, ranks
 
     def made(self, tokens: int, experts: int) -> tuple[Any, Any, Any]:
         """For the tokens of each rank, those of each expert, and whether a token goes to a rank."""
