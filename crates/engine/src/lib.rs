@@ -38,7 +38,7 @@ pub use core::{HeldTimes, LaneShare, Protocol, Receipt};
 pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
 #[cfg(feature = "simulated-gpu")]
 pub use crossrail_gpu::{Simulated, SimulatedStream};
-pub use crossrail_topology::{Distance, GpuSeen, HostMemory, cpu_quota, host_memory};
+pub use crossrail_topology::{Distance, GpuSeen, HostMemory, NumaNode, cpu_quota, host_memory};
 pub use crossrail_types::{
     Channels, Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Reason, Result, Secret, Settings, Unpack,
 };

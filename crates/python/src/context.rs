@@ -1,6 +1,6 @@
 use std::net::SocketAddr;
 
-use crossrail::{CudaState, Distance, GpuSeen};
+use crossrail::{CudaState, Distance, GpuSeen, NumaNode};
 use crossrail_types::Settings;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -233,11 +233,7 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
     machine.set_item("memory_limit", info.machine.memory_limit)?;
     machine.set_item("processor", &info.cpus.model)?;
     machine.set_item("cpu_quota", info.cpus.quota)?;
-    let numa_nodes = rows(py, &info.cpus.numa_nodes, |row, node| {
-        row.set_item("node", node.node)?;
-        row.set_item("cpus", &node.cpus)
-    })?;
-    machine.set_item("numa_nodes", numa_nodes)?;
+    machine.set_item("numa_nodes", numa_nodes(py, &info.cpus.numa_nodes)?)?;
     all.set_item("machine", machine)?;
     let os = py.import("os")?;
     let cpus = PyList::new(py, os.call_method1("sched_getaffinity", (0,))?.try_iter()?.collect::<PyResult<Vec<_>>>()?)?;
@@ -279,11 +275,7 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
     let placement = PyDict::new(py);
     placement.set_item("near_devices", info.placement.why_not().is_none())?;
     placement.set_item("why_not", info.placement.why_not())?;
-    let nodes = rows(py, info.placement.nodes(), |row, node| {
-        row.set_item("node", node.node)?;
-        row.set_item("cpus", &node.cpus)
-    })?;
-    placement.set_item("nodes", nodes)?;
+    placement.set_item("nodes", numa_nodes(py, info.placement.nodes())?)?;
     all.set_item("placement", placement)?;
     let gpus = rows(py, &info.gpus, |row, gpu| {
         row.set_item("pci", &gpu.pci)?;
@@ -356,6 +348,13 @@ pub(crate) fn copied_dict<'py>(py: Python<'py>, copied: u64) -> PyResult<Bound<'
     let all = PyDict::new(py);
     all.set_item("by_engine", copied)?;
     Ok(all)
+}
+
+fn numa_nodes<'py>(py: Python<'py>, nodes: &[NumaNode]) -> PyResult<Bound<'py, PyList>> {
+    rows(py, nodes, |row, node| {
+        row.set_item("node", node.node)?;
+        row.set_item("cpus", &node.cpus)
+    })
 }
 
 /// A list of dictionaries.
