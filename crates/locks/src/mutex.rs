@@ -17,7 +17,6 @@ pub struct RawMutex(Word);
 
 // SAFETY: the word is taken by one thread at a time: only compare-and-swaps from a state in which nobody holds it take it.
 unsafe impl lock_api::RawMutex for RawMutex {
-    #[allow(clippy::declare_interior_mutable_const)]
     const INIT: RawMutex = RawMutex(Word::new());
 
     type GuardMarker = GuardNoSend;

@@ -62,7 +62,7 @@ pub(crate) struct Progress {
     connections: Connections,
     /// Callers pump the first connection to each peer, although others have threads.
     pumps_first: bool,
-    /// Groups of connections whose threads run. Locked while a connection gets its group.
+    /// For each group whose thread runs, the NUMA node that it was placed by. Locked while a connection gets its group.
     pumping: Mutex<Vec<Option<u32>>>,
     events: EventsFd,
     /// Notified when an operation has finished, for threads in [`Progress::wait_until`] that sleep.

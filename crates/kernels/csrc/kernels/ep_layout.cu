@@ -3,7 +3,7 @@
 
 namespace crossrail::ep {
 
-// Ids that a thread has under way at once.
+// Ids that a thread has in flight at once.
 constexpr u32 LAYOUT_IDS = 8;
 
 // Counts one token's experts, and tells its ranks as bits.

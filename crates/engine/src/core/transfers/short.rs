@@ -132,7 +132,8 @@ fn countable(peer: &Peer, lanes: &Lanes, id: LaneId) -> Option<u32> {
     lanes.get(id).is_some_and(|lane| lane.counts() && !lane.has_pending()).then_some(count)
 }
 
-/// Leaves a short message's end to [`Transfers::settle`], because it has more to it than most.
+/// Leaves a short message's end to [`Transfers::settle`], because it has more to it than most. Callers give a copy: with a
+/// reference to their own, it would have to lie in memory in the usual case, too.
 #[cold]
 fn deliver_later(delivered: &mut Vec<(EndpointId, proto::Short)>, endpoint: EndpointId, short: &proto::Short) {
     delivered.push((endpoint, *short));
