@@ -107,6 +107,32 @@ def test_a_page_is_its_owners_alone_and_goes_with_its_last_worker(tmp_path: Path
         assert not list(tmp_path.iterdir())
 
 
+def test_connections_that_end_between_two_looks_leave_no_rows(tmp_path: Path) -> None:
+    context = crossrail.Context(tls="shm", pages=str(tmp_path))
+    with crossrail.Worker(context, name="one") as one, crossrail.Worker(context, name="two") as two:
+        # Few are looked at together, and those that come free the places of those that went.
+        for _ in range(2):
+            pairs = [(one.connect(two.address()), two.accept()) for _ in range(60)]
+            wait_for_rows(tmp_path, {"peer": 2 * len(pairs), "link": 2 * len(pairs)})
+            for pair in pairs:
+                for endpoint in pair:
+                    endpoint.close()
+            del pairs, pair, endpoint
+        wait_for_rows(tmp_path, {"peer": 0, "link": 0})
+
+
+def wait_for_rows(folder: Path, counts: dict[str, int]) -> None:
+    """Returns once the page of this process has at least so many rows of each kind; none, where that is 0."""
+    deadline = time.monotonic() + 30
+    while True:
+        (found,) = read_pages(str(folder))
+        seen = {kind: sum(row["kind"] == kind for row in found["page"]["rows"]) for kind in counts}
+        if all(seen[kind] >= count if count else not seen[kind] for kind, count in counts.items()):
+            return
+        assert time.monotonic() < deadline, f"{seen} instead of {counts}"
+        time.sleep(0.02)
+
+
 def test_pages_of_dead_processes_are_named_and_then_removed(tmp_path: Path) -> None:
     code = (
         "import crossrail, os, signal; w = crossrail.Worker(crossrail.Context()); os.kill(os.getpid(), signal.SIGKILL)"

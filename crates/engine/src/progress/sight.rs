@@ -116,6 +116,9 @@ impl Progress {
         let mut core = self.core();
         let now = core.read_clock();
         let mut sample = core.sample(rows.next_peer, &mut rows.since);
+        // The entry of a peer may be freed before a sample has shown that it ended.
+        let forgotten: Vec<EndpointId> =
+            rows.peers.keys().copied().filter(|id| core.peers().get(*id).is_none()).collect();
         drop(core);
         rows.next_peer = sample.next;
         // A connection's own lock is taken before the worker's, never after. One that is being polled is left for the
@@ -125,7 +128,9 @@ impl Progress {
                 lane.stats = bulk.lane.try_lock().and_then(|held| held.as_ref().map(|inner| inner.stats()));
             }
         }
-        rows.write(&sample, |lane| self.core().ended_lane(lane));
+        let ended_lane = |lane| self.core().ended_lane(lane);
+        forgotten.into_iter().for_each(|peer| rows.remove(peer, ended_lane));
+        rows.write(&sample, ended_lane);
         let pause = EVERY.max(began.elapsed() * SHARE).as_nanos() as u64;
         self.sight.next.store(now.0 + pause, Ordering::Relaxed);
     }
@@ -150,9 +155,7 @@ impl Rows {
         });
         for peer in &sample.peers {
             if !peer.alive {
-                if let Some(ended) = self.peers.remove(&peer.id) {
-                    ended.links.into_iter().for_each(|(lane, link)| self.end(&link, ended_lane(lane), false));
-                }
+                self.remove(peer.id, &ended_lane);
                 continue;
             }
             let rows = self.peers.entry(peer.id).or_insert_with(|| PeerRows {
@@ -206,6 +209,13 @@ impl Rows {
             ended.into_iter().for_each(|(link, end)| self.end(&link, end, true));
         }
         self.write_rails();
+    }
+
+    /// A peer has ended, and its lanes with it.
+    fn remove(&mut self, peer: EndpointId, ended_lane: impl Fn(LaneId) -> EndedLane) {
+        for (lane, link) in self.peers.remove(&peer).into_iter().flat_map(|rows| rows.links) {
+            self.end(&link, ended_lane(lane), false);
+        }
     }
 
     /// A lane has ended: alone (`lost`), or with its peer.
