@@ -233,8 +233,12 @@ impl Function {
         };
         // SAFETY: the caller guarantees the kernel and its arguments; the driver reads the configuration and the
         // parameter before it returns.
-        self.context().run(&format!("kernel {}", self.name), "cuLaunchKernelEx", |_| unsafe {
+        let code = self.context().current("kernel", |_| unsafe {
             launch(&config, self.raw, parameters.as_mut_ptr(), std::ptr::null_mut())
-        })
+        })?;
+        if code == 0 {
+            return Ok(());
+        }
+        self.context().check(&format!("kernel {}", self.name), "cuLaunchKernelEx", code)
     }
 }

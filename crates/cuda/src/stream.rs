@@ -107,7 +107,8 @@ impl Stream {
     /// [`ErrorKind::Usage`] if the stream belongs to another GPU or context; a failed call.
     pub unsafe fn borrow(context: &Context, handle: u64) -> Result<Stream> {
         let stream = handle as usize as CUstream;
-        if !is_default(handle) && context.knows_stream(handle) {
+        // Calls make their context current, and so a default stream's handle stands for the one of this context.
+        if is_default(handle) || context.knows_stream(handle) {
             return Ok(Stream { context: context.clone(), raw: stream, owned: false });
         }
         let mut owner: CUcontext = std::ptr::null_mut();
@@ -118,9 +119,7 @@ impl Stream {
             return Err(Error::new(ErrorKind::Usage, "stream", detail)
                 .with_hint("use a stream of the GPU that holds the memory"));
         }
-        if !is_default(handle) {
-            context.remember_stream(handle);
-        }
+        context.remember_stream(handle);
         Ok(Stream { context: context.clone(), raw: stream, owned: false })
     }
 

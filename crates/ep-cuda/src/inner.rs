@@ -136,7 +136,7 @@ impl State {
 }
 
 /// Entries after which one looks for operations that are done.
-const LOOK_AFTER: usize = 32;
+const LOOK_AFTER: usize = 64;
 
 /// Operations that may still run, in the order of submission, in which they also run.
 #[derive(Default)]
