@@ -47,6 +47,8 @@ class TensorFrame:
         self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
         index: int | None = device.index
         self.device, self.ordinal = -1 if index is None else index, index or 0
+        # DLPack's table of C functions, which tells of a tensor what takes several attributes otherwise.
+        self.exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
         self._torch, self._on = torch, device
 
 
@@ -67,8 +69,10 @@ class Frame(TensorFrame):
         ``(tensors, operation, tokens, calls)``: what a dispatch returns. ``tensors`` are rows, scales or None, counts,
         ranges and source. It must not hold ``calls``, which holds it.
     overlap : callable
-        ``(operation, tensors or None)``: completion of an operation, for the caller; ``tensors`` of one in another
-        stream than the caller's.
+        ``(event, tensors)``: completion of an operation in another stream than the caller's, which uses ``tensors``.
+        Without ``nothing`` also ``(operation, None)``: completion of one in the caller's stream.
+    nothing : callable, optional
+        ``()``: completion of an operation in the caller's stream.
     shared : bool
         Results are used again once nobody holds them, and scales lie as DeepEP's: adjacent along the rows, four ue8m0
         exponents in an i32. Otherwise every result is new, with scales like those of other arrays.
@@ -83,11 +87,13 @@ class Frame(TensorFrame):
         device: Any,
         answer: Answer,
         overlap: Any,
+        nothing: Callable[[], Any] | None = None,
         *,
         shared: bool = True,
     ) -> None:
         super().__init__(torch, streams.current_raw, device)
-        self.buffer, self.streams, self.answer, self.overlap = native, streams, answer, overlap
+        self.buffer, self.streams, self.answer = native, streams, answer
+        self.overlap, self.nothing = overlap, nothing
         # Without it (PyTorch 2.0 and older) every call gets new tensors.
         self.uses = getattr(getattr(torch, "_C", None), "_storage_Use_Count", None) if shared else None
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk

@@ -60,6 +60,7 @@ _Op: TypeAlias = (
 __all__ = [
     "ALL_BITS",
     "Awaited",
+    "BesideEvent",
     "CombineArgs",
     "Combined",
     "Context",
@@ -637,6 +638,10 @@ class TokenLayout:
 class Recorder:
     # As `Receive`.
     def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+
+@final
+class BesideEvent:
+    def wait(self, stream: int) -> None: ...
 
 @final
 class Receive:

@@ -79,7 +79,7 @@ class TwinStreams:
     def beside(self) -> int:
         return STREAM
 
-    def overlap(self, operation: Any, tensors: Any) -> EventOverlap:
+    def overlap(self, event: Any, tensors: Any) -> EventOverlap:
         return EventOverlap(None, tensors)
 
     def capture(self) -> None:

@@ -1,7 +1,9 @@
 """Operations in the rank layout on the driver without a GPU, prepared and in the general way: prints, as JSON, whether
 both gave the kernels the same arguments.
 
-    LD_LIBRARY_PATH=FOLDER python driver_args.py FOLDER
+    LD_LIBRARY_PATH=FOLDER python driver_args.py FOLDER [table]
+
+`table`: tensors are looked at by a table of C functions, as of PyTorch from 2.10 on, not by their attributes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 from typing import Any
 
 from driver_ranks import HostTensors, prepare
+from exchange_table import ATTRIBUTE, Table
 from host_torch import torch
 
 from crossrail import ExpertBuffer, Group
@@ -110,6 +113,8 @@ def both(buffer: ExpertBuffer, call: Any, last: Any) -> str:
 
 
 def main() -> None:
+    table = Table()
+    setattr(torch.Tensor, ATTRIBUTE, table.capsule if sys.argv[2:] == ["table"] else None)
     prepare()
     ctypes.CDLL(f"{sys.argv[1]}/libnvrtc.so.13")
     driver = ctypes.CDLL("libcuda.so.1")
@@ -154,6 +159,7 @@ def main() -> None:
         del result
         torch.empty = plain_empty
         buffer.destroy()
+    assert bool(table.looks) == (sys.argv[2:] == ["table"])
     print(json.dumps(said))
 
 

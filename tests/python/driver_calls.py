@@ -22,6 +22,7 @@ from crossrail._calls import Sizes
 from crossrail._expert_calls import Frame
 from crossrail._native import ExpertCalls
 from crossrail.deep_ep.buffer import Buffer, answer_of
+from crossrail.deep_ep.events import no_event
 from crossrail.deep_ep.pool import Kind
 
 EXPERTS, MOST, TOPK, HIDDEN = 8, 4, 2, 512
@@ -45,7 +46,7 @@ class OneRank(Buffer):
         sizes, kind = Sizes(1, MOST, HIDDEN, EXPERTS, TOPK, False, False), Kind("expert", HIDDEN, EXPERTS, TOPK, "bf16")
         streams: Any = Streams()
         answer = answer_of(self.experts, kind, MOST, MOST)
-        frame = Frame(torch, self.experts._native, streams, sizes, device, answer, streams.overlap)
+        frame = Frame(torch, self.experts._native, streams, sizes, device, answer, streams.overlap, no_event)
         self._calls = {(MOST, EXPERTS, False, False, False): ExpertCalls(frame)}
         self._closed, self.group_size, self._combine_rooms = False, 1, {}
 

@@ -67,10 +67,7 @@ class Streams:
     def turn(self, previous: Any = None, beside: bool = False) -> Turn:
         return Turn(MAIN, apart=False)
 
-    def overlap(self, operation: Any, tensors: Any) -> EventOverlap:
-        if tensors is None:
-            return EventOverlap()
-        event = operation.event()
+    def overlap(self, event: Any, tensors: Any) -> EventOverlap:
         return EventOverlap(SimpleNamespace(current_stream_wait=lambda: event.wait(MAIN)), tensors)  # type: ignore[arg-type]
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import deep_ep_work as work
 import pytest
 from deep_ep_twin import TwinDeepEp, TwinExperts, TwinMachine, TwinRanks, TwinStreams, on_ranks
+from exchange_table import ATTRIBUTE, Table
 from fake_gpu import FakeEvent
 from host_torch import torch, torch_is_there
 
-from crossrail import UsageError
+from crossrail import UsageError, _native
 from crossrail.deep_ep import EventOverlap
 
 __all__ = ["torch_is_there"]
@@ -40,8 +41,8 @@ class NotedStreams(TwinStreams):
     def record(self, tensors: list[Any]) -> None:
         self.notes.append(f"{len(tensors)} recorded")
 
-    def overlap(self, operation: Any, tensors: Any) -> EventOverlap:
-        return EventOverlap(None if tensors is None else operation.event(), tensors)
+    def overlap(self, event: Any, tensors: Any) -> EventOverlap:
+        return EventOverlap(event, tensors)
 
 
 class NotedBuffer(TwinExperts):
@@ -81,8 +82,16 @@ class NotedDeepEp(TwinDeepEp):
         return TwinRanks(*group), NotedMachine(*group)
 
 
+@pytest.fixture(params=["attributes", "table"])
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Table | None:
+    """How calls look at tensors: by attributes, or, as of PyTorch from 2.10 on, by a table of C functions."""
+    made = Table() if request.param == "table" else None
+    monkeypatch.setattr(torch.Tensor, ATTRIBUTE, made and made.capsule, raising=False)
+    return made
+
+
 @pytest.fixture
-def buffer() -> Iterator[Any]:
+def buffer(table: Table | None) -> Iterator[Any]:
     (made,) = on_ranks(1, lambda one: one, NotedDeepEp)
     yield made
 
@@ -186,7 +195,7 @@ def test_an_operation_beside_the_current_stream(buffer: Any) -> None:
     streams = buffer._machine.streams
     rows, counts, handle, event, hook = dispatch(buffer, async_finish=True)
     assert hook is None and streams.notes == [f"{OWN} waits for {MAIN}", f"{OWN} follows {MAIN}"]
-    assert isinstance(event.event, FakeEvent)
+    assert isinstance(event.event, _native.BesideEvent)
     assert any(one is rows for one in event.extra_tensors) and any(one is counts for one in event.extra_tensors)
     combine(buffer, handle, async_finish=True)
     assert streams.notes[2:] == [f"{OWN} waits for {MAIN}"]
@@ -212,6 +221,28 @@ def test_inputs_are_kept_until_an_operation_beside_is_over(buffer: Any, monkeypa
     buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False, async_finish=True)
     with pytest.raises(KeyError):
         uses(given[0])
+
+
+def test_inputs_are_let_go_when_their_stream_comes_after_an_operation_beside(
+    buffer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(FakeEvent, "is_done", lambda event: pytest.fail("the GPU was asked"))
+    monkeypatch.setattr(FakeEvent, "wait", lambda event, stream: waits.append(stream))
+    _, idx, _ = sent()
+    uses = torch._C._storage_Use_Count
+    for _ in range(20):
+        mine = sent()[0]
+        given = mine.untyped_storage()._cdata
+        *_, event, _ = buffer.low_latency_dispatch(mine, idx, MOST, EXPERTS, use_fp8=False, async_finish=True)
+        del mine
+        event.extra_tensors = None
+        event.event.wait(OTHER)
+        assert uses(given), "another stream's wait says nothing of the one that they are used in"
+        event.event.wait(MAIN)
+        with pytest.raises(KeyError):
+            uses(given)
+    assert waits == [OTHER, MAIN] * 20
 
 
 def test_one_question_stands_for_several_operations_beside(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,3 +343,43 @@ def test_without_storage_counts_every_result_is_new(monkeypatch: pytest.MonkeyPa
     (buffer,) = on_ranks(1, lambda one: one, NotedDeepEp)
     kept = [dispatch(buffer), dispatch(buffer), dispatch(buffer)]
     assert len(set(map(address, kept))) == 3
+
+
+@pytest.mark.parametrize("table", ["table"], indirect=True)
+def test_tensors_are_looked_at_in_one_call(buffer: Any, table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch(buffer)
+    before = table.looks
+    for name in ("get_device", "is_contiguous", "data_ptr"):
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, name=name: pytest.fail(f"{name} was asked"))
+    monkeypatch.setattr(torch.Tensor, "shape", property(lambda tensor: pytest.fail("the shape was asked")))
+    x, idx, _ = torch.ones(3, HIDDEN, dtype=torch.bfloat16), *sent()[1:]
+    assert (
+        buffer._calls[MOST, EXPERTS, False, False, False].combine(x, idx, None, object(), 3, None, None, 0, 0, 0)
+        is None
+    )
+    assert table.looks > before
+
+
+@pytest.mark.parametrize("table", ["table"], indirect=True)
+@pytest.mark.parametrize("unusual", ["of a subclass", "that the table does not describe"])
+def test_an_unusual_tensor_is_asked_for_its_attributes(buffer: Any, table: Table, unusual: str) -> None:
+    class Parameter(torch.Tensor):  # type: ignore[misc,name-defined]
+        pass
+
+    x, idx, weights = sent()
+    if unusual == "of a subclass":
+        x, idx, weights = (Parameter(one.array) for one in (x, idx, weights))
+    else:
+        table.refuses = [x, idx, weights]
+    handle = buffer.low_latency_dispatch(x, idx, MOST, EXPERTS, use_fp8=False)[2]
+    usual = combine(buffer, handle)[0]
+    y = torch.ones(EXPERTS, MOST, HIDDEN, dtype=torch.bfloat16)
+    handle = dispatch(buffer)[2]
+    assert bool((buffer.low_latency_combine(y, idx, weights, handle)[0] == usual).all())
+
+
+@pytest.mark.parametrize("table", ["attributes"], indirect=True)
+@pytest.mark.parametrize("other", [Table(major=2).capsule, 7], ids=["another version", "no capsule"])
+def test_another_table_is_not_used(buffer: Any, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, ATTRIBUTE, other)
+    assert len(combine(buffer, dispatch(buffer)[2])[0]) == 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crossrail.deep_ep import EventOverlap, events
-from crossrail.deep_ep.events import EventHandle, Streams
+from crossrail.deep_ep.events import EventHandle, Streams, no_event
 
 DEVICE = SimpleNamespace(index=0)
 
@@ -181,11 +181,13 @@ def test_a_stream_that_is_not_the_last_operations_waits_for_it(cuda: Cuda) -> No
 
 def test_completion_of_an_operation(cuda: Cuda) -> None:
     streams, waits = Streams(DEVICE), []
-    operation = SimpleNamespace(event=lambda: SimpleNamespace(wait=waits.append))
-    assert streams.overlap(operation, None).event is None
-    overlap = streams.overlap(operation, (kept := Tensor(),))
+    overlap = streams.overlap(SimpleNamespace(wait=waits.append), (kept := Tensor(),))
     overlap.current_stream_wait()
     assert waits == [cuda.current.cuda_stream] and overlap.extra_tensors == (kept,)
+    for nothing in (no_event(), EventOverlap()):
+        assert isinstance(nothing, EventOverlap) and nothing.event is nothing.extra_tensors is None
+        with nothing(release_handle=True):
+            pass
     turn(streams, overlap)
     assert waits[1:] == [streams.beside()]
     streams.record([kept])

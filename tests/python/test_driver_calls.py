@@ -32,11 +32,11 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(folder: Path, program: str) -> dict[str, Any]:
+def told(folder: Path, program: str, *options: str) -> dict[str, Any]:
     """What a program prints that runs on the driver without a GPU."""
     settings = {"LD_LIBRARY_PATH": str(folder), "CROSSRAIL_CACHE_DIR": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, HERE / program, folder],
+        [sys.executable, HERE / program, folder, *options],
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
@@ -54,8 +54,9 @@ def counted(driver: Path) -> dict[str, dict[str, int]]:
     return told(driver, "driver_calls.py")
 
 
-def test_prepared_operations_give_kernels_the_same_arguments(driver: Path) -> None:
-    said = told(driver, "driver_args.py")
+@pytest.mark.parametrize("how", ["attributes", "table"])
+def test_prepared_operations_give_kernels_the_same_arguments(driver: Path, how: str) -> None:
+    said = told(driver, "driver_args.py", *([how] if how == "table" else []))
     assert len(said) == 21 and set(said.values()) == {"same"}, said
 
 

@@ -4,7 +4,7 @@
 //! A call compares the tensors' attributes, takes their addresses and goes to the device layer at once.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use pyo3::intern;
@@ -12,16 +12,26 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::expert_sets::{Claim, Ring};
-use crate::expert_target::{Target, finish};
+use crate::expert_target::{Begun, Target, finish};
+use crate::experts_device::DeviceEvent;
 use crate::flag::Flag;
-use crate::tensor_kinds::{Given, TensorKinds, has_shape, is_aligned, some};
+use crate::tensor_kinds::{Given, TensorKinds, is_aligned, some};
 
 /// Operations beside the caller's stream whose tensors are kept before one looks which are over.
 const KEPT: usize = 8;
 
 type Tensors = Vec<Py<PyAny>>;
-/// Completion of operations, and the tensors that they use.
-type Kept = VecDeque<(Py<PyAny>, Tensors)>;
+
+/// Tensors that an operation in another stream than the caller's uses, until it is over: PyTorch's allocator does not
+/// know of that stream.
+#[derive(Clone)]
+struct Used {
+    /// Behind the operation.
+    event: Arc<Py<PyAny>>,
+    /// None left once the caller's stream has come after the operation: what the allocator does with them comes then.
+    tensors: Arc<Mutex<Tensors>>,
+}
+type Kept = VecDeque<Used>;
 
 /// What the calls of a buffer have in common, read once.
 #[derive(FromPyObject)]
@@ -38,8 +48,11 @@ struct Frame {
     sums: Py<PyAny>,
     /// `(tensors, operation, tokens, calls) -> answer`: what the caller of a dispatch gets.
     answer: Py<PyAny>,
-    /// `(operation, tensors) -> completion`, for the caller; tensors are None for one in the caller's stream.
+    /// `(event, tensors) -> completion`, for the caller, of an operation in another stream than its own, which uses the
+    /// tensors; without `nothing` also `(operation, None)` of one in its own.
     overlap: Py<PyAny>,
+    /// `() -> completion` of one in the caller's stream, if nothing of the operation is in it.
+    nothing: Option<Py<PyAny>>,
     max_tokens: u32,
     hidden: u32,
     topk: u32,
@@ -71,8 +84,8 @@ struct Route {
     stream: u64,
     /// The caller's current stream, if it is another one that the operation is yet to come after.
     after: Option<u64>,
-    /// Not the caller's current stream.
-    beside: bool,
+    /// The caller's current stream.
+    current: u64,
     captured: bool,
 }
 
@@ -125,11 +138,12 @@ impl ExpertCalls {
         args.stats = stats_at;
         [args.out_x, args.out_scales, args.out_counts, args.out_ranges, args.out_source] =
             set.set.addresses.as_slice().try_into().unwrap_or_default();
-        let operation = frame.buffer.dispatch(py, args, (route.stream, route.after), send_only)?;
+        let operation = frame.buffer.dispatch(py, args, (route.stream, route.after), send_only)?.object(py)?;
         let tensors = PyList::new(py, set.set.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
         let answer = frame.answer.bind(py).call1((tensors, &operation, tokens, slf))?;
         let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
-        calls.submitted(slf, &operation, answer, (&used, Some(&set)), &route, send_only).map(Some)
+        let begun = Begun::Object(operation);
+        calls.submitted(slf, begun, answer, (&used, Some(&set)), &route, send_only).map(Some)
     }
 
     /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. `wire`:
@@ -152,7 +166,7 @@ impl ExpertCalls {
         let (frame, kinds) = (&calls.frame, &calls.kinds);
         let (rows, selected) = ([frame.local, frame.ranks * frame.max_tokens, frame.hidden], [tokens, frame.topk]);
         let addresses = (|| {
-            if topk_idx.is_some_and(|idx| !matches!(has_shape(idx, &selected), Ok(true))) {
+            if topk_idx.is_some_and(|idx| !kinds.has_shape(idx, &selected)) {
                 return Ok(None);
             }
             Ok::<_, PyErr>(Some([
@@ -175,18 +189,14 @@ impl ExpertCalls {
         let sums = made.as_ref().map(|made| made.set.part(py, 0));
         let Some(answer) = sums.as_ref().or(out).cloned() else { return Ok(None) };
         let used = [Some(y), topk_weights, out, waits];
-        calls.submitted(slf, &operation, answer, (&used, made.as_ref()), &route, send_only).map(Some)
+        calls.submitted(slf, operation, answer, (&used, made.as_ref()), &route, send_only).map(Some)
     }
 }
 
 impl ExpertCalls {
     /// Rows of `x`, if it is a tensor of rows of the hidden size, and no more of them than the buffer takes.
     fn tokens(&self, x: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-        if !self.kinds.is_tensor(x)? {
-            return Ok(None);
-        }
-        let shape = x.getattr(intern!(x.py(), "shape"))?;
-        let Ok((rows, hidden)) = shape.extract::<(u32, u32)>() else { return Ok(None) };
+        let (rows, hidden) = some!(self.kinds.extents(x)?);
         Ok(Some(rows).filter(|rows| *rows <= self.frame.max_tokens && hidden == self.frame.hidden))
     }
 
@@ -202,7 +212,7 @@ impl ExpertCalls {
             frame.follow(py, stream)?;
         }
         let captured = frame.buffer.is_capturing(py, after.unwrap_or(stream))?;
-        Ok(Route { stream, after, beside: stream != current, captured })
+        Ok(Route { stream, after, current, captured })
     }
 
     /// The stream for operations beside the caller's: always the same.
@@ -218,17 +228,21 @@ impl ExpertCalls {
     fn submitted<'py>(
         &self,
         slf: &Bound<'py, Self>,
-        operation: &Bound<'py, PyAny>,
+        operation: Begun<'py>,
         answer: Bound<'py, PyAny>,
         (inputs, set): (&[Given<'_, 'py>], Option<&Claim>),
         route: &Route,
         Flag(send_only): Flag,
     ) -> PyResult<Bound<'py, PyTuple>> {
         let py = slf.py();
-        let nothing = py.None().into_bound(py);
-        let overlap = |used: &Bound<'py, PyAny>| self.frame.overlap.bind(py).call1((operation, used));
-        if !send_only && !route.beside {
-            return PyTuple::new(py, [answer, overlap(&nothing)?, nothing]);
+        let none = py.None().into_bound(py);
+        let beside = route.stream != route.current;
+        if !send_only && !beside {
+            let completion = match &self.frame.nothing {
+                Some(nothing) => nothing.bind(py).call0()?,
+                None => self.frame.overlap.bind(py).call1((operation.object(py)?, &none))?,
+            };
+            return PyTuple::new(py, [answer, completion, none]);
         }
         let mut used: Tensors = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind()).collect();
         let inputs = used.len();
@@ -238,40 +252,58 @@ impl ExpertCalls {
         let outputs = set.into_iter().flat_map(|claim| claim.set.tensors.iter().flatten());
         if send_only {
             let outputs = outputs.map(|tensor| tensor.clone_ref(py)).collect();
-            let (operation, stream, used) = (operation.clone().unbind(), route.stream, Mutex::new((used, outputs)));
-            let hook = Bound::new(py, Receive { operation, used, calls: slf.clone().unbind(), stream })?;
-            return PyTuple::new(py, [answer, overlap(&nothing)?, hook.into_any()]);
+            let operation = operation.object(py)?;
+            let completion = match &self.frame.nothing {
+                Some(nothing) => nothing.bind(py).call0()?,
+                None => self.frame.overlap.bind(py).call1((&operation, &none))?,
+            };
+            let (operation, used) = (operation.unbind(), Mutex::new((used, outputs)));
+            let hook = Bound::new(py, Receive { operation, used, calls: slf.clone().unbind(), stream: route.stream })?;
+            return PyTuple::new(py, [answer, completion, hook.into_any()]);
         }
-        let event = operation.call_method0(intern!(py, "event"))?;
+        let event = operation.event(py)?;
         let shown: Vec<&Py<PyAny>> = used[..inputs].iter().chain(outputs).collect();
-        let overlap = overlap(&PyTuple::new(py, shown)?.into_any())?;
-        self.keep(py, &event, used)?;
-        PyTuple::new(py, [answer, overlap, nothing])
+        let shown = PyTuple::new(py, shown)?;
+        let event = match self.keep(py, event, used)? {
+            Ok(used) => Bound::new(py, BesideEvent { used, caller: route.current })?.into_any(),
+            Err(captured) => captured,
+        };
+        PyTuple::new(py, [answer, self.frame.overlap.bind(py).call1((event, shown))?, none])
     }
 
-    /// Keeps tensors that PyTorch's allocator believes to be used in another stream until the operation is over.
-    fn keep(&self, py: Python<'_>, event: &Bound<'_, PyAny>, used: Tensors) -> PyResult<()> {
+    /// Keeps tensors that PyTorch's allocator believes to be used in another stream until the operation before `event` is
+    /// over; gives the event back if it was captured.
+    fn keep<'py>(
+        &self,
+        py: Python<'py>,
+        event: Bound<'py, PyAny>,
+        tensors: Tensors,
+    ) -> PyResult<Result<Used, Bound<'py, PyAny>>> {
         if event.getattr(intern!(py, "is_captured"))?.is_truthy()? {
             // A graph runs again after its tensors are gone: their memory is the graph's.
-            self.frame.streams.bind(py).call_method1(intern!(py, "record"), (PyList::new(py, used)?,))?;
-            return Ok(());
+            self.frame.streams.bind(py).call_method1(intern!(py, "record"), (PyList::new(py, tensors)?,))?;
+            return Ok(Err(event));
         }
+        let used = Used { event: Arc::new(event.unbind()), tensors: Arc::new(Mutex::new(tensors)) };
         let mut kept = self.locked();
-        kept.push_back((event.clone().unbind(), used));
+        let still_used = kept.iter().position(|used| !used.is_released()).unwrap_or(kept.len());
+        let released: Vec<_> = kept.drain(..still_used).collect();
+        kept.push_back(used.clone());
         // Operations end in order: one that is over stands for those before it, as a question takes time.
         let middle = kept.len() / 2;
-        let asked = (kept.len() > KEPT).then(|| kept[middle].0.clone_ref(py));
+        let asked = (kept.len() > KEPT).then(|| kept[middle].event.clone());
         // The lock is not held while objects are asked or dropped: that may run Python code.
         drop(kept);
-        let Some(asked) = asked else { return Ok(()) };
+        drop(released);
+        let Some(asked) = asked else { return Ok(Ok(used)) };
         if asked.bind(py).call_method0(intern!(py, "is_done"))?.is_truthy()? {
             let mut kept = self.locked();
-            let end = kept.iter().position(|(event, _)| event.is(&asked)).map_or(0, |at| at + 1);
+            let end = kept.iter().position(|used| Arc::ptr_eq(&used.event, &asked)).map_or(0, |at| at + 1);
             let over: Vec<_> = kept.drain(..end).collect();
             drop(kept);
-            drop(over);
+            over.iter().for_each(Used::release);
         }
-        Ok(())
+        Ok(Ok(used))
     }
 
     fn locked(&self) -> MutexGuard<'_, Kept> {
@@ -288,6 +320,46 @@ impl Frame {
     /// Makes `stream` wait for the buffer's last operation, which was in another one.
     fn follow(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         self.streams.bind(py).call_method1(intern!(py, "follow"), (stream,)).map(drop)
+    }
+}
+
+impl Used {
+    fn locked(&self) -> MutexGuard<'_, Tensors> {
+        self.tensors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_released(&self) -> bool {
+        self.locked().is_empty()
+    }
+
+    /// Lets the tensors go.
+    fn release(&self) {
+        let tensors = std::mem::take(&mut *self.locked());
+        drop(tensors);
+    }
+}
+
+/// Behind an operation in another stream than the caller's.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(crate) struct BesideEvent {
+    used: Used,
+    /// The caller's stream.
+    caller: u64,
+}
+
+#[pymethods]
+impl BesideEvent {
+    /// What is put into `stream` (a raw handle) from now on runs after the operation.
+    fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let event = self.used.event.bind(py);
+        match event.cast::<DeviceEvent>() {
+            Ok(native) => native.get().wait(py, stream)?,
+            Err(_) => drop(event.call_method1(intern!(py, "wait"), (stream,))?),
+        }
+        if stream == self.caller {
+            self.used.release();
+        }
+        Ok(())
     }
 }
 
@@ -316,7 +388,7 @@ impl Receive {
         finish(operation, stream)?;
         let (used, _outputs) = std::mem::take(&mut *self.used.lock().unwrap_or_else(PoisonError::into_inner));
         if stream != self.stream {
-            calls.keep(py, &operation.call_method0(intern!(py, "event"))?, used)?;
+            drop(calls.keep(py, operation.call_method0(intern!(py, "event"))?, used)?);
         }
         Ok(())
     }

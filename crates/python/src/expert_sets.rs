@@ -64,6 +64,10 @@ impl Ring {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn nth(&self, at: usize) -> Option<Arc<Set>> {
+        self.locked().get(at).cloned()
+    }
+
     /// A set that nobody else holds. `make` is called with the base of an idle set that was made for another number of
     /// rows, or None, and the number of sets in use; `uses` tells the references of a storage, and without it nothing is
     /// reused. `fresh`: a new one that is not kept.
@@ -77,9 +81,11 @@ impl Ring {
         let Some(uses) = uses.filter(|_| !fresh) else {
             return Ok(Claim { set: Set::make(py, make, None, rows, 0, None)?, is_kept: false });
         };
+        let mut known = 0;
         // The lock is not held while Python code runs, which may let other threads in.
-        let known = self.locked().clone();
-        for (at, set) in known.iter().enumerate() {
+        while let Some(set) = self.nth(known) {
+            let (at, set) = (known, &set);
+            known += 1;
             if set.claimed.swap(true, Ordering::Acquire) {
                 continue;
             }
@@ -100,7 +106,7 @@ impl Ring {
             }
             return Ok(claim);
         }
-        let made = Set::make(py, make, None, rows, known.len(), Some(uses))?;
+        let made = Set::make(py, make, None, rows, known, Some(uses))?;
         let mut sets = self.locked();
         let has_room = sets.len() < MOST_SETS;
         if has_room {

@@ -18,6 +18,31 @@ impl<'py> FromPyObject<'py> for Target {
     }
 }
 
+/// An operation that was put into a stream.
+#[expect(clippy::large_enum_variant, reason = "it lives for a call only, which need not allocate for it")]
+pub(crate) enum Begun<'py> {
+    Native(DeviceOperation),
+    Object(Bound<'py, PyAny>),
+}
+
+impl<'py> Begun<'py> {
+    /// As an object, for who may ask it for more.
+    pub(crate) fn object(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Begun::Native(operation) => Ok(Bound::new(py, operation)?.into_any()),
+            Begun::Object(operation) => Ok(operation),
+        }
+    }
+
+    /// Behind what was put in so far.
+    pub(crate) fn event(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match self {
+            Begun::Native(operation) => Ok(Bound::new(py, operation.event())?.into_any()),
+            Begun::Object(operation) => operation.call_method0(intern!(py, "event")),
+        }
+    }
+}
+
 impl Target {
     fn native<'a, 'py>(&'a self, py: Python<'py>) -> Option<&'a Bound<'py, DeviceBuffer>> {
         self.0.bind(py).cast().ok()
@@ -43,13 +68,12 @@ impl Target {
         args: EpDispatchArgs,
         streams: Streams,
         send_only: Flag,
-    ) -> PyResult<Bound<'py, PyAny>> {
+    ) -> PyResult<Begun<'py>> {
         if let Some(native) = self.native(py) {
-            let operation = native.get().begin_dispatch(py, args, streams, send_only)?;
-            return Ok(Bound::new(py, operation)?.into_any());
+            return native.get().begin_dispatch(py, args, streams, send_only).map(Begun::Native);
         }
         let call = (DispatchArgs(args), self.stream(py, streams)?, send_only.0);
-        self.0.bind(py).call_method1(intern!(py, "dispatch_expert"), call)
+        self.0.bind(py).call_method1(intern!(py, "dispatch_expert"), call).map(Begun::Object)
     }
 
     /// A combine in the expert layout.
@@ -60,13 +84,12 @@ impl Target {
         handle: &Bound<'py, PyAny>,
         streams: Streams,
         send_only: Flag,
-    ) -> PyResult<Bound<'py, PyAny>> {
+    ) -> PyResult<Begun<'py>> {
         if let (Some(native), Ok(handle)) = (self.native(py), handle.cast::<DeviceHandle>()) {
-            let operation = native.get().begin_combine(py, args, handle.get(), streams, send_only)?;
-            return Ok(Bound::new(py, operation)?.into_any());
+            return native.get().begin_combine(py, args, handle.get(), streams, send_only).map(Begun::Native);
         }
         let call = (CombineArgs(args), handle, self.stream(py, streams)?, send_only.0);
-        self.0.bind(py).call_method1(intern!(py, "combine_expert"), call)
+        self.0.bind(py).call_method1(intern!(py, "combine_expert"), call).map(Begun::Object)
     }
 
     /// The stream, which comes after the other one from now on.

@@ -518,7 +518,7 @@ pub(crate) struct DeviceEvent {
 #[pymethods]
 impl DeviceEvent {
     /// What is put into `stream` (a raw handle) from now on runs after the operation.
-    fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+    pub(crate) fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         // SAFETY: that streams are alive is the documented rule for callers.
         gate::detached(py, || unsafe { self.done.wait(stream) }).or_raise(py)
     }

@@ -22,6 +22,7 @@ mod device_region;
 mod dlpack;
 mod endpoint;
 mod errors;
+mod exchange;
 mod expert_calls;
 mod expert_sets;
 mod expert_target;
@@ -88,6 +89,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<device_args::CombineArgs>()?;
     module.add_class::<device_args::DispatchArgs>()?;
     module.add_class::<expert_calls::ExpertCalls>()?;
+    module.add_class::<expert_calls::BesideEvent>()?;
     module.add_class::<expert_calls::Receive>()?;
     module.add_class::<rank_calls::RankCalls>()?;
     module.add_class::<rank_calls::Recorder>()?;

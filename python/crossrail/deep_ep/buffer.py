@@ -12,7 +12,7 @@ from crossrail._expert_calls import Answer, Frame
 from crossrail._native import ExpertCalls, TokenLayout
 from crossrail.deep_ep.checks import Tensor, checked, count, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
-from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn, is_plain
+from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn, is_plain, no_event
 from crossrail.deep_ep.given import BLOCK, PACKED, Given, Received, Rows, low_latency_payload, rows_kind
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
@@ -426,7 +426,8 @@ class Buffer(Lifetime):
         neither the tensors nor views of them. One that holds more than two results, DeepEP's limit, takes more memory,
         and gets a ResourceWarning that Python shows with `-W default` or PYTHONDEVMODE.
         """
-        self._open("low_latency_dispatch")
+        if self._closed:
+            self._open("low_latency_dispatch")
         if async_finish and return_recv_hook:
             raise wrong("low_latency_dispatch", "async_finish and return_recv_hook exclude each other")
         like = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
@@ -470,7 +471,7 @@ class Buffer(Lifetime):
             buffer = self._pool.expert_layout(kind, most)
             sizes = Sizes(self.group_size, most, hidden, experts, kind.topk, bool(use_fp8), bool(use_ue8m0))
             streams, answer = self._machine.streams, answer_of(buffer, kind, most, self.group_size * most)
-            frame = Frame(torch(), buffer._native, streams, sizes, device, answer, streams.overlap)
+            frame = Frame(torch(), buffer._native, streams, sizes, device, answer, streams.overlap, no_event)
             found = self._prepared[kind, most] = ExpertCalls(frame)
         return found
 
@@ -499,12 +500,13 @@ class Buffer(Lifetime):
 
         Gives the sums bf16 [T, H], the event, the hook or None. Their memory is used again as that of a dispatch.
         """
-        self._open("low_latency_combine")
+        if self._closed:
+            self._open("low_latency_combine")
         if use_logfmt and zero_copy:
             raise wrong("low_latency_combine", "use_logfmt and zero_copy exclude each other")
         if async_finish and return_recv_hook:
             raise wrong("low_latency_combine", "async_finish and return_recv_hook exclude each other")
-        routing = routing_of(handle, "expert", "low_latency_combine")
+        routing = handle.routing if type(handle) is Handle else routing_of(handle, "expert", "low_latency_combine")
         if zero_copy:
             if routing.room is None:
                 hint = "get_next_low_latency_combine_buffer(handle) gives what x is to be written to"
@@ -608,12 +610,12 @@ class Buffer(Lifetime):
 
 def answer_of(buffer: Any, kind: Kind, most: int, rows: int) -> Answer:
     """What low-latency dispatches of this kind return: what was received, the rows of each expert, the handle."""
+    hidden, experts, new_handle = kind.hidden, kind.experts, tuple.__new__
 
     def answer(tensors: list[Any], operation: Any, tokens: int, calls: Any) -> tuple[Rows, Tensor, Handle]:
         received, scales, counts, ranges, source = tensors
-        routing = Routing(buffer, operation.handle(rows), kind, most, tokens, rows)
-        routing.calls = calls
-        handle = Handle.of(routing, source, ranges, most, kind.hidden, kind.experts)
+        handle = new_handle(Handle, (source, ranges, most, hidden, experts))
+        handle.routing = Routing(buffer, operation.handle(rows), kind, most, tokens, rows, None, None, calls)
         return received if scales is None else (received, scales), counts, handle
 
     return answer

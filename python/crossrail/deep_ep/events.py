@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from crossrail._device_arrays import current_handles
 from crossrail.deep_ep.checks import Tensor, torch
 
-__all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn", "is_plain"]
+__all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn", "is_plain", "no_event"]
 
 
 class EventHandle:
@@ -30,7 +31,7 @@ class EventHandle:
 
 
 class OperationEvent(EventHandle):
-    """Completion of an operation, which was recorded with it. `native`: a `_native.DeviceEvent`."""
+    """Completion of an operation, which was recorded with it. `native`: a `_native.BesideEvent` or `DeviceEvent`."""
 
     def __init__(self, native: Any, streams: Streams) -> None:
         self._native = native
@@ -49,10 +50,13 @@ class EventOverlap:
     `event`: an EventHandle, None where there is nothing to wait for. `extra_tensors`: kept as long as this is.
     """
 
+    event: EventHandle | None = None
+    extra_tensors: Sequence[Tensor] | None = None
+    _releases = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[Tensor] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """What is put into PyTorch's current stream from now on comes after the operation. `release_handle`: the event
@@ -75,6 +79,10 @@ class EventOverlap:
     ) -> None:
         self.current_stream_wait(self._releases)
         self._releases = False
+
+
+no_event: Callable[[], EventOverlap] = functools.partial(object.__new__, EventOverlap)
+"""An EventOverlap with nothing to wait for, made without a frame of Python's."""
 
 
 def is_plain(previous: EventOverlap | None, beside: Any) -> bool:
@@ -169,9 +177,9 @@ class Streams:
         for tensor in tensors:
             tensor.record_stream(self._last)
 
-    def overlap(self, operation: Any, tensors: Sequence[Tensor] | None) -> EventOverlap:
-        """Completion of a `_native.DeviceOperation`, which uses `tensors`; None for nothing to wait for."""
-        return EventOverlap() if tensors is None else EventOverlap(OperationEvent(operation.event(), self), tensors)
+    def overlap(self, event: Any, tensors: Sequence[Tensor]) -> EventOverlap:
+        """Completion of an operation, which uses `tensors`. `event`: what `OperationEvent` takes."""
+        return EventOverlap(OperationEvent(event, self), tensors)
 
     def settle(self) -> None:
         """Blocks until the buffer's operations so far are done, those of a capture excepted."""
