@@ -1,8 +1,11 @@
 //! Two workers of one process, over every transport: what a user sees of sends, receives, regions and failures.
 
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use crossrail::{Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Request, Settings, Worker, WorkerOptions};
+use crossrail::{
+    Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Protocol, Request, Settings, Worker, WorkerOptions,
+};
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
 
@@ -439,4 +442,61 @@ fn connect_without_threads(a: &Worker, b: &Worker) -> (Endpoint, Endpoint) {
         let accepted = b.accept(LIMIT).unwrap();
         (dialling.join().unwrap(), accepted)
     })
+}
+
+#[test]
+fn tasks_run_in_their_order_on_the_worker_s_thread() {
+    let pair = pair_of(&[("CROSSRAIL_TLS", "tcp")]);
+    let (ran, running) = mpsc::channel();
+    for number in 0..100_u8 {
+        let (ran, endpoint) = (ran.clone(), pair.ab.clone());
+        let task = move || ran.send((std::thread::current().id(), endpoint.send(vec![number], 5))).unwrap();
+        pair.a.defer(task).unwrap();
+    }
+    let received: Vec<_> = (0..100).map(|_| pair.b.recv(vec![0], 5, u64::MAX, None).unwrap()).collect();
+    for (number, receive) in received.into_iter().enumerate() {
+        receive.wait(LIMIT).unwrap();
+        assert_eq!(receive.into_vec(), Some(vec![number as u8]));
+        let (thread, sent) = running.recv_timeout(LIMIT.unwrap()).unwrap();
+        assert_ne!(thread, std::thread::current().id());
+        sent.unwrap().wait(LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn tasks_wait_for_progress_where_no_thread_makes_any_and_run_at_the_end() {
+    let worker = Worker::new(
+        &context(&[("CROSSRAIL_TLS", "tcp")]),
+        WorkerOptions { background: false, ..WorkerOptions::default() },
+    )
+    .unwrap();
+    let (ran, running) = mpsc::channel();
+    let defer = |number: u8| {
+        let ran = ran.clone();
+        worker.defer(move || ran.send(number).unwrap()).unwrap();
+    };
+    defer(1);
+    assert!(running.try_recv().is_err(), "nobody has made progress");
+    assert!(worker.progress(), "a task was run");
+    assert_eq!(running.try_recv(), Ok(1));
+    defer(2);
+    worker.close();
+    assert_eq!(running.try_recv(), Ok(2), "what is left runs when the worker closes");
+    defer(3);
+    assert_eq!(running.try_recv(), Ok(3), "and at once afterwards");
+}
+
+#[test]
+fn a_worker_may_send_longer_messages_with_their_first_frame() {
+    let context = context(&[("CROSSRAIL_TLS", "tcp")]);
+    for (eager_max, expected) in [(64 << 10, Protocol::Chunks), (128 << 10, Protocol::Eager)] {
+        let a = Worker::new(&context, WorkerOptions { eager_max, ..WorkerOptions::default() }).unwrap();
+        let b = Worker::new(&context, WorkerOptions::default()).unwrap();
+        let to_b = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
+        let sent = pattern(128 << 10, 3);
+        let receive = b.recv(vec![0; sent.len()], 1, u64::MAX, None).unwrap();
+        assert_eq!(to_b.send(sent.clone(), 1).unwrap().wait(LIMIT).unwrap().protocol, expected);
+        receive.wait(LIMIT).unwrap();
+        assert_eq!(receive.into_vec(), Some(sent));
+    }
 }

@@ -10,10 +10,10 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
 use crate::memory::Buffer;
-use crate::progress::{Progress, SessionEvents};
+use crate::progress::{Manner, Progress, SessionEvents};
 use crate::session::registry;
 use crate::session::transport::Transports;
-use crate::session::{ListenOptions, Sessions};
+use crate::session::{EAGER_LIMIT, ListenOptions, Sessions};
 
 /// How a worker is made.
 #[derive(Clone, Debug)]
@@ -29,11 +29,21 @@ pub struct WorkerOptions {
     /// How long that thread polls after anything last moved, before it sleeps. Waking it takes tens of microseconds;
     /// polling takes a processor. Nothing by default.
     pub linger: Duration,
+    /// Largest message that goes with its first frame over TCP, in bytes, without asking the receiver first; all of it
+    /// goes over one connection. 64 KiB by default.
+    pub eager_max: usize,
 }
 
 impl Default for WorkerOptions {
     fn default() -> WorkerOptions {
-        WorkerOptions { name: None, listen: None, unix: true, background: true, linger: Duration::ZERO }
+        WorkerOptions {
+            name: None,
+            listen: None,
+            unix: true,
+            background: true,
+            linger: Duration::ZERO,
+            eager_max: EAGER_LIMIT,
+        }
     }
 }
 
@@ -95,8 +105,9 @@ impl Worker {
     /// [`Worker::new`] with these transports.
     pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
         context.environment().origin().check("worker")?;
-        let progress = Progress::new(context.environment(), options.background, options.linger)?;
-        let WorkerOptions { name, listen: addresses, unix, .. } = options;
+        let WorkerOptions { name, listen: addresses, unix, background, linger, eager_max } = options;
+        let manner = Manner { has_background: background, linger, eager_max };
+        let progress = Progress::new(context.environment(), manner)?;
         let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }, transports) {
             Ok(sessions) => sessions,
             Err(error) => {
@@ -171,6 +182,20 @@ impl Worker {
             return Err(foreign(self, from));
         }
         Request::start(progress, from.map(|from| from.id), Submission::Receive { tag, mask }, buffer.into())
+    }
+
+    /// Has the background thread run `task` soon, in the order in which tasks were left; without that thread, the next
+    /// caller of [`Worker::progress`].
+    ///
+    /// For a thread that may wait neither for the worker's lock nor for a system call, and starts operations this way. A
+    /// task may call anything of this worker; it must not block. When the worker closes, those left run then.
+    ///
+    /// # Errors
+    /// `Usage` in a forked child.
+    pub fn defer(&self, task: impl FnOnce() + Send + 'static) -> Result<()> {
+        self.progress_handle().check_origin("defer")?;
+        self.progress_handle().defer(Box::new(task));
+        Ok(())
     }
 
     /// Makes progress once; whether anything moved.

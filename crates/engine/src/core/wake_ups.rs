@@ -24,6 +24,7 @@
 //! | `Group::pending` | one of the three is up for a connection of the group | whoever raises that one, after it | the thread that polls the group, before it checks those | atomic |
 //! | `Group::asleep` | the thread of the group sleeps, or is about to | `about_to_sleep`, before its last check for work | the same thread, awake again | atomic, sequentially consistent |
 //! | `Inbox::up` | stagers have left completions | the stager's thread | the next pass, or the stager itself if it gets the lock | atomic |
+//! | `Tasks::any` | callers have left work for whoever makes progress | `Progress::defer` | whoever runs the last task | the list's lock |
 //! | `EventsFd::wanted` | the user has asked for the event descriptor | `fd` | never | atomic |
 //!
 //! A sleeper never misses a wake-up: it sets `Group::asleep` (or counts itself as sleeping) first and checks for work

@@ -34,6 +34,7 @@ impl Progress {
                 self.publish();
             }
             if polling || (passes != seen && !sleeping) {
+                while self.run_tasks() {}
                 // Callers make progress themselves: check again when they may have stopped.
                 seen = passes;
                 std::thread::park_timeout(TICK);
@@ -48,12 +49,13 @@ impl Progress {
         let mut quiet = 0;
         let (mut linger, mut still_since) = (Duration::ZERO, None);
         while !self.closing.load(Ordering::Acquire) {
+            let mut moved = self.run_tasks();
             let mut core = self.core.lock();
             if core.wake_ups().is_polling() {
                 self.after(core);
                 return;
             }
-            let mut moved = core.pass(true, true);
+            moved |= core.pass(true, true);
             let busy = core.is_busy();
             let due = self.sight.is_due(&core);
             self.after(core);
@@ -63,7 +65,7 @@ impl Progress {
             moved |= self.poll_sockets(Some(Duration::ZERO));
             if moved || busy {
                 quiet = 0;
-                (linger, still_since) = (self.linger, None);
+                (linger, still_since) = (self.manner.linger, None);
                 if !moved {
                     std::thread::yield_now();
                 }
@@ -79,7 +81,7 @@ impl Progress {
                 continue;
             }
             // A sleep that ends without work, for the sake of timers, is no reason to poll.
-            linger = if self.doze() { self.linger } else { Duration::ZERO };
+            linger = if self.doze() { self.manner.linger } else { Duration::ZERO };
             (quiet, still_since) = (0, None);
         }
     }
@@ -88,10 +90,14 @@ impl Progress {
     fn doze(&self) -> bool {
         let group = self.connections.driven();
         group.about_to_sleep();
+        let waiting = self.tasks.are_waiting();
         let mut core = self.core.lock();
         core.timers();
-        let idle =
-            !core.is_busy() && !core.wake_ups().wants_connections() && !group.pending() && core.transfers().arm();
+        let idle = !waiting
+            && !core.is_busy()
+            && !core.wake_ups().wants_connections()
+            && !group.pending()
+            && core.transfers().arm();
         let nap = core.next_timer().map_or(NAP_MAX, |at| at.saturating_duration_since(Instant::now()).min(NAP_MAX));
         self.after(core);
         if !idle {

@@ -9,6 +9,7 @@ mod group;
 mod lane_health;
 mod requests;
 mod sight;
+mod tasks;
 mod waits;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,6 +26,7 @@ pub(crate) use self::gpu_admission::{admit, admit_links, admit_shared, wait_read
 pub(crate) use self::group::About;
 use self::group::SocketEvent;
 use self::sight::Sight;
+use self::tasks::Tasks;
 use crate::core::gpu::Inbox;
 use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, LostRail, Receipt, render};
 use crate::environment::{Breadth, Environment};
@@ -48,6 +50,17 @@ pub(crate) trait SessionEvents: Send + Sync {
     fn links_changed(&self);
 }
 
+/// How a worker makes progress.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Manner {
+    /// There is a background thread.
+    pub(crate) has_background: bool,
+    /// How long it polls after anything last moved.
+    pub(crate) linger: Duration,
+    /// Largest message that goes with its first frame over TCP.
+    pub(crate) eager_max: usize,
+}
+
 /// One worker's locked [`Core`], and everything that drives it.
 ///
 /// Any thread may use it. The core is locked with [`Progress::core`] and released with [`Progress::after`], which does
@@ -68,11 +81,9 @@ pub(crate) struct Progress {
     /// Notified when an operation has finished, for threads in [`Progress::wait_until`] that sleep.
     done: Condvar,
     inbox: Inbox,
+    tasks: Tasks,
     sight: Sight,
-    /// There is a background thread.
-    has_background: bool,
-    /// How long the background thread polls after anything last moved.
-    linger: Duration,
+    manner: Manner,
     background: Mutex<Option<Thread>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     closing: AtomicBool,
@@ -84,7 +95,7 @@ impl Progress {
     ///
     /// # Errors
     /// `Io` and `Exhausted` when the system refuses descriptors.
-    pub(crate) fn new(environment: &Arc<Environment>, has_background: bool, linger: Duration) -> Result<Arc<Progress>> {
+    pub(crate) fn new(environment: &Arc<Environment>, manner: Manner) -> Result<Arc<Progress>> {
         let log = Log(environment.settings().log);
         let events = EventsFd::new()?;
         let inbox = Inbox::default();
@@ -103,9 +114,9 @@ impl Progress {
             events,
             done: Condvar::new(),
             inbox,
+            tasks: Tasks::default(),
             sight: Sight::new(environment.settings().pages.as_deref(), log),
-            has_background,
-            linger,
+            manner,
             background: Mutex::new(None),
             threads: Mutex::new(Vec::new()),
             closing: AtomicBool::new(false),
@@ -119,7 +130,7 @@ impl Progress {
     /// `Io` when the system refuses threads.
     pub(crate) fn start(self: &Arc<Self>, sessions: Weak<dyn SessionEvents>) -> Result<()> {
         let _ = self.sessions.set(sessions);
-        if self.has_background {
+        if self.manner.has_background {
             let progress = self.clone();
             let thread = self.spawn("crossrail-progress", move || progress.progress_forever())?;
             *self.background.lock() = Some(thread);
@@ -195,6 +206,10 @@ impl Progress {
         self.origin.is_here().then(|| self.core())
     }
 
+    pub(crate) fn manner(&self) -> Manner {
+        self.manner
+    }
+
     pub(crate) fn environment(&self) -> &Arc<Environment> {
         &self.environment
     }
@@ -251,7 +266,7 @@ impl Progress {
         if sleepers {
             self.done.notify_all();
         }
-        if !self.has_background {
+        if !self.manner.has_background {
             // A caller may sleep on the sockets.
             self.connections.driven().wake();
         }
@@ -293,12 +308,13 @@ impl Progress {
 
     /// One pass over everything; whether anything moved.
     pub(crate) fn step(&self) -> bool {
+        let mut moved = self.run_tasks();
         let mut core = self.core.lock();
-        let mut moved = core.pass(true, false);
+        moved |= core.pass(true, false);
         core.tick();
         core.wake_ups().count_pass();
         // Otherwise the background thread does it.
-        let due = !self.has_background && self.sight.is_due(&core);
+        let due = !self.manner.has_background && self.sight.is_due(&core);
         self.after(core);
         if due {
             self.publish();
@@ -394,6 +410,8 @@ impl Progress {
         core.abandon();
         let gpus = core.transfers().gpu().take_gpus();
         self.after(core);
+        // What they start fails, and says so to whoever left them.
+        self.tasks.close().into_iter().for_each(|task| task());
         let trace = self.core().take_trace();
         drop(gpus);
         self.sight.close();

@@ -184,7 +184,7 @@ impl<'a> Wait<'a> {
         let progress = self.progress;
         // The connections' threads do not see the end of a copy between GPUs.
         let aside = core.has_threads() && !core.awaits_copy();
-        let due = !progress.has_background && progress.sight.is_due(&core);
+        let due = !progress.manner.has_background && progress.sight.is_due(&core);
         progress.after(core);
         if due {
             progress.publish();
@@ -218,7 +218,7 @@ impl<'a> Wait<'a> {
         self.aside = false;
         self.idle_since = None;
         self.idle = 0;
-        if progress.has_background {
+        if progress.manner.has_background {
             return self.sleep(deadline, ready);
         }
         self.doze(deadline, ready)

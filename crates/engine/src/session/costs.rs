@@ -5,7 +5,7 @@
 //! network device's own speed; they rank ways, and are no promise.
 
 /// Largest message that goes with its first frame, whatever the cost model says.
-pub(super) const EAGER_LIMIT: usize = 64 << 10;
+pub(crate) const EAGER_LIMIT: usize = 64 << 10;
 
 /// The cost of one way to a peer.
 #[derive(Clone, Copy, Debug, PartialEq)]

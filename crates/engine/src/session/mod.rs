@@ -29,6 +29,7 @@ use crossrail_locks::Mutex;
 use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
 
 use self::control::ControlConnections;
+pub(crate) use self::costs::EAGER_LIMIT;
 pub use self::explain::{Candidate, Explain};
 use self::redial::Redialer;
 use self::transport::Transports;

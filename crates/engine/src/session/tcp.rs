@@ -208,7 +208,7 @@ pub(super) fn connect(
             None => row.slower(),
         }
     });
-    let choice = choice(rows.collect(), checksum_of(carrier, session.ticket.checksum));
+    let choice = choice(rows.collect(), eager_max(sessions, carrier), checksum_of(carrier, session.ticket.checksum));
     let paired = |row: &Candidate| rails.iter().any(|rail| row.device.as_ref() == Some(&rail.mine.name));
     warn_of_unused(sessions, &session.peer, choice.rows.iter().filter(|row| !paired(row)));
     let endpoint = sessions.add_endpoint(transport, &peer, Some(&session.peer), choice, &attempt.refused)?;
@@ -293,10 +293,15 @@ fn checksum_of(carrier: Carrier, checksum: Checksum) -> Checksum {
     if carrier == Carrier::Sockets { checksum } else { Checksum::Off }
 }
 
-fn choice(rows: Vec<Candidate>, checksum: Checksum) -> Choice {
+/// Largest message that goes with its first frame.
+fn eager_max(sessions: &Sessions, carrier: Carrier) -> usize {
+    if carrier == Carrier::Sockets { sessions.progress.manner().eager_max } else { EAGER_LIMIT }
+}
+
+fn choice(rows: Vec<Candidate>, eager_max: usize, checksum: Checksum) -> Choice {
     let chosen: Vec<_> = rows.iter().filter(|row| !row.chosen_for.is_empty()).map(|row| row.lane.clone()).collect();
     let small = chosen.first().cloned().unwrap_or_default();
-    let mut large = explain::from_size(EAGER_LIMIT, &chosen.join(" "));
+    let mut large = explain::from_size(eager_max, &chosen.join(" "));
     if checksum != Checksum::Off {
         large.push_str(&format!(" (checksum {checksum})"));
     }
@@ -461,7 +466,7 @@ pub(super) fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId,
         transport,
         endpoint,
         &peer,
-        choice(rows, checksum_of(carrier, sessions.control.checksum(endpoint))),
+        choice(rows, eager_max(sessions, carrier), checksum_of(carrier, sessions.control.checksum(endpoint))),
     );
     sessions.arrived(endpoint);
 }
@@ -477,10 +482,11 @@ fn add_lane(
     lane: Box<dyn Lane>,
     rail: &LocalRail,
 ) -> Result<()> {
-    let record = LaneRecord::of(&*lane, Carrier::of(name.channel).name(), EAGER_LIMIT);
+    let carrier = Carrier::of(name.channel);
+    let record = LaneRecord::of(&*lane, carrier.name(), eager_max(sessions, carrier));
     let record = record.on_rail((name.rail, name.channel), rail.interface.clone()).over_socket();
     // UCX makes progress only while it is polled.
-    let record = if Carrier::of(name.channel) == Carrier::Sockets { record.resting() } else { record };
+    let record = if carrier == Carrier::Sockets { record.resting() } else { record };
     let earlier = match sessions.control.is_initiator(endpoint) {
         true => sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel)),
         false => Vec::new(),
