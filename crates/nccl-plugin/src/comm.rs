@@ -6,6 +6,9 @@
 //! NCCL's proxy tests every request in a tight loop. A test therefore only reads a flag that the engine sets: if it made
 //! progress, the workers' threads, which move the data, would wait for their locks.
 //!
+//! Nor does NCCL's thread start transfers, where there are cores enough: it leaves them to the workers' threads, which send
+//! side by side and never find their own lock taken.
+//!
 //! The messages of a communicator take turns between the workers. Both ends count those of each tag, so a receive is
 //! posted at the worker to which the message that it matches goes.
 #![allow(unsafe_code)]
@@ -41,6 +44,8 @@ pub(crate) struct Comm {
     paths: Vec<Path>,
     tag: u64,
     peer: String,
+    /// The workers' threads start transfers, not the caller.
+    hands_over: bool,
     /// Messages so far of each of NCCL's tags, which are few.
     counts: Mutex<Vec<(i32, usize)>>,
     flights: Mutex<Slab<*mut Flight>>,
@@ -63,36 +68,72 @@ pub(crate) struct Path {
 pub(crate) struct Flight {
     comm: *const Comm,
     key: usize,
-    first: Part,
-    others: Vec<Part>,
+    first: Arc<Part>,
+    others: Vec<Arc<Part>>,
 }
 
-struct Part {
-    request: Request,
-    end: Arc<End>,
-}
-
-/// How a transfer ended.
+/// One transfer of a request, which a worker's thread starts and ends.
 #[derive(Default)]
-struct End {
-    there: AtomicBool,
+struct Part {
+    /// `outcome` is there.
+    is_over: AtomicBool,
     outcome: Mutex<Option<Result<u64>>>,
+    stage: Mutex<Stage>,
+}
+
+#[derive(Default)]
+enum Stage {
+    /// The worker's thread is to start it.
+    #[default]
+    Posted,
+    Running(Request),
+    /// It has ended, or is not to be started any more.
+    Over,
 }
 
 impl Part {
-    fn new(request: Request) -> Part {
-        let end = Arc::new(End::default());
-        let ended = end.clone();
-        request.on_complete(move |outcome| {
-            *ended.outcome.lock() = Some(outcome.map(|receipt| receipt.bytes));
-            ended.there.store(true, Ordering::Release);
-        });
-        Part { request, end }
+    fn start(self: &Arc<Part>, start: impl FnOnce() -> Result<Request>) {
+        let mut stage = self.stage.lock();
+        if matches!(*stage, Stage::Over) {
+            return;
+        }
+        match start() {
+            Ok(request) => {
+                let ended = self.clone();
+                request.on_complete(move |outcome| ended.finish(outcome.map(|receipt| receipt.bytes)));
+                *stage = if self.is_over() { Stage::Over } else { Stage::Running(request) };
+            }
+            Err(error) => {
+                *stage = Stage::Over;
+                self.finish(Err(error));
+            }
+        }
+    }
+
+    fn finish(&self, outcome: Result<u64>) {
+        *self.outcome.lock() = Some(outcome);
+        self.is_over.store(true, Ordering::Release);
+        // The request goes here, so that NCCL's thread need not lock the worker to drop it.
+        if let Some(mut stage) = self.stage.try_lock() {
+            *stage = Stage::Over;
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
     }
 
     /// The bytes transferred, or why they were not; `None`: in flight.
     fn outcome(&self) -> Option<Result<u64>> {
-        if self.end.there.load(Ordering::Acquire) { self.end.outcome.lock().clone() } else { None }
+        if self.is_over() { self.outcome.lock().clone() } else { None }
+    }
+
+    /// Cancels it; its request, if the engine may still be touching its memory.
+    fn cancel(&self) -> Option<Request> {
+        let stage = std::mem::replace(&mut *self.stage.lock(), Stage::Over);
+        let Stage::Running(request) = stage else { return None };
+        request.cancel();
+        Some(request)
     }
 }
 
@@ -105,8 +146,8 @@ pub(crate) struct Receive {
 }
 
 impl Comm {
-    pub(crate) fn new(paths: Vec<Path>, tag: u64, peer: String) -> Arc<Comm> {
-        Arc::new(Comm { paths, tag, peer, counts: Mutex::default(), flights: Mutex::default() })
+    pub(crate) fn new(paths: Vec<Path>, tag: u64, peer: String, hands_over: bool) -> Arc<Comm> {
+        Arc::new(Comm { paths, tag, peer, hands_over, counts: Mutex::default(), flights: Mutex::default() })
     }
 
     /// The way of the next message with that tag of NCCL's.
@@ -135,13 +176,15 @@ impl Comm {
     /// # Safety
     /// `data` is valid for `len` bytes and not written until the request has completed or the communicator is closed.
     pub(crate) unsafe fn send(&self, data: *mut c_void, len: usize, tag: i32) -> Result<*mut Flight> {
-        let Some(endpoint) = &self.path(tag).endpoint else {
+        let path = self.path(tag);
+        let Some(endpoint) = path.endpoint.clone() else {
             return Err(Error::new(ErrorKind::Usage, "isend", "the communicator receives"));
         };
+        let tag = self.tag | u64::from(tag as u32);
         // SAFETY: as promised by the caller; `Drop` ends the operation before the memory may be freed.
         let buffer = unsafe { Buffer::raw(data.cast(), len, None) };
-        let request = endpoint.send(buffer, self.tag | u64::from(tag as u32))?;
-        Ok(self.launch(Part::new(request), Vec::new()))
+        let part = self.post(&path.worker, move || endpoint.send(buffer, tag))?;
+        Ok(self.launch(part, Vec::new()))
     }
 
     /// Starts to receive: each message into the buffer of the first receive with its tag.
@@ -162,7 +205,8 @@ impl Comm {
             let buffer = unsafe { Buffer::raw(receive.data.cast(), receive.len, None) };
             let path = self.path(receive.tag);
             let tag = self.tag | u64::from(receive.tag as u32);
-            path.worker.recv(buffer, tag, u64::MAX, path.endpoint.as_ref()).map(Part::new)
+            let (worker, endpoint) = (path.worker.clone(), path.endpoint.clone());
+            self.post(&path.worker, move || worker.recv(buffer, tag, u64::MAX, endpoint.as_ref()))
         };
         let first = start(first)?;
         let mut parts = Vec::with_capacity(others.len());
@@ -179,7 +223,19 @@ impl Comm {
         Ok(self.launch(first, parts))
     }
 
-    fn launch(&self, first: Part, others: Vec<Part>) -> *mut Flight {
+    /// Has a transfer started.
+    fn post(&self, worker: &Worker, start: impl FnOnce() -> Result<Request> + Send + 'static) -> Result<Arc<Part>> {
+        let part = Arc::new(Part::default());
+        if self.hands_over {
+            let posted = part.clone();
+            worker.defer(move || posted.start(start))?;
+        } else {
+            part.start(start);
+        }
+        Ok(part)
+    }
+
+    fn launch(&self, first: Arc<Part>, others: Vec<Arc<Part>>) -> *mut Flight {
         let mut flights = self.flights.lock();
         let entry = flights.vacant_entry();
         let flight = Box::into_raw(Box::new(Flight { comm: self, key: entry.key(), first, others }));
@@ -188,12 +244,11 @@ impl Comm {
     }
 
     /// Cancels requests and waits until the engine has let go of their memory.
-    fn end(&self, parts: Vec<Part>) {
-        let running: Vec<Part> = parts.into_iter().filter(|part| part.outcome().is_none()).collect();
-        running.iter().for_each(|part| part.request.cancel());
+    fn end(&self, parts: Vec<Arc<Part>>) {
+        let running: Vec<Request> = parts.iter().filter_map(|part| part.cancel()).collect();
         let deadline = Instant::now() + CANCEL_LIMIT;
-        for part in running {
-            let _ = part.request.wait(Some(deadline.saturating_duration_since(Instant::now())));
+        for request in running {
+            let _ = request.wait(Some(deadline.saturating_duration_since(Instant::now())));
         }
     }
 }
@@ -224,14 +279,14 @@ pub(crate) unsafe fn test(flight: *mut Flight, mut report: impl FnMut(usize, u64
     // SAFETY: the communicator outlives its requests.
     let comm = unsafe { &*this.comm };
     let parts = || std::iter::once(&this.first).chain(&this.others);
-    if !parts().all(|part| part.end.there.load(Ordering::Acquire)) {
+    if !parts().all(|part| part.is_over()) {
         // A failure of one part need not wait for the others.
         return match parts().find_map(|part| part.outcome().and_then(Result::err)) {
             Some(error) => Err(error),
             None => Ok(false),
         };
     }
-    let outcomes = parts().filter_map(Part::outcome).collect::<Result<Vec<u64>>>()?;
+    let outcomes = parts().filter_map(|part| part.outcome()).collect::<Result<Vec<u64>>>()?;
     outcomes.into_iter().enumerate().for_each(|(index, bytes)| report(index, bytes));
     comm.flights.lock().remove(this.key);
     // SAFETY: made by `launch`; the table forgot it just now.

@@ -98,7 +98,7 @@ impl Listener {
         };
         log::info(format_args!("accepted a communicator of {}", hello.name));
         let tag = tag(DATA, hello.serial, self.number, 0);
-        let comm = Comm::new(paths, tag, hello.name.clone());
+        let comm = Comm::new(paths, tag, hello.name.clone(), self.net.hands_over);
         *state = Listening::Waiting(Some(expect_hello(self.workers.worker(0), self.number)?));
         Ok(Some(comm))
     }
@@ -187,7 +187,7 @@ impl Attempt {
             endpoint: Some(endpoint.clone()),
         };
         let paths = endpoints.iter().enumerate().map(path).collect();
-        Ok(Some(Comm::new(paths, tag, peer)))
+        Ok(Some(Comm::new(paths, tag, peer, net.hands_over)))
     }
 }
 

@@ -89,6 +89,8 @@ pub(crate) struct Net {
     pub(crate) id: u64,
     /// How many workers it starts.
     count: usize,
+    /// The workers' threads start transfers, not NCCL's.
+    pub(crate) hands_over: bool,
     workers: Mutex<Option<Arc<Workers>>>,
     numbers: AtomicU32,
     links: Mutex<HashMap<u64, Arc<Link>>>,
@@ -115,20 +117,21 @@ impl Net {
     /// As [`Process::get`]; `Io` without random numbers.
     pub(crate) fn new() -> Result<Arc<Net>> {
         let process = Process::get()?;
-        Net::of(process, process.workers)
+        Net::of(process, process.workers, workers::hand_over())
     }
 
-    /// A network that will have `count` workers.
+    /// A network that will have `count` workers. `hands_over`: their threads start transfers.
     ///
     /// # Errors
     /// `Io` without random numbers.
-    pub(crate) fn of(process: &'static Process, count: usize) -> Result<Arc<Net>> {
+    pub(crate) fn of(process: &'static Process, count: usize, hands_over: bool) -> Result<Arc<Net>> {
         let mut id = [0; 8];
         getrandom::fill(&mut id).map_err(|error| Error::new(ErrorKind::Io, "init", error.to_string()))?;
         Ok(Arc::new(Net {
             process,
             id: u64::from_le_bytes(id),
             count,
+            hands_over,
             workers: Mutex::new(None),
             numbers: AtomicU32::new(0),
             links: Mutex::default(),
@@ -166,7 +169,13 @@ impl Net {
         let listen = listens.then(|| device.addresses.iter().map(|ip| SocketAddr::new(*ip, 0)).collect());
         // Unique, since the accepting end finds its endpoints by this name.
         let name = format!("{}:{}#{:016x}", device.host, std::process::id(), self.id);
-        let started = Arc::new(Workers::start(&self.process.context, self.count, &name, listen)?);
+        let started = Arc::new(Workers::start(
+            &self.process.context,
+            self.count,
+            (device.rail_count, self.hands_over),
+            &name,
+            listen,
+        )?);
         *workers = Some(started.clone());
         Ok(started)
     }

@@ -104,11 +104,11 @@ impl Pair {
         Pair::connected(contexts)
     }
 
-    /// Networks with so many workers each.
-    fn of_workers(counts: [usize; 2]) -> Pair {
+    /// Networks with so many workers each. `hands_over`: those start transfers.
+    fn of_workers(counts: [usize; 2], hands_over: bool) -> Pair {
         let process = Process::get().expect("settings");
         Pair::connected(counts.map(|count| {
-            let net = Net::of(process, count).expect("a network");
+            let net = Net::of(process, count, hands_over).expect("a network");
             Arc::into_raw(net).cast_mut().cast()
         }))
     }
@@ -203,8 +203,8 @@ fn far_more_requests_than_nccl_posts_are_in_flight_at_once() {
 
 #[test]
 fn messages_that_take_turns_between_workers_match_in_the_order_of_their_tags() {
-    for counts in [[3, 3], [4, 2], [1, 3]] {
-        let pair = Pair::of_workers(counts);
+    for (counts, hands_over) in [([3, 3], true), ([4, 2], false), ([1, 3], true)] {
+        let pair = Pair::of_workers(counts, hands_over);
         // Each tag in order, but the tags in another order at either end, and lengths beyond what goes with a first frame.
         let len = |at: usize| if at.is_multiple_of(4) { 200_000 } else { 100 };
         let mut received: Vec<Vec<u8>> = (0..24).map(|_| vec![0; 200_000]).collect();
@@ -227,7 +227,7 @@ fn messages_that_take_turns_between_workers_match_in_the_order_of_their_tags() {
 
 #[test]
 fn a_network_of_several_workers_reaches_itself() {
-    let mut pair = Pair::of_workers([2, 1]);
+    let mut pair = Pair::of_workers([2, 1], true);
     let own = pair.contexts[0];
     let (mut handle, mut listener) = ([0_u8; HANDLE_LEN], ptr::null_mut());
     let at: *mut c_void = handle.as_mut_ptr().cast();
@@ -255,6 +255,26 @@ fn a_network_of_several_workers_reaches_itself() {
     }
     call!(pair.table, close_send, send);
     call!(pair.table, close_recv, recv);
+}
+
+#[test]
+fn memory_is_left_alone_once_the_communicator_is_closed() {
+    for hands_over in [false, true] {
+        let mut pair = Pair::of_workers([2, 2], hands_over);
+        let mut buffers = vec![vec![0_u8; 200_000]; 8];
+        for buffer in &mut buffers {
+            pair.receive(&mut [buffer], &mut [0]);
+        }
+        // Some of them have not been started yet.
+        assert_eq!(call!(pair.table, close_recv, pair.recv), SUCCESS);
+        pair.recv = ptr::null_mut();
+        let mut bytes = vec![7; 100_000];
+        for _ in 0..8 {
+            pair.send(&mut bytes, 0);
+        }
+        drop(pair);
+        assert!(buffers.iter().flatten().all(|byte| *byte == 0), "hands over: {hands_over}");
+    }
 }
 
 #[test]

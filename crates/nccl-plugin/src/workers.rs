@@ -22,6 +22,11 @@ const USUAL_MAX: usize = 4;
 /// How long a worker's thread polls after the last message: longer than a short collective takes, so that none of a
 /// series waits for a thread to wake.
 const LINGER: Duration = Duration::from_millis(1);
+/// Cores from which on a worker's thread starts transfers: with fewer, NCCL's thread would only wait for that one to run.
+const HAND_OVER_FROM: usize = 4;
+/// Largest message that goes without being asked for: NCCL's pieces of sends and receives. The messages of a worker go
+/// over one connection, but there are several workers.
+const EAGER_MAX: usize = 128 << 10;
 
 /// How many workers a network has.
 pub(crate) fn count(threads: IoThreads) -> usize {
@@ -29,6 +34,17 @@ pub(crate) fn count(threads: IoThreads) -> usize {
         IoThreads::Count(count) => (count as usize).clamp(1, MAX_WORKERS),
         IoThreads::Auto => usual(available_parallelism().map_or(1, usize::from)),
     }
+}
+
+/// Whether the workers' threads start transfers, rather than NCCL's.
+pub(crate) fn hand_over() -> bool {
+    available_parallelism().is_ok_and(|cores| cores.get() >= HAND_OVER_FROM)
+}
+
+/// Largest message that goes without being asked for: the usual over several rails, which only chunks are spread over, and
+/// where NCCL's thread would send it.
+fn eager_max(rails: usize, hands_over: bool) -> usize {
+    if rails == 1 && hands_over { EAGER_MAX } else { WorkerOptions::default().eager_max }
 }
 
 fn usual(cores: usize) -> usize {
@@ -52,19 +68,21 @@ fn name_of(network: &str, index: usize) -> String {
 }
 
 impl Workers {
-    /// Starts `count` workers of the network `name`.
+    /// Starts `count` workers of the network `name`, which has so many rails. `hands_over`: they start transfers.
     ///
     /// # Errors
     /// As [`Worker::new`].
     pub(crate) fn start(
         context: &Context,
         count: usize,
+        (rails, hands_over): (usize, bool),
         name: &str,
         listen: Option<Vec<SocketAddr>>,
     ) -> Result<Workers> {
         let start = |index| {
             let (name, listen) = (Some(name_of(name, index)), listen.clone());
-            let options = WorkerOptions { name, listen, linger: LINGER, ..WorkerOptions::default() };
+            let eager_max = eager_max(rails, hands_over);
+            let options = WorkerOptions { name, listen, linger: LINGER, eager_max, ..WorkerOptions::default() };
             Ok(Seat { worker: Worker::new(context, options)?, accepted: Mutex::default() })
         };
         Ok(Workers { seats: (0..count).map(start).collect::<Result<_>>()? })
@@ -120,5 +138,11 @@ mod tests {
     fn there_are_as_many_workers_as_the_cores_or_the_user_allow() {
         assert_eq!([1, 2, 11, 12, 16, 192].map(usual), [2, 2, 2, 3, 4, 4]);
         assert_eq!([1, 3, 256].map(|threads| count(IoThreads::Count(threads))), [1, 3, MAX_WORKERS]);
+    }
+
+    #[test]
+    fn pieces_go_unasked_over_one_rail_by_the_workers_threads() {
+        let usual = WorkerOptions::default().eager_max;
+        assert_eq!([eager_max(1, true), eager_max(4, true), eager_max(1, false)], [EAGER_MAX, usual, usual]);
     }
 }
