@@ -9,6 +9,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::library::Library;
 use crate::raw;
+use crate::wire::SEGMENT;
 
 /// Versions whose newer protocols, which they use by default, assert that a payload has no memory registered when its peer
 /// dies in the middle of it. Where UCX was built with assertions (Debian, Ubuntu), that ends the process. Their older
@@ -101,6 +102,15 @@ impl Fabric {
             // The receiving end copies: by itself, when it is called.
             config.set("RNDV_SCHEME", "get_zcopy")?;
         }
+        if may_use_tcp(transports) {
+            // UCX before 1.17 knows the settings of a transport without its name.
+            let name = if library.number() < (1, 17) { "RX_SEG_SIZE" } else { "TCP_RX_SEG_SIZE" };
+            config.set(name, &SEGMENT.to_string())?;
+            // UCX from 1.18 on would copy pieces into segments of 8 KiB otherwise, each with a call of its own.
+            if std::env::var_os("UCX_ZCOPY_THRESH").is_none() {
+                config.set("ZCOPY_THRESH", "16k")?;
+            }
+        }
         if PROTOCOLS_THAT_ASSERT.contains(&library.number()) && std::env::var_os("UCX_PROTO_ENABLE").is_none() {
             config.set("PROTO_ENABLE", "n")?;
         }
@@ -155,6 +165,17 @@ impl Fabric {
 /// Whether one of these transports of UCX's copies memory of another process by a call of the kernel.
 pub(crate) fn copy_by_the_kernel<'a>(mut transports: impl Iterator<Item = &'a str>) -> bool {
     transports.any(|name| matches!(name, "cma" | "knem"))
+}
+
+/// Whether UCX may use its tcp by these names, or by `UCX_TLS` where there are none. UCX warns of a setting that no
+/// transport of its context knows.
+fn may_use_tcp(transports: Option<&[String]>) -> bool {
+    let names = match transports {
+        Some(names) => names.join(","),
+        None => std::env::var("UCX_TLS").unwrap_or_else(|_| "all".to_owned()),
+    };
+    let (names, sense) = names.strip_prefix('^').map_or((names.as_str(), true), |others| (others, false));
+    names.split(',').any(|name| matches!(name.trim(), "tcp" | "all")) == sense
 }
 
 /// What `print` prints to a stream.
@@ -256,6 +277,13 @@ fn resources_in(text: &str) -> Vec<Resource> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tcp_is_known_by_its_names() {
+        let may = |names: &str| may_use_tcp(Some(&names.split(' ').map(str::to_owned).collect::<Vec<_>>()));
+        assert_eq!((may("tcp"), may("posix tcp"), may("all"), may("^ib")), (true, true, true, true));
+        assert_eq!((may("posix sysv"), may("rc"), may("^tcp"), may("^sysv,tcp")), (false, false, false, false));
+    }
 
     #[test]
     fn resources_are_read_from_what_ucx_prints() {

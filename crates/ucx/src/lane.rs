@@ -9,7 +9,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use crate::alarm::Alarm;
 use crate::companion::{Companion, Ending};
-use crate::link::{COPY_MAX, Link, reads_memory};
+use crate::link::{COPY_MAX, Link, is_over_tcp, reads_memory};
 use crate::receiver::{PAYLOAD_MAX, Receiver};
 use crate::sender::Sender;
 use crate::wire::INLINE_MAX;
@@ -58,7 +58,7 @@ struct Ended {
 
 impl UcxLane {
     /// A lane of what [`attach`](crate::attach) has joined. If that fails, the link goes before the sender's memory.
-    pub(crate) fn new(id: LaneId, label: &str, tx: Sender, link: Link, companion: Companion) -> Result<UcxLane> {
+    pub(crate) fn new(id: LaneId, label: &str, mut tx: Sender, link: Link, companion: Companion) -> Result<UcxLane> {
         let failed = |call: &'static str| move |error: nix::Error| Error::io("connect", call, &error.into());
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(failed("epoll_create1"))?;
         let descriptor = link.descriptor()?;
@@ -73,6 +73,9 @@ impl UcxLane {
             epoll.add(alarm.fd(), readable()).map_err(failed("epoll_ctl"))?;
         }
         let selected = link.selected();
+        if is_over_tcp(&selected) {
+            tx.send_pieces_as_messages();
+        }
         let rx = Receiver::new(link.copies_in_place(&selected));
         let caps = LaneCaps {
             copies_up_to: INLINE_MAX,
@@ -139,7 +142,7 @@ impl UcxLane {
             return Err(error.clone());
         }
         let Some(ended) = &self.ended else { return Ok(()) };
-        let have = Ending::Closed { frames: self.link.inbox().taken(), pieces: self.rx.pieces_taken() };
+        let have = Ending::Closed { frames: self.link.inbox().taken().frames, pieces: self.rx.pieces_taken() };
         let why = match ended.how {
             complete if complete == have => "the peer closed the lane".to_owned(),
             _ if ended.quiet_since.elapsed() < DRAIN_MAX && self.broken.is_none() => return Ok(()),
@@ -159,7 +162,9 @@ impl UcxLane {
             if !waits && (self.ended.is_some() || self.broken.is_some() || self.link.failure().is_some()) {
                 return false;
             }
-            if self.rx.has_work(&self.link) || (self.ended.is_none() && self.tx.has_work(&self.link)) {
+            if self.rx.has_work(&self.link)
+                || (self.ended.is_none() && self.broken.is_none() && self.tx.has_work(&self.link))
+            {
                 return false;
             }
             if !self.link.progress() && self.link.arm() {
@@ -182,7 +187,8 @@ impl UcxLane {
     fn exchange(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> std::result::Result<bool, LaneError> {
         let rounds = if probe { 1 } else { PROGRESS_MAX };
         for _ in 0..rounds {
-            if !self.link.progress() {
+            // A piece that waits for its payload's place is copied twice.
+            if !self.link.progress() || self.link.inbox().has_staged_pieces() {
                 break;
             }
         }
@@ -293,6 +299,8 @@ impl Lane for UcxLane {
 
 impl Drop for UcxLane {
     fn drop(&mut self) {
+        // What arrives from now on has no place.
+        self.link.inbox().aim(None);
         let alive = self.ended.is_none() && self.broken.is_none() && self.link.failure().is_none();
         if alive && self.companion.is_acknowledged() {
             self.link.flush(FLUSH_MAX);

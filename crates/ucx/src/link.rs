@@ -415,6 +415,11 @@ pub(crate) fn reads_memory(selected: &str) -> bool {
     fabric::copy_by_the_kernel(selected.split(['+', '/', ' ']))
 }
 
+/// Whether UCX uses its tcp and nothing else, having selected that.
+pub(crate) fn is_over_tcp(selected: &str) -> bool {
+    selected.split(' ').all(|device| device.split_once('/').is_some_and(|(transports, _)| transports == "tcp"))
+}
+
 /// The error of a wait for the peer that ran out.
 pub(crate) fn timed_out(what: &str) -> Error {
     Error::new(ErrorKind::Timeout, "connect", what.to_owned())
@@ -433,5 +438,7 @@ mod tests {
         assert_eq!(selected_in(text), "posix+cma/memory");
         assert_eq!(selected_in("# lane[0]: 12:rc_mlx5/mlx5_0:1.0 md[1]\n"), "rc_mlx5/mlx5_0:1");
         assert_eq!(selected_in("#  lane[0]:  1:tcp/eth0.100 md[1]\n# rma: none\n"), "tcp/eth0");
+        let over_tcp = ["tcp/eth0", "tcp/eth0 tcp/eth1", "tcp+cma/memory", "cma/memory tcp/lo", ""].map(is_over_tcp);
+        assert_eq!(over_tcp, [true, true, false, false, false]);
     }
 }

@@ -6,6 +6,7 @@ use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::link::{Link, Request};
 use crate::memory::Memory;
+use crate::pieces::Target;
 use crate::wire::{INLINE_MAX, PIECE_MAX, PIECES};
 
 /// Largest payload of a frame. Nothing is allocated for one; this bounds what a peer may announce.
@@ -75,6 +76,9 @@ impl Receiver {
     pub(crate) fn has_work(&self, link: &Link) -> bool {
         if self.waits {
             return false;
+        }
+        if link.inbox().has_placed() {
+            return true;
         }
         match (&self.body, &self.fetches[(self.next % PIECES) as usize]) {
             (None, _) => link.inbox().has_frame(),
@@ -168,6 +172,8 @@ impl Receiver {
             true
         });
         self.body = outcome?;
+        let expected = self.body.as_ref().filter(|body| body.done < body.len);
+        link.inbox().aim(expected.map(|body| Target::new(&body.place, body.len)));
         Ok(())
     }
 
@@ -180,6 +186,13 @@ impl Receiver {
             }
             if self.bytes >= until {
                 return Ok(false);
+            }
+            let (pieces, bytes) = link.inbox().placed().map_err(LaneError::Protocol)?;
+            if let (1.., Some(body)) = (pieces, &mut self.body) {
+                body.done += bytes;
+                self.bytes += bytes as u64;
+                self.next = self.next.wrapping_add(pieces);
+                continue;
             }
             let consumed = if self.in_place { self.copy_piece(link)? } else { self.unstage_piece(link)? };
             let (Some(len), Some(body)) = (consumed, &mut self.body) else { return Ok(false) };

@@ -8,12 +8,15 @@ use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::link::{Link, Request};
 use crate::memory::Memory;
+use crate::slots::Slots;
 use crate::wire::{
-    self, FRAMES, HELLO_PADDING, INLINE_MAX, Kind, MESSAGE_MAX, PIECE_HEADER, PIECE_MAX, PIECES, PREFIX_LEN,
+    self, Consumed, FRAMES, HELLO_PADDING, INLINE_MAX, Kind, MESSAGE_MAX, PIECE_HEADER, PIECE_MAX, PIECES, PREFIX_LEN,
 };
 
-/// Bytes of a piece's slot: the piece, and its header in a cache line of its own.
-const PIECE_SLOT: usize = PIECE_MAX + 4096;
+/// Bytes of a piece's slot: its prefix or its header at the end of the first page, then the piece.
+const PIECE_SLOT: usize = PIECE_AT + PIECE_MAX;
+/// Where a slot has the piece.
+const PIECE_AT: usize = 4096;
 
 /// A frame whose payload is sent in pieces.
 struct Outgoing {
@@ -28,20 +31,26 @@ struct Unfinished {
     pieces: u32,
 }
 
+impl Unfinished {
+    /// Whether it is sent once so many frames and pieces are.
+    fn is_sent(&self, frames: u32, pieces: u32) -> bool {
+        let reaches = |count: u32, needed: u32| count.wrapping_sub(needed).cast_signed() >= 0;
+        reaches(frames, self.frames) && reaches(pieces, self.pieces)
+    }
+}
+
 /// See the module. Dropped after the link.
 pub(crate) struct Sender {
-    messages: Memory,
-    sending: Vec<Option<Request>>,
-    pieces: Memory,
-    offered: Vec<Option<Request>>,
+    messages: Slots,
+    pieces: Slots,
     next_piece: u32,
+    /// Pieces are messages, not offers.
+    as_messages: bool,
     credit: Memory,
     crediting: Option<Request>,
-    /// Frames consumed, as the peer was told.
-    told: u32,
+    /// What was consumed, as the peer was told.
+    told: Consumed,
     outgoing: Option<Outgoing>,
-    /// Frames and pieces that UCX has carried, of those begun in order.
-    carried: (u32, u32),
     unfinished: VecDeque<Unfinished>,
     /// Bytes of heads and payloads.
     pub(crate) bytes: u64,
@@ -50,22 +59,25 @@ pub(crate) struct Sender {
 impl Sender {
     pub(crate) fn new() -> Sender {
         Sender {
-            messages: Memory::new(FRAMES as usize * MESSAGE_MAX),
-            sending: (0..FRAMES).map(|_| None).collect(),
-            pieces: Memory::new(PIECES as usize * PIECE_SLOT),
-            offered: (0..PIECES).map(|_| None).collect(),
+            messages: Slots::new(FRAMES, MESSAGE_MAX),
+            pieces: Slots::new(PIECES, PIECE_SLOT),
             next_piece: 0,
+            as_messages: false,
             credit: Memory::new(PREFIX_LEN + HELLO_PADDING),
             crediting: None,
-            told: 0,
+            told: Consumed::default(),
             outgoing: None,
-            carried: (0, 0),
             unfinished: VecDeque::new(),
             bytes: 0,
         }
     }
 
-    /// Pieces offered so far.
+    /// Has pieces be messages, which one segment of UCX's must hold.
+    pub(crate) fn send_pieces_as_messages(&mut self) {
+        self.as_messages = true;
+    }
+
+    /// Pieces sent so far.
     pub(crate) fn pieces_sent(&self) -> u32 {
         self.next_piece
     }
@@ -75,32 +87,48 @@ impl Sender {
         if self.outgoing.is_some() || !link.inbox().may_send() {
             return Ok(false);
         }
-        link.has_ended(&mut self.sending[(link.inbox().sent() % FRAMES) as usize])
+        Ok(self.messages.free(link)?.is_some())
     }
 
-    /// Whether the lane has pieces to offer and a slot for one.
+    /// Whether the lane has pieces to send and a slot for one, a frame to report as sent, or owes the peer credit.
     pub(crate) fn has_work(&self, link: &Link) -> bool {
-        self.outgoing.is_some() && !link.is_under_way(&self.offered[(self.next_piece % PIECES) as usize])
+        let sends = self.outgoing.is_some() && self.may_send_piece(link) && self.pieces.has_free(link);
+        let reports = self.unfinished.front().is_some_and(|first| {
+            let fetched = self.pieces.carried_by_now(link);
+            first.is_sent(self.messages.carried_by_now(link), self.arrived_pieces(link, fetched))
+        });
+        sends || reports || (self.owes_credit(link) && !link.is_under_way(&self.crediting))
+    }
+
+    /// Pieces that the peer has, with that many of them done with at this end: that a message has left this end does not
+    /// say so.
+    fn arrived_pieces(&self, link: &Link, carried: u32) -> u32 {
+        if self.as_messages { link.inbox().pieces_consumed() } else { carried }
+    }
+
+    fn may_send_piece(&self, link: &Link) -> bool {
+        !self.as_messages || link.inbox().may_send_piece()
     }
 
     /// Sends a frame for which there is room. Payloads of up to [`INLINE_MAX`] go with it.
     pub(crate) fn frame(&mut self, link: &Link, tx: &Tx) -> Result<(), LaneError> {
+        let Some(base) = self.messages.free(link)? else { return Ok(()) };
         let Some(number) = link.inbox().number_frame() else { return Ok(()) };
-        let base = (number % FRAMES) as usize * MESSAGE_MAX;
-        let taken = link.inbox().taken();
-        self.told = taken;
-        self.messages.write(base, &wire::prefix(Kind::Frame(number), taken));
-        self.messages.write(base + PREFIX_LEN, &tx.head.0);
+        self.told = link.inbox().taken();
+        let memory = self.messages.memory();
+        memory.write(base, &wire::prefix(Kind::Frame(number), self.told));
+        memory.write(base + PREFIX_LEN, &tx.head.0);
         let mut len = PREFIX_LEN + HEAD_LEN;
         self.bytes += HEAD_LEN as u64;
         if tx.payload.len <= INLINE_MAX {
-            let to = self.messages.at(base + len, tx.payload.len);
+            let to = memory.at(base + len, tx.payload.len);
             copy_from_payload(&tx.payload, 0, to, tx.payload.len);
             len += tx.payload.len;
             self.bytes += tx.payload.len as u64;
         }
         // SAFETY: the slot is written again only once the request has ended (`has_room`), and outlives the link.
-        self.sending[(number % FRAMES) as usize] = unsafe { link.send(self.messages.at(base, len), len)? };
+        let request = unsafe { link.send(memory.at(base, len), len)? };
+        self.messages.begin(base, request);
         Ok(())
     }
 
@@ -147,20 +175,17 @@ impl Sender {
         self.unfinished.push_back(Unfinished { token, frames: link.inbox().sent(), pieces: self.next_piece });
     }
 
-    /// Reports the frames that UCX has carried: from then on they arrive although nobody polls this end. Whether there
-    /// were any.
+    /// Reports the frames that UCX has carried, with pieces that the peer has fetched or consumed: from then on they arrive
+    /// although nobody polls this end. Whether there were any.
     fn finish(&mut self, link: &Link, lane: LaneId, sink: &mut dyn Sink) -> Result<bool, LaneError> {
-        let (frames, pieces) = &mut self.carried;
-        while *frames != link.inbox().sent() && link.has_ended(&mut self.sending[(*frames % FRAMES) as usize])? {
-            *frames = frames.wrapping_add(1);
+        if self.unfinished.is_empty() {
+            return Ok(false);
         }
-        while *pieces != self.next_piece && link.has_ended(&mut self.offered[(*pieces % PIECES) as usize])? {
-            *pieces = pieces.wrapping_add(1);
-        }
-        let before = |count: u32, carried: u32| carried.wrapping_sub(count).cast_signed() >= 0;
+        let (frames, carried) = (self.messages.carried(link)?, self.pieces.carried(link)?);
+        let pieces = self.arrived_pieces(link, carried);
         let mut any = false;
         while let Some(first) = self.unfinished.front() {
-            if !before(first.frames, *frames) || !before(first.pieces, *pieces) {
+            if !first.is_sent(frames, pieces) {
                 break;
             }
             sink.sent(lane, first.token);
@@ -170,34 +195,52 @@ impl Sender {
         Ok(any)
     }
 
-    /// Offers the next piece of the payload being sent, if there is a slot; its bytes.
+    /// Sends or offers the next piece of the payload being sent, if there is a slot; its bytes.
     fn piece(&mut self, link: &Link) -> Result<usize, LaneError> {
-        let at = (self.next_piece % PIECES) as usize;
-        if !link.has_ended(&mut self.offered[at])? {
+        if !self.may_send_piece(link) {
             return Ok(0);
         }
+        let Some(base) = self.pieces.free(link)? else { return Ok(0) };
         let Some(out) = &mut self.outgoing else { return Ok(0) };
         let len = (out.tx.payload.len - out.done).min(PIECE_MAX);
-        let base = at * PIECE_SLOT;
-        copy_from_payload(&out.tx.payload, out.done, self.pieces.at(base, len), len);
-        self.pieces.write(base + PIECE_MAX, &self.next_piece.to_le_bytes());
-        let header = (self.pieces.at(base + PIECE_MAX, PIECE_HEADER).cast_const(), PIECE_HEADER);
-        // SAFETY: the slot is written again only once the request has ended, and outlives the link.
-        self.offered[at] = unsafe { link.offer(header, (self.pieces.at(base, len), len))? };
+        let memory = self.pieces.memory();
+        copy_from_payload(&out.tx.payload, out.done, memory.at(base + PIECE_AT, len), len);
+        let request = if self.as_messages {
+            let from = base + PIECE_AT - PREFIX_LEN;
+            self.told = link.inbox().taken();
+            memory.write(from, &wire::prefix(Kind::Piece(link.inbox().number_piece()), self.told));
+            // SAFETY: the slot is written again only once the request has ended, and outlives the link.
+            unsafe { link.send(memory.at(from, PREFIX_LEN + len), PREFIX_LEN + len)? }
+        } else {
+            let from = base + PIECE_AT - PIECE_HEADER;
+            memory.write(from, &self.next_piece.to_le_bytes());
+            let header = (memory.at(from, PIECE_HEADER).cast_const(), PIECE_HEADER);
+            // SAFETY: as above.
+            unsafe { link.offer(header, (memory.at(base + PIECE_AT, len), len))? }
+        };
+        self.pieces.begin(base, request);
         out.done += len;
         self.next_piece = self.next_piece.wrapping_add(1);
         self.bytes += len as u64;
         Ok(len)
     }
 
-    /// Tells the peer how many frames were consumed, if it may soon run out of credit and no frame has told it.
-    pub(crate) fn credit(&mut self, link: &Link) -> Result<(), LaneError> {
+    /// Whether the peer may soon run out of credit, or waits for the end of a payload, and no message has told it.
+    fn owes_credit(&self, link: &Link) -> bool {
         let taken = link.inbox().taken();
-        if taken.wrapping_sub(self.told) < FRAMES / 4 || !link.has_ended(&mut self.crediting)? {
+        let pieces = taken.pieces.wrapping_sub(self.told.pieces);
+        taken.frames.wrapping_sub(self.told.frames) >= FRAMES / 4
+            || pieces >= PIECES / 4
+            || (pieces > 0 && !link.inbox().expects_pieces())
+    }
+
+    /// Tells the peer what was consumed, if that is due.
+    pub(crate) fn credit(&mut self, link: &Link) -> Result<(), LaneError> {
+        if !self.owes_credit(link) || !link.has_ended(&mut self.crediting)? {
             return Ok(());
         }
-        self.credit.write(0, &wire::prefix(Kind::Credit, taken));
-        self.told = taken;
+        self.told = link.inbox().taken();
+        self.credit.write(0, &wire::prefix(Kind::Credit, self.told));
         // SAFETY: written again only once the request has ended; outlives the link.
         self.crediting = unsafe { link.send(self.credit.at(0, PREFIX_LEN), PREFIX_LEN)? };
         Ok(())
@@ -206,7 +249,7 @@ impl Sender {
     /// Sends the first message, which shows the peer that the connection works.
     pub(crate) fn hello(&mut self, link: &Link) -> Result<(), LaneError> {
         const LEN: usize = PREFIX_LEN + HELLO_PADDING;
-        self.credit.write(0, &wire::prefix(Kind::Hello, 0));
+        self.credit.write(0, &wire::prefix(Kind::Hello, Consumed::default()));
         // SAFETY: as above.
         self.crediting = unsafe { link.send(self.credit.at(0, LEN), LEN)? };
         Ok(())
@@ -214,15 +257,16 @@ impl Sender {
 
     /// Keeps the memory of pieces as it is, for as long as the process lives, if the peer has yet to fetch some.
     pub(crate) fn leave_offers(&mut self, link: &Link) {
-        if self.offered.iter().any(|request| link.is_under_way(request)) {
-            std::mem::forget(std::mem::replace(&mut self.pieces, Memory::new(1)));
+        if self.pieces.are_under_way(link) {
+            self.pieces.leave();
         }
     }
 
     /// Gives requests back that have not ended: the lane ends.
     pub(crate) fn forget(&mut self, link: &Link) {
-        let all = self.sending.iter_mut().chain(&mut self.offered).chain(std::iter::once(&mut self.crediting));
-        all.for_each(|request| link.forget(request.take()));
+        self.messages.forget(link);
+        self.pieces.forget(link);
+        link.forget(self.crediting.take());
     }
 }
 

@@ -5,7 +5,7 @@ use crossrail_types::{HEAD_LEN, Head};
 /// Longest worker address that is accepted. UCX's are some hundred bytes for each of its devices.
 pub(crate) const ADDRESS_MAX: usize = 16 << 10;
 /// The first bytes of an introduction; the last is the version of this crate's protocol.
-const MAGIC: [u8; 4] = *b"CXU\x01";
+const MAGIC: [u8; 4] = *b"CXU\x02";
 /// Bytes of an introduction without the address.
 pub(crate) const INTRODUCTION_LEN: usize = 8;
 
@@ -53,7 +53,15 @@ pub(crate) const PIECE_MAX: usize = 256 << 10;
 /// Frames that may be sent before the receiver has said that it consumed them.
 pub(crate) const FRAMES: u32 = 128;
 /// Pieces that may be sent before the receiver has fetched them, and that it may have fetched before it consumes them.
+/// Where pieces are messages: that may be sent before the receiver has said that it consumed them.
 pub(crate) const PIECES: u32 = 8;
+/// UCX's segments on its tcp, at both ends: a piece with its prefix and UCX's header fits one, and so goes in one message.
+/// A receiver whose segments were shorter could not take it, so both ends of this version set them.
+pub(crate) const SEGMENT: usize = PIECE_MAX + 4096;
+/// Longest message of this kind of bytes.
+pub(crate) fn message_max(bytes: &[u8]) -> usize {
+    if bytes.first() == Some(&PIECE) { PREFIX_LEN + PIECE_MAX } else { MESSAGE_MAX }
+}
 
 /// What a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,26 +72,40 @@ pub(crate) enum Kind {
     Credit,
     /// A frame with this number.
     Frame(u32),
+    /// A piece with this number.
+    Piece(u32),
 }
 
-/// The prefix of a message: what it is, and how many frames its sender has consumed in all.
-pub(crate) fn prefix(kind: Kind, consumed: u32) -> [u8; PREFIX_LEN] {
+/// Code of [`Kind::Piece`].
+const PIECE: u8 = 3;
+
+/// How many frames, and pieces that were messages, an end has consumed in all.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Consumed {
+    pub(crate) frames: u32,
+    pub(crate) pieces: u32,
+}
+
+/// The prefix of a message: what it is, and what its sender has consumed.
+pub(crate) fn prefix(kind: Kind, consumed: Consumed) -> [u8; PREFIX_LEN] {
     let (code, number) = match kind {
         Kind::Hello => (0, 0),
         Kind::Credit => (1, 0),
         Kind::Frame(number) => (2, number),
+        Kind::Piece(number) => (PIECE, number),
     };
     let mut bytes = [0; PREFIX_LEN];
     bytes[0] = code;
     bytes[4..8].copy_from_slice(&number.to_le_bytes());
-    bytes[8..12].copy_from_slice(&consumed.to_le_bytes());
+    bytes[8..12].copy_from_slice(&consumed.frames.to_le_bytes());
+    bytes[12..].copy_from_slice(&consumed.pieces.to_le_bytes());
     bytes
 }
 
-/// A message's kind, the peer's count of consumed frames, and for a frame its head and inline payload.
-pub(crate) type Message<'a> = (Kind, u32, Option<(Head, &'a [u8])>);
+/// A message's kind, what the peer has consumed, and for a frame its head and inline payload.
+pub(crate) type Message<'a> = (Kind, Consumed, Option<(Head, &'a [u8])>);
 
-/// Reads a message: its kind, the peer's count of consumed frames, and for a frame its head and inline payload.
+/// Reads a message: its kind, what the peer has consumed, and for a frame its head and inline payload.
 ///
 /// # Errors
 /// What the peer got wrong.
@@ -92,7 +114,7 @@ pub(crate) fn message(bytes: &[u8]) -> Result<Message<'_>, String> {
         return Err(format!("a message of {} bytes, shorter than its prefix", bytes.len()));
     };
     let word = |at: usize| prefix[at..].first_chunk().map_or(0, |four| u32::from_le_bytes(*four));
-    let consumed = word(8);
+    let consumed = Consumed { frames: word(8), pieces: word(12) };
     match (prefix[0], rest.split_first_chunk::<HEAD_LEN>()) {
         (0, _) if rest.len() == HELLO_PADDING => Ok((Kind::Hello, consumed, None)),
         (1, None) if rest.is_empty() => Ok((Kind::Credit, consumed, None)),
@@ -108,6 +130,7 @@ pub(crate) fn message(bytes: &[u8]) -> Result<Message<'_>, String> {
             }
             Ok((Kind::Frame(word(4)), consumed, Some((head, inline))))
         }
+        (PIECE, _) if (1..=PIECE_MAX).contains(&rest.len()) => Ok((Kind::Piece(word(4)), consumed, None)),
         (code, _) => Err(format!("a message of kind {code} and {} bytes", bytes.len())),
     }
 }
@@ -129,7 +152,7 @@ mod tests {
             (introduction(ADDRESS_MAX + 1), "are accepted"),
             (introduction(u32::MAX as usize), "are accepted"),
             (*b"GET / HT", "other bytes"),
-            (*b"CXU\x02\x10\0\0\0", "version 2"),
+            (*b"CXU\x01\x10\0\0\0", "version 1"),
         ] {
             let error = introduced(&bytes).expect_err("refused");
             assert!(error.contains(expected), "{error}");
@@ -138,20 +161,22 @@ mod tests {
 
     #[test]
     fn messages_are_read_as_they_were_written_and_others_are_refused() {
+        let consumed = Consumed { frames: 77, pieces: 5 };
         let written = |kind, head: Option<Head>, inline: &[u8]| {
-            let mut bytes = prefix(kind, 77).to_vec();
+            let mut bytes = prefix(kind, consumed).to_vec();
             bytes.extend(head.iter().flat_map(|head| head.0));
             bytes.extend_from_slice(inline);
             bytes
         };
-        assert_eq!(message(&written(Kind::Hello, None, &[0; HELLO_PADDING])), Ok((Kind::Hello, 77, None)));
-        assert_eq!(message(&written(Kind::Credit, None, &[])), Ok((Kind::Credit, 77, None)));
+        assert_eq!(message(&written(Kind::Hello, None, &[0; HELLO_PADDING])), Ok((Kind::Hello, consumed, None)));
+        assert_eq!(message(&written(Kind::Credit, None, &[])), Ok((Kind::Credit, consumed, None)));
         let head = Head::new(3, 5);
         let frame = written(Kind::Frame(9), Some(head), b"hello");
-        assert_eq!(message(&frame), Ok((Kind::Frame(9), 77, Some((head, &b"hello"[..])))));
+        assert_eq!(message(&frame), Ok((Kind::Frame(9), consumed, Some((head, &b"hello"[..])))));
+        assert_eq!(message(&written(Kind::Piece(6), None, &[1; PIECE_MAX])), Ok((Kind::Piece(6), consumed, None)));
         let large = Head::new(3, 1 << 20);
         let frame = written(Kind::Frame(9), Some(large), &[]);
-        assert_eq!(message(&frame), Ok((Kind::Frame(9), 77, Some((large, &[][..])))));
+        assert_eq!(message(&frame), Ok((Kind::Frame(9), consumed, Some((large, &[][..])))));
         for bad in [
             written(Kind::Hello, None, &[]),
             written(Kind::Hello, None, &[])[..PREFIX_LEN - 1].to_vec(),
@@ -159,6 +184,8 @@ mod tests {
             written(Kind::Frame(0), Some(head), b"hell"),
             written(Kind::Frame(0), Some(head), b"hello!"),
             written(Kind::Frame(0), Some(large), b"x"),
+            written(Kind::Piece(0), None, &[]),
+            written(Kind::Piece(0), None, &[0; PIECE_MAX + 1]),
             vec![9; PREFIX_LEN],
         ] {
             assert!(message(&bad).is_err(), "{bad:?}");
