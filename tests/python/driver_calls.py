@@ -32,7 +32,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "hook": {"return_recv_hook": True},
     "async_finish": {"async_finish": True},
 }
-COUNTED = ["push", "pop", "current", "owner", "capturing", "mode", "wait", "record", "query", "launch"]
+COUNTED = ["push", "pop", "current", "owner", "capturing", "mode", "wait", "record", "query", "launch", "early"]
 
 
 class OneRank(Buffer):
@@ -105,7 +105,10 @@ def main() -> None:
     calls |= {f"normal {kind}": partial(chain, normal, kind) for kind in ("bf16", "fp8")}
     calls |= {f"elastic{' sync' if sync else ''}": partial(elastic_chain, elastic, sync) for sync in (False, True)}
     said = {}
+    capture = ctypes.c_int.in_dll(driver, "in_capture")
+    calls["captured"] = calls["plain"]
     for pattern, call in calls.items():
+        capture.value = pattern == "captured"
         for _ in range(4):
             call()
         before = {name: count.value for name, count in counts.items()}
@@ -114,6 +117,7 @@ def main() -> None:
             call()
         said[pattern] = {name: count.value - before[name] for name, count in counts.items()}
         said[pattern]["general"] = normal.gpu.general + elastic.gpu.general - general
+    capture.value = 0
     low_latency.destroy()
     normal.destroy()
     elastic.destroy()

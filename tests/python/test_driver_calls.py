@@ -79,6 +79,7 @@ def test_a_pair_makes_few_calls(
     calls = dict(counted[pattern])
     assert calls.pop("general") == 0, "usual calls are prepared"
     assert calls.pop("launch") == launches * PAIRS
+    assert calls.pop("early") == 0, "outside of graphs kernels are launched in order"
     assert calls.pop("wait") == waits * PAIRS
     lent = int(
         "normal" in pattern or "elastic" in pattern
@@ -87,3 +88,7 @@ def test_a_pair_makes_few_calls(
         "an event for each launch, and for what it comes after"
     )
     assert sum(calls.values()) <= (others + 1) * PAIRS, calls
+
+
+def test_captured_kernels_may_begin_before_those_before_them_have_ended(counted: dict[str, dict[str, int]]) -> None:
+    assert counted["captured"]["early"] == counted["captured"]["launch"] == 2 * PAIRS

@@ -379,7 +379,9 @@ impl Inner {
         if call.state.has_forwarded() {
             self.run_forwarding(&mut call.state, &call.stream, launch, phases)?;
         } else {
-            self.launch(&call.stream, &launch.args.with(phases), self.blocks)?;
+            // Outside of graphs the host takes longer than what an early launch gains, and an event stands between
+            // operations.
+            self.launch(&call.stream, &launch.args.with(phases), self.blocks, call.captured)?;
         }
         let done = self.events.record(&call.stream, call.captured)?;
         launch.handle.is_used_until(&done);

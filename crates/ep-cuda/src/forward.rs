@@ -40,7 +40,7 @@ impl Inner {
                 self.forward_weights(state, stream, args)?;
             }
             let args = launch.args.with(phase);
-            self.launch(stream, &args, blocks)?;
+            self.launch(stream, &args, blocks, false)?;
             self.wait_for(stream)?;
             self.process_losses(state);
             for peer in self.forwarded(state) {

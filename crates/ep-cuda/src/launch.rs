@@ -71,15 +71,16 @@ impl Inner {
         }
     }
 
-    pub(crate) fn launch(&self, stream: &Stream, args: &Args, blocks: u32) -> Result<()> {
+    /// `early`: in place of in order behind the kernel before it ([`crossrail_kernels::ep::EpKernels::dispatch_expert`]).
+    pub(crate) fn launch(&self, stream: &Stream, args: &Args, blocks: u32, early: bool) -> Result<()> {
         // SAFETY: heaps, table, ring and handle are ours, laid out for this shape, and kept until kernels are done; the
         // order of operations was checked; callers vouch for their own addresses.
         unsafe {
             match args {
-                Args::DispatchExpert(args) => self.kernels.dispatch_expert(stream, args, blocks),
-                Args::DispatchRank(args) => self.kernels.dispatch_rank(stream, args, blocks),
-                Args::CombineExpert(args) => self.kernels.combine_expert(stream, args, blocks),
-                Args::CombineRank(args) => self.kernels.combine_rank(stream, args, blocks),
+                Args::DispatchExpert(args) => self.kernels.dispatch_expert(stream, args, blocks, early),
+                Args::DispatchRank(args) => self.kernels.dispatch_rank(stream, args, blocks, early),
+                Args::CombineExpert(args) => self.kernels.combine_expert(stream, args, blocks, early),
+                Args::CombineRank(args) => self.kernels.combine_rank(stream, args, blocks, early),
             }
         }
     }

@@ -84,7 +84,7 @@ pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels:
         expert_layout: config.has(Layout::Expert),
         rank_layout: config.has(Layout::Rank),
         regions: options.regions_of(config),
-        tuning: kernels::Tuning::default(),
+        tuning: kernels::Tuning { early: true, ..kernels::Tuning::USUAL },
     };
     shape.check()?;
     Ok(shape)

@@ -21,7 +21,10 @@ static int allocated;
 
 // Counts by name, read by the test.
 unsigned long long calls_push, calls_pop, calls_current, calls_owner, calls_capturing, calls_mode, calls_wait, calls_record,
-    calls_query, calls_launch;
+    calls_query, calls_launch, calls_early;
+
+// Whether streams are being captured, set by the test.
+int in_capture;
 
 // From offsets.cpp.
 extern const size_t at_tokens, at_say, at_count_word, at_said_host, bytes_of_dispatch, bytes_of_combine;
@@ -149,7 +152,7 @@ Code cuStreamDestroy_v2(Handle stream) { return free(stream), 0; }
 Code cuStreamQuery(Handle stream) { return 0; }
 Code cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) { return calls_wait++, 0; }
 Code cuStreamGetCtx(Handle stream, Handle *context) { return calls_owner++, *context = CONTEXT, 0; }
-Code cuStreamIsCapturing(Handle stream, int *status) { return calls_capturing++, *status = 0, 0; }
+Code cuStreamIsCapturing(Handle stream, int *status) { return calls_capturing++, *status = in_capture, 0; }
 Code cuEventCreate(Handle *event, unsigned flags) { return (*event = malloc(1)) == 0; }
 Code cuEventDestroy_v2(Handle event) { return free(event), 0; }
 Code cuEventRecord(Handle event, Handle stream) { return calls_record++, 0; }
@@ -175,4 +178,26 @@ Code cuLaunchKernel(Handle function, unsigned x, unsigned y, unsigned z, unsigne
     if (function == DISPATCH) tell_counts(memcpy(last_dispatch, parameters[0], bytes_of_dispatch));
     if (function == COMBINE) memcpy(last_combine, parameters[0], bytes_of_combine);
     return calls_launch++, 0;
+}
+// As CUDA 12.0's headers lay them out; 1 of attribute 6 lets the launch begin before the kernel before it has ended.
+struct LaunchAttribute {
+    unsigned id;
+    char pad[4];
+    union {
+        char bytes[64];
+        int allowed;
+    } value;
+};
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared;
+    Handle stream;
+    struct LaunchAttribute *attributes;
+    unsigned count;
+};
+Code cuLaunchKernelEx(const struct LaunchConfig *config, Handle function, void **parameters, void **extra) {
+    if (config->count != 1 || config->attributes->id != 6 || config->attributes->value.allowed != 1) return INVALID;
+    calls_early++;
+    const unsigned *grid = config->grid, *block = config->block;
+    return cuLaunchKernel(function, grid[0], grid[1], grid[2], block[0], block[1], block[2], config->shared, config->stream,
+                          parameters, extra);
 }

@@ -123,7 +123,7 @@ impl Rig {
             ..EpDispatchArgs::ZERO
         };
         // SAFETY: all memory lives as long as the rig and the batch, which are waited for before they go.
-        unsafe { rank.place.kernels.dispatch_expert(&rank.place.stream, &args, launch.blocks)? };
+        unsafe { rank.place.kernels.dispatch_expert(&rank.place.stream, &args, launch.blocks, true)? };
         Ok(())
     }
 
@@ -142,7 +142,7 @@ impl Rig {
             ..EpCombineArgs::ZERO
         };
         // SAFETY: as above.
-        unsafe { rank.place.kernels.combine_expert(&rank.place.stream, &args, launch.blocks)? };
+        unsafe { rank.place.kernels.combine_expert(&rank.place.stream, &args, launch.blocks, true)? };
         Ok(())
     }
 

@@ -156,7 +156,7 @@ impl Rig {
             ..EpDispatchArgs::ZERO
         };
         // SAFETY: all memory lives as long as the rig and the batch, which are waited for before they go.
-        unsafe { rank.place.kernels.dispatch_rank(&rank.place.stream, &args, launch.blocks)? };
+        unsafe { rank.place.kernels.dispatch_rank(&rank.place.stream, &args, launch.blocks, true)? };
         Ok(())
     }
 
@@ -175,7 +175,7 @@ impl Rig {
             ..EpCombineArgs::ZERO
         };
         // SAFETY: as above.
-        unsafe { rank.place.kernels.combine_rank(&rank.place.stream, &args, launch.blocks)? };
+        unsafe { rank.place.kernels.combine_rank(&rank.place.stream, &args, launch.blocks, true)? };
         Ok(())
     }
 

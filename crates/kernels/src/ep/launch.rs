@@ -27,6 +27,9 @@ pub const RANK_DISPATCH: &str = "crossrail::ep::rank::dispatch";
 /// Qualified name of the kernel that combines in the rank layout.
 pub const RANK_COMBINE: &str = "crossrail::ep::rank::combine";
 
+/// The first driver that captures launches which begin early, as 1000 * major + 10 * minor.
+const EARLY_FROM: u32 = 12030;
+
 /// The kernels of expert parallelism, compiled for one shape and loaded on one GPU. Usable from any thread.
 #[derive(Debug)]
 pub struct EpKernels {
@@ -136,7 +139,7 @@ impl EpKernels {
             expert: expert.0,
             coded: coded.0,
             rank: rank.0,
-            early: shape.tuning().early && bulk,
+            early: shape.tuning().early && bulk && context.device().cuda().version() >= EARLY_FROM,
             multiprocessors: context.device().multiprocessors()?.max(1),
             compiled: expert.1.into_iter().chain(coded.1).chain(rank.1).collect(),
         })
@@ -157,7 +160,9 @@ impl EpKernels {
         self.multiprocessors
     }
 
-    /// Puts in: a dispatch in the expert layout, or those of its phases that `args` names. It can be captured.
+    /// Puts in: a dispatch in the expert layout, or those of its phases that `args` names. It can be captured. `early`:
+    /// it may begin before the kernel before it in the stream has ended, for which it waits by itself, if the kernels are
+    /// compiled for that.
     ///
     /// # Safety
     /// All addresses must be valid for what the fields say until this is done, and not be touched by others meanwhile;
@@ -168,11 +173,17 @@ impl EpKernels {
     /// # Errors
     /// [`ErrorKind::Usage`] for a layout that the shape has not, phases that are none, too many tokens, rows that are
     /// not aligned, or a number of blocks that is not from 1 to `most_blocks`; a failed call.
-    pub unsafe fn dispatch_expert(&self, stream: &Stream, args: &EpDispatchArgs, blocks: u32) -> Result<()> {
+    pub unsafe fn dispatch_expert(
+        &self,
+        stream: &Stream,
+        args: &EpDispatchArgs,
+        blocks: u32,
+        early: bool,
+    ) -> Result<()> {
         let pair = self.pair("dispatch", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
         aligned("dispatch", &[("x", args.x | args.x_stride), ("out", args.out_x)])?;
         // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
-        unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args) }
+        unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args, early) }
     }
 
     /// Puts in: a combine in the expert layout, or those of its phases that `args` names. It can be captured.
@@ -182,7 +193,7 @@ impl EpKernels {
     ///
     /// # Errors
     /// As there.
-    pub unsafe fn combine_expert(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32) -> Result<()> {
+    pub unsafe fn combine_expert(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32, early: bool) -> Result<()> {
         let pair = self.pair("combine", &self.expert, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
         let out = args.out | args.out_stride | args.bias[0] | args.bias[1];
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
@@ -197,7 +208,7 @@ impl EpKernels {
             (wire, _) => return Err(Error::new(ErrorKind::Usage, "combine", format!("no kernel carries wire {wire}"))),
         };
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
-        unsafe { self.start(combine, stream, pair.grid(blocks, 1), args) }
+        unsafe { self.start(combine, stream, pair.grid(blocks, 1), args, early) }
     }
 
     /// Puts in: a dispatch in the rank layout, or those of its phases that `args` names. It can be captured.
@@ -207,7 +218,7 @@ impl EpKernels {
     ///
     /// # Errors
     /// As there.
-    pub unsafe fn dispatch_rank(&self, stream: &Stream, args: &EpDispatchArgs, blocks: u32) -> Result<()> {
+    pub unsafe fn dispatch_rank(&self, stream: &Stream, args: &EpDispatchArgs, blocks: u32, early: bool) -> Result<()> {
         let phases = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
         let pair = self.pair("dispatch", &self.rank, &args.common, phases, blocks)?;
         aligned("dispatch", &[("x", args.x | args.x_stride)])?;
@@ -216,7 +227,7 @@ impl EpKernels {
             return Err(Error::new(ErrorKind::Usage, "dispatch", detail));
         }
         // SAFETY: the kernel takes `EpDispatchArgs`; the caller vouches for the rest.
-        unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args) }
+        unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args, early) }
     }
 
     /// Puts in: a combine in the rank layout, or those of its phases that `args` names. It can be captured.
@@ -226,7 +237,7 @@ impl EpKernels {
     ///
     /// # Errors
     /// As there.
-    pub unsafe fn combine_rank(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32) -> Result<()> {
+    pub unsafe fn combine_rank(&self, stream: &Stream, args: &EpCombineArgs, blocks: u32, early: bool) -> Result<()> {
         let pair = self.pair("combine", &self.rank, &args.common, EP_SEND | EP_RECEIVE, blocks)?;
         if args.wire != EP_WIRE_BF16 {
             let detail = "the rank layout returns rows as bf16: LogFMT-10 and fp8 are the expert layout's";
@@ -235,14 +246,22 @@ impl EpKernels {
         let out = args.out | args.out_stride | args.bias[0] | args.bias[1];
         aligned("combine", &[("y", args.y | args.y_stride), ("out and bias", out)])?;
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
-        unsafe { self.start(&pair.combine, stream, pair.grid(blocks, 1), args) }
+        unsafe { self.start(&pair.combine, stream, pair.grid(blocks, 1), args, early) }
     }
 
     /// # Safety
     /// As [`EpKernels::dispatch_expert`]; the kernel must take `A`.
-    unsafe fn start<A: KernelArgs>(&self, kernel: &Function, stream: &Stream, grid: Grid, args: &A) -> Result<()> {
+    unsafe fn start<A: KernelArgs>(
+        &self,
+        kernel: &Function,
+        stream: &Stream,
+        grid: Grid,
+        args: &A,
+        early: bool,
+    ) -> Result<()> {
+        let early = early && self.early;
         // SAFETY: the caller guarantees the kernel and its arguments; compiled for it, kernels wait for those before them.
-        unsafe { if self.early { kernel.launch_early(stream, grid, args) } else { kernel.launch(stream, grid, args) } }
+        unsafe { if early { kernel.launch_early(stream, grid, args) } else { kernel.launch(stream, grid, args) } }
     }
 
     fn pair<'a>(
