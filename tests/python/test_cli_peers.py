@@ -61,6 +61,7 @@ def test_iperf3_output_that_is_no_result_is_an_error(output: str, said: str) -> 
 def test_a_missing_peer_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert "apt-get install ucx-utils" in str(peers.missing("ucx"))
+    assert "apt-get install ucx-utils" in str(peers.missing("ucx-e"))
     assert "apt-get install iperf3" in str(peers.missing("iperf3"))
 
 
@@ -70,6 +71,9 @@ def test_a_missing_peer_names_its_package(monkeypatch: pytest.MonkeyPatch) -> No
         ("ucx", "latency", "shm", True),
         ("ucx", "p2p", "tcp", True),
         ("ucx", "bandwidth", "shm+tcp", False),
+        ("ucx-e", "bandwidth", "tcp", True),
+        ("ucx-e", "latency", "ucx", True),
+        ("ucx-e", "latency", "shm", False),
         ("iperf3", "bandwidth", "tcp", True),
         ("iperf3", "latency", "tcp", False),
         ("iperf3", "p2p", "shm", False),
@@ -104,10 +108,19 @@ def test_work_travels_as_json() -> None:
     assert PeerJob.from_message(json.loads(json.dumps(vars(sent)))) == sent
 
 
-@pytest.mark.parametrize(("what", "transport"), [("latency", "shm"), ("bandwidth", "shm"), ("bandwidth", "tcp")])
-def test_ucx_is_really_run(what: str, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("peer", "what", "transport"),
+    [
+        ("ucx", "latency", "shm"),
+        ("ucx", "bandwidth", "shm"),
+        ("ucx", "bandwidth", "tcp"),
+        ("ucx-e", "bandwidth", "tcp"),
+    ],
+)
+def test_ucx_is_really_run(peer: str, what: str, transport: str) -> None:
     need("ucx_perftest")
-    job = work("ucx", what, transport)
+    job = work(peer, what, transport)
+    assert (" -e " in peers.describe(job)) == (peer == "ucx-e")
     with peers.servers(job) as ports:
         figure = peers.run_client(job, ports)
     if what == "latency":

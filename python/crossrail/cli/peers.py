@@ -1,4 +1,4 @@
-"""Peers of the benches of two ends, measured in the same run: ucx_perftest and iperf3.
+"""Peers of the benches of two ends, measured in the same run: ucx_perftest, with and without ``-e``, and iperf3.
 
 The server of a peer is started by the listening end and its client by the driving end, each in the network namespace
 and on the processor of that end. Both run once per round and have ended afterwards.
@@ -23,11 +23,12 @@ from typing import Any
 from .failure import Failure, UsageFailure
 from .processes import Process
 
-KNOWN = ("ucx", "iperf3")
+KNOWN = ("ucx", "ucx-e", "iperf3")
+"""``ucx-e`` is ``ucx_perftest -e``: its endpoints report failures, as ours do."""
 SERVER_START_S = 10.0
 LONGEST_S = 600.0
-_PROGRAMS = {"ucx": "ucx_perftest", "iperf3": "iperf3"}
-_PACKAGES = {"ucx": "ucx-utils", "iperf3": "iperf3"}
+_PROGRAMS = {"ucx": "ucx_perftest", "ucx-e": "ucx_perftest", "iperf3": "iperf3"}
+_PACKAGES = {"ucx": "ucx-utils", "ucx-e": "ucx-utils", "iperf3": "iperf3"}
 _NAME = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:@%-]{0,63}")
 _MIB = 1024 * 1024
 _LISTENING = "0A"
@@ -95,7 +96,7 @@ def missing(peer: str) -> UsageFailure | None:
 
 def version(peer: str) -> str:
     """The version that a peer reports, or ``unknown``."""
-    command = {"ucx": ["ucx_info", "-v"], "iperf3": ["iperf3", "--version"]}[peer]
+    command = ["iperf3", "--version"] if peer == "iperf3" else ["ucx_info", "-v"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -110,7 +111,9 @@ def unsuited(peer: str, what: str, transport: str) -> str | None:
         return "iperf3 measures no latency"
     if peer == "iperf3" and transport != "tcp":
         return f"iperf3 only supports TCP, and this measurement used {transport}"
-    if peer == "ucx" and transport not in ("shm", "tcp", "ucx"):
+    if peer == "ucx-e" and transport == "shm":
+        return "UCX reports no failures over shared memory"
+    if peer != "iperf3" and transport not in ("shm", "tcp", "ucx"):
         return f"UCX has no setting equivalent to {transport}"
     return None
 
@@ -122,7 +125,8 @@ def describe(work: PeerJob) -> str:
         return f"iperf3{zerocopy}, {max(len(work.hosts), 1)} at once, {work.seconds} s each"
     test = _ucx_test(work)
     environment = " ".join(f"{name}={value}" for name, value in _ucx_environment(work).items())
-    return f"{environment} ucx_perftest -t {test} -s {work.size} -n {work.iterations}".strip()
+    errors = " -e" if work.peer == "ucx-e" else ""
+    return f"{environment} ucx_perftest{errors} -t {test} -s {work.size} -n {work.iterations}".strip()
 
 
 @contextlib.contextmanager
@@ -137,7 +141,7 @@ def _start_server(stack: contextlib.ExitStack, work: PeerJob, host: str) -> int:
     if work.peer == "iperf3":
         command = ["iperf3", "-s", "-1", "-p", str(port), "-B", host]
     else:
-        command = ["ucx_perftest", "-p", str(port), *(["-6"] if ":" in host else [])]
+        command = ["ucx_perftest", "-p", str(port), *_ucx_options(work, host)]
     process = _started(command, _ucx_environment(work))
     stack.enter_context(process)
     deadline = time.monotonic() + SERVER_START_S
@@ -150,7 +154,7 @@ def _start_server(stack: contextlib.ExitStack, work: PeerJob, host: str) -> int:
 
 def run_client(work: PeerJob, ports: Sequence[int]) -> Figure:
     """Runs the peer's clients against the servers on ``ports``. Raises PeerFailure."""
-    if work.peer == "ucx":
+    if work.peer != "iperf3":
         return _run_ucx(work, ports[0])
     with contextlib.ExitStack() as stack:
         clients = []
@@ -177,7 +181,7 @@ def run_client(work: PeerJob, ports: Sequence[int]) -> Figure:
 def _run_ucx(work: PeerJob, port: int) -> Figure:
     warmup = max(1, min(work.iterations // 10, 10_000))
     command = ["ucx_perftest", work.hosts[0], "-p", str(port), "-t", _ucx_test(work), "-s", str(work.size)]
-    command += ["-n", str(work.iterations), "-w", str(warmup), "-f", "-v", *(["-6"] if ":" in work.hosts[0] else [])]
+    command += ["-n", str(work.iterations), "-w", str(warmup), "-f", "-v", *_ucx_options(work, work.hosts[0])]
     with _started(command, _ucx_environment(work)) as client:
         output = _output(client, "ucx_perftest", time.monotonic() + work.timeout)
     return parse_ucx(output, work.what)
@@ -216,8 +220,13 @@ def _ucx_test(work: PeerJob) -> str:
     return "tag_lat" if work.what == "latency" else "tag_bw"
 
 
+def _ucx_options(work: PeerJob, host: str) -> list[str]:
+    """The options that both ends of ucx_perftest need."""
+    return [*(["-6"] if ":" in host else []), *(["-e"] if work.peer == "ucx-e" else [])]
+
+
 def _ucx_environment(work: PeerJob) -> dict[str, str]:
-    if work.peer != "ucx":
+    if work.peer == "iperf3":
         return {}
     if work.transport == "ucx":
         # What carried our lanes; without names of UCX's own, UCX chooses for both.
