@@ -54,8 +54,7 @@ class Buffer(Lifetime):
     then, at least `num_worst_tokens` / ranks. `num_qps_per_rank` is not looked at: no network is needed.
 
     Either mode works at any time, whatever `low_latency_mode` says. `allow_nvlink_for_low_latency_mode=False`: rows of
-    low-latency operations go over the network lanes of the hosts. `allow_mnnvl` and `use_fabric` allow what is not
-    used.
+    low-latency operations go over the network lanes of the hosts. `allow_mnnvl` and `use_fabric` change nothing.
     `enable_shrink` is remembered: in low-latency mode a rank that does not come in time is always masked, and
     operations go on without it. `explicitly_destroy` likewise: a buffer ends when it is dropped, at the latest.
 
