@@ -16,6 +16,17 @@ PARTS: Final = frozenset({"rows", "scales", "topk_idx", "topk_weights", "source"
 """What lies in the buffer's memory."""
 
 
+def names_fp8(torch: Any) -> bool:
+    """Whether this PyTorch has DLPack's names of fp8, which came with DLPack 1.1."""
+    e4m3 = getattr(torch, "float8_e4m3fn", None)  # PyTorch 2.0 and older have none
+    if e4m3 is None:
+        return False
+    try:
+        return bool(torch.from_dlpack(torch.empty(1, dtype=e4m3)).dtype == e4m3)
+    except Exception:  # each version refuses in its own way
+        return False
+
+
 class RankFrame(TensorFrame):
     """What all calls of one expert buffer in the rank layout have in common, for `_native.RankCalls`.
 
@@ -36,9 +47,11 @@ class RankFrame(TensorFrame):
 
     def __init__(self, torch: Any, native: Any, streams: Any, sizes: Sizes, device: Any, *, whole: bool) -> None:
         super().__init__(torch, streams.current_raw, device)
-        self.buffer, self.streams, self.whole, self.from_dlpack = native, streams, whole, torch.from_dlpack
-        self.e4m3 = getattr(torch, "float8_e4m3fn", None)  # PyTorch 2.0 and older have none
-        self.scales_as = torch.int32 if whole and sizes.fp8 and sizes.ue8m0 else None
+        self.buffer, self.streams, self.whole = native, streams, whole
+        # What the public function calls in the end, if it is given a capsule.
+        self.from_dlpack = getattr(getattr(torch, "_C", None), "_from_dlpack", torch.from_dlpack)
+        self.e4m3 = getattr(torch, "float8_e4m3fn", None)
+        self.names_fp8 = sizes.fp8 and names_fp8(torch)
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
         self.experts, self.local, self.ranks = sizes.experts, sizes.local, sizes.ranks
         self.fp8, self.ue8m0 = sizes.fp8, sizes.ue8m0

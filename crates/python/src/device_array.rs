@@ -7,7 +7,7 @@ use crossrail::Place;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-use crate::dlpack::Dtype;
+use crate::dlpack::{self, Dtype};
 use crate::errors;
 use crate::export::Lending;
 use crate::memory::MemoryBase;
@@ -62,6 +62,14 @@ impl Items {
         Dtype { code, bits: 8 * self.size() as u8, lanes: 1 }
     }
 
+    /// The same for a consumer that has names of fp8, as of DLPack 1.1.
+    fn named(self) -> Dtype {
+        match self {
+            Items::E4m3 => Dtype { code: dlpack::E4M3, bits: 8, lanes: 1 },
+            _ => self.dtype(),
+        }
+    }
+
     /// For `__cuda_array_interface__`, which has no name for bf16 nor fp8: their bits.
     fn typestr(self) -> &'static str {
         match self {
@@ -114,15 +122,16 @@ impl DeviceArray {
         DeviceArray { address, items, shape, ordinal, keep }
     }
 
-    /// A DLPack capsule of it, of the form that all consumers take.
-    pub(crate) fn capsule<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.lending().capsule(py, None, None, None)
+    /// A DLPack capsule of it, of the form that all consumers take; of fp8 if the consumer `names_fp8`.
+    pub(crate) fn capsule<'py>(&self, py: Python<'py>, names_fp8: bool) -> PyResult<Bound<'py, PyAny>> {
+        let dtype = if names_fp8 { self.items.named() } else { self.items.dtype() };
+        self.lending(dtype).capsule(py, None, None, None)
     }
 
-    fn lending(&self) -> Lending {
+    fn lending(&self, dtype: Dtype) -> Lending {
         let (ptr, len) = (self.address as usize as *mut u8, self.nbytes());
         let bytes = Lending::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());
-        bytes.of(self.items.dtype(), self.items.typestr(), self.shape.clone())
+        bytes.of(dtype, self.items.typestr(), self.shape.clone())
     }
 }
 
@@ -204,7 +213,7 @@ impl DeviceArray {
     }
 
     fn __dlpack_device__(&self) -> (i32, i32) {
-        self.lending().device()
+        self.lending(self.items.dtype()).device()
     }
 
     /// Export the array as a DLPack capsule; see `Memory.__dlpack__`. The caller must order the work of streams.
@@ -218,12 +227,12 @@ impl DeviceArray {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let _ = stream;
-        self.lending().capsule(py, max_version, dl_device, copy)
+        self.lending(self.items.dtype()).capsule(py, max_version, dl_device, copy)
     }
 
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        self.lending().interface(py)
+        self.lending(self.items.dtype()).interface(py)
     }
 
     fn __repr__(&self) -> String {

@@ -73,18 +73,21 @@ impl DeviceRegion {
 pub(crate) enum Part {
     Rows,
     Scales,
+    /// ue8m0 scales, four in an i32.
+    Packs,
     TopkIdx,
     TopkWeights,
     Source,
 }
 
 impl Part {
-    const ALL: [Part; 5] = [Part::Rows, Part::Scales, Part::TopkIdx, Part::TopkWeights, Part::Source];
+    const ALL: [Part; 6] = [Part::Rows, Part::Scales, Part::Packs, Part::TopkIdx, Part::TopkWeights, Part::Source];
 
     fn name(self) -> &'static str {
         match self {
             Part::Rows => "rows",
             Part::Scales => "scales",
+            Part::Packs => "packs",
             Part::TopkIdx => "topk_idx",
             Part::TopkWeights => "topk_weights",
             Part::Source => "source",
@@ -119,6 +122,10 @@ impl DeviceRegion {
         let (address, items, width) = match part {
             Part::Rows => (view.rows, Some(self.rows), Some(self.hidden)),
             Part::Scales => (view.scales, self.scales, Some(blocks)),
+            Part::Packs => {
+                let packs = self.scales.filter(|items| *items == Items::U8).map(|_| Items::I32);
+                (view.scales, packs, Some(blocks / 4))
+            }
             Part::TopkIdx => (view.topk_idx, Some(Items::I64), Some(self.topk)),
             Part::TopkWeights => (view.topk_weights, Some(Items::F32), Some(self.topk)),
             Part::Source => (view.source, Some(Items::I32), None),

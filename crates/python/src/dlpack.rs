@@ -18,6 +18,8 @@ const CUDA_MANAGED: i32 = 13;
 const READ_ONLY: u64 = 1;
 /// The dtype code of handles, as which exporters may lend object references.
 const OPAQUE: u8 = 3;
+/// The dtype code of float8_e4m3fn.
+pub(crate) const E4M3: u8 = 10;
 /// Devices by number, as dlpack.h lists them, that no transport reaches.
 const OTHERS: [(i32, &str); 12] = [
     (4, "opencl"),
@@ -156,7 +158,7 @@ impl Dtype {
             7 => "float8_e3m4".to_owned(),
             8 => "float8_e4m3".to_owned(),
             9 => "float8_e4m3b11fnuz".to_owned(),
-            10 => "float8_e4m3fn".to_owned(),
+            E4M3 => "float8_e4m3fn".to_owned(),
             11 => "float8_e4m3fnuz".to_owned(),
             12 => "float8_e5m2".to_owned(),
             13 => "float8_e5m2fnuz".to_owned(),

@@ -31,12 +31,12 @@ struct Frame {
     weight_sums: Py<PyAny>,
     /// `(capsule) -> tensor`, of memory that a DLPack capsule describes.
     from_dlpack: Py<PyAny>,
+    /// It knows DLPack's name of fp8.
+    names_fp8: bool,
     /// `(array) -> tensor`, of a `DeviceArray` without rows, which DLPack cannot describe.
     empty: Py<PyAny>,
     /// PyTorch's dtype of fp8 rows.
     e4m3: Py<PyAny>,
-    /// The dtype that callers see ue8m0 scales as, if it is not that of their bytes.
-    scales_as: Option<Py<PyAny>>,
     /// Whether a dispatch gives everything as tensors that may outlive the operation, not only rows and scales.
     whole: bool,
     experts: u32,
@@ -201,14 +201,13 @@ impl RankCalls {
         (weighted, lent): (bool, bool),
     ) -> PyResult<Bound<'py, PyTuple>> {
         let frame = &self.frame;
-        let show = |part: Part, wanted: bool, dtype: Option<&Py<PyAny>>| {
-            wanted.then(|| self.shown(py, region, (part, count), dtype)).transpose()
-        };
+        let show = |part: Part, wanted: bool| wanted.then(|| self.shown(py, region, part, count)).transpose();
+        let scales = if frame.whole && frame.ue8m0 { Part::Packs } else { Part::Scales };
         let parts = [
-            show(Part::Rows, true, frame.fp8.then_some(&frame.e4m3))?,
-            show(Part::Scales, frame.fp8, frame.scales_as.as_ref())?,
-            show(Part::TopkIdx, frame.whole, None)?,
-            show(Part::TopkWeights, frame.whole && weighted, None)?,
+            show(Part::Rows, true)?,
+            show(scales, frame.fp8)?,
+            show(Part::TopkIdx, frame.whole)?,
+            show(Part::TopkWeights, frame.whole && weighted)?,
         ];
         if frame.whole && lent {
             let recorder = Bound::new(py, Recorder { region: region.again() })?;
@@ -224,19 +223,18 @@ impl RankCalls {
         &self,
         py: Python<'py>,
         region: &DeviceRegion,
-        (part, count): (Part, u64),
-        dtype: Option<&Py<PyAny>>,
+        part: Part,
+        count: u64,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let array = region.part(py, part, count)?;
-        let tensor = if count == 0 {
-            self.frame.empty.bind(py).call1((array,))?
-        } else {
-            self.frame.from_dlpack.bind(py).call1((array.capsule(py)?,))?
-        };
-        match dtype {
-            Some(dtype) if !self.kinds.is_dtype(&tensor, dtype)? => tensor.call_method1(intern!(py, "view"), (dtype,)),
-            _ => Ok(tensor),
+        let (frame, array) = (&self.frame, region.part(py, part, count)?);
+        if count == 0 {
+            return frame.empty.bind(py).call1((array,));
         }
+        let tensor = frame.from_dlpack.bind(py).call1((array.capsule(py, frame.names_fp8)?,))?;
+        if part == Part::Rows && frame.fp8 && !frame.names_fp8 {
+            return tensor.call_method1(intern!(py, "view"), (&frame.e4m3,));
+        }
+        Ok(tensor)
     }
 }
 
