@@ -45,6 +45,9 @@ class TensorFrame:
     def __init__(self, torch: Any, current: Any, device: Any) -> None:
         self.current, self.tensor = current, torch.Tensor
         self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+        self.boolean, self.on = torch.bool, device
+        self.empty_tensor = torch.empty
+        self.is_inference = getattr(torch, "is_inference_mode_enabled", None)
         index: int | None = device.index
         self.device, self.ordinal = -1 if index is None else index, index or 0
         # DLPack's table of C functions, which tells of a tensor what takes several attributes otherwise.

@@ -80,6 +80,7 @@ __all__ = [
     "Handle",
     "Mapped",
     "Memory",
+    "Outputs",
     "PendingCombine",
     "PendingDispatch",
     "RankCalls",
@@ -600,6 +601,10 @@ class ExpertCalls:
     ) -> tuple[Any, Any, Receive | None] | None: ...
 
 @final
+class Outputs:
+    def __new__(cls, frame: Any) -> Self: ...
+
+@final
 class RankCalls:
     def __new__(cls, frame: Any) -> Self: ...
     def dispatch(
@@ -612,6 +617,7 @@ class RankCalls:
         max_rows: int,
         expert_alignment: Any,
         say: int,
+        apart: Any,
     ) -> (
         tuple[
             tuple[Any, Any, Any, Any],

@@ -10,10 +10,19 @@ from crossrail._device_arrays import Arrays, TorchArrays
 from crossrail._device_results import DeviceCombined, DeviceDispatched, Event
 from crossrail._expert_calls import CallerStreams, TensorFrame
 
-__all__ = ["LayoutFrame", "PreparedRank", "RankFrame"]
+__all__ = ["LayoutFrame", "PreparedRank", "RankFrame", "outputs_on"]
 
 PARTS: Final = frozenset({"rows", "scales", "topk_idx", "topk_weights", "source"})
 """What lies in the buffer's memory."""
+
+
+OFFSETS_AT: Final = 256
+"""Alignment of the offsets of a dispatch behind its counts, in bytes."""
+
+
+def outputs_on(torch: Any, current: Any, device: Any) -> _native.Outputs:
+    """What output tensors of calls on a GPU come from. `current`: see `TensorFrame`."""
+    return _native.Outputs(TensorFrame(torch, current, device))
 
 
 def names_fp8(torch: Any) -> bool:
@@ -40,37 +49,41 @@ class RankFrame(TensorFrame):
     sizes : Sizes
     device : torch.device
         Of the tensors.
+    outputs : Outputs
+        What the sums of combines come from.
     whole : bool
         A dispatch gives all its tensors as crossrail.deep_ep's callers see them, and only of rows of the buffer's kind:
-        with ids and weights, four ue8m0 exponents in an i32, and a `record_stream` that knows the buffer's memory.
+        with ids and weights, four ue8m0 exponents in an i32, and a `record_stream` that knows the buffer's memory. Its
+        counts and offsets are used again once nobody holds them, and callers get copies at most.
     """
 
-    def __init__(self, torch: Any, native: Any, streams: Any, sizes: Sizes, device: Any, *, whole: bool) -> None:
+    def __init__(
+        self, torch: Any, native: Any, streams: Any, sizes: Sizes, device: Any, outputs: _native.Outputs, *, whole: bool
+    ) -> None:
         super().__init__(torch, streams.current_raw, device)
-        self.buffer, self.streams, self.whole = native, streams, whole
+        self.buffer, self.streams, self.whole, self.outputs = native, streams, whole, outputs
+        private = getattr(torch, "_C", None)
         # What the public function calls in the end, if it is given a capsule.
-        self.from_dlpack = getattr(getattr(torch, "_C", None), "_from_dlpack", torch.from_dlpack)
+        self.from_dlpack = getattr(private, "_from_dlpack", torch.from_dlpack)
+        # Without it (PyTorch 2.0 and older) every dispatch gets new tensors.
+        self.uses = getattr(private, "_storage_Use_Count", None) if whole else None
         self.e4m3 = getattr(torch, "float8_e4m3fn", None)
         self.names_fp8 = sizes.fp8 and names_fp8(torch)
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
         self.experts, self.local, self.ranks = sizes.experts, sizes.local, sizes.ranks
         self.fp8, self.ue8m0 = sizes.fp8, sizes.ue8m0
 
-    def counts(self) -> Any:
-        """For the rows of each local expert."""
-        return self._torch.empty((self.local,), dtype=self.i32, device=self._on)
-
-    def offsets(self) -> Any:
-        """For the first row of each source, and the end."""
-        return self._torch.empty((self.ranks + 1,), dtype=self.i64, device=self._on)
-
-    def sums(self, tokens: int) -> Any:
-        """For the sums of a combine."""
-        return self._torch.empty((tokens, self.hidden), dtype=self.bf16, device=self._on)
-
-    def weight_sums(self, tokens: int) -> Any:
-        """For the sums of its weights."""
-        return self._torch.empty((tokens, self.topk), dtype=self.f32, device=self._on)
+    def counts(self, base: None, rows: int, in_use: int) -> tuple[int, None, list[Any]]:
+        """Tensors for one more dispatch: their storage, the rows of each local expert, and the first row of each source
+        with the end."""
+        empty, on = self._torch.empty, self._on
+        if self.uses is None:
+            shapes = ((self.i32, (self.local,)), (self.i64, (self.ranks + 1,)))
+            return 0, None, [empty(shape, dtype=dtype, device=on) for dtype, shape in shapes]
+        first = -(-4 * self.local // OFFSETS_AT) * OFFSETS_AT
+        whole = empty((first + 8 * (self.ranks + 1),), dtype=self._torch.uint8, device=on)
+        counts, offsets = whole[: 4 * self.local].view(self.i32), whole[first:].view(self.i64)
+        return int(whole.untyped_storage()._cdata), None, [counts, offsets]
 
     def empty(self, array: _native.DeviceArray) -> Any:
         """A tensor like this array."""
@@ -89,20 +102,21 @@ class LayoutFrame(TensorFrame):
     ranks : int
     device : torch.device
         Of the tensors.
+    outputs : Outputs
+        What they come from.
     """
 
-    def __init__(self, torch: Any, context: _native.Context, current: Any, ranks: int, device: Any) -> None:
+    def __init__(
+        self,
+        torch: Any,
+        context: _native.Context,
+        current: Any,
+        ranks: int,
+        device: Any,
+        outputs: _native.Outputs,
+    ) -> None:
         super().__init__(torch, current, device)
-        self.context, self.ranks = context, ranks
-
-    def made(self, tokens: int, experts: int) -> tuple[Any, Any, Any]:
-        """For the tokens of each rank, those of each expert, and whether a token goes to a rank."""
-        empty, on = self._torch.empty, self._on
-        return (
-            empty((self.ranks,), dtype=self.i32, device=on),
-            empty((experts,), dtype=self.i32, device=on),
-            empty((tokens, self.ranks), dtype=self._torch.bool, device=on),
-        )
+        self.context, self.ranks, self.outputs = context, ranks, outputs
 
 
 class PreparedRank:
@@ -122,7 +136,8 @@ class PreparedRank:
             return None
         if self._calls is None and isinstance(self._native, _native.DeviceBuffer):
             streams = CallerStreams(arrays.torch)
-            frame = RankFrame(arrays.torch, self._native, streams, self._sizes, arrays.device, whole=False)
+            outputs = outputs_on(arrays.torch, streams.current_raw, arrays.device)
+            frame = RankFrame(arrays.torch, self._native, streams, self._sizes, arrays.device, outputs, whole=False)
             self._calls = _native.RankCalls(frame)
         return self._calls
 
@@ -132,7 +147,7 @@ class PreparedRank:
         if calls is None or given.send_only:
             return None
         tensors = (given.x, given.topk_idx, given.topk_weights, given.stats, None)
-        begun = calls.dispatch(*tensors, max_rows or 0, given.expert_alignment, given.say)
+        begun = calls.dispatch(*tensors, max_rows or 0, given.expert_alignment, given.say, False)
         if begun is None:
             return None
         (rows, scales, _, _), counts, offsets, handle, operation, region, told, _ = begun

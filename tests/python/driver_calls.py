@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from driver_ranks import ElasticRank, NormalRank, Streams, prepare
+from driver_ranks import ElasticRank, NormalRank, Streams, from_dlpack, older_from_dlpack, prepare
 from host_torch import torch
 
 from crossrail import ExpertBuffer, Group
@@ -54,32 +54,37 @@ class OneRank(Buffer):
         self.experts.destroy()
 
 
-def chain(buffer: Buffer, kind: str = "bf16") -> None:
-    """What says where tokens go, a dispatch for which the host waits, and a combine."""
+def chain(buffer: Buffer, kind: str = "bf16", **how: Any) -> None:
+    """What says where tokens go, a dispatch for which the host waits, and a combine. `how`: of each call."""
     x, idx = torch.ones(MOST, HIDDEN, dtype=torch.bfloat16), torch.zeros(MOST, TOPK, dtype=torch.int64)
-    if kind == "fp8":
-        x = (torch.empty(MOST, HIDDEN, dtype=torch.float8_e4m3fn), torch.ones(MOST, HIDDEN // 128))
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS)
+    if kind != "bf16":
+        scales = (
+            torch.ones(MOST, HIDDEN // 128) if kind == "fp8" else torch.ones(MOST, HIDDEN // 512, dtype=torch.int32)
+        )
+        x = (torch.empty(MOST, HIDDEN, dtype=torch.float8_e4m3fn), scales)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, EXPERTS, **how)
     assert [tuple(one.shape) for one in (per_rank, per_expert, in_rank)] == [(1,), (EXPERTS,), (MOST, 1)]
-    given = {"num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+    given = {"num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank, **how}
     rows, _, weights, counts, handle, _ = buffer.dispatch(x, topk_idx=idx, topk_weights=torch.ones(MOST, TOPK), **given)
     assert isinstance(handle, tuple) and counts == [0] * EXPERTS
-    rows = rows[0] if kind == "fp8" else rows
+    given_like, came = (x, rows) if isinstance(x, tuple) else ((x,), (rows,))
+    assert [(one.dtype, one.shape) for one in came] == [(one.dtype, one.shape) for one in given_like]
+    rows = came[0]
     assert tuple(rows.shape) == (MOST, HIDDEN) and tuple(weights.shape) == (MOST, TOPK)
-    y = torch.ones(MOST, HIDDEN, dtype=torch.bfloat16) if kind == "fp8" else rows
-    sums, _, _ = buffer.combine(y, handle, topk_weights=weights)
+    y = rows if kind == "bf16" else torch.ones(MOST, HIDDEN, dtype=torch.bfloat16)
+    sums, _, _ = buffer.combine(y, handle, topk_weights=weights, **how)
     assert tuple(sums.shape) == (MOST, HIDDEN)
 
 
-def elastic_chain(buffer: ElasticRank, sync: bool) -> None:
-    """A dispatch and a combine of the second version."""
+def elastic_chain(buffer: ElasticRank, sync: bool, **how: Any) -> None:
+    """A dispatch and a combine of the second version. `how`: of both."""
     x, idx = torch.ones(MOST, HIDDEN, dtype=torch.bfloat16), torch.zeros(MOST, TOPK, dtype=torch.int64)
     stats = torch.zeros(EXPERTS, dtype=torch.int32)
     rows, _, weights, handle, _ = buffer.dispatch(
-        x, idx, torch.ones(MOST, TOPK), stats, num_experts=EXPERTS, do_cpu_sync=sync, expert_alignment=8
+        x, idx, torch.ones(MOST, TOPK), stats, num_experts=EXPERTS, do_cpu_sync=sync, expert_alignment=8, **how
     )
     assert tuple(rows.shape) == (MOST, HIDDEN) and handle.num_recv_tokens == MOST
-    sums, sent, _ = buffer.combine(rows, handle, topk_weights=weights)
+    sums, sent, _ = buffer.combine(rows, handle, topk_weights=weights, **how)
     assert tuple(sums.shape) == (MOST, HIDDEN) and tuple(sent.shape) == (MOST, TOPK)
 
 
@@ -98,11 +103,15 @@ def main() -> None:
     prepare()
     ctypes.CDLL(f"{sys.argv[1]}/libnvrtc.so.13")  # which is taken as it is loaded
     driver = ctypes.CDLL("libcuda.so.1")
-    low_latency, normal = OneRank(), NormalRank(None)
+    low_latency, normal, older = OneRank(), NormalRank(None), NormalRank(None)
+    torch.from_dlpack = older_from_dlpack
+    chain(older, "fp8")
+    torch.from_dlpack = from_dlpack
     elastic = ElasticRank(None, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=TOPK)
     counts = {name: ctypes.c_ulonglong.in_dll(driver, f"calls_{name}") for name in COUNTED}
     calls: dict[str, Callable[[], None]] = {name: partial(pair, low_latency, how) for name, how in PATTERNS.items()}
-    calls |= {f"normal {kind}": partial(chain, normal, kind) for kind in ("bf16", "fp8")}
+    calls |= {f"normal {kind}": partial(chain, normal, kind) for kind in ("bf16", "fp8", "ue8m0")}
+    calls["normal fp8 as bytes"] = partial(chain, older, "fp8")
     calls |= {f"elastic{' sync' if sync else ''}": partial(elastic_chain, elastic, sync) for sync in (False, True)}
     said = {}
     capture = ctypes.c_int.in_dll(driver, "in_capture")
@@ -112,14 +121,15 @@ def main() -> None:
         for _ in range(4):
             call()
         before = {name: count.value for name, count in counts.items()}
-        general = normal.gpu.general + elastic.gpu.general
+        general = sum(buffer.gpu.general for buffer in (normal, older, elastic))
         for _ in range(PAIRS):
             call()
         said[pattern] = {name: count.value - before[name] for name, count in counts.items()}
-        said[pattern]["general"] = normal.gpu.general + elastic.gpu.general - general
+        said[pattern]["general"] = sum(buffer.gpu.general for buffer in (normal, older, elastic)) - general
     capture.value = 0
     low_latency.destroy()
     normal.destroy()
+    older.destroy()
     elastic.destroy()
     print(json.dumps(said))
 

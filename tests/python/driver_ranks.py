@@ -16,7 +16,14 @@ from crossrail.deep_ep.events import EventOverlap, Turn
 from crossrail.deep_ep.pool import Gpu, Kind
 
 MAIN, OWN = 0x5000, 0x6000
-CODES = {(4, 16): "bfloat16", (1, 8): "uint8", (2, 32): "float32", (0, 32): "int32", (0, 64): "int64"}
+CODES = {
+    (4, 16): "bfloat16",
+    (10, 8): "float8_e4m3fn",
+    (1, 8): "uint8",
+    (2, 32): "float32",
+    (0, 32): "int32",
+    (0, 64): "int64",
+}
 """Dtypes by DLPack's kind and bits."""
 new_tensor = torch.empty
 
@@ -37,6 +44,8 @@ class Described(ctypes.Structure):
 
 def from_dlpack(capsule: Any) -> Any:
     """`torch.from_dlpack`: a tensor that keeps the memory, of the same shape. What is in it, no kernel has written."""
+    if isinstance(capsule, torch.Tensor):  # of a dtype that DLPack has a name for
+        return capsule
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     described = Described.from_address(pointer(capsule, b"dltensor"))
@@ -44,6 +53,13 @@ def from_dlpack(capsule: Any) -> Any:
     tensor = new_tensor(shape, dtype=getattr(torch, CODES[described.code, described.bits]))
     tensor.memory = capsule
     return tensor
+
+
+def older_from_dlpack(capsule: Any) -> Any:
+    """The same where DLPack has no names of fp8."""
+    if isinstance(capsule, torch.Tensor) and capsule.dtype == torch.float8_e4m3fn:
+        raise BufferError("float8 types are not supported by dlpack")
+    return from_dlpack(capsule)
 
 
 class Streams:

@@ -40,6 +40,7 @@ DTYPES = {
     "float8_e4m3fn": np.uint8,
     "float32": np.float32,
     "float64": np.float64,
+    "bool": np.bool_,
     "int32": np.int32,
     "int64": np.int64,
     "uint8": np.uint8,

@@ -58,6 +58,7 @@ class TwinCalls:
         max_rows: int,
         alignment: int,
         say: int,
+        apart: bool,
     ) -> Any:
         if not self.fits(x, (topk_idx, topk_weights, per_expert), alignment):
             return None

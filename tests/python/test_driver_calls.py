@@ -60,6 +60,26 @@ def test_prepared_operations_give_kernels_the_same_arguments(driver: Path, how: 
     assert len(said) == 21 and set(said.values()) == {"same"}, said
 
 
+def test_outputs_are_made_while_the_host_waits(driver: Path) -> None:
+    said = told(driver, "driver_ahead.py")
+    layout, combine, waits = ["int32", "int32", "bool"], ["bfloat16", "float32"], "in the wait"
+    assert said == {
+        "first": {"layout": layout, "dispatch": [], waits: [], "combine": combine},
+        "second": {"layout": layout, "dispatch": ["uint8"], waits: [*combine, *layout], "combine": []},
+        "with handles that are held": {
+            "layout": [],
+            "dispatch": ["uint8"],
+            waits: [*combine, *layout],
+            "combine": [],
+        },
+        "with fewer tokens": {"layout": ["bool"], "dispatch": [], waits: [*combine, *layout], "combine": []},
+        "interrupted": {"layout": [], "dispatch": [], waits: ["bfloat16"], "combine": ["float32"]},
+        "captured": {"layout": layout},
+        "in another stream": {"layout": layout, "dispatch": ["uint8"], waits: layout, "combine": combine},
+        "two of one memory": 0,
+    }
+
+
 @pytest.mark.parametrize(
     ("pattern", "launches", "waits", "others"),
     # Of one pair: kernels, waits of streams, and what is asked or set beside them.
@@ -69,6 +89,8 @@ def test_prepared_operations_give_kernels_the_same_arguments(driver: Path, how: 
         ("async_finish", 2, 4, 18),
         ("normal bf16", 3, 0, 18),
         ("normal fp8", 3, 0, 18),
+        ("normal fp8 as bytes", 3, 0, 18),
+        ("normal ue8m0", 3, 0, 18),
         ("elastic", 2, 0, 15),
         ("elastic sync", 2, 0, 15),
     ],

@@ -1,7 +1,7 @@
 //! Where the tokens of a batch go, counted before a dispatch: needs a GPU, but no buffer.
 #![allow(unsafe_code)]
 
-use crossrail_cuda::{Context, Stream};
+use crossrail_cuda::{Capture, Context, Stream};
 use crossrail_kernels::ep::{EpLayoutArgs, LayoutKernel};
 use crossrail_types::Result;
 
@@ -27,6 +27,19 @@ impl TokenLayout {
     /// Whether it can count so many experts and ranks.
     pub fn takes(experts: u32, ranks: u32) -> bool {
         LayoutKernel::takes(experts, ranks)
+    }
+
+    /// Whether `stream` is being captured in a graph.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0.
+    ///
+    /// # Errors
+    /// As [`crate::DeviceBuffer::is_capturing`].
+    pub unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(&self.cuda, stream)? };
+        Ok(stream.capture()? != Capture::None)
     }
 
     /// Enqueues a count in `stream`.

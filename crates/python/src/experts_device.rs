@@ -410,6 +410,11 @@ impl DeviceOperation {
         self.rest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether `counts`, if they were asked for, would wait for nothing.
+    pub(crate) fn has_counts(&self) -> bool {
+        self.count.as_ref().is_none_or(|count| count.rows().is_some())
+    }
+
     /// # Safety
     /// `stream` must be a live stream's handle, or 0.
     unsafe fn receive(&self, stream: u64) -> Result<()> {

@@ -40,6 +40,7 @@ mod memory;
 mod number;
 mod operand;
 mod options;
+mod outputs;
 mod place;
 mod rank_calls;
 mod receipt;
@@ -91,6 +92,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<expert_calls::ExpertCalls>()?;
     module.add_class::<expert_calls::BesideEvent>()?;
     module.add_class::<expert_calls::Receive>()?;
+    module.add_class::<outputs::Outputs>()?;
     module.add_class::<rank_calls::RankCalls>()?;
     module.add_class::<rank_calls::Recorder>()?;
     module.add_class::<token_layout::TokenLayout>()?;

@@ -1,6 +1,8 @@
 //! Operations of an expert buffer in the rank layout on PyTorch tensors, prepared: a call compares the tensors'
 //! attributes, takes their addresses, goes to the device layer at once and shows the memory of the result as tensors.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use crossrail_ep::BLOCK;
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use pyo3::intern;
@@ -8,7 +10,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use crate::device_region::{DeviceRegion, Part};
+use crate::expert_sets::{Claim, Ring};
 use crate::experts_device::{DeviceBuffer, DeviceHandle, DeviceOperation};
+use crate::flag::Flag;
+use crate::outputs::{Output, Outputs};
 use crate::stream;
 use crate::tensor_kinds::{Given, TensorKinds, is_aligned, some};
 
@@ -23,12 +28,12 @@ struct Frame {
     buffer: Py<DeviceBuffer>,
     /// `deep_ep.events.Streams`, or what has its `last_handle` and `follow`.
     streams: Py<PyAny>,
-    /// `() -> tensor`: i32 [El] and i64 [ranks + 1] for one more dispatch.
+    /// `(base, rows, in_use) -> (_cdata, base, tensors)`: i32 [El] and i64 [ranks + 1] for one more dispatch.
     counts: Py<PyAny>,
-    offsets: Py<PyAny>,
-    /// `(tokens) -> tensor`: bf16 [tokens, H] and f32 [tokens, K] for one more combine.
-    sums: Py<PyAny>,
-    weight_sums: Py<PyAny>,
+    /// `(_cdata) -> count`: references of a storage; None where these tensors are not to be used again.
+    uses: Option<Py<PyAny>>,
+    /// Sums of combines.
+    outputs: Py<Outputs>,
     /// `(capsule) -> tensor`, of memory that a DLPack capsule describes.
     from_dlpack: Py<PyAny>,
     /// It knows DLPack's name of fp8.
@@ -56,6 +61,8 @@ struct Frame {
 pub(crate) struct RankCalls {
     frame: Frame,
     kinds: TensorKinds,
+    /// Counts and offsets of dispatches in the stream of the last one.
+    counts: Mutex<(u64, Arc<Ring>)>,
 }
 
 /// The sums of a combine, those of the weights, and the operation.
@@ -65,15 +72,17 @@ type Combined<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, DeviceOperat
 impl RankCalls {
     #[new]
     fn new(frame: &Bound<'_, PyAny>) -> PyResult<RankCalls> {
-        Ok(RankCalls { frame: frame.extract()?, kinds: frame.extract()? })
+        Ok(RankCalls { frame: frame.extract()?, kinds: frame.extract()?, counts: Mutex::default() })
     }
 
     /// A dispatch in the current stream whose routing is new. `x`: rows, or rows and scales. `per_expert`: i32 of all
-    /// experts, of which only the shape is compared. `max_rows` 0: the host waits for the number of rows.
+    /// experts, of which only the shape is compared. `max_rows` 0: the host waits for the number of rows. `apart`: the
+    /// caller's own work is in another stream.
     ///
     /// Gives rows, scales or None, ids and weights or None (None for both unless the frame is for whole results), counts,
     /// offsets, the handle, the operation and its region; the rows of each expert and what each rank's host said, or None
-    /// where the host has not waited; and whether the buffer has memory left for another result.
+    /// where the host has not waited; and whether the buffer has memory left for another result. Where the frame says how
+    /// often storages are used, counts and offsets are for those who hold the result and for work in this stream only.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a dispatch")]
     fn dispatch<'py>(
         &self,
@@ -86,6 +95,7 @@ impl RankCalls {
         max_rows: u64,
         expert_alignment: &Bound<'py, PyAny>,
         say: u32,
+        apart: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let (frame, kinds) = (&self.frame, &self.kinds);
         let Some(mut args) = self.rows_sent(x)? else { return Ok(None) };
@@ -100,13 +110,16 @@ impl RankCalls {
         args.expert_alignment = some!(expert_alignment.extract().ok().filter(|alignment| *alignment > 0));
         (args.max_rows, args.say) = (max_rows, say);
         let stream = self.follow(py)?;
-        let made = [frame.counts.bind(py).call0()?, frame.offsets.bind(py).call0()?];
-        (args.out_counts, args.out_offsets) = (kinds.address(&made[0])?, kinds.address(&made[1])?);
+        let claim = self.counts_in(py, stream, apart)?;
+        [args.out_counts, args.out_offsets] = claim.set.addresses.as_slice().try_into().unwrap_or_default();
         let waits = max_rows == 0;
         // A graph that is captured has no number of rows yet, and its results are not to be lent.
         let begun = frame.buffer.get().begin_new_rank_dispatch(py, args, stream, waits, waits || frame.whole)?;
         let Some((operation, region)) = begun else { return Ok(None) };
         let (count, told) = if waits {
+            let (outputs, not_captured) = (frame.outputs.get(), || Ok(false));
+            let now = outputs.now(py, stream, not_captured)?;
+            while !operation.has_counts() && outputs.make_one(py, args.common.tokens, now) {}
             let (count, listed, said) = operation.counts(py)?;
             (u64::from(count), Some((listed, said)))
         } else {
@@ -115,7 +128,7 @@ impl RankCalls {
         let lent = frame.buffer.get().has_spare_regions();
         let parts = self.parts(py, &region, count, (topk_weights.is_some(), lent))?;
         let routing = operation.handle(count);
-        let [counts, offsets] = made;
+        let [counts, offsets] = [claim.set.part(py, 0), claim.set.part(py, 1)];
         let given = (parts, counts, offsets, routing, operation, region, told, lent);
         given.into_pyobject(py).map(Some)
     }
@@ -139,9 +152,11 @@ impl RankCalls {
         for (at, bias) in args.bias.iter_mut().zip(&biases) {
             *at = some!(kinds.rows(bias, &[tokens, frame.hidden])?);
         }
-        let stream = self.follow(py)?;
-        let sums = frame.sums.bind(py).call1((tokens,))?;
-        let weight_sums = topk_weights.map(|_| frame.weight_sums.bind(py).call1((tokens,))).transpose()?;
+        let (stream, outputs) = (self.follow(py)?, frame.outputs.get());
+        let now = outputs.now(py, stream, || frame.buffer.get().is_capturing(py, stream))?;
+        let take = |output, width| outputs.take(py, output, (tokens, Some(width)), now);
+        let sums = take(Output::Sums, frame.hidden)?;
+        let weight_sums = topk_weights.map(|_| take(Output::WeightSums, frame.topk)).transpose()?;
         args.out = kinds.address(&sums)?;
         args.out_weights = weight_sums.as_ref().map_or(Ok(0), |made| kinds.address(made))?;
         let operation = frame.buffer.get().begin_rank_combine(py, args, handle, stream, false)?;
@@ -158,6 +173,21 @@ impl RankCalls {
             streams.call_method1(intern!(py, "follow"), (stream,))?;
         }
         Ok(stream)
+    }
+
+    /// Tensors for the counts and offsets of a dispatch in `stream`. Those that another one there had are used again once
+    /// nobody holds them: what reads them was enqueued before, unless it is in another stream.
+    fn counts_in(&self, py: Python<'_>, stream: u64, Flag(apart): Flag) -> PyResult<Claim> {
+        let mut others = None;
+        let ring = {
+            let mut known = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+            if known.0 != stream {
+                others = Some(std::mem::replace(&mut *known, (stream, Arc::default())));
+            }
+            known.1.clone()
+        };
+        drop(others); // when the lock is not held
+        ring.take(py, 0, (&self.frame.counts, self.frame.uses.as_ref()), apart)
     }
 
     /// Arguments with the rows and their scales set, if they are as prepared.

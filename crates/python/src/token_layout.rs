@@ -8,14 +8,15 @@ use crate::context::Context;
 use crate::errors::OrRaise;
 use crate::gate;
 use crate::lifecycle::Detached;
+use crate::outputs::{Output, Outputs};
 use crate::tensor_kinds::{TensorKinds, some};
 
 /// What all counts have in common, read once.
 #[derive(FromPyObject)]
 struct Frame {
     context: Py<Context>,
-    /// `(tokens, experts) -> tensors`: i32 [ranks], i32 [experts], bool [tokens, ranks], for one more count.
-    made: Py<PyAny>,
+    /// Tokens of each rank, selections of each expert, and whether a token goes to a rank.
+    outputs: Py<Outputs>,
     ranks: u32,
 }
 
@@ -59,14 +60,19 @@ impl TokenLayout {
         if step != 1 && topk > 1 {
             return Ok(None);
         }
-        let made: Counted<'py> = frame.made.bind(py).call1((tokens, experts))?.extract()?;
+        let (stream, native, outputs) = (kinds.current(py)?, self.native.here(py, "layout")?, frame.outputs.get());
+        // SAFETY: the current stream is alive.
+        let now = outputs.now(py, stream, || unsafe { native.is_capturing(stream) }.or_raise(py))?;
+        let made: Counted<'py> = (
+            outputs.take(py, Output::OfRanks, (frame.ranks, None), now)?,
+            outputs.take(py, Output::OfExperts, (experts, None), now)?,
+            outputs.take(py, Output::InRank, (tokens, Some(frame.ranks)), now)?,
+        );
         let mut args = ep::EpLayoutArgs { topk_idx: ids, stride, tokens, topk, experts, ..ep::EpLayoutArgs::ZERO };
         args.ranks = frame.ranks;
         args.out_ranks = kinds.address(&made.0)?;
         args.out_experts = kinds.address(&made.1)?;
         args.out_in_rank = kinds.address(&made.2)?;
-        let stream = kinds.current(py)?;
-        let native = self.native.here(py, "layout")?;
         // SAFETY: tensors of these shapes, PyTorch's own in this stream; the current stream is alive.
         gate::detached(py, || unsafe { native.count(&args, stream) }).or_raise(py)?;
         Ok(Some(made))

@@ -45,7 +45,9 @@ class Given:
     @property
     def tokens(self) -> int:
         """This rank's tokens."""
-        return len(self.x[0] if isinstance(self.x, tuple) else self.x)
+        rows = self.x[0] if isinstance(self.x, tuple) else self.x
+        count: int = rows.shape[0]
+        return count
 
     def tells_ranks(self, ranks: int) -> bool:
         """Whether is_token_in_rank is there, and is what `get_dispatch_layout` gives."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from crossrail._calls import DispatchCall
-from crossrail._native import RankCalls, TokenLayout
-from crossrail._rank_calls import LayoutFrame, RankFrame
+from crossrail._native import Outputs, RankCalls, TokenLayout
+from crossrail._rank_calls import LayoutFrame, RankFrame, outputs_on
 from crossrail.deep_ep.checks import Tensor, torch, wrong
 from crossrail.deep_ep.events import Streams
 from crossrail.deep_ep.ranks import Joined
@@ -122,14 +123,19 @@ class Gpu:
             raise
         return buffer
 
+    @functools.cached_property
+    def outputs(self) -> Outputs:
+        """What output tensors come from."""
+        return outputs_on(torch(), self.streams.current_raw, self.device)
+
     def token_layout(self) -> TokenLayout | None:
-        group = self._joined.group
-        return TokenLayout(LayoutFrame(torch(), group.context, self.streams.current_raw, group.size, self.device))
+        group, current = self._joined.group, self.streams.current_raw
+        return TokenLayout(LayoutFrame(torch(), group.context, current, group.size, self.device, self.outputs))
 
     def prepared_calls(self, buffer: ExpertBuffer, kind: Kind) -> RankCalls | None:
         if kind.layout != "rank":
             return None
-        frame = RankFrame(torch(), buffer._native, self.streams, buffer._sizes, self.device, whole=True)
+        frame = RankFrame(torch(), buffer._native, self.streams, buffer._sizes, self.device, self.outputs, whole=True)
         return RankCalls(frame)
 
     def variant(self, buffer: ExpertBuffer, kind: Kind) -> ExpertBuffer:

@@ -158,7 +158,7 @@ class Steps:
             if made.calls is None:
                 continue
             try:
-                begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, say)
+                begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, say, False)
             except BaseException:  # the other ranks are at a call, and so is this one
                 self._ranks.step()
                 raise

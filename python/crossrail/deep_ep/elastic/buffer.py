@@ -282,7 +282,7 @@ class ElasticBuffer(Lifetime, Others):
             if made.calls is None or of.experts != sizes[0]:
                 continue
             # Counts that are not rounded up: the handle gives both.
-            begun = made.calls.dispatch(x, topk_idx, topk_weights, stats, None, bound, 1, 0)
+            begun = made.calls.dispatch(x, topk_idx, topk_weights, stats, None, bound, 1, 0, False)
             if begun is not None:
                 break
         else:

@@ -66,14 +66,17 @@ class EPHandle:
         self.topk_idx = routing.topk_idx
         self.num_recv_tokens = routing.rows
         self.num_recv_tokens_per_expert_list = all_aligned(count_list or [], alignment)
-        self.num_unaligned_recv_tokens_per_expert = result.counts
         self.num_expanded_tokens = routing.rows if expansion is None else len(expansion.rows)
         self._routing = routing
         self._expansion = expansion
         self._machine = machine
-        self._offsets = result.offsets
+        self._counts, self._offsets = result.counts, result.offsets  # which a later dispatch may use again
         self._recv_topk_idx: Tensor | None = None
         """Kept once a dispatch repeats this one."""
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        return self._counts.clone()
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
@@ -81,7 +84,7 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
-        counts, alignment = self.num_unaligned_recv_tokens_per_expert, self.expert_alignment
+        counts, alignment = self._counts, self.expert_alignment
         if self.do_expand:
             return expanded_ends(counts, alignment)
         return ((counts + (alignment - 1)) // alignment * alignment).cumsum(0).to(torch().int32)
@@ -111,6 +114,7 @@ class EPHandle:
 
     def settle(self) -> None:
         """Computes all tensors now."""
+        _ = self.num_unaligned_recv_tokens_per_expert
         _ = self.psum_num_recv_tokens_per_scaleup_rank, self.psum_num_recv_tokens_per_expert
         _ = self.recv_src_metadata, self.dst_buffer_slot_idx
 
