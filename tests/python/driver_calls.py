@@ -113,6 +113,8 @@ def main() -> None:
     calls |= {f"normal {kind}": partial(chain, normal, kind) for kind in ("bf16", "fp8", "ue8m0")}
     calls["normal fp8 as bytes"] = partial(chain, older, "fp8")
     calls |= {f"elastic{' sync' if sync else ''}": partial(elastic_chain, elastic, sync) for sync in (False, True)}
+    calls["normal async"] = partial(chain, normal, async_finish=True)
+    calls["elastic async"] = partial(elastic_chain, elastic, False, async_with_compute_stream=True)
     said = {}
     capture = ctypes.c_int.in_dll(driver, "in_capture")
     calls["captured"] = calls["plain"]

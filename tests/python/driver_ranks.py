@@ -81,7 +81,7 @@ class Streams:
         return False
 
     def turn(self, previous: Any = None, beside: bool = False) -> Turn:
-        return Turn(MAIN, apart=False)
+        return Turn(MAIN, apart=beside)
 
     def overlap(self, event: Any, tensors: Any) -> EventOverlap:
         return EventOverlap(SimpleNamespace(current_stream_wait=lambda: event.wait(MAIN)), tensors)  # type: ignore[arg-type]

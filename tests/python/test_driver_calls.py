@@ -93,6 +93,8 @@ def test_outputs_are_made_while_the_host_waits(driver: Path) -> None:
         ("normal ue8m0", 3, 0, 18),
         ("elastic", 2, 0, 15),
         ("elastic sync", 2, 0, 15),
+        ("normal async", 3, 0, 18),
+        ("elastic async", 2, 0, 15),
     ],
 )
 def test_a_pair_makes_few_calls(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -13,13 +14,13 @@ from crossrail._native import ExpertCalls, TokenLayout
 from crossrail.deep_ep.checks import Tensor, checked, count, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn, is_plain, no_event
-from crossrail.deep_ep.given import BLOCK, PACKED, Given, Received, Rows, low_latency_payload, rows_kind
+from crossrail.deep_ep.given import BLOCK, PACKED, Given, Received, Rows, low_latency_payload
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
 from crossrail.deep_ep.lifetime import Lifetime
 from crossrail.deep_ep.pool import Gpu, Kind, Machine, Made, Pool, Room
 from crossrail.deep_ep.ranks import Peers, Ranks
-from crossrail.deep_ep.results import copies, kept_rows
+from crossrail.deep_ep.results import combined, copies, gives_parts, kept_rows, listed, repeated
 from crossrail.deep_ep.rooms import agreed_rooms, remember
 from crossrail.deep_ep.steps import Begun, Steps, Wanted
 from crossrail.errors import UsageError
@@ -259,15 +260,19 @@ class Buffer(Lifetime):
         if handle is not None:
             routing_of(handle, "rank", "dispatch")
             with self._machine.streams.turn(previous_event, async_finish) as turn:
-                again = self._dispatch_again(turn, x, handle, config)
+                room = functools.partial(self._pool.rank_layout, num_sms=self._sms(config))
+                again = repeated(self._machine, turn, x, handle, room)
             return again, None, None, None, None, turn.overlap
         given = Given(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
-        if not num_worst_tokens and is_plain(previous_event, async_finish):
-            came = self._dispatch_prepared(given, expert_alignment, config)
+        tried = bool(num_worst_tokens)
+        if not tried and is_plain(previous_event, async_finish):
+            came, tried = self._at_once(given, expert_alignment, config), True
             if came is not None:
                 return *came, EventOverlap()
         with self._machine.streams.turn(previous_event, async_finish) as turn:
-            came = self._dispatch_new(turn, given, expert_alignment, num_worst_tokens, config)
+            came = None if tried else self._at_once(given, expert_alignment, config, turn)
+            if came is None:
+                came = self._dispatch_new(turn, given, expert_alignment, num_worst_tokens, config)
         return *came, turn.overlap
 
     def combine(
@@ -288,13 +293,13 @@ class Buffer(Lifetime):
         """
         self._open("combine")
         routing = routing_of(handle, "rank", "combine")
-        if routing.calls is not None and is_plain(previous_event, async_finish):
-            summed = routing.calls.combine(x, routing.native, topk_weights, bias)
-            if summed is not None:
-                return summed[0], summed[1], EventOverlap()
+        ways = (previous_event, async_finish)
+        where = None if is_plain(*ways) else self._machine.streams.turn(*ways)
+        if (done := combined(where, routing, x, topk_weights, bias)) is not None:
+            return done
         hidden, device = routing.kind.hidden, self._machine.device
         checked(x, "x", "combine", ("bfloat16",), (routing.rows, hidden), device)
-        biases = [] if bias is None else list(bias) if isinstance(bias, list | tuple) else [bias]
+        biases = listed(bias)
         for one in biases:
             checked(one, "bias", "combine", ("bfloat16",), (routing.tokens, hidden), device)
         if topk_weights is not None:
@@ -302,27 +307,30 @@ class Buffer(Lifetime):
             checked(topk_weights, "topk_weights", "combine", ("float32",), shape, device)
         with self._machine.streams.turn(previous_event, async_finish) as turn:
             turn.reads(x, topk_weights, *biases)
-            done = routing.buffer.combine(x, routing.native, topk_weights=topk_weights, bias=biases or None)
-            weights = None if topk_weights is None else done.topk_weights
-            turn.gives(done.x, weights)
-        return done.x, weights, turn.overlap
+            summed = routing.buffer.combine(x, routing.native, topk_weights=topk_weights, bias=biases or None)
+            weights = None if topk_weights is None else summed.topk_weights
+            turn.gives(summed.x, weights)
+        return summed.x, weights, turn.overlap
 
-    def _dispatch_prepared(self, given: Given, alignment: int, config: Config) -> Received | None:
-        """A dispatch whose routing is new, in the current stream, as most are; None, before it begins, for another."""
+    def _at_once(self, given: Given, alignment: int, config: Config, turn: Turn | None = None) -> Received | None:
+        """A dispatch whose routing is new, in the current stream or its turn; None, before it begins, for another."""
         if given.topk_idx is None or given.per_expert is None or not isinstance(config, Config):
             return None
-        found = self._steps.prepared(given.x, given.topk_idx, given.topk_weights, given.per_expert, alignment)
+        found = self._steps.prepared(given, alignment, apart=turn is not None)
         if found is None:
             return None
         kind, made, begun, agreed = found
         parts, _, offsets, native, _, region, told, lent = begun
+        if turn is not None:
+            turn.reads(*given.tensors())
         if not agreed:
             del found, begun, parts, region  # nobody holds the first result any more
             wanted = Wanted(kind, given.routed, 0, given.routes, given.per_expert, alignment, config.num_sms)
-            with self._machine.streams.turn() as turn:
-                return self._received(turn, given, kind, self._steps.again(wanted, told[1]))
+            with self._machine.streams.turn() if turn is None else contextlib.nullcontext(turn) as inside:
+                return self._received(inside, given, kind, self._steps.again(wanted, told[1]))
         rows, scales, idx, weights = parts if lent else copies(*parts)
         handle = self._handle(given, kind, made, native, offsets)
+        gives_parts(turn, (rows, scales, idx, weights), handle.routing.topk_idx, offsets, lent=lent)
         return rows if scales is None else (rows, scales), idx, weights, told[0], handle
 
     def _dispatch_new(self, turn: Turn, given: Given, alignment: int, worst: int, config: Config) -> Received:
@@ -365,23 +373,6 @@ class Buffer(Lifetime):
         routing = Routing(made.buffer, native, kind, made.max_tokens, given.tokens, rows, kept, calls=made.calls)
         source = functools.partial(self._machine.sources, made.buffer, native, rows)
         return RankHandle.made(routing, self.rank, offsets, source, given.is_token_in_rank)
-
-    def _dispatch_again(self, turn: Turn, x: Rows, handle: Any, config: Config) -> Rows:
-        """Other rows along the ways of a dispatch, in their turn."""
-        routing: Routing = handle.routing
-        shape, payload = rows_kind(x, self._machine.device)
-        if shape != (routing.tokens, routing.kind.hidden):
-            there = [routing.tokens, routing.kind.hidden]
-            raise wrong("dispatch", f"x has shape {list(shape)}, that of the handle {there}")
-        turn.reads(*(x if isinstance(x, tuple) else (x,)))
-        buffer, kind = routing.buffer, routing.kind
-        if payload == kind.payload:
-            result = buffer.dispatch(x, None, layout="rank", handle=routing.native)
-        else:
-            kind = kind._replace(payload=payload)
-            buffer = self._pool.rank_layout(kind, routing.max_tokens, self._sms(config)).buffer
-            result = buffer.dispatch(x, handle.sent(), layout="rank", max_rows=routing.rows)
-        return kept_rows(self._machine, turn, buffer, result, kind, False)[0]
 
     def _sms(self, config: Config) -> int:
         if not isinstance(config, Config):

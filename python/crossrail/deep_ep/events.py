@@ -97,7 +97,7 @@ class Turn:
     def __init__(self, stream: int, keeper: Any = None, *, apart: bool = True) -> None:
         self.stream = stream
         self.keeper = keeper
-        self._apart = apart
+        self.apart = apart
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.shown: list[Any] = []
@@ -105,17 +105,17 @@ class Turn:
 
     def reads(self, *tensors: Tensor | None) -> None:
         """Tensors of the caller's that the operation uses."""
-        if self._apart:
+        if self.apart:
             self.inputs += [tensor for tensor in tensors if tensor is not None]
 
     def gives(self, *tensors: Tensor | None) -> None:
         """Tensors that were made in this turn and that the caller gets."""
-        if self._apart:
+        if self.apart:
             self.outputs += [tensor for tensor in tensors if tensor is not None]
 
     def shows(self, result: Any) -> None:
         """A `Dispatched` that lies in the buffer's memory, and that the caller gets."""
-        if self._apart:
+        if self.apart:
             self.shown.append(result)
 
     def __enter__(self) -> Turn:
@@ -215,12 +215,12 @@ class Streams:
         elif apart:
             stream.wait_stream(current)
         self._follow(stream)
+        self._last, self.last_handle = stream, stream.cuda_stream
         turn = Turn(stream.cuda_stream, stream, apart=apart)
         try:
             with cuda.stream(stream) if apart else contextlib.nullcontext():
                 yield turn
         finally:  # one that fails may have put something in
-            self._last, self.last_handle = stream, stream.cuda_stream
             if apart and stream != current:
                 self._note(turn, stream, current)
                 if not beside:

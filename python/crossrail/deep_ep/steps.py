@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from crossrail._experts_device import UNHEARD
 from crossrail.deep_ep.checks import Tensor, wrong
-from crossrail.deep_ep.given import no_rows
+from crossrail.deep_ep.given import Given, no_rows
 from crossrail.deep_ep.layouts import aligned_counts
 from crossrail.deep_ep.pool import PAYLOADS, Kind, Machine, Made, Pool
 from crossrail.deep_ep.ranks import Ranks
@@ -147,18 +147,17 @@ class Steps:
             counts = aligned_counts(self._ranks, wanted.per_expert, wanted.alignment)
         return self._begun(wanted, made, counts)
 
-    def prepared(
-        self, x: Any, topk_idx: Tensor, topk_weights: Any, per_expert: Any, alignment: Any
-    ) -> tuple[Kind, Made, Any, bool] | None:
+    def prepared(self, given: Given, alignment: Any, *, apart: bool) -> tuple[Kind, Made, Any, bool] | None:
         """The same of tensors as an expert buffer takes them, in one native call: None, before anything is put into
-        the stream, for others. Gives what `RankCalls.dispatch` does, and whether no rank has more to say; where one
-        has, `again` is next."""
+        the stream, for others. `apart`: it is not the stream of the caller's own work. Gives what `RankCalls.dispatch`
+        does, and whether no rank has more to say; where one has, `again` is next."""
+        x, topk_idx, topk_weights, per_expert = given.x, given.topk_idx, given.topk_weights, given.per_expert
         say = 2 * int(topk_weights is not None)
         for kind, made in self._pool.of_rank_layout():
             if made.calls is None:
                 continue
             try:
-                begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, say, False)
+                begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, say, apart)
             except BaseException:  # the other ranks are at a call, and so is this one
                 self._ranks.step()
                 raise

@@ -20,7 +20,7 @@ from crossrail.deep_ep.handles import Routing
 from crossrail.deep_ep.lifetime import Lifetime
 from crossrail.deep_ep.pool import Gpu, Kind, Machine
 from crossrail.deep_ep.ranks import hosts_of
-from crossrail.deep_ep.results import copies
+from crossrail.deep_ep.results import combined, copies, gives_parts, listed
 
 from ..._words import kind
 
@@ -235,19 +235,24 @@ class ElasticBuffer(Lifetime, Others):
         if handle is not None and cumulative_local_expert_recv_stats is not None:
             raise wrong("dispatch", "cumulative_local_expert_recv_stats counts new routings, and a handle repeats one")
         stats, sizes = cumulative_local_expert_recv_stats, (num_experts, num_max_tokens_per_rank, expert_alignment)
-        plain = previous_event is None and previous_event_before_epilogue is None and not async_with_compute_stream
-        if plain and handle is None and not do_expand and not use_tma_aligned_col_major_sf:
+        events = (previous_event, previous_event_before_epilogue)
+        if handle is None and not do_expand and not use_tma_aligned_col_major_sf:
             copy, sync = bool(do_handle_copy), do_cpu_sync is None or bool(do_cpu_sync)
             given = (topk_idx, topk_weights, stats)
-            done = self._dispatch_prepared(x, given, sizes, num_sms, copy=copy, sync=sync)
+            if events == (None, None) and not async_with_compute_stream:
+                done, overlap = self._dispatch_prepared(x, given, sizes, num_sms, copy=copy, sync=sync), EventOverlap()
+            else:
+                with self._turn(events, async_with_compute_stream) as turn:
+                    done = self._dispatch_prepared(x, given, sizes, num_sms, copy=copy, sync=sync, turn=turn)
+                overlap = turn.overlap
             if done is not None:
-                return *done, EventOverlap()
+                return *done, overlap
         opaque, x = opaque_scales(x)
         chosen, kind, most, alignment = self._asked(x, topk_idx, sizes, handle, bool(do_expand), bool(do_cpu_sync))
         if topk_weights is not None:
             checked(topk_weights, "topk_weights", "dispatch", ("float32",), tuple(chosen.shape), self._machine.device)
         sms = count("num_sms", num_sms, "dispatch") or self.get_theoretical_num_sms(kind.experts, kind.topk)
-        with self._turn((previous_event, previous_event_before_epilogue), async_with_compute_stream) as turn:
+        with self._turn(events, async_with_compute_stream) as turn:
             turn.reads(*(x if isinstance(x, tuple) else (x,)), chosen, topk_weights, stats)
             room = functools.partial(self._rooms.room, tokens=most, num_sms=sms)
             work = Dispatching(self._machine, turn, kind, self.num_ranks, most, alignment, sms, room)
@@ -266,11 +271,20 @@ class ElasticBuffer(Lifetime, Others):
         return rows, came.topk_idx, came.topk_weights, handle, turn.overlap
 
     def _dispatch_prepared(
-        self, x: Rows, given: tuple[Any, Any, Any], sizes: tuple[Any, Any, Any], num_sms: int, *, copy: bool, sync: bool
+        self,
+        x: Rows,
+        given: tuple[Any, Any, Any],
+        sizes: tuple[Any, Any, Any],
+        num_sms: int,
+        *,
+        copy: bool,
+        sync: bool,
+        turn: Turn | None = None,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle] | None:
-        """A dispatch whose routing is new, in the current stream, in one native call; None, before it begins, where an
-        expert buffer does not take it as it is. `given`: ids, weights, stats."""
+        """A dispatch whose routing is new, in the current stream or in its turn, in one native call; None, before it
+        begins, where an expert buffer does not take it as it is. `given`: ids, weights, stats."""
         topk_idx, topk_weights, stats = given
+        apart = turn is not None and turn.apart
         most = self.num_max_tokens_per_rank if sizes[1] is None else sizes[1]
         alignment = 1 if sizes[2] is None else sizes[2]
         if not all(isinstance(number, int) for number in (most, alignment, num_sms)) or alignment < 1 or num_sms < 0:
@@ -282,7 +296,7 @@ class ElasticBuffer(Lifetime, Others):
             if made.calls is None or of.experts != sizes[0]:
                 continue
             # Counts that are not rounded up: the handle gives both.
-            begun = made.calls.dispatch(x, topk_idx, topk_weights, stats, None, bound, 1, 0, False)
+            begun = made.calls.dispatch(x, topk_idx, topk_weights, stats, None, bound, 1, 0, apart)
             if begun is not None:
                 break
         else:
@@ -293,6 +307,9 @@ class ElasticBuffer(Lifetime, Others):
         if not lent:
             rows, scales, idx, weights = copies(rows, scales, idx, weights)
         ids = topk_idx.clone() if copy else topk_idx
+        if turn is not None:
+            turn.reads(*(x if isinstance(x, tuple) else (x,)), *given)
+            gives_parts(turn, (rows, scales, idx, weights), counts, offsets, ids if copy else None, lent=lent)
         routing = Routing(made.buffer, native, of, most, native.tokens, native.rows, ids, calls=made.calls)
         sms = num_sms or self.get_theoretical_num_sms(of.experts, of.topk)
         handle = EPHandle(
@@ -392,16 +409,17 @@ class ElasticBuffer(Lifetime, Others):
         count("num_sms", num_sms, "combine")
         count("num_qps", num_qps, "combine")
         routing, expansion, device = handle._routing, handle._expansion, self._machine.device
-        plain = previous_event is None and previous_event_before_epilogue is None and not async_with_compute_stream
-        if plain and expansion is None and routing.calls is not None:
-            summed = routing.calls.combine(x, routing.native, topk_weights, bias)
-            if summed is not None:
-                return summed[0], summed[1], EventOverlap()
+        events = (previous_event, previous_event_before_epilogue)
+        if expansion is None:
+            plain = events == (None, None) and not async_with_compute_stream
+            where = None if plain else self._turn(events, async_with_compute_stream)
+            if (summed := combined(where, routing, x, topk_weights, bias)) is not None:
+                return summed
         checked(x, "x", "combine", ("bfloat16",), ("N", routing.kind.hidden), device)
         rows = handle.num_expanded_tokens if handle.do_expand else routing.rows
         if x.shape[0] < rows:
             raise wrong("combine", f"x has {x.shape[0]} rows, the result of the dispatch {rows}")
-        biases = [] if bias is None else list(bias) if isinstance(bias, list | tuple) else [bias]
+        biases = listed(bias)
         for one in biases:
             checked(one, "bias", "combine", ("bfloat16",), (routing.tokens, routing.kind.hidden), device)
         if topk_weights is not None:
@@ -412,7 +430,7 @@ class ElasticBuffer(Lifetime, Others):
             if handle.do_expand and not self.allow_multiple_reduction:
                 hint = "topk_weights of an expanded result need allow_multiple_reduction"
                 raise wrong("combine", "topk_weights with allow_multiple_reduction=False", hint)
-        with self._turn((previous_event, previous_event_before_epilogue), async_with_compute_stream) as turn:
+        with self._turn(events, async_with_compute_stream) as turn:
             turn.reads(x, topk_weights, *biases)
             if expansion is not None and not self.allow_multiple_reduction:
                 sums, back = summed_once(routing, x, expansion, biases), None
