@@ -192,6 +192,7 @@ class TwinBuffer:
         max_rows: int | None = None,
     ) -> Any:
         assert layout == self.kind.layout
+        assert max_rows != 0, "an expert buffer refuses that"
         rows, scales = x if isinstance(x, tuple) else (x, None)
         assert (scales is None) == (self.kind.payload == "bf16")
         assert len(rows) <= self.most and rows.shape[1] == self.kind.hidden

@@ -137,6 +137,23 @@ def test_with_more_tokens() -> None:
     assert any(machine.regions for machine in machines), "one rank has begun what all then did again"
 
 
+def test_rows_of_another_kind_where_none_came() -> None:
+    def piece(buffer: Any) -> None:
+        x = torch.ones(3, 256, dtype=torch.bfloat16)
+        fp8 = (torch.zeros(3, 256, dtype=torch.uint8).view(torch.float8_e4m3fn), torch.ones(3, 2))
+        idx = torch.full((3, 2), -1, dtype=torch.int64)
+        _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
+        given = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert, "topk_idx": idx}
+        came, *_, handle, _ = buffer.dispatch(x, **given)
+        assert len(came) == 0
+        for rows in (x, fp8):
+            again = buffer.dispatch(rows, handle=handle)[0]
+            parts = again if isinstance(again, tuple) else (again,)
+            assert [tuple(part.shape) for part in parts] == [(0, 256), (0, 2)][: len(parts)]
+
+    on_ranks(2, piece, PreparedDeepEp)
+
+
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("kind", ["bf16", "f32", "packed"])
 def test_the_second_version(kind: str, sync: bool) -> None:

@@ -93,8 +93,11 @@ def repeated(machine: Machine, turn: Turn, x: Rows, handle: Any, room: Callable[
     else:
         kind = kind._replace(payload=payload)
         buffer = room(kind, routing.max_tokens).buffer
-        result = buffer.dispatch(x, handle.sent(), layout="rank", max_rows=routing.rows)
-    return kept_rows(machine, turn, buffer, result, kind, False)[0]
+        result = buffer.dispatch(x, handle.sent(), layout="rank", max_rows=max(routing.rows, 1))
+    came = kept_rows(machine, turn, buffer, result, kind, False)[0]
+    if routing.rows > 0:
+        return came
+    return tuple(part[:0] for part in came) if isinstance(came, tuple) else came[:0]
 
 
 def listed(bias: Any) -> list[Tensor]:
