@@ -245,6 +245,82 @@ def normal_graph(env: Any, replays: int) -> None:
         work.near(env.bits(out), exact, f"{name}: sums")
 
 
+def normal_outputs(env: Any, chains: int) -> None:
+    """What chains gave stays as it is while it is held, in whichever streams and modes they ran; so does what a graph
+    gives that was captured in the stream of such chains."""
+    import deep_ep_work as work
+
+    torch, side = env.torch, env.torch.cuda.Stream()
+    batches = [work.Batch.of(env, 900 + turn, [length] * env.size) for turn, length in enumerate((5, 40, 40, 7))]
+    given = [
+        (env.put(one.xs[env.rank], "bfloat16"), env.put(one.idx[env.rank]), env.put(one.weights[env.rank]))
+        for one in batches
+    ]
+    torch.cuda.synchronize()
+
+    def chain(x: Any, idx: Any, weights: Any, worst: int = 0, **how: Any) -> tuple[Any, ...]:
+        per_rank, _, per_expert, in_rank, _ = env.buffer.get_dispatch_layout(idx, env.experts, **how)
+        counted = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+        rows, _, back, _, handle, _ = env.buffer.dispatch(
+            x, **counted, topk_idx=idx, topk_weights=weights, num_worst_tokens=worst, **how
+        )
+        out, sent, event = env.buffer.combine(rows, handle, topk_weights=back, **how)
+        event.current_stream_wait()
+        return per_rank, per_expert, in_rank, out, sent
+
+    def check(number: int, results: tuple[Any, ...], copies: list[Any], name: str) -> None:
+        for result, copy in zip(results, copies, strict=True):
+            assert torch.equal(result, copy), f"{name}: a result has changed"
+        work.check_layout(env, batches[number].idx[env.rank], *results[:3])
+        times = results[2].sum(1, keepdim=True)
+        wanted = (given[number][0].float() * times).bfloat16()
+        assert torch.equal(results[3], wanted), f"{name}: sums"
+
+    held = []
+    for turn in range(chains):
+        where = side if turn % 3 == 2 else torch.cuda.current_stream()
+        with torch.cuda.stream(where), torch.inference_mode(turn % 5 == 4):
+            results = chain(*given[turn % len(given)], async_finish=turn % 4 == 3)
+            held.append((results, [part.clone() for part in results]))
+    torch.cuda.synchronize()
+    for turn, (results, copies) in enumerate(held):
+        check(turn % len(given), results, copies, f"rank {env.rank}, chain {turn}")
+    places = {part.data_ptr() for results, _ in held for part in results}
+    assert len(places) == 5 * chains, "two results are in one memory"
+    worst = 40 * env.size
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            chain(*given[1])
+        chain(*given[1], worst)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = chain(*given[1], worst)
+    for replay in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        copies = [part.clone() for part in captured]
+        with torch.cuda.stream(side):
+            for one in given:
+                chain(*one)
+        torch.cuda.synchronize()
+        check(1, captured, copies, f"rank {env.rank}, replay {replay}")
+
+
+def normal_of_nothing(env: Any) -> None:
+    """Rows of both kinds along a dispatch that brought nobody a row."""
+    torch = env.torch
+    x = torch.ones(3, env.hidden, dtype=torch.bfloat16, device=env.device)
+    fp8 = (x.to(torch.float8_e4m3fn), torch.ones(3, env.hidden // 128, device=env.device))
+    idx = torch.full((3, env.topk), -1, dtype=torch.int64, device=env.device)
+    _, _, per_expert, in_rank, _ = env.buffer.get_dispatch_layout(idx, env.experts)
+    counted = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    came, *_, handle, _ = env.buffer.dispatch(x, **counted, topk_idx=idx)
+    assert tuple(came.shape) == (0, env.hidden)
+    again, *_ = env.buffer.dispatch(fp8, handle=handle)
+    assert [tuple(part.shape) for part in again] == [(0, env.hidden), (0, env.hidden // 128)]
+
+
 def inputs_let_go(env: Any, mode: str) -> None:
     """Inputs that nobody has any more are no one else's before the operation, which runs beside, has read them."""
     import deep_ep_work as work

@@ -44,6 +44,14 @@ def test_results_that_are_let_go(ranks: Ranks) -> None:
     ranks.do("normal_in_place", 3)
 
 
+def test_outputs_that_are_held(ranks: Ranks) -> None:
+    ranks.do("normal_outputs", 24)
+
+
+def test_rows_of_another_kind_where_none_came(ranks: Ranks) -> None:
+    ranks.do("normal_of_nothing")
+
+
 def test_more_tokens_than_before(ranks: Ranks) -> None:
     ranks.do("normal_grows")
 
