@@ -8,7 +8,7 @@ use crossrail_types::Head;
 
 use crate::pieces::{Arrivals, Target};
 use crate::raw::{self, AmRecvParam, Ep, Status};
-use crate::wire::{self, Consumed, FRAMES, Kind, MESSAGE_MAX, PIECE_MAX, PIECES, PREFIX_LEN};
+use crate::wire::{self, Consumed, FRAMES, Kind, MESSAGE_MAX, PIECE_MAX, PIECES, PREFIX_LEN, slot};
 
 /// A piece that the peer offers and that has not been fetched: UCX's descriptor and the piece's length.
 #[derive(Clone, Copy, Debug)]
@@ -254,11 +254,6 @@ fn count(consumed: &mut u32, told: u32, sent: u32, window: u32, what: &str) -> R
     }
     *consumed = told;
     Ok(())
-}
-
-/// The entry of a number in a table of `len`, a power of two.
-pub(crate) fn slot(number: u32, len: u32) -> usize {
-    (number % len) as usize
 }
 
 const _: () = assert!(FRAMES.is_power_of_two() && FRAMES <= 1 << 8 && PIECES.is_power_of_two());

@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use crossrail_transport::{Grant, Place};
 
-use crate::inbox::slot;
 use crate::memory::Memory;
-use crate::wire::{PIECE_MAX, PIECES};
+use crate::wire::{PIECE_MAX, PIECES, slot};
 
 /// Where a payload of `len` bytes goes, and how many of them have gone there.
 #[derive(Debug)]

@@ -140,6 +140,11 @@ pub(crate) fn piece(header: &[u8]) -> Option<u32> {
     header.try_into().ok().map(u32::from_le_bytes)
 }
 
+/// The entry of a number in a table of `len`, a power of two.
+pub(crate) fn slot(number: u32, len: u32) -> usize {
+    (number % len) as usize
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
