@@ -167,7 +167,7 @@ def test_version_and_help_are_data() -> None:
         (("bench", "p2p", "--listen", "--device=cuda:0,cuda:1"), ("--device", "alone")),
         (("bench", "latency", "--op=read"), ("read", "send", "write")),
         (("bench", "bandwidth", "--op=write"), ("--op",)),
-        (("bench", "latency", "--compare=ftp"), ("ftp", "ucx, iperf3")),
+        (("bench", "latency", "--compare=ftp"), ("ftp", "ucx, ucx-e, iperf3")),
         (("bench", "latency", "--listen", "--connect=127.0.0.1"), ("exclude",)),
         (("bench", "latency", "--connect=127.0.0.1:http"), ("http", "port")),
         (("bench", "latency", "--pin=4096"), ("--pin 4096", "may use")),
