@@ -25,9 +25,10 @@ WARM_S = 600.0
 WINDOW_S = 300.0
 GROWTH_MAX = 0.01
 HELD = ("resident_kib", "allocated_kib", "descriptors", "threads", "shared_files")
-ALLOCATOR = "glibc.malloc.tcache_count=0"
-"""The C library keeps freed blocks of each size for every thread, up to 235 KiB, and reports them as in use. These
-caches fill for hours, slower and slower, and hide what a process really keeps: so there are none."""
+ALLOCATOR = "glibc.malloc.tcache_count=0:glibc.malloc.mmap_threshold=131072"
+"""What is freed goes back. The C library keeps freed blocks of each size for every thread, up to 235 KiB, and reports
+them as in use; and once a long block was freed, it keeps the next ones of that length (here 4 MiB, of the check of a
+message), which come and go from one sample to the next."""
 
 
 @dataclass
