@@ -1,6 +1,6 @@
 //! Two workers of one process, over every transport: what a user sees of sends, receives, regions and failures.
 
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use crossrail::{
@@ -484,6 +484,36 @@ fn tasks_wait_for_progress_where_no_thread_makes_any_and_run_at_the_end() {
     assert_eq!(running.try_recv(), Ok(2), "what is left runs when the worker closes");
     defer(3);
     assert_eq!(running.try_recv(), Ok(3), "and at once afterwards");
+}
+
+#[test]
+fn tasks_keep_their_order_where_several_threads_make_progress() {
+    const TASKS: u32 = 2_000;
+    let worker = Worker::new(
+        &context(&[("CROSSRAIL_TLS", "tcp")]),
+        WorkerOptions { background: false, ..WorkerOptions::default() },
+    )
+    .unwrap();
+    let ran = Arc::new(Mutex::new(Vec::new()));
+    for number in 0..TASKS {
+        let ran = ran.clone();
+        let task = move || {
+            std::thread::yield_now();
+            ran.lock().unwrap().push(number);
+        };
+        worker.defer(task).unwrap();
+    }
+    let deadline = Instant::now() + LIMIT.unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                while ran.lock().unwrap().len() < TASKS as usize && Instant::now() < deadline {
+                    worker.progress();
+                }
+            });
+        }
+    });
+    assert!(ran.lock().unwrap().iter().copied().eq(0..TASKS), "in another order, or not all");
 }
 
 #[test]

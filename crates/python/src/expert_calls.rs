@@ -238,11 +238,7 @@ impl ExpertCalls {
         let none = py.None().into_bound(py);
         let beside = route.stream != route.current;
         if !send_only && !beside {
-            let completion = match &self.frame.nothing {
-                Some(nothing) => nothing.bind(py).call0()?,
-                None => self.frame.overlap.bind(py).call1((operation.object(py)?, &none))?,
-            };
-            return PyTuple::new(py, [answer, completion, none]);
+            return PyTuple::new(py, [answer, self.completion(py, || operation.object(py))?, none]);
         }
         let mut used: Tensors = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind()).collect();
         let inputs = used.len();
@@ -253,10 +249,7 @@ impl ExpertCalls {
         if send_only {
             let outputs = outputs.map(|tensor| tensor.clone_ref(py)).collect();
             let operation = operation.object(py)?;
-            let completion = match &self.frame.nothing {
-                Some(nothing) => nothing.bind(py).call0()?,
-                None => self.frame.overlap.bind(py).call1((&operation, &none))?,
-            };
+            let completion = self.completion(py, || Ok(operation.clone()))?;
             let (operation, used) = (operation.unbind(), Mutex::new((used, outputs)));
             let hook = Bound::new(py, Receive { operation, used, calls: slf.clone().unbind(), stream: route.stream })?;
             return PyTuple::new(py, [answer, completion, hook.into_any()]);
@@ -269,6 +262,18 @@ impl ExpertCalls {
             Err(captured) => captured,
         };
         PyTuple::new(py, [answer, self.frame.overlap.bind(py).call1((event, shown))?, none])
+    }
+
+    /// Completion of an operation in the caller's stream. `operation`: the object, made where the caller gets it.
+    fn completion<'py>(
+        &self,
+        py: Python<'py>,
+        operation: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        match &self.frame.nothing {
+            Some(nothing) => nothing.bind(py).call0(),
+            None => self.frame.overlap.bind(py).call1((operation()?, py.None())),
+        }
     }
 
     /// Keeps tensors that PyTorch's allocator believes to be used in another stream until the operation before `event` is
@@ -349,7 +354,7 @@ pub(crate) struct BesideEvent {
 
 #[pymethods]
 impl BesideEvent {
-    /// What is put into `stream` (a raw handle) from now on runs after the operation.
+    /// Work enqueued in `stream` (a raw handle) from now on runs after the operation.
     fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         let event = self.used.event.bind(py);
         match event.cast::<DeviceEvent>() {
@@ -363,7 +368,7 @@ impl BesideEvent {
     }
 }
 
-/// The receiving half of an operation that was only sent. If it is dropped instead, it is put into the stream of the
+/// The receiving half of an operation that was only sent. If it is dropped instead, it is enqueued in the stream of the
 /// sending half.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct Receive {

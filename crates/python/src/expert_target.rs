@@ -18,7 +18,7 @@ impl<'py> FromPyObject<'py> for Target {
     }
 }
 
-/// An operation that was put into a stream.
+/// An operation that was enqueued in a stream.
 #[expect(clippy::large_enum_variant, reason = "it lives for a call only, which need not allocate for it")]
 pub(crate) enum Begun<'py> {
     Native(DeviceOperation),

@@ -388,7 +388,7 @@ impl DeviceBuffer {
     }
 }
 
-/// An operation that was put into a stream. One that was only begun is finished there when this is dropped: the other
+/// An operation that was enqueued in a stream. One that was only begun is finished there when this is dropped: the other
 /// ranks wait for its part.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(crate) struct DeviceOperation {
@@ -522,7 +522,7 @@ pub(crate) struct DeviceEvent {
 
 #[pymethods]
 impl DeviceEvent {
-    /// What is put into `stream` (a raw handle) from now on runs after the operation.
+    /// Work enqueued in `stream` (a raw handle) from now on runs after the operation.
     pub(crate) fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         // SAFETY: that streams are alive is the documented rule for callers.
         gate::detached(py, || unsafe { self.done.wait(stream) }).or_raise(py)

@@ -78,7 +78,7 @@ impl Wanted<'_> {
         })
     }
 
-    /// The memory of `object`, for work that is put into `stream` itself. An exporter that has a say in it puts its
+    /// The memory of `object`, for work that is enqueued in `stream` itself. An exporter that has a say in it puts its
     /// present work before `stream`, unless the caller has named it; then the caller answers for that.
     pub(crate) fn on(&self, object: &Bound<'_, PyAny>, stream: u64) -> PyResult<Operand> {
         // The default stream's number, for those who order work before it.

@@ -22,7 +22,7 @@ class EventHandle:
         self._event.record(stream)
 
     def current_stream_wait(self) -> None:
-        """What is put into the current stream from now on comes after it."""
+        """Work enqueued in the current stream from now on comes after it."""
         self.wait(torch().cuda.current_stream())
 
     def wait(self, stream: Any) -> None:
@@ -59,7 +59,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """What is put into PyTorch's current stream from now on comes after the operation. `release_handle`: the event
+        """Work enqueued in PyTorch's current stream from now on comes after the operation. `release_handle`: the event
         and the tensors are let go then."""
         if self.event is not None:
             self.event.current_stream_wait()

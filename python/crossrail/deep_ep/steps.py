@@ -113,7 +113,7 @@ class Wanted:
 
 @dataclass
 class Begun:
-    """A dispatch that was put into the stream, of which expert buffer; the rows of each expert, if the host knows."""
+    """A dispatch that was enqueued, of which expert buffer; the rows of each expert, if the host knows."""
 
     made: Made
     result: Any

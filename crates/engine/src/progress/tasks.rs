@@ -18,6 +18,8 @@ pub(crate) struct Tasks {
     list: Mutex<List>,
     /// The list is not empty. Changed under its lock.
     any: AtomicBool,
+    /// Held by the thread that runs tasks: two would start them in another order.
+    running: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -69,13 +71,15 @@ impl Progress {
         }
     }
 
-    /// Runs some of the tasks; whether there were any. Without any lock: a task may start operations.
+    /// Runs some of the tasks; whether there were any. Without the worker's lock: a task may start operations.
     #[inline]
     pub(super) fn run_tasks(&self) -> bool {
         self.tasks.any.load(Ordering::Acquire) && self.run_some()
     }
 
     fn run_some(&self) -> bool {
+        // A task that makes progress runs no other one meanwhile.
+        let Some(_running) = self.tasks.running.try_lock() else { return false };
         let mut ran = false;
         for _ in 0..AT_ONCE {
             let Some(task) = self.tasks.pop() else { break };
