@@ -17,7 +17,7 @@ from ..parsing import parse_address, resolve
 from ..point_to_point.channel import Channel
 from ..processes import Message
 from .links import Rail, loopback_rails
-from .netlink import interfaces, route
+from .netlink import dropped_by_rail, route
 from .probes import Responder
 from .survey import ANSWER_S, DOCTOR_PORT, MOST_RAILS, version_in
 
@@ -133,8 +133,3 @@ def _route(pair: Any, rails: dict[str, Rail]) -> dict[str, Any]:
         return dataclasses.asdict(route(to, rails[name].address))
     except OSError as error:
         raise Failure(f"the other end asked for the route to {to[:60]!r}: {error.strerror or error}") from None
-
-
-def dropped_by_rail() -> dict[str, int]:
-    """Packets that each interface of this machine has lost so far."""
-    return {one.name: one.dropped + one.errors for one in interfaces() if not one.loopback}

@@ -119,6 +119,11 @@ def interfaces() -> list[Interface]:
     return sorted(found, key=lambda interface: interface.index)
 
 
+def dropped_by_rail() -> dict[str, int]:
+    """Packets that each interface of this machine but loopback has lost so far. Raises OSError."""
+    return {one.name: one.dropped + one.errors for one in interfaces() if not one.loopback}
+
+
 def route(to: str, source: str) -> Route:
     """How the kernel would send from the local address ``source`` to the address ``to``. Raises OSError."""
     family = socket.AF_INET6 if ":" in to else socket.AF_INET

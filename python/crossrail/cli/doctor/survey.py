@@ -23,7 +23,7 @@ from ..point_to_point.channel import Channel
 from ..processes import Message
 from .finding import Machine, text_of
 from .links import Rail, loopback_rails, pair_rails
-from .netlink import Route, route
+from .netlink import Route, dropped_by_rail, route
 from .probes import REACH_S, SLACK_S, SURE_TRIES, TOKEN_LEN, Load, Ports, load, path_mtu, reach
 
 DOCTOR_PORT = 18179
@@ -350,8 +350,6 @@ def _better(one: tuple[Load, Load] | None, other: tuple[Load, Load]) -> tuple[Lo
 
 def _dropped(channel: Channel, found: Survey) -> dict[str, int]:
     """Packets lost so far, by rail and end."""
-    from .listener import dropped_by_rail
-
     counts = {f"{name} here": count for name, count in dropped_by_rail().items()}
     theirs = channel.request({"do": "dropped"}, ANSWER_S).get("dropped")
     for rail in found.theirs:
