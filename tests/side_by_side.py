@@ -3,13 +3,14 @@
     python tests/side_by_side.py "make lint-rust test-rust" "make lint-python test-python"
 
 The first one's output appears as it comes; the second one's is kept until then, and ends the whole. Exit code: the
-first that is not 0. Ctrl-C ends both, as they are of one process group.
+first that is not 0. Ctrl-C ends both, as they are of one process group, and the exit code is 130.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,4 +48,7 @@ def show(process: subprocess.Popen[bytes], output: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +42,22 @@ def test_it_takes_two_commands() -> None:
         [sys.executable, str(PROGRAM), "true"], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2 and "side by side" in done.stderr
+
+
+def test_ctrl_c_ends_both_without_a_traceback() -> None:
+    forever = f"exec {sys.executable} -c 'print(1, flush=True); import signal; signal.pause()'"
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), forever, forever],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Whoever started the tests in the background ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as both:
+        assert both.stdout is not None
+        assert both.stdout.readline() == "1\n"
+        os.killpg(both.pid, signal.SIGINT)
+        _, told = both.communicate(timeout=60)
+    assert both.returncode == 130
+    assert "side_by_side.py" not in told
