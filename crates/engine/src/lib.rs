@@ -43,4 +43,4 @@ pub use crossrail_types::{
     Channels, Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Reason, Result, Secret, Settings, Unpack,
 };
 pub use memory::{Buffer, Memory, Place, Ready, RegionKey};
-pub use session::{Candidate, Explain};
+pub use session::{Candidate, Explain, Turn};

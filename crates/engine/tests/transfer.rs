@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use crossrail::{
-    Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Protocol, Request, Settings, Worker, WorkerOptions,
+    Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Op, Protocol, Request, Settings, Turn, Worker, WorkerOptions,
 };
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
@@ -517,15 +517,23 @@ fn tasks_keep_their_order_where_several_threads_make_progress() {
 }
 
 #[test]
-fn a_worker_may_send_longer_messages_with_their_first_frame() {
-    let context = context(&[("CROSSRAIL_TLS", "tcp")]);
-    for (eager_max, expected) in [(64 << 10, Protocol::Chunks), (128 << 10, Protocol::Eager)] {
-        let a = Worker::new(&context, WorkerOptions { eager_max, ..WorkerOptions::default() }).unwrap();
-        let b = Worker::new(&context, WorkerOptions::default()).unwrap();
-        let to_b = a.connect(&b.address(), &ConnectOptions::default()).unwrap();
+fn endpoints_among_which_messages_take_turns_send_longer_ones_with_their_first_frame() {
+    let cases = [
+        ("127.0.0.1", Turn { index: 0, of: 1, eager_max: 64 << 10 }, "tcp/127.0.0.1", Protocol::Chunks),
+        ("127.0.0.1", Turn { index: 0, of: 1, eager_max: 128 << 10 }, "tcp/127.0.0.1", Protocol::Eager),
+        ("127.0.0.1,127.0.0.2", Turn { index: 1, of: 2, eager_max: 128 << 10 }, "tcp/127.0.0.2", Protocol::Eager),
+        ("127.0.0.1,127.0.0.2", Turn { index: 1, of: 3, eager_max: 128 << 10 }, "tcp/127.0.0.2", Protocol::Chunks),
+    ];
+    for (rails, turn, small, expected) in cases {
+        let context = context(&[("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_NET_DEVICES", rails)]);
+        let [a, b] = [(); 2].map(|()| Worker::new(&context, WorkerOptions::default()).unwrap());
+        let to_b = a.connect(&b.address(), &ConnectOptions { turn, ..ConnectOptions::default() }).unwrap();
+        let to_a = b.accept(LIMIT).unwrap();
+        assert_eq!([to_b.explain().small, to_a.explain().small], [small; 2], "{turn:?} over {rails}");
         let sent = pattern(128 << 10, 3);
         let receive = b.recv(vec![0; sent.len()], 1, u64::MAX, None).unwrap();
-        assert_eq!(to_b.send(sent.clone(), 1).unwrap().wait(LIMIT).unwrap().protocol, expected);
+        let receipt = to_b.send(sent.clone(), 1).unwrap().wait(LIMIT).unwrap();
+        assert_eq!(receipt.protocol, expected, "{turn:?} over {rails}");
         receive.wait(LIMIT).unwrap();
         assert_eq!(receive.into_vec(), Some(sent));
     }

@@ -365,7 +365,8 @@ impl Meeting {
             let changes = self.group.changes();
             let left = deadline.saturating_duration_since(Instant::now());
             let require = if near { None } else { Some("tcp".to_owned()) };
-            match self.worker.connect(&announcement.address, &ConnectOptions { require, timeout: Some(left) }) {
+            let options = ConnectOptions { require, timeout: Some(left), ..ConnectOptions::default() };
+            match self.worker.connect(&announcement.address, &options) {
                 Ok(endpoint) => return Ok(Connection { rank, near, endpoint, dialled: Some(announcement.address) }),
                 // The announcement of a process that has ended stays in the store until its lease expires.
                 Err(error) if error.kind == ErrorKind::Unreachable && Instant::now() < deadline => {

@@ -36,8 +36,6 @@ pub(crate) struct Device {
     pub(crate) host: String,
     /// Addresses of rails that reach other machines, the fastest first.
     pub(crate) addresses: Vec<IpAddr>,
-    /// How many rails lead to other machines, or to this one where none does.
-    pub(crate) rail_count: usize,
     /// The rails, for the log.
     pub(crate) rails: String,
 }
@@ -77,7 +75,6 @@ fn from_rails(rails: &[&DeviceInfo], nics: &[Nic], boot_id: &str, host: &str) ->
         machine: hash(&boot_id),
         host: host.to_owned(),
         addresses: remote.iter().filter_map(|rail| rail.address).filter(|ip| !is_link_local(ip)).collect(),
-        rail_count: used.len(),
         rails: used.iter().map(shown).collect::<Vec<_>>().join(", "),
     }
 }

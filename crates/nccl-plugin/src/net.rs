@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker};
+use crossrail::{ConnectOptions, Context, Endpoint, Settings, Turn, Worker};
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Filter, IoThreads, Result};
 use slab::Slab;
@@ -36,14 +36,18 @@ impl Process {
     /// # Errors
     /// `Config` for invalid settings, `Io` when the system does not list its devices.
     pub(crate) fn get() -> Result<&'static Process> {
-        PROCESS.get_or_init(Process::discover).as_ref().map_err(Clone::clone)
+        let discover = || Process::of(Settings::from_env()?, |name| std::env::var_os(name).is_some());
+        PROCESS.get_or_init(discover).as_ref().map_err(Clone::clone)
     }
 
-    fn discover() -> Result<Process> {
-        let mut settings = Settings::from_env()?;
+    /// With these settings, of which the user has set those that `is_set` says.
+    ///
+    /// # Errors
+    /// As [`Process::get`].
+    pub(crate) fn of(mut settings: Settings, is_set: impl Fn(&str) -> bool) -> Result<Process> {
         // NCCL hands over host memory only; direct copies between GPUs are its own.
         settings.tls = without(&settings.tls, "cuda_ipc");
-        let workers = tune(&mut settings, |name| std::env::var_os(name).is_some());
+        let workers = tune(&mut settings, is_set);
         let context = Context::new(settings)?;
         let device = Device::describe(&context)?;
         let threads = if workers == 1 { String::new() } else { format!("; {workers} threads") };
@@ -169,13 +173,7 @@ impl Net {
         let listen = listens.then(|| device.addresses.iter().map(|ip| SocketAddr::new(*ip, 0)).collect());
         // Unique, since the accepting end finds its endpoints by this name.
         let name = format!("{}:{}#{:016x}", device.host, std::process::id(), self.id);
-        let started = Arc::new(Workers::start(
-            &self.process.context,
-            self.count,
-            (device.rail_count, self.hands_over),
-            &name,
-            listen,
-        )?);
+        let started = Arc::new(Workers::start(&self.process.context, self.count, &name, listen)?);
         *workers = Some(started.clone());
         Ok(started)
     }
@@ -198,16 +196,16 @@ impl Net {
         let link = Arc::new(Link(Mutex::new(None)));
         let target = link.clone();
         self.links.lock().insert(handle.network, link.clone());
-        let timeout = self.settings().timeout;
+        let (timeout, hands_over) = (self.settings().timeout, self.hands_over);
         let dial = move || {
             let count = workers.len().min(handle.ports.len());
-            let made = (0..count)
-                .map(|index| connect(workers.worker(index), &handle.worker(index), timeout))
-                .collect::<Result<Vec<_>>>();
-            if let Ok([first, ..]) = made.as_deref() {
-                let lanes: Vec<String> = first.lanes().into_iter().map(|lane| lane.name).collect();
-                let times = if count == 1 { String::new() } else { format!(", {count} times") };
-                log::info(format_args!("connected to {} over {}{times}", first.peer(), lanes.join(", ")));
+            let connect = |index| {
+                let turn = workers::turn(index, count, hands_over);
+                connect(workers.worker(index), &handle.worker(index), timeout, turn)
+            };
+            let made = (0..count).map(connect).collect::<Result<Vec<_>>>();
+            if let Ok(endpoints @ [first, ..]) = made.as_deref() {
+                log::info(format_args!("connected to {} over {}", first.peer(), lanes_of(endpoints)));
             }
             *target.0.lock() = Some(made);
         };
@@ -216,6 +214,13 @@ impl Net {
             .spawn(dial)
             .map_err(|error| Error::io("connect", "pthread_create", &error))?;
         Ok(link)
+    }
+
+    /// The endpoints of all links that have come up.
+    #[cfg(test)]
+    pub(crate) fn endpoints(&self) -> Vec<Endpoint> {
+        let links = self.links.lock();
+        links.values().filter_map(|link| link.endpoints().ok()?).flatten().collect()
     }
 
     /// Ends the workers: their connections close, their threads end.
@@ -228,12 +233,31 @@ impl Net {
     }
 }
 
-fn connect(worker: &Worker, addresses: &[SocketAddr], timeout: std::time::Duration) -> Result<Endpoint> {
+/// The lanes of a link, for the log: `tcp/eth1, tcp/eth2, tcp/eth1:messages (2 times), tcp/eth2:messages (2 times)`.
+fn lanes_of(endpoints: &[Endpoint]) -> String {
+    let lanes = endpoints.iter().flat_map(Endpoint::lanes).map(|lane| lane.name);
+    counted(lanes).join(", ")
+}
+
+/// Each name once, and how often there is more than one.
+fn counted(names: impl Iterator<Item = String>) -> Vec<String> {
+    let mut found: Vec<(String, usize)> = Vec::new();
+    for name in names {
+        match found.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, count)) => *count += 1,
+            None => found.push((name, 1)),
+        }
+    }
+    let text = |(name, count)| if count == 1 { name } else { format!("{name} ({count} times)") };
+    found.into_iter().map(text).collect()
+}
+
+fn connect(worker: &Worker, addresses: &[SocketAddr], timeout: std::time::Duration, turn: Turn) -> Result<Endpoint> {
     let deadline = Instant::now() + timeout;
     let mut failure = Error::new(ErrorKind::Unreachable, "connect", "the handle has no address");
     for address in addresses {
         let left = deadline.saturating_duration_since(Instant::now());
-        let options = ConnectOptions { require: None, timeout: Some(left) };
+        let options = ConnectOptions { require: None, timeout: Some(left), turn };
         match worker.connect(address.to_string().as_bytes(), &options) {
             Ok(endpoint) => return Ok(endpoint),
             Err(error) if matches!(error.kind, ErrorKind::Unreachable | ErrorKind::Timeout) => failure = error,
@@ -257,6 +281,13 @@ mod tests {
         };
         assert_eq!(tuned("3", &[]), (CHUNK, 3));
         assert_eq!(tuned("auto", &["CROSSRAIL_CHUNK"]).0, Settings::default().chunk);
+    }
+
+    #[test]
+    fn lanes_of_several_workers_are_logged_once() {
+        let names = ["tcp/eth1", "tcp/eth1:messages", "tcp/eth1", "tcp/eth2:messages"].map(str::to_owned);
+        let shown = counted(names.into_iter());
+        assert_eq!(shown, ["tcp/eth1 (2 times)", "tcp/eth1:messages", "tcp/eth2:messages"]);
     }
 
     #[test]

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use crossrail_nccl_abi::{HANDLE_LEN, INVALID_ARGUMENT, NetV12, PTR_CUDA, PTR_HOST, REMOTE_ERROR, SUCCESS};
 use crossrail_nccl_driver::{Lanes, Memory, Network, Plugin, Receiver, Sender};
 
+mod rails;
+
 use crate::net::{Net, Process};
 use crate::{TABLE_V8, TABLE_V9, TABLE_V10, TABLE_V11, TABLE_V12};
 
@@ -107,10 +109,11 @@ impl Pair {
     /// Networks with so many workers each. `hands_over`: those start transfers.
     fn of_workers(counts: [usize; 2], hands_over: bool) -> Pair {
         let process = Process::get().expect("settings");
-        Pair::connected(counts.map(|count| {
-            let net = Net::of(process, count, hands_over).expect("a network");
-            Arc::into_raw(net).cast_mut().cast()
-        }))
+        Pair::of_nets(counts.map(|count| Net::of(process, count, hands_over).expect("a network")))
+    }
+
+    fn of_nets(nets: [Arc<Net>; 2]) -> Pair {
+        Pair::connected(nets.map(|net| Arc::into_raw(net).cast_mut().cast()))
     }
 
     fn connected(contexts: [*mut c_void; 2]) -> Pair {

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::thread::available_parallelism;
 use std::time::Duration;
 
-use crossrail::{Context, Endpoint, Worker, WorkerOptions};
+use crossrail::{Context, Endpoint, Turn, Worker, WorkerOptions};
 use crossrail_locks::Mutex;
 use crossrail_types::{IoThreads, Result};
 
@@ -25,7 +25,7 @@ const LINGER: Duration = Duration::from_millis(1);
 /// Cores from which on a worker's thread starts transfers: with fewer, NCCL's thread would only wait for that one to run.
 const HAND_OVER_FROM: usize = 4;
 /// Largest message that goes without being asked for: NCCL's pieces of sends and receives. The messages of a worker go
-/// over one connection, but there are several workers.
+/// over one connection, which each worker has on another rail.
 const EAGER_MAX: usize = 128 << 10;
 
 /// How many workers a network has.
@@ -41,10 +41,11 @@ pub(crate) fn hand_over() -> bool {
     available_parallelism().is_ok_and(|cores| cores.get() >= HAND_OVER_FROM)
 }
 
-/// Largest message that goes without being asked for: the usual over several rails, which only chunks are spread over, and
-/// where NCCL's thread would send it.
-fn eager_max(rails: usize, hands_over: bool) -> usize {
-    if rails == 1 && hands_over { EAGER_MAX } else { WorkerOptions::default().eager_max }
+/// The place of the worker `index` among so many that are connected to one peer. `hands_over`: they start transfers;
+/// where NCCL's thread does, it is not to send long messages itself.
+pub(crate) fn turn(index: usize, of: usize, hands_over: bool) -> Turn {
+    let eager_max = if hands_over { EAGER_MAX } else { Turn::default().eager_max };
+    Turn { index, of, eager_max }
 }
 
 fn usual(cores: usize) -> usize {
@@ -68,21 +69,19 @@ fn name_of(network: &str, index: usize) -> String {
 }
 
 impl Workers {
-    /// Starts `count` workers of the network `name`, which has so many rails. `hands_over`: they start transfers.
+    /// Starts `count` workers of the network `name`.
     ///
     /// # Errors
     /// As [`Worker::new`].
     pub(crate) fn start(
         context: &Context,
         count: usize,
-        (rails, hands_over): (usize, bool),
         name: &str,
         listen: Option<Vec<SocketAddr>>,
     ) -> Result<Workers> {
         let start = |index| {
             let (name, listen) = (Some(name_of(name, index)), listen.clone());
-            let eager_max = eager_max(rails, hands_over);
-            let options = WorkerOptions { name, listen, linger: LINGER, eager_max, ..WorkerOptions::default() };
+            let options = WorkerOptions { name, listen, linger: LINGER, ..WorkerOptions::default() };
             Ok(Seat { worker: Worker::new(context, options)?, accepted: Mutex::default() })
         };
         Ok(Workers { seats: (0..count).map(start).collect::<Result<_>>()? })
@@ -141,8 +140,8 @@ mod tests {
     }
 
     #[test]
-    fn pieces_go_unasked_over_one_rail_by_the_workers_threads() {
-        let usual = WorkerOptions::default().eager_max;
-        assert_eq!([eager_max(1, true), eager_max(4, true), eager_max(1, false)], [EAGER_MAX, usual, usual]);
+    fn pieces_go_unasked_by_the_workers_threads() {
+        assert_eq!(turn(1, 4, true), Turn { index: 1, of: 4, eager_max: EAGER_MAX });
+        assert_eq!(turn(0, 1, false), Turn::default());
     }
 }

@@ -106,7 +106,8 @@ impl Worker {
                 errors::usage(py, "connect", detail, "pass 'host:port', or the bytes of the other worker's address()")
             })?,
         };
-        let options = ConnectOptions { require, timeout: wait::seconds(py, "connect", timeout)? };
+        let timeout = wait::seconds(py, "connect", timeout)?;
+        let options = ConnectOptions { require, timeout, ..ConnectOptions::default() };
         let worker = slf.get().native().clone();
         let native = wait::apart(py, move || worker.connect(&to, &options))?;
         Ok(Endpoint::new(native, slf.clone().unbind()))

@@ -13,7 +13,7 @@ use crate::memory::Buffer;
 use crate::progress::{Manner, Progress, SessionEvents};
 use crate::session::registry;
 use crate::session::transport::Transports;
-use crate::session::{EAGER_LIMIT, ListenOptions, Sessions};
+use crate::session::{ListenOptions, Sessions, Turn};
 
 /// How a worker is made.
 #[derive(Clone, Debug)]
@@ -29,21 +29,11 @@ pub struct WorkerOptions {
     /// How long that thread polls after anything last moved, before it sleeps. Waking it takes tens of microseconds;
     /// polling takes a processor. Nothing by default.
     pub linger: Duration,
-    /// Largest message that goes with its first frame over TCP, in bytes, without asking the receiver first; all of it
-    /// goes over one connection. 64 KiB by default.
-    pub eager_max: usize,
 }
 
 impl Default for WorkerOptions {
     fn default() -> WorkerOptions {
-        WorkerOptions {
-            name: None,
-            listen: None,
-            unix: true,
-            background: true,
-            linger: Duration::ZERO,
-            eager_max: EAGER_LIMIT,
-        }
+        WorkerOptions { name: None, listen: None, unix: true, background: true, linger: Duration::ZERO }
     }
 }
 
@@ -55,6 +45,8 @@ pub struct ConnectOptions {
     pub require: Option<String>,
     /// How long it may take; `CROSSRAIL_TIMEOUT` by default.
     pub timeout: Option<Duration>,
+    /// For callers whose messages take turns between several endpoints to one peer.
+    pub turn: Turn,
 }
 
 /// Progress, one address, and the endpoints made from it.
@@ -105,8 +97,8 @@ impl Worker {
     /// [`Worker::new`] with these transports.
     pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
         context.environment().origin().check("worker")?;
-        let WorkerOptions { name, listen: addresses, unix, background, linger, eager_max } = options;
-        let manner = Manner { has_background: background, linger, eager_max };
+        let WorkerOptions { name, listen: addresses, unix, background, linger } = options;
+        let manner = Manner { has_background: background, linger };
         let progress = Progress::new(context.environment(), manner)?;
         let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }, transports) {
             Ok(sessions) => sessions,
@@ -144,7 +136,7 @@ impl Worker {
     /// an address nor `host:port`), `Unsupported` (nothing that `require` permits is possible; the text says why).
     pub fn connect(&self, to: &[u8], options: &ConnectOptions) -> Result<Endpoint> {
         self.progress_handle().check_origin("connect")?;
-        let id = self.sessions().connect(to, options.require.as_deref(), options.timeout)?;
+        let id = self.sessions().connect(to, options.require.as_deref(), options.timeout, options.turn)?;
         let claim = self.progress_handle().core().peers().claim(id);
         Ok(Endpoint::new(self, claim))
     }

@@ -57,8 +57,6 @@ pub(crate) struct Manner {
     pub(crate) has_background: bool,
     /// How long it polls after anything last moved.
     pub(crate) linger: Duration,
-    /// Largest message that goes with its first frame over TCP.
-    pub(crate) eager_max: usize,
 }
 
 /// One worker's locked [`Core`], and everything that drives it.
@@ -204,10 +202,6 @@ impl Progress {
     /// Locks the core; `None` in a forked child, in which nobody may ever release the lock.
     pub(crate) fn core_here(&self) -> Option<MutexGuard<'_, Core>> {
         self.origin.is_here().then(|| self.core())
-    }
-
-    pub(crate) fn manner(&self) -> Manner {
-        self.manner
     }
 
     pub(crate) fn environment(&self) -> &Arc<Environment> {

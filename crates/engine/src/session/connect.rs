@@ -10,6 +10,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, Rails, Resul
 
 use super::dialling::was_late;
 use super::explain::{Candidate, Explain};
+use super::messages::Turn;
 use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports};
 use super::{Sessions, cuda_ipc, own};
 use crate::core::gpu::Reach;
@@ -32,6 +33,7 @@ impl Sessions {
         to: &[u8],
         require: Option<&str>,
         timeout: Option<Duration>,
+        turn: Turn,
     ) -> Result<EndpointId> {
         let deadline = Instant::now() + timeout.unwrap_or(self.environment.settings().timeout);
         let mut required = self.transports.required(require)?;
@@ -59,7 +61,7 @@ impl Sessions {
         if insists && let Some(why) = cuda_ipc::reason(self, &peer, &Refused::default()) {
             return Err(no_gpus(&why).with_peer(peer.name));
         }
-        let mut attempt = Attempt { deadline, refused: Refused::default() };
+        let mut attempt = Attempt { deadline, refused: Refused::default(), turn };
         if let Some(list) = require
             && required.is_some_and(|names| !names.iter().any(|name| name == "cuda_ipc"))
         {

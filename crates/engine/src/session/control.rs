@@ -12,6 +12,7 @@ use crossrail_topology::NetDevice;
 use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Log, Reason, Result};
 
 use super::Sessions;
+use super::costs::EAGER_LIMIT;
 use super::rail_pairs::RailPair;
 use super::tcp;
 use super::transport::Announcement;
@@ -56,6 +57,8 @@ struct ControlConnection {
     /// TCP: the rails that lanes are dialled over, by number: all of them at the connecting end, those that it has
     /// dialled at the other.
     rails: HashMap<u16, RailPair>,
+    /// TCP: messages up to here go with their first frame.
+    eager_max: usize,
     /// TCP: lanes that are up, and how many the connecting end announced.
     lanes: usize,
     expected: Option<usize>,
@@ -90,10 +93,12 @@ impl ControlConnections {
         self.connections.lock().get(session).map(|connection| connection.endpoint)
     }
 
-    /// Records the rails of an endpoint, for dialling lost lanes again.
-    pub(super) fn set_rails(&self, endpoint: EndpointId, rails: Vec<RailPair>) {
+    /// Records the rails of an endpoint, for dialling lost lanes again, and the largest message that goes with its first
+    /// frame over them.
+    pub(super) fn set_rails(&self, endpoint: EndpointId, rails: Vec<RailPair>, eager_max: usize) {
         self.with(endpoint, |connection| {
             connection.rails = (0..).zip(rails).collect();
+            connection.eager_max = eager_max;
             Some(())
         });
     }
@@ -107,6 +112,11 @@ impl ControlConnections {
             connection.rails.entry(rail).or_insert_with(pair);
             Some(())
         });
+    }
+
+    /// Largest message that goes to this peer with its first frame over TCP.
+    pub(super) fn eager_max(&self, endpoint: EndpointId) -> usize {
+        self.with(endpoint, |connection| Some(connection.eager_max)).unwrap_or(EAGER_LIMIT)
     }
 
     /// Whether this end connected.
@@ -217,6 +227,7 @@ impl ControlConnection {
             announced: false,
             lost: false,
             rails: HashMap::new(),
+            eager_max: EAGER_LIMIT,
             lanes: 0,
             expected: None,
             accepted: false,

@@ -162,7 +162,8 @@ mod tests {
         assert!(row.reason.as_deref().is_some_and(|why| why.contains("the peer's CROSSRAIL_TLS")), "{explain}");
         exchange(&there, &b, 8);
         exchange(&back, &a, 100_000);
-        let require = ConnectOptions { require: Some("loopback".to_owned()), timeout: LIMIT };
+        let require =
+            ConnectOptions { require: Some("loopback".to_owned()), timeout: LIMIT, ..ConnectOptions::default() };
         let error = a.connect(&b.address(), &require).expect_err("not there");
         assert_eq!(error.kind, ErrorKind::Unsupported);
         assert!(error.detail.contains("loopback: the peer's CROSSRAIL_TLS leaves it out"), "{error}");

@@ -9,6 +9,7 @@ mod dialling;
 #[cfg(test)]
 mod example;
 mod explain;
+mod messages;
 mod own;
 mod rail_pairs;
 mod redial;
@@ -29,8 +30,8 @@ use crossrail_locks::Mutex;
 use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
 
 use self::control::ControlConnections;
-pub(crate) use self::costs::EAGER_LIMIT;
 pub use self::explain::{Candidate, Explain};
+pub use self::messages::Turn;
 use self::redial::Redialer;
 use self::transport::Transports;
 use crate::core::{Claim, gone};

@@ -11,11 +11,12 @@ use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{Channels, Checksum, EndpointId, Error, ErrorKind, Filter, Rails, Result};
 
 use super::Sessions;
-use super::costs::{Cost, EAGER_LIMIT};
+use super::costs::Cost;
 use super::dialling::{DIAL_MAX, binding, dial_until};
 use super::explain::{self, Candidate};
+use super::messages::{self, Messages};
 use super::rail_pairs::{self, RailPair};
-use super::transport::{Announcement, Attempt, Availability, Choice, Local, Transport};
+use super::transport::{Announcement, Attempt, Availability, Local, Transport};
 use crate::core::{Among, BulkLane, LaneRecord, LostRail, gone};
 use crate::environment::Breadth;
 
@@ -157,7 +158,8 @@ pub(super) fn connect(
         return Err(no_rail(sessions, &session.peer)?);
     }
     let channels = sessions.environment.settings().channels.first() as u16;
-    let mut names = vec![carrier.name_of(0, MESSAGE_CHANNEL)];
+    let messages = Messages::over(carrier, &rails, attempt.turn);
+    let mut names = vec![carrier.name_of(messages.rail, MESSAGE_CHANNEL)];
     for rail in 0..rails.len() as u16 {
         names.extend((0..channels).map(|channel| carrier.name_of(rail, channel)));
     }
@@ -197,23 +199,28 @@ pub(super) fn connect(
         let reason = reasons.into_iter().flatten().next().unwrap_or_default();
         return Err(Error::new(ErrorKind::Unreachable, "connect", format!("no rail came up: {reason}")).with_peer(peer));
     }
+    // The first rail stands in for one whose connection for messages did not come up.
+    let is_up = |name: &LaneName| dialled.iter().any(|(dialled, result)| dialled == name && result.is_ok());
+    let own = Some(usize::from(messages.rail)).filter(|at| reasons[*at].is_none() && is_up(&names[0]));
+    let small = own.or_else(|| reasons.iter().position(Option::is_none));
     let lost: Vec<LaneName> = dialled.iter().filter(|(_, r)| r.is_err()).map(|(name, _)| *name).collect();
     let count = (dialled.len() - lost.len()) as u16;
     let rows = candidates(carrier, sessions, &session.peer).into_iter().map(|row| {
         let at = rails.iter().position(|rail| row.device.as_ref() == Some(&rail.mine.name));
         match at.map(|at| &reasons[at]) {
-            Some(None) => row.chosen(if at == Some(0) { &["small", "large"] } else { &["large"] }),
+            Some(None) => messages::used(row, at == small),
             Some(Some(reason)) => row.missed(reason),
             None if row.reason.is_some() => row,
             None => row.slower(),
         }
     });
-    let choice = choice(rows.collect(), eager_max(sessions, carrier), checksum_of(carrier, session.ticket.checksum));
+    let checksum = checksum_of(carrier, session.ticket.checksum);
+    let choice = messages::choice(rows.collect(), messages.eager_max, checksum);
     let paired = |row: &Candidate| rails.iter().any(|rail| row.device.as_ref() == Some(&rail.mine.name));
     warn_of_unused(sessions, &session.peer, choice.rows.iter().filter(|row| !paired(row)));
     let endpoint = sessions.add_endpoint(transport, &peer, Some(&session.peer), choice, &attempt.refused)?;
     sessions.announce(endpoint, session, transport.announcement().unwrap_or(ANNOUNCEMENT), count.to_le_bytes())?;
-    sessions.control.set_rails(endpoint, rails.clone());
+    sessions.control.set_rails(endpoint, rails.clone(), messages.eager_max);
     for (name, result) in dialled {
         let rail = &rails[usize::from(name.rail)];
         if let Ok(lane) = result {
@@ -291,21 +298,6 @@ fn warn_of_unused<'a>(sessions: &Sessions, peer: &Hello, rows: impl Iterator<Ite
 /// The checksum that frames over this carrier have.
 fn checksum_of(carrier: Carrier, checksum: Checksum) -> Checksum {
     if carrier == Carrier::Sockets { checksum } else { Checksum::Off }
-}
-
-/// Largest message that goes with its first frame.
-fn eager_max(sessions: &Sessions, carrier: Carrier) -> usize {
-    if carrier == Carrier::Sockets { sessions.progress.manner().eager_max } else { EAGER_LIMIT }
-}
-
-fn choice(rows: Vec<Candidate>, eager_max: usize, checksum: Checksum) -> Choice {
-    let chosen: Vec<_> = rows.iter().filter(|row| !row.chosen_for.is_empty()).map(|row| row.lane.clone()).collect();
-    let small = chosen.first().cloned().unwrap_or_default();
-    let mut large = explain::from_size(eager_max, &chosen.join(" "));
-    if checksum != Checksum::Off {
-        large.push_str(&format!(" (checksum {checksum})"));
-    }
-    Choice { small, large, rows }
 }
 
 /// Where a lane arrived.
@@ -451,22 +443,24 @@ pub(super) fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId,
         };
         arrived.iter().any(of)
     };
-    let mut rows: Vec<Candidate> = Vec::new();
-    for row in candidates(carrier, sessions, &peer) {
-        let first = rows.iter().all(|known| known.chosen_for.is_empty());
-        rows.push(match (uses(&row), &row.reason) {
-            (true, _) => Candidate { reason: None, ..row }.chosen(if first { &["small", "large"] } else { &["large"] }),
-            (false, Some(_)) => row,
-            (false, None) => row.missed("the peer could not reach it"),
-        });
+    let mut rows = candidates(carrier, sessions, &peer);
+    let carries_messages = |row: &Candidate| arrived.contains(&format!("{}:messages", row.lane));
+    let small = rows.iter().position(carries_messages).or_else(|| rows.iter().position(uses));
+    for (at, row) in rows.iter_mut().enumerate() {
+        match (uses(row), &row.reason) {
+            (true, _) => *row = messages::used(Candidate { reason: None, ..row.clone() }, small == Some(at)),
+            (false, Some(_)) => {}
+            (false, None) => *row = row.clone().missed("the peer could not reach it"),
+        }
     }
     warn_of_unused(sessions, &peer, rows.iter());
     let transport: &dyn Transport = if carrier == Carrier::Ucx { &super::ucx::Ucx } else { &Tcp };
+    let checksum = checksum_of(carrier, sessions.control.checksum(endpoint));
     sessions.explain_accepted(
         transport,
         endpoint,
         &peer,
-        choice(rows, eager_max(sessions, carrier), checksum_of(carrier, sessions.control.checksum(endpoint))),
+        messages::choice(rows, sessions.control.eager_max(endpoint), checksum),
     );
     sessions.arrived(endpoint);
 }
@@ -483,7 +477,7 @@ fn add_lane(
     rail: &LocalRail,
 ) -> Result<()> {
     let carrier = Carrier::of(name.channel);
-    let record = LaneRecord::of(&*lane, carrier.name(), eager_max(sessions, carrier));
+    let record = LaneRecord::of(&*lane, carrier.name(), sessions.control.eager_max(endpoint));
     let record = record.on_rail((name.rail, name.channel), rail.interface.clone()).over_socket();
     // UCX makes progress only while it is polled.
     let record = if carrier == Carrier::Sockets { record.resting() } else { record };

@@ -10,6 +10,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Result, Settings};
 
 use super::Sessions;
 use super::explain::Candidate;
+use super::messages::Turn;
 use crate::environment::Breadth;
 
 /// One way to reach peers.
@@ -138,6 +139,8 @@ pub(crate) struct Attempt {
     pub(crate) deadline: Instant,
     /// Why each transport that was tried before is not used.
     pub(crate) refused: Refused,
+    /// The place of the endpoint among others to this peer.
+    pub(crate) turn: Turn,
 }
 
 /// Why transports are not used, by name.
