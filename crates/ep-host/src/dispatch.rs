@@ -330,7 +330,7 @@ impl Dispatch {
         let mut meta = vec![0; rows * areas.meta_stride];
         // SAFETY: as above; max_tokens rows of metadata fit into a slot.
         unsafe { std::ptr::copy_nonoverlapping(slot.add(HEADER), meta.as_mut_ptr(), meta.len()) };
-        Received::read(config, areas, &meta, header.flags & flags::WEIGHTS != 0).map_err(broken)
+        Received::read(config, self.layout, areas, &meta, header.flags & flags::WEIGHTS != 0).map_err(broken)
     }
 
     /// Assigns every row its place: all metadata has arrived, or its sender is lost.
@@ -398,7 +398,7 @@ impl Dispatch {
             let from_scale = slot.wrapping_add(areas.slot_scales() + row * areas.scale).cast_const();
             for (_, expert, place) in received.selections(row, topk) {
                 let at = expert * most + place;
-                // SAFETY: experts and rows were checked, and an expert has at most `most` rows, so both places are
+                // SAFETY: experts and rows were checked, and an expert has at most `most` rows (Room), so both places are
                 // inside the area of this parity, which results of the dispatch before the last may still show but
                 // nobody else writes.
                 unsafe {

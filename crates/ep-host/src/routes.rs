@@ -276,9 +276,10 @@ impl Sent {
 }
 
 impl Received {
-    /// Decodes metadata. It is untrusted: another process wrote it.
+    /// Decodes metadata. It is untrusted: another process wrote it. What is accepted fits into the `layout`'s memory.
     pub(crate) fn read(
         config: &Config,
+        layout: Layout,
         areas: &Areas,
         bytes: &[u8],
         weighted: bool,
@@ -291,6 +292,7 @@ impl Received {
             weights: Vec::with_capacity(if weighted { rows * topk } else { 0 }),
             places: Vec::new(),
         };
+        let mut room = Room::new(config, layout, el);
         for entry in bytes.chunks_exact(areas.meta_stride) {
             let token = word::<4>(entry, 0).map_or(0, u32::from_ne_bytes);
             if token as usize >= config.max_tokens {
@@ -298,13 +300,19 @@ impl Received {
             }
             received.tokens.push(token);
             let (experts, rest) = entry[8..].split_at(2 * topk);
+            let mut selections = 0;
             for place in experts.as_chunks::<2>().0 {
                 let expert = u16::from_ne_bytes(*place);
                 if expert != NO_EXPERT && usize::from(expert) >= el {
                     return Err(format!("a row for local expert {expert} of {el}"));
                 }
+                if expert != NO_EXPERT {
+                    room.take(usize::from(expert))?;
+                    selections += 1;
+                }
                 received.experts.push(expert);
             }
+            room.fits_back(selections)?;
             if weighted {
                 received
                     .weights
@@ -312,6 +320,45 @@ impl Received {
             }
         }
         Ok(received)
+    }
+}
+
+/// What the expert layout has memory for of one rank's tokens. Distinct experts always fit.
+struct Room {
+    /// Selections of each expert so far; empty in the rank layout, where a token has one row whatever it selects.
+    taken: Vec<u32>,
+    /// The most selections of an expert: an expert has so many rows for each rank.
+    rows: u32,
+    /// The most selections of a token at one rank: so many outputs can be returned.
+    back: usize,
+}
+
+impl Room {
+    fn new(config: &Config, layout: Layout, experts: usize) -> Room {
+        let by_expert = layout == Layout::Expert;
+        Room {
+            taken: vec![0; if by_expert { experts } else { 0 }],
+            rows: config.max_tokens as u32,
+            back: if by_expert && !config.prereduce { config.most_local() } else { config.topk },
+        }
+    }
+
+    /// One more selection of an expert.
+    fn take(&mut self, expert: usize) -> std::result::Result<(), String> {
+        let Some(taken) = self.taken.get_mut(expert) else { return Ok(()) };
+        *taken += 1;
+        if *taken <= self.rows {
+            return Ok(());
+        }
+        Err(format!("expert {expert} is selected more than {} times, and has no more rows for one rank", self.rows))
+    }
+
+    /// So many selections of a token at one rank.
+    fn fits_back(&self, selections: usize) -> std::result::Result<(), String> {
+        if selections <= self.back {
+            return Ok(());
+        }
+        Err(format!("{selections} selections of a token where a rank returns at most {} outputs", self.back))
     }
 }
 

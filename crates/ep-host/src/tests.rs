@@ -126,7 +126,7 @@ fn metadata_comes_back_as_it_was_written() {
     let sent = Sent::new(&config, &input, &|_| true).expect("good ids");
     let mut bytes = Vec::new();
     sent.metadata(&config, &areas, 2, &input, &mut bytes);
-    let received = Received::read(&config, &areas, &bytes, true).expect("our own");
+    let received = Received::read(&config, Layout::Expert, &areas, &bytes, true).expect("our own");
     assert_eq!(received.tokens, [0, 1]);
     assert_eq!(received.experts, [NO_EXPERT, NO_EXPERT, 0, NO_EXPERT, 1, NO_EXPERT, NO_EXPERT, 0]);
     assert_eq!(received.weights, weights);
@@ -137,12 +137,14 @@ fn metadata_of_others_is_checked() {
     let config = config();
     let areas = Areas::new(&config);
     let mut entry = vec![0u8; areas.meta_stride];
-    Received::read(&config, &areas, &entry, true).expect("token 0 for expert 0");
+    Received::read(&config, Layout::Expert, &areas, &entry, true).expect("token 0 for expert 0");
     entry[8..10].copy_from_slice(&2u16.to_ne_bytes());
-    assert!(Received::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("expert 2 of 2")));
+    assert!(
+        Received::read(&config, Layout::Expert, &areas, &entry, true).is_err_and(|why| why.contains("expert 2 of 2"))
+    );
     entry[8..10].copy_from_slice(&0u16.to_ne_bytes());
     entry[..4].copy_from_slice(&5u32.to_ne_bytes());
-    assert!(Received::read(&config, &areas, &entry, true).is_err_and(|why| why.contains("token 5")));
+    assert!(Received::read(&config, Layout::Expert, &areas, &entry, true).is_err_and(|why| why.contains("token 5")));
     let mut random = 7u64;
     for _ in 0..2000 {
         let bytes: Vec<u8> = (0..3 * areas.meta_stride)
@@ -151,11 +153,36 @@ fn metadata_of_others_is_checked() {
                 (random >> 56) as u8 & 3
             })
             .collect();
-        if let Ok(received) = Received::read(&config, &areas, &bytes, true) {
+        if let Ok(received) = Received::read(&config, Layout::Expert, &areas, &bytes, true) {
             assert!(received.experts.iter().all(|expert| *expert == NO_EXPERT || *expert < 2));
             assert!(received.tokens.iter().all(|token| *token < 5));
         }
     }
+}
+
+/// An expert has so many rows for each rank: what it is sent beyond them would lie behind its memory.
+#[test]
+fn metadata_has_no_more_rows_than_there_is_memory_for() {
+    let config = config();
+    let areas = Areas::new(&config);
+    let rows = |experts: [u16; 4]| {
+        let mut entry = vec![0u8; areas.meta_stride];
+        entry[8..16].as_chunks_mut::<2>().0.iter_mut().zip(experts).for_each(|(to, id)| *to = id.to_ne_bytes());
+        entry.repeat(config.max_tokens)
+    };
+    let read = |config: &Config, layout, experts| Received::read(config, layout, &areas, &rows(experts), true);
+    assert!(read(&config, Layout::Expert, [0, 1, NO_EXPERT, NO_EXPERT]).is_ok());
+    for experts in [[0, 0, NO_EXPERT, NO_EXPERT], [1; 4]] {
+        let why = read(&config, Layout::Expert, experts).expect_err("10 rows of an expert, or 20");
+        assert!(why.contains("more than 5 times"), "{why}");
+        read(&config, Layout::Rank, experts).expect("a token has one row");
+    }
+    // Two experts: two outputs of a token can be returned.
+    let whole = Config { prereduce: false, max_tokens: 20, ..config.clone() };
+    read(&whole, Layout::Expert, [NO_EXPERT, 1, 1, NO_EXPERT]).expect("two outputs");
+    let why = read(&whole, Layout::Expert, [NO_EXPERT, 1, 1, 0]).expect_err("three outputs");
+    assert!(why.contains("3 selections of a token") && why.contains("2 outputs"), "{why}");
+    read(&whole, Layout::Rank, [1; 4]).expect("one row");
 }
 
 #[test]
