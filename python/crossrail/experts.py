@@ -362,8 +362,8 @@ class ExpertBuffer:
             e4m3 rows and f32 scales [T, H/128] (for ue8m0: u8, or four in an i32
             [T, H/512]) with any strides.
         topk_idx : array, i64 [T, topk]
-            Experts of each token, distinct; -1 for none. On a GPU also i32, and an
-            expert selected twice counts twice, undetected (see the guide on GPUs).
+            Experts of each token; -1 for none. One that is selected twice counts twice
+            (the guide on GPUs says how often there is room for). On a GPU also i32.
             Ignored with `handle`, as is `topk_weights`.
         topk_weights : array, f32 [T, topk], optional
             Weights of the experts. In the expert layout combine can take them

@@ -72,6 +72,8 @@ def some_cases(setup: Setup) -> list[Case]:
         Case(setup, layout="rank", tokens=none, seed=8),
         Case(setup, dropped=1.0, biases=1, seed=9),
         Case(setup, layout="rank", dropped=1.0, biases=1, seed=10),
+        Case(setup, repeats=True, biases=1, seed=11),
+        Case(setup, layout="rank", repeats=True, tokens=uneven, seed=12),
     ]
 
 

@@ -92,6 +92,8 @@ class Case:
     """The ranks whose experts are selected; all if not given."""
     lost: tuple[int, ...] = ()
     """Those of them that do not take part any more."""
+    repeats: bool = False
+    """Tokens select an expert twice."""
 
     def __post_init__(self) -> None:
         assert self.layout in self.setup.layouts
@@ -125,7 +127,22 @@ def inputs(case: Case, rank: int, again: bool = False) -> Inputs:
     tokens = case.tokens[rank] if case.tokens else setup.max_tokens
     active = None if case.active is None else list(case.active)
     idx, weights = ref.route(case.routing, tokens, setup.shape, rng, dropped=case.dropped, active=active)
+    if case.repeats and (setup.prereduce or setup.local_experts > 1):
+        repeat_experts(idx, setup.shape)
     return Inputs(rows(case, rank, tokens, again), idx, weights, biases(case, rank, tokens))
+
+
+def repeat_experts(topk_idx: Any, shape: Shape) -> None:
+    """Lets every other token select its first expert twice, and the next one not at all: there is room for as many
+    selections of an expert as there are tokens, and without prereduction for as many of a token as the expert's rank
+    has experts."""
+    for token, after in zip(topk_idx[::2], topk_idx[1::2], strict=False):
+        expert = token[0]
+        if expert < 0 or len(token) < 2:
+            continue
+        token[1:][shape.homes(token[1:]) == shape.homes(expert)] = -1
+        token[1] = expert
+        after[after == expert] = -1
 
 
 def rows(case: Case, rank: int, tokens: int, again: bool) -> Any:

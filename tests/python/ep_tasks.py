@@ -226,9 +226,8 @@ def _id(value: int) -> Change:
     return change
 
 
-def _twice(arguments: dict[str, Any], setup: Setup) -> None:
-    arguments["topk_idx"] = arguments["topk_idx"].copy()
-    arguments["topk_idx"][1] = 0
+def _too_often(arguments: dict[str, Any], setup: Setup) -> None:
+    arguments["topk_idx"] = np.zeros_like(arguments["topk_idx"])
 
 
 def _too_many(arguments: dict[str, Any], setup: Setup) -> None:
@@ -239,7 +238,7 @@ def _too_many(arguments: dict[str, Any], setup: Setup) -> None:
 MISTAKES: dict[str, Change] = {
     "an id too large": _id(1_000_000),
     "an id below -1": _id(-2),
-    "an expert twice": _twice,
+    "an expert too often": _too_often,
     "more tokens than M": _too_many,
     "x too narrow": _set("x", lambda x: x[:, :-8].copy()),
     "x of one dimension": _set("x", lambda x: x.reshape(-1)),

@@ -67,6 +67,7 @@ def cases(draw: st.DrawFn, setup: Setup) -> Case:
         out=draw(st.booleans()),
         split=draw(st.booleans()),
         cached=draw(st.booleans()),
+        repeats=draw(st.booleans()),
     )
 
 

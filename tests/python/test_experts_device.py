@@ -138,6 +138,8 @@ def test_arrays_are_where_the_gpu_is_told(name: str, narrow: bool) -> None:
         Case(setup, layout="rank", cached=True, seed=5),
         Case(setup, tokens=(0, 0), seed=6),
         Case(setup, layout="rank", tokens=(0, 0), seed=7),
+        Case(setup, repeats=True, seed=8),
+        Case(setup, layout="rank", repeats=True, seed=9),
     ):
         judge(case, run_all(case, narrow), on_gpu=True)
 

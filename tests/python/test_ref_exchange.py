@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ep_cases import repeat_experts
 
 from crossrail import ref
 from crossrail.ref import Dispatched, Layout, Shape
@@ -21,9 +22,16 @@ SHAPES = [
 
 
 class World:
-    """Random tokens on every rank of a shape; fewer than M on some, none on one."""
+    """Random tokens on every rank of a shape; fewer than M on some, none on one. `repeats`: experts are repeated."""
 
-    def __init__(self, shape: Shape, seed: int, routing: str = "uniform", active: list[int] | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        seed: int,
+        routing: str = "uniform",
+        active: list[int] | None = None,
+        repeats: bool = False,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.shape = shape
         self.active = list(range(shape.ranks)) if active is None else active
@@ -33,6 +41,8 @@ class World:
         for rank in self.active:
             tokens = 0 if rank == 1 else int(rng.integers(1, shape.max_tokens + 1))
             self.idx[rank], self.weights[rank] = ref.route(routing, tokens, shape, rng, dropped=0.1)
+            if repeats:
+                repeat_experts(self.idx[rank], shape)
             self.xs[rank] = ref.bf16_bits(rng.standard_normal((tokens, shape.hidden)))
 
     def dispatch(self, layout: Layout, **options: Any) -> list[Dispatched | None]:
@@ -55,8 +65,9 @@ def outputs(came: list[Dispatched | None], seed: int = 3) -> list[Any]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("routing", ["uniform", "skewed:1.5", "one"])
-def test_expert_layout(shape: Shape, routing: str) -> None:
-    world = World(shape, 1, routing)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_expert_layout(shape: Shape, routing: str, repeats: bool) -> None:
+    world = World(shape, 1, routing, repeats=repeats)
     came = world.dispatch("expert")
     for rank, one in enumerate(came):
         assert one is not None and one.source is not None and one.ranges is not None
@@ -67,7 +78,7 @@ def test_expert_layout(shape: Shape, routing: str) -> None:
             for source in range(shape.ranks):
                 begin = row
                 for token in range(len(world.idx[source])):
-                    if expert in world.idx[source][token]:
+                    for _ in range((world.idx[source][token] == expert).sum()):
                         np.testing.assert_array_equal(one.x[local, row], world.xs[source][token])
                         assert one.source[local, row] == token
                         row += 1
@@ -77,8 +88,9 @@ def test_expert_layout(shape: Shape, routing: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("alignment", [1, 4, 7])
-def test_rank_layout(shape: Shape, alignment: int) -> None:
-    world = World(shape, 2)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_rank_layout(shape: Shape, alignment: int, repeats: bool) -> None:
+    world = World(shape, 2, repeats=repeats)
     for rank, one in enumerate(world.dispatch("rank", expert_alignment=alignment)):
         assert one is not None and one.offsets is not None and one.topk_idx is not None
         assert one.topk_weights is not None
@@ -129,8 +141,9 @@ def by_hand(world: World, ys: list[Any], layout: Layout, prereduce: bool) -> lis
                 for k, expert in enumerate(world.idx[source][token]):
                     if expert >= 0:
                         rank, local = divmod(int(expert), shape.local_experts)
-                        before = [(s, t) for s, t in world.tokens(rank) if expert in world.idx[s][t]]
-                        y = ref.bf16_values(ys[rank][local, before.index((source, token))])
+                        before = [(s, t) for s, t in world.tokens(rank) for one in world.idx[s][t] if one == expert]
+                        nth = (world.idx[source][token][:k] == expert).sum()
+                        y = ref.bf16_values(ys[rank][local, before.index((source, token)) + nth])
                         weight = Fraction(float(world.weights[source][token, k]))
                         total = [a + weight * Fraction(float(b)) for a, b in zip(total, y, strict=True)]
             rows.append(total)
@@ -140,8 +153,9 @@ def by_hand(world: World, ys: list[Any], layout: Layout, prereduce: bool) -> lis
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("layout", "prereduce"), [("expert", True), ("expert", False), ("rank", True)])
-def test_combine_is_within_its_bound(shape: Shape, layout: Layout, prereduce: bool) -> None:
-    world = World(shape, 4)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_combine_is_within_its_bound(shape: Shape, layout: Layout, prereduce: bool, repeats: bool) -> None:
+    world = World(shape, 4, repeats=repeats)
     came = world.dispatch(layout)
     assert came[0] is not None
     ys = outputs(came)
@@ -275,7 +289,7 @@ def test_traffic_counts_rows_three_ways() -> None:
     [
         (np.array([[0, 4]]), "4"),
         (np.array([[-2, 0]]), "-2"),
-        (np.array([[1, 1]]), "twice"),
+        (np.tile(np.array([[1, 1]]), (8, 1)), "expert 1 16 times"),
         (np.zeros((1, 3), np.int64), "int64"),
         (np.array([[0, 1]], np.int32), "int32"),
         (np.tile(np.array([[0, 1]]), (9, 1)), "9 tokens"),

@@ -277,6 +277,11 @@ pub fn combine_expert_coded(
                 let (row, _) = rows.filter(|(_, row)| **row == (source, token)).nth(nth).unwrap();
                 let values = outputs[rank].row(within * most + row);
                 let weight = weighted.then(|| routing.weight(shape, source, token, k));
+                // Without prereduction a rank returns as many rows of a token as it may have experts of it.
+                let before = (0..k).filter(|k| routing.local(shape, source, token, *k, rank).is_some()).count();
+                if !shape.prereduce && before >= local {
+                    continue;
+                }
                 if shape.prereduce {
                     sums[rank].get_or_insert_with(|| Sum::new(shape)).add(values, weight);
                 } else {

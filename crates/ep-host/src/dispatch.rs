@@ -128,7 +128,7 @@ pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptio
         Some(routes) => Ok(Arc::clone(&routes.sent)),
         None => {
             let active = |rank: usize| view.peers[rank].as_ref().is_some_and(|peer| !peer.masked);
-            Sent::new(config, &input, &active).map(Arc::new)
+            Sent::new(config, layout, &input, &active).map(Arc::new)
         }
     });
     view.operations += 1;

@@ -184,8 +184,14 @@ impl Sent {
         Sent { to: (0..ranks).map(|_| SendList::default()).collect(), first_destination: vec![0], ..Sent::default() }
     }
 
-    /// Routes the tokens by `topk_idx`; ranks that are not `reachable` are sent nothing.
-    pub(crate) fn new(config: &Config, input: &Input, reachable: &dyn Fn(usize) -> bool) -> Result<Sent> {
+    /// Routes the tokens by `topk_idx`; ranks that are not `reachable` are sent nothing. Each selection counts, also of an
+    /// expert that the token has selected before, as long as the `layout` has [`Room`].
+    pub(crate) fn new(
+        config: &Config,
+        layout: Layout,
+        input: &Input,
+        reachable: &dyn Fn(usize) -> bool,
+    ) -> Result<Sent> {
         let tokens = input.tokens(config.hidden, config.topk, config.max_tokens)?;
         let (ranks, topk, el) = (config.ranks as usize, config.topk, config.local_experts() as u32);
         let open: Vec<bool> = (0..ranks).map(reachable).collect();
@@ -202,11 +208,10 @@ impl Sent {
             expert_ranks: vec![NO_RANK; tokens * topk],
             ..Sent::default()
         };
-        let mut chosen: Vec<usize> = Vec::with_capacity(topk);
+        let mut room = Room::new(config, layout, config.experts);
         let mut expert_ranks: Vec<u32> = Vec::with_capacity(topk);
         let mut ids = input.topk_idx.words::<8>().map(i64::from_ne_bytes);
         for token in 0..tokens {
-            chosen.clear();
             expert_ranks.clear();
             sent.first_destination.push(sent.destinations.len() as u32);
             for (k, id) in ids.by_ref().take(topk).enumerate() {
@@ -215,12 +220,9 @@ impl Sent {
                 }
                 let expert = usize::try_from(id).ok().filter(|expert| *expert < config.experts);
                 let Some(expert) = expert else { return Err(out_of_range(token, k, id, config.experts)) };
-                if chosen.contains(&expert) {
-                    return Err(twice(token, k, id));
-                }
-                chosen.push(expert);
                 let home = expert as u32 / el;
                 if open[home as usize] {
+                    room.take(expert).map_err(|why| no_room(format!("topk_idx[{token}, {k}]: {why}")))?;
                     expert_ranks.push(home);
                     sent.expert_ranks[token * topk + k] = home;
                 }
@@ -231,6 +233,7 @@ impl Sent {
             while at < expert_ranks.len() {
                 let rank = expert_ranks[at];
                 let count = expert_ranks[at..].iter().take_while(|other| **other == rank).count();
+                room.fits_back(count).map_err(|why| no_room(format!("topk_idx[{token}], rank {rank}: {why}")))?;
                 let list = &mut sent.to[rank as usize];
                 sent.destinations.push(Destination { rank, row: list.tokens.len() as u32 });
                 let first = list.first.last().copied().unwrap_or(0);
@@ -371,7 +374,7 @@ fn out_of_range(token: usize, k: usize, id: i64, experts: usize) -> Error {
         .with_hint("ids are 0 to num_experts - 1, or -1 for none")
 }
 
-fn twice(token: usize, k: usize, id: i64) -> Error {
-    Error::new(ErrorKind::Usage, "dispatch", format!("topk_idx[{token}, {k}] selects expert {id} for the second time"))
-        .with_hint("a token's experts are distinct")
+fn no_room(text: String) -> Error {
+    Error::new(ErrorKind::Usage, "dispatch", text)
+        .with_hint("distinct experts always fit; the rank layout has room for every selection")
 }

@@ -114,7 +114,7 @@ impl TensorMut {
 pub struct Input {
     /// bf16 `[tokens, hidden]`.
     pub x: Tensor,
-    /// i64 `[tokens, topk]`: experts of each token, distinct; -1: none.
+    /// i64 `[tokens, topk]`: experts of each token; -1: none. Each selection counts, also of the same expert.
     pub topk_idx: Tensor,
     /// f32 `[tokens, topk]`.
     pub topk_weights: Option<Tensor>,

@@ -105,15 +105,39 @@ fn the_plan_adds_up_and_grows_with_tokens() {
 fn a_token_goes_once_to_each_rank() {
     let config = config();
     let idx = [0, 1, 4, -1, -1, -1, -1, -1, 5, 2, 3, 4];
-    let sent = Sent::new(&config, &input(&config, &idx, None), &|_| true).expect("good ids");
+    let sent = Sent::new(&config, Layout::Expert, &input(&config, &idx, None), &|_| true).expect("good ids");
     assert_eq!(sent.destinations_of(0), [Destination { rank: 0, row: 0 }, Destination { rank: 2, row: 0 }]);
     assert!(sent.destinations_of(1).is_empty());
     assert_eq!(sent.destinations_of(2), [Destination { rank: 1, row: 0 }, Destination { rank: 2, row: 1 }]);
     assert_eq!((sent.to[2].tokens.as_slice(), sent.to[2].first.as_slice()), (&[0, 2][..], &[0, 1, 3][..]));
     assert_eq!(sent.selections, 7);
-    let without = Sent::new(&config, &input(&config, &idx, None), &|rank| rank != 2).expect("good ids");
+    let without = Sent::new(&config, Layout::Expert, &input(&config, &idx, None), &|rank| rank != 2).expect("good ids");
     assert!(without.to[2].tokens.is_empty());
     assert_eq!(without.selections, 4);
+}
+
+#[test]
+fn every_selection_counts_as_long_as_there_is_room() {
+    let config = config();
+    let sent = |config: &Config, layout, idx: &[i64]| Sent::new(config, layout, &input(config, idx, None), &|_| true);
+    let twice = [3, 1, 3, 5];
+    let one = sent(&config, Layout::Expert, &twice).expect("a row for each of two selections");
+    assert_eq!((one.selections, &one.to[1].tokens[..], &one.to[1].first[..]), (4, &[0][..], &[0, 2][..]));
+    // Five tokens: an expert has five rows for this rank.
+    let fits = [[0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 2, 3], [2; 4], [4; 4]].concat();
+    sent(&config, Layout::Expert, &fits).expect("five selections of an expert at most");
+    let many = [[3, 1, 3, 5], [3, 3, 3, 3], [0; 4]].concat();
+    let error = sent(&config, Layout::Expert, &many).expect_err("six selections of expert 3");
+    assert!(error.kind == ErrorKind::Usage && error.detail.contains("topk_idx[1, 3]: expert 3"), "{error}");
+    assert!(error.detail.contains("more than 5 times"), "{error}");
+    let unreachable = Sent::new(&config, Layout::Expert, &input(&config, &many, None), &|rank| rank != 1);
+    assert_eq!(unreachable.expect("nothing is sent to rank 1").selections, 6);
+    assert_eq!(sent(&config, Layout::Rank, &many).expect("one row for a token").selections, 12);
+    let whole = Config { prereduce: false, ..config };
+    assert_eq!(sent(&whole, Layout::Expert, &twice).expect("two outputs").selections, 4);
+    let error = sent(&whole, Layout::Expert, &[3, 2, 3, 5]).expect_err("three outputs");
+    assert!(error.detail.contains("topk_idx[0], rank 1: 3 selections of a token"), "{error}");
+    assert_eq!(sent(&whole, Layout::Rank, &[3, 2, 3, 5]).expect("one row").selections, 4);
 }
 
 #[test]
@@ -123,7 +147,7 @@ fn metadata_comes_back_as_it_was_written() {
     let idx = [0, 1, 4, -1, 5, 2, 3, 4];
     let weights: Vec<f32> = (0..8).map(|i| i as f32 / 8.0).collect();
     let input = input(&config, &idx, Some(weights.clone()));
-    let sent = Sent::new(&config, &input, &|_| true).expect("good ids");
+    let sent = Sent::new(&config, Layout::Expert, &input, &|_| true).expect("good ids");
     let mut bytes = Vec::new();
     sent.metadata(&config, &areas, 2, &input, &mut bytes);
     let received = Received::read(&config, Layout::Expert, &areas, &bytes, true).expect("our own");
@@ -192,16 +216,15 @@ fn wrong_ids_are_named_by_place() {
         ([0, 1, 2, 6], "topk_idx[0, 3] is 6"),
         ([0, -2, 2, 5], "topk_idx[0, 1] is -2"),
         ([i64::MAX, 1, 2, 5], "topk_idx[0, 0]"),
-        ([3, 1, 3, 5], "topk_idx[0, 2] selects expert 3 for the second time"),
     ] {
-        let error = Sent::new(&config, &input(&config, &idx, None), &|_| true).expect_err(text);
+        let error = Sent::new(&config, Layout::Expert, &input(&config, &idx, None), &|_| true).expect_err(text);
         assert!(error.kind == ErrorKind::Usage && error.detail.contains(text), "{error}");
     }
     let many = vec![-1; 6 * 4];
-    let error = Sent::new(&config, &input(&config, &many, None), &|_| true).expect_err("6 tokens");
+    let error = Sent::new(&config, Layout::Expert, &input(&config, &many, None), &|_| true).expect_err("6 tokens");
     assert!(error.detail.contains("6 tokens are more than max_tokens_per_rank, 5"), "{error}");
     let short = Input { x: vec![0u16; 10].into(), ..input(&config, &[0, 1, 2, 3], None) };
-    let error = Sent::new(&config, &short, &|_| true).expect_err("short x");
+    let error = Sent::new(&config, Layout::Expert, &short, &|_| true).expect_err("short x");
     assert!(error.detail.contains("bf16 [1, 256]"), "{error}");
 }
 

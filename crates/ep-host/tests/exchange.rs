@@ -123,7 +123,22 @@ fn tokens_of(case: &Case, rank: usize, round: u64) -> Tokens {
             tokens.weights[token * topk + k] = random.next(64) as f32 / 64.0;
         }
     }
+    if round % 3 == 2 {
+        repeat_experts(&mut tokens.idx, topk);
+    }
     tokens
+}
+
+/// Every other token selects one expert twice and the next token does not: there is room for as many selections of an
+/// expert as there are tokens, and without `prereduce` for three of a token at a rank.
+fn repeat_experts(idx: &mut [i64], topk: usize) {
+    for pair in idx.chunks_exact_mut(2 * topk) {
+        let (token, next) = pair.split_at_mut(topk);
+        let expert = token[0];
+        token[2] = expert;
+        token[3..].fill(-1);
+        next.iter_mut().filter(|id| **id == expert).for_each(|id| *id = -1);
+    }
 }
 
 fn row(came: &Dispatched, at: usize) -> Vec<u16> {

@@ -79,10 +79,11 @@ def dispatch(
 ) -> list[Dispatched | None]:
     """Dispatches rows `xs` (bf16 or its bits [T, H], T by rank up to M) to the experts `topk_idx` (i64 [T, topk]).
 
-    `topk_idx` has distinct experts per token, -1 for none. `scale`: send rows as fp8 with such scales, otherwise as
-    bf16. `active`: the ranks that take part; the lists have None for the others, and selections of their experts are
-    skipped like -1. `handle`: of an earlier dispatch whose routing, weights, layout and ranks are repeated; `topk_idx`
-    and `topk_weights` are then None.
+    `topk_idx` has -1 for none. Each selection counts: an expert that a token selects twice has two rows in the expert
+    layout (there is room for M of each rank), and is listed twice by the token's row in the rank layout. `scale`: send
+    rows as fp8 with such scales, otherwise as bf16. `active`: the ranks that take part; the lists have None for the
+    others, and selections of their experts are skipped like -1. `handle`: of an earlier dispatch whose routing,
+    weights, layout and ranks are repeated; `topk_idx` and `topk_weights` are then None.
 
     Returns the rows delivered to each rank. Raises ValueError for arguments that do not fit the shape.
     """
@@ -110,7 +111,7 @@ def _plan(
     layout: Layout,
     active: tuple[int, ...],
 ) -> Handle:
-    """Assigns indices to the rows of each expert (or rank), ordered by source rank and token."""
+    """Assigns indices to the rows of each expert (or rank), ordered by source rank, token and selection."""
     selections: list[I64 | None] = [None] * shape.ranks
     rows: list[I64 | None] = [None] * shape.ranks
     taken = np.zeros(shape.num_experts if layout == "expert" else shape.ranks, np.int64)
@@ -124,10 +125,13 @@ def _plan(
         target = idx if layout == "expert" else shape.homes(idx)
         for one in np.unique(target[sent]):
             chosen = sent & (target == one)  # [T, topk]
-            tokens = chosen.any(axis=1)
-            number = taken[one] + np.cumsum(tokens) - 1  # index of each token's row there, if it has one
-            place[chosen] = np.broadcast_to(number[:, None], idx.shape)[chosen]
-            taken[one] += tokens.sum()
+            # The expert layout has a row for each selection, the rank layout one for each token.
+            new = chosen if layout == "expert" else chosen.any(axis=1, keepdims=True)
+            if layout == "expert" and new.sum() > shape.max_tokens:
+                raise ValueError(f"rank {source} selects expert {one} {new.sum()} times, more than {shape.max_tokens}")
+            number = taken[one] + np.cumsum(new).reshape(new.shape) - 1
+            place[chosen] = np.broadcast_to(number, idx.shape)[chosen]
+            taken[one] += new.sum()
         selections[source], rows[source] = idx, place
     weights = None if topk_weights is None else list(topk_weights)
     return Handle(shape, layout, active, selections, weights, rows)
@@ -160,7 +164,8 @@ def _by_expert(shape: Shape, handle: Handle, wire: dict[int, Any], rank: int, al
             begin = int(counts[local])
             tokens, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
             if source in wire:
-                tokens, rows = _received(handle, source, _of(handle, source) == rank * experts + local)
+                chosen = _of(handle, source) == rank * experts + local
+                tokens, rows = np.nonzero(chosen)[0], _rows_of(handle, source)[chosen]
                 payload, factors = wire[source]
                 x[local, rows] = payload[tokens]
                 if scales is not None:
@@ -174,7 +179,7 @@ def _by_expert(shape: Shape, handle: Handle, wire: dict[int, Any], rank: int, al
 def _by_rank(shape: Shape, handle: Handle, wire: dict[int, Any], rank: int, alignment: int) -> Dispatched:
     """The rank layout on `rank`."""
     experts = shape.local_experts
-    received = {source: _received(handle, source, shape.homes(_of(handle, source)) == rank) for source in wire}
+    received = {source: _received(handle, source, rank) for source in wire}
     offsets = np.zeros(shape.ranks + 1, np.int64)
     for source, (tokens, _) in received.items():
         offsets[source + 1] = len(tokens)
@@ -204,12 +209,17 @@ def _of(handle: Handle, source: int) -> I64:
     return idx
 
 
-def _received(handle: Handle, source: int, chosen: npt.NDArray[np.bool_]) -> tuple[I64, I64]:
-    """The tokens of `source` that have one of the `chosen` selections [T, topk], and the row of each."""
+def _rows_of(handle: Handle, source: int) -> I64:
     rows = handle.rows[source]
     assert rows is not None
-    tokens = np.flatnonzero(chosen.any(axis=1))
-    return tokens, np.where(chosen, rows, -1).max(axis=1)[tokens]
+    return rows
+
+
+def _received(handle: Handle, source: int, rank: int) -> tuple[I64, I64]:
+    """Rank layout: the tokens of `source` that select an expert of `rank`, and the row of each."""
+    here = handle.shape.homes(_of(handle, source)) == rank
+    tokens = np.flatnonzero(here.any(axis=1))
+    return tokens, np.where(here, _rows_of(handle, source), -1).max(axis=1)[tokens]
 
 
 def _empty(lead: tuple[int, ...], like: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ class Shape:
     """The sizes of an exchange, the same on every rank.
 
     `num_experts` experts in total, `local_experts` on each of `ranks` ranks in order; a rank sends up to `max_tokens`
-    tokens of `hidden` elements, each to up to `topk` distinct experts.
+    tokens of `hidden` elements, each to up to `topk` experts.
     """
 
     ranks: int
@@ -41,7 +41,7 @@ class Shape:
         return np.where(topk_idx < 0, -1, topk_idx // self.local_experts)
 
     def check(self, topk_idx: I64) -> None:
-        """Raises ValueError unless `topk_idx` is i64 [T <= max_tokens, topk] of distinct experts per token, or -1."""
+        """Raises ValueError unless `topk_idx` is i64 [T <= max_tokens, topk] of experts, or -1."""
         if topk_idx.ndim != 2 or topk_idx.shape[1] != self.topk or topk_idx.dtype != np.int64:
             raise ValueError(f"topk_idx is {topk_idx.dtype} {topk_idx.shape}, not int64 [T, {self.topk}]")
         if len(topk_idx) > self.max_tokens:
@@ -50,10 +50,6 @@ class Shape:
         if wrong.any():
             token, k = (int(i) for i in np.argwhere(wrong)[0])
             raise ValueError(f"topk_idx[{token}, {k}] is {topk_idx[token, k]}, not one of {self.num_experts} experts")
-        ordered = np.sort(topk_idx, axis=1)
-        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-        if twice.any():
-            raise ValueError(f"token {int(np.argwhere(twice)[0][0])} selects an expert twice")
 
 
 def parse_routing(text: str) -> tuple[str, float]:

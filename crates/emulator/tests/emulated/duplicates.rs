@@ -1,5 +1,6 @@
-//! Tokens that select an expert more than once. Hosts refuse them; kernels, whose hosts do not see the ids, do what is
-//! written in the guide: each selection counts, and nothing is written where it does not belong.
+//! Tokens that select an expert more than once: each selection counts, as on the host. Where the host refuses them for want
+//! of room, kernels, whose hosts do not see the ids, do what is written in the guide, and write nothing where it does not
+//! belong.
 
 use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EP_STAGE_BACK_ROW, Payload, Shape};
 
@@ -36,6 +37,28 @@ fn in_the_expert_layout_each_selection_has_a_row_and_its_weight() {
             operation.check_dispatch(&job).unwrap();
             operation.check_combine(&job).unwrap_or_else(|what| panic!("seed {seed}: {what}"));
         }
+    }
+}
+
+/// A rank returns two outputs of a token, as it has two experts; where the token selects three or four there, the first two
+/// are in its sum.
+#[test]
+fn without_prereduction_outputs_beyond_those_returned_are_left_out() {
+    let shape = Shape { prereduce: false, experts: 8, max_tokens: 5, payload: Payload::Bf16, ..BY_EXPERT };
+    let Some(mut job) = Job::new(&["kernels/ep_expert.cu"], shape, shape.expert_shared()) else { return };
+    for seed in 730..733 {
+        let mut numbers = Numbers(seed);
+        let mut routing = doubled(&mut numbers, &shape);
+        for token in routing.idx.iter_mut().flat_map(|idx| idx.chunks_exact_mut(4)).step_by(3) {
+            token[1] = token[0];
+        }
+        let operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
+        operation.dispatch(&mut job, 2, BOTH);
+        operation.combine(&mut job, 2, BOTH);
+        job.gpus.run(seed).unwrap();
+        operation.check_dispatch(&job).unwrap();
+        operation.check_combine(&job).unwrap_or_else(|what| panic!("seed {seed}: {what}"));
+        assert!((0..4).all(|rank| job.faults(rank).is_empty()), "{}", job.told());
     }
 }
 

@@ -375,6 +375,8 @@ struct Gather {
         } else {
             u32 alike = __match_any_sync(WHOLE_WARP, expert >= 0 ? rank : EP_R + lane);
             which = __popc(alike & ((1u << lane) - 1));
+            // Beyond what a rank returns there are only repeated experts.
+            if (BACK_ROWS < EP_K) valid = valid && which < BACK_ROWS;
         }
         u64 slot = slot_of(start.received, rank), i = u64(token) * BACK_ROWS + which;
         u64 row = c.base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
