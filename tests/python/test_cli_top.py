@@ -121,6 +121,27 @@ def test_connections_that_end_between_two_looks_leave_no_rows(tmp_path: Path) ->
         wait_for_rows(tmp_path, {"peer": 0, "link": 0})
 
 
+def test_rails_have_the_bytes_of_connections_that_no_look_has_seen(tmp_path: Path) -> None:
+    context = crossrail.Context(tls="tcp", net_devices="127.0.0.1", pages=str(tmp_path))
+    with crossrail.Worker(context, name="one") as one, crossrail.Worker(context, name="two") as two:
+        for _ in range(20):
+            endpoint, accepted = one.connect(two.address()), two.accept()
+            receive = two.recv(bytearray(256 << 10), 1)
+            endpoint.send(bytearray(256 << 10), 1).wait()
+            receive.wait()
+            endpoint.close()
+            accepted.close()
+        deadline = time.monotonic() + 20
+        while True:
+            (found,) = read_pages(str(tmp_path))
+            rails = [row["values"] for row in found["page"]["rows"] if row["kind"] == "rail"]
+            sums = [sum(int(rail[name]) for rail in rails) for name in ("sent_bytes", "received_bytes")]
+            if min(sums) >= 20 * (256 << 10):
+                break
+            assert time.monotonic() < deadline, f"{sums} of {20 * (256 << 10)} bytes"
+            time.sleep(0.02)
+
+
 def wait_for_rows(folder: Path, counts: dict[str, int]) -> None:
     """Returns once the page of this process has at least so many rows of each kind; none, where that is 0."""
     deadline = time.monotonic() + 30

@@ -74,7 +74,7 @@ fn metrics_page() -> String {
          The figures are those of the pages that `crossrail top` reads ([top.md](top.md)), up to 50 ms old. Every metric\n\
          has the labels `host` and `pid`; `owner` tells the workers and buffers of a process apart. Counters and\n\
          histograms can be added over all labels; the series of a lane or peer ends with it, while those of its rail\n\
-         go on. A rail's counters may miss the last 50 ms of a lane that was lost. Histograms of transfers leave out\n\
+         go on, with all that its lanes have carried. Histograms of transfers leave out\n\
          messages short enough to go with their first frame.\n\n\
          [packaging/grafana.json](../packaging/grafana.json) is a dashboard.\n\n\
          | metric | type | labels | meaning |\n|---|---|---|---|\n",

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crossrail_locks::Mutex;
-use crossrail_transport::{Lane, LaneError};
+use crossrail_transport::{Lane, LaneError, LaneStats};
 use crossrail_types::{EndpointId, LaneId};
 
 pub(crate) const READABLE: u32 = 1;
@@ -99,6 +99,20 @@ impl BulkLane {
 impl std::fmt::Debug for BulkLane {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "BulkLane({})", self.id)
+    }
+}
+
+/// What a lane had carried when it was dropped.
+pub(crate) struct LaneEnd {
+    pub(crate) id: LaneId,
+    pub(crate) name: String,
+    pub(crate) stats: LaneStats,
+}
+
+impl LaneEnd {
+    /// That of a lane about to be dropped.
+    pub(crate) fn of(lane: &dyn Lane) -> LaneEnd {
+        LaneEnd { id: lane.id(), name: lane.name().to_owned(), stats: lane.stats() }
     }
 }
 

@@ -9,6 +9,7 @@ use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneStats, Payload, Tx,
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
+use super::bulk_lane::LaneEnd;
 use super::gpu::chunk_queue::ChunkQueue;
 use super::id_table::IdTable;
 
@@ -371,11 +372,13 @@ pub(crate) struct PolledLanes {
     armed: bool,
     /// Where the lane was that was found last.
     last: usize,
+    /// Lanes that were dropped, also those polled elsewhere; `None`: nobody takes them.
+    ends: Option<Vec<LaneEnd>>,
 }
 
 impl PolledLanes {
     pub(super) fn new() -> PolledLanes {
-        PolledLanes { lanes: Vec::new(), awake: 0, sockets_only: true, armed: false, last: 0 }
+        PolledLanes { lanes: Vec::new(), awake: 0, sockets_only: true, armed: false, last: 0, ends: None }
     }
 
     /// How many are polled: they have the first positions.
@@ -504,7 +507,27 @@ impl PolledLanes {
         }
         let lane = self.lanes.swap_remove(at);
         self.recount();
+        if self.ends.is_some() {
+            self.note_end(LaneEnd::of(&*lane.lane));
+        }
         lane
+    }
+
+    /// Keeps what lanes had carried when they were dropped, for [`PolledLanes::take_ends`].
+    pub(crate) fn keep_ends(&mut self) {
+        self.ends.get_or_insert_default();
+    }
+
+    /// A lane was dropped, here or where it was polled.
+    pub(crate) fn note_end(&mut self, end: LaneEnd) {
+        if let Some(ends) = &mut self.ends {
+            ends.push(end);
+        }
+    }
+
+    /// The lanes that were dropped since the last call.
+    pub(super) fn take_ends(&mut self) -> Vec<LaneEnd> {
+        self.ends.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Takes a lane of that endpoint out.

@@ -41,7 +41,7 @@ use crossrail_proto as proto;
 use crossrail_shm::Arena;
 use crossrail_types::{EndpointId, Log, Reason};
 
-pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, READABLE, WRITABLE};
+pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, LaneEnd, READABLE, WRITABLE};
 use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;

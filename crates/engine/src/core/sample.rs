@@ -9,7 +9,7 @@ use crossrail_transport::LaneStats;
 use crossrail_types::{EndpointId, LaneId, OpId};
 
 use super::Core;
-use super::bulk_lane::BulkLane;
+use super::bulk_lane::{BulkLane, LaneEnd};
 use super::operations::Op;
 use super::outcome::OpKind;
 use super::totals::{Copied, Totals};
@@ -35,6 +35,8 @@ pub(crate) struct Sample {
     pub(crate) peers: Vec<PeerSample>,
     /// The peer that the next sample begins with.
     pub(crate) next: u32,
+    /// The lanes that were dropped since the last sample, whether or not one had shown them.
+    pub(crate) ends: Vec<LaneEnd>,
 }
 
 /// One peer.
@@ -87,6 +89,7 @@ impl Core {
         let chosen: Vec<EndpointId> = self.peers().ids().skip(from as usize).take(PEERS_MAX).collect();
         let peers = chosen.iter().filter_map(|id| self.peer_sample(*id, by_peer.remove(id).unwrap_or_default()));
         let peers = peers.collect();
+        let ends = self.transfers.polled.take_ends();
         let tables = &self.transfers.data.tables;
         Sample {
             operations: tables.operations.begun(),
@@ -96,6 +99,7 @@ impl Core {
             wait,
             peers,
             next: from + chosen.len() as u32,
+            ends,
         }
     }
 

@@ -8,7 +8,7 @@ use crossrail_types::{EndpointId, Head, LaneId, Result};
 
 use super::Progress;
 use super::group::{About, Group};
-use crate::core::{BulkLane, READABLE, WRITABLE};
+use crate::core::{BulkLane, LaneEnd, READABLE, WRITABLE};
 
 /// Bytes that a connection may move in each direction before the others get their turn.
 const BUDGET: usize = 4 << 20;
@@ -132,10 +132,13 @@ impl Group {
     }
 
     fn bury(&self, shared: &Progress, lane: &Arc<BulkLane>) {
-        drop(lane.lane.lock().take());
+        let dropped = lane.lane.lock().take();
         self.remove(lane.id);
         let verdict = lane.verdict.lock().take().unwrap_or_else(|| LaneError::Closed("its peer is gone".to_owned()));
+        let end = dropped.as_ref().map(|lane| LaneEnd::of(&**lane));
+        drop(dropped);
         let mut core = shared.core.lock();
+        end.into_iter().for_each(|end| core.transfers().polled().note_end(end));
         core.transfers().lane_lost(lane.endpoint, lane.id, &verdict);
         shared.after(core);
     }

@@ -99,7 +99,11 @@ impl Progress {
         let inbox = Inbox::default();
         let Breadth { threads, pumps_first, .. } = environment.breadth();
         let connections = Connections::new(if threads > 1 { threads } else { 0 })?;
-        let core = Core::new(log, environment.arena().clone(), inbox.clone());
+        let mut core = Core::new(log, environment.arena().clone(), inbox.clone());
+        let sight = Sight::new(environment.settings().pages.as_deref(), log);
+        if sight.is_open() {
+            core.transfers().polled().keep_ends();
+        }
         Ok(Arc::new_cyclic(|me| Progress {
             me: me.clone(),
             origin: environment.origin(),
@@ -113,7 +117,7 @@ impl Progress {
             done: Condvar::new(),
             inbox,
             tasks: Tasks::default(),
-            sight: Sight::new(environment.settings().pages.as_deref(), log),
+            sight,
             manner,
             background: Mutex::new(None),
             threads: Mutex::new(Vec::new()),

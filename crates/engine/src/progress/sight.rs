@@ -34,6 +34,8 @@ struct Rows {
     worker: Row,
     rails: HashMap<String, Rail>,
     peers: HashMap<EndpointId, PeerRows>,
+    /// What the rails' sums have of each lane; until the lane's end was noted, which may be after its row is gone.
+    counted: HashMap<LaneId, LaneStats>,
     since: Since,
     next_peer: u32,
 }
@@ -78,6 +80,7 @@ impl Sight {
                 owner,
                 rails: HashMap::new(),
                 peers: HashMap::new(),
+                counted: HashMap::new(),
                 since: Since::default(),
                 next_peer: 0,
             }
@@ -91,6 +94,11 @@ impl Sight {
         if let Some(rows) = &mut *self.rows.lock() {
             rows.worker = Row::new(Some(&rows.page), Kind::Worker, rows.owner, name, "");
         }
+    }
+
+    /// Whether there is a page.
+    pub(super) fn is_open(&self) -> bool {
+        self.rows.lock().is_some()
     }
 
     /// Whether the rows are to be written.
@@ -153,6 +161,10 @@ impl Rows {
             writer.histogram(field::transfer_seconds, &totals.took);
             writer.wait(sample.wait.as_ref());
         });
+        for end in &sample.ends {
+            let counted = self.counted.remove(&end.id).unwrap_or_default();
+            rail_row(&mut self.rails, &self.page, self.owner, rail_of(&end.name)).count(&end.stats, &counted);
+        }
         for peer in &sample.peers {
             if !peer.alive {
                 self.remove(peer.id, &ended_lane);
@@ -183,16 +195,10 @@ impl Rows {
                     chunks: 0,
                     bytes: 0,
                 });
-                let rail = self.rails.entry(rail.to_owned()).or_insert_with(|| Rail {
-                    row: Row::new(Some(&self.page), Kind::Rail, self.owner, rail, ""),
-                    sent: 0,
-                    received: 0,
-                    stalls: 0,
-                    retransmits: 0,
-                    resent: 0,
-                    lost: 0,
-                    corrupt: 0,
-                });
+                let rail = rail_row(&mut self.rails, &self.page, self.owner, rail);
+                if let Some(stats) = lane.stats {
+                    rail.count(&stats, &self.counted.insert(lane.id, stats).unwrap_or_default());
+                }
                 link.update(lane, rail);
             }
             rows.update(peer);
@@ -270,15 +276,19 @@ impl PeerRows {
     }
 }
 
+impl Rail {
+    /// Adds what a lane has carried beyond what was counted of it.
+    fn count(&mut self, stats: &LaneStats, counted: &LaneStats) {
+        self.sent += stats.tx_bytes.saturating_sub(counted.tx_bytes);
+        self.received += stats.rx_bytes.saturating_sub(counted.rx_bytes);
+        self.retransmits += stats.retransmits.saturating_sub(counted.retransmits);
+    }
+}
+
 impl Link {
     fn update(&mut self, lane: &LaneSample, rail: &mut Rail) {
         use fields::link as field;
-        if let Some(stats) = lane.stats {
-            rail.sent += stats.tx_bytes.saturating_sub(self.stats.tx_bytes);
-            rail.received += stats.rx_bytes.saturating_sub(self.stats.rx_bytes);
-            rail.retransmits += stats.retransmits.saturating_sub(self.stats.retransmits);
-            self.stats = stats;
-        }
+        self.stats = lane.stats.unwrap_or(self.stats);
         rail.stalls += lane.stalls - self.stalls;
         (self.stalls, self.chunks, self.bytes) = (lane.stalls, lane.load.chunks as u64, lane.load.bytes);
         let stats = self.stats;
@@ -293,6 +303,20 @@ impl Link {
             writer.set(field::held_up, lane.held_up.into());
         });
     }
+}
+
+/// The rail of that name.
+fn rail_row<'a>(rails: &'a mut HashMap<String, Rail>, page: &Arc<Page>, owner: u32, name: &str) -> &'a mut Rail {
+    rails.entry(name.to_owned()).or_insert_with(|| Rail {
+        row: Row::new(Some(page), Kind::Rail, owner, name, ""),
+        sent: 0,
+        received: 0,
+        stalls: 0,
+        retransmits: 0,
+        resent: 0,
+        lost: 0,
+        corrupt: 0,
+    })
 }
 
 /// The rail of a lane, which is named after it: `tcp/eth1`, `tcp/eth1#2`, `tcp/eth1:messages`.
