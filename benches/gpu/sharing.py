@@ -23,11 +23,21 @@ FOLDERS = ("/usr/local/nvidia/bin", "/usr/local/cuda/bin")
 """Where the daemon may lie, besides PATH."""
 VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 LIMIT_S = 20.0
+WITHOUT = {VARIABLE: "/nonexistent"}
+"""Ranks take turns: for programs with a profiler, which MPS and kernels that wait for other ranks would stop."""
+HALF = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+"""For ranks whose kernels wait for each other: none takes the multiprocessors that another one needs."""
 
 
 def shared() -> bool:
     """Whether this process runs within `mps`."""
     return VARIABLE in os.environ
+
+
+def as_own_host(rank: int) -> None:
+    """Before a communicator is made: NCCL refuses two ranks of one host that share a GPU."""
+    if shared():
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
 
 
 def two_ranks() -> bool:

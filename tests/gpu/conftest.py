@@ -24,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "python"), str(Path(__file__).pa
 
 from far import Far  # noqa: E402
 from leftovers import held, more  # noqa: E402
+from sharing import shared  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
 COMMAND_LIMIT_S = 50.0
@@ -31,8 +32,10 @@ PATIENCE_S = 10.0
 LASTING = {"link", "pair", "other"}
 """Fixtures of more than one test."""
 GPUS, WHY_NONE = gpu_count()
-RANKS = 1 << (min(GPUS, 8) or 1).bit_length() - 1
-"""Ranks of crossrail.deep_ep, a GPU each."""
+PLACES = 2 * GPUS if shared() else GPUS
+"""How many ranks can run at once: one on each GPU, or two (`tests/gpu/run.py --share`)."""
+RANKS = 1 << (min(PLACES, 8) or 1).bit_length() - 1
+"""Ranks of crossrail.deep_ep."""
 FAILED = pytest.StashKey[bool]()
 """Of a test that has run."""
 
@@ -42,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         mark = item.get_closest_marker("gpus")
         needed = int(mark.args[0]) if mark else 1
-        if needed > GPUS:
+        if needed > PLACES:
             why = WHY_NONE or f"there {'is' if GPUS == 1 else 'are'} {GPUS}"
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}: {why}"))
 

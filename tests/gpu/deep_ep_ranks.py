@@ -428,10 +428,12 @@ def over_nccl(env: Any, seed: int) -> None:
     """A buffer of a group of NCCL's, and NCCL's own operations in turns with its."""
     import deep_ep_work as work
     import torch.distributed as distributed
+    from sharing import as_own_host
 
     from crossrail import deep_ep
 
     torch = env.torch
+    as_own_host(env.rank)
     group = distributed.new_group(backend="nccl")
     other = deep_ep.Buffer(group, low_latency_mode=True, explicitly_destroy=True)
     try:
@@ -576,7 +578,7 @@ def state(env: Any) -> str:
 
 def main() -> None:
     """Does what stdin says until it ends."""
-    sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
+    sys.path[:0] = [str(HERE), str(HERE.parent / "python"), str(HERE.parents[1] / "benches" / "gpu")]
     rank, size, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -586,7 +588,7 @@ def main() -> None:
 
     from crossrail import deep_ep
 
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     env = None
     for line in sys.stdin:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ from ep_rank import Me, main, task, varied
 from experts_tensors import POISON, as_ints, bits, cut, full, padded, poisoned, put, rows, show, valid
 
 import crossrail
+
+sys.path.append(str(Path(__file__).parents[2] / "benches" / "gpu"))
+from sharing import as_own_host
 
 __all__ = ["main"]
 
@@ -310,6 +315,7 @@ def gpu_beside_nccl(me: Me, case: Case, port: int, times: int) -> tuple[Got, int
     rank, size = me.group.rank, me.group.size
     buffer = buffer_of(me, case.setup, num_sms=16)
     where = torch.device(device_of(me))
+    as_own_host(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, device_id=where)
     try:
         numbers = torch.full((1 << 20,), float(rank), device="cuda")

@@ -1,4 +1,4 @@
-"""Ranks of expert buffers on GPUs, a process each, as many as there are GPUs up to 4."""
+"""Ranks of expert buffers on GPUs, a process each, as many as can run at once up to 4."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conftest import GPUS
+from conftest import PLACES
 from ep_cases import Case, Got, Setup, judge
 from ep_ranks import Ranks
 from free_ports import free_port
 
-COUNT = max(min(GPUS, 4), 1)
+COUNT = max(min(PLACES, 4), 1)
 START = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import experts_rank; experts_rank.main()"
 PATIENCE_S = 10.0
 """How long ranks wait for each other, also until they are connected."""

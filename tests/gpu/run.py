@@ -2,6 +2,7 @@
 
     python tests/gpu/run.py --pack .gpu --out .gpu/out              with 4, 2 and 1 GPUs, as far as there are
     python tests/gpu/run.py --pack .gpu --out .gpu/out --gpus 2
+    python tests/gpu/run.py --pack .gpu --out .gpu/out --share      dispatch and combine alone, two ranks on each GPU
 
 DeepEP's own tests run as well where DEEPEP_TESTS names folders with them (see deepep_own.py).
 
@@ -17,12 +18,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benches" / "gpu"))
 
+from sharing import HALF, WITHOUT, mps  # noqa: E402
 from steps import (  # noqa: E402
     Runner,
     Step,
@@ -95,6 +98,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORD", default="", help="steps with this in their names")
     parser.add_argument("--budget", type=float, default=560.0, metavar="S", help="seconds for all steps (560)")
     parser.add_argument("--alone", action="store_true", help="one step at a time")
+    parser.add_argument("--share", action="store_true", help="expert buffers with two ranks on each GPU, by CUDA's MPS")
     parser.add_argument("--without-gpu", action="store_true", help="go on without a GPU: every test is skipped then")
     arguments = parser.parse_args()
     present, why_not = gpu_count()
@@ -105,12 +109,20 @@ def main() -> int:
         sizes = group_sizes(arguments.gpus, present)
     except ValueError as error:
         parser.error(str(error))
-    runner = Runner("test-gpu", arguments.out, arguments.budget)
+    runner = Runner("test-gpu-shared" if arguments.share else "test-gpu", arguments.out, arguments.budget)
     steps = steps_for(arguments.pack, arguments.site, sizes, present)
+    if arguments.share:
+        steps = [*between_two(arguments.site, present)]
     chosen = [step for step in steps if arguments.only in step.name]
     if not chosen:
         parser.error(f"--only {arguments.only}: no such step; there are {', '.join(step.name for step in steps)}")
-    runner.run_all([replace(step, kind="alone") for step in chosen] if arguments.alone else chosen, present)
+    one_by_one = arguments.alone or arguments.share
+    try:
+        with mps() if arguments.share else nullcontext():
+            runner.run_all([replace(step, kind="alone") for step in chosen] if one_by_one else chosen, present)
+    except RuntimeError as error:
+        print(f"run.py: --share: {error}", file=sys.stderr)
+        return 1
     return runner.finish()
 
 
@@ -120,17 +132,26 @@ def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> 
     steps: list[Step] = []
     for program in sorted((pack / "tests").iterdir()):
         steps += rust(program, sizes, {**environment, **compiler()})
-    environment = {
-        **environment,
-        "PYTHONFAULTHANDLER": "1",
-        "COLUMNS": "200",
-        **({"PYTHONPATH": str(site.resolve())} if site else {}),
-    }
+    environment = {**environment, **of_python(site)}
     for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         steps += python(file, sizes, present, environment)
     steps += [sanitizer(pack, tool, min(max(sizes), 2), environment) for tool in SANITIZERS]
     steps += deepep(os.environ.get("DEEPEP_TESTS", ""), max(sizes), environment)
     return sorted(steps, key=lambda step: (step.kind != "alone", -step.gpus, step.kind != "endless"))
+
+
+def between_two(site: Path | None, present: int) -> Iterator[Step]:
+    """What has ranks that exchange rows, with two ranks for each GPU: each has half of its multiprocessors."""
+    environment = {"TEST_GPU": "1", **of_python(site), **HALF}
+    for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        if kind_of(file.name) != "any" and "cli" not in file.name:
+            yield from python(file, [present], present, environment)
+    yield from deepep(os.environ.get("DEEPEP_TESTS", ""), 2 * present, {**environment, **WITHOUT})
+
+
+def of_python(site: Path | None) -> dict[str, str]:
+    path = {"PYTHONPATH": str(site.resolve())} if site else {}
+    return {"PYTHONFAULTHANDLER": "1", "COLUMNS": "200", **path}
 
 
 def rust(program: Path, sizes: list[int], environment: dict[str, str]) -> Iterator[Step]:

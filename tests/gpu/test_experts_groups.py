@@ -11,6 +11,7 @@ from ep_cases import Case, Setup
 from ep_ranks import Ranks
 from experts_ranks import ANSWER_S, COUNT, ask, judge_all, started
 from free_ports import free_port
+from sharing import shared
 
 from crossrail.ref import Layout
 
@@ -53,6 +54,7 @@ def test_two_nodes(ranks: Ranks) -> None:
         }
 
 
+@pytest.mark.skipif(shared(), reason="ranks that share a GPU reach each other's memory")
 @pytest.mark.gpus(2)
 def test_gpus_that_do_not_reach_each_other(apart: dict[str, str]) -> None:
     with started(environment=apart) as ranks:
