@@ -14,7 +14,7 @@
 //!
 //! Over UCX's tcp alone a piece is an active message, too: there a rendezvous would end in active messages of 64 KiB, because
 //! UCX puts into a peer's memory over TCP only where the endpoint reports no failures. Both ends set UCX's segments to the
-//! length of a piece, so it is one call of the kernel, and its receiver copies it from UCX's buffer to the payload's place.
+//! length of such a piece, 512 KiB, so it is one call of the kernel, and its receiver copies it from UCX's buffer to the payload's place.
 //! The receiver grants credit for pieces as for frames, and a payload counts as sent once all of its pieces are consumed.
 //!
 //! The sending end stages pieces in memory of the lane, because a transfer that UCX has begun can't be recalled: memory of

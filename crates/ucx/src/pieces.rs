@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crossrail_transport::{Grant, Place};
 
 use crate::memory::Memory;
-use crate::wire::{PIECE_MAX, PIECES, slot};
+use crate::wire::{MESSAGE_PIECE_MAX, PIECES, slot};
 
 /// Where a payload of `len` bytes goes, and how many of them have gone there.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl Target {
     /// Copies the next piece to its place, as far as that has room and may be written to.
     fn take(&mut self, piece: &[u8]) -> Result<(), String> {
         let left = self.len - self.done;
-        if piece.len() != left.min(PIECE_MAX) {
+        if piece.len() != left.min(MESSAGE_PIECE_MAX) {
             return Err(format!("a piece of {} bytes came where {left} bytes of a payload are left", piece.len()));
         }
         let len = piece.len().min(self.room.saturating_sub(self.done));
@@ -98,8 +98,8 @@ impl Arrivals {
         if number == self.next && self.has_target() {
             return self.place(piece);
         }
-        let staged = self.staged.get_or_insert_with(|| Memory::new(PIECES as usize * PIECE_MAX));
-        staged.write(at * PIECE_MAX, piece);
+        let staged = self.staged.get_or_insert_with(|| Memory::new(PIECES as usize * MESSAGE_PIECE_MAX));
+        staged.write(at * MESSAGE_PIECE_MAX, piece);
         self.lens[at] = piece.len() as u32;
         Ok(())
     }
@@ -115,7 +115,7 @@ impl Arrivals {
             let len = std::mem::take(&mut self.lens[at]) as usize;
             let Some(staged) = self.staged.take() else { break };
             // SAFETY: the slot's bytes, which were written when the piece arrived, and which nothing writes meanwhile.
-            let placed = self.place(unsafe { std::slice::from_raw_parts(staged.at(at * PIECE_MAX, len), len) });
+            let placed = self.place(unsafe { std::slice::from_raw_parts(staged.at(at * MESSAGE_PIECE_MAX, len), len) });
             self.staged = Some(staged);
             placed?;
         }
@@ -146,15 +146,15 @@ mod tests {
     #[test]
     fn pieces_go_to_their_place_whether_they_precede_it_or_not() {
         let mut arrivals = Arrivals::default();
-        let mut memory = vec![0; PIECE_MAX + 4];
+        let mut memory = vec![0; MESSAGE_PIECE_MAX + 4];
         arrivals.arrived(1, &[2; 6]).expect("the second, which waits");
-        arrivals.arrived(0, &[1; PIECE_MAX]).expect("the first, which waits");
+        arrivals.arrived(0, &[1; MESSAGE_PIECE_MAX]).expect("the first, which waits");
         assert_eq!((arrivals.placed(), arrivals.taken(), arrivals.has_work()), (Ok((0, 0)), 0, false));
         // Of the last 6 bytes, 4 have a place.
-        arrivals.aim(Some(Target::new(&into(&mut memory, None), PIECE_MAX + 6)));
+        arrivals.aim(Some(Target::new(&into(&mut memory, None), MESSAGE_PIECE_MAX + 6)));
         assert!(arrivals.has_work());
-        assert_eq!((arrivals.placed(), arrivals.taken()), (Ok((2, PIECE_MAX + 6)), 2));
-        assert!(memory[..PIECE_MAX].iter().all(|&byte| byte == 1) && memory[PIECE_MAX..] == [2; 4]);
+        assert_eq!((arrivals.placed(), arrivals.taken()), (Ok((2, MESSAGE_PIECE_MAX + 6)), 2));
+        assert!(memory[..MESSAGE_PIECE_MAX].iter().all(|&byte| byte == 1) && memory[MESSAGE_PIECE_MAX..] == [2; 4]);
         assert!(!arrivals.has_target(), "the payload is complete");
         let mut other = vec![0; 9000];
         arrivals.aim(Some(Target::new(&into(&mut other, None), 9000)));

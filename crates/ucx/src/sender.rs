@@ -10,11 +10,12 @@ use crate::link::{Link, Request};
 use crate::memory::Memory;
 use crate::slots::Slots;
 use crate::wire::{
-    self, Consumed, FRAMES, HELLO_PADDING, INLINE_MAX, Kind, MESSAGE_MAX, PIECE_HEADER, PIECE_MAX, PIECES, PREFIX_LEN,
+    self, Consumed, FRAMES, HELLO_PADDING, INLINE_MAX, Kind, MESSAGE_MAX, MESSAGE_PIECE_MAX, PIECE_HEADER, PIECE_MAX,
+    PIECES, PREFIX_LEN,
 };
 
 /// Bytes of a piece's slot: its prefix or its header at the end of the first page, then the piece.
-const PIECE_SLOT: usize = PIECE_AT + PIECE_MAX;
+const PIECE_SLOT: usize = PIECE_AT + MESSAGE_PIECE_MAX;
 /// Where a slot has the piece.
 const PIECE_AT: usize = 4096;
 
@@ -202,7 +203,8 @@ impl Sender {
         }
         let Some(base) = self.pieces.free(link)? else { return Ok(0) };
         let Some(out) = &mut self.outgoing else { return Ok(0) };
-        let len = (out.tx.payload.len - out.done).min(PIECE_MAX);
+        let max = if self.as_messages { MESSAGE_PIECE_MAX } else { PIECE_MAX };
+        let len = (out.tx.payload.len - out.done).min(max);
         let memory = self.pieces.memory();
         copy_from_payload(&out.tx.payload, out.done, memory.at(base + PIECE_AT, len), len);
         let request = if self.as_messages {

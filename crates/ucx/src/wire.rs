@@ -5,7 +5,7 @@ use crossrail_types::{HEAD_LEN, Head};
 /// Longest worker address that is accepted. UCX's are some hundred bytes for each of its devices.
 pub(crate) const ADDRESS_MAX: usize = 16 << 10;
 /// The first bytes of an introduction; the last is the version of this crate's protocol.
-const MAGIC: [u8; 4] = *b"CXU\x02";
+const MAGIC: [u8; 4] = *b"CXU\x03";
 /// Bytes of an introduction without the address.
 pub(crate) const INTRODUCTION_LEN: usize = 8;
 
@@ -48,8 +48,11 @@ pub(crate) const MESSAGE_MAX: usize = PREFIX_LEN + HEAD_LEN + INLINE_MAX;
 pub(crate) const HELLO_PADDING: usize = 4096;
 /// Bytes of a piece's header: its number.
 pub(crate) const PIECE_HEADER: usize = 4;
-/// Largest piece of a payload.
+/// Largest piece of a payload that is fetched.
 pub(crate) const PIECE_MAX: usize = 256 << 10;
+/// Largest piece of a payload that is a message. Longer than [`PIECE_MAX`]: twice as much is in flight between two
+/// credits, so that the two ends wait for each other less often, in half the calls of the kernel.
+pub(crate) const MESSAGE_PIECE_MAX: usize = 512 << 10;
 /// Frames that may be sent before the receiver has said that it consumed them.
 pub(crate) const FRAMES: u32 = 128;
 /// Pieces that may be sent before the receiver has fetched them, and that it may have fetched before it consumes them.
@@ -57,10 +60,10 @@ pub(crate) const FRAMES: u32 = 128;
 pub(crate) const PIECES: u32 = 8;
 /// UCX's segments on its tcp, at both ends: a piece with its prefix and UCX's header fits one, and so goes in one message.
 /// A receiver whose segments were shorter could not take it, so both ends of this version set them.
-pub(crate) const SEGMENT: usize = PIECE_MAX + 4096;
+pub(crate) const SEGMENT: usize = MESSAGE_PIECE_MAX + 4096;
 /// Longest message of this kind of bytes.
 pub(crate) fn message_max(bytes: &[u8]) -> usize {
-    if bytes.first() == Some(&PIECE) { PREFIX_LEN + PIECE_MAX } else { MESSAGE_MAX }
+    if bytes.first() == Some(&PIECE) { PREFIX_LEN + MESSAGE_PIECE_MAX } else { MESSAGE_MAX }
 }
 
 /// What a message is.
@@ -130,7 +133,7 @@ pub(crate) fn message(bytes: &[u8]) -> Result<Message<'_>, String> {
             }
             Ok((Kind::Frame(word(4)), consumed, Some((head, inline))))
         }
-        (PIECE, _) if (1..=PIECE_MAX).contains(&rest.len()) => Ok((Kind::Piece(word(4)), consumed, None)),
+        (PIECE, _) if (1..=MESSAGE_PIECE_MAX).contains(&rest.len()) => Ok((Kind::Piece(word(4)), consumed, None)),
         (code, _) => Err(format!("a message of kind {code} and {} bytes", bytes.len())),
     }
 }
@@ -178,7 +181,10 @@ mod tests {
         let head = Head::new(3, 5);
         let frame = written(Kind::Frame(9), Some(head), b"hello");
         assert_eq!(message(&frame), Ok((Kind::Frame(9), consumed, Some((head, &b"hello"[..])))));
-        assert_eq!(message(&written(Kind::Piece(6), None, &[1; PIECE_MAX])), Ok((Kind::Piece(6), consumed, None)));
+        assert_eq!(
+            message(&written(Kind::Piece(6), None, &[1; MESSAGE_PIECE_MAX])),
+            Ok((Kind::Piece(6), consumed, None))
+        );
         let large = Head::new(3, 1 << 20);
         let frame = written(Kind::Frame(9), Some(large), &[]);
         assert_eq!(message(&frame), Ok((Kind::Frame(9), consumed, Some((large, &[][..])))));
@@ -190,7 +196,7 @@ mod tests {
             written(Kind::Frame(0), Some(head), b"hello!"),
             written(Kind::Frame(0), Some(large), b"x"),
             written(Kind::Piece(0), None, &[]),
-            written(Kind::Piece(0), None, &[0; PIECE_MAX + 1]),
+            written(Kind::Piece(0), None, &[0; MESSAGE_PIECE_MAX + 1]),
             vec![9; PREFIX_LEN],
         ] {
             assert!(message(&bad).is_err(), "{bad:?}");
