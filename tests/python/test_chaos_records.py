@@ -26,3 +26,10 @@ def test_a_recorded_run_had_no_error_and_names_its_commit(path: Path) -> None:
         command = ["git", "-C", str(path.parent), "merge-base", "--is-ancestor", commit, "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{path}: {commit} is not in the history: {done.stderr.strip()}"
+
+
+def test_the_recorded_soak_ran_for_two_hours_and_grew_by_less_than_a_hundredth() -> None:
+    (soak,) = runs(Path(__file__).parents[1] / "data" / "chaos" / "soak.json")
+    assert soak["seconds"] >= 7200
+    for process, growth in soak["growth_after_warm_up"].items():
+        assert max(growth.values()) < 0.01, process
