@@ -7,6 +7,7 @@ from typing import Any
 
 from experts import DROP_IN, V1
 from findings import Found, Terms
+from steps import gpu_count
 
 from crossrail.report import counted
 from harness import Outcome
@@ -22,10 +23,15 @@ Rows = Sequence[Mapping[str, Any]]
 
 def hosts(terms: Terms, found: Found) -> None:
     """Every calling pattern at 1, 8 and 128 tokens: ours and DeepEP V1 by the same program."""
-    options = (f"--tokens={','.join(map(str, LOOP_GOALS))}", f"--iters={terms.scaled(20, 3)}")
+    options = (f"--tokens={','.join(map(str, LOOP_GOALS))}", f"--iters={terms.scaled(20, 3)}", ranks())
     ours = found.peer(DROP_IN, SCRIPT, "--module=crossrail.deep_ep", *options, **QUIET)
     theirs = found.peer(V1, SCRIPT, "--module=deep_ep", *options, **QUIET)
     found.outcomes += host_outcomes(ours, theirs, found.silence(DROP_IN), found.silence(V1))
+
+
+def ranks() -> str:
+    """How many ranks a peer's script starts: two, or one where there is one GPU, which has nobody to wait for."""
+    return f"--ranks={min(gpu_count()[0], 2)}"
 
 
 def host_outcomes(ours: Rows, theirs: Rows, why_none: str, silent: str) -> list[Outcome]:

@@ -24,6 +24,7 @@ sys.path[:0] = [str(GPU), str(GPU / "peers")]
 
 import findings  # noqa: E402
 import goals  # noqa: E402
+import hosts  # noqa: E402
 import judging  # noqa: E402
 import ranks  # noqa: E402
 import sharing  # noqa: E402
@@ -217,6 +218,13 @@ def test_two_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert data["outcomes"][0]["to_reach"] == ">= 1.1 x NCCL over sockets, tuned"
     devices = {word for line in alone.asked for word in line if word.startswith("--device")}
     assert devices == {"--device=cuda:0"}
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (8, 2)])
+def test_calls_of_the_host_need_no_second_gpu(gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "gpu_count", lambda: (gpus, ""))
+    assert hosts.ranks() == f"--ranks={ranks}"
+    assert goals.SCENARIOS["ep_hosts"][2] == 1
 
 
 def test_without_mps_nothing_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
