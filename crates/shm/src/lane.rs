@@ -355,6 +355,13 @@ impl ShmLane {
         self.flags.wake(ROOM, &self.wire);
     }
 
+    /// What shared memory said is final, although the peer may write something else there afterwards.
+    #[cold]
+    fn broke(&mut self, error: LaneError) -> LaneError {
+        self.attention = true;
+        self.fault.get_or_insert(error).clone()
+    }
+
     /// Reads what has come over the socket and sends what is owed. An error is final, and reported by `poll`.
     #[cold]
     pub(crate) fn service_socket(&mut self) -> Result<(), LaneError> {
@@ -457,7 +464,10 @@ impl Lane for ShmLane {
             self.service_socket()?;
         }
         // The peer's death is known before its ring is read: when that is empty now, it is empty for good.
-        let received = self.receive(sink, budget)?;
+        let received = match self.receive(sink, budget) {
+            Ok(received) => received,
+            Err(error) => return Err(self.broke(error)),
+        };
         if self.hung_up {
             return if received || self.waits() {
                 Ok(received)
@@ -465,7 +475,11 @@ impl Lane for ShmLane {
                 Err(LaneError::Closed("the peer closed the lane or its process is gone".into()))
             };
         }
-        let moved = self.transmit(sink, budget)? | received | std::mem::take(&mut self.news);
+        let sent = match self.transmit(sink, budget) {
+            Ok(sent) => sent,
+            Err(error) => return Err(self.broke(error)),
+        };
+        let moved = sent | received | std::mem::take(&mut self.news);
         self.idle = if moved { 0 } else { self.idle + 1 };
         Ok(moved)
     }

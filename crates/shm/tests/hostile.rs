@@ -475,3 +475,28 @@ fn whatever_a_peer_writes_into_shared_memory_ends_its_own_lane_at_most() {
     // In the runs that are the same every time.
     assert!(ended > 100, "{ended} lanes of 200 ended: the words that were written are looked at");
 }
+
+/// The peer writes what was there before once this end has seen something wrong: that does not bring the lane back.
+#[test]
+fn an_error_is_final_although_the_memory_is_right_again() {
+    let size = honest_size();
+    let fd = memfd(size, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW);
+    let words = Words::new(&fd, size as usize);
+    let mut errors = 0;
+    // Counts, flags and cursors of both sides, and the first slots of both directions.
+    let places =
+        [0..17_152, 17_152..17_664, 17_152 + 65_536..17_664 + 65_536].into_iter().flat_map(|part| part.step_by(8));
+    for wrong in places {
+        let (mut lane, _mine) = lane_of(&fd);
+        let mut sink = common::Keeper::default();
+        assert!(lane.poll(&mut sink, 1 << 20, true).is_ok(), "as it was made");
+        let before = words.at(wrong).swap(u64::MAX, Ordering::AcqRel);
+        let seen = lane.poll(&mut sink, 1 << 20, true);
+        words.at(wrong).store(before, Ordering::Release);
+        if let Err(error) = seen {
+            assert_eq!(lane.poll(&mut sink, 1 << 20, true), Err(error), "byte {wrong}");
+            errors += 1;
+        }
+    }
+    assert!(errors > 0, "nothing that was wrong was seen");
+}
