@@ -10,8 +10,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, Rails, Resul
 
 use super::dialling::was_late;
 use super::explain::{Candidate, Explain};
-use super::messages::Turn;
-use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports};
+use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports, Turn};
 use super::{Sessions, cuda_ipc, own};
 use crate::core::gpu::Reach;
 use crate::core::{LaneRecord, gone};

@@ -5,28 +5,7 @@ use crossrail_types::Checksum;
 use super::costs::EAGER_LIMIT;
 use super::explain::{self, Candidate};
 use super::rail_pairs::RailPair;
-use super::tcp::Carrier;
-use super::transport::Choice;
-
-/// The place of an endpoint among several to one peer, between which a caller's messages take turns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Turn {
-    /// Its number, from 0. Rails of one speed carry the messages of the endpoints by turns; otherwise the first rail
-    /// carries those of all.
-    pub index: usize,
-    /// How many there are.
-    pub of: usize,
-    /// Largest message that this end sends with its first frame over TCP, in bytes, without asking the receiver first;
-    /// all of it goes over one connection. More than 64 KiB has an effect only where the turns load all rails alike.
-    pub eager_max: usize,
-}
-
-impl Default for Turn {
-    /// The only endpoint.
-    fn default() -> Turn {
-        Turn { index: 0, of: 1, eager_max: EAGER_LIMIT }
-    }
-}
+use super::transport::{Choice, Turn};
 
 /// How the messages of an endpoint travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,13 +17,13 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    /// Over these rails of that carrier. Chunks are spread by what each rail carries, messages are not: where the rails'
+    /// Over these rails. `unasked`: they can carry long messages without asking the receiver first. Chunks are spread by what each rail carries, messages are not: where the rails'
     /// speeds differ, or some would carry more of the turns than others, long messages are left to chunks.
-    pub(super) fn over(carrier: Carrier, rails: &[RailPair], turn: Turn) -> Messages {
+    pub(super) fn over(rails: &[RailPair], turn: Turn, unasked: bool) -> Messages {
         let speed = |rail: &RailPair| [rail.mine.speed_mbps, rail.theirs.speed_mbps].into_iter().flatten().min();
         let alike = rails.windows(2).all(|two| speed(&two[0]) == speed(&two[1]));
         let rail = if alike { turn.index % rails.len().max(1) } else { 0 };
-        let even = alike && turn.of.is_multiple_of(rails.len()) && carrier == Carrier::Sockets;
+        let even = alike && turn.of.is_multiple_of(rails.len()) && unasked;
         let eager_max = if even { turn.eager_max } else { turn.eager_max.min(EAGER_LIMIT) };
         Messages { rail: rail as u16, eager_max }
     }
@@ -100,9 +79,8 @@ mod tests {
     fn turns(speeds: &[(Option<u32>, Option<u32>)], of: usize) -> (Vec<u16>, bool) {
         const LONG: usize = 2 * EAGER_LIMIT;
         let rails = rails(speeds);
-        let all: Vec<_> = (0..of)
-            .map(|index| Messages::over(Carrier::Sockets, &rails, Turn { index, of, eager_max: LONG }))
-            .collect();
+        let all: Vec<_> =
+            (0..of).map(|index| Messages::over(&rails, Turn { index, of, eager_max: LONG }, true)).collect();
         let long = all[0].eager_max == LONG;
         assert!(all.iter().all(|messages| messages.eager_max == if long { LONG } else { EAGER_LIMIT }));
         (all.iter().map(|messages| messages.rail).collect(), long)
@@ -130,8 +108,8 @@ mod tests {
             assert_eq!(turns(&[fast, slow], 2), (vec![0, 0], false), "{slow:?}");
         }
         let short = Turn { eager_max: 1000, ..Turn::default() };
-        assert_eq!(Messages::over(Carrier::Sockets, &rails(&[fast; 4]), short).eager_max, 1000);
+        assert_eq!(Messages::over(&rails(&[fast; 4]), short, true).eager_max, 1000);
         let long = Turn { eager_max: 2 * EAGER_LIMIT, ..Turn::default() };
-        assert_eq!(Messages::over(Carrier::Ucx, &rails(&[fast]), long).eager_max, EAGER_LIMIT);
+        assert_eq!(Messages::over(&rails(&[fast]), long, false).eager_max, EAGER_LIMIT);
     }
 }

@@ -31,9 +31,9 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
 
 use self::control::ControlConnections;
 pub use self::explain::{Candidate, Explain};
-pub use self::messages::Turn;
 use self::redial::Redialer;
 use self::transport::Transports;
+pub use self::transport::Turn;
 use crate::core::{Claim, gone};
 use crate::environment::Environment;
 use crate::progress::Progress;

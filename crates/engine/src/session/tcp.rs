@@ -158,7 +158,7 @@ pub(super) fn connect(
         return Err(no_rail(sessions, &session.peer)?);
     }
     let channels = sessions.environment.settings().channels.first() as u16;
-    let messages = Messages::over(carrier, &rails, attempt.turn);
+    let messages = Messages::over(&rails, attempt.turn, carrier == Carrier::Sockets);
     let mut names = vec![carrier.name_of(messages.rail, MESSAGE_CHANNEL)];
     for rail in 0..rails.len() as u16 {
         names.extend((0..channels).map(|channel| carrier.name_of(rail, channel)));

@@ -9,8 +9,8 @@ use crossrail_topology::NetDevice;
 use crossrail_types::{EndpointId, Error, ErrorKind, Result, Settings};
 
 use super::Sessions;
+use super::costs::EAGER_LIMIT;
 use super::explain::Candidate;
-use super::messages::Turn;
 use crate::environment::Breadth;
 
 /// One way to reach peers.
@@ -132,6 +132,26 @@ pub(crate) enum Availability {
     Usable(String),
     /// It cannot: why, and what would help.
     Unusable(String, Option<String>),
+}
+
+/// The place of an endpoint among several to one peer, between which a caller's messages take turns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Its number, from 0. Rails of one speed carry the messages of the endpoints by turns; otherwise the first rail
+    /// carries those of all.
+    pub index: usize,
+    /// How many there are.
+    pub of: usize,
+    /// Largest message that this end sends with its first frame over TCP, in bytes, without asking the receiver first;
+    /// all of it goes over one connection. More than 64 KiB has an effect only where the turns load all rails alike.
+    pub eager_max: usize,
+}
+
+impl Default for Turn {
+    /// The only endpoint.
+    fn default() -> Turn {
+        Turn { index: 0, of: 1, eager_max: EAGER_LIMIT }
+    }
 }
 
 /// One attempt to connect.
