@@ -123,6 +123,8 @@ def test_a_peer_that_stands_still_for_a_while_is_not_lost(connected: Callable[..
         key = crossrail.RegionKey.from_bytes(bytes(raw[:size]))
         for writes in ([bytes(8)], [bytes(1 << 20)] * 32):
             process.send_signal(signal.SIGSTOP)
+            # Its threads stop one by one; the last one's stop is reported.
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
             requests = [still.write(one, key) for one in writes]
             with pytest.raises(crossrail.TimeoutError):
                 requests[0].wait(1.5)  # several times as long as a silent lane is given
