@@ -106,7 +106,9 @@ def test_the_steps_of_a_buffers_life_are_added_up() -> None:
 def test_every_scenario_is_known_and_bounded() -> None:
     ours = {name: limits for name, limits in goals.SCENARIOS.items() if name.startswith("ep_")}
     assert set(ours) == {"ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_sms", "ep_sweep", "ep_control"}
-    assert all(0 < limit <= 180 and gpus == 2 for _, limit, gpus in ours.values())
+    assert all(0 < limit <= 180 for _, limit, _ in ours.values())
+    # What calls take of the host can be seen with one rank; the others are about links.
+    assert {name for name, (_, _, gpus) in ours.items() if gpus < 2} == {"ep_hosts"}
     assert set(goals.SETS["experts"]) == set(ours)
     assert set().union(*goals.SETS.values()) <= set(goals.SCENARIOS)
 
