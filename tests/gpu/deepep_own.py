@@ -17,12 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benches" / "gpu"))
-
-from sharing import shared  # noqa: E402
-
-PACKAGE = ROOT / "packages" / "crossrail-deep-ep"
+PACKAGE = Path(__file__).parents[2] / "packages" / "crossrail-deep-ep"
 OURS = {"__init__.py", "event.py"}
 """Of the module `deep_ep.utils`: what programs import, not only tests."""
 ALONE = {
@@ -32,31 +27,6 @@ ALONE = {
     # The helpers' casts are compiled otherwise, which takes longer than the tests.
     "TORCHDYNAMO_DISABLE": "1",
 }
-
-TWO_ON_ONE = """
-import functools, sys, torch, torch.distributed as dist
-
-sys.path.append({gpu!r})
-from sharing import as_own_host
-
-def place(device):
-    return (device if isinstance(device, int) else torch.device(device).index) % torch.cuda.device_count()
-
-def on_one(initialize):
-    @functools.wraps(initialize)
-    def wrapped(*arguments, **options):
-        as_own_host(options["rank"])
-        if options.get("device_id") is not None:
-            options["device_id"] = torch.device("cuda", place(options["device_id"]))
-        return initialize(*arguments, **options)
-    return wrapped
-
-dist.init_process_group = on_one(dist.init_process_group)
-set_device = torch.cuda.set_device
-torch.cuda.set_device = lambda device: set_device(place(device))
-"""
-"""What every process runs first where two ranks share a GPU: the files name a GPU by its rank, and NCCL refuses two
-ranks of one host on one GPU."""
 
 
 def site(folder: Path, checkout: Path) -> Path:
@@ -68,8 +38,6 @@ def site(folder: Path, checkout: Path) -> Path:
             shutil.copy(helper, module / "utils")
     # The helpers import DeepEP's extension, of which the tests call nothing.
     (module / "_C.py").write_text("from crossrail.deep_ep import EventHandle as EventHandle\n", encoding="utf-8")
-    if shared():
-        (folder / "sitecustomize.py").write_text(TWO_ON_ONE.replace("{gpu!r}", repr(sys.path[0])), encoding="utf-8")
     return folder
 
 

@@ -84,6 +84,8 @@ DEEPEP = (
     ("tests/elastic/test_ep.py", "--num-tokens 128 --skip-perf-test --masked-ratio 0.3 --deterministic", 2),
 )
 """DeepEP's own files, with options, and the ranks that they need: ranks 1, 3 and 5 of the shrink test fail in turn."""
+TWO_ON_ONE = Path(__file__).with_name("two_on_one").resolve()
+"""A folder of modules: what Python runs first in programs that do not know that they share a GPU."""
 COUNTING = "given_back"
 """In the names of Rust tests that count a GPU's free memory, as Python tests marked "alone" do."""
 
@@ -143,10 +145,12 @@ def steps_for(pack: Path, site: Path | None, sizes: list[int], present: int) -> 
 def between_two(site: Path | None, present: int) -> Iterator[Step]:
     """What has ranks that exchange rows, with two ranks for each GPU: each has half of its multiprocessors."""
     environment = {"TEST_GPU": "1", **of_python(site), **HALF}
+    # DeepEP's own programs know nothing of it: what places them is what they run first.
+    path = os.pathsep.join(filter(None, (str(TWO_ON_ONE), environment.get("PYTHONPATH"))))
     for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         if kind_of(file.name) != "any" and "cli" not in file.name:
             yield from python(file, [present], present, environment)
-    yield from deepep(os.environ.get("DEEPEP_TESTS", ""), 2 * present, {**environment, **WITHOUT})
+    yield from deepep(os.environ.get("DEEPEP_TESTS", ""), 2 * present, {**environment, **WITHOUT, "PYTHONPATH": path})
 
 
 def of_python(site: Path | None) -> dict[str, str]:
