@@ -14,9 +14,7 @@ use crate::wire::{
     PIECES, PREFIX_LEN,
 };
 
-/// Bytes of a piece's slot: its prefix or its header at the end of the first page, then the piece.
-const PIECE_SLOT: usize = PIECE_AT + MESSAGE_PIECE_MAX;
-/// Where a slot has the piece.
+/// Where a piece's slot has the piece: its prefix or its header ends the page before.
 const PIECE_AT: usize = 4096;
 
 /// A frame whose payload is sent in pieces.
@@ -61,7 +59,7 @@ impl Sender {
     pub(crate) fn new() -> Sender {
         Sender {
             messages: Slots::new(FRAMES, MESSAGE_MAX),
-            pieces: Slots::new(PIECES, PIECE_SLOT),
+            pieces: Slots::new(PIECES, PIECE_AT + PIECE_MAX),
             next_piece: 0,
             as_messages: false,
             credit: Memory::new(PREFIX_LEN + HELLO_PADDING),
@@ -73,9 +71,10 @@ impl Sender {
         }
     }
 
-    /// Has pieces be messages, which one segment of UCX's must hold.
+    /// Has pieces be messages, which one segment of UCX's must hold. Before the first piece.
     pub(crate) fn send_pieces_as_messages(&mut self) {
         self.as_messages = true;
+        self.pieces = Slots::new(PIECES, PIECE_AT + MESSAGE_PIECE_MAX);
     }
 
     /// Pieces sent so far.
