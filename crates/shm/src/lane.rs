@@ -464,10 +464,7 @@ impl Lane for ShmLane {
             self.service_socket()?;
         }
         // The peer's death is known before its ring is read: when that is empty now, it is empty for good.
-        let received = match self.receive(sink, budget) {
-            Ok(received) => received,
-            Err(error) => return Err(self.broke(error)),
-        };
+        let received = self.receive(sink, budget).map_err(|error| self.broke(error))?;
         if self.hung_up {
             return if received || self.waits() {
                 Ok(received)
@@ -475,10 +472,7 @@ impl Lane for ShmLane {
                 Err(LaneError::Closed("the peer closed the lane or its process is gone".into()))
             };
         }
-        let sent = match self.transmit(sink, budget) {
-            Ok(sent) => sent,
-            Err(error) => return Err(self.broke(error)),
-        };
+        let sent = self.transmit(sink, budget).map_err(|error| self.broke(error))?;
         let moved = sent | received | std::mem::take(&mut self.news);
         self.idle = if moved { 0 } else { self.idle + 1 };
         Ok(moved)
