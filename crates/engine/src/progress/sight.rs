@@ -34,7 +34,8 @@ struct Rows {
     worker: Row,
     rails: HashMap<String, Rail>,
     peers: HashMap<EndpointId, PeerRows>,
-    /// What the rails' sums have of each lane; until the lane's end was noted, which may be after its row is gone.
+    /// What each lane has carried, as far as the rails' sums have it; until the lane's end was noted, which may be after
+    /// its row is gone.
     counted: HashMap<LaneId, LaneStats>,
     since: Since,
     next_peer: u32,
@@ -52,7 +53,6 @@ struct PeerRows {
 struct Link {
     row: Row,
     rail: String,
-    stats: LaneStats,
     stalls: u64,
     chunks: u64,
     bytes: u64,
@@ -190,16 +190,17 @@ impl Rows {
                 let link = rows.links.entry(lane.id).or_insert_with(|| Link {
                     row: Row::new(Some(&self.page), Kind::Link, self.owner, &lane.name, &peer.name),
                     rail: rail.to_owned(),
-                    stats: LaneStats::default(),
                     stalls: 0,
                     chunks: 0,
                     bytes: 0,
                 });
                 let rail = rail_row(&mut self.rails, &self.page, self.owner, rail);
+                let carried = self.counted.entry(lane.id).or_default();
                 if let Some(stats) = lane.stats {
-                    rail.count(&stats, &self.counted.insert(lane.id, stats).unwrap_or_default());
+                    rail.count(&stats, carried);
+                    *carried = stats;
                 }
-                link.update(lane, rail);
+                link.update(lane, carried, rail);
             }
             rows.update(peer);
             for (gpu, copied) in peer.copied.iter().filter_map(|(gpu, copied)| Some(((*gpu)?, copied))) {
@@ -286,20 +287,18 @@ impl Rail {
 }
 
 impl Link {
-    fn update(&mut self, lane: &LaneSample, rail: &mut Rail) {
+    fn update(&mut self, lane: &LaneSample, carried: &LaneStats, rail: &mut Rail) {
         use fields::link as field;
-        self.stats = lane.stats.unwrap_or(self.stats);
         rail.stalls += lane.stalls - self.stalls;
         (self.stalls, self.chunks, self.bytes) = (lane.stalls, lane.load.chunks as u64, lane.load.bytes);
-        let stats = self.stats;
         self.row.write(|writer| {
-            writer.set(field::sent_bytes, stats.tx_bytes);
-            writer.set(field::received_bytes, stats.rx_bytes);
+            writer.set(field::sent_bytes, carried.tx_bytes);
+            writer.set(field::received_bytes, carried.rx_bytes);
             writer.set(field::in_flight_chunks, lane.load.chunks as u64);
             writer.set(field::in_flight_bytes, lane.load.bytes);
             writer.set(field::rate, lane.load.rate);
             writer.set(field::stalls, lane.stalls);
-            writer.set(field::retransmits, stats.retransmits);
+            writer.set(field::retransmits, carried.retransmits);
             writer.set(field::held_up, lane.held_up.into());
         });
     }
