@@ -272,8 +272,8 @@ impl Meeting {
     /// the reason.
     ///
     /// # Errors
-    /// `Mismatch` naming the rank and the parameter that differs; `Timeout`, `PeerDead`, `Protocol`; errors of `hello`. A rank
-    /// that gave up is named with its reason: `Mismatch`, `Timeout`, else `Refused`.
+    /// `Mismatch` naming the rank and the parameter that differs; `Timeout`, `PeerDead`, `Protocol`; errors of `hello`. A
+    /// rank that gave up is named with its reason: `Mismatch`, `Timeout`, else `Refused`.
     pub fn greet(
         &self,
         connections: Vec<Connection>,

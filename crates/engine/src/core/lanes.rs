@@ -297,8 +297,8 @@ impl LaneRecord {
         })
     }
 
-    /// Memory for a word that goes to the address `target`. Lanes fill in pieces what they receive, and others poll a word: it is
-    /// therefore received here, and [`LaneRecord::deliver_word`] stores it whole.
+    /// Memory for a word that goes to the address `target`. Lanes fill in pieces what they receive, and others poll a
+    /// word: it is therefore received here, and [`LaneRecord::deliver_word`] stores it whole.
     pub(super) fn word_buffer(&mut self, target: usize, grant: Arc<Grant>) -> *mut u8 {
         self.word_target = Some((target, grant));
         std::ptr::from_mut(&mut *self.word).cast()
