@@ -33,3 +33,9 @@ def test_the_recorded_soak_ran_for_two_hours_and_grew_by_less_than_a_hundredth()
     assert soak["seconds"] >= 7200
     for process, growth in soak["growth_after_warm_up"].items():
         assert max(growth.values()) < 0.01, process
+
+
+def test_the_recorded_rails_that_work_by_turns_did_so_for_half_an_hour() -> None:
+    (windows,) = runs(Path(__file__).parents[1] / "data" / "chaos" / "windows.json")
+    assert windows["mode"] == "windows" and windows["healthy_rail"] is None
+    assert windows["seconds"] >= 1800 and windows["num_faults"] >= 180
