@@ -2,6 +2,7 @@
 //! computation gives.
 #![allow(missing_docs)]
 
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -319,7 +320,8 @@ fn threads_share_a_buffer() {
     });
 }
 
-/// A member's key may vanish while the rank lives: its lease ran out, or somebody deleted it. Connections say who is lost.
+/// A member's key may vanish while the rank lives: its lease ran out, or somebody deleted it. Once ranks are connected,
+/// their connections say who is lost; while they connect, the store does.
 #[test]
 fn the_store_takes_no_rank_out_of_the_sums() {
     let settings = Settings::default();
@@ -329,14 +331,16 @@ fn the_store_takes_no_rank_out_of_the_sums() {
     let case = Case { ranks: 3, nodes: 2, layout: Layout::Expert, prereduce: true, rounds: 40 };
     let ranks: Vec<_> = (0..case.ranks).map(|rank| rank_of(&case, rank, &server.address())).collect();
     thread::scope(|scope| {
+        let (connected, each_connected) = mpsc::channel();
         let running: Vec<_> = ranks
             .iter()
             .enumerate()
             .map(|(rank, (group, buffer))| {
-                let case = &case;
+                let (case, connected) = (&case, connected.clone());
                 scope.spawn(move || {
                     buffer.connect(&[0, 1, 2], true, None).expect("connect");
                     let seen = group.changes();
+                    connected.send(rank).expect("whoever deletes keys waits for every rank");
                     exchange(buffer, case, rank);
                     // At least one key has vanished: with it gone, the sums are as whole as before.
                     assert!(group.wait_change(seen, deadline) > seen, "nobody has deleted a key");
@@ -344,6 +348,9 @@ fn the_store_takes_no_rank_out_of_the_sums() {
                 })
             })
             .collect();
+        for _ in 0..case.ranks {
+            each_connected.recv_timeout(Duration::from_secs(60)).expect("a rank did not connect");
+        }
         while running.iter().any(|rank| !rank.is_finished()) {
             let (members, _) = store.list("crossrail/", deadline).expect("the keys");
             for member in members.iter().filter(|entry| entry.key.contains("/member/")) {
