@@ -37,8 +37,8 @@ const SEEN: u8 = 4;
 /// How a lane is set up.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Bytes of the payload ring per direction; rounded up to a power of two, at least 128 KiB, at most 1 GiB. The
-    /// larger of the two ends' wishes counts.
+    /// Bytes of the payload ring per direction; rounded up to a power of two, at least 128 KiB, at most 1 GiB. Payloads
+    /// that the peer has not read take up to half of it (128 KiB at least). The larger of the two ends' wishes counts.
     pub ring_bytes: usize,
     /// Whether CMA may be used. False at either end: neither end uses it, as if it were denied.
     pub cma: bool,
@@ -46,7 +46,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { ring_bytes: 1 << 20, cma: true }
+        Options { ring_bytes: 2 << 20, cma: true }
     }
 }
 

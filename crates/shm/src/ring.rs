@@ -25,6 +25,13 @@ pub(crate) const MAX_PAYLOAD: usize = 64 << 10;
 /// Smallest and largest payload ring: two frames must fit beside the gap that a wrap leaves.
 pub(crate) const RING_RANGE: std::ops::RangeInclusive<usize> = 2 * MAX_PAYLOAD..=1 << 30;
 
+/// Bytes of a ring of `ring` bytes that payloads may take which the consumer has not read, from the first to the last
+/// one. What lies beyond was read longest ago: the producer writes there next, when the consumer's cache no longer holds
+/// it, so that stores need not wait for that cache.
+fn window(ring: u64) -> u64 {
+    (ring / 2).max(*RING_RANGE.start() as u64)
+}
+
 /// Where the next payload of `len` bytes lies, and where the one after it may start, as counts of bytes since the
 /// lane began. A payload never wraps: what is left before the ring's end is skipped instead.
 #[inline]
@@ -40,6 +47,8 @@ pub(crate) struct Producer {
     bytes: NonNull<u8>,
     consumed: NonNull<AtomicU64>,
     ring: u64,
+    /// Of those, how many may be unread.
+    window: u64,
     /// Frames written, and of those the ones known to be consumed.
     next: u64,
     seen: u64,
@@ -63,6 +72,7 @@ impl Producer {
             bytes: NonNull::new(control.bytes(side))?,
             consumed: NonNull::from(&fixed.consumed[side].0),
             ring: control.ring() as u64,
+            window: window(control.ring() as u64),
             next: 0,
             seen: 0,
             byte_next: 0,
@@ -136,7 +146,7 @@ impl Producer {
     #[inline]
     fn has_room(&self) -> bool {
         let end = reserve(self.byte_next, MAX_PAYLOAD as u64, self.ring).1;
-        self.next - self.seen < SLOTS as u64 && end - self.byte_seen <= self.ring
+        self.next - self.seen < SLOTS as u64 && end - self.byte_seen <= self.window
     }
 
     /// Reads how far the consumer is; true when that has changed.
@@ -166,9 +176,9 @@ impl Producer {
             )));
         }
         let (start, end) = reserve(self.byte_next, payload.len as u64, self.ring);
-        if end - self.byte_seen > self.ring {
+        if end - self.byte_seen > self.window {
             self.refresh()?;
-            if end - self.byte_seen > self.ring {
+            if end - self.byte_seen > self.window {
                 return Ok(false);
             }
         }

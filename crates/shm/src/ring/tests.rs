@@ -58,6 +58,28 @@ fn a_full_ring_takes_nothing_until_the_consumer_says_so() {
 }
 
 #[test]
+fn half_of_a_ring_is_what_the_consumer_has_read() {
+    for (ring, whole) in [(2 << 20, 1 << 20), (1 << 20, 512 << 10), (256 << 10, 128 << 10), (128 << 10, 128 << 10)] {
+        let (_control, mut producer, mut consumer) = ends(ring);
+        for round in 0..5 {
+            let mut count = 0;
+            while push(&mut producer, &[round; MAX_PAYLOAD]) {
+                count += 1;
+            }
+            assert_eq!(count, whole / MAX_PAYLOAD, "of a ring of {ring} bytes");
+            while pop(&mut consumer).is_some() {}
+            consumer.publish();
+        }
+        // What an empty ring's end leaves no room for goes to its start.
+        for len in [64, MAX_PAYLOAD].repeat(40) {
+            assert!(producer.room() == Ok(true) && push(&mut producer, &vec![1; len]), "{len} into a ring of {ring}");
+            assert_eq!(pop(&mut consumer).map(|bytes| bytes.len()), Some(len));
+            consumer.publish();
+        }
+    }
+}
+
+#[test]
 fn large_payloads_never_wrap_nor_overlap() {
     let (_control, mut producer, mut consumer) = ends(*RING_RANGE.start());
     let (mut sent, mut heard) = (0usize, 0usize);
