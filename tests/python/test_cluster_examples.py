@@ -82,7 +82,7 @@ for pid in "${{pids[@]}}"; do wait "$pid" || exit 1; done
 """
     )
     (tools / "srun").chmod(0o755)
-    job = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
+    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
     job |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
     job["CROSSRAIL_SECRET_FILE"] = str(tools / "secret")
     check(said_by([str(CLUSTER / "slurm.sbatch")], environment(job, tools)), 2, "Slurm")
