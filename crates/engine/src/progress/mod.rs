@@ -85,6 +85,8 @@ pub(crate) struct Progress {
     background: Mutex<Option<Thread>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     closing: AtomicBool,
+    /// Others took turns on this processor when a waiting thread last offered it to them.
+    crowded: AtomicBool,
     sessions: OnceLock<Weak<dyn SessionEvents>>,
 }
 
@@ -122,6 +124,7 @@ impl Progress {
             background: Mutex::new(None),
             threads: Mutex::new(Vec::new()),
             closing: AtomicBool::new(false),
+            crowded: AtomicBool::new(false),
             sessions: OnceLock::new(),
         }))
     }

@@ -1,5 +1,7 @@
 //! Waiting callers: each makes progress itself while it waits.
 
+use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossrail_locks::MutexGuard;
@@ -8,12 +10,17 @@ use crossrail_types::{EndpointId, OpId, interrupt};
 use super::{NAP_MAX, Progress};
 use crate::core::{Collected, Core, Received, Wanted};
 
-/// A waiting thread polls without pause for this long after anything last moved.
+/// A waiting thread polls without pause for this long after anything last moved, unless others [take turns](TURN) on its
+/// core.
 const SPIN: Duration = Duration::from_micros(30);
 /// Then it offers its core to others between polls, for this long; then it sleeps.
 const YIELD: Duration = Duration::from_micros(200);
 /// The same where there are cores to spare: a wake-up takes longer than most transfers that are still in flight.
 const YIELD_MANY: Duration = Duration::from_millis(5);
+/// How long others run on an offered core if they take turns, as ends of other pairs do that wait for their peers in their
+/// turn: polling without pause would only hold those up. What runs longer computes, and has the core for a time slice
+/// each time that it is offered.
+const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(1);
 /// From this many processors on there are cores to spare.
 const MANY: usize = 8;
 /// Shortest and longest pause of a thread that waits for the work of the connections' threads; in between, a sixteenth
@@ -196,7 +203,7 @@ impl<'a> Wait<'a> {
             return Look::Expired;
         }
         let idle = now - *self.idle_since.get_or_insert(now);
-        if idle < SPIN {
+        if idle < SPIN && (aside || !progress.crowded.load(Ordering::Relaxed)) {
             return Look::Again(progress.core.lock());
         }
         // Control connections and link events are not polled while spinning.
@@ -211,7 +218,9 @@ impl<'a> Wait<'a> {
             if aside {
                 self.stand_aside(idle);
             } else {
+                let offered = Instant::now();
                 std::thread::yield_now();
+                progress.crowded.store(TURN.contains(&offered.elapsed()), Ordering::Relaxed);
             }
             return Look::Again(progress.core.lock());
         }
