@@ -41,7 +41,7 @@ PAGES = {
 PICTURE = "charts.svg"
 PICTURED = (
     ("host.html", "bandwidth", "64 in flight"),
-    ("gpu-4.html", "latency", "One-way latency"),
+    ("gpu-2.html", "latency", "One-way latency"),
     ("gpu-4.html", "mesh", "Each pair alone: rate"),
 )
 """The charts of the picture: a page, a section, and a part of the chart's title."""

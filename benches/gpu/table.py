@@ -5,7 +5,7 @@
 
 In a page a table stands between two comments, of which the first says what it is of, from the repository's root:
 
-    <!-- table of benches/results/gpu/summary-4.json: TCP -->
+    <!-- table of benches/results/gpu/summary-2.json: TCP -->
     <!-- end -->
 
 `table`: goals, a line for each; after a colon, only those whose work begins with one of the words (A | B).
