@@ -321,7 +321,7 @@ bench: build
 
 pages: build
 	$(call say,pages: their tables and charts from benches/results)
-	$(BIN)/python -m crossrail.cli.doctor.page >docs/doctor.md
+	$(BIN)/python -m crossrail_tools.cli.doctor.page >docs/doctor.md
 	$(BIN)/python benches/gpu/table.py docs/performance.md docs/performance-experts.md docs/design/trust.md
 	$(BIN)/python benches/pages.py
 

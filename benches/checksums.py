@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crossrail.report import capture_environment, compact, write_text
+from crossrail_tools.report import capture_environment, compact, write_text
 from harness import BUILD_LIMIT_S, ROOT, refusal
 
 RESULTS = ROOT / "benches" / "results"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import crossrail
-from crossrail.report import capture_environment, compact, write_text
+from crossrail_tools.report import capture_environment, compact, write_text
 from harness import refusal
 
 RESULTS = Path(__file__).parents[1] / "docs" / "design"

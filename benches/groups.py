@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from crossrail.report import Report, Row, averaged, capture_environment, format_bytes, format_rate
+from crossrail_tools.report import Report, Row, averaged, capture_environment, format_bytes, format_rate
 from harness import COMMAND_LIMIT_S, Outcome, Result, Terms, bench, build, merged
 
 PLAN = Path(__file__).parents[1] / "tests" / "data" / "plans" / "killed_and_replaced.json"

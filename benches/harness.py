@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crossrail.report import Report, Row, format_rate
+from crossrail_tools.report import Report, Row, format_rate
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20

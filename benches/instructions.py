@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crossrail.report import capture_environment, format_size, write_text
+from crossrail_tools.report import capture_environment, format_size, write_text
 from harness import ROOT, Outcome, Result, Terms, build, changed_files
 
 BASELINE = ROOT / "benches" / "baseline.json"

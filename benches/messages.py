@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crossrail.report import capture_environment, format_rate, format_size
+from crossrail_tools.report import capture_environment, format_rate, format_size
 from harness import COMMAND_LIMIT_S, MIB, Outcome, Result, Terms, against, as_data, bench, merged
 
 

@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from crossrail.report.page.document import document
-from crossrail.report.page.model import Chart
-from crossrail.report.page.picture import picture
-from crossrail.report.page.write import html
-from crossrail.report.sources import Source, read_source
+from crossrail_tools.report.page.document import document
+from crossrail_tools.report.page.model import Chart
+from crossrail_tools.report.page.picture import picture
+from crossrail_tools.report.page.write import html
+from crossrail_tools.report.sources import Source, read_source
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "testbed"))
 from bed import EIGHT_MBIT, EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
 from ends import End, Pair, wait_for_traffic
 
-from crossrail.report import Report, Row, format_rate, format_size
+from crossrail_tools.report import Report, Row, format_rate, format_size
 from harness import MIB, Outcome, Result, Terms, against, as_data, merged
 
 ETHERNET_PAYLOAD = 1448 / 1514

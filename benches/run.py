@@ -21,7 +21,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from crossrail.report import WriteError, capture_environment, compact, console, table, write_text
+from crossrail_tools.report import WriteError, capture_environment, compact, console, table, write_text
 from harness import Outcome, Scenario, Terms, refusal
 from scenarios import SCENARIOS
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crossrail.report import capture_environment, compact, write_text
+from crossrail_tools.report import capture_environment, compact, write_text
 from harness import bench, refusal
 
 RESULTS = Path(__file__).parent / "results"

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from findings import Found, Terms
 from steps import gpu_count
 
-from crossrail.report import PeerResult, Row, averaged, counted, format_bytes, median
+from crossrail_tools.report import PeerResult, Row, averaged, counted, format_bytes, median
 from harness import Outcome
 
 V1 = "deepep"

@@ -17,7 +17,7 @@ sys.path.insert(0, str(HERE.parent))
 from machine import describe  # noqa: E402
 from steps import gpu_count  # noqa: E402
 
-from crossrail.report import Report, Row, compact  # noqa: E402
+from crossrail_tools.report import Report, Row, compact  # noqa: E402
 from harness import Outcome, bench  # noqa: E402
 
 PEER_LIMIT_S = 60.0

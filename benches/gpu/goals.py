@@ -31,7 +31,7 @@ from normal import normal  # noqa: E402
 from sockets import PLAIN, RAILS, SOCKETS, tcp  # noqa: E402
 from steps import compiler, gpu_count  # noqa: E402
 
-from crossrail.report import Row, format_rate, format_size, median  # noqa: E402
+from crossrail_tools.report import Row, format_rate, format_size, median  # noqa: E402
 
 MIB = 1 << 20
 BIG = (64 * MIB, 256 * MIB, 1024 * MIB)

@@ -9,7 +9,7 @@ from experts import DROP_IN, V1
 from findings import Found, Terms
 from steps import gpu_count
 
-from crossrail.report import counted
+from crossrail_tools.report import counted
 from harness import Outcome
 
 GOALS_US = {"dispatch": 12.0, "combine": 8.0}

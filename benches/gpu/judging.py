@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from crossrail.report import Row, format_rate, format_size, median
+from crossrail_tools.report import Row, format_rate, format_size, median
 from harness import Outcome
 
 LATENCY_GOAL = 0.6

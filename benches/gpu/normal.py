@@ -15,7 +15,7 @@ from experts import DROP_IN, V1
 from findings import Found, Terms
 from hosts import QUIET
 
-from crossrail.report import counted
+from crossrail_tools.report import counted
 from harness import Outcome
 
 V2 = "deepep-v2"

@@ -34,7 +34,7 @@ from machine import describe  # noqa: E402
 from sharing import mps  # noqa: E402
 from steps import Result, Runner, Step, gpu_count, group_sizes, read_program, visible  # noqa: E402
 
-from crossrail.report import compact, console, table  # noqa: E402
+from crossrail_tools.report import compact, console, table  # noqa: E402
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from findings import Found, Terms
 from judging import Outcome, staged, time_against
 from sharing import rank_devices, two_ranks
 
-from crossrail.report import format_size
+from crossrail_tools.report import format_size
 
 MIB = 1 << 20
 RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")

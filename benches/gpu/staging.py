@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from steps import gpu_count  # noqa: E402
 
-from crossrail.report import Report, Row, console, median, table  # noqa: E402
+from crossrail_tools.report import Report, Row, console, median, table  # noqa: E402
 from harness import bench  # noqa: E402
 
 RAILS = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from crossrail.report import counted, with_lists
+from crossrail_tools.report import counted, with_lists
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- (?P<kind>\w+) of (?P<path>[\w./-]+)(?:: (?P<only>.+?))? -->\n(?P<old>.*?)<!-- end -->", re.S)

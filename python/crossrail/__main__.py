@@ -1,8 +1,8 @@
-"""`python -m crossrail` is the command `crossrail`."""
+"""`python -m crossrail` is the command `crossrail`, which the package `crossrail_tools` has."""
 
 import sys
 
-from crossrail.cli import main
-
 if __name__ == "__main__":
+    from crossrail_tools.cli import main
+
     sys.exit(main())

@@ -11,9 +11,9 @@ from browser import NAMES, Browser, found
 from test_report_page import EVERY_KIND, mesh
 from test_sweep import sweep
 
-from crossrail.report.page.comparison import comparison_section
-from crossrail.report.page.write import html
-from crossrail.report.sources import parse_source
+from crossrail_tools.report.page.comparison import comparison_section
+from crossrail_tools.report.page.write import html
+from crossrail_tools.report.sources import parse_source
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"
 COMMITTED = sorted(REPORTS.glob("*.html"))

@@ -184,7 +184,7 @@ def circles(graph: Graph) -> list[list[Path]]:
 def circles_of(root: Path) -> list[list[Path]]:
     """Every circle below ``root``, which is laid out as this repository is."""
     graphs = [Crate(source).graph() for source in sorted([*root.glob("crates/*/src"), *root.glob("xtask/src")])]
-    graphs += [python_graph(package) for package in root.glob("python/crossrail")]
+    graphs += [python_graph(package) for package in root.glob("python/*")]
     return [circle for graph in graphs for circle in circles(graph)]
 
 

@@ -1,6 +1,6 @@
 """Reports made up for the tests of tables and JSON."""
 
-from crossrail.report import (
+from crossrail_tools.report import (
     Environment,
     Iteration,
     Lane,

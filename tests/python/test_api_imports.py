@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import crossrail
-from crossrail.cli.rank_process import KINDS
+from crossrail_tools.cli.rank_process import KINDS
 
 
-@pytest.mark.parametrize("module", ["crossrail", "crossrail.cli"])
+@pytest.mark.parametrize("module", ["crossrail", "crossrail_tools.cli"])
 def test_importing_does_not_import_numpy(module: str) -> None:
     program = f"import sys, {module}; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
@@ -20,9 +21,34 @@ def test_importing_does_not_import_numpy(module: str) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"doctor"}))
 def test_a_rank_starts_without_what_only_shows_reports(kind: str) -> None:
     # rich takes a fifth of the start of a rank, of which a plan may start dozens. The doctor has one second process.
-    module = f"crossrail.cli{KINDS[kind]}"
+    module = f"crossrail_tools.cli{KINDS[kind]}"
     program = f"import sys, {module}; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_the_library_imports_no_tool() -> None:
+    program = (
+        "import pkgutil, importlib, sys, crossrail\n"
+        "for module in pkgutil.walk_packages(crossrail.__path__, 'crossrail.'):\n"
+        "    if not module.name.endswith('__main__'):\n"
+        "        importlib.import_module(module.name)\n"
+        "print(*sorted(sys.modules), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    names = done.stdout.split()
+    assert "crossrail.deep_ep.buffer" in names
+    assert not {"crossrail_tools", "rich"} & {name.partition(".")[0] for name in names}
+
+
+def test_the_library_has_at_most_ten_thousand_lines() -> None:
+    files = [*Path(crossrail.__file__).parent.rglob("*.py"), *Path(crossrail.__file__).parent.rglob("*.pyi")]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 10_000
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "crossrail", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"crossrail {crossrail.__version__}\n"
 
 
 def test_every_public_name_is_there() -> None:

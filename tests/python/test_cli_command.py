@@ -21,11 +21,11 @@ from free_ports import free_port
 from leftovers import no_files_left
 
 import crossrail
-from crossrail.cli.command_line import BENCHES, COMMANDS
-from crossrail.cli.info import print_info
-from crossrail.cli.point_to_point.channel import CONTROL_TAG
 from crossrail.records import NumaNode
-from crossrail.report import Report, console
+from crossrail_tools.cli.command_line import BENCHES, COMMANDS
+from crossrail_tools.cli.info import print_info
+from crossrail_tools.cli.point_to_point.channel import CONTROL_TAG
+from crossrail_tools.report import Report, console
 
 COMMAND = [sys.executable, "-m", "crossrail"]
 QUICK = ("--size=8", "--iters=200", "--warmup=10")

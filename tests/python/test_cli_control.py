@@ -20,9 +20,9 @@ from leftovers import no_files_left
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
 import crossrail
-from crossrail.cli import rank_process
-from crossrail.cli.placement import Placement, shared_gpus
-from crossrail.report import Report, averaged
+from crossrail_tools.cli import rank_process
+from crossrail_tools.cli.placement import Placement, shared_gpus
+from crossrail_tools.report import Report, averaged
 
 SMALL = ("bench", "control", "--num-processes=3", "--tokens=8", "--hidden=256")
 STEPS = ["init", "connect", "disconnect", "reconnect", "destroy"]

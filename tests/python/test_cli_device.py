@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from crossrail.cli.failure import Failure
-from crossrail.cli.point_to_point.driver import _Driver, _hello
-from crossrail.cli.point_to_point.listener import _agree, _buffer_of
-from crossrail.cli.point_to_point.options import BenchOptions, plans
+from crossrail_tools.cli.failure import Failure
+from crossrail_tools.cli.point_to_point.driver import _Driver, _hello
+from crossrail_tools.cli.point_to_point.listener import _agree, _buffer_of
+from crossrail_tools.cli.point_to_point.options import BenchOptions, plans
 
 
 class Context:

@@ -19,14 +19,14 @@ from test_cli_command import one_error, run
 from test_cli_store import store
 
 import crossrail
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.doctor import gpus, job, limits, nics, table, transports
-from crossrail.cli.doctor.examine import examine
-from crossrail.cli.doctor.finding import SEVERITIES, Check, Found, Machine
-from crossrail.cli.doctor.links import Rail, pair_rails
-from crossrail.cli.doctor.netlink import interfaces, route
-from crossrail.cli.doctor.show import page, summary
-from crossrail.cli.failure import Failure, exit_code_of
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.doctor import gpus, job, limits, nics, table, transports
+from crossrail_tools.cli.doctor.examine import examine
+from crossrail_tools.cli.doctor.finding import SEVERITIES, Check, Found, Machine
+from crossrail_tools.cli.doctor.links import Rail, pair_rails
+from crossrail_tools.cli.doctor.netlink import interfaces, route
+from crossrail_tools.cli.doctor.show import page, summary
+from crossrail_tools.cli.failure import Failure, exit_code_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 RAIL = Rail("eth1", "eth1", True, True, 9000, "10.0.1.1", 24, virtual=False, speed_mbps=100_000, numa_node=1)
@@ -51,7 +51,7 @@ def doctor(*options: str, code: int, settings: dict[str, str] | None = None) -> 
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m crossrail.cli.doctor.page > docs/doctor.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m crossrail_tools.cli.doctor.page > docs/doctor.md"
 
 
 def test_every_check_has_an_id_of_its_own_and_says_everything() -> None:

@@ -21,16 +21,16 @@ from test_cli_doctor import RAIL, found, machine, refusal
 from test_cli_store import store
 
 import crossrail
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.doctor import probes, rails
-from crossrail.cli.doctor.examine import within
-from crossrail.cli.doctor.finding import Found, Machine
-from crossrail.cli.doctor.links import Rail
-from crossrail.cli.doctor.listener import serve
-from crossrail.cli.doctor.netlink import Route
-from crossrail.cli.doctor.probes import DATAGRAM, HEAD, HELLO, TOKEN_LEN, Load, Ports, Responder
-from crossrail.cli.doctor.survey import Survey, Way, parse_rails, parse_route
-from crossrail.cli.failure import Failure, exit_code_of
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.doctor import probes, rails
+from crossrail_tools.cli.doctor.examine import within
+from crossrail_tools.cli.doctor.finding import Found, Machine
+from crossrail_tools.cli.doctor.links import Rail
+from crossrail_tools.cli.doctor.listener import serve
+from crossrail_tools.cli.doctor.netlink import Route
+from crossrail_tools.cli.doctor.probes import DATAGRAM, HEAD, HELLO, TOKEN_LEN, Load, Ports, Responder
+from crossrail_tools.cli.doctor.survey import Survey, Way, parse_rails, parse_route
+from crossrail_tools.cli.failure import Failure, exit_code_of
 
 LO = [Rail(f"127.0.0.{n}", "lo", True, True, 65536, f"127.0.0.{n}", 32, virtual=True) for n in (1, 2)]
 TWO = {"CROSSRAIL_NET_DEVICES": "127.0.0.1,127.0.0.2"}

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 from test_cli_command import COMMAND, children, clean_environment, gone, one_error, run
 
-from crossrail.cli.ep import elastic
-from crossrail.cli.ep.plan import parse_plan
-from crossrail.cli.processes import Message
-from crossrail.report import PhaseFacts, Report, Row
+from crossrail_tools.cli.ep import elastic
+from crossrail_tools.cli.ep.plan import parse_plan
+from crossrail_tools.cli.processes import Message
+from crossrail_tools.report import PhaseFacts, Report, Row
 
 PLANS = Path(__file__).parents[1] / "data" / "plans"
 SMALL = ("--tokens=16", "--hidden=256", "--experts-per-rank=2", "--iters=5", "--warmup=1")

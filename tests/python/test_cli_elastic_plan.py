@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.cli.ep.plan import Phase, load_plan, parse_plan
-from crossrail.cli.failure import UsageFailure
+from crossrail_tools.cli.ep.plan import Phase, load_plan, parse_plan
+from crossrail_tools.cli.failure import UsageFailure
 
 PLANS = Path(__file__).parents[1] / "data" / "plans"
 

@@ -17,7 +17,7 @@ from free_ports import free_port
 from leftovers import no_files_left
 from test_cli_command import COMMAND, children, clean_environment, one_error
 
-from crossrail.report import Report, Row
+from crossrail_tools.report import Report, Row
 
 SMALL = ("--tokens=16", "--hidden=256", "--experts-per-rank=4", "--iters=5", "--warmup=1", "--pin=none")
 LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

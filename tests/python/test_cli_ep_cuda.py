@@ -9,7 +9,7 @@ import pytest
 from test_cli_command import COMMAND, one_error
 from test_cli_ep import environment
 
-from crossrail.report import Report, Row
+from crossrail_tools.report import Report, Row
 
 FAKE = Path(__file__).parent / "fake_gpus"
 SMALL = ("--device=cuda", "--tokens=16", "--hidden=512", "--experts-per-rank=4", "--iters=5", "--warmup=1")

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.ep import peers as ep_peers
-from crossrail.cli.ep.options import EpOptions
-from crossrail.cli.failure import Failure
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.ep import peers as ep_peers
+from crossrail_tools.cli.ep.options import EpOptions
+from crossrail_tools.cli.failure import Failure
 
 QUICK = ("--device=cuda", "--tokens=4", "--iters=2", "--warmup=0", "--mode=dispatch")
 

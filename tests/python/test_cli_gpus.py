@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from test_cli_command import one_error, run
 
-from crossrail.cli.info import print_cuda
-from crossrail.report import console
+from crossrail_tools.cli.info import print_cuda
+from crossrail_tools.report import console
 
 
 def cuda_here() -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from terminal import plain, run_in_terminal
 from test_cli_command import run
 
-from crossrail.cli.command_line import BENCHES, COMMANDS, EXAMPLES, command_words, parse_arguments
-from crossrail.cli.completion import script
+from crossrail_tools.cli.command_line import BENCHES, COMMANDS, EXAMPLES, command_words, parse_arguments
+from crossrail_tools.cli.completion import script
 
 PAGES = ["", *(name for name in COMMANDS), *(f"bench {name}" for name in BENCHES)]
 

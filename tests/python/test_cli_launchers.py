@@ -15,9 +15,9 @@ from free_ports import free_port
 from test_cli_command import COMMAND, one_error
 from test_cli_ep import environment
 
-from crossrail.cli.launcher import find_launch
-from crossrail.cli.parsing import Parser
-from crossrail.report import Report
+from crossrail_tools.cli.launcher import find_launch
+from crossrail_tools.cli.parsing import Parser
+from crossrail_tools.report import Report
 
 P2P = ("p2p", "--size=1M", "--iters=3")
 EP = ("ep", "--mode=dispatch", "--tokens=16", "--hidden=256", "--experts-per-rank=4", "--iters=3", "--warmup=1")

@@ -13,10 +13,10 @@ from leftovers import no_files_left
 from test_cli_command import COMMAND, one_error
 from test_cli_ep import environment
 
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.failure import UsageFailure
-from crossrail.cli.placement import cpus_of, describe_pins
-from crossrail.report import Report, Row
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.failure import UsageFailure
+from crossrail_tools.cli.placement import cpus_of, describe_pins
+from crossrail_tools.report import Report, Row
 
 SMALL = ("--size=64K", "--iters=3", "--warmup=1")
 
@@ -100,7 +100,7 @@ def test_bad_usage_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...
 
 
 def test_one_gpu_is_no_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crossrail.cli.mesh.known_gpus", lambda *_: ["cuda:0"])
+    monkeypatch.setattr("crossrail_tools.cli.mesh.known_gpus", lambda *_: ["cuda:0"])
     with pytest.raises(UsageFailure, match="two or more ranks, and only cuda:0 is here"):
         parse_arguments(["bench", "mesh", "--devices=all"]).run()
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from crossrail.cli import peers
-from crossrail.cli.failure import Failure
-from crossrail.cli.peers import PeerFailure, PeerJob
+from crossrail_tools.cli import peers
+from crossrail_tools.cli.failure import Failure
+from crossrail_tools.cli.peers import PeerFailure, PeerJob
 
 UCX_CSV = """\
 iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr
@@ -151,7 +151,7 @@ def test_a_peer_that_hangs_is_ended_in_time() -> None:
     with peers.servers(job) as ports, pytest.raises(PeerFailure, match="did not finish in time"):
         peers.run_client(job, ports)
     assert time.monotonic() - start < 20
-    from crossrail.cli import processes
+    from crossrail_tools.cli import processes
 
     assert not processes._running, "every process was reaped"
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from test_cli_command import run
 
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.failure import Failure, UsageFailure
-from crossrail.planning import reading
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.failure import Failure, UsageFailure
+from crossrail_tools.planning import reading
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")

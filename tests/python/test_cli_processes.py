@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.cli import parsing, processes
-from crossrail.cli.failure import Failure, UsageFailure
+from crossrail_tools.cli import parsing, processes
+from crossrail_tools.cli.failure import Failure, UsageFailure
 
 
 def alive(pid: int) -> bool:
@@ -29,7 +29,7 @@ def wait_until_gone(pid: int, seconds: float = 30.0) -> None:
 
 PARENT = """
 import sys, time
-from crossrail.cli.processes import Process
+from crossrail_tools.cli.processes import Process
 child = Process(["sleep", "60"])
 print(child.popen.pid, flush=True)
 time.sleep(60)
@@ -37,7 +37,7 @@ time.sleep(60)
 
 LEASHED = """
 import os, sys, time
-from crossrail.cli.processes import live_with_parent
+from crossrail_tools.cli.processes import live_with_parent
 live_with_parent(int(sys.argv[1]) or os.getppid())
 print("ready", flush=True)
 time.sleep(60)

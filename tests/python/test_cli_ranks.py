@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from crossrail.cli import ranks
-from crossrail.cli.failure import Failure
-from crossrail.cli.ranks import ENDED, Ranks
+from crossrail_tools.cli import ranks
+from crossrail_tools.cli.failure import Failure
+from crossrail_tools.cli.ranks import ENDED, Ranks
 
 
 class Rank:

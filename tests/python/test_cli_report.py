@@ -11,7 +11,7 @@ import pytest
 from report_samples import latency_report
 from test_cli_command import one_error, run
 
-from crossrail.report import Report
+from crossrail_tools.report import Report
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from test_cli_store import store
 
 import crossrail
 from crossrail._native import read_pages
-from crossrail.cli import main
-from crossrail.cli.top import ERRORS, Look, Process, rates_between, verdicts
+from crossrail_tools.cli import main
+from crossrail_tools.cli.top import ERRORS, Look, Process, rates_between, verdicts
 
 ROW_BYTES = 512
 
@@ -245,7 +245,7 @@ def test_ctrl_c_while_it_looks_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setenv("CROSSRAIL_PAGES", str(tmp_path))
-    monkeypatch.setattr("crossrail.cli.top.time", SimpleNamespace(monotonic=time.monotonic, sleep=pressed))
+    monkeypatch.setattr("crossrail_tools.cli.top.time", SimpleNamespace(monotonic=time.monotonic, sleep=pressed))
     former = signal.getsignal(signal.SIGTERM)
     try:
         assert main(["top", "--once"]) == 130

@@ -10,7 +10,7 @@ from report_samples import environment
 from test_cli_command import run
 
 from crossrail._words import kind
-from crossrail.report import RankTimes, Report, Row, console, counted, print_report
+from crossrail_tools.report import RankTimes, Report, Row, console, counted, print_report
 
 
 def test_one_is_singular() -> None:

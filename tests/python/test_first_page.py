@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrail.cli.command_line import parse_arguments
+from crossrail_tools.cli.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

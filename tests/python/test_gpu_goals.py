@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import crossrail.nccl
-from crossrail.report import Report, Row, capture_environment
+from crossrail_tools.report import Report, Row, capture_environment
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benches" / "gpu"

@@ -12,7 +12,7 @@ from test_cli_command import COMMAND, clean_environment
 
 import crossrail
 from crossrail import _native
-from crossrail.cli.processes import Process
+from crossrail_tools.cli.processes import Process
 
 MIB = 1 << 20
 LIMIT = 1024 * MIB
@@ -89,7 +89,7 @@ def test_a_mesh_whose_ranks_do_not_fit_together_is_one_line() -> None:
 def test_a_death_for_want_of_memory_is_called_that() -> None:
     code = """
 import sys
-from crossrail.cli.processes import Process
+from crossrail_tools.cli.processes import Process
 greedy = "b = bytearray(); [b.extend(bytes(1 << 24)) for _ in range(64)]"
 with Process([sys.executable, "-c", greedy]) as process:
     process.popen.wait(60)

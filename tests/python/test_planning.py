@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crossrail import planning
-from crossrail.planning import CLUSTERS, MODELS, PUBLISHED, Cluster, Model, PlanError, Routing, plan
-from crossrail.report import Report, Row
+from crossrail_tools import planning
+from crossrail_tools.planning import CLUSTERS, MODELS, PUBLISHED, Cluster, Model, PlanError, Routing, plan
+from crossrail_tools.report import Report, Row
 
 GPU = Path(__file__).parents[2] / "benches" / "results" / "gpu"
 H200 = CLUSTERS["h200"]

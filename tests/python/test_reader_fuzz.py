@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from test_sweep import sweep
 
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.ep.plan import load_plan, parse_plan
-from crossrail.cli.failure import Failure
-from crossrail.report import WriteError
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.ep.plan import load_plan, parse_plan
+from crossrail_tools.cli.failure import Failure
+from crossrail_tools.report import WriteError
 
 ROOT = Path(__file__).parents[2]
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from report_samples import environment
 
-from crossrail.report import PhaseFacts, RankTimes, Report, Row, averaged, console, control_rows, print_report
+from crossrail_tools.report import PhaseFacts, RankTimes, Report, Row, averaged, console, control_rows, print_report
 
 ENVIRONMENT = environment()
 LIKE = Row(what="", transport="", size=0, experts_per_rank=8, store="tcp")

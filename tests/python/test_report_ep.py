@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from report_samples import environment
 
-from crossrail.report import (
+from crossrail_tools.report import (
     EpRank,
     EpTurn,
     PeerResult,

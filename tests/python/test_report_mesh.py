@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 from report_samples import environment
 
-from crossrail.report import Report, Row, console, mesh_rows, print_report
+from crossrail_tools.report import Report, Row, console, mesh_rows, print_report
 
 SIZE = 1_000_000
 LIKE = Row("mesh", "", SIZE, memory="ordinary", ranks=4, nodes=1, verified=True)

@@ -1,4 +1,4 @@
-"""What `crossrail.report` offers is imported on first use, and all of it is there."""
+"""What `crossrail_tools.report` offers is imported on first use, and all of it is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from crossrail import report
+from crossrail_tools import report
 
 
 @pytest.mark.parametrize("name", sorted(report.__all__))
@@ -33,7 +33,8 @@ def test_what_is_not_there_is_named() -> None:
 
 def test_a_command_without_tables_does_not_import_what_draws_them() -> None:
     script = (
-        "import sys\nfrom crossrail.cli import main\nprint(main(['store', '--help']))\nprint('rich' in sys.modules)"
+        "import sys\nfrom crossrail_tools.cli import main\n"
+        "print(main(['store', '--help']))\nprint('rich' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

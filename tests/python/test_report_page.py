@@ -18,12 +18,12 @@ from test_report_mesh import LIKE, measured
 from crossrail.ref import Shape
 from crossrail.ref.checking import Work
 from crossrail.ref.flows import traffic
-from crossrail.report import PeerResult, Report, Row, mesh_rows
-from crossrail.report.export import comma_separated, markdown
-from crossrail.report.page.document import document
-from crossrail.report.page.model import HeatMap
-from crossrail.report.page.write import MOST_BYTES, TooLarge, html
-from crossrail.report.sources import Source, parse_source, read_source
+from crossrail_tools.report import PeerResult, Report, Row, mesh_rows
+from crossrail_tools.report.export import comma_separated, markdown
+from crossrail_tools.report.page.document import document
+from crossrail_tools.report.page.model import HeatMap
+from crossrail_tools.report.page.write import MOST_BYTES, TooLarge, html
+from crossrail_tools.report.sources import Source, parse_source, read_source
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from report_samples import environment, p2p_report
 
-import crossrail.report
-from crossrail.report import SCHEMA, Report, Row, SchemaError
+import crossrail_tools.report
+from crossrail_tools.report import SCHEMA, Report, Row, SchemaError
 
 
 def test_a_report_reads_back_as_it_was() -> None:
@@ -79,7 +79,7 @@ def test_a_figure_that_is_no_number_is_never_written() -> None:
 
 
 def test_report_never_imports_the_native_module() -> None:
-    for path in Path(crossrail.report.__file__).parent.glob("*.py"):
+    for path in Path(crossrail_tools.report.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
             if isinstance(node, ast.ImportFrom):

@@ -9,7 +9,7 @@ import foreign_logs as logs
 import pytest
 from report_samples import latency_report
 
-from crossrail.report.sources import SourceError, parse_source, read_source
+from crossrail_tools.report.sources import SourceError, parse_source, read_source
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 

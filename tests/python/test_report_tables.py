@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from report_samples import bandwidth_report, environment, latency_report, p2p_report
 
-from crossrail.report import Report, Row, console, print_report
+from crossrail_tools.report import Report, Row, console, print_report
 
 
 def printed(report: Report) -> str:

@@ -7,7 +7,7 @@ import io
 import pytest
 from report_samples import environment
 
-from crossrail.report import Report, Row, console, print_report, unpack_rates, unpack_rows
+from crossrail_tools.report import Report, Row, console, print_report, unpack_rates, unpack_rows
 
 SIZE = 1_000_000
 FOUND = {

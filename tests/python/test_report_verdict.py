@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from crossrail.report import Facts, Lane, Stages, Waits, judge, stage_shares
+from crossrail_tools.report import Facts, Lane, Stages, Waits, judge, stage_shares
 
 FULL = Stages(match_us=0.0, window_us=0.0, wire_us=950.0, copy_us=20.0)
 

@@ -12,8 +12,8 @@ import pytest
 from report_samples import bandwidth_report, latency_report, p2p_report
 from terminal import plain, run_in_terminal
 
-from crossrail.report import Report, console, print_report, table, views
-from crossrail.report.tables import HeadedTable
+from crossrail_tools.report import Report, console, print_report, table, views
+from crossrail_tools.report.tables import HeadedTable
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 KINDS = {
@@ -33,7 +33,7 @@ KINDS = {
 PRINT = """
 import sys
 from pathlib import Path
-from crossrail.report import Report, console, print_report
+from crossrail_tools.report import Report, console, print_report
 print_report(Report.loads(Path(sys.argv[1]).read_text()), console())
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from report_samples import p2p_report
 
-from crossrail.report import WriteError, capture_environment, check_destination, write_report, write_text
+from crossrail_tools.report import WriteError, capture_environment, check_destination, write_report, write_text
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from crossrail.report import SCHEMA, compact, with_lists
+from crossrail_tools.report import SCHEMA, compact, with_lists
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ROOT / "benches"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from test_cli_command import clean_environment
 
-from crossrail.cli.command_line import parse_arguments
 from crossrail.records import ReceiptRecord
+from crossrail_tools.cli.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "slow.md").read_text(encoding="utf-8")

@@ -16,14 +16,14 @@ from leftovers import no_files_left
 from report_samples import environment
 from test_cli_command import COMMAND, clean_environment, one_error, run
 
-from crossrail.cli import main
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.reporting import restore_terminal
-from crossrail.cli.sweep import SweepOptions
-from crossrail.report import Row, SchemaError, console
-from crossrail.report.page.write import html
-from crossrail.report.sources import parse_source
-from crossrail.report.sweeping import FEW, Plan, Sweep, Trial, ranked, sweep_views, verdict
+from crossrail_tools.cli import main
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.reporting import restore_terminal
+from crossrail_tools.cli.sweep import SweepOptions
+from crossrail_tools.report import Row, SchemaError, console
+from crossrail_tools.report.page.write import html
+from crossrail_tools.report.sources import parse_source
+from crossrail_tools.report.sweeping import FEW, Plan, Sweep, Trial, ranked, sweep_views, verdict
 
 QUICK = ("--size=4K", "--iters=3", "--warmup=0", "--transport=tcp", "--rails=127.0.0.1")
 VARIED = {"--chunk": ["512K", "1M"], "--window": ["8", "16"]}

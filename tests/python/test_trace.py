@@ -10,8 +10,8 @@ import pytest
 from test_cli_command import one_error, run
 
 import crossrail
-from crossrail.cli import unpack
-from crossrail.cli.trace import clock_offsets, merged
+from crossrail_tools.cli import unpack
+from crossrail_tools.cli.trace import clock_offsets, merged
 
 SIZE = 16 << 20
 

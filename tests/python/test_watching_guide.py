@@ -14,8 +14,8 @@ import pytest
 from test_cli_command import COMMAND, clean_environment, run
 from test_cli_store import store
 
-from crossrail.cli.command_line import parse_arguments
-from crossrail.cli.doctor.table import CHECKS
+from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.doctor.table import CHECKS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guides" / "watching.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ import pytest
 from bed import Bed
 from ends import SECRET, End, Pair, wait_for_traffic
 
-from crossrail.report import Report, Row, console, print_report
+from crossrail_tools.report import Report, Row, console, print_report
 
 MAKE = Callable[..., Bed]
 MIB = 1 << 20

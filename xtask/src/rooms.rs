@@ -94,23 +94,33 @@ pub(crate) const WORDS: &[(&str, &[&str], &str)] = &[
 const LAYERS: &str =
     "a module of the engine uses only those below it: memory, environment, core, progress, session, api";
 
+const TOOLS: &[&str] = &["crossrail_tools", "rich"];
+
+/// Files that no rule of `PYTHON` is about: they run a tool for whoever runs the library as a program.
+pub(crate) const DOORS: &[&str] = &["python/crossrail/__main__.py"];
+
 /// Modules that Python files below a folder must not import, and why. The rule of an inner folder replaces that of an
 /// outer one.
 pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
-    ("python/crossrail/report", &["_native"], "reports are generated from JSON, also on machines without the library"),
-    ("python/crossrail/planning", &["_native"], "plans are made on machines without the library"),
+    ("python/crossrail", TOOLS, "the tools import the library, never the other way"),
     (
         "python/crossrail/ref",
-        &["_native"],
-        "a reference implementation shares no code with the implementation it verifies",
+        &["_native", "crossrail_tools", "rich"],
+        "a reference implementation shares no code with the implementation it verifies, nor with tools",
     ),
     (
-        "python/crossrail/cli",
+        "python/crossrail_tools/report",
+        &["_native", "crossrail"],
+        "reports are generated from JSON, also on machines without the library",
+    ),
+    ("python/crossrail_tools/planning", &["_native", "crossrail"], "plans are made on machines without the library"),
+    (
+        "python/crossrail_tools/cli",
         &["numpy", "torch", "statistics", "timeit"],
         "the command contains no measuring logic, which belongs to crates/bench",
     ),
     (
-        "python/crossrail/cli/doctor",
+        "python/crossrail_tools/cli/doctor",
         &["torch", "timeit"],
         "doctor compares what two processes exchange, and how fast rails are; benches measure in crates/bench",
     ),

@@ -11,9 +11,9 @@ import numpy as np
 
 import crossrail
 from crossrail import _native
-from crossrail.cli import placement
 from crossrail.ref import bits
 from crossrail.ref.sampling import PERIOD
+from crossrail_tools.cli import placement
 
 GROUPS = []
 KEPT_INIT = crossrail.Group.__init__

@@ -1,8 +1,0 @@
-"""Prints `docs/doctor.md`: ``python -m crossrail.cli.doctor.page > docs/doctor.md``."""
-
-from __future__ import annotations
-
-from .show import page
-
-if __name__ == "__main__":
-    print(page(), end="")

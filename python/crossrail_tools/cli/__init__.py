@@ -1,0 +1,177 @@
+"""The command `crossrail`: arguments, exit codes, tables, progress. Measurements are made by the native module.
+
+Data goes to stdout, messages go to stderr. Exit codes: 0 success, 1 the run failed or its data did not verify, 2 bad
+usage, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from .failure import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+    Failure,
+    exit_code_of,
+    print_error,
+)
+from .processes import kill_all, live_with_parent
+
+if TYPE_CHECKING:
+    from .parsing import Command
+
+
+_ending = threading.Event()
+"""Set once a signal ends the command: failures that this causes are not news."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code. A mistake of the user never ends in a traceback."""
+    _open_standard_streams()
+    try:
+        from .command_line import parse_arguments
+
+        command = parse_arguments(arguments)
+    except ImportError as error:
+        print_error(f"the native module cannot be loaded ({error}); reinstall Crossrail for this Python")
+        return EXIT_FAILED
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_USAGE
+    except Failure as error:
+        print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return EXIT_INTERRUPTED
+    if command.parent is not None:
+        live_with_parent(command.parent)
+    if getattr(command, "on_main_thread", False):
+        return _on_main_thread(command)
+    return _in_thread(lambda: _run(command))
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed, or a socket would get its number, and its output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            mode = "r" if number == 0 else "w"
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
+def _on_main_thread(command: Command) -> int:
+    """Runs a command for which a signal is how it ends, which only the main thread sees."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _run(command)
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        return EXIT_INTERRUPTED
+    except _Terminated:
+        print_error("terminated")
+        return EXIT_TERMINATED
+
+
+def _in_thread(work: Callable[[], int]) -> int:
+    """Runs ``work`` in another thread, so that Ctrl-C ends the command at once even while native code is running.
+
+    The system may give a signal to a thread that starts a process, which does not wake this one: it sleeps on the
+    descriptor to which Python writes for every signal, whatever the thread.
+    """
+    asleep, wake = socket.socketpair()
+    wake.setblocking(False)
+    outcome: list[int | BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+        finally:
+            wake.send(b"\0")
+
+    thread = threading.Thread(target=body, name="crossrail-command", daemon=True)
+    try:
+        signal.signal(signal.SIGTERM, _terminated)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        thread.start()
+        while not outcome:
+            asleep.recv(1)
+    except (KeyboardInterrupt, _Terminated) as end:
+        by_user = isinstance(end, KeyboardInterrupt)
+        _end_early("interrupted" if by_user else "terminated", EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
+    thread.join()
+    result = outcome[0]
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _end_early(why: str, exit_code: int) -> NoReturn:
+    """Shows what was measured so far and exits. A second signal exits at once, with the terminal in order."""
+    _ending.set()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *unused: os._exit(exit_code))
+    reporting = sys.modules.get(f"{__name__}.reporting")  # without it there is nothing to show
+    try:
+        if reporting is not None:
+            reporting.restore_terminal()
+        print_error(why)
+        if reporting is not None:
+            reporting.stop_runs()
+    finally:
+        _silence_stderr()  # killing the other processes causes errors that nobody needs to read
+        kill_all()
+        # An ordinary exit would wait for a thread that is inside native code.
+        os._exit(exit_code)
+
+
+def _silence_stderr() -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+class _Terminated(BaseException):
+    """SIGTERM was received."""
+
+
+def _terminated(signal_number: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _run(command: Command) -> int:
+    """Runs ``command`` and reports every expected failure as one line."""
+    import crossrail
+    from crossrail_tools.report import WriteError
+
+    try:
+        command.run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except (Failure, crossrail.CrossrailError, WriteError) as error:
+        if not _ending.is_set():
+            print_error(error)
+        return exit_code_of(error)
+    except OSError as error:
+        if not _ending.is_set():
+            print_error(f"{error.filename or 'stdout'}: {error.strerror}")
+        return EXIT_FAILED
+    finally:
+        kill_all()
+    return EXIT_OK

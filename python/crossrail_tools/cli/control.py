@@ -1,0 +1,317 @@
+"""`crossrail bench control`: how long it takes to create, connect, disconnect and destroy expert buffers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import crossrail
+from crossrail._native import bench_control, loopback
+from crossrail_tools.report import Report, Row, control_rows, counted
+from crossrail_tools.report.control import STEPS
+
+from .failure import Failure, UsageFailure, print_notice
+from .options import (
+    Device,
+    Dtype,
+    Pin,
+    RunOptions,
+    add_device_kind,
+    add_no_effect,
+    add_output,
+    add_pin,
+    add_secret_file,
+    add_timeout,
+    add_tokens,
+)
+from .parsing import Command, Parser, count, positive
+from .parsing import join as join_address
+from .placement import PinnedRanks, Placement, add_nodes, pin_to, placement, shared_gpus
+from .processes import Message, Process, scratch_folder
+from .rank_process import Parent, gather, join
+from .ranks import ENDED, Ranks
+from .reporting import Progress, check_json, make_report, show_report
+
+StoreKind = Literal["tcp", "etcd"]
+
+OPS = ("cycle", *STEPS)
+ROUNDS = 10
+NUM_PROCESSES = 8
+DEFAULTS = {"tokens": 128, "hidden": 4096, "topk": 2, "dtype": "fp8"}
+
+COMPILING_S = 60.0
+"""Upper bound for compiling kernels, in the first round of each number of experts."""
+
+STEP_S = 1.0
+"""Upper bound for one step. A rank sends no message while its steps run."""
+
+ETCD_START_S = 20.0
+ETCD_ATTEMPTS = 3
+"""Another process may take a port between the moment it is found free and the moment etcd binds it."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank measures, for each number of experts."""
+
+    op: str
+    rounds: int
+    experts_per_rank: list[int]
+    tokens: int
+    hidden: int
+    topk: int
+    dtype: Dtype
+    warmup: int = 0
+    device: Device = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(PinnedRanks, RunOptions):
+    """`crossrail bench control`."""
+
+    work: Work
+    placement: Placement
+    store: StoreKind | None = None
+    every_gpu: bool = False
+    gpus: tuple[str, ...] = ()
+    """GPU of each rank of this node, once known."""
+    pin: Pin = "auto"
+
+    def unpinned(self, ranks: int) -> bool:
+        """Whether GPUs do the work."""
+        return self.work.device == "cuda"
+
+    def run(self) -> None:
+        """Runs the ranks of this node; the first node shows the report. Raises Failure and the library's errors."""
+        if self.placement.node == 0:
+            show_report(self, lambda progress: _report(self, progress))
+            return
+        check_json(self.json)
+        with Progress() as progress:
+            _run(_placed(self), progress)
+        print_notice(f"done; node 0 of {self.placement.world_size} has the report")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    add_nodes(parser, NUM_PROCESSES)
+    work = parser.add_argument_group("the work")
+    experts = "experts per rank, one measurement for each number (8,32)"
+    work.add_argument("--experts-per-rank", metavar="A,B", type=_numbers, default=[8, 32], help=experts)
+    work.add_argument("--op", "--test", choices=OPS, default="cycle", help="steps to measure (cycle: all of them)")
+    add_no_effect(work)
+    work.add_argument("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"number of rounds ({ROUNDS})")
+    add_tokens(work, positive, DEFAULTS, preset=False)
+    where = "cuda: one rank per GPU (more with --num-processes), buffers in GPU memory (cpu)"
+    add_device_kind(work, where, "cpu")
+    warmup = "untimed rounds first, for one-time work such as starting CUDA (0; 1 with --device cuda)"
+    work.add_argument("--warmup", metavar="N", type=count, help=warmup)
+    store = "the store: built in (tcp), or an etcd started for this run; CROSSRAIL_STORE names one that already runs"
+    work.add_argument("--store", choices=("tcp", "etcd"), help=store)
+    add_secret_file(work, "all nodes")
+    add_timeout(work)
+    add_pin(work, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
+    add_output(parser.add_argument_group("what comes out"))
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    on_gpus = parsed.device == "cuda"
+    every_gpu = parsed.num_processes is None
+    where = placement(parser, parsed)
+    work = Work(
+        op=parsed.op,
+        rounds=parsed.rounds,
+        experts_per_rank=parsed.experts_per_rank,
+        tokens=parsed.tokens,
+        hidden=parsed.hidden,
+        topk=parsed.topk,
+        dtype=parsed.dtype,
+        warmup=int(on_gpus) if parsed.warmup is None else parsed.warmup,
+        device=parsed.device,
+    )
+    return ControlOptions(
+        work=work,
+        placement=where,
+        store=parsed.store,
+        every_gpu=every_gpu and where.launch is None,
+        timeout=parsed.timeout,
+        secret_file=parsed.secret_file,
+        json=parsed.json,
+        trace=parsed.trace,
+        pin=parsed.pin or "auto",
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return list(dict.fromkeys(positive(part) for part in text.split(",")))
+
+
+def _report(options: ControlOptions, progress: Progress) -> Report:
+    options = _placed(options)
+    _run(options, progress)
+    return make_report(options, progress.rows)
+
+
+def _rows(options: ControlOptions, store: str, message: Message) -> list[Row]:
+    """The rows of one number of experts, from the samples of all ranks. Raises Failure if some are missing."""
+    samples = {int(rank): steps for rank, steps in message["samples"].items()}
+    if len(samples) != options.placement.size:
+        raise Failure(f"only {len(samples)} of {counted(options.placement.size, 'rank')} reported their measurements")
+    like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
+    device = options.work.device if options.work.device == "cuda" else None
+    like = replace(like, ranks=len(samples), nodes=options.placement.nodes, device=device)
+    return control_rows(samples, like)
+
+
+def _placed(options: ControlOptions) -> ControlOptions:
+    """The options with one rank per GPU, unless another number was requested. Raises Failure."""
+    if options.work.device == "cpu":
+        return options
+    where, gpus = shared_gpus(options.placement, options.context(), options.every_gpu)
+    return replace(options, placement=where, gpus=gpus)
+
+
+def _run(options: ControlOptions, progress: Progress) -> None:
+    """Runs the ranks of this node. On the first node, their measurements as reported by rank 0 become rows."""
+    context = options.context()
+    where = options.placement
+    rounds = options.work.warmup + options.work.rounds
+    cpus = options.cpus()
+    patience = 2 * context.timeout + len(options.work.experts_per_rank) * (rounds * 5 * STEP_S + COMPILING_S)
+    with _rendezvous(options, context) as (store, group), Ranks() as ranks:
+        print_notice(f"{counted(where.size, 'rank')}, store {store}")
+        job = {"work": asdict(options.work), "settings": options.settings()}
+        for rank in where.ranks:
+            device = options.gpus[rank - where.ranks[0]] if options.gpus else None
+            own = {"device": device, "cpu": cpus[where.local_index(rank)]}
+            ranks.start(rank, "control", {**job, **where.member(rank, store, group), **own})
+        progress.status(f"control: {counted(where.size, 'rank')}")
+        left = set(where.ranks)
+        while left:
+            rank, message = ranks.next(patience)
+            if message["event"] == "samples":
+                progress.add(_rows(options, store.partition("://")[0], message))
+            elif message["event"] == ENDED:
+                left.discard(rank)
+
+
+@contextlib.contextmanager
+def _rendezvous(options: ControlOptions, context: crossrail.Context) -> Iterator[tuple[str, str]]:
+    """Address of the store and name of the group. ``--store`` takes precedence over CROSSRAIL_STORE."""
+    where = options.placement
+    known = (where.store or "tcp://").partition("://")[0]
+    if options.store in (None, known):
+        with where.rendezvous(context) as met:
+            yield met
+    elif where.world_size > 1:
+        raise UsageFailure(f"--store {options.store} on several nodes: give its address by CROSSRAIL_STORE")
+    elif options.store == "etcd":
+        with running_etcd() as address:
+            print_notice("an etcd was started for this run")
+            yield address, "bench"
+    else:
+        with Placement(where.num_processes).rendezvous(context) as met:
+            yield met
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Runs one rank; rank 0 reports the measurements of all ranks. Raises the library's errors."""
+    pin_to(job["cpu"])
+    work: dict[str, Any] = job["work"]
+    context = crossrail.Context(**job["settings"])
+    with join(job, context) as group:
+        group.barrier("all here")
+        for experts in work["experts_per_rank"]:
+            steps = bench_control(
+                group._native,
+                context,
+                op=work["op"],
+                rounds=work["rounds"],
+                max_tokens_per_rank=work["tokens"],
+                hidden=work["hidden"],
+                num_experts=experts * group.size,
+                topk=min(work["topk"], experts * group.size),
+                dispatch_dtype=work["dtype"],
+                device=job["device"],
+                warmup=work["warmup"],
+            )
+            everybody = gather(group, f"samples of {experts}", steps)
+            if everybody is not None:
+                parent.send("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)))
+        group.barrier("all done")
+
+
+@contextlib.contextmanager
+def running_etcd() -> Iterator[str]:
+    """Runs etcd on loopback, with data in a scratch folder; yields its address `etcd://host:port` once it is ready.
+
+    Raises Failure if it does not start.
+    """
+    program = shutil.which("etcd")
+    if program is None:
+        raise UsageFailure("etcd is not installed: apt-get install etcd-server, or give an address by CROSSRAIL_STORE")
+    with scratch_folder("crossrail-etcd-") as folder, contextlib.ExitStack() as stack:
+        for attempt in range(ETCD_ATTEMPTS):
+            started = _start_etcd(program, Path(folder, str(attempt)))
+            if started is not None:
+                process, address = started
+                stack.callback(process.stop)
+                break
+        else:
+            raise Failure(f"etcd did not start: {_etcd_said(Path(folder, str(ETCD_ATTEMPTS - 1)))}")
+        yield address
+
+
+def _start_etcd(program: str, folder: Path) -> tuple[Process, str] | None:
+    """One attempt to start etcd; None if it ended at once, as it does when a port is taken."""
+    folder.mkdir()
+    client, peer = (f"http://{join_address(loopback(), port)}" for port in _free_ports(2))
+    command = [program, "--name=crossrail", f"--data-dir={folder / 'data'}", "--log-level=warn"]
+    command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
+    command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"]
+    command += [f"--initial-cluster=crossrail={peer}"]
+    # etcd notifies NOTIFY_SOCKET when it is ready, like a systemd service.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready, (folder / "said").open("wb") as said:
+        ready.bind(str(folder / "ready"))
+        environment = {"NOTIFY_SOCKET": str(folder / "ready")}
+        process = Process(command, environment=environment, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            if _wait_ready(ready, process, time.monotonic() + ETCD_START_S):
+                return process, f"etcd://{client.removeprefix('http://')}"
+        except BaseException:
+            process.stop()
+            raise
+        process.stop()
+        return None
+
+
+def _wait_ready(ready: socket.socket, process: Process, deadline: float) -> bool:
+    """Whether etcd became ready; it may have ended instead."""
+    ready.settimeout(0.1)
+    while process.popen.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            if b"READY=1" in ready.recv(4096):
+                return True
+    return False
+
+
+def _free_ports(count: int) -> list[int]:
+    host = loopback()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server((host, 0), family=family)) for _ in range(count)]
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _etcd_said(folder: Path) -> str:
+    lines = (folder / "said").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it was not ready within {ETCD_START_S:g} s"

@@ -1,0 +1,277 @@
+"""Checks of the way to another machine. They judge a survey: nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from crossrail_tools.report import median
+
+from .finding import Found, Machine
+from .links import Rail
+from .netlink import Route
+from .nics import route_fix
+from .probes import LARGEST, Load
+from .survey import SLOW, Survey, Way
+
+EXPLAINED = 0.7
+"""A rail that reaches this share of the speed that its device has negotiated is as fast as it can be."""
+
+SHARED = 0.7
+"""Rails that together carry less than this share of what they carry alone share something."""
+
+RESENT = 0.02
+FAR_CLOCK_S = 1.0
+BUSY = 0.1
+
+_SHAPERS = frozenset({"tbf", "htb", "hfsc", "netem", "cake", "cbq"})
+
+
+def _of(machine: Machine) -> Survey:
+    assert machine.survey is not None  # the checks of this group run only with one
+    return machine.survey
+
+
+def down(machine: Machine) -> Iterable[Found]:
+    """Both ends' links."""
+    survey = _of(machine)
+    for way in survey.used:
+        ends = ((way.mine, "here"), (way.theirs, f"at {survey.peer}"))
+        named = [(rail, where) for rail, where in ends if not rail.works]
+        if not named:
+            yield Found("ok", "up, with a link, at both ends", subject=way.name)
+            continue
+        down_ends = [(rail, where) for rail, where in named if not rail.up] or named
+        text = "; ".join(f"{rail.name} {'is down' if not rail.up else 'has no link'} {where}" for rail, where in named)
+        rail, where = down_ends[0]
+        mends = f"ip link set {rail.interface} up" if not rail.up else f"ethtool {rail.interface}; check the cable"
+        yield Found("error", text, mends if where == "here" else f"{mends}   # {where}", way.name)
+    if not survey.used:
+        theirs = ", ".join(f"{rail.name} {rail.address}" for rail in survey.theirs) or "none"
+        text = f"no rail here has a counterpart; rails there: {theirs}"
+        yield Found("error", text, "give both ends addresses of one family: ip addr add ADDRESS/PREFIX dev DEVICE")
+
+
+def routes(machine: Machine) -> Iterable[Found]:
+    """How both kernels send between the rails."""
+    survey = _of(machine)
+    for way in survey.used:
+        if not (way.mine.works and way.theirs.works):
+            continue
+        wrong = False
+        ways = ((way.there, way.mine, way.theirs, "here"), (way.back, way.theirs, way.mine, f"at {survey.peer}"))
+        for found, rail, to, where in ways:
+            if found is None or not _leaves_elsewhere(found, rail):
+                continue
+            wrong = True
+            text = f"{where} packets from {rail.name} to {to.address} leave by {found}, not by {rail.interface}"
+            if found.interface is None:
+                text = f"{where} there is no way from {rail.name} to {to.address}: {found}"
+            fix = route_fix(found.matched, rail)
+            yield Found("error", text, fix if where == "here" else f"{fix}   # {where}", way.name)
+        if not wrong:
+            yield Found("ok", "both kernels send by the rail itself", subject=way.name)
+
+
+def _leaves_elsewhere(found: Route | None, rail: Rail) -> bool:
+    """Whether a kernel does not send by the rail that the packets are from."""
+    # Between two addresses of one machine the kernel uses loopback, whatever device they belong to.
+    return found is not None and found.interface not in (rail.interface, "lo")
+
+
+def reachable(machine: Machine) -> Iterable[Found]:
+    """Connections between the rails that transfers pair; what else is open, as a hint at crossed cables."""
+    survey = _of(machine)
+    for way in survey.used:
+        if not (way.mine.works and way.theirs.works):
+            continue
+        if way.open:
+            yield Found("ok", f"reachable, {1e6 * (way.rtt_s or 0):.0f} us to connect", subject=way.name)
+            continue
+        if _leaves_elsewhere(way.there, way.mine) or _leaves_elsewhere(way.back, way.theirs):
+            continue  # the check of routes names the cause
+        others = [one.theirs.name for one in survey.ways if one.mine == way.mine and one.open]
+        cross = f"; {way.mine.name} does reach {', '.join(others)} there" if others else ""
+        text, fix = _closed(way)
+        yield Found("error", text + cross, fix, way.name)
+
+
+def _closed(way: Way) -> tuple[str, str]:
+    """Why a way whose links are up is not open, and what mends that."""
+    device = way.mine.interface
+    if "no answer" in way.why:
+        text = f"{way.why}: packets vanish, as by a firewall that drops them, another VLAN, or a wrong neighbour entry"
+        return text, f"ip neigh show dev {device}; nft list ruleset, at both ends"
+    if "refused" in way.why or "prohibited" in way.why or "denied" in way.why:
+        text = f"{way.why}, although the doctor listens there: a firewall rejects it"
+        return (
+            text,
+            f"nft list ruleset there; allow TCP port {way.port} from {way.mine.address} to {way.theirs.address}",
+        )
+    if "no route to host" in way.why:
+        text = f"{way.why}: nobody answers for {way.theirs.address} on that link, or a firewall rejects it"
+        return text, f"ip neigh show dev {device}; check cables, VLAN and addresses at both ends"
+    return way.why, f"ip route get {way.theirs.address} from {way.mine.address}"
+
+
+def packet_sizes(machine: Machine) -> Iterable[Found]:
+    """The largest packets that pass, compared with both ends' MTUs and with the other rails."""
+    survey = _of(machine)
+    open_ways = [way for way in survey.used if way.open]
+    for way in open_ways:
+        mine, theirs = way.mine, way.theirs
+        alike = [one for one in open_ways if one.mine.speed_mbps == mine.speed_mbps]
+        usual = max(min(one.mine.mtu, one.theirs.mtu) for one in alike)
+        small = mine if mine.mtu <= theirs.mtu else theirs
+        where = "" if small is mine else f"   # at {survey.peer}"
+        largest = max(mine.mtu, theirs.mtu, usual)
+        fix = f"ip link set {small.interface} mtu {largest}{where}"
+        passing = [size for size in (way.mtu_there, way.mtu_back) if size is not None]
+        if mine.mtu != theirs.mtu:
+            text = f"the MTU is {mine.mtu} here and {theirs.mtu} there"
+            lost = f"; packets above {min(passing)} bytes do not arrive" if passing else ""
+            yield Found("error", text + lost, fix, way.name)
+        elif passing and min(passing) < min(mine.mtu, LARGEST):
+            text = f"packets above {min(passing)} bytes do not arrive, although both ends have an MTU of {mine.mtu}"
+            between = (
+                f"raise the MTU of the switches between, or ip link set {mine.interface} mtu {min(passing)} at both"
+            )
+            yield Found("error", text, between, way.name)
+        elif mine.mtu < usual:
+            text = f"the MTU is {mine.mtu} at both ends, where another rail of its speed has {usual}"
+            yield Found("warning", text, f"ip link set {mine.interface} mtu {usual}, at both ends", way.name)
+        elif not passing:
+            text = f"no datagram passes, so that packets up to the MTU of {mine.mtu} could not be tried"
+            yield Found("note", text, f"allow UDP port {way.port} from {mine.address} to {theirs.address}", way.name)
+        else:
+            yield Found("ok", f"packets of {min(passing)} bytes pass unfragmented", subject=way.name)
+
+
+def speeds(machine: Machine) -> Iterable[Found]:
+    """Each rail alone, beside the other rails and its own negotiated speed; both directions beside each other."""
+    survey = _of(machine)
+    for way in (one for one in survey.used if one.alone is not None):
+        assert way.alone is not None
+        there, back = way.alone
+        failed = next((one.why for one in way.alone if one.why), "")
+        if failed:
+            text = f"connects, but carries no data: {failed}"
+            yield Found("error", text, f"ethtool -S {way.mine.interface}; look for packets that are lost", way.name)
+            continue
+        others = [
+            (one.alone[0].gbit_per_s + one.alone[1].gbit_per_s) / 2
+            for one in survey.used
+            if one is not way and one.alone is not None
+        ]
+        usual = median(others) if others else 0.0
+        best = max(there.gbit_per_s, back.gbit_per_s)
+        rates = f"{_rate(there)} there, {_rate(back)} back"
+        fix = _slow_fix(way, survey)
+        if best < SLOW * usual and not _explained(way, best):
+            text = f"{rates}, where the others carry {usual:.3g} Gbit/s{_shaped(way)}"
+            yield Found("warning", text, fix, way.name)
+        elif min(there.gbit_per_s, back.gbit_per_s) < SLOW * best:
+            yield Found("warning", f"{rates}: one direction is slow{_shaped(way)}", fix, way.name)
+        else:
+            yield Found("ok", rates, subject=way.name)
+
+
+def _rate(one: Load) -> str:
+    return f"{one.gbit_per_s:.3g} Gbit/s"
+
+
+def _explained(way: Way, best: float) -> bool:
+    """Whether the negotiated speed is the reason of a low rate."""
+    known = [rail.speed_mbps for rail in (way.mine, way.theirs) if rail.speed_mbps is not None]
+    return bool(known) and best >= EXPLAINED * min(known) / 1e3
+
+
+def _shaped(way: Way) -> str:
+    ends = [
+        f"{rail.name} {where} by the qdisc {rail.qdisc}"
+        for rail, where in ((way.mine, "here"), (way.theirs, "there"))
+        if rail.qdisc in _SHAPERS
+    ]
+    return f"; shaped: {', '.join(ends)}" if ends else ""
+
+
+def _slow_fix(way: Way, survey: Survey) -> str:
+    device = way.mine.interface
+    for rail, where in ((way.mine, ""), (way.theirs, f"   # at {survey.peer}")):
+        if rail.qdisc in _SHAPERS:
+            return f"tc qdisc show dev {rail.interface}; tc qdisc del dev {rail.interface} root{where}"
+    return f"ethtool {device}; ethtool -S {device}; or leave it out: CROSSRAIL_NET_DEVICES=^{device}"
+
+
+def shared(machine: Machine) -> Iterable[Found]:
+    """All rails at once, beside the sum of each alone."""
+    survey = _of(machine)
+    ways = [way for way in survey.used if way.alone is not None and way.together is not None]
+    if len(ways) < 2:
+        yield Found("note", "fewer than two rails carry data: there is nothing to share")
+        return
+    alone = sum(_best(way.alone) for way in ways)
+    together = sum(_best(way.together) for way in ways)
+    if together >= SHARED * alone:
+        yield Found("ok", f"{alone:.3g} Gbit/s one by one, {together:.3g} at once")
+        return
+    parts = "; ".join(
+        f"{way.name} alone {_best(way.alone):.3g} Gbit/s, together {_best(way.together):.3g}"
+        for way in ways
+        if _best(way.together) < SHARED * _best(way.alone)
+    )
+    text = f"{alone:.3g} Gbit/s one by one, but {together:.3g} at once: {_what_is_shared(ways, survey)} ({parts})"
+    yield Found("warning", text, "crossrail info; lspci -tv; ethtool -l DEVICE; or fewer rails: CROSSRAIL_NET_DEVICES")
+
+
+def _best(loads: tuple[Load, Load] | None) -> float:
+    return max(one.gbit_per_s for one in loads) if loads else 0.0
+
+
+def _what_is_shared(ways: list[Way], survey: Survey) -> str:
+    if survey.idle is not None and survey.idle < BUSY:
+        return f"the processors here were {1 - survey.idle:.0%} busy, and are the limit"
+    for rails in ([way.mine for way in ways], [way.theirs for way in ways]):
+        if twins := _same_card(rails):
+            return f"{' and '.join(twins)} are ports of one PCI device, and share its slot"
+    return "they share a PCIe switch, a queue, a link behind, or the other end's processors"
+
+
+def _same_card(rails: list[Rail]) -> list[str]:
+    """Rails that are functions of one PCI device."""
+    by_slot: dict[str, list[str]] = {}
+    for rail in rails:
+        if "." in rail.pci:
+            by_slot.setdefault(rail.pci.rpartition(".")[0], []).append(rail.name)
+    return next((names for names in by_slot.values() if len(names) > 1), [])
+
+
+def losses(machine: Machine) -> Iterable[Found]:
+    """Segments that were sent again, and packets that interfaces dropped, while the rails carried data."""
+    survey = _of(machine)
+    for way in survey.used:
+        loads = [load for pair in (way.alone, way.together) for load in pair or () if load.resent is not None]
+        if not loads:
+            continue
+        worst = max(load.resent or 0.0 for load in loads)
+        names = (f"{way.mine.interface} here", f"{way.theirs.interface} there")
+        dropped = {name: survey.dropped[name] for name in names if name in survey.dropped}
+        drops = "".join(f"; {name} dropped {count} packets" for name, count in dropped.items())
+        if worst > RESENT:
+            text = f"{worst:.1%} of the segments were sent again{drops}"
+            fix = f"ethtool -S {way.mine.interface}; ethtool -G {way.mine.interface} rx 4096; check cable and switch"
+            yield Found("warning", text, fix, way.name)
+        else:
+            yield Found("ok", f"{worst:.2%} of the segments were sent again{drops}", subject=way.name)
+
+
+def clocks(machine: Machine) -> Iterable[Found]:
+    """The peer's clock beside this machine's."""
+    survey = _of(machine)
+    ahead = "ahead of" if survey.offset_s >= 0 else "behind"
+    text = (
+        f"its clock is {abs(survey.offset_s) * 1e3:.3f} ms {ahead} ours, to within {survey.uncertainty_s * 1e3:.3f} ms"
+    )
+    if abs(survey.offset_s) - survey.uncertainty_s > FAR_CLOCK_S:
+        yield Found("warning", text, "systemctl enable --now chrony, at both ends", survey.peer)
+    else:
+        yield Found("ok", text, subject=survey.peer)

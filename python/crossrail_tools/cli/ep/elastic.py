@@ -1,0 +1,334 @@
+"""`crossrail bench ep --plan`: starts, stops and kills ranks as a plan says, and reports every phase."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from dataclasses import asdict
+from typing import Any
+
+import crossrail
+from crossrail._native import bench_ep
+from crossrail.records import EpPlan
+from crossrail.ref.checking import Difference, Inputs, Work
+from crossrail_tools.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
+
+from ..failure import Failure, print_notice
+from ..placement import pin_to
+from ..processes import Message
+from ..rank_process import Parent
+from ..ranks import ENDED, Ranks
+from ..reporting import Progress, make_report
+from .options import EpOptions, buffer_numbers
+from .plan import Phase, Plan, load_plan
+
+START_S = 600.0
+"""How long the ranks that join may take to start, which on a busy machine is long. A rank that fails ends, which is
+noticed at once."""
+
+LEASE_S = 3.0
+"""Lease of the ranks: on a busy machine a rank that lives may renew a shorter one too late."""
+
+KILL_AFTER = (20, 200)
+"""Range of the number of exchanges of a phase after which a rank is killed."""
+
+IDLE_S = 600.0
+"""How long a rank waits for the next request of the command."""
+
+EXCHANGES_PER_ROUND = 16
+"""Number of exchanges between two agreements on which ranks were lost."""
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+"""Variables that a launcher set for the command. Ranks must not take them for their own."""
+
+
+def run_plan(options: EpOptions, progress: Progress) -> Report:
+    """Carries out the plan. Raises Failure, UsageFailure for an invalid plan, and the library's errors."""
+    assert options.plan is not None
+    plan = load_plan(options.plan)
+    context = options.context()
+    with options.placement.rendezvous(context) as (store, group), Ranks() as ranks:
+        run = _Run(options, plan, ranks, 3 * context.timeout)
+        job = run.job(store, group)
+        for index in range(len(plan.phases)):
+            progress.add([run.phase(index, job, progress)])
+        run.end(plan.phases[-1].survivors)
+    return make_report(options, progress.rows)
+
+
+class _Run:
+    """One run of a plan."""
+
+    def __init__(self, options: EpOptions, plan: Plan, ranks: Ranks, patience: float) -> None:
+        self.options = options
+        self.plan = plan
+        self.ranks = ranks
+        self.patience = patience
+        self.random = random.Random(options.seed)
+
+    def job(self, store: str, group: str) -> Message:
+        """The job of every rank."""
+        options = self.options
+        return {
+            "store": store,
+            "group": group,
+            "settings": options.settings(),
+            "work": asdict(options.work(self.plan.ranks)),
+            "share_node": options.backend != "none",
+            "iters": options.iters,
+            "warmup": options.warmup,
+        }
+
+    def phase(self, index: int, job: Message, progress: Progress) -> Row:
+        """Runs one phase and returns its row."""
+        plan, phase = self.plan, self.plan.phases[index]
+        joining, leaving = plan.joining(index), plan.leaving(index)
+        progress.status(f"phase {index + 1} of {len(plan.phases)}: {counted(len(phase.active), 'rank')}")
+        self.end(leaving)
+        self.start(index, joining, job)
+        gone = [
+            rank for rank in range(plan.ranks) if rank in leaving or (index and rank in plan.phases[index - 1].killed)
+        ]
+        for rank in phase.active:
+            # A rank that joins has met nobody yet, and may have the number of one that was killed.
+            left = [] if rank in joining else gone
+            self.ranks.send(rank, {"do": "phase", "active": phase.active, "gone": left})
+        done = self.ranks.wait_for("done", phase.active, self.patience)
+        facts = PhaseFacts(
+            number=index + 1,
+            active=list(phase.active),
+            joined=list(joining),
+            left=list(leaving),
+            killed=list(phase.killed),
+            connect_us=max(message["connect_us"] for message in done.values()),
+        )
+        if phase.killed:
+            facts = self.kill(phase, facts)
+        return self.row(facts, done)
+
+    def start(self, index: int, joining: tuple[int, ...], job: Message) -> None:
+        """Starts ranks, which join one after the other so that they get their numbers in the order of the plan."""
+        takes_lowest_ranks = self.plan.takes_lowest_ranks(index)
+        if not takes_lowest_ranks:
+            print_notice(
+                f"phase {index + 1}: ranks {list(joining)} are not the lowest free ones, so they ask by number"
+            )
+        emulated = self.options.nodes
+        cpus = self.options.cpus(self.plan.ranks)
+        for rank in joining:
+            node = None if emulated == 1 else f"node {rank * emulated // self.plan.ranks}"
+            asked = None if takes_lowest_ranks else rank
+            self.ranks.start(rank, "elastic", {**job, "rank": asked, "node": node, "cpu": cpus[rank]})
+        self.ranks.wait_for("ready", joining, START_S)
+        for rank in joining:
+            self.ranks.send(rank, {"do": "join"})
+            given = self.ranks.wait_for("joined", [rank], self.patience)[rank]["rank"]
+            if given != rank:
+                raise Failure(f"phase {index + 1}: a process was assigned rank {given}, but the plan has rank {rank}")
+
+    def kill(self, phase: Phase, facts: PhaseFacts) -> PhaseFacts:
+        """Kills ranks while all exchange data, and collects the survivors' recovery times and faults.
+
+        Each is killed when it has begun a random exchange, which it goes on with until the signal arrives.
+        """
+        for rank in phase.active:
+            due = self.random.randint(*KILL_AFTER) if rank in phase.killed else None
+            self.ranks.send(rank, {"do": "exchange", "active": phase.active, "left": phase.survivors, "due": due})
+        killed_at: dict[int, int] = {}
+        while len(killed_at) < len(phase.killed):
+            rank, message = self.ranks.next(self.patience)
+            if message.get("event") == "due":
+                killed_at[rank] = time.monotonic_ns()
+                self.ranks.kill(rank)
+        survived = self.ranks.wait_for("survived", phase.survivors, self.patience)
+        times = [
+            (message["without"][str(rank)] - killed_at[rank]) / 1e3
+            for message in survived.values()
+            for rank in phase.killed
+        ]
+        faults = [fault for rank in sorted(survived) for fault in survived[rank]["faults"]]
+        return PhaseFacts(**{**vars(facts), "recovery_us": max(times), "faults": faults})
+
+    def end(self, leaving: tuple[int, ...]) -> None:
+        """Requests ranks to leave, and waits until their processes have ended."""
+        for rank in leaving:
+            self.ranks.send(rank, {"do": "leave"})
+        self.ranks.wait_for(ENDED, leaving, self.patience)
+
+    def row(self, facts: PhaseFacts, done: dict[int, Message]) -> Row:
+        """The row of a phase: samples of all its ranks; bytes are averages per rank, dispatch and combine together."""
+        measured = [done[rank]["measured"] for rank in sorted(done)]
+        samples = [sample for one in measured for sample in one["total_us"]]
+        logical, wire, network = (
+            round(sum(one["bytes"][kind] for one in measured) / len(samples)) for kind in ("logical", "wire", "network")
+        )
+        work = self.options.work(self.plan.ranks)
+        row = Row(
+            what="e2e",
+            transport="",
+            size=0,
+            verified=True,
+            bytes_logical=logical,
+            bytes_wire=wire,
+            bytes_network=network,
+            gb_per_s=gb_per_s(wire * len(samples), sum(samples)),
+            gb_per_s_logical=gb_per_s(logical * len(samples), sum(samples)),
+            ranks=len(facts.active),
+            nodes=self.options.nodes,
+            tokens=work.tokens,
+            hidden=work.shape.hidden,
+            topk=work.shape.topk,
+            experts=work.shape.num_experts,
+            layout=work.layout,
+            dtype=self.options.dtype,
+            routing=work.routing,
+            ranks_passed=len(done),
+            phase=facts,
+        )
+        return with_times(row, samples)
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Runs one rank: handles requests until `leave`. Raises Failure and the library's errors."""
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    pin_to(job["cpu"])
+    rank = _Rank(job)
+    parent.send("ready")
+    while (request := parent.receive(IDLE_S)).get("do") != "leave":
+        match request["do"]:
+            case "join":
+                parent.send("joined", rank=rank.join())
+            case "phase":
+                parent.send("done", **rank.phase(request["active"], request["gone"]))
+            case "exchange":
+                rank.exchange(parent, request["active"], request["left"], request["due"])
+    rank.leave()
+
+
+class _Rank:
+    """One rank, with its group and buffer."""
+
+    def __init__(self, job: Message) -> None:
+        self.job = job
+        self.context = crossrail.Context(**job["settings"])
+        self.work = Work.from_dict(job["work"])
+        self.group: crossrail.Group
+        self.buffer: crossrail.ExpertBuffer
+
+    def join(self) -> int:
+        """Joins the group, by default as the lowest free rank, creates the buffer, and returns the rank."""
+        job = self.job
+        self.group = crossrail.Group(
+            name=job["group"],
+            rank=job["rank"],
+            size=self.work.shape.ranks,
+            node=job["node"],
+            store=job["store"],
+            lease=LEASE_S,
+            context=self.context,
+        )
+        self.buffer = crossrail.ExpertBuffer(
+            self.group, share_node=job["share_node"], connect=False, on_loss="mask", **buffer_numbers(self.work)
+        )
+        return self.group.rank
+
+    def phase(self, active: list[int], gone: list[int]) -> Message:
+        """Disconnects ranks that have left, connects those that joined, verifies the data and measures."""
+        left = [rank for rank in gone if rank in self.buffer.connected()]
+        began = time.monotonic()
+        self.buffer.disconnect(left)
+        self.buffer.connect(active)
+        connect_us = (time.monotonic() - began) * 1e6
+        self.check(active)
+        self.group.barrier("phase checked", active)
+        return {"connect_us": connect_us, "measured": self.measure(active)}
+
+    def check(self, active: list[int]) -> None:
+        """Compares a dispatch and a combine with the reference. Raises Failure if they differ."""
+        try:
+            self.work.check(self.buffer, self.group.rank, active)
+        except Difference as difference:
+            raise Failure(str(difference)) from None
+
+    def measure(self, active: list[int]) -> Message:
+        """Times dispatch and combine together: microseconds of each iteration, and the bytes of all of them."""
+        mine, y = self.once(active)
+        plan = EpPlan(
+            mode="e2e", layout=self.work.layout, cached=False, iters=self.job["iters"], warmup=self.job["warmup"]
+        )
+        found = bench_ep(self.buffer._native, self.context, plan, mine.x, mine.topk_idx, mine.topk_weights, y)
+        return {"total_us": found["total_us"], "bytes": found["bytes"]}
+
+    def once(self, active: list[int]) -> tuple[Inputs, Any]:
+        """This rank's inputs, and the outputs of its experts for the rows that a dispatch delivers to it."""
+        work, rank = self.work, self.group.rank
+        mine = work.inputs(rank, active)
+        received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
+        return mine, work.outputs(received, rank)
+
+    def exchange(self, parent: Parent, active: list[int], left: list[int], due: int | None) -> None:
+        """Dispatches and combines until all of `left` have lost all other `active` ranks, which are killed meanwhile.
+
+        Reports when exchange number `due` begins and, at the end, for each lost rank when the first exchange without it
+        was finished, and the faults.
+        """
+        work, rank = self.work, self.group.rank
+        mine, y = self.once(active)
+        right = b""
+        victims = sorted(set(active) - set(left))
+        without: dict[int, int] = {}
+        known = len(self.buffer.faults())
+        number = 0
+        while True:
+            for exchange in range(number * EXCHANGES_PER_ROUND, (number + 1) * EXCHANGES_PER_ROUND):
+                if exchange == due:
+                    parent.send("due")
+                received = self.buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, layout=work.layout)
+                sums = self.buffer.combine(y[: len(received.x)], received.handle).x.tobytes()
+                now = time.monotonic_ns()
+                faults = self.buffer.faults()
+                for fault in faults[known:]:
+                    without.setdefault(fault.rank, now)
+                right = right or sums
+                if not faults[known:] and not without and sums != right:
+                    raise Failure(f"rank {rank}: exchange {exchange} differs from the one before, but no rank was lost")
+                known = len(faults)
+            number += 1
+            if self._agreed(number, left, sorted(without), victims):
+                break
+        self._await_deaths(victims)
+        self.check(left)
+        lost_ranks = [fault for fault in self.buffer.faults() if fault.rank in victims]
+        texts = [f"rank {rank} lost rank {one.rank} in {one.operation}, {one.stage}: {one.why}" for one in lost_ranks]
+        parent.send("survived", without=without, faults=texts)
+
+    def _agreed(self, number: int, left: list[int], lost: list[int], victims: list[int]) -> bool:
+        """Whether every survivor has lost every victim. All survivors reach the same answer."""
+        self.group.publish(f"lost {number}", json.dumps(lost).encode())
+        every = [json.loads(value) for value in self.group.collect(f"lost {number}", left)]
+        if number > 1:
+            self.group.withdraw(f"lost {number - 1}")
+        if all(one == victims for one in every):
+            self.group.barrier("all lost", left)
+            self.group.withdraw(f"lost {number}")
+            return True
+        wrong = sorted({rank for one in every for rank in one} - set(victims))
+        if wrong:
+            raise Failure(f"ranks {wrong} were lost although they were not killed: {self.buffer.faults()[-1]}")
+        return False
+
+    def _await_deaths(self, victims: list[int]) -> None:
+        """Waits until the leases of killed ranks have expired, so that their numbers are free."""
+        deadline = time.monotonic() + self.context.timeout
+        while any(self.group.state(rank).state == "alive" for rank in victims):
+            self.group.wait_change(max(deadline - time.monotonic(), 0.0))
+            if time.monotonic() > deadline:
+                raise Failure(f"the leases of ranks {victims} have not expired after {self.context.timeout:g} s")
+
+    def leave(self) -> None:
+        """Destroys the buffer and leaves the group."""
+        self.buffer.destroy()
+        self.group.leave()

@@ -1,0 +1,296 @@
+"""`crossrail bench mesh`: transfers between every pair of GPUs (or ranks), each pair alone, then all at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import crossrail
+from crossrail._native import bench_mesh
+from crossrail_tools.report import Report, Row, mesh_rows
+
+from .failure import Failure, UsageFailure, print_notice
+from .options import (
+    LinkOptions,
+    Memory,
+    Pin,
+    add_iterations,
+    add_links,
+    add_memory,
+    add_output,
+    add_pin,
+    add_secret_file,
+    add_sizes,
+    add_timeout,
+    add_window,
+    check_tcp,
+    fields_of,
+    required,
+)
+from .parsing import Command, Parser, device_list, size_list
+from .placement import (
+    NODE_OPTIONS,
+    PinnedRanks,
+    Placement,
+    add_nodes,
+    allowed_cpus,
+    check_memory,
+    known_gpus,
+    pin_to,
+    placement,
+)
+from .processes import Message
+from .rails import missed, rail_of, rails_of
+from .rank_process import Parent, gather, join
+from .ranks import ENDED, Ranks
+from .reporting import Progress, check_json, make_report, show_report
+
+RANKS = 2
+DEFAULT_SIZE = "64M"
+ITERS, WARMUP, WINDOW, SMALL, TRIPS = 10, 2, 4, 8, 1000
+
+LONG_S = 600.0
+"""How long a rank may wait for others that are measuring."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions(PinnedRanks, LinkOptions):
+    """`crossrail bench mesh`. What is None was not given."""
+
+    placement: Placement
+    size: int
+    devices: list[str] | Literal["all"] | None = None
+    memory: Memory | None = None
+    iters: int = ITERS
+    warmup: int = WARMUP
+    window: int = WINDOW
+    pin: Pin = "auto"
+
+    def unpinned(self, ranks: int) -> bool:
+        """Whether there are more processors than ranks that transfer GPU memory."""
+        return self.devices is not None and ranks < len(allowed_cpus())
+
+    def run(self) -> None:
+        """Measures, and shows the report on the first node. Raises Failure and the library's errors."""
+        if self.placement.node == 0:
+            show_report(self, lambda progress: _report(self, progress))
+            return
+        check_json(self.json)
+        with Progress() as progress:
+            _run(self, progress)
+        print_notice(f"done; node 0 of {self.placement.world_size} has the report")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    ranks = add_nodes(parser, RANKS, "--ranks")
+    gpus = "one rank per GPU of each node: cuda:0,cuda:1, or `all`; without it ranks transfer host memory"
+    ranks.add_argument("--devices", metavar="GPUS", type=_devices, help=gpus)
+    work = parser.add_argument_group("the work")
+    add_sizes(work, f"bytes per message ({DEFAULT_SIZE})")
+    add_memory(work)
+    add_iterations(work, ITERS, WARMUP)
+    add_window(work, f"messages in flight to one rank ({WINDOW})", WINDOW)
+    how = parser.add_argument_group("how it moves")
+    add_links(how)
+    add_secret_file(how, "all nodes")
+    add_timeout(how)
+    add_pin(how, "processors of the ranks here, in order, or `none`; by default one each if there are enough")
+    add_output(parser.add_argument_group("what comes out"))
+
+
+def _devices(text: str) -> list[str] | str:
+    return text if text == "all" else device_list(text)
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    devices = parsed.devices
+    if devices is not None:
+        if parsed.num_processes is not None:
+            parser.error("--devices and --ranks exclude each other: each GPU is a rank")
+        if parsed.memory is not None:
+            parser.error("--memory selects host memory, but --devices selects GPU memory")
+        if "cpu" in devices:
+            parser.error("--devices names GPUs; without it ranks transfer host memory")
+        if devices != "all":
+            parsed.num_processes = len(devices)
+    elif parsed.unpack is not None:
+        parser.error("--unpack applies to GPU memory only: give --devices too")
+    if parsed.transport == "cuda_ipc" and devices is None:
+        parser.error("--transport cuda_ipc is between GPUs: give --devices too")
+    check_tcp(parser, parsed.transport, {"--rails": parsed.rails, "--channels": parsed.channels})
+    sizes = parsed.sizes or size_list(DEFAULT_SIZE)
+    if len(sizes) > 1:
+        parser.error("bench mesh measures one size; give --size once, as 64M")
+    where = placement(parser, parsed)
+    if devices is not None and where.launch is not None and where.launch.local_size > 1:
+        parser.error(
+            f"--devices names GPUs for one command, and {where.launch.name} started {where.launch.local_size} here; "
+            "start one on each node"
+        )
+    return MeshOptions(placement=where, size=sizes[0], **fields_of(parsed, *NODE_OPTIONS, "sizes"))
+
+
+def _report(options: MeshOptions, progress: Progress) -> Report:
+    where, found = _run(options, progress)
+    memory = None if options.devices else options.memory or "ordinary"
+    like = Row("mesh", "", options.size, memory=memory, ranks=where.size, nodes=where.nodes, verified=True)
+    if options.unpack:
+        like = dataclasses.replace(like, unpack=options.unpack)
+    places = [found[rank]["device"] for rank in sorted(found)]
+    rows = mesh_rows(found, like, places if options.devices else None)
+    return make_report(dataclasses.replace(options, placement=where), rows)
+
+
+def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Message]]:
+    """The placement of the ranks and, on the first node, the measurements of all ranks."""
+    context = options.context()
+    where = options.placement
+    devices = options.devices
+    if devices is not None:
+        known = known_gpus(context, devices)
+        where = dataclasses.replace(where, num_processes=len(known))
+        devices = known
+    if where.size < 2:
+        only = f"only {devices[0]} is here" if devices else "this is 1 rank"
+        raise UsageFailure(f"a mesh needs two or more ranks, and {only}")
+    if devices is None:  # a buffer to and one from every other rank
+        check_memory(where.local_size * 2 * (where.size - 1) * options.size, "the buffers of the ranks here")
+    found: dict[int, Message] = {}
+    cpus = dataclasses.replace(options, placement=where).cpus()
+    with where.rendezvous(context) as (store, group), Ranks() as ranks:
+        progress.status(f"mesh: {where.size} ranks connect")
+        for index, rank in enumerate(where.ranks):
+            ranks.start(
+                rank,
+                "mesh",
+                {
+                    "plan": _plan(options),
+                    **where.member(rank, store, group),
+                    "nodes": where.nodes,
+                    "settings": options.settings(),
+                    "transport": options.transport,
+                    "memory": options.memory or "ordinary",
+                    "device": devices[index] if devices else None,
+                    "cpu": cpus[where.local_index(rank)],
+                    "progress": progress.visible and rank == 0,
+                },
+            )
+        left = set(where.ranks)
+        with progress.task("mesh: pairs", where.size * (where.size - 1)) as tick:
+            while left:
+                rank, message = ranks.next(LONG_S)
+                if message["event"] == "progress" and tick is not None:
+                    tick(message["done"], message["total"])
+                elif message["event"] == "measured":
+                    found = dict(enumerate(message["ranks"]))
+                elif message["event"] == ENDED:
+                    left.discard(rank)
+    if where.node == 0 and len(found) != where.size:
+        raise Failure(f"only {len(found)} of {where.size} ranks reported their measurements")
+    return where, found
+
+
+def _plan(options: MeshOptions) -> Message:
+    return {
+        "size": options.size,
+        "iters": options.iters,
+        "warmup": options.warmup,
+        "window": options.window,
+        "small": min(SMALL, options.size) if options.size else 0,
+        "trips": TRIPS,
+        "patience": LONG_S,
+    }
+
+
+def serve(parent: Parent, job: Message) -> None:
+    """Runs one rank; rank 0 reports the measurements of all ranks. Raises Failure and the library's errors."""
+    pin_to(job["cpu"])
+    context = crossrail.Context(**job["settings"])
+    rank: int = job["rank"]
+    listen = "0.0.0.0:0" if job["nodes"] > 1 else None
+    with (
+        join(job, context) as group,
+        crossrail.Worker(context, name=f"rank {rank}", listen=listen) as worker,
+    ):
+        peers = _connected(group, worker, required(job["transport"]))
+        group.barrier("connected")
+        measured: dict[str, Any] = dict(
+            bench_mesh(
+                context,
+                worker,
+                peers,
+                job["plan"],
+                rank=rank,
+                memory=job["device"] or job["memory"],
+                on_progress=_tick(parent) if job["progress"] else None,
+            )
+        )
+        pairs = [_pair(pair, peers, job["memory"]) for pair in measured["pairs"]]
+        found = {**measured, "pairs": pairs, "device": job["device"]}
+        for pair in found["pairs"]:
+            _check(pair, rank, job["transport"])
+        everybody = gather(group, "samples", found)
+        if everybody is not None:
+            parent.send("measured", ranks=everybody)
+        group.barrier("all done")
+
+
+def _connected(
+    group: crossrail.Group, worker: crossrail.Worker, require: str | None
+) -> list[crossrail.Endpoint | None]:
+    """An endpoint to each rank, by number. Of two ranks the higher one connects."""
+    group.publish("address", worker.address())
+    addresses = group.collect("address")
+    peers: list[crossrail.Endpoint | None] = [None] * group.size
+    for rank in range(group.rank):
+        peers[rank] = worker.connect(addresses[rank], require=require)
+    for _ in range(group.rank + 1, group.size):
+        endpoint = worker.accept()
+        number = endpoint.peer.removeprefix("rank ")
+        if not number.isdecimal() or not group.rank < int(number) < group.size or peers[int(number)] is not None:
+            raise Failure(f"{endpoint.peer!r} connected, which is not an expected rank")
+        peers[int(number)] = endpoint
+    return peers
+
+
+def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None], memory: str) -> dict[str, Any]:
+    """The samples of one pair, with the rails that carried its data, and those that should have."""
+    endpoint = peers[pair["target"]]
+    receipt = pair["receipt"]
+    known = {rail_of(lane): lane["transport"] for lane in endpoint.lanes()} if endpoint is not None else {}
+    lanes = [
+        {
+            "name": rail.name,
+            "bytes": rail.bytes,
+            "share": rail.share,
+            "transport": known.get(rail.name, rail.name.partition("/")[0]),
+        }
+        for rail in rails_of(receipt["lanes"])
+    ]
+    return {
+        "target": pair["target"],
+        "rate": dict(pair["rate"]),
+        "latency": dict(pair["latency"]),
+        "lanes": lanes,
+        "protocol": receipt["protocol"],
+        "notes": list(receipt["notes"]),
+        "unused": {} if endpoint is None or memory == "shared" else missed(endpoint),
+    }
+
+
+def _check(pair: dict[str, Any], rank: int, transport: str | None) -> None:
+    """Raises Failure if cuda_ipc was required and another transport carried the data as a fallback."""
+    used = {lane["transport"] for lane in pair["lanes"]}
+    if transport == "cuda_ipc" and used - {"cuda_ipc"}:
+        notes = "; ".join(pair["notes"]) or "see `crossrail info`"
+        ways = ", ".join(sorted(used))
+        raise Failure(f"data from rank {rank} to {pair['target']} went over {ways}, not over cuda_ipc: {notes}")
+
+
+def _tick(parent: Parent) -> Any:
+    return lambda done, total: parent.send("progress", done=done, total=total)

@@ -1,0 +1,242 @@
+"""What a bench shows: progress and rows while it measures, then its tables and its JSON; also of a run cut short."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crossrail_tools.report import (
+    Report,
+    Row,
+    WriteError,
+    capture_environment,
+    check_destination,
+    write_text,
+)
+
+from .failure import UsageFailure, print_error, print_notice
+from .options import RunOptions
+from .trace import write_merged
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OnProgress = Callable[[int, int], object]
+"""Takes the number of iterations done and the total. The answer ``False`` stops the measurement."""
+
+STOP_S = 1.0
+"""How long an interrupted run may take to hand over the running measurement."""
+
+
+class Progress:
+    """What a bench shows on stderr while it measures, invisible unless that is a terminal; and its rows so far.
+
+    ``stopping`` is set when a signal ends the run. A measurement that can then add a row of what it has so far sets
+    ``hands_over``, and has `STOP_S` to do so.
+    """
+
+    def __init__(self, to: Console | None = None) -> None:
+        # Imported here, because ranks import this module and need no rich, which takes a quarter of their start.
+        from crossrail_tools.report import console
+
+        from .bar import Bar
+
+        self.console = to or console(stderr=True)
+        self.rows: list[Row] = []
+        self.versions: Mapping[str, str] = {}
+        self.stopping = threading.Event()
+        self.hands_over = False
+        self.handed_over = threading.Event()
+        self._bar = Bar(self.console)
+
+    def __enter__(self) -> Progress:
+        _progress.append(self)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the bar and shows the cursor again. More than one call does no harm; any thread may make it."""
+        self._bar.stop()
+
+    @property
+    def visible(self) -> bool:
+        """Whether stderr is a terminal."""
+        return self.console.is_terminal
+
+    def add(self, rows: Sequence[Row], *, more: bool = True) -> None:
+        """Takes rows as they are measured: they are what an interrupted run reports. They appear if ``more`` follow."""
+        self.rows.extend(rows)
+        if self.visible and more:
+            self._bar.show_rows(self.rows)
+        if self.stopping.is_set():
+            self.handed_over.set()
+
+    def live(self, figures: str) -> None:
+        """Shows one line of figures below the bar, until the next measurement begins."""
+        self._bar.figures = figures
+
+    def status(self, title: str) -> None:
+        """Shows what runs now, for work without a known number of iterations."""
+        if self.console.is_terminal:
+            self._forget()
+            self._bar.add_task(title, total=None)
+
+    @contextlib.contextmanager
+    def task(self, title: str, total: int) -> Iterator[OnProgress]:
+        """A bar for one measurement; yields the callback that advances it, and that stops an interrupted run."""
+        if not self.console.is_terminal:
+            yield lambda done, of: not self.stopping.is_set()
+            return
+        self._forget()
+        task = self._bar.add_task(title, total=total)
+
+        def advance(done: int, of: int) -> bool:
+            self._bar.update(task, completed=done, total=of)
+            return not self.stopping.is_set()
+
+        try:
+            yield advance
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        for old in self._bar.task_ids:
+            self._bar.remove_task(old)
+        self._bar.figures = ""
+
+
+_progress: list[Progress] = []
+"""Those whose bars may be on the terminal."""
+
+
+class _Run:
+    """The run whose report is to be shown. Whichever thread claims it first shows it, whole or cut short."""
+
+    def __init__(self, options: RunOptions, progress: Progress) -> None:
+        self.options = options
+        self.progress = progress
+        self._claimed = threading.Lock()
+
+    def claim(self) -> bool:
+        """Whether the caller is the one to show the report."""
+        return self._claimed.acquire(blocking=False)
+
+
+_runs: list[_Run] = []
+_others: list[Callable[[], None]] = []
+
+
+def on_interrupt(show: Callable[[], None]) -> None:
+    """Has ``show`` called by the main thread when a signal ends the command, to print what there is until then."""
+    _others.append(show)
+
+
+def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str] | None = None) -> Report:
+    """The report of a run: its rows, this machine, the settings, and the ``versions`` of peers."""
+    overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
+    environment = replace(capture_environment(versions, overrides), pinning=options.pinning())
+    return Report(environment, ["crossrail", *sys.argv[1:]], rows)
+
+
+def show_report(options: RunOptions, measure: Callable[[Progress], Report]) -> None:
+    """Measures, prints the tables and, if requested, writes the JSON (`-`: to stdout, and the tables to stderr)."""
+    check_json(options.json)
+    check_json(options.trace, "--trace")
+    _remove_parts(options.trace_parts)
+    with Progress() as progress:
+        run = _Run(options, progress)
+        _runs.append(run)
+        try:
+            report = measure(progress)
+        finally:
+            progress.handed_over.set()
+    write_trace(options)
+    if run.claim():
+        _show(report, options.json)
+
+
+def write_trace(options: RunOptions) -> None:
+    """Merges the traces that the workers of a run have written into the file of ``--trace``, if there is to be one.
+
+    A bench without workers (`unpack`) leaves a file without tracks.
+    """
+    if options.trace is None or options.trace_parts is None:
+        return
+    try:
+        parts = sorted(Path(options.trace_parts).glob("crossrail-*.json"))
+        if not parts:
+            print_notice(f"{options.trace}: nothing is in it: no worker took part in the run")
+        write_merged(parts, options.trace, "--trace")
+    finally:
+        _remove_parts(options.trace_parts)
+
+
+def _remove_parts(parts: str | None) -> None:
+    """Removes the traces in that folder, also of a run that was killed, and the folder if nothing else is there."""
+    folder = Path(parts or "")
+    for part in folder.glob("crossrail-*.json") if parts else ():
+        part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _show(report: Report, json: str | None) -> None:
+    from crossrail_tools.report import console, print_report
+
+    text = report.dumps()
+    print_report(Report.loads(text), console(stderr=json == "-"))
+    if json is not None:
+        write_text(text, json)
+
+
+def restore_terminal() -> None:
+    """Stops what is running, ends its bar and shows the cursor again."""
+    for progress in _progress:
+        progress.stopping.set()
+        progress.close()
+
+
+def stop_runs() -> None:
+    """Prints the rows that an interrupted run has measured, and writes them as JSON marked as partial.
+
+    To be called by the main thread, after `restore_terminal` and before processes are killed.
+    """
+    for run in _runs:
+        if run.progress.hands_over:
+            run.progress.handed_over.wait(STOP_S)
+        if run.claim():
+            _show_partial(run)
+    for show in _others:
+        show()
+
+
+def _show_partial(run: _Run) -> None:
+    rows = list(run.progress.rows)
+    if not rows:
+        print_notice("nothing was measured yet")
+        return
+    print_notice("what follows was measured until then; the rest is missing")
+    report = make_report(run.options, rows, run.progress.versions)
+    try:
+        _show(Report(report.environment, report.command, rows, partial=True), run.options.json)
+        sys.stdout.flush()
+    except (OSError, WriteError) as error:
+        print_error(error)
+
+
+def check_json(destination: str | None, option: str = "--json") -> None:
+    """Checks before anything is measured that the JSON of ``option`` can be written. Raises UsageFailure."""
+    if destination is None:
+        return
+    try:
+        check_destination(destination, option)
+    except WriteError as error:
+        raise UsageFailure(str(error)) from None

@@ -1,0 +1,262 @@
+"""`crossrail sweep BENCH`: one bench with every combination of settings, again and again, and which is best."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crossrail_tools.report import (
+    Report,
+    SchemaError,
+    capture_environment,
+    check_destination,
+    console,
+    counted,
+    write_text,
+)
+from crossrail_tools.report.sweeping import MOST_RUNS, Plan, Sweep, Trial, sweep_views
+from crossrail_tools.report.writing import WriteError
+
+from .failure import ERROR, EXIT_OK, Failure, UsageFailure, print_notice
+from .launcher import refuse_launch
+from .parsing import Command, Parser, count, positive
+from .processes import Process, scratch_folder
+from .reporting import Progress, on_interrupt
+
+REPEATS = 5
+RUN_LIMIT_S = 600
+
+LISTS = frozenset(
+    (
+        "--size",
+        "--sizes",
+        "--rails",
+        "--transport",
+        "--device",
+        "--devices",
+        "--compare",
+        "--pin",
+        "--mode",
+        "--fragments",
+    )
+)
+"""Options of benches that take a list themselves. They are varied by ``--vary``."""
+
+_FOREIGN = ("--json", "--listen", "--connect", "--trace")
+"""Options of benches that make no sense in a sweep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """`crossrail sweep`."""
+
+    plan: Plan
+    json: str | None = None
+    resume: bool = False
+    limit: int = RUN_LIMIT_S
+    parent: int | None = None
+    shown: list[bool] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Runs what is left of the sweep and shows its tables. Raises Failure, WriteError and OSError."""
+        sweep = self._begun()
+        on_interrupt(lambda: self._show(sweep))
+        left = sweep.left()
+        if len(left) < len(self.plan.order()):
+            print_notice(f"{counted(len(sweep.trials), 'run')} in {self.json}; {len(left)} left")
+        started = time.monotonic()
+        with Progress() as progress, progress.task(f"sweep of {self.plan.bench[0]}", len(left)) as tick:
+            done = 0
+            while left:
+                setting, repeat = left[0]
+                trial = self._trial(setting, repeat)
+                if progress.stopping.is_set():
+                    return  # the run was ended with this command, which says nothing about its setting
+                sweep.add(trial)
+                if self.json is not None:
+                    write_text(sweep.dumps(), self.json)
+                done += 1
+                left = sweep.left()
+                tick(done, done + len(left))
+                if not progress.visible and left and left[0][1] != repeat:
+                    _say_left(done, len(left), time.monotonic() - started)
+        self._show(sweep)
+        if failed := {trial.setting for trial in sweep.trials if trial.error is not None}:
+            raise Failure(f"{len(failed)} of {len(self.plan.settings())} settings failed, as the lines above say")
+
+    def _begun(self) -> Sweep:
+        """The sweep as its file has it, or a new one."""
+        new = Sweep(self.plan, capture_environment())
+        if self.json is None or not Path(self.json).is_file():
+            if self.resume:
+                raise UsageFailure(f"--resume: {self.json} does not exist; leave --resume out to begin")
+            return new
+        try:
+            old = Sweep.loads(Path(self.json).read_text(encoding="utf-8"))
+        except (SchemaError, UnicodeDecodeError) as error:
+            if self.resume:
+                raise UsageFailure(f"--resume: {self.json} is no sweep: {error}") from None
+            return new
+        if not self.resume:
+            done, of = len(old.trials), len(old.plan.order())
+            raise UsageFailure(
+                f"{self.json} has {done} of {of} runs of a sweep; add --resume to continue it, or name another file"
+            )
+        if (difference := _difference(old.plan, self.plan)) is not None:
+            raise UsageFailure(f"--resume: {self.json} is of another sweep: {difference}")
+        if old.environment.host != new.environment.host:
+            print_notice(f"the runs in {self.json} are of {old.environment.host}, those that follow are not")
+        return old
+
+    def _trial(self, number: int, repeat: int) -> Trial:
+        setting = self.plan.settings()[number]
+        words = [f"{name}={value}" for name, value in setting.items() if name.startswith("--")]
+        variables = {name: value for name, value in setting.items() if not name.startswith("--")}
+        with scratch_folder("crossrail-sweep-") as folder, tempfile.TemporaryFile() as talk:
+            file = Path(folder) / "run.json"
+            command = [sys.executable, "-m", "crossrail", "bench", *self.plan.bench, *words, f"--json={file}"]
+            environment = {"PYTHONSAFEPATH": "1", **variables}
+            with Process(command, environment=environment, stdout=subprocess.DEVNULL, stderr=talk) as process:
+                try:
+                    code = process.popen.wait(self.limit)
+                except subprocess.TimeoutExpired:
+                    return Trial(number, repeat, error=f"it did not end within {self.limit} s (--run-limit)")
+                killed = process.how_it_was_killed()
+            if code != EXIT_OK:
+                talk.seek(0)
+                return Trial(number, repeat, error=killed or _last_error(talk.read().decode(errors="replace"), code))
+            rows = Report.loads(file.read_text(encoding="utf-8")).rows
+        return Trial(number, repeat, rows)
+
+    def _show(self, sweep: Sweep) -> None:
+        """Prints the tables, once, however the sweep ends."""
+        if self.shown:
+            return
+        self.shown.append(True)
+        if not sweep.trials:
+            print_notice("no run has ended yet")
+            return
+        out = console()
+        for one in sweep_views(sweep):
+            out.print(one)
+        if left := len(sweep.left()):
+            kept = f"; --resume continues {self.json}" if self.json is not None else ", and were not kept (--json)"
+            print_notice(f"{counted(left, 'run')} missing{kept}")
+
+
+def _say_left(done: int, left: int, spent: float) -> None:
+    minutes = spent / done * left / 60
+    text = f"{minutes:.0f} min" if minutes >= 2 else f"{minutes * 60:.0f} s"
+    print_notice(f"{done} of {done + left} runs are done; about {text} left")
+
+
+def _last_error(talk: str, code: int) -> str:
+    errors = [line.removeprefix(ERROR) for line in talk.splitlines() if line.startswith(ERROR)]
+    return errors[-1] if errors else f"exit code {code}"
+
+
+def _difference(old: Plan, new: Plan) -> str | None:
+    """In what two plans differ; None if in nothing."""
+    for name, was, wanted in (
+        ("the bench", old.bench, new.bench),
+        ("the settings", old.varied, new.varied),
+        ("--repeats", old.repeats, new.repeats),
+        ("--order-seed", old.seed, new.seed),
+    ):
+        if was != wanted:
+            shown = " ".join(was) if isinstance(was, list) else was
+            return f"{name} there: {shown}"
+    return None
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    from .command_line import BENCHES
+
+    text = "then its options, of which those with several values (--chunk 512K,1M) are swept"
+    parser.add_argument("bench", metavar="BENCH", choices=tuple(BENCHES), help=f"one of {', '.join(BENCHES)}; {text}")
+    what = parser.add_argument_group("the sweep")
+    vary = "a value of an option that takes a list itself, again for each: --vary rails=eth1 --vary rails=eth1,eth2"
+    what.add_argument("--vary", metavar="OPTION=VALUE", action="append", default=[], help=vary)
+    setting = "sweep a setting: --set CROSSRAIL_BOUNCE=64M,128M"
+    what.add_argument("--set", dest="variables", metavar="NAME=A,B", action="append", default=[], help=setting)
+    what.add_argument(
+        "--repeats", metavar="N", type=positive, default=REPEATS, help=f"runs of each setting ({REPEATS})"
+    )
+    what.add_argument("--order-seed", metavar="N", type=count, default=1, help="seed of the order of runs (1)")
+    limit = f"seconds after which a run has failed ({RUN_LIMIT_S})"
+    what.add_argument("--run-limit", metavar="S", type=positive, default=RUN_LIMIT_S, help=limit)
+    out = parser.add_argument_group("what comes out")
+    out.add_argument("--json", metavar="FILE", help="every run, written after each of them")
+    out.add_argument("--resume", action="store_true", help="continue the sweep of --json FILE")
+    parser.set_defaults(outcome=_outcome, takes_rest=True)
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    refuse_launch(parser)
+    fixed, varied = _split(parser, parsed.rest)
+    for text in parsed.vary:
+        option, _, value = text.removeprefix("--").partition("=")
+        if not option or not value:
+            parser.error(f"--vary {text}: write --vary OPTION=VALUE, once for each value")
+        varied.setdefault(f"--{option}", []).append(value)
+    for text in parsed.variables:
+        name, _, values = text.partition("=")
+        if not name.startswith("CROSSRAIL_") or not values:
+            parser.error(f"--set {text}: write --set CROSSRAIL_NAME=A,B")
+        varied[name] = values.split(",")
+    for name, values in varied.items():
+        if len(set(values)) < len(values) or "" in values:
+            parser.error(f"{name}: a value is empty or there twice: {','.join(values)}")
+    plan = Plan([parsed.bench, *fixed], varied, parsed.repeats, parsed.order_seed)
+    if plan.count() < 2:
+        parser.error("nothing to sweep: give an option of the bench several values, such as --chunk 512K,1M")
+    if plan.count() * plan.repeats > MOST_RUNS:
+        parser.error(f"{plan.count()} settings x {plan.repeats} repeats are more than {MOST_RUNS} runs")
+    if parsed.resume and parsed.json is None:
+        parser.error("--resume needs --json FILE")
+    if parsed.json is not None:
+        if parsed.json == "-":
+            parser.error("--json: a sweep writes its file after each run, and needs the name of one")
+        try:
+            check_destination(parsed.json)
+        except WriteError as error:
+            raise UsageFailure(str(error)) from None
+    _check(plan)
+    return SweepOptions(plan=plan, json=parsed.json, resume=parsed.resume, limit=parsed.run_limit)
+
+
+def _split(parser: Parser, rest: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The bench's words that stay, and the options that have several values."""
+    fixed: list[str] = []
+    varied: dict[str, list[str]] = {}
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        option, joined, value = word.partition("=")
+        if option in _FOREIGN:
+            parser.error(f"{option} is for `crossrail bench`: a sweep starts both ends here, and has its own --json")
+        if not joined and words and option.startswith("--") and "," in words[0]:
+            value = words.pop(0)
+        if "," in value and option.startswith("--") and option not in LISTS:
+            varied[option] = value.split(",")
+        else:
+            fixed += [word] if joined or not value else [word, value]
+    return fixed, varied
+
+
+def _check(plan: Plan) -> None:
+    """Parses the command line of every setting, so that what is wrong is said before anything runs."""
+    from .command_line import parse_arguments
+
+    for setting in plan.settings():
+        words = [f"{name}={value}" for name, value in setting.items() if name.startswith("--")]
+        command = parse_arguments(["bench", *plan.bench, *words])
+        if (make_context := getattr(command, "context", None)) is not None:
+            make_context()

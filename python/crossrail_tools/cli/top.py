@@ -1,0 +1,447 @@
+"""`crossrail top`: what workers, expert buffers and groups of this machine or job are doing, and who waits for whom.
+
+Every process keeps a page of counters in shared memory; this command reads the pages and disturbs nobody. With `--job`
+the ranks of a job are asked for theirs through their store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+import crossrail
+from crossrail._native import read_job, read_pages
+from crossrail_tools.report import console, format_bytes, format_rate, table, write_text
+from crossrail_tools.report.tables import HeadedTable
+
+from .failure import Failure, UsageFailure, print_notice
+from .options import add_secret_file
+from .parsing import Command, Parser
+from .reporting import check_json
+
+SCHEMA = "crossrail-top/1"
+INTERVAL_S = 1.0
+"""Default interval between two looks."""
+SAMPLE_S = 0.25
+"""Interval between the two looks that `--once` takes rates from."""
+PATIENCE_S = 1.0
+"""How long a rank of a job may take to answer."""
+STUCK_S = 0.5
+"""A wait of this age is worth a sentence about whom it is for."""
+MOVED = {"rail": ("sent_bytes", "received_bytes"), "link": ("sent_bytes", "received_bytes"), "gpu": ("copied_bytes",)}
+"""Counters of bytes of each kind of row that has rates."""
+ERRORS = (
+    "usage",
+    "config",
+    "unreachable",
+    "refused",
+    "mismatch",
+    "timeout",
+    "peer_dead",
+    "truncated",
+    "cancelled",
+    "region",
+    "exhausted",
+    "unsupported",
+    "io",
+    "protocol",
+    "closed",
+)
+
+Row = Mapping[str, Any]
+Key = tuple[str, str, int, str, str]
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that was looked at: its page, or why there is none to show."""
+
+    name: str
+    page: dict[str, Any] | None
+    error: str | None = None
+    group: str | None = None
+    rank: int | None = None
+    answered: bool = True
+
+    def rows(self, *kinds: str) -> Iterator[Row]:
+        return (row for row in (self.page or {}).get("rows", ()) if row["kind"] in kinds)
+
+    def waits(self, *kinds: str) -> Iterator[Row]:
+        return (row for row in self.rows(*kinds) if row["wait"] is not None)
+
+
+@dataclass(frozen=True)
+class Look:
+    """All processes at one moment; of a job also its groups."""
+
+    at: float
+    processes: list[Process]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def counters(self) -> dict[Key, tuple[int, ...]]:
+        """Bytes moved so far, by row."""
+        return {
+            key(process, row): tuple(row["values"][name] for name in MOVED[row["kind"]])
+            for process in self.processes
+            for row in process.rows(*MOVED)
+        }
+
+
+def key(process: Process, row: Row) -> Key:
+    """What tells a row from all others of a look."""
+    return process.name, row["kind"], row["owner"], row["name"], row["peer"]
+
+
+@dataclass(frozen=True)
+class TopOptions:
+    """`crossrail top`."""
+
+    once: bool = False
+    json: str | None = None
+    interval: float = INTERVAL_S
+    pid: int | None = None
+    host: str | None = None
+    job: str | None = None
+    store: str | None = None
+    secret_file: str | None = None
+    parent: int | None = None
+
+    on_main_thread = True
+    """Ctrl-C is how it ends."""
+
+    def run(self) -> None:
+        """Shows what there is, once or until Ctrl-C. Raises Failure and the library's errors."""
+        check_json(self.json)
+        context = crossrail.Context(secret_file=self.secret_file)
+        to = console(stderr=self.json == "-")
+        if self.once or self.json is not None or not to.is_terminal:
+            self._show_once(context, to)
+            return
+        with contextlib.suppress(KeyboardInterrupt):
+            self._show_live(context, to)
+
+    def _show_once(self, context: crossrail.Context, to: Console) -> None:
+        before = self._look(context)
+        now = before
+        if all(process.answered for process in before.processes):
+            time.sleep(SAMPLE_S)
+            now = self._look(context)
+        for process in now.processes:
+            if process.error is not None:
+                print_notice(f"{process.name}: {process.error}")
+        if self.json is not None:
+            write_text(json.dumps(as_json(now, before), indent=1) + "\n", self.json)
+        to.print(rendered(now, before, problems=False), end="")
+
+    def _show_live(self, context: crossrail.Context, to: Console) -> None:
+        before = self._look(context)
+        live = Live(rendered(before, before), console=to, screen=True, auto_refresh=False)
+        try:
+            live.start(refresh=True)
+            while True:
+                time.sleep(self.interval)
+                now = self._look(context)
+                live.update(rendered(now, before), refresh=True)
+                before = now
+        finally:
+            # A signal may arrive while it starts, which `with` would not undo.
+            live.stop()
+
+    def _look(self, context: crossrail.Context) -> Look:
+        """Reads all pages, or asks all ranks."""
+        at = time.monotonic()
+        look = self._machine(context, at) if self.job is None else self._job(context, at)
+        chosen = [
+            process
+            for process in look.processes
+            if (self.pid is None or process.name.rpartition(":")[2] == str(self.pid))
+            and (self.host is None or process.name.rpartition(":")[0] == self.host)
+        ]
+        return Look(look.at, chosen, look.groups)
+
+    def _machine(self, context: crossrail.Context, at: float) -> Look:
+        folder = context.settings()["CROSSRAIL_PAGES"]
+        if folder is None or folder == "off":
+            raise UsageFailure("CROSSRAIL_PAGES=off: there is no folder to look in; set it to that of the processes")
+        here = os.uname().nodename
+        found = []
+        for seen in read_pages(folder):
+            page = seen["page"]
+            name = f"{here if page is None else page['host']}:{seen['pid']}"
+            error = f"{seen['path']}: {seen['error']}" if page is None else None
+            found.append(Process(name, page, error))
+        return Look(at, found)
+
+    def _job(self, context: crossrail.Context, at: float) -> Look:
+        store = self.store or context.settings()["CROSSRAIL_STORE"]
+        if store is None:
+            raise UsageFailure("--job needs the job's store: --store tcp://HOST:PORT, or CROSSRAIL_STORE")
+        groups = read_job(context, store, self.job or None, PATIENCE_S)
+        if not groups:
+            which = f"no group {self.job!r}" if self.job else "no group"
+            raise Failure(f"{store} has {which}: is it the store of that job, and has a rank joined?")
+        found = []
+        for group in groups:
+            for rank in group["ranks"]:
+                error = rank.get("error")
+                if not rank["answered"]:
+                    error = f"rank {rank['rank']} did not answer in {PATIENCE_S:g} s: it is stopped, or cut off"
+                elif rank["page"] is None and error is None:
+                    error = f"rank {rank['rank']} keeps no page: CROSSRAIL_PAGES=off, or its folder is full"
+                found.append(
+                    Process(rank["process"], rank["page"], error, group["name"], rank["rank"], rank["answered"])
+                )
+        return Look(at, found, groups)
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.add_argument("--once", action="store_true", help="print once and end, as without a terminal")
+    parser.add_argument("--json", metavar="FILE", help="once, as JSON to FILE, or to stdout for `-`")
+    parser.add_argument(
+        "--interval", metavar="S", type=_interval, default=INTERVAL_S, help="seconds between two looks (1)"
+    )
+    parser.add_argument("--pid", metavar="PID", type=int, help="only that process")
+    parser.add_argument("--host", metavar="NAME", help="only processes of that machine")
+    job = "all ranks of a job, on all its machines, through its store; NAME: only that group"
+    parser.add_argument("--job", metavar="NAME", nargs="?", const="", help=job)
+    parser.add_argument("--store", metavar="ADDRESS", help="the job's store (CROSSRAIL_STORE)")
+    add_secret_file(parser, "the job's processes")
+    parser.set_defaults(outcome=_outcome)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    if parsed.job is None and parsed.store is not None:
+        parser.error("--store needs --job")
+    names = ("once", "json", "interval", "pid", "host", "job", "store", "secret_file")
+    return TopOptions(**{name: getattr(parsed, name) for name in names})
+
+
+def verdicts(look: Look) -> list[dict[str, Any]]:
+    """Per group, the ranks that keep others waiting and are in no operation themselves.
+
+    If all of those that are waited for wait themselves, these are named: they wait for each other.
+    """
+    found = []
+    for name in dict.fromkeys(process.group for process in look.processes if process.group is not None):
+        ranks = {
+            process.rank: process for process in look.processes if process.group == name and process.rank is not None
+        }
+        waits: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+        waiting = set()
+        for rank, process in ranks.items():
+            for row in process.waits("buffer", "group"):
+                wait = row["wait"]
+                # A process may be several ranks, as in tests.
+                if rank != row["values"]["rank"] or wait["age_s"] < STUCK_S:
+                    continue
+                waiting.add(rank)
+                for other in wait["ranks"]:
+                    waits.setdefault(other, []).append((rank, wait))
+        guilty = [rank for rank in sorted(waits) if rank not in waiting] or sorted(waits)
+        for rank in guilty:
+            by = waits[rank]
+            oldest = max((wait for _, wait in by), key=lambda wait: wait["age_s"])
+            of = ranks.get(rank)
+            if of is None:
+                state = "has not joined, or has ended"
+            elif not of.answered:
+                state = "does not answer: it is stopped, or cut off"
+            elif rank in waiting:
+                state = "waits itself"
+            else:
+                state = f"has not entered {oldest['operation']} {oldest['number']}"
+            found.append(
+                {
+                    "group": name,
+                    "rank": rank,
+                    "process": None if of is None else of.name,
+                    "state": state,
+                    "keeps_waiting": sorted({waiter for waiter, _ in by}),
+                    "operation": oldest["operation"],
+                    "number": oldest["number"],
+                    "age_s": oldest["age_s"],
+                }
+            )
+    return found
+
+
+def as_json(now: Look, before: Look) -> dict[str, Any]:
+    """The look as plain data, with the rates since ``before``."""
+    rates = rates_between(now, before)
+    processes = []
+    for process in now.processes:
+        whole: dict[str, Any] = {"process": process.name, "group": process.group, "rank": process.rank}
+        whole |= {"error": process.error, "page": process.page}
+        for row in process.rows(*MOVED):
+            row["values"]["rates"] = list(rates.get(key(process, row), ()))
+        processes.append(whole)
+    return {"schema": SCHEMA, "processes": processes, "stuck": verdicts(now)}
+
+
+def rates_between(now: Look, before: Look) -> dict[Key, tuple[float, ...]]:
+    """Bytes per second of each counter; nothing for rows that were not there before."""
+    past, took = before.counters(), now.at - before.at
+    if took <= 0:
+        return {}
+    return {
+        which: tuple(max(new - old, 0) / took for new, old in zip(counted, past[which], strict=True))
+        for which, counted in now.counters().items()
+        if which in past
+    }
+
+
+def rendered(now: Look, before: Look, *, problems: bool = True) -> RenderableType:
+    """All tables that have rows; ``problems``: and the pages that cannot be shown, with the reason."""
+    rates = rates_between(now, before)
+    parts: list[RenderableType] = [Text(_headline(now)), Text("")]
+    for stuck in verdicts(now):
+        others = ", ".join(map(str, stuck["keeps_waiting"]))
+        process = "" if stuck["process"] is None else f" ({stuck['process']})"
+        parts.append(
+            Text(
+                f"rank {stuck['rank']}{process} {stuck['state']}: rank {others} of group {stuck['group']} "
+                f"waited {_age(stuck['age_s'])} for it in {stuck['operation']} {stuck['number']}",
+                style="bold red",
+            )
+        )
+    made = (
+        _waits(now),
+        _moved(now, rates, "rail", "rails"),
+        _moved(now, rates, "link", "links"),
+        _gpus(now, rates),
+        _peers(now),
+        _buffers(now),
+        _errors(now),
+    )
+    parts += [each for each in made if each.rows]
+    if problems:
+        parts += [Text(f"{process.name}: {process.error}") for process in now.processes if process.error]
+    return Group(*parts)
+
+
+def _headline(now: Look) -> str:
+    shown = [process for process in now.processes if process.page is not None]
+    if not now.processes:
+        return "no process of this user on this machine uses Crossrail"
+    workers = sum(1 for process in shown for _ in process.rows("worker"))
+    buffers = sum(1 for process in shown for _ in process.rows("buffer"))
+    dropped = sum(process.page["dropped"] for process in shown if process.page)
+    more = f"; {dropped} rows did not fit in their pages" if dropped else ""
+    return f"{len(shown)} processes, {workers} workers, {buffers} expert buffers{more}"
+
+
+def _who(process: Process) -> str:
+    return process.name if process.rank is None else f"rank {process.rank} {process.name}"
+
+
+def _waits(now: Look) -> HeadedTable:
+    """The oldest wait of each worker, buffer and group, the oldest first."""
+    made = table("oldest waits", ["process", "of", "operation", "waits for", "number", "age"], left=4, keys=2)
+    found = [(process, row) for process in now.processes for row in process.waits("worker", "buffer", "group")]
+    for process, row in sorted(found, key=lambda each: -each[1]["wait"]["age_s"]):
+        wait = row["wait"]
+        of = f"{row['kind']} {row['name']}"
+        made.add_row(_who(process), of, wait["operation"], wait["whom"], str(wait["number"]), _age(wait["age_s"]))
+    return made
+
+
+def _moved(now: Look, rates: Mapping[Key, tuple[float, ...]], kind: str, title: str) -> HeadedTable:
+    links = kind == "link"
+    columns = ["process", kind, *(["peer"] if links else []), "sent now", "average", "received now", "average "]
+    columns += ["in flight", "stalls", "resent segments", *([] if links else ["resent chunks", "lost"])]
+    left = 3 if links else 2
+    made = table(title, columns, left=left, keys=left, spare=["lost", "average ", "average"])
+    for process, row in _rows(now, kind):
+        values, rate = row["values"], rates.get(key(process, row))
+        age = max(row["age_s"], 1e-9)
+        cells = [_who(process), row["name"], *([row["peer"]] if links else [])]
+        for at, name in enumerate(MOVED[kind]):
+            cells += ["-" if rate is None else _rate(rate[at]), _rate(values[name] / age)]
+        cells += [format_bytes(values["in_flight_bytes"]), str(values["stalls"]), str(values["retransmits"])]
+        made.add_row(*cells, *([] if links else [str(values["resent_chunks"]), _lost_lanes(values)]))
+    return made
+
+
+def _lost_lanes(values: Mapping[str, Any]) -> str:
+    corrupt = values["corrupt_lanes"]
+    return f"{values['lost_lanes']}" + (f" ({corrupt} corrupt)" if corrupt else "")
+
+
+def _gpus(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
+    made = table("GPU pairs", ["process", "GPU", "peer", "copied now", "average", "copies"], left=3)
+    for process, row in _rows(now, "gpu"):
+        rate, values = rates.get(key(process, row)), row["values"]
+        average = _rate(values["copied_bytes"] / max(row["age_s"], 1e-9))
+        cells = ["-" if rate is None else _rate(rate[0]), average, str(values["copies"])]
+        made.add_row(_who(process), row["name"], row["peer"], *cells)
+    return made
+
+
+def _peers(now: Look) -> HeadedTable:
+    columns = ["process", "peer", "in flight", "oldest", "frames sent", "frames received", "copied", "resent chunks"]
+    made = table("peers", columns, left=2, spare=["frames sent", "frames received"])
+    for process, row in _rows(now, "peer"):
+        values, wait = row["values"], row["wait"]
+        oldest = "-" if wait is None else f"{wait['operation']} {_age(wait['age_s'])}"
+        counted = [str(values[name]) for name in ("sent_frames", "received_frames")]
+        cells = [str(values["in_flight"]), oldest, *counted, format_bytes(values["copied_bytes"])]
+        made.add_row(_who(process), row["name"], *cells, str(values["resent_chunks"]))
+    return made
+
+
+def _buffers(now: Look) -> HeadedTable:
+    columns = ["process", "buffer", "rank", "connected", "masked", "lost", "dispatches", "combines", "memory"]
+    made = table("expert buffers", columns, left=2)
+    for process, row in _rows(now, "buffer"):
+        values = row["values"]
+        cells = [f"{values['rank']} of {values['ranks']}"]
+        cells += [str(values[name]) for name in ("connected", "masked", "lost", "dispatches", "combines")]
+        made.add_row(_who(process), row["name"], *cells, format_bytes(values["memory_bytes"]))
+    return made
+
+
+def _errors(now: Look) -> HeadedTable:
+    made = table("errors", ["process", "kind", "count"], left=2)
+    for process, row in _rows(now, "process"):
+        for name, count in zip(ERRORS, row["values"]["errors"], strict=True):
+            if count:
+                made.add_row(_who(process), name, str(count))
+    return made
+
+
+def _rows(now: Look, kind: str) -> Iterable[tuple[Process, Row]]:
+    found = [(process, row) for process in now.processes for row in process.rows(kind)]
+    return sorted(found, key=lambda each: (each[0].rank or 0, *key(*each)))
+
+
+def _rate(bytes_per_s: float) -> str:
+    return format_rate(bytes_per_s / 1e9)
+
+
+def _age(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

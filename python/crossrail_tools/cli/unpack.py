@@ -1,0 +1,106 @@
+"""`crossrail bench unpack`: methods to unpack into GPU memory, each on the same scatter list."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Literal
+
+from crossrail._native import bench_unpack
+from crossrail_tools.report import Report, Row, format_size, unpack_rows
+
+from .launcher import refuse_launch
+from .options import UNPACK_MODES, RunOptions, add_iterations, add_output, add_sizes, add_timeout
+from .parsing import Command, Parser, device, names_of, size_list
+from .placement import known_gpus
+from .reporting import Progress, make_report, show_report
+
+DEFAULT_FRAGMENTS = "4K:64K"
+DEFAULT_SIZE = "64M"
+ITERS, WARMUP = 30, 5
+
+Source = Literal["device", "pinned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpackOptions(RunOptions):
+    """`crossrail bench unpack`."""
+
+    device: str
+    fragments: list[int]
+    sizes: list[int]
+    sources: list[Source]
+    modes: list[str] = field(default_factory=lambda: list(UNPACK_MODES))
+    iters: int = ITERS
+    warmup: int = WARMUP
+
+    def run(self) -> None:
+        """Measures and shows the report."""
+        show_report(self, lambda progress: measure(self, progress))
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    work = parser.add_argument_group("the work")
+    work.add_argument("--device", metavar="GPU", type=device, default="cuda:0", help="the GPU (cuda:0)")
+    fragments = f"bytes per fragment: 4K, a list A,B,C, or MIN:MAX doubling ({DEFAULT_FRAGMENTS})"
+    work.add_argument("--fragments", metavar="SIZES", type=size_list, help=fragments)
+    add_sizes(work, f"total bytes, one size or several ({DEFAULT_SIZE})")
+    sources = "memory of the fragments: the GPU's own, or pinned host memory; both by default"
+    work.add_argument("--from", dest="source", choices=("device", "pinned"), help=sources)
+    modes = "only these methods: kernel,d2d,host"
+    work.add_argument("--mode", dest="modes", metavar="MODES", type=names_of(UNPACK_MODES, "mode"), help=modes)
+    add_iterations(work, ITERS, WARMUP)
+    add_timeout(work)
+    add_output(parser.add_argument_group("what comes out"))
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    if parsed.device == "cpu":
+        parser.error("--device cpu: data is unpacked into GPU memory only; known: cuda, cuda:N")
+    refuse_launch(parser)
+    fragments = parsed.fragments or size_list(DEFAULT_FRAGMENTS)
+    sizes = parsed.sizes or size_list(DEFAULT_SIZE)
+    if min([*fragments, *sizes]) < 1:
+        parser.error("--fragments and --size must be at least 1 byte")
+    return UnpackOptions(
+        device=parsed.device,
+        fragments=fragments,
+        sizes=sizes,
+        sources=["device", "pinned"] if parsed.source is None else [parsed.source],
+        modes=parsed.modes or list(UNPACK_MODES),
+        iters=parsed.iters,
+        warmup=parsed.warmup,
+        timeout=parsed.timeout,
+        json=parsed.json,
+        trace=parsed.trace,
+    )
+
+
+def measure(options: UnpackOptions, progress: Progress) -> Report:
+    """Runs the bench. Raises Failure if there is no usable GPU, and the library's errors."""
+    context = options.context()
+    known_gpus(context, [options.device])
+    for source in options.sources:
+        for size in options.sizes:
+            for fragment in options.fragments:
+                title = f"unpack {format_size(size)} from {source}, fragments of {format_size(fragment)}"
+                total = (1 + len(options.modes)) * (options.warmup + options.iters)
+                with progress.task(title, total) as tick:
+                    found = bench_unpack(
+                        context,
+                        {
+                            "device": options.device,
+                            "size": size,
+                            "fragment": fragment,
+                            "source": source,
+                            "modes": options.modes,
+                            "iters": options.iters,
+                            "warmup": options.warmup,
+                        },
+                        on_progress=tick,
+                    )
+                like = Row("unpack", "", size, device=options.device, fragment=fragment, origin=source, verified=True)
+                progress.add(unpack_rows(found, like))
+    return make_report(options, progress.rows)
