@@ -12,8 +12,8 @@ from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
 from crossrail._native import loopback
-from crossrail._words import a
 
+from ..words import a
 from .failure import EXIT_USAGE, Failure, UsageFailure, print_error
 
 EPILOG = """\

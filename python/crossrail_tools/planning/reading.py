@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from crossrail._words import kind
-
+from ..words import kind
 from .shapes import BLOCK, COMBINE_ROWS, DISPATCH_ROWS, WEIGHT_BYTES, Cluster, Model, Network, PlanError
 
 MOST_BYTES = 1 << 20
