@@ -9,7 +9,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::dialling::binding;
 use super::transport::Transport;
-use super::{Sessions, tcp};
+use super::{Sessions, over_rails};
 use crate::core::gpu::Reach;
 
 /// A listening address, with the device that the zone of a link-local one names.
@@ -162,7 +162,13 @@ impl Sessions {
             devices.iter().find(|device| device.port == local.port()).map(|device| device.name.clone())
         };
         let device = device.unwrap_or_else(|| local.ip().to_string());
-        tcp::lane_arrived(self, session, lane, stream, tcp::Route { device, local: local.ip(), remote: remote.ip() })
+        over_rails::lane_arrived(
+            self,
+            session,
+            lane,
+            stream,
+            over_rails::Route { device, local: local.ip(), remote: remote.ip() },
+        )
     }
 
     /// Adds an endpoint for a peer that has connected over TCP; its transport adds lanes once it is announced.

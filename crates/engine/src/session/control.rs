@@ -13,8 +13,8 @@ use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Log, Reason, Resul
 
 use super::Sessions;
 use super::costs::EAGER_LIMIT;
+use super::over_rails;
 use super::rail_pairs::RailPair;
-use super::tcp;
 use super::transport::Announcement;
 use crate::core::{LostRail, READABLE};
 use crate::progress::{About, SessionEvents};
@@ -412,7 +412,7 @@ impl SessionEvents for Sessions {
     }
 
     fn outgrown(&self, endpoint: EndpointId) {
-        tcp::widen(self, endpoint);
+        over_rails::widen(self, endpoint);
     }
 
     fn endpoint_ended(&self, endpoint: EndpointId) {

@@ -11,7 +11,7 @@ use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_types::{EndpointId, Error, Log, Reason};
 
 use super::control::Redial;
-use super::{Sessions, tcp};
+use super::{Sessions, over_rails};
 use crate::core::LostRail;
 
 /// The first pause before a rail is dialled again; each failure doubles it.
@@ -157,7 +157,7 @@ impl Redialer {
             let endpoint = attempt.lost.endpoint;
             let hasty = sessions.is_stranded(endpoint) && (attempt.failures + 1) % STRANDED_LONG != 0;
             let limit = if hasty { ATTEMPT_STRANDED } else { ATTEMPT_MAX };
-            match tcp::redial(sessions, &attempt.lost, Instant::now() + limit) {
+            match over_rails::redial(sessions, &attempt.lost, Instant::now() + limit) {
                 Ok(None) => {}
                 Ok(Some(device)) if attempt.more => {
                     sessions.log.debug(format_args!("rail {device} has connection {}", attempt.lost.channel + 1));

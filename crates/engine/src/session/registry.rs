@@ -3,22 +3,22 @@
 use std::sync::Arc;
 
 use super::cuda_ipc::CudaIpc;
+use super::over_rails::OverRails;
 use super::own::Own;
+use super::rails::CARRIERS;
 use super::shm::Shm;
-use super::tcp::Tcp;
-use super::transport::Transports;
-use super::ucx::Ucx;
+use super::transport::{Transport, Transports};
 
-/// The transports, in the order in which they are tried. A new transport is added here, by one line; see
-/// docs/design/adding-a-transport.md.
+/// The transports, in the order in which they are tried. A new transport is added here, by one line, or to the
+/// [`CARRIERS`] if it joins network devices; see docs/design/adding-a-transport.md.
 pub(crate) fn registered() -> Transports {
-    Transports(vec![
+    let mut all: Vec<Arc<dyn Transport>> = vec![
         Arc::new(Own),     //
         Arc::new(Shm),     //
         Arc::new(CudaIpc), //
-        Arc::new(Ucx),     //
-        Arc::new(Tcp),     //
-    ])
+    ];
+    all.extend(CARRIERS.iter().map(|carrier| Arc::new(OverRails(*carrier)) as Arc<dyn Transport>));
+    Transports(all)
 }
 
 #[cfg(test)]

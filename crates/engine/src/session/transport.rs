@@ -69,7 +69,7 @@ pub(crate) trait Transport: Send + Sync {
     }
 
     /// Whether peers dial its lanes at every rail of this worker, so that the worker listens there
-    /// ([`super::tcp::lane_arrived`]).
+    /// ([`super::over_rails::lane_arrived`]).
     fn listens_on_rails(&self) -> bool {
         false
     }

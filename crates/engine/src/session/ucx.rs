@@ -4,35 +4,39 @@
 //! more.
 
 use std::collections::HashMap;
+use std::net::TcpStream;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use crossrail_handshake::{Hello, Session};
 use crossrail_locks::Mutex;
-use crossrail_types::{EndpointId, Error, ErrorKind, Filter, Log, Result, Settings};
+use crossrail_transport::Lane;
+use crossrail_types::{Error, ErrorKind, Filter, Log, Result, Settings};
 use crossrail_ucx::{Class, Fabric, Library, Resource};
 
-use super::Sessions;
-use super::costs::Cost;
-use super::explain::{self, Candidate};
-use super::tcp::{self, Carrier};
-use super::transport::{Announcement, Attempt, Availability, Local, Transport};
+use super::rails::{Carrier, Join, Obstacle};
+use super::transport::{Availability, Local};
 
-/// What the connecting end announces, followed by the number of lanes.
-const ANNOUNCEMENT: u8 = b'U';
 /// RDMA devices, as the kernel lists them.
 const DEVICES: &str = "/sys/class/infiniband";
 
 /// See the module.
 pub(super) struct Ucx;
 
-impl Transport for Ucx {
+impl Carrier for Ucx {
     fn name(&self) -> &'static str {
         "ucx"
     }
 
+    fn class(&self) -> u16 {
+        1
+    }
+
+    fn announcement(&self) -> u8 {
+        b'U'
+    }
+
     fn availability(&self, local: &Local<'_>) -> Availability {
-        if !local.settings.tls.allows("ucx") {
+        if !local.settings.tls.allows(self.name()) {
             // The settings say so themselves; UCX need not be loaded for that.
             return Availability::Usable(String::new());
         }
@@ -54,67 +58,29 @@ impl Transport for Ucx {
         open(settings).is_ok()
     }
 
-    fn obstacle(&self, sessions: &Sessions, _peer: &Hello) -> Option<String> {
-        let unused = open(sessions.environment.settings()).err()?;
-        Some(unused.fix.map_or(unused.why.clone(), |fix| format!("{} ({fix})", unused.why)))
+    fn obstacle(&self, settings: &Settings) -> Option<Obstacle> {
+        open(settings).err()
     }
 
-    fn candidates(&self, sessions: &Sessions, peer: &Hello) -> Vec<Candidate> {
-        let settings = sessions.environment.settings();
-        match settings.tls.allows("ucx").then(|| open(settings)) {
-            Some(Err(unused)) => {
-                let row = explain::candidate("ucx", "ucx", None, &Cost::rail(None, None, false));
-                vec![row.out(&unused.why)]
-            }
-            _ => tcp::candidates(Carrier::Ucx, sessions, peer),
-        }
-    }
-
-    fn connect(&self, sessions: &Arc<Sessions>, session: Session, attempt: &Attempt) -> Result<EndpointId> {
-        tcp::connect(self, Carrier::Ucx, sessions, session, attempt)
-    }
-
-    fn listens_on_rails(&self) -> bool {
-        true
-    }
-
-    fn announcement(&self) -> Option<u8> {
-        Some(ANNOUNCEMENT)
-    }
-
-    fn announced(&self, sessions: &Arc<Sessions>, announcement: Announcement) -> Result<()> {
-        let Announcement { endpoint, argument, .. } = announcement;
-        sessions.control.expect_lanes(endpoint, usize::from(u16::from_le_bytes(argument)));
-        tcp::accept_if_complete(sessions, endpoint, Carrier::Ucx);
-        Ok(())
-    }
-}
-
-/// Why UCX is not used.
-struct Unused {
-    why: String,
-    fix: Option<String>,
-}
-
-impl From<Error> for Unused {
-    fn from(error: Error) -> Unused {
-        Unused { why: error.detail, fix: error.hint }
+    fn join(&self, stream: TcpStream, join: Join<'_>) -> Result<Box<dyn Lane>> {
+        let fabric = fabric(join.settings, join.interface, join.loopback)?;
+        Ok(Box::new(crossrail_ucx::attach(stream, &fabric, join.id, join.label, join.deadline)?))
     }
 }
 
 /// UCX with everything that the settings let it use, if it is used at all.
-fn open(settings: &Settings) -> std::result::Result<(&'static Library, Arc<Fabric>), Unused> {
+fn open(settings: &Settings) -> std::result::Result<(&'static Library, Arc<Fabric>), Obstacle> {
     let named = matches!(&settings.tls, Filter::Only(_)) && settings.tls.allows("ucx");
     let nics = std::fs::read_dir(DEVICES).is_ok_and(|mut devices| devices.next().is_some());
     if !named && !nics {
         let fix = "with an RDMA NIC UCX is used by itself; CROSSRAIL_TLS=ucx uses it over TCP and memory, too";
-        return Err(Unused { why: "no RDMA device is here".to_owned(), fix: Some(fix.to_owned()) });
+        return Err(Obstacle { why: "no RDMA device is here".to_owned(), fix: Some(fix.to_owned()) });
     }
     let library = library(settings)?;
     let fabric = cached(library, settings.tls.of_ucx(), None)?;
     if !named && !fabric.resources().iter().any(|resource| resource.class() == Class::Rdma) {
         let fix = "`ucx_info -d` lists what UCX finds; PyPI's libucx has no InfiniBand, distributions' UCX has";
-        return Err(Unused { why: "UCX finds no RDMA device".to_owned(), fix: Some(fix.to_owned()) });
+        return Err(Obstacle { why: "UCX finds no RDMA device".to_owned(), fix: Some(fix.to_owned()) });
     }
     Ok((library, fabric))
 }
@@ -127,7 +93,7 @@ fn library(settings: &Settings) -> Result<&'static Library> {
 ///
 /// # Errors
 /// `Unsupported` when UCX has nothing there, with what it has.
-pub(super) fn fabric(settings: &Settings, interface: Option<&str>, loopback: bool) -> Result<Arc<Fabric>> {
+fn fabric(settings: &Settings, interface: Option<&str>, loopback: bool) -> Result<Arc<Fabric>> {
     let library = library(settings)?;
     let all = cached(library, settings.tls.of_ucx(), None)?;
     let Some((transports, device)) = choose(all.resources(), interface, loopback, interface_of) else {
