@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from pathlib import Path
 
 import foreign_logs as logs
@@ -49,6 +50,14 @@ def test_bad_input_is_one_line_and_exit_2(latency: Path, tmp_path: Path) -> None
     one_error(run("report", str(latency), "--csv=-", "--markdown=-"), 2, "only one of")
     one_error(run("report", str(latency), "--open"), 2, "--open needs --html")
     one_error(run("report"), 2, "FILE")
+
+
+def test_a_name_that_is_not_utf8_is_written(tmp_path: Path) -> None:
+    """The report names its own file in its command, and is written after everything was measured."""
+    path = tmp_path / os.fsdecode(b"\xff.json")
+    done = run("bench", "latency", "--sizes=8", "--iters=10", "--transport=shm", "--json", str(path))
+    assert done.returncode == 0, done
+    assert run("report", str(path)).returncode == 0
 
 
 def test_no_browser_and_a_full_disk_are_one_line(latency: Path, tmp_path: Path) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import cProfile
+import csv
+import io
 import json
+import os
+import re
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import foreign_logs as logs
 import pytest
-from report_samples import latency_report
+from report_samples import latency_report, p2p_report
 
+from crossrail_tools.report import Report, console, write_report
+from crossrail_tools.report.export import comma_separated, markdown, renderables
+from crossrail_tools.report.page.document import document
+from crossrail_tools.report.page.write import html
 from crossrail_tools.report.sources import SourceError, parse_source, read_source
+from crossrail_tools.report.writing import read_bounded
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 
@@ -116,6 +128,74 @@ def test_a_file_that_is_no_result_is_named_with_the_reason(text: str, words: str
         read_source(path)
     assert words in str(failure.value)
     assert str(failure.value).startswith(str(path)) and "\n" not in str(failure.value)
+
+
+HOSTILE = "\x1b]0;mine\x07 \x9b31m \u202e \ud800"
+
+
+@pytest.mark.parametrize("name", ["=1+1\r.json", "\x1b[31m.json", os.fsdecode(b"\xff.json")])
+def test_no_text_of_a_file_reaches_a_terminal_as_a_command(name: str, tmp_path: Path) -> None:
+    """Neither a field, nor the file's own name; and a spreadsheet computes nothing."""
+    report = p2p_report()
+    lane = replace(report.rows[0].lanes[0], device=HOSTILE, name=HOSTILE)
+    row = replace(report.rows[0], lanes=[lane], unused={HOSTILE: HOSTILE}, notes=[f"=2+2\r{HOSTILE}"])
+    environment = replace(report.environment, time=HOSTILE, host=HOSTILE, peers={HOSTILE: HOSTILE})
+    path = tmp_path / name
+    write_report(Report(environment, [HOSTILE], [row]), str(path))
+    found = [read_source(path)]
+    made = document(found, "Hostile")
+    out = io.StringIO()
+    console(out).print(*renderables(made))
+    rows = comma_separated(found)
+    for text in (out.getvalue(), markdown(made), html(found, "Hostile"), rows):
+        assert text.encode()  # UTF-8 has all of it
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert not any(cell.startswith("=") for line in csv.reader(io.StringIO(rows)) for cell in line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"schema": "crossrail-bench/1", "rows": [{"what": "latency", "size": -8}]}',
+        '{"schema": "crossrail-bench/1", "rows": [{"what": "latency", "samples_us": [1.0, -1e-3]}]}',
+        '{"schema": "crossrail-bench/1", "rows": [{"what": "p2p", "lanes": [{"name": "a", "bytes": -1, "share": 1}]}]}',
+        logs.IPERF3.replace("16000000000.0", "-1.0"),
+        logs.NCCL_JSON.replace("1024", "-1024"),
+    ],
+)
+def test_no_size_time_or_rate_is_negative(text: str) -> None:
+    with pytest.raises(SourceError, match="out of range"):
+        parse_source(text, "file")
+
+
+def test_rows_cost_the_same_however_many_there_are() -> None:
+    """Counted in calls: what a row takes is to look at its fields, not to resolve their types again."""
+    row = latency_report().rows[0]
+
+    def calls(count: int) -> int:
+        text = Report(latency_report().environment, [], [replace(row, size=size) for size in range(count)]).dumps()
+        parse_source(text, "many")
+        profile = cProfile.Profile()
+        profile.runcall(parse_source, text, "many")
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert (calls(400) - calls(200)) / 200 < 2000
+
+
+def test_a_pipe_is_read_and_its_writer_not_awaited_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(TimeoutError, match=r"whoever writes into this pipe did not finish in 0\.1 s"):
+        read_bounded(path, 100, patience=0.1)
+    writer = threading.Thread(target=lambda: path.write_bytes(b"x" * 200_000))
+    writer.start()
+    assert read_bounded(path, 200_000) == b"x" * 200_000
+    writer.join()
+    with pytest.raises(OSError, match="neither a file nor a pipe"):
+        read_bounded("/dev/zero", 1 << 20)
+    (tmp_path / "long").write_bytes(bytes((1 << 20) + 1))
+    with pytest.raises(OSError, match="longer than 1 MiB"):
+        read_bounded(tmp_path / "long", 1 << 20)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

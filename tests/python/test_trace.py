@@ -155,12 +155,17 @@ def test_a_merged_file_is_not_merged_again(tmp_path: Path) -> None:
         ('{"otherData": {"schema": "other/1"}, "traceEvents": []}', "has the schema 'other/1'"),
         ('{"otherData": {"schema": "crossrail-trace/1"}, "traceEvents": [3]}', "is no trace of Crossrail, or cut off"),
         ('{"otherData": {"schema": "crossrail-trace/1"}, "traceEvents": []}', "is no trace of Crossrail, or cut off"),
+        ("[" * 100_000, "is no trace of Crossrail, or cut off"),
         (json.dumps(trace("a", ("s", ["1"], 1.0))), "is no trace of Crossrail, or cut off"),  # type: ignore[arg-type]
     ],
 )
 def test_a_file_that_is_no_trace_is_one_line(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     one_error(run("trace", "merge", str(tmp_path / "x.json")), 1, "x.json: ", said)
+
+
+def test_a_device_is_no_trace() -> None:
+    one_error(run("trace", "merge", "/dev/zero"), 1, "/dev/zero: neither a file nor a pipe")
 
 
 def test_a_folder_without_traces_is_one_line(tmp_path: Path) -> None:

@@ -38,9 +38,17 @@ def exit_code_of(error: Exception) -> int:
 def print_notice(text: str) -> None:
     """Prints one line on stderr."""
     # In one write, because several threads print at the same time.
-    print(f"crossrail: {text}\n", end="", file=sys.stderr, flush=True)
+    lines = "\n".join(map(_plain, text.split("\n")))
+    print(f"crossrail: {lines}\n", end="", file=sys.stderr, flush=True)
 
 
 def print_error(error: Exception | str) -> None:
     """Prints one line on stderr that says what failed and what to do about it."""
-    print(ERROR + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    print(ERROR + _plain(" ".join(str(error).split())), file=sys.stderr, flush=True)
+
+
+def _plain(text: str) -> str:
+    """A line that may quote peers and files, as a terminal may show it."""
+    from crossrail_tools.report.schema import plain
+
+    return str(plain(text))

@@ -20,8 +20,9 @@ from crossrail_tools.report import (
     counted,
     write_text,
 )
+from crossrail_tools.report.sources import MOST_BYTES
 from crossrail_tools.report.sweeping import MOST_RUNS, Plan, Sweep, Trial, sweep_views
-from crossrail_tools.report.writing import WriteError
+from crossrail_tools.report.writing import WriteError, read_bounded
 
 from .failure import ERROR, EXIT_OK, Failure, UsageFailure, print_notice
 from .launcher import refuse_launch
@@ -98,7 +99,7 @@ class SweepOptions:
                 raise UsageFailure(f"--resume: {self.json} does not exist; leave --resume out to begin")
             return new
         try:
-            old = Sweep.loads(Path(self.json).read_text(encoding="utf-8"))
+            old = Sweep.loads(read_bounded(self.json, MOST_BYTES).decode())
         except (SchemaError, UnicodeDecodeError) as error:
             if self.resume:
                 raise UsageFailure(f"--resume: {self.json} is no sweep: {error}") from None

@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from crossrail_tools.report import write_text
+from crossrail_tools.report.schema import shown
+from crossrail_tools.report.writing import read_bounded
 
 from .failure import Failure, print_notice
 from .parsing import Command, Parser
 
 SCHEMA = "crossrail-trace/1"
+MOST_BYTES = 128 << 20
+"""Four times what the last 100000 events of a worker take."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +80,16 @@ def write_merged(files: Sequence[Path], output: str, option: str) -> None:
 def load(path: Path) -> dict[str, Any]:
     """One worker's trace. Raises Failure with what is wrong with it."""
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
+        whole = json.loads(read_bounded(path, MOST_BYTES))
         schema = whole["otherData"]["schema"]
         if schema != SCHEMA:
-            raise Failure(f"{path}: has the schema {schema!r}, and {SCHEMA} is known")
+            raise Failure(f"{path}: has the schema {shown(schema)}, and {SCHEMA} is known")
         if "clock_offsets_us" in whole["otherData"]:
             raise Failure(f"{path}: is merged already; give the files that the workers wrote")
         _check(whole)
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Failure(f"{path}: is no trace of Crossrail, or cut off") from None
     return dict(whole)
 

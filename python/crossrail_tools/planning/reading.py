@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from crossrail_tools.report.writing import read_bounded
+
 from ..words import kind
 from .shapes import BLOCK, COMBINE_ROWS, DISPATCH_ROWS, WEIGHT_BYTES, Cluster, Model, Network, PlanError
 
@@ -25,13 +27,9 @@ LARGEST = 1e12
 def contents(path: str, most_bytes: int) -> bytes:
     """What is in a file. Raises PlanError if it cannot be read, or is longer than ``most_bytes``."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(most_bytes + 1)
+        return read_bounded(path, most_bytes)
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}") from None
-    if len(data) > most_bytes:
-        raise PlanError(f"{path}: longer than {most_bytes >> 20} MiB, which no file of this kind is")
-    return data
 
 
 def load(path: str) -> dict[str, Any]:

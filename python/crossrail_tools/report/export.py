@@ -105,11 +105,11 @@ def comma_separated(sources: Sequence[Source]) -> str:
     writer.writerow(["file", "by", *used, "samples"])
     for source, program, row in every:
         cells = [_written(getattr(row, name), name) for name in used]
-        writer.writerow([source.name, program, *cells, len(row.samples_us)])
+        writer.writerow([_written(source.name), _written(program), *cells, len(row.samples_us)])
     return out.getvalue()
 
 
-def _written(value: object, name: str) -> str:
+def _written(value: object, name: str = "") -> str:
     if value is None or value in ([], {}):
         return ""
     if name in _OBJECTS:

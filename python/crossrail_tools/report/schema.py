@@ -8,7 +8,9 @@ A list of times (a field whose name ends in ``_us``) may be packed into a string
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -329,8 +331,8 @@ class Report:
     def loads(text: str) -> Report:
         """Parses the text of :meth:`dumps`. Raises SchemaError."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = parsed(text)
+        except ValueError as error:
             raise SchemaError(f"not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else None
@@ -350,6 +352,30 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def parsed(text: str) -> Any:
+    """The JSON of a file, its texts as :func:`plain` makes them. Raises ValueError."""
+    try:
+        data = json.loads(text)
+        return plain(data) if "\\" in text or _CONTROL.search(text) else data
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def plain(value: Any) -> Any:
+    """``value`` with harmless texts, also those inside it.
+
+    White space is blanks, and what a terminal would act on, or cannot show, is a replacement character.
+    """
+    if isinstance(value, str):
+        return _CONTROL.sub(lambda found: " " if found[0].isspace() else "\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {plain(key): plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, those that turn the direction of a line, and halves of characters."""
+
 _BEYOND = 1 << 63
 """Nothing that is measured is as large, and no file of ours has a number that is not finite."""
 
@@ -368,16 +394,23 @@ _MOST_SHOWN = 80
 def _record(kind: type[T], data: Any, where: str) -> T:
     if not isinstance(data, dict):
         raise SchemaError(f"{where}: an object belongs here")
-    hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
-    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if item.name in data:
-            values[item.name] = _value(hints[item.name], data[item.name], f"{where}.{item.name}")
-            continue
-        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        if required:
-            values[item.name] = _absent(hints[item.name], f"{where}.{item.name}")
+    for name, (hint, required) in _fields(typing.cast("Any", kind)).items():
+        if name in data:
+            values[name] = _value(hint, data[name], f"{where}.{name}")
+        elif required:
+            values[name] = _absent(hint, f"{where}.{name}")
     return kind(**values)
+
+
+@functools.cache
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """The type of each field of a record, and whether it must be given: resolving them takes longer than a row."""
+    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    return {
+        item.name: (hints[item.name], item.default is missing and item.default_factory is missing)
+        for item in dataclasses.fields(kind)
+    }
 
 
 def _absent(hint: Any, where: str) -> Any:
@@ -415,6 +448,6 @@ def _value(hint: Any, data: Any, where: str) -> Any:
     accepted = (int, float) if hint is float else (hint,)
     if not isinstance(data, accepted) or (isinstance(data, bool) and hint is not bool):
         raise SchemaError(f"{where}: {hint.__name__} belongs here, not {shown(data)}")
-    if isinstance(data, (int, float)) and not abs(data) < _BEYOND:
+    if isinstance(data, (int, float)) and not 0 <= data < _BEYOND:
         raise SchemaError(f"{where}: {shown(data)} is out of range")
     return float(data) if hint is float else data

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .foreign import FOREIGN, Foreign, ForeignError
+from .foreign import FOREIGN, Foreign
 from .packing import with_lists
-from .schema import SCHEMA, Environment, Report, Row, SchemaError, shown
+from .schema import SCHEMA, Environment, Report, Row, SchemaError, parsed, plain, shown
 from .stats import median
 from .sweeping import SCHEMA as SWEEP_SCHEMA
 from .sweeping import Sweep, sweep_of
+from .writing import read_bounded
 
 MOST_BYTES = 64 << 20
 """Maximum size of a file that is read."""
@@ -67,12 +68,9 @@ class Source:
 
 def read_source(path: Path) -> Source:
     """Reads one file. Raises SourceError, and OSError if it cannot be read."""
-    with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise SourceError(f"{path}: larger than {MOST_BYTES >> 20} MiB; give a file of results")
+    data = read_bounded(path, MOST_BYTES)
     try:
-        made = parse_source(data.decode("utf-8"), path.name)
+        made = parse_source(data.decode("utf-8"), plain(path.name))
     except UnicodeDecodeError:
         raise SourceError(f"{path}: not text; {_KNOWN}") from None
     except SourceError as error:
@@ -92,11 +90,7 @@ def parse_source(text: str, name: str) -> Source:
         raise SourceError("the file is empty")
     if text.lstrip().startswith(("{", "[")):
         try:
-            data = json.loads(text)
-            if "\\ud" in text.lower():  # halves of characters, which no page can hold
-                data = json.loads(json.dumps(data, ensure_ascii=False).encode("utf-8", "replace"))
-        except RecursionError:
-            raise SourceError("not JSON: nested too deeply") from None
+            data = parsed(text)
         except ValueError as error:
             # DeepEP's lines also begin with a bracket.
             found = _foreign(text, None, name)
@@ -117,10 +111,12 @@ def _foreign(text: str, data: Any, name: str) -> Source | None:
     for reader in FOREIGN:
         try:
             found: Foreign | None = reader(text, data)
-        except ForeignError as error:
-            raise SourceError(str(error)) from None
-        if found is not None:
-            return Source(name, found.program, found.rows, machine=found.machine, command=found.command)
+            if found is not None:
+                report = Report.loads(Report(_NOBODY, found.command, found.rows).dumps())
+                by, machine = plain(found.program), plain(found.machine)
+                return Source(name, by, report.rows, machine=machine, command=report.command)
+        except ValueError as error:
+            raise SourceError(plain(str(error))) from None
     return None
 
 
@@ -167,17 +163,8 @@ def _bench(data: dict[str, Any], name: str) -> Source:
     )
 
 
-_UNKNOWN = {
-    "time": "",
-    "host": "",
-    "kernel": "",
-    "machine": "",
-    "cpu": "",
-    "cores": 0,
-    "memory_gib": 0.0,
-    "python": "",
-    "crossrail": "",
-}
+_NOBODY = Environment("", "", "", "", "", 0, [], None, 0.0, [], "", "", None, {})
+_UNKNOWN = json.loads(Report(_NOBODY, [], []).dumps())["environment"]
 
 
 def _environment(data: Mapping[str, Any]) -> Environment | None:
@@ -256,10 +243,11 @@ def _rows_of(turns: Any) -> list[dict[str, Any]]:
         row
         for row in rows
         if isinstance(row.get("size"), int)
+        and row["size"] >= 0
         and isinstance(row.get("what"), str)
         and isinstance(row.get("samples_us"), list)
         and row["samples_us"]
-        and all(isinstance(time, (int, float)) for time in row["samples_us"])
+        and all(isinstance(time, (int, float)) and time >= 0 for time in row["samples_us"])
     ]
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 from .build import TIMED
 from .control import STEPS
 from .packing import compact
-from .schema import Environment, Report, Row, SchemaError
+from .schema import Environment, Report, Row, SchemaError, parsed
 from .stats import median
 from .tables import table
 from .units import counted, format_duration_us, format_rate, format_size
@@ -112,8 +112,8 @@ class Sweep:
     def loads(text: str) -> Sweep:
         """Parses the text of :meth:`dumps`. Raises SchemaError."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = parsed(text)
+        except ValueError as error:
             raise SchemaError(f"not JSON: {error}") from error
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise SchemaError(f"schema is {data.get('schema') if isinstance(data, dict) else None!r}, not {SCHEMA!r}")

@@ -1,13 +1,16 @@
-"""Writing a report, completely or not at all."""
+"""Files: written completely or not at all, and read within bounds."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
+import select
 import stat
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from .schema import Report
@@ -37,6 +40,32 @@ def check_destination(destination: str, option: str = "--json") -> None:
         raise WriteError(f"{destination} is not writable; choose another file with {option}")
 
 
+PIPE_PATIENCE = 10.0
+"""Seconds within which a pipe must have given all it has."""
+
+
+def read_bounded(path: str | Path, most_bytes: int, patience: float = PIPE_PATIENCE) -> bytes:
+    """What is in a file, or comes out of a pipe within ``patience`` seconds.
+
+    Raises OSError, also for a device, for a pipe that goes on, and for more than ``most_bytes``.
+    """
+    data, deadline = bytearray(), time.monotonic() + patience
+    with io.FileIO(str(path), opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):
+            raise OSError(errno.EINVAL, "neither a file nor a pipe")
+        ready = select.poll()
+        ready.register(file, select.POLLIN)
+        while len(data) <= most_bytes:
+            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise TimeoutError(errno.ETIMEDOUT, f"whoever writes into this pipe did not finish in {patience:g} s")
+            piece = file.read(most_bytes + 1 - len(data))
+            if not piece:
+                return bytes(data)
+            data += piece
+    raise OSError(errno.EFBIG, f"longer than {most_bytes >> 20} MiB, which no file of this kind is")
+
+
 def write_report(report: Report, destination: str) -> None:
     """Writes ``report`` as JSON, as :func:`write_text` does."""
     write_text(report.dumps(), destination)
@@ -48,8 +77,11 @@ def write_text(text: str, destination: str, option: str = "--json") -> None:
     A file appears whole or not at all: the text goes to a temporary file beside it, which is renamed at the end. What
     was there before stays until then, and stays for good when writing fails.
 
+    Characters that UTF-8 does not have, as in the names of some files, are written as JSON escapes them.
+
     Raises WriteError, also for a full disk.
     """
+    text = text.encode("utf-8", "backslashreplace").decode()
     if destination == STDOUT:
         _write_stream(text, option)
         return

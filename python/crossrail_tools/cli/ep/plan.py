@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
+
+from crossrail_tools.report.writing import read_bounded
 
 from ..failure import UsageFailure
 
@@ -63,14 +64,9 @@ class Plan:
 def load_plan(path: str) -> Plan:
     """Reads a plan file. Raises UsageFailure with the file, the position and the mistake."""
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        return parse_plan(read_bounded(path, MOST_BYTES).decode())
     except OSError as error:
-        raise UsageFailure(f"--plan {path}: {error.strerror}") from None
-    if len(data) > MOST_BYTES:
-        raise UsageFailure(f"--plan {path}: longer than 1 MiB; {FORM}")
-    try:
-        return parse_plan(data.decode())
+        raise UsageFailure(f"--plan {path}: {error.strerror}; {FORM}") from None
     except UnicodeDecodeError:
         raise UsageFailure(f"--plan {path}: not text; {FORM}") from None
     except ValueError as error:
