@@ -2,11 +2,21 @@
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from report_samples import bandwidth_report, environment, latency_report, p2p_report
 
-from crossrail_tools.report import Report, Row, console, print_report
+from crossrail_tools.report import (
+    PeerResult,
+    Report,
+    Round,
+    Row,
+    console,
+    print_report,
+    with_peers,
+    with_samples,
+)
 
 
 def printed(report: Report) -> str:
@@ -49,7 +59,43 @@ def test_p2p_shows_both_ends_lanes_stages_and_a_verdict() -> None:
     assert line_with(text, "wire ", "%").split() == ["wire", "0.900", "90%"]
     assert "data: verified before and after the timing" in text
     assert "verdict: network:" in text
-    assert "iperf3: 0.80 GB/s (iperf3, 2 at once); ratio 1.25" in text
+    assert "iperf3: 0.80 GB/s (iperf3, 2 at once), Crossrail: 1.00, medians of 2 rounds; ratio 1.25" in text
+
+
+def test_the_ratio_is_the_quotient_of_the_figures_beside_it() -> None:
+    """Several rounds of both, of which one of ours was slow: the same statistic of both."""
+    row = Row(what="latency", transport="shm", size=8)
+    row = with_samples(row, [Round([1.0, 1.2]), Round([1.3, 1.5]), Round([1.0, 1.0])])
+    row = with_peers(row, {"ucx": PeerResult("ucx_perftest", avg_us=2.0, p50_us=1.9, rounds=[1.8, 2.0, 2.4])})
+    text = printed(Report(environment(), [], [row]))
+    heads, cells = line_with(text, "avg us").split("  "), line_with(text, "shm").split()
+    assert "ucx avg us" in [head.strip() for head in heads]
+    ours, theirs, ratio = (float(cells[place]) for place in (5, -2, -1))
+    assert ratio == round(theirs / ours, 2) == 1.82
+
+    row = Row(what="bandwidth", transport="shm", size=1000, window=10)
+    row = with_samples(row, [Round([10.0, 10.0, 20.0], 10_000), Round([10.0], 10_000), Round([8.0], 10_000)])
+    row = with_peers(row, {"ucx": PeerResult("ucx_perftest", gb_per_s=0.8, rounds=[0.8, 0.8, 0.7])})
+    cells = line_with(printed(Report(environment(), [], [row])), "1000").split()
+    assert (cells[4], cells[-2:]) == ("1.00", ["0.80", "1.25"])
+    assert cells[5] == "1,000,000"  # of 1000 bytes each: 1 GB/s
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "why"),
+    [
+        ([0.3, 0.3], {"avg_us": 8.0, "rounds": [0.3, 16.0]}, "rounds of ucx are from 0.3 to 16 us"),
+        ([0.3, 4.0], {"avg_us": 0.3, "rounds": [0.3, 0.3]}, "rounds of Crossrail are from 0.3 to 4 us"),
+        ([1.8, 1.9], {"avg_us": 98.6, "p50_us": 6.5, "rounds": [98.0, 99.2]}, "98.6 us on average, and 6.5 us at p50"),
+    ],
+)
+def test_a_comparison_that_was_disturbed_is_void(ours: list[float], theirs: dict[str, Any], why: str) -> None:
+    row = with_samples(Row(what="latency", transport="shm", size=8), [Round([time]) for time in ours])
+    row = with_peers(row, {"ucx": PeerResult("ucx_perftest", **theirs)})
+    assert row.ratio == {}
+    text = printed(Report.loads(Report(environment(), [], [row]).dumps()))
+    assert line_with(text, "shm").split()[-1] == "void"
+    assert why in line_with(text, "x ucx is void for latency of 8: ")
 
 
 def test_p2p_of_gpus_shows_their_stages_and_what_the_parts_do_alone() -> None:

@@ -10,7 +10,9 @@ from .schema import Iteration, Lane, PeerResult, Row, Stages
 from .stats import better, gb_per_s, median, summarize
 from .verdict import Facts, judge
 
-TIMED = ("latency", "write", "dispatch", "combine", "e2e")
+LATENCIES = ("latency", "write")
+
+TIMED = (*LATENCIES, "dispatch", "combine", "e2e")
 """Measurements that are compared by time; all others are compared by rate."""
 
 
@@ -30,33 +32,58 @@ class Round:
 
 
 def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
-    """``row`` with the samples of every round and the figures computed from them."""
+    """``row`` with the samples of every round and the figures computed from them.
+
+    What peers are compared by, the average time or the rate, is the median of the rounds' figures, as theirs is.
+    """
     samples = [sample for one in rounds for sample in one.samples_us]
     summary = summarize(samples)
     moved = sum(one.bytes_per_sample * len(one.samples_us) for one in rounds)
+    figures = [one.figure for one in rounds]
     return replace(
         row,
         samples_us=samples,
-        rounds=[one.figure for one in rounds],
+        rounds=figures,
         p50_us=summary.p50,
         p99_us=summary.p99,
-        avg_us=summary.avg,
+        avg_us=summary.avg if moved else median(figures),
         min_us=summary.min,
         max_us=summary.max,
-        gb_per_s=gb_per_s(moved, sum(samples)) if moved else None,
+        gb_per_s=median(figures) if moved else None,
         bytes_logical=moved or None,
     )
 
 
 def with_peers(row: Row, peers: Mapping[str, PeerResult]) -> Row:
-    """``row`` with the peers' results, and its ratio to each peer that has a figure."""
-    kind = "time" if row.what in TIMED else "rate"
+    """``row`` with the peers' results, and its ratio to each peer that has a figure, unless one was disturbed."""
+    judged = {name: _judged(row, name, result) for name, result in peers.items()}
     ratio = {
-        name: better(median(row.rounds), median(result.rounds), "time" if kind == "time" else "rate")
-        for name, result in peers.items()
-        if result.error is None and result.rounds
+        name: better(median(row.rounds), median(result.rounds), "time" if row.what in TIMED else "rate")
+        for name, result in judged.items()
+        if result.error is None and result.rounds and result.void is None
     }
-    return replace(row, peers=dict(peers), ratio=ratio)
+    return replace(row, peers=judged, ratio=ratio)
+
+
+MOST_SPREAD = 2.0
+"""Factor between the rounds of one program, which did the same work in each, from which something disturbed them."""
+
+MOST_TAIL = 3.0
+"""Factor of the average time above the median from which few samples make the average."""
+
+
+def _judged(row: Row, name: str, result: PeerResult) -> PeerResult:
+    """The result, with what disturbed the comparison with it, if anything did."""
+    if result.error is not None or not result.rounds:
+        return result
+    unit = "us" if row.what in TIMED else "GB/s"
+    for who, rounds in (("Crossrail", row.rounds), (name, result.rounds)):
+        if max(rounds) > MOST_SPREAD * min(rounds):
+            return replace(result, void=f"rounds of {who} are from {min(rounds):.3g} to {max(rounds):.3g} {unit}")
+    for who, one in (("Crossrail", row), (name, result)) if row.what in LATENCIES else ():
+        if one.avg_us and one.p50_us and one.avg_us > MOST_TAIL * one.p50_us:
+            return replace(result, void=f"{who} took {one.avg_us:.3g} us on average, and {one.p50_us:.3g} us at p50")
+    return result
 
 
 def sum_lanes(iterations: Sequence[Iteration], known: Mapping[str, Lane]) -> list[Lane]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from .schema import Iteration, Lane, Row
 from .stats import gb_per_s, median, percentile
 from .tables import HeadedTable, peer_names, ratio_text, table
-from .units import format_bytes, format_size
+from .units import counted, format_bytes, format_size
 from .verdict import is_void
 
 LATENCIES = {
@@ -35,7 +35,7 @@ def latency_table(rows: Sequence[Row]) -> HeadedTable:
     peers = peer_names(rows)
     columns = ["size", "transport", "protocol", "p50 us", "p99 us", "avg us", "min us", "max us"]
     for peer in peers:
-        columns += [f"{peer} us", f"x {peer}"]
+        columns += [f"{peer} avg us", f"x {peer}"]
     on = f", {rows[0].device.replace(',', ' and ')}" if rows[0].device else ""
     # Beside a peer, the mean is what is compared.
     spare = ["min us", "max us", "protocol", "transport"] + ([] if peers else ["avg us"])
@@ -80,7 +80,9 @@ def p2p_tables(row: Row) -> list[RenderableType]:
     shown.extend(Text(line) for line in _ceilings(row))
     for name, result in row.peers.items():
         if result.error is None:
-            shown.append(Text(f"{name}: {_rate(result.gb_per_s)} GB/s ({result.what}); ratio {ratio_text(row, name)}"))
+            both = f"{_rate(result.gb_per_s)} GB/s ({result.what}), Crossrail: {_rate(row.gb_per_s)}"
+            rounds = f"medians of {counted(len(row.rounds), 'round')}"
+            shown.append(Text(f"{name}: {both}, {rounds}; ratio {ratio_text(row, name)}"))
     if row.verified is not None:
         shown.append(Text(_VERIFIED[row.verification or ("" if row.verified else "none")]))
     if row.verdict is not None:
@@ -186,9 +188,10 @@ def _stages(row: Row) -> HeadedTable:
 
 
 def _messages(row: Row) -> str:
-    if not row.samples_us or not row.window:
-        return "-"
-    return f"{row.window / median(row.samples_us) * 1e6:,.0f}"
+    """Messages per second at the rate beside them; of empty messages, at the average time of a window."""
+    if row.size and row.gb_per_s:
+        return f"{row.gb_per_s * 1e9 / row.size:,.0f}"
+    return f"{row.window / row.avg_us * 1e6:,.0f}" if row.window and row.avg_us else "-"
 
 
 def _rate(rate: float | None) -> str:

@@ -123,6 +123,8 @@ class MessageTimes:
 class PeerResult:
     """The result of a peer, which did the same work in the same run. ``error`` is the reason if it has no figures.
 
+    ``void``: what disturbed one of the two, so that they say nothing about each other.
+
     Figures are medians over ``rounds``, which has one entry per turn (average us for latency, GB/s otherwise).
     For dispatch and combine in GPU memory: ``kernel_us`` is the time of all its kernels according to the profiler, on
     the slowest rank; ``host_p50_us`` is by the host's clock; ``heap_bytes`` is the memory it takes on each GPU.
@@ -137,6 +139,7 @@ class PeerResult:
     host_p50_us: float | None = None
     heap_bytes: int | None = None
     error: str | None = None
+    void: str | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,8 @@ class Row:
     messages and its reply. For p2p a sample is one transfer at the sender.
 
     ``rounds`` has one figure for each turn that alternated with the peers (average us for latency, GB/s otherwise), as
-    has each peer's result; ``ratio`` compares the medians of the two.
+    has each peer's result. Their medians are ``avg_us`` or ``gb_per_s``, and ``ratio`` is the quotient of the two; a
+    comparison that was disturbed has none.
 
     For dispatch, combine and e2e (both) ``samples_us`` are those of all ranks, ordered by turn, rank and iteration;
     ``slowest_us`` has the slowest rank of each iteration, and ``rounds`` the median of those for each turn. ``size``

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .schema import Row
+from .units import format_size
 
 _PLAIN_WIDTH = 1 << 16
 """Width of what goes to a file or pipe: nothing is folded there."""
@@ -161,12 +162,21 @@ def peer_names(rows: Iterable[Row]) -> list[str]:
 
 
 def peer_errors(rows: Iterable[Row]) -> list[Text]:
-    """Lines with the reasons why peers have no figure."""
-    errors = ((name, result.error) for row in rows for name, result in row.peers.items() if result.error)
-    return [Text(f"{name}: no figure: {error}") for name, error in dict.fromkeys(errors)]
+    """Lines with the reasons why peers have no figure, or are not compared with."""
+    every = [(row, name, result) for row in rows for name, result in row.peers.items()]
+    lines = [f"{name}: no figure: {result.error}" for _, name, result in every if result.error]
+    lines += [
+        f"x {name} is void for {row.what}{'' if row.tokens else f' of {format_size(row.size)}'}: {result.void}. "
+        "The machine was busy: repeat it."
+        for row, name, result in every
+        if result.void
+    ]
+    return [Text(line) for line in dict.fromkeys(lines)]
 
 
 def ratio_text(row: Row, peer: str) -> str:
     """The ratio to a peer, as text; more than 1 is better."""
+    if peer in row.peers and row.peers[peer].void:
+        return "void"
     ratio = row.ratio.get(peer)
     return "-" if ratio is None else f"{ratio:.2f}"
