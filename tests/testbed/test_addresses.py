@@ -20,6 +20,15 @@ with crossrail.Worker(context, listen="0.0.0.0:0") as a, crossrail.Worker(contex
     print(*(lane["name"] for lane in lanes if "messages" not in lane["name"]))
 """
 
+MISSED = """
+import crossrail
+there = crossrail.Context(tls="tcp", timeout=10)
+here = crossrail.Context(tls="tcp", net_devices={}, timeout=10, log="error")
+with crossrail.Worker(there, listen="127.0.0.1:0") as a, crossrail.Worker(here) as b:
+    ways = b.connect(a.address()).explain().candidates
+    print(*(way["lane"] for way in ways if way["missed"]))
+"""
+
 BEYOND = """
 import crossrail
 there = crossrail.Context(tls="tcp", timeout=10)
@@ -84,6 +93,13 @@ def test_a_secret_does_not_move_a_run_on_one_machine_from_loopback(make_bed: Cal
     bed = make_bed((2000,))
     done = inside(bed, "-c", LOCAL, CROSSRAIL_SECRET=SECRET)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["tcp/lo"], ""), done
+
+
+def test_a_peer_on_loopback_leaves_out_only_rails_that_were_asked_for(make_bed: Callable[..., Bed]) -> None:
+    bed = make_bed((2000,))
+    for asked, missed in ("None", []), ("'^eth1'", []), ("'lo,eth0'", ["tcp/eth0"]):
+        done = inside(bed, "-c", MISSED.format(asked), CROSSRAIL_SECRET=SECRET)
+        assert (done.returncode, done.stdout.split()) == (0, missed), done
 
 
 def test_a_peer_on_loopback_only_is_told_how_to_listen_beyond(make_bed: Callable[..., Bed]) -> None:

@@ -81,6 +81,10 @@ fn candidates(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello) -> Vec<C
         let row = explain::candidate(carrier.name(), carrier.name(), None, &Cost::rail(None, None, false));
         return vec![row.out(&obstacle.why)];
     }
+    let asked = !matches!(
+        sessions.environment.settings().net_devices,
+        Rails::Named(Filter::All) | Rails::Named(Filter::Except(_))
+    );
     let mine = sessions.environment.rails().unwrap_or_default();
     let pairs = rails_to(sessions, peer);
     mine.iter()
@@ -94,9 +98,9 @@ fn candidates(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello) -> Vec<C
                 row
             } else {
                 let reason = rail_pairs::without_counterpart(device, &peer.devices, &pairs);
-                // Loopback is not expected to help other devices, nor they loopback.
+                // Loopback is not expected to help other devices, nor they loopback unless they were asked for.
                 let beside = pairs.iter().any(|pair| pair.mine.loopback != device.loopback)
-                    && (device.loopback || !only_loopback(peer));
+                    && (device.loopback || !asked || !only_loopback(peer));
                 if beside { row.out(&reason) } else { row.missed(&reason) }
             }
         })
