@@ -139,15 +139,6 @@ class DeviceInfo(TypedDict):
     reason: str
 
 
-class DevmemInfo(TypedDict):
-    """Whether one network device can write received payload to device memory: what is there or missing, and the fix."""
-
-    device: str
-    usable: bool
-    reason: str
-    fix: str | None
-
-
 class Placement(TypedDict):
     """Where threads that serve a network device or a GPU run.
 
@@ -296,7 +287,6 @@ class Info(TypedDict):
     cpus: list[int]
     transports: list[TransportInfo]
     devices: list[DeviceInfo]
-    devmem: list[DevmemInfo]
     tcp_ways: list[TcpWay]
     placement: Placement
     gpus: list[GpuInfo]

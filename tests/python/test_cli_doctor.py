@@ -63,16 +63,6 @@ def test_every_check_has_an_id_of_its_own_and_says_everything() -> None:
         assert check.tests.endswith(".") and check.rule and check.mends and 0 < check.limit_s <= 300, check.id
 
 
-def test_devices_say_what_they_lack_to_receive_into_device_memory() -> None:
-    here = machine()
-    row = {"device": "eth9", "usable": False, "reason": "headers are not split", "fix": "ethtool -G eth9 hds-thresh 0"}
-    here.info["devmem"] = [row, row | {"device": "eth8", "usable": True, "fix": None}]  # type: ignore[list-item]
-    said = [(one.severity, one.subject, one.fix) for one in found(nics.device_memory, here)]
-    assert said == [("note", "eth9", row["fix"]), ("ok", "eth8", "")]
-    here.info["devmem"] = []
-    assert [one.severity for one in found(nics.device_memory, here)] == ["note"]
-
-
 def test_transports_are_used_between_two_processes() -> None:
     ids = ("shm", "mapped", "fd-passing", "tcp-loopback")
     findings = doctor(f"--only={','.join(ids)}", code=0)

@@ -257,13 +257,6 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
         row.set_item("reason", device.reason.unwrap_or_default())
     })?;
     all.set_item("devices", devices)?;
-    let devmem = rows(py, info.devmem, |row, device| {
-        row.set_item("device", device.device)?;
-        row.set_item("usable", device.usable)?;
-        row.set_item("reason", device.reason)?;
-        row.set_item("fix", device.fix)
-    })?;
-    all.set_item("devmem", devmem)?;
     let ways = rows(py, info.tcp_ways, |row, way| {
         row.set_item("name", way.name)?;
         row.set_item("possible", way.possible)?;

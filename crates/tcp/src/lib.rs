@@ -49,7 +49,6 @@
 //! ignore that signal; a host program in another language must do so too, or set [`Options::zero_copy`] to false.
 
 mod checked;
-pub mod devmem;
 mod fault;
 mod info;
 mod lane;

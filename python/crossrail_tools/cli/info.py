@@ -94,7 +94,6 @@ def print_info(info: Info, to: Console) -> None:
     to.print(f"{environment.kernel}, {environment.memory_gib} GiB memory, {environment.python}\n")
     _print_transports(info, to)
     _print_devices(info, to)
-    _print_devmem(info, to)
     _print_tcp_ways(info, to)
     _print_placement(info, to)
     to.print(f"GPUs: {len(info['gpus'])} seen on the PCI bus" if info["gpus"] else "GPUs: none found")
@@ -208,12 +207,3 @@ def _print_placement(info: Info, to: Console) -> None:
         )
     else:
         to.print(f"threads of connections and GPUs: wherever the scheduler puts them: {placement['why_not']}\n")
-
-
-def _print_devmem(info: Info, to: Console) -> None:
-    """Prints which devices can write what they receive to device memory, and what the others lack."""
-    for one in info["devmem"]:
-        said = "; ".join(part for part in (one["reason"], one["fix"]) if part)
-        to.print(f"devmem TCP on {one['device']}: {'possible' if one['usable'] else 'not possible'}: {said}")
-    if info["devmem"]:
-        to.print()

@@ -31,8 +31,6 @@ pub struct Info {
     pub transports: Vec<TransportInfo>,
     /// A row per network device.
     pub devices: Vec<DeviceInfo>,
-    /// A row per network device with hardware of its own: whether it can write received payload to device memory.
-    pub devmem: Vec<DevmemInfo>,
     /// Ways of the kernel to send over TCP: which of them are possible and used, and why not the others.
     pub tcp_ways: Vec<TcpWay>,
     /// Where threads that serve a network device or a GPU run.
@@ -58,19 +56,6 @@ pub struct TransportInfo {
     pub detail: String,
     /// Why it cannot be used.
     pub reason: Option<String>,
-    /// What to do about that.
-    pub fix: Option<String>,
-}
-
-/// Whether a network device can write received payload to device memory (devmem TCP). No transfer uses it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DevmemInfo {
-    /// The network device.
-    pub device: String,
-    /// Whether nothing is missing.
-    pub usable: bool,
-    /// What is there, or what is missing.
-    pub reason: String,
     /// What to do about that.
     pub fix: Option<String>,
 }
@@ -198,7 +183,6 @@ impl Context {
                 cuda: environment::gpus_seen().then_some(&cuda),
             }),
             devices: devices(self.0.settings(), &nics, chosen.as_deref().unwrap_or(&[])),
-            devmem: nics.iter().filter(|nic| !nic.virtual_).map(devmem).collect(),
             tcp_ways: crossrail_tcp::ways(),
             placement: self.0.placement().clone(),
             distances: distances(&nics, &gpus),
@@ -249,17 +233,6 @@ fn info(name: &str, availability: Availability) -> TransportInfo {
         Availability::Unusable(reason, fix) => {
             TransportInfo { name, usable: false, detail: String::new(), reason: Some(reason), fix }
         }
-    }
-}
-
-fn devmem(nic: &Nic) -> DevmemInfo {
-    let device = nic.name.clone();
-    match crossrail_tcp::devmem::probe(&device, nic.index) {
-        Ok(ready) => {
-            let reason = format!("headers are split, {} receive queues; no transfer uses it yet", ready.queues);
-            DevmemInfo { device, usable: true, reason, fix: None }
-        }
-        Err(missing) => DevmemInfo { device, usable: false, reason: missing.reason, fix: missing.fix },
     }
 }
 

@@ -236,11 +236,3 @@ def filters(machine: Machine) -> Iterable[Found]:
         yield Found("warning", text, fix)
     else:
         yield Found("ok", f"strict on {', '.join(strict)}, each alone in its subnet" if strict else "none is strict")
-
-
-def device_memory(machine: Machine) -> Iterable[Found]:
-    """Whether a device can write received payload to a GPU's memory, as the kernel says."""
-    for one in machine.info["devmem"]:
-        yield Found("ok" if one["usable"] else "note", one["reason"], one["fix"] or "", one["device"])
-    if not machine.info["devmem"]:
-        yield Found("note", "no network device has hardware of its own")

@@ -298,15 +298,6 @@ CHECKS = (
         nics.queues,
     ),
     Check(
-        "nic-devmem",
-        "network",
-        "Whether kernel and driver can write received payload to a GPU's memory (devmem TCP); nothing is bound.",
-        "note for what is missing: no transfer uses it yet",
-        "`ethtool -G DEVICE tcp-data-split on`; see docs/guides/devmem.md",
-        10,
-        nics.device_memory,
-    ),
-    Check(
         "nic-distance",
         "network",
         "The distance of each GPU to the nearest network device.",
