@@ -328,6 +328,7 @@ pages: build
 # Left out of `make test`: Chromium is two dozen packages, more than everything else that the tests install.
 test-pages: build
 	$(call say,test: pages in a browser)
+	$(BIN)/python benches/pages.py
 	$(BIN)/python -m pytest tests/pages
 
 fmt: $(TOOLS)

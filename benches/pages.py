@@ -1,4 +1,4 @@
-"""The pages of committed results, and the picture of them in README: made again by `make pages`.
+"""The pages of committed results, which are not committed, and the picture of them in README, which is.
 
 python benches/pages.py    writes docs/reports
 """
@@ -53,13 +53,18 @@ def main() -> int:
     """Writes the pages and the picture."""
     REPORTS.mkdir(exist_ok=True)
     found = {name: page.sources() for name, page in PAGES.items()}
-    for name, page in PAGES.items():
-        (REPORTS / name).write_text(html(found[name], page.title), encoding="utf-8")
+    for name in PAGES:
+        (REPORTS / name).write_text(made(name), encoding="utf-8")
     charts = [chart(found, *where) for where in PICTURED]
     names = {name for name, _, _ in PICTURED}
     sources = [source for name in PAGES if name in names for source in found[name]]
     (REPORTS / PICTURE).write_text(picture(charts, ABOUT, sources), encoding="utf-8")
     return 0
+
+
+def made(name: str) -> str:
+    """The HTML of one page."""
+    return html(PAGES[name].sources(), PAGES[name].title)
 
 
 def chart(found: dict[str, list[Source]], page: str, section: str, title: str) -> Chart:
