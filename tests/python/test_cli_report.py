@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import foreign_logs as logs
 import pytest
-from report_samples import latency_report
+from report_samples import bandwidth_report, latency_report
 from test_cli_command import one_error, run
 
-from crossrail_tools.report import Report
+from crossrail_tools.report import Report, Round, with_samples
 
 
 @pytest.fixture
@@ -34,6 +35,28 @@ def test_tables_a_page_markdown_and_csv(latency: Path, tmp_path: Path) -> None:
     assert page.read_text().startswith("<!DOCTYPE html>") and "<h1>Two</h1>" in page.read_text()
     assert words.read_text().startswith("# Two\n")
     assert [line["size"] for line in csv.DictReader(io.StringIO(done.stdout))] == ["8", "65536", "1", "8"]
+
+
+def test_two_runs_are_side_by_side(latency: Path, tmp_path: Path) -> None:
+    """The same work over shared memory and over TCP, whatever else is in either file."""
+    other = tmp_path / "tcp.json"
+    report = latency_report()
+    slow = with_samples(replace(report.rows[0], transport="tcp"), [Round([0.88, 0.88])])
+    moved = bandwidth_report().rows[0]
+    fast = with_samples(replace(moved, transport="shm"), [Round([5000.0, 6000.0], 64 << 20)])
+    other.write_text(replace(report, rows=[slow, moved]).dumps())
+    latency.write_text(replace(report, rows=[*report.rows, fast]).dumps())
+    shown = run("report", str(other), str(latency))
+    assert shown.returncode == 0, shown
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    head = next(line for line in lines if line.startswith("row "))
+    assert head == "row tcp.json: over latency.json: over tcp.json latency.json latency.json by time"
+    assert "latency, 8 tcp, ordinary shm, ordinary 0.88 \N{MICRO SIGN}s 0.22 \N{MICRO SIGN}s saves 75%" in lines
+    rate = next(line for line in lines if line.startswith("bandwidth, 1M, window 64 "))
+    assert rate.endswith("6.1 GB/s 12.2 GB/s saves 50%")
+    back = run("report", str(latency), str(other))
+    assert "takes 300% more" in back.stdout
+    assert "Side by side" not in run("report", str(latency)).stdout
 
 
 def test_bad_input_is_one_line_and_exit_2(latency: Path, tmp_path: Path) -> None:

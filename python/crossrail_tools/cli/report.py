@@ -9,7 +9,7 @@ from pathlib import Path
 
 from crossrail_tools.report import WriteError, check_destination, console, write_text
 from crossrail_tools.report.export import comma_separated, markdown, renderables
-from crossrail_tools.report.page.comparison import comparison_section
+from crossrail_tools.report.page.comparison import beside_section, comparison_section
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.write import TooLarge, html
 from crossrail_tools.report.sources import Source, SourceError, read_source
@@ -39,7 +39,8 @@ class ReportOptions:
         title = self.title or f"Measurements of {', '.join(source.name for source in sources[:3])}" + (
             f" and {len(sources) - 3} more" if len(sources) > 3 else ""
         )
-        first = [comparison_section(sources, read(self.baseline))] if self.baseline else []
+        two = beside_section(sources)
+        first = [comparison_section(sources, read(self.baseline))] if self.baseline else [two] if two else []
         if self.html is not None:
             try:
                 write_text(html(sources, title, first), self.html, "--html")

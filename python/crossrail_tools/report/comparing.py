@@ -19,7 +19,7 @@ import numpy as np
 
 from .schema import Row
 from .stats import median
-from .sweeping import label_of
+from .sweeping import is_time, label_of
 
 ALPHA = 0.01
 """Probability, over all rows together, of calling rows different that are not."""
@@ -73,10 +73,47 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
     return Comparison(rows, list(dict.fromkeys(unmatched)))
 
 
-def _numbered(rows: Sequence[Row]) -> dict[str, Row]:
+@dataclass(frozen=True)
+class Pair:
+    """The same work done in two ways: ``hows`` and ``rows`` of the first and the second."""
+
+    label: str
+    hows: tuple[str, str]
+    rows: tuple[Row, Row]
+
+    @property
+    def saves(self) -> float | None:
+        """The part of the first one's time that the second one saves; negative if it takes longer."""
+        first, second = (figure_of(row) for row in self.rows)
+        if not first or not second:
+            return None
+        return 1 - (second / first if is_time(self.rows[0]) else first / second)
+
+
+def beside(first: Sequence[Row], second: Sequence[Row]) -> list[Pair]:
+    """Rows of the same work in two runs, by whatever they were carried: transport, rails, nodes, processes."""
+    one, other = (_numbered(rows, how=False) for rows in (first, second))
+    both = [(label, row, other[label]) for label, row in one.items() if label in other]
+    return [Pair(label, (_how(row), _how(there)), (row, there)) for label, row, there in both]
+
+
+def _how(row: Row) -> str:
+    words = [row.transport, f"{row.channels} channels" if row.channels else ""]
+    words += [f"{row.nodes} nodes" if row.nodes and row.nodes > 1 else "", row.memory or ""]
+    return ", ".join(word for word in words if word)
+
+
+def figure_of(row: Row) -> float | None:
+    """The figure of a row: its time, where ranks wait for each other that of the slowest, or its rate."""
+    if not is_time(row):
+        return row.gb_per_s
+    return median(row.slowest_us) if row.slowest_us else row.p50_us if row.p50_us is not None else row.avg_us
+
+
+def _numbered(rows: Sequence[Row], *, how: bool = True) -> dict[str, Row]:
     found: dict[str, Row] = {}
     for row in rows:
-        label = _label(row)
+        label = _label(row, how)
         number = next(number for number in itertools.count(1) if _with(label, number) not in found)
         found[_with(label, number)] = row
     return found
@@ -86,10 +123,14 @@ def _with(label: str, number: int) -> str:
     return label if number == 1 else f"{label}, run {number}"
 
 
-def _label(row: Row) -> str:
-    words = [label_of(row), row.transport if row.what != "mesh" else "", row.memory or "", row.device or ""]
-    words += [f"window {row.window}" if row.window else "", f"chunk {row.chunk}" if row.chunk else ""]
-    words += [f"{row.channels} channels" if row.channels else "", f"{row.ranks} ranks" if row.ranks else ""]
+def _label(row: Row, how: bool) -> str:
+    """What a row is about, and, if asked for, how it was done."""
+    words = [label_of(row), row.device or "", f"window {row.window}" if row.window and row.what != "p2p" else ""]
+    if how:
+        words += [row.transport if row.what != "mesh" else "", row.memory or ""]
+        words += [f"window {row.window}" if row.window and row.what == "p2p" else ""]
+        words += [f"chunk {row.chunk}" if row.chunk else "", f"{row.channels} channels" if row.channels else ""]
+    words += [f"{row.ranks} ranks" if row.ranks else ""]
     words += [f"hidden {row.hidden}" if row.hidden else "", f"top-{row.topk}" if row.topk else ""]
     words += [f"routing {row.routing}" if row.routing else "", "cached" if row.cached else ""]
     words += [f"{row.num_sms} SMs" if row.num_sms else "", f"phase {row.phase.number}" if row.phase else ""]

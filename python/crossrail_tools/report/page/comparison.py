@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..comparing import ALPHA, MARGIN, MOST_BATCHES, Compared, compare
-from ..sources import Source
+from ..comparing import ALPHA, MARGIN, MOST_BATCHES, Compared, beside, compare, figure_of
+from ..sources import OURS, Source
+from ..sweeping import is_time
 from ..units import counted
-from .gather import table_of, time_text
+from .gather import rate_text, table_of, time_text
 from .model import Figure, Forest, Interval, Section
 
 _MOST_ROWS = 24
@@ -59,6 +60,37 @@ def comparison_section(new: Sequence[Source], old: Sequence[Source]) -> Section:
         f"below {ALPHA:g} over all rows together; a change of less than {MARGIN:.0%} counts as none."
     )
     return Section("comparison", "Compared with the baseline", text, figures, notes=notes)
+
+
+def beside_section(sources: Sequence[Source]) -> Section | None:
+    """The same work in two files, side by side: over one transport and over all, on one node and on several.
+
+    None for other numbers of files, files of other programs, and files without such work.
+    """
+    pairs = beside(sources[0].rows, sources[1].rows) if [one.program for one in sources] == [OURS, OURS] else []
+    if not pairs:
+        return None
+    first, second = sources
+    common = _common([one.label for one in pairs])
+    lines = []
+    for one in pairs:
+        text = time_text if is_time(one.rows[0]) else rate_text
+        figures = [text(figure_of(row)) for row in one.rows]
+        lines.append(
+            [_without(one.label, common), one.hows[0], one.hows[1], *figures, saving_text(one.saves)],
+        )
+    names = [first.name, second.name] if first.name != second.name else ["first", "second"]
+    columns = ["row", f"{names[0]}: over", f"{names[1]}: over", *names, f"{names[1]} by time"]
+    intro = "The same work in both files, whatever carried it. Times are medians, of the slowest rank where ranks wait."
+    intro += f" Of all: {', '.join(common)}." if common else ""
+    return Section("beside", "Side by side", intro, (), [table_of(columns, lines, left=3)])
+
+
+def saving_text(saves: float | None) -> str:
+    """How much of the time the second of two saves."""
+    if saves is None:
+        return "-"
+    return f"saves {saves:.0%}" if saves >= 0 else f"takes {-saves:.0%} more"
 
 
 def _common(labels: Sequence[str]) -> list[str]:
