@@ -21,33 +21,27 @@ DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
-.PHONY: help build demo test lint lint-rust lint-python test-rust test-fuzz test-python chaos soak growth test-gpu bench bench-gpu \
-	bench-gpu-experts bench-gpu-nccl gpu-pack pages test-pages models tsan miri deny fuzz fuzz-rust fuzz-python pins rust wheels check-aarch64 fmt clean
+.PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
+	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
+	bench-gpu-experts bench-gpu-nccl gpu-pack \
+	models tsan miri deny fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate
 
 help:
-	@echo "make build    virtual environment in $(VENV), tools, the extension and the command crossrail"
-	@echo "make demo     build, then the main job on this machine"
-	@echo "make test     everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
-	@echo "make simulate all ranks of a group in one simulation, with lost ranks and connections: SIM_RUNS"
-	@echo "make chaos-ranks random kills and stops of ranks, and 200 kills with a replacement each: CHAOS_SECONDS, CHAOS_SEED"
-	@echo "make soak     two ranks make, use and drop everything for two hours, and may not grow: SOAK_SECONDS, SOAK_JSON"
-	@echo "make growth   thousands of cycles of everything that a program makes and drops, counted in bytes: GROWTH_SECONDS each"
-	@echo "make chaos-together messages, experts and control at once on two nodes: CHAOS_SECONDS, CHAOS_SEED, SURROUNDINGS"
-	@echo "make chaos    random faults on rails for minutes: CHAOS_SECONDS, CHAOS_SEED"
-	@echo "make fuzz     the fuzz targets, all at once, for ten minutes from a new seed: FUZZ_SECONDS, FUZZ_SEED"
-	@echo "make models   locks and shared memory under a model checker (loom)"
-	@echo "make tsan     data races in what threads share (ThreadSanitizer), half an hour"
-	@echo "make miri     the protocol and the rings of shared memory in an interpreter that finds undefined behaviour"
-	@echo "make deny     licenses, sources, duplicates and advisories of all packages (cargo-deny)"
-	@echo "make test-gpu what needs a GPU"
-	@echo "make bench-gpu GPU memory against its peers, into benches/results/gpu; bench-gpu-experts: dispatch and combine; bench-gpu-nccl"
-	@echo "make bench    the benchmark against the peers, into benches/results"
-	@echo "make wheels   wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
-	@echo "make pages    the tables of docs/ and the charts of docs/reports, from benches/results"
-	@echo "make test-pages the charts in a real browser (Chromium), which CI leaves out"
-	@echo "make pins     versions and hashes in requirements-dev.txt, from packaging/requirements-dev.in"
-	@echo "make fmt      format Rust and Python"
-	@echo "make clean    remove what was built"
+	@echo "Build and try"
+	@echo "  make build      virtual environment in $(VENV), tools, the extension and the command crossrail"
+	@echo "  make demo       build, then the main job on this machine"
+	@echo "  make wheels     wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
+	@echo "  make clean      remove what was built"
+	@echo "Check"
+	@echo "  make test       everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
+	@echo "  make lint       format, lints and types; the rules of the layout are those of cargo xtask help"
+	@echo "  make fmt        format Rust and Python"
+	@echo "  make nightly    what takes longer, three hours at most, resumable: NIGHTLY_OPTIONS=\"--only fuzz,chaos --page FILE\""
+	@echo "Measure, and what needs GPUs"
+	@echo "  make bench      the benchmark against the peers, into benches/results"
+	@echo "  make bench-gpu  GPU memory against its peers, into benches/results/gpu"
+	@echo "  make test-gpu   tests on GPUs"
+	@echo "Parts of these, and their settings: CONTRIBUTING.md"
 
 $(TOOLS): requirements-dev.txt
 	$(call say,tools: $(VENV) from requirements-dev.txt)
@@ -131,6 +125,12 @@ test-rust: $(TOOLS)
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
 	cargo test --quiet --locked --package crossrail-fuzz
+
+# What `make test` leaves out, part by part: its budgets and the page of results are in tests/nightly.py. CI runs it
+# every night; on two cores it takes three hours at most, and a run that was interrupted continues.
+nightly: build
+	$(call say,nightly: everything that takes longer)
+	$(BIN)/python tests/nightly.py $(NIGHTLY_OPTIONS)
 
 # What `make test` does in seconds, for as long as a program lives: by kind, counted in bytes, and all at once, as the
 # system sees it. SOAK_JSON: where the figures go, renewed every minute.
@@ -218,12 +218,11 @@ test-python: build
 
 # Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
 CHAOS_SECONDS ?= 120
-.PHONY: simulate chaos-ranks
 chaos-ranks: build
 	$(call say,chaos: ranks are killed and stopped and lose the store)
 	$(BIN)/python tests/python/rank_chaos.py --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 	$(call say,chaos: ranks are killed and replaced)
-	$(BIN)/python tests/python/rank_chaos.py --mode replaced $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+	$(BIN)/python tests/python/rank_chaos.py --mode replaced --seconds $(CHAOS_SECONDS) $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
 
 simulate:
 	$(call say,simulation: views of ranks)
@@ -239,7 +238,6 @@ chaos: build
 
 # Everything at once, in each of these surroundings in turn (root, iproute2, etcd).
 SURROUNDINGS ?= plain clocks disk descriptors exhausted memory seccomp users ipv6
-.PHONY: chaos-together
 chaos-together: build
 	$(call say,chaos: messages, experts and control on two nodes)
 	@for surrounding in $(SURROUNDINGS); do \
