@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -17,13 +20,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from terminal import HIDE_CURSOR, SHOW_CURSOR, Terminal
 from test_cli_command import COMMAND, clean_environment, one_error, run
 from test_cli_store import store
 
 import crossrail
 from crossrail._native import read_pages
 from crossrail_tools.cli import main
-from crossrail_tools.cli.top import ERRORS, Look, Process, rates_between, verdicts
+from crossrail_tools.cli.top import ERRORS, Look, Process, rates_between, rendered, verdicts
+from crossrail_tools.report import console
 
 ROW_BYTES = 512
 
@@ -295,6 +300,65 @@ def test_rates_are_those_between_two_looks() -> None:
     rates = rates_between(look(3.0, 500), look(1.0, 100))
     assert list(rates.values()) == [(200.0, 0.0)]
     assert rates_between(look(1.0, 500), look(1.0, 100)) == {}
+
+
+def busy(pid: int, age_s: float, in_flight: int, sent: int) -> Process:
+    """A process that has waited so long for "two", and whose rail has sent so much."""
+    wait = {"operation": "recv", "number": 7, "age_s": age_s, "whom": "two", "ranks": []} if age_s else None
+    rail: dict[str, Any] = dict.fromkeys(
+        ("received_bytes", "stalls", "retransmits", "resent_chunks", "lost_lanes", "corrupt_lanes"), 0
+    )
+    rail |= {"sent_bytes": sent, "in_flight_bytes": in_flight}
+    made = [("worker", "w", wait, {}), ("rail", f"tcp/eth{pid}", None, rail)]
+    rows = [
+        {"kind": kind, "owner": 1, "name": name, "peer": "", "age_s": 9.0, "wait": waits, "values": values}
+        for kind, name, waits, values in made
+    ]
+    return Process(f"host:{pid}", {"rows": rows, "dropped": 0})
+
+
+def test_each_process_has_a_row_and_the_slowest_is_first() -> None:
+    before = Look(0.0, [busy(1, 0, 0, 0), busy(2, 1.0, 1, 0), busy(3, 5.0, 1, 0)])
+    now = Look(1.0, [busy(1, 0, 0, 0), busy(2, 1.0, 1, 2_000_000), busy(3, 5.0, 1, 8_000_000)])
+    out = io.StringIO()
+    console(out).print(rendered(now, before))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "3 processes, 3 workers, 0 expert buffers"
+    processes = [line.split()[0] for line in lines[lines.index("processes") + 3 :][:3]]
+    assert processes == ["host:3", "host:2", "host:1"]
+    rails = [line.split()[1] for line in lines[lines.index("rails") + 3 :][:3]]
+    assert rails == ["tcp/eth2", "tcp/eth3", "tcp/eth1"]
+    out = io.StringIO()
+    console(out).print(rendered(Look(0.0, now.processes[:1]), before))
+    assert out.getvalue().startswith("1 process, 1 worker, 0 expert buffers\n")
+
+
+def test_what_does_not_fit_is_counted_and_scrolled_and_q_ends(tmp_path: Path) -> None:
+    context = crossrail.Context(pages=str(tmp_path), tls="shm")
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(crossrail.Worker(context, name=f"worker {number}")) for number in range(20)]
+        endpoints = [workers[0].connect(other.address()) for other in workers[1:]]
+        wait_for_rows(tmp_path, {"peer": 19})
+        with Terminal([*COMMAND, "top"], 100, rows=12, environment={"CROSSRAIL_PAGES": str(tmp_path)}) as terminal:
+            terminal.read_until(r"lines 1 to 11 of [1-9][0-9]+")
+            terminal.press("\x1b[B")
+            terminal.read_until(r"lines 2 to 12 of [1-9][0-9]+")
+            terminal.press("\x1b[F")
+            terminal.read_until(r"lines ([0-9]+) to ([0-9]+) of \2:")
+            terminal.press("q")
+            assert terminal.end(20) == 0
+        assert terminal.raw.rfind(SHOW_CURSOR) > terminal.raw.rfind(HIDE_CURSOR)
+        del endpoints
+
+
+def test_a_dead_store_is_said_and_the_pages_here_are_shown(tmp_path: Path) -> None:
+    with socket.socket() as unused, crossrail.Worker(crossrail.Context(pages=str(tmp_path))):
+        unused.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        done = run("top", "--job", "--once", "--store", address, settings={"CROSSRAIL_PAGES": str(tmp_path)})
+    assert done.returncode == 1
+    assert "1 process, 1 worker" in done.stdout and f":{os.getpid()}" in done.stdout
+    assert f"the store {address} does not answer: Connection refused" in done.stderr
 
 
 STUCK = 5

@@ -53,10 +53,11 @@ class Bar(RichProgress):
         room = max(self.console.height - _BESIDE_ROWS, 1)
         lines = [line for one in views(rows) for line in self.console.render_lines(one, pad=False)]
         head, kept = (lines[:3], lines[3:][-max(room - 3, 1) :]) if len(lines) > room else ([], lines)
-        self.rows = Segments(list(_joined([*head, *kept])))
+        self.rows = Segments(list(joined([*head, *kept])))
 
 
-def _joined(lines: Iterable[Sequence[Segment]]) -> Iterator[Segment]:
+def joined(lines: Iterable[Sequence[Segment]]) -> Iterator[Segment]:
+    """Rendered lines as segments that a console prints."""
     for line in lines:
         yield from line
         yield Segment.line()

@@ -10,23 +10,30 @@ import argparse
 import contextlib
 import json
 import os
+import select
+import socket
+import sys
+import termios
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import tty
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.segment import Segments
 from rich.text import Text
 
 import crossrail
 from crossrail._native import read_job, read_pages
-from crossrail_tools.report import console, format_bytes, format_rate, table, write_text
+from crossrail_tools.report import console, counted, format_bytes, format_rate, table, write_text
 from crossrail_tools.report.tables import HeadedTable
 
+from .bar import joined
 from .failure import Failure, UsageFailure, print_notice
 from .options import add_secret_file
-from .parsing import Command, Parser
+from .parsing import Command, Parser, parse_address
 from .reporting import check_json
 
 SCHEMA = "crossrail-top/1"
@@ -36,6 +43,8 @@ SAMPLE_S = 0.25
 """Interval between the two looks that `--once` takes rates from."""
 PATIENCE_S = 1.0
 """How long a rank of a job may take to answer."""
+STORE_S = 3.0
+"""How long a store that accepts connections may take for all of it."""
 STUCK_S = 0.5
 """A wait of this age is worth a sentence about whom it is for."""
 MOVED = {"rail": ("sent_bytes", "received_bytes"), "link": ("sent_bytes", "received_bytes"), "gpu": ("copied_bytes",)}
@@ -82,11 +91,15 @@ class Process:
 
 @dataclass(frozen=True)
 class Look:
-    """All processes at one moment; of a job also its groups."""
+    """All processes at one moment; of a job also its groups.
+
+    ``trouble``: why a job's ranks are not shown, and those of this machine are.
+    """
 
     at: float
     processes: list[Process]
     groups: list[dict[str, Any]] = field(default_factory=list)
+    trouble: str | None = None
 
     def counters(self) -> dict[Key, tuple[int, ...]]:
         """Bytes moved so far, by row."""
@@ -122,7 +135,7 @@ class TopOptions:
     def run(self) -> None:
         """Shows what there is, once or until Ctrl-C. Raises Failure and the library's errors."""
         check_json(self.json)
-        context = crossrail.Context(secret_file=self.secret_file)
+        context = crossrail.Context(secret_file=self.secret_file, timeout=STORE_S if self.job is not None else None)
         to = console(stderr=self.json == "-")
         if self.once or self.json is not None or not to.is_terminal:
             self._show_once(context, to)
@@ -142,20 +155,27 @@ class TopOptions:
         if self.json is not None:
             write_text(json.dumps(as_json(now, before), indent=1) + "\n", self.json)
         to.print(rendered(now, before, problems=False), end="")
+        if now.trouble is not None:
+            raise Failure(now.trouble)
 
     def _show_live(self, context: crossrail.Context, to: Console) -> None:
-        before = self._look(context)
-        live = Live(rendered(before, before), console=to, screen=True, auto_refresh=False)
-        try:
-            live.start(refresh=True)
-            while True:
-                time.sleep(self.interval)
-                now = self._look(context)
-                live.update(rendered(now, before), refresh=True)
-                before = now
-        finally:
-            # A signal may arrive while it starts, which `with` would not undo.
-            live.stop()
+        before = now = self._look(context)
+        window = _Window(to)
+        live = Live(window.shown(rendered(now, before)), console=to, screen=True, auto_refresh=False)
+        with _keys() as pressed:
+            try:
+                live.start(refresh=True)
+                due = time.monotonic() + self.interval
+                while (key := pressed(due - time.monotonic())) != "q":
+                    if key is None:
+                        before, now = now, self._look(context)
+                        due = time.monotonic() + self.interval
+                    else:
+                        window.scroll(key)
+                    live.update(window.shown(rendered(now, before)), refresh=True)
+            finally:
+                # A signal may arrive while it starts, which `with` would not undo.
+                live.stop()
 
     def _look(self, context: crossrail.Context) -> Look:
         """Reads all pages, or asks all ranks."""
@@ -167,7 +187,7 @@ class TopOptions:
             if (self.pid is None or process.name.rpartition(":")[2] == str(self.pid))
             and (self.host is None or process.name.rpartition(":")[0] == self.host)
         ]
-        return Look(look.at, chosen, look.groups)
+        return Look(look.at, chosen, look.groups, look.trouble)
 
     def _machine(self, context: crossrail.Context, at: float) -> Look:
         folder = context.settings()["CROSSRAIL_PAGES"]
@@ -186,7 +206,13 @@ class TopOptions:
         store = self.store or context.settings()["CROSSRAIL_STORE"]
         if store is None:
             raise UsageFailure("--job needs the job's store: --store tcp://HOST:PORT, or CROSSRAIL_STORE")
-        groups = read_job(context, store, self.job or None, PATIENCE_S)
+        try:
+            _reach(store)
+            groups = read_job(context, store, self.job or None, PATIENCE_S)
+        except (OSError, crossrail.UnreachableError, crossrail.TimeoutError) as failure:
+            reason = getattr(failure, "strerror", None) or str(failure)
+            trouble = f"the store {store} does not answer: {reason}; what is shown are the processes of this machine"
+            return Look(at, self._machine(context, at).processes, trouble=trouble)
         if not groups:
             which = f"no group {self.job!r}" if self.job else "no group"
             raise Failure(f"{store} has {which}: is it the store of that job, and has a rank joined?")
@@ -202,6 +228,77 @@ class TopOptions:
                     Process(rank["process"], rank["page"], error, group["name"], rank["rank"], rank["answered"])
                 )
         return Look(at, found, groups)
+
+
+def _reach(store: str) -> None:
+    """Raises OSError within a second if nothing listens there: the store's own clients try for longer."""
+    with contextlib.suppress(UsageFailure):  # which the client explains
+        host, port = parse_address(store.rpartition("://")[2], 0)
+        if port:
+            socket.create_connection((host, port), PATIENCE_S).close()
+
+
+class _Window:
+    """The part of what there is to show that fits on the screen."""
+
+    def __init__(self, to: Console) -> None:
+        self._console = to
+        self._first = 0
+        self._rows = 0
+
+    def shown(self, whole: RenderableType) -> RenderableType:
+        """The lines from the first one shown on; where not all fit, a line says how many there are."""
+        lines = self._console.render_lines(whole, pad=False)
+        self._rows = max(self._console.height - 1, 1)
+        if len(lines) <= self._rows:
+            self._first = 0
+            return Segments(list(joined(lines)))
+        self._first = max(0, min(self._first, len(lines) - self._rows))
+        last = self._first + self._rows
+        more = f"lines {self._first + 1} to {last} of {len(lines)}: arrows and page keys scroll, q ends"
+        return Group(Segments(list(joined(lines[self._first : last]))), Text(more, style="reverse", end=""))
+
+    def scroll(self, key: str) -> None:
+        """Moves by a line, or by a screen."""
+        page = max(self._rows - 1, 1)
+        self._first += {"up": -1, "down": 1, "page up": -page, "page down": page}.get(key, 0)
+        self._first = {"home": 0, "end": sys.maxsize}.get(key, self._first)
+
+
+_KEYS = {
+    **dict.fromkeys(("\x1b[A", "\x1bOA", "k"), "up"),
+    **dict.fromkeys(("\x1b[B", "\x1bOB", "j"), "down"),
+    **dict.fromkeys(("\x1b[5~", "b"), "page up"),
+    **dict.fromkeys(("\x1b[6~", " "), "page down"),
+    **dict.fromkeys(("\x1b[H", "\x1bOH", "\x1b[1~", "g"), "home"),
+    **dict.fromkeys(("\x1b[F", "\x1bOF", "\x1b[4~", "G"), "end"),
+    **dict.fromkeys(("q", "Q"), "q"),
+}
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str | None]]:
+    """Yields what waits so many seconds for a key and returns its name, or None if there was none.
+
+    Without a terminal as stdin it only waits.
+    """
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(max(seconds, 0.0))
+        return
+    terminal = sys.stdin.fileno()
+
+    def pressed(seconds: float) -> str | None:
+        if not select.select([terminal], [], [], max(seconds, 0.0))[0]:
+            return None
+        text = os.read(terminal, 16).decode(errors="replace")
+        return _KEYS.get(text, "q" if not text else "")
+
+    former = termios.tcgetattr(terminal)
+    try:
+        tty.setcbreak(terminal)
+        yield pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, former)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -314,7 +411,8 @@ def rates_between(now: Look, before: Look) -> dict[Key, tuple[float, ...]]:
 def rendered(now: Look, before: Look, *, problems: bool = True) -> RenderableType:
     """All tables that have rows; ``problems``: and the pages that cannot be shown, with the reason."""
     rates = rates_between(now, before)
-    parts: list[RenderableType] = [Text(_headline(now)), Text("")]
+    parts: list[RenderableType] = [Text(now.trouble, style="bold red")] if problems and now.trouble else []
+    parts += [Text(_headline(now)), Text("")]
     for stuck in verdicts(now):
         others = ", ".join(map(str, stuck["keeps_waiting"]))
         process = "" if stuck["process"] is None else f" ({stuck['process']})"
@@ -326,6 +424,7 @@ def rendered(now: Look, before: Look, *, problems: bool = True) -> RenderableTyp
             )
         )
     made = (
+        _processes(now, rates),
         _waits(now),
         _moved(now, rates, "rail", "rails"),
         _moved(now, rates, "link", "links"),
@@ -348,11 +447,29 @@ def _headline(now: Look) -> str:
     buffers = sum(1 for process in shown for _ in process.rows("buffer"))
     dropped = sum(process.page["dropped"] for process in shown if process.page)
     more = f"; {dropped} rows did not fit in their pages" if dropped else ""
-    return f"{len(shown)} processes, {workers} workers, {buffers} expert buffers{more}"
+    processes = "1 process" if len(shown) == 1 else f"{len(shown)} processes"
+    return f"{processes}, {counted(workers, 'worker')}, {counted(buffers, 'expert buffer')}{more}"
 
 
 def _who(process: Process) -> str:
     return process.name if process.rank is None else f"rank {process.rank} {process.name}"
+
+
+def _processes(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
+    """A row for each process, the one with the oldest wait first."""
+    columns = ["process", "peers", "sent now", "received now", "waits for", "in", "age"]
+    made = table("processes", columns, keys=1, spare=["peers"])
+    found = []
+    for process in now.processes:
+        if process.page is not None:
+            waits = [row["wait"] for row in process.waits("worker", "buffer", "group")]
+            found.append((process, max(waits, key=lambda wait: float(wait["age_s"]), default=None)))
+    for process, wait in sorted(found, key=lambda each: -each[1]["age_s"] if each[1] else 0.0):
+        known = [rate for row in process.rows("rail") if (rate := rates.get(key(process, row)))]
+        moved = [_rate(sum(rate[at] for rate in known)) if known else "-" for at in (0, 1)]
+        oldest = ["-"] * 3 if wait is None else [wait["whom"], wait["operation"], _age(wait["age_s"])]
+        made.add_row(_who(process), str(len(list(process.rows("peer")))), *moved, *oldest)
+    return made
 
 
 def _waits(now: Look) -> HeadedTable:
@@ -372,7 +489,7 @@ def _moved(now: Look, rates: Mapping[Key, tuple[float, ...]], kind: str, title: 
     columns += ["in flight", "stalls", "resent segments", *([] if links else ["resent chunks", "lost"])]
     left = 3 if links else 2
     made = table(title, columns, left=left, keys=left, spare=["lost", "average ", "average"])
-    for process, row in _rows(now, kind):
+    for process, row in _slowest(_rows(now, kind), rates):
         values, rate = row["values"], rates.get(key(process, row))
         age = max(row["age_s"], 1e-9)
         cells = [_who(process), row["name"], *([row["peer"]] if links else [])]
@@ -431,8 +548,16 @@ def _errors(now: Look) -> HeadedTable:
 
 
 def _rows(now: Look, kind: str) -> Iterable[tuple[Process, Row]]:
+    """Rows of a kind: those with the oldest waits first."""
     found = [(process, row) for process in now.processes for row in process.rows(kind)]
-    return sorted(found, key=lambda each: (each[0].rank or 0, *key(*each)))
+    return sorted(found, key=lambda each: (-(each[1]["wait"] or {"age_s": 0})["age_s"], each[0].rank or 0, *key(*each)))
+
+
+def _slowest(
+    rows: Iterable[tuple[Process, Row]], rates: Mapping[Key, tuple[float, ...]]
+) -> Iterable[tuple[Process, Row]]:
+    """Rows with something in flight first, the slowest of them first."""
+    return sorted(rows, key=lambda each: (not each[1]["values"]["in_flight_bytes"], sum(rates.get(key(*each), ()))))
 
 
 def _rate(bytes_per_s: float) -> str:
