@@ -117,3 +117,176 @@ def test_a_forked_child_is_refused_and_leaves_its_parent_alone(transport: str, w
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SCRIPT, transport, way]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+# Children of each kind and transport: with a lock that both processes had, some of them hung.
+FORKS = 40
+
+# Three threads exchange messages, so that a fork meets them at any point, with any lock taken.
+BUSY = """
+import os, signal, sys, threading, time
+import crossrail
+
+transport, way, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+context = crossrail.Context(tls=transport, timeout=20)
+worker, peer = crossrail.Worker(context), crossrail.Worker(context)
+ends = []
+for _ in range(3):
+    ends.append((worker.connect(peer.address()), peer.accept()))
+region = peer.register(bytearray(64))
+key = region.key()
+stopping = threading.Event()
+rounds = [0] * len(ends)
+
+
+def exchange(sender, receiver, tag, size):
+    target = bytearray(size)
+    request = receiver.recv(target, tag=tag)
+    sender.send(bytes(size), tag=tag).wait()
+    assert request.wait().bytes == size
+
+
+def work(index):
+    while not stopping.is_set():
+        exchange(ends[index][0], peer, index, 300_000)
+        rounds[index] += 1
+
+
+def refused(call, *args):
+    try:
+        call(*args)
+    except crossrail.UsageError as error:
+        assert error.reason == "other_process", error
+    else:
+        raise AssertionError(f"{call} was not refused")
+
+
+def touches():
+    mine, theirs = ends[0]
+    refused(mine.send, b"12345678")
+    refused(worker.recv, bytearray(8))
+    refused(mine.write, b"12345678", key)
+    refused(mine.read, bytearray(8), key)
+    refused(peer.register, bytearray(8))
+    refused(region.deregister)
+    refused(worker.connect, peer.address())
+    refused(context.alloc, 8)
+    assert repr(mine) and not mine.is_alive and not mine.lanes() and not worker.endpoints() and not worker.progress()
+    worker.close()
+
+
+def own():
+    mine = crossrail.Context(tls=transport, timeout=20)
+    with crossrail.Worker(mine) as a, crossrail.Worker(mine) as b:
+        to_b = a.connect(b.address())
+        exchange(to_b, b, 1, 8)
+        exchange(to_b, b, 1, 300_000)
+
+
+def ends_only():
+    pass
+
+
+def await_end(pid):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hung"
+
+
+threads = [threading.Thread(target=work, args=(index,)) for index in range(len(ends))]
+for thread in threads:
+    thread.start()
+outcomes = []
+for _ in range(count):
+    pid = os.fork()
+    if pid == 0:
+        {"touches": touches, "own": own, "ends": ends_only}[way]()
+        sys.exit(0)
+    outcomes.append(await_end(pid))
+before = list(rounds)
+stopping.set()
+for thread in threads:
+    thread.join()
+for index, (mine, _) in enumerate(ends):
+    exchange(mine, peer, index, 300_000)
+assert set(outcomes) == {0}, outcomes
+assert all(before), before
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["ends", "touches", "own"])
+def test_children_forked_in_the_midst_of_traffic_do_not_hang(transport: str, way: str) -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BUSY, transport, way, str(FORKS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]
+
+
+# As DataLoader of PyTorch: workers of multiprocessing, forked by one thread while others exchange messages; they take
+# work from a queue and put results into another.
+LOADER = """
+import multiprocessing, sys, threading
+import crossrail
+
+context = crossrail.Context(timeout=20)
+worker, peer = crossrail.Worker(context), crossrail.Worker(context)
+to_peer = worker.connect(peer.address())
+peer.accept()
+stopping = threading.Event()
+
+
+def work(index):
+    while not stopping.is_set():
+        target = bytearray(300_000)
+        request = peer.recv(target, tag=index)
+        to_peer.send(bytes(300_000), tag=index).wait()
+        request.wait()
+
+
+def load(tasks, results, own):
+    if own:
+        mine = crossrail.Context(timeout=20)
+        a, b = crossrail.Worker(mine), crossrail.Worker(mine)
+        to_b = a.connect(b.address())
+        b.accept()
+    for number in iter(tasks.get, None):
+        if own:
+            request = b.recv(bytearray(8), tag=number)
+            to_b.send(b"12345678", tag=number).wait()
+            request.wait()
+        results.put(number)
+
+
+threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(3)]
+for thread in threads:
+    thread.start()
+fork = multiprocessing.get_context("fork")
+for epoch in range(int(sys.argv[1])):
+    tasks, results = fork.SimpleQueue(), fork.SimpleQueue()
+    loaders = [fork.Process(target=load, args=(tasks, results, number % 2), daemon=True) for number in range(4)]
+    for loader in loaders:
+        loader.start()
+    for number in range(16):
+        tasks.put(number)
+    assert sorted(results.get() for _ in range(16)) == list(range(16))
+    for _ in loaders:
+        tasks.put(None)
+    for loader in loaders:
+        loader.join(30)
+    assert [loader.exitcode for loader in loaders] == [0] * 4, [loader.exitcode for loader in loaders]
+stopping.set()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_loaders_of_data_that_are_forked_in_the_midst_of_traffic_end() -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", LOADER]
+    done = subprocess.run([*command, "6"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]

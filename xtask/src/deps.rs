@@ -4,7 +4,7 @@ use std::path::Path;
 
 use toml::Table;
 
-use crate::rooms::{DOORS, PYTHON, ROOMS, Room, WORDS};
+use crate::rooms::{DOORS, LOCKED_STATICS, PYTHON, ROOMS, Room, WORDS};
 use crate::{Problems, files, shown};
 
 /// Checks all rules of `rooms.rs`.
@@ -29,6 +29,16 @@ pub(crate) fn check(root: &Path) -> Problems {
                     .into_iter()
                     .map(|(line, word)| format!("{}:{line}: {word}: {why}", shown(root, &path))),
             );
+        }
+    }
+    for path in files(&root.join("crates"), ".rs") {
+        let shown = shown(root, &path);
+        if !LOCKED_STATICS.iter().any(|known| shown.starts_with(known)) && !shown.contains("tests") {
+            problems.extend(locked_statics(&read(&path)).into_iter().map(|line| {
+                format!(
+                    "{shown}:{line}: a static with a lock, which a thread may have at a fork: use locks::PerProcess"
+                )
+            }));
         }
     }
     for (folder, modules, why) in PYTHON {
@@ -142,6 +152,20 @@ fn forbidden_words<'a>(source: &str, words: &[&'a str]) -> Vec<(usize, &'a str)>
     .collect()
 }
 
+/// Lines (from 1) with a static that is a lock.
+fn locked_statics(source: &str) -> Vec<usize> {
+    const LOCKS: &[&str] = &["Mutex<", "RwLock<", "OnceLock<", "LazyLock<", "Once ", "Condvar "];
+    let code = source.lines().enumerate().take_while(|(_, line)| line.trim() != "#[cfg(test)]");
+    code.filter(|(_, line)| {
+        let line = line.trim();
+        let declared = line.find("static ").filter(|at| *at == 0 || line.starts_with("pub"));
+        let kind = declared.and_then(|_| line.split_once(": ")).map(|(_, kind)| kind);
+        kind.is_some_and(|kind| LOCKS.iter().any(|lock| kind.starts_with(lock)))
+    })
+    .map(|(number, _)| number + 1)
+    .collect()
+}
+
 /// The import statements (lines from 1) of a Python file that import one of `modules`, in any spelling.
 fn forbidden_imports<'a>(source: &str, modules: &[&'a str]) -> Vec<(usize, &'a str)> {
     let mut found = Vec::new();
@@ -180,6 +204,13 @@ mod tests {
         assert!(is_innermost(cli, "python/crossrail_tools/cli/doctor.py"));
         assert!(!is_innermost(cli, "python/crossrail_tools/cli/doctor/gpus.py"));
         assert!(is_innermost(doctor, "python/crossrail_tools/cli/doctor/gpus.py"));
+    }
+
+    #[test]
+    fn statics_with_locks_are_found() {
+        let source = "static A: Mutex<u8> = x;\n  pub(crate) static B: OnceLock<u8> = x;\nstatic C: PerProcess<Mutex<u8>> = x;\n\
+                      fn f(c: &'static str, d: Mutex<u8>) {}\n#[cfg(test)]\nstatic T: Mutex<u8> = x;";
+        assert_eq!(locked_statics(source), [1, 2]);
     }
 
     #[test]

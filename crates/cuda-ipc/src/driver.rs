@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, OnceLock};
 
 use crossrail_cuda::{Allocation, Context, Deferred, IpcHandle, IpcMapping, Mapping, MemoryKind, PointerInfo};
+use crossrail_locks::PerProcess;
 use crossrail_types::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -326,7 +327,7 @@ fn is_own(piece: &Piece, identity: u64, theirs: &Seal) -> bool {
 /// A MAC that proves that this process announced a piece. A peer can replay a seal, but then it identifies only memory
 /// that this process announced to it; it cannot forge one.
 fn seal(address: u64, len: u64, identity: u64, device: &Uuid) -> Result<Seal> {
-    static SECRET: OnceLock<[u8; 32]> = OnceLock::new();
+    static SECRET: PerProcess<OnceLock<[u8; 32]>> = PerProcess::new();
     let failed = |why: String| Error::new(ErrorKind::Io, "getrandom", why);
     let secret = match SECRET.get() {
         Some(secret) => secret,

@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crossrail_locks::PerProcess;
+
 use crate::lock::locked;
 
 /// The number of entries kept. A link that falls further behind detects the older ones by polling.
@@ -11,7 +13,7 @@ const CAPACITY: usize = 256;
 
 /// The number of entries ever logged. Written under the lock of `ENTRIES`, and read without it as a fast path.
 static COUNT: AtomicU64 = AtomicU64::new(0);
-static ENTRIES: Mutex<VecDeque<(u64, u64)>> = Mutex::new(VecDeque::new());
+static ENTRIES: PerProcess<Mutex<VecDeque<(u64, u64)>>> = PerProcess::new();
 
 /// Announces that `len` bytes of GPU memory at `address` have been freed. Every link of this process tells its peer at
 /// its next [`Link::tidy`](crate::Link::tidy). May be called from any thread.

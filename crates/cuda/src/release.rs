@@ -14,6 +14,8 @@ use std::mem::ManuallyDrop;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use crossrail_locks::PerProcess;
+
 use crate::driver::Cuda;
 
 /// The interval at which waiting streams are polled: the initial one, doubled up to the final one.
@@ -77,7 +79,7 @@ impl Queue {
     }
 }
 
-static CURRENT: Mutex<Weak<ReleaseThread>> = Mutex::new(Weak::new());
+static CURRENT: PerProcess<Mutex<Weak<ReleaseThread>>> = PerProcess::new();
 
 impl ReleaseThread {
     /// The release thread of this process.

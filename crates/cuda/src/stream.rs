@@ -6,6 +6,7 @@ use std::fmt;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::PerProcess;
 use crossrail_types::{Error, ErrorKind, Result, interrupt};
 use cudarc::driver::sys::{CUcontext, CUstream, CUstream_flags};
 
@@ -30,7 +31,7 @@ const MOST_CONNECTIONS: usize = 32;
 /// free: if every queue has a waiting stream at its head, no kernel of any stream starts any more, whatever its
 /// priority.
 pub fn max_waiting_streams() -> usize {
-    static MOST: OnceLock<usize> = OnceLock::new();
+    static MOST: PerProcess<OnceLock<usize>> = PerProcess::new();
     // Read once, like the driver, which reads the variable when CUDA is initialised.
     *MOST.get_or_init(|| connections(std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok().as_deref()) - 1)
 }

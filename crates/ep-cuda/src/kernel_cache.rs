@@ -8,14 +8,14 @@ use crossrail_cuda::Context;
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_kernels::Kernels;
 use crossrail_kernels::ep::{EpKernels, LayoutKernel, Shape};
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::setup_timings::timed;
 
 type Place = Arc<Mutex<Weak<EpKernels>>>;
 
-static PLACES: Mutex<Option<HashMap<(u32, Shape), Place>>> = Mutex::new(None);
+static PLACES: PerProcess<Mutex<HashMap<(u32, Shape), Place>>> = PerProcess::new();
 
 /// The kernels: from another buffer of the process, from the cache folder in `settings`, or compiled now.
 ///
@@ -24,7 +24,6 @@ static PLACES: Mutex<Option<HashMap<(u32, Shape), Place>>> = Mutex::new(None);
 pub(crate) fn load(context: &Context, settings: &Settings, shape: &Shape) -> Result<Arc<EpKernels>> {
     let place = {
         let mut places = PLACES.lock();
-        let places = places.get_or_insert_default();
         places.retain(|_, place| Arc::strong_count(place) > 1 || place.lock().strong_count() > 0);
         places.entry((context.device().ordinal(), *shape)).or_default().clone()
     };

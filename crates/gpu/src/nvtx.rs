@@ -9,6 +9,8 @@ use std::ptr::null_mut;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
+use crossrail_locks::PerProcess;
+
 use libloading::Library;
 
 const VERSION: u32 = 3;
@@ -48,7 +50,7 @@ static EXPORTED: Callbacks = Callbacks { size: size_of::<Callbacks>(), module };
 static ABOUT: VersionInfo = VersionInfo { size: size_of::<VersionInfo>(), version: VERSION, reserved: 0, told };
 static CELLS: [[Cell; MOST + 1]; 7] = [const { [const { AtomicPtr::new(null_mut()) }; MOST + 1] }; 7];
 static TABLES: Tables = Tables(tables());
-static TOOL: OnceLock<Option<Tool>> = OnceLock::new();
+static TOOL: PerProcess<OnceLock<Option<Tool>>> = PerProcess::new();
 
 struct Tables([Table; 7]);
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use crossrail_cuda::{Context, PinnedMemory, max_waiting_streams};
 use crossrail_kernels::Kernels;
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 /// Pinned memory is allocated in pages of this many bytes.
@@ -143,7 +143,7 @@ fn cell(page: &PinnedMemory, offset: usize) -> &AtomicU64 {
 impl StreamSupport {
     /// The support for the GPU of `context`.
     pub fn of(context: &Context) -> Arc<StreamSupport> {
-        static ALL: Mutex<BTreeMap<u32, Weak<StreamSupport>>> = Mutex::new(BTreeMap::new());
+        static ALL: PerProcess<Mutex<BTreeMap<u32, Weak<StreamSupport>>>> = PerProcess::new();
         let mut all = ALL.lock();
         let slot = all.entry(context.device().ordinal()).or_default();
         if let Some(support) = slot.upgrade() {

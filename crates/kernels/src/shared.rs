@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda};
+use crossrail_locks::PerProcess;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::Kernels;
@@ -12,7 +13,7 @@ use crate::Kernels;
 /// What one GPU's kernels are kept in: no kernels while nobody has them.
 type Place = Arc<Mutex<Weak<Kernels>>>;
 
-static PLACES: Mutex<Vec<(u32, Place)>> = Mutex::new(Vec::new());
+static PLACES: PerProcess<Mutex<Vec<(u32, Place)>>> = PerProcess::new();
 
 /// The kernels of `context`'s GPU: those that somebody in the process has already, or compiled (kept in the folder that
 /// `settings` name) and loaded now. They are unloaded when the last owner drops them. For at most `limit` per kernel
@@ -39,7 +40,7 @@ pub fn shared(context: &Context, settings: &Settings, limit: Duration) -> Result
 /// # Errors
 /// [`ErrorKind::Unsupported`] when NVRTC is not found, or is too new for the driver.
 pub fn compiler(cuda: &Cuda) -> Result<String> {
-    static FOUND: OnceLock<Library> = OnceLock::new();
+    static FOUND: PerProcess<OnceLock<Library>> = PerProcess::new();
     let library = match FOUND.get() {
         Some(library) => library,
         None => {

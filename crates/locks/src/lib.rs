@@ -6,6 +6,9 @@
 //!
 //! Unlike [`std::sync`]: no poisoning, a lock can be handed to a thread that waits for it ([`MutexGuard::bump`]), and a
 //! wait for it can have a deadline ([`Mutex::try_lock_until`]).
+//!
+//! Locks of objects are safe at a fork because the child is refused the objects. Those of statics are safe because the child
+//! has statics of its own: [`PerProcess`].
 
 #[cfg(not(loom))]
 mod condvar;
@@ -14,9 +17,11 @@ mod futex;
 mod models;
 #[cfg(not(loom))]
 mod mutex;
+mod process;
 mod word;
 
 #[cfg(not(loom))]
 pub use self::condvar::{Condvar, WaitTimeoutResult};
 #[cfg(not(loom))]
 pub use self::mutex::{Mutex, MutexGuard, RawMutex};
+pub use self::process::{PerProcess, watch_forks};

@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossrail_locks::{Condvar, Mutex, MutexGuard};
+use crossrail_locks::{Condvar, Mutex, MutexGuard, PerProcess};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, alarm, fork, gettid};
 
@@ -162,6 +162,29 @@ fn whoever_waits_is_notified() {
     let mut held = number.lock();
     changed.notify_one();
     assert!(changed.wait_until(&mut held, Instant::now() + Duration::from_millis(5)).timed_out());
+}
+
+/// A thread of the parent has a static's lock when it is forked, in the middle of a change.
+#[test]
+fn a_forked_child_has_statics_of_its_own() {
+    static SHARED: PerProcess<Mutex<Vec<u8>>> = PerProcess::new();
+    let mut held = SHARED.lock();
+    held.push(1);
+    // SAFETY: as below.
+    match unsafe { fork() }.expect("it forks") {
+        ForkResult::Child => {
+            alarm::set(60);
+            let right = catch_unwind(|| {
+                thread::scope(|scope| (0..8).for_each(|number| drop(scope.spawn(move || SHARED.lock().push(number)))));
+                SHARED.lock().len() == 8
+            });
+            // SAFETY: always.
+            unsafe { libc::_exit(if right.unwrap_or(false) { 0 } else { 1 }) }
+        }
+        ForkResult::Parent { child } => assert_eq!(waitpid(child, None), Ok(WaitStatus::Exited(child, 0))),
+    }
+    drop(held);
+    assert_eq!(*SHARED.lock(), [1]);
 }
 
 /// Locks of a child must have nothing to do with threads of its parent that waited for a lock when it was forked.

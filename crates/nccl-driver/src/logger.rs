@@ -3,10 +3,10 @@
 
 use std::ffi::{CStr, c_char, c_int, c_ulong};
 
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_nccl_abi::{LOG_WARN, Logger};
 
-static LAST_WARNING: Mutex<Option<String>> = Mutex::new(None);
+static LAST_WARNING: PerProcess<Mutex<Option<String>>> = PerProcess::new();
 
 unsafe extern "C" {
     fn crossrail_nccl_logger(

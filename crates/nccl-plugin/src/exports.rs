@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
+use crossrail_locks::PerProcess;
 use crossrail_nccl_abi::{
     Config, DEVICE_HOST, DeviceHandle, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, Logger, MAX_SIZE, NetV8, NetV9,
     NetV10, NetV11, NetV12, PTR_HOST, Profiler, PropertiesV8, PropertiesV9, PropertiesV11, PropertiesV12, REMOTE_ERROR,
@@ -25,7 +26,7 @@ const NAME: *const c_char = c"Crossrail".as_ptr();
 const MAX_COMMS: c_int = 1 << comm::LISTENER_BITS;
 
 /// Tables whose `init` has no context share one network.
-static SHARED: OnceLock<Arc<Net>> = OnceLock::new();
+static SHARED: PerProcess<OnceLock<Arc<Net>>> = PerProcess::new();
 
 fn guard(what: &str, body: impl FnOnce() -> Result<()>) -> Status {
     match catch_unwind(AssertUnwindSafe(body)) {

@@ -5,10 +5,11 @@ use std::ffi::{CString, c_int};
 use std::fmt;
 use std::sync::OnceLock;
 
+use crossrail_locks::PerProcess;
 use crossrail_nccl_abi::{LOG_INFO, LOG_TRACE, LOG_WARN, Logger, SUBSYSTEM_INIT, SUBSYSTEM_NET};
 use crossrail_types::{Log, LogLevel};
 
-static LOGGER: OnceLock<Logger> = OnceLock::new();
+static LOGGER: PerProcess<OnceLock<Logger>> = PerProcess::new();
 
 /// Sends the log lines of this process to `logger`. Only the first call has an effect: NCCL has one logger.
 pub(crate) fn install(logger: Option<Logger>) {

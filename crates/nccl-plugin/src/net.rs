@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crossrail::{ConnectOptions, Context, Endpoint, Settings, Turn, Worker};
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, ErrorKind, Filter, IoThreads, Result};
 use slab::Slab;
 
@@ -28,7 +28,7 @@ pub(crate) struct Process {
     pub(crate) device: Device,
 }
 
-static PROCESS: OnceLock<Result<Process>> = OnceLock::new();
+static PROCESS: PerProcess<OnceLock<Result<Process>>> = PerProcess::new();
 
 impl Process {
     /// The process's devices and settings.

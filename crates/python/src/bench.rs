@@ -11,7 +11,7 @@ use pyo3::types::{PyBool, PyDict, PyList};
 use crate::context::{Context, rows};
 use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
-use crate::gate::{self, Pass};
+use crate::gate;
 use crate::lent::Call;
 use crate::receipt::report_dict;
 use crate::worker::Worker;
@@ -24,8 +24,7 @@ pub(crate) struct Watch<'a> {
 
 impl Observer for Watch<'_> {
     fn tick(&mut self, done: u64, total: u64) -> crossrail_types::Result<()> {
-        let _pass = Pass::obtain();
-        let outcome = Python::attach(|py| {
+        let outcome = gate::attached(|py| {
             py.check_signals()?;
             // A total of 0: the ends are exchanging reports.
             if total > 0

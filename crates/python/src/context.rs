@@ -7,6 +7,7 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use crate::errors::{self, OrRaise};
 use crate::gate;
+use crate::lent::Call;
 use crate::lifecycle::Detached;
 use crate::memory;
 
@@ -51,6 +52,7 @@ impl Context {
     #[new]
     #[pyo3(signature = (*, environment = true, **settings))]
     fn new(py: Python<'_>, environment: bool, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Context> {
+        let _call = Call::enter(py);
         let mut merged = if environment { Settings::from_env().or_raise(py)? } else { Settings::default() };
         for (name, value) in settings.into_iter().flatten() {
             let name: String = name.extract()?;
@@ -89,6 +91,7 @@ impl Context {
         nbytes: usize,
         device: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(slf.py());
         memory::memory_type(slf.py())?.call1((slf, nbytes, device))
     }
 
@@ -101,12 +104,14 @@ impl Context {
     /// IoError
     ///     The system does not expose its devices.
     fn info<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
         let info = gate::detached(py, || self.0.info()).or_raise(py)?;
         info_dict(py, info)
     }
 
     /// Return the current value of every setting by environment variable (None: unset; secrets are hidden).
     fn settings<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
         let shown = PyDict::new(py);
         for (name, value) in self.0.settings().shown() {
             shown.set_item(name, value)?;

@@ -10,6 +10,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::dlpack::{self, Dtype};
 use crate::errors;
 use crate::export::Lending;
+use crate::lent::Call;
 use crate::memory::MemoryBase;
 
 /// What an array's items are.
@@ -146,6 +147,7 @@ impl DeviceArray {
     #[pyo3(signature = (memory, dtype, shape, offset = 0))]
     fn of(memory: &Bound<'_, MemoryBase>, dtype: &str, shape: Vec<i64>, offset: usize) -> PyResult<DeviceArray> {
         let py = memory.py();
+        let _call = Call::enter(py);
         let wrong = |detail: String, hint: &str| errors::usage(py, "DeviceArray", detail, hint);
         let native = memory.get().native();
         let Place::Gpu(ordinal) = native.place() else {
@@ -199,6 +201,7 @@ impl DeviceArray {
 
     /// Return the first `count` entries along the first axis, without a copy.
     fn first(&self, py: Python<'_>, count: i64) -> PyResult<DeviceArray> {
+        let _call = Call::enter(py);
         let most = self.shape.first().copied().unwrap_or(0);
         if !(0..=most).contains(&count) {
             return Err(errors::usage(py, "first", format!("{count} of {most} entries"), ""));
@@ -226,12 +229,14 @@ impl DeviceArray {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(py);
         let _ = stream;
         self.lending(self.items.dtype()).capsule(py, max_version, dl_device, copy)
     }
 
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
         self.lending(self.items.dtype()).interface(py)
     }
 

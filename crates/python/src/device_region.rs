@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use crate::device_array::{DeviceArray, Items};
 use crate::errors;
-use crate::lent::{self, Loan};
+use crate::lent::{self, Call, Loan};
 
 /// Memory of one result in the rank layout: the buffer's again once nothing that is made of it is left.
 #[pyclass(module = "crossrail._native", frozen)]
@@ -63,6 +63,7 @@ impl DeviceRegion {
 
     /// The first `count` rows of a part of it: rows, scales, topk_idx, topk_weights or source.
     fn array(&self, py: Python<'_>, part: &str, count: u64) -> PyResult<DeviceArray> {
+        let _call = Call::enter(py);
         let known = Part::ALL.into_iter().find(|one| one.name() == part);
         known.map_or_else(|| Err(self.not_there(py, part, count)), |part| self.part(py, part, count))
     }

@@ -260,11 +260,13 @@ impl Endpoint {
 
     /// Return all lanes considered for this peer, with their scores or the reasons why they are not used.
     fn explain(&self, py: Python<'_>) -> Explain {
+        let _call = Call::enter(py);
         Explain(gate::detached(py, || self.native.explain()))
     }
 
     /// Return the running totals of every lane, headers included.
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         lane_reports(py, gate::detached(py, || self.native.lanes()))
     }
 
@@ -390,6 +392,7 @@ impl Explain {
     /// All lanes considered. Scores are the estimated microseconds of a message of 8 B, 1 MiB and 64 MiB.
     #[getter]
     fn candidates<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         rows(py, &self.0.candidates, |row: &Bound<'py, PyDict>, candidate| {
             row.set_item("lane", &candidate.lane)?;
             row.set_item("transport", &candidate.transport)?;

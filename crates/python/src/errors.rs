@@ -6,6 +6,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 
+use crate::gate::Pass;
+
 fn class_name(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::Usage => "UsageError",
@@ -28,7 +30,10 @@ fn class_name(kind: ErrorKind) -> &'static str {
 }
 
 /// The exception that says what `error` says.
+#[cold]
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    // The class is Python code.
+    let _pass = Pass::enter(py);
     build(py, error).unwrap_or_else(|problem| problem)
 }
 

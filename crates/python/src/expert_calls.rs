@@ -15,6 +15,7 @@ use crate::expert_sets::{Claim, Ring};
 use crate::expert_target::{Begun, Target, finish};
 use crate::experts_device::DeviceEvent;
 use crate::flag::Flag;
+use crate::lent::Call;
 use crate::tensor_kinds::{Given, TensorKinds, is_aligned, some};
 
 /// Operations beside the caller's stream whose tensors are kept before one looks which are over.
@@ -115,6 +116,7 @@ impl ExpertCalls {
         send_only: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let (py, calls) = (slf.py(), slf.get());
+        let _call = Call::enter(py);
         let (frame, kinds) = (&calls.frame, &calls.kinds);
         let Some(tokens) = calls.tokens(x)? else { return Ok(None) };
         let selected = [tokens, frame.topk];
@@ -163,6 +165,7 @@ impl ExpertCalls {
         send_only: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let (py, calls) = (slf.py(), slf.get());
+        let _call = Call::enter(py);
         let (frame, kinds) = (&calls.frame, &calls.kinds);
         let (rows, selected) = ([frame.local, frame.ranks * frame.max_tokens, frame.hidden], [tokens, frame.topk]);
         let addresses = (|| {
@@ -356,6 +359,7 @@ pub(crate) struct BesideEvent {
 impl BesideEvent {
     /// Work enqueued in `stream` (a raw handle) from now on runs after the operation.
     fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let _call = Call::enter(py);
         let event = self.used.event.bind(py);
         match event.cast::<DeviceEvent>() {
             Ok(native) => native.get().wait(py, stream)?,
@@ -384,6 +388,7 @@ pub(crate) struct Receive {
 impl Receive {
     /// Puts the receiving half into the current stream. Raises UsageError when it was there already.
     fn __call__(&self, py: Python<'_>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let calls = self.calls.get();
         let stream = calls.kinds.current(py)?;
         if calls.frame.last(py)? != Some(stream) {

@@ -146,35 +146,43 @@ impl ExpertBuffer {
     }
 
     fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: bool, timeout: Option<f64>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let native = self.native.clone();
         connect(py, timeout, move |limit| native.connect(&ranks, activate, limit))
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.disconnect(&ranks)).or_raise(py)
     }
 
     fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.mask(&ranks)).or_raise(py)
     }
 
     fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.unmask(&ranks)).or_raise(py)
     }
 
     fn masked(&self, py: Python<'_>) -> Vec<u32> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.masked())
     }
 
     fn connected(&self, py: Python<'_>) -> Vec<u32> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.connected())
     }
 
     fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         fault_rows(py, gate::detached(py, || self.native.faults()))
     }
 
     fn links<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         link_rows(py, gate::detached(py, || self.native.links()))
     }
 
@@ -230,6 +238,7 @@ impl ExpertBuffer {
 
     /// Takes part in the others' dispatch with the word that it failed here.
     fn refuse_dispatch(&self, py: Python<'_>, why: String) -> PyResult<PendingDispatch> {
+        let _call = Call::enter(py);
         let why = Error::new(ErrorKind::Usage, "dispatch", why);
         let pending = gate::detached(py, || self.native.refuse_dispatch(why)).or_raise(py)?;
         Ok(PendingDispatch(Running::new(pending)))
@@ -237,6 +246,7 @@ impl ExpertBuffer {
 
     /// Takes part in the others' combine with the word that it failed here.
     fn refuse_combine(&self, py: Python<'_>, why: String) -> PyResult<PendingCombine> {
+        let _call = Call::enter(py);
         let why = Error::new(ErrorKind::Usage, "combine", why);
         let pending = gate::detached(py, || self.native.refuse_combine(why)).or_raise(py)?;
         Ok(PendingCombine(Running::new(pending)))
@@ -321,6 +331,7 @@ pub(crate) struct PendingDispatch(Running<ep::Dispatched>);
 #[pymethods]
 impl PendingDispatch {
     fn finish(&self, py: Python<'_>) -> PyResult<Dispatched> {
+        let _call = Call::enter(py);
         self.0.finish(py).map(Dispatched)
     }
 }
@@ -332,6 +343,7 @@ pub(crate) struct PendingCombine(Running<ep::Combined>);
 #[pymethods]
 impl PendingCombine {
     fn finish(&self, py: Python<'_>) -> PyResult<Combined> {
+        let _call = Call::enter(py);
         let ep::Combined { missing, out, timing, bytes } = self.0.finish(py)?;
         Ok(Combined { missing, out: Mutex::new(out), timing, bytes })
     }
@@ -468,18 +480,21 @@ impl Handle {
     /// i64 [rows, topk].
     #[pyo3(name = "_topk_idx")]
     fn topk_idx(&self, py: Python<'_>) -> Span {
+        let _call = Call::enter(py);
         gate::detached(py, || self.0.topk_idx()).into()
     }
 
     /// f32 [rows, topk].
     #[pyo3(name = "_topk_weights")]
     fn topk_weights(&self, py: Python<'_>) -> Span {
+        let _call = Call::enter(py);
         gate::detached(py, || self.0.topk_weights()).into()
     }
 
     /// i32 [experts, most]; -1 where no row is.
     #[pyo3(name = "_sources")]
     fn sources(&self, py: Python<'_>, experts: usize, most: usize) -> Span {
+        let _call = Call::enter(py);
         let fill = || {
             let mut tokens = vec![-1i32; experts.saturating_mul(most)];
             self.0.sources(most, &mut tokens);

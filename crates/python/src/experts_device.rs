@@ -207,6 +207,7 @@ impl DeviceBuffer {
 
     /// Other kernels on the same heap and connections: see `ep::DeviceBuffer::variant`.
     fn variant(&self, py: Python<'_>, parameters: Parameters) -> PyResult<DeviceBuffer> {
+        let _call = Call::enter(py);
         let config = parameters.config(py)?;
         let native = self.native.here(py, "variant")?;
         let made = gate::detached(py, || native.variant(config)).or_raise(py)?;
@@ -236,6 +237,7 @@ impl DeviceBuffer {
 
     /// What the rank's memory says of the operations under way.
     fn report(&self, py: Python<'_>) -> PyResult<String> {
+        let _call = Call::enter(py);
         let native = self.native.here(py, "report")?;
         gate::detached(py, || native.report()).or_raise(py)
     }
@@ -251,6 +253,7 @@ impl DeviceBuffer {
     }
 
     fn connect(&self, py: Python<'_>, ranks: Vec<u32>, activate: Flag, timeout: Option<f64>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let native = self.native.here(py, "connect")?.clone();
         connect(py, timeout, move |limit| native.connect(&ranks, activate.0, limit))
     }
@@ -262,32 +265,39 @@ impl DeviceBuffer {
     }
 
     fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let native = self.native.here(py, "mask")?;
         gate::detached(py, || native.mask(&ranks)).or_raise(py)
     }
 
     fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let native = self.native.here(py, "unmask")?;
         gate::detached(py, || native.unmask(&ranks)).or_raise(py)
     }
 
     fn masked(&self, py: Python<'_>) -> Vec<u32> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.masked())
     }
 
     fn connected(&self, py: Python<'_>) -> Vec<u32> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.connected())
     }
 
     fn missing(&self, py: Python<'_>) -> Vec<u32> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.missing())
     }
 
     fn faults<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         fault_rows(py, gate::detached(py, || self.native.faults()))
     }
 
     fn links<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         link_rows(py, gate::detached(py, || self.native.links()))
     }
 
@@ -308,6 +318,7 @@ impl DeviceBuffer {
 
     /// Makes what is enqueued in stream `after` from now on wait for what is in stream `before` (raw handles).
     fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
+        let _call = Call::enter(py);
         let native = self.native.here(py, "order")?;
         // SAFETY: that streams are alive is the documented rule for callers.
         gate::detached(py, || unsafe { native.order(before, after) }).or_raise(py)
@@ -315,12 +326,14 @@ impl DeviceBuffer {
 
     /// Whether `stream` is being captured in a graph.
     pub(crate) fn is_capturing(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
+        let _call = Call::enter(py);
         // SAFETY: as above.
         unsafe { self.native.here(py, "is_capturing")?.is_capturing(stream) }.or_raise(py)
     }
 
     /// Memory of one result in the rank layout, for a dispatch in `stream`.
     fn take_region(&self, py: Python<'_>, stream: u64) -> PyResult<DeviceRegion> {
+        let _call = Call::enter(py);
         let native = self.native.here(py, "take_region")?;
         // SAFETY: that streams are alive is the documented rule for callers.
         let lease = gate::detached(py, || unsafe { native.take_region_for(stream) }).or_raise(py)?;
@@ -329,6 +342,7 @@ impl DeviceBuffer {
 
     /// The token that each of the first `count` rows of a rank-layout dispatch was at its source.
     fn sources(&self, py: Python<'_>, handle: &Bound<'_, DeviceHandle>, count: u64) -> PyResult<DeviceArray> {
+        let _call = Call::enter(py);
         let held = handle.get().native.clone();
         let address = self.native.sources(&held).or_raise(py)?;
         let shape = self.native.shape();
@@ -346,6 +360,7 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
+        let _call = Call::enter(py);
         self.begin_dispatch(py, args.borrow().0, (stream, None), send_only)
     }
 
@@ -357,6 +372,7 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
+        let _call = Call::enter(py);
         self.begin_combine(py, args.borrow().0, handle.get(), (stream, None), send_only)
     }
 
@@ -372,6 +388,7 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
+        let _call = Call::enter(py);
         let of = (region.get(), cached.map(|handle| handle.get()), count.0);
         self.begin_rank_dispatch(py, args.borrow().0, of, stream, send_only.0)
     }
@@ -384,6 +401,7 @@ impl DeviceBuffer {
         stream: u64,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
+        let _call = Call::enter(py);
         self.begin_rank_combine(py, args.borrow().0, handle.get(), stream, send_only.0)
     }
 }
@@ -443,6 +461,7 @@ impl Drop for DeviceOperation {
 impl DeviceOperation {
     /// Puts the rest of an operation that was only begun into `stream`, which comes behind that of its beginning.
     pub(crate) fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let _call = Call::enter(py);
         // SAFETY: that streams are alive is the documented rule for callers.
         gate::detached(py, || unsafe { self.receive(stream) }).or_raise(py)
     }
@@ -466,6 +485,7 @@ impl DeviceOperation {
     /// Waits for the rows that came, how many there are of each local expert, and what each rank's host said, if that was
     /// asked for.
     pub(crate) fn counts(&self, py: Python<'_>) -> PyResult<(u32, Vec<i32>, Vec<u32>)> {
+        let _call = Call::enter(py);
         let Some(count) = &self.count else {
             return Err(errors::usage(py, "dispatch", "the counts were not asked for", ""));
         };
@@ -524,6 +544,7 @@ pub(crate) struct DeviceEvent {
 impl DeviceEvent {
     /// Work enqueued in `stream` (a raw handle) from now on runs after the operation.
     pub(crate) fn wait(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let _call = Call::enter(py);
         // SAFETY: that streams are alive is the documented rule for callers.
         gate::detached(py, || unsafe { self.done.wait(stream) }).or_raise(py)
     }
@@ -531,12 +552,14 @@ impl DeviceEvent {
     /// Waits until the operation is done.
     #[pyo3(signature = (timeout = None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let limit = wait::seconds(py, "synchronize", timeout)?.unwrap_or(self.patience);
         wait::bounded(py, limit, |left| self.done.synchronize(left.unwrap_or(limit)))
     }
 
     /// Whether the operation is done.
     pub(crate) fn is_done(&self, py: Python<'_>) -> PyResult<bool> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.done.is_done()).or_raise(py)
     }
 

@@ -9,6 +9,7 @@ use pyo3::types::{PyBytes, PyList};
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::gate;
+use crate::lent::Call;
 use crate::lifecycle::Detached;
 use crate::wait;
 
@@ -59,6 +60,7 @@ impl Group {
         timeout: Option<f64>,
     ) -> PyResult<Group> {
         let py = context.py();
+        let _call = Call::enter(py);
         let number = |value: Option<i64>, what| value.map(|value| natural(py, "join", what, value)).transpose();
         let (rank, size, local_rank) =
             (number(rank, "rank")?, number(size, "size")?, number(local_rank, "local rank")?);
@@ -113,16 +115,19 @@ impl Group {
 
     #[getter]
     fn control_error(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        let _call = Call::enter(py);
         let error = gate::detached(py, || self.native.control_error())?;
         Some(errors::raise(py, &error).into_value(py).into_any())
     }
 
     fn publish(&self, py: Python<'_>, key: String, value: Vec<u8>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let native = self.native.clone();
         wait::apart(py, move || native.publish(&key, &value))
     }
 
     fn withdraw(&self, py: Python<'_>, key: String) -> PyResult<()> {
+        let _call = Call::enter(py);
         let native = self.native.clone();
         wait::apart(py, move || native.withdraw(&key))
     }
@@ -134,27 +139,32 @@ impl Group {
         ranks: Vec<i64>,
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         let (limit, ranks) = (self.limit(py, "collect", timeout)?, ranks_of(py, "collect", &ranks)?);
         let values = wait::bounded(py, limit, |left| self.native.collect(key, &ranks, left))?;
         PyList::new(py, values.iter().map(|value| PyBytes::new(py, value)))
     }
 
     fn barrier(&self, py: Python<'_>, name: &str, ranks: Vec<i64>, timeout: Option<f64>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let (limit, ranks) = (self.limit(py, "barrier", timeout)?, ranks_of(py, "barrier", &ranks)?);
         wait::bounded(py, limit, |left| self.native.barrier(name, &ranks, left))
     }
 
     fn wait_members(&self, py: Python<'_>, ranks: Vec<i64>, timeout: Option<f64>) -> PyResult<()> {
+        let _call = Call::enter(py);
         let (limit, ranks) = (self.limit(py, "wait_members", timeout)?, ranks_of(py, "wait_members", &ranks)?);
         wait::bounded(py, limit, |left| self.native.wait_members(&ranks, left))
     }
 
     fn members(&self, py: Python<'_>) -> Vec<Member> {
+        let _call = Call::enter(py);
         let members = gate::detached(py, || self.native.members());
         members.into_iter().map(|member| (member.rank, member.local_rank, member.node, member.process)).collect()
     }
 
     fn state(&self, py: Python<'_>, rank: i64) -> PyResult<(&'static str, Option<String>)> {
+        let _call = Call::enter(py);
         let rank = natural(py, "state", "rank", rank)?;
         Ok(match gate::detached(py, || self.native.state(rank)) {
             RankState::Absent => ("absent", None),
@@ -166,10 +176,12 @@ impl Group {
 
     #[getter]
     fn changes(&self, py: Python<'_>) -> u64 {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.changes())
     }
 
     fn wait_change(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let _call = Call::enter(py);
         let limit = self.limit(py, "wait_change", timeout)?;
         let seen = self.seen.load(Ordering::Relaxed);
         let changes = wait::outcome(py, limit, |left| {
@@ -186,6 +198,7 @@ impl Group {
     }
 
     fn leave(&self, py: Python<'_>) -> PyResult<()> {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native.leave()).or_raise(py)
     }
 

@@ -9,9 +9,10 @@ use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::Result;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -20,6 +21,7 @@ use pyo3::types::{PyByteArray, PyBytes, PyMemoryView, PyType};
 
 use crate::dlpack::{self, Dtype};
 use crate::errors::OrRaise;
+use crate::gate::Pass;
 use crate::{errors, gate, lifecycle};
 
 /// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
@@ -137,28 +139,32 @@ unsafe impl Send for Keeper {}
 unsafe impl Sync for Keeper {}
 
 /// Loans that are over.
-struct Pile(Vec<Loan>);
+#[derive(Default)]
+struct Pile {
+    loans: Mutex<Loans>,
+    /// Whether there are some.
+    waiting: AtomicBool,
+}
+
+#[derive(Default)]
+struct Loans(Vec<Loan>);
 
 // SAFETY: as for Keeper.
-unsafe impl Send for Pile {}
+unsafe impl Send for Loans {}
 
-static PILE: Mutex<Pile> = Mutex::new(Pile(Vec::new()));
-static WAITING: AtomicBool = AtomicBool::new(false);
+/// A forked child never gives back what was lent before: operations of its parent use it.
+static PILE: PerProcess<Pile> = PerProcess::new();
 
 thread_local! {
     /// How many calls from Python this thread is inside; the outermost clears the pile at its end.
     static CALLS: Cell<u32> = const { Cell::new(0) };
 }
 
-fn pile() -> MutexGuard<'static, Pile> {
-    PILE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Drop for Keeper {
     fn drop(&mut self) {
         let Some(loan) = self.0.take() else { return };
-        pile().0.push(loan);
-        let first = !WAITING.swap(true, Ordering::AcqRel);
+        PILE.loans.lock().0.push(loan);
+        let first = !PILE.waiting.swap(true, Ordering::AcqRel);
         if first && CALLS.get() == 0 {
             lifecycle::ask_main_thread(clear_pending);
         }
@@ -173,8 +179,8 @@ extern "C" fn clear_pending(_: *mut c_void) -> c_int {
 /// Hands every finished loan back. The GIL is held. Destructors may run, so no lock is.
 #[cold]
 fn clear_pile() {
-    WAITING.store(false, Ordering::Release);
-    let over = std::mem::take(&mut pile().0);
+    PILE.waiting.store(false, Ordering::Release);
+    let over = std::mem::take(&mut PILE.loans.lock().0);
     for loan in over {
         give_back(loan);
     }
@@ -193,23 +199,27 @@ fn give_back(loan: Loan) {
 }
 
 /// A call from Python: when it ends, what operations have finished with is handed back.
-pub(crate) struct Call<'py>(Python<'py>);
+pub(crate) struct Call<'py> {
+    _attached: Python<'py>,
+    /// Dropped last: destructors run Python code.
+    _pass: Pass,
+}
 
 impl<'py> Call<'py> {
     #[inline]
     pub(crate) fn enter(py: Python<'py>) -> Call<'py> {
+        let pass = Pass::enter(py);
         CALLS.set(CALLS.get() + 1);
-        Call(py)
+        Call { _attached: py, _pass: pass }
     }
 }
 
 impl Drop for Call<'_> {
     #[inline]
     fn drop(&mut self) {
-        let _attached = self.0;
         let depth = CALLS.get() - 1;
         CALLS.set(depth);
-        if depth == 0 && WAITING.load(Ordering::Acquire) {
+        if depth == 0 && PILE.waiting.load(Ordering::Acquire) {
             clear_pile();
         }
     }

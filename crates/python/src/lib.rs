@@ -66,6 +66,7 @@ use pyo3::prelude::*;
 /// much data let other Python threads run, and Ctrl-C ends every wait. Every error is a `crossrail.CrossrailError`.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    crossrail_locks::watch_forks();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ALL_BITS", u64::MAX)?;
     module.add_class::<context::Context>()?;

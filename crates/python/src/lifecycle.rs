@@ -7,14 +7,14 @@ use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::Origin;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::errors::OrRaise;
-use crate::gate;
+use crate::gate::{self, CallbackPass};
 
 /// Something of the engine whose end may wait (threads are joined, peers told): it is dropped detached. In a forked
 /// child it is never dropped: its threads, connections and shared memory are the parent's.
@@ -73,33 +73,34 @@ impl<T: Send> Drop for Detached<T> {
 }
 
 static NEXT: AtomicU64 = AtomicU64::new(0);
-static WORKERS: Open<crossrail::Worker> = Open(Mutex::new(None));
-static BUFFERS: Open<crossrail_ep_host::ExpertBuffer> = Open(Mutex::new(None));
-static DEVICE_BUFFERS: Open<crossrail_ep_cuda::DeviceBuffer> = Open(Mutex::new(None));
+static WORKERS: PerProcess<Open<crossrail::Worker>> = PerProcess::new();
+static BUFFERS: PerProcess<Open<crossrail_ep_host::ExpertBuffer>> = PerProcess::new();
+static DEVICE_BUFFERS: PerProcess<Open<crossrail_ep_cuda::DeviceBuffer>> = PerProcess::new();
 
-/// What is still open, by number.
-struct Open<T: Send>(Mutex<Option<HashMap<u64, Detached<T>>>>);
+/// What this process has opened and not closed, by number.
+struct Open<T: Send>(Mutex<HashMap<u64, Detached<T>>>);
+
+impl<T: Send> Default for Open<T> {
+    fn default() -> Open<T> {
+        Open(Mutex::default())
+    }
+}
 
 impl<T: Send> Open<T> {
-    fn all(&self) -> MutexGuard<'_, Option<HashMap<u64, Detached<T>>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn remember(&self, one: T) -> u64 {
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        self.all().get_or_insert_default().insert(id, Detached::new(one));
+        self.0.lock().insert(id, Detached::new(one));
         id
     }
 
     /// Drops it detached, if this was its last handle.
     fn forget(&self, id: u64) {
-        let one = self.all().as_mut().and_then(|all| all.remove(&id));
+        let one = self.0.lock().remove(&id);
         drop(one);
     }
 
-    /// All that this process has opened. What a forked child has inherited stays its parent's.
     fn take(&self) -> Vec<Detached<T>> {
-        self.all().take().into_iter().flatten().map(|(_, one)| one).filter(Detached::is_here).collect()
+        std::mem::take(&mut *self.0.lock()).into_values().collect()
     }
 }
 
@@ -137,10 +138,10 @@ pub(crate) fn forget_device_buffer(id: u64) {
 
 /// Runs `call` on the interpreter's main thread, soon. Any thread, with or without the GIL.
 pub(crate) fn ask_main_thread(call: extern "C" fn(*mut c_void) -> c_int) {
-    // SAFETY: both may be called from any thread; before the gate closes the interpreter is whole. A full queue is
-    // no loss: the next call from Python does the same work.
+    // SAFETY: any thread may call it; with a pass the interpreter is whole. A full queue is no loss: the next call from
+    // Python does the same work.
     unsafe {
-        if gate::is_open() && ffi::Py_IsInitialized() != 0 {
+        if let Some(_pass) = CallbackPass::offered() {
             ffi::Py_AddPendingCall(Some(call), ptr::null_mut());
         }
     }

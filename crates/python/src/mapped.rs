@@ -143,6 +143,7 @@ impl Mapped {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(py);
         let _ = stream;
         self.lending().capsule(py, max_version, dl_device, copy)
     }
@@ -150,6 +151,7 @@ impl Mapped {
     /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
         self.lending().interface(py)
     }
 }

@@ -20,7 +20,7 @@ use crate::awaited::Awaited;
 use crate::context::Context;
 use crate::errors::{self, OrRaise};
 use crate::export::Lending;
-use crate::lent::{self, View, export};
+use crate::lent::{self, Call, View, export};
 use crate::{gate, place, stream, wait};
 
 /// Memory that peers on this machine can map, so that it is transferred with one copy and no system call.
@@ -66,6 +66,7 @@ impl MemoryBase {
     #[pyo3(signature = (context, nbytes, device = None))]
     fn new(context: &Bound<'_, Context>, nbytes: usize, device: Option<&Bound<'_, PyAny>>) -> PyResult<MemoryBase> {
         let py = context.py();
+        let _call = Call::enter(py);
         let (place, context) = (place::parse(device)?, context.get().native());
         let native = match place {
             Place::Host => context.alloc(nbytes),
@@ -110,6 +111,7 @@ impl MemoryBase {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(py);
         let _ = stream;
         self.lending().capsule(py, max_version, dl_device, copy)
     }
@@ -200,6 +202,7 @@ impl MemoryBase {
         stream: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
     ) -> PyResult<Awaited> {
+        let _call = Call::enter(py);
         let handle = stream::parse(stream, "await_signal")?.map_or(0, |stream| stream.handle);
         let limit = wait::seconds(py, "await_signal", timeout)?.unwrap_or(self.timeout);
         // SAFETY: that the stream is alive, and the memory kept, are the documented rules for callers.
@@ -209,6 +212,7 @@ impl MemoryBase {
     /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
         self.lending().interface(py)
     }
 
@@ -219,6 +223,7 @@ impl MemoryBase {
     #[pyo3(signature = (dtype = None))]
     fn numpy<'py>(slf: &Bound<'py, Self>, dtype: Option<&Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
+        let _call = Call::enter(py);
         if slf.get().native.place() != Place::Host {
             let detail = format!("the memory is on {}", slf.get().native.place());
             return Err(errors::usage(py, "numpy", detail, "copy_to copies it to the host"));

@@ -2,8 +2,10 @@
 
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
+use pyo3::types::PyInt;
 
 use crate::errors;
+use crate::gate::Pass;
 
 /// An int of 64 bits: a tag, a mask or an offset. Raises UsageError beyond them.
 #[derive(Clone, Copy)]
@@ -15,14 +17,20 @@ pub(crate) struct U32(pub(crate) u32);
 
 impl<'py> FromPyObject<'py> for U64 {
     fn extract_bound(object: &Bound<'py, PyAny>) -> PyResult<U64> {
-        object.extract().map(U64).map_err(|error| fits(object, 64, error))
+        number(object).map(U64).map_err(|error| fits(object, 64, error))
     }
 }
 
 impl<'py> FromPyObject<'py> for U32 {
     fn extract_bound(object: &Bound<'py, PyAny>) -> PyResult<U32> {
-        object.extract().map(U32).map_err(|error| fits(object, 32, error))
+        number(object).map(U32).map_err(|error| fits(object, 32, error))
     }
+}
+
+fn number<'py, T: FromPyObject<'py>>(object: &Bound<'py, PyAny>) -> PyResult<T> {
+    // Anything but an int may have an `__index__` in Python, and arguments are converted before a call is entered.
+    let _pass = (!object.is_exact_instance_of::<PyInt>()).then(|| Pass::enter(object.py()));
+    object.extract()
 }
 
 #[cold]

@@ -5,6 +5,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::lent::Call;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -90,6 +91,7 @@ pub(crate) struct Outputs {
 impl Outputs {
     #[new]
     fn new(py: Python<'_>, frame: Frame) -> PyResult<Outputs> {
+        let _call = Call::enter(py);
         let options = |output: Output| {
             let (dtype, item) = match output {
                 Output::Sums => (&frame.bf16, 2),

@@ -13,6 +13,7 @@ use crate::device_region::{DeviceRegion, Part};
 use crate::expert_sets::{Claim, Ring};
 use crate::experts_device::{DeviceBuffer, DeviceHandle, DeviceOperation};
 use crate::flag::Flag;
+use crate::lent::Call;
 use crate::outputs::{Output, Outputs};
 use crate::stream;
 use crate::tensor_kinds::{Given, TensorKinds, is_aligned, some};
@@ -97,6 +98,7 @@ impl RankCalls {
         say: u32,
         apart: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+        let _call = Call::enter(py);
         let (frame, kinds) = (&self.frame, &self.kinds);
         let Some(mut args) = self.rows_sent(x)? else { return Ok(None) };
         let selected = [args.common.tokens, frame.topk];
@@ -142,6 +144,7 @@ impl RankCalls {
         topk_weights: Given<'_, 'py>,
         bias: Given<'_, 'py>,
     ) -> PyResult<Option<Combined<'py>>> {
+        let _call = Call::enter(py);
         let (frame, kinds, handle) = (&self.frame, &self.kinds, handle.get());
         let (Ok(rows), tokens) = (u32::try_from(handle.rows()), handle.tokens()) else { return Ok(None) };
         let row = 2 * u64::from(frame.hidden);
@@ -286,6 +289,7 @@ pub(crate) struct Recorder {
 impl Recorder {
     /// Takes a stream object, or a raw handle. Raises UsageError for a stream of another GPU.
     fn __call__(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        let _call = Call::enter(stream.py());
         let parsed = stream::parse(Some(stream), "record_stream")?;
         let (handle, ordinal) = parsed.map_or((0, None), |stream| (stream.handle, stream.ordinal));
         self.region.check_stream(stream.py(), ordinal)?;

@@ -92,6 +92,7 @@ impl RegionKey {
     /// Restore a key from ``bytes(key)``. Raises UsageError if `data` is not a key.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<RegionKey> {
+        let _call = Call::enter(py);
         crossrail::RegionKey::from_bytes(data).map(RegionKey).or_raise(py)
     }
 

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::errors::{self, OrRaise};
-use crate::gate::{self, Pass};
+use crate::gate::{self, CallbackPass};
 use crate::lent::Call;
 use crate::receipt::Receipt;
 use crate::worker::Worker;
@@ -166,7 +166,7 @@ impl Request {
         let itself = slf.clone().unbind();
         gate::detached(py, || {
             request.native.on_complete(move |_outcome| {
-                if let Some(_pass) = Pass::offered() {
+                if let Some(_pass) = CallbackPass::offered() {
                     Python::try_attach(|py| run(py, &callback, itself));
                 }
             });
@@ -178,6 +178,7 @@ impl Request {
     ///
     /// Cancelling the task that awaits cancels the request.
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(slf.py());
         slf.py().import("crossrail._async")?.call_method1("finish", (slf,))?.call_method0("__await__")
     }
 
@@ -232,6 +233,7 @@ pub(crate) fn wait_all<'py>(
     requests: &Bound<'py, PyAny>,
     timeout: Option<f64>,
 ) -> PyResult<Bound<'py, PyList>> {
+    let _call = Call::enter(py);
     let began = Instant::now();
     let receipts = PyList::empty(py);
     for request in requests.try_iter()? {

@@ -11,9 +11,10 @@ use std::io::{self, Read, Write};
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, Interrupt, Result};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -26,7 +27,6 @@ const NONE: RawFd = -1;
 
 /// The thread that turns signals into interrupts. One per process: a fork leaves it behind.
 struct Watcher {
-    process: u32,
     interrupt: Arc<Interrupt>,
     /// The end that the interpreter writes to.
     write: UnixStream,
@@ -35,13 +35,13 @@ struct Watcher {
     previous: AtomicI32,
 }
 
-static WATCHER: Mutex<Option<Arc<Watcher>>> = Mutex::new(None);
+static WATCHER: PerProcess<Mutex<Option<Arc<Watcher>>>> = PerProcess::new();
 
 impl Watcher {
     /// The watcher of this process; started on the first call.
     fn of_process() -> Result<Arc<Watcher>> {
-        let mut watcher = WATCHER.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = watcher.as_ref().filter(|known| known.process == std::process::id()) {
+        let mut watcher = WATCHER.lock();
+        if let Some(known) = watcher.as_ref() {
             return Ok(Arc::clone(known));
         }
         let started = Watcher::start().map_err(|error| Error::io("wait", "watch signals", &error))?;
@@ -52,8 +52,8 @@ impl Watcher {
         let (read, write) = UnixStream::pair()?;
         // Required by Python: a handler must not block.
         write.set_nonblocking(true)?;
-        let (process, interrupt, previous) = (std::process::id(), Interrupt::new(), AtomicI32::new(NONE));
-        let watcher = Arc::new(Watcher { process, interrupt, write, previous });
+        let (interrupt, previous) = (Interrupt::new(), AtomicI32::new(NONE));
+        let watcher = Arc::new(Watcher { interrupt, write, previous });
         let own = Arc::clone(&watcher);
         std::thread::Builder::new().name("crossrail-signals".to_owned()).spawn(move || own.run(read))?;
         Ok(watcher)

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use crate::context::Context;
 use crate::errors::OrRaise;
 use crate::gate;
+use crate::lent::Call;
 use crate::lifecycle::Detached;
 
 /// The built-in store, served by threads of its own until it is closed.
@@ -35,6 +36,7 @@ impl StoreServer {
     #[new]
     fn new(context: &Bound<'_, Context>, listen: &str) -> PyResult<StoreServer> {
         let py = context.py();
+        let _call = Call::enter(py);
         let settings = context.get().native().settings();
         let server = gate::detached(py, || control::StoreServer::start(listen, settings)).or_raise(py)?;
         Ok(StoreServer(Detached::new(server)))
@@ -48,6 +50,7 @@ impl StoreServer {
 
     /// Stop the store: its clients find it unreachable. A second call does nothing.
     fn close(&self, py: Python<'_>) {
+        let _call = Call::enter(py);
         gate::detached(py, || self.0.stop());
     }
 

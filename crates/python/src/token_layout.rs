@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use crate::context::Context;
 use crate::errors::OrRaise;
 use crate::gate;
+use crate::lent::Call;
 use crate::lifecycle::Detached;
 use crate::outputs::{Output, Outputs};
 use crate::tensor_kinds::{TensorKinds, some};
@@ -34,6 +35,7 @@ type Counted<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 impl TokenLayout {
     #[new]
     fn new(py: Python<'_>, frame: &Bound<'_, PyAny>) -> PyResult<TokenLayout> {
+        let _call = Call::enter(py);
         let (frame, kinds): (Frame, TensorKinds) = (frame.extract()?, frame.extract()?);
         let context = frame.context.get().native().clone();
         let ordinal = kinds.ordinal;
@@ -50,6 +52,7 @@ impl TokenLayout {
         topk_idx: &Bound<'py, PyAny>,
         experts: &Bound<'py, PyAny>,
     ) -> PyResult<Option<Counted<'py>>> {
+        let _call = Call::enter(py);
         let (frame, kinds) = (&self.frame, &self.kinds);
         let experts: u32 = some!(experts.extract().ok());
         if !ep::TokenLayout::takes(experts, frame.ranks) {

@@ -27,6 +27,7 @@ impl Worker {
         background: bool,
     ) -> PyResult<Worker> {
         let py = context.py();
+        let _call = Call::enter(py);
         let listen = listen.map(socket_addresses).transpose()?.flatten();
         let options = WorkerOptions { name, listen, unix, background, ..WorkerOptions::default() };
         let native = context.get().native();
@@ -99,6 +100,7 @@ impl Worker {
         timeout: Option<f64>,
     ) -> PyResult<Endpoint> {
         let py = slf.py();
+        let _call = Call::enter(py);
         let to: Vec<u8> = match to.extract::<String>() {
             Ok(text) => text.into_bytes(),
             Err(_) => to.extract().map_err(|_| {
@@ -130,6 +132,7 @@ impl Worker {
     #[pyo3(signature = (timeout = None))]
     fn accept(slf: &Bound<'_, Self>, timeout: Option<f64>) -> PyResult<Endpoint> {
         let py = slf.py();
+        let _call = Call::enter(py);
         let worker = slf.get();
         let limit = wait::seconds(py, "accept", timeout)?.unwrap_or(worker.native_timeout());
         let native = wait::bounded(py, limit, |left| worker.native().accept(left))?;
@@ -139,17 +142,20 @@ impl Worker {
     /// Return the next endpoint that a peer has connected; `accept` for asyncio.
     #[pyo3(signature = (timeout = None))]
     fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(slf.py());
         slf.py().import("crossrail._async")?.call_method1("accept", (slf, timeout))
     }
 
     /// Admits no further peer: whoever connects from now on gets ExhaustedError with this text.
     fn _refuse_peers(&self, py: Python<'_>, why: &str) {
+        let _call = Call::enter(py);
         gate::detached(py, || self.native().refuse_peers(why));
     }
 
     /// Concludes an `accept` that asyncio waited for, for `waited` seconds.
     fn _accept_now(slf: &Bound<'_, Self>, waited: f64) -> PyResult<Endpoint> {
         let py = slf.py();
+        let _call = Call::enter(py);
         let waited = wait::seconds(py, "accept", Some(waited))?.unwrap_or_default();
         let worker = slf.get();
         let native = wait::concluded(py, waited, |left| worker.native().accept(left))?;
@@ -260,6 +266,7 @@ impl Worker {
 
     /// Return all endpoints whose peer is alive.
     fn endpoints(slf: &Bound<'_, Self>) -> Vec<Endpoint> {
+        let _call = Call::enter(slf.py());
         let natives = slf.get().native().endpoints();
         natives.into_iter().map(|native| Endpoint::new(native, slf.clone().unbind())).collect()
     }

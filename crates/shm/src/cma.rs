@@ -3,7 +3,8 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+
+use crossrail_locks::{Mutex, PerProcess};
 
 /// A peer's process as this process may name it.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +73,7 @@ fn refusal(call: &str, source: &io::Error) -> String {
 /// only used again for the same purpose, because a peer may write to it after an attach that failed here.
 pub(crate) struct Probe(&'static [AtomicU64; 4]);
 
-static FREE: Mutex<Vec<&'static [AtomicU64; 4]>> = Mutex::new(Vec::new());
+static FREE: PerProcess<Mutex<Vec<&'static [AtomicU64; 4]>>> = PerProcess::new();
 
 impl Probe {
     /// One with a fresh secret.
@@ -83,7 +84,7 @@ impl Probe {
         if usize::try_from(n) != Ok(size_of_val(&secret)) {
             return Err(io::Error::last_os_error());
         }
-        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let free = FREE.lock().pop();
         let words = free.unwrap_or_else(|| Box::leak(Box::default()));
         for (word, value) in words.iter().zip([secret[0], secret[1], 0, 0]) {
             word.store(value, Ordering::SeqCst);
@@ -107,7 +108,7 @@ impl Probe {
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        FREE.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
+        FREE.lock().push(self.0);
     }
 }
 

@@ -8,10 +8,10 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Once, Weak};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{ErrorKind, Log, Origin};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
@@ -25,7 +25,7 @@ pub(crate) const PREFIX: &str = "crossrail-page-";
 const SUMMARY_MAX: usize = 60 << 10;
 
 /// The page of this process, as long as anybody has a row of it.
-static PRESENT: Mutex<Option<Weak<Page>>> = Mutex::new(None);
+static PRESENT: PerProcess<Mutex<Option<Weak<Page>>>> = PerProcess::new();
 
 /// This process's page: a file of mode 0600 in shared memory, removed when nobody has a row of it any more.
 ///
@@ -63,10 +63,11 @@ pub fn open(folder: &Path, log: Log) -> Option<Arc<Page>> {
     remove_stale(folder);
     match Page::create(folder) {
         Ok(page) => {
-            AT_EXIT.call_once(|| {
+            // A forked child inherits the handler.
+            if !AT_EXIT.swap(true, Ordering::Relaxed) {
                 // SAFETY: the function stays where it is, and touches nothing that an ending process may not touch.
                 unsafe { nix::libc::atexit(remove_at_exit) };
-            });
+            }
             let page = Arc::new(page);
             *present = Some(Arc::downgrade(&page));
             Some(page)
@@ -79,7 +80,7 @@ pub fn open(folder: &Path, log: Log) -> Option<Arc<Page>> {
 }
 
 /// Whoever still has rows when the process ends does not drop them.
-static AT_EXIT: Once = Once::new();
+static AT_EXIT: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn remove_at_exit() {
     // A thread that was ended while it held the lock must not keep the process from ending.

@@ -6,8 +6,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crossrail_locks::Mutex;
-use crossrail_types::{Error, Log, Origin, Result, Settings, loopback};
+use crossrail_locks::{Mutex, PerProcess};
+use crossrail_types::{Error, Log, Result, Settings, loopback};
 
 use crate::read::{Found, Seen};
 use crate::{metrics, now_ns, pages, process};
@@ -26,8 +26,8 @@ const REQUEST_MAX: usize = 8 << 10;
 const PREFIX: &str = "crossrail-";
 const SUFFIX: &str = ".prom";
 
-/// The process that exports, and the file that it writes.
-static EXPORTING: Mutex<Option<(Origin, Option<PathBuf>)>> = Mutex::new(None);
+/// Whether this process exports, and the file that it writes.
+static EXPORTING: PerProcess<Mutex<Option<Option<PathBuf>>>> = PerProcess::new();
 
 /// Exports metrics as the settings say, for as long as the process lives. Only the first call of a process has an
 /// effect. What goes wrong later is logged: a program must not fail because nobody can watch it.
@@ -44,7 +44,7 @@ pub fn export(settings: &Settings) -> Result<()> {
     };
     let log = Log(settings.log);
     let mut exporting = EXPORTING.lock();
-    if exporting.as_ref().is_some_and(|(origin, _)| origin.is_here()) {
+    if exporting.is_some() {
         return Ok(());
     }
     let (file, body): (_, Box<dyn FnOnce() + Send>) = match to.strip_prefix("file:") {
@@ -72,14 +72,13 @@ pub fn export(settings: &Settings) -> Result<()> {
             nix::libc::atexit(remove_at_exit);
         }
     }
-    *exporting = Some((Origin::here(), file));
+    *exporting = Some(file);
     Ok(())
 }
 
 extern "C" fn remove_at_exit() {
     if let Some(exporting) = EXPORTING.try_lock()
-        && let Some((origin, Some(file))) = exporting.as_ref()
-        && origin.is_here()
+        && let Some(Some(file)) = exporting.as_ref()
     {
         let _ = std::fs::remove_file(file);
     }

@@ -1,6 +1,8 @@
 //! Log lines on stderr with their time (UTC) and level, or wherever the program that loaded this library wants them.
 
 use std::fmt;
+use std::io::Write as _;
+use std::os::fd::AsFd as _;
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -47,10 +49,19 @@ impl Log {
                 Some(sink) => sink(level, line),
                 None => {
                     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                    eprintln!("crossrail: {} {level}: {line}", TimeOfDay(since_1970));
+                    write(&format!("crossrail: {} {level}: {line}\n", TimeOfDay(since_1970)));
                 }
             }
         }
+    }
+}
+
+/// Writes to stderr past the lock of the standard library: a forked child would wait for ever for a thread of its parent
+/// that had it.
+fn write(line: &str) {
+    // Without descriptors, nothing else works either.
+    if let Ok(stderr) = std::io::stderr().as_fd().try_clone_to_owned() {
+        let _ = std::fs::File::from(stderr).write_all(line.as_bytes());
     }
 }
 

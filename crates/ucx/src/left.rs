@@ -8,7 +8,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::link::Link;
@@ -28,7 +28,7 @@ struct Left {
 }
 
 /// Those whose peer was silent for [`WAIT_MAX`]: it is stopped, or its machine is gone.
-static LEFT: Mutex<Vec<Left>> = Mutex::new(Vec::new());
+static LEFT: PerProcess<Mutex<Vec<Left>>> = PerProcess::new();
 
 /// Ends a join that has failed: tells the peer, which may know this worker's address, and waits a moment for it to close
 /// the connection, too. From the call on UCX is not driven.

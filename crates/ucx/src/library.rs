@@ -6,6 +6,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use crossrail_locks::PerProcess;
 use crossrail_transport::LaneError;
 use crossrail_types::{Error, ErrorKind, Log};
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
@@ -56,7 +57,7 @@ impl Library {
     /// # Errors
     /// Why it cannot be used.
     pub fn load(place: Option<&Path>, log: Log) -> Result<&'static Library, Absent> {
-        static LOADED: OnceLock<Result<Library, Absent>> = OnceLock::new();
+        static LOADED: PerProcess<OnceLock<Result<Library, Absent>>> = PerProcess::new();
         LOADED.get_or_init(|| Library::open(place, log)).as_ref().map_err(Clone::clone)
     }
 
@@ -189,7 +190,7 @@ fn text_of(ptr: *const c_char, status: Status) -> String {
     format!("{} ({status})", unsafe { text(ptr) })
 }
 
-static LOG: OnceLock<Log> = OnceLock::new();
+static LOG: PerProcess<OnceLock<Log>> = PerProcess::new();
 
 /// Passes a log line of UCX on to our log. UCX would print it on stdout, which belongs to the program.
 unsafe extern "C" fn log_line(

@@ -104,6 +104,7 @@ impl StoreServer {
                 .with_hint("raise the limit of processes (ulimit -u)")
         })?;
         let address = format!("tcp://{}", reachable(local));
+        crossrail_locks::watch_forks();
         Ok(StoreServer { origin: Origin::here(), address, stop, thread: Mutex::new(Some(thread)) })
     }
 

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Result, Settings};
 
 use crate::StoreServer;
@@ -13,7 +13,9 @@ use crate::StoreServer;
 const PROBE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The stores of this process by address; groups with the same address share one.
-static RUNNING: Mutex<Vec<(String, Weak<StoreServer>)>> = Mutex::new(Vec::new());
+static RUNNING: PerProcess<Mutex<Vec<Running>>> = PerProcess::new();
+
+type Running = (String, Weak<StoreServer>);
 
 /// A reference to a store that runs in this process; dropping the last one stops it.
 #[derive(Debug)]

@@ -4,7 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::num::{NonZeroU32, NonZeroU64};
 use std::sync::Arc;
 
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
+use crossrail_types::Origin;
 
 /// Names that are kept after the last peer that had them has ended: receipts may still ask for them.
 const KEPT: usize = 1024;
@@ -48,7 +49,7 @@ impl Names {
         (self.0.get() >> 32) as u32
     }
 
-    /// The peer's name; empty once [`KEPT`] other peers have ended since this one has.
+    /// The peer's name; empty once [`KEPT`] other peers have ended since this one has, and in a forked child.
     pub(crate) fn peer(self) -> Arc<str> {
         self.pair().0
     }
@@ -59,39 +60,45 @@ impl Names {
 
     fn pair(self) -> Pair {
         let known = KNOWN.lock();
-        let known = known.as_ref().and_then(|known| known.entries.get(self.index() as usize));
-        let entry = known.filter(|entry| entry.generation.get() == self.generation());
+        let entry = known.entries.get(self.index() as usize);
+        let entry = entry.filter(|entry| entry.generation.get() == self.generation());
         entry.and_then(|entry| entry.pair.clone()).unwrap_or_else(|| ("".into(), "".into()))
     }
 }
 
 /// The names of a peer that is there. They are kept while it exists.
 #[derive(Debug)]
-pub(super) struct NamesOfPeer(Names);
+pub(super) struct NamesOfPeer {
+    names: Names,
+    origin: Origin,
+}
 
 impl NamesOfPeer {
     pub(super) fn new(peer: &str, message_lane: &str) -> NamesOfPeer {
-        NamesOfPeer(KNOWN.lock().get_or_insert_default().enter((peer.into(), message_lane.into())))
+        let names = KNOWN.lock().enter((peer.into(), message_lane.into()));
+        NamesOfPeer { names, origin: Origin::here() }
     }
 
     #[inline]
     pub(super) fn names(&self) -> Names {
-        self.0
+        self.names
     }
 }
 
 impl Drop for NamesOfPeer {
     fn drop(&mut self) {
-        if let Some(known) = KNOWN.lock().as_mut() {
-            known.leave(self.0.index());
+        if self.origin.is_here() {
+            KNOWN.lock().leave(self.names.index());
         }
     }
 }
 
-static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new();
 
-#[derive(Default)]
 struct Known {
+    /// The generation of new entries. A forked child starts with no names, and with another one of these: it must not
+    /// take a name of its own for that of its parent's receipts.
+    first: NonZeroU32,
     entries: Vec<Entry>,
     by_pair: HashMap<Pair, u32>,
     /// Pairs without a peer, and how often they had been without one then; the oldest in front.
@@ -105,6 +112,15 @@ struct Entry {
     peers: usize,
     /// How often its last peer has ended.
     ends: u64,
+}
+
+impl Default for Known {
+    fn default() -> Known {
+        // Spread, because generations are counted up from it.
+        let first = NonZeroU32::new(std::process::id().wrapping_mul(0x9e37_79b1)).unwrap_or(NonZeroU32::MIN);
+        let (entries, by_pair, over, free) = Default::default();
+        Known { first, entries, by_pair, over, free }
+    }
 }
 
 impl Known {
@@ -123,7 +139,7 @@ impl Known {
         self.by_pair.insert(pair.clone(), index);
         match self.entries.get_mut(index as usize) {
             Some(entry) => entry.pair = Some(pair),
-            None => self.entries.push(Entry { generation: NonZeroU32::MIN, pair: Some(pair), peers: 0, ends: 0 }),
+            None => self.entries.push(Entry { generation: self.first, pair: Some(pair), peers: 0, ends: 0 }),
         }
         index
     }

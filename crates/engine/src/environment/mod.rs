@@ -1,7 +1,6 @@
 //! What this process has: settings, memory, GPUs, network devices, processors.
 
 mod breadth;
-mod forks;
 mod rails;
 
 use std::sync::{Arc, OnceLock};
@@ -46,7 +45,7 @@ impl Environment {
         settings: Settings,
         gpus: impl FnOnce(&Settings, Arc<Arena>) -> Arc<Devices>,
     ) -> Result<Environment> {
-        forks::watch();
+        crossrail_locks::watch_forks();
         crossrail_sight::export(&settings)?;
         let nics = crossrail_topology::nics()?;
         let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);

@@ -6,9 +6,9 @@
 use std::collections::HashMap;
 use std::net::TcpStream;
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_transport::Lane;
 use crossrail_types::{Error, ErrorKind, Filter, Log, Result, Settings};
 use crossrail_ucx::{Class, Fabric, Library, Resource};
@@ -147,8 +147,8 @@ fn choose(
 /// A context for that choice, opened once in this process.
 fn cached(library: &'static Library, transports: Option<Vec<String>>, device: Option<String>) -> Result<Arc<Fabric>> {
     type Choice = (Option<Vec<String>>, Option<String>);
-    static OPEN: OnceLock<Mutex<HashMap<Choice, Arc<Fabric>>>> = OnceLock::new();
-    let mut open = OPEN.get_or_init(Mutex::default).lock();
+    static OPEN: PerProcess<Mutex<HashMap<Choice, Arc<Fabric>>>> = PerProcess::new();
+    let mut open = OPEN.lock();
     let key = (transports, device);
     if let Some(fabric) = open.get(&key) {
         return Ok(fabric.clone());

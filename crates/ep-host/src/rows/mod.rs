@@ -37,9 +37,10 @@ mod tests;
 use std::fmt;
 #[cfg(target_arch = "x86_64")]
 use std::ops::Range;
-use std::sync::LazyLock;
+use std::sync::OnceLock;
 
 use crossrail_ep::{BLOCK, Scale};
+use crossrail_locks::PerProcess;
 
 /// Blocks that are looked at before the first of them is cast, so that none waits for its own factor (measured on an AMD
 /// EPYC of family 26 with AVX-512: half as fast again as one by one). 4 KiB, which the first cache keeps.
@@ -73,8 +74,8 @@ impl fmt::Debug for Kernels {
 impl Kernels {
     /// The fastest that this processor runs; found out once.
     pub fn detect() -> &'static Kernels {
-        static BEST: LazyLock<&Kernels> = LazyLock::new(|| Kernels::available()[0]);
-        *BEST
+        static BEST: PerProcess<OnceLock<&'static Kernels>> = PerProcess::new();
+        BEST.get_or_init(|| Kernels::available()[0])
     }
 
     /// Those that any processor runs.
