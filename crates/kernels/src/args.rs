@@ -30,6 +30,8 @@ constants! {
     BULK_STAGE: u32 = 16384;
     /// Stages of a block of `crossrail_copy_bulk`.
     BULK_STAGES: u32 = 12;
+    /// Threads of a block of `crossrail_rows`: 12 warps, which have 48 KiB of loads in flight.
+    ROWS_THREADS: u32 = 384;
     /// Outcome of a wait: the flag has reached the value.
     FLAG_REACHED: u64 = 1;
     /// Outcome of a wait: timeout.
@@ -110,6 +112,50 @@ layouts! {
         pieces: u64,
         /// Number of its entries.
         count: u64,
+    }
+    /// Rows of a list, equally far apart.
+    RowStride {
+        /// Address of the first one.
+        base: u64,
+        /// Distance between them in bytes.
+        stride: u64,
+        /// Length of each in bytes.
+        len: u64,
+        /// Rows of the list before these.
+        first: u64,
+    }
+    /// A list of rows: strides, and which of their rows. In place `i` is row `i` without indices, else row
+    /// `i / period * step + index[i % period]`.
+    RowsEnd {
+        /// Address of the strides.
+        strides: u64,
+        /// Number of strides.
+        count: u32,
+        /// Rows of each stride, if all have as many; else 0.
+        even: u32,
+        /// Address of the indices, each a u32; 0 for none.
+        index: u64,
+        /// Number of indices.
+        period: u64,
+        /// What is added each time that the indices begin again.
+        step: u64,
+    }
+    /// Arguments of `crossrail_rows`.
+    RowsArgs {
+        /// Where rows come from.
+        src: RowsEnd,
+        /// Where they go to. Rows in the same place are of the same length.
+        dst: RowsEnd,
+        /// The first place to copy.
+        first: u64,
+        /// Number of units: `parts` of each row.
+        units: u64,
+        /// Parts of the longest row, at least 1.
+        parts: u64,
+        /// Bytes of a part: a multiple of 16, and less than 2^31.
+        part: u64,
+        /// Units that a warp takes at a time: 1 to 32.
+        batch: u64,
     }
     /// Arguments of `crossrail_copy` and `crossrail_copy_bulk`.
     CopyArgs {

@@ -8,8 +8,10 @@ use crossrail_cuda::{Context, Function, Grid, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::args::{
-    BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FlagAwaitArgs, FlagWriteArgs, PutArgs, UnpackArgs,
+    BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FlagAwaitArgs, FlagWriteArgs, PutArgs, ROWS_THREADS,
+    RowsArgs, UnpackArgs,
 };
+use crate::rows::ROWS_WARPS;
 use crate::sources;
 
 const WARPS: u64 = COPY_THREADS as u64 / 32;
@@ -28,6 +30,7 @@ const BULK_OWN: u32 = 1024;
 #[derive(Debug)]
 pub struct Kernels {
     unpack: Function,
+    rows: Function,
     copy: Function,
     copy_bulk: Option<Function>,
     put: Function,
@@ -62,6 +65,7 @@ impl Kernels {
         }
         Ok(Kernels {
             unpack: load(&sources::UNPACK)?.function("crossrail_unpack")?,
+            rows: load(&sources::ROWS)?.function("crossrail_rows")?,
             copy: load(&sources::COPY)?.function("crossrail_copy")?,
             copy_bulk,
             put: load(&sources::PUT)?.function("crossrail_put")?,
@@ -107,6 +111,32 @@ impl Kernels {
         let Some(blocks) = block_count("unpack", useful, blocks, self.most_blocks())? else { return Ok(()) };
         // SAFETY: the kernel takes `UnpackArgs`; the caller vouches for the rest.
         unsafe { self.unpack.launch(stream, copying(blocks), args) }
+    }
+
+    /// Enqueues a move of rows by at most `blocks` blocks, each of which occupies a multiprocessor; `None`: as many as
+    /// help. Both ends may be memory of any GPU with peer access, or mapped host memory. No units are nothing.
+    ///
+    /// # Safety
+    /// The tables and all source rows must stay valid and unchanged, and destination rows valid and untouched by
+    /// others, until this is done; every index must name a row, and rows in the same place must be of the same length.
+    /// Destinations must not overlap each other or any source.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Usage`] for 0 blocks, misaligned tables, or a shape that the kernel does not take; a failed call.
+    pub unsafe fn rows(&self, stream: &Stream, args: &RowsArgs, blocks: Option<u32>) -> Result<()> {
+        for end in [&args.src, &args.dst] {
+            aligned("rows", "a table of strides", end.strides)?;
+            aligned("rows", "a table of indices", end.index)?;
+        }
+        let part = (16..1 << 31).contains(&args.part) && args.part.is_multiple_of(16);
+        if !(1..=32).contains(&args.batch) || args.parts == 0 || !part {
+            return Err(Error::new(ErrorKind::Usage, "rows", format!("no such shape: {args:?}")));
+        }
+        let useful = args.units.div_ceil(args.batch * ROWS_WARPS);
+        let Some(blocks) = block_count("rows", useful, blocks, self.multiprocessors)? else { return Ok(()) };
+        let grid = Grid { blocks, threads: ROWS_THREADS, shared: 0 };
+        // SAFETY: the kernel takes `RowsArgs`; the caller vouches for the rest.
+        unsafe { self.rows.launch(stream, grid, args) }
     }
 
     /// Puts in: a copy by `blocks` blocks, `None` for as many as help. An empty copy is nothing.

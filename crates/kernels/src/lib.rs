@@ -5,6 +5,7 @@
 //! csrc/ptx        instructions that the language lacks; the name says order and scope
 //! csrc/kernels    unpack: gathers a list of pieces    copy: one copy by few blocks    flag: written and awaited
 //!                 put: a copy and then a signal       copy_bulk: one copy through shared memory (from 9.0 on)
+//!                 rows: rows of a list to rows of another
 //!                 ep_expert, ep_rank: dispatch and combine of expert parallelism, in either layout
 //!                 ep_slots: the rank layout for few tokens    ep_coded: combines with fewer bytes
 //! ```
@@ -16,16 +17,18 @@ mod args;
 pub mod ep;
 mod launch;
 mod names;
+mod rows;
 mod scatter;
 mod shared;
 pub mod sources;
 
 pub use args::{
     BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs,
-    FlagWriteArgs, Piece, PutArgs, UnpackArgs, layout,
+    FlagWriteArgs, Piece, PutArgs, ROWS_THREADS, RowStride, RowsArgs, RowsEnd, UnpackArgs, layout,
 };
 pub use launch::Kernels;
 pub use names::mangled;
+pub use rows::{RowCount, RowList, table_words, write_table};
 pub use scatter::{LONGEST, ScatterList};
 pub use shared::{compiler, shared};
 

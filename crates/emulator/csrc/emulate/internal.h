@@ -19,7 +19,7 @@ constexpr uint32_t WARP_LANES = 32;
 constexpr uint32_t BARRIERS = 16;
 constexpr size_t STACK_BYTES = 64 << 10;
 // Bytes of static shared memory that a block may have.
-constexpr size_t STATIC_BYTES = 4 << 10;
+constexpr size_t STATIC_BYTES = 16 << 10;
 
 // Which word of what `emulate_switch` keeps is the frame's address.
 #if defined(__x86_64__)

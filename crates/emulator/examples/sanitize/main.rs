@@ -23,7 +23,7 @@ use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream, wait_for_releases};
 use crossrail_kernels::{
     BULK_STAGE, BULK_STAGES, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, Piece,
-    PutArgs, ScatterList, UnpackArgs,
+    PutArgs, RowCount, RowList, RowStride, ScatterList, UnpackArgs, table_words, write_table,
 };
 
 /// Under a checker everything takes long.
@@ -69,6 +69,7 @@ fn run() -> Outcome<usize> {
         let mut bench = Bench { stream, target, kernels: &kernels, checks: 0 };
         bench.copies()?;
         bench.unpack()?;
+        bench.rows()?;
         bench.flags()?;
         checks += bench.checks;
     }
@@ -210,6 +211,47 @@ impl Bench<'_> {
                 self.kernels.unpack(&self.stream, &args, Some(3))?;
             }
             self.verify(&target, &expected, "unpack")?;
+        }
+        Ok(())
+    }
+
+    /// Rows of all lengths from one order to another, off alignment by nothing and by odd numbers.
+    fn rows(&mut self) -> Outcome<()> {
+        for odd in [0, 3] {
+            let index: Vec<u32> = (0..2 * LENGTHS.len() as u32).map(|row| row ^ 1).collect();
+            let (mut strides, mut at) = ([Vec::new(), Vec::new()], [0, odd]);
+            for (i, len) in LENGTHS.into_iter().enumerate() {
+                for ((strides, at), gap) in strides.iter_mut().zip(&mut at).zip([odd, 16]) {
+                    let (len, stride, first) = (len as u64, (len + gap) as u64, 2 * i as u64);
+                    strides.push(RowStride { base: *at as u64, stride, len, first });
+                    *at += 2 * stride as usize;
+                }
+            }
+            let sent = bytes(odd as u64, at[0] - odd);
+            let mut expected = vec![0; at[1] - 16];
+            for ((from, to), len) in strides[0].iter().zip(&strides[1]).zip(LENGTHS) {
+                for row in 0..2 {
+                    let (from, to) = (from.base + (row ^ 1) * from.stride, to.base + row * to.stride);
+                    expected[to as usize..to as usize + len].copy_from_slice(&sent[from as usize..from as usize + len]);
+                }
+            }
+            let source = self.put_down(&self.stream, &sent)?;
+            let target = self.put_down(&self.target, &vec![0; expected.len()])?;
+            strides[0].iter_mut().for_each(|stride| stride.base += source.address());
+            strides[1].iter_mut().for_each(|stride| stride.base += target.address());
+            let src = RowList { strides: &strides[0], even: Some(2), index: &index, step: 0 };
+            let dst = RowList { strides: &strides[1], even: None, index: &[], step: 0 };
+            let longest = LENGTHS.into_iter().max().unwrap_or(0) as u64;
+            let count = RowCount { first: 0, rows: index.len() as u64, bytes: sent.len() as u64, longest };
+            let mut words = vec![0; table_words(&src, &dst)];
+            let table = PinnedMemory::new(self.stream.context(), 8 * words.len())?;
+            let args = write_table(&src, &dst, (&mut words, table.address()), count, 3);
+            // SAFETY: the table is as long as that; all areas are valid and nobody else's until `verify` has waited.
+            unsafe {
+                std::ptr::copy_nonoverlapping(words.as_ptr(), table.as_ptr().cast(), words.len());
+                self.kernels.rows(&self.stream, &args, Some(3))?;
+            }
+            self.verify(&target, &expected, "rows")?;
         }
         Ok(())
     }

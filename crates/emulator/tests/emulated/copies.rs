@@ -4,7 +4,7 @@
 use crossrail_cuda::Grid;
 use crossrail_kernels::{
     BULK_STAGE, BULK_STAGES, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece,
-    PutArgs, UnpackArgs,
+    PutArgs, ROWS_THREADS, RowCount, RowList, RowStride, UnpackArgs, table_words, write_table,
 };
 
 use crossrail_emulator::{Build, Emulator, GpuMemory as _, Gpus as _, Memory, Numbers};
@@ -64,6 +64,115 @@ fn lists_are_unpacked() {
         emulator.launch("crossrail_unpack", &args, copying(2));
         emulator.run(seed).unwrap();
         assert!(target.bytes() == expected, "seed {seed}");
+    }
+}
+
+/// Strides of `count` rows each of these lengths, which lie in a memory of `room` bytes with gaps of `gap`, from `start`
+/// on.
+fn strides(base: u64, (start, gap): (u64, u64), lengths: &[u64], count: u64) -> (Vec<RowStride>, u64) {
+    let (mut at, mut strides) = (base + start, Vec::new());
+    for len in lengths {
+        let stride = len + gap;
+        strides.push(RowStride { base: at, stride, len: *len, first: strides.len() as u64 * count });
+        at += stride * count;
+    }
+    (strides, at - base)
+}
+
+/// A random order of the numbers below `count`.
+fn shuffled(count: u32, numbers: &mut Numbers) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..count).collect();
+    for last in (1..order.len()).rev() {
+        order.swap(last, numbers.below(last as u64 + 1) as usize);
+    }
+    order
+}
+
+/// Where the row in place `place` is, and its length: the kernel's formula again.
+fn row(list: &RowList<'_>, place: u64) -> (u64, u64) {
+    let period = list.index.len() as u64;
+    let row = match period {
+        0 => place,
+        _ => place / period * list.step + u64::from(list.index[(place % period) as usize]),
+    };
+    let stride = list.strides.iter().rfind(|stride| stride.first <= row).unwrap();
+    (stride.base + (row - stride.first) * stride.stride, stride.len)
+}
+
+const COUNT: u32 = 23;
+const ROOM: usize = 512 << 10;
+
+/// Rows of several lengths, from one random order to another, with both formulas of indices; the error, or what came out
+/// wrong. Gaps and starts that are no multiples of 16 misalign all ends.
+fn move_rows(emulator: &mut Emulator, seed: u64) -> Result<(), String> {
+    let mut numbers = Numbers(seed);
+    let odd = seed % 3;
+    let lengths: Vec<u64> = match seed % 4 {
+        0 => vec![528, 2304, 16, 9216],
+        1 => vec![1, 15, 700, 8195, 0, 64],
+        2 => vec![576; 5],
+        _ => vec![20_000, 32],
+    };
+    let (source, target) = (emulator.memory("source", ROOM), emulator.memory("target", ROOM));
+    let (from, used) = strides(source.address(), (odd * 5, odd * 24), &lengths, u64::from(COUNT));
+    let (to, _) = strides(target.address(), (odd * 3, 16 + odd), &lengths, u64::from(COUNT));
+    assert!(used < ROOM as u64);
+    let rows = COUNT * lengths.len() as u32;
+    let block = (shuffled(COUNT, &mut numbers), shuffled(COUNT, &mut numbers));
+    // In every stride again; or each row where it likes, as long as the lengths are the same.
+    let all: Vec<u32> =
+        (0..lengths.len() as u32).flat_map(|at| block.1.iter().map(move |row| at * COUNT + row)).collect();
+    let even = seed.is_multiple_of(2).then_some(COUNT);
+    let src = RowList { strides: &from, even, index: &block.0, step: u64::from(COUNT) };
+    let dst = match seed % 5 {
+        0 => RowList { strides: &to, even: None, index: &[], step: 0 },
+        _ => RowList { strides: &to, even: None, index: &all, step: 0 },
+    };
+    let count = RowCount {
+        first: numbers.below(4),
+        rows: u64::from(rows) - 4,
+        bytes: used,
+        longest: *lengths.iter().max().unwrap(),
+    };
+    let mut words = vec![0; table_words(&src, &dst)];
+    let table = emulator.zeroed("table", 8 * words.len());
+    let blocks = 1 + numbers.below(3) as u32;
+    let args = write_table(&src, &dst, (&mut words, table.address()), count, blocks);
+    table.write(0, &words);
+    let (bytes, mut expected) = (source.bytes(), target.bytes());
+    for place in count.first..count.first + count.rows {
+        let ((from, len), (to, _)) = (row(&src, place), row(&dst, place));
+        let (from, to) = ((from - source.address()) as usize, (to - target.address()) as usize);
+        expected[to..to + len as usize].copy_from_slice(&bytes[from..from + len as usize]);
+    }
+    emulator.launch("crossrail_rows", &args, Grid { blocks, threads: ROWS_THREADS, shared: 0 });
+    emulator.run(seed)?;
+    let wrong = target.bytes().iter().zip(&expected).position(|(got, expected)| got != expected);
+    wrong.map_or(Ok(()), |byte| Err(format!("seed {seed}: byte {byte} of the target is wrong")))
+}
+
+#[test]
+fn rows_are_moved_between_lists() {
+    let Some(mut emulator) = Emulator::build("kernels/rows.cu", &[]) else { return };
+    for seed in 0..30 {
+        move_rows(&mut emulator, seed).unwrap();
+    }
+}
+
+#[test]
+fn a_move_of_rows_whose_lanes_do_not_wait_is_caught() {
+    for (from, to) in [
+        (
+            "units[lane] = RowUnit{src - before, dst - before, end};\n        __syncwarp();",
+            "units[lane] = RowUnit{src - before, dst - before, end};",
+        ),
+        ("__syncwarp();\n        units[lane]", "units[lane]"),
+    ] {
+        let Some(mut emulator) = Build::new(&["kernels/rows.cu"]).broken("kernels/rows.cu", from, to).emulator() else {
+            return;
+        };
+        let errors = caught(30, |seed| move_rows(&mut emulator, seed));
+        assert!(errors.contains("nothing orders the two"), "{from}: {errors}");
     }
 }
 

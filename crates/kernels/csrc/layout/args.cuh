@@ -15,6 +15,9 @@ constexpr u32 BULK_STAGE = 16384;
 // Stages of a block of `crossrail_copy_bulk`.
 constexpr u32 BULK_STAGES = 12;
 
+// Threads of a block of `crossrail_rows`: 12 warps, which have 48 KiB of loads in flight.
+constexpr u32 ROWS_THREADS = 384;
+
 // Outcome of a wait: the flag has reached the value.
 constexpr u64 FLAG_REACHED = 1;
 
@@ -42,6 +45,59 @@ struct UnpackArgs {
 };
 
 static_assert(sizeof(UnpackArgs) == 16, "UnpackArgs");
+
+// Rows of a list, equally far apart.
+struct RowStride {
+    // Address of the first one.
+    u64 base;
+    // Distance between them in bytes.
+    u64 stride;
+    // Length of each in bytes.
+    u64 len;
+    // Rows of the list before these.
+    u64 first;
+};
+
+static_assert(sizeof(RowStride) == 32, "RowStride");
+
+// A list of rows: strides, and which of their rows. In place `i` is row `i` without indices, else row
+// `i / period * step + index[i % period]`.
+struct RowsEnd {
+    // Address of the strides.
+    u64 strides;
+    // Number of strides.
+    u32 count;
+    // Rows of each stride, if all have as many; else 0.
+    u32 even;
+    // Address of the indices, each a u32; 0 for none.
+    u64 index;
+    // Number of indices.
+    u64 period;
+    // What is added each time that the indices begin again.
+    u64 step;
+};
+
+static_assert(sizeof(RowsEnd) == 40, "RowsEnd");
+
+// Arguments of `crossrail_rows`.
+struct RowsArgs {
+    // Where rows come from.
+    RowsEnd src;
+    // Where they go to. Rows in the same place are of the same length.
+    RowsEnd dst;
+    // The first place to copy.
+    u64 first;
+    // Number of units: `parts` of each row.
+    u64 units;
+    // Parts of the longest row, at least 1.
+    u64 parts;
+    // Bytes of a part: a multiple of 16, and less than 2^31.
+    u64 part;
+    // Units that a warp takes at a time: 1 to 32.
+    u64 batch;
+};
+
+static_assert(sizeof(RowsArgs) == 120, "RowsArgs");
 
 // Arguments of `crossrail_copy` and `crossrail_copy_bulk`.
 struct CopyArgs {

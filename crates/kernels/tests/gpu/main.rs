@@ -3,6 +3,7 @@
 
 mod bulk;
 mod put;
+mod rows;
 #[path = "../../../cuda/tests/support/mod.rs"]
 #[allow(dead_code)]
 mod support;
