@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_transport::{
-    Direct, Grant, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
+    Direct, Lane, LaneCaps, LaneError, LaneStats, Loan, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
 };
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
@@ -43,7 +43,7 @@ struct Arriving {
     /// Bytes wanted of it, and bytes gone through.
     len: usize,
     at: usize,
-    grant: Option<Arc<Grant>>,
+    grant: Option<Arc<Loan>>,
     /// `None`: discarded.
     token: Option<u64>,
 }

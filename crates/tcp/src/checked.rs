@@ -9,7 +9,7 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use crossrail_transport::{Grant, LaneError, Payload, Post, Sink, Tx};
+use crossrail_transport::{LaneError, Loan, Payload, Post, Sink, Tx};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::record::{self, RECORD_HEAD, RECORD_MAX};
@@ -200,7 +200,7 @@ impl Outlet for Sealer {
 
 /// Appends `len` bytes of a payload from `at` on; zeros if its memory was revoked.
 fn append(payload: &Payload, at: usize, len: usize, out: &mut Vec<u8>) {
-    let usage = payload.grant.as_deref().map(Grant::enter);
+    let usage = payload.grant.as_deref().map(Loan::enter);
     if len == 0 || matches!(usage, Some(None)) {
         out.resize(out.len() + len, 0);
         return;

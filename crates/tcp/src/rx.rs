@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use crossrail_transport::{Grant, LaneError, Place, Sink};
+use crossrail_transport::{LaneError, Loan, Place, Sink};
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
 use crate::fault::fault;
@@ -28,7 +28,7 @@ struct Body {
     into: usize,
     /// Bytes to be discarded after that.
     discard: usize,
-    grant: Option<Arc<Grant>>,
+    grant: Option<Arc<Loan>>,
     token: Option<u64>,
 }
 
@@ -69,7 +69,7 @@ impl Body {
         let mut used = 0;
         if self.into > 0 {
             let n = self.into.min(bytes.len());
-            let usage = self.grant.as_deref().map(Grant::enter);
+            let usage = self.grant.as_deref().map(Loan::enter);
             if matches!(usage, Some(None)) {
                 drop(usage);
                 self.give_up();
@@ -91,7 +91,7 @@ impl Body {
 
     /// The token to report, if the destination is complete and still granted.
     fn finish(self) -> Option<u64> {
-        self.token.filter(|_| !self.grant.is_some_and(|grant| grant.is_revoked()))
+        self.token.filter(|_| !self.grant.is_some_and(|grant| grant.is_recalled()))
     }
 }
 
@@ -332,7 +332,7 @@ impl Intake for Plain {
             Some(body) if body.into > 0 => {
                 let len = body.into.min(budget.clamp(INPUT, STEP));
                 let beyond = if len < body.into || body.discard > 0 { 0 } else { BEYOND };
-                let usage = body.grant.as_deref().map(Grant::enter);
+                let usage = body.grant.as_deref().map(Loan::enter);
                 if matches!(usage, Some(None)) {
                     drop(usage);
                     body.give_up();

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;
 
-use crossrail_transport::{Grant, GrantUse, LaneError, Payload, Post, Sink, Tx};
+use crossrail_transport::{LaneError, Loan, LoanUse, Payload, Post, Sink, Tx};
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 use libc::iovec;
 
@@ -203,7 +203,7 @@ impl Sender {
         let written = if out.len <= JOIN_UP_TO {
             let mut joined = [0; HEAD_LEN + JOIN_UP_TO];
             joined[..HEAD_LEN].copy_from_slice(&out.head.0);
-            let usage = payload.grant.as_deref().map(Grant::enter);
+            let usage = payload.grant.as_deref().map(Loan::enter);
             if out.len > 0 && !matches!(usage, Some(None)) {
                 // SAFETY: the payload is valid during post; `usage` makes a revocation wait.
                 let bytes = unsafe { std::slice::from_raw_parts(payload.ptr, out.len) };
@@ -257,7 +257,7 @@ impl Sender {
             let (from, left) = (front.offset() + pipe.holds(), front.len - front.offset() - pipe.holds());
             let mut usable = true;
             if left > 0 && pipe.is_low() {
-                let usage = payload.grant.as_deref().map(Grant::enter);
+                let usage = payload.grant.as_deref().map(Loan::enter);
                 usable = !matches!(usage, Some(None))
                     // SAFETY: from + left == payload.len, which is valid until `sent` or a revocation; `usage` makes a
                     // revocation wait.
@@ -267,7 +267,7 @@ impl Sender {
                 let more = pipe.holds() < front.len - front.offset();
                 return accepted("splice", pipe.drain(fd, more));
             }
-            if !usable && !payload.grant.as_deref().is_some_and(Grant::is_revoked) {
+            if !usable && !payload.grant.as_deref().is_some_and(Loan::is_recalled) {
                 self.pipe = None; // not permitted on this system: copy from now on
             }
         }
@@ -309,7 +309,7 @@ pub(crate) fn accepted(call: &str, result: io::Result<usize>) -> Result<Option<u
 
 /// Copies a payload; zeros if its memory was revoked.
 fn copy_of(payload: &Payload) -> Vec<u8> {
-    let usage = payload.grant.as_deref().map(Grant::enter);
+    let usage = payload.grant.as_deref().map(Loan::enter);
     if payload.len == 0 || matches!(usage, Some(None)) {
         return vec![0; payload.len];
     }
@@ -324,7 +324,7 @@ fn gather<'a>(fd: RawFd, frames: impl Iterator<Item = &'a Outgoing>) -> io::Resu
     let mut pieces = [iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * BATCH_FRAMES];
     let mut count = 0;
     let mut total = 0;
-    let mut usages: Vec<GrantUse<'_>> = Vec::new();
+    let mut usages: Vec<LoanUse<'_>> = Vec::new();
     let mut add = |bytes: *const u8, len: usize| {
         if len > 0 {
             pieces[count] = iovec { iov_base: bytes.cast_mut().cast(), iov_len: len };
@@ -340,7 +340,7 @@ fn gather<'a>(fd: RawFd, frames: impl Iterator<Item = &'a Outgoing>) -> io::Resu
             let start = match &frame.source {
                 Source::Copied(bytes) => bytes[frame.offset()..].as_ptr(),
                 Source::User(payload) => {
-                    let usage = payload.grant.as_deref().map(Grant::enter);
+                    let usage = payload.grant.as_deref().map(Loan::enter);
                     if matches!(usage, Some(None)) {
                         add(FILLER.as_ptr(), len.min(FILLER.len()));
                         if len > FILLER.len() {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crossrail_types::{Error, ErrorKind, Head, LaneId};
 
-use crate::Grant;
+use crate::Loan;
 
 /// What a lane can do; fixed once it is up.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,12 +25,12 @@ pub struct LaneCaps {
     pub direct: bool,
 }
 
-/// Payload memory that a lane reads from. The memory stays valid until `sink.sent(token)`, or until
-/// [`Grant::revoke`] has returned, whichever is first.
+/// Payload memory that a lane reads from. The memory stays valid until `sink.sent(token)`, or until its loan is
+/// [returned](Loan::is_returned), whichever is first.
 ///
 /// A lane that is not [`LaneCaps::reliable`] may go on referring to the *pages* after `sent` (zero-copy sends), so
 /// what came from [`Sink::next`] must stay unmodified until the peer has acknowledged it at protocol level. After a
-/// revocation the peer may receive anything in that payload's place, of the announced length.
+/// recall the peer may receive anything in that payload's place, of the announced length.
 #[derive(Clone, Debug)]
 pub struct Payload {
     /// First byte; may dangle when `len` is 0.
@@ -39,8 +39,8 @@ pub struct Payload {
     pub len: usize,
     /// The same bytes as a range of a memfd, when they are: lets a lane use sendfile.
     pub file: Option<(RawFd, u64)>,
-    /// Asked before every touch. `None`: the memory outlives the lane's use for certain.
-    pub grant: Option<Arc<Grant>>,
+    /// Entered before every touch, or kept. `None`: the memory outlives the lane's use for certain.
+    pub grant: Option<Arc<Loan>>,
 }
 
 // SAFETY: a Payload is a description; whoever dereferences `ptr` answers for it under the rules above.
@@ -72,8 +72,8 @@ pub enum Place {
         dst: *mut u8,
         /// Bytes to write.
         len: usize,
-        /// Asked before every touch; when it is revoked the rest is read and discarded.
-        grant: Option<Arc<Grant>>,
+        /// Entered before every touch, or kept; once it is recalled the rest is read and discarded.
+        grant: Option<Arc<Loan>>,
         /// Handed back in [`Sink::placed`] once the last byte is there.
         token: u64,
     },
@@ -105,8 +105,10 @@ pub trait Sink {
     /// A head has arrived; where does its payload go? Called for empty payloads too, and again for the same head after
     /// [`Place::Wait`].
     fn place(&mut self, lane: LaneId, head: &Head) -> Place;
-    /// The payload of that `Place::Into` is complete. Not called once its grant was revoked.
+    /// The payload of that `Place::Into` is complete. Not called once its loan was recalled.
     fn placed(&mut self, lane: LaneId, token: u64);
+    /// A loan that the lane kept and that was recalled has been returned. For lanes that keep loans.
+    fn returned(&mut self) {}
 }
 
 /// Answer to a [`Lane::post`].

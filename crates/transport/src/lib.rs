@@ -15,17 +15,19 @@
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod doorbell;
-mod grant;
+#[cfg(any(test, feature = "conformance"))]
+pub mod dry;
 mod lane;
+mod loan;
 pub mod loopback;
 #[cfg(all(test, loom))]
 mod models;
 mod word;
 
 pub use doorbell::Doorbell;
-pub use grant::{Grant, GrantUse};
 pub use lane::{
     Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed,
     Payload, Place, Post, Sink, Step, Tx, Window,
 };
+pub use loan::{Kept, Loan, LoanUse};
 pub use word::Word;

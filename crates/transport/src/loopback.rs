@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crossrail_types::{Error, HEAD_LEN, Head, LaneId, Result};
 
-use crate::{Grant, Lane, LaneCaps, LaneError, LaneStats, Payload, Place, Post, Sink, Tx};
+use crate::{Lane, LaneCaps, LaneError, LaneStats, Loan, Payload, Place, Post, Sink, Tx};
 
 /// Bytes that one direction holds at most.
 const CAPACITY: usize = 256 * 1024;
@@ -222,7 +222,7 @@ impl LoopbackLane {
                             return Ok(moved > 0);
                         }
                     } else if let Place::Into { grant, token, .. } = place
-                        && !grant.is_some_and(|grant| grant.is_revoked())
+                        && !grant.is_some_and(|grant| grant.is_recalled())
                     {
                         sink.placed(self.id, token);
                     }
@@ -318,14 +318,14 @@ impl Drop for LoopbackLane {
     }
 }
 
-/// Fills `out` from the payload at `offset`; with zeros where the grant was revoked, so that framing holds.
+/// Fills `out` from the payload at `offset`; with zeros where the loan was recalled, so that framing holds.
 fn copy_from_payload(payload: &Payload, offset: usize, out: &mut [u8]) {
-    let usage = payload.grant.as_deref().map(Grant::enter);
+    let usage = payload.grant.as_deref().map(Loan::enter);
     if matches!(usage, Some(None)) {
         return out.fill(0);
     }
     // SAFETY: the caller keeps offset + out.len() <= payload.len; the payload is valid until `sent` or until
-    // `revoke` has returned, which waits for `usage`.
+    // `recall` has returned, which waits for `usage`.
     unsafe { std::ptr::copy_nonoverlapping(payload.ptr.add(offset), out.as_mut_ptr(), out.len()) }
 }
 
@@ -333,11 +333,11 @@ fn copy_from_payload(payload: &Payload, offset: usize, out: &mut [u8]) {
 fn copy_to_place(place: &Place, offset: usize, bytes: &[u8]) {
     let Place::Into { dst, len, grant, .. } = place else { return };
     let n = bytes.len().min(len.saturating_sub(offset));
-    let usage = grant.as_deref().map(Grant::enter);
+    let usage = grant.as_deref().map(Loan::enter);
     if n == 0 || matches!(usage, Some(None)) {
         return;
     }
-    // SAFETY: offset + n <= len, which the sink said may be written until `placed` or until `revoke` has returned,
+    // SAFETY: offset + n <= len, which the sink said may be written until `placed` or until `recall` has returned,
     // which waits for `usage`.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst.add(offset), n) }
 }

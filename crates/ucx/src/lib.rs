@@ -19,7 +19,7 @@
 //! once all of its pieces are consumed.
 //!
 //! The sending end stages pieces in memory of the lane, because a transfer that UCX has begun can't be recalled: memory of
-//! the user's would be used after its [`Grant`](crossrail_transport::Grant) was revoked. The receiving end does so, too,
+//! the user's would be used after its [`Loan`](crossrail_transport::Loan) was recalled. The receiving end does so, too,
 //! except for pieces that are messages, and where UCX reads the peer's memory by a call of the kernel (cma, knem): such a
 //! copy ends within the call of ours that began it, so it goes straight to the payload's place, under the grant. What is
 //! in flight is bounded: 128 frames and 8 pieces in each direction. UCX retries and waits beneath; no call here waits for

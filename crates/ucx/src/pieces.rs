@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use crossrail_transport::{Grant, Place};
+use crossrail_transport::{Loan, Place};
 
 use crate::memory::Memory;
 use crate::wire::{MESSAGE_PIECE_MAX, PIECES, slot};
@@ -13,14 +13,14 @@ use crate::wire::{MESSAGE_PIECE_MAX, PIECES, slot};
 pub(crate) struct Target {
     dst: *mut u8,
     room: usize,
-    grant: Option<Arc<Grant>>,
+    grant: Option<Arc<Loan>>,
     len: usize,
     done: usize,
 }
 
 impl Target {
     /// The target of a payload of `len` bytes that the sink wants at `place`. Its memory may be written until `placed` is
-    /// called for it, or until `revoke` of its grant has returned.
+    /// called for it, or until `recall` of its loan has returned.
     pub(crate) fn new(place: &Place, len: usize) -> Target {
         let (dst, room, grant) = match place {
             Place::Into { dst, len, grant, .. } => (*dst, *len, grant.clone()),
@@ -36,9 +36,9 @@ impl Target {
             return Err(format!("a piece of {} bytes came where {left} bytes of a payload are left", piece.len()));
         }
         let len = piece.len().min(self.room.saturating_sub(self.done));
-        let usage = self.grant.as_deref().map(Grant::enter);
+        let usage = self.grant.as_deref().map(Loan::enter);
         if len > 0 && !matches!(usage, Some(None)) {
-            // SAFETY: done + len <= room, which may be written (see `new`): `revoke` waits for `usage`.
+            // SAFETY: done + len <= room, which may be written (see `new`): `recall` waits for `usage`.
             unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), self.dst.add(self.done), len) }
         }
         self.done += piece.len();
@@ -139,7 +139,7 @@ impl Arrivals {
 mod tests {
     use super::*;
 
-    fn into(memory: &mut [u8], grant: Option<Arc<Grant>>) -> Place {
+    fn into(memory: &mut [u8], grant: Option<Arc<Loan>>) -> Place {
         Place::Into { dst: memory.as_mut_ptr(), len: memory.len(), grant, token: 0 }
     }
 
@@ -165,11 +165,11 @@ mod tests {
 
     #[test]
     fn memory_that_was_taken_back_is_not_written() {
-        let grant = Arc::new(Grant::default());
+        let grant = Arc::new(Loan::default());
         let mut memory = vec![0; 10_000];
         let mut arrivals = Arrivals::default();
         arrivals.aim(Some(Target::new(&into(&mut memory, Some(grant.clone())), 10_000)));
-        grant.revoke();
+        grant.recall();
         arrivals.arrived(0, &[1; 10_000]).expect("the only one");
         assert_eq!(arrivals.placed(), Ok((1, 10_000)));
         assert!(memory.iter().all(|&byte| byte == 0));

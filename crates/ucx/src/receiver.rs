@@ -1,7 +1,7 @@
 //! The receiving half of a lane.
 #![allow(unsafe_code)]
 
-use crossrail_transport::{Grant, LaneError, Place, Sink};
+use crossrail_transport::{LaneError, Loan, Place, Sink};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::link::{Link, Request};
@@ -126,7 +126,7 @@ impl Receiver {
                     break;
                 }
                 if let Some(Body { place: Place::Into { grant, token, .. }, .. }) = self.body.take()
-                    && !grant.is_some_and(|grant| grant.is_revoked())
+                    && !grant.is_some_and(|grant| grant.is_recalled())
                 {
                     sink.placed(lane, token);
                 }
@@ -230,9 +230,9 @@ impl Receiver {
         if let Place::Into { dst, len: room, grant, .. } = &body.place
             && body.done + offer.len <= *room
         {
-            let usage = grant.as_deref().map(Grant::enter);
+            let usage = grant.as_deref().map(Loan::enter);
             if !matches!(usage, Some(None)) {
-                // SAFETY: done + len <= room, which may be written until `placed` or until `revoke` has returned, which
+                // SAFETY: done + len <= room, which may be written until `placed` or until `recall` has returned, which
                 // waits for `usage`; UCX does not touch it after the call.
                 unsafe { link.copy(offer, dst.add(body.done))? };
                 return Ok(Some(offer.len));
@@ -261,11 +261,11 @@ impl Receiver {
 fn copy_to_place(place: &Place, offset: usize, from: *const u8, len: usize) {
     let Place::Into { dst, len: room, grant, .. } = place else { return };
     let len = len.min(room.saturating_sub(offset));
-    let usage = grant.as_deref().map(Grant::enter);
+    let usage = grant.as_deref().map(Loan::enter);
     if len == 0 || matches!(usage, Some(None)) {
         return;
     }
-    // SAFETY: offset + len <= room, which the sink said may be written until `placed` or until `revoke` has returned,
+    // SAFETY: offset + len <= room, which the sink said may be written until `placed` or until `recall` has returned,
     // which waits for `usage`; the caller gives `len` readable bytes at `from`.
     unsafe { std::ptr::copy_nonoverlapping(from, dst.add(offset), len) }
 }

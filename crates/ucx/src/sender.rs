@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use crossrail_transport::{Grant, LaneError, Payload, Sink, Tx};
+use crossrail_transport::{LaneError, Loan, Payload, Sink, Tx};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::link::{Link, Request};
@@ -271,11 +271,11 @@ impl Sender {
     }
 }
 
-/// Copies `len` bytes of the payload from `offset` on to `to`; zeros if the grant was revoked, so that framing holds.
+/// Copies `len` bytes of the payload from `offset` on to `to`; zeros if the grant was recalled, so that framing holds.
 fn copy_from_payload(payload: &Payload, offset: usize, to: *mut u8, len: usize) {
-    let usage = payload.grant.as_deref().map(Grant::enter);
+    let usage = payload.grant.as_deref().map(Loan::enter);
     // SAFETY: the caller keeps offset + len <= payload.len and gives `len` writable bytes at `to`; the payload is valid
-    // until `sent` or until `revoke` has returned, which waits for `usage`.
+    // until `sent` or until `recall` has returned, which waits for `usage`.
     unsafe {
         match usage {
             Some(None) => to.write_bytes(0, len),

@@ -131,7 +131,7 @@ impl DataPath {
                     && !chunk
                     && (ptr as usize + offset as usize).is_multiple_of(size_of::<u64>())
                     && matches!(memory, Memory::Region { .. })
-                    && let Some(grant) = tables.grant(endpoint, memory)
+                    && let Some(grant) = tables.loan(endpoint, memory)
                     && let Some(lane) = tables.lanes.get_mut(lane)
                 {
                     let target = ptr as usize + offset as usize;
@@ -139,15 +139,15 @@ impl DataPath {
                 }
                 // What is placed whole is there before another thread has the lock.
                 let whole = tables.lanes.get(lane).is_some_and(|lane| len as usize <= lane.whole_max());
-                let grant = if whole { None } else { tables.grant(endpoint, memory) };
+                let grant = if whole { None } else { tables.loan(endpoint, memory) };
                 // SAFETY: inside the memory by the check above.
                 let dst = unsafe { ptr.add(offset as usize) };
                 Place::Into { dst, len: len as usize, grant, token: 0 }
             }
             Placing::Unexpected { arrival, len } => {
                 let Some(peer) = tables.peers.get_mut(endpoint) else { return Place::Discard };
-                let (dst, grant) = peer.insert_arrival(arrival, len as usize);
-                Place::Into { dst, len: len as usize, grant: Some(grant), token: 0 }
+                let (dst, loan) = peer.insert_arrival(arrival, len as usize, &mut tables.operations.returns);
+                Place::Into { dst, len: len as usize, grant: Some(loan), token: 0 }
             }
             Placing::Control { len } => {
                 let record = tables.lanes.get_mut(lane);

@@ -8,6 +8,7 @@ use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, ErrorKind, LaneId, Log, Reason};
 
 use super::gpu::NoteFailed;
+use super::returns::RETURN_MAX;
 use super::tables::Tables;
 use super::transfers::{LostRail, Transfers};
 
@@ -30,6 +31,8 @@ impl Transfers {
     pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let tables = &mut self.data.tables;
         let now = tables.clock.read();
+        // Whatever memory it kept is returned.
+        tables.operations.settle_returns();
         self.data.gpu.end_waits(tables, id);
         let Some(lane) = tables.lanes.get_mut(id) else { return };
         if !lane.close() {
@@ -116,6 +119,18 @@ impl Transfers {
         }
     }
 
+    /// Takes lanes for dead that have kept memory for too long after it was recalled.
+    #[cold]
+    pub(super) fn check_returns(&mut self, now: proto::Time) {
+        let tables = &mut self.data.tables;
+        tables.operations.settle_returns();
+        for lane in tables.operations.returns.overdue(now) {
+            let Some(endpoint) = self.data.tables.lanes.get(lane).map(|lane| lane.owner()) else { continue };
+            let why = format!("it had not given memory back in {} s", RETURN_MAX.as_secs());
+            self.take_for_dead(endpoint, lane, LaneError::Down(why));
+        }
+    }
+
     /// Gives up a peer whose last rail was lost and has not come back for [`STRANDED`].
     #[cold]
     pub(super) fn check_stranded(&mut self, endpoint: EndpointId, now: proto::Time) {
@@ -173,6 +188,7 @@ impl Transfers {
         for op in self.data.gpu.take_held(endpoint) {
             self.data.tables.fail(op, ErrorKind::PeerDead, why, Some(endpoint));
         }
+        self.data.tables.operations.settle_returns();
         self.data.tables.operations.report();
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Direct, Grant, Lane, LaneCaps, LaneStats, Payload, Tx, Word};
+use crossrail_transport::{Direct, Lane, LaneCaps, LaneStats, Loan, Payload, Tx, Word};
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
@@ -103,7 +103,7 @@ pub(crate) struct LaneRecord {
     control_len: usize,
     /// The word that is arriving, and where it goes. A lane places one frame after the other.
     word: Box<u64>,
-    word_target: Option<(usize, Arc<Grant>)>,
+    word_target: Option<(usize, Arc<Loan>)>,
     /// Bytes acknowledged when it was last suspected of being dead, if others were in flight then.
     acked_when_suspected: Option<u64>,
     /// Times that it was suspected, and chunks that other lanes carried again when it was lost.
@@ -206,6 +206,11 @@ impl LaneRecord {
         self.transport
     }
 
+    /// The peer that it leads to.
+    pub(super) fn owner(&self) -> EndpointId {
+        self.owner
+    }
+
     pub(crate) fn rail(&self) -> Option<(u16, u16)> {
         self.rail
     }
@@ -299,7 +304,7 @@ impl LaneRecord {
 
     /// Memory for a word that goes to the address `target`. Lanes fill in pieces what they receive, and others poll a
     /// word: it is therefore received here, and [`LaneRecord::deliver_word`] stores it whole.
-    pub(super) fn word_buffer(&mut self, target: usize, grant: Arc<Grant>) -> *mut u8 {
+    pub(super) fn word_buffer(&mut self, target: usize, grant: Arc<Loan>) -> *mut u8 {
         self.word_target = Some((target, grant));
         std::ptr::from_mut(&mut *self.word).cast()
     }
@@ -583,7 +588,7 @@ mod tests {
     fn a_word_that_arrives_in_pieces_is_seen_whole_or_not_at_all() {
         let (lane, _other) = crossrail_transport::loopback::pair(LaneId(0), LaneId(1)).expect("a lane");
         let mut record = LaneRecord::of(&lane, "test", 0);
-        let (polled, grant) = (AtomicU64::new(7), Arc::new(Grant::default()));
+        let (polled, grant) = (AtomicU64::new(7), Arc::new(Loan::default()));
         let target = polled.as_ptr() as usize;
         let word = 0x0102_0304_0506_0708_u64.to_ne_bytes();
         for cut in 0..=8 {
@@ -601,7 +606,7 @@ mod tests {
             record.deliver_word();
             assert_eq!(polled.load(Ordering::Acquire), u64::from_ne_bytes(word));
         }
-        grant.revoke();
+        grant.recall();
         record.word_buffer(target, Arc::clone(&grant));
         polled.store(7, Ordering::Relaxed);
         record.deliver_word();

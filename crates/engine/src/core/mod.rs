@@ -26,6 +26,7 @@ mod peer_memory;
 mod peers;
 mod receipt;
 mod resting;
+mod returns;
 mod sample;
 mod submission;
 mod submit;
@@ -51,6 +52,8 @@ pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Callback, Collected, outcome, render};
 pub use self::receipt::{HeldTimes, LaneShare, Protocol, Receipt};
 use self::resting::Rounds;
+use self::returns::Owner;
+pub(crate) use self::returns::RETURN_MAX;
 pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submission::Submission;
 use self::tables::Tables;
@@ -226,7 +229,8 @@ impl Core {
     pub(crate) fn next_timer(&self) -> Option<Instant> {
         let tables = &self.transfers.data.tables;
         let alive = tables.peers.iter().filter(|peer| peer.is_alive());
-        let at = alive.filter_map(|peer| peer.protocol.timeout()).min()?;
+        let returns = tables.operations.returns.timer(tables.clock.now());
+        let at = alive.filter_map(|peer| peer.protocol.timeout()).chain(returns).min()?;
         Some(tables.clock.instant(at))
     }
 
@@ -271,15 +275,31 @@ impl Core {
     /// Whether a peer's lane or a direct copy may still touch that region.
     pub(crate) fn is_region_used(&self, region: proto::RegionRef) -> bool {
         let used = |peer: &Peer| peer.accesses_to(region).next().is_some();
-        self.transfers.direct.uses_region(region) || self.transfers.data.tables.peers.iter().any(used)
+        let tables = &self.transfers.data.tables;
+        self.transfers.direct.uses_region(region)
+            || tables.operations.returns.has_region(region)
+            || tables.peers.iter().any(used)
+    }
+
+    /// Recalls the memory of a region from every lane. Whether one keeps it still.
+    pub(crate) fn recall_region(&mut self, region: proto::RegionRef) -> bool {
+        let Tables { peers, operations, .. } = &mut self.transfers.data.tables;
+        for loan in peers.iter().flat_map(|peer| peer.accesses_to(region)) {
+            if !loan.recall() {
+                operations.returns.await_loan(Owner::Access(region), Arc::clone(loan));
+            }
+        }
+        operations.returns.has_region(region)
+    }
+
+    /// Whether a lane keeps memory of a region.
+    pub(crate) fn is_region_kept(&self, region: proto::RegionRef) -> bool {
+        self.transfers.data.tables.operations.returns.has_region(region)
     }
 
     /// Forgets a region whose access has ended; nothing touches its memory after this.
     pub(crate) fn remove_region(&mut self, region: proto::RegionRef) {
         let DataPath { tables, gpu, .. } = &mut self.transfers.data;
-        for peer in tables.peers.iter() {
-            peer.accesses_to(region).for_each(|grant| grant.revoke());
-        }
         gpu.release_region(tables, region);
         tables.regions.remove(region);
     }

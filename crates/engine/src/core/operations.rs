@@ -6,12 +6,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Grant, Place};
+use crossrail_transport::{Loan, Place};
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
 use super::names::Names;
 use super::outcome::{Finish, OpKind, Outcome};
 use super::receipt::{Callback, Collected};
+use super::returns::{Owner, Returns};
 use crate::memory::{Buffer, Keep, OnGpu};
 
 /// How far the operation of an entry is.
@@ -62,7 +63,9 @@ pub(crate) struct Op {
 /// What some operations need beside their memory.
 #[derive(Default)]
 struct Attached {
-    grant: Option<Arc<Grant>>,
+    loan: Option<Arc<Loan>>,
+    /// How it ends once the lanes that keep its memory have given it back.
+    ending: Option<Outcome>,
     /// The shared cursor offered for a direct copy.
     cursor: Option<u32>,
     /// The kind of the direct copy that was offered or made.
@@ -129,6 +132,8 @@ pub(crate) struct Operations {
     live: usize,
     /// Operations that were ever inserted.
     begun: u64,
+    /// Loans that lanes have yet to return, of operations and others.
+    pub(super) returns: Returns,
 }
 
 const NO_ENTRY: u32 = u32::MAX;
@@ -145,7 +150,15 @@ pub(super) const WORD: u64 = 1 << 61;
 
 impl Default for Operations {
     fn default() -> Operations {
-        Operations { slots: Vec::new(), free: NO_ENTRY, callbacks: Vec::new(), news: 0, live: 0, begun: 0 }
+        Operations {
+            slots: Vec::new(),
+            free: NO_ENTRY,
+            callbacks: Vec::new(),
+            news: 0,
+            live: 0,
+            begun: 0,
+            returns: Returns::default(),
+        }
     }
 }
 
@@ -254,16 +267,29 @@ impl Operations {
         self.op(id).is_none_or(Op::is_over)
     }
 
-    /// Ends an operation: no lane touches its memory from here on.
+    /// Has lanes touch an operation's memory no more, as far as they can stop.
+    pub(crate) fn recall(&mut self, id: OpId) {
+        if let Some(loan) = self.op_mut(id).and_then(Op::recall) {
+            self.returns.await_loan(Owner::Operation(id), loan);
+        }
+    }
+
+    /// Ends an operation, at once or as soon as no lane keeps its memory: none touches it from then on.
     pub(crate) fn finish(&mut self, id: OpId, mut outcome: Outcome) {
+        self.recall(id);
+        let is_kept = !self.returns.is_empty() && self.returns.has_operation(id);
         let Some(op) = self.op_mut(id) else { return };
         if op.is_over() {
             return;
         }
-        let Attached { grant, direct, callback, parent, .. } =
+        if is_kept {
+            op.attached().ending.get_or_insert(outcome);
+            return;
+        }
+        let Attached { direct, callback, parent, ending, .. } =
             op.attached.take().map(|attached| *attached).unwrap_or_default();
-        if let Some(grant) = grant {
-            grant.revoke();
+        if let Some(first) = ending {
+            outcome = first;
         }
         if let Ok(Finish { more: Some(more), .. }) = &mut outcome {
             more.direct = direct;
@@ -288,6 +314,23 @@ impl Operations {
         }
         if let Some(parent) = parent {
             self.child_finished(parent, bytes, failure);
+        }
+    }
+
+    /// Ends what has waited for loans that are returned now.
+    #[cold]
+    pub(crate) fn settle_returns(&mut self) {
+        for owner in self.returns.take_returned() {
+            match owner {
+                Owner::Operation(id) => {
+                    let ending = self.op_mut(id).and_then(|op| op.attached.as_mut()).and_then(|op| op.ending.take());
+                    if let Some(outcome) = ending {
+                        self.finish(id, outcome);
+                    }
+                }
+                Owner::Access(_) => self.report(),
+                Owner::Memory(_) => {}
+            }
         }
     }
 

@@ -4,13 +4,14 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 
 use crossrail_proto as proto;
-use crossrail_transport::Grant;
+use crossrail_transport::Loan;
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason};
 use proto::Time;
 
 use super::bulk_lane::{Among, BulkLane};
 use super::id_table::IdTable;
 use super::names::{Names, NamesOfPeer};
+use super::returns::{Owner, Returns};
 use super::totals::Copied;
 
 /// Events that receipts can report, at most.
@@ -127,12 +128,12 @@ pub(crate) struct Peer {
     /// Unexpected messages.
     arrivals: HashMap<u32, Arrival>,
     /// Its accesses to our regions.
-    accesses: HashMap<u32, (proto::RegionRef, Arc<Grant>)>,
+    accesses: HashMap<u32, (proto::RegionRef, Arc<Loan>)>,
 }
 
 struct Arrival {
     bytes: Box<[u8]>,
-    grant: Arc<Grant>,
+    loan: Arc<Loan>,
 }
 
 impl Peer {
@@ -333,46 +334,59 @@ impl Peer {
 
     // ---- unexpected messages
 
-    /// Memory for an unexpected message: its first byte, and the grant under which a lane may write there.
-    pub(super) fn insert_arrival(&mut self, arrival: u32, len: usize) -> (*mut u8, Arc<Grant>) {
+    /// Memory for an unexpected message: its first byte, and the loan by which a lane may write there.
+    pub(super) fn insert_arrival(&mut self, arrival: u32, len: usize, returns: &mut Returns) -> (*mut u8, Arc<Loan>) {
         let mut bytes: Box<[u8]> = vec![0; len].into();
-        let (dst, grant) = (bytes.as_mut_ptr(), Arc::new(Grant::default()));
-        if let Some(old) = self.arrivals.insert(arrival, Arrival { bytes, grant: grant.clone() }) {
-            old.grant.revoke();
-        }
-        (dst, grant)
+        let (dst, loan) = (bytes.as_mut_ptr(), Arc::new(Loan::default()));
+        self.drop_arrival(arrival, returns);
+        self.arrivals.insert(arrival, Arrival { bytes, loan: loan.clone() });
+        (dst, loan)
     }
 
-    /// Takes an unexpected message. No lane touches it any more.
-    pub(super) fn take_arrival(&mut self, arrival: u32) -> Option<Box<[u8]>> {
-        let kept = self.arrivals.remove(&arrival)?;
-        kept.grant.revoke();
-        Some(kept.bytes)
+    /// Takes an unexpected message. No lane touches the bytes any more.
+    pub(super) fn take_arrival(&mut self, arrival: u32, returns: &mut Returns) -> Option<Box<[u8]>> {
+        let Arrival { bytes, loan } = self.arrivals.remove(&arrival)?;
+        if loan.recall() {
+            return Some(bytes);
+        }
+        let copy = bytes.clone();
+        returns.await_loan(Owner::Memory(bytes), loan);
+        Some(copy)
+    }
+
+    /// Forgets an unexpected message, if there is that one.
+    pub(super) fn drop_arrival(&mut self, arrival: u32, returns: &mut Returns) {
+        let Some(Arrival { bytes, loan }) = self.arrivals.remove(&arrival) else { return };
+        if !loan.recall() {
+            returns.await_loan(Owner::Memory(bytes), loan);
+        }
     }
 
     // ---- its accesses to our regions
 
-    /// The grant of an access, created when it is first asked for.
-    pub(super) fn access_grant(&mut self, access: u32, region: proto::RegionRef) -> Arc<Grant> {
+    /// The loan of an access, made when it is first asked for.
+    pub(super) fn access_loan(&mut self, access: u32, region: proto::RegionRef) -> Arc<Loan> {
         self.accesses.entry(access).or_insert_with(|| (region, Arc::default())).1.clone()
     }
 
-    /// The grants of its accesses to that region.
-    pub(crate) fn accesses_to(&self, region: proto::RegionRef) -> impl Iterator<Item = &Arc<Grant>> {
-        self.accesses.values().filter(move |(of, _)| *of == region).map(|(_, grant)| grant)
+    /// The loans of its accesses to that region.
+    pub(crate) fn accesses_to(&self, region: proto::RegionRef) -> impl Iterator<Item = &Arc<Loan>> {
+        self.accesses.values().filter(move |(of, _)| *of == region).map(|(_, loan)| loan)
     }
 
-    /// No lane may touch the memory of that access any more.
-    pub(super) fn revoke_access(&mut self, access: u32) {
-        if let Some((_, grant)) = self.accesses.get(&access) {
-            grant.revoke();
+    /// No lane may begin to touch the memory of that access any more.
+    pub(super) fn recall_access(&mut self, access: u32) {
+        if let Some((_, loan)) = self.accesses.get(&access) {
+            loan.recall();
         }
     }
 
-    /// The access is over.
-    pub(super) fn end_access(&mut self, access: u32) {
-        if let Some((_, grant)) = self.accesses.remove(&access) {
-            grant.revoke();
+    /// The access is over. The region is in use until its loan is returned.
+    pub(super) fn end_access(&mut self, access: u32, returns: &mut Returns) {
+        if let Some((region, loan)) = self.accesses.remove(&access)
+            && !loan.recall()
+        {
+            returns.await_loan(Owner::Access(region), loan);
         }
     }
 }

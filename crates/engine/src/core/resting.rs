@@ -77,6 +77,9 @@ impl Core {
         for id in self.transfers.data.tables.peers.ids() {
             self.transfers.check_timer(id, now);
         }
+        if !self.transfers.data.tables.operations.returns.is_empty() {
+            self.transfers.check_returns(now);
+        }
     }
 }
 

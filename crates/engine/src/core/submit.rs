@@ -152,7 +152,7 @@ impl Core {
         let put = unsafe { lane.put(&head, ptr, len) };
         operations.insert_plain(op, OpKind::Send, (Some(endpoint), tag), buffer);
         if !put {
-            let grant = if record.is_reliable() { None } else { operations.op_mut(op).map(|op| op.grant()) };
+            let grant = if record.is_reliable() { None } else { operations.op_mut(op).map(|op| op.loan()) };
             let tx = Tx { head, payload: Payload { ptr, len, file: None, grant }, token: 0 };
             if let Some(posted) = post(lane, &tx) {
                 self.not_posted(endpoint, op, id, tx, posted);
@@ -175,7 +175,7 @@ impl Core {
         let tables = &mut self.transfers.data.tables;
         match posted {
             Ok(_) => {
-                tx.payload.grant = tables.operations.op_mut(op).map(|op| op.grant());
+                tx.payload.grant = tables.operations.op_mut(op).map(|op| op.loan());
                 if let Some(record) = tables.lanes.get_mut(id) {
                     record.set_pending(tx);
                 }

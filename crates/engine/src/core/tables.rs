@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
 use crossrail_sight::trace::What;
-use crossrail_transport::{Grant, Payload, Tx};
+use crossrail_transport::{Loan, Payload, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Log, OpId, Reason};
 use proto::{Body, Memory, Time};
 
@@ -71,18 +71,18 @@ impl Tables {
         }
     }
 
-    /// The grant under which lanes outside the lock touch that memory.
-    pub(super) fn grant(&mut self, endpoint: EndpointId, memory: Memory) -> Option<Arc<Grant>> {
+    /// The loan by which lanes outside the lock touch that memory.
+    pub(super) fn loan(&mut self, endpoint: EndpointId, memory: Memory) -> Option<Arc<Loan>> {
         match memory {
-            Memory::Op(op) => self.operations.op_mut(op).map(|op| op.grant()),
-            Memory::Region { region, passive, .. } => Some(self.peers.get_mut(endpoint)?.access_grant(passive, region)),
+            Memory::Op(op) => self.operations.op_mut(op).map(|op| op.loan()),
+            Memory::Region { region, passive, .. } => Some(self.peers.get_mut(endpoint)?.access_loan(passive, region)),
         }
     }
 
     /// Keeps a region marked as in use until the protocol ends the access. Nothing to do for an operation's memory.
     pub(super) fn hold_region(&mut self, endpoint: EndpointId, memory: Memory) {
         if let Memory::Region { .. } = memory {
-            self.grant(endpoint, memory);
+            self.loan(endpoint, memory);
         }
     }
 
@@ -119,7 +119,7 @@ impl Tables {
                 let len = *len as usize;
                 let mut payload = Payload { ptr, len, file: None, grant: None };
                 if !self.lanes.get(lane)?.is_reliable() {
-                    payload.grant = self.grant(endpoint, *memory);
+                    payload.grant = self.loan(endpoint, *memory);
                     payload.file = self.file(ptr, len);
                 }
                 payload
@@ -128,7 +128,7 @@ impl Tables {
         Some(Tx { head: out.head, payload, token: 0 })
     }
 
-    /// Makes `tx` outlive the call that created it: inline bytes are copied, the user's memory gets a grant.
+    /// Makes `tx` outlive the call that created it: inline bytes are copied, the user's memory is lent.
     pub(super) fn keep(&mut self, endpoint: EndpointId, lane: LaneId, body: &Body, tx: &mut Tx) {
         match body {
             Body::Inline { bytes, len } => {
@@ -137,7 +137,7 @@ impl Tables {
                 }
             }
             Body::Memory { memory, .. } if tx.payload.grant.is_none() => {
-                tx.payload.grant = self.grant(endpoint, *memory);
+                tx.payload.grant = self.loan(endpoint, *memory);
             }
             _ => {}
         }

@@ -107,6 +107,10 @@ impl Sink for PolledSink<'_> {
             self.fail(why);
         }
     }
+
+    fn returned(&mut self) {
+        self.data.tables.operations.settle_returns();
+    }
 }
 
 impl PolledSink<'_> {
@@ -351,7 +355,7 @@ impl Transfers {
             Event::Deliver { arrival, op, len } => self.deliver(endpoint, arrival, op, len),
             Event::DropArrival { arrival } => {
                 if let Some(peer) = tables.peers.get_mut(endpoint) {
-                    peer.take_arrival(arrival);
+                    peer.drop_arrival(arrival, &mut tables.operations.returns);
                 }
             }
             Event::Direct { job: id, memory, role, offer, len } => {
@@ -363,20 +367,18 @@ impl Transfers {
                 tables.operations.report();
             }
             Event::Revoke { memory: Memory::Op(op) } => {
-                if let Some(op) = tables.operations.op_mut(op) {
-                    op.revoke();
-                }
+                tables.operations.recall(op);
             }
             Event::Revoke { memory: Memory::Region { passive, .. } } => {
                 if let Some(peer) = tables.peers.get_mut(endpoint) {
-                    peer.revoke_access(passive);
+                    peer.recall_access(passive);
                 }
             }
             Event::Released { passive } => {
                 let of = |memory: &Memory| matches!(memory, Memory::Region { passive: of, .. } if *of == passive);
                 gpu.release(tables, endpoint, of);
                 if let Some(peer) = tables.peers.get_mut(endpoint) {
-                    peer.end_access(passive);
+                    peer.end_access(passive, &mut tables.operations.returns);
                 }
             }
             Event::Acked { lane, chunks } => {
@@ -418,7 +420,10 @@ impl Transfers {
     /// An unexpected message is copied into its receive.
     fn deliver(&mut self, endpoint: EndpointId, arrival: u32, id: OpId, len: u32) {
         let DataPath { tables, gpu, .. } = &mut self.data;
-        let Some(bytes) = tables.peers.get_mut(endpoint).and_then(|peer| peer.take_arrival(arrival)) else { return };
+        let returns = &mut tables.operations.returns;
+        let Some(bytes) = tables.peers.get_mut(endpoint).and_then(|peer| peer.take_arrival(arrival, returns)) else {
+            return;
+        };
         let Some(op) = tables.operations.op(id) else { return };
         let bytes = &bytes[..bytes.len().min(op.len()).min(len as usize)];
         let Some(ordinal) = op.ordinal() else {

@@ -187,6 +187,12 @@ impl Sink for OutsideSink<'_> {
         }
         self.shared.after(core);
     }
+
+    fn returned(&mut self) {
+        let mut core = self.shared.core.lock();
+        core.operations().settle_returns();
+        self.shared.after(core);
+    }
 }
 
 #[cfg(test)]

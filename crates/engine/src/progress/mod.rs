@@ -408,6 +408,8 @@ impl Progress {
         self.after(core);
         self.connections.pump(self);
         let mut core = self.core.lock();
+        // No lane is left.
+        core.operations().settle_returns();
         core.abandon();
         let gpus = core.transfers().gpu().take_gpus();
         self.after(core);

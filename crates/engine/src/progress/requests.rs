@@ -8,7 +8,7 @@ use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::Progress;
 use super::waits::Awaited;
-use crate::core::{Callback, Collected, Core, Receipt, Received, Standing, Wanted, outcome};
+use crate::core::{Callback, Collected, Core, RETURN_MAX, Receipt, Received, Standing, Wanted, outcome};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
@@ -132,6 +132,14 @@ impl Progress {
         let timeout = self.environment.settings().timeout;
         if self.observe_until(timeout, |core| (!core.is_region_used(region)).then_some(())).is_none() {
             self.log.warn(format_args!("deregister: a peer had not let go in {:.3} s", timeout.as_secs_f64()));
+        }
+        let mut core = self.core.lock();
+        let is_kept = core.recall_region(region);
+        self.after(core);
+        // A lane that keeps it for too long is torn down, which returns it.
+        if is_kept && self.observe_until(2 * RETURN_MAX, |core| (!core.is_region_kept(region)).then_some(())).is_none()
+        {
+            self.log.error(format_args!("deregister: a lane keeps the memory, which must not be used again"));
         }
         let mut core = self.core.lock();
         core.remove_region(region);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crossrail_handshake::{Hello, Session};
 use crossrail_locks::{Condvar, Mutex};
-use crossrail_transport::loopback::{self, LoopbackLane};
+use crossrail_transport::{Lane, loopback};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
 
 use super::Sessions;
@@ -19,9 +19,12 @@ use crate::core::LaneRecord;
 /// What the connecting end announces on the control connection.
 const ANNOUNCEMENT: u8 = b'L';
 
+/// Makes both ends of a lane.
+type MakePair = dyn Fn(LaneId, LaneId) -> Result<(Box<dyn Lane>, Box<dyn Lane>)> + Send + Sync;
+
 /// Joins workers of one process. Both ends must have the same one.
-#[derive(Default)]
 struct Loopback {
+    make_pair: Box<MakePair>,
     /// By session: what stands for the wire here.
     meetings: Mutex<HashMap<[u8; 16], Meeting>>,
     changed: Condvar,
@@ -31,7 +34,22 @@ enum Meeting {
     /// The connecting end has reserved this id for its lane.
     Wanted(LaneId),
     /// The accepting end has made both lanes; this one is the connecting end's.
-    Made(Box<LoopbackLane>),
+    Made(Box<dyn Lane>),
+}
+
+impl Loopback {
+    fn of(make_pair: Box<MakePair>) -> Loopback {
+        Loopback { make_pair, meetings: Mutex::default(), changed: Condvar::default() }
+    }
+}
+
+impl Default for Loopback {
+    fn default() -> Loopback {
+        Loopback::of(Box::new(|a, b| {
+            let (a, b) = loopback::pair(a, b)?;
+            Ok((Box::new(a), Box::new(b)))
+        }))
+    }
 }
 
 impl Transport for Loopback {
@@ -78,10 +96,10 @@ impl Transport for Loopback {
         let Some(Meeting::Wanted(theirs)) = self.meetings.lock().remove(&session) else {
             return Err(Error::new(ErrorKind::Protocol, "accept", "the peer is another process").with_peer(peer.name));
         };
-        let (lane, ours) = loopback::pair(theirs, sessions.reserve_lane())?;
-        let record = LaneRecord::of(&ours, "loopback", EAGER_LIMIT);
-        sessions.add_polled_lane(endpoint, Box::new(ours), record, true)?;
-        self.meetings.lock().insert(session, Meeting::Made(Box::new(lane)));
+        let (lane, ours) = (self.make_pair)(theirs, sessions.reserve_lane())?;
+        let record = LaneRecord::of(&*ours, "loopback", EAGER_LIMIT);
+        sessions.add_polled_lane(endpoint, ours, record, true)?;
+        self.meetings.lock().insert(session, Meeting::Made(lane));
         self.changed.notify_all();
         sessions.explain_accepted(self, endpoint, &peer, choice());
         sessions.arrived(endpoint);
@@ -96,6 +114,8 @@ fn choice() -> Choice {
 
 mod tests {
     use std::time::Duration;
+
+    use crossrail_transport::dry;
 
     use super::*;
     use crate::session::registry;
@@ -147,6 +167,49 @@ mod tests {
         assert_eq!(byte, [5]);
         there.close(LIMIT).expect("closed");
         assert!(b.recv(vec![0; 8], 9, u64::MAX, Some(&back)).expect("a receive").wait(LIMIT).is_err());
+    }
+
+    /// A device that writes into a receive's memory, or reads a send's, and stops in the middle.
+    #[test]
+    fn a_cancelled_operation_is_over_when_no_device_uses_its_memory() {
+        const LEN: usize = 8 << 20;
+        for (cancels_receive, goes_on) in [(true, true), (false, true), (true, false)] {
+            let brake = Arc::new(Mutex::new(None));
+            let made = Arc::clone(&brake);
+            let nic = Arc::new(Loopback::of(Box::new(move |a, b| {
+                let (a, b, brake) = dry::pair_with_brake(a, b);
+                *made.lock() = Some(brake);
+                Ok((Box::new(a), Box::new(b)))
+            })));
+            let context = context();
+            let both = || registry::registered().with_first(nic.clone());
+            let (a, b) = (worker(&context, both()), worker(&context, both()));
+            let there = a.connect(&b.address(), &ConnectOptions::default()).expect("connected");
+            let back = b.accept(LIMIT).expect("accepted");
+            exchange(&there, &b, 3 << 20);
+            let brake = brake.lock().clone().expect("a lane");
+            brake.stop_after((3 << 20) + (100 << 10));
+            let receive = b.recv(vec![0; LEN], 7, u64::MAX, None).expect("a receive");
+            let send = there.send(vec![5; LEN], 7).expect("a send");
+            let begun = std::time::Instant::now();
+            while !brake.has_stopped() {
+                assert!(begun.elapsed() < LIMIT.expect("a limit"), "the device did not begin");
+                std::thread::yield_now();
+            }
+            let cancelled = if cancels_receive { &receive } else { &send };
+            cancelled.cancel();
+            if goes_on {
+                assert!(!cancelled.is_done(), "over while the device uses its memory");
+                brake.stop_after(usize::MAX);
+            }
+            let error = cancelled.wait(LIMIT).expect_err("cancelled");
+            assert_eq!(error.kind, ErrorKind::Cancelled, "{error}");
+            // A device that does not go on costs the lane, which is the only one.
+            assert!(back.lanes().iter().all(|lane| lane.alive == goes_on), "{:?}", back.lanes());
+            if goes_on {
+                exchange(&there, &b, 1 << 20);
+            }
+        }
     }
 
     #[test]

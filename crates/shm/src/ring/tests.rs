@@ -1,4 +1,4 @@
-use crossrail_transport::Grant;
+use crossrail_transport::Loan;
 
 use super::*;
 
@@ -104,8 +104,8 @@ fn a_revoked_payload_becomes_filler_of_the_same_length() {
     let (_control, mut producer, mut consumer) = ends(*RING_RANGE.start());
     for len in [8usize, 1000] {
         let bytes = vec![7; len];
-        let grant = Arc::new(Grant::default());
-        grant.revoke();
+        let grant = Arc::new(Loan::default());
+        grant.recall();
         let payload = Payload { ptr: bytes.as_ptr(), len, grant: Some(grant), ..Payload::EMPTY };
         assert_eq!(producer.push(&Head::new(5, len as u32), &payload), Ok(true));
         assert_eq!(pop(&mut consumer), Some(vec![0; len]));

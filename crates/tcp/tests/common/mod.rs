@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_tcp::{Binding, Options, TcpLane, dial, listen};
-use crossrail_transport::{Grant, Lane, LaneError, Payload, Place, Sink, Tx};
+use crossrail_transport::{Lane, LaneError, Loan, Payload, Place, Sink, Tx};
 use crossrail_types::{Head, LaneId};
 
 pub const PATIENCE: Duration = Duration::from_secs(5);
@@ -38,7 +38,7 @@ pub fn lane_and_socket() -> (TcpLane, TcpStream) {
 #[derive(Default)]
 pub struct Keeper {
     pub queue: VecDeque<Tx>,
-    pub grant: Option<Arc<Grant>>,
+    pub grant: Option<Arc<Loan>>,
     pub places: Vec<Vec<u8>>,
     pub placed: usize,
     pub sent: usize,

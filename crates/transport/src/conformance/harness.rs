@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use crossrail_types::{Head, LaneId};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
-use crate::{Grant, Lane, LaneError, Payload, Place, Sink, Tx};
+use crate::{Lane, LaneError, Loan, Payload, Place, Sink, Tx};
 
 /// Kinds of test frames: what the receiving sink does with them.
 pub(super) const PLAIN: u8 = 1;
 pub(super) const SHORT: u8 = 2;
 pub(super) const DISCARD: u8 = 3;
 pub(super) const REFUSE: u8 = 4;
-pub(super) const GRANTED: u8 = 5;
+pub(super) const LENT: u8 = 5;
 pub(super) const HELD: u8 = 6;
 
 pub(super) const REFUSAL: &str = "not on a day like this";
@@ -68,7 +68,9 @@ impl Arrival {
 #[derive(Default)]
 pub(super) struct Recorder {
     label: String,
-    pub(super) grant: Option<Arc<Grant>>,
+    pub(super) loan: Option<Arc<Loan>>,
+    /// How often a loan was reported as returned.
+    pub(super) returned: usize,
     /// There is no place for frames of kind HELD.
     pub(super) hold: bool,
     /// How often that was said.
@@ -126,7 +128,7 @@ impl Sink for Recorder {
         match kind {
             DISCARD => Place::Discard,
             REFUSE => Place::Refuse(REFUSAL.into()),
-            GRANTED => Place::Into { dst, len, grant: self.grant.clone(), token },
+            LENT => Place::Into { dst, len, grant: self.loan.clone(), token },
             PLAIN | SHORT | HELD => Place::Into { dst, len, grant: None, token },
             other => panic!("{}: a head of kind {other} that nobody sent", self.label),
         }
@@ -138,6 +140,26 @@ impl Sink for Recorder {
         let arrival = &mut self.arrivals[token as usize];
         arrival.placed += 1;
         assert_eq!(arrival.placed, 1, "{}: frame {} placed twice", self.label, arrival.seq);
+    }
+
+    fn returned(&mut self) {
+        self.returned += 1;
+    }
+}
+
+impl Recorder {
+    /// Takes all memory back, and fills it.
+    pub(super) fn poison_all(&mut self) {
+        self.payloads.iter_mut().for_each(|memory| memory.fill(POISON_BYTE));
+        self.arrivals.iter_mut().for_each(|arrival| arrival.memory.fill(POISON_BYTE));
+    }
+
+    pub(super) fn expect_all_poisoned(&self) {
+        let of_arrivals = self.arrivals.iter().map(|arrival| &arrival.memory);
+        for memory in self.payloads.iter().chain(of_arrivals) {
+            let touched = memory.iter().position(|byte| *byte != POISON_BYTE);
+            assert_eq!(touched, None, "{}: written after it was returned", self.label);
+        }
     }
 }
 
@@ -168,14 +190,14 @@ impl End {
         self.sink.payloads.push(payload);
     }
 
-    pub(super) fn queue_granted(&mut self, seq: u32, len: usize, grant: &Arc<Grant>) {
+    pub(super) fn queue_lent(&mut self, seq: u32, len: usize, loan: &Arc<Loan>) {
         self.queue(PLAIN, seq, len);
         if let Some(tx) = self.sink.queue.back_mut() {
-            tx.payload.grant = Some(Arc::clone(grant));
+            tx.payload.grant = Some(Arc::clone(loan));
         }
     }
 
-    /// Overwrites a queued payload, as the owner may once its grant is revoked.
+    /// Overwrites a queued payload, as the owner may once it is returned.
     pub(super) fn poison_queued(&mut self, index: usize) {
         self.sink.payloads[index].fill(POISON_BYTE);
     }
@@ -275,7 +297,7 @@ impl End {
 
     pub(super) fn expect_poisoned(&self, index: usize) {
         let touched = self.sink.arrivals[index].memory.iter().position(|byte| *byte != POISON_BYTE);
-        assert_eq!(touched, None, "{}: written after its grant was revoked", self.label);
+        assert_eq!(touched, None, "{}: written after it was returned", self.label);
     }
 
     /// Polls both until this end fails; its error.

@@ -18,10 +18,10 @@ mod waiting;
 
 use std::sync::Arc;
 
-use crate::{Grant, Lane, LaneError, Post};
+use crate::{Lane, LaneError, Loan, Post};
 pub use direct::{DirectEnd, DirectMemory, run_direct};
 pub use endings::run_endings;
-use harness::{DISCARD, End, GRANTED, PLAIN, REFUSE, SHORT, drive, frame, pattern};
+use harness::{DISCARD, End, LENT, PLAIN, REFUSE, SHORT, drive, frame, pattern};
 
 /// Payloads are cut to this size even where a lane would carry more, to keep the suite short.
 const LARGEST: usize = 8 << 20;
@@ -45,7 +45,7 @@ pub fn skip(why: &str) {
 /// # Panics
 /// When a check fails.
 pub fn run(name: &str, make_pair: MakePair<'_>) {
-    let checks: [(&str, Check); 20] = [
+    let checks: [(&str, Check); 22] = [
         ("says what it is", says_what_it_is),
         ("order and sizes", order_and_sizes),
         ("frames taken between polls", taken_between_polls),
@@ -55,9 +55,11 @@ pub fn run(name: &str, make_pair: MakePair<'_>) {
         ("post of a large payload", post_large),
         ("short and discarded places", short_and_discarded),
         ("refuse", refuse),
-        ("receive grant revoked midway", receive_grant_revoked),
-        ("receive grant revoked by another thread", receive_grant_revoked_by_thread),
-        ("send grant revoked", send_grant_revoked),
+        ("received memory recalled midway", received_memory_recalled),
+        ("received memory recalled by another thread", received_memory_recalled_by_thread),
+        ("sent memory recalled", sent_memory_recalled),
+        ("dropped while its memory is recalled", dropped_while_recalled),
+        ("dropped while its peer's memory is recalled", peer_dropped_while_recalled),
         ("close delivers what came before", close_delivers),
         ("close inside a frame", close_inside_frame),
         ("sleep and wake", sleep_and_wake),
@@ -233,41 +235,43 @@ fn refuse(mut a: End, mut b: End) {
     b.expect_intact(0, &[10]);
 }
 
-fn receive_grant_revoked(mut a: End, mut b: End) {
+fn received_memory_recalled(mut a: End, mut b: End) {
     let len = cap(&a, LARGEST);
-    let grant = Arc::new(Grant::default());
-    b.sink.grant = Some(Arc::clone(&grant));
-    a.queue(GRANTED, 0, len);
+    let loan = Arc::new(Loan::default());
+    b.sink.loan = Some(Arc::clone(&loan));
+    a.queue(LENT, 0, len);
     a.queue(PLAIN, 1, 100);
     drive(&mut a, &mut b, 16 * 1024, |_, b| b.heads() == 1);
     assert!(!b.is_through(1), "{}: {len} bytes in one poll of 16 KiB", b.label);
-    grant.revoke();
+    recall(&loan, &mut a, &mut b);
     b.poison(0);
     drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.heads() == 2 && b.is_placed(1));
     b.expect_poisoned(0);
     b.expect_prefix(1, 1, 100);
 }
 
-fn receive_grant_revoked_by_thread(mut a: End, mut b: End) {
+fn received_memory_recalled_by_thread(mut a: End, mut b: End) {
     let len = cap(&a, 4 << 20);
     for round in 0..20 {
-        let grant = Arc::new(Grant::default());
-        b.sink.grant = Some(Arc::clone(&grant));
+        let loan = Arc::new(Loan::default());
+        b.sink.loan = Some(Arc::clone(&loan));
+        let recalled = Arc::clone(&loan);
         let at = b.heads();
-        a.queue(GRANTED, 2 * round, len);
+        a.queue(LENT, 2 * round, len);
         a.queue(PLAIN, 2 * round + 1, 9);
         drive(&mut a, &mut b, 16 * 1024, |_, b| b.heads() > at);
-        let revoker = std::thread::spawn(move || {
+        let owner = std::thread::spawn(move || {
             for _ in 0..round {
                 std::thread::yield_now();
             }
-            grant.revoke();
+            recalled.recall();
         });
-        while !revoker.is_finished() {
+        while !owner.is_finished() {
             a.step(64 * 1024);
             b.step(64 * 1024);
         }
-        revoker.join().expect("revoke does not panic");
+        owner.join().expect("recalling does not panic");
+        recall(&loan, &mut a, &mut b);
         b.poison(at);
         drive(&mut a, &mut b, 1 << 20, |_, b| b.heads() == at + 2 && b.is_placed(at + 1));
         b.expect_poisoned(at);
@@ -275,19 +279,66 @@ fn receive_grant_revoked_by_thread(mut a: End, mut b: End) {
     }
 }
 
-fn send_grant_revoked(mut a: End, mut b: End) {
+fn sent_memory_recalled(mut a: End, mut b: End) {
     let len = cap(&a, LARGEST);
-    let grant = Arc::new(Grant::default());
-    a.queue_granted(0, len, &grant);
+    let loan = Arc::new(Loan::default());
+    a.queue_lent(0, len, &loan);
     a.queue(PLAIN, 1, 100);
-    a.queue_granted(2, cap(&a, 1000), &grant);
+    a.queue_lent(2, cap(&a, 1000), &loan);
     a.queue(PLAIN, 3, 100);
     while a.step(1 << 20) {}
-    grant.revoke();
+    recall(&loan, &mut a, &mut b);
     a.poison_queued(0);
     drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.is_through(4));
     b.expect_prefix(1, 1, 100);
     b.expect_prefix(3, 3, 100);
+}
+
+/// Recalls memory, and polls both ends until it is returned. A lane that returns it later reports that.
+fn recall(loan: &Loan, a: &mut End, b: &mut End) {
+    let reported = a.sink.returned + b.sink.returned;
+    if loan.recall() {
+        return;
+    }
+    assert!(!loan.keepers().is_empty(), "{}: kept by nobody, and not returned", a.label);
+    drive(a, b, 1 << 20, |_, _| loan.is_returned());
+    assert!(a.sink.returned + b.sink.returned > reported, "{}: returned without a report", a.label);
+}
+
+/// A lane that ends returns what it keeps, whatever the other end does.
+fn dropped_while_recalled(mut a: End, mut b: End) {
+    let (sent, received) = (Arc::new(Loan::default()), Arc::new(Loan::default()));
+    a.queue_lent(0, cap(&a, LARGEST), &sent);
+    b.queue(LENT, 0, cap(&b, LARGEST));
+    a.sink.loan = Some(Arc::clone(&received));
+    drive(&mut a, &mut b, 16 * 1024, |a, _| a.heads() == 1);
+    sent.recall();
+    received.recall();
+    let End { lane, mut sink, .. } = a;
+    drop(lane);
+    assert!(sent.is_returned() && received.is_returned(), "{}: memory kept by a lane that is gone", b.label);
+    sink.poison_all();
+    for _ in 0..64 {
+        // The lane may end here.
+        let _ = b.lane.poll(&mut b.sink, 1 << 20, true);
+    }
+    sink.expect_all_poisoned();
+}
+
+/// The end of the other lane does not return memory by itself, but that of this one does.
+fn peer_dropped_while_recalled(mut a: End, mut b: End) {
+    let received = Arc::new(Loan::default());
+    b.sink.loan = Some(Arc::clone(&received));
+    a.queue(LENT, 0, cap(&a, LARGEST));
+    drive(&mut a, &mut b, 16 * 1024, |_, b| b.heads() == 1);
+    drop(a);
+    received.recall();
+    let label = b.label.clone();
+    let End { lane, mut sink, .. } = b;
+    drop(lane);
+    assert!(received.is_returned(), "{label}: memory kept by a lane that is gone");
+    sink.poison_all();
+    sink.expect_all_poisoned();
 }
 
 fn close_delivers(mut a: End, mut b: End) {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crossrail_gpu::Slot;
 use crossrail_proto as proto;
-use crossrail_transport::{Grant, Payload, Tx};
+use crossrail_transport::{Loan, Payload, Tx};
 use proto::{Memory, Out};
 
 /// Chunks that a lane has packed, or is having packed, ahead of what it sends. More would keep slots from other lanes,
@@ -83,7 +83,7 @@ pub(super) enum Landing {
     /// A chunk, in a bounce slot.
     Chunk { slot: Slot, gpu: u32, memory: Memory, dst: u64, len: usize },
     /// A short message for GPU memory, in host memory.
-    Short { bytes: Box<[u8]>, grant: Arc<Grant>, gpu: u32, memory: Memory, dst: u64 },
+    Short { bytes: Box<[u8]>, grant: Arc<Loan>, gpu: u32, memory: Memory, dst: u64 },
 }
 
 impl ChunkQueue {

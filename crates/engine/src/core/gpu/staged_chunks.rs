@@ -268,7 +268,7 @@ impl StagedChunks {
         }
         tables.hold_region(endpoint, memory);
         if !chunk {
-            let Some(grant) = tables.grant(endpoint, memory) else { return Place::Discard };
+            let Some(grant) = tables.loan(endpoint, memory) else { return Place::Discard };
             let mut bytes: Box<[u8]> = vec![0; len].into();
             let into = bytes.as_mut_ptr();
             let Some(record) = tables.lanes.get_mut(lane) else { return Place::Discard };
@@ -320,7 +320,7 @@ impl StagedChunks {
                 Ok(false)
             }
             Some(Landing::Short { bytes, grant, gpu, memory, dst }) => {
-                if !grant.is_revoked()
+                if !grant.is_recalled()
                     && let Err(why) = self.copy_in(gpu, dst, &bytes)
                 {
                     tables.fail_memory(endpoint, memory, why);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crossrail_transport::Grant;
+use crossrail_transport::Loan;
 use crossrail_types::{EndpointId, OpId};
 
 use super::{Attached, NO_ENTRY, Op, State};
@@ -181,15 +181,14 @@ impl Op {
         self.gpu.as_ref().map(|gpu| gpu.ordinal)
     }
 
-    /// The grant under which lanes outside the lock touch this operation's memory.
-    pub(crate) fn grant(&mut self) -> Arc<Grant> {
-        self.attached().grant.get_or_insert_with(Arc::default).clone()
+    /// The loan by which lanes outside the lock touch this operation's memory.
+    pub(crate) fn loan(&mut self) -> Arc<Loan> {
+        self.attached().loan.get_or_insert_with(Arc::default).clone()
     }
 
-    /// Takes the memory away from every lane.
-    pub(crate) fn revoke(&mut self) {
-        if let Some(grant) = self.attached.as_mut().and_then(|attached| attached.grant.take()) {
-            grant.revoke();
-        }
+    /// Recalls the memory from every lane; the loan, if a lane keeps it.
+    pub(super) fn recall(&mut self) -> Option<Arc<Loan>> {
+        let loan = self.attached.as_mut()?.loan.take()?;
+        if loan.recall() { None } else { Some(loan) }
     }
 }
