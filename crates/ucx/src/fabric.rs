@@ -9,7 +9,6 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::library::Library;
 use crate::raw;
-use crate::wire::SEGMENT;
 
 /// Versions whose newer protocols, which they use by default, assert that a payload has no memory registered when its peer
 /// dies in the middle of it. Where UCX was built with assertions (Debian, Ubuntu), that ends the process. Their older
@@ -101,15 +100,9 @@ impl Fabric {
         if copy_by_the_kernel(transports.unwrap_or_default().iter().map(String::as_str)) {
             // The receiving end copies: by itself, when it is called.
             config.set("RNDV_SCHEME", "get_zcopy")?;
-        }
-        if may_use_tcp(transports) {
-            // UCX before 1.17 knows the settings of a transport without its name.
-            let name = if library.number() < (1, 17) { "RX_SEG_SIZE" } else { "TCP_RX_SEG_SIZE" };
-            config.set(name, &SEGMENT.to_string())?;
-            // UCX from 1.18 on would copy pieces into segments of 8 KiB otherwise, each with a call of its own.
-            if std::env::var_os("UCX_ZCOPY_THRESH").is_none() {
-                config.set("ZCOPY_THRESH", "16k")?;
-            }
+        } else if may_use_tcp(transports) {
+            // The sending end writes into the receiver's memory.
+            config.set("RNDV_SCHEME", "put_zcopy")?;
         }
         if PROTOCOLS_THAT_ASSERT.contains(&library.number()) && std::env::var_os("UCX_PROTO_ENABLE").is_none() {
             config.set("PROTO_ENABLE", "n")?;

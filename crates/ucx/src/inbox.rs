@@ -6,9 +6,8 @@ use std::ffi::c_void;
 
 use crossrail_types::Head;
 
-use crate::pieces::{Arrivals, Target};
 use crate::raw::{self, AmRecvParam, Ep, Status};
-use crate::wire::{self, Consumed, FRAMES, Kind, MESSAGE_MAX, PIECE_MAX, PIECES, PREFIX_LEN, slot};
+use crate::wire::{self, FRAMES, Kind, MESSAGE_MAX, PIECE_MAX, PIECES, slot};
 
 /// A piece that the peer offers and that has not been fetched: UCX's descriptor and the piece's length.
 #[derive(Clone, Copy, Debug)]
@@ -35,11 +34,9 @@ struct Arrived {
     next_piece: u32,
     /// The peer's first message has arrived.
     hello: bool,
-    /// Pieces that arrive as messages.
-    pieces: Arrivals,
-    /// What the peer says it has consumed, of what was sent.
-    consumed: Consumed,
-    sent: Consumed,
+    /// Frames that the peer says it has consumed, of those that were sent.
+    consumed: u32,
+    sent: u32,
     /// What the peer did wrong.
     fault: Option<String>,
     /// UCX has given the connection up.
@@ -56,9 +53,8 @@ impl Inbox {
             offers: [None; PIECES as usize],
             next_piece: 0,
             hello: false,
-            pieces: Arrivals::default(),
-            consumed: Consumed::default(),
-            sent: Consumed::default(),
+            consumed: 0,
+            sent: 0,
             fault: None,
             failed: None,
         }))
@@ -83,75 +79,29 @@ impl Inbox {
     /// Counts a frame that is about to be sent; `None`: the peer has not consumed enough of those before.
     pub(crate) fn number_frame(&self) -> Option<u32> {
         let arrived = &mut *self.0.borrow_mut();
-        if arrived.sent.frames.wrapping_sub(arrived.consumed.frames) >= FRAMES {
+        if arrived.sent.wrapping_sub(arrived.consumed) >= FRAMES {
             return None;
         }
-        let number = arrived.sent.frames;
-        arrived.sent.frames = number.wrapping_add(1);
+        let number = arrived.sent;
+        arrived.sent = number.wrapping_add(1);
         Some(number)
     }
 
     pub(crate) fn may_send(&self) -> bool {
         let arrived = self.0.borrow();
-        arrived.sent.frames.wrapping_sub(arrived.consumed.frames) < FRAMES
+        arrived.sent.wrapping_sub(arrived.consumed) < FRAMES
     }
 
     /// Frames sent so far.
     pub(crate) fn sent(&self) -> u32 {
-        self.0.borrow().sent.frames
-    }
-
-    /// Counts a piece that is about to be sent as a message.
-    pub(crate) fn number_piece(&self) -> u32 {
-        let sent = &mut self.0.borrow_mut().sent.pieces;
-        let number = *sent;
-        *sent = number.wrapping_add(1);
-        number
-    }
-
-    /// Whether the peer has consumed enough of the pieces before.
-    pub(crate) fn may_send_piece(&self) -> bool {
-        let arrived = self.0.borrow();
-        arrived.sent.pieces.wrapping_sub(arrived.consumed.pieces) < PIECES
-    }
-
-    /// Pieces that the peer has consumed, of those that were sent as messages.
-    pub(crate) fn pieces_consumed(&self) -> u32 {
-        self.0.borrow().consumed.pieces
+        self.0.borrow().sent
     }
 
     // ---- what the peer has sent
 
-    /// What was consumed so far. Of pieces only those count that arrived as messages.
-    pub(crate) fn taken(&self) -> Consumed {
-        let arrived = self.0.borrow();
-        Consumed { frames: arrived.next_frame, pieces: arrived.pieces.taken() }
-    }
-
-    /// Whether the payload being received has bytes to come.
-    pub(crate) fn expects_pieces(&self) -> bool {
-        self.0.borrow().pieces.has_target()
-    }
-
-    /// Has pieces go to a payload's place from now on. One that was given before is forgotten.
-    pub(crate) fn aim(&self, target: Option<Target>) {
-        self.0.borrow_mut().pieces.aim(target);
-    }
-
-    /// Whether pieces wait for a place, which have come as messages.
-    pub(crate) fn has_staged_pieces(&self) -> bool {
-        self.0.borrow().pieces.has_staged()
-    }
-
-    /// Whether [`Inbox::placed`] has something to report.
-    pub(crate) fn has_placed(&self) -> bool {
-        self.0.borrow().pieces.has_work()
-    }
-
-    /// Moves the pieces that have waited to the payload's place, and takes the count of pieces and bytes that have gone
-    /// there since the last call.
-    pub(crate) fn placed(&self) -> Result<(u32, usize), String> {
-        self.0.borrow_mut().pieces.placed()
+    /// Frames consumed so far.
+    pub(crate) fn taken(&self) -> u32 {
+        self.0.borrow().next_frame
     }
 
     pub(crate) fn has_frame(&self) -> bool {
@@ -196,13 +146,11 @@ impl Inbox {
 
 impl Arrived {
     fn message(&mut self, bytes: &[u8]) -> Result<(), String> {
-        let max = wire::message_max(bytes);
-        if bytes.len() > max {
-            return Err(format!("a message of {} bytes, of {max} at most", bytes.len()));
+        if bytes.len() > MESSAGE_MAX {
+            return Err(format!("a message of {} bytes, of {MESSAGE_MAX} at most", bytes.len()));
         }
         let (kind, consumed, _) = wire::message(bytes)?;
-        count(&mut self.consumed.frames, consumed.frames, self.sent.frames, FRAMES, "frames")?;
-        count(&mut self.consumed.pieces, consumed.pieces, self.sent.pieces, PIECES, "pieces")?;
+        count(&mut self.consumed, consumed, self.sent)?;
         match kind {
             Kind::Hello => self.hello = true,
             Kind::Credit => {}
@@ -218,10 +166,6 @@ impl Arrived {
                 self.messages[buffer as usize * MESSAGE_MAX..][..bytes.len()].copy_from_slice(bytes);
                 self.frames[at] = (buffer, bytes.len() as u32);
             }
-            Kind::Piece(_) if self.next_piece > 0 || self.offers.iter().any(Option::is_some) => {
-                return Err("a piece came as a message, after others by rendezvous".to_owned());
-            }
-            Kind::Piece(number) => self.pieces.arrived(number, &bytes[PREFIX_LEN..])?,
         }
         Ok(())
     }
@@ -230,9 +174,6 @@ impl Arrived {
         let number = wire::piece(header).ok_or_else(|| format!("a piece with a header of {} bytes", header.len()))?;
         if offer.len == 0 || offer.len > PIECE_MAX {
             return Err(format!("a piece of {} bytes, of {PIECE_MAX} at most", offer.len));
-        }
-        if self.pieces.taken() > 0 || self.pieces.has_staged() {
-            return Err("a piece came by rendezvous, after others as messages".to_owned());
         }
         let entry = &mut self.offers[slot(number, PIECES)];
         if number.wrapping_sub(self.next_piece) >= PIECES || entry.is_some() {
@@ -243,14 +184,14 @@ impl Arrived {
     }
 }
 
-/// Takes the peer's word of how many of `sent` it has consumed. Of two messages that overtook each other, the later one
-/// has the lower count, which is `window` lower at most.
-fn count(consumed: &mut u32, told: u32, sent: u32, window: u32, what: &str) -> Result<(), String> {
-    if consumed.wrapping_sub(told) <= window {
+/// Takes the peer's word of how many frames of those `sent` it has consumed. Of two messages that overtook each other, the
+/// later one has the lower count, which is [`FRAMES`] lower at most.
+fn count(consumed: &mut u32, told: u32, sent: u32) -> Result<(), String> {
+    if consumed.wrapping_sub(told) <= FRAMES {
         return Ok(());
     }
     if told.wrapping_sub(*consumed) > sent.wrapping_sub(*consumed) {
-        return Err(format!("it says that it consumed {told} {what} of {sent}"));
+        return Err(format!("it says that it consumed {told} frames of {sent}"));
     }
     *consumed = told;
     Ok(())
@@ -332,10 +273,10 @@ pub(crate) unsafe extern "C" fn on_error(arg: *mut c_void, _ep: Ep, status: Stat
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::prefix;
+    use crate::wire::{PREFIX_LEN, prefix};
 
     fn frame(number: u32, consumed: u32) -> Vec<u8> {
-        let mut bytes = prefix(Kind::Frame(number), Consumed { frames: consumed, pieces: 0 }).to_vec();
+        let mut bytes = prefix(Kind::Frame(number), consumed).to_vec();
         bytes.extend(Head::new(1, 0).0);
         bytes
     }
@@ -348,7 +289,7 @@ mod tests {
         }
         for taken in 1..=3 {
             inbox.next_frame(|_, _| true);
-            assert_eq!(inbox.taken().frames, taken);
+            assert_eq!(inbox.taken(), taken);
         }
         assert!(!inbox.has_frame());
     }
@@ -388,13 +329,6 @@ mod tests {
         for (number, len) in [(0, 1), (PIECES, 1), (1, 0), (1, PIECE_MAX + 1)] {
             assert!(offer(number, len).is_err(), "{number} {len}");
         }
-        let piece = [&prefix(Kind::Piece(0), Consumed::default())[..], &[1; 9]].concat();
-        assert!(inbox.0.borrow_mut().message(&piece).expect_err("both ways").contains("after others by rendezvous"));
-        let other = Inbox::new();
-        other.0.borrow_mut().message(&piece).expect("the first");
-        let offer = Offer { descriptor: std::ptr::null_mut(), len: 1 };
-        let refused = other.0.borrow_mut().offer(&0_u32.to_le_bytes(), offer).expect_err("both ways");
-        assert!(refused.contains("after others as messages"), "{refused}");
         assert!(inbox.0.borrow_mut().offer(&[0; 3], Offer { descriptor: std::ptr::null_mut(), len: 1 }).is_err());
     }
 
@@ -405,7 +339,7 @@ mod tests {
             assert_eq!(inbox.number_frame(), Some(number));
         }
         assert_eq!(inbox.number_frame(), None);
-        inbox.0.borrow_mut().message(&prefix(Kind::Credit, Consumed { frames: 1, pieces: 0 })).expect("credit");
+        inbox.0.borrow_mut().message(&prefix(Kind::Credit, 1)).expect("credit");
         assert_eq!(inbox.number_frame(), Some(FRAMES));
     }
 }

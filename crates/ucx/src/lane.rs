@@ -9,8 +9,8 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use crate::alarm::Alarm;
 use crate::companion::{Companion, Ending};
-use crate::link::{COPY_MAX, Link, is_over_tcp, reads_memory};
-use crate::receiver::{PAYLOAD_MAX, Receiver};
+use crate::link::{COPY_MAX, Link, reads_memory};
+use crate::receiver::{PAYLOAD_MAX, Receiver, Way};
 use crate::sender::Sender;
 use crate::wire::INLINE_MAX;
 
@@ -73,10 +73,17 @@ impl UcxLane {
             epoll.add(alarm.fd(), readable()).map_err(failed("epoll_ctl"))?;
         }
         let selected = link.selected();
-        if is_over_tcp(&selected) {
-            tx.send_pieces_as_messages();
+        // A peer that reads this process's memory by itself may do so after the lane has ended, so it is shown memory of the
+        // lane only. All else moves bytes while UCX is driven, or by a NIC whose queue ends with the lane.
+        let way = match reads_memory(&selected) {
+            true if link.copies_in_place(&selected) => Way::Copied,
+            true => Way::Staged,
+            false => Way::Fetched,
+        };
+        if way == Way::Fetched {
+            tx.send_in_place();
         }
-        let rx = Receiver::new(link.copies_in_place(&selected));
+        let rx = Receiver::new(id, way);
         let caps = LaneCaps {
             copies_up_to: INLINE_MAX,
             max_payload: PAYLOAD_MAX,
@@ -142,7 +149,7 @@ impl UcxLane {
             return Err(error.clone());
         }
         let Some(ended) = &self.ended else { return Ok(()) };
-        let have = Ending::Closed { frames: self.link.inbox().taken().frames, pieces: self.rx.pieces_taken() };
+        let have = Ending::Closed { frames: self.link.inbox().taken(), pieces: self.rx.pieces_taken() };
         let why = match ended.how {
             complete if complete == have => "the peer closed the lane".to_owned(),
             _ if ended.quiet_since.elapsed() < DRAIN_MAX && self.broken.is_none() => return Ok(()),
@@ -187,8 +194,7 @@ impl UcxLane {
     fn exchange(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> std::result::Result<bool, LaneError> {
         let rounds = if probe { 1 } else { PROGRESS_MAX };
         for _ in 0..rounds {
-            // A piece that waits for its payload's place is copied twice.
-            if !self.link.progress() || self.link.inbox().has_staged_pieces() {
+            if !self.link.progress() {
                 break;
             }
         }
@@ -197,6 +203,7 @@ impl UcxLane {
         }
         let mut moved = false;
         if self.link.failure().is_none() {
+            self.tx.give_back(&self.link, sink)?;
             self.rx.fetch(&self.link)?;
         }
         moved |= self.rx.poll(&self.link, self.id, sink, budget)?;
@@ -299,8 +306,6 @@ impl Lane for UcxLane {
 
 impl Drop for UcxLane {
     fn drop(&mut self) {
-        // What arrives from now on has no place.
-        self.link.inbox().aim(None);
         let alive = self.ended.is_none() && self.broken.is_none() && self.link.failure().is_none();
         if alive && self.companion.is_acknowledged() {
             self.link.flush(FLUSH_MAX);
@@ -312,6 +317,12 @@ impl Drop for UcxLane {
             link.failure().is_none() && link.drive_until(|link| rx.has_fetched_all(link), COPY_MAX)
         };
         if reads_memory && !has_copied(&self.rx, &self.link) {
+            self.link.abandon();
+        }
+        // Without reports of failures UCX does not end what it has begun over TCP, and asserts that it has: the worker stays,
+        // undriven, so that it does not touch that memory again.
+        if self.link.is_over_tcp() && (self.tx.has_pieces_under_way(&self.link) || !self.rx.has_fetched_all(&self.link))
+        {
             self.link.abandon();
         }
         // A peer that does not know of the end yet may still read what it was offered, and takes it for what was sent.

@@ -7,24 +7,17 @@
 //!
 //! # How frames travel
 //!
-//! A frame is one active message, with its payload if that is at most 8 KiB. A longer payload follows in pieces of 256
-//! KiB by UCX's rendezvous: UCX moves a piece by whatever is fastest on the device, a get or a put by the NIC, or a copy
-//! by the kernel. UCX's `put` itself is not used: UCX before 1.16 emulates it by active messages of 8 KiB wherever the
-//! transport lacks a short put, as TCP does.
+//! A frame is one active message, with its payload if that is at most 8 KiB. A longer payload follows in pieces of 1 MiB by
+//! UCX's rendezvous, from the sender's memory straight to the payload's place: UCX moves a piece by whatever is fastest on
+//! the device, over its tcp by a put. UCX's `put` itself is not used: UCX before 1.16 emulates it by active messages of 8
+//! KiB wherever the transport lacks a short put, as TCP does.
 //!
-//! Over UCX's tcp alone a piece is an active message, too: there a rendezvous would end in active messages of 64 KiB,
-//! because UCX puts into a peer's memory over TCP only where the endpoint reports no failures. Both ends set UCX's
-//! segments to the length of such a piece, 512 KiB, so it is one call of the kernel, and its receiver copies it from
-//! UCX's buffer to the payload's place. The receiver grants credit for pieces as for frames, and a payload counts as sent
-//! once all of its pieces are consumed.
-//!
-//! The sending end stages pieces in memory of the lane, because a transfer that UCX has begun can't be recalled: memory of
-//! the user's would be used after its [`Loan`](crossrail_transport::Loan) was recalled. The receiving end does so, too,
-//! except for pieces that are messages, and where UCX reads the peer's memory by a call of the kernel (cma, knem): such a
-//! copy ends within the call of ours that began it, so it goes straight to the payload's place, under the grant. What is
-//! in flight is bounded: 128 frames and 8 pieces in each direction. UCX retries and waits beneath; no call here waits for
-//! the peer, except [`attach`], which has a deadline, and the drop of a lane, which gives UCX 200 ms to hand over what was
-//! sent.
+//! A transfer that UCX has begun can't be recalled, so both ends keep the [`Loan`](crossrail_transport::Loan) of its memory
+//! until it has ended, or the link is gone. Where UCX reads the peer's memory by a call of the kernel (cma, knem), the peer
+//! decides when, so the sending end stages pieces, of 256 KiB, in memory of the lane; such a copy ends within the call of
+//! ours that began it, so it goes straight to the payload's place. What is in flight is bounded: 128 frames and 8 pieces in
+//! each direction. UCX retries and waits beneath; no call here waits for the peer, except [`attach`], which has a deadline,
+//! and the drop of a lane, which gives UCX 200 ms to hand over what was sent.
 //!
 //! UCX ends the process when it finds its own state to be other than it asserts, as a queue of copies that is not empty
 //! when its worker is destroyed. Where that may be so, the worker is given up instead: never called again, never freed.
@@ -44,7 +37,6 @@ mod left;
 mod library;
 mod link;
 mod memory;
-mod pieces;
 mod raw;
 mod receiver;
 mod sender;

@@ -1,45 +1,79 @@
 //! The receiving half of a lane.
 #![allow(unsafe_code)]
 
-use crossrail_transport::{LaneError, Loan, Place, Sink};
+use crossrail_transport::{Kept, LaneError, Loan, Place, Sink};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::link::{Link, Request};
 use crate::memory::Memory;
-use crate::pieces::Target;
-use crate::wire::{INLINE_MAX, PIECE_MAX, PIECES};
+use crate::wire::{INLINE_MAX, PIECE_MAX, PIECES, STAGED_PIECE_MAX};
 
 /// Largest payload of a frame. Nothing is allocated for one; this bounds what a peer may announce.
 pub(crate) const PAYLOAD_MAX: usize = 1 << 30;
+
+/// How pieces come to their places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// UCX moves them there, while the payload's memory is kept.
+    Fetched,
+    /// UCX copies them there within one call.
+    Copied,
+    /// UCX moves them to slots, from where they are copied.
+    Staged,
+}
 
 /// A piece that is being fetched, or was.
 struct Fetch {
     request: Option<Request>,
     len: usize,
+    to: Destination,
+}
+
+/// Where a piece is fetched to.
+enum Destination {
+    /// Its slot.
+    Slot,
+    /// Its place, under the loan of that, if it has one.
+    Place(Option<Kept>),
 }
 
 /// A payload whose pieces are arriving.
 struct Body {
     place: Place,
+    /// Bytes that have arrived, and that are being fetched or have been.
     done: usize,
+    begun: usize,
     len: usize,
 }
 
 impl Body {
-    /// That the next piece has as many bytes as the sender must give it.
-    fn expect(&self, len: usize) -> Result<(), LaneError> {
-        let left = self.len - self.done;
-        if len == left.min(PIECE_MAX) {
+    /// That the next piece has as many bytes as the sender must give it, after `at` of the payload.
+    fn expect(&self, len: usize, at: usize, most: usize) -> Result<(), LaneError> {
+        let left = self.len - at;
+        if len == left.min(most) {
             return Ok(());
         }
         Err(LaneError::Protocol(format!("a piece of {len} bytes came where {left} bytes of a payload are left")))
+    }
+
+    /// Where the next piece goes that is fetched, of `len` bytes, if that is where the payload goes; kept for that lane.
+    fn next_place(&self, len: usize, lane: LaneId) -> Option<(*mut u8, Option<Kept>)> {
+        let Place::Into { dst, len: room, grant, .. } = &self.place else { return None };
+        if self.begun + len > *room {
+            return None;
+        }
+        let kept = match grant {
+            Some(loan) => Some(loan.keep(lane)?),
+            None => None,
+        };
+        Some((dst.wrapping_add(self.begun), kept))
     }
 }
 
 /// See the module. Dropped after the link.
 pub(crate) struct Receiver {
-    /// UCX copies pieces within one call: they go to their places, not into slots.
-    in_place: bool,
+    lane: LaneId,
+    way: Way,
     slots: Memory,
     /// By number modulo [`PIECES`].
     fetches: Vec<Option<Fetch>>,
@@ -54,9 +88,10 @@ pub(crate) struct Receiver {
 }
 
 impl Receiver {
-    pub(crate) fn new(in_place: bool) -> Receiver {
+    pub(crate) fn new(lane: LaneId, way: Way) -> Receiver {
         Receiver {
-            in_place,
+            lane,
+            way,
             slots: Memory::new(PIECES as usize * PIECE_MAX),
             fetches: (0..PIECES).map(|_| None).collect(),
             next: 0,
@@ -77,30 +112,42 @@ impl Receiver {
         if self.waits {
             return false;
         }
-        if link.inbox().has_placed() {
-            return true;
-        }
         match (&self.body, &self.fetches[(self.next % PIECES) as usize]) {
             (None, _) => link.inbox().has_frame(),
-            (Some(_), _) if self.in_place => link.inbox().has_offer(),
+            (Some(_), _) if self.way == Way::Copied => link.inbox().has_offer(),
             (Some(_), Some(fetch)) => !link.is_under_way(&fetch.request),
             (Some(_), None) => false,
         }
     }
 
-    /// Begins to fetch the pieces that the peer offers, as far as there are slots. Whether it began any.
-    pub(crate) fn fetch(&mut self, link: &Link) -> Result<bool, LaneError> {
-        let mut any = false;
-        while !self.in_place && self.begun.wrapping_sub(self.next) < PIECES {
+    /// Begins to fetch the pieces that the peer offers, as far as there are slots. Those that go to their places at once
+    /// wait until their payload has one.
+    pub(crate) fn fetch(&mut self, link: &Link) -> Result<(), LaneError> {
+        while self.way != Way::Copied && self.begun.wrapping_sub(self.next) < PIECES {
+            let is_begun = self.body.as_ref().is_none_or(|body| body.begun == body.len);
+            if self.way == Way::Fetched && is_begun {
+                break;
+            }
             let Some((number, offer)) = link.inbox().next_offer() else { break };
             let at = (number % PIECES) as usize;
-            // SAFETY: the slot is free, because fewer than PIECES numbers are begun and not consumed; it outlives the link.
-            let request = unsafe { link.fetch(offer, self.slots.at(at * PIECE_MAX, offer.len))? };
-            self.fetches[at] = Some(Fetch { request, len: offer.len });
+            let mut to = (self.slots.at(at * PIECE_MAX, offer.len), Destination::Slot);
+            if let (Way::Fetched, Some(body)) = (self.way, &mut self.body) {
+                if let Err(error) = body.expect(offer.len, body.begun, PIECE_MAX) {
+                    link.release(offer);
+                    return Err(error);
+                }
+                if let Some((place, kept)) = body.next_place(offer.len, self.lane) {
+                    to = (place, Destination::Place(kept));
+                }
+                body.begun += offer.len;
+            }
+            // SAFETY: the slot is free, because fewer than PIECES numbers are begun and not consumed, and outlives the link; a
+            // place has room for the piece, and is kept until the request has ended, or may be written until `placed`.
+            let request = unsafe { link.fetch(offer, to.0)? };
+            self.fetches[at] = Some(Fetch { request, len: offer.len, to: to.1 });
             self.begun = number.wrapping_add(1);
-            any = true;
         }
-        Ok(any)
+        Ok(())
     }
 
     fn is_fetched(&mut self, link: &Link) -> Result<bool, LaneError> {
@@ -122,7 +169,7 @@ impl Receiver {
         let until = self.bytes.saturating_add(budget as u64);
         loop {
             if self.body.is_some() {
-                if !self.consume(link, until)? {
+                if !self.consume(link, sink, until)? {
                     break;
                 }
                 if let Some(Body { place: Place::Into { grant, token, .. }, .. }) = self.body.take()
@@ -165,20 +212,18 @@ impl Receiver {
             if len <= INLINE_MAX {
                 copy_to_place(&place, 0, inline.as_ptr(), len);
                 self.bytes += len as u64;
-                outcome = Ok(Some(Body { place, done: len, len }));
+                outcome = Ok(Some(Body { place, done: len, begun: len, len }));
             } else {
-                outcome = Ok(Some(Body { place, done: 0, len }));
+                outcome = Ok(Some(Body { place, done: 0, begun: 0, len }));
             }
             true
         });
         self.body = outcome?;
-        let expected = self.body.as_ref().filter(|body| body.done < body.len);
-        link.inbox().aim(expected.map(|body| Target::new(&body.place, body.len)));
-        Ok(())
+        self.fetch(link)
     }
 
     /// Consumes pieces of the payload being received; whether it is complete.
-    fn consume(&mut self, link: &Link, until: u64) -> Result<bool, LaneError> {
+    fn consume(&mut self, link: &Link, sink: &mut dyn Sink, until: u64) -> Result<bool, LaneError> {
         loop {
             let Some(body) = &self.body else { return Ok(false) };
             if body.done == body.len {
@@ -187,14 +232,7 @@ impl Receiver {
             if self.bytes >= until {
                 return Ok(false);
             }
-            let (pieces, bytes) = link.inbox().placed().map_err(LaneError::Protocol)?;
-            if let (1.., Some(body)) = (pieces, &mut self.body) {
-                body.done += bytes;
-                self.bytes += bytes as u64;
-                self.next = self.next.wrapping_add(pieces);
-                continue;
-            }
-            let consumed = if self.in_place { self.copy_piece(link)? } else { self.unstage_piece(link)? };
+            let consumed = if self.way == Way::Copied { self.copy_piece(link)? } else { self.take_piece(link, sink)? };
             let (Some(len), Some(body)) = (consumed, &mut self.body) else { return Ok(false) };
             body.done += len;
             self.bytes += len as u64;
@@ -203,16 +241,27 @@ impl Receiver {
         }
     }
 
-    /// Copies the next piece from its slot to its place, if it has been fetched; its bytes.
-    fn unstage_piece(&mut self, link: &Link) -> Result<Option<usize>, LaneError> {
+    /// Takes the next piece, if it has been fetched, and copies it from its slot to its place if it is not there; its bytes.
+    fn take_piece(&mut self, link: &Link, sink: &mut dyn Sink) -> Result<Option<usize>, LaneError> {
         if !self.is_fetched(link)? {
             return Ok(None);
         }
         let at = (self.next % PIECES) as usize;
-        let (Some(Fetch { len, .. }), Some(body)) = (self.fetches[at].take(), &self.body) else { return Ok(None) };
-        body.expect(len)?;
-        let from = self.slots.at(at * PIECE_MAX, len).cast_const();
-        copy_to_place(&body.place, body.done, from, len);
+        let (Some(Fetch { len, to, .. }), Some(body)) = (self.fetches[at].take(), &self.body) else { return Ok(None) };
+        match to {
+            Destination::Place(kept) => {
+                if kept.is_some_and(Kept::give_back) {
+                    sink.returned();
+                }
+            }
+            Destination::Slot => {
+                if self.way == Way::Staged {
+                    body.expect(len, body.done, STAGED_PIECE_MAX)?;
+                }
+                let from = self.slots.at(at * PIECE_MAX, len).cast_const();
+                copy_to_place(&body.place, body.done, from, len);
+            }
+        }
         Ok(Some(len))
     }
 
@@ -222,7 +271,7 @@ impl Receiver {
         let Some(body) = &self.body else { return Ok(None) };
         let Some((number, offer)) = link.inbox().next_offer() else { return Ok(None) };
         self.begun = number.wrapping_add(1);
-        if let Err(error) = body.expect(offer.len) {
+        if let Err(error) = body.expect(offer.len, body.done, STAGED_PIECE_MAX) {
             link.release(offer);
             return Err(error);
         }

@@ -3,15 +3,15 @@
 
 use std::collections::VecDeque;
 
-use crossrail_transport::{LaneError, Loan, Payload, Sink, Tx};
+use crossrail_transport::{Kept, LaneError, Loan, Payload, Sink, Tx};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::link::{Link, Request};
 use crate::memory::Memory;
 use crate::slots::Slots;
 use crate::wire::{
-    self, Consumed, FRAMES, HELLO_PADDING, INLINE_MAX, Kind, MESSAGE_MAX, MESSAGE_PIECE_MAX, PIECE_HEADER, PIECE_MAX,
-    PIECES, PREFIX_LEN,
+    self, FRAMES, HELLO_PADDING, INLINE_MAX, Kind, MESSAGE_MAX, PIECE_HEADER, PIECE_MAX, PIECES, PREFIX_LEN,
+    STAGED_PIECE_MAX,
 };
 
 /// Where a piece's slot has the piece: its prefix or its header ends the page before.
@@ -43,12 +43,14 @@ pub(crate) struct Sender {
     messages: Slots,
     pieces: Slots,
     next_piece: u32,
-    /// Pieces are messages, not offers.
-    as_messages: bool,
+    /// Pieces are sent from the payload's memory, not from their slots.
+    in_place: bool,
+    /// By slot: the loan of the memory that the piece is sent from.
+    kept: Vec<Option<Kept>>,
     credit: Memory,
     crediting: Option<Request>,
     /// What was consumed, as the peer was told.
-    told: Consumed,
+    told: u32,
     outgoing: Option<Outgoing>,
     unfinished: VecDeque<Unfinished>,
     /// Bytes of heads and payloads.
@@ -59,22 +61,24 @@ impl Sender {
     pub(crate) fn new() -> Sender {
         Sender {
             messages: Slots::new(FRAMES, MESSAGE_MAX),
-            pieces: Slots::new(PIECES, PIECE_AT + PIECE_MAX),
+            pieces: Slots::new(PIECES, PIECE_AT + STAGED_PIECE_MAX),
             next_piece: 0,
-            as_messages: false,
+            in_place: false,
+            kept: (0..PIECES).map(|_| None).collect(),
             credit: Memory::new(PREFIX_LEN + HELLO_PADDING),
             crediting: None,
-            told: Consumed::default(),
+            told: 0,
             outgoing: None,
             unfinished: VecDeque::new(),
             bytes: 0,
         }
     }
 
-    /// Has pieces be messages, which one segment of UCX's must hold. Before the first piece.
-    pub(crate) fn send_pieces_as_messages(&mut self) {
-        self.as_messages = true;
-        self.pieces = Slots::new(PIECES, PIECE_AT + MESSAGE_PIECE_MAX);
+    /// Has pieces be sent from where the payload is. Before the first piece.
+    pub(crate) fn send_in_place(&mut self) {
+        self.in_place = true;
+        // A slot has a piece's header, and stands in for memory that was recalled.
+        self.pieces = Slots::new(PIECES, PIECE_AT + PIECE_MAX);
     }
 
     /// Pieces sent so far.
@@ -92,22 +96,13 @@ impl Sender {
 
     /// Whether the lane has pieces to send and a slot for one, a frame to report as sent, or owes the peer credit.
     pub(crate) fn has_work(&self, link: &Link) -> bool {
-        let sends = self.outgoing.is_some() && self.may_send_piece(link) && self.pieces.has_free(link);
-        let reports = self.unfinished.front().is_some_and(|first| {
-            let fetched = self.pieces.carried_by_now(link);
-            first.is_sent(self.messages.carried_by_now(link), self.arrived_pieces(link, fetched))
-        });
-        sends || reports || (self.owes_credit(link) && !link.is_under_way(&self.crediting))
-    }
-
-    /// Pieces that the peer has, with that many of them done with at this end: that a message has left this end does not
-    /// say so.
-    fn arrived_pieces(&self, link: &Link, carried: u32) -> u32 {
-        if self.as_messages { link.inbox().pieces_consumed() } else { carried }
-    }
-
-    fn may_send_piece(&self, link: &Link) -> bool {
-        !self.as_messages || link.inbox().may_send_piece()
+        let sends = self.outgoing.is_some() && self.pieces.has_free(link);
+        let reports = self
+            .unfinished
+            .front()
+            .is_some_and(|first| first.is_sent(self.messages.carried_by_now(link), self.pieces.carried_by_now(link)));
+        let returns = (0..).zip(&self.kept).any(|(slot, kept)| kept.is_some() && self.pieces.is_over(link, slot));
+        sends || reports || returns || (self.owes_credit(link) && !link.is_under_way(&self.crediting))
     }
 
     /// Sends a frame for which there is room. Payloads of up to [`INLINE_MAX`] go with it.
@@ -157,7 +152,7 @@ impl Sender {
                 }
                 self.outgoing = Some(Outgoing { tx, done: 0 });
             }
-            let bytes = self.piece(link)?;
+            let bytes = self.piece(link, lane)?;
             if bytes == 0 {
                 break;
             }
@@ -175,14 +170,28 @@ impl Sender {
         self.unfinished.push_back(Unfinished { token, frames: link.inbox().sent(), pieces: self.next_piece });
     }
 
-    /// Reports the frames that UCX has carried, with pieces that the peer has fetched or consumed: from then on they arrive
-    /// although nobody polls this end. Whether there were any.
+    /// Gives memory back that no piece is sent from any more. Before the peer's confirmation of what it had is delivered: an
+    /// operation that ends then need not wait for it.
+    pub(crate) fn give_back(&mut self, link: &Link, sink: &mut dyn Sink) -> Result<(), LaneError> {
+        self.pieces.carried(link)?;
+        for (slot, kept) in (0..).zip(&mut self.kept) {
+            if self.pieces.is_free(slot)
+                && let Some(kept) = kept.take()
+                && kept.give_back()
+            {
+                sink.returned();
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports the frames that UCX has carried, with pieces that the peer has fetched: from then on they arrive although
+    /// nobody polls this end. Whether there were any.
     fn finish(&mut self, link: &Link, lane: LaneId, sink: &mut dyn Sink) -> Result<bool, LaneError> {
         if self.unfinished.is_empty() {
             return Ok(false);
         }
-        let (frames, carried) = (self.messages.carried(link)?, self.pieces.carried(link)?);
-        let pieces = self.arrived_pieces(link, carried);
+        let (frames, pieces) = (self.messages.carried(link)?, self.pieces.carried(link)?);
         let mut any = false;
         while let Some(first) = self.unfinished.front() {
             if !first.is_sent(frames, pieces) {
@@ -195,30 +204,38 @@ impl Sender {
         Ok(any)
     }
 
-    /// Sends or offers the next piece of the payload being sent, if there is a slot; its bytes.
-    fn piece(&mut self, link: &Link) -> Result<usize, LaneError> {
-        if !self.may_send_piece(link) {
-            return Ok(0);
-        }
+    /// Offers the next piece of the payload being sent, if there is a slot; its bytes.
+    fn piece(&mut self, link: &Link, lane: LaneId) -> Result<usize, LaneError> {
         let Some(base) = self.pieces.free(link)? else { return Ok(0) };
         let Some(out) = &mut self.outgoing else { return Ok(0) };
-        let max = if self.as_messages { MESSAGE_PIECE_MAX } else { PIECE_MAX };
-        let len = (out.tx.payload.len - out.done).min(max);
+        let Payload { ptr, len: all, grant, .. } = &out.tx.payload;
+        let slot = self.pieces.slot_of(base);
+        let max = if self.in_place { PIECE_MAX } else { STAGED_PIECE_MAX };
+        let len = (all - out.done).min(max);
         let memory = self.pieces.memory();
-        copy_from_payload(&out.tx.payload, out.done, memory.at(base + PIECE_AT, len), len);
-        let request = if self.as_messages {
-            let from = base + PIECE_AT - PREFIX_LEN;
-            self.told = link.inbox().taken();
-            memory.write(from, &wire::prefix(Kind::Piece(link.inbox().number_piece()), self.told));
-            // SAFETY: the slot is written again only once the request has ended, and outlives the link.
-            unsafe { link.send(memory.at(from, PREFIX_LEN + len), PREFIX_LEN + len)? }
-        } else {
-            let from = base + PIECE_AT - PIECE_HEADER;
-            memory.write(from, &self.next_piece.to_le_bytes());
-            let header = (memory.at(from, PIECE_HEADER).cast_const(), PIECE_HEADER);
-            // SAFETY: as above.
-            unsafe { link.offer(header, (memory.at(base + PIECE_AT, len), len))? }
+        let kept = match grant {
+            _ if !self.in_place => None,
+            Some(loan) => loan.keep(lane).map(Some),
+            // The memory outlives the lane, or `sent`.
+            None => Some(None),
         };
+        let bytes = match kept {
+            // SAFETY: done + len <= the payload's length.
+            Some(_) => unsafe { ptr.add(out.done) },
+            None => {
+                let to = memory.at(base + PIECE_AT, len);
+                copy_from_payload(&out.tx.payload, out.done, to, len);
+                to.cast_const()
+            }
+        };
+        let from = base + PIECE_AT - PIECE_HEADER;
+        memory.write(from, &self.next_piece.to_le_bytes());
+        let header = (memory.at(from, PIECE_HEADER).cast_const(), PIECE_HEADER);
+        // SAFETY: the slot is written again only once the request has ended, and outlives the link; so does the payload's
+        // memory, which is kept until then, or valid until `sent`, which follows that.
+        let request = unsafe { link.offer(header, (bytes, len))? };
+        // What an earlier piece kept is given back with this.
+        self.kept[slot] = kept.flatten();
         self.pieces.begin(base, request);
         out.done += len;
         self.next_piece = self.next_piece.wrapping_add(1);
@@ -226,13 +243,9 @@ impl Sender {
         Ok(len)
     }
 
-    /// Whether the peer may soon run out of credit, or waits for the end of a payload, and no message has told it.
+    /// Whether the peer may soon run out of credit, and no message has told it of more.
     fn owes_credit(&self, link: &Link) -> bool {
-        let taken = link.inbox().taken();
-        let pieces = taken.pieces.wrapping_sub(self.told.pieces);
-        taken.frames.wrapping_sub(self.told.frames) >= FRAMES / 4
-            || pieces >= PIECES / 4
-            || (pieces > 0 && !link.inbox().expects_pieces())
+        link.inbox().taken().wrapping_sub(self.told) >= FRAMES / 4
     }
 
     /// Tells the peer what was consumed, if that is due.
@@ -250,10 +263,15 @@ impl Sender {
     /// Sends the first message, which shows the peer that the connection works.
     pub(crate) fn hello(&mut self, link: &Link) -> Result<(), LaneError> {
         const LEN: usize = PREFIX_LEN + HELLO_PADDING;
-        self.credit.write(0, &wire::prefix(Kind::Hello, Consumed::default()));
+        self.credit.write(0, &wire::prefix(Kind::Hello, 0));
         // SAFETY: as above.
         self.crediting = unsafe { link.send(self.credit.at(0, LEN), LEN)? };
         Ok(())
+    }
+
+    /// Whether UCX may still read memory for a piece.
+    pub(crate) fn has_pieces_under_way(&self, link: &Link) -> bool {
+        self.pieces.are_under_way(link)
     }
 
     /// Keeps the memory of pieces as it is, for as long as the process lives, if the peer has yet to fetch some.
@@ -271,7 +289,7 @@ impl Sender {
     }
 }
 
-/// Copies `len` bytes of the payload from `offset` on to `to`; zeros if the grant was recalled, so that framing holds.
+/// Copies `len` bytes of the payload from `offset` on to `to`; zeros if it was recalled, so that framing holds.
 fn copy_from_payload(payload: &Payload, offset: usize, to: *mut u8, len: usize) {
     let usage = payload.grant.as_deref().map(Loan::enter);
     // SAFETY: the caller keeps offset + len <= payload.len and gives `len` writable bytes at `to`; the payload is valid

@@ -72,11 +72,26 @@ impl Slots {
             None if self.begun.is_empty() => self.carried = self.carried.wrapping_add(1),
             None => self.begun.push_back(None),
             request => {
-                let slot = base / self.size;
+                let slot = self.slot_of(base);
                 self.requests[slot] = request;
                 self.begun.push_back(Some(slot));
             }
         }
+    }
+
+    /// The slot whose first byte is at `base`.
+    pub(crate) fn slot_of(&self, base: usize) -> usize {
+        base / self.size
+    }
+
+    /// Whether nothing reads a slot, as far as is known from the last call of [`Slots::carried`].
+    pub(crate) fn is_free(&self, slot: usize) -> bool {
+        self.requests[slot].is_none()
+    }
+
+    /// Whether nothing reads a slot.
+    pub(crate) fn is_over(&self, link: &Link, slot: usize) -> bool {
+        !link.is_under_way(&self.requests[slot])
     }
 
     pub(crate) fn memory(&mut self) -> &mut Memory {

@@ -5,7 +5,7 @@ use crossrail_types::{HEAD_LEN, Head};
 /// Longest worker address that is accepted. UCX's are some hundred bytes for each of its devices.
 pub(crate) const ADDRESS_MAX: usize = 16 << 10;
 /// The first bytes of an introduction; the last is the version of this crate's protocol.
-const MAGIC: [u8; 4] = *b"CXU\x03";
+const MAGIC: [u8; 4] = *b"CXU\x04";
 /// Bytes of an introduction without the address.
 pub(crate) const INTRODUCTION_LEN: usize = 8;
 
@@ -48,23 +48,14 @@ pub(crate) const MESSAGE_MAX: usize = PREFIX_LEN + HEAD_LEN + INLINE_MAX;
 pub(crate) const HELLO_PADDING: usize = 4096;
 /// Bytes of a piece's header: its number.
 pub(crate) const PIECE_HEADER: usize = 4;
-/// Largest piece of a payload that is fetched.
-pub(crate) const PIECE_MAX: usize = 256 << 10;
-/// Largest piece of a payload that is a message. Longer than [`PIECE_MAX`]: twice as much is in flight between two
-/// credits, so that the two ends wait for each other less often, in half the calls of the kernel.
-pub(crate) const MESSAGE_PIECE_MAX: usize = 512 << 10;
+/// Largest piece of a payload that its sender stages: eight of them fit a cache.
+pub(crate) const STAGED_PIECE_MAX: usize = 256 << 10;
+/// Largest piece of a payload that goes from its memory to its place without a copy: each costs a message each way.
+pub(crate) const PIECE_MAX: usize = 1 << 20;
 /// Frames that may be sent before the receiver has said that it consumed them.
 pub(crate) const FRAMES: u32 = 128;
 /// Pieces that may be sent before the receiver has fetched them, and that it may have fetched before it consumes them.
-/// Where pieces are messages: that may be sent before the receiver has said that it consumed them.
 pub(crate) const PIECES: u32 = 8;
-/// UCX's segments on its tcp, at both ends: a piece with its prefix and UCX's header fits one, and so goes in one message.
-/// A receiver whose segments were shorter could not take it, so both ends of this version set them.
-pub(crate) const SEGMENT: usize = MESSAGE_PIECE_MAX + 4096;
-/// Longest message of this kind of bytes.
-pub(crate) fn message_max(bytes: &[u8]) -> usize {
-    if bytes.first() == Some(&PIECE) { PREFIX_LEN + MESSAGE_PIECE_MAX } else { MESSAGE_MAX }
-}
 
 /// What a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,40 +66,26 @@ pub(crate) enum Kind {
     Credit,
     /// A frame with this number.
     Frame(u32),
-    /// A piece with this number.
-    Piece(u32),
 }
 
-/// Code of [`Kind::Piece`].
-const PIECE: u8 = 3;
-
-/// How many frames, and pieces that were messages, an end has consumed in all.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Consumed {
-    pub(crate) frames: u32,
-    pub(crate) pieces: u32,
-}
-
-/// The prefix of a message: what it is, and what its sender has consumed.
-pub(crate) fn prefix(kind: Kind, consumed: Consumed) -> [u8; PREFIX_LEN] {
+/// The prefix of a message: what it is, and how many frames its sender has consumed in all.
+pub(crate) fn prefix(kind: Kind, consumed: u32) -> [u8; PREFIX_LEN] {
     let (code, number) = match kind {
         Kind::Hello => (0, 0),
         Kind::Credit => (1, 0),
         Kind::Frame(number) => (2, number),
-        Kind::Piece(number) => (PIECE, number),
     };
     let mut bytes = [0; PREFIX_LEN];
     bytes[0] = code;
     bytes[4..8].copy_from_slice(&number.to_le_bytes());
-    bytes[8..12].copy_from_slice(&consumed.frames.to_le_bytes());
-    bytes[12..].copy_from_slice(&consumed.pieces.to_le_bytes());
+    bytes[8..12].copy_from_slice(&consumed.to_le_bytes());
     bytes
 }
 
-/// A message's kind, what the peer has consumed, and for a frame its head and inline payload.
-pub(crate) type Message<'a> = (Kind, Consumed, Option<(Head, &'a [u8])>);
+/// A message's kind, how many frames the peer has consumed, and for a frame its head and inline payload.
+pub(crate) type Message<'a> = (Kind, u32, Option<(Head, &'a [u8])>);
 
-/// Reads a message: its kind, what the peer has consumed, and for a frame its head and inline payload.
+/// Reads a message: its kind, how many frames the peer has consumed, and for a frame its head and inline payload.
 ///
 /// # Errors
 /// What the peer got wrong.
@@ -117,7 +94,7 @@ pub(crate) fn message(bytes: &[u8]) -> Result<Message<'_>, String> {
         return Err(format!("a message of {} bytes, shorter than its prefix", bytes.len()));
     };
     let word = |at: usize| prefix[at..].first_chunk().map_or(0, |four| u32::from_le_bytes(*four));
-    let consumed = Consumed { frames: word(8), pieces: word(12) };
+    let consumed = word(8);
     match (prefix[0], rest.split_first_chunk::<HEAD_LEN>()) {
         (0, _) if rest.len() == HELLO_PADDING => Ok((Kind::Hello, consumed, None)),
         (1, None) if rest.is_empty() => Ok((Kind::Credit, consumed, None)),
@@ -133,7 +110,6 @@ pub(crate) fn message(bytes: &[u8]) -> Result<Message<'_>, String> {
             }
             Ok((Kind::Frame(word(4)), consumed, Some((head, inline))))
         }
-        (PIECE, _) if (1..=MESSAGE_PIECE_MAX).contains(&rest.len()) => Ok((Kind::Piece(word(4)), consumed, None)),
         (code, _) => Err(format!("a message of kind {code} and {} bytes", bytes.len())),
     }
 }
@@ -169,7 +145,7 @@ mod tests {
 
     #[test]
     fn messages_are_read_as_they_were_written_and_others_are_refused() {
-        let consumed = Consumed { frames: 77, pieces: 5 };
+        let consumed = 77;
         let written = |kind, head: Option<Head>, inline: &[u8]| {
             let mut bytes = prefix(kind, consumed).to_vec();
             bytes.extend(head.iter().flat_map(|head| head.0));
@@ -181,10 +157,6 @@ mod tests {
         let head = Head::new(3, 5);
         let frame = written(Kind::Frame(9), Some(head), b"hello");
         assert_eq!(message(&frame), Ok((Kind::Frame(9), consumed, Some((head, &b"hello"[..])))));
-        assert_eq!(
-            message(&written(Kind::Piece(6), None, &[1; MESSAGE_PIECE_MAX])),
-            Ok((Kind::Piece(6), consumed, None))
-        );
         let large = Head::new(3, 1 << 20);
         let frame = written(Kind::Frame(9), Some(large), &[]);
         assert_eq!(message(&frame), Ok((Kind::Frame(9), consumed, Some((large, &[][..])))));
@@ -195,8 +167,7 @@ mod tests {
             written(Kind::Frame(0), Some(head), b"hell"),
             written(Kind::Frame(0), Some(head), b"hello!"),
             written(Kind::Frame(0), Some(large), b"x"),
-            written(Kind::Piece(0), None, &[]),
-            written(Kind::Piece(0), None, &[0; MESSAGE_PIECE_MAX + 1]),
+            written(Kind::Credit, None, &[1]),
             vec![9; PREFIX_LEN],
         ] {
             assert!(message(&bad).is_err(), "{bad:?}");
