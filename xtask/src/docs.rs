@@ -6,10 +6,15 @@ use std::path::Path;
 
 use crossrail_types::Settings;
 
+use crate::rooms::ROOMS;
 use crate::{Problems, files, shown};
 
 const PAGE: &str = "docs/settings.md";
 const METRICS: &str = "docs/metrics.md";
+/// The page with the table of crates, between these lines.
+const CRATES: &str = "CONTRIBUTING.md";
+const CRATES_FIRST: &str = "<!-- crates: written by cargo xtask docs from xtask/src/rooms.rs -->\n";
+const CRATES_LAST: &str = "<!-- end -->\n";
 /// Top-level folders: a path in a page that starts with one of these is relative to the repository root.
 const FOLDERS: [&str; 8] = ["benches", "crates", "docs", "examples", "fuzz", "python", "tests", "xtask"];
 /// Suffixes of source files: a name with one of these is a file of this repository, even without its folder.
@@ -18,7 +23,7 @@ const SOURCES: [&str; 5] = [".rs", ".py", ".cu", ".cuh", ".sh"];
 /// Writes the generated pages.
 pub(crate) fn write(root: &Path) -> Problems {
     let mut problems = Problems::new();
-    for (name, text) in [(PAGE, page()), (METRICS, metrics_page())] {
+    for (name, text) in [(PAGE, page()), (METRICS, metrics_page()), (CRATES, crates_page(root))] {
         let path = root.join(name);
         let folder = path.parent().unwrap_or(root);
         if let Err(error) = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&path, text)) {
@@ -31,7 +36,7 @@ pub(crate) fn write(root: &Path) -> Problems {
 /// Checks that the generated pages are up to date, and that links, files and settings named in any page exist.
 pub(crate) fn check(root: &Path) -> Problems {
     let mut problems = Problems::new();
-    for (name, page) in [(PAGE, page()), (METRICS, metrics_page())] {
+    for (name, page) in [(PAGE, page()), (METRICS, metrics_page()), (CRATES, crates_page(root))] {
         match std::fs::read_to_string(root.join(name)) {
             Ok(text) if text == page => {}
             Ok(_) => problems.push(format!("{name}: is stale; run cargo xtask docs")),
@@ -60,6 +65,25 @@ pub(crate) fn check(root: &Path) -> Problems {
         );
     }
     problems
+}
+
+/// CONTRIBUTING.md with the table of crates as `rooms.rs` has it.
+fn crates_page(root: &Path) -> String {
+    let text = std::fs::read_to_string(root.join(CRATES)).unwrap_or_default();
+    let Some((before, rest)) = text.split_once(CRATES_FIRST) else { return format!("{text}{CRATES_FIRST}") };
+    let after = rest.split_once(CRATES_LAST).map_or("", |(_, after)| after);
+    let mut table = String::from("\n| crate | may use | purpose |\n|---|---|---|\n");
+    for room in ROOMS {
+        let for_tests = |name: &&&str| ROOMS.iter().any(|other| other.name == **name && other.for_tests);
+        let (tests, always): (Vec<&&str>, Vec<&&str>) = room.uses.iter().partition(|name| for_tests(name));
+        let list = |names: Vec<&&str>| names.into_iter().copied().collect::<Vec<_>>().join(", ");
+        let mut uses = if always.is_empty() { "-".to_owned() } else { list(always) };
+        if !tests.is_empty() {
+            let _ = write!(uses, "; {} in tests", list(tests));
+        }
+        let _ = writeln!(table, "| {} | {uses} | {} |", room.name, room.purpose);
+    }
+    format!("{before}{CRATES_FIRST}{table}\n{CRATES_LAST}{after}")
 }
 
 fn metrics_page() -> String {

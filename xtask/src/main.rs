@@ -2,9 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+mod budgets;
+mod circles;
 mod deps;
 mod docs;
 mod rooms;
+mod rust;
 mod sizes;
 mod unsafe_code;
 
@@ -12,11 +15,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const HELP: &str = "\
-cargo xtask lint            deps, sizes and docs --check
+cargo xtask lint            deps, sizes, budgets and docs --check
 cargo xtask deps            which room may use which, who may have unsafe code, what Python files may import
 cargo xtask unsafe          how much unsafe code each crate has
-cargo xtask sizes           fail if a source file is too long
-cargo xtask docs            write docs/settings.md and docs/metrics.md from what they declare
+cargo xtask sizes           ask about source files of more than 600 lines, fail for more than 900
+cargo xtask budgets         code lines of every room beside its budget; fail above it, for large types, for circles
+cargo xtask budgets --record  write today's figures into xtask/budgets.toml
+cargo xtask docs            write docs/settings.md, docs/metrics.md and the table of crates in CONTRIBUTING.md
 cargo xtask docs --check    fail if a page is stale: settings reference, links, names of files and settings
 ";
 
@@ -28,8 +33,19 @@ fn main() -> ExitCode {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let root = root();
     let problems = match arguments[..] {
-        ["lint"] => [deps::check(&root), sizes::check(&root), docs::check(&root)].concat(),
-        ["sizes"] => sizes::check(&root),
+        ["lint"] => {
+            ask(&root);
+            [deps::check(&root), sizes::check(&root), budgets::check(&root), docs::check(&root)].concat()
+        }
+        ["sizes"] => {
+            ask(&root);
+            sizes::check(&root)
+        }
+        ["budgets"] => {
+            print!("{}", budgets::table(&root));
+            budgets::check(&root)
+        }
+        ["budgets", "--record"] => budgets::record(&root),
         ["deps"] => deps::check(&root),
         ["unsafe"] => {
             print!("{}", unsafe_code::table(&root));
@@ -50,6 +66,13 @@ fn main() -> ExitCode {
         eprintln!("xtask: {problem}");
     }
     if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Shows what is no fault, but a question.
+fn ask(root: &Path) {
+    for question in sizes::questions(root) {
+        eprintln!("xtask: question: {question}");
+    }
 }
 
 /// The repository that cargo runs this in; target folders may be shared between several.

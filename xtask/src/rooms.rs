@@ -14,29 +14,103 @@ pub(crate) struct Room {
     pub(crate) forbids_unsafe: bool,
     /// Whether other rooms may use it in their tests only.
     pub(crate) for_tests: bool,
+    /// What it is for, for the table in CONTRIBUTING.md.
+    pub(crate) purpose: &'static str,
 }
 
-const fn room(name: &'static str, package: &'static str, uses: &'static [&'static str]) -> Room {
-    Room { name, package, uses, outside: None, forbids_unsafe: false, for_tests: false }
+const fn room(name: &'static str, package: &'static str, uses: &'static [&'static str], purpose: &'static str) -> Room {
+    Room { name, package, uses, outside: None, forbids_unsafe: false, for_tests: false, purpose }
 }
 
 /// Backends (shm, tcp) never depend on each other, nor do proto and transport; only the engine selects a backend.
 pub(crate) const ROOMS: &[Room] = &[
-    Room { outside: Some(&[]), forbids_unsafe: true, ..room("types", "crossrail-types", &[]) },
-    Room { outside: Some(&["slab"]), forbids_unsafe: true, ..room("proto", "crossrail-proto", &["types"]) },
-    room("locks", "crossrail-locks", &["types"]),
-    room("sight", "crossrail-sight", &["locks", "types"]),
-    room("transport", "crossrail-transport", &["types"]),
-    Room { forbids_unsafe: true, ..room("topology", "crossrail-topology", &["types"]) },
-    room("shm", "crossrail-shm", &["locks", "topology", "transport", "types"]),
-    room("tcp", "crossrail-tcp", &["transport", "types"]),
-    room("ucx", "crossrail-ucx", &["locks", "transport", "types"]),
-    Room { forbids_unsafe: true, ..room("handshake", "crossrail-handshake", &["locks", "tcp", "types"]) },
-    room("cuda", "crossrail-cuda", &["locks", "types"]),
-    room("kernels", "crossrail-kernels", &["locks", "cuda", "types"]),
-    Room { for_tests: true, ..room("emulator", "crossrail-emulator", &["kernels", "cuda", "types"]) },
-    room("cuda-ipc", "crossrail-cuda-ipc", &["locks", "cuda", "kernels", "transport", "types"]),
-    room("gpu", "crossrail-gpu", &["locks", "shm", "topology", "cuda-ipc", "kernels", "cuda", "types"]),
+    Room {
+        outside: Some(&[]),
+        forbids_unsafe: true,
+        ..room("types", "crossrail-types", &[], "ids, sizes, settings, errors")
+    },
+    Room {
+        outside: Some(&["slab"]),
+        forbids_unsafe: true,
+        ..room("proto", "crossrail-proto", &["types"], "the protocol: no I/O, no clock, no unsafe code")
+    },
+    room(
+        "locks",
+        "crossrail-locks",
+        &["types"],
+        "mutexes and conditions that sleep on a word of their own: a forked child inherits no waiting thread",
+    ),
+    room(
+        "sight",
+        "crossrail-sight",
+        &["locks", "types"],
+        "the page of counters in shared memory that other processes read",
+    ),
+    room(
+        "transport",
+        "crossrail-transport",
+        &["types"],
+        "the lane traits, words and doorbells in shared memory, the loopback lane, the conformance suite",
+    ),
+    Room {
+        forbids_unsafe: true,
+        ..room("topology", "crossrail-topology", &["types"], "discovery of network devices, GPUs, NUMA nodes")
+    },
+    room(
+        "shm",
+        "crossrail-shm",
+        &["locks", "topology", "transport", "types"],
+        "shared memory: rings, mapped memory, single copies",
+    ),
+    room("tcp", "crossrail-tcp", &["transport", "types"], "TCP connections; shm and tcp never depend on each other"),
+    room(
+        "ucx",
+        "crossrail-ucx",
+        &["locks", "transport", "types"],
+        "lanes over UCX, which is loaded at run time; its C interface in one file",
+    ),
+    Room {
+        forbids_unsafe: true,
+        ..room(
+            "handshake",
+            "crossrail-handshake",
+            &["locks", "tcp", "types"],
+            "mutual authentication of two ends; worker addresses, sessions, lane admission; no unsafe code",
+        )
+    },
+    room(
+        "cuda",
+        "crossrail-cuda",
+        &["locks", "types"],
+        "the CUDA driver and NVRTC, loaded at run time; a missing driver is a state, not an error",
+    ),
+    room(
+        "kernels",
+        "crossrail-kernels",
+        &["locks", "cuda", "types"],
+        "GPU kernels: sources, and one launcher per kernel",
+    ),
+    Room {
+        for_tests: true,
+        ..room(
+            "emulator",
+            "crossrail-emulator",
+            &["kernels", "cuda", "types"],
+            "an emulated GPU that runs the kernels and checks every memory access; a dependency of tests only",
+        )
+    },
+    room(
+        "cuda-ipc",
+        "crossrail-cuda-ipc",
+        &["locks", "cuda", "kernels", "transport", "types"],
+        "GPU memory of another process on this machine: handles, imports, copies",
+    ),
+    room(
+        "gpu",
+        "crossrail-gpu",
+        &["locks", "shm", "topology", "cuda-ipc", "kernels", "cuda", "types"],
+        "GPU memory for the engine: whose memory an address is, allocation, staging through pinned memory, simulated GPUs",
+    ),
     room(
         "engine",
         "crossrail",
@@ -56,23 +130,63 @@ pub(crate) const ROOMS: &[Room] = &[
             "cuda",
             "types",
         ],
+        "Context, Worker, Endpoint, Region, Request; the only crate that selects a backend",
     ),
-    Room { forbids_unsafe: true, ..room("control", "crossrail-control", &["locks", "sight", "handshake", "types"]) },
-    room("ep", "crossrail-ep", &["locks", "engine", "control", "types"]),
-    room("ep-host", "crossrail-ep-host", &["locks", "sight", "transport", "engine", "control", "ep", "types"]),
+    Room {
+        forbids_unsafe: true,
+        ..room(
+            "control",
+            "crossrail-control",
+            &["locks", "sight", "handshake", "types"],
+            "the store, ranks, groups, membership; no unsafe code",
+        )
+    },
+    room(
+        "ep",
+        "crossrail-ep",
+        &["locks", "engine", "control", "types"],
+        "what expert buffers share: configuration, rendezvous of ranks, faults",
+    ),
+    room(
+        "ep-host",
+        "crossrail-ep-host",
+        &["locks", "sight", "transport", "engine", "control", "ep", "types"],
+        "dispatch and combine in host memory: heaps, routing, row kernels",
+    ),
     room(
         "ep-cuda",
         "crossrail-ep-cuda",
         &["locks", "sight", "engine", "control", "ep", "emulator", "kernels", "cuda", "types"],
+        "dispatch and combine in GPU memory: the host side of the kernels",
     ),
-    Room { outside: Some(&[]), forbids_unsafe: true, ..room("nccl-abi", "crossrail-nccl-abi", &[]) },
-    room("nccl-driver", "crossrail-nccl-driver", &["locks", "nccl-abi", "types"]),
-    room("nccl-plugin", "crossrail-nccl-plugin", &["locks", "engine", "topology", "nccl-abi", "nccl-driver", "types"]),
-    room("bench", "crossrail-bench", &["engine", "ep", "ep-host", "ep-cuda", "control", "nccl-driver", "types"]),
+    Room {
+        outside: Some(&[]),
+        forbids_unsafe: true,
+        ..room("nccl-abi", "crossrail-nccl-abi", &[], "the C layouts of NCCL's network plugins, versions 4 to 12")
+    },
+    room(
+        "nccl-driver",
+        "crossrail-nccl-driver",
+        &["locks", "nccl-abi", "types"],
+        "loads network plugins of NCCL and moves data through them",
+    ),
+    room(
+        "nccl-plugin",
+        "crossrail-nccl-plugin",
+        &["locks", "engine", "topology", "nccl-abi", "nccl-driver", "types"],
+        "Crossrail as such a plugin: `libnccl-net-crossrail.so`",
+    ),
+    room(
+        "bench",
+        "crossrail-bench",
+        &["engine", "ep", "ep-host", "ep-cuda", "control", "nccl-driver", "types"],
+        "measuring loops; returns raw samples",
+    ),
     room(
         "python",
         "crossrail-python",
         &["locks", "sight", "engine", "control", "ep", "ep-host", "ep-cuda", "bench", "types"],
+        "conversion, GIL, exceptions; no logic",
     ),
 ];
 
