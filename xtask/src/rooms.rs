@@ -38,7 +38,7 @@ pub(crate) const ROOMS: &[Room] = &[
         "locks",
         "crossrail-locks",
         &["types"],
-        "mutexes and conditions that sleep on a word of their own: a forked child inherits no waiting thread",
+        "locks and statics that a forked child can use",
     ),
     room(
         "sight",
