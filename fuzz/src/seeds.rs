@@ -321,8 +321,8 @@ fn hello() -> Hello {
         token: [2; 16],
         control: vec![(address, 4242).into()],
         replaces: None,
-        checksum: None,
-        channels_max: None,
+        channels_max: 2,
+        checksum: Checksum::Off,
     }
 }
 
@@ -341,7 +341,7 @@ fn messages() -> Vec<(&'static str, Vec<u8>)> {
     let reject = Reject::new(RejectCode::Mismatch, "chunk 2097152 here, 4096 there");
     let body = hello().encode().unwrap_or_default();
     let bare = Hello { devices: Vec::new(), control: Vec::new(), unix: None, replaces: Some([9; 16]), ..hello() };
-    let checked = Hello { checksum: Some(Checksum::Crc), ..hello() };
+    let checked = Hello { checksum: Checksum::Crc, ..hello() };
     vec![
         ("challenge", challenge.encode(&WORKER).to_vec()),
         ("reply", reply.encode(&WORKER).to_vec()),

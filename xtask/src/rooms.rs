@@ -34,12 +34,7 @@ pub(crate) const ROOMS: &[Room] = &[
         forbids_unsafe: true,
         ..room("proto", "crossrail-proto", &["types"], "the protocol: no I/O, no clock, no unsafe code")
     },
-    room(
-        "locks",
-        "crossrail-locks",
-        &["types"],
-        "locks and statics that a forked child can use",
-    ),
+    room("locks", "crossrail-locks", &["types"], "locks and statics that a forked child can use"),
     room(
         "sight",
         "crossrail-sight",

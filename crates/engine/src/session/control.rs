@@ -478,8 +478,8 @@ mod tests {
             token: [2; 16],
             control: Vec::new(),
             replaces: None,
-            checksum: Some(Checksum::Crc),
-            channels_max: None,
+            channels_max: 1,
+            checksum: Checksum::Crc,
         }
     }
 

@@ -148,8 +148,8 @@ fn attempt(
         let mut exchange = Exchange::new(stream.as_fd(), &WORKER, "connect", peer, deadline).since(started);
         match session::initiate(&mut exchange, me, worker, replaces, stream.is_unix()) {
             Ok(agreed) => {
-                let Agreed { peer, ticket, version } = agreed;
-                return Ok(Session { stream, peer, ticket, initiator: true, version });
+                let Agreed { peer, ticket } = agreed;
+                return Ok(Session { stream, peer, ticket, initiator: true });
             }
             // A timeout before ours is the peer's: on a busy machine one end waits longer for the other than that allows.
             Err(error)

@@ -61,14 +61,12 @@ pub struct Hello {
     pub control: Vec<SocketAddr>,
     /// The session that this one replaces; see [`super::upgrade`].
     pub replaces: Option<[u8; 16]>,
-    /// The checksum that it asks for on lanes and control connections over TCP; `None`: its release has none. Both ends
-    /// use the stricter one. Travels as one byte behind the other fields.
+    /// Connections per rail that it would serve, at least `channels`.
+    pub channels_max: u8,
+    /// The checksum that it asks for on lanes and control connections over TCP; both ends use the stricter one. Travels
+    /// as one byte behind the other fields.
     #[serde(skip)]
-    pub checksum: Option<Checksum>,
-    /// Connections per rail that it would serve, at least `channels`. Travels as one byte behind the checksum's; a
-    /// release that does not send it serves `channels`.
-    #[serde(skip)]
-    pub channels_max: Option<u8>,
+    pub checksum: Checksum,
 }
 
 impl fmt::Debug for Hello {
@@ -106,8 +104,7 @@ impl Hello {
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut bytes = postcard::to_allocvec(self)
             .map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
-        bytes.extend(self.checksum.map(code));
-        bytes.extend(self.channels_max.filter(|_| self.checksum.is_some()));
+        bytes.push(code(self.checksum));
         // A body that this end would reject must not be sent.
         decode_hello(&bytes).map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         Ok(bytes)
@@ -115,24 +112,13 @@ impl Hello {
 
     /// Connections per rail that both workers would serve.
     pub fn channels_with(&self, other: &Hello) -> u32 {
-        let most = |hello: &Hello| hello.channels_max.map_or(hello.channels, u32::from).max(hello.channels);
+        let most = |hello: &Hello| u32::from(hello.channels_max).max(hello.channels);
         most(self).min(most(other))
     }
 
     /// The checksum that two workers use.
     pub(super) fn checksum_with(&self, other: &Hello) -> Checksum {
-        self.checksum.max(other.checksum).unwrap_or_default()
-    }
-
-    /// Why one of them can't use the checksum that the other asks for, in one line that is the same at both ends.
-    fn without_checksum(&self, other: &Hello) -> Option<String> {
-        let (asks, lacks) = if self.checksum > other.checksum { (self, other) } else { (other, self) };
-        let checksum = asks.checksum.filter(|checksum| *checksum != Checksum::Off && lacks.checksum.is_none())?;
-        let (asking, lacking) = (brief(&asks.name), brief(&lacks.name));
-        Some(format!(
-            "{asking} has CROSSRAIL_CHECKSUM={checksum}, and the release of {lacking} knows no checksums; run the same \
-             release at both ends, or set it to off"
-        ))
+        self.checksum.max(other.checksum)
     }
 
     /// The parameters in which `self` and `other` differ, in one line that is the same at both ends.
@@ -144,7 +130,7 @@ impl Hello {
         ];
         let differing: Vec<_> = parameters.iter().filter(|(_, mine, theirs, _)| mine != theirs).collect();
         if differing.is_empty() {
-            return self.without_checksum(other);
+            return None;
         }
         let list = |pick: fn(&(&str, u64, u64, &str)) -> String| {
             differing.iter().map(|parameter| pick(parameter)).collect::<Vec<_>>().join(", ")
@@ -204,16 +190,11 @@ pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
     if bytes.len() > HELLO_MAX {
         return Err(Malformed::TooLong { limit: HELLO_MAX, announced: bytes.len() as u64 });
     }
-    let (mut hello, later_fields) =
+    let (mut hello, rest) =
         postcard::take_from_bytes::<Hello>(bytes).map_err(|_| Malformed::Field("hello's fields"))?;
-    hello.checksum = match later_fields.first() {
-        None => None,
-        Some(byte) => {
-            let known = [Checksum::Off, Checksum::Crc].into_iter().find(|checksum| code(*checksum) == *byte);
-            Some(known.ok_or(Malformed::Field("CROSSRAIL_CHECKSUM of another release"))?)
-        }
-    };
-    hello.channels_max = later_fields.get(1).copied();
+    let byte = rest.first().ok_or(Malformed::Field("hello's checksum"))?;
+    let known = [Checksum::Off, Checksum::Crc].into_iter().find(|checksum| code(*checksum) == *byte);
+    hello.checksum = known.ok_or(Malformed::Field("CROSSRAIL_CHECKSUM of another release"))?;
     hello.validate()?;
     Ok(hello)
 }
@@ -269,8 +250,8 @@ impl Identity {
             token: random()?,
             control: Vec::new(),
             replaces: None,
-            checksum: Some(parameters.checksum),
-            channels_max: Some(parameters.channels_max),
+            channels_max: parameters.channels_max,
+            checksum: parameters.checksum,
         };
         hello.encode()?;
         Ok(Identity { hello, secret })

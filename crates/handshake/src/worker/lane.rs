@@ -8,7 +8,7 @@ use super::hello::Identity;
 use super::keys::{self, Ticket};
 use super::limits::made_room;
 use super::session::challenge;
-use super::wire::{CONFIRMS, LaneHello, LanePurpose, WORKER};
+use super::wire::{LaneHello, LanePurpose, WORKER};
 use crate::exchange::Exchange;
 use crate::message::{Confirm, Kind, Reject, RejectCode};
 use crate::proof::random;
@@ -41,17 +41,10 @@ pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneN
     let LaneName { rail, channel, purpose } = lane;
     let (session, nonce) = (ticket.session, random()?);
     let mut hello = LaneHello { version, purpose, rail, channel, session, nonce, mac: [0; 32] }.encode();
-    if version < CONFIRMS {
-        // From the hello on, the acceptor may take the connection for a lane.
-        exchange.hush();
-    }
     exchange.prove(&keys::lane(&ticket.key), 0, &challenge_bytes, &mut hello).map_err(|error| match error.kind {
         ErrorKind::Refused if error.reason.is_none() => error.with_reason(Reason::SessionUnknown),
         _ => error,
     })?;
-    if version < CONFIRMS {
-        return Ok(());
-    }
     exchange.stage(format!("{lane}: confirmation"));
     exchange.write(&Confirm.encode(&WORKER))
 }
@@ -89,11 +82,9 @@ pub(super) fn admit(
         return Err(made_room(exchange));
     }
     exchange.write(&proof.encode(&WORKER))?;
-    if hello.version >= CONFIRMS {
-        exchange.stage(format!("{lane}: confirmation"));
-        // From the proof on, the connector may take the connection for a lane.
-        exchange.hush();
-        Confirm::decode(&WORKER, &exchange.message(Kind::Confirm)?).map_err(|e| exchange.malformed(&e))?;
-    }
+    exchange.stage(format!("{lane}: confirmation"));
+    // From the proof on, the connector may take the connection for a lane.
+    exchange.hush();
+    Confirm::decode(&WORKER, &exchange.message(Kind::Confirm)?).map_err(|e| exchange.malformed(&e))?;
     Ok((hello.session, lane))
 }

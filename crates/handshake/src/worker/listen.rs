@@ -474,8 +474,8 @@ impl Acceptor {
             return Err(made_room(&exchange));
         }
         let opening = Opening::new(self, admitted.session());
-        let Agreed { peer, ticket, version } = admitted.confirm(&exchange)?;
-        (self.deliver)(Arrival::Session(Session { stream, peer, ticket, initiator: false, version }));
+        let Agreed { peer, ticket } = admitted.confirm(&exchange)?;
+        (self.deliver)(Arrival::Session(Session { stream, peer, ticket, initiator: false }));
         drop(opening);
         Ok(())
     }

@@ -51,15 +51,12 @@ pub struct Session {
     pub ticket: Ticket,
     /// Whether this end connected.
     pub initiator: bool,
-    /// The protocol version that both speak.
-    pub version: u16,
 }
 
 /// What both ends hold after a handshake.
 pub(super) struct Agreed {
     pub(super) peer: Hello,
     pub(super) ticket: Ticket,
-    pub(super) version: u16,
 }
 
 /// The connecting end. `expect`: the worker sought, where its address is known.
@@ -112,7 +109,7 @@ pub(super) fn initiate(
         return Err(exchange.reject(&Reject::new(RejectCode::Mismatch, text).because(Reason::Parameters)));
     }
     let checksum = me.hello.checksum_with(&peer);
-    Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane, checksum }, version })
+    Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane, checksum } })
 }
 
 /// The challenge that this worker opens a connection with.
@@ -159,7 +156,7 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: b
     }
     let checksum = me.hello.checksum_with(&peer);
     let ticket = Ticket { session: keys.id, key: keys.lane, checksum };
-    Ok(Admitted { agreed: Agreed { peer, ticket, version: reply.version }, keys, hello })
+    Ok(Admitted { agreed: Agreed { peer, ticket }, keys, hello })
 }
 
 /// A peer that has proved itself and is still waiting for this end's hello.

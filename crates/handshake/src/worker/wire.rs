@@ -7,7 +7,7 @@
 //! ```
 //!
 //! On a control connection: Challenge, Reply, Proof, the connector's Hello, the acceptor's Hello. On a data connection:
-//! Challenge, LaneHello, Proof, Confirm; version 2 has no Confirm.
+//! Challenge, LaneHello, Proof, Confirm.
 
 use crate::message::{
     CONFIRM_LEN, Kind, Malformed, PROOF_LEN, Protocol, REJECT_LEN, REPLY_LEN, RejectCode, check_reserved, part,
@@ -22,15 +22,14 @@ pub const LANE_HELLO_LEN: usize = 96;
 /// Length of the fixed part in front of a hello.
 pub const HELLO_HEAD_LEN: usize = 48;
 
-/// The first version in which the connector confirms a lane. Before, the acceptor took a connection for a lane that the
-/// connector might still give up.
-pub(super) const CONFIRMS: u16 = 3;
+/// The version of the handshake and of the frames behind it.
+const VERSION: u16 = 3;
 
 /// The workers' protocol.
 pub static WORKER: Protocol = Protocol {
     name: "Crossrail peer",
     magic: *b"\xc5XRAIL",
-    versions: (2, CONFIRMS),
+    versions: (VERSION, VERSION),
     messages: &[
         (Kind::Challenge, CHALLENGE_LEN),
         (Kind::Reply, REPLY_LEN),

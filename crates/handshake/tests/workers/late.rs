@@ -6,13 +6,11 @@ use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crossrail_handshake::wire::{
-    CONFIRM_LEN, Challenge, Kind, LANE_HELLO_LEN, LaneHello, PROOF_LEN, Reject, RejectCode, WORKER,
-};
+use crossrail_handshake::wire::{CONFIRM_LEN, Kind, LANE_HELLO_LEN, LaneHello, PROOF_LEN, Reject, RejectCode, WORKER};
 use crossrail_handshake::{
     Arrival, LaneName, LanePurpose, Limits, ListenConfig, Secret, Session, Ticket, connect, dial_lane,
 };
-use crossrail_types::{Checksum, ErrorKind};
+use crossrail_types::ErrorKind;
 
 use crate::support::{Descriptors, Worker, config, identity, in_secs, loopback, tag};
 
@@ -216,26 +214,4 @@ fn an_acceptor_waits_for_the_confirmation_and_takes_a_reject_for_what_it_is() {
     frame_first.write_all(&[1; 32]).unwrap();
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
     assert_eq!(rest(&frame_first), b"");
-    // The release before confirms nothing.
-    let _older = dial(2);
-    assert!(matches!(worker.arrival(), Arrival::Lane { lane: LANE, .. }));
-}
-
-#[test]
-fn a_connector_says_nothing_to_an_older_acceptor_that_may_have_a_lane_already() {
-    let _fds = Descriptors::watch();
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let address = listener.local_addr().unwrap();
-    let older = thread::spawn(move || {
-        let mut stream = listener.accept().unwrap().0;
-        let challenge = Challenge { version_min: 2, version_max: 2, flags: 0, id: Some([1; 16]), nonce: [2; 32] };
-        stream.write_all(&challenge.encode(&WORKER)).unwrap();
-        let mut hello = [0; LANE_HELLO_LEN];
-        stream.read_exact(&mut hello).unwrap();
-        (LaneHello::decode(&hello).unwrap().version, rest(&stream))
-    });
-    let ticket = Ticket { session: [1; 16], key: [2; 32], checksum: Checksum::Off };
-    let error = dial_lane(&ticket, &loopback(), address, LANE, in_secs(SHORT_S)).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
-    assert_eq!(older.join().unwrap(), (2, Vec::new()));
 }
