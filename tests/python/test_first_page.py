@@ -48,7 +48,9 @@ def test_every_command_can_be_parsed(line: str) -> None:
 def test_every_option_and_setting_exists() -> None:
     assert set(re.findall(r"CROSSRAIL_[A-Z_]*[A-Z]", COMING)) <= SETTINGS
     ours = {cell for row in COMING.splitlines() if row.startswith("|") for cell in row.split(" | ")[-1:]}
-    known = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "python" / "crossrail" / "cli").rglob("*.py"))
+    known = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "python" / "crossrail_tools" / "cli").rglob("*.py")
+    )
     for cell in ours:
         for option in re.findall(r"--[a-z][a-z-]+", cell):
             assert f'"{option}"' in known, f"{option} in {cell!r}"

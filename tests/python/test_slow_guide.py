@@ -86,5 +86,5 @@ def test_names_of_the_page_exist() -> None:
     assert {"match_us", "window_us", "wire_us", "copy_us", "protocol"} <= set(ReceiptRecord.__annotations__)
     settings = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert all(name in settings for name in re.findall(r"CROSSRAIL_[A-Z]+", PAGE))
-    sources = "".join(path.read_text() for path in (ROOT / "python" / "crossrail" / "cli").rglob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "python" / "crossrail_tools" / "cli").rglob("*.py"))
     assert all(f'"{option}"' in sources for option in re.findall(r"`(--[a-z-]+)", PAGE))
