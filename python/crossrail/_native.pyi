@@ -54,6 +54,7 @@ _Op: TypeAlias = (
     tuple[Literal["send"], _Data, int]  # buffer, tag
     | tuple[Literal["recv"], _Data, int, int]  # buffer, tag, mask
     | tuple[Literal["write"], _Data, RegionKey, int, int | None]  # local, remote, offset, imm
+    | tuple[Literal["write"], _Data, RegionKey, int]
     | tuple[Literal["read"], _Data, RegionKey, int]  # local, remote, offset
 )
 
@@ -291,8 +292,8 @@ class Region:
 
 @final
 class RegionKey:
-    @staticmethod
-    def from_bytes(data: bytes) -> RegionKey: ...
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RegionKey: ...
     def __bytes__(self) -> bytes: ...
     def __len__(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -344,6 +345,8 @@ class Receipt:
     @property
     def notes(self) -> list[str]: ...
     def as_dict(self) -> ReceiptRecord: ...
+    @classmethod
+    def from_dict(cls, record: ReceiptRecord) -> Receipt: ...
 
 @final
 class Group:

@@ -52,7 +52,7 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    assert set(crossrail.__all__) <= set(dir(crossrail))
+    assert set(crossrail.__all__) == set(dir(crossrail))
     assert all(getattr(crossrail, name) is not None for name in crossrail.__all__)
     assert crossrail.ExpertBuffer.__module__ == "crossrail.experts"
 

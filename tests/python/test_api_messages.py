@@ -140,6 +140,9 @@ def test_a_batch_is_one_request(pair: Pair) -> None:
         ]
     ).wait()
     assert receipt.protocol == "batch"
+    carried = receipt.lanes
+    assert sum(lane["bytes"] for lane in carried) == receipt.bytes == 10 + 6 + 100 + 1000
+    assert len({lane["name"] for lane in carried}) == len(carried) and all(lane["name"] for lane in carried)
     assert inbound.wait().bytes == 10 and into == b"0123456789"
     answer.wait()
     assert got == b"answer" and back == mirror and target[50:150] == b"w" * 100 and region.imm_count(9) == 1

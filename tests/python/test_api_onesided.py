@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import random
 import threading
 
@@ -76,6 +78,22 @@ def test_a_wrong_key_opens_nothing(pair: Pair) -> None:
             with pytest.raises(crossrail.RegionError):
                 request.wait()
     assert target == bytearray(16)
+    region.deregister()
+
+
+def test_keys_and_receipts_are_pickled(pair: Pair) -> None:
+    """Between processes of a job, in the payload of any library. A receipt has all it had."""
+    sent, target = bytes(range(256)) * 1024, bytearray(256 << 10)
+    region = pair.b.register(target)
+    key = pickle.loads(pickle.dumps(region.key()))
+    assert key == region.key() and hash(key) == hash(region.key()) and len(key) == len(target)
+    for receipt in (pair.to_b.write(sent, key, 0).wait(), pair.to_b.batch([("write", sent, key, 0)]).wait()):
+        there = pickle.loads(pickle.dumps(receipt))
+        assert type(there) is crossrail.Receipt and there.as_dict() == receipt.as_dict() and there.peer
+        assert crossrail.Receipt.from_dict(json.loads(json.dumps(receipt.as_dict()))).as_dict() == receipt.as_dict()
+    assert target == sent
+    with pytest.raises(crossrail.UsageError, match='"pigeon" is no protocol'):
+        crossrail.Receipt.from_dict({**receipt.as_dict(), "protocol": "pigeon"})
     region.deregister()
 
 

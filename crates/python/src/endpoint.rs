@@ -157,7 +157,7 @@ impl Endpoint {
     /// ----------
     /// operations : sequence of tuple
     ///     ``("send", buffer, tag)``, ``("recv", buffer, tag, mask)``,
-    ///     ``("write", local, remote, offset, imm)`` or ``("read", local, remote, offset)``.
+    ///     ``("write", local, remote, offset[, imm])`` or ``("read", local, remote, offset)``.
     ///
     /// Returns
     /// -------
@@ -429,7 +429,7 @@ fn operation(item: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<
             py,
             "batch",
             format!("{} is no operation", item.repr().map_or_else(|_| "this".to_owned(), |text| text.to_string())),
-            "(\"send\", buffer, tag), (\"recv\", buffer, tag, mask), (\"write\", local, key, offset, imm) or \
+            "(\"send\", buffer, tag), (\"recv\", buffer, tag, mask), (\"write\", local, key, offset[, imm]) or \
              (\"read\", local, key, offset)",
         )
     };
@@ -443,11 +443,14 @@ fn operation(item: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<
     Ok(match (name.as_str(), parts.len()) {
         ("send", 3) => crossrail::Op::Send { buffer: lent(Use::Read, "send")?, tag: number(2)? },
         ("recv", 4) => crossrail::Op::Recv { buffer: lent(Use::Write, "recv")?, tag: number(2)?, mask: number(3)? },
-        ("write", 5) => crossrail::Op::Write {
+        ("write", 4 | 5) => crossrail::Op::Write {
             local: lent(Use::Read, "write")?,
             remote: key(2)?,
             offset: number(3)?,
-            imm: parts.get_item(4)?.extract::<Option<U32>>()?.map(|imm| imm.0),
+            imm: match parts.get_item(4) {
+                Ok(imm) => imm.extract::<Option<U32>>()?.map(|imm| imm.0),
+                Err(_) => None,
+            },
         },
         ("read", 4) => crossrail::Op::Read { local: lent(Use::Write, "read")?, remote: key(2)?, offset: number(3)? },
         _ => return Err(malformed()),

@@ -1,8 +1,10 @@
 use crossrail_bench::TransferReport;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyType};
 
 use crate::context::rows;
+use crate::errors;
+use crate::lent::Call;
 
 /// The record of a finished request: bytes, lanes, and a breakdown of the time in microseconds.
 #[pyclass(module = "crossrail._native", frozen)]
@@ -117,11 +119,79 @@ impl Receipt {
         report_dict(py, &TransferReport::from(&self.0))
     }
 
+    /// Restore a receipt from ``as_dict()``, of this process or another. Raises UsageError for an unknown protocol.
+    #[classmethod]
+    fn from_dict(cls: &Bound<'_, PyType>, record: Record) -> PyResult<Receipt> {
+        let py = cls.py();
+        let _call = Call::enter(py);
+        let Some(protocol) = crossrail::Protocol::named(&record.protocol) else {
+            let text = format!("{:?} is no protocol", record.protocol);
+            return Err(errors::usage(py, "receipt", text, "the dict of Receipt.as_dict()"));
+        };
+        let lane = |lane: LaneRecord| crossrail::LaneShare {
+            name: lane.name.into(),
+            bytes: lane.bytes,
+            chunks: lane.chunks,
+            resent: lane.resent,
+        };
+        let HeldRecord { pack_us, unpack_us, slot_us } = record.held;
+        let held = crossrail::HeldTimes { pack_us, unpack_us, slot_us };
+        let lanes = record.lanes.into_iter().map(lane).collect();
+        let mut receipt = crossrail::Receipt::restored(&record.peer, protocol, lanes, held, record.notes);
+        (receipt.bytes, receipt.tag, receipt.pushed) = (record.bytes, record.tag, record.pushed);
+        (receipt.match_us, receipt.window_us) = (record.match_us, record.window_us);
+        (receipt.wire_us, receipt.copy_us) = (record.wire_us, record.copy_us);
+        (receipt.pack_us, receipt.unpack_us, receipt.slot_us) = (record.pack_us, record.unpack_us, record.slot_us);
+        Ok(Receipt(receipt))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyDict>,))> {
+        Ok((slf.get_type().getattr("from_dict")?, (slf.get().as_dict(slf.py())?,)))
+    }
+
     fn __repr__(&self) -> String {
         let lanes: Vec<String> = self.0.lanes().iter().map(|lane| format!("{} {}", lane.name, lane.bytes)).collect();
         let (bytes, protocol) = (self.0.bytes, self.0.protocol);
         format!("<crossrail.Receipt {bytes} bytes, {protocol}, peer {}, lanes [{}]>", self.0.peer(), lanes.join(", "))
     }
+}
+
+/// A receipt as [`report_dict`] makes it.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Record {
+    bytes: u64,
+    tag: u64,
+    peer: String,
+    protocol: String,
+    lanes: Vec<LaneRecord>,
+    match_us: f64,
+    window_us: f64,
+    wire_us: f64,
+    copy_us: f64,
+    pushed: bool,
+    pack_us: f64,
+    unpack_us: f64,
+    slot_us: f64,
+    held: HeldRecord,
+    notes: Vec<String>,
+}
+
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct LaneRecord {
+    name: String,
+    bytes: u64,
+    chunks: u64,
+    resent: u64,
+}
+
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct HeldRecord {
+    pack_us: f64,
+    unpack_us: f64,
+    slot_us: f64,
 }
 
 /// A receipt of either end as plain data.

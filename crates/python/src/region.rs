@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyType};
 
 use crate::errors::{self, OrRaise};
 use crate::gate;
@@ -90,10 +90,14 @@ impl RegionKey {
 #[pymethods]
 impl RegionKey {
     /// Restore a key from ``bytes(key)``. Raises UsageError if `data` is not a key.
-    #[staticmethod]
-    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<RegionKey> {
-        let _call = Call::enter(py);
-        crossrail::RegionKey::from_bytes(data).map(RegionKey).or_raise(py)
+    #[classmethod]
+    fn from_bytes(cls: &Bound<'_, PyType>, data: &[u8]) -> PyResult<RegionKey> {
+        let _call = Call::enter(cls.py());
+        crossrail::RegionKey::from_bytes(data).map(RegionKey).or_raise(cls.py())
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>,))> {
+        Ok((slf.get_type().getattr("from_bytes")?, (slf.get().__bytes__(slf.py()),)))
     }
 
     fn __bytes__<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {

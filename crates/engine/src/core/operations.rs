@@ -10,7 +10,7 @@ use crossrail_transport::{Loan, Place};
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
 use super::names::Names;
-use super::outcome::{Finish, OpKind, Outcome};
+use super::outcome::{Carried, Finish, OpKind, Outcome};
 use super::receipt::{Callback, Collected};
 use super::returns::{Owner, Returns};
 use crate::memory::{Buffer, Keep, OnGpu};
@@ -73,9 +73,10 @@ struct Attached {
     callback: Option<Callback>,
     /// The batch that it is part of.
     parent: Option<OpId>,
-    /// Of a batch: its parts in flight, the bytes of the others, and the first failure.
+    /// Of a batch: its parts in flight, the bytes of the others and what carried them, and the first failure.
     children: u32,
     bytes: u64,
+    carried: Carried,
     failure: Option<Box<Error>>,
 }
 
@@ -296,8 +297,7 @@ impl Operations {
             more.times = op.gpu.as_ref().map(|gpu| Box::new(gpu.times));
         }
         let detached = op.detached;
-        let failure = outcome.as_ref().err().cloned();
-        let bytes = outcome.as_ref().map_or(0, |finish| finish.bytes);
+        let part = parent.map(|parent| (parent, outcome.clone()));
         if !matches!(op.keep, Keep::Vec(_)) {
             op.keep = Keep::Nothing;
         }
@@ -312,8 +312,8 @@ impl Operations {
         if detached {
             self.free(id);
         }
-        if let Some(parent) = parent {
-            self.child_finished(parent, bytes, failure);
+        if let Some((parent, outcome)) = part {
+            self.child_finished(parent, Some(outcome));
         }
     }
 
@@ -456,7 +456,7 @@ impl Operations {
 
     /// Undoes [`Operations::hold`]: all parts are submitted; `failure`: that of one which could not be.
     pub(crate) fn release(&mut self, parent: OpId, failure: Option<Box<Error>>) {
-        self.child_finished(parent, 0, failure);
+        self.child_finished(parent, failure.map(Err));
     }
 
     /// The running parts of a batch.
@@ -468,21 +468,25 @@ impl Operations {
         running
     }
 
-    fn child_finished(&mut self, parent: OpId, bytes: u64, failure: Option<Box<Error>>) {
+    fn child_finished(&mut self, parent: OpId, outcome: Option<Outcome>) {
         let Some(op) = self.op_mut(parent) else { return };
         let (endpoint, tag) = (op.endpoint, op.tag);
         let batch = op.attached();
         batch.children -= 1;
-        batch.bytes += bytes;
-        let (last, bytes) = (batch.children == 0, batch.bytes);
-        if let Some(error) = failure {
+        match outcome {
+            Some(Ok(finish)) => {
+                batch.bytes += finish.bytes;
+                finish.add_to(&mut batch.carried);
+            }
             // The batch fails with its first failure, but only once all its parts are finished.
-            batch.failure.get_or_insert(error);
+            Some(Err(error)) => _ = batch.failure.get_or_insert(error),
+            None => {}
         }
-        if last {
+        if batch.children == 0 {
+            let (bytes, carried) = (batch.bytes, std::mem::take(&mut batch.carried));
             let outcome = match batch.failure.take() {
                 Some(error) => Err(error),
-                None => Ok(Finish::of_batch(endpoint, tag, bytes)),
+                None => Ok(Finish::of_batch(endpoint, tag, bytes, carried)),
             };
             self.finish(parent, outcome);
         }
@@ -501,10 +505,8 @@ impl Operations {
         if already {
             let outcome = self.outcome(child);
             self.free(child);
-            match outcome {
-                Some(Err(error)) => self.child_finished(parent, 0, Some(error)),
-                Some(Ok(finish)) => self.child_finished(parent, finish.bytes, None),
-                None => {}
+            if outcome.is_some() {
+                self.child_finished(parent, outcome);
             }
         }
     }

@@ -1,6 +1,9 @@
 //! What operations do, and how they end.
 
+use std::collections::BTreeMap;
+
 use crossrail_proto as proto;
+use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId};
 
 use super::names::Names;
@@ -49,8 +52,19 @@ pub(crate) struct More {
     pub(crate) times: Option<Box<GpuTimes>>,
     /// What happened to the peer's lanes meanwhile.
     pub(crate) notes: Vec<String>,
-    /// Several operations in one request.
-    pub(crate) batch: bool,
+    /// Of several operations in one request: what carried their bytes.
+    pub(crate) batch: Option<Carried>,
+}
+
+/// What carried the bytes of the parts of a batch: bytes, chunks, and bytes that another lane had lost.
+pub(crate) type Carried = BTreeMap<Way, [u64; 3]>;
+
+/// What carries bytes. The name of the peer's usual lane is looked up for the receipt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Way {
+    Usual,
+    Lane(LaneId),
+    CudaIpc,
 }
 
 /// What an operation does.
@@ -94,10 +108,31 @@ impl From<&proto::Operation> for OpKind {
 }
 
 impl Finish {
+    /// Adds what carried the bytes of this operation.
+    pub(super) fn add_to(&self, carried: &mut Carried) {
+        let mut add = |way, share: [u64; 3]| {
+            let sums = carried.entry(way).or_default();
+            sums.iter_mut().zip(share).for_each(|(sum, part)| *sum += part);
+        };
+        match &self.more {
+            _ if self.bytes == 0 => {}
+            Some(more) if more.direct == Some(DirectKind::CudaIpc) => add(Way::CudaIpc, [self.bytes, 1, 0]),
+            Some(more) if !more.receipt.lanes.is_empty() => {
+                for share in &more.receipt.lanes {
+                    add(Way::Lane(share.lane), [share.bytes, share.chunks.into(), share.resent]);
+                }
+            }
+            more => {
+                let lane = more.as_ref().map_or(self.lane, |more| more.receipt.lane);
+                add(lane.map_or(Way::Usual, Way::Lane), [self.bytes, 1, 0]);
+            }
+        }
+    }
+
     /// The end of a batch that moved so many bytes.
-    pub(super) fn of_batch(endpoint: Option<EndpointId>, tag: u64, bytes: u64) -> Finish {
+    pub(super) fn of_batch(endpoint: Option<EndpointId>, tag: u64, bytes: u64, carried: Carried) -> Finish {
         let receipt = batch_receipt(bytes);
-        let more = More { receipt, direct: None, times: None, notes: Vec::new(), batch: true };
+        let more = More { receipt, direct: None, times: None, notes: Vec::new(), batch: Some(carried) };
         Finish { endpoint, names: None, tag, bytes, wire_ns: 0, lane: None, more: Some(Box::new(more)) }
     }
 }

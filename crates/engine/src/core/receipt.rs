@@ -31,6 +31,16 @@ pub enum Protocol {
     Batch,
 }
 
+impl Protocol {
+    const ALL: [Protocol; 6] =
+        [Protocol::Eager, Protocol::Mapped, Protocol::Cma, Protocol::CudaIpc, Protocol::Chunks, Protocol::Batch];
+
+    /// The protocol that is displayed as `name`.
+    pub fn named(name: &str) -> Option<Protocol> {
+        Protocol::ALL.into_iter().find(|protocol| protocol.to_string() == name)
+    }
+}
+
 impl std::fmt::Display for Protocol {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
@@ -109,6 +119,8 @@ struct Rest {
     shares: Vec<LaneShare>,
     notes: Vec<String>,
     held: HeldTimes,
+    /// The peer's name in a receipt of another process.
+    peer: Option<Arc<str>>,
 }
 
 impl Receipt {
@@ -141,7 +153,23 @@ impl Receipt {
 
     /// The peer's name; empty once 1,024 other peers of this process have ended since this one has.
     pub fn peer(&self) -> Arc<str> {
-        self.names.map_or_else(|| "".into(), Names::peer)
+        let restored = || self.rest.as_ref().and_then(|rest| rest.peer.clone()).unwrap_or_default();
+        self.names.map_or_else(restored, Names::peer)
+    }
+
+    /// A receipt that was told in words, by this process or another: what [`Receipt::peer`] and the methods after it
+    /// return. Its fields are 0.
+    pub fn restored(
+        peer: &str,
+        protocol: Protocol,
+        lanes: Vec<LaneShare>,
+        held: HeldTimes,
+        notes: Vec<String>,
+    ) -> Receipt {
+        let only = lanes.first().filter(|_| !matches!(protocol, Protocol::Chunks | Protocol::Batch));
+        let only = only.map(|lane| lane.name.clone());
+        let rest = Some(Box::new(Rest { shares: lanes, notes, held, peer: Some(peer.into()) }));
+        Receipt { protocol, only, rest, ..Receipt::of_bytes(0, 0, 0) }
     }
 
     /// A row per lane that carried bytes.

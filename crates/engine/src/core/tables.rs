@@ -183,7 +183,7 @@ impl Tables {
                     let took = receipt.window_ns + receipt.wire_ns;
                     self.trace_ended(endpoint, What::Operation(kind.name()), took, bytes);
                     let notes = self.notes_during(endpoint, &receipt);
-                    Box::new(More { receipt, direct: None, times: None, notes, batch: false })
+                    Box::new(More { receipt, direct: None, times: None, notes, batch: None })
                 });
                 Ok(Finish { endpoint: Some(endpoint), names: None, tag, bytes, wire_ns, lane, more })
             }

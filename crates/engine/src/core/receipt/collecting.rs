@@ -10,7 +10,7 @@ use super::{HeldTimes, LaneShare, Protocol, Receipt, Rest, us};
 use crate::core::Core;
 use crate::core::names::Names;
 use crate::core::operations::Standing;
-use crate::core::outcome::{Finish, More, Outcome, ShortEnd, gone};
+use crate::core::outcome::{Carried, Finish, More, Outcome, ShortEnd, Way, gone};
 
 fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> Protocol {
     match (receipt.protocol, direct) {
@@ -136,7 +136,13 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
     let receipt = more.receipt;
     let peer = endpoint.and_then(|endpoint| core.peers().get(endpoint));
     let usual = peer.as_ref().and_then(|peer| peer.message_lane());
-    rendered.protocol = if more.batch { Protocol::Batch } else { protocol(&receipt, more.direct) };
+    if let Some(carried) = more.batch {
+        let names = rendered.names;
+        rendered.protocol = Protocol::Batch;
+        rendered.rest = Some(Box::new(Rest { shares: shares_of(core, names, carried), ..Rest::default() }));
+        return;
+    }
+    rendered.protocol = protocol(&receipt, more.direct);
     rendered.match_us = us(receipt.match_ns);
     rendered.window_us = us(receipt.window_ns);
     rendered.copy_us = us(receipt.copy_ns);
@@ -157,10 +163,32 @@ fn render_more(core: &mut Core, endpoint: Option<EndpointId>, more: More, render
             resent: share.resent,
         };
         let shares = receipt.lanes.into_iter().map(share).collect();
-        rendered.rest = Some(Box::new(Rest { shares, notes: more.notes, held }));
+        rendered.rest = Some(Box::new(Rest { shares, notes: more.notes, held, peer: None }));
     } else if receipt.lane.is_some() && receipt.lane != usual {
         rendered.only = receipt.lane.map(|lane| lane_name(core, lane));
     }
+}
+
+/// The lanes of a batch by name.
+fn shares_of(core: &mut Core, names: Option<Names>, carried: Carried) -> Vec<LaneShare> {
+    let mut shares: Vec<LaneShare> = Vec::new();
+    for (way, [bytes, chunks, resent]) in carried {
+        let name = match way {
+            Way::Lane(id) => lane_name(core, id),
+            Way::Usual => names.map_or_else(Arc::default, Names::message_lane),
+            Way::CudaIpc => "cuda_ipc".into(),
+        };
+        match shares.iter_mut().find(|share| share.name == name) {
+            // The peer's usual lane may also be named by its id.
+            Some(share) => {
+                share.bytes += bytes;
+                share.chunks += chunks;
+                share.resent += resent;
+            }
+            None => shares.push(LaneShare { name, bytes, chunks, resent }),
+        }
+    }
+    shares
 }
 
 fn lane_name(core: &mut Core, id: LaneId) -> Arc<str> {
