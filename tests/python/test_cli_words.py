@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from report_samples import environment
-from test_cli_command import run
+from test_cli_command import one_error, run
 
 from crossrail._words import kind
 from crossrail_tools.report import RankTimes, Report, Row, console, counted, print_report
@@ -44,6 +44,13 @@ def test_an_unknown_option_names_one_that_is_close(arguments: tuple[str, ...], m
     assert "unrecognized arguments" in done.stderr
     found = re.search(r"did you mean (--[a-z-]+)\?", done.stderr)
     assert (found and found.group(1)) == meant
+
+
+def test_a_check_of_the_doctor_is_suggested() -> None:
+    one_error(
+        run("doctor", "--only", "netwrok"), 2, "'netwrok' is not a check (did you mean network?); known: settings"
+    )
+    assert "did you mean" not in run("doctor", "--only", "colour").stderr
 
 
 def test_a_setting_is_suggested_only_when_close() -> None:

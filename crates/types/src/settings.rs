@@ -278,6 +278,9 @@ macro_rules! settings {
             /// The names of all environment variables.
             pub const NAMES: &'static [&'static str] = &[$( $name, )+];
 
+            /// Their fields, which are the keywords in Python, in the same order.
+            pub const FIELDS: &'static [&'static str] = &[$( stringify!($field), )+];
+
             /// Sets a setting from text. `name` is the variable (`CROSSRAIL_CHUNK`) or the field (`chunk`).
             ///
             /// # Errors
@@ -386,40 +389,47 @@ fn bad_value(name: &str, value: &str, why: &str, accepts: &str) -> Error {
 }
 
 fn unknown(name: &str) -> Error {
-    let known = Settings::NAMES.join(", ");
-    let hint = match nearest(name) {
+    // In code settings are keywords.
+    let known = if name.starts_with(PREFIX) { Settings::NAMES } else { Settings::FIELDS };
+    let nearest = nearest(name).and_then(|at| known.get(at));
+    let known = known.join(", ");
+    let hint = match nearest {
         Some(nearest) => format!("did you mean {nearest}? Known: {known}"),
         None => format!("known: {known}"),
     };
     Error::new(ErrorKind::Config, name, "is not a known setting").with_hint(hint)
 }
 
-/// The known name that `name` was probably meant to be: one of the two begins with the other, or few letters differ.
-fn nearest(name: &str) -> Option<&'static str> {
+/// The index of the setting that `name` was probably meant to be: one of the two begins with the other, or of three
+/// letters at most one is wrong, missing, or has changed places with the next.
+fn nearest(name: &str) -> Option<usize> {
     let bare = |name: &str| name.to_ascii_uppercase().trim_start_matches("CROSSRAIL_").to_owned();
     let wanted = bare(name);
     let begins = |known: &str| {
         wanted.len() > 2 && known.len() > 2 && (wanted.starts_with(known) || known.starts_with(wanted.as_str()))
     };
-    let candidates = Settings::NAMES.iter().map(|name| (edits(&wanted, &bare(name)), *name));
-    let close = candidates.filter(|(far, name)| *far <= 2.max(wanted.len() / 3) || begins(&bare(name)));
-    close.min().map(|(_, name)| name)
+    let candidates = Settings::NAMES.iter().enumerate().map(|(at, name)| (edits(&wanted, &bare(name)), at, name));
+    let close = candidates.filter(|(far, _, name)| *far <= 1.max(wanted.len() / 3) || begins(&bare(name)));
+    close.min().map(|(_, at, _)| at)
 }
 
-/// The Levenshtein distance.
+/// The Levenshtein distance, in which two neighbours that have changed places are one edit.
 fn edits(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, cb) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(ca != *cb);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
+    for i in 1..=a.len() {
+        let mut row = vec![i];
+        for j in 1..=b.len() {
+            let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+            let mut least = replaced.min(rows[i - 1][j] + 1).min(row[j - 1] + 1);
+            if i > 1 && j > 1 && (a[i - 1], a[i - 2]) == (b[j - 2], b[j - 1]) {
+                least = least.min(rows[i - 2][j - 2] + 1);
+            }
+            row.push(least);
         }
+        rows.push(row);
     }
-    row[b.len()]
+    rows[a.len()][b.len()]
 }
 
 const TRANSPORT_FILTER: Codec<Filter> = Codec {

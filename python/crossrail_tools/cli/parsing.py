@@ -146,7 +146,9 @@ def names_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
         names = text.split(",")
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not {a(what)}; known: {', '.join(known)}")
+            near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.7)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not {a(what)}{meant}; known: {', '.join(known)}")
         return list(dict.fromkeys(names))
 
     return parse
