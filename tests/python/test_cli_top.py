@@ -410,6 +410,8 @@ def test_a_stuck_rank_of_eight_is_named(tmp_path: Path) -> None:
             for thread in threads:
                 thread.join(60)
     assert not failed, failed
+    rows = [row for process in seen["processes"] for row in process["page"]["rows"] if row["kind"] == "buffer"]
+    assert {row["values"]["connected"] for row in rows} == {8}, "also of the rank that has entered no operation"
     (named,) = seen["stuck"]
     assert (named["rank"], named["group"]) == (STUCK, "job")
     assert named["keeps_waiting"] == [rank for rank in range(8) if rank != STUCK]

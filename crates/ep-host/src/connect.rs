@@ -64,6 +64,7 @@ impl LocalRank {
         }
         view.restart(number);
         view.spin = spin_for(&view);
+        view.show_members();
         Ok(())
     }
 
@@ -129,6 +130,7 @@ impl LocalRank {
         }
         view.restart(0);
         view.spin = spin_for(&view);
+        view.show_members();
         Ok(())
     }
 

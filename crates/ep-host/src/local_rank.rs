@@ -111,6 +111,12 @@ impl GroupView {
         self.sight.write([self.dispatches, self.combines, self.operations], members, wait);
     }
 
+    /// Writes the page's row after ranks were connected or disconnected: it may be long until an operation does.
+    pub(crate) fn show_members(&mut self) {
+        self.sight.count_members();
+        self.show(None);
+    }
+
     /// Connected ranks that are not masked, except `me`.
     pub(crate) fn others(&self, me: usize) -> Vec<usize> {
         let peers = self.peers.iter().flatten();

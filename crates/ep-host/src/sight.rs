@@ -53,6 +53,11 @@ impl Sight {
         self.took.add(took.as_nanos() as u64);
     }
 
+    /// Members have changed: they are counted for the next write.
+    pub(crate) fn count_members(&mut self) {
+        self.members_at = None;
+    }
+
     /// Writes the row: how many dispatches, combines and operations there were, the ranks as `members` counts them, if
     /// that is due, and the wait in progress.
     pub(crate) fn write(&mut self, counts: [u64; 3], members: impl FnOnce() -> Members, wait: Option<&Wait>) {
