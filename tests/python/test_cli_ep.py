@@ -246,13 +246,13 @@ def test_nothing_is_left_of_a_run(arguments: tuple[str, ...]) -> None:
         assert run(*SMALL, *arguments).returncode == 0
 
 
-def test_one_command_per_node() -> None:
+def test_one_command_per_node(tmp_path: Path) -> None:
     """Two commands, each with the ranks of one node; the second by the launcher's variables."""
     port = free_port()
     first = [*SMALL, "--mode=e2e", "--json=-", "--world-size=2", "--rank=0", "--master-addr=127.0.0.1"]
     variables = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
     with subprocess.Popen(
-        [*COMMAND, "bench", "ep", *SMALL, "--mode=e2e"],
+        [*COMMAND, "bench", "ep", *SMALL, "--mode=e2e", f"--json={tmp_path / 'second.json'}"],
         env=environment(variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -270,8 +270,8 @@ def test_one_command_per_node() -> None:
     assert (row.ranks, row.nodes, row.ranks_passed) == (4, 2, 4)
     assert row.links == {"self": 4, "heap": 4, "network": 8}
     assert len(row.samples_us) == 4 * 5
-    assert "node 1 of 2" in said
-    assert out == ""
+    assert "node 1 of 2" in said and "node 0 of 2 has the report" in said
+    assert out == "" and not list(tmp_path.iterdir())
 
 
 def test_a_store_that_runs_already_is_used_by_several_runs_at_once() -> None:

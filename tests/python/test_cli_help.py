@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -61,6 +62,9 @@ def completed(line: str) -> list[str]:
         ("crossrail bench p2p --size 1G --rai", ["--rails"]),
         ("crossrail bench latency --veri", []),
         ("crossrail info --j", ["--json"]),
+        ("crossrail bench p2p --memory sh", ["shared"]),
+        ("crossrail bench control --op re", ["reconnect"]),
+        ("crossrail bench p2p --transport tcp --veri", ["--verify"]),
     ],
 )
 def test_bash_completes(line: str, offered: list[str]) -> None:
@@ -73,5 +77,10 @@ def test_scripts_of_all_shells() -> None:
         assert done.returncode == 0
         assert "complete -o default -F _crossrail crossrail" in done.stdout
     assert "bashcompinit" in run("completion", "zsh").stdout
+    fish = run("completion", "fish").stdout
+    assert "complete -c crossrail -a" in fish and "case 'bench p2p* --memory'" in fish and "case 'bench p2p*'" in fish
+    shell = shutil.which("fish")
+    if shell is not None:
+        subprocess.run([shell, "--no-execute"], input=fish, text=True, check=True)
     assert "--parent" not in run("completion", "bash").stdout
     assert all(words for words in command_words().values())

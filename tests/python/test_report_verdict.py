@@ -122,6 +122,15 @@ def test_near_the_raw_sockets_it_is_the_network(made, rate: float, holds: str) -
         assert "86% of the 2.00 GB/s" in verdict.text
 
 
+def test_a_window_that_a_socket_takes_at_once_is_the_limit_if_it_led() -> None:
+    """--window 1 --chunk 64K: 87 % of the time went into waiting, and plain sockets were hardly faster in this run."""
+    stages = replace(FULL, window_us=870.0, slowest={"window": 0.87, "network": 0.13})
+    small = facts(raw_gb_per_s=1.1, stages=stages, window=1, chunk=64 << 10)
+    assert judge(small).holds == "window" and "raise to" in judge(small).text
+    assert judge(replace(small, chunk=2 << 20)).holds == "network"
+    assert judge(replace(small, stages=replace(stages, slowest={"window": 0.4, "network": 0.6}))).holds == "network"
+
+
 def test_a_network_that_is_full_hides_windows_slots_and_unpacking() -> None:
     stages = replace(FULL, window_us=900.0, slot_us=900.0, unpack_us=900.0, copy_us=900.0)
     assert judge(gpu(gb_per_s=1.9, stages=stages)).holds == "network"

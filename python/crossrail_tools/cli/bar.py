@@ -24,6 +24,13 @@ class _Rate(ProgressColumn):
         return Text("" if not speed else f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.1f}/s")
 
 
+class _Done(MofNCompleteColumn):
+    """Iterations done, of work that has a known number of them."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
 class Bar(RichProgress):
     """The bar below the last rows measured so far and above one line of live figures."""
 
@@ -35,7 +42,7 @@ class Bar(RichProgress):
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
-            MofNCompleteColumn(),
+            _Done(),
             _Rate(),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
         )

@@ -177,7 +177,10 @@ def _epilog(command: str) -> str:
 
 
 def command_words() -> dict[str, list[str]]:
-    """What can follow each command: the names of its own commands, or its options."""
+    """What can follow each command: the names of its own commands, or its options, or one of a few values of an option.
+
+    A ``*`` stands for any words between.
+    """
     words = {"": [*COMMANDS, "--help", "--version"], "bench": [*BENCHES, "--help"]}
     for prefix, known in (("", COMMANDS), ("bench ", BENCHES)):
         for name, (declared_by, _) in known.items():
@@ -185,6 +188,8 @@ def command_words() -> dict[str, list[str]]:
                 parser = Parser(prog=name, allow_abbrev=False)
                 _fill(declared_by, parser)
                 words[prefix + name] = parser.options()
+                # The values of an option, where it is the last word so far.
+                words |= {f"{prefix}{name}* {option}": values for option, values in parser.values().items()}
     return words
 
 

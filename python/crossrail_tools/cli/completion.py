@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .parsing import Command, Parser
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 
 _SCRIPT = """\
 _crossrail() {{
@@ -18,6 +18,16 @@ _crossrail() {{
     COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
 }}
 complete -o default -F _crossrail crossrail
+"""
+
+
+_FISH = """\
+function __crossrail_words
+    switch (string join " " (commandline -opc)[2..])
+{cases}
+    end
+end
+complete -c crossrail -a "(__crossrail_words)"
 """
 
 
@@ -35,7 +45,9 @@ class CompletionOptions:
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    text = 'the shell; in its start-up file: eval "$(crossrail completion bash)"'
+    text = (
+        'the shell; in its startup file: eval "$(crossrail completion bash)"; fish: crossrail completion fish | source'
+    )
     parser.add_argument("shell", choices=SHELLS, help=text)
     parser.set_defaults(outcome=_outcome)
 
@@ -50,6 +62,15 @@ def script(shell: str) -> str:
 
     # The longest command first: `bench p2p` also begins with `bench`.
     ordered = sorted(command_words().items(), key=lambda item: -len(item[0]))
-    cases = "\n".join(f'        "{command}"*) words="{" ".join(words)}" ;;' for command, words in ordered)
+    # Values belong where their option is the last word.
+    ordered = [(command if "*" in command else f"{command}*", words) for command, words in ordered]
+    if shell == "fish":
+        lines = [
+            f"        case '{command}'\n            string split ' ' -- '{' '.join(words)}'"
+            for command, words in ordered
+        ]
+        return _FISH.format(cases="\n".join(lines))
+    patterns = [('"{}"'.format(command.replace("*", '"*"')), words) for command, words in ordered]
+    cases = "\n".join(f'        {pattern}) words="{" ".join(words)}" ;;' for pattern, words in patterns)
     zsh = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
     return zsh + _SCRIPT.format(cases=cases)

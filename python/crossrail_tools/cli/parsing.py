@@ -67,6 +67,11 @@ class Parser(argparse.ArgumentParser):
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         return [option for action in shown for option in action.option_strings if option.startswith("--")]
 
+    def values(self) -> dict[str, list[str]]:
+        """The values of those options that have few."""
+        chosen = [(action, action.choices) for action in self._actions if action.choices and action.option_strings]
+        return {option: list(map(str, of)) for action, of in chosen for option in action.option_strings}
+
     def _nearest(self, word: str) -> str | None:
         """The option that ``word`` was probably meant to be: few letters differ, or one begins with the other."""
         word = word.partition("=")[0].lower().replace("_", "-")

@@ -67,7 +67,9 @@ def _times(rows: Sequence[Row]) -> RenderableType:
     columns = ["us", "p50", "p99", "avg", "min", "max", "slowest p50"]
     for peer in peers:
         columns += [peer, f"x {peer}"]
-    heading = "latency: all ranks and iterations together; the slowest rank of each iteration"
+    count = counted(len(rows[0].slowest_us), "iteration")
+    warmup = "" if rows[0].warmup is None else f" after {rows[0].warmup} untimed"
+    heading = f"latency: all ranks and iterations together ({count}{warmup}); the slowest rank of each iteration"
     made = table(heading, columns, spare=["min", "max", "avg"])
     for row in rows:
         cells = [_us(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]

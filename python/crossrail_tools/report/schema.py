@@ -210,6 +210,8 @@ class Row:
 
     ``unused``: what was expected to carry data and carried nothing, by name (``tcp/eth3``, ``shm(cma)``), and why.
 
+    ``warmup``: untimed iterations before each turn's.
+
     ``verification``: how much of the data was verified (``full``, ``quick``, ``none``), where there is a choice.
 
     ``device``: the GPU whose memory was transferred, or the devices of both ends, the sender's first; ``unpack``: how
@@ -302,6 +304,7 @@ class Row:
     host_p50_us: float | None = None
     traffic: list[list[int]] = field(default_factory=list)
     expert_tokens: list[int] = field(default_factory=list)
+    warmup: int | None = None
 
 
 @dataclass(frozen=True)

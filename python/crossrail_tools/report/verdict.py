@@ -47,6 +47,9 @@ FASTER = 1.10
 BEYOND = 1.15
 """Factor above a ceiling measured in the same run from which that measurement was no ceiling."""
 
+SMALL_WINDOW = 1 << 20
+"""Bytes in flight per connection that its socket takes at once: such a window fills up even if the link is not full."""
+
 MOST_WINDOW = 1024
 """Maximum of the setting CROSSRAIL_WINDOW."""
 
@@ -174,7 +177,7 @@ def _match(facts: Facts) -> VerdictLine | None:
 
 def _network(facts: Facts) -> VerdictLine | None:
     raw = facts.ceiling
-    if not raw or facts.direct or facts.gb_per_s < NETWORK_SHARE * raw:
+    if not raw or facts.direct or facts.gb_per_s < NETWORK_SHARE * raw or _is_small_window(facts):
         return None
     rails = [lane for lane in facts.lanes if lane.bytes > 0]
     head = (
@@ -182,6 +185,12 @@ def _network(facts: Facts) -> VerdictLine | None:
         f"{format_rate(raw)} that plain TCP sockets carried over the same in this run"
     )
     return VerdictLine("network", f"{head}{_links(facts, rails)}")
+
+
+def _is_small_window(facts: Facts) -> bool:
+    """Whether the transfer waited mostly for acknowledgements, not because the link was full."""
+    small = facts.window is not None and facts.chunk is not None and facts.window * facts.chunk < SMALL_WINDOW
+    return small and _leads(facts, "window")
 
 
 def _pack(facts: Facts) -> VerdictLine | None:

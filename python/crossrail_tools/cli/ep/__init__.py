@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from ..failure import print_notice
 from ..parsing import Command, Parser
-from ..reporting import Progress, show_report
+from ..reporting import Progress, check_json, show_report
 from . import cuda, elastic, host, options
 
 
@@ -19,9 +20,11 @@ class Ep(options.EpOptions):
         measure = cuda.measure if self.device == "cuda" else host.measure
         if self.plan is not None:
             measure = elastic.run_plan
-        if self.placement.launch is not None and self.placement.node > 0:
+        if self.placement.node > 0:
+            check_json(self.json)
             with Progress() as progress:
                 measure(self, progress)
+            print_notice(f"done; node 0 of {self.placement.world_size} has the report")
             return
         show_report(self, lambda progress: measure(self, progress))
 

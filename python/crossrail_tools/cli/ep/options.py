@@ -172,6 +172,7 @@ class EpOptions(PinnedRanks, RunOptions):
             verification=self.verification(work) if self.device == "cpu" else None,
             traffic=sent,
             expert_tokens=loads,
+            warmup=self.warmup,
         )
 
 
