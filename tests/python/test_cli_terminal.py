@@ -58,6 +58,16 @@ def test_finished_sizes_survive_ctrl_c(tmp_path: Path) -> None:
     assert text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
 
 
+def test_rounds_of_control_survive_ctrl_c(tmp_path: Path) -> None:
+    control = ["bench", "control", "--num-processes=2", "--experts-per-rank=1,2", "--hidden=512", "--tokens=8"]
+    code, text, report = cut_short([*control, "--rounds=100000"], r"[2-9]/200000", tmp_path)
+    assert code == 130
+    assert report is not None and report.partial
+    assert [row.what for row in report.rows] == ["init", "connect", "disconnect", "reconnect", "destroy"]
+    assert all(len(row.samples_us) == len(report.rows[0].samples_us) >= 2 * 2 for row in report.rows)
+    assert "measured until then" in text
+
+
 def test_nothing_measured_yet_is_said_and_no_file_is_written(tmp_path: Path) -> None:
     code, text, report = cut_short(["bench", "latency", "--sizes=8", ENDLESS], r"[0-9]+/2000000100", tmp_path)
     assert (code, report) == (130, None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import crossrail
 from crossrail._native import bench_control, loopback
@@ -161,12 +162,11 @@ def _report(options: ControlOptions, progress: Progress) -> Report:
     return make_report(options, progress.rows)
 
 
-def _rows(options: ControlOptions, store: str, message: Message) -> list[Row]:
+def _rows(options: ControlOptions, store: str, experts: int, samples: _Samples) -> list[Row]:
     """The rows of one number of experts, from the samples of all ranks. Raises Failure if some are missing."""
-    samples = {int(rank): steps for rank, steps in message["samples"].items()}
     if len(samples) != options.placement.size:
         raise Failure(f"only {len(samples)} of {counted(options.placement.size, 'rank')} reported their measurements")
-    like = Row("", "", 0, verified=True, experts_per_rank=message["experts_per_rank"], store=store)
+    like = Row("", "", 0, verified=True, experts_per_rank=experts, store=store)
     device = options.work.device if options.work.device == "cuda" else None
     like = replace(like, ranks=len(samples), nodes=options.placement.nodes, device=device)
     return control_rows(samples, like)
@@ -194,14 +194,34 @@ def _run(options: ControlOptions, progress: Progress) -> None:
             device = options.gpus[rank - where.ranks[0]] if options.gpus else None
             own = {"device": device, "cpu": cpus[where.local_index(rank)]}
             ranks.start(rank, "control", {**job, **where.member(rank, store, group), **own})
-        progress.status(f"control: {counted(where.size, 'rank')}")
         left = set(where.ranks)
-        while left:
-            rank, message = ranks.next(patience)
-            if message["event"] == "samples":
-                progress.add(_rows(options, store.partition("://")[0], message))
-            elif message["event"] == ENDED:
-                left.discard(rank)
+        kind, total = store.partition("://")[0], options.work.rounds * len(options.work.experts_per_rank)
+        known: dict[int, _Samples] = {}
+        rows: list[Row] = []
+        with progress.task(f"control: {counted(where.size, 'rank')}", total) as tick:
+            while left:
+                rank, message = ranks.next(patience)
+                if message["event"] == "samples":
+                    experts = message["experts_per_rank"]
+                    earlier = len(rows) if experts in known else 0
+                    _extend(known.setdefault(experts, {}), message["samples"])
+                    rows = _rows(options, kind, experts, known[experts])
+                    progress.add(rows, instead_of=earlier, more=len(known) > 1)
+                    tick(message["done"], total)
+                elif message["event"] == ENDED:
+                    left.discard(rank)
+
+
+_Samples: TypeAlias = dict[int, dict[str, list[float]]]
+"""Microseconds of each step and part of it, by rank."""
+
+
+def _extend(known: _Samples, round_: Mapping[str, Mapping[str, list[float]]]) -> None:
+    """Adds the samples of one round of all ranks."""
+    for rank, steps in round_.items():
+        of_rank = known.setdefault(int(rank), {})
+        for step, times in steps.items():
+            of_rank.setdefault(step, []).extend(times)
 
 
 @contextlib.contextmanager
@@ -230,23 +250,25 @@ def serve(parent: Parent, job: Message) -> None:
     context = crossrail.Context(**job["settings"])
     with join(job, context) as group:
         group.barrier("all here")
-        for experts in work["experts_per_rank"]:
+        # One round after the other, so that an interrupted run has those before.
+        rounds = itertools.product(work["experts_per_rank"], range(work["rounds"]))
+        for done, (experts, number) in enumerate(rounds, 1):
             steps = bench_control(
                 group._native,
                 context,
                 op=work["op"],
-                rounds=work["rounds"],
+                rounds=1,
                 max_tokens_per_rank=work["tokens"],
                 hidden=work["hidden"],
                 num_experts=experts * group.size,
                 topk=min(work["topk"], experts * group.size),
                 dispatch_dtype=work["dtype"],
                 device=job["device"],
-                warmup=work["warmup"],
+                warmup=work["warmup"] if number == 0 else 0,
             )
-            everybody = gather(group, f"samples of {experts}", steps)
+            everybody = gather(group, f"samples {done}", steps)
             if everybody is not None:
-                parent.send("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)))
+                parent.send("samples", experts_per_rank=experts, samples=dict(enumerate(everybody)), done=done)
         group.barrier("all done")
 
 

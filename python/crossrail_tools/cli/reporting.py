@@ -71,9 +71,12 @@ class Progress:
         """Whether stderr is a terminal."""
         return self.console.is_terminal
 
-    def add(self, rows: Sequence[Row], *, more: bool = True) -> None:
-        """Takes rows as they are measured: they are what an interrupted run reports. They appear if ``more`` follow."""
-        self.rows.extend(rows)
+    def add(self, rows: Sequence[Row], *, more: bool = True, instead_of: int = 0) -> None:
+        """Takes rows as they are measured: they are what an interrupted run reports. They appear if ``more`` follow.
+
+        ``instead_of``: how many of the last rows had a part of their samples, and go.
+        """
+        self.rows[len(self.rows) - instead_of :] = rows
         if self.visible and more:
             self._bar.show_rows(self.rows)
         if self.stopping.is_set():
