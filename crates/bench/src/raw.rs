@@ -7,7 +7,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_types::{Error, ErrorKind, Reason, Result, Settings};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::session::{Role, Session};
@@ -81,12 +81,13 @@ fn drive(session: &mut Session<'_>, plan: &RawTcpPlan) -> Result<RawTcpSamples> 
 }
 
 fn answer(session: &mut Session<'_>, plan: &RawTcpPlan) -> Result<RawTcpSamples> {
-    let timeout = session.context.settings().timeout;
+    let settings = session.context.settings();
+    let timeout = settings.timeout;
     let mine = devices(session, &[]).unwrap_or_default();
     let said: Vec<String> = mine.iter().map(|device| device.address.to_string()).collect();
     session.exchange(said.join(" ").as_bytes())?;
     let wanted = parse_addresses(&session.exchange(b"")?);
-    let opened = listen(&mine, &wanted);
+    let opened = listen(&mine, &wanted, settings);
     session.exchange(&opened.as_ref().map(Offer::to_bytes).unwrap_or_default())?;
     let streams = opened.and_then(|offer| accept(&offer, plan.channels, timeout));
     let outcome = streams.and_then(|streams| receive(streams, plan.size));
@@ -190,7 +191,7 @@ fn common_bits(a: IpAddr, b: IpAddr) -> Option<u32> {
     }
 }
 
-fn socket(address: IpAddr, interface: Option<&str>) -> std::io::Result<Socket> {
+fn socket(address: IpAddr, port: u16, interface: Option<&str>) -> std::io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(SocketAddr::new(address, 0)), Type::STREAM, Some(Protocol::TCP))?;
     if let Some(interface) = interface {
         // Where the system does not permit it, the address alone says which way the bytes go.
@@ -200,22 +201,36 @@ fn socket(address: IpAddr, interface: Option<&str>) -> std::io::Result<Socket> {
         // As our own lanes on one machine: BBR, the default of many systems, paces what never leaves it.
         let _ = socket.set_tcp_congestion(b"cubic");
     }
-    socket.bind(&SocketAddr::new(address, 0).into())?;
+    if port != 0 {
+        // Connections of the last run may linger.
+        socket.set_reuse_address(true)?;
+    }
+    socket.bind(&SocketAddr::new(address, port).into())?;
     Ok(socket)
 }
 
-fn listen(mine: &[Device], wanted: &[IpAddr]) -> Result<Offer> {
+fn listen(mine: &[Device], wanted: &[IpAddr], settings: &Settings) -> Result<Offer> {
     let mut offer = Offer { listeners: Vec::new(), ports: Vec::new(), token: [0; TOKEN_LEN] };
     getrandom::fill(&mut offer.token).map_err(|error| failed(format!("no random bytes: {error}")))?;
     for address in wanted {
         let device = mine.iter().find(|device| device.address == *address);
         let device = device.ok_or_else(|| failed(format!("{address} is no device that carries data here")))?;
-        let opened = socket(*address, device.interface.as_deref()).and_then(|socket| {
-            socket.listen(MOST_CONNECTIONS as i32)?;
-            let port = socket.local_addr()?.as_socket().map_or(0, |address| address.port());
-            Ok((socket, port))
-        });
-        let (socket, port) = opened.map_err(|error| failed(format!("cannot listen on {address}: {error}")))?;
+        let open = |port| {
+            let opened = socket(*address, port, device.interface.as_deref()).and_then(|socket| {
+                socket.listen(MOST_CONNECTIONS as i32)?;
+                let port = socket.local_addr()?.as_socket().map_or(0, |address| address.port());
+                Ok((socket, port))
+            });
+            opened.map_err(|error| {
+                let in_use = error.kind() == IoKind::AddrInUse;
+                let failure = failed(format!("cannot listen on {address}: {error}"));
+                if in_use { failure.with_reason(Reason::PortInUse) } else { failure }
+            })
+        };
+        let (socket, port) = match settings.ports_at(*address) {
+            Some(ports) => ports.listen(*address, None, open)?,
+            None => open(0)?,
+        };
         offer.listeners.push(socket);
         offer.ports.push(port);
     }
@@ -231,7 +246,7 @@ fn connect(ways: &[Way], channels: usize, offer: &[u8], timeout: Duration) -> Re
     for (way, port) in ways.iter().zip(ports.chunks_exact(2)) {
         let target = SocketAddr::new(way.to, u16::from_le_bytes([port[0], port[1]]));
         for _ in 0..channels {
-            let connected = socket(way.from, way.interface.as_deref()).and_then(|socket| {
+            let connected = socket(way.from, 0, way.interface.as_deref()).and_then(|socket| {
                 socket.connect_timeout(&target.into(), MEETING)?;
                 let mut stream = prepared(socket, timeout)?;
                 stream.write_all(token)?;

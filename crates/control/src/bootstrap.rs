@@ -55,7 +55,7 @@ impl Bootstrap {
     /// Reads `given`, then `CROSSRAIL_STORE`, then the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
     /// MASTER_ADDR, MASTER_PORT), Slurm and Open MPI. `vars` returns the value of an environment variable.
     ///
-    /// torchrun's own store listens on MASTER_PORT, ours on the port after it.
+    /// torchrun's own store listens on MASTER_PORT, ours on the port after it, or on one of `CROSSRAIL_PORTS`.
     ///
     /// # Errors
     /// `Config`: a launcher's variable is missing or not a number, or no store is configured. `Usage`: a rank not below
@@ -69,11 +69,11 @@ impl Bootstrap {
         } else if let Some(store) = &settings.store {
             with_store("CROSSRAIL_STORE", "CROSSRAIL_STORE", store, vars, given)?
         } else if torchrun_is_there(vars) {
-            torchrun(vars, given)?
+            torchrun(vars, settings, given)?
         } else if vars("SLURM_PROCID").is_some() {
-            slurm(vars, given)?
+            slurm(vars, settings, given)?
         } else if vars("OMPI_COMM_WORLD_RANK").is_some() {
-            open_mpi(vars, given)?
+            open_mpi(vars, settings, given)?
         } else {
             alone(given)?
         };
@@ -207,13 +207,13 @@ fn torchrun_is_there(vars: Variables<'_>) -> bool {
         || (vars("MASTER_ADDR").is_some() && vars("MASTER_PORT").is_some())
 }
 
-fn torchrun(vars: Variables<'_>, given: &Overrides) -> Result<Bootstrap> {
+fn torchrun(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<Bootstrap> {
     let mut reader = Reader { launcher: "torchrun", vars, taken: Vec::new() };
     let rank = reader.needed_unless(given.rank, "RANK")?;
     let size = reader.needed_unless(given.size, "WORLD_SIZE")?;
     let local_rank = if given.rank.is_none() { reader.optional("LOCAL_RANK")? } else { None };
     let host = reader.text("MASTER_ADDR")?;
-    let port = after(reader.text("MASTER_PORT")?)?;
+    let port = permitted(settings, after(reader.text("MASTER_PORT")?)?);
     let here = reader.all_here("LOCAL_WORLD_SIZE", "WORLD_SIZE");
     let (host, why) = place(&host, here);
     let job = [vars("TORCHELASTIC_RUN_ID"), vars("TORCHELASTIC_RESTART_COUNT")].into_iter().flatten();
@@ -221,7 +221,7 @@ fn torchrun(vars: Variables<'_>, given: &Overrides) -> Result<Bootstrap> {
     Ok(Bootstrap::new(&reader.done(rank, size, local_rank), given, format!("tcp://{host}:{port}"), job, why))
 }
 
-fn slurm(vars: Variables<'_>, given: &Overrides) -> Result<Bootstrap> {
+fn slurm(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<Bootstrap> {
     let mut reader = Reader { launcher: "Slurm", vars, taken: Vec::new() };
     let rank = reader.needed_unless(given.rank, "SLURM_PROCID")?;
     let size = reader.needed_unless(given.size, "SLURM_NTASKS")?;
@@ -238,11 +238,11 @@ fn slurm(vars: Variables<'_>, given: &Overrides) -> Result<Bootstrap> {
     }
     let here = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"].into_iter().find_map(vars).is_some_and(|nodes| nodes == "1");
     let (host, why) = place(&first, here);
-    let store = format!("tcp://{host}:{}", port_of(&job));
+    let store = format!("tcp://{host}:{}", permitted(settings, port_of(&job)));
     Ok(Bootstrap::new(&reader.done(rank, size, local_rank), given, store, job, why))
 }
 
-fn open_mpi(vars: Variables<'_>, given: &Overrides) -> Result<Bootstrap> {
+fn open_mpi(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<Bootstrap> {
     let mut reader = Reader { launcher: "Open MPI", vars, taken: Vec::new() };
     let rank = reader.needed_unless(given.rank, "OMPI_COMM_WORLD_RANK")?;
     let size = reader.needed_unless(given.size, "OMPI_COMM_WORLD_SIZE")?;
@@ -261,7 +261,7 @@ fn open_mpi(vars: Variables<'_>, given: &Overrides) -> Result<Bootstrap> {
         (Some(job), None) => port_of(job),
         (None, None) => return Err(reader.missing("PMIX_NAMESPACE")),
     };
-    let store = format!("tcp://{host}:{port}");
+    let store = format!("tcp://{host}:{}", permitted(settings, port));
     Ok(Bootstrap::new(&reader.done(rank, size, local_rank), given, store, job.unwrap_or_default(), why))
 }
 
@@ -303,6 +303,11 @@ fn after(master_port: String) -> Result<u16> {
     };
     let port: u16 = master_port.parse().map_err(|_| bad("is not a port"))?;
     if port == 0 { Err(bad("is not a port")) } else { port.checked_add(1).ok_or_else(|| bad("has no port after it")) }
+}
+
+/// `port`, or where the settings name ports and this is none of them, one of theirs; the same for all ranks.
+fn permitted(settings: &Settings, port: u16) -> u16 {
+    settings.ports.map_or(port, |ports| ports.nearest(port))
 }
 
 /// The port that all ranks of a job derive from its id.

@@ -228,3 +228,19 @@ fn nothing_said_is_an_error_unless_the_group_is_this_process() {
     assert_eq!((found.rank, found.size, found.host_store), (Some(0), Some(1), true));
     assert_eq!(found.said, "alone: size=1, store tcp://127.0.0.1:0 (any free port: nobody else can join)");
 }
+
+#[test]
+fn the_stores_port_is_one_of_those_that_the_settings_name() {
+    let settings = Settings::from_pairs([("CROSSRAIL_PORTS", "18180-18189")]).unwrap();
+    let found = |vars: &[(&str, &str)]| {
+        let vars = |name: &str| vars.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+        Bootstrap::detect(&vars, &settings, &Overrides::default()).unwrap().store
+    };
+    let job =
+        |port: &'static str| [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", port)];
+    assert_eq!(found(&job("18181")), "tcp://10.0.0.1:18182");
+    assert_eq!(found(&job("29500")), "tcp://10.0.0.1:18181");
+    let slurm = [("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_NODELIST", "n1,n2"), ("SLURM_JOB_ID", "7")];
+    let port: u16 = found(&slurm).rsplit_once(':').unwrap().1.parse().unwrap();
+    assert!(settings.ports.unwrap().contains(port), "{port}");
+}

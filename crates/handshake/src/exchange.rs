@@ -203,16 +203,22 @@ impl<'a> Exchange<'a> {
 
     /// Reads one message of that kind, its bytes as received. A reject in its place is an error of the kind it names.
     pub(crate) fn message(&self, kind: Kind) -> Result<Vec<u8>> {
+        self.either(kind, None).map(|(_, bytes)| bytes)
+    }
+
+    /// As [`Exchange::message`], of that kind or, if there is one, of the `other`; which of them it is.
+    pub(crate) fn either(&self, kind: Kind, other: Option<Kind>) -> Result<(Kind, Vec<u8>)> {
         let mut bytes = vec![0; PRELUDE_LEN];
         self.fill(&mut bytes, 0)?;
         let found = self.protocol.decode_prelude(&bytes).map_err(|e| self.malformed(&e))?;
-        if found != kind && found != Kind::Reject {
+        let wanted = found == kind || Some(found) == other;
+        if !wanted && found != Kind::Reject {
             return Err(self.malformed(&Malformed::Kind { expected: kind, found }));
         }
         bytes.resize(self.protocol.length(found), 0);
         self.fill(&mut bytes, PRELUDE_LEN)?;
-        if found == kind {
-            return Ok(bytes);
+        if wanted {
+            return Ok((found, bytes));
         }
         match Reject::decode(self.protocol, &bytes) {
             Ok(reject) => Err(self.rejected(&reject)),

@@ -14,6 +14,7 @@ pub mod interrupt;
 mod log;
 mod loopback;
 mod origin;
+mod ports;
 mod reason;
 pub mod settings;
 mod size;
@@ -28,6 +29,7 @@ pub use interrupt::Interrupt;
 pub use log::{Log, Sink as LogSink};
 pub use loopback::loopback;
 pub use origin::{Origin, count_fork};
+pub use ports::Ports;
 pub use reason::Reason;
 pub use settings::{Filter, LogLevel, Rails, Secret, Settings, TRANSPORTS};
 pub use size::{

@@ -3,12 +3,14 @@
 
 use std::ffi::OsString;
 use std::fmt;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::checksum::Checksum;
 use crate::counts::{Affinity, Channels, IoThreads};
 use crate::error::{Error, ErrorKind, Result};
+use crate::ports::Ports;
 use crate::size::{format_duration, format_size, parse_duration, parse_size};
 use crate::unpack::Unpack;
 
@@ -18,7 +20,7 @@ mod found;
 mod places;
 
 use found::{AFFINITY, CHANNELS, IO_THREADS};
-use places::{METRICS, PAGES, STORE};
+use places::{METRICS, PAGES, PORTS, STORE};
 
 const PREFIX: &str = "CROSSRAIL_";
 
@@ -370,6 +372,11 @@ impl Settings {
         Ok(settings)
     }
 
+    /// The ports that a listener at `address` may have; `None`: any. No firewall is in the way of loopback.
+    pub fn ports_at(&self, address: IpAddr) -> Option<Ports> {
+        self.ports.filter(|_| !address.to_canonical().is_loopback())
+    }
+
     fn check_together(&self) -> Result<()> {
         if self.secret.is_some() && self.secret_file.is_some() {
             return Err(Error::new(
@@ -542,6 +549,10 @@ settings! {
     /// Network device for control traffic; unset: the one with the route to the peer's address.
     control_device: Option<String> = None,
         "CROSSRAIL_CONTROL_DEVICE" accepts "the name of one interface or one local address" as DEVICE;
+    /// Ports on which whatever no other port was named for listens beyond loopback: workers and their rails, stores, the
+    /// command; unset: any free port.
+    ports: Option<Ports> = None,
+        "CROSSRAIL_PORTS" accepts "a port, or a range such as `18180-18199`" as PORTS;
     /// Chunk size in bytes: how much of a transfer one lane carries at a time.
     chunk: usize = 2 << 20,
         "CROSSRAIL_CHUNK" accepts "a size from 4K to 1G" as CHUNK;

@@ -1,8 +1,12 @@
-//! Settings that name a place: a store, where metrics go, where pages are.
+//! Settings that name a place: ports, a store, where metrics go, where pages are.
 
 use std::path::PathBuf;
 
 use super::{Codec, PATH};
+use crate::ports::Ports;
+
+pub(super) const PORTS: Codec<Option<Ports>> =
+    Codec { parse: |text| Ports::parse(text).map(Some), show: |ports| ports.map(|ports| ports.to_string()) };
 
 pub(super) const PAGES: Codec<Option<PathBuf>> = Codec {
     parse: |text| if text.trim() == "off" { Ok(None) } else { (PATH.parse)(text) },

@@ -274,3 +274,21 @@ fn transports_of_ucx_follow_its_name() {
         assert!(error.to_string().contains(why), "{text}: {error}");
     }
 }
+
+#[test]
+fn ports_are_one_or_a_range_and_not_for_loopback() {
+    let set = |text: &str| {
+        let mut settings = Settings::default();
+        settings.set("CROSSRAIL_PORTS", text).map(|()| settings)
+    };
+    let settings = set("18180 - 18199").unwrap();
+    assert_eq!(settings.ports.unwrap().to_string(), "18180-18199");
+    assert_eq!(settings.ports_at("10.0.0.1".parse().unwrap()), settings.ports);
+    assert_eq!(settings.ports_at("127.0.0.2".parse().unwrap()), None);
+    assert_eq!(settings.ports_at("::ffff:127.0.0.1".parse().unwrap()), None);
+    assert_eq!(set("18180").unwrap().ports.unwrap().to_string(), "18180");
+    for bad in ["", "0", "5-4", "0-9", "65536", "a-b", "1-2-3", "18180,18181"] {
+        let error = set(bad).unwrap_err();
+        assert!(error.kind == ErrorKind::Config && error.to_string().contains("CROSSRAIL_PORTS"), "{bad}: {error}");
+    }
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
@@ -176,10 +177,31 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
         form = _ADDRESS_FORM.removeprefix("write ")
         raise UsageFailure(f"{text!r}: {host} is a number, not a host; for a port write :{host}, else {form}")
     if not port_text:
-        return host or loopback(), default_port
+        return host or loopback(), permitted(default_port)
     if not (port_text.isascii() and port_text.isdigit() and int(port_text) < 1 << 16):
         raise UsageFailure(f"{text!r}: {port_text!r} is not a port; {_ADDRESS_FORM}, port 0 to 65535")
     return host or loopback(), int(port_text)
+
+
+def ports() -> range:
+    """The ports that CROSSRAIL_PORTS names; none without it. The library reports what is wrong with it."""
+    first, dash, last = os.environ.get("CROSSRAIL_PORTS", "").partition("-")
+    try:
+        return range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        return range(0)
+
+
+def ports_at(host: str) -> range:
+    """Those of `ports` that apply to a numeric address: none at loopback, where no firewall is in the way."""
+    return range(0) if ipaddress.ip_address(host.partition("%")[0]).is_loopback else ports()
+
+
+def permitted(port: int) -> int:
+    """Where a command listens whose port by default is ``port``: of CROSSRAIL_PORTS the first is for `bench`, the next
+    for the store, the third for the doctor, each the last one of a shorter range."""
+    named = ports()
+    return port if port in named or not named else named[min(max(port - DEFAULT_PORT, 0), len(named) - 1)]
 
 
 def _split(text: str) -> tuple[str, str]:

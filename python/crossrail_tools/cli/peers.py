@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .failure import Failure, UsageFailure
+from .parsing import ports_at
 from .processes import Process
 
 KNOWN = ("ucx", "ucx-e", "iperf3")
@@ -271,11 +272,15 @@ def _clip(text: str) -> str:
 def _free_port(host: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise PeerFailure(f"no free port on {host}: {error.strerror}") from error
-        return int(probe.getsockname()[1])
+        reason: str | None = None
+        for port in [*reversed(ports_at(host))] or [0]:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                reason = error.strerror
+            else:
+                return int(probe.getsockname()[1])
+        raise PeerFailure(f"no free port on {host}: {reason}")
 
 
 def _listens(pid: int, port: int) -> bool:

@@ -21,7 +21,7 @@ from crossrail_tools.report import counted, format_bytes
 from .failure import Failure, UsageFailure, print_notice
 from .launcher import GROUP, Launch, find_launch
 from .options import Pin
-from .parsing import STORE_PORT, Parser, count, join, positive, resolve
+from .parsing import STORE_PORT, Parser, count, join, permitted, positive, resolve
 
 MOST_RANKS = 1024
 
@@ -169,7 +169,7 @@ def placement(parser: Parser, parsed: argparse.Namespace, environment: Mapping[s
     if address is None:
         parser.error(f"{nodes} nodes need the address of node 0: give it with --master-addr (MASTER_ADDR)")
     launcher = None if parsed.master_port is not None else number(None, "MASTER_PORT", 1)
-    port = parsed.master_port or (STORE_PORT if launcher is None else launcher + 1)
+    port = parsed.master_port or permitted(STORE_PORT if launcher is None else launcher + 1)
     store = f"tcp://{resolve(join(address, port))}"
     return Placement(processes, nodes, node, store, node == 0, " ".join(read))
 

@@ -56,28 +56,23 @@ impl fmt::Debug for StoreServer {
 }
 
 impl StoreServer {
-    /// Serves at `listen`: `host:port`, with or without `tcp://`; port 0 takes a free one.
+    /// Serves at `listen`: `host:port`, with or without `tcp://`; port 0 takes a free one, of `CROSSRAIL_PORTS` if that
+    /// is set and `host` is beyond loopback.
     ///
     /// # Errors
     /// `Config`: beyond loopback without a secret, a secret that cannot be read. `Usage`: `listen` is no address, or
-    /// somebody listens there. `Exhausted`, `Io`: no descriptor, no thread.
+    /// somebody listens there. `Exhausted`, `Io`: no port of `CROSSRAIL_PORTS`, no descriptor, no thread.
     pub fn start(listen: &str, settings: &Settings) -> Result<StoreServer> {
         let secret = load_secret(settings)?;
         let place = resolve(listen)?;
         secret.allows_listening("store", place.ip())?;
         let fail = |call: &str, e: std::io::Error| Error::io("store", call, &e).with_peer(format!("tcp://{place}"));
-        let listener = TcpListener::bind(place).map_err(|e| match e.kind() {
-            IoKind::AddrInUse => Error::new(ErrorKind::Usage, "store", format!("another process listens at {place}"))
-                .with_reason(Reason::PortInUse)
-                .with_io(&e)
-                .with_hint("use that store, or another port"),
-            IoKind::AddrNotAvailable => {
-                Error::new(ErrorKind::Usage, "store", format!("{} is not an address of this machine", place.ip()))
-                    .with_reason(Reason::AddressUnknown)
-                    .with_io(&e)
+        let listener = match settings.ports_at(place.ip()) {
+            Some(ports) if place.port() == 0 => {
+                ports.listen(place.ip(), None, |port| bind(SocketAddr::new(place.ip(), port)))?
             }
-            _ => fail("bind", e),
-        })?;
+            _ => bind(place)?,
+        };
         listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
         let local = listener.local_addr().map_err(|e| fail("getsockname", e))?;
         let os = |call: &str, e: nix::Error| fail(call, e.into());
@@ -139,6 +134,21 @@ fn load_secret(settings: &Settings) -> Result<Secret> {
         Secret::load(settings.secret.as_ref().map(|text| text.expose()), settings.secret_file.as_deref())?;
     warnings.iter().for_each(|warning| Log(settings.log).warn(format_args!("{warning}")));
     Ok(secret)
+}
+
+fn bind(place: SocketAddr) -> Result<TcpListener> {
+    TcpListener::bind(place).map_err(|e| match e.kind() {
+        IoKind::AddrInUse => Error::new(ErrorKind::Usage, "store", format!("another process listens at {place}"))
+            .with_reason(Reason::PortInUse)
+            .with_io(&e)
+            .with_hint("use that store, or another port"),
+        IoKind::AddrNotAvailable => {
+            Error::new(ErrorKind::Usage, "store", format!("{} is not an address of this machine", place.ip()))
+                .with_reason(Reason::AddressUnknown)
+                .with_io(&e)
+        }
+        _ => Error::io("store", "bind", &e).with_peer(format!("tcp://{place}")),
+    })
 }
 
 fn resolve(listen: &str) -> Result<SocketAddr> {

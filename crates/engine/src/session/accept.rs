@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 
-use crossrail_handshake::{self as handshake, Arrival, Identity, LaneName, Parameters, Rail, Session, Stream};
+use crossrail_handshake::{self as handshake, Arrival, Device, Identity, LaneName, Parameters, Rail, Session, Stream};
 use crossrail_tcp::Binding;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -72,6 +72,7 @@ impl Sessions {
             control,
             port,
             rails: rails.collect(),
+            ports: settings.ports,
             limits: handshake::Limits::default(),
             require_token: false,
         };
@@ -159,7 +160,8 @@ impl Sessions {
         let device = {
             let listener = self.listener.lock();
             let devices = listener.as_ref().map_or(&[][..], |listener| listener.devices());
-            devices.iter().find(|device| device.port == local.port()).map(|device| device.name.clone())
+            let came_to = |device: &&Device| device.port == local.port() && device.address == local.ip().to_canonical();
+            devices.iter().find(came_to).map(|device| device.name.clone())
         };
         let device = device.unwrap_or_else(|| local.ip().to_string());
         over_rails::lane_arrived(

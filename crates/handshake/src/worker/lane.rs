@@ -4,10 +4,8 @@ use std::fmt;
 
 use crossrail_types::{ErrorKind, Reason, Result};
 
-use super::hello::Identity;
 use super::keys::{self, Ticket};
 use super::limits::made_room;
-use super::session::challenge;
 use super::wire::{LaneHello, LanePurpose, WORKER};
 use crate::exchange::Exchange;
 use crate::message::{Confirm, Kind, Reject, RejectCode};
@@ -52,21 +50,17 @@ pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneN
 /// Finds the lane key of a session; `None`: there is no such session.
 pub(super) type FindKey<'a> = &'a dyn Fn(&Exchange<'_>, &[u8; 16]) -> Result<Option<[u8; 32]>>;
 
-/// The accepting end: the session, and which of its lanes this connection is. `settle` is called once the connector has
-/// proved itself; false: the connection has been given up, and the connector told so.
+/// The accepting end, once the connector has answered `challenge` with `hello`: the session, and which of its lanes this
+/// connection is. `settle` is called once the connector has proved itself; false: the connection has been given up, and
+/// the connector told so.
 pub(super) fn admit(
     exchange: &mut Exchange<'_>,
-    me: &Identity,
+    (challenge, hello_bytes): (&[u8], &[u8]),
     key: FindKey<'_>,
     settle: impl FnOnce() -> bool,
 ) -> Result<([u8; 16], LaneName)> {
-    exchange.stage("lane: challenge");
-    let challenge_bytes = challenge(me, me.secret.flag())?.encode(&WORKER);
-    exchange.write(&challenge_bytes)?;
-
     exchange.stage("lane: proof");
-    let hello_bytes = exchange.message(Kind::LaneHello)?;
-    let hello = LaneHello::decode(&hello_bytes).map_err(|e| exchange.malformed(&e))?;
+    let hello = LaneHello::decode(hello_bytes).map_err(|e| exchange.malformed(&e))?;
     let lane = LaneName { rail: hello.rail, channel: hello.channel, purpose: hello.purpose };
     exchange.stage(lane.to_string());
     terms::check_version(&WORKER, hello.version).map_err(|reject| exchange.reject(&reject))?;
@@ -74,7 +68,7 @@ pub(super) fn admit(
         let text = "no such session; it may have been closed";
         return Err(exchange.reject(&Reject::new(RejectCode::Refused, text).because(Reason::SessionUnknown)));
     };
-    let Some(proof) = keys::lane(&key).answer(&challenge_bytes, &hello_bytes) else {
+    let Some(proof) = keys::lane(&key).answer(challenge, hello_bytes) else {
         return Err(exchange
             .reject(&Reject::new(RejectCode::Refused, "wrong key for this session").because(Reason::SessionUnknown)));
     };

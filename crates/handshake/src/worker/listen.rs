@@ -1,10 +1,9 @@
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::fmt;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{self as unix, UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -21,45 +20,16 @@ use nix::unistd::Uid;
 use super::address::Address;
 use super::hello::{Device, Identity};
 use super::lane::{self, LaneName};
-use super::limits::{HalfOpen, Limits, MADE_ROOM, Slot, Source, Spare, made_room};
+use super::limits::{HalfOpen, MADE_ROOM, Slot, Source, Spare, made_room};
 use super::session::{self, Agreed, Session, Stream};
+use super::sockets::{ListenConfig, ListeningSocket, open};
 use super::text::tcp_name;
 use super::wire::WORKER;
 use crate::exchange::{Exchange, poll_timeout, send_reject};
-use crate::message::{Reject, RejectCode};
-use crate::proof::random;
+use crate::message::{Kind, Reject, RejectCode};
 
 /// Pause of accepting when file descriptors or memory are exhausted.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
-
-/// A rail to listen on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rail {
-    /// The device's name.
-    pub name: String,
-    /// Device and address. The address must belong to this machine and must not be a wildcard.
-    pub binding: Binding,
-    /// The link's speed in Mbit/s, if known.
-    pub speed_mbps: Option<u32>,
-}
-
-/// Where a worker listens.
-#[derive(Clone, Debug, Default)]
-pub struct ListenConfig {
-    /// Whether to listen on an abstract Unix socket, for processes of this machine.
-    pub unix: bool,
-    /// Addresses for sessions over TCP. A wildcard stands for all of this machine's addresses.
-    pub control: Vec<Binding>,
-    /// The port for sessions; 0: any free port.
-    pub port: u16,
-    /// Rails for lanes, each on its own port.
-    pub rails: Vec<Rail>,
-    /// Limits on half-open connections.
-    pub limits: Limits,
-    /// Whether to admit only holders of this worker's address, so that other users of this machine who know the port
-    /// are refused. Not needed with a secret.
-    pub require_token: bool,
-}
 
 /// An incoming session or lane.
 #[derive(Debug)]
@@ -96,7 +66,8 @@ pub type Deliver = Box<dyn Fn(Arrival) + Send + Sync>;
 
 /// Listens for sessions and lanes until dropped.
 ///
-/// One thread accepts; each handshake runs on a short-lived thread of its own, at most [`Limits::half_open`] of them.
+/// One thread accepts; each handshake runs on a short-lived thread of its own, at most [`super::Limits::half_open`] of
+/// them.
 /// Dropping stops and joins all threads and closes every descriptor; inside `deliver` it cannot join them.
 pub struct Listener {
     acceptor: Arc<Acceptor>,
@@ -208,106 +179,24 @@ impl Drop for Listener {
     }
 }
 
-/// A listening socket and its purpose.
-enum ListeningSocket {
-    Unix(UnixListener),
-    Control(TcpListener),
-    Rail(TcpListener, Binding),
-}
-
-impl AsFd for ListeningSocket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            ListeningSocket::Unix(listener) => listener.as_fd(),
-            ListeningSocket::Control(listener) | ListeningSocket::Rail(listener, _) => listener.as_fd(),
-        }
-    }
-}
-
-fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<ListeningSocket>> {
-    let bindings = config.control.iter().chain(config.rails.iter().map(|rail| &rail.binding));
-    for binding in bindings {
-        me.secret.allows_listening("listen", binding.address)?;
-    }
-    let mut sockets = Vec::new();
-    me.hello.control.clear();
-    me.hello.devices.clear();
-    me.hello.unix = None;
-    if config.unix {
-        let name = format!("crossrail.{:032x}", u128::from_le_bytes(random()?));
-        let fail = |call: &str, e: std::io::Error| Error::io("listen", call, &e).with_peer(format!("unix:@{name}"));
-        let address = unix::SocketAddr::from_abstract_name(&name).map_err(|e| fail("socket name", e))?;
-        let listener = UnixListener::bind_addr(&address).map_err(|e| fail("bind", e))?;
-        listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
-        sockets.push(ListeningSocket::Unix(listener));
-        me.hello.unix = Some(name);
-    }
-    // The IPv6 wildcard includes every other address.
-    let everywhere = config.control.iter().find(|one| one.address.is_unspecified() && one.address.is_ipv6());
-    let control = everywhere.map_or(&config.control[..], std::slice::from_ref);
-    for binding in control {
-        let (listener, local) = open_tcp(binding, config.port)?;
-        me.hello.control.extend(reachable_at(local)?);
-        sockets.push(ListeningSocket::Control(listener));
-    }
-    for rail in &config.rails {
-        if rail.binding.address.is_unspecified() {
-            let detail = format!("rail {}: {} is not one device's address", rail.name, rail.binding.address);
-            return Err(Error::new(ErrorKind::Config, "listen", detail));
-        }
-        let (listener, local) = open_tcp(&rail.binding, 0)?;
-        me.hello.devices.push(Device {
-            name: rail.name.clone(),
-            address: local.ip(),
-            port: local.port(),
-            speed_mbps: rail.speed_mbps,
-            loopback: local.ip().to_canonical().is_loopback(),
-        });
-        sockets.push(ListeningSocket::Rail(listener, rail.binding.clone()));
-    }
-    Ok(sockets)
-}
-
-fn open_tcp(binding: &Binding, port: u16) -> Result<(TcpListener, SocketAddr)> {
-    let listener = crossrail_tcp::listen(binding, port)?;
-    let fail = |call: &str, e: std::io::Error| Error::io("listen", call, &e).with_peer(binding.address.to_string());
-    listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
-    let local = listener.local_addr().map_err(|e| fail("getsockname", e))?;
-    Ok((listener, local))
-}
-
-/// The addresses at which others reach a socket bound to `local`; for a wildcard those of all devices, loopback last.
-fn reachable_at(local: SocketAddr) -> Result<Vec<SocketAddr>> {
-    if !local.ip().is_unspecified() {
-        return Ok(vec![local]);
-    }
-    let devices = nix::ifaddrs::getifaddrs().map_err(|e| Error::io("listen", "getifaddrs", &e.into()))?;
-    let mut found: Vec<SocketAddr> = devices
-        .filter_map(|device| device.address)
-        .filter_map(|address| {
-            let v4 = address.as_sockaddr_in().map(|a| IpAddr::V4(a.ip()));
-            // The IPv6 wildcard stands for both families.
-            v4.or_else(|| address.as_sockaddr_in6().filter(|_| local.is_ipv6()).map(|a| IpAddr::V6(a.ip())))
-        })
-        .filter(|ip| !matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local()))
-        .map(|ip| SocketAddr::new(ip, local.port()))
-        .collect();
-    found.sort_by_key(|address| address.ip().is_loopback());
-    found.dedup();
-    Ok(found)
-}
-
 /// An accepted connection.
 enum Incoming {
-    Control(Stream),
-    Rail(TcpStream, Binding),
+    Unix(UnixStream),
+    Tcp(TcpStream, Allowed),
+}
+
+/// What an accepted connection may become.
+struct Allowed {
+    session: bool,
+    /// The rail whose address it came to.
+    rail: Option<Binding>,
 }
 
 impl AsFd for Incoming {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Incoming::Control(stream) => stream.as_fd(),
-            Incoming::Rail(stream, _) => stream.as_fd(),
+            Incoming::Unix(stream) => stream.as_fd(),
+            Incoming::Tcp(stream, _) => stream.as_fd(),
         }
     }
 }
@@ -365,11 +254,11 @@ fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket], mut spare:
 fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>> {
     let accepted = match socket {
         ListeningSocket::Unix(listener) => listener.accept().map(|(stream, _)| unix_incoming(stream)),
-        ListeningSocket::Control(listener) => listener.accept().map(|(stream, from)| {
-            Some((Incoming::Control(Stream::Tcp(stream)), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
-        }),
-        ListeningSocket::Rail(listener, rail) => listener.accept().map(|(stream, from)| {
-            Some((Incoming::Rail(stream, rail.clone()), Source::Ip(from.ip().to_canonical()), tcp_name(from)))
+        ListeningSocket::Tcp(listener, purpose) => listener.accept().and_then(|(stream, from)| {
+            let local = stream.local_addr()?.ip().to_canonical();
+            let rail = purpose.rails.iter().find(|rail| rail.address.to_canonical() == local).cloned();
+            let incoming = Incoming::Tcp(stream, Allowed { session: purpose.sessions, rail });
+            Ok(Some((incoming, Source::Ip(from.ip().to_canonical()), tcp_name(from))))
         }),
     };
     match accepted {
@@ -391,7 +280,7 @@ fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>
 fn unix_incoming(stream: UnixStream) -> Option<(Incoming, Source, String)> {
     let who = getsockopt(&stream, sockopt::PeerCredentials).ok()?;
     let from = format!("unix (pid {}, uid {})", who.pid(), who.uid());
-    Some((Incoming::Control(Stream::Unix(stream)), Source::User(who.uid()), from))
+    Some((Incoming::Unix(stream), Source::User(who.uid()), from))
 }
 
 /// Starts a thread for the handshake, if a slot is free.
@@ -443,59 +332,107 @@ impl Acceptor {
     fn handshake(&self, incoming: Incoming, from: &str, slot: Slot) -> Result<()> {
         let deadline = Instant::now() + self.timeout;
         match incoming {
-            Incoming::Control(stream) => self.session(stream, from, slot, deadline),
-            Incoming::Rail(stream, rail) => {
-                rail.adopt(&stream)?;
-                self.lane(stream, from, slot, deadline)
-            }
+            Incoming::Unix(stream) => self.unix(stream, from, slot, deadline),
+            Incoming::Tcp(stream, allowed) => self.tcp(stream, allowed, from, slot, deadline),
         }
     }
 
-    fn session(&self, stream: Stream, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
-        let mut exchange =
-            Exchange::new(stream.as_fd(), &WORKER, "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
-        match (&stream, slot.source()) {
-            (Stream::Tcp(tcp), _) => nodelay(tcp)?,
-            (Stream::Unix(_), Source::User(user)) if !self.me.secret.is_shared() && !trusted(user) => {
+    fn exchange<'a>(&'a self, fd: BorrowedFd<'a>, from: &str, deadline: Instant) -> Exchange<'a> {
+        Exchange::new(fd, &WORKER, "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd())
+    }
+
+    fn unix(&self, stream: UnixStream, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
+        let mut exchange = self.exchange(stream.as_fd(), from, deadline);
+        match slot.source() {
+            Source::User(user) if !self.me.secret.is_shared() && !trusted(user) => {
                 exchange.stage("connect");
                 let reject = Reject::new(RejectCode::Refused, "another user's process, and there is no secret");
                 return Err(exchange.reject(&reject.because(Reason::UserDenied)));
             }
-            (Stream::Unix(_), _) => {}
+            _ => {}
         }
-        let full = self.state.lock().full.clone();
-        if let Some(why) = full {
-            exchange.stage("connect");
-            return Err(exchange.reject(&Reject::new(RejectCode::Full, why).because(Reason::Full)));
-        }
-        let admitted = session::admit(&mut exchange, &self.me, self.require_token, stream.is_unix())?;
-        // From the hello on, the peer would take a reject for a frame.
-        if !slot.settle() {
-            return Err(made_room(&exchange));
-        }
-        let opening = Opening::new(self, admitted.session());
-        let Agreed { peer, ticket } = admitted.confirm(&exchange)?;
-        (self.deliver)(Arrival::Session(Session { stream, peer, ticket, initiator: false }));
-        drop(opening);
+        self.check_room(&mut exchange)?;
+        let flags = session::flags(&self.me, self.require_token, true);
+        let (_, challenge, reply) = session::begin(&mut exchange, &self.me, flags, (Kind::Reply, None))?;
+        let admitted = session::admit(&mut exchange, &self.me, (&challenge, &reply), flags, true)?;
+        let (agreed, opening) = self.open_session(&exchange, admitted, slot)?;
+        self.deliver_session(Stream::Unix(stream), agreed, opening);
         Ok(())
     }
 
-    fn lane(&self, stream: TcpStream, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
+    /// A connection over TCP. Where it may become either, the connector's first message says which.
+    fn tcp(&self, stream: TcpStream, allowed: Allowed, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
         nodelay(&stream)?;
-        let address = |result: std::io::Result<SocketAddr>, call| {
-            result.map_err(|e| Error::io("accept", call, &e).with_peer(from))
+        let mut exchange = self.exchange(stream.as_fd(), from, deadline);
+        let kinds = match &allowed {
+            Allowed { session: true, rail: Some(_) } => (Kind::Reply, Some(Kind::LaneHello)),
+            Allowed { session: true, rail: None } => (Kind::Reply, None),
+            Allowed { session: false, .. } => (Kind::LaneHello, None),
         };
-        let local = address(stream.local_addr(), "getsockname")?;
-        let remote = address(stream.peer_addr(), "getpeername")?;
-        let mut exchange =
-            Exchange::new(stream.as_fd(), &WORKER, "accept", from.to_owned(), deadline).stopped_by(self.stop.as_fd());
+        if kinds == (Kind::Reply, None) {
+            self.check_room(&mut exchange)?;
+        }
+        let flags = session::flags(&self.me, self.require_token, false);
+        let (kind, challenge, answer) = session::begin(&mut exchange, &self.me, flags, kinds)?;
+        if kind == Kind::LaneHello {
+            if let Some(rail) = &allowed.rail {
+                rail.adopt(&stream)?;
+            }
+            let (session, lane) = self.lane(&mut exchange, (&challenge, &answer), slot, deadline)?;
+            let address = |result: std::io::Result<SocketAddr>, call| {
+                result.map_err(|e| Error::io("accept", call, &e).with_peer(from))
+            };
+            let local = address(stream.local_addr(), "getsockname")?;
+            let remote = address(stream.peer_addr(), "getpeername")?;
+            (self.deliver)(Arrival::Lane { session, lane, stream, local, remote });
+            return Ok(());
+        }
+        self.check_room(&mut exchange)?;
+        let admitted = session::admit(&mut exchange, &self.me, (&challenge, &answer), flags, false)?;
+        let (agreed, opening) = self.open_session(&exchange, admitted, slot)?;
+        self.deliver_session(Stream::Tcp(stream), agreed, opening);
+        Ok(())
+    }
+
+    /// Rejects a peer that would open a session, if no further one is admitted.
+    fn check_room(&self, exchange: &mut Exchange<'_>) -> Result<()> {
+        let Some(why) = self.state.lock().full.clone() else { return Ok(()) };
+        exchange.stage("connect");
+        Err(exchange.reject(&Reject::new(RejectCode::Full, why).because(Reason::Full)))
+    }
+
+    fn open_session(
+        &self,
+        exchange: &Exchange<'_>,
+        admitted: session::Admitted,
+        slot: Slot,
+    ) -> Result<(Agreed, Opening<'_>)> {
+        // From the hello on, the peer would take a reject for a frame.
+        if !slot.settle() {
+            return Err(made_room(exchange));
+        }
+        let opening = Opening::new(self, admitted.session());
+        Ok((admitted.confirm(exchange)?, opening))
+    }
+
+    fn deliver_session(&self, stream: Stream, agreed: Agreed, opening: Opening<'_>) {
+        let Agreed { peer, ticket } = agreed;
+        (self.deliver)(Arrival::Session(Session { stream, peer, ticket, initiator: false }));
+        drop(opening);
+    }
+
+    fn lane(
+        &self,
+        exchange: &mut Exchange<'_>,
+        messages: (&[u8], &[u8]),
+        slot: Slot,
+        deadline: Instant,
+    ) -> Result<([u8; 16], LaneName)> {
         let key = |exchange: &Exchange<'_>, session: &[u8; 16]| {
             self.wait_until_open(exchange, session, deadline)?;
             Ok((self.lane_keys)(session))
         };
-        let (session, lane) = lane::admit(&mut exchange, &self.me, &key, || slot.settle())?;
-        (self.deliver)(Arrival::Lane { session, lane, stream, local, remote });
-        Ok(())
+        lane::admit(exchange, messages, &key, || slot.settle())
     }
 
     /// Waits while the lane's session is being delivered.

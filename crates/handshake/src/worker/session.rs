@@ -112,29 +112,45 @@ pub(super) fn initiate(
     Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane, checksum } })
 }
 
-/// The challenge that this worker opens a connection with.
-pub(super) fn challenge(me: &Identity, flags: u8) -> Result<Challenge> {
+/// The accepting end begins every connection with a challenge, and only the answer says whether it is to be a session or
+/// a lane of one: which may come here, and the challenge and its answer, as bytes.
+pub(super) fn begin(
+    exchange: &mut Exchange<'_>,
+    me: &Identity,
+    flags: u8,
+    (kind, other): (Kind, Option<Kind>),
+) -> Result<(Kind, Vec<u8>, Vec<u8>)> {
+    exchange.stage("challenge");
     let (version_min, version_max) = WORKER.versions;
-    Ok(Challenge { version_min, version_max, flags, id: Some(me.hello.worker), nonce: random()? })
+    let challenge = Challenge { version_min, version_max, flags, id: Some(me.hello.worker), nonce: random()? };
+    let challenge = challenge.encode(&WORKER);
+    exchange.write(&challenge)?;
+    exchange.stage("proof");
+    let (kind, answer) = exchange.either(kind, other)?;
+    Ok((kind, challenge.to_vec(), answer))
 }
 
-/// The accepting end, up to but not including its own hello.
-pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: bool, unix: bool) -> Result<Admitted> {
+/// The flags of the challenge on a control connection.
+pub(super) fn flags(me: &Identity, require_token: bool, unix: bool) -> u8 {
+    me.secret.over(unix).flag() | if require_token { FLAG_TOKEN } else { 0 }
+}
+
+/// The accepting end, once the connector has answered `challenge` with `reply`, up to but not including its own hello.
+/// `flags`: those of the challenge.
+pub(super) fn admit(
+    exchange: &mut Exchange<'_>,
+    me: &Identity,
+    (challenge_bytes, reply_bytes): (&[u8], &[u8]),
+    flags: u8,
+    unix: bool,
+) -> Result<Admitted> {
     let secret = me.secret.over(unix);
     let hello = me.hello.encode()?;
-    exchange.stage("challenge");
-    let challenge = challenge(me, secret.flag() | if require_token { FLAG_TOKEN } else { 0 })?;
-    let challenge_bytes = challenge.encode(&WORKER);
-    exchange.write(&challenge_bytes)?;
-
-    exchange.stage("proof");
-    let reply_bytes = exchange.message(Kind::Reply)?;
-    let reply = Reply::decode(&WORKER, &reply_bytes).map_err(|e| exchange.malformed(&e))?;
-    terms::check_reply(&WORKER, challenge.flags, challenge.flags | FLAG_TOKEN, &reply)
-        .map_err(|reject| exchange.reject(&reject))?;
+    let reply = Reply::decode(&WORKER, reply_bytes).map_err(|e| exchange.malformed(&e))?;
+    terms::check_reply(&WORKER, flags, flags | FLAG_TOKEN, &reply).map_err(|reject| exchange.reject(&reject))?;
     let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
     let known = Known::new(reply.flags, &key, &me.hello.token);
-    let Some(proof) = known.shared().answer(&challenge_bytes, &reply_bytes) else {
+    let Some(proof) = known.shared().answer(challenge_bytes, reply_bytes) else {
         let (text, reason) = match (reply.flags & FLAG_SECRET != 0, reply.flags & FLAG_TOKEN != 0) {
             (true, true) => ("wrong secret, or the token of another worker's address", Reason::SecretWrong),
             (true, false) => ("wrong secret", Reason::SecretWrong),
@@ -147,7 +163,7 @@ pub(super) fn admit(exchange: &mut Exchange<'_>, me: &Identity, require_token: b
         return Err(exchange.reject(&Reject::new(RejectCode::Refused, text).because(reason)));
     };
     exchange.write(&proof.encode(&WORKER))?;
-    let keys = known.keys(&challenge_bytes, &reply_bytes);
+    let keys = known.keys(challenge_bytes, reply_bytes);
 
     exchange.stage("hello");
     let peer = receive_hello(exchange, &keys, true)?;

@@ -429,3 +429,54 @@ fn a_session_is_no_lane_and_a_lane_no_session() {
     assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
 }
+
+#[test]
+fn one_port_takes_sessions_and_the_lanes_of_every_rail() {
+    let _fds = Descriptors::watch();
+    let shared = secret("a secret of enough bytes");
+    for everywhere in [binding(Ipv4Addr::UNSPECIFIED), binding(Ipv6Addr::UNSPECIFIED)] {
+        let open = ListenConfig { control: vec![everywhere], ..config() };
+        let Ok(worker) = Worker::start(open, identity("listening", shared.clone())) else {
+            skip("this machine has no IPv6");
+            continue;
+        };
+        let me = identity("connecting", shared.clone());
+        let port = worker.control().port();
+        assert!(worker.listener.devices().iter().all(|device| device.port == port));
+        let target = Target::Control(vec![SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port)]);
+        let ours = connect(&target, &me, None, false, in_secs(30.0)).unwrap();
+        worker.session();
+        let lane = LaneName { rail: 1, channel: 0, purpose: LanePurpose::Bulk };
+        let to = rail(&worker, 1);
+        let stream = dial_lane(&ours.ticket, &loopback(), to, lane, in_secs(30.0)).unwrap();
+        let Arrival::Lane { lane: got, local, .. } = worker.arrival() else { panic!("not a lane") };
+        assert_eq!((got, local.ip().to_canonical(), local.port()), (lane, to.ip(), port));
+        drop(stream);
+        // An address that is no rail's takes sessions only.
+        let elsewhere = SocketAddr::new(Ipv4Addr::new(127, 0, 0, 9).into(), port);
+        let error = dial_lane(&ours.ticket, &loopback(), elsewhere, lane, in_secs(30.0)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
+        assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
+        // A full worker refuses sessions, and takes lanes.
+        worker.listener.refuse("it serves one peer");
+        let error = connect(&target, &me, None, false, in_secs(30.0)).unwrap_err();
+        assert!(error.reason == Some(Reason::Full) && error.detail.contains("it serves one peer"), "{error}");
+        assert_eq!(worker.rejected().reason, Some(Reason::Full));
+        dial_lane(&ours.ticket, &loopback(), to, lane, in_secs(30.0)).unwrap();
+        assert!(matches!(worker.arrival(), Arrival::Lane { .. }));
+    }
+}
+
+#[test]
+fn rails_listen_on_the_port_of_their_worker_where_it_is_free() {
+    let _fds = Descriptors::watch();
+    let worker = Worker::start(config(), identity("listening", Secret::None)).unwrap();
+    let port = worker.control().port();
+    let taken = rail(&worker, 0);
+    assert_eq!((taken.port(), rail(&worker, 1).port()), (port, port));
+    drop(worker);
+    let _other = std::net::TcpListener::bind(taken).unwrap();
+    let config = ListenConfig { port, ..config() };
+    let worker = Worker::start(config, identity("listening", Secret::None)).unwrap();
+    assert!(rail(&worker, 0).port() != port && rail(&worker, 1).port() == port);
+}

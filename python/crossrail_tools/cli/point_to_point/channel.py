@@ -16,8 +16,14 @@ _MESSAGE_LIMIT = 64 * 1024
 IDLE_LIMIT_S = 600.0
 """How long the listening end waits for the driving end's next request before it gives up."""
 
-RAW_TCP_FAILURES = (crossrail.IoError, crossrail.UnreachableError, crossrail.UsageError, crossrail.ProtocolError)
-"""Errors of plain sockets after which the channel still works: a firewall, an address that does not exist."""
+RAW_TCP_FAILURES = (
+    crossrail.IoError,
+    crossrail.UnreachableError,
+    crossrail.UsageError,
+    crossrail.ProtocolError,
+    crossrail.ExhaustedError,
+)
+"""Errors of plain sockets after which the channel still works: a firewall, an unknown address, no port left."""
 
 
 class Channel:
