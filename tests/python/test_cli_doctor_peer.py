@@ -254,15 +254,23 @@ def test_strangers_get_nothing_from_the_probes() -> None:
     assert len(HELLO) == 16
 
 
-def test_the_probes_are_answered_at_a_known_port_where_it_is_free() -> None:
+def test_the_probes_are_answered_on_every_named_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         one.listen()
-        port = one.getsockname()[1]
-        with Responder(LO, port) as responder:
-            assert responder.ports["127.0.0.1"].tcp not in (0, port)
-            assert all(number > 0 for ports in responder.ports.values() for number in (ports.tcp, ports.udp))
-            assert probes.reach(LO[1], LO[0], responder.ports["127.0.0.1"], responder.token) > 0
+        taken = one.getsockname()[1]
+        named = range(taken - 1, taken + 2)
+        monkeypatch.setattr(probes, "ports_at", lambda host: named)
+        with Responder(LO) as responder:
+            free, whole = responder.ports["127.0.0.1"], responder.ports["127.0.0.2"]
+            assert taken not in (free.tcp, *free.others) and {free.tcp, *free.others} <= set(named)
+            assert (whole.tcp, whole.udp, whole.others) == (taken + 1, taken + 1, (taken, taken - 1))
+            for port in (whole.tcp, *whole.others):
+                assert probes.reach(LO[0], LO[1], Ports(port, 0), responder.token) > 0
+        monkeypatch.setattr(probes, "ports_at", lambda host: range(taken, taken + 1))
+        with Responder(LO[:1]) as responder:
+            assert responder.ports == {}
+            assert f"127.0.0.1: no port of {taken} to {taken}" in responder.why_not["127.0.0.1"]
 
 
 def test_a_survey_that_fails_or_hangs_is_one_line() -> None:

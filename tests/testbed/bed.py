@@ -6,7 +6,7 @@
     ...
 
 Each link is a veth pair; a data link has a token bucket (`tc ... tbf`) at both ends, so that each direction carries its
-rate. Everything lives in the namespaces alone and goes with them. Needs root and iproute2.
+rate. Everything lives in the namespaces alone and goes with them. Needs root, iproute2 and, for firewalls, nftables.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def why_not() -> str | None:
     """Why the bed cannot be made here, or None when it can."""
     if os.geteuid() != 0:
         return "the test bed needs root"
-    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
-    return f"the test bed needs {' and '.join(missing)} (Debian: iproute2)" if missing else None
+    missing = [program for program in ("ip", "tc", "nft") if shutil.which(program) is None]
+    return f"the test bed needs {' and '.join(missing)} (Debian: iproute2, nftables)" if missing else None
 
 
 class Bed:
@@ -187,6 +187,13 @@ class Bed:
             peers = [self.address(other, nic, version) for version in self._versions()]
             commands = [f"neigh replace {peer} lladdr {_NOWHERE} dev {nic} nud permanent" for peer in peers]
             _batch("ip", commands, "-n", self.namespace[side])
+
+    def firewall(self, side: Side, *rules: str) -> None:
+        """Lets nothing in at ``side`` but answers and what ``rules`` accept, in their order."""
+        always = ("iif lo accept", "ct state established,related accept", "icmpv6 type { 135, 136 } accept")
+        lines = ["type filter hook input priority 0; policy drop;", *always, *rules]
+        chain = "\n".join(("add table inet filter", "flush table inet filter", "table inet filter { chain input {"))
+        _run(*self.inside(side, "nft", "-f", "-"), given="\n".join([chain, *lines, "}", "}", ""]))
 
     def _versions(self) -> list[Literal[4, 6]]:
         versions: list[Literal[4, 6]] = []

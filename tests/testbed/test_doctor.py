@@ -91,4 +91,4 @@ def test_black_holes_and_routes_of_the_other_end(make_bed: MAKE) -> None:
     assert back["fix"].endswith(f"# at {bed.address('left', 'eth0')}")
     assert found == {}
     fine = {one["id"] for one in whole["findings"] if (one["severity"], one["subject"]) == ("ok", "eth1 to eth1")}
-    assert fine == {"rail-down", "rail-route", "rail-reach", "rail-mtu", "rail-speed", "rail-loss"}
+    assert fine == {f"rail-{what}" for what in ("down", "route", "reach", "data", "mtu", "speed", "loss")}

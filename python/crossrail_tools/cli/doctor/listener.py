@@ -7,19 +7,20 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import crossrail
-from crossrail.errors import ConfigError, CrossrailError
 
-from ..failure import Failure, UsageFailure, print_notice
-from ..parsing import parse_address, resolve
+from ..control_link import listening, serve_each
+from ..failure import Failure, print_notice
+from ..parsing import resolve
 from ..point_to_point.channel import Channel
 from ..processes import Message
 from .links import Rail, loopback_rails
 from .netlink import dropped_by_rail, route
 from .probes import Responder
 from .survey import ANSWER_S, DOCTOR_PORT, MOST_RAILS, version_in
+from .transfer import return_data
 
 REQUEST_S = 60.0
 """How long the other end may be silent between two requests."""
@@ -27,44 +28,16 @@ REQUEST_S = 60.0
 LONGEST_S = 600.0
 """How long one run of the other end may take."""
 
-_EVERYWHERE = ("0.0.0.0", "::")
 
-
-def listen(where: str, secret_file: str | None, rails: Callable[[], list[Rail]]) -> None:
+def listen(where: str, secret_file: str | None, rails: Callable[[], list[Rail]]) -> NoReturn:
     """Serves until it is interrupted, each run with the ``rails`` that there are then; a run that fails is reported.
 
     Raises UsageFailure and the library's errors if it cannot listen.
     """
-    address = resolve(where, default_port=DOCTOR_PORT)
-    host, _ = parse_address(address)
-    devices = "all" if host in _EVERYWHERE else host
-    try:
-        context = crossrail.Context(
-            tls="tcp", net_devices=devices, secret_file=secret_file, timeout=ANSWER_S, log="error"
-        )
-    except ConfigError as error:
-        if error.operation != "CROSSRAIL_NET_DEVICES":
-            raise
-        raise UsageFailure(f"--listen: {error.detail}; {error.hint}") from None
-    with crossrail.Worker(context, listen=address) as worker:
+    with listening(resolve(where, default_port=DOCTOR_PORT), secret_file, ANSWER_S) as (context, worker):
         places = ", ".join(worker.control_addresses())
         print_notice(f"listening on {places}; run `crossrail doctor --peer` with this address on the other machine")
-        while True:
-            try:
-                endpoint = worker.accept(REQUEST_S)
-            except crossrail.TimeoutError:
-                continue
-            channel = Channel(context, worker, endpoint)
-            try:
-                serve(channel, _offered(rails(), secret_file), (int(places.rpartition(":")[2]) + 1) % (1 << 16))
-                print_notice(f"{endpoint.peer} has finished")
-            except (Failure, CrossrailError) as error:
-                print_notice(f"{endpoint.peer}: {' '.join(str(error).split())}")
-                with contextlib.suppress(CrossrailError):
-                    channel.send({"error": " ".join(str(error).split())})
-            finally:
-                with contextlib.suppress(CrossrailError):
-                    endpoint.close()
+        serve_each(context, worker, lambda channel: serve(channel, _offered(rails(), secret_file), secret_file))
 
 
 def _offered(rails: list[Rail], secret_file: str | None) -> list[Rail]:
@@ -73,11 +46,8 @@ def _offered(rails: list[Rail], secret_file: str | None) -> list[Rail]:
     return rails if secret else loopback_rails(rails)
 
 
-def serve(channel: Channel, rails: list[Rail], port: int = 0) -> None:
-    """One run of the other end, whose probes are answered at ``port`` where that is free.
-
-    Raises Failure and the library's errors.
-    """
+def serve(channel: Channel, rails: list[Rail], secret_file: str | None = None) -> None:
+    """One run of the other end. Raises Failure and the library's errors."""
     deadline = time.monotonic() + LONGEST_S
     hello = channel.receive(REQUEST_S)
     if "doctor" not in hello:
@@ -87,13 +57,16 @@ def serve(channel: Channel, rails: list[Rail], port: int = 0) -> None:
             f"the ends run different versions: {crossrail.__version__} at the listening end, {version_in(hello)} at "
             "the other; install the same version at both"
         )
-    with Responder(rails[:MOST_RAILS], port) as responder:
+    by_name = {rail.name: rail for rail in rails}
+    with contextlib.ExitStack() as run:
+        responder = run.enter_context(Responder(rails[:MOST_RAILS]))
         channel.send(
             {
                 "version": crossrail.__version__,
                 "host": os.uname().nodename,
                 "rails": [dataclasses.asdict(rail) for rail in rails[:MOST_RAILS]],
-                "ports": {name: [ports.tcp, ports.udp] for name, ports in responder.ports.items()},
+                "ports": {name: [ports.tcp, ports.udp, *ports.others] for name, ports in responder.ports.items()},
+                "named": os.environ.get("CROSSRAIL_PORTS", ""),
                 "why_not": responder.why_not,
                 "token": responder.token.hex(),
             }
@@ -101,7 +74,17 @@ def serve(channel: Channel, rails: list[Rail], port: int = 0) -> None:
         while (request := channel.receive(REQUEST_S)).get("do") != "bye":
             if time.monotonic() > deadline:
                 raise Failure(f"the run took more than {LONGEST_S:g} s")
-            channel.send(_answer(request, {rail.name: rail for rail in rails}))
+            if request.get("do") == "data":
+                run.close()  # the probes, whose ports the transfer uses
+                return_data(channel, _rails_named(request.get("rails"), by_name), secret_file, run)
+            else:
+                channel.send(_answer(request, by_name))
+
+
+def _rails_named(names: Any, rails: dict[str, Rail]) -> list[Rail]:
+    if not isinstance(names, list) or not names or len(names) > MOST_RAILS or not all(name in rails for name in names):
+        raise Failure("the other end asked for a transfer over rails that are none here")
+    return [rails[name] for name in names]
 
 
 def _answer(request: Message, rails: dict[str, Rail]) -> Message:

@@ -1,8 +1,8 @@
 """Probes of the way between two rails: is it open, which packets fit through it, how fast is it.
 
-The listening end answers on sockets of its own, one TCP and one UDP socket per rail, whose ports and token it names
-over the authenticated control conversation. It never dials, answers only to those who send the token, and bounds what
-each of them may ask for.
+The listening end answers on sockets of its own, on the ports of each rail on which a program could listen there (see
+CROSSRAIL_PORTS), and names these and a token over the authenticated control conversation. It never dials, answers only
+to those who send the token, and bounds what each of them may ask for.
 
     TCP   token (16)  mode (1)  milliseconds (4)         then bytes to the end that receives
           mode `p`: answers HELLO; `s`: counts what it receives, and answers bytes (8) and microseconds (8);
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..parsing import ports_at
 from .links import Rail
 
 TOKEN_LEN = 16
@@ -36,6 +37,9 @@ COUNTED = struct.Struct("!QQ")
 HELLO = b"crossrail-doctor"
 
 MOST_CONNECTIONS = 64
+MOST_PORTS = 32
+"""Ports per rail that are tried. Of more, the first and last ones: tools listen on those, all else on these."""
+
 MOST_MS = 10_000
 HEAD_S = 2.0
 """How long a connection may take to send its head."""
@@ -74,17 +78,18 @@ def headers_of(address: str) -> int:
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the listening end answers for one of its rails."""
+    """Where the listening end answers for one of its rails: over TCP on ``others`` too."""
 
     tcp: int
     udp: int
+    others: tuple[int, ...] = ()
 
 
 class Responder:
     """The sockets of the listening end. As a context manager, it closes them and ends its threads."""
 
-    def __init__(self, rails: Sequence[Rail], port: int = 0) -> None:
-        """Binds a pair of sockets for each rail that is up, at ``port`` or, where that is taken, at any free one.
+    def __init__(self, rails: Sequence[Rail]) -> None:
+        """Binds sockets for each rail that is up: on those of CROSSRAIL_PORTS that are free, or on any port without it.
 
         ``why_not`` has the reason for rails where that fails.
         """
@@ -100,7 +105,7 @@ class Responder:
         self._threads: set[threading.Thread] = set()
         for rail in rails:
             if rail.works:
-                self._open(rail, port)
+                self._open(rail)
         self._thread = threading.Thread(target=self._serve, name="crossrail-doctor", daemon=True)
         self._thread.start()
 
@@ -122,27 +127,38 @@ class Responder:
         self._wake.close()
         self._selector.close()
 
-    def _open(self, rail: Rail, port: int) -> None:
-        family = family_of(rail.address)
-        tcp, udp = socket.socket(family, socket.SOCK_STREAM), socket.socket(family, socket.SOCK_DGRAM)
+    def _open(self, rail: Rail) -> None:
+        """Listens on the last free port first, as programs do; the datagrams of a rail have one port."""
+        named = ports_at(rail.address)
+        wanted = [*reversed(named)] or [0]
+        if len(wanted) > MOST_PORTS:
+            wanted = [*wanted[: MOST_PORTS - 8], *wanted[-8:]]
+        opened: list[socket.socket] = []
+        udp, reason = None, ""
+        for port in wanted:
+            try:
+                tcp = _listening(rail.address, port)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                continue
+            opened.append(tcp)
+            with contextlib.suppress(OSError):
+                udp = udp or _datagrams(rail.address, tcp.getsockname()[1])
+        if not opened:
+            where = f"{rail.address}: no port of {named[0]} to {named[-1]}" if named else rail.address
+            self.why_not[rail.name] = f"{where}: {reason}"
+            return
         try:
-            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
-            for one in (tcp, udp):
-                try:
-                    one.bind((rail.address, port))
-                except OSError:
-                    one.bind((rail.address, 0))
-                one.setblocking(False)
-            tcp.listen(MOST_CONNECTIONS)
-            forbid_fragments(udp)
+            udp = udp or _datagrams(rail.address, 0)
         except OSError as error:
             self.why_not[rail.name] = error.strerror or str(error)
-            tcp.close()
-            udp.close()
+            for tcp in opened:
+                tcp.close()
             return
-        self.ports[rail.name] = Ports(tcp.getsockname()[1], udp.getsockname()[1])
-        self._selector.register(tcp, selectors.EVENT_READ)
-        self._selector.register(udp, selectors.EVENT_READ)
+        numbers = [one.getsockname()[1] for one in opened]
+        self.ports[rail.name] = Ports(numbers[0], udp.getsockname()[1], tuple(numbers[1:]))
+        for one in (*opened, udp):
+            self._selector.register(one, selectors.EVENT_READ)
 
     def _serve(self) -> None:
         while True:
@@ -193,6 +209,33 @@ class Responder:
                 self._connections.discard(connection)
                 self._threads.discard(threading.current_thread())
             self._busy.release()
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError."""
+    tcp = socket.socket(family_of(address), socket.SOCK_STREAM)
+    try:
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last run may linger
+        tcp.bind((address, port))
+        tcp.setblocking(False)
+        tcp.listen(MOST_CONNECTIONS)
+    except OSError:
+        tcp.close()
+        raise
+    return tcp
+
+
+def _datagrams(address: str, port: int) -> socket.socket:
+    """A socket that answers with datagrams that may not be fragmented. Raises OSError."""
+    udp = socket.socket(family_of(address), socket.SOCK_DGRAM)
+    try:
+        udp.bind((address, port))
+        udp.setblocking(False)
+        forbid_fragments(udp)
+    except OSError:
+        udp.close()
+        raise
+    return udp
 
 
 def receive_exactly(connection: socket.socket, length: int) -> bytes:

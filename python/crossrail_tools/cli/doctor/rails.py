@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from crossrail_tools.report import median
+from crossrail_tools.report import format_size, median
 
+from ..parsing import DEFAULT_PORT
 from .finding import Found, Machine
 from .links import Rail
 from .netlink import Route
@@ -84,33 +85,66 @@ def reachable(machine: Machine) -> Iterable[Found]:
     for way in survey.used:
         if not (way.mine.works and way.theirs.works):
             continue
-        if way.open:
+        if way.open and not way.closed:
             yield Found("ok", f"reachable, {1e6 * (way.rtt_s or 0):.0f} us to connect", subject=way.name)
+            continue
+        if way.open:
+            text = f"TCP {_ports_text(way.closed)}: {way.why}, where others of CROSSRAIL_PORTS={survey.named} answer"
+            yield Found("error", f"{text}: a firewall leaves only some of them open", _allow(way, survey), way.name)
             continue
         if _leaves_elsewhere(way.there, way.mine) or _leaves_elsewhere(way.back, way.theirs):
             continue  # the check of routes names the cause
         others = [one.theirs.name for one in survey.ways if one.mine == way.mine and one.open]
         cross = f"; {way.mine.name} does reach {', '.join(others)} there" if others else ""
-        text, fix = _closed(way)
+        text, fix = _closed(way, survey)
         yield Found("error", text + cross, fix, way.name)
 
 
-def _closed(way: Way) -> tuple[str, str]:
+def _closed(way: Way, survey: Survey) -> tuple[str, str]:
     """Why a way whose links are up is not open, and what mends that."""
     device = way.mine.interface
     if "no answer" in way.why:
         text = f"{way.why}: packets vanish, as by a firewall that drops them, another VLAN, or a wrong neighbour entry"
-        return text, f"ip neigh show dev {device}; nft list ruleset, at both ends"
+        return text, f"ip neigh show dev {device}, at both ends; {_allow(way, survey)}"
     if "refused" in way.why or "prohibited" in way.why or "denied" in way.why:
         text = f"{way.why}, although the doctor listens there: a firewall rejects it"
-        return (
-            text,
-            f"nft list ruleset there; allow TCP port {way.port} from {way.mine.address} to {way.theirs.address}",
-        )
+        return text, _allow(way, survey)
     if "no route to host" in way.why:
         text = f"{way.why}: nobody answers for {way.theirs.address} on that link, or a firewall rejects it"
         return text, f"ip neigh show dev {device}; check cables, VLAN and addresses at both ends"
     return way.why, f"ip route get {way.theirs.address} from {way.mine.address}"
+
+
+def _allow(way: Way, survey: Survey) -> str:
+    """The rule that lets data pass over the way. Data has the ports that are named, or any."""
+    named = survey.named or f"{DEFAULT_PORT}-{DEFAULT_PORT + 22}"
+    rule = f"iifname {way.theirs.interface} tcp dport {named} accept"  # data may have another family than the probes
+    allow = f"allow TCP {'ports' if '-' in named else 'port'} {named}: nft insert rule inet filter input {rule}"
+    if survey.named:
+        return f"{allow}   # at {survey.peer}"
+    return f"CROSSRAIL_PORTS={named} at both ends, as data has any port without it; {allow}   # at {survey.peer}"
+
+
+def _ports_text(ports: list[int]) -> str:
+    """``port 5``, ``ports 5, 7 to 9``."""
+    runs: list[list[int]] = []
+    for port in sorted(ports):
+        if runs and port == runs[-1][-1] + 1:
+            runs[-1].append(port)
+        else:
+            runs.append([port])
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    return f"port {shown}" if len(ports) == 1 else f"ports {shown}"
+
+
+def transfers(machine: Machine) -> Iterable[Found]:
+    """What a transfer of the library sent over each rail."""
+    survey = _of(machine)
+    for way in survey.used:
+        if way.data_why:
+            yield Found("error", f"a transfer does not use it: {way.data_why}", _allow(way, survey), way.name)
+        elif way.data is not None:
+            yield Found("ok", f"carried {format_size(way.data)} of a transfer, verified", subject=way.name)
 
 
 def packet_sizes(machine: Machine) -> Iterable[Found]:

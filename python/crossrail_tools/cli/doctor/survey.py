@@ -9,7 +9,6 @@ import ipaddress
 import math
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +16,18 @@ from typing import Any
 
 import crossrail
 
+from ..control_link import CONNECT_S, connected, listen_text
 from ..failure import Failure
-from ..parsing import parse_address, resolve
+from ..parsing import permitted, resolve
 from ..point_to_point.channel import Channel
 from ..processes import Message
 from .finding import Machine, text_of
 from .links import Rail, loopback_rails, pair_rails
 from .netlink import Route, dropped_by_rail, route
-from .probes import REACH_S, SLACK_S, SURE_TRIES, TOKEN_LEN, Load, Ports, load, path_mtu, reach
+from .probes import MOST_PORTS, REACH_S, SLACK_S, SURE_TRIES, TOKEN_LEN, Load, Ports, load, path_mtu, reach
+from .transfer import DATA_S, send_data
 
 DOCTOR_PORT = 18179
-CONNECT_S = 5.0
 ANSWER_S = 10.0
 """How long the listening end may take to answer one request."""
 
@@ -43,14 +43,16 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 1.0
 
 _REASON = re.compile(r"[A-Za-z0-9 ()/,.'-]{0,100}")
 _NAME = re.compile(r"[A-Za-z0-9_.:@%-]{1,64}")
+_NAMED = re.compile(r"([0-9]{1,5}(-[0-9]{1,5})?)?")
 
 
 @dataclass
 class Way:
     """From one rail here to one rail there. ``used``: transfers pair these two.
 
-    ``why``: why it is not open; ``port``: where the other end answers. Rates are in both directions, alone and with all
-    other ways that are used.
+    ``open``: the other end answers, at ``port``; ``why``: why it does not, at all or on the ports ``closed``. Rates are
+    in both directions, alone and with all other ways that are used. ``data``: bytes of a verified transfer of the
+    library that this rail carried; ``data_why``: why it carried none.
     """
 
     mine: Rail
@@ -59,6 +61,7 @@ class Way:
     open: bool = False
     why: str = ""
     port: int | None = None
+    closed: list[int] = field(default_factory=list)
     rtt_s: float | None = None
     there: Route | None = None
     back: Route | None = None
@@ -66,6 +69,8 @@ class Way:
     mtu_back: int | None = None
     alone: tuple[Load, Load] | None = None
     together: tuple[Load, Load] | None = None
+    data: int | None = None
+    data_why: str = ""
 
     @property
     def name(self) -> str:
@@ -77,8 +82,9 @@ class Way:
 class Survey:
     """What was measured between this machine and the peer.
 
-    ``offset_s``: how much the peer's clock is ahead, to within ``uncertainty_s``. ``idle``: the least share of the
-    processors here that was idle while all rails carried data. ``dropped``: packets lost meanwhile, by rail and end.
+    ``offset_s``: how much the peer's clock is ahead, to within ``uncertainty_s``. ``named``: CROSSRAIL_PORTS there.
+    ``idle``: the least share of the processors here that was idle while all rails carried data. ``dropped``: packets
+    lost meanwhile, by rail and end.
     """
 
     peer: str
@@ -86,6 +92,7 @@ class Survey:
     offset_s: float
     uncertainty_s: float
     theirs: list[Rail]
+    named: str = ""
     idle: float | None = None
     dropped: dict[str, int] = field(default_factory=dict)
 
@@ -97,8 +104,10 @@ class Survey:
 
 def longest_s(rails: int, seconds: float) -> float:
     """How long a survey of so many rails may take at most."""
-    probing = REACH_S * (1 + MOST_WAYS / WORKERS) + 2 * _MOST_WAIT_S * ((1 << SURE_TRIES) + 3 * 13)
-    return CONNECT_S + 4 * ANSWER_S + probing + (4 * rails + 2) * (seconds + 2 * SLACK_S)
+    probing = REACH_S * (1 + (MOST_WAYS + rails * MOST_PORTS) / WORKERS) + 2 * _MOST_WAIT_S * (
+        (1 << SURE_TRIES) + 3 * 13
+    )
+    return CONNECT_S + 5 * ANSWER_S + 2 * DATA_S + probing + (4 * rails + 2) * (seconds + 2 * SLACK_S)
 
 
 def parse_rails(value: Any) -> list[Rail]:
@@ -139,31 +148,12 @@ def parse_route(value: Any) -> Route:
     raise Failure("the other end sent an invalid route")
 
 
-def own_address(to: str) -> str:
-    """The local address from which ``to`` (host:port) is reached. Raises Failure."""
-    host, port = parse_address(to)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as one:
-        try:
-            one.connect(socket.getaddrinfo(host, port, family, socket.SOCK_DGRAM)[0][4])
-        except OSError as error:
-            raise Failure(f"no route to {to}: {error.strerror}; check `ip route get {host}`") from None
-        return str(one.getsockname()[0])
-
-
 @contextlib.contextmanager
 def conversation(peer: str, secret_file: str | None) -> Iterator[tuple[Channel, Message]]:
     """The control conversation with the doctor at ``peer``, over the device that reaches it. Raises Failure."""
     address = resolve(peer, default_port=DOCTOR_PORT)
-    local = own_address(address)
-    context = crossrail.Context(tls="tcp", net_devices=local, secret_file=secret_file, timeout=ANSWER_S, log="error")
-    with crossrail.Worker(context) as worker:
-        try:
-            endpoint = worker.connect(address, timeout=CONNECT_S)
-        except (crossrail.UnreachableError, crossrail.TimeoutError) as error:
-            text = " ".join(str(error).split())
-            raise Failure(f"{text} (start `crossrail doctor --listen {_listen_text(address)}` there)") from None
-        channel = Channel(context, worker, endpoint)
+    start = f"crossrail doctor --listen {listen_text(address, permitted(DOCTOR_PORT))}"
+    with connected(address, secret_file, ANSWER_S, start) as channel:
         try:
             met = channel.request({"doctor": 1, "version": crossrail.__version__}, ANSWER_S)
         except crossrail.TimeoutError:
@@ -175,18 +165,13 @@ def conversation(peer: str, secret_file: str | None) -> Iterator[tuple[Channel, 
                 "install the same version at both"
             )
         yield channel, met
-        channel.leave()
+        with contextlib.suppress(crossrail.CrossrailError):  # everything has been measured
+            channel.leave()
 
 
 def version_in(message: Message) -> str:
     """The version that the other end named."""
     return ascii(str(message.get("version"))[:20]).strip("'")
-
-
-def _listen_text(address: str) -> str:
-    host, port = parse_address(address)
-    shown = f"[{host}]" if ":" in host else host
-    return shown if port == DOCTOR_PORT else f"{shown}:{port}"
 
 
 def survey(
@@ -204,16 +189,35 @@ def survey(
         ways = [Way(one, other, (one, other) in used) for one in mine for other in theirs]
         ways.sort(key=lambda way: not way.used)
         ways = [way for way in ways if _same_family(way)][: max(MOST_WAYS, len(used))]
-        found = Survey(_peer_name(met, peer), ways, offset, uncertainty, theirs)
+        found = Survey(_peer_name(met, peer), ways, offset, uncertainty, theirs, _named(met))
         on_step(f"{len(ways)} ways between {len(mine)} rails here and {len(theirs)} there")
         _routes(channel, found)
         raw = met.get("why_not")
         why_not: dict[str, Any] = raw if isinstance(raw, dict) else {}
-        _in_parallel(lambda way: _reach(way, ports, token, why_not), ways)
+        _reach(ways, ports, token, why_not)
         on_step("packet sizes")
         _in_parallel(lambda way: _sizes(way, ports, token), [way for way in found.used if way.open])
-        _rates(channel, found, machine, ports, token, seconds, on_step)
+        _rates(channel, found, machine, token, seconds, on_step)
+        if whole := [way for way in found.used if way.open and not way.closed]:
+            on_step("a transfer over all rails at once")
+            _transfer(channel, whole, secret_file)
         return found
+
+
+def _transfer(channel: Channel, ways: list[Way], secret_file: str | None) -> None:
+    """Sends data over these ways as a program does. It is the last request: a failure may leave none possible."""
+    try:
+        carried, why = send_data(channel, [way.mine for way in ways], [way.theirs for way in ways], secret_file)
+    except (Failure, crossrail.CrossrailError) as error:
+        carried, why = {}, {way.mine.name: " ".join(str(error).split()) for way in ways}
+    for way in ways:
+        way.data, way.data_why = carried.get(way.mine.name), why.get(way.mine.name, "")
+
+
+def _named(met: Message) -> str:
+    """CROSSRAIL_PORTS of the other end; empty if it is not set there."""
+    named = met.get("named")
+    return named if isinstance(named, str) and _NAMED.fullmatch(named) else ""
 
 
 def _peer_name(met: Message, peer: str) -> str:
@@ -230,8 +234,9 @@ def _ports(met: Message) -> dict[str, Ports]:
     raw = met.get("ports")
     ports = {}
     for name, pair in raw.items() if isinstance(raw, dict) and len(raw) <= MOST_RAILS else ():
-        if isinstance(pair, list) and len(pair) == 2 and all(type(port) is int and 0 < port < 1 << 16 for port in pair):
-            ports[str(name)] = Ports(*pair)
+        valid = isinstance(pair, list) and 2 <= len(pair) <= MOST_PORTS + 1
+        if valid and all(type(port) is int and 0 < port < 1 << 16 for port in pair):
+            ports[str(name)] = Ports(pair[0], pair[1], tuple(pair[2:]))
     return ports
 
 
@@ -273,36 +278,56 @@ def _routes(channel: Channel, found: Survey) -> None:
         way.back = parse_route(raw)
 
 
-def _reach(way: Way, ports: dict[str, Ports], token: bytes, why_not: dict[str, Any]) -> None:
+def _reach(ways: Sequence[Way], ports: dict[str, Ports], token: bytes, why_not: dict[str, Any]) -> None:
+    """Connects over each way; over those that transfers use, to every port at which the other end answers."""
+    probes: list[tuple[Way, int]] = []
+    for way in ways:
+        way.why = _unusable(way, ports, why_not)
+        if not way.why:
+            known = ports[way.theirs.name]
+            way.port = known.tcp
+            probes += [(way, port) for port in (known.tcp, *(known.others if way.used else ()))]
+    times = _in_parallel(lambda probe: _try(probe[0], probe[1], token), probes)
+    for (way, port), (seconds, reason) in zip(probes, times, strict=True):
+        if seconds is None:
+            way.closed.append(port)
+            way.why = way.why or reason
+        elif not way.open:
+            way.open, way.port, way.rtt_s = True, port, seconds
+
+
+def _unusable(way: Way, ports: dict[str, Ports], why_not: dict[str, Any]) -> str:
+    """Why no probe of the way can succeed; empty if one may."""
     for rail, where in ((way.mine, "here"), (way.theirs, "there")):
         if not rail.works:
-            way.why = f"{rail.name} {'is down' if not rail.up else 'has no link'} {where}"
-            return
+            return f"{rail.name} {'is down' if not rail.up else 'has no link'} {where}"
     if way.theirs.name not in ports:
         reason = str(why_not.get(way.theirs.name))
-        way.why = f"the doctor there cannot listen: {reason if _REASON.fullmatch(reason) else 'it gave no reason'}"
-        return
-    way.port = ports[way.theirs.name].tcp
+        return f"the doctor there cannot listen: {reason if _REASON.fullmatch(reason) else 'it gave no reason'}"
+    return ""
+
+
+def _try(way: Way, port: int, token: bytes) -> tuple[float | None, str]:
+    """The seconds that a connection to ``port`` took, or why there is none."""
     try:
-        way.rtt_s = reach(way.mine, way.theirs, ports[way.theirs.name], token)
-        way.open = True
+        return reach(way.mine, way.theirs, Ports(port, 0), token), ""
     except TimeoutError:
-        way.why = f"no answer within {REACH_S:g} s"
+        return None, f"no answer within {REACH_S:g} s"
     except OSError as error:
-        way.why = (error.strerror or str(error)).lower()
+        return None, (error.strerror or str(error)).lower()
 
 
 def _sizes(way: Way, ports: dict[str, Ports], token: bytes) -> None:
     wait = min(max(4 * (way.rtt_s or 0.0), _LEAST_WAIT_S), _MOST_WAIT_S)
     with contextlib.suppress(OSError):
-        way.mtu_there, way.mtu_back = path_mtu(way.mine, way.theirs, ports[way.theirs.name], token, wait)
+        to = ports[way.theirs.name]
+        way.mtu_there, way.mtu_back = path_mtu(way.mine, way.theirs, to, token, wait)
 
 
 def _rates(
     channel: Channel,
     found: Survey,
     machine: Machine,
-    ports: dict[str, Ports],
     token: bytes,
     seconds: float,
     on_step: Callable[[str], object],
@@ -313,7 +338,7 @@ def _rates(
         return
 
     def measure(way: Way, back: bool) -> Load:
-        return load(way.mine, way.theirs, ports[way.theirs.name], token, seconds, back=back)
+        return load(way.mine, way.theirs, Ports(way.port or 0, 0), token, seconds, back=back)
 
     before = _dropped(channel, found)
     for way in ways:
@@ -371,11 +396,11 @@ def _idle_since(machine: Machine, before: tuple[int, int]) -> float | None:
     return idle / total if total else None
 
 
-def _in_parallel(work: Callable[[Way], Any], ways: Sequence[Way]) -> list[Any]:
-    if not ways:
+def _in_parallel(work: Callable[[Any], Any], over: Sequence[Any]) -> list[Any]:
+    if not over:
         return []
-    with concurrent.futures.ThreadPoolExecutor(min(len(ways), WORKERS), "crossrail-probe") as pool:
-        return list(pool.map(work, ways))
+    with concurrent.futures.ThreadPoolExecutor(min(len(over), WORKERS), "crossrail-probe") as pool:
+        return list(pool.map(work, over))
 
 
 def as_record(found: Survey) -> dict[str, Any]:

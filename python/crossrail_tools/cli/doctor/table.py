@@ -354,11 +354,22 @@ CHECKS = (
     Check(
         "rail-reach",
         "rails",
-        "A connection is made from each rail to each rail of the other machine.",
-        "error if a rail does not reach its counterpart, with the reason: refused, no answer, nobody there",
-        "`ip neigh show dev DEVICE`, `nft list ruleset`",
+        "A connection is made from each rail to each rail of the other machine; to its counterpart on every port of "
+        "CROSSRAIL_PORTS.",
+        "error if a rail does not reach its counterpart, or not on all ports, with the reason: refused, no answer, "
+        "nobody there",
+        "`ip neigh show dev DEVICE`, `nft insert rule inet filter input iifname DEVICE tcp dport 18177-18199 accept`",
         5,
         rails.reachable,
+    ),
+    Check(
+        "rail-data",
+        "rails",
+        "16 MiB are sent there and back over all rails, by workers on ports as programs have them, and compared.",
+        "error if that fails, the data differs, or a rail has no part in it",
+        "allow the ports of CROSSRAIL_PORTS in the firewalls; see docs/guides/p2p.md",
+        5,
+        rails.transfers,
     ),
     Check(
         "rail-mtu",
