@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +21,10 @@ from test_cli_command import COMMAND, clean_environment, one_error, run
 
 from crossrail_tools.cli import main
 from crossrail_tools.cli.command_line import parse_arguments
+from crossrail_tools.cli.failure import Failure
 from crossrail_tools.cli.reporting import restore_terminal
 from crossrail_tools.cli.sweep import SweepOptions
+from crossrail_tools.cli.sweep_ends import checked
 from crossrail_tools.report import Row, SchemaError, console
 from crossrail_tools.report.page.write import html
 from crossrail_tools.report.sources import parse_source
@@ -131,26 +136,75 @@ def test_it_runs_keeps_every_run_and_resumes(tmp_path: Path) -> None:
     words = ("sweep", "p2p", *QUICK, "--chunk=256K,1M", "--repeats=1", f"--json={file}")
     done = run(*words)
     assert done.returncode == 0, done.stderr
-    assert "best for p2p, 4K: --chunk" in done.stdout
+    assert "best for p2p, 4K: " in done.stdout and "default" in done.stdout
     data = json.loads(file.read_text())
-    order = Plan([], {"--chunk": ["256K", "1M"]}, 1, 1).order()
+    order = Plan([], {"--chunk": ["256K", "1M"]}, 1, 1, default=True).order()
     assert [(one["setting"], one["repeat"]) for one in data["trials"]] == order
-    one_error(run(*words), 2, "2 of 2 runs", "--resume")
+    one_error(run(*words), 2, "3 of 3 runs", "--resume")
     one_error(run(*words, "--resume", "--window=8"), 2, "another sweep", "the bench there")
     data["trials"] = data["trials"][:1]
     file.write_text(json.dumps(data))
     again = run(*words, "--resume")
     assert again.returncode == 0 and "1 run in" in again.stderr, again.stderr
-    assert len(json.loads(file.read_text())["trials"]) == 2
+    assert len(json.loads(file.read_text())["trials"]) == 3
     one_error(run(*words[:-1], f"--json={file}.absent", "--resume"), 2, "absent does not exist")
+
+
+@contextmanager
+def listening(bench: str = "p2p") -> Iterator[str]:
+    """The listening end of a sweep; its address."""
+    command = [*COMMAND, "sweep", bench, "--listen=127.0.0.1:0"]
+    with subprocess.Popen(command, env=clean_environment(), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            found = re.search(r"listening on ([0-9.:]+)", process.stderr.readline())
+            assert found
+            yield found.group(1)
+        finally:
+            process.kill()
+
+
+def test_the_listening_end_follows_every_setting(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    with listening() as address:
+        # Chunk and window must be the same at both ends, or these do not connect.
+        ends = (f"--connect={address}", "--repeats=1", f"--json={file}")
+        done = run("sweep", "p2p", *QUICK[:-1], "--chunk=256K,1M", "--set=CROSSRAIL_WINDOW=4,8", *ends)
+        assert done.returncode == 0, done.stderr
+        found = {(row.chunk, row.window) for one in Sweep.loads(file.read_text()).trials for row in one.rows}
+        assert found == {(chunk << 10, window) for chunk in (256, 1024) for window in (4, 8)} | {(2 << 20, 16)}
+        one_error(
+            run("sweep", "latency", "--chunk=256K,1M", *ends[:1]), 1, "this end runs `crossrail sweep p2p --listen`"
+        )
+    one_error(run("sweep", "p2p", "--chunk=256K,1M", *ends[:1]), 1, f"start `crossrail sweep p2p --listen {address}`")
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        ({}, "sent no settings"),
+        ({"options": {"json": "/etc/passwd"}, "variables": {}}, "does not follow 'json'"),
+        ({"options": {"net_plugin": "evil.so"}, "variables": {}}, "does not follow 'net_plugin'"),
+        ({"options": {}, "variables": {"LD_PRELOAD": "evil.so"}}, "does not follow 'LD_PRELOAD'"),
+        ({"options": {}, "variables": {"CROSSRAIL_SECRET": "mine"}}, "does not follow 'CROSSRAIL_SECRET'"),
+        ({"options": {"chunk": "1M\n"}, "variables": {}}, "invalid value for chunk"),
+        ({"options": {"chunk": 7}, "variables": {}}, "invalid value for chunk"),
+        ({"options": {"rails": "x" * 257}, "variables": {}}, "invalid value for rails"),
+    ],
+)
+def test_settings_of_the_other_end_are_checked(request_: dict[str, object], says: str) -> None:
+    good: dict[str, object] = {"options": {"chunk": "1M"}, "variables": {"CROSSRAIL_BOUNCE": "64M"}}
+    assert checked(good) == ({"chunk": "1M"}, {"CROSSRAIL_BOUNCE": "64M"})
+    with pytest.raises(Failure, match=says):
+        checked(request_)
 
 
 def test_a_setting_that_fails_is_named_and_the_others_run() -> None:
     done = run("sweep", "p2p", *QUICK[:3], "--set=CROSSRAIL_CHUNK=1M,nonsense", "--repeats=2")
     assert done.returncode == 1
     assert "failed: CROSSRAIL_CHUNK=nonsense: CROSSRAIL_CHUNK: " in done.stdout
-    assert "best for p2p, 4K: CROSSRAIL_CHUNK=1M" in done.stdout
-    assert "1 of 2 settings failed" in done.stderr
+    assert "best for p2p, 4K: " in done.stdout
+    assert "1 of 3 settings failed" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -162,7 +216,10 @@ def test_a_setting_that_fails_is_named_and_the_others_run() -> None:
         (("p2p", "--chunk=1M,nonsense"), "nonsense"),
         (("p2p", "--chunk=1M,1M"), "twice"),
         (("p2p", "--colour=red,blue"), "--colour"),
-        (("p2p", "--chunk=1M,2M", "--connect=node7"), "--connect is for `crossrail bench`"),
+        (("ep", "--listen"), "bench ep has no listening end"),
+        (("ep", "--vary=tokens=1", "--vary=tokens=2", "--connect=node7"), "bench ep has no listening end"),
+        (("p2p", "--listen", "--chunk=1M,2M"), "--listen takes the settings from the end that sweeps"),
+        (("p2p", "--connect=node7", "--set=CROSSRAIL_LOG=off,info"), "the other end does not follow it"),
         (("p2p", "--chunk=1M,2M", "--trace=trace.json"), "--trace is for `crossrail bench`"),
         (("p2p", "--set=CHUNK=1,2"), "--set CHUNK=1,2"),
         (("p2p", "--vary=rails"), "--vary rails"),

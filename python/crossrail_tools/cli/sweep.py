@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import crossrail
 from crossrail_tools.report import (
     Report,
     SchemaError,
@@ -26,9 +27,12 @@ from crossrail_tools.report.writing import WriteError, read_bounded
 
 from .failure import ERROR, EXIT_OK, Failure, UsageFailure, print_notice
 from .launcher import refuse_launch
-from .parsing import Command, Parser, count, positive
+from .options import add_secret_file
+from .parsing import DEFAULT_PORT, Command, Parser, count, positive
+from .point_to_point.options import BenchOptions
 from .processes import Process, scratch_folder
 from .reporting import Progress, on_interrupt
+from .sweep_ends import BENCHES, VARIABLES, OtherEnd, listen, other_end
 
 REPEATS = 5
 RUN_LIMIT_S = 600
@@ -49,7 +53,7 @@ LISTS = frozenset(
 )
 """Options of benches that take a list themselves. They are varied by ``--vary``."""
 
-_FOREIGN = ("--json", "--listen", "--connect", "--trace")
+_FOREIGN = ("--json", "--trace")
 """Options of benches that make no sense in a sweep."""
 
 
@@ -59,14 +63,33 @@ class SweepOptions:
 
     plan: Plan
     json: str | None = None
+    connect: str | None = None
+    secret_file: str | None = None
     resume: bool = False
     limit: int = RUN_LIMIT_S
     parent: int | None = None
     shown: list[bool] = field(default_factory=list)
+    other: list[OtherEnd] = field(default_factory=list)
 
     def run(self) -> None:
-        """Runs what is left of the sweep and shows its tables. Raises Failure, WriteError and OSError."""
+        """Runs what is left of the sweep and shows its tables.
+
+        Raises Failure, WriteError, OSError and, with another end, the library's errors.
+        """
         sweep = self._begun()
+        if self.connect is None:
+            self._sweep(sweep)
+            return
+        try:
+            with other_end(self.connect, self.plan.bench[0], self.secret_file, self.limit) as other:
+                self.other.append(other)
+                self._sweep(sweep)
+        except crossrail.CrossrailError:
+            if sweep.trials:
+                self._show(sweep)
+            raise
+
+    def _sweep(self, sweep: Sweep) -> None:
         on_interrupt(lambda: self._show(sweep))
         left = sweep.left()
         if len(left) < len(self.plan.order()):
@@ -119,6 +142,15 @@ class SweepOptions:
         setting = self.plan.settings()[number]
         words = [f"{name}={value}" for name, value in setting.items() if name.startswith("--")]
         variables = {name: value for name, value in setting.items() if not name.startswith("--")}
+        if self.secret_file is not None:
+            words.append(f"--secret-file={self.secret_file}")
+        for other in self.other:
+            options = parse_bench([*self.plan.bench, *words])
+            assert isinstance(options, BenchOptions)
+            try:
+                words.append(f"--connect={other.start(options, variables)}")
+            except Failure as error:
+                return Trial(number, repeat, error=str(error))
         with scratch_folder("crossrail-sweep-") as folder, tempfile.TemporaryFile() as talk:
             file = Path(folder) / "run.json"
             command = [sys.executable, "-m", "crossrail", "bench", *self.plan.bench, *words, f"--json={file}"]
@@ -169,6 +201,7 @@ def _difference(old: Plan, new: Plan) -> str | None:
         ("the settings", old.varied, new.varied),
         ("--repeats", old.repeats, new.repeats),
         ("--order-seed", old.seed, new.seed),
+        ("the default setting", old.default, new.default),
     ):
         if was != wanted:
             shown = " ".join(was) if isinstance(was, list) else was
@@ -193,6 +226,12 @@ def add_arguments(parser: Parser) -> None:
     what.add_argument("--order-seed", metavar="N", type=count, default=1, help="seed of the order of runs (1)")
     limit = f"seconds after which a run has failed ({RUN_LIMIT_S})"
     what.add_argument("--run-limit", metavar="S", type=positive, default=RUN_LIMIT_S, help=limit)
+    ends = parser.add_argument_group("the two ends (with neither option both run here)")
+    where = f"HOST[:PORT], port {DEFAULT_PORT} by default"
+    listen_help = f"run the other half of sweeps of BENCH, with their settings, for who connects to {where}"
+    ends.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen_help)
+    ends.add_argument("--connect", metavar="ADDR", help=f"sweep with the end that listens at {where}")
+    add_secret_file(ends, "both ends")
     out = parser.add_argument_group("what comes out")
     out.add_argument("--json", metavar="FILE", help="every run, written after each of them")
     out.add_argument("--resume", action="store_true", help="continue the sweep of --json FILE")
@@ -201,6 +240,8 @@ def add_arguments(parser: Parser) -> None:
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     refuse_launch(parser)
+    if parsed.listen is not None:
+        return _listener(parser, parsed)
     fixed, varied = _split(parser, parsed.rest)
     for text in parsed.vary:
         option, _, value = text.removeprefix("--").partition("=")
@@ -215,8 +256,8 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     for name, values in varied.items():
         if len(set(values)) < len(values) or "" in values:
             parser.error(f"{name}: a value is empty or there twice: {','.join(values)}")
-    plan = Plan([parsed.bench, *fixed], varied, parsed.repeats, parsed.order_seed)
-    if plan.count() < 2:
+    plan = Plan([parsed.bench, *fixed], varied, parsed.repeats, parsed.order_seed, default=True)
+    if plan.count() - 1 < 2:
         parser.error("nothing to sweep: give an option of the bench several values, such as --chunk 512K,1M")
     if plan.count() * plan.repeats > MOST_RUNS:
         parser.error(f"{plan.count()} settings x {plan.repeats} repeats are more than {MOST_RUNS} runs")
@@ -230,7 +271,40 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         except WriteError as error:
             raise UsageFailure(str(error)) from None
     _check(plan)
-    return SweepOptions(plan=plan, json=parsed.json, resume=parsed.resume, limit=parsed.run_limit)
+    if parsed.connect is not None:
+        _check_ends(parser, parsed)
+        for name in varied:
+            if not name.startswith("--") and name not in VARIABLES:
+                parser.error(f"--set {name}: the other end does not follow it; known: {', '.join(sorted(VARIABLES))}")
+    ends = {"connect": parsed.connect, "secret_file": parsed.secret_file}
+    return SweepOptions(plan=plan, json=parsed.json, resume=parsed.resume, limit=parsed.run_limit, **ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """`crossrail sweep BENCH --listen`."""
+
+    bench: str
+    listen: str
+    secret_file: str | None = None
+    parent: int | None = None
+
+    def run(self) -> None:
+        """Serves until it is interrupted. Raises UsageFailure and the library's errors."""
+        listen(self.listen, self.bench, self.secret_file)
+
+
+def _listener(parser: Parser, parsed: argparse.Namespace) -> Command:
+    given = (parsed.rest, parsed.vary, parsed.variables, parsed.connect, parsed.json, parsed.resume)
+    if any(given):
+        parser.error("--listen takes the settings from the end that sweeps: give the other options there")
+    _check_ends(parser, parsed)
+    return ListenOptions(bench=parsed.bench, listen=parsed.listen, secret_file=parsed.secret_file)
+
+
+def _check_ends(parser: Parser, parsed: argparse.Namespace) -> None:
+    if parsed.bench not in BENCHES:
+        parser.error(f"bench {parsed.bench} has no listening end; those that have one are {', '.join(BENCHES)}")
 
 
 def _split(parser: Parser, rest: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -242,7 +316,7 @@ def _split(parser: Parser, rest: Sequence[str]) -> tuple[list[str], dict[str, li
         word = words.pop(0)
         option, joined, value = word.partition("=")
         if option in _FOREIGN:
-            parser.error(f"{option} is for `crossrail bench`: a sweep starts both ends here, and has its own --json")
+            parser.error(f"{option} is for `crossrail bench`: a sweep has its own --json")
         if not joined and words and option.startswith("--") and "," in words[0]:
             value = words.pop(0)
         if "," in value and option.startswith("--") and option not in LISTS:
@@ -252,12 +326,17 @@ def _split(parser: Parser, rest: Sequence[str]) -> tuple[list[str], dict[str, li
     return fixed, varied
 
 
-def _check(plan: Plan) -> None:
-    """Parses the command line of every setting, so that what is wrong is said before anything runs."""
+def parse_bench(words: Sequence[str]) -> Command:
+    """The command `crossrail bench` with these words."""
     from .command_line import parse_arguments
 
+    return parse_arguments(["bench", *words])
+
+
+def _check(plan: Plan) -> None:
+    """Parses the command line of every setting, so that what is wrong is said before anything runs."""
     for setting in plan.settings():
         words = [f"{name}={value}" for name, value in setting.items() if name.startswith("--")]
-        command = parse_arguments(["bench", *plan.bench, *words])
+        command = parse_bench([*plan.bench, *words])
         if (make_context := getattr(command, "context", None)) is not None:
             make_context()

@@ -45,20 +45,25 @@ Setting = dict[str, str]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is swept: the bench with its fixed options, and the values of each varied one."""
+    """What is swept: the bench with its fixed options, and the values of each varied one.
+
+    ``default``: whether the bench also runs without any varied option, so that the others are compared with that.
+    """
 
     bench: list[str]
     varied: dict[str, list[str]]
     repeats: int
     seed: int
+    default: bool = False
 
     def count(self) -> int:
         """The number of settings, without making them."""
-        return math.prod(len(values) for values in self.varied.values())
+        return math.prod(len(values) for values in self.varied.values()) + self.default
 
     def settings(self) -> list[Setting]:
-        """Every combination of the values, the last option changing fastest."""
-        return [dict(zip(self.varied, values, strict=True)) for values in itertools.product(*self.varied.values())]
+        """Every combination of the values, the last option changing fastest; then the default, which is empty."""
+        every = [dict(zip(self.varied, values, strict=True)) for values in itertools.product(*self.varied.values())]
+        return [*every, {}] if self.default else every
 
     def order(self) -> list[tuple[int, int]]:
         """Setting and repeat of every run. Each repeat has all settings once, in an order of its own."""
@@ -103,7 +108,7 @@ class Sweep:
         """The JSON text, a line per run."""
         self._lines += [_trial_text(trial) for trial in self.trials[len(self._lines) :]]
         head = json.loads(Report(self.environment, [], []).dumps())
-        plan = {name: getattr(self.plan, name) for name in ("bench", "varied", "repeats", "seed")}
+        plan = {name: getattr(self.plan, name) for name in ("bench", "varied", "repeats", "seed", "default")}
         words = {"schema": SCHEMA, "environment": head["environment"], "plan": plan}
         text = compact(words).rstrip().removesuffix("}").rstrip()
         return text + ',\n "trials":[\n' + ",\n".join(f"  {line}" for line in self._lines) + "\n ]\n}\n"
@@ -142,7 +147,8 @@ def sweep_of(data: Mapping[str, Any]) -> Sweep:
     try:
         plan, environment = data["plan"], data["environment"]
         varied = {str(name): [str(value) for value in values] for name, values in plan["varied"].items()}
-        made = Plan([str(word) for word in plan["bench"]], varied, int(plan["repeats"]), int(plan["seed"]))
+        words = [str(word) for word in plan["bench"]]
+        made = Plan(words, varied, int(plan["repeats"]), int(plan["seed"]), plan.get("default") is True)
         trials = [
             Trial(int(one["setting"]), int(one["repeat"]), _rows(one.get("rows") or []), one.get("error"))
             for one in data["trials"]
@@ -264,6 +270,8 @@ def text_of(value: float, timed: bool) -> str:
 
 def named(setting: Setting) -> str:
     """A setting as it is typed."""
+    if not setting:
+        return "the default"
     return " ".join(
         f"{name} {value}" if name.startswith("--") else f"{name}={value}" for name, value in setting.items()
     )
@@ -279,6 +287,8 @@ def verdict(label: str, settings: Sequence[Ranked], timed: bool) -> str:
     )
     if not others:
         return f"{head}; there is no other setting to compare it with"
+    for default in (one for one in others if not one.setting):
+        head += f"; {default.middle / best.middle if timed else best.middle / default.middle:.2f} x the default"
     if any(one.apart is None for one in others):
         return f"{head}; {counted(repeats, 'whole repeat')} cannot tell settings apart: {FEW} or more can (--repeats)"
     alike = [one for one in others if not one.apart]
@@ -304,7 +314,8 @@ def sweep_views(sweep: Sweep) -> list[RenderableType]:
             ratio = best / one.middle if timed[label] else one.middle / best
             mark = "best" if one is settings[0] else f"{ratio:.3f}" + ("" if one.apart else " ~")
             figures = [text_of(value, timed[label]) for value in (one.middle, one.low, one.high)]
-            made.add_row(*one.setting.values(), str(len(one.figures)), *figures, f"{one.chance:.0%}", mark)
+            values = [one.setting.get(name, "default") for name in names]
+            made.add_row(*values, str(len(one.figures)), *figures, f"{one.chance:.0%}", mark)
         shown.append(made)
     shown += [Text(verdict(label, settings, timed[label])) for label, settings in every.items()]
     if any(not one.apart for settings in every.values() for one in settings[1:]):

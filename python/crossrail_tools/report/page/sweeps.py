@@ -57,7 +57,7 @@ def _matrix(sweep: Sweep, settings: Sequence[Ranked], label: str, timed: bool) -
     if len(sweep.plan.varied) != 2:
         return []
     (down, rows), (across, columns) = sweep.plan.varied.items()
-    middles = {(one.setting[down], one.setting[across]): one.middle for one in settings}
+    middles = {(one.setting[down], one.setting[across]): one.middle for one in settings if one.setting}
     scale, unit = time_unit(max(middles.values())) if timed else (1.0, "GB/s")
     values = [
         [None if (value := middles.get((row, column))) is None else value / scale for column in columns] for row in rows
