@@ -89,6 +89,57 @@ for pid in "${{pids[@]}}"; do wait "$pid" || exit 1; done
     assert (tools / "secret").stat().st_mode & 0o077 == 0
 
 
+SSH = """#!/usr/bin/env bash
+# In place of ssh: notes its arguments, and runs here what comes over stdin, without this shell's own variables.
+echo "$*" >>"$SSH_NOTES"
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
+shift
+unset "${!CROSSRAIL_@}"
+exec "$@"
+"""
+
+
+@pytest.fixture
+def hosts(tools: Path) -> Mapping[str, str]:
+    """Two hosts for hosts.sh, which are both this machine."""
+    (tools / "ssh").write_text(SSH)
+    (tools / "ssh").chmod(0o755)
+    more = {"HOSTS": "me@localhost localhost", "LOGS": str(tools / "logs"), "PORT": str(free_port())}
+    return environment({**more, "SSH_NOTES": str(tools / "notes"), "CROSSRAIL_SECRET": "of 'hosts'"}, tools)
+
+
+def test_hosts_run_one_command_and_keep_their_output(hosts: Mapping[str, str]) -> None:
+    command = [str(CLUSTER / "hosts.sh"), sys.executable, str(CLUSTER / "exchange.py")]
+    check(said_by(command, hosts), 2, "torchrun")
+    logs = sorted(Path(hosts["LOGS"]).iterdir())
+    assert [log.name for log in logs] == ["0-localhost.log", "1-localhost.log"]
+    for rank, log in enumerate(logs):
+        assert f"rank {rank} of 2" in log.read_text()
+    assert "hosts" not in Path(hosts["SSH_NOTES"]).read_text()  # the secret is in no list of arguments
+
+
+def test_hosts_run_both_ends_of_a_bench(hosts: Mapping[str, str]) -> None:
+    words = ["crossrail", "bench", "p2p", "--size=1M", "--transport=tcp", "--iters=2"]
+    done = subprocess.run(
+        [str(CLUSTER / "hosts.sh"), *words], env=hosts, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "== localhost, rank 1" in done.stdout and "p2p" in done.stdout.partition("== localhost, rank 1")[2]
+
+
+def test_a_host_that_fails_ends_the_others(hosts: Mapping[str, str], tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    # Rank 0 says that it runs and would go on; rank 1 fails once it does.
+    work = f'if [ "$RANK" = 0 ]; then echo up >{ready}; exec sleep 1000; fi; read -r _ <{ready}; echo "no disk"; exit 7'
+    command = [str(CLUSTER / "hosts.sh"), "bash", "-c", work]
+    done = subprocess.run(command, env=hosts, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7
+    assert done.stderr.count("failed with") == 1 and "localhost (rank 1) failed with exit code 7" in done.stderr
+    assert "no disk" in done.stdout
+    assert [log.name for log in sorted(Path(hosts["LOGS"]).iterdir())] == ["0-localhost.log", "1-localhost.log"]
+
+
 def test_ray() -> None:
     stand_in = str(Path(__file__).parent / "fake_ray")
     path = os.pathsep.join([stand_in, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -107,7 +158,7 @@ def test_kubernetes_gives_what_a_rank_needs() -> None:
     assert (CLUSTER / program).exists()
 
 
-@pytest.mark.parametrize("script", ["slurm.sbatch", "torchrun.sh", "openmpi.sh"])
+@pytest.mark.parametrize("script", ["slurm.sbatch", "torchrun.sh", "openmpi.sh", "hosts.sh"])
 def test_scripts_are_valid_bash(script: str) -> None:
     assert os.access(CLUSTER / script, os.X_OK)
     assert subprocess.run(["bash", "-n", str(CLUSTER / script)], timeout=20, check=False).returncode == 0
