@@ -1,11 +1,17 @@
-"""`crossrail bench ep --plan`: starts, stops and kills ranks as a plan says, and reports every phase."""
+"""`crossrail bench ep --plan`: starts, stops and kills ranks as a plan says, and reports every phase.
+
+On several nodes each command carries out the whole plan with the ranks of its node, in step with the others; the first
+one has the report.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +22,7 @@ from crossrail.ref.checking import Difference, Inputs, Work
 from crossrail_tools.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
 
 from ..failure import Failure, print_notice
-from ..placement import pin_to
+from ..placement import Placement, pin_to
 from ..processes import Message
 from ..rank_process import Parent
 from ..ranks import ENDED, Ranks
@@ -49,24 +55,77 @@ def run_plan(options: EpOptions, progress: Progress) -> Report:
     assert options.plan is not None
     plan = load_plan(options.plan)
     context = options.context()
-    with options.placement.rendezvous(context) as (store, group), Ranks() as ranks:
-        run = _Run(options, plan, ranks, 3 * context.timeout)
+    where = options.placement
+    with contextlib.ExitStack() as stack:
+        store, group = stack.enter_context(where.rendezvous(context))
+        where.announce(store)
+        nodes = stack.enter_context(Nodes(where, context, store, f"{group}-nodes", START_S))
+        ranks = stack.enter_context(Ranks())
+        run = _Run(options, plan, ranks, nodes, 3 * context.timeout)
         job = run.job(store, group)
         for index in range(len(plan.phases)):
-            progress.add([run.phase(index, job, progress)])
+            row = run.phase(index, job, progress)
+            progress.add([row] if where.node == 0 else [])
         run.end(plan.phases[-1].survivors)
+        nodes.barrier("over")
     return make_report(options, progress.rows)
 
 
-class _Run:
-    """One run of a plan."""
+class Nodes:
+    """The commands of all nodes, of which this is one: a group that they share. As a context manager, it leaves it."""
 
-    def __init__(self, options: EpOptions, plan: Plan, ranks: Ranks, patience: float) -> None:
+    def __init__(self, where: Placement, context: crossrail.Context, store: str, name: str, patience: float) -> None:
+        """Joins the others. Raises the library's errors."""
+        self._patience = patience
+        self._group: crossrail.Group | None = None
+        if where.world_size > 1:
+            self._group = crossrail.Group(
+                name=name, rank=where.node, size=where.world_size, store=store, context=context
+            )
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        if self._group is not None:
+            self._group.leave()
+
+    def barrier(self, name: str) -> None:
+        """Waits for the commands of all nodes. Raises the library's errors: one of them may have failed."""
+        if self._group is not None:
+            self._group.barrier(name, timeout=self._patience)
+
+    def shared(self, name: str, mine: dict[int, Message], ranks: Sequence[int], plan: Plan) -> dict[int, Message]:
+        """The messages of ``ranks`` on all nodes, of which ``mine`` are those of this one."""
+        if self._group is None:
+            return mine
+        for rank, message in mine.items():
+            self._group.publish(f"{name} {rank}", json.dumps(message).encode())
+        owner = {rank: node for node in range(self._group.size) for rank in plan.of_node(node, self._group.size)}
+        found = {
+            rank: json.loads(self._group.collect(f"{name} {rank}", [owner[rank]], self._patience)[0]) for rank in ranks
+        }
+        self._group.barrier(f"{name} read", timeout=self._patience)
+        for rank in mine:
+            self._group.withdraw(f"{name} {rank}")
+        return found
+
+
+class _Run:
+    """One run of a plan: the part of it on this node."""
+
+    def __init__(self, options: EpOptions, plan: Plan, ranks: Ranks, nodes: Nodes, patience: float) -> None:
         self.options = options
         self.plan = plan
         self.ranks = ranks
+        self.nodes = nodes
         self.patience = patience
-        self.random = random.Random(options.seed)
+        self.random = random.Random(options.seed)  # with the same numbers on all nodes
+        self.here = plan.of_node(options.placement.node, options.placement.world_size)
+
+    def mine(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that are on this node."""
+        return [rank for rank in ranks if rank in self.here]
 
     def job(self, store: str, group: str) -> Message:
         """The job of every rank."""
@@ -87,15 +146,18 @@ class _Run:
         joining, leaving = plan.joining(index), plan.leaving(index)
         progress.status(f"phase {index + 1} of {len(plan.phases)}: {counted(len(phase.active), 'rank')}")
         self.end(leaving)
+        self.nodes.barrier(f"phase {index + 1}: left")
         self.start(index, joining, job)
         gone = [
             rank for rank in range(plan.ranks) if rank in leaving or (index and rank in plan.phases[index - 1].killed)
         ]
-        for rank in phase.active:
+        active = self.mine(phase.active)
+        for rank in active:
             # A rank that joins has met nobody yet, and may have the number of one that was killed.
             left = [] if rank in joining else gone
             self.ranks.send(rank, {"do": "phase", "active": phase.active, "gone": left})
-        done = self.ranks.wait_for("done", phase.active, self.patience)
+        mine = self.ranks.wait_for("done", active, self.patience)
+        done = self.nodes.shared(f"phase {index + 1}: done", mine, phase.active, plan)
         facts = PhaseFacts(
             number=index + 1,
             active=list(phase.active),
@@ -115,47 +177,54 @@ class _Run:
             print_notice(
                 f"phase {index + 1}: ranks {list(joining)} are not the lowest free ones, so they ask by number"
             )
-        emulated = self.options.nodes
-        cpus = self.options.cpus(self.plan.ranks)
-        for rank in joining:
-            node = None if emulated == 1 else f"node {rank * emulated // self.plan.ranks}"
+        nodes = self.options.nodes * self.options.placement.world_size
+        cpus = self.options.cpus(len(self.here))
+        for rank in self.mine(joining):
+            node = None if nodes == 1 else f"node {rank * nodes // self.plan.ranks}"
             asked = None if takes_lowest_ranks else rank
-            self.ranks.start(rank, "elastic", {**job, "rank": asked, "node": node, "cpu": cpus[rank]})
-        self.ranks.wait_for("ready", joining, START_S)
+            cpu = cpus[self.here.index(rank)]
+            self.ranks.start(rank, "elastic", {**job, "rank": asked, "node": node, "cpu": cpu})
+        self.ranks.wait_for("ready", self.mine(joining), START_S)
         for rank in joining:
-            self.ranks.send(rank, {"do": "join"})
-            given = self.ranks.wait_for("joined", [rank], self.patience)[rank]["rank"]
-            if given != rank:
-                raise Failure(f"phase {index + 1}: a process was assigned rank {given}, but the plan has rank {rank}")
+            if rank in self.here:
+                self.ranks.send(rank, {"do": "join"})
+                given = self.ranks.wait_for("joined", [rank], self.patience)[rank]["rank"]
+                if given != rank:
+                    text = f"a process was assigned rank {given}, but the plan has rank {rank}"
+                    raise Failure(f"phase {index + 1}: {text}")
+            self.nodes.barrier(f"phase {index + 1}: rank {rank}")
 
     def kill(self, phase: Phase, facts: PhaseFacts) -> PhaseFacts:
         """Kills ranks while all exchange data, and collects the survivors' recovery times and faults.
 
-        Each is killed when it has begun a random exchange, which it goes on with until the signal arrives.
+        Each is killed when it has begun a random exchange, which it goes on with until the signal arrives. A recovery
+        is timed by the survivors on the node of the killed rank: the clocks of nodes differ.
         """
-        for rank in phase.active:
-            due = self.random.randint(*KILL_AFTER) if rank in phase.killed else None
-            self.ranks.send(rank, {"do": "exchange", "active": phase.active, "left": phase.survivors, "due": due})
+        dues = {rank: self.random.randint(*KILL_AFTER) for rank in phase.killed}
+        for rank in self.mine(phase.active):
+            request = {"do": "exchange", "active": phase.active, "left": phase.survivors, "due": dues.get(rank)}
+            self.ranks.send(rank, request)
         killed_at: dict[int, int] = {}
-        while len(killed_at) < len(phase.killed):
+        while len(killed_at) < len(self.mine(phase.killed)):
             rank, message = self.ranks.next(self.patience)
             if message.get("event") == "due":
                 killed_at[rank] = time.monotonic_ns()
                 self.ranks.kill(rank)
-        survived = self.ranks.wait_for("survived", phase.survivors, self.patience)
-        times = [
-            (message["without"][str(rank)] - killed_at[rank]) / 1e3
-            for message in survived.values()
-            for rank in phase.killed
-        ]
+        mine = self.ranks.wait_for("survived", self.mine(phase.survivors), self.patience)
+        for message in mine.values():
+            lost_at = message.pop("without")
+            message["took_us"] = [(lost_at[str(rank)] - at) / 1e3 for rank, at in killed_at.items()]
+        survived = self.nodes.shared(f"phase {facts.number}: survived", mine, phase.survivors, self.plan)
+        times = [took for message in survived.values() for took in message["took_us"]]
         faults = [fault for rank in sorted(survived) for fault in survived[rank]["faults"]]
-        return PhaseFacts(**{**vars(facts), "recovery_us": max(times), "faults": faults})
+        return PhaseFacts(**{**vars(facts), "recovery_us": max(times, default=None), "faults": faults})
 
     def end(self, leaving: tuple[int, ...]) -> None:
-        """Requests ranks to leave, and waits until their processes have ended."""
-        for rank in leaving:
+        """Requests those ranks that are on this node to leave, and waits until their processes have ended."""
+        mine = self.mine(leaving)
+        for rank in mine:
             self.ranks.send(rank, {"do": "leave"})
-        self.ranks.wait_for(ENDED, leaving, self.patience)
+        self.ranks.wait_for(ENDED, mine, self.patience)
 
     def row(self, facts: PhaseFacts, done: dict[int, Message]) -> Row:
         """The row of a phase: samples of all its ranks; bytes are averages per rank, dispatch and combine together."""
@@ -176,7 +245,7 @@ class _Run:
             gb_per_s=gb_per_s(wire * len(samples), sum(samples)),
             gb_per_s_logical=gb_per_s(logical * len(samples), sum(samples)),
             ranks=len(facts.active),
-            nodes=self.options.nodes,
+            nodes=self.options.nodes * self.options.placement.world_size,
             tokens=work.tokens,
             hidden=work.shape.hidden,
             topk=work.shape.topk,
@@ -260,7 +329,7 @@ class _Rank:
             mode="e2e", layout=self.work.layout, cached=False, iters=self.job["iters"], warmup=self.job["warmup"]
         )
         found = bench_ep(self.buffer._native, self.context, plan, mine.x, mine.topk_idx, mine.topk_weights, y)
-        return {"total_us": found["total_us"], "bytes": found["bytes"]}
+        return {"total_us": [round(us, 3) for us in found["total_us"]], "bytes": found["bytes"]}
 
     def once(self, active: list[int]) -> tuple[Inputs, Any]:
         """This rank's inputs, and the outputs of its experts for the rows that a dispatch delivers to it."""

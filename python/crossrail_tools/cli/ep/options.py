@@ -133,8 +133,10 @@ class EpOptions(PinnedRanks, RunOptions):
         return self.device == "cuda"
 
     def ranks_here(self) -> int:
-        """The number of ranks of this node, or of the whole plan."""
-        return self.placement.local_size if self.plan is None else load_plan(self.plan).ranks
+        """The number of ranks of this node."""
+        if self.plan is None:
+            return self.placement.local_size
+        return len(load_plan(self.plan).of_node(self.placement.node, self.placement.world_size))
 
     @property
     def tls(self) -> str | None:
@@ -298,8 +300,10 @@ def check(parser: Parser, options: EpOptions) -> None:
         parser.error("--num-sms, --given and --sweep need --device cuda")
     if options.verify is not None and (options.plan is not None or options.device == "cuda"):
         parser.error("--verify has no choice with --plan, which verifies every phase, or --device cuda, a sample")
-    if options.plan is not None and (options.compare or options.placement.world_size > 1):
-        parser.error("--plan runs on one machine, by one command; leave --world-size, --compare and a launcher out")
+    if options.plan is not None and (options.compare or options.placement.launch is not None):
+        parser.error("--plan starts its ranks itself, on each node by one command; leave --compare and a launcher out")
+    if options.plan is not None and options.placement.world_size > (ranks := load_plan(options.plan).ranks):
+        parser.error(f"--plan {options.plan}: {ranks} ranks are fewer than {options.placement.world_size} nodes")
 
 
 def _routing(text: str) -> str:

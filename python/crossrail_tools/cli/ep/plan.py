@@ -38,6 +38,10 @@ class Plan:
         """The number of ranks to create buffers for: one more than the highest rank of all phases."""
         return max(max(phase.active) for phase in self.phases) + 1
 
+    def of_node(self, node: int, nodes: int) -> list[int]:
+        """The ranks that node number ``node`` of ``nodes`` runs: each has as many in a row, to within one."""
+        return [rank for rank in range(self.ranks) if rank * nodes // self.ranks == node]
+
     def before(self, index: int) -> tuple[int, ...]:
         """The ranks that are active before phase `index` begins, before ranks join or leave."""
         return self.phases[index - 1].survivors if index else ()
