@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from bed import Bed, Side
 
@@ -25,15 +25,17 @@ WORK = (
 TOKENS, HIDDEN = 64, 1024
 
 
-def started(bed: Bed, side: Side, node: int, *more: str) -> subprocess.Popen[str]:
+def started(
+    bed: Bed, side: Side, node: int, *more: str, settings: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """One node's command, with two ranks."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
-    settings = {"CROSSRAIL_SECRET": "a secret for the test bed", "CROSSRAIL_CONTROL_DEVICE": "eth0"}
+    both = {"CROSSRAIL_SECRET": "a secret for the test bed", "CROSSRAIL_CONTROL_DEVICE": "eth0"}
     nodes = ["--world-size=2", f"--rank={node}", f"--master-addr={bed.address('left', 'eth0')}", "--timeout=20s"]
     shape = [f"--tokens={TOKENS}", f"--hidden={HIDDEN}", f"--rails={','.join(bed.rails)}"]
     return subprocess.Popen(
         bed.inside(side, *COMMAND, *WORK, *shape, *nodes, *more),
-        env={**clean, **settings},
+        env={**clean, **both, **(settings or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

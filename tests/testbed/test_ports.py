@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bed import Bed
+from bed import SIDES, Bed
 from ends import SECRET, End
+from test_bench_ep import started
 from test_cli_command import clean_environment
 from test_doctor import problems
 
@@ -105,3 +106,23 @@ def test_a_rail_that_is_closed_for_data_is_named_before_a_transfer_runs(make_bed
         subprocess.run(bed.inside("left", "nft", *rule.split()), check=True, capture_output=True)
     assert problems(examined(bed, ports, tmp_path / "again.json")) == {}
     assert rails_of_a_transfer(bed, ports, tmp_path / "p2p.json") == {f"tcp/{rail}" for rail in bed.rails}
+
+
+def test_ranks_and_their_store_have_named_ports(make_bed: MAKE) -> None:
+    bed = make_bed((1000, 1000))
+    for side in SIDES:
+        bed.firewall(side, "tcp dport 18180-18183 accept")
+    named = {"CROSSRAIL_PORTS": "18180-18183"}
+    with (
+        started(bed, "left", 0, "--json=-", settings=named) as first,
+        started(bed, "right", 1, settings=named) as second,
+    ):
+        try:
+            out, said = first.communicate(timeout=90)
+            _, said_there = second.communicate(timeout=20)
+        finally:
+            first.kill()
+            second.kill()
+    assert (first.returncode, second.returncode) == (0, 0), said + said_there
+    assert {lane.name for row in Report.loads(out).rows for lane in row.lanes} == {"tcp/eth1", "tcp/eth2"}
+    assert "10.77.0.1:18181" in said, said
