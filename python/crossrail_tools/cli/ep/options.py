@@ -302,8 +302,9 @@ def check(parser: Parser, options: EpOptions) -> None:
         parser.error("--verify has no choice with --plan, which verifies every phase, or --device cuda, a sample")
     if options.plan is not None and (options.compare or options.placement.launch is not None):
         parser.error("--plan starts its ranks itself, on each node by one command; leave --compare and a launcher out")
-    if options.plan is not None and options.placement.world_size > (ranks := load_plan(options.plan).ranks):
-        parser.error(f"--plan {options.plan}: {ranks} ranks are fewer than {options.placement.world_size} nodes")
+    nodes = options.placement.world_size
+    if options.plan is not None and nodes > 1 and nodes > (ranks := load_plan(options.plan).ranks):
+        parser.error(f"--plan {options.plan}: {ranks} ranks are fewer than {nodes} nodes")
 
 
 def _routing(text: str) -> str:
