@@ -25,7 +25,9 @@ class Terminal:
     ) -> None:
         self._screen, inside = pty.openpty()
         fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("CROSSRAIL_", "COLUMNS"))}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("CROSSRAIL_", "COLUMNS", "LINES"))
+        }
         self.process = subprocess.Popen(
             list(command),
             stdin=inside,
