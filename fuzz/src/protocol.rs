@@ -449,7 +449,7 @@ impl End {
                     self.refused.get_or_insert(why);
                     self.die();
                 }
-                Event::Released { passive } => {
+                Event::Released { passive, .. } => {
                     let of = |memory: &Memory| matches!(memory, Memory::Region { passive: p, .. } if *p == passive);
                     let unpacks = self.landed.iter().any(|(_, memory)| of(memory));
                     assert!(!unpacks, "access {passive} is over and still unpacked into");

@@ -31,8 +31,9 @@ mod progress;
 mod session;
 
 pub use api::{
-    Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Mapped, Op, Outcome, Region, Request,
-    Shared, Signal, TransportInfo, Worker, WorkerOptions,
+    Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Layout, Mapped, Move, MoveExplain,
+    MoveKind, MoveOptions, NOTICE_MAX, Notice, Op, Outcome, Region, Request, Shared, Signal, StartOptions,
+    TransportInfo, Worker, WorkerOptions,
 };
 pub use core::{HeldTimes, LaneShare, Protocol, Receipt};
 pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
@@ -42,5 +43,5 @@ pub use crossrail_topology::{Distance, GpuSeen, HostMemory, NumaNode, cpu_quota,
 pub use crossrail_types::{
     Channels, Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Reason, Result, Secret, Settings, Unpack,
 };
-pub use memory::{Buffer, Memory, Place, Ready, RegionKey};
+pub use memory::{Addresses, Buffer, Described, Description, Memory, Place, Ready, RegionKey, Row};
 pub use session::{Candidate, Explain, Turn};

@@ -341,6 +341,8 @@ pub enum Event {
     Released {
         /// The access.
         passive: u32,
+        /// The region.
+        region: RegionRef,
     },
     /// The peer has consumed so many more of the chunks that [`crate::Peer::next`] gave to this lane, in their order.
     /// Their slots are free once the lane has let go of them, too: a chunk that the peer has no more use for counts as

@@ -96,6 +96,9 @@ pub struct Peer {
     events: VecDeque<Event>,
     /// What happened before those: the common end of a short message, in few bytes.
     shorts: VecDeque<Short>,
+    /// Writes with an immediate whose bytes are in place. While there is one, `events` is not empty: the end of the access
+    /// follows.
+    arrived: VecDeque<(RegionRef, u32)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -175,6 +178,7 @@ impl Peer {
             violations: Violations::default(),
             events: VecDeque::new(),
             shorts: VecDeque::new(),
+            arrived: VecDeque::new(),
         }
     }
 
@@ -242,6 +246,9 @@ impl Peer {
     }
 
     fn longer_event(&mut self) -> Option<Event> {
+        if let Some((region, imm)) = self.arrived() {
+            return Some(Event::Imm { region, imm });
+        }
         let event = self.events.pop_front()?;
         match event {
             Event::Deliver { arrival, op, .. } => {
@@ -250,7 +257,7 @@ impl Peer {
             Event::DropArrival { arrival } => {
                 self.arrivals.try_remove(arrival as usize);
             }
-            Event::Released { passive } => {
+            Event::Released { passive, .. } => {
                 self.passives.try_remove(passive as usize);
             }
             _ => {}
@@ -263,6 +270,12 @@ impl Peer {
     #[inline]
     pub fn short(&mut self) -> Option<Short> {
         self.shorts.pop_front()
+    }
+
+    /// The next write with an immediate whose bytes are all in place: what [`Peer::event`] would report as
+    /// [`Event::Imm`], ahead of other events. For engines to which later frames may refer to what such a write brought.
+    pub fn arrived(&mut self) -> Option<(RegionRef, u32)> {
+        self.arrived.pop_front()
     }
 
     #[inline(always)]

@@ -174,7 +174,7 @@ impl End {
                 }
                 Event::DropArrival { arrival } => self.unexpected.retain(|(a, _)| *a != arrival),
                 Event::Direct { job, .. } => self.jobs.push(job),
-                Event::Released { passive } => {
+                Event::Released { passive, .. } => {
                     let of = |memory: &Memory| matches!(memory, Memory::Region { passive: p, .. } if *p == passive);
                     assert!(!self.landed.iter().any(|(_, memory)| of(memory)), "an access is over and still unpacked");
                 }

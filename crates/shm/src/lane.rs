@@ -64,6 +64,7 @@ impl Arriving {
             }
             Place::Wait => Ok(None),
             Place::Refuse(why) => Err(LaneError::Protocol(why)),
+            Place::Rows { .. } => Err(LaneError::Protocol("this lane places no rows".to_owned())),
         }
     }
 }
@@ -122,6 +123,7 @@ impl ShmLane {
                 whole_max: WHOLE_MAX,
                 counts: true,
                 direct: true,
+                lists: false,
             },
             producer: Producer::new(&parts.control, side)?,
             consumer: Consumer::new(&parts.control, 1 - side)?,

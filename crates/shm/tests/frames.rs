@@ -61,7 +61,7 @@ fn short_frames_are_offered_without_a_poll_and_longer_ones_are_not() {
     let (mut a, mut b) = pair(&Options::default());
     for len in [8_usize, 24, 25] {
         let bytes = vec![len as u8; len];
-        let payload = Payload { ptr: bytes.as_ptr(), len, file: None, grant: None };
+        let payload = Payload { ptr: bytes.as_ptr(), len, ..Payload::EMPTY };
         let taken = a.post(&Tx { head: Head::new(9, len as u32), payload, token: 0 });
         assert_eq!(taken, Ok(Post::Taken));
     }
@@ -110,7 +110,7 @@ fn short_frames_are_put_into_their_slots_until_the_ring_is_full() {
     // SAFETY: as many bytes are there.
     assert!(!unsafe { a.put(&Head::new(9, 25), bytes.as_ptr(), 25) }, "25 bytes do not fit into a slot");
     // The ring has room again, which `post` finds out.
-    let payload = Payload { ptr: bytes.as_ptr(), len: 25, file: None, grant: None };
+    let payload = Payload { ptr: bytes.as_ptr(), len: 25, ..Payload::EMPTY };
     assert_eq!(a.post(&Tx { head: Head::new(9, 25), payload, token: 0 }), Ok(Post::Taken));
     let mut sink = Keeper::default();
     assert_eq!(b.poll(&mut sink, 1 << 20, true), Ok(true));

@@ -76,7 +76,7 @@ impl End {
         let mut head = Head::new(1, len as u32);
         head.0[8..12].copy_from_slice(&(seq as u32).to_le_bytes());
         let ptr = self.buffers.memory[seq * self.buffers.chunk..].as_ptr();
-        Tx { head, payload: Payload { ptr, len, file: None, grant: None }, token: 0 }
+        Tx { head, payload: Payload { ptr, len, ..Payload::EMPTY }, token: 0 }
     }
 
     fn post(&mut self, len: usize) -> Result<(), LaneError> {

@@ -206,7 +206,12 @@ fn append(payload: &Payload, at: usize, len: usize, out: &mut Vec<u8>) {
         return;
     }
     // SAFETY: at + len <= payload.len, which is valid until `sent` or a revocation; `usage` makes a revocation wait.
-    unsafe { sys::copy_from(payload.ptr.wrapping_add(at), len, out) };
+    // All of what is added is written.
+    unsafe {
+        out.reserve(len);
+        payload.read(at, len, out.as_mut_ptr().add(out.len()));
+        out.set_len(out.len() + len);
+    }
 }
 
 /// The receiving half of a lane with checksums.

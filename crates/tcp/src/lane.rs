@@ -80,6 +80,7 @@ impl<S: Outlet, I: Intake> SocketLane<S, I> {
             whole_max: 0,
             counts: false,
             direct: false,
+            lists: true,
         };
         Ok(SocketLane { stream, id, name, caps, tx, rx: Receiver::new(intake), broken: None })
     }

@@ -55,6 +55,7 @@ mod lane;
 mod pipe;
 mod record;
 mod room;
+mod rows;
 mod rx;
 mod socket;
 mod sys;

@@ -6,11 +6,11 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use crossrail_transport::{LaneError, Loan, Place, Sink};
+use crossrail_transport::{LaneError, List, Loan, Place, Sink};
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
 use crate::fault::fault;
-use crate::sys;
+use crate::{rows, sys};
 
 /// Size of the input buffer in bytes, and so of one read of small frames.
 const INPUT: usize = 64 * 1024;
@@ -28,6 +28,8 @@ struct Body {
     into: usize,
     /// Bytes to be discarded after that.
     discard: usize,
+    /// The destination is there, and not at `dst`.
+    rows: Option<(Arc<List>, u64)>,
     grant: Option<Arc<Loan>>,
     token: Option<u64>,
 }
@@ -41,10 +43,16 @@ impl Body {
         match place {
             Place::Into { dst, len, grant, token } => {
                 let into = len.min(payload);
-                Ok(Some(Body { dst, into, discard: payload - into, grant, token: Some(token) }))
+                Ok(Some(Body { dst, into, discard: payload - into, rows: None, grant, token: Some(token) }))
+            }
+            Place::Rows { list, from, len, grant, token } => {
+                let (into, rows) = (len.min(payload), Some((list, from)));
+                let dst = std::ptr::null_mut();
+                Ok(Some(Body { dst, into, discard: payload - into, rows, grant, token: Some(token) }))
             }
             Place::Discard => {
-                Ok(Some(Body { dst: std::ptr::null_mut(), into: 0, discard: payload, grant: None, token: None }))
+                let dst = std::ptr::null_mut();
+                Ok(Some(Body { dst, into: 0, discard: payload, rows: None, grant: None, token: None }))
             }
             Place::Wait => Ok(None),
             Place::Refuse(why) => Err(LaneError::Protocol(why)),
@@ -52,8 +60,11 @@ impl Body {
     }
 
     fn advance(&mut self, n: usize) {
-        // SAFETY: n <= into, so the pointer stays inside the destination or one past its end.
-        self.dst = unsafe { self.dst.add(n) };
+        match &mut self.rows {
+            Some((_, from)) => *from += n as u64,
+            // SAFETY: n <= into, so the pointer stays inside the destination or one past its end.
+            None => self.dst = unsafe { self.dst.add(n) },
+        }
         self.into -= n;
     }
 
@@ -74,8 +85,12 @@ impl Body {
                 drop(usage);
                 self.give_up();
             } else {
-                // SAFETY: the sink provided `into` bytes at `dst`; `usage` makes a revocation wait.
-                unsafe { sys::copy_to(self.dst, &bytes[..n]) };
+                match &self.rows {
+                    // SAFETY: the sink provided the rows; `usage` makes a revocation wait.
+                    Some((list, from)) => unsafe { list.copy_in(*from, bytes.as_ptr(), n as u64) },
+                    // SAFETY: the sink provided `into` bytes at `dst`; `usage` makes a revocation wait.
+                    None => unsafe { sys::copy_to(self.dst, &bytes[..n]) },
+                }
                 drop(usage);
                 self.advance(n);
                 used = n;
@@ -285,11 +300,19 @@ pub struct Plain {
     start: usize,
     end: usize,
     frames: Frames,
+    /// Used again by each call that receives rows.
+    pieces: rows::Pieces,
 }
 
 impl Plain {
     pub(crate) fn new() -> Plain {
-        Plain { input: vec![0; INPUT].into_boxed_slice(), start: 0, end: 0, frames: Frames::default() }
+        Plain {
+            input: vec![0; INPUT].into_boxed_slice(),
+            start: 0,
+            end: 0,
+            frames: Frames::default(),
+            pieces: rows::Pieces::default(),
+        }
     }
 }
 
@@ -338,8 +361,13 @@ impl Intake for Plain {
                     body.give_up();
                     return Ok(Read::Some { short: false });
                 }
-                // SAFETY: the sink provided `into` bytes at `dst`; `usage` makes a revocation wait.
-                let got = unsafe { sys::recv_two(fd, body.dst, len, &mut self.input[..beyond]) };
+                let spill = &mut self.input[..beyond];
+                let (len, got) = match &body.rows {
+                    // SAFETY: the sink provided the rows; `usage` makes a revocation wait.
+                    Some((list, from)) => unsafe { rows::recv(fd, &mut self.pieces, (list, *from), len, spill) },
+                    // SAFETY: the sink provided `into` bytes at `dst`; `usage` makes a revocation wait.
+                    None => (len, unsafe { sys::recv_two(fd, body.dst, len, spill) }),
+                };
                 drop(usage);
                 if let Ok(n) = got {
                     let placed = n.min(len);

@@ -35,6 +35,15 @@ pub(crate) unsafe fn recv_two(fd: RawFd, dst: *mut u8, len: usize, spill: &mut [
     check(unsafe { libc::readv(fd, iov.as_ptr(), iov.len() as c_int) })
 }
 
+/// readv(2) into several pieces.
+///
+/// # Safety
+/// Every piece must be valid for writing during the call.
+pub(crate) unsafe fn recv_pieces(fd: RawFd, pieces: &[iovec]) -> io::Result<usize> {
+    // SAFETY: the caller guarantees the pieces, of which there are at most 1,024. The socket is non-blocking.
+    check(unsafe { libc::readv(fd, pieces.as_ptr(), pieces.len() as c_int) })
+}
+
 /// send(2) of a slice; `more` announces further data.
 pub(crate) fn send(fd: RawFd, bytes: &[u8], more: bool) -> io::Result<usize> {
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL | if more { libc::MSG_MORE } else { 0 };
@@ -126,18 +135,4 @@ pub(crate) fn io_uring() -> io::Result<()> {
 pub(crate) unsafe fn copy_to(dst: *mut u8, src: &[u8]) {
     // SAFETY: the caller guarantees `dst`.
     unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), dst, src.len()) }
-}
-
-/// Appends `len` bytes of the user's memory to `out`.
-///
-/// # Safety
-/// `src` must be valid for reading `len` bytes.
-pub(crate) unsafe fn copy_from(src: *const u8, len: usize, out: &mut Vec<u8>) {
-    out.reserve(len);
-    // SAFETY: the caller guarantees `src`; `reserve` made room for `len` bytes past the end, which are
-    // initialised before the length covers them.
-    unsafe {
-        std::ptr::copy_nonoverlapping(src, out.as_mut_ptr().add(out.len()), len);
-        out.set_len(out.len() + len);
-    }
 }

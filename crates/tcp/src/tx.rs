@@ -61,6 +61,14 @@ impl Outgoing {
         &self.head.0[self.done.min(HEAD_LEN)..]
     }
 
+    /// Whether its payload is rows that may still be read.
+    fn is_rows(&self) -> bool {
+        match &self.source {
+            Source::Copied(_) => false,
+            Source::User(payload) => payload.list.is_some() && !payload.grant.as_deref().is_some_and(Loan::is_recalled),
+        }
+    }
+
     /// Offset of the next payload byte.
     fn offset(&self) -> usize {
         self.done.saturating_sub(HEAD_LEN)
@@ -206,13 +214,12 @@ impl Sender {
             let usage = payload.grant.as_deref().map(Loan::enter);
             if out.len > 0 && !matches!(usage, Some(None)) {
                 // SAFETY: the payload is valid during post; `usage` makes a revocation wait.
-                let bytes = unsafe { std::slice::from_raw_parts(payload.ptr, out.len) };
-                joined[HEAD_LEN..HEAD_LEN + out.len].copy_from_slice(bytes);
+                unsafe { payload.read(0, out.len, joined[HEAD_LEN..].as_mut_ptr()) };
             }
             drop(usage);
             sys::send(fd, &joined[..HEAD_LEN + out.len], false)
         } else {
-            gather(fd, std::iter::once(out))
+            send_rows(fd, out).unwrap_or_else(|| gather(fd, std::iter::once(out)))
         };
         let n = accepted("send", written)?.unwrap_or(0);
         self.room.count(n);
@@ -229,13 +236,14 @@ impl Sender {
                 break;
             }
             let Some(tx) = sink.next(lane) else { break };
+            let by_reference = tx.payload.list.is_none();
             let out = Outgoing {
                 head: tx.head,
                 len: tx.payload.len,
                 source: Source::User(tx.payload),
                 done: 0,
                 token: Some(tx.token),
-                by_reference: true,
+                by_reference,
             };
             waiting += out.left();
             self.queue.push_back(out);
@@ -271,7 +279,8 @@ impl Sender {
                 self.pipe = None; // not permitted on this system: copy from now on
             }
         }
-        accepted("sendmsg", gather(fd, self.queue.iter()))
+        let written = send_rows(fd, front).unwrap_or_else(|| gather(fd, self.queue.iter()));
+        accepted("sendmsg", written)
     }
 
     /// Removes the first `n` bytes of the queue, which the kernel has accepted, and reports completed frames.
@@ -313,10 +322,26 @@ fn copy_of(payload: &Payload) -> Vec<u8> {
     if payload.len == 0 || matches!(usage, Some(None)) {
         return vec![0; payload.len];
     }
-    let mut copy = Vec::new();
-    // SAFETY: the payload is valid during post; `usage` makes a revocation wait.
-    unsafe { sys::copy_from(payload.ptr, payload.len, &mut copy) };
+    let mut copy = Vec::with_capacity(payload.len);
+    // SAFETY: the payload is valid during post; `usage` makes a revocation wait. All of the copy is written.
+    unsafe {
+        payload.read(0, payload.len, copy.as_mut_ptr());
+        copy.set_len(payload.len);
+    }
     copy
+}
+
+/// Sends a frame whose payload is rows of a list, as far as one sendmsg does; `None`: it is none, or was revoked.
+fn send_rows(fd: RawFd, frame: &Outgoing) -> Option<io::Result<usize>> {
+    let Source::User(payload) = &frame.source else { return None };
+    let (list, from) = payload.list.as_deref()?;
+    let usage = payload.grant.as_deref().map(Loan::enter);
+    if matches!(usage, Some(None)) {
+        return None;
+    }
+    let rows = (&**list, from + frame.offset() as u64);
+    // SAFETY: the rows are valid until `sent` or a revocation; `usage` makes a revocation wait.
+    Some(unsafe { crate::rows::send(fd, frame.head_left(), rows, frame.len - frame.offset()) })
 }
 
 /// Sends as many of `frames` as fit, in one sendmsg.
@@ -332,6 +357,9 @@ fn gather<'a>(fd: RawFd, frames: impl Iterator<Item = &'a Outgoing>) -> io::Resu
         }
     };
     for frame in frames.take(BATCH_FRAMES) {
+        if frame.is_rows() && total > 0 {
+            break;
+        }
         let head = frame.head_left();
         add(head.as_ptr(), head.len());
         let len = frame.len - frame.offset();

@@ -207,6 +207,7 @@ impl DryLane {
             whole_max: 0,
             counts: false,
             direct: false,
+            lists: false,
         };
         let stats = LaneStats::default();
         DryLane { id, caps, me, wire, outgoing: None, incoming: None, filler: Vec::new(), waits: false, stats }
@@ -285,6 +286,7 @@ impl DryLane {
         let (dst, room, loan, token) = match place {
             Place::Wait => return Ok(false),
             Place::Refuse(why) => return Err(LaneError::Protocol(why)),
+            Place::Rows { .. } => return Err(LaneError::Protocol("this lane places no rows".to_owned())),
             Place::Discard => (std::ptr::null_mut(), 0, None, None),
             Place::Into { dst, len: room, grant, token } => (dst, room.min(len), grant, Some(token)),
         };
@@ -468,7 +470,7 @@ mod tests {
     impl Sink for Transfer {
         fn next(&mut self, _: LaneId) -> Option<Tx> {
             let (ptr, len) = (self.outgoing.as_ptr(), self.outgoing.len());
-            let payload = crate::Payload { ptr, len, file: None, grant: Some(Arc::clone(&self.loan)) };
+            let payload = crate::Payload { ptr, len, grant: Some(Arc::clone(&self.loan)), ..crate::Payload::EMPTY };
             let first = !std::mem::replace(&mut self.taken, true);
             first.then(|| Tx { head: Head::new(1, len as u32), payload, token: 5 })
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crossrail_types::{Error, ErrorKind, Head, LaneId};
 
-use crate::Loan;
+use crate::{List, Loan};
 
 /// What a lane can do; fixed once it is up.
 #[derive(Clone, Debug, PartialEq)]
@@ -23,6 +23,8 @@ pub struct LaneCaps {
     pub counts: bool,
     /// Whether [`Lane::direct`] is there.
     pub direct: bool,
+    /// Whether it takes [`Payload::list`] and [`Place::Rows`].
+    pub lists: bool,
 }
 
 /// Payload memory that a lane reads from. The memory stays valid until `sink.sent(token)`, or until its loan is
@@ -41,6 +43,9 @@ pub struct Payload {
     pub file: Option<(RawFd, u64)>,
     /// Entered before every touch, or kept. `None`: the memory outlives the lane's use for certain.
     pub grant: Option<Arc<Loan>>,
+    /// The bytes are those of this list from that position on, and not at `ptr`: for lanes that say so in their
+    /// capabilities.
+    pub list: Option<Box<(Arc<List>, u64)>>,
 }
 
 // SAFETY: a Payload is a description; whoever dereferences `ptr` answers for it under the rules above.
@@ -48,8 +53,23 @@ pub struct Payload {
 unsafe impl Send for Payload {}
 
 impl Payload {
+    /// Copies `len` of its bytes, from `at` on, to `to`.
+    ///
+    /// # Safety
+    /// The payload must be readable, as its grant permits, with `at + len` inside it; `to` must be writable for `len`
+    /// bytes.
+    #[allow(unsafe_code)]
+    pub unsafe fn read(&self, at: usize, len: usize, to: *mut u8) {
+        match self.list.as_deref() {
+            // SAFETY: by the contract.
+            Some((list, from)) => unsafe { list.copy_out(from + at as u64, to, len as u64) },
+            // SAFETY: by the contract.
+            None => unsafe { std::ptr::copy_nonoverlapping(self.ptr.wrapping_add(at), to, len) },
+        }
+    }
+
     /// No bytes.
-    pub const EMPTY: Payload = Payload { ptr: std::ptr::null(), len: 0, file: None, grant: None };
+    pub const EMPTY: Payload = Payload { ptr: std::ptr::null(), len: 0, file: None, grant: None, list: None };
 }
 
 /// A frame for a lane to carry.
@@ -75,6 +95,19 @@ pub enum Place {
         /// Entered before every touch, or kept; once it is recalled the rest is read and discarded.
         grant: Option<Arc<Loan>>,
         /// Handed back in [`Sink::placed`] once the last byte is there.
+        token: u64,
+    },
+    /// As `Into`, to the rows of a list, from byte `from` of it on: for lanes that say so in their capabilities.
+    Rows {
+        /// The rows.
+        list: Arc<List>,
+        /// The first byte to write, counted in the list.
+        from: u64,
+        /// Bytes to write.
+        len: usize,
+        /// As in `Into`.
+        grant: Option<Arc<Loan>>,
+        /// As in `Into`.
         token: u64,
     },
     /// Read it and forget it. `placed` is not called.
@@ -373,6 +406,24 @@ pub trait Direct {
     /// `job.local` must be valid for `job.len` bytes, for writing when `job.copy` is `Pull`.
     #[allow(unsafe_code)]
     unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step;
+    /// Copies `len` bytes between our rows and the peer's, whose addresses are those of its own process, each list from its
+    /// own position on.
+    ///
+    /// # Safety
+    /// The rows of `local` must be addresses that are valid, for writing when `copy` is `Pull`.
+    ///
+    /// # Errors
+    /// Why it cannot; bytes may have been copied.
+    #[allow(unsafe_code)]
+    unsafe fn copy_rows(
+        &mut self,
+        _local: (&List, u64),
+        _remote: (&List, u64),
+        _len: u64,
+        _copy: Copy,
+    ) -> Result<(), String> {
+        Err("the lane copies no rows".to_owned())
+    }
     /// Stops both ends from claiming more of `slot`; true when no piece is being copied any longer.
     fn stop(&mut self, slot: u32) -> bool;
     /// Gives the cursor back. Only its owner, after `Done` or a `stop` that returned true.

@@ -18,6 +18,7 @@ mod doorbell;
 #[cfg(any(test, feature = "conformance"))]
 pub mod dry;
 mod lane;
+mod list;
 mod loan;
 pub mod loopback;
 #[cfg(all(test, loom))]
@@ -29,5 +30,6 @@ pub use lane::{
     Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed,
     Payload, Place, Post, Sink, Step, Tx, Window,
 };
+pub use list::{Cursor, Index, List, Rows, Stride, copy_between};
 pub use loan::{Kept, Loan, LoanUse};
 pub use word::Word;

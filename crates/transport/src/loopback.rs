@@ -98,6 +98,7 @@ impl LoopbackLane {
             whole_max: 0,
             counts: false,
             direct: false,
+            lists: false,
         };
         let stats = LaneStats::default();
         LoopbackLane { id, caps, bell, tx, rx, outgoing: None, incoming: Incoming::START, waits: false, stats }

@@ -91,6 +91,7 @@ impl UcxLane {
             whole_max: 0,
             counts: false,
             direct: false,
+            lists: false,
         };
         Ok(UcxLane {
             id,

@@ -32,7 +32,7 @@ impl Traffic {
 
 impl Sink for Traffic {
     fn next(&mut self, _lane: LaneId) -> Option<Tx> {
-        let payload = Payload { ptr: self.outgoing.as_ptr(), len: LARGE, file: None, grant: None };
+        let payload = Payload { ptr: self.outgoing.as_ptr(), len: LARGE, ..Payload::EMPTY };
         self.sends.then(|| Tx { head: Head::new(1, LARGE as u32), payload, token: 0 })
     }
     fn sent(&mut self, _lane: LaneId, _token: u64) {}

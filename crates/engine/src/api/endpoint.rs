@@ -78,14 +78,14 @@ pub struct LaneReport {
 }
 
 impl Op {
-    fn buffer(&mut self) -> &mut Buffer {
+    pub(super) fn buffer(&mut self) -> &mut Buffer {
         match self {
             Op::Send { buffer, .. } | Op::Recv { buffer, .. } => buffer,
             Op::Write { local, .. } | Op::Read { local, .. } => local,
         }
     }
 
-    fn submission(self) -> (Submission, Buffer) {
+    pub(super) fn submission(self) -> (Submission, Buffer) {
         match self {
             Op::Send { buffer, tag } => (Submission::Operation(Operation::Send { tag }), buffer),
             Op::Recv { buffer, tag, mask } => (Submission::Receive { tag, mask }, buffer),

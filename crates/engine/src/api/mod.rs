@@ -3,7 +3,10 @@
 mod context;
 mod endpoint;
 mod interop;
+mod layout;
 mod mapped;
+mod moves;
+mod notices;
 mod region;
 mod request;
 mod streams;
@@ -11,7 +14,10 @@ mod worker;
 
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
 pub use endpoint::{Endpoint, LaneReport, Op};
+pub use layout::Layout;
 pub use mapped::{Mapped, Shared};
+pub use moves::{Move, MoveExplain, MoveKind, MoveOptions, StartOptions};
+pub use notices::{NOTICE_MAX, Notice};
 pub use region::Region;
 pub use request::Request;
 pub use streams::{Awaited, Outcome, Signal};

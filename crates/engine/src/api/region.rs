@@ -6,7 +6,7 @@ use std::time::Duration;
 use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::memory::{Buffer, RegionKey};
+use crate::memory::{Buffer, Place, RegionKey};
 use crate::progress::{self, Progress};
 
 /// Memory that peers with its key may write and read, until it is deregistered or the last clone is dropped.
@@ -16,6 +16,7 @@ pub struct Region(Arc<Registered>);
 struct Registered {
     progress: Arc<Progress>,
     region: proto::RegionRef,
+    base: u64,
     key: RegionKey,
 }
 
@@ -35,9 +36,10 @@ impl Region {
         if core.is_closed() {
             return Err(crate::core::gone("register"));
         }
+        let base = buffer.ptr as u64;
         let (region, key) = core.transfers().regions().insert(buffer, secret);
         drop(core);
-        Ok(Region(Arc::new(Registered { progress: progress.clone(), region, key })))
+        Ok(Region(Arc::new(Registered { progress: progress.clone(), region, base, key })))
     }
 
     /// What a peer needs to access it.
@@ -53,6 +55,31 @@ impl Region {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Address of its first byte.
+    pub fn base(&self) -> u64 {
+        self.0.base
+    }
+
+    /// Where it is.
+    pub fn place(&self) -> Place {
+        self.0.key.place()
+    }
+
+    /// Whether it is another clone of this one.
+    pub(crate) fn is(&self, other: &Region) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// Whether it belongs to that worker.
+    pub(crate) fn is_of(&self, progress: &Arc<Progress>) -> bool {
+        Arc::ptr_eq(&self.0.progress, progress)
+    }
+
+    /// Its entry in the worker's table.
+    pub(crate) fn entry(&self) -> proto::RegionRef {
+        self.0.region
     }
 
     /// Ends all access: when this returns no peer touches the memory any more, and later accesses fail on the

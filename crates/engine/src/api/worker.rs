@@ -9,7 +9,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
-use crate::memory::Buffer;
+use crate::memory::{Buffer, Described, Description, Place};
 use crate::progress::{Manner, Progress, SessionEvents};
 use crate::session::registry;
 use crate::session::transport::Transports;
@@ -26,6 +26,9 @@ pub struct WorkerOptions {
     pub unix: bool,
     /// Whether a thread of its own makes progress while no caller does.
     pub background: bool,
+    /// Whether peers that connect stay without being [accepted](Worker::accept), which then finds none: they are reached
+    /// by [`Worker::peer`] and [`Worker::endpoints`].
+    pub admit: bool,
     /// How long that thread polls after anything last moved, before it sleeps. Waking it takes tens of microseconds;
     /// polling takes a processor. Nothing by default.
     pub linger: Duration,
@@ -33,7 +36,7 @@ pub struct WorkerOptions {
 
 impl Default for WorkerOptions {
     fn default() -> WorkerOptions {
-        WorkerOptions { name: None, listen: None, unix: true, background: true, linger: Duration::ZERO }
+        WorkerOptions { name: None, listen: None, unix: true, background: true, admit: false, linger: Duration::ZERO }
     }
 }
 
@@ -97,10 +100,10 @@ impl Worker {
     /// [`Worker::new`] with these transports.
     pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
         context.environment().origin().check("worker")?;
-        let WorkerOptions { name, listen: addresses, unix, background, linger } = options;
+        let WorkerOptions { name, listen: addresses, unix, background, admit, linger } = options;
         let manner = Manner { has_background: background, linger };
         let progress = Progress::new(context.environment(), manner)?;
-        let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix }, transports) {
+        let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix, admit }, transports) {
             Ok(sessions) => sessions,
             Err(error) => {
                 progress.begin_close();
@@ -216,6 +219,54 @@ impl Worker {
         let claims: Vec<_> = ids.into_iter().map(|id| core.peers().claim(id)).collect();
         drop(core);
         claims.into_iter().map(|claim| Endpoint::new(self, claim)).collect()
+    }
+
+    /// An endpoint with the living peer of that name, whichever end has connected; of several, the one that was made
+    /// first.
+    pub fn peer(&self, name: &str) -> Option<Endpoint> {
+        let mut core = self.progress_handle().core_here()?;
+        let named = core.peers().iter().find(|peer| peer.is_alive() && peer.name() == name)?.id();
+        let claim = core.peers().claim(named);
+        drop(core);
+        Some(Endpoint::new(self, claim))
+    }
+
+    /// What peers need to move rows of these regions by their addresses: for [`Description::parse`].
+    ///
+    /// # Errors
+    /// `Usage`: a region of another worker; `Closed`.
+    pub fn describe(&self, regions: &[Region]) -> Result<Vec<u8>> {
+        let progress = self.progress_handle();
+        progress.check_origin("describe")?;
+        if progress.is_closing() {
+            return Err(crate::core::gone("describe"));
+        }
+        if regions.iter().any(|region| !region.is_of(progress)) {
+            return Err(Error::new(ErrorKind::Usage, "describe", "a region belongs to another worker"));
+        }
+        let regions = regions.iter().map(|region| Described { base: region.base(), key: region.key() }).collect();
+        Ok(Description::new(self.address(), regions)?.to_bytes())
+    }
+
+    /// [`Worker::register`] of a range of addresses, which nothing keeps.
+    ///
+    /// # Errors
+    /// As [`Worker::register`]; `Usage`: it is not memory of that GPU.
+    ///
+    /// # Safety
+    /// The range must be readable and writable until the region is deregistered and operations on it are over. Peers
+    /// may write to it at any time until then.
+    #[allow(unsafe_code)]
+    pub unsafe fn register_range(&self, address: u64, len: u64, place: Place) -> Result<Region> {
+        let len = usize::try_from(len).map_err(|_| Error::new(ErrorKind::Usage, "register", "a range beyond 2^64"))?;
+        // SAFETY: by the contract.
+        let buffer = unsafe {
+            match place {
+                Place::Host => Buffer::raw(address as *mut u8, len, None),
+                Place::Gpu(ordinal) => Buffer::device(address, len, ordinal, None, None),
+            }
+        };
+        self.register(buffer)
     }
 
     /// Operations that are running, or finished and neither waited for nor dropped.

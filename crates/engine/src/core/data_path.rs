@@ -8,7 +8,8 @@ use proto::{Host, Memory, Placing};
 
 use super::gpu::chunk_queue::PACKED;
 use super::gpu::{CONTROL, GpuMemory, Incoming};
-use super::operations::{MESSAGE, UsualLane, WORD};
+use super::lists::hosted::Shown;
+use super::operations::{MESSAGE, ROWS, UsualLane, WORD};
 use super::tables::Tables;
 
 /// The tables and GPU memory, as lanes use them: the part of the core that is borrowed while a lane is polled.
@@ -112,14 +113,17 @@ impl DataPath {
         if let Some(short) = peer.protocol.place_short(now, lane, head, &mut tables.matcher, &mut ended) {
             return operations.place_short(endpoint, names, &short);
         }
-        let mut host = Host { matcher: &mut tables.matcher, regions: &mut tables.regions };
+        let mut regions = Shown { regions: &tables.regions, hosted: &mut tables.hosted, endpoint };
+        let mut host = Host { matcher: &mut tables.matcher, regions: &mut regions };
         match peer.protocol.place(now, lane, head, &mut host) {
             Placing::Message(short) => tables.operations.place_short(endpoint, names, &short),
             Placing::Memory { memory, offset, len, chunk } => {
                 if chunk {
                     tables.trace_arriving(endpoint, lane, head);
                 }
-                let Some((ptr, have, gpu)) = tables.extent(memory) else { return Place::Discard };
+                let Some((ptr, have, gpu)) = tables.extent(memory) else {
+                    return tables.place_rows(endpoint, lane, (memory, offset, len));
+                };
                 if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
                     return Place::Refuse(format!("{len} bytes at {offset} of a memory of {have} bytes"));
                 }
@@ -175,13 +179,22 @@ impl DataPath {
             if let Some(lane) = self.tables.lanes.get_mut(lane) {
                 lane.deliver_word();
             }
+        } else if token == ROWS {
+            if let Some(lane) = self.tables.lanes.get_mut(lane) {
+                lane.rows.deliver();
+            }
         } else if token > CONTROL && !self.gpu.placed(&mut self.tables, endpoint, lane)? {
             return Ok(());
         }
         let tables = &mut self.tables;
         let now = tables.clock.now();
+        if token == CONTROL {
+            // It may name what came before it.
+            tables.take_arrived(endpoint);
+        }
         let Some(peer) = tables.peers.get_mut(endpoint) else { return Ok(()) };
-        let mut host = Host { matcher: &mut tables.matcher, regions: &mut tables.regions };
+        let mut regions = Shown { regions: &tables.regions, hosted: &mut tables.hosted, endpoint };
+        let mut host = Host { matcher: &mut tables.matcher, regions: &mut regions };
         if token != CONTROL {
             return peer.protocol.placed(now, lane, &[], &mut host);
         }

@@ -1,18 +1,20 @@
 //! Direct copies: this end's part of moving a transfer's bytes with a single copy.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda_ipc::Link;
 use crossrail_proto as proto;
 use crossrail_sight::trace::What;
-use crossrail_transport::{Copy, Direct, Job, Step};
+use crossrail_transport::{Copy, Direct, DirectKind, Job, List, Step, copy_between};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
 use super::data_path::DataPath;
 use super::gpu::NoteFailed;
 use super::lanes::{PolledLane, PolledLanes};
+use super::lists::part::is_paired;
 use super::peers::Peer;
 
 /// Bytes that a direct copy may move before everything else gets its turn.
@@ -51,6 +53,44 @@ struct ActiveCopy {
     began: Option<Instant>,
     copy_ns: u64,
     stopping: bool,
+    /// The lists that it copies between, in place of the job's memory.
+    pair: Option<Pair>,
+}
+
+/// Rows of ours and of the peer, as a view pairs them.
+struct Pair {
+    own: Arc<List>,
+    theirs: Arc<List>,
+    /// Where the copy begins in both.
+    from: u64,
+    /// Those of the peer are mapped here.
+    mapped: bool,
+}
+
+impl Pair {
+    /// Copies about a [`COPY_BUDGET`].
+    ///
+    /// # Safety
+    /// As [`Direct::step`], for our rows.
+    unsafe fn step(&self, direct: &mut dyn Direct, job: &mut Job) -> Step {
+        let len = COPY_BUDGET.min(job.len - job.moved) as u64;
+        let at = self.from + job.moved as u64;
+        let (own, theirs) = ((&*self.own, at), (&*self.theirs, at));
+        match (self.mapped, job.copy) {
+            // SAFETY: by the contract; the peer's rows stay mapped while its view does. It may write there meanwhile.
+            (true, Copy::Pull) => unsafe { copy_between(own, theirs, len) },
+            // SAFETY: as above.
+            (true, Copy::Push) => unsafe { copy_between(theirs, own, len) },
+            (false, copy) => {
+                // SAFETY: by the contract.
+                if let Err(why) = unsafe { direct.copy_rows(own, theirs, len, copy) } {
+                    return Step::Failed(why);
+                }
+            }
+        }
+        job.moved += len as usize;
+        if job.moved == job.len { Step::Done } else { Step::Moved(len as usize) }
+    }
 }
 
 /// What the protocol asks for.
@@ -145,6 +185,9 @@ impl DirectCopies {
     /// Begins a copy, or has the protocol know that it cannot be made.
     pub(super) fn begin(&mut self, context: &mut Context<'_>, request: Request) -> Begun {
         let Request { endpoint, id, memory, role, ref offer, len } = request;
+        if is_paired(offer) {
+            return self.begin_pair(context, &request);
+        }
         let gpu = Link::knows(&offer.descriptor);
         let lane = context.data.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
         // There is no direct copy between GPU memory and host memory.
@@ -192,10 +235,46 @@ impl DirectCopies {
         let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0, state: 0 };
         let began = gpu.then(Instant::now);
         let alone = offer.slot.is_none();
-        self.copies.push(ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false });
+        let pair = None;
+        self.copies.push(ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false, pair });
         if alone {
             self.step_one(context, self.copies.len() - 1);
         }
+        Begun::Copying
+    }
+
+    /// [`DirectCopies::begin`] between the lists of a view. What cannot be copied is carried.
+    fn begin_pair(&mut self, context: &mut Context<'_>, request: &Request) -> Begun {
+        let Request { endpoint, id, memory, role, offer, len } = request;
+        let Memory::Region { region, base, .. } = *memory else {
+            context.failed(*endpoint, *id);
+            return Begun::Done;
+        };
+        let view = context.data.tables.hosted.view(region).cloned();
+        let lane = context.data.tables.peers.get(*endpoint).and_then(|peer| peer.message_lane());
+        let direct = lane.and_then(|lane| context.polled.direct(lane));
+        let found = view.zip(direct).and_then(|(view, direct)| Some((view.list.clone(), view.theirs(direct)?)));
+        let (Some(lane), Some((own, (theirs, kind)))) = (lane, found) else {
+            context.failed(*endpoint, *id);
+            return Begun::Done;
+        };
+        let copy = if *role == Role::Pull { Copy::Pull } else { Copy::Push };
+        let (local, remote, len) = (std::ptr::null_mut(), offer.descriptor, *len as usize);
+        let job = Job { slot: None, local, remote, len, copy, moved: 0, state: 0 };
+        let pair = Some(Pair { own, theirs, from: base, mapped: kind == DirectKind::Mapped });
+        let (endpoint, id, memory) = (*endpoint, *id, *memory);
+        self.copies.push(ActiveCopy {
+            endpoint,
+            lane,
+            id,
+            memory,
+            job,
+            began: None,
+            copy_ns: 0,
+            stopping: false,
+            pair,
+        });
+        self.step_one(context, self.copies.len() - 1);
         Begun::Copying
     }
 
@@ -263,7 +342,12 @@ impl DirectCopies {
         let started = Instant::now();
         // SAFETY: `local` is the memory of an operation or a region that the protocol has not released: it is valid for
         // `len` bytes until the copy ends, which it does before `Done`, `Released` or `deregister` return.
-        let step = unsafe { direct.step(&mut active.job, COPY_BUDGET) };
+        let step = unsafe {
+            match &active.pair {
+                Some(pair) => pair.step(direct, &mut active.job),
+                None => direct.step(&mut active.job, COPY_BUDGET),
+            }
+        };
         match step {
             Step::Moved(bytes) => {
                 active.copy_ns += started.elapsed().as_nanos() as u64;

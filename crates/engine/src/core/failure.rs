@@ -185,6 +185,7 @@ impl Transfers {
             tables.log.info(format_args!("{name}: {why}"));
         }
         self.apply_events(endpoint);
+        self.end_lists(endpoint, why);
         for op in self.data.gpu.take_held(endpoint) {
             self.data.tables.fail(op, ErrorKind::PeerDead, why, Some(endpoint));
         }

@@ -12,6 +12,7 @@ use slab::Slab;
 use super::bulk_lane::LaneEnd;
 use super::gpu::chunk_queue::ChunkQueue;
 use super::id_table::IdTable;
+use super::lists::part::RowsBuffer;
 
 /// Longest control payload that the protocol asks room for.
 const CONTROL_MAX: usize = 4096;
@@ -104,6 +105,8 @@ pub(crate) struct LaneRecord {
     /// The word that is arriving, and where it goes. A lane places one frame after the other.
     word: Box<u64>,
     word_target: Option<(usize, Arc<Loan>)>,
+    /// Bytes for a list that are arriving, if the lane takes none.
+    pub(super) rows: RowsBuffer,
     /// Bytes acknowledged when it was last suspected of being dead, if others were in flight then.
     acked_when_suspected: Option<u64>,
     /// Times that it was suspected, and chunks that other lanes carried again when it was lost.
@@ -136,6 +139,7 @@ impl LaneRecord {
             control_len: 0,
             word: Box::new(0),
             word_target: None,
+            rows: RowsBuffer::default(),
             acked_when_suspected: None,
             stalls: 0,
             resent_chunks: 0,
@@ -285,7 +289,7 @@ impl LaneRecord {
     pub(super) fn hold(&mut self, bytes: &[u8]) -> (Payload, u64) {
         let key = self.held.insert(bytes.into());
         let held = &self.held[key];
-        (Payload { ptr: held.as_ptr(), len: held.len(), file: None, grant: None }, key as u64 + 1)
+        (Payload { ptr: held.as_ptr(), len: held.len(), ..Payload::EMPTY }, key as u64 + 1)
     }
 
     /// The lane no longer reads what was held under that token.
@@ -318,6 +322,11 @@ impl LaneRecord {
             // polls them from other threads.
             unsafe { Word::at(target as *mut u64) }.announce(*self.word);
         }
+    }
+
+    /// Whether the lane carries bytes of lists from and to where they are.
+    pub(super) fn takes_lists(&self) -> bool {
+        self.caps.lists
     }
 
     /// The control payload that has arrived.

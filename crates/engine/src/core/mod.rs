@@ -19,6 +19,7 @@ mod failure;
 pub(crate) mod gpu;
 mod id_table;
 mod lanes;
+pub(crate) mod lists;
 mod names;
 mod operations;
 mod outcome;
@@ -46,8 +47,8 @@ pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, LaneEnd, READABLE, WRITA
 use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
-pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Standing, Wanted};
-pub(crate) use self::outcome::gone;
+pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Standing, THENS, Wanted};
+pub(crate) use self::outcome::{OpKind, gone};
 pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Callback, Collected, outcome, render};
 pub use self::receipt::{HeldTimes, LaneShare, Protocol, Receipt};
@@ -263,9 +264,11 @@ impl Core {
             return false;
         }
         let now = tables.clock.read();
+        let over = tables.hosted.over(region);
         for id in tables.peers.ids() {
             let Some(peer) = self.transfers.data.tables.peers.get_mut(id) else { continue };
             peer.protocol.region_gone(now, region);
+            over.iter().for_each(|access| peer.protocol.region_gone(now, *access));
             self.transfers.settle(id);
         }
         self.transfers.data.tables.operations.report();
@@ -274,19 +277,24 @@ impl Core {
 
     /// Whether a peer's lane or a direct copy may still touch that region.
     pub(crate) fn is_region_used(&self, region: proto::RegionRef) -> bool {
-        let used = |peer: &Peer| peer.accesses_to(region).next().is_some();
         let tables = &self.transfers.data.tables;
-        self.transfers.direct.uses_region(region)
-            || tables.operations.returns.has_region(region)
-            || tables.peers.iter().any(used)
+        let used = |region: proto::RegionRef| {
+            let by = |peer: &Peer| peer.accesses_to(region).next().is_some();
+            self.transfers.direct.uses_region(region)
+                || tables.operations.returns.has_region(region)
+                || tables.peers.iter().any(by)
+        };
+        used(region) || tables.hosted.over(region).into_iter().any(used)
     }
 
     /// Recalls the memory of a region from every lane. Whether one keeps it still.
     pub(crate) fn recall_region(&mut self, region: proto::RegionRef) -> bool {
-        let Tables { peers, operations, .. } = &mut self.transfers.data.tables;
-        for loan in peers.iter().flat_map(|peer| peer.accesses_to(region)) {
-            if !loan.recall() {
-                operations.returns.await_loan(Owner::Access(region), Arc::clone(loan));
+        let Tables { peers, operations, hosted, .. } = &mut self.transfers.data.tables;
+        for of in hosted.over(region).into_iter().chain([region]) {
+            for loan in peers.iter().flat_map(|peer| peer.accesses_to(of)) {
+                if !loan.recall() {
+                    operations.returns.await_loan(Owner::Access(region), Arc::clone(loan));
+                }
             }
         }
         operations.returns.has_region(region)
@@ -300,6 +308,9 @@ impl Core {
     /// Forgets a region whose access has ended; nothing touches its memory after this.
     pub(crate) fn remove_region(&mut self, region: proto::RegionRef) {
         let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        for access in tables.hosted.over(region) {
+            tables.hosted.released(access);
+        }
         gpu.release_region(tables, region);
         tables.regions.remove(region);
     }

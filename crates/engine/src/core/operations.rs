@@ -9,6 +9,7 @@ use crossrail_proto as proto;
 use crossrail_transport::{Loan, Place};
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
+use super::lists::part::{Part, Then};
 use super::names::Names;
 use super::outcome::{Carried, Finish, OpKind, Outcome};
 use super::receipt::{Callback, Collected};
@@ -71,6 +72,10 @@ struct Attached {
     /// The kind of the direct copy that was offered or made.
     direct: Option<crossrail_transport::DirectKind>,
     callback: Option<Callback>,
+    /// The rows that are its memory.
+    part: Option<Part>,
+    /// What follows its end.
+    then: Option<Then>,
     /// The batch that it is part of.
     parent: Option<OpId>,
     /// Of a batch: its parts in flight, the bytes of the others and what carried them, and the first failure.
@@ -128,7 +133,9 @@ pub(crate) struct Operations {
     free: u32,
     /// Callbacks of finished operations, to be run without the lock.
     callbacks: Vec<(Callback, Outcome)>,
-    /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`].
+    /// What follows the ends of operations.
+    thens: Vec<(EndpointId, Then, bool)>,
+    /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`], [`THENS`].
     news: u8,
     live: usize,
     /// Operations that were ever inserted.
@@ -144,10 +151,15 @@ pub(crate) const FINISHED: u8 = 1;
 /// There are callbacks to run.
 pub(crate) const CALLBACKS: u8 = 2;
 
+/// Something follows the end of an operation ([`Core::follow_up`](super::Core::follow_up)).
+pub(crate) const THENS: u8 = 4;
+
 /// Token of a message that is placed whole, together with the index of its receive.
 pub(super) const MESSAGE: u64 = 1 << 62;
 /// Token of a word that goes into a region.
 pub(super) const WORD: u64 = 1 << 61;
+/// Token of bytes for a list that the lane's own memory receives.
+pub(super) const ROWS: u64 = 1 << 60;
 
 impl Default for Operations {
     fn default() -> Operations {
@@ -155,6 +167,7 @@ impl Default for Operations {
             slots: Vec::new(),
             free: NO_ENTRY,
             callbacks: Vec::new(),
+            thens: Vec::new(),
             news: 0,
             live: 0,
             begun: 0,
@@ -247,6 +260,11 @@ impl Operations {
         self.news |= FINISHED;
     }
 
+    /// What follows the ends of operations, with their peers, and whether they were good.
+    pub(crate) fn take_thens(&mut self) -> Vec<(EndpointId, Then, bool)> {
+        std::mem::take(&mut self.thens)
+    }
+
     /// Callbacks to run without the lock.
     pub(crate) fn take_callbacks(&mut self) -> Vec<(Callback, Outcome)> {
         std::mem::take(&mut self.callbacks)
@@ -287,8 +305,9 @@ impl Operations {
             op.attached().ending.get_or_insert(outcome);
             return;
         }
-        let Attached { direct, callback, parent, ending, .. } =
+        let Attached { direct, callback, parent, ending, then, .. } =
             op.attached.take().map(|attached| *attached).unwrap_or_default();
+        let then = op.endpoint.zip(then);
         if let Some(first) = ending {
             outcome = first;
         }
@@ -303,6 +322,10 @@ impl Operations {
         }
         if let Some(callback) = callback {
             self.call_back(callback, outcome.clone());
+        }
+        if let Some((endpoint, then)) = then {
+            self.thens.push((endpoint, then, outcome.is_ok()));
+            self.news |= THENS;
         }
         if let Some(op) = self.op_mut(id) {
             op.outcome = Some(outcome);

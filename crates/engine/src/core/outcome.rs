@@ -74,6 +74,8 @@ pub(crate) enum OpKind {
     Receive,
     Write,
     Read,
+    /// Bytes for the peer's queue of notices.
+    Notice,
     /// Several operations in one request.
     Batch,
 }
@@ -92,6 +94,7 @@ impl OpKind {
             OpKind::Receive => "recv",
             OpKind::Write => "write",
             OpKind::Read => "read",
+            OpKind::Notice => "notify",
             OpKind::Batch => "batch",
         }
     }

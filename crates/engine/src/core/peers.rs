@@ -10,6 +10,7 @@ use proto::Time;
 
 use super::bulk_lane::{Among, BulkLane};
 use super::id_table::IdTable;
+use super::lists::outbox::Outbox;
 use super::names::{Names, NamesOfPeer};
 use super::returns::{Owner, Returns};
 use super::totals::Copied;
@@ -125,6 +126,8 @@ pub(crate) struct Peer {
     warned_direct: bool,
     /// What this end has copied directly, by the GPU whose memory it was; `None`: host memory.
     pub(super) copied: BTreeMap<Option<u32>, Copied>,
+    /// What this end has told it of lists.
+    pub(super) outbox: Outbox,
     /// Unexpected messages.
     arrivals: HashMap<u32, Arrival>,
     /// Its accesses to our regions.
@@ -154,6 +157,7 @@ impl Peer {
             notes: VecDeque::new(),
             warned_direct: false,
             copied: BTreeMap::new(),
+            outbox: Outbox::default(),
             arrivals: HashMap::new(),
             accesses: HashMap::new(),
         }
@@ -161,6 +165,10 @@ impl Peer {
 
     pub(crate) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(crate) fn id(&self) -> EndpointId {
+        self.protocol.id()
     }
 
     #[inline]
@@ -381,12 +389,10 @@ impl Peer {
         }
     }
 
-    /// The access is over. The region is in use until its loan is returned.
-    pub(super) fn end_access(&mut self, access: u32, returns: &mut Returns) {
-        if let Some((region, loan)) = self.accesses.remove(&access)
-            && !loan.recall()
-        {
-            returns.await_loan(Owner::Access(region), loan);
-        }
+    /// The access is over. The region is in use until its loan is returned: that, if a lane keeps it.
+    pub(super) fn end_access(&mut self, access: u32, returns: &mut Returns) -> Option<Arc<Loan>> {
+        let (region, loan) = self.accesses.remove(&access).filter(|(_, loan)| !loan.recall())?;
+        returns.await_loan(Owner::Access(region), Arc::clone(&loan));
+        Some(loan)
     }
 }

@@ -12,7 +12,7 @@ use super::gpu::Released;
 use super::outcome::{OpKind, gone};
 use super::submission::Submission;
 use super::tables::Tables;
-use super::{Core, LaneRecord};
+use super::{Core, LaneRecord, Transfers};
 use crate::memory::Buffer;
 
 /// From here on both ends of a direct copy copy at once.
@@ -75,6 +75,16 @@ impl Core {
     fn is_alive(&self, endpoint: Option<EndpointId>) -> bool {
         let peers = &self.transfers.data.tables.peers;
         endpoint.and_then(|endpoint| peers.get(endpoint)).is_some_and(|peer| peer.is_alive())
+    }
+
+    /// # Errors
+    /// `PeerDead`, and `Closed` when the worker is closed.
+    pub(super) fn check_alive(&self, endpoint: EndpointId, what: &str) -> Result<()> {
+        if !self.closed && self.is_alive(Some(endpoint)) {
+            return Ok(());
+        }
+        let peer = self.transfers.data.tables.peers.get(endpoint).filter(|_| !self.closed);
+        Err(peer.map_or_else(|| gone(what), |peer| peer.dead(what)))
     }
 
     /// Why no such operation can be submitted.
@@ -153,7 +163,7 @@ impl Core {
         operations.insert_plain(op, OpKind::Send, (Some(endpoint), tag), buffer);
         if !put {
             let grant = if record.is_reliable() { None } else { operations.op_mut(op).map(|op| op.loan()) };
-            let tx = Tx { head, payload: Payload { ptr, len, file: None, grant }, token: 0 };
+            let tx = Tx { head, payload: Payload { ptr, len, grant, ..Payload::EMPTY }, token: 0 };
             if let Some(posted) = post(lane, &tx) {
                 self.not_posted(endpoint, op, id, tx, posted);
                 return Some((op, false));
@@ -190,7 +200,7 @@ impl Core {
         let Some(entry) = self.transfers.data.tables.operations.op(op) else { return };
         let (ptr, len, gpu) = (entry.ptr(), entry.len(), entry.ordinal());
         let offer = match gpu {
-            None => self.offer(endpoint, op, ptr, len),
+            None => self.transfers.offer(endpoint, op, ptr, len),
             Some(_) => self.offer_gpu(endpoint, op, ptr, len),
         };
         let gives = !matches!(operation, Operation::Read { .. });
@@ -217,23 +227,6 @@ impl Core {
         }
         entry.replace_memory(bytes, token);
         true
-    }
-
-    /// How the peer could copy host memory directly; `None`: the bytes are carried.
-    fn offer(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        let tables = &mut self.transfers.data.tables;
-        let lane = tables.peers.get(endpoint)?.message_lane()?;
-        if !tables.copies_directly(lane, ptr, len) {
-            return None;
-        }
-        let direct = self.transfers.polled.direct(lane)?;
-        let (descriptor, kind) = direct.describe(ptr, len)?;
-        let cursor = if len as u64 >= HELP_MIN { direct.open(len) } else { None };
-        if let Some(op) = tables.operations.op_mut(op) {
-            op.set_cursor(cursor);
-            op.set_direct(kind);
-        }
-        Some(Offer { descriptor, slot: cursor })
     }
 
     /// How the peer could copy GPU memory directly; `None`: it is staged.
@@ -333,6 +326,16 @@ impl Core {
             tables.fail(op, ErrorKind::Cancelled, "cancelled before a message matched it", None);
             return;
         }
+        if let Some(endpoint) = known
+            && self.leave_outbox(op, endpoint)
+        {
+            self.transfers.data.tables.fail(op, ErrorKind::Cancelled, "cancelled before it had begun", known);
+            return;
+        }
+        if kind == OpKind::Notice {
+            // On its way, and counted: it arrives.
+            return;
+        }
         if let Some(released) = self.transfers.data.gpu.leave(op, known) {
             self.start_released(released);
             self.transfers.data.tables.fail(op, ErrorKind::Cancelled, "cancelled before its memory was ready", None);
@@ -379,6 +382,25 @@ impl Core {
         let crowd = Some(with.count()).filter(|count| *count > credit as usize && done == 0);
         let crowd = crowd.map(|count| (count, credit));
         Some(OpProgress { kind, peer: Some(peer.name().to_owned()), lanes, done, total, unmatched: 0, crowd })
+    }
+}
+
+impl Transfers {
+    /// How the peer could copy host memory directly; `None`: the bytes are carried.
+    pub(super) fn offer(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
+        let tables = &mut self.data.tables;
+        let lane = tables.peers.get(endpoint)?.message_lane()?;
+        if !tables.copies_directly(lane, ptr, len) {
+            return None;
+        }
+        let direct = self.polled.direct(lane)?;
+        let (descriptor, kind) = direct.describe(ptr, len)?;
+        let cursor = if len as u64 >= HELP_MIN { direct.open(len) } else { None };
+        if let Some(op) = tables.operations.op_mut(op) {
+            op.set_cursor(cursor);
+            op.set_direct(kind);
+        }
+        Some(Offer { descriptor, slot: cursor })
     }
 }
 

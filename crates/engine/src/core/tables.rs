@@ -17,6 +17,7 @@ pub(in crate::core) use self::tracing::Staged;
 use self::tracing::Tracing;
 use super::clock::Clock;
 use super::lanes::Lanes;
+use super::lists::hosted::Hosted;
 use super::operations::Operations;
 use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
@@ -34,6 +35,8 @@ pub(crate) struct Tables {
     pub(super) operations: Operations,
     pub(super) matcher: proto::Matcher,
     pub(super) regions: Regions,
+    /// What peers have told of lists.
+    pub(super) hosted: Hosted,
     pub(super) peers: Peers,
     pub(super) lanes: Lanes,
     pub(super) totals: Totals,
@@ -52,6 +55,7 @@ impl Tables {
             operations: Operations::default(),
             matcher: proto::Matcher::new(),
             regions: Regions::default(),
+            hosted: Hosted::default(),
             peers: Peers::default(),
             lanes: Lanes::default(),
             totals: Totals::default(),
@@ -59,11 +63,17 @@ impl Tables {
         }
     }
 
-    /// The memory that the protocol names; `None`: it does not exist any more.
+    /// The memory that the protocol names; `None`: it does not exist any more, or is [a list](Tables::part).
     #[inline]
     pub(super) fn extent(&self, memory: Memory) -> Option<Extent> {
         match memory {
-            Memory::Op(op) => self.operations.op(op).map(|op| (op.ptr(), op.len() as u64, op.ordinal())),
+            Memory::Op(op) => {
+                let op = self.operations.op(op)?;
+                // Rows have no address of their own.
+                let is_rows = op.ptr().is_null() && op.part().is_some();
+                (!is_rows).then(|| (op.ptr(), op.len() as u64, op.ordinal()))
+            }
+            Memory::Region { region, base, .. } if Hosted::is_lent(region) => self.lent(region, base),
             Memory::Region { region, base, .. } => {
                 let (ptr, len, gpu) = self.regions.memory(region)?;
                 (base <= len).then(|| (ptr.wrapping_add(base as usize), len - base, gpu))
@@ -105,11 +115,11 @@ impl Tables {
     pub(super) fn frame(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
         let payload = match &out.body {
             Body::None => Payload::EMPTY,
-            Body::Inline { bytes, len } => {
-                Payload { ptr: bytes.as_ptr(), len: usize::from(*len), file: None, grant: None }
-            }
+            Body::Inline { bytes, len } => Payload { ptr: bytes.as_ptr(), len: usize::from(*len), ..Payload::EMPTY },
             Body::Memory { memory, offset, len } => {
-                let (ptr, have, gpu) = self.extent(*memory)?;
+                let Some((ptr, have, gpu)) = self.extent(*memory) else {
+                    return self.frame_of_rows(endpoint, lane, out);
+                };
                 let end = offset.checked_add(u64::from(*len))?;
                 if end > have || (gpu.is_some() && *len > 0) {
                     return None;
@@ -117,7 +127,7 @@ impl Tables {
                 // SAFETY: inside the memory by the check above.
                 let ptr = unsafe { ptr.add(*offset as usize) }.cast_const();
                 let len = *len as usize;
-                let mut payload = Payload { ptr, len, file: None, grant: None };
+                let mut payload = Payload { ptr, len, ..Payload::EMPTY };
                 if !self.lanes.get(lane)?.is_reliable() {
                     payload.grant = self.loan(endpoint, *memory);
                     payload.file = self.file(ptr, len);

@@ -16,8 +16,10 @@ use super::data_path::DataPath;
 use super::direct::{self, Begun, DirectCopies};
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
+use super::lists::hosted::Hosted;
 use super::operations::UsualLane;
 use super::peers::Peer;
+use super::returns::Owner;
 use super::tables::Tables;
 use super::wake_ups::WakeUps;
 use crate::memory::Regions;
@@ -296,7 +298,14 @@ impl Transfers {
             }
             let Some(mut tx) = tables.frame(endpoint, id, &out) else { continue };
             match lane.post(&tx) {
-                Ok(Post::Taken | Post::Held) => {}
+                Ok(Post::Held) => {}
+                Ok(Post::Taken) => {
+                    if tx.token != 0
+                        && let Some(lane) = tables.lanes.get_mut(id)
+                    {
+                        lane.release(tx.token);
+                    }
+                }
                 Ok(Post::Full) => {
                     tables.keep(endpoint, id, &out.body, &mut tx);
                     if let Some(lane) = tables.lanes.get_mut(id) {
@@ -336,6 +345,10 @@ impl Transfers {
         while let Some(event) = self.data.tables.peers.get_mut(endpoint).and_then(|peer| peer.protocol.event()) {
             self.apply(endpoint, event);
         }
+        // Mails have arrived, or credit for notices has.
+        if self.data.tables.peers.get(endpoint).is_some_and(|peer| peer.outbox.waits()) {
+            self.begin_waiting(endpoint);
+        }
     }
 
     fn apply(&mut self, endpoint: EndpointId, event: Event) {
@@ -351,6 +364,7 @@ impl Transfers {
                     gpu.release(tables, endpoint, |memory| *memory == Memory::Op(op));
                 }
                 tables.finish(endpoint, op, result, progress, tag);
+                self.mail_ended(endpoint, op);
             }
             Event::Deliver { arrival, op, len } => self.deliver(endpoint, arrival, op, len),
             Event::DropArrival { arrival } => {
@@ -362,10 +376,7 @@ impl Transfers {
                 self.begin_direct(direct::Request { endpoint, id, memory, role, offer, len });
             }
             Event::StopDirect { job } => self.direct.stop(endpoint, job),
-            Event::Imm { region, imm } => {
-                tables.regions.count(region, imm);
-                tables.operations.report();
-            }
+            Event::Imm { region, imm } => tables.arrived(endpoint, region, imm),
             Event::Revoke { memory: Memory::Op(op) } => {
                 tables.operations.recall(op);
             }
@@ -374,11 +385,17 @@ impl Transfers {
                     peer.recall_access(passive);
                 }
             }
-            Event::Released { passive } => {
+            Event::Released { passive, region } => {
                 let of = |memory: &Memory| matches!(memory, Memory::Region { passive: of, .. } if *of == passive);
                 gpu.release(tables, endpoint, of);
-                if let Some(peer) = tables.peers.get_mut(endpoint) {
-                    peer.end_access(passive, &mut tables.operations.returns);
+                let returns = &mut tables.operations.returns;
+                let kept = tables.peers.get_mut(endpoint).and_then(|peer| peer.end_access(passive, returns));
+                if Hosted::is_lent(region) {
+                    let memory = tables.hosted.released(region);
+                    if let Some((memory, loan)) = memory.zip(kept) {
+                        returns.await_loan(Owner::Memory(memory), loan);
+                    }
+                    self.return_credit(endpoint);
                 }
             }
             Event::Acked { lane, chunks } => {

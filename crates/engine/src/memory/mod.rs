@@ -1,11 +1,16 @@
 //! Memory that operations read and write: buffers, regions, and where GPU memory costs time.
 
 mod buffer;
+mod description;
 mod gpu_times;
+mod layout;
 mod regions;
 
 pub(crate) use buffer::{Backing, Keep, OnGpu, check};
 pub use buffer::{Buffer, Memory, Place, Ready};
+pub use description::{Described, Description};
 pub(crate) use gpu_times::GpuTimes;
+pub use layout::{Addresses, Row};
+pub(crate) use layout::{Extent, Placed, RegionStride};
 pub use regions::RegionKey;
 pub(crate) use regions::Regions;

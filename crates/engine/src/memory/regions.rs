@@ -6,10 +6,12 @@ use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, Result};
 use subtle::ConstantTimeEq;
 
-use super::buffer::{Buffer, Keep};
+use super::buffer::{Buffer, Keep, Place};
 
 const KEY_LEN: usize = 24;
-const KEY_MAGIC: [u8; 4] = *b"XRK1";
+const KEY_MAGIC: [u8; 4] = *b"XRK2";
+/// In place of a GPU's number: host memory.
+const HOST: u32 = u32::MAX;
 
 /// What a peer needs to write to or read from a region: opaque bytes, to be handed over by any means.
 ///
@@ -18,20 +20,38 @@ const KEY_MAGIC: [u8; 4] = *b"XRK1";
 pub struct RegionKey {
     pub(crate) key: [u8; KEY_LEN],
     pub(crate) len: u64,
+    pub(crate) place: Place,
 }
 
 impl RegionKey {
+    /// Bytes of a key as bytes.
+    pub(crate) const BYTES: usize = KEY_MAGIC.len() + 4 + 8 + KEY_LEN;
+
     /// The key as bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
-        [&KEY_MAGIC[..], &self.len.to_le_bytes(), &self.key].concat()
+        let gpu = match self.place {
+            Place::Host => HOST,
+            Place::Gpu(ordinal) => ordinal,
+        };
+        [&KEY_MAGIC[..], &gpu.to_le_bytes(), &self.len.to_le_bytes(), &self.key].concat()
+    }
+
+    /// Where the region is, in its owner's numbering of GPUs.
+    pub fn place(&self) -> Place {
+        self.place
     }
 
     /// A key from [`RegionKey::to_bytes`]; `Usage` if it is not one.
     pub fn from_bytes(bytes: &[u8]) -> Result<RegionKey> {
         let bad = || Error::new(ErrorKind::Usage, "region key", format!("{} bytes that are not one", bytes.len()));
         let rest = bytes.strip_prefix(&KEY_MAGIC[..]).ok_or_else(bad)?;
+        let (gpu, rest) = rest.split_first_chunk::<4>().ok_or_else(bad)?;
         let (len, key) = rest.split_first_chunk::<8>().ok_or_else(bad)?;
-        Ok(RegionKey { key: key.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len) })
+        let place = match u32::from_le_bytes(*gpu) {
+            HOST => Place::Host,
+            ordinal => Place::Gpu(ordinal),
+        };
+        Ok(RegionKey { key: key.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len), place })
     }
 
     /// Bytes of the region it opens.
@@ -104,13 +124,14 @@ impl Regions {
         entry.secret = secret;
         entry.ptr = buffer.ptr;
         entry.len = buffer.len as u64;
+        let place = buffer.place();
         entry.gpu = buffer.gpu.as_ref().map(|gpu| gpu.ordinal);
         entry.keep = buffer.keep;
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&index.to_le_bytes());
         key[4..8].copy_from_slice(&entry.generation.to_le_bytes());
         key[8..].copy_from_slice(&secret);
-        (proto::RegionRef { index, generation: entry.generation }, RegionKey { key, len: entry.len })
+        (proto::RegionRef { index, generation: entry.generation }, RegionKey { key, len: entry.len, place })
     }
 
     fn entry(&self, region: proto::RegionRef) -> Option<&Entry> {
@@ -163,31 +184,43 @@ impl Regions {
     }
 }
 
-impl proto::Regions for Regions {
-    fn resolve(
-        &mut self,
+// What peers ask for; the lists that they make of it are added by `Shown`.
+impl Regions {
+    /// Finds the region of that key, and checks that `offset..offset + len` is inside it.
+    pub(crate) fn resolve(
+        &self,
         key: &proto::RegionKey,
         offset: u64,
         len: u64,
-        _access: proto::Access,
     ) -> std::result::Result<proto::RegionRef, proto::RegionFault> {
-        let word = |at: usize| u32::from_le_bytes([key[at], key[at + 1], key[at + 2], key[at + 3]]);
-        let region = proto::RegionRef { index: word(0), generation: word(4) };
-        let entry = self.entry(region).filter(|entry| !entry.retired).ok_or(proto::RegionFault::Gone)?;
-        if !bool::from(entry.secret.ct_eq(&key[8..])) {
-            return Err(proto::RegionFault::Gone);
-        }
+        let (region, entry) = self.opened(key).ok_or(proto::RegionFault::Gone)?;
         match offset.checked_add(len) {
             Some(end) if end <= entry.len => Ok(region),
             _ => Err(proto::RegionFault::Bounds),
         }
     }
 
-    fn alive(&self, region: proto::RegionRef) -> bool {
+    /// The region that the key opens.
+    fn opened(&self, key: &proto::RegionKey) -> Option<(proto::RegionRef, &Entry)> {
+        let word = |at: usize| u32::from_le_bytes([key[at], key[at + 1], key[at + 2], key[at + 3]]);
+        let region = proto::RegionRef { index: word(0), generation: word(4) };
+        let entry = self.entry(region).filter(|entry| !entry.retired)?;
+        bool::from(entry.secret.ct_eq(&key[8..])).then_some((region, entry))
+    }
+
+    /// The region of host memory that the key opens: its first byte, and its length.
+    pub(crate) fn known(&self, key: &proto::RegionKey) -> Option<(proto::RegionRef, (*mut u8, u64))> {
+        let (region, entry) = self.opened(key)?;
+        entry.gpu.is_none().then_some((region, (entry.ptr, entry.len)))
+    }
+
+    /// Whether it may be accessed.
+    pub(crate) fn is_live(&self, region: proto::RegionRef) -> bool {
         self.entry(region).is_some_and(|entry| !entry.retired)
     }
 
-    fn eager(&self, region: proto::RegionRef) -> bool {
+    /// Whether its bytes may go with a first frame.
+    pub(crate) fn is_eager(&self, region: proto::RegionRef) -> bool {
         self.entry(region).is_none_or(|entry| entry.gpu.is_none())
     }
 }

@@ -28,7 +28,7 @@ use self::group::SocketEvent;
 use self::sight::Sight;
 use self::tasks::Tasks;
 use crate::core::gpu::Inbox;
-use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, LostRail, Receipt, render};
+use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, LostRail, Receipt, THENS, render};
 use crate::environment::{Breadth, Environment};
 
 /// How long the background thread sleeps at most without checking the protocol's timers.
@@ -249,7 +249,7 @@ impl Progress {
     #[inline(always)]
     pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
         let news = core.operations().take_news();
-        if (news & CALLBACKS) | u8::from(core.wake_ups().wants_connections()) != 0 {
+        if (news & (CALLBACKS | THENS)) | u8::from(core.wake_ups().wants_connections()) != 0 {
             return self.after_rare(core, news);
         }
         let sleepers = core.wake_ups().is_anyone_sleeping();
@@ -274,7 +274,11 @@ impl Progress {
     }
 
     #[cold]
-    fn after_rare(&self, mut core: MutexGuard<'_, Core>, news: u8) {
+    fn after_rare(&self, mut core: MutexGuard<'_, Core>, mut news: u8) {
+        while news & THENS != 0 {
+            core.follow_up();
+            news = news & !THENS | core.operations().take_news();
+        }
         let sleepers = core.wake_ups().is_anyone_sleeping();
         let (connections, driver) = core.wake_ups().take();
         let callbacks = core.operations().take_callbacks();

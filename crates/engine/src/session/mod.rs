@@ -49,6 +49,8 @@ pub(crate) struct ListenOptions {
     pub(crate) addresses: Option<Vec<SocketAddr>>,
     /// Whether it accepts connections over a Unix socket.
     pub(crate) unix: bool,
+    /// Peers that connect are not handed to `accept`.
+    pub(crate) admit: bool,
 }
 
 /// The sessions of one worker: its listener, its control connections, and what every endpoint uses and why.
@@ -152,8 +154,10 @@ impl Sessions {
     /// Has `accept` return an endpoint that a peer has created.
     fn arrived(&self, endpoint: EndpointId) {
         let mut core = self.progress.core();
-        let claim = core.peers().claim(endpoint);
-        self.arrived.lock().push_back(claim);
+        if !self.options.admit {
+            let claim = core.peers().claim(endpoint);
+            self.arrived.lock().push_back(claim);
+        }
         core.operations().report();
         self.progress.after(core);
     }

@@ -243,10 +243,8 @@ impl Peer {
                 self.free_their(incoming.their);
             }
             InKind::Write { region, imm, .. } => {
-                self.events.push_back(Event::Released { passive: incoming.passive });
-                if let Some(imm) = imm {
-                    self.events.push_back(Event::Imm { region, imm });
-                }
+                self.events.push_back(Event::Released { passive: incoming.passive, region });
+                self.arrived.extend(imm.map(|imm| (region, imm)));
                 self.free_their(incoming.their);
             }
             InKind::Read { out, .. } => {
@@ -307,7 +305,9 @@ impl Peer {
                 let progress = incoming.received.bytes();
                 self.events.push_back(Event::Done { op, result: Err(why), progress, tag });
             }
-            InKind::Write { .. } => self.events.push_back(Event::Released { passive: incoming.passive }),
+            InKind::Write { region, .. } => {
+                self.events.push_back(Event::Released { passive: incoming.passive, region });
+            }
             InKind::Read { .. } => return,
         }
         self.free_their(incoming.their);

@@ -476,7 +476,7 @@ impl Peer {
 
     pub(super) fn close_serve(&mut self, index: u32) {
         let outgoing = self.outs.remove(index as usize);
-        let Some(Serve { their, passive, .. }) = outgoing.rest().serve else { return };
+        let Some(Serve { region, their, passive, .. }) = outgoing.rest().serve else { return };
         let memory = outgoing.memory();
         let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
         if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
@@ -487,7 +487,7 @@ impl Peer {
         if left || failed || outgoing.touched() {
             self.events.push_back(Event::Revoke { memory });
         }
-        self.events.push_back(Event::Released { passive });
+        self.events.push_back(Event::Released { passive, region });
         self.free_their(their);
     }
 

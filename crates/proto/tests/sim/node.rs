@@ -226,7 +226,7 @@ impl Node {
                 self.quiesce(memory);
                 self.passives.entry(passive).or_default().revoked.set(true);
             }
-            Event::Released { passive } => {
+            Event::Released { passive, .. } => {
                 if let Some(pass) = self.passives.remove(&passive) {
                     pass.over.set(true);
                 }

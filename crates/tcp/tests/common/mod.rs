@@ -96,5 +96,5 @@ pub fn wire(payload: &[u8]) -> Vec<u8> {
 /// A frame that sends `payload`.
 pub fn frame(payload: &[u8]) -> Tx {
     let head = Head::new(1, payload.len() as u32);
-    Tx { head, payload: Payload { ptr: payload.as_ptr(), len: payload.len(), file: None, grant: None }, token: 7 }
+    Tx { head, payload: Payload { ptr: payload.as_ptr(), len: payload.len(), ..Payload::EMPTY }, token: 7 }
 }

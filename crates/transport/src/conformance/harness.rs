@@ -37,7 +37,7 @@ pub(super) fn pattern(seq: u32, len: usize) -> Vec<u8> {
 pub(super) fn frame(kind: u8, seq: u32, payload: &[u8]) -> Tx {
     let mut head = Head::new(kind, payload.len() as u32);
     head.0[8..12].copy_from_slice(&seq.to_le_bytes());
-    let payload = Payload { ptr: payload.as_ptr(), len: payload.len(), file: None, grant: None };
+    let payload = Payload { ptr: payload.as_ptr(), len: payload.len(), ..Payload::EMPTY };
     Tx { head, payload, token: u64::from(seq) }
 }
 

@@ -6,6 +6,7 @@ use crossrail_transport::Loan;
 use crossrail_types::{EndpointId, OpId};
 
 use super::{Attached, NO_ENTRY, Op, State};
+use crate::core::lists::part::{Part, Then};
 use crate::core::names::Names;
 use crate::core::outcome::{OpKind, Outcome, ShortEnd};
 use crate::memory::{GpuTimes, Keep};
@@ -190,5 +191,21 @@ impl Op {
     pub(super) fn recall(&mut self) -> Option<Arc<Loan>> {
         let loan = self.attached.as_mut()?.loan.take()?;
         if loan.recall() { None } else { Some(loan) }
+    }
+
+    /// The rows that are its memory; `None`: it is one piece.
+    pub(crate) fn part(&self) -> Option<&Part> {
+        self.attached.as_ref()?.part.as_ref()
+    }
+
+    /// Its memory are those rows, and that follows its end.
+    pub(crate) fn set_part(&mut self, part: Part, then: Option<Then>) {
+        let attached = self.attached();
+        (attached.part, attached.then) = (Some(part), then);
+    }
+
+    /// That follows its end.
+    pub(crate) fn set_then(&mut self, then: Then) {
+        self.attached().then = Some(then);
     }
 }

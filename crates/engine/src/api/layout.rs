@@ -1,0 +1,266 @@
+//! Layouts: rows of registered memory, of this worker or of a peer.
+
+use std::sync::Arc;
+
+use crossrail_locks::Mutex;
+use crossrail_transport::{Index, List};
+use crossrail_types::{EndpointId, Error, ErrorKind, Result};
+
+use super::{Endpoint, Region, Worker};
+use crate::core::lists::{RowsOf, Told};
+use crate::core::{Claim, Core};
+use crate::memory::{Addresses, Description, Extent, Place, Placed, RegionKey, Row};
+use crate::progress::Progress;
+
+/// Rows of registered memory: this worker's ([`Worker::layout`]), or a peer's ([`Endpoint::layout`]). Made once, checked
+/// once, and told to each peer once, however often it is moved from or to; clones share it. Any thread may use it.
+#[derive(Clone)]
+pub struct Layout(pub(super) Arc<Inner>);
+
+/// What the clones of a layout share.
+pub(super) struct Inner {
+    progress: Arc<Progress>,
+    placed: Placed,
+    extents: Vec<Extent>,
+    pub(super) of: Of,
+    /// What peers were told of it.
+    told: Mutex<Vec<(Claim, Option<Told>)>>,
+}
+
+/// Whose memory it is.
+pub(super) enum Of {
+    Own(Vec<Region>),
+    Peer(EndpointId, Vec<RegionKey>),
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Perhaps under the worker's lock, which telling them takes.
+        let told = std::mem::take(&mut *self.told.lock());
+        let told: Vec<_> = told.into_iter().filter_map(|(claim, told)| Some((claim, told?))).collect();
+        if told.is_empty() || self.progress.check_origin("drop").is_err() {
+            return;
+        }
+        let progress = self.progress.clone();
+        self.progress.defer(Box::new(move || {
+            let mut core = progress.core();
+            told.iter().for_each(|(claim, told)| core.untell(claim.id, &[*told]));
+            progress.after(core);
+        }));
+    }
+}
+
+impl Layout {
+    fn new(progress: &Arc<Progress>, placed: Placed, extents: Vec<Extent>, of: Of) -> Layout {
+        Layout(Arc::new(Inner { progress: progress.clone(), placed, extents, of, told: Mutex::default() }))
+    }
+
+    /// How many rows.
+    pub fn rows(&self) -> u64 {
+        self.0.placed.rows.count()
+    }
+
+    /// How many strides they are: what a peer is told takes that much.
+    pub fn strides(&self) -> usize {
+        self.0.placed.rows.strides().len()
+    }
+
+    /// Bytes of all rows.
+    pub fn nbytes(&self) -> u64 {
+        self.0.placed.rows.bytes()
+    }
+
+    /// Part `index` of each row, cut into `parts` of equal length.
+    ///
+    /// # Errors
+    /// `Usage`: a row's length is no multiple of that, or there is no such part.
+    pub fn split(&self, parts: u64, index: u64) -> Result<Layout> {
+        Ok(self.with(self.0.placed.split(parts, index)?))
+    }
+
+    /// Rows `first` up to but without `last`.
+    ///
+    /// # Errors
+    /// `Usage`: there are no such rows.
+    pub fn slice(&self, first: u64, last: u64) -> Result<Layout> {
+        Ok(self.with(self.0.placed.slice(first, last)?))
+    }
+
+    fn with(&self, placed: Placed) -> Layout {
+        let of = match &self.0.of {
+            Of::Own(regions) => Of::Own(regions.clone()),
+            Of::Peer(endpoint, keys) => Of::Peer(*endpoint, keys.clone()),
+        };
+        Layout::new(&self.0.progress, placed, self.0.extents.clone(), of)
+    }
+
+    /// The rows that `index` names, in its order.
+    pub(super) fn list(&self, index: Option<&[u32]>) -> Result<List> {
+        let rows = &self.0.placed.rows;
+        let count = rows.count();
+        let compressed = index.map_or(Index::All, |index| Index::compress(index, rows));
+        List::new(rows.clone(), compressed).ok_or_else(|| {
+            let beyond = index.and_then(|index| index.iter().find(|row| u64::from(**row) >= count));
+            let detail = match beyond {
+                Some(row) => format!("row {row} of a layout of {count} rows"),
+                None => "no rows".to_owned(),
+            };
+            Error::new(ErrorKind::Usage, "prepare", detail)
+        })
+    }
+
+    /// Whether all of it is host memory.
+    pub(super) fn is_host(&self) -> bool {
+        self.0.placed.regions.iter().all(|region| self.0.extents[*region as usize].place == Place::Host)
+    }
+
+    /// Where a piece of a list of these rows is: its region's number, and the offset there.
+    pub(super) fn locate(&self, at: u64) -> Option<(usize, u64)> {
+        let inside = |extent: &Extent| at >= extent.base && at - extent.base < extent.len;
+        let region = self.0.extents.iter().position(inside)?;
+        Some((region, at - self.0.extents[region].base))
+    }
+
+    /// Bytes from an address in it to the end of a region.
+    pub(super) fn left(&self, region: usize, at: u64) -> u64 {
+        let Extent { base, len, .. } = self.0.extents[region];
+        base + len - at
+    }
+
+    /// Where a region is.
+    pub(super) fn place(&self, region: usize) -> Place {
+        self.0.extents[region].place
+    }
+
+    /// Fails if one of its regions was deregistered.
+    pub(super) fn check_live(&self, core: &mut Core) -> Result<()> {
+        let Of::Own(regions) = &self.0.of else { return Ok(()) };
+        let gone = regions.iter().any(|region| !core.transfers().regions().is_live(region.entry()));
+        if gone {
+            return Err(Error::new(ErrorKind::Region, "start", "a region of the local layout was deregistered"));
+        }
+        Ok(())
+    }
+
+    /// Tells the peer of it, once. `None`: it could not reach these rows anyway.
+    pub(super) fn tell(&self, core: &mut Core, endpoint: EndpointId) -> Result<Option<Told>> {
+        let mut all = self.0.told.lock();
+        if let Some((_, told)) = all.iter().find(|(claim, _)| claim.id == endpoint) {
+            return Ok(*told);
+        }
+        let strides = self.0.placed.relative(&self.0.extents);
+        let told = match &self.0.of {
+            Of::Own(_) => {
+                let memory: Vec<_> = self.0.extents.iter().map(|extent| (extent.base, extent.len)).collect();
+                core.tell_rows(endpoint, RowsOf::Own(&memory, &strides))?
+            }
+            Of::Peer(_, keys) => {
+                let keys: Vec<_> = keys.iter().map(|key| key.key).collect();
+                core.tell_rows(endpoint, RowsOf::Peer(&keys, &strides))?
+            }
+        };
+        all.push((core.peers().claim(endpoint), told));
+        Ok(told)
+    }
+}
+
+impl std::fmt::Debug for Layout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Layout({} rows, {} bytes)", self.rows(), self.nbytes())
+    }
+}
+
+/// Regions without the repetitions, and where each is found.
+fn distinct<'a, R: 'a>(rows: &[Row<'a, R>], same: impl Fn(&R, &R) -> bool) -> Vec<&'a R> {
+    let mut found: Vec<&R> = Vec::new();
+    for row in rows {
+        if !found.iter().any(|known| same(known, row.region)) {
+            found.push(row.region);
+        }
+    }
+    found
+}
+
+impl Worker {
+    /// Rows of this worker's regions, which the layout keeps registered unless they are deregistered by name.
+    ///
+    /// # Errors
+    /// `Usage`: no rows, rows outside their region, or a region of another worker.
+    pub fn layout(&self, rows: &[Row<'_, Region>]) -> Result<Layout> {
+        let regions = distinct(rows, Region::is);
+        let regions: Vec<Region> = regions.into_iter().cloned().collect();
+        let extents = self.extents(&regions)?;
+        let number = |region: &Region| regions.iter().position(|known| known.is(region)).unwrap_or(0) as u32;
+        let placed = Placed::of(rows, &extents, number)?;
+        Ok(Layout::new(self.progress_handle(), placed, extents, Of::Own(regions)))
+    }
+
+    /// Rows by their addresses, each in one of `regions`.
+    ///
+    /// # Errors
+    /// `Region`: a row that is not in one of them; otherwise as [`Worker::layout`].
+    pub fn layout_at(&self, regions: &[Region], rows: Addresses<'_>) -> Result<Layout> {
+        let extents = self.extents(regions)?;
+        let placed = rows.placed(&extents)?;
+        Ok(Layout::new(self.progress_handle(), placed, extents, Of::Own(regions.to_vec())))
+    }
+
+    fn extents(&self, regions: &[Region]) -> Result<Vec<Extent>> {
+        self.progress_handle().check_origin("layout")?;
+        if regions.iter().any(|region| !region.is_of(self.progress_handle())) {
+            return Err(Error::new(ErrorKind::Usage, "layout", "a region belongs to another worker"));
+        }
+        let of = |region: &Region| Extent { base: region.base(), len: region.len(), place: region.place() };
+        Ok(regions.iter().map(of).collect())
+    }
+}
+
+impl Endpoint {
+    /// Rows of the peer's regions, by their keys.
+    ///
+    /// # Errors
+    /// `Usage`: no rows, or rows outside their region.
+    pub fn layout(&self, rows: &[Row<'_, RegionKey>]) -> Result<Layout> {
+        let keys: Vec<RegionKey> = distinct(rows, RegionKey::eq).into_iter().cloned().collect();
+        // Their addresses are not known: one after the other, with room between, so that no two rows adjoin that don't.
+        let mut base = 0u64;
+        let extents = keys.iter().map(|key| {
+            let extent = Extent { base, len: key.len(), place: key.place() };
+            base = base.saturating_add(key.len()).saturating_add(1);
+            extent
+        });
+        let extents: Vec<_> = extents.collect();
+        let number = |key: &RegionKey| keys.iter().position(|known| known == key).unwrap_or(0) as u32;
+        let placed = Placed::of(rows, &extents, number)?;
+        self.peers_layout(placed, extents, keys)
+    }
+
+    /// Rows of the peer's memory by their addresses there, each in one of the regions of `description`.
+    ///
+    /// # Errors
+    /// `Region`: a row that is not in one of them; otherwise as [`Endpoint::layout`].
+    pub fn layout_at(&self, description: &Description, rows: Addresses<'_>) -> Result<Layout> {
+        let regions = description.regions();
+        let of = |region: &crate::Described| Extent { base: region.base, len: region.len(), place: region.place() };
+        let extents: Vec<_> = regions.iter().map(of).collect();
+        let placed = rows.placed(&extents)?;
+        self.peers_layout(placed, extents, regions.iter().map(|region| region.key.clone()).collect())
+    }
+
+    /// A layout with the regions that its rows are in, and no others.
+    fn peers_layout(&self, mut placed: Placed, extents: Vec<Extent>, keys: Vec<RegionKey>) -> Result<Layout> {
+        let progress = self.worker.progress_handle();
+        progress.check_origin("layout")?;
+        let mut used = vec![None; extents.len()];
+        let (mut few, mut opened) = (Vec::new(), Vec::new());
+        for region in &mut placed.regions {
+            let at = *region as usize;
+            *region = *used[at].get_or_insert_with(|| {
+                few.push(extents[at]);
+                opened.push(keys[at].clone());
+                few.len() as u32 - 1
+            });
+        }
+        Ok(Layout::new(progress, placed, few, Of::Peer(self.id, opened)))
+    }
+}

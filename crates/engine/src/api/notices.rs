@@ -1,0 +1,81 @@
+//! Notices: short bytes for a peer's queue, alone or behind the data of a move.
+
+use std::time::Duration;
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use super::{Endpoint, Request, Worker};
+use crate::core::Core;
+use crate::core::lists::wire;
+
+/// Longest notice, in bytes.
+pub const NOTICE_MAX: usize = wire::NOTICE_MAX;
+
+/// What a peer had this worker notified of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Notice {
+    /// The peer's name.
+    pub peer: String,
+    /// The endpoint's number ([`Endpoint::id`]).
+    pub endpoint: u32,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+}
+
+impl Endpoint {
+    /// Puts `bytes` into the peer's queue of notices ([`Worker::notices`]). Finished when they are there. None is
+    /// dropped: when the peer takes none for long, the request waits until it does. Notices of one endpoint keep their
+    /// order; those of moves come when their move is over. On its way it can't be cancelled.
+    ///
+    /// # Errors
+    /// `Usage`: more than [`NOTICE_MAX`] bytes; here and in the request `PeerDead` and `Closed`.
+    pub fn notify(&self, bytes: &[u8]) -> Result<Request> {
+        let progress = self.worker.progress_handle();
+        progress.check_origin("notify")?;
+        check_len("notify", bytes)?;
+        let mut core = progress.core();
+        let op = core.notify(self.id, bytes.to_vec());
+        progress.after(core);
+        Ok(Request::new(progress, op?))
+    }
+}
+
+/// Fails for a notice that is too long.
+pub(super) fn check_len(what: &str, bytes: &[u8]) -> Result<()> {
+    if bytes.len() <= NOTICE_MAX {
+        return Ok(());
+    }
+    let detail = format!("a notice of {} bytes; at most {NOTICE_MAX}", bytes.len());
+    Err(Error::new(ErrorKind::Usage, what, detail).with_hint("send what is longer as a message"))
+}
+
+impl Worker {
+    /// Makes progress once and takes at most `limit` notices of all peers, in the order in which they came. Never blocks.
+    /// [`Worker::event_fd`] becomes readable when there are new ones.
+    pub fn notices(&self, limit: usize) -> Vec<Notice> {
+        let progress = self.progress_handle();
+        if progress.check_origin("notices").is_err() {
+            return Vec::new();
+        }
+        if !progress.core().has_notices() {
+            progress.step();
+        }
+        let mut core = progress.core();
+        let taken = core.take_notices(limit);
+        let named = taken.into_iter().map(|raised| Notice {
+            peer: core.peers().name(raised.endpoint),
+            endpoint: raised.endpoint.0,
+            bytes: raised.bytes,
+        });
+        let notices = named.collect();
+        progress.after(core);
+        notices
+    }
+
+    /// Waits until there are notices, at most `timeout`; whether there are.
+    pub fn wait_notice(&self, timeout: Duration) -> bool {
+        let progress = self.progress_handle();
+        progress.check_origin("wait_notice").is_ok()
+            && progress.wait_until(timeout, |core: &mut Core| core.has_notices().then_some(())).is_some()
+    }
+}

@@ -1,0 +1,489 @@
+//! What peers have told this end: rows of its regions and of their own memory, views of both, notices.
+//!
+//! An access of a peer to a view, and a mail of its on the way, is a [`Lent`] entry; the protocol knows it as a region
+//! whose index has the bit [`LENT`], and engine code as [`Where`] its bytes are. Everything that a peer can make this
+//! end hold is counted per peer and has a maximum, all of which are in [`wire`](super::wire).
+
+use std::any::Any;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use crossrail_proto as proto;
+use crossrail_transport::{Direct, DirectKind, Index, List, Rows, Stride, Window};
+use crossrail_types::EndpointId;
+use proto::{Access, RegionFault, RegionRef};
+
+use super::wire::{
+    self, ENTRIES_MAX, LISTS_MAX, MAIL_MAX, MAILS_MAX, NOTICE_EXTRA, NOTICE_MAX, NOTICES_MAX, Named, Sort, TheirRows,
+};
+use crate::memory::{RegionStride, Regions};
+
+/// Set in the index of what is lent here, and in no region's.
+pub(super) const LENT: u32 = 1 << 31;
+
+/// Bytes counted against [`LISTS_MAX`] for as long as anything holds what takes them.
+#[derive(Debug)]
+struct Charge {
+    total: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.total.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Rows of our regions.
+#[derive(Debug)]
+struct Installed {
+    rows: Arc<Rows>,
+    regions: Vec<RegionRef>,
+    _charge: Charge,
+}
+
+/// Rows of a peer's memory.
+#[derive(Debug)]
+struct Theirs {
+    told: TheirRows,
+    /// The length of every row, if they are equally long.
+    even: Option<u64>,
+    /// Found when it is first needed; `None`: this end cannot reach them.
+    found: OnceLock<Option<FoundRows>>,
+    _charge: Charge,
+}
+
+#[derive(Debug)]
+struct FoundRows {
+    rows: Arc<Rows>,
+    kind: DirectKind,
+    /// What keeps them mapped.
+    _windows: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+/// A list over our regions, and what the peer pairs it with.
+#[derive(Debug)]
+pub(in crate::core) struct View {
+    pub(in crate::core) list: Arc<List>,
+    of: Arc<Installed>,
+    theirs: Option<(Arc<Theirs>, Index)>,
+    /// The same bytes in the peer's memory, found when first needed.
+    found: OnceLock<Option<Arc<List>>>,
+    _charge: Charge,
+}
+
+impl View {
+    /// The same bytes in the peer's memory: addresses of this process where it maps them, otherwise the peer's own.
+    /// `None`: they cannot be reached.
+    pub(in crate::core) fn theirs(&self, direct: &mut dyn Direct) -> Option<(Arc<List>, DirectKind)> {
+        let (theirs, index) = self.theirs.as_ref()?;
+        let found = theirs.found.get_or_init(|| find_rows(&theirs.told, direct)).as_ref()?;
+        let list = self.found.get_or_init(|| {
+            let list = List::new(found.rows.clone(), index.clone())?;
+            list.fits(&self.list).then(|| Arc::new(list))
+        });
+        Some((list.clone()?, found.kind))
+    }
+}
+
+fn find_rows(told: &TheirRows, direct: &mut dyn Direct) -> Option<FoundRows> {
+    let mut windows: Vec<Window> = Vec::new();
+    if told.mapped {
+        for of in &told.memory {
+            windows.push(direct.map(&of.descriptor, usize::try_from(of.len).ok()?).ok()??);
+        }
+    } else {
+        // What could be mapped can be reached by the process's addresses, too, where anything can.
+        let mut kinds = told.memory.iter().map(|of| direct.reach(&of.descriptor, usize::try_from(of.len).ok()?).ok());
+        let any = kinds.try_fold(false, |any, kind| Some(any | (kind? == DirectKind::Cma)))?;
+        any.then_some(())?;
+    }
+    let place = |s: &RegionStride| {
+        let of = s.region as usize;
+        let base = windows.get(of).map_or(told.memory[of].base, |window| window.ptr as u64);
+        Stride { at: base.wrapping_add(s.stride.at), ..s.stride }
+    };
+    let rows = Rows::new(told.strides.iter().map(place).collect())?;
+    let kind = if told.mapped { DirectKind::Mapped } else { DirectKind::Cma };
+    Some(FoundRows { rows: Arc::new(rows), kind, _windows: windows.into_iter().map(|window| window.keep).collect() })
+}
+
+/// What an entry is for.
+enum Purpose {
+    Mail { sort: Sort, id: u32, bytes: Box<[u8]>, read: bool },
+    View { view: Arc<View>, notice: Option<Vec<u8>>, counts: bool },
+}
+
+struct Lent {
+    generation: u32,
+    endpoint: EndpointId,
+    /// `None`: the entry is free.
+    purpose: Option<Purpose>,
+}
+
+/// Where the memory of an access is.
+pub(in crate::core) enum Where<'a> {
+    Flat(*mut u8, u64),
+    Rows(&'a Arc<List>),
+}
+
+/// A notice that has been raised.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Raised {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// What one peer has told.
+#[derive(Default)]
+struct Told {
+    rows: HashMap<u32, Arc<Installed>>,
+    theirs: HashMap<u32, Arc<Theirs>>,
+    views: HashMap<u32, Arc<View>>,
+    behind: HashMap<u32, Vec<u8>>,
+    /// Bytes of lists.
+    lists: Arc<AtomicU64>,
+    /// Bytes of mails on their way, and of notices that nobody has taken.
+    mails: u64,
+    notices: u64,
+    /// Of the notices that were taken, or will never be raised: in all, and those of which the peer was told.
+    taken: u64,
+    credited: u64,
+}
+
+/// See the module. Protected by the worker's lock.
+#[derive(Default)]
+pub(crate) struct Hosted {
+    peers: HashMap<EndpointId, Told>,
+    lent: Vec<Lent>,
+    free: Vec<u32>,
+    raised: VecDeque<Raised>,
+}
+
+/// What a completed access leaves to the caller.
+pub(in crate::core) enum Arrived {
+    Nothing,
+    /// The caller's immediate counts in that region.
+    Counts(RegionRef),
+    /// The peer has taken notices of ours: so many bytes of them in all.
+    Credit(u64),
+}
+
+impl Hosted {
+    /// Whether that is lent here, and no region.
+    #[inline]
+    pub(in crate::core) fn is_lent(region: RegionRef) -> bool {
+        region.index & LENT != 0
+    }
+
+    fn entry(&self, region: RegionRef) -> Option<&Lent> {
+        let entry = self.lent.get((region.index & !LENT) as usize)?;
+        (entry.generation == region.generation && Hosted::is_lent(region)).then_some(entry)
+    }
+
+    /// Where its bytes are; `None`: it is over.
+    pub(in crate::core) fn memory(&self, region: RegionRef) -> Option<Where<'_>> {
+        match self.entry(region)?.purpose.as_ref()? {
+            Purpose::Mail { bytes, .. } => Some(Where::Flat(bytes.as_ptr().cast_mut(), bytes.len() as u64)),
+            Purpose::View { view, .. } => Some(Where::Rows(&view.list)),
+        }
+    }
+
+    /// The view that an access is to.
+    pub(in crate::core) fn view(&self, region: RegionRef) -> Option<&Arc<View>> {
+        match self.entry(region)?.purpose.as_ref()? {
+            Purpose::Mail { .. } => None,
+            Purpose::View { view, .. } => Some(view),
+        }
+    }
+
+    /// The accesses in progress whose rows are partly in that region.
+    pub(in crate::core) fn over(&self, region: RegionRef) -> Vec<RegionRef> {
+        let over = |(at, entry): (usize, &Lent)| match &entry.purpose {
+            Some(Purpose::View { view, .. }) if view.of.regions.contains(&region) => {
+                Some(RegionRef { index: at as u32 | LENT, generation: entry.generation })
+            }
+            _ => None,
+        };
+        self.lent.iter().enumerate().filter_map(over).collect()
+    }
+
+    fn lend(&mut self, endpoint: EndpointId, purpose: Purpose) -> RegionRef {
+        let at = self.free.pop().unwrap_or_else(|| {
+            self.lent.push(Lent { generation: 0, endpoint, purpose: None });
+            self.lent.len() as u32 - 1
+        });
+        let entry = &mut self.lent[at as usize];
+        (entry.endpoint, entry.purpose) = (endpoint, Some(purpose));
+        RegionRef { index: at | LENT, generation: entry.generation }
+    }
+
+    /// Finds what a key of [`Named`] names, and lends it for one access.
+    fn resolve(
+        &mut self,
+        regions: &Regions,
+        endpoint: EndpointId,
+        named: Named,
+        (offset, len): (u64, u64),
+        access: Access,
+    ) -> Result<RegionRef, RegionFault> {
+        let told = self.peers.entry(endpoint).or_default();
+        match named {
+            Named::Mail { sort, id } => {
+                let notice = matches!(sort, Sort::Notice | Sort::Behind);
+                let fits = if notice {
+                    len <= NOTICE_MAX as u64 && told.notices + len + NOTICE_EXTRA <= NOTICES_MAX
+                } else {
+                    len <= MAIL_MAX && told.mails + len <= MAILS_MAX
+                };
+                if !fits || offset != 0 || access != Access::Write {
+                    return Err(RegionFault::Access);
+                }
+                *(if notice { &mut told.notices } else { &mut told.mails }) +=
+                    len + if notice { NOTICE_EXTRA } else { 0 };
+                let bytes = vec![0; len as usize].into();
+                Ok(self.lend(endpoint, Purpose::Mail { sort, id, bytes, read: false }))
+            }
+            Named::View { id, behind, counts } => {
+                let view = told.views.get(&id).ok_or(RegionFault::Gone)?;
+                if !view.of.regions.iter().all(|region| regions.is_live(*region)) {
+                    return Err(RegionFault::Gone);
+                }
+                if offset.checked_add(len).is_none_or(|end| end > view.list.bytes()) {
+                    return Err(RegionFault::Bounds);
+                }
+                let notice = match behind {
+                    Some(behind) => Some(told.behind.remove(&behind).ok_or(RegionFault::Gone)?),
+                    None => None,
+                };
+                let view = view.clone();
+                Ok(self.lend(endpoint, Purpose::View { view, notice, counts }))
+            }
+        }
+    }
+
+    /// All bytes of an access are in place.
+    pub(in crate::core) fn arrived(&mut self, regions: &Regions, region: RegionRef) -> Arrived {
+        let Some(at) = self.entry(region).map(|_| (region.index & !LENT) as usize) else { return Arrived::Nothing };
+        let endpoint = self.lent[at].endpoint;
+        match &mut self.lent[at].purpose {
+            Some(Purpose::Mail { sort, id, bytes, read }) => {
+                // The memory stays until the access is over: a lane may bring the same bytes once more.
+                let Some(told) = self.peers.get_mut(&endpoint).filter(|_| !*read) else { return Arrived::Nothing };
+                *read = true;
+                match sort {
+                    Sort::Notice => self.raised.push_back(Raised { endpoint, bytes: bytes.to_vec() }),
+                    _ => return told.read(regions, (*sort, *id), bytes),
+                }
+                Arrived::Nothing
+            }
+            Some(Purpose::View { view, notice, counts }) => {
+                let counted = if *counts { view.of.regions.first().copied() } else { None };
+                if let Some(bytes) = notice.take() {
+                    self.raised.push_back(Raised { endpoint, bytes });
+                }
+                counted.map_or(Arrived::Nothing, Arrived::Counts)
+            }
+            None => Arrived::Nothing,
+        }
+    }
+
+    /// An access is over, whether or not its bytes arrived. The memory of a mail, which is not needed any more.
+    pub(in crate::core) fn released(&mut self, region: RegionRef) -> Option<Box<[u8]>> {
+        let entry = self.entry(region)?;
+        let (at, endpoint) = ((region.index & !LENT) as usize, entry.endpoint);
+        let told = self.peers.get_mut(&endpoint);
+        let memory = match (&mut self.lent[at].purpose, told) {
+            (Some(Purpose::Mail { sort, bytes, read, .. }), told) => {
+                let (len, notice) = (bytes.len() as u64, matches!(sort, Sort::Notice | Sort::Behind));
+                match told {
+                    Some(told) if !notice => told.mails -= len,
+                    Some(told) if !*read => told.take_notice(len),
+                    _ => {}
+                }
+                Some(std::mem::take(bytes))
+            }
+            (Some(Purpose::View { notice: Some(notice), .. }), Some(told)) => {
+                told.take_notice(notice.len() as u64);
+                None
+            }
+            _ => None,
+        };
+        self.free(at);
+        memory
+    }
+
+    fn free(&mut self, at: usize) {
+        let entry = &mut self.lent[at];
+        if entry.purpose.take().is_some() {
+            entry.generation = entry.generation.wrapping_add(1);
+            self.free.push(at as u32);
+        }
+    }
+
+    /// Whether there are notices.
+    pub(in crate::core) fn has_notices(&self) -> bool {
+        !self.raised.is_empty()
+    }
+
+    /// Takes the oldest notice.
+    pub(in crate::core) fn take_notice(&mut self) -> Option<Raised> {
+        let raised = self.raised.pop_front()?;
+        if let Some(told) = self.peers.get_mut(&raised.endpoint) {
+            told.take_notice(raised.bytes.len() as u64);
+        }
+        Some(raised)
+    }
+
+    /// What the peer is to be told of its notices that were taken, if it is time.
+    pub(in crate::core) fn credit_due(&mut self, endpoint: EndpointId) -> Option<u64> {
+        let told = self.peers.get_mut(&endpoint)?;
+        (told.taken - told.credited >= NOTICES_MAX / 8).then(|| {
+            told.credited = told.taken;
+            told.taken
+        })
+    }
+
+    /// The peer has ended: what it has told is forgotten. Notices that were raised stay.
+    pub(in crate::core) fn forget(&mut self, endpoint: EndpointId) {
+        self.peers.remove(&endpoint);
+    }
+}
+
+impl Told {
+    /// Acts on a mail that has come in whole. What makes no sense is left out: whatever refers to it fails.
+    fn read(&mut self, regions: &Regions, (sort, id): (Sort, u32), bytes: &[u8]) -> Arrived {
+        match sort {
+            Sort::Rows => self.add_rows(regions, id, bytes),
+            Sort::Theirs => self.add_theirs(id, bytes),
+            Sort::View => self.add_view(id, bytes),
+            Sort::Behind => self.add_behind(id, bytes),
+            Sort::Credit => {
+                let taken = <[u8; 8]>::try_from(bytes).map(u64::from_le_bytes);
+                return taken.map_or(Arrived::Nothing, Arrived::Credit);
+            }
+            Sort::Drop => {
+                wire::read_drop(bytes).into_iter().flatten().for_each(|(sort, id)| self.drop_one(sort, id));
+            }
+            Sort::Notice => {}
+        }
+        Arrived::Nothing
+    }
+
+    fn add_behind(&mut self, id: u32, bytes: &[u8]) {
+        let out =
+            if self.behind.len() < ENTRIES_MAX { self.behind.insert(id, bytes.to_vec()) } else { Some(bytes.to_vec()) };
+        if let Some(notice) = out {
+            self.take_notice(notice.len() as u64);
+        }
+    }
+
+    fn take_notice(&mut self, len: u64) {
+        self.notices -= len + NOTICE_EXTRA;
+        self.taken += len + NOTICE_EXTRA;
+    }
+
+    /// Makes room for one more list of so many bytes; `None`: that is too much.
+    fn admit(&mut self, bytes: u64) -> Option<Charge> {
+        let entries = self.rows.len() + self.theirs.len() + self.views.len();
+        if entries >= ENTRIES_MAX || self.lists.load(Ordering::Relaxed).saturating_add(bytes) > LISTS_MAX {
+            return None;
+        }
+        self.lists.fetch_add(bytes, Ordering::Relaxed);
+        Some(Charge { total: self.lists.clone(), bytes })
+    }
+
+    fn add_rows(&mut self, regions: &Regions, id: u32, bytes: &[u8]) {
+        self.drop_one(Sort::Rows, id);
+        let Some((keys, strides)) = wire::read_rows(bytes) else { return };
+        let found: Option<Vec<_>> = keys.iter().map(|key| regions.known(key)).collect();
+        let Some(found) = found else { return };
+        let absolute = |s: &RegionStride| {
+            let (_, (ptr, len)) = found[s.region as usize];
+            wire::is_inside(&s.stride, len).then(|| Stride { at: (ptr as u64).wrapping_add(s.stride.at), ..s.stride })
+        };
+        let strides: Option<Vec<_>> = strides.iter().map(absolute).collect();
+        let Some(rows) = strides.and_then(Rows::new) else { return };
+        if let Some(_charge) = self.admit(wire::rows_weight(bytes)) {
+            let regions = found.into_iter().map(|(region, _)| region).collect();
+            self.rows.insert(id, Arc::new(Installed { rows: Arc::new(rows), regions, _charge }));
+        }
+    }
+
+    fn add_theirs(&mut self, id: u32, bytes: &[u8]) {
+        self.drop_one(Sort::Theirs, id);
+        let Some(told) = wire::read_theirs(bytes) else { return };
+        // Twice: as they were told, and as they were found.
+        if let Some(_charge) = self.admit(2 * wire::rows_weight(bytes)) {
+            self.theirs.insert(id, Arc::new(Theirs { even: told.even(), told, found: OnceLock::new(), _charge }));
+        }
+    }
+
+    fn add_view(&mut self, id: u32, bytes: &[u8]) {
+        self.drop_one(Sort::View, id);
+        let Some(view) = wire::read_view(bytes) else { return };
+        let Some(of) = self.rows.get(&view.rows).cloned() else { return };
+        let theirs = view.theirs.and_then(|(id, index)| Some((self.theirs.get(&id)?.clone(), index)));
+        let mut weight = wire::weight(of.rows.even(), &view.index);
+        if let Some((theirs, index)) = &theirs {
+            weight = weight.saturating_add(wire::weight(theirs.even, index));
+        }
+        let Some(_charge) = self.admit(weight) else { return };
+        if let Some(list) = List::new(of.rows.clone(), view.index) {
+            let view = View { list: Arc::new(list), of, theirs, found: OnceLock::new(), _charge };
+            self.views.insert(id, Arc::new(view));
+        }
+    }
+
+    fn drop_one(&mut self, sort: Sort, id: u32) {
+        match sort {
+            Sort::Rows => drop(self.rows.remove(&id)),
+            Sort::Theirs => drop(self.theirs.remove(&id)),
+            Sort::View => drop(self.views.remove(&id)),
+            Sort::Behind => {
+                if let Some(notice) = self.behind.remove(&id) {
+                    self.take_notice(notice.len() as u64);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The regions and lists of this end, as one peer's protocol sees them.
+pub(in crate::core) struct Shown<'a> {
+    pub(in crate::core) regions: &'a Regions,
+    pub(in crate::core) hosted: &'a mut Hosted,
+    pub(in crate::core) endpoint: EndpointId,
+}
+
+impl proto::Regions for Shown<'_> {
+    fn resolve(
+        &mut self,
+        key: &proto::RegionKey,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<RegionRef, RegionFault> {
+        match Named::of(key) {
+            None => self.regions.resolve(key, offset, len),
+            Some(named) => self.hosted.resolve(self.regions, self.endpoint, named, (offset, len), access),
+        }
+    }
+
+    fn alive(&self, region: RegionRef) -> bool {
+        if !Hosted::is_lent(region) {
+            return self.regions.is_live(region);
+        }
+        match self.hosted.entry(region).and_then(|entry| entry.purpose.as_ref()) {
+            Some(Purpose::Mail { .. }) => true,
+            Some(Purpose::View { view, .. }) => view.of.regions.iter().all(|region| self.regions.is_live(*region)),
+            None => false,
+        }
+    }
+
+    fn eager(&self, region: RegionRef) -> bool {
+        Hosted::is_lent(region) || self.regions.is_eager(region)
+    }
+}

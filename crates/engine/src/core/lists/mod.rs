@@ -1,0 +1,468 @@
+//! Lists and notices: what this end tells its peers of them ([`outbox`]), and what peers tell this end ([`hosted`]).
+//!
+//! A list at its owner is a region: a linear space of bytes that writes and reads address by key and offset, and that
+//! chunks, rails and lost lanes know nothing about. Only where its bytes are is looked up in a [`List`]. The rows of
+//! both sides are told once, then a *view*, which pairs them by two indices, and every operation names that view. The
+//! view's owner copies, where it can reach the peer's memory; otherwise the bytes go as those of any write or read.
+#![allow(unsafe_code)]
+
+pub(in crate::core) mod hosted;
+pub(in crate::core) mod outbox;
+pub(in crate::core) mod part;
+pub(crate) mod wire;
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crossrail_proto as proto;
+use crossrail_transport::{DirectKind, Index, Payload, Place, Tx};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
+use proto::{Memory, Offer, Operation};
+
+use self::hosted::Hosted;
+pub(crate) use self::hosted::Raised;
+use self::hosted::{Arrived, Where};
+pub(crate) use self::outbox::Told;
+use self::outbox::{Outbox, Waiting, cost};
+use self::part::PAIRED;
+pub(crate) use self::part::{Part, Then};
+use self::wire::{Named, Reachable, Sort, TheirRows};
+use super::operations::ROWS;
+use super::outcome::{OpKind, gone};
+use super::tables::{Extent, Tables};
+use super::{Core, Transfers};
+use crate::memory::{Buffer, RegionStride};
+
+/// A move of rows, or of a part of them.
+pub(crate) struct ListOperation {
+    pub(crate) kind: OpKind,
+    /// The view and all that it depends on.
+    pub(crate) view: [Option<Told>; 3],
+    pub(crate) local: Part,
+    pub(crate) len: u64,
+    pub(crate) imm: Option<u32>,
+    pub(crate) notice: Vec<u8>,
+    /// Dropped when the operation is over, under the worker's lock.
+    pub(crate) keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// The rows of a layout: regions, and strides in them.
+pub(crate) enum RowsOf<'a> {
+    /// Of the peer's memory, by its keys.
+    Peer(&'a [proto::RegionKey], &'a [RegionStride]),
+    /// Of ours: base and length of the regions.
+    Own(&'a [(u64, u64)], &'a [RegionStride]),
+}
+
+impl Core {
+    /// Tells the peer of rows. `None`: rows of ours that it could not copy anyway.
+    ///
+    /// # Errors
+    /// `PeerDead`, `Closed`; `Exhausted` when the peer would not take that much.
+    pub(crate) fn tell_rows(&mut self, endpoint: EndpointId, rows: RowsOf<'_>) -> Result<Option<Told>> {
+        let (sort, mail) = match rows {
+            RowsOf::Peer(keys, strides) => (Sort::Rows, wire::put_rows(keys, strides)),
+            RowsOf::Own(memory, strides) => match self.transfers.reachable(endpoint, memory, strides) {
+                Some(rows) => (Sort::Theirs, wire::put_theirs(&rows)),
+                None => return Ok(None),
+            },
+        };
+        let weight = wire::rows_weight(&mail) * if sort == Sort::Theirs { 2 } else { 1 };
+        self.tell(endpoint, sort, mail, weight).map(Some)
+    }
+
+    /// Tells the peer of a pair of lists. `even`: the rows of each side are equally long.
+    ///
+    /// # Errors
+    /// As [`Core::tell_rows`].
+    pub(crate) fn tell_view(
+        &mut self,
+        endpoint: EndpointId,
+        (rows, index, even): (&Told, &Index, Option<u64>),
+        theirs: Option<(&Told, &Index, Option<u64>)>,
+    ) -> Result<Told> {
+        let paired = theirs.map(|(told, index, _)| (told.id, index.clone()));
+        let mail = wire::put_view(&wire::ViewOf { rows: rows.id, index: index.clone(), theirs: paired });
+        let theirs = theirs.map_or(0, |(_, index, even)| wire::weight(even, index));
+        self.tell(endpoint, Sort::View, mail, wire::weight(even, index).saturating_add(theirs))
+    }
+
+    fn tell(&mut self, endpoint: EndpointId, sort: Sort, mail: Vec<u8>, weight: u64) -> Result<Told> {
+        self.check_alive(endpoint, "prepare")?;
+        let outbox = self.outbox(endpoint)?;
+        if mail.len() as u64 > wire::MAIL_MAX || !outbox.charge(weight) {
+            let detail = format!("the peer holds at most {} bytes of lists for this end", wire::LISTS_MAX);
+            let hint = "drop moves and layouts that are not needed, or make rows that are strides";
+            return Err(Error::new(ErrorKind::Exhausted, "prepare", detail).with_hint(hint));
+        }
+        let id = outbox.id();
+        let mail = self.transfers.mail(endpoint, sort, id, mail);
+        self.transfers.settle(endpoint);
+        Ok(Told { sort, id, weight, mail })
+    }
+
+    /// Has the peer forget what it was told.
+    pub(crate) fn untell(&mut self, endpoint: EndpointId, told: &[Told]) {
+        if self.check_alive(endpoint, "drop").is_err() {
+            return;
+        }
+        let Ok(outbox) = self.outbox(endpoint) else { return };
+        told.iter().for_each(|told| outbox.discharge(told));
+        let mails = outbox.outstanding(told.iter().filter_map(|told| told.mail));
+        let dropped: Vec<_> = told.iter().map(|told| (told.sort, told.id)).collect();
+        self.transfers.untell(endpoint, &dropped, mails);
+        self.transfers.settle(endpoint);
+    }
+
+    /// Starts to move rows.
+    ///
+    /// # Errors
+    /// `PeerDead`, `Closed`. Later failures are the operation's outcome.
+    pub(crate) fn start_list(&mut self, endpoint: EndpointId, what: ListOperation) -> Result<OpId> {
+        let ListOperation { kind, view, local, len, imm, notice, keep } = what;
+        self.check_alive(endpoint, kind.name())?;
+        let from = local.from;
+        // SAFETY: no address; the rows' memory is kept by `keep`.
+        let buffer = unsafe { Buffer::raw(std::ptr::null_mut(), len as usize, Some(keep)) };
+        let op = self.operations().insert(kind, Some(endpoint), 0, buffer);
+        let outbox = self.outbox(endpoint)?;
+        let writes = kind == OpKind::Write;
+        let behind = (writes && !notice.is_empty()).then(|| outbox.id());
+        let [Some(of), ..] = &view else { return Err(gone(kind.name())) };
+        let key = Named::View { id: of.id, behind, counts: imm.is_some() }.key();
+        let operation = match writes {
+            // Always with an immediate: the owner is to hear of the end.
+            true => Operation::Write { key, offset: from, imm: Some(imm.unwrap_or(0)) },
+            false => Operation::Read { key, offset: from },
+        };
+        let mails = outbox.outstanding(view.iter().flatten().filter_map(|told| told.mail));
+        let then = match behind {
+            Some(id) => Some(Then::Forget(id)),
+            None => (!notice.is_empty()).then(|| Then::Notify(notice.clone())),
+        };
+        if let Some(entry) = self.operations().op_mut(op) {
+            entry.set_part(local, then);
+        }
+        let cost = behind.map_or(0, |_| cost(notice.len()));
+        self.transfers.begin_or_wait(
+            endpoint,
+            Waiting { op, operation, mails, notice: behind.map(|id| (id, notice)), cost, ordered: false },
+        );
+        self.transfers.settle(endpoint);
+        Ok(op)
+    }
+
+    /// Starts to notify the peer. The operation is finished when the notice is in the peer's queue.
+    ///
+    /// # Errors
+    /// `PeerDead`, `Closed`.
+    pub(crate) fn notify(&mut self, endpoint: EndpointId, bytes: Vec<u8>) -> Result<OpId> {
+        self.check_alive(endpoint, OpKind::Notice.name())?;
+        let op = self.transfers.notify(endpoint, bytes);
+        self.transfers.settle(endpoint);
+        Ok(op)
+    }
+
+    /// Takes at most `limit` notices, the oldest first.
+    pub(crate) fn take_notices(&mut self, limit: usize) -> Vec<Raised> {
+        let hosted = &mut self.transfers.data.tables.hosted;
+        let mut taken = Vec::new();
+        while taken.len() < limit
+            && let Some(raised) = hosted.take_notice()
+        {
+            taken.push(raised);
+        }
+        let mut of: Vec<_> = taken.iter().map(|raised| raised.endpoint).collect();
+        of.dedup();
+        for endpoint in of {
+            self.transfers.return_credit(endpoint);
+            self.transfers.settle(endpoint);
+        }
+        taken
+    }
+
+    /// Whether there are notices to take.
+    pub(crate) fn has_notices(&self) -> bool {
+        self.transfers.data.tables.hosted.has_notices()
+    }
+
+    /// Does what follows the ends of operations.
+    #[cold]
+    pub(crate) fn follow_up(&mut self) {
+        for (endpoint, then, good) in self.operations().take_thens() {
+            match then {
+                Then::Notify(bytes) if good && self.check_alive(endpoint, "notify").is_ok() => {
+                    let op = self.transfers.notify(endpoint, bytes);
+                    self.operations().detach(op);
+                }
+                Then::Forget(id) if !good => self.transfers.untell(endpoint, &[(Sort::Behind, id)], Vec::new()),
+                _ => {}
+            }
+            self.transfers.settle(endpoint);
+        }
+    }
+
+    /// Takes an operation out that has not begun; false if it is not one of those.
+    pub(super) fn leave_outbox(&mut self, op: OpId, endpoint: EndpointId) -> bool {
+        self.outbox(endpoint).is_ok_and(|outbox| outbox.leave(op))
+    }
+
+    fn outbox(&mut self, endpoint: EndpointId) -> Result<&mut Outbox> {
+        let peer = self.transfers.data.tables.peers.get_mut(endpoint);
+        peer.map(|peer| &mut peer.outbox).ok_or_else(|| gone("prepare"))
+    }
+}
+
+impl Transfers {
+    /// Sends a mail. `Some`: it goes in chunks, and later frames may overtake it.
+    fn mail(&mut self, endpoint: EndpointId, sort: Sort, id: u32, bytes: Vec<u8>) -> Option<OpId> {
+        let (op, operation) = self.put_mail(endpoint, OpKind::Write, (sort, id), bytes);
+        self.data.tables.operations.detach(op);
+        self.start_mail(endpoint, op, operation)
+    }
+
+    /// Enters a mail into the table.
+    fn put_mail(
+        &mut self,
+        endpoint: EndpointId,
+        kind: OpKind,
+        (sort, id): (Sort, u32),
+        bytes: Vec<u8>,
+    ) -> (OpId, Operation) {
+        let op = self.data.tables.operations.insert(kind, Some(endpoint), 0, bytes.into());
+        (op, Operation::Write { key: Named::Mail { sort, id }.key(), offset: 0, imm: Some(0) })
+    }
+
+    fn start_mail(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) -> Option<OpId> {
+        let entry = self.data.tables.operations.op(op)?;
+        let (ptr, len) = (entry.ptr(), entry.len());
+        let lane = self.data.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+        let eager = lane.and_then(|lane| self.data.tables.lanes.get(lane)).map_or(0, |lane| lane.eager_max());
+        let offer = if len > eager { self.offer(endpoint, op, ptr, len) } else { None };
+        let now = self.data.tables.clock.now();
+        let peer = self.data.tables.peers.get_mut(endpoint)?;
+        peer.protocol.start(now, op, operation, len as u64, offer, true);
+        // Another lane for messages goes as far with the first frame.
+        (len > eager && peer.outbox.long.insert(op)).then_some(op)
+    }
+
+    fn notify(&mut self, endpoint: EndpointId, bytes: Vec<u8>) -> OpId {
+        let cost = cost(bytes.len());
+        let (op, operation) = self.put_mail(endpoint, OpKind::Notice, (Sort::Notice, 0), bytes);
+        self.begin_or_wait(endpoint, Waiting { op, operation, mails: Vec::new(), notice: None, cost, ordered: true });
+        op
+    }
+
+    fn untell(&mut self, endpoint: EndpointId, dropped: &[(Sort, u32)], mails: Vec<OpId>) {
+        let (op, operation) = self.put_mail(endpoint, OpKind::Write, (Sort::Drop, 0), wire::put_drop(dropped));
+        self.data.tables.operations.detach(op);
+        self.begin_or_wait(endpoint, Waiting { op, operation, mails, notice: None, cost: 0, ordered: false });
+    }
+
+    /// Tells the peer how many of its notices were taken, if it is time.
+    pub(super) fn return_credit(&mut self, endpoint: EndpointId) {
+        let tables = &mut self.data.tables;
+        let alive = tables.peers.get(endpoint).is_some_and(|peer| peer.is_alive());
+        if alive && let Some(taken) = tables.hosted.credit_due(endpoint) {
+            self.mail(endpoint, Sort::Credit, 0, taken.to_le_bytes().into());
+        }
+    }
+
+    fn begin_or_wait(&mut self, endpoint: EndpointId, waiting: Waiting) {
+        let Some(peer) = self.data.tables.peers.get_mut(endpoint) else { return };
+        if peer.outbox.may_begin(&waiting) {
+            self.begin(endpoint, waiting);
+        } else {
+            peer.outbox.wait(waiting);
+        }
+    }
+
+    /// Begins what has waited, as far as it may now.
+    pub(super) fn begin_waiting(&mut self, endpoint: EndpointId) {
+        while let Some(waiting) = self.data.tables.peers.get_mut(endpoint).and_then(|peer| peer.outbox.ready()) {
+            self.begin(endpoint, waiting);
+        }
+    }
+
+    fn begin(&mut self, endpoint: EndpointId, waiting: Waiting) {
+        let Waiting { op, operation, notice, ordered, .. } = waiting;
+        if let Some((id, bytes)) = notice
+            && let Some(mail) = self.mail(endpoint, Sort::Behind, id, bytes)
+        {
+            let waiting = Waiting { op, operation, mails: vec![mail], notice: None, cost: 0, ordered: false };
+            if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
+                peer.outbox.wait(waiting);
+            }
+            return;
+        }
+        let Some(entry) = self.data.tables.operations.op(op) else { return };
+        if entry.part().is_none() {
+            let long = self.start_mail(endpoint, op, operation);
+            if let Some(peer) = self.data.tables.peers.get_mut(endpoint).filter(|_| ordered && long.is_some()) {
+                peer.outbox.notice = long;
+            }
+            return;
+        }
+        let len = entry.len() as u64;
+        let offer = self.offer_pair(endpoint, len);
+        let now = self.data.tables.clock.now();
+        if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
+            peer.protocol.start(now, op, operation, len, offer, true);
+        }
+    }
+
+    /// Whether the peer is to copy `len` bytes between the lists of a view: where it can, and they are too long to be
+    /// carried. If it can't after all, it says so, and they are carried.
+    fn offer_pair(&mut self, endpoint: EndpointId, len: u64) -> Option<Offer> {
+        let tables = &self.data.tables;
+        let lane = tables.peers.get(endpoint)?.message_lane()?;
+        let len = usize::try_from(len).unwrap_or(usize::MAX);
+        if !tables.lanes.get(lane)?.copies_directly(len, || true) {
+            return None;
+        }
+        let mut descriptor = [0; 24];
+        descriptor[0] = PAIRED;
+        Some(Offer { descriptor, slot: None })
+    }
+
+    /// A mail in chunks has arrived, or failed: then what refers to it fails at the peer.
+    #[inline]
+    pub(super) fn mail_ended(&mut self, endpoint: EndpointId, op: OpId) {
+        let Some(peer) = self.data.tables.peers.get_mut(endpoint) else { return };
+        if !peer.outbox.long.is_empty() && peer.outbox.long.remove(&op) {
+            self.begin_waiting(endpoint);
+        }
+    }
+
+    /// The peer has ended: what waits fails, and what it has told is forgotten.
+    pub(super) fn end_lists(&mut self, endpoint: EndpointId, why: &str) {
+        let tables = &mut self.data.tables;
+        tables.hosted.forget(endpoint);
+        let Some(peer) = tables.peers.get_mut(endpoint) else { return };
+        for op in peer.outbox.give_up() {
+            tables.fail(op, ErrorKind::PeerDead, why, Some(endpoint));
+        }
+    }
+
+    /// How the peer can reach rows of ours. `None`: over this endpoint it cannot.
+    fn reachable(
+        &mut self,
+        endpoint: EndpointId,
+        memory: &[(u64, u64)],
+        strides: &[RegionStride],
+    ) -> Option<TheirRows> {
+        let lane = self.data.tables.peers.get(endpoint)?.message_lane()?;
+        if !self.data.tables.lanes.get(lane)?.copies_directly(usize::MAX, || true) {
+            return None;
+        }
+        let direct = self.polled.direct(lane)?;
+        let describe = |(base, len): &(u64, u64)| {
+            let (descriptor, kind) = direct.describe(*base as *const u8, usize::try_from(*len).ok()?)?;
+            Some((Reachable { descriptor, base: *base, len: *len }, kind))
+        };
+        let found: Vec<_> = memory.iter().map(describe).collect::<Option<_>>()?;
+        // All in one way: by the process's addresses, if not all can be mapped.
+        let mapped = found.iter().all(|(_, kind)| *kind == DirectKind::Mapped);
+        let memory = found.into_iter().map(|(of, _)| of).collect();
+        Some(TheirRows { mapped, memory, strides: strides.to_vec() })
+    }
+}
+
+impl Tables {
+    /// The part of a list that the protocol names, and how many bytes there are from its start on; `None`: it is one
+    /// piece, or over.
+    #[cold]
+    pub(super) fn part(&self, memory: Memory) -> Option<(Part, u64)> {
+        match memory {
+            Memory::Op(op) => {
+                let op = self.operations.op(op)?;
+                op.part().map(|part| (part.clone(), op.len() as u64))
+            }
+            Memory::Region { region, base, .. } => match self.hosted.memory(region)? {
+                Where::Rows(list) => {
+                    let left = list.bytes().checked_sub(base)?;
+                    Some((Part { list: list.clone(), from: base }, left))
+                }
+                Where::Flat(..) => None,
+            },
+        }
+    }
+
+    /// Acts on writes of that peer whose bytes are in place. Before a frame that may refer to them is placed: the
+    /// protocol's events come later.
+    #[inline]
+    pub(super) fn take_arrived(&mut self, endpoint: EndpointId) {
+        while let Some((region, imm)) = self.peers.get_mut(endpoint).and_then(|peer| peer.protocol.arrived()) {
+            self.arrived(endpoint, region, imm);
+        }
+    }
+
+    /// All bytes of a write are in place: its immediate counts, or it is a mail.
+    pub(super) fn arrived(&mut self, endpoint: EndpointId, region: proto::RegionRef, imm: u32) {
+        let what =
+            if Hosted::is_lent(region) { self.hosted.arrived(&self.regions, region) } else { Arrived::Counts(region) };
+        match what {
+            Arrived::Counts(region) => self.regions.count(region, imm),
+            Arrived::Credit(taken) => {
+                if let Some(peer) = self.peers.get_mut(endpoint) {
+                    peer.outbox.credit(taken);
+                }
+            }
+            Arrived::Nothing => {}
+        }
+        self.operations.report();
+    }
+
+    /// The memory of a mail that comes in; `None`: it is not one, or over.
+    #[cold]
+    pub(super) fn lent(&self, region: proto::RegionRef, base: u64) -> Option<Extent> {
+        match self.hosted.memory(region)? {
+            Where::Flat(ptr, len) => (base <= len).then(|| (ptr.wrapping_add(base as usize), len - base, None)),
+            Where::Rows(_) => None,
+        }
+    }
+
+    /// A frame with bytes of a list, which goes by itself where the lane takes it, and as a copy otherwise.
+    #[cold]
+    pub(super) fn frame_of_rows(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
+        let proto::Body::Memory { memory, offset, len } = out.body else { return None };
+        let (Part { list, from }, have) = self.part(memory)?;
+        offset.checked_add(u64::from(len)).filter(|end| *end <= have)?;
+        let from = from + offset;
+        let (payload, token) = if self.lanes.get(lane)?.takes_lists() {
+            let grant = self.loan(endpoint, memory);
+            let list = Some(Box::new((list, from)));
+            (Payload { ptr: std::ptr::null(), len: len as usize, file: None, grant, list }, 0)
+        } else {
+            let mut bytes = vec![0; len as usize];
+            // SAFETY: the rows are memory of an operation or of regions that the protocol has not released, and which
+            // are given back only under the worker's lock, which is held.
+            unsafe { list.copy_out(from, bytes.as_mut_ptr(), u64::from(len)) };
+            self.lanes.get_mut(lane)?.hold(&bytes)
+        };
+        Some(Tx { head: out.head, payload, token })
+    }
+
+    /// Where bytes for a list go: there, where the lane takes lists, and otherwise into the lane's own memory first.
+    #[cold]
+    pub(super) fn place_rows(
+        &mut self,
+        endpoint: EndpointId,
+        lane: LaneId,
+        (memory, offset, len): (Memory, u64, u32),
+    ) -> Place {
+        let Some((Part { list, from }, have)) = self.part(memory) else { return Place::Discard };
+        if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
+            return Place::Refuse(format!("{len} bytes at {offset} of a list of {have} bytes"));
+        }
+        let (from, len) = (from + offset, len as usize);
+        let Some(grant) = self.loan(endpoint, memory) else { return Place::Discard };
+        let Some(record) = self.lanes.get_mut(lane) else { return Place::Discard };
+        if record.takes_lists() {
+            return Place::Rows { list, from, len, grant: Some(grant), token: 0 };
+        }
+        let returns = &mut self.operations.returns;
+        let dst = record.rows.buffer(Part { list, from }, len, grant.clone(), returns);
+        Place::Into { dst, len, grant: Some(grant), token: ROWS }
+    }
+}

@@ -1,0 +1,144 @@
+//! What this end has told one peer of lists, and what waits until it may be said.
+
+use std::collections::{HashSet, VecDeque};
+
+use crossrail_proto as proto;
+use crossrail_types::OpId;
+
+use super::wire::{ENTRIES_MAX, LISTS_MAX, NOTHING, NOTICE_EXTRA, NOTICES_MAX, Sort};
+
+/// Something told: its id, and what it takes at the peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Told {
+    pub(crate) sort: Sort,
+    pub(crate) id: u32,
+    pub(super) weight: u64,
+    /// The mail that brought it, if that goes in chunks: later frames of the message stream may overtake it.
+    pub(super) mail: Option<OpId>,
+}
+
+/// An operation that is in the table and not with the protocol yet.
+pub(super) struct Waiting {
+    pub(super) op: OpId,
+    pub(super) operation: proto::Operation,
+    /// The mails that must have arrived before.
+    pub(super) mails: Vec<OpId>,
+    /// The notice to go ahead of it.
+    pub(super) notice: Option<(u32, Vec<u8>)>,
+    /// Credit for notices that it takes.
+    pub(super) cost: u64,
+    /// It is a notice, which must not overtake another.
+    pub(super) ordered: bool,
+}
+
+/// See the module. Part of a peer's entry.
+#[derive(Default)]
+pub(in crate::core) struct Outbox {
+    next: u32,
+    entries: usize,
+    bytes: u64,
+    /// Mails in chunks on their way, and the last of them that is a notice.
+    pub(super) long: HashSet<OpId>,
+    pub(super) notice: Option<OpId>,
+    waiting: VecDeque<Waiting>,
+    /// Of notices sent, and of those that the peer has taken: their bytes, with the [extra](NOTICE_EXTRA).
+    noticed: u64,
+    credited: u64,
+}
+
+/// What a notice of so many bytes costs.
+pub(super) fn cost(len: usize) -> u64 {
+    len as u64 + NOTICE_EXTRA
+}
+
+impl Outbox {
+    /// A new id.
+    pub(super) fn id(&mut self) -> u32 {
+        self.next = self.next.wrapping_add(1);
+        if self.next == NOTHING {
+            self.next = 0;
+        }
+        self.next
+    }
+
+    /// Counts a list of that weight at the peer; false if the peer would not take it.
+    pub(super) fn charge(&mut self, weight: u64) -> bool {
+        let fits = self.entries < ENTRIES_MAX && self.bytes.saturating_add(weight) <= LISTS_MAX;
+        if fits {
+            self.entries += 1;
+            self.bytes += weight;
+        }
+        fits
+    }
+
+    /// The peer is told to drop it.
+    pub(super) fn discharge(&mut self, told: &Told) {
+        self.entries = self.entries.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(told.weight);
+    }
+
+    /// Which of `mails` are still on their way.
+    pub(super) fn outstanding(&self, mails: impl IntoIterator<Item = OpId>) -> Vec<OpId> {
+        mails.into_iter().filter(|op| self.long.contains(op)).collect()
+    }
+
+    /// Whether `mails` have arrived and there is credit: then the operation begins, and its credit is taken.
+    pub(super) fn may_begin(&mut self, waiting: &Waiting) -> bool {
+        // Notices keep their order.
+        let queued = waiting.cost > 0 && self.waiting.iter().any(|other| other.cost > 0);
+        !queued && self.is_ready(waiting) && self.take_credit(waiting.cost)
+    }
+
+    fn is_ready(&self, waiting: &Waiting) -> bool {
+        let before = self.notice.filter(|_| waiting.ordered);
+        waiting.mails.iter().chain(&before).all(|op| !self.long.contains(op))
+    }
+
+    fn take_credit(&mut self, cost: u64) -> bool {
+        let fits = cost == 0 || self.noticed + cost <= self.credited + NOTICES_MAX;
+        if fits {
+            self.noticed += cost;
+        }
+        fits
+    }
+
+    /// Whether anything waits.
+    pub(in crate::core) fn waits(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    pub(super) fn wait(&mut self, waiting: Waiting) {
+        self.waiting.push_back(waiting);
+    }
+
+    /// The next that may begin.
+    pub(super) fn ready(&mut self) -> Option<Waiting> {
+        let mut blocked = false;
+        for at in 0..self.waiting.len() {
+            let waiting = &self.waiting[at];
+            let (cost, ready) = (waiting.cost, self.is_ready(waiting));
+            if ready && !(blocked && cost > 0) && self.take_credit(cost) {
+                return self.waiting.remove(at);
+            }
+            blocked |= cost > 0;
+        }
+        None
+    }
+
+    /// Takes an operation out that has not begun.
+    pub(super) fn leave(&mut self, op: OpId) -> bool {
+        let at = self.waiting.iter().position(|waiting| waiting.op == op);
+        at.is_some_and(|at| self.waiting.remove(at).is_some())
+    }
+
+    /// Everything that waits, because the peer has ended.
+    pub(super) fn give_up(&mut self) -> Vec<OpId> {
+        self.long.clear();
+        self.waiting.drain(..).map(|waiting| waiting.op).collect()
+    }
+
+    /// The peer has taken so many bytes of notices in all.
+    pub(super) fn credit(&mut self, taken: u64) {
+        self.credited = self.credited.max(taken.min(self.noticed));
+    }
+}

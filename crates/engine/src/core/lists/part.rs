@@ -1,0 +1,65 @@
+//! Parts of lists, as the tables' entries have them.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use crossrail_transport::{List, Loan};
+use proto::Offer;
+
+use crossrail_proto as proto;
+
+use crate::core::returns::{Owner, Returns};
+
+/// First byte of an offer that stands for the pair in a view. No lane's descriptor begins so.
+pub(super) const PAIRED: u8 = 0xfe;
+
+/// Bytes of a list, from a position on.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    pub(crate) list: Arc<List>,
+    pub(crate) from: u64,
+}
+
+/// Memory of a lane that takes no lists: bytes for one arrive there.
+#[derive(Default)]
+pub(in crate::core) struct RowsBuffer {
+    bytes: Vec<u8>,
+    target: Option<(Part, Arc<Loan>)>,
+}
+
+impl RowsBuffer {
+    /// Memory for `len` bytes that go to `part`. What a lane keeps of former bytes that were given up is waited for.
+    pub(super) fn buffer(&mut self, part: Part, len: usize, loan: Arc<Loan>, returns: &mut Returns) -> *mut u8 {
+        if let Some((_, loan)) = self.target.take()
+            && !loan.keepers().is_empty()
+        {
+            returns.await_loan(Owner::Memory(std::mem::take(&mut self.bytes).into()), loan);
+        }
+        self.bytes.resize(len, 0);
+        self.target = Some((part, loan));
+        self.bytes.as_mut_ptr()
+    }
+
+    /// Copies the bytes that have arrived to their rows. Nothing if the memory was taken back meanwhile.
+    pub(in crate::core) fn deliver(&mut self) {
+        let Some((Part { list, from }, loan)) = self.target.take() else { return };
+        if let Some(_permit) = loan.enter() {
+            // SAFETY: rows of an operation or of regions, which the loan keeps.
+            unsafe { list.copy_in(from, self.bytes.as_ptr(), self.bytes.len() as u64) };
+        }
+    }
+}
+
+/// What follows the end of an operation.
+#[derive(Debug)]
+pub(crate) enum Then {
+    /// If it was good, the peer is to be notified.
+    Notify(Vec<u8>),
+    /// If it was not, the peer may still hold the notice of that id, which was to be raised with its last byte.
+    Forget(u32),
+}
+
+/// Whether an offer stands for the pair in a view.
+pub(in crate::core) fn is_paired(offer: &Offer) -> bool {
+    offer.descriptor[0] == PAIRED
+}

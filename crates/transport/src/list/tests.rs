@@ -1,0 +1,139 @@
+use super::*;
+
+/// Pseudo-random numbers from a seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
+
+/// Strides that lie one behind the other, of equal rows or of any.
+fn strides(random: &mut Random, even: bool) -> Vec<Stride> {
+    let mut at = random.below(100);
+    let (len, count) = (1 + random.below(9), 1 + random.below(5));
+    (0..1 + random.below(6))
+        .map(|_| {
+            let (len, count) = if even { (len, count) } else { (1 + random.below(9), 1 + random.below(5)) };
+            let gap = random.below(3);
+            let stride = Stride { at, len, stride: len + gap, count };
+            at += (len + gap) * count + random.below(4);
+            stride
+        })
+        .collect()
+}
+
+fn index_of(random: &mut Random, rows: &Rows) -> Index {
+    let per = rows.per_stride.unwrap_or(rows.rows);
+    match random.below(3) {
+        0 => Index::All,
+        1 => Index::Some((0..1 + random.below(2 * rows.rows)).map(|_| random.below(rows.rows) as u32).collect()),
+        _ => {
+            let block: Vec<u64> = (0..1 + random.below(per)).map(|_| random.below(per)).collect();
+            let index: Vec<u32> =
+                (0..rows.rows / per).flat_map(|time| block.iter().map(move |row| (row + time * per) as u32)).collect();
+            Index::compress(&index, rows)
+        }
+    }
+}
+
+/// The address of every byte of a list, by the rules of its parts.
+fn bytes_of(list: &List) -> Vec<u64> {
+    let all: Vec<(u64, u64)> =
+        list.rows.strides.iter().flat_map(|s| (0..s.count).map(|k| (s.at + k * s.stride, s.len))).collect();
+    let rows = (0..list.count).map(|at| all[list.index.get(at) as usize]);
+    rows.flat_map(|(at, len)| at..at + len).collect()
+}
+
+#[test]
+fn every_byte_of_a_list_is_where_its_row_says() {
+    for seed in 0..400 {
+        let mut random = Random(seed);
+        let rows = Arc::new(Rows::new(strides(&mut random, seed % 2 == 0)).expect("rows"));
+        let list = List::new(rows.clone(), index_of(&mut random, &rows)).expect("a list");
+        let all = bytes_of(&list);
+        assert_eq!(list.bytes(), all.len() as u64, "seed {seed}");
+        let from = random.below(all.len() as u64);
+        let mut cursor = list.cursor(from);
+        let mut found = Vec::new();
+        while let Some((at, len)) = cursor.piece(1 + random.below(12)) {
+            found.extend(at..at + len);
+        }
+        assert_eq!(found, all[from as usize..], "seed {seed}");
+        assert!(cursor.piece(9).is_none() && list.cursor(all.len() as u64).piece(9).is_none());
+        for row in 0..=list.count() {
+            let before: u64 = (0..row).map(|row| list.len_of(row)).sum();
+            assert_eq!(list.position(row), before, "seed {seed}, row {row}");
+        }
+    }
+}
+
+#[test]
+fn copies_between_lists_move_each_byte_to_its_place() {
+    for seed in 0..200 {
+        let mut random = Random(seed);
+        let rows = Arc::new(Rows::new(strides(&mut random, seed % 2 == 0)).expect("rows"));
+        let source: Vec<u8> = (0..2000u64).map(|at| (at * 31 + seed) as u8).collect();
+        let mut target = vec![0u8; 2000];
+        let based = |rows: &Rows, base: u64| {
+            Rows::new(rows.strides().iter().map(|s| Stride { at: s.at + base, ..*s }).collect()).expect("rows")
+        };
+        // Every row once: targets must not overlap.
+        let from = List::new(Arc::new(based(&rows, source.as_ptr() as u64)), index_of(&mut random, &rows));
+        let from = from.expect("a list");
+        let to = Rows::new(vec![Stride { at: target.as_mut_ptr() as u64 + 3, len: from.bytes(), stride: 0, count: 1 }]);
+        let to = List::new(Arc::new(to.expect("rows")), Index::All).expect("a list");
+        let (at, len) = (random.below(from.bytes()), from.bytes());
+        // SAFETY: all rows are inside the two vectors.
+        unsafe { copy_between((&to, at), (&from, at), len) };
+        let expected: Vec<u8> =
+            bytes_of(&from).iter().map(|byte| source[(*byte - source.as_ptr() as u64) as usize]).collect();
+        assert_eq!(target[3 + at as usize..3 + from.bytes() as usize], expected[at as usize..], "seed {seed}");
+        assert!(target[..3 + at as usize].iter().all(|byte| *byte == 0));
+        assert_eq!(target[3 + from.bytes() as usize], 0);
+        let mut out = vec![0; from.bytes() as usize];
+        // SAFETY: as above.
+        unsafe { from.copy_out(at, out.as_mut_ptr(), from.bytes() - at) };
+        assert_eq!(out[..expected.len() - at as usize], expected[at as usize..], "seed {seed}");
+    }
+}
+
+#[test]
+fn a_table_of_blocks_that_comes_again_is_kept_once() {
+    let rows = Rows::new((0..4).map(|at| Stride { at: at * 1000, len: 8, stride: 16, count: 10 }).collect()).unwrap();
+    let index: Vec<u32> = (0..4).flat_map(|layer| [7, 2, 2, 9].map(|block| layer * 10 + block)).collect();
+    let Index::Repeated { block, step: 10, repeats: 4 } = Index::compress(&index, &rows) else { panic!("not found") };
+    assert_eq!(*block, [7, 2, 2, 9]);
+    let mut other = index.clone();
+    other[9] += 1;
+    assert!(matches!(Index::compress(&other, &rows), Index::Some(_)));
+    assert!(matches!(Index::compress(&index[..15], &rows), Index::Some(_)));
+    assert!(matches!(Index::compress(&[3, 2], &rows), Index::Some(_)));
+}
+
+#[test]
+fn neighbours_on_both_sides_are_one_run() {
+    let rows = Arc::new(Rows::new(vec![Stride { at: 0, len: 4, stride: 4, count: 10 }]).unwrap());
+    let apart = Arc::new(Rows::new(vec![Stride { at: 0, len: 4, stride: 8, count: 10 }]).unwrap());
+    let of = |rows: &Arc<Rows>, index: &[u32]| List::new(rows.clone(), Index::Some(index.into())).unwrap();
+    let (one, two) = (of(&rows, &[0, 1, 2, 5, 6]), of(&rows, &[3, 4, 7, 8, 9]));
+    assert_eq!((one.runs(&two), one.runs(&of(&apart, &[0, 1, 2, 3, 4]))), (3, 5));
+}
+
+#[test]
+fn what_is_no_list_is_refused() {
+    let row = Stride { at: 0, len: 8, stride: 8, count: 4 };
+    let rows = Arc::new(Rows::new(vec![row]).unwrap());
+    assert!(Rows::new(vec![]).is_none() && Rows::new(vec![Stride { len: 0, ..row }]).is_none());
+    assert!(Rows::new(vec![Stride { count: u64::MAX, ..row }]).is_none());
+    assert!(List::new(rows.clone(), Index::Some([4].into())).is_none());
+    assert!(List::new(rows.clone(), Index::Some([].into())).is_none());
+    let block: Arc<[u32]> = [0, 1].into();
+    let repeated = |step, repeats| List::new(rows.clone(), Index::Repeated { block: block.clone(), step, repeats });
+    assert!(repeated(2, 2).is_some() && repeated(2, 3).is_none() && repeated(u64::MAX, 3).is_none());
+    assert!(repeated(0, 0).is_none());
+    assert_eq!(Stride { at: u64::MAX - 3, ..row }.extent(), None);
+    assert_eq!(Stride { at: 24, stride: 8u64.wrapping_neg(), ..row }.extent(), Some((0, 32)));
+}
