@@ -49,7 +49,8 @@ pub mod wire {
     };
 }
 
-pub use pending::Pending;
+pub use pending::{GRACE, Pending, source_of};
+pub use proof::draw;
 pub use resolve::resolve;
 pub use secret::Secret;
 pub use user::UserToken;

@@ -41,6 +41,11 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
+/// A random number that strangers cannot foresee; 0 where the kernel has none.
+pub fn draw() -> u64 {
+    random::<8>().map_or(0, u64::from_le_bytes)
+}
+
 /// What both ends of an exchange prove to each other to know.
 ///
 /// The connector's proof is the response's last field and covers the challenge and the rest of the response. The

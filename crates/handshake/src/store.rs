@@ -29,7 +29,7 @@ pub static STORE: Protocol = Protocol {
         (Kind::Proof, PROOF_LEN),
         (Kind::Reject, REJECT_LEN),
     ],
-    rejects: &[RejectCode::Refused, RejectCode::Mismatch, RejectCode::Full, RejectCode::Protocol],
+    rejects: &[RejectCode::Refused, RejectCode::Mismatch, RejectCode::Full, RejectCode::Protocol, RejectCode::Busy],
 };
 
 fn shared(key: &[u8]) -> Shared<'_> {
@@ -41,14 +41,16 @@ fn shared(key: &[u8]) -> Shared<'_> {
 ///
 /// # Errors
 /// `Refused`: the secrets or the users differ, or only one end has one. `Mismatch`: the version. `Exhausted`: the store admits no
-/// more clients. `Protocol`: not a store. `Unreachable`: the connection ended. `Timeout`.
+/// more clients. `Refused` with [`Reason::Busy`]: too many clients have not proved themselves; try again. `Protocol`: not a store. `Unreachable`: the connection ended. `Timeout`.
 pub fn connect(fd: BorrowedFd<'_>, secret: &Secret, operation: &str, peer: &str, deadline: Instant) -> Result<()> {
     let mut exchange = Exchange::new(fd, &STORE, operation, peer, deadline);
     greet(&mut exchange, secret).map_err(|error| match error.kind {
         ErrorKind::Protocol | ErrorKind::Timeout => {
             error.with_hint("check that CROSSRAIL_STORE is the address of a store")
         }
-        ErrorKind::Refused if error.hint.is_none() => error.with_hint(terms::SAME_SECRET),
+        ErrorKind::Refused if error.hint.is_none() && error.reason != Some(Reason::Busy) => {
+            error.with_hint(terms::SAME_SECRET)
+        }
         _ => error,
     })
 }

@@ -12,7 +12,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 use crate::sys;
 
 /// Maximum number of connections waiting to be accepted.
-const BACKLOG: i32 = 128;
+const BACKLOG: i32 = 4096;
 
 /// The local end of a rail.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

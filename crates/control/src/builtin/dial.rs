@@ -47,12 +47,30 @@ impl StoreAddress {
     }
 }
 
-/// Connects to the store and completes the handshake. The stream is in nonblocking mode.
+/// First and longest pause before a store that is busy is tried again.
+const PAUSE_MIN: Duration = Duration::from_millis(1);
+const PAUSE_MAX: Duration = Duration::from_millis(20);
+
+/// Connects to the store and completes the handshake; tries again until `deadline` where too many clients have not proved
+/// themselves. The stream is in nonblocking mode.
 ///
 /// # Errors
 /// `Unreachable`: no process listens there, or it closed the connection. `Timeout`. `Refused`: the secret. `Mismatch`:
 /// the version. `Protocol`: the listener is not a store. `Exhausted`: the store accepts no more clients.
 pub(super) fn dial(store: &StoreAddress, secret: &Secret, operation: &str, deadline: Instant) -> Result<TcpStream> {
+    let mut pause = PAUSE_MIN;
+    loop {
+        match attempt(store, secret, operation, deadline) {
+            Err(error) if error.reason == Some(Reason::Busy) && Instant::now() + pause < deadline => {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(PAUSE_MAX);
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+fn attempt(store: &StoreAddress, secret: &Secret, operation: &str, deadline: Instant) -> Result<TcpStream> {
     let mut last = None;
     for address in store.resolve(operation, deadline)? {
         match connect(store, address, operation, deadline) {

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use crossrail_handshake::store::Greeting;
-use crossrail_handshake::{Pending, Reject, RejectCode, Secret};
+use crossrail_handshake::{GRACE, Pending, Reject, RejectCode, Secret, draw, source_of};
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Log, Origin, Reason, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -29,10 +29,14 @@ const GREETING_MAX: usize = 512;
 const OUTPUT_MAX: usize = 256 << 20;
 /// Timeout of a client's handshake.
 const GREETING_TIME: Duration = Duration::from_secs(10);
+/// Connections that wait in the kernel. Where they are too many the kernel drops some, which are tried again a second later.
+const BACKLOG: i32 = 4096;
 /// Pause of accepting when file descriptors are exhausted; clients wait in the kernel's queue.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Events per pass; leases expire only after a pass that has drained all events.
 const EVENTS: usize = 256;
+/// Connections accepted per pass.
+const ACCEPTS: usize = 32;
 /// A wake-up delayed by more than this means that this thread could not run.
 const STALL: Duration = Duration::from_millis(100);
 
@@ -74,6 +78,7 @@ impl StoreServer {
             _ => bind(place)?,
         };
         listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
+        SockRef::from(&listener).listen(BACKLOG).map_err(|e| fail("listen", e))?;
         let local = listener.local_addr().map_err(|e| fail("getsockname", e))?;
         let os = |call: &str, e: nix::Error| fail(call, e.into());
         let stop = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
@@ -90,7 +95,7 @@ impl StoreServer {
             contents: Contents::new(first_revision()),
             clients: Clients::default(),
             next: 0,
-            greeting: Pending::default(),
+            greeting: Pending::new(GRACE),
             accept_again: None,
         };
         let thread = std::thread::Builder::new().name("crossrail-store".to_owned());
@@ -309,7 +314,8 @@ impl ServerLoop {
     }
 
     fn accept(&mut self) {
-        loop {
+        // Those that are left are reported again. Others have their turn between them, however fast connections come.
+        for _ in 0..ACCEPTS {
             match self.listener.accept() {
                 Ok((stream, peer)) => self.admit(stream, peer.ip()),
                 Err(e) if matches!(e.kind(), IoKind::Interrupted | IoKind::ConnectionAborted) => {}
@@ -336,15 +342,17 @@ impl ServerLoop {
         let client = self.next;
         self.next += 1;
         let now = Instant::now();
+        let source = source_of(source);
         let full = if self.clients.connections.len() >= CLIENTS_MAX {
-            Some(format!("the store has {CLIENTS_MAX} clients already"))
+            Some(Reject::new(RejectCode::Full, format!("the store has {CLIENTS_MAX} clients already")))
         } else if self.greeting.len() >= GREETING_MAX && !self.evict_greeting(source, now) {
-            Some(format!("{GREETING_MAX} clients have not proved themselves yet; try again"))
+            let text = format!("{GREETING_MAX} clients have not proved themselves yet; try again");
+            Some(Reject::new(RejectCode::Busy, text))
         } else {
             None
         };
         let mut connection = match &full {
-            Some(text) => ClientConnection::rejected(stream, &Reject::new(RejectCode::Full, text)),
+            Some(reject) => ClientConnection::rejected(stream, reject),
             None => ClientConnection::new(stream, greeting),
         };
         if connection.write().is_err() || full.is_some() {
@@ -360,11 +368,11 @@ impl ServerLoop {
 
     /// Closes the client that makes room for one from `source`, and tells it to try again.
     fn evict_greeting(&mut self, source: IpAddr, now: Instant) -> bool {
-        let Some((client, ())) = self.greeting.evict(&source, false, now) else { return false };
+        let Some((client, ())) = self.greeting.evict(&source, false, now, draw()) else { return false };
         if let Some(connection) = self.clients.connections.get_mut(&client) {
             let text = format!("it made room for another client: {GREETING_MAX} had not proved themselves; try again");
             let before = connection.backlog();
-            connection.turn_away(&Reject::new(RejectCode::Full, &text));
+            connection.turn_away(&Reject::new(RejectCode::Busy, &text));
             self.clients.output += connection.backlog() - before;
             // The socket takes the few bytes at once, or the client goes without.
             let _ = self.clients.write(client);

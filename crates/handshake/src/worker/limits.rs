@@ -10,7 +10,8 @@ use crossrail_types::{Error, ErrorKind, Reason};
 use super::wire::WORKER;
 use crate::exchange::{Exchange, send_reject};
 use crate::message::{Reject, RejectCode};
-use crate::pending::Pending;
+use crate::pending::{GRACE, Pending};
+use crate::proof::draw;
 use crate::terms::no_descriptor;
 
 /// Limits on handshakes in progress.
@@ -18,15 +19,17 @@ use crate::terms::no_descriptor;
 pub struct Limits {
     /// Most at a time.
     pub half_open: usize,
-    /// Most at a time from one IP address, or from one user over the Unix socket.
+    /// Most at a time from one IP address (all of loopback, and of an IPv6 network of 64 bits, is one), or from one user over the Unix socket.
     pub half_open_per_source: usize,
     /// Longest time that one may take.
     pub timeout: Duration,
+    /// How long one is sure of its place.
+    pub grace: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Limits {
-        Limits { half_open: 64, half_open_per_source: 16, timeout: Duration::from_secs(5) }
+        Limits { half_open: 64, half_open_per_source: 16, timeout: Duration::from_secs(5), grace: GRACE }
     }
 }
 
@@ -100,7 +103,6 @@ pub(super) struct HalfOpen {
     entries: Mutex<Entries>,
 }
 
-#[derive(Default)]
 struct Entries {
     next: u64,
     open: Pending<Source, Connection>,
@@ -114,7 +116,7 @@ struct Connection {
 
 impl HalfOpen {
     pub(super) fn new(limits: Limits) -> HalfOpen {
-        HalfOpen { limits, entries: Mutex::default() }
+        HalfOpen { limits, entries: Mutex::new(Entries { next: 0, open: Pending::new(limits.grace) }) }
     }
 
     /// Counts one more handshake, until the slot is dropped; or why there is no room for it. The second: a connection
@@ -131,10 +133,10 @@ impl HalfOpen {
         let evicted = if entries.open.count(&source) >= limits.half_open_per_source {
             let limit = limits.half_open_per_source;
             let full = || format!("{limit} handshakes from this address are in progress, the limit for one address");
-            Some(entries.open.evict(&source, true, now).ok_or_else(|| Reject::new(RejectCode::Busy, full()))?)
+            Some(entries.open.evict(&source, true, now, draw()).ok_or_else(|| Reject::new(RejectCode::Busy, full()))?)
         } else if entries.open.len() >= limits.half_open {
             let full = || format!("{} handshakes are in progress, the limit of this listener", limits.half_open);
-            Some(entries.open.evict(&source, false, now).ok_or_else(|| Reject::new(RejectCode::Busy, full()))?)
+            Some(entries.open.evict(&source, false, now, draw()).ok_or_else(|| Reject::new(RejectCode::Busy, full()))?)
         } else {
             None
         };
@@ -207,7 +209,7 @@ mod tests {
         let ((first, _), (second, none)) = (take(1), take(1));
         assert!(none.is_none(), "one that is settled does not count");
         let (_other, evicted) = take(2);
-        assert!(evicted.is_some(), "the first has made room");
-        assert!(!first.settle() && second.settle());
+        assert!(evicted.is_some(), "one of them has made room");
+        assert!(first.settle() != second.settle(), "and only one");
     }
 }

@@ -27,6 +27,7 @@ use super::text::tcp_name;
 use super::wire::WORKER;
 use crate::exchange::{Exchange, poll_timeout, send_reject};
 use crate::message::{Kind, Reject, RejectCode};
+use crate::pending::source_of;
 
 /// Pause of accepting when file descriptors or memory are exhausted.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
@@ -258,7 +259,7 @@ fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>
             let local = stream.local_addr()?.ip().to_canonical();
             let rail = purpose.rails.iter().find(|rail| rail.address.to_canonical() == local).cloned();
             let incoming = Incoming::Tcp(stream, Allowed { session: purpose.sessions, rail });
-            Ok(Some((incoming, Source::Ip(from.ip().to_canonical()), tcp_name(from))))
+            Ok(Some((incoming, Source::Ip(source_of(from.ip())), tcp_name(from))))
         }),
     };
     match accepted {

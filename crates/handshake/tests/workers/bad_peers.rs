@@ -1,8 +1,10 @@
 //! Peers that send garbage, half a message, far too much, or nothing: each costs its own slot and no more.
 
+use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -202,6 +204,11 @@ fn a_trickling_peer_gets_no_more_time() {
 
 /// A stage at which newcomers are turned away because of half-open connections. These make room after half a second, so
 /// on a busy machine it may be over before it is set: it is set again, a few times.
+/// How long connections are held.
+const HELD: Duration = Duration::from_secs(2);
+/// Longer than any test.
+const LONG: Duration = Duration::from_secs(60);
+
 fn crowded<T>(mut set: impl FnMut() -> Option<T>) -> T {
     (0..20).find_map(|_| set()).expect("newcomers are let in while others have not had their time")
 }
@@ -211,7 +218,7 @@ fn too_many_half_open_connections_turn_the_newest_away() {
     let _fds = Descriptors::watch();
     let me = identity("friend", Secret::None);
     let (worker, held) = crowded(|| {
-        let limits = Limits { half_open: 4, half_open_per_source: 3, timeout: Duration::from_secs(2) };
+        let limits = Limits { half_open: 4, half_open_per_source: 3, timeout: HELD, grace: HELD };
         let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
         let held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
         let mut fourth = TcpStream::connect(worker.control()).unwrap();
@@ -243,7 +250,7 @@ fn too_many_half_open_connections_turn_the_newest_away() {
 #[test]
 fn strangers_that_say_nothing_lock_nobody_out() {
     let _fds = Descriptors::watch();
-    let limits = Limits { half_open: 6, half_open_per_source: 3, timeout: Duration::from_secs(60) };
+    let limits = Limits { half_open: 6, half_open_per_source: 6, timeout: LONG, ..Limits::default() };
     let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
     let (mut held, mut turned_away) = (Vec::new(), 0);
     // From the address of honest peers, which has no room then; and from others, until there is none at all.
@@ -269,6 +276,38 @@ fn strangers_that_say_nothing_lock_nobody_out() {
         assert_eq!(theirs.ticket, ours.ticket);
     }
     assert!(turned_away > 0, "there was room for all");
+}
+
+/// A thread of a local user has hundreds of connections from all of loopback, and renews those that are ended.
+#[test]
+fn a_flood_of_unproven_connections_keeps_no_peer_out() {
+    let _fds = Descriptors::watch();
+    let worker = open_worker(5.0);
+    let (address, stop) = (worker.control(), AtomicBool::new(false));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut held = VecDeque::new();
+            for turn in 0u32.. {
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                let from = binding(Ipv4Addr::from(0x7f00_0002 + turn % 0xff_0000));
+                let stream = crossrail_tcp::dial(Some(&from), address, in_secs(1.0));
+                held.extend(stream.ok().filter(|stream| (&*stream).write_all(&[0xc5]).is_ok()));
+                if held.len() > 300 {
+                    held.pop_front();
+                }
+            }
+        });
+        let peers: Vec<_> = (0..20)
+            .map(|_| {
+                let peer = connect(&worker.by_port(), &identity("peer", Secret::None), None, false, in_secs(30.0));
+                peer.map(drop)
+            })
+            .collect();
+        stop.store(true, Ordering::Relaxed);
+        assert!(peers.iter().all(Result::is_ok), "{peers:?}");
+    });
 }
 
 #[test]
@@ -560,7 +599,7 @@ fn half_open_connections_are_limited_in_all() {
     let _fds = Descriptors::watch();
     let me = identity("c", Secret::None);
     let (worker, mut held) = crowded(|| {
-        let limits = Limits { half_open: 3, half_open_per_source: 16, timeout: Duration::from_secs(60) };
+        let limits = Limits { half_open: 3, half_open_per_source: 16, timeout: LONG, grace: LONG };
         let worker = Worker::start(ListenConfig { limits, ..config() }, identity("l", Secret::None)).unwrap();
         let held: Vec<Raw> = (0..3).map(|_| Raw::connect(worker.control())).collect();
         let error = connect(&worker.by_port(), &me, None, false, in_secs(0.1)).err()?;
