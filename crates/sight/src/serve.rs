@@ -1,9 +1,11 @@
 //! The export of metrics: a thread that answers HTTP requests, or one that writes files for node_exporter.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossrail_locks::{Mutex, PerProcess};
@@ -20,6 +22,8 @@ const FIRST_EVERY: Duration = Duration::from_millis(250);
 const RETRY_EVERY: Duration = Duration::from_secs(5);
 /// How long a client may take for its request, or to take the answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Clients that are answered at a time.
+const CLIENTS_MAX: usize = 32;
 /// Longest request that is read.
 const REQUEST_MAX: usize = 8 << 10;
 /// How the files are called: this, process id, start, and the suffix that node_exporter looks for.
@@ -108,14 +112,34 @@ fn serve(folder: &Path, address: SocketAddr, log: Log) {
             }
         }
     };
+    answer_all(&listener, folder);
+}
+
+/// Answers each client on a thread of its own: one that says nothing keeps no other waiting. Where there are too many, the
+/// oldest is given up.
+fn answer_all(listener: &TcpListener, folder: &Path) {
+    let mut answering: VecDeque<(TcpStream, JoinHandle<()>)> = VecDeque::new();
     for client in listener.incoming().flatten() {
-        // One client after the other, each for a bounded time; the next scrape makes up for a lost one.
-        let _ = answer(client, folder, CLIENT_TIMEOUT);
+        answering.retain(|(_, thread)| !thread.is_finished());
+        if answering.len() >= CLIENTS_MAX
+            && let Some((oldest, _)) = answering.pop_front()
+        {
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        let Ok(handle) = client.try_clone() else { continue };
+        let folder = folder.to_owned();
+        let thread = std::thread::Builder::new().name("crossrail-scrape".to_owned()).spawn(move || {
+            let _ = answer(&client, &folder, CLIENT_TIMEOUT);
+            // The other handle would keep it open.
+            let _ = client.shutdown(Shutdown::Both);
+        });
+        // Without a thread the client is closed; the next scrape makes up for it.
+        answering.extend(thread.ok().map(|thread| (handle, thread)));
     }
 }
 
 /// Reads a request and answers it, each within `limit`, however few bytes at a time the client gives or takes.
-fn answer(mut client: TcpStream, folder: &Path, limit: Duration) -> std::io::Result<()> {
+fn answer(mut client: &TcpStream, folder: &Path, limit: Duration) -> std::io::Result<()> {
     let mut request = Vec::new();
     let mut buffer = [0; 1024];
     let deadline = Instant::now() + limit;
@@ -220,6 +244,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn clients_that_say_nothing_keep_no_scrape_waiting() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let address = listener.local_addr().expect("its address");
+        std::thread::spawn(move || answer_all(&listener, Path::new("/nonexistent")));
+        let _idle: Vec<_> = (0..4 * CLIENTS_MAX).map(|_| TcpStream::connect(address).expect("connected")).collect();
+        let mut client = TcpStream::connect(address).expect("connected");
+        client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").expect("sent");
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).expect("answered");
+        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+    }
+
+    #[test]
     fn a_client_that_drips_is_given_up() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let mut client = TcpStream::connect(listener.local_addr().expect("its address")).expect("connected");
@@ -233,7 +270,8 @@ mod tests {
                 })
                 .count()
         });
-        let outcome = answer(server, Path::new("/nonexistent"), Duration::from_millis(20));
+        let outcome = answer(&server, Path::new("/nonexistent"), Duration::from_millis(20));
+        drop(server);
         assert!(outcome.is_err(), "the whole request was read");
         assert!(dripping.join().expect("no panic") < REQUEST_MAX);
     }

@@ -6,7 +6,9 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::fmt::Write as _;
+use std::fs::OpenOptions;
 use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
 use crate::process;
@@ -144,7 +146,8 @@ impl Trace {
         let (pid, mut number) = (std::process::id(), 0);
         let (file, path) = loop {
             let path = folder.join(format!("crossrail-{}-{pid}-{number}.json", process::host()));
-            match std::fs::File::create_new(&path) {
+            // It names hosts, peers and times: as the page, it is its user's alone.
+            match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
                 Ok(file) => break (file, path),
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
                 Err(error) => return Err(error),
