@@ -207,7 +207,7 @@ def one_rank():
 
 def all_ranks():
     """Starts one rank per GPU; they find each other through RANK, WORLD_SIZE and CROSSRAIL_STORE."""
-    ranks = max(n for n in (1, 2, 4, 8) if n <= max(torch.cuda.device_count(), 1))
+    ranks = max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())
     with socket.create_server(("127.0.0.1", 0)) as free:
         store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "CROSSRAIL_STORE": store}
@@ -216,4 +216,6 @@ def all_ranks():
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit(f"{sys.argv[0]} needs a GPU, and PyTorch {torch.__version__} can use none here")
     one_rank() if "RANK" in os.environ else all_ranks()

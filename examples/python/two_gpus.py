@@ -10,6 +10,8 @@ import torch
 
 import crossrail
 
+if not torch.cuda.is_available():
+    sys.exit(f"{sys.argv[0]} needs a GPU at each end, and PyTorch {torch.__version__} can use none here")
 mode, *rest = sys.argv[1:] or ["both"]
 length = 16 << 20
 with crossrail.Worker(crossrail.Context()) as worker:
