@@ -74,7 +74,9 @@ def test_a_killed_rank_is_named_masked_and_replaced(options: tuple[str, ...], tm
     assert killed.killed == [2]
     assert killed.recovery_us is not None and 0 < killed.recovery_us < 1.2e6
     for survivor in (0, 1, 3):
-        said = f"rank {survivor} lost rank 2 in (dispatch|combine)[^:]*, .+: .+"
+        said = (
+            f"at rank {survivor}: rank 2 is lost: .+, while (dispatch|combine) [0-9]+ waited for .+; it is masked, 3 "
+        )
         assert [bool(re.match(said, fault)) for fault in killed.faults].count(True) == 1, killed.faults
     assert facts[2] is not None and facts[2].active == [0, 1, 3]
     assert facts[3] is not None and facts[3].joined == [2]

@@ -371,8 +371,7 @@ class _Rank:
         self._await_deaths(victims)
         self.check(left)
         lost_ranks = [fault for fault in self.buffer.faults() if fault.rank in victims]
-        texts = [f"rank {rank} lost rank {one.rank} in {one.operation}, {one.stage}: {one.why}" for one in lost_ranks]
-        parent.send("survived", without=without, faults=texts)
+        parent.send("survived", without=without, faults=[f"at rank {rank}: {fault}" for fault in lost_ranks])
 
     def _agreed(self, number: int, left: list[int], lost: list[int], victims: list[int]) -> bool:
         """Whether every survivor has lost every victim. All survivors reach the same answer."""
