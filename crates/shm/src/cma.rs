@@ -3,8 +3,9 @@
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-use crossrail_locks::{Mutex, PerProcess};
+use crossrail_locks::PerProcess;
 
 use crossrail_transport::{Copy, List};
 
@@ -144,7 +145,7 @@ impl Probe {
         if usize::try_from(n) != Ok(size_of_val(&secret)) {
             return Err(io::Error::last_os_error());
         }
-        let free = FREE.lock().pop();
+        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let words = free.unwrap_or_else(|| Box::leak(Box::default()));
         for (word, value) in words.iter().zip([secret[0], secret[1], 0, 0]) {
             word.store(value, Ordering::SeqCst);
@@ -168,7 +169,7 @@ impl Probe {
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        FREE.lock().push(self.0);
+        FREE.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
     }
 }
 
