@@ -88,6 +88,39 @@ def test_where_the_network_takes_over_is_said(capsys: pytest.CaptureFixture[str]
     assert re.search(r"! EP4, EP1024, EP2048: .* more than the 141 GB", out)
 
 
+def test_every_output_names_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        plan(*words)
+        return " ".join(capsys.readouterr().out.split())
+
+    both = said("--ep", "8")
+    assert both.count("MB and us: one GPU's, of one layer; MB of dispatch and combine together, sent") == 1
+    assert "step ms: all 58 layers" in both
+    assert "Not in the times: the experts' computation, attention, other collectives" in both
+    assert "not attention, KV cache and activations" in both
+    assert "NVLink 399 GB/s and rows at the experts" in both
+    assert "network 50 GB/s for each GPU (8 NICs of 50 GB/s for 8)" in both
+    published = said("--published")
+    for text in (both, published):
+        assert re.search(r"Error band: \d+ of \d+ published times .* above their plan, .* 8 of 10 are [\d.]+ to ", text)
+    assert "planned us" in published and "us: of one layer" in published and "h800: NVLink " in published
+    checked = said("--calibrate", f"{GPU}/ep_sweep-2.json", "--check", f"{GPU}/ep_decode-4.json")
+    assert "us: of one layer, all ranks on one node. Rates of the plans: NVLink " in checked
+    assert "no network" in checked
+
+
+def test_the_band_is_of_the_published_rows() -> None:
+    whole = document("--published")
+    errors = [
+        row[f"{what}_us"] / row[f"planned_{what}_us"] for row in whole["published"] for what in ("dispatch", "combine")
+    ]
+    band = document("--ep", "8")["band"]
+    assert band == whole["band"]
+    assert (band["above"], band["of"]) == (sum(error > 1 for error in errors), len(errors))
+    assert sum(band["low"] <= error <= band["high"] for error in errors) == pytest.approx(0.8 * len(errors), abs=2)
+    assert sum(error <= band["median"] for error in errors) == pytest.approx(len(errors) / 2, abs=1)
+
+
 def test_a_check_is_held(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--calibrate", f"{GPU}/ep_sweep-2.json", "--check", f"{GPU}/ep_decode-4.json", f"{GPU}/ep_prefill-4.json")
     checked = document(*words, "--within", "15")["check"]

@@ -25,6 +25,8 @@ from crossrail_tools.planning import (
     Planned,
     Published,
     Send,
+    assumptions,
+    band,
     calibrated,
     check_tables,
     cluster_of,
@@ -35,7 +37,7 @@ from crossrail_tools.planning import (
     plain,
     plan,
     plan_tables,
-    published_table,
+    published_tables,
     read,
 )
 from crossrail_tools.planning.tables import TOLERANCE
@@ -91,20 +93,24 @@ class PlanOptions:
         document: dict[str, Any] = {"schema": SCHEMA, "cluster": plain(cluster), "calibration": told}
         rows: list[Compared] = []
         if self.published:
-            out.print(published_table(PUBLISHED))
+            for part in published_tables(PUBLISHED):
+                out.print(part)
             document["published"] = [_published(one) for one in PUBLISHED]
+            document["band"] = dataclasses.asdict(band(PUBLISHED))
         elif self.check:
             files = _measured(self.check)
             if not files.exchanges:
                 reasons = "; ".join(f"{number} {why}" for why, number in files.left_out.items())
                 raise PlanError(f"--check: no row that a plan covers{': ' + reasons if reasons else ''}")
             rows = compared(cluster, files.exchanges, self.calibrate)
-            for part in check_tables(rows, files.left_out, self.within or TOLERANCE):
+            for part in check_tables(cluster, rows, files.left_out, self.within or TOLERANCE):
                 out.print(part)
             document["check"] = [_compared(one) for one in rows]
         else:
             model = _chosen(self.model, MODELS, "model", model_of)
             document["model"] = plain(model)
+            document["assumptions"] = assumptions(cluster, model)
+            document["band"] = dataclasses.asdict(band(PUBLISHED))
             document["rows"] = []
             for phase in self.phases:
                 if model.tokens(phase) is None and len(self.phases) > 1:
@@ -115,6 +121,8 @@ class PlanOptions:
                 for line in left_out:
                     out.print(f"left out: {line}")
                 document["rows"].extend(map(_planned, plans))
+            for line in document["assumptions"]:
+                out.print(line, highlight=False)
         if self.json is not None:
             write_text(encoder.dumps(document, indent=1) + "\n", self.json)
         if self.within is not None:

@@ -10,7 +10,7 @@ from .presets import CLUSTERS, MODELS, PUBLISHED, Published
 from .reading import cluster_of, contents, load, model_of
 from .routing import Routing
 from .shapes import PHASES, SENDS, Cluster, Model, Network, Phase, PlanError, Send, plain
-from .tables import check_tables, plan_tables, published_table
+from .tables import assumptions, band, check_tables, plan_tables, published_tables
 
 __all__ = [
     "CLUSTERS",
@@ -32,6 +32,8 @@ __all__ = [
     "Published",
     "Routing",
     "Send",
+    "assumptions",
+    "band",
     "calibrated",
     "check_tables",
     "cluster_of",
@@ -42,7 +44,7 @@ __all__ = [
     "plain",
     "plan",
     "plan_tables",
-    "published_table",
+    "published_tables",
     "read",
     "turn",
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -12,7 +15,7 @@ from crossrail_tools.report.tables import HeadedTable
 
 from .calibration import Compared
 from .cost import Planned, turn
-from .presets import Published
+from .presets import CLUSTERS, PUBLISHED, Published
 from .shapes import Cluster, Model, Send
 
 TOLERANCE = 15.0
@@ -69,7 +72,72 @@ def plan_tables(cluster: Cluster, model: Model, plans: Sequence[Planned]) -> lis
             f"{one.memory.total / 1e9:.1f}" + ("" if one.fits else " !"),
             _bound(one),
         )
-    return [shown, *_sentences(cluster, model, plans)]
+    return [shown, *map(Text, _findings(cluster, model, plans)), Text("")]
+
+
+def assumptions(cluster: Cluster, model: Model) -> list[str]:
+    """What the figures of a plan are for, what is not in them, with which rates, and how far off they may be."""
+    loads = "equally loaded ranks"
+    if model.imbalance > 1:
+        loads = f"the busiest rank with {model.imbalance:g} times the mean rows"
+    layers = f"; step ms: all {counted(model.layers, 'layer')}" if model.layers > 1 else ""
+    return [
+        f"MB and us: one GPU's, of one layer; MB of dispatch and combine together, sent{layers}. Means over random "
+        f"routings, {loads}.",
+        "Not in the times: the experts' computation, attention, other collectives, and what overlaps with them. "
+        "Memory: one GPU's experts' weights, heap and results; not attention, KV cache and activations.",
+        f"Rates: {rates_text(cluster)}.",
+        band(PUBLISHED).text,
+    ]
+
+
+def rates_text(cluster: Cluster) -> str:
+    """The rates and latencies that plans of ``cluster`` use."""
+    text = (
+        f"NVLink {cluster.nvlink_gb_per_s:.4g} GB/s and rows at the experts {cluster.copy_gb_per_s:.4g} GB/s for each "
+        f"GPU, one direction; dispatch {cluster.dispatch_us:.4g} us, combine {cluster.combine_us:.4g} us without rows"
+    )
+    network = cluster.network
+    if network is None:
+        return text + "; no network"
+    share = network.nics_per_node * network.gb_per_s / cluster.gpus_per_node
+    text += (
+        f"; network {share:.4g} GB/s for each GPU ({counted(network.nics_per_node, 'NIC')} of {network.gb_per_s:.4g} "
+        f"GB/s for {cluster.gpus_per_node}), {network.latency_us:.4g} us"
+    )
+    if network.leaf_nodes is not None and network.oversubscription > 1:
+        text += f", {network.oversubscription:g}:1 between leaves of {counted(network.leaf_nodes, 'node')}"
+    return text
+
+
+@dataclass(frozen=True)
+class Band:
+    """How published times compare with plans of the same: those above the plan, and ratios of time to plan."""
+
+    above: int
+    of: int
+    low: float
+    median: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """A sentence."""
+        return (
+            f"Error band: {self.above} of {self.of} published times (--published) are above their plan, which lacks "
+            f"costs that bytes do not show; the middle one is {self.median:.2f} times the plan, 8 of 10 are "
+            f"{self.low:.2f} to {self.high:.2f} times."
+        )
+
+
+def band(published: Sequence[Published]) -> Band:
+    """The band of ``published``; its ends leave out a tenth of the times each."""
+    ratios = []
+    for one in published:
+        planned = one.planned()
+        ratios += [one.dispatch_us / planned.dispatch.us, one.combine_us / planned.combine.us]
+    low, middle, high = (float(value) for value in np.quantile(ratios, (0.1, 0.5, 0.9)))
+    return Band(sum(ratio > 1 for ratio in ratios), len(ratios), low, middle, high)
 
 
 def _bound(one: Planned) -> str:
@@ -78,7 +146,7 @@ def _bound(one: Planned) -> str:
     return _BOUND.get(bound, bound)
 
 
-def _sentences(cluster: Cluster, model: Model, plans: Sequence[Planned]) -> list[Text]:
+def _findings(cluster: Cluster, model: Model, plans: Sequence[Planned]) -> list[str]:
     lines = []
     within, beyond = turn(plans)
     if beyond is None:
@@ -96,21 +164,28 @@ def _sentences(cluster: Cluster, model: Model, plans: Sequence[Planned]) -> list
     added = [text for text in added if not text.endswith(" 0")]
     if added:
         lines.append(f"Redundant experts: {', '.join(added)}.")
-    return [Text(line) for line in lines] + [Text("")]
+    return lines
 
 
-def published_table(published: Sequence[Published]) -> HeadedTable:
-    """Published times beside their plans."""
+def published_tables(published: Sequence[Published]) -> list[RenderableType]:
+    """Published times beside their plans, how far those are off, and with which rates they were made."""
+    lines = [band(published).text, "us: of one layer. Nothing is fitted to these times. Rates of the plans:"]
+    used = dict.fromkeys(one.cluster for one in published)
+    lines += [f"  {name}: {rates_text(CLUSTERS[name])}" for name in used]
+    return [_published_table(published), *map(Text, lines), Text("")]
+
+
+def _published_table(published: Sequence[Published]) -> HeadedTable:
     columns = (
         "published",
         "EP",
         "tokens",
         "sent per",
         "dispatch us",
-        "planned",
+        "planned us",
         "off by",
         "combine us",
-        "planned",
+        "planned us",
         "off by",
     )
     shown = table("published times, and plans of the same", columns, keys=2, prose=["published"])
@@ -131,7 +206,9 @@ def _beside(measured: float, planned: float) -> tuple[str, str, str]:
     return f"{measured:.1f}", f"{planned:.1f}", f"{100 * (planned / measured - 1):+.1f} %"
 
 
-def check_tables(rows: Sequence[Compared], left_out: Mapping[str, int], tolerance: float) -> list[RenderableType]:
+def check_tables(
+    cluster: Cluster, rows: Sequence[Compared], left_out: Mapping[str, int], tolerance: float
+) -> list[RenderableType]:
     """Measured times beside their plans, the worst of them, and what the model of cost does not cover."""
     columns = (
         "operation",
@@ -167,4 +244,6 @@ def check_tables(rows: Sequence[Compared], left_out: Mapping[str, int], toleranc
             worst = f"the mean is {sum(errors) / len(errors):.1f} % off, the worst {max(errors):.1f} %"
             lines.append(f"{inside} of {len(errors)} {what} within {tolerance:g} %: {worst}.")
     lines.extend(f"left out: {counted(number, 'row')} {why}" for why, number in left_out.items())
+    alone = dataclasses.replace(cluster, network=None)
+    lines.append(f"us: of one layer, all ranks on one node. Rates of the plans: {rates_text(alone)}.")
     return [shown, *map(Text, lines), Text("")]
