@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,19 @@ def test_every_option_and_setting_exists() -> None:
     for cell in ours:
         for option in re.findall(r"--[a-z][a-z-]+", cell):
             assert f'"{option}"' in known, f"{option} in {cell!r}"
+
+
+def test_defaults_beside_those_of_nixl_are_ours() -> None:
+    ep: Any = parse_arguments(["bench", "ep"])
+    control: Any = parse_arguments(["bench", "control"])
+    section = COMING[COMING.index("| NIXL EP's default | here |") : COMING.index("## UCX")]
+    ours = [row.split(" | ")[1] for row in section.splitlines()[2:] if row.startswith("|")]
+    assert f"{ep.tokens}: `--tokens 512`" in ours[0]
+    assert ours[1].startswith(f"{ep.hidden}, top-{ep.topk}, {ep.experts_per_rank}: ")
+    assert ours[2].startswith(f"{ep.placement.num_processes}, or one per GPU: ")
+    assert ours[3].startswith(f"{control.work.rounds} rounds: ")
+
+
+def test_names_that_people_of_ucx_look_for_are_there() -> None:
+    for word in ("rc_mlx5", "MB/s, 2^20 bytes", "grep Avg:"):
+        assert word in COMING, word
