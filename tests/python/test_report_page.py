@@ -18,7 +18,7 @@ from test_report_mesh import LIKE, measured
 from crossrail.ref import Shape
 from crossrail.ref.checking import Work
 from crossrail.ref.flows import traffic
-from crossrail_tools.report import PeerResult, Report, Row, mesh_rows
+from crossrail_tools.report import PeerResult, Report, Round, Row, mesh_rows, with_samples
 from crossrail_tools.report.export import comma_separated, markdown
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.model import HeatMap
@@ -129,6 +129,19 @@ def test_the_page_embeds_its_figures(whole: str) -> None:
     small = html([source(latency_report())], "Small")
     block = re.search(r'id="crossrail-data">(.*?)</script>', small, re.DOTALL)
     assert block and json.loads(block[1])["files"][0]["rows"][0]["samples_us"] == [0.2, 0.22, 0.24]
+
+
+def test_the_headline_is_of_8_bytes_and_beside_its_peer() -> None:
+    rows = latency_report().rows
+    empty = with_samples(replace(rows[0], size=0, samples_us=[], peers={}, ratio={}), [Round([0.1, 0.11, 0.12])])
+    tiles = document([source(replace(latency_report(), rows=[empty, *rows]))], "Latency").tiles
+    assert (tiles[0].name, tiles[0].value, tiles[0].note) == (
+        "Shortest latency",
+        "0.22",
+        "8 B over shm, host memory; 1.50 x ucx",
+    )
+    moved = document([source(p2p_report())], "Transfer").tiles
+    assert moved[0].note == "tcp, 2 rails; 1.25 x iperf3"
 
 
 def test_figures_of_the_rows_are_on_the_page() -> None:

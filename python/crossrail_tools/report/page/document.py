@@ -20,6 +20,7 @@ from .transfers import (
     headline_latency,
     latency_section,
     other_section,
+    ratios_text,
     stream_section,
     transfer_section,
 )
@@ -111,13 +112,19 @@ def _tiles(found: Sequence[Entry], sources: Sequence[Source]) -> list[Tile]:
     if ours:
         row = max(ours, key=lambda one: one.gb_per_s or 0.0)
         tiles.append(
-            Tile("Highest bandwidth", number_text(row.gb_per_s or 0.0), "GB/s", f"{row.transport}, window {row.window}")
+            Tile(
+                "Highest bandwidth",
+                number_text(row.gb_per_s or 0.0),
+                "GB/s",
+                "; ".join([f"{row.transport}, window {row.window}", *ratios_text(row)]),
+            )
         )
     moved = [entry.row for entry in found if entry.row.what == "p2p" and entry.row.gb_per_s]
     if moved:
         row = max(moved, key=lambda one: one.gb_per_s or 0.0)
         rails = counted(len([lane for lane in row.lanes if lane.bytes]), "rail")
-        tiles.append(Tile("Fastest transfer", number_text(row.gb_per_s or 0.0), "GB/s", f"{row.transport}, {rails}"))
+        of = "; ".join([f"{row.transport}, {rails}", *ratios_text(row)])
+        tiles.append(Tile("Fastest transfer", number_text(row.gb_per_s or 0.0), "GB/s", of))
     if (pair := slowest_pair(found)) is not None:
         tiles.append(Tile("Slowest pair of a mesh", *pair))
     together = [entry.row for entry in found if entry.row.what == "mesh" and entry.row.part == "all"]

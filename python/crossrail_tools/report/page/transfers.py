@@ -418,12 +418,22 @@ def _program(entry: Entry) -> str:
     return entry.program or "Crossrail"
 
 
+_SMALL = 8
+"""Bytes of the message that latencies are compared by."""
+
+
 def headline_latency(found: Sequence[Entry]) -> tuple[str, str, str] | None:
-    """The shortest one-way time of a small message, its unit, and of what."""
+    """The shortest one-way time of 8 B, or of what else was measured, its unit, of what, and its ratio to peers."""
     chosen = [entry for entry in found if entry.row.what in ("latency", "write") and not entry.program]
     timed = [(time, entry.row) for entry in chosen if (time := latency_of(entry.row)) is not None]
     if not timed:
         return None
-    time, row = min(timed, key=lambda item: item[0])
+    time, row = min(timed, key=lambda item: (item[1].size != _SMALL, item[0]))
     scale, unit = time_unit(time)
-    return number_text(time / scale), unit, f"{size_text(row.size)} over {row.transport}, {place_of(row)}"
+    of = [f"{size_text(row.size)} over {row.transport}, {place_of(row)}", *ratios_text(row)]
+    return number_text(time / scale), unit, "; ".join(of)
+
+
+def ratios_text(row: Row) -> list[str]:
+    """How many times better than each peer of the same run ``row`` is: more than 1 is better."""
+    return [f"{ratio:.2f} x {peer}" for peer, ratio in row.ratio.items()]
