@@ -27,7 +27,7 @@ from test_cli_store import store
 import crossrail
 from crossrail._native import read_pages
 from crossrail_tools.cli import main
-from crossrail_tools.cli.top import ERRORS, Look, Process, rates_between, rendered, verdicts
+from crossrail_tools.cli.top import ERRORS, STORE_S, Look, Process, TopOptions, rates_between, rendered, verdicts
 from crossrail_tools.report import console
 
 ROW_BYTES = 512
@@ -359,6 +359,17 @@ def test_a_dead_store_is_said_and_the_pages_here_are_shown(tmp_path: Path) -> No
     assert done.returncode == 1
     assert "1 process, 1 worker" in done.stdout and f":{os.getpid()}" in done.stdout
     assert f"the store {address} does not answer: Connection refused" in done.stderr
+
+
+def test_a_store_that_hangs_is_said_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSRAIL_PAGES", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = TopOptions(job="", store=f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        look = options._look(crossrail.Context(timeout=STORE_S))
+        took = time.monotonic() - began
+    assert look.trouble is not None and f"the store {options.store} does not answer: " in look.trouble
+    assert took < STORE_S - 0.5
 
 
 STUCK = 5

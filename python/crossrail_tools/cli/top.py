@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import select
@@ -45,6 +46,8 @@ PATIENCE_S = 1.0
 """How long a rank of a job may take to answer."""
 STORE_S = 3.0
 """How long a store that accepts connections may take for all of it."""
+_NOBODY = ""
+"""A name that no group has: whether the store answers is all that is asked."""
 STUCK_S = 0.5
 """A wait of this age is worth a sentence about whom it is for."""
 MOVED = {"rail": ("sent_bytes", "received_bytes"), "link": ("sent_bytes", "received_bytes"), "gpu": ("copied_bytes",)}
@@ -207,7 +210,7 @@ class TopOptions:
         if store is None:
             raise UsageFailure("--job needs the job's store: --store tcp://HOST:PORT, or CROSSRAIL_STORE")
         try:
-            _reach(store)
+            self._reach(store)
             groups = read_job(context, store, self.job or None, PATIENCE_S)
         except (OSError, crossrail.UnreachableError, crossrail.TimeoutError) as failure:
             reason = getattr(failure, "strerror", None) or str(failure)
@@ -229,13 +232,20 @@ class TopOptions:
                 )
         return Look(at, found, groups)
 
+    def _reach(self, store: str) -> None:
+        """Raises OSError or the library's errors within a second if nothing answers there.
 
-def _reach(store: str) -> None:
-    """Raises OSError within a second if nothing listens there: the store's own clients try for longer."""
-    with contextlib.suppress(UsageFailure):  # which the client explains
-        host, port = parse_address(store.rpartition("://")[2], 0)
-        if port:
-            socket.create_connection((host, port), PATIENCE_S).close()
+        The store's own clients try for longer to connect, and asking the ranks may take longer than this.
+        """
+        with contextlib.suppress(UsageFailure):  # which the client explains
+            host, port = parse_address(store.rpartition("://")[2], 0)
+            if port:
+                socket.create_connection((host, port), PATIENCE_S).close()
+        read_job(self._hasty, store, _NOBODY, 0.0)
+
+    @functools.cached_property
+    def _hasty(self) -> crossrail.Context:
+        return crossrail.Context(secret_file=self.secret_file, timeout=PATIENCE_S)
 
 
 class _Window:
