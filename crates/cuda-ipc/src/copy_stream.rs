@@ -44,6 +44,11 @@ impl CopyStream {
         }
     }
 
+    /// The stream itself, for other work that a marker follows.
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Enqueues a copy between GPU addresses, without a marker.
     ///
     /// # Safety

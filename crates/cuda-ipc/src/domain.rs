@@ -54,6 +54,18 @@ impl Domain {
         Some(gpus.get(usize::try_from(ordinal).ok()?)?.as_ref()?.copies())
     }
 
+    /// Makes ready what moves rows of memory of GPU `cuda:ordinal`, once; this may take seconds where kernels are
+    /// compiled first. Without it, or if it fails, copy engines move them. Returns why, in that case.
+    pub fn load_kernels(&self, ordinal: u32, settings: &Settings) -> Option<String> {
+        match self.gpu(ordinal) {
+            Ok(gpu) => {
+                gpu.load_kernels(settings);
+                gpu.kernels().err().map(str::to_owned)
+            }
+            Err(error) => Some(error.to_string()),
+        }
+    }
+
     /// The GPU `cuda:ordinal`, set up if necessary.
     pub(crate) fn gpu(&self, ordinal: u32) -> Result<Arc<Gpu>> {
         let mut gpus = locked(&self.gpus);

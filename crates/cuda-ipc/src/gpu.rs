@@ -2,15 +2,17 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use crossrail_cuda::{Context, Device};
-use crossrail_types::Result;
+use crossrail_kernels::Kernels;
+use crossrail_types::{Result, Settings};
 
 use crate::completion_word::WordPool;
 use crate::copy_stream::CopyStream;
 use crate::lock::locked;
 use crate::note::Uuid;
+use crate::row_table::RowTables;
 use crate::schedule::CopySchedule;
 
 /// Maximum number of idle streams kept for reuse.
@@ -28,6 +30,10 @@ pub(crate) struct Gpu {
     idle: Mutex<Vec<CopyStream>>,
     /// The number of copies started.
     copies: AtomicU64,
+    /// What moves rows, and by how many blocks at most; the reason why nothing does. Empty until [`Gpu::load_kernels`].
+    kernels: OnceLock<std::result::Result<(Arc<Kernels>, u32), String>>,
+    /// Tables of launches that move rows.
+    pub(crate) tables: Arc<RowTables>,
 }
 
 impl fmt::Debug for Gpu {
@@ -48,7 +54,28 @@ impl Gpu {
             words: WordPool::default(),
             idle: Mutex::default(),
             copies: AtomicU64::new(0),
+            kernels: OnceLock::new(),
+            tables: Arc::default(),
         })
+    }
+
+    /// Loads the kernels that move rows, once; this may take seconds where they are compiled first.
+    pub(crate) fn load_kernels(&self, settings: &Settings) {
+        self.kernels.get_or_init(|| match settings.gpu_sms {
+            0 => Err("CROSSRAIL_GPU_SMS=0".to_owned()),
+            blocks => crossrail_kernels::shared(&self.context, settings, settings.timeout)
+                .map(|kernels| (kernels, blocks))
+                .map_err(|error| error.to_string()),
+        });
+    }
+
+    /// What moves rows; `Err`: why nothing does.
+    pub(crate) fn kernels(&self) -> std::result::Result<(&Kernels, u32), &str> {
+        match self.kernels.get() {
+            Some(Ok((kernels, blocks))) => Ok((kernels, *blocks)),
+            Some(Err(why)) => Err(why),
+            None => Err("the kernels were not loaded"),
+        }
     }
 
     pub(crate) fn ordinal(&self) -> u32 {

@@ -25,11 +25,12 @@ mod link;
 mod lock;
 mod mapping;
 mod note;
+mod row_table;
 mod schedule;
 
 pub use domain::Domain;
 pub use free_log::announce_free;
-pub use link::Link;
+pub use link::{Link, RowsCopy};
 
 #[cfg(test)]
 mod exchange_tests;

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 mod copies;
+mod rows;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,7 +15,8 @@ use crossrail_cuda::{Device, PointerInfo};
 use crossrail_transport::{Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
-use self::copies::{CopyStage, LinkStreams, PendingCopy, is_long};
+pub use self::copies::RowsCopy;
+use self::copies::{CopyStage, LinkStreams, PendingCopy, RowsInFlight, is_long};
 use crate::copy_stream::CopyOutcome;
 use crate::domain::Domain;
 use crate::driver::{Imported, OpenPiece, PieceIdentity};
@@ -71,8 +73,8 @@ pub struct Link {
     free_log: FreeLogCursor,
     /// GPUs of the peer to which no local GPU has access, and the reason.
     inaccessible: Vec<(Uuid, String)>,
-    /// Pieces that a stuck copy may still access. Never closed.
-    stuck: Vec<Vec<Span<OpenPiece>>>,
+    /// What a stuck copy may still access. Never closed.
+    stuck: Vec<(Vec<Span<OpenPiece>>, Option<RowsInFlight>)>,
 }
 
 impl fmt::Debug for Link {
@@ -212,7 +214,24 @@ impl Link {
     fn give_up(&mut self, copy: PendingCopy) {
         if let CopyStage::InFlight { stream, spans, .. } = copy.stage {
             self.streams.set_stuck(stream);
-            self.stuck.push(spans);
+            self.stuck.push((spans, copy.rows));
+        }
+    }
+
+    /// Polls a copy of `len` bytes, and keeps it if it is not over.
+    fn settle(&mut self, mut copy: PendingCopy, state: u64, len: u64) -> Step {
+        match (self.streams.poll(&mut copy, self.domain.copy_limit()), &mut copy.stage) {
+            (CopyOutcome::Done, CopyStage::InFlight { failed, .. }) => failed.take().map_or(Step::Done, Step::Failed),
+            (CopyOutcome::Failed(why), _) => Step::Failed(why),
+            (CopyOutcome::Stuck, _) => {
+                let limit = format_duration(self.domain.copy_limit());
+                self.give_up(copy);
+                Step::Failed(format!("the copy of {len} bytes did not complete within {limit}"))
+            }
+            (CopyOutcome::Pending | CopyOutcome::Done, _) => {
+                self.copies.insert(state, copy);
+                Step::Waiting
+            }
         }
     }
 
@@ -396,24 +415,10 @@ impl Direct for Link {
             step = unsafe { self.advance(&mut copy, job) };
         }
         if step == Step::Waiting {
-            match (self.streams.poll(&mut copy, self.domain.copy_limit()), &mut copy.stage) {
-                (CopyOutcome::Pending, _) => {}
-                (CopyOutcome::Done, CopyStage::InFlight { failed, .. }) => {
-                    step = failed.take().map_or(Step::Done, Step::Failed);
-                }
-                (CopyOutcome::Done, _) => {}
-                (CopyOutcome::Failed(why), _) => step = Step::Failed(why),
-                (CopyOutcome::Stuck, _) => {
-                    let (len, limit) = (job.len, format_duration(self.domain.copy_limit()));
-                    self.give_up(copy);
-                    return Step::Failed(format!("the copy of {len} bytes did not complete within {limit}"));
-                }
-            }
+            step = self.settle(copy, job.state, job.len as u64);
         }
-        match step {
-            Step::Waiting => drop(self.copies.insert(job.state, copy)),
-            Step::Done => job.moved = job.len,
-            _ => {}
+        if step == Step::Done {
+            job.moved = job.len;
         }
         step
     }

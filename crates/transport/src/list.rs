@@ -294,6 +294,20 @@ impl List {
         }
     }
 
+    /// The place of the row that begins with that byte; the number of rows for the end. `None`: none does.
+    pub fn place(&self, position: u64) -> Option<u64> {
+        let (at, within) = match &self.starts {
+            _ if position == self.bytes => (self.count, 0),
+            _ if position > self.bytes => return None,
+            Some(starts) => {
+                let at = starts.partition_point(|start| *start <= position) - 1;
+                (at as u64, position - starts[at])
+            }
+            None => self.rows.find(position),
+        };
+        (within == 0).then_some(at)
+    }
+
     /// The pieces from byte `position` on, neighbours joined.
     pub fn cursor(&self, position: u64) -> Cursor<'_> {
         let (at, within) = match &self.starts {

@@ -569,6 +569,10 @@ settings! {
     /// How data received over the network is moved to its destination in GPU memory.
     unpack: Unpack = Unpack::Kernel,
         "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many fragments, `d2d`: one copy per fragment, `host`: gathered by the CPU, then one copy" as UNPACK;
+    /// The most multiprocessors that a kernel occupies which moves rows of GPU memory between processes; 0: copy engines
+    /// move them, one by one.
+    gpu_sms: u32 = 24,
+        "CROSSRAIL_GPU_SMS" accepts "a number from 0 to 1024" as count::<0, 1024>();
     /// Number of network I/O threads.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;

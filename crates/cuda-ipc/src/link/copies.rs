@@ -1,11 +1,12 @@
 //! Copies in flight: their states, and the streams they are enqueued in.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Context, MemoryKind, PointerInfo};
-use crossrail_transport::{Copy, Job};
+use crossrail_transport::{Copy, Job, List};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::copy_stream::{CompletionWatch, CopyOutcome, CopyStream};
@@ -13,6 +14,7 @@ use crate::driver::OpenPiece;
 use crate::gpu::Gpu;
 use crate::imports::{Search, Span};
 use crate::note::Uuid;
+use crate::row_table::LentTable;
 use crate::schedule::{ActiveCopy, QueuedCopy};
 
 /// How long a copy waits for its turn. Then it starts anyway: the copies before it may belong to another worker that
@@ -28,7 +30,7 @@ const LONG_STREAMS: usize = 2;
 
 /// Copies of different classes use different streams and do not wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum StreamClass {
+pub(super) enum StreamClass {
     Short,
     Long,
 }
@@ -47,6 +49,8 @@ pub(super) struct PendingCopy {
     pub(super) stage: CopyStage,
     /// For a long copy to or from another GPU.
     _active: Option<ActiveCopy>,
+    /// For a copy of rows.
+    pub(super) rows: Option<RowsInFlight>,
 }
 
 pub(super) enum CopyStage {
@@ -56,6 +60,8 @@ pub(super) enum CopyStage {
     Queued(Vec<Span<OpenPiece>>, u32, Option<QueuedCopy>),
     /// The spans from `next` on are still to be enqueued in stream `stream`; `done` bytes have been.
     Submitting { stream: usize, spans: Vec<Span<OpenPiece>>, next: usize, done: usize },
+    /// Copy engines move rows: those from byte `done` of the lists on are still to be enqueued in stream `stream`.
+    Rows { stream: usize, done: u64 },
     /// Everything has been enqueued, followed by `marker`. `failed`: enqueueing failed part way, and the rest is
     /// awaited.
     InFlight { stream: usize, marker: u64, spans: Vec<Span<OpenPiece>>, failed: Option<String> },
@@ -64,7 +70,11 @@ pub(super) enum CopyStage {
 impl PendingCopy {
     pub(super) fn new(search: Search<OpenPiece>, device: u32) -> PendingCopy {
         let stage = CopyStage::Seeking(search, device);
-        PendingCopy { watch: CompletionWatch::new(Instant::now()), stage, _active: None }
+        PendingCopy { watch: CompletionWatch::new(Instant::now()), stage, _active: None, rows: None }
+    }
+
+    pub(super) fn of_rows(watch: CompletionWatch, stage: CopyStage, rows: RowsInFlight) -> PendingCopy {
+        PendingCopy { watch, stage, _active: None, rows: Some(rows) }
     }
 
     /// Whether it waits for its turn.
@@ -76,6 +86,30 @@ impl PendingCopy {
     pub(super) fn is_in_flight(&self) -> bool {
         matches!(self.stage, CopyStage::InFlight { .. })
     }
+}
+
+/// Rows to copy between GPU memory of this process and memory of the peer.
+#[derive(Clone)]
+pub struct RowsCopy {
+    /// This process's rows.
+    pub local: Arc<List>,
+    /// The peer's, by addresses at which this process has mapped them ([`Direct::map`](crossrail_transport::Direct::map)).
+    /// Those in the same place are of the same length.
+    pub remote: Arc<List>,
+    /// The first byte to copy, counted in the lists.
+    pub from: u64,
+    /// Bytes to copy.
+    pub len: u64,
+    /// Which way.
+    pub copy: Copy,
+    /// What keeps the peer's rows mapped.
+    pub keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// A copy of rows that has been started, and what it needs until it is over.
+pub(super) struct RowsInFlight {
+    pub(super) copy: RowsCopy,
+    pub(super) table: Option<LentTable>,
 }
 
 /// Whether a copy of `len` bytes is scheduled: copies up to 512 KiB start at once.
@@ -101,7 +135,7 @@ impl LinkStreams {
         let class = if is_long(job.len) { StreamClass::Long } else { StreamClass::Short };
         let stream = self.choose(gpu, job.copy, class)?;
         let stage = CopyStage::Submitting { stream, spans, next: 0, done: 0 };
-        Ok(PendingCopy { watch: CompletionWatch::new(Instant::now()), stage, _active: active })
+        Ok(PendingCopy { watch: CompletionWatch::new(Instant::now()), stage, _active: active, rows: None })
     }
 
     /// Enqueues further spans, and a marker behind the last one.
@@ -136,6 +170,10 @@ impl LinkStreams {
                 let marker = self.0[stream].stream.enqueue_marker();
                 CopyStage::InFlight { stream, marker, spans, failed: None }
             }
+            CopyStage::Rows { stream, .. } => {
+                let marker = self.0[stream].stream.enqueue_marker();
+                CopyStage::InFlight { stream, marker, spans: Vec::new(), failed: None }
+            }
             stage => stage,
         }
     }
@@ -155,6 +193,11 @@ impl LinkStreams {
         self.0[stream].stream.set_stuck();
     }
 
+    /// A stream that was chosen.
+    pub(super) fn stream(&mut self, index: usize) -> &mut CopyStream {
+        &mut self.0[index].stream
+    }
+
     /// Returns all streams to their GPUs.
     pub(super) fn put_back(&mut self) {
         for LinkStream { gpu, stream, .. } in self.0.drain(..) {
@@ -163,7 +206,7 @@ impl LinkStreams {
     }
 
     /// A stream of this GPU, direction and class: an idle one, a new one, or else the one with the fewest copies.
-    fn choose(&mut self, gpu: Arc<Gpu>, direction: Copy, class: StreamClass) -> Result<usize> {
+    pub(super) fn choose(&mut self, gpu: Arc<Gpu>, direction: Copy, class: StreamClass) -> Result<usize> {
         let (mut best, mut count) = (None, 0);
         for (index, known) in self.0.iter().enumerate() {
             let fits = (known.gpu.ordinal(), known.direction, known.class) == (gpu.ordinal(), direction, class);
@@ -196,7 +239,7 @@ impl LinkStreams {
 
 /// Checks that `len` bytes of this process's memory at `address` are all mapped. Its owner may have freed some since
 /// the transfer was requested, and a copy engine that accesses an unmapped address destroys the whole context.
-fn check_local(context: &Context, address: u64, len: usize) -> Result<()> {
+pub(super) fn check_local(context: &Context, address: u64, len: usize) -> Result<()> {
     let (mut at, end) = (address, address.saturating_add(len as u64));
     while at < end {
         let mapped = match PointerInfo::extent(context, at)? {

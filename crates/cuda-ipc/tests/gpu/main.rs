@@ -4,6 +4,7 @@ mod child;
 mod conformance;
 mod end;
 mod one_process;
+mod rows;
 #[path = "../../../cuda/tests/support/mod.rs"]
 #[allow(dead_code)]
 mod support;
