@@ -16,6 +16,8 @@ use crossrail_locks::{Mutex, MutexGuard};
 
 #[path = "gpu/pushing.rs"]
 mod pushing;
+#[path = "gpu/rows.rs"]
+mod rows;
 #[path = "../../cuda/tests/support/mod.rs"]
 #[allow(dead_code)]
 mod support;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crossrail_gpu::Device;
 use crossrail_locks::Mutex;
 use crossrail_transport::{Index, List};
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
@@ -114,6 +115,20 @@ impl Layout {
         self.0.placed.regions.iter().all(|region| self.0.extents[*region as usize].place == Place::Host)
     }
 
+    /// Whether all of it is memory of one GPU.
+    pub(super) fn is_of_one_gpu(&self) -> bool {
+        let places = self.0.placed.regions.iter().map(|region| self.0.extents[*region as usize].place);
+        let mut others = places.clone().map(|place| Some(place) != places.clone().next());
+        places.clone().all(|place| place != Place::Host) && !others.any(|other| other)
+    }
+
+    /// The GPU whose memory it is, if it is ours and not of the host.
+    pub(super) fn device(&self, core: &mut Core) -> Option<Arc<Device>> {
+        let Of::Own(regions) = &self.0.of else { return None };
+        let first = *self.0.placed.regions.first()?;
+        core.transfers().regions().device(regions.get(first as usize)?.entry())
+    }
+
     /// Where a piece of a list of these rows is: its region's number, and the offset there.
     pub(super) fn locate(&self, at: u64) -> Option<(usize, u64)> {
         let inside = |extent: &Extent| at >= extent.base && at - extent.base < extent.len;
@@ -152,7 +167,7 @@ impl Layout {
         let told = match &self.0.of {
             Of::Own(_) => {
                 let memory: Vec<_> = self.0.extents.iter().map(|extent| (extent.base, extent.len)).collect();
-                core.tell_rows(endpoint, RowsOf::Own(&memory, &strides))?
+                core.tell_rows(endpoint, RowsOf::Own(&memory, &strides, !self.is_host()))?
             }
             Of::Peer(_, keys) => {
                 let keys: Vec<_> = keys.iter().map(|key| key.key).collect();

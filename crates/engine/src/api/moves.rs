@@ -155,20 +155,28 @@ impl Endpoint {
             };
             return Err(usage(detail));
         }
-        let whole = local.is_host() && remote.is_host();
+        let host = local.is_host() && remote.is_host();
+        let gpu = local.is_of_one_gpu() && remote.is_of_one_gpu();
         let mut core = progress.core();
-        let told = whole.then(|| {
-            let rows = remote.tell(&mut core, self.id)?.ok_or_else(|| usage("no rows"))?;
+        let told = (|| {
+            if !host && !gpu {
+                return Ok(None);
+            }
             let own_rows = local.tell(&mut core, self.id)?;
+            if gpu && own_rows.is_none() {
+                // Chunks of GPU memory are staged, which takes one piece of it each.
+                return Ok(None);
+            }
+            let rows = remote.tell(&mut core, self.id)?.ok_or_else(|| usage("no rows"))?;
             let of = |list: &List| list.rows().even();
             let paired = own_rows.as_ref().map(|told| (told, own.index(), of(&own)));
             let view = core.tell_view(self.id, (&rows, theirs.index(), of(&theirs)), paired)?;
-            Ok::<_, Error>([Some(view), Some(rows), own_rows])
-        });
+            Ok::<_, Error>(Some([Some(view), Some(rows), own_rows]))
+        })();
         let claim = core.peers().claim(self.id);
         progress.after(core);
         let (local, remote, own) = (local.clone(), remote.clone(), Arc::new(own));
-        let view = told.transpose()?;
+        let view = told?;
         let prepared = Prepared { progress: progress.clone(), claim, local, remote, own, theirs, view };
         let (endpoint, prepared) = (self.clone(), Arc::new(prepared));
         Ok(Move { endpoint, kind, prepared, notice: notice.to_vec(), imm, started: Mutex::new(None) })
@@ -201,6 +209,10 @@ impl Move {
     /// How it goes, and why.
     pub fn explain(&self) -> MoveExplain {
         let (how, why) = match self.prepared.view {
+            Some(_) if !self.prepared.local.is_host() => (
+                "one transfer",
+                "the peer's GPU reaches all rows: a kernel copies them, or copy engines where runs are long",
+            ),
             Some([_, _, Some(_)]) => ("one transfer", "the peer reaches all rows: it copies between them"),
             Some(_) => ("one transfer", "host memory, which the lanes carry from rows to rows"),
             None => ("an operation per run", "some rows are in GPU memory"),
@@ -235,13 +247,19 @@ impl Move {
         }
         self.prepared.local.check_live(&mut core)?;
         let (from, end) = (own.position(rows.start), own.position(rows.end));
-        let op = match self.prepared.view {
+        let gpu = self.prepared.local.device(&mut core);
+        // A view does not wait for a stream.
+        let ready = match &options.after {
+            Some(after) if gpu.is_some() => after.0.is_reached()?,
+            _ => true,
+        };
+        let op = match self.prepared.view.filter(|_| ready) {
             Some(view) => {
                 let kind = match self.kind {
                     MoveKind::Read => OpKind::Read,
                     MoveKind::Write => OpKind::Write,
                 };
-                let (local, notice) = (Part { list: own.clone(), from }, notice.to_vec());
+                let (local, notice) = (Part { list: own.clone(), from, gpu }, notice.to_vec());
                 let keep = self.keep();
                 let what = ListOperation { kind, view, local, len: end - from, imm: self.imm, notice, keep };
                 let op = core.start_list(self.endpoint.id, what);

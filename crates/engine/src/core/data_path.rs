@@ -181,7 +181,7 @@ impl DataPath {
             }
         } else if token == ROWS {
             if let Some(lane) = self.tables.lanes.get_mut(lane) {
-                lane.rows.deliver();
+                lane.rows.deliver()?;
             }
         } else if token > CONTROL && !self.gpu.placed(&mut self.tables, endpoint, lane)? {
             return Ok(());

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossrail_cuda_ipc::Link;
+use crossrail_cuda_ipc::{Link, RowsCopy};
 use crossrail_proto as proto;
 use crossrail_sight::trace::What;
 use crossrail_transport::{Copy, Direct, DirectKind, Job, List, Step, copy_between};
@@ -14,6 +14,7 @@ use proto::{DirectId, Memory, Offer, Role};
 use super::data_path::DataPath;
 use super::gpu::NoteFailed;
 use super::lanes::{PolledLane, PolledLanes};
+use super::lists::hosted::View;
 use super::lists::part::is_paired;
 use super::peers::Peer;
 
@@ -26,6 +27,9 @@ const FETCH_MAX: usize = 1 << 20;
 
 /// How long to busy-poll for the completion of a peer that copies into our memory, in nanoseconds.
 const LEND_POLL_NS: u64 = 1_000_000_000;
+
+/// How long the announcement of a peer's memory may take.
+const ANNOUNCE_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long to wait at most until a peer that has failed stops copying into our memory. If its process has died, that
 /// takes as long as the driver takes to clean up.
@@ -58,7 +62,49 @@ struct ActiveCopy {
 }
 
 /// Rows of ours and of the peer, as a view pairs them.
-struct Pair {
+enum Pair {
+    Host(HostPair),
+    Gpu(GpuPair),
+}
+
+/// A view of GPU memory: the copy begins once the peer's memory is mapped.
+struct GpuPair {
+    view: Arc<View>,
+    from: u64,
+}
+
+impl GpuPair {
+    /// Advances the copy, which the GPU makes by itself.
+    ///
+    /// # Safety
+    /// Our rows must be valid, for writing when `job.copy` is `Pull`, until the copy has ended.
+    unsafe fn step(&self, link: &mut Link, job: &mut Job, waited: Duration) -> Step {
+        if job.state == 0 {
+            let (remote, keep) = match self.view.theirs_on_gpu(link) {
+                Ok(Some(found)) => found,
+                Ok(None) if waited < ANNOUNCE_LIMIT => return Step::Waiting,
+                Ok(None) => return Step::Failed("the peer did not announce the memory of its rows".to_owned()),
+                Err(why) => return Step::Failed(why),
+            };
+            let (local, from, len) = (self.view.list.clone(), self.from, job.len as u64);
+            let copy = RowsCopy { local, remote, from, len, copy: job.copy, keep };
+            // SAFETY: by the contract; the peer's rows are mapped for as long as `keep` is held.
+            match unsafe { link.start_rows(copy) } {
+                Ok(state) => job.state = state,
+                Err(why) => return Step::Failed(why),
+            }
+        }
+        // SAFETY: as above.
+        let step = unsafe { link.step_rows(job.state) };
+        if step == Step::Done {
+            job.moved = job.len;
+        }
+        step
+    }
+}
+
+/// Rows of host memory.
+struct HostPair {
     own: Arc<List>,
     theirs: Arc<List>,
     /// Where the copy begins in both.
@@ -67,7 +113,7 @@ struct Pair {
     mapped: bool,
 }
 
-impl Pair {
+impl HostPair {
     /// Copies about a [`COPY_BUDGET`].
     ///
     /// # Safety
@@ -252,16 +298,25 @@ impl DirectCopies {
         };
         let view = context.data.tables.hosted.view(region).cloned();
         let lane = context.data.tables.peers.get(*endpoint).and_then(|peer| peer.message_lane());
-        let direct = lane.and_then(|lane| context.polled.direct(lane));
-        let found = view.zip(direct).and_then(|(view, direct)| Some((view.list.clone(), view.theirs(direct)?)));
-        let (Some(lane), Some((own, (theirs, kind)))) = (lane, found) else {
+        let gpu = view.as_ref().is_some_and(|view| view.gpu().is_some());
+        let pair = if gpu {
+            // Created here if it is not there; if that fails, so does the copy.
+            let linked = context.data.gpu.link(&context.data.tables, *endpoint).is_ok();
+            view.filter(|_| linked).map(|view| Pair::Gpu(GpuPair { view, from: base }))
+        } else {
+            let direct = lane.and_then(|lane| context.polled.direct(lane));
+            view.zip(direct).and_then(|(view, direct)| {
+                let (own, (theirs, kind)) = (view.list.clone(), view.theirs(direct)?);
+                Some(Pair::Host(HostPair { own, theirs, from: base, mapped: kind == DirectKind::Mapped }))
+            })
+        };
+        let (Some(lane), Some(pair)) = (lane, pair) else {
             context.failed(*endpoint, *id);
             return Begun::Done;
         };
         let copy = if *role == Role::Pull { Copy::Pull } else { Copy::Push };
         let (local, remote, len) = (std::ptr::null_mut(), offer.descriptor, *len as usize);
         let job = Job { slot: None, local, remote, len, copy, moved: 0, state: 0 };
-        let pair = Some(Pair { own, theirs, from: base, mapped: kind == DirectKind::Mapped });
         let (endpoint, id, memory) = (*endpoint, *id, *memory);
         self.copies.push(ActiveCopy {
             endpoint,
@@ -269,10 +324,10 @@ impl DirectCopies {
             id,
             memory,
             job,
-            began: None,
+            began: gpu.then(Instant::now),
             copy_ns: 0,
             stopping: false,
-            pair,
+            pair: Some(pair),
         });
         self.step_one(context, self.copies.len() - 1);
         Begun::Copying
@@ -328,6 +383,16 @@ impl DirectCopies {
             }
             return stopped;
         }
+        if let Some(Pair::Gpu(pair)) = &active.pair {
+            let waited = active.began.map_or(Duration::ZERO, |began| began.elapsed());
+            let step = match context.data.gpu.existing_link(endpoint) {
+                // SAFETY: our rows are those of regions that the protocol has not released, and are not until the copy
+                // ends.
+                Some(link) => unsafe { pair.step(link, &mut active.job, waited) },
+                None => Step::Failed("the link to the peer's GPU memory has ended".to_owned()),
+            };
+            return self.advanced(context, at, step, Instant::now());
+        }
         let Some(direct) = context.direct(endpoint, active.lane, gpu) else {
             self.end(context, at, false);
             return true;
@@ -344,10 +409,17 @@ impl DirectCopies {
         // `len` bytes until the copy ends, which it does before `Done`, `Released` or `deregister` return.
         let step = unsafe {
             match &active.pair {
-                Some(pair) => pair.step(direct, &mut active.job),
-                None => direct.step(&mut active.job, COPY_BUDGET),
+                Some(Pair::Host(pair)) => pair.step(direct, &mut active.job),
+                _ => direct.step(&mut active.job, COPY_BUDGET),
             }
         };
+        self.advanced(context, at, step, started)
+    }
+
+    /// Acts on a step of a copy that began at `started`. Whether anything moved.
+    fn advanced(&mut self, context: &mut Context<'_>, at: usize, step: Step, started: Instant) -> bool {
+        let active = &mut self.copies[at];
+        let (endpoint, gpu) = (active.endpoint, active.began.is_some());
         match step {
             Step::Moved(bytes) => {
                 active.copy_ns += started.elapsed().as_nanos() as u64;
@@ -367,7 +439,9 @@ impl DirectCopies {
             }
             Step::Failed(why) => {
                 // What this end has claimed is not copied: the peer must not wait for it.
-                if active.job.slot.is_some_and(|cursor| !direct.stop(cursor)) {
+                let cursor = active.job.slot;
+                let direct = context.polled.direct(active.lane);
+                if cursor.zip(direct).is_some_and(|(cursor, direct)| !direct.stop(cursor)) {
                     active.stopping = true;
                     return false;
                 }

@@ -1,7 +1,9 @@
 //! The table of registered memory: keys, access checks, arrived immediates.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
+use crossrail_gpu::Device;
 use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, Result};
 use subtle::ConstantTimeEq;
@@ -71,6 +73,14 @@ impl std::fmt::Debug for RegionKey {
     }
 }
 
+/// What a key opens.
+pub(crate) struct Known {
+    pub(crate) region: proto::RegionRef,
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: u64,
+    pub(crate) gpu: Option<Arc<Device>>,
+}
+
 struct Entry {
     generation: u32,
     live: bool,
@@ -81,6 +91,8 @@ struct Entry {
     len: u64,
     /// The GPU whose memory it is; `None`: host memory.
     gpu: Option<u32>,
+    /// That GPU, once the driver has confirmed it.
+    device: Option<Arc<Device>>,
     keep: Keep,
     imms: HashMap<u32, u64>,
     /// Writes with an immediate so far, whatever its value.
@@ -111,6 +123,7 @@ impl Regions {
                     ptr: std::ptr::null_mut(),
                     len: 0,
                     gpu: None,
+                    device: None,
                     keep: Keep::Nothing,
                     imms: HashMap::new(),
                     arrivals: 0,
@@ -126,6 +139,7 @@ impl Regions {
         entry.len = buffer.len as u64;
         let place = buffer.place();
         entry.gpu = buffer.gpu.as_ref().map(|gpu| gpu.ordinal);
+        entry.device = buffer.gpu.and_then(|gpu| gpu.device);
         entry.keep = buffer.keep;
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&index.to_le_bytes());
@@ -208,10 +222,16 @@ impl Regions {
         bool::from(entry.secret.ct_eq(&key[8..])).then_some((region, entry))
     }
 
-    /// The region of host memory that the key opens: its first byte, and its length.
-    pub(crate) fn known(&self, key: &proto::RegionKey) -> Option<(proto::RegionRef, (*mut u8, u64))> {
+    /// The region that the key opens: its first byte, its length, and its GPU; `None`: it is host memory.
+    pub(crate) fn known(&self, key: &proto::RegionKey) -> Option<Known> {
         let (region, entry) = self.opened(key)?;
-        entry.gpu.is_none().then_some((region, (entry.ptr, entry.len)))
+        let usable = entry.gpu.is_some() == entry.device.is_some();
+        usable.then(|| Known { region, ptr: entry.ptr, len: entry.len, gpu: entry.device.clone() })
+    }
+
+    /// The GPU whose memory it is.
+    pub(crate) fn device(&self, region: proto::RegionRef) -> Option<Arc<Device>> {
+        self.entry(region)?.device.clone()
     }
 
     /// Whether it may be accessed.

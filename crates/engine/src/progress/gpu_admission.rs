@@ -59,6 +59,11 @@ fn admit_gpu(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
         if let (Err(why), None) = (&domain, progress.environment.no_cuda_ipc()) {
             progress.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
         }
+        if let Ok(domain) = &domain
+            && let Some(why) = domain.load_kernels(gpu.ordinal, progress.environment.settings())
+        {
+            progress.log.info(format_args!("copy engines move rows of cuda:{}, one by one: {why}", gpu.ordinal));
+        }
         let spare = {
             let mut core = progress.core.lock();
             core.transfers().gpu().set_domain(domain);

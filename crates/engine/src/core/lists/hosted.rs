@@ -9,6 +9,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use crossrail_cuda_ipc::Link;
+use crossrail_gpu::Device;
 use crossrail_proto as proto;
 use crossrail_transport::{Direct, DirectKind, Index, List, Rows, Stride, Window};
 use crossrail_types::EndpointId;
@@ -40,6 +42,8 @@ impl Drop for Charge {
 struct Installed {
     rows: Arc<Rows>,
     regions: Vec<RegionRef>,
+    /// The GPU whose memory all of them are; `None`: host memory.
+    gpu: Option<Arc<Device>>,
     _charge: Charge,
 }
 
@@ -74,6 +78,35 @@ pub(in crate::core) struct View {
 }
 
 impl View {
+    /// The GPU whose memory our rows are; `None`: host memory.
+    pub(in crate::core) fn gpu(&self) -> Option<&Arc<Device>> {
+        self.of.gpu.as_ref()
+    }
+
+    /// The same bytes in memory of the peer's GPU, by addresses at which this process maps them, and what keeps them
+    /// mapped. `None`: the peer's memory has not been announced yet.
+    ///
+    /// # Errors
+    /// Why they cannot be reached.
+    pub(in crate::core) fn theirs_on_gpu(&self, link: &mut Link) -> Result<Option<(Arc<List>, Mapped)>, String> {
+        let (Some((theirs, index)), Some(gpu)) = (&self.theirs, self.gpu()) else {
+            return Err("the peer has not described its rows".to_owned());
+        };
+        if theirs.found.get().is_none() {
+            match map_rows(&theirs.told, link, gpu.ordinal())? {
+                Some(found) => drop(theirs.found.set(Some(found))),
+                None => return Ok(None),
+            }
+        }
+        let list = self.found.get_or_init(|| {
+            let rows = theirs.found.get()?.as_ref()?.rows.clone();
+            let list = List::new(rows, index.clone())?;
+            list.fits(&self.list).then(|| Arc::new(list))
+        });
+        let list = list.clone().ok_or("the peer's rows do not pair with ours")?;
+        Ok(Some((list, theirs.clone())))
+    }
+
     /// The same bytes in the peer's memory: addresses of this process where it maps them, otherwise the peer's own.
     /// `None`: they cannot be reached.
     pub(in crate::core) fn theirs(&self, direct: &mut dyn Direct) -> Option<(Arc<List>, DirectKind)> {
@@ -85,6 +118,26 @@ impl View {
         });
         Some((list.clone()?, found.kind))
     }
+}
+
+/// What keeps rows of a peer mapped.
+pub(in crate::core) type Mapped = Arc<dyn Any + Send + Sync>;
+
+/// Maps rows of the peer's GPU memory for one of our GPUs; `None`: they have not been announced yet.
+fn map_rows(told: &TheirRows, link: &mut Link, ordinal: u32) -> Result<Option<FoundRows>, String> {
+    let mut windows: Vec<Window> = Vec::new();
+    for of in &told.memory {
+        let len = usize::try_from(of.len).map_err(|error| error.to_string())?;
+        match link.map_on(&of.descriptor, len, ordinal).map_err(|error| error.to_string())? {
+            Some(window) => windows.push(window),
+            None => return Ok(None),
+        }
+    }
+    let place =
+        |s: &RegionStride| Stride { at: (windows[s.region as usize].ptr as u64).wrapping_add(s.stride.at), ..s.stride };
+    let rows = Rows::new(told.strides.iter().map(place).collect()).ok_or("no rows")?;
+    let _windows = windows.into_iter().map(|window| window.keep).collect();
+    Ok(Some(FoundRows { rows: Arc::new(rows), kind: DirectKind::CudaIpc, _windows }))
 }
 
 fn find_rows(told: &TheirRows, direct: &mut dyn Direct) -> Option<FoundRows> {
@@ -125,7 +178,8 @@ struct Lent {
 /// Where the memory of an access is.
 pub(in crate::core) enum Where<'a> {
     Flat(*mut u8, u64),
-    Rows(&'a Arc<List>),
+    /// With the GPU whose memory they are.
+    Rows(&'a Arc<List>, Option<&'a Arc<Device>>),
 }
 
 /// A notice that has been raised.
@@ -186,7 +240,7 @@ impl Hosted {
     pub(in crate::core) fn memory(&self, region: RegionRef) -> Option<Where<'_>> {
         match self.entry(region)?.purpose.as_ref()? {
             Purpose::Mail { bytes, .. } => Some(Where::Flat(bytes.as_ptr().cast_mut(), bytes.len() as u64)),
-            Purpose::View { view, .. } => Some(Where::Rows(&view.list)),
+            Purpose::View { view, .. } => Some(Where::Rows(&view.list, view.gpu())),
         }
     }
 
@@ -400,14 +454,20 @@ impl Told {
         let found: Option<Vec<_>> = keys.iter().map(|key| regions.known(key)).collect();
         let Some(found) = found else { return };
         let absolute = |s: &RegionStride| {
-            let (_, (ptr, len)) = found[s.region as usize];
-            wire::is_inside(&s.stride, len).then(|| Stride { at: (ptr as u64).wrapping_add(s.stride.at), ..s.stride })
+            let of = &found[s.region as usize];
+            let at = (of.ptr as u64).wrapping_add(s.stride.at);
+            wire::is_inside(&s.stride, of.len).then_some(Stride { at, ..s.stride })
         };
         let strides: Option<Vec<_>> = strides.iter().map(absolute).collect();
         let Some(rows) = strides.and_then(Rows::new) else { return };
+        let gpu = found.first().and_then(|of| of.gpu.clone());
+        let ordinal = |gpu: &Option<Arc<Device>>| gpu.as_ref().map(|gpu| gpu.ordinal());
+        if found.iter().any(|of| ordinal(&of.gpu) != ordinal(&gpu)) {
+            return;
+        }
         if let Some(_charge) = self.admit(wire::rows_weight(bytes)) {
-            let regions = found.into_iter().map(|(region, _)| region).collect();
-            self.rows.insert(id, Arc::new(Installed { rows: Arc::new(rows), regions, _charge }));
+            let regions = found.into_iter().map(|of| of.region).collect();
+            self.rows.insert(id, Arc::new(Installed { rows: Arc::new(rows), regions, gpu, _charge }));
         }
     }
 

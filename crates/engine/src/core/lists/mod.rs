@@ -15,7 +15,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use crossrail_proto as proto;
-use crossrail_transport::{DirectKind, Index, Payload, Place, Tx};
+use crossrail_transport::{Direct as _, DirectKind, Index, Payload, Place, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 use proto::{Memory, Offer, Operation};
 
@@ -50,8 +50,8 @@ pub(crate) struct ListOperation {
 pub(crate) enum RowsOf<'a> {
     /// Of the peer's memory, by its keys.
     Peer(&'a [proto::RegionKey], &'a [RegionStride]),
-    /// Of ours: base and length of the regions.
-    Own(&'a [(u64, u64)], &'a [RegionStride]),
+    /// Of ours: base and length of the regions, and whether they are memory of a GPU.
+    Own(&'a [(u64, u64)], &'a [RegionStride], bool),
 }
 
 impl Core {
@@ -62,7 +62,7 @@ impl Core {
     pub(crate) fn tell_rows(&mut self, endpoint: EndpointId, rows: RowsOf<'_>) -> Result<Option<Told>> {
         let (sort, mail) = match rows {
             RowsOf::Peer(keys, strides) => (Sort::Rows, wire::put_rows(keys, strides)),
-            RowsOf::Own(memory, strides) => match self.transfers.reachable(endpoint, memory, strides) {
+            RowsOf::Own(memory, strides, gpu) => match self.transfers.reachable(endpoint, memory, strides, gpu) {
                 Some(rows) => (Sort::Theirs, wire::put_theirs(&rows)),
                 None => return Ok(None),
             },
@@ -304,20 +304,26 @@ impl Transfers {
             return;
         }
         let len = entry.len() as u64;
-        let offer = self.offer_pair(endpoint, len);
+        let gpu = entry.part().is_some_and(|part| part.gpu.is_some());
+        let offer = self.offer_pair(endpoint, len, gpu);
+        if gpu && let Some(entry) = self.data.tables.operations.op_mut(op) {
+            entry.set_direct(DirectKind::CudaIpc);
+        }
         let now = self.data.tables.clock.now();
         if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
-            peer.protocol.start(now, op, operation, len, offer, true);
+            peer.protocol.start(now, op, operation, len, offer, !gpu);
         }
     }
 
     /// Whether the peer is to copy `len` bytes between the lists of a view: where it can, and they are too long to be
     /// carried. If it can't after all, it says so, and they are carried.
-    fn offer_pair(&mut self, endpoint: EndpointId, len: u64) -> Option<Offer> {
+    fn offer_pair(&mut self, endpoint: EndpointId, len: u64, gpu: bool) -> Option<Offer> {
         let tables = &self.data.tables;
         let lane = tables.peers.get(endpoint)?.message_lane()?;
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        if !tables.lanes.get(lane)?.copies_directly(len, || true) {
+        let copies =
+            if gpu { self.data.gpu.is_linked(endpoint) } else { tables.lanes.get(lane)?.copies_directly(len, || true) };
+        if !copies {
             return None;
         }
         let mut descriptor = [0; 24];
@@ -350,7 +356,11 @@ impl Transfers {
         endpoint: EndpointId,
         memory: &[(u64, u64)],
         strides: &[RegionStride],
+        gpu: bool,
     ) -> Option<TheirRows> {
+        if gpu {
+            return reachable_on_gpu(self, endpoint, memory, strides);
+        }
         let lane = self.data.tables.peers.get(endpoint)?.message_lane()?;
         if !self.data.tables.lanes.get(lane)?.copies_directly(usize::MAX, || true) {
             return None;
@@ -368,6 +378,23 @@ impl Transfers {
     }
 }
 
+/// [`Transfers::reachable`] for memory of a GPU.
+fn reachable_on_gpu(
+    transfers: &mut Transfers,
+    endpoint: EndpointId,
+    memory: &[(u64, u64)],
+    strides: &[RegionStride],
+) -> Option<TheirRows> {
+    let link = transfers.data.gpu.link(&transfers.data.tables, endpoint).ok()?;
+    let describe = |(base, len): &(u64, u64)| {
+        let (descriptor, _) = link.describe(*base as *const u8, usize::try_from(*len).ok()?)?;
+        Some(Reachable { descriptor, base: *base, len: *len })
+    };
+    let memory = memory.iter().map(describe).collect::<Option<_>>()?;
+    transfers.pass_notes(endpoint);
+    Some(TheirRows { mapped: true, memory, strides: strides.to_vec() })
+}
+
 impl Tables {
     /// The part of a list that the protocol names, and how many bytes there are from its start on; `None`: it is one
     /// piece, or over.
@@ -379,9 +406,9 @@ impl Tables {
                 op.part().map(|part| (part.clone(), op.len() as u64))
             }
             Memory::Region { region, base, .. } => match self.hosted.memory(region)? {
-                Where::Rows(list) => {
+                Where::Rows(list, gpu) => {
                     let left = list.bytes().checked_sub(base)?;
-                    Some((Part { list: list.clone(), from: base }, left))
+                    Some((Part { list: list.clone(), from: base, gpu: gpu.cloned() }, left))
                 }
                 Where::Flat(..) => None,
             },
@@ -418,7 +445,7 @@ impl Tables {
     pub(super) fn lent(&self, region: proto::RegionRef, base: u64) -> Option<Extent> {
         match self.hosted.memory(region)? {
             Where::Flat(ptr, len) => (base <= len).then(|| (ptr.wrapping_add(base as usize), len - base, None)),
-            Where::Rows(_) => None,
+            Where::Rows(..) => None,
         }
     }
 
@@ -426,10 +453,10 @@ impl Tables {
     #[cold]
     pub(super) fn frame_of_rows(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
         let proto::Body::Memory { memory, offset, len } = out.body else { return None };
-        let (Part { list, from }, have) = self.part(memory)?;
+        let (Part { list, from, gpu }, have) = self.part(memory)?;
         offset.checked_add(u64::from(len)).filter(|end| *end <= have)?;
         let from = from + offset;
-        let (payload, token) = if self.lanes.get(lane)?.takes_lists() {
+        let (payload, token) = if gpu.is_none() && self.lanes.get(lane)?.takes_lists() {
             let grant = self.loan(endpoint, memory);
             let list = Some(Box::new((list, from)));
             (Payload { ptr: std::ptr::null(), len: len as usize, file: None, grant, list }, 0)
@@ -437,7 +464,12 @@ impl Tables {
             let mut bytes = vec![0; len as usize];
             // SAFETY: the rows are memory of an operation or of regions that the protocol has not released, and which
             // are given back only under the worker's lock, which is held.
-            unsafe { list.copy_out(from, bytes.as_mut_ptr(), u64::from(len)) };
+            let copied = unsafe { Part { list, from, gpu }.copy_out(&mut bytes) };
+            if let Err(error) = copied {
+                let name = self.peers.name(endpoint);
+                self.log.error(format_args!("{name}: rows of GPU memory could not be read: {error}"));
+                return None;
+            }
             self.lanes.get_mut(lane)?.hold(&bytes)
         };
         Some(Tx { head: out.head, payload, token })
@@ -451,18 +483,18 @@ impl Tables {
         lane: LaneId,
         (memory, offset, len): (Memory, u64, u32),
     ) -> Place {
-        let Some((Part { list, from }, have)) = self.part(memory) else { return Place::Discard };
+        let Some((Part { list, from, gpu }, have)) = self.part(memory) else { return Place::Discard };
         if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
             return Place::Refuse(format!("{len} bytes at {offset} of a list of {have} bytes"));
         }
         let (from, len) = (from + offset, len as usize);
         let Some(grant) = self.loan(endpoint, memory) else { return Place::Discard };
         let Some(record) = self.lanes.get_mut(lane) else { return Place::Discard };
-        if record.takes_lists() {
+        if gpu.is_none() && record.takes_lists() {
             return Place::Rows { list, from, len, grant: Some(grant), token: 0 };
         }
         let returns = &mut self.operations.returns;
-        let dst = record.rows.buffer(Part { list, from }, len, grant.clone(), returns);
+        let dst = record.rows.buffer(Part { list, from, gpu }, len, grant.clone(), returns);
         Place::Into { dst, len, grant: Some(grant), token: ROWS }
     }
 }
