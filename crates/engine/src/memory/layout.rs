@@ -272,7 +272,7 @@ mod tests {
         let error = addresses.placed(&[host(1000, 96)]).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Region, "{error}");
         let back: Vec<u64> = (0..4u64).flat_map(|row| [1096 - 32 * row, 16, 0]).collect();
-        let placed = Addresses::new(&back, 3).unwrap().placed(&[host(900, 108), host(1008, 200)]).unwrap();
+        let placed = Addresses::new(&back, 3).unwrap().placed(&[host(900, 116), host(1016, 200)]).unwrap();
         assert_eq!(placed.rows.strides().iter().map(|s| s.count).collect::<Vec<_>>(), [3, 1]);
         let five = [1000, 16, 0, 32, 3];
         let placed = Addresses::new(&five, 5).unwrap().placed(&[host(1000, 96)]).unwrap();
