@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import ml_dtypes
@@ -86,6 +87,27 @@ def checked(
         raise wrong(operation, f"{name} is not contiguous in C order", hint)
     if writable and not array.flags.writeable:
         raise wrong(operation, f"{name} is read-only")
+    return array
+
+
+def shown_as(given: Any) -> Callable[[Any], Any]:
+    """What shows an array of ours as a PyTorch tensor of the same memory, if ``given`` is one; else it stays."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(given, torch.Tensor):
+        return _as_it_is
+
+    def tensor(array: Any) -> Any:
+        if not isinstance(array, np.ndarray):
+            return array
+        # PyTorch takes no dtypes that NumPy does not have itself.
+        bits = array.view(f"i{array.dtype.itemsize}") if array.dtype in (BF16, FP8) else array
+        made = torch.from_numpy(bits)
+        return made if bits is array else made.view(getattr(torch, array.dtype.name))
+
+    return tensor
+
+
+def _as_it_is(array: Any) -> Any:
     return array
 
 

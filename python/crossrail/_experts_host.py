@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from crossrail import _calls, _native
-from crossrail._arrays import wrong
+from crossrail._arrays import shown_as, wrong
 from crossrail._calls import Destinations, Sizes, number
 from crossrail._results import Combined, Dispatched, Pending
 from crossrail.errors import ClosedError
@@ -30,7 +30,8 @@ class HostOperations:
             raise
         except Exception as error:
             return self._refused(self._native.refuse_dispatch(_calls.why(error)), error, call.send_only)
-        pending = Pending(native, lambda result: Dispatched(result, self._sizes, destinations))
+        show = shown_as(call.x)
+        pending = Pending(native, lambda result: Dispatched(result, self._sizes, destinations, show))
         return pending if call.send_only else pending.finish()
 
     def combine(self, call: _calls.CombineCall) -> Any:
@@ -44,8 +45,8 @@ class HostOperations:
             raise
         except Exception as error:
             return self._refused(self._native.refuse_combine(_calls.why(error)), error, call.send_only)
-        tokens, out = call.handle.tokens, call.out
-        pending = Pending(native, lambda result: Combined(result, tokens, self._sizes.hidden, out))
+        tokens, out, show = call.handle.tokens, call.out, shown_as(call.y)
+        pending = Pending(native, lambda result: Combined(result, tokens, self._sizes.hidden, out, show))
         return pending if call.send_only else pending.finish()
 
     def _refused(

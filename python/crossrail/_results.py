@@ -228,7 +228,8 @@ class Dispatched:
 
     Notes
     -----
-    On the host `x` has dtype ml_dtypes.bfloat16 or ml_dtypes.float8_e4m3fn. `x` and
+    On the host `x` has dtype ml_dtypes.bfloat16 or ml_dtypes.float8_e4m3fn; `x` and
+    `scales` are PyTorch tensors if the argument `x` was one. `x` and
     `scales` are views of the buffer's memory, which the second dispatch after this
     one overwrites; until then the caller may also write to them.
 
@@ -246,7 +247,13 @@ class Dispatched:
     event: Any = None
     count_list: list[int] | None = None
 
-    def __init__(self, native: _native.Dispatched, sizes: Sizes, destinations: Destinations) -> None:
+    def __init__(
+        self,
+        native: _native.Dispatched,
+        sizes: Sizes,
+        destinations: Destinations,
+        show: Callable[[Any], Any],
+    ) -> None:
         self.missing: list[int] = native.missing
         self.handle: Handle = native.handle
         self.layout: Layout = self.handle.layout
@@ -259,6 +266,8 @@ class Dispatched:
         self.timing: OperationTiming = native.timing
         self.bytes: OperationBytes = native.bytes
         self._place(destinations)
+        self._show = show
+        self.x, self.scales = show(self.x), show(self.scales)
 
     def _place(self, destinations: Destinations) -> None:
         """Copies the rows to the caller's arrays, and adds to its statistics."""
@@ -339,11 +348,12 @@ class Dispatched:
         array, bf16
             To be passed to `ExpertBuffer.combine` as `y`.
         """
-        return np.empty(self.x.shape, BF16)
+        return self._show(np.empty(self.x.shape, BF16))
 
     def __repr__(self) -> str:
         counts = int(self.counts.sum())
-        return f"<crossrail.Dispatched, {self.layout} layout, {self.x.dtype.name} {self.x.shape}, {counts} selections>"
+        rows = f"{self._sizes.dtype.name} {tuple(self.x.shape)}"
+        return f"<crossrail.Dispatched, {self.layout} layout, {rows}, {counts} selections>"
 
 
 class Combined:
@@ -352,7 +362,8 @@ class Combined:
     Attributes
     ----------
     x : array, bf16 [T, H]
-        The sums, by token; the argument `out` if that was given.
+        The sums, by token; the argument `out` if that was given. A PyTorch tensor if
+        the argument `y` was one.
     missing : list of int
         Ranks whose rows are not in the sums, ascending: not connected, masked or lost,
         in this combine or in its dispatch. As of `Dispatched` on a GPU.
@@ -367,10 +378,12 @@ class Combined:
     event: Any = None
     topk_weights: Any = None
 
-    def __init__(self, native: _native.Combined, tokens: int, hidden: int, out: Any) -> None:
+    def __init__(
+        self, native: _native.Combined, tokens: int, hidden: int, out: Any, show: Callable[[Any], Any]
+    ) -> None:
         self.missing: list[int] = native.missing
         span = native.take()
-        self.x: Any = out if span is None else viewed(span, BF16, (tokens, hidden))
+        self.x: Any = out if span is None else show(viewed(span, BF16, (tokens, hidden)))
         self.timing: OperationTiming = native.timing
         self.bytes: OperationBytes = native.bytes
 
