@@ -142,6 +142,13 @@ def test_clocks_are_aligned_by_the_quickest_chunks() -> None:
     assert [e["ts"] for e in whole["traceEvents"] if e["pid"] == 2][:2] == [15.0, 225.0]
 
 
+def test_arrows_with_one_end_are_left_out() -> None:
+    a = trace("a", ("s", "1", 10.0), ("s", "2", 20.0), ("f", "3", 45.0))
+    b = trace("b", ("f", "1", 15.0), ("s", "3", 40.0), ("f", "4", 50.0))
+    kept = [(event["ph"], event["id"]) for event in merged([a, b])["traceEvents"]]
+    assert kept == [("s", "1"), ("f", "3"), ("f", "1"), ("s", "3")]
+
+
 def test_a_merged_file_is_not_merged_again(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(merged([trace("a")])))
     one_error(run("trace", "merge", str(tmp_path / "x.json")), 1, "x.json: is merged already")

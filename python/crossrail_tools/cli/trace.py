@@ -109,14 +109,18 @@ def _check(whole: Mapping[str, Any]) -> None:
 
 
 def merged(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The traces as one, by the clock of the first one's machine."""
+    """The traces as one, by the clock of the first one's machine. Arrows have two ends, or are left out."""
     offsets = clock_offsets(traces)
     hosts = list(dict.fromkeys(trace["otherData"]["host"] for trace in traces))
+    begun, ended = (_flows(traces, end) for end in ("s", "f"))
+    whole = begun & ended
     events = []
     for number, trace in enumerate(traces, 1):
         about = trace["otherData"]
         offset = offsets.get(about["host"], 0.0)
         for event in trace["traceEvents"]:
+            if event["ph"] in ("s", "f") and event["id"] not in whole:
+                continue
             moved = dict(event) | {"pid": number}
             if "ts" in event:
                 moved["ts"] = round(event["ts"] - offset, 3)
@@ -132,6 +136,11 @@ def merged(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         "traceEvents": events,
     }
+
+
+def _flows(traces: Sequence[Mapping[str, Any]], end: str) -> set[str]:
+    """The arrows that have this end: of chunks whose other end a worker dropped, or did not record, there is one."""
+    return {event["id"] for trace in traces for event in trace["traceEvents"] if event["ph"] == end}
 
 
 def clock_offsets(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
