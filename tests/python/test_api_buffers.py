@@ -88,9 +88,12 @@ def test_a_constant_cannot_be_received_into(shm: Pair) -> None:
     key_target.deregister()
 
 
-@pytest.mark.parametrize("source", ["text", 7, None, [1, 2], object()])
-def test_what_has_no_memory_is_refused(shm: Pair, source: Any) -> None:
-    with pytest.raises(crossrail.UsageError, match="neither the buffer protocol nor DLPack"):
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [("text", "a str"), (7, "an int"), (None, "a NoneType"), ([1, 2], "a list"), (object(), "an object")],
+)
+def test_what_has_no_memory_is_refused(shm: Pair, source: Any, what: str) -> None:
+    with pytest.raises(crossrail.UsageError, match=f"{what} has neither the buffer protocol nor DLPack"):
         shm.to_b.send(source)
 
 

@@ -113,7 +113,7 @@ impl Wanted<'_> {
             None => Err(errors::usage(
                 object.py(),
                 self.operation,
-                format!("a {} has neither the buffer protocol nor DLPack nor __cuda_array_interface__", name(object)),
+                format!("{} has neither the buffer protocol nor DLPack nor __cuda_array_interface__", one(object)),
                 "pass bytes, a bytearray, a memoryview, an array, a tensor or Context.alloc",
             )),
         }
@@ -283,6 +283,13 @@ fn read_only() -> Refusal {
 
 fn refused(object: &Bound<'_, PyAny>, operation: &str, (detail, hint): Refusal) -> PyErr {
     errors::usage(object.py(), operation, format!("the {} {detail}", name(object)), hint)
+}
+
+/// `an int`, `a str`: an object of its type.
+pub(crate) fn one(object: &Bound<'_, PyAny>) -> String {
+    let name = name(object);
+    let article = if name.starts_with(['a', 'e', 'i', 'o', 'A', 'E', 'I', 'O']) { "an" } else { "a" };
+    format!("{article} {name}")
 }
 
 pub(crate) fn name(object: &Bound<'_, PyAny>) -> String {

@@ -67,7 +67,7 @@ pub(crate) fn _borrow<'py>(
     let py = object.py();
     let _call = lent::Call::enter(py);
     let Some(said) = dlpack::device(object, operation)? else {
-        return Err(errors::usage(py, operation, format!("a {} has no DLPack", operand::name(object)), ""));
+        return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
     };
     if let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? {
         let detail = format!("the {} is on cuda:{ordinal}", operand::name(object));
@@ -95,7 +95,7 @@ pub(crate) fn _borrow_device<'py>(
     let py = object.py();
     let _call = lent::Call::enter(py);
     let Some(said) = dlpack::device(object, operation)? else {
-        return Err(errors::usage(py, operation, format!("a {} has no DLPack", operand::name(object)), ""));
+        return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
     };
     let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? else {
         let detail = format!("the {} is memory of the host", operand::name(object));

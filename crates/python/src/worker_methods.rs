@@ -104,7 +104,7 @@ impl Worker {
         let to: Vec<u8> = match to.extract::<String>() {
             Ok(text) => text.into_bytes(),
             Err(_) => to.extract().map_err(|_| {
-                let detail = format!("a {} is no address", crate::operand::name(to));
+                let detail = format!("{} is no address", crate::operand::one(to));
                 errors::usage(py, "connect", detail, "pass 'host:port', or the bytes of the other worker's address()")
             })?,
         };
