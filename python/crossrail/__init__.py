@@ -12,6 +12,9 @@ written and read by its key. Each operation is a `Request`: `wait()` for it, `aw
         endpoint = worker.connect("127.0.0.1:7000")
         receipt = endpoint.send(b"hello", tag=7).wait(timeout=5)
 
+A `Layout` is a list of rows of registered memory, by their addresses; a `Move`, prepared once from two of them, moves
+any number of rows as one transfer, with a notice behind the last byte. `crossrail.nixl` is NIXL's interface to both.
+
 A `Group` is the membership of this process in a group of ranks; an `ExpertBuffer` dispatches tokens of a mixture of
 experts between the ranks, and combines the outputs of the experts.
 
@@ -39,12 +42,15 @@ from crossrail._native import (
     ALL_BITS,
     Awaited,
     Context,
+    Description,
     DeviceArray,
     DeviceHandle,
     Endpoint,
     Explain,
+    Layout,
     Mapped,
     Memory,
+    Move,
     Receipt,
     Region,
     RegionKey,
@@ -92,6 +98,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "CrossrailError",
+    "Description",
     "DeviceArray",
     "DeviceHandle",
     "Dispatched",
@@ -103,10 +110,12 @@ __all__ = [
     "Group",
     "Handle",
     "IoError",
+    "Layout",
     "Link",
     "Mapped",
     "Memory",
     "MismatchError",
+    "Move",
     "PeerDeadError",
     "Pending",
     "Plan",

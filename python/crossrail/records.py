@@ -49,6 +49,17 @@ class LaneShare(TypedDict):
     resent: int
 
 
+class MoveExplain(TypedDict):
+    """How a move goes: which lane, by what (``how``), and ``why``; ``runs``: rows left when neighbours are joined."""
+
+    lane: str
+    how: str
+    why: str
+    rows: int
+    runs: int
+    nbytes: int
+
+
 class HeldTimes(TypedDict):
     """How long the connections of a transfer had nothing to do because of staging at one end, in microseconds.
 

@@ -7,6 +7,7 @@ use crate::errors::OrRaise;
 use crate::lent::{Call, Use};
 use crate::lifecycle::Detached;
 use crate::mapped::Mapped;
+use crate::moves::{self, Description, Layout, Move};
 use crate::number::{U32, U64};
 use crate::operand::Wanted;
 use crate::region::RegionKey;
@@ -175,6 +176,99 @@ impl Endpoint {
         let place = list.iter().map(place_of).find(|place| *place != Place::Host).unwrap_or_default();
         let native = gate::detached(py, || self.native.batch(list)).or_raise(py)?;
         Ok(Request::new(native, self.worker.clone_ref(py), place))
+    }
+
+    /// Make a list of rows of the peer's registered memory.
+    ///
+    /// Parameters
+    /// ----------
+    /// rows
+    ///     As for `Worker.layout`, with a `RegionKey` in place of a region.
+    /// description : Description, optional
+    ///     The peer's, in whose regions rows of addresses lie.
+    ///
+    /// Returns
+    /// -------
+    /// Layout
+    ///     Whether the peer still has the memory is found out by the moves.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The rows are malformed.
+    /// RegionError
+    ///     A row does not lie in one of the regions.
+    /// PeerDeadError, ClosedError
+    #[pyo3(signature = (rows, description = None))]
+    fn layout(&self, rows: &Bound<'_, PyAny>, description: Option<&Bound<'_, Description>>) -> PyResult<Layout> {
+        moves::remote(&self.native, rows, description)
+    }
+
+    /// Prepare a transfer between rows of two layouts, which may be started many times.
+    ///
+    /// Parameters
+    /// ----------
+    /// op : str
+    ///     ``"write"`` (local to remote) or ``"read"``.
+    /// local, remote : Layout
+    /// local_index, remote_index : array or sequence of int, optional
+    ///     Which rows, in which order: contiguous int32, uint32, int64 or uint64, or a sequence of
+    ///     int; all rows in order by default. They are copied.
+    /// notice : bytes
+    ///     As for `Move.start`.
+    /// imm : int, optional
+    ///     As for `write`.
+    ///
+    /// Returns
+    /// -------
+    /// Move
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The two ends differ in the number or the lengths of their rows, or an index is out of
+    ///     bounds.
+    /// PeerDeadError, ClosedError
+    #[pyo3(signature = (op, local, remote, local_index = None, remote_index = None, *, notice = Vec::new(), imm = None),
+        text_signature = "($self, op, local, remote, local_index=None, remote_index=None, *, notice=b'', imm=None)")]
+    #[expect(clippy::too_many_arguments, reason = "as Python's callers name them")]
+    fn prepare(
+        &self,
+        py: Python<'_>,
+        op: &str,
+        local: &Layout,
+        remote: &Layout,
+        local_index: Option<&Bound<'_, PyAny>>,
+        remote_index: Option<&Bound<'_, PyAny>>,
+        notice: Vec<u8>,
+        imm: Option<U32>,
+    ) -> PyResult<Move> {
+        let wanted = moves::Wanted { op, local_index, remote_index, notice: &notice, imm };
+        moves::prepare(py, &self.native, self.worker.clone_ref(py), local, remote, &wanted)
+    }
+
+    /// Raise a notice at the peer, which gets it by `Worker.notices`.
+    ///
+    /// It is not ordered with other operations.
+    ///
+    /// Parameters
+    /// ----------
+    /// data : bytes
+    ///
+    /// Returns
+    /// -------
+    /// Request
+    ///     Finished when the peer has it. A peer that does not read its notices delays it.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     It is too long.
+    /// PeerDeadError, ClosedError
+    fn notify(&self, py: Python<'_>, data: &[u8]) -> PyResult<Request> {
+        let _call = Call::enter(py);
+        let native = gate::detached(py, || self.native.notify(data)).or_raise(py)?;
+        Ok(Request::new(native, self.worker.clone_ref(py), Place::Host))
     }
 
     /// Share memory with the peer, which can map it with `Endpoint.map` and the bytes returned.

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
@@ -43,6 +44,7 @@ pub(crate) struct View {
 const WRITABLE: c_int = 0x1;
 const C_CONTIGUOUS: c_int = 0x38;
 const FULL_RO: c_int = 0x11c;
+const FORMAT: c_int = 0x4;
 const POINTER: ffi::Py_ssize_t = size_of::<*const c_void>() as ffi::Py_ssize_t;
 
 unsafe extern "C" {
@@ -239,6 +241,73 @@ pub(crate) struct LentTensor {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<i64>,
     pub(crate) keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// Numbers of an array: its memory in C order, with their size and kind.
+pub(crate) struct Items {
+    /// An address; a number, so that other threads may have it.
+    address: usize,
+    len: usize,
+    _keep: Arc<dyn Any + Send + Sync>,
+    /// Bytes of one.
+    pub(crate) size: usize,
+    /// Its type as `struct` has it.
+    kind: u8,
+    pub(crate) shape: Vec<usize>,
+}
+
+/// Types of which every pattern of bits is a value.
+pub(crate) trait Number: Copy {}
+impl Number for u32 {}
+impl Number for i32 {}
+impl Number for u64 {}
+impl Number for i64 {}
+
+impl Items {
+    pub(crate) fn of(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<Items> {
+        let mut view = View::EMPTY;
+        // SAFETY: `view` is ours and `object` is valid.
+        if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, C_CONTIGUOUS | FORMAT) } != 0 {
+            return Err(why_refused(object, Use::Read, operation));
+        }
+        // SAFETY: the exporter filled the view just now: a format is a C string, a shape has `ndim` extents.
+        let (format, shape) = unsafe {
+            let format = if view.format.is_null() { &[] } else { CStr::from_ptr(view.format).to_bytes() };
+            let axes = if view.shape.is_null() { 0 } else { usize::try_from(view.ndim).unwrap_or(0) };
+            let extents = (0..axes).map(|axis| usize::try_from(*view.shape.add(axis)).unwrap_or(0));
+            (format.to_vec(), extents.collect())
+        };
+        // One letter, behind the order of bytes if that is this machine's.
+        let kind = match format.as_slice() {
+            [kind] | [b'@' | b'=' | b'<', kind] => *kind,
+            _ => 0,
+        };
+        let (address, len, size) = (view.buf as usize, view.len as usize, view.itemsize as usize);
+        Ok(Items { address, len, _keep: keep(Loan::View(view, pinned(object))), size, kind, shape })
+    }
+
+    pub(crate) fn is_integer(&self) -> bool {
+        self.is_signed() || matches!(self.kind, b'I' | b'L' | b'Q' | b'N')
+    }
+
+    pub(crate) fn is_signed(&self) -> bool {
+        matches!(self.kind, b'i' | b'l' | b'q' | b'n')
+    }
+
+    /// Its memory as numbers of this type, whose size the caller has compared; a copy if they are not aligned.
+    pub(crate) fn numbers<T: Number>(&self) -> Cow<'_, [T]> {
+        let (ptr, count) = (self.address as *const T, self.len / size_of::<T>());
+        if count == 0 {
+            Cow::Borrowed(&[])
+        } else if ptr.is_aligned() {
+            // SAFETY: lent, aligned, and every pattern of bits is a number. Callers change arrays that they pass at
+            // their own risk, as with every buffer.
+            Cow::Borrowed(unsafe { std::slice::from_raw_parts(ptr, count) })
+        } else {
+            // SAFETY: as above; reads need no alignment.
+            Cow::Owned((0..count).map(|at| unsafe { ptr.add(at).read_unaligned() }).collect())
+        }
+    }
 }
 
 /// Whether `object` has the buffer protocol.

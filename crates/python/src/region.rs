@@ -22,6 +22,10 @@ impl Region {
     pub(crate) fn new(native: crossrail::Region, timeout: Duration) -> Region {
         Region { native: Detached::new(native), timeout }
     }
+
+    pub(crate) fn native(&self) -> &crossrail::Region {
+        &self.native
+    }
 }
 
 #[pymethods]

@@ -22,6 +22,8 @@ use crate::lifecycle::{self, Detached};
 /// background : bool
 ///     Whether to start a thread that makes progress. Without it only calls that wait,
 ///     `test` and `progress` make progress, and nothing can be awaited in asyncio.
+/// admit : bool
+///     Whether peers that connect are kept without `accept`; `peer` and `endpoints` return them.
 ///
 /// Raises
 /// ------

@@ -2,34 +2,36 @@
 
 use crossrail::{ConnectOptions, Place, WorkerOptions};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
 use crate::context::{Context, socket_addresses};
 use crate::endpoint::Endpoint;
 use crate::errors::{self, OrRaise};
 use crate::lent::{Call, Use};
+use crate::moves::{self, Layout};
 use crate::number::U64;
 use crate::operand::Wanted;
 use crate::region::Region;
 use crate::request::Request;
 use crate::worker::Worker;
-use crate::{gate, stream, wait};
+use crate::{gate, place, stream, wait};
 
 #[pymethods]
 impl Worker {
     #[new]
-    #[pyo3(signature = (context, *, name = None, listen = None, unix = true, background = true))]
+    #[pyo3(signature = (context, *, name = None, listen = None, unix = true, background = true, admit = false))]
     fn create(
         context: Bound<'_, Context>,
         name: Option<String>,
         listen: Option<&Bound<'_, PyAny>>,
         unix: bool,
         background: bool,
+        admit: bool,
     ) -> PyResult<Worker> {
         let py = context.py();
         let _call = Call::enter(py);
         let listen = listen.map(socket_addresses).transpose()?.flatten();
-        let options = WorkerOptions { name, listen, unix, background, ..WorkerOptions::default() };
+        let options = WorkerOptions { name, listen, unix, background, admit, ..WorkerOptions::default() };
         let native = context.get().native();
         let native = gate::detached(py, || crossrail::Worker::new(native, options)).or_raise(py)?;
         Ok(Worker::new(native, context.unbind()))
@@ -186,6 +188,110 @@ impl Worker {
         let lent = wanted.of(buffer)?;
         let region = gate::detached(py, || worker.native().register(lent)).or_raise(py)?;
         Ok(Region::new(region, worker.native_timeout()))
+    }
+
+    /// Register memory by its address; as `register`.
+    ///
+    /// Parameters
+    /// ----------
+    /// address, nbytes : int
+    ///     The caller keeps the memory allocated until the region is deregistered or dropped.
+    /// device : str or int, optional
+    ///     Whose memory it is: ``"cpu"``, ``"cuda:1"`` or the number of a GPU. The host by default.
+    ///
+    /// Returns
+    /// -------
+    /// Region
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     There is no memory at such an address, or no such GPU.
+    /// ClosedError
+    #[allow(unsafe_code)]
+    #[pyo3(signature = (address, nbytes, device = None))]
+    fn register_range(
+        slf: &Bound<'_, Self>,
+        address: U64,
+        nbytes: U64,
+        device: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Region> {
+        let py = slf.py();
+        let _call = Call::enter(py);
+        let (worker, place) = (slf.get(), place::parse(device)?);
+        // SAFETY: that the memory stays allocated is the documented rule for callers.
+        let register = || unsafe { worker.native().register_range(address.0, nbytes.0, place) };
+        Ok(Region::new(gate::detached(py, register).or_raise(py)?, worker.native_timeout()))
+    }
+
+    /// Describe this worker and some of its regions for a peer, which needs nothing else to access them.
+    ///
+    /// Parameters
+    /// ----------
+    /// regions : iterable of Region
+    ///
+    /// Returns
+    /// -------
+    /// bytes
+    ///     For `Description`. Whoever has them may connect, and write and read the regions.
+    ///
+    /// Raises
+    /// ------
+    /// RegionError
+    ///     A region was deregistered.
+    fn describe<'py>(&self, regions: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
+        let py = regions.py();
+        let regions = moves::regions(regions)?;
+        let described = gate::detached(py, || self.native().describe(&regions)).or_raise(py)?;
+        Ok(PyBytes::new(py, &described))
+    }
+
+    /// Make a list of rows of this worker's registered memory.
+    ///
+    /// Parameters
+    /// ----------
+    /// rows
+    ///     An array of 64-bit integers with rows (address, length, device) or (address, length,
+    ///     device, stride, count), or an iterable of (Region, offset, length) or (Region, offset,
+    ///     length, stride, count). A stride is the distance between the starts of two rows.
+    /// regions : iterable of Region, optional
+    ///     Where rows of addresses lie: each in one of them.
+    ///
+    /// Returns
+    /// -------
+    /// Layout
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The rows are malformed.
+    /// RegionError
+    ///     A row does not lie in one of the regions.
+    #[pyo3(signature = (rows, regions = None))]
+    fn layout(&self, rows: &Bound<'_, PyAny>, regions: Option<&Bound<'_, PyAny>>) -> PyResult<Layout> {
+        moves::local(self, rows, regions)
+    }
+
+    /// Return notices that peers have raised, oldest first, and forget them. Makes no progress itself.
+    ///
+    /// Parameters
+    /// ----------
+    /// limit : int, optional
+    ///     At most so many.
+    ///
+    /// Returns
+    /// -------
+    /// list of (str, bytes)
+    ///     The name of the peer, and the notice.
+    #[pyo3(signature = (limit = None))]
+    fn notices<'py>(&self, py: Python<'py>, limit: Option<usize>) -> PyResult<Bound<'py, PyList>> {
+        moves::notices(py, self, limit)
+    }
+
+    /// Return an endpoint whose living peer has this name, whichever end connected, or None.
+    fn peer(slf: &Bound<'_, Self>, name: &str) -> Option<Endpoint> {
+        let native = slf.get().native().peer(name)?;
+        Some(Endpoint::new(native, slf.clone().unbind()))
     }
 
     /// Receive the next message whose tag equals `tag` in the bits of `mask`.
