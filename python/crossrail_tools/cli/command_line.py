@@ -34,6 +34,7 @@ BENCHES = {
     "p2p": (".point_to_point:add_p2p", "one big transfer over every rail, and where its time goes"),
     "mesh": (".mesh:add_arguments", "every GPU (or rank) with every other: each pair alone, then all at once"),
     "unpack": (".unpack:add_arguments", "kernel, d2d and host: the ways into GPU memory, on identical scatter lists"),
+    "kv": (".kv:add_arguments", "pages of KV caches: lists of rows between two processes, beside NVIDIA's nixl"),
     "ep": (".ep:add_arguments", "dispatch and combine between the ranks of a group, verified first"),
     "control": (".control:add_arguments", "init, connect, disconnect, reconnect, destroy of expert buffers"),
 }
@@ -76,6 +77,10 @@ EXAMPLES = {
         "crossrail report after.json --baseline before.json --html page.html",
     ),
     "completion": ("crossrail completion bash > ~/.local/share/bash-completion/completions/crossrail",),
+    "bench kv": (
+        "crossrail bench kv --row 2304 --rows 10000,50000 --notice --compare nixl --nixl-python nixl/bin/python",
+        "crossrail bench kv --preset dsv4 --isl 8K,32K --page 16,64 --bulk --transport tcp",
+    ),
     "bench latency": ("crossrail bench latency --sizes 1:4K", "crossrail bench latency --op both --compare ucx"),
     "bench bandwidth": (
         "crossrail bench bandwidth --sizes 4K:16M --window 16",

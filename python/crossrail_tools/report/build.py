@@ -12,7 +12,7 @@ from .verdict import Facts, judge
 
 LATENCIES = ("latency", "write")
 
-TIMED = (*LATENCIES, "dispatch", "combine", "e2e")
+TIMED = (*LATENCIES, "kv-notice", "dispatch", "combine", "e2e")
 """Measurements that are compared by time; all others are compared by rate."""
 
 

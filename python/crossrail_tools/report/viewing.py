@@ -10,6 +10,8 @@ from rich.text import Text
 
 from .control_view import control_tables, phase_tables
 from .ep_view import ep_tables
+from .kv import TITLES as KV
+from .kv import kv_table
 from .mesh_view import mesh_tables
 from .point_to_point import LATENCIES, bandwidth_table, latency_table, p2p_tables
 from .schema import Report, Row
@@ -52,6 +54,8 @@ def views(measured: Sequence[Row]) -> list[RenderableType]:
         rows = [row for row in others if row.what == what]
         if what in LATENCIES:
             shown.append(latency_table(rows))
+        elif what in KV:
+            shown.append(kv_table(rows))
         elif what == "bandwidth":
             shown.append(bandwidth_table(rows))
         elif what == "p2p":

@@ -1,0 +1,328 @@
+"""`crossrail bench kv`: pages of KV caches between two processes, by lists of rows, beside NVIDIA's nixl."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import crossrail
+from crossrail_tools.report import PeerResult, Report, Round, Row, format_size, with_peers, with_samples
+
+from .failure import Failure, UsageFailure
+from .launcher import refuse_launch
+from .options import ROUNDS, RunOptions, add_compare, add_iterations, add_output, add_timeout
+from .parsing import Command, Parser, names_of, positive, size_list
+from .processes import Process, read_line
+from .reporting import Progress, make_report, show_report
+
+KNOWN = ("nixl",)
+ITERS, WARMUP = 8, 2
+DEFAULT_ROWS, DEFAULT_COUNTS = "2304", "10000"
+ORDER_S = 300.0
+PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
+UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp"}
+"""What NIXL is told to use: UCX needs TCP to connect."""
+
+Op = Literal["pull", "push"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one row of the report is about. A group: bytes of a page, layers, pages of each request in every layer."""
+
+    what: Literal["kv", "kv-notice"]
+    name: str
+    groups: tuple[tuple[int, int, int], ...]
+    batch: int = 1
+    bulk: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of all requests together."""
+        return self.batch * sum(layers * pages for _, layers, pages in self.groups)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all requests together."""
+        return self.batch * sum(row * layers * pages for row, layers, pages in self.groups)
+
+
+def dsv4(tokens: int, page: int, batch: int) -> Work:
+    """DeepSeek-V4-Pro as vLLM lays its caches out, as CollectiveX counts: see docs/guides/kv.md."""
+    groups = (
+        (576 * page // 4, 30, tokens // page),  # compressed by 4
+        (132 * page // 4, 30, tokens // page),  # their index
+        (576, 31, tokens // 128),  # compressed by 128
+        (576 * page, 61, 128 // page),  # the window
+    )
+    return Work("kv", f"dsv4 {format_size(tokens)} tokens, pages of {page}", groups, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvOptions(RunOptions):
+    """`crossrail bench kv`."""
+
+    works: list[Work]
+    transport: Literal["shm", "tcp"]
+    ops: list[Op]
+    iters: int = ITERS
+    warmup: int = WARMUP
+    rounds: int = ROUNDS
+    compare: list[str] = field(default_factory=list)
+    nixl_python: str | None = None
+
+    def run(self) -> None:
+        """Measures and shows the report."""
+        show_report(self, lambda progress: measure(self, progress))
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the options."""
+    parser.set_defaults(outcome=_outcome)
+    work = parser.add_argument_group("the work")
+    work.add_argument("--preset", choices=("dsv4",), help="caches of a model instead of plain rows: DeepSeek-V4-Pro")
+    work.add_argument(
+        "--row", dest="row_sizes", metavar="SIZES", type=size_list, help=f"bytes per row ({DEFAULT_ROWS})"
+    )
+    rows = f"random rows per transfer: one number or several A,B,C ({DEFAULT_COUNTS})"
+    work.add_argument("--rows", dest="counts", metavar="COUNTS", type=size_list, help=rows)
+    work.add_argument("--isl", metavar="TOKENS", type=size_list, help="with --preset: tokens per request (8K)")
+    work.add_argument("--page", metavar="TOKENS", type=size_list, help="with --preset: tokens per page (16,64)")
+    work.add_argument("--batch", metavar="N", type=positive, default=1, help="requests at a time (1)")
+    ops = "pull (read), push (write, with a notification), or both by default"
+    work.add_argument("--op", dest="ops", metavar="OPS", type=names_of(("pull", "push"), "operation"), help=ops)
+    work.add_argument("--bulk", action="store_true", help="each also as one row of as many bytes")
+    notice = "also one row with a notification, until the target sees it"
+    work.add_argument("--notice", action="store_true", help=notice)
+    add_iterations(work, ITERS, WARMUP)
+    how = parser.add_argument_group("how it moves")
+    how.add_argument("--transport", choices=("shm", "tcp"), default="shm", help="between the two processes (shm)")
+    add_timeout(how)
+    add_compare(how, KNOWN)
+    python = "the interpreter of an environment with NVIDIA's nixl; by default NIXL_PYTHON, or the one that runs this"
+    how.add_argument("--nixl-python", metavar="FILE", help=python)
+    add_output(parser.add_argument_group("what comes out"))
+
+
+def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
+    refuse_launch(parser)
+    works: list[Work] = []
+    if parsed.preset is None:
+        if parsed.isl or parsed.page:
+            parser.error("--isl and --page are for --preset")
+        for row in parsed.row_sizes or size_list(DEFAULT_ROWS):
+            for count in parsed.counts or size_list(DEFAULT_COUNTS):
+                if min(row, count) < 1:
+                    parser.error("--row and --rows must be at least 1")
+                works.append(Work("kv", f"{count} rows of {format_size(row)}", ((row, 1, count),), parsed.batch))
+    else:
+        if parsed.row_sizes or parsed.counts:
+            parser.error("--row and --rows are for plain rows, without --preset")
+        for tokens in parsed.isl or size_list("8K"):
+            for page in parsed.page or size_list("16,64"):
+                if page not in (4, 8, 16, 32, 64, 128) or tokens < 128 or tokens % 128:
+                    parser.error("--page is a power of two from 4 to 128, --isl a multiple of 128")
+                works.append(dsv4(tokens, page, parsed.batch))
+    if parsed.bulk:
+        works += [replace(one, name=f"{one.name}, in one row", bulk=True) for one in works]
+    if parsed.notice:
+        size = (parsed.row_sizes or size_list(DEFAULT_ROWS))[0]
+        works.append(Work("kv-notice", f"1 row of {format_size(size)} with a notification", ((size, 1, 1),)))
+    return KvOptions(
+        works=works,
+        transport=parsed.transport,
+        ops=parsed.ops or ["pull", "push"],
+        iters=parsed.iters,
+        warmup=parsed.warmup,
+        rounds=parsed.rounds or ROUNDS,
+        compare=parsed.compare or [],
+        nixl_python=parsed.nixl_python,
+        timeout=parsed.timeout,
+        json=parsed.json,
+        trace=parsed.trace,
+    )
+
+
+class End:
+    """A process with one end of one library."""
+
+    def __init__(self, name: str, process: Process) -> None:
+        self.name, self.process = name, process
+
+    def order(self, what: str, **arguments: Any) -> None:
+        """Has it begin; `answer` waits for it."""
+        assert self.process.popen.stdin is not None
+        try:
+            self.process.popen.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
+            self.process.popen.stdin.flush()
+        except OSError:
+            raise Failure(f"{self.name}: {self._last_words()}") from None
+
+    def answer(self) -> dict[str, Any]:
+        """Raises Failure if it fails, ends, or takes too long."""
+        assert self.process.popen.stdout is not None
+        line = read_line(self.process.popen.stdout, ORDER_S)
+        if line is None:
+            raise Failure(f"{self.name}: no answer within {ORDER_S:.0f} s")
+        if not line:
+            raise Failure(f"{self.name}: {self._last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise Failure(f"{self.name}: {answer['error']}")
+        return answer
+
+    def do(self, what: str, **arguments: Any) -> dict[str, Any]:
+        self.order(what, **arguments)
+        return self.answer()
+
+    def _last_words(self) -> str:
+        self.process.popen.wait(10)
+        assert self.process.popen.stderr is not None
+        words = self.process.popen.stderr.read().decode(errors="replace").strip().splitlines()
+        return self.process.how_it_was_killed() or (words[-1] if words else "its process ended")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two ends of a library."""
+
+    initiator: End
+    target: End
+
+    def both(self, what: str, **arguments: Any) -> None:
+        self.initiator.do(what, **arguments)
+        self.target.do(what, **arguments)
+
+
+@contextlib.contextmanager
+def _ends(options: KvOptions, library: str, work: Work) -> Iterator[Ends]:
+    """Starts both, each other's peers. Raises Failure."""
+    ours = library == "crossrail"
+    python = sys.executable if ours else nixl_python(options.nixl_python)
+    environment = {"NIXL_LOG_LEVEL": "ERROR"}
+    if ours:
+        environment |= {"PYTHONPATH": str(Path(crossrail.__file__).parents[1])}
+        environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
+        environment |= {"CROSSRAIL_TLS": f"{options.transport},self"}
+    else:
+        environment |= {"UCX_TLS": UCX_TLS[options.transport]}
+    module = "crossrail.nixl" if ours else "nixl"
+    shape = {"groups": [list(group) for group in work.groups], "batch": work.batch}
+    with contextlib.ExitStack() as stack:
+        ends = [
+            End(
+                f"{library}, {role}",
+                stack.enter_context(Process([python, str(PROGRAM)], environment=environment, stdin=subprocess.PIPE)),
+            )
+            for role in ("initiator", "target")
+        ]
+        for seed, end in enumerate(ends):
+            end.order("start", module=module, name=("initiator", "target")[seed], work=shape, seed=seed)
+        told = [end.answer() for end in ends]
+        for seed, end in enumerate(ends):
+            end.do("peer", **told[1 - seed], seed=1 - seed, work=shape)
+        yield Ends(*ends)
+
+
+def nixl_python(given: str | None) -> str:
+    """An interpreter that imports NVIDIA's nixl. Raises UsageFailure."""
+    import os
+
+    python = given or os.environ.get("NIXL_PYTHON") or sys.executable
+    found = shutil.which(python)
+    test = "import nixl._bindings as b; assert 'crossrail' not in b.__name__"
+    if found is not None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run([found, "-c", test], capture_output=True, timeout=60, check=False)
+            if done.returncode == 0:
+                return found
+    hint = "pip install nixl==1.5.1 numpy in an environment of its own, and name its interpreter with --nixl-python"
+    raise UsageFailure(f"--compare nixl: {python} does not import NVIDIA's nixl; {hint}")
+
+
+def measure(options: KvOptions, progress: Progress) -> Report:
+    """Runs the bench. Raises Failure, and the library's errors."""
+    options.context()
+    if options.compare:
+        nixl_python(options.nixl_python)
+    for work in options.works:
+        for op in options.ops if work.what == "kv" else ["push"]:
+            progress.status(f"{work.name}, {op}")
+            progress.add([_measured(options, work, op)])
+    return make_report(options, progress.rows)
+
+
+def _measured(options: KvOptions, work: Work, op: str) -> Row:
+    row = Row(work.what, options.transport, work.size, part=f"{op}: {work.name}", pieces=1 if work.bulk else work.rows)
+    libraries = ["crossrail", *options.compare]
+    rounds: dict[str, list[Round]] = {library: [] for library in libraries}
+    errors: dict[str, str] = {}
+    notes: list[str] = []
+    with contextlib.ExitStack() as stack:
+        ready: dict[str, Ends] = {}
+        for library in libraries:
+            try:
+                ready[library] = stack.enter_context(_ends(options, library, work))
+                notes += _prepare(ready[library], library, work, op)
+            except Failure as error:
+                if library == "crossrail":
+                    raise
+                errors[library] = str(error)
+                ready.pop(library, None)
+        for _ in range(options.rounds):
+            for library, ends in ready.items():
+                rounds[library].append(_round(options, ends, work))
+        for library, ends in ready.items():
+            if work.what == "kv":
+                receiver = ends.initiator if op == "pull" else ends.target
+                if not receiver.do("check", bulk=work.bulk)["same"]:
+                    raise Failure(f"{work.name}, {op}: the data of {library} is wrong")
+    row = with_samples(replace(row, verified=True if work.what == "kv" else None, notes=notes), rounds["crossrail"])
+    peers = {}
+    for library in options.compare:
+        if library in errors:
+            peers[library] = PeerResult(work.what, error=errors[library])
+        else:
+            it = with_samples(row, rounds[library])
+            peers[library] = PeerResult(
+                work.what, p50_us=it.p50_us, avg_us=it.avg_us, gb_per_s=it.gb_per_s, rounds=it.rounds
+            )
+    return with_peers(row, peers)
+
+
+def _prepare(ends: Ends, library: str, work: Work, op: str) -> list[str]:
+    """Lists and transfers, one of each posted; a note of how long the lists took."""
+    if work.what == "kv-notice":
+        ends.both("prepare", op="WRITE", bulk=False, notice="turn")
+        ends.initiator.do("run", iterations=1)
+        ends.target.do("run", iterations=1)
+        ends.both("prepare", op="WRITE", bulk=False, notice="turn")
+        return []
+    kind = {"pull": "READ", "push": "WRITE"}[op]
+    told = ends.initiator.do("prepare", op=kind, bulk=work.bulk, notice="" if op == "pull" else "done")
+    receiver = ends.initiator if op == "pull" else ends.target
+    receiver.do("paint")
+    ends.initiator.do("run", iterations=1)
+    if not receiver.do("check", bulk=work.bulk)["same"]:
+        raise Failure(f"{work.name}, {op}: the data of {library} is wrong")
+    times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in told["us"].items())
+    return [f"{op}, {work.name}: {library} made lists and transfers in: {times}"]
+
+
+def _round(options: KvOptions, ends: Ends, work: Work) -> Round:
+    if work.what == "kv-notice":
+        count = 10 * (options.iters + options.warmup)
+        ends.target.order("turns", count=count, first=False)
+        samples = ends.initiator.do("turns", count=count, first=True)["samples_us"]
+        ends.target.answer()
+        return Round(samples[10 * options.warmup :])
+    ends.initiator.do("run", iterations=options.warmup)
+    return Round(ends.initiator.do("run", iterations=options.iters)["samples_us"], work.size)

@@ -1,0 +1,244 @@
+"""One end of `bench kv`: paged transfers through NIXL's interface, of crossrail.nixl or of NVIDIA's package.
+
+Both libraries run this same program, each in processes and with an interpreter of its own: by its path, since Crossrail
+need not be installed there. Orders arrive as lines of JSON on stdin, and each is answered by one on stdout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import resource
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+LIMIT_S = 120.0
+IDLE_S = 0.005
+TURN = b"turn"
+"""The notification that `End.turns` waits for."""
+
+
+class Paged:
+    """Pools of pages of this end, and the rows that the requests of a work take from them.
+
+    A group of the work has pages of ``row`` bytes in ``layers`` layers, of which each request takes ``pages``, the same
+    in every layer. Both ends and the verification derive all else from the seed.
+    """
+
+    def __init__(self, work: dict[str, Any], seed: int) -> None:
+        self.seed, self.batch = seed, work["batch"]
+        self.groups = [dict(zip(("row", "layers", "pages"), group, strict=True)) for group in work["groups"]]
+        self.slots = [max(1, (5 * self.batch * group["pages"] + 3) // 4) for group in self.groups]
+        sizes = [group["row"] * group["layers"] * slots for group, slots in zip(self.groups, self.slots, strict=True)]
+        self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.uint64)
+        self.size = int(self.starts[-1])
+
+    def pattern(self) -> Any:
+        words = -(-self.size // 8)
+        return np.random.default_rng(self.seed).integers(0, 2**64, words, np.uint64).view(np.uint8)[: self.size]
+
+    def rows(self, base: int) -> Any:
+        """Every page of the pool as (address, length, device)."""
+        parts = []
+        for group, slots, start in zip(self.groups, self.slots, self.starts[:-1], strict=True):
+            part = np.zeros((group["layers"] * slots, 3), np.uint64)
+            part[:, 0] = np.arange(len(part), dtype=np.uint64) * np.uint64(group["row"]) + np.uint64(base) + start
+            part[:, 1] = group["row"]
+            parts.append(part)
+        return np.concatenate(parts)
+
+    def indices(self, request: int) -> Any:
+        """The rows of one request: the same block table in every layer of a group."""
+        parts, first = [], 0
+        for at, (group, slots) in enumerate(zip(self.groups, self.slots, strict=True)):
+            table = np.random.default_rng([self.seed, at]).permutation(slots)
+            chosen = table[request * group["pages"] : (request + 1) * group["pages"]]
+            layers = first + slots * np.arange(group["layers"])
+            parts.append((layers[:, None] + chosen[None, :]).ravel())
+            first += group["layers"] * slots
+        return np.concatenate(parts).astype(np.int32)
+
+    def places(self) -> Iterator[tuple[Any, int]]:
+        """Offset and length of every row of every request, request by request."""
+        rows = self.rows(0)
+        for request in range(self.batch):
+            chosen = rows[self.indices(request)]
+            yield from zip(chosen[:, 0].astype(np.int64), chosen[:, 1].astype(int), strict=True)
+
+
+class End:
+    """One end: an agent, its pool, and what the other end has told."""
+
+    def __init__(self, module: str, name: str, work: dict[str, Any], seed: int) -> None:
+        self.api = importlib.import_module(f"{module}._api")
+        config = self.api.nixl_agent_config(num_threads=0, backends=["UCX"])
+        self.agent = self.api.nixl_agent(name, config)
+        self.pages = Paged(work, seed)
+        self.pool = self.pages.pattern().copy()
+        self.base = self.pool.ctypes.data
+        self.agent.register_memory([(self.base, self.pages.size, 0, "")], "DRAM")
+        self.handles: list[Any] = []
+        self.early = 0
+        self.keep: list[Any] = []
+
+    def hello(self) -> dict[str, Any]:
+        return {"metadata": self.agent.get_agent_metadata().hex(), "base": self.base}
+
+    def peer(self, metadata: str, base: int, seed: int, work: dict[str, Any]) -> dict[str, Any]:
+        self.name = self.agent.add_remote_agent(bytes.fromhex(metadata)).decode()
+        self.there, self.other = base, Paged(work, seed)
+        return {}
+
+    def prepare(self, op: str, bulk: bool, notice: str) -> dict[str, Any]:
+        """Lists of the whole pools, and a transfer for each request; how long both took."""
+        self.early = 0
+        self.handles.clear()
+        self.keep.clear()
+        if bulk:
+            size = sum(int(size) for _, size in self.pages.places())
+            mine = np.array([[self.base, size, 0]], np.uint64)
+            other = np.array([[self.there, size, 0]], np.uint64)
+            tables = [(np.zeros(1, np.int32), np.zeros(1, np.int32))]
+        else:
+            mine, other = self.pages.rows(self.base), self.other.rows(self.there)
+            tables = [(self.pages.indices(at), self.other.indices(at)) for at in range(self.pages.batch)]
+        began = time.perf_counter()
+        local = self.agent.prep_xfer_dlist("", mine, "DRAM")
+        middle = time.perf_counter()
+        remote = self.agent.prep_xfer_dlist(self.name, other, "DRAM")
+        listed = time.perf_counter()
+        for ours, theirs in tables:
+            message = notice.encode()
+            self.handles.append(self.agent.make_prepped_xfer(op, local, ours, remote, theirs, message))
+        ended = time.perf_counter()
+        self.keep += [local, remote]
+        times = {"local": middle - began, "remote": listed - middle, "prepare": ended - listed}
+        return {"us": {name: 1e6 * seconds for name, seconds in times.items()}, "rows": sum(len(a) for a, _ in tables)}
+
+    def run(self, iterations: int) -> dict[str, Any]:
+        """Times from the first post until the last request is done."""
+        samples, used = [], _cpu_s()
+        transfer, state = self.agent.transfer, self.agent.check_xfer_state
+        for _ in range(iterations):
+            began = time.perf_counter()
+            limit = began + LIMIT_S
+            for handle in self.handles:
+                transfer(handle)
+            for handle in self.handles:
+                while state(handle) != "DONE":
+                    if time.perf_counter() > limit:
+                        raise TimeoutError(f"a transfer was not done within {LIMIT_S} s")
+            samples.append(1e6 * (time.perf_counter() - began))
+        return {"samples_us": samples, "cpu_s": _cpu_s() - used}
+
+    def turns(self, count: int, first: bool) -> dict[str, Any]:
+        """The two ends write one row with a notification in turns; half of the round trip."""
+        (handle,), samples = self.handles, []
+        transfer, state = self.agent.transfer, self.agent.check_xfer_state
+        done, limit = True, time.perf_counter() + LIMIT_S
+        for turn in range(count):
+            began = time.perf_counter()
+            if first or turn:
+                while not done:
+                    done = state(handle) == "DONE"
+                transfer(handle)
+                done = False
+            while not self._taken():
+                if not done:
+                    done = state(handle) == "DONE"
+                if time.perf_counter() > limit:
+                    raise TimeoutError(f"a notification did not arrive within {LIMIT_S} s")
+            samples.append(1e6 * (time.perf_counter() - began) / 2)
+        while not first and not done:
+            done = state(handle) == "DONE"
+        if not first:
+            transfer(handle)
+        while state(handle) != "DONE":
+            pass
+        return {"samples_us": samples}
+
+    def idle(self) -> dict[str, Any]:
+        """What the target does meanwhile, but for its library's own threads: takes notifications."""
+        self.early += self._count()
+        return {}
+
+    def _count(self) -> int:
+        return sum(messages.count(TURN) for messages in self.agent.get_new_notifs().values())
+
+    def _taken(self) -> bool:
+        """Takes a notification of the other end, if there is one."""
+        self.early += self._count()
+        self.early -= (there := self.early > 0)
+        return there
+
+    def paint(self) -> dict[str, Any]:
+        self.pool[:] = self.pages.pattern()
+        return {}
+
+    def check(self, bulk: bool) -> dict[str, Any]:
+        """Whether this end's pool has exactly the peer's rows in its own, and nothing else changed."""
+        expected, theirs = self.pages.pattern().copy(), self.other.pattern()
+        if bulk:
+            size = sum(int(size) for _, size in self.pages.places())
+            expected[:size] = theirs[:size]
+        else:
+            for (here, size), (there, _) in zip(self.pages.places(), self.other.places(), strict=True):
+                expected[here : here + size] = theirs[there : there + size]
+        return {"same": bool(np.array_equal(self.pool, expected))}
+
+    def usage(self) -> dict[str, Any]:
+        return {"cpu_s": _cpu_s()}
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _orders(ends: Sequence[End]) -> Iterator[dict[str, Any]]:
+    """Lines of stdin; between them, notifications are taken so that none is held back."""
+    pending = b""
+    while True:
+        while b"\n" not in pending:
+            if select.select([0], [], [], IDLE_S)[0]:
+                piece = os.read(0, 1 << 16)
+                if not piece:
+                    return
+                pending += piece
+            elif ends:
+                ends[0].idle()
+        line, _, pending = pending.partition(b"\n")
+        yield json.loads(line)
+
+
+def main() -> None:
+    """Carries orders out until stdin ends. Logs go to stderr: stdout is for answers."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: never outlives who measures
+    ends: list[End] = []
+    for order in _orders(ends):
+        what = order.pop("do")
+        try:
+            if what == "start":
+                ends.append(End(**order))
+                answer = ends[0].hello()
+            else:
+                answer = getattr(ends[0], what)(**order)
+        except Exception as error:
+            answer = {"error": f"{what}: {type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`crossrail bench kv` as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli_command import COMMAND, one_error
+from test_cli_ep import environment
+
+import crossrail
+from crossrail_tools.cli.kv import dsv4
+from crossrail_tools.report import Report, Row
+
+SMALL = ("--iters=2", "--warmup=1", "--rounds=2")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*COMMAND, "bench", "kv", *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def rows_of(*arguments: str) -> list[Row]:
+    done = run(*SMALL, "--json=-", *arguments)
+    assert done.returncode == 0, done.stderr
+    return Report.loads(done.stdout).rows
+
+
+@pytest.fixture
+def another(tmp_path: Path) -> Path:
+    """An interpreter with a nixl that is not called ours."""
+    package = tmp_path / "nixl"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    for name in ("_api", "_bindings"):
+        (package / f"{name}.py").write_text(f"from crossrail.nixl.{name} import *\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(Path(crossrail.__file__).parents[1])])
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(
+    ("page", "tokens", "rows", "size"),
+    [
+        (16, 8192, 33_192, 49.1e6),
+        (64, 8192, 9_786, 49.1e6),
+        (16, 32_768, 131_304, 183e6),
+        (64, 131_072, 154_746, 719e6),
+    ],
+)
+def test_the_preset_counts_as_collectivex_does(page: int, tokens: int, rows: int, size: float) -> None:
+    work = dsv4(tokens, page, 1)
+    assert work.rows == rows
+    assert work.size == pytest.approx(size, rel=0.005)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_every_row_is_verified(transport: str) -> None:
+    rows = rows_of("--row=576,2304", "--rows=50", "--bulk", "--notice", f"--transport={transport}")
+    works = [row for row in rows if row.what == "kv"]
+    assert len(works) == 8 and all(row.verified and row.transport == transport for row in works)
+    assert [row.pieces for row in works] == [50] * 4 + [1] * 4
+    assert {row.size for row in works} == {50 * 576, 50 * 2304}
+    assert all(len(row.samples_us) == 4 and row.gb_per_s for row in works)
+    (notice,) = [row for row in rows if row.what == "kv-notice"]
+    assert notice.p50_us and notice.gb_per_s is None
+
+
+def test_a_preset_with_several_requests() -> None:
+    rows = rows_of("--preset=dsv4", "--isl=1K", "--page=64", "--batch=2", "--op=pull")
+    assert [row.part for row in rows] == ["pull: dsv4 1K tokens, pages of 64"]
+    assert rows[0].pieces == dsv4(1024, 64, 2).rows and rows[0].verified
+
+
+def test_nixl_takes_turns(another: Path) -> None:
+    rows = rows_of("--row=576", "--rows=20", "--op=push", "--compare=nixl", f"--nixl-python={another}")
+    result = rows[0].peers["nixl"]
+    assert result.error is None and len(result.rounds) == len(rows[0].rounds) == 2
+    assert any("nixl made lists" in note for note in rows[0].notes)
+
+
+def test_no_nixl_is_a_mistake_of_the_user() -> None:
+    done = run("--compare=nixl", "--nixl-python=/no/such/python")
+    one_error(done, 2, "does not import NVIDIA's nixl")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--isl=8K",), ("--preset=dsv4", "--rows=5"), ("--preset=dsv4", "--page=3"), ("--rows=0",)]
+)
+def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...]) -> None:
+    one_error(run(*arguments), 2)
