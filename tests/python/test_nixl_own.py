@@ -1,8 +1,8 @@
 """NIXL's own tests and examples, unchanged, on the module of crossrail-nixl.
 
 Collected where NIXL_TESTS is set: a folder with the files below, of NIXL's repository (test/python, examples/python),
-flat. PyTorch is needed for test_nixl_api.py and the two-peer examples; an old one lacks `set_default_device`, which the examples call to set
-what is the default.
+flat. PyTorch is needed for test_nixl_api.py and the two-peer examples; an old one lacks `set_default_device`, which
+the examples call to set what is the default.
 """
 
 from __future__ import annotations

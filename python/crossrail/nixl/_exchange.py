@@ -14,13 +14,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from crossrail.nixl._kinds import DEFAULT_COMM_PORT, ERRORS, error, nixlInvalidParamError, refuse
 from crossrail.nixl.logging import get_logger
-
-if TYPE_CHECKING:
-    from crossrail.nixl._agent import nixlAgent
 
 logger = get_logger("exchange")
 
@@ -33,10 +30,20 @@ _TRANSFER_S = 5.0
 _PEERS_MAX = 64  # connections that are served at a time
 
 
+class Described(Protocol):
+    """Whose metadata it is."""
+
+    def getLocalMD(self) -> bytes: ...
+
+    def loadRemoteMD(self, metadata: bytes) -> bytes: ...
+
+    def forget(self, metadata: bytes) -> None: ...
+
+
 class Exchange:
     """The sockets of one agent. `beyond`: listen beyond loopback, which needs a secret to connect the agents later."""
 
-    def __init__(self, agent: nixlAgent, *, beyond: bool) -> None:
+    def __init__(self, agent: Described, *, beyond: bool) -> None:
         self._agent = weakref.ref(agent)
         self._beyond = beyond
         self._listener: socket.socket | None = None
@@ -96,12 +103,20 @@ class Exchange:
             self._work.put(work)
 
 
+def ask(host: str, port: int) -> bytes:
+    """The metadata of whoever listens there. Raises OSError and ValueError."""
+    with socket.create_connection((host, port), _CONNECT_S) as peer:
+        peer.settimeout(_TRANSFER_S)
+        peer.sendall(_HEAD.pack(_MAGIC, _FETCH, 0))
+        return _read(peer)[1]
+
+
 def _run(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := work.get()) is not None:
         task()
 
 
-def _accept(listener: socket.socket, agent: weakref.ref[nixlAgent]) -> None:
+def _accept(listener: socket.socket, agent: weakref.ref[Described]) -> None:
     free = threading.BoundedSemaphore(_PEERS_MAX)
     while True:
         try:
@@ -112,7 +127,7 @@ def _accept(listener: socket.socket, agent: weakref.ref[nixlAgent]) -> None:
         threading.Thread(target=_serve, args=(peer, agent, free), name="nixl-peer", daemon=True).start()
 
 
-def _serve(peer: socket.socket, agent: weakref.ref[nixlAgent], free: threading.BoundedSemaphore) -> None:
+def _serve(peer: socket.socket, agent: weakref.ref[Described], free: threading.BoundedSemaphore) -> None:
     """One frame of a peer, and the answer: our metadata, or an empty frame once the peer's took effect."""
     try:
         with peer:
@@ -135,7 +150,7 @@ def _serve(peer: socket.socket, agent: weakref.ref[nixlAgent], free: threading.B
         free.release()
 
 
-def _load(agent: weakref.ref[nixlAgent], metadata: bytes) -> None:
+def _load(agent: weakref.ref[Described], metadata: bytes) -> None:
     here = agent()
     if here is None:
         return

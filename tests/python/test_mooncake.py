@@ -1,0 +1,155 @@
+"""crossrail.mooncake: what SGLang, vLLM, LMCache and checkpoint-engine call, and what they get."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nixl_engines import until
+
+import crossrail
+from crossrail.mooncake import TransferEngine, TransferNotify, TransferOpcode
+
+HOST = "127.0.0.1"
+PEER = """
+import sys
+import numpy as np
+from crossrail.mooncake import TransferEngine
+engine = TransferEngine()
+assert engine.initialize("127.0.0.1:1234", "P2PHANDSHAKE", "rdma", "") == 0
+memory = np.zeros(64 << 20, np.uint8)
+assert engine.register_memory(memory.ctypes.data, memory.nbytes) == 0
+sys.stdout.write(f"{engine.get_rpc_port()} {memory.ctypes.data}\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+def engine() -> TransferEngine:
+    made = TransferEngine()
+    assert made.initialize(HOST, "P2PHANDSHAKE", "tcp", "") == 0
+    return made
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[TransferEngine, TransferEngine, str]:
+    monkeypatch.setenv("CROSSRAIL_TLS", f"{request.param},self")
+    a, b = engine(), engine()
+    return a, b, f"{HOST}:{b.get_rpc_port()}"
+
+
+def pools(size: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.random.default_rng(0).integers(0, 256, size, np.uint8), np.zeros(size, np.uint8)
+
+
+def test_vllm_and_sglang_write_pages_from_many_threads(two: tuple[TransferEngine, TransferEngine, str]) -> None:
+    a, b, session = two
+    page, pages, layers = 512, 40, 8
+    ours, theirs = pools(page * pages * layers)
+    assert a.batch_register_memory([ours.ctypes.data], [ours.nbytes]) == 0
+    assert b.batch_register_memory([theirs.ctypes.data], [theirs.nbytes]) == 0
+
+    def layer(number: int) -> int:
+        offsets = [(number * pages + at) * page for at in range(pages)]
+        mine = [ours.ctypes.data + at for at in offsets]
+        other = (
+            np.array([theirs.ctypes.data + at for at in offsets], np.int64)
+            if number % 2
+            else [theirs.ctypes.data + at for at in offsets]
+        )
+        return a.batch_transfer_sync_write(session, mine, other, [page] * pages)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(layer, range(layers))) == [0] * layers
+    assert np.array_equal(ours, theirs)
+    assert a.send_probe(session) == 0
+
+
+def test_checkpoint_engine_reads_memory_that_is_registered_later(
+    two: tuple[TransferEngine, TransferEngine, str],
+) -> None:
+    a, b, session = two
+    for turn in range(3):
+        weights, buffer = pools(300_000 + turn)
+        assert b.register_memory(weights.ctypes.data, weights.nbytes) == 0
+        assert a.register_memory(buffer.ctypes.data, buffer.nbytes) == 0
+        lengths = [100_000, 100_000, weights.nbytes - 200_000]
+        mine = [buffer.ctypes.data + 100_000 * at for at in range(3)]
+        other = [weights.ctypes.data + 100_000 * at for at in range(3)]
+        assert a.batch_transfer_sync_read(session, mine, other, lengths) == 0
+        assert np.array_equal(weights, buffer)
+        assert a.unregister_memory(buffer.ctypes.data) == 0 == b.unregister_memory(weights.ctypes.data)
+    assert a.batch_transfer_sync_read(session, mine, other, lengths) == -1
+    assert a.unregister_memory(buffer.ctypes.data) == -1
+
+
+def test_asynchronous_calls_and_messages(two: tuple[TransferEngine, TransferEngine, str]) -> None:
+    a, b, session = two
+    mine, other = a.allocate_managed_buffer(4096), b.allocate_managed_buffer(4096)
+    a.write_bytes_to_buffer(mine, b"x" * 4096, 4096)
+    first = a.batch_transfer_async_write(session, [mine], [other], [1000])
+    second = a.transfer_submit_write(session, mine + 1000, other + 1000, 1000)
+    assert 0 < first < second
+    assert a.get_batch_transfer_status([first]) == 0
+    assert until(lambda: a.transfer_check_status(second), "the transfer") == 1
+    assert a.transfer_check_status(second) == -1
+    notify = TransferNotify("name", "message")
+    assert a.transfer_sync(session, mine + 2000, other + 2000, 2096, TransferOpcode.Write, notify) == 0
+    (got,) = until(b.get_notifies, "the message")
+    assert (got.name, got.msg) == ("name", "message")
+    assert b.read_bytes_from_buffer(other, 4096) == b"x" * 4096
+    assert a.transfer_sync_read(session, mine, other + 4000, 200) == -1
+    assert a.get_first_buffer_address(session) == other
+    assert a.free_managed_buffer(mine, 4096) == 0 == b.free_managed_buffer(other, 4096)
+
+
+def test_what_is_refused() -> None:
+    made = TransferEngine()
+    assert made.initialize(HOST, "etcd://somewhere", "rdma", "mlx5_0") == -1
+    assert made.initialize(HOST, "P2PHANDSHAKE", "rdma", "mlx5_0") == 0
+    memory = np.zeros(100, np.uint8)
+    assert made.register_memory(memory.ctypes.data, 100) == 0 == made.register_memory(memory.ctypes.data, 100)
+    assert made.unregister_memory(memory.ctypes.data) == 0 == made.unregister_memory(memory.ctypes.data)
+    assert made.unregister_memory(memory.ctypes.data) == -1
+    for session in ("127.0.0.1:1", "nowhere", "127.0.0.1:notaport"):
+        assert made.send_probe(session) == -1
+        assert made.batch_transfer_sync_write(session, [1], [1], [1]) == -1
+    assert made.batch_transfer_async_write("127.0.0.1:1", [1], [1, 2], [1]) == 0
+    with pytest.raises(NotImplementedError, match="get_engine"):
+        made.get_engine()
+    with pytest.raises(AttributeError):
+        made.nothing  # noqa: B018
+
+
+@pytest.fixture
+def peer() -> Iterator[tuple[subprocess.Popen[str], str, int]]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(crossrail.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as process:
+        assert process.stdout is not None
+        port, address = process.stdout.readline().split()
+        yield process, f"{HOST}:{port}", int(address)
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_a_killed_peer_fails_within_seconds(peer: tuple[subprocess.Popen[str], str, int]) -> None:
+    process, session, address = peer
+    a, memory = engine(), np.ones(64 << 20, np.uint8)
+    a.register_memory(memory.ctypes.data, memory.nbytes)
+    assert a.transfer_sync_write(session, memory.ctypes.data, address, 1000) == 0
+    process.send_signal(signal.SIGKILL)
+    process.wait(20)
+    began = time.monotonic()
+    assert a.transfer_sync_write(session, memory.ctypes.data, address, memory.nbytes) == -1
+    assert time.monotonic() - began < 5
+    assert a.send_probe(session) == -1
