@@ -102,10 +102,12 @@ impl ShmLane {
         }
         match segment {
             PeerSegment::Mapped(map, which) => Ok(Some((map, *which))),
-            _ => {
-                let why = format!("segment {id}: this process had no descriptor left to receive it");
-                Err(refused(ErrorKind::Exhausted, "map", why).with_hint("raise ulimit -n"))
+            PeerSegment::Lost(why) => {
+                let why = format!("segment {id}: {why}");
+                Err(refused(ErrorKind::Exhausted, "map", why)
+                    .with_hint("map segments as they come, or raise ulimit -n"))
             }
+            PeerSegment::Passed(_) => Ok(None),
         }
     }
 

@@ -21,13 +21,13 @@ use crate::parts::{Parts, Report};
 use crate::peer_segment::PeerSegment;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
 use crate::wake::{COUNT, DATA, Flags, ROOM};
-use crate::wire::{Inbox, Note, Silence, Wire};
+use crate::wire::{Inbox, MOST_SEGMENTS, Note, Silence, Wire};
 
 /// So many polls in a row without anything to do, and the socket is looked at: a peer that died while we spin is
 /// noticed within some tens of microseconds, at a cost below one percent.
 const SOCKET_EVERY: u32 = 1024;
-/// Segments of the peer that one lane keeps track of.
-const MOST_SEGMENTS: usize = 1 << 16;
+/// Segments of the peer that have been passed and not named yet: each takes a descriptor.
+const MOST_UNMAPPED: usize = 256;
 /// Freed segments of the peer that are known as such; older ones are unknown ids.
 const GONE_KEPT: usize = 256;
 
@@ -393,7 +393,17 @@ impl ShmLane {
                     if self.segments.len() >= MOST_SEGMENTS || self.segments.contains_key(&id) {
                         return Err(LaneError::Protocol(format!("segment {id} came twice or is one too many")));
                     }
-                    self.segments.insert(id, fd.map_or(PeerSegment::Lost, PeerSegment::Passed));
+                    let unmapped =
+                        || self.segments.values().filter(|one| matches!(one, PeerSegment::Passed(_))).count();
+                    let segment = match fd {
+                        // Counted only where there may be too many.
+                        Some(_) if self.segments.len() >= MOST_UNMAPPED && unmapped() >= MOST_UNMAPPED => {
+                            PeerSegment::Lost("256 segments that this end had not mapped were passed before it")
+                        }
+                        Some(fd) => PeerSegment::Passed(fd),
+                        None => PeerSegment::Lost("this process had no descriptor left to receive it"),
+                    };
+                    self.segments.insert(id, segment);
                     self.news = true;
                 }
                 Ok(Note::Passed { bytes, files, lost }) => {

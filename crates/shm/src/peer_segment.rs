@@ -10,8 +10,8 @@ use crate::memory::Mapping;
 pub(crate) enum PeerSegment {
     /// Not named yet.
     Passed(OwnedFd),
-    /// Its descriptor could not be received.
-    Lost,
+    /// Why there is no descriptor of it.
+    Lost(&'static str),
     Mapped(Arc<Mapping>, Identity),
 }
 

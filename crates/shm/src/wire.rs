@@ -14,6 +14,8 @@ use crate::arena::Segment;
 use crate::notes::Count;
 
 pub(crate) const RECORD: usize = 16;
+/// Segments of one end that the other keeps track of, and may map: a process has 65,530 mappings by default.
+pub(crate) const MOST_SEGMENTS: usize = 1 << 14;
 
 const BELL: u8 = 1;
 const SEGMENT: u8 = 2;
@@ -72,6 +74,10 @@ impl Wire {
         let mut passed = locked(&self.passed);
         if passed.contains(&segment.id()) {
             return Ok(());
+        }
+        // One more would end the lane.
+        if passed.len() >= MOST_SEGMENTS {
+            return Err(io::ErrorKind::Unsupported.into());
         }
         let fd = segment.borrow_fd().ok_or(io::ErrorKind::Unsupported)?;
         send_whole(&self.stream, &record(SEGMENT, segment.id()), &[fd])?;

@@ -144,10 +144,10 @@ fn poll(lane: &mut ShmLane) -> std::result::Result<bool, LaneError> {
     lane.poll(&mut common::Keeper::default(), 1 << 20, true)
 }
 
-fn segment_note(id: u8) -> [u8; 16] {
+fn segment_note(id: u32) -> [u8; 16] {
     let mut note = [0; 16];
     note[0] = 2;
-    note[4] = id;
+    note[4..8].copy_from_slice(&id.to_le_bytes());
     note
 }
 
@@ -171,6 +171,33 @@ fn a_segment_that_could_shrink_is_never_touched() {
     assert!(direct.reach(&describe(1), 1).is_err_and(|why| why.contains("F_SEAL_SHRINK")));
     assert!(direct.reach(&describe(2), 1 << 20).is_ok());
     assert!(direct.reach(&describe(2), (1 << 20) + 1).is_err());
+}
+
+#[test]
+fn segments_that_are_never_mapped_take_a_bounded_number_of_descriptors() {
+    let (mut lane, mine) = lane_and_its_peer();
+    let fd = memfd(4096, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW);
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("its name");
+    let held = || {
+        let all = std::fs::read_dir("/proc/self/fd").expect("descriptors").flatten();
+        all.filter(|one| std::fs::read_link(one.path()).is_ok_and(|link| link == name)).count()
+    };
+    // 256 and no more, however many are passed.
+    for id in 0..1000 {
+        pass(&mine, &segment_note(id), &[&fd]);
+        poll(&mut lane).expect("no reason to end the lane");
+    }
+    assert!((256..300).contains(&held()), "{} descriptors", held());
+    let describe = |id: u32| {
+        let mut descriptor = [0; 24];
+        descriptor[0] = 1;
+        descriptor[4..8].copy_from_slice(&id.to_le_bytes());
+        descriptor
+    };
+    let direct = common::direct(&mut lane);
+    assert!(direct.reach(&describe(0), 4096).is_ok());
+    let why = direct.reach(&describe(999), 4096).expect_err("it was one too many");
+    assert!(why.contains("256 segments"), "{why}");
 }
 
 #[test]

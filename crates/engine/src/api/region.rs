@@ -6,6 +6,7 @@ use std::time::Duration;
 use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, Result};
 
+use crate::memory::regions::{Counted, IMMEDIATES_MAX};
 use crate::memory::{Buffer, Place, RegionKey};
 use crate::progress::{self, Progress};
 
@@ -93,10 +94,14 @@ impl Region {
         }
     }
 
-    /// How many writes with this immediate have arrived, all of their bytes included.
+    /// How many writes with this immediate have arrived, all of their bytes included. Of each region the first 65,536
+    /// different immediates are counted; 0 for others.
     pub fn imm_count(&self, imm: u32) -> u64 {
         let core = self.0.progress.core_here();
-        core.and_then(|mut core| core.transfers().regions().counted(self.0.region, imm)).unwrap_or(0)
+        match core.and_then(|mut core| core.transfers().regions().counted(self.0.region, imm)) {
+            Some(Counted::Writes(count)) => count,
+            Some(Counted::OneTooMany) | None => 0,
+        }
     }
 
     /// Waits until more than `seen` writes with any immediate have arrived since the region was registered; how many
@@ -116,14 +121,19 @@ impl Region {
     }
 
     /// Waits until `count` writes with this immediate have arrived since the region was registered.
+    ///
+    /// # Errors
+    /// `Region` when it was deregistered; `Exhausted` when 65,536 other immediates have arrived before this one, so that it is
+    /// not counted; `Timeout`.
     pub fn wait_imm(&self, imm: u32, count: u64, timeout: Option<Duration>) -> Result<()> {
         self.0.progress.check_origin("wait_imm")?;
         let region = self.0.region;
         let timeout = timeout.unwrap_or(self.0.progress.environment().settings().timeout);
         let outcome =
             self.0.progress.wait_until(timeout, |core| match core.transfers().regions().counted(region, imm) {
-                Some(seen) if seen >= count => Some(Ok(())),
-                Some(_) => None,
+                Some(Counted::Writes(seen)) if seen >= count => Some(Ok(())),
+                Some(Counted::Writes(_)) => None,
+                Some(Counted::OneTooMany) => Some(Err(uncounted(imm))),
                 None => Some(Err(Error::new(ErrorKind::Region, "wait_imm", "the region was deregistered"))),
             });
         outcome.unwrap_or_else(|| {
@@ -132,6 +142,11 @@ impl Region {
             Err(Error::new(ErrorKind::Timeout, "wait_imm", detail).with_waited(timeout))
         })
     }
+}
+
+fn uncounted(imm: u32) -> Error {
+    let detail = format!("immediate {imm} is not counted: {IMMEDIATES_MAX} others have been written to this region");
+    Error::new(ErrorKind::Exhausted, "wait_imm", detail).with_hint("use immediates again, or register another region")
 }
 
 impl Drop for Registered {

@@ -4,7 +4,7 @@ mod buffer;
 mod description;
 mod gpu_times;
 mod layout;
-mod regions;
+pub(crate) mod regions;
 
 pub(crate) use buffer::{Backing, Keep, OnGpu, check};
 pub use buffer::{Buffer, Memory, Place, Ready};

@@ -14,6 +14,8 @@ const KEY_LEN: usize = 24;
 const KEY_MAGIC: [u8; 4] = *b"XRK2";
 /// In place of a GPU's number: host memory.
 const HOST: u32 = u32::MAX;
+/// Different immediates that are counted for one region. A peer can write any.
+pub(crate) const IMMEDIATES_MAX: usize = 1 << 16;
 
 /// What a peer needs to write to or read from a region: opaque bytes, to be handed over by any means.
 ///
@@ -99,6 +101,14 @@ struct Entry {
     arrivals: u64,
 }
 
+/// What is known of an immediate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Counted {
+    Writes(u64),
+    /// It is not counted: [`IMMEDIATES_MAX`] others have arrived before it.
+    OneTooMany,
+}
+
 /// The regions of one worker.
 #[derive(Default)]
 pub(crate) struct Regions {
@@ -162,13 +172,22 @@ impl Regions {
             && entry.live
             && entry.generation == region.generation
         {
-            *entry.imms.entry(imm).or_insert(0) += 1;
             entry.arrivals += 1;
+            if let Some(count) = entry.imms.get_mut(&imm) {
+                *count += 1;
+            } else if entry.imms.len() < IMMEDIATES_MAX {
+                entry.imms.insert(imm, 1);
+            }
         }
     }
 
-    pub(crate) fn counted(&self, region: proto::RegionRef, imm: u32) -> Option<u64> {
-        self.entry(region).filter(|entry| !entry.retired).map(|entry| entry.imms.get(&imm).copied().unwrap_or(0))
+    /// Writes with that immediate so far. `None`: the region was deregistered.
+    pub(crate) fn counted(&self, region: proto::RegionRef, imm: u32) -> Option<Counted> {
+        self.entry(region).filter(|entry| !entry.retired).map(|entry| match entry.imms.get(&imm) {
+            Some(count) => Counted::Writes(*count),
+            None if entry.imms.len() < IMMEDIATES_MAX => Counted::Writes(0),
+            None => Counted::OneTooMany,
+        })
     }
 
     pub(crate) fn arrivals(&self, region: proto::RegionRef) -> Option<u64> {
@@ -191,7 +210,7 @@ impl Regions {
         entry.live = false;
         entry.generation = entry.generation.wrapping_add(1);
         entry.keep = Keep::Nothing;
-        entry.imms.clear();
+        entry.imms = HashMap::new();
         entry.arrivals = 0;
         entry.secret = [0; 16];
         self.free.push(region.index);
@@ -242,5 +261,23 @@ impl Regions {
     /// Whether its bytes may go with a first frame.
     pub(crate) fn is_eager(&self, region: proto::RegionRef) -> bool {
         self.entry(region).is_none_or(|entry| entry.gpu.is_none())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn immediates_of_a_region_are_bounded() {
+        let mut regions = Regions::default();
+        let (region, _) = regions.insert(Buffer::from(Vec::new()), [0; 16]);
+        regions.count(region, 7);
+        (0..3 * IMMEDIATES_MAX as u32).for_each(|imm| regions.count(region, imm));
+        regions.count(region, 7);
+        assert_eq!(regions.entries[0].imms.len(), IMMEDIATES_MAX);
+        assert_eq!(regions.counted(region, 7), Some(Counted::Writes(3)));
+        assert_eq!(regions.counted(region, u32::MAX), Some(Counted::OneTooMany));
+        assert_eq!(regions.arrivals(region), Some(3 * IMMEDIATES_MAX as u64 + 2));
     }
 }
