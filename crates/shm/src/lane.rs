@@ -27,7 +27,7 @@ use crate::wire::{Inbox, MOST_SEGMENTS, Note, Silence, Wire};
 /// noticed within some tens of microseconds, at a cost below one percent.
 const SOCKET_EVERY: u32 = 1024;
 /// Segments of the peer that have been passed and not named yet: each takes a descriptor.
-const MOST_UNMAPPED: usize = 256;
+const MOST_UNMAPPED: usize = 512;
 /// Freed segments of the peer that are known as such; older ones are unknown ids.
 const GONE_KEPT: usize = 256;
 
@@ -398,7 +398,7 @@ impl ShmLane {
                     let segment = match fd {
                         // Counted only where there may be too many.
                         Some(_) if self.segments.len() >= MOST_UNMAPPED && unmapped() >= MOST_UNMAPPED => {
-                            PeerSegment::Lost("256 segments that this end had not mapped were passed before it")
+                            PeerSegment::Lost("512 segments that this end had not mapped were passed before it")
                         }
                         Some(fd) => PeerSegment::Passed(fd),
                         None => PeerSegment::Lost("this process had no descriptor left to receive it"),
