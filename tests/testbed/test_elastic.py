@@ -57,8 +57,8 @@ def test_ranks_of_both_nodes_join_are_killed_and_return(make_bed: MAKE, tmp_path
     assert [one.killed for one in facts] == [[], [], [6], []]
     assert facts[2].recovery_us is not None
     # Every survivor, of either node, has lost the rank that was killed on the second one.
-    lost = sorted(fault.partition(" lost rank 6")[0] for fault in facts[2].faults)
-    assert lost == [f"rank {rank}" for rank in (0, 1, 2, 3, 4, 7)]
+    lost = sorted(fault.partition(": rank 6 is lost")[0] for fault in facts[2].faults)
+    assert lost == [f"at rank {rank}" for rank in (0, 1, 2, 3, 4, 7)]
     assert all(row.nodes == 2 and row.verified and row.ranks_passed == row.ranks for row in rows)
     assert rows[0].bytes_network == 0 < (rows[1].bytes_network or 0)
     assert "node 1 of 2" in said_there

@@ -6,6 +6,7 @@ use std::ffi::c_void;
 use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail_transport::LaneError;
@@ -19,6 +20,11 @@ use crate::raw::{self, AmHandlerParam, EpParams, RequestParam, StatusPtr, Worker
 /// Ids of our active messages.
 const MESSAGE: u32 = 1;
 const PIECE: u32 = 2;
+/// Most workers that this process leaves undriven for good, each with some MiB and some descriptors: rails that fail in
+/// mid-payload must not exhaust it.
+const ABANDONED_MAX: usize = 64;
+/// Those that there are.
+static ABANDONED: AtomicUsize = AtomicUsize::new(0);
 /// How long UCX may take to close an endpoint by force, which needs no peer.
 const CLOSE_MAX: Duration = Duration::from_millis(500);
 /// How long a copy from the peer's memory may take, which the kernel makes in one call. It needs no peer.
@@ -53,6 +59,12 @@ impl Link {
     /// # Errors
     /// As UCX reports them.
     pub(crate) fn new(fabric: &Arc<Fabric>) -> Result<Link> {
+        if ABANDONED.load(Ordering::Relaxed) >= ABANDONED_MAX {
+            let detail =
+                format!("{ABANDONED_MAX} lanes over UCX have ended in mid-payload, and their workers cannot be freed");
+            return Err(Error::new(ErrorKind::Exhausted, "connect", detail)
+                .with_hint("restart this process, or leave ucx out of CROSSRAIL_TLS: TCP lanes go on"));
+        }
         let library = fabric.library;
         let params = WorkerParams { field_mask: raw::WORKER_THREAD_MODE, thread_mode: raw::THREAD_SERIALIZED };
         let mut worker = ptr::null_mut();
@@ -363,6 +375,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         if self.abandoned.get() {
+            ABANDONED.fetch_add(1, Ordering::Relaxed);
             // UCX keeps these addresses.
             std::mem::forget(std::mem::replace(&mut self.inbox, Box::new(Inbox::new())));
             std::mem::forget(self.fabric.clone());
