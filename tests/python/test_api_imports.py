@@ -30,7 +30,7 @@ def test_the_library_imports_no_tool() -> None:
     program = (
         "import pkgutil, importlib, sys, crossrail\n"
         "for module in pkgutil.walk_packages(crossrail.__path__, 'crossrail.'):\n"
-        "    if not module.name.endswith(('__main__', '.libnccl_net_crossrail')):\n"
+        "    if not module.name.endswith(('__main__', '.libnccl-net-crossrail')):\n"
         "        importlib.import_module(module.name)\n"
         "print(*sorted(sys.modules), sep='\\n')"
     )

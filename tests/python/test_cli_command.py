@@ -541,7 +541,8 @@ def test_compare_prints_ratios(tmp_path: Path) -> None:
     report = Report.loads(path.read_text())
     (row,) = report.rows
     assert len(row.rounds) == 2
-    assert row.ratio.keys() == {"ucx", "iperf3"}
+    # A busy machine disturbs either: then the row says so in place of the ratio.
+    assert row.ratio.keys() ^ {name for name, result in row.peers.items() if result.void} == {"ucx", "iperf3"}
     for name, result in row.peers.items():
         assert len(result.rounds) == 2
         assert report.environment.peers[name]
