@@ -490,7 +490,7 @@ mod tests {
         }
     }
 
-    /// A lane under way: both ends keep their memory, and the device is in the midst of it.
+    /// A lane in mid-payload: both ends keep their memory, and the device is in the midst of it.
     fn under_way(len: usize) -> ((DryLane, Transfer), (DryLane, Transfer)) {
         let (mut a, mut b) = pair(LaneId(1), LaneId(2));
         let (mut from, mut to) = (Transfer::new(len), Transfer::new(len));

@@ -281,7 +281,7 @@ class TransferEngine:
     def _start(
         self, session: str, ours: Any, theirs: Any, lengths: Any, opcode: TransferOpcode, notify: TransferNotify | None
     ) -> tuple[crossrail.Request | None, float] | None:
-        """The transfer under way, and its deadline; None if it cannot start."""
+        """The transfer in flight, and its deadline; None if it cannot start."""
         try:
             local, remote = _rows(ours, lengths), _rows(theirs, lengths)
             total = int(local[:, 1].sum())

@@ -66,7 +66,7 @@ __device__ __forceinline__ u32 sum_of_lanes_up_to(u32 value, u32 lane) {
     return value;
 }
 
-// `total` vectors of the batch's units. Eight loads of a lane are under way at once.
+// `total` vectors of the batch's units. Eight loads of a lane are in flight at once.
 __device__ __forceinline__ void copy_vectors(const RowUnit *units, u32 total, u32 lane) {
     constexpr u32 DEPTH = 8;
     u32 at = 0;
