@@ -1,0 +1,111 @@
+//! A framework's C functions about its tensors, of DLPack's exchange table: one call of C in place of five of Python.
+//!
+//! PyTorch has the table from version 2.10 on, as an attribute of its class of tensors.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_int, c_void};
+use std::{ptr, slice};
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use super::dlpack::{Device, DlTensor, Dtype};
+
+/// Name of the capsule.
+const TABLE: &CStr = c"dlpack_exchange_api";
+/// Version of the table, of which this is a part.
+const MAJOR: u32 = 1;
+
+/// The beginning of `DLPackExchangeAPI`.
+#[repr(C)]
+struct Table {
+    major: u32,
+    _minor: u32,
+    _former: *const Table,
+    /// Functions that allocate, lend and take tensors.
+    _others: [*const c_void; 3],
+    look: Option<Look>,
+}
+
+/// `(object, out) -> code`: describes a tensor, which keeps its memory; -1 with a Python exception.
+type Look = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+
+/// How to look at tensors of one class.
+#[derive(Clone, Copy)]
+pub(crate) struct Exchange(Look);
+
+/// What a tensor says of itself, as long as nothing changes it.
+pub(crate) struct Seen<'a> {
+    pub(crate) address: u64,
+    pub(crate) device: Device,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: &'a [i64],
+    /// In items; None: contiguous.
+    pub(crate) strides: Option<&'a [i64]>,
+}
+
+impl Exchange {
+    /// That of a capsule; None for another object, or a table of another version.
+    pub(crate) fn of(capsule: &Bound<'_, PyAny>) -> Option<Exchange> {
+        // SAFETY: the name is that of capsules that hold such a table, which stays for as long as the process runs; the
+        // function tells other objects.
+        let table = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), TABLE.as_ptr()) }.cast::<Table>();
+        if table.is_null() {
+            let _ = PyErr::take(capsule.py());
+            return None;
+        }
+        // SAFETY: as above; tables of all versions begin with the number.
+        if unsafe { (*table).major } != MAJOR {
+            return None;
+        }
+        // SAFETY: as above, and the table is of this version.
+        unsafe { (*table).look }.map(Exchange)
+    }
+
+    /// What a tensor says; None where the table cannot tell.
+    ///
+    /// # Safety
+    /// The object must be of exactly the class that has this table.
+    pub(crate) unsafe fn look<'a>(self, tensor: &'a Bound<'_, PyAny>) -> Option<Seen<'a>> {
+        let (device, dtype) = (Device { kind: 0, id: 0 }, Dtype { code: 0, bits: 0, lanes: 0 });
+        let (data, shape, strides) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        let mut said = DlTensor { data, device, ndim: 0, dtype, shape, strides, byte_offset: 0 };
+        // SAFETY: the caller vouches for the class; `said` is a valid out pointer, and the GIL is held.
+        if unsafe { (self.0)(tensor.as_ptr().cast(), &mut said) } != 0 {
+            let _ = PyErr::take(tensor.py());
+            return None;
+        }
+        let axes = usize::try_from(said.ndim).ok()?;
+        if axes > 0 && said.shape.is_null() {
+            return None;
+        }
+        // SAFETY: the tensor, which is borrowed, holds as many extents and strides; nobody changes them while the GIL is
+        // held and no code of Python's runs.
+        let extents = |at: *mut i64| (axes > 0).then(|| unsafe { slice::from_raw_parts(at.cast_const(), axes) });
+        let shape = extents(said.shape).unwrap_or_default();
+        let strides = if said.strides.is_null() { None } else { Some(extents(said.strides).unwrap_or_default()) };
+        let address = (said.data as u64).wrapping_add(said.byte_offset);
+        Some(Seen { address, device: said.device, dtype: said.dtype, shape, strides })
+    }
+}
+
+impl Seen<'_> {
+    /// Whether the items lie in C order without gaps.
+    pub(crate) fn is_contiguous(&self) -> bool {
+        let Some(strides) = self.strides else { return true };
+        if self.shape.contains(&0) {
+            return true;
+        }
+        let mut next = 1_i64;
+        self.shape.iter().zip(strides).rev().all(|(&extent, &stride)| {
+            let follows = extent == 1 || stride == next;
+            next = next.saturating_mul(extent);
+            follows
+        })
+    }
+
+    pub(crate) fn has_shape(&self, shape: &[u32]) -> bool {
+        self.shape.len() == shape.len()
+            && self.shape.iter().zip(shape).all(|(found, wanted)| *found == i64::from(*wanted))
+    }
+}

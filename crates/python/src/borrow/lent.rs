@@ -1,0 +1,486 @@
+//! Python objects whose memory the engine uses: lent while an operation runs, handed back when it is over.
+//!
+//! The engine drops a buffer's keeper wherever the operation ends: on a progress thread, with its lock held. To
+//! wait for the GIL there would be a deadlock, and to run a destructor there could be one. So the keeper only puts
+//! what it holds on a pile; the pile is cleared by the next call from Python, or by the interpreter's main thread.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crossrail_locks::{Mutex, PerProcess};
+use crossrail_types::Result;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyByteArray, PyBytes, PyMemoryView, PyType};
+
+use super::dlpack::{self, Dtype};
+use crate::runtime::errors::OrRaise;
+use crate::runtime::gate::Pass;
+use crate::runtime::{errors, gate, lifecycle};
+
+/// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
+#[repr(C)]
+pub(crate) struct View {
+    pub(super) buf: *mut c_void,
+    obj: *mut ffi::PyObject,
+    pub(super) len: ffi::Py_ssize_t,
+    itemsize: ffi::Py_ssize_t,
+    readonly: c_int,
+    ndim: c_int,
+    format: *mut c_char,
+    shape: *mut ffi::Py_ssize_t,
+    strides: *mut ffi::Py_ssize_t,
+    suboffsets: *mut ffi::Py_ssize_t,
+    internal: *mut c_void,
+}
+
+const WRITABLE: c_int = 0x1;
+const C_CONTIGUOUS: c_int = 0x38;
+const FULL_RO: c_int = 0x11c;
+const FORMAT: c_int = 0x4;
+const POINTER: ffi::Py_ssize_t = size_of::<*const c_void>() as ffi::Py_ssize_t;
+
+unsafe extern "C" {
+    fn PyObject_CheckBuffer(object: *mut ffi::PyObject) -> c_int;
+    fn PyObject_GetBuffer(object: *mut ffi::PyObject, view: *mut View, flags: c_int) -> c_int;
+    fn PyBuffer_Release(view: *mut View);
+    fn PyBuffer_FillInfo(
+        view: *mut View,
+        object: *mut ffi::PyObject,
+        memory: *mut c_void,
+        len: ffi::Py_ssize_t,
+        readonly: c_int,
+        flags: c_int,
+    ) -> c_int;
+}
+
+impl View {
+    const EMPTY: View = View {
+        buf: ptr::null_mut(),
+        obj: ptr::null_mut(),
+        len: 0,
+        itemsize: 0,
+        readonly: 0,
+        ndim: 0,
+        format: ptr::null_mut(),
+        shape: ptr::null_mut(),
+        strides: ptr::null_mut(),
+        suboffsets: ptr::null_mut(),
+        internal: ptr::null_mut(),
+    };
+}
+
+impl View {
+    /// As an exporter leaves it that says no.
+    pub(crate) fn forget(&mut self) {
+        self.obj = ptr::null_mut();
+    }
+}
+
+/// Bytes that were lent; none may have no address.
+///
+/// # Safety
+/// `ptr` is valid for reading `len` bytes as long as the result is used.
+pub(super) unsafe fn slice<'a>(ptr: *const u8, len: usize) -> &'a [u8] {
+    // SAFETY: the caller's promise.
+    if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(ptr, len) } }
+}
+
+/// As [`slice`], to be written.
+///
+/// # Safety
+/// `ptr` is valid for writing `len` bytes as long as the result is used, and nobody else uses them.
+pub(super) unsafe fn slice_mut<'a>(ptr: *mut u8, len: usize) -> &'a mut [u8] {
+    // SAFETY: the caller's promise.
+    if len == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(ptr, len) } }
+}
+
+/// Fills `view` for an exporter of plain writable bytes.
+///
+/// # Safety
+/// `view` and `object` are what the interpreter passed to a `bf_getbuffer` slot; `memory` is valid for `len` bytes
+/// while `object` lives.
+pub(crate) unsafe fn export(
+    view: *mut View,
+    object: *mut ffi::PyObject,
+    memory: *mut u8,
+    len: usize,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's promise is what this function asks for; a length in memory fits Py_ssize_t.
+    unsafe { PyBuffer_FillInfo(view, object, memory.cast(), len as ffi::Py_ssize_t, 0, flags) }
+}
+
+/// What an operation does with the memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    Read,
+    Write,
+}
+
+/// Something of Python's that is given back with the GIL held.
+pub(crate) enum Loan {
+    View(View, Option<Pinned>),
+    Tensor(dlpack::Tensor),
+    Object(Py<PyAny>),
+}
+
+/// Gives its loan back when the engine drops it, by way of the pile.
+struct Keeper(Option<Loan>);
+
+// SAFETY: the loan is only touched by `give_back`, which runs with the GIL held.
+unsafe impl Send for Keeper {}
+// SAFETY: as above; nothing is reachable through a shared reference.
+unsafe impl Sync for Keeper {}
+
+/// Loans that are over.
+#[derive(Default)]
+struct Pile {
+    loans: Mutex<Loans>,
+    /// Whether there are some.
+    waiting: AtomicBool,
+}
+
+#[derive(Default)]
+struct Loans(Vec<Loan>);
+
+// SAFETY: as for Keeper.
+unsafe impl Send for Loans {}
+
+/// A forked child never gives back what was lent before: operations of its parent use it.
+static PILE: PerProcess<Pile> = PerProcess::new();
+
+thread_local! {
+    /// How many calls from Python this thread is inside; the outermost clears the pile at its end.
+    static CALLS: Cell<u32> = const { Cell::new(0) };
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let Some(loan) = self.0.take() else { return };
+        PILE.loans.lock().0.push(loan);
+        let first = !PILE.waiting.swap(true, Ordering::AcqRel);
+        if first && CALLS.get() == 0 {
+            lifecycle::ask_main_thread(clear_pending);
+        }
+    }
+}
+
+extern "C" fn clear_pending(_: *mut c_void) -> c_int {
+    clear_pile();
+    0
+}
+
+/// Hands every finished loan back. The GIL is held. Destructors may run, so no lock is.
+#[cold]
+fn clear_pile() {
+    PILE.waiting.store(false, Ordering::Release);
+    let over = std::mem::take(&mut PILE.loans.lock().0);
+    for loan in over {
+        give_back(loan);
+    }
+}
+
+fn give_back(loan: Loan) {
+    match loan {
+        Loan::View(mut view, pinned) => {
+            drop(pinned);
+            // SAFETY: filled by PyObject_GetBuffer and released once, here, with the GIL held (callers' rule).
+            unsafe { PyBuffer_Release(&raw mut view) }
+        }
+        Loan::Tensor(tensor) => tensor.release(),
+        Loan::Object(object) => drop(object),
+    }
+}
+
+/// A call from Python: when it ends, what operations have finished with is handed back.
+pub(crate) struct Call<'py> {
+    _attached: Python<'py>,
+    /// Dropped last: destructors run Python code.
+    _pass: Pass,
+}
+
+impl<'py> Call<'py> {
+    #[inline]
+    pub(crate) fn enter(py: Python<'py>) -> Call<'py> {
+        let pass = Pass::enter(py);
+        CALLS.set(CALLS.get() + 1);
+        Call { _attached: py, _pass: pass }
+    }
+}
+
+impl Drop for Call<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let depth = CALLS.get() - 1;
+        CALLS.set(depth);
+        if depth == 0 && PILE.waiting.load(Ordering::Acquire) {
+            clear_pile();
+        }
+    }
+}
+
+/// Memory that stays valid until `keep` is dropped.
+pub(crate) struct Lent {
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: usize,
+    pub(crate) keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// A tensor's memory, which stays valid until `keep` is dropped.
+pub(crate) struct LentTensor {
+    pub(crate) ptr: u64,
+    pub(crate) len: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<i64>,
+    pub(crate) keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// Numbers of an array: its memory in C order, with their size and kind.
+pub(crate) struct Items {
+    /// An address; a number, so that other threads may have it.
+    address: usize,
+    len: usize,
+    _keep: Arc<dyn Any + Send + Sync>,
+    /// Bytes of one.
+    pub(super) size: usize,
+    /// Its type as `struct` has it.
+    kind: u8,
+    pub(super) shape: Vec<usize>,
+}
+
+/// Types of which every pattern of bits is a value.
+pub(super) trait Number: Copy {}
+impl Number for u32 {}
+impl Number for i32 {}
+impl Number for u64 {}
+impl Number for i64 {}
+
+impl Items {
+    pub(super) fn of(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<Items> {
+        let mut view = View::EMPTY;
+        // SAFETY: `view` is ours and `object` is valid.
+        if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, C_CONTIGUOUS | FORMAT) } != 0 {
+            return Err(why_refused(object, Use::Read, operation));
+        }
+        // SAFETY: the exporter filled the view just now: a format is a C string, a shape has `ndim` extents.
+        let (format, shape) = unsafe {
+            let format = if view.format.is_null() { &[] } else { CStr::from_ptr(view.format).to_bytes() };
+            let axes = if view.shape.is_null() { 0 } else { usize::try_from(view.ndim).unwrap_or(0) };
+            let extents = (0..axes).map(|axis| usize::try_from(*view.shape.add(axis)).unwrap_or(0));
+            (format.to_vec(), extents.collect())
+        };
+        // One letter, behind the order of bytes if that is this machine's.
+        let kind = match format.as_slice() {
+            [kind] | [b'@' | b'=' | b'<', kind] => *kind,
+            _ => 0,
+        };
+        let (address, len, size) = (view.buf as usize, view.len as usize, view.itemsize as usize);
+        Ok(Items { address, len, _keep: keep(Loan::View(view, pinned(object))), size, kind, shape })
+    }
+
+    pub(super) fn is_integer(&self) -> bool {
+        self.is_signed() || matches!(self.kind, b'I' | b'L' | b'Q' | b'N')
+    }
+
+    pub(super) fn is_signed(&self) -> bool {
+        matches!(self.kind, b'i' | b'l' | b'q' | b'n')
+    }
+
+    /// Its memory as numbers of this type, whose size the caller has compared; a copy if they are not aligned.
+    pub(super) fn numbers<T: Number>(&self) -> Cow<'_, [T]> {
+        let (ptr, count) = (self.address as *const T, self.len / size_of::<T>());
+        if count == 0 {
+            Cow::Borrowed(&[])
+        } else if ptr.is_aligned() {
+            // SAFETY: lent, aligned, and every pattern of bits is a number. Callers change arrays that they pass at
+            // their own risk, as with every buffer.
+            Cow::Borrowed(unsafe { std::slice::from_raw_parts(ptr, count) })
+        } else {
+            // SAFETY: as above; reads need no alignment.
+            Cow::Owned((0..count).map(|at| unsafe { ptr.add(at).read_unaligned() }).collect())
+        }
+    }
+}
+
+/// Whether `object` has the buffer protocol.
+pub(crate) fn has_buffer(object: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: a valid object; the function only looks at its type.
+    unsafe { PyObject_CheckBuffer(object.as_ptr()) != 0 }
+}
+
+/// What gives `loan` back, by way of the pile, once it is dropped.
+pub(crate) fn keep(loan: Loan) -> Arc<dyn Any + Send + Sync> {
+    Arc::new(Keeper(Some(loan)))
+}
+
+/// The memory of something with the buffer protocol.
+pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Lent> {
+    let mut view = View::EMPTY;
+    let flags = if used == Use::Write { C_CONTIGUOUS | WRITABLE } else { C_CONTIGUOUS };
+    // SAFETY: `view` is ours and `object` is valid.
+    if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, flags) } != 0 {
+        return Err(why_refused(object, used, operation));
+    }
+    // Smaller items cannot hold a pointer, so they need no second question.
+    if view.itemsize >= POINTER
+        && let Some(items) = references(object)
+    {
+        // SAFETY: filled just above, released once.
+        unsafe { PyBuffer_Release(&raw mut view) };
+        return Err(errors::usage(
+            object.py(),
+            operation,
+            format!("the items of the {} are references ({items}), which are valid in this process only", name(object)),
+            "convert it to a dtype without references, or send the bytes of pickle.dumps",
+        ));
+    }
+    let (ptr, len) = (view.buf.cast::<u8>(), view.len as usize);
+    // The view stays exported, and so valid, until the keeper is dropped.
+    Ok(Lent { ptr, len, keep: keep(Loan::View(view, pinned(object))) })
+}
+
+/// Keeps a NumPy array from being resized in place.
+pub(crate) struct Pinned(#[expect(dead_code, reason = "held")] Py<PyAny>);
+
+/// A weak reference to the array that owns the memory of `object`, if a NumPy array does.
+///
+/// NumPy counts no exports: `resize(refcheck=False)` would free memory that an operation in flight uses. But it never
+/// resizes an array to which there are weak references.
+fn pinned(object: &Bound<'_, PyAny>) -> Option<Pinned> {
+    static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let py = object.py();
+    // Exact bytes are the commonest, and nothing asks whether NumPy is there for them.
+    if object.is_exact_instance_of::<PyBytes>() || object.is_exact_instance_of::<PyByteArray>() {
+        return None;
+    }
+    let array = ARRAY.import(py, "numpy", "ndarray").ok()?;
+    let mut owner = object.clone();
+    if let Ok(view) = object.cast::<PyMemoryView>() {
+        owner = view.getattr("obj").ok()?;
+    }
+    if !owner.is_instance(array).ok()? {
+        return None;
+    }
+    // NumPy keeps no chains of bases: that of a view is the owner.
+    if let Ok(base) = owner.getattr("base")
+        && base.is_instance(array).ok()?
+    {
+        owner = base;
+    }
+    // SAFETY: a valid object; the result is a new reference, or null with an exception set.
+    let reference = unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyWeakref_NewRef(owner.as_ptr(), ptr::null_mut())) };
+    reference.ok().map(|reference| Pinned(reference.unbind()))
+}
+
+/// The dtype or buffer format of items that refer to Python objects or are pointers; `None`: plain data.
+#[cold]
+fn references(object: &Bound<'_, PyAny>) -> Option<String> {
+    let dtype = || object.getattr("dtype").ok();
+    let mut view = View::EMPTY;
+    // SAFETY: `view` is ours and `object` is valid.
+    let refers = if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, FULL_RO) } == 0 {
+        // SAFETY: filled just above and not released yet; a format is a C string.
+        let format = (!view.format.is_null()).then(|| unsafe { CStr::from_ptr(view.format) }.to_owned());
+        // SAFETY: as above, released once.
+        unsafe { PyBuffer_Release(&raw mut view) };
+        let format = format?;
+        let format = format.to_string_lossy();
+        if !format_refers(&format) {
+            return None;
+        }
+        format!("format {format}")
+    } else {
+        // NumPy has no format for some of its dtypes. Only some of those hold references.
+        drop(PyErr::fetch(object.py()));
+        if !dtype()?.getattr("hasobject").and_then(|refers| refers.is_truthy()).unwrap_or(false) {
+            return None;
+        }
+        "no format".to_owned()
+    };
+    Some(dtype().map_or(refers, |dtype| format!("dtype {dtype}")))
+}
+
+/// Whether items of this format (PEP 3118, as `struct` with extensions) contain object references or pointers.
+fn format_refers(format: &str) -> bool {
+    // A field's name stands between colons, behind its type.
+    let types: String = format.split(':').step_by(2).collect();
+    let mut kinds = types.chars().peekable();
+    while let Some(kind) = kinds.next() {
+        match kind {
+            'O' | '&' | 'X' | 'z' => return true,
+            // `Zf`, `Zd` and `Zg` are complex numbers; alone, it is ctypes' pointer to wide characters.
+            'Z' if kinds.next_if(|part| "fdg".contains(*part)).is_none() => return true,
+            _ => {}
+        }
+    }
+    false
+}
+
+fn name(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string())
+}
+
+/// Has `copy` read the bytes of `data`, host memory, without the GIL.
+pub(crate) fn copy_from(
+    data: &Bound<'_, PyAny>,
+    operation: &str,
+    copy: impl FnOnce(&[u8]) -> Result<()> + Send,
+) -> PyResult<()> {
+    let _call = Call::enter(data.py());
+    let lent = bytes(data, Use::Read, operation)?;
+    // SAFETY: lent for the call, and an empty piece may have no address.
+    let from = unsafe { slice(lent.ptr, lent.len) };
+    gate::detached(data.py(), || copy(from)).or_raise(data.py())
+}
+
+/// Has `copy` fill `target`, writable host memory, without the GIL.
+pub(crate) fn copy_into(
+    target: &Bound<'_, PyAny>,
+    operation: &str,
+    copy: impl FnOnce(&mut [u8]) -> Result<()> + Send,
+) -> PyResult<()> {
+    let _call = Call::enter(target.py());
+    let lent = bytes(target, Use::Write, operation)?;
+    // SAFETY: lent for the call, writable, and an empty piece may have no address.
+    let into = unsafe { slice_mut(lent.ptr, lent.len) };
+    gate::detached(target.py(), || copy(into)).or_raise(target.py())
+}
+
+/// The exporter said no; asks again more modestly, to say what is wrong.
+#[cold]
+fn why_refused(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyErr {
+    let py = object.py();
+    let refusal = PyErr::fetch(py);
+    let name = name(object);
+    let mut view = View::EMPTY;
+    // SAFETY: `view` is ours and `object` is valid.
+    if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, FULL_RO) } != 0 {
+        drop(PyErr::fetch(py));
+        return errors::usage(py, operation, format!("the {name} does not lend its memory: {refusal}"), "");
+    }
+    let readonly = view.readonly != 0;
+    // SAFETY: filled just above, released once.
+    unsafe { PyBuffer_Release(&raw mut view) };
+    if readonly && used == Use::Write {
+        return errors::usage(
+            py,
+            operation,
+            format!("the {name} is read-only"),
+            "receive into a bytearray, a writable array or Context.alloc",
+        );
+    }
+    errors::usage(
+        py,
+        operation,
+        format!("the {name} is not contiguous in C order"),
+        "numpy.ascontiguousarray makes a contiguous copy",
+    )
+}

@@ -1,0 +1,12 @@
+//! What callers' objects say and lend: arrays, tensors, streams, devices and numbers, checked before any is believed.
+
+pub(crate) mod cai;
+pub(crate) mod dlpack;
+pub(crate) mod exchange;
+pub(crate) mod export;
+pub(crate) mod layout;
+pub(crate) mod lent;
+pub(crate) mod number;
+pub(crate) mod place;
+pub(crate) mod rows;
+pub(crate) mod stream;

@@ -1,0 +1,246 @@
+//! Arrays in GPU memory of ours: what an expert buffer on a GPU brings, and what it is given without another framework.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crossrail::Place;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use crate::borrow::dlpack::{self, Dtype};
+use crate::borrow::export::Lending;
+use crate::borrow::lent::Call;
+use crate::objects::memory::MemoryBase;
+use crate::runtime::errors;
+
+/// What an array's items are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Items {
+    Bf16,
+    E4m3,
+    F32,
+    I32,
+    I64,
+    U8,
+}
+
+const ALL: [Items; 6] = [Items::Bf16, Items::E4m3, Items::F32, Items::I32, Items::I64, Items::U8];
+
+impl Items {
+    fn parse(name: &str) -> Option<Items> {
+        ALL.into_iter().find(|items| items.name() == name)
+    }
+
+    /// As NumPy and ml_dtypes have it.
+    fn name(self) -> &'static str {
+        match self {
+            Items::Bf16 => "bfloat16",
+            Items::E4m3 => "float8_e4m3fn",
+            Items::F32 => "float32",
+            Items::I32 => "int32",
+            Items::I64 => "int64",
+            Items::U8 => "uint8",
+        }
+    }
+
+    fn size(self) -> usize {
+        match self {
+            Items::E4m3 | Items::U8 => 1,
+            Items::Bf16 => 2,
+            Items::F32 | Items::I32 => 4,
+            Items::I64 => 8,
+        }
+    }
+
+    /// For DLPack; fp8 goes as its bytes, since most consumers have no name for it there.
+    fn dtype(self) -> Dtype {
+        let code = match self {
+            Items::E4m3 | Items::U8 => 1,
+            Items::Bf16 => 4,
+            Items::F32 => 2,
+            Items::I32 | Items::I64 => 0,
+        };
+        Dtype { code, bits: 8 * self.size() as u8, lanes: 1 }
+    }
+
+    /// The same for a consumer that has names of fp8, as of DLPack 1.1.
+    fn named(self) -> Dtype {
+        match self {
+            Items::E4m3 => Dtype { code: dlpack::E4M3, bits: 8, lanes: 1 },
+            _ => self.dtype(),
+        }
+    }
+
+    /// For `__cuda_array_interface__`, which has no name for bf16 nor fp8: their bits.
+    fn typestr(self) -> &'static str {
+        match self {
+            Items::E4m3 | Items::U8 => "|u1",
+            Items::Bf16 => "<u2",
+            Items::F32 => "<f4",
+            Items::I32 => "<i4",
+            Items::I64 => "<i8",
+        }
+    }
+}
+
+/// A C-contiguous array in GPU memory. It stays allocated as long as anything created from it.
+///
+/// Other libraries share its memory by DLPack and ``__cuda_array_interface__``:
+/// ``torch.from_dlpack(array)``, ``cupy.from_dlpack(array)``. fp8 is exported as uint8 (its
+/// bits), and bf16 by ``__cuda_array_interface__`` as uint16.
+///
+/// Parameters
+/// ----------
+/// memory : Memory
+///     Memory of a GPU, from ``Context.alloc(nbytes, "cuda:0")``.
+/// dtype : str
+///     bfloat16, float8_e4m3fn, float32, int32, int64 or uint8.
+/// shape : sequence of int
+/// offset : int
+///     Offset of the array in `memory`, in bytes.
+///
+/// Raises
+/// ------
+/// UsageError
+///     The array does not fit.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(super) struct DeviceArray {
+    address: u64,
+    items: Items,
+    shape: Vec<i64>,
+    ordinal: u32,
+    keep: Arc<dyn Any + Send + Sync>,
+}
+
+impl DeviceArray {
+    pub(super) fn new(
+        address: u64,
+        items: Items,
+        shape: Vec<i64>,
+        ordinal: u32,
+        keep: Arc<dyn Any + Send + Sync>,
+    ) -> DeviceArray {
+        DeviceArray { address, items, shape, ordinal, keep }
+    }
+
+    /// A DLPack capsule of it, of the form that all consumers take; of fp8 if the consumer `names_fp8`.
+    pub(super) fn capsule<'py>(&self, py: Python<'py>, names_fp8: bool) -> PyResult<Bound<'py, PyAny>> {
+        let dtype = if names_fp8 { self.items.named() } else { self.items.dtype() };
+        self.lending(dtype).capsule(py, None, None, None)
+    }
+
+    fn lending(&self, dtype: Dtype) -> Lending {
+        let (ptr, len) = (self.address as usize as *mut u8, self.nbytes());
+        let bytes = Lending::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());
+        bytes.of(dtype, self.items.typestr(), self.shape.clone())
+    }
+}
+
+/// Bytes of an array of that shape; `None` when that is more than any memory.
+fn bytes(items: Items, shape: &[i64]) -> Option<usize> {
+    shape.iter().try_fold(items.size(), |bytes, extent| bytes.checked_mul(usize::try_from(*extent).ok()?))
+}
+
+#[pymethods]
+impl DeviceArray {
+    #[new]
+    #[pyo3(signature = (memory, dtype, shape, offset = 0))]
+    fn of(memory: &Bound<'_, MemoryBase>, dtype: &str, shape: Vec<i64>, offset: usize) -> PyResult<DeviceArray> {
+        let py = memory.py();
+        let _call = Call::enter(py);
+        let wrong = |detail: String, hint: &str| errors::usage(py, "DeviceArray", detail, hint);
+        let native = memory.get().native();
+        let Place::Gpu(ordinal) = native.place() else {
+            return Err(wrong("the memory is on the host".to_owned(), "Context.alloc(nbytes, \"cuda:0\")"));
+        };
+        let Some(items) = Items::parse(dtype) else {
+            let names: Vec<&str> = ALL.iter().map(|items| items.name()).collect();
+            return Err(wrong(format!("no dtype {dtype:?}"), &names.join(", ")));
+        };
+        let end = bytes(items, &shape).and_then(|bytes| bytes.checked_add(offset));
+        if end.is_none_or(|end| end > native.len()) {
+            let detail = format!("{dtype} {shape:?} from byte {offset} on is more than {} bytes", native.len());
+            return Err(wrong(detail, ""));
+        }
+        if !offset.is_multiple_of(items.size()) {
+            return Err(wrong(format!("offset {offset} is no multiple of {}", items.size()), ""));
+        }
+        let address = native.ptr() as usize as u64 + offset as u64;
+        Ok(DeviceArray::new(address, items, shape, ordinal, Arc::new(native.clone())))
+    }
+
+    /// Address of the first element.
+    #[getter]
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The device, such as ``cuda:1``.
+    #[getter]
+    fn device(&self) -> String {
+        Place::Gpu(self.ordinal).to_string()
+    }
+
+    /// Name of the dtype.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.items.name()
+    }
+
+    /// The shape.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        PyTuple::new(py, &self.shape)
+    }
+
+    /// Size in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        bytes(self.items, &self.shape).unwrap_or(0)
+    }
+
+    /// Return the first `count` entries along the first axis, without a copy.
+    fn first(&self, py: Python<'_>, count: i64) -> PyResult<DeviceArray> {
+        let _call = Call::enter(py);
+        let most = self.shape.first().copied().unwrap_or(0);
+        if !(0..=most).contains(&count) {
+            return Err(errors::usage(py, "first", format!("{count} of {most} entries"), ""));
+        }
+        let mut shape = self.shape.clone();
+        shape[0] = count;
+        Ok(DeviceArray::new(self.address, self.items, shape, self.ordinal, self.keep.clone()))
+    }
+
+    fn __len__(&self) -> usize {
+        self.shape.first().map_or(0, |extent| *extent as usize)
+    }
+
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        self.lending(self.items.dtype()).device()
+    }
+
+    /// Export the array as a DLPack capsule; see `Memory.__dlpack__`. The caller must order the work of streams.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(py);
+        let _ = stream;
+        self.lending(self.items.dtype()).capsule(py, max_version, dl_device, copy)
+    }
+
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
+        self.lending(self.items.dtype()).interface(py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.DeviceArray {} {:?} on {}>", self.items.name(), self.shape, Place::Gpu(self.ordinal))
+    }
+}

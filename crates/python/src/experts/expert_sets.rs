@@ -1,0 +1,167 @@
+//! Output tensors that are handed out again once nobody holds them.
+//!
+//! A set is free when every tensor object is referenced by its ring only, and their storage by these tensors only: a
+//! caller may keep a view. Until then the caller's data stays as it is, and others are made.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+/// Most sets that are kept. Two results are alive in a program that follows DeepEP's rule; one that ties tensors to each
+/// other for good gets new ones beyond this number.
+const MOST_SETS: usize = 4;
+
+/// A storage's `_cdata`, a base and tensors.
+type Made = (usize, Option<Py<PyAny>>, Vec<Option<Py<PyAny>>>);
+
+/// Tensors of one result in one storage.
+pub(super) struct Set {
+    /// What the tensors are a part of, kept for a set of another number of rows.
+    base: Option<Py<PyAny>>,
+    /// None where the result has no such part.
+    pub(super) tensors: Vec<Option<Py<PyAny>>>,
+    /// Their addresses, 0 for None.
+    pub(super) addresses: Vec<u64>,
+    /// Rows that they were made for.
+    pub(super) rows: u32,
+    /// References of each tensor, and of the storage, when nobody else has any.
+    idle: Vec<isize>,
+    idle_storage: usize,
+    /// The storage as PyTorch's `_cdata`.
+    storage: usize,
+    /// A call is about to hand it out.
+    claimed: AtomicBool,
+}
+
+/// Hands a set out; its result holds references by the time this is dropped.
+pub(super) struct Claim {
+    pub(super) set: Arc<Set>,
+    /// The ring has its memory, which therefore outlasts the result.
+    is_kept: bool,
+}
+
+impl Claim {
+    /// Tensors whose memory goes back to PyTorch's allocator when the caller lets them go.
+    pub(super) fn unowned(&self) -> impl Iterator<Item = &Py<PyAny>> {
+        self.set.tensors.iter().flatten().filter(|_| !self.is_kept)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.set.claimed.store(false, Ordering::Release);
+    }
+}
+
+/// Sets of one kind, handed out in turn.
+#[derive(Default)]
+pub(super) struct Ring(Mutex<Vec<Arc<Set>>>);
+
+impl Ring {
+    fn locked(&self) -> MutexGuard<'_, Vec<Arc<Set>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn nth(&self, at: usize) -> Option<Arc<Set>> {
+        self.locked().get(at).cloned()
+    }
+
+    /// A set that nobody else holds. `make` is called with the base of an idle set that was made for another number of
+    /// rows, or None, and the number of sets in use; `uses` tells the references of a storage, and without it nothing is
+    /// reused. `fresh`: a new one that is not kept.
+    pub(super) fn take(
+        &self,
+        py: Python<'_>,
+        rows: u32,
+        (make, uses): (&Py<PyAny>, Option<&Py<PyAny>>),
+        fresh: bool,
+    ) -> PyResult<Claim> {
+        let Some(uses) = uses.filter(|_| !fresh) else {
+            return Ok(Claim { set: Set::make(py, make, None, rows, 0, None)?, is_kept: false });
+        };
+        let mut known = 0;
+        // The lock is not held while Python code runs, which may let other threads in.
+        while let Some(set) = self.nth(known) {
+            let (at, set) = (known, &set);
+            known += 1;
+            if set.claimed.swap(true, Ordering::Acquire) {
+                continue;
+            }
+            let claim = Claim { set: set.clone(), is_kept: true };
+            if !set.is_idle(py, uses)? {
+                continue;
+            }
+            if set.rows == rows {
+                self.pass_over(at, set);
+                return Ok(claim);
+            }
+            let other = Set::make(py, make, Some(set), rows, 0, Some(uses))?;
+            let mut sets = self.locked();
+            let slot = sets.iter_mut().find(|one| Arc::ptr_eq(one, set));
+            let claim = Claim { set: other.clone(), is_kept: slot.is_some() };
+            if let Some(slot) = slot {
+                *slot = other;
+            }
+            return Ok(claim);
+        }
+        let made = Set::make(py, make, None, rows, known, Some(uses))?;
+        let mut sets = self.locked();
+        let has_room = sets.len() < MOST_SETS;
+        if has_room {
+            sets.push(made.clone());
+        }
+        Ok(Claim { set: made, is_kept: has_room })
+    }
+
+    /// Puts the set last, so that the one that was handed out longest ago is looked at first.
+    fn pass_over(&self, at: usize, set: &Arc<Set>) {
+        let mut sets = self.locked();
+        if sets.get(at).is_some_and(|one| Arc::ptr_eq(one, set)) {
+            sets[at..].rotate_left(1);
+        }
+    }
+}
+
+impl Set {
+    /// Calls `make(base, rows, in_use)`. The set is claimed.
+    fn make(
+        py: Python<'_>,
+        make: &Py<PyAny>,
+        idle: Option<&Set>,
+        rows: u32,
+        in_use: usize,
+        uses: Option<&Py<PyAny>>,
+    ) -> PyResult<Arc<Set>> {
+        let base = idle.and_then(|set| set.base.as_ref());
+        let (storage, base, tensors): Made = make.call1(py, (base, rows, in_use))?.extract(py)?;
+        let address = |tensor: &Option<Py<PyAny>>| match tensor {
+            Some(tensor) => tensor.bind(py).call_method0(intern!(py, "data_ptr"))?.extract(),
+            None => Ok(0),
+        };
+        let addresses = tensors.iter().map(address).collect::<PyResult<_>>()?;
+        // What `make` gave is gone by now, so these are the references that stay. The set that this one replaces goes.
+        let replaced = idle.map_or(0, |set| set.tensors.len());
+        let idle = tensors.iter().map(|tensor| tensor.as_ref().map_or(0, |tensor| tensor.get_refcnt(py))).collect();
+        let idle_storage = match uses {
+            Some(uses) => uses.call1(py, (storage,))?.extract::<usize>(py)?.saturating_sub(replaced),
+            None => 0,
+        };
+        let claimed = AtomicBool::new(true);
+        Ok(Arc::new(Set { base, tensors, addresses, rows, idle, idle_storage, storage, claimed }))
+    }
+
+    fn is_idle(&self, py: Python<'_>, uses: &Py<PyAny>) -> PyResult<bool> {
+        let mut held = self.tensors.iter().zip(&self.idle);
+        if held.any(|(tensor, idle)| tensor.as_ref().is_some_and(|tensor| tensor.get_refcnt(py) != *idle)) {
+            return Ok(false);
+        }
+        Ok(uses.call1(py, (self.storage,))?.extract::<usize>(py)? == self.idle_storage)
+    }
+
+    /// A part that every result has.
+    pub(super) fn part<'py>(&self, py: Python<'py>, at: usize) -> Bound<'py, PyAny> {
+        self.tensors[at].as_ref().map_or_else(|| py.None().into_bound(py), |tensor| tensor.bind(py).clone())
+    }
+}

@@ -1,0 +1,189 @@
+//! Output tensors of prepared operations: PyTorch's own, made ahead where the host waits for the GPU anyway.
+//!
+//! Each is handed out once. Callers may do with it what PyTorch allows with any tensor, in any stream: its memory goes
+//! back to PyTorch's allocator, which knows who used it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::borrow::lent::Call;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+/// Bytes of a tensor that is made ahead, at most. Making one takes the same time whatever its size, and a large one
+/// would take memory that the program may need until it is asked for.
+const MOST_AHEAD: u64 = 4 << 20;
+
+/// What a tensor is for, in the order in which calls take them after a dispatch.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Output {
+    /// bf16 [T, H] and f32 [T, K] of a combine.
+    Sums,
+    WeightSums,
+    /// i32 [ranks], i32 [experts] and bool [T, ranks] of a count of tokens.
+    OfRanks,
+    OfExperts,
+    InRank,
+}
+
+const ALL: [Output; 5] = [Output::Sums, Output::WeightSums, Output::OfRanks, Output::OfExperts, Output::InRank];
+
+/// How tensors are made, read once.
+#[derive(FromPyObject)]
+struct Frame {
+    /// `torch.empty`.
+    empty_tensor: Py<PyAny>,
+    /// `() -> bool`: whether tensors are made in inference mode; None where PyTorch has no such mode.
+    is_inference: Option<Py<PyAny>>,
+    /// The `torch.device`.
+    on: Py<PyAny>,
+    bf16: Py<PyAny>,
+    f32: Py<PyAny>,
+    i32: Py<PyAny>,
+    boolean: Py<PyAny>,
+}
+
+/// The stream and the mode that a tensor is made in, and the only ones in which one that was made ahead is handed out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Place {
+    stream: u64,
+    inference: bool,
+}
+
+/// Where a call takes its outputs.
+#[derive(Clone, Copy)]
+pub(super) struct Now {
+    place: Place,
+    /// A graph keeps the memory of its tensors: they come from its own pool, and are made for it.
+    captured: bool,
+}
+
+/// Extents; one of a single axis has no second.
+pub(super) type Extents = (u32, Option<u32>);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Like {
+    extents: Extents,
+    place: Place,
+}
+
+/// Tensors for one purpose.
+#[derive(Default)]
+struct Slot {
+    /// As the last one that was taken.
+    last: Option<Like>,
+    /// One was taken since one was made ahead: another will probably be.
+    is_wanted: bool,
+    ready: Option<(Like, Py<PyAny>)>,
+}
+
+/// Output tensors on one GPU. Usable from any thread.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(super) struct Outputs {
+    empty: Py<PyAny>,
+    is_inference: Option<Py<PyAny>>,
+    /// Keyword arguments of `empty` by purpose, and bytes of an item.
+    kinds: [(Py<PyDict>, u64); ALL.len()],
+    slots: Mutex<[Slot; ALL.len()]>,
+}
+
+#[pymethods]
+impl Outputs {
+    #[new]
+    fn new(py: Python<'_>, frame: Frame) -> PyResult<Outputs> {
+        let _call = Call::enter(py);
+        let options = |output: Output| {
+            let (dtype, item) = match output {
+                Output::Sums => (&frame.bf16, 2),
+                Output::WeightSums => (&frame.f32, 4),
+                Output::OfRanks | Output::OfExperts => (&frame.i32, 4),
+                Output::InRank => (&frame.boolean, 1),
+            };
+            let options = PyDict::new(py);
+            options.set_item(intern!(py, "dtype"), dtype)?;
+            options.set_item(intern!(py, "device"), &frame.on)?;
+            Ok::<_, PyErr>((options.unbind(), item))
+        };
+        let [sums, weight_sums, of_ranks, of_experts, in_rank] = ALL.map(options);
+        let kinds = [sums?, weight_sums?, of_ranks?, of_experts?, in_rank?];
+        let Frame { empty_tensor: empty, is_inference, .. } = frame;
+        Ok(Outputs { empty, is_inference, kinds, slots: Mutex::default() })
+    }
+}
+
+impl Outputs {
+    fn locked(&self) -> MutexGuard<'_, [Slot; ALL.len()]> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// For a call in `stream`, PyTorch's current one. `is_capturing`: whether a graph captures it, which is asked only
+    /// where it matters.
+    pub(super) fn now(
+        &self,
+        py: Python<'_>,
+        stream: u64,
+        is_capturing: impl FnOnce() -> PyResult<bool>,
+    ) -> PyResult<Now> {
+        let inference = self.is_inference.as_ref().map_or(Ok(false), |ask| ask.bind(py).call0()?.is_truthy())?;
+        let has_ready = self.locked().iter().any(|slot| slot.ready.is_some());
+        Ok(Now { place: Place { stream, inference }, captured: has_ready && is_capturing()? })
+    }
+
+    /// A tensor that nobody else has ever had.
+    pub(super) fn take<'py>(
+        &self,
+        py: Python<'py>,
+        output: Output,
+        extents: Extents,
+        now: Now,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        if now.captured {
+            return self.make(py, output, extents);
+        }
+        let like = Like { extents, place: now.place };
+        let ready = {
+            let slot = &mut self.locked()[output as usize];
+            (slot.last, slot.is_wanted) = (Some(like), true);
+            slot.ready.take()
+        };
+        // One of another kind goes here, when the lock is not held: that may run other code.
+        match ready.filter(|(made, _)| *made == like) {
+            Some((_, tensor)) => Ok(tensor.into_bound(py)),
+            None => self.make(py, output, extents),
+        }
+    }
+
+    /// Makes one tensor that a call in the same stream is likely to take after a dispatch of `tokens`; whether there was
+    /// any to make.
+    pub(super) fn make_one(&self, py: Python<'_>, tokens: u32, now: Now) -> bool {
+        let wanted = ALL.into_iter().find_map(|output| {
+            let slot = &mut self.locked()[output as usize];
+            let mut like = slot.last.filter(|like| slot.is_wanted && like.place == now.place)?;
+            if matches!(output, Output::Sums | Output::WeightSums) {
+                like.extents.0 = tokens;
+            }
+            slot.is_wanted = false;
+            self.is_small(output, &like).then_some((output, like))
+        });
+        let Some((output, like)) = wanted else { return false };
+        // Where there is no memory, the call that needs it says so.
+        if let Ok(made) = self.make(py, output, like.extents) {
+            let replaced = self.locked()[output as usize].ready.replace((like, made.unbind()));
+            drop(replaced);
+        }
+        true
+    }
+
+    fn is_small(&self, output: Output, like: &Like) -> bool {
+        let (first, second) = like.extents;
+        self.kinds[output as usize].1 * u64::from(first) * u64::from(second.unwrap_or(1)) <= MOST_AHEAD
+    }
+
+    fn make<'py>(&self, py: Python<'py>, output: Output, (first, second): Extents) -> PyResult<Bound<'py, PyAny>> {
+        let shape = match second {
+            Some(second) => PyTuple::new(py, [first, second])?,
+            None => PyTuple::new(py, [first])?,
+        };
+        self.empty.bind(py).call((shape,), Some(self.kinds[output as usize].0.bind(py)))
+    }
+}

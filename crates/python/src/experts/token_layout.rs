@@ -1,0 +1,83 @@
+//! Where the tokens of a batch go, counted on a GPU: one native call for PyTorch's tensors.
+#![allow(unsafe_code)]
+
+use crossrail_ep_cuda as ep;
+use pyo3::prelude::*;
+
+use super::outputs::{Output, Outputs};
+use super::tensor_kinds::{TensorKinds, some};
+use crate::borrow::lent::Call;
+use crate::objects::context::Context;
+use crate::runtime::errors::OrRaise;
+use crate::runtime::gate;
+use crate::runtime::lifecycle::Detached;
+
+/// What all counts have in common, read once.
+#[derive(FromPyObject)]
+struct Frame {
+    context: Py<Context>,
+    /// Tokens of each rank, selections of each expert, and whether a token goes to a rank.
+    outputs: Py<Outputs>,
+    ranks: u32,
+}
+
+/// Counts tokens by where they go. Usable from any thread.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(super) struct TokenLayout {
+    frame: Frame,
+    kinds: TensorKinds,
+    native: Detached<ep::TokenLayout>,
+}
+
+type Counted<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+#[pymethods]
+impl TokenLayout {
+    #[new]
+    fn new(py: Python<'_>, frame: &Bound<'_, PyAny>) -> PyResult<TokenLayout> {
+        let _call = Call::enter(py);
+        let (frame, kinds): (Frame, TensorKinds) = (frame.extract()?, frame.extract()?);
+        let context = frame.context.get().native().clone();
+        let ordinal = kinds.ordinal;
+        let native = gate::detached(py, || ep::TokenLayout::new(&context, ordinal)).or_raise(py)?;
+        Ok(TokenLayout { frame, kinds, native: Detached::new(native) })
+    }
+
+    /// Enqueues a count in the current stream: tokens of each rank, selections of each expert, and whether a token goes
+    /// to a rank. None, before anything is enqueued, for ids that are no i64 [T, K] with rows in one piece on this GPU,
+    /// or for more experts than can be counted.
+    fn count<'py>(
+        &self,
+        py: Python<'py>,
+        topk_idx: &Bound<'py, PyAny>,
+        experts: &Bound<'py, PyAny>,
+    ) -> PyResult<Option<Counted<'py>>> {
+        let _call = Call::enter(py);
+        let (frame, kinds) = (&self.frame, &self.kinds);
+        let experts: u32 = some!(experts.extract().ok());
+        if !ep::TokenLayout::takes(experts, frame.ranks) {
+            return Ok(None);
+        }
+        let (tokens, topk) = some!(kinds.extents(topk_idx)?);
+        let (ids, [stride, step]) = some!(kinds.strided(topk_idx, &kinds.i64, [tokens, topk])?);
+        if step != 1 && topk > 1 {
+            return Ok(None);
+        }
+        let (stream, native, outputs) = (kinds.current(py)?, self.native.here(py, "layout")?, frame.outputs.get());
+        // SAFETY: the current stream is alive.
+        let now = outputs.now(py, stream, || unsafe { native.is_capturing(stream) }.or_raise(py))?;
+        let made: Counted<'py> = (
+            outputs.take(py, Output::OfRanks, (frame.ranks, None), now)?,
+            outputs.take(py, Output::OfExperts, (experts, None), now)?,
+            outputs.take(py, Output::InRank, (tokens, Some(frame.ranks)), now)?,
+        );
+        let mut args = ep::EpLayoutArgs { topk_idx: ids, stride, tokens, topk, experts, ..ep::EpLayoutArgs::ZERO };
+        args.ranks = frame.ranks;
+        args.out_ranks = kinds.address(&made.0)?;
+        args.out_experts = kinds.address(&made.1)?;
+        args.out_in_rank = kinds.address(&made.2)?;
+        // SAFETY: tensors of these shapes, PyTorch's own in this stream; the current stream is alive.
+        gate::detached(py, || unsafe { native.count(&args, stream) }).or_raise(py)?;
+        Ok(Some(made))
+    }
+}

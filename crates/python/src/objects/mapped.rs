@@ -1,0 +1,157 @@
+//! Memory of a peer, mapped here.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use crossrail::{Mapped as NativeMapped, Place, Signal};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::operand::Wanted;
+use super::worker::Worker;
+use crate::borrow::export::Lending;
+use crate::borrow::lent::{self, Call, Use};
+use crate::borrow::stream;
+use crate::runtime::errors::{self, OrRaise};
+
+/// Memory of a peer on this machine that is mapped into this process. Created by `Endpoint.map`.
+///
+/// Both processes access the same bytes, and must synchronize by themselves, for example by
+/// `put` with a signal and `Memory.await_signal`. The memory stays mapped as long as this
+/// object, or anything created from it, even if the peer has freed it or died.
+///
+/// It supports DLPack (``numpy.from_dlpack`` or ``torch.from_dlpack``, without a copy); GPU
+/// memory also ``__cuda_array_interface__``.
+#[pyclass(module = "crossrail._native", frozen)]
+pub(super) struct Mapped {
+    native: NativeMapped,
+    worker: Py<Worker>,
+}
+
+impl Mapped {
+    pub(super) fn new(native: NativeMapped, worker: Py<Worker>) -> Mapped {
+        Mapped { native, worker }
+    }
+
+    fn lending(&self) -> Lending {
+        let keep = Arc::new(self.native.clone());
+        Lending::bytes(self.native.ptr(), self.native.len(), self.native.place(), keep)
+    }
+}
+
+#[pymethods]
+impl Mapped {
+    /// The device: ``cpu``, or the GPU of this process that maps it, such as ``cuda:0``.
+    #[getter]
+    fn device(&self) -> String {
+        self.native.place().to_string()
+    }
+
+    /// Size in bytes.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.native.len()
+    }
+
+    fn __len__(&self) -> usize {
+        self.native.len()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<crossrail.Mapped of {} bytes on {}>", self.native.len(), self.native.place())
+    }
+
+    /// Enqueue a copy into this memory in a stream, followed by a signal.
+    ///
+    /// Whoever observes the value of the signal, on any GPU or the host, also observes the bytes.
+    /// Does not block the host, which is not involved afterwards. A captured graph repeats the
+    /// copy at every replay.
+    ///
+    /// Parameters
+    /// ----------
+    /// src
+    ///     Contiguous GPU memory.
+    /// offset : int
+    ///     Offset in this memory, in bytes.
+    /// signal : tuple of int, optional
+    ///     ``(offset, value)``: the 64-bit word at that offset, a multiple of 8, becomes `value`.
+    /// stream : optional
+    ///     A raw handle, or an object with ``cuda_stream`` or ``__cuda_stream__``; required
+    ///     during a capture. None is the default stream, ordered behind the array's own stream.
+    ///
+    /// Raises
+    /// ------
+    /// UsageError
+    ///     The range is out of bounds, the signal is unaligned, this is host memory, or the
+    ///     stream or array belongs to another GPU than `device`.
+    ///
+    /// Notes
+    /// -----
+    /// Keep `src` and this object until the stream has passed the copy, or as long as the graph
+    /// is used.
+    #[pyo3(signature = (src, offset = 0, *, stream = None, signal = None))]
+    fn put(
+        &self,
+        src: &Bound<'_, PyAny>,
+        offset: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+        signal: Option<(usize, u64)>,
+    ) -> PyResult<()> {
+        let py = src.py();
+        let _call = Call::enter(py);
+        let stream = stream::parse(stream, "put")?;
+        let handle = stream.map_or(0, |stream| stream.handle);
+        let wanted = Wanted { context: self.worker.get().context(), used: Use::Read, stream, operation: "put" };
+        let source = wanted.on(src, handle)?;
+        if source.place == Place::Host && source.piece.len > 0 {
+            return Err(errors::usage(py, "put", "the source is memory of the host", "a stream copies GPU memory"));
+        }
+        let signal = signal.map(|(offset, value)| Signal { offset, value });
+        // SAFETY: the source is lent for the call, and kept by the caller until the stream has come past it; so is the
+        // stream. These are the documented rules.
+        unsafe { self.native.put(offset, source.piece.ptr, source.piece.len, handle, signal) }.or_raise(py)
+    }
+
+    /// Copy bytes of host memory into this memory. Returns when they are there.
+    ///
+    /// Raises UsageError if they do not fit.
+    #[pyo3(signature = (data, offset = 0))]
+    fn fill_from(&self, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
+        lent::copy_from(data, "fill_from", |bytes| self.native.fill_from(offset, bytes))
+    }
+
+    /// Copy bytes of this memory at `offset` into `target`, writable host memory that is filled completely.
+    ///
+    /// Raises UsageError if there are not that many bytes.
+    #[pyo3(signature = (target, offset = 0))]
+    fn copy_to(&self, target: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
+        lent::copy_into(target, "copy_to", |bytes| self.native.copy_to(offset, bytes))
+    }
+
+    /// The device in DLPack's numbering.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        self.lending().device()
+    }
+
+    /// Export the bytes as a DLPack capsule; see `Memory.__dlpack__`.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(py);
+        let _ = stream;
+        self.lending().capsule(py, max_version, dl_device, copy)
+    }
+
+    /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
+        self.lending().interface(py)
+    }
+}

@@ -1,0 +1,112 @@
+//! Memory that NumPy looks at in place, and tensors that others lend.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+
+use crossrail_types::{Error, ErrorKind};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::operand;
+use crate::borrow::dlpack;
+use crate::borrow::layout::Whose;
+use crate::borrow::lent::{self, Use};
+use crate::runtime::errors;
+
+/// Bytes of another owner, kept alive by this object. `numpy.asarray(span)` is an array of them (uint8) without
+/// a copy, which keeps the object alive.
+#[pyclass(module = "crossrail._native", name = "_Span", frozen)]
+pub(crate) struct Span {
+    /// An address; a number, since nobody here follows it.
+    address: usize,
+    len: usize,
+    _keep: Box<dyn Any + Send + Sync>,
+}
+
+impl Span {
+    /// # Safety
+    /// `ptr` is valid for reading and writing `len` bytes as long as `keep` lives.
+    pub(crate) unsafe fn new(ptr: *const u8, len: usize, keep: impl Any + Send + Sync) -> Span {
+        Span { address: ptr as usize, len, _keep: Box::new(keep) }
+    }
+}
+
+impl<T: Copy + Send + Sync + 'static> From<Vec<T>> for Span {
+    /// Numbers.
+    fn from(numbers: Vec<T>) -> Span {
+        let (ptr, len) = (numbers.as_ptr().cast(), size_of_val(&numbers[..]));
+        // SAFETY: the vector's buffer stays where it is when the vector moves, and nobody else uses it.
+        unsafe { Span::new(ptr, len, numbers) }
+    }
+}
+
+#[pymethods]
+impl Span {
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let described = PyDict::new(py);
+        described.set_item("version", 3)?;
+        described.set_item("typestr", "|u1")?;
+        described.set_item("shape", (self.len,))?;
+        described.set_item("data", (self.address, false))?;
+        Ok(described)
+    }
+
+    fn __len__(&self) -> usize {
+        self.len
+    }
+}
+
+/// The memory of a tensor in DLPack's form: its bytes, the name of its dtype as NumPy has it, and its shape.
+///
+/// Raises UnsupportedError when it isn't on the host, UsageError when it isn't contiguous in C order or can't be written.
+#[pyfunction]
+pub(super) fn _borrow<'py>(
+    object: &Bound<'py, PyAny>,
+    operation: &str,
+    writable: bool,
+) -> PyResult<(Span, String, Bound<'py, PyTuple>)> {
+    let py = object.py();
+    let _call = lent::Call::enter(py);
+    let Some(said) = dlpack::device(object, operation)? else {
+        return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
+    };
+    if let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? {
+        let detail = format!("the {} is on cuda:{ordinal}", operand::name(object));
+        let error = Error::new(ErrorKind::Unsupported, operation, detail).with_hint("copy it to the host first");
+        return Err(errors::raise(py, &error));
+    }
+    let tensor = operand::tensor(object, said, None, if writable { Use::Write } else { Use::Read }, operation)?;
+    let shape = PyTuple::new(py, &tensor.shape)?;
+    // SAFETY: valid until the keeper is dropped, says the exporter.
+    let span = unsafe { Span::new(tensor.ptr as usize as *const u8, tensor.len, tensor.keep) };
+    Ok((span, tensor.dtype.name(), shape))
+}
+
+/// The memory on a GPU of a tensor in DLPack's form, whose present work the exporter puts before `stream` (-1: it need
+/// not): what keeps it, its address, its dtype by name, its shape, and the GPU.
+///
+/// Raises UsageError when it is on the host, isn't contiguous in C order or can't be written.
+#[pyfunction]
+pub(super) fn _borrow_device<'py>(
+    object: &Bound<'py, PyAny>,
+    operation: &str,
+    writable: bool,
+    stream: i64,
+) -> PyResult<(Span, u64, String, Bound<'py, PyTuple>, u32)> {
+    let py = object.py();
+    let _call = lent::Call::enter(py);
+    let Some(said) = dlpack::device(object, operation)? else {
+        return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
+    };
+    let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? else {
+        let detail = format!("the {} is memory of the host", operand::name(object));
+        return Err(errors::usage(py, operation, detail, "copy it to the GPU first"));
+    };
+    let used = if writable { Use::Write } else { Use::Read };
+    let tensor = operand::tensor(object, said, Some(stream), used, operation)?;
+    let shape = PyTuple::new(py, &tensor.shape)?;
+    // SAFETY: nobody reads its bytes through the span, which has none; it only keeps the tensor.
+    let keep = unsafe { Span::new(std::ptr::null(), 0, tensor.keep) };
+    Ok((keep, tensor.ptr, tensor.dtype.name(), shape, ordinal))
+}

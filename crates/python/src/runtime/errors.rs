@@ -1,0 +1,83 @@
+//! Engine errors as the classes of `crossrail.errors`.
+
+use crossrail_types::{Error, ErrorKind};
+use pyo3::exceptions::PyException;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
+
+use super::gate::Pass;
+
+fn class_name(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::Usage => "UsageError",
+        ErrorKind::Config => "ConfigError",
+        ErrorKind::Unreachable => "UnreachableError",
+        ErrorKind::Refused => "RefusedError",
+        ErrorKind::Mismatch => "MismatchError",
+        ErrorKind::Timeout => "TimeoutError",
+        ErrorKind::PeerDead => "PeerDeadError",
+        ErrorKind::Truncated => "TruncatedError",
+        ErrorKind::Cancelled => "CancelledError",
+        ErrorKind::Region => "RegionError",
+        ErrorKind::Exhausted => "ExhaustedError",
+        ErrorKind::Unsupported => "UnsupportedError",
+        ErrorKind::Io => "IoError",
+        ErrorKind::Protocol => "ProtocolError",
+        ErrorKind::Closed => "ClosedError",
+        _ => "CrossrailError",
+    }
+}
+
+/// The exception that says what `error` says.
+#[cold]
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    // The class is Python code.
+    let _pass = Pass::enter(py);
+    build(py, error).unwrap_or_else(|problem| problem)
+}
+
+fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let module = MODULE.get_or_try_init(py, || py.import("crossrail.errors").map(Bound::unbind))?.bind(py);
+    let attributes = PyDict::new(py);
+    attributes.set_item("reason", error.reason.map(|reason| reason.name()))?;
+    attributes.set_item("operation", &error.operation)?;
+    attributes.set_item("detail", &error.detail)?;
+    attributes.set_item("peer", &error.peer)?;
+    attributes.set_item("lane", &error.lane)?;
+    attributes.set_item("progress", error.progress)?;
+    attributes.set_item("waited", error.waited.map(|waited| waited.as_secs_f64()))?;
+    attributes.set_item("hint", &error.hint)?;
+    let exception = module.getattr(class_name(error.kind))?.call((error.to_string(),), Some(&attributes))?;
+    Ok(PyErr::from_value(exception))
+}
+
+/// Engine results as Python results.
+pub(crate) trait OrRaise<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T> OrRaise<T> for crossrail_types::Result<T> {
+    #[inline]
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| raise(py, &error))
+    }
+}
+
+/// A caller's own mistake.
+pub(crate) fn usage(py: Python<'_>, operation: &str, detail: impl Into<String>, hint: &str) -> PyErr {
+    raise(py, &Error::new(ErrorKind::Usage, operation, detail).with_hint(hint))
+}
+
+/// An exporter's own refusal, as a caller's mistake with the exporter's words. What is no `Exception` stays as it is.
+pub(crate) fn refused(object: &Bound<'_, PyAny>, operation: &str, refusal: PyErr) -> PyErr {
+    let py = object.py();
+    if !refusal.is_instance_of::<PyException>(py) {
+        return refusal;
+    }
+    let name = object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    let error = usage(py, operation, format!("the {name} does not lend its memory: {refusal}"), "");
+    error.set_cause(py, Some(refusal));
+    error
+}

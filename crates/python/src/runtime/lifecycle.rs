@@ -1,0 +1,175 @@
+//! The interpreter's end, and what is dropped with the GIL held.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::ffi::{c_int, c_void};
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossrail_locks::{Mutex, PerProcess};
+use crossrail_types::Origin;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+use super::errors::OrRaise;
+use super::gate::{self, CallbackPass};
+
+/// Something of the engine whose end may wait (threads are joined, peers told): it is dropped detached. In a forked
+/// child it is never dropped: its threads, connections and shared memory are the parent's.
+pub(crate) struct Detached<T: Send> {
+    inner: ManuallyDrop<T>,
+    origin: Origin,
+}
+
+impl<T: Send> Detached<T> {
+    pub(crate) fn new(inner: T) -> Detached<T> {
+        Detached { inner: ManuallyDrop::new(inner), origin: Origin::here() }
+    }
+
+    /// Whether this is the process that made it.
+    pub(crate) fn is_here(&self) -> bool {
+        self.origin.is_here()
+    }
+
+    /// It, in the process that made it. Raises UsageError in a fork of that process.
+    pub(crate) fn here(&self, py: Python<'_>, operation: &str) -> PyResult<&T> {
+        self.origin.check(operation).or_raise(py)?;
+        Ok(&self.inner)
+    }
+}
+
+impl<T: Send> Deref for Detached<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.inner
+    }
+}
+
+impl<T: Send> DerefMut for Detached<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.inner
+    }
+}
+
+impl<T: Send> Drop for Detached<T> {
+    fn drop(&mut self) {
+        if !self.origin.is_here() {
+            return;
+        }
+        // SAFETY: taken once, here, where nobody can use it any more.
+        let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        let mut inner = Some(inner);
+        let attached = Python::try_attach(|py| {
+            let inner = inner.take();
+            gate::detached(py, move || drop(inner));
+        });
+        if attached.is_none() {
+            drop(inner);
+        }
+    }
+}
+
+static NEXT: AtomicU64 = AtomicU64::new(0);
+static WORKERS: PerProcess<Open<crossrail::Worker>> = PerProcess::new();
+static BUFFERS: PerProcess<Open<crossrail_ep_host::ExpertBuffer>> = PerProcess::new();
+static DEVICE_BUFFERS: PerProcess<Open<crossrail_ep_cuda::DeviceBuffer>> = PerProcess::new();
+
+/// What this process has opened and not closed, by number.
+struct Open<T: Send>(Mutex<HashMap<u64, Detached<T>>>);
+
+impl<T: Send> Default for Open<T> {
+    fn default() -> Open<T> {
+        Open(Mutex::default())
+    }
+}
+
+impl<T: Send> Open<T> {
+    fn remember(&self, one: T) -> u64 {
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        self.0.lock().insert(id, Detached::new(one));
+        id
+    }
+
+    /// Drops it detached, if this was its last handle.
+    fn forget(&self, id: u64) {
+        let one = self.0.lock().remove(&id);
+        drop(one);
+    }
+
+    fn take(&self) -> Vec<Detached<T>> {
+        std::mem::take(&mut *self.0.lock()).into_values().collect()
+    }
+}
+
+/// Remembers a worker until [`forget`]: it is closed before the interpreter ends, so that no thread of it asks for
+/// the GIL afterwards.
+pub(crate) fn remember(worker: &crossrail::Worker) -> u64 {
+    WORKERS.remember(worker.clone())
+}
+
+/// Drops the worker detached, if this was its last handle.
+pub(crate) fn forget(id: u64) {
+    WORKERS.forget(id);
+}
+
+/// Remembers a buffer until [`forget_buffer`]: it is destroyed before the interpreter ends, so that other ranks hear of
+/// it at once.
+pub(crate) fn remember_buffer(buffer: &crossrail_ep_host::ExpertBuffer) -> u64 {
+    BUFFERS.remember(buffer.clone())
+}
+
+/// Destroys a buffer that nobody can use any more.
+pub(crate) fn forget_buffer(id: u64) {
+    BUFFERS.forget(id);
+}
+
+/// As [`remember_buffer`], in GPU memory.
+pub(crate) fn remember_device_buffer(buffer: &crossrail_ep_cuda::DeviceBuffer) -> u64 {
+    DEVICE_BUFFERS.remember(buffer.clone())
+}
+
+/// As [`forget_buffer`], in GPU memory.
+pub(crate) fn forget_device_buffer(id: u64) {
+    DEVICE_BUFFERS.forget(id);
+}
+
+/// Runs `call` on the interpreter's main thread, soon. Any thread, with or without the GIL.
+pub(crate) fn ask_main_thread(call: extern "C" fn(*mut c_void) -> c_int) {
+    // SAFETY: any thread may call it; with a pass the interpreter is whole. A full queue is no loss: the next call from
+    // Python does the same work.
+    unsafe {
+        if let Some(_pass) = CallbackPass::offered() {
+            ffi::Py_AddPendingCall(Some(call), ptr::null_mut());
+        }
+    }
+}
+
+#[pyfunction]
+fn _close_workers(py: Python<'_>) {
+    gate::begin_to_close();
+    let (buffers, on_gpus, left) = (BUFFERS.take(), DEVICE_BUFFERS.take(), WORKERS.take());
+    gate::detached(py, || {
+        // What fails here fails because the others are gone.
+        for buffer in buffers {
+            let _ = buffer.destroy();
+        }
+        for buffer in on_gpus {
+            let _ = buffer.destroy();
+        }
+        for worker in &left {
+            worker.close();
+        }
+        drop(left);
+    });
+    gate::close(py);
+}
+
+/// Closes every worker when the interpreter ends.
+pub(crate) fn at_exit(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let close = wrap_pyfunction!(_close_workers, module)?;
+    module.py().import("atexit")?.call_method1("register", (close,))?;
+    Ok(())
+}

@@ -1,0 +1,161 @@
+//! Waits that let other Python threads run, and that signals end at once.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result, interrupt};
+use pyo3::prelude::*;
+
+use super::errors::{self, OrRaise};
+use super::gate::{self, Pass};
+use super::signals::Watch;
+
+/// Waits that are over after this do without watching signals, which costs two calls of Python's.
+const SHORT: Duration = Duration::from_millis(2);
+/// Longer than any wait, in seconds; keeps deadlines from overflowing.
+const LONGEST: f64 = 1e9;
+/// The limit of waits that have none.
+pub(crate) const FOREVER: Duration = Duration::from_secs(LONGEST as u64);
+
+/// Seconds from Python; `None` stays `None`.
+pub(crate) fn seconds(py: Python<'_>, operation: &str, timeout: Option<f64>) -> PyResult<Option<Duration>> {
+    match timeout {
+        None => Ok(None),
+        Some(seconds) if seconds >= 0.0 => Ok(Some(Duration::from_secs_f64(seconds.min(LONGEST)))),
+        Some(seconds) => {
+            Err(errors::usage(py, operation, format!("a timeout of {seconds} seconds"), "0 or more, or None"))
+        }
+    }
+}
+
+/// Waits for at most `limit`; see [`outcome`].
+pub(crate) fn bounded<T: Send>(
+    py: Python<'_>,
+    limit: Duration,
+    wait: impl Fn(Option<Duration>) -> Result<T> + Sync,
+) -> PyResult<T> {
+    let (result, _pass) = answer(py, limit, wait)?;
+    result.or_raise(py)
+}
+
+/// Calls `wait` with the time that is left until it answers anything but `Timeout`, or `limit` has passed.
+///
+/// On the main thread a signal that Python has a handler for ends the wait, and the handler runs. What it raises is the
+/// outer error. If it raises nothing, the wait goes on to its deadline. `wait` must take part in [`interrupt`], and may
+/// be called again after a `Timeout`.
+pub(crate) fn outcome<T: Send>(
+    py: Python<'_>,
+    limit: Duration,
+    wait: impl Fn(Option<Duration>) -> Result<T> + Sync,
+) -> PyResult<Result<T>> {
+    Ok(answer(py, limit, wait)?.0)
+}
+
+/// As [`outcome`]; with the pass under which the caller may raise it.
+fn answer<T: Send>(
+    py: Python<'_>,
+    limit: Duration,
+    wait: impl Fn(Option<Duration>) -> Result<T> + Sync,
+) -> PyResult<(Result<T>, Pass)> {
+    let began = Instant::now();
+    let done = |result: &Result<T>| {
+        !matches!(result, Err(error) if error.kind == ErrorKind::Timeout) || began.elapsed() >= limit
+    };
+    let total = |result: Result<T>| {
+        result.map_err(|error| if error.waited.is_some() { error.with_waited(limit) } else { error })
+    };
+    let (result, pass) = gate::detached_until(py, || wait(Some(limit.min(SHORT))));
+    if done(&result) {
+        return Ok((total(result), pass));
+    }
+    let left = || Some(limit.saturating_sub(began.elapsed()));
+    let signals = Watch::start(py)?;
+    drop(pass);
+    let Some(signals) = signals else {
+        let (result, pass) = gate::detached_until(py, || wait(left()));
+        return Ok((total(result), pass));
+    };
+    loop {
+        let interrupt = signals.interrupt();
+        interrupt.clear();
+        // Those that arrived before they were watched, or that ended the last wait.
+        py.check_signals()?;
+        let (result, pass) = gate::detached_until(py, || interrupt.run(|| wait(left())));
+        if done(&result) || !interrupt.is_raised() {
+            return Ok((total(result), pass));
+        }
+    }
+}
+
+/// Checks once more, after the caller has waited elsewhere for `waited`.
+pub(crate) fn concluded<T: Send>(
+    py: Python<'_>,
+    waited: Duration,
+    wait: impl FnOnce(Option<Duration>) -> Result<T> + Send,
+) -> PyResult<T> {
+    let (outcome, _pass) = gate::detached_until(py, || wait(Some(Duration::ZERO)));
+    outcome.map_err(|error| error.with_waited(waited)).or_raise(py)
+}
+
+/// Runs `work`, which takes no part in [`interrupt`], on a thread of its own, so that a signal can end the wait for it.
+/// The work then goes on, and its result is dropped.
+pub(crate) fn apart<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<T> {
+    let answer = Arc::new(Answer { result: Mutex::new(None), ready: Condvar::new() });
+    let promise = Promise(Arc::clone(&answer));
+    let spawned = std::thread::Builder::new().name("crossrail-call".to_owned()).spawn(move || {
+        promise.0.put(work());
+    });
+    spawned.map_err(|error| Error::io("thread", "pthread_create", &error)).or_raise(py)?;
+    bounded(py, FOREVER, |left| answer.wait(left.unwrap_or(FOREVER)))?.or_raise(py)
+}
+
+/// Where a thread leaves its result for another.
+struct Answer<T> {
+    result: Mutex<Option<Result<T>>>,
+    ready: Condvar,
+}
+
+/// The thread's end: it always answers.
+struct Promise<T: Send + 'static>(Arc<Answer<T>>);
+
+impl<T: Send + 'static> Drop for Promise<T> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.put(Err(Error::new(ErrorKind::Io, "thread", "the thread of this call ended without a result")));
+        }
+    }
+}
+
+impl<T: Send + 'static> Answer<T> {
+    fn lock(&self) -> MutexGuard<'_, Option<Result<T>>> {
+        self.result.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, result: Result<T>) {
+        *self.lock() = Some(result);
+        self.ready.notify_all();
+    }
+
+    /// The result, whatever it is; `Timeout` after `limit`, or when the wait is interrupted.
+    fn wait(self: &Arc<Self>, limit: Duration) -> Result<Result<T>> {
+        let deadline = Instant::now() + limit;
+        let _sleeping = interrupt::sleeping(|| {
+            let answer = Arc::clone(self);
+            move || answer.ready.notify_all()
+        });
+        let mut result = self.lock();
+        loop {
+            if let Some(result) = result.take() {
+                return Ok(result);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || interrupt::raised() {
+                return Err(Error::new(ErrorKind::Timeout, "thread", "the call has not returned"));
+            }
+            result = self.ready.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
