@@ -52,6 +52,11 @@ def examined(bed: Bed, ports: str | None, file: Path, *words: str) -> dict[str, 
     return dict(json.loads(file.read_text()))
 
 
+def named(whole: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """The problems, but for rates, which firewalls do not change and a busy machine does."""
+    return {of: one for of, one in problems(whole).items() if of[0] != "rail-speed"}
+
+
 def rails_of_a_transfer(bed: Bed, ports: str | None, file: Path, *words: str) -> set[str]:
     where = bed.address("left", "eth0")
     said = between(
@@ -66,11 +71,11 @@ def rails_of_a_transfer(bed: Bed, ports: str | None, file: Path, *words: str) ->
 def test_the_named_ports_are_all_that_a_firewall_leaves_open(
     make_bed: MAKE, tmp_path: Path, ports: str, doctor: int, bench: int
 ) -> None:
-    bed = make_bed()
+    bed = make_bed((200, 200, 200, 200))
     bed.firewall("left", f"tcp dport {ports} accept")
     bed.firewall("right")
     whole = examined(bed, ports, tmp_path / "doctor.json", f":{doctor}")
-    assert problems(whole) == {}
+    assert named(whole) == {}
     used = [way for way in whole["survey"]["ways"] if way["used"]]
     assert [(way["mine"]["name"], way["open"], way["closed"]) for way in used] == [(r, True, []) for r in bed.rails]
     assert all(way["data"] > 0 for way in used)
@@ -78,10 +83,10 @@ def test_the_named_ports_are_all_that_a_firewall_leaves_open(
 
 
 def test_the_doctor_reports_with_its_own_port_alone(make_bed: MAKE, tmp_path: Path) -> None:
-    bed = make_bed()
+    bed = make_bed((200, 200, 200, 200))
     bed.firewall("left", "tcp dport 18179 accept")
     whole = examined(bed, None, tmp_path / "doctor.json", ":18179")
-    found = problems(whole)
+    found = named(whole)
     assert set(found) == {("rail-reach", f"{rail} to {rail}") for rail in bed.rails}
     for rail in bed.rails:
         fix = found["rail-reach", f"{rail} to {rail}"]["fix"]
@@ -91,10 +96,10 @@ def test_the_doctor_reports_with_its_own_port_alone(make_bed: MAKE, tmp_path: Pa
 
 def test_a_rail_that_is_closed_for_data_is_named_before_a_transfer_runs(make_bed: MAKE, tmp_path: Path) -> None:
     ports = "18180-18183"
-    bed = make_bed()
+    bed = make_bed((200, 200, 200, 200))
     closed = ("iifname eth2 drop", "iifname eth3 tcp dport 18181-18182 reject")
     bed.firewall("left", *closed, f"tcp dport {ports} accept")
-    found = problems(examined(bed, ports, tmp_path / "doctor.json"))
+    found = named(examined(bed, ports, tmp_path / "doctor.json"))
     assert set(found) == {("rail-reach", "eth2 to eth2"), ("rail-reach", "eth3 to eth3")}
     whole, part = (found["rail-reach", f"{rail} to {rail}"] for rail in ("eth2", "eth3"))
     assert "no answer within 1 s: packets vanish" in whole["evidence"]
@@ -104,7 +109,7 @@ def test_a_rail_that_is_closed_for_data_is_named_before_a_transfer_runs(make_bed
         (rule,) = (piece for piece in finding["fix"].split("; ") if "nft insert" in piece)
         rule = rule.partition("nft ")[2].partition("   #")[0]
         subprocess.run(bed.inside("left", "nft", *rule.split()), check=True, capture_output=True)
-    assert problems(examined(bed, ports, tmp_path / "again.json")) == {}
+    assert named(examined(bed, ports, tmp_path / "again.json")) == {}
     assert rails_of_a_transfer(bed, ports, tmp_path / "p2p.json") == {f"tcp/{rail}" for rail in bed.rails}
 
 
