@@ -301,7 +301,7 @@ wheels: rust $(TOOLS)
 		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python packaging/nccl_plugin.py --zig $$target || exit 1; \
 		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --release --locked --zig --target $$target --out $(WHEELS) || exit 1; \
 	done
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEELS) packages/crossrail-deep-ep packages/crossrail-nixl
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEELS) $(wildcard packages/*)
 	$(BIN)/python packaging/repeatable.py $(WHEELS)/*.whl
 
 # As far as the compiler goes without a linker for the other architecture; where its standard library cannot be had,
