@@ -27,6 +27,7 @@ import experts  # noqa: E402
 from findings import PEER_LIMIT_S, Found, Terms, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, time_against, unpacked  # noqa: E402
+from kv import kv  # noqa: E402
 from normal import normal  # noqa: E402
 from sockets import PLAIN, RAILS, SOCKETS, tcp  # noqa: E402
 from steps import compiler, gpu_count  # noqa: E402
@@ -298,6 +299,7 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "unpack": (unpack, 90, 1),
     "tcp": (tcp, 420, 1),
     "memory": (memory, 60, 1),
+    "kv": (kv, 240, 1),
     "nccl": (nccl, 400, 2),
     "kernels": (kernels, 180, 2),
     "ep_decode": (experts.decode, 150, 2),
@@ -309,13 +311,13 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "ep_normal": (normal, 180, 2),
 }
 SETS = {
-    "p2p": ("pair", "latency", "mesh", "unpack", "memory", "tcp"),
+    "p2p": ("pair", "latency", "mesh", "unpack", "memory", "kv", "tcp"),
     "collectives": ("nccl",),
     "experts": ("ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_control", "ep_sms", "ep_sweep"),
 }
 """Scenarios that are run by one name; what comes first is what must not be missing when time runs out."""
-SHARED = ("tcp", "nccl")
-"""Scenarios in which nothing goes over NVLink: two ranks may share a GPU."""
+SHARED = ("tcp", "nccl", "kv")
+"""Scenarios that say something without NVLink: two ranks may share a GPU."""
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-NAME = "nixl-cu13==1.0.1"
+NAME = "nixl-cu13==1.5.1"
 PYTHON = "3.12"
 PLATFORM = "manylinux_2_28_x86_64"
 

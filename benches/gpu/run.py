@@ -4,13 +4,13 @@
     python benches/gpu/run.py ... --only experts
     python benches/gpu/run.py ... --only pair,latency --quick --gpus 2
 
-    python benches/gpu/run.py ... --only tcp,nccl --share
+    python benches/gpu/run.py ... --only tcp,nccl,kv --share
 
 `--only` takes scenarios and sets of them: p2p (transfers, unless told otherwise) and experts (dispatch and combine);
 one after the other they are everything, in about five minutes each. The files have the number of GPUs in their names
 (pair-2.json), so that runs with different numbers stand side by side; the table of all goals is summary-2.json, or
 experts-2.json when it has no others. Each scenario has its own time; one that needs more GPUs is skipped, and says so.
-With `--share` two ranks of what goes over sockets alone (tcp, nccl) run on one GPU.
+With `--share` two ranks of what says something without NVLink (tcp, nccl, kv) run on one GPU.
 Exit 0: every row ran, whether or not it reached its goal; 1: one did not, or there is no GPU; 2: bad usage.
 """
 
@@ -85,7 +85,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--name", help="of the table of all goals (summary; experts when it has no others)")
     parser.add_argument("--gpus", type=int, metavar="N", help="with the first N GPUs (all)")
     parser.add_argument(
-        "--share", action="store_true", help="two ranks on each GPU, by CUDA's MPS, where only sockets count"
+        "--share", action="store_true", help="two ranks on each GPU, by CUDA's MPS, where NVLink does not count"
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns that ours and each peer take (3)")
     parser.add_argument("--quick", action="store_true", help="fewer iterations")

@@ -99,7 +99,22 @@ def test_no_nixl_is_a_mistake_of_the_user() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--isl=8K",), ("--preset=dsv4", "--rows=5"), ("--preset=dsv4", "--page=3"), ("--rows=0",)]
+    "arguments",
+    [
+        ("--isl=8K",),
+        ("--preset=dsv4", "--rows=5"),
+        ("--preset=dsv4", "--page=3"),
+        ("--rows=0",),
+        ("--transport=cuda_ipc",),
+        ("--device=cuda", "--transport=shm"),
+        ("--device=cpu",),
+        ("--device=cuda:0,cuda:1,cuda:2",),
+    ],
 )
 def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...]) -> None:
     one_error(run(*arguments), 2)
+
+
+def test_gpu_memory_takes_pytorch_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    one_error(run(*SMALL, "--device=cuda", "--rows=5"), 1, "crossrail, initiator: start: ")

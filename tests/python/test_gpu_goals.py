@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import crossrail.nccl
-from crossrail_tools.report import Report, Row, capture_environment
+from crossrail_tools.report import PeerResult, Report, Row, capture_environment
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benches" / "gpu"
@@ -26,6 +26,7 @@ import findings  # noqa: E402
 import goals  # noqa: E402
 import hosts  # noqa: E402
 import judging  # noqa: E402
+import kv  # noqa: E402
 import ranks  # noqa: E402
 import sharing  # noqa: E402
 from steps import Result, gpu_count  # noqa: E402
@@ -116,8 +117,18 @@ class Machine:
         if what == "latency":
             kinds = ("latency", "write")
             return [Row(kind, "cuda_ipc", size, p50_us=8.0, gb_per_s=None) for kind in kinds for size in sizes]
+        if what == "kv":
+            return [self.moved(options["--transport"], pieces) for pieces in (131_304, 1)]
         gpu = "--device" in options
         return [Row(what, options["--transport"], size, gb_per_s=380.0 if gpu else 400.0) for size in sizes]
+
+    @staticmethod
+    def moved(transport: str, pieces: int) -> Row:
+        nixl = PeerResult("kv", gb_per_s=0.5, rounds=[0.5]) if transport == "cuda_ipc" else PeerResult("kv", error="no")
+        part, p50_us = f"pull: {pieces}", 900.0
+        return Row(
+            "kv", transport, 183 << 20, part=part, pieces=pieces, p50_us=p50_us, rounds=[200.0], peers={"nixl": nixl}
+        )
 
     def peer(self, script: str, *options: str, **environment: str) -> dict[str, Any]:
         if script in self.silent:
@@ -316,6 +327,19 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine.silent = {"driver"}
     unknown = machine.run("memory")["outcomes"][0]
     assert (unknown["met"], unknown["failed"], unknown["notes"][-1]) == (None, True, "the driver alone: it broke")
+
+
+@pytest.mark.parametrize(("gpus", "device", "met"), [(1, "cuda:0", False), (2, "cuda:0,cuda:1", True)])
+def test_pages_beside_nixl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpus: int, device: str, met: bool) -> None:
+    machine = Machine(monkeypatch, tmp_path, gpus)
+    monkeypatch.setattr(kv, "gpu_count", lambda: (gpus, ""))
+    outcomes = machine.run("kv")["outcomes"]
+    assert [outcome["ratio"] for outcome in outcomes] == ["400.000", "-", "400.000", "-", "-"]
+    assert (outcomes[1]["ours"], outcomes[1]["met"]) == ("900 us", met)
+    assert (outcomes[3]["notes"], outcomes[3]["failed"]) == (["no"], False), "NIXL has no figure, and ours has"
+    assert all(f"--device={device}" in words for words in machine.asked)
+    machine.silent = {"kv"}
+    assert [outcome["failed"] for outcome in machine.run("kv")["outcomes"]] == [True, True]
 
 
 def test_the_table_has_a_line_for_each_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

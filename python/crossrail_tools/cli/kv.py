@@ -19,7 +19,7 @@ from crossrail_tools.report import PeerResult, Report, Round, Row, format_size, 
 from .failure import Failure, UsageFailure
 from .launcher import refuse_launch
 from .options import ROUNDS, RunOptions, add_compare, add_iterations, add_output, add_timeout
-from .parsing import Command, Parser, names_of, positive, size_list
+from .parsing import Command, Parser, device_list, names_of, positive, size_list
 from .processes import Process, read_line
 from .reporting import Progress, make_report, show_report
 
@@ -28,10 +28,14 @@ ITERS, WARMUP = 8, 2
 DEFAULT_ROWS, DEFAULT_COUNTS = "2304", "10000"
 ORDER_S = 300.0
 PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
-UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp"}
+UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,cuda_copy,sm,self,tcp"}
 """What NIXL is told to use: UCX needs TCP to connect."""
+MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""Names of NVIDIA's package: of its whole, and of its parts for a version of CUDA."""
+TLS = {"tcp": "tcp,self", "shm": "shm,self", "cuda_ipc": "cuda_ipc,shm,self"}
 
 Op = Literal["pull", "push"]
+Transport = Literal["shm", "tcp", "cuda_ipc"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,9 @@ class KvOptions(RunOptions):
     """`crossrail bench kv`."""
 
     works: list[Work]
-    transport: Literal["shm", "tcp"]
+    transport: Transport
     ops: list[Op]
+    device: list[str] | None = None
     iters: int = ITERS
     warmup: int = WARMUP
     rounds: int = ROUNDS
@@ -97,6 +102,8 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--isl", metavar="TOKENS", type=size_list, help="with --preset: tokens per request (8K)")
     work.add_argument("--page", metavar="TOKENS", type=size_list, help="with --preset: tokens per page (16,64)")
     work.add_argument("--batch", metavar="N", type=positive, default=1, help="requests at a time (1)")
+    device = "pages in GPU memory: cuda:0 at both ends, or cuda:0,cuda:1 (initiator, target); takes PyTorch"
+    work.add_argument("--device", metavar="GPUS", type=device_list, help=device)
     ops = "pull (read), push (write, with a notification), or both by default"
     work.add_argument("--op", dest="ops", metavar="OPS", type=names_of(("pull", "push"), "operation"), help=ops)
     work.add_argument("--bulk", action="store_true", help="each also as one row of as many bytes")
@@ -104,7 +111,8 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--notice", action="store_true", help=notice)
     add_iterations(work, ITERS, WARMUP)
     how = parser.add_argument_group("how it moves")
-    how.add_argument("--transport", choices=("shm", "tcp"), default="shm", help="between the two processes (shm)")
+    between = "between the two processes (shm; with --device cuda_ipc)"
+    how.add_argument("--transport", choices=tuple(TLS), help=between)
     add_timeout(how)
     add_compare(how, KNOWN)
     python = "the interpreter of an environment with NVIDIA's nixl; by default NIXL_PYTHON, or the one that runs this"
@@ -114,6 +122,11 @@ def add_arguments(parser: Parser) -> None:
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     refuse_launch(parser)
+    if parsed.device and (len(parsed.device) > 2 or "cpu" in parsed.device):
+        parser.error("--device names one GPU for both ends, or the initiator's and the target's")
+    transport: Transport = parsed.transport or ("cuda_ipc" if parsed.device else "shm")
+    if (transport == "cuda_ipc") != (parsed.device is not None) and transport != "tcp":
+        parser.error("--transport cuda_ipc and --device belong together; shm is for host memory")
     works: list[Work] = []
     if parsed.preset is None:
         if parsed.isl or parsed.page:
@@ -138,7 +151,8 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         works.append(Work("kv-notice", f"1 row of {format_size(size)} with a notification", ((size, 1, 1),)))
     return KvOptions(
         works=works,
-        transport=parsed.transport,
+        transport=transport,
+        device=parsed.device,
         ops=parsed.ops or ["pull", "push"],
         iters=parsed.iters,
         warmup=parsed.warmup,
@@ -206,15 +220,14 @@ class Ends:
 def _ends(options: KvOptions, library: str, work: Work) -> Iterator[Ends]:
     """Starts both, each other's peers. Raises Failure."""
     ours = library == "crossrail"
-    python = sys.executable if ours else nixl_python(options.nixl_python)
+    python, module = (sys.executable, "crossrail.nixl") if ours else nixl_of(options.nixl_python)
     environment = {"NIXL_LOG_LEVEL": "ERROR"}
     if ours:
         environment |= {"PYTHONPATH": str(Path(crossrail.__file__).parents[1])}
         environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-        environment |= {"CROSSRAIL_TLS": f"{options.transport},self"}
+        environment |= {"CROSSRAIL_TLS": TLS[options.transport]}
     else:
         environment |= {"UCX_TLS": UCX_TLS[options.transport]}
-    module = "crossrail.nixl" if ours else "nixl"
     shape = {"groups": [list(group) for group in work.groups], "batch": work.batch}
     with contextlib.ExitStack() as stack:
         ends = [
@@ -224,26 +237,28 @@ def _ends(options: KvOptions, library: str, work: Work) -> Iterator[Ends]:
             )
             for role in ("initiator", "target")
         ]
+        gpus = [int(gpu.removeprefix("cuda:")) for gpu in options.device] if options.device else [None]
         for seed, end in enumerate(ends):
-            end.order("start", module=module, name=("initiator", "target")[seed], work=shape, seed=seed)
+            who = {"name": ("initiator", "target")[seed], "gpu": gpus[seed % len(gpus)]}
+            end.order("start", module=module, work=shape, seed=seed, **who)
         told = [end.answer() for end in ends]
         for seed, end in enumerate(ends):
             end.do("peer", **told[1 - seed], seed=1 - seed, work=shape)
         yield Ends(*ends)
 
 
-def nixl_python(given: str | None) -> str:
-    """An interpreter that imports NVIDIA's nixl. Raises UsageFailure."""
+def nixl_of(given: str | None) -> tuple[str, str]:
+    """An interpreter that imports NVIDIA's nixl, and under which name. Raises UsageFailure."""
     import os
 
     python = given or os.environ.get("NIXL_PYTHON") or sys.executable
     found = shutil.which(python)
-    test = "import nixl._bindings as b; assert 'crossrail' not in b.__name__"
-    if found is not None:
+    for module in MODULES if found is not None else ():
+        test = f"import {module}._bindings as b; assert 'crossrail' not in b.__name__"
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run([found, "-c", test], capture_output=True, timeout=60, check=False)
+            done = subprocess.run([str(found), "-c", test], capture_output=True, timeout=60, check=False)
             if done.returncode == 0:
-                return found
+                return str(found), module
     hint = "pip install nixl==1.5.1 numpy in an environment of its own, and name its interpreter with --nixl-python"
     raise UsageFailure(f"--compare nixl: {python} does not import NVIDIA's nixl; {hint}")
 
@@ -252,7 +267,7 @@ def measure(options: KvOptions, progress: Progress) -> Report:
     """Runs the bench. Raises Failure, and the library's errors."""
     options.context()
     if options.compare:
-        nixl_python(options.nixl_python)
+        nixl_of(options.nixl_python)
     for work in options.works:
         for op in options.ops if work.what == "kv" else ["push"]:
             progress.status(f"{work.name}, {op}")
@@ -261,7 +276,15 @@ def measure(options: KvOptions, progress: Progress) -> Report:
 
 
 def _measured(options: KvOptions, work: Work, op: str) -> Row:
-    row = Row(work.what, options.transport, work.size, part=f"{op}: {work.name}", pieces=1 if work.bulk else work.rows)
+    device = ",".join(options.device) if options.device else None
+    row = Row(
+        work.what,
+        options.transport,
+        work.size,
+        part=f"{op}: {work.name}",
+        pieces=1 if work.bulk else work.rows,
+        device=device,
+    )
     libraries = ["crossrail", *options.compare]
     rounds: dict[str, list[Round]] = {library: [] for library in libraries}
     errors: dict[str, str] = {}

@@ -44,13 +44,14 @@ class Paged:
         words = -(-self.size // 8)
         return np.random.default_rng(self.seed).integers(0, 2**64, words, np.uint64).view(np.uint8)[: self.size]
 
-    def rows(self, base: int) -> Any:
+    def rows(self, base: int, device: int) -> Any:
         """Every page of the pool as (address, length, device)."""
         parts = []
         for group, slots, start in zip(self.groups, self.slots, self.starts[:-1], strict=True):
             part = np.zeros((group["layers"] * slots, 3), np.uint64)
             part[:, 0] = np.arange(len(part), dtype=np.uint64) * np.uint64(group["row"]) + np.uint64(base) + start
             part[:, 1] = group["row"]
+            part[:, 2] = device
             parts.append(part)
         return np.concatenate(parts)
 
@@ -67,33 +68,56 @@ class Paged:
 
     def places(self) -> Iterator[tuple[Any, int]]:
         """Offset and length of every row of every request, request by request."""
-        rows = self.rows(0)
+        rows = self.rows(0, 0)
         for request in range(self.batch):
             chosen = rows[self.indices(request)]
             yield from zip(chosen[:, 0].astype(np.int64), chosen[:, 1].astype(int), strict=True)
 
 
+class Pool:
+    """Memory of this process: the host's, or that of a GPU, which takes PyTorch."""
+
+    def __init__(self, size: int, gpu: int | None) -> None:
+        self.gpu = gpu
+        self.kind, self.device = ("DRAM", 0) if gpu is None else ("VRAM", gpu)
+        self._bytes: Any = np.empty(size, np.uint8)
+        if gpu is not None:
+            self._torch = importlib.import_module("torch")
+            self._bytes = self._torch.empty(size, dtype=self._torch.uint8, device=f"cuda:{gpu}")
+        self.base: int = self._bytes.ctypes.data if gpu is None else self._bytes.data_ptr()
+
+    def write(self, data: Any) -> None:
+        if self.gpu is None:
+            self._bytes[:] = data
+        else:
+            self._bytes.copy_(self._torch.from_numpy(data.copy()))
+            self._torch.cuda.synchronize(self.gpu)
+
+    def read(self) -> Any:
+        return self._bytes if self.gpu is None else self._bytes.cpu().numpy()
+
+
 class End:
     """One end: an agent, its pool, and what the other end has told."""
 
-    def __init__(self, module: str, name: str, work: dict[str, Any], seed: int) -> None:
+    def __init__(self, module: str, name: str, work: dict[str, Any], seed: int, gpu: int | None) -> None:
+        self.pages = Paged(work, seed)
+        self.pool = Pool(self.pages.size, gpu)
+        self.paint()
         self.api = importlib.import_module(f"{module}._api")
         config = self.api.nixl_agent_config(num_threads=0, backends=["UCX"])
         self.agent = self.api.nixl_agent(name, config)
-        self.pages = Paged(work, seed)
-        self.pool = self.pages.pattern().copy()
-        self.base = self.pool.ctypes.data
-        self.agent.register_memory([(self.base, self.pages.size, 0, "")], "DRAM")
+        self.agent.register_memory([(self.pool.base, self.pages.size, self.pool.device, "")], self.pool.kind)
         self.handles: list[Any] = []
         self.early = 0
         self.keep: list[Any] = []
 
     def hello(self) -> dict[str, Any]:
-        return {"metadata": self.agent.get_agent_metadata().hex(), "base": self.base}
+        return {"metadata": self.agent.get_agent_metadata().hex(), "base": self.pool.base, "device": self.pool.device}
 
-    def peer(self, metadata: str, base: int, seed: int, work: dict[str, Any]) -> dict[str, Any]:
+    def peer(self, metadata: str, base: int, device: int, seed: int, work: dict[str, Any]) -> dict[str, Any]:
         self.name = self.agent.add_remote_agent(bytes.fromhex(metadata)).decode()
-        self.there, self.other = base, Paged(work, seed)
+        self.there, self.device_there, self.other = base, device, Paged(work, seed)
         return {}
 
     def prepare(self, op: str, bulk: bool, notice: str) -> dict[str, Any]:
@@ -103,16 +127,17 @@ class End:
         self.keep.clear()
         if bulk:
             size = sum(int(size) for _, size in self.pages.places())
-            mine = np.array([[self.base, size, 0]], np.uint64)
-            other = np.array([[self.there, size, 0]], np.uint64)
+            mine = np.array([[self.pool.base, size, self.pool.device]], np.uint64)
+            other = np.array([[self.there, size, self.device_there]], np.uint64)
             tables = [(np.zeros(1, np.int32), np.zeros(1, np.int32))]
         else:
-            mine, other = self.pages.rows(self.base), self.other.rows(self.there)
+            mine = self.pages.rows(self.pool.base, self.pool.device)
+            other = self.other.rows(self.there, self.device_there)
             tables = [(self.pages.indices(at), self.other.indices(at)) for at in range(self.pages.batch)]
         began = time.perf_counter()
-        local = self.agent.prep_xfer_dlist("", mine, "DRAM")
+        local = self.agent.prep_xfer_dlist("", mine, self.pool.kind)
         middle = time.perf_counter()
-        remote = self.agent.prep_xfer_dlist(self.name, other, "DRAM")
+        remote = self.agent.prep_xfer_dlist(self.name, other, self.pool.kind)
         listed = time.perf_counter()
         for ours, theirs in tables:
             message = notice.encode()
@@ -179,7 +204,7 @@ class End:
         return there
 
     def paint(self) -> dict[str, Any]:
-        self.pool[:] = self.pages.pattern()
+        self.pool.write(self.pages.pattern())
         return {}
 
     def check(self, bulk: bool) -> dict[str, Any]:
@@ -191,7 +216,7 @@ class End:
         else:
             for (here, size), (there, _) in zip(self.pages.places(), self.other.places(), strict=True):
                 expected[here : here + size] = theirs[there : there + size]
-        return {"same": bool(np.array_equal(self.pool, expected))}
+        return {"same": bool(np.array_equal(self.pool.read(), expected))}
 
     def usage(self) -> dict[str, Any]:
         return {"cpu_s": _cpu_s()}
