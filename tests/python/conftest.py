@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -45,8 +44,6 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     before = held()
     yield
-    if mark := request.node.get_closest_marker("leaves"):
-        before = before._replace(descriptors=before.descriptors + Counter(mark.kwargs))
     request.node.funcargs.clear()  # pytest would keep the test's own arguments alive until after this
     deadline = time.monotonic() + 30
     gc.collect()

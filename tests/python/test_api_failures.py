@@ -56,7 +56,6 @@ def _ucx() -> None:
         b.accept()
 
 
-@pytest.mark.leaves(anon_inode=3, socket=1)  # a UCX worker: docs/guides/ucx.md
 @pytest.mark.usefixtures("_ucx")
 def test_a_killed_peer_fails_what_is_in_flight_over_ucx(connected: Callable[..., Pair]) -> None:
     pair = connected(tls="ucx:tcp")

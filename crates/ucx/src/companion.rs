@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -80,6 +80,11 @@ impl Companion {
             }
             Err(_) => Ending::Gone,
         }
+    }
+
+    /// Closes this end for writing, after which the peer closes its own. False: it has.
+    pub(crate) fn end(&self) -> bool {
+        self.stream.shutdown(Shutdown::Write).is_ok()
     }
 
     pub(crate) fn into_stream(self) -> TcpStream {

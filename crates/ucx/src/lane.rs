@@ -9,6 +9,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use crate::alarm::Alarm;
 use crate::companion::{Companion, Ending};
+use crate::left;
 use crate::link::{COPY_MAX, Link, reads_memory};
 use crate::receiver::{PAYLOAD_MAX, Receiver, Way};
 use crate::sender::Sender;
@@ -320,12 +321,17 @@ impl Drop for UcxLane {
         if reads_memory && !has_copied(&self.rx, &self.link) {
             self.link.abandon();
         }
-        // Without reports of failures UCX does not end what it has begun over TCP, and asserts that it has: the worker stays,
-        // undriven, so that it does not touch that memory again.
-        if self.link.is_over_tcp() && (self.tx.has_pieces_under_way(&self.link) || !self.rx.has_fetched_all(&self.link))
-        {
-            self.link.abandon();
+        // Without reports of failures UCX does not end what it has begun over TCP, and asserts that it has, unless the
+        // connection has ended.
+        let is_busy = |lane: &UcxLane| lane.tx.has_pieces_under_way(&lane.link) || !lane.rx.has_fetched_all(&lane.link);
+        let cut = if self.link.is_over_tcp() && is_busy(self) { Some(self.link.cut()) } else { None };
+        let peer_is_there = self.companion.end();
+        match cut {
+            Some(Some(connections)) if peer_is_there => left::keep_open(connections, self.companion.stream()),
+            Some(None) => self.link.abandon(),
+            _ => {}
         }
+        left::give_back();
         // A peer that does not know of the end yet may still read what it was offered, and takes it for what was sent.
         if reads_memory && self.ended.is_none() {
             self.tx.leave_offers(&self.link);

@@ -1,11 +1,12 @@
-//! Links of joins that were given up, kept as they are until the peer has given the join up, too.
+//! What must stay as it is until the peer has given a join or a lane up, too.
 //!
 //! UCX's assertions do not provide for a connection that breaks while a message of its own for connecting waits to be sent:
-//! a peer that is connecting would end its process if this end's worker went first.
+//! a peer that is connecting would end its process if this end's worker went first. Nor do UCX 1.13's for one over its tcp
+//! that breaks while the answer to a put is on its way.
 
 use std::io::{ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use crossrail_locks::{Mutex, PerProcess};
@@ -17,24 +18,24 @@ use crate::sender::Sender;
 /// How long a join that was given up waits for the peer to do the same, which takes one look at its connection.
 const WAIT_MAX: Duration = Duration::from_millis(500);
 
-/// How many links are kept for peers that do not answer. One more, and the first goes: a peer must not exhaust this end.
+/// How many are kept for peers that do not answer. One more, and the first goes: a peer must not exhaust this end.
 const KEPT_MAX: usize = 16;
 
-/// What belongs to a join. The link goes before the memory that UCX refers to.
+/// What goes once the peer has closed its end of the stream.
 struct Left {
-    _link: Link,
-    _tx: Sender,
+    _kept: Box<dyn Send>,
     stream: TcpStream,
 }
 
-/// Those whose peer was silent for [`WAIT_MAX`]: it is stopped, or its machine is gone.
+/// Those whose peer has not closed the stream yet. After [`WAIT_MAX`], it is stopped, or its machine is gone.
 static LEFT: PerProcess<Mutex<Vec<Left>>> = PerProcess::new();
 
 /// Ends a join that has failed: tells the peer, which may know this worker's address, and waits a moment for it to close
 /// the connection, too. From the call on UCX is not driven.
 pub(crate) fn leave(link: Link, mut tx: Sender, stream: TcpStream) {
     tx.forget(&link);
-    let mut left = Left { _link: link, _tx: tx, stream };
+    // The link goes before the memory that UCX refers to.
+    let mut left = Left { _kept: Box::new((link, tx)), stream };
     // A peer that is gone need not be told.
     if left.stream.shutdown(Shutdown::Write).is_err() || left.stream.set_nonblocking(true).is_err() {
         return;
@@ -50,6 +51,15 @@ pub(crate) fn leave(link: Link, mut tx: Sender, stream: TcpStream) {
         let rest = PollTimeout::try_from(rest + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
         // Interrupted or not, the loop looks again.
         let _ = poll(&mut fds, rest);
+    }
+}
+
+/// Keeps connections of a lane that has ended here open, without waiting. The peer has been told over `stream`.
+pub(crate) fn keep_open(connections: Vec<OwnedFd>, stream: &TcpStream) {
+    let Ok(stream) = stream.try_clone() else { return };
+    let mut left = Left { _kept: Box::new(connections), stream };
+    if !left.peer_has_left() {
+        keep(left);
     }
 }
 

@@ -20,7 +20,8 @@
 //! and the drop of a lane, which gives UCX 200 ms to hand over what was sent.
 //!
 //! UCX ends the process when it finds its own state to be other than it asserts, as a queue of copies that is not empty
-//! when its worker is destroyed. Where that may be so, the worker is given up instead: never called again, never freed.
+//! when its worker is destroyed. Over tcp, the worker's connections are cut first, which empties it; elsewhere, a worker
+//! where that may be so is given up: never called again, never freed.
 //! Nor does UCX provide for a peer that goes while both connect: an end that gives a join up keeps its worker until the
 //! other end has, too.
 //!
@@ -30,6 +31,7 @@
 mod alarm;
 mod attach;
 mod companion;
+mod cut;
 mod fabric;
 mod inbox;
 mod lane;

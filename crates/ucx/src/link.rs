@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 use std::ffi::c_void;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use crossrail_transport::LaneError;
 use crossrail_types::{Error, ErrorKind, Result};
 
+use crate::cut::{connections, cut};
 use crate::fabric::{self, Class, Fabric, printed};
 use crate::inbox::{self, Inbox, Offer};
 use crate::library::lane_error;
@@ -25,7 +26,7 @@ const PIECE: u32 = 2;
 const ABANDONED_MAX: usize = 64;
 /// Those that there are.
 static ABANDONED: AtomicUsize = AtomicUsize::new(0);
-/// How long UCX may take to close an endpoint by force, which needs no peer.
+/// How long UCX may take to close an endpoint by force, or one whose connections were cut, which needs no peer.
 const CLOSE_MAX: Duration = Duration::from_millis(500);
 /// How long a copy from the peer's memory may take, which the kernel makes in one call. It needs no peer.
 pub(crate) const COPY_MAX: Duration = Duration::from_secs(2);
@@ -352,6 +353,17 @@ impl Link {
             }
         }
         true
+    }
+
+    /// Cuts UCX's connections over its tcp, and has UCX notice: then it moves no byte any more, whatever it has begun, and its
+    /// worker can be destroyed. `None` where UCX has not noticed; a peer has no part in it. What is returned keeps the
+    /// connections open for the peer.
+    pub(crate) fn cut(&self) -> Option<Vec<OwnedFd>> {
+        let descriptor = self.descriptor().ok()?;
+        let kept = connections(descriptor).into_iter().filter_map(cut).collect();
+        let is_over = |link: &Link| link.failure().is_some() && connections(descriptor).is_empty();
+        let noticed = self.drive_until(is_over, CLOSE_MAX) && self.drive_until(|link| !link.progress(), CLOSE_MAX);
+        noticed.then_some(kept)
     }
 
     /// Has UCX keep the worker, undriven, for as long as the process lives.

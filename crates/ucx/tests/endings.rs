@@ -22,16 +22,22 @@ const TRANSPORTS: [(&[&str], Option<&str>); 6] = [
 
 #[test]
 fn lanes_are_dropped_at_any_stage() {
-    // Seed 1021 once ended the process. CROSSRAIL_TEST_ENDINGS=FROM:COUNT runs others, and more.
-    let given = std::env::var("CROSSRAIL_TEST_ENDINGS").unwrap_or("1021:4".to_owned());
-    let (first, count) = given.split_once(':').expect("FROM:COUNT");
-    let (first, count): (u64, u64) = (first.parse().expect("a seed"), count.parse().expect("a count"));
+    // Seeds 1021 and 2008 once ended the process. CROSSRAIL_TEST_ENDINGS=FROM:COUNT runs others, and more.
+    let given = std::env::var("CROSSRAIL_TEST_ENDINGS").unwrap_or("1021:4 2008:1".to_owned());
+    let ranges = given.split(' ').map(|range| {
+        let (first, count) = range.split_once(':').expect("FROM:COUNT");
+        let (first, count): (u64, u64) = (first.parse().expect("a seed"), count.parse().expect("a count"));
+        first..first + count
+    });
+    let seeds: Vec<_> = ranges.collect();
     for (transports, device) in TRANSPORTS {
         let Some(fabric) = fabric(transports, device) else { return };
-        conformance::run_endings(&format!("ucx:{}", transports.join(",")), first..first + count, &mut || {
-            let (a, b) = pair(&fabric);
-            (Box::new(a), Box::new(b))
-        });
+        for seeds in &seeds {
+            conformance::run_endings(&format!("ucx:{}", transports.join(",")), seeds.clone(), &mut || {
+                let (a, b) = pair(&fabric);
+                (Box::new(a), Box::new(b))
+            });
+        }
     }
 }
 
