@@ -167,6 +167,36 @@ def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
     assert set(SEVERITIES) == {"error", "warning", "note", "ok"}
 
 
+def test_findings_with_one_cause_are_one() -> None:
+    def named(name: str, *results: Found) -> Check:
+        return replace(check_of(lambda _: results), id=name)
+
+    root = named("root", Found("warning", "is down", "up", "eth1"), Found("ok", "is up", "", "eth2"))
+    effect = named("effect", Found("error", "no data", "", "one", ("root", "eth1")), Found("ok", "data", "", "two"))
+    further = named("further", Found("warning", "slow", "", "one", ("effect", "one")))
+    one, two, three = examine([root, effect, further], machine())
+    assert (one.id, one.severity, one.subject, one.evidence, one.fix) == ("root", "error", "eth1", "is down", "up")
+    assert [(each.id, each.severity) for each in one.also] == [("effect", "error"), ("further", "warning")]
+    assert (two.id, two.subject, three.id, three.subject) == ("root", "eth2", "effect", "two")
+    # A cause that is no problem itself, or that was not tested, explains nothing; nor do findings explain each other.
+    assert [each.id for each in examine([effect], machine())] == ["effect", "effect"]
+    blameless = named("effect", Found("error", "no data", "", "one", ("root", "eth2")))
+    assert len(examine([root, blameless], machine())) == 3
+    circle = named("circle", *(Found("error", "", "", here, ("circle", there)) for here, there in ("ab", "ba", "cc")))
+    assert [each.subject for each in examine([circle], machine())] == ["a", "b", "c"]
+
+
+def test_a_system_call_that_is_refused_explains_the_transports_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(tls: str, **_: Any) -> Any:
+        raise crossrail.ConfigError("worker: memfd_create", detail="memfd_create: Operation not permitted")
+
+    monkeypatch.setattr(transports, "connected", refused)
+    monkeypatch.setattr(limits, "refusals", lambda: {"memfd_create": "Operation not permitted"})
+    checks = [check for check in table.CHECKS if check.id in ("shm", "mapped", "system-calls")]
+    (one,) = examine(checks, machine())
+    assert (one.id, one.subject, [each.id for each in one.also]) == ("system-calls", "memfd_create", ["shm", "mapped"])
+
+
 def test_netlink_agrees_with_the_machine() -> None:
     by_name = {one.name: one for one in interfaces()}
     lo = by_name["lo"]

@@ -22,9 +22,9 @@ from test_cli_store import store
 
 import crossrail
 from crossrail_tools.cli.command_line import parse_arguments
-from crossrail_tools.cli.doctor import probes, rails
-from crossrail_tools.cli.doctor.examine import within
-from crossrail_tools.cli.doctor.finding import Found, Machine
+from crossrail_tools.cli.doctor import nics, probes, rails, table
+from crossrail_tools.cli.doctor.examine import examine, within
+from crossrail_tools.cli.doctor.finding import Finding, Found, Machine
 from crossrail_tools.cli.doctor.links import Rail
 from crossrail_tools.cli.doctor.listener import serve
 from crossrail_tools.cli.doctor.netlink import Route
@@ -408,6 +408,76 @@ def test_why_a_rail_does_not_reach(why: str, said: str) -> None:
     survey.ways.append(elsewhere)
     (one,) = judged(rails.reachable, survey)
     assert said in one.evidence and "eth1 does reach eth7 there" in one.evidence and one.fix
+
+
+def by_cause(survey: Survey) -> list[Finding]:
+    """The problems that all checks of devices and rails find, one per cause."""
+    here = machine(survey=survey, rails=[way.mine for way in survey.ways])
+    checks = [check for check in table.CHECKS if check.group == "rails" or check.id in NIC_CHECKS]
+    return [one for one in examine(checks, here) if one.severity in ("error", "warning")]
+
+
+NIC_CHECKS = ("nic-link", "nic-mtu", "nic-address", "nic-route")
+
+
+@pytest.fixture
+def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that sends to each subnet by the device that is in it; of several the first."""
+    monkeypatch.setattr(nics, "route", lambda to, _: Route(f"eth{to.split('.')[2]}", "", ""))
+
+
+@pytest.mark.usefixtures("by_itself")
+def test_a_device_that_is_down_or_short_is_one_finding() -> None:
+    survey = ways(EVEN, EVEN, EVEN, EVEN)
+    down, short, *_ = survey.ways
+    down.mine = replace(down.mine, up=False, carrier=False)
+    down.open, down.why, down.alone, down.together = False, "no answer within 1 s", None, None
+    short.mine = replace(short.mine, mtu=1500)
+    short.mtu_there = short.mtu_back = 1500
+    short.alone = (Load(why="broken pipe"), Load(why="broken pipe"))
+    link, mtu = by_cause(survey)
+    assert (link.id, link.subject, link.severity) == ("nic-link", "eth1", "error")
+    assert [each.id for each in link.also] == ["rail-down"]
+    assert (mtu.id, mtu.subject, mtu.severity) == ("nic-mtu", "eth2", "error")
+    assert [each.id for each in mtu.also] == ["rail-mtu", "rail-speed"]
+
+
+@pytest.mark.usefixtures("by_itself")
+def test_devices_that_share_a_subnet_are_one_finding_at_each_end() -> None:
+    survey = ways(EVEN, EVEN, EVEN)
+    for number, way in enumerate(survey.ways, 1):
+        way.mine = replace(way.mine, address=f"10.0.1.{number}")
+        way.theirs = replace(way.theirs, address=f"10.0.1.{10 + number}")
+        way.there = way.back = Route("eth1", "", "10.0.1.0/24")
+    survey.theirs = [way.theirs for way in survey.ways]
+    here, there = by_cause(survey)
+    assert (here.id, here.subject, here.severity) == ("nic-address", "eth1 and eth2 and eth3", "error")
+    assert {each.id for each in here.also} == {"nic-route", "rail-route"}
+    assert "ip rule add from 10.0.1.2 table 101" in here.fix
+    assert there.id == "rail-route" and there.evidence.startswith("at beta packets from eth2")
+    assert [each.subject for each in there.also] == ["eth3 to eth3"]
+
+
+@pytest.mark.usefixtures("by_itself")
+def test_a_firewall_is_one_finding_for_all_rails_that_it_closes() -> None:
+    survey = ways(EVEN, EVEN, EVEN, named="18180-18183")
+    for way in survey.ways[:2]:
+        way.open, way.why, way.alone, way.together = False, "no answer within 1 s", None, None
+    survey.ways[2].closed, survey.ways[2].why = [18181], "connection refused"
+    survey.ways[2].data_why = "no lane came up"
+    closed, part = by_cause(survey)
+    assert (closed.id, closed.subject, closed.also) == ("rail-reach", "eth1 to eth1, eth2 to eth2", [])
+    assert "nft insert rule inet filter input iifname { eth1, eth2 } tcp dport 18180-18183 accept" in closed.fix
+    assert (part.id, part.subject, [each.id for each in part.also]) == ("rail-reach", "eth3 to eth3", ["rail-data"])
+
+
+@pytest.mark.usefixtures("by_itself")
+def test_a_rail_that_loses_packets_and_is_slow_is_one_finding() -> None:
+    survey = ways(EVEN, (1.0, 1.0, 1.0, 1.0), EVEN)
+    assert survey.ways[1].alone is not None
+    survey.ways[1].alone[0].resent = 0.2
+    (one,) = by_cause(survey)
+    assert (one.id, one.subject, [each.id for each in one.also]) == ("rail-speed", "eth2 to eth2", ["rail-loss"])
 
 
 def test_losses_and_clocks_and_no_counterpart() -> None:

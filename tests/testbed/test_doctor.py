@@ -32,10 +32,10 @@ def listening(bed: Bed) -> Iterator[str]:
         end.kill()
 
 
-def examined(bed: Bed) -> dict[str, Any]:
+def examined(bed: Bed, only: str = "settings") -> dict[str, Any]:
     """What a doctor at the right says of the rails to the one at the left, which have problems."""
     with listening(bed) as where:
-        command = bed.inside("right", *DOCTOR, f"--peer={where}", "--only=settings", "--seconds=0.2", "--json=-")
+        command = bed.inside("right", *DOCTOR, f"--peer={where}", f"--only={only}", "--seconds=0.2", "--json=-")
         environment = clean_environment(SETTINGS)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -75,6 +75,21 @@ def test_four_faults_are_named_with_what_mends_them(make_bed: MAKE) -> None:
     rates = {way["mine"]["name"]: way["alone"] for way in whole["survey"]["ways"] if way["used"]}
     assert rates["eth1"] is None
     assert rates["eth2"][0]["gbit_per_s"] < 0.05 < rates["eth4"][0]["gbit_per_s"]
+
+
+def test_what_devices_and_rails_show_of_one_fault_is_one_finding(make_bed: MAKE) -> None:
+    bed = make_bed((200, 200, 200, 200))
+    bed.set_down("right", "eth1")
+    ip(bed, "right", "route", "replace", "10.77.2.0/24", "dev", "eth0")
+    ip(bed, "right", "link", "set", "eth3", "mtu", "1000")
+    found = problems(examined(bed, "nic-link,nic-mtu,nic-address,nic-route"))
+    ids = {key: [(one["id"], one["subject"]) for one in finding["also"]] for key, finding in found.items()}
+    assert ids == {
+        ("nic-link", "eth1"): [("rail-down", "eth1 to eth1")],
+        ("nic-route", "eth2"): [("rail-route", "eth2 to eth2")],
+        ("nic-mtu", "eth3"): [("rail-mtu", "eth3 to eth3")],
+    }
+    assert {finding["severity"] for finding in found.values()} == {"error"}
 
 
 def test_black_holes_and_routes_of_the_other_end(make_bed: MAKE) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 from crossrail.errors import CrossrailError
 
 from ..failure import Failure
-from .finding import Check, Finding, Found, Machine
+from .finding import PROBLEMS, SEVERITIES, Cause, Check, Finding, Found, Machine
 
 T = TypeVar("T")
 
@@ -17,13 +18,45 @@ OnCheck = Callable[[Check], object]
 
 
 def examine(checks: Sequence[Check], machine: Machine, on_check: OnCheck = lambda check: None) -> list[Finding]:
-    """The findings of all ``checks``, in their order. Never raises because of a check, nor waits beyond its limit."""
-    findings = []
+    """The findings of all ``checks``, in their order, one per cause. Never raises because of a check, nor waits beyond
+    its limit.
+    """
+    results = []
     for check in checks:
         on_check(check)
         for found in _results(check, machine):
-            findings.append(Finding(check.id, found.severity, found.subject, found.evidence, found.fix))
-    return findings
+            finding = Finding(check.id, found.severity, found.subject, found.evidence, found.fix)
+            results.append((finding, found.because))
+    return _one_per_cause(results)
+
+
+def _one_per_cause(results: Sequence[tuple[Finding, Cause | None]]) -> list[Finding]:
+    """Joins findings to the one that names their cause, which gets the worst of their severities."""
+    problems = {(one.id, one.subject): (one, cause) for one, cause in results if one.severity in PROBLEMS}
+
+    def root(one: Finding, cause: Cause | None) -> Finding:
+        top, seen = one, [one]
+        while cause is not None and cause in problems and problems[cause][0] is not top:
+            top, cause = problems[cause]
+            if any(top is other for other in seen):
+                return one  # findings that explain each other are none's cause
+            seen.append(top)
+        return top
+
+    joined: dict[int, list[Finding]] = {}
+    for one, cause in results:
+        top = root(one, cause)
+        effects = joined.setdefault(id(top), [top])
+        if top is not one:
+            effects.append(one)
+    order = list(SEVERITIES)
+    return [
+        dataclasses.replace(
+            one, severity=min((each.severity for each in joined[id(one)]), key=order.index), also=joined[id(one)][1:]
+        )
+        for one, cause in results
+        if root(one, cause) is one
+    ]
 
 
 def _results(check: Check, machine: Machine) -> list[Found]:
@@ -39,7 +72,8 @@ def _results(check: Check, machine: Machine) -> list[Found]:
 
     if not _ends_within(check.limit_s, check.id, body):
         text = f"the check did not end within {check.limit_s:g} s: what it tests hangs"
-        return [*results, Found("error", text, "CROSSRAIL_LOG=debug crossrail doctor --only " + check.id)]
+        fix = "CROSSRAIL_LOG=debug crossrail doctor --only " + check.id
+        return [*results, Found("error", text, fix, because=check.because)]
     if not results and not failures:
         return [Found("note", "nothing to test here")]
     return [*results, *failures]
@@ -81,8 +115,8 @@ def _ends_within(limit_s: float, name: str, body: Callable[[], None]) -> bool:
 def _failed(check: Check, error: Exception) -> Found:
     mends = check.mends.replace("`", "")
     if isinstance(error, CrossrailError):
-        return Found("error", error.detail, error.hint or mends)
+        return Found("error", error.detail, error.hint or mends, because=check.because)
     if isinstance(error, (Failure, OSError)):
-        return Found("error", " ".join(str(error).split()), mends)
+        return Found("error", " ".join(str(error).split()), mends, because=check.because)
     text = f"the check itself failed: {type(error).__name__}: {' '.join(str(error).split())}"
     return Found("error", text, "report this, with `crossrail info --json -`")

@@ -28,25 +28,34 @@ PROBLEMS: frozenset[Severity] = frozenset({"error", "warning"})
 """What makes the command exit with 1."""
 
 
+Cause = tuple[str, str]
+"""The id and the subject of a finding that names the cause of another one."""
+
+
 @dataclass(frozen=True)
 class Found:
-    """One result of a check: what was seen, and the command or the step that mends it (empty: there is none)."""
+    """One result of a check: what was seen, and the command or the step that mends it (empty: there is none).
+
+    ``because``: if that is a problem too, it is the cause of this one.
+    """
 
     severity: Severity
     evidence: str
     fix: str = ""
     subject: str = ""
+    because: Cause | None = None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A result with the id of its check."""
+    """A result with the id of its check, and results of further checks that have the same cause."""
 
     id: str
     severity: Severity
     subject: str
     evidence: str
     fix: str
+    also: list[Finding] = field(default_factory=list)
 
 
 @dataclass
@@ -74,7 +83,7 @@ class Check:
     """One row of the table of checks.
 
     ``tests`` says what is tested and how, ``rule`` which severity it has when, ``mends`` what usually helps; all three
-    are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds.
+    are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: what usually is the cause if it fails.
     """
 
     id: str
@@ -84,6 +93,7 @@ class Check:
     mends: str
     limit_s: float
     run: Callable[[Machine], Iterable[Found]]
+    because: Cause | None = None
 
 
 def text_of(path: Path) -> str:

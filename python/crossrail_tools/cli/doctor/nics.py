@@ -10,7 +10,7 @@ from pathlib import Path
 
 from crossrail_tools.report import counted
 
-from .finding import Found, Machine, number_of, text_of
+from .finding import Cause, Found, Machine, number_of, text_of
 from .links import Rail
 from .netlink import route
 
@@ -72,13 +72,9 @@ def mtus(machine: Machine) -> Iterable[Found]:
 
 def addresses(machine: Machine) -> Iterable[Found]:
     """Devices that share a subnet: the kernel then answers and sends by either."""
-    by_subnet: dict[str, list[Rail]] = {}
-    for rail in machine.rails:
-        if rail.works and not rail.loopback:
-            by_subnet.setdefault(rail.subnet, []).append(rail)
-    shared = {subnet: rails for subnet, rails in by_subnet.items() if len(rails) > 1}
+    shared = shared_subnets(machine.rails)
     for subnet, rails in shared.items():
-        names = " and ".join(rail.name for rail in rails)
+        names = _together(rails)
         text = f"share {subnet}: without rules per source address, all of them send by {rails[0].name}"
         fix = "; ".join(
             f"ip route add {subnet} dev {rail.interface} table {100 + number}; "
@@ -92,6 +88,25 @@ def addresses(machine: Machine) -> Iterable[Found]:
             yield Found("warning", text, fix, names)
     if not shared:
         yield Found("ok", "each device has a subnet of its own")
+
+
+def shared_subnets(rails: Iterable[Rail]) -> dict[str, list[Rail]]:
+    """The subnets with several of ``rails``, and those."""
+    by_subnet: dict[str, list[Rail]] = {}
+    for rail in rails:
+        if rail.works and not rail.loopback:
+            by_subnet.setdefault(rail.subnet, []).append(rail)
+    return {subnet: rails for subnet, rails in by_subnet.items() if len(rails) > 1}
+
+
+def misrouted(rails: Iterable[Rail], rail: Rail) -> Cause:
+    """What names the cause if packets of one of ``rails`` leave by another device."""
+    twins = shared_subnets(rails).get(rail.subnet)
+    return ("nic-route", rail.name) if twins is None else ("nic-address", _together(twins))
+
+
+def _together(rails: Iterable[Rail]) -> str:
+    return " and ".join(rail.name for rail in rails)
 
 
 def _neighbour(rail: Rail) -> str:
@@ -115,7 +130,7 @@ def routes(machine: Machine) -> Iterable[Found]:
         text = f"{_neighbour(rail)} leaves by {found}, not by {rail.interface}"
         if found.interface is None:
             text = f"{_neighbour(rail)} cannot be reached from {rail.address}: {found}"
-        yield Found("warning", text, route_fix(found.matched, rail), rail.name)
+        yield Found("warning", text, route_fix(found.matched, rail), rail.name, because=misrouted(machine.rails, rail))
 
 
 def route_fix(matched: str, rail: Rail) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from crossrail_tools.report import format_size, median
 
 from ..parsing import DEFAULT_PORT
-from .finding import Found, Machine
+from .finding import Cause, Found, Machine
 from .links import Rail
 from .netlink import Route
-from .nics import route_fix
+from .nics import misrouted, route_fix, shared_subnets
 from .probes import LARGEST, Load
 from .survey import SLOW, Survey, Way
 
@@ -45,7 +45,8 @@ def down(machine: Machine) -> Iterable[Found]:
         text = "; ".join(f"{rail.name} {'is down' if not rail.up else 'has no link'} {where}" for rail, where in named)
         rail, where = down_ends[0]
         mends = f"ip link set {rail.interface} up" if not rail.up else f"ethtool {rail.interface}; check the cable"
-        yield Found("error", text, mends if where == "here" else f"{mends}   # {where}", way.name)
+        because = ("nic-link", rail.name) if where == "here" else None
+        yield Found("error", text, mends if where == "here" else f"{mends}   # {where}", way.name, because)
     if not survey.used:
         theirs = ", ".join(f"{rail.name} {rail.address}" for rail in survey.theirs) or "none"
         text = f"no rail here has a counterpart; rails there: {theirs}"
@@ -68,9 +69,19 @@ def routes(machine: Machine) -> Iterable[Found]:
             if found.interface is None:
                 text = f"{where} there is no way from {rail.name} to {to.address}: {found}"
             fix = route_fix(found.matched, rail)
-            yield Found("error", text, fix if where == "here" else f"{fix}   # {where}", way.name)
+            if where == "here":
+                yield Found("error", text, fix, way.name, misrouted(machine.rails, rail))
+            else:
+                yield Found("error", text, f"{fix}   # {where}", way.name, _misrouted_there(survey, rail))
         if not wrong:
             yield Found("ok", "both kernels send by the rail itself", subject=way.name)
+
+
+def _misrouted_there(survey: Survey, rail: Rail) -> Cause | None:
+    """The finding about the first of the peer's rails in the same subnet: without rules, all of them leave by one."""
+    twins = shared_subnets(survey.theirs).get(rail.subnet, [])
+    wrong = [way for way in survey.used if way.theirs in twins and _leaves_elsewhere(way.back, way.theirs)]
+    return ("rail-route", wrong[0].name) if wrong else None
 
 
 def _leaves_elsewhere(found: Route | None, rail: Rail) -> bool:
@@ -83,42 +94,71 @@ def reachable(machine: Machine) -> Iterable[Found]:
     """Connections between the rails that transfers pair; what else is open, as a hint at crossed cables."""
     survey = _of(machine)
     for way in survey.used:
-        if not (way.mine.works and way.theirs.works):
-            continue
-        if way.open and not way.closed:
+        if way.mine.works and way.theirs.works and way.open and not way.closed:
             yield Found("ok", f"reachable, {1e6 * (way.rtt_s or 0):.0f} us to connect", subject=way.name)
+    for text, ways in _unreachable(survey).items():
+        _, fix = _closed(ways, survey)
+        yield Found("error", text, fix, _named(ways))
+
+
+def _unreachable(survey: Survey) -> dict[str, list[Way]]:
+    """Ways that are closed, at least in part, although their links are up, by what is seen of it. A firewall may close
+    several.
+    """
+    found: dict[str, list[Way]] = {}
+    for way in survey.used:
+        if not (way.mine.works and way.theirs.works) or (way.open and not way.closed):
             continue
-        if way.open:
-            text = f"TCP {_ports_text(way.closed)}: {way.why}, where others of CROSSRAIL_PORTS={survey.named} answer"
-            yield Found("error", f"{text}: a firewall leaves only some of them open", _allow(way, survey), way.name)
-            continue
-        if _leaves_elsewhere(way.there, way.mine) or _leaves_elsewhere(way.back, way.theirs):
+        if not way.open and (_leaves_elsewhere(way.there, way.mine) or _leaves_elsewhere(way.back, way.theirs)):
             continue  # the check of routes names the cause
-        others = [one.theirs.name for one in survey.ways if one.mine == way.mine and one.open]
-        cross = f"; {way.mine.name} does reach {', '.join(others)} there" if others else ""
-        text, fix = _closed(way, survey)
-        yield Found("error", text + cross, fix, way.name)
+        others = [one.theirs.name for one in survey.ways if one.mine == way.mine and one.open and one is not way]
+        cross = f"; {way.mine.name} does reach {', '.join(others)} there" if others and not way.open else ""
+        text, _ = _closed([way], survey)
+        found.setdefault(text + cross, []).append(way)
+    return found
 
 
-def _closed(way: Way, survey: Survey) -> tuple[str, str]:
-    """Why a way whose links are up is not open, and what mends that."""
+def _closed(ways: Sequence[Way], survey: Survey) -> tuple[str, str]:
+    """Why ways with links that are up are not open, all for the same reason, and what mends that."""
+    way = ways[0]
     device = way.mine.interface
+    if way.open:
+        text = f"TCP {_ports_text(way.closed)}: {way.why}, where others of CROSSRAIL_PORTS={survey.named} answer"
+        return f"{text}: a firewall leaves only some of them open", _allow(ways, survey)
     if "no answer" in way.why:
         text = f"{way.why}: packets vanish, as by a firewall that drops them, another VLAN, or a wrong neighbour entry"
-        return text, f"ip neigh show dev {device}, at both ends; {_allow(way, survey)}"
+        return text, f"ip neigh show dev {device}, at both ends; {_allow(ways, survey)}"
     if "refused" in way.why or "prohibited" in way.why or "denied" in way.why:
         text = f"{way.why}, although the doctor listens there: a firewall rejects it"
-        return text, _allow(way, survey)
+        return text, _allow(ways, survey)
     if "no route to host" in way.why:
         text = f"{way.why}: nobody answers for {way.theirs.address} on that link, or a firewall rejects it"
         return text, f"ip neigh show dev {device}; check cables, VLAN and addresses at both ends"
     return way.why, f"ip route get {way.theirs.address} from {way.mine.address}"
 
 
-def _allow(way: Way, survey: Survey) -> str:
-    """The rule that lets data pass over the way. Data has the ports that are named, or any."""
+def _named(ways: Sequence[Way]) -> str:
+    return ", ".join(way.name for way in ways)
+
+
+def _closed_by(way: Way, survey: Survey) -> Cause | None:
+    """The finding that says that this way is closed, if there is one."""
+    return next((("rail-reach", _named(ways)) for ways in _unreachable(survey).values() if way in ways), None)
+
+
+def _cause(way: Way, survey: Survey) -> Cause | None:
+    """The finding of an earlier check that explains what is wrong with data on this way, if there is one."""
+    if _leaves_elsewhere(way.there, way.mine) or _leaves_elsewhere(way.back, way.theirs):
+        return ("rail-route", way.name)
+    return _closed_by(way, survey) or ("rail-mtu", way.name)
+
+
+def _allow(ways: Sequence[Way], survey: Survey) -> str:
+    """The rule that lets data pass over these ways. Data has the ports that are named, or any."""
     named = survey.named or f"{DEFAULT_PORT}-{DEFAULT_PORT + 22}"
-    rule = f"iifname {way.theirs.interface} tcp dport {named} accept"  # data may have another family than the probes
+    devices = list(dict.fromkeys(way.theirs.interface for way in ways))
+    inputs = devices[0] if len(devices) == 1 else f"{{ {', '.join(devices)} }}"
+    rule = f"iifname {inputs} tcp dport {named} accept"  # data may have another family than the probes
     allow = f"allow TCP {'ports' if '-' in named else 'port'} {named}: nft insert rule inet filter input {rule}"
     if survey.named:
         return f"{allow}   # at {survey.peer}"
@@ -142,7 +182,8 @@ def transfers(machine: Machine) -> Iterable[Found]:
     survey = _of(machine)
     for way in survey.used:
         if way.data_why:
-            yield Found("error", f"a transfer does not use it: {way.data_why}", _allow(way, survey), way.name)
+            text = f"a transfer does not use it: {way.data_why}"
+            yield Found("error", text, _allow([way], survey), way.name, _cause(way, survey))
         elif way.data is not None:
             yield Found("ok", f"carried {format_size(way.data)} of a transfer, verified", subject=way.name)
 
@@ -163,7 +204,7 @@ def packet_sizes(machine: Machine) -> Iterable[Found]:
         if mine.mtu != theirs.mtu:
             text = f"the MTU is {mine.mtu} here and {theirs.mtu} there"
             lost = f"; packets above {min(passing)} bytes do not arrive" if passing else ""
-            yield Found("error", text + lost, fix, way.name)
+            yield Found("error", text + lost, fix, way.name, ("nic-mtu", mine.name) if small is mine else None)
         elif passing and min(passing) < min(mine.mtu, LARGEST):
             text = f"packets above {min(passing)} bytes do not arrive, although both ends have an MTU of {mine.mtu}"
             between = (
@@ -172,10 +213,12 @@ def packet_sizes(machine: Machine) -> Iterable[Found]:
             yield Found("error", text, between, way.name)
         elif mine.mtu < usual:
             text = f"the MTU is {mine.mtu} at both ends, where another rail of its speed has {usual}"
-            yield Found("warning", text, f"ip link set {mine.interface} mtu {usual}, at both ends", way.name)
+            fix = f"ip link set {mine.interface} mtu {usual}, at both ends"
+            yield Found("warning", text, fix, way.name, ("nic-mtu", mine.name))
         elif not passing:
             text = f"no datagram passes, so that packets up to the MTU of {mine.mtu} could not be tried"
-            yield Found("note", text, f"allow UDP port {way.port} from {mine.address} to {theirs.address}", way.name)
+            fix = f"allow UDP port {way.port} from {mine.address} to {theirs.address}"
+            yield Found("note", text, fix, way.name, _closed_by(way, survey))
         else:
             yield Found("ok", f"packets of {min(passing)} bytes pass unfragmented", subject=way.name)
 
@@ -189,7 +232,8 @@ def speeds(machine: Machine) -> Iterable[Found]:
         failed = next((one.why for one in way.alone if one.why), "")
         if failed:
             text = f"connects, but carries no data: {failed}"
-            yield Found("error", text, f"ethtool -S {way.mine.interface}; look for packets that are lost", way.name)
+            fix = f"ethtool -S {way.mine.interface}; look for packets that are lost"
+            yield Found("error", text, fix, way.name, _cause(way, survey))
             continue
         others = [
             (one.alone[0].gbit_per_s + one.alone[1].gbit_per_s) / 2
@@ -202,9 +246,10 @@ def speeds(machine: Machine) -> Iterable[Found]:
         fix = _slow_fix(way, survey)
         if best < SLOW * usual and not _explained(way, best):
             text = f"{rates}, where the others carry {usual:.3g} Gbit/s{_shaped(way)}"
-            yield Found("warning", text, fix, way.name)
+            yield Found("warning", text, fix, way.name, _cause(way, survey))
         elif min(there.gbit_per_s, back.gbit_per_s) < SLOW * best:
-            yield Found("warning", f"{rates}: one direction is slow{_shaped(way)}", fix, way.name)
+            text = f"{rates}: one direction is slow{_shaped(way)}"
+            yield Found("warning", text, fix, way.name, _cause(way, survey))
         else:
             yield Found("ok", rates, subject=way.name)
 
@@ -293,7 +338,7 @@ def losses(machine: Machine) -> Iterable[Found]:
         if worst > RESENT:
             text = f"{worst:.1%} of the segments were sent again{drops}"
             fix = f"ethtool -S {way.mine.interface}; ethtool -G {way.mine.interface} rx 4096; check cable and switch"
-            yield Found("warning", text, fix, way.name)
+            yield Found("warning", text, fix, way.name, ("rail-speed", way.name))
         else:
             yield Found("ok", f"{worst:.2%} of the segments were sent again{drops}", subject=way.name)
 

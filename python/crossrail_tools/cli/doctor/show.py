@@ -32,6 +32,9 @@ def print_findings(findings: Sequence[Finding], to: Console) -> None:
         made.add_row(severity, finding.id, finding.subject, finding.evidence)
         if finding.fix:
             made.add_row("", "", "", Text(f"mend: {finding.fix}", style="bold"))
+        if finding.also:
+            seen = dict.fromkeys(" on ".join(filter(None, (one.id, one.subject))) for one in finding.also)
+            made.add_row("", "", "", f"also seen by {', '.join(seen)}")
     to.print(made)
     to.print(summary(findings))
 
@@ -94,8 +97,9 @@ def page() -> str:
 
 `crossrail doctor` tests this machine by doing: it moves data over each transport between two processes, opens, locks
 and maps what a job needs, and asks the kernel how it would route. Each finding has the id of its check, a severity,
-the evidence, and the command that mends it. `--only` selects checks by id or group, `--json` writes everything. [Why is
-it slow?](guides/slow.md) begins with it.
+the evidence, and the command that mends it. Several checks may see the same fault, as a device that is down: they are
+one finding, which names those that also saw it. `--only` selects checks by id or group, `--json` writes everything.
+[Why is it slow?](guides/slow.md) begins with it.
 
     crossrail doctor                           # this machine
     crossrail doctor --only network,shm        # some checks
@@ -112,9 +116,9 @@ It exits with 0 if there is neither an error nor a warning, with 1 if there is o
 that fails itself, or does not end within its limit, is a finding like any other.
 
 The JSON is `{{"schema": "{SCHEMA}", "environment": ..., "command": [...], "findings": [...]}}`. A finding
-has `id`, `severity`, `subject` (a device, a rail, a setting; may be empty), `evidence` and `fix`. With `--peer` there
-is a `survey` too: the rails there, the clocks, and every way from a rail here to one there, with routes, packet sizes,
-and rates in Gbit/s.
+has `id`, `severity`, `subject` (a device, a rail, a setting; may be empty), `evidence`, `fix`, and the findings of
+other checks with the same cause as `also`. With `--peer` there is a `survey` too: the rails there, the clocks, and
+every way from a rail here to one there, with routes, packet sizes, and rates in Gbit/s.
 
 | severity | meaning |
 |---|---|

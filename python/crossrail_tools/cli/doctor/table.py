@@ -44,6 +44,7 @@ CHECKS = (
         "allow memfd_create and Unix sockets: `docker run --security-opt seccomp=unconfined`",
         25,
         transports.shared_memory,
+        because=("system-calls", "memfd_create"),
     ),
     Check(
         "cma",
@@ -62,6 +63,7 @@ CHECKS = (
         "allow memfd_create and Unix sockets: `docker run --security-opt seccomp=unconfined`",
         25,
         transports.mapped_memory,
+        because=("system-calls", "memfd_create"),
     ),
     Check(
         "fd-passing",
@@ -71,6 +73,7 @@ CHECKS = (
         "`docker run --cap-add=SYS_PTRACE`",
         25,
         transports.passed_descriptors,
+        because=("system-calls", "memfd_create"),
     ),
     Check(
         "tcp-loopback",
@@ -206,6 +209,7 @@ CHECKS = (
         "`ulimit -l unlimited`",
         30,
         gpu_checks.pinned_memory,
+        because=("memlock", ""),
     ),
     Check(
         "gpu-export",
@@ -314,6 +318,7 @@ CHECKS = (
         "`sysctl -w net.core.netdev_max_backlog=65536`",
         30,
         transports.under_load,
+        because=("tcp-loopback", ""),
     ),
     Check(
         "socket-buffers",

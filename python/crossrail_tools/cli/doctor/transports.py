@@ -75,7 +75,8 @@ def single_copy(machine: Machine) -> Iterable[Found]:
         yield Found("ok", "each of two processes reads and writes the other's memory; large messages take one copy")
         return
     why = (way["reason"] if way else None) or "the transport shm does not offer it"
-    yield Found("warning", f"large messages take two copies instead of one: {why}", _fix_of_attach(machine))
+    text = f"large messages take two copies instead of one: {why}"
+    yield Found("warning", text, _fix_of_attach(machine), because=("system-calls", "process_vm_readv"))
 
 
 def _fix_of_attach(machine: Machine) -> str:
@@ -199,7 +200,8 @@ def registration(machine: Machine) -> Iterable[Found]:
                     region.deregister()
                 except CrossrailError as error:
                     text = f"a region of {mib(size)} cannot be registered: {error.detail}"
-                    yield Found("error", text, error.hint or "ulimit -l unlimited; then register in smaller pieces")
+                    fix = error.hint or "ulimit -l unlimited; then register in smaller pieces"
+                    yield Found("error", text, fix, because=("memlock", ""))
                     return
                 finally:
                     endpoint.worker.progress()
