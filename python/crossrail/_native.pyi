@@ -30,6 +30,7 @@ from crossrail.records import (
     Info,
     LaneReport,
     LaneShare,
+    MeshPair,
     MeshPlan,
     MeshSamples,
     MoveExplain,
@@ -112,7 +113,8 @@ __all__ = [
     "bench_control",
     "bench_ep",
     "bench_latency",
-    "bench_mesh",
+    "bench_mesh_all",
+    "bench_mesh_pair",
     "bench_net_plugin",
     "bench_p2p",
     "bench_raw_tcp",
@@ -874,7 +876,7 @@ def bench_raw_tcp(
     devices: Sequence[str] = ...,
     channels: int = 1,
 ) -> RawTcpSamples: ...
-def bench_mesh(
+def bench_mesh_all(
     context: Context,
     worker: Worker,
     peers: Sequence[Endpoint | None],
@@ -882,8 +884,17 @@ def bench_mesh(
     *,
     rank: int,
     memory: str = "ordinary",
-    on_progress: Callable[[int, int], object] | None = None,
 ) -> MeshSamples: ...
+def bench_mesh_pair(
+    context: Context,
+    worker: Worker,
+    peers: Sequence[Endpoint | None],
+    plan: MeshPlan,
+    pair: tuple[int, int],
+    *,
+    rank: int,
+    memory: str = "ordinary",
+) -> MeshPair | None: ...
 def bench_unpack(
     context: Context,
     plan: UnpackPlan,

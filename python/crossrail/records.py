@@ -497,12 +497,11 @@ class MessageRecord(TypedDict):
 
 
 class MeshSamples(TypedDict):
-    """Samples of one rank of a mesh: pairs that begin there, and all to all at once (us, and bytes sent).
+    """Samples of one rank of a mesh, all to all at once (us, and bytes sent).
 
     `slowest` are the messages of the slowest exchange, `copied` counts the copies of all exchanges.
     """
 
-    pairs: list[MeshPair]
     all_us: list[float]
     all_bytes: int
     slowest: list[MessageRecord]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import sys
@@ -65,6 +66,31 @@ def test_rounds_of_control_survive_ctrl_c(tmp_path: Path) -> None:
     assert report is not None and report.partial
     assert [row.what for row in report.rows] == ["init", "connect", "disconnect", "reconnect", "destroy"]
     assert all(len(row.samples_us) == len(report.rows[0].samples_us) >= 2 * 2 for row in report.rows)
+    assert "measured until then" in text
+
+
+def test_pairs_of_a_mesh_survive_ctrl_c(tmp_path: Path) -> None:
+    mesh = ["bench", "mesh", "--ranks=3", "--size=1M", "--iters=1000", "--warmup=1", "--transport=shm"]
+    code, text, report = cut_short(mesh, "[12]/6", tmp_path)
+    assert code == 130
+    assert report is not None and report.partial
+    pairs = [(row.source, row.target) for row in report.rows if row.part == "pair"]
+    assert 1 <= len(pairs) < 6 and pairs == list(itertools.permutations(range(3), 2))[: len(pairs)]
+    assert [row.part for row in report.rows] == ["pair"] * len(pairs) + ["latency"] * len(pairs)
+    assert all(len(row.samples_us) == 1000 for row in report.rows if row.part == "pair")
+    assert "measured until then" in text and "data: every pair verified" in text
+
+
+def test_iterations_of_a_mode_survive_ctrl_c(tmp_path: Path) -> None:
+    ep = ["bench", "ep", "--num-processes=2", "--tokens=16", "--hidden=512", "--warmup=10", ENDLESS]
+    beyond_the_first_part = r"(2[1-9]|[3-9][0-9]|[1-9][0-9]{2,})/2000000010"
+    code, text, report = cut_short(ep, beyond_the_first_part, tmp_path)
+    assert code == 130
+    assert report is not None and report.partial
+    (row,) = report.rows
+    assert (row.what, row.ranks, len(row.rounds)) == ("dispatch", 2, 1)
+    assert len(row.samples_us) == 2 * len(row.slowest_us) >= 2 * 10
+    assert row.bytes_wire and row.p50_us
     assert "measured until then" in text
 
 

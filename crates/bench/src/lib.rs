@@ -34,7 +34,7 @@ pub use ep::{EpMode, EpPlan, EpSamples, EpWork, expert_parallel};
 pub use ep_cuda::{Clock, DeviceEp, DeviceEpPlan, DeviceEpSamples, Parts};
 pub use ep_memory::DeviceEpWork;
 pub use latency::{LatencyPlan, latency};
-pub use mesh::{MeshPlan, MeshRank, MeshSamples, MessageTimes, PairSamples, mesh};
+pub use mesh::{AllSamples, MeshPlan, MeshRank, MessageTimes, PairSamples, mesh_all, mesh_pair};
 pub use net_plugin::{NetPluginPlan, net_plugin};
 pub use p2p::{P2pIteration, P2pPlan, Verify, p2p};
 pub use raw::{RawTcpPlan, RawTcpSamples, raw_tcp};

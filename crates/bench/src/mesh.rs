@@ -45,7 +45,7 @@ pub struct MeshRank<'a> {
     pub peers: &'a [Option<Endpoint>],
     /// What memory this rank moves.
     pub memory: MemoryKind,
-    /// Receives progress reports: pairs that are done.
+    /// Called during long waits.
     pub observer: &'a mut dyn Observer,
 }
 
@@ -62,12 +62,10 @@ pub struct PairSamples {
     pub latency: Samples,
 }
 
-/// What one rank of a mesh measured.
+/// What one rank of a mesh measured while all ranks sent to all others.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct MeshSamples {
-    /// The ordered pairs that begin here, by target.
-    pub pairs: Vec<PairSamples>,
-    /// All to all: microseconds from the barrier until everything that this rank sent has arrived.
+pub struct AllSamples {
+    /// Microseconds from the barrier until everything that this rank sent has arrived.
     pub all_us: Vec<f64>,
     /// Bytes that this rank sent in each exchange.
     pub all_bytes: u64,
@@ -93,41 +91,59 @@ pub struct MessageTimes {
     pub finished: f64,
 }
 
-/// Measures at one rank; every rank calls it with the same plan. One pair at a time moves data while the others wait; then,
-/// after a barrier, every rank sends `window` messages to each other rank at once.
+/// Measures one ordered pair, `(source, target)`; every rank calls it with the same pairs and plan in the same order.
+/// After a barrier the two move data while the others wait at the next one. Returns the samples at `source`.
 ///
-/// Every byte is verified in an exchange before the timed ones and in one after them, as in [`bandwidth`] and [`latency`]
-/// for the pairs.
+/// Every byte is verified before the timing and after it, as in [`bandwidth`] and [`latency`].
 ///
 /// # Errors
 /// `Usage` for a rank or a window out of range; `Mismatch` when plans differ; `Protocol` when data did not verify at
-/// any rank of a pair; errors of the engine and of the observer.
-pub fn mesh(mine: &mut MeshRank<'_>, plan: MeshPlan) -> Result<MeshSamples> {
-    let ranks = mine.peers.len();
+/// either rank; errors of the engine and of the observer.
+pub fn mesh_pair(
+    mine: &mut MeshRank<'_>,
+    (source, target): (usize, usize),
+    plan: MeshPlan,
+) -> Result<Option<PairSamples>> {
+    check(mine, plan)?;
+    if source == target || source.max(target) >= mine.peers.len() {
+        return Err(Error::new(ErrorKind::Usage, "mesh", format!("no pair of rank {source} and rank {target}")));
+    }
+    barrier(mine, plan.patience)?;
+    if mine.rank == source {
+        return pair(mine, target, Role::Driver, plan).map(Some);
+    }
+    if mine.rank == target {
+        pair(mine, source, Role::Echo, plan)?;
+    }
+    Ok(None)
+}
+
+/// Measures all to all: after a barrier, every rank sends `window` messages to each other rank at once. Every rank calls
+/// it with the same plan.
+///
+/// Every byte is verified in an exchange before the timed ones and in one after them.
+///
+/// # Errors
+/// As [`mesh_pair`].
+pub fn mesh_all(mine: &mut MeshRank<'_>, plan: MeshPlan) -> Result<AllSamples> {
+    check(mine, plan)?;
+    let mut samples = AllSamples::default();
+    barrier(mine, plan.patience)?;
+    if mine.peers.len() > 1 {
+        exchange_all(mine, plan, &mut samples)?;
+    }
+    barrier(mine, plan.patience)?;
+    Ok(samples)
+}
+
+fn check(mine: &MeshRank<'_>, plan: MeshPlan) -> Result<()> {
     let others = mine.peers.iter().flatten().count();
-    if mine.peers.get(mine.rank).is_none_or(Option::is_some) || others + 1 != ranks || plan.window == 0 {
+    let missing = mine.peers.get(mine.rank).is_none_or(Option::is_some) || others + 1 != mine.peers.len();
+    if missing || plan.window == 0 {
         let text = format!("rank {} with {others} endpoints, a window of {}", mine.rank, plan.window);
         return Err(Error::new(ErrorKind::Usage, "mesh", text).with_hint("an endpoint for each rank but its own"));
     }
-    let mut samples = MeshSamples::default();
-    let progress = &mut Progress::new(ranks * (ranks - 1));
-    for source in 0..ranks {
-        for target in (0..ranks).filter(|target| *target != source) {
-            barrier(mine, plan.patience, progress)?;
-            if mine.rank == source {
-                samples.pairs.push(pair(mine, target, Role::Driver, plan)?);
-            } else if mine.rank == target {
-                pair(mine, source, Role::Echo, plan)?;
-            }
-            progress.count(1);
-        }
-    }
-    barrier(mine, plan.patience, progress)?;
-    if ranks > 1 {
-        exchange_all(mine, plan, &mut samples)?;
-    }
-    barrier(mine, plan.patience, progress)?;
-    Ok(samples)
+    Ok(())
 }
 
 fn pair(mine: &mut MeshRank<'_>, other: usize, role: Role, plan: MeshPlan) -> Result<PairSamples> {
@@ -141,7 +157,7 @@ fn pair(mine: &mut MeshRank<'_>, other: usize, role: Role, plan: MeshPlan) -> Re
 }
 
 /// All to all. The pattern differs for each ordered pair, so that a message received by the wrong rank is detected.
-fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut MeshSamples) -> Result<()> {
+fn exchange_all(mine: &mut MeshRank<'_>, plan: MeshPlan, samples: &mut AllSamples) -> Result<()> {
     let ranks = mine.peers.len();
     let mut out = Vec::new();
     let mut into = Vec::new();
@@ -193,7 +209,6 @@ fn exchange(
     out: &[(usize, Area)],
     into: &[(usize, Area)],
 ) -> Result<(f64, Vec<MessageTimes>)> {
-    let progress = &mut Progress::new(0);
     let mut receives = Vec::with_capacity(plan.window * into.len());
     for _ in 0..plan.window {
         for (source, area) in into {
@@ -202,7 +217,8 @@ fn exchange(
     }
     let mut sends = Vec::with_capacity(plan.window * out.len());
     let mut times = Vec::with_capacity(sends.capacity());
-    barrier(mine, plan.patience, progress)?;
+    barrier(mine, plan.patience)?;
+    let progress = &mut Progress::new(0);
     let began = Instant::now();
     let since = || began.elapsed().as_secs_f64() * 1e6;
     for _ in 0..plan.window {
@@ -232,7 +248,8 @@ fn seed(source: usize, target: usize) -> u64 {
 }
 
 /// Dissemination barrier: in round k each rank signals the rank 2^k after it and waits for the one 2^k before it.
-fn barrier(mine: &mut MeshRank<'_>, patience: Duration, progress: &mut Progress) -> Result<()> {
+fn barrier(mine: &mut MeshRank<'_>, patience: Duration) -> Result<()> {
+    let progress = &mut Progress::new(0);
     let ranks = mine.peers.len();
     let mut step = 1;
     while step < ranks {

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
 use crossrail_bench::{
-    MemoryKind, MeshPlan, MeshRank, MeshSamples, RawTcpPlan, Role, Session, Unobserved, mesh, raw_tcp,
+    AllSamples, MemoryKind, MeshPlan, MeshRank, PairSamples, RawTcpPlan, Role, Session, Unobserved, mesh_all,
+    mesh_pair, raw_tcp,
 };
 use crossrail_types::Result;
 
@@ -41,7 +42,7 @@ fn run(
     context: &Context,
     ranks: &[(Worker, Vec<Option<Endpoint>>)],
     plan: impl Fn(usize) -> MeshPlan + Sync,
-) -> Vec<Result<MeshSamples>> {
+) -> Vec<Result<(Vec<PairSamples>, AllSamples)>> {
     let plan = &plan;
     std::thread::scope(|scope| {
         let started: Vec<_> = ranks
@@ -50,8 +51,14 @@ fn run(
             .map(|(rank, (worker, peers))| {
                 scope.spawn(move || {
                     let memory = if rank == 0 { MemoryKind::Shared } else { MemoryKind::Ordinary };
-                    let mut mine = MeshRank { context, worker, rank, peers, memory, observer: &mut Unobserved };
-                    mesh(&mut mine, plan(rank))
+                    let mine = &mut MeshRank { context, worker, rank, peers, memory, observer: &mut Unobserved };
+                    let mut pairs = Vec::new();
+                    for pair in (0..peers.len()).flat_map(|from| (0..peers.len()).map(move |to| (from, to))) {
+                        if pair.0 != pair.1 {
+                            pairs.extend(mesh_pair(mine, pair, plan(rank))?);
+                        }
+                    }
+                    Ok((pairs, mesh_all(mine, plan(rank))?))
                 })
             })
             .collect();
@@ -65,10 +72,10 @@ fn every_ordered_pair_and_all_at_once() {
         let context = context(transport, None);
         let ranks = ranks(&context, count);
         for (rank, samples) in run(&context, &ranks, |_| PLAN).into_iter().enumerate() {
-            let samples = samples.unwrap();
-            let targets: Vec<_> = samples.pairs.iter().map(|pair| pair.target).collect();
+            let (pairs, samples) = samples.unwrap();
+            let targets: Vec<_> = pairs.iter().map(|pair| pair.target).collect();
             assert_eq!(targets, (0..count).filter(|other| *other != rank).collect::<Vec<_>>());
-            for pair in &samples.pairs {
+            for pair in &pairs {
                 assert_eq!((pair.rate.samples_us.len(), pair.rate.bytes_per_sample), (3, 4 * 100_001));
                 assert!(!pair.latency.samples_us.is_empty());
                 assert_eq!(pair.transfer.bytes, 100_001);
@@ -85,7 +92,7 @@ fn every_ordered_pair_and_all_at_once() {
 fn one_rank_alone_has_nothing_to_measure() {
     let context = context("shm", None);
     let samples = run(&context, &ranks(&context, 1), |_| PLAN).pop().unwrap().unwrap();
-    assert_eq!(samples, MeshSamples::default());
+    assert_eq!(samples, (Vec::new(), AllSamples::default()));
 }
 
 #[test]
@@ -98,6 +105,12 @@ fn plans_that_differ_are_a_mismatch_and_ends_that_are_missing_are_usage() {
     let lonely = vec![(both[0].0.clone(), vec![None, None])];
     let outcome = run(&context, &lonely, |_| PLAN).pop().unwrap();
     assert_eq!(outcome.unwrap_err().kind, ErrorKind::Usage);
+    let (worker, peers) = &both[0];
+    for pair in [(0, 0), (0, 2), (2, 0)] {
+        let (context, memory, observer) = (&context, MemoryKind::Ordinary, &mut Unobserved);
+        let mine = &mut MeshRank { context, worker, rank: 0, peers, memory, observer };
+        assert_eq!(mesh_pair(mine, pair, PLAN).unwrap_err().kind, ErrorKind::Usage);
+    }
 }
 
 /// The outcome at each end; the driver names `devices`.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -162,8 +163,14 @@ def _report(options: ControlOptions, progress: Progress) -> Report:
     return make_report(options, progress.rows)
 
 
-def _rows(options: ControlOptions, store: str, experts: int, samples: _Samples) -> list[Row]:
-    """The rows of one number of experts, from the samples of all ranks. Raises Failure if some are missing."""
+def _rows(options: ControlOptions, store: str, experts: int, rounds: Sequence[_Round]) -> list[Row]:
+    """The rows of one number of experts, from rounds of all ranks. Raises Failure if a rank is missing."""
+    samples: dict[int, dict[str, list[float]]] = {}
+    for one in list(rounds):  # another thread may append to it
+        for rank, steps in one.items():
+            of_rank = samples.setdefault(int(rank), {})
+            for step, times in steps.items():
+                of_rank.setdefault(step, []).extend(times)
     if len(samples) != options.placement.size:
         raise Failure(f"only {len(samples)} of {counted(options.placement.size, 'rank')} reported their measurements")
     like = Row("", "", 0, verified=True, experts_per_rank=experts, store=store)
@@ -196,32 +203,25 @@ def _run(options: ControlOptions, progress: Progress) -> None:
             ranks.start(rank, "control", {**job, **where.member(rank, store, group), **own})
         left = set(where.ranks)
         kind, total = store.partition("://")[0], options.work.rounds * len(options.work.experts_per_rank)
-        known: dict[int, _Samples] = {}
-        rows: list[Row] = []
+        rounds_of: dict[int, list[_Round]] = {experts: [] for experts in options.work.experts_per_rank}
         with progress.task(f"control: {counted(where.size, 'rank')}", total) as tick:
             while left:
                 rank, message = ranks.next(patience)
                 if message["event"] == "samples":
                     experts = message["experts_per_rank"]
-                    earlier = len(rows) if experts in known else 0
-                    _extend(known.setdefault(experts, {}), message["samples"])
-                    rows = _rows(options, kind, experts, known[experts])
-                    progress.add(rows, instead_of=earlier, more=len(known) > 1)
+                    known = rounds_of[experts]
+                    known.append(message["samples"])
+                    make = functools.partial(_rows, options, kind, experts, known)
+                    progress.running(make)
+                    if len(known) == options.work.rounds:
+                        progress.add(make(), more=message["done"] < total)
                     tick(message["done"], total)
                 elif message["event"] == ENDED:
                     left.discard(rank)
 
 
-_Samples: TypeAlias = dict[int, dict[str, list[float]]]
-"""Microseconds of each step and part of it, by rank."""
-
-
-def _extend(known: _Samples, round_: Mapping[str, Mapping[str, list[float]]]) -> None:
-    """Adds the samples of one round of all ranks."""
-    for rank, steps in round_.items():
-        of_rank = known.setdefault(int(rank), {})
-        for step, times in steps.items():
-            of_rank.setdefault(step, []).extend(times)
+_Round: TypeAlias = Mapping[str, Mapping[str, list[float]]]
+"""Microseconds of each step and part of it, by rank, in one round."""
 
 
 @contextlib.contextmanager

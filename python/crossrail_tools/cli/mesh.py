@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import crossrail
-from crossrail._native import bench_mesh
+from crossrail._native import bench_mesh_all, bench_mesh_pair
+from crossrail.records import MeshPair
 from crossrail_tools.report import Report, Row, mesh_rows
 
 from .failure import Failure, UsageFailure, print_notice
@@ -44,7 +46,7 @@ from .placement import (
 )
 from .processes import Message
 from .rails import missed, rail_of, rails_of
-from .rank_process import Parent, gather, join
+from .rank_process import Parent, gather, hand_over, join
 from .ranks import ENDED, Ranks
 from .reporting import Progress, check_json, make_report, show_report
 
@@ -136,18 +138,33 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
 
 
 def _report(options: MeshOptions, progress: Progress) -> Report:
-    where, found = _run(options, progress)
-    memory = None if options.devices else options.memory or "ordinary"
-    like = Row("mesh", "", options.size, memory=memory, ranks=where.size, nodes=where.nodes, verified=True)
-    if options.unpack:
-        like = dataclasses.replace(like, unpack=options.unpack)
-    places = [found[rank]["device"] for rank in sorted(found)]
-    rows = mesh_rows(found, like, places if options.devices else None)
+    where, rows = _run(options, progress)
     return make_report(dataclasses.replace(options, placement=where), rows)
 
 
-def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Message]]:
-    """The placement of the ranks and, on the first node, the measurements of all ranks."""
+@dataclass
+class _Measured:
+    """What rank 0 has reported: the place of each rank's memory, pairs as they are measured, and all to all at once."""
+
+    places: Sequence[str | None] = ()
+    pairs: list[tuple[int, Message]] = dataclasses.field(default_factory=list)
+    everybody: Sequence[Message] = ()
+
+    def rows(self, options: MeshOptions, where: Placement) -> list[Row]:
+        """The rows of what was measured."""
+        memory = None if options.devices else options.memory or "ordinary"
+        like = Row("mesh", "", options.size, memory=memory, ranks=where.size, nodes=where.nodes, verified=True)
+        if options.unpack:
+            like = dataclasses.replace(like, unpack=options.unpack)
+        found: dict[int, Mapping[str, Any]] = {}
+        for rank in range(where.size):
+            together = self.everybody[rank] if self.everybody else {"all_us": []}
+            found[rank] = {**together, "pairs": [pair for source, pair in list(self.pairs) if source == rank]}
+        return mesh_rows(found, like, [str(place) for place in self.places] if options.devices else None)
+
+
+def _run(options: MeshOptions, progress: Progress) -> tuple[Placement, list[Row]]:
+    """The placement of the ranks and, on the first node, the rows."""
     context = options.context()
     where = options.placement
     devices = options.devices
@@ -160,7 +177,7 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
         raise UsageFailure(f"a mesh needs two or more ranks, and {only}")
     if devices is None:  # a buffer to and one from every other rank
         check_memory(where.local_size * 2 * (where.size - 1) * options.size, "the buffers of the ranks here")
-    found: dict[int, Message] = {}
+    measured = _Measured()
     cpus = dataclasses.replace(options, placement=where).cpus()
     with where.rendezvous(context) as (store, group), Ranks() as ranks:
         progress.status(f"mesh: {where.size} ranks connect")
@@ -177,22 +194,28 @@ def _run(options: MeshOptions, progress: Progress) -> tuple[Any, Mapping[int, Me
                     "memory": options.memory or "ordinary",
                     "device": devices[index] if devices else None,
                     "cpu": cpus[where.local_index(rank)],
-                    "progress": progress.visible and rank == 0,
                 },
             )
         left = set(where.ranks)
-        with progress.task("mesh: pairs", where.size * (where.size - 1)) as tick:
+        pairs = where.size * (where.size - 1)
+        progress.running(lambda: measured.rows(options, where))
+        with progress.task("mesh: pairs", pairs) as tick:
             while left:
                 rank, message = ranks.next(LONG_S)
-                if message["event"] == "progress" and tick is not None:
-                    tick(message["done"], message["total"])
-                elif message["event"] == "measured":
-                    found = dict(enumerate(message["ranks"]))
+                if message["event"] == "places":
+                    measured.places = message["places"]
+                elif message["event"] == "pair":
+                    measured.pairs.append((message["source"], message["pair"]))
+                    tick(len(measured.pairs), pairs)
+                elif message["event"] == "together":
+                    measured.everybody = message["ranks"]
                 elif message["event"] == ENDED:
                     left.discard(rank)
-    if where.node == 0 and len(found) != where.size:
-        raise Failure(f"only {len(found)} of {where.size} ranks reported their measurements")
-    return where, found
+    if where.node != 0:
+        return where, []
+    if len(measured.everybody) != where.size:
+        raise Failure(f"only {len(measured.everybody)} of {where.size} ranks reported their measurements")
+    return where, measured.rows(options, where)
 
 
 def _plan(options: MeshOptions) -> Message:
@@ -218,25 +241,23 @@ def serve(parent: Parent, job: Message) -> None:
         crossrail.Worker(context, name=f"rank {rank}", listen=listen) as worker,
     ):
         peers = _connected(group, worker, required(job["transport"]))
-        group.barrier("connected")
-        measured: dict[str, Any] = dict(
-            bench_mesh(
-                context,
-                worker,
-                peers,
-                job["plan"],
-                rank=rank,
-                memory=job["device"] or job["memory"],
-                on_progress=_tick(parent) if job["progress"] else None,
-            )
-        )
-        pairs = [_pair(pair, peers, job["memory"]) for pair in measured["pairs"]]
-        found = {**measured, "pairs": pairs, "device": job["device"]}
-        for pair in found["pairs"]:
-            _check(pair, rank, job["transport"])
-        everybody = gather(group, "samples", found)
+        places = gather(group, "places", job["device"])
+        if places is not None:
+            parent.send("places", places=places)
+        plan, memory = job["plan"], job["device"] or job["memory"]
+        # Each pair is reported before the next one is measured, so that an interrupted run has those before.
+        for source, target in itertools.permutations(range(group.size), 2):
+            samples = bench_mesh_pair(context, worker, peers, plan, (source, target), rank=rank, memory=memory)
+            pair = None if samples is None else _pair(samples, peers, job["memory"])
+            if pair is not None:
+                _check(pair, rank, job["transport"])
+            if rank in (0, source):
+                pair = hand_over(group, f"pair {source} {target}", source, pair, LONG_S)
+            if rank == 0:
+                parent.send("pair", source=source, pair=pair)
+        everybody = gather(group, "samples", bench_mesh_all(context, worker, peers, plan, rank=rank, memory=memory))
         if everybody is not None:
-            parent.send("measured", ranks=everybody)
+            parent.send("together", ranks=everybody)
         group.barrier("all done")
 
 
@@ -258,7 +279,7 @@ def _connected(
     return peers
 
 
-def _pair(pair: dict[str, Any], peers: list[crossrail.Endpoint | None], memory: str) -> dict[str, Any]:
+def _pair(pair: MeshPair, peers: list[crossrail.Endpoint | None], memory: str) -> dict[str, Any]:
     """The samples of one pair, with the rails that carried its data, and those that should have."""
     endpoint = peers[pair["target"]]
     receipt = pair["receipt"]
@@ -290,7 +311,3 @@ def _check(pair: dict[str, Any], rank: int, transport: str | None) -> None:
         notes = "; ".join(pair["notes"]) or "see `crossrail info`"
         ways = ", ".join(sorted(used))
         raise Failure(f"data from rank {rank} to {pair['target']} went over {ways}, not over cuda_ipc: {notes}")
-
-
-def _tick(parent: Parent) -> Any:
-    return lambda done, total: parent.send("progress", done=done, total=total)

@@ -101,22 +101,45 @@ def gather(group: crossrail.Group, name: str, value: Any) -> list[Any] | None:
     Returns the values by rank at rank 0, None elsewhere. ``name`` may be used once in the lifetime of a group. Raises
     the library's errors.
     """
-    data = zlib.compress(json.dumps(value).encode(), 1)
-    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
-    group.publish(f"{name}: pieces", str(len(pieces)).encode())
-    for number, piece in enumerate(pieces):
-        group.publish(f"{name}: {number}", piece)
-    found = None
-    if group.rank == 0:
-        counts = [int(count) for count in group.collect(f"{name}: pieces")]
-        found = [_collected(group, name, rank, count) for rank, count in enumerate(counts)]
+    keys = _publish(group, name, value)
+    found = [_collect(group, name, rank) for rank in range(group.size)] if group.rank == 0 else None
     group.barrier(f"{name}: taken")
-    for number in range(len(pieces)):
-        group.withdraw(f"{name}: {number}")
-    group.withdraw(f"{name}: pieces")
+    for key in keys:
+        group.withdraw(key)
     return found
 
 
-def _collected(group: crossrail.Group, name: str, rank: int, count: int) -> Any:
+def hand_over(group: crossrail.Group, name: str, source: int, value: Any, timeout: float) -> Any:
+    """Moves rank ``source``'s ``value`` (any JSON) to rank 0, through the store. Both call it, others need not.
+
+    Returns the value at rank 0, which waits up to ``timeout`` seconds for it, None at another ``source``. ``name`` may
+    be used once in the lifetime of a group. Raises the library's errors.
+    """
+    if source == 0:
+        return value
+    if group.rank == 0:
+        found = _collect(group, name, source, timeout)
+        group.barrier(f"{name}: taken", [0, source])
+        return found
+    keys = _publish(group, name, value)
+    group.barrier(f"{name}: taken", [0, source])
+    for key in keys:
+        group.withdraw(key)
+    return None
+
+
+def _publish(group: crossrail.Group, name: str, value: Any) -> list[str]:
+    """Publishes ``value`` in pieces; returns their keys."""
+    data = zlib.compress(json.dumps(value).encode(), 1)
+    pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
+    values = {f"{name}: pieces": str(len(pieces)).encode()}
+    values |= {f"{name}: {number}": piece for number, piece in enumerate(pieces)}
+    for key, piece in values.items():
+        group.publish(key, piece)
+    return list(values)
+
+
+def _collect(group: crossrail.Group, name: str, rank: int, timeout: float | None = None) -> Any:
+    count = int(group.collect(f"{name}: pieces", [rank], timeout)[0])
     pieces = [group.collect(f"{name}: {number}", [rank])[0] for number in range(count)]
     return json.loads(zlib.decompress(b"".join(pieces)))

@@ -36,8 +36,9 @@ STOP_S = 1.0
 class Progress:
     """What a bench shows on stderr while it measures, invisible unless that is a terminal; and its rows so far.
 
-    ``stopping`` is set when a signal ends the run. A measurement that can then add a row of what it has so far sets
-    ``hands_over``, and has `STOP_S` to do so.
+    ``stopping`` is set when a signal ends the run. What has then been measured of a row is reported in one of two ways:
+    a measurement of this process sets ``hands_over``, and has `STOP_S` to add it; one of other processes, which hand
+    over samples as they measure, says by `running` how to make it.
     """
 
     def __init__(self, to: Console | None = None) -> None:
@@ -47,7 +48,9 @@ class Progress:
         from .bar import Bar
 
         self.console = to or console(stderr=True)
-        self.rows: list[Row] = []
+        self._rows: list[Row] = []
+        self._running: Callable[[], Sequence[Row]] | None = None
+        self._lock = threading.Lock()
         self.versions: Mapping[str, str] = {}
         self.stopping = threading.Event()
         self.hands_over = False
@@ -71,12 +74,22 @@ class Progress:
         """Whether stderr is a terminal."""
         return self.console.is_terminal
 
-    def add(self, rows: Sequence[Row], *, more: bool = True, instead_of: int = 0) -> None:
-        """Takes rows as they are measured: they are what an interrupted run reports. They appear if ``more`` follow.
+    @property
+    def rows(self) -> list[Row]:
+        """The rows that were added, and what has been measured of those that are `running`."""
+        with self._lock:
+            return [*self._rows, *(self._running() if self._running is not None else ())]
 
-        ``instead_of``: how many of the last rows had a part of their samples, and go.
-        """
-        self.rows[len(self.rows) - instead_of :] = rows
+    def running(self, rows: Callable[[], Sequence[Row]]) -> None:
+        """Until rows are added, ``rows`` makes those of the samples so far, if any. Another thread may call it."""
+        with self._lock:
+            self._running = rows
+
+    def add(self, rows: Sequence[Row], *, more: bool = True) -> None:
+        """Takes rows as they are measured: they are what an interrupted run reports. They appear if ``more`` follow."""
+        with self._lock:
+            self._rows.extend(rows)
+            self._running = None
         if self.visible and more:
             self._bar.show_rows(self.rows)
         if self.stopping.is_set():
@@ -222,7 +235,7 @@ def stop_runs() -> None:
 
 
 def _show_partial(run: _Run) -> None:
-    rows = list(run.progress.rows)
+    rows = run.progress.rows
     if not rows:
         print_notice("nothing was measured yet")
         return

@@ -30,11 +30,16 @@ class EpRank:
     unused: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def from_dict(found: Mapping[str, Any]) -> EpRank:
-        """From the message of a rank."""
-        stages = {stage: sum(found[f"{stage}_us"]) for stage in STAGES}
-        moved, rails, unused = dict(found["bytes"]), dict(found["rails"]), dict(found["unused"])
-        return EpRank(found["total_us"], stages, moved, found["links"], rails, unused)
+    def of(parts: Sequence[Mapping[str, Any]]) -> EpRank:
+        """From the messages of a rank: parts of its iterations, one after the other."""
+        stages = {stage: sum(sum(part[f"{stage}_us"]) for part in parts) for stage in STAGES}
+        moved = {name: sum(part["bytes"][name] for part in parts) for name in COUNTED}
+        rails: dict[str, int] = {}
+        for rail, sent in (one for part in parts for one in part["rails"].items()):
+            rails[rail] = rails.get(rail, 0) + sent
+        unused = {name: why for part in parts for name, why in part["unused"].items()}
+        total = [sample for part in parts for sample in part["total_us"]]
+        return EpRank(total, stages, moved, parts[0]["links"], rails, unused)
 
 
 @dataclass(frozen=True)

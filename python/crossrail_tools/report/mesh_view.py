@@ -30,7 +30,8 @@ def mesh_tables(rows: Sequence[Row]) -> list[RenderableType]:
         shown += [Text(line) for line in (_copies(of["all"]), *_slowest(of["all"])) if line]
     shown += [Text(line) for part in PARTS for line in _outliers(of[part])]
     if first.verified:
-        shown.append(Text("data: every pair, and all at once, verified before the timing and after it"))
+        together = ", and all at once," if of["all"] else ""
+        shown.append(Text(f"data: every pair{together} verified before the timing and after it"))
     return shown
 
 

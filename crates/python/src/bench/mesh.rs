@@ -1,4 +1,4 @@
-//! The measuring loop of a mesh, run detached.
+//! The measuring loops of a mesh, run detached.
 
 use std::time::Duration;
 
@@ -29,8 +29,8 @@ pub(super) struct Plan {
     patience: f64,
 }
 
-/// Measure every ordered pair of ranks alone, then all to all at once, at this rank. Every rank calls it with
-/// the same plan.
+/// Measure one ordered pair of ranks, while the others wait. Every rank calls it with the same pairs and plan, in the
+/// same order.
 ///
 /// Parameters
 /// ----------
@@ -42,60 +42,69 @@ pub(super) struct Plan {
 ///     `size` (bytes of a message), `iters` timed windows after `warmup` others, `window` (messages in flight
 ///     to one rank), `small` (bytes of the messages whose latency is measured) and their `trips`, `patience`
 ///     (seconds to wait for ranks that are measuring).
+/// pair : tuple of int
+///     The rank that sends, and the one that receives.
 /// rank : int
 ///     This rank.
 /// memory : str
 ///     As of `bench_latency`.
-/// on_progress : callable, optional
-///     `on_progress(done, total)`, in pairs. An exception in it ends the run.
+///
+/// Returns
+/// -------
+/// dict or None
+///     At the rank that sends: the `target`, a `receipt` of one message, `rate` (windows as of `bench_bandwidth`)
+///     and `latency`.
+#[pyfunction]
+#[pyo3(signature = (context, worker, peers, plan, pair, *, rank, memory = "ordinary"))]
+pub(super) fn bench_mesh_pair<'py>(
+    context: &Bound<'py, Context>,
+    worker: &Bound<'py, Worker>,
+    peers: Vec<Option<Bound<'py, Endpoint>>>,
+    plan: Plan,
+    pair: (usize, usize),
+    rank: usize,
+    memory: &str,
+) -> PyResult<Option<Bound<'py, PyDict>>> {
+    let py = context.py();
+    let Some(samples) = measure(context, worker, peers, plan, (rank, memory), |mine, plan| {
+        crossrail_bench::mesh_pair(mine, pair, plan)
+    })?
+    else {
+        return Ok(None);
+    };
+    let all = PyDict::new(py);
+    all.set_item("target", samples.target)?;
+    all.set_item("receipt", report_dict(py, &samples.transfer)?)?;
+    all.set_item("rate", samples_dict(py, &samples.rate)?)?;
+    all.set_item("latency", samples_dict(py, &samples.latency)?)?;
+    Ok(Some(all))
+}
+
+/// Measure all to all: every rank sends to all others at once. Every rank calls it with the same plan.
+///
+/// Parameters are those of `bench_mesh_pair`.
 ///
 /// Returns
 /// -------
 /// dict
-///     `pairs`: for each target a `receipt` of one message, `rate` (windows as of `bench_bandwidth`) and
-///     `latency`. `all_us`: microseconds until everything that this rank sent was delivered, and `all_bytes`
+///     `all_us`: microseconds until everything that this rank sent was delivered, and `all_bytes`
 ///     sent in each exchange. `slowest`: for each message of the slowest exchange its `target`, and
 ///     microseconds from the barrier until it was `posted_us`, `matched_us`, `copied_us` (0 if the receiver
 ///     copied) and `finished_us` (noticed by this rank, in the order of posting). `copied`: copies between
 ///     this rank's GPU and others in the timed exchanges, `by_engine`.
 #[pyfunction]
-#[pyo3(signature = (context, worker, peers, plan, *, rank, memory = "ordinary", on_progress = None))]
-pub(super) fn bench_mesh<'py>(
+#[pyo3(signature = (context, worker, peers, plan, *, rank, memory = "ordinary"))]
+pub(super) fn bench_mesh_all<'py>(
     context: &Bound<'py, Context>,
     worker: &Bound<'py, Worker>,
     peers: Vec<Option<Bound<'py, Endpoint>>>,
     plan: Plan,
     rank: usize,
     memory: &str,
-    on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let py = context.py();
-    let _call = Call::enter(py);
-    let memory = memory.parse().or_raise(py)?;
-    let patience = Duration::try_from_secs_f64(plan.patience)
-        .map_err(|_| errors::usage(py, "bench", format!("a patience of {} s", plan.patience), "seconds, as 60"))?;
-    let Plan { size, iters, warmup, window, small, trips, .. } = plan;
-    let plan = MeshPlan { size, iters, warmup, window, small, trips, patience };
-    let peers: Vec<Option<crossrail::Endpoint>> =
-        peers.iter().map(|peer| peer.as_ref().map(|peer| peer.get().native().clone())).collect();
-    let (context, worker) = (context.get().native(), worker.get().native());
-    let mut watch = Watch { on_progress: on_progress.as_ref(), raised: None };
-    let outcome = gate::detached(py, || {
-        let observer = &mut watch;
-        crossrail_bench::mesh(&mut MeshRank { context, worker, rank, peers: &peers, memory, observer }, plan)
-    });
-    if let Some(raised) = watch.raised {
-        return Err(raised);
-    }
-    let samples = outcome.or_raise(py)?;
+    let samples = measure(context, worker, peers, plan, (rank, memory), crossrail_bench::mesh_all)?;
     let all = PyDict::new(py);
-    let pairs = rows(py, samples.pairs, |row, pair| {
-        row.set_item("target", pair.target)?;
-        row.set_item("receipt", report_dict(py, &pair.transfer)?)?;
-        row.set_item("rate", samples_dict(py, &pair.rate)?)?;
-        row.set_item("latency", samples_dict(py, &pair.latency)?)
-    })?;
-    all.set_item("pairs", pairs)?;
     all.set_item("all_us", samples.all_us)?;
     all.set_item("all_bytes", samples.all_bytes)?;
     let slowest = rows(py, samples.slowest, |row, message| {
@@ -108,4 +117,31 @@ pub(super) fn bench_mesh<'py>(
     all.set_item("slowest", slowest)?;
     all.set_item("copied", copied_dict(py, samples.copied)?)?;
     Ok(all)
+}
+
+/// Runs `measured` detached, as the rank of a mesh.
+fn measure<T: Send>(
+    context: &Bound<'_, Context>,
+    worker: &Bound<'_, Worker>,
+    peers: Vec<Option<Bound<'_, Endpoint>>>,
+    plan: Plan,
+    (rank, memory): (usize, &str),
+    measured: impl FnOnce(&mut MeshRank<'_>, MeshPlan) -> crossrail_types::Result<T> + Send,
+) -> PyResult<T> {
+    let py = context.py();
+    let _call = Call::enter(py);
+    let memory = memory.parse().or_raise(py)?;
+    let patience = Duration::try_from_secs_f64(plan.patience)
+        .map_err(|_| errors::usage(py, "bench", format!("a patience of {} s", plan.patience), "seconds, as 60"))?;
+    let Plan { size, iters, warmup, window, small, trips, .. } = plan;
+    let plan = MeshPlan { size, iters, warmup, window, small, trips, patience };
+    let peers: Vec<Option<crossrail::Endpoint>> =
+        peers.iter().map(|peer| peer.as_ref().map(|peer| peer.get().native().clone())).collect();
+    let (context, worker) = (context.get().native(), worker.get().native());
+    let mut watch = Watch { on_progress: None, raised: None };
+    let outcome = gate::detached(py, || {
+        let observer = &mut watch;
+        measured(&mut MeshRank { context, worker, rank, peers: &peers, memory, observer }, plan)
+    });
+    watch.raised.map_or_else(|| outcome.or_raise(py), Err)
 }

@@ -17,7 +17,8 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(point_to_point::bench_write, module)?)?;
     module.add_function(wrap_pyfunction!(point_to_point::bench_net_plugin, module)?)?;
     module.add_function(wrap_pyfunction!(point_to_point::bench_raw_tcp, module)?)?;
-    module.add_function(wrap_pyfunction!(mesh::bench_mesh, module)?)?;
+    module.add_function(wrap_pyfunction!(mesh::bench_mesh_all, module)?)?;
+    module.add_function(wrap_pyfunction!(mesh::bench_mesh_pair, module)?)?;
     module.add_function(wrap_pyfunction!(unpack::bench_unpack, module)?)?;
     module.add_function(wrap_pyfunction!(control::bench_control, module)?)?;
     module.add_function(wrap_pyfunction!(ep::bench_ep, module)?)?;

@@ -96,12 +96,17 @@ class _Run:
         passed = ranks.collect("passed", self.where.ranks, LONG_S)
         self.progress.status("peers start")
         peers.ready()
+        facts = passed[self.where.ranks[0]]
+        own: dict[str, Any] = {"device": "cuda", "num_sms": facts["num_sms"], "heap_bytes": facts["heap_bytes"]}
+        own["given"] = "fp8" if options.cast_before else "bf16"
+        likes = {mode: replace(options.row(work, mode), **own) for mode in options.modes}
         turns: dict[str, list[EpDeviceTurn]] = {mode: [] for mode in options.modes}
         for turn in range(options.rounds if options.compare else 1):
             for mode in options.modes:
                 found = self._turn(ranks, mode, turn)
                 if found is not None:
                     turns[mode].append(found)
+                    self.progress.add([ep_device_row(likes[mode], [found])], more=mode != options.modes[-1])
             if options.compare:
                 self.progress.status(f"peers round {turn + 1}")
                 peers.measure()
@@ -109,13 +114,7 @@ class _Run:
         ranks.collect("closed", self.where.ranks, LONG_S)
         if self.where.node != 0:
             return []
-        facts = passed[self.where.ranks[0]]
-        rows = []
-        for mode in options.modes:
-            like = replace(options.row(work, mode), device="cuda", num_sms=facts["num_sms"])
-            like = replace(like, heap_bytes=facts["heap_bytes"], given="fp8" if options.cast_before else "bf16")
-            rows.append(with_peers(ep_device_row(like, turns[mode]), peers.results(mode)))
-        return rows
+        return [with_peers(ep_device_row(likes[mode], turns[mode]), peers.results(mode)) for mode in options.modes]
 
     def _turn(self, ranks: Ranks, mode: str, turn: int) -> EpDeviceTurn | None:
         """Measures one mode by both clocks; None on nodes other than the first."""

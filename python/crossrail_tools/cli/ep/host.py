@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import crossrail
 from crossrail._native import bench_ep
+from crossrail.records import EpPlan
 from crossrail.ref import bits
 from crossrail.ref.checking import Difference, Work
 from crossrail_tools.report import EpRank, EpTurn, PeerResult, Report, Row, counted, ep_row, format_bytes, with_peers
@@ -28,6 +30,16 @@ timeouts for both."""
 
 STEP_S = 600.0
 """How long ranks wait for each other. Computing the reference, and measuring peers in between, may differ as much."""
+
+
+FIRST_PART = 10
+"""Timed iterations after which rank 0 knows their pace."""
+
+PART_S = 1.0
+"""How long a part of a measurement takes, whose samples are reported together."""
+
+WARMUP_AGAIN = 2
+"""Untimed iterations at most before a part that is not the first: ranks have slept while samples were reported."""
 
 
 def measure(options: EpOptions, progress: Progress) -> Report:
@@ -116,10 +128,26 @@ class _Run:
         self.number += 1
         plan = {"mode": mode, "layout": options.layout, "cached": options.cached}
         plan |= {"iters": options.iters, "warmup": options.warmup}
+        parts: list[list[Message]] = []
+        like = options.row(self.work, mode)
+        self.progress.running(lambda: [ep_row(like, [turn])] if (turn := _turn(parts)) is not None else [])
         ranks.send_all({"do": "measure", "number": self.number, "plan": plan})
-        measured = ranks.collect("measured", self.where.ranks, LONG_S, tick)
-        found = next((message["ranks"] for message in measured.values() if message["ranks"]), None)
-        return None if found is None else EpTurn([EpRank.from_dict(one) for one in found])
+        left = set(self.where.ranks)
+        while left:
+            rank, message = ranks.next(LONG_S)
+            if message["event"] == "progress" and tick is not None:
+                tick(message["done"], message["total"])
+            elif message["event"] == "part":
+                parts.append(message["ranks"])
+            elif message["event"] == "measured":
+                left.discard(rank)
+        return _turn(parts)
+
+
+def _turn(parts: Sequence[list[Message]]) -> EpTurn | None:
+    """The samples of all ranks, from those of each part; None without parts. Another thread may append to them."""
+    ranks = list(zip(*list(parts), strict=True))
+    return EpTurn([EpRank.of(one) for one in ranks]) if ranks else None
 
 
 def _of_mode(results: Sequence[tuple[str, str, PeerResult]], mode: str) -> dict[str, PeerResult]:
@@ -186,28 +214,55 @@ class _Rank:
         return y
 
     def measure(self, request: Message) -> None:
-        """Runs one measurement; rank 0 reports the samples of all ranks to the command that started it."""
-        mine, group = self.inputs, self.group
-        tick = self._tick if self.progress and group.rank == 0 else None
+        """Runs one measurement; rank 0 reports the samples of all ranks to the command that started it.
+
+        It does so in parts, which take a second or so each, so that an interrupted run has those before.
+        """
+        group = self.group
+        plan: EpPlan = request["plan"]
+        iters, done, part = plan["iters"], 0, min(plan["iters"], FIRST_PART)
         group.barrier("measure", timeout=STEP_S)
+        for number in itertools.count():
+            name = f"samples {request['number']}.{number}"
+            warmup = plan["warmup"] if number == 0 else min(plan["warmup"], WARMUP_AGAIN)
+            found = self._part({**plan, "iters": part, "warmup": warmup}, plan, done)
+            done += part
+            if group.rank == 0 and done < iters:
+                pace = sum(found["total_us"]) / 1e6 / part
+                group.publish(f"{name}: next", str(min(iters - done, max(int(PART_S / pace), 1))).encode())
+            if done < iters:
+                part = int(group.collect(f"{name}: next", [0], timeout=STEP_S)[0])
+            everybody = gather(group, name, found)
+            if everybody is not None:
+                group.withdraw(f"{name}: next")
+                self.parent.send("part", ranks=everybody)
+            if done >= iters:
+                break
+        self.parent.send("measured")
+
+    def _part(self, plan: EpPlan, whole: EpPlan, before: int) -> dict[str, Any]:
+        """Measures a part of the iterations of ``whole``, after ``before`` of them."""
+        mine, group = self.inputs, self.group
+
+        def tick(done: int, total: int) -> None:
+            if before == 0 or done > plan["warmup"]:
+                at = done if before == 0 else whole["warmup"] + before + done - plan["warmup"]
+                self.parent.send("progress", done=at, total=whole["warmup"] + whole["iters"])
+
         found: dict[str, Any] = dict(
             bench_ep(
                 self.buffer._native,
                 group.context,
-                request["plan"],
+                plan,
                 mine.x,
                 mine.topk_idx,
                 mine.topk_weights,
                 self.y,
-                on_progress=tick,
+                on_progress=tick if self.progress and group.rank == 0 else None,
             )
         )
         found["rails"] = sent_by_rail(found.pop("lanes"))
         links = self.buffer.links()
         found["links"] = [link.kind for link in links]
         found["unused"] = {name: why for link in links if link.kind == "network" for name, why in link.missed}
-        everybody = gather(group, f"samples {request['number']}", found)
-        self.parent.send("measured", ranks=everybody)
-
-    def _tick(self, done: int, total: int) -> None:
-        self.parent.send("progress", done=done, total=total)
+        return found
