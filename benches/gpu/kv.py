@@ -21,8 +21,10 @@ JUDGED_ROWS = 131_304
 
 
 def kv(terms: Terms, found: Found) -> None:
-    """CollectiveX's grid, pull and push, and as many bytes in one row. NIXL takes part at 1k tokens: it takes seconds for
-    a transfer of more."""
+    """CollectiveX's grid, pull and push, and as many bytes in one row.
+
+    NIXL takes part at 1k tokens: a transfer of more takes it seconds.
+    """
     one_gpu = shared() or gpu_count()[0] == 1
     common = (
         "--preset=dsv4",

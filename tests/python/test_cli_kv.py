@@ -46,6 +46,9 @@ def another(tmp_path: Path) -> Path:
     (package / "__init__.py").write_text("", encoding="utf-8")
     for name in ("_api", "_bindings"):
         (package / f"{name}.py").write_text(f"from crossrail.nixl.{name} import *\n", encoding="utf-8")
+    there = tmp_path / "nixl-1.5.1.dist-info"
+    there.mkdir()
+    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl\nVersion: 1.5.1\n", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(Path(crossrail.__file__).parents[1])])
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n', encoding="utf-8")
@@ -87,7 +90,11 @@ def test_a_preset_with_several_requests() -> None:
 
 
 def test_nixl_takes_turns(another: Path) -> None:
-    rows = rows_of("--row=576", "--rows=20", "--op=push", "--compare=nixl", f"--nixl-python={another}")
+    done = run(*SMALL, "--json=-", "--row=576", "--rows=20", "--op=push", "--compare=nixl", f"--nixl-python={another}")
+    assert done.returncode == 0, done.stderr
+    report = Report.loads(done.stdout)
+    assert report.environment.peers == {"nixl": "1.5.1"}
+    rows = report.rows
     result = rows[0].peers["nixl"]
     assert result.error is None and len(result.rounds) == len(rows[0].rounds) == 2
     assert any("nixl made lists" in note for note in rows[0].notes)

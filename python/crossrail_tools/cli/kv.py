@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ ITERS, WARMUP = 8, 2
 DEFAULT_ROWS, DEFAULT_COUNTS = "2304", "10000"
 ORDER_S = 300.0
 PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
-UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,cuda_copy,sm,self,tcp"}
+UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,sm,self,tcp"}
 """What NIXL is told to use: UCX needs TCP to connect."""
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 """Names of NVIDIA's package: of its whole, and of its parts for a version of CUDA."""
@@ -220,14 +221,17 @@ class Ends:
 def _ends(options: KvOptions, library: str, work: Work) -> Iterator[Ends]:
     """Starts both, each other's peers. Raises Failure."""
     ours = library == "crossrail"
-    python, module = (sys.executable, "crossrail.nixl") if ours else nixl_of(options.nixl_python)
+    python, module = sys.executable, "crossrail.nixl"
+    if not ours:
+        nixl = nixl_of(options.nixl_python)
+        python, module = nixl.python, nixl.module
     environment = {"NIXL_LOG_LEVEL": "ERROR"}
     if ours:
         environment |= {"PYTHONPATH": str(Path(crossrail.__file__).parents[1])}
         environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
         environment |= {"CROSSRAIL_TLS": TLS[options.transport]}
     else:
-        environment |= {"UCX_TLS": UCX_TLS[options.transport]}
+        environment |= {"UCX_TLS": UCX_TLS[options.transport] + (",cuda_copy" if options.device else "")}
     shape = {"groups": [list(group) for group in work.groups], "batch": work.batch}
     with contextlib.ExitStack() as stack:
         ends = [
@@ -247,18 +251,33 @@ def _ends(options: KvOptions, library: str, work: Work) -> Iterator[Ends]:
         yield Ends(*ends)
 
 
-def nixl_of(given: str | None) -> tuple[str, str]:
-    """An interpreter that imports NVIDIA's nixl, and under which name. Raises UsageFailure."""
-    import os
+@dataclass(frozen=True)
+class Nixl:
+    """NVIDIA's package: an interpreter that imports it, under which name, and its version."""
 
+    python: str
+    module: str
+    version: str
+
+
+IMPORT = """
+import importlib.metadata as metadata, {0}._bindings as bindings
+assert "crossrail" not in bindings.__name__
+names = ("{0}", "{0}".replace("_", "-"))
+print(next((one.version for one in metadata.distributions() if one.metadata["Name"] in names), "of unknown version"))
+"""
+
+
+def nixl_of(given: str | None) -> Nixl:
+    """The package that is compared with. Raises UsageFailure."""
     python = given or os.environ.get("NIXL_PYTHON") or sys.executable
     found = shutil.which(python)
     for module in MODULES if found is not None else ():
-        test = f"import {module}._bindings as b; assert 'crossrail' not in b.__name__"
+        command = [str(found), "-c", IMPORT.format(module)]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run([str(found), "-c", test], capture_output=True, timeout=60, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             if done.returncode == 0:
-                return str(found), module
+                return Nixl(str(found), module, done.stdout.strip())
     hint = "pip install nixl==1.5.1 numpy in an environment of its own, and name its interpreter with --nixl-python"
     raise UsageFailure(f"--compare nixl: {python} does not import NVIDIA's nixl; {hint}")
 
@@ -266,13 +285,13 @@ def nixl_of(given: str | None) -> tuple[str, str]:
 def measure(options: KvOptions, progress: Progress) -> Report:
     """Runs the bench. Raises Failure, and the library's errors."""
     options.context()
-    if options.compare:
-        nixl_of(options.nixl_python)
+    versions = {"nixl": nixl_of(options.nixl_python).version} if options.compare else {}
+    progress.versions = versions
     for work in options.works:
         for op in options.ops if work.what == "kv" else ["push"]:
             progress.status(f"{work.name}, {op}")
             progress.add([_measured(options, work, op)])
-    return make_report(options, progress.rows)
+    return make_report(options, progress.rows, versions)
 
 
 def _measured(options: KvOptions, work: Work, op: str) -> Row:
