@@ -12,12 +12,14 @@ from test_report_page import EVERY_KIND, mesh
 from test_sweep import sweep
 
 from crossrail_tools.report.page.comparison import comparison_section
+from crossrail_tools.report.page.html import page
+from crossrail_tools.report.page.model import Document, Figure, Lines, Section, Series, Table
 from crossrail_tools.report.page.write import html
 from crossrail_tools.report.sources import parse_source
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"
 COMMITTED = sorted(REPORTS.glob("*.html"))
-WIDTHS = (400, 800, 1600)
+WIDTHS = (400, 800, 1280, 1600)
 
 MISTAKES = r"""(() => {
 const wrong = [], page = document.documentElement, seen = r => r.width > 0 && r.height > 0;
@@ -93,20 +95,43 @@ def pages(made: Path) -> list[Path]:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("opened", [False, True], ids=["closed", "tables open"])
 def test_nothing_overflows_or_overlaps(browser: Browser, made: Path, width: int, opened: bool) -> None:
-    for page in pages(made):
-        browser.show(page, width)
+    for path in pages(made):
+        browser.show(path, width)
         if opened:
             browser.ask("document.querySelectorAll('details').forEach(one => one.open = true)")
-        assert json.loads(browser.ask(MISTAKES)) == [], f"{page.name} at {width}"
+        assert json.loads(browser.ask(MISTAKES)) == [], f"{path.name} at {width}"
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_words_stand_out(browser: Browser, made: Path, dark: bool) -> None:
-    for page in pages(made):
-        browser.show(page, 1600, dark=dark)
-        assert json.loads(browser.ask(CONTRAST)) == [], page.name
+    for path in pages(made):
+        browser.show(path, 1600, dark=dark)
+        assert json.loads(browser.ask(CONTRAST)) == [], path.name
         ground = browser.ask("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(18, 21, 24)") == dark
+
+
+@pytest.mark.parametrize("figures", [1, 2, 3, 4, 7])
+def test_charts_fill_the_width(browser: Browser, tmp_path: Path, figures: int) -> None:
+    """However many there are in a section; at 1280 pixels three stand side by side."""
+    lines = Lines("Time", "size", "us", [Series("Crossrail", [(1.0, 1.0), (2.0, 2.0)])])
+    table = Table(["size", "us"], [["1", "1"], ["2", "2"]])
+    section = Section("latency", "Latency", "", [Figure(lines, table)] * figures)
+    path = tmp_path / "page.html"
+    path.write_text(page(Document("Times", [], [], [section]), "{}"))
+    browser.show(path, 1280)
+    edges = json.loads(browser.ask(EDGES))
+    assert edges["right"] <= 1 and edges["left"] <= 1, edges
+    assert edges["page"] >= 1200
+
+
+EDGES = r"""(() => {
+const grid = document.querySelector('.grid'), all = grid.getBoundingClientRect();
+const boxes = [...grid.querySelectorAll('figure > *')].map(one => one.getBoundingClientRect());
+const cards = [...grid.querySelectorAll('figure')].map(one => one.getBoundingClientRect());
+const inside = Math.max(...boxes.map(one => one.right)) + 17;
+return JSON.stringify({right: all.right - Math.max(...cards.map(one => one.right), inside),
+  left: Math.min(...cards.map(one => one.left)) - all.left, page: all.width}); })()"""
 
 
 def test_arrow_keys_step_through_the_values_of_a_chart(browser: Browser, made: Path) -> None:

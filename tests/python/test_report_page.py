@@ -21,7 +21,22 @@ from crossrail.ref.flows import traffic
 from crossrail_tools.report import PeerResult, Report, Round, Row, mesh_rows, with_samples
 from crossrail_tools.report.export import comma_separated, markdown
 from crossrail_tools.report.page.document import document
-from crossrail_tools.report.page.model import HeatMap
+from crossrail_tools.report.page.draw import colours_of, draw, legend
+from crossrail_tools.report.page.html import page
+from crossrail_tools.report.page.model import (
+    NEUTRAL,
+    OURS,
+    Bar,
+    Bars,
+    Document,
+    Figure,
+    HeatMap,
+    Lines,
+    Section,
+    Series,
+    Stack,
+    Table,
+)
 from crossrail_tools.report.page.write import MOST_BYTES, TooLarge, html
 from crossrail_tools.report.sources import Source, parse_source, read_source
 
@@ -142,6 +157,24 @@ def test_the_headline_is_of_8_bytes_and_beside_its_peer() -> None:
     )
     moved = document([source(p2p_report())], "Transfer").tiles
     assert moved[0].note == "tcp, 2 rails; 1.25 x iperf3"
+
+
+def test_a_colour_means_one_thing_on_a_page() -> None:
+    points = [(1.0, 1.0), (2.0, 2.0)]
+    curves = [Series("Crossrail, shm", points), Series("ucx", points, by="ucx"), Series("Crossrail, tcp", points)]
+    lines = Lines("Latency", "size", "us", curves)
+    by = ["mpi", "ucx", OURS, NEUTRAL]
+    bars = Bars("Rate", "GB/s", [("", [Bar(f"bar of {name}", 1.0, "1", name) for name in by])])
+    parts = Stack("Time", "us", ["wait", "copy"], [("row", [1.0, 2.0], "3")])
+    colours = colours_of([lines, bars, parts])
+    assert len(set(colours.values())) == len(colours)
+    # The same program has its colour in every chart, wherever it stands; several curves of Crossrail are shades of one.
+    assert [colour for colour, _, _ in legend(lines, colours)] == [colours[OURS], colours["ucx"], "s5"]
+    shown = re.findall(r'<g class="(\w+)"><rect class="b"', draw(bars, "bars", colours))
+    assert shown == [colours[name] for name in by]
+    assert not set(colours.values()) & set(re.findall(r'class="(\w+)"', draw(parts, "parts", colours)))
+    key = page(Document("Page", [], [], [Section("s", "S", "", [Figure(bars, Table([], []))])]), "{}")
+    assert re.findall(r"</svg><span>(\w+)</span>", key) == ["Crossrail", "mpi", "ucx"]
 
 
 def test_figures_of_the_rows_are_on_the_page() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from ..units import format_size
-from .model import Bar, Bars, Chart, Forest, HeatMap, Interval, Lines, Series, Stack
+from .model import BETTER, NEUTRAL, OURS, WORSE, Bar, Bars, Chart, Forest, HeatMap, Interval, Lines, Series, Stack
 from .scales import (
     Scale,
     clipped,
@@ -27,7 +27,7 @@ BOLD = 13.5
 """Size to estimate the width of bold text of size TEXT by."""
 
 SERIES = 8
-"""Number of colours. Each has a shape and a dash pattern of its own as well."""
+"""Number of shapes and dash patterns, by which the curves of a chart differ besides their colours."""
 
 _TOP, _BOTTOM, _RIGHT = 24.0, 40.0, 14.0
 _PLOT = 200.0
@@ -40,12 +40,40 @@ _MOST_CELLS_ALONE = 24
 _MOST_CELLS = 64
 
 
-def draw(chart: Chart, name: str) -> str:
-    """The SVG of a chart; ``name`` is unique on its page."""
+Colours = Mapping[str, str]
+"""The class of each colour, by whose figures it stands for."""
+
+_FIXED = {OURS: "s0", NEUTRAL: "s7", BETTER: "sg", WORSE: "sb"}
+_OF_PROGRAMS = ("s1", "s2", "s3", "s4", "s6")
+_OF_OURS = ("s0", "s5", "so")
+"""Shades of one colour, for several curves of Crossrail in one chart."""
+
+
+def colours_of(charts: Iterable[Chart]) -> dict[str, str]:
+    """The colours of the charts of one page: blue is Crossrail, and each other program has one of its own."""
+    found = dict(_FIXED)
+    for chart in charts:
+        if isinstance(chart, Lines):
+            names = [series.by for series in chart.series]
+        else:
+            names = [bar.by for _, bars in chart.groups for bar in bars] if isinstance(chart, Bars) else []
+        for name in names:
+            if name not in found:
+                found[name] = _OF_PROGRAMS[(len(found) - len(_FIXED)) % len(_OF_PROGRAMS)]
+    return found
+
+
+def programs_of(colours: Colours) -> list[str]:
+    """The programs among ``colours``, in the order in which charts show them."""
+    return [name for name in colours if name not in _FIXED]
+
+
+def draw(chart: Chart, name: str, colours: Colours) -> str:
+    """The SVG of a chart; ``name`` is unique on its page. ``colours``: of the page, from `colours_of`."""
     if isinstance(chart, Lines):
-        body, height = _lines(chart)
+        body, height = _lines(chart, colours)
     elif isinstance(chart, Bars):
-        body, height = _bars(chart)
+        body, height = _bars(chart, colours)
     elif isinstance(chart, Stack):
         body, height = _stack(chart)
     elif isinstance(chart, HeatMap):
@@ -58,17 +86,40 @@ def draw(chart: Chart, name: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" aria-labelledby="{labels}">{about}{body}</svg>'
 
 
-def legend(chart: Chart) -> list[tuple[int, str]]:
-    """The colours of a chart and what they stand for; none if there is only one."""
-    if isinstance(chart, Lines):
-        names = [series.name for series in chart.series]
-    elif isinstance(chart, (Bars, Stack)):
-        names = list(chart.names)
-    else:
-        names = []
+def legend(chart: Chart, colours: Colours) -> list[tuple[str, int, str]]:
+    """The colours of a chart: their class, the shape of their points, and what they stand for; none if there is one."""
     if isinstance(chart, Forest):
-        return [(2, "better"), (1, "worse"), (0, "the same"), (7, "not distinguishable")]
-    return list(enumerate(names)) if len(names) > 1 else []
+        return [(*_VERDICTS[verdict], name) for verdict, name in _VERDICT_NAMES.items()]
+    made: list[tuple[str, int, str]] = []
+    if isinstance(chart, Lines):
+        classes = _curve_colours(chart, colours)
+        made = [(classes[number], number % SERIES, series.name) for number, series in enumerate(chart.series)]
+    elif isinstance(chart, Stack):
+        made = [(_part(number), number, name) for number, name in enumerate(chart.names)]
+    elif isinstance(chart, Bars):
+        made = [(colours[by], number, name) for number, (by, name) in enumerate(chart.names.items())]
+    return made if len(made) > 1 else []
+
+
+def swatch(colour: str, shape: int | None, middle: float) -> str:
+    """A sample of a colour, 26 wide around the height ``middle``: with a line and a point of a shape, or as an area."""
+    if shape is None:
+        kind = colour if colour.startswith("q") else "b"
+        return f'<g class="{colour}"><rect class="{kind}" x="6" y="{_at(middle - 5)}" width="14" height="10"/></g>'
+    line = f'<path class="ln d{shape}" d="M0 {_at(middle)}H26"/><use href="#m{shape}" x="13" y="{_at(middle)}"/>'
+    return f'<g class="{colour}">{line}</g>'
+
+
+def _curve_colours(chart: Lines, colours: Colours) -> list[str]:
+    """The class of each curve. Several of Crossrail have shades of one colour."""
+    ours = [number for number, series in enumerate(chart.series) if series.by == OURS]
+    shades = {number: _OF_OURS[place % len(_OF_OURS)] for place, number in enumerate(ours)}
+    return [shades.get(number, colours[series.by]) for number, series in enumerate(chart.series)]
+
+
+def _part(number: int) -> str:
+    """The class of a part of a stack: shades of the colour of Crossrail, neighbours far from each other."""
+    return f"q{(5, 2, 6, 3, 4, 1)[number % 6]}"
 
 
 def _at(value: float) -> str:
@@ -91,7 +142,7 @@ def _rect(x: float, y: float, width: float, height: float, kind: str, hint: str 
     return f"{shape}>{inside}</rect>" if inside else f"{shape}/>"
 
 
-def _lines(chart: Lines) -> tuple[str, float]:
+def _lines(chart: Lines, colours: Colours) -> tuple[str, float]:
     xs = [x for series in chart.series for x, _ in series.points]
     if not xs:
         return _text(0, 12, "no figures", "ax"), 20.0
@@ -113,8 +164,10 @@ def _lines(chart: Lines) -> tuple[str, float]:
     parts += _below(horizontal, left, bottom, chart.x_name)
     if chart.reference is not None:
         parts += _reference(chart.reference, vertical, left)
+    classes = _curve_colours(chart, colours)
     for number, series in enumerate(chart.series):
-        parts.append(_curve(series, number, horizontal.place, vertical.place, chart))
+        curve = _curve(series, number % SERIES, horizontal.place, vertical.place, chart)
+        parts.append(f'<g class="{classes[number]}">{curve}</g>')
     return "".join(parts), bottom + _BOTTOM
 
 
@@ -146,21 +199,20 @@ def _reference(reference: tuple[str, float], vertical: Scale, left: float) -> li
 
 
 def _curve(
-    series: Series, number: int, across: Callable[[float], float], up: Callable[[float], float], chart: Lines
+    series: Series, shape: int, across: Callable[[float], float], up: Callable[[float], float], chart: Lines
 ) -> str:
-    colour = number % SERIES
     points = [(across(x), up(y)) for x, y in series.points]
     parts = []
     upper = [(x, up(high)) for (x, _), high in zip(points, series.upper, strict=False) if high is not None]
     if len(upper) > 1:
         parts.append(f'<path class="up" d="{_path(upper)}"/>')
     if len(points) > 1:
-        parts.append(f'<path class="ln d{colour}" d="{_path(points)}"/>')
+        parts.append(f'<path class="ln d{shape}" d="{_path(points)}"/>')
     for (x, y), (value_x, value_y) in zip(points, series.points, strict=True):
         where = _x_text(chart, value_x)
         hint = f"{series.name}, {where}: {number_text(value_y)} {chart.y_name}"
-        parts.append(f'<use href="#m{colour}" x="{_at(x)}" y="{_at(y)}"><title>{escape(hint)}</title></use>')
-    return f'<g class="s{colour}">{"".join(parts)}</g>'
+        parts.append(f'<use href="#m{shape}" x="{_at(x)}" y="{_at(y)}"><title>{escape(hint)}</title></use>')
+    return "".join(parts)
 
 
 def _x_text(chart: Lines, value: float) -> str:
@@ -177,7 +229,7 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
 _ROW, _BAR, _HEAD = 30.0, 9.0, 26.0
 
 
-def _bars(chart: Bars) -> tuple[str, float]:
+def _bars(chart: Bars, colours: Colours) -> tuple[str, float]:
     values = [value for _, bars in chart.groups for bar in bars for value in (bar.value, bar.high or 0.0)]
     top = chart.top if chart.top is not None else max(values, default=0.0)
     scale = (WIDTH - 2) / (top or 1.0)
@@ -187,18 +239,18 @@ def _bars(chart: Bars) -> tuple[str, float]:
             parts.append(_text(0, y + 17, clipped(heading, WIDTH, BOLD), "gh"))
             y += _HEAD
         for bar in bars:
-            parts.append(_bar(bar, y, scale))
+            parts.append(_bar(bar, y, scale, colours[bar.by]))
             y += _ROW
         y += 6
     return "".join(parts), max(y - 4, 1.0)
 
 
-def _bar(bar: Bar, y: float, scale: float) -> str:
+def _bar(bar: Bar, y: float, scale: float, colour: str) -> str:
     room = WIDTH - width_of(bar.text, BOLD) - 14
     hint = bar.hint or f"{bar.label}: {bar.text}"
     parts = [_text(0, y + 11, clipped(bar.label, room, TEXT)), _text(WIDTH, y + 11, bar.text, "v", "end")]
     parts.append(_rect(0, y + 16, WIDTH, _BAR, "bg"))
-    parts.append(f'<g class="s{bar.series % SERIES}">{_rect(0, y + 16, bar.value * scale, _BAR, "b", hint)}</g>')
+    parts.append(f'<g class="{colour}">{_rect(0, y + 16, bar.value * scale, _BAR, "b", hint)}</g>')
     if bar.low is not None and bar.high is not None and bar.high > bar.low:
         middle = y + 16 + _BAR / 2
         start, end = bar.low * scale, min(bar.high * scale, WIDTH - 1)
@@ -218,8 +270,7 @@ def _stack(chart: Stack) -> tuple[str, float]:
         for number, (name, value) in enumerate(zip(chart.names, values, strict=True)):
             if value > 0:
                 hint = f"{label}, {name}: {number_text(value)} {chart.unit}, {value / total:.0%}"
-                bar = _rect(x, y + 16, value * scale - 1, _BAR + 4, "b", hint)
-                parts.append(f'<g class="s{number % SERIES}">{bar}</g>')
+                parts.append(_rect(x, y + 16, value * scale - 1, _BAR + 4, _part(number), hint))
                 x += value * scale
         y += _ROW + 8
     return "".join(parts), max(y - 6, 1.0)
@@ -355,7 +406,10 @@ def _shade_scale(chart: HeatMap, y: float, low: float, high: float) -> str:
     return "".join(parts)
 
 
-_VERDICTS = {"better": 2, "worse": 1, "same": 0, "unclear": 7}
+_VERDICTS = {"better": ("sg", 2), "worse": ("sb", 1), "same": ("s7", 0), "unclear": ("s7", 7)}
+"""The class and the shape of each verdict."""
+
+_VERDICT_NAMES = {"better": "better", "worse": "worse", "same": "the same", "unclear": "not distinguishable"}
 
 
 def _forest(chart: Forest) -> tuple[str, float]:
@@ -404,13 +458,13 @@ def _ratio_ticks(far: float) -> list[float]:
 
 
 def _interval(one: Interval, y: float, across: Callable[[float], float]) -> str:
-    colour = _VERDICTS[one.verdict]
+    colour, shape = _VERDICTS[one.verdict]
     room = WIDTH - width_of(one.text, BOLD) - 14
     middle = y + 20.5
     hint = escape(one.hint or f"{one.label}: {one.text}")
     return (
         _text(0, y + 11, clipped(one.label, room, TEXT), "hl")
         + _text(WIDTH, y + 11, one.text, "v hl", "end")
-        + f'<g class="s{colour}">{_line(across(one.low), middle, across(one.high), middle, "iv")}'
-        + f'<use href="#m{colour}" x="{_at(across(one.ratio))}" y="{_at(middle)}"><title>{hint}</title></use></g>'
+        + f'<g class="{colour}">{_line(across(one.low), middle, across(one.high), middle, "iv")}'
+        + f'<use href="#m{shape}" x="{_at(across(one.ratio))}" y="{_at(middle)}"><title>{hint}</title></use></g>'
     )

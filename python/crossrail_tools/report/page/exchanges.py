@@ -10,7 +10,7 @@ from ..schema import PeerResult, Row
 from ..stats import median
 from ..units import format_bytes
 from .gather import Entry, distinct, latency_of, rate_text, table_of, time_text
-from .model import Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
+from .model import OURS, Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
 from .scales import number_text, time_unit
 
 MODES = ("dispatch", "combine", "e2e")
@@ -102,11 +102,12 @@ def _beside(part: Sequence[Entry], shape: str) -> Figure:
         row = entry.row
         label = f"{_variant(row)} ({entry.file})"
         value = latency_of(row) or 0.0
-        bars = [Bar(entry.program or "Crossrail", value, time_text(value), 0, value, row.p99_us or row.max_us)]
+        high = row.p99_us or row.max_us
+        bars = [Bar(entry.program or "Crossrail", value, time_text(value), entry.program, value, high)]
         for name, peer in row.peers.items():
             time = _peer_time(peer)
             if time is not None:
-                bars.append(Bar(name, time, time_text(time), 1, hint=f"{name}: {peer.what}, {time_text(time)}"))
+                bars.append(Bar(name, time, time_text(time), name, hint=f"{name}: {peer.what}, {time_text(time)}"))
         groups.append((label, bars))
         for bar in bars:
             lines.append(
@@ -217,7 +218,7 @@ def _steps(part: Sequence[Entry], key: str) -> Figure:
         hint = f"{step}: mean {time_text(value)}, {time_text(least)} to {time_text(most)}" + (
             f"; {parts}" * bool(parts)
         )
-        bars.append(Bar(step, value, time_text(value), 0, least, most, hint))
+        bars.append(Bar(step, value, time_text(value), OURS, least, most, hint))
         lines.append([step, time_text(value), time_text(least), time_text(most), parts])
     chart = Bars(key, "\N{MICRO SIGN}s", [("", bars)], sub="Bar: mean of all ranks and rounds. Whisker: least to most.")
     return Figure(chart, table_of(["step", "mean", "least", "most", "parts"], lines))
@@ -236,14 +237,14 @@ def _phases(part: Sequence[Entry], file: str) -> Figure:
         for variant in distinct(_variant(row) for row in rows):
             times = [time for row in rows if _variant(row) == variant and (time := latency_of(row)) is not None]
             if times:
-                bars.append(Bar(variant, median(times), time_text(median(times)), 0, min(times), max(times)))
+                bars.append(Bar(variant, median(times), time_text(median(times)), OURS, min(times), max(times)))
         facts = [row.phase for row in rows if row.phase is not None]
-        for label, colour, found in (
-            ("all connected", 2, [one.connect_us for one in facts if one.connect_us is not None]),
-            ("recovered from the kill", 1, [one.recovery_us for one in facts if one.recovery_us is not None]),
+        for label, found in (
+            ("all connected", [one.connect_us for one in facts if one.connect_us is not None]),
+            ("recovered from the kill", [one.recovery_us for one in facts if one.recovery_us is not None]),
         ):
             if found:
-                bars.append(Bar(label, median(found), time_text(median(found)), colour, min(found), max(found)))
+                bars.append(Bar(label, median(found), time_text(median(found)), OURS, min(found), max(found)))
         groups.append((", ".join(words), bars))
         lines += [[", ".join(words), bar.label, bar.text] for bar in bars]
     sub = "Bar: median of the runs. Whisker: least to most."

@@ -40,6 +40,11 @@ class Points:
     name: str
     at: dict[float, list[Entry]]
 
+    @property
+    def by(self) -> str:
+        """Whose they are."""
+        return next(entry.program for at in self.at.values() for entry in at)
+
 
 def curves(found: Sequence[Entry], name: Callable[[Entry], str], x: Callable[[Entry], float]) -> list[Points]:
     """Entries by curve and place. The file is added to the names where several files have the same curve."""

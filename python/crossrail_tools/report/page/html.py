@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from html import escape
 
 from ..units import counted
-from .draw import draw, legend
-from .model import Bars, Chart, Document, Figure, Section, Stack, Table
+from .draw import Colours, colours_of, draw, legend, programs_of, swatch
+from .model import OURS, Bars, Chart, Document, Figure, Section, Stack, Table
 from .style import SCRIPT, STYLE, symbols
 
 _OPEN_NOTES = 4
@@ -20,7 +20,8 @@ _OPEN_ROWS = 24
 def page(document: Document, data: str, *, most_rows: int | None = None) -> str:
     """The HTML text of ``document``. ``data``: JSON to embed; ``most_rows``: rows that a table shows at most."""
     nav = "".join(f'<li><a href="#{one.name}">{escape(one.title)}</a></li>' for one in document.sections)
-    body = "".join(_section(one, most_rows) for one in document.sections)
+    colours = colours_of(one.chart for section in document.sections for one in section.figures)
+    body = "".join(_section(one, most_rows, colours) for one in document.sections)
     warnings = "".join(f'<p class="warn">{escape(text)}</p>' for text in document.warnings)
     embedded = data.replace("<", "\\u003c")
     return (
@@ -30,7 +31,7 @@ def page(document: Document, data: str, *, most_rows: int | None = None) -> str:
         f"<title>{escape(document.title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f'<a class="skip" href="#main">Skip to the figures</a>\n{symbols()}\n<div class="page">\n'
         f"<header>\n<h1>{escape(document.title)}</h1>\n{_facts(document)}{warnings}\n"
-        f'{_tiles(document)}\n<nav aria-label="Contents"><ul>{nav}</ul></nav>\n</header>\n'
+        f'{_tiles(document)}{_key(colours)}\n<nav aria-label="Contents"><ul>{nav}</ul></nav>\n</header>\n'
         f'<main id="main">\n{body}</main>\n'
         "<footer>Made by <code>crossrail report</code>. This file loads nothing and works offline. \N{MICRO SIGN}s are "
         "microseconds, GB is 10<sup>9</sup> bytes, sizes written 64K or 2M are powers of two.</footer>\n</div>\n"
@@ -59,10 +60,28 @@ def _tiles(document: Document) -> str:
     return f'<ul class="tiles" aria-label="Figures at a glance">{shown}</ul>' if shown else ""
 
 
-def _section(section: Section, most_rows: int | None) -> str:
+def _key(colours: Colours) -> str:
+    """What the colours of programs are on this page; nothing if there is but one."""
+    if not programs_of(colours):
+        return ""
+    known = {"Crossrail": colours[OURS], **{name: colours[name] for name in programs_of(colours)}}
+    items = "".join(f"<li>{_swatch(shade, None)}<span>{escape(name)}</span></li>" for name, shade in known.items())
+    return f'<ul class="legend key" aria-label="Colours of programs">{items}</ul>'
+
+
+_FEW = 4
+"""Figures of a section up to which their number decides how many stand side by side, so that no column is empty."""
+
+
+def _section(section: Section, most_rows: int | None, colours: Colours) -> str:
     intro = f'<p class="intro">{escape(section.intro)}</p>' if section.intro else ""
-    figures = "".join(_figure(one, f"{section.name}-{number}", most_rows) for number, one in enumerate(section.figures))
-    grid = f'<div class="grid">{figures}</div>' if figures else ""
+    alone = len(section.figures) == 1
+    figures = "".join(
+        _figure(one, f"{section.name}-{number}", most_rows, colours, opened=alone)
+        for number, one in enumerate(section.figures)
+    )
+    few = f" n{len(section.figures)}" if len(section.figures) <= _FEW else ""
+    grid = f'<div class="grid{few}">{figures}</div>' if figures else ""
     tables = "".join(f'<div class="card">{_folded(one, most_rows)}</div>' for one in section.tables)
     notes = "".join(f"<li>{escape(text)}</li>" for text in section.notes)
     listed = f'<ul class="notes">{notes}</ul>' if notes else ""
@@ -74,32 +93,36 @@ def _section(section: Section, most_rows: int | None) -> str:
     )
 
 
-def _figure(figure: Figure, name: str, most_rows: int | None) -> str:
+def _figure(figure: Figure, name: str, most_rows: int | None, colours: Colours, *, opened: bool) -> str:
+    """A chart with its table, which stands open beside a chart that has the width of the page to itself."""
     chart = figure.chart
     sub = f'<p class="sub">{escape(chart.sub)}</p>' if chart.sub else ""
     rows = len(figure.table.rows)
     table = _table(figure.table, f"Figures of: {chart.title}", most_rows)
     return (
-        f'<figure id="{name}"><figcaption><h3>{escape(chart.title)}</h3>{sub}{_legend(chart)}</figcaption>'
-        f'{draw(chart, name)}<p class="read" aria-live="polite"></p>'
-        f"<details><summary>Figures as a table ({counted(rows, 'row')})</summary>{table}</details></figure>"
+        f'<figure id="{name}"><figcaption><h3>{escape(chart.title)}</h3>{sub}{_legend(chart, colours)}'
+        f"</figcaption>"
+        f'<div class="chart">{draw(chart, name, colours)}<p class="read" aria-live="polite"></p></div>'
+        f"<details{' open' * opened}><summary>Figures as a table ({counted(rows, 'row')})</summary>{table}</details>"
+        "</figure>"
     )
 
 
-def _legend(chart: Chart) -> str:
-    known = legend(chart)
+def _legend(chart: Chart, colours: Colours) -> str:
+    known = legend(chart, colours)
     if not known:
         return ""
-    items = "".join(f"<li>{_swatch(chart, number % 8)}<span>{escape(name)}</span></li>" for number, name in known)
+    shapes = not isinstance(chart, (Bars, Stack))
+    items = "".join(
+        f"<li>{_swatch(colour, shape if shapes else None)}<span>{escape(name)}</span></li>"
+        for colour, shape, name in known
+    )
     return f'<ul class="legend">{items}</ul>'
 
 
-def _swatch(chart: Chart, number: int) -> str:
-    if isinstance(chart, (Bars, Stack)):
-        inside = '<rect class="b" x="6" y="1" width="14" height="10"/>'
-    else:
-        inside = f'<path class="ln d{number}" d="M0 6H26"/><use href="#m{number}" x="13" y="6"/>'
-    return f'<svg class="s{number}" viewBox="0 0 26 12" aria-hidden="true">{inside}</svg>'
+def _swatch(colour: str, shape: int | None) -> str:
+    inside = swatch(colour, shape, 6)
+    return f'<svg viewBox="0 0 26 12" aria-hidden="true">{inside}</svg>'
 
 
 def _folded(table: Table, most_rows: int | None) -> str:

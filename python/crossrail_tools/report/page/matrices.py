@@ -82,8 +82,9 @@ def _rank_name(rows: Sequence[Row], number: int) -> str:
 def _together(rows: Sequence[Row], others: Sequence[Entry], key: str) -> Figure:
     ranks = sorted({row.source or 0 for row in rows})
     sent = {rank: median([figure(row) for row in rows if (row.source or 0) == rank]) for rank in ranks}
-    bars = [Bar(f"rank {rank}", rate, rate_text(rate), 0) for rank, rate in sent.items()]
-    bars += [Bar(entry.program, rate_of(entry.row) or 0.0, rate_text(rate_of(entry.row)), 1) for entry in others]
+    bars = [Bar(f"rank {rank}", rate, rate_text(rate)) for rank, rate in sent.items()]
+    for entry in others:
+        bars.append(Bar(entry.program, rate_of(entry.row) or 0.0, rate_text(rate_of(entry.row)), entry.program))
     lines = [[bar.label, bar.text] for bar in bars]
     sub = f"What each rank sends: {format_size(rows[0].size)} to each other, {rows[0].window} in flight. {key}"
     return Figure(Bars("All at once", "GB/s", [("", bars)], sub=sub), table_of(["rank", "sent"], lines))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -17,13 +17,24 @@ class Table:
     note: str = ""
 
 
+OURS = ""
+"""Whose a figure is, if it is Crossrail's; else the name of a program."""
+
+NEUTRAL, BETTER, WORSE = "(neutral)", "(better)", "(worse)"
+"""Instead of whose a figure is: a baseline, or a verdict."""
+
+
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: points ``(x, y)``, and the upper end of each point's range if it is known (p99)."""
+    """One line of a chart: points ``(x, y)``, and the upper end of each point's range if it is known (p99).
+
+    ``by``: whose it is, which its colour stands for.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     upper: Sequence[float | None] = ()
+    by: str = OURS
 
 
 @dataclass(frozen=True)
@@ -42,12 +53,12 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its label, its value, the range of its samples, and the series that its colour stands for."""
+    """One bar: its label, its value, the range of its samples, and whose it is, which its colour stands for."""
 
     label: str
     value: float
     text: str
-    series: int = 0
+    by: str = OURS
     low: float | None = None
     high: float | None = None
     hint: str = ""
@@ -55,12 +66,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars under headings, all on one scale from 0. ``names``: of the colours, for the legend."""
+    """Horizontal bars under headings, all on one scale from 0. ``names``: what colours stand for, for the legend."""
 
     title: str
     unit: str
     groups: Sequence[tuple[str, Sequence[Bar]]]
-    names: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
     sub: str = ""
     top: float | None = None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ..sources import Source
-from .draw import WIDTH, draw, legend
+from .draw import WIDTH, Colours, colours_of, draw, legend, swatch
 from .model import Bars, Chart, Stack
 from .scales import clipped, width_of
 from .style import MARKERS, STYLE
@@ -22,7 +22,8 @@ def picture(charts: Sequence[Chart], about: str, sources: Sequence[Source]) -> s
 
     Its metadata names the files that the charts are made of.
     """
-    panels = [_panel(chart, f"p{number}") for number, chart in enumerate(charts)]
+    colours = colours_of(charts)
+    panels = [_panel(chart, f"p{number}", colours) for number, chart in enumerate(charts)]
     height = max(height for _, height in panels) + 2 * _PAD
     width = len(panels) * _PANEL + (len(panels) - 1) * _GAP
     body = []
@@ -77,28 +78,22 @@ def _style() -> str:
     return "\n".join([*kept, own])
 
 
-def _panel(chart: Chart, name: str) -> tuple[str, float]:
+def _panel(chart: Chart, name: str, colours: Colours) -> tuple[str, float]:
     parts = [f'<text class="ti" x="0" y="12">{escape(clipped(chart.title, WIDTH, 14))}</text>']
     y, x = _TITLE + 8, 0.0
-    for number, label in legend(chart):
+    shapes = not isinstance(chart, (Bars, Stack))
+    for colour, shape, label in legend(chart, colours):
         shown = clipped(label, WIDTH - 34, 12)
         wide = 32 + width_of(shown, 12) + 14
         if x and x + wide > WIDTH:
             x, y = 0.0, y + _LINE
-        parts.append(_swatch(chart, number % 8, x, y))
+        sample = swatch(colour, shape if shapes else None, 5)
+        parts.append(f'<g transform="translate({x:.0f} {y:.0f})">{sample}</g>')
         parts.append(f'<text x="{x + 32:.0f}" y="{y + 10:.0f}">{escape(shown)}</text>')
         x += wide
-    y += _LINE + 8 if legend(chart) else 4
-    drawn = draw(chart, name)
+    y += _LINE + 8 if legend(chart, colours) else 4
+    drawn = draw(chart, name, colours)
     head = drawn.index('viewBox="') + len('viewBox="')
     height = float(drawn[head : drawn.index('"', head)].split()[3])
     placed = drawn.replace("<svg ", f'<svg y="{y:.0f}" width="{WIDTH:.0f}" height="{height:.0f}" ', 1)
     return "".join([*parts, placed]), y + height
-
-
-def _swatch(chart: Chart, number: int, x: float, y: float) -> str:
-    if isinstance(chart, (Bars, Stack)):
-        inside = '<rect class="b" x="6" y="0" width="14" height="10"/>'
-    else:
-        inside = f'<path class="ln d{number}" d="M0 5H26"/><use href="#m{number}" x="13" y="5"/>'
-    return f'<g class="s{number}" transform="translate({x:.0f} {y:.0f})">{inside}</g>'

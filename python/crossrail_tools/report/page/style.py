@@ -1,5 +1,5 @@
 """The looks of a page. Colours are after Okabe and Ito, which colour-blind readers tell apart, darkened or lightened to
-contrast with the ground; each series also has a shape and a dash pattern of its own."""
+contrast with the ground; each series also has a shape and a dash pattern of its own. What each colour means: `draw`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ body{margin:0;background:var(--bg);color:var(--ink);font:14px/1.5 system-ui,-app
 "Liberation Sans",Arial,sans-serif;font-variant-numeric:tabular-nums}
 .page{max-width:1560px;margin:0 auto;padding:clamp(14px,2.4vw,34px)}
 a{color:var(--link);text-underline-offset:2px}
-:focus-visible{outline:2px solid var(--c0);outline-offset:2px;border-radius:3px}
+:focus-visible{outline:2px solid var(--link);outline-offset:2px;border-radius:3px}
 .skip{position:absolute;left:-999px}.skip:focus{left:8px;top:8px;background:var(--panel);padding:6px 10px}
 h1{font-size:24px;line-height:1.25;font-weight:650;letter-spacing:-.01em;margin:0 0 6px;overflow-wrap:anywhere}
 h2{font-size:17px;font-weight:650;margin:0;letter-spacing:-.005em}
@@ -30,7 +30,7 @@ dl.facts div{display:flex;gap:6px;min-width:0}dl.facts dt{color:var(--mut);flex:
 dl.facts dd{margin:0;overflow-wrap:anywhere;min-width:0}
 nav{margin:16px 0 0;border-top:1px solid var(--line);border-bottom:1px solid var(--line);padding:7px 0}
 nav ul{list-style:none;display:flex;flex-wrap:wrap;gap:2px 20px;margin:0;padding:0;font-size:13px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,176px),1fr));gap:10px;
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,176px),1fr));gap:10px;
 margin:18px 0 0;padding:0;list-style:none}
 .tiles li{background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:10px 12px;min-width:0}
 .tiles .n{color:var(--mut);font-size:12px;display:block}
@@ -39,7 +39,11 @@ margin:18px 0 0;padding:0;list-style:none}
 .tiles .o{display:block;font-size:12px;color:var(--mut);overflow-wrap:anywhere}
 section{margin:30px 0 0}
 .head{border-bottom:1px solid var(--line);padding-bottom:6px;margin-bottom:12px}
-.grid{columns:372px;column-gap:14px}.grid figure{break-inside:avoid;margin-bottom:14px}
+.grid{columns:372px;column-gap:14px}.grid figure{break-inside:avoid;margin-bottom:14px}.n1{columns:auto}
+.n2,.n4{columns:2 372px}
+.n3{columns:auto;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,372px),1fr));gap:0 14px}
+@media (min-width:900px){.n1 figure{display:grid;grid-template-columns:minmax(0,560px) minmax(0,1fr);gap:0 26px}
+.n1 figcaption{grid-column:1/-1}}
 figure,.card{background:var(--panel);border:1px solid var(--line);border-radius:6px;margin:0;padding:14px 16px 12px;
 min-width:0}
 .card{margin-top:14px}.grid+.card{margin-top:0}
@@ -51,7 +55,7 @@ svg .hl{paint-order:stroke;stroke:var(--panel);stroke-width:4px;stroke-linejoin:
 .g{stroke:var(--grid);fill:none}.gm{stroke:var(--grid2);fill:none}.g1{stroke:var(--mut);fill:none}
 .ref{stroke:var(--mut);stroke-dasharray:2 3;fill:none}
 .s0{color:var(--c0)}.s1{color:var(--c1)}.s2{color:var(--c2)}.s3{color:var(--c3)}.s4{color:var(--c4)}.s5{color:var(--c5)}
-.s6{color:var(--c6)}.s7{color:var(--c7)}
+.s6{color:var(--c6)}.s7{color:var(--c7)}.so{color:var(--q6)}.sg{color:var(--good)}.sb{color:var(--bad)}
 .ln{stroke:currentColor;fill:none;stroke-width:1.9;stroke-linejoin:round}
 .up{stroke:currentColor;fill:none;stroke-width:1;stroke-dasharray:1 3;opacity:.85}
 .d1{stroke-dasharray:7 3}.d2{stroke-dasharray:3 2}.d3{stroke-dasharray:9 3 2 3}.d4{stroke-dasharray:12 4}
@@ -60,7 +64,7 @@ svg .hl{paint-order:stroke;stroke:var(--panel);stroke-width:4px;stroke-linejoin:
 symbol,use{overflow:visible}
 .mk{fill:currentColor;stroke:transparent;stroke-width:12;paint-order:stroke}
 .b{fill:currentColor}.bg{fill:var(--bar)}.wh{stroke:var(--ink);stroke-width:1.2;fill:none;opacity:.75}
-.na{fill:var(--bar)}.out{stroke:var(--c1);stroke-width:2}
+.na{fill:var(--bar)}.out{stroke:var(--bad);stroke-width:2}
 .q0{fill:var(--q0)}.q1{fill:var(--q1)}.q2{fill:var(--q2)}.q3{fill:var(--q3)}.q4{fill:var(--q4)}.q5{fill:var(--q5)}
 .q6{fill:var(--q6)}
 svg .qt0,svg .qt1,svg .qt2{fill:#10181f;font-size:11px}svg .qt3{fill:#0b141b;font-size:11px}
@@ -69,7 +73,7 @@ svg .qt4,svg .qt5,svg .qt6{fill:#fff;font-size:11px}
 svg .qt4,svg .qt5,svg .qt6{fill:#0b141b}}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;margin:6px 0 0;padding:0;font-size:12px}
 .legend li{display:flex;align-items:center;gap:6px;min-width:0;overflow-wrap:anywhere}
-.legend svg{width:26px;height:12px;margin:0;flex:none}
+.legend svg{width:26px;height:12px;margin:0;flex:none}.key{margin-top:16px}
 details{margin-top:2px;font-size:12.5px}summary{cursor:pointer;color:var(--mut)}
 .scroll{overflow-x:auto;margin-top:6px;max-height:460px;overflow-y:auto}
 table{border-collapse:collapse;width:100%;font-size:12.5px}
@@ -101,7 +105,7 @@ MARKERS = (
 
 SCRIPT = """
 for(const f of document.querySelectorAll('figure')){const p=[...f.querySelectorAll('svg title')].filter(
-t=>t.parentNode.tagName!='svg'),r=f.querySelector('.read'),s=f.querySelector(':scope>svg');if(!p.length||!r||!s)continue;
+t=>t.parentNode.tagName!='svg'),r=f.querySelector('.read'),s=f.querySelector('.chart>svg');if(!p.length||!r||!s)continue;
 let i=-1;const show=t=>{r.textContent=t};s.tabIndex=0;
 s.addEventListener('keydown',e=>{const d={ArrowRight:1,ArrowDown:1,ArrowLeft:-1,ArrowUp:-1}[e.key];if(!d)return;
 e.preventDefault();i=(i+d+p.length)%p.length;show(p[i].textContent)});

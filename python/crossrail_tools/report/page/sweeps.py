@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from ..sources import Source
 from ..sweeping import Ranked, Sweep, is_time, label_of, named, ranked, text_of, verdict
 from .gather import table_of
-from .model import Bar, Bars, Figure, HeatMap, Section
+from .model import BETTER, NEUTRAL, WORSE, Bar, Bars, Figure, HeatMap, Section
 from .scales import time_unit
 
 _MOST_BARS = 24
-_NAMES = ("best", "not distinguishable from it", "worse")
-_COLOURS = (0, 1, 2)
+_NAMES = {BETTER: "best", NEUTRAL: "not distinguishable from it", WORSE: "worse"}
 
 
 def sweep_section(sources: Sequence[Source]) -> Section | None:
@@ -41,10 +40,10 @@ def sweep_section(sources: Sequence[Source]) -> Section | None:
 def _order(settings: Sequence[Ranked], label: str, timed: bool) -> Figure:
     bars, lines = [], []
     for one in settings:
-        place = 0 if one is settings[0] else 2 if one.apart else 1
+        place = BETTER if one is settings[0] else WORSE if one.apart else NEUTRAL
         text = text_of(one.middle, timed)
         hint = f"{named(one.setting)}: {text}, {text_of(one.low, timed)} to {text_of(one.high, timed)}"
-        bars.append(Bar(named(one.setting), one.middle, text, _COLOURS[place], one.low, one.high, hint))
+        bars.append(Bar(named(one.setting), one.middle, text, place, one.low, one.high, hint))
         figures = [text_of(value, timed) for value in (one.middle, one.low, one.high)]
         lines.append([named(one.setting), *figures, str(len(one.figures)), f"{one.chance:.0%}", _NAMES[place]])
     cut = len(bars) - _MOST_BARS

@@ -10,7 +10,6 @@ from ..units import format_bytes, format_size
 from .gather import (
     US,
     Entry,
-    Points,
     curves,
     distinct,
     latency_of,
@@ -25,7 +24,7 @@ from .gather import (
     varying,
     with_peers_of,
 )
-from .model import Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
+from .model import NEUTRAL, Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
 from .scales import number_text, time_unit
 
 LATENCIES = ("latency", "write", "put")
@@ -111,7 +110,7 @@ def _lines_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], titl
         points = [(x, value / scale) for x, value, _ in known if value is not None]
         upper = [None if high is None else high / scale for _, value, high in known if value is not None]
         upper = upper if len(found) <= _DOTTED else []
-        series.append(Series(one.name, points, upper))
+        series.append(Series(one.name, points, upper, one.by))
         lines += [[size_text(int(x)), one.name, time_text(value), time_text(high)] for x, value, high in known]
     dotted = any(value is not None for one in series for value in one.upper)
     sub = "Line: median." + (" Dotted: 99th percentile." if dotted else "")
@@ -121,24 +120,16 @@ def _lines_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], titl
 
 def _bars_of_times(entries: Sequence[Entry], name: Callable[[Entry], str], title: str) -> Figure:
     found = curves(entries, name, lambda entry: float(entry.row.size))
-    colours = _colours(found)
     bars, lines = [], []
-    for place, one in enumerate(found):
+    for one in found:
         for at in one.at.values():
             value, high = mid(at, latency_of), mid(at, p99_of)
             if value is not None:
                 hint = f"{one.name}: {time_text(value)}, p99 {time_text(high)}"
-                bars.append(Bar(one.name, value, time_text(value), colours[place], value, high, hint))
+                bars.append(Bar(one.name, value, time_text(value), one.by, value, high, hint))
                 lines.append([one.name, time_text(value), time_text(high)])
     chart = Bars(title, US, [("", bars)], sub="Bar: median. Whisker: up to the 99th percentile.")
     return Figure(chart, table_of(["by", "median", "p99"], lines))
-
-
-def _colours(found: Sequence[Points]) -> list[int]:
-    """The colour of each bar: one for each program, the first for Crossrail."""
-    programs = [next(entry.program for at in one.at.values() for entry in at) for one in found]
-    known = ["", *distinct(program for program in programs if program)]
-    return [known.index(program) for program in programs]
 
 
 def bandwidth_section(found: Sequence[Entry]) -> Section | None:
@@ -170,13 +161,12 @@ def _rates(part: Sequence[Entry], name: Callable[[Entry], str], title: str) -> l
     if _several_sizes(part):
         return [_lines_of_rates(part, name, title)]
     found = curves(part, name, lambda entry: float(entry.row.size))
-    colours = _colours(found)
     bars, lines = [], []
-    for place, one in enumerate(found):
+    for one in found:
         for at in one.at.values():
             value = mid(at, rate_of)
             if value is not None:
-                bars.append(Bar(one.name, value, rate_text(value), colours[place]))
+                bars.append(Bar(one.name, value, rate_text(value), one.by))
                 lines.append([one.name, rate_text(value)])
     chart = Bars(f"{title}, {size_text(part[0].row.size)}", "GB/s", [("", bars)])
     return [Figure(chart, table_of(["by", "rate"], lines))]
@@ -187,7 +177,7 @@ def _lines_of_rates(part: Sequence[Entry], name: Callable[[Entry], str], title: 
     series, lines = [], []
     for one in found:
         known = [(x, mid(at, rate_of)) for x, at in one.at.items() if x > 0]
-        series.append(Series(one.name, [(x, value) for x, value in known if value is not None]))
+        series.append(Series(one.name, [(x, value) for x, value in known if value is not None], by=one.by))
         lines += [[size_text(int(x)), one.name, rate_text(value)] for x, value in known]
     chart = Lines(title, "message size (bytes)", "GB/s", series)
     return Figure(chart, table_of(["size", "by", "rate"], lines, left=2))
@@ -237,19 +227,19 @@ def _overview(chosen: Sequence[Entry], names: Sequence[str], beside: Sequence[En
     groups, lines = [], []
     for entry, name in zip(chosen, names, strict=True):
         row = entry.row
-        bars = [Bar("Crossrail", row.gb_per_s or 0.0, rate_text(row.gb_per_s), 0)]
+        bars = [Bar("Crossrail", row.gb_per_s or 0.0, rate_text(row.gb_per_s))]
         if row.raw_tcp_gb_per_s:
-            bars.append(Bar("plain TCP sockets", row.raw_tcp_gb_per_s, rate_text(row.raw_tcp_gb_per_s), 7))
+            bars.append(Bar("plain TCP sockets", row.raw_tcp_gb_per_s, rate_text(row.raw_tcp_gb_per_s), NEUTRAL))
         for peer, result in row.peers.items():
             if result.gb_per_s and result.error is None:
-                bars.append(Bar(peer, result.gb_per_s, rate_text(result.gb_per_s), 1, hint=f"{peer}: {result.what}"))
+                bars.append(Bar(peer, result.gb_per_s, rate_text(result.gb_per_s), peer, hint=f"{peer}: {result.what}"))
         groups.append((name, bars))
         lines += [[name, bar.label, bar.text] for bar in bars]
     for one in beside[:_MOST_BARS]:
         groups.append(
             (
                 f"{format_size(one.row.size)} by {one.program}",
-                [Bar(one.program, one.row.gb_per_s or 0.0, rate_text(one.row.gb_per_s), 1)],
+                [Bar(one.program, one.row.gb_per_s or 0.0, rate_text(one.row.gb_per_s), one.program)],
             )
         )
         lines.append([f"{format_size(one.row.size)} by {one.program}", one.program, rate_text(one.row.gb_per_s)])
@@ -270,10 +260,10 @@ def _rails(part: Sequence[tuple[Entry, str]]) -> Figure | None:
                 more += f", {lane.retransmits} retransmits" if lane.retransmits else ""
                 rate = rate_text(lane.gb_per_s) if lane.gb_per_s else format_bytes(lane.bytes)
                 hint = f"{lane.name}: {format_bytes(lane.bytes)}, {lane.share:.1%}, {rate}{more}"
-                bars.append(Bar(lane.name, lane.share * 100, f"{rate}, {lane.share:.0%}", 0, hint=hint))
+                bars.append(Bar(lane.name, lane.share * 100, f"{rate}, {lane.share:.0%}", hint=hint))
                 lines.append([name, lane.name, format_bytes(lane.bytes), f"{lane.share:.1%}", rate])
         for unused, why in row.unused.items():
-            bars.append(Bar(f"{unused}: {why}", 0.0, "not used", 7))
+            bars.append(Bar(f"{unused}: {why}", 0.0, "not used", NEUTRAL))
             lines.append([name, unused, "0 B", "0 %", f"not used: {why}"])
         if bars:
             groups.append((name, bars))
@@ -345,10 +335,10 @@ def _stages(part: Sequence[tuple[Entry, str]]) -> Figure | None:
         if not shares:
             continue
         bars = []
-        for number, (stage, label) in enumerate(_STAGES.items()):
+        for stage, label in _STAGES.items():
             if stage in shares:
                 spent = time_text(getattr(entry.row.stages, f"{stage}_us"))
-                bars.append(Bar(label, shares[stage], f"{shares[stage]:.0f} %, {spent}", number))
+                bars.append(Bar(label, shares[stage], f"{shares[stage]:.0f} %, {spent}"))
                 lines.append([name, label, spent, f"{shares[stage]:.0f} %"])
         groups.append((f"{name}: {time_text(entry.row.p50_us)}", bars))
     if not groups:
@@ -377,8 +367,8 @@ def stream_section(found: Sequence[Entry]) -> Section | None:
         figures.append(Figure(chart, table_of(["by", "interval", "rate"], lines)))
     groups, rows = [], []
     for entry in chosen:
-        total = Bar("all streams", entry.row.gb_per_s or 0.0, rate_text(entry.row.gb_per_s), 0)
-        bars = [total, *(Bar(lane.name, lane.gb_per_s or 0.0, rate_text(lane.gb_per_s), 1) for lane in entry.row.lanes)]
+        parts = [("all streams", entry.row.gb_per_s), *((lane.name, lane.gb_per_s) for lane in entry.row.lanes)]
+        bars = [Bar(name, rate or 0.0, rate_text(rate), entry.program) for name, rate in parts]
         groups.append((f"{entry.file}: {', '.join(entry.row.notes)}", bars))
         rows += [[entry.file, bar.label, bar.text] for bar in bars]
     figures.append(Figure(Bars("Streams", "GB/s", groups), table_of(["file", "stream", "rate"], rows, left=2)))
