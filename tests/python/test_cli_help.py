@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from terminal import plain, run_in_terminal
@@ -53,22 +55,45 @@ def completed(line: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("crossrail be", ["bench"]),
-        ("crossrail bench p", ["p2p"]),
-        ("crossrail bench p2p --veri", ["--verify"]),
-        ("crossrail bench p2p --size 1G --rai", ["--rails"]),
-        ("crossrail bench latency --veri", []),
-        ("crossrail info --j", ["--json"]),
-        ("crossrail bench p2p --memory sh", ["shared"]),
-        ("crossrail bench control --op re", ["reconnect"]),
-        ("crossrail bench p2p --transport tcp --veri", ["--verify"]),
-    ],
-)
+COMPLETED = [
+    ("crossrail be", ["bench"]),
+    ("crossrail bench p", ["p2p"]),
+    ("crossrail bench p2p --veri", ["--verify"]),
+    ("crossrail bench p2p --size 1G --rai", ["--rails"]),
+    ("crossrail bench latency --veri", []),
+    ("crossrail info --j", ["--json"]),
+    ("crossrail bench p2p --memory sh", ["shared"]),
+    ("crossrail bench control --op re", ["reconnect"]),
+    ("crossrail bench p2p --transport tcp --veri", ["--verify"]),
+]
+
+
+@pytest.mark.parametrize(("line", "offered"), COMPLETED)
 def test_bash_completes(line: str, offered: list[str]) -> None:
     assert completed(line) == offered
+
+
+@pytest.mark.parametrize(("line", "offered"), COMPLETED)
+def test_fish_completes(line: str, offered: list[str], tmp_path: Path) -> None:
+    shell = shutil.which("fish")
+    if shell is None:
+        if os.environ.get("CI"):
+            pytest.fail("fish is missing")
+        pytest.skip("fish is not installed")
+    (tmp_path / "crossrail.fish").write_text(script("fish"))
+    command = f"source crossrail.fish; complete --do-complete {shlex.quote(line)}"
+    done = subprocess.run(
+        [shell, "--no-config", "--command", command],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr == ""
+    words = {one.partition("\t")[0] for one in done.stdout.splitlines()}
+    assert {word for word in words if word.startswith(line.rpartition(" ")[2])} - {"crossrail.fish"} == set(offered)
 
 
 def test_scripts_of_all_shells() -> None:
@@ -79,8 +104,5 @@ def test_scripts_of_all_shells() -> None:
     assert "bashcompinit" in run("completion", "zsh").stdout
     fish = run("completion", "fish").stdout
     assert "complete -c crossrail -a" in fish and "case 'bench p2p* --memory'" in fish and "case 'bench p2p*'" in fish
-    shell = shutil.which("fish")
-    if shell is not None:
-        subprocess.run([shell, "--no-execute"], input=fish, text=True, check=True)
     assert "--parent" not in run("completion", "bash").stdout
     assert all(words for words in command_words().values())

@@ -23,7 +23,7 @@ complete -o default -F _crossrail crossrail
 
 _FISH = """\
 function __crossrail_words
-    switch (string join " " (commandline -opc)[2..])
+    switch (string join -- " " (commandline -opc)[2..])
 {cases}
     end
 end
