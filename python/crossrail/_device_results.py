@@ -75,7 +75,7 @@ class Event:
         return f"<crossrail event{', captured' if self.is_captured else ''}>"
 
 
-class DeviceDispatched(Dispatched):
+class DeviceDispatched(Dispatched[Any]):
     """See `Dispatched`."""
 
     def __init__(self, arrays: Arrays, handle: DeviceHandle, event: Event, parts: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ class DeviceDispatched(Dispatched):
         return f"<crossrail.Dispatched, {self.layout} layout, {tuple(self.x.shape)} on a GPU>"
 
 
-class DeviceCombined(Combined):
+class DeviceCombined(Combined[Any]):
     """See `Combined`."""
 
     def __init__(self, x: Any, topk_weights: Any, event: Event) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,24 @@ from crossrail._arrays import BF16, F32, I32, I64, Array, borrowed, viewed, wron
 from crossrail._calls import Destinations, Sizes
 from crossrail._native import Handle
 from crossrail.errors import CrossrailError
-from crossrail.records import LaneReport, OperationBytes, OperationTiming
+from crossrail.records import (
+    LaneReport,
+    OperationBytes,
+    OperationTiming,
+    SupportsCudaArrayInterface,
+    SupportsDLPack,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 Layout: TypeAlias = Literal["expert", "rank"]
 T = TypeVar("T")
+A = TypeVar("A", "torch.Tensor", npt.NDArray[Any], _native.DeviceArray, SupportsDLPack, SupportsCudaArrayInterface)
+"""What rows are shown as: arrays and tensors as they were passed to the operation, else what can be exported likewise.
+
+The tensor is the first, because mypy takes it as Any where PyTorch is not installed, and others as narrower.
+"""
 
 
 class Pending(Generic[T]):
@@ -180,7 +194,7 @@ class Link:
     missed: list[tuple[str, str]] = field(default_factory=list)
 
 
-class Dispatched:
+class Dispatched(Generic[A]):
     """The rows that a dispatch delivered to this rank.
 
     There are `ranks` ranks with at most M tokens and El experts each; a row has H
@@ -244,6 +258,8 @@ class Dispatched:
     apply.
     """
 
+    x: A
+    scales: A | None
     event: Any = None
     count_list: list[int] | None = None
 
@@ -258,28 +274,28 @@ class Dispatched:
         self.handle: Handle = native.handle
         self.layout: Layout = self.handle.layout
         self._sizes = sizes
-        self.x: Any = viewed(native.rows, sizes.dtype, sizes.rows(self.layout, self.handle.rows))
-        self.scales: Any = None
-        if (scales := native.scales) is not None:
-            self.scales = viewed(scales, sizes.scale_dtype, sizes.scales(self.layout, self.handle.rows))
+        x: Any = viewed(native.rows, sizes.dtype, sizes.rows(self.layout, self.handle.rows))
+        scales: Any = None
+        if (span := native.scales) is not None:
+            scales = viewed(span, sizes.scale_dtype, sizes.scales(self.layout, self.handle.rows))
         self.counts: npt.NDArray[np.int32] = viewed(native.counts, I32, (sizes.local,))
         self.timing: OperationTiming = native.timing
         self.bytes: OperationBytes = native.bytes
-        self._place(destinations)
         self._show = show
-        self.x, self.scales = show(self.x), show(self.scales)
+        self.x, self.scales = map(show, self._placed(destinations, x, scales))
 
-    def _place(self, destinations: Destinations) -> None:
-        """Copies the rows to the caller's arrays, and adds to its statistics."""
+    def _placed(self, destinations: Destinations, x: Any, scales: Any) -> tuple[Any, Any]:
+        """The rows and scales where the caller wants them. Adds to its statistics."""
         counts = self.counts if self.layout == "expert" else None
         if destinations.x is not None:
-            self.x = destinations.x.take("x", self.x, counts)
+            x = destinations.x.take("x", x, counts)
         if destinations.scales is not None:
-            self.scales = destinations.scales.take("scales", self.scales, counts)
+            scales = destinations.scales.take("scales", scales, counts)
         if destinations.stats is not None:
             np.add(
                 destinations.stats, (self._ranges & 0xFFFFFFFF).sum(axis=1), out=destinations.stats, casting="unsafe"
             )
+        return x, scales
 
     @cached_property
     def source(self) -> npt.NDArray[np.int32] | None:
@@ -330,7 +346,7 @@ class Dispatched:
             As for `ExpertBuffer.dispatch`.
         """
 
-    def empty_output(self, stream: Any = None) -> Any:
+    def empty_output(self, stream: Any = None) -> A:
         """Allocate a bf16 array of the shape of `x`, for the experts' outputs.
 
         The array is not written to: in the expert layout, where most of it is
@@ -348,15 +364,20 @@ class Dispatched:
         array, bf16
             To be passed to `ExpertBuffer.combine` as `y`.
         """
-        return self._show(np.empty(self.x.shape, BF16))
+        made: A = self._show(np.empty(_shape(self.x), BF16))
+        return made
 
     def __repr__(self) -> str:
         counts = int(self.counts.sum())
-        rows = f"{self._sizes.dtype.name} {tuple(self.x.shape)}"
+        rows = f"{self._sizes.dtype.name} {_shape(self.x)}"
         return f"<crossrail.Dispatched, {self.layout} layout, {rows}, {counts} selections>"
 
 
-class Combined:
+def _shape(array: Any) -> tuple[int, ...]:
+    return tuple(array.shape)
+
+
+class Combined(Generic[A]):
     """The sums that combine returned to this rank. ``numpy.asarray(combined)`` is `x`.
 
     Attributes
@@ -375,6 +396,7 @@ class Combined:
         GPU, rank layout: sums of the argument `topk_weights`.
     """
 
+    x: A
     event: Any = None
     topk_weights: Any = None
 
@@ -383,7 +405,7 @@ class Combined:
     ) -> None:
         self.missing: list[int] = native.missing
         span = native.take()
-        self.x: Any = out if span is None else show(viewed(span, BF16, (tokens, hidden)))
+        self.x = out if span is None else show(viewed(span, BF16, (tokens, hidden)))
         self.timing: OperationTiming = native.timing
         self.bytes: OperationBytes = native.bytes
 
@@ -394,4 +416,4 @@ class Combined:
         return array.copy() if copy else array
 
     def __repr__(self) -> str:
-        return f"<crossrail.Combined, bf16 {tuple(self.x.shape)}>"
+        return f"<crossrail.Combined, bf16 {_shape(self.x)}>"

@@ -14,7 +14,7 @@ from crossrail._calls import CombineCall, DispatchCall, Sizes, number, rank_list
 from crossrail._experts_device import DeviceOperations, Event, device_ordinal
 from crossrail._experts_host import HostOperations
 from crossrail._native import DeviceArray, DeviceHandle, Handle
-from crossrail._results import Combined, Dispatched, Fault, Layout, Link, Pending, Plan
+from crossrail._results import A, Combined, Dispatched, Fault, Layout, Link, Pending, Plan
 from crossrail.group import Group
 from crossrail.records import SupportsCudaArrayInterface, SupportsDLPack
 
@@ -300,7 +300,7 @@ class ExpertBuffer:
     @overload
     def dispatch(
         self,
-        x: Rows | tuple[Rows, Rows],
+        x: A | tuple[A, A],
         topk_idx: Rows | None,
         topk_weights: Rows | None = None,
         layout: Layout = "expert",
@@ -313,12 +313,12 @@ class ExpertBuffer:
         max_rows: int | None = None,
         stream: Any = None,
         send_only: Literal[False] = False,
-    ) -> Dispatched: ...
+    ) -> Dispatched[A]: ...
 
     @overload
     def dispatch(
         self,
-        x: Rows | tuple[Rows, Rows],
+        x: A | tuple[A, A],
         topk_idx: Rows | None,
         topk_weights: Rows | None = None,
         layout: Layout = "expert",
@@ -331,7 +331,7 @@ class ExpertBuffer:
         max_rows: int | None = None,
         stream: Any = None,
         send_only: Literal[True],
-    ) -> Pending[Dispatched]: ...
+    ) -> Pending[Dispatched[A]]: ...
 
     def dispatch(
         self,
@@ -348,7 +348,7 @@ class ExpertBuffer:
         max_rows: int | None = None,
         stream: Any = None,
         send_only: bool = False,
-    ) -> Dispatched | Pending[Dispatched]:
+    ) -> Dispatched[Any] | Pending[Dispatched[Any]]:
         """Send this rank's tokens to the ranks of their experts, and receive theirs.
 
         A collective operation: every connected rank calls it, with any number of
@@ -432,13 +432,13 @@ class ExpertBuffer:
         call = DispatchCall(
             x, topk_idx, topk_weights, layout, handle, expert_alignment, out, stats, waits, max_rows, stream, send_only
         )
-        given: Dispatched | Pending[Dispatched] = self._operations.dispatch(call)
+        given: Dispatched[Any] | Pending[Dispatched[Any]] = self._operations.dispatch(call)
         return given
 
     @overload
     def combine(
         self,
-        y: Rows,
+        y: A,
         handle: Handle | DeviceHandle,
         *,
         topk_weights: Rows | None = None,
@@ -448,12 +448,12 @@ class ExpertBuffer:
         wire: Wire = "bf16",
         stream: Any = None,
         send_only: Literal[False] = False,
-    ) -> Combined: ...
+    ) -> Combined[A]: ...
 
     @overload
     def combine(
         self,
-        y: Rows,
+        y: A,
         handle: Handle | DeviceHandle,
         *,
         topk_weights: Rows | None = None,
@@ -463,7 +463,7 @@ class ExpertBuffer:
         wire: Wire = "bf16",
         stream: Any = None,
         send_only: Literal[True],
-    ) -> Pending[Combined]: ...
+    ) -> Pending[Combined[A]]: ...
 
     def combine(
         self,
@@ -477,7 +477,7 @@ class ExpertBuffer:
         wire: Wire = "bf16",
         stream: Any = None,
         send_only: bool = False,
-    ) -> Combined | Pending[Combined]:
+    ) -> Combined[Any] | Pending[Combined[Any]]:
         """Return the experts' outputs to the ranks of their tokens, and sum them.
 
         A collective operation, like the dispatch that it answers. Sums are computed
@@ -527,7 +527,7 @@ class ExpertBuffer:
         UsageError, MismatchError, PeerDeadError, TimeoutError, ClosedError
         """
         call = CombineCall(y, handle, topk_weights, bias, out, waits, stream, send_only, wire)
-        given: Combined | Pending[Combined] = self._operations.combine(call)
+        given: Combined[Any] | Pending[Combined[Any]] = self._operations.combine(call)
         return given
 
     def connect(self, ranks: Iterable[int], activate: bool = True, timeout: float | None = None) -> None:
