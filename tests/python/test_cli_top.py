@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import struct
@@ -54,6 +55,39 @@ def at_work(tmp_path: Path) -> Iterator[tuple[crossrail.Worker, crossrail.Endpoi
         yield one, endpoint
         waits.cancel()
         del accepted
+
+
+@pytest.fixture
+def with_nvml(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that finds a management library of NVIDIA's, with two GPUs."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    source, folder = Path(__file__).parent / "driver" / "nvml.c", tmp_path / "nvml"
+    folder.mkdir()
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True, timeout=60)
+    return {"LD_LIBRARY_PATH": str(folder), "CROSSRAIL_PAGES": str(tmp_path)}
+
+
+def test_gpus_are_shown_where_their_library_is(with_nvml: dict[str, str]) -> None:
+    done = run("top", "--json=-", settings=with_nvml)
+    assert done.returncode == 0, done
+    one, two = json.loads(done.stdout)["gpus"]
+    assert one == {
+        "index": 0, "name": "Pretended GPU", "busy_percent": 37, "memory_used": 20 << 30, "memory_total": 80 << 30
+    }  # fmt: skip
+    assert (two["index"], two["name"], two["busy_percent"], two["memory_used"]) == (1, "Another GPU", None, 0)
+    assert re.search(r"^0 +Pretended GPU +37% +21.47 GB +85.90 GB$", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(r"^1 +Another GPU +- +0 B +85.90 GB$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_library_of_gpus_that_hangs_or_is_broken_is_left_out(with_nvml: dict[str, str]) -> None:
+    library = Path(with_nvml["LD_LIBRARY_PATH"]) / "libnvidia-ml.so.1"
+    for settings in ({"NVML_HANGS": "1"}, {}):
+        done = run("top", "--json=-", settings={**with_nvml, **settings})
+        assert done.returncode == 0, done
+        assert json.loads(done.stdout)["gpus"] == []
+        assert "GPUs of this machine" not in done.stderr
+        library.write_text("no library")
 
 
 def page_of(folder: Path, name: str, kind: str) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -33,6 +33,7 @@ from crossrail_tools.report.tables import HeadedTable
 
 from .bar import joined
 from .failure import Failure, UsageFailure, print_notice
+from .nvml import Gpus, GpuUse
 from .options import add_secret_file
 from .parsing import Command, Parser, parse_address
 from .reporting import check_json
@@ -96,13 +97,14 @@ class Process:
 class Look:
     """All processes at one moment; of a job also its groups.
 
-    ``trouble``: why a job's ranks are not shown, and those of this machine are.
+    ``trouble``: why a job's ranks are not shown, and those of this machine are. ``gpus``: those of this machine.
     """
 
     at: float
     processes: list[Process]
     groups: list[dict[str, Any]] = field(default_factory=list)
     trouble: str | None = None
+    gpus: Sequence[GpuUse] = ()
 
     def counters(self) -> dict[Key, tuple[int, ...]]:
         """Bytes moved so far, by row."""
@@ -190,7 +192,11 @@ class TopOptions:
             if (self.pid is None or process.name.rpartition(":")[2] == str(self.pid))
             and (self.host is None or process.name.rpartition(":")[0] == self.host)
         ]
-        return Look(look.at, chosen, look.groups, look.trouble)
+        return Look(look.at, chosen, look.groups, look.trouble, self._gpus.use())
+
+    @functools.cached_property
+    def _gpus(self) -> Gpus:
+        return Gpus()
 
     def _machine(self, context: crossrail.Context, at: float) -> Look:
         folder = context.settings()["CROSSRAIL_PAGES"]
@@ -403,7 +409,8 @@ def as_json(now: Look, before: Look) -> dict[str, Any]:
         for row in process.rows(*MOVED):
             row["values"]["rates"] = list(rates.get(key(process, row), ()))
         processes.append(whole)
-    return {"schema": SCHEMA, "processes": processes, "stuck": verdicts(now)}
+    gpus = [asdict(gpu) for gpu in now.gpus]
+    return {"schema": SCHEMA, "processes": processes, "stuck": verdicts(now), "gpus": gpus}
 
 
 def rates_between(now: Look, before: Look) -> dict[Key, tuple[float, ...]]:
@@ -438,7 +445,8 @@ def rendered(now: Look, before: Look, *, problems: bool = True) -> RenderableTyp
         _waits(now),
         _moved(now, rates, "rail", "rails"),
         _moved(now, rates, "link", "links"),
-        _gpus(now, rates),
+        _pairs(now, rates),
+        _gpus(now),
         _peers(now),
         _buffers(now),
         _errors(now),
@@ -515,7 +523,16 @@ def _lost_lanes(values: Mapping[str, Any]) -> str:
     return f"{values['lost_lanes']}" + (f" ({corrupt} corrupt)" if corrupt else "")
 
 
-def _gpus(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
+def _gpus(now: Look) -> HeadedTable:
+    made = table("GPUs of this machine", ["GPU", "name", "busy", "memory used", "of"], left=2)
+    for gpu in now.gpus:
+        busy = "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%"
+        memory = ["-" if size is None else format_bytes(size) for size in (gpu.memory_used, gpu.memory_total)]
+        made.add_row(str(gpu.index), gpu.name, busy, *memory)
+    return made
+
+
+def _pairs(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
     made = table("GPU pairs", ["process", "GPU", "peer", "copied now", "average", "copies"], left=3)
     for process, row in _rows(now, "gpu"):
         rate, values = rates.get(key(process, row)), row["values"]
