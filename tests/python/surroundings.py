@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 # The numbers of the calls on the machines that Crossrail is built for.
 CALLS = {
     "x86_64": {
@@ -70,10 +71,14 @@ def other_users(*options: str) -> list[str]:
     return ["unshare", "--user", *options]
 
 
-def full_disk(folders: Sequence[str] = ("/dev/shm", "/tmp")) -> list[str]:
-    """Folders on a file system of its own that has no room left."""
+def full_disk(keep: Sequence[Path] = (ROOT, Path(sys.prefix), Path(sys.base_prefix))) -> list[str]:
+    """Folders that Crossrail writes to, on a file system of its own that has no room left: those of pages and of this
+    user's token. One above what is to be kept stays as it is: the command would lose its own files.
+    """
+    token = Path(f"/tmp/crossrail-{os.geteuid()}")
+    folders = [folder for folder in (Path("/dev/shm"), token) if not any(path.is_relative_to(folder) for path in keep)]
     fill = " && ".join(
-        f"mount -t tmpfs -o size=64k,mode=1777 none {folder}"
+        f"mkdir -p -m 700 {folder} && mount -t tmpfs -o size=64k,mode={'0700' if folder == token else '1777'} none {folder}"
         f" && {{ dd if=/dev/zero of={folder}/full bs=4k 2>/dev/null; true; }}"
         for folder in folders
     )

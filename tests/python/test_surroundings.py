@@ -172,6 +172,16 @@ def test_a_full_disk_is_named_and_a_secret_needs_none() -> None:
     assert visit(MESSAGES, full_disk(), SECRET) == "whole"
 
 
+def test_a_checkout_anywhere_keeps_its_files_where_a_disk_is_full(tmp_path: Path) -> None:
+    """Also one under /tmp, as this folder, and one under /dev/shm."""
+    needs_root()
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    assert subprocess.run([*full_disk(), "cat", kept], capture_output=True, text=True, timeout=60).stdout == "kept"
+    hidden = [*full_disk(keep=(Path("/dev/shm/checkout"),)), "ls", "/dev/shm/full"]
+    assert subprocess.run(hidden, capture_output=True, timeout=60, check=False).returncode != 0
+
+
 def test_whoever_is_connected_goes_on_when_there_are_no_more_descriptors() -> None:
     worker, memory = visit(MANY, few_descriptors(128)).splitlines()
     assert worker.startswith("ExhaustedError descriptors") and "ulimit -n" in worker, worker

@@ -54,7 +54,7 @@ STEPS_S = (0.0, 3600.0, -86400.0, 3.2e8, -0.5, 0.5)
 SURROUNDINGS: dict[str, str] = {
     "plain": "nothing",
     "clocks": "the wall clock steps by up to ten years in both directions",
-    "disk": "/dev/shm and /tmp are full",
+    "disk": "/dev/shm and the folder of the user's token are full",
     "descriptors": "256 descriptors",
     "exhausted": "no descriptor beyond those that all have when they are connected",
     "memory": "4 GiB of address space",
