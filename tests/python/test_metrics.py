@@ -111,6 +111,8 @@ def test_prometheus_reads_what_the_page_documents(tmp_path: Path) -> None:
             time.sleep(0.05)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             scrape(port, "/elsewhere")
+    (info,) = found["crossrail_process_info"].samples
+    assert info.labels["program"] == Path(sys.executable).name, "nothing of what was given to it"
     pages = documented()
     assert pages.keys() == found.keys()
     for name, family in found.items():

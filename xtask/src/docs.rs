@@ -91,10 +91,15 @@ fn metrics_page() -> String {
         "# Metrics\n\n\
          <!-- Written by `cargo xtask docs` from crates/sight/src/layout.rs and metrics.rs. Do not edit. -->\n\n\
          With `CROSSRAIL_METRICS=:9400` a process answers `GET /metrics` on that port of loopback with the metrics of all\n\
-         processes of its user on this machine; `0.0.0.0:9400` lets other machines ask, without any secret. If the port\n\
-         is taken, a line says so and the program goes on; a process that waits for the port takes it over when its\n\
-         owner ends. With `CROSSRAIL_METRICS=file:FOLDER` each process writes a file of its own into the folder of\n\
-         node_exporter's textfile collector, every 15 s, and removes it when it ends. Off by default.\n\n\
+         processes of its user on this machine. If the port is taken, a line says so and the program goes on; a process\n\
+         that waits for the port takes it over when its owner ends. With `CROSSRAIL_METRICS=file:FOLDER` each process\n\
+         writes a file of its own into the folder of node_exporter's textfile collector, every 15 s, and removes it when\n\
+         it ends. Off by default.\n\n\
+         **Who can read them:** with `:9400` every user of this machine and every container that shares its network,\n\
+         with `0.0.0.0:9400` whoever reaches the machine, without any secret; a file whoever may read it (the process's\n\
+         umask decides). They read counters, process ids, and names: of the host, of programs, devices and peers, and\n\
+         those that workers, buffers and groups were given. Arguments of programs are left out; `crossrail top`, which\n\
+         reads pages of mode 0600, has them.\n\n\
          The figures are those of the pages that `crossrail top` reads ([top.md](top.md)), up to 50 ms old. Every metric\n\
          has the labels `host` and `pid`; `owner` tells the workers and buffers of a process apart. Counters and\n\
          histograms can be added over all labels; the series of a lane or peer ends with it, while those of its rail\n\

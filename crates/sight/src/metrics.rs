@@ -25,8 +25,8 @@ pub fn reference() -> Vec<Metric> {
         Metric {
             name: INFO.to_owned(),
             kind: "gauge",
-            labels: vec!["command"],
-            doc: "1 for each process that keeps a page.".to_owned(),
+            labels: vec!["program"],
+            doc: "1 for each process that keeps a page; its program's name, without arguments.".to_owned(),
         },
         Metric {
             name: DROPPED.to_owned(),
@@ -94,7 +94,9 @@ pub fn text(pages: &[Seen], now_ns: u64) -> String {
             let process = process_labels(page);
             match own.name.as_str() {
                 INFO => {
-                    let _ = writeln!(out, "{INFO}{{{process},command=\"{}\"}} 1", escaped(&page.command));
+                    // Whoever reaches the port reads this, and arguments may be secrets.
+                    let program = page.command.split(' ').next().unwrap_or_default();
+                    let _ = writeln!(out, "{INFO}{{{process},program=\"{}\"}} 1", escaped(program));
                 }
                 DROPPED => {
                     let _ = writeln!(out, "{DROPPED}{{{process}}} {}", page.dropped);
