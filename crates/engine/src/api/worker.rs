@@ -275,7 +275,8 @@ impl Worker {
     }
 
     /// Ends the worker: its connections close, its threads end, its running requests fail with `Closed`. Called by
-    /// itself when the last handle is dropped. From inside a callback it does not wait for the threads.
+    /// itself when the last handle is dropped. From inside a callback it does not wait for the thread that runs it, and
+    /// for callbacks on other threads 10 s at most: one that has not returned then goes on behind the worker's end.
     pub fn close(&self) {
         self.0.close();
     }

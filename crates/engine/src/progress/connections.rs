@@ -6,8 +6,8 @@ use std::sync::Arc;
 use crossrail_transport::{LaneError, Place, Sink, Tx};
 use crossrail_types::{EndpointId, Head, LaneId, Result};
 
-use super::Progress;
 use super::group::{About, Group};
+use super::{Due, Progress};
 use crate::core::{BulkLane, LaneEnd, READABLE, WRITABLE};
 
 /// Bytes that a connection may move in each direction before the others get their turn.
@@ -108,12 +108,14 @@ impl Group {
             if readiness != 0 {
                 inner.ready(readiness & READABLE != 0, readiness & WRITABLE != 0);
             }
-            let mut sink = OutsideSink { shared, endpoint: lane.endpoint, fault: None };
+            let mut sink = OutsideSink { shared, endpoint: lane.endpoint, fault: None, callbacks: Vec::new() };
             let polled = inner.poll(&mut sink, BUDGET, false);
-            let polled = match sink.fault {
+            let OutsideSink { fault, callbacks, .. } = sink;
+            let polled = match fault {
                 Some(why) => Err(LaneError::Protocol(why)),
                 None => polled,
             };
+            drop(held);
             match polled {
                 Ok(false) => {}
                 Ok(true) => {
@@ -121,12 +123,12 @@ impl Group {
                     moved = true;
                 }
                 Err(error) => {
-                    drop(held);
                     lane.verdict.lock().get_or_insert(error);
                     self.bury(shared, lane);
                     moved = true;
                 }
             }
+            shared.threads.call_back(callbacks);
         }
         moved
     }
@@ -149,6 +151,8 @@ struct OutsideSink<'a> {
     shared: &'a Progress,
     endpoint: EndpointId,
     fault: Option<String>,
+    /// They run once the lane is let go.
+    callbacks: Vec<Due>,
 }
 
 impl Sink for OutsideSink<'_> {
@@ -171,7 +175,7 @@ impl Sink for OutsideSink<'_> {
         if matches!(place, Place::Discard) {
             // A frame without a payload may carry acknowledgements, which free slots.
             core.transfers().settle_aside(self.endpoint);
-            self.shared.after(core);
+            self.shared.after_or_leave(core, Some(&mut self.callbacks));
         }
         place
     }
@@ -185,13 +189,13 @@ impl Sink for OutsideSink<'_> {
                 self.fault.get_or_insert(why);
             }
         }
-        self.shared.after(core);
+        self.shared.after_or_leave(core, Some(&mut self.callbacks));
     }
 
     fn returned(&mut self) {
         let mut core = self.shared.core.lock();
         core.operations().settle_returns();
-        self.shared.after(core);
+        self.shared.after_or_leave(core, Some(&mut self.callbacks));
     }
 }
 

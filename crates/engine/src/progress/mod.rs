@@ -10,15 +10,16 @@ mod lane_health;
 mod requests;
 mod sight;
 mod tasks;
+mod threads;
 mod waits;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::thread::{JoinHandle, Thread};
+use std::thread::Thread;
 use std::time::Duration;
 
 use crossrail_locks::{Condvar, Mutex, MutexGuard};
-use crossrail_types::{EndpointId, Error, Log, Origin, Result};
+use crossrail_types::{EndpointId, Log, Origin, Result};
 
 pub(crate) use self::connections::Connections;
 pub(crate) use self::event_fd::EventsFd;
@@ -27,6 +28,7 @@ pub(crate) use self::group::About;
 use self::group::SocketEvent;
 use self::sight::Sight;
 use self::tasks::Tasks;
+use self::threads::Threads;
 use crate::core::gpu::Inbox;
 use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, LostRail, Receipt, THENS, render};
 use crate::environment::{Breadth, Environment};
@@ -49,6 +51,9 @@ pub(crate) trait SessionEvents: Send + Sync {
     /// The kernel has reported changes of network links.
     fn links_changed(&self);
 }
+
+/// A callback that is to run, and what it is told.
+type Due = (Callback, Result<Receipt>);
 
 /// How a worker makes progress.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +88,7 @@ pub(crate) struct Progress {
     sight: Sight,
     manner: Manner,
     background: Mutex<Option<Thread>>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
+    threads: Threads,
     closing: AtomicBool,
     /// Others took turns on this processor when a waiting thread last offered it to them.
     crowded: AtomicBool,
@@ -122,7 +127,7 @@ impl Progress {
             sight,
             manner,
             background: Mutex::new(None),
-            threads: Mutex::new(Vec::new()),
+            threads: Threads::default(),
             closing: AtomicBool::new(false),
             crowded: AtomicBool::new(false),
             sessions: OnceLock::new(),
@@ -188,13 +193,7 @@ impl Progress {
     /// # Errors
     /// `Io` when the system refuses it.
     pub(crate) fn spawn(&self, name: &str, body: impl FnOnce() + Send + 'static) -> Result<Thread> {
-        let handle = std::thread::Builder::new()
-            .name(name.to_owned())
-            .spawn(body)
-            .map_err(|error| Error::io("worker", "pthread_create", &error))?;
-        let thread = handle.thread().clone();
-        self.threads.lock().push(handle);
-        Ok(thread)
+        self.threads.spawn(self.me.clone(), name, body)
     }
 
     /// Fails in a forked child, which has none of the threads, and must leave the connections to its parent.
@@ -247,10 +246,17 @@ impl Progress {
 
     /// Releases the lock and does what must be done without it: callbacks, wake-ups, suspects, lost rails.
     #[inline(always)]
-    pub(crate) fn after(&self, mut core: MutexGuard<'_, Core>) {
+    pub(crate) fn after(&self, core: MutexGuard<'_, Core>) {
+        self.after_or_leave(core, None);
+    }
+
+    /// [`Progress::after`]; `left`: callbacks are added there for the caller to run ([`Threads::call_back`]), which holds
+    /// the lock of a connection: a callback may close the worker, which takes it, too, or not return for long.
+    #[inline(always)]
+    fn after_or_leave(&self, mut core: MutexGuard<'_, Core>, left: Option<&mut Vec<Due>>) {
         let news = core.operations().take_news();
         if (news & (CALLBACKS | THENS)) | u8::from(core.wake_ups().wants_connections()) != 0 {
-            return self.after_rare(core, news);
+            return self.after_rare(core, news, left);
         }
         let sleepers = core.wake_ups().is_anyone_sleeping();
         drop(core);
@@ -274,7 +280,7 @@ impl Progress {
     }
 
     #[cold]
-    fn after_rare(&self, mut core: MutexGuard<'_, Core>, mut news: u8) {
+    fn after_rare(&self, mut core: MutexGuard<'_, Core>, mut news: u8, left: Option<&mut Vec<Due>>) {
         while news & THENS != 0 {
             core.follow_up();
             news = news & !THENS | core.operations().take_news();
@@ -283,7 +289,7 @@ impl Progress {
         let (connections, driver) = core.wake_ups().take();
         let callbacks = core.operations().take_callbacks();
         let Deferred { suspects, lost, ended, outgrown } = core.take_deferred();
-        let callbacks: Vec<(Callback, Result<Receipt>)> =
+        let callbacks: Vec<Due> =
             callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
         drop(core);
         if connections {
@@ -298,13 +304,17 @@ impl Progress {
             self.examine(endpoint, lane);
         }
         if !lost.is_empty() || !ended.is_empty() {
-            self.report_ended(&lost, &ended);
+            self.with_sessions(|sessions| {
+                lost.iter().for_each(|lost| sessions.rail_lost(lost.clone()));
+                ended.iter().for_each(|endpoint| sessions.endpoint_ended(*endpoint));
+            });
         }
         if !outgrown.is_empty() {
             self.with_sessions(|sessions| outgrown.iter().for_each(|endpoint| sessions.outgrown(*endpoint)));
         }
-        for (callback, result) in callbacks {
-            callback(result);
+        match left {
+            Some(left) => left.extend(callbacks),
+            None => self.threads.call_back(callbacks),
         }
         if news & FINISHED != 0 {
             self.tell_finished(sleepers);
@@ -363,14 +373,6 @@ impl Progress {
         }
     }
 
-    #[cold]
-    fn report_ended(&self, lost: &[LostRail], ended: &[EndpointId]) {
-        self.with_sessions(|sessions| {
-            lost.iter().for_each(|lost| sessions.rail_lost(lost.clone()));
-            ended.iter().for_each(|endpoint| sessions.endpoint_ended(*endpoint));
-        });
-    }
-
     // ---- the end
 
     /// Begins the end; false if it has begun before.
@@ -382,7 +384,7 @@ impl Progress {
         self.closing.load(Ordering::Acquire)
     }
 
-    /// Says goodbye to all peers and waits for the threads, unless it is called from one of them.
+    /// Says goodbye to all peers and waits for the threads: not for the calling one, and not for ever for callbacks.
     pub(crate) fn join_threads(&self) {
         let mut core = self.core.lock();
         core.say_goodbye();
@@ -392,17 +394,7 @@ impl Progress {
             group.wake_always();
         }
         self.hand_over();
-        let me = std::thread::current().id();
-        loop {
-            // Not under the lock: a thread that is about to end may start another one first.
-            let threads = std::mem::take(&mut *self.threads.lock());
-            if threads.is_empty() {
-                return;
-            }
-            for thread in threads.into_iter().filter(|thread| thread.thread().id() != me) {
-                let _ = thread.join();
-            }
-        }
+        self.threads.join(self.log);
     }
 
     /// Ends all endpoints and operations.

@@ -1,0 +1,119 @@
+//! The threads of a worker: which of them run, and which run a callback.
+
+use std::collections::HashMap;
+use std::sync::Weak;
+use std::thread::{JoinHandle, Thread, ThreadId};
+use std::time::{Duration, Instant};
+
+use crossrail_locks::{Condvar, Mutex, MutexGuard};
+use crossrail_types::{Error, Log, Result};
+
+use super::{Due, Progress};
+
+/// How long a worker that closes waits for callbacks.
+const CALLBACK_MAX: Duration = Duration::from_secs(10);
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Threads {
+    running: Mutex<HashMap<ThreadId, Running>>,
+    /// A thread has ended, or has begun a callback.
+    changed: Condvar,
+}
+
+struct Running {
+    handle: JoinHandle<()>,
+    /// Its last statement is all that is left.
+    has_ended: bool,
+    /// Callbacks that it is in, one within another.
+    callbacks: usize,
+}
+
+/// While one exists its thread is in a callback.
+struct InCallback<'a>(&'a Threads);
+
+impl Drop for InCallback<'_> {
+    fn drop(&mut self) {
+        self.0.change(|thread| thread.callbacks -= 1);
+    }
+}
+
+impl Threads {
+    /// Runs callbacks on the calling thread, one of the worker's or a caller's, which holds no lock of the worker's.
+    pub(super) fn call_back(&self, callbacks: Vec<Due>) {
+        if callbacks.is_empty() {
+            return;
+        }
+        self.change(|thread| thread.callbacks += 1);
+        let _in_callback = InCallback(self);
+        callbacks.into_iter().for_each(|(callback, result)| callback(result));
+    }
+
+    /// Starts a thread of the worker `me`, which [`Threads::join`] waits for.
+    ///
+    /// # Errors
+    /// `Io` when the system refuses it.
+    pub(super) fn spawn(&self, me: Weak<Progress>, name: &str, body: impl FnOnce() + Send + 'static) -> Result<Thread> {
+        // Its end finds its entry: the lock is held until there is one.
+        let mut running = self.running.lock();
+        let handle = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                let _ending = Ending(me);
+                body();
+            })
+            .map_err(|error| Error::io("worker", "pthread_create", &error))?;
+        let thread = handle.thread().clone();
+        running.retain(|_, thread| !thread.has_ended);
+        running.insert(thread.id(), Running { handle, has_ended: false, callbacks: 0 });
+        Ok(thread)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Running)) {
+        if let Some(thread) = self.running.lock().get_mut(&std::thread::current().id()) {
+            change(thread);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for all threads but the calling one to end, and joins them. Those that are in a callback after
+    /// [`CALLBACK_MAX`] are left to end behind it: they hold no lock there.
+    pub(super) fn join(&self, log: Log) {
+        let until = Instant::now() + CALLBACK_MAX;
+        let mut running = self.running.lock();
+        running.remove(&std::thread::current().id());
+        while !running.is_empty() {
+            let ended: Vec<_> = running.extract_if(|_, thread| thread.has_ended).collect();
+            if !ended.is_empty() {
+                MutexGuard::unlocked(&mut running, || {
+                    ended.into_iter().for_each(|(_, thread)| drop(thread.handle.join()));
+                });
+                continue;
+            }
+            if Instant::now() < until {
+                self.changed.wait_until(&mut running, until);
+                continue;
+            }
+            let left = running.extract_if(|_, thread| thread.callbacks > 0).count();
+            if left == 0 {
+                self.changed.wait(&mut running);
+                continue;
+            }
+            log.warn(format_args!(
+                "close: {left} callbacks have not returned for {} s; the worker is closed without them",
+                CALLBACK_MAX.as_secs()
+            ));
+        }
+    }
+}
+
+/// Dropped as the last thing of a thread, also of one that panics.
+struct Ending(Weak<Progress>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if let Some(progress) = self.0.upgrade() {
+            progress.threads.change(|thread| thread.has_ended = true);
+        }
+    }
+}
