@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import socket
 import subprocess
@@ -252,6 +253,27 @@ def test_strangers_get_nothing_from_the_probes() -> None:
     with pytest.raises(ConnectionRefusedError):
         probes.reach(LO[1], LO[0], ports, responder.token)
     assert len(HELLO) == 16
+
+
+def test_a_flood_that_says_nothing_keeps_no_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "REACH_S", 60.0)
+    stop = threading.Event()
+
+    def flood(port: int, idle: list[socket.socket]) -> None:
+        while not stop.is_set():
+            with idle.pop(0):  # a new one in place of the oldest
+                idle.append(socket.create_connection(("127.0.0.1", port), 60, (f"127.0.0.{random.randint(2, 250)}", 0)))
+
+    with Responder(LO[:1]) as responder, contextlib.ExitStack() as held:
+        ports = responder.ports["127.0.0.1"]
+        idle = [socket.create_connection(("127.0.0.1", ports.tcp), 60) for _ in range(2 * probes.MOST_CONNECTIONS)]
+        held.callback(lambda: [one.close() for one in idle])
+        flooding = threading.Thread(target=flood, args=[ports.tcp, idle])
+        flooding.start()
+        held.callback(flooding.join)
+        held.callback(stop.set)
+        for _ in range(40):
+            assert probes.reach(LO[1], LO[0], ports, responder.token) > 0
 
 
 def test_the_probes_are_answered_on_every_named_port_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
+import random
 import secrets
 import selectors
 import socket
@@ -23,6 +25,7 @@ import struct
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,12 +40,15 @@ COUNTED = struct.Struct("!QQ")
 HELLO = b"crossrail-doctor"
 
 MOST_CONNECTIONS = 64
+MOST_UNPROVEN = 256
+"""Connections that have not sent the token. Beyond, one of the source with most of them makes room."""
+
 MOST_PORTS = 32
 """Ports per rail that are tried. Of more, the first and last ones: tools listen on those, all else on these."""
 
 MOST_MS = 10_000
-HEAD_S = 2.0
-"""How long a connection may take to send its head."""
+HEAD_S, SURE_S = 2.0, 0.05
+"""How long a connection may take to send its head, and how long it is sure of its place."""
 
 REACH_S = 1.0
 STREAMS = 2
@@ -85,6 +91,24 @@ class Ports:
     others: tuple[int, ...] = ()
 
 
+@dataclass
+class _Unproven:
+    """A connection that has not sent its head. ``source``: all of loopback is one, and an IPv6 network of 64 bits."""
+
+    connection: socket.socket
+    source: str
+    until: float
+    head: bytes = b""
+
+
+def _source(address: str) -> str:
+    host = ipaddress.ip_address(address.partition("%")[0])
+    host = getattr(host, "ipv4_mapped", None) or host
+    if host.is_loopback:
+        return "loopback"
+    return str(host) if host.version == 4 else str(ipaddress.ip_network((int(host) >> 64 << 64, 64)))
+
+
 class Responder:
     """The sockets of the listening end. As a context manager, it closes them and ends its threads."""
 
@@ -100,6 +124,7 @@ class Responder:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stop, selectors.EVENT_READ)
         self._busy = threading.Semaphore(MOST_CONNECTIONS)
+        self._unproven: dict[socket.socket, _Unproven] = {}  # of the thread that serves
         self._guard = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
@@ -162,15 +187,21 @@ class Responder:
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(HEAD_S if self._unproven else None)
+            for key, _ in ready:
                 if key.fileobj is self._stop:
                     return
                 assert isinstance(key.fileobj, socket.socket)
                 with contextlib.suppress(OSError):  # of one datagram, or of one connection that is gone already
-                    if key.fileobj.type == socket.SOCK_DGRAM:
+                    if key.data is not None:
+                        self._read_head(key.data)
+                    elif key.fileobj.type == socket.SOCK_DGRAM:
                         self._answer(key.fileobj)
                     else:
                         self._accept(key.fileobj)
+            now = time.monotonic()
+            for one in [one for one in self._unproven.values() if one.until <= now]:
+                self._drop(one).close()
 
     def _answer(self, udp: socket.socket) -> None:
         data, sender = udp.recvfrom(1 << 16)
@@ -181,29 +212,62 @@ class Responder:
             udp.sendto(ANSWER.pack(token, number).ljust(length, b"\0"), sender)
 
     def _accept(self, tcp: socket.socket) -> None:
-        connection, _ = tcp.accept()
-        if not self._busy.acquire(blocking=False):
+        connection, (address, *_) = tcp.accept()
+        connection.setblocking(False)
+        if len(self._unproven) >= MOST_UNPROVEN:
+            counts = Counter(one.source for one in self._unproven.values())
+            (most, _), *_ = counts.most_common(1)
+            fits = [one for one in self._unproven.values() if one.source == most]
+            aged = [one for one in fits if one.until <= time.monotonic() + HEAD_S - SURE_S]
+            # By chance: of a flood from the source of a client that means it, mostly the flood's own go.
+            self._drop(random.choice(aged or fits)).close()
+        one = _Unproven(connection, _source(address), time.monotonic() + HEAD_S)
+        self._unproven[connection] = one
+        self._selector.register(connection, selectors.EVENT_READ, one)
+
+    def _drop(self, one: _Unproven) -> socket.socket:
+        """Forgets a connection."""
+        del self._unproven[one.connection]
+        self._selector.unregister(one.connection)
+        return one.connection
+
+    def _read_head(self, one: _Unproven) -> None:
+        """Starts a thread for whoever sends the token."""
+        if one.connection not in self._unproven:
+            return  # it has made room for another one
+        try:
+            piece = one.connection.recv(HEAD.size - len(one.head))
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        one.head += piece
+        if piece and len(one.head) < HEAD.size:
+            return
+        connection = self._drop(one)
+        token, mode, milliseconds = HEAD.unpack(one.head) if piece else (b"", b"", 0)
+        proven = hmac.compare_digest(token, self.token) and milliseconds <= MOST_MS
+        if not proven or not self._busy.acquire(blocking=False):
             connection.close()
             return
-        thread = threading.Thread(target=self._converse, args=[connection], name="crossrail-doctor", daemon=True)
+        thread = threading.Thread(
+            target=self._converse, args=[connection, mode, milliseconds / 1e3], name="crossrail-doctor", daemon=True
+        )
         with self._guard:
             self._connections.add(connection)
             self._threads.add(thread)
         thread.start()
 
-    def _converse(self, connection: socket.socket) -> None:
+    def _converse(self, connection: socket.socket, mode: bytes, seconds: float) -> None:
         try:
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(HEAD_S)
-                token, mode, milliseconds = HEAD.unpack(receive_exactly(connection, HEAD.size))
-                if not hmac.compare_digest(token, self.token) or milliseconds > MOST_MS:
-                    return
                 if mode == b"p":
                     connection.sendall(HELLO)
                 elif mode == b"s":
-                    connection.sendall(COUNTED.pack(*count_received(connection, milliseconds / 1e3)))
+                    connection.sendall(COUNTED.pack(*count_received(connection, seconds)))
                 elif mode == b"o":
-                    send_for(connection, milliseconds / 1e3)
+                    send_for(connection, seconds)
         finally:
             with self._guard:
                 self._connections.discard(connection)
@@ -306,15 +370,23 @@ def bound(mine: Rail, kind: socket.SocketKind) -> socket.socket:
 
 def reach(mine: Rail, theirs: Rail, ports: Ports, token: bytes) -> float:
     """Connects from one rail to the other; the seconds that took. Raises OSError."""
-    with bound(mine, socket.SOCK_STREAM) as to:
-        to.settimeout(REACH_S)
-        began = time.perf_counter()
-        to.connect((theirs.address, ports.tcp))
-        took = time.perf_counter() - began
-        to.sendall(HEAD.pack(token, b"p", 0))
-        if receive_exactly(to, len(HELLO)) != HELLO:
-            raise ConnectionError(errno.EPROTO, "something else answers at that address")
-        return took
+    until = time.monotonic() + REACH_S
+    while True:
+        with bound(mine, socket.SOCK_STREAM) as to:
+            to.settimeout(REACH_S)
+            began = time.perf_counter()
+            to.connect((theirs.address, ports.tcp))
+            took = time.perf_counter() - began
+            try:
+                to.sendall(HEAD.pack(token, b"p", 0))
+                answer = receive_exactly(to, len(HELLO))
+            except ConnectionError:
+                if time.monotonic() >= until:
+                    raise
+                continue  # it had to make room for others that have not proved themselves
+            if answer != HELLO:
+                raise ConnectionError(errno.EPROTO, "something else answers at that address")
+            return took
 
 
 def path_mtu(mine: Rail, theirs: Rail, ports: Ports, token: bytes, wait_s: float) -> tuple[int | None, int | None]:
