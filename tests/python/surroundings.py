@@ -78,8 +78,8 @@ def full_disk(keep: Sequence[Path] = (ROOT, Path(sys.prefix), Path(sys.base_pref
     token = Path(f"/tmp/crossrail-{os.geteuid()}")
     folders = [folder for folder in (Path("/dev/shm"), token) if not any(path.is_relative_to(folder) for path in keep)]
     fill = " && ".join(
-        f"mkdir -p -m 700 {folder} && mount -t tmpfs -o size=64k,mode={'0700' if folder == token else '1777'} none {folder}"
-        f" && {{ dd if=/dev/zero of={folder}/full bs=4k 2>/dev/null; true; }}"
+        f"mkdir -p -m 700 {folder} && mount -t tmpfs -o size=64k,mode={'0700' if folder == token else '1777'}"
+        f" none {folder} && {{ dd if=/dev/zero of={folder}/full bs=4k 2>/dev/null; true; }}"
         for folder in folders
     )
     return ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{fill} && exec "$@"', "sh"]

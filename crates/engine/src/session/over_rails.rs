@@ -132,18 +132,10 @@ fn connect_over(
     // A peer that is late is the next carrier's.
     let deadline = if carrier.is_last() { attempt.deadline } else { Instant::now() };
     let dialled = dial_until(deadline, &names, |names, limit| {
-        let limit = attempt.deadline.min(limit);
-        std::thread::scope(|scope| {
-            let dials: Vec<_> = names
-                .iter()
-                .map(|name| {
-                    let rail = &rails[usize::from(name.rail)];
-                    scope.spawn(move || dial(sessions, &ticket, rail, (*name, carrier), limit))
-                })
-                .collect();
-            let failed = || Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
-            dials.into_iter().map(|dial| dial.join().unwrap_or_else(|_| failed())).collect()
-        })
+        let one = |name: LaneName| {
+            dial(sessions, &ticket, &rails[usize::from(name.rail)], (name, carrier), attempt.deadline.min(limit))
+        };
+        at_once(names, &one)
     });
     let reasons: Vec<Option<String>> = (0..rails.len() as u16)
         .map(|rail| {
@@ -505,6 +497,19 @@ pub(super) fn redial(
         Ok(()) => Ok(Some(mine.name.clone())),
         Err(error) => Err((mine.name.clone(), error)),
     }
+}
+
+/// Dials all lanes at once, each on a thread of its own; on this one where the system has no thread.
+fn at_once<L: Send>(names: &[LaneName], dial: &(impl Fn(LaneName) -> Result<L> + Sync)) -> Vec<Result<L>> {
+    std::thread::scope(|scope| {
+        let dials: Vec<_> = names
+            .iter()
+            .map(|&name| std::thread::Builder::new().spawn_scoped(scope, move || dial(name)).map_err(|_| name))
+            .collect();
+        let failed = |_| Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
+        let ended = dials.into_iter().map(|dialled| dialled.map_or_else(dial, |one| one.join().unwrap_or_else(failed)));
+        ended.collect()
+    })
 }
 
 /// Dials one lane from its own device.
