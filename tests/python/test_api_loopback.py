@@ -54,11 +54,13 @@ BENCHES = [
 ]
 
 
-def run_there(*command: str) -> None:
+ONLY_IPV6 = "ip link set lo up && ip -4 address flush dev lo"
+
+
+def run_there(*command: str, prepare: str = ONLY_IPV6) -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs root, unshare and iproute2")
-    prepare = 'ip link set lo up && ip -4 address flush dev lo && exec "$@"'
-    command = ("unshare", "--net", "sh", "-c", prepare, "sh", *command)
+    command = ("unshare", "--net", "sh", "-c", f'{prepare} && exec "$@"', "sh", *command)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -71,3 +73,8 @@ def test_they_meet_where_loopback_has_only_ipv6(script: str) -> None:
 @pytest.mark.parametrize("options", BENCHES, ids=lambda options: options[0])
 def test_benches_run_where_loopback_has_only_ipv6(options: list[str]) -> None:
     run_there(sys.executable, "-m", "crossrail", "bench", *options)
+
+
+def test_latency_over_shared_memory_needs_no_address() -> None:
+    bench = [sys.executable, "-m", "crossrail", "bench", "latency", "--size", "8", "--iters", "20", "--warmup", "1"]
+    run_there("env", "CROSSRAIL_TLS=shm", *bench, prepare="ip link set lo down")
