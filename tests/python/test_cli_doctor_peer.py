@@ -255,23 +255,41 @@ def test_strangers_get_nothing_from_the_probes() -> None:
     assert len(HELLO) == 16
 
 
+@contextmanager
+def flooded(port: int, idle: int) -> Iterator[None]:
+    """That many connections that say nothing, from all of loopback: a new one takes the oldest's place all the time."""
+    stop = threading.Event()
+    held = [socket.create_connection(("127.0.0.1", port), 60) for _ in range(idle)]
+
+    def flood() -> None:
+        while held and not stop.is_set():
+            with held.pop(0), contextlib.suppress(OSError):  # the end that listened is over
+                held.append(socket.create_connection(("127.0.0.1", port), 60, (f"127.0.0.{random.randint(2, 250)}", 0)))
+
+    flooding = threading.Thread(target=flood)
+    flooding.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        flooding.join()
+        for one in held:
+            one.close()
+
+
+def test_a_flood_that_says_nothing_keeps_no_measuring_end_out() -> None:
+    with bench_listening("latency", "--transport=tcp", "--timeout=60s") as (_, address):
+        with flooded(int(address.rpartition(":")[2]), 600):
+            done = run(
+                "bench", "latency", f"--connect={address}", "--size=8", "--iters=20", "--transport=tcp", "--timeout=60s"
+            )
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_flood_that_says_nothing_keeps_no_probe_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "REACH_S", 60.0)
-    stop = threading.Event()
-
-    def flood(port: int, idle: list[socket.socket]) -> None:
-        while not stop.is_set():
-            with idle.pop(0):  # a new one in place of the oldest
-                idle.append(socket.create_connection(("127.0.0.1", port), 60, (f"127.0.0.{random.randint(2, 250)}", 0)))
-
-    with Responder(LO[:1]) as responder, contextlib.ExitStack() as held:
+    with Responder(LO[:1]) as responder, flooded(responder.ports["127.0.0.1"].tcp, 2 * probes.MOST_CONNECTIONS):
         ports = responder.ports["127.0.0.1"]
-        idle = [socket.create_connection(("127.0.0.1", ports.tcp), 60) for _ in range(2 * probes.MOST_CONNECTIONS)]
-        held.callback(lambda: [one.close() for one in idle])
-        flooding = threading.Thread(target=flood, args=[ports.tcp, idle])
-        flooding.start()
-        held.callback(flooding.join)
-        held.callback(stop.set)
         for _ in range(40):
             assert probes.reach(LO[1], LO[0], ports, responder.token) > 0
 
