@@ -160,9 +160,13 @@ TSAN_CRATES ?= locks shm tcp transport ep-host control
 MIRI = CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/miri CARGO_PROFILE_TEST_OPT_LEVEL=0 MIRIFLAGS=-Zmiri-disable-isolation \
 	cargo +$(NIGHTLY) miri test --quiet --locked
 
+# What `make nightly` shows instead of a failure.
+toolchain = rustup --quiet toolchain install $(NIGHTLY) --profile minimal $(1) || \
+	{ echo "not run: no toolchain ($(NIGHTLY), which rustup could not install)"; exit 1; }
+
 miri: rust
 	$(call say,miri: undefined behaviour)
-	rustup --quiet toolchain install $(NIGHTLY) --profile minimal --component rust-src --component miri
+	$(call toolchain,--component rust-src --component miri)
 	$(MIRI) --package crossrail-proto --package crossrail-types --lib
 	$(MIRI) --package crossrail-shm --lib -- ring::tests::a_ ring::tests::every_
 
@@ -172,7 +176,7 @@ miri: rust
 # this does not survive. UCX must leave mmap alone. TSAN_CRATES=engine takes long, and tests of it with limits of time fail.
 tsan: rust
 	$(call say,tsan: data races between threads)
-	rustup --quiet toolchain install $(NIGHTLY) --profile minimal --component rust-src
+	$(call toolchain,--component rust-src)
 	UCX_MEM_MMAP_HOOK_MODE=none RUSTFLAGS=-Zsanitizer=thread TSAN_OPTIONS="halt_on_error=0 die_after_fork=0 history_size=4" \
 		CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/tsan CARGO_PROFILE_DEV_OPT_LEVEL=1 CARGO_PROFILE_DEV_DEBUG=line-tables-only \
 		cargo +$(NIGHTLY) test --quiet --locked --no-fail-fast -Zbuild-std --target $(shell uname -m)-unknown-linux-gnu \
@@ -180,14 +184,20 @@ tsan: rust
 		--lib --tests -- --skip clients_that_take_no_answers_do_not_use_up_the_memory --skip nothing_is_left \
 		--skip a_forked_child_uses_locks_of_its_own
 
-# DENY="bans licenses sources" where github.com, which has the database of advisories, cannot be reached.
+# Where the database of advisories cannot be reached, all else is checked, and the last line says so.
 DENY ?= advisories bans licenses sources
 DENY_VERSION := 0.20.2
+ADVISORIES := https://github.com/RustSec/advisory-db
 
 deny: rust
 	$(call say,deny: $(DENY))
 	cargo install --quiet --locked --version $(DENY_VERSION) --root $(CARGO_TARGET_DIR)/tools cargo-deny
-	PATH=$(CARGO_TARGET_DIR)/tools/bin:$$PATH cargo deny --locked check $(DENY)
+	@checks="$(DENY)" without=; \
+	if ! GIT_TERMINAL_PROMPT=0 timeout 30 git ls-remote --exit-code $(ADVISORIES) HEAD >/dev/null 2>&1; then \
+		checks="$(filter-out advisories,$(DENY))" without="$(filter advisories,$(DENY))"; \
+	fi; \
+	PATH=$(CARGO_TARGET_DIR)/tools/bin:$$PATH cargo deny --locked check $$checks && \
+	echo "checked: $$checks$${without:+; advisories not: $(ADVISORIES) cannot be reached}"
 
 # Another seed each time; the seed is printed, and FUZZ_SEED=N runs it again. Without link-time optimization, which takes
 # longer than it saves.

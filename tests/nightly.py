@@ -6,8 +6,9 @@
     python tests/nightly.py --page docs/nightly.md
 
 Each part is a goal of the Makefile with a budget: how long it looks for faults where that is a choice, and after how
-long it is killed. A run that was interrupted continues: parts of the same commit that have passed are not run again,
-unless --fresh is given. The page has a line for each part, and the seed that repeats them; logs are beside it.
+long it is killed. A run that was interrupted continues: parts that have passed at the same commit are not run again,
+unless --fresh is given. The page has a line for each part, with the commit and what it was given when it last ran; logs
+are beside it. A part whose log says `not run: WHY` when it fails lacks something on this machine and has not failed.
 Exit code: 0 if every part has passed, 1 if not, 130 or 143 when interrupted.
 """
 
@@ -62,12 +63,15 @@ PARTS = (
 
 @dataclass
 class Outcome:
-    """How a part ended: ``passed``, ``failed`` or ``over its limit``, and the last words of its log."""
+    """How a part ended: ``passed``, ``failed``, ``over its limit``, ``not run: WHY``; and the last words of its log."""
 
     goal: str
     outcome: str
     seconds: float
     said: str
+    commit: str
+    given: str
+    """Its variables: for how long it looked for faults, and the seed."""
 
 
 class Interrupted(BaseException):
@@ -90,24 +94,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ended: int | None = None
     try:
         for part in chosen:
-            if part.goal in done and done[part.goal].outcome == "passed":
+            if _has_passed(part, done, state["commit"]):
                 print(f"== nightly: {part.goal} has passed before", flush=True)
                 continue
-            left = given.hours * 3600 - sum(one.seconds for one in done.values() if one.goal != part.goal)
+            others = (one for one in done.values() if one.goal != part.goal and one.commit == state["commit"])
+            left = given.hours * 3600 - sum(one.seconds for one in others)
             if left <= 0:
                 print(f"== nightly: no time is left for {part.goal}", flush=True)
                 continue
-            done[part.goal] = _run(part, given, state["seed"], left)
+            done[part.goal] = _run(part, given, state, left)
             state["parts"] = [asdict(one) for one in done.values()]
             _write(given.out / "state.json", json.dumps(state, indent=1) + "\n")
     except Interrupted as error:
         ended = 128 + error.number
-    text = page(state, chosen, done, given.scale)
+    text = page(state, done)
     _write(given.page or given.out / "nightly.md", text)
     print(text)
     if ended is not None:
         return ended
-    return 0 if all(part.goal in done and done[part.goal].outcome == "passed" for part in chosen) else 1
+    return 0 if all(_has_passed(part, done, state["commit"]) for part in chosen) else 1
+
+
+def _has_passed(part: Part, done: Mapping[str, Outcome], commit: str) -> bool:
+    return part.goal in done and (done[part.goal].outcome, done[part.goal].commit) == ("passed", commit)
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -115,6 +124,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=_goals, metavar="GOAL,...", help=", ".join(part.goal for part in PARTS))
     parser.add_argument("--hours", type=float, default=MOST_S / 3600, help="no part begins later (3)")
     parser.add_argument("--scale", type=float, default=1.0, help="factor for all budgets (1)")
+    parser.add_argument("--limits", type=float, help="factor for the limits of parts (as --scale), for a busy machine")
     parser.add_argument("--fresh", action="store_true", help="run parts again that have passed")
     parser.add_argument("--out", type=Path, default=ROOT / "target" / "nightly", help="state and logs (target/nightly)")
     parser.add_argument("--page", type=Path, help="where the page goes (OUT/nightly.md)")
@@ -136,12 +146,18 @@ def _interrupted(number: int, _frame: FrameType | None) -> None:
 
 
 def _state(path: Path, *, fresh: bool) -> dict[str, Any]:
-    """The state of an earlier run of this commit, or a new one."""
-    new = {"schema": SCHEMA, "commit": _commit(), "began": _now(), "seed": int(time.time()), "parts": []}
+    """The state of an earlier run, or a new one: another commit has another seed."""
+    new: dict[str, Any] = {
+        "schema": SCHEMA,
+        "commit": _commit(),
+        "began": _now(),
+        "seed": int(time.time()),
+        "parts": [],
+    }
     with contextlib.suppress(OSError, ValueError):
         old: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not fresh and (old.get("schema"), old.get("commit")) == (SCHEMA, new["commit"]):
-            return old
+        if not fresh and old.get("schema") == SCHEMA:
+            return old if old.get("commit") == new["commit"] else {**new, "parts": old["parts"]}
     return new
 
 
@@ -156,12 +172,12 @@ def _commit() -> str:
     return head + (" and changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _run(part: Part, given: argparse.Namespace, seed: int, left_s: float) -> Outcome:
+def _run(part: Part, given: argparse.Namespace, state: Mapping[str, Any], left_s: float) -> Outcome:
     """Runs one part in a process group of its own, which is ended with it."""
     variables = [f"{name}={max(1, round(value * given.scale))}" for name, value in part.seconds.items()]
     if part.seed is not None:
-        variables.append(f"{part.seed}={seed}")
-    limit_s = min(part.limit_s * given.scale, left_s)
+        variables.append(f"{part.seed}={state['seed']}")
+    limit_s = min(part.limit_s * (given.scale if given.limits is None else given.limits), left_s)
     log = given.out / f"{part.goal}.log"
     print(f"== nightly: {part.goal} {' '.join(variables)}, {limit_s:.0f} s at most", flush=True)
     began = time.monotonic()
@@ -180,8 +196,9 @@ def _run(part: Part, given: argparse.Namespace, seed: int, left_s: float) -> Out
             code = None
         finally:
             _end(process)
-    words = "over its limit" if code is None else "failed" if code else "passed"
-    outcome = Outcome(part.goal, words, round(time.monotonic() - began, 1), _last_words(log))
+    words = "over its limit" if code is None else (_why_not(log) or "failed") if code else "passed"
+    took = round(time.monotonic() - began, 1)
+    outcome = Outcome(part.goal, words, took, _last_words(log), state["commit"], " ".join(variables))
     print(f"== nightly: {part.goal} {words} after {outcome.seconds:.0f} s: {log}", flush=True)
     return outcome
 
@@ -196,35 +213,46 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _lines(log: Path) -> list[str]:
+    """The end of a log."""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        return list(deque(lines, maxlen=20_000))
+
+
+def _why_not(log: Path) -> str:
+    """What a part lacked on this machine, as ``not run: WHY``; empty: it has failed."""
+    return next((line.strip()[:100] for line in reversed(_lines(log)) if line.startswith("not run: ")), "")
+
+
 def _last_words(log: Path) -> str:
     """How many tests passed, if the log says so, else its last line."""
     passed, last = 0, ""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        for line in deque(lines, maxlen=20_000):
-            passed += sum(int(number) for number in re.findall(r"\b(\d+) passed\b", line))
-            last = line.strip() or last
+    for line in _lines(log):
+        passed += sum(int(number) for number in re.findall(r"\b(\d+) passed\b", line))
+        last = line.strip() or last
     last = "".join(letter if letter.isprintable() else " " for letter in last)
     return f"{passed} tests" if passed else last[:100]
 
 
-def page(state: Mapping[str, Any], parts: Sequence[Part], done: Mapping[str, Outcome], scale: float) -> str:
+def page(state: Mapping[str, Any], done: Mapping[str, Outcome]) -> str:
     """The page of results, in Markdown."""
-    total = sum(done[part.goal].seconds for part in parts if part.goal in done)
+    total = sum(one.seconds for one in done.values())
     lines = [
         "# Nightly run",
         "",
-        f"Commit {state['commit']}, begun {state['began']}, {len(os.sched_getaffinity(0))} processors, "
-        f"{total / 60:.0f} minutes. Seed {state['seed']}: `make PART FUZZ_SEED=... CHAOS_SEED=...` repeats a part.",
+        f"The last run of each part of `make nightly`, until {_now()}, {len(os.sched_getaffinity(0))} processors, "
+        f"{total / 60:.0f} minutes. `make PART` with what it was given repeats one. The commit at the end: "
+        f"{state['commit']}.",
         "",
-        "| part | looks for faults in | for | outcome | took | |",
-        "|---|---|---|---|---|---|",
+        "| part | looks for faults in | given | outcome | took | at | |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for part in parts:
-        spent = ", ".join(f"{name} {max(1, round(value * scale))}" for name, value in part.seconds.items())
-        one = done.get(part.goal, Outcome(part.goal, "not run", 0, ""))
+    for part in PARTS:
+        one = done.get(part.goal, Outcome(part.goal, "not run", 0, "", "", ""))
         outcome = one.outcome if one.outcome == "passed" else f"**{one.outcome}**"
-        said = one.said.replace("|", "\\|").replace("`", "'")
-        lines.append(f"| {part.goal} | {part.what} | {spent or 'once'} | {outcome} | {one.seconds:.0f} s | {said} |")
+        commit = one.commit[:12] + (" and changes" if one.commit.endswith("changes") else "")
+        cells = [part.goal, part.what, one.given, outcome, f"{one.seconds:.0f} s", commit, one.said]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("`", "'") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -18,6 +18,7 @@ DRIVER = ROOT / "tests" / "nightly.py"
 MAKE = """#!/bin/bash
 # Notes its arguments; a part whose file is there fails, hangs with a child, or says how many tests passed.
 echo "$@" >>{calls}
+[ "$2" = "$(cat {here}/lacks 2>/dev/null)" ] && {{ echo "not run: no toolchain"; echo "make: Error 1"; exit 2; }}
 [ "$2" = "$(cat {here}/fails 2>/dev/null)" ] && {{ echo "error | of $2"; exit 1; }}
 if [ "$2" = "$(cat {here}/hangs 2>/dev/null)" ]; then sleep 600 & echo $! >{here}/child; wait; fi
 echo "test result: ok. 3 passed; 0 failed"
@@ -58,7 +59,7 @@ def test_all_parts_run_once_and_the_page_names_them(make: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     page = (make.parent / "out" / "nightly.md").read_text()
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert f"Commit {head.stdout.strip() or 'no commit'}" in page
+    assert f"The commit at the end: {head.stdout.strip() or 'no commit'}" in page
     assert [line.split(" | ")[0] for line in page.splitlines() if " passed " in line] == [f"| {part}" for part in PARTS]
     assert page.count("7 tests") == len(PARTS)
     assert goals(make) == PARTS
@@ -86,6 +87,30 @@ def test_a_part_that_fails_is_shown_and_run_again(make: Path) -> None:
     (make.parent / "fails").unlink()
     assert nightly(make).returncode == 0
     assert goals(make) == ["miri"]
+
+
+def test_a_part_that_lacks_something_here_has_not_failed(make: Path) -> None:
+    (make.parent / "lacks").write_text("tsan")
+    assert nightly(make, "--only", "tsan").returncode == 1
+    page = (make.parent / "out" / "nightly.md").read_text()
+    assert "**not run: no toolchain**" in page and "failed" not in page
+    (make.parent / "lacks").unlink()
+    assert nightly(make, "--only", "tsan").returncode == 0, "it is run again"
+
+
+def test_parts_of_an_earlier_commit_are_shown_and_run_again(make: Path) -> None:
+    assert nightly(make, "--only", "deny").returncode == 0
+    state = make.parent / "out" / "state.json"
+    earlier = json.loads(state.read_text())
+    earlier["commit"] = earlier["parts"][0]["commit"] = "0123456789abcdef"
+    state.write_text(json.dumps(earlier))
+    assert nightly(make, "--only", "models").returncode == 0
+    page = (make.parent / "out" / "nightly.md").read_text()
+    (deny,) = (line for line in page.splitlines() if line.startswith("| deny "))
+    assert "passed" in deny and "0123456789ab" in deny
+    goals(make)
+    assert nightly(make, "--only", "deny").returncode == 0
+    assert goals(make) == ["deny"]
 
 
 def test_a_part_over_its_limit_is_ended_with_its_children(make: Path) -> None:
