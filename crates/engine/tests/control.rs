@@ -46,6 +46,14 @@ impl Between {
         Between { address, streams, relays }
     }
 
+    /// Both ends receive the end of the connection, as from a middlebox with an idle limit.
+    fn finish(self) {
+        for stream in self.streams.recv().unwrap() {
+            stream.shutdown(Shutdown::Both).unwrap();
+        }
+        self.relays.join().unwrap();
+    }
+
     /// Both ends receive a reset, as from a middlebox that has forgotten the connection.
     fn reset(self) {
         let linger = libc::linger { l_onoff: 1, l_linger: 0 };
@@ -75,14 +83,14 @@ fn exchange((a, ab): (&Worker, &Endpoint), (b, ba): (&Worker, &Endpoint)) {
     }
 }
 
-#[test]
-fn a_reset_of_the_control_connection_alone_takes_no_peer_with_it() {
+/// Two workers whose control connection ends so: their lanes go on.
+fn check_lanes_outlive_the_control_connection(end: fn(Between)) {
     let (a, b) = (worker(), worker());
     let between = Between::new(b.control_addresses()[0]);
     let ab = a.connect(between.address.to_string().as_bytes(), &ConnectOptions::default()).unwrap();
     let ba = b.accept(LIMIT).unwrap();
     exchange((&a, &ab), (&b, &ba));
-    between.reset();
+    end(between);
     for _ in 0..5 {
         exchange((&a, &ab), (&b, &ba));
     }
@@ -91,4 +99,14 @@ fn a_reset_of_the_control_connection_alone_takes_no_peer_with_it() {
     b.close();
     let error = receive.wait(LIMIT).unwrap_err();
     assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{error}");
+}
+
+#[test]
+fn a_reset_of_the_control_connection_alone_takes_no_peer_with_it() {
+    check_lanes_outlive_the_control_connection(Between::reset);
+}
+
+#[test]
+fn a_control_connection_that_is_closed_in_between_takes_no_peer_with_it() {
+    check_lanes_outlive_the_control_connection(Between::finish);
 }

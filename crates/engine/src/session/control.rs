@@ -23,6 +23,8 @@ use crate::progress::{About, SessionEvents};
 const ANNOUNCEMENT_LEN: usize = 4;
 /// Bytes behind it in a session with checksums: the first ones of its proof.
 const ANNOUNCEMENT_SUM: usize = 8;
+/// The last byte of an end that gives the session up. No transport announces itself by it.
+const GOODBYE: u8 = 0xff;
 
 /// An announcement as it travels over that session's control connection.
 fn announcement_bytes(ticket: &Ticket, announcement: [u8; ANNOUNCEMENT_LEN]) -> Vec<u8> {
@@ -242,11 +244,24 @@ impl ControlConnection {
         let mut buffer = [0; 64];
         let why = loop {
             match self.stream.read(&mut buffer) {
+                // Something between the ends has closed it, such as a middlebox with an idle limit; or the peer's process
+                // has ended, which dialling it shows once its lanes have ended, too.
                 Ok(0) => {
-                    break "it closed the control connection (its process has ended, or gave this one up)".to_owned();
+                    let event = self.announcement();
+                    if !self.formed() {
+                        break "it closed the control connection".to_owned();
+                    }
+                    self.lost = true;
+                    let name = &self.peer.name;
+                    log.info(format_args!("{name}: control connection: closed without a goodbye; its lanes go on"));
+                    return event;
                 }
                 Ok(bytes) => {
                     self.received.extend_from_slice(&buffer[..bytes]);
+                    if self.is_goodbye() {
+                        self.received.pop();
+                        break "it closed the control connection".to_owned();
+                    }
                     if self.initiator || self.received.len() > self.announced_in() || !known(self.received[0]) {
                         break "it broke the protocol on the control connection".to_owned();
                     }
@@ -261,7 +276,7 @@ impl ControlConnection {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => {
                     let event = self.announcement();
-                    if !self.initiator && !self.announced {
+                    if !self.formed() {
                         break format!("control connection: {error}");
                     }
                     // The control device may be gone, or something between the ends have reset the connection; the
@@ -276,7 +291,19 @@ impl ControlConnection {
         };
         // What was announced before the end counts: the peer may have connected, sent, and ended.
         self.announcement();
-        ControlEvent::Ended { why, formed: self.initiator || self.announced }
+        ControlEvent::Ended { why, formed: self.formed() }
+    }
+
+    /// Whether the endpoint is complete as far as this connection is concerned.
+    fn formed(&self) -> bool {
+        self.initiator || self.announced
+    }
+
+    /// Whether the last byte received is the peer's goodbye: behind the announcement, or in its place.
+    fn is_goodbye(&self) -> bool {
+        let before = self.received.len() - 1;
+        let expected = before == 0 || (!self.initiator && before == self.announced_in());
+        expected && self.received[before] == GOODBYE
     }
 
     /// Bytes of an announcement, with its sum.
@@ -301,6 +328,16 @@ impl ControlConnection {
                 ControlEvent::Announced(bytes[0], Box::new(announcement))
             }
             _ => ControlEvent::Nothing,
+        }
+    }
+}
+
+impl Drop for ControlConnection {
+    /// The session is given up here. A process that ends otherwise says nothing.
+    fn drop(&mut self) {
+        if !self.lost {
+            // One byte finds room, unless the peer does not read; then its lanes show the end.
+            let _ = self.stream.write(&[GOODBYE]);
         }
     }
 }
@@ -423,6 +460,7 @@ impl SessionEvents for Sessions {
     fn control_readable(&self, endpoint: EndpointId) {
         let known = |byte| self.transports.by_announcement(byte).is_some();
         match self.control.read(endpoint, self.log, known) {
+            ControlEvent::Nothing if self.control.is_lost(endpoint) => self.redialer.control_lost(self, endpoint),
             ControlEvent::Nothing => {}
             ControlEvent::Announced(byte, announcement) => {
                 let (Some(transport), Some(me)) = (self.transports.by_announcement(byte), self.me.upgrade()) else {
@@ -483,18 +521,35 @@ mod tests {
         }
     }
 
-    /// What the accepting end makes of `bytes`, and of the end behind them: whether the endpoint was complete, and why it
-    /// has ended.
-    fn made_of(ticket: Ticket, bytes: &[u8]) -> (bool, String) {
+    /// The accepting end's connection, to which `bytes` were sent before the peer closed it.
+    fn given(ticket: Ticket, bytes: &[u8]) -> ControlConnection {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let stream = listener.accept().unwrap().0;
         peer.write_all(bytes).unwrap();
         drop(peer);
-        let mut connection = ControlConnection::new(EndpointId(0), ticket, false, stream, hello());
-        match connection.read(Log(LogLevel::Off), |_| true) {
+        ControlConnection::new(EndpointId(0), ticket, false, stream, hello())
+    }
+
+    /// What the accepting end makes of `bytes`, and of the end behind them: whether the endpoint was complete, and why it
+    /// has ended.
+    fn made_of(ticket: Ticket, bytes: &[u8]) -> (bool, String) {
+        match given(ticket, bytes).read(Log(LogLevel::Off), |_| true) {
             ControlEvent::Ended { why, formed } => (formed, why),
             _ => panic!("its end was not noticed"),
+        }
+    }
+
+    #[test]
+    fn only_a_goodbye_ends_a_session_that_was_announced() {
+        for ticket in [TICKET, Ticket { checksum: Checksum::Off, ..TICKET }] {
+            let sent = announcement_bytes(&ticket, ANNOUNCED);
+            let mut closed = given(ticket, &sent);
+            assert!(matches!(closed.read(Log(LogLevel::Off), |_| true), ControlEvent::Announced(b'R', _)));
+            assert!(closed.lost && matches!(closed.read(Log(LogLevel::Off), |_| true), ControlEvent::Nothing));
+            assert!(made_of(ticket, &[&sent[..], &[GOODBYE]].concat()).0);
+            assert!(!made_of(ticket, &[GOODBYE]).0, "it was given up before it was announced");
+            assert!(made_of(ticket, &[&sent[..], b"x"].concat()).1.contains("broke the protocol"));
         }
     }
 
@@ -502,7 +557,7 @@ mod tests {
     fn an_announcement_that_is_changed_on_its_way_ends_the_session() {
         let sent = announcement_bytes(&TICKET, ANNOUNCED);
         assert_eq!(sent.len(), ANNOUNCEMENT_LEN + ANNOUNCEMENT_SUM);
-        let (formed, why) = made_of(TICKET, &sent);
+        let (formed, why) = made_of(TICKET, &[&sent[..], &[GOODBYE]].concat());
         assert!(formed && why.contains("it closed the control connection"), "{why}");
         for at in 0..sent.len() {
             let mut changed = sent.clone();
@@ -517,6 +572,6 @@ mod tests {
         // Without checksums only the announcement itself travels.
         let plain = Ticket { checksum: Checksum::Off, ..TICKET };
         assert_eq!(announcement_bytes(&plain, ANNOUNCED), ANNOUNCED);
-        assert!(made_of(plain, &ANNOUNCED).0);
+        assert!(made_of(plain, &[&ANNOUNCED[..], &[GOODBYE]].concat()).0);
     }
 }

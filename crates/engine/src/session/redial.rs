@@ -63,6 +63,13 @@ impl State {
         let times = self.attempts.iter().map(|attempt| attempt.at).enumerate();
         times.min_by_key(|(_, at)| *at)
     }
+
+    /// Has a peer's lanes dialled at `soon`, unless they are to be earlier.
+    fn hasten(&mut self, endpoint: EndpointId, soon: Instant) {
+        for attempt in self.attempts.iter_mut().filter(|attempt| attempt.lost.endpoint == endpoint) {
+            attempt.at = attempt.at.min(soon);
+        }
+    }
 }
 
 /// The pause before a rail is dialled that was lost so many times in a row soon after it had come up. `first`: that of
@@ -81,19 +88,31 @@ impl Redialer {
         let endpoint = lost.endpoint;
         let first = if sessions.control.is_initiator(endpoint) { PAUSE_MIN } else { PAUSE_ACCEPTOR };
         let stranded = sessions.is_stranded(endpoint);
-        // Without another lane a rail that works for a moment is better than none.
-        let pause = if stranded { first } else { pause_of(first, lost.short_lived) };
+        let pause = match stranded {
+            // Dialling it shows whether the peer's process has ended.
+            true if sessions.control.is_lost(endpoint) => Duration::ZERO,
+            // Without another lane a rail that works for a moment is better than none.
+            true => first,
+            false => pause_of(first, lost.short_lived),
+        };
         let mut state = self.state.lock();
         if state.stop {
             return;
         }
         let soon = Instant::now() + pause;
         if stranded {
-            for attempt in state.attempts.iter_mut().filter(|attempt| attempt.lost.endpoint == endpoint) {
-                attempt.at = attempt.at.min(soon);
-            }
+            state.hasten(endpoint, soon);
         }
         self.add(state, sessions, Attempt { lost, more: false, at: soon, pause, failures: 0 });
+    }
+
+    /// The control connection of a peer has ended, without a goodbye: if its lanes have as well, dialling them shows
+    /// whether its process has.
+    pub(crate) fn control_lost(&self, sessions: &Sessions, endpoint: EndpointId) {
+        if sessions.is_stranded(endpoint) {
+            self.state.lock().hasten(endpoint, Instant::now());
+            self.changed.notify_all();
+        }
     }
 
     /// Dials one more connection of a rail that works. The end that connected goes first here, too.
@@ -176,7 +195,9 @@ impl Redialer {
                     let state = if attempt.more { "has a connection less" } else { "is lost" };
                     log(sessions.log, format_args!("rail {device} {state}, and dialling it again failed: {error}"));
                     if sessions.has_left(endpoint, &error) {
-                        sessions.peer_ended(endpoint, &format!("it listens no more: {error}"));
+                        let why =
+                            format!("its process has ended: it closed its connections and listens no more ({error})");
+                        sessions.peer_ended(endpoint, &why);
                         continue;
                     }
                     attempt.failures += 1;
