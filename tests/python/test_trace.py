@@ -87,8 +87,31 @@ def test_a_bench_writes_one_file(bench: str, options: tuple[str, ...], chunks: i
     events = json.loads(out.read_text())["traceEvents"]
     sent, received = (sum(event["name"] == f"chunk {way}" for event in events) for way in ("sent", "received"))
     assert sent == received >= chunks
-    assert sum(event["name"] == "process_name" for event in events) == 2
+    phases = [event for event in events if event["name"] in ("warm-up", "timed")]
+    two_ended = bench in ("p2p", "latency", "bandwidth")
+    assert sum(event["name"] == "process_name" for event in events) == 2 + two_ended
+    assert bool(phases) == two_ended
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("warmup", "transfers"), [(2, 5), (0, 3)])
+def test_warm_up_is_told_apart(warmup: int, transfers: int, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    p2p = ("--transport=tcp", "--rails=127.0.0.1", "--size=8M", "--iters=3", f"--warmup={warmup}")
+    assert run("bench", "p2p", *p2p, "--trace", str(out)).returncode == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] in ("warm-up", "timed")}
+    assert spans.keys() == ({"warm-up", "timed"} if warmup else {"timed"})
+    sends = [e for e in events if e["name"] == "send" and e["args"]["bytes"] == 8 << 20]
+    assert len(sends) == transfers
+
+    def within(phase: str) -> int:
+        begin, end = spans.get(phase, (0.0, 0.0))
+        return sum(begin <= send["ts"] and send["ts"] + send["dur"] <= end for send in sends)
+
+    assert (within("warm-up"), within("timed")) == (warmup, 3)
+    if warmup:
+        assert spans["warm-up"][1] == pytest.approx(spans["timed"][0], abs=0.01)
 
 
 def test_a_bench_without_workers_writes_a_file_without_tracks(

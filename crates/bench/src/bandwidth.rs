@@ -66,6 +66,7 @@ pub fn bandwidth(session: &mut Session<'_>, plan: BandwidthPlan) -> Result<Sampl
                 window(session, &mut areas, plan, progress)?;
                 session.advance(progress, 1, Instant::now())?;
             }
+            session.mark(progress)?;
             for _ in 0..plan.iters {
                 let began = Instant::now();
                 window(session, &mut areas, plan, progress)?;
@@ -73,6 +74,7 @@ pub fn bandwidth(session: &mut Session<'_>, plan: BandwidthPlan) -> Result<Sampl
                 samples.samples_us.push(now.duration_since(began).as_secs_f64() * 1e6);
                 session.advance(progress, 1, now)?;
             }
+            session.mark(progress)?;
         }
     }
     verified(session, &mut areas, plan, 1)?;

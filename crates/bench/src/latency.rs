@@ -74,6 +74,7 @@ fn drive(
         quickest_us = quickest_us.min(now.duration_since(began).as_secs_f64() * 1e6);
         session.advance(progress, 1, now)?;
     }
+    session.mark(progress)?;
     let batch = batch_for(clock_us, quickest_us);
     let mut samples_us = Vec::with_capacity(plan.iters.div_ceil(batch));
     let mut left = plan.iters;
@@ -93,6 +94,7 @@ fn drive(
     if let Some(last) = last {
         session.finish(last, progress)?;
     }
+    session.mark(progress)?;
     Ok(Samples {
         size: plan.size,
         samples_us,

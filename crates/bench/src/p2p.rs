@@ -101,7 +101,9 @@ pub fn p2p(session: &mut Session<'_>, plan: P2pPlan) -> Result<Vec<P2pIteration>
             Err(error) if stopped(&error) && !iterations.is_empty() => break,
             Err(error) => return Err(error),
         }
-        match session.advance(progress, 1, Instant::now()) {
+        let marked = iteration + 1 == plan.warmup || iteration + 1 == total;
+        let advanced = session.advance(progress, 1, Instant::now());
+        match advanced.and_then(|()| if marked { session.mark(progress) } else { Ok(()) }) {
             Err(error) if stopped(&error) && !iterations.is_empty() => break,
             outcome => outcome?,
         }

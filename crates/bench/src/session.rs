@@ -29,7 +29,7 @@ pub enum Role {
 /// Reports progress: called some ten times per second, on the measuring thread, outside of what is timed.
 pub trait Observer {
     /// `done` of `total` iterations are complete. An error ends the run; [`stop`] ends it early, and [`p2p`] then
-    /// returns what it has measured.
+    /// returns what it has measured. Two-ended measurements also call it when the warm-up is done, and all is.
     ///
     /// # Errors
     /// The error with which to end the run.
@@ -215,6 +215,11 @@ impl Session<'_> {
     pub(crate) fn advance(&mut self, progress: &mut Progress, by: usize, now: Instant) -> Result<()> {
         progress.count(by);
         if now.duration_since(progress.reported) >= POLL_INTERVAL { self.report(progress) } else { Ok(()) }
+    }
+
+    /// Between what is untimed and what is timed: reports progress, so that the observer knows of the moment.
+    pub(crate) fn mark(&mut self, progress: &mut Progress) -> Result<()> {
+        self.report(progress)
     }
 
     #[cold]

@@ -67,6 +67,7 @@ impl Ends {
             quickest_us = quickest_us.min(now.duration_since(began).as_secs_f64() * 1e6);
             session.advance(progress, 1, now)?;
         }
+        session.mark(progress)?;
         let batch = batch_for(clock_us, quickest_us);
         let mut samples_us = Vec::with_capacity(plan.iters.div_ceil(batch));
         let mut left = plan.iters;
@@ -82,6 +83,7 @@ impl Ends {
             session.advance(progress, trips, now)?;
             from = Instant::now();
         }
+        session.mark(progress)?;
         Ok(Samples {
             size: plan.size,
             samples_us,

@@ -44,6 +44,7 @@ from ..reporting import OnProgress, Progress, make_report
 from .channel import RAW_TCP_FAILURES, Channel
 from .child import other_end
 from .options import BenchOptions, Plan, plans
+from .phases import Phases
 
 RAW_TCP_ITERS = 5
 
@@ -73,6 +74,8 @@ def drive(options: BenchOptions, progress: Progress) -> Report:
                 break  # the other end is killed, or sees this one leave
         else:
             channel.leave()
+        if options.trace_parts is not None:
+            driver.phases.write(options.trace_parts)
     return make_report(options, progress.rows, versions)
 
 
@@ -156,6 +159,7 @@ class _Driver:
         own = options.net_plugin is None
         self.unused = {**_other_ends(met["unused"]), **missed(channel.endpoint)} if own else {}
         self.progress = progress
+        self.phases = Phases()
         settings = channel.context.settings()
         self.chunk = crossrail.parse_size(settings["CROSSRAIL_CHUNK"] or "0")
         self.lane_window = int(settings["CROSSRAIL_WINDOW"] or 0)
@@ -319,7 +323,7 @@ class _Driver:
     def _probe(self, plan: Plan) -> tuple[str, str]:
         """Sends one message of this size, twice, and returns the transport and protocol of its receipt."""
         once = replace(plan, what="p2p", iters=1, warmup=1, window=None)
-        (one,) = self._measure(once, f"{plan.what} {format_size(plan.size)}").transfers
+        (one,) = self._measure(once, f"{plan.what} {format_size(plan.size)}, first messages").transfers
         rails = [lane.name for lane in one.lanes if lane.bytes or not plan.size]
         return self._transports(rails, []), one.protocol
 
@@ -328,7 +332,7 @@ class _Driver:
         channel.send(plan.request())
         ends = (channel.context, channel.worker, channel.endpoint)
         size, iters, warmup, memory = plan.size, plan.iters, plan.warmup, plan.memory
-        with self.progress.task(title, iters) as tick:
+        with self.progress.task(title, iters) as show, self.phases.watched(title, warmup, show) as tick:
             if plan.what == "p2p":
                 self.progress.hands_over = True
                 counts: dict[str, Any] = {"size": size, "iters": iters, "warmup": warmup, "verify": plan.verify}
