@@ -64,6 +64,9 @@ COMPLETED = [
     ("crossrail info --j", ["--json"]),
     ("crossrail bench p2p --memory sh", ["shared"]),
     ("crossrail bench control --op re", ["reconnect"]),
+    ("crossrail bench ep --mode dis", ["dispatch"]),
+    ("crossrail bench latency --compare ip", ["iperf3"]),
+    ("crossrail doctor --only rail-r", ["rail-route", "rail-reach"]),
     ("crossrail bench p2p --transport tcp --veri", ["--verify"]),
 ]
 

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import crossrail
@@ -69,8 +70,9 @@ class Parser(argparse.ArgumentParser):
         return [option for action in shown for option in action.option_strings if option.startswith("--")]
 
     def values(self) -> dict[str, list[str]]:
-        """The values of those options that have few."""
-        chosen = [(action, action.choices) for action in self._actions if action.choices and action.option_strings]
+        """The values of those options that have few, or that take a list of few."""
+        known = [(action, action.choices or getattr(action.type, "names", ())) for action in self._actions]
+        chosen = [(action, names) for action, names in known if names and action.option_strings]
         return {option: list(map(str, of)) for action, of in chosen for option in action.option_strings}
 
     def _nearest(self, word: str) -> str | None:
@@ -145,6 +147,17 @@ def device_list(text: str) -> list[str]:
     return [device(part) for part in text.split(",")]
 
 
+@dataclass(frozen=True)
+class _Names:
+    """The type of an option that takes a list of ``names``, which shells complete."""
+
+    parse: Callable[[str], list[str]]
+    names: tuple[str, ...]
+
+    def __call__(self, text: str) -> list[str]:
+        return self.parse(text)
+
+
 def names_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
     """The type of a list `A,B` of ``known`` names, without duplicates; ``what`` is the word for one in errors."""
 
@@ -157,7 +170,7 @@ def names_of(known: Collection[str], what: str) -> Callable[[str], list[str]]:
             raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not {a(what)}{meant}; known: {', '.join(known)}")
         return list(dict.fromkeys(names))
 
-    return parse
+    return _Names(parse, tuple(known))
 
 
 def pin(text: str) -> list[int] | str:

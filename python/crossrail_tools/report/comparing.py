@@ -20,6 +20,7 @@ import numpy as np
 from .schema import Row
 from .stats import median
 from .sweeping import is_time, label_of
+from .units import counted
 
 ALPHA = 0.01
 """Probability, over all rows together, of calling rows different that are not."""
@@ -130,7 +131,7 @@ def _label(row: Row, how: bool) -> str:
         words += [row.transport if row.what != "mesh" else "", row.memory or ""]
         words += [f"window {row.window}" if row.window and row.what == "p2p" else ""]
         words += [f"chunk {row.chunk}" if row.chunk else "", f"{row.channels} channels" if row.channels else ""]
-    words += [f"{row.ranks} ranks" if row.ranks else ""]
+    words += [counted(row.ranks, "rank") if row.ranks else ""]
     words += [f"hidden {row.hidden}" if row.hidden else "", f"top-{row.topk}" if row.topk else ""]
     words += [f"routing {row.routing}" if row.routing else "", "cached" if row.cached else ""]
     words += [f"{row.num_sms} SMs" if row.num_sms else "", f"phase {row.phase.number}" if row.phase else ""]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..control import STEPS
 from ..schema import PeerResult, Row
 from ..stats import median
-from ..units import format_bytes
+from ..units import counted, format_bytes
 from .gather import Entry, distinct, latency_of, rate_text, table_of, time_text
 from .model import OURS, Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
 from .scales import number_text, time_unit
@@ -79,7 +79,7 @@ def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
 
 def _shape(entry: Entry) -> str:
     row = entry.row
-    words = [f"{row.ranks} ranks" if row.ranks else "", f"{row.layout} layout" if row.layout else ""]
+    words = [counted(row.ranks, "rank") if row.ranks else "", f"{row.layout} layout" if row.layout else ""]
     words += [
         f"{row.tokens} x {row.hidden}" if row.tokens else "",
         f"top-{row.topk} of {row.experts}" if row.topk else "",
@@ -231,7 +231,7 @@ def _phases(part: Sequence[Entry], file: str) -> Figure:
         phase = rows[0].phase
         if phase is None:
             continue
-        words = [f"phase {number}: {len(phase.active)} ranks"]
+        words = [f"phase {number}: {counted(len(phase.active), 'rank')}"]
         words += [f"{len(ranks)} {what}" for what, ranks in _changes(phase.joined, phase.left, phase.killed) if ranks]
         bars = []
         for variant in distinct(_variant(row) for row in rows):
