@@ -82,7 +82,7 @@ def goals(data: dict[str, Any], only: str | None = None) -> str:
         if outcome["work"].startswith(words):
             met = "**failed**" if outcome["failed"] else {True: "yes", False: "**no**", None: "-"}[outcome["met"]]
             lines.append([*(outcome[name] for name in ("work", "ours", "peer", "ratio", "to_reach")), met])
-    return markdown(["work", "ours", "peer", "ratio", "to reach", "met"], lines)
+    return markdown(["work", "ours", "peer", "ratio", "to reach", "met"], lines) if lines else NOTHING
 
 
 def ways(data: dict[str, Any], _: str | None = None) -> str:

@@ -45,6 +45,27 @@ def test_a_scenario_writes_its_samples_and_its_outcome(tmp_path: Path) -> None:
     assert not (tmp_path / "summary.json").exists(), "a part would pass for the whole"
 
 
+def test_lists_of_rows_are_shown_alone_without_nixl(tmp_path: Path) -> None:
+    done = run("--quick", "--only=kv", f"--results={tmp_path}", NIXL_PYTHON="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "kv.json").read_text())
+    assert {(row["what"], row["transport"]) for row in data["rows"]} == {
+        (what, transport) for what in ("kv", "kv-notice") for transport in ("shm", "tcp")
+    }
+    outcomes = data["outcomes"]
+    assert len(outcomes) == len(data["rows"]) == 2 * (3 * 2 + 1)
+    assert all(one["met"] is None and one["to_reach"] == "shown" and not one["failed"] for one in outcomes)
+    assert outcomes[0]["work"] == "lists over shm, pull: 1000 rows of 576"
+
+
+def test_an_environment_without_nixl_is_a_failed_row(tmp_path: Path) -> None:
+    done = run("--quick", "--only=kv", f"--results={tmp_path}", NIXL_PYTHON="/none/python")
+    assert done.returncode == 1
+    assert "/none/python does not import NVIDIA's nixl" in done.stdout.replace("\n", " ")
+    (outcome,) = json.loads((tmp_path / "kv.json").read_text())["outcomes"]
+    assert outcome["failed"] and outcome["to_reach"] == ">= 10, 8, 2 x nixl"
+
+
 def test_a_missing_peer_is_a_failed_row_not_a_missing_one(tmp_path: Path) -> None:
     done = run("--quick", "--only=shm-latency", f"--results={tmp_path}", PATH="/none")
     assert done.returncode == 1

@@ -97,6 +97,12 @@ def test_tables_of_pages_are_those_of_the_results(page: Path) -> None:
     assert table.written(text) == text, "make pages writes the tables anew"
 
 
+def test_what_was_not_measured_yet_is_said() -> None:
+    work = {"work": "lists over shm", "ours": "1", "peer": "2", "ratio": "3", "to_reach": "4", "met": True, "failed": False}
+    assert table.goals({"outcomes": [work]}, "lists over").count("\n") == 3
+    assert table.goals({"outcomes": [work]}, "other work") == table.NOTHING
+
+
 def test_a_changed_result_changes_a_table() -> None:
     summary = "<!-- table of benches/results/summary.json -->\n| old |\n<!-- end -->"
     assert "| old |" not in table.written(summary)
