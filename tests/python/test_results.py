@@ -98,7 +98,15 @@ def test_tables_of_pages_are_those_of_the_results(page: Path) -> None:
 
 
 def test_what_was_not_measured_yet_is_said() -> None:
-    work = {"work": "lists over shm", "ours": "1", "peer": "2", "ratio": "3", "to_reach": "4", "met": True, "failed": False}
+    work = {
+        "work": "lists over shm",
+        "ours": "1",
+        "peer": "2",
+        "ratio": "3",
+        "to_reach": "4",
+        "met": True,
+        "failed": False,
+    }
     assert table.goals({"outcomes": [work]}, "lists over").count("\n") == 3
     assert table.goals({"outcomes": [work]}, "other work") == table.NOTHING
 
