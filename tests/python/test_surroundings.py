@@ -237,32 +237,3 @@ except crossrail.ExhaustedError as error:
     print(error)
 """
     assert "2147483648 bytes" in visit(alloc, little_memory(1500))
-
-
-SCARCE = """
-import resource
-import crossrail
-unlimited = resource.getrlimit(resource.RLIMIT_AS)
-def connect(more):
-    context = crossrail.Context(timeout=30)
-    with crossrail.Worker(context) as a, crossrail.Worker(context) as b:
-        address = b.address()
-        taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + more, unlimited[1]))
-        try:
-            a.connect(address)
-            return "connected"
-        except crossrail.CrossrailError as error:
-            return str(error)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, unlimited)
-print(connect(1 << 30))
-for quarters in range(4 * 16):
-    print(connect(quarters << 18).replace("\\n", " "))
-"""
-
-
-def test_address_space_that_ends_anywhere_in_a_connect_falls_back_or_is_named() -> None:
-    plenty, *scarce = visit(SCARCE, []).splitlines()
-    assert plenty == "connected" and "connected" in scarce
-    assert not [said for said in scarce if "without a result" in said], "a thread of the connect panicked"
