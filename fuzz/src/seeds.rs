@@ -51,7 +51,7 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
 
 /// Greetings, frames, and conversations of the built-in store with its clients.
 fn store_seeds() -> Vec<(&'static str, Vec<u8>)> {
-    let challenge = Challenge { version_min: 1, version_max: 1, flags: 1, id: None, nonce: [3; 32] };
+    let challenge = Challenge { version: 1, flags: 1, id: None, nonce: [3; 32] };
     let reply = Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
     let reject = Reject::new(RejectCode::Refused, "wrong secret");
     let put = |key, lease| Request::Put { key, value: Value(b"value"), lease };
@@ -327,7 +327,7 @@ fn hello() -> Hello {
 }
 
 fn messages() -> Vec<(&'static str, Vec<u8>)> {
-    let challenge = Challenge { version_min: 1, version_max: 1, flags: 1, id: Some([1; 16]), nonce: [3; 32] };
+    let challenge = Challenge { version: 1, flags: 1, id: Some([1; 16]), nonce: [3; 32] };
     let reply = Reply { version: 1, flags: 1, nonce: [4; 32], mac: [5; 32] };
     let lane = LaneHello {
         version: 1,

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! connector                         acceptor
-//!              <- Challenge         versions, what the proof must contain, nonce
+//!              <- Challenge         version, what the proof must contain, nonce
 //! Reply ->                          version, nonce, proof over all of the above
 //!              <- Proof             the acceptor knew the secret too
 //! Confirm ->                        lanes only: the connector takes the connection for one, and frames follow

@@ -6,8 +6,8 @@
 //! wait for more bytes, or allocate more, than the exchange needs:
 //!
 //! ```text
-//! Challenge   48   versions 8..12 | flags 12 | 0 0 0 | nonce 16..48                        acceptor -> connector
-//!          or 64   versions 8..12 | flags 12 | 0 0 0 | id 16..32 | nonce 32..64            (the workers' protocol)
+//! Challenge   48   version 8..10 | flags 10 | 0 x5 | nonce 16..48                          acceptor -> connector
+//!          or 64   version 8..10 | flags 10 | 0 x5 | id 16..32 | nonce 32..64              (the workers' protocol)
 //! Reply       80   version 8..10 | flags 10 | 0 x5 | nonce 16..48 | mac 48..80             connector -> acceptor
 //! Proof       40   mac 8..40                                                               acceptor -> connector
 //! Confirm      8   (the workers' protocol)                                                 connector -> acceptor
@@ -78,8 +78,8 @@ pub struct Protocol {
     pub name: &'static str,
     /// First bytes of every message. The first is not ASCII, so no text protocol starts this way.
     pub magic: [u8; 6],
-    /// Oldest and newest version, of the handshake and the frames behind it, that this release speaks.
-    pub versions: (u16, u16),
+    /// The version of the handshake and of the frames behind it.
+    pub version: u16,
     /// Its messages and their fixed lengths. A message's kind byte is its position in this list, counted from 1.
     pub messages: &'static [(Kind, usize)],
     /// Its reasons to reject. A reason's code is its position in this list, counted from 1.
@@ -216,10 +216,8 @@ pub(crate) fn check_reserved(bytes: &[u8]) -> Result<(), Malformed> {
 /// The acceptor's opening message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Challenge {
-    /// Oldest version the acceptor speaks.
-    pub version_min: u16,
-    /// Newest version the acceptor speaks.
-    pub version_max: u16,
+    /// The version that the acceptor speaks.
+    pub version: u16,
     /// [`FLAG_SECRET`], [`FLAG_TOKEN`], [`FLAG_USER`]: what the proof must contain.
     pub flags: u8,
     /// The acceptor's worker id, in the workers' protocol.
@@ -233,9 +231,8 @@ impl Challenge {
     pub fn encode(&self, protocol: &Protocol) -> Vec<u8> {
         let mut out = vec![0; protocol.length(Kind::Challenge)];
         protocol.write_prelude(&mut out, Kind::Challenge);
-        out[8..10].copy_from_slice(&self.version_min.to_le_bytes());
-        out[10..12].copy_from_slice(&self.version_max.to_le_bytes());
-        out[12] = self.flags;
+        out[8..10].copy_from_slice(&self.version.to_le_bytes());
+        out[10] = self.flags;
         let nonce = out.len() - self.nonce.len();
         out[nonce..].copy_from_slice(&self.nonce);
         out[16..nonce].iter_mut().zip(self.id.unwrap_or_default()).for_each(|(to, byte)| *to = byte);
@@ -251,25 +248,20 @@ impl Challenge {
         let short = Malformed::Length { expected: protocol.length(Kind::Challenge), found: bytes.len() };
         let (head, nonce) = bytes.split_last_chunk::<32>().ok_or_else(|| short.clone())?;
         let (head, id) = head.split_first_chunk::<16>().ok_or(short)?;
-        check_reserved(&head[13..])?;
-        let challenge = Challenge {
-            version_min: u16::from_le_bytes(part::<8, 2, _>(head)),
-            version_max: u16::from_le_bytes(part::<10, 2, _>(head)),
-            flags: head[12],
+        check_reserved(&head[11..])?;
+        Ok(Challenge {
+            version: u16::from_le_bytes(part::<8, 2, _>(head)),
+            flags: head[10],
             id: id.try_into().ok(),
             nonce: *nonce,
-        };
-        if challenge.version_min > challenge.version_max {
-            return Err(Malformed::Field("version range"));
-        }
-        Ok(challenge)
+        })
     }
 }
 
 /// The connector's answer on a control connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// The version that both will speak.
+    /// The version that the connector speaks.
     pub version: u16,
     /// [`FLAG_SECRET`], [`FLAG_TOKEN`], [`FLAG_USER`]: what the proof contains.
     pub flags: u8,

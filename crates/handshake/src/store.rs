@@ -13,8 +13,6 @@ use crate::proof::{Acceptor, Shared, random};
 use crate::secret::Secret;
 use crate::terms;
 
-/// The version of the handshake and of the frames behind it.
-const VERSION: u16 = 1;
 /// Length of a challenge.
 const CHALLENGE_LEN: usize = 48;
 
@@ -22,7 +20,7 @@ const CHALLENGE_LEN: usize = 48;
 pub static STORE: Protocol = Protocol {
     name: "Crossrail store",
     magic: *b"\xc5XSTOR",
-    versions: (VERSION, VERSION),
+    version: 1,
     messages: &[
         (Kind::Challenge, CHALLENGE_LEN),
         (Kind::Reply, REPLY_LEN),
@@ -58,10 +56,10 @@ pub fn connect(fd: BorrowedFd<'_>, secret: &Secret, operation: &str, peer: &str,
 fn greet(exchange: &mut Exchange<'_>, secret: &Secret) -> Result<()> {
     exchange.stage("challenge");
     let (challenge_bytes, challenge) = exchange.challenge()?;
-    let version = terms::common_version(&STORE, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+    terms::check_challenge(&STORE, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     let flags = terms::offered(secret, false, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     exchange.stage("proof");
-    let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&STORE);
+    let mut reply = Reply { version: STORE.version, flags, nonce: random()?, mac: [0; 32] }.encode(&STORE);
     let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
     exchange.prove(&shared(&key), flags, &challenge_bytes, &mut reply).map_err(|error| match error.kind {
         // Nothing but the secret, or the user's token, goes into this proof.
@@ -94,8 +92,7 @@ impl Greeting {
     /// # Errors
     /// `Io`: the kernel gives no random bytes.
     pub fn new(secret: &Secret) -> Result<Greeting> {
-        let challenge =
-            Challenge { version_min: VERSION, version_max: VERSION, flags: secret.flag(), id: None, nonce: random()? };
+        let challenge = Challenge { version: STORE.version, flags: secret.flag(), id: None, nonce: random()? };
         Ok(Greeting { challenge: challenge.encode(&STORE) })
     }
 

@@ -58,18 +58,13 @@ fn refusal(code: RejectCode, reason: Reason, text: impl Into<String>, hint: Opti
     Refusal { reject: Reject::new(code, text).because(reason), hint }
 }
 
-/// The newest version that the acceptor and this end both speak.
-pub(crate) fn common_version(protocol: &Protocol, challenge: &Challenge) -> Result<u16, Refusal> {
-    let (min, max) = protocol.versions;
-    let version = challenge.version_max.min(max);
-    if version >= challenge.version_min.max(min) {
-        return Ok(version);
+/// Whether the connector may answer this challenge: it is of this end's version.
+pub(crate) fn check_challenge(protocol: &Protocol, challenge: &Challenge) -> Result<(), Refusal> {
+    if challenge.version == protocol.version {
+        return Ok(());
     }
-    let text = format!(
-        "protocol versions {min} to {max} at the connecting end, {} to {} at the listening end",
-        challenge.version_min, challenge.version_max
-    );
-    let hint = "run Crossrail releases of the same protocol version at both ends";
+    let text = versions_differ(protocol.version, challenge.version);
+    let hint = "run the same release of Crossrail at both ends";
     Err(refusal(RejectCode::Mismatch, Reason::Version, text, Some(hint)))
 }
 
@@ -93,8 +88,7 @@ pub(crate) fn offered(secret: &Secret, has_token: bool, challenge: &Challenge) -
     }
     match (secret, challenge.flags & FLAG_USER != 0) {
         (Secret::User(_), false) => {
-            let text =
-                "the listening end does not ask for its user's token: it runs an older release, or cannot make one";
+            let text = "the listening end does not ask for its user's token: it cannot make one";
             return Err(refusal(RejectCode::Refused, Reason::UserDenied, text, Some(SAME_USER)));
         }
         (Secret::None | Secret::Shared(_), true) => {
@@ -111,14 +105,17 @@ pub(crate) fn offered(secret: &Secret, has_token: bool, challenge: &Challenge) -
     Ok((challenge.flags & (FLAG_SECRET | FLAG_USER)) | if has_token { FLAG_TOKEN } else { 0 })
 }
 
-/// Whether the acceptor may go on with a connector that chose this version.
+/// Whether the acceptor may go on with a connector of this version.
 pub(crate) fn check_version(protocol: &Protocol, version: u16) -> Result<(), Reject> {
-    let (min, max) = protocol.versions;
-    if (min..=max).contains(&version) {
+    if version == protocol.version {
         return Ok(());
     }
-    let text = format!("protocol version {version} at the connecting end, {min} to {max} at the listening end");
+    let text = versions_differ(version, protocol.version);
     Err(Reject::new(RejectCode::Mismatch, text).because(Reason::Version))
+}
+
+fn versions_differ(connecting: u16, listening: u16) -> String {
+    format!("protocol version {connecting} at the connecting end, {listening} at the listening end")
 }
 
 /// Whether the acceptor may look at this reply's proof: it has every flag of `required`, and none beyond `accepted`.

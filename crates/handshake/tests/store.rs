@@ -45,7 +45,7 @@ fn reply(challenge: &[u8], flags: u8, key: &[u8]) -> [u8; 80] {
 fn the_store_accepts_a_client_made_by_hand() {
     let greeting = Greeting::new(&secret()).unwrap();
     let challenge = greeting.challenge();
-    assert_eq!(challenge[..16], *b"\xc5XSTOR\x01\0\x01\0\x01\0\x01\0\0\0");
+    assert_eq!(challenge[..16], *b"\xc5XSTOR\x01\0\x01\0\x01\0\0\0\0\0");
     assert_eq!(challenge.len(), 48);
     let mut input = reply(challenge, 1, SECRET).to_vec();
     assert!(greeting.check(&secret(), &input[..79]).unwrap().is_none(), "one byte is missing");
@@ -89,8 +89,8 @@ fn client(secret: &Secret, serve: impl FnOnce(UnixStream) + Send + 'static) -> R
 /// A challenge of the store's, made by hand.
 fn challenge(flags: u8) -> [u8; 48] {
     let mut challenge = [9; 48];
-    challenge[..16].copy_from_slice(b"\xc5XSTOR\x01\0\x01\0\x01\0\0\0\0\0");
-    challenge[12] = flags;
+    challenge[..16].copy_from_slice(b"\xc5XSTOR\x01\0\x01\0\0\0\0\0\0\0");
+    challenge[10] = flags;
     challenge
 }
 

@@ -33,12 +33,13 @@ impl fmt::Display for LaneName {
 pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneName) -> Result<()> {
     exchange.stage(format!("{lane}: challenge"));
     let (challenge_bytes, challenge) = exchange.challenge()?;
-    let version = terms::common_version(&WORKER, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+    terms::check_challenge(&WORKER, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
 
     exchange.stage(format!("{lane}: proof"));
     let LaneName { rail, channel, purpose } = lane;
     let (session, nonce) = (ticket.session, random()?);
-    let mut hello = LaneHello { version, purpose, rail, channel, session, nonce, mac: [0; 32] }.encode();
+    let mut hello =
+        LaneHello { version: WORKER.version, purpose, rail, channel, session, nonce, mac: [0; 32] }.encode();
     exchange.prove(&keys::lane(&ticket.key), 0, &challenge_bytes, &mut hello).map_err(|error| match error.kind {
         ErrorKind::Refused if error.reason.is_none() => error.with_reason(Reason::SessionUnknown),
         _ => error,

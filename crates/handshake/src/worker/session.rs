@@ -74,7 +74,7 @@ pub(super) fn initiate(
 
     exchange.stage("challenge");
     let (challenge_bytes, challenge) = exchange.challenge()?;
-    let version = terms::common_version(&WORKER, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
+    terms::check_challenge(&WORKER, &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     if expect.is_some_and(|address| Some(address.worker) != challenge.id) {
         let detail = "another worker listens here now; the worker of that address has ended";
         return Err(exchange.error(ErrorKind::Unreachable, detail).with_reason(Reason::Replaced));
@@ -85,7 +85,7 @@ pub(super) fn initiate(
     let token = expect.map_or([0; 16], |address| address.token);
     let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
     let known = Known::new(flags, &key, &token);
-    let mut reply = Reply { version, flags, nonce: random()?, mac: [0; 32] }.encode(&WORKER);
+    let mut reply = Reply { version: WORKER.version, flags, nonce: random()?, mac: [0; 32] }.encode(&WORKER);
     exchange.prove(&known.shared(), flags, &challenge_bytes, &mut reply).map_err(|error| match error.kind {
         // What the acceptor refuses is what went into the proof.
         _ if error.kind != ErrorKind::Refused || error.reason.is_some() => error,
@@ -121,8 +121,7 @@ pub(super) fn begin(
     (kind, other): (Kind, Option<Kind>),
 ) -> Result<(Kind, Vec<u8>, Vec<u8>)> {
     exchange.stage("challenge");
-    let (version_min, version_max) = WORKER.versions;
-    let challenge = Challenge { version_min, version_max, flags, id: Some(me.hello.worker), nonce: random()? };
+    let challenge = Challenge { version: WORKER.version, flags, id: Some(me.hello.worker), nonce: random()? };
     let challenge = challenge.encode(&WORKER);
     exchange.write(&challenge)?;
     exchange.stage("proof");

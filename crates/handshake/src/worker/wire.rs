@@ -22,14 +22,11 @@ pub const LANE_HELLO_LEN: usize = 96;
 /// Length of the fixed part in front of a hello.
 pub const HELLO_HEAD_LEN: usize = 48;
 
-/// The version of the handshake and of the frames behind it.
-const VERSION: u16 = 3;
-
 /// The workers' protocol.
 pub static WORKER: Protocol = Protocol {
     name: "Crossrail peer",
     magic: *b"\xc5XRAIL",
-    versions: (VERSION, VERSION),
+    version: 1,
     messages: &[
         (Kind::Challenge, CHALLENGE_LEN),
         (Kind::Reply, REPLY_LEN),
@@ -62,7 +59,7 @@ pub enum LanePurpose {
 /// The connector's answer on a data connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneHello {
-    /// The version that the session speaks.
+    /// The version that the connector speaks.
     pub version: u16,
     /// What the connection is for.
     pub purpose: LanePurpose,

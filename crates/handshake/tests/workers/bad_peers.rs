@@ -36,8 +36,7 @@ fn still_works(worker: &Worker) {
 
 /// What the listener of a worker says first.
 fn challenge_of(worker: [u8; 16]) -> Challenge {
-    let (version_min, version_max) = WORKER.versions;
-    Challenge { version_min, version_max, flags: 0, id: Some(worker), nonce: [2; 32] }
+    Challenge { version: WORKER.version, flags: 0, id: Some(worker), nonce: [2; 32] }
 }
 
 #[test]
@@ -105,7 +104,7 @@ fn half_a_message_is_reported_with_how_much_came() {
     let worker = open_worker(1.0);
     // Closed after half of it.
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(WORKER.versions.1, 0, &[]);
+    let reply = raw.reply(WORKER.version, 0, &[]);
     raw.write(&reply[..40]);
     raw.stream.shutdown(Shutdown::Write).unwrap();
     let error = worker.rejected();
@@ -113,7 +112,7 @@ fn half_a_message_is_reported_with_how_much_came() {
     assert!(error.detail.contains("proof: ") && error.detail.contains("40 of 80 bytes"), "{error}");
     // Silent after half of it.
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(WORKER.versions.1, 0, &[]);
+    let reply = raw.reply(WORKER.version, 0, &[]);
     raw.write(&reply[..40]);
     let error = worker.rejected();
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
@@ -190,7 +189,7 @@ fn a_trickling_peer_gets_no_more_time() {
     let _fds = Descriptors::watch();
     let worker = open_worker(1.0);
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(WORKER.versions.1, 0, &[]);
+    let reply = raw.reply(WORKER.version, 0, &[]);
     let started = Instant::now();
     for byte in &reply {
         if raw.stream.write_all(&[*byte]).is_err() || started.elapsed() > PATIENCE {
@@ -349,11 +348,11 @@ fn versions_that_differ_are_named_at_both_ends() {
     let there = worker.rejected();
     assert_eq!(there.kind, ErrorKind::Mismatch, "{there}");
     for text in [told.text, there.detail] {
-        assert!(text.contains("version 9") && text.contains("3 to 3"), "{text}");
+        assert!(text.contains("version 9 at") && text.contains("1 at the listening"), "{text}");
     }
     // An acceptor of another version.
     let (address, server) = serve(|mut stream| {
-        let challenge = Challenge { version_min: 7, version_max: 9, ..challenge_of([1; 16]) };
+        let challenge = Challenge { version: 7, ..challenge_of([1; 16]) };
         stream.write_all(&challenge.encode(&WORKER)).unwrap();
         let mut said = Vec::new();
         stream.read_to_end(&mut said).unwrap();
@@ -366,7 +365,7 @@ fn versions_that_differ_are_named_at_both_ends() {
     let told = Reject::decode(&WORKER, &server.join().unwrap()).unwrap();
     assert_eq!(told.code, RejectCode::Mismatch);
     for text in [told.text, error.detail] {
-        assert!(text.contains("3 to 3") && text.contains("7 to 9"), "{text}");
+        assert!(text.contains("version 1 at") && text.contains("7 at the listening"), "{text}");
     }
 }
 
@@ -560,13 +559,13 @@ fn a_proof_without_the_secret_that_was_asked_for_is_refused() {
     let worker = Worker::start(config(), identity("l", secret("a secret of enough bytes"))).unwrap();
     let mut raw = Raw::connect(worker.control());
     assert_eq!(raw.challenge().flags, FLAG_SECRET);
-    let reply = raw.reply(WORKER.versions.1, 0, &[]);
+    let reply = raw.reply(WORKER.version, 0, &[]);
     raw.write(&reply);
     assert_eq!(raw.reject().code, RejectCode::Protocol);
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
     // The right kind with the right secret is let through.
     let mut raw = Raw::connect(worker.control());
-    let reply = raw.reply(WORKER.versions.1, FLAG_SECRET, b"a secret of enough bytes");
+    let reply = raw.reply(WORKER.version, FLAG_SECRET, b"a secret of enough bytes");
     raw.write(&reply);
     let mut proof = [0; PROOF_LEN];
     raw.stream.read_exact(&mut proof).unwrap();
@@ -614,7 +613,7 @@ fn a_recorded_reply_does_not_work_again() {
     let _fds = Descriptors::watch();
     let worker = open_worker(20.0);
     let mut first = Raw::connect(worker.control());
-    let reply = first.reply(WORKER.versions.1, 0, &[]);
+    let reply = first.reply(WORKER.version, 0, &[]);
     let mut second = Raw::connect(worker.control());
     assert_ne!(first.challenge().nonce, second.challenge().nonce);
     second.write(&reply);

@@ -204,13 +204,13 @@ fn an_acceptor_waits_for_the_confirmation_and_takes_a_reject_for_what_it_is() {
         stream.read_exact(&mut [0; PROOF_LEN]).unwrap();
         stream
     };
-    let mut gives_up = dial(3);
+    let mut gives_up = dial(WORKER.version);
     gives_up.write_all(&Reject::new(RejectCode::Timeout, "too late").encode(&WORKER)).unwrap();
     let error = worker.rejected();
     assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
     assert!(error.detail.contains("confirmation") && error.detail.contains("too late"), "{error}");
     // A frame in place of the confirmation: closed without a word, which would be read as a frame.
-    let mut frame_first = dial(3);
+    let mut frame_first = dial(WORKER.version);
     frame_first.write_all(&[1; 32]).unwrap();
     assert_eq!(worker.rejected().kind, ErrorKind::Protocol);
     assert_eq!(rest(&frame_first), b"");

@@ -214,7 +214,7 @@ impl Raw {
 
     /// Goes through the proofs, as a peer without secret and token.
     pub(crate) fn prove(&mut self) {
-        let reply = self.reply(WORKER.versions.1, 0, &[]);
+        let reply = self.reply(WORKER.version, 0, &[]);
         self.write(&reply);
         let mut proof = [0; PROOF_LEN];
         self.stream.read_exact(&mut proof).unwrap();
