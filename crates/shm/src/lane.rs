@@ -117,7 +117,6 @@ impl ShmLane {
         Some(ShmLane {
             id: parts.id,
             caps: LaneCaps {
-                copies_up_to: MAX_PAYLOAD,
                 max_payload: MAX_PAYLOAD,
                 reliable: true,
                 whole_max: WHOLE_MAX,

@@ -12,7 +12,7 @@ use crate::room::Room;
 use crate::rx::{Intake, Plain, Receiver};
 use crate::socket::Options;
 use crate::sys;
-use crate::tx::{COPIES_UP_TO, Outlet, Sender};
+use crate::tx::{Outlet, Sender};
 
 /// Maximum payload of a frame in bytes. Nothing is allocated for a payload here; this bounds what a peer may announce.
 const MAX_PAYLOAD: usize = 1 << 30;
@@ -74,7 +74,6 @@ impl<S: Outlet, I: Intake> SocketLane<S, I> {
     fn of(stream: TcpStream, id: LaneId, name: String, options: &Options, (tx, intake): (S, I)) -> Result<Self> {
         options.apply(&stream).map_err(|error| error.with_lane(name.as_str()))?;
         let caps = LaneCaps {
-            copies_up_to: COPIES_UP_TO,
             max_payload: MAX_PAYLOAD,
             reliable: false,
             whole_max: 0,

@@ -201,7 +201,6 @@ fn keep(loan: Option<&Arc<Loan>>, lane: LaneId) -> Option<Option<Kept>> {
 impl DryLane {
     fn new(id: LaneId, me: usize, wire: Arc<Mutex<Wire>>) -> DryLane {
         let caps = LaneCaps {
-            copies_up_to: INLINE_MAX,
             max_payload: 16 << 20,
             reliable: false,
             whole_max: 0,

@@ -7,11 +7,12 @@ use crossrail_types::{Error, ErrorKind, Head, LaneId};
 
 use crate::{List, Loan};
 
+/// Payloads of so many bytes every lane takes in [`Lane::post`] without keeping a reference, if it takes them.
+pub const COPIED_MAX: usize = 4096;
+
 /// What a lane can do; fixed once it is up.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LaneCaps {
-    /// Payloads up to this many bytes go out in [`Lane::post`] without the lane keeping a reference.
-    pub copies_up_to: usize,
     /// Largest payload of one frame.
     pub max_payload: usize,
     /// Nothing is ever lost while the peer lives (shared memory): no retention, no acknowledgement needed.
@@ -206,7 +207,8 @@ pub trait Lane: Send {
     /// What it can do.
     fn caps(&self) -> &LaneCaps;
 
-    /// Carries one frame now if nothing is queued before it. Never blocks, never calls a sink.
+    /// Carries one frame now if nothing is queued before it. Never blocks, never calls a sink. A payload of up to
+    /// [`COPIED_MAX`] bytes is never [`Post::Held`].
     fn post(&mut self, tx: &Tx) -> Result<Post, LaneError>;
 
     /// Moves what can move without blocking: takes frames from `sink.next` while there is room, delivers

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crossrail_types::{Error, HEAD_LEN, Head, LaneId, Result};
 
-use crate::{Lane, LaneCaps, LaneError, LaneStats, Loan, Payload, Place, Post, Sink, Tx};
+use crate::{COPIED_MAX, Lane, LaneCaps, LaneError, LaneStats, Loan, Payload, Place, Post, Sink, Tx};
 
 /// Bytes that one direction holds at most.
 const CAPACITY: usize = 256 * 1024;
@@ -92,7 +92,6 @@ pub struct LoopbackLane {
 impl LoopbackLane {
     fn new(id: LaneId, bell: UnixStream, tx: Arc<Mutex<Pipe>>, rx: Arc<Mutex<Pipe>>) -> LoopbackLane {
         let caps = LaneCaps {
-            copies_up_to: 4096,
             max_payload: 16 << 20,
             reliable: true,
             whole_max: 0,
@@ -255,7 +254,7 @@ impl Lane for LoopbackLane {
         if gone {
             return Err(LaneError::Closed("the other end was dropped".into()));
         }
-        let copies = tx.payload.len <= self.caps.copies_up_to;
+        let copies = tx.payload.len <= COPIED_MAX;
         if self.outgoing.is_some() || room < HEAD_LEN || (copies && room < len) {
             return Ok(Post::Full);
         }

@@ -86,7 +86,6 @@ impl UcxLane {
         }
         let rx = Receiver::new(id, way);
         let caps = LaneCaps {
-            copies_up_to: INLINE_MAX,
             max_payload: PAYLOAD_MAX,
             reliable: false,
             whole_max: 0,
