@@ -189,7 +189,7 @@ impl ShmLane {
 impl Direct for ShmLane {
     fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)> {
         if let Some((segment, offset)) = self.arena.lookup(ptr, len)
-            && self.wire.pass(&segment).is_ok()
+            && self.wire.pass(segment.id(), segment.borrow_fd()).is_ok()
         {
             return Some((encode_mapped(segment.id(), offset, segment.identity()), DirectKind::Mapped));
         }
@@ -255,7 +255,7 @@ impl Direct for ShmLane {
             let why = format!("{len} bytes that are not of this context's shared memory");
             return Err(refused(ErrorKind::Unsupported, "share", why));
         };
-        match self.wire.pass(&segment) {
+        match self.wire.pass(segment.id(), segment.borrow_fd()) {
             Ok(()) => Ok(Some(encode_mapped(segment.id(), offset, segment.identity()))),
             Err(e) => match e.raw_os_error() {
                 // The peer has yet to read what it was sent, or it is gone, which the next poll finds out.

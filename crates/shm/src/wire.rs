@@ -10,7 +10,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crossrail_transport::{NOTE_FILES, NOTE_MAX};
 
-use crate::arena::Segment;
 use crate::notes::Count;
 
 pub(crate) const RECORD: usize = 16;
@@ -69,19 +68,19 @@ impl Wire {
         let _ = send(&self.stream, &record(BELL, 0), &[]);
     }
 
-    /// Makes sure that the peer has been given `segment`.
-    pub(crate) fn pass(&self, segment: &Segment) -> io::Result<()> {
+    /// Makes sure that the peer has been given the segment with that id; `fd`: its memfd, if peers can map it.
+    pub(crate) fn pass(&self, id: u32, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let mut passed = locked(&self.passed);
-        if passed.contains(&segment.id()) {
+        if passed.contains(&id) {
             return Ok(());
         }
         // One more would end the lane.
         if passed.len() >= MOST_SEGMENTS {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        let fd = segment.borrow_fd().ok_or(io::ErrorKind::Unsupported)?;
-        send_whole(&self.stream, &record(SEGMENT, segment.id()), &[fd])?;
-        passed.insert(segment.id());
+        let fd = fd.ok_or(io::ErrorKind::Unsupported)?;
+        send_whole(&self.stream, &record(SEGMENT, id), &[fd])?;
+        passed.insert(id);
         Ok(())
     }
 
