@@ -11,16 +11,16 @@ use crate::checksum::Checksum;
 use crate::counts::{Affinity, Channels, IoThreads};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ports::Ports;
-use crate::size::{format_duration, format_size, parse_duration, parse_size};
 use crate::unpack::Unpack;
 
-#[path = "settings_found.rs"]
-mod found;
-#[path = "settings_places.rs"]
-mod places;
+mod codecs;
+#[cfg(test)]
+mod tests;
 
-use found::{AFFINITY, CHANNELS, IO_THREADS};
-use places::{METRICS, PAGES, PORTS, STORE};
+use codecs::{
+    AFFINITY, BOUNCE, CHANNELS, CHECKSUM, CHUNK, DEVICE, IO_THREADS, LOG, METRICS, PAGES, PATH, PORTS, RAILS, SECRET,
+    STORE, TIMEOUT, TRANSPORT_FILTER, UNPACK, count,
+};
 
 const PREFIX: &str = "CROSSRAIL_";
 
@@ -439,106 +439,6 @@ fn edits(a: &str, b: &str) -> usize {
     rows[a.len()][b.len()]
 }
 
-const TRANSPORT_FILTER: Codec<Filter> = Codec {
-    parse: |text| {
-        let filter = Filter::parse_transports(text)?;
-        let is_known = |entry: &&String| TRANSPORTS.iter().any(|name| is_named(entry, name));
-        match filter.names().iter().find(|entry| !is_known(entry)) {
-            Some(name) => Err(format!("contains the unknown transport {name}; known: {}", TRANSPORTS.join(", "))),
-            None => Ok(filter),
-        }
-    },
-    show: |filter| Some(filter.to_string()),
-};
-
-const RAILS: Codec<Rails> = Codec { parse: Rails::parse, show: |rails| Some(rails.to_string()) };
-
-const DEVICE: Codec<Option<String>> = Codec {
-    parse: |text| match text.trim() {
-        "" => Err("is empty".to_owned()),
-        name if name.contains([',', '^']) => Err("names more than one device".to_owned()),
-        name => Ok(Some(name.to_owned())),
-    },
-    show: Clone::clone,
-};
-
-const CHUNK: Codec<usize> = Codec {
-    parse: |text| match parse_size(text) {
-        Err(error) => Err(why(&error)),
-        Ok(bytes @ 0x1000..=0x4000_0000) => {
-            usize::try_from(bytes).map_err(|_| "does not fit in the address space".to_owned())
-        }
-        Ok(_) => Err("is out of range".to_owned()),
-    },
-    show: |bytes| Some(format_size(*bytes as u64)),
-};
-
-const BOUNCE: Codec<usize> = Codec {
-    parse: |text| match parse_size(text) {
-        Err(error) => Err(why(&error)),
-        Ok(bytes @ 0x10_0000..=0x40_0000_0000) => {
-            usize::try_from(bytes).map_err(|_| "does not fit in the address space".to_owned())
-        }
-        Ok(_) => Err("is out of range".to_owned()),
-    },
-    show: |bytes| Some(format_size(*bytes as u64)),
-};
-
-const UNPACK: Codec<Unpack> = Codec {
-    parse: |text| text.parse().map_err(|_| "is not an unpack mode".to_owned()),
-    show: |way| Some(way.to_string()),
-};
-
-const TIMEOUT: Codec<Duration> = Codec {
-    parse: |text| match parse_duration(text) {
-        Err(error) => Err(why(&error)),
-        Ok(time) if time < Duration::from_millis(1) || time > Duration::from_secs(86_400) => {
-            Err("is out of range".to_owned())
-        }
-        Ok(time) => Ok(time),
-    },
-    show: |time| Some(format_duration(*time)),
-};
-
-const SECRET: Codec<Option<Secret>> = Codec {
-    parse: |text| Secret::new(text).map(Some).map_err(|error| error.detail),
-    show: |secret| secret.as_ref().map(|_| "(hidden)".to_owned()),
-};
-
-const CHECKSUM: Codec<Checksum> = Codec {
-    parse: |text| Checksum::parse(text.trim()).ok_or_else(|| "is not a checksum".to_owned()),
-    show: |checksum| Some(checksum.to_string()),
-};
-
-const PATH: Codec<Option<PathBuf>> = Codec {
-    parse: |text| if text.is_empty() { Err("is empty".to_owned()) } else { Ok(Some(PathBuf::from(text))) },
-    show: |path| path.as_ref().map(|path| path.display().to_string()),
-};
-
-const LOG: Codec<LogLevel> = Codec {
-    parse: |text| {
-        let found = LogLevel::NAMES.iter().find(|(name, _)| *name == text.trim());
-        found.map(|(_, level)| *level).ok_or_else(|| "is not a log level".to_owned())
-    },
-    show: |level| Some(level.to_string()),
-};
-
-const fn count<const MIN: u32, const MAX: u32>() -> Codec<u32> {
-    Codec {
-        parse: |text| match text.trim().parse::<u32>() {
-            Ok(count) if (MIN..=MAX).contains(&count) => Ok(count),
-            Ok(_) => Err("is out of range".to_owned()),
-            Err(_) => Err("is not a whole number".to_owned()),
-        },
-        show: |count| Some(count.to_string()),
-    }
-}
-
-/// The reason of a parse error without the quoted value, which the setting's own error repeats.
-fn why(error: &Error) -> String {
-    error.detail.rsplit_once("\" ").map_or(error.detail.as_str(), |(_, why)| why).to_owned()
-}
-
 settings! {
     /// Transports that may be used.
     tls: Filter = Filter::All,
@@ -616,7 +516,3 @@ settings! {
     log: LogLevel = LogLevel::Warn,
         "CROSSRAIL_LOG" accepts "`off`, `error`, `warn`, `info` or `debug`" as LOG;
 }
-
-#[cfg(test)]
-#[path = "settings_tests.rs"]
-mod tests;
