@@ -6,11 +6,14 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_cuda::Stream;
 use crossrail_gpu::Device;
+use crossrail_kernels::PutArgs;
 use crossrail_transport::{Descriptor, Window};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::Endpoint;
+use super::streams::{self, Signal, aligned, real};
 use crate::core::Core;
 use crate::memory::{self, Buffer, Memory, Place};
 use crate::progress;
@@ -135,6 +138,44 @@ impl Mapped {
         Ok(())
     }
 
+    /// Puts into `stream`: a copy of `len` bytes of GPU memory at `src` to `offset` of this memory, and then `signal`:
+    /// whoever sees the signal's value there, on any GPU or the host, also sees the bytes. The host is not involved
+    /// afterwards, and a graph that captures this does it at every replay.
+    ///
+    /// # Safety
+    /// `stream` must be a live stream's handle, or 0; `src` must be valid for `len` bytes until the stream has come
+    /// past this, and this memory mapped: keep a clone of it as long as that may be, or as the graph is used.
+    ///
+    /// # Errors
+    /// `Usage`: outside the memory, a signal that is not 8-byte aligned, host memory, a stream of another GPU than
+    /// [`Mapped::place`]; what the driver says.
+    pub unsafe fn put(&self, offset: usize, src: u64, len: usize, stream: u64, signal: Option<Signal>) -> Result<()> {
+        memory::check(self.len(), offset, len, "put")?;
+        let signal_at = match signal {
+            Some(signal) => self.signal_at(signal)?,
+            None => 0,
+        };
+        let Some(device) = &self.gpu else {
+            return Err(Error::new(ErrorKind::Usage, "put", "the memory is the host's: write it directly"));
+        };
+        let (context, calls) = real(device, "put")?;
+        // SAFETY: the caller vouches for the stream.
+        let stream = unsafe { Stream::borrow(context, stream)? };
+        let kernels = calls.kernels(device.settings())?;
+        let dst = self.ptr() as u64 + offset as u64;
+        let value = signal.map_or(0, |signal| signal.value);
+        // By a kernel at every size: in a graph, a copy engine's node takes longer to begin than it gains.
+        // No counter: streams and graphs would each need their own, and a handle does not tell streams apart for ever.
+        let args = PutArgs { dst, src, len: len as u64, part: 0, signal: signal_at, value, counter: 0 };
+        // SAFETY: in bounds by the check, mapped as the caller promises; `src` is vouched for.
+        unsafe { kernels.put(&stream, &args, None) }
+    }
+
+    fn signal_at(&self, signal: Signal) -> Result<u64> {
+        memory::check(self.len(), signal.offset, 8, "put")?;
+        aligned("put", self.ptr() as u64 + signal.offset as u64)
+    }
+
     fn new(window: Window, gpu: Option<Arc<Device>>) -> Option<Mapped> {
         Some(Mapped { ptr: NonNull::new(window.ptr)?, len: window.len, gpu, _keep: window.keep })
     }
@@ -224,7 +265,7 @@ impl Endpoint {
         })?;
         let gpu = window.device.map(|ordinal| progress.environment().gpus().device(ordinal)).transpose()?;
         if let Some(gpu) = &gpu {
-            super::streams::prepare(gpu);
+            streams::prepare(gpu);
         }
         Mapped::new(window, gpu).ok_or_else(|| Error::new(ErrorKind::Io, "map", "the mapping has no address"))
     }

@@ -1,5 +1,5 @@
-//! What is put into callers' streams: waits for operations, copies to a peer's memory with a signal behind them, waits
-//! for such signals. None of it waits here.
+//! What is put into callers' streams: waits for operations, and for signals behind copies ([`Mapped::put`](super::Mapped::put)).
+//! None of it waits here.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use crossrail_cuda::{Capture, Context as Primary, Stream};
 use crossrail_gpu::{Device, StreamSupport, Word, WordUse};
-use crossrail_kernels::{FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, PutArgs};
+use crossrail_kernels::{FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use super::{Mapped, Request};
+use super::Request;
 use crate::memory::{self, Memory, Place};
 
 /// A 64-bit word that becomes a value behind a copy.
@@ -50,13 +50,13 @@ impl Awaited {
 }
 
 /// The GPU's context and what streams need of it, if it is a real one.
-fn real<'a>(device: &'a Device, what: &str) -> Result<(&'a Primary, &'a Arc<StreamSupport>)> {
+pub(super) fn real<'a>(device: &'a Device, what: &str) -> Result<(&'a Primary, &'a Arc<StreamSupport>)> {
     let simulated = || Error::new(ErrorKind::Unsupported, what, "a simulated GPU has no such streams");
     device.cuda().zip(device.stream_support()).ok_or_else(simulated)
 }
 
 /// Has everything loaded that puts and waits of that GPU need.
-pub(crate) fn prepare(device: &Device) {
+pub(super) fn prepare(device: &Device) {
     if let Some(calls) = device.stream_support() {
         calls.prepare(device.settings());
     }
@@ -72,7 +72,7 @@ impl Request {
     ///
     /// # Errors
     /// `Usage`: the stream is another GPU's, or is being captured (a graph can't wait for one transfer again and again;
-    /// capture [`Mapped::put`] instead); `Exhausted`: as many of the process's streams wait on that GPU as may
+    /// capture [`Mapped::put`](super::Mapped::put) instead); `Exhausted`: as many of the process's streams wait on that GPU as may
     /// ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one
     /// more what they wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
     pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
@@ -105,46 +105,6 @@ impl Request {
             Err(_) => tell(),
         }
         put_in
-    }
-}
-
-impl Mapped {
-    /// Puts into `stream`: a copy of `len` bytes of GPU memory at `src` to `offset` of this memory, and then `signal`:
-    /// whoever sees the signal's value there, on any GPU or the host, also sees the bytes. The host is not involved
-    /// afterwards, and a graph that captures this does it at every replay.
-    ///
-    /// # Safety
-    /// `stream` must be a live stream's handle, or 0; `src` must be valid for `len` bytes until the stream has come
-    /// past this, and this memory mapped: keep a clone of it as long as that may be, or as the graph is used.
-    ///
-    /// # Errors
-    /// `Usage`: outside the memory, a signal that is not 8-byte aligned, host memory, a stream of another GPU than
-    /// [`Mapped::place`]; what the driver says.
-    pub unsafe fn put(&self, offset: usize, src: u64, len: usize, stream: u64, signal: Option<Signal>) -> Result<()> {
-        memory::check(self.len(), offset, len, "put")?;
-        let signal_at = match signal {
-            Some(signal) => self.signal_at(signal)?,
-            None => 0,
-        };
-        let Some(device) = &self.gpu else {
-            return Err(Error::new(ErrorKind::Usage, "put", "the memory is the host's: write it directly"));
-        };
-        let (context, calls) = real(device, "put")?;
-        // SAFETY: the caller vouches for the stream.
-        let stream = unsafe { Stream::borrow(context, stream)? };
-        let kernels = calls.kernels(device.settings())?;
-        let dst = self.ptr() as u64 + offset as u64;
-        let value = signal.map_or(0, |signal| signal.value);
-        // By a kernel at every size: in a graph, a copy engine's node takes longer to begin than it gains.
-        // No counter: streams and graphs would each need their own, and a handle does not tell streams apart for ever.
-        let args = PutArgs { dst, src, len: len as u64, part: 0, signal: signal_at, value, counter: 0 };
-        // SAFETY: in bounds by the check, mapped as the caller promises; `src` is vouched for.
-        unsafe { kernels.put(&stream, &args, None) }
-    }
-
-    fn signal_at(&self, signal: Signal) -> Result<u64> {
-        memory::check(self.len(), signal.offset, 8, "put")?;
-        aligned("put", self.ptr() as u64 + signal.offset as u64)
     }
 }
 
@@ -192,7 +152,7 @@ impl Memory {
     }
 }
 
-fn aligned(what: &str, address: u64) -> Result<u64> {
+pub(super) fn aligned(what: &str, address: u64) -> Result<u64> {
     if address.is_multiple_of(8) {
         return Ok(address);
     }

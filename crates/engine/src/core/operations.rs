@@ -2,88 +2,21 @@
 
 mod entry;
 
+pub(crate) use self::entry::Op;
+use self::entry::{Attached, NO_ENTRY, State};
+
 use std::collections::HashSet;
-use std::sync::Arc;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Loan, Place};
+use crossrail_transport::Place;
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use super::lists::part::{Part, Then};
+use super::lists::part::Then;
 use super::names::Names;
-use super::outcome::{Carried, Finish, OpKind, Outcome};
+use super::outcome::{Finish, OpKind, Outcome};
 use super::receipt::{Callback, Collected};
 use super::returns::{Owner, Returns};
-use crate::memory::{Buffer, Keep, OnGpu};
-
-/// How far the operation of an entry is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// There is none: nothing is kept, attached, or there as an outcome.
-    Free,
-    /// In flight; its end is of concern to nobody but its request: it is not detached, nothing is attached, and its memory
-    /// is the host's. One test for all that a short message would have to ask.
-    Plain,
-    InFlight,
-    /// Finished as most are, a short message in good order: the entry's fields have the rest. No outcome is there.
-    Short,
-    /// Finished; the outcome is there.
-    Finished,
-}
-
-/// One operation.
-// Whole cache lines: an entry is touched at its ends only by its own operation, and is found by shifts.
-#[repr(align(64))]
-pub(crate) struct Op {
-    generation: u32,
-    /// Of a free entry: the next free one.
-    next_free: u32,
-    state: State,
-    kind: OpKind,
-    /// The peer it runs with; for a receive from any peer, known once it is matched.
-    endpoint: Option<EndpointId>,
-    ptr: *mut u8,
-    len: usize,
-    /// `None`: host memory.
-    gpu: Option<Box<OnGpu>>,
-    tag: u64,
-    /// Once it is [`State::Short`]: bytes moved, the protocol's account of it, and the [peer's names](Names::word).
-    bytes: u64,
-    wire_ns: u64,
-    names: u64,
-    /// The lane of a message that is being placed.
-    lane: Option<LaneId>,
-    keep: Keep,
-    outcome: Option<Outcome>,
-    /// The request was dropped: the entry is free as soon as the operation is finished.
-    detached: bool,
-    /// What a short message needs nothing of. `None` in a free entry.
-    attached: Option<Box<Attached>>,
-}
-
-/// What some operations need beside their memory.
-#[derive(Default)]
-struct Attached {
-    loan: Option<Arc<Loan>>,
-    /// How it ends once the lanes that keep its memory have given it back.
-    ending: Option<Outcome>,
-    /// The shared cursor offered for a direct copy.
-    cursor: Option<u32>,
-    /// The kind of the direct copy that was offered or made.
-    direct: Option<crossrail_transport::DirectKind>,
-    callback: Option<Callback>,
-    /// The rows that are its memory.
-    part: Option<Part>,
-    /// What follows its end.
-    then: Option<Then>,
-    /// The batch that it is part of.
-    parent: Option<OpId>,
-    /// Of a batch: its parts in flight, the bytes of the others and what carried them, and the first failure.
-    children: u32,
-    bytes: u64,
-    carried: Carried,
-    failure: Option<Box<Error>>,
-}
+use crate::memory::{Buffer, Keep};
 
 /// How an operation stands, as [`Operations::collect`] reports it.
 pub(crate) enum Standing {
@@ -143,8 +76,6 @@ pub(crate) struct Operations {
     /// Loans that lanes have yet to return, of operations and others.
     pub(super) returns: Returns,
 }
-
-const NO_ENTRY: u32 = u32::MAX;
 
 /// An operation has finished, or waiting threads are to check what they wait for.
 pub(crate) const FINISHED: u8 = 1;

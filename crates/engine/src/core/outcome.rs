@@ -1,4 +1,4 @@
-//! What operations do, and how they end.
+//! What operations are to do, and how they end.
 
 use std::collections::BTreeMap;
 
@@ -157,4 +157,31 @@ fn batch_receipt(bytes: u64) -> proto::Receipt {
 /// The error of a call on a closed worker.
 pub(crate) fn gone(what: &str) -> Error {
     Error::new(ErrorKind::Closed, what, "the worker is closed")
+}
+
+/// What a caller submits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Submission {
+    /// An operation with a peer.
+    Operation(proto::Operation),
+    /// A receive, from one peer or from any.
+    Receive { tag: u64, mask: u64 },
+}
+
+impl Submission {
+    #[inline]
+    pub(super) fn kind(&self) -> OpKind {
+        match self {
+            Submission::Operation(operation) => operation.into(),
+            Submission::Receive { .. } => OpKind::Receive,
+        }
+    }
+
+    #[inline]
+    pub(super) fn tag(&self) -> u64 {
+        match self {
+            Submission::Operation(proto::Operation::Send { tag }) | Submission::Receive { tag, .. } => *tag,
+            Submission::Operation(_) => 0,
+        }
+    }
 }

@@ -1,12 +1,14 @@
 //! Receipts: what a finished operation reports to the user.
 
+mod collected;
 mod collecting;
 
 use std::sync::Arc;
 
 use crossrail_types::Result;
 
-pub(crate) use self::collecting::{Collected, outcome, render};
+pub(crate) use self::collected::Collected;
+pub(crate) use self::collecting::{outcome, render};
 use super::names::Names;
 use super::outcome::ShortEnd;
 

@@ -9,8 +9,8 @@ use proto::{Offer, Operation};
 
 use super::data_path::DataPath;
 use super::gpu::Released;
+use super::outcome::Submission;
 use super::outcome::{OpKind, gone};
-use super::submission::Submission;
 use super::tables::Tables;
 use super::{Core, LaneRecord, Transfers};
 use crate::memory::Buffer;

@@ -1,6 +1,7 @@
 //! Sessions with peers: connecting, accepting, reconnecting; the transports, and which one is chosen.
 
 mod accept;
+mod carrier;
 mod connect;
 mod control;
 mod costs;

@@ -12,12 +12,13 @@ use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{Channels, Checksum, EndpointId, Error, ErrorKind, Filter, Rails, Result, Settings};
 
 use super::Sessions;
+use super::carrier::{Carrier, Join, Obstacle};
 use super::costs::Cost;
 use super::dialling::{DIAL_MAX, binding, dial_until};
 use super::explain::{self, Candidate};
 use super::messages::{self, Messages};
 use super::rail_pairs::{self, RailPair};
-use super::rails::{CARRIERS, CHANNEL_MASK, Carrier, Join, MESSAGE_CHANNEL, Obstacle, carrier_of, channel_of, name_of};
+use super::rails::{CARRIERS, CHANNEL_MASK, MESSAGE_CHANNEL, carrier_of, channel_of, name_of};
 use super::transport::{Announcement, Attempt, Availability, Local, Transport};
 use crate::core::{Among, BulkLane, LaneRecord, LostRail, gone};
 

@@ -6,7 +6,7 @@ use crossrail_tcp::{CheckedLane, Options, TcpLane};
 use crossrail_transport::Lane;
 use crossrail_types::{Channels, Checksum, Result, Settings};
 
-use super::rails::{Carrier, Join, Obstacle};
+use super::carrier::{Carrier, Join, Obstacle};
 use super::transport::{Availability, Local};
 use crate::environment::Breadth;
 

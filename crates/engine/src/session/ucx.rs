@@ -13,7 +13,7 @@ use crossrail_transport::Lane;
 use crossrail_types::{Error, ErrorKind, Filter, Log, Result, Settings};
 use crossrail_ucx::{Class, Fabric, Library, Resource};
 
-use super::rails::{Carrier, Join, Obstacle};
+use super::carrier::{Carrier, Join, Obstacle};
 use super::transport::{Availability, Local};
 
 /// RDMA devices, as the kernel lists them.

@@ -19,7 +19,7 @@ use crossrail_types::{EndpointId, LaneId, OpId};
 use proto::{Memory, Offer, Out};
 
 use super::lanes::PolledLanes;
-use super::submission::Submission;
+use super::outcome::Submission;
 use super::tables::Tables;
 pub(crate) use inbox::Inbox;
 use ipc::IpcLinks;

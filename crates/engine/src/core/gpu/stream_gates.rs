@@ -6,7 +6,7 @@ use std::collections::{HashMap, VecDeque};
 
 use crossrail_types::{EndpointId, Error, OpId, Result};
 
-use crate::core::submission::Submission;
+use crate::core::outcome::Submission;
 
 /// See the module.
 #[derive(Default)]

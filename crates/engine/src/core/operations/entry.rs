@@ -1,15 +1,87 @@
-//! What one entry of the table knows and does.
+//! One entry of the table: an operation, what it needs, and how far it is.
 
 use std::sync::Arc;
 
 use crossrail_transport::Loan;
-use crossrail_types::{EndpointId, OpId};
+use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use super::{Attached, NO_ENTRY, Op, State};
 use crate::core::lists::part::{Part, Then};
 use crate::core::names::Names;
-use crate::core::outcome::{OpKind, Outcome, ShortEnd};
-use crate::memory::{GpuTimes, Keep};
+use crate::core::outcome::{Carried, OpKind, Outcome, ShortEnd};
+use crate::core::receipt::Callback;
+use crate::memory::{GpuTimes, Keep, OnGpu};
+
+/// The index of no entry.
+pub(super) const NO_ENTRY: u32 = u32::MAX;
+
+/// How far the operation of an entry is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// There is none: nothing is kept, attached, or there as an outcome.
+    Free,
+    /// In flight; its end is of concern to nobody but its request: it is not detached, nothing is attached, and its memory
+    /// is the host's. One test for all that a short message would have to ask.
+    Plain,
+    InFlight,
+    /// Finished as most are, a short message in good order: the entry's fields have the rest. No outcome is there.
+    Short,
+    /// Finished; the outcome is there.
+    Finished,
+}
+
+/// One operation.
+// Whole cache lines: an entry is touched at its ends only by its own operation, and is found by shifts.
+#[repr(align(64))]
+pub(crate) struct Op {
+    pub(super) generation: u32,
+    /// Of a free entry: the next free one.
+    pub(super) next_free: u32,
+    pub(super) state: State,
+    pub(super) kind: OpKind,
+    /// The peer it runs with; for a receive from any peer, known once it is matched.
+    pub(super) endpoint: Option<EndpointId>,
+    pub(super) ptr: *mut u8,
+    pub(super) len: usize,
+    /// `None`: host memory.
+    pub(super) gpu: Option<Box<OnGpu>>,
+    pub(super) tag: u64,
+    /// Once it is [`State::Short`]: bytes moved, the protocol's account of it, and the [peer's names](Names::word).
+    pub(super) bytes: u64,
+    pub(super) wire_ns: u64,
+    pub(super) names: u64,
+    /// The lane of a message that is being placed.
+    pub(super) lane: Option<LaneId>,
+    pub(super) keep: Keep,
+    pub(super) outcome: Option<Outcome>,
+    /// The request was dropped: the entry is free as soon as the operation is finished.
+    pub(super) detached: bool,
+    /// What a short message needs nothing of. `None` in a free entry.
+    pub(super) attached: Option<Box<Attached>>,
+}
+
+/// What some operations need beside their memory.
+#[derive(Default)]
+pub(super) struct Attached {
+    pub(super) loan: Option<Arc<Loan>>,
+    /// How it ends once the lanes that keep its memory have given it back.
+    pub(super) ending: Option<Outcome>,
+    /// The shared cursor offered for a direct copy.
+    pub(super) cursor: Option<u32>,
+    /// The kind of the direct copy that was offered or made.
+    pub(super) direct: Option<crossrail_transport::DirectKind>,
+    pub(super) callback: Option<Callback>,
+    /// The rows that are its memory.
+    pub(super) part: Option<Part>,
+    /// What follows its end.
+    pub(super) then: Option<Then>,
+    /// The batch that it is part of.
+    pub(super) parent: Option<OpId>,
+    /// Of a batch: its parts in flight, the bytes of the others and what carried them, and the first failure.
+    pub(super) children: u32,
+    pub(super) bytes: u64,
+    pub(super) carried: Carried,
+    pub(super) failure: Option<Box<Error>>,
+}
 
 impl Op {
     pub(super) fn vacant() -> Op {

@@ -1,16 +1,15 @@
 //! The outcomes of operations in the user's words: taken out of the table, and rendered as receipts.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crossrail_transport::DirectKind;
 use crossrail_types::{EndpointId, LaneId, OpId, Result};
 
-use super::{HeldTimes, LaneShare, Protocol, Receipt, Rest, us};
+use super::{Collected, HeldTimes, LaneShare, Protocol, Receipt, Rest, us};
 use crate::core::Core;
 use crate::core::names::Names;
 use crate::core::operations::Standing;
-use crate::core::outcome::{Carried, Finish, More, Outcome, ShortEnd, Way, gone};
+use crate::core::outcome::{Carried, Finish, More, Outcome, Way, gone};
 
 fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> Protocol {
     match (receipt.protocol, direct) {
@@ -54,58 +53,6 @@ fn kept_outcome(core: &mut Core, id: OpId, collected: &Collected) -> Result<Rece
         (Some(outcome), _) => render(core, outcome),
         (None, Some(end)) => Ok(Receipt::of_short(&end)),
         (None, None) => Err(gone("wait")),
-    }
-}
-
-/// The good end of a short message, once it has been taken out of the worker's table. Written and read under the
-/// worker's lock, but for [`Drop`], which has the request to itself.
-pub(crate) struct Collected {
-    /// The [peer's names](Names::word); 0: nothing is there yet.
-    names: AtomicU64,
-    tag: AtomicU64,
-    bytes: AtomicU64,
-    wire_ns: AtomicU64,
-}
-
-impl Collected {
-    pub(crate) const fn nothing() -> Collected {
-        Collected {
-            names: AtomicU64::new(0),
-            tag: AtomicU64::new(0),
-            bytes: AtomicU64::new(0),
-            wire_ns: AtomicU64::new(0),
-        }
-    }
-
-    /// Keeps the end that is given in words: the [names](Names::word), the tag, bytes, and the time on the wire.
-    #[inline(always)]
-    pub(in crate::core) fn store(&self, names: u64, tag: u64, bytes: u64, wire_ns: u64) {
-        self.names.store(names, Relaxed);
-        self.tag.store(tag, Relaxed);
-        self.bytes.store(bytes, Relaxed);
-        self.wire_ns.store(wire_ns, Relaxed);
-    }
-
-    /// The receipt, if the end is there.
-    #[inline]
-    pub(crate) fn receipt(&self) -> Option<Receipt> {
-        self.load().map(|end| Receipt::of_short(&end))
-    }
-
-    /// Whether the operation has left the table. For [`Drop`] of its owner.
-    #[inline]
-    pub(crate) fn is_collected(&mut self) -> bool {
-        *self.names.get_mut() != 0
-    }
-
-    #[inline]
-    pub(crate) fn load(&self) -> Option<ShortEnd> {
-        Names::of_word(self.names.load(Relaxed)).map(|names| ShortEnd {
-            names,
-            tag: self.tag.load(Relaxed),
-            bytes: self.bytes.load(Relaxed),
-            wire_ns: self.wire_ns.load(Relaxed),
-        })
     }
 }
 
