@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from crossrail import ref
-from crossrail.ref.checking import Difference, Work
+from crossrail_tools.verify.checking import Difference, Work
 
 SHAPE = ref.Shape(ranks=4, max_tokens=12, hidden=128, num_experts=12, topk=3)
 ACTIVE = (0, 1, 3)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from crossrail import ref
-from crossrail.ref import sampling
-from crossrail.ref.checking import Difference, Work
+from crossrail_tools.verify import sampling
+from crossrail_tools.verify.checking import Difference, Work
 
 SHAPE = ref.Shape(ranks=2, max_tokens=12, hidden=1024, num_experts=8, topk=3)
 

@@ -16,8 +16,6 @@ from report_samples import bandwidth_report, latency_report, p2p_report
 from test_report_mesh import LIKE, measured
 
 from crossrail.ref import Shape
-from crossrail.ref.checking import Work
-from crossrail.ref.flows import traffic
 from crossrail_tools.report import PeerResult, Report, Round, Row, mesh_rows, with_samples
 from crossrail_tools.report.export import comma_separated, markdown
 from crossrail_tools.report.page.document import document
@@ -39,6 +37,8 @@ from crossrail_tools.report.page.model import (
 )
 from crossrail_tools.report.page.write import MOST_BYTES, TooLarge, html
 from crossrail_tools.report.sources import Source, parse_source, read_source
+from crossrail_tools.verify.checking import Work
+from crossrail_tools.verify.flows import traffic
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -205,7 +205,13 @@ pub(crate) const WORDS: &[(&str, &[&str], &str)] = &[
     ("crates/engine/src/core", &["crate::environment", "crate::progress", "crate::session", "crate::api"], LAYERS),
     ("crates/engine/src/progress", &["crate::session", "crate::api"], LAYERS),
     ("crates/engine/src/session", &["crate::api"], LAYERS),
+    ("crates/python/src/runtime", &["crate::borrow", "crate::objects", "crate::experts", "crate::bench"], BINDINGS),
+    ("crates/python/src/borrow", &["crate::objects", "crate::experts", "crate::bench"], BINDINGS),
+    ("crates/python/src/objects", &["crate::experts", "crate::bench"], BINDINGS),
+    ("crates/python/src/experts", &["crate::bench"], BINDINGS),
 ];
+
+const BINDINGS: &str = "a folder of the bindings uses only those below it: runtime, borrow, objects, experts, bench";
 
 const LAYERS: &str =
     "a module of the engine uses only those below it: memory, environment, core, progress, session, api";
@@ -223,6 +229,11 @@ pub(crate) const PYTHON: &[(&str, &[&str], &str)] = &[
         "python/crossrail/ref",
         &["_native", "crossrail_tools", "rich"],
         "a reference implementation shares no code with the implementation it verifies, nor with tools",
+    ),
+    (
+        "python/crossrail_tools/verify",
+        &["_native", "rich"],
+        "what is measured is compared with the reference, not with the implementation",
     ),
     (
         "python/crossrail_tools/report",

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from crossrail.ref.checking import Work
 from crossrail_tools.report import kernels_us
+from crossrail_tools.verify.checking import Work
 
 FLUSH_BYTES = 256 << 20
 FLUSHES = 24

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from crossrail._native import _Alltoallv
 from crossrail.records import BufferParameters
-from crossrail.ref.checking import Difference, Work
+from crossrail_tools.verify.checking import Difference, Work
 
 mpi4py.rc.threads = False  # only one thread calls MPI, which can then omit its locks
 

@@ -12,8 +12,8 @@ import numpy as np
 import crossrail
 from crossrail import _native
 from crossrail.ref import bits
-from crossrail.ref.sampling import PERIOD
 from crossrail_tools.cli import placement
+from crossrail_tools.verify.sampling import PERIOD
 
 GROUPS = []
 KEPT_INIT = crossrail.Group.__init__

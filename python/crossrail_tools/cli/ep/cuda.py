@@ -10,9 +10,9 @@ from typing import Any
 
 import crossrail
 from crossrail._native import _DeviceEp
-from crossrail.ref.checking import Difference, Work
-from crossrail.ref.sampling import Judge, inputs, outputs
 from crossrail_tools.report import EpDeviceRank, EpDeviceTurn, Report, Row, counted, ep_device_row, with_peers
+from crossrail_tools.verify.checking import Difference, Work
+from crossrail_tools.verify.sampling import Judge, inputs, outputs
 
 from ..failure import Failure, UsageFailure
 from ..placement import one_gpu_each, pin_to

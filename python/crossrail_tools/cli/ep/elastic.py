@@ -18,8 +18,8 @@ from typing import Any
 import crossrail
 from crossrail._native import bench_ep
 from crossrail.records import EpPlan
-from crossrail.ref.checking import Difference, Inputs, Work
 from crossrail_tools.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
+from crossrail_tools.verify.checking import Difference, Inputs, Work
 
 from ..failure import Failure, print_notice
 from ..placement import Placement, pin_to

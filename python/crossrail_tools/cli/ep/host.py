@@ -11,8 +11,8 @@ import crossrail
 from crossrail._native import bench_ep
 from crossrail.records import EpPlan
 from crossrail.ref import bits
-from crossrail.ref.checking import Difference, Work
 from crossrail_tools.report import EpRank, EpTurn, PeerResult, Report, Row, counted, ep_row, format_bytes, with_peers
+from crossrail_tools.verify.checking import Difference, Work
 
 from ..failure import Failure
 from ..placement import pin_to

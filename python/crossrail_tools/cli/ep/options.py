@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from crossrail.ref import Shape, parse_routing
-from crossrail.ref.checking import Work
-from crossrail.ref.flows import traffic
 from crossrail_tools.report import Row
+from crossrail_tools.verify.checking import Work
+from crossrail_tools.verify.flows import traffic
 
 from ..failure import UsageFailure
 from ..options import (

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from crossrail.ref.checking import Work
 from crossrail_tools.report import PeerResult, gb_per_s, median, percentile, slowest
+from crossrail_tools.verify.checking import Work
 
 from ..failure import ERROR, Failure, UsageFailure
 from ..peers import PeerFailure

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from crossrail.ref.casting import BLOCK, cast_rows
-from crossrail.ref.checking import Difference, Inputs, Work, same
 from crossrail.ref.exchange import I64, Dispatched, Handle, dispatch
 from crossrail.ref.floats import U16, bf16_bits, bf16_values
 from crossrail.ref.summing import combine_exact
+from crossrail_tools.verify.checking import Difference, Inputs, Work, same
 
 PERIOD = 61
 """Period of the rows of the experts' outputs; a prime, so that it does not align with rows, ranks or experts."""

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from crossrail.ref.checking import Work
+from crossrail_tools.verify.checking import Work
 
 MOST_DRAWN = 1 << 24
 """Numbers that drawing a routing may take: beyond them it would take seconds, and is left out."""
