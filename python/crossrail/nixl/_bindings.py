@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrail.nixl._agent import nixlAgent, nixlAgentConfig, nixlXferTelemetry
+from crossrail.nixl._agent import nixlAgent, nixlAgentConfig
 from crossrail.nixl._kinds import (
     DEFAULT_COMM_PORT,
     HAVE_UCX_GPU_DEVICE_API,
@@ -26,6 +26,7 @@ from crossrail.nixl._kinds import (
     nixlUnknownError,
 )
 from crossrail.nixl._lists import nixlRegDList, nixlRemoteDList, nixlXferDList
+from crossrail.nixl._transfers import nixlXferTelemetry
 
 __all__ = [
     "BLK_SEG",
