@@ -25,9 +25,10 @@ from crossrail.records import NumaNode
 from crossrail_tools.cli.command_line import BENCHES, COMMANDS
 from crossrail_tools.cli.info import print_info
 from crossrail_tools.cli.point_to_point.channel import CONTROL_TAG
-from crossrail_tools.report import Report, console
+from crossrail_tools.report import Report, Row, console
 
 COMMAND = [sys.executable, "-m", "crossrail"]
+LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 QUICK = ("--size=8", "--iters=200", "--warmup=10")
 
 RUN_S = 150.0
@@ -35,8 +36,8 @@ RUN_S = 150.0
 
 
 def clean_environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without its settings, and with these."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
+    """This process's environment without its settings and a launcher's, and with these."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("CROSSRAIL_", *LAUNCHERS))}
     return {**clean, **(settings or {})}
 
 
@@ -53,6 +54,13 @@ def run(*arguments: str, settings: Mapping[str, str] | None = None) -> subproces
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done
+
+
+def rows_of(*arguments: str, settings: Mapping[str, str] | None = None) -> list[Row]:
+    """The rows of a bench that went well."""
+    done = run("bench", *arguments, "--json=-", settings=settings)
+    assert done.returncode == 0, done.stderr
+    return Report.loads(done.stdout).rows
 
 
 def one_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:

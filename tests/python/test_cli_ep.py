@@ -8,47 +8,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from free_ports import free_port
 from leftovers import no_files_left
 from test_cli_command import COMMAND, children, clean_environment, one_error
+from test_cli_command import rows_of as bench_rows
+from test_cli_command import run as command
 
-from crossrail_tools.report import Report, Row
+from crossrail_tools.report import Report
 
+run = partial(command, "bench", "ep")
 SMALL = ("--tokens=16", "--hidden=256", "--experts-per-rank=4", "--iters=5", "--warmup=1", "--pin=none")
-LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without its settings and a launcher's, and with these."""
-    clean = {name: value for name, value in clean_environment().items() if name not in LAUNCHERS}
-    return {**clean, **(settings or {})}
-
-
-def run(*arguments: str, settings: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `crossrail bench ep` to its end; it never prints a traceback."""
-    done = subprocess.run(
-        [*COMMAND, "bench", "ep", *arguments],
-        env=environment(settings),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
-
-
-def rows_of(*arguments: str) -> list[Row]:
-    """The rows of a run that went well."""
-    done = run(*SMALL, "--json=-", *arguments)
-    assert done.returncode == 0, done.stderr
-    return Report.loads(done.stdout).rows
+rows_of = partial(bench_rows, "ep", *SMALL)
 
 
 def test_all_modes_are_verified_and_measured() -> None:
@@ -172,7 +148,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     work = ["--tokens=16", "--hidden=256", "--iters=2000000", "--mode=e2e", "--pin=none"]
     with subprocess.Popen(
         [*COMMAND, "bench", "ep", *work, *arguments],
-        env=environment(),
+        env=clean_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -257,7 +233,7 @@ def test_one_command_per_node(tmp_path: Path) -> None:
     variables = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
     with subprocess.Popen(
         [*COMMAND, "bench", "ep", *SMALL, "--mode=e2e", f"--json={tmp_path / 'second.json'}"],
-        env=environment(variables),
+        env=clean_environment(variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -281,13 +257,13 @@ def test_one_command_per_node(tmp_path: Path) -> None:
 def test_a_store_that_runs_already_is_used_by_several_runs_at_once() -> None:
     with subprocess.Popen(
         [*COMMAND, "store", "--listen=127.0.0.1:0"],
-        env=environment(),
+        env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as store:
         try:
             assert store.stdout is not None
-            settings = environment({"CROSSRAIL_STORE": store.stdout.readline().decode().strip()})
+            settings = clean_environment({"CROSSRAIL_STORE": store.stdout.readline().decode().strip()})
             command = [*COMMAND, "bench", "ep", *SMALL, "--mode=dispatch"]
             pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             runs = [subprocess.Popen(command, env=settings, **pipes) for _ in range(2)]  # type: ignore[call-overload]
@@ -334,7 +310,7 @@ def test_a_signal_while_mpi_runs_leaves_nothing() -> None:
     if not _has_mpi():
         pytest.skip("mpirun and mpi4py are not installed")
     work = ["--tokens=16", "--hidden=256", "--warmup=0", "--iters=500", "--mode=e2e", "--compare=mpi", "--rounds=1"]
-    with subprocess.Popen([*COMMAND, "bench", "ep", *work], env=environment(), stderr=subprocess.PIPE) as process:
+    with subprocess.Popen([*COMMAND, "bench", "ep", *work], env=clean_environment(), stderr=subprocess.PIPE) as process:
         try:
             deadline = time.monotonic() + 60
             while not (folders := [_mpi_folder(pid) for pid in children(process.pid)]) or not any(folders):

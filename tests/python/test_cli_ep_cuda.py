@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from test_cli_command import COMMAND, one_error
-from test_cli_ep import environment
+from test_cli_command import COMMAND, clean_environment, one_error
+from test_cli_command import rows_of as bench_rows
+from test_cli_command import run as command
 
 from crossrail_tools.report import Report, Row
 
@@ -17,26 +19,16 @@ SMALL = ("--device=cuda", "--tokens=16", "--hidden=512", "--experts-per-rank=4",
 
 def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs the command where there seem to be two GPUs."""
-    there = environment()
-    path = [str(FAKE), *filter(None, [there.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [*COMMAND, "bench", "ep", *SMALL, *arguments],
-        env={**there, "PYTHONPATH": ":".join(path), **settings},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+    return command("bench", "ep", *SMALL, *arguments, settings={"PYTHONPATH": seen(), **settings})
+
+
+def seen() -> str:
+    return os.pathsep.join([str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def rows_of(*arguments: str) -> list[Row]:
     """The rows of a run that went well."""
-    done = run(*arguments, "--json=-")
-    assert done.returncode == 0, done.stderr
-    return Report.loads(done.stdout).rows
+    return bench_rows("ep", *SMALL, *arguments, settings={"PYTHONPATH": seen()})
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -84,7 +76,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 def test_without_a_gpu_the_reason_is_said(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         [*COMMAND, "bench", *arguments],
-        env={**environment(), "CUDA_VISIBLE_DEVICES": ""},
+        env={**clean_environment(), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=60,

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from test_cli_command import COMMAND, one_error
-from test_cli_ep import environment
+from test_cli_command import one_error
+from test_cli_command import rows_of as bench_rows
+from test_cli_command import run as command
 
 import crossrail
 from crossrail_tools.cli.kv import dsv4
-from crossrail_tools.report import Report, Row
+from crossrail_tools.report import Report
 
 SMALL = ("--iters=2", "--warmup=1", "--rounds=2")
 
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*COMMAND, "bench", "kv", *arguments],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
-
-
-def rows_of(*arguments: str) -> list[Row]:
-    done = run(*SMALL, "--json=-", *arguments)
-    assert done.returncode == 0, done.stderr
-    return Report.loads(done.stdout).rows
+run = partial(command, "bench", "kv")
+rows_of = partial(bench_rows, "kv", *SMALL)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from free_ports import free_port
-from test_cli_command import COMMAND, one_error
-from test_cli_ep import environment
+from test_cli_command import COMMAND, clean_environment, one_error
 
 from crossrail_tools.cli.launcher import find_launch
 from crossrail_tools.cli.parsing import Parser
@@ -42,7 +41,7 @@ def together(variables: Sequence[Mapping[str, str]], bench: Sequence[str]) -> li
     started = [
         subprocess.Popen(
             [*COMMAND, "bench", *bench],
-            env=environment(each),
+            env=clean_environment(each),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,7 +95,7 @@ def test_mpirun_starts_one_job(bench: tuple[str, ...]) -> None:
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
         ["mpirun", "--oversubscribe", "-n", "2", *COMMAND, "bench", *bench, "--json=-"],
-        env={**environment(root), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**clean_environment(root), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -5,41 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from free_ports import free_port
 from leftovers import no_files_left
-from test_cli_command import COMMAND, one_error
-from test_cli_ep import environment
+from test_cli_command import COMMAND, clean_environment, one_error
+from test_cli_command import rows_of as bench_rows
+from test_cli_command import run as command
 
 from crossrail_tools.cli.command_line import parse_arguments
 from crossrail_tools.cli.failure import UsageFailure
 from crossrail_tools.cli.placement import cpus_of, describe_pins
-from crossrail_tools.report import Report, Row
+from crossrail_tools.report import Report
 
 SMALL = ("--size=64K", "--iters=3", "--warmup=1")
 
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `crossrail bench mesh` to its end; it never prints a traceback."""
-    done = subprocess.run(
-        [*COMMAND, "bench", "mesh", *arguments],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
-
-
-def rows_of(*arguments: str) -> list[Row]:
-    done = run(*SMALL, "--json=-", *arguments)
-    assert done.returncode == 0, done.stderr
-    return Report.loads(done.stdout).rows
+run = partial(command, "bench", "mesh")
+rows_of = partial(bench_rows, "mesh", *SMALL)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -110,7 +94,7 @@ def test_two_nodes_by_two_commands() -> None:
     nodes = ["--world-size=2", "--master-addr=127.0.0.1", f"--master-port={port}", "--ranks=1", "--transport=tcp"]
     with subprocess.Popen(
         [*COMMAND, "bench", "mesh", *SMALL, *nodes, "--rank=1"],
-        env=environment({"CROSSRAIL_SECRET": "sixteen bytes or more"}),
+        env=clean_environment({"CROSSRAIL_SECRET": "sixteen bytes or more"}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -119,7 +103,7 @@ def test_two_nodes_by_two_commands() -> None:
         try:
             done = subprocess.run(
                 [*COMMAND, "bench", "mesh", *SMALL, *nodes, "--rank=0", "--json=-"],
-                env=environment({"CROSSRAIL_SECRET": "sixteen bytes or more"}),
+                env=clean_environment({"CROSSRAIL_SECRET": "sixteen bytes or more"}),
                 capture_output=True,
                 text=True,
                 timeout=60,
