@@ -1,6 +1,7 @@
-"""PyTorch in host memory: the installed one, or else as much of it over NumPy as crossrail.deep_ep and its tests use.
+"""The double of PyTorch: as much of it over NumPy as expert buffers, crossrail.deep_ep and their tests use.
 
 PyTorch's wheels are built for CUDA and weigh gigabytes with what they need; these tests need no GPU, and so no wheel.
+`torch` is the installed PyTorch, or else the double. test_host_torch.py holds the double to the installed one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -42,7 +44,7 @@ class Device:
     def __hash__(self) -> int:
         return hash((self.type, self.index))
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return self.type if self.index is None else f"{self.type}:{self.index}"
 
 
@@ -67,6 +69,18 @@ OF_KIND = {dtype.kind: dtype for dtype in DTYPES.values()}
 HOST = Device("cpu")
 
 
+class Stream:
+    """`torch.cuda.Stream`."""
+
+    def __init__(self, cuda_stream: int, device: Device | None = None) -> None:
+        self.cuda_stream = cuda_stream
+        self.device = device or Device("cuda", 0)
+
+
+class ExternalStream(Stream):
+    """`torch.cuda.ExternalStream`."""
+
+
 class Storage:
     """`torch.UntypedStorage`: the array that owns the memory."""
 
@@ -85,11 +99,16 @@ def storage_uses(cdata: int) -> int:
 
 
 class Tensor:
-    """`torch.Tensor`: a NumPy array, whose memory its views share."""
+    """`torch.Tensor`: a NumPy array, whose memory its views share.
 
-    def __init__(self, array: Any) -> None:
+    `made_in` is the stream whose memory it is, `used_in` are those that it was told of: the handles.
+    """
+
+    def __init__(self, array: Any, device: Device = HOST, made_in: int | None = None) -> None:
         self.array = np.asarray(array)
-        self.device = HOST
+        self.device = device
+        self.made_in = GpuTorch.current if made_in is None else made_in
+        self.used_in: list[int] = []
 
     # What it is.
 
@@ -112,7 +131,7 @@ class Tensor:
         return self.array.itemsize
 
     def get_device(self) -> int:
-        return -1
+        return -1 if self.device.type == "cpu" else self.device.index or 0
 
     def is_contiguous(self) -> bool:
         return bool(self.array.flags.c_contiguous)
@@ -120,7 +139,8 @@ class Tensor:
     def untyped_storage(self) -> Storage:
         return Storage(self.array)
 
-    def record_stream(self, stream: Any) -> None: ...
+    def record_stream(self, stream: Stream) -> None:
+        self.used_in.append(stream.cuda_stream)
 
     # Its values.
 
@@ -152,7 +172,7 @@ class Tensor:
         return self
 
     def __getitem__(self, key: Any) -> Tensor:
-        return Tensor(self.array[plain(key)])
+        return Tensor(self.array[plain(key)], self.device, self.made_in)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.array[plain(key)] = plain(value)
@@ -184,7 +204,7 @@ class Tensor:
         return Tensor(self.array.repeat(count, axis))
 
     def clone(self) -> Tensor:
-        return Tensor(self.array.copy())
+        return Tensor(self.array.copy(), self.device)
 
     def float(self) -> Tensor:
         return Tensor(self.array.astype(np.float32))
@@ -316,7 +336,7 @@ class NumpyTorch(types.ModuleType):
         """Not zeros: nobody may rely on what new memory holds."""
         made = np.empty(self._shape(shape), dtype.kind)
         made.view(np.uint8).fill(0xEE)
-        return Tensor(made)
+        return Tensor(made, device)
 
     def tensor(self, values: Any, *, dtype: Dtype | None = None) -> Tensor:
         array = np.array(values, dtype and dtype.kind)
@@ -353,6 +373,39 @@ class NumpyTorch(types.ModuleType):
 
     def equal(self, one: Tensor, other: Tensor) -> bool:
         return bool(np.array_equal(one.array, other.array))
+
+
+class GpuTorch(NumpyTorch):
+    """The module where there seem to be GPUs: tensors are in host memory all the same. `current` is the handle of the
+    current stream."""
+
+    current = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuda = types.SimpleNamespace(
+            Stream=Stream,
+            ExternalStream=ExternalStream,
+            current_stream=lambda ordinal=0: Stream(GpuTorch.current),
+            current_device=lambda: 3,
+            is_available=lambda: True,
+            stream=self.within,
+        )
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        before, GpuTorch.current = GpuTorch.current, stream.cuda_stream
+        try:
+            yield
+        finally:
+            GpuTorch.current = before
+
+    def on_gpu(self, array: Any, device: str = "cuda") -> Tensor:
+        """An array as a tensor of a GPU's memory; bits of bf16 as such numbers."""
+        array = np.asarray(array)
+        if array.dtype == np.uint16:
+            array = array.view(ml_dtypes.bfloat16)
+        return Tensor(array, Device(device, 0 if device == "cuda" else None))
 
 
 if importlib.util.find_spec("torch") is not None:

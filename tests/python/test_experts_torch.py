@@ -1,4 +1,4 @@
-"""PyTorch's tensors and streams in expert buffers on GPUs: whose memory is used in which stream, by a stand-in."""
+"""PyTorch's tensors and streams in expert buffers on GPUs: whose memory is used in which stream. By the double."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ep_cases import Case, Setup, inputs
 from fake_gpu import FakeHandle, World
-from fake_torch import ExternalStream, FakeTorch, Stream, Tensor
+from host_torch import ExternalStream, GpuTorch, Stream, Tensor
 from test_experts_device import combine, dispatch
 
 import crossrail
@@ -19,20 +19,20 @@ from crossrail._device_arrays import TorchArrays
 from crossrail._experts_device import DeviceOperations, device_ordinal
 
 SETUP = Setup(1, max_tokens=6, hidden=512, local_experts=3, topk=2)
-CURRENT, SIDE = FakeTorch.current, 77
+CURRENT, SIDE = GpuTorch.current, 77
 """Raw handles; the second is the stream of the stand-in for a GPU."""
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
-    fake = FakeTorch()
+def torch(monkeypatch: pytest.MonkeyPatch) -> GpuTorch:
+    fake = GpuTorch()
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.setattr(_experts_device, "DeviceHandle", FakeHandle)
     return fake
 
 
 @pytest.fixture
-def way(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> DeviceOperations:
+def way(torch: GpuTorch, monkeypatch: pytest.MonkeyPatch) -> DeviceOperations:
     numbers = {"max_tokens_per_rank": 6, "hidden": 512, "num_experts": 3, "topk": 2, "ranks": 1}
     parameters = _calls.parameters_of(numbers, "bf16", "f32", ("expert", "rank"), 1.0)
     world = World(Sizes.of(parameters))
@@ -41,21 +41,21 @@ def way(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> DeviceOperations:
 
 
 @pytest.fixture
-def given(torch: FakeTorch) -> dict[str, Tensor]:
+def given(torch: GpuTorch) -> dict[str, Tensor]:
     fed = inputs(Case(SETUP), 0)
     return {
-        "x": torch.tensor(fed.x),
-        "topk_idx": torch.tensor(fed.topk_idx),
-        "topk_weights": torch.tensor(fed.topk_weights),
+        "x": torch.on_gpu(fed.x),
+        "topk_idx": torch.on_gpu(fed.topk_idx),
+        "topk_weights": torch.on_gpu(fed.topk_weights),
     }
 
 
-def test_the_current_stream_needs_no_notes(way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor]) -> None:
+def test_the_current_stream_needs_no_notes(way: DeviceOperations, torch: GpuTorch, given: dict[str, Tensor]) -> None:
     with torch.within(Stream(SIDE)):
         came = dispatch(way, **given)
-        sums = combine(way, torch.tensor(np.zeros(came.x.shape, np.uint16)), came.handle)
-    assert isinstance(came.x, Tensor) and came.x.dtype is torch.dtypes["bfloat16"] and came.x.shape == (3, 6, 512)
-    assert came.counts.dtype is torch.dtypes["int32"] and came.ranges.dtype is torch.dtypes["int64"]
+        sums = combine(way, torch.on_gpu(np.zeros(came.x.shape, np.uint16)), came.handle)
+    assert isinstance(came.x, Tensor) and came.x.dtype is torch.bfloat16 and came.x.shape == (3, 6, 512)
+    assert came.counts.dtype is torch.int32 and came.ranges.dtype is torch.int64
     assert sums.x.shape == (6, 512)
     for tensor in (*given.values(), came.x, came.counts, sums.x):
         assert tensor.used_in == []
@@ -63,13 +63,13 @@ def test_the_current_stream_needs_no_notes(way: DeviceOperations, torch: FakeTor
 
 
 def test_usual_calls_are_prepared(
-    way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    way: DeviceOperations, torch: GpuTorch, given: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as without, torch.within(Stream(SIDE)):
         without.delattr(_experts_device, "Call")
         came = dispatch(way, **given)
-        y = torch.tensor(np.zeros(came.x.shape, np.uint16))
-        combine(way, y, came.handle, out=torch.tensor(np.zeros((6, 512), np.uint16)))
+        y = torch.on_gpu(np.zeros(came.x.shape, np.uint16))
+        combine(way, y, came.handle, out=torch.on_gpu(np.zeros((6, 512), np.uint16)))
         with pytest.raises(crossrail.UsageError, match="wire 'fp7' is none of"):
             combine(way, y, came.handle, wire="fp7")
     with torch.within(Stream(SIDE)):
@@ -79,9 +79,9 @@ def test_usual_calls_are_prepared(
 
 
 @pytest.mark.parametrize("kind", ["stream", "handle"])
-def test_another_stream(way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor], kind: str) -> None:
+def test_another_stream(way: DeviceOperations, torch: GpuTorch, given: dict[str, Tensor], kind: str) -> None:
     came = dispatch(way, **given, stream=Stream(SIDE) if kind == "stream" else SIDE)
-    assert FakeTorch.current == CURRENT
+    assert GpuTorch.current == CURRENT
     for tensor in given.values():
         assert tensor.used_in == [SIDE], "the allocator may give it to others before it was read"
     assert came.x.made_in == SIDE and came.x.used_in == [CURRENT]
@@ -97,10 +97,10 @@ def test_regions_know_both_streams(
 
 
 def test_slices_of_routers_are_put_together_in_the_calls_stream(
-    way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor]
+    way: DeviceOperations, torch: GpuTorch, given: dict[str, Tensor]
 ) -> None:
-    wide = torch.tensor(np.repeat(given["topk_idx"].array, 2, axis=1))
-    mine = torch.tensor(np.zeros((6, 4), np.float32))
+    wide = torch.on_gpu(np.repeat(given["topk_idx"].array, 2, axis=1))
+    mine = torch.on_gpu(np.zeros((6, 4), np.float32))
     given |= {"topk_idx": wide[:, ::2], "topk_weights": mine[:, :2]}
     came = dispatch(way, **given, stream=Stream(SIDE))
     assert int(came.counts.array.sum()) == 12
@@ -118,7 +118,7 @@ def test_received_in_a_third_stream(
     assert came.x.used_in == [CURRENT, 99] and given["x"].used_in == [SIDE, 99]
 
 
-def test_a_stream_by_its_handle_is_an_external_one(torch: FakeTorch) -> None:
+def test_a_stream_by_its_handle_is_an_external_one(torch: GpuTorch) -> None:
     arrays = TorchArrays(torch, 0)
     streams = arrays.streams(1234, "dispatch")
     assert isinstance(streams.stream, ExternalStream) and streams.handle == 1234
@@ -129,21 +129,21 @@ def test_a_stream_by_its_handle_is_an_external_one(torch: FakeTorch) -> None:
         arrays.streams(Stream(7, torch.device("cuda", 1)), "dispatch")
 
 
-def test_tensors_that_are_not_the_gpus(way: DeviceOperations, torch: FakeTorch, given: dict[str, Tensor]) -> None:
+def test_tensors_that_are_not_the_gpus(way: DeviceOperations, torch: GpuTorch, given: dict[str, Tensor]) -> None:
     fed = inputs(Case(SETUP), 0)
 
     def says(text: str, **options: Any) -> None:
         with pytest.raises(crossrail.UsageError, match=text):
             dispatch(way, **(given | options))
 
-    says("x is on cpu, but the buffer is on cuda:0", x=torch.tensor(fed.x, device="cpu"))
+    says("x is on cpu, but the buffer is on cuda:0", x=torch.on_gpu(fed.x, device="cpu"))
     says("topk_idx is a ndarray, but other arguments are PyTorch tensors", topk_idx=fed.topk_idx)
-    says("topk_weights is float64", topk_weights=torch.tensor(fed.topk_weights.astype(np.float64)))
+    says("topk_weights is float64", topk_weights=torch.on_gpu(fed.topk_weights.astype(np.float64)))
     says("the ndarray is memory of the host", x=fed.x)
     says("x is a list, not an array in GPU memory", x=[1, 2])
 
 
-def test_cuda_is_the_current_gpu_where_pytorch_is_used(torch: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_is_the_current_gpu_where_pytorch_is_used(torch: GpuTorch, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_ordinal("cuda") == 3
     assert device_ordinal(torch.device("cuda", 1)) == 1
     assert device_ordinal("cpu") is None
