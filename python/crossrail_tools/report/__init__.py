@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
     from .control import averaged, control_rows, with_times
     from .environment import capture_environment
-    from .ep import EpDeviceRank, EpDeviceTurn, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
+    from .ep import EpDeviceRank, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
     from .mesh import mesh_rows
     from .packing import compact, with_lists
     from .pipeline import Waits, stage_shares
@@ -41,7 +41,6 @@ __all__ = [
     "SCHEMA",
     "Environment",
     "EpDeviceRank",
-    "EpDeviceTurn",
     "EpRank",
     "EpTurn",
     "Facts",
@@ -103,7 +102,7 @@ _MODULES = {
     "build": ("Round", "p2p_row", "with_peers", "with_raw_tcp", "with_samples"),
     "control": ("averaged", "control_rows", "with_times"),
     "environment": ("capture_environment",),
-    "ep": ("EpDeviceRank", "EpDeviceTurn", "EpRank", "EpTurn", "ep_device_row", "ep_row", "kernels_us", "slowest"),
+    "ep": ("EpDeviceRank", "EpRank", "EpTurn", "ep_device_row", "ep_row", "kernels_us", "slowest"),
     "mesh": ("mesh_rows",),
     "packing": ("compact", "with_lists"),
     "pipeline": ("Waits", "stage_shares"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .schema import Lane, Row
 from .stats import gb_per_s, median, summarize
@@ -43,22 +43,12 @@ class EpRank:
 
 
 @dataclass(frozen=True)
-class EpTurn:
-    """The samples of all ranks in one turn, by rank."""
-
-    ranks: list[EpRank]
-
-    @property
-    def slowest_us(self) -> list[float]:
-        """The time of the slowest rank in each iteration, for which a model would have to wait."""
-        return slowest([one.total_us for one in self.ranks])
-
-
-@dataclass(frozen=True)
 class EpDeviceRank:
-    """The samples of one rank in GPU memory in one turn: microseconds by both clocks, bytes of one iteration."""
+    """The samples of one rank in GPU memory in one turn: microseconds by the GPU's clock (``total_us``) and the host's,
+    bytes of one iteration.
+    """
 
-    gpu_us: list[float]
+    total_us: list[float]
     host_us: list[float]
     bytes: dict[str, int]
     links: list[str]
@@ -69,34 +59,42 @@ class EpDeviceRank:
         return EpDeviceRank(gpu["samples_us"], host["samples_us"], dict(gpu["bytes"]), gpu["links"])
 
 
-@dataclass(frozen=True)
-class EpDeviceTurn:
-    """The samples of all ranks in GPU memory in one turn, by rank."""
+Rank = TypeVar("Rank", EpRank, EpDeviceRank)
 
-    ranks: list[EpDeviceRank]
+
+@dataclass(frozen=True)
+class EpTurn(Generic[Rank]):
+    """The samples of all ranks in one turn, by rank."""
+
+    ranks: list[Rank]
 
     @property
     def slowest_us(self) -> list[float]:
-        """The time of the slowest rank in each iteration, by the GPU's clock."""
-        return slowest([one.gpu_us for one in self.ranks])
+        """The time of the slowest rank in each iteration, for which a model would have to wait."""
+        return slowest([one.total_us for one in self.ranks])
 
 
-def ep_device_row(row: Row, turns: Sequence[EpDeviceTurn]) -> Row:
+def ep_device_row(row: Row, turns: Sequence[EpTurn[EpDeviceRank]]) -> Row:
     """``row`` with the figures computed from the samples of every turn in GPU memory."""
     ranks = [one for turn in turns for one in turn.ranks]
-    samples = [sample for one in ranks for sample in one.gpu_us]
     host = [sample for one in ranks for sample in one.host_us]
+    row = _measured(row, turns, len(ranks))
+    transport = "+".join(kind for kind in ("heap", "network") if kind in row.links) or "self"
+    return replace(row, transport=transport, host_us=host, host_p50_us=median(host))
+
+
+def _measured(row: Row, turns: Sequence[EpTurn[Rank]], count: int) -> Row:
+    """``row`` with what both kinds of memory have; ``count``: how often the bytes that ranks tell have moved."""
+    ranks = [one for turn in turns for one in turn.ranks]
+    samples = [sample for one in ranks for sample in one.total_us]
     summary = summarize(samples)
-    moved = {name: round(sum(one.bytes[name] for one in ranks) / len(ranks)) for name in COUNTED}
+    moved = {name: round(sum(one.bytes[name] for one in ranks) / count) for name in COUNTED}
     links = [kind for one in turns[0].ranks for kind in one.links]
     return replace(
         row,
-        transport="+".join(kind for kind in ("heap", "network") if kind in links) or "self",
         samples_us=samples,
         slowest_us=[time for turn in turns for time in turn.slowest_us],
         rounds=[median(turn.slowest_us) for turn in turns],
-        host_us=host,
-        host_p50_us=median(host),
         p50_us=summary.p50,
         p99_us=summary.p99,
         avg_us=summary.avg,
@@ -134,36 +132,19 @@ def kernels_us(spans: Sequence[tuple[float, float, str]], meeting: str, fills: i
     return median([sum(each) for each in kernels[warmup:] if each])
 
 
-def ep_row(row: Row, turns: Sequence[EpTurn]) -> Row:
+def ep_row(row: Row, turns: Sequence[EpTurn[EpRank]]) -> Row:
     """``row`` with the figures computed from the samples of every turn; bytes are averages per rank and iteration."""
     ranks = [one for turn in turns for one in turn.ranks]
-    samples = [sample for one in ranks for sample in one.total_us]
-    summary = summarize(samples)
-    count = len(samples)
-    moved = {name: round(sum(one.bytes[name] for one in ranks) / count) for name in COUNTED}
+    count = sum(len(one.total_us) for one in ranks)
+    row = _measured(row, turns, count)
     stages = {stage: sum(one.stages_us[stage] for one in ranks) / count for stage in STAGES}
-    stages["other"] = max(summary.avg - sum(stages.values()), 0.0)
-    links = [kind for one in turns[0].ranks for kind in one.links]
+    stages["other"] = max((row.avg_us or 0.0) - sum(stages.values()), 0.0)
     lanes = _rails(ranks, count)
-    used = [kind for kind in ("heap",) if kind in links] + [str(lane.transport) for lane in lanes]
+    used = [kind for kind in ("heap",) if kind in row.links] + [str(lane.transport) for lane in lanes]
     return replace(
         row,
         transport="+".join(dict.fromkeys(used)) or "self",
-        samples_us=samples,
-        slowest_us=[time for turn in turns for time in turn.slowest_us],
-        rounds=[median(turn.slowest_us) for turn in turns],
-        p50_us=summary.p50,
-        p99_us=summary.p99,
-        avg_us=summary.avg,
-        min_us=summary.min,
-        max_us=summary.max,
-        bytes_logical=moved["logical"],
-        bytes_wire=moved["wire"],
-        bytes_network=moved["network"],
-        gb_per_s=gb_per_s(moved["wire"], summary.avg),
-        gb_per_s_logical=gb_per_s(moved["logical"], summary.avg),
         stages_us=stages,
-        links={kind: links.count(kind) for kind in ("self", "heap", "network") if kind in links},
         lanes=lanes,
         unused={name: why for one in ranks for name, why in one.unused.items()},
     )

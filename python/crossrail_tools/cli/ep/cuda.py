@@ -10,7 +10,7 @@ from typing import Any
 
 import crossrail
 from crossrail._native import _DeviceEp
-from crossrail_tools.report import EpDeviceRank, EpDeviceTurn, Report, Row, counted, ep_device_row, with_peers
+from crossrail_tools.report import EpDeviceRank, EpTurn, Report, Row, counted, ep_device_row, with_peers
 from crossrail_tools.verify.checking import Difference, Work
 from crossrail_tools.verify.sampling import Judge, inputs, outputs
 
@@ -100,7 +100,7 @@ class _Run:
         own: dict[str, Any] = {"device": "cuda", "num_sms": facts["num_sms"], "heap_bytes": facts["heap_bytes"]}
         own["given"] = "fp8" if options.cast_before else "bf16"
         likes = {mode: replace(options.row(work, mode), **own) for mode in options.modes}
-        turns: dict[str, list[EpDeviceTurn]] = {mode: [] for mode in options.modes}
+        turns: dict[str, list[EpTurn[EpDeviceRank]]] = {mode: [] for mode in options.modes}
         for turn in range(options.rounds if options.compare else 1):
             for mode in options.modes:
                 found = self._turn(ranks, mode, turn)
@@ -116,7 +116,7 @@ class _Run:
             return []
         return [with_peers(ep_device_row(likes[mode], turns[mode]), peers.results(mode)) for mode in options.modes]
 
-    def _turn(self, ranks: Ranks, mode: str, turn: int) -> EpDeviceTurn | None:
+    def _turn(self, ranks: Ranks, mode: str, turn: int) -> EpTurn[EpDeviceRank] | None:
         """Measures one mode by both clocks; None on nodes other than the first."""
         found = []
         for clock in CLOCKS:
@@ -126,7 +126,7 @@ class _Run:
         gpu, host = found
         if gpu is None or host is None:
             return None
-        return EpDeviceTurn([EpDeviceRank.of(*both) for both in zip(gpu, host, strict=True)])
+        return EpTurn([EpDeviceRank.of(*both) for both in zip(gpu, host, strict=True)])
 
     def _one(self, ranks: Ranks, mode: str, clock: str, tick: OnProgress | None) -> list[Message] | None:
         self.number += 1
