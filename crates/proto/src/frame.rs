@@ -206,14 +206,6 @@ pub enum Frame {
     },
 }
 
-impl Frame {
-    /// Whether it is part of the message stream.
-    #[inline]
-    pub fn sequenced(&self) -> bool {
-        !matches!(self, Frame::Ack | Frame::Chunk { .. } | Frame::ChunkAck { .. })
-    }
-}
-
 /// Payload of an announcement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Announce {
