@@ -154,12 +154,12 @@ pub enum Index {
 }
 
 impl Index {
-    /// How many rows it names of `rows`.
+    /// How many rows it names of `rows`; 2^64 - 1 where they are more than that.
     pub fn count(&self, rows: u64) -> u64 {
         match self {
             Index::All => rows,
             Index::Some(index) => index.len() as u64,
-            Index::Repeated { block, repeats, .. } => block.len() as u64 * repeats,
+            Index::Repeated { block, repeats, .. } => (block.len() as u64).saturating_mul(*repeats),
         }
     }
 

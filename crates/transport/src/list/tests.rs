@@ -133,7 +133,7 @@ fn what_is_no_list_is_refused() {
     let block: Arc<[u32]> = [0, 1].into();
     let repeated = |step, repeats| List::new(rows.clone(), Index::Repeated { block: block.clone(), step, repeats });
     assert!(repeated(2, 2).is_some() && repeated(2, 3).is_none() && repeated(u64::MAX, 3).is_none());
-    assert!(repeated(0, 0).is_none());
+    assert!(repeated(0, 0).is_none() && repeated(1, u64::MAX).is_none());
     assert_eq!(Stride { at: u64::MAX - 3, ..row }.extent(), None);
     assert_eq!(Stride { at: 24, stride: 8u64.wrapping_neg(), ..row }.extent(), Some((0, 32)));
 }

@@ -346,16 +346,9 @@ pub(crate) fn weight(even: Option<u64>, index: &Index) -> u64 {
     };
     let starts = match (index, even) {
         (Index::All, _) | (_, Some(_)) => 0,
-        (index, None) => count_of(index).saturating_mul(8),
+        (index, None) => index.count(0).saturating_mul(8),
     };
     words.saturating_add(starts).saturating_add(256)
-}
-
-fn count_of(index: &Index) -> u64 {
-    match index {
-        Index::Repeated { block, repeats, .. } => (block.len() as u64).saturating_mul(*repeats),
-        index => index.count(0),
-    }
 }
 
 #[cfg(test)]
