@@ -6,6 +6,7 @@ mod ends;
 mod gpu;
 mod handshake;
 mod input;
+mod lists;
 mod plugin;
 mod protocol;
 mod rng;
@@ -17,6 +18,7 @@ pub use admission::admission;
 pub use ends::ends;
 pub use gpu::gpu;
 pub use handshake::{address, handshake};
+pub use lists::lists;
 pub use plugin::plugin;
 pub use protocol::{frames, protocol};
 pub use rng::Rng;
@@ -35,6 +37,7 @@ pub const TARGETS: &[Target] = &[
     ("settings", settings),
     ("store", store),
     ("gpu", gpu),
+    ("lists", lists),
     ("ends", ends),
     ("admission", admission),
     ("plugin", plugin),

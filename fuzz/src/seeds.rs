@@ -46,6 +46,9 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
     for (name, bytes) in crossrail_cuda_ipc::fuzzing::seeds() {
         seeds.push(("gpu", name.to_owned(), bytes));
     }
+    for (name, bytes) in crossrail::fuzzing::seeds() {
+        seeds.push(("lists", name.to_owned(), bytes));
+    }
     seeds
 }
 

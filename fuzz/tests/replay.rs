@@ -96,6 +96,11 @@ fn gpu() {
 }
 
 #[test]
+fn lists() {
+    replay("lists", 200_000);
+}
+
+#[test]
 fn store() {
     replay("store", 200_000);
 }

@@ -35,6 +35,8 @@ pub use api::{
     MoveKind, MoveOptions, NOTICE_MAX, Notice, Op, Outcome, Region, Request, Shared, Signal, StartOptions,
     TransportInfo, Worker, WorkerOptions,
 };
+#[cfg(feature = "fuzzing")]
+pub use core::lists::fuzzing;
 pub use core::{HeldTimes, LaneShare, Protocol, Receipt};
 pub use crossrail_gpu::{CudaInfo, CudaState, GpuState, KernelCache, StageStats, unpack};
 #[cfg(feature = "simulated-gpu")]

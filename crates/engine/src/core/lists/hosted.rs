@@ -191,16 +191,16 @@ pub(crate) struct Raised {
 
 /// What one peer has told.
 #[derive(Default)]
-struct Told {
+pub(super) struct Told {
     rows: HashMap<u32, Arc<Installed>>,
     theirs: HashMap<u32, Arc<Theirs>>,
     views: HashMap<u32, Arc<View>>,
-    behind: HashMap<u32, Vec<u8>>,
+    pub(super) behind: HashMap<u32, Vec<u8>>,
     /// Bytes of lists.
-    lists: Arc<AtomicU64>,
+    pub(super) lists: Arc<AtomicU64>,
     /// Bytes of mails on their way, and of notices that nobody has taken.
-    mails: u64,
-    notices: u64,
+    pub(super) mails: u64,
+    pub(super) notices: u64,
     /// Of the notices that were taken, or will never be raised: in all, and those of which the peer was told.
     taken: u64,
     credited: u64,
@@ -374,6 +374,12 @@ impl Hosted {
             entry.generation = entry.generation.wrapping_add(1);
             self.free.push(at as u32);
         }
+    }
+
+    /// What each peer has told.
+    #[cfg(feature = "fuzzing")]
+    pub(super) fn told(&self) -> impl Iterator<Item = &Told> {
+        self.peers.values()
     }
 
     /// Whether there are notices.

@@ -6,6 +6,8 @@
 //! view's owner copies, where it can reach the peer's memory; otherwise the bytes go as those of any write or read.
 #![allow(unsafe_code)]
 
+#[cfg(feature = "fuzzing")]
+pub mod fuzzing;
 pub(in crate::core) mod hosted;
 pub(in crate::core) mod outbox;
 pub(in crate::core) mod part;
