@@ -28,6 +28,6 @@ pub use device::{CudaInfo, CudaState, Device, DeviceAlloc, Devices, GpuState, Ke
 pub use direction::Direction;
 #[cfg(any(test, feature = "simulated-gpu"))]
 pub use simulated::{Simulated, SimulatedStream};
-pub use staging::{Completion, Slot, Span, StageStats, Stager, StagingListener, StagingQueue};
+pub use staging::{ChunkMemory, Completion, Slot, Span, StageStats, Stager, StagingListener, StagingQueue};
 pub use stream_point::StreamPoint;
 pub use stream_support::{StreamSupport, Word, WordUse};

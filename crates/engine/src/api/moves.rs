@@ -17,6 +17,10 @@ use crate::core::{Claim, OpKind};
 use crate::memory::{Buffer, Place, Ready};
 use crate::progress::{self, Progress};
 
+/// Rows of GPU memory at least as long on average are staged one by one: their chunks are contiguous already, and are
+/// copied by copy engines.
+const LONG_ROW: u64 = 256 << 10;
+
 /// Which way a move goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MoveKind {
@@ -163,8 +167,7 @@ impl Endpoint {
                 return Ok(None);
             }
             let own_rows = local.tell(&mut core, self.id)?;
-            if gpu && own_rows.is_none() {
-                // Chunks of GPU memory are staged, which takes one piece of it each.
+            if gpu && own_rows.is_none() && own.bytes() / own.count().max(1) >= LONG_ROW {
                 return Ok(None);
             }
             let rows = remote.tell(&mut core, self.id)?.ok_or_else(|| usage("no rows"))?;
@@ -209,13 +212,20 @@ impl Move {
     /// How it goes, and why.
     pub fn explain(&self) -> MoveExplain {
         let (how, why) = match self.prepared.view {
-            Some(_) if !self.prepared.local.is_host() => (
+            Some([_, _, own]) if !self.prepared.local.is_host() => (
                 "one transfer",
-                "the peer's GPU reaches all rows: a kernel copies them, or copy engines where runs are long",
+                match own {
+                    Some(_) => {
+                        "the peer's GPU reaches all rows: a kernel copies them, or copy engines where runs are long"
+                    }
+                    None => {
+                        "rows of GPU memory are gathered into chunks, which the lanes carry, and scattered from them"
+                    }
+                },
             ),
             Some([_, _, Some(_)]) => ("one transfer", "the peer reaches all rows: it copies between them"),
             Some(_) => ("one transfer", "host memory, which the lanes carry from rows to rows"),
-            None => ("an operation per run", "some rows are in GPU memory"),
+            None => ("an operation per run", "rows of GPU memory that are long, or at one end alone"),
         };
         let lane = self.endpoint.explain().large;
         let (rows, runs, nbytes) = (self.rows(), self.runs(), self.nbytes());
@@ -280,7 +290,6 @@ impl Move {
     }
 
     /// Starts an operation for each run: what links and staging of GPU memory know.
-    // A kernel that gathers all runs would stand here, for GPU memory that this end reaches.
     fn start_runs(&self, (from, len): (u64, u64), notice: &[u8], after: Option<Ready>) -> Result<OpId> {
         let progress = &self.prepared.progress;
         let mut ops = self.runs_as_operations(from, len, after.as_ref())?;

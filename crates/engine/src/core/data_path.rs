@@ -7,7 +7,7 @@ use crossrail_types::{EndpointId, Head, LaneId};
 use proto::{Host, Memory, Placing};
 
 use super::gpu::chunk_queue::PACKED;
-use super::gpu::{CONTROL, GpuMemory, Incoming};
+use super::gpu::{CONTROL, GpuMemory, Incoming, device_range};
 use super::lists::hosted::Shown;
 use super::operations::{MESSAGE, ROWS, UsualLane, WORD};
 use super::tables::Tables;
@@ -122,13 +122,17 @@ impl DataPath {
                     tables.trace_arriving(endpoint, lane, head);
                 }
                 let Some((ptr, have, gpu)) = tables.extent(memory) else {
+                    if let Some((dst, gpu)) = device_range(tables, memory, offset, len) {
+                        let incoming = Incoming { memory, dst, gpu, len: len as usize, chunk };
+                        return self.gpu.place(tables, endpoint, lane, incoming);
+                    }
                     return tables.place_rows(endpoint, lane, (memory, offset, len));
                 };
                 if offset.checked_add(u64::from(len)).is_none_or(|end| end > have) {
                     return Place::Refuse(format!("{len} bytes at {offset} of a memory of {have} bytes"));
                 }
                 if let Some(gpu) = gpu {
-                    let (dst, len) = (ptr as u64 + offset, len as usize);
+                    let (dst, len) = ((ptr as u64 + offset).into(), len as usize);
                     return self.gpu.place(tables, endpoint, lane, Incoming { memory, dst, gpu, len, chunk });
                 }
                 if len as usize == size_of::<u64>()
@@ -181,7 +185,7 @@ impl DataPath {
             }
         } else if token == ROWS {
             if let Some(lane) = self.tables.lanes.get_mut(lane) {
-                lane.rows.deliver()?;
+                lane.rows.deliver();
             }
         } else if token > CONTROL && !self.gpu.placed(&mut self.tables, endpoint, lane)? {
             return Ok(());

@@ -307,6 +307,7 @@ impl Core {
     pub(crate) fn remove_region(&mut self, region: proto::RegionRef) {
         let DataPath { tables, gpu, .. } = &mut self.transfers.data;
         for access in tables.hosted.over(region) {
+            gpu.release_region(tables, access);
             tables.hosted.released(access);
         }
         gpu.release_region(tables, region);

@@ -17,7 +17,7 @@ use super::direct::{self, Begun, DirectCopies};
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
 use super::lists::hosted::Hosted;
-use super::operations::UsualLane;
+use super::operations::{Op, UsualLane};
 use super::peers::Peer;
 use super::returns::Owner;
 use super::tables::Tables;
@@ -360,7 +360,7 @@ impl Transfers {
                 {
                     self.direct.close_cursor(lane, cursor);
                 }
-                if tables.operations.op(op).is_some_and(|op| op.ordinal().is_some()) {
+                if tables.operations.op(op).is_some_and(Op::is_on_gpu) {
                     gpu.release(tables, endpoint, |memory| *memory == Memory::Op(op));
                 }
                 tables.finish(endpoint, op, result, progress, tag);

@@ -7,17 +7,17 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_cuda::{Context, Deferred, Event, RegisteredMemory, Stream};
+use crossrail_cuda::{Context, Deferred, Event, PointerInfo, RegisteredMemory, Stream};
 use crossrail_shm::Arena;
 use crossrail_topology::Placement;
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use super::bounce::Bounce;
 use super::stager::{Stager, StagerSetup};
-use super::{CopyEngine, Mark, SlotCopy};
+use super::{ChunkMemory, CopyEngine, Mark, SlotCopy};
 use crate::pointer;
 use crate::stream_support::StreamSupport;
-use crate::unpack::{Piece, Source, Unpacker};
+use crate::unpack::{Piece, Source, UnpackMode, Unpacker};
 
 /// Blocks of an unpack kernel, at most. Slots are host memory, and 16 blocks saturate its link (each has 32 KiB of
 /// loads in flight); the rest of the GPU is left to the user.
@@ -48,7 +48,9 @@ impl Stager {
 fn make(context: &Context, settings: &Settings, setup: &StagerSetup) -> Result<(Box<dyn CopyEngine>, Arc<Bounce>)> {
     // The unpacker first: it fails if kernels cannot be compiled, and pinning takes longest.
     let mut unpacker = Unpacker::new(context, settings.unpack, settings)?;
+    let mut packer = Unpacker::new(context, settings.unpack, settings)?;
     unpacker.set_blocks(BLOCKS);
+    packer.set_blocks(BLOCKS);
     // High priority: streams of one priority share a few hardware queues, and behind a caller's stream that waits for
     // this transfer (`wait_on`) in the same queue neither would ever continue.
     let (packs, unpacks) = (Stream::urgent(context)?, Stream::urgent(context)?);
@@ -70,6 +72,7 @@ fn make(context: &Context, settings: &Settings, setup: &StagerSetup) -> Result<(
         packs,
         unpacks,
         unpacker,
+        packer,
         host: map.0,
         address: map.1,
         events: BTreeMap::new(),
@@ -87,6 +90,8 @@ struct CudaCopyEngine {
     packs: Stream,
     unpacks: Stream,
     unpacker: Unpacker,
+    /// Gathers what is packed.
+    packer: Unpacker,
     /// First byte of the bounce memory, for the host and for the GPU.
     host: *const u8,
     address: u64,
@@ -105,6 +110,30 @@ impl CudaCopyEngine {
     /// A slot's device address.
     fn slot(&self, copy: &SlotCopy) -> u64 {
         self.address + (copy.host as usize - self.host as usize) as u64
+    }
+
+    /// Submits the copy of a chunk's pieces into its slot: by one kernel, as they are unpacked, or one by one.
+    fn gather(&mut self, copy: &SlotCopy) -> Result<()> {
+        let slot = self.slot(copy);
+        let mut list = std::mem::take(&mut self.list);
+        list.clear();
+        let piece = |(src, at, len)| Piece { src, dst: slot + at as u64, len: len as u64 };
+        list.extend(copy.pieces().map(piece));
+        let by_kernel = self.packer.mode() == UnpackMode::Kernel;
+        let launched = by_kernel.then(|| {
+            // Only `host` uses the source's range.
+            let source = Source::Device { address: 0, len: 0 };
+            // SAFETY: as for `pack`; the slots are mapped for the GPU.
+            self.stream_support.unless_waited_for(|| unsafe { self.packer.unpack(&self.packs, &list, source) })
+        });
+        self.list = list;
+        match launched.flatten() {
+            Some(submitted) => submitted,
+            // SAFETY: as for `pack`; the slot is as long as all pieces.
+            None => copy
+                .pieces()
+                .try_for_each(|(address, at, len)| unsafe { self.packs.copy_out(copy.host.add(at), address, len) }),
+        }
     }
 
     /// Records an event behind the work in the stream; if that fails, waits for the stream.
@@ -133,20 +162,46 @@ impl CudaCopyEngine {
 
 impl CopyEngine for CudaCopyEngine {
     fn check(&mut self, copy: &SlotCopy) -> Result<()> {
-        pointer::check(&self.context, copy.memory, copy.len.max(1))
+        if let ChunkMemory::At(address) = copy.memory {
+            return pointer::check(&self.context, address, copy.len.max(1));
+        }
+        // Pieces of one allocation take one question.
+        let mut known = 0..0;
+        for (address, _, len) in copy.pieces() {
+            let end = address.saturating_add(len as u64);
+            if known.start <= address && end <= known.end {
+                continue;
+            }
+            pointer::check(&self.context, address, len.max(1))?;
+            if let Some((base, len)) = PointerInfo::extent(&self.context, address)? {
+                known = base..base.saturating_add(len as u64);
+            }
+        }
+        Ok(())
     }
 
     fn pack(&mut self, copy: &SlotCopy) -> Result<Mark> {
-        // SAFETY: the slot belongs to the ticket; the device memory was checked, and belongs to the operation until it
-        // is done.
-        unsafe { self.packs.copy_out(copy.host, copy.memory, copy.len)? };
+        let submitted = match copy.memory {
+            // SAFETY: the slot belongs to the ticket; the device memory was checked, and belongs to the operation until
+            // it is done.
+            ChunkMemory::At(address) => unsafe { self.packs.copy_out(copy.host, address, copy.len) },
+            ChunkMemory::Pieces(_) => self.gather(copy),
+        };
+        if let Err(error) = submitted {
+            self.settle(|engine| &engine.packs);
+            return Err(error);
+        }
         self.mark(|engine| &engine.packs)
     }
 
     fn unpack(&mut self, copies: &[SlotCopy]) -> Result<Mark> {
         let mut list = std::mem::take(&mut self.list);
         list.clear();
-        list.extend(copies.iter().map(|copy| Piece { src: self.slot(copy), dst: copy.memory, len: copy.len as u64 }));
+        for copy in copies {
+            let slot = self.slot(copy);
+            let piece = |(dst, at, len)| Piece { src: slot + at as u64, dst, len: len as u64 };
+            list.extend(copy.pieces().map(piece));
+        }
         let source = Source::Pinned { host: self.host, address: self.address };
         // SAFETY: as for `pack`; operations that overlap are the user's mistake, as with any transfer.
         let submitted = unsafe {

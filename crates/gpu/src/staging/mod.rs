@@ -26,6 +26,7 @@ mod stager;
 mod tests;
 mod wake_up;
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail_types::Result;
@@ -92,15 +93,48 @@ pub struct StageStats {
     pub batches: u64,
 }
 
+/// Device memory of a chunk.
+#[derive(Clone, Debug)]
+pub enum ChunkMemory {
+    /// Where it begins.
+    At(u64),
+    /// Address and length of each of its pieces, which are as long as the chunk together.
+    Pieces(Arc<[(u64, u64)]>),
+}
+
+impl From<u64> for ChunkMemory {
+    fn from(address: u64) -> ChunkMemory {
+        ChunkMemory::At(address)
+    }
+}
+
 /// A copy between a slot and device memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct SlotCopy {
     /// The slot's first byte.
     host: *mut u8,
-    /// The device address.
-    memory: u64,
+    memory: ChunkMemory,
     /// Bytes.
     len: usize,
+}
+
+impl SlotCopy {
+    /// Address, place in the slot, and length of each piece of device memory.
+    fn pieces(&self) -> impl Iterator<Item = (u64, usize, usize)> {
+        let whole = match self.memory {
+            ChunkMemory::At(address) => Some((address, self.len as u64)),
+            ChunkMemory::Pieces(_) => None,
+        };
+        let pieces: &[(u64, u64)] = match &self.memory {
+            ChunkMemory::At(_) => &[],
+            ChunkMemory::Pieces(pieces) => pieces,
+        };
+        let mut at = 0;
+        whole.into_iter().chain(pieces.iter().copied()).map(move |(address, len)| {
+            at += len as usize;
+            (address, at - len as usize, len as usize)
+        })
+    }
 }
 
 // SAFETY: the address is only passed on; whoever submitted the copy vouches for both ends until it is complete.

@@ -7,7 +7,7 @@ use crossrail_locks::Mutex;
 use crossrail_types::Result;
 
 use super::bounce::Slot;
-use super::{Completion, CopyEngine, Mark, SlotCopy, Span};
+use super::{ChunkMemory, Completion, CopyEngine, Mark, SlotCopy, Span};
 use crate::direction::Direction;
 use crate::nvtx::Range;
 use crate::stream_point::StreamPoint;
@@ -30,13 +30,13 @@ pub(super) struct Owner {
 pub(super) struct SlotTransfer {
     pub(super) owner: Owner,
     pub(super) slot: Slot,
-    pub(super) memory: u64,
+    pub(super) memory: ChunkMemory,
     pub(super) len: usize,
 }
 
 impl SlotTransfer {
     fn copy(&self) -> SlotCopy {
-        SlotCopy { host: self.slot.ptr(), memory: self.memory, len: self.len }
+        SlotCopy { host: self.slot.ptr(), memory: self.memory.clone(), len: self.len }
     }
 }
 

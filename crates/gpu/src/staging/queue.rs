@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crossrail_types::Result;
 
+use super::ChunkMemory;
 use super::bounce::Slot;
 use super::pipeline::{Owner, SlotTransfer, StreamWait};
 use super::stager::{StagerShared, StagerThread};
@@ -45,19 +46,19 @@ impl StagingQueue {
         self.shared().bounce.await_free(self.id, direction, len);
     }
 
-    /// Submits a copy of `len` bytes of device memory at `src` into the slot, which comes back with the
+    /// Submits a copy of `len` bytes of device memory into the slot, which comes back with the
     /// [`Completion`](super::Completion).
     ///
     /// The memory must stay allocated until then, or until [`StagingQueue::quiesce`] has returned; if it is freed
     /// earlier, the ticket fails.
-    pub fn pack(&self, ticket: u64, src: u64, slot: Slot, len: usize) {
-        self.submit(Direction::Out, ticket, slot, src, len);
+    pub fn pack(&self, ticket: u64, src: impl Into<ChunkMemory>, slot: Slot, len: usize) {
+        self.submit(Direction::Out, ticket, slot, src.into(), len);
     }
 
-    /// Submits a copy of the slot's first `len` bytes into device memory at `dst`; the slot is then released. The
-    /// memory as for [`StagingQueue::pack`].
-    pub fn unpack(&self, ticket: u64, slot: Slot, dst: u64, len: usize) {
-        self.submit(Direction::In, ticket, slot, dst, len);
+    /// Submits a copy of the slot's first `len` bytes into device memory; the slot is then released. The memory as for
+    /// [`StagingQueue::pack`].
+    pub fn unpack(&self, ticket: u64, slot: Slot, dst: impl Into<ChunkMemory>, len: usize) {
+        self.submit(Direction::In, ticket, slot, dst.into(), len);
     }
 
     /// Completes `ticket` when `point` is reached.
@@ -85,7 +86,7 @@ impl StagingQueue {
         self.shared().submitted.lock().transfers.iter().map(std::collections::VecDeque::len).sum()
     }
 
-    fn submit(&self, direction: Direction, ticket: u64, slot: Slot, memory: u64, len: usize) {
+    fn submit(&self, direction: Direction, ticket: u64, slot: Slot, memory: ChunkMemory, len: usize) {
         debug_assert!(len <= slot.len(), "{len} bytes in a slot of {}", slot.len());
         debug_assert!(slot.direction() == direction, "a slot of the other direction");
         let transfer = SlotTransfer { owner: self.owner(ticket), slot, memory, len };

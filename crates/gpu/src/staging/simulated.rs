@@ -83,11 +83,11 @@ impl Copier {
 
 impl CopyEngine for Copier {
     fn check(&mut self, copy: &SlotCopy) -> Result<()> {
-        self.gpu.check(copy.memory, copy.len)
+        copy.pieces().try_for_each(|(address, _, len)| self.gpu.check(address, len))
     }
 
     fn pack(&mut self, copy: &SlotCopy) -> Result<Mark> {
-        Ok(self.submit(Direction::Out, vec![*copy]))
+        Ok(self.submit(Direction::Out, vec![copy.clone()]))
     }
 
     fn unpack(&mut self, copies: &[SlotCopy]) -> Result<Mark> {
@@ -162,12 +162,13 @@ impl Shared {
 }
 
 fn execute(gpu: &Simulated, direction: Direction, copies: &[SlotCopy]) -> Result<()> {
-    for copy in copies {
-        match direction {
-            // SAFETY: the slot belongs to the command until it is complete.
-            Direction::Out => unsafe { gpu.copy_to(copy.memory, copy.host, copy.len)? },
-            // SAFETY: as above.
-            Direction::In => unsafe { gpu.copy_from(copy.memory, copy.host, copy.len)? },
+    for (host, (address, at, len)) in copies.iter().flat_map(|copy| copy.pieces().map(|piece| (copy.host, piece))) {
+        // SAFETY: the slot belongs to the command until it is complete, and is as long as all pieces.
+        unsafe {
+            match direction {
+                Direction::Out => gpu.copy_to(address, host.add(at), len)?,
+                Direction::In => gpu.copy_from(address, host.add(at), len)?,
+            }
         }
     }
     Ok(())

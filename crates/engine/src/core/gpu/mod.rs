@@ -25,7 +25,7 @@ pub(crate) use inbox::Inbox;
 use ipc::IpcLinks;
 pub(super) use ipc::NoteFailed;
 pub(crate) use ipc::Reach;
-pub(crate) use staged_chunks::{CONTROL, Incoming, UsedGpu};
+pub(crate) use staged_chunks::{CONTROL, Incoming, UsedGpu, device_range};
 use staged_chunks::{Completed, StagedChunks};
 pub(super) use stream_gates::Released;
 use stream_gates::StreamGates;

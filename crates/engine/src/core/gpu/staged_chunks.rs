@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use crossrail_gpu::{Completion, Device, Direction, Span, StagingQueue, StreamPoint};
+use crossrail_gpu::{ChunkMemory, Completion, Device, Direction, Span, StagingQueue, StreamPoint};
 use crossrail_proto as proto;
 use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId};
@@ -42,8 +42,7 @@ pub(crate) struct UsedGpu {
 /// A received payload for GPU memory.
 pub(crate) struct Incoming {
     pub(crate) memory: Memory,
-    /// The device address.
-    pub(crate) dst: u64,
+    pub(crate) dst: ChunkMemory,
     /// The GPU's ordinal.
     pub(crate) gpu: u32,
     pub(crate) len: usize,
@@ -162,8 +161,12 @@ impl StagedChunks {
         let number = record.chunks.count();
         let behind = record.chunks.is_waiting();
         let Body::Memory { memory, .. } = out.body else { return false };
-        let stage = match tables.extent(memory) {
-            Some((_, _, Some(_))) => Stage::Slotless,
+        let on_gpu = match tables.extent(memory) {
+            Some((_, _, gpu)) => gpu.is_some(),
+            None => tables.part(memory).is_some_and(|(part, _)| part.gpu.is_some()),
+        };
+        let stage = match on_gpu {
+            true => Stage::Slotless,
             _ if !behind => return false,
             _ => match tables.frame(endpoint, lane, out) {
                 Some(mut tx) => {
@@ -220,7 +223,7 @@ impl StagedChunks {
         }
     }
 
-    fn pack(&mut self, work: Work, ordinal: u32, src: u64, len: u32) -> Option<()> {
+    fn pack(&mut self, work: Work, ordinal: u32, src: ChunkMemory, len: u32) -> Option<()> {
         let slot = free_slot(&self.gpu(ordinal)?.queue, Direction::Out, len as usize)?;
         let ticket = self.work.add(work);
         self.gpu(ordinal)?.queue.pack(ticket, src, slot, len as usize);
@@ -267,7 +270,8 @@ impl StagedChunks {
             return Place::Into { dst: std::ptr::dangling_mut(), len: 0, grant: None, token: 0 };
         }
         tables.hold_region(endpoint, memory);
-        if !chunk {
+        if let (false, ChunkMemory::At(dst)) = (chunk, &dst) {
+            let dst = *dst;
             let Some(grant) = tables.loan(endpoint, memory) else { return Place::Discard };
             let mut bytes: Box<[u8]> = vec![0; len].into();
             let into = bytes.as_mut_ptr();
@@ -505,11 +509,13 @@ fn free_slot(queue: &StagingQueue, direction: Direction, len: usize) -> Option<c
     })
 }
 
-/// The device address and the GPU of a range; `None`: it is not there.
-fn device_range(tables: &Tables, memory: Memory, offset: u64, len: u32) -> Option<(u64, u32)> {
-    let (ptr, have, gpu) = tables.extent(memory)?;
-    let fits = offset.checked_add(u64::from(len)).is_some_and(|end| end <= have);
-    Some((ptr as u64 + offset, gpu.filter(|_| fits)?))
+/// The device memory of a range, and its GPU; `None`: it is not there.
+pub(crate) fn device_range(tables: &Tables, memory: Memory, offset: u64, len: u32) -> Option<(ChunkMemory, u32)> {
+    let fits = |have| offset.checked_add(u64::from(len)).is_some_and(|end| end <= have);
+    match tables.extent(memory) {
+        Some((ptr, have, gpu)) => Some((ChunkMemory::At(ptr as u64 + offset), gpu.filter(|_| fits(have))?)),
+        None => tables.part(memory).filter(|(_, have)| fits(*have))?.0.on_gpu(offset, u64::from(len)),
+    }
 }
 
 /// Records what a GPU did in the worker's trace.

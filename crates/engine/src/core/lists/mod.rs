@@ -308,7 +308,10 @@ impl Transfers {
         let len = entry.len() as u64;
         let gpu = entry.part().is_some_and(|part| part.gpu.is_some());
         let offer = self.offer_pair(endpoint, len, gpu);
-        if gpu && let Some(entry) = self.data.tables.operations.op_mut(op) {
+        if gpu
+            && offer.is_some()
+            && let Some(entry) = self.data.tables.operations.op_mut(op)
+        {
             entry.set_direct(DirectKind::CudaIpc);
         }
         let now = self.data.tables.clock.now();
@@ -456,9 +459,10 @@ impl Tables {
     pub(super) fn frame_of_rows(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
         let proto::Body::Memory { memory, offset, len } = out.body else { return None };
         let (Part { list, from, gpu }, have) = self.part(memory)?;
+        debug_assert!(gpu.is_none(), "rows of GPU memory are staged");
         offset.checked_add(u64::from(len)).filter(|end| *end <= have)?;
         let from = from + offset;
-        let (payload, token) = if gpu.is_none() && self.lanes.get(lane)?.takes_lists() {
+        let (payload, token) = if self.lanes.get(lane)?.takes_lists() {
             let grant = self.loan(endpoint, memory);
             let list = Some(Box::new((list, from)));
             (Payload { ptr: std::ptr::null(), len: len as usize, file: None, grant, list }, 0)
@@ -466,12 +470,7 @@ impl Tables {
             let mut bytes = vec![0; len as usize];
             // SAFETY: the rows are memory of an operation or of regions that the protocol has not released, and which
             // are given back only under the worker's lock, which is held.
-            let copied = unsafe { Part { list, from, gpu }.copy_out(&mut bytes) };
-            if let Err(error) = copied {
-                let name = self.peers.name(endpoint);
-                self.log.error(format_args!("{name}: rows of GPU memory could not be read: {error}"));
-                return None;
-            }
+            unsafe { list.copy_out(from, bytes.as_mut_ptr(), bytes.len() as u64) };
             self.lanes.get_mut(lane)?.hold(&bytes)
         };
         Some(Tx { head: out.head, payload, token })
@@ -492,7 +491,7 @@ impl Tables {
         let (from, len) = (from + offset, len as usize);
         let Some(grant) = self.loan(endpoint, memory) else { return Place::Discard };
         let Some(record) = self.lanes.get_mut(lane) else { return Place::Discard };
-        if gpu.is_none() && record.takes_lists() {
+        if record.takes_lists() {
             return Place::Rows { list, from, len, grant: Some(grant), token: 0 };
         }
         let returns = &mut self.operations.returns;

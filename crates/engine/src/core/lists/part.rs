@@ -3,9 +3,8 @@
 
 use std::sync::Arc;
 
-use crossrail_gpu::Device;
+use crossrail_gpu::{ChunkMemory, Device};
 use crossrail_transport::{List, Loan};
-use crossrail_types::Result;
 use proto::Offer;
 
 use crossrail_proto as proto;
@@ -25,48 +24,17 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// Copies the first bytes of the part to `to`, synchronously.
-    ///
-    /// # Safety
-    /// The rows must be readable memory of the host or of that GPU.
-    ///
-    /// # Errors
-    /// Why the GPU's driver refuses.
-    pub(super) unsafe fn copy_out(&self, to: &mut [u8]) -> Result<()> {
-        let Some(gpu) = &self.gpu else {
-            // SAFETY: by the contract.
-            unsafe { self.list.copy_out(self.from, to.as_mut_ptr(), to.len() as u64) };
-            return Ok(());
-        };
-        let (mut cursor, mut rest) = (self.list.cursor(self.from), to);
-        while let Some((at, len)) = cursor.piece(rest.len() as u64) {
-            let (row, after) = rest.split_at_mut(len as usize);
-            gpu.copy_out(at, row)?;
-            rest = after;
+    /// The device memory of `len` bytes from `offset` on, and its GPU; `None`: host memory.
+    pub(in crate::core) fn on_gpu(&self, offset: u64, len: u64) -> Option<(ChunkMemory, u32)> {
+        let gpu = self.gpu.as_ref()?;
+        let (mut cursor, mut left) = (self.list.cursor(self.from + offset), len);
+        let mut pieces = Vec::new();
+        while left > 0 {
+            let (at, len) = cursor.piece(left)?;
+            pieces.push((at, len));
+            left -= len;
         }
-        Ok(())
-    }
-
-    /// Copies bytes to the part's beginning, synchronously.
-    ///
-    /// # Safety
-    /// The rows must be writable memory of the host or of that GPU.
-    ///
-    /// # Errors
-    /// As [`Part::copy_out`].
-    unsafe fn copy_in(&self, from: &[u8]) -> Result<()> {
-        let Some(gpu) = &self.gpu else {
-            // SAFETY: by the contract.
-            unsafe { self.list.copy_in(self.from, from.as_ptr(), from.len() as u64) };
-            return Ok(());
-        };
-        let (mut cursor, mut rest) = (self.list.cursor(self.from), from);
-        while let Some((at, len)) = cursor.piece(rest.len() as u64) {
-            let (row, after) = rest.split_at(len as usize);
-            gpu.copy_in(at, row)?;
-            rest = after;
-        }
-        Ok(())
+        Some((ChunkMemory::Pieces(pieces.into()), gpu.ordinal()))
     }
 }
 
@@ -91,15 +59,11 @@ impl RowsBuffer {
     }
 
     /// Copies the bytes that have arrived to their rows. Nothing if the memory was taken back meanwhile.
-    ///
-    /// # Errors
-    /// Why a GPU's driver refuses; the lane must fail then.
-    pub(in crate::core) fn deliver(&mut self) -> std::result::Result<(), String> {
-        let Some((part, loan)) = self.target.take() else { return Ok(()) };
-        match loan.enter() {
-            // SAFETY: rows of an operation or of regions, which the loan keeps.
-            Some(_permit) => unsafe { part.copy_in(&self.bytes) }.map_err(|error| error.to_string()),
-            None => Ok(()),
+    pub(in crate::core) fn deliver(&mut self) {
+        let Some((part, loan)) = self.target.take() else { return };
+        if let Some(_permit) = loan.enter() {
+            // SAFETY: host memory of an operation or of regions, which the loan keeps.
+            unsafe { part.list.copy_in(part.from, self.bytes.as_ptr(), self.bytes.len() as u64) };
         }
     }
 }

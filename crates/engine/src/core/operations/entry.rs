@@ -254,6 +254,11 @@ impl Op {
         self.gpu.as_ref().map(|gpu| gpu.ordinal)
     }
 
+    /// Whether its memory, or its rows, are a GPU's.
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        self.gpu.is_some() || self.part().is_some_and(|part| part.gpu.is_some())
+    }
+
     /// The loan by which lanes outside the lock touch this operation's memory.
     pub(crate) fn loan(&mut self) -> Arc<Loan> {
         self.attached().loan.get_or_insert_with(Arc::default).clone()
