@@ -25,7 +25,7 @@ const GUARD_BYTE: u8 = 0xA5;
 const FRESH_BYTE: u8 = 0x11;
 const POISON_BYTE: u8 = 0xEE;
 /// Longest time without any progress before a check fails.
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The bytes of frame `seq`.
 pub(super) fn pattern(seq: u32, len: usize) -> Vec<u8> {

@@ -8,12 +8,14 @@
 //! ([`Direct`](crate::Direct)) [`run_direct`].
 //!
 //! A failure panics with the backend's name, the check's name and what was seen. A check that a lane
-//! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr.
+//! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr; those of rows where its capabilities
+//! have no lists.
 
 mod direct;
 mod endings;
 mod harness;
 mod notes;
+mod rows;
 mod waiting;
 
 use std::sync::Arc;
@@ -45,7 +47,7 @@ pub fn skip(why: &str) {
 /// # Panics
 /// When a check fails.
 pub fn run(name: &str, make_pair: MakePair<'_>) {
-    let checks: [(&str, Check); 22] = [
+    let checks: [(&str, Check); 25] = [
         ("says what it is", says_what_it_is),
         ("order and sizes", order_and_sizes),
         ("frames taken between polls", taken_between_polls),
@@ -68,6 +70,9 @@ pub fn run(name: &str, make_pair: MakePair<'_>) {
         ("closed while a head waits", waiting::closed),
         ("notes", notes::both_ways),
         ("notes that nobody takes", notes::untaken),
+        ("rows at both ends", rows::both_ends),
+        ("received rows recalled midway", rows::received_recalled),
+        ("sent rows recalled midway", rows::sent_recalled),
     ];
     for (check, body) in checks {
         let (a, b) = make_pair();
