@@ -1,4 +1,4 @@
-"""The double of PyTorch does what PyTorch does in host memory. Runs where PyTorch is installed."""
+"""The double of PyTorch (tests/python/host_torch.py) does what PyTorch does in host memory."""
 
 from __future__ import annotations
 
