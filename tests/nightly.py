@@ -229,7 +229,8 @@ def _last_words(log: Path) -> str:
     passed, last = 0, ""
     for line in _lines(log):
         passed += sum(int(number) for number in re.findall(r"\b(\d+) passed\b", line))
-        last = line.strip() or last
+        if any(letter.isalnum() for letter in line):  # not the brace that ends a record
+            last = line.strip()
     last = "".join(letter if letter.isprintable() else " " for letter in last)
     return f"{passed} tests" if passed else last[:100]
 
