@@ -11,12 +11,17 @@
 //! hold the compiler back. Take the moment the membarrier reaches the writer: ring writes before it are
 //! visible to the sleeper's second look; for later ones, so is the flag to the writer. Elsewhere both barriers are
 //! plain fences.
+//!
+//! Linux passes a processor over that was idle when the process registered and had run it last: it keeps the
+//! process's address space, and does not learn of the registration until another process has run there. A writer on
+//! it has its store only delayed, by its store buffer. So the sleeper's second look comes [`SETTLE`] after its flag.
 #![allow(unsafe_code)]
 
 use std::os::linux::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
+use std::time::{Duration, Instant};
 
 use crate::atomics::{AtomicU64, fence};
 use crate::control::Control;
@@ -34,6 +39,9 @@ const LEFT: u64 = 4;
 
 const REGISTER: i32 = libc::MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED;
 const BARRIER: i32 = libc::MEMBARRIER_CMD_GLOBAL_EXPEDITED;
+
+/// Many times what a processor takes to write a store back, and a fraction of what it takes to sleep.
+const SETTLE: Duration = Duration::from_micros(5);
 
 /// Registers this process; whether its membarrier works. Once is enough; further times cost nothing.
 pub(crate) fn register() -> bool {
@@ -144,7 +152,15 @@ impl Flags {
     pub(crate) fn sleep(&self, what: u64) -> bool {
         self.mine().store(what, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        !self.expedited || membarrier(BARRIER)
+        if !self.expedited {
+            return true;
+        }
+        let since = Instant::now();
+        let passed = membarrier(BARRIER);
+        while passed && since.elapsed() < SETTLE {
+            std::hint::spin_loop();
+        }
+        passed
     }
 
     /// The lane ends here: no copy that went with it touches the peer's memory any more.
@@ -165,8 +181,6 @@ impl Flags {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use std::time::{Duration, Instant};
-
     use super::*;
 
     const LONG_ENOUGH: Duration = Duration::from_millis(1_500);
