@@ -129,5 +129,8 @@ def test_ranks_and_their_store_have_named_ports(make_bed: MAKE) -> None:
             first.kill()
             second.kill()
     assert (first.returncode, second.returncode) == (0, 0), said + said_there
-    assert {lane.name for row in Report.loads(out).rows for lane in row.lanes} == {"tcp/eth1", "tcp/eth2"}
+    # Both rails are up; of so few bytes one may carry all.
+    carried = {lane.name for row in Report.loads(out).rows for lane in row.lanes}
+    assert carried and carried <= {"tcp/eth1", "tcp/eth2"}
+    assert "is closed" not in said and "did not get through" not in said, said
     assert "10.77.0.1:18181" in said, said
