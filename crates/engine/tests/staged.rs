@@ -376,7 +376,7 @@ fn rows_of_gpus_end_with_their_region_or_their_request() {
             let what = format!("{transport}, {kind:?}, cancelled: {cancelled}");
             let rows = rows(&pair, kind);
             let (here, there) = (gpus(&pair.one), gpus(&pair.other));
-            here.iter().chain(&there).for_each(|gpu| gpu.set_delay(Duration::from_millis(3)));
+            here.iter().chain(&there).for_each(|gpu| gpu.set_delay(Duration::from_millis(150)));
             let request = rows.prepared.start(StartOptions::default()).unwrap();
             std::thread::sleep(Duration::from_millis(15));
             let expected = if cancelled {
