@@ -2,13 +2,15 @@
 //! host memory.
 #![allow(unsafe_code)]
 
+mod rows;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail::{
-    Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Memory, Move, MoveKind, MoveOptions, Op, Place, Protocol,
-    Ready, Region, Request, Row, Settings, Simulated, StartOptions, Worker, WorkerOptions,
+    Buffer, ConnectOptions, Context, Endpoint, ErrorKind, Memory, Op, Place, Protocol, Ready, Request, Settings,
+    Simulated, Worker, WorkerOptions,
 };
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
@@ -295,106 +297,6 @@ fn a_cancelled_transfer_leaves_memory_alone() {
             target.fill_from(0, &vec![9; bytes.len()]).unwrap();
             still_works(&what, &pair);
             assert!(bytes_of(&target).iter().all(|byte| *byte == 9), "{what}: written after the end");
-        }
-    });
-}
-
-/// Rows of a GPU's memory at each end, in orders of their own, and what both memories are after the move.
-struct Rows {
-    own: Memory,
-    other: Memory,
-    region: Region,
-    prepared: Move,
-    expected: [Vec<u8>; 2],
-    _local: Region,
-}
-
-/// 900 rows of 528 bytes and 300 of 2,305, of which three quarters move; no row is aligned as its partner is.
-fn rows(pair: &Pair, kind: MoveKind) -> Rows {
-    const PARTS: [(u64, u64); 2] = [(900, 528), (300, 2_305)];
-    let size = 3 << 20;
-    let (own, other) =
-        (filled(&pair.one, Place::Gpu(0), &pattern(size, 5)), filled(&pair.other, Place::Gpu(1), &pattern(size, 3)));
-    let (local, region) = (pair.a.register(&own).unwrap(), pair.b.register(&other).unwrap());
-    let key = region.key();
-    let layout = |gap: u64| {
-        let mut at = gap;
-        PARTS.map(|(count, len)| {
-            at += count * (len + gap);
-            (at - count * (len + gap), len, len + gap, count)
-        })
-    };
-    let (near, far) = (layout(3), layout(8));
-    let index = |factor: u64| -> Vec<u32> {
-        let of = |first: u64, count: u64| (0..count * 3 / 4).map(move |n| (first + n * factor % count) as u32);
-        of(0, 900).chain(of(900, 300)).collect()
-    };
-    let (ours, theirs) = (index(7), index(11));
-    let mine =
-        pair.a.layout(&near.map(|(offset, len, stride, count)| Row { region: &local, offset, len, stride, count }));
-    let there =
-        pair.ab.layout(&far.map(|(offset, len, stride, count)| Row { region: &key, offset, len, stride, count }));
-    let options = MoveOptions { local_index: Some(&ours), remote_index: Some(&theirs), ..MoveOptions::default() };
-    let prepared = pair.ab.prepare(kind, &mine.unwrap(), &there.unwrap(), options).unwrap();
-    let mut expected = [pattern(size, 5), pattern(size, 3)];
-    let place = |layout: &[(u64, u64, u64, u64)], index: u32| {
-        let (part, row) = if index < 900 { (layout[0], index) } else { (layout[1], index - 900) };
-        ((part.0 + u64::from(row) * part.2) as usize, part.1 as usize)
-    };
-    for (a, b) in ours.iter().zip(&theirs) {
-        let ((a, len), (b, _)) = (place(&near, *a), place(&far, *b));
-        let [mine, other] = &mut expected;
-        match kind {
-            MoveKind::Read => mine[a..a + len].copy_from_slice(&other[b..b + len]),
-            MoveKind::Write => other[b..b + len].copy_from_slice(&mine[a..a + len]),
-        }
-    }
-    Rows { own, other, region, prepared, expected, _local: local }
-}
-
-#[test]
-fn rows_of_gpus_move_as_one_transfer() {
-    each(|transport, pair| {
-        for kind in [MoveKind::Read, MoveKind::Write] {
-            let rows = rows(&pair, kind);
-            let what = format!("{transport}, {kind:?}: {:?}", rows.prepared.explain());
-            assert_eq!(rows.prepared.explain().how, "one transfer", "{what}");
-            for _ in 0..2 {
-                let receipt = done(&what, rows.prepared.start(StartOptions::default()).unwrap());
-                assert_eq!((receipt.bytes, receipt.protocol), (rows.prepared.nbytes(), Protocol::Chunks), "{what}");
-            }
-            assert!(bytes_of(&rows.own) == rows.expected[0], "{what}: ours");
-            assert!(bytes_of(&rows.other) == rows.expected[1], "{what}: theirs");
-        }
-    });
-}
-
-#[test]
-fn rows_of_gpus_end_with_their_region_or_their_request() {
-    each(|transport, pair| {
-        for (kind, cancelled) in [(MoveKind::Read, false), (MoveKind::Write, false), (MoveKind::Write, true)] {
-            let what = format!("{transport}, {kind:?}, cancelled: {cancelled}");
-            let rows = rows(&pair, kind);
-            let (here, there) = (gpus(&pair.one), gpus(&pair.other));
-            here.iter().chain(&there).for_each(|gpu| gpu.set_delay(Duration::from_millis(150)));
-            let request = rows.prepared.start(StartOptions::default()).unwrap();
-            std::thread::sleep(Duration::from_millis(15));
-            let expected = if cancelled {
-                request.cancel();
-                ErrorKind::Cancelled
-            } else {
-                rows.region.deregister().unwrap();
-                ErrorKind::Region
-            };
-            if !cancelled {
-                rows.other.fill_from(0, &vec![3; rows.other.len()]).unwrap();
-            }
-            let error = request.wait(LIMIT).expect_err(&what);
-            assert_eq!(error.kind, expected, "{what}: {error}");
-            here.iter().chain(&there).for_each(|gpu| gpu.set_delay(Duration::ZERO));
-            still_works(&what, &pair);
-            let untouched = !cancelled && bytes_of(&rows.other).iter().any(|byte| *byte != 3);
-            assert!(!untouched, "{what}: written after the end");
         }
     });
 }
