@@ -1,5 +1,5 @@
-//! What is put into callers' streams: waits for operations, and for signals behind copies ([`Mapped::put`](super::Mapped::put)).
-//! None of it waits here.
+//! What is enqueued on callers' streams: waits for operations, and for signals behind copies
+//! ([`Mapped::put`](super::Mapped::put)). None of it waits here.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
