@@ -270,8 +270,10 @@ impl StagedChunks {
             return Place::Into { dst: std::ptr::dangling_mut(), len: 0, grant: None, token: 0 };
         }
         tables.hold_region(endpoint, memory);
-        if let (false, ChunkMemory::At(dst)) = (chunk, &dst) {
-            let dst = *dst;
+        if !chunk {
+            let ChunkMemory::At(dst) = dst else {
+                return Place::Refuse(format!("{len} bytes for rows of GPU memory, which are no chunk"));
+            };
             let Some(grant) = tables.loan(endpoint, memory) else { return Place::Discard };
             let mut bytes: Box<[u8]> = vec![0; len].into();
             let into = bytes.as_mut_ptr();

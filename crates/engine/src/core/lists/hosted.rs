@@ -550,6 +550,63 @@ impl proto::Regions for Shown<'_> {
     }
 
     fn eager(&self, region: RegionRef) -> bool {
-        Hosted::is_lent(region) || self.regions.is_eager(region)
+        match self.hosted.memory(region) {
+            Some(Where::Rows(_, gpu)) => gpu.is_none(),
+            Some(Where::Flat(..)) => true,
+            None => self.regions.is_eager(region),
+        }
+    }
+}
+
+#[cfg(feature = "simulated-gpu")]
+#[cfg(test)]
+mod tests {
+    use crossrail_gpu::Devices;
+    use crossrail_shm::Arena;
+    use crossrail_types::Settings;
+    use proto::Regions as _;
+
+    use super::*;
+    use crate::memory::{Buffer, GpuTimes, Keep, OnGpu};
+
+    const PEER: EndpointId = EndpointId(0);
+    const LEN: usize = 64;
+
+    fn shown<'a>(regions: &'a Regions, hosted: &'a mut Hosted) -> Shown<'a> {
+        Shown { regions, hosted, endpoint: PEER }
+    }
+
+    fn mail(regions: &Regions, hosted: &mut Hosted, (sort, id): (Sort, u32), bytes: &[u8]) {
+        let key = Named::Mail { sort, id }.key();
+        let region = shown(regions, hosted).resolve(&key, 0, bytes.len() as u64, Access::Write).expect("a mail");
+        assert!(shown(regions, hosted).eager(region));
+        let Some(Where::Flat(at, _)) = hosted.memory(region) else { panic!("a mail has memory") };
+        // SAFETY: the mail's memory, of that length.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len()) };
+        hosted.arrived(regions, region);
+        hosted.released(region);
+    }
+
+    /// What is no host memory must not be read for a frame, whatever the peer asks for.
+    #[test]
+    fn rows_of_gpu_memory_go_in_chunks_alone() {
+        let gpus = Devices::simulated(&Settings::default(), Arena::new(), 1);
+        let memory = gpus.alloc(0, LEN).expect("a simulated GPU");
+        let device = Some(gpus.device(0).expect("a simulated GPU"));
+        let on_gpu = OnGpu { ordinal: 0, device, after: None, times: GpuTimes::default() };
+        let on_gpu =
+            Buffer { ptr: memory.ptr() as *mut u8, len: LEN, keep: Keep::Nothing, gpu: Some(Box::new(on_gpu)) };
+        let (mut regions, mut hosted) = (Regions::default(), Hosted::default());
+        for (id, buffer, eager) in [(1, Buffer::from(vec![0; LEN]), true), (2, on_gpu, false)] {
+            let (region, known) = regions.insert(buffer, [id as u8; 16]);
+            assert_eq!(shown(&regions, &mut hosted).eager(region), eager);
+            let stride = RegionStride { region: 0, stride: Stride { at: 0, len: 8, stride: 16, count: 4 } };
+            mail(&regions, &mut hosted, (Sort::Rows, id), &wire::put_rows(&[known.key], &[stride]));
+            let view = wire::put_view(&wire::ViewOf { rows: id, index: Index::All, theirs: None });
+            mail(&regions, &mut hosted, (Sort::View, id), &view);
+            let key = Named::View { id, behind: None, counts: false }.key();
+            let access = shown(&regions, &mut hosted).resolve(&key, 0, 8, Access::Read).expect("a view");
+            assert_eq!(shown(&regions, &mut hosted).eager(access), eager, "rows of view {id}");
+        }
     }
 }

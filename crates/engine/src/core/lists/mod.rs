@@ -458,8 +458,8 @@ impl Tables {
     #[cold]
     pub(super) fn frame_of_rows(&mut self, endpoint: EndpointId, lane: LaneId, out: &proto::Out) -> Option<Tx> {
         let proto::Body::Memory { memory, offset, len } = out.body else { return None };
-        let (Part { list, from, gpu }, have) = self.part(memory)?;
-        debug_assert!(gpu.is_none(), "rows of GPU memory are staged");
+        // Rows of GPU memory are staged; only a peer that breaks the protocol has them go in another frame.
+        let (Part { list, from, gpu: None }, have) = self.part(memory)? else { return None };
         offset.checked_add(u64::from(len)).filter(|end| *end <= have)?;
         let from = from + offset;
         let (payload, token) = if self.lanes.get(lane)?.takes_lists() {

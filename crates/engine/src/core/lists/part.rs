@@ -28,13 +28,12 @@ impl Part {
     pub(in crate::core) fn on_gpu(&self, offset: u64, len: u64) -> Option<(ChunkMemory, u32)> {
         let gpu = self.gpu.as_ref()?;
         let (mut cursor, mut left) = (self.list.cursor(self.from + offset), len);
-        let mut pieces = Vec::new();
-        while left > 0 {
-            let (at, len) = cursor.piece(left)?;
-            pieces.push((at, len));
-            left -= len;
-        }
-        Some((ChunkMemory::Pieces(pieces.into()), gpu.ordinal()))
+        let next = || {
+            let piece = cursor.piece(left).filter(|_| left > 0)?;
+            left -= piece.1;
+            Some(piece)
+        };
+        Some((ChunkMemory::Pieces(std::iter::from_fn(next).collect()), gpu.ordinal()))
     }
 }
 
