@@ -5,7 +5,7 @@
     python benches/run.py --quick               fewer rounds and bytes; nothing is written unless --results says where
 
 Results name the commit that they are of, so benches/results is written from a clean tree only, when every scenario has
-run; with --results a changed tree is marked with + behind the commit.
+run; with --results a changed tree is marked with + behind the commit. A scenario that fails leaves an earlier file.
 
 Ours and the peer take turns in the same run, on the same processors; figures are medians over the turns. A row whose
 peer is missing or fails says so. Exit 0: every row ran, whether or not it reached its goal; 1: one did not; 2: bad
@@ -47,7 +47,10 @@ def main() -> int:
             talk.print(f"{scenario.name}: {scenario.summary}")
             found = _run(scenario, terms, Path(scratch))
             outcomes += found.outcomes
-            files[f"{scenario.name}.json"] = found.data
+            if results is not None and found.failed and (results / f"{scenario.name}.json").exists():
+                talk.print(f"{scenario.name} failed: {results / scenario.name}.json stays as it was")
+            else:
+                files[f"{scenario.name}.json"] = found.data
     out.print(_table(outcomes))
     for outcome in outcomes:
         for note in outcome.notes:
@@ -87,6 +90,7 @@ class _Found:
     def __init__(self, outcomes: list[Outcome], data: dict[str, object]) -> None:
         self.outcomes = outcomes
         self.data = data
+        self.failed = any(outcome.failed for outcome in outcomes)
 
 
 def _run(scenario: Scenario, terms: Terms, scratch: Path) -> _Found:

@@ -74,3 +74,11 @@ def test_a_missing_peer_is_a_failed_row_not_a_missing_one(tmp_path: Path) -> Non
     (outcome,) = json.loads((tmp_path / "shm-latency.json").read_text())["outcomes"]
     assert outcome["failed"]
     assert outcome["to_reach"] == "<= 0.75 x ucx"
+
+
+def test_a_scenario_that_fails_leaves_an_earlier_record(tmp_path: Path) -> None:
+    (tmp_path / "shm-latency.json").write_text("an earlier one")
+    done = run("--quick", "--only=shm-latency", f"--results={tmp_path}", PATH="/none")
+    assert done.returncode == 1
+    assert "stays as it was" in done.stderr.replace("\n", " ")
+    assert (tmp_path / "shm-latency.json").read_text() == "an earlier one"
