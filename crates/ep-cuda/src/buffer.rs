@@ -70,7 +70,7 @@ impl DeviceBuffer {
         let parameters = Parameters::of(&config).on_gpu(shape.regions);
         timer.end("context");
         // Loading kernels and allocating the heap take about the same time.
-        let (loaded, made) = kernel_cache::beside(&cuda, context.settings(), &shape, || {
+        let (loaded, made) = kernel_cache::load_beside(&cuda, context.settings(), &shape, || {
             let node = options.node_of(group.node());
             let meeting = Meeting::new(group, context, name, id, node, config.share_node, parameters)?;
             meeting.begin()?;

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use crossrail_cuda::Context;
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
-use crossrail_kernels::Kernels;
 use crossrail_kernels::ep::{EpKernels, LayoutKernel, Shape};
+use crossrail_kernels::{Kernels, beside};
 use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
@@ -62,22 +62,20 @@ pub(crate) struct Loaded {
 }
 
 /// Loads all kernels, and runs `make` at the same time.
-pub(crate) fn beside<T>(
+pub(crate) fn load_beside<T>(
     context: &Context,
     settings: &Settings,
     shape: &Shape,
     make: impl FnOnce() -> Result<T>,
 ) -> (Loaded, Result<T>) {
-    std::thread::scope(|scope| {
-        let kernels = scope.spawn(|| timed(|| load(context, settings, shape)));
-        let engine = scope.spawn(|| timed(|| crossrail_kernels::shared(context, settings, settings.timeout).ok()));
-        let (made, heap_took) = timed(make);
-        let (kernels, kernels_took) = kernels.join().unwrap_or_else(|_| {
-            let error = Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked");
-            (Err(error), Duration::ZERO)
-        });
-        let (engine, engine_took) = engine.join().unwrap_or_default();
-        let took = [("kernels", kernels_took), ("engine's kernels", engine_took), ("heap", heap_took)];
-        (Loaded { kernels, engine, took }, made)
-    })
+    let compile = || timed(|| load(context, settings, shape));
+    let copies = || timed(|| crossrail_kernels::shared(context, settings, settings.timeout).ok());
+    let (kernels, (engine, (made, heap_took))) = beside(compile, || beside(copies, || timed(make)));
+    let (kernels, kernels_took) = kernels.unwrap_or_else(|| {
+        let error = Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked");
+        (Err(error), Duration::ZERO)
+    });
+    let (engine, engine_took) = engine.unwrap_or_default();
+    let took = [("kernels", kernels_took), ("engine's kernels", engine_took), ("heap", heap_took)];
+    (Loaded { kernels, engine, took }, made)
 }

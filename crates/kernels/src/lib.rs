@@ -14,6 +14,7 @@
 
 #[macro_use]
 mod args;
+mod beside;
 pub mod ep;
 mod launch;
 mod names;
@@ -26,6 +27,7 @@ pub use args::{
     BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs,
     FlagWriteArgs, Piece, PutArgs, ROWS_THREADS, RowStride, RowsArgs, RowsEnd, UnpackArgs, layout,
 };
+pub use beside::beside;
 pub use launch::Kernels;
 pub use names::mangled;
 pub use rows::{RowCount, RowList, table_words, write_table};

@@ -11,7 +11,7 @@ use super::{
     EP_ANNOUNCE, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EP_WIRE_BF16, EP_WIRE_FP8, EP_WIRE_LOGFMT10, EpCombineArgs,
     EpCommon, EpDispatchArgs, Shape,
 };
-use crate::{mangled, sources};
+use crate::{beside, mangled, sources};
 
 /// Qualified name of the kernel that dispatches in the expert layout. Profilers show it; tests written for DeepEP look
 /// for kernels named `...::dispatch` and `...::combine`.
@@ -121,17 +121,11 @@ impl EpKernels {
             load(&sources::EP_RANK, names, &defines, [shape.rank_threads(); 2], shared)
         };
         // Each takes a second or more to compile.
-        let (expert, coded, rank) = std::thread::scope(|scope| {
-            let panicked = || Error::new(ErrorKind::Io, "kernels", "loading them panicked");
-            let coded = shape.has_coded().then(|| scope.spawn(coded));
-            let beside = (shape.expert_layout && shape.rank_layout).then(|| scope.spawn(rank));
-            let expert = shape.expert_layout.then(expert);
-            let rank = match beside {
-                Some(beside) => Some(beside.join().unwrap_or_else(|_| Err(panicked()))),
-                None => shape.rank_layout.then(rank),
-            };
-            (expert, coded.map(|coded| coded.join().unwrap_or_else(|_| Err(panicked()))), rank)
-        });
+        let coded = || shape.has_coded().then(&coded);
+        let rank = || shape.rank_layout.then(&rank);
+        let (coded, (rank, expert)) = beside(coded, || beside(rank, || shape.expert_layout.then(expert)));
+        let panicked = || Error::new(ErrorKind::Io, "kernels", "loading them panicked");
+        let (coded, rank) = (coded.ok_or_else(panicked)?, rank.ok_or_else(panicked)?);
         let (expert, coded) = (expert.transpose()?.unzip(), coded.transpose()?.unzip());
         let rank = rank.transpose()?.unzip();
         Ok(EpKernels {
