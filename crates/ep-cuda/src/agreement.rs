@@ -4,6 +4,7 @@
 //! A loss that kernels or an ended connection report is proposed at the next call, or at once by the watching thread;
 //! notices of the others are heard by that thread. Operations of a group without losses read two atomic words.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 
@@ -22,7 +23,7 @@ pub(crate) struct Agreement {
     /// Lost ranks are masked in agreement with the others. Otherwise the caller decides what becomes of them.
     masks_lost: bool,
     /// The heap of this rank, for its masks.
-    heap: Heap,
+    heap: Arc<Heap>,
     worker: Worker,
     tell: Sender<News>,
     /// Operations enqueued so far by the host: equal on all ranks, or replayed by graphs on all ranks.
@@ -68,7 +69,7 @@ impl Agreement {
         me: u32,
         ranks: u32,
         on_loss: OnLoss,
-        heap: Heap,
+        heap: Arc<Heap>,
         worker: Worker,
         tell: Sender<News>,
     ) -> Agreement {
@@ -252,7 +253,6 @@ impl Agreement {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::mpsc::{Receiver, channel};
     use std::thread;
     use std::time::Duration;
@@ -270,7 +270,7 @@ mod tests {
     /// A rank whose heap is in host memory, which is written in the same way.
     struct Rank {
         agreement: Arc<Agreement>,
-        heap: Heap,
+        heap: Arc<Heap>,
         worker: Worker,
         /// By rank.
         endpoints: Vec<Option<Endpoint>>,
@@ -278,9 +278,7 @@ mod tests {
 
     impl Rank {
         fn masks(&self) -> Vec<u8> {
-            let mut words = vec![0; 4 * self.endpoints.len()];
-            self.heap.memory.copy_to(self.heap.parts.masks as usize, &mut words).unwrap();
-            words.into_iter().step_by(4).collect()
+            self.heap.masks().into_iter().map(u8::from).collect()
         }
 
         /// Connects to all ranks, as connection `generation`.
@@ -313,10 +311,10 @@ mod tests {
         let mut made: Vec<Rank> = Vec::new();
         for me in 0..count {
             let memory = context.alloc(usize::try_from(crate::heap::bytes(&shape)).unwrap()).unwrap();
-            let heap = || Heap::new(memory.clone(), &shape, &shape).unwrap();
+            let heap = Arc::new(Heap::new(memory, &shape, &shape).unwrap());
             let worker = Worker::new(&context, WorkerOptions::default()).unwrap();
             let (tell, news) = channel();
-            let agreement = Arc::new(Agreement::new(me, count, on_loss, heap(), worker.clone(), tell));
+            let agreement = Arc::new(Agreement::new(me, count, on_loss, heap.clone(), worker.clone(), tell));
             let (hears, heard) = (Arc::downgrade(&agreement), heard.clone());
             thread::spawn(move || {
                 while let Ok(News::Notice { rank, generation, receipt }) = news.recv() {
@@ -325,7 +323,7 @@ mod tests {
                     let _ = heard.send(());
                 }
             });
-            made.push(Rank { agreement, heap: heap(), worker, endpoints: (0..count).map(|_| None).collect() });
+            made.push(Rank { agreement, heap, worker, endpoints: (0..count).map(|_| None).collect() });
         }
         for one in 0..made.len() {
             for other in 0..one {

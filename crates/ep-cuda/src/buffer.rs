@@ -1,35 +1,33 @@
 //! The buffer: one rank's heap in GPU memory, its kernels, and its connections to the other ranks.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail::{Context, Endpoint, Place};
 use crossrail_control::Group;
-use crossrail_cuda::{Capture, Entered, Stream};
+use crossrail_cuda::{Capture, Entered};
 use crossrail_ep::hello::Parameters;
 use crossrail_ep::meeting::{Meeting, random_id};
-use crossrail_ep::{Config, Fault, Layout, Link, Plan};
+use crossrail_ep::{Config, Fault, Link, Plan};
 use crossrail_kernels::ep::{Epochs, Shape};
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::agreement::Agreement;
-use crate::completion::Events;
-use crate::counts::CountPool;
-use crate::device_reader::Reader;
 use crate::fault_ring::Ring;
-use crate::handles::{DeviceHandle, Pool, layout_of};
+use crate::handles::{DeviceHandle, layout_of};
 use crate::heap::{self, Heap};
-use crate::inner::{Connections, InFlight, Inner, State};
+use crate::inner::Inner;
 use crate::kernel_cache;
+use crate::launches::Launches;
 use crate::lease::RegionLease;
 use crate::losses;
+use crate::membership::{Membership, State};
 use crate::options::{self, DeviceOptions};
 use crate::peer::Peer;
-use crate::regions::Regions;
+use crate::results::Results;
 use crate::setup_timings::{PhaseTimer, SetupTimings};
 use crate::sight::Sight;
 
@@ -38,8 +36,6 @@ use crate::sight::Sight;
 #[derive(Clone)]
 pub struct DeviceBuffer(pub(crate) Arc<Inner>);
 
-/// How long `destroy` waits for kernels in addition to their own timeouts.
-const LAST_KERNELS: Duration = Duration::from_secs(2);
 /// How often a barrier that failed checks whether a connection has ended.
 const LOSS_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -81,62 +77,37 @@ impl DeviceBuffer {
         timer.add(&loaded.took);
         let (kernels, (memory, meeting)) = (loaded.kernels?, made?);
         let blocks = options.blocks(kernels.most_blocks())?;
-        let pool = |layout: Layout| config.has(layout).then(|| Pool::new(&cuda, shape.handle_bytes(layout_of(layout))));
-        let (tell, lost) = channel();
+        let (tell, news) = channel();
         let ring = Ring::new(&cuda)?;
-        let heap = Heap::new(memory.clone(), &shape, &room)?;
-        let mut peers: Vec<Option<Peer>> = (0..config.ranks).map(|_| None).collect();
-        peers[me as usize] = Some(Peer::myself(me));
+        let heap = Arc::new(Heap::new(memory, &shape, &room)?);
         for rank in 0..config.ranks {
             heap.set_peer(rank, heap.base())?;
             heap.set_mask(rank, rank != me)?;
         }
-        let ranks = config.ranks as usize;
-        let sight = Sight::new(context.settings(), name, (me, config.ranks), options.ordinal, memory.len() as u64);
+        let sight = Sight::new(context.settings(), name, (me, config.ranks), options.ordinal, heap.len());
         let sight = Arc::new(sight);
-        let masks = Heap::new(memory.clone(), &shape, &room)?;
-        let agreement = Agreement::new(me, config.ranks, config.on_loss, masks, meeting.worker.clone(), tell.clone());
+        let worker = meeting.worker.clone();
+        let agreement = Agreement::new(me, config.ranks, config.on_loss, heap.clone(), worker, tell.clone());
+        let launches = Launches::new(&cuda, kernels, loaded.engine, blocks, ring.address());
         let inner = Arc::new(Inner {
-            id,
             name: name.to_owned(),
             me,
             context: context.clone(),
-            meeting: Arc::new(meeting),
-            kernels,
-            _engine: loaded.engine,
-            blocks,
             heap,
-            memory,
-            region: Mutex::default(),
-            events: Events::new(&cuda),
-            counts: config.has(Layout::Rank).then(|| CountPool::new(&cuda, &shape, &sight)).transpose()?,
-            handles: [pool(Layout::Expert), pool(Layout::Rank)],
-            regions: Regions::new(shape.regions),
-            reader: Reader::new(&cuda),
-            faults_at: ring.address(),
-            tell,
-            agreement: Arc::new(agreement),
-            network: AtomicU64::new(0),
-            in_flight: Arc::default(),
-            state: Mutex::new(State::new(peers, ring, Arc::default())),
-            connections: Mutex::new(Connections { generations: vec![0; ranks], ended: Vec::new() }),
-            connecting: Mutex::new(()),
+            membership: Membership::new(meeting, agreement, tell, State::alone(me, config.ranks, ring)),
+            launches,
+            results: Results::new(id, &cuda, &config, &shape, &sight)?,
             setup_timings: Mutex::default(),
             sight,
+            base: None,
+            variants: Mutex::default(),
             config,
             options,
             shape,
-            room,
-            base: None,
-            variants: Mutex::default(),
-            cuda,
         });
-        // The driver would block a release until the kernels are done, and they may be waiting for other ranks.
-        let asked: Weak<InFlight> = Arc::downgrade(&inner.in_flight);
-        inner.cuda.defer_releases_while(move || asked.upgrade().map(|in_flight| in_flight.is_busy()));
-        losses::start(&inner, lost)?;
-        inner.show_members(&inner.state.lock());
-        inner.meeting.announce()?;
+        losses::start(&inner, news)?;
+        inner.show_members(&inner.membership.lock());
+        inner.membership.meeting().announce()?;
         timer.end("rest");
         inner.setup_timings.lock().construct = timer.parts();
         Ok(DeviceBuffer(inner))
@@ -168,12 +139,12 @@ impl DeviceBuffer {
 
     /// Multiprocessors that an operation occupies.
     pub fn num_sms(&self) -> u32 {
-        self.0.blocks
+        self.0.launches.blocks()
     }
 
     /// Bytes of the heap, in GPU memory.
     pub fn heap_bytes(&self) -> u64 {
-        self.0.memory.len() as u64
+        self.0.heap.len()
     }
 
     /// This rank.
@@ -219,59 +190,47 @@ impl DeviceBuffer {
 
     /// Ranks that are connected but masked.
     pub fn masked(&self) -> Vec<u32> {
-        let mut state = self.0.state.lock();
-        self.0.process_losses(&mut state);
-        state.peers.iter().flatten().filter(|peer| peer.masked).map(|peer| peer.rank).collect()
+        self.0.current().peers().filter(|peer| peer.masked).map(|peer| peer.rank).collect()
     }
 
     /// Ranks that are connected and not masked, this one included.
     pub fn active(&self) -> Vec<u32> {
-        self.0.active()
+        self.0.current().active_ranks()
     }
 
     /// Number of this rank's view, as `crossrail_ep_host::ExpertBuffer::view`. It counts for buffers that mask lost ranks.
     pub fn view(&self) -> u64 {
-        let mut state = self.0.state.lock();
-        self.0.process_losses(&mut state);
-        self.0.agreement.number()
+        let _state = self.0.current();
+        self.0.membership.agreement().number()
     }
 
     /// Ranks that are connected, this one and masked ones included.
     pub fn connected(&self) -> Vec<u32> {
-        self.0.state.lock().peers.iter().flatten().map(|peer| peer.rank).collect()
+        self.0.membership.lock().peers().map(|peer| peer.rank).collect()
     }
 
     /// Ranks without a part in the operations that are done, ascending: not connected, masked or lost.
     pub fn missing(&self) -> Vec<u32> {
-        let mut state = self.0.state.lock();
-        self.0.process_losses(&mut state);
-        let absent = |(_, peer): &(usize, &Option<Peer>)| peer.as_ref().is_none_or(|peer| peer.masked);
-        state.peers.iter().enumerate().filter(absent).map(|(rank, _)| rank as u32).collect()
+        self.0.current().missing()
     }
 
     /// Ranks lost so far, in order. When an operation has completed without a rank, that rank is listed; a rank that
     /// left regularly is masked at once and listed when the next operation begins.
     pub fn faults(&self) -> Vec<Fault> {
-        let mut state = self.0.state.lock();
-        self.0.process_losses(&mut state);
-        state.faults.clone()
+        self.0.current().faults().to_vec()
     }
 
     /// How each connected rank is reached: `Heap` by this rank's kernels over NVLink or PCIe, `Network` by the host
     /// through the engine.
     pub fn links(&self) -> Vec<Link> {
-        let mut state = self.0.state.lock();
-        self.0.process_losses(&mut state);
-        let peers = state.peers.iter().flatten();
-        peers
-            .map(|peer| Link {
-                rank: peer.rank,
-                kind: peer.kind(),
-                masked: peer.masked,
-                lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
-                missed: peer.endpoint().map(|endpoint| endpoint.explain().missed()).unwrap_or_default(),
-            })
-            .collect()
+        let link = |peer: &Peer| Link {
+            rank: peer.rank,
+            kind: peer.kind(),
+            masked: peer.masked,
+            lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
+            missed: peer.endpoint().map(|endpoint| endpoint.explain().missed()).unwrap_or_default(),
+        };
+        self.0.current().peers().map(link).collect()
     }
 
     /// Durations of the phases of construction and of the last connect.
@@ -282,12 +241,12 @@ impl DeviceBuffer {
     /// How many more results in the rank layout there is memory for, not counting regions in use or reserved for
     /// graphs.
     pub fn spare_regions(&self) -> u32 {
-        self.0.regions.spare()
+        self.0.results.regions().spare()
     }
 
     /// Bytes of rows that the host has forwarded to ranks whose heaps this GPU cannot map.
     pub fn network_bytes(&self) -> u64 {
-        self.0.network.load(Ordering::Relaxed)
+        self.0.launches.forwarded()
     }
 
     /// A few lines on the operations in flight, read from this rank's heap while kernels run: to diagnose operations
@@ -296,12 +255,7 @@ impl DeviceBuffer {
     /// # Errors
     /// What the driver reports.
     pub fn report(&self) -> Result<String> {
-        let shape = &self.0.room;
-        let parts = shape.heap();
-        let len = if shape.rank_layout { parts.regions } else { parts.bytes };
-        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
-        self.0.memory.copy_to(0, &mut bytes)?;
-        Ok(shape.report(&bytes))
+        self.0.heap.report()
     }
 
     /// A region for a result in the rank layout.
@@ -321,9 +275,9 @@ impl DeviceBuffer {
     /// # Errors
     /// As [`DeviceBuffer::take_region`]; what the driver reports.
     pub unsafe fn take_region_for(&self, stream: u64) -> Result<RegionLease> {
-        let _entered = self.0.cuda.enter()?;
+        let _entered = self.0.launches.enter()?;
         // SAFETY: the caller vouches for the stream.
-        let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
+        let stream = unsafe { self.0.launches.stream(stream)? };
         RegionLease::take(&self.0, stream.capture()? != Capture::None)
     }
 
@@ -346,10 +300,10 @@ impl DeviceBuffer {
     /// # Errors
     /// `Usage` for a stream of another GPU; what the driver reports.
     pub unsafe fn order(&self, before: u64, after: u64) -> Result<()> {
-        let _entered = self.0.cuda.enter()?;
+        let _entered = self.0.launches.enter()?;
         // SAFETY: the caller vouches for the streams.
-        let (before, after) = unsafe { (Stream::borrow(&self.0.cuda, before)?, Stream::borrow(&self.0.cuda, after)?) };
-        self.0.events.record(&before, false)?.before(&after)
+        let (before, after) = unsafe { (self.0.launches.stream(before)?, self.0.launches.stream(after)?) };
+        self.0.launches.record(&before, false)?.before(&after)
     }
 
     /// Makes the GPU's context current until the result is dropped, for several calls in a row.
@@ -357,7 +311,7 @@ impl DeviceBuffer {
     /// # Errors
     /// What the driver reports.
     pub fn enter(&self) -> Result<Entered<'_>> {
-        self.0.cuda.enter()
+        self.0.launches.enter()
     }
 
     /// Whether `stream` is being captured in a graph.
@@ -369,7 +323,7 @@ impl DeviceBuffer {
     /// `Usage` for a stream of another GPU, or the default stream during a capture; what the driver reports.
     pub unsafe fn is_capturing(&self, stream: u64) -> Result<bool> {
         // SAFETY: the caller vouches for the stream.
-        let stream = unsafe { Stream::borrow(&self.0.cuda, stream)? };
+        let stream = unsafe { self.0.launches.stream(stream)? };
         Ok(stream.capture()? != Capture::None)
     }
 
@@ -399,70 +353,54 @@ impl std::fmt::Debug for DeviceBuffer {
 }
 
 impl Inner {
-    fn active(&self) -> Vec<u32> {
-        let mut state = self.state.lock();
-        self.process_losses(&mut state);
-        state.active_ranks()
-    }
-
     /// Takes ranks back: those that the view has lost by new connections.
     fn take_back(&self, ranks: &[u32]) -> Result<()> {
+        let agreement = self.membership.agreement();
         let others = {
-            let mut state = self.state.lock();
-            self.process_losses(&mut state);
+            let state = self.current();
             self.check_others(&state, ranks, "unmask")?;
-            state.peers.iter().flatten().map(|peer| peer.rank).filter(|rank| *rank != self.me).collect::<Vec<_>>()
+            state.peers().map(|peer| peer.rank).filter(|rank| *rank != self.me).collect::<Vec<_>>()
         };
-        let estranged = self.agreement.estranged(ranks);
+        let estranged = agreement.estranged(ranks);
         if estranged.is_empty() {
             return self.set_mask(ranks, false);
         }
         self.refuse_variant("unmask")?;
-        self.refuse_dead(&self.state.lock(), &estranged)?;
-        self.disconnect(if self.agreement.is_evicted() { &others } else { &estranged })?;
+        refuse_dead(&self.membership.lock(), &estranged)?;
+        self.disconnect(if agreement.is_evicted() { &others } else { &estranged })?;
         self.connect(&estranged, true, None)?;
         let masked: Vec<u32> = ranks.iter().copied().filter(|rank| !estranged.contains(rank)).collect();
         if masked.is_empty() { Ok(()) } else { self.set_mask(&masked, false) }
     }
 
     fn check_others(&self, state: &State, ranks: &[u32], what: &str) -> Result<()> {
-        let other = |rank: &u32| *rank != self.me && state.peers.get(*rank as usize).is_some_and(Option::is_some);
+        let other = |rank: &u32| *rank != self.me && state.peer(*rank).is_some();
         ranks.iter().find(|rank| !other(rank)).map_or(Ok(()), |rank| {
             Err(Error::new(ErrorKind::Usage, what, format!("rank {rank} is not a connected other rank")))
         })
     }
 
-    /// Fails for a rank that has died. One that has only closed its connection may be about to connect again.
-    fn refuse_dead(&self, state: &State, ranks: &[u32]) -> Result<()> {
-        let dead = |rank: &&u32| {
-            let peer = state.peers[**rank as usize].as_ref();
-            peer.and_then(|peer| peer.departure.as_ref()).is_some_and(|departure| departure.is_dead)
-        };
-        ranks.iter().find(dead).map_or(Ok(()), |rank| Err(gone(*rank)))
-    }
-
     fn set_mask(&self, ranks: &[u32], masked: bool) -> Result<()> {
         let what = if masked { "mask" } else { "unmask" };
-        let mut state = self.state.lock();
-        self.process_losses(&mut state);
+        let mut state = self.current();
         self.check_others(&state, ranks, what)?;
-        let alive = |rank: &&u32| state.peers[**rank as usize].as_ref().is_some_and(Peer::is_alive);
+        let alive = |rank: &&u32| state.peer(**rank).is_some_and(Peer::is_alive);
         if let Some(rank) = ranks.iter().find(|rank| !masked && !alive(rank)) {
             return Err(gone(*rank));
         }
         let epochs = if masked { Epochs::default() } else { self.wait_until_idle(&state, what, None)? };
         for rank in ranks {
-            let Some(peer) = &mut state.peers[*rank as usize] else { continue };
+            let Some(peer) = state.peer_mut(*rank) else { continue };
             if !masked {
                 // It was sent nothing while it was masked, so no slot waits for its acknowledgement.
-                self.set_taken(peer.rank, peer.mirror(), epochs)?;
-                self.regions.clear(peer.rank);
+                self.heap.set_taken(self.me, peer.rank, peer.mirror(), epochs)?;
+                self.results.regions().clear(peer.rank);
             }
             self.heap.set_mask(peer.rank, masked)?;
             peer.masked = masked;
             peer.lost = None;
         }
-        self.agreement.restart(&state.active_ranks());
+        self.membership.agreement().restart(&state.active_ranks());
         self.show_members(&state);
         Ok(())
     }
@@ -471,65 +409,76 @@ impl Inner {
         let began = Instant::now();
         let limit = limit.unwrap_or(self.context.settings().timeout);
         let name = format!("ep-cuda/{}", self.name);
+        let (group, agreement) = (&self.membership.meeting().group, self.membership.agreement());
         self.sight.synchronising();
         loop {
-            self.refuse_closed("sync")?;
+            self.membership.refuse_closed("sync")?;
             self.wait_for_kernels(Some(limit.saturating_sub(began.elapsed())))?;
-            let ranks = self.active();
-            self.agreement.refuse_evicted("sync")?;
-            let changes = self.meeting.group.changes();
+            let ranks = self.current().active_ranks();
+            agreement.refuse_evicted("sync")?;
+            let changes = group.changes();
             let left = limit.saturating_sub(began.elapsed());
             let others: Vec<u32> = ranks.iter().copied().filter(|rank| *rank != self.me).collect();
             let waiting = self.sight.waiting("sync", began, &others);
-            let met = self.meeting.group.barrier(&name, &ranks, Some(left));
+            let met = group.barrier(&name, &ranks, Some(left));
             drop(waiting);
             match met {
                 // Whether the rank is lost is for its connection to say: its lease may have ended while it lives. Each
                 // rank repeats the barrier, without those that are lost.
                 Err(error) if error.kind == ErrorKind::PeerDead && began.elapsed() < limit => {
-                    if self.active() == ranks {
-                        self.refuse_losses(&self.state.lock(), "sync")?;
-                        self.meeting.group.wait_change(changes, Instant::now() + LOSS_INTERVAL);
+                    if self.current().active_ranks() == ranks {
+                        self.refuse_losses(&self.membership.lock(), "sync")?;
+                        group.wait_change(changes, Instant::now() + LOSS_INTERVAL);
                     }
                 }
-                Err(error) => return self.agreement.refuse_evicted("sync").and(Err(error)),
-                Ok(()) => return self.refuse_losses(&self.state.lock(), "sync"),
+                Err(error) => return agreement.refuse_evicted("sync").and(Err(error)),
+                Ok(()) => return self.refuse_losses(&self.membership.lock(), "sync"),
             }
         }
     }
 
     fn destroy(&self) -> Result<()> {
+        let membership = &self.membership;
         if self.base.is_some() {
             return self.end_variant();
         }
         // Waits for other ranks end now, and release the state's lock.
-        self.meeting.end();
-        let _connecting = self.connecting.lock();
-        let mut state = self.state.lock();
-        if std::mem::replace(&mut state.closed, true) {
+        membership.meeting().end();
+        let _changing = membership.begin_change();
+        let mut state = membership.lock();
+        if state.close() {
             return Ok(());
         }
-        for variant in self.variants.lock().iter().filter_map(Weak::upgrade) {
-            variant.state.lock().closed = true;
+        for variant in self.variants() {
+            variant.membership.lock().close();
         }
-        let limit = self.config.timeout.saturating_mul(2) + LAST_KERNELS;
-        let done = self.wait_for_kernels(Some(limit));
-        self.meeting.close();
-        let peers: Vec<Peer> = state.peers.iter_mut().filter_map(Option::take).collect();
-        self.agreement.disconnected(&(0..self.config.ranks).collect::<Vec<_>>(), &[]);
+        let done = self.wait_for_last_kernels();
+        membership.meeting().close();
+        let peers = state.take_all();
+        membership.agreement().disconnected(&(0..self.config.ranks).collect::<Vec<_>>(), &[]);
         drop(state);
+        let worker = &membership.meeting().worker;
         if let Err(error) = done {
-            // Kernels that may still run need their memory: leak it.
-            std::mem::forget((peers, self.memory.clone(), self.kernels.clone()));
-            self.meeting.worker.close();
+            // Kernels that may still run need their memory.
+            self.heap.leak();
+            self.launches.leak();
+            std::mem::forget(peers);
+            worker.close();
             return Err(error);
         }
         for peer in peers {
             peer.close(crossrail_ep::meeting::CLOSE_TIMEOUT);
         }
-        self.meeting.worker.close();
+        worker.close();
         Ok(())
     }
+}
+
+/// Fails for a rank that has died. One that has only closed its connection may be about to connect again.
+fn refuse_dead(state: &State, ranks: &[u32]) -> Result<()> {
+    let departure = |rank: u32| state.peer(rank).and_then(|peer| peer.departure.as_ref());
+    let dead = |rank: &&u32| departure(**rank).is_some_and(|departure| departure.is_dead);
+    ranks.iter().find(dead).map_or(Ok(()), |rank| Err(gone(*rank)))
 }
 
 fn gone(rank: u32) -> Error {

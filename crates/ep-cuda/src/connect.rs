@@ -8,8 +8,8 @@ use crossrail_ep::meeting::{self, CLOSE_TIMEOUT, Connection, Greeted};
 use crossrail_kernels::ep::Epochs;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::inner::{Inner, State};
-use crate::losses;
+use crate::inner::Inner;
+use crate::membership::State;
 use crate::options;
 use crate::peer::{Forwarded, Path, Peer};
 use crate::setup_timings::PhaseTimer;
@@ -59,28 +59,28 @@ impl Met {
 impl Inner {
     pub(crate) fn connect(&self, ranks: &[u32], activate: bool, timeout: Option<Duration>) -> Result<()> {
         let deadline = Instant::now() + timeout.unwrap_or(self.context.settings().timeout);
-        let _connecting = self.connecting.lock();
-        self.refuse_closed("connect")?;
+        let (membership, meeting) = (&self.membership, self.membership.meeting());
+        let _changing = membership.begin_change();
+        membership.refuse_closed("connect")?;
         self.refuse_variant("connect")?;
         let mut timer = PhaseTimer::begin();
         let (new, mine) = {
-            let mut state = self.state.lock();
-            self.process_losses(&mut state);
-            let new = meeting::unconnected(ranks, self.config.ranks, |rank| state.peers[rank as usize].is_some())?;
+            let state = self.current();
+            let new = meeting::unconnected(ranks, self.config.ranks, |rank| state.peer(rank).is_some())?;
             if new.is_empty() {
                 return Ok(());
             }
-            if state.peers.iter().flatten().count() > 1 {
-                self.agreement.refuse_evicted("connect")?;
+            if state.peers().count() > 1 {
+                membership.agreement().refuse_evicted("connect")?;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             let mine = self.wait_until_idle(&state, "connect", Some(left))?;
             (new, mine)
         };
         timer.end("kernels done");
-        let (connections, deadline) = self.meeting.connect(&new, deadline)?;
+        let (connections, deadline) = meeting.connect(&new, deadline)?;
         timer.end("endpoints");
-        let greeted = self.meeting.greet(connections, deadline, |connection| self.hello(connection, mine))?;
+        let greeted = meeting.greet(connections, deadline, |connection| self.hello(connection, mine))?;
         timer.end("hello");
         let epochs = greeted.iter().fold(mine, |most, greeted| {
             most.max(Epochs { dispatch: greeted.received.counts[1], combine: greeted.received.counts[2] })
@@ -91,37 +91,34 @@ impl Inner {
             greeted.iter().map(|one| (one.connection.rank, one.connection.endpoint.clone())).collect();
         let prepared = self.meet_all(greeted, deadline).and_then(|met| {
             // Once the others are told that this rank is ready, they may write into its heap.
-            self.set_epochs(&self.state.lock(), &met, mine, epochs)?;
+            self.set_epochs(&membership.lock(), &met, mine, epochs)?;
             let told = met.iter().map(|met| Ok((met.rank, met.endpoint.clone(), self.late_key(met)?)));
             Ok((told.collect::<Result<Vec<_>>>()?, met))
         });
-        let tell = |error: &Error| self.meeting.refuse(ends.iter().map(|(_, endpoint)| endpoint), error);
+        let tell = |error: &Error| meeting.refuse(ends.iter().map(|(_, endpoint)| endpoint), error);
         let (told, met) = prepared.inspect_err(tell)?;
         timer.end("map");
-        let keys = self.meeting.all_ready(&told, deadline)?;
+        let keys = meeting.all_ready(&told, deadline)?;
         timer.end("all ready");
         let peers: Result<Vec<Peer>> =
             met.into_iter().zip(keys).map(|(met, key)| met.into_peer(&key, !activate)).collect();
-        let mut state = self.state.lock();
+        let mut state = membership.lock();
         let mut contacts = Vec::with_capacity(new.len());
         for mut peer in peers? {
-            let at = peer.rank as usize;
-            state.generation += 1;
-            peer.generation = state.generation;
+            peer.generation = state.next_generation();
             if let Some(endpoint) = peer.endpoint().cloned() {
-                peer.life = Some(losses::on_end(self, peer.rank, peer.generation, &endpoint)?);
+                peer.life = Some(membership.watch(peer.rank, peer.generation, &endpoint)?);
                 contacts.push((peer.rank, peer.generation, endpoint));
             }
-            let mut connections = self.connections.lock();
-            connections.generations[at] = peer.generation;
-            self.heap.set_peer(peer.rank, peer.base(self.heap.base()))?;
-            self.heap.set_mask(peer.rank, peer.masked)?;
-            drop(connections);
-            state.peers[at] = Some(peer);
+            membership.publish(peer.rank, peer.generation, || {
+                self.heap.set_peer(peer.rank, peer.base(self.heap.base()))?;
+                self.heap.set_mask(peer.rank, peer.masked)
+            })?;
+            state.replace(peer.rank, Some(peer));
         }
-        self.agreement.connected(contacts, &state.active_ranks(), progress)?;
-        for variant in self.live_variants() {
-            new.iter().for_each(|rank| variant.follow_base(*rank, state.peers[*rank as usize].as_ref()));
+        membership.agreement().connected(contacts, &state.active_ranks(), progress)?;
+        for variant in self.variants() {
+            new.iter().for_each(|rank| variant.follow_base(*rank, state.peer(*rank)));
         }
         self.show_members(&state);
         drop(state);
@@ -136,25 +133,25 @@ impl Inner {
         if epochs != mine {
             self.heap.set_epochs(epochs)?;
             // Ranks connected before this call, this rank itself included, were behind as well.
-            for peer in state.peers.iter().flatten() {
-                self.set_taken(peer.rank, peer.mirror(), epochs)?;
+            for peer in state.peers() {
+                self.heap.set_taken(self.me, peer.rank, peer.mirror(), epochs)?;
             }
         }
-        new.iter().try_for_each(|met| self.set_taken(met.rank, met.mirror(), epochs))
+        new.iter().try_for_each(|met| self.heap.set_taken(self.me, met.rank, met.mirror(), epochs))
     }
 
     /// Clears what an earlier connection left in the heap, and builds the hello for a new one.
     fn hello(&self, connection: &Connection, epochs: Epochs) -> Result<Hello> {
-        if std::mem::replace(&mut self.state.lock().stale[connection.rank as usize], true) {
-            self.heap.clear(connection.rank, &self.room)?;
+        if self.membership.lock().mark_stale(connection.rank) {
+            self.heap.clear(connection.rank)?;
         }
         let shared = if connection.is_shared() { self.share(connection)? } else { None };
         // A rank that can map the heap needs no key, unless mapping fails there (`late_key`).
         let key = if shared.is_none() { self.key()? } else { Vec::new() };
-        let (operations, view) = self.agreement.progress();
+        let (operations, view) = self.membership.agreement().progress();
         Ok(Hello {
             rank: self.me,
-            parameters: self.meeting.parameters().clone(),
+            parameters: self.membership.meeting().parameters().clone(),
             counts: [operations, epochs.dispatch, epochs.combine],
             view,
             shared,
@@ -165,7 +162,7 @@ impl Inner {
 
     /// The heap, exported for the other rank to map; `None` where GPU memory cannot be exported.
     fn share(&self, connection: &Connection) -> Result<Option<Vec<u8>>> {
-        match connection.endpoint.share(&self.memory) {
+        match self.heap.share(&connection.endpoint) {
             Ok(shared) => Ok(Some(shared.to_bytes())),
             Err(error) if error.kind == ErrorKind::Unsupported => {
                 self.out_of_reach(connection.rank, &error);
@@ -180,17 +177,12 @@ impl Inner {
             "the GPUs of ranks {} and {rank} cannot map each other's memory, so the host forwards rows: {why}",
             self.me
         );
-        self.meeting.warn(&text);
+        self.membership.meeting().warn(&text);
     }
 
-    /// The key with which ranks that cannot map the heap write to it through the engine. Registered on first use,
-    /// because the engine then pins bounce memory for it.
+    /// The heap's key, for ranks that cannot map it.
     fn key(&self) -> Result<Vec<u8>> {
-        let mut region = self.region.lock();
-        if region.is_none() {
-            *region = Some(self.meeting.worker.register(&self.memory)?);
-        }
-        Ok(region.as_ref().map(|region| region.key().to_bytes()).unwrap_or_default())
+        self.heap.key(&self.membership.meeting().worker)
     }
 
     /// The key for a rank that got none in the hello, because it was expected to map the heap: if this rank cannot map
@@ -208,7 +200,8 @@ impl Inner {
         self.check_memory(unreachable)?;
         let meet = |greeted: Greeted| {
             let (rank, endpoint) = (greeted.connection.rank, greeted.connection.endpoint.clone());
-            self.meet(greeted, unreachable, deadline).map_err(|error| self.meeting.refusal_or(rank, &endpoint, error))
+            let met = self.meet(greeted, unreachable, deadline);
+            met.map_err(|error| self.membership.meeting().refusal_or(rank, &endpoint, error))
         };
         greeted.into_iter().map(meet).collect()
     }
@@ -218,7 +211,7 @@ impl Inner {
             return Ok(());
         }
         // The plan includes the heap, which is already allocated.
-        let free = options::free(&self.cuda)?.saturating_add(self.memory.len() as u64);
+        let free = options::free(self.launches.cuda())?.saturating_add(self.heap.len());
         options::plan(&self.config, &self.options, unreachable, Ok(free))?.check()
     }
 
@@ -234,7 +227,7 @@ impl Inner {
                 if received.shared.is_some() {
                     self.check_memory(unreachable + 1)?;
                 }
-                let bytes = usize::try_from(self.room.heap_bytes()).unwrap_or(usize::MAX);
+                let bytes = usize::try_from(self.heap.shared_len()).unwrap_or(usize::MAX);
                 MetPath::Forwarded(self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?)
             }
         };
@@ -246,8 +239,8 @@ impl Inner {
         let left = deadline.saturating_duration_since(Instant::now());
         let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
         let shared = Shared::from_bytes(shared).map_err(named)?;
-        if shared.len() < self.room.heap_bytes() {
-            let text = format!("the heap of rank {rank} has {} bytes, not {}", shared.len(), self.room.heap_bytes());
+        if shared.len() < self.heap.shared_len() {
+            let text = format!("the heap of rank {rank} has {} bytes, not {}", shared.len(), self.heap.shared_len());
             return Err(Error::new(ErrorKind::Protocol, "connect", text));
         }
         match endpoint.map_on(&shared, Some(self.options.ordinal), Some(left)) {
@@ -261,30 +254,30 @@ impl Inner {
     }
 
     pub(crate) fn disconnect(&self, ranks: &[u32]) -> Result<()> {
-        let _connecting = self.connecting.lock();
+        let membership = &self.membership;
+        let _changing = membership.begin_change();
         self.refuse_variant("disconnect")?;
         meeting::check_others(ranks, self.me, self.config.ranks, "disconnect")?;
-        let mut state = self.state.lock();
-        self.process_losses(&mut state);
+        let mut state = self.current();
         // Kernels must not access their heaps after this; operations they sent may stay unreceived.
         self.wait_for_kernels(None)?;
         let mut gone = Vec::new();
         for rank in ranks {
-            if state.peers[*rank as usize].is_some() {
-                self.connections.lock().generations[*rank as usize] = 0;
+            if state.peer(*rank).is_some() {
+                membership.set_generation(*rank, 0);
                 self.heap.set_mask(*rank, true)?;
                 self.heap.set_peer(*rank, self.heap.base())?;
-                self.live_variants().iter().for_each(|variant| variant.follow_base(*rank, None));
-                gone.extend(state.peers[*rank as usize].take());
+                self.variants().iter().for_each(|variant| variant.follow_base(*rank, None));
+                gone.extend(state.replace(*rank, None));
             }
         }
-        self.agreement.disconnected(ranks, &state.active_ranks());
+        membership.agreement().disconnected(ranks, &state.active_ranks());
         self.show_members(&state);
         drop(state);
         for peer in gone {
             let rank = peer.rank;
             peer.close(CLOSE_TIMEOUT);
-            self.regions.clear(rank);
+            self.results.regions().clear(rank);
         }
         Ok(())
     }

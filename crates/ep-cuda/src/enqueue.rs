@@ -2,25 +2,22 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use crossrail_cuda::{Capture, Entered, Stream};
 use crossrail_ep::Layout;
-use crossrail_kernels::ep::{EP_RECEIVE, EpCombineArgs, EpDispatchArgs};
+use crossrail_kernels::ep::{EP_RECEIVE, EpCombineArgs, EpCommon, EpDispatchArgs};
 use crossrail_locks::MutexGuard;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::buffer::DeviceBuffer;
 use crate::completion::Completion;
 use crate::counts::Counts;
-use crate::handles::DeviceHandle;
-use crate::inner::{Inner, State};
+use crate::handles::{DeviceHandle, layout_of};
+use crate::inner::Inner;
 use crate::launch::{Args, Launch};
 use crate::lease::RegionLease;
+use crate::membership::State;
 use crate::outstanding::Operation;
-
-/// How long a launch waits for memory that is being released.
-const FREES: Duration = Duration::from_millis(100);
 
 /// Whether an operation is enqueued whole. On the GPU, operations of one buffer, halves included, run one after the
 /// other: a caller that uses several streams makes each wait for what was enqueued before
@@ -147,10 +144,7 @@ impl DeviceBuffer {
             Some(handle) => handle.clone(),
             None => inner.new_handle(Layout::Rank, args, &call)?,
         };
-        let count = match &inner.counts {
-            Some(counts) if of.count => Some(counts.take()?),
-            _ => None,
-        };
+        let count = if of.count { inner.results.counts()? } else { None };
         let [count_word, count_host, said_host] = count.as_ref().map(Counts::addresses).unwrap_or_default();
         let args = EpDispatchArgs {
             common: inner.common(&handle, args.common.waits),
@@ -210,11 +204,11 @@ impl DeviceBuffer {
         let (all, kind) = (launch.args.phases(), launch.args.kind());
         let phases = if split == Split::Send { all & !EP_RECEIVE } else { all };
         let done = self.0.run(call, &launch, phases)?;
-        self.0.agreement.operation_begun();
-        self.0.show_begun(kind, &call.state);
+        self.0.membership.agreement().operation_begun();
+        self.0.sight.begun(kind, call.state.members());
         let (handle, count) = (launch.handle.clone(), launch.count.clone());
         let pending = (split == Split::Send).then(|| {
-            let number = call.state.outstanding.lock().sent(kind);
+            let number = self.0.launches.outstanding().sent(kind);
             Pending { buffer: self.clone(), number, launch, finished: false }
         });
         Ok(Enqueued { handle, done, count, pending })
@@ -249,9 +243,9 @@ impl Pending {
         let inner = self.buffer.0.clone();
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { inner.open(kind.name(), stream)? };
-        call.state.outstanding.lock().check_receive(kind, self.number)?;
+        inner.launches.outstanding().check_receive(kind, self.number)?;
         let done = inner.run(&mut call, &self.launch, EP_RECEIVE)?;
-        call.state.outstanding.lock().received(kind);
+        inner.launches.outstanding().received(kind);
         self.finished = true;
         Ok(done)
     }
@@ -260,7 +254,9 @@ impl Pending {
 impl Drop for Pending {
     fn drop(&mut self) {
         if !self.finished {
-            self.buffer.0.state.lock().outstanding.lock().dropped(self.launch.args.kind());
+            // Not while a call is being admitted.
+            let _state = self.buffer.0.membership.lock();
+            self.buffer.0.launches.outstanding().dropped(self.launch.args.kind());
         }
     }
 }
@@ -277,7 +273,7 @@ impl Inner {
     pub(crate) fn check_handle(&self, handle: &DeviceHandle, layout: Layout, operation: &str) -> Result<()> {
         self.check_layout(layout, operation)?;
         let wrong = |text: &str| Err(Error::new(ErrorKind::Usage, operation, text));
-        if handle.0.buffer != self.id {
+        if handle.0.buffer != self.results.buffer() {
             return wrong("the handle is of another buffer");
         }
         if handle.layout() != layout {
@@ -310,7 +306,7 @@ impl Inner {
         cached: Option<&DeviceHandle>,
     ) -> Result<()> {
         let wrong = |text: String| Err(Error::new(ErrorKind::Usage, "dispatch", text));
-        if region.buffer != self.id {
+        if region.buffer != self.results.buffer() {
             return wrong("the region is of another buffer".to_owned());
         }
         if args.expert_alignment == 0 {
@@ -331,7 +327,7 @@ impl Inner {
     unsafe fn enter(&self, kind: Operation, stream: u64, split: Split) -> Result<Call<'_>> {
         // SAFETY: the caller vouches for the stream.
         let mut call = unsafe { self.open(kind.name(), stream)? };
-        call.state.outstanding.lock().check(kind, split == Split::Send)?;
+        self.launches.outstanding().check(kind, split == Split::Send)?;
         self.record_departures(&mut call.state);
         self.refuse_losses(&call.state, kind.name())?;
         Ok(call)
@@ -340,14 +336,12 @@ impl Inner {
     /// # Safety
     /// `stream` must be a live stream's handle, or 0.
     unsafe fn open(&self, operation: &str, stream: u64) -> Result<Call<'_>> {
-        let mut state = self.state.lock();
-        if state.closed {
-            return Err(Error::new(ErrorKind::Closed, operation, "the buffer was destroyed"));
-        }
-        let entered = self.cuda.enter()?;
+        let mut state = self.membership.lock();
+        state.refuse_closed(operation)?;
+        let entered = self.launches.enter()?;
         self.process_losses(&mut state);
         // SAFETY: the caller vouches for the stream.
-        let stream = unsafe { Stream::borrow(&self.cuda, stream)? };
+        let stream = unsafe { self.launches.stream(stream)? };
         let captured = match stream.capture()? {
             Capture::None => false,
             Capture::Active => true,
@@ -364,32 +358,46 @@ impl Inner {
         Ok(Call { state, stream, captured, _entered: entered })
     }
 
+    /// Arguments that all operations have, filled in with what only the buffer knows.
+    fn common(&self, handle: &DeviceHandle, waits: u64) -> EpCommon {
+        EpCommon {
+            heap: self.heap.layout(),
+            parts: self.shape.handle(layout_of(handle.layout())),
+            base: self.heap.base(),
+            peers: self.heap.peers(),
+            handle: handle.0.address,
+            faults: self.launches.faults_at(),
+            waits,
+            limit_ns: u64::try_from(self.config.timeout.as_nanos()).unwrap_or(u64::MAX),
+            rank: self.me,
+            phases: 0,
+            tokens: handle.tokens(),
+            max_tokens: self.shape.max_tokens,
+        }
+    }
+
     fn new_handle(&self, layout: Layout, args: &EpDispatchArgs, call: &Call) -> Result<DeviceHandle> {
-        let pool = self.handles[usize::from(layout == Layout::Rank)].as_ref();
-        let none = || Error::new(ErrorKind::Usage, "dispatch", format!("the buffer has no {layout} layout"));
-        let what = (args.common.tokens, args.topk_weights != 0);
-        DeviceHandle::new(pool.ok_or_else(none)?, self.id, layout, what, call.captured)
+        self.results.handle(layout, args.common.tokens, args.topk_weights != 0, call.captured)
     }
 
     /// Enqueues these phases, and forwards data for ranks whose heaps the GPU cannot map.
     fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Completion> {
-        // No release may start between the launch and the entry in `in_flight`: the driver would wait for the kernel,
-        // and other ranks of this process could not launch the kernels that this one waits for.
-        let _kept = (!call.captured).then(|| self.cuda.pause_releases(FREES));
+        let _kept = (!call.captured).then(|| self.launches.pause_releases());
         if call.state.has_forwarded() {
             self.run_forwarding(&mut call.state, &call.stream, launch, phases)?;
         } else {
             // Outside of graphs the host takes longer than what an early launch gains, and an event stands between
             // operations.
-            self.launch(&call.stream, &launch.args.with(phases), self.blocks, call.captured)?;
+            let (args, blocks) = (launch.args.with(phases), self.launches.blocks());
+            self.launches.launch(&call.stream, &args, blocks, call.captured)?;
         }
-        let done = self.events.record(&call.stream, call.captured)?;
+        let done = self.launches.record(&call.stream, call.captured)?;
         launch.handle.is_used_until(&done);
         if let Some(count) = &launch.count {
             count.is_told_by(&done);
         }
         if !call.captured {
-            self.in_flight.push(&done);
+            self.launches.keep(&done);
         }
         Ok(done)
     }

@@ -3,9 +3,7 @@
 //! announce them, since the peer's kernels read rows as soon as they see a flag.
 //!
 //! A mirror keeps everything this rank ever wrote to that heap, so forwarding a range again is harmless.
-#![allow(unsafe_code)]
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use crossrail::Op;
@@ -14,8 +12,9 @@ use crossrail_ep::Fault;
 use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, Layout, Load, Span, There};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::inner::{Inner, State};
+use crate::inner::Inner;
 use crate::launch::{Args, Launch};
+use crate::membership::State;
 use crate::outstanding::Operation;
 use crate::peer::Forwarded;
 
@@ -28,8 +27,7 @@ impl Inner {
         launch: &Launch,
         phases: u32,
     ) -> Result<()> {
-        // The engine's unpack kernels need multiprocessors while these kernels wait for what they deliver.
-        let blocks = self.blocks.min(self.kernels.most_blocks() / 2).max(1);
+        let blocks = self.launches.forwarding_blocks();
         for phase in [EP_ANNOUNCE, EP_SEND, EP_RECEIVE] {
             if phases & phase == 0 {
                 continue;
@@ -40,11 +38,11 @@ impl Inner {
                 self.forward_weights(state, stream, args)?;
             }
             let args = launch.args.with(phase);
-            self.launch(stream, &args, blocks, false)?;
+            self.launches.launch(stream, &args, blocks, false)?;
             self.wait_for(stream)?;
             self.process_losses(state);
-            for peer in self.forwarded(state) {
-                let (shape, look) = (&self.shape, &self.reader);
+            for peer in forwarded(state) {
+                let (shape, look) = (&self.shape, self.launches.reader());
                 let to = There { rank: peer.rank, mirror: peer.mirror.ptr() as u64 };
                 let load = match &args {
                     Args::DispatchExpert(args) => shape.dispatched(Layout::Expert, args, to, look)?,
@@ -58,15 +56,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Unmasked ranks that are reached through the host.
-    fn forwarded(&self, state: &State) -> Vec<Forwarded> {
-        let open = state.peers.iter().flatten().filter(|peer| !peer.masked);
-        open.filter_map(|peer| peer.forwarded().cloned()).collect()
-    }
-
     fn wait_for(&self, stream: &Stream) -> Result<()> {
-        let limit = self.config.timeout.saturating_mul(2) + self.context.settings().timeout;
-        self.events.record(stream, false)?.synchronize(limit)
+        self.launches.record(stream, false)?.synchronize(self.kernels_limit())
     }
 
     /// Forwards the changed ranges of a mirror. A rank that cannot be reached is lost.
@@ -75,8 +66,7 @@ impl Inner {
         let carried = parts.into_iter().try_for_each(|spans| self.write(peer, spans));
         match carried {
             Ok(()) => {
-                let rows: u64 = load.rows.iter().map(|span| span.len).sum();
-                self.network.fetch_add(rows, Ordering::Relaxed);
+                self.launches.add_forwarded(load.rows.iter().map(|span| span.len).sum());
             }
             Err(error) => self.lose(state, peer.rank, kind, &error),
         }
@@ -106,7 +96,7 @@ impl Inner {
 
     fn lose(&self, state: &mut State, rank: u32, kind: Operation, error: &Error) {
         self.mask_in_kernels(rank);
-        let Some(peer) = state.peers[rank as usize].as_mut().filter(|peer| !peer.masked) else { return };
+        let Some(peer) = state.peer_mut(rank).filter(|peer| !peer.masked) else { return };
         peer.masked = true;
         let dead = matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed);
         let why = peer.end().filter(|_| dead).unwrap_or_else(|| error.to_string());
@@ -122,12 +112,17 @@ impl Inner {
     fn forward_weights(&self, state: &mut State, stream: &Stream, args: &EpCombineArgs) -> Result<()> {
         // Earlier work in the stream may write the weights.
         self.wait_for(stream)?;
-        let Some((span, words)) = self.shape.weights(args, &self.reader)? else { return Ok(()) };
+        let Some((span, words)) = self.shape.weights(args, self.launches.reader())? else { return Ok(()) };
         let load = Load { rows: Vec::new(), told: vec![span], line: self.heap.line(self.me) };
-        for peer in &self.forwarded(state) {
+        for peer in &forwarded(state) {
             peer.mirror.fill_from(span.at as usize, &words)?;
             self.forward(state, peer, &load, Operation::Combine);
         }
         Ok(())
     }
+}
+
+/// Unmasked ranks that are reached through the host.
+fn forwarded(state: &State) -> Vec<Forwarded> {
+    state.forwarded().cloned().collect()
 }

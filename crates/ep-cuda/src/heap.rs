@@ -1,14 +1,21 @@
 //! The host's accesses to heaps between operations: masks, sequence numbers, the table of peers' heaps.
 
-use crossrail::Memory;
+use crossrail::{Endpoint, Memory, Region, Shared, Worker};
 use crossrail_kernels::ep::{EP_LINE, EpHeap, Epochs, Shape, Span};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::regions::RegionView;
 
 /// This rank's heap, followed by the table of all ranks' heap addresses.
 pub(crate) struct Heap {
-    pub(crate) memory: Memory,
-    pub(crate) parts: EpHeap,
+    memory: Memory,
+    /// What it is laid out for.
+    room: Shape,
+    parts: EpHeap,
     table: usize,
+    /// It as a registered region, for ranks that cannot map it.
+    region: Mutex<Option<Region>>,
 }
 
 /// Bytes of a heap and its table.
@@ -39,7 +46,74 @@ impl Heap {
     /// `Usage` when these find no room there.
     pub(crate) fn new(memory: Memory, shape: &Shape, room: &Shape) -> Result<Heap> {
         let parts = parts(shape, room)?;
-        Ok(Heap { memory, table: parts.bytes.next_multiple_of(EP_LINE) as usize, parts })
+        let table = parts.bytes.next_multiple_of(EP_LINE) as usize;
+        Ok(Heap { memory, room: *room, parts, table, region: Mutex::default() })
+    }
+
+    /// The same heap, for kernels of another shape.
+    ///
+    /// # Errors
+    /// As [`Heap::new`].
+    pub(crate) fn for_variant(&self, shape: &Shape) -> Result<Heap> {
+        Heap::new(self.memory.clone(), shape, &self.room)
+    }
+
+    /// Where its kernels find things.
+    pub(crate) fn layout(&self) -> EpHeap {
+        self.parts
+    }
+
+    /// Bytes that are allocated.
+    pub(crate) fn len(&self) -> u64 {
+        self.memory.len() as u64
+    }
+
+    /// Bytes that other ranks write to: those of a heap without its table, and of a mirror.
+    pub(crate) fn shared_len(&self) -> u64 {
+        self.room.heap_bytes()
+    }
+
+    /// Its memory, for those that need it longer than the buffer.
+    pub(crate) fn memory(&self) -> Memory {
+        self.memory.clone()
+    }
+
+    /// It, exported for the other end to map.
+    pub(crate) fn share(&self, endpoint: &Endpoint) -> Result<Shared> {
+        endpoint.share(&self.memory)
+    }
+
+    /// The key with which ranks that cannot map the heap write to it through the engine. Registered on first use,
+    /// because the engine then pins bounce memory for it.
+    pub(crate) fn key(&self, worker: &Worker) -> Result<Vec<u8>> {
+        let mut region = self.region.lock();
+        if region.is_none() {
+            *region = Some(worker.register(&self.memory)?);
+        }
+        Ok(region.as_ref().map(|region| region.key().to_bytes()).unwrap_or_default())
+    }
+
+    /// GPU addresses of a region of the rank layout.
+    pub(crate) fn region_view(&self, index: u32) -> RegionView {
+        let parts = &self.parts;
+        let start = self.base() + parts.regions + u64::from(index) * parts.region_stride;
+        RegionView {
+            rows: start,
+            scales: start + parts.region_scales,
+            topk_idx: start + parts.region_idx,
+            topk_weights: start + parts.region_weights,
+            source: start + parts.region_source,
+            most_rows: u64::from(self.room.ranks) * u64::from(self.room.max_tokens),
+        }
+    }
+
+    /// A few lines on the operations in flight. Reads everything that precedes the regions.
+    pub(crate) fn report(&self) -> Result<String> {
+        let parts = self.room.heap();
+        let len = if self.room.rank_layout { parts.regions } else { parts.bytes };
+        let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
+        self.memory.copy_to(0, &mut bytes)?;
+        Ok(self.room.report(&bytes))
     }
 
     /// Its GPU address.
@@ -88,17 +162,33 @@ impl Heap {
     }
 
     /// Clears what an earlier process of that rank wrote that could be taken for new data.
-    pub(crate) fn clear(&self, rank: u32, room: &Shape) -> Result<()> {
-        for span in room.left_by(rank) {
+    pub(crate) fn clear(&self, rank: u32) -> Result<()> {
+        for span in self.room.left_by(rank) {
             self.memory.fill_from(span.at as usize, &vec![0; span.len as usize])?;
         }
         Ok(())
     }
-}
 
-/// Sets, in the heap (or mirror) in `memory`, the operations whose slots `source` has released.
-pub(crate) fn set_taken(memory: &Memory, heap: &EpHeap, source: u32, epochs: Epochs) -> Result<()> {
-    memory.fill_from(heap.taken(source) as usize, &epochs.words())
+    /// Marks all slots between `rank` and this one, `me`, as released: here, and, for a rank that cannot map this heap,
+    /// in its mirror, from which the words are forwarded with the next operation.
+    pub(crate) fn set_taken(&self, me: u32, rank: u32, mirror: Option<&Memory>, epochs: Epochs) -> Result<()> {
+        let set = |memory: &Memory, source: u32| memory.fill_from(self.parts.taken(source) as usize, &epochs.words());
+        set(&self.memory, rank)?;
+        mirror.map_or(Ok(()), |mirror| set(mirror, me))
+    }
+
+    /// Never frees the memory, which kernels may still access.
+    pub(crate) fn leak(&self) {
+        std::mem::forget(self.memory.clone());
+    }
+
+    /// The masks as kernels read them.
+    #[cfg(test)]
+    pub(crate) fn masks(&self) -> Vec<bool> {
+        let mut words = vec![0; 4 * self.room.ranks as usize];
+        self.memory.copy_to(self.parts.masks as usize, &mut words).unwrap();
+        words.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word) != 0).collect()
+    }
 }
 
 #[cfg(test)]
@@ -149,7 +239,7 @@ mod tests {
         let epochs = Epochs { dispatch: 7, combine: 5 }.max(Epochs { dispatch: 3, combine: 6 });
         heap.set_epochs(epochs).unwrap();
         assert_eq!((heap.epochs().unwrap(), heap.sent().unwrap()), (epochs, epochs));
-        set_taken(&heap.memory, &heap.parts, 1, epochs).unwrap();
+        heap.set_taken(0, 1, None, epochs).unwrap();
         assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_DISPATCH_TAKEN)), [0, 7, 0]);
         assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_COMBINE_TAKEN)), [0, 6, 0]);
         let report = shape.report(&all(&heap));
@@ -167,7 +257,7 @@ mod tests {
         let shape = small();
         let heap = heap_of(&shape);
         heap.memory.fill_from(0, &vec![0xff; heap.parts.bytes as usize]).unwrap();
-        heap.clear(1, &shape).unwrap();
+        heap.clear(1).unwrap();
         let spans = shape.left_by(1);
         let cleared = |at: u64| spans.iter().any(|span| (span.at..span.at + span.len).contains(&at));
         let wrong = (0..).zip(all(&heap)).find(|(at, byte)| (*byte == 0) != cleared(*at));
@@ -180,9 +270,7 @@ mod tests {
         let heap = heap_of(&shape);
         heap.set_mask(2, true).unwrap();
         heap.set_peer(1, 0x1234_5678_9abc).unwrap();
-        let mut masks = [0; 12];
-        heap.memory.copy_to(heap.parts.masks as usize, &mut masks).unwrap();
-        assert_eq!(masks, [0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]);
+        assert_eq!(heap.masks(), [false, false, true]);
         let mut places = [0; 24];
         heap.memory.copy_to((heap.peers() - heap.base()) as usize, &mut places).unwrap();
         assert_eq!(u64::from_le_bytes(places[8..16].try_into().unwrap()), 0x1234_5678_9abc);

@@ -1,13 +1,9 @@
 //! Launches of the kernels: their arguments, filled in with what only the buffer knows.
-#![allow(unsafe_code)]
 
-use crossrail_cuda::Stream;
-use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, EpCommon, EpDispatchArgs};
-use crossrail_types::Result;
+use crossrail_kernels::ep::{EP_ANNOUNCE, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs};
 
 use crate::counts::Counts;
-use crate::handles::{DeviceHandle, layout_of};
-use crate::inner::Inner;
+use crate::handles::DeviceHandle;
 use crate::outstanding::Operation;
 
 /// One of the four kernels with its arguments.
@@ -51,37 +47,4 @@ pub(crate) struct Launch {
     pub(crate) args: Args,
     pub(crate) handle: DeviceHandle,
     pub(crate) count: Option<Counts>,
-}
-
-impl Inner {
-    pub(crate) fn common(&self, handle: &DeviceHandle, waits: u64) -> EpCommon {
-        EpCommon {
-            heap: self.heap.parts,
-            parts: self.shape.handle(layout_of(handle.layout())),
-            base: self.heap.base(),
-            peers: self.heap.peers(),
-            handle: handle.0.address,
-            faults: self.faults_at,
-            waits,
-            limit_ns: u64::try_from(self.config.timeout.as_nanos()).unwrap_or(u64::MAX),
-            rank: self.me,
-            phases: 0,
-            tokens: handle.tokens(),
-            max_tokens: self.shape.max_tokens,
-        }
-    }
-
-    /// `early`: in place of in order behind the kernel before it ([`crossrail_kernels::ep::EpKernels::dispatch_expert`]).
-    pub(crate) fn launch(&self, stream: &Stream, args: &Args, blocks: u32, early: bool) -> Result<()> {
-        // SAFETY: heaps, table, ring and handle are ours, laid out for this shape, and kept until kernels are done; the
-        // order of operations was checked; callers vouch for their own addresses.
-        unsafe {
-            match args {
-                Args::DispatchExpert(args) => self.kernels.dispatch_expert(stream, args, blocks, early),
-                Args::DispatchRank(args) => self.kernels.dispatch_rank(stream, args, blocks, early),
-                Args::CombineExpert(args) => self.kernels.combine_expert(stream, args, blocks, early),
-                Args::CombineRank(args) => self.kernels.combine_rank(stream, args, blocks, early),
-            }
-        }
-    }
 }

@@ -38,14 +38,14 @@ impl RegionLease {
             let text = "the buffer was not made for the rank layout";
             return Err(Error::new(ErrorKind::Usage, "dispatch", text));
         }
-        inner.refuse_closed("dispatch")?;
-        let (index, before) = inner.regions.take(captured)?;
+        inner.membership.refuse_closed("dispatch")?;
+        let (index, before) = inner.results.regions().take(captured)?;
         Ok(RegionLease {
             inner: Arc::downgrade(inner),
-            _heap: inner.memory.clone(),
-            buffer: inner.id,
+            _heap: inner.heap.memory(),
+            buffer: inner.results.buffer(),
             index,
-            view: inner.region_view(index),
+            view: inner.heap.region_view(index),
             before: Mutex::new(before),
             until: Mutex::default(),
             for_graph: captured,
@@ -78,11 +78,11 @@ impl RegionLease {
     /// What the driver reports; `Usage` for another GPU's stream.
     pub unsafe fn free_after(&self, stream: u64) -> Result<()> {
         let Some(inner) = self.inner.upgrade() else { return Ok(()) };
-        let _entered = inner.cuda.enter()?;
+        let _entered = inner.launches.enter()?;
         // SAFETY: the caller vouches for the stream.
-        let stream = unsafe { Stream::borrow(&inner.cuda, stream)? };
+        let stream = unsafe { inner.launches.stream(stream)? };
         if stream.capture()? == crossrail_cuda::Capture::None {
-            let done = inner.events.record(&stream, false)?;
+            let done = inner.launches.record(&stream, false)?;
             self.is_used_until(&done);
         }
         Ok(())
@@ -124,7 +124,7 @@ impl Drop for RegionLease {
             let mut until = std::mem::take(self.until.get_mut());
             // If the lease was never written, its previous users have not been waited for yet.
             until.append(self.before.get_mut());
-            inner.regions.give_back(self.index, until, *self.captured.get_mut());
+            inner.results.regions().give_back(self.index, until, *self.captured.get_mut());
         }
     }
 }

@@ -39,14 +39,14 @@ impl DeviceBuffer {
             last.synchronize(inner.config.timeout + inner.context.settings().timeout)?;
         }
         let reach: Vec<Reach> = {
-            let state = inner.state.lock();
-            let reach = |(rank, peer): (usize, &Option<crate::peer::Peer>)| match peer {
-                _ if rank == inner.me as usize => Reach::Own,
+            let state = inner.membership.lock();
+            let reach = |rank: u32| match state.peer(rank) {
+                _ if rank == inner.me => Reach::Own,
                 Some(peer) if !peer.masked && peer.forwarded().is_some() => Reach::Forwarded,
                 Some(peer) if !peer.masked => Reach::Mapped,
                 _ => Reach::Excluded,
             };
-            state.peers.iter().enumerate().map(reach).collect()
+            (0..inner.config.ranks).map(reach).collect()
         };
         let routing = self.routing(handle)?;
         let config = &inner.config;
@@ -63,7 +63,7 @@ impl DeviceBuffer {
         let parts = inner.shape.handle(crate::handles::layout_of(handle.layout()));
         let read = |part: u64, len: usize| {
             let mut bytes = vec![0; len];
-            inner.reader.read(handle.0.address + part, &mut bytes).map(|()| bytes)
+            inner.launches.reader().read(handle.0.address + part, &mut bytes).map(|()| bytes)
         };
         let numbers = |part: u64, each: usize| {
             let bytes = read(part, tokens * each * 4)?;
