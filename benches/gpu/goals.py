@@ -154,29 +154,6 @@ def mesh(terms: Terms, found: Found) -> None:
 
 def unpack(terms: Terms, found: Found) -> None:
     """The unpack kernel and its two rivals beside contiguous copies, from device and pinned memory."""
-    program = terms.pack / "examples" / "crossrail-kernels.unpack_rate"
-    path = terms.scratch / "unpack_rate.json"
-    done = subprocess.run(
-        [program, path],
-        env={**os.environ, **compiler()},
-        capture_output=True,
-        text=True,
-        timeout=PEER_LIMIT_S,
-        check=False,
-    )
-    print(done.stdout, done.stderr, file=sys.stderr)
-    if done.returncode != 0:
-        raise RuntimeError(f"unpack_rate: {done.stderr.strip()}")
-    alone = json.loads(path.read_text())["rows"]
-    found.more["unpack_rate"] = alone
-    for source, goal, to in (("device", 0.8, "a contiguous copy"), ("pinned", 0.9, "the host-to-device rate")):
-        rows = [row for row in alone if row["what"] == "unpack" and row["memory"] == source and row["fragment"] == 4096]
-        for row in rows:
-            work = f"unpack from {source} memory, 64M in 4K, list in {row['list']} memory"
-            work += f", {row['shift']} byte off" if row["shift"] else ""
-            theirs = [row["peers"]["contiguous"]["gb_per_s"]]
-            judged = None if row["shift"] else goal
-            found.outcomes.append(rate_against(work, [row["gb_per_s"]], theirs, judged, to, "unpack_rate"))
     for source in ("device", "pinned"):
         options = ("unpack", "--device=cuda:0", "--size=64M", "--fragments=4K,16K,64K", f"--from={source}")
         rows = found.ours(terms, *options)
@@ -273,22 +250,20 @@ def memory(terms: Terms, found: Found) -> None:
 
 
 def kernels(terms: Terms, found: Found) -> None:
-    """Kernels and copy engines by themselves, where the crossover lies: nothing is judged."""
-    for package, name in (("crossrail-kernels", "peer_rate"), ("crossrail-cuda-ipc", "crossover")):
-        path = terms.scratch / f"{name}.json"
-        command = [terms.pack / "examples" / f"{package}.{name}", "--json", path]
-        done = subprocess.run(
-            command,
-            env={**os.environ, **compiler()},
-            capture_output=True,
-            text=True,
-            timeout=2 * PEER_LIMIT_S,
-            check=False,
-        )
-        print(done.stdout, done.stderr)
-        if done.returncode != 0:
-            raise RuntimeError(f"{name}: {done.stderr.strip()}")
-        found.more[name] = json.loads(path.read_text())
+    """Copy engines beside a kernel, where the crossover lies: nothing is judged."""
+    path = terms.scratch / "crossover.json"
+    done = subprocess.run(
+        [terms.pack / "examples" / "crossrail-cuda-ipc.crossover", "--json", path],
+        env={**os.environ, **compiler()},
+        capture_output=True,
+        text=True,
+        timeout=2 * PEER_LIMIT_S,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    if done.returncode != 0:
+        raise RuntimeError(f"crossover: {done.stderr.strip()}")
+    found.more["crossover"] = json.loads(path.read_text())
 
 
 SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {

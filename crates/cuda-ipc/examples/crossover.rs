@@ -9,7 +9,7 @@
 //! to FILE (`-`: stdout).
 #![allow(unsafe_code)]
 
-#[path = "../../kernels/examples/unpack_rate/environment.rs"]
+#[path = "../../kernels/examples/ep_rate/environment.rs"]
 mod environment;
 
 use std::error::Error;

@@ -18,7 +18,6 @@
 //! `--wire`: what a combine carries. `--counted`: the host is told how much came. `--granted`: places are granted, few tokens or not. The table goes to stdout, raw samples to FILE.
 #![allow(unsafe_code)]
 
-#[path = "../unpack_rate/environment.rs"]
 mod environment;
 mod expert;
 mod marks;
