@@ -12,9 +12,11 @@ pub struct VirtualDevice<const MAX: usize> {
     pub devices: [c_int; MAX],
 }
 
+/// Declares the properties of some versions: by what each of them has beyond the fields of all.
 macro_rules! properties {
-    ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)* }) => {
-        $(#[$doc])*
+    ($name:ident, $versions:literal, $($global:ident $($force_flush:ident)?)?,
+     $($latency:ident $max_recvs:ident $(, $kind:ident $version:ident $(, $most:literal $(, $multi:ident $(, $rail:ident $plane:ident)?)?)?)?)?) => {
+        #[doc = concat!("Of ", $versions, ".")]
         #[repr(C)]
         #[derive(Clone, Copy, Debug)]
         pub struct $name {
@@ -26,175 +28,62 @@ macro_rules! properties {
             pub guid: u64,
             /// The kinds of memory it supports.
             pub ptr_support: c_int,
-            $($(#[$field_doc])* pub $field: $type,)*
+            $(
+                /// Whether a registration is independent of the communicator.
+                pub $global: c_int,
+                $(
+                    /// Whether receives need a flush in any case.
+                    pub $force_flush: c_int,
+                )?
+            )?
+            /// Mbit/s.
+            pub speed: c_int,
+            /// The port.
+            pub port: c_int,
+            $(
+                /// Microseconds.
+                pub $latency: f32,
+            )?
+            /// Maximum number of communicators.
+            pub max_comms: c_int,
+            $(
+                /// Maximum number of receives in one request.
+                pub $max_recvs: c_int,
+                $(
+                    /// The kind of device.
+                    pub $kind: c_int,
+                    /// Its version.
+                    pub $version: c_int,
+                    $(
+                        /// The devices it consists of.
+                        pub virtual_device: VirtualDevice<$most>,
+                        /// Maximum bytes of a point-to-point transfer.
+                        pub max_p2p_bytes: usize,
+                        /// Maximum bytes of a transfer of a collective.
+                        pub max_coll_bytes: usize,
+                        $(
+                            /// Maximum number of requests in one multi-request.
+                            pub $multi: c_int,
+                            $(
+                                /// The rail, -1 if undefined.
+                                pub $rail: i16,
+                                /// The plane, -1 if undefined.
+                                pub $plane: i16,
+                            )?
+                        )?
+                    )?
+                )?
+            )?
         }
     };
 }
 
-properties! {
-    /// Version 4.
-    PropertiesV4 {
-        /// Mbit/s.
-        speed: c_int,
-        /// The port.
-        port: c_int,
-        /// Maximum number of communicators.
-        max_comms: c_int,
-    }
-}
-
-properties! {
-    /// Versions 5 and 6.
-    PropertiesV6 {
-        /// Mbit/s.
-        speed: c_int,
-        /// The port.
-        port: c_int,
-        /// Microseconds.
-        latency: f32,
-        /// Maximum number of communicators.
-        max_comms: c_int,
-        /// Maximum number of receives in one request.
-        max_recvs: c_int,
-    }
-}
-
-properties! {
-    /// Version 7.
-    PropertiesV7 {
-        /// Mbit/s.
-        speed: c_int,
-        /// The port.
-        port: c_int,
-        /// Microseconds.
-        latency: f32,
-        /// Maximum number of communicators.
-        max_comms: c_int,
-        /// Maximum number of receives in one request.
-        max_recvs: c_int,
-        /// The kind of device.
-        device_kind: c_int,
-        /// Its version.
-        device_version: c_int,
-    }
-}
-
-properties! {
-    /// Version 8.
-    PropertiesV8 {
-        /// Whether a registration is independent of the communicator.
-        reg_is_global: c_int,
-        /// Mbit/s.
-        speed: c_int,
-        /// The port.
-        port: c_int,
-        /// Microseconds.
-        latency: f32,
-        /// Maximum number of communicators.
-        max_comms: c_int,
-        /// Maximum number of receives in one request.
-        max_recvs: c_int,
-        /// The kind of device.
-        device_kind: c_int,
-        /// Its version.
-        device_version: c_int,
-    }
-}
-
-properties! {
-    /// Versions 9 and 10.
-    PropertiesV9 {
-        /// Whether a registration is independent of the communicator.
-        reg_is_global: c_int,
-        /// Whether receives need a flush in any case.
-        force_flush: c_int,
-        /// Mbit/s.
-        speed: c_int,
-        /// The port.
-        port: c_int,
-        /// Microseconds.
-        latency: f32,
-        /// Maximum number of communicators.
-        max_comms: c_int,
-        /// Maximum number of receives in one request.
-        max_recvs: c_int,
-        /// The kind of device.
-        device_kind: c_int,
-        /// Its version.
-        device_version: c_int,
-        /// The devices it consists of.
-        virtual_device: VirtualDevice<4>,
-        /// Maximum bytes of a point-to-point transfer.
-        max_p2p_bytes: usize,
-        /// Maximum bytes of a transfer of a collective.
-        max_coll_bytes: usize,
-    }
-}
-
-properties! {
-    /// Version 11.
-    PropertiesV11 {
-        /// Whether a registration is independent of the communicator.
-        reg_is_global: c_int,
-        /// Whether receives need a flush in any case.
-        force_flush: c_int,
-        /// Mbit/s.
-        speed: c_int,
-        /// The port.
-        port: c_int,
-        /// Microseconds.
-        latency: f32,
-        /// Maximum number of communicators.
-        max_comms: c_int,
-        /// Maximum number of receives in one request.
-        max_recvs: c_int,
-        /// The kind of device.
-        device_kind: c_int,
-        /// Its version.
-        device_version: c_int,
-        /// The devices it consists of.
-        virtual_device: VirtualDevice<4>,
-        /// Maximum bytes of a point-to-point transfer.
-        max_p2p_bytes: usize,
-        /// Maximum bytes of a transfer of a collective.
-        max_coll_bytes: usize,
-        /// Maximum number of requests in one multi-request.
-        max_multi_request: c_int,
-    }
-}
-
-properties! {
-    /// Version 12.
-    PropertiesV12 {
-        /// Whether a registration is independent of the communicator.
-        reg_is_global: c_int,
-        /// Whether receives need a flush in any case.
-        force_flush: c_int,
-        /// Mbit/s.
-        speed: c_int,
-        /// The port.
-        port: c_int,
-        /// Microseconds.
-        latency: f32,
-        /// Maximum number of communicators.
-        max_comms: c_int,
-        /// Maximum number of receives in one request.
-        max_recvs: c_int,
-        /// The kind of device.
-        device_kind: c_int,
-        /// Its version.
-        device_version: c_int,
-        /// The devices it consists of.
-        virtual_device: VirtualDevice<8>,
-        /// Maximum bytes of a point-to-point transfer.
-        max_p2p_bytes: usize,
-        /// Maximum bytes of a transfer of a collective.
-        max_coll_bytes: usize,
-        /// Maximum number of requests in one multi-request.
-        max_multi_request: c_int,
-        /// The rail, -1 if undefined.
-        rail_id: i16,
-        /// The plane, -1 if undefined.
-        plane_id: i16,
-    }
-}
+properties!(PropertiesV4, "version 4",,);
+properties!(PropertiesV6, "versions 5 and 6",, latency max_recvs);
+properties!(PropertiesV7, "version 7",, latency max_recvs, device_kind device_version);
+properties!(PropertiesV8, "version 8", reg_is_global, latency max_recvs, device_kind device_version);
+properties!(PropertiesV9, "versions 9 and 10", reg_is_global force_flush, latency max_recvs, device_kind device_version, 4);
+properties!(PropertiesV11, "version 11", reg_is_global force_flush, latency max_recvs, device_kind device_version, 4,
+    max_multi_request);
+properties!(PropertiesV12, "version 12", reg_is_global force_flush, latency max_recvs, device_kind device_version, 8,
+    max_multi_request, rail_id plane_id);

@@ -114,398 +114,84 @@ pub type MakeVDevice<const MAX: usize> = unsafe extern "C" fn(*mut c_int, *mut V
 /// `setNetAttr`, whose struct this crate does not read.
 pub type SetNetAttr = unsafe extern "C" fn(*mut c_void, *mut c_void) -> Status;
 
-/// The table of version 4.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV4 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin.
-    pub init: Option<InitV4>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV4>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV4>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV4>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV4>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV4>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV4>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV4>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV4>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
+/// Declares the table of a version: the types of what all versions have, and after a semicolon what later ones added.
+macro_rules! table {
+    ($name:ident = $version:literal:
+     $init:ident $properties:ident $listen:ident $connect:ident $accept:ident $reg_mr:ident $($dma_buf:ident)?,
+     $isend:ident $irecv:ident $iflush:ident
+     $(; $device_mr:ident $consumed:ident $(, $most:literal $(, $finalize:ident $set_attr:ident)?)?)?) => {
+        #[doc = concat!("The table of version ", $version, ".")]
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug)]
+        pub struct $name {
+            /// The plugin's name, which `NCCL_NET` must equal.
+            pub name: *const c_char,
+            /// Initializes the plugin; from version 11 on for a communicator.
+            pub init: Option<$init>,
+            /// Number of devices.
+            pub devices: Option<Devices>,
+            /// Properties of a device.
+            pub get_properties: Option<GetProperties<$properties>>,
+            /// Creates a listener and its handle.
+            pub listen: Option<$listen>,
+            /// Connects to a handle; called again while it returns no communicator.
+            pub connect: Option<$connect>,
+            /// Accepts a connection; called again while it returns no communicator.
+            pub accept: Option<$accept>,
+            /// Registers memory.
+            pub reg_mr: Option<$reg_mr>,
+            $(
+                /// Registers memory by a DMA-BUF descriptor.
+                pub reg_mr_dma_buf: Option<$dma_buf>,
+            )?
+            /// Ends a registration.
+            pub dereg_mr: Option<DeregMr>,
+            /// Starts a send; no request: the plugin is busy.
+            pub isend: Option<$isend>,
+            /// Starts receives; no request: the plugin is busy.
+            pub irecv: Option<$irecv>,
+            /// Makes received data visible to the GPU.
+            pub iflush: Option<$iflush>,
+            /// Whether a request has completed, and the bytes of each of its transfers.
+            pub test: Option<Test>,
+            /// Closes a sending communicator.
+            pub close_send: Option<Close>,
+            /// Closes a receiving communicator.
+            pub close_recv: Option<Close>,
+            /// Closes a listener.
+            pub close_listen: Option<Close>,
+            $(
+                /// The registration as the GPU sees it.
+                pub get_device_mr: Option<$device_mr>,
+                /// The GPU has consumed a receive.
+                pub irecv_consumed: Option<$consumed>,
+                $(
+                    /// Creates a virtual device.
+                    pub make_v_device: Option<MakeVDevice<$most>>,
+                    $(
+                        /// Ends what `init` began.
+                        pub finalize: Option<$finalize>,
+                        /// Announces the traffic to expect.
+                        pub set_net_attr: Option<$set_attr>,
+                    )?
+                )?
+            )?
+        }
+    };
 }
 
-/// The table of version 5.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV5 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin.
-    pub init: Option<InitV4>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV6>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV4>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV4>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV4>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV4>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV5>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV5>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-}
-
-/// The table of version 6.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV6 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin.
-    pub init: Option<InitV4>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV6>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV4>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV4>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV4>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV4>,
-    /// Registers memory by a DMA-BUF descriptor.
-    pub reg_mr_dma_buf: Option<RegMrDmaBuf>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV5>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV5>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-}
-
-/// The table of version 7.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV7 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin.
-    pub init: Option<InitV4>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV7>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV4>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV7>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV7>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV4>,
-    /// Registers memory by a DMA-BUF descriptor.
-    pub reg_mr_dma_buf: Option<RegMrDmaBuf>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV5>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV5>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-    /// The registration as the GPU sees it.
-    pub get_device_mr: Option<GetDeviceMr>,
-    /// The GPU has consumed a receive.
-    pub irecv_consumed: Option<IrecvConsumed>,
-}
-
-/// The table of version 8.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV8 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin.
-    pub init: Option<InitV4>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV8>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV4>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV7>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV7>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV8>,
-    /// Registers memory by a DMA-BUF descriptor.
-    pub reg_mr_dma_buf: Option<RegMrDmaBuf>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV5>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV5>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-    /// The registration as the GPU sees it.
-    pub get_device_mr: Option<GetDeviceMr>,
-    /// The GPU has consumed a receive.
-    pub irecv_consumed: Option<IrecvConsumed>,
-}
-
-/// The table of version 9.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV9 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin.
-    pub init: Option<InitV4>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV9>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV4>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV7>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV7>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV8>,
-    /// Registers memory by a DMA-BUF descriptor.
-    pub reg_mr_dma_buf: Option<RegMrDmaBuf>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV9>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV9>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-    /// The registration as the GPU sees it.
-    pub get_device_mr: Option<GetDeviceMr>,
-    /// The GPU has consumed a receive.
-    pub irecv_consumed: Option<IrecvConsumed>,
-    /// Creates a virtual device.
-    pub make_v_device: Option<MakeVDevice<4>>,
-}
-
-/// The table of version 10.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV10 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin.
-    pub init: Option<InitV10>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV9>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV4>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV10>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV7>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV8>,
-    /// Registers memory by a DMA-BUF descriptor.
-    pub reg_mr_dma_buf: Option<RegMrDmaBuf>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV10>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV10>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-    /// The registration as the GPU sees it.
-    pub get_device_mr: Option<GetDeviceMr>,
-    /// The GPU has consumed a receive.
-    pub irecv_consumed: Option<IrecvConsumed>,
-    /// Creates a virtual device.
-    pub make_v_device: Option<MakeVDevice<4>>,
-}
-
-/// The table of version 11.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV11 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin for a communicator.
-    pub init: Option<InitV11>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV11>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV11>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV11>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV7>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV8>,
-    /// Registers memory by a DMA-BUF descriptor.
-    pub reg_mr_dma_buf: Option<RegMrDmaBuf>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV10>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV10>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-    /// The registration as the GPU sees it.
-    pub get_device_mr: Option<GetDeviceMr>,
-    /// The GPU has consumed a receive.
-    pub irecv_consumed: Option<IrecvConsumed>,
-    /// Creates a virtual device.
-    pub make_v_device: Option<MakeVDevice<4>>,
-    /// Ends what `init` began.
-    pub finalize: Option<Close>,
-    /// Announces the traffic to expect.
-    pub set_net_attr: Option<SetNetAttr>,
-}
-
-/// The table of version 12.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct NetV12 {
-    /// The plugin's name, which `NCCL_NET` must equal.
-    pub name: *const c_char,
-    /// Initializes the plugin for a communicator.
-    pub init: Option<InitV11>,
-    /// Number of devices.
-    pub devices: Option<Devices>,
-    /// Properties of a device.
-    pub get_properties: Option<GetProperties<PropertiesV12>>,
-    /// Creates a listener and its handle.
-    pub listen: Option<ListenV11>,
-    /// Connects to a handle; called again while it returns no communicator.
-    pub connect: Option<ConnectV11>,
-    /// Accepts a connection; called again while it returns no communicator.
-    pub accept: Option<AcceptV7>,
-    /// Registers memory.
-    pub reg_mr: Option<RegMrV8>,
-    /// Registers memory by a DMA-BUF descriptor.
-    pub reg_mr_dma_buf: Option<RegMrDmaBuf>,
-    /// Ends a registration.
-    pub dereg_mr: Option<DeregMr>,
-    /// Starts a send; no request: the plugin is busy.
-    pub isend: Option<IsendV10>,
-    /// Starts receives; no request: the plugin is busy.
-    pub irecv: Option<IrecvV10>,
-    /// Makes received data visible to the GPU.
-    pub iflush: Option<IflushV5>,
-    /// Whether a request has completed, and the bytes of each of its transfers.
-    pub test: Option<Test>,
-    /// Closes a sending communicator.
-    pub close_send: Option<Close>,
-    /// Closes a receiving communicator.
-    pub close_recv: Option<Close>,
-    /// Closes a listener.
-    pub close_listen: Option<Close>,
-    /// The registration as the GPU sees it.
-    pub get_device_mr: Option<GetDeviceMr>,
-    /// The GPU has consumed a receive.
-    pub irecv_consumed: Option<IrecvConsumed>,
-    /// Creates a virtual device.
-    pub make_v_device: Option<MakeVDevice<8>>,
-    /// Ends what `init` began.
-    pub finalize: Option<Close>,
-    /// Announces the traffic to expect.
-    pub set_net_attr: Option<SetNetAttr>,
-}
+table!(NetV4 = 4: InitV4 PropertiesV4 ListenV4 ConnectV4 AcceptV4 RegMrV4, IsendV4 IrecvV4 IflushV4);
+table!(NetV5 = 5: InitV4 PropertiesV6 ListenV4 ConnectV4 AcceptV4 RegMrV4, IsendV5 IrecvV5 IflushV5);
+table!(NetV6 = 6: InitV4 PropertiesV6 ListenV4 ConnectV4 AcceptV4 RegMrV4 RegMrDmaBuf, IsendV5 IrecvV5 IflushV5);
+table!(NetV7 = 7: InitV4 PropertiesV7 ListenV4 ConnectV7 AcceptV7 RegMrV4 RegMrDmaBuf, IsendV5 IrecvV5 IflushV5;
+    GetDeviceMr IrecvConsumed);
+table!(NetV8 = 8: InitV4 PropertiesV8 ListenV4 ConnectV7 AcceptV7 RegMrV8 RegMrDmaBuf, IsendV5 IrecvV5 IflushV5;
+    GetDeviceMr IrecvConsumed);
+table!(NetV9 = 9: InitV4 PropertiesV9 ListenV4 ConnectV7 AcceptV7 RegMrV8 RegMrDmaBuf, IsendV9 IrecvV9 IflushV5;
+    GetDeviceMr IrecvConsumed, 4);
+table!(NetV10 = 10: InitV10 PropertiesV9 ListenV4 ConnectV10 AcceptV7 RegMrV8 RegMrDmaBuf, IsendV10 IrecvV10 IflushV5;
+    GetDeviceMr IrecvConsumed, 4);
+table!(NetV11 = 11: InitV11 PropertiesV11 ListenV11 ConnectV11 AcceptV7 RegMrV8 RegMrDmaBuf, IsendV10 IrecvV10 IflushV5;
+    GetDeviceMr IrecvConsumed, 4, Close SetNetAttr);
+table!(NetV12 = 12: InitV11 PropertiesV12 ListenV11 ConnectV11 AcceptV7 RegMrV8 RegMrDmaBuf, IsendV10 IrecvV10 IflushV5;
+    GetDeviceMr IrecvConsumed, 8, Close SetNetAttr);
