@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,13 @@ def test_its_program() -> None:
     expected[blocks] = theirs.reshape(-1, names["PAGE"])[their_blocks]
     assert receipt.bytes == 3 * names["PAGE"] and np.array_equal(ours, expected.ravel())
     worker.close()
+
+
+def test_its_example() -> None:
+    example = Path(__file__).parents[2] / "examples" / "python" / "kv_cache.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "49152 bytes of blocks 5, 3 and 8: [5.0, 3.0, 8.0]" in done.stdout and "b'request 1'" in done.stdout
 
 
 def test_its_length() -> None:

@@ -1,0 +1,14 @@
+"""Paged KV caches as objects: pull and push of blocks, leases of blocks, and weights spread to many.
+
+    cache = PagedCache(worker, layers, head_axis=2, shard=(rank, size))      # at both ends
+    remote = cache.remote(described)                                         # what the peer's describe() has said
+    remote.pull(blocks, their_blocks, notice=b"request 1").wait()
+
+The contract, with what is guaranteed when peers die and blocks are freed: docs/design/kv-caches.md.
+"""
+
+from __future__ import annotations
+
+from crossrail.kv._cache import LayerPush, Lease, PagedCache, RemoteCache
+
+__all__ = ["LayerPush", "Lease", "PagedCache", "RemoteCache"]

@@ -1,0 +1,440 @@
+"""Paged caches, peers' caches, and leases of blocks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from crossrail._arrays import wrong
+from crossrail._native import Description, Endpoint, Layout, Move, Receipt, Region, RegionKey, Request, Worker, wait_all
+from crossrail.errors import CrossrailError, MismatchError, RegionError
+
+from ._shape import Index, Memory, Part, Shape, blocks_of, number, packed, unpacked
+
+
+class PagedCache:
+    """The pages of a KV cache, of all layers, which peers pull from and push to by lists of blocks.
+
+    A block is one page of every layer. Pages are moved as they lie in memory, each with one row, or with one for each
+    token where the ends hold different shards of the heads.
+
+    Parameters
+    ----------
+    worker : Worker
+        Registers the memory, and connects. Peers that connect to it need ``admit=True``, or `Worker.accept`.
+    layers : sequence
+        Of each layer a tensor, or several, such as K and V: [pages, ...], or with the pages in ``page_axis``. NumPy
+        arrays, PyTorch tensors, or what has ``__cuda_array_interface__``, DLPack or the buffer protocol; on the host or
+        GPUs, of any dtype and strides, writable. All have as many pages. Their memory is kept as long as the cache.
+    page_axis : int
+        The axis of pages.
+    head_axis : int, optional
+        The axis of heads; needed where the other end holds another shard of them. It is contiguous within a page.
+    shard : (int, int)
+        Which part of the heads this is, and of how many: ``(tp_rank, tp_size)``, counted in different parts where there
+        are fewer heads than ranks.
+
+    Raises
+    ------
+    UsageError
+        A tensor without such axes, pages that overlap, or memory that cannot be registered.
+
+    Notes
+    -----
+    Thread safety: any thread may use it. Keep it until its requests are finished. Dropping it ends all access, too.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        layers: Sequence[Any],
+        *,
+        page_axis: int = 0,
+        head_axis: int | None = None,
+        shard: tuple[int, int] = (0, 1),
+    ) -> None:
+        if not 0 <= shard[0] < shard[1] or (shard[1] > 1 and head_axis is None):
+            raise wrong("PagedCache", f"shard {shard} with head_axis {head_axis}", "shard=(part, parts), head_axis=2")
+        memories: list[Memory] = []
+        found: list[tuple[Part, list[int]]] = []
+        for layer, given in enumerate(layers):
+            for tensor in given if isinstance(given, tuple | list) else [given]:
+                name = f"layers[{layer}]"
+                memories.append(Memory.of(tensor, name, "PagedCache"))
+                found.append(Part.of(memories[-1], layer, page_axis, head_axis, name))
+        counts = {memory.shape[page_axis] for memory in memories}
+        if len(counts) != 1 or {part.layer for part, _ in found} != set(range(len(layers))):
+            detail = f"{len(layers)} layers of {sorted(counts)} pages where each has some, and all as many"
+            raise wrong("PagedCache", detail)
+        self.worker = worker
+        self._ranges = joined(memories)
+        parts = tuple(part._replace(places=tuple(map(self._place, starts))) for part, starts in found)
+        self._shape = Shape(counts.pop(), shard, parts)
+        self._keep = [memory.keep for memory in memories]
+        self._regions = registered(worker, self._ranges)
+        self._layouts: dict[Shape, Layout] = {}
+        self._id = os.urandom(16)
+
+    def _place(self, address: int) -> tuple[int, int]:
+        number = next(at for at, (base, end, _) in enumerate(self._ranges) if base <= address < end)
+        return number, address - self._ranges[number][0]
+
+    @property
+    def pages(self) -> int:
+        """Number of blocks."""
+        return self._shape.pages
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block: its pages of all layers."""
+        return sum(part.nbytes * len(part.places) for part in self._shape.parts)
+
+    def describe(self, *, access: bool = True) -> bytes:
+        """What a peer needs for `remote`, a few hundred bytes and more for each layer; it can be sent by any means.
+
+        With ``access`` whoever has it may read and write all blocks as long as the cache exists. Without it, only those
+        of leases.
+        """
+        keys = [bytes(region.key()).hex() for region in self._regions] if access else []
+        where = self.worker.describe([])
+        return packed(
+            "cache", id=self._id, worker=where, shape=self._shape.told(), regions=len(self._ranges), keys=keys
+        )
+
+    def remote(self, described: bytes, endpoint: Endpoint | None = None) -> RemoteCache:
+        """The cache that a peer has described.
+
+        Parameters
+        ----------
+        described : bytes
+            Of the peer's `describe`. Nothing in it is trusted.
+        endpoint : Endpoint, optional
+            A connection to that peer, as of another of its caches. One is made by default.
+
+        Raises
+        ------
+        MismatchError
+            Its layers, bytes of a page, dtype or heads are others; the text says both. The number of pages may differ.
+        UsageError
+            No description.
+        UnreachableError, RefusedError, TimeoutError
+            The peer cannot be connected to.
+        """
+        said = unpacked("cache", described, "remote")
+        try:
+            worker = Description(bytes.fromhex(said["worker"]))
+            regions = number(said["regions"])
+            shape, identity = Shape.heard(said["shape"], regions), bytes.fromhex(said["id"])
+            keys = _keys(said["keys"], regions) if said["keys"] else None
+        except (KeyError, TypeError, ValueError):
+            raise wrong("remote", f"{len(described)} bytes that are not a cache") from None
+        here, there = self._shape.paired(shape, worker.name)
+        endpoint = self.worker.connect(worker.address) if endpoint is None else endpoint
+        return RemoteCache(self, endpoint, worker.name, here, there, (identity, regions), keys, None)
+
+    def lend(self, blocks: Any) -> Lease:
+        """Lets peers access these blocks until the lease ends, by keys of its own: see `Lease`."""
+        return Lease(self, blocks_of(blocks, self.pages, "lend"), registered(self.worker, self._ranges), self._id)
+
+    def _layout(self, shape: Shape) -> Layout:
+        layout = self._layouts.get(shape)
+        if layout is None:
+            layout = self._layouts.setdefault(shape, self.worker.layout(shape.rows(self._regions)))
+        return layout
+
+    def close(self) -> None:
+        """Ends all access: when it returns no peer accesses the memory any more. Leases end on their own."""
+        deregister(self._regions)
+
+    def __del__(self) -> None:
+        with suppress(CrossrailError):  # before the tensors are given back
+            deregister(getattr(self, "_regions", ()))
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        layers = self._shape.layers
+        return f"<crossrail.kv.PagedCache of {self.pages} blocks of {self.block_nbytes} bytes in {layers} layers>"
+
+
+class Lease:
+    """Blocks that peers may access until `end`. Created by `PagedCache.lend`, one for each request of an engine.
+
+    ``bytes(lease)`` is for `RemoteCache.borrow` at any number of peers. Dropping the lease ends it, too.
+
+    Guaranteed: once `end` has returned, no peer reads or writes the blocks through this lease. A pull or push that was
+    in flight, or that is started later, raises RegionError at the peer, and says neither that it moved all bytes nor
+    that it moved none: whatever came is the lease's own, of before the end. The blocks may then be given to the next
+    request. Not guaranteed: that a peer which lies about blocks stays within those of the lease. Its keys open the
+    cache's memory until it ends.
+    """
+
+    def __init__(self, cache: PagedCache, blocks: Index, regions: list[Region], identity: bytes) -> None:
+        self.blocks = blocks
+        """uint32 [N]."""
+        self._cache, self._regions, self._identity = cache, regions, identity
+
+    def __bytes__(self) -> bytes:
+        keys = [bytes(region.key()).hex() for region in self._regions]
+        return packed("lease", id=self._identity, keys=keys, blocks=self.blocks.astype("<u4").tobytes())
+
+    def end(self) -> None:
+        """Ends all access through it; again has no effect.
+
+        It waits for peers that are accessing it, CROSSRAIL_TIMEOUT at most for each allocation; a lane that
+        has not let go by then is ended.
+        """
+        deregister(self._regions)
+
+    def __del__(self) -> None:
+        with suppress(CrossrailError):
+            self.end()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self.end()
+
+
+class RemoteCache:
+    """A peer's cache, or blocks that it has lent. Created by `PagedCache.remote` and `borrow`.
+
+    Requests raise PeerDeadError if the peer is lost, and RegionError if its cache was closed or the lease has ended.
+    Thread safety: any thread may use it.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        endpoint: Endpoint,
+        name: str,
+        here: Shape,
+        there: Shape,
+        of: tuple[bytes, int],
+        keys: list[RegionKey] | None,
+        lent: Index | None,
+    ) -> None:
+        self.cache, self.endpoint, self.name = cache, endpoint, name
+        self.blocks = lent
+        """Of a lease: the peer's blocks, uint32 [N]."""
+        self._here, self._there, self._of, self._keys = here, there, of, keys
+        self._planes = here.planes()
+        self._layouts: tuple[Layout, Layout] | None = None
+
+    @property
+    def pages(self) -> int:
+        """Number of blocks that there are."""
+        return self._there.pages if self.blocks is None else len(self.blocks)
+
+    def borrow(self, lease: bytes) -> RemoteCache:
+        """The blocks of a lease of this peer: its numbers of blocks are then 0 to N - 1, in the order of the lease.
+
+        Raises MismatchError for a lease of another cache, UsageError for what is no lease.
+        """
+        said = unpacked("lease", lease, "borrow")
+        try:
+            identity, keys = bytes.fromhex(said["id"]), _keys(said["keys"], self._of[1])
+            blocks = np.frombuffer(bytes.fromhex(said["blocks"]), "<u4")
+        except (KeyError, TypeError, ValueError):
+            raise wrong("borrow", f"{len(lease)} bytes that are not a lease") from None
+        if identity != self._of[0]:
+            detail = f"the lease is of another cache than the one that {self.name} has described"
+            raise MismatchError(f"borrow: {detail}", operation="borrow", detail=detail, peer=self.name)
+        blocks = blocks_of(blocks, self._there.pages, "borrow")
+        here, there = self._here, self._there
+        return RemoteCache(self.cache, self.endpoint, self.name, here, there, self._of, keys, blocks)
+
+    def prepare(
+        self,
+        op: str,
+        blocks: Any,
+        remote_blocks: Any = None,
+        *,
+        layers: Iterable[int] | None = None,
+        notice: bytes = b"",
+    ) -> Move:
+        """A transfer that can be started as often as wanted, by `Move.start`.
+
+        Parameters
+        ----------
+        op : str
+            ``"push"`` to the peer, ``"pull"`` from it.
+        blocks : array-like of int [N]
+            Blocks of this cache; arrays of uint32 are taken as they are.
+        remote_blocks : array-like of int [N], optional
+            The peer's, in the same order. All of a lease by default.
+        layers : iterable of int, optional
+            All by default.
+        notice : bytes
+            Raised at the peer, by `Worker.notices`, once all bytes are in place; none if empty.
+
+        Raises
+        ------
+        UsageError
+            Blocks that do not exist, or another number of them at either end; no such layers.
+        """
+        if op not in ("push", "pull"):
+            raise wrong("prepare", f"{op!r} is no operation", '"push" or "pull"')
+        if self._keys is None:
+            hint = "borrow a lease, or describe the cache with access=True"
+            raise wrong(op, f"{self.name} has described its cache without access", hint)
+        if remote_blocks is None and self.blocks is None:
+            raise wrong(op, "no remote_blocks", "only of a lease they are known")
+        mine = blocks_of(blocks, self.cache.pages, op)
+        its = self.blocks if remote_blocks is None else blocks_of(remote_blocks, self.pages, f"{op}: remote")
+        assert its is not None
+        if self.blocks is not None and remote_blocks is not None:
+            its = self.blocks[its]
+        if len(mine) != len(its):
+            raise wrong(op, f"{len(mine)} blocks here, {len(its)} of {self.name}")
+        planes = np.arange(len(self._planes))
+        if layers is not None:
+            wanted = list(layers)
+            if not wanted or not all(0 <= layer < self._here.layers for layer in wanted):
+                raise wrong(op, f"layers {wanted} of {self._here.layers}")
+            planes = np.flatnonzero(np.isin(self._planes, wanted))
+        if self._layouts is None:
+            there = self.endpoint.layout(self._there.rows(self._keys))
+            self._layouts = self.cache._layout(self._here), there
+        local, remote = self._layouts
+        ours, theirs = self._here.numbers(planes, mine), self._there.numbers(planes, its)
+        return self.endpoint.prepare("write" if op == "push" else "read", local, remote, ours, theirs, notice=notice)
+
+    def push(
+        self,
+        blocks: Any,
+        remote_blocks: Any = None,
+        *,
+        layers: Iterable[int] | None = None,
+        notice: bytes = b"",
+        stream: Any = None,
+    ) -> Request:
+        """Write blocks of this cache into the peer's; as `prepare`, and starts it.
+
+        GPU memory is read behind the work enqueued so far in ``stream``.
+        """
+        return self.prepare("push", blocks, remote_blocks, layers=layers, notice=notice).start(stream=stream)
+
+    def pull(
+        self,
+        blocks: Any,
+        remote_blocks: Any = None,
+        *,
+        layers: Iterable[int] | None = None,
+        notice: bytes = b"",
+        stream: Any = None,
+    ) -> Request:
+        """Read the peer's blocks into blocks of this cache; as `push`. The notice says that they were read."""
+        return self.prepare("pull", blocks, remote_blocks, layers=layers, notice=notice).start(stream=stream)
+
+    def push_layers(self, blocks: Any, remote_blocks: Any = None, *, notice: bytes = b"") -> LayerPush:
+        """Prepare a push of each layer, to be started as the layers are computed; as `prepare`."""
+        moves = [
+            self.prepare("push", blocks, remote_blocks, layers=[layer]) for layer in range(self.cache._shape.layers)
+        ]
+        return LayerPush(self.endpoint, moves, notice)
+
+
+class LayerPush:
+    """A push of one layer after the other, with one notice behind the last. Created by `RemoteCache.push_layers`.
+
+    Any thread may start layers, in any order, each once.
+    """
+
+    def __init__(self, endpoint: Endpoint, moves: list[Move], notice: bytes) -> None:
+        self._endpoint, self._moves, self._notice = endpoint, moves, notice
+        self._requests: dict[int, Request] = {}
+        self._left = len(moves)
+        self._failure: CrossrailError | None = None
+        self._lock = threading.Lock()
+        self._noticed: Request | None = None
+        self._ended = threading.Event()
+
+    def start(self, layer: int, *, stream: Any = None) -> Request:
+        """Start a layer: GPU memory is read behind the work enqueued so far in ``stream``. See `Move.start`."""
+        with self._lock:
+            if not 0 <= layer < len(self._moves) or layer in self._requests:
+                raise wrong("push_layers", f"layer {layer} of {len(self._moves)}, or it was started before")
+            request = self._requests[layer] = self._moves[layer].start(stream=stream)
+        request.on_complete(self._arrived)
+        return request
+
+    def _arrived(self, request: Request) -> None:
+        try:
+            request.test()
+            with self._lock:
+                self._left -= 1
+                last = not self._left
+            if not last:
+                return
+            if self._notice:
+                self._noticed = self._endpoint.notify(self._notice)
+        except CrossrailError as error:
+            self._failure = error
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> list[Receipt]:
+        """Wait until all layers and the notice are there; the receipts of the layers.
+
+        Raises what a layer's push raised: no notice is raised then. TimeoutError after ``timeout`` seconds,
+        CROSSRAIL_TIMEOUT by default. UsageError if layers were not started.
+        """
+        missing = sorted(set(range(len(self._moves))) - self._requests.keys())
+        if missing:
+            raise wrong("push_layers", f"wait: layers {missing} were not started")
+        limit = self._endpoint.worker.context.timeout if timeout is None else timeout
+        until = time.monotonic() + limit
+        receipts = wait_all([self._requests[layer] for layer in range(len(self._moves))], limit)
+        if self._ended.wait(max(0.0, until - time.monotonic())) and self._failure is not None:
+            raise self._failure
+        if self._noticed is not None:
+            self._noticed.wait(max(0.0, until - time.monotonic()))
+        return receipts
+
+
+def joined(memories: Iterable[Memory]) -> list[tuple[int, int, int | None]]:
+    """Address, end and device of what to register: tensors that overlap or, of one allocation, adjoin are one."""
+    ranges: list[tuple[int, int, int | None]] = []
+    owner = 0
+    for memory in sorted(memories, key=lambda memory: (-1 if memory.device is None else memory.device, memory.address)):
+        base, end, device = ranges[-1] if ranges else (0, -1, None)
+        adjoins = memory.address < end or (memory.address == end and memory.owner == owner)
+        if ranges and device == memory.device and adjoins:
+            ranges[-1] = base, max(end, memory.end), device
+        else:
+            ranges.append((memory.address, memory.end, memory.device))
+        owner = memory.owner
+    return ranges
+
+
+def registered(worker: Worker, ranges: Iterable[tuple[int, int, int | None]]) -> list[Region]:
+    return [worker.register_range(base, end - base, device) for base, end, device in ranges]
+
+
+def deregister(regions: Iterable[Region]) -> None:
+    """When it returns, no peer accesses these regions any more."""
+    for region in regions:
+        with suppress(RegionError):
+            region.deregister()
+
+
+def _keys(said: Any, count: int) -> list[RegionKey]:
+    if len(said) != count:
+        raise ValueError("keys")
+    return [RegionKey.from_bytes(bytes.fromhex(key)) for key in said]
