@@ -24,7 +24,7 @@ say = @printf '\n== %s\n' "$(1)"
 .PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack \
-	models tsan miri deny fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate
+	models tsan miri deny engines fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate
 
 help:
 	@echo "Build and try"
@@ -198,6 +198,11 @@ deny: rust
 	fi; \
 	PATH=$(CARGO_TARGET_DIR)/tools/bin:$$PATH cargo deny --locked check $$checks && \
 	echo "checked: $$checks$${without:+; advisories not: $(ADVISORIES) cannot be reached}"
+
+# The published engines' own Python, which is installed into target/engines.
+engines: build
+	$(call say,engines: SGLang's own connections over the modules nixl and mooncake)
+	$(BIN)/python -m pytest --quiet tests/engines
 
 # Another seed each time; the seed is printed, and FUZZ_SEED=N runs it again. Without link-time optimization, which takes
 # longer than it saves.

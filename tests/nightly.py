@@ -54,10 +54,11 @@ PARTS = (
     Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 1200),
     Part("tsan", "data races between threads", 2400),
     Part("fuzz", "a stranger's bytes", 1500, {"FUZZ_SECONDS": 900}, "FUZZ_SEED"),
-    Part("chaos", "random faults on rails between two processes", 900, {"CHAOS_SECONDS": 300}, "CHAOS_SEED"),
+    Part("chaos", "random faults on rails between two processes", 800, {"CHAOS_SECONDS": 300}, "CHAOS_SEED"),
     Part("chaos-ranks", "ranks that are killed, stopped and replaced", 1200, {"CHAOS_SECONDS": 400}, "CHAOS_SEED"),
     Part("growth", "memory after thousands of cycles of everything", 1200, {"GROWTH_SECONDS": 120}),
     Part("test-pages", "pages in a browser", 400),
+    Part("engines", "SGLang's own connections over the modules nixl and mooncake", 300),
 )
 
 

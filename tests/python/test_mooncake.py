@@ -153,3 +153,11 @@ def test_a_killed_peer_fails_within_seconds(peer: tuple[subprocess.Popen[str], s
     assert a.transfer_sync_write(session, memory.ctypes.data, address, memory.nbytes) == -1
     assert time.monotonic() - began < 5
     assert a.send_probe(session) == -1
+
+
+def test_an_engine_is_released_when_modules_are_gone_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+    monkeypatch.setattr(sys.modules[TransferEngine.__module__], "contextlib", None)
+    made.__del__()
+    with pytest.raises(crossrail.ClosedError):
+        made._worker.describe([])

@@ -102,10 +102,11 @@ class TransferEngine:
             return -1
         return 0
 
-    def __del__(self) -> None:
+    # At the end of the interpreter the module's names may be gone before this.
+    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
         for end in (getattr(self, "_exchange", None), getattr(self, "_worker", None)):
             if end is not None:
-                with contextlib.suppress(Exception):
+                with suppress(Exception):
                     end.close()
 
     def get_rpc_port(self) -> int:
