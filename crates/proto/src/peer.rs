@@ -8,6 +8,7 @@ mod chunks;
 mod counted;
 mod direct;
 mod ending;
+mod events;
 mod incoming;
 mod kept;
 mod lanes;
@@ -16,6 +17,7 @@ mod open;
 mod outgoing;
 mod requests;
 mod sending;
+mod theirs;
 mod unpack;
 
 use std::collections::VecDeque;
@@ -32,11 +34,13 @@ use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, 
 use counted::Calm;
 use direct::JobOf;
 use ending::Violations;
+use events::Events;
 use incoming::Incoming;
 use kept::Kept;
 use ledger::{Delivered, Unconfirmed};
 use open::Open;
 use outgoing::Outgoing;
+use theirs::Theirs;
 
 /// One connection's protocol state.
 #[derive(Debug)]
@@ -75,10 +79,7 @@ pub struct Peer {
     arrival_bytes: u64,
     /// The receive whose unexpected message is being copied out, and the peer's id of it.
     copied_out: Option<(OpId, u32)>,
-    /// What became of the peer's operations, by its wire id less one; of its counted messages, by their places.
-    theirs: Vec<Their>,
-    theirs_counted: Vec<Their>,
-    theirs_active: u32,
+    theirs: Theirs,
 
     /// The peer's accesses to our regions, until the event that ends them is taken.
     passives: Slab<()>,
@@ -93,12 +94,7 @@ pub struct Peer {
     passes: u32,
     serial: u32,
     violations: Violations,
-    events: VecDeque<Event>,
-    /// What happened before those: the common end of a short message, in few bytes.
-    shorts: VecDeque<Short>,
-    /// Writes with an immediate whose bytes are in place. While there is one, `events` is not empty: the end of the access
-    /// follows.
-    arrived: VecDeque<(RegionRef, u32)>,
+    events: Events,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -122,15 +118,6 @@ struct Queued {
     at: Time,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Their {
-    Free,
-    Open,
-    Arrival(u32),
-    In(u32),
-    Serve(u32),
-}
-
 #[derive(Clone, Copy, Debug)]
 struct Control {
     frame: Frame,
@@ -140,7 +127,7 @@ struct Control {
 impl Peer {
     /// A connection without lanes.
     pub fn new(id: EndpointId, config: Config) -> Peer {
-        let unconfirmed = Unconfirmed::new(config.message_credit);
+        let (unconfirmed, theirs) = (Unconfirmed::new(config.message_credit), Theirs::new(config.message_credit));
         Peer {
             id,
             config,
@@ -164,9 +151,7 @@ impl Peer {
             arrivals: Slab::new(),
             arrival_bytes: 0,
             copied_out: None,
-            theirs: Vec::new(),
-            theirs_counted: Vec::new(),
-            theirs_active: 0,
+            theirs,
             passives: Slab::new(),
             jobs: Slab::new(),
             control: VecDeque::new(),
@@ -176,9 +161,7 @@ impl Peer {
             passes: 0,
             serial: 0,
             violations: Violations::default(),
-            events: VecDeque::new(),
-            shorts: VecDeque::new(),
-            arrived: VecDeque::new(),
+            events: Events::default(),
         }
     }
 
@@ -200,7 +183,7 @@ impl Peer {
             Phase::Live | Phase::Broken(_) => self.closing.then_some(Failure::Closed),
         };
         match refused {
-            Some(why) => self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag: 0 }),
+            Some(why) => self.events.fail(op, why, 0, 0),
             None => self.queue.push_back(Queued { op, what, len, offer, eager, at: now }),
         }
     }
@@ -218,7 +201,7 @@ impl Peer {
         self.stir();
         if let Some(at) = self.queue.iter().position(|q| q.op == op) {
             self.queue.remove(at);
-            self.events.push_back(Event::Done { op, result: Err(Failure::Cancelled), progress: 0, tag: 0 });
+            self.events.fail(op, Failure::Cancelled, 0, 0);
             return true;
         }
         let why = Failure::Cancelled;
@@ -239,17 +222,14 @@ impl Peer {
     /// The next event. The ids that it names for the last time are free from now on.
     #[inline]
     pub fn event(&mut self) -> Option<Event> {
-        if let Some(short) = self.shorts.pop_front() {
+        if let Some(short) = self.events.take_short() {
             return Some(short.into());
         }
-        if self.events.is_empty() { None } else { self.longer_event() }
+        if self.events.are_short() { None } else { self.longer_event() }
     }
 
     fn longer_event(&mut self) -> Option<Event> {
-        if let Some((region, imm)) = self.arrived() {
-            return Some(Event::Imm { region, imm });
-        }
-        let event = self.events.pop_front()?;
+        let event = self.events.take()?;
         match event {
             Event::Deliver { arrival, op, .. } => {
                 self.copied_out = self.arrivals.try_remove(arrival as usize).map(|kept| (op, kept.their));
@@ -269,22 +249,13 @@ impl Peer {
     /// [`Event`]. Whatever is not taken here comes from [`Peer::event`], in the same order.
     #[inline]
     pub fn short(&mut self) -> Option<Short> {
-        self.shorts.pop_front()
+        self.events.take_short()
     }
 
     /// The next write with an immediate whose bytes are all in place: what [`Peer::event`] would report as
     /// [`Event::Imm`], ahead of other events. For engines to which later frames may refer to what such a write brought.
     pub fn arrived(&mut self) -> Option<(RegionRef, u32)> {
-        self.arrived.pop_front()
-    }
-
-    #[inline(always)]
-    fn end_short(&mut self, short: Short) {
-        if self.events.is_empty() {
-            self.shorts.push_back(short);
-        } else {
-            self.events.push_back(short.into());
-        }
+        self.events.take_arrived()
     }
 
     /// Finishes what is under way, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations
@@ -389,77 +360,5 @@ impl Peer {
 
     fn target(index: u32, serial: u32) -> Target {
         Target { index, serial }
-    }
-
-    /// The largest wire id of operations in the table of outgoing ones: ours, and the peer's reads.
-    #[inline]
-    fn named_max(&self) -> u32 {
-        2 * self.config.message_credit
-    }
-
-    /// The table with the peer's operation `op`, and where it is there. An id that is not possible is in neither.
-    #[inline]
-    fn theirs_at(&self, op: u32) -> (&Vec<Their>, usize) {
-        match op.checked_sub(self.named_max() + 1) {
-            Some(place) => (&self.theirs_counted, place as usize),
-            None => (&self.theirs, op.wrapping_sub(1) as usize),
-        }
-    }
-
-    #[inline]
-    fn theirs_at_mut(&mut self, op: u32) -> (&mut Vec<Their>, usize) {
-        match op.checked_sub(self.named_max() + 1) {
-            Some(place) => (&mut self.theirs_counted, place as usize),
-            None => (&mut self.theirs, op.wrapping_sub(1) as usize),
-        }
-    }
-
-    /// An operation of the peer's is over.
-    #[inline]
-    fn free_their(&mut self, op: u32) {
-        let (theirs, at) = self.theirs_at_mut(op);
-        if let Some(their) = theirs.get_mut(at)
-            && *their != Their::Free
-        {
-            *their = Their::Free;
-            self.theirs_active -= 1;
-        }
-    }
-
-    /// An operation of the peer's begins.
-    #[inline]
-    fn claim_their(&mut self, op: u32, what: Their) -> Result<(), String> {
-        let last = self.named_max() + self.config.message_credit;
-        let (theirs, at) = self.theirs_at_mut(op);
-        if let Some(their) = theirs.get_mut(at) {
-            if *their != Their::Free {
-                return Err(format!("operation {op} begun twice"));
-            }
-            *their = what;
-        } else {
-            if op == 0 || op > last {
-                return Err(format!("operation {op} is out of range"));
-            }
-            theirs.resize(at + 1, Their::Free);
-            theirs[at] = what;
-        }
-        self.theirs_active += 1;
-        if self.theirs_active > self.config.message_credit {
-            return Err(format!("more than {} operations under way", self.config.message_credit));
-        }
-        Ok(())
-    }
-
-    #[inline]
-    fn their(&self, op: u32) -> Their {
-        let (theirs, at) = self.theirs_at(op);
-        theirs.get(at).copied().unwrap_or(Their::Free)
-    }
-
-    fn set_their(&mut self, op: u32, what: Their) {
-        let (theirs, at) = self.theirs_at_mut(op);
-        if let Some(their) = theirs.get_mut(at) {
-            *their = what;
-        }
     }
 }

@@ -2,7 +2,8 @@
 
 use crossrail_types::{Head, LaneId, OpId};
 
-use super::{Peer, Phase, Their};
+use super::theirs::Their;
+use super::{Peer, Phase};
 use crate::frame::{self, Frame};
 use crate::lane::Placement;
 use crate::peer::incoming::{ChunkOf, InKind, InStage};
@@ -10,7 +11,7 @@ use crate::peer::kept::Kept;
 use crate::peer::open::{Open, What};
 use crate::peer::requests::{ServeRequest, WriteOf};
 use crate::stream::Arrival;
-use crate::{Event, Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Short, Time};
+use crate::{Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Short, Time};
 
 impl Peer {
     /// A head has come in on `lane`: where does its payload go? One payload at a time per lane; lanes interleave.
@@ -76,7 +77,7 @@ impl Peer {
         let plain = self.stream.plain(stamp)
             && counted == spec.reliable
             && !matches!(self.lanes[at].placing, Placement::Chunk { .. })
-            && self.their(their) == Their::Free;
+            && self.theirs.at(their) == Their::Free;
         if !plain || (counted && len > spec.whole_max) {
             return None;
         }
@@ -84,8 +85,7 @@ impl Peer {
         if counted {
             self.confirmed(now, stamp.ack).ok()?;
         } else {
-            let known = (their.wrapping_sub(1) as usize) < self.theirs.len();
-            if !known || self.theirs_active >= self.config.message_credit {
+            if !self.theirs.may_open(their) {
                 return None;
             }
             if self.stream.acknowledge(stamp.ack).ok()? {
@@ -109,8 +109,7 @@ impl Peer {
             return Some(Placing::Message(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) }));
         }
         self.stir();
-        self.theirs[their as usize - 1] = Their::Open;
-        self.theirs_active += 1;
+        self.theirs.open(their);
         self.lanes[at].placing = Placement::Stream;
         self.stream.heard = Some(lane);
         self.open = Some(Open { lane, head: *head, what: What::Receive { op, their, tag }, lossy: true });
@@ -282,10 +281,9 @@ impl Peer {
             return Ok(None);
         }
         let what = What::Receive { op, their, tag };
-        if let Err(why) = self.claim_their(their, Their::Open) {
+        if let Err(why) = self.theirs.claim(their, Their::Open) {
             // The receive was taken from the matcher: it goes down with this peer.
-            let why_op = Failure::PeerDead(why.clone());
-            self.events.push_back(Event::Done { op, result: Err(why_op), progress: 0, tag });
+            self.events.fail(op, Failure::PeerDead(why.clone()), 0, tag);
             return Err(why);
         }
         Ok(Some(what))
@@ -294,11 +292,11 @@ impl Peer {
     pub(super) fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
         let why = Failure::Truncated { message, buffer };
         self.tell_failed(their, &why);
-        self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag });
+        self.events.fail(op, why, 0, tag);
     }
 
     fn open_write_data(&mut self, now: Time, op: u32, len: u32, host: &mut Host<'_>) -> Result<Option<What>, String> {
-        let Their::In(index) = self.their(op) else { return Ok(None) };
+        let Their::In(index) = self.theirs.at(op) else { return Ok(None) };
         let Some(incoming) = self.ins.get(index as usize) else { return Ok(None) };
         if incoming.stage != InStage::Data || incoming.len != u64::from(len) {
             return Err(format!("data of a write, {len} bytes, that do not fit"));
@@ -348,10 +346,10 @@ impl Peer {
     fn complete_receive(&mut self, short: Short, their: u32, lossy: bool) {
         self.stream.consumed(lossy);
         if self.lanes.len() > 1 && self.void_stream_placements(short.lane) {
-            self.events.push_back(Event::Revoke { memory: Memory::Op(short.op) });
+            self.events.revoke(Memory::Op(short.op));
         }
-        self.end_short(short);
-        self.free_their(their);
+        self.events.end_short(short);
+        self.theirs.free(their);
         if !self.delivered.deliver_late(their) {
             self.owe_done(their);
         }
@@ -365,7 +363,7 @@ impl Peer {
             What::Kept { arrival } => self.kept(arrival),
             What::Data { index } => {
                 if let (true, Some(incoming)) = (elsewhere, self.ins.get(index as usize)) {
-                    self.events.push_back(Event::Revoke { memory: incoming.memory() });
+                    self.events.revoke(incoming.memory());
                 }
                 self.complete_in(now, index, Protocol::Eager, Some(lane));
             }
@@ -431,10 +429,10 @@ impl Peer {
             && o == op
         {
             self.drop_open();
-            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
-            self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
+            self.events.revoke(Memory::Op(op));
+            self.events.fail(op, why.clone(), 0, tag);
             self.tell_failed(their, why);
-            self.free_their(their);
+            self.theirs.free(their);
             return true;
         }
         let of = |k: &Kept| !k.over && matches!(k.accepted, Some((o, _)) if o == op);
@@ -442,7 +440,7 @@ impl Peer {
         kept.accepted = None;
         kept.ended = Some(why.clone());
         let tag = kept.tag;
-        self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
+        self.events.fail(op, why.clone(), 0, tag);
         true
     }
 

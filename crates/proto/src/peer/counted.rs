@@ -5,7 +5,7 @@ use crossrail_types::{LaneId, OpId};
 use super::Peer;
 use crate::frame::{self, Bytes, Frame};
 use crate::peer::ledger::{Counted, CountedStage};
-use crate::{Body, Event, Failure, Memory, Short, Time};
+use crate::{Body, Failure, Memory, Short, Time};
 
 /// The condition of a connection in which a short message needs nothing but its own words: one lane that loses nothing
 /// and [counts](crate::LaneSpec::counts) carries the messages, and nothing is queued, owed, held back or ending.
@@ -49,7 +49,7 @@ impl Peer {
         if !lane.spec.counts {
             return;
         }
-        let quiet = self.is_quiet(at) && lane.is_unoccupied() && self.open.is_none() && self.theirs_active == 0;
+        let quiet = self.is_quiet(at) && lane.is_unoccupied() && self.open.is_none() && self.theirs.is_idle();
         let settled = !self.urgent && self.passes == 0 && !self.delivered.withholds() && self.stream.is_empty();
         let open = self.live() && !self.bye_sent && self.stream.open() && self.stream.reliable();
         let counts = lane.spec.reliable && self.stream.lane == Some(lane.spec.id);
@@ -59,30 +59,13 @@ impl Peer {
         }
     }
 
-    /// The wire id of the counted message at `place`: behind those of the table of outgoing operations.
-    #[inline]
-    pub(super) fn counted_id(&self, place: u32) -> u32 {
-        self.named_max() + 1 + place
-    }
-
-    /// The place of the counted message with that wire id; `None`: the id is not one of a counted message.
-    fn counted_place(&self, id: u32) -> Option<u32> {
-        id.checked_sub(self.named_max() + 1)
-    }
-
-    /// Whether a frame's `op` is that of a counted message.
-    #[inline]
-    pub(super) fn names_counted(&self, id: u32) -> bool {
-        id > self.named_max()
-    }
-
     /// The peer has delivered `count` of our counted messages.
     #[inline]
     pub(super) fn confirmed(&mut self, now: Time, count: u32) -> Result<(), String> {
         let Some(news) = self.unconfirmed.news(count) else { return Err(self.unconfirmed.too_many(count)) };
         for _ in 0..news {
             if let Some(short) = self.pass_oldest(now) {
-                self.end_short(short);
+                self.events.end_short(short);
             }
         }
         Ok(())
@@ -119,7 +102,7 @@ impl Peer {
     #[cold]
     fn pass_behind_events(&mut self, now: Time) {
         if let Some(short) = self.pass_oldest(now) {
-            self.end_short(short);
+            self.events.end_short(short);
         }
     }
 
@@ -147,7 +130,7 @@ impl Peer {
             return Err(format!("operation {id} finished that is not under way"));
         };
         let short = self.close_counted(now, &counted);
-        self.end_short(short);
+        self.events.end_short(short);
         Ok(())
     }
 
@@ -166,7 +149,7 @@ impl Peer {
 
     /// The message with that id, which is answered with this.
     fn answer(&mut self, id: u32) -> Option<Counted> {
-        let place = self.counted_place(id)?;
+        let place = self.unconfirmed.place_of(id)?;
         let counted = self.unconfirmed.at(place)?;
         let known = *counted;
         counted.stage = CountedStage::Answered;
@@ -177,8 +160,8 @@ impl Peer {
         let Counted { op, len, .. } = *counted;
         self.own_active -= 1;
         self.eager_bytes -= len;
-        self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
-        self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag: 0 });
+        self.events.revoke(Memory::Op(op));
+        self.events.fail(op, why, 0, 0);
     }
 
     /// Starts to end a counted message before its time; false: `op` is none.
@@ -196,7 +179,7 @@ impl Peer {
         if matches!(why, Failure::Device(_)) {
             self.unconfirmed.blame(op, why.clone());
         }
-        let op = self.counted_id(place);
+        let op = self.unconfirmed.id(place);
         self.tell_with(Frame::Abort { op, code }, Body::from(bytes));
         true
     }

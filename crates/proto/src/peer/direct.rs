@@ -28,7 +28,7 @@ impl Peer {
         incoming.offer = Some(offer);
         incoming.job = Some(job);
         let (memory, len) = (incoming.memory(), incoming.len);
-        self.events.push_back(Event::Direct { job, memory, role: Role::Pull, offer, len });
+        self.events.push(Event::Direct { job, memory, role: Role::Pull, offer, len });
     }
 
     /// Copies a region's bytes to where the peer reads them to.
@@ -36,7 +36,7 @@ impl Peer {
         let job = DirectId(self.jobs.insert(JobOf::Out(index)) as u32);
         self.outs[index as usize].more().job = Some(job);
         let offer = Offer { descriptor, slot: None };
-        self.events.push_back(Event::Direct { job, memory, role: Role::Help, offer, len });
+        self.events.push(Event::Direct { job, memory, role: Role::Help, offer, len });
     }
 
     /// Every byte of the job has been copied, `moved` of them by this end, in `copy_ns`.
@@ -173,12 +173,12 @@ impl Peer {
         outgoing.more().job = Some(job);
         let (memory, len) = (Memory::Op(outgoing.op), outgoing.len);
         let offer = Offer { descriptor, slot };
-        self.events.push_back(Event::Direct { job, memory, role: Role::Help, offer, len });
+        self.events.push(Event::Direct { job, memory, role: Role::Help, offer, len });
     }
 
     /// The peer has taken its hands off the memory of a transfer towards us.
     pub(super) fn help_ended(&mut self, now: Time, op: u32, failed: bool) {
-        let super::Their::In(index) = self.their(op) else { return };
+        let crate::peer::theirs::Their::In(index) = self.theirs.at(op) else { return };
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
         if !std::mem::take(&mut incoming.helped) {
             return;
@@ -188,7 +188,7 @@ impl Peer {
             (Some(job), false) if failed && !incoming.stopping => {
                 // Pieces that it claimed are not copied: start over, in chunks.
                 incoming.stopping = true;
-                self.events.push_back(Event::StopDirect { job });
+                self.events.stop(job);
             }
             (Some(_), false) => {}
             (None, false) => self.loan_over(now, index, failed),

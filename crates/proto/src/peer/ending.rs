@@ -27,7 +27,7 @@ impl Peer {
     pub(super) fn break_off(&mut self, why: String) {
         self.stir();
         if matches!(self.phase, Phase::Live | Phase::Closed) {
-            self.events.push_back(Event::Broken { why: why.clone() });
+            self.events.push(Event::Broken { why: why.clone() });
             self.phase = Phase::Broken(why);
         }
     }
@@ -67,7 +67,7 @@ impl Peer {
         if self.live() {
             self.phase = Phase::Closed;
             self.fail_all(now, &Failure::Closed, matcher);
-            self.events.push_back(Event::Bye);
+            self.events.push(Event::Bye);
         }
     }
 
@@ -89,20 +89,19 @@ impl Peer {
         if let Some(open) = self.open.take()
             && let What::Receive { op, tag, .. } = open.what
         {
-            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
-            self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
+            self.events.revoke(Memory::Op(op));
+            self.events.fail(op, why.clone(), 0, tag);
         }
         self.fail_incoming(why);
         self.fail_all_counted(why);
         self.delivered.clear();
         self.fail_outgoing(now, why);
         while let Some(queued) = self.queue.pop_front() {
-            let result = Err(why.clone());
-            self.events.push_back(Event::Done { op: queued.op, result, progress: 0, tag: 0 });
+            self.events.fail(queued.op, why.clone(), 0, 0);
         }
         self.fail_arrivals(why, matcher);
         for op in matcher.peer_dead(self.id) {
-            self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag: 0 });
+            self.events.fail(op, why.clone(), 0, 0);
         }
         self.control.clear();
         self.dones.clear();
@@ -140,13 +139,13 @@ impl Peer {
                 None => {
                     incoming.ending = Some(Ending { why: why.clone(), told: true });
                     let memory = incoming.memory();
-                    self.events.push_back(Event::Revoke { memory });
+                    self.events.revoke(memory);
                 }
             }
             let incoming = &mut self.ins[index as usize];
             if let (Some(job), false) = (incoming.job, incoming.stopping) {
                 incoming.stopping = true;
-                self.events.push_back(Event::StopDirect { job });
+                self.events.stop(job);
             }
             self.step_ending(index);
         }
@@ -158,7 +157,7 @@ impl Peer {
             let outgoing = &mut self.outs[index as usize];
             if outgoing.kind == Kind::Serve && outgoing.rest().job.is_none() {
                 let memory = outgoing.memory();
-                self.events.push_back(Event::Revoke { memory });
+                self.events.revoke(memory);
             }
             // The peer's word on it, if it was heard already, stands.
             let result = match &outgoing.rest().after {
@@ -180,10 +179,10 @@ impl Peer {
             matcher.forget(self.id, arrival);
             self.remove_kept(arrival);
             if eager {
-                self.events.push_back(Event::DropArrival { arrival });
+                self.events.push(Event::DropArrival { arrival });
             }
             if let Some((op, _)) = accepted {
-                self.events.push_back(Event::Done { op, result: Err(why.clone()), progress: 0, tag });
+                self.events.fail(op, why.clone(), 0, tag);
             }
         }
     }

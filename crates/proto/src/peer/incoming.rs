@@ -2,7 +2,8 @@
 
 use crossrail_types::{LaneId, OpId};
 
-use super::{Peer, Their};
+use super::Peer;
+use super::theirs::Their;
 use crate::feed::{share, sorted};
 use crate::frame::{Frame, Target};
 use crate::peer::open::What;
@@ -112,7 +113,7 @@ impl Peer {
     /// A transfer that needs our consent: copies directly if there is an offer.
     pub(super) fn begin_transfer(&mut self, now: Time, their: u32, kind: InKind, len: u64, offer: Option<Offer>) {
         let index = self.begin_in(now, their, kind, len);
-        self.set_their(their, Their::In(index));
+        self.theirs.set(their, Their::In(index));
         match offer {
             Some(offer) => self.start_pull(index, offer),
             None => self.consent(index),
@@ -225,7 +226,7 @@ impl Peer {
         let incoming = self.ins.remove(index as usize);
         let memory = incoming.memory();
         if self.leave_in(index, incoming.serial) {
-            self.events.push_back(Event::Revoke { memory });
+            self.events.revoke(memory);
         }
         let lanes = sorted(incoming.shares);
         self.owe_done(incoming.their);
@@ -239,13 +240,15 @@ impl Peer {
                 let pushed = incoming.pushed;
                 let receipt =
                     Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns, pushed };
-                self.events.push_back(Event::Done { op, result: Ok(receipt), progress: bytes, tag });
-                self.free_their(incoming.their);
+                self.events.push(Event::Done { op, result: Ok(receipt), progress: bytes, tag });
+                self.theirs.free(incoming.their);
             }
             InKind::Write { region, imm, .. } => {
-                self.events.push_back(Event::Released { passive: incoming.passive, region });
-                self.arrived.extend(imm.map(|imm| (region, imm)));
-                self.free_their(incoming.their);
+                self.events.push(Event::Released { passive: incoming.passive, region });
+                if let Some(imm) = imm {
+                    self.events.arrive(region, imm);
+                }
+                self.theirs.free(incoming.their);
             }
             InKind::Read { out, .. } => {
                 self.done_reads = true;
@@ -265,10 +268,10 @@ impl Peer {
         let (memory, serial) = (incoming.memory(), incoming.serial);
         if let (Some(job), false) = (incoming.job, incoming.stopping) {
             incoming.stopping = true;
-            self.events.push_back(Event::StopDirect { job });
+            self.events.stop(job);
         }
         self.leave_in(index, serial);
-        self.events.push_back(Event::Revoke { memory });
+        self.events.revoke(memory);
         self.step_ending(index);
     }
 
@@ -303,14 +306,14 @@ impl Peer {
         match incoming.kind {
             InKind::Receive { op, tag } => {
                 let progress = incoming.received.bytes();
-                self.events.push_back(Event::Done { op, result: Err(why), progress, tag });
+                self.events.fail(op, why, progress, tag);
             }
             InKind::Write { region, .. } => {
-                self.events.push_back(Event::Released { passive: incoming.passive, region });
+                self.events.push(Event::Released { passive: incoming.passive, region });
             }
             InKind::Read { .. } => return,
         }
-        self.free_their(incoming.their);
+        self.theirs.free(incoming.their);
     }
 
     /// A read of ours is over or given up: what still comes for it is discarded.

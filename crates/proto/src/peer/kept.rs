@@ -2,7 +2,8 @@
 
 use crossrail_types::OpId;
 
-use super::{Peer, Their};
+use super::Peer;
+use super::theirs::Their;
 use crate::peer::incoming::InKind;
 use crate::peer::open::What;
 use crate::{Event, Failure, Matcher, Offer, Short, Time};
@@ -38,7 +39,7 @@ impl Peer {
 
     pub(super) fn keep(&mut self, their: u32, kept: Kept, matcher: &mut Matcher) -> Result<u32, String> {
         let arrival = self.arrivals.vacant_key() as u32;
-        self.claim_their(their, Their::Arrival(arrival))?;
+        self.theirs.claim(their, Their::Arrival(arrival))?;
         matcher.keep(self.id, arrival, kept.tag, kept.len);
         self.arrivals.insert(kept);
         Ok(arrival)
@@ -65,14 +66,14 @@ impl Peer {
         } else {
             self.arrivals.remove(arrival as usize);
         }
-        self.free_their(their);
+        self.theirs.free(their);
     }
 
     fn discard_kept(&mut self, arrival: u32, why: &Failure) {
         let Some(&Kept { their, eager, .. }) = self.arrivals.get(arrival as usize) else { return };
         self.remove_kept(arrival);
         if eager {
-            self.events.push_back(Event::DropArrival { arrival });
+            self.events.push(Event::DropArrival { arrival });
         }
         self.tell_failed(their, why);
     }
@@ -87,20 +88,19 @@ impl Peer {
         let Some(&Kept { their, tag, len, .. }) = self.arrivals.get(arrival as usize) else { return };
         self.remove_kept(arrival);
         if len > capacity {
-            self.events.push_back(Event::DropArrival { arrival });
+            self.events.push(Event::DropArrival { arrival });
             self.truncated(op, tag, their, len, capacity);
             return;
         }
-        self.events.push_back(Event::Deliver { arrival, op, len: len as u32 });
-        self.events.push_back(Short { op, tag, bytes: len, wire_ns: 0, lane: None }.into());
+        self.events.push(Event::Deliver { arrival, op, len: len as u32 });
+        self.events.push(Short { op, tag, bytes: len, wire_ns: 0, lane: None }.into());
         self.owe_done(their);
     }
 
     pub(super) fn accept_kept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
         let failed = self.failed().or_else(|| self.bye_sent.then_some(Failure::Closed));
         let Some(kept) = self.arrivals.get_mut(arrival as usize).filter(|k| !k.over) else {
-            let result = Err(failed.unwrap_or(Failure::Cancelled));
-            self.events.push_back(Event::Done { op, result, progress: 0, tag: 0 });
+            self.events.fail(op, failed.unwrap_or(Failure::Cancelled), 0, 0);
             return;
         };
         if kept.eager {
@@ -114,7 +114,7 @@ impl Peer {
         let Kept { their, tag, len, offer, .. } = *kept;
         if let Some(why) = failed {
             self.remove_kept(arrival);
-            self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag });
+            self.events.fail(op, why, 0, tag);
         } else if len > capacity {
             self.remove_kept(arrival);
             self.truncated(op, tag, their, len, capacity);

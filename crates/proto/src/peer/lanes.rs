@@ -85,7 +85,7 @@ impl Peer {
             }
         }
         self.stream.unheard(lane);
-        self.events.push_back(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
+        self.events.push(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
         if self.stream.lane == Some(lane) {
             if self.stream.fragile() && self.live() {
                 self.break_off(format!("{lane}, which loses nothing while the peer lives, went down"));
@@ -147,7 +147,7 @@ impl Peer {
             let lane = &self.lanes[at];
             if !lane.suspected && self.waits_on(lane) && now.since(lane.silent_since()) >= self.config.lane_deadline {
                 self.lanes[at].suspected = true;
-                self.events.push_back(Event::Suspect { lane: self.lanes[at].spec.id });
+                self.events.push(Event::Suspect { lane: self.lanes[at].spec.id });
             }
         }
     }

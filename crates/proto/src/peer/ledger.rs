@@ -54,9 +54,34 @@ pub(super) struct Unconfirmed {
     faults: Vec<(OpId, Failure)>,
 }
 
+/// The id on the wire of the counted message at `place`, where a peer has `credit`: behind those of the operations in its
+/// table of outgoing ones, its own and the reads that it serves.
+#[inline]
+pub(super) fn counted_id(credit: u32, place: u32) -> u32 {
+    2 * credit + 1 + place
+}
+
+/// The place of the counted message with that id; `None`: the id is not one of a counted message.
+#[inline]
+pub(super) fn counted_place(credit: u32, id: u32) -> Option<u32> {
+    id.checked_sub(counted_id(credit, 0))
+}
+
 impl Unconfirmed {
     pub(super) fn new(places: u32) -> Unconfirmed {
         Unconfirmed { waiting: Vec::new(), confirmed: 0, places, first: 0, len: 0, faults: Vec::new() }
+    }
+
+    /// The id on the wire of the message at `place`.
+    #[inline]
+    pub(super) fn id(&self, place: u32) -> u32 {
+        counted_id(self.places, place)
+    }
+
+    /// The place that `id` names; `None`: it is not one of a counted message.
+    #[inline]
+    pub(super) fn place_of(&self, id: u32) -> Option<u32> {
+        counted_place(self.places, id)
     }
 
     /// Whether there is no place for another one.

@@ -2,7 +2,8 @@
 
 use crossrail_types::{LaneId, OpId};
 
-use super::{Peer, Their};
+use super::Peer;
+use super::theirs::Their;
 use crate::feed::Feed;
 use crate::frame::{self, Bytes, Frame, Target};
 use crate::lane::Sent;
@@ -170,7 +171,7 @@ impl Peer {
     /// The peer says that it has all of our operation `id` (or that it has all of the read which we serve).
     #[inline]
     pub(super) fn finished(&mut self, now: Time, id: u32) -> Result<(), String> {
-        if self.names_counted(id) {
+        if self.unconfirmed.place_of(id).is_some() {
             return self.counted_finished(now, id);
         }
         let index = id.wrapping_sub(1);
@@ -192,7 +193,7 @@ impl Peer {
         if let Some(job) = outgoing.rest().job {
             let after = std::mem::replace(&mut outgoing.more().after, After::Finish(result));
             if after == After::Running {
-                self.events.push_back(Event::StopDirect { job });
+                self.events.stop(job);
             }
         } else if outgoing.kind == Kind::Serve {
             self.close_serve(index);
@@ -219,9 +220,9 @@ impl Peer {
         self.own_active -= 1;
         self.eager_bytes -= len;
         if seq.is_some_and(|seq| self.stream.leave(seq)) {
-            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+            self.events.revoke(Memory::Op(op));
         }
-        self.end_short(Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: Some(lane) });
+        self.events.end_short(Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: Some(lane) });
     }
 
     #[inline]
@@ -234,20 +235,15 @@ impl Peer {
         }
         let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
         if left || outgoing.touched() || result.is_err() {
-            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+            self.events.revoke(Memory::Op(op));
         }
-        let event = match result {
+        match result {
             Ok(()) => {
-                let progress = outgoing.len;
-                let receipt = outgoing.receipt(now);
-                Event::Done { op, result: Ok(receipt), progress, tag: 0 }
+                let (progress, receipt) = (outgoing.len, outgoing.receipt(now));
+                self.events.push(Event::Done { op, result: Ok(receipt), progress, tag: 0 });
             }
-            Err(why) => {
-                let progress = outgoing.feed().map_or(0, |f| f.sent());
-                Event::Done { op, result: Err(why), progress, tag: 0 }
-            }
-        };
-        self.events.push_back(event);
+            Err(why) => self.events.fail(op, why, outgoing.feed().map_or(0, |f| f.sent()), 0),
+        }
     }
 
     /// A read of ours is over: its bytes are all here, over `lanes`.
@@ -259,12 +255,12 @@ impl Peer {
         let bytes = outgoing.len;
         let pushed = protocol == Protocol::Direct;
         let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0, pushed };
-        self.events.push_back(Event::Done { op: outgoing.op, result: Ok(receipt), progress: bytes, tag: 0 });
+        self.events.push(Event::Done { op: outgoing.op, result: Ok(receipt), progress: bytes, tag: 0 });
     }
 
     /// The peer's receipt of a failure of our operation `id`.
     pub(super) fn out_failed(&mut self, now: Time, id: u32, why: Failure) -> Result<(), String> {
-        if self.names_counted(id) {
+        if self.unconfirmed.place_of(id).is_some() {
             return self.counted_failed(id, why);
         }
         let index = id.wrapping_sub(1);
@@ -317,7 +313,7 @@ impl Peer {
         match (more.job, &more.after) {
             (Some(job), After::Running) => {
                 more.after = After::Feed(target);
-                self.events.push_back(Event::StopDirect { job });
+                self.events.stop(job);
             }
             (Some(_), _) => return Err(format!("operation {id} consented to twice")),
             (None, _) => self.start_feed(index, target),
@@ -369,7 +365,7 @@ impl Peer {
         });
         if news > 0 {
             let lane = lane.spec.id;
-            self.events.push_back(Event::Acked { lane, chunks: news });
+            self.events.push(Event::Acked { lane, chunks: news });
             self.double_late(now);
             if self.ramp.counts() {
                 self.measure_connections(now, bytes);
@@ -407,10 +403,10 @@ impl Peer {
         if let Some(job) = outgoing.rest().job
             && std::mem::replace(&mut outgoing.more().after, After::Nothing) == After::Running
         {
-            self.events.push_back(Event::StopDirect { job });
+            self.events.stop(job);
         }
         if let Kind::Read { target } = outgoing.kind {
-            self.events.push_back(Event::Revoke { memory: Memory::Op(op) });
+            self.events.revoke(Memory::Op(op));
             self.drop_read(target);
         }
         let (code, bytes) = match why {
@@ -453,7 +449,7 @@ impl Peer {
         }
         if let Some(job) = outgoing.rest().job {
             match outgoing.rest().after {
-                After::Running => self.events.push_back(Event::StopDirect { job }),
+                After::Running => self.events.stop(job),
                 After::Nothing | After::Feed(_) => {}
                 After::Finish(_) | After::ServeFailed(_) => return,
             }
@@ -485,10 +481,10 @@ impl Peer {
         // One that failed was acknowledged by its reader without being read to the end.
         let failed = outgoing.stage == Stage::Aborting;
         if left || failed || outgoing.touched() {
-            self.events.push_back(Event::Revoke { memory });
+            self.events.revoke(memory);
         }
-        self.events.push_back(Event::Released { passive, region });
-        self.free_their(their);
+        self.events.push(Event::Released { passive, region });
+        self.theirs.free(their);
     }
 
     pub(super) fn region_gone_serves(&mut self, gone: RegionRef) {
@@ -518,7 +514,7 @@ impl Peer {
 
     /// The peer wants its operation `op` to end.
     pub(super) fn aborted(&mut self, now: Time, op: u32, why: Failure, matcher: &mut crate::Matcher) {
-        match self.their(op) {
+        match self.theirs.at(op) {
             Their::Free | Their::Open => {}
             Their::Arrival(arrival) => self.drop_kept(arrival, &why, matcher),
             Their::In(index) => self.end_in(now, index, why),

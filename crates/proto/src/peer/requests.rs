@@ -2,12 +2,13 @@
 
 use crossrail_types::LaneId;
 
-use super::{Peer, Their};
+use super::Peer;
+use super::theirs::Their;
 use crate::frame::{self, Frame};
 use crate::peer::incoming::{InKind, InStage};
 use crate::peer::kept::Kept;
 use crate::peer::outgoing::ServeOf;
-use crate::{Access, Event, Failure, Host, Matcher, Time};
+use crate::{Access, Failure, Host, Matcher, Time};
 
 impl Peer {
     pub(super) fn announced(
@@ -26,7 +27,7 @@ impl Peer {
             self.tell_failed(their, &Failure::Closed);
             return Ok(());
         }
-        if self.their(their) != Their::Free {
+        if self.theirs.at(their) != Their::Free {
             return Err(format!("operation {their} begun twice"));
         }
         let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
@@ -36,9 +37,8 @@ impl Peer {
             self.truncated(op, tag, their, len, capacity);
             return Ok(());
         }
-        if let Err(why) = self.claim_their(their, Their::Open) {
-            let result = Err(Failure::PeerDead(why.clone()));
-            self.events.push_back(Event::Done { op, result, progress: 0, tag });
+        if let Err(why) = self.theirs.claim(their, Their::Open) {
+            self.events.fail(op, Failure::PeerDead(why.clone()), 0, tag);
             return Err(why);
         }
         self.begin_transfer(now, their, InKind::Receive { op, tag }, len, offer);
@@ -61,12 +61,12 @@ impl Peer {
                 return Ok(());
             }
         };
-        self.claim_their(op, Their::Open)?;
+        self.theirs.claim(op, Their::Open)?;
         let kind = InKind::Write { region, base: write.offset, imm: imm.then_some(write.imm) };
         if data {
             let index = self.begin_in(now, op, kind, len);
             self.ins[index as usize].stage = InStage::Data;
-            self.set_their(op, Their::In(index));
+            self.theirs.set(op, Their::In(index));
         } else {
             self.begin_transfer(now, op, kind, len, write.offer);
         }
@@ -89,14 +89,14 @@ impl Peer {
                 return Ok(());
             }
         };
-        self.claim_their(op, Their::Open)?;
+        self.theirs.claim(op, Their::Open)?;
         let of_lane = self.stream.lane.and_then(|l| self.lane_at(l)).map(|at| &self.lanes[at].spec);
         let eager = !chunks && host.regions.eager(region);
         let eager_max = of_lane.filter(|_| eager).map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
         let descriptor = read.descriptor.filter(|_| read.len > 0);
         let serve = ServeOf { their: op, target, region, base: read.offset, len: read.len, descriptor, lane };
         let index = self.begin_serve(now, serve, eager_max);
-        self.set_their(op, Their::Serve(index));
+        self.theirs.set(op, Their::Serve(index));
         Ok(())
     }
 }

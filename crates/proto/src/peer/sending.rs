@@ -158,7 +158,7 @@ impl Peer {
     /// Whether [`Peer::event`] has something.
     #[inline]
     pub fn has_events(&self) -> bool {
-        !self.shorts.is_empty() || !self.events.is_empty()
+        !self.events.is_empty()
     }
 
     /// Whether messages of ours wait to be confirmed by the peer's count.
@@ -298,7 +298,7 @@ impl Peer {
         self.eager_bytes += len;
         let stamp = self.stamp();
         let place = self.unconfirmed.push(op, len, started);
-        let id = self.counted_id(place);
+        let id = self.unconfirmed.id(place);
         self.delivered.answered(done);
         if self.urgent || self.passes > 0 {
             self.clear_urgency();
@@ -314,7 +314,7 @@ impl Peer {
         self.eager_bytes += len;
         let stamp = Stamp { ack: self.delivered.tell_all(), ..self.stream.stamp() };
         let place = self.unconfirmed.push(op, len, started);
-        frame::eager(self.counted_id(place), tag, len as u32, stamp, 0, true)
+        frame::eager(self.unconfirmed.id(place), tag, len as u32, stamp, 0, true)
     }
 
     /// Numbers a frame of the stream and has it confirm what was delivered.

@@ -11,7 +11,7 @@ use crate::frame::Target;
 use crate::lane::Placement;
 use crate::peer::incoming::{ChunkOf, Ending, InKind};
 use crate::peer::outgoing::{After, Kind};
-use crate::{Event, Failure, Landed, Memory, Time};
+use crate::{Failure, Landed, Memory, Time};
 
 impl Peer {
     /// There is no slot for the chunk that the lane's last [`Peer::place`] answered to: the lane keeps its head, and
@@ -86,7 +86,7 @@ impl Peer {
             Memory::Op(op) => {
                 if let Some(at) = self.queue.iter().position(|q| q.op == op) {
                     self.queue.remove(at);
-                    self.events.push_back(Event::Done { op, result: Err(why), progress: 0, tag: 0 });
+                    self.events.fail(op, why, 0, 0);
                 } else if !self.undeliver(memory, &why)
                     && !self.abort_outgoing(op, &why)
                     && !self.end_arriving(op, &why)
@@ -109,13 +109,9 @@ impl Peer {
     /// The unexpected message that the engine was just told to copy out does not fit where it goes after all.
     fn undeliver(&mut self, memory: Memory, why: &Failure) -> bool {
         let Some((op, their)) = self.copied_out.filter(|(op, _)| memory == Memory::Op(*op)) else { return false };
-        let done = self.events.front_mut().and_then(|event| match event {
-            Event::Done { op: of, result, progress, .. } if *of == op && result.is_ok() => Some((result, progress)),
-            _ => None,
-        });
-        let Some((result, progress)) = done else { return false };
-        *result = Err(why.clone());
-        *progress = 0;
+        if !self.events.spoil_next(op, why) {
+            return false;
+        }
         if let Some(at) = self.dones.iter().position(|id| *id == their) {
             self.dones.remove(at);
             self.tell_failed(their, why);
@@ -169,7 +165,7 @@ impl Peer {
         if incoming.ending.is_none() {
             incoming.ending = Some(Ending { why: Failure::Cancelled, told: true });
             let memory = incoming.memory();
-            self.events.push_back(Event::Revoke { memory });
+            self.events.revoke(memory);
         }
     }
 }
