@@ -49,7 +49,7 @@ pub(crate) struct Lane {
     /// When the peer last heard of that, or of chunks consumed.
     beat: Time,
     /// When it last brought something that we waited for.
-    pub(crate) progress: Time,
+    progress: Time,
     /// When the peer last said on it that it holds what we sent and cannot take it yet.
     alive: Time,
     pub(crate) suspected: bool,
@@ -148,9 +148,8 @@ impl Lane {
             self.rate = if self.rate == 0 { rate } else { (self.rate * 3 + rate) / 4 };
         }
         if news > 0 {
-            self.progress = now;
+            self.go_again(now);
             self.measured = now;
-            self.suspected = false;
         }
     }
 
@@ -164,6 +163,12 @@ impl Lane {
         }
         let bound = (u128::from(first.piece.len) * 1_000_000_000 / u128::from(elapsed)).clamp(1, 1 << 50) as u64;
         if self.rate == 0 || bound < self.rate / 2 { bound } else { self.rate }
+    }
+
+    /// What the peer owes on it counts from now: it has brought something, or has only now been given something.
+    pub(crate) fn go_again(&mut self, now: Time) {
+        self.progress = now;
+        self.suspected = false;
     }
 
     /// The peer still holds what it has not taken yet.

@@ -13,6 +13,7 @@ mod incoming;
 mod kept;
 mod lanes;
 mod ledger;
+mod links;
 mod open;
 mod outgoing;
 mod requests;
@@ -22,12 +23,10 @@ mod unpack;
 
 use std::collections::VecDeque;
 
-use crossrail_types::{EndpointId, LaneId, OpId};
+use crossrail_types::{EndpointId, OpId};
 use slab::Slab;
 
 use crate::frame::{Frame, Target};
-use crate::lane::Lane;
-use crate::ramp::Ramp;
 use crate::stream::Stream;
 use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
 
@@ -37,6 +36,7 @@ use ending::Violations;
 use events::Events;
 use incoming::Incoming;
 use kept::Kept;
+use lanes::Lanes;
 use ledger::{Delivered, Unconfirmed};
 use open::Open;
 use outgoing::Outgoing;
@@ -51,8 +51,7 @@ pub struct Peer {
     closing: bool,
     bye_sent: bool,
 
-    lanes: Vec<Lane>,
-    ramp: Ramp,
+    lanes: Lanes,
     stream: Stream,
     /// The stream's frame whose payload is coming in.
     open: Option<Open>,
@@ -128,14 +127,14 @@ impl Peer {
     /// A connection without lanes.
     pub fn new(id: EndpointId, config: Config) -> Peer {
         let (unconfirmed, theirs) = (Unconfirmed::new(config.message_credit), Theirs::new(config.message_credit));
+        let lanes = Lanes::new(&config);
         Peer {
             id,
             config,
             phase: Phase::Live,
             closing: false,
             bye_sent: false,
-            lanes: Vec::new(),
-            ramp: Ramp::new(),
+            lanes,
             stream: Stream::default(),
             open: None,
             queue: VecDeque::new(),
@@ -307,7 +306,7 @@ impl Peer {
             && !self.delivered.owed()
             && self.follow.is_none()
             && self.stream.settled()
-            && self.lanes.iter().all(|l| l.sent.is_empty() && !l.owes());
+            && self.lanes.are_settled();
         let farewell = !self.closing || self.bye_sent || !matches!(self.phase, Phase::Live);
         !self.has_operations() && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
@@ -322,15 +321,6 @@ impl Peer {
 
     fn live(&self) -> bool {
         matches!(self.phase, Phase::Live)
-    }
-
-    #[inline]
-    fn lane_at(&self, lane: LaneId) -> Option<usize> {
-        // Mostly there is one, or it is the first.
-        match self.lanes.first() {
-            Some(first) if first.spec.id == lane => Some(0),
-            _ => self.lanes.iter().position(|l| l.spec.id == lane),
-        }
     }
 
     fn tell(&mut self, frame: Frame) {

@@ -77,6 +77,11 @@ impl Stream {
         !self.retained.is_empty()
     }
 
+    /// The lane on which something of ours is unacknowledged.
+    pub(crate) fn waits_on(&self) -> Option<LaneId> {
+        self.lane.filter(|_| self.waiting())
+    }
+
     /// Whether the stream is pinned to its lane for good (no lane can take over from a reliable one).
     pub(crate) fn pinned(&self) -> bool {
         self.fragile() && self.lane.is_some()

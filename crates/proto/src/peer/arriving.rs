@@ -64,7 +64,7 @@ impl Peer {
     /// on a lane that loses nothing the count of delivered messages. `None`: nothing was done, [`Peer::arrive`] decides.
     #[inline]
     fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Placing> {
-        let at = self.lane_at(lane)?;
+        let at = self.lanes.find(lane)?;
         if !matches!(self.phase, Phase::Live) || self.closing || self.bye_sent || self.open.is_some() {
             return None;
         }
@@ -124,7 +124,7 @@ impl Peer {
             Phase::Dead(_) => return Ok(Placing::Discard),
             Phase::Broken(why) => return Ok(Placing::Refuse(why.clone())),
         }
-        let Some(at) = self.lane_at(lane) else { return Ok(Placing::Discard) };
+        let Some(at) = self.lanes.find(lane) else { return Ok(Placing::Discard) };
         let frame = frame::decode_head(head)?;
         let len = head.payload_len();
         // If it was placing a chunk, that one's payload was given up halfway.
@@ -315,7 +315,7 @@ impl Peer {
     #[inline]
     pub fn placed(&mut self, now: Time, lane: LaneId, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
         self.stir();
-        let Some(at) = self.lane_at(lane) else { return Ok(()) };
+        let Some(at) = self.lanes.find(lane) else { return Ok(()) };
         let result = match self.lanes[at].placing {
             Placement::None => return Ok(()),
             Placement::Stream => {
@@ -345,7 +345,7 @@ impl Peer {
     #[inline]
     fn complete_receive(&mut self, short: Short, their: u32, lossy: bool) {
         self.stream.consumed(lossy);
-        if self.lanes.len() > 1 && self.void_stream_placements(short.lane) {
+        if self.lanes.len() > 1 && self.lanes.void_stream_placements(short.lane) {
             self.events.revoke(Memory::Op(short.op));
         }
         self.events.end_short(short);
@@ -358,7 +358,7 @@ impl Peer {
     fn complete_open(&mut self, now: Time, at: usize, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
         let Some(Open { lane, head, what, lossy }) = self.open.take() else { return Ok(()) };
         self.stream.consumed(lossy);
-        let elsewhere = self.void_stream_placements(Some(lane));
+        let elsewhere = self.lanes.void_stream_placements(Some(lane));
         match what {
             What::Kept { arrival } => self.kept(arrival),
             What::Data { index } => {
@@ -376,7 +376,7 @@ impl Peer {
     /// The open frame is given up; what still comes of it goes nowhere.
     pub(super) fn drop_open(&mut self) {
         if let Some(open) = self.open.take() {
-            self.void_stream_placements(None);
+            self.lanes.void_stream_placements(None);
             self.stream.consumed(open.lossy);
         }
     }

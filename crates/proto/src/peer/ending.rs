@@ -3,7 +3,6 @@
 use crossrail_types::LaneId;
 
 use super::{Peer, Phase};
-use crate::lane::Placement;
 use crate::peer::incoming::{Ending, InKind};
 use crate::peer::open::What;
 use crate::peer::outgoing::{After, Kind};
@@ -37,7 +36,7 @@ impl Peer {
     /// nothing in between that made sense.
     pub(super) fn violated(&mut self, lane: LaneId, why: &str) {
         let count = self.count_violation(0);
-        let alone = self.lane_at(lane).is_some_and(|at| !self.lanes[at].spec.reliable) && self.lanes.len() > 1;
+        let alone = self.lanes.find(lane).is_some_and(|at| !self.lanes[at].spec.reliable) && self.lanes.len() > 1;
         if !alone || count > VIOLATIONS_MAX {
             self.break_off(why.to_owned());
         }
@@ -55,7 +54,7 @@ impl Peer {
     /// lanes that count and are gone.
     fn count_violation(&mut self, before: u32) -> u32 {
         let gone = self.violations.gone;
-        let chunks = self.lanes.iter().fold(before, |sum, lane| sum.wrapping_add(lane.consumed()));
+        let chunks = self.lanes.consumed(before);
         let mark = (self.stream.consumed_in_all(), chunks);
         let count = if self.violations.mark == mark { self.violations.count + 1 } else { 1 };
         self.violations = Violations { count, mark, gone };
@@ -79,13 +78,7 @@ impl Peer {
         self.active.clear();
         self.follow = None;
         self.stream.silence();
-        for lane in &mut self.lanes {
-            if let Placement::Chunk { .. } = std::mem::replace(&mut lane.placing, Placement::None) {
-                lane.consume();
-            }
-            lane.sent.clear();
-            lane.sent_bytes = 0;
-        }
+        self.lanes.silence();
         if let Some(open) = self.open.take()
             && let What::Receive { op, tag, .. } = open.what
         {

@@ -277,7 +277,7 @@ impl Peer {
 
     /// No lane places anything for that transfer any more; true if one did.
     fn leave_in(&mut self, index: u32, serial: u32) -> bool {
-        let chunks = self.void_chunk_placements(index, serial);
+        let chunks = self.lanes.void_chunk_placements(index, serial);
         let of = |o: &super::Open| matches!(o.what, What::Data { index: i } if i == index);
         let data = self.open.as_ref().is_some_and(of);
         if data {

@@ -1,29 +1,95 @@
-//! Lanes that come up, go down, fall silent; and which one carries the messages.
+//! The lanes of a connection, and which chunk is for which: lanes take chunks in proportion to what they carry and come
+//! to the end of a transfer together.
+
+use std::ops::{Index, IndexMut};
 
 use crossrail_types::LaneId;
 
-use super::{Peer, Phase};
-use crate::lane::{Lane, Placement};
-use crate::{Event, LaneLoad, LaneSpec, Time};
+use crate::feed::{Piece, guided};
+use crate::lane::{Lane, Placement, Sent};
+use crate::ramp::Ramp;
+use crate::{Config, LaneLoad, LaneSpec, Time};
 
-impl Peer {
-    /// A lane is there. One that comes back comes back under a new id.
-    pub fn lane_up(&mut self, now: Time, spec: LaneSpec) {
-        self.stir();
-        if matches!(self.phase, Phase::Dead(_)) || self.lane_at(spec.id).is_some() {
-            return;
+/// A lane that is too slow for what is left of a transfer gets a chunk all the same when its rate was last measured so
+/// many nanoseconds ago: it may have become faster.
+const PROBE_EVERY: u64 = 1_000_000_000;
+
+/// Nanoseconds that so many bytes take at that pace.
+fn takes(bytes: u64, pace: u64) -> u128 {
+    u128::from(bytes) * 1_000_000_000 / u128::from(pace.max(1))
+}
+
+/// The lanes that are up, and how many of each rail's connections carry chunks at present.
+///
+/// Owns windows, rates and what the payload that comes in on a lane is. It knows transfers only by the index and serial
+/// that chunks carry, and the message stream only by the id of a lane. [`Peer`](super::Peer) tells it of lanes that go up
+/// and down; the tables of transfers take chunks from it and hand them back. A lane is named by its place while no lane
+/// goes up or down, and by its id beyond that.
+#[derive(Debug)]
+pub(super) struct Lanes {
+    all: Vec<Lane>,
+    ramp: Ramp,
+    /// Largest chunk, in bytes.
+    chunk: u64,
+    /// Chunks that a lane may have outstanding.
+    window: usize,
+    /// Nanoseconds of silence after which a lane is suspected.
+    deadline: u64,
+}
+
+impl Index<usize> for Lanes {
+    type Output = Lane;
+
+    #[inline]
+    fn index(&self, at: usize) -> &Lane {
+        &self.all[at]
+    }
+}
+
+impl IndexMut<usize> for Lanes {
+    #[inline]
+    fn index_mut(&mut self, at: usize) -> &mut Lane {
+        &mut self.all[at]
+    }
+}
+
+impl Lanes {
+    pub(super) fn new(config: &Config) -> Lanes {
+        Lanes {
+            all: Vec::new(),
+            ramp: Ramp::new(),
+            chunk: config.chunk.clamp(1, u64::from(u32::MAX)),
+            window: config.window as usize,
+            deadline: config.lane_deadline,
         }
-        self.lanes.push(Lane::new(spec, now));
-        self.choose_lane(now);
     }
 
-    /// [`Peer::lane_up`] for one of several connections of a rail: its place among them. How many of a rail's carry
-    /// chunks is found by measuring, beginning with `begin_with`.
-    pub fn lane_up_among(&mut self, now: Time, spec: LaneSpec, (rail, place): (u16, u16), begin_with: u16) {
-        let id = spec.id;
-        self.lane_up(now, spec);
-        let Some(at) = self.lane_at(id) else { return };
-        self.lanes[at].place = Some((rail, place));
+    /// The place of a lane.
+    #[inline]
+    pub(super) fn find(&self, lane: LaneId) -> Option<usize> {
+        // Mostly there is one, or it is the first.
+        match self.all.first() {
+            Some(first) if first.spec.id == lane => Some(0),
+            _ => self.all.iter().position(|l| l.spec.id == lane),
+        }
+    }
+
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.all.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.all.is_empty()
+    }
+
+    pub(super) fn push(&mut self, lane: Lane) {
+        self.all.push(lane);
+    }
+
+    /// Adds what [`crate::Peer::lane_up_among`] says of the lane at `at`.
+    pub(super) fn join_rail(&mut self, at: usize, (rail, place): (u16, u16), begin_with: u16) {
+        self.all[at].place = Some((rail, place));
         if !self.ramp.is_on() {
             self.ramp.begin_with(begin_with);
         }
@@ -34,178 +100,101 @@ impl Peer {
         self.choose_connections();
     }
 
-    /// Whether so many bytes have gone out that more connections to the peer are worth opening: true once after
-    /// [`Peer::lane_up_among`] for the first of a rail.
+    pub(super) fn remove(&mut self, at: usize) -> Lane {
+        let dead = self.all.remove(at);
+        if dead.place.is_some() {
+            self.choose_connections();
+        }
+        dead
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.all.clear();
+    }
+
+    /// The cheapest lane that may carry messages.
+    pub(super) fn cheapest(&self) -> Option<&LaneSpec> {
+        self.all.iter().map(|l| &l.spec).filter(|s| s.messages).min_by_key(|s| (s.cost_ns, s.id))
+    }
+
+    /// See [`crate::Peer::outgrows`].
     #[inline]
-    pub fn outgrows(&mut self) -> bool {
+    pub(super) fn outgrow(&mut self) -> bool {
         self.ramp.outgrows()
     }
 
-    /// Whether no chunk has been acknowledged on it by either end.
-    pub fn is_unused(&self, lane: LaneId) -> bool {
-        self.lane_at(lane).is_none_or(|at| self.lanes[at].is_unused())
-    }
-
-    /// How many connections of each rail carry chunks at present, where that is found by measuring.
-    pub fn connections(&self) -> Option<u16> {
+    /// How many connections of each rail carry chunks, where that is found by measuring.
+    pub(super) fn connections(&self) -> Option<u16> {
         self.ramp.is_on().then(|| self.ramp.level())
     }
 
     /// Has the first of each rail's connections carry the chunks, as many as the ramp says.
-    pub(super) fn choose_connections(&mut self) {
+    fn choose_connections(&mut self) {
         let before = |lanes: &[Lane], at: usize| {
             let Some((rail, place)) = lanes[at].place else { return 0 };
             let earlier = |l: &&Lane| l.spec.bulk && l.place.is_some_and(|(of, other)| of == rail && other < place);
             lanes.iter().filter(earlier).count() as u16
         };
-        for at in 0..self.lanes.len() {
-            self.lanes[at].rank = before(&self.lanes, at);
+        for at in 0..self.all.len() {
+            self.all[at].rank = before(&self.all, at);
         }
-        self.ramp.has(self.lanes.iter().map(|lane| lane.rank + 1).max().unwrap_or(1));
-        for lane in &mut self.lanes {
+        self.ramp.has(self.all.iter().map(|lane| lane.rank + 1).max().unwrap_or(1));
+        for lane in &mut self.all {
             lane.spare = lane.rank >= self.ramp.level();
         }
     }
 
-    /// The lane is gone, or given up: the engine has let go of it, no byte moves on it any more.
-    pub fn lane_down(&mut self, now: Time, lane: LaneId) {
-        self.stir();
-        let Some(at) = self.lane_at(lane) else { return };
-        let mut dead = self.lanes.remove(at);
-        if dead.place.is_some() {
-            self.choose_connections();
-        }
-        self.violations.gone = self.violations.gone.wrapping_add(dead.consumed());
-        let (mut chunks, mut bytes) = (0, 0);
-        while let Some(sent) = dead.sent.pop_back() {
-            // Those that were handed out again before have gone over the others, too.
-            if self.requeue(lane, &sent) || sent.doubled {
-                chunks += 1;
-                bytes += sent.piece.len;
-            }
-        }
-        self.stream.unheard(lane);
-        self.events.push(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
-        if self.stream.lane == Some(lane) {
-            if self.stream.fragile() && self.live() {
-                self.break_off(format!("{lane}, which loses nothing while the peer lives, went down"));
-            }
-            self.stream.move_to(None, false);
-            self.choose_lane(now);
-        }
+    /// What a lane carries at present.
+    pub(super) fn load(&self, at: usize) -> LaneLoad {
+        let lane = &self.all[at];
+        LaneLoad { chunks: lane.sent.len(), bytes: lane.sent_bytes, rate: lane.rate, waits: lane.waits() }
     }
 
-    /// Answer to [`Event::Suspect`]: bytes do move on it; wait on.
-    pub fn lane_alive(&mut self, now: Time, lane: LaneId) {
-        self.stir();
-        if let Some(at) = self.lane_at(lane) {
-            self.lanes[at].progress = now;
-            self.lanes[at].suspected = false;
-        }
+    /// Whether no lane has chunks in flight, or consumed ones to tell of.
+    pub(super) fn are_settled(&self) -> bool {
+        self.all.iter().all(|l| l.sent.is_empty() && !l.owes())
     }
 
-    /// Has the lane carry a frame that says nothing new: now there is something that the other end's kernel
-    /// acknowledges if the link lives. For a suspect of which nothing is under way.
-    pub fn probe(&mut self, lane: LaneId) {
-        self.stir();
-        if let Some(at) = self.lane_at(lane) {
-            self.lanes[at].tell_again();
-        }
+    /// Chunks of the peer's consumed, modulo 2^32, and `more`.
+    pub(super) fn consumed(&self, more: u32) -> u32 {
+        self.all.iter().fold(more, |sum, lane| sum.wrapping_add(lane.consumed()))
     }
 
-    /// When [`Peer::on_timeout`] is wanted; ask before sleeping. A time in the past: now, and `next` after it.
-    pub fn timeout(&self) -> Option<Time> {
-        if self.owes() && !self.urgent && !self.lanes.is_empty() {
-            return Some(Time(0));
-        }
-        let mut earliest: Option<Time> = None;
-        let mut wanted = |at: Time| earliest = Some(earliest.map_or(at, |known| known.min(at)));
-        for lane in &self.lanes {
-            if !lane.suspected && self.waits_on(lane) {
-                wanted(Time(lane.silent_since().0.saturating_add(self.config.lane_deadline)));
-            }
-            if let Some(at) = lane.next_beat(self.beat_every()) {
-                wanted(at);
-            }
-        }
-        earliest
+    /// Whether the peer owes us something on it, and we listen. `messages`: the lane on which messages of ours wait for
+    /// the peer.
+    fn waits_on(lane: &Lane, messages: Option<LaneId>) -> bool {
+        (!lane.sent.is_empty() || messages == Some(lane.spec.id)) && !lane.waits()
     }
 
     /// How often a lane says that it lives while it holds what cannot be taken yet.
     fn beat_every(&self) -> u64 {
-        self.config.lane_deadline / 4
+        self.deadline / 4
     }
 
-    /// Looks for silent lanes, and sees to it that what is owed goes out before the caller sleeps.
-    pub fn on_timeout(&mut self, now: Time) {
-        self.stir();
-        self.flush();
-        self.double_late(now);
-        for at in 0..self.lanes.len() {
-            let every = self.beat_every();
-            self.lanes[at].beat(now, every);
-            let lane = &self.lanes[at];
-            if !lane.suspected && self.waits_on(lane) && now.since(lane.silent_since()) >= self.config.lane_deadline {
-                self.lanes[at].suspected = true;
-                self.events.push(Event::Suspect { lane: self.lanes[at].spec.id });
-            }
-        }
+    /// When a lane is to be looked after: it will have been silent for too long, or has to say that this end lives.
+    pub(super) fn timeout(&self, messages: Option<LaneId>) -> Option<Time> {
+        let silent = |lane: &Lane| {
+            let waits = !lane.suspected && Self::waits_on(lane, messages);
+            waits.then(|| Time(lane.silent_since().0.saturating_add(self.deadline)))
+        };
+        self.all.iter().flat_map(|lane| [silent(lane), lane.next_beat(self.beat_every())]).flatten().min()
     }
 
-    /// What a lane carries at present, for reports; `None`: there is no such lane.
-    pub fn load(&self, lane: LaneId) -> Option<LaneLoad> {
-        let lane = &self.lanes[self.lane_at(lane)?];
-        Some(LaneLoad { chunks: lane.sent.len(), bytes: lane.sent_bytes, rate: lane.rate, waits: lane.waits() })
-    }
-
-    /// Frames of messages sent and received so far, each modulo 2^32.
-    pub fn frames(&self) -> (u32, u32) {
-        self.stream.frames()
-    }
-
-    /// Whether the peer owes us something on it, and we listen.
-    fn waits_on(&self, lane: &Lane) -> bool {
-        let owed = !lane.sent.is_empty() || (self.stream.lane == Some(lane.spec.id) && self.stream.waiting());
-        owed && !lane.waits()
-    }
-
-    /// Gives the messages to the cheapest lane that may carry them, if they are free to move.
-    pub(super) fn choose_lane(&mut self, now: Time) {
-        let fit = self.lanes.iter().filter(|l| l.spec.messages).map(|l| &l.spec);
-        let best = fit.min_by_key(|s| (s.cost_ns, s.id)).map(|s| (s.id, s.reliable));
-        if self.stream.pinned() {
-            return;
-        }
-        match (self.stream.lane, best) {
-            (Some(present), Some((lane, _))) if present == lane => self.stream.draining = false,
-            (Some(_), Some(_)) if !self.stream.movable() => self.stream.draining = true,
-            (_, Some((lane, reliable))) => {
-                self.stream.move_to(Some(lane), reliable);
-                if let Some(at) = self.lane_at(lane) {
-                    self.lanes[at].progress = now;
-                    self.lanes[at].suspected = false;
-                }
-            }
-            (_, None) => self.stream.move_to(None, false),
-        }
-    }
-
-    /// The peer has consumed messages of ours.
-    pub(super) fn stream_progress(&mut self, now: Time) {
-        if let Some(at) = self.stream.lane.and_then(|l| self.lane_at(l)) {
-            self.lanes[at].progress = now;
-            self.lanes[at].suspected = false;
-        }
-        if self.stream.draining && self.stream.settled() {
-            self.choose_lane(now);
-        }
+    /// Has the lane at `at` say that this end lives if that is due; whether it has been silent for too long.
+    pub(super) fn beat(&mut self, now: Time, at: usize, messages: Option<LaneId>) -> bool {
+        let (every, deadline) = (self.beat_every(), self.deadline);
+        let lane = &mut self.all[at];
+        lane.beat(now, every);
+        let silent = !lane.suspected && Self::waits_on(lane, messages) && now.since(lane.silent_since()) >= deadline;
+        lane.suspected |= silent;
+        silent
     }
 
     /// No placement on any lane counts as that of the stream's open frame any more; true if one other than on
-    /// `except` was under way.
+    /// `except` was in progress.
     pub(super) fn void_stream_placements(&mut self, except: Option<LaneId>) -> bool {
         let mut found = false;
-        for lane in &mut self.lanes {
+        for lane in &mut self.all {
             if lane.placing == Placement::Stream && Some(lane.spec.id) != except {
                 lane.placing = Placement::None;
                 found = true;
@@ -214,11 +203,11 @@ impl Peer {
         found
     }
 
-    /// No placement on any lane counts for that transfer any more; true if one was under way. Its chunks count as
-    /// consumed: whether the lane brings them to an end or not is nobody's business now.
+    /// No placement on any lane counts for that transfer any more; true if one was in progress. Its chunks count as
+    /// consumed: whether the lane brings them to an end or not matters to nobody now.
     pub(super) fn void_chunk_placements(&mut self, transfer: u32, of: u32) -> bool {
         let mut found = false;
-        for lane in &mut self.lanes {
+        for lane in &mut self.all {
             if matches!(lane.placing, Placement::Chunk { index, serial, .. } if (index, serial) == (transfer, of)) {
                 lane.placing = Placement::None;
                 lane.consume();
@@ -226,5 +215,163 @@ impl Peer {
             }
         }
         found
+    }
+
+    /// Gives up all chunks, in both directions.
+    pub(super) fn silence(&mut self) {
+        for lane in &mut self.all {
+            if let Placement::Chunk { .. } = std::mem::replace(&mut lane.placing, Placement::None) {
+                lane.consume();
+            }
+            lane.sent.clear();
+            lane.sent_bytes = 0;
+        }
+    }
+
+    /// A chunk that came in on the lane at `at` lies in a slot. False: the window does not cover it.
+    pub(super) fn land(&mut self, now: Time, at: usize) -> bool {
+        if self.all[at].land(now) as usize <= self.window {
+            return true;
+        }
+        self.all[at].take_off();
+        false
+    }
+
+    /// Bulk lanes carry chunks, but for spare ones; where there is no bulk lane, every lane does.
+    #[inline]
+    pub(super) fn carries_chunks(&self, at: usize) -> bool {
+        let lane = &self.all[at];
+        (lane.spec.bulk && !lane.spare) || !self.all.iter().any(|l| l.spec.bulk)
+    }
+
+    #[inline]
+    pub(super) fn has_window(&self, at: usize) -> bool {
+        self.all[at].sent.len() < self.window
+    }
+
+    /// Whether it must be known how many bytes wait to go out.
+    pub(super) fn share_by_need(&self) -> bool {
+        self.ramp.is_on()
+    }
+
+    /// Whether a lane that carries chunks is to carry some of `waiting` bytes.
+    fn shares(lane: &Lane, waiting: u64) -> bool {
+        !lane.spare && lane.is_worth_it(waiting)
+    }
+
+    /// How much of a transfer, of which `left` bytes are left, the lane at `at` should take; `None`: it has no window, or
+    /// the other lanes will be done with all the rest before it would be with one more chunk. `waiting`: bytes of all
+    /// transfers that have chunks.
+    pub(super) fn chunk_size(&self, now: Time, at: usize, left: u64, waiting: u64) -> Option<u64> {
+        let lane = &self.all[at];
+        if !self.has_window(at) {
+            return None;
+        }
+        let pace = lane.pace(now);
+        let (mut lanes, mut rates, mut outstanding, mut measured, mut soonest) = (0, 0u64, 0u64, true, u128::MAX);
+        let like = |l: &&Lane| l.spec.bulk == lane.spec.bulk && !l.suspected && Self::shares(l, waiting);
+        for l in self.all.iter().filter(like) {
+            let rate = l.pace(now);
+            lanes += 1;
+            rates += rate;
+            outstanding += l.sent_bytes;
+            measured &= rate > 0;
+            soonest = soonest.min(takes(l.sent_bytes + left, rate));
+        }
+        let rates = if measured { rates } else { 0 };
+        let size = guided(left, pace, rates, lanes, self.chunk, u64::from(lane.spec.max_payload));
+        if lanes > 1 && rates > 0 && lane.sent_bytes > 0 && !lane.suspected {
+            let alone = u128::from(lane.sent_bytes + size) * u128::from(rates);
+            let together = u128::from(left + outstanding) * u128::from(pace);
+            // Leave room for error: a sixteenth more than an even finish.
+            if alone > together + together / 16 {
+                return None;
+            }
+        }
+        // Nor does one that has nothing to do take what another alone would have carried before it is done.
+        let idle = lanes > 1 && rates > 0 && lane.sent_bytes == 0 && now.since(lane.measured) < PROBE_EVERY;
+        if idle && takes(size, pace) > soonest.saturating_mul(2) {
+            return None;
+        }
+        Some(size)
+    }
+
+    /// A chunk of a transfer goes out on the lane at `at`.
+    pub(super) fn send(&mut self, now: Time, at: usize, op: u32, serial: u32, piece: Piece) {
+        self.all[at].send(now, op, serial, piece);
+        self.ramp.sends(now);
+    }
+
+    /// The peer has consumed `count` chunks in all on the lane at `at`. Those of which that is news are handed to `each`;
+    /// returns how many they are, and their bytes. `Err`: the peer broke the protocol.
+    pub(super) fn acknowledge(
+        &mut self,
+        now: Time,
+        at: usize,
+        count: u32,
+        mut each: impl FnMut(LaneId, Sent),
+    ) -> Result<(u32, u64), String> {
+        let lane = &mut self.all[at];
+        let (news, id) = (lane.acknowledge(count)?, lane.spec.id);
+        let mut bytes = 0;
+        lane.release(now, news, |sent| {
+            bytes += sent.piece.len;
+            each(id, sent);
+        });
+        if news == 0 {
+            lane.heard(now);
+        }
+        Ok((news, bytes))
+    }
+
+    /// Counts acknowledged bytes for the choice of connections. `done`: no transfer has a chunk left to send.
+    #[inline]
+    pub(super) fn measure(&mut self, now: Time, bytes: u64, done: bool) {
+        if self.ramp.counts() {
+            self.measure_connections(now, bytes, done);
+        }
+    }
+
+    #[cold]
+    fn measure_connections(&mut self, now: Time, bytes: u64, done: bool) {
+        let idle = done && self.all.iter().all(|lane| lane.sent.is_empty());
+        if self.ramp.acknowledged(now, bytes, idle) {
+            self.choose_connections();
+        }
+    }
+
+    /// Hands chunks that lanes would bring far later than others could to `double`, which answers whether they are to go
+    /// out again: where no transfer has a chunk left to hand out.
+    pub(super) fn double_late(&mut self, now: Time, mut double: impl FnMut(LaneId, &mut Sent) -> bool) {
+        if self.all.len() < 2 {
+            return;
+        }
+        // Less than that is noise, and no reason to send anything twice.
+        let margin = u128::from(self.deadline / 16);
+        for at in 0..self.all.len() {
+            let lane = &self.all[at];
+            let (id, pace, mut ahead) = (lane.spec.id, lane.pace(now), lane.sent_bytes);
+            if pace == 0 {
+                continue;
+            }
+            let free = |l: &&Lane| {
+                let carries = l.spec.bulk == lane.spec.bulk && !l.suspected && l.sent.len() < self.window;
+                carries && Self::shares(l, 0) && l.spec.id != id
+            };
+            let others = self.all.iter().filter(free).map(|l| (l.sent_bytes, l.pace(now)));
+            let others: Vec<(u64, u64)> = others.filter(|(_, pace)| *pace > 0).collect();
+            let mut given = 0;
+            for sent in self.all[at].sent.iter_mut().rev() {
+                let len = sent.piece.len;
+                let soonest = others.iter().map(|(busy, pace)| takes(busy + given + len, *pace)).min();
+                if soonest.is_none_or(|soonest| takes(ahead, pace) <= 2 * soonest + margin) {
+                    break;
+                }
+                ahead -= len;
+                if !sent.doubled && double(id, sent) {
+                    given += len;
+                }
+            }
+        }
     }
 }

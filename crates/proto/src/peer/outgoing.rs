@@ -349,39 +349,22 @@ impl Peer {
 
     /// The peer has consumed chunks on the lane at `at`.
     pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<(), String> {
-        let lane = &mut self.lanes[at];
-        let news = lane.acknowledge(count)?;
-        let (outs, id) = (&mut self.outs, lane.spec.id);
-        let mut bytes = 0;
-        lane.release(now, news, |sent| {
-            bytes += sent.piece.len;
+        let outs = &mut self.outs;
+        let (chunks, bytes) = self.lanes.acknowledge(now, at, count, |lane, sent| {
             let of = outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
             if let Some(feed) = of.and_then(Outgoing::feed) {
                 feed.acked();
                 if sent.doubled {
-                    feed.halve(id, sent.piece);
+                    feed.halve(lane, sent.piece);
                 }
             }
-        });
-        if news > 0 {
-            let lane = lane.spec.id;
-            self.events.push(Event::Acked { lane, chunks: news });
+        })?;
+        if chunks > 0 {
+            self.events.push(Event::Acked { lane: self.lanes[at].spec.id, chunks });
             self.double_late(now);
-            if self.ramp.counts() {
-                self.measure_connections(now, bytes);
-            }
-        } else {
-            lane.heard(now);
+            self.lanes.measure(now, bytes, self.active.is_empty());
         }
         Ok(())
-    }
-
-    #[cold]
-    fn measure_connections(&mut self, now: Time, bytes: u64) {
-        let idle = self.active.is_empty() && self.lanes.iter().all(|lane| lane.sent.is_empty());
-        if self.ramp.acknowledged(now, bytes, idle) {
-            self.choose_connections();
-        }
     }
 
     /// Starts to end an operation of ours before its time.

@@ -90,7 +90,7 @@ impl Peer {
             }
         };
         self.theirs.claim(op, Their::Open)?;
-        let of_lane = self.stream.lane.and_then(|l| self.lane_at(l)).map(|at| &self.lanes[at].spec);
+        let of_lane = self.stream.lane.and_then(|l| self.lanes.find(l)).map(|at| &self.lanes[at].spec);
         let eager = !chunks && host.regions.eager(region);
         let eager_max = of_lane.filter(|_| eager).map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
         let descriptor = read.descriptor.filter(|_| read.len > 0);

@@ -39,7 +39,7 @@ impl Peer {
     #[inline]
     pub fn next_within(&mut self, now: Time, lane: LaneId, most: u64) -> Option<Out> {
         self.stir();
-        let at = self.lane_at(lane)?;
+        let at = self.lanes.find(lane)?;
         if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
             return Some(Out {
@@ -60,7 +60,7 @@ impl Peer {
         if self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.due()) {
             return Some(self.next_count());
         }
-        if self.active.is_empty() || !self.carries_chunks(at) || !self.live() || !self.takes_part(&self.lanes[at]) {
+        if self.active.is_empty() || !self.lanes.carries_chunks(at) || !self.live() || !self.takes_part(at) {
             return None;
         }
         self.next_chunk(now, at, most)
@@ -84,7 +84,7 @@ impl Peer {
 
     /// [`Peer::wants`], which looks at everything.
     fn has_work(&self, lane: LaneId) -> bool {
-        self.lane_at(lane).is_some_and(|at| !self.is_quiet(at) && (self.has_words(at) || self.may_chunk(at)))
+        self.lanes.find(lane).is_some_and(|at| !self.is_quiet(at) && (self.has_words(at) || self.may_chunk(at)))
     }
 
     /// Whether there is nothing at all that the lane at `at` could carry: one test for what is mostly so. False says
@@ -101,7 +101,7 @@ impl Peer {
     /// [`Peer::wants`] for a lane that is to take no chunk at present.
     #[inline]
     pub fn wants_but_chunks(&self, lane: LaneId) -> bool {
-        self.lane_at(lane).is_some_and(|at| self.has_words(at))
+        self.lanes.find(lane).is_some_and(|at| self.has_words(at))
     }
 
     #[inline]
@@ -189,7 +189,7 @@ impl Peer {
 
     /// [`Peer::presses`], which looks at everything.
     fn has_pressing_work(&self, lane: LaneId) -> bool {
-        let Some(at) = self.lane_at(lane) else { return false };
+        let Some(at) = self.lanes.find(lane) else { return false };
         if self.is_quiet(at) {
             return false;
         }
@@ -235,7 +235,7 @@ impl Peer {
     /// [`Peer::send_now`], which looks at all that might be in the way.
     #[inline(never)]
     fn send_if_clear(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
-        let at = self.lane_at(lane)?;
+        let at = self.lanes.find(lane)?;
         let spec = &self.lanes[at].spec;
         if !self.is_clear(at) || !self.has_credit(len, u64::from(spec.eager_max.min(spec.max_payload))) {
             return None;
@@ -267,8 +267,7 @@ impl Peer {
             return self.count_out(op, tag, len, started);
         }
         if lossy && !self.stream.waiting() {
-            lane.progress = now;
-            lane.suspected = false;
+            lane.go_again(now);
         }
         let serial = self.next_serial();
         let done = self.next_done();
@@ -330,17 +329,7 @@ impl Peer {
     /// Whether there are chunks for this lane, as far as its window goes.
     #[inline]
     fn may_chunk(&self, at: usize) -> bool {
-        !self.active.is_empty()
-            && self.carries_chunks(at)
-            && self.lanes[at].sent.len() < self.config.window as usize
-            && self.takes_part(&self.lanes[at])
-    }
-
-    /// Bulk lanes do, but for spare ones; where none is left, every lane.
-    #[inline]
-    fn carries_chunks(&self, at: usize) -> bool {
-        let lane = &self.lanes[at];
-        (lane.spec.bulk && !lane.spare) || !self.lanes.iter().any(|l| l.spec.bulk)
+        !self.active.is_empty() && self.lanes.carries_chunks(at) && self.lanes.has_window(at) && self.takes_part(at)
     }
 
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
@@ -474,8 +463,7 @@ impl Peer {
     fn seal(&mut self, now: Time, at: usize, frame: Frame, body: Body, done: u32) -> (Out, u32) {
         let mut out = Out { head: frame::encode_head(&frame, body_len(&body)), body, chunk: false };
         if !self.lanes[at].spec.reliable && !self.stream.waiting() {
-            self.lanes[at].progress = now;
-            self.lanes[at].suspected = false;
+            self.lanes[at].go_again(now);
         }
         let stamp = self.stamp();
         stamp.put(&mut out.head, done);

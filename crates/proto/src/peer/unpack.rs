@@ -19,7 +19,7 @@ impl Peer {
     /// ([`Peer::on_timeout`]), and its silence on that lane means nothing.
     pub fn unplace(&mut self, now: Time, lane: LaneId) {
         self.stir();
-        let Some(at) = self.lane_at(lane) else { return };
+        let Some(at) = self.lanes.find(lane) else { return };
         if let Placement::Chunk { .. } = self.lanes[at].placing {
             self.lanes[at].placing = Placement::None;
         }
@@ -30,7 +30,7 @@ impl Peer {
     /// use for it, the slot is free. `Err`: the peer broke the protocol, this is how: the lane must fail.
     pub fn landed(&mut self, now: Time, lane: LaneId) -> Result<Option<Landed>, String> {
         self.stir();
-        let Some(at) = self.lane_at(lane) else { return Ok(None) };
+        let Some(at) = self.lanes.find(lane) else { return Ok(None) };
         let Placement::Chunk { index, serial, offset, len, again } = self.lanes[at].placing else { return Ok(None) };
         self.lanes[at].placing = Placement::None;
         let found = self.ins.get_mut(index as usize).filter(|i| i.serial == serial && i.ending.is_none());
@@ -39,9 +39,8 @@ impl Peer {
             return Ok(None);
         };
         incoming.landed += 1;
-        if self.lanes[at].land(now) > self.config.window {
+        if !self.lanes.land(now, at) {
             let why = format!("more chunks than the window of {} holds", self.config.window);
-            self.lanes[at].take_off();
             self.ins[index as usize].landed -= 1;
             self.break_off(why.clone());
             return Err(why);
@@ -121,7 +120,7 @@ impl Peer {
 
     /// A chunk is out of its slot; whether its transfer is ending. `None`: the transfer is over.
     fn take_off(&mut self, landed: &Landed) -> Option<bool> {
-        if let Some(at) = self.lane_at(landed.lane) {
+        if let Some(at) = self.lanes.find(landed.lane) {
             self.lanes[at].take_off();
         }
         let Target { index, serial } = landed.target;

@@ -1,0 +1,146 @@
+//! Lanes that come up, go down, fall silent; and which one carries the messages.
+
+use crossrail_types::LaneId;
+
+use super::{Peer, Phase};
+use crate::lane::Lane;
+use crate::{Event, LaneLoad, LaneSpec, Time};
+
+impl Peer {
+    /// A lane is there. One that comes back comes back under a new id.
+    pub fn lane_up(&mut self, now: Time, spec: LaneSpec) {
+        self.stir();
+        if matches!(self.phase, Phase::Dead(_)) || self.lanes.find(spec.id).is_some() {
+            return;
+        }
+        self.lanes.push(Lane::new(spec, now));
+        self.choose_lane(now);
+    }
+
+    /// [`Peer::lane_up`] for one of several connections of a rail: its place among them. How many of a rail's carry
+    /// chunks is found by measuring, beginning with `begin_with`.
+    pub fn lane_up_among(&mut self, now: Time, spec: LaneSpec, (rail, place): (u16, u16), begin_with: u16) {
+        let id = spec.id;
+        self.lane_up(now, spec);
+        let Some(at) = self.lanes.find(id) else { return };
+        self.lanes.join_rail(at, (rail, place), begin_with);
+    }
+
+    /// Whether so many bytes have gone out that more connections to the peer are worth opening: true once after
+    /// [`Peer::lane_up_among`] for the first of a rail.
+    #[inline]
+    pub fn outgrows(&mut self) -> bool {
+        self.lanes.outgrow()
+    }
+
+    /// Whether no chunk has been acknowledged on it by either end.
+    pub fn is_unused(&self, lane: LaneId) -> bool {
+        self.lanes.find(lane).is_none_or(|at| self.lanes[at].is_unused())
+    }
+
+    /// How many connections of each rail carry chunks at present, where that is found by measuring.
+    pub fn connections(&self) -> Option<u16> {
+        self.lanes.connections()
+    }
+
+    /// The lane is gone, or given up: the engine has let go of it, no byte moves on it any more.
+    pub fn lane_down(&mut self, now: Time, lane: LaneId) {
+        self.stir();
+        let Some(at) = self.lanes.find(lane) else { return };
+        let mut dead = self.lanes.remove(at);
+        self.violations.gone = self.violations.gone.wrapping_add(dead.consumed());
+        let (mut chunks, mut bytes) = (0, 0);
+        while let Some(sent) = dead.sent.pop_back() {
+            // Those that were handed out again before have gone over the others, too.
+            if self.requeue(lane, &sent) || sent.doubled {
+                chunks += 1;
+                bytes += sent.piece.len;
+            }
+        }
+        self.stream.unheard(lane);
+        self.events.push(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
+        if self.stream.lane == Some(lane) {
+            if self.stream.fragile() && self.live() {
+                self.break_off(format!("{lane}, which loses nothing while the peer lives, went down"));
+            }
+            self.stream.move_to(None, false);
+            self.choose_lane(now);
+        }
+    }
+
+    /// Answer to [`Event::Suspect`]: bytes do move on it; wait on.
+    pub fn lane_alive(&mut self, now: Time, lane: LaneId) {
+        self.stir();
+        if let Some(at) = self.lanes.find(lane) {
+            self.lanes[at].go_again(now);
+        }
+    }
+
+    /// Has the lane carry a frame that says nothing new: now there is something that the other end's kernel
+    /// acknowledges if the link lives. For a suspect of which nothing is under way.
+    pub fn probe(&mut self, lane: LaneId) {
+        self.stir();
+        if let Some(at) = self.lanes.find(lane) {
+            self.lanes[at].tell_again();
+        }
+    }
+
+    /// When [`Peer::on_timeout`] is wanted; ask before sleeping. A time in the past: now, and `next` after it.
+    pub fn timeout(&self) -> Option<Time> {
+        if self.owes() && !self.urgent && !self.lanes.is_empty() {
+            return Some(Time(0));
+        }
+        self.lanes.timeout(self.stream.waits_on())
+    }
+
+    /// Looks for silent lanes, and sees to it that what is owed goes out before the caller sleeps.
+    pub fn on_timeout(&mut self, now: Time) {
+        self.stir();
+        self.flush();
+        self.double_late(now);
+        for at in 0..self.lanes.len() {
+            if self.lanes.beat(now, at, self.stream.waits_on()) {
+                self.events.push(Event::Suspect { lane: self.lanes[at].spec.id });
+            }
+        }
+    }
+
+    /// What a lane carries at present, for reports; `None`: there is no such lane.
+    pub fn load(&self, lane: LaneId) -> Option<LaneLoad> {
+        self.lanes.find(lane).map(|at| self.lanes.load(at))
+    }
+
+    /// Frames of messages sent and received so far, each modulo 2^32.
+    pub fn frames(&self) -> (u32, u32) {
+        self.stream.frames()
+    }
+
+    /// Gives the messages to the cheapest lane that may carry them, if they are free to move.
+    pub(super) fn choose_lane(&mut self, now: Time) {
+        let best = self.lanes.cheapest().map(|s| (s.id, s.reliable));
+        if self.stream.pinned() {
+            return;
+        }
+        match (self.stream.lane, best) {
+            (Some(present), Some((lane, _))) if present == lane => self.stream.draining = false,
+            (Some(_), Some(_)) if !self.stream.movable() => self.stream.draining = true,
+            (_, Some((lane, reliable))) => {
+                self.stream.move_to(Some(lane), reliable);
+                if let Some(at) = self.lanes.find(lane) {
+                    self.lanes[at].go_again(now);
+                }
+            }
+            (_, None) => self.stream.move_to(None, false),
+        }
+    }
+
+    /// The peer has consumed messages of ours.
+    pub(super) fn stream_progress(&mut self, now: Time) {
+        if let Some(at) = self.stream.lane.and_then(|l| self.lanes.find(l)) {
+            self.lanes[at].go_again(now);
+        }
+        if self.stream.draining && self.stream.settled() {
+            self.choose_lane(now);
+        }
+    }
+}
