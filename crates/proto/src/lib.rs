@@ -25,7 +25,6 @@ mod matcher;
 mod peer;
 mod ramp;
 mod ranges;
-mod stream;
 mod target;
 
 pub use config::{Config, LaneLoad, LaneSpec, Time};

@@ -1,8 +1,11 @@
-//! One connection's state machine. The parts, each an `impl Peer`:
-//! `sending` (what a lane carries next), `chunks` (and which chunk), `arriving` and `open` (heads and payloads that come in), `requests` (what the peer asks
-//! for), `counted` and `ledger` (short messages, confirmed by a count), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a transfer at either end),
-//! `direct` (single copies), `unpack` (chunks by way of slots), `lanes` (up, down, silent), `ending`.
+//! One connection's state machine. Its parts are structs of their own, each with its contract: [`Events`], [`Theirs`],
+//! [`Lanes`], [`Stream`], [`Answers`], [`Calm`]. The rest are methods of [`Peer`]: `sending` (what a lane carries next),
+//! `chunks` (and which chunk), `arriving` (heads and payloads that come in), `requests` (what the peer asks for), `counted`
+//! (short messages, confirmed by a count), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a
+//! transfer at either end), `direct` (single copies), `unpack` (chunks by way of slots), `links` (up, down, silent),
+//! `ending`.
 
+mod answers;
 mod arriving;
 mod chunks;
 mod counted;
@@ -18,6 +21,7 @@ mod open;
 mod outgoing;
 mod requests;
 mod sending;
+mod stream;
 mod theirs;
 mod unpack;
 
@@ -26,10 +30,10 @@ use std::collections::VecDeque;
 use crossrail_types::{EndpointId, OpId};
 use slab::Slab;
 
-use crate::frame::{Frame, Target};
-use crate::stream::Stream;
-use crate::{Body, Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
+use crate::frame::Target;
+use crate::{Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
 
+use answers::Answers;
 use counted::Calm;
 use direct::JobOf;
 use ending::Violations;
@@ -38,8 +42,8 @@ use incoming::Incoming;
 use kept::Kept;
 use lanes::Lanes;
 use ledger::{Delivered, Unconfirmed};
-use open::Open;
 use outgoing::Outgoing;
+use stream::Stream;
 use theirs::Theirs;
 
 /// One connection's protocol state.
@@ -47,14 +51,10 @@ use theirs::Theirs;
 pub struct Peer {
     id: EndpointId,
     config: Config,
-    phase: Phase,
-    closing: bool,
-    bye_sent: bool,
+    answers: Answers,
 
     lanes: Lanes,
     stream: Stream,
-    /// The stream's frame whose payload is coming in.
-    open: Option<Open>,
 
     /// Operations that wait for credit or for the lane.
     queue: VecDeque<Queued>,
@@ -83,28 +83,9 @@ pub struct Peer {
     /// The peer's accesses to our regions, until the event that ends them is taken.
     passives: Slab<()>,
     jobs: Slab<JobOf>,
-    /// Frames to send, before any operation.
-    control: VecDeque<Control>,
-    /// The peer's operations that are finished and not yet told so.
-    dones: VecDeque<u32>,
-    /// Whether one of them finishes a read of ours, whose wire id we may use again.
-    done_reads: bool,
-    urgent: bool,
-    passes: u32,
     serial: u32,
     violations: Violations,
     events: Events,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Phase {
-    Live,
-    /// The peer broke the protocol, or a reliable lane is gone: nothing goes in or out any more.
-    Broken(String),
-    /// The peer said goodbye.
-    Closed,
-    /// The engine said so.
-    Dead(Failure),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -117,26 +98,18 @@ struct Queued {
     at: Time,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Control {
-    frame: Frame,
-    body: Body,
-}
-
 impl Peer {
     /// A connection without lanes.
     pub fn new(id: EndpointId, config: Config) -> Peer {
         let (unconfirmed, theirs) = (Unconfirmed::new(config.message_credit), Theirs::new(config.message_credit));
+        let answers = Answers::new(config.message_credit, config.lazy_passes);
         let lanes = Lanes::new(&config);
         Peer {
             id,
             config,
-            phase: Phase::Live,
-            closing: false,
-            bye_sent: false,
+            answers,
             lanes,
             stream: Stream::default(),
-            open: None,
             queue: VecDeque::new(),
             outs: Slab::new(),
             own_active: 0,
@@ -153,11 +126,6 @@ impl Peer {
             theirs,
             passives: Slab::new(),
             jobs: Slab::new(),
-            control: VecDeque::new(),
-            dones: VecDeque::new(),
-            done_reads: false,
-            urgent: false,
-            passes: 0,
             serial: 0,
             violations: Violations::default(),
             events: Events::default(),
@@ -176,12 +144,7 @@ impl Peer {
     #[inline]
     pub fn start(&mut self, now: Time, op: OpId, what: Operation, len: u64, offer: Option<Offer>, eager: bool) {
         self.stir();
-        let refused = match &self.phase {
-            Phase::Dead(why) => Some(why.clone()),
-            Phase::Closed => Some(Failure::Closed),
-            Phase::Live | Phase::Broken(_) => self.closing.then_some(Failure::Closed),
-        };
-        match refused {
+        match self.answers.refusal() {
             Some(why) => self.events.fail(op, why, 0, 0),
             None => self.queue.push_back(Queued { op, what, len, offer, eager, at: now }),
         }
@@ -261,7 +224,7 @@ impl Peer {
     /// started later, here or there, fail with [`Failure::Closed`].
     pub fn close(&mut self, _now: Time) {
         self.stir();
-        self.closing = true;
+        self.answers.close();
     }
 
     /// The peer is gone: all its operations fail with `why`. Messages that have come in whole can still be received.
@@ -270,8 +233,7 @@ impl Peer {
     /// any memory.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
         self.stir();
-        if !matches!(self.phase, Phase::Dead(_)) {
-            self.phase = Phase::Dead(why.clone());
+        if self.answers.die(&why) {
             self.forget_jobs();
             self.fail_all(now, &why, matcher);
             self.lanes.clear();
@@ -281,12 +243,7 @@ impl Peer {
 
     /// Why nothing more can be done with this peer, if so.
     pub fn failed(&self) -> Option<Failure> {
-        match &self.phase {
-            Phase::Live => None,
-            Phase::Broken(why) => Some(Failure::PeerDead(why.clone())),
-            Phase::Closed => Some(Failure::Closed),
-            Phase::Dead(why) => Some(why.clone()),
-        }
+        self.answers.failed()
     }
 
     /// Whether an operation of this end or of the peer is in flight. Confirmations that are owed do not count.
@@ -296,18 +253,17 @@ impl Peer {
             || self.own_active > 0
             || !self.ins.is_empty()
             || !self.jobs.is_empty()
-            || self.open.is_some()
+            || self.stream.is_receiving()
     }
 
     /// Nothing under way and nothing owed. Messages that nobody has received do not count.
     pub fn idle(&self) -> bool {
-        let told = self.control.is_empty()
-            && self.dones.is_empty()
+        let told = self.answers.is_empty()
             && !self.delivered.owed()
             && self.follow.is_none()
             && self.stream.settled()
             && self.lanes.are_settled();
-        let farewell = !self.closing || self.bye_sent || !matches!(self.phase, Phase::Live);
+        let farewell = !self.answers.owes_bye() || !self.answers.live();
         !self.has_operations() && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
 
@@ -317,30 +273,6 @@ impl Peer {
             return Some((0, q.len));
         }
         self.progress_outgoing(op).or_else(|| self.progress_incoming(op))
-    }
-
-    fn live(&self) -> bool {
-        matches!(self.phase, Phase::Live)
-    }
-
-    fn tell(&mut self, frame: Frame) {
-        self.tell_with(frame, Body::None);
-    }
-
-    fn tell_with(&mut self, frame: Frame, body: Body) {
-        if self.live() && !self.bye_sent {
-            self.control.push_back(Control { frame, body });
-            self.listens(self.control.len());
-        }
-    }
-
-    /// A peer that keeps to its credit makes us owe it a few frames per operation; one that makes us owe it more has
-    /// stopped listening to what it asks for.
-    #[inline]
-    fn listens(&mut self, owed: usize) {
-        if owed > 16 * self.config.message_credit as usize + 64 {
-            self.break_off(format!("{owed} answers wait for a peer that goes on asking"));
-        }
     }
 
     fn next_serial(&mut self) -> u32 {

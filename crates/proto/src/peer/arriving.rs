@@ -2,15 +2,16 @@
 
 use crossrail_types::{Head, LaneId, OpId};
 
+use super::Peer;
+use super::answers::Phase;
 use super::theirs::Their;
-use super::{Peer, Phase};
 use crate::frame::{self, Frame};
 use crate::lane::Placement;
 use crate::peer::incoming::{ChunkOf, InKind, InStage};
 use crate::peer::kept::Kept;
 use crate::peer::open::{Open, What};
 use crate::peer::requests::{ServeRequest, WriteOf};
-use crate::stream::Arrival;
+use crate::peer::stream::Arrival;
 use crate::{Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Short, Time};
 
 impl Peer {
@@ -65,7 +66,7 @@ impl Peer {
     #[inline]
     fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Placing> {
         let at = self.lanes.find(lane)?;
-        if !matches!(self.phase, Phase::Live) || self.closing || self.bye_sent || self.open.is_some() {
+        if !self.answers.is_open() || self.stream.is_receiving() {
             return None;
         }
         let spec = &self.lanes[at].spec;
@@ -102,7 +103,7 @@ impl Peer {
         if counted {
             self.stream.consumed(false);
             if !self.delivered.deliver(their) {
-                self.owe_done(their);
+                self.answers.owe_done(their, &mut self.events);
             } else {
                 self.calm_down(at);
             }
@@ -111,15 +112,15 @@ impl Peer {
         self.stir();
         self.theirs.open(their);
         self.lanes[at].placing = Placement::Stream;
-        self.stream.heard = Some(lane);
-        self.open = Some(Open { lane, head: *head, what: What::Receive { op, their, tag }, lossy: true });
+        self.stream.hear(lane);
+        self.stream.receive(Open { lane, head: *head, what: What::Receive { op, their, tag }, lossy: true });
         Some(Placing::Memory { memory: Memory::Op(op), offset: 0, len, chunk: false })
     }
 
     /// `Err` where nothing has changed yet: the lane alone is to fail. What the stream itself says wrongly, in its turn,
     /// it would say again on another lane: then the connection is broken off, too.
     fn arrive(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Result<Placing, String> {
-        match &self.phase {
+        match self.answers.phase() {
             Phase::Live | Phase::Closed => {}
             Phase::Dead(_) => return Ok(Placing::Discard),
             Phase::Broken(why) => return Ok(Placing::Refuse(why.clone())),
@@ -131,7 +132,7 @@ impl Peer {
         self.lanes[at].placing = Placement::None;
         self.lanes[at].go_on(now);
         match frame {
-            Frame::ChunkAck { .. } if !self.live() => return Ok(Placing::Discard),
+            Frame::ChunkAck { .. } if !self.answers.live() => return Ok(Placing::Discard),
             Frame::Chunk { target, offset, from, again, void } => {
                 if void {
                     self.lanes[at].consume();
@@ -162,7 +163,7 @@ impl Peer {
             Arrival::New | Arrival::Old => {}
         }
         if lossy {
-            self.stream.heard = Some(lane);
+            self.stream.hear(lane);
         }
         if arrival == Arrival::Old {
             if lossy {
@@ -170,21 +171,22 @@ impl Peer {
             }
             return Ok(Placing::Discard);
         }
-        if self.open.is_some() {
+        if self.stream.is_receiving() {
             return self.reopen(at, head, &frame);
         }
         let done = frame::done(head);
-        if done != 0 && self.live() {
-            self.finished(now, done).inspect_err(|why| self.break_off(why.clone()))?;
+        if done != 0 && self.answers.live() {
+            self.finished(now, done).inspect_err(|why| self.answers.break_off(why.clone(), &mut self.events))?;
         }
-        if self.bye_sent || !self.live() {
+        if !self.answers.talks() {
             if frame == Frame::Bye {
                 self.bye(now, host.matcher);
             }
             self.stream.consumed(lossy);
             return Ok(Placing::Discard);
         }
-        self.open_frame(now, at, head, frame, host).inspect_err(|why| self.break_off(why.clone()))
+        self.open_frame(now, at, head, frame, host)
+            .inspect_err(|why| self.answers.break_off(why.clone(), &mut self.events))
     }
 
     /// A new frame of the stream.
@@ -235,7 +237,7 @@ impl Peer {
         };
         lane.placing = Placement::Stream;
         let lane = lane.spec.id;
-        self.open = Some(Open { lane, head: *head, what, lossy });
+        self.stream.receive(Open { lane, head: *head, what, lossy });
         Ok(self.placing(what, len))
     }
 
@@ -254,12 +256,12 @@ impl Peer {
     /// The open frame comes again, on another lane: from now on this one counts.
     fn reopen(&mut self, at: usize, head: &Head, frame: &Frame) -> Result<Placing, String> {
         if matches!(frame, Frame::Nothing) {
-            self.drop_open();
+            self.stream.drop_open(&mut self.lanes);
             return Ok(Placing::Discard);
         }
         let lane = self.lanes[at].spec.id;
         let same = |o: &&mut Open| o.lane != lane && frame::same(&o.head, head);
-        let Some(open) = self.open.as_mut().filter(same) else {
+        let Some(open) = self.stream.receiving_mut().filter(same) else {
             return Err("a message came again and differs".to_owned());
         };
         open.lane = lane;
@@ -269,8 +271,8 @@ impl Peer {
     }
 
     fn open_eager(&mut self, their: u32, tag: u64, len: u32, matcher: &mut Matcher) -> Result<Option<What>, String> {
-        if self.closing {
-            self.tell_failed(their, &Failure::Closed);
+        if self.answers.closing() {
+            self.answers.tell_failed(their, &Failure::Closed, &mut self.events);
             return Ok(None);
         }
         let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
@@ -291,7 +293,7 @@ impl Peer {
 
     pub(super) fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
         let why = Failure::Truncated { message, buffer };
-        self.tell_failed(their, &why);
+        self.answers.tell_failed(their, &why, &mut self.events);
         self.events.fail(op, why, 0, tag);
     }
 
@@ -320,10 +322,10 @@ impl Peer {
             Placement::None => return Ok(()),
             Placement::Stream => {
                 self.lanes[at].placing = Placement::None;
-                let Some(open) = self.open.as_ref().filter(|o| o.lane == lane) else { return Ok(()) };
+                let Some(open) = self.stream.receiving().filter(|o| o.lane == lane) else { return Ok(()) };
                 if let What::Receive { op, their, tag } = open.what {
                     let (bytes, lossy) = (u64::from(open.head.payload_len()), open.lossy);
-                    self.open = None;
+                    self.stream.take_received();
                     self.complete_receive(Short { op, tag, bytes, wire_ns: 0, lane: Some(lane) }, their, lossy);
                     return Ok(());
                 }
@@ -336,7 +338,7 @@ impl Peer {
             }
         };
         if let Err(why) = &result {
-            self.break_off(why.clone());
+            self.answers.break_off(why.clone(), &mut self.events);
         }
         result
     }
@@ -351,12 +353,12 @@ impl Peer {
         self.events.end_short(short);
         self.theirs.free(their);
         if !self.delivered.deliver_late(their) {
-            self.owe_done(their);
+            self.answers.owe_done(their, &mut self.events);
         }
     }
 
     fn complete_open(&mut self, now: Time, at: usize, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
-        let Some(Open { lane, head, what, lossy }) = self.open.take() else { return Ok(()) };
+        let Some(Open { lane, head, what, lossy }) = self.stream.take_received() else { return Ok(()) };
         self.stream.consumed(lossy);
         let elsewhere = self.lanes.void_stream_placements(Some(lane));
         match what {
@@ -371,14 +373,6 @@ impl Peer {
             What::Receive { .. } => {}
         }
         Ok(())
-    }
-
-    /// The open frame is given up; what still comes of it goes nowhere.
-    pub(super) fn drop_open(&mut self) {
-        if let Some(open) = self.open.take() {
-            self.lanes.void_stream_placements(None);
-            self.stream.consumed(open.lossy);
-        }
     }
 
     /// What a frame other than a message or data asks for.
@@ -425,13 +419,13 @@ impl Peer {
 
     /// Ends a receive whose message is just coming in.
     pub(super) fn end_arriving(&mut self, op: OpId, why: &Failure) -> bool {
-        if let Some(&Open { what: What::Receive { op: o, their, tag }, .. }) = self.open.as_ref()
+        if let Some(&Open { what: What::Receive { op: o, their, tag }, .. }) = self.stream.receiving()
             && o == op
         {
-            self.drop_open();
+            self.stream.drop_open(&mut self.lanes);
             self.events.revoke(Memory::Op(op));
             self.events.fail(op, why.clone(), 0, tag);
-            self.tell_failed(their, why);
+            self.answers.tell_failed(their, why, &mut self.events);
             self.theirs.free(their);
             return true;
         }
@@ -442,14 +436,5 @@ impl Peer {
         let tag = kept.tag;
         self.events.fail(op, why.clone(), 0, tag);
         true
-    }
-
-    /// An operation of the peer's is finished, which it must be told.
-    #[inline]
-    pub(super) fn owe_done(&mut self, their: u32) {
-        if self.live() && !self.bye_sent {
-            self.dones.push_back(their);
-            self.listens(self.dones.len());
-        }
     }
 }

@@ -66,7 +66,7 @@ impl Peer {
     /// Hands out again what lanes have on their way and would bring far later than others could, where no transfer has a
     /// chunk left to hand out. The receiver discards what comes second.
     pub(super) fn double_late(&mut self, now: Time) {
-        if !self.active.is_empty() || !self.live() {
+        if !self.active.is_empty() || !self.answers.live() {
             return;
         }
         let (outs, active) = (&mut self.outs, &mut self.active);

@@ -3,9 +3,8 @@
 use crossrail_types::{LaneId, OpId};
 
 use super::Peer;
-use crate::frame::{self, Bytes, Frame};
 use crate::peer::ledger::{Counted, CountedStage};
-use crate::{Body, Failure, Memory, Short, Time};
+use crate::{Failure, Memory, Short, Time};
 
 /// The condition of a connection in which a short message needs nothing but its own words: one lane that loses nothing
 /// and [counts](crate::LaneSpec::counts) carries the messages, and nothing is queued, owed, held back or ending.
@@ -49,10 +48,10 @@ impl Peer {
         if !lane.spec.counts {
             return;
         }
-        let quiet = self.is_quiet(at) && lane.is_unoccupied() && self.open.is_none() && self.theirs.is_idle();
-        let settled = !self.urgent && self.passes == 0 && !self.delivered.withholds() && self.stream.is_empty();
-        let open = self.live() && !self.bye_sent && self.stream.open() && self.stream.reliable();
-        let counts = lane.spec.reliable && self.stream.lane == Some(lane.spec.id);
+        let quiet = self.is_quiet(at) && lane.is_unoccupied() && !self.stream.is_receiving() && self.theirs.is_idle();
+        let settled = self.answers.is_calm() && !self.delivered.withholds() && self.stream.is_empty();
+        let open = self.answers.talks() && self.stream.open() && self.stream.reliable();
+        let counts = lane.spec.reliable && self.stream.is_on(lane.spec.id);
         if quiet && settled && open && counts {
             let send_max = u64::from(lane.spec.eager_max.min(lane.spec.max_payload));
             self.calm = Calm { lane: u64::from(lane.spec.id.0), send_max, place_max: lane.spec.whole_max };
@@ -86,7 +85,7 @@ impl Peer {
                     let Counted { op, len, started, .. } = *counted;
                     self.own_active -= 1;
                     self.eager_bytes -= len;
-                    Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane }
+                    Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane() }
                 }
                 None => match self.pass_oldest(now) {
                     Some(short) => short,
@@ -121,7 +120,7 @@ impl Peer {
         if stage == CountedStage::Aborting {
             self.unconfirmed.take_fault(op);
         }
-        Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane }
+        Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane() }
     }
 
     /// The peer says by name that it has our counted message `id`.
@@ -172,15 +171,11 @@ impl Peer {
         if std::mem::replace(&mut counted.stage, CountedStage::Aborting) == CountedStage::Aborting {
             return true;
         }
-        let (code, bytes) = match why {
-            Failure::Device(_) => frame::encode_failure(why),
-            _ => (0, Bytes::EMPTY),
-        };
         if matches!(why, Failure::Device(_)) {
             self.unconfirmed.blame(op, why.clone());
         }
         let op = self.unconfirmed.id(place);
-        self.tell_with(Frame::Abort { op, code }, Body::from(bytes));
+        self.answers.tell_abort(op, why, &mut self.events);
         true
     }
 

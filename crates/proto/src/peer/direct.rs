@@ -84,14 +84,14 @@ impl Peer {
     pub fn direct_invite(&mut self, _now: Time, job: DirectId, descriptor: [u8; 24]) {
         self.stir();
         let Some(&JobOf::In(index)) = self.jobs.get(job.0 as usize) else { return };
-        let live = self.live();
+        let live = self.answers.live();
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
         if incoming.helped || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_none()) || !live {
             return;
         }
         incoming.helped = true;
         let op = incoming.their;
-        self.tell_with(Frame::Invite { op }, Body::from(Bytes::EMPTY.push(&descriptor)));
+        self.answers.tell(Frame::Invite { op }, Body::from(Bytes::EMPTY.push(&descriptor)), &mut self.events);
     }
 
     /// Leaves a job of [`Role::Pull`], whose offer has no slot, to the peer, which pushes into what `descriptor` says.
@@ -100,7 +100,7 @@ impl Peer {
     pub fn direct_lend(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) -> bool {
         self.stir();
         let Some(&JobOf::In(index)) = self.jobs.get(job.0 as usize) else { return false };
-        let live = self.live();
+        let live = self.answers.live();
         let Some(incoming) = self.ins.get_mut(index as usize) else { return false };
         if incoming.lent.is_some() || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_some()) || !live {
             return false;
@@ -110,7 +110,7 @@ impl Peer {
         incoming.job = None;
         self.jobs.remove(job.0 as usize);
         let op = incoming.their;
-        self.tell_with(Frame::Invite { op }, Body::from(Bytes::EMPTY.push(&descriptor)));
+        self.answers.tell(Frame::Invite { op }, Body::from(Bytes::EMPTY.push(&descriptor)), &mut self.events);
         true
     }
 
@@ -145,11 +145,11 @@ impl Peer {
                 After::Finish(_) => self.close_serve(index),
                 _ if outgoing.stage == Stage::Aborting => {}
                 _ if failed => self.start_feed(index, target),
-                _ => self.tell(Frame::Pushed { serve: index + 1, target }),
+                _ => self.answers.tell(Frame::Pushed { serve: index + 1, target }, Body::None, &mut self.events),
             }
             return;
         }
-        self.tell(Frame::HelpEnded { op: index + 1, failed });
+        self.answers.tell(Frame::HelpEnded { op: index + 1, failed }, Body::None, &mut self.events);
         match after {
             After::Finish(result) => self.close_out(now, index, result),
             After::Feed(target) => self.start_feed(index, target),
@@ -165,7 +165,7 @@ impl Peer {
             && outgoing.stage == Stage::Announced
             && outgoing.rest().job.is_none();
         if !fit || !outgoing.rest().offered {
-            self.tell(Frame::HelpEnded { op: id, failed: true });
+            self.answers.tell(Frame::HelpEnded { op: id, failed: true }, Body::None, &mut self.events);
             return;
         }
         let slot = outgoing.rest().slot;

@@ -2,7 +2,7 @@
 
 use crossrail_types::LaneId;
 
-use super::{Peer, Phase};
+use super::Peer;
 use crate::peer::incoming::{Ending, InKind};
 use crate::peer::open::What;
 use crate::peer::outgoing::{After, Kind};
@@ -22,15 +22,6 @@ pub(super) struct Violations {
 }
 
 impl Peer {
-    /// Nothing can be trusted any more; the engine is to call [`Peer::dead`].
-    pub(super) fn break_off(&mut self, why: String) {
-        self.stir();
-        if matches!(self.phase, Phase::Live | Phase::Closed) {
-            self.events.push(Event::Broken { why: why.clone() });
-            self.phase = Phase::Broken(why);
-        }
-    }
-
     /// The peer broke the protocol on `lane`, and what it sent there has changed nothing: that lane is to fail alone,
     /// unless it is the only one, or loses nothing by contract, or lanes have failed this way time after time with
     /// nothing in between that made sense.
@@ -38,15 +29,16 @@ impl Peer {
         let count = self.count_violation(0);
         let alone = self.lanes.find(lane).is_some_and(|at| !self.lanes[at].spec.reliable) && self.lanes.len() > 1;
         if !alone || count > VIOLATIONS_MAX {
-            self.break_off(why.to_owned());
+            self.answers.break_off(why.to_owned(), &mut self.events);
         }
     }
 
     /// What a lane brought had been changed on the way, and it is about to go down: alone, unless lanes have failed this
     /// way time after time with nothing in between that made sense.
     pub fn corrupted(&mut self, why: &str) {
+        self.stir();
         if self.count_violation(self.violations.gone) > VIOLATIONS_MAX {
-            self.break_off(why.to_owned());
+            self.answers.break_off(why.to_owned(), &mut self.events);
         }
     }
 
@@ -63,8 +55,7 @@ impl Peer {
 
     /// The peer has finished and says so: what we still want of it fails.
     pub(super) fn bye(&mut self, now: Time, matcher: &mut Matcher) {
-        if self.live() {
-            self.phase = Phase::Closed;
+        if self.answers.hear_bye() {
             self.fail_all(now, &Failure::Closed, matcher);
             self.events.push(Event::Bye);
         }
@@ -72,14 +63,12 @@ impl Peer {
 
     /// Ends everything under way without another word to the peer. Only direct copies and unpacks are waited for.
     pub(super) fn fail_all(&mut self, now: Time, why: &Failure, matcher: &mut Matcher) {
-        self.control.clear();
-        self.dones.clear();
-        self.done_reads = false;
+        self.answers.clear();
         self.active.clear();
         self.follow = None;
         self.stream.silence();
         self.lanes.silence();
-        if let Some(open) = self.open.take()
+        if let Some(open) = self.stream.take_received()
             && let What::Receive { op, tag, .. } = open.what
         {
             self.events.revoke(Memory::Op(op));
@@ -96,8 +85,7 @@ impl Peer {
         for op in matcher.peer_dead(self.id) {
             self.events.fail(op, why.clone(), 0, 0);
         }
-        self.control.clear();
-        self.dones.clear();
+        self.answers.clear();
     }
 
     /// The engine has given up all direct copies and unpacks.

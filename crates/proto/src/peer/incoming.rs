@@ -6,11 +6,11 @@ use super::Peer;
 use super::theirs::Their;
 use crate::feed::{share, sorted};
 use crate::frame::{Frame, Target};
-use crate::peer::open::What;
+use crate::peer::open::{Open, What};
 use crate::ranges::Ranges;
 use crate::{
-    DirectId, Event, Failure, LaneShare, Memory, Offer, Placing, Protocol, Receipt, RegionFault, RegionRef, Regions,
-    Time,
+    Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Placing, Protocol, Receipt, RegionFault, RegionRef,
+    Regions, Time,
 };
 
 /// Most holes that a transfer may have: far more than lanes and windows can make.
@@ -131,7 +131,7 @@ impl Peer {
         let Some(incoming) = self.ins.get_mut(index as usize) else { return };
         incoming.stage = InStage::Chunks;
         let (op, target) = (incoming.their, Peer::target(index, incoming.serial));
-        self.tell(Frame::Consent { op, target });
+        self.answers.tell(Frame::Consent { op, target }, Body::None, &mut self.events);
     }
 
     /// The live transfer that a target names.
@@ -229,7 +229,11 @@ impl Peer {
             self.events.revoke(memory);
         }
         let lanes = sorted(incoming.shares);
-        self.owe_done(incoming.their);
+        if let InKind::Read { .. } = incoming.kind {
+            self.answers.owe_read_done(incoming.their, &mut self.events);
+        } else {
+            self.answers.owe_done(incoming.their, &mut self.events);
+        }
         if incoming.len >= PROMPT {
             self.flush();
         }
@@ -251,7 +255,6 @@ impl Peer {
                 self.theirs.free(incoming.their);
             }
             InKind::Read { out, .. } => {
-                self.done_reads = true;
                 self.close_read(now, out, protocol, lanes);
             }
         }
@@ -278,10 +281,10 @@ impl Peer {
     /// No lane places anything for that transfer any more; true if one did.
     fn leave_in(&mut self, index: u32, serial: u32) -> bool {
         let chunks = self.lanes.void_chunk_placements(index, serial);
-        let of = |o: &super::Open| matches!(o.what, What::Data { index: i } if i == index);
-        let data = self.open.as_ref().is_some_and(of);
+        let of = |o: &Open| matches!(o.what, What::Data { index: i } if i == index);
+        let data = self.stream.receiving().is_some_and(of);
         if data {
-            self.drop_open();
+            self.stream.drop_open(&mut self.lanes);
         }
         chunks || data
     }
@@ -296,7 +299,7 @@ impl Peer {
         if !ending.told {
             ending.told = true;
             let (their, why) = (incoming.their, ending.why.clone());
-            self.tell_failed(their, &why);
+            self.answers.tell_failed(their, &why, &mut self.events);
         }
         if self.ins[index as usize].helped {
             return;

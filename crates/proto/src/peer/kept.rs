@@ -75,7 +75,7 @@ impl Peer {
         if eager {
             self.events.push(Event::DropArrival { arrival });
         }
-        self.tell_failed(their, why);
+        self.answers.tell_failed(their, why, &mut self.events);
     }
 
     /// The sender has cancelled an unexpected message.
@@ -94,11 +94,11 @@ impl Peer {
         }
         self.events.push(Event::Deliver { arrival, op, len: len as u32 });
         self.events.push(Short { op, tag, bytes: len, wire_ns: 0, lane: None }.into());
-        self.owe_done(their);
+        self.answers.owe_done(their, &mut self.events);
     }
 
     pub(super) fn accept_kept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
-        let failed = self.failed().or_else(|| self.bye_sent.then_some(Failure::Closed));
+        let failed = self.answers.failed().or_else(|| self.answers.bye_sent().then_some(Failure::Closed));
         let Some(kept) = self.arrivals.get_mut(arrival as usize).filter(|k| !k.over) else {
             self.events.fail(op, failed.unwrap_or(Failure::Cancelled), 0, 0);
             return;

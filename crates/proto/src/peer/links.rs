@@ -2,7 +2,8 @@
 
 use crossrail_types::LaneId;
 
-use super::{Peer, Phase};
+use super::Peer;
+use super::answers::Phase;
 use crate::lane::Lane;
 use crate::{Event, LaneLoad, LaneSpec, Time};
 
@@ -10,7 +11,7 @@ impl Peer {
     /// A lane is there. One that comes back comes back under a new id.
     pub fn lane_up(&mut self, now: Time, spec: LaneSpec) {
         self.stir();
-        if matches!(self.phase, Phase::Dead(_)) || self.lanes.find(spec.id).is_some() {
+        if matches!(self.answers.phase(), Phase::Dead(_)) || self.lanes.find(spec.id).is_some() {
             return;
         }
         self.lanes.push(Lane::new(spec, now));
@@ -59,9 +60,12 @@ impl Peer {
         }
         self.stream.unheard(lane);
         self.events.push(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
-        if self.stream.lane == Some(lane) {
-            if self.stream.fragile() && self.live() {
-                self.break_off(format!("{lane}, which loses nothing while the peer lives, went down"));
+        if self.stream.is_on(lane) {
+            if self.stream.fragile() && self.answers.live() {
+                self.answers.break_off(
+                    format!("{lane}, which loses nothing while the peer lives, went down"),
+                    &mut self.events,
+                );
             }
             self.stream.move_to(None, false);
             self.choose_lane(now);
@@ -87,7 +91,7 @@ impl Peer {
 
     /// When [`Peer::on_timeout`] is wanted; ask before sleeping. A time in the past: now, and `next` after it.
     pub fn timeout(&self) -> Option<Time> {
-        if self.owes() && !self.urgent && !self.lanes.is_empty() {
+        if self.owes() && !self.answers.is_urgent() && !self.lanes.is_empty() {
             return Some(Time(0));
         }
         self.lanes.timeout(self.stream.waits_on())
@@ -118,28 +122,17 @@ impl Peer {
     /// Gives the messages to the cheapest lane that may carry them, if they are free to move.
     pub(super) fn choose_lane(&mut self, now: Time) {
         let best = self.lanes.cheapest().map(|s| (s.id, s.reliable));
-        if self.stream.pinned() {
-            return;
-        }
-        match (self.stream.lane, best) {
-            (Some(present), Some((lane, _))) if present == lane => self.stream.draining = false,
-            (Some(_), Some(_)) if !self.stream.movable() => self.stream.draining = true,
-            (_, Some((lane, reliable))) => {
-                self.stream.move_to(Some(lane), reliable);
-                if let Some(at) = self.lanes.find(lane) {
-                    self.lanes[at].go_again(now);
-                }
-            }
-            (_, None) => self.stream.move_to(None, false),
+        if let Some(at) = self.stream.choose(best).and_then(|lane| self.lanes.find(lane)) {
+            self.lanes[at].go_again(now);
         }
     }
 
     /// The peer has consumed messages of ours.
     pub(super) fn stream_progress(&mut self, now: Time) {
-        if let Some(at) = self.stream.lane.and_then(|l| self.lanes.find(l)) {
+        if let Some(at) = self.stream.lane().and_then(|l| self.lanes.find(l)) {
             self.lanes[at].go_again(now);
         }
-        if self.stream.draining && self.stream.settled() {
+        if self.stream.has_drained() {
             self.choose_lane(now);
         }
     }

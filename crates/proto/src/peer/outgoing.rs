@@ -5,7 +5,7 @@ use crossrail_types::{LaneId, OpId};
 use super::Peer;
 use super::theirs::Their;
 use crate::feed::Feed;
-use crate::frame::{self, Bytes, Frame, Target};
+use crate::frame::{self, Frame, Target};
 use crate::lane::Sent;
 use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Protocol, Receipt, RegionRef, Short, Time};
 
@@ -280,8 +280,7 @@ impl Peer {
         // None: it had all bytes by then, and the owner has been told so.
         let Some(index) = found else { return };
         if serve != 0 {
-            self.dones.push_back(serve);
-            self.done_reads = true;
+            self.answers.owe_read_done(serve, &mut self.events);
         }
         self.drop_read(target);
         let why = self.own_word(index, why);
@@ -392,11 +391,7 @@ impl Peer {
             self.events.revoke(Memory::Op(op));
             self.drop_read(target);
         }
-        let (code, bytes) = match why {
-            Failure::Device(_) => frame::encode_failure(why),
-            _ => (0, Bytes::EMPTY),
-        };
-        self.tell_with(Frame::Abort { op: index as u32 + 1, code }, Body::from(bytes));
+        self.answers.tell_abort(index as u32 + 1, why, &mut self.events);
         true
     }
 
@@ -416,7 +411,7 @@ impl Peer {
         } else if len <= eager_max {
             self.outs[index as usize].stage = Stage::Eager;
             let body = Body::Memory { memory, offset: 0, len: len as u32 };
-            self.tell_with(Frame::ReadData { serve: index + 1, target }, body);
+            self.answers.tell(Frame::ReadData { serve: index + 1, target }, body, &mut self.events);
         } else {
             self.start_feed(index, target);
         }
@@ -444,13 +439,9 @@ impl Peer {
             self.stream.leave(seq);
         }
         // What lanes carry of it stays readable: the peer believes the bytes until it hears of this.
-        self.unsend_data(index);
+        self.answers.withdraw_data(index + 1);
         let (code, bytes) = frame::encode_failure(&why);
-        self.tell_with(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes));
-    }
-
-    fn unsend_data(&mut self, index: u32) {
-        self.control.retain(|c| !matches!(c.frame, Frame::ReadData { serve, .. } if serve == index + 1));
+        self.answers.tell(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes), &mut self.events);
     }
 
     pub(super) fn close_serve(&mut self, index: u32) {
@@ -459,7 +450,7 @@ impl Peer {
         let memory = outgoing.memory();
         let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
         if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
-            self.unsend_data(index);
+            self.answers.withdraw_data(index + 1);
         }
         // One that failed was acknowledged by its reader without being read to the end.
         let failed = outgoing.stage == Stage::Aborting;
@@ -487,12 +478,6 @@ impl Peer {
             _ => outgoing.rest().feed.as_ref().map_or(0, Feed::sent),
         };
         Some((moved, outgoing.len))
-    }
-
-    /// Tells the peer that its operation `op` has failed.
-    pub(super) fn tell_failed(&mut self, op: u32, why: &Failure) {
-        let (code, bytes) = frame::encode_failure(why);
-        self.tell_with(Frame::Fail { op, code }, Body::from(bytes));
     }
 
     /// The peer wants its operation `op` to end.

@@ -8,7 +8,7 @@ use crate::frame::{self, Frame};
 use crate::peer::incoming::{InKind, InStage};
 use crate::peer::kept::Kept;
 use crate::peer::outgoing::ServeOf;
-use crate::{Access, Failure, Host, Matcher, Time};
+use crate::{Access, Body, Failure, Host, Matcher, Time};
 
 impl Peer {
     pub(super) fn announced(
@@ -23,8 +23,8 @@ impl Peer {
         if len == 0 {
             return Err("announcement of an empty message".to_owned());
         }
-        if self.closing {
-            self.tell_failed(their, &Failure::Closed);
+        if self.answers.closing() {
+            self.answers.tell_failed(their, &Failure::Closed, &mut self.events);
             return Ok(());
         }
         if self.theirs.at(their) != Their::Free {
@@ -50,14 +50,14 @@ impl Peer {
         if len == 0 && !data {
             return Err("write of nothing without data".to_owned());
         }
-        if self.closing {
-            self.tell_failed(op, &Failure::Closed);
+        if self.answers.closing() {
+            self.answers.tell_failed(op, &Failure::Closed, &mut self.events);
             return Ok(());
         }
         let region = match host.regions.resolve(&write.key, write.offset, len, Access::Write) {
             Ok(region) => region,
             Err(fault) => {
-                self.tell_failed(op, &Failure::Region(fault));
+                self.answers.tell_failed(op, &Failure::Region(fault), &mut self.events);
                 return Ok(());
             }
         };
@@ -75,7 +75,7 @@ impl Peer {
 
     pub(super) fn read(&mut self, now: Time, of: ServeRequest, host: &mut Host<'_>) -> Result<(), String> {
         let ServeRequest { op, target, read, chunks, lane } = of;
-        let resolved = if self.closing {
+        let resolved = if self.answers.closing() {
             Err(Failure::Closed)
         } else {
             let found = host.regions.resolve(&read.key, read.offset, read.len, Access::Read);
@@ -85,12 +85,12 @@ impl Peer {
             Ok(region) => region,
             Err(why) => {
                 let (code, _) = frame::encode_failure(&why);
-                self.tell(Frame::ReadFailed { serve: 0, target, code });
+                self.answers.tell(Frame::ReadFailed { serve: 0, target, code }, Body::None, &mut self.events);
                 return Ok(());
             }
         };
         self.theirs.claim(op, Their::Open)?;
-        let of_lane = self.stream.lane.and_then(|l| self.lanes.find(l)).map(|at| &self.lanes[at].spec);
+        let of_lane = self.stream.lane().and_then(|l| self.lanes.find(l)).map(|at| &self.lanes[at].spec);
         let eager = !chunks && host.regions.eager(region);
         let eager_max = of_lane.filter(|_| eager).map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
         let descriptor = read.descriptor.filter(|_| read.len > 0);

@@ -2,14 +2,13 @@
 
 use crossrail_types::{Head, LaneId, OpId};
 
-use super::{Control, Peer, Phase, Queued};
-use crate::frame::{self, Announce, Bytes, Frame, Read, Stamp, Write};
+use super::answers::Phase;
+use super::{Peer, Queued};
+use crate::frame::{self, Announce, Frame, Read, Stamp, Write};
 use crate::lane::Lane;
 use crate::peer::outgoing::{Kind, Outgoing, Stage};
 use crate::{Body, Memory, Operation, Out, Short, Time};
 
-/// Ids in the payload of one done frame.
-const DONES: usize = frame::CONTROL_MAX as usize / 4;
 /// Consumed messages after which the peer is told at once.
 const ACK_EVERY: u32 = 64;
 
@@ -40,7 +39,7 @@ impl Peer {
     pub fn next_within(&mut self, now: Time, lane: LaneId, most: u64) -> Option<Out> {
         self.stir();
         let at = self.lanes.find(lane)?;
-        if self.lanes[at].owes() && matches!(self.phase, Phase::Live | Phase::Closed) {
+        if self.lanes[at].owes() && matches!(self.answers.phase(), Phase::Live | Phase::Closed) {
             let count = self.lanes[at].tell();
             return Some(Out {
                 head: frame::encode_head(&Frame::ChunkAck { count }, 0),
@@ -48,19 +47,21 @@ impl Peer {
                 chunk: false,
             });
         }
-        if self.stream.lane == Some(lane)
+        if self.stream.is_on(lane)
             && let Some(out) = self.next_message(now, at)
         {
             return Some(out);
         }
-        if self.stream.heard == Some(lane) && self.stream.owed() > 0 && (self.stream.owed() >= ACK_EVERY || self.due())
+        if self.stream.is_heard_on(lane)
+            && self.stream.owed() > 0
+            && (self.stream.owed() >= ACK_EVERY || self.answers.due())
         {
             return self.next_ack();
         }
-        if self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.due()) {
+        if self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.answers.due()) {
             return Some(self.next_count());
         }
-        if self.active.is_empty() || !self.lanes.carries_chunks(at) || !self.live() || !self.takes_part(at) {
+        if self.active.is_empty() || !self.lanes.carries_chunks(at) || !self.answers.live() || !self.takes_part(at) {
             return None;
         }
         self.next_chunk(now, at, most)
@@ -92,9 +93,11 @@ impl Peer {
     #[inline]
     pub(super) fn is_quiet(&self, at: usize) -> bool {
         let Lane { spec, .. } = &self.lanes[at];
-        let waiting = self.queue.len() | self.control.len() | self.dones.len() | self.active.len();
-        let flags =
-            self.closing | self.lanes[at].owes() | self.follow.is_some() | (self.delivered.owed() & !spec.counts);
+        let waiting = self.queue.len() | self.answers.waiting() | self.active.len();
+        let flags = self.answers.closing()
+            | self.lanes[at].owes()
+            | self.follow.is_some()
+            | (self.delivered.owed() & !spec.counts);
         waiting | self.stream.unsettled() | usize::from(flags) == 0
     }
 
@@ -107,24 +110,23 @@ impl Peer {
     #[inline]
     fn has_words(&self, at: usize) -> bool {
         let lane = self.lanes[at].spec.id;
-        let messages = self.stream.lane == Some(lane)
+        let messages = self.stream.is_on(lane)
             && (!self.queue.is_empty()
-                || !self.control.is_empty()
-                || !self.dones.is_empty()
+                || !self.answers.is_empty()
                 || self.stream.resends()
                 || self.follow.is_some()
-                || (self.closing && !self.bye_sent));
+                || self.answers.owes_bye());
         messages
             || self.owes_count(at)
             || self.lanes[at].owes()
-            || (self.stream.heard == Some(lane) && self.stream.owed() > 0)
+            || (self.stream.is_heard_on(lane) && self.stream.owed() > 0)
     }
 
     /// Whether the peer is to be told by a frame on the lane at `at` of more counted messages.
     #[inline]
     fn owes_count(&self, at: usize) -> bool {
         let spec = &self.lanes[at].spec;
-        self.delivered.owed() && self.stream.reliable() && self.stream.lane == Some(spec.id) && !spec.counts
+        self.delivered.owed() && self.stream.reliable() && self.stream.is_on(spec.id) && !spec.counts
     }
 
     /// The count of delivered messages, where it is news to the peer: for `lane`, which [counts], to be published there
@@ -138,7 +140,7 @@ impl Peer {
             // Nothing is withheld then: the count is what has arrived.
             return self.delivered.news();
         }
-        let counts = self.stream.reliable() && self.stream.lane == Some(lane);
+        let counts = self.stream.reliable() && self.stream.is_on(lane);
         (counts && self.delivered.owed()).then(|| self.delivered.count())
     }
 
@@ -172,11 +174,12 @@ impl Peer {
     /// must fail.
     #[inline]
     pub fn published(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> Result<(), String> {
-        if !self.unconfirmed.is_ahead(count) || !self.live() || self.confirm(now, count, ended) {
+        if !self.unconfirmed.is_ahead(count) || !self.answers.live() || self.confirm(now, count, ended) {
             return Ok(());
         }
+        self.stir();
         let why = self.unconfirmed.too_many(count);
-        self.break_off(why.clone());
+        self.answers.break_off(why.clone(), &mut self.events);
         Err(why)
     }
 
@@ -193,17 +196,11 @@ impl Peer {
         if self.is_quiet(at) {
             return false;
         }
-        let messages = self.stream.lane == Some(lane)
-            && (!self.queue.is_empty()
-                || !self.control.is_empty()
-                || (self.urgent && !self.dones.is_empty())
-                || self.dones_first()
-                || self.stream.resends()
-                || self.follow.is_some()
-                || (self.closing && !self.bye_sent));
+        let messages = self.stream.is_on(lane)
+            && (!self.queue.is_empty() || self.answers.press() || self.stream.resends() || self.follow.is_some());
         let acks = self.stream.owed();
-        let owed = self.stream.heard == Some(lane) && acks > 0 && (acks >= ACK_EVERY || self.urgent);
-        let counts = self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.urgent);
+        let owed = self.stream.is_heard_on(lane) && acks > 0 && (acks >= ACK_EVERY || self.answers.is_urgent());
+        let counts = self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.answers.is_urgent());
         messages || owed || counts || self.lanes[at].owes() || self.may_chunk(at)
     }
 
@@ -247,15 +244,12 @@ impl Peer {
 
     /// Whether a new message could go out on the lane at `at` before anything else.
     fn is_clear(&self, at: usize) -> bool {
-        self.stream.lane == Some(self.lanes[at].spec.id)
-            && matches!(self.phase, Phase::Live)
-            && !self.closing
+        self.stream.is_on(self.lanes[at].spec.id)
+            && self.answers.is_clear()
             && self.queue.is_empty()
-            && self.control.is_empty()
             && self.follow.is_none()
             && !self.stream.resends()
             && self.stream.open()
-            && !self.dones_first()
             && !self.lanes[at].owes()
     }
 
@@ -270,7 +264,7 @@ impl Peer {
             lane.go_again(now);
         }
         let serial = self.next_serial();
-        let done = self.next_done();
+        let done = self.answers.take_done();
         self.own_active += 1;
         self.eager_bytes += len;
         let stamp = self.stamp();
@@ -292,14 +286,14 @@ impl Peer {
     /// [`Peer::eager`] on a lane that loses nothing: the peer confirms the message by its count.
     #[inline(always)]
     fn count_out(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
-        let done = if self.dones.is_empty() { 0 } else { self.next_done() };
+        let done = if self.answers.no_dones() { 0 } else { self.answers.take_done() };
         self.own_active += 1;
         self.eager_bytes += len;
         let stamp = self.stamp();
         let place = self.unconfirmed.push(op, len, started);
         let id = self.unconfirmed.id(place);
         self.delivered.answered(done);
-        if self.urgent || self.passes > 0 {
+        if !self.answers.is_calm() {
             self.clear_urgency();
         }
         frame::eager(id, tag, len as u32, stamp, done, true)
@@ -308,7 +302,7 @@ impl Peer {
     /// [`Peer::count_out`] while the connection is calm: nothing is owed that the head could carry but the count.
     #[inline(always)]
     fn count_out_calmly(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
-        debug_assert!(self.dones.is_empty() && !self.urgent && self.passes == 0 && self.stream.reliable());
+        debug_assert!(self.answers.no_dones() && self.answers.is_calm() && self.stream.reliable());
         self.own_active += 1;
         self.eager_bytes += len;
         let stamp = Stamp { ack: self.delivered.tell_all(), ..self.stream.stamp() };
@@ -336,16 +330,17 @@ impl Peer {
     /// absence; [`Peer::on_timeout`] does it, too.
     pub fn flush(&mut self) {
         self.stir();
-        self.urgent = self.owes();
+        let owes = self.owes();
+        self.answers.urge(owes);
     }
 
     #[inline]
     pub(super) fn owes(&self) -> bool {
-        !self.dones.is_empty() || self.stream.owed() > 0 || (self.delivered.owed() && self.stream.reliable())
+        !self.answers.no_dones() || self.stream.owed() > 0 || (self.delivered.owed() && self.stream.reliable())
     }
 
     fn next_message(&mut self, now: Time, at: usize) -> Option<Out> {
-        if !self.live() {
+        if !self.answers.live() {
             return None;
         }
         if self.stream.resends() {
@@ -363,7 +358,7 @@ impl Peer {
         {
             return Some(out);
         }
-        if let Some(Control { frame, body }) = self.control.pop_front() {
+        if let Some((frame, body)) = self.answers.take_frame() {
             // Not together with a done, which would be read first: they may be about the same operation.
             let (out, seq) = self.seal(now, at, frame, body, 0);
             if let Frame::ReadData { serve, .. } = frame
@@ -373,7 +368,7 @@ impl Peer {
             }
             return Some(out);
         }
-        if self.dones_first() {
+        if self.answers.dones_first() {
             return Some(self.next_dones(now, at));
         }
         if self.own_active < self.config.message_credit
@@ -381,24 +376,10 @@ impl Peer {
         {
             return Some(self.issue(now, at, &queued));
         }
-        if !self.dones.is_empty() && self.due() {
+        if !self.answers.no_dones() && self.answers.due() {
             return Some(self.next_dones(now, at));
         }
         self.next_bye(now, at)
-    }
-
-    /// Whether the peer must hear of finished operations before it hears of a new one: there are many, or one of them
-    /// is a read of ours, whose id the new one may bear (one goes along with it and is heard first).
-    #[inline]
-    fn dones_first(&self) -> bool {
-        self.dones.len() >= DONES || (self.done_reads && self.dones.len() > 1)
-    }
-
-    /// Whether what is owed goes out alone; if not, that was one occasion passed.
-    fn due(&mut self) -> bool {
-        let due = self.urgent || self.passes >= self.config.lazy_passes || matches!(self.phase, Phase::Closed);
-        self.passes += u32::from(!due);
-        due
     }
 
     /// An acknowledgement alone.
@@ -420,42 +401,29 @@ impl Peer {
     #[inline]
     fn clear_urgency(&mut self) {
         if !self.owes() {
-            self.passes = 0;
-            self.urgent = false;
+            self.answers.settle();
         }
-    }
-
-    fn next_done(&mut self) -> u32 {
-        let id = self.dones.pop_front().unwrap_or(0);
-        if self.dones.is_empty() {
-            self.done_reads = false;
-        }
-        id
     }
 
     fn next_dones(&mut self, now: Time, at: usize) -> Out {
-        let first = self.next_done();
-        let mut bytes = Bytes::EMPTY;
-        while usize::from(bytes.len) < DONES * 4 && !self.dones.is_empty() {
-            bytes = bytes.push(&self.next_done().to_le_bytes());
-        }
+        let first = self.answers.take_done();
+        let bytes = self.answers.take_dones();
         let out = self.seal(now, at, Frame::Done, Body::from(bytes), first).0;
         frame::decode_done(&bytes.bytes[..usize::from(bytes.len)]).for_each(|id| self.delivered.answered(id));
         out
     }
 
     fn next_bye(&mut self, now: Time, at: usize) -> Option<Out> {
-        let finished = self.closing
-            && !self.bye_sent
+        let finished = self.answers.owes_bye()
             && self.outs.is_empty()
             && self.own_active == 0
             && self.ins.is_empty()
-            && self.dones.is_empty()
-            && self.open.is_none();
+            && self.answers.no_dones()
+            && !self.stream.is_receiving();
         if !finished {
             return None;
         }
-        self.bye_sent = true;
+        self.answers.say_bye();
         Some(self.seal(now, at, Frame::Bye, Body::None, 0).0)
     }
 
@@ -495,7 +463,7 @@ impl Peer {
             return eager_out(self.eager(now, at, op, tag, len, started), op, len);
         }
         let serial = self.next_serial();
-        let done = self.next_done();
+        let done = self.answers.take_done();
         self.own_active += 1;
         let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, lane);
         match what {

@@ -42,7 +42,7 @@ impl Peer {
         if !self.lanes.land(now, at) {
             let why = format!("more chunks than the window of {} holds", self.config.window);
             self.ins[index as usize].landed -= 1;
-            self.break_off(why.clone());
+            self.answers.break_off(why.clone(), &mut self.events);
             return Err(why);
         }
         Ok(Some(Landed { lane, offset, len, target: Peer::target(index, serial), again }))
@@ -57,7 +57,7 @@ impl Peer {
         if !ends {
             let chunk = ChunkOf { target, offset, len, from: 0, again };
             if let Err(why) = self.count_chunk(now, lane, chunk) {
-                self.break_off(why);
+                self.answers.break_off(why, &mut self.events);
             }
         }
         self.settle_unpacks(now, target);
@@ -111,9 +111,8 @@ impl Peer {
         if !self.events.spoil_next(op, why) {
             return false;
         }
-        if let Some(at) = self.dones.iter().position(|id| *id == their) {
-            self.dones.remove(at);
-            self.tell_failed(their, why);
+        if self.answers.withdraw_done(their) {
+            self.answers.tell_failed(their, why, &mut self.events);
         }
         true
     }

@@ -2,6 +2,8 @@ use std::collections::VecDeque;
 
 use crossrail_types::LaneId;
 
+use super::lanes::Lanes;
+use super::open::Open;
 use crate::frame::{self, Frame, Stamp};
 use crate::{Body, Out};
 
@@ -15,12 +17,12 @@ const RETAINED_MAX: usize = 16 << 10;
 /// at or before the one expected, so a frame is new, a repetition, or a violation; nothing is ever held back. What
 /// comes late from a lane that the stream has left is told by its epoch, and ignored: it came or will come again.
 #[derive(Debug, Default)]
-pub(crate) struct Stream {
+pub(super) struct Stream {
     /// The lane that carries our messages, if one is there.
-    pub(crate) lane: Option<LaneId>,
+    lane: Option<LaneId>,
     reliable: bool,
     /// A cheaper lane waits until all that went out on this one is acknowledged.
-    pub(crate) draining: bool,
+    draining: bool,
     /// Number of the next frame.
     next: u32,
     /// Frames before this one have been consumed by the peer (or cannot get lost).
@@ -39,12 +41,14 @@ pub(crate) struct Stream {
     owed: u32,
     /// The lane that brings the peer's messages: an acknowledgement alone goes back there, so that what is lost with
     /// that lane is asked for again when the peer moves on.
-    pub(crate) heard: Option<LaneId>,
+    heard: Option<LaneId>,
+    /// The frame whose payload is coming in.
+    open: Option<Open>,
 }
 
 /// What an incoming number means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Arrival {
+pub(super) enum Arrival {
     /// The next one.
     New,
     /// One that was consumed already.
@@ -58,37 +62,118 @@ pub(crate) enum Arrival {
 impl Stream {
     /// Whether our messages go over a lane that loses nothing.
     #[inline]
-    pub(crate) fn reliable(&self) -> bool {
+    pub(super) fn reliable(&self) -> bool {
         self.reliable
     }
 
+    /// The lane that carries our messages.
+    #[inline]
+    pub(super) fn lane(&self) -> Option<LaneId> {
+        self.lane
+    }
+
+    /// Whether that is the one.
+    #[inline]
+    pub(super) fn is_on(&self, lane: LaneId) -> bool {
+        self.lane == Some(lane)
+    }
+
+    /// Whether that lane brings the peer's messages, which need acknowledgements.
+    #[inline]
+    pub(super) fn is_heard_on(&self, lane: LaneId) -> bool {
+        self.heard == Some(lane)
+    }
+
+    /// That lane brings the peer's messages now.
+    #[inline]
+    pub(super) fn hear(&mut self, lane: LaneId) {
+        self.heard = Some(lane);
+    }
+
+    /// The payload of a frame is coming in.
+    #[inline]
+    pub(super) fn receive(&mut self, open: Open) {
+        self.open = Some(open);
+    }
+
+    #[inline]
+    pub(super) fn is_receiving(&self) -> bool {
+        self.open.is_some()
+    }
+
+    #[inline]
+    pub(super) fn receiving(&self) -> Option<&Open> {
+        self.open.as_ref()
+    }
+
+    pub(super) fn receiving_mut(&mut self) -> Option<&mut Open> {
+        self.open.as_mut()
+    }
+
+    /// The payload is there, or will never be.
+    #[inline]
+    pub(super) fn take_received(&mut self) -> Option<Open> {
+        self.open.take()
+    }
+
+    /// The open frame is given up; what still comes of it goes nowhere.
+    pub(super) fn drop_open(&mut self, lanes: &mut Lanes) {
+        if let Some(open) = self.open.take() {
+            lanes.void_stream_placements(None);
+            self.consumed(open.lossy);
+        }
+    }
+
+    /// Moves to `best`, the cheapest lane and whether it loses nothing, as soon as the messages are free to move. Returns
+    /// the lane that they have moved to.
+    pub(super) fn choose(&mut self, best: Option<(LaneId, bool)>) -> Option<LaneId> {
+        if self.pinned() {
+            return None;
+        }
+        match (self.lane, best) {
+            (Some(present), Some((lane, _))) if present == lane => self.draining = false,
+            (Some(_), Some(_)) if !self.movable() => self.draining = true,
+            (_, Some((lane, reliable))) => {
+                self.move_to(Some(lane), reliable);
+                return Some(lane);
+            }
+            (_, None) => self.move_to(None, false),
+        }
+        None
+    }
+
+    /// Whether a cheaper lane waited for what is acknowledged now.
+    pub(super) fn has_drained(&self) -> bool {
+        self.draining && self.settled()
+    }
+
     /// Whether our messages may move to another lane without draining first.
-    pub(crate) fn movable(&self) -> bool {
+    fn movable(&self) -> bool {
         self.retained.is_empty() && !(self.reliable && self.lane.is_some() && self.next != 0)
     }
 
     /// Whether messages that are gone with the present lane would be lost for good.
-    pub(crate) fn fragile(&self) -> bool {
+    pub(super) fn fragile(&self) -> bool {
         self.reliable && self.next != 0
     }
 
     /// Whether something of ours is unacknowledged, on the wire or about to go there again.
-    pub(crate) fn waiting(&self) -> bool {
+    pub(super) fn waiting(&self) -> bool {
         !self.retained.is_empty()
     }
 
     /// The lane on which something of ours is unacknowledged.
-    pub(crate) fn waits_on(&self) -> Option<LaneId> {
+    pub(super) fn waits_on(&self) -> Option<LaneId> {
         self.lane.filter(|_| self.waiting())
     }
 
     /// Whether the stream is pinned to its lane for good (no lane can take over from a reliable one).
-    pub(crate) fn pinned(&self) -> bool {
+    fn pinned(&self) -> bool {
         self.fragile() && self.lane.is_some()
     }
 
     /// Moves to `lane`; everything unacknowledged is sent again there.
-    pub(crate) fn move_to(&mut self, lane: Option<LaneId>, reliable: bool) {
+    pub(super) fn move_to(&mut self, lane: Option<LaneId>, reliable: bool) {
         self.lane = lane;
         self.reliable = reliable;
         self.draining = false;
@@ -102,29 +187,29 @@ impl Stream {
     }
 
     /// Whether a new frame may go out.
-    pub(crate) fn open(&self) -> bool {
+    pub(super) fn open(&self) -> bool {
         !self.draining && self.retained.len() < RETAINED_MAX
     }
 
     /// Whether there are frames to send again.
     #[inline]
-    pub(crate) fn resends(&self) -> bool {
+    pub(super) fn resends(&self) -> bool {
         self.resend < self.retained.len()
     }
 
     /// Frames to send again, and whether acknowledgements are owed: not 0 if there is either.
     #[inline]
-    pub(crate) fn unsettled(&self) -> usize {
+    pub(super) fn unsettled(&self) -> usize {
         (self.retained.len() - self.resend) | self.owed as usize
     }
 
     /// Whether no frame of ours is kept.
-    pub(crate) fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.retained.is_empty()
     }
 
     /// The next frame to send again.
-    pub(crate) fn resend(&mut self) -> Option<Out> {
+    pub(super) fn resend(&mut self) -> Option<Out> {
         let (expected, epoch) = (self.expected, self.epoch);
         let out = self.retained.get_mut(self.resend)?;
         frame::set_epoch(&mut out.head, epoch);
@@ -142,7 +227,7 @@ impl Stream {
 
     /// Numbers a new frame; what may get lost must be retained then.
     #[inline(always)]
-    pub(crate) fn stamp(&mut self) -> Stamp {
+    pub(super) fn stamp(&mut self) -> Stamp {
         let seq = self.next;
         self.next = seq.wrapping_add(1);
         self.acknowledges();
@@ -165,14 +250,14 @@ impl Stream {
 
     /// Keeps the frame just numbered until it is acknowledged.
     #[inline]
-    pub(crate) fn retain(&mut self, out: &Out) {
+    pub(super) fn retain(&mut self, out: &Out) {
         self.retained.push_back(*out);
         self.resend = self.retained.len();
     }
 
     /// An acknowledgement: `Ok(true)` if it was news, `Err` if it is for frames never sent.
     #[inline]
-    pub(crate) fn acknowledge(&mut self, ack: u32) -> Result<bool, String> {
+    pub(super) fn acknowledge(&mut self, ack: u32) -> Result<bool, String> {
         let news = ack.wrapping_sub(self.acked) as i32;
         if news <= 0 {
             return Ok(false);
@@ -189,7 +274,7 @@ impl Stream {
 
     /// Nothing may refer to the memory of frame `seq` any more: if it is retained, it becomes an empty one. True if a
     /// lane may still be reading that memory: there, or because the frame went out again and the first one arrived.
-    pub(crate) fn leave(&mut self, seq: u32) -> bool {
+    pub(super) fn leave(&mut self, seq: u32) -> bool {
         self.blank(seq) || (seq.wrapping_sub(self.twice) as i32) < 0
     }
 
@@ -204,7 +289,7 @@ impl Stream {
     }
 
     /// Forgets what we sent: nobody listens any more.
-    pub(crate) fn silence(&mut self) {
+    pub(super) fn silence(&mut self) {
         self.retained.clear();
         self.resend = 0;
         self.acked = self.next;
@@ -212,13 +297,13 @@ impl Stream {
 
     /// Whether a head is the next one, from the lane that brought the last.
     #[inline]
-    pub(crate) fn plain(&self, stamp: Stamp) -> bool {
+    pub(super) fn plain(&self, stamp: Stamp) -> bool {
         stamp.seq == self.expected && stamp.epoch == self.their_epoch
     }
 
     /// What an incoming number means.
     #[inline]
-    pub(crate) fn classify(&mut self, epoch: u16, seq: u32) -> Arrival {
+    pub(super) fn classify(&mut self, epoch: u16, seq: u32) -> Arrival {
         if (epoch.wrapping_sub(self.their_epoch) as i16) < 0 {
             return Arrival::Stale;
         }
@@ -233,18 +318,18 @@ impl Stream {
 
     /// The expected frame is consumed. `lossy`: its sender waits to hear so.
     #[inline]
-    pub(crate) fn consumed(&mut self, lossy: bool) {
+    pub(super) fn consumed(&mut self, lossy: bool) {
         self.expected = self.expected.wrapping_add(1);
         self.owed += u32::from(lossy && self.heard.is_some());
     }
 
     /// A repetition came: its sender has not heard that we have it.
-    pub(crate) fn repeated(&mut self) {
+    pub(super) fn repeated(&mut self) {
         self.owed += 1;
     }
 
     /// A lane is gone. If it brought the peer's messages, the peer repeats on another what we have not told it of.
-    pub(crate) fn unheard(&mut self, lane: LaneId) {
+    pub(super) fn unheard(&mut self, lane: LaneId) {
         if self.heard == Some(lane) {
             self.heard = None;
             self.owed = 0;
@@ -252,29 +337,29 @@ impl Stream {
     }
 
     /// Number of frames consumed.
-    pub(crate) fn consumed_in_all(&self) -> u32 {
+    pub(super) fn consumed_in_all(&self) -> u32 {
         self.expected
     }
 
     /// Frames sent, repetitions apart, and consumed, each modulo 2^32.
-    pub(crate) fn frames(&self) -> (u32, u32) {
+    pub(super) fn frames(&self) -> (u32, u32) {
         (self.next, self.expected)
     }
 
     /// Consumed frames that the sender has not been told of.
     #[inline]
-    pub(crate) fn owed(&self) -> u32 {
+    pub(super) fn owed(&self) -> u32 {
         self.owed
     }
 
     /// Number of frames consumed, to be told now.
-    pub(crate) fn tell(&mut self) -> u32 {
+    pub(super) fn tell(&mut self) -> u32 {
         self.owed = 0;
         self.expected
     }
 
     /// Nothing retained.
-    pub(crate) fn settled(&self) -> bool {
+    pub(super) fn settled(&self) -> bool {
         self.retained.is_empty()
     }
 }

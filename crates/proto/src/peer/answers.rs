@@ -1,0 +1,314 @@
+//! What this end owes the peer in words, for as long as they talk.
+
+use std::collections::VecDeque;
+
+use crate::frame::{self, Bytes, Frame};
+use crate::{Body, Event, Failure};
+
+use super::events::Events;
+
+/// Ids in the payload of one done frame.
+const DONES: usize = frame::CONTROL_MAX as usize / 4;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Live,
+    /// The peer broke the protocol, or a reliable lane is gone: nothing goes in or out any more.
+    Broken(String),
+    /// The peer said goodbye.
+    Closed,
+    /// The engine said so.
+    Dead(Failure),
+}
+
+/// Frames to send before any operation, finished operations of the peer's to confirm, and whether anybody listens.
+///
+/// Every part of [`Peer`](super::Peer) adds to it while the connection is live and this end has not said goodbye, after
+/// which nothing is added. `sending` takes from it. What a peer makes this end owe is bounded: one that has it owe more
+/// is broken off. Acknowledgements may wait a few passes for a message that carries them ([`Answers::due`]).
+#[derive(Debug)]
+pub(super) struct Answers {
+    phase: Phase,
+    closing: bool,
+    bye_sent: bool,
+    control: VecDeque<(Frame, Body)>,
+    /// The peer's operations that are finished and not yet told so.
+    dones: VecDeque<u32>,
+    /// Whether one of them finishes a read of ours, whose wire id we may use again.
+    done_reads: bool,
+    urgent: bool,
+    passes: u32,
+    lazy_passes: u32,
+    /// Answers that may wait.
+    most: usize,
+}
+
+impl Answers {
+    /// `credit`: operations that the peer may have in flight.
+    pub(super) fn new(credit: u32, lazy_passes: u32) -> Answers {
+        Answers {
+            phase: Phase::Live,
+            closing: false,
+            bye_sent: false,
+            control: VecDeque::new(),
+            dones: VecDeque::new(),
+            done_reads: false,
+            urgent: false,
+            passes: 0,
+            lazy_passes,
+            // A peer that keeps to its credit makes us owe it a few frames per operation; one that makes us owe it more
+            // has stopped listening to what it asks for.
+            most: 16 * credit as usize + 64,
+        }
+    }
+
+    #[inline]
+    pub(super) fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    #[inline]
+    pub(super) fn live(&self) -> bool {
+        matches!(self.phase, Phase::Live)
+    }
+
+    /// Whether this end has asked for the end of the connection.
+    #[inline]
+    pub(super) fn closing(&self) -> bool {
+        self.closing
+    }
+
+    #[inline]
+    pub(super) fn bye_sent(&self) -> bool {
+        self.bye_sent
+    }
+
+    /// Whether the peer listens, and this end has not said goodbye.
+    #[inline]
+    pub(super) fn talks(&self) -> bool {
+        self.live() && !self.bye_sent
+    }
+
+    /// Whether the peer listens, and this end has not asked for the end of the connection.
+    #[inline]
+    pub(super) fn is_open(&self) -> bool {
+        self.talks() && !self.closing
+    }
+
+    /// Why nothing more can be done with this peer, if so.
+    pub(super) fn failed(&self) -> Option<Failure> {
+        match &self.phase {
+            Phase::Live => None,
+            Phase::Broken(why) => Some(Failure::PeerDead(why.clone())),
+            Phase::Closed => Some(Failure::Closed),
+            Phase::Dead(why) => Some(why.clone()),
+        }
+    }
+
+    /// Why no operation may be started, if so.
+    #[inline]
+    pub(super) fn refusal(&self) -> Option<Failure> {
+        match &self.phase {
+            Phase::Dead(why) => Some(why.clone()),
+            Phase::Closed => Some(Failure::Closed),
+            Phase::Live | Phase::Broken(_) => self.closing.then_some(Failure::Closed),
+        }
+    }
+
+    /// Nothing new is begun, here or there.
+    pub(super) fn close(&mut self) {
+        self.closing = true;
+    }
+
+    /// The goodbye of a connection that is closing goes out.
+    pub(super) fn say_bye(&mut self) {
+        self.bye_sent = true;
+    }
+
+    /// Whether a goodbye is yet to be said.
+    #[inline]
+    pub(super) fn owes_bye(&self) -> bool {
+        self.closing && !self.bye_sent
+    }
+
+    /// The peer has said goodbye; false: it was no longer live.
+    pub(super) fn hear_bye(&mut self) -> bool {
+        let live = self.live();
+        if live {
+            self.phase = Phase::Closed;
+        }
+        live
+    }
+
+    /// The engine has given the peer up; false: it had before.
+    pub(super) fn die(&mut self, why: &Failure) -> bool {
+        let alive = !matches!(self.phase, Phase::Dead(_));
+        if alive {
+            self.phase = Phase::Dead(why.clone());
+        }
+        alive
+    }
+
+    /// Nothing can be trusted any more.
+    #[cold]
+    pub(super) fn break_off(&mut self, why: String, events: &mut Events) {
+        if matches!(self.phase, Phase::Live | Phase::Closed) {
+            events.push(Event::Broken { why: why.clone() });
+            self.phase = Phase::Broken(why);
+        }
+    }
+
+    /// Has a frame go out before any operation.
+    pub(super) fn tell(&mut self, frame: Frame, body: Body, events: &mut Events) {
+        if self.talks() {
+            self.control.push_back((frame, body));
+            self.bound(self.control.len(), events);
+        }
+    }
+
+    /// Tells the peer that its operation `op` has failed.
+    pub(super) fn tell_failed(&mut self, op: u32, why: &Failure, events: &mut Events) {
+        let (code, bytes) = frame::encode_failure(why);
+        self.tell(Frame::Fail { op, code }, Body::from(bytes), events);
+    }
+
+    /// Asks the peer to end our operation with wire id `op` before its time.
+    pub(super) fn tell_abort(&mut self, op: u32, why: &Failure, events: &mut Events) {
+        let (code, bytes) = match why {
+            Failure::Device(_) => frame::encode_failure(why),
+            _ => (0, Bytes::EMPTY),
+        };
+        self.tell(Frame::Abort { op, code }, Body::from(bytes), events);
+    }
+
+    /// An operation of the peer's is finished, which it must be told.
+    #[inline]
+    pub(super) fn owe_done(&mut self, their: u32, events: &mut Events) {
+        if self.talks() {
+            self.dones.push_back(their);
+            self.bound(self.dones.len(), events);
+        }
+    }
+
+    /// The same of the peer's end of a read of ours.
+    pub(super) fn owe_read_done(&mut self, their: u32, events: &mut Events) {
+        self.owe_done(their, events);
+        self.done_reads = true;
+    }
+
+    #[inline]
+    fn bound(&mut self, owed: usize, events: &mut Events) {
+        if owed > self.most {
+            self.break_off(format!("{owed} answers wait for a peer that goes on asking"), events);
+        }
+    }
+
+    /// The peer is not to be told that this operation is finished after all; false: it was told.
+    pub(super) fn withdraw_done(&mut self, their: u32) -> bool {
+        let found = self.dones.iter().position(|id| *id == their);
+        found.is_some_and(|at| self.dones.remove(at).is_some())
+    }
+
+    /// The data of a read that we serve need not go out.
+    pub(super) fn withdraw_data(&mut self, of: u32) {
+        self.control.retain(|(frame, _)| !matches!(frame, Frame::ReadData { serve, .. } if *serve == of));
+    }
+
+    /// Nobody listens.
+    pub(super) fn clear(&mut self) {
+        self.control.clear();
+        self.dones.clear();
+        self.done_reads = false;
+    }
+
+    /// Whether neither frame nor confirmation waits.
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.waiting() == 0
+    }
+
+    /// Not 0 if a frame or a confirmation waits.
+    #[inline]
+    pub(super) fn waiting(&self) -> usize {
+        self.control.len() | self.dones.len()
+    }
+
+    /// Whether there is no confirmation to give.
+    #[inline]
+    pub(super) fn no_dones(&self) -> bool {
+        self.dones.is_empty()
+    }
+
+    /// Whether a new message may go out before all that is owed.
+    #[inline]
+    pub(super) fn is_clear(&self) -> bool {
+        self.is_open() && self.control.is_empty() && !self.dones_first()
+    }
+
+    /// Whether something should go out now rather than with a message that may follow.
+    pub(super) fn press(&self) -> bool {
+        !self.control.is_empty() || (self.urgent && !self.dones.is_empty()) || self.dones_first() || self.owes_bye()
+    }
+
+    /// Whether the peer must hear of finished operations before it hears of a new one: there are many, or one of them
+    /// is a read of ours, whose id the new one may bear (one goes along with it and is heard first).
+    #[inline]
+    pub(super) fn dones_first(&self) -> bool {
+        self.dones.len() >= DONES || (self.done_reads && self.dones.len() > 1)
+    }
+
+    /// The next frame that goes out before any operation.
+    #[inline]
+    pub(super) fn take_frame(&mut self) -> Option<(Frame, Body)> {
+        self.control.pop_front()
+    }
+
+    /// The next confirmation, to go along with a frame; 0: there is none.
+    #[inline]
+    pub(super) fn take_done(&mut self) -> u32 {
+        let id = self.dones.pop_front().unwrap_or(0);
+        if self.dones.is_empty() {
+            self.done_reads = false;
+        }
+        id
+    }
+
+    /// As many confirmations as fit into a frame of their own.
+    pub(super) fn take_dones(&mut self) -> Bytes {
+        let mut bytes = Bytes::EMPTY;
+        while usize::from(bytes.len) < DONES * 4 && !self.dones.is_empty() {
+            bytes = bytes.push(&self.take_done().to_le_bytes());
+        }
+        bytes
+    }
+
+    /// What is owed goes out at the next occasion, alone if need be.
+    pub(super) fn urge(&mut self, owes: bool) {
+        self.urgent = owes;
+    }
+
+    #[inline]
+    pub(super) fn is_urgent(&self) -> bool {
+        self.urgent
+    }
+
+    /// Whether no acknowledgement has been held back.
+    #[inline]
+    pub(super) fn is_calm(&self) -> bool {
+        !self.urgent && self.passes == 0
+    }
+
+    /// Whether what is owed goes out alone; if not, that was one occasion passed.
+    pub(super) fn due(&mut self) -> bool {
+        let due = self.urgent || self.passes >= self.lazy_passes || matches!(self.phase, Phase::Closed);
+        self.passes += u32::from(!due);
+        due
+    }
+
+    /// All that was owed is on its way.
+    #[inline]
+    pub(super) fn settle(&mut self) {
+        self.passes = 0;
+        self.urgent = false;
+    }
+}
