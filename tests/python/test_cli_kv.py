@@ -6,6 +6,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_cli_command import one_error
@@ -13,6 +14,8 @@ from test_cli_command import rows_of as bench_rows
 from test_cli_command import run as command
 
 import crossrail
+from crossrail_tools.cli import kv_ends
+from crossrail_tools.cli.failure import Failure
 from crossrail_tools.cli.kv import dsv4
 from crossrail_tools.report import Report
 
@@ -109,3 +112,46 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...]) -> None:
 def test_gpu_memory_takes_pytorch_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     one_error(run(*SMALL, "--device=cuda", "--rows=5"), 1, "crossrail, initiator: start: ")
+
+
+class Scripted:
+    """A channel over which another machine asks for that."""
+
+    def __init__(self, *asked: dict[str, Any]) -> None:
+        hello = {"kv": 1, "version": crossrail.__version__, "transport": "tcp"}
+        self.asked = [hello, *asked, {"do": "bye"}]
+        self.answers: list[dict[str, Any]] = []
+
+    def receive(self, _: float) -> dict[str, Any]:
+        return self.asked.pop(0)
+
+    def send(self, answer: dict[str, Any]) -> None:
+        self.answers.append(answer)
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"library": "crossrail", "do": "run", "iterations": 1}, "'run' of 'crossrail' is not done"),
+        ({"library": "os", "do": "start", "module": "os"}, "'start' of 'os' is not done"),
+        ({"do": ["x"]}, "is not done for another machine"),
+        ({"library": "crossrail", "do": "start", "work": {"groups": [[1 << 40, 1, 1]], "batch": 1}}, "more than half"),
+        ({"library": "crossrail", "do": "start", "work": {"groups": "x"}}, "work of another form"),
+    ],
+)
+def test_the_listening_end_does_only_what_it_measures(asked: dict[str, Any], refused: str) -> None:
+    channel = Scripted(asked)
+    kv_ends._serve(None, {}, channel)  # type: ignore[arg-type]
+    assert channel.answers[0] == {}
+    assert refused in channel.answers[1]["failed"]
+
+
+def test_another_command_at_the_other_end_is_named() -> None:
+    channel = Scripted()
+    channel.asked[0] = {"bench": "p2p"}
+    with pytest.raises(Failure, match="the other end must run `crossrail bench kv --connect`"):
+        kv_ends._serve(None, {}, channel)  # type: ignore[arg-type]
+
+
+def test_more_than_the_memory_is_refused_at_once() -> None:
+    one_error(run("--rows=1G", "--row=1G"), 1, "free at this end")

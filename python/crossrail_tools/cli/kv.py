@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import crossrail
 from crossrail_tools.report import PeerResult, Report, Round, Row, format_size, with_peers, with_samples
 
-from .failure import Failure, UsageFailure
+from .failure import Failure
+from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, nixl_of
 from .launcher import refuse_launch
-from .options import ROUNDS, RunOptions, add_compare, add_iterations, add_output, add_timeout
+from .options import ROUNDS, RunOptions, add_compare, add_ends, add_iterations, add_output
 from .parsing import Command, Parser, device_list, names_of, positive, size_list
-from .processes import Process, read_line
+from .point_to_point.channel import Channel
 from .reporting import Progress, make_report, show_report
 
 KNOWN = ("nixl",)
 ITERS, WARMUP = 8, 2
 DEFAULT_ROWS, DEFAULT_COUNTS = "2304", "10000"
-ORDER_S = 300.0
-PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
-UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,sm,self,tcp"}
-"""What NIXL is told to use: UCX needs TCP to connect."""
-MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""Names of NVIDIA's package: of its whole, and of its parts for a version of CUDA."""
-TLS = {"tcp": "tcp,self", "shm": "shm,self", "cuda_ipc": "cuda_ipc,shm,self"}
 
 Op = Literal["pull", "push"]
 Transport = Literal["shm", "tcp", "cuda_ipc"]
@@ -84,15 +70,24 @@ class KvOptions(RunOptions):
     rounds: int = ROUNDS
     compare: list[str] = field(default_factory=list)
     nixl_python: str | None = None
+    listen: str | None = None
+    connect: str | None = None
 
     def run(self) -> None:
-        """Measures and shows the report."""
+        """Measures and shows the report, or serves the end that measures."""
+        if self.listen is not None:
+            listen(self.listen or "127.0.0.1", self.secret_file, self.nixl_python, self.settings())
         show_report(self, lambda progress: measure(self, progress))
+
+    def place(self) -> Place:
+        """Where the ends of this machine are started."""
+        return Place(self.nixl_python, self.transport, self.device is not None, self.settings())
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
     parser.set_defaults(outcome=_outcome)
+    add_ends(parser.add_argument_group("the two ends (with neither option both run here)"))
     work = parser.add_argument_group("the work")
     work.add_argument("--preset", choices=("dsv4",), help="caches of a model instead of plain rows: DeepSeek-V4-Pro")
     work.add_argument(
@@ -112,9 +107,8 @@ def add_arguments(parser: Parser) -> None:
     work.add_argument("--notice", action="store_true", help=notice)
     add_iterations(work, ITERS, WARMUP)
     how = parser.add_argument_group("how it moves")
-    between = "between the two processes (shm; with --device cuda_ipc)"
+    between = "between the two processes (shm; with --device cuda_ipc, with --connect tcp)"
     how.add_argument("--transport", choices=tuple(TLS), help=between)
-    add_timeout(how)
     add_compare(how, KNOWN)
     python = "the interpreter of an environment with NVIDIA's nixl; by default NIXL_PYTHON, or the one that runs this"
     how.add_argument("--nixl-python", metavar="FILE", help=python)
@@ -123,9 +117,12 @@ def add_arguments(parser: Parser) -> None:
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     refuse_launch(parser)
+    if parsed.listen is not None and (parsed.connect is not None or parsed.compare or parsed.json or parsed.device):
+        parser.error("--listen serves the end that has --connect and says what is measured: give the rest there")
     if parsed.device and (len(parsed.device) > 2 or "cpu" in parsed.device):
         parser.error("--device names one GPU for both ends, or the initiator's and the target's")
-    transport: Transport = parsed.transport or ("cuda_ipc" if parsed.device else "shm")
+    here: Transport = "cuda_ipc" if parsed.device else "shm"
+    transport: Transport = parsed.transport or (here if parsed.connect is None else "tcp")
     if (transport == "cuda_ipc") != (parsed.device is not None) and transport != "tcp":
         parser.error("--transport cuda_ipc and --device belong together; shm is for host memory")
     works: list[Work] = []
@@ -160,126 +157,13 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         rounds=parsed.rounds or ROUNDS,
         compare=parsed.compare or [],
         nixl_python=parsed.nixl_python,
+        listen=parsed.listen,
+        connect=parsed.connect,
+        secret_file=parsed.secret_file,
         timeout=parsed.timeout,
         json=parsed.json,
         trace=parsed.trace,
     )
-
-
-class End:
-    """A process with one end of one library."""
-
-    def __init__(self, name: str, process: Process) -> None:
-        self.name, self.process = name, process
-
-    def order(self, what: str, **arguments: Any) -> None:
-        """Has it begin; `answer` waits for it."""
-        assert self.process.popen.stdin is not None
-        try:
-            self.process.popen.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
-            self.process.popen.stdin.flush()
-        except OSError:
-            raise Failure(f"{self.name}: {self._last_words()}") from None
-
-    def answer(self) -> dict[str, Any]:
-        """Raises Failure if it fails, ends, or takes too long."""
-        assert self.process.popen.stdout is not None
-        line = read_line(self.process.popen.stdout, ORDER_S)
-        if line is None:
-            raise Failure(f"{self.name}: no answer within {ORDER_S:.0f} s")
-        if not line:
-            raise Failure(f"{self.name}: {self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise Failure(f"{self.name}: {answer['error']}")
-        return answer
-
-    def do(self, what: str, **arguments: Any) -> dict[str, Any]:
-        self.order(what, **arguments)
-        return self.answer()
-
-    def _last_words(self) -> str:
-        self.process.popen.wait(10)
-        assert self.process.popen.stderr is not None
-        words = self.process.popen.stderr.read().decode(errors="replace").strip().splitlines()
-        return self.process.how_it_was_killed() or (words[-1] if words else "its process ended")
-
-
-@dataclass(frozen=True)
-class Ends:
-    """The two ends of a library."""
-
-    initiator: End
-    target: End
-
-    def both(self, what: str, **arguments: Any) -> None:
-        self.initiator.do(what, **arguments)
-        self.target.do(what, **arguments)
-
-
-@contextlib.contextmanager
-def _ends(options: KvOptions, library: str, work: Work) -> Iterator[Ends]:
-    """Starts both, each other's peers. Raises Failure."""
-    ours = library == "crossrail"
-    python, module = sys.executable, "crossrail.nixl"
-    if not ours:
-        nixl = nixl_of(options.nixl_python)
-        python, module = nixl.python, nixl.module
-    environment = {"NIXL_LOG_LEVEL": "ERROR"}
-    if ours:
-        environment |= {"PYTHONPATH": str(Path(crossrail.__file__).parents[1])}
-        environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-        environment |= {"CROSSRAIL_TLS": TLS[options.transport]}
-    else:
-        environment |= {"UCX_TLS": UCX_TLS[options.transport] + (",cuda_copy" if options.device else "")}
-    shape = {"groups": [list(group) for group in work.groups], "batch": work.batch}
-    with contextlib.ExitStack() as stack:
-        ends = [
-            End(
-                f"{library}, {role}",
-                stack.enter_context(Process([python, str(PROGRAM)], environment=environment, stdin=subprocess.PIPE)),
-            )
-            for role in ("initiator", "target")
-        ]
-        gpus = [int(gpu.removeprefix("cuda:")) for gpu in options.device] if options.device else [None]
-        for seed, end in enumerate(ends):
-            who = {"name": ("initiator", "target")[seed], "gpu": gpus[seed % len(gpus)]}
-            end.order("start", module=module, work=shape, seed=seed, **who)
-        told = [end.answer() for end in ends]
-        for seed, end in enumerate(ends):
-            end.do("peer", **told[1 - seed], seed=1 - seed, work=shape)
-        yield Ends(*ends)
-
-
-@dataclass(frozen=True)
-class Nixl:
-    """NVIDIA's package: an interpreter that imports it, under which name, and its version."""
-
-    python: str
-    module: str
-    version: str
-
-
-IMPORT = """
-import importlib.metadata as metadata, {0}._bindings as bindings
-assert "crossrail" not in bindings.__name__
-names = ("{0}", "{0}".replace("_", "-"))
-print(next((one.version for one in metadata.distributions() if one.metadata["Name"] in names), "of unknown version"))
-"""
-
-
-def nixl_of(given: str | None) -> Nixl:
-    """The package that is compared with. Raises UsageFailure."""
-    python = given or os.environ.get("NIXL_PYTHON") or sys.executable
-    found = shutil.which(python)
-    for module in MODULES if found is not None else ():
-        command = [str(found), "-c", IMPORT.format(module)]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            if done.returncode == 0:
-                return Nixl(str(found), module, done.stdout.strip())
-    hint = "pip install nixl==1.5.1 numpy in an environment of its own, and name its interpreter with --nixl-python"
-    raise UsageFailure(f"--compare nixl: {python} does not import NVIDIA's nixl; {hint}")
 
 
 def measure(options: KvOptions, progress: Progress) -> Report:
@@ -287,14 +171,18 @@ def measure(options: KvOptions, progress: Progress) -> Report:
     options.context()
     versions = {"nixl": nixl_of(options.nixl_python).version} if options.compare else {}
     progress.versions = versions
-    for work in options.works:
-        for op in options.ops if work.what == "kv" else ["push"]:
-            progress.status(f"{work.name}, {op}")
-            progress.add([_measured(options, work, op)])
+    with contextlib.ExitStack() as stack:
+        far = None
+        if options.connect is not None:
+            far = stack.enter_context(far_end(options.connect, options.secret_file, options.place()))
+        for work in options.works:
+            for op in options.ops if work.what == "kv" else ["push"]:
+                progress.status(f"{work.name}, {op}")
+                progress.add([_measured(options, work, op, far)])
     return make_report(options, progress.rows, versions)
 
 
-def _measured(options: KvOptions, work: Work, op: str) -> Row:
+def _measured(options: KvOptions, work: Work, op: str, far: Channel | None) -> Row:
     device = ",".join(options.device) if options.device else None
     row = Row(
         work.what,
@@ -308,11 +196,13 @@ def _measured(options: KvOptions, work: Work, op: str) -> Row:
     rounds: dict[str, list[Round]] = {library: [] for library in libraries}
     errors: dict[str, str] = {}
     notes: list[str] = []
+    shape = {"groups": [list(group) for group in work.groups], "batch": work.batch}
+    gpus: list[int | None] = [int(gpu.removeprefix("cuda:")) for gpu in options.device or ()] or [None]
     with contextlib.ExitStack() as stack:
         ready: dict[str, Ends] = {}
         for library in libraries:
             try:
-                ready[library] = stack.enter_context(_ends(options, library, work))
+                ready[library] = stack.enter_context(ends_of(options.place(), library, shape, gpus, far))
                 notes += _prepare(ready[library], library, work, op)
             except Failure as error:
                 if library == "crossrail":

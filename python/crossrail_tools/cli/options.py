@@ -10,7 +10,7 @@ from typing import Any, Literal
 import crossrail
 
 from .failure import UsageFailure
-from .parsing import Parser, count, names_of, pin, positive, size_list
+from .parsing import DEFAULT_PORT, Parser, count, names_of, pin, positive, size_list
 
 Memory = Literal["shared", "ordinary"]
 Device = Literal["cpu", "cuda"]
@@ -140,6 +140,16 @@ def add_no_effect(group: argparse._ArgumentGroup) -> None:
     text = "accepted, without effect: of NIXL's examples, and always so here"
     for name in ("--skip-nic-discovery", "--use-tcp-store"):
         group.add_argument(name, action="store_true", default=argparse.SUPPRESS, dest="no_effect", help=text)
+
+
+def add_ends(ends: argparse._ArgumentGroup) -> None:
+    """Declares where the other end is, with what both need to reach each other."""
+    where = f"HOST[:PORT], port {DEFAULT_PORT} by default"
+    listen = f"wait for the other end at {where}; HOST is loopback by default"
+    ends.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen)
+    ends.add_argument("--connect", metavar="ADDR", help=f"connect to the end that listens at {where}")
+    add_secret_file(ends, "both ends")
+    add_timeout(ends)
 
 
 def add_timeout(group: argparse._ArgumentGroup) -> None:

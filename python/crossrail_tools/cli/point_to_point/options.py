@@ -16,18 +16,17 @@ from ..options import (
     Memory,
     Pin,
     add_compare,
+    add_ends,
     add_iterations,
     add_links,
     add_memory,
     add_output,
     add_pin,
-    add_secret_file,
     add_sizes,
-    add_timeout,
     add_window,
     check_tcp,
 )
-from ..parsing import DEFAULT_PORT, Parser, device_list
+from ..parsing import Parser, device_list
 from ..peers import KNOWN as KNOWN_PEERS
 from ..placement import allowed_cpus, checked_cpu, describe_pins
 from ..processes import Message
@@ -160,12 +159,7 @@ def add_arguments(parser: Parser, what: str) -> None:
 
 
 def _add_ends(ends: argparse._ArgumentGroup) -> None:
-    where = f"HOST[:PORT], port {DEFAULT_PORT} by default"
-    listen = f"wait for the other end at {where}; HOST is loopback by default"
-    ends.add_argument("--listen", metavar="ADDR", nargs="?", const="", help=listen)
-    ends.add_argument("--connect", metavar="ADDR", help=f"connect to the end that listens at {where}")
-    add_secret_file(ends, "both ends")
-    add_timeout(ends)
+    add_ends(ends)
     cpus = "processors: DRIVER,OTHER, or `none`; by default the first two allowed if both ends run here, and none for "
     cpus += "p2p and for GPU memory if there are more"
     add_pin(ends, cpus)

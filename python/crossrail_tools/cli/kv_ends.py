@@ -1,0 +1,246 @@
+"""The ends of `crossrail bench kv`: processes of this machine, or at another one that listens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import crossrail
+
+from .control_link import connected, listening, serve_each
+from .failure import Failure, UsageFailure, print_notice
+from .parsing import resolve
+from .point_to_point.channel import IDLE_LIMIT_S, Channel
+from .processes import Message, Process, read_line
+
+ORDER_S = 300.0
+PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
+UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,sm,self,tcp"}
+"""What NIXL is told to use: UCX needs TCP to connect."""
+MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
+"""Names of NVIDIA's package: of its whole, and of its parts for a version of CUDA."""
+TLS = {"tcp": "tcp,self", "shm": "shm,self", "cuda_ipc": "cuda_ipc,shm,self"}
+ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "paint", "check"})
+"""What a connected machine may ask of an end here."""
+LISTEN = "crossrail bench kv --listen"
+
+
+class End:
+    """A process with one end of one library."""
+
+    def __init__(self, name: str, process: Process) -> None:
+        self.name, self.process = name, process
+
+    def order(self, what: str, **arguments: Any) -> None:
+        """Has it begin; `answer` waits for it."""
+        assert self.process.popen.stdin is not None
+        try:
+            self.process.popen.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
+            self.process.popen.stdin.flush()
+        except OSError:
+            raise Failure(f"{self.name}: {self._last_words()}") from None
+
+    def answer(self) -> Message:
+        """Raises Failure if it fails, ends, or takes too long."""
+        assert self.process.popen.stdout is not None
+        line = read_line(self.process.popen.stdout, ORDER_S)
+        if line is None:
+            raise Failure(f"{self.name}: no answer within {ORDER_S:.0f} s")
+        if not line:
+            raise Failure(f"{self.name}: {self._last_words()}")
+        answer: Message = json.loads(line)
+        if "error" in answer:
+            raise Failure(f"{self.name}: {answer['error']}")
+        return answer
+
+    def do(self, what: str, **arguments: Any) -> Message:
+        self.order(what, **arguments)
+        return self.answer()
+
+    def _last_words(self) -> str:
+        self.process.popen.wait(10)
+        assert self.process.popen.stderr is not None
+        words = self.process.popen.stderr.read().decode(errors="replace").strip().splitlines()
+        return self.process.how_it_was_killed() or (words[-1] if words else "its process ended")
+
+
+class FarEnd(End):
+    """An end at the machine that listens."""
+
+    def __init__(self, channel: Channel, library: str) -> None:
+        self._channel, self._library = channel, library
+
+    def order(self, what: str, **arguments: Any) -> None:
+        self._channel.send({"library": self._library, "do": what, **arguments})
+
+    def answer(self) -> Message:
+        answer = self._channel.receive(ORDER_S)
+        if "failed" in answer:
+            raise Failure(f"at the listening end: {answer['failed']}")
+        return answer
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two ends of a library."""
+
+    initiator: End
+    target: End
+
+    def both(self, what: str, **arguments: Any) -> None:
+        self.initiator.do(what, **arguments)
+        self.target.do(what, **arguments)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ends are started: which NIXL, over which transport, with which settings of Crossrail's."""
+
+    nixl_python: str | None
+    transport: str
+    gpus: bool
+    settings: Mapping[str, str]
+
+    def start(self, stack: contextlib.ExitStack, library: str, role: str) -> tuple[End, str]:
+        """A process, and the module that it must be told to use. Raises Failure."""
+        ours = library == "crossrail"
+        python, module = sys.executable, "crossrail.nixl"
+        environment = {"NIXL_LOG_LEVEL": "ERROR"}
+        if ours:
+            environment |= {"PYTHONPATH": str(Path(crossrail.__file__).parents[1])}
+            environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in self.settings.items()}
+            environment |= {"CROSSRAIL_TLS": TLS[self.transport]}
+        else:
+            nixl = nixl_of(self.nixl_python)
+            python, module = nixl.python, nixl.module
+            environment |= {"UCX_TLS": UCX_TLS[self.transport] + (",cuda_copy" if self.gpus else "")}
+        process = Process([python, str(PROGRAM)], environment=environment, stdin=subprocess.PIPE)
+        return End(f"{library}, {role}", stack.enter_context(process)), module
+
+
+@contextlib.contextmanager
+def ends_of(
+    place: Place, library: str, shape: Mapping[str, Any], gpus: list[int | None], far: Channel | None
+) -> Iterator[Ends]:
+    """Starts both ends of a library, each other's peers; the target at ``far``, if given. Raises Failure."""
+    refuse_too_much(shape, "this")
+    with contextlib.ExitStack() as stack:
+        initiator, module = place.start(stack, library, "initiator")
+        if far is None:
+            target, _ = place.start(stack, library, "target")
+        else:
+            target = FarEnd(far, library)
+            stack.callback(target.order, "end")
+        ends = [initiator, target]
+        for seed, end in enumerate(ends):
+            who = {"name": ("initiator", "target")[seed], "gpu": gpus[seed % len(gpus)]}
+            end.order("start", module=module, work=shape, seed=seed, **who)
+        told = [end.answer() for end in ends]
+        for seed, end in enumerate(ends):
+            end.do("peer", **told[1 - seed], seed=1 - seed, work=shape)
+        yield Ends(*ends)
+
+
+@contextlib.contextmanager
+def far_end(address: str, secret_file: str | None, place: Place) -> Iterator[Channel]:
+    """The machine that listens at ``address``, told of the work. Raises Failure."""
+    with connected(resolve(address), secret_file, ORDER_S, LISTEN) as channel:
+        asked = {"kv": 1, "version": crossrail.__version__, "transport": place.transport, "gpus": place.gpus}
+        channel.request(asked, ORDER_S)
+        yield channel
+        channel.leave()
+
+
+def listen(address: str, secret_file: str | None, nixl_python: str | None, settings: Mapping[str, str]) -> NoReturn:
+    """Has targets here for one connected machine after the other, until it is interrupted.
+
+    Raises UsageFailure and the library's errors if it cannot listen.
+    """
+    with listening(resolve(address), secret_file, ORDER_S) as (context, worker):
+        places = ", ".join(worker.control_addresses())
+        print_notice(f"listening on {places}; run `crossrail bench kv --connect` with it on the other machine")
+        serve_each(context, worker, partial(_serve, nixl_python, settings))
+
+
+def _serve(nixl_python: str | None, settings: Mapping[str, str], channel: Channel) -> None:
+    """One run of the other end. Raises Failure and the library's errors."""
+    hello = channel.receive(ORDER_S)
+    if "kv" not in hello:
+        raise Failure(f"this end runs `{LISTEN}`; the other end must run `crossrail bench kv --connect`")
+    if hello.get("version") != crossrail.__version__ or hello.get("transport") not in TLS:
+        raise Failure(f"the ends run different versions: {crossrail.__version__} at the listening end")
+    place = Place(nixl_python, hello["transport"], bool(hello.get("gpus")), settings)
+    channel.send({})
+    with contextlib.ExitStack() as all_ends:
+        ends: dict[str, tuple[End, str, contextlib.ExitStack]] = {}
+        while (order := channel.receive(IDLE_LIMIT_S)).get("do") != "bye":
+            library, what = str(order.pop("library", None)), str(order.pop("do", None))
+            try:
+                if what == "end":
+                    if library in ends:
+                        ends.pop(library)[2].close()
+                    continue
+                if what == "start" and library in ("crossrail", "nixl") and library not in ends:
+                    stack = all_ends.enter_context(contextlib.ExitStack())
+                    ends[library] = *place.start(stack, library, "target"), stack
+                    order["module"] = ends[library][1]
+                if library not in ends or what not in ORDERS:
+                    raise Failure(f"{what[:40]!r} of {library[:40]!r} is not done for another machine")
+                if "work" in order:
+                    refuse_too_much(order["work"], "the listening")
+                answer = ends[library][0].do(what, **order)
+                answer.pop("samples_us", None)  # the connecting end has its own
+            except Failure as error:
+                answer = {"failed": str(error)}
+            channel.send(answer)
+
+
+def refuse_too_much(work: Any, end: str) -> None:
+    """Raises Failure if the pools of one end would take more than half of the memory that is free at ``end``."""
+    try:
+        size = int(work["batch"]) * sum(row * layers * pages for row, layers, pages in work["groups"]) * 5 // 4
+    except (KeyError, TypeError, ValueError):
+        raise Failure("the other end sent work of another form") from None
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not 0 < size <= free // 2:
+        raise Failure(f"pools of {size} bytes are more than half of the {free} bytes free at {end} end")
+
+
+@dataclass(frozen=True)
+class Nixl:
+    """NVIDIA's package: an interpreter that imports it, under which name, and its version."""
+
+    python: str
+    module: str
+    version: str
+
+
+IMPORT = """
+import importlib.metadata as metadata, {0}._bindings as bindings
+assert "crossrail" not in bindings.__name__
+names = ("{0}", "{0}".replace("_", "-"))
+print(next((one.version for one in metadata.distributions() if one.metadata["Name"] in names), "of unknown version"))
+"""
+
+
+def nixl_of(given: str | None) -> Nixl:
+    """The package that is compared with. Raises UsageFailure."""
+    python = given or os.environ.get("NIXL_PYTHON") or sys.executable
+    found = shutil.which(python)
+    for module in MODULES if found is not None else ():
+        command = [str(found), "-c", IMPORT.format(module)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            if done.returncode == 0:
+                return Nixl(str(found), module, done.stdout.strip())
+    hint = "pip install nixl==1.5.1 numpy in an environment of its own, and name its interpreter with --nixl-python"
+    raise UsageFailure(f"--compare nixl: {python} does not import NVIDIA's nixl; {hint}")
