@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import enum
 import json
+import logging
 import os
 import socket
 import threading
@@ -24,9 +25,8 @@ import numpy as np
 import crossrail
 from crossrail.nixl import _exchange
 from crossrail.nixl._kinds import nixlNotSupportedError
-from crossrail.nixl.logging import get_logger
 
-logger = get_logger("mooncake")
+logger = logging.getLogger(__name__)
 
 SUPPORT_CUDA = True
 SUPPORT_EFA = SUPPORT_HIP = SUPPORT_INTRA_NVLINK = SUPPORT_MNNVL = SUPPORT_MUSA = False
