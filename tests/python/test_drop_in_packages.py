@@ -49,12 +49,14 @@ assert mooncake.engine is engine is ours and TransferEngine is ours.TransferEngi
 
 @dataclass(frozen=True)
 class Package:
-    """``other``: a distribution of the other project. ``extension``: a module that comes with it."""
+    """``other``: a distribution of the other project. ``extension``: a module that comes with it. ``version``: that of
+    the other project whose interface it has, where programs ask for it; by default Crossrail's."""
 
     module: str
     program: str
     other: str
     extension: str | None = None
+    version: str | None = None
 
     @property
     def name(self) -> str:
@@ -63,7 +65,7 @@ class Package:
 
 PACKAGES = (
     Package("deep_ep", DEEP_EP, "deep_ep", "deep_ep_cpp"),
-    Package("nixl", NIXL, "nixl"),
+    Package("nixl", NIXL, "nixl", version="1.5.1"),
     Package("mooncake", MOONCAKE, "mooncake-transfer-engine-cuda13"),
 )
 
@@ -112,7 +114,13 @@ def test_it_is_found_and_is_ours(installed: tuple[Package, Path]) -> None:
     assert done.returncode == 0, done.stderr
     version = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert version is not None
-    assert done.stdout.strip() == f"{version[1]} ['crossrail=={version[1]}']"
+    assert done.stdout.strip() == f"{package.version or version[1]} ['crossrail=={version[1]}']"
+
+
+@pytest.mark.parametrize("installed", PACKAGES[1:2], indirect=True, ids=["nixl"])
+def test_engines_find_the_version_of_nixl(installed: tuple[Package, Path]) -> None:
+    asked = "import importlib.metadata as m; print([m.version(one) for one in m.packages_distributions()['nixl']])"
+    assert python(asked, installed[1]).stdout.strip() == "['1.5.1']"
 
 
 def by_metadata(package: Package, folder: Path) -> str:
