@@ -156,6 +156,7 @@ def test_rows_of_the_calibration_are_counted_apart(capsys: pytest.CaptureFixture
         (("oversubscription = 2", "oversubscription = 0.5"), "0.5 is not a finite number of at least 1"),
         (("pair_us = 3.3", "pair_us = 30"), "operations.pair_us: 30 is more than dispatch_us + combine_us"),
         (("[gpu]", "[gpus]"), "gpus: unknown key (did you mean gpu?)"),
+        (("[gpu]", f"[{'g' * 5000}]"), f"cluster.toml: {'g' * 80}: unknown key; known: "),
         (('name = "eight', 'name = "\\neight'), "is not a line of text"),
         (("nodes = 8", "nodes ="), "Invalid value (at line 2, column 8)"),
     ],

@@ -76,8 +76,8 @@ class Table:
                 raise self.error(key, f"unknown key{meant}; known: {', '.join(known)}")
 
     def error(self, key: str, text: str) -> PlanError:
-        """What is wrong with ``key``."""
-        return PlanError(f"{self.file}: {self.inside}{key}: {text}")
+        """What is wrong with ``key``, of which an error shows the beginning."""
+        return PlanError(f"{self.file}: {self.inside}{key:.80}: {text}")
 
     def table(self, key: str, known: Collection[str]) -> Table | None:
         """The table under ``key``, or None."""
