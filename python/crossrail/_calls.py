@@ -76,8 +76,8 @@ class Sizes:
 class DispatchCall(NamedTuple):
     """The arguments of `ExpertBuffer.dispatch`.
 
-    ``say``, for the rank layout on a GPU, is a number below 2^32 - 1 that the other ranks' hosts receive as
-    `DeviceDispatched.said` when they wait for the number of rows.
+    ``host_word``, for the rank layout on a GPU, is a number below 2^32 - 1 that the other ranks' hosts receive as
+    `DeviceDispatched.host_words` when they wait for the number of rows.
     """
 
     x: Any
@@ -92,7 +92,7 @@ class DispatchCall(NamedTuple):
     max_rows: int | None
     stream: Any
     send_only: bool
-    say: int = 0
+    host_word: int = 0
 
 
 class CombineCall(NamedTuple):

@@ -92,8 +92,8 @@ class DeviceDispatched(Dispatched[Any]):
             self.x = parts["x"]
             self.scales = parts["scales"]
         self.counts = parts["counts"]
-        self.said: list[int] | None = None
-        """Number that each rank's host sent with its dispatch, `UNHEARD` for a rank that timed out."""
+        self.host_words: list[int] | None = None
+        """Number that each rank's host sent with its dispatch, `NO_REPORT` for a rank that timed out."""
 
     def in_region(
         self, region: DeviceRegion, parts: frozenset[str], counts: list[int] | None, shown: Any = None

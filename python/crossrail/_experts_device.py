@@ -36,7 +36,7 @@ from ._words import kind
 T = TypeVar("T")
 PARTS: Final = ("x", "scales", "counts", "ranges", "source")
 """Parts of a result in the expert layout."""
-UNHEARD: Final = 2**32 - 1
+NO_REPORT: Final = 2**32 - 1
 WIRES: Final = ("bf16", "logfmt10", "fp8")
 """What rows of a combine travel as, in the order of the kernels' `EP_WIRE_` numbers."""
 PACKED: Final = 4
@@ -211,7 +211,7 @@ class DeviceOperations:
         call.region = region
         args.expert_alignment = number("expert_alignment", given.expert_alignment, "dispatch")
         args.max_rows = 0 if rows is None or cached is not None else rows
-        args.say = given.say
+        args.host_word = given.host_word
         args.stats = self._stats(call, given.stats)
         operation = self._native.dispatch_rank(args, region, cached, rows is None, call.streams.handle, given.send_only)
         shown = {"rows", *(["scales"] if self._sizes.fp8 else [])}
@@ -230,7 +230,7 @@ class DeviceOperations:
         def counted() -> DeviceDispatched:
             count, listed, said = operation.counts()
             result = made(count, listed)
-            result.said = said
+            result.host_words = said
             return result
 
         return self._begun(call, operation, given.send_only, counted, None)

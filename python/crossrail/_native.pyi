@@ -687,7 +687,7 @@ class RankCalls:
         per_expert: Any,
         max_rows: int,
         expert_alignment: Any,
-        say: int,
+        host_word: int,
         apart: Any,
     ) -> (
         tuple[
@@ -748,7 +748,7 @@ class DispatchArgs:
     stats: int
     max_rows: int
     expert_alignment: int
-    say: int
+    host_word: int
 
 @final
 class CombineArgs:

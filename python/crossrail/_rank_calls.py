@@ -147,13 +147,13 @@ class PreparedRank:
         if calls is None or given.send_only:
             return None
         tensors = (given.x, given.topk_idx, given.topk_weights, given.stats, None)
-        begun = calls.dispatch(*tensors, max_rows or 0, given.expert_alignment, given.say, False)
+        begun = calls.dispatch(*tensors, max_rows or 0, given.expert_alignment, given.host_word, False)
         if begun is None:
             return None
         (rows, scales, _, _), counts, offsets, handle, operation, region, told, _ = begun
         event = Event(operation.event(), arrays, self._native)
         result = DeviceDispatched(arrays, handle, event, {"counts": counts, "offsets": offsets})
-        listed, result.said = told or (None, None)
+        listed, result.host_words = told or (None, None)
         return result.in_region(region, self._shown[given.topk_weights is not None], listed, (rows, scales))
 
     def combine(self, arrays: Arrays, given: CombineCall) -> DeviceCombined | None:

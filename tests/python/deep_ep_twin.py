@@ -245,7 +245,7 @@ class TwinBuffer:
             topk_weights=weights,
             offsets=torch.from_numpy(came.offsets.copy()),
             counts=None if came.counts is None else torch.from_numpy(came.counts.astype(np.int32)),
-            said=None,
+            host_words=None,
             count_list=came.counts.tolist() if max_rows is None else None,
             handle=Native(came.handle, rows, order),
             record_stream=lambda stream: None,
@@ -319,10 +319,10 @@ class TwinMachine:
     def bytes(self, kind: Any, max_tokens: int) -> int:
         return 1000 + 10 * max_tokens
 
-    def dispatch(self, made: Any, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
-        said = self.meeting.gather(self.rank, say)
+    def dispatch(self, made: Any, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool) -> Any:
+        said = self.meeting.gather(self.rank, host_word)
         result = made.buffer.dispatch(*given, "rank", expert_alignment=alignment)
-        result.said = said if counted else None
+        result.host_words = said if counted else None
         return result
 
     def meet(self, buffer: Any, kind: Any) -> None:

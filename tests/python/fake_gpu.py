@@ -260,7 +260,7 @@ class World:
             came = ref.dispatch(self.shape, xs, None, scale=self.scale, handle=cached.of["right"].handle)
         for call, one in zip(calls, came, strict=True):
             call.part["right"] = one
-            call.part["said"] = [each["say"] for each in fed]
+            call.part["said"] = [each["host_word"] for each in fed]
             (self._give_expert if layout == "expert" else self._give_rank)(call, one)
 
     def _give_expert(self, call: FakeOperation, came: Any) -> None:

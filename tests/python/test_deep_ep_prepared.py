@@ -57,19 +57,19 @@ class TwinCalls:
         per_expert: Any,
         max_rows: int,
         alignment: int,
-        say: int,
+        host_word: int,
         apart: bool,
     ) -> Any:
         if not self.fits(x, (topk_idx, topk_weights, per_expert), alignment):
             return None
         meeting, said = self.machine.meeting, [0] * self.machine.meeting.size
         if per_expert is not None:  # the second version's hosts say nothing
-            said = meeting.gather(self.machine.rank, say)
+            said = meeting.gather(self.machine.rank, host_word)
         options = {"expert_alignment": alignment, "stats": stats, "max_rows": max_rows or None}
         result = self.buffer.dispatch(x, topk_idx, topk_weights, "rank", **options)
         scales = result.scales.view(torch.int32) if self.payload == "ue8m0" else result.scales
         parts, region = (result.x, scales, result.topk_idx, result.topk_weights), Region()
-        if any(word != say for word in said):
+        if any(word != host_word for word in said):
             self.machine.regions.append(weakref.ref(region))
         self.machine.begun += 1
         result.handle.tokens = len(topk_idx)

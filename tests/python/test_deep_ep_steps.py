@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from crossrail import MismatchError, TimeoutError, UsageError
-from crossrail._experts_device import UNHEARD
+from crossrail._experts_device import NO_REPORT
 from crossrail.deep_ep import steps
 from crossrail.deep_ep.pool import Kind, Pool
-from crossrail.deep_ep.steps import BY_RANKS, LISTEN, Call, Steps, Wanted
+from crossrail.deep_ep.steps import BY_RANKS, LISTEN, Call, Dispatches, Wanted
 
 KIND = Kind("rank", 512, 8, 2, "bf16")
 OTHER = KIND._replace(payload="f32")
@@ -64,9 +64,9 @@ class Others:
     def bytes(self, kind: Kind, most: int) -> int:
         return most
 
-    def dispatch(self, made: Any, given: Any, alignment: int, say: int, *, counted: bool) -> Any:
-        self.did.append(f"{len(given[1])} tokens in {made.buffer.kind.payload}, says {say}")
-        return SimpleNamespace(count_list=[3], said=[say, self.words.pop(0)] if counted else None)
+    def dispatch(self, made: Any, given: Any, alignment: int, host_word: int, *, counted: bool) -> Any:
+        self.did.append(f"{len(given[1])} tokens in {made.buffer.kind.payload}, says {host_word}")
+        return SimpleNamespace(count_list=[3], host_words=[host_word, self.words.pop(0)] if counted else None)
 
 
 SAME = (Call(), "")
@@ -79,9 +79,9 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Others:
 
 
 @pytest.fixture
-def mine(others: Others) -> Steps:
+def mine(others: Others) -> Dispatches:
     """A rank that has dispatched once."""
-    made = Steps(others, others, Pool(others, 2, 0))
+    made = Dispatches(others, others, Pool(others, 2, 0))
     others.calls = [SAME]
     made.dispatch(wanted())
     assert others.did == ["step", "made bf16 for 128", "5 tokens when all agreed"]
@@ -96,7 +96,7 @@ def wanted(tokens: int = 5, kind: Kind = KIND, routed: int = 1, worst: int = 0) 
     )
 
 
-def test_usually_nobody_talks(others: Others, mine: Steps) -> None:
+def test_usually_nobody_talks(others: Others, mine: Dispatches) -> None:
     for _ in range(3):
         others.words = [WEIGHTED]
         assert mine.dispatch(wanted()).counts == [3]
@@ -104,41 +104,41 @@ def test_usually_nobody_talks(others: Others, mine: Steps) -> None:
     assert not others.heard
 
 
-def test_room_is_made_for_more_tokens_here(others: Others, mine: Steps) -> None:
+def test_room_is_made_for_more_tokens_here(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [WEIGHTED], [(Call.of(KIND, 1, 0, 7), "")]
     assert mine.dispatch(wanted(300)).made.max_tokens == 384
     assert others.did == ["step", "0 tokens in bf16, says 3", "made bf16 for 384", "300 tokens when all agreed"]
     assert others.heard == [(Call.of(KIND, 1, 0, 300), "")]
 
 
-def test_room_is_made_for_more_tokens_elsewhere(others: Others, mine: Steps) -> None:
+def test_room_is_made_for_more_tokens_elsewhere(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [WEIGHTED + LISTEN], [(Call.of(KIND, 1, 0, 1000), "")]
     assert mine.dispatch(wanted()).made.max_tokens >= 1000
     assert others.did[1] == "5 tokens in bf16, says 2" and others.did[-1] == "5 tokens when all agreed"
 
 
-def test_one_without_weights(others: Others, mine: Steps) -> None:
+def test_one_without_weights(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [0], [(Call.of(KIND, 0, 0, 5), "")]
     with pytest.raises(MismatchError, match=r"what says where tokens go .* is 1 here and 0 on rank 1"):
         mine.dispatch(wanted())
     assert others.did == ["step", "5 tokens in bf16, says 2"], "all have begun the same"
 
 
-def test_a_call_that_is_wrong_elsewhere(others: Others, mine: Steps) -> None:
+def test_a_call_that_is_wrong_elsewhere(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [LISTEN], [(Call.of(KIND), "x is a banana")]
     with pytest.raises(UsageError, match="rank 1 could not: x is a banana"):
         mine.dispatch(wanted())
     assert others.did == ["step", "5 tokens in bf16, says 2"]
 
 
-def test_a_call_that_is_wrong_here(others: Others, mine: Steps) -> None:
+def test_a_call_that_is_wrong_here(others: Others, mine: Dispatches) -> None:
     others.calls = [(Call.of(KIND, 1, 0, 5), "")]
     mine.refuse(0, "x is a banana")
     assert others.did == ["step", "0 tokens in bf16, says 1"], "what the others have begun, most likely"
     assert others.heard == [(Call.of(KIND), "x is a banana")]
 
 
-def test_a_call_that_is_wrong_where_others_agree_first(others: Others, mine: Steps) -> None:
+def test_a_call_that_is_wrong_where_others_agree_first(others: Others, mine: Dispatches) -> None:
     others.calls = [(Call.of(KIND, BY_RANKS, 0, 5), "")]
     mine.refuse(16, "x is a banana")
     assert others.did == ["step"] and others.heard == [(Call(), "x is a banana")]
@@ -149,11 +149,11 @@ def test_a_call_that_is_wrong_where_others_agree_first(others: Others, mine: Ste
     assert others.did == ["step", "0 tokens in bf16, says 1"], "takes part in what the other has begun"
 
 
-def test_a_rank_that_has_begun_something_else(others: Others, mine: Steps) -> None:
+def test_a_rank_that_has_begun_something_else(others: Others, mine: Dispatches) -> None:
     others.calls = [SAME]
     mine.dispatch(wanted(kind=OTHER))
     others.did.clear()
-    others.words, others.calls = [UNHEARD], [(Call.of(OTHER, 1, 0, 5, late=1), "")]
+    others.words, others.calls = [NO_REPORT], [(Call.of(OTHER, 1, 0, 5, late=1), "")]
     with pytest.raises(MismatchError, match="the kind of x"):
         mine.dispatch(wanted())
     assert others.heard[-1] == (Call.of(KIND, 1, 0, 5, late=1), "")
@@ -164,8 +164,8 @@ def test_a_rank_that_has_begun_something_else(others: Others, mine: Steps) -> No
         assert others.did[1].startswith(f"made {kind.payload}"), "nobody knows who is masked in the former one"
 
 
-def test_a_rank_that_is_late(others: Others, mine: Steps) -> None:
-    others.words, others.calls = [UNHEARD], [(Call.of(KIND, 1, 0, 5), "")]
+def test_a_rank_that_is_late(others: Others, mine: Dispatches) -> None:
+    others.words, others.calls = [NO_REPORT], [(Call.of(KIND, 1, 0, 5), "")]
     with pytest.raises(TimeoutError, match="rank 1 did not come in time"):
         mine.dispatch(wanted())
     others.did.clear()
@@ -174,7 +174,7 @@ def test_a_rank_that_is_late(others: Others, mine: Steps) -> None:
     assert others.did[1] == "made bf16 for 128"
 
 
-def test_the_worst_case_is_agreed_about_once(others: Others, mine: Steps) -> None:
+def test_the_worst_case_is_agreed_about_once(others: Others, mine: Dispatches) -> None:
     others.calls = [SAME]
     for _ in range(3):
         assert mine.dispatch(wanted(worst=600)).counts == []

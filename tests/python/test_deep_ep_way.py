@@ -60,7 +60,7 @@ class WayBuffer(TwinExperts):
 
     def dispatch(self, x: Any, topk_idx: Any, topk_weights: Any = None, layout: Any = "rank", **rest: Any) -> Any:
         options = {"handle": None, "expert_alignment": 1, "out": None, "stats": None, "waits": None, "max_rows": None}
-        options |= {"say": 0}
+        options |= {"host_word": 0}
         given = options | rest
         assert given.keys() == options.keys()
         call = _calls.DispatchCall(x, topk_idx, topk_weights, layout, **given, stream=None, send_only=False)
@@ -78,9 +78,9 @@ class WayMachine(TwinMachine):
     def make(self, kind: Any, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> Any:
         return WayBuffer(self.meeting, self.rank, kind, max_tokens, name)
 
-    def dispatch(self, made: Any, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
+    def dispatch(self, made: Any, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool) -> Any:
         assert counted, "no call is wrong here"
-        return made.buffer.dispatch(*given, "rank", expert_alignment=alignment, say=say)
+        return made.buffer.dispatch(*given, "rank", expert_alignment=alignment, host_word=host_word)
 
 
 class WayDeepEp(TwinDeepEp):

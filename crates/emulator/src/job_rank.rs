@@ -2,7 +2,7 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::ep::{
-    EP_ANNOUNCE, EP_MARKS, EP_RECEIVE, EP_SEND, EP_UNHEARD, EpCombineArgs, EpDispatchArgs, Layout, RANK_COMBINE,
+    EP_ANNOUNCE, EP_MARKS, EP_NO_REPORT, EP_RECEIVE, EP_SEND, EpCombineArgs, EpDispatchArgs, Layout, RANK_COMBINE,
     RANK_DISPATCH, Shape,
 };
 
@@ -52,7 +52,7 @@ pub struct RankRank<M = Memory> {
     /// The host's copy of the counts.
     pub count_host: M,
     /// What each rank's host announced.
-    pub said_host: M,
+    pub host_words: M,
     /// The experts' outputs, bf16.
     pub y: M,
     /// The weights that combine returns.
@@ -131,7 +131,7 @@ impl<M: GpuMemory> ByRank<M> {
         let out_offsets = gpus.memory("out_offsets", (shape.ranks as usize + 1) * 8);
         let count_word = gpus.zeroed("count_word", 8);
         let count_host = gpus.memory("count_host", local * 4);
-        let said_host = gpus.memory("said_host", shape.ranks as usize * 4);
+        let host_words = gpus.memory("host_words", shape.ranks as usize * 4);
         let y = gpus.memory("y", rows * hidden * 2);
         y.write(0, &reference::random_rows(numbers, rows, hidden));
         let back: Vec<f32> = (0..rows * topk).map(|_| numbers.below(1000) as f32 / 8.0).collect();
@@ -155,8 +155,8 @@ impl<M: GpuMemory> ByRank<M> {
             out_offsets: out_offsets.address(),
             count_word: count_word.address(),
             count_host: count_host.address(),
-            said_host: said_host.address(),
-            say: says(rank),
+            host_words: host_words.address(),
+            host_word: says(rank),
             max_rows: if numbers.once_in(2) { u64::from(shape.ranks * shape.max_tokens) } else { 0 },
             marks: marks_address,
             queue,
@@ -187,7 +187,7 @@ impl<M: GpuMemory> ByRank<M> {
             out_offsets,
             count_word,
             count_host,
-            said_host,
+            host_words,
             y,
             y_weights,
             out,
@@ -241,8 +241,8 @@ impl<M: GpuMemory> ByRank<M> {
         same("offsets", &one.out_offsets.read::<i64>(0, expected.offsets.len()), &expected.offsets)?;
         same("the word's rows", &[one.count_word.read::<u32>(0, 1)[0]], &[count as u32])?;
         let active = self.routing.active.iter().enumerate();
-        let said: Vec<u32> = active.map(|(rank, there)| if *there { says(rank) } else { EP_UNHEARD }).collect();
-        same("what the hosts say", &one.said_host.read::<u32>(0, said.len()), &said)?;
+        let said: Vec<u32> = active.map(|(rank, there)| if *there { says(rank) } else { EP_NO_REPORT }).collect();
+        same("what the hosts say", &one.host_words.read::<u32>(0, said.len()), &said)?;
         if !self.cached {
             let header = one.handle.read::<u64>(shape.handle(Layout::Rank).header as usize, 3);
             let chosen = self.routing.idx[rank].iter().filter(|id| **id >= 0).count();

@@ -22,15 +22,15 @@ const SPIN: Duration = Duration::from_micros(200);
 pub(crate) struct CountPool {
     page: Arc<PinnedMemory>,
     sight: Arc<Sight>,
-    /// Bytes from one slot to the next: the word, a count for each local expert, each rank's `say`.
+    /// Bytes from one slot to the next: the word, a count for each local expert, each rank's `host_word`.
     stride: usize,
     experts: usize,
     ranks: usize,
     slots: Mutex<Slots<Completion>>,
 }
 
-/// In place of a rank's `say` if the rank timed out.
-pub const UNHEARD: u32 = crossrail_kernels::ep::EP_UNHEARD;
+/// In place of a rank's `host_word` if the rank timed out.
+pub const NO_REPORT: u32 = crossrail_kernels::ep::EP_NO_REPORT;
 /// Results in the rank layout whose counts may be outstanding at once.
 const SLOTS: usize = 32;
 
@@ -51,7 +51,7 @@ impl CountPool {
     }
 
     /// The word that the GPU writes last, with release order: 0 until then, then epoch << 32 | rows. An acquire load
-    /// that sees it makes the counts and `say`s before it visible.
+    /// that sees it makes the counts and `host_word`s before it visible.
     fn word(&self, slot: usize) -> &AtomicU64 {
         // SAFETY: inside the page and aligned; every access is atomic, here and on the GPU.
         unsafe { AtomicU64::from_ptr(self.at(slot).cast()) }
@@ -132,7 +132,7 @@ impl Counts {
         self.0.counts.word(self.0.slot)
     }
 
-    /// GPU addresses of the word, the counts, and the ranks' `say`s.
+    /// GPU addresses of the word, the counts, and the ranks' `host_word`s.
     pub(crate) fn addresses(&self) -> [u64; 3] {
         let at = self.0.counts.page.address() + (self.0.slot * self.0.counts.stride) as u64;
         [at, at + 16, at + 16 + 4 * self.0.counts.experts as u64]
@@ -183,9 +183,9 @@ impl Counts {
         }
     }
 
-    /// Each rank's [`crate::EpDispatchArgs::say`], [`UNHEARD`] for a rank that timed out. Valid once the rows are
+    /// Each rank's [`crate::EpDispatchArgs::host_word`], [`NO_REPORT`] for a rank that timed out. Valid once the rows are
     /// known.
-    pub fn said(&self) -> Vec<u32> {
+    pub fn host_words(&self) -> Vec<u32> {
         let first = self.0.counts.experts;
         (first..first + self.0.counts.ranks).map(|at| self.cell(at).load(Ordering::Relaxed)).collect()
     }

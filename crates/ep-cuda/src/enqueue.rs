@@ -145,14 +145,14 @@ impl DeviceBuffer {
             None => inner.new_handle(Layout::Rank, args, &call)?,
         };
         let count = if of.count { inner.results.counts()? } else { None };
-        let [count_word, count_host, said_host] = count.as_ref().map(Counts::addresses).unwrap_or_default();
+        let [count_word, count_host, host_words] = count.as_ref().map(Counts::addresses).unwrap_or_default();
         let args = EpDispatchArgs {
             common: inner.common(&handle, args.common.waits),
             region: region.index,
             cached: cached.is_some().into(),
             count_word,
             count_host,
-            said_host,
+            host_words,
             ..*args
         };
         let enqueued = self.begin(&mut call, Launch { args: Args::DispatchRank(args), handle, count }, split)?;

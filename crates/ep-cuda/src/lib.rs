@@ -51,7 +51,7 @@ mod variant;
 
 pub use buffer::DeviceBuffer;
 pub use completion::Completion;
-pub use counts::{Counts, UNHEARD};
+pub use counts::{Counts, NO_REPORT};
 pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, OnLoss, Payload, Plan, Scale};
 pub use crossrail_kernels::ep::{EpCombineArgs, EpCommon, EpDispatchArgs, EpLayoutArgs, Shape};
 pub use enqueue::{Enqueued, Pending, RankDispatch, Split};

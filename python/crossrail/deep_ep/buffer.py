@@ -14,7 +14,7 @@ from crossrail._native import ExpertCalls, TokenLayout
 from crossrail.deep_ep.checks import Tensor, checked, count, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn, is_plain, no_event
-from crossrail.deep_ep.given import BLOCK, PACKED, Given, Received, Rows, low_latency_payload
+from crossrail.deep_ep.given import BLOCK, PACKED, Inputs, Received, Rows, low_latency_payload
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
 from crossrail.deep_ep.lifetime import Lifetime
@@ -22,7 +22,7 @@ from crossrail.deep_ep.pool import Gpu, Kind, Machine, Made, Pool, Room
 from crossrail.deep_ep.ranks import Peers, Ranks
 from crossrail.deep_ep.results import combined, copies, gives_parts, kept_rows, listed, repeated
 from crossrail.deep_ep.rooms import agreed_rooms, remember
-from crossrail.deep_ep.steps import Begun, Steps, Wanted
+from crossrail.deep_ep.steps import Dispatches, Started, Wanted
 from crossrail.errors import UsageError
 from crossrail.experts import ExpertBuffer
 
@@ -96,7 +96,7 @@ class Buffer(Lifetime):
         self.group_size = self._ranks.size
         low_latency_bytes = self.num_rdma_bytes if self.low_latency_mode else 0
         self._pool = Pool(self._machine, self.group_size, self.num_nvl_bytes, low_latency_bytes)
-        self._steps = Steps(self._ranks, self._machine, self._pool)
+        self._steps = Dispatches(self._ranks, self._machine, self._pool)
         self._ends.callback(self._pool.destroy)
         if low_latency_bytes:
             for room in agreed_rooms(self._ranks, low_latency_bytes):
@@ -263,7 +263,7 @@ class Buffer(Lifetime):
                 room = functools.partial(self._pool.rank_layout, num_sms=self._sms(config))
                 again = repeated(self._machine, turn, x, handle, room)
             return again, None, None, None, None, turn.overlap
-        given = Given(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+        given = Inputs(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
         tried = bool(num_worst_tokens)
         if not tried and is_plain(previous_event, async_finish):
             came, tried = self._at_once(given, expert_alignment, config), True
@@ -312,7 +312,7 @@ class Buffer(Lifetime):
             turn.gives(summed.x, weights)
         return summed.x, weights, turn.overlap
 
-    def _at_once(self, given: Given, alignment: int, config: Config, turn: Turn | None = None) -> Received | None:
+    def _at_once(self, given: Inputs, alignment: int, config: Config, turn: Turn | None = None) -> Received | None:
         """A dispatch whose routing is new, in the current stream or its turn; None, before it begins, for another."""
         if given.topk_idx is None or given.per_expert is None or not isinstance(config, Config):
             return None
@@ -333,7 +333,7 @@ class Buffer(Lifetime):
         gives_parts(turn, (rows, scales, idx, weights), handle.routing.topk_idx, offsets, lent=lent)
         return rows if scales is None else (rows, scales), idx, weights, told[0], handle
 
-    def _dispatch_new(self, turn: Turn, given: Given, alignment: int, worst: int, config: Config) -> Received:
+    def _dispatch_new(self, turn: Turn, given: Inputs, alignment: int, worst: int, config: Config) -> Received:
         """A dispatch whose routing is new, in its turn."""
         try:
             worst = count("num_worst_tokens", worst, "dispatch")
@@ -354,7 +354,7 @@ class Buffer(Lifetime):
         wanted = Wanted(kind, given.routed, worst, given.routes, given.per_expert, alignment, sms)
         return self._received(turn, given, kind, self._steps.dispatch(wanted))
 
-    def _received(self, turn: Turn, given: Given, kind: Kind, begun: Begun) -> Received:
+    def _received(self, turn: Turn, given: Inputs, kind: Kind, begun: Started) -> Received:
         """What a dispatch gives, for the caller to keep."""
         made, result = begun.made, begun.result
         with_topk = given.topk_idx is not None
@@ -363,7 +363,7 @@ class Buffer(Lifetime):
         turn.gives(handle.routing.topk_idx, result.offsets)
         return came, idx, weights if given.topk_weights is not None else None, begun.counts, handle
 
-    def _handle(self, given: Given, kind: Kind, made: Made, native: Any, offsets: Tensor) -> RankHandle:
+    def _handle(self, given: Inputs, kind: Kind, made: Made, native: Any, offsets: Tensor) -> RankHandle:
         """The handle of a dispatch."""
         # Ids are for rows of another kind, where nothing else tells where tokens go; the caller may change its own.
         kept: Tensor | None = given.sent_by

@@ -11,7 +11,7 @@ from crossrail.deep_ep.pool import Kind
 
 from .._words import kind
 
-__all__ = ["BLOCK", "PACKED", "Given", "Received", "Rows", "low_latency_payload", "no_rows", "rows_kind"]
+__all__ = ["BLOCK", "PACKED", "Inputs", "Received", "Rows", "low_latency_payload", "no_rows", "rows_kind"]
 
 BLOCK = 128
 """Elements of a row that share one fp8 scale."""
@@ -23,7 +23,7 @@ Received: TypeAlias = "tuple[Rows, Tensor | None, Tensor | None, list[int], Rank
 """What a normal dispatch gives beside its event."""
 
 
-class Given:
+class Inputs:
     """What a normal dispatch without a handle was given."""
 
     def __init__(

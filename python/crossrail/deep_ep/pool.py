@@ -85,9 +85,9 @@ class Machine(Protocol):
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         """What that takes."""
 
-    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
-        """A dispatch in the rank layout of `given`: rows (with scales), ids, weights. `say`: what the others' hosts
-        hear in `said` of what they get, if they want it to be `counted`."""
+    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool) -> Any:
+        """A dispatch in the rank layout of `given`: rows (with scales), ids, weights. The other ranks' hosts get
+        `host_word` in `host_words`, if they want it to be `counted`."""
 
     def meet(self, buffer: Any, kind: Kind) -> None:
         """An operation in the expert layout that sends nothing: a rank that does not come to it is masked."""
@@ -146,7 +146,7 @@ class Gpu:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "regions": SPARE_RESULTS}
         return ExpertBuffer.plan(**options, ranks=self._joined.group.size).total
 
-    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, say: int, *, counted: bool) -> Any:
+    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool) -> Any:
         x, topk_idx, topk_weights = given
         call = DispatchCall(
             x,
@@ -161,7 +161,7 @@ class Gpu:
             max_rows=None if counted else self._joined.group.size * made.max_tokens,
             stream=None,
             send_only=False,
-            say=say,
+            host_word=host_word,
         )
         return made.buffer._operations.dispatch(call)
 

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from crossrail._experts_device import UNHEARD
+from crossrail._experts_device import NO_REPORT
 from crossrail.deep_ep.checks import Tensor, wrong
-from crossrail.deep_ep.given import Given, no_rows
+from crossrail.deep_ep.given import Inputs, no_rows
 from crossrail.deep_ep.layouts import aligned_counts
 from crossrail.deep_ep.pool import PAYLOADS, Kind, Machine, Made, Pool
 from crossrail.deep_ep.ranks import Ranks
 from crossrail.errors import CrossrailError, MismatchError, TimeoutError, UsageError
 
-__all__ = ["BY_RANKS", "Call", "Steps", "Wanted"]
+__all__ = ["BY_RANKS", "Call", "Dispatches", "Wanted"]
 
 BY_RANKS = 2
 """`Call.routed` where only which rank gets which token is known."""
@@ -112,7 +112,7 @@ class Wanted:
 
 
 @dataclass
-class Begun:
+class Started:
     """A dispatch that was enqueued, of which expert buffer; the rows of each expert, if the host knows."""
 
     made: Made
@@ -120,7 +120,7 @@ class Begun:
     counts: list[int]
 
 
-class Steps:
+class Dispatches:
     """Dispatches of a buffer. Every rank makes the same ones in the same order.
 
     Usually the ranks' hosts don't talk to each other: a dispatch begins at once, and its kernels tell the hosts, which
@@ -134,7 +134,7 @@ class Steps:
         self._settled: set[tuple[Kind, int]] = set()
         self._last: Kind | None = None
 
-    def dispatch(self, wanted: Wanted) -> Begun:
+    def dispatch(self, wanted: Wanted) -> Started:
         """Raises UsageError for a call that is wrong on another rank, which it names; MismatchError; TimeoutError."""
         self._ranks.step()
         if not wanted.worst and wanted.routed != BY_RANKS:
@@ -147,17 +147,17 @@ class Steps:
             counts = aligned_counts(self._ranks, wanted.per_expert, wanted.alignment)
         return self._begun(wanted, made, counts)
 
-    def prepared(self, given: Given, alignment: Any, *, apart: bool) -> tuple[Kind, Made, Any, bool] | None:
+    def prepared(self, given: Inputs, alignment: Any, *, apart: bool) -> tuple[Kind, Made, Any, bool] | None:
         """The same of tensors as an expert buffer takes them, in one native call: None, before anything is put into
         the stream, for others. `apart`: it is not the stream of the caller's own work. Gives what `RankCalls.dispatch`
         does, and whether no rank has more to say; where one has, `again` is next."""
         x, topk_idx, topk_weights, per_expert = given.x, given.topk_idx, given.topk_weights, given.per_expert
-        say = 2 * int(topk_weights is not None)
+        host_word = 2 * int(topk_weights is not None)
         for kind, made in self._pool.of_rank_layout():
             if made.calls is None:
                 continue
             try:
-                begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, say, apart)
+                begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, host_word, apart)
             except BaseException:  # the other ranks are at a call, and so is this one
                 self._ranks.step()
                 raise
@@ -165,14 +165,14 @@ class Steps:
                 self._ranks.step()
                 self._last = kind
                 told: Any = begun[6]
-                return kind, made, begun, all(word == say for word in told[1])
+                return kind, made, begun, all(word == host_word for word in told[1])
         return None
 
-    def _begun(self, wanted: Wanted, made: Made, counts: list[int] | None = None) -> Begun:
+    def _begun(self, wanted: Wanted, made: Made, counts: list[int] | None = None) -> Started:
         """When all have agreed."""
         rows, worst = wanted.rows, wanted.worst or None
         result = made.buffer.dispatch(*rows, "rank", expert_alignment=wanted.alignment, max_rows=worst)
-        return Begun(made, result, counts or result.count_list or [])
+        return Started(made, result, counts or result.count_list or [])
 
     def _agreed(self, wanted: Wanted) -> Made:
         """The expert buffer for a dispatch that begins when all ranks have said what they want: the first of its kind;
@@ -190,7 +190,7 @@ class Steps:
             self._settled.add((kind, worst))
         return self._pool.rank_layout(kind, most, wanted.num_sms)
 
-    def _at_once(self, wanted: Wanted, made: Made) -> Begun:
+    def _at_once(self, wanted: Wanted, made: Made) -> Started:
         """A dispatch that begins before the ranks have said what they want.
 
         A rank with more tokens than there is room for begins without any, so that the others' end well, and has them
@@ -198,19 +198,19 @@ class Steps:
         """
         kind, alignment, fits = wanted.kind, wanted.alignment, wanted.tokens <= made.max_tokens
         rows = wanted.rows if fits else no_rows(kind, self._machine.device)
-        say = 2 * wanted.routed + (0 if fits else LISTEN)
-        result = self._machine.dispatch(made, rows, alignment, say, counted=True)
-        if all(word == say for word in result.said) and fits:
-            return Begun(made, result, result.count_list)
-        said = result.said
+        host_word = 2 * wanted.routed + (0 if fits else LISTEN)
+        result = self._machine.dispatch(made, rows, alignment, host_word, counted=True)
+        if all(word == host_word for word in result.host_words) and fits:
+            return Started(made, result, result.count_list)
+        said = result.host_words
         del result
         return self.again(wanted, said)
 
-    def again(self, wanted: Wanted, said: list[int]) -> Begun:
+    def again(self, wanted: Wanted, said: list[int]) -> Started:
         """The dispatch once more, when all ranks have said what they want. `said`: by their hosts, in the first one,
         whose result nobody holds any more."""
         kind = wanted.kind
-        lost = [rank for rank, word in enumerate(said) if word == UNHEARD]
+        lost = [rank for rank, word in enumerate(said) if word == NO_REPORT]
         most = self._heard(Call.of(kind, wanted.routed, 0, wanted.tokens, int(bool(lost))), kind)
         if lost:
             detail = f"rank {lost[0]} did not come in time"

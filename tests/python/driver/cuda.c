@@ -27,7 +27,7 @@ unsigned long long calls_push, calls_pop, calls_current, calls_owner, calls_capt
 int in_capture;
 
 // From offsets.cpp.
-extern const size_t at_tokens, at_say, at_count_word, at_said_host, bytes_of_dispatch, bytes_of_combine;
+extern const size_t at_tokens, at_host_word, at_count_word, at_host_words, bytes_of_dispatch, bytes_of_combine;
 
 // Arguments of the last dispatch and of the last combine, read by the test.
 unsigned char last_dispatch[1 << 12], last_combine[1 << 12];
@@ -174,8 +174,8 @@ Code cuFuncGetAttribute(int *value, int attribute, Handle function) { return *va
 Code cuFuncSetAttribute(Handle function, int attribute, int value) { return 0; }
 // A dispatch of one rank with one expert for each token, as far as the host waits for it.
 static void tell_counts(const unsigned char *arguments) {
-    uint64_t word = *(const uint64_t *)(arguments + at_count_word), said = *(const uint64_t *)(arguments + at_said_host);
-    if (said) *(uint32_t *)said = *(const uint32_t *)(arguments + at_say);
+    uint64_t word = *(const uint64_t *)(arguments + at_count_word), said = *(const uint64_t *)(arguments + at_host_words);
+    if (said) *(uint32_t *)said = *(const uint32_t *)(arguments + at_host_word);
     if (word) *(volatile uint64_t *)word = 1ull << 32 | *(const uint32_t *)(arguments + at_tokens);
 }
 void tell_late(void) {

@@ -3,8 +3,8 @@
 
 use crossrail_cuda::Stream;
 use crossrail_ep_cuda::{
-    DeviceBuffer, DeviceHandle, Enqueued, EpCombineArgs, EpCommon, EpDispatchArgs, Layout, RankDispatch, RegionLease,
-    Shape, Split, UNHEARD,
+    DeviceBuffer, DeviceHandle, Enqueued, EpCombineArgs, EpCommon, EpDispatchArgs, Layout, NO_REPORT, RankDispatch,
+    RegionLease, Shape, Split,
 };
 use crossrail_kernels::ep as kernels;
 use crossrail_types::Result;
@@ -348,7 +348,7 @@ fn dispatch_rank(
         out_counts: counts,
         out_offsets: offsets,
         max_rows: region.view().most_rows,
-        say: buffer.rank(),
+        host_word: buffer.rank(),
         stats,
         ..input
     };
@@ -358,9 +358,9 @@ fn dispatch_rank(
     let count = sent.count.clone().expect("it was asked for");
     let handle = finish(sent, gpu);
     let (rows, by_expert) = count.wait(LIMIT).expect("counts");
-    for (rank, said) in (0..).zip(count.said()) {
+    for (rank, said) in (0..).zip(count.host_words()) {
         let expected =
-            if buffer.masked().contains(&rank) || !buffer.connected().contains(&rank) { UNHEARD } else { rank };
+            if buffer.masked().contains(&rank) || !buffer.connected().contains(&rank) { NO_REPORT } else { rank };
         assert_eq!(said, expected, "what rank {rank} said");
     }
     let ends = gpu.read_all::<i64>(offsets, ranks + 1);

@@ -89,7 +89,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
         if (!takes_rows(start, rank)) continue;
         if (SLOTS) {
             u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
-            st_relaxed_sys_u64(word, tagged(epoch, args.say));
+            st_relaxed_sys_u64(word, tagged(epoch, args.host_word));
         }
         u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_TABLE + epoch % EP_DEPTH);
         st_relaxed_sys_u64(word, tagged(epoch, flags << SOURCE_FLAGS | c.tokens));

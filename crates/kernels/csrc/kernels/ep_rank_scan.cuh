@@ -160,7 +160,7 @@ __device__ __forceinline__ void announce_to(const Dispatch &dispatch, const Scan
         header.region = dispatch.args.region;
         header.tokens = common.tokens;
         header.flags = dispatch.args.cached ? EP_CACHED : 0;
-        header.said = dispatch.args.say;
+        header.host_word = dispatch.args.host_word;
     }
     if (!dispatch.args.cached) {
         for (u32 i = lane_of(); i < EP_R; i += LANES) at<u32>(to + common.heap.announce_rows + 4 * i) = shared.counts[i];
@@ -298,10 +298,10 @@ __device__ __forceinline__ void tell_counts(const Dispatch &dispatch, const Scan
     for (u32 rank = lane_of(); args.out_offsets != 0 && rank <= EP_R; rank += LANES) {
         at<u64>(args.out_offsets + 8 * rank) = at<const u32>(dispatch.offsets() + 4 * rank);
     }
-    for (u32 rank = lane_of(); args.said_host != 0 && rank < EP_R; rank += LANES) {
+    for (u32 rank = lane_of(); args.host_words != 0 && rank < EP_R; rank += LANES) {
         bool came = (shared.flags[rank] & CAME) != 0;
-        u32 said = came ? at<const EpAnnounceHeader>(dispatch.announced(rank)).said : EP_UNHEARD;
-        at<u32>(args.said_host + 4 * rank) = said;
+        u32 said = came ? at<const EpAnnounceHeader>(dispatch.announced(rank)).host_word : EP_NO_REPORT;
+        at<u32>(args.host_words + 4 * rank) = said;
     }
     __syncwarp();
     if (lane_of() == 0 && args.count_word != 0) {

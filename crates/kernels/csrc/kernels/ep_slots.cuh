@@ -138,11 +138,11 @@ __device__ __forceinline__ void report_counts(const EpDispatchArgs &args, const 
     for (u32 rank = threadIdx.x; args.out_offsets != 0 && rank <= EP_R; rank += EP_THREADS) {
         at<u64>(args.out_offsets, rank) = at<u32>(c.handle + c.parts.offsets, rank);
     }
-    for (u32 rank = threadIdx.x; args.said_host != 0 && rank < EP_R; rank += EP_THREADS) {
+    for (u32 rank = threadIdx.x; args.host_words != 0 && rank < EP_R; rank += EP_THREADS) {
         u64 word = word_at(c, c.base, rank, EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
         bool came = !(start.lost >> rank & 1);
         u64 seen = came ? await_tagged(c, word, rank, EP_STAGE_ANNOUNCE, epoch) : 0;
-        at<u32>(args.said_host, rank) = is_tagged(seen, epoch) ? static_cast<u32>(seen) : EP_UNHEARD;
+        at<u32>(args.host_words, rank) = is_tagged(seen, epoch) ? static_cast<u32>(seen) : EP_NO_REPORT;
     }
     __syncthreads();
     u32 rows = at<u32>(c.handle + c.parts.offsets, EP_R);

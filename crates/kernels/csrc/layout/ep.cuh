@@ -23,7 +23,7 @@ constexpr u64 EP_LINE = 128;
 constexpr u32 EP_WORD_TABLE = 0;
 
 // Control word: epoch of the dispatch whose announcement is complete. With slots: epoch << 32 |
-// `EpDispatchArgs::say`. Double-buffered by epoch.
+// `EpDispatchArgs::host_word`. Double-buffered by epoch.
 constexpr u32 EP_WORD_ANNOUNCE = 4;
 
 // Control word: epoch of the dispatch whose rows are all there. Double-buffered by epoch.
@@ -85,8 +85,8 @@ constexpr u32 EP_WEIGHTED = 1;
 // Flag of an announcement: the routing of an earlier dispatch is repeated.
 constexpr u32 EP_CACHED = 2;
 
-// In place of a rank's `say` if the rank timed out.
-constexpr u32 EP_UNHEARD = 4294967295;
+// In place of a rank's `host_word` if the rank timed out.
+constexpr u32 EP_NO_REPORT = 4294967295;
 
 // Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not
 // reached.
@@ -313,8 +313,8 @@ struct EpAnnounceHeader {
     u32 tokens;
     // EP_WEIGHTED, EP_CACHED.
     u32 flags;
-    // `EpDispatchArgs::say` of the announcing rank.
-    u32 said;
+    // `EpDispatchArgs::host_word` of the announcing rank.
+    u32 host_word;
 };
 
 static_assert(sizeof(EpAnnounceHeader) == 16, "EpAnnounceHeader");
@@ -415,7 +415,7 @@ struct EpCommon {
 static_assert(sizeof(EpCommon) == 456, "EpCommon");
 
 // Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
-// buffer sets everything up to `say`, the buffer what follows.
+// buffer sets everything up to `host_word`, the buffer what follows.
 struct EpDispatchArgs {
     // Arguments of every launch.
     EpCommon common;
@@ -458,16 +458,16 @@ struct EpDispatchArgs {
     u32 x_fp8;
     // Bytes of an expert id: 4 or 8.
     u32 idx_bytes;
-    // Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not
-    // EP_UNHEARD.
-    u32 say;
+    // Rank layout: a number for the hosts of the other ranks, which get it where `host_words` is given. Not
+    // EP_NO_REPORT.
+    u32 host_word;
     // Rank layout: a pinned u64 that becomes epoch << 32 | rows; or 0.
     u64 count_word;
     // Rank layout: a pinned i32[El] that gets the counts before `count_word` is written; or 0.
     u64 count_host;
-    // Rank layout: a pinned u32[R] that gets each rank's `say`, EP_UNHEARD for a rank that timed out, before
+    // Rank layout: a pinned u32[R] that gets each rank's `host_word`, EP_NO_REPORT for a rank that timed out, before
     // `count_word` is written; or 0.
-    u64 said_host;
+    u64 host_words;
     // u64[blocks][EP_MARKS] that gets the times of the launch; or 0. Only kernels compiled with marks read it.
     u64 marks;
     // Rank layout: index of the region that this rank's rows are written to.

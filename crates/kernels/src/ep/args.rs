@@ -27,7 +27,7 @@ constants! {
     /// epoch.
     EP_WORD_TABLE: u32 = 0;
     /// Control word: epoch of the dispatch whose announcement is complete. With slots: epoch << 32 |
-    /// `EpDispatchArgs::say`. Double-buffered by epoch.
+    /// `EpDispatchArgs::host_word`. Double-buffered by epoch.
     EP_WORD_ANNOUNCE: u32 = 4;
     /// Control word: epoch of the dispatch whose rows are all there. Double-buffered by epoch.
     EP_WORD_SENT: u32 = 6;
@@ -69,8 +69,8 @@ constants! {
     EP_WEIGHTED: u32 = 1;
     /// Flag of an announcement: the routing of an earlier dispatch is repeated.
     EP_CACHED: u32 = 2;
-    /// In place of a rank's `say` if the rank timed out.
-    EP_UNHEARD: u32 = 0xffffffff;
+    /// In place of a rank's `host_word` if the rank timed out.
+    EP_NO_REPORT: u32 = 0xffffffff;
     /// Number of times that a block can note in a launch, for measurements: nanoseconds of the GPU's clock; 0: not
     /// reached.
     EP_MARKS: u32 = 16;
@@ -268,8 +268,8 @@ layouts! {
         tokens: u32,
         /// EP_WEIGHTED, EP_CACHED.
         flags: u32,
-        /// `EpDispatchArgs::say` of the announcing rank.
-        said: u32,
+        /// `EpDispatchArgs::host_word` of the announcing rank.
+        host_word: u32,
     }
     /// An entry of the ring of faults, in pinned host memory.
     EpFault {
@@ -355,7 +355,7 @@ layouts! {
         max_tokens: u32,
     }
     /// Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
-    /// buffer sets everything up to `say`, the buffer what follows.
+    /// buffer sets everything up to `host_word`, the buffer what follows.
     EpDispatchArgs {
         /// Arguments of every launch.
         common: EpCommon,
@@ -398,16 +398,16 @@ layouts! {
         x_fp8: u32,
         /// Bytes of an expert id: 4 or 8.
         idx_bytes: u32,
-        /// Rank layout: a number for the hosts of the other ranks, which get it where `said_host` is given. Not
-        /// EP_UNHEARD.
-        say: u32,
+        /// Rank layout: a number for the hosts of the other ranks, which get it where `host_words` is given. Not
+        /// EP_NO_REPORT.
+        host_word: u32,
         /// Rank layout: a pinned u64 that becomes epoch << 32 | rows; or 0.
         count_word: u64,
         /// Rank layout: a pinned i32[El] that gets the counts before `count_word` is written; or 0.
         count_host: u64,
-        /// Rank layout: a pinned u32[R] that gets each rank's `say`, EP_UNHEARD for a rank that timed out, before
+        /// Rank layout: a pinned u32[R] that gets each rank's `host_word`, EP_NO_REPORT for a rank that timed out, before
         /// `count_word` is written; or 0.
-        said_host: u64,
+        host_words: u64,
         /// u64[blocks][EP_MARKS] that gets the times of the launch; or 0. Only kernels compiled with marks read it.
         marks: u64,
         /// Rank layout: index of the region that this rank's rows are written to.

@@ -491,7 +491,7 @@ impl DeviceOperation {
             return Err(errors::usage(py, "dispatch", "the counts were not asked for", ""));
         };
         let (rows, experts) = wait::bounded(py, self.patience, |left| count.wait(left.unwrap_or(self.patience)))?;
-        Ok((rows, experts, count.said()))
+        Ok((rows, experts, count.host_words()))
     }
 }
 

@@ -56,7 +56,7 @@ arguments! {
         stats, set_stats: u64 = stats;
         max_rows, set_max_rows: u64 = max_rows;
         expert_alignment, set_expert_alignment: u32 = expert_alignment;
-        say, set_say: u32 = say;
+        host_word, set_host_word: u32 = host_word;
     }
 }
 

@@ -13,8 +13,8 @@ use pyo3::types::{PyList, PyTuple};
 
 use super::device::DeviceEvent;
 use super::expert_sets::{Claim, Ring};
-use super::expert_target::{Begun, Target, finish};
-use super::tensor_kinds::{Given, TensorKinds, is_aligned, some};
+use super::expert_target::{Started, Target, finish};
+use super::tensor_kinds::{Tensor, TensorKinds, is_aligned, some};
 use crate::borrow::lent::Call;
 use crate::borrow::number::Flag;
 
@@ -109,9 +109,9 @@ impl ExpertCalls {
         slf: &Bound<'py, Self>,
         x: &Bound<'py, PyAny>,
         topk_idx: &Bound<'py, PyAny>,
-        topk_weights: Given<'_, 'py>,
-        stats: Given<'_, 'py>,
-        waits: Given<'_, 'py>,
+        topk_weights: Tensor<'_, 'py>,
+        stats: Tensor<'_, 'py>,
+        waits: Tensor<'_, 'py>,
         beside: Flag,
         send_only: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
@@ -144,7 +144,7 @@ impl ExpertCalls {
         let tensors = PyList::new(py, set.set.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
         let answer = frame.answer.bind(py).call1((tensors, &operation, tokens, slf))?;
         let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
-        let begun = Begun::Object(operation);
+        let begun = Started::Object(operation);
         calls.submitted(slf, begun, answer, (&used, Some(&set)), &route, send_only).map(Some)
     }
 
@@ -154,12 +154,12 @@ impl ExpertCalls {
     fn combine<'py>(
         slf: &Bound<'py, Self>,
         y: &Bound<'py, PyAny>,
-        topk_idx: Given<'_, 'py>,
-        topk_weights: Given<'_, 'py>,
+        topk_idx: Tensor<'_, 'py>,
+        topk_weights: Tensor<'_, 'py>,
         handle: &Bound<'py, PyAny>,
         tokens: u32,
-        out: Given<'_, 'py>,
-        waits: Given<'_, 'py>,
+        out: Tensor<'_, 'py>,
+        waits: Tensor<'_, 'py>,
         wire: u32,
         beside: Flag,
         send_only: Flag,
@@ -231,9 +231,9 @@ impl ExpertCalls {
     fn submitted<'py>(
         &self,
         slf: &Bound<'py, Self>,
-        operation: Begun<'py>,
+        operation: Started<'py>,
         answer: Bound<'py, PyAny>,
-        (inputs, set): (&[Given<'_, 'py>], Option<&Claim>),
+        (inputs, set): (&[Tensor<'_, 'py>], Option<&Claim>),
         route: &Route,
         Flag(send_only): Flag,
     ) -> PyResult<Bound<'py, PyTuple>> {

@@ -20,25 +20,25 @@ impl<'py> FromPyObject<'py> for Target {
 
 /// An operation that was enqueued in a stream.
 #[expect(clippy::large_enum_variant, reason = "it lives for a call only, which need not allocate for it")]
-pub(super) enum Begun<'py> {
+pub(super) enum Started<'py> {
     Native(DeviceOperation),
     Object(Bound<'py, PyAny>),
 }
 
-impl<'py> Begun<'py> {
+impl<'py> Started<'py> {
     /// As an object, for who may ask it for more.
     pub(super) fn object(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self {
-            Begun::Native(operation) => Ok(Bound::new(py, operation)?.into_any()),
-            Begun::Object(operation) => Ok(operation),
+            Started::Native(operation) => Ok(Bound::new(py, operation)?.into_any()),
+            Started::Object(operation) => Ok(operation),
         }
     }
 
     /// Behind what was put in so far.
     pub(super) fn event(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self {
-            Begun::Native(operation) => Ok(Bound::new(py, operation.event())?.into_any()),
-            Begun::Object(operation) => operation.call_method0(intern!(py, "event")),
+            Started::Native(operation) => Ok(Bound::new(py, operation.event())?.into_any()),
+            Started::Object(operation) => operation.call_method0(intern!(py, "event")),
         }
     }
 }
@@ -68,12 +68,12 @@ impl Target {
         args: EpDispatchArgs,
         streams: Streams,
         send_only: Flag,
-    ) -> PyResult<Begun<'py>> {
+    ) -> PyResult<Started<'py>> {
         if let Some(native) = self.native(py) {
-            return native.get().begin_dispatch(py, args, streams, send_only).map(Begun::Native);
+            return native.get().begin_dispatch(py, args, streams, send_only).map(Started::Native);
         }
         let call = (DispatchArgs(args), self.stream(py, streams)?, send_only.0);
-        self.0.bind(py).call_method1(intern!(py, "dispatch_expert"), call).map(Begun::Object)
+        self.0.bind(py).call_method1(intern!(py, "dispatch_expert"), call).map(Started::Object)
     }
 
     /// A combine in the expert layout.
@@ -84,12 +84,12 @@ impl Target {
         handle: &Bound<'py, PyAny>,
         streams: Streams,
         send_only: Flag,
-    ) -> PyResult<Begun<'py>> {
+    ) -> PyResult<Started<'py>> {
         if let (Some(native), Ok(handle)) = (self.native(py), handle.cast::<DeviceHandle>()) {
-            return native.get().begin_combine(py, args, handle.get(), streams, send_only).map(Begun::Native);
+            return native.get().begin_combine(py, args, handle.get(), streams, send_only).map(Started::Native);
         }
         let call = (CombineArgs(args), handle, self.stream(py, streams)?, send_only.0);
-        self.0.bind(py).call_method1(intern!(py, "combine_expert"), call).map(Begun::Object)
+        self.0.bind(py).call_method1(intern!(py, "combine_expert"), call).map(Started::Object)
     }
 
     /// The stream, which comes after the other one from now on.

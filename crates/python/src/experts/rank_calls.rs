@@ -13,7 +13,7 @@ use super::device::{DeviceBuffer, DeviceHandle, DeviceOperation};
 use super::device_region::{DeviceRegion, Part};
 use super::expert_sets::{Claim, Ring};
 use super::outputs::{Output, Outputs};
-use super::tensor_kinds::{Given, TensorKinds, is_aligned, some};
+use super::tensor_kinds::{Tensor, TensorKinds, is_aligned, some};
 use crate::borrow::lent::Call;
 use crate::borrow::number::Flag;
 use crate::borrow::stream;
@@ -90,12 +90,12 @@ impl RankCalls {
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         topk_idx: &Bound<'py, PyAny>,
-        topk_weights: Given<'_, 'py>,
-        stats: Given<'_, 'py>,
-        per_expert: Given<'_, 'py>,
+        topk_weights: Tensor<'_, 'py>,
+        stats: Tensor<'_, 'py>,
+        per_expert: Tensor<'_, 'py>,
         max_rows: u64,
         expert_alignment: &Bound<'py, PyAny>,
-        say: u32,
+        host_word: u32,
         apart: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let _call = Call::enter(py);
@@ -110,7 +110,7 @@ impl RankCalls {
         args.stats = some!(kinds.optional(stats, &kinds.i32, &[frame.local])?);
         some!(kinds.optional(per_expert, &kinds.i32, &[frame.experts])?);
         args.expert_alignment = some!(expert_alignment.extract().ok().filter(|alignment| *alignment > 0));
-        (args.max_rows, args.say) = (max_rows, say);
+        (args.max_rows, args.host_word) = (max_rows, host_word);
         let stream = self.follow(py)?;
         let claim = self.counts_in(py, stream, apart)?;
         [args.out_counts, args.out_offsets] = claim.set.addresses.as_slice().try_into().unwrap_or_default();
@@ -141,8 +141,8 @@ impl RankCalls {
         py: Python<'py>,
         y: &Bound<'py, PyAny>,
         handle: &Bound<'py, DeviceHandle>,
-        topk_weights: Given<'_, 'py>,
-        bias: Given<'_, 'py>,
+        topk_weights: Tensor<'_, 'py>,
+        bias: Tensor<'_, 'py>,
     ) -> PyResult<Option<Combined<'py>>> {
         let _call = Call::enter(py);
         let (frame, kinds, handle) = (&self.frame, &self.kinds, handle.get());
@@ -272,7 +272,7 @@ impl RankCalls {
 }
 
 /// One bias, or a list of at most two.
-fn several<'py>(bias: Given<'_, 'py>) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
+fn several<'py>(bias: Tensor<'_, 'py>) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
     let Some(bias) = bias else { return Ok(Some(Vec::new())) };
     let listed = bias.cast::<PyTuple>().is_ok() || bias.cast::<PyList>().is_ok();
     let biases: Vec<_> = if listed { bias.try_iter()?.collect::<PyResult<_>>()? } else { vec![bias.clone()] };

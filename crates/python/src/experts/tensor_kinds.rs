@@ -11,7 +11,8 @@ use crate::borrow::exchange::{Exchange, Seen};
 /// Alignment of rows, in bytes.
 const ROW_UNIT: u64 = 16;
 
-pub(super) type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+/// A tensor of the caller, or none.
+pub(super) type Tensor<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 /// The value, or None for the caller of the closure around it.
 macro_rules! some {
@@ -189,7 +190,7 @@ impl TensorKinds {
     }
 
     /// As `small`, and 0 for None.
-    pub(super) fn optional(&self, tensor: Given<'_, '_>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
+    pub(super) fn optional(&self, tensor: Tensor<'_, '_>, dtype: &Py<PyAny>, shape: &[u32]) -> PyResult<Option<u64>> {
         tensor.map_or(Ok(Some(0)), |tensor| self.small(tensor, dtype, shape))
     }
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crossrail._experts_device import UNHEARD
+from crossrail._experts_device import NO_REPORT
 from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.elastic.expansion import Expansion, aligned, fold, pick
 from crossrail.deep_ep.elastic.handle import EPHandle
@@ -17,11 +17,11 @@ from crossrail.deep_ep.pool import Kind, Machine, Made
 from crossrail.deep_ep.results import kept
 from crossrail.errors import TimeoutError
 
-__all__ = ["Came", "Dispatching", "heard_all", "reduced", "summed_once"]
+__all__ = ["Dispatching", "ReceivedRows", "heard_all", "reduced", "summed_once"]
 
 
 @dataclass
-class Came:
+class ReceivedRows:
     """What a dispatch gives beside the handle."""
 
     rows: Tensor
@@ -29,12 +29,12 @@ class Came:
     topk_idx: Tensor | None
     topk_weights: Tensor | None
 
-    def first(self, count: int) -> Came:
+    def first(self, count: int) -> ReceivedRows:
         """The first `count` rows."""
         if len(self.rows) == count:
             return self
         parts = (self.rows, self.scales, self.topk_idx, self.topk_weights)
-        return Came(*(None if part is None else part[:count] for part in parts))
+        return ReceivedRows(*(None if part is None else part[:count] for part in parts))
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Dispatching:
         *,
         sync: bool,
         expand: bool | None,
-    ) -> tuple[EPHandle, Came]:
+    ) -> tuple[EPHandle, ReceivedRows]:
         """One that routes anew. `sync`: the host waits for the counts; `expand`: None, or whether padding is zeros."""
         made, worst = self.room(self.kind), self.ranks * self.most
         buffer = made.buffer
@@ -67,7 +67,7 @@ class Dispatching:
         result = buffer.dispatch(x, topk_idx, weights, layout="rank", stats=stats, max_rows=bound)
         counts = result.count_list if sync else None
         if sync:
-            heard_all(result.said)
+            heard_all(result.host_words)
         self.turn.gives(result.offsets, result.counts)
         expansion = None
         if expand is not None:
@@ -90,7 +90,7 @@ class Dispatching:
             handle.settle()
         return handle, self._came(buffer, result, weights, expansion, expand)
 
-    def again(self, x: Rows, weights: Tensor | None, handle: EPHandle, zero_padding: bool) -> Came:
+    def again(self, x: Rows, weights: Tensor | None, handle: EPHandle, zero_padding: bool) -> ReceivedRows:
         """One that repeats the routing of `handle`. The received ids stay with the handle once they were asked for."""
         routing, expansion, ids = handle._routing, handle._expansion, handle._recv_topk_idx
         if self.kind == routing.kind and weights is None and (expansion is not None or ids is not None):
@@ -124,15 +124,15 @@ class Dispatching:
         zero_padding: bool | None,
         *,
         repeats: bool = False,
-    ) -> Came:
+    ) -> ReceivedRows:
         """The tensors of a result, which `repeats` a routing and has no ids then."""
         if expansion is None:
             rows, scales, ids, sent = kept(self.machine, self.turn, buffer, result, self.kind, not repeats)
-            return Came(rows, scales, ids, None if weights is None else sent)
+            return ReceivedRows(rows, scales, ids, None if weights is None else sent)
         scales = result.scales
         if self.kind.payload == "ue8m0":
             scales = scales.view(torch().int32)
-        came = Came(
+        came = ReceivedRows(
             expansion.gather(result.x, bool(zero_padding)),
             None if scales is None else expansion.gather(scales, bool(zero_padding)),
             None,
@@ -145,7 +145,7 @@ class Dispatching:
 def heard_all(said: list[int] | None) -> None:
     """Raises TimeoutError that names the first rank that did not come, by what the hosts heard of each."""
     for rank, word in enumerate(said or []):
-        if word == UNHEARD:
+        if word == NO_REPORT:
             detail = f"rank {rank} did not come in time"
             raise TimeoutError(f"dispatch: {detail}", operation="dispatch", detail=detail)
 
