@@ -4,11 +4,15 @@
     remote = cache.remote(described)                                         # what the peer's describe() has said
     remote.pull(blocks, their_blocks, notice=b"request 1").wait()
 
+    receiver = Receiver(context, tensors)                                    # at the receivers
+    spread(context, tensors, [what each receiver.describe() has said])      # at the source, while they receive()
+
 The contract, with what is guaranteed when peers die and blocks are freed: docs/design/kv-caches.md.
 """
 
 from __future__ import annotations
 
 from crossrail.kv._cache import LayerPush, Lease, PagedCache, RemoteCache
+from crossrail.kv._spread import Receiver, Spread, spread
 
-__all__ = ["LayerPush", "Lease", "PagedCache", "RemoteCache"]
+__all__ = ["LayerPush", "Lease", "PagedCache", "Receiver", "RemoteCache", "Spread", "spread"]

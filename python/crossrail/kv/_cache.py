@@ -132,7 +132,7 @@ class PagedCache:
             worker = Description(bytes.fromhex(said["worker"]))
             regions = number(said["regions"])
             shape, identity = Shape.heard(said["shape"], regions), bytes.fromhex(said["id"])
-            keys = _keys(said["keys"], regions) if said["keys"] else None
+            keys = keys_of(said["keys"], regions) if said["keys"] else None
         except (KeyError, TypeError, ValueError):
             raise wrong("remote", f"{len(described)} bytes that are not a cache") from None
         here, there = self._shape.paired(shape, worker.name)
@@ -249,7 +249,7 @@ class RemoteCache:
         """
         said = unpacked("lease", lease, "borrow")
         try:
-            identity, keys = bytes.fromhex(said["id"]), _keys(said["keys"], self._of[1])
+            identity, keys = bytes.fromhex(said["id"]), keys_of(said["keys"], self._of[1])
             blocks = np.frombuffer(bytes.fromhex(said["blocks"]), "<u4")
         except (KeyError, TypeError, ValueError):
             raise wrong("borrow", f"{len(lease)} bytes that are not a lease") from None
@@ -434,7 +434,7 @@ def deregister(regions: Iterable[Region]) -> None:
             region.deregister()
 
 
-def _keys(said: Any, count: int) -> list[RegionKey]:
+def keys_of(said: Any, count: int) -> list[RegionKey]:
     if len(said) != count:
         raise ValueError("keys")
     return [RegionKey.from_bytes(bytes.fromhex(key)) for key in said]

@@ -1,0 +1,437 @@
+"""Weights from one process to many: a receiver reads pieces from the one above it, or passes over it if it is lost."""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from crossrail._arrays import wrong
+from crossrail._native import Context, Description, Endpoint, Move, RegionKey, Request, Worker
+from crossrail.errors import CrossrailError, MismatchError, PeerDeadError, TimeoutError, UsageError
+
+from ._cache import deregister, joined, keys_of, registered
+from ._shape import Holder, Memory, Row, number, packed, unpacked
+
+_ABOVE = 3  # receivers that a receiver may read from, before it reads from the source
+_IN_FLIGHT = 2
+_LOOK_S = 0.1
+
+
+class Spread(NamedTuple):
+    """How a spread went. ``lost`` says why, by name; all of ``reached`` have every byte."""
+
+    reached: list[str]
+    lost: dict[str, str]
+    nbytes: int
+    seconds: float
+
+
+class _Weights:
+    """A worker of its own, and tensors that its peers read."""
+
+    def __init__(self, context: Context, tensors: Sequence[Any], name: str | None, listen: Any, operation: str) -> None:
+        memories = [Memory.of(tensor, f"tensors[{at}]", operation) for at, tensor in enumerate(tensors)]
+        self.sizes = [memory.end - memory.address for memory in memories]
+        if not memories:
+            raise wrong(operation, "no tensors")
+        if any(
+            size != math.prod(memory.shape) * memory.item for size, memory in zip(self.sizes, memories, strict=True)
+        ):
+            raise wrong(operation, "a tensor that is not contiguous")
+        self._keep, self._ranges = memories, joined(memories)
+        self.worker = Worker(context, name=name, listen=listen, admit=True)
+        self._poll = select.poll()
+        self._poll.register(self.worker.event_fd(), select.POLLIN)  # which tells of what comes from now on
+        self._regions = registered(self.worker, self._ranges)
+        base = [next(r for r in enumerate(self._ranges) if r[1][0] <= m.address < r[1][1]) for m in memories]
+        self._places = [(at, memory.address - of[0]) for (at, of), memory in zip(base, memories, strict=True)]
+
+    def describe(self) -> bytes:
+        keys = [bytes(region.key()).hex() for region in self._regions]
+        worker = self.worker.describe([])
+        return packed("weights", worker=worker, sizes=self.sizes, places=self._places, keys=keys)
+
+    def heard(self, data: bytes, operation: str) -> tuple[Description, list[tuple[RegionKey, int]]]:
+        """Whose weights these are, and where each tensor is. Raises MismatchError if they are not as large as ours."""
+        said = unpacked("weights", data, operation)
+        try:
+            worker, keys = Description(bytes.fromhex(said["worker"])), keys_of(said["keys"], len(said["keys"]))
+            places = [(keys[number(key, len(keys))], number(offset)) for key, offset in said["places"]]
+            sizes = list(map(number, said["sizes"]))
+        except (KeyError, TypeError, ValueError):
+            raise wrong(operation, f"{len(data)} bytes that are no weights") from None
+        if sizes != self.sizes or len(places) != len(sizes):
+            at = next((at for at, (a, b) in enumerate(zip(self.sizes, sizes, strict=False)) if a != b), None)
+            here, there = (f"{len(of)} tensors" if at is None else f"{of[at]} bytes" for of in (self.sizes, sizes))
+            which = "" if at is None else f" of tensors[{at}]"
+            detail = f"{here}{which} here, {there} at {worker.name}"
+            raise MismatchError(f"{operation}: {detail}", operation=operation, detail=detail, peer=worker.name)
+        return worker, places
+
+    def own(self) -> list[tuple[Any, int]]:
+        return [(self._regions[at], offset) for at, offset in self._places]
+
+    def rows(self, places: Sequence[tuple[Holder, int]], piece: int) -> list[Row[Holder]]:
+        """The pieces of all tensors, in their order, as strides."""
+        rows: list[Row[Holder]] = []
+        for (holder, offset), size in zip(places, self.sizes, strict=True):
+            count, rest = divmod(size, piece)
+            rows += [(holder, offset, piece, piece, count)] if count else []
+            rows += [(holder, offset + size - rest, rest, rest, 1)] if rest else []
+        return rows
+
+    def pieces(self, piece: int) -> int:
+        return sum(-(-size // piece) for size in self.sizes)
+
+    def look(self) -> list[tuple[str, dict[str, Any]]]:
+        """Waits a moment for something to happen; what peers have said since."""
+        self.worker.progress()
+        self._poll.poll(1000 * _LOOK_S)
+        self.worker.drain_events()
+        heard = []
+        for name, data in self.worker.notices():
+            with suppress(UsageError):
+                heard.append((name, unpacked("spread", data, "spread")))
+        return heard
+
+    def cut(self, name: str) -> None:
+        """Ends the connections with a peer that is lost, which may be stopped in the middle of a read."""
+        for endpoint in self.worker.endpoints():
+            if endpoint.peer == name:
+                with suppress(CrossrailError):
+                    endpoint.close(0)
+
+    def close(self) -> None:
+        """When it returns, nobody reads the tensors any more."""
+        with suppress(CrossrailError):
+            deregister(self._regions)
+            self.worker.close()
+
+
+def _say(endpoint: Endpoint | None, **what: Any) -> None:
+    """Tells a peer; one that is lost is noticed elsewhere."""
+    if endpoint is not None:
+        with suppress(CrossrailError):
+            endpoint.notify(packed("spread", **what))
+
+
+def spread(
+    context: Context,
+    tensors: Sequence[Any],
+    receivers: Iterable[bytes],
+    *,
+    fanout: int = 1,
+    piece: int = 4 << 20,
+    stall: float = 5.0,
+    timeout: float | None = None,
+    name: str | None = None,
+    listen: Any = None,
+) -> Spread:
+    """Copy tensors to all receivers that live, over a chain or a tree of them.
+
+    Receivers read pieces from the one above as soon as that has them; if it is lost, from the next one above, at last
+    from here. Returns when every receiver has every byte or is lost.
+
+    Parameters
+    ----------
+    tensors : sequence
+        Contiguous, on the host or GPUs, as for `PagedCache`. Not to be written to until it returns; GPU work that
+        writes them has finished.
+    receivers : sequence of bytes
+        Of each `Receiver.describe`, in the order of the chain.
+    fanout : int
+        How many read from one: 1 is a chain, which takes as long as one copy; 2 and more a tree, for small tensors.
+    piece : int
+        Bytes of a piece.
+    stall : float
+        A receiver that says nothing for so many seconds is lost. A killed one is noticed at once.
+    timeout : float, optional
+        Receivers that are not complete after so many seconds are lost; CROSSRAIL_TIMEOUT by default.
+    name, listen
+        As for `Worker`.
+
+    Raises
+    ------
+    MismatchError
+        A receiver's tensors are not as many or not as large; nothing was copied.
+    UsageError
+        Two receivers of one name; bytes that are no receiver.
+    """
+    if fanout < 1 or piece < 1 or not stall > 0:
+        raise wrong("spread", f"fanout {fanout}, piece {piece}, stall {stall}")
+    began = time.monotonic()
+    until = began + (context.timeout if timeout is None else timeout)
+    weights = _Weights(context, tensors, name, listen, "spread")
+    try:
+        receivers = list(receivers)
+        names = [weights.heard(described, "spread")[0] for described in receivers]
+        if len({worker.name for worker in names}) < len(names):
+            raise wrong("spread", "receivers of one name", "Receiver(context, tensors, name=...)")
+        source = _Source(weights, stall)
+        for worker, described in zip(names, receivers, strict=True):
+            source.connect(worker, described, until)
+        source.plan(fanout, piece)
+        while source.waiting() and time.monotonic() < until:
+            source.turn()
+        for one in source.waiting():
+            source.lose(one, f"not complete after {time.monotonic() - began:.1f} s: {source.have[one]} of {source.all}")
+        source.end()
+        reached = [one for one in source.peers if one not in source.lost]
+        return Spread(reached, source.lost, sum(weights.sizes), time.monotonic() - began)
+    finally:
+        weights.close()
+
+
+class _Source:
+    """The source's view of its receivers."""
+
+    def __init__(self, weights: _Weights, stall: float) -> None:
+        self.weights, self.stall, self.all = weights, stall, 0
+        self.peers: dict[str, tuple[Endpoint, bytes]] = {}
+        self.have: dict[str, int] = {}
+        self.heard: dict[str, float] = {}
+        self.lost: dict[str, str] = {}
+
+    def connect(self, worker: Description, described: bytes, until: float) -> None:
+        limit = max(0.0, min(self.stall, until - time.monotonic()))
+        try:
+            self.peers[worker.name] = self.weights.worker.connect(worker.address, timeout=limit), described
+        except CrossrailError as error:
+            self.lost[worker.name] = str(error)
+
+    def plan(self, fanout: int, piece: int) -> None:
+        """Tells each receiver whom to read from: those above it, the nearest first, and this process."""
+        self.all, order, own = self.weights.pieces(piece), list(self.peers), self.weights.describe()
+        for at, name in enumerate(order):
+            above: list[bytes] = []
+            one = at // fanout - 1
+            while one >= 0 and len(above) < _ABOVE:
+                above.append(self.peers[order[one]][1])
+                one = one // fanout - 1
+            plan = {"piece": piece, "stall": self.stall, "above": [each.hex() for each in [*above, own]]}
+            self.have[name], self.heard[name] = 0, time.monotonic()
+            _say(self.peers[name][0], do="plan", **plan)
+
+    def waiting(self) -> list[str]:
+        return [name for name in self.peers if name not in self.lost and self.have[name] < self.all]
+
+    def turn(self) -> None:
+        for name, said in self.weights.look():
+            self.heard[name] = time.monotonic()
+            if said.get("do") == "have" and name in self.have and isinstance(said.get("pieces"), int):
+                self.have[name] = said["pieces"]
+            elif said.get("do") == "join":
+                _say(self.weights.worker.peer(name), do="have", pieces=self.all)
+        for name in [name for name in self.peers if name not in self.lost]:
+            if not self.peers[name][0].is_alive:
+                self.lose(name, "it has ended, or its lanes are lost")
+            elif self.have[name] < self.all and time.monotonic() - self.heard[name] > self.stall:
+                self.lose(name, f"it has said nothing for {self.stall:g} s")
+
+    def lose(self, name: str, why: str) -> None:
+        self.lost[name] = why
+        for one, (endpoint, _) in self.peers.items():
+            if one not in self.lost:
+                _say(endpoint, do="lost", name=name)
+
+    def end(self) -> None:
+        """Tells all that it is over: receivers serve those below until then."""
+        requests: dict[str, Request] = {}
+        for name, (endpoint, _) in self.peers.items():
+            with suppress(CrossrailError):
+                requests[name] = endpoint.notify(packed("spread", do="over", lost=self.lost))
+        until = time.monotonic() + self.stall
+        for name in self.peers:
+            with suppress(CrossrailError, KeyError):
+                requests[name].wait(0 if name in self.lost else max(0.0, until - time.monotonic()))
+        for name in self.lost:
+            self.weights.cut(name)
+
+
+class Receiver:
+    """Tensors that a `spread` fills. Makes a worker of its own; for use on one thread.
+
+    Parameters
+    ----------
+    tensors : sequence
+        As many and as large as the source's, contiguous, writable. Their bytes are undefined until `receive` returns.
+    name : str, optional
+        Of the worker; different for each receiver.
+    listen : str or sequence of str, optional
+        As for `Worker`.
+    """
+
+    def __init__(
+        self, context: Context, tensors: Sequence[Any], *, name: str | None = None, listen: Any = None
+    ) -> None:
+        self._weights = _Weights(context, tensors, name, listen, "Receiver")
+        self._timeout = context.timeout
+
+    def describe(self) -> bytes:
+        """What the source needs; it can be sent by any means. Whoever has it may read and write the tensors."""
+        return self._weights.describe()
+
+    def receive(self, timeout: float | None = None) -> dict[str, str]:
+        """Fill the tensors, and pass them on until all are done: the receivers that were lost, and why.
+
+        Raises
+        ------
+        PeerDeadError
+            The source is lost, and bytes are missing.
+        TimeoutError
+            After ``timeout`` seconds, CROSSRAIL_TIMEOUT by default, or earlier if the source takes this end for lost.
+        """
+        limit = self._timeout if timeout is None else timeout
+        until = time.monotonic() + limit
+        relay = _Relay(self._weights)
+        try:
+            while relay.over is None:
+                relay.turn()
+                if time.monotonic() > until:
+                    detail = f"{relay.have} of {relay.all} pieces have arrived"
+                    raise TimeoutError(f"receive: {detail}", operation="receive", detail=detail, waited=limit)
+            return relay.over
+        finally:
+            relay.leave()
+
+    def close(self) -> None:
+        """Ends all access to the tensors."""
+        self._weights.close()
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None, /
+    ) -> None:
+        self.close()
+
+
+class _Relay:
+    """A receiver while it reads from above and passes on below."""
+
+    def __init__(self, weights: _Weights) -> None:
+        self.weights = weights
+        self.have = self.all = self.offered = self.piece = 0
+        self.stall, self.said_at = 1.0, 0.0
+        self.above: deque[bytes] = deque()
+        self.below: set[str] = set()
+        self.gone: set[str] = set()
+        self.origin = ""
+        self.source: Endpoint | None = None
+        self.endpoint: Endpoint | None = None
+        self.moves: list[Move] = []
+        self.reading: deque[tuple[Request, int]] = deque()
+        self.over: dict[str, str] | None = None
+
+    def turn(self) -> None:
+        for name, said in self.weights.look():
+            with suppress(KeyError, TypeError, ValueError, AttributeError):
+                self._hear(name, said)
+        if not self.origin or self.over is not None:
+            return
+        if self.source is None or not self.source.is_alive:
+            self._orphaned()
+        elif self.have < self.all:
+            self._read()
+        if time.monotonic() - self.said_at > self.stall / 8:
+            self._tell()
+
+    def _hear(self, name: str, said: dict[str, Any]) -> None:
+        do = said["do"]
+        if do == "plan" and not self.origin:
+            self.piece, self.stall = number(said["piece"]), float(said["stall"])
+            self.all, self.above = self.weights.pieces(self.piece), deque(map(bytes.fromhex, said["above"]))
+            self.origin, self.source = name, self.weights.worker.peer(name)
+        elif do == "join":
+            self.below.add(name)
+            _say(self.weights.worker.peer(name), do="have", pieces=self.have)
+        elif do == "have" and self.endpoint is not None and name == self.endpoint.peer:
+            self.offered = min(number(said["pieces"]), self.all)
+        elif name == self.origin:
+            if do == "lost":
+                self.gone.add(str(said["name"]))
+                if self.endpoint is not None and self.endpoint.peer in self.gone and self.have < self.all:
+                    self._pass_over()
+                self.weights.cut(str(said["name"]))
+            elif do == "over":
+                self.over = {str(one): str(why) for one, why in said["lost"].items()}
+                if self.have < self.all:
+                    detail = f"{name} has given this end up, at {self.have} of {self.all} pieces"
+                    raise TimeoutError(f"receive: {detail}", operation="receive", detail=detail, peer=name)
+
+    def _read(self) -> None:
+        """Finishes what has arrived, starts what is offered; goes one up if the one above is lost."""
+        try:
+            if self.endpoint is None:
+                self._join()
+            while self.reading and self.reading[0][0].is_done():
+                self.reading[0][0].test()
+                self.have = self.reading.popleft()[1]
+                for name in self.below:
+                    _say(self.weights.worker.peer(name), do="have", pieces=self.have)
+                if self.have == self.all:
+                    self._tell()
+            begun = self.have + len(self.reading)
+            while begun < self.offered and len(self.reading) < _IN_FLIGHT:
+                request = self.moves[begun % _IN_FLIGHT].start(rows=range(begun, begun + 1))
+                begun += 1
+                self.reading.append((request, begun))
+            if self.endpoint is not None and not self.endpoint.is_alive:
+                self._pass_over()
+        except CrossrailError as error:
+            if not self.above:
+                raise
+            self._pass_over(error)
+
+    def _join(self) -> None:
+        """Connects to the nearest one above that is left."""
+        worker, places = self.weights.heard(self.above[0], "receive")
+        if worker.name in self.gone:
+            self._pass_over()
+            return
+        endpoint = self.endpoint = self.weights.worker.connect(worker.address, timeout=self.stall / 2)
+        local = self.weights.worker.layout(self.weights.rows(self.weights.own(), self.piece))
+        remote = endpoint.layout(self.weights.rows(places, self.piece))
+        self.moves = [endpoint.prepare("read", local, remote) for _ in range(_IN_FLIGHT)]
+        _say(endpoint, do="join")
+
+    def _pass_over(self, why: CrossrailError | None = None) -> None:
+        """The one above is lost: no more bytes of it come when this returns. The next time another one is joined."""
+        self._drop()
+        self.above.popleft()
+        if not self.above:
+            self._orphaned(why)
+
+    def _orphaned(self, why: CrossrailError | None = None) -> None:
+        name = self.origin
+        if self.have == self.all:
+            self.over = {name: "the source has ended before it said that all are done"}
+            return
+        detail = f"{name} is lost, {self.have} of {self.all} pieces have arrived"
+        raise PeerDeadError(f"receive: {detail}", operation="receive", detail=detail, peer=name) from why
+
+    def _drop(self) -> None:
+        if self.endpoint is not None:
+            with suppress(CrossrailError):
+                self.endpoint.close(0)
+        for request, _ in self.reading:
+            with suppress(CrossrailError):
+                request.cancel()
+                request.wait(self.stall / 2)
+        self.endpoint, self.offered = None, 0
+        self.reading.clear()
+        self.moves = []
+
+    def _tell(self) -> None:
+        self.said_at = time.monotonic()
+        _say(self.source, do="have", pieces=self.have)
+
+    def leave(self) -> None:
+        self._drop()
