@@ -7,11 +7,6 @@ use std::sync::{Mutex, PoisonError};
 
 use crossrail_locks::PerProcess;
 
-use crossrail_transport::{Copy, List};
-
-/// Most pieces of each side of one call (UIO_MAXIOV).
-const PIECES_MAX: usize = 1024;
-
 /// A peer's process as this process may name it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Process(libc::pid_t);
@@ -44,61 +39,6 @@ impl Process {
         };
         all(call, local.cast_mut(), remote, len).map_err(|e| refusal("process_vm_writev", &e))
     }
-}
-
-impl Process {
-    /// Copies `len` bytes between rows of ours and rows of the other process, each list from its own position on.
-    ///
-    /// # Safety
-    /// The rows of `local` must be addresses that are valid, for writing when `copy` is `Pull`.
-    pub(crate) unsafe fn rows(
-        self,
-        (local, at): (&List, u64),
-        (remote, from): (&List, u64),
-        len: u64,
-        copy: Copy,
-    ) -> Result<(), String> {
-        let (mut mine, mut theirs) = (Vec::with_capacity(PIECES_MAX), Vec::with_capacity(PIECES_MAX));
-        let mut done = 0;
-        while done < len {
-            let most = pieces(&mut mine, (local, at + done), len - done);
-            let most = most.min(pieces(&mut theirs, (remote, from + done), most));
-            let name = match copy {
-                Copy::Pull => "process_vm_readv",
-                Copy::Push => "process_vm_writev",
-            };
-            let (m, n) = (mine.len() as libc::c_ulong, theirs.len() as libc::c_ulong);
-            // SAFETY: by the contract; the kernel checks the remote rows, and moves no more than the shorter side.
-            let moved = unsafe {
-                match copy {
-                    Copy::Pull => libc::process_vm_readv(self.0, mine.as_ptr(), m, theirs.as_ptr(), n, 0),
-                    Copy::Push => libc::process_vm_writev(self.0, mine.as_ptr(), m, theirs.as_ptr(), n, 0),
-                }
-            };
-            match u64::try_from(moved) {
-                Ok(moved) if moved > 0 && moved <= most => done += moved,
-                Ok(_) => return Err(format!("{name}: moved {moved} of {most} bytes")),
-                Err(_) => match io::Error::last_os_error() {
-                    error if error.kind() == io::ErrorKind::Interrupted => {}
-                    error => return Err(refusal(name, &error)),
-                },
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The pieces of a list from a position on, as many as one call takes, at most `len` bytes; how many they are.
-fn pieces(out: &mut Vec<libc::iovec>, (list, from): (&List, u64), len: u64) -> u64 {
-    out.clear();
-    let (mut cursor, mut left) = (list.cursor(from), len);
-    while out.len() < PIECES_MAX
-        && let Some((at, len)) = cursor.piece(left)
-    {
-        out.push(libc::iovec { iov_base: at as usize as *mut libc::c_void, iov_len: len as usize });
-        left -= len;
-    }
-    len - left
 }
 
 fn all(call: impl Fn(&libc::iovec, &libc::iovec) -> isize, local: *mut u8, remote: u64, len: usize) -> io::Result<()> {

@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, List, Step, Window};
+use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind};
 
 use crate::cma::Process;
@@ -225,21 +225,6 @@ impl Direct for ShmLane {
             // SAFETY: handed on.
             Some(slot) => unsafe { self.step_shared(slot, job, &remote, budget) },
         }
-    }
-
-    unsafe fn copy_rows(
-        &mut self,
-        local: (&List, u64),
-        remote: (&List, u64),
-        len: u64,
-        copy: Copy,
-    ) -> Result<(), String> {
-        if !self.wire.peer_is_there() {
-            // Its PID may belong to another process by now.
-            return Err("the peer's process is gone".into());
-        }
-        // SAFETY: by the contract; the kernel checks the remote rows.
-        unsafe { self.process.clone()?.rows(local, remote, len, copy) }
     }
 
     fn stop(&mut self, slot: u32) -> bool {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_transport::{
-    Direct, Lane, LaneCaps, LaneError, LaneStats, Loan, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
+    Direct, Lane, LaneCaps, LaneError, LaneStats, List, Loan, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
 };
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
@@ -36,10 +36,17 @@ const WHOLE_MAX: usize = 16 << 10;
 /// Bytes copied at a time however small the budget.
 const SMALLEST_COPY: usize = 4 << 10;
 
+/// Where a payload goes.
+enum Target {
+    Flat(*mut u8),
+    /// To rows, from that byte of the list on.
+    Rows(Arc<List>, u64),
+}
+
 /// A frame on its way out of the ring.
 struct Arriving {
     frame: Frame,
-    dst: *mut u8,
+    target: Target,
     /// Bytes wanted of it, and bytes gone through.
     len: usize,
     at: usize,
@@ -57,14 +64,33 @@ impl Arriving {
     fn new(frame: Frame, place: Place) -> Result<Option<Arriving>, LaneError> {
         match place {
             Place::Into { dst, len, grant, token } => {
-                Ok(Some(Arriving { frame, dst, len: len.min(frame.len), at: 0, grant, token: Some(token) }))
+                Ok(Some(Arriving::to(frame, Target::Flat(dst), len, grant, Some(token))))
             }
-            Place::Discard => {
-                Ok(Some(Arriving { frame, dst: std::ptr::null_mut(), len: 0, at: 0, grant: None, token: None }))
+            Place::Rows { list, from, len, grant, token } => {
+                Ok(Some(Arriving::to(frame, Target::Rows(list, from), len, grant, Some(token))))
             }
+            Place::Discard => Ok(Some(Arriving::to(frame, Target::Flat(std::ptr::null_mut()), 0, None, None))),
             Place::Wait => Ok(None),
             Place::Refuse(why) => Err(LaneError::Protocol(why)),
-            Place::Rows { .. } => Err(LaneError::Protocol("this lane places no rows".to_owned())),
+        }
+    }
+
+    #[inline]
+    fn to(frame: Frame, target: Target, len: usize, grant: Option<Arc<Loan>>, token: Option<u64>) -> Arriving {
+        Arriving { frame, target, len: len.min(frame.len), at: 0, grant, token }
+    }
+
+    /// Copies the next `len` bytes.
+    ///
+    /// # Safety
+    /// The target must be writable for `self.len` bytes, of which `self.at + len` are not more.
+    #[inline]
+    unsafe fn copy(&self, len: usize) {
+        match &self.target {
+            // SAFETY: by the contract; the frame has at least `self.len` bytes.
+            Target::Flat(dst) => unsafe { self.frame.copy_to(dst.wrapping_add(self.at), self.at, len) },
+            // SAFETY: as above.
+            Target::Rows(list, from) => unsafe { self.frame.copy_to_rows(list, from + self.at as u64, self.at, len) },
         }
     }
 }
@@ -122,7 +148,7 @@ impl ShmLane {
                 whole_max: WHOLE_MAX,
                 counts: true,
                 direct: true,
-                lists: false,
+                lists: true,
             },
             producer: Producer::new(&parts.control, side)?,
             consumer: Consumer::new(&parts.control, 1 - side)?,
@@ -270,9 +296,9 @@ impl ShmLane {
         let permit = arriving.grant.as_ref().map(|grant| grant.enter());
         let revoked = matches!(permit, Some(None));
         if wanted > 0 && !revoked {
-            // SAFETY: the sink vouches for `arriving.len` writable bytes at `dst` while the permit is held, which
-            // is no more than the frame has; at + wanted is within both.
-            unsafe { frame.copy_to(arriving.dst.wrapping_add(arriving.at), arriving.at, wanted) };
+            // SAFETY: the sink vouches for `arriving.len` writable bytes while the permit is held; at + wanted is not
+            // more.
+            unsafe { arriving.copy(wanted) };
         }
         drop(permit);
         arriving.at += len;

@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crossrail_transport::{LaneError, Payload};
+use crossrail_transport::{LaneError, List, Payload};
 use crossrail_types::Head;
 
 use crate::atomics::AtomicU64;
@@ -191,7 +191,7 @@ impl Producer {
         } else {
             // SAFETY: the payload is valid for `len` bytes while the permit is held; `dst` as above, and it is
             // memory that the consumer does not read before the slot says so.
-            unsafe { copy::bytes(dst, payload.ptr, payload.len) };
+            unsafe { payload.read(0, payload.len, dst) };
         }
         self.byte_next = end;
         Ok(true)
@@ -202,6 +202,9 @@ fn put_inline(slot: &Slot, payload: &Payload) {
     if payload.len == 0 {
         return;
     }
+    if payload.list.is_some() {
+        return put_rows_inline(slot, payload);
+    }
     match &payload.grant {
         // SAFETY: no grant: the memory outlives the call.
         None => unsafe { put_words(slot, payload.ptr, payload.len) },
@@ -211,6 +214,18 @@ fn put_inline(slot: &Slot, payload: &Payload) {
             None => store_words(slot, [0; 3]),
         },
     }
+}
+
+/// [`put_inline`] of bytes of a list.
+#[cold]
+fn put_rows_inline(slot: &Slot, payload: &Payload) {
+    let mut words = [0; 3];
+    let permit = payload.grant.as_ref().map(|grant| grant.enter());
+    if !matches!(permit, Some(None)) {
+        // SAFETY: valid while the permit is held; the caller has checked that `words` has as many bytes.
+        unsafe { payload.read(0, payload.len, words.as_mut_ptr().cast()) };
+    }
+    store_words(slot, words);
 }
 
 /// # Safety
@@ -286,6 +301,22 @@ impl Frame {
             // peer may change the bytes meanwhile: then garbage arrives, as it could have sent in the first place.
             unsafe { copy::bytes(dst, self.bytes.wrapping_add(at), len) };
         }
+    }
+
+    /// [`Frame::copy_to`] into rows, from byte `from` of the list on.
+    ///
+    /// # Safety
+    /// The rows must be writable there for `len` bytes, and the rest as for `copy_to`.
+    pub(crate) unsafe fn copy_to_rows(&self, list: &List, from: u64, at: usize, len: usize) {
+        let mut words = [0u64; 3];
+        let mut src = self.bytes.wrapping_add(at);
+        if self.len <= INLINE {
+            // SAFETY: by the contract; `len` <= 24, the bytes of `words`.
+            unsafe { self.copy_to(words.as_mut_ptr().cast(), at, len) };
+            src = words.as_ptr().cast();
+        }
+        // SAFETY: by the contract; `src` has `len` bytes, which a hostile peer may change meanwhile, as in `copy_to`.
+        unsafe { list.copy_in(from, src, len as u64) };
     }
 }
 

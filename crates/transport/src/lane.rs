@@ -408,24 +408,6 @@ pub trait Direct {
     /// `job.local` must be valid for `job.len` bytes, for writing when `job.copy` is `Pull`.
     #[allow(unsafe_code)]
     unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step;
-    /// Copies `len` bytes between our rows and the peer's, whose addresses are those of its own process, each list from its
-    /// own position on.
-    ///
-    /// # Safety
-    /// The rows of `local` must be addresses that are valid, for writing when `copy` is `Pull`.
-    ///
-    /// # Errors
-    /// Why it cannot; bytes may have been copied.
-    #[allow(unsafe_code)]
-    unsafe fn copy_rows(
-        &mut self,
-        _local: (&List, u64),
-        _remote: (&List, u64),
-        _len: u64,
-        _copy: Copy,
-    ) -> Result<(), String> {
-        Err("the lane copies no rows".to_owned())
-    }
     /// Stops both ends from claiming more of `slot`; true when no piece is being copied any longer.
     fn stop(&mut self, slot: u32) -> bool;
     /// Gives the cursor back. Only its owner, after `Done` or a `stop` that returned true.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crossrail_cuda_ipc::{Link, RowsCopy};
 use crossrail_proto as proto;
 use crossrail_sight::trace::What;
-use crossrail_transport::{Copy, Direct, DirectKind, Job, List, Step, copy_between};
+use crossrail_transport::{Copy, Direct, Job, List, Step, copy_between};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
@@ -103,14 +103,12 @@ impl GpuPair {
     }
 }
 
-/// Rows of host memory.
+/// Rows of host memory, those of the peer mapped here.
 struct HostPair {
     own: Arc<List>,
     theirs: Arc<List>,
     /// Where the copy begins in both.
     from: u64,
-    /// Those of the peer are mapped here.
-    mapped: bool,
 }
 
 impl HostPair {
@@ -118,22 +116,13 @@ impl HostPair {
     ///
     /// # Safety
     /// As [`Direct::step`], for our rows.
-    unsafe fn step(&self, direct: &mut dyn Direct, job: &mut Job) -> Step {
+    unsafe fn step(&self, job: &mut Job) -> Step {
         let len = COPY_BUDGET.min(job.len - job.moved) as u64;
         let at = self.from + job.moved as u64;
         let (own, theirs) = ((&*self.own, at), (&*self.theirs, at));
-        match (self.mapped, job.copy) {
-            // SAFETY: by the contract; the peer's rows stay mapped while its view does. It may write there meanwhile.
-            (true, Copy::Pull) => unsafe { copy_between(own, theirs, len) },
-            // SAFETY: as above.
-            (true, Copy::Push) => unsafe { copy_between(theirs, own, len) },
-            (false, copy) => {
-                // SAFETY: by the contract.
-                if let Err(why) = unsafe { direct.copy_rows(own, theirs, len, copy) } {
-                    return Step::Failed(why);
-                }
-            }
-        }
+        let (to, from) = if job.copy == Copy::Pull { (own, theirs) } else { (theirs, own) };
+        // SAFETY: by the contract; the peer's rows stay mapped while its view does. It may write there meanwhile.
+        unsafe { copy_between(to, from, len) };
         job.moved += len as usize;
         if job.moved == job.len { Step::Done } else { Step::Moved(len as usize) }
     }
@@ -306,8 +295,8 @@ impl DirectCopies {
         } else {
             let direct = lane.and_then(|lane| context.polled.direct(lane));
             view.zip(direct).and_then(|(view, direct)| {
-                let (own, (theirs, kind)) = (view.list.clone(), view.theirs(direct)?);
-                Some(Pair::Host(HostPair { own, theirs, from: base, mapped: kind == DirectKind::Mapped }))
+                let (own, theirs) = (view.list.clone(), view.theirs(direct)?);
+                Some(Pair::Host(HostPair { own, theirs, from: base }))
             })
         };
         let (Some(lane), Some(pair)) = (lane, pair) else {
@@ -409,7 +398,7 @@ impl DirectCopies {
         // `len` bytes until the copy ends, which it does before `Done`, `Released` or `deregister` return.
         let step = unsafe {
             match &active.pair {
-                Some(Pair::Host(pair)) => pair.step(direct, &mut active.job),
+                Some(Pair::Host(pair)) => pair.step(&mut active.job),
                 _ => direct.step(&mut active.job, COPY_BUDGET),
             }
         };

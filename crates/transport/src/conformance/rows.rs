@@ -113,10 +113,17 @@ impl Sink for Ranges {
 struct Pair {
     a: (Box<dyn Lane>, Ranges),
     b: (Box<dyn Lane>, Ranges),
+    frames: Vec<usize>,
 }
 
 /// Lengths of frames: in the middle of rows, at their ends, over many.
 const SIZES: [usize; 9] = [1, 99, 101, 2304, 2317, 70_000, 8, 1_000_003, 250_000];
+
+/// Those lengths, each as so many frames as the lane needs for it.
+fn frames(sizes: &[usize], max_payload: usize) -> Vec<usize> {
+    let cut = |size: usize| (0..size).step_by(max_payload).map(move |at| max_payload.min(size - at));
+    sizes.iter().flat_map(|size| cut(*size)).collect()
+}
 
 impl Pair {
     /// `None`, reported, where the lanes take no lists.
@@ -128,9 +135,10 @@ impl Pair {
         let mut from = Ranges::new(&a.label, 0x1000);
         let mut outgoing = Table::new(all, [100, 7]);
         outgoing.fill(&pattern(7, outgoing.list.bytes() as usize));
-        (from.outgoing, from.queue) = (Some(outgoing), SIZES.iter().copied().collect());
+        let frames = frames(&SIZES, a.lane.caps().max_payload);
+        (from.outgoing, from.queue) = (Some(outgoing), frames.iter().copied().collect());
         let to = Ranges::new(&b.label, all);
-        Some(Pair { a: (a.lane, from), b: (b.lane, to) })
+        Some(Pair { a: (a.lane, from), b: (b.lane, to), frames })
     }
 
     fn drive(&mut self, budget: usize, done: impl Fn(&Pair) -> bool) {
@@ -151,7 +159,7 @@ impl Pair {
     }
 
     fn is_through(&self) -> bool {
-        self.a.1.sent == SIZES.len() && self.b.1.placed == SIZES.len()
+        self.a.1.sent == self.frames.len() && self.b.1.placed == self.frames.len()
     }
 
     /// Bytes of the frames, as they were sent and as they arrived.
@@ -194,19 +202,23 @@ fn recalled(a: End, b: End, sends: bool) {
     let loan = Arc::new(Loan::default());
     let lent = if sends { &mut pair.a.1.loan } else { &mut pair.b.1.loan };
     *lent = Some(loan.clone());
-    // In the middle of the longest frame.
-    let before: usize = SIZES[..7].iter().sum();
-    pair.drive(1, |pair| pair.b.0.stats().rx_bytes > before as u64 + 50_000);
+    // In the middle of the longest, or of the frames that it takes.
+    let shorter = &SIZES[..7];
+    let (before, first) = (shorter.iter().sum::<usize>(), frames(shorter, pair.a.0.caps().max_payload).len());
+    pair.drive(1, |pair| pair.b.0.stats().rx_bytes > before as u64 + 50_000 || sends && pair.a.1.sent > first);
+    let (lane, sink) = (&mut pair.b.0, &mut pair.b.1);
+    lane.poll(sink, 1, true).unwrap_or_else(|error| panic!("{}: {error}", sink.label));
     if !loan.recall() {
         pair.drive(1 << 20, |_| loan.is_returned());
     }
-    assert!(pair.a.1.sent < SIZES.len(), "{}: all was sent before the recall", pair.a.1.label);
+    let (sent, placed, all) = (pair.a.1.sent, pair.b.1.placed, pair.frames.len());
+    assert!(if sends { sent < all } else { placed < all }, "{}: all was over before the recall", pair.a.1.label);
     if let Some(table) = if sends { pair.a.1.outgoing.as_mut() } else { Some(&mut pair.b.1.incoming) } {
         table.memory.fill(POISON_BYTE);
     }
-    let wire = (SIZES.iter().sum::<usize>() + SIZES.len() * HEAD_LEN) as u64;
+    let wire = (SIZES.iter().sum::<usize>() + all * HEAD_LEN) as u64;
     pair.drive(1 << 20, |pair| pair.b.0.stats().rx_bytes == wire);
-    assert_eq!(pair.b.1.heads, SIZES.len(), "{}: frames", pair.b.1.label);
+    assert_eq!(pair.b.1.heads, all, "{}: frames", pair.b.1.label);
     if !sends {
         let touched = pair.b.1.incoming.memory.iter().position(|byte| *byte != POISON_BYTE);
         assert_eq!(touched, None, "{}: written after it was returned", pair.b.1.label);

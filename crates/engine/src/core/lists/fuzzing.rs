@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossrail_proto::{Access, RegionRef, Regions as _};
-use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Index, Job, List, Step, Stride, Window};
+use crossrail_transport::{Descriptor, Direct, DirectKind, Index, Job, List, Step, Stride, Window};
 use crossrail_types::EndpointId;
 
 use super::hosted::{Hosted, Shown, Where};
@@ -37,7 +37,7 @@ impl Direct for FakeDirect {
     }
 
     fn reach(&mut self, _remote: &Descriptor, _len: usize) -> Result<DirectKind, String> {
-        Ok(DirectKind::Cma)
+        Ok(DirectKind::Mapped)
     }
 
     fn open(&mut self, _len: usize) -> Option<u32> {
@@ -46,10 +46,6 @@ impl Direct for FakeDirect {
 
     unsafe fn step(&mut self, _job: &mut Job, _budget: usize) -> Step {
         Step::Done
-    }
-
-    unsafe fn copy_rows(&mut self, _: (&List, u64), _: (&List, u64), _: u64, _: Copy) -> Result<(), String> {
-        Ok(())
     }
 
     fn stop(&mut self, _slot: u32) -> bool {
@@ -189,7 +185,7 @@ impl Fuzzed {
             let of: Vec<_> = regions.iter().filter(|(one, _)| self.hosted.over(*one).contains(&region)).collect();
             assert!(of.iter().all(|(one, _)| self.regions.is_live(*one)));
             expect_inside(&view.list, |at, end| of.iter().any(|(_, (low, high))| *low <= at && end <= *high));
-            if let Some((theirs, DirectKind::Mapped)) = view.theirs(&mut self.direct) {
+            if let Some(theirs) = view.theirs(&mut self.direct) {
                 assert!(theirs.fits(&view.list));
                 let low = self.direct.0.as_ptr() as u64;
                 expect_inside(&theirs, |at, end| low <= at && end <= low + POOL as u64);
@@ -273,9 +269,9 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let stride = |region, at, len, stride, count| RegionStride { region, stride: Stride { at, len, stride, count } };
     let rows = wire::put_rows(&keys, &[stride(0, 0, 64, 128, 8), stride(1, 32, 64, 64, 8)]);
     let uneven = wire::put_rows(&keys, &[stride(1, 9, 100, 200, 3), stride(0, 4095, 1, u64::MAX, 4)]);
-    let memory = |len| vec![Reachable { descriptor: [5; 24], base: 1 << 20, len }];
-    let mapped = TheirRows { mapped: true, memory: memory(4096), strides: vec![stride(0, 0, 64, 256, 16)] };
-    let copied = TheirRows { mapped: false, memory: memory(1 << 30), strides: vec![stride(0, 5, 64, 64, 16)] };
+    let memory = |len| vec![Reachable { descriptor: [5; 24], len }];
+    let mapped = TheirRows { memory: memory(4096), strides: vec![stride(0, 0, 64, 256, 16)] };
+    let too_long = TheirRows { memory: memory(1 << 30), strides: vec![stride(0, 5, 64, 64, 16)] };
     let view = |index, theirs: Option<(u32, Index)>| wire::put_view(&ViewOf { rows: 1, index, theirs });
     let some = |rows: &[u32]| Index::Some(rows.into());
     let repeated = Index::Repeated { block: [3, 1].into(), step: 8, repeats: 2 };
@@ -302,7 +298,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             "repeated",
             [
                 mail(0, 1, &rows),
-                mail(1, 2, &wire::put_theirs(&copied)),
+                mail(1, 2, &wire::put_theirs(&too_long)),
                 mail(2, 3, &view(repeated.clone(), Some((2, repeated)))),
                 mail(4, 9, b"behind"),
                 access(3, Some(9), 256),

@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use crossrail_cuda_ipc::Link;
 use crossrail_gpu::Device;
 use crossrail_proto as proto;
-use crossrail_transport::{Direct, DirectKind, Index, List, Rows, Stride, Window};
+use crossrail_transport::{Direct, Index, List, Rows, Stride, Window};
 use crossrail_types::EndpointId;
 use proto::{Access, RegionFault, RegionRef};
 
@@ -61,7 +61,6 @@ struct Theirs {
 #[derive(Debug)]
 struct FoundRows {
     rows: Arc<Rows>,
-    kind: DirectKind,
     /// What keeps them mapped.
     _windows: Vec<Arc<dyn Any + Send + Sync>>,
 }
@@ -107,16 +106,15 @@ impl View {
         Ok(Some((list, theirs.clone())))
     }
 
-    /// The same bytes in the peer's memory: addresses of this process where it maps them, otherwise the peer's own.
-    /// `None`: they cannot be reached.
-    pub(in crate::core) fn theirs(&self, direct: &mut dyn Direct) -> Option<(Arc<List>, DirectKind)> {
+    /// The same bytes in the peer's memory, by addresses at which this process maps them. `None`: it cannot.
+    pub(in crate::core) fn theirs(&self, direct: &mut dyn Direct) -> Option<Arc<List>> {
         let (theirs, index) = self.theirs.as_ref()?;
         let found = theirs.found.get_or_init(|| find_rows(&theirs.told, direct)).as_ref()?;
         let list = self.found.get_or_init(|| {
             let list = List::new(found.rows.clone(), index.clone())?;
             list.fits(&self.list).then(|| Arc::new(list))
         });
-        Some((list.clone()?, found.kind))
+        list.clone()
     }
 }
 
@@ -133,33 +131,23 @@ fn map_rows(told: &TheirRows, link: &mut Link, ordinal: u32) -> Result<Option<Fo
             None => return Ok(None),
         }
     }
-    let place =
-        |s: &RegionStride| Stride { at: (windows[s.region as usize].ptr as u64).wrapping_add(s.stride.at), ..s.stride };
-    let rows = Rows::new(told.strides.iter().map(place).collect()).ok_or("no rows")?;
-    let _windows = windows.into_iter().map(|window| window.keep).collect();
-    Ok(Some(FoundRows { rows: Arc::new(rows), kind: DirectKind::CudaIpc, _windows }))
+    placed(told, windows).ok_or_else(|| "no rows".to_owned()).map(Some)
 }
 
 fn find_rows(told: &TheirRows, direct: &mut dyn Direct) -> Option<FoundRows> {
     let mut windows: Vec<Window> = Vec::new();
-    if told.mapped {
-        for of in &told.memory {
-            windows.push(direct.map(&of.descriptor, usize::try_from(of.len).ok()?).ok()??);
-        }
-    } else {
-        // What could be mapped can be reached by the process's addresses, too, where anything can.
-        let mut kinds = told.memory.iter().map(|of| direct.reach(&of.descriptor, usize::try_from(of.len).ok()?).ok());
-        let any = kinds.try_fold(false, |any, kind| Some(any | (kind? == DirectKind::Cma)))?;
-        any.then_some(())?;
+    for of in &told.memory {
+        windows.push(direct.map(&of.descriptor, usize::try_from(of.len).ok()?).ok()??);
     }
-    let place = |s: &RegionStride| {
-        let of = s.region as usize;
-        let base = windows.get(of).map_or(told.memory[of].base, |window| window.ptr as u64);
-        Stride { at: base.wrapping_add(s.stride.at), ..s.stride }
-    };
-    let rows = Rows::new(told.strides.iter().map(place).collect())?;
-    let kind = if told.mapped { DirectKind::Mapped } else { DirectKind::Cma };
-    Some(FoundRows { rows: Arc::new(rows), kind, _windows: windows.into_iter().map(|window| window.keep).collect() })
+    placed(told, windows)
+}
+
+/// Rows in memory of the peer that is mapped.
+fn placed(told: &TheirRows, windows: Vec<Window>) -> Option<FoundRows> {
+    let place =
+        |s: &RegionStride| Stride { at: (windows[s.region as usize].ptr as u64).wrapping_add(s.stride.at), ..s.stride };
+    let rows = Arc::new(Rows::new(told.strides.iter().map(place).collect())?);
+    Some(FoundRows { rows, _windows: windows.into_iter().map(|window| window.keep).collect() })
 }
 
 /// What an entry is for.

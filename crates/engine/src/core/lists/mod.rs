@@ -137,6 +137,7 @@ impl Core {
             true => Operation::Write { key, offset: from, imm: Some(imm.unwrap_or(0)) },
             false => Operation::Read { key, offset: from },
         };
+        let paired = view[2].is_some();
         let mails = outbox.outstanding(view.iter().flatten().filter_map(|told| told.mail));
         let then = match behind {
             Some(id) => Some(Then::Forget(id)),
@@ -148,7 +149,7 @@ impl Core {
         let cost = behind.map_or(0, |_| cost(notice.len()));
         self.transfers.begin_or_wait(
             endpoint,
-            Waiting { op, operation, mails, notice: behind.map(|id| (id, notice)), cost, ordered: false },
+            Waiting { op, operation, mails, notice: behind.map(|id| (id, notice)), cost, ordered: false, paired },
         );
         self.transfers.settle(endpoint);
         Ok(op)
@@ -251,14 +252,20 @@ impl Transfers {
     fn notify(&mut self, endpoint: EndpointId, bytes: Vec<u8>) -> OpId {
         let cost = cost(bytes.len());
         let (op, operation) = self.put_mail(endpoint, OpKind::Notice, (Sort::Notice, 0), bytes);
-        self.begin_or_wait(endpoint, Waiting { op, operation, mails: Vec::new(), notice: None, cost, ordered: true });
+        self.begin_or_wait(
+            endpoint,
+            Waiting { op, operation, mails: Vec::new(), notice: None, cost, ordered: true, paired: false },
+        );
         op
     }
 
     fn untell(&mut self, endpoint: EndpointId, dropped: &[(Sort, u32)], mails: Vec<OpId>) {
         let (op, operation) = self.put_mail(endpoint, OpKind::Write, (Sort::Drop, 0), wire::put_drop(dropped));
         self.data.tables.operations.detach(op);
-        self.begin_or_wait(endpoint, Waiting { op, operation, mails, notice: None, cost: 0, ordered: false });
+        self.begin_or_wait(
+            endpoint,
+            Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false },
+        );
     }
 
     /// Tells the peer how many of its notices were taken, if it is time.
@@ -287,11 +294,11 @@ impl Transfers {
     }
 
     fn begin(&mut self, endpoint: EndpointId, waiting: Waiting) {
-        let Waiting { op, operation, notice, ordered, .. } = waiting;
+        let Waiting { op, operation, notice, ordered, paired, .. } = waiting;
         if let Some((id, bytes)) = notice
             && let Some(mail) = self.mail(endpoint, Sort::Behind, id, bytes)
         {
-            let waiting = Waiting { op, operation, mails: vec![mail], notice: None, cost: 0, ordered: false };
+            let waiting = Waiting { op, operation, mails: vec![mail], notice: None, cost: 0, ordered: false, paired };
             if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
                 peer.outbox.wait(waiting);
             }
@@ -307,7 +314,7 @@ impl Transfers {
         }
         let len = entry.len() as u64;
         let gpu = entry.part().is_some_and(|part| part.gpu.is_some());
-        let offer = self.offer_pair(endpoint, len, gpu);
+        let offer = if paired { self.offer_pair(endpoint, len, gpu) } else { None };
         if gpu
             && offer.is_some()
             && let Some(entry) = self.data.tables.operations.op_mut(op)
@@ -371,15 +378,14 @@ impl Transfers {
             return None;
         }
         let direct = self.polled.direct(lane)?;
+        // Only what it can map. By the kernel (CMA) one end would copy it all and pin each page, which takes longer than
+        // two copies at two ends.
         let describe = |(base, len): &(u64, u64)| {
             let (descriptor, kind) = direct.describe(*base as *const u8, usize::try_from(*len).ok()?)?;
-            Some((Reachable { descriptor, base: *base, len: *len }, kind))
+            (kind == DirectKind::Mapped).then_some(Reachable { descriptor, len: *len })
         };
-        let found: Vec<_> = memory.iter().map(describe).collect::<Option<_>>()?;
-        // All in one way: by the process's addresses, if not all can be mapped.
-        let mapped = found.iter().all(|(_, kind)| *kind == DirectKind::Mapped);
-        let memory = found.into_iter().map(|(of, _)| of).collect();
-        Some(TheirRows { mapped, memory, strides: strides.to_vec() })
+        let memory = memory.iter().map(describe).collect::<Option<_>>()?;
+        Some(TheirRows { memory, strides: strides.to_vec() })
     }
 }
 
@@ -393,11 +399,11 @@ fn reachable_on_gpu(
     let link = transfers.data.gpu.link(&transfers.data.tables, endpoint).ok()?;
     let describe = |(base, len): &(u64, u64)| {
         let (descriptor, _) = link.describe(*base as *const u8, usize::try_from(*len).ok()?)?;
-        Some(Reachable { descriptor, base: *base, len: *len })
+        Some(Reachable { descriptor, len: *len })
     };
     let memory = memory.iter().map(describe).collect::<Option<_>>()?;
     transfers.pass_notes(endpoint);
-    Some(TheirRows { mapped: true, memory, strides: strides.to_vec() })
+    Some(TheirRows { memory, strides: strides.to_vec() })
 }
 
 impl Tables {

@@ -29,6 +29,8 @@ pub(super) struct Waiting {
     pub(super) cost: u64,
     /// It is a notice, which must not overtake another.
     pub(super) ordered: bool,
+    /// The peer was told of rows of ours, between which and its own it can copy.
+    pub(super) paired: bool,
 }
 
 /// See the module. Part of a peer's entry.

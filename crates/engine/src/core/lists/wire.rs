@@ -44,7 +44,7 @@ pub(crate) const NOTICE_EXTRA: u64 = 64;
 
 const KEY_LEN: usize = 24;
 const STRIDE_LEN: usize = 36;
-const THEIRS_LEN: usize = 40;
+const THEIRS_LEN: usize = 32;
 
 /// What a mail brings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,8 +129,6 @@ impl Named {
 pub(crate) struct Reachable {
     /// For the lane's [`Direct`](crossrail_transport::Direct).
     pub(crate) descriptor: Descriptor,
-    /// Its address in the writer's process.
-    pub(crate) base: u64,
     /// Bytes.
     pub(crate) len: u64,
 }
@@ -138,8 +136,6 @@ pub(crate) struct Reachable {
 /// Rows of the writer's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TheirRows {
-    /// The reader can map all of it.
-    pub(crate) mapped: bool,
     pub(crate) memory: Vec<Reachable>,
     pub(crate) strides: Vec<RegionStride>,
 }
@@ -251,11 +247,9 @@ pub(crate) fn read_rows(bytes: &[u8]) -> Option<(Vec<proto::RegionKey>, Vec<Regi
 
 /// [`Sort::Theirs`].
 pub(crate) fn put_theirs(rows: &TheirRows) -> Vec<u8> {
-    let mut out = vec![u8::from(rows.mapped)];
-    out.extend((rows.memory.len() as u64).to_le_bytes());
-    for Reachable { descriptor, base, len } in &rows.memory {
+    let mut out = (rows.memory.len() as u64).to_le_bytes().to_vec();
+    for Reachable { descriptor, len } in &rows.memory {
         out.extend(descriptor);
-        out.extend(base.to_le_bytes());
         out.extend(len.to_le_bytes());
     }
     put_strides(&mut out, &rows.strides);
@@ -265,19 +259,17 @@ pub(crate) fn put_theirs(rows: &TheirRows) -> Vec<u8> {
 /// Reads it; `None`: it is not one, or rows are outside their memory.
 pub(crate) fn read_theirs(bytes: &[u8]) -> Option<TheirRows> {
     let mut reader = Reader(bytes);
-    let [mapped] = reader.array::<1>()?;
     let count = reader.count(THEIRS_LEN)?;
     let mut memory = Vec::with_capacity(count);
     for _ in 0..count {
-        memory.push(Reachable { descriptor: reader.array()?, base: reader.long()?, len: reader.long()? });
+        memory.push(Reachable { descriptor: reader.array()?, len: reader.long()? });
     }
     let strides = reader.strides(memory.len())?;
     let inside = |s: &RegionStride| is_inside(&s.stride, memory[s.region as usize].len);
-    let rows = TheirRows { mapped: mapped != 0, strides, memory: Vec::new() };
-    if !rows.strides.iter().all(inside) || memory.iter().any(|of| of.base.checked_add(of.len).is_none()) {
+    if !strides.iter().all(inside) {
         return None;
     }
-    reader.end(TheirRows { memory, ..rows })
+    reader.end(TheirRows { memory, strides })
 }
 
 /// [`Sort::View`].
@@ -379,8 +371,8 @@ mod tests {
         assert!((0..rows.len()).all(|len| read_rows(&rows[..len]).is_none()));
         assert_eq!(read_rows(&put_rows(&keys, &[stride(2)])), None, "a region that is not there");
 
-        let memory = vec![Reachable { descriptor: [5; 24], base: 4096, len: 44 }];
-        let theirs = TheirRows { mapped: true, memory, strides: vec![stride(0)] };
+        let memory = vec![Reachable { descriptor: [5; 24], len: 44 }];
+        let theirs = TheirRows { memory, strides: vec![stride(0)] };
         assert_eq!(read_theirs(&put_theirs(&theirs)), Some(theirs.clone()));
         let shorter = vec![Reachable { len: 43, ..theirs.memory[0] }];
         assert_eq!(read_theirs(&put_theirs(&TheirRows { memory: shorter, ..theirs })), None);
