@@ -65,11 +65,29 @@ fn drive(
     plan: LatencyPlan,
     progress: &mut Progress,
 ) -> Result<Samples> {
+    let mut last = None;
+    let samples = timed(session, plan, progress, |session, progress| {
+        last = Some(round_trip(session, out, into, last.take(), plan.size, progress)?);
+        Ok(())
+    })?;
+    if let Some(last) = last {
+        session.finish(last, progress)?;
+    }
+    Ok(samples)
+}
+
+/// Times round trips after those of the warm-up. A sample is half a round trip, or the mean of several such.
+pub(crate) fn timed(
+    session: &mut Session<'_>,
+    plan: LatencyPlan,
+    progress: &mut Progress,
+    mut round_trip: impl FnMut(&mut Session<'_>, &mut Progress) -> Result<()>,
+) -> Result<Samples> {
     let clock_us = clock_us();
-    let (mut quickest_us, mut last) = (f64::INFINITY, None);
+    let mut quickest_us = f64::INFINITY;
     for _ in 0..plan.warmup {
         let began = Instant::now();
-        last = Some(round_trip(session, out, into, last, plan.size, progress)?);
+        round_trip(session, progress)?;
         let now = Instant::now();
         quickest_us = quickest_us.min(now.duration_since(began).as_secs_f64() * 1e6);
         session.advance(progress, 1, now)?;
@@ -82,7 +100,7 @@ fn drive(
     while left > 0 {
         let trips = left.min(batch);
         for _ in 0..trips {
-            last = Some(round_trip(session, out, into, last, plan.size, progress)?);
+            round_trip(session, progress)?;
         }
         left -= trips;
         let now = Instant::now();
@@ -91,21 +109,13 @@ fn drive(
         // Reporting progress is not part of the next sample.
         from = Instant::now();
     }
-    if let Some(last) = last {
-        session.finish(last, progress)?;
-    }
     session.mark(progress)?;
-    Ok(Samples {
-        size: plan.size,
-        samples_us,
-        batch,
-        clock_us,
-        bytes_per_sample: plan.size.saturating_mul(batch) as u64,
-    })
+    let bytes_per_sample = plan.size.saturating_mul(batch) as u64;
+    Ok(Samples { size: plan.size, samples_us, batch, clock_us, bytes_per_sample })
 }
 
 /// Number of round trips per sample such that two clock reads cost at most 1 % of the fastest.
-pub(crate) fn batch_for(clock_us: f64, quickest_us: f64) -> usize {
+fn batch_for(clock_us: f64, quickest_us: f64) -> usize {
     (200.0 * clock_us / quickest_us).ceil().clamp(1.0, 64.0) as usize
 }
 

@@ -1,12 +1,10 @@
 //! Round trips of one-sided writes.
 
-use std::time::Instant;
-
 use crossrail::{Region, RegionKey};
 use crossrail_types::Result;
 
 use crate::area::Area;
-use crate::latency::batch_for;
+use crate::latency::timed;
 use crate::session::{Flight, POLL_INTERVAL, Progress, Role, Session, clock_us, flight};
 use crate::{LatencyPlan, Samples};
 
@@ -29,7 +27,7 @@ pub fn write_latency(session: &mut Session<'_>, plan: LatencyPlan) -> Result<Sam
     ends.verified(session, 0)?;
     let progress = &mut Progress::new(plan.warmup + plan.iters);
     let samples = match session.role {
-        Role::Driver => ends.drive(session, plan, progress)?,
+        Role::Driver => timed(session, plan, progress, |session, progress| ends.round_trip(session, progress))?,
         Role::Echo => {
             for _ in 0..plan.warmup + plan.iters {
                 ends.echo(session, progress)?;
@@ -57,42 +55,6 @@ struct Ends {
 }
 
 impl Ends {
-    fn drive(&mut self, session: &mut Session<'_>, plan: LatencyPlan, progress: &mut Progress) -> Result<Samples> {
-        let clock_us = clock_us();
-        let mut quickest_us = f64::INFINITY;
-        for _ in 0..plan.warmup {
-            let began = Instant::now();
-            self.round_trip(session, progress)?;
-            let now = Instant::now();
-            quickest_us = quickest_us.min(now.duration_since(began).as_secs_f64() * 1e6);
-            session.advance(progress, 1, now)?;
-        }
-        session.mark(progress)?;
-        let batch = batch_for(clock_us, quickest_us);
-        let mut samples_us = Vec::with_capacity(plan.iters.div_ceil(batch));
-        let mut left = plan.iters;
-        let mut from = Instant::now();
-        while left > 0 {
-            let trips = left.min(batch);
-            for _ in 0..trips {
-                self.round_trip(session, progress)?;
-            }
-            left -= trips;
-            let now = Instant::now();
-            samples_us.push(now.duration_since(from).as_secs_f64() * 1e6 / (2 * trips) as f64);
-            session.advance(progress, trips, now)?;
-            from = Instant::now();
-        }
-        session.mark(progress)?;
-        Ok(Samples {
-            size: plan.size,
-            samples_us,
-            batch,
-            clock_us,
-            bytes_per_sample: plan.size.saturating_mul(batch) as u64,
-        })
-    }
-
     #[inline]
     fn round_trip(&mut self, session: &mut Session<'_>, progress: &mut Progress) -> Result<()> {
         let ping = self.write(session)?;
