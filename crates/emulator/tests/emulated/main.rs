@@ -1,6 +1,7 @@
 //! Kernels on emulated GPUs: what they compute, in many orders; and kernels broken on purpose, which must be caught.
 #![allow(unsafe_code)]
 
+mod by_rank;
 mod copies;
 mod duplicates;
 mod elastic;
