@@ -201,7 +201,7 @@ deny: rust
 
 # The published engines' own Python, which is installed into target/engines.
 engines: build
-	$(call say,engines: SGLang's own connections over the modules nixl and mooncake)
+	$(call say,engines: vLLM's and SGLang's own connections over the modules nixl and mooncake)
 	$(BIN)/python -m pytest --quiet tests/engines
 
 # Another seed each time; the seed is printed, and FUZZ_SEED=N runs it again. Without link-time optimization, which takes

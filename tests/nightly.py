@@ -58,7 +58,7 @@ PARTS = (
     Part("chaos-ranks", "ranks that are killed, stopped and replaced", 1200, {"CHAOS_SECONDS": 400}, "CHAOS_SEED"),
     Part("growth", "memory after thousands of cycles of everything", 1200, {"GROWTH_SECONDS": 120}),
     Part("test-pages", "pages in a browser", 400),
-    Part("engines", "SGLang's own connections over the modules nixl and mooncake", 300),
+    Part("engines", "vLLM's and SGLang's own connections over the modules nixl and mooncake", 300),
 )
 
 

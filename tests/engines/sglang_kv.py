@@ -1,10 +1,11 @@
 """One end of SGLang's own KV transfer: `sglang_kv.py SITE BACKEND ROLE PORT ROOMS`.
 
-SITE is a folder with the published package; its classes for BACKEND (nixl or mooncake) run unchanged, with numpy arrays
-as caches. The prefill end has the bootstrap server and sends chunks of pages of a known content for every request of
-ROOMS, as `0,1,2`; the decode end compares every byte of its caches, those of pages that nobody asked for included.
-A request with `!` is one whose decode end is killed: both say when they are ready for that, and the prefill end waits
-for a line before it sends. What the scheduler would have published of its configuration is `CONFIG`.
+SITE is a folder with the published package, where it is found; its classes for BACKEND (nixl or mooncake) run
+unchanged, with numpy arrays as caches. The prefill end has the bootstrap server and sends chunks of pages of a known
+content for every request of ROOMS, as `0,1,2`; the decode end compares every byte of its caches, those of pages that
+nobody asked for included. A request with `!` is one whose decode end is killed: both say when they are ready for
+that, and the prefill end waits for a line before it sends. What the scheduler would have published of its
+configuration is `CONFIG`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class Config(SimpleNamespace):
 
 def sglang() -> tuple[ModuleType, Any, Any]:
     """The modules of the backend and of what it is given, and the kinds of ends."""
-    sys.path.insert(0, SITE)
     # The package's own __init__ patches transformers.
     package = ModuleType("sglang")
     package.__path__ = [str(Path(SITE) / "sglang")]
