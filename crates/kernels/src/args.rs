@@ -24,12 +24,6 @@ macro_rules! constants {
 constants! {
     /// Threads of a block of the copying kernels: 8 warps.
     COPY_THREADS: u32 = 256;
-    /// Bytes that a warp of `crossrail_copy` copies at a time.
-    COPY_PART: u64 = 16384;
-    /// Bytes of one stage of `crossrail_copy_bulk`, in shared memory.
-    BULK_STAGE: u32 = 16384;
-    /// Stages of a block of `crossrail_copy_bulk`.
-    BULK_STAGES: u32 = 12;
     /// Threads of a block of `crossrail_rows`: 12 warps, which have 48 KiB of loads in flight.
     ROWS_THREADS: u32 = 384;
     /// Outcome of a wait: the flag has reached the value.
@@ -156,15 +150,6 @@ layouts! {
         part: u64,
         /// Units that a warp takes at a time: 1 to 32.
         batch: u64,
-    }
-    /// Arguments of `crossrail_copy` and `crossrail_copy_bulk`.
-    CopyArgs {
-        /// Destination address.
-        dst: u64,
-        /// Source address.
-        src: u64,
-        /// Length in bytes.
-        len: u64,
     }
     /// Arguments of `crossrail_put`.
     PutArgs {

@@ -7,10 +7,7 @@ use crossrail_cuda::nvrtc::{Compiled, Compiler, Source};
 use crossrail_cuda::{Context, Function, Grid, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::args::{
-    BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FlagAwaitArgs, FlagWriteArgs, PutArgs, ROWS_THREADS,
-    RowsArgs, UnpackArgs,
-};
+use crate::args::{COPY_THREADS, FlagAwaitArgs, FlagWriteArgs, PutArgs, ROWS_THREADS, RowsArgs, UnpackArgs};
 use crate::rows::ROWS_WARPS;
 use crate::sources;
 
@@ -22,17 +19,14 @@ const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 const PUT_LEAST_PART: u64 = 512;
 /// The longest put that is one block's: what its threads have under way at once.
 const PUT_ONE_BLOCK: u64 = 32 << 10;
-const BULK_SHARED: u32 = BULK_STAGE * BULK_STAGES;
-/// More than what `crossrail_copy_bulk` has of shared memory beside its stages: its barriers.
-const BULK_OWN: u32 = 1024;
+/// The most that a warp of `crossrail_put` takes.
+const PUT_MOST_PART: u64 = 16384;
 
 /// The kernels, compiled for and loaded on one GPU. Usable from any thread.
 #[derive(Debug)]
 pub struct Kernels {
     unpack: Function,
     rows: Function,
-    copy: Function,
-    copy_bulk: Option<Function>,
     put: Function,
     flag_write: Function,
     flag_await: Function,
@@ -57,17 +51,9 @@ impl Kernels {
             Ok(module)
         };
         let flag = load(&sources::FLAG)?;
-        // Some newer GPUs, for desktops, have bulk copies but not that much shared memory.
-        let bulk = sources::has_bulk(arch) && context.device().shared_memory()? >= BULK_SHARED + BULK_OWN;
-        let copy_bulk = bulk.then(|| load(&sources::COPY_BULK)?.function("crossrail_copy_bulk")).transpose()?;
-        if let Some(function) = &copy_bulk {
-            function.allow_shared(BULK_SHARED)?;
-        }
         Ok(Kernels {
             unpack: load(&sources::UNPACK)?.function("crossrail_unpack")?,
             rows: load(&sources::ROWS)?.function("crossrail_rows")?,
-            copy: load(&sources::COPY)?.function("crossrail_copy")?,
-            copy_bulk,
             put: load(&sources::PUT)?.function("crossrail_put")?,
             flag_write: flag.function("crossrail_flag_write")?,
             flag_await: flag.function("crossrail_flag_await")?,
@@ -81,19 +67,14 @@ impl Kernels {
         &self.compiled
     }
 
-    /// The most blocks that a launch of `unpack` or `copy` makes use of.
+    /// The most blocks that a launch of `unpack` makes use of.
     pub fn most_blocks(&self) -> u32 {
         BLOCKS_PER_MULTIPROCESSOR.saturating_mul(self.multiprocessors)
     }
 
-    /// How many multiprocessors the GPU has: the most blocks that a launch of `put` or `copy_bulk` makes use of.
+    /// How many multiprocessors the GPU has: the most blocks that a launch of `put` makes use of.
     pub fn multiprocessors(&self) -> u32 {
         self.multiprocessors
-    }
-
-    /// Whether the GPU has bulk copies, and the shared memory for them; where not, [`Kernels::copy_bulk`] is [`Kernels::copy`].
-    pub fn has_bulk(&self) -> bool {
-        self.copy_bulk.is_some()
     }
 
     /// Puts in: every piece of the list goes to its place. `blocks`: how many to use, `None` for as many as help.
@@ -139,44 +120,6 @@ impl Kernels {
         unsafe { self.rows.launch(stream, grid, args) }
     }
 
-    /// Puts in: a copy by `blocks` blocks, `None` for as many as help. An empty copy is nothing.
-    ///
-    /// # Safety
-    /// Both areas must stay valid until this is done; nobody may write `src`, or touch `dst`, meanwhile. They must
-    /// not overlap.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Usage`] for 0 blocks; a failed call.
-    pub unsafe fn copy(&self, stream: &Stream, args: &CopyArgs, blocks: Option<u32>) -> Result<()> {
-        let useful = args.len.div_ceil(COPY_PART * WARPS);
-        let Some(blocks) = block_count("copy", useful, blocks, self.most_blocks())? else { return Ok(()) };
-        // SAFETY: the kernel takes `CopyArgs`; the caller vouches for the rest.
-        unsafe { self.copy.launch(stream, copying(blocks), args) }
-    }
-
-    /// Like [`Kernels::copy`], by bulk copies, which fill links to other GPUs better when all send to all; one block
-    /// takes a multiprocessor's shared memory. Where the GPU has none, or the two ends are not aligned alike (the
-    /// same address modulo 16), it is [`Kernels::copy`]. For device memory.
-    ///
-    /// # Safety
-    /// As there.
-    ///
-    /// # Errors
-    /// As there.
-    pub unsafe fn copy_bulk(&self, stream: &Stream, args: &CopyArgs, blocks: Option<u32>) -> Result<()> {
-        let function = self.copy_bulk.as_ref().filter(|_| (args.dst ^ args.src).is_multiple_of(16));
-        let Some(function) = function else {
-            // SAFETY: the caller vouches for the areas.
-            return unsafe { self.copy(stream, args, blocks) };
-        };
-        let useful = args.len.div_ceil(u64::from(BULK_STAGE));
-        let Some(blocks) = block_count("copy", useful, blocks, self.multiprocessors)? else { return Ok(()) };
-        let grid = Grid { blocks, threads: 32, shared: BULK_SHARED };
-        // SAFETY: the kernel takes `CopyArgs`, and has the shared memory that it counts on; the caller vouches for the
-        // rest.
-        unsafe { function.launch(stream, grid, args) }
-    }
-
     /// Puts in: a copy by `blocks` blocks, `None` for as many as help; then the signal becomes the value. Whoever sees
     /// it there, on any GPU or the host, also sees the bytes, and what the stream did before. No bytes, no signal, or
     /// neither are allowed. It can be captured in a graph.
@@ -184,7 +127,8 @@ impl Kernels {
     /// Without a counter, a put of several blocks and a signal is two launches, which takes somewhat longer.
     ///
     /// # Safety
-    /// As [`Kernels::copy`]; the signal must stay valid until this is done; the counter must be 0, and nobody else's
+    /// Both areas must stay valid until this is done; nobody may write `src`, or touch `dst`, meanwhile. They must
+    /// not overlap. The signal must stay valid until this is done; the counter must be 0, and nobody else's
     /// from when this begins to run until it is done: one for each stream, and one for each put of a graph.
     ///
     /// # Errors
@@ -262,7 +206,7 @@ fn put_shape(args: &PutArgs, most: u32) -> Result<(u64, u64)> {
     }
     let blocks = if args.len <= PUT_ONE_BLOCK { 1 } else { u64::from(most) };
     let part = match args.part {
-        0 => args.len.div_ceil(WARPS * blocks).next_multiple_of(PUT_LEAST_PART).min(COPY_PART),
+        0 => args.len.div_ceil(WARPS * blocks).next_multiple_of(PUT_LEAST_PART).min(PUT_MOST_PART),
         part => part,
     };
     Ok((args.len.div_ceil(part.saturating_mul(WARPS)), part))
@@ -296,7 +240,7 @@ mod tests {
         assert_eq!(shape(32 << 10), (1, 4096));
         assert_eq!(shape((32 << 10) + 1), (9, 512));
         assert_eq!(shape(1 << 20), (128, 1024));
-        assert_eq!(shape(1 << 30), (8192, COPY_PART));
+        assert_eq!(shape(1 << 30), (8192, PUT_MOST_PART));
         for len in (0..40).map(|bits| (1_u64 << bits) + 7) {
             let (blocks, part) = shape(len);
             assert!(blocks * part * WARPS >= len && (blocks - 1) * part * WARPS < len, "{len}");

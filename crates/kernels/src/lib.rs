@@ -3,8 +3,7 @@
 //! ```text
 //! csrc/layout     numbers, and the structs that host and kernels share (written from args.rs)
 //! csrc/ptx        instructions that the language lacks; the name says order and scope
-//! csrc/kernels    unpack: gathers a list of pieces    copy: one copy by few blocks    flag: written and awaited
-//!                 put: a copy and then a signal       copy_bulk: one copy through shared memory (from 9.0 on)
+//! csrc/kernels    unpack: gathers a list of pieces    put: a copy and then a signal    flag: written and awaited
 //!                 rows: rows of a list to rows of another
 //!                 ep_expert, ep_rank: dispatch and combine of expert parallelism, in either layout
 //!                 ep_slots: the rank layout for few tokens    ep_coded: combines with fewer bytes
@@ -24,8 +23,8 @@ mod shared;
 pub mod sources;
 
 pub use args::{
-    BULK_STAGE, BULK_STAGES, COPY_PART, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs,
-    FlagWriteArgs, Piece, PutArgs, ROWS_THREADS, RowStride, RowsArgs, RowsEnd, UnpackArgs, layout,
+    COPY_THREADS, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece, PutArgs, ROWS_THREADS, RowStride,
+    RowsArgs, RowsEnd, UnpackArgs, layout,
 };
 pub use beside::beside;
 pub use launch::Kernels;

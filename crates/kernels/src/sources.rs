@@ -45,11 +45,6 @@ pub const UNPACK: Source<'static> =
     Source { name: "kernels/unpack.cu", text: text!("kernels/unpack.cu"), headers: HEADERS };
 /// Moves the rows of a list to those of another.
 pub const ROWS: Source<'static> = Source { name: "kernels/rows.cu", text: text!("kernels/rows.cu"), headers: HEADERS };
-/// Copies with a given number of blocks.
-pub const COPY: Source<'static> = Source { name: "kernels/copy.cu", text: text!("kernels/copy.cu"), headers: HEADERS };
-/// Copies through bulk copies; from architecture 9.0 on.
-pub const COPY_BULK: Source<'static> =
-    Source { name: "kernels/copy_bulk.cu", text: text!("kernels/copy_bulk.cu"), headers: HEADERS };
 /// Copies, and then sets a signal.
 pub const PUT: Source<'static> = Source { name: "kernels/put.cu", text: text!("kernels/put.cu"), headers: HEADERS };
 /// Writes and awaits flags.
@@ -77,10 +72,6 @@ pub fn has_bulk(arch: Arch) -> bool {
 }
 
 /// Every source that there is for an architecture, but those that are compiled for a shape.
-pub fn all(arch: Arch) -> Vec<Source<'static>> {
-    let mut sources = vec![UNPACK, ROWS, COPY, PUT, FLAG, EP_LAYOUT];
-    if has_bulk(arch) {
-        sources.push(COPY_BULK);
-    }
-    sources
+pub fn all() -> Vec<Source<'static>> {
+    vec![UNPACK, ROWS, PUT, FLAG, EP_LAYOUT]
 }

@@ -28,7 +28,7 @@ fn every_kernel_compiles_for_every_architecture() {
     for arch in ARCHITECTURES {
         let parsed: Arch = arch.parse().unwrap();
         assert_eq!(parsed.to_string(), arch);
-        for source in sources::all(parsed) {
+        for source in sources::all() {
             let compiled = compiler.compile(&source, parsed, &[], LIMIT).unwrap();
             assert_eq!(compiled.origin(), &Origin::NotCached(None));
             let report = compiled.report();

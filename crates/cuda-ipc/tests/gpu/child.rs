@@ -6,7 +6,7 @@ use std::process::{Child, Command};
 
 use crossrail_cuda::Cuda;
 use crossrail_cuda_ipc::Link;
-use crossrail_kernels::CopyArgs;
+use crossrail_kernels::PutArgs;
 use crossrail_transport::{Copy, Descriptor, Direct};
 use crossrail_types::Settings;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
@@ -114,7 +114,9 @@ fn execute(end: &mut End, memory: &mut Vec<Option<Memory>>, command: &Value) -> 
             let kernels = crossrail_kernels::shared(&end.context, &Settings::default(), LIMIT).expect("kernels");
             // SAFETY: deliberately violated: the kernel writes to unmapped memory, which destroys this process's
             // context.
-            let launched = unsafe { kernels.copy(end.stream(), &CopyArgs { dst: 64, src: address, len: 64 }, None) };
+            let launched = unsafe {
+                kernels.put(end.stream(), &PutArgs { dst: 64, src: address, len: 64, ..PutArgs::ZERO }, None)
+            };
             let failed = launched.and_then(|()| end.stream().wait(LIMIT));
             json!({"why": failed.expect_err("no memory is there").to_string()})
         }

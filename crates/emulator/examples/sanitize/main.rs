@@ -22,8 +22,8 @@ use std::time::Duration;
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_cuda::{Context, Cuda, DeviceMemory, PinnedMemory, Stream, wait_for_releases};
 use crossrail_kernels::{
-    BULK_STAGE, BULK_STAGES, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, Piece,
-    PutArgs, RowCount, RowList, RowStride, ScatterList, UnpackArgs, table_words, write_table,
+    FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, Piece, PutArgs, RowCount, RowList, RowStride,
+    ScatterList, UnpackArgs, table_words, write_table,
 };
 
 /// Under a checker everything takes long.
@@ -129,46 +129,38 @@ impl Bench<'_> {
         }
     }
 
-    /// copy, copy_bulk and put, from places off alignment by `from` to places off by `to`.
+    /// Puts, from places off alignment by `from` to places off by `to`.
     fn copies(&mut self) -> Outcome<()> {
-        let ring = (BULK_STAGE * BULK_STAGES) as usize + 2 * BULK_STAGE as usize + 5;
-        for len in LENGTHS.into_iter().chain([BULK_STAGE as usize, ring]) {
+        for len in LENGTHS.into_iter().chain([16384, 229381]) {
             for (from, to) in [(0, 0), (5, 5), (3, 12), (0, 1)] {
-                for (kind, blocks) in [("copy", Some(2)), ("copy_bulk", Some(2)), ("put", None), ("put", Some(3))] {
-                    self.copy(kind, blocks, len, (from, to))?;
+                for blocks in [None, Some(2), Some(3)] {
+                    self.put(blocks, len, (from, to))?;
                 }
             }
         }
         Ok(())
     }
 
-    fn copy(&mut self, kind: &str, blocks: Option<u32>, len: usize, (from, to): (usize, usize)) -> Outcome<()> {
+    fn put(&mut self, blocks: Option<u32>, len: usize, (from, to): (usize, usize)) -> Outcome<()> {
         let sent = bytes(len as u64, from + len);
         let (source, target) = (self.put_down(&self.stream, &sent)?, self.put_down(&self.target, &vec![0; to + len])?);
         let (signal, counter) = (self.pinned(&[0; 8])?, self.put_down(&self.stream, &[0; 8])?);
-        let copy = CopyArgs { dst: target.address() + to as u64, src: source.address() + from as u64, len: len as u64 };
         let put = PutArgs {
-            dst: copy.dst,
-            src: copy.src,
-            len: copy.len,
+            dst: target.address() + to as u64,
+            src: source.address() + from as u64,
+            len: len as u64,
             part: 0,
             signal: signal.address(),
             value: 1,
             counter: counter.address(),
         };
         // SAFETY: all areas are valid and nobody else's until `verify` has waited.
-        unsafe {
-            match kind {
-                "copy" => self.kernels.copy(&self.stream, &copy, blocks)?,
-                "copy_bulk" => self.kernels.copy_bulk(&self.stream, &copy, blocks)?,
-                _ => self.kernels.put(&self.stream, &put, blocks)?,
-            }
-        }
+        unsafe { self.kernels.put(&self.stream, &put, blocks)? };
         let expected = [vec![0; to], sent[from..].to_vec()].concat();
-        self.verify(&target, &expected, &format!("{kind} of {len} bytes, {from} to {to}"))?;
+        self.verify(&target, &expected, &format!("put of {len} bytes, {from} to {to}"))?;
         // SAFETY: the launch is over.
         let signalled = unsafe { signal.as_ptr().cast::<u64>().read() };
-        if kind == "put" && signalled != 1 {
+        if signalled != 1 {
             return Err(format!("put of {len} bytes: the signal is {signalled}").into());
         }
         Ok(())

@@ -3,17 +3,23 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::{
-    BULK_STAGE, BULK_STAGES, COPY_THREADS, CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece,
-    PutArgs, ROWS_THREADS, RowCount, RowList, RowStride, UnpackArgs, table_words, write_table,
+    COPY_THREADS, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece, PutArgs, ROWS_THREADS, RowCount,
+    RowList, RowStride, UnpackArgs, table_words, write_table,
 };
 
 use crossrail_emulator::{Build, Emulator, GpuMemory as _, Gpus as _, Memory, Numbers};
 
 const SEEDS: u64 = 6;
-const BULK_SHARED: u32 = BULK_STAGE * BULK_STAGES;
+/// Bytes that a warp copies at a time.
+const PART: u64 = 16384;
 
 fn copying(blocks: u32) -> Grid {
     Grid { blocks, threads: COPY_THREADS, shared: 0 }
+}
+
+/// A put without a signal.
+fn plain(dst: u64, src: u64, len: u64) -> PutArgs {
+    PutArgs { dst, src, len, part: PART, ..PutArgs::ZERO }
 }
 
 fn assert_copied(source: &[u8], target: &Memory, start: usize, end: usize, len: usize, before: &[u8], what: &str) {
@@ -26,7 +32,7 @@ fn assert_copied(source: &[u8], target: &Memory, start: usize, end: usize, len: 
 
 #[test]
 fn copies_take_any_length_and_alignment() {
-    let Some(mut emulator) = Emulator::build("kernels/copy.cu", &[]) else { return };
+    let Some(mut emulator) = Emulator::build("kernels/put.cu", &[]) else { return };
     let source = emulator.memory("source", 64 << 10);
     let target = emulator.memory("target", 64 << 10);
     let mut numbers = Numbers(1);
@@ -34,9 +40,8 @@ fn copies_take_any_length_and_alignment() {
         let len = [0, 1, 63, 64, 65, 500, 4097, 40_000][seed as usize % 8];
         let (start, end) = (numbers.below(4000) as usize, numbers.below(4000) as usize);
         let before = target.bytes();
-        let args =
-            CopyArgs { dst: target.address() + end as u64, src: source.address() + start as u64, len: len as u64 };
-        emulator.launch("crossrail_copy", &args, copying(1 + numbers.below(3) as u32));
+        let args = plain(target.address() + end as u64, source.address() + start as u64, len as u64);
+        emulator.launch("crossrail_put", &args, copying(1 + numbers.below(3) as u32));
         emulator.run(seed).unwrap();
         assert_copied(&source.bytes(), &target, start, end, len, &before, &format!("{len} bytes, {start} to {end}"));
     }
@@ -176,43 +181,6 @@ fn a_move_of_rows_whose_lanes_do_not_wait_is_caught() {
     }
 }
 
-/// One bulk copy of each length; the error, or the first that came out wrong.
-fn bulk_copies(emulator: &mut Emulator, lengths: &[usize], seed: u64) -> Result<(), String> {
-    let mut numbers = Numbers(seed);
-    for len in lengths {
-        let source = emulator.memory("source", len + 64);
-        let target = emulator.memory("target", len + 64);
-        let offset = numbers.below(48);
-        let shift = numbers.below(2) * 16;
-        let args = CopyArgs {
-            dst: target.address() + offset,
-            src: source.address() + (offset + shift) % 64,
-            len: *len as u64,
-        };
-        let mut expected = target.bytes();
-        let (from, to) = ((args.src - source.address()) as usize, offset as usize);
-        expected[to..to + len].copy_from_slice(&source.bytes()[from..from + len]);
-        let grid = Grid { blocks: 1 + numbers.below(4) as u32, threads: 32, shared: BULK_SHARED };
-        emulator.launch("crossrail_copy_bulk", &args, grid);
-        emulator.run(seed)?;
-        if target.bytes() != expected {
-            return Err(format!("seed {seed}: {len} bytes came out wrong"));
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn bulk_copies_take_any_length() {
-    let Some(mut emulator) = Emulator::build("kernels/copy_bulk.cu", &[]) else { return };
-    let stage = BULK_STAGE as usize;
-    let ring = stage * BULK_STAGES as usize;
-    for seed in 0..SEEDS {
-        bulk_copies(&mut emulator, &[0, 1, 15, 16, stage - 1, stage, 3 * stage + 5, ring, 2 * ring + 17], seed)
-            .unwrap();
-    }
-}
-
 /// A put of random length by several blocks, while another GPU awaits its signal and copies on what came.
 fn put_and_forward(emulator: &mut Emulator, seed: u64) -> Result<(), String> {
     let mut numbers = Numbers(seed);
@@ -231,10 +199,10 @@ fn put_and_forward(emulator: &mut Emulator, seed: u64) -> Result<(), String> {
     };
     let wait = FlagAwaitArgs { flag: words.address(), value: 5, limit_ns: 1 << 30, outcome: words.address() + 16 };
     let copied = emulator.memory("copied", 9000);
-    let copy = CopyArgs { dst: copied.address(), src: target.address(), len };
+    let copy = plain(copied.address(), target.address(), len);
     emulator.launch_on(0, "crossrail_put", &put, copying(3));
     emulator.launch_on(1, "crossrail_flag_await", &wait, Grid { blocks: 1, threads: 32, shared: 0 });
-    emulator.launch_on(1, "crossrail_copy", &copy, copying(2));
+    emulator.launch_on(1, "crossrail_put", &copy, copying(2));
     emulator.run(seed)?;
     if words.read::<u64>(0, 3) != [5, 0, FLAG_REACHED] {
         return Err(format!("seed {seed}: the words are {:?}", words.read::<u64>(0, 3)));
@@ -246,7 +214,7 @@ fn put_and_forward(emulator: &mut Emulator, seed: u64) -> Result<(), String> {
     Ok(())
 }
 
-const PUT: [&str; 3] = ["kernels/put.cu", "kernels/flag.cu", "kernels/copy.cu"];
+const PUT: [&str; 2] = ["kernels/put.cu", "kernels/flag.cu"];
 
 #[test]
 fn whoever_sees_the_signal_sees_the_bytes() {
@@ -272,11 +240,11 @@ fn a_wait_that_nobody_ends_is_over_after_its_limit() {
 
 #[test]
 fn memory_beside_what_was_named_is_not_touched() {
-    let Some(mut emulator) = Emulator::build("kernels/copy.cu", &[]) else { return };
+    let Some(mut emulator) = Emulator::build("kernels/put.cu", &[]) else { return };
     let source = emulator.memory("source", 4096);
     let target = emulator.memory("target", 4096);
-    let args = CopyArgs { dst: target.address() + 100, src: source.address(), len: 4000 };
-    emulator.launch("crossrail_copy", &args, copying(1));
+    let args = plain(target.address() + 100, source.address(), 4000);
+    emulator.launch("crossrail_put", &args, copying(1));
     let error = emulator.run(0).unwrap_err();
     assert!(error.contains("target + ") && error.contains("a store of"), "{error}");
 }
@@ -287,26 +255,6 @@ fn caught(seeds: u64, mut run: impl FnMut(u64) -> Result<(), String>) -> String 
     assert!(!errors.is_empty(), "{seeds} seeds, and none caught it");
     println!("{} of {seeds} seeds: {}", errors.len(), errors[0]);
     errors.join("\n")
-}
-
-#[test]
-fn a_bulk_copy_that_leaves_out_a_wait_is_caught() {
-    let lengths = [(BULK_STAGES * BULK_STAGE) as usize * 2 + 16];
-    for (from, to, words) in [
-        ("bulk_wait_all();", "", "still read shared memory"),
-        ("bulk_wait_read<BULK_STAGES - AHEAD>();", "", "bulk stores read: nothing orders the two"),
-        ("mbarrier_wait_shared(full + 8 * store.stage, store.parity);", "", "bulk loads wrote: nothing orders the two"),
-        ("mbarrier_init_shared(full + 8 * i, 1);", "", "was not initialised"),
-        ("fence_mbarrier_init();", "", "without a fence since it was initialised"),
-    ] {
-        let Some(mut emulator) =
-            Build::new(&["kernels/copy_bulk.cu"]).broken("kernels/copy_bulk.cu", from, to).emulator()
-        else {
-            return;
-        };
-        let errors = caught(SEEDS, |seed| bulk_copies(&mut emulator, &lengths, seed));
-        assert!(errors.contains(words), "{from}: {errors}");
-    }
 }
 
 #[test]
@@ -328,13 +276,13 @@ fn a_put_whose_signal_does_not_order_its_bytes_is_caught() {
 #[test]
 fn a_lane_that_does_not_come_is_named() {
     let (from, to) = ("(lane + 1) % WARP);", "(lane + 1) % WARP); if (k == 3 && lane == 7) return;");
-    let Some(mut emulator) = Build::new(&["kernels/copy.cu"]).broken("kernels/copy_warp.cuh", from, to).emulator()
+    let Some(mut emulator) = Build::new(&["kernels/put.cu"]).broken("kernels/copy_warp.cuh", from, to).emulator()
     else {
         return;
     };
     let memory = emulator.memory("memory", 16384);
-    let args = CopyArgs { dst: memory.address() + 8192, src: memory.address() + 1, len: 8000 };
-    emulator.launch("crossrail_copy", &args, copying(1));
+    let args = plain(memory.address() + 8192, memory.address() + 1, 8000);
+    emulator.launch("crossrail_put", &args, copying(1));
     let error = emulator.run(0).unwrap_err();
     let named = error.contains("waits for it at a shuffle") || error.contains("lanes that have ended");
     assert!(named && error.contains("copy_warp.cuh:"), "{error}");

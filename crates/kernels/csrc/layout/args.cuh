@@ -6,15 +6,6 @@
 // Threads of a block of the copying kernels: 8 warps.
 constexpr u32 COPY_THREADS = 256;
 
-// Bytes that a warp of `crossrail_copy` copies at a time.
-constexpr u64 COPY_PART = 16384;
-
-// Bytes of one stage of `crossrail_copy_bulk`, in shared memory.
-constexpr u32 BULK_STAGE = 16384;
-
-// Stages of a block of `crossrail_copy_bulk`.
-constexpr u32 BULK_STAGES = 12;
-
 // Threads of a block of `crossrail_rows`: 12 warps, which have 48 KiB of loads in flight.
 constexpr u32 ROWS_THREADS = 384;
 
@@ -98,18 +89,6 @@ struct RowsArgs {
 };
 
 static_assert(sizeof(RowsArgs) == 120, "RowsArgs");
-
-// Arguments of `crossrail_copy` and `crossrail_copy_bulk`.
-struct CopyArgs {
-    // Destination address.
-    u64 dst;
-    // Source address.
-    u64 src;
-    // Length in bytes.
-    u64 len;
-};
-
-static_assert(sizeof(CopyArgs) == 24, "CopyArgs");
 
 // Arguments of `crossrail_put`.
 struct PutArgs {

@@ -1,7 +1,6 @@
 //! The kernels on a real GPU, against plain host code. Skipped, visibly, without one.
 #![allow(unsafe_code)]
 
-mod bulk;
 mod put;
 mod rows;
 #[path = "../../../cuda/tests/support/mod.rs"]
@@ -15,7 +14,7 @@ use std::time::{Duration, Instant};
 use crossrail_cuda::nvrtc::{Compiler, Origin};
 use crossrail_cuda::{Context, DeviceMemory, Event, PinnedMemory, Stream};
 use crossrail_kernels::{
-    CopyArgs, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, LONGEST, Piece, ScatterList,
+    FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, LONGEST, Piece, PutArgs, ScatterList,
     UnpackArgs, shared,
 };
 use crossrail_types::{ErrorKind, Settings};
@@ -237,7 +236,7 @@ fn unpack_takes_random_lists_from_device_and_host_memory() {
 }
 
 #[test]
-fn copy_takes_any_length_and_number_of_blocks() {
+fn a_put_takes_any_length_and_number_of_blocks() {
     let Some(gpu) = Gpu::new() else { return };
     let mut numbers = Numbers(0xc0);
     let bytes = numbers.bytes(3 << 20);
@@ -247,10 +246,14 @@ fn copy_takes_any_length_and_number_of_blocks() {
     {
         for (from, to) in [(0, 0), (16, 48), (5, 5), (3, 14)] {
             let target = gpu.device(&vec![1; bytes.len()]);
-            let args =
-                CopyArgs { dst: target.address() + to as u64, src: source.address() + from as u64, len: len as u64 };
+            let args = PutArgs {
+                dst: target.address() + to as u64,
+                src: source.address() + from as u64,
+                len: len as u64,
+                ..PutArgs::ZERO
+            };
             // SAFETY: both areas are valid and don't overlap; they live until the wait is over.
-            unsafe { gpu.kernels.copy(&gpu.stream, &args, blocks).unwrap() };
+            unsafe { gpu.kernels.put(&gpu.stream, &args, blocks).unwrap() };
             gpu.stream.wait(LIMIT).unwrap();
             let mut expected = vec![1; bytes.len()];
             expected[to..to + len].copy_from_slice(&bytes[from..from + len]);
@@ -267,11 +270,11 @@ fn a_flag_is_written_after_what_came_before_it() {
     let (target, flag) = (gpu.pinned(&vec![0; len]), gpu.pinned(&[0; 8]));
     // SAFETY: 8 aligned bytes that only atomics touch.
     let word = unsafe { AtomicU64::from_ptr(flag.as_ptr().cast()) };
-    let copy = CopyArgs { dst: target.address(), src: source.address(), len: len as u64 };
+    let copy = PutArgs { dst: target.address(), src: source.address(), len: len as u64, ..PutArgs::ZERO };
     let write = FlagWriteArgs { flag: flag.address(), value: 42 };
     // SAFETY: all areas are valid until the wait is over.
     unsafe {
-        gpu.kernels.copy(&gpu.stream, &copy, None).unwrap();
+        gpu.kernels.put(&gpu.stream, &copy, None).unwrap();
         gpu.kernels.flag_write(&gpu.stream, &write).unwrap();
     }
     let started = Instant::now();
@@ -355,7 +358,7 @@ fn what_makes_no_sense_is_refused_before_the_gpu_sees_it() {
     // SAFETY: every call is refused, or has nothing to do.
     unsafe {
         gpu.kernels.unpack(&gpu.stream, &UnpackArgs { pieces: 0, count: 0 }, None).unwrap();
-        gpu.kernels.copy(&gpu.stream, &CopyArgs { dst: 0, src: 0, len: 0 }, None).unwrap();
+        gpu.kernels.put(&gpu.stream, &PutArgs { dst: 0, src: 0, len: 0, ..PutArgs::ZERO }, None).unwrap();
         let odd = [
             gpu.kernels.unpack(&gpu.stream, &UnpackArgs { pieces: at + 4, count: 1 }, None),
             gpu.kernels.unpack(&gpu.stream, &UnpackArgs { pieces: at, count: 1 }, Some(0)),

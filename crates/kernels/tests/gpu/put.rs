@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crossrail_cuda::{Allocation, DeviceMemory, Mapping, PinnedMemory};
-use crossrail_kernels::{CopyArgs, FLAG_REACHED, FlagAwaitArgs, FlagWriteArgs, PutArgs};
+use crossrail_kernels::{FLAG_REACHED, FlagAwaitArgs, FlagWriteArgs, PutArgs};
 use crossrail_types::ErrorKind;
 
 use crate::{Gpu, LIMIT, Numbers, assert_same, support};
@@ -185,8 +185,8 @@ fn a_waiting_kernel_sees_the_bytes(from: &Gpu, to: &Gpu) {
             to.stream.fill(target.address() + DATA, POISON, LONGEST + 64).unwrap();
             to.stream.wait(LIMIT).unwrap();
             to.kernels.flag_await(&to.stream, &wait).unwrap();
-            let taken = CopyArgs { dst: copy.address(), src: place, len: len as u64 };
-            to.kernels.copy(&to.stream, &taken, None).unwrap();
+            let taken = PutArgs { dst: copy.address(), src: place, len: len as u64, ..PutArgs::ZERO };
+            to.kernels.put(&to.stream, &taken, None).unwrap();
             to.stream.copy(back.address(), copy.address(), len).unwrap();
             from.kernels.put(&from.stream, &args, None).unwrap();
         }
@@ -269,11 +269,12 @@ fn put_child_process() {
         let (len, start, end) = shape(round);
         let flag = memory.address() + SIGNAL;
         let wait = FlagAwaitArgs { flag, value: round + 1, limit_ns, outcome: outcome.address() };
-        let taken = CopyArgs { dst: copy.address(), src: memory.address() + DATA + end, len: len as u64 };
+        let taken =
+            PutArgs { dst: copy.address(), src: memory.address() + DATA + end, len: len as u64, ..PutArgs::ZERO };
         // SAFETY: as above; the copies are ordered behind the signal.
         unsafe {
             gpu.kernels.flag_await(&gpu.stream, &wait).unwrap();
-            gpu.kernels.copy(&gpu.stream, &taken, None).unwrap();
+            gpu.kernels.put(&gpu.stream, &taken, None).unwrap();
             gpu.stream.copy(back.address(), copy.address(), len).unwrap();
         }
         gpu.stream.wait(LIMIT).unwrap();
@@ -291,9 +292,9 @@ fn into_another_process(gpu: &Gpu, allocation: &Allocation, memory: &Mapping, or
     let bytes = Numbers(0x2b).bytes(LONGEST + 64);
     let source = gpu.device(&bytes);
     let zeros = gpu.device(&vec![0; DATA as usize]);
-    let clear = CopyArgs { dst: memory.address(), src: zeros.address(), len: DATA };
+    let clear = PutArgs { dst: memory.address(), src: zeros.address(), len: DATA, ..PutArgs::ZERO };
     // SAFETY: both areas are valid, and nobody else has the memory yet.
-    unsafe { gpu.kernels.copy(&gpu.stream, &clear, None).unwrap() };
+    unsafe { gpu.kernels.put(&gpu.stream, &clear, None).unwrap() };
     gpu.stream.wait(LIMIT).unwrap();
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "put::put_child_process", "--nocapture"])
