@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crossrail::{ErrorKind, Memory, Move, MoveKind, MoveOptions, Place, Protocol, Region, Row, StartOptions};
+use crossrail::{ErrorKind, Memory, Move, MoveKind, MoveOptions, Place, Protocol, Ready, Region, Row, StartOptions};
 
 use super::{LIMIT, Pair, bytes_of, done, each, filled, gpus, pattern, still_works};
 
@@ -102,6 +102,37 @@ fn rows_of_gpus_end_with_their_region_or_their_request() {
             still_works(&what, &pair);
             let untouched = !cancelled && bytes_of(&rows.other).iter().any(|byte| *byte != 3);
             assert!(!untouched, "{what}: written after the end");
+        }
+    });
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn rows_of_gpus_wait_for_a_stream() {
+    each(|transport, pair| {
+        for kind in [MoveKind::Write, MoveKind::Read] {
+            let what = format!("{transport}, {kind:?}");
+            let rows = rows(&pair, kind);
+            let stream = gpus(&pair.one)[0].stream();
+            // SAFETY: a simulated stream's handle is no pointer.
+            let now = || unsafe { Ready::on_stream(&pair.one, 0, stream.handle()) }.unwrap();
+            let before = [bytes_of(&rows.own), bytes_of(&rows.other)];
+            // What the stream has yet to compute, or to use, is other bytes than those that are moved at its end.
+            rows.own.fill_from(0, &vec![7; rows.own.len()]).unwrap();
+            stream.put_in();
+            let request = rows.prepared.start(StartOptions { after: Some(now()), ..StartOptions::default() }).unwrap();
+            std::thread::sleep(Duration::from_millis(15));
+            assert!(!request.is_done(), "{what}: before the stream");
+            assert!(bytes_of(&rows.other) == before[1], "{what}: written before the stream");
+            assert!(bytes_of(&rows.own).iter().all(|byte| *byte == 7), "{what}: read before the stream");
+            rows.own.fill_from(0, &before[0]).unwrap();
+            stream.finish();
+            assert_eq!(done(&what, request).bytes, rows.prepared.nbytes(), "{what}");
+            assert!(bytes_of(&rows.own) == rows.expected[0], "{what}: ours");
+            assert!(bytes_of(&rows.other) == rows.expected[1], "{what}: theirs");
+            // A stream that has come so far is not waited for: one transfer.
+            let again = rows.prepared.start(StartOptions { after: Some(now()), ..StartOptions::default() }).unwrap();
+            assert_eq!(done(&what, again).protocol, Protocol::Chunks, "{what}");
         }
     });
 }
