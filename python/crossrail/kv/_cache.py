@@ -14,9 +14,11 @@ import numpy as np
 
 from crossrail._arrays import wrong
 from crossrail._native import Description, Endpoint, Layout, Move, Receipt, Region, RegionKey, Request, Worker, wait_all
-from crossrail.errors import CrossrailError, MismatchError, RegionError
+from crossrail.errors import CrossrailError, MismatchError, RegionError, TimeoutError
 
 from ._shape import Index, Memory, Part, Shape, blocks_of, number, packed, unpacked
+
+_CALLBACK_S = 0.001  # a request's callback may run a moment after its waits have returned
 
 
 class PagedCache:
@@ -327,7 +329,8 @@ class RemoteCache:
     ) -> Request:
         """Write blocks of this cache into the peer's; as `prepare`, and starts it.
 
-        GPU memory is read behind the work enqueued so far in ``stream``.
+        GPU memory is read behind the work enqueued so far in ``stream``; if that has not finished, each row is an
+        operation of its own. `push_layers` does without.
         """
         return self.prepare("push", blocks, remote_blocks, layers=layers, notice=notice).start(stream=stream)
 
@@ -357,23 +360,40 @@ class LayerPush:
     Any thread may start layers, in any order, each once.
     """
 
-    def __init__(self, endpoint: Endpoint, moves: list[Move], notice: bytes) -> None:
+    def __init__(self, endpoint: Endpoint, moves: Sequence[Move], notice: bytes) -> None:
         self._endpoint, self._moves, self._notice = endpoint, moves, notice
         self._requests: dict[int, Request] = {}
         self._left = len(moves)
         self._failure: CrossrailError | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a call may complete an operation, whose callback then takes it again
         self._noticed: Request | None = None
         self._ended = threading.Event()
 
-    def start(self, layer: int, *, stream: Any = None) -> Request:
-        """Start a layer: GPU memory is read behind the work enqueued so far in ``stream``. See `Move.start`."""
+    def start(self, layer: int, *, stream: Any = None) -> None:
+        """Start a layer; does not wait.
+
+        With ``stream``, as for `Move.start`, GPU memory is read behind the work enqueued in it so far: one row waits
+        for that, and later operations with the peer wait for the row; then all rows follow as one transfer.
+        """
         with self._lock:
             if not 0 <= layer < len(self._moves) or layer in self._requests:
                 raise wrong("push_layers", f"layer {layer} of {len(self._moves)}, or it was started before")
-            request = self._requests[layer] = self._moves[layer].start(stream=stream)
-        request.on_complete(self._arrived)
-        return request
+            move = self._moves[layer]
+            first = move.start() if stream is None else move.start(rows=range(1), stream=stream)
+            self._requests[layer] = first
+        first.on_complete(self._arrived if stream is None else lambda request: self._follow(layer, request))
+
+    def _follow(self, layer: int, first: Request) -> None:
+        try:
+            first.test()
+            with self._lock:
+                if self._failure is not None:
+                    return
+                rest = self._requests[layer] = self._moves[layer].start()
+        except CrossrailError as error:
+            self._end(error)
+        else:
+            rest.on_complete(self._arrived)
 
     def _arrived(self, request: Request) -> None:
         try:
@@ -381,31 +401,49 @@ class LayerPush:
             with self._lock:
                 self._left -= 1
                 last = not self._left
-            if not last:
-                return
-            if self._notice:
+            if last and self._notice:
                 self._noticed = self._endpoint.notify(self._notice)
+            if last:
+                self._end(None)
         except CrossrailError as error:
-            self._failure = error
+            self._end(error)
+
+    def _end(self, failure: CrossrailError | None) -> None:
+        with self._lock:
+            self._failure = self._failure or failure
         self._ended.set()
 
     def wait(self, timeout: float | None = None) -> list[Receipt]:
         """Wait until all layers and the notice are there; the receipts of the layers.
 
-        Raises what a layer's push raised: no notice is raised then. TimeoutError after ``timeout`` seconds,
-        CROSSRAIL_TIMEOUT by default. UsageError if layers were not started.
+        Raises what a layer's push raised, once all have ended: no notice is raised then. TimeoutError after ``timeout``
+        seconds, CROSSRAIL_TIMEOUT by default. UsageError if layers were not started.
         """
         missing = sorted(set(range(len(self._moves))) - self._requests.keys())
         if missing:
             raise wrong("push_layers", f"wait: layers {missing} were not started")
         limit = self._endpoint.worker.context.timeout if timeout is None else timeout
         until = time.monotonic() + limit
-        receipts = wait_all([self._requests[layer] for layer in range(len(self._moves))], limit)
-        if self._ended.wait(max(0.0, until - time.monotonic())) and self._failure is not None:
+        while not self._ended.wait(_CALLBACK_S):
+            for request in list(self._requests.values()):  # whose waits make progress
+                with suppress(CrossrailError):
+                    request.wait(max(0.0, until - time.monotonic()))
+            if time.monotonic() > until:
+                detail = f"{len(self._moves) - self._left} of {len(self._moves)} layers have arrived"
+                peer = self._endpoint.peer
+                raise TimeoutError(
+                    f"push_layers: {detail}", operation="push_layers", detail=detail, peer=peer, waited=limit
+                )
+        with self._lock:
+            requests = [self._requests[layer] for layer in range(len(self._moves))]
+        if self._failure is not None:
+            for request in requests:
+                with suppress(CrossrailError):
+                    request.wait(max(0.0, until - time.monotonic()))
             raise self._failure
         if self._noticed is not None:
             self._noticed.wait(max(0.0, until - time.monotonic()))
-        return receipts
+        return wait_all(requests, 0)
 
 
 def joined(memories: Iterable[Memory]) -> list[tuple[int, int, int | None]]:
