@@ -17,6 +17,8 @@ pub use properties::{
 };
 pub use tables::*;
 
+/// Memory, or an object of the plugin's: `void *`.
+pub type Ptr = *mut c_void;
 /// A function's result: [`SUCCESS`] or one of the error codes.
 pub type Status = c_int;
 /// The call succeeded.

@@ -2,117 +2,80 @@
 
 #![allow(clippy::type_complexity)] // the signatures are NCCL's
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int};
 
 use crate::properties::{
     PropertiesV4, PropertiesV6, PropertiesV7, PropertiesV8, PropertiesV9, PropertiesV11, PropertiesV12,
 };
-use crate::{Config, DeviceHandle, Logger, Profiler, Status, VirtualDevice};
+use crate::{Config, DeviceHandle, Logger, Profiler, Ptr, Status, VirtualDevice};
 
 /// `init`, versions 4 to 9.
 pub type InitV4 = unsafe extern "C" fn(Option<Logger>) -> Status;
 /// `init`, version 10.
 pub type InitV10 = unsafe extern "C" fn(Option<Logger>, Option<Profiler>) -> Status;
 /// `init`, versions 11 and 12.
-pub type InitV11 = unsafe extern "C" fn(*mut *mut c_void, u64, *mut Config, Option<Logger>, Option<Profiler>) -> Status;
+pub type InitV11 = unsafe extern "C" fn(*mut Ptr, u64, *mut Config, Option<Logger>, Option<Profiler>) -> Status;
 /// `devices`.
 pub type Devices = unsafe extern "C" fn(*mut c_int) -> Status;
 /// `listen`, versions 4 to 10.
-pub type ListenV4 = unsafe extern "C" fn(c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type ListenV4 = unsafe extern "C" fn(c_int, Ptr, *mut Ptr) -> Status;
 /// `listen`, versions 11 and 12.
-pub type ListenV11 = unsafe extern "C" fn(*mut c_void, c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type ListenV11 = unsafe extern "C" fn(Ptr, c_int, Ptr, *mut Ptr) -> Status;
 /// `connect`, versions 4 to 6.
-pub type ConnectV4 = unsafe extern "C" fn(c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type ConnectV4 = unsafe extern "C" fn(c_int, Ptr, *mut Ptr) -> Status;
 /// `connect`, versions 7 to 9.
-pub type ConnectV7 = unsafe extern "C" fn(c_int, *mut c_void, *mut *mut c_void, *mut *mut DeviceHandle) -> Status;
+pub type ConnectV7 = unsafe extern "C" fn(c_int, Ptr, *mut Ptr, *mut *mut DeviceHandle) -> Status;
 /// `connect`, version 10.
-pub type ConnectV10 =
-    unsafe extern "C" fn(c_int, *mut Config, *mut c_void, *mut *mut c_void, *mut *mut DeviceHandle) -> Status;
+pub type ConnectV10 = unsafe extern "C" fn(c_int, *mut Config, Ptr, *mut Ptr, *mut *mut DeviceHandle) -> Status;
 /// `connect`, versions 11 and 12.
-pub type ConnectV11 =
-    unsafe extern "C" fn(*mut c_void, c_int, *mut c_void, *mut *mut c_void, *mut *mut DeviceHandle) -> Status;
+pub type ConnectV11 = unsafe extern "C" fn(Ptr, c_int, Ptr, *mut Ptr, *mut *mut DeviceHandle) -> Status;
 /// `accept`, versions 4 to 6.
-pub type AcceptV4 = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> Status;
+pub type AcceptV4 = unsafe extern "C" fn(Ptr, *mut Ptr) -> Status;
 /// `accept`, versions 7 to 12.
-pub type AcceptV7 = unsafe extern "C" fn(*mut c_void, *mut *mut c_void, *mut *mut DeviceHandle) -> Status;
+pub type AcceptV7 = unsafe extern "C" fn(Ptr, *mut Ptr, *mut *mut DeviceHandle) -> Status;
 /// `regMr`, versions 4 to 7.
-pub type RegMrV4 = unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, c_int, *mut *mut c_void) -> Status;
+pub type RegMrV4 = unsafe extern "C" fn(Ptr, Ptr, c_int, c_int, *mut Ptr) -> Status;
 /// `regMr`, versions 8 to 12.
-pub type RegMrV8 = unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, *mut *mut c_void) -> Status;
+pub type RegMrV8 = unsafe extern "C" fn(Ptr, Ptr, usize, c_int, *mut Ptr) -> Status;
 /// `regMrDmaBuf`.
-pub type RegMrDmaBuf =
-    unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, u64, c_int, *mut *mut c_void) -> Status;
+pub type RegMrDmaBuf = unsafe extern "C" fn(Ptr, Ptr, usize, c_int, u64, c_int, *mut Ptr) -> Status;
 /// `deregMr`.
-pub type DeregMr = unsafe extern "C" fn(*mut c_void, *mut c_void) -> Status;
+pub type DeregMr = unsafe extern "C" fn(Ptr, Ptr) -> Status;
 /// `isend`, version 4.
-pub type IsendV4 = unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type IsendV4 = unsafe extern "C" fn(Ptr, Ptr, c_int, Ptr, *mut Ptr) -> Status;
 /// `isend`, versions 5 to 8.
-pub type IsendV5 =
-    unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type IsendV5 = unsafe extern "C" fn(Ptr, Ptr, c_int, c_int, Ptr, *mut Ptr) -> Status;
 /// `isend`, version 9.
-pub type IsendV9 =
-    unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type IsendV9 = unsafe extern "C" fn(Ptr, Ptr, usize, c_int, Ptr, *mut Ptr) -> Status;
 /// `isend`, versions 10 to 12.
-pub type IsendV10 =
-    unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void, *mut *mut c_void) -> Status;
+pub type IsendV10 = unsafe extern "C" fn(Ptr, Ptr, usize, c_int, Ptr, Ptr, *mut Ptr) -> Status;
 /// `irecv`, version 4.
-pub type IrecvV4 = unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type IrecvV4 = unsafe extern "C" fn(Ptr, Ptr, c_int, Ptr, *mut Ptr) -> Status;
 /// `irecv`, versions 5 to 8.
-pub type IrecvV5 = unsafe extern "C" fn(
-    *mut c_void,
-    c_int,
-    *mut *mut c_void,
-    *mut c_int,
-    *mut c_int,
-    *mut *mut c_void,
-    *mut *mut c_void,
-) -> Status;
+pub type IrecvV5 = unsafe extern "C" fn(Ptr, c_int, *mut Ptr, *mut c_int, *mut c_int, *mut Ptr, *mut Ptr) -> Status;
 /// `irecv`, version 9.
-pub type IrecvV9 = unsafe extern "C" fn(
-    *mut c_void,
-    c_int,
-    *mut *mut c_void,
-    *mut usize,
-    *mut c_int,
-    *mut *mut c_void,
-    *mut *mut c_void,
-) -> Status;
+pub type IrecvV9 = unsafe extern "C" fn(Ptr, c_int, *mut Ptr, *mut usize, *mut c_int, *mut Ptr, *mut Ptr) -> Status;
 /// `irecv`, versions 10 to 12.
-pub type IrecvV10 = unsafe extern "C" fn(
-    *mut c_void,
-    c_int,
-    *mut *mut c_void,
-    *mut usize,
-    *mut c_int,
-    *mut *mut c_void,
-    *mut *mut c_void,
-    *mut *mut c_void,
-) -> Status;
+pub type IrecvV10 =
+    unsafe extern "C" fn(Ptr, c_int, *mut Ptr, *mut usize, *mut c_int, *mut Ptr, *mut Ptr, *mut Ptr) -> Status;
 /// `iflush`, version 4.
-pub type IflushV4 = unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, *mut c_void, *mut *mut c_void) -> Status;
+pub type IflushV4 = unsafe extern "C" fn(Ptr, Ptr, c_int, Ptr, *mut Ptr) -> Status;
 /// `iflush`, versions 5 to 12.
-pub type IflushV5 = unsafe extern "C" fn(
-    *mut c_void,
-    c_int,
-    *mut *mut c_void,
-    *mut c_int,
-    *mut *mut c_void,
-    *mut *mut c_void,
-) -> Status;
+pub type IflushV5 = unsafe extern "C" fn(Ptr, c_int, *mut Ptr, *mut c_int, *mut Ptr, *mut Ptr) -> Status;
 /// `test`.
-pub type Test = unsafe extern "C" fn(*mut c_void, *mut c_int, *mut c_int) -> Status;
+pub type Test = unsafe extern "C" fn(Ptr, *mut c_int, *mut c_int) -> Status;
 /// `closeSend`, `closeRecv`, `closeListen` and `finalize`.
-pub type Close = unsafe extern "C" fn(*mut c_void) -> Status;
+pub type Close = unsafe extern "C" fn(Ptr) -> Status;
 /// `getDeviceMr`.
-pub type GetDeviceMr = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut *mut c_void) -> Status;
+pub type GetDeviceMr = unsafe extern "C" fn(Ptr, Ptr, *mut Ptr) -> Status;
 /// `irecvConsumed`.
-pub type IrecvConsumed = unsafe extern "C" fn(*mut c_void, c_int, *mut c_void) -> Status;
+pub type IrecvConsumed = unsafe extern "C" fn(Ptr, c_int, Ptr) -> Status;
 /// `getProperties` of a version.
 pub type GetProperties<P> = unsafe extern "C" fn(c_int, *mut P) -> Status;
 /// `makeVDevice` of a version.
 pub type MakeVDevice<const MAX: usize> = unsafe extern "C" fn(*mut c_int, *mut VirtualDevice<MAX>) -> Status;
 /// `setNetAttr`, whose struct this crate does not read.
-pub type SetNetAttr = unsafe extern "C" fn(*mut c_void, *mut c_void) -> Status;
+pub type SetNetAttr = unsafe extern "C" fn(Ptr, Ptr) -> Status;
 
 /// Declares the table of a version: the types of what all versions have, and after a semicolon what later ones added.
 macro_rules! table {

@@ -1,7 +1,7 @@
 //! The exported tables. Every function converts C arguments, catches panics, and logs an error before it returns one.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::{Arc, OnceLock};
@@ -9,8 +9,8 @@ use std::sync::{Arc, OnceLock};
 use crossrail_locks::PerProcess;
 use crossrail_nccl_abi::{
     Config, DEVICE_HOST, DeviceHandle, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, Logger, MAX_SIZE, NetV8, NetV9,
-    NetV10, NetV11, NetV12, PTR_HOST, Profiler, PropertiesV8, PropertiesV9, PropertiesV11, PropertiesV12, REMOTE_ERROR,
-    SUCCESS, SYSTEM_ERROR, Status, VirtualDevice,
+    NetV10, NetV11, NetV12, PTR_HOST, Profiler, PropertiesV8, PropertiesV9, PropertiesV11, PropertiesV12, Ptr,
+    REMOTE_ERROR, SUCCESS, SYSTEM_ERROR, Status, VirtualDevice,
 };
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -62,7 +62,7 @@ fn usage(operation: &str, detail: impl Into<String>) -> Error {
 ///
 /// # Safety
 /// `pointer` is null, or was returned by this plugin as a `T` that has not been closed.
-unsafe fn object<'a, T>(operation: &str, pointer: *mut c_void) -> Result<&'a T> {
+unsafe fn object<'a, T>(operation: &str, pointer: Ptr) -> Result<&'a T> {
     // SAFETY: as promised by the caller.
     unsafe { pointer.cast_const().cast::<T>().as_ref() }.ok_or_else(|| usage(operation, "a null pointer"))
 }
@@ -102,7 +102,7 @@ unsafe extern "C" fn init_v10(logger: Option<Logger>, _profiler: Option<Profiler
 }
 
 unsafe extern "C" fn init_v11(
-    context: *mut *mut c_void,
+    context: *mut Ptr,
     _comm_id: u64,
     _config: *mut Config,
     logger: Option<Logger>,
@@ -117,7 +117,7 @@ unsafe extern "C" fn init_v11(
 }
 
 /// Also called with a null context, after a failed `init`.
-unsafe extern "C" fn finalize(context: *mut c_void) -> Status {
+unsafe extern "C" fn finalize(context: Ptr) -> Status {
     guard("finalize", || {
         if !context.is_null() {
             // SAFETY: made by `init_v11`, and finalized once.
@@ -198,7 +198,7 @@ get_properties!(
 
 // ---- connections
 
-fn listen_on(net: &Arc<Net>, device: c_int, handle: *mut c_void, listener: *mut *mut c_void) -> Result<()> {
+fn listen_on(net: &Arc<Net>, device: c_int, handle: Ptr, listener: *mut Ptr) -> Result<()> {
     check_device("listen", device)?;
     if handle.is_null() {
         return Err(usage("listen", "a null pointer for the handle"));
@@ -211,7 +211,7 @@ fn listen_on(net: &Arc<Net>, device: c_int, handle: *mut c_void, listener: *mut 
     }
 }
 
-fn connect_to(net: &Arc<Net>, device: c_int, handle: *mut c_void, comm: *mut *mut c_void) -> Result<()> {
+fn connect_to(net: &Arc<Net>, device: c_int, handle: Ptr, comm: *mut Ptr) -> Result<()> {
     check_device("connect", device)?;
     // SAFETY: NCCL passes the 128 bytes of a handle, the same in every call for a connection.
     let bytes = unsafe { handle.cast::<Bytes>().as_mut() }.ok_or_else(|| usage("connect", "a null handle"))?;
@@ -220,7 +220,7 @@ fn connect_to(net: &Arc<Net>, device: c_int, handle: *mut c_void, comm: *mut *mu
     unsafe { put("connect", comm, into_raw(made)) }
 }
 
-fn into_raw(comm: Option<Arc<Comm>>) -> *mut c_void {
+fn into_raw(comm: Option<Arc<Comm>>) -> Ptr {
     comm.map_or(ptr::null_mut(), |comm| Arc::into_raw(comm).cast_mut().cast())
 }
 
@@ -228,16 +228,11 @@ fn shared(operation: &str) -> Result<&'static Arc<Net>> {
     SHARED.get().ok_or_else(|| usage(operation, "init was not called"))
 }
 
-unsafe extern "C" fn listen_v8(device: c_int, handle: *mut c_void, listener: *mut *mut c_void) -> Status {
+unsafe extern "C" fn listen_v8(device: c_int, handle: Ptr, listener: *mut Ptr) -> Status {
     guard("listen", || listen_on(shared("listen")?, device, handle, listener))
 }
 
-unsafe extern "C" fn listen_v11(
-    context: *mut c_void,
-    device: c_int,
-    handle: *mut c_void,
-    listener: *mut *mut c_void,
-) -> Status {
+unsafe extern "C" fn listen_v11(context: Ptr, device: c_int, handle: Ptr, listener: *mut Ptr) -> Status {
     // SAFETY: `context` is what `init_v11` returned.
     guard("listen", || listen_on(&unsafe { network("listen", context) }?, device, handle, listener))
 }
@@ -246,7 +241,7 @@ unsafe extern "C" fn listen_v11(
 ///
 /// # Safety
 /// `context` is null, or was returned by [`init_v11`] and not yet finalized.
-unsafe fn network(operation: &str, context: *mut c_void) -> Result<Arc<Net>> {
+unsafe fn network(operation: &str, context: Ptr) -> Result<Arc<Net>> {
     let net = context.cast_const().cast::<Net>();
     if net.is_null() {
         return Err(usage(operation, "a null context"));
@@ -260,8 +255,8 @@ unsafe fn network(operation: &str, context: *mut c_void) -> Result<Arc<Net>> {
 
 unsafe extern "C" fn connect_v8(
     device: c_int,
-    handle: *mut c_void,
-    comm: *mut *mut c_void,
+    handle: Ptr,
+    comm: *mut Ptr,
     _offload: *mut *mut DeviceHandle,
 ) -> Status {
     guard("connect", || connect_to(shared("connect")?, device, handle, comm))
@@ -270,25 +265,25 @@ unsafe extern "C" fn connect_v8(
 unsafe extern "C" fn connect_v10(
     device: c_int,
     _config: *mut Config,
-    handle: *mut c_void,
-    comm: *mut *mut c_void,
+    handle: Ptr,
+    comm: *mut Ptr,
     _offload: *mut *mut DeviceHandle,
 ) -> Status {
     guard("connect", || connect_to(shared("connect")?, device, handle, comm))
 }
 
 unsafe extern "C" fn connect_v11(
-    context: *mut c_void,
+    context: Ptr,
     device: c_int,
-    handle: *mut c_void,
-    comm: *mut *mut c_void,
+    handle: Ptr,
+    comm: *mut Ptr,
     _offload: *mut *mut DeviceHandle,
 ) -> Status {
     // SAFETY: `context` is what `init_v11` returned.
     guard("connect", || connect_to(&unsafe { network("connect", context) }?, device, handle, comm))
 }
 
-unsafe extern "C" fn accept(listener: *mut c_void, comm: *mut *mut c_void, _offload: *mut *mut DeviceHandle) -> Status {
+unsafe extern "C" fn accept(listener: Ptr, comm: *mut Ptr, _offload: *mut *mut DeviceHandle) -> Status {
     guard("accept", || {
         // SAFETY: NCCL passes what `listen` returned.
         let listener: &Listener = unsafe { object("accept", listener) }?;
@@ -298,7 +293,7 @@ unsafe extern "C" fn accept(listener: *mut c_void, comm: *mut *mut c_void, _offl
     })
 }
 
-unsafe extern "C" fn close_comm(comm: *mut c_void) -> Status {
+unsafe extern "C" fn close_comm(comm: Ptr) -> Status {
     guard("close", || {
         if !comm.is_null() {
             // SAFETY: made by `into_raw`, and closed once.
@@ -308,7 +303,7 @@ unsafe extern "C" fn close_comm(comm: *mut c_void) -> Status {
     })
 }
 
-unsafe extern "C" fn close_listen(listener: *mut c_void) -> Status {
+unsafe extern "C" fn close_listen(listener: Ptr) -> Status {
     guard("closeListen", || {
         if !listener.is_null() {
             // SAFETY: made by `listen_on`, and closed once.
@@ -321,13 +316,7 @@ unsafe extern "C" fn close_listen(listener: *mut c_void) -> Status {
 // ---- memory
 
 /// Host memory needs no registration; the handle is only not null.
-unsafe extern "C" fn reg_mr(
-    _comm: *mut c_void,
-    data: *mut c_void,
-    _len: usize,
-    kind: c_int,
-    handle: *mut *mut c_void,
-) -> Status {
+unsafe extern "C" fn reg_mr(_comm: Ptr, data: Ptr, _len: usize, kind: c_int, handle: *mut Ptr) -> Status {
     guard("regMr", || {
         if kind != PTR_HOST {
             return Err(usage("regMr", format!("memory of kind {kind}; this plugin supports host memory only")));
@@ -337,13 +326,13 @@ unsafe extern "C" fn reg_mr(
     })
 }
 
-unsafe extern "C" fn dereg_mr(_comm: *mut c_void, _handle: *mut c_void) -> Status {
+unsafe extern "C" fn dereg_mr(_comm: Ptr, _mr: Ptr) -> Status {
     SUCCESS
 }
 
 // ---- transfers
 
-fn send(comm: *mut c_void, data: *mut c_void, len: usize, tag: c_int, request: *mut *mut c_void) -> Result<()> {
+fn send(comm: Ptr, data: Ptr, len: usize, tag: c_int, request: *mut Ptr) -> Result<()> {
     // SAFETY: NCCL passes what `connect` returned.
     let comm: &Comm = unsafe { object("isend", comm) }?;
     // SAFETY: NCCL keeps the buffer until the request has completed or the communicator is closed.
@@ -357,10 +346,10 @@ fn send(comm: *mut c_void, data: *mut c_void, len: usize, tag: c_int, request: *
 /// # Safety
 /// The arrays have `count` elements each.
 unsafe fn receive<T: Copy + TryInto<usize>>(
-    comm: *mut c_void,
+    comm: Ptr,
     count: c_int,
-    (data, sizes, tags): (*mut *mut c_void, *mut T, *mut c_int),
-    request: *mut *mut c_void,
+    (data, sizes, tags): (*mut Ptr, *mut T, *mut c_int),
+    request: *mut Ptr,
 ) -> Result<()> {
     // SAFETY: NCCL passes what `accept` returned.
     let comm: &Comm = unsafe { object("irecv", comm) }?;
@@ -386,78 +375,64 @@ fn named(error: Error, comm: &Comm) -> Error {
     if error.peer.is_some() { error } else { error.with_peer(comm.peer()) }
 }
 
-unsafe extern "C" fn isend_v8(
-    comm: *mut c_void,
-    data: *mut c_void,
-    len: c_int,
-    tag: c_int,
-    _handle: *mut c_void,
-    request: *mut *mut c_void,
-) -> Status {
+unsafe extern "C" fn isend_v8(comm: Ptr, data: Ptr, len: c_int, tag: c_int, _mr: Ptr, request: *mut Ptr) -> Status {
     guard("isend", || {
         let len = usize::try_from(len).map_err(|_| usage("isend", "a negative size"))?;
         send(comm, data, len, tag, request)
     })
 }
 
-unsafe extern "C" fn isend_v9(
-    comm: *mut c_void,
-    data: *mut c_void,
-    len: usize,
-    tag: c_int,
-    _handle: *mut c_void,
-    request: *mut *mut c_void,
-) -> Status {
+unsafe extern "C" fn isend_v9(comm: Ptr, data: Ptr, len: usize, tag: c_int, _mr: Ptr, request: *mut Ptr) -> Status {
     guard("isend", || send(comm, data, len, tag, request))
 }
 
 unsafe extern "C" fn isend_v10(
-    comm: *mut c_void,
-    data: *mut c_void,
+    comm: Ptr,
+    data: Ptr,
     len: usize,
     tag: c_int,
-    _handle: *mut c_void,
-    _profile: *mut c_void,
-    request: *mut *mut c_void,
+    _mr: Ptr,
+    _profile: Ptr,
+    request: *mut Ptr,
 ) -> Status {
     guard("isend", || send(comm, data, len, tag, request))
 }
 
 unsafe extern "C" fn irecv_v8(
-    comm: *mut c_void,
+    comm: Ptr,
     count: c_int,
-    data: *mut *mut c_void,
+    data: *mut Ptr,
     sizes: *mut c_int,
     tags: *mut c_int,
-    _handles: *mut *mut c_void,
-    request: *mut *mut c_void,
+    _mrs: *mut Ptr,
+    request: *mut Ptr,
 ) -> Status {
     // SAFETY: NCCL passes arrays of `count` elements.
     guard("irecv", || unsafe { receive(comm, count, (data, sizes, tags), request) })
 }
 
 unsafe extern "C" fn irecv_v9(
-    comm: *mut c_void,
+    comm: Ptr,
     count: c_int,
-    data: *mut *mut c_void,
+    data: *mut Ptr,
     sizes: *mut usize,
     tags: *mut c_int,
-    _handles: *mut *mut c_void,
-    request: *mut *mut c_void,
+    _mrs: *mut Ptr,
+    request: *mut Ptr,
 ) -> Status {
     // SAFETY: NCCL passes arrays of `count` elements.
     guard("irecv", || unsafe { receive(comm, count, (data, sizes, tags), request) })
 }
 
 unsafe extern "C" fn irecv_v10(
-    comm: *mut c_void,
+    comm: Ptr,
     count: c_int,
-    data: *mut *mut c_void,
+    data: *mut Ptr,
     sizes: *mut usize,
     tags: *mut c_int,
-    _handles: *mut *mut c_void,
-    _profiles: *mut *mut c_void,
-    request: *mut *mut c_void,
+    _mrs: *mut Ptr,
+    _profiles: *mut Ptr,
+    request: *mut Ptr,
 ) -> Status {
     // SAFETY: NCCL passes arrays of `count` elements.
     guard("irecv", || unsafe { receive(comm, count, (data, sizes, tags), request) })
@@ -465,18 +440,18 @@ unsafe extern "C" fn irecv_v10(
 
 /// Host memory needs no flush: there is no request to wait for.
 unsafe extern "C" fn iflush(
-    _comm: *mut c_void,
+    _comm: Ptr,
     _count: c_int,
-    _data: *mut *mut c_void,
+    _data: *mut Ptr,
     _sizes: *mut c_int,
-    _handles: *mut *mut c_void,
-    request: *mut *mut c_void,
+    _mrs: *mut Ptr,
+    request: *mut Ptr,
 ) -> Status {
     // SAFETY: NCCL passes a place for the request.
     guard("iflush", || unsafe { put("iflush", request, ptr::null_mut()) })
 }
 
-unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, sizes: *mut c_int) -> Status {
+unsafe extern "C" fn test(request: Ptr, done: *mut c_int, sizes: *mut c_int) -> Status {
     guard("test", || {
         let flight = request.cast::<Flight>();
         if flight.is_null() {
