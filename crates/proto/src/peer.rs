@@ -1,16 +1,16 @@
-//! One connection's state machine. Its parts are structs of their own, each with its contract: [`Events`], [`Theirs`],
-//! [`Lanes`], [`Stream`], [`Answers`], [`Calm`]. The rest are methods of [`Peer`]: `sending` (what a lane carries next),
-//! `chunks` (and which chunk), `arriving` (heads and payloads that come in), `requests` (what the peer asks for), `counted`
-//! (short messages, confirmed by a count), `kept` (messages before their receive), `outgoing` and `incoming` (the life of a
-//! transfer at either end), `direct` (single copies), `unpack` (chunks by way of slots), `links` (up, down, silent),
-//! `ending`.
+//! One connection's state machine.
+//!
+//! Its parts are structs of their own, each with its contract at the type: [`Lanes`], [`Stream`] and [`Answers`] (what
+//! goes over them), [`Outs`] and [`Ins`] (transfers from here and towards us), [`Arrivals`] (messages before their
+//! receive), [`Theirs`] and [`Accesses`] (ids of the peer's operations, and those that the engine holds), [`Delivered`] and
+//! [`Calm`] (short messages), [`Events`]. [`Peer`] routes between them: `arriving` what comes in, `sending` what a lane
+//! carries next, `transfers` what becomes of operations, `links` what becomes of lanes and of the connection.
 
+mod accesses;
 mod answers;
 mod arriving;
-mod chunks;
-mod counted;
-mod direct;
-mod ending;
+mod calm;
+mod credit;
 mod events;
 mod incoming;
 mod kept;
@@ -19,117 +19,118 @@ mod ledger;
 mod links;
 mod open;
 mod outgoing;
-mod requests;
 mod sending;
 mod stream;
 mod theirs;
-mod unpack;
-
-use std::collections::VecDeque;
+mod transfers;
 
 use crossrail_types::{EndpointId, OpId};
-use slab::Slab;
 
-use crate::frame::Target;
-use crate::{Config, Event, Failure, Matcher, Offer, Operation, RegionRef, Short, Time};
+use crate::{Config, Event, Failure, Matcher, Memory, Offer, Operation, RegionFault, RegionRef, Short, Time};
 
+use accesses::Accesses;
 use answers::Answers;
-use counted::Calm;
-use direct::JobOf;
-use ending::Violations;
+use calm::Calm;
+use credit::Credit;
 use events::Events;
-use incoming::Incoming;
-use kept::Kept;
+use incoming::{InKind, Ins};
+use kept::{Announced, Arrivals};
 use lanes::Lanes;
-use ledger::{Delivered, Unconfirmed};
-use outgoing::Outgoing;
+use ledger::Delivered;
+use links::Violations;
+use open::What;
+use outgoing::{Outs, Queued};
 use stream::Stream;
 use theirs::Theirs;
 
 /// One connection's protocol state.
+///
+/// Owns its parts, and the order in which they hear of what happens: a frame, a completion or a lost lane enters through
+/// a public method, which asks the part that it concerns and hands what follows to the others. No part knows `Peer`; those
+/// whose ends concern several are lent the others (`Context`). The caller holds one lock, and no method waits.
+// A public method that may change what `Calm` promises begins with `Calm::stir`, but for those that `Calm` makes cheap.
 #[derive(Debug)]
 pub struct Peer {
     id: EndpointId,
-    config: Config,
-    answers: Answers,
-
+    calm: Calm,
     lanes: Lanes,
     stream: Stream,
-
-    /// Operations that wait for credit or for the lane.
-    queue: VecDeque<Queued>,
-    /// What we have announced and not seen finished; the wire id is the index plus one.
-    outs: Slab<Outgoing>,
-    /// Those of `outs` that are operations of ours, not reads that we serve.
-    own_active: u32,
-    eager_bytes: u64,
-    /// Messages of ours, and of the peer's, that are confirmed by counting.
-    unconfirmed: Unconfirmed,
+    answers: Answers,
+    /// The peer's counted messages, as this end confirms them.
     delivered: Delivered,
-    calm: Calm,
-    /// Transfers with chunks to hand out, by index and serial, in turn.
-    active: VecDeque<(u32, u32)>,
-    /// The write whose bytes must follow at once.
-    follow: Option<(u32, u32)>,
-
-    ins: Slab<Incoming>,
-    /// Unexpected messages, until the event that takes them away is taken.
-    arrivals: Slab<Kept>,
-    arrival_bytes: u64,
-    /// The receive whose unexpected message is being copied out, and the peer's id of it.
-    copied_out: Option<(OpId, u32)>,
+    credit: Credit,
+    outs: Outs,
+    ins: Ins,
+    arrivals: Arrivals,
     theirs: Theirs,
-
-    /// The peer's accesses to our regions, until the event that ends them is taken.
-    passives: Slab<()>,
-    jobs: Slab<JobOf>,
-    serial: u32,
+    accesses: Accesses,
     violations: Violations,
     events: Events,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Queued {
-    op: OpId,
-    what: Operation,
-    len: u64,
-    offer: Option<Offer>,
-    eager: bool,
-    at: Time,
+/// What transfers and messages touch beside their own table, lent to it for one step.
+struct Context<'a> {
+    now: Time,
+    credit: &'a mut Credit,
+    lanes: &'a mut Lanes,
+    stream: &'a mut Stream,
+    answers: &'a mut Answers,
+    theirs: &'a mut Theirs,
+    accesses: &'a mut Accesses,
+    events: &'a mut Events,
+}
+
+impl Context<'_> {
+    /// A message does not fit into its receive: both ends hear so.
+    fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
+        let why = Failure::Truncated { message, buffer };
+        self.answers.tell_failed(their, &why, self.events);
+        self.events.fail(op, why, 0, tag);
+    }
+
+    /// Ends a receive whose message is just coming in; false: there is none.
+    fn end_arriving(&mut self, of: OpId, why: &Failure) -> bool {
+        let Some(What::Receive { op, their, tag }) = self.stream.receiving().map(|open| open.what) else {
+            return false;
+        };
+        if op != of {
+            return false;
+        }
+        self.stream.drop_open(self.lanes);
+        self.events.revoke(Memory::Op(op));
+        self.events.fail(op, why.clone(), 0, tag);
+        self.answers.tell_failed(their, why, self.events);
+        self.theirs.free(their);
+        true
+    }
 }
 
 impl Peer {
     /// A connection without lanes.
     pub fn new(id: EndpointId, config: Config) -> Peer {
-        let (unconfirmed, theirs) = (Unconfirmed::new(config.message_credit), Theirs::new(config.message_credit));
-        let answers = Answers::new(config.message_credit, config.lazy_passes);
-        let lanes = Lanes::new(&config);
         Peer {
             id,
-            config,
-            answers,
-            lanes,
-            stream: Stream::default(),
-            queue: VecDeque::new(),
-            outs: Slab::new(),
-            own_active: 0,
-            eager_bytes: 0,
-            unconfirmed,
-            delivered: Delivered::default(),
             calm: Calm::default(),
-            active: VecDeque::new(),
-            follow: None,
-            ins: Slab::new(),
-            arrivals: Slab::new(),
-            arrival_bytes: 0,
-            copied_out: None,
-            theirs,
-            passives: Slab::new(),
-            jobs: Slab::new(),
-            serial: 0,
+            lanes: Lanes::new(&config),
+            stream: Stream::default(),
+            answers: Answers::new(config.message_credit, config.lazy_passes),
+            delivered: Delivered::default(),
+            credit: Credit::new(&config),
+            outs: Outs::default(),
+            ins: Ins::default(),
+            arrivals: Arrivals::new(config.eager_credit),
+            theirs: Theirs::new(config.message_credit),
+            accesses: Accesses::default(),
             violations: Violations::default(),
             events: Events::default(),
         }
+    }
+
+    /// The tables, and what they touch beside them.
+    #[inline]
+    fn parts(&mut self, now: Time) -> (&mut Outs, &mut Ins, &mut Arrivals, Context<'_>) {
+        let Peer { outs, ins, arrivals, credit, lanes, stream, answers, theirs, accesses, events, .. } = self;
+        (outs, ins, arrivals, Context { now, credit, lanes, stream, answers, theirs, accesses, events })
     }
 
     /// Which peer this is.
@@ -146,14 +147,17 @@ impl Peer {
         self.stir();
         match self.answers.refusal() {
             Some(why) => self.events.fail(op, why, 0, 0),
-            None => self.queue.push_back(Queued { op, what, len, offer, eager, at: now }),
+            None => self.outs.enqueue(Queued { op, what, len, offer, eager, at: now }),
         }
     }
 
     /// A receive matched `arrival` of this peer ([`Matcher::post`]).
     pub fn accept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
         self.stir();
-        self.accept_kept(now, arrival, op, capacity);
+        let (_, ins, arrivals, mut cx) = self.parts(now);
+        if let Some(Announced { their, tag, len, offer }) = arrivals.accept(arrival, op, capacity, &mut cx) {
+            ins.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
+        }
     }
 
     /// Cancels an operation or a receive that this peer's message has matched; false if it is not under way here.
@@ -161,13 +165,7 @@ impl Peer {
     /// [`Event::Done`] tells the outcome: it may have finished before the peer heard of it.
     pub fn cancel(&mut self, now: Time, op: OpId) -> bool {
         self.stir();
-        if let Some(at) = self.queue.iter().position(|q| q.op == op) {
-            self.queue.remove(at);
-            self.events.fail(op, Failure::Cancelled, 0, 0);
-            return true;
-        }
-        let why = Failure::Cancelled;
-        self.abort_outgoing(op, &why) || self.end_arriving(op, &why) || self.end_receive(now, op, why)
+        self.end_queued(op, &Failure::Cancelled) || self.end_operation(now, op, &Failure::Cancelled)
     }
 
     /// The engine has deregistered a region: accesses under way fail, here and at the peer.
@@ -177,8 +175,12 @@ impl Peer {
     /// heard of the failure, one round trip later. Direct copies, too, may touch the memory until then.
     pub fn region_gone(&mut self, now: Time, region: RegionRef) {
         self.stir();
-        self.region_gone_incoming(now, region);
-        self.region_gone_serves(region);
+        let (outs, ins, _, mut cx) = self.parts(now);
+        let why = Failure::Region(RegionFault::Gone);
+        ins.end_writes(region, &why, &mut cx);
+        for index in outs.serves_of(region) {
+            outs.fail_serve(index, why.clone(), &mut cx);
+        }
     }
 
     /// The next event. The ids that it names for the last time are free from now on.
@@ -193,15 +195,9 @@ impl Peer {
     fn longer_event(&mut self) -> Option<Event> {
         let event = self.events.take()?;
         match event {
-            Event::Deliver { arrival, op, .. } => {
-                self.copied_out = self.arrivals.try_remove(arrival as usize).map(|kept| (op, kept.their));
-            }
-            Event::DropArrival { arrival } => {
-                self.arrivals.try_remove(arrival as usize);
-            }
-            Event::Released { passive, .. } => {
-                self.passives.try_remove(passive as usize);
-            }
+            Event::Deliver { arrival, op, .. } => self.arrivals.taken(arrival, Some(op)),
+            Event::DropArrival { arrival } => self.arrivals.taken(arrival, None),
+            Event::Released { passive, .. } => self.accesses.end(passive),
             _ => {}
         }
         Some(event)
@@ -234,7 +230,9 @@ impl Peer {
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
         self.stir();
         if self.answers.die(&why) {
-            self.forget_jobs();
+            self.accesses.forget_jobs();
+            self.ins.forget_jobs();
+            self.outs.forget_jobs();
             self.fail_all(now, &why, matcher);
             self.lanes.clear();
             self.stream.move_to(None, false);
@@ -248,11 +246,10 @@ impl Peer {
 
     /// Whether an operation of this end or of the peer is in flight. Confirmations that are owed do not count.
     pub fn has_operations(&self) -> bool {
-        !self.queue.is_empty()
-            || !self.outs.is_empty()
-            || self.own_active > 0
+        !self.outs.is_idle()
+            || !self.credit.is_unused()
             || !self.ins.is_empty()
-            || !self.jobs.is_empty()
+            || self.accesses.has_jobs()
             || self.stream.is_receiving()
     }
 
@@ -260,7 +257,7 @@ impl Peer {
     pub fn idle(&self) -> bool {
         let told = self.answers.is_empty()
             && !self.delivered.owed()
-            && self.follow.is_none()
+            && !self.outs.must_follow()
             && self.stream.settled()
             && self.lanes.are_settled();
         let farewell = !self.answers.owes_bye() || !self.answers.live();
@@ -269,18 +266,7 @@ impl Peer {
 
     /// Bytes moved and bytes in all, of an operation under way here.
     pub fn progress(&self, op: OpId) -> Option<(u64, u64)> {
-        if let Some(q) = self.queue.iter().find(|q| q.op == op) {
-            return Some((0, q.len));
-        }
-        self.progress_outgoing(op).or_else(|| self.progress_incoming(op))
-    }
-
-    fn next_serial(&mut self) -> u32 {
-        self.serial = self.serial.wrapping_add(1);
-        self.serial
-    }
-
-    fn target(index: u32, serial: u32) -> Target {
-        Target { index, serial }
+        let ours = self.outs.progress(op, |target| self.ins.received(target));
+        ours.or_else(|| self.credit.progress(op)).or_else(|| self.ins.progress(op))
     }
 }

@@ -312,3 +312,60 @@ impl Answers {
         self.urgent = false;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_only_asks_is_broken_off() {
+        let (mut answers, mut events) = (Answers::new(1, 1), Events::default());
+        for _ in 0..16 + 64 {
+            answers.tell(Frame::Nothing, Body::None, &mut events);
+            answers.owe_done(1, &mut events);
+        }
+        assert!(answers.live() && events.is_empty());
+        answers.owe_done(1, &mut events);
+        assert!(matches!(events.take(), Some(Event::Broken { .. })));
+        let waiting = (answers.control.len(), answers.dones.len());
+        answers.tell(Frame::Nothing, Body::None, &mut events);
+        answers.owe_done(1, &mut events);
+        assert_eq!((answers.control.len(), answers.dones.len()), waiting, "nobody listens");
+        assert!(events.is_empty() && answers.failed().is_some());
+    }
+
+    #[test]
+    fn nothing_is_said_after_the_goodbye() {
+        let (mut answers, mut events) = (Answers::new(4, 1), Events::default());
+        answers.close();
+        answers.tell_failed(1, &Failure::Closed, &mut events);
+        assert!(answers.owes_bye() && answers.take_frame().is_some());
+        answers.say_bye();
+        answers.tell_failed(2, &Failure::Closed, &mut events);
+        assert!(!answers.owes_bye() && answers.is_empty());
+        assert_eq!(answers.refusal(), Some(Failure::Closed));
+    }
+
+    #[test]
+    fn a_confirmation_is_withdrawn_before_it_goes_out_and_not_after() {
+        let (mut answers, mut events) = (Answers::new(4, 1), Events::default());
+        for id in [1, 2, 3] {
+            answers.owe_read_done(id, &mut events);
+        }
+        assert!(answers.dones_first());
+        assert_eq!(answers.take_done(), 1);
+        assert!(answers.withdraw_done(2) && !answers.withdraw_done(1));
+        assert!(!answers.dones_first(), "one goes along with the next frame");
+        assert_eq!((answers.take_done(), answers.take_done()), (3, 0));
+    }
+
+    #[test]
+    fn acknowledgements_wait_a_few_occasions() {
+        let mut answers = Answers::new(4, 2);
+        assert_eq!([answers.due(), answers.due(), answers.due()], [false, false, true]);
+        assert!(!answers.is_calm());
+        answers.settle();
+        answers.urge(true);
+        assert!(answers.due());
+    }
+}

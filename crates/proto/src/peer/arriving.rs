@@ -1,18 +1,18 @@
-//! Heads and payloads that come in.
+//! Heads and payloads that come in, and what they ask for.
 
-use crossrail_types::{Head, LaneId, OpId};
+use crossrail_types::{Head, LaneId};
 
 use super::Peer;
 use super::answers::Phase;
+use super::incoming::{ChunkOf, InKind};
+use super::kept::Announced;
+use super::open::{Open, What};
+use super::outgoing::ServeOf;
+use super::stream::Arrival;
 use super::theirs::Their;
-use crate::frame::{self, Frame};
+use crate::frame::{self, Frame, Target};
 use crate::lane::Placement;
-use crate::peer::incoming::{ChunkOf, InKind, InStage};
-use crate::peer::kept::Kept;
-use crate::peer::open::{Open, What};
-use crate::peer::requests::{ServeRequest, WriteOf};
-use crate::peer::stream::Arrival;
-use crate::{Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Short, Time};
+use crate::{Access, Body, Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Regions, Short, Time};
 
 impl Peer {
     /// A head has come in on `lane`: where does its payload go? One payload at a time per lane; lanes interleave.
@@ -43,12 +43,12 @@ impl Peer {
         matcher: &mut Matcher,
         ended: &mut impl FnMut(Short),
     ) -> Option<Short> {
-        if !self.is_calm(lane) {
+        if !self.calm.is_on(lane) {
             return None;
         }
         let frame::EagerHead { tag, done, counted, .. } = frame::as_eager(head)?;
         let (stamp, len) = (frame::Stamp::of(head), head.payload_len());
-        if !counted || done != 0 || len > self.calm.place_max || !self.stream.plain(stamp) {
+        if !counted || done != 0 || len > self.calm.place_max() || !self.stream.plain(stamp) {
             return None;
         }
         // Confirming is the same whoever does it.
@@ -93,12 +93,12 @@ impl Peer {
                 self.stream_progress(now);
             }
         }
-        if done != 0 && !self.finishes_eager(done.wrapping_sub(1)) {
+        if done != 0 && !self.outs.finishes_eager(done.wrapping_sub(1)) {
             return None;
         }
         let op = matcher.arrive_within(self.id, tag, u64::from(len), counted)?;
         if done != 0 {
-            self.close_eager(now, done.wrapping_sub(1));
+            self.outs.close_eager(now, done.wrapping_sub(1), &mut self.credit, &mut self.stream, &mut self.events);
         }
         if counted {
             self.stream.consumed(false);
@@ -207,21 +207,12 @@ impl Peer {
                     }
                     self.delivered.withhold(op);
                 }
-                self.open_eager(op, tag, len, host.matcher)?
+                self.open_eager(now, op, tag, len, host.matcher)?
             }
             Frame::WriteData { op } => self.open_write_data(now, op, len, host)?,
             Frame::ReadData { serve, target } => {
-                if serve == 0 {
-                    return Err("data of a read without its owner's id".to_owned());
-                }
-                match self.find_in(target).map(|i| (i.kind, i.len)) {
-                    Some((InKind::Read { .. }, expected)) if expected == u64::from(len) => {
-                        self.ins[target.index as usize].their = serve;
-                        Some(What::Data { index: target.index })
-                    }
-                    Some(_) => return Err(format!("data of a read, {len} bytes, that do not fit")),
-                    None => None,
-                }
+                let wanted = self.ins.place_read(target, serve, len)?;
+                wanted.then_some(What::Data { index: target.index })
             }
             _ if len > 0 => Some(What::Control),
             _ => {
@@ -246,8 +237,8 @@ impl Peer {
             What::Receive { op, .. } => Placing::Memory { memory: Memory::Op(op), offset: 0, len, chunk: false },
             What::Kept { arrival } => Placing::Unexpected { arrival, len },
             What::Control => Placing::Control { len },
-            What::Data { index } => match self.ins.get(index as usize) {
-                Some(incoming) => Placing::Memory { memory: incoming.memory(), offset: 0, len, chunk: false },
+            What::Data { index } => match self.ins.memory(index) {
+                Some(memory) => Placing::Memory { memory, offset: 0, len, chunk: false },
                 None => Placing::Discard,
             },
         }
@@ -270,16 +261,26 @@ impl Peer {
         Ok(self.placing(what, head.payload_len()))
     }
 
-    fn open_eager(&mut self, their: u32, tag: u64, len: u32, matcher: &mut Matcher) -> Result<Option<What>, String> {
+    fn open_eager(
+        &mut self,
+        now: Time,
+        their: u32,
+        tag: u64,
+        len: u32,
+        matcher: &mut Matcher,
+    ) -> Result<Option<What>, String> {
         if self.answers.closing() {
             self.answers.tell_failed(their, &Failure::Closed, &mut self.events);
             return Ok(None);
         }
         let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
-            return self.keep_eager(their, tag, len, matcher).map(Some);
+            let id = self.id;
+            let (_, _, arrivals, mut cx) = self.parts(now);
+            let arrival = arrivals.keep_eager(id, their, tag, len, matcher, &mut cx)?;
+            return Ok(Some(What::Kept { arrival }));
         };
         if u64::from(len) > capacity {
-            self.truncated(op, tag, their, u64::from(len), capacity);
+            self.parts(now).3.truncated(op, tag, their, u64::from(len), capacity);
             return Ok(None);
         }
         let what = What::Receive { op, their, tag };
@@ -291,24 +292,29 @@ impl Peer {
         Ok(Some(what))
     }
 
-    pub(super) fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
-        let why = Failure::Truncated { message, buffer };
-        self.answers.tell_failed(their, &why, &mut self.events);
-        self.events.fail(op, why, 0, tag);
-    }
-
     fn open_write_data(&mut self, now: Time, op: u32, len: u32, host: &mut Host<'_>) -> Result<Option<What>, String> {
         let Their::In(index) = self.theirs.at(op) else { return Ok(None) };
-        let Some(incoming) = self.ins.get(index as usize) else { return Ok(None) };
-        if incoming.stage != InStage::Data || incoming.len != u64::from(len) {
-            return Err(format!("data of a write, {len} bytes, that do not fit"));
+        if self.ins.place_data(index, len, host.regions)? {
+            return Ok(Some(What::Data { index }));
         }
-        match incoming.kind {
-            InKind::Write { region, .. } if !host.regions.alive(region) => {
-                self.end_in(now, index, Failure::Region(RegionFault::Gone));
-                Ok(None)
+        self.end_gone(now, index);
+        Ok(None)
+    }
+
+    /// The region that a write goes to is gone.
+    fn end_gone(&mut self, now: Time, index: u32) {
+        let (_, ins, _, mut cx) = self.parts(now);
+        ins.end(index, Failure::Region(RegionFault::Gone), &mut cx);
+    }
+
+    /// A chunk's head: where do its bytes go?
+    fn place_chunk(&mut self, now: Time, at: usize, chunk: ChunkOf, regions: &dyn Regions) -> Result<Placing, String> {
+        match self.ins.place_chunk(&mut self.lanes[at], chunk, regions)? {
+            Some(placing) => Ok(placing),
+            None => {
+                self.end_gone(now, chunk.target.index);
+                Ok(Placing::Discard)
             }
-            _ => Ok(Some(What::Data { index })),
         }
     }
 
@@ -333,8 +339,9 @@ impl Peer {
             }
             Placement::Chunk { index, serial, offset, len, again } => {
                 self.lanes[at].placing = Placement::None;
-                let target = Peer::target(index, serial);
-                self.placed_chunk(now, at, ChunkOf { target, offset, len, from: 0, again })
+                self.lanes[at].consume();
+                let target = Target { index, serial };
+                self.count_chunk(now, lane, ChunkOf { target, offset, len, from: 0, again })
             }
         };
         if let Err(why) = &result {
@@ -362,10 +369,13 @@ impl Peer {
         self.stream.consumed(lossy);
         let elsewhere = self.lanes.void_stream_placements(Some(lane));
         match what {
-            What::Kept { arrival } => self.kept(arrival),
+            What::Kept { arrival } => {
+                let (_, _, arrivals, mut cx) = self.parts(now);
+                arrivals.complete(arrival, &mut cx);
+            }
             What::Data { index } => {
-                if let (true, Some(incoming)) = (elsewhere, self.ins.get(index as usize)) {
-                    self.events.revoke(incoming.memory());
+                if let (true, Some(memory)) = (elsewhere, self.ins.memory(index)) {
+                    self.events.revoke(memory);
                 }
                 self.complete_in(now, index, Protocol::Eager, Some(lane));
             }
@@ -382,13 +392,20 @@ impl Peer {
                 let announce = frame::decode_announce(bytes, offer)?;
                 return self.announced(now, op, tag, announce, host.matcher);
             }
-            Frame::Consent { op, target } => return self.consented(now, op, target),
+            Frame::Consent { op, target } => return self.outs.consented(now, op, target, &mut self.events),
             Frame::Done => {
                 for id in frame::decode_done(bytes) {
                     self.finished(now, id)?;
                 }
             }
-            Frame::Fail { op, code } => return self.out_failed(now, op, frame::decode_failure(code, bytes)?),
+            Frame::Fail { op, code } => {
+                let why = frame::decode_failure(code, bytes)?;
+                if self.credit.counts(op) {
+                    return self.credit.failed(op, why, &mut self.events);
+                }
+                let (outs, _, _, mut cx) = self.parts(now);
+                return outs.failed(op, why, &mut cx);
+            }
             Frame::ReadFailed { serve, target, code } => {
                 self.read_failed(now, serve, target, frame::decode_failure(code, bytes)?);
             }
@@ -402,9 +419,17 @@ impl Peer {
                 let lane = self.lanes[at].spec.id;
                 return self.read(now, ServeRequest { op, target, read, chunks, lane }, host);
             }
-            Frame::Invite { op } => self.invited(op, frame::decode_invite(bytes)?),
+            Frame::Invite { op } => {
+                let descriptor = frame::decode_invite(bytes)?;
+                let (outs, _, _, mut cx) = self.parts(now);
+                outs.invited(op, descriptor, &mut cx);
+            }
             Frame::HelpEnded { op, failed } => self.help_ended(now, op, failed),
-            Frame::Pushed { serve, target } => return self.pushed(now, serve, target),
+            Frame::Pushed { serve, target } => {
+                if self.ins.pushed(serve, target)? {
+                    self.complete_in(now, target.index, Protocol::Direct, None);
+                }
+            }
             Frame::Bye => self.bye(now, host.matcher),
             Frame::Eager { .. }
             | Frame::WriteData { .. }
@@ -417,24 +442,123 @@ impl Peer {
         Ok(())
     }
 
-    /// Ends a receive whose message is just coming in.
-    pub(super) fn end_arriving(&mut self, op: OpId, why: &Failure) -> bool {
-        if let Some(&Open { what: What::Receive { op: o, their, tag }, .. }) = self.stream.receiving()
-            && o == op
-        {
-            self.stream.drop_open(&mut self.lanes);
-            self.events.revoke(Memory::Op(op));
-            self.events.fail(op, why.clone(), 0, tag);
-            self.answers.tell_failed(their, why, &mut self.events);
-            self.theirs.free(their);
-            return true;
+    /// The peer says that it has all of our operation `id` (or that it has all of the read which we serve).
+    #[inline]
+    fn finished(&mut self, now: Time, id: u32) -> Result<(), String> {
+        if self.credit.counts(id) {
+            return self.credit.finished(now, id, self.stream.lane(), &mut self.events);
         }
-        let of = |k: &Kept| !k.over && matches!(k.accepted, Some((o, _)) if o == op);
-        let Some((_, kept)) = self.arrivals.iter_mut().find(|(_, k)| of(k)) else { return false };
-        kept.accepted = None;
-        kept.ended = Some(why.clone());
-        let tag = kept.tag;
-        self.events.fail(op, why.clone(), 0, tag);
-        true
+        let (outs, _, _, mut cx) = self.parts(now);
+        outs.finished(id, &mut cx)
     }
+
+    fn announced(
+        &mut self,
+        now: Time,
+        their: u32,
+        tag: u64,
+        announce: frame::Announce,
+        matcher: &mut Matcher,
+    ) -> Result<(), String> {
+        let frame::Announce { len, offer } = announce;
+        if len == 0 {
+            return Err("announcement of an empty message".to_owned());
+        }
+        if self.answers.closing() {
+            self.answers.tell_failed(their, &Failure::Closed, &mut self.events);
+            return Ok(());
+        }
+        if self.theirs.at(their) != Their::Free {
+            return Err(format!("operation {their} begun twice"));
+        }
+        let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
+            let id = self.id;
+            let (_, _, arrivals, mut cx) = self.parts(now);
+            let of = Announced { their, tag, len, offer };
+            return arrivals.keep(id, of, false, matcher, &mut cx).map(drop);
+        };
+        if len > capacity {
+            self.parts(now).3.truncated(op, tag, their, len, capacity);
+            return Ok(());
+        }
+        if let Err(why) = self.theirs.claim(their, Their::Open) {
+            self.events.fail(op, Failure::PeerDead(why.clone()), 0, tag);
+            return Err(why);
+        }
+        let (_, ins, _, mut cx) = self.parts(now);
+        ins.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
+        Ok(())
+    }
+
+    fn written(&mut self, now: Time, of: WriteOf, host: &mut Host<'_>) -> Result<(), String> {
+        let WriteOf { op, len, imm, data, write } = of;
+        if len == 0 && !data {
+            return Err("write of nothing without data".to_owned());
+        }
+        if self.answers.closing() {
+            self.answers.tell_failed(op, &Failure::Closed, &mut self.events);
+            return Ok(());
+        }
+        let region = match host.regions.resolve(&write.key, write.offset, len, Access::Write) {
+            Ok(region) => region,
+            Err(fault) => {
+                self.answers.tell_failed(op, &Failure::Region(fault), &mut self.events);
+                return Ok(());
+            }
+        };
+        self.theirs.claim(op, Their::Open)?;
+        let kind = InKind::Write { region, base: write.offset, imm: imm.then_some(write.imm) };
+        let (_, ins, _, mut cx) = self.parts(now);
+        if data {
+            ins.begin_data(op, kind, len, &mut cx);
+        } else {
+            ins.begin_transfer(op, kind, len, write.offer, &mut cx);
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, now: Time, of: ServeRequest, host: &mut Host<'_>) -> Result<(), String> {
+        let ServeRequest { op, target, read, chunks, lane } = of;
+        let resolved = if self.answers.closing() {
+            Err(Failure::Closed)
+        } else {
+            let found = host.regions.resolve(&read.key, read.offset, read.len, Access::Read);
+            found.map_err(Failure::Region)
+        };
+        let region = match resolved {
+            Ok(region) => region,
+            Err(why) => {
+                let (code, _) = frame::encode_failure(&why);
+                self.answers.tell(Frame::ReadFailed { serve: 0, target, code }, Body::None, &mut self.events);
+                return Ok(());
+            }
+        };
+        self.theirs.claim(op, Their::Open)?;
+        let of_lane = self.stream.lane().and_then(|l| self.lanes.find(l)).map(|at| &self.lanes[at].spec);
+        let eager = !chunks && host.regions.eager(region);
+        let eager_max = of_lane.filter(|_| eager).map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
+        let descriptor = read.descriptor.filter(|_| read.len > 0);
+        let serve = ServeOf { their: op, target, region, base: read.offset, len: read.len, descriptor, lane };
+        let (outs, _, _, mut cx) = self.parts(now);
+        let index = outs.serve(serve, eager_max, &mut cx);
+        cx.theirs.set(op, Their::Serve(index));
+        Ok(())
+    }
+}
+
+pub(super) struct WriteOf {
+    pub(super) op: u32,
+    pub(super) len: u64,
+    pub(super) imm: bool,
+    pub(super) data: bool,
+    pub(super) write: frame::Write,
+}
+
+pub(super) struct ServeRequest {
+    pub(super) op: u32,
+    pub(super) target: frame::Target,
+    pub(super) read: frame::Read,
+    /// Never in one frame.
+    pub(super) chunks: bool,
+    pub(super) lane: LaneId,
 }

@@ -95,3 +95,46 @@ impl Events {
         true
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn short(index: u32) -> Short {
+        Short { op: OpId { index, generation: 0 }, tag: 0, bytes: 8, wire_ns: 0, lane: None }
+    }
+
+    #[test]
+    fn a_short_end_waits_behind_longer_events() {
+        let mut events = Events::default();
+        events.end_short(short(1));
+        events.push(Event::Bye);
+        events.end_short(short(2));
+        assert_eq!(events.take_short(), Some(short(1)));
+        assert_eq!(events.take_short(), None, "the goodbye goes first");
+        assert!(!events.is_empty() && !events.are_short());
+        assert_eq!((events.take(), events.take()), (Some(Event::Bye), Some(short(2).into())));
+        assert!(events.is_empty() && events.take().is_none());
+    }
+
+    #[test]
+    fn only_the_good_end_that_comes_next_is_spoilt() {
+        let mut events = Events::default();
+        assert!(!events.spoil_next(short(1).op, &Failure::Cancelled));
+        events.push(short(1).into());
+        assert!(!events.spoil_next(short(2).op, &Failure::Cancelled));
+        assert!(events.spoil_next(short(1).op, &Failure::Cancelled));
+        assert!(!events.spoil_next(short(1).op, &Failure::Closed), "it is a bad one already");
+        let spoilt = Event::Done { op: short(1).op, result: Err(Failure::Cancelled), progress: 0, tag: 0 };
+        assert_eq!(events.take(), Some(spoilt));
+    }
+
+    #[test]
+    fn immediates_go_before_the_end_of_their_access() {
+        let (mut events, region) = (Events::default(), RegionRef { index: 0, generation: 0 });
+        events.push(Event::Released { passive: 0, region });
+        events.arrive(region, 7);
+        assert_eq!(events.take(), Some(Event::Imm { region, imm: 7 }));
+        assert_eq!(events.take(), Some(Event::Released { passive: 0, region }));
+    }
+}

@@ -1,16 +1,23 @@
-//! The life of transfers towards us: receives of long messages, the peer's writes, our reads.
+//! Transfers towards us: receives of long messages, the peer's writes, our reads.
 
 use crossrail_types::{LaneId, OpId};
+use slab::Slab;
 
-use super::Peer;
+use super::Context;
+use super::accesses::{Accesses, JobOf};
+use super::answers::Answers;
+use super::events::Events;
+use super::lanes::Lanes;
+use super::open::{Open, What};
+use super::stream::Stream;
 use super::theirs::Their;
 use crate::feed::{share, sorted};
-use crate::frame::{Frame, Target};
-use crate::peer::open::{Open, What};
+use crate::frame::{Bytes, Frame, Target};
+use crate::lane::{Lane, Placement};
 use crate::ranges::Ranges;
 use crate::{
-    Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Placing, Protocol, Receipt, RegionFault, RegionRef,
-    Regions, Time,
+    Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Placing, Protocol, Receipt, RegionRef, Regions, Role,
+    Time,
 };
 
 /// Most holes that a transfer may have: far more than lanes and windows can make.
@@ -22,33 +29,33 @@ const PROMPT: u64 = 256 << 10;
 
 /// A transfer towards us.
 #[derive(Debug)]
-pub(super) struct Incoming {
-    pub(super) serial: u32,
+struct Incoming {
+    serial: u32,
     /// The peer's id of it; for a read, of its serving (0: not known yet).
-    pub(super) their: u32,
-    pub(super) kind: InKind,
-    pub(super) stage: InStage,
-    pub(super) len: u64,
-    pub(super) started: Time,
-    pub(super) received: Ranges,
+    their: u32,
+    kind: InKind,
+    stage: InStage,
+    len: u64,
+    started: Time,
+    received: Ranges,
     shares: Vec<LaneShare>,
     /// Chunks of it that lie in slots.
-    pub(super) landed: u32,
+    landed: u32,
     /// All bytes are known to be there, or in slots: how they came.
-    pub(super) complete: Option<(Protocol, Option<LaneId>)>,
+    complete: Option<(Protocol, Option<LaneId>)>,
     /// How to copy it directly.
-    pub(super) offer: Option<Offer>,
+    offer: Option<Offer>,
     /// Since when the peer was to copy it alone.
-    pub(super) lent: Option<Time>,
+    lent: Option<Time>,
     /// It did.
-    pub(super) pushed: bool,
-    pub(super) job: Option<DirectId>,
+    pushed: bool,
+    job: Option<DirectId>,
     /// The job was told to stop.
-    pub(super) stopping: bool,
+    stopping: bool,
     /// The peer was invited and may be copying.
-    pub(super) helped: bool,
-    pub(super) ending: Option<Ending>,
-    pub(super) copy_ns: u64,
+    helped: bool,
+    ending: Option<Ending>,
+    copy_ns: u64,
     passive: u32,
 }
 
@@ -60,7 +67,7 @@ pub(super) enum InKind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum InStage {
+enum InStage {
     /// All bytes come in one message.
     Data,
     /// We are to copy.
@@ -69,25 +76,81 @@ pub(super) enum InStage {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Ending {
-    pub(super) why: Failure,
-    pub(super) told: bool,
+struct Ending {
+    why: Failure,
+    told: bool,
+}
+
+/// A chunk's head.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ChunkOf {
+    pub(super) target: Target,
+    pub(super) offset: u64,
+    pub(super) len: u32,
+    pub(super) from: u32,
+    pub(super) again: bool,
+}
+
+/// What came of [`Ins::complete`].
+pub(super) enum Completed {
+    /// Bytes are still being unpacked.
+    Waits,
+    /// It is over. `prompt`: the peer should hear of it at once.
+    Over { prompt: bool },
+    /// The same of a read: that operation of ours is over, too.
+    Read { out: u32, lanes: Vec<LaneShare>, prompt: bool },
+}
+
+/// What waited for the last unpack of a transfer.
+pub(super) enum Settled {
+    Nothing,
+    /// That read of ours, which was over, or given up.
+    Read {
+        out: u32,
+    },
+    /// All bytes are there: [`Ins::complete`].
+    Complete {
+        protocol: Protocol,
+        lane: Option<LaneId>,
+    },
 }
 
 impl Incoming {
-    pub(super) fn memory(&self) -> Memory {
+    fn memory(&self) -> Memory {
         match self.kind {
             InKind::Receive { op, .. } | InKind::Read { op, .. } => Memory::Op(op),
             InKind::Write { region, base, .. } => Memory::Region { region, base, passive: self.passive },
         }
     }
+
+    fn covers(&self, offset: u64, len: u32) -> bool {
+        self.received.covers(offset, offset + u64::from(len))
+    }
 }
 
-impl Peer {
-    pub(super) fn begin_in(&mut self, now: Time, their: u32, kind: InKind, len: u64) -> u32 {
-        let serial = self.next_serial();
+/// The table of transfers towards us, from the frame that begins one to the event that ends it.
+///
+/// An entry stays until no lane, no direct copy of either end and no unpack touches its memory: the peer is answered only
+/// when this end's own job has ended, and help that was asked for is waited for. Ends are final: what comes for a
+/// transfer that is ending or over is discarded, by its serial. Chunks of the peer are checked here, before a byte of them is
+/// placed. [`Peer`](super::Peer) asks where bytes go and says when they are there; where a read completes or is given up,
+/// it ends the operation of ours that belongs to it ([`Outs`](super::outgoing::Outs)).
+#[derive(Debug, Default)]
+pub(super) struct Ins {
+    table: Slab<Incoming>,
+    serial: u32,
+}
+
+impl Ins {
+    pub(super) fn is_empty(&self) -> bool {
+        self.table.is_empty()
+    }
+
+    /// A transfer begins; its index.
+    fn begin(&mut self, now: Time, their: u32, kind: InKind, len: u64, accesses: &mut Accesses) -> u32 {
+        self.serial = self.serial.wrapping_add(1);
         let incoming = Incoming {
-            serial,
+            serial: self.serial,
             their,
             kind,
             stage: InStage::Chunks,
@@ -105,57 +168,101 @@ impl Peer {
             helped: false,
             ending: None,
             copy_ns: 0,
-            passive: if matches!(kind, InKind::Write { .. }) { self.passives.insert(()) as u32 } else { 0 },
+            passive: if matches!(kind, InKind::Write { .. }) { accesses.begin() } else { 0 },
         };
-        self.ins.insert(incoming) as u32
+        self.table.insert(incoming) as u32
     }
 
     /// A transfer that needs our consent: copies directly if there is an offer.
-    pub(super) fn begin_transfer(&mut self, now: Time, their: u32, kind: InKind, len: u64, offer: Option<Offer>) {
-        let index = self.begin_in(now, their, kind, len);
-        self.theirs.set(their, Their::In(index));
+    pub(super) fn begin_transfer(
+        &mut self,
+        their: u32,
+        kind: InKind,
+        len: u64,
+        offer: Option<Offer>,
+        cx: &mut Context<'_>,
+    ) {
+        let index = self.begin(cx.now, their, kind, len, cx.accesses);
+        cx.theirs.set(their, Their::In(index));
         match offer {
-            Some(offer) => self.start_pull(index, offer),
-            None => self.consent(index),
+            Some(offer) => self.start_pull(index, offer, cx.accesses, cx.events),
+            None => self.consent(index, cx.answers, cx.events),
         }
     }
 
-    /// Where a read of ours goes.
-    pub(super) fn begin_read(&mut self, now: Time, op: OpId, out: u32, len: u64) -> Target {
-        let index = self.begin_in(now, 0, InKind::Read { op, out }, len);
-        Peer::target(index, self.ins[index as usize].serial)
+    /// A write whose bytes come in the next frame.
+    pub(super) fn begin_data(&mut self, their: u32, kind: InKind, len: u64, cx: &mut Context<'_>) {
+        let index = self.begin(cx.now, their, kind, len, cx.accesses);
+        self.table[index as usize].stage = InStage::Data;
+        cx.theirs.set(their, Their::In(index));
+    }
+
+    /// Where a read of ours goes. `out`: its index among our operations.
+    pub(super) fn begin_read(&mut self, now: Time, op: OpId, out: u32, len: u64, accesses: &mut Accesses) -> Target {
+        let index = self.begin(now, 0, InKind::Read { op, out }, len, accesses);
+        Target { index, serial: self.serial }
     }
 
     /// Asks for chunks.
-    pub(super) fn consent(&mut self, index: u32) {
-        let Some(incoming) = self.ins.get_mut(index as usize) else { return };
+    fn consent(&mut self, index: u32, answers: &mut Answers, events: &mut Events) {
+        let Some(incoming) = self.table.get_mut(index as usize) else { return };
         incoming.stage = InStage::Chunks;
-        let (op, target) = (incoming.their, Peer::target(index, incoming.serial));
-        self.answers.tell(Frame::Consent { op, target }, Body::None, &mut self.events);
+        let (op, target) = (incoming.their, Target { index, serial: incoming.serial });
+        answers.tell(Frame::Consent { op, target }, Body::None, events);
     }
 
-    /// The live transfer that a target names.
-    pub(super) fn find_in(&self, target: Target) -> Option<&Incoming> {
-        self.ins.get(target.index as usize).filter(|i| i.serial == target.serial && i.ending.is_none())
+    /// The transfer that a target names, if it is not ending.
+    fn find(&self, target: Target) -> Option<&Incoming> {
+        self.table.get(target.index as usize).filter(|i| i.serial == target.serial && i.ending.is_none())
     }
 
+    fn find_mut(&mut self, target: Target) -> Option<&mut Incoming> {
+        self.table.get_mut(target.index as usize).filter(|i| i.serial == target.serial && i.ending.is_none())
+    }
+
+    pub(super) fn memory(&self, index: u32) -> Option<Memory> {
+        self.table.get(index as usize).map(Incoming::memory)
+    }
+
+    /// Bytes received so far.
     pub(super) fn received(&self, target: Target) -> u64 {
-        self.find_in(target).map_or(0, |i| i.received.bytes())
+        self.find(target).map_or(0, |i| i.received.bytes())
     }
 
-    /// A chunk's head: where do its bytes go?
+    /// The `len` bytes of the write at `index` come in. `Ok(false)`: its region is gone, it must [`Ins::end`].
+    pub(super) fn place_data(&self, index: u32, len: u32, regions: &dyn Regions) -> Result<bool, String> {
+        let Some(incoming) = self.table.get(index as usize) else { return Ok(false) };
+        if incoming.stage != InStage::Data || incoming.len != u64::from(len) {
+            return Err(format!("data of a write, {len} bytes, that do not fit"));
+        }
+        Ok(!matches!(incoming.kind, InKind::Write { region, .. } if !regions.alive(region)))
+    }
+
+    /// All bytes of a read of ours come in, which the peer serves under the id `serve`. `Ok(false)`: it is over.
+    pub(super) fn place_read(&mut self, target: Target, serve: u32, len: u32) -> Result<bool, String> {
+        if serve == 0 {
+            return Err("data of a read without its owner's id".to_owned());
+        }
+        let Some(incoming) = self.find_mut(target) else { return Ok(false) };
+        if !matches!(incoming.kind, InKind::Read { .. }) || incoming.len != u64::from(len) {
+            return Err(format!("data of a read, {len} bytes, that do not fit"));
+        }
+        incoming.their = serve;
+        Ok(true)
+    }
+
+    /// A chunk's head has come in on `lane`: where do its bytes go? `Ok(None)`: nowhere, and the transfer must
+    /// [`Ins::end`]: its region is gone.
     pub(super) fn place_chunk(
         &mut self,
-        now: Time,
-        at: usize,
+        lane: &mut Lane,
         chunk: ChunkOf,
         regions: &dyn Regions,
-    ) -> Result<Placing, String> {
+    ) -> Result<Option<Placing>, String> {
         let ChunkOf { target, offset, len, from, again } = chunk;
-        let index = target.index;
-        let Some(incoming) = self.find_in(target) else {
-            self.lanes[at].consume();
-            return Ok(Placing::Discard);
+        let Some(incoming) = self.find_mut(target) else {
+            lane.consume();
+            return Ok(Some(Placing::Discard));
         };
         if incoming.stage == InStage::Direct || (incoming.stage == InStage::Data) {
             return Err("chunk of a transfer without consent".to_owned());
@@ -164,43 +271,28 @@ impl Peer {
         let Some(end) = end else {
             return Err(format!("chunk of {len} bytes at {offset} of a transfer of {} bytes", incoming.len));
         };
-        if let InKind::Write { region, .. } = incoming.kind
-            && !regions.alive(region)
-        {
-            self.end_in(now, index, Failure::Region(RegionFault::Gone));
-            self.lanes[at].consume();
-            return Ok(Placing::Discard);
+        if matches!(incoming.kind, InKind::Write { region, .. } if !regions.alive(region)) {
+            lane.consume();
+            return Ok(None);
         }
         if incoming.received.covers(offset, end) {
-            self.lanes[at].consume();
-            return Ok(Placing::Discard);
+            lane.consume();
+            return Ok(Some(Placing::Discard));
         }
-        let Some(incoming) = self.ins.get_mut(index as usize) else { return Ok(Placing::Discard) };
         if matches!(incoming.kind, InKind::Read { .. }) {
             if from == 0 {
                 return Err("chunk of a read without its owner's id".to_owned());
             }
             incoming.their = from;
         }
-        let memory = incoming.memory();
-        self.lanes[at].placing = crate::lane::Placement::Chunk { index, serial: target.serial, offset, len, again };
-        Ok(Placing::Memory { memory, offset, len, chunk: true })
+        lane.placing = Placement::Chunk { index: target.index, serial: target.serial, offset, len, again };
+        Ok(Some(Placing::Memory { memory: incoming.memory(), offset, len, chunk: true }))
     }
 
-    /// A chunk's bytes are there.
-    pub(super) fn placed_chunk(&mut self, now: Time, at: usize, chunk: ChunkOf) -> Result<(), String> {
-        self.lanes[at].consume();
-        let lane = self.lanes[at].spec.id;
-        self.count_chunk(now, lane, chunk)
-    }
-
-    /// A chunk's bytes are in the transfer's memory.
-    pub(super) fn count_chunk(&mut self, now: Time, lane: LaneId, chunk: ChunkOf) -> Result<(), String> {
+    /// A chunk's bytes are in the transfer's memory. `Ok(true)`: all are, it is to [`Ins::complete`].
+    pub(super) fn count_chunk(&mut self, lane: LaneId, chunk: ChunkOf) -> Result<bool, String> {
         let ChunkOf { target, offset, len, again, .. } = chunk;
-        let found = self.ins.get_mut(target.index as usize);
-        let Some(incoming) = found.filter(|i| i.serial == target.serial && i.ending.is_none()) else {
-            return Ok(());
-        };
+        let Some(incoming) = self.find_mut(target) else { return Ok(false) };
         let new = incoming.received.insert(offset, offset + u64::from(len));
         if incoming.received.parts() > PARTS_MAX {
             return Err(format!("a transfer in more than {PARTS_MAX} parts"));
@@ -211,59 +303,58 @@ impl Peer {
             share.chunks += 1;
             share.resent += if again { new } else { 0 };
         }
-        if incoming.received.bytes() == incoming.len {
-            self.complete_in(now, target.index, Protocol::Chunks, None);
-        }
-        Ok(())
+        Ok(incoming.received.bytes() == incoming.len)
     }
 
     /// All bytes are there. It is over once none is unpacked any more: a chunk may have come twice.
-    pub(super) fn complete_in(&mut self, now: Time, index: u32, protocol: Protocol, lane: Option<LaneId>) {
-        if self.ins[index as usize].landed > 0 {
-            self.ins[index as usize].complete = Some((protocol, lane));
-            return;
+    pub(super) fn complete(
+        &mut self,
+        index: u32,
+        protocol: Protocol,
+        lane: Option<LaneId>,
+        cx: &mut Context<'_>,
+    ) -> Completed {
+        if self.table[index as usize].landed > 0 {
+            self.table[index as usize].complete = Some((protocol, lane));
+            return Completed::Waits;
         }
-        let incoming = self.ins.remove(index as usize);
+        let incoming = self.table.remove(index as usize);
         let memory = incoming.memory();
-        if self.leave_in(index, incoming.serial) {
-            self.events.revoke(memory);
+        if leave(index, incoming.serial, cx.lanes, cx.stream) {
+            cx.events.revoke(memory);
         }
         let lanes = sorted(incoming.shares);
-        if let InKind::Read { .. } = incoming.kind {
-            self.answers.owe_read_done(incoming.their, &mut self.events);
-        } else {
-            self.answers.owe_done(incoming.their, &mut self.events);
-        }
-        if incoming.len >= PROMPT {
-            self.flush();
-        }
+        let prompt = incoming.len >= PROMPT;
         match incoming.kind {
             InKind::Receive { op, tag } => {
                 let (bytes, copy_ns) = (incoming.len, incoming.copy_ns);
-                let wire_ns = now.since(incoming.started).saturating_sub(copy_ns);
+                let wire_ns = cx.now.since(incoming.started).saturating_sub(copy_ns);
                 let pushed = incoming.pushed;
                 let receipt =
                     Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns, pushed };
-                self.events.push(Event::Done { op, result: Ok(receipt), progress: bytes, tag });
-                self.theirs.free(incoming.their);
+                cx.answers.owe_done(incoming.their, cx.events);
+                cx.events.push(Event::Done { op, result: Ok(receipt), progress: bytes, tag });
             }
             InKind::Write { region, imm, .. } => {
-                self.events.push(Event::Released { passive: incoming.passive, region });
+                cx.answers.owe_done(incoming.their, cx.events);
+                cx.events.push(Event::Released { passive: incoming.passive, region });
                 if let Some(imm) = imm {
-                    self.events.arrive(region, imm);
+                    cx.events.arrive(region, imm);
                 }
-                self.theirs.free(incoming.their);
             }
             InKind::Read { out, .. } => {
-                self.close_read(now, out, protocol, lanes);
+                cx.answers.owe_read_done(incoming.their, cx.events);
+                return Completed::Read { out, lanes, prompt };
             }
         }
+        cx.theirs.free(incoming.their);
+        Completed::Over { prompt }
     }
 
     /// A receive or a write of the peer's ends before its time: its memory is left alone from now on, as far as the
     /// lanes go, and it is over once no direct copy and no unpack touches it.
-    pub(super) fn end_in(&mut self, _now: Time, index: u32, why: Failure) {
-        let Some(incoming) = self.ins.get_mut(index as usize) else { return };
+    pub(super) fn end(&mut self, index: u32, why: Failure, cx: &mut Context<'_>) {
+        let Some(incoming) = self.table.get_mut(index as usize) else { return };
         if incoming.ending.is_some() {
             return;
         }
@@ -271,98 +362,289 @@ impl Peer {
         let (memory, serial) = (incoming.memory(), incoming.serial);
         if let (Some(job), false) = (incoming.job, incoming.stopping) {
             incoming.stopping = true;
-            self.events.stop(job);
+            cx.events.stop(job);
         }
-        self.leave_in(index, serial);
-        self.events.revoke(memory);
-        self.step_ending(index);
-    }
-
-    /// No lane places anything for that transfer any more; true if one did.
-    fn leave_in(&mut self, index: u32, serial: u32) -> bool {
-        let chunks = self.lanes.void_chunk_placements(index, serial);
-        let of = |o: &Open| matches!(o.what, What::Data { index: i } if i == index);
-        let data = self.stream.receiving().is_some_and(of);
-        if data {
-            self.stream.drop_open(&mut self.lanes);
-        }
-        chunks || data
+        leave(index, serial, cx.lanes, cx.stream);
+        cx.events.revoke(memory);
+        self.step_ending(index, cx);
     }
 
     /// Goes on with an ending, as far as direct copies and unpacks let it.
-    pub(super) fn step_ending(&mut self, index: u32) {
-        let Some(incoming) = self.ins.get_mut(index as usize) else { return };
+    fn step_ending(&mut self, index: u32, cx: &mut Context<'_>) {
+        let Some(incoming) = self.table.get_mut(index as usize) else { return };
         let Some(ending) = incoming.ending.as_mut() else { return };
         if incoming.job.is_some() || incoming.landed > 0 {
             return;
         }
         if !ending.told {
             ending.told = true;
-            let (their, why) = (incoming.their, ending.why.clone());
-            self.answers.tell_failed(their, &why, &mut self.events);
+            cx.answers.tell_failed(incoming.their, &ending.why, cx.events);
         }
-        if self.ins[index as usize].helped {
+        if incoming.helped {
             return;
         }
-        let incoming = self.ins.remove(index as usize);
+        let incoming = self.table.remove(index as usize);
         let why = incoming.ending.map_or(Failure::Cancelled, |e| e.why);
         match incoming.kind {
-            InKind::Receive { op, tag } => {
-                let progress = incoming.received.bytes();
-                self.events.fail(op, why, progress, tag);
-            }
-            InKind::Write { region, .. } => {
-                self.events.push(Event::Released { passive: incoming.passive, region });
-            }
+            InKind::Receive { op, tag } => cx.events.fail(op, why, incoming.received.bytes(), tag),
+            InKind::Write { region, .. } => cx.events.push(Event::Released { passive: incoming.passive, region }),
             InKind::Read { .. } => return,
         }
-        self.theirs.free(incoming.their);
+        cx.theirs.free(incoming.their);
     }
 
     /// A read of ours is over or given up: what still comes for it is discarded.
-    pub(super) fn drop_read(&mut self, target: Target) {
+    pub(super) fn drop_read(&mut self, target: Target, cx: &mut Context<'_>) {
         let Target { index, serial } = target;
-        if self.ins.get(index as usize).is_none_or(|i| i.serial != serial) {
+        if self.table.get(index as usize).is_none_or(|i| i.serial != serial) {
             return;
         }
-        self.leave_in(index, serial);
-        if self.ins[index as usize].landed > 0 {
-            self.leave_read(index);
-        } else {
-            self.ins.remove(index as usize);
+        leave(index, serial, cx.lanes, cx.stream);
+        self.remove_read(index, cx.events);
+    }
+
+    /// Forgets a read of ours, once nothing is unpacked for it any more.
+    fn remove_read(&mut self, index: u32, events: &mut Events) {
+        let incoming = &mut self.table[index as usize];
+        if incoming.landed == 0 {
+            self.table.remove(index as usize);
+        } else if incoming.ending.is_none() {
+            incoming.ending = Some(Ending { why: Failure::Cancelled, told: true });
+            events.revoke(incoming.memory());
         }
     }
 
-    /// Ends a receive whose message comes in chunks, or is copied.
-    pub(super) fn end_receive(&mut self, now: Time, op: OpId, why: Failure) -> bool {
-        let of = |k| matches!(k, InKind::Receive { op: o, .. } if o == op);
-        let found = self.ins.iter().find(|(_, i)| of(i.kind)).map(|(i, _)| i as u32);
+    fn find_receive(&self, op: OpId) -> Option<(usize, &Incoming)> {
+        self.table.iter().find(|(_, i)| matches!(i.kind, InKind::Receive { op: o, .. } if o == op))
+    }
+
+    /// Ends a receive whose message comes in chunks, or is copied; false: there is none.
+    pub(super) fn end_receive(&mut self, op: OpId, why: &Failure, cx: &mut Context<'_>) -> bool {
+        let found = self.find_receive(op).map(|(index, _)| index as u32);
         if let Some(index) = found {
-            self.end_in(now, index, why);
+            self.end(index, why.clone(), cx);
         }
         found.is_some()
     }
 
-    pub(super) fn region_gone_incoming(&mut self, now: Time, gone: RegionRef) {
+    /// Ends the peer's writes into that region.
+    pub(super) fn end_writes(&mut self, gone: RegionRef, why: &Failure, cx: &mut Context<'_>) {
         let of = |k| matches!(k, InKind::Write { region, .. } if region == gone);
-        let found: Vec<u32> = self.ins.iter().filter(|(_, i)| of(i.kind)).map(|(i, _)| i as u32).collect();
+        let found: Vec<u32> = self.table.iter().filter(|(_, i)| of(i.kind)).map(|(i, _)| i as u32).collect();
         for index in found {
-            self.end_in(now, index, Failure::Region(RegionFault::Gone));
+            self.end(index, why.clone(), cx);
         }
     }
 
-    pub(super) fn progress_incoming(&self, op: OpId) -> Option<(u64, u64)> {
-        let of = |k| matches!(k, InKind::Receive { op: o, .. } if o == op);
-        self.ins.iter().find(|(_, i)| of(i.kind)).map(|(_, i)| (i.received.bytes(), i.len))
+    /// What goes into that memory.
+    pub(super) fn find_memory(&self, memory: Memory) -> Option<u32> {
+        self.table.iter().find(|(_, i)| i.memory() == memory).map(|(at, _)| at as u32)
+    }
+
+    /// Bytes moved and bytes in all, of a receive.
+    pub(super) fn progress(&self, op: OpId) -> Option<(u64, u64)> {
+        self.find_receive(op).map(|(_, i)| (i.received.bytes(), i.len))
+    }
+
+    /// Ends all without another word to the peer. Direct copies and unpacks are waited for.
+    pub(super) fn fail_all(&mut self, why: &Failure, cx: &mut Context<'_>) {
+        let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
+        for index in all {
+            let incoming = &mut self.table[index as usize];
+            if matches!(incoming.kind, InKind::Read { .. }) {
+                self.remove_read(index, cx.events);
+                continue;
+            }
+            incoming.helped = false;
+            match incoming.ending.as_mut() {
+                Some(ending) => ending.told = true,
+                None => {
+                    incoming.ending = Some(Ending { why: why.clone(), told: true });
+                    cx.events.revoke(incoming.memory());
+                }
+            }
+            if let (Some(job), false) = (incoming.job, incoming.stopping) {
+                incoming.stopping = true;
+                cx.events.stop(job);
+            }
+            self.step_ending(index, cx);
+        }
     }
 }
 
-/// A chunk's head.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ChunkOf {
-    pub(super) target: Target,
-    pub(super) offset: u64,
-    pub(super) len: u32,
-    pub(super) from: u32,
-    pub(super) again: bool,
+/// No lane places anything for that transfer any more; true if one did.
+fn leave(index: u32, serial: u32, lanes: &mut Lanes, stream: &mut Stream) -> bool {
+    let chunks = lanes.void_chunk_placements(index, serial);
+    let of = |o: &Open| matches!(o.what, What::Data { index: i } if i == index);
+    let data = stream.receiving().is_some_and(of);
+    if data {
+        stream.drop_open(lanes);
+    }
+    chunks || data
+}
+
+/// Chunks that land in slots and are unpacked from there, at their own pace and in any order. A chunk counts as consumed
+/// when it is unpacked, so that the window covers the slots.
+impl Ins {
+    /// A chunk lies in a slot; false: there is no more use for it.
+    pub(super) fn land(&mut self, target: Target, offset: u64, len: u32) -> bool {
+        let found = self.find_mut(target).filter(|i| !i.covers(offset, len));
+        found.map(|incoming| incoming.landed += 1).is_some()
+    }
+
+    /// A chunk is out of its slot; whether its transfer is ending. `None`: the transfer is over.
+    pub(super) fn take_off(&mut self, target: Target) -> Option<bool> {
+        let found = self.table.get_mut(target.index as usize);
+        let incoming = found.filter(|i| i.serial == target.serial && i.landed > 0)?;
+        incoming.landed -= 1;
+        Some(incoming.ending.is_some())
+    }
+
+    /// Goes on with what waited for the last unpack.
+    pub(super) fn settle(&mut self, target: Target, cx: &mut Context<'_>) -> Settled {
+        let index = target.index;
+        let found = self.table.get(index as usize).filter(|i| i.serial == target.serial && i.landed == 0);
+        let Some(incoming) = found else { return Settled::Nothing };
+        match (incoming.kind, incoming.ending.is_some(), incoming.complete) {
+            (InKind::Read { out, .. }, true, _) => {
+                self.table.remove(index as usize);
+                Settled::Read { out }
+            }
+            (_, true, _) => {
+                self.step_ending(index, cx);
+                Settled::Nothing
+            }
+            (_, false, Some((protocol, lane))) => Settled::Complete { protocol, lane },
+            (_, false, None) => Settled::Nothing,
+        }
+    }
+
+    /// Whether something is still being unpacked for that read of ours.
+    pub(super) fn unpacks(&self, target: Target) -> bool {
+        let found = self.table.get(target.index as usize);
+        found.is_some_and(|i| i.serial == target.serial && i.landed > 0)
+    }
+}
+
+/// Direct copies into our memory: this end pulls, or invites the peer to push; of a read, its owner pushes alone.
+///
+/// With a cursor that both share (the offer has a slot) an invited sender pushes while the receiver pulls. Without one
+/// it pushes alone, and the receiver pulls only if that fails.
+impl Ins {
+    /// Copies the peer's bytes into a transfer.
+    fn start_pull(&mut self, index: u32, offer: Offer, accesses: &mut Accesses, events: &mut Events) {
+        let job = accesses.begin_job(JobOf::In(index));
+        let incoming = &mut self.table[index as usize];
+        incoming.stage = InStage::Direct;
+        incoming.offer = Some(offer);
+        incoming.job = Some(job);
+        let (memory, len) = (incoming.memory(), incoming.len);
+        events.push(Event::Direct { job, memory, role: Role::Pull, offer, len });
+    }
+
+    /// Our pulling is over: done in so many nanoseconds, or not. True: all bytes are there, it is to
+    /// [`Ins::complete`].
+    pub(super) fn end_pull(&mut self, index: u32, done: Option<u64>, cx: &mut Context<'_>) -> bool {
+        let Some(incoming) = self.table.get_mut(index as usize) else { return false };
+        incoming.job = None;
+        if let Some(copy_ns) = done {
+            incoming.copy_ns = copy_ns;
+            if !incoming.stopping {
+                return true;
+            }
+        }
+        if incoming.ending.is_some() {
+            self.step_ending(index, cx);
+        } else {
+            // The peer stops its help before it sends the first chunk.
+            incoming.stopping = false;
+            self.consent(index, cx.answers, cx.events);
+        }
+        false
+    }
+
+    /// Asks the peer to push into what `descriptor` says, while this end pulls.
+    pub(super) fn invite(&mut self, index: u32, descriptor: [u8; 24], cx: &mut Context<'_>) {
+        let Some(incoming) = self.table.get_mut(index as usize) else { return };
+        let refused = incoming.helped || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_none());
+        if refused || !cx.answers.live() {
+            return;
+        }
+        incoming.helped = true;
+        let body = Body::from(Bytes::EMPTY.push(&descriptor));
+        cx.answers.tell(Frame::Invite { op: incoming.their }, body, cx.events);
+    }
+
+    /// Leaves the copy to the peer, which pushes into what `descriptor` says. True: this end's job is over.
+    pub(super) fn lend(&mut self, index: u32, descriptor: [u8; 24], cx: &mut Context<'_>) -> bool {
+        let Some(incoming) = self.table.get_mut(index as usize) else { return false };
+        let refused = incoming.lent.is_some() || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_some());
+        if refused || !cx.answers.live() {
+            return false;
+        }
+        incoming.helped = true;
+        incoming.lent = Some(cx.now);
+        incoming.job = None;
+        let body = Body::from(Bytes::EMPTY.push(&descriptor));
+        cx.answers.tell(Frame::Invite { op: incoming.their }, body, cx.events);
+        true
+    }
+
+    /// Since when the peer may copy into memory that was left to it, of the last transfer of which that is so.
+    pub(super) fn lending(&self) -> Option<Time> {
+        self.table.iter().filter(|(_, incoming)| incoming.helped).filter_map(|(_, incoming)| incoming.lent).max()
+    }
+
+    /// The peer no longer accesses the memory of a transfer. True: it has copied all, it is to [`Ins::complete`].
+    pub(super) fn help_ended(&mut self, index: u32, failed: bool, cx: &mut Context<'_>) -> bool {
+        let Some(incoming) = self.table.get_mut(index as usize) else { return false };
+        if !std::mem::take(&mut incoming.helped) {
+            return false;
+        }
+        match (incoming.job, incoming.ending.is_some()) {
+            (_, true) => self.step_ending(index, cx),
+            (Some(job), false) if failed && !incoming.stopping => {
+                // Pieces that it claimed are not copied: start over, in chunks.
+                incoming.stopping = true;
+                cx.events.stop(job);
+            }
+            (Some(_), false) => {}
+            (None, false) => return self.end_loan(index, failed, cx),
+        }
+        false
+    }
+
+    /// What the peer was left to do is done, or this end has to do it.
+    fn end_loan(&mut self, index: u32, failed: bool, cx: &mut Context<'_>) -> bool {
+        let incoming = &mut self.table[index as usize];
+        let (Some(since), Some(offer), InStage::Direct) = (incoming.lent, incoming.offer, incoming.stage) else {
+            return false;
+        };
+        if failed {
+            self.start_pull(index, offer, cx.accesses, cx.events);
+        } else {
+            incoming.copy_ns = cx.now.since(since);
+            incoming.pushed = true;
+        }
+        !failed
+    }
+
+    /// The owner has copied all of a read of ours, which it serves under the id `serve`, to its place. `Ok(false)`: it
+    /// was over.
+    pub(super) fn pushed(&mut self, serve: u32, target: Target) -> Result<bool, String> {
+        let Some(incoming) = self.find_mut(target) else { return Ok(false) };
+        if serve == 0 || !matches!(incoming.kind, InKind::Read { .. }) {
+            return Err("pushed what was not read".to_owned());
+        }
+        incoming.their = serve;
+        Ok(true)
+    }
+
+    /// The engine has given up all direct copies and unpacks.
+    pub(super) fn forget_jobs(&mut self) {
+        for (_, incoming) in &mut self.table {
+            incoming.job = None;
+            incoming.landed = 0;
+        }
+    }
 }

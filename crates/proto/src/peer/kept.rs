@@ -1,132 +1,239 @@
 //! Messages that came before their receive.
 
-use crossrail_types::OpId;
+use crossrail_types::{EndpointId, OpId};
+use slab::Slab;
 
-use super::Peer;
+use super::Context;
 use super::theirs::Their;
-use crate::peer::incoming::InKind;
-use crate::peer::open::What;
-use crate::{Event, Failure, Matcher, Offer, Short, Time};
+use crate::{Event, Failure, Matcher, Offer, Short};
 
 /// An unexpected message.
 #[derive(Debug)]
-pub(super) struct Kept {
+struct Kept {
+    their: u32,
+    tag: u64,
+    len: u64,
+    /// Its bytes are in the engine's hands, or on the way there; otherwise it was only announced.
+    eager: bool,
+    complete: bool,
+    offer: Option<Offer>,
+    accepted: Option<(OpId, u64)>,
+    /// Why it is to be forgotten once it is there in whole, if its receive has ended.
+    ended: Option<Failure>,
+    /// Out of our hands; only its id is kept from being used again.
+    over: bool,
+}
+
+/// A message that was announced, and is accepted: a transfer is to begin.
+#[derive(Debug)]
+pub(super) struct Announced {
     pub(super) their: u32,
     pub(super) tag: u64,
     pub(super) len: u64,
-    /// Its bytes are in the engine's hands, or on the way there; otherwise it was only announced.
-    pub(super) eager: bool,
-    pub(super) complete: bool,
-    offer: Option<Offer>,
-    pub(super) accepted: Option<(OpId, u64)>,
-    /// Why it is to be forgotten once it is there in whole, if its receive has ended.
-    pub(super) ended: Option<Failure>,
-    /// Out of our hands; only its id is kept from being used again.
-    pub(super) over: bool,
+    pub(super) offer: Option<Offer>,
 }
 
-impl Peer {
-    pub(super) fn keep_eager(&mut self, their: u32, tag: u64, len: u32, matcher: &mut Matcher) -> Result<What, String> {
-        let total = self.arrival_bytes + u64::from(len);
-        if total > self.config.eager_credit {
-            return Err(format!("{total} bytes of unexpected messages; the credit is {}", self.config.eager_credit));
-        }
-        let len = u64::from(len);
-        let arrival = self.keep(their, Kept::new(their, tag, len, true, None), matcher)?;
-        self.arrival_bytes = total;
-        Ok(What::Kept { arrival })
+/// Unexpected messages, from their head to the event that takes them away.
+///
+/// Owns their ids, which the matcher and the engine know them by, and the peer's credit for their bytes: one that
+/// exceeds it breaks the protocol. The engine holds the bytes. An id is free again when the engine has taken the event that
+/// names it for the last time ([`Arrivals::taken`]). [`Peer`](super::Peer) brings messages for which the matcher has no
+/// receive, and the receives that match them later.
+#[derive(Debug)]
+pub(super) struct Arrivals {
+    table: Slab<Kept>,
+    bytes: u64,
+    credit: u64,
+    /// The receive whose message is being copied out, and the peer's id of it.
+    copied_out: Option<(OpId, u32)>,
+}
+
+impl Arrivals {
+    /// `credit`: bytes that the peer may have sent before their receives.
+    pub(super) fn new(credit: u64) -> Arrivals {
+        Arrivals { table: Slab::new(), bytes: 0, credit, copied_out: None }
     }
 
-    pub(super) fn keep(&mut self, their: u32, kept: Kept, matcher: &mut Matcher) -> Result<u32, String> {
-        let arrival = self.arrivals.vacant_key() as u32;
-        self.theirs.claim(their, Their::Arrival(arrival))?;
-        matcher.keep(self.id, arrival, kept.tag, kept.len);
-        self.arrivals.insert(kept);
+    /// A message of `len` bytes comes in with its first frame.
+    pub(super) fn keep_eager(
+        &mut self,
+        peer: EndpointId,
+        their: u32,
+        tag: u64,
+        len: u32,
+        matcher: &mut Matcher,
+        cx: &mut Context<'_>,
+    ) -> Result<u32, String> {
+        let total = self.bytes + u64::from(len);
+        if total > self.credit {
+            return Err(format!("{total} bytes of unexpected messages; the credit is {}", self.credit));
+        }
+        let announced = Announced { their, tag, len: u64::from(len), offer: None };
+        let arrival = self.keep(peer, announced, true, matcher, cx)?;
+        self.bytes = total;
         Ok(arrival)
     }
 
-    /// An unexpected message is there in whole.
-    pub(super) fn kept(&mut self, arrival: u32) {
-        let Some(kept) = self.arrivals.get_mut(arrival as usize).filter(|k| !k.over) else { return };
+    /// A message comes in (`eager`), or was announced.
+    pub(super) fn keep(
+        &mut self,
+        peer: EndpointId,
+        of: Announced,
+        eager: bool,
+        matcher: &mut Matcher,
+        cx: &mut Context<'_>,
+    ) -> Result<u32, String> {
+        let Announced { their, tag, len, offer } = of;
+        let arrival = self.table.vacant_key() as u32;
+        cx.theirs.claim(their, Their::Arrival(arrival))?;
+        matcher.keep(peer, arrival, tag, len);
+        self.table.insert(Kept {
+            their,
+            tag,
+            len,
+            eager,
+            complete: false,
+            offer,
+            accepted: None,
+            ended: None,
+            over: false,
+        });
+        Ok(arrival)
+    }
+
+    fn get_mut(&mut self, arrival: u32) -> Option<&mut Kept> {
+        self.table.get_mut(arrival as usize).filter(|k| !k.over)
+    }
+
+    /// A message is there in whole.
+    pub(super) fn complete(&mut self, arrival: u32, cx: &mut Context<'_>) {
+        let Some(kept) = self.get_mut(arrival) else { return };
         kept.complete = true;
         if let Some(why) = kept.ended.take() {
-            self.discard_kept(arrival, &why);
+            self.discard(arrival, &why, cx);
         } else if let Some((op, capacity)) = kept.accepted {
-            self.deliver(arrival, op, capacity);
+            self.deliver(arrival, op, capacity, cx);
         }
     }
 
-    /// An unexpected message is out of our hands. If there are bytes, the event that goes with it frees the id.
-    pub(super) fn remove_kept(&mut self, arrival: u32) {
-        let Some(kept) = self.arrivals.get_mut(arrival as usize).filter(|k| !k.over) else { return };
+    /// A message is out of our hands. If there are bytes, the event that goes with it frees the id.
+    fn remove(&mut self, arrival: u32, cx: &mut Context<'_>) {
+        let Some(kept) = self.get_mut(arrival) else { return };
         let their = kept.their;
         if kept.eager {
             kept.over = true;
-            self.arrival_bytes -= kept.len;
+            let len = kept.len;
+            self.bytes -= len;
         } else {
-            self.arrivals.remove(arrival as usize);
+            self.table.remove(arrival as usize);
         }
-        self.theirs.free(their);
+        cx.theirs.free(their);
     }
 
-    fn discard_kept(&mut self, arrival: u32, why: &Failure) {
-        let Some(&Kept { their, eager, .. }) = self.arrivals.get(arrival as usize) else { return };
-        self.remove_kept(arrival);
+    fn discard(&mut self, arrival: u32, why: &Failure, cx: &mut Context<'_>) {
+        let Some(&Kept { their, eager, .. }) = self.table.get(arrival as usize) else { return };
+        self.remove(arrival, cx);
         if eager {
-            self.events.push(Event::DropArrival { arrival });
+            cx.events.push(Event::DropArrival { arrival });
         }
-        self.answers.tell_failed(their, why, &mut self.events);
+        cx.answers.tell_failed(their, why, cx.events);
     }
 
-    /// The sender has cancelled an unexpected message.
-    pub(super) fn drop_kept(&mut self, arrival: u32, why: &Failure, matcher: &mut Matcher) {
-        matcher.forget(self.id, arrival);
-        self.discard_kept(arrival, why);
+    /// The sender has cancelled a message.
+    pub(super) fn cancelled(
+        &mut self,
+        peer: EndpointId,
+        arrival: u32,
+        why: &Failure,
+        matcher: &mut Matcher,
+        cx: &mut Context<'_>,
+    ) {
+        matcher.forget(peer, arrival);
+        self.discard(arrival, why, cx);
     }
 
-    fn deliver(&mut self, arrival: u32, op: OpId, capacity: u64) {
-        let Some(&Kept { their, tag, len, .. }) = self.arrivals.get(arrival as usize) else { return };
-        self.remove_kept(arrival);
+    fn deliver(&mut self, arrival: u32, op: OpId, capacity: u64, cx: &mut Context<'_>) {
+        let Some(&Kept { their, tag, len, .. }) = self.table.get(arrival as usize) else { return };
+        self.remove(arrival, cx);
         if len > capacity {
-            self.events.push(Event::DropArrival { arrival });
-            self.truncated(op, tag, their, len, capacity);
+            cx.events.push(Event::DropArrival { arrival });
+            cx.truncated(op, tag, their, len, capacity);
             return;
         }
-        self.events.push(Event::Deliver { arrival, op, len: len as u32 });
-        self.events.push(Short { op, tag, bytes: len, wire_ns: 0, lane: None }.into());
-        self.answers.owe_done(their, &mut self.events);
+        cx.events.push(Event::Deliver { arrival, op, len: len as u32 });
+        cx.events.push(Short { op, tag, bytes: len, wire_ns: 0, lane: None }.into());
+        cx.answers.owe_done(their, cx.events);
     }
 
-    pub(super) fn accept_kept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
-        let failed = self.answers.failed().or_else(|| self.answers.bye_sent().then_some(Failure::Closed));
-        let Some(kept) = self.arrivals.get_mut(arrival as usize).filter(|k| !k.over) else {
-            self.events.fail(op, failed.unwrap_or(Failure::Cancelled), 0, 0);
-            return;
+    /// A receive has matched a message. Returns what was only announced: it comes now.
+    pub(super) fn accept(&mut self, arrival: u32, op: OpId, capacity: u64, cx: &mut Context<'_>) -> Option<Announced> {
+        let failed = cx.answers.failed().or_else(|| cx.answers.bye_sent().then_some(Failure::Closed));
+        let Some(kept) = self.get_mut(arrival) else {
+            cx.events.fail(op, failed.unwrap_or(Failure::Cancelled), 0, 0);
+            return None;
         };
         if kept.eager {
             if kept.complete {
-                self.deliver(arrival, op, capacity);
+                self.deliver(arrival, op, capacity, cx);
             } else {
                 kept.accepted = Some((op, capacity));
             }
-            return;
+            return None;
         }
         let Kept { their, tag, len, offer, .. } = *kept;
         if let Some(why) = failed {
-            self.remove_kept(arrival);
-            self.events.fail(op, why, 0, tag);
+            self.remove(arrival, cx);
+            cx.events.fail(op, why, 0, tag);
         } else if len > capacity {
-            self.remove_kept(arrival);
-            self.truncated(op, tag, their, len, capacity);
+            self.remove(arrival, cx);
+            cx.truncated(op, tag, their, len, capacity);
         } else {
-            self.arrivals.remove(arrival as usize);
-            self.begin_transfer(now, their, InKind::Receive { op, tag }, len, offer);
+            self.table.remove(arrival as usize);
+            return Some(Announced { their, tag, len, offer });
+        }
+        None
+    }
+
+    /// Ends a receive that has matched a message which is still coming in; false: there is none.
+    pub(super) fn end_receive(&mut self, op: OpId, why: &Failure, cx: &mut Context<'_>) -> bool {
+        let of = |k: &Kept| !k.over && matches!(k.accepted, Some((o, _)) if o == op);
+        let Some((_, kept)) = self.table.iter_mut().find(|(_, k)| of(k)) else { return false };
+        kept.accepted = None;
+        kept.ended = Some(why.clone());
+        cx.events.fail(op, why.clone(), 0, kept.tag);
+        true
+    }
+
+    /// The engine takes the event that names `arrival` for the last time; `by`: the receive that it is copied out for.
+    pub(super) fn taken(&mut self, arrival: u32, by: Option<OpId>) {
+        let kept = self.table.try_remove(arrival as usize);
+        if let Some(op) = by {
+            self.copied_out = kept.map(|kept| (op, kept.their));
         }
     }
-}
 
-impl Kept {
-    pub(super) fn new(their: u32, tag: u64, len: u64, eager: bool, offer: Option<Offer>) -> Kept {
-        Kept { their, tag, len, eager, complete: false, offer, accepted: None, ended: None, over: false }
+    /// The peer's id of the message that the engine was last told to copy out, if it is for `op`.
+    pub(super) fn copied_for(&self, op: OpId) -> Option<u32> {
+        self.copied_out.filter(|(of, _)| *of == op).map(|(_, their)| their)
+    }
+
+    /// Forgets messages that are not there in whole: they will never be.
+    pub(super) fn fail_all(&mut self, peer: EndpointId, why: &Failure, matcher: &mut Matcher, cx: &mut Context<'_>) {
+        let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
+        for arrival in all {
+            let kept = &self.table[arrival as usize];
+            if kept.over || (kept.eager && kept.complete) {
+                continue;
+            }
+            let (accepted, tag, eager) = (kept.accepted, kept.tag, kept.eager);
+            matcher.forget(peer, arrival);
+            self.remove(arrival, cx);
+            if eager {
+                cx.events.push(Event::DropArrival { arrival });
+            }
+            if let Some((op, _)) = accepted {
+                cx.events.fail(op, why.clone(), 0, tag);
+            }
+        }
     }
 }

@@ -228,13 +228,13 @@ impl Lanes {
         }
     }
 
-    /// A chunk that came in on the lane at `at` lies in a slot. False: the window does not cover it.
-    pub(super) fn land(&mut self, now: Time, at: usize) -> bool {
+    /// A chunk that came in on the lane at `at` lies in a slot. `Err`: the window does not cover it.
+    pub(super) fn land(&mut self, now: Time, at: usize) -> Result<(), String> {
         if self.all[at].land(now) as usize <= self.window {
-            return true;
+            return Ok(());
         }
         self.all[at].take_off();
-        false
+        Err(format!("more chunks than the window of {} holds", self.window))
     }
 
     /// Bulk lanes carry chunks, but for spare ones; where there is no bulk lane, every lane does.

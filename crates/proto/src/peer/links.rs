@@ -1,11 +1,24 @@
-//! Lanes that come up, go down, fall silent; and which one carries the messages.
+//! Lanes that come up, go down, fall silent, break the protocol; which one carries the messages; and the peer's goodbye.
 
 use crossrail_types::LaneId;
 
 use super::Peer;
 use super::answers::Phase;
 use crate::lane::Lane;
-use crate::{Event, LaneLoad, LaneSpec, Time};
+use crate::{Event, Failure, LaneLoad, LaneSpec, Matcher, Time};
+
+/// Lanes that may fail by violations, one after the other, with nothing in between that made sense.
+const VIOLATIONS_MAX: u32 = 8;
+
+/// Lanes that have failed by violations since the peer last made sense.
+#[derive(Debug, Default)]
+pub(super) struct Violations {
+    count: u32,
+    /// Frames of the stream and chunks consumed until the last one.
+    mark: (u32, u32),
+    /// Chunks consumed on lanes that are gone.
+    gone: u32,
+}
 
 impl Peer {
     /// A lane is there. One that comes back comes back under a new id.
@@ -53,7 +66,7 @@ impl Peer {
         let (mut chunks, mut bytes) = (0, 0);
         while let Some(sent) = dead.sent.pop_back() {
             // Those that were handed out again before have gone over the others, too.
-            if self.requeue(lane, &sent) || sent.doubled {
+            if self.outs.requeue(lane, &sent) || sent.doubled {
                 chunks += 1;
                 bytes += sent.piece.len;
             }
@@ -134,6 +147,64 @@ impl Peer {
         }
         if self.stream.has_drained() {
             self.choose_lane(now);
+        }
+    }
+
+    /// The peer has consumed chunks on the lane at `at`.
+    pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<(), String> {
+        let outs = &mut self.outs;
+        let (chunks, bytes) = self.lanes.acknowledge(now, at, count, |lane, sent| outs.acked(lane, &sent))?;
+        if chunks > 0 {
+            self.events.push(Event::Acked { lane: self.lanes[at].spec.id, chunks });
+            self.double_late(now);
+            self.lanes.measure(now, bytes, !self.outs.has_chunks());
+        }
+        Ok(())
+    }
+
+    /// Hands late chunks out again.
+    fn double_late(&mut self, now: Time) {
+        if self.answers.live() {
+            self.outs.double_late(now, &mut self.lanes);
+        }
+    }
+
+    /// The peer broke the protocol on `lane`, and what it sent there has changed nothing: that lane is to fail alone,
+    /// unless it is the only one, or loses nothing by contract, or lanes have failed this way time after time with
+    /// nothing in between that made sense.
+    pub(super) fn violated(&mut self, lane: LaneId, why: &str) {
+        let count = self.count_violation(0);
+        let alone = self.lanes.find(lane).is_some_and(|at| !self.lanes[at].spec.reliable) && self.lanes.len() > 1;
+        if !alone || count > VIOLATIONS_MAX {
+            self.answers.break_off(why.to_owned(), &mut self.events);
+        }
+    }
+
+    /// What a lane brought had been changed on the way, and it is about to go down: alone, unless lanes have failed this
+    /// way time after time with nothing in between that made sense.
+    pub fn corrupted(&mut self, why: &str) {
+        self.stir();
+        if self.count_violation(self.violations.gone) > VIOLATIONS_MAX {
+            self.answers.break_off(why.to_owned(), &mut self.events);
+        }
+    }
+
+    /// How many lanes have failed since the peer last made sense, the present one included. `before`: chunks consumed on
+    /// lanes that count and are gone.
+    fn count_violation(&mut self, before: u32) -> u32 {
+        let gone = self.violations.gone;
+        let chunks = self.lanes.consumed(before);
+        let mark = (self.stream.consumed_in_all(), chunks);
+        let count = if self.violations.mark == mark { self.violations.count + 1 } else { 1 };
+        self.violations = Violations { count, mark, gone };
+        count
+    }
+
+    /// The peer has finished and says so: what we still want of it fails.
+    pub(super) fn bye(&mut self, now: Time, matcher: &mut Matcher) {
+        if self.answers.hear_bye() {
+            self.fail_all(now, &Failure::Closed, matcher);
+            self.events.push(Event::Bye);
         }
     }
 }

@@ -1,494 +1,35 @@
-//! The life of what we announce: operations of ours, and reads that we serve.
+//! What we announce: operations of ours, and reads that we serve.
+
+mod chunks;
+mod entry;
+
+use std::collections::VecDeque;
 
 use crossrail_types::{LaneId, OpId};
+use slab::Slab;
 
-use super::Peer;
-use super::theirs::Their;
+use super::Context;
+use super::accesses::JobOf;
+use super::credit::Credit;
+use super::events::Events;
+use super::stream::Stream;
 use crate::feed::Feed;
 use crate::frame::{self, Frame, Target};
-use crate::lane::Sent;
-use crate::{Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Protocol, Receipt, RegionRef, Short, Time};
-
-/// Something of ours under way: what a short message needs, and the rest apart.
-#[derive(Debug)]
-pub(super) struct Outgoing {
-    pub(super) op: OpId,
-    pub(super) len: u64,
-    pub(super) started: Time,
-    pub(super) serial: u32,
-    /// Number of the frame with its bytes, where they go with the messages.
-    pub(super) seq: Option<u32>,
-    pub(super) lane: LaneId,
-    pub(super) kind: Kind,
-    pub(super) stage: Stage,
-    more: Option<Box<More>>,
-}
-
-/// What only longer operations need.
-#[derive(Debug)]
-pub(super) struct More {
-    pub(super) announced: Time,
-    pub(super) consented: Time,
-    /// The peer was told how to copy directly, and the shared cursor.
-    pub(super) offered: bool,
-    pub(super) slot: Option<u32>,
-    pub(super) job: Option<DirectId>,
-    pub(super) after: After,
-    pub(super) copy_ns: u64,
-    /// All of it was copied from here, without the peer.
-    pub(super) pushed: bool,
-    pub(super) feed: Option<Feed>,
-    pub(super) serve: Option<Serve>,
-    /// Why it was aborted, if our memory failed.
-    fault: Option<Failure>,
-}
-
-static NOTHING_MORE: More = More {
-    announced: Time(0),
-    consented: Time(0),
-    offered: false,
-    slot: None,
-    job: None,
-    after: After::Running,
-    copy_ns: 0,
-    pushed: false,
-    feed: None,
-    serve: None,
-    fault: None,
+use crate::{
+    Body, Event, Failure, LaneShare, Memory, Offer, Operation, Protocol, Receipt, RegionRef, Role, Short, Time,
 };
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Send,
-    Write,
-    Read {
-        target: Target,
-    },
-    /// A read of the peer's.
-    Serve,
-}
+use entry::{After, Kind, Outgoing, Serve, Stage};
 
-/// A read of the peer's, from where and to where.
+/// An operation that waits for credit or for the lane.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Serve {
-    region: RegionRef,
-    base: u64,
-    their: u32,
-    pub(super) target: Target,
-    passive: u32,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
-    /// The bytes went along.
-    Eager,
-    /// Waiting for the peer.
-    Announced,
-    /// Chunks go out.
-    Feeding,
-    /// Cancelled here, or a serve that failed: waiting for the peer to agree.
-    Aborting,
-}
-
-/// What a direct copy that was told to stop makes room for, or the unpacks of a read that is over.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum After {
-    /// It was not told to.
-    Running,
-    /// Nothing: the peer has the next word.
-    Nothing,
-    Feed(Target),
-    Finish(Result<(), Failure>),
-    ServeFailed(Failure),
-}
-
-impl More {
-    pub(super) fn announce(&mut self, now: Time, offer: Option<Offer>) {
-        self.announced = now;
-        self.offered = offer.is_some();
-        self.slot = offer.and_then(|o| o.slot);
-    }
-}
-
-impl Outgoing {
-    #[inline]
-    pub(super) fn new(op: OpId, kind: Kind, len: u64, serial: u32, started: Time, lane: LaneId) -> Outgoing {
-        Outgoing { op, len, started, serial, seq: None, lane, kind, stage: Stage::Announced, more: None }
-    }
-
-    /// What only longer operations need, to read.
-    pub(super) fn rest(&self) -> &More {
-        self.more.as_deref().unwrap_or(&NOTHING_MORE)
-    }
-
-    /// The same, to write.
-    pub(super) fn more(&mut self) -> &mut More {
-        let started = self.started;
-        self.more.get_or_insert_with(|| {
-            Box::new(More {
-                announced: started,
-                consented: started,
-                offered: false,
-                slot: None,
-                job: None,
-                after: After::Running,
-                copy_ns: 0,
-                pushed: false,
-                feed: None,
-                serve: None,
-                fault: None,
-            })
-        })
-    }
-
-    pub(super) fn feed(&mut self) -> Option<&mut Feed> {
-        self.more.as_deref_mut()?.feed.as_mut()
-    }
-
-    fn touched(&self) -> bool {
-        self.rest().feed.as_ref().is_some_and(Feed::touched)
-    }
-
-    /// Whether it has chunks for lanes to take.
-    pub(super) fn feeds(&self) -> bool {
-        self.stage == Stage::Feeding && self.rest().feed.as_ref().is_some_and(|f| f.left() > 0)
-    }
-
-    /// Whether its bytes go in chunks, and it is not being ended.
-    pub(super) fn is_feeding(&self) -> bool {
-        self.stage == Stage::Feeding
-    }
-
-    pub(super) fn memory(&self) -> Memory {
-        match self.rest().serve {
-            Some(Serve { region, base, passive, .. }) => Memory::Region { region, base, passive },
-            None => Memory::Op(self.op),
-        }
-    }
-}
-
-impl Peer {
-    /// The peer says that it has all of our operation `id` (or that it has all of the read which we serve).
-    #[inline]
-    pub(super) fn finished(&mut self, now: Time, id: u32) -> Result<(), String> {
-        if self.unconfirmed.place_of(id).is_some() {
-            return self.counted_finished(now, id);
-        }
-        let index = id.wrapping_sub(1);
-        let Some(outgoing) = self.outs.get(index as usize) else {
-            return Err(format!("operation {id} finished that is not under way"));
-        };
-        match outgoing.kind {
-            Kind::Send if outgoing.stage == Stage::Eager => self.close_eager(now, index),
-            Kind::Read { .. } => return Err(format!("read {id} finished by its owner")),
-            _ => self.finish_out(now, index, Ok(())),
-        }
-        Ok(())
-    }
-
-    /// An outgoing operation is over as soon as no direct copy of ours and no unpack touches its memory.
-    #[inline]
-    pub(super) fn finish_out(&mut self, now: Time, index: u32, result: Result<(), Failure>) {
-        let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
-        if let Some(job) = outgoing.rest().job {
-            let after = std::mem::replace(&mut outgoing.more().after, After::Finish(result));
-            if after == After::Running {
-                self.events.stop(job);
-            }
-        } else if outgoing.kind == Kind::Serve {
-            self.close_serve(index);
-        } else if let Kind::Read { target } = outgoing.kind
-            && self.unpacks(target)
-        {
-            self.outs[index as usize].more().after = After::Finish(result);
-        } else {
-            self.close_out(now, index, result);
-        }
-    }
-
-    /// Whether that operation is a message which went with its first frame and only waits to hear that it arrived.
-    #[inline]
-    pub(super) fn finishes_eager(&self, index: u32) -> bool {
-        self.outs.get(index as usize).is_some_and(|o| o.stage == Stage::Eager && o.kind == Kind::Send)
-    }
-
-    /// A message that went with its first frame has arrived; [`Peer::close_out`] in few steps.
-    #[inline]
-    pub(super) fn close_eager(&mut self, now: Time, index: u32) {
-        let Some(outgoing) = self.outs.try_remove(index as usize) else { return };
-        let Outgoing { op, seq, len, started, lane, .. } = outgoing;
-        self.own_active -= 1;
-        self.eager_bytes -= len;
-        if seq.is_some_and(|seq| self.stream.leave(seq)) {
-            self.events.revoke(Memory::Op(op));
-        }
-        self.events.end_short(Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: Some(lane) });
-    }
-
-    #[inline]
-    pub(super) fn close_out(&mut self, now: Time, index: u32, result: Result<(), Failure>) {
-        let mut outgoing = self.outs.remove(index as usize);
-        self.own_active -= 1;
-        let op = outgoing.op;
-        if (outgoing.stage == Stage::Eager || outgoing.seq.is_some()) && outgoing.kind == Kind::Send {
-            self.eager_bytes -= outgoing.len;
-        }
-        let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
-        if left || outgoing.touched() || result.is_err() {
-            self.events.revoke(Memory::Op(op));
-        }
-        match result {
-            Ok(()) => {
-                let (progress, receipt) = (outgoing.len, outgoing.receipt(now));
-                self.events.push(Event::Done { op, result: Ok(receipt), progress, tag: 0 });
-            }
-            Err(why) => self.events.fail(op, why, outgoing.feed().map_or(0, |f| f.sent()), 0),
-        }
-    }
-
-    /// A read of ours is over: its bytes are all here, over `lanes`.
-    pub(super) fn close_read(&mut self, now: Time, index: u32, protocol: Protocol, lanes: Vec<LaneShare>) {
-        let outgoing = self.outs.remove(index as usize);
-        self.own_active -= 1;
-        let lane = (protocol == Protocol::Eager).then_some(outgoing.lane);
-        let wire_ns = now.since(outgoing.rest().announced);
-        let bytes = outgoing.len;
-        let pushed = protocol == Protocol::Direct;
-        let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0, pushed };
-        self.events.push(Event::Done { op: outgoing.op, result: Ok(receipt), progress: bytes, tag: 0 });
-    }
-
-    /// The peer's receipt of a failure of our operation `id`.
-    pub(super) fn out_failed(&mut self, now: Time, id: u32, why: Failure) -> Result<(), String> {
-        if self.unconfirmed.place_of(id).is_some() {
-            return self.counted_failed(id, why);
-        }
-        let index = id.wrapping_sub(1);
-        match self.outs.get(index as usize).map(|o| o.kind) {
-            Some(Kind::Send | Kind::Write) => {
-                let why = self.own_word(index, why);
-                self.finish_out(now, index, Err(why));
-                Ok(())
-            }
-            _ => Err(format!("operation {id} failed that is not under way")),
-        }
-    }
-
-    /// The owner could not serve a read of ours. `serve`: its id there.
-    pub(super) fn read_failed(&mut self, now: Time, serve: u32, target: Target, why: Failure) {
-        let found = self.outs.iter().find(|(_, o)| o.kind == Kind::Read { target }).map(|(i, _)| i as u32);
-        // None: it had all bytes by then, and the owner has been told so.
-        let Some(index) = found else { return };
-        if serve != 0 {
-            self.answers.owe_read_done(serve, &mut self.events);
-        }
-        self.drop_read(target);
-        let why = self.own_word(index, why);
-        self.finish_out(now, index, Err(why));
-    }
-
-    /// The reason for a failure: our own, if our memory was at fault, in full; otherwise the peer's.
-    fn own_word(&mut self, index: u32, theirs: Failure) -> Failure {
-        let own = self.outs.get_mut(index as usize).and_then(|o| o.more.as_deref_mut()?.fault.take());
-        match (own, theirs) {
-            (Some(own), Failure::Device(_) | Failure::Cancelled) => own,
-            (_, theirs) => theirs,
-        }
-    }
-
-    /// The peer wants chunks of our operation `id`.
-    pub(super) fn consented(&mut self, now: Time, id: u32, target: Target) -> Result<(), String> {
-        let index = id.wrapping_sub(1);
-        let Some(outgoing) = self.outs.get_mut(index as usize) else {
-            return Err(format!("consent to operation {id}, which is not under way"));
-        };
-        match (outgoing.kind, outgoing.stage) {
-            (Kind::Send | Kind::Write, Stage::Announced) => {}
-            (Kind::Send | Kind::Write, Stage::Aborting) => return Ok(()),
-            _ => return Err(format!("consent to operation {id}, which was not announced")),
-        }
-        let more = outgoing.more();
-        more.consented = now;
-        match (more.job, &more.after) {
-            (Some(job), After::Running) => {
-                more.after = After::Feed(target);
-                self.events.stop(job);
-            }
-            (Some(_), _) => return Err(format!("operation {id} consented to twice")),
-            (None, _) => self.start_feed(index, target),
-        }
-        Ok(())
-    }
-
-    pub(super) fn start_feed(&mut self, index: u32, target: Target) {
-        let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
-        outgoing.stage = Stage::Feeding;
-        outgoing.more().feed = Some(Feed::new(target, outgoing.len));
-        self.active.push_back((index, outgoing.serial));
-    }
-
-    /// A chunk that its dead lane had not delivered; true if it has to go out again.
-    pub(super) fn requeue(&mut self, lane: LaneId, sent: &Sent) -> bool {
-        let Some(outgoing) = self.outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial) else {
-            return false;
-        };
-        let feeding = outgoing.stage == Stage::Feeding;
-        let Some(feed) = outgoing.feed() else { return false };
-        if sent.doubled {
-            feed.acked();
-            return false;
-        }
-        let listed = feed.left() > 0;
-        feed.requeue(lane, sent.piece);
-        if feeding && !listed {
-            self.active.push_back((sent.op, sent.serial));
-        }
-        feeding
-    }
-
-    /// The peer has consumed chunks on the lane at `at`.
-    pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<(), String> {
-        let outs = &mut self.outs;
-        let (chunks, bytes) = self.lanes.acknowledge(now, at, count, |lane, sent| {
-            let of = outs.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
-            if let Some(feed) = of.and_then(Outgoing::feed) {
-                feed.acked();
-                if sent.doubled {
-                    feed.halve(lane, sent.piece);
-                }
-            }
-        })?;
-        if chunks > 0 {
-            self.events.push(Event::Acked { lane: self.lanes[at].spec.id, chunks });
-            self.double_late(now);
-            self.lanes.measure(now, bytes, self.active.is_empty());
-        }
-        Ok(())
-    }
-
-    /// Starts to end an operation of ours before its time.
-    pub(super) fn abort_outgoing(&mut self, op: OpId, why: &Failure) -> bool {
-        if self.abort_counted(op, why) {
-            return true;
-        }
-        let Some(index) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve).map(|(i, _)| i) else {
-            return false;
-        };
-        let outgoing = &mut self.outs[index];
-        if outgoing.stage == Stage::Aborting || matches!(outgoing.rest().after, After::Finish(_)) {
-            return true;
-        }
-        outgoing.stage = Stage::Aborting;
-        if matches!(why, Failure::Device(_)) {
-            outgoing.more().fault = Some(why.clone());
-        }
-        if let Some(job) = outgoing.rest().job
-            && std::mem::replace(&mut outgoing.more().after, After::Nothing) == After::Running
-        {
-            self.events.stop(job);
-        }
-        if let Kind::Read { target } = outgoing.kind {
-            self.events.revoke(Memory::Op(op));
-            self.drop_read(target);
-        }
-        self.answers.tell_abort(index as u32 + 1, why, &mut self.events);
-        true
-    }
-
-    /// A read of the peer's, permitted.
-    pub(super) fn begin_serve(&mut self, now: Time, read: ServeOf, eager_max: u64) -> u32 {
-        let ServeOf { their, target, region, base, len, descriptor, lane } = read;
-        let serial = self.next_serial();
-        let passive = self.passives.insert(()) as u32;
-        let kind = Kind::Serve;
-        let op = OpId { index: u32::MAX, generation: u32::MAX };
-        let mut outgoing = Outgoing::new(op, kind, len, serial, now, lane);
-        outgoing.more().serve = Some(Serve { region, base, their, target, passive });
-        let index = self.outs.insert(outgoing) as u32;
-        let memory = self.outs[index as usize].memory();
-        if let Some(descriptor) = descriptor {
-            self.start_push(index, memory, descriptor, len);
-        } else if len <= eager_max {
-            self.outs[index as usize].stage = Stage::Eager;
-            let body = Body::Memory { memory, offset: 0, len: len as u32 };
-            self.answers.tell(Frame::ReadData { serve: index + 1, target }, body, &mut self.events);
-        } else {
-            self.start_feed(index, target);
-        }
-        index
-    }
-
-    /// A read that we serve cannot go on. Its id stays taken until the peer has agreed.
-    pub(super) fn serve_failed(&mut self, index: u32, why: Failure) {
-        let Some(outgoing) = self.outs.get_mut(index as usize) else { return };
-        let Some(Serve { target, .. }) = outgoing.rest().serve else { return };
-        if outgoing.stage == Stage::Aborting {
-            return;
-        }
-        if let Some(job) = outgoing.rest().job {
-            match outgoing.rest().after {
-                After::Running => self.events.stop(job),
-                After::Nothing | After::Feed(_) => {}
-                After::Finish(_) | After::ServeFailed(_) => return,
-            }
-            outgoing.more().after = After::ServeFailed(why);
-            return;
-        }
-        outgoing.stage = Stage::Aborting;
-        if let Some(seq) = outgoing.seq {
-            self.stream.leave(seq);
-        }
-        // What lanes carry of it stays readable: the peer believes the bytes until it hears of this.
-        self.answers.withdraw_data(index + 1);
-        let (code, bytes) = frame::encode_failure(&why);
-        self.answers.tell(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes), &mut self.events);
-    }
-
-    pub(super) fn close_serve(&mut self, index: u32) {
-        let outgoing = self.outs.remove(index as usize);
-        let Some(Serve { region, their, passive, .. }) = outgoing.rest().serve else { return };
-        let memory = outgoing.memory();
-        let left = outgoing.seq.is_some_and(|seq| self.stream.leave(seq));
-        if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
-            self.answers.withdraw_data(index + 1);
-        }
-        // One that failed was acknowledged by its reader without being read to the end.
-        let failed = outgoing.stage == Stage::Aborting;
-        if left || failed || outgoing.touched() {
-            self.events.revoke(memory);
-        }
-        self.events.push(Event::Released { passive, region });
-        self.theirs.free(their);
-    }
-
-    pub(super) fn region_gone_serves(&mut self, gone: RegionRef) {
-        let of = |o: &Outgoing| o.rest().serve.is_some_and(|s| s.region == gone);
-        let found: Vec<u32> = self.outs.iter().filter(|(_, o)| of(o)).map(|(i, _)| i as u32).collect();
-        for index in found {
-            self.serve_failed(index, Failure::Region(crate::RegionFault::Gone));
-        }
-    }
-
-    pub(super) fn progress_outgoing(&self, op: OpId) -> Option<(u64, u64)> {
-        let Some((_, outgoing)) = self.outs.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve) else {
-            return self.progress_counted(op);
-        };
-        let moved = match outgoing.kind {
-            Kind::Read { target } => self.received(target),
-            _ => outgoing.rest().feed.as_ref().map_or(0, Feed::sent),
-        };
-        Some((moved, outgoing.len))
-    }
-
-    /// The peer wants its operation `op` to end.
-    pub(super) fn aborted(&mut self, now: Time, op: u32, why: Failure, matcher: &mut crate::Matcher) {
-        match self.theirs.at(op) {
-            Their::Free | Their::Open => {}
-            Their::Arrival(arrival) => self.drop_kept(arrival, &why, matcher),
-            Their::In(index) => self.end_in(now, index, why),
-            Their::Serve(index) => self.serve_failed(index, why),
-        }
-    }
+pub(super) struct Queued {
+    pub(super) op: OpId,
+    pub(super) what: Operation,
+    pub(super) len: u64,
+    pub(super) offer: Option<Offer>,
+    pub(super) eager: bool,
+    pub(super) at: Time,
 }
 
 /// A read of the peer's.
@@ -503,31 +44,529 @@ pub(super) struct ServeOf {
     pub(super) lane: LaneId,
 }
 
-impl Outgoing {
+/// What came of [`Outs::abort`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Aborted {
+    /// There is no such operation.
+    Unknown,
+    /// The peer is asked to end it, or was.
+    Asked,
+    /// The same, and what still comes for this read is to be discarded.
+    Read(Target),
+}
+
+/// All that this end has announced or is about to: operations of ours from [`Peer::start`](super::Peer::start) to
+/// [`Event::Done`], and the peer's reads that we serve.
+///
+/// Owns the queue, the table (the id on the wire is the index plus one), and which transfers have chunks to hand out. An
+/// entry stays until no direct copy of ours touches its memory and the peer has no more to say of it; a serial tells the
+/// reuses of an index apart. What the peer says of an operation is checked here. Transfers towards us are known only by
+/// the target that a read names: where a read ends, the caller ends its other half. Credit is the caller's, too, until
+/// the operation ends.
+#[derive(Debug, Default)]
+pub(super) struct Outs {
+    queue: VecDeque<Queued>,
+    table: Slab<Outgoing>,
+    serial: u32,
+    /// Transfers with chunks to hand out, by index and serial, in turn.
+    active: VecDeque<(u32, u32)>,
+    /// The write whose bytes must follow at once.
+    follow: Option<(u32, u32)>,
+}
+
+impl Outs {
     #[inline]
-    fn receipt(&mut self, now: Time) -> Receipt {
-        let total = now.since(self.started);
-        let mut receipt = Receipt {
-            bytes: self.len,
-            protocol: Protocol::Eager,
-            lane: None,
-            lanes: Vec::new(),
-            match_ns: 0,
-            window_ns: 0,
-            wire_ns: total,
-            copy_ns: self.rest().copy_ns,
-            pushed: self.rest().pushed,
-        };
-        if let Some(feed) = self.more.as_mut().and_then(|m| m.feed.take()) {
-            receipt.protocol = Protocol::Chunks;
-            (receipt.lanes, receipt.window_ns) = feed.summary();
-            receipt.match_ns = self.rest().consented.since(self.rest().announced);
-        } else if self.seq.is_some() || self.stage == Stage::Eager {
-            receipt.lane = Some(self.lane);
+    pub(super) fn enqueue(&mut self, queued: Queued) {
+        self.queue.push_back(queued);
+    }
+
+    /// Takes an operation out that has not begun; false: there is none.
+    pub(super) fn withdraw(&mut self, op: OpId) -> bool {
+        let found = self.queue.iter().position(|q| q.op == op);
+        found.is_some_and(|at| self.queue.remove(at).is_some())
+    }
+
+    /// The next operation to begin; credit was checked.
+    #[inline]
+    pub(super) fn take_queued(&mut self) -> Option<Queued> {
+        self.queue.pop_front()
+    }
+
+    /// Nothing is queued or in the table.
+    pub(super) fn is_idle(&self) -> bool {
+        self.queue.is_empty() && self.table.is_empty()
+    }
+
+    /// Not 0 if an operation is queued or has chunks to hand out.
+    #[inline]
+    pub(super) fn waiting(&self) -> usize {
+        self.queue.len() | self.active.len()
+    }
+
+    /// Whether an operation is queued, or a write's bytes must follow.
+    #[inline]
+    pub(super) fn has_words(&self) -> bool {
+        !self.queue.is_empty() || self.follow.is_some()
+    }
+
+    /// Whether a write's bytes must follow.
+    #[inline]
+    pub(super) fn must_follow(&self) -> bool {
+        self.follow.is_some()
+    }
+
+    fn next_serial(&mut self) -> u32 {
+        self.serial = self.serial.wrapping_add(1);
+        self.serial
+    }
+
+    /// A message goes out with its first frame, the `seq`-th, which may be lost. Its id on the wire.
+    pub(super) fn begin_eager(&mut self, op: OpId, len: u64, started: Time, lane: LaneId, seq: u32) -> u32 {
+        let mut outgoing = Outgoing::new(op, Kind::Send, len, self.next_serial(), started, lane);
+        outgoing.stage = Stage::Eager;
+        outgoing.seq = Some(seq);
+        self.table.insert(outgoing) as u32 + 1
+    }
+
+    /// A message is announced. Its id on the wire.
+    pub(super) fn begin_send(&mut self, now: Time, of: &Queued, lane: LaneId, offer: Option<Offer>) -> u32 {
+        let mut outgoing = Outgoing::new(of.op, Kind::Send, of.len, self.next_serial(), of.at, lane);
+        outgoing.more().announce(now, offer);
+        self.table.insert(outgoing) as u32 + 1
+    }
+
+    /// A write begins; `short`: its bytes follow at once. Its id on the wire.
+    pub(super) fn begin_write(
+        &mut self,
+        now: Time,
+        of: &Queued,
+        lane: LaneId,
+        offer: Option<Offer>,
+        short: bool,
+    ) -> u32 {
+        let serial = self.next_serial();
+        let mut outgoing = Outgoing::new(of.op, Kind::Write, of.len, serial, of.at, lane);
+        if short {
+            outgoing.stage = Stage::Eager;
         } else {
-            receipt.protocol = Protocol::Direct;
+            outgoing.more().announce(now, offer);
         }
-        receipt.wire_ns = total.saturating_sub(receipt.match_ns + receipt.window_ns + receipt.copy_ns);
-        receipt
+        let index = self.table.insert(outgoing) as u32;
+        if short {
+            self.follow = Some((index, serial));
+        }
+        index + 1
+    }
+
+    /// A read begins, for which `into` makes a target, given its index. Its id on the wire, and the target.
+    pub(super) fn begin_read(
+        &mut self,
+        now: Time,
+        of: &Queued,
+        lane: LaneId,
+        offer: Option<Offer>,
+        into: impl FnOnce(u32) -> Target,
+    ) -> (u32, Target) {
+        let serial = self.next_serial();
+        let entry = self.table.vacant_entry();
+        let index = entry.key() as u32;
+        let target = into(index);
+        let mut outgoing = Outgoing::new(of.op, Kind::Read { target }, of.len, serial, of.at, lane);
+        outgoing.more().announce(now, offer);
+        entry.insert(outgoing);
+        (index + 1, target)
+    }
+
+    /// The write whose bytes must follow at once: its index and body.
+    pub(super) fn take_follow(&mut self) -> Option<(u32, Body)> {
+        let (index, serial) = self.follow.take()?;
+        let outgoing = self.table.get(index as usize).filter(|o| o.serial == serial)?;
+        Some((index, Body::Memory { memory: Memory::Op(outgoing.op), offset: 0, len: outgoing.len as u32 }))
+    }
+
+    /// The bytes of that operation went out with the `seq`-th frame.
+    pub(super) fn went_with(&mut self, index: u32, seq: u32) {
+        if let Some(outgoing) = self.table.get_mut(index as usize) {
+            outgoing.seq = Some(seq);
+        }
+    }
+
+    /// The peer says that it has all of our operation `id` (or that it has all of the read which we serve).
+    #[inline]
+    pub(super) fn finished(&mut self, id: u32, cx: &mut Context<'_>) -> Result<(), String> {
+        let index = id.wrapping_sub(1);
+        let Some(outgoing) = self.table.get(index as usize) else {
+            return Err(format!("operation {id} finished that is not under way"));
+        };
+        match outgoing.kind {
+            Kind::Send if outgoing.stage == Stage::Eager => {
+                self.close_eager(cx.now, index, cx.credit, cx.stream, cx.events)
+            }
+            Kind::Read { .. } => return Err(format!("read {id} finished by its owner")),
+            _ => self.finish(index, Ok(()), |_| false, cx),
+        }
+        Ok(())
+    }
+
+    /// An operation is over as soon as no direct copy of ours and no unpack touches its memory. `unpacks`: whether one
+    /// does for the read with that target.
+    #[inline]
+    pub(super) fn finish(
+        &mut self,
+        index: u32,
+        result: Result<(), Failure>,
+        unpacks: impl FnOnce(Target) -> bool,
+        cx: &mut Context<'_>,
+    ) {
+        let Some(outgoing) = self.table.get_mut(index as usize) else { return };
+        if let Some(job) = outgoing.rest().job {
+            let after = std::mem::replace(&mut outgoing.more().after, After::Finish(result));
+            if after == After::Running {
+                cx.events.stop(job);
+            }
+        } else if outgoing.kind == Kind::Serve {
+            self.close_serve(index, cx);
+        } else if let Kind::Read { target } = outgoing.kind
+            && unpacks(target)
+        {
+            outgoing.more().after = After::Finish(result);
+        } else {
+            self.close(index, result, cx);
+        }
+    }
+
+    /// Whether that operation is a message which went with its first frame and only waits to hear that it arrived.
+    #[inline]
+    pub(super) fn finishes_eager(&self, index: u32) -> bool {
+        self.table.get(index as usize).is_some_and(|o| o.stage == Stage::Eager && o.kind == Kind::Send)
+    }
+
+    /// A message that went with its first frame has arrived; [`Outs::close`] in few steps.
+    #[inline]
+    pub(super) fn close_eager(
+        &mut self,
+        now: Time,
+        index: u32,
+        credit: &mut Credit,
+        stream: &mut Stream,
+        events: &mut Events,
+    ) {
+        let Some(outgoing) = self.table.try_remove(index as usize) else { return };
+        let Outgoing { op, seq, len, started, lane, .. } = outgoing;
+        credit.give_back(len);
+        if seq.is_some_and(|seq| stream.leave(seq)) {
+            events.revoke(Memory::Op(op));
+        }
+        events.end_short(Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: Some(lane) });
+    }
+
+    #[inline]
+    fn close(&mut self, index: u32, result: Result<(), Failure>, cx: &mut Context<'_>) {
+        let mut outgoing = self.table.remove(index as usize);
+        let op = outgoing.op;
+        let eager = (outgoing.stage == Stage::Eager || outgoing.seq.is_some()) && outgoing.kind == Kind::Send;
+        cx.credit.give_back(if eager { outgoing.len } else { 0 });
+        let left = outgoing.seq.is_some_and(|seq| cx.stream.leave(seq));
+        if left || outgoing.touched() || result.is_err() {
+            cx.events.revoke(Memory::Op(op));
+        }
+        match result {
+            Ok(()) => {
+                let (progress, receipt) = (outgoing.len, outgoing.receipt(cx.now));
+                cx.events.push(Event::Done { op, result: Ok(receipt), progress, tag: 0 });
+            }
+            Err(why) => cx.events.fail(op, why, outgoing.feed().map_or(0, |f| f.sent()), 0),
+        }
+    }
+
+    /// A read of ours is over: its bytes are all here, over `lanes`.
+    pub(super) fn close_read(&mut self, index: u32, protocol: Protocol, lanes: Vec<LaneShare>, cx: &mut Context<'_>) {
+        let outgoing = self.table.remove(index as usize);
+        cx.credit.give_back(0);
+        let lane = (protocol == Protocol::Eager).then_some(outgoing.lane);
+        let wire_ns = cx.now.since(outgoing.rest().announced);
+        let bytes = outgoing.len;
+        let pushed = protocol == Protocol::Direct;
+        let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0, pushed };
+        cx.events.push(Event::Done { op: outgoing.op, result: Ok(receipt), progress: bytes, tag: 0 });
+    }
+
+    /// The last unpack of a read that is over, or given up, is done.
+    pub(super) fn end_unpacks(&mut self, index: u32, of: Target, cx: &mut Context<'_>) {
+        let found = self.table.get(index as usize).filter(|o| o.kind == Kind::Read { target: of });
+        if let Some(After::Finish(result)) = found.map(|o| o.rest().after.clone()) {
+            self.close(index, result, cx);
+        }
+    }
+
+    /// The peer's receipt of a failure of our operation `id`.
+    pub(super) fn failed(&mut self, id: u32, why: Failure, cx: &mut Context<'_>) -> Result<(), String> {
+        let index = id.wrapping_sub(1);
+        match self.table.get(index as usize).map(|o| o.kind) {
+            Some(Kind::Send | Kind::Write) => {
+                let why = self.own_word(index, why);
+                self.finish(index, Err(why), |_| false, cx);
+                Ok(())
+            }
+            _ => Err(format!("operation {id} failed that is not under way")),
+        }
+    }
+
+    /// Our read into that target.
+    pub(super) fn find_read(&self, target: Target) -> Option<u32> {
+        self.table.iter().find(|(_, o)| o.kind == Kind::Read { target }).map(|(i, _)| i as u32)
+    }
+
+    /// The reason for a failure: our own, if our memory was at fault, in full; otherwise the peer's.
+    pub(super) fn own_word(&mut self, index: u32, theirs: Failure) -> Failure {
+        let own = self.table.get_mut(index as usize).and_then(Outgoing::take_fault);
+        match (own, theirs) {
+            (Some(own), Failure::Device(_) | Failure::Cancelled) => own,
+            (_, theirs) => theirs,
+        }
+    }
+
+    /// The peer wants chunks of our operation `id`.
+    pub(super) fn consented(&mut self, now: Time, id: u32, target: Target, events: &mut Events) -> Result<(), String> {
+        let index = id.wrapping_sub(1);
+        let Some(outgoing) = self.table.get_mut(index as usize) else {
+            return Err(format!("consent to operation {id}, which is not under way"));
+        };
+        match (outgoing.kind, outgoing.stage) {
+            (Kind::Send | Kind::Write, Stage::Announced) => {}
+            (Kind::Send | Kind::Write, Stage::Aborting) => return Ok(()),
+            _ => return Err(format!("consent to operation {id}, which was not announced")),
+        }
+        let more = outgoing.more();
+        more.consented = now;
+        match (more.job, &more.after) {
+            (Some(job), After::Running) => {
+                more.after = After::Feed(target);
+                events.stop(job);
+            }
+            (Some(_), _) => return Err(format!("operation {id} consented to twice")),
+            (None, _) => self.start_feed(index, target),
+        }
+        Ok(())
+    }
+
+    /// Starts to end an operation of ours before its time.
+    pub(super) fn abort(&mut self, op: OpId, why: &Failure, cx: &mut Context<'_>) -> Aborted {
+        let Some(index) = self.find(op) else { return Aborted::Unknown };
+        let outgoing = &mut self.table[index];
+        if outgoing.stage == Stage::Aborting || matches!(outgoing.rest().after, After::Finish(_)) {
+            return Aborted::Asked;
+        }
+        outgoing.stage = Stage::Aborting;
+        if matches!(why, Failure::Device(_)) {
+            outgoing.more().fault = Some(why.clone());
+        }
+        if let Some(job) = outgoing.rest().job
+            && std::mem::replace(&mut outgoing.more().after, After::Nothing) == After::Running
+        {
+            cx.events.stop(job);
+        }
+        let kind = outgoing.kind;
+        if let Kind::Read { .. } = kind {
+            cx.events.revoke(Memory::Op(op));
+        }
+        cx.answers.tell_abort(index as u32 + 1, why, cx.events);
+        if let Kind::Read { target } = kind { Aborted::Read(target) } else { Aborted::Asked }
+    }
+
+    /// The index of an operation of ours.
+    fn find(&self, op: OpId) -> Option<usize> {
+        self.table.iter().find(|(_, o)| o.op == op && o.kind != Kind::Serve).map(|(i, _)| i)
+    }
+
+    /// Bytes moved and bytes in all, of an operation of ours. `received`: how many came for a read's target.
+    pub(super) fn progress(&self, op: OpId, received: impl FnOnce(Target) -> u64) -> Option<(u64, u64)> {
+        if let Some(queued) = self.queue.iter().find(|q| q.op == op) {
+            return Some((0, queued.len));
+        }
+        let outgoing = &self.table[self.find(op)?];
+        let moved = match outgoing.kind {
+            Kind::Read { target } => received(target),
+            _ => outgoing.rest().feed.as_ref().map_or(0, Feed::sent),
+        };
+        Some((moved, outgoing.len))
+    }
+
+    /// Fails all that is in flight, then all that is queued: of the peer nothing is expected any more. `unpacks`: as in
+    /// [`Outs::finish`].
+    pub(super) fn fail_all(&mut self, why: &Failure, unpacks: impl Fn(Target) -> bool, cx: &mut Context<'_>) {
+        let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
+        for index in all {
+            let outgoing = &self.table[index as usize];
+            if outgoing.kind == Kind::Serve && outgoing.rest().job.is_none() {
+                cx.events.revoke(outgoing.memory());
+            }
+            // The peer's word on it, if it was heard already, stands.
+            let result = match &outgoing.rest().after {
+                After::Finish(result) => result.clone(),
+                _ => Err(why.clone()),
+            };
+            self.finish(index, result, &unpacks, cx);
+        }
+        while let Some(queued) = self.queue.pop_front() {
+            cx.events.fail(queued.op, why.clone(), 0, 0);
+        }
+    }
+
+    /// Hands out no more chunks, and no bytes of a write.
+    pub(super) fn silence(&mut self) {
+        self.active.clear();
+        self.follow = None;
+    }
+}
+
+/// Reads of the peer's that we serve.
+impl Outs {
+    /// A read of the peer's, permitted; its index. `eager_max`: bytes that may go in one frame.
+    pub(super) fn serve(&mut self, read: ServeOf, eager_max: u64, cx: &mut Context<'_>) -> u32 {
+        let ServeOf { their, target, region, base, len, descriptor, lane } = read;
+        let passive = cx.accesses.begin();
+        let op = OpId { index: u32::MAX, generation: u32::MAX };
+        let mut outgoing = Outgoing::new(op, Kind::Serve, len, self.next_serial(), cx.now, lane);
+        outgoing.more().serve = Some(Serve { region, base, their, target, passive });
+        let memory = outgoing.memory();
+        let entry = self.table.vacant_entry();
+        let index = entry.key() as u32;
+        if let Some(descriptor) = descriptor {
+            // To where the peer reads them to.
+            let job = cx.accesses.begin_job(JobOf::Out(index));
+            outgoing.more().job = Some(job);
+            let offer = Offer { descriptor, slot: None };
+            cx.events.push(Event::Direct { job, memory, role: Role::Help, offer, len });
+        } else if len <= eager_max {
+            outgoing.stage = Stage::Eager;
+            let body = Body::Memory { memory, offset: 0, len: len as u32 };
+            cx.answers.tell(Frame::ReadData { serve: index + 1, target }, body, cx.events);
+        }
+        let chunks = descriptor.is_none() && outgoing.stage != Stage::Eager;
+        entry.insert(outgoing);
+        if chunks {
+            self.start_feed(index, target);
+        }
+        index
+    }
+
+    /// A read that we serve cannot go on. Its id stays taken until the peer has agreed.
+    pub(super) fn fail_serve(&mut self, index: u32, why: Failure, cx: &mut Context<'_>) {
+        let Some(outgoing) = self.table.get_mut(index as usize) else { return };
+        let Some(Serve { target, .. }) = outgoing.rest().serve else { return };
+        if outgoing.stage == Stage::Aborting {
+            return;
+        }
+        if let Some(job) = outgoing.rest().job {
+            match outgoing.rest().after {
+                After::Running => cx.events.stop(job),
+                After::Nothing | After::Feed(_) => {}
+                After::Finish(_) | After::ServeFailed(_) => return,
+            }
+            outgoing.more().after = After::ServeFailed(why);
+            return;
+        }
+        outgoing.stage = Stage::Aborting;
+        if let Some(seq) = outgoing.seq {
+            cx.stream.leave(seq);
+        }
+        // What lanes carry of it stays readable: the peer believes the bytes until it hears of this.
+        cx.answers.withdraw_data(index + 1);
+        let (code, bytes) = frame::encode_failure(&why);
+        cx.answers.tell(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes), cx.events);
+    }
+
+    fn close_serve(&mut self, index: u32, cx: &mut Context<'_>) {
+        let outgoing = self.table.remove(index as usize);
+        let Some(Serve { region, their, passive, .. }) = outgoing.rest().serve else { return };
+        let memory = outgoing.memory();
+        let left = outgoing.seq.is_some_and(|seq| cx.stream.leave(seq));
+        if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
+            cx.answers.withdraw_data(index + 1);
+        }
+        // One that failed was acknowledged by its reader without being read to the end.
+        let failed = outgoing.stage == Stage::Aborting;
+        if left || failed || outgoing.touched() {
+            cx.events.revoke(memory);
+        }
+        cx.events.push(Event::Released { passive, region });
+        cx.theirs.free(their);
+    }
+
+    /// What we serve out of that region.
+    pub(super) fn serves_of(&self, region: RegionRef) -> Vec<u32> {
+        let of = |o: &Outgoing| o.rest().serve.is_some_and(|s| s.region == region);
+        self.table.iter().filter(|(_, o)| of(o)).map(|(i, _)| i as u32).collect()
+    }
+
+    /// What reads or serves that memory.
+    pub(super) fn find_memory(&self, memory: Memory) -> Option<u32> {
+        self.table.iter().find(|(_, o)| o.memory() == memory).map(|(at, _)| at as u32)
+    }
+}
+
+/// Direct copies from our memory.
+impl Outs {
+    /// The peer asks us to help with our operation `id`, or to copy it alone.
+    pub(super) fn invited(&mut self, id: u32, descriptor: [u8; 24], cx: &mut Context<'_>) {
+        let index = id.wrapping_sub(1);
+        let Some(outgoing) = self.table.get_mut(index as usize) else { return };
+        let fit = matches!(outgoing.kind, Kind::Send | Kind::Write)
+            && outgoing.stage == Stage::Announced
+            && outgoing.rest().job.is_none();
+        if !fit || !outgoing.rest().offered {
+            cx.answers.tell(Frame::HelpEnded { op: id, failed: true }, Body::None, cx.events);
+            return;
+        }
+        let offer = Offer { descriptor, slot: outgoing.rest().slot };
+        let job = cx.accesses.begin_job(JobOf::Out(index));
+        outgoing.more().job = Some(job);
+        let (memory, len) = (Memory::Op(outgoing.op), outgoing.len);
+        cx.events.push(Event::Direct { job, memory, role: Role::Help, offer, len });
+    }
+
+    /// Our pushing is over: done in so many nanoseconds, or not.
+    pub(super) fn end_push(&mut self, index: u32, done: Option<u64>, cx: &mut Context<'_>) {
+        let Some(outgoing) = self.table.get_mut(index as usize) else { return };
+        let more = outgoing.more();
+        if let Some(copy_ns) = done {
+            more.copy_ns = copy_ns;
+            more.pushed = more.slot.is_none();
+        }
+        more.job = None;
+        let after = std::mem::replace(&mut more.after, After::Running);
+        let failed = done.is_none() || after != After::Running;
+        if let Some(Serve { target, .. }) = outgoing.rest().serve {
+            match after {
+                After::ServeFailed(why) => self.fail_serve(index, why, cx),
+                After::Finish(_) => self.close_serve(index, cx),
+                _ if outgoing.stage == Stage::Aborting => {}
+                _ if failed => self.start_feed(index, target),
+                _ => cx.answers.tell(Frame::Pushed { serve: index + 1, target }, Body::None, cx.events),
+            }
+            return;
+        }
+        cx.answers.tell(Frame::HelpEnded { op: index + 1, failed }, Body::None, cx.events);
+        match after {
+            After::Finish(result) => self.close(index, result, cx),
+            After::Feed(target) => self.start_feed(index, target),
+            After::Running | After::Nothing | After::ServeFailed(_) => {}
+        }
+    }
+
+    /// Since when the owner may copy into a read's memory, of the last of our reads.
+    pub(super) fn lending(&self) -> Option<Time> {
+        let reads = self.table.iter().filter(|(_, o)| matches!(o.kind, Kind::Read { .. }) && o.rest().offered);
+        reads.map(|(_, o)| o.rest().announced).max()
+    }
+
+    /// The engine has given up all direct copies.
+    pub(super) fn forget_jobs(&mut self) {
+        for (_, outgoing) in &mut self.table {
+            if outgoing.rest().job.is_some() {
+                outgoing.more().job = None;
+            }
+        }
     }
 }

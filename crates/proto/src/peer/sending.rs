@@ -2,11 +2,12 @@
 
 use crossrail_types::{Head, LaneId, OpId};
 
+use super::Peer;
 use super::answers::Phase;
-use super::{Peer, Queued};
+use super::calm::Calm;
+use super::outgoing::Queued;
 use crate::frame::{self, Announce, Frame, Read, Stamp, Write};
 use crate::lane::Lane;
-use crate::peer::outgoing::{Kind, Outgoing, Stage};
 use crate::{Body, Memory, Operation, Out, Short, Time};
 
 /// Consumed messages after which the peer is told at once.
@@ -61,26 +62,25 @@ impl Peer {
         if self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.answers.due()) {
             return Some(self.next_count());
         }
-        if self.active.is_empty() || !self.lanes.carries_chunks(at) || !self.answers.live() || !self.takes_part(at) {
+        if !self.outs.has_chunks() || !self.lanes.carries_chunks(at) || !self.answers.live() || !self.takes_part(at) {
             return None;
         }
-        self.next_chunk(now, at, most)
+        self.outs.next_chunk(now, &mut self.lanes, at, most)
     }
 
     /// [`Peer::next`] for a lane that is to take no chunk at present: it waits for the bytes of others.
     #[cold]
     pub fn next_but_chunks(&mut self, now: Time, lane: LaneId) -> Option<Out> {
-        let active = std::mem::take(&mut self.active);
+        let held = self.outs.hold_chunks();
         let out = self.next(now, lane);
-        let begun = std::mem::replace(&mut self.active, active);
-        self.active.extend(begun);
+        self.outs.resume_chunks(held);
         out
     }
 
     /// Whether [`Peer::next`] might have something for this lane. Cheap.
     #[inline(always)]
     pub fn wants(&self, lane: LaneId) -> bool {
-        !self.is_calm(lane) && self.has_work(lane)
+        !self.calm.is_on(lane) && self.has_work(lane)
     }
 
     /// [`Peer::wants`], which looks at everything.
@@ -93,10 +93,10 @@ impl Peer {
     #[inline]
     pub(super) fn is_quiet(&self, at: usize) -> bool {
         let Lane { spec, .. } = &self.lanes[at];
-        let waiting = self.queue.len() | self.answers.waiting() | self.active.len();
+        let waiting = self.outs.waiting() | self.answers.waiting();
         let flags = self.answers.closing()
             | self.lanes[at].owes()
-            | self.follow.is_some()
+            | self.outs.must_follow()
             | (self.delivered.owed() & !spec.counts);
         waiting | self.stream.unsettled() | usize::from(flags) == 0
     }
@@ -111,11 +111,7 @@ impl Peer {
     fn has_words(&self, at: usize) -> bool {
         let lane = self.lanes[at].spec.id;
         let messages = self.stream.is_on(lane)
-            && (!self.queue.is_empty()
-                || !self.answers.is_empty()
-                || self.stream.resends()
-                || self.follow.is_some()
-                || self.answers.owes_bye());
+            && (self.outs.has_words() || !self.answers.is_empty() || self.stream.resends() || self.answers.owes_bye());
         messages
             || self.owes_count(at)
             || self.lanes[at].owes()
@@ -136,7 +132,7 @@ impl Peer {
     /// [counts]: crate::LaneSpec::counts
     #[inline(always)]
     pub fn untold(&self, lane: LaneId) -> Option<u32> {
-        if self.is_calm(lane) {
+        if self.calm.is_on(lane) {
             // Nothing is withheld then: the count is what has arrived.
             return self.delivered.news();
         }
@@ -166,7 +162,7 @@ impl Peer {
     /// Whether messages of ours wait to be confirmed by the peer's count.
     #[inline]
     pub fn awaits_count(&self) -> bool {
-        self.unconfirmed.waits()
+        self.credit.awaits_count()
     }
 
     /// The peer has published `count`, and every frame that it sent before it was placed; a frame may have told more
@@ -174,11 +170,11 @@ impl Peer {
     /// must fail.
     #[inline]
     pub fn published(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> Result<(), String> {
-        if !self.unconfirmed.is_ahead(count) || !self.answers.live() || self.confirm(now, count, ended) {
+        if !self.credit.is_ahead(count) || !self.answers.live() || self.confirm(now, count, ended) {
             return Ok(());
         }
         self.stir();
-        let why = self.unconfirmed.too_many(count);
+        let why = self.credit.too_many(count);
         self.answers.break_off(why.clone(), &mut self.events);
         Err(why)
     }
@@ -187,7 +183,7 @@ impl Peer {
     /// acknowledgements that may as well ride along with a message, if one comes in time.
     #[inline(always)]
     pub fn presses(&self, lane: LaneId) -> bool {
-        !self.is_calm(lane) && self.has_pressing_work(lane)
+        !self.calm.is_on(lane) && self.has_pressing_work(lane)
     }
 
     /// [`Peer::presses`], which looks at everything.
@@ -196,8 +192,8 @@ impl Peer {
         if self.is_quiet(at) {
             return false;
         }
-        let messages = self.stream.is_on(lane)
-            && (!self.queue.is_empty() || self.answers.press() || self.stream.resends() || self.follow.is_some());
+        let messages =
+            self.stream.is_on(lane) && (self.outs.has_words() || self.answers.press() || self.stream.resends());
         let acks = self.stream.owed();
         let owed = self.stream.is_heard_on(lane) && acks > 0 && (acks >= ACK_EVERY || self.answers.is_urgent());
         let counts = self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.answers.is_urgent());
@@ -210,7 +206,7 @@ impl Peer {
     // Where the head is to be written is given: an option of one would be moved twice.
     #[inline(always)]
     pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId, head: &mut Head) -> bool {
-        if self.is_calm(lane) && self.has_credit(len, self.calm.send_max) && !self.unconfirmed.is_full() {
+        if self.calm.is_on(lane) && self.has_credit(len, self.calm.send_max()) && !self.credit.is_count_full() {
             *head = self.count_out_calmly(op, tag, len, now);
             return true;
         }
@@ -224,9 +220,7 @@ impl Peer {
     /// Whether the peer's credit and `most`, the longest message that goes with its first frame, permit `len` bytes.
     #[inline]
     fn has_credit(&self, len: u64, most: u64) -> bool {
-        self.own_active < self.config.message_credit
-            && len <= most
-            && self.eager_bytes + len <= self.config.eager_credit
+        self.credit.permits_one() && len <= most && self.credit.permits_bytes(len)
     }
 
     /// [`Peer::send_now`], which looks at all that might be in the way.
@@ -246,8 +240,7 @@ impl Peer {
     fn is_clear(&self, at: usize) -> bool {
         self.stream.is_on(self.lanes[at].spec.id)
             && self.answers.is_clear()
-            && self.queue.is_empty()
-            && self.follow.is_none()
+            && !self.outs.has_words()
             && !self.stream.resends()
             && self.stream.open()
             && !self.lanes[at].owes()
@@ -257,23 +250,16 @@ impl Peer {
     fn eager(&mut self, now: Time, at: usize, op: OpId, tag: u64, len: u64, started: Time) -> Head {
         let lane = &mut self.lanes[at];
         let (id_of_lane, lossy) = (lane.spec.id, !lane.spec.reliable);
-        if !lossy && !self.unconfirmed.is_full() {
+        if !lossy && !self.credit.is_count_full() {
             return self.count_out(op, tag, len, started);
         }
         if lossy && !self.stream.waiting() {
             lane.go_again(now);
         }
-        let serial = self.next_serial();
         let done = self.answers.take_done();
-        self.own_active += 1;
-        self.eager_bytes += len;
         let stamp = self.stamp();
-        let entry = self.outs.vacant_entry();
-        let id = entry.key() as u32 + 1;
-        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, id_of_lane);
-        outgoing.stage = Stage::Eager;
-        outgoing.seq = Some(stamp.seq);
-        entry.insert(outgoing);
+        self.credit.take(len);
+        let id = self.outs.begin_eager(op, len, started, id_of_lane, stamp.seq);
         let head = frame::eager(id, tag, len as u32, stamp, done, false);
         if lossy {
             self.stream.retain(&eager_out(head, op, len));
@@ -287,11 +273,8 @@ impl Peer {
     #[inline(always)]
     fn count_out(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
         let done = if self.answers.no_dones() { 0 } else { self.answers.take_done() };
-        self.own_active += 1;
-        self.eager_bytes += len;
         let stamp = self.stamp();
-        let place = self.unconfirmed.push(op, len, started);
-        let id = self.unconfirmed.id(place);
+        let id = self.credit.count_out(op, len, started);
         self.delivered.answered(done);
         if !self.answers.is_calm() {
             self.clear_urgency();
@@ -303,11 +286,9 @@ impl Peer {
     #[inline(always)]
     fn count_out_calmly(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
         debug_assert!(self.answers.no_dones() && self.answers.is_calm() && self.stream.reliable());
-        self.own_active += 1;
-        self.eager_bytes += len;
         let stamp = Stamp { ack: self.delivered.tell_all(), ..self.stream.stamp() };
-        let place = self.unconfirmed.push(op, len, started);
-        frame::eager(self.unconfirmed.id(place), tag, len as u32, stamp, 0, true)
+        let id = self.credit.count_out(op, len, started);
+        frame::eager(id, tag, len as u32, stamp, 0, true)
     }
 
     /// Numbers a frame of the stream and has it confirm what was delivered.
@@ -323,7 +304,7 @@ impl Peer {
     /// Whether there are chunks for this lane, as far as its window goes.
     #[inline]
     fn may_chunk(&self, at: usize) -> bool {
-        !self.active.is_empty() && self.lanes.carries_chunks(at) && self.lanes.has_window(at) && self.takes_part(at)
+        self.outs.has_chunks() && self.lanes.carries_chunks(at) && self.lanes.has_window(at) && self.takes_part(at)
     }
 
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
@@ -353,26 +334,25 @@ impl Peer {
         if !self.stream.open() {
             return None;
         }
-        if let Some((index, serial)) = self.follow.take()
-            && let Some(out) = self.next_follow(now, at, index, serial)
-        {
+        if let Some((index, body)) = self.outs.take_follow() {
+            // The bytes of the write that just went out.
+            let (out, seq) = self.seal(now, at, Frame::WriteData { op: index + 1 }, body, 0);
+            self.outs.went_with(index, seq);
             return Some(out);
         }
         if let Some((frame, body)) = self.answers.take_frame() {
             // Not together with a done, which would be read first: they may be about the same operation.
             let (out, seq) = self.seal(now, at, frame, body, 0);
-            if let Frame::ReadData { serve, .. } = frame
-                && let Some(o) = self.outs.get_mut(serve.wrapping_sub(1) as usize)
-            {
-                o.seq = Some(seq);
+            if let Frame::ReadData { serve, .. } = frame {
+                self.outs.went_with(serve.wrapping_sub(1), seq);
             }
             return Some(out);
         }
         if self.answers.dones_first() {
             return Some(self.next_dones(now, at));
         }
-        if self.own_active < self.config.message_credit
-            && let Some(queued) = self.queue.pop_front()
+        if self.credit.permits_one()
+            && let Some(queued) = self.outs.take_queued()
         {
             return Some(self.issue(now, at, &queued));
         }
@@ -415,8 +395,8 @@ impl Peer {
 
     fn next_bye(&mut self, now: Time, at: usize) -> Option<Out> {
         let finished = self.answers.owes_bye()
-            && self.outs.is_empty()
-            && self.own_active == 0
+            && self.outs.is_idle()
+            && self.credit.is_unused()
             && self.ins.is_empty()
             && self.answers.no_dones()
             && !self.stream.is_receiving();
@@ -458,60 +438,110 @@ impl Peer {
         let lane = spec.id;
         if let Operation::Send { tag } = what
             && short
-            && self.eager_bytes + len <= self.config.eager_credit
+            && self.credit.permits_bytes(len)
         {
             return eager_out(self.eager(now, at, op, tag, len, started), op, len);
         }
-        let serial = self.next_serial();
         let done = self.answers.take_done();
-        self.own_active += 1;
-        let mut outgoing = Outgoing::new(op, Kind::Send, len, serial, started, lane);
+        self.credit.take(0);
         match what {
             Operation::Send { tag } => {
-                outgoing.more().announce(now, offer);
-                let id = self.outs.insert(outgoing) as u32 + 1;
+                let id = self.outs.begin_send(now, queued, lane, offer);
                 let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };
                 let body = Body::from(frame::encode_announce(&Announce { len, offer }));
                 self.seal(now, at, frame, body, done).0
             }
             Operation::Write { key, offset, imm } => {
                 let offer = if short { None } else { offer };
-                outgoing.kind = Kind::Write;
-                if short {
-                    outgoing.stage = Stage::Eager;
-                } else {
-                    outgoing.more().announce(now, offer);
-                }
-                let index = self.outs.insert(outgoing) as u32;
-                if short {
-                    self.follow = Some((index, serial));
-                }
+                let id = self.outs.begin_write(now, queued, lane, offer, short);
                 let (has_imm, has_offer) = (imm.is_some(), offer.is_some());
-                let frame = Frame::Write { op: index + 1, len, imm: has_imm, data: short, offer: has_offer };
+                let frame = Frame::Write { op: id, len, imm: has_imm, data: short, offer: has_offer };
                 let body = Body::from(frame::encode_write(&Write { key, offset, imm: imm.unwrap_or(0), offer }));
                 self.seal(now, at, frame, body, done).0
             }
             Operation::Read { key, offset } => {
-                let index = self.outs.insert(outgoing) as u32;
-                let target = self.begin_read(now, op, index, len);
-                let outgoing = &mut self.outs[index as usize];
-                outgoing.kind = Kind::Read { target };
                 let offer = if short { None } else { offer };
-                outgoing.more().announce(now, offer);
+                let (ins, accesses) = (&mut self.ins, &mut self.accesses);
+                let into = |out| ins.begin_read(now, op, out, len, accesses);
+                let (id, target) = self.outs.begin_read(now, queued, lane, offer, into);
                 let descriptor = offer.map(|o| o.descriptor);
-                let frame = Frame::Read { op: index + 1, target, offer: descriptor.is_some(), chunks: !eager };
+                let frame = Frame::Read { op: id, target, offer: descriptor.is_some(), chunks: !eager };
                 let body = Body::from(frame::encode_read(&Read { key, offset, len, descriptor }));
                 self.seal(now, at, frame, body, done).0
             }
         }
     }
 
-    /// The bytes of the write that just went out.
-    fn next_follow(&mut self, now: Time, at: usize, index: u32, serial: u32) -> Option<Out> {
-        let outgoing = self.outs.get(index as usize).filter(|o| o.serial == serial)?;
-        let body = Body::Memory { memory: Memory::Op(outgoing.op), offset: 0, len: outgoing.len as u32 };
-        let (out, seq) = self.seal(now, at, Frame::WriteData { op: index + 1 }, body, 0);
-        self.outs[index as usize].seq = Some(seq);
-        Some(out)
+    /// Whether the lane at `at` has its part in the chunks that wait.
+    #[inline]
+    fn takes_part(&self, at: usize) -> bool {
+        self.outs.are_enough_for(&self.lanes[at])
+    }
+
+    /// Something may change that [`Calm`] promises.
+    #[inline]
+    pub(super) fn stir(&mut self) {
+        self.calm.stir();
+    }
+
+    /// Finds out whether the connection is [`Calm`].
+    pub(super) fn calm_down(&mut self, at: usize) {
+        let lane = &self.lanes[at];
+        if !lane.spec.counts {
+            return;
+        }
+        let quiet = self.is_quiet(at) && lane.is_unoccupied() && !self.stream.is_receiving() && self.theirs.is_idle();
+        let settled = self.answers.is_calm() && !self.delivered.withholds() && self.stream.is_empty();
+        let open = self.answers.talks() && self.stream.open() && self.stream.reliable();
+        let counts = lane.spec.reliable && self.stream.is_on(lane.spec.id);
+        if quiet && settled && open && counts {
+            let send_max = u64::from(lane.spec.eager_max.min(lane.spec.max_payload));
+            self.calm = Calm::on(lane.spec.id, send_max, lane.spec.whole_max);
+        }
+    }
+
+    /// The peer has delivered `count` of our counted messages, whose ends are handed to `ended` where no event is to be
+    /// taken before them. False: it cannot have.
+    #[inline(always)]
+    pub(super) fn confirm(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> bool {
+        let Some(news) = self.credit.news(count) else { return false };
+        for _ in 0..news {
+            if self.has_events() {
+                self.pass_behind_events(now);
+                continue;
+            }
+            let short = match self.credit.pass_sent() {
+                Some((op, len, started)) => {
+                    Short { op, tag: 0, bytes: len, wire_ns: now.since(started), lane: self.stream.lane() }
+                }
+                None => match self.pass_oldest(now) {
+                    Some(short) => short,
+                    None => continue,
+                },
+            };
+            ended(short);
+        }
+        true
+    }
+
+    /// The count has passed the oldest message, whose end is told after the events before it.
+    #[cold]
+    fn pass_behind_events(&mut self, now: Time) {
+        if let Some(short) = self.pass_oldest(now) {
+            self.events.end_short(short);
+        }
+    }
+
+    /// The count has passed the oldest message. `None`: it was answered before.
+    // All of `self`: the lane is then read where it is needed, and not kept in memory across the loop.
+    #[inline(never)]
+    fn pass_oldest(&mut self, now: Time) -> Option<Short> {
+        self.credit.pass_oldest(now, self.stream.lane())
+    }
+
+    /// The same, with events for their ends.
+    #[inline]
+    pub(super) fn confirmed(&mut self, now: Time, count: u32) -> Result<(), String> {
+        self.credit.confirmed(now, count, self.stream.lane(), &mut self.events)
     }
 }

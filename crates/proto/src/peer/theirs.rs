@@ -116,3 +116,28 @@ impl Theirs {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_out_of_range_or_in_use_are_refused() {
+        let mut theirs = Theirs::new(4);
+        assert_eq!(theirs.at(1), Their::Free);
+        assert!(theirs.claim(0, Their::Open).is_err());
+        // Eight operations with names, then four counted ones.
+        assert!(theirs.claim(13, Their::Open).is_err());
+        for id in [8, 9, 12] {
+            assert_eq!((theirs.claim(id, Their::In(id)), theirs.at(id)), (Ok(()), Their::In(id)));
+        }
+        assert!(theirs.claim(9, Their::Open).is_err());
+        theirs.free(9);
+        theirs.free(9);
+        assert_eq!(theirs.at(9), Their::Free);
+        assert!(theirs.may_open(1) && !theirs.may_open(9), "it is a counted one's");
+        theirs.open(1);
+        assert_eq!(theirs.claim(2, Their::Open), Ok(()));
+        assert!(!theirs.may_open(3) && theirs.claim(3, Their::Open).is_err(), "the credit is used up");
+    }
+}

@@ -1,0 +1,194 @@
+//! One operation of ours, or one read that we serve.
+
+use crossrail_types::{LaneId, OpId};
+
+use crate::feed::Feed;
+use crate::frame::Target;
+use crate::{DirectId, Failure, Memory, Offer, Protocol, Receipt, RegionRef, Time};
+
+/// Something of ours under way: what a short message needs, and the rest apart.
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    pub(super) op: OpId,
+    pub(super) len: u64,
+    pub(super) started: Time,
+    pub(super) serial: u32,
+    /// Number of the frame with its bytes, where they go with the messages.
+    pub(super) seq: Option<u32>,
+    pub(super) lane: LaneId,
+    pub(super) kind: Kind,
+    pub(super) stage: Stage,
+    more: Option<Box<More>>,
+}
+
+/// What only longer operations need.
+#[derive(Debug)]
+pub(super) struct More {
+    pub(super) announced: Time,
+    pub(super) consented: Time,
+    /// The peer was told how to copy directly, and the shared cursor.
+    pub(super) offered: bool,
+    pub(super) slot: Option<u32>,
+    pub(super) job: Option<DirectId>,
+    pub(super) after: After,
+    pub(super) copy_ns: u64,
+    /// All of it was copied from here, without the peer.
+    pub(super) pushed: bool,
+    pub(super) feed: Option<Feed>,
+    pub(super) serve: Option<Serve>,
+    /// Why it was aborted, if our memory failed.
+    pub(super) fault: Option<Failure>,
+}
+
+static NOTHING_MORE: More = More {
+    announced: Time(0),
+    consented: Time(0),
+    offered: false,
+    slot: None,
+    job: None,
+    after: After::Running,
+    copy_ns: 0,
+    pushed: false,
+    feed: None,
+    serve: None,
+    fault: None,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Send,
+    Write,
+    Read {
+        target: Target,
+    },
+    /// A read of the peer's.
+    Serve,
+}
+
+/// A read of the peer's, from where and to where.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Serve {
+    pub(super) region: RegionRef,
+    pub(super) base: u64,
+    pub(super) their: u32,
+    pub(super) target: Target,
+    pub(super) passive: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// The bytes went along.
+    Eager,
+    /// Waiting for the peer.
+    Announced,
+    /// Chunks go out.
+    Feeding,
+    /// Cancelled here, or a serve that failed: waiting for the peer to agree.
+    Aborting,
+}
+
+/// What a direct copy that was told to stop makes room for, or the unpacks of a read that is over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum After {
+    /// It was not told to.
+    Running,
+    /// Nothing: the peer has the next word.
+    Nothing,
+    Feed(Target),
+    Finish(Result<(), Failure>),
+    ServeFailed(Failure),
+}
+
+impl More {
+    pub(super) fn announce(&mut self, now: Time, offer: Option<Offer>) {
+        self.announced = now;
+        self.offered = offer.is_some();
+        self.slot = offer.and_then(|o| o.slot);
+    }
+}
+
+impl Outgoing {
+    #[inline]
+    pub(super) fn new(op: OpId, kind: Kind, len: u64, serial: u32, started: Time, lane: LaneId) -> Outgoing {
+        Outgoing { op, len, started, serial, seq: None, lane, kind, stage: Stage::Announced, more: None }
+    }
+
+    /// What only longer operations need, to read.
+    pub(super) fn rest(&self) -> &More {
+        self.more.as_deref().unwrap_or(&NOTHING_MORE)
+    }
+
+    /// The same, to write.
+    pub(super) fn more(&mut self) -> &mut More {
+        let started = self.started;
+        self.more.get_or_insert_with(|| {
+            Box::new(More {
+                announced: started,
+                consented: started,
+                offered: false,
+                slot: None,
+                job: None,
+                after: After::Running,
+                copy_ns: 0,
+                pushed: false,
+                feed: None,
+                serve: None,
+                fault: None,
+            })
+        })
+    }
+
+    pub(super) fn feed(&mut self) -> Option<&mut Feed> {
+        self.more.as_deref_mut()?.feed.as_mut()
+    }
+
+    /// Takes the reason why it was aborted.
+    pub(super) fn take_fault(&mut self) -> Option<Failure> {
+        self.more.as_deref_mut()?.fault.take()
+    }
+
+    pub(super) fn touched(&self) -> bool {
+        self.rest().feed.as_ref().is_some_and(Feed::touched)
+    }
+
+    /// Whether it has chunks for lanes to take.
+    pub(super) fn feeds(&self) -> bool {
+        self.stage == Stage::Feeding && self.rest().feed.as_ref().is_some_and(|f| f.left() > 0)
+    }
+
+    pub(super) fn memory(&self) -> Memory {
+        match self.rest().serve {
+            Some(Serve { region, base, passive, .. }) => Memory::Region { region, base, passive },
+            None => Memory::Op(self.op),
+        }
+    }
+}
+
+impl Outgoing {
+    #[inline]
+    pub(super) fn receipt(&mut self, now: Time) -> Receipt {
+        let total = now.since(self.started);
+        let mut receipt = Receipt {
+            bytes: self.len,
+            protocol: Protocol::Eager,
+            lane: None,
+            lanes: Vec::new(),
+            match_ns: 0,
+            window_ns: 0,
+            wire_ns: total,
+            copy_ns: self.rest().copy_ns,
+            pushed: self.rest().pushed,
+        };
+        if let Some(feed) = self.more.as_mut().and_then(|m| m.feed.take()) {
+            receipt.protocol = Protocol::Chunks;
+            (receipt.lanes, receipt.window_ns) = feed.summary();
+            receipt.match_ns = self.rest().consented.since(self.rest().announced);
+        } else if self.seq.is_some() || self.stage == Stage::Eager {
+            receipt.lane = Some(self.lane);
+        } else {
+            receipt.protocol = Protocol::Direct;
+        }
+        receipt.wire_ns = total.saturating_sub(receipt.match_ns + receipt.window_ns + receipt.copy_ns);
+        receipt
+    }
+}
