@@ -136,3 +136,30 @@ fn rows_of_gpus_wait_for_a_stream() {
         }
     });
 }
+
+/// What leases of blocks rest upon.
+#[test]
+fn memory_that_is_registered_twice_ends_once_for_each_key() {
+    each(|transport, pair| {
+        let size = 200 * 528;
+        let (own, other) =
+            (filled(&pair.one, Place::Gpu(0), &pattern(size, 5)), filled(&pair.other, Place::Gpu(1), &vec![3; size]));
+        let local = pair.a.register(&own).unwrap();
+        let [whole, lease] = [(), ()].map(|()| pair.b.register(&other).unwrap());
+        let mine = pair.a.layout(&[Row { region: &local, offset: 0, len: 528, stride: 528, count: 200 }]).unwrap();
+        let [by_whole, by_lease] = [&whole, &lease].map(|region| {
+            let row = Row { region: &region.key(), offset: 0, len: 528, stride: 528, count: 200 };
+            let there = pair.ab.layout(&[row]).unwrap();
+            pair.ab.prepare(MoveKind::Read, &mine, &there, MoveOptions::default()).unwrap()
+        });
+        done(transport, by_lease.start(StartOptions::default()).unwrap());
+        assert!(bytes_of(&own).iter().all(|byte| *byte == 3), "{transport}");
+        lease.deregister().unwrap();
+        other.fill_from(0, &vec![9; size]).unwrap();
+        let error = by_lease.start(StartOptions::default()).unwrap().wait(LIMIT).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Region, "{transport}: {error}");
+        assert!(bytes_of(&own).iter().all(|byte| *byte == 3), "{transport}: bytes of after the end");
+        done(transport, by_whole.start(StartOptions::default()).unwrap());
+        assert!(bytes_of(&own).iter().all(|byte| *byte == 9), "{transport}");
+    });
+}
