@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
-use crossrail_cuda::{Allocation, Context, Cuda, DeviceMemory, Mapping, PinnedMemory, Stream};
+use crossrail_cuda::{Allocation, Context, Cuda, Mapping, PinnedMemory, Stream};
 use crossrail_cuda_ipc::{Domain, Link};
 use crossrail_kernels::{Kernels, PutArgs};
 use crossrail_transport::{Copy, Descriptor, Direct, Job, Step};
@@ -59,7 +59,6 @@ struct Side {
     stream: Stream,
     kernels: Arc<Kernels>,
     word: PinnedMemory,
-    counter: DeviceMemory,
     memory: Mapping,
     written: AtomicU64,
 }
@@ -67,31 +66,26 @@ struct Side {
 impl Side {
     fn new(context: &Context, other: &Context, len: usize, settings: &Settings) -> Outcome<Side> {
         let word = PinnedMemory::new(context, 4096)?;
-        let counter = DeviceMemory::new(context, 8)?;
         let stream = Stream::urgent(context)?;
-        // SAFETY: both are new, and unused until the wait has returned.
-        unsafe {
-            std::ptr::write_bytes(word.as_ptr(), 0, word.len());
-            stream.fill(counter.address(), 0, counter.len())?;
-        }
-        stream.wait(LIMIT)?;
+        // SAFETY: it is new, and unused.
+        unsafe { std::ptr::write_bytes(word.as_ptr(), 0, word.len()) };
         let both = [context, other];
         let one = context.device().ordinal() == other.device().ordinal();
         let memory = Allocation::new(context, len)?.map(if one { &both[..1] } else { &both })?;
         let kernels = crossrail_kernels::shared(context, settings, LIMIT)?;
-        Ok(Side { context: context.clone(), stream, kernels, word, counter, memory, written: AtomicU64::new(0) })
+        Ok(Side { context: context.clone(), stream, kernels, word, memory, written: AtomicU64::new(0) })
     }
 
     /// Enqueues a copy and a word behind it; returns the value of the word.
     fn put(&self, by: By, dst: u64, src: u64, len: usize) -> Outcome<u64> {
         let value = self.written.fetch_add(1, Ordering::Relaxed) + 1;
-        let (signal, counter) = (self.word.address(), self.counter.address());
+        let signal = self.word.address();
         // SAFETY: both ranges are mapped for this GPU and long enough, and nothing else accesses them until the word is
-        // seen; the counter belongs to this stream.
+        // seen.
         unsafe {
             match by {
                 By::Kernel(blocks) => {
-                    let args = PutArgs { dst, src, len: len as u64, part: 0, signal, value, counter };
+                    let args = PutArgs { dst, src, len: len as u64, part: 0, signal, value };
                     self.kernels.put(&self.stream, &args, blocks)?;
                     return Ok(value);
                 }

@@ -161,13 +161,10 @@ layouts! {
         len: u64,
         /// Bytes that a warp copies at a time, a multiple of 16; 0 for a default that depends on the length.
         part: u64,
-        /// Address of the signal, 8-byte aligned; 0 for none.
+        /// Address of the signal, 8-byte aligned, which one block sets; 0 for none.
         signal: u64,
         /// Value of the signal once all bytes have arrived.
         value: u64,
-        /// Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and
-        /// after the launch, and used by no other launch while this one runs. 0 for none.
-        counter: u64,
     }
     /// Arguments of `crossrail_flag_write`.
     FlagWriteArgs {

@@ -124,23 +124,21 @@ impl Kernels {
     /// it there, on any GPU or the host, also sees the bytes, and what the stream did before. No bytes, no signal, or
     /// neither are allowed. It can be captured in a graph.
     ///
-    /// Without a counter, a put of several blocks and a signal is two launches, which takes somewhat longer.
+    /// A put of several blocks and a signal is two launches, which takes somewhat longer than one.
     ///
     /// # Safety
     /// Both areas must stay valid until this is done; nobody may write `src`, or touch `dst`, meanwhile. They must
-    /// not overlap. The signal must stay valid until this is done; the counter must be 0, and nobody else's
-    /// from when this begins to run until it is done: one for each stream, and one for each put of a graph.
+    /// not overlap. The signal must stay valid until this is done.
     ///
     /// # Errors
-    /// [`ErrorKind::Usage`] for 0 blocks, a part that is not a multiple of 16, or a signal or counter that is not
-    /// 8-byte aligned; a failed call.
+    /// [`ErrorKind::Usage`] for 0 blocks, a part that is not a multiple of 16, or a signal that is not 8-byte
+    /// aligned; a failed call.
     pub unsafe fn put(&self, stream: &Stream, args: &PutArgs, blocks: Option<u32>) -> Result<()> {
         aligned("put", "the signal", args.signal)?;
-        aligned("put", "the counter", args.counter)?;
         let (useful, part) = put_shape(args, blocks.unwrap_or(self.multiprocessors).max(1))?;
         let Some(blocks) = block_count("put", useful, blocks, self.multiprocessors)? else { return Ok(()) };
         let mut whole = PutArgs { part, ..*args };
-        let apart = blocks > 1 && args.signal != 0 && args.counter == 0;
+        let apart = blocks > 1 && args.signal != 0;
         if apart {
             whole.signal = 0;
         }
@@ -229,7 +227,7 @@ fn aligned(operation: &str, what: &str, address: u64) -> Result<()> {
 mod tests {
     use super::*;
 
-    const NOTHING: PutArgs = PutArgs { dst: 0, src: 0, len: 0, part: 0, signal: 0, value: 0, counter: 0 };
+    const NOTHING: PutArgs = PutArgs::ZERO;
 
     #[test]
     fn short_puts_are_one_block_and_long_ones_fill_the_gpu() {

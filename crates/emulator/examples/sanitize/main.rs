@@ -144,7 +144,7 @@ impl Bench<'_> {
     fn put(&mut self, blocks: Option<u32>, len: usize, (from, to): (usize, usize)) -> Outcome<()> {
         let sent = bytes(len as u64, from + len);
         let (source, target) = (self.put_down(&self.stream, &sent)?, self.put_down(&self.target, &vec![0; to + len])?);
-        let (signal, counter) = (self.pinned(&[0; 8])?, self.put_down(&self.stream, &[0; 8])?);
+        let signal = self.pinned(&[0; 8])?;
         let put = PutArgs {
             dst: target.address() + to as u64,
             src: source.address() + from as u64,
@@ -152,7 +152,6 @@ impl Bench<'_> {
             part: 0,
             signal: signal.address(),
             value: 1,
-            counter: counter.address(),
         };
         // SAFETY: all areas are valid and nobody else's until `verify` has waited.
         unsafe { self.kernels.put(&self.stream, &put, blocks)? };

@@ -165,8 +165,7 @@ impl Mapped {
         let dst = self.ptr() as u64 + offset as u64;
         let value = signal.map_or(0, |signal| signal.value);
         // By a kernel at every size: in a graph, a copy engine's node takes longer to begin than it gains.
-        // No counter: streams and graphs would each need their own, and a handle does not tell streams apart for ever.
-        let args = PutArgs { dst, src, len: len as u64, part: 0, signal: signal_at, value, counter: 0 };
+        let args = PutArgs { dst, src, len: len as u64, part: 0, signal: signal_at, value };
         // SAFETY: in bounds by the check, mapped as the caller promises; `src` is vouched for.
         unsafe { kernels.put(&stream, &args, None) }
     }

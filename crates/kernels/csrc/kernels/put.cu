@@ -1,5 +1,6 @@
-// Bytes to where somebody else waits for them, and then a signal: who sees the signal sees all the bytes. The last block
-// to finish sets it, so that no second kernel is needed; a small put is one block, which needs no counter either.
+// Bytes to where somebody else waits for them, and then a signal: who sees the signal sees all the bytes. Only a launch of
+// one block sets it; behind several a second kernel does, as a counter of finished blocks would be needed for each stream
+// and each graph.
 #include "kernels/copy_warp.cuh"
 #include "layout/args.cuh"
 
@@ -14,11 +15,5 @@ extern "C" __global__ void __launch_bounds__(COPY_THREADS) crossrail_put(const _
     if (args.signal == 0) return;
     // What the block's threads wrote comes before what its first thread does now.
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    if (gridDim.x > 1) {
-        fence_acq_rel_sys();
-        if (atom_add_acq_rel_gpu_u64(args.counter, 1) != gridDim.x - 1) return;
-        st_relaxed_gpu_u64(args.counter, 0);
-    }
-    st_release_sys_u64(args.signal, args.value);
+    if (threadIdx.x == 0) st_release_sys_u64(args.signal, args.value);
 }

@@ -100,16 +100,13 @@ struct PutArgs {
     u64 len;
     // Bytes that a warp copies at a time, a multiple of 16; 0 for a default that depends on the length.
     u64 part;
-    // Address of the signal, 8-byte aligned; 0 for none.
+    // Address of the signal, 8-byte aligned, which one block sets; 0 for none.
     u64 signal;
     // Value of the signal once all bytes have arrived.
     u64 value;
-    // Address of a 64-bit counter in this GPU's memory with which several blocks find the last one: 0 before and
-    // after the launch, and used by no other launch while this one runs. 0 for none.
-    u64 counter;
 };
 
-static_assert(sizeof(PutArgs) == 56, "PutArgs");
+static_assert(sizeof(PutArgs) == 48, "PutArgs");
 
 // Arguments of `crossrail_flag_write`.
 struct FlagWriteArgs {

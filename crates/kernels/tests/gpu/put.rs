@@ -51,12 +51,12 @@ fn a_put_takes_any_length_alignment_and_number_of_blocks() {
     let Some(gpu) = Gpu::new() else { return };
     let bytes = Numbers(0xa).bytes(LONGEST + 64);
     let (source, target) = (gpu.device(&bytes), gpu.device(&vec![POISON; LONGEST + 64]));
-    let (counter, signal) = (gpu.device(&[0; 8]), gpu.pinned(&[0; 8]));
+    let signal = gpu.pinned(&[0; 8]);
     let mut expected = vec![POISON; LONGEST + 64];
     let mut value = 0;
     for round in 0..LENGTHS.len() as u64 * 5 {
         let (len, from, to) = shape(round);
-        for (blocks, counter) in [(None, counter.address()), (Some(1), 0), (None, 0), (Some(7), counter.address())] {
+        for blocks in [None, Some(1), Some(7)] {
             value += 1;
             let args = PutArgs {
                 dst: target.address() + to,
@@ -65,7 +65,6 @@ fn a_put_takes_any_length_alignment_and_number_of_blocks() {
                 part: if round % 2 == 0 { 0 } else { 48 },
                 signal: signal.address(),
                 value,
-                counter,
             };
             // SAFETY: all areas are valid and nobody else's until the wait is over.
             unsafe {
@@ -80,15 +79,13 @@ fn a_put_takes_any_length_alignment_and_number_of_blocks() {
             assert_same(&gpu.bytes(&target), &expected, &format!("{len} bytes, {from} to {to}, {blocks:?} blocks"));
         }
     }
-    assert_eq!(gpu.bytes(&counter), [0; 8], "the counter is as it was");
 }
 
 #[test]
 fn a_put_may_be_a_signal_alone_or_none() {
     let Some(gpu) = Gpu::new() else { return };
     let (source, target, signal) = (gpu.device(&[7; 64]), gpu.device(&[0; 64]), gpu.pinned(&[0; 8]));
-    let none =
-        PutArgs { dst: target.address(), src: source.address(), len: 0, part: 0, signal: 0, value: 0, counter: 0 };
+    let none = PutArgs { dst: target.address(), src: source.address(), len: 0, part: 0, signal: 0, value: 0 };
     // SAFETY: all areas are valid and nobody else's until the waits are over.
     unsafe {
         gpu.kernels.put(&gpu.stream, &none, None).unwrap();
@@ -99,11 +96,7 @@ fn a_put_may_be_a_signal_alone_or_none() {
         gpu.kernels.put(&gpu.stream, &PutArgs { len: 64, ..none }, None).unwrap();
         gpu.stream.wait(LIMIT).unwrap();
         assert_eq!(gpu.bytes(&target), [7; 64]);
-        let odd = [
-            PutArgs { signal: signal.address() + 4, ..none },
-            PutArgs { counter: 4, ..none },
-            PutArgs { len: 64, part: 8, ..none },
-        ];
+        let odd = [PutArgs { signal: signal.address() + 4, ..none }, PutArgs { len: 64, part: 8, ..none }];
         for args in odd {
             assert_eq!(gpu.kernels.put(&gpu.stream, &args, None).unwrap_err().kind, ErrorKind::Usage);
         }
@@ -115,7 +108,7 @@ fn a_put_may_be_a_signal_alone_or_none() {
 #[test]
 fn the_host_sees_the_bytes_before_the_signal() {
     let Some(gpu) = Gpu::new() else { return };
-    let (counter, signal) = (gpu.device(&[0; 8]), gpu.pinned(&[0; 8]));
+    let signal = gpu.pinned(&[0; 8]);
     let target = gpu.pinned(&vec![POISON; LONGEST + 64]);
     let sources: Vec<(Vec<u8>, DeviceMemory)> = (0..3)
         .map(|seed| {
@@ -136,7 +129,6 @@ fn the_host_sees_the_bytes_before_the_signal() {
             part: 0,
             signal: signal.address(),
             value: round + 1,
-            counter: counter.address(),
         };
         // SAFETY: all areas are valid and nobody else's until the signal.
         unsafe { gpu.kernels.put(&gpu.stream, &args, None).unwrap() };
@@ -150,7 +142,6 @@ fn the_host_sees_the_bytes_before_the_signal() {
 
 /// Puts by `from`, awaited by a kernel of `to`, which then takes a copy: before the signal that copy must not begin.
 fn a_waiting_kernel_sees_the_bytes(from: &Gpu, to: &Gpu) {
-    let counter = from.device(&[0; 8]);
     let (target, copy) = (to.device(&vec![POISON; SHARED]), to.device(&vec![0; LONGEST]));
     let (back, outcome) = (to.pinned(&vec![0; LONGEST]), to.pinned(&[0; 8]));
     let sources: Vec<(Vec<u8>, DeviceMemory)> = (0..3)
@@ -177,7 +168,6 @@ fn a_waiting_kernel_sees_the_bytes(from: &Gpu, to: &Gpu) {
             part: 0,
             signal: target.address() + SIGNAL,
             value: round + 1,
-            counter: counter.address(),
         };
         word(&outcome).store(0, Ordering::Release);
         // SAFETY: all areas are valid, and nobody else's, until the waits are over; the copy is ordered by the signal.
@@ -215,7 +205,7 @@ fn a_waiting_kernel_of_another_gpu_sees_the_bytes_before_the_signal() {
 #[test]
 fn a_recorded_put_signals_each_time_it_is_launched() {
     let Some(gpu) = Gpu::new() else { return };
-    let (counter, signal) = (gpu.device(&[0; 8]), gpu.pinned(&[0; 8]));
+    let signal = gpu.pinned(&[0; 8]);
     let (source, target) = (gpu.device(&vec![0; LONGEST]), gpu.pinned(&vec![0; LONGEST]));
     let args = PutArgs {
         dst: target.address(),
@@ -224,7 +214,6 @@ fn a_recorded_put_signals_each_time_it_is_launched() {
         part: 0,
         signal: signal.address(),
         value: 9,
-        counter: counter.address(),
     };
     // SAFETY: all areas are valid as long as the graph is launched.
     let graph = gpu.stream.record(|stream| unsafe { gpu.kernels.put(stream, &args, None) }).unwrap();
@@ -288,7 +277,7 @@ fn put_child_process() {
 
 /// Puts by `gpu` into memory that a child process maps on the GPU `ordinal`, whose memory it is.
 fn into_another_process(gpu: &Gpu, allocation: &Allocation, memory: &Mapping, ordinal: u32) {
-    let (counter, outcome) = (gpu.device(&[0; 8]), gpu.pinned(&[0; 8]));
+    let outcome = gpu.pinned(&[0; 8]);
     let bytes = Numbers(0x2b).bytes(LONGEST + 64);
     let source = gpu.device(&bytes);
     let zeros = gpu.device(&vec![0; DATA as usize]);
@@ -318,7 +307,6 @@ fn into_another_process(gpu: &Gpu, allocation: &Allocation, memory: &Mapping, or
             part: 0,
             signal: memory.address() + SIGNAL,
             value: round + 1,
-            counter: counter.address(),
         };
         // SAFETY: all areas live until the waits are over; the child gives the data area back by its acknowledgement.
         unsafe {
