@@ -72,11 +72,6 @@ impl Kernels {
         BLOCKS_PER_MULTIPROCESSOR.saturating_mul(self.multiprocessors)
     }
 
-    /// How many multiprocessors the GPU has: the most blocks that a launch of `put` makes use of.
-    pub fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
-    }
-
     /// Puts in: every piece of the list goes to its place. `blocks`: how many to use, `None` for as many as help.
     /// An empty list is nothing.
     ///

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crossrail_cuda::nvrtc::{Compiled, Compiler, Source};
+use crossrail_cuda::nvrtc::{Compiler, Source};
 use crossrail_cuda::{Context, Function, Grid, KernelArgs, Module, Stream};
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -40,7 +40,6 @@ pub struct EpKernels {
     /// Whether they are compiled to be launched early.
     early: bool,
     multiprocessors: u32,
-    compiled: Vec<(&'static str, Compiled)>,
 }
 
 /// Those of one layout.
@@ -86,26 +85,25 @@ impl EpKernels {
             bulk && context.device().shared_memory()? >= shape.rank_shared(true).into_iter().fold(0, u32::max);
         let module = |source: &Source<'static>, defines: &[String]| {
             let options: Vec<&str> = defines.iter().map(String::as_str).collect();
-            let code = compiler.compile(source, arch, &options, limit)?;
-            Ok::<_, Error>((Module::load(context, &code)?, (source.name, code)))
+            Module::load(context, &compiler.compile(source, arch, &options, limit)?)
         };
         let load = |source: &Source<'static>, names: [&str; 2], defines: &[String], threads, shared: [u32; 2]| {
-            let (module, code) = module(source, defines)?;
+            let module = module(source, defines)?;
             let dispatch = module.function(&mangled::<EpDispatchArgs>(names[0]))?;
             let combine = module.function(&mangled::<EpCombineArgs>(names[1]))?;
             dispatch.allow_shared(shared[0])?;
             combine.allow_shared(shared[1])?;
-            Ok::<_, Error>((Pair { dispatch, combine, threads, shared }, code))
+            Ok::<_, Error>(Pair { dispatch, combine, threads, shared })
         };
         let coded = || {
-            let (module, code) = module(&sources::EP_CODED, &shape.defines(bulk))?;
+            let module = module(&sources::EP_CODED, &shape.defines(bulk))?;
             let combine = |name: &str| {
                 let function = module.function(&mangled::<EpCombineArgs>(name))?;
                 function.allow_shared(shape.expert_shared()[1])?;
                 Ok::<_, Error>(function)
             };
             let (logfmt10, fp8) = (combine(EXPERT_COMBINE_LOGFMT10)?, combine(EXPERT_COMBINE_FP8)?);
-            Ok::<_, Error>((Coded { logfmt10, fp8 }, code))
+            Ok::<_, Error>(Coded { logfmt10, fp8 })
         };
         let expert = || {
             let names = [EXPERT_DISPATCH, EXPERT_COMBINE];
@@ -126,27 +124,19 @@ impl EpKernels {
         let (coded, (rank, expert)) = beside(coded, || beside(rank, || shape.expert_layout.then(expert)));
         let panicked = || Error::new(ErrorKind::Io, "kernels", "loading them panicked");
         let (coded, rank) = (coded.ok_or_else(panicked)?, rank.ok_or_else(panicked)?);
-        let (expert, coded) = (expert.transpose()?.unzip(), coded.transpose()?.unzip());
-        let rank = rank.transpose()?.unzip();
         Ok(EpKernels {
             shape: *shape,
-            expert: expert.0,
-            coded: coded.0,
-            rank: rank.0,
+            expert: expert.transpose()?,
+            coded: coded.transpose()?,
+            rank: rank.transpose()?,
             early: shape.tuning().early && bulk && context.device().cuda().version() >= EARLY_FROM,
             multiprocessors: context.device().multiprocessors()?.max(1),
-            compiled: expert.1.into_iter().chain(coded.1).chain(rank.1).collect(),
         })
     }
 
     /// What they were compiled for.
     pub fn shape(&self) -> &Shape {
         &self.shape
-    }
-
-    /// What was compiled or found in the cache, by the name of its source.
-    pub fn compiled(&self) -> &[(&'static str, Compiled)] {
-        &self.compiled
     }
 
     /// The most blocks of a launch: all of them must run at once, as they wait for other ranks.
