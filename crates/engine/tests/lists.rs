@@ -254,6 +254,29 @@ fn the_event_descriptor_tells_of_notices() {
 }
 
 #[test]
+fn the_event_descriptor_tells_of_notices_once_nobody_polls_for_them_any_more() {
+    let pair = pair_of(&[("CROSSRAIL_TLS", "shm")]);
+    for round in 0..20 {
+        // The background thread leaves progress to those that poll.
+        for _ in 0..20 {
+            let sent = pair.ab.notify(b"polled").unwrap();
+            let begun = Instant::now();
+            while pair.b.notices(1).is_empty() {
+                assert!(Some(begun.elapsed()) < LIMIT, "round {round}: no notice");
+            }
+            sent.wait(LIMIT).unwrap();
+        }
+        let mut poll = libc::pollfd { fd: pair.b.event_fd(), events: libc::POLLIN, revents: 0 };
+        pair.b.drain_events();
+        assert!(pair.b.notices(1).is_empty());
+        finish(pair.ab.notify(b"wake"), "notify");
+        // SAFETY: one valid entry, which outlives the call.
+        let ready = unsafe { libc::poll(&mut poll, 1, 10_000) };
+        assert_eq!((ready, pair.b.notices(1)[0].bytes.as_slice()), (1, &b"wake"[..]), "round {round}");
+    }
+}
+
+#[test]
 fn what_does_not_pair_is_refused_and_a_move_in_flight_is_not_started_again() {
     let pair = pair_of(&[("CROSSRAIL_TLS", "tcp")]);
     let (here, there) = (Pool::of(&pair.a, None, 1 << 22, 1), Pool::of(&pair.b, None, 1 << 22, 2));

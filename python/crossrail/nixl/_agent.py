@@ -377,11 +377,7 @@ class nixlAgent:
 
     def getNotifs(self, into: dict[str, list[bytes]], backends: Sequence[int] = ()) -> dict[str, list[bytes]]:
         """Adds what has arrived to `into`, by sender, and returns it."""
-        notices = self._worker.notices()
-        if not notices:
-            self._pump()
-            notices = self._worker.notices()
-        for sender, data in notices:
+        for sender, data in self._worker.notices():
             into.setdefault(sender, []).append(data)
         return into
 

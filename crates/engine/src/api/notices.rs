@@ -11,6 +11,9 @@ use crate::core::lists::wire;
 /// Longest notice, in bytes.
 pub const NOTICE_MAX: usize = wire::NOTICE_MAX;
 
+/// Of so many looks for notices in vain, one asks epoll for what lanes do not tell, and runs tasks.
+const WHOLE_EVERY: u64 = 32;
+
 /// What a peer had this worker notified of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notice {
@@ -57,10 +60,18 @@ impl Worker {
         if progress.check_origin("notices").is_err() {
             return Vec::new();
         }
-        if !progress.core().has_notices() {
-            progress.step();
-        }
         let mut core = progress.core();
+        if !core.has_notices() {
+            let whole = core.wake_ups().caller_passes().is_multiple_of(WHOLE_EVERY);
+            if whole || !progress.manner.has_background {
+                drop(core);
+                progress.step();
+                core = progress.core();
+            } else {
+                core.wake_ups().count_pass();
+                core = progress.pass_for(core, false, |core| core.has_notices());
+            }
+        }
         let taken = core.take_notices(limit);
         let named = taken.into_iter().map(|raised| Notice {
             peer: core.peers().name(raised.endpoint),

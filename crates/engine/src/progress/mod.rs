@@ -86,7 +86,7 @@ pub(crate) struct Progress {
     inbox: Inbox,
     tasks: Tasks,
     sight: Sight,
-    manner: Manner,
+    pub(crate) manner: Manner,
     background: Mutex<Option<Thread>>,
     threads: Threads,
     closing: AtomicBool,

@@ -57,7 +57,11 @@ impl Progress {
         if let Standing::InFlight(kind, _) = standing {
             // It may have ended meanwhile, with bytes that its request may ask for.
             if !core.operations().is_done(id) {
-                core = self.pass_for(core, id, kind.awaits_peer());
+                let asks = kind.awaits_peer();
+                core = self.pass_for(core, asks, |core| core.operations().is_done(id));
+                if asks {
+                    core.wake_ups().count_pass();
+                }
             }
         }
         let outcome = outcome(&mut core, id, collected);
@@ -65,17 +69,19 @@ impl Progress {
         outcome.map(Box::new)
     }
 
-    /// Makes a pass for the test of an operation in flight. `asks`: the peer has to confirm it.
-    fn pass_for<'a>(&'a self, mut core: MutexGuard<'a, Core>, id: OpId, asks: bool) -> MutexGuard<'a, Core> {
+    /// Makes a pass for a caller that polls until `done`. `asks`: the peer has to confirm something.
+    pub(crate) fn pass_for<'a>(
+        &'a self,
+        mut core: MutexGuard<'a, Core>,
+        asks: bool,
+        done: impl Fn(&mut Core) -> bool,
+    ) -> MutexGuard<'a, Core> {
         core.pass(true, asks);
-        let more = self.connections.driven().has_lanes() && !core.operations().is_done(id);
+        let more = self.connections.driven().has_lanes() && !done(&mut core);
         if core.wake_ups().take_events() || more {
             self.after(core);
             self.poll_sockets(Some(Duration::ZERO));
             core = self.core.lock();
-        }
-        if asks {
-            core.wake_ups().count_pass();
         }
         core
     }

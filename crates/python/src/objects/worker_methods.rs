@@ -273,7 +273,7 @@ impl Worker {
         moves::local(self, rows, regions)
     }
 
-    /// Return notices that peers have raised, oldest first, and forget them. Makes no progress itself.
+    /// Return notices that peers have raised, oldest first, and forget them.
     ///
     /// Parameters
     /// ----------
