@@ -71,6 +71,11 @@ def test_a_file_is_compact(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_failed_where_it_was_recorded(path: Path) -> None:
+    assert [outcome for outcome in read(path).get("outcomes", ()) if outcome.get("failed")] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_is_a_scenarios_or_named_in_a_page(path: Path) -> None:
     scenario = path.stem.rpartition("-")[0] if path.parent.name == "gpu" else path.stem
     tables = {"summary", "experts", "collectives"}
