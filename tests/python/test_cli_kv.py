@@ -155,3 +155,23 @@ def test_another_command_at_the_other_end_is_named() -> None:
 
 def test_more_than_the_memory_is_refused_at_once() -> None:
     one_error(run("--rows=1G", "--row=1G"), 1, "free at this end")
+
+
+class Noted:
+    """An end that notes when it is stopped."""
+
+    def __init__(self, notes: list[bool]) -> None:
+        self.notes = notes
+
+    def pause(self, paused: bool) -> None:
+        self.notes.append(paused)
+
+
+def test_a_peer_is_stopped_while_it_is_not_its_turn() -> None:
+    notes: list[bool] = []
+    with kv_ends.Ends(Noted(notes), Noted(notes), rests=True).turn():  # type: ignore[arg-type]
+        assert notes == [False, False]
+    assert notes == [False, False, True, True]
+    with kv_ends.Ends(Noted(notes), Noted(notes), rests=False).turn():  # type: ignore[arg-type]
+        pass
+    assert len(notes) == 4

@@ -203,7 +203,8 @@ def _measured(options: KvOptions, work: Work, op: str, far: Channel | None) -> R
         for library in libraries:
             try:
                 ready[library] = stack.enter_context(ends_of(options.place(), library, shape, gpus, far))
-                notes += _prepare(ready[library], library, work, op)
+                with ready[library].turn():
+                    notes += _prepare(ready[library], library, work, op)
             except Failure as error:
                 if library == "crossrail":
                     raise
@@ -211,11 +212,14 @@ def _measured(options: KvOptions, work: Work, op: str, far: Channel | None) -> R
                 ready.pop(library, None)
         for _ in range(options.rounds):
             for library, ends in ready.items():
-                rounds[library].append(_round(options, ends, work))
+                with ends.turn():
+                    rounds[library].append(_round(options, ends, work))
         for library, ends in ready.items():
             if work.what == "kv":
                 receiver = ends.initiator if op == "pull" else ends.target
-                if not receiver.do("check", bulk=work.bulk)["same"]:
+                with ends.turn():
+                    same = receiver.do("check", bulk=work.bulk)["same"]
+                if not same:
                     raise Failure(f"{work.name}, {op}: the data of {library} is wrong")
     row = with_samples(replace(row, verified=True if work.what == "kv" else None, notes=notes), rounds["crossrail"])
     peers = {}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,10 @@ class End:
         self.order(what, **arguments)
         return self.answer()
 
+    def pause(self, paused: bool) -> None:
+        """Stops its process, or lets it go on: NIXL's threads take processors while they wait, which others need."""
+        self.process.popen.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+
     def _last_words(self) -> str:
         self.process.popen.wait(10)
         assert self.process.popen.stderr is not None
@@ -88,17 +93,31 @@ class FarEnd(End):
             raise Failure(f"at the listening end: {answer['failed']}")
         return answer
 
+    def pause(self, paused: bool) -> None:
+        self.order("pause", paused=paused)
+
 
 @dataclass(frozen=True)
 class Ends:
-    """The two ends of a library."""
+    """The two ends of a library. ``rests``: it is stopped while another one is measured."""
 
     initiator: End
     target: End
+    rests: bool
 
     def both(self, what: str, **arguments: Any) -> None:
         self.initiator.do(what, **arguments)
         self.target.do(what, **arguments)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Within it both run; outside of it they are stopped if they rest."""
+        ends = (self.initiator, self.target) if self.rests else ()
+        for end in ends:
+            end.pause(False)
+        yield
+        for end in ends:
+            end.pause(True)
 
 
 @dataclass(frozen=True)
@@ -147,7 +166,7 @@ def ends_of(
         told = [end.answer() for end in ends]
         for seed, end in enumerate(ends):
             end.do("peer", **told[1 - seed], seed=1 - seed, work=shape)
-        yield Ends(*ends)
+        yield Ends(initiator, target, rests=library != "crossrail")
 
 
 @contextlib.contextmanager
@@ -185,9 +204,11 @@ def _serve(nixl_python: str | None, settings: Mapping[str, str], channel: Channe
         while (order := channel.receive(IDLE_LIMIT_S)).get("do") != "bye":
             library, what = str(order.pop("library", None)), str(order.pop("do", None))
             try:
-                if what == "end":
-                    if library in ends:
+                if what in ("end", "pause"):
+                    if library in ends and what == "end":
                         ends.pop(library)[2].close()
+                    elif library in ends:
+                        ends[library][0].pause(bool(order.get("paused")))
                     continue
                 if what == "start" and library in ("crossrail", "nixl") and library not in ends:
                     stack = all_ends.enter_context(contextlib.ExitStack())
