@@ -6,7 +6,7 @@ use crate::feed::Feed;
 use crate::frame::Target;
 use crate::{DirectId, Failure, Memory, Offer, Protocol, Receipt, RegionRef, Time};
 
-/// Something of ours under way: what a short message needs, and the rest apart.
+/// Something of ours in flight: what a short message needs, and the rest apart.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) op: OpId,
@@ -40,19 +40,7 @@ pub(super) struct More {
     pub(super) fault: Option<Failure>,
 }
 
-static NOTHING_MORE: More = More {
-    announced: Time(0),
-    consented: Time(0),
-    offered: false,
-    slot: None,
-    job: None,
-    after: After::Running,
-    copy_ns: 0,
-    pushed: false,
-    feed: None,
-    serve: None,
-    fault: None,
-};
+static NOTHING_MORE: More = More::since(Time(0));
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -100,6 +88,23 @@ pub(super) enum After {
 }
 
 impl More {
+    /// Of an operation that has begun, and no more.
+    const fn since(began: Time) -> More {
+        More {
+            announced: began,
+            consented: began,
+            offered: false,
+            slot: None,
+            job: None,
+            after: After::Running,
+            copy_ns: 0,
+            pushed: false,
+            feed: None,
+            serve: None,
+            fault: None,
+        }
+    }
+
     pub(super) fn announce(&mut self, now: Time, offer: Option<Offer>) {
         self.announced = now;
         self.offered = offer.is_some();
@@ -121,21 +126,7 @@ impl Outgoing {
     /// The same, to write.
     pub(super) fn more(&mut self) -> &mut More {
         let started = self.started;
-        self.more.get_or_insert_with(|| {
-            Box::new(More {
-                announced: started,
-                consented: started,
-                offered: false,
-                slot: None,
-                job: None,
-                after: After::Running,
-                copy_ns: 0,
-                pushed: false,
-                feed: None,
-                serve: None,
-                fault: None,
-            })
-        })
+        self.more.get_or_insert_with(|| Box::new(More::since(started)))
     }
 
     pub(super) fn feed(&mut self) -> Option<&mut Feed> {
@@ -162,9 +153,7 @@ impl Outgoing {
             None => Memory::Op(self.op),
         }
     }
-}
 
-impl Outgoing {
     #[inline]
     pub(super) fn receipt(&mut self, now: Time) -> Receipt {
         let total = now.since(self.started);
