@@ -84,7 +84,7 @@ pub(crate) struct End {
     pub(crate) placed: Option<(Memory, u64, u32)>,
     /// Why a frame of the peer's was found wrong, if one was.
     pub(crate) refused: Option<String>,
-    /// Operations under way, with the bytes of their memory.
+    /// Operations in flight, with the bytes of their memory.
     ops: BTreeMap<(u32, u32), u64>,
     /// Those among them that are receives from anybody.
     open_receives: BTreeSet<(u32, u32)>,
@@ -481,7 +481,7 @@ impl End {
         }
     }
 
-    /// The peer dies, and with it all that was under way.
+    /// The peer dies, and with it all that was in flight.
     pub(crate) fn finish(mut self) {
         self.die();
         self.drain();

@@ -21,7 +21,7 @@ pub struct Config {
     pub window: u32,
     /// Eager bytes that a peer may have sent and not yet been told are received.
     pub eager_credit: u64,
-    /// Operations that a peer may have under way; more wait at the sender.
+    /// Operations that a peer may have in flight; more wait at the sender.
     pub message_credit: u32,
     /// Nanoseconds without progress after which a lane that owes us something is suspected.
     pub lane_deadline: u64,

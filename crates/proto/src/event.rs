@@ -354,7 +354,7 @@ pub enum Event {
         chunks: u32,
     },
     /// The lane owes us something and is silent: answer with [`crate::Peer::lane_alive`], and
-    /// [`crate::Peer::probe`] if nothing is under way that would tell, or with [`crate::Peer::lane_down`]. A lane whose next chunk is still being fetched here is alive.
+    /// [`crate::Peer::probe`] if nothing is in flight that would tell, or with [`crate::Peer::lane_down`]. A lane whose next chunk is still being fetched here is alive.
     Suspect {
         /// Which.
         lane: LaneId,

@@ -160,7 +160,7 @@ impl Peer {
         }
     }
 
-    /// Cancels an operation or a receive that this peer's message has matched; false if it is not under way here.
+    /// Cancels an operation or a receive that this peer's message has matched; false if it is not in flight here.
     ///
     /// [`Event::Done`] tells the outcome: it may have finished before the peer heard of it.
     pub fn cancel(&mut self, now: Time, op: OpId) -> bool {
@@ -168,7 +168,7 @@ impl Peer {
         self.end_queued(op, &Failure::Cancelled) || self.end_operation(now, op, &Failure::Cancelled)
     }
 
-    /// The engine has deregistered a region: accesses under way fail, here and at the peer.
+    /// The engine has deregistered a region: accesses in flight fail, here and at the peer.
     ///
     /// Lanes are told at once to leave the peer's writes alone ([`Event::Revoke`]). What the peer reads must stay
     /// readable until its [`Event::Released`]: the peer would take a lane's filler for the region's bytes until it has
@@ -216,7 +216,7 @@ impl Peer {
         self.events.take_arrived()
     }
 
-    /// Finishes what is under way, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations
+    /// Finishes what is in flight, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations
     /// started later, here or there, fail with [`Failure::Closed`].
     pub fn close(&mut self, _now: Time) {
         self.stir();
@@ -253,7 +253,7 @@ impl Peer {
             || self.stream.is_receiving()
     }
 
-    /// Nothing under way and nothing owed. Messages that nobody has received do not count.
+    /// Nothing in flight and nothing owed. Messages that nobody has received do not count.
     pub fn idle(&self) -> bool {
         let told = self.answers.is_empty()
             && !self.delivered.owed()
@@ -264,7 +264,7 @@ impl Peer {
         !self.has_operations() && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
 
-    /// Bytes moved and bytes in all, of an operation under way here.
+    /// Bytes moved and bytes in all, of an operation in flight here.
     pub fn progress(&self, op: OpId) -> Option<(u64, u64)> {
         let ours = self.outs.progress(op, |target| self.ins.received(target));
         ours.or_else(|| self.credit.progress(op)).or_else(|| self.ins.progress(op))

@@ -163,7 +163,7 @@ impl Credit {
         events: &mut Events,
     ) -> Result<(), String> {
         let Some(counted) = self.answer(id) else {
-            return Err(format!("operation {id} finished that is not under way"));
+            return Err(format!("operation {id} finished that is not in flight"));
         };
         events.end_short(self.close_counted(now, &counted, lane));
         Ok(())
@@ -172,7 +172,7 @@ impl Credit {
     /// The peer says that our counted message `id` has failed.
     pub(super) fn failed(&mut self, id: u32, theirs: Failure, events: &mut Events) -> Result<(), String> {
         let Some(counted) = self.answer(id) else {
-            return Err(format!("operation {id} failed that is not under way"));
+            return Err(format!("operation {id} failed that is not in flight"));
         };
         let why = match (self.unconfirmed.take_fault(counted.op), theirs) {
             (Some(own), Failure::Device(_) | Failure::Cancelled) => own,

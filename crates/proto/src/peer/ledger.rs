@@ -38,7 +38,7 @@ pub(super) enum CountedStage {
 /// Our counted messages that the count has not passed, oldest first.
 ///
 /// They need no entry in the table of outgoing operations: they end in the order in which they began. The place of each
-/// in a cycle of as many places as may be under way is its name on the wire, for answers by name.
+/// in a cycle of as many places as may be in flight is its name on the wire, for answers by name.
 #[derive(Debug)]
 pub(super) struct Unconfirmed {
     /// By place: those from the oldest on, and behind the last place of the cycle from the first one on. The others are
@@ -404,13 +404,13 @@ mod tests {
         u.pop();
         assert_eq!(u.push(op(3), 8, Time(0)), 0, "the place of the first is free");
         assert_eq!((0..4).map(|place| found(&mut u, place)).collect::<Vec<_>>(), [Some(3), Some(1), Some(2), None]);
-        u.at(1).expect("under way").stage = CountedStage::Answered;
+        u.at(1).expect("in flight").stage = CountedStage::Answered;
         assert_eq!(found(&mut u, 1), None, "it was answered");
         assert_eq!(u.iter().map(|(place, counted)| (place, counted.op.index)).collect::<Vec<_>>(), [(2, 2), (0, 3)]);
         u.pop();
         u.pop();
         assert_eq!((found(&mut u, 0), found(&mut u, 2)), (Some(3), None));
         u.pop();
-        assert_eq!(u.push(op(4), 8, Time(0)), 0, "none is under way: the cycle starts over");
+        assert_eq!(u.push(op(4), 8, Time(0)), 0, "none is in flight: the cycle starts over");
     }
 }

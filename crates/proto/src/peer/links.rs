@@ -94,7 +94,7 @@ impl Peer {
     }
 
     /// Has the lane carry a frame that says nothing new: now there is something that the other end's kernel
-    /// acknowledges if the link lives. For a suspect of which nothing is under way.
+    /// acknowledges if the link lives. For a suspect of which nothing is in flight.
     pub fn probe(&mut self, lane: LaneId) {
         self.stir();
         if let Some(at) = self.lanes.find(lane) {

@@ -196,7 +196,7 @@ impl Outs {
     pub(super) fn finished(&mut self, id: u32, cx: &mut Context<'_>) -> Result<(), String> {
         let index = id.wrapping_sub(1);
         let Some(outgoing) = self.table.get(index as usize) else {
-            return Err(format!("operation {id} finished that is not under way"));
+            return Err(format!("operation {id} finished that is not in flight"));
         };
         match outgoing.kind {
             Kind::Send if outgoing.stage == Stage::Eager => {
@@ -308,7 +308,7 @@ impl Outs {
                 self.finish(index, Err(why), |_| false, cx);
                 Ok(())
             }
-            _ => Err(format!("operation {id} failed that is not under way")),
+            _ => Err(format!("operation {id} failed that is not in flight")),
         }
     }
 
@@ -330,7 +330,7 @@ impl Outs {
     pub(super) fn consented(&mut self, now: Time, id: u32, target: Target, events: &mut Events) -> Result<(), String> {
         let index = id.wrapping_sub(1);
         let Some(outgoing) = self.table.get_mut(index as usize) else {
-            return Err(format!("consent to operation {id}, which is not under way"));
+            return Err(format!("consent to operation {id}, which is not in flight"));
         };
         match (outgoing.kind, outgoing.stage) {
             (Kind::Send | Kind::Write, Stage::Announced) => {}

@@ -99,7 +99,7 @@ impl Theirs {
         }
         self.active += 1;
         if self.active > self.credit {
-            return Err(format!("more than {} operations under way", self.credit));
+            return Err(format!("more than {} operations in flight", self.credit));
         }
         Ok(())
     }

@@ -233,7 +233,7 @@ impl Peer {
         }
     }
 
-    /// The memory of an operation of ours, or of an access of the peer's, cannot be read or written: what is under way
+    /// The memory of an operation of ours, or of an access of the peer's, cannot be read or written: what is in flight
     /// there fails with [`Failure::Device`], at both ends. Chunks of it that `next` has given out go as
     /// [`crate::frame::void`] says. Nothing happens where it is over.
     pub fn fail(&mut self, now: Time, memory: Memory, why: String) {

@@ -27,7 +27,7 @@ pub(crate) struct Op {
     pub(crate) faulty: bool,
 }
 
-/// A direct copy under way.
+/// A direct copy in flight.
 pub(crate) struct Job {
     pub(crate) local: Span,
     pub(crate) offer: Offer,

@@ -128,7 +128,7 @@ impl Wire {
         self.up[node] && !self.down[node]
     }
 
-    /// Frames that a node may have under way. What falls silent still has buffers to fill.
+    /// Frames that a node may have in flight. What falls silent still has buffers to fill.
     pub(crate) fn room(&self) -> usize {
         self.depth + if self.silent { 100 } else { 0 }
     }
