@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_transport::{
-    Direct, Lane, LaneCaps, LaneError, LaneStats, List, Loan, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
+    Direct, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
 };
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
 use crate::arena::Arena;
+use crate::arriving::Arriving;
 use crate::cma::Process;
 use crate::count::Count;
 use crate::cursor::Cursors;
@@ -35,65 +36,6 @@ const GONE_KEPT: usize = 256;
 const WHOLE_MAX: usize = 16 << 10;
 /// Bytes copied at a time however small the budget.
 const SMALLEST_COPY: usize = 4 << 10;
-
-/// Where a payload goes.
-enum Target {
-    Flat(*mut u8),
-    /// To rows, from that byte of the list on.
-    Rows(Arc<List>, u64),
-}
-
-/// A frame on its way out of the ring.
-struct Arriving {
-    frame: Frame,
-    target: Target,
-    /// Bytes wanted of it, and bytes gone through.
-    len: usize,
-    at: usize,
-    grant: Option<Arc<Loan>>,
-    /// `None`: discarded.
-    token: Option<u64>,
-}
-
-// SAFETY: describes memory; `deliver` answers for touching it, on whichever thread.
-unsafe impl Send for Arriving {}
-
-impl Arriving {
-    /// `None`: it has no place at present.
-    #[inline]
-    fn new(frame: Frame, place: Place) -> Result<Option<Arriving>, LaneError> {
-        match place {
-            Place::Into { dst, len, grant, token } => {
-                Ok(Some(Arriving::to(frame, Target::Flat(dst), len, grant, Some(token))))
-            }
-            Place::Rows { list, from, len, grant, token } => {
-                Ok(Some(Arriving::to(frame, Target::Rows(list, from), len, grant, Some(token))))
-            }
-            Place::Discard => Ok(Some(Arriving::to(frame, Target::Flat(std::ptr::null_mut()), 0, None, None))),
-            Place::Wait => Ok(None),
-            Place::Refuse(why) => Err(LaneError::Protocol(why)),
-        }
-    }
-
-    #[inline]
-    fn to(frame: Frame, target: Target, len: usize, grant: Option<Arc<Loan>>, token: Option<u64>) -> Arriving {
-        Arriving { frame, target, len: len.min(frame.len), at: 0, grant, token }
-    }
-
-    /// Copies the next `len` bytes.
-    ///
-    /// # Safety
-    /// The target must be writable for `self.len` bytes, of which `self.at + len` are not more.
-    #[inline]
-    unsafe fn copy(&self, len: usize) {
-        match &self.target {
-            // SAFETY: by the contract; the frame has at least `self.len` bytes.
-            Target::Flat(dst) => unsafe { self.frame.copy_to(dst.wrapping_add(self.at), self.at, len) },
-            // SAFETY: as above.
-            Target::Rows(list, from) => unsafe { self.frame.copy_to_rows(list, from + self.at as u64, self.at, len) },
-        }
-    }
-}
 
 /// A lane through shared memory. See the crate's page.
 pub struct ShmLane {
@@ -291,24 +233,10 @@ impl ShmLane {
     /// Copies the next `len` bytes of a frame; the frame itself when it is not complete by that.
     #[inline]
     fn deliver(&mut self, sink: &mut dyn Sink, mut arriving: Arriving, len: usize) -> Option<Arriving> {
-        let frame = arriving.frame;
-        let wanted = len.min(arriving.len - arriving.at.min(arriving.len));
-        let permit = arriving.grant.as_ref().map(|grant| grant.enter());
-        let revoked = matches!(permit, Some(None));
-        if wanted > 0 && !revoked {
-            // SAFETY: the sink vouches for `arriving.len` writable bytes while the permit is held; at + wanted is not
-            // more.
-            unsafe { arriving.copy(wanted) };
-        }
-        drop(permit);
-        arriving.at += len;
-        if arriving.at < frame.len {
-            return Some(arriving);
-        }
+        // SAFETY: the sink vouches for the place while the loan is not recalled.
+        let Some((frame, placed)) = (unsafe { arriving.go_on(len) }) else { return Some(arriving) };
         self.take_frame(&frame);
-        if let Some(token) = arriving.token
-            && !revoked
-        {
+        if let Some(token) = placed {
             sink.placed(self.id, token);
         }
         None
@@ -318,7 +246,7 @@ impl ShmLane {
     #[cold]
     fn go_on(&mut self, sink: &mut dyn Sink, budget: usize) -> bool {
         if let Some(arriving) = self.arriving.take() {
-            let len = budget.max(SMALLEST_COPY).min(arriving.frame.len - arriving.at);
+            let len = budget.max(SMALLEST_COPY).min(arriving.left());
             self.arriving = self.deliver(sink, arriving, len);
         }
         self.arriving.is_none()

@@ -15,6 +15,7 @@
 //! peer is mapped only after its seals show that it can't shrink under us.
 
 mod arena;
+mod arriving;
 mod atomics;
 mod attach;
 mod cma;
