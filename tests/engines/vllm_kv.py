@@ -108,7 +108,7 @@ def worker(engine: str, caches: list[Any]) -> tuple[Any, ModuleType]:
     """vLLM's worker for these caches, and its module of metadata."""
     package = ModuleType("vllm")
     package.__path__ = [str(Path(SITE) / "vllm")]
-    package.__version__ = "0.33.0"  # type: ignore[attr-defined]
+    package.__version__ = "0.33.0"
     sys.modules["vllm"] = package
     here = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
     with importing(*ABSENT):
@@ -119,7 +119,7 @@ def worker(engine: str, caches: list[Any]) -> tuple[Any, ModuleType]:
         metadata = importlib.import_module(f"{here}.metadata")
         interface = importlib.import_module("vllm.v1.kv_cache_interface")
         hashing = importlib.import_module("vllm.config.utils")
-        hashing.hash_factors = lambda factors: repr(sorted(factors.items()))  # type: ignore[attr-defined]
+        hashing.hash_factors = lambda factors: repr(sorted(factors.items()))
     # What the model would say.
     base.get_current_attn_backends = lambda _: [Backend]
     base.get_current_attn_backends_and_specs = lambda *_: ([], [])

@@ -141,7 +141,7 @@ class Scripted:
 )
 def test_the_listening_end_does_only_what_it_measures(asked: dict[str, Any], refused: str) -> None:
     channel = Scripted(asked)
-    kv_ends._serve(None, {}, channel)  # type: ignore[arg-type]
+    kv_ends._serve(None, {}, channel)
     assert channel.answers[0] == {}
     assert refused in channel.answers[1]["failed"]
 
@@ -150,7 +150,7 @@ def test_another_command_at_the_other_end_is_named() -> None:
     channel = Scripted()
     channel.asked[0] = {"bench": "p2p"}
     with pytest.raises(Failure, match="the other end must run `crossrail bench kv --connect`"):
-        kv_ends._serve(None, {}, channel)  # type: ignore[arg-type]
+        kv_ends._serve(None, {}, channel)
 
 
 def test_more_than_the_memory_is_refused_at_once() -> None:
@@ -169,9 +169,9 @@ class Noted:
 
 def test_a_peer_is_stopped_while_it_is_not_its_turn() -> None:
     notes: list[bool] = []
-    with kv_ends.Ends(Noted(notes), Noted(notes), rests=True).turn():  # type: ignore[arg-type]
+    with kv_ends.Ends(Noted(notes), Noted(notes), rests=True).turn():
         assert notes == [False, False]
     assert notes == [False, False, True, True]
-    with kv_ends.Ends(Noted(notes), Noted(notes), rests=False).turn():  # type: ignore[arg-type]
+    with kv_ends.Ends(Noted(notes), Noted(notes), rests=False).turn():
         pass
     assert len(notes) == 4

@@ -131,7 +131,7 @@ def test_a_layer_behind_a_stream_is_one_row_and_then_one_transfer(worker: crossr
         after = there.made.memory()
         after[:, :, ITS] = ends.memory[:, :, MINE]
         push = ends.remote.push_layers(MINE, ITS, notice=b"all layers")
-        moves = push._moves = [Behind(move) for move in push._moves]  # type: ignore[misc,assignment]
+        moves = push._moves = [Behind(move) for move in push._moves]
         for layer in range(3):
             push.start(layer, stream=layer)
         assert [receipt.bytes for receipt in push.wait()] == [len(MINE) * ends.cache.block_nbytes // 3] * 3
@@ -239,7 +239,7 @@ def test_a_cache_of_another_shape_is_refused_with_both(
 ) -> None:
     here = Made()
     cache = here.cache(worker, here.memory())
-    there = here._replace(**other)  # type: ignore[arg-type]
+    there = here._replace(**other)
     described = there.cache(worker, there.memory()).describe()
     with pytest.raises(crossrail.MismatchError) as caught:
         cache.remote(described, worker.connect(worker.address()))

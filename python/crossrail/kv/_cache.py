@@ -77,16 +77,12 @@ class PagedCache:
             raise wrong("PagedCache", detail)
         self.worker = worker
         self._ranges = joined(memories)
-        parts = tuple(part._replace(places=tuple(map(self._place, starts))) for part, starts in found)
+        parts = tuple(part._replace(places=places(self._ranges, starts)) for part, starts in found)
         self._shape = Shape(counts.pop(), shard, parts)
         self._keep = [memory.keep for memory in memories]
         self._regions = registered(worker, self._ranges)
         self._layouts: dict[Shape, Layout] = {}
         self._id = os.urandom(16)
-
-    def _place(self, address: int) -> tuple[int, int]:
-        number = next(at for at, (base, end, _) in enumerate(self._ranges) if base <= address < end)
-        return number, address - self._ranges[number][0]
 
     @property
     def pages(self) -> int:
@@ -459,6 +455,11 @@ def joined(memories: Iterable[Memory]) -> list[tuple[int, int, int | None]]:
             ranges.append((memory.address, memory.end, memory.device))
         owner = memory.owner
     return ranges
+
+
+def places(ranges: Sequence[tuple[int, int, int | None]], addresses: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Of each address, the number of the range that has it, and the offset there."""
+    return tuple(next((at, one - of[0]) for at, of in enumerate(ranges) if of[0] <= one < of[1]) for one in addresses)
 
 
 def registered(worker: Worker, ranges: Iterable[tuple[int, int, int | None]]) -> list[Region]:

@@ -15,7 +15,7 @@ from crossrail._arrays import wrong
 from crossrail._native import Context, Description, Endpoint, Move, RegionKey, Request, Worker
 from crossrail.errors import CrossrailError, MismatchError, PeerDeadError, TimeoutError, UsageError
 
-from ._cache import deregister, joined, keys_of, registered
+from ._cache import deregister, joined, keys_of, places, registered
 from ._shape import Holder, Memory, Row, number, packed, unpacked
 
 _ABOVE = 3  # receivers that a receiver may read from, before it reads from the source
@@ -49,8 +49,7 @@ class _Weights:
         self._poll = select.poll()
         self._poll.register(self.worker.event_fd(), select.POLLIN)  # which tells of what comes from now on
         self._regions = registered(self.worker, self._ranges)
-        base = [next(r for r in enumerate(self._ranges) if r[1][0] <= m.address < r[1][1]) for m in memories]
-        self._places = [(at, memory.address - of[0]) for (at, of), memory in zip(base, memories, strict=True)]
+        self._places = places(self._ranges, [memory.address for memory in memories])
 
     def describe(self) -> bytes:
         keys = [bytes(region.key()).hex() for region in self._regions]
