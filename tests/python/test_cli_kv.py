@@ -135,7 +135,10 @@ class Scripted:
         ({"library": "crossrail", "do": "run", "iterations": 1}, "'run' of 'crossrail' is not done"),
         ({"library": "os", "do": "start", "module": "os"}, "'start' of 'os' is not done"),
         ({"do": ["x"]}, "is not done for another machine"),
-        ({"library": "crossrail", "do": "start", "work": {"groups": [[1 << 40, 1, 1]], "batch": 1}}, "more than half"),
+        (
+            {"library": "crossrail", "do": "start", "work": {"groups": [[1 << 40, 1, 1]], "batch": 1}},
+            "at the listening end",
+        ),
         ({"library": "crossrail", "do": "start", "work": {"groups": "x"}}, "work of another form"),
     ],
 )
@@ -154,7 +157,7 @@ def test_another_command_at_the_other_end_is_named() -> None:
 
 
 def test_more_than_the_memory_is_refused_at_once() -> None:
-    one_error(run("--rows=1G", "--row=1G"), 1, "free at this end")
+    one_error(run("--rows=1G", "--row=1G"), 1, "do not fit into")
 
 
 class Noted:

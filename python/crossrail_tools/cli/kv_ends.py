@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import crossrail
+from crossrail._native import host_memory
+from crossrail_tools.report import format_bytes
 
 from .control_link import connected, listening, serve_each
 from .failure import Failure, UsageFailure, print_notice
@@ -35,11 +37,16 @@ ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "paint", "check"
 LISTEN = "crossrail bench kv --listen"
 
 
-class End:
-    """A process with one end of one library."""
+class NearEnd:
+    """An end in a process of this one. ``module``: which it must be told to use."""
 
-    def __init__(self, name: str, process: Process) -> None:
-        self.name, self.process = name, process
+    def __init__(self, name: str, module: str, process: Process) -> None:
+        self.name, self.module, self.process = name, module, process
+
+    def do(self, what: str, **arguments: Any) -> Message:
+        """An order and its answer. Raises Failure if it fails, ends, or takes too long."""
+        self.order(what, **arguments)
+        return self.answer()
 
     def order(self, what: str, **arguments: Any) -> None:
         """Has it begin; `answer` waits for it."""
@@ -51,21 +58,15 @@ class End:
             raise Failure(f"{self.name}: {self._last_words()}") from None
 
     def answer(self) -> Message:
-        """Raises Failure if it fails, ends, or takes too long."""
         assert self.process.popen.stdout is not None
         line = read_line(self.process.popen.stdout, ORDER_S)
-        if line is None:
-            raise Failure(f"{self.name}: no answer within {ORDER_S:.0f} s")
         if not line:
-            raise Failure(f"{self.name}: {self._last_words()}")
+            why = f"no answer within {ORDER_S:.0f} s" if line is None else self._last_words()
+            raise Failure(f"{self.name}: {why}")
         answer: Message = json.loads(line)
         if "error" in answer:
             raise Failure(f"{self.name}: {answer['error']}")
         return answer
-
-    def do(self, what: str, **arguments: Any) -> Message:
-        self.order(what, **arguments)
-        return self.answer()
 
     def pause(self, paused: bool) -> None:
         """Stops its process, or lets it go on: NIXL's threads take processors while they wait, which others need."""
@@ -78,11 +79,15 @@ class End:
         return self.process.how_it_was_killed() or (words[-1] if words else "its process ended")
 
 
-class FarEnd(End):
-    """An end at the machine that listens."""
+class FarEnd:
+    """The same at the machine that listens."""
 
     def __init__(self, channel: Channel, library: str) -> None:
         self._channel, self._library = channel, library
+
+    def do(self, what: str, **arguments: Any) -> Message:
+        self.order(what, **arguments)
+        return self.answer()
 
     def order(self, what: str, **arguments: Any) -> None:
         self._channel.send({"library": self._library, "do": what, **arguments})
@@ -95,6 +100,9 @@ class FarEnd(End):
 
     def pause(self, paused: bool) -> None:
         self.order("pause", paused=paused)
+
+
+End: TypeAlias = NearEnd | FarEnd
 
 
 @dataclass(frozen=True)
@@ -129,21 +137,19 @@ class Place:
     gpus: bool
     settings: Mapping[str, str]
 
-    def start(self, stack: contextlib.ExitStack, library: str, role: str) -> tuple[End, str]:
-        """A process, and the module that it must be told to use. Raises Failure."""
-        ours = library == "crossrail"
+    def start(self, stack: contextlib.ExitStack, library: str, role: str) -> NearEnd:
+        """Starts a process with one end. Raises Failure."""
         python, module = sys.executable, "crossrail.nixl"
         environment = {"NIXL_LOG_LEVEL": "ERROR"}
-        if ours:
-            environment |= {"PYTHONPATH": str(Path(crossrail.__file__).parents[1])}
+        if library == "crossrail":
             environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in self.settings.items()}
-            environment |= {"CROSSRAIL_TLS": TLS[self.transport]}
+            environment |= {"CROSSRAIL_TLS": TLS[self.transport], "PYTHONPATH": str(PROGRAM.parents[2])}
         else:
             nixl = nixl_of(self.nixl_python)
             python, module = nixl.python, nixl.module
             environment |= {"UCX_TLS": UCX_TLS[self.transport] + (",cuda_copy" if self.gpus else "")}
         process = Process([python, str(PROGRAM)], environment=environment, stdin=subprocess.PIPE)
-        return End(f"{library}, {role}", stack.enter_context(process)), module
+        return NearEnd(f"{library}, {role}", module, stack.enter_context(process))
 
 
 @contextlib.contextmanager
@@ -153,16 +159,14 @@ def ends_of(
     """Starts both ends of a library, each other's peers; the target at ``far``, if given. Raises Failure."""
     refuse_too_much(shape, "this")
     with contextlib.ExitStack() as stack:
-        initiator, module = place.start(stack, library, "initiator")
-        if far is None:
-            target, _ = place.start(stack, library, "target")
-        else:
-            target = FarEnd(far, library)
+        initiator = place.start(stack, library, "initiator")
+        target: End = place.start(stack, library, "target") if far is None else FarEnd(far, library)
+        if far is not None:
             stack.callback(target.order, "end")
-        ends = [initiator, target]
-        for seed, end in enumerate(ends):
-            who = {"name": ("initiator", "target")[seed], "gpu": gpus[seed % len(gpus)]}
-            end.order("start", module=module, work=shape, seed=seed, **who)
+        ends = (initiator, target)
+        for seed, (end, name) in enumerate(zip(ends, ("initiator", "target"), strict=True)):
+            how = {"module": initiator.module, "work": shape, "gpu": gpus[seed % len(gpus)]}
+            end.order("start", name=name, seed=seed, **how)
         told = [end.answer() for end in ends]
         for seed, end in enumerate(ends):
             end.do("peer", **told[1 - seed], seed=1 - seed, work=shape)
@@ -199,41 +203,46 @@ def _serve(nixl_python: str | None, settings: Mapping[str, str], channel: Channe
         raise Failure(f"the ends run different versions: {crossrail.__version__} at the listening end")
     place = Place(nixl_python, hello["transport"], bool(hello.get("gpus")), settings)
     channel.send({})
-    with contextlib.ExitStack() as all_ends:
-        ends: dict[str, tuple[End, str, contextlib.ExitStack]] = {}
+    ends: dict[str, NearEnd] = {}
+    with contextlib.ExitStack() as stack:
         while (order := channel.receive(IDLE_LIMIT_S)).get("do") != "bye":
-            library, what = str(order.pop("library", None)), str(order.pop("do", None))
-            try:
-                if what in ("end", "pause"):
-                    if library in ends and what == "end":
-                        ends.pop(library)[2].close()
-                    elif library in ends:
-                        ends[library][0].pause(bool(order.get("paused")))
-                    continue
-                if what == "start" and library in ("crossrail", "nixl") and library not in ends:
-                    stack = all_ends.enter_context(contextlib.ExitStack())
-                    ends[library] = *place.start(stack, library, "target"), stack
-                    order["module"] = ends[library][1]
-                if library not in ends or what not in ORDERS:
-                    raise Failure(f"{what[:40]!r} of {library[:40]!r} is not done for another machine")
-                if "work" in order:
-                    refuse_too_much(order["work"], "the listening")
-                answer = ends[library][0].do(what, **order)
-                answer.pop("samples_us", None)  # the connecting end has its own
-            except Failure as error:
-                answer = {"failed": str(error)}
-            channel.send(answer)
+            if (answer := _answer(place, stack, ends, order)) is not None:
+                channel.send(answer)
+
+
+def _answer(place: Place, stack: contextlib.ExitStack, ends: dict[str, NearEnd], order: Message) -> Message | None:
+    """Follows an order; `end` and `pause` have no answer."""
+    library, what = str(order.pop("library", None)), str(order.pop("do", None))
+    if what == "end" and library in ends:
+        ends.pop(library).process.stop()
+    elif what == "pause" and library in ends:
+        ends[library].pause(bool(order.get("paused")))
+    if what in ("end", "pause"):
+        return None
+    try:
+        if what == "start" and library in ("crossrail", "nixl") and library not in ends:
+            ends[library] = place.start(stack, library, "target")
+            order["module"] = ends[library].module
+        if library not in ends or what not in ORDERS:
+            raise Failure(f"{what[:40]!r} of {library[:40]!r} is not done for another machine")
+        if "work" in order:
+            refuse_too_much(order["work"], "the listening")
+        answer = ends[library].do(what, **order)
+        answer.pop("samples_us", None)  # the connecting end has its own
+        return answer
+    except Failure as error:
+        return {"failed": str(error)}
 
 
 def refuse_too_much(work: Any, end: str) -> None:
-    """Raises Failure if the pools of one end would take more than half of the memory that is free at ``end``."""
+    """Raises Failure if ``end`` has no memory for two pools and, to compare them, two copies."""
     try:
-        size = int(work["batch"]) * sum(row * layers * pages for row, layers, pages in work["groups"]) * 5 // 4
+        size = 5 * int(work["batch"]) * sum(row * layers * pages for row, layers, pages in work["groups"])
     except (KeyError, TypeError, ValueError):
         raise Failure("the other end sent work of another form") from None
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not 0 < size <= free // 2:
-        raise Failure(f"pools of {size} bytes are more than half of the {free} bytes free at {end} end")
+    free = memory["available"] if (memory := host_memory()) is not None else 1 << 62
+    if not 0 < size <= free:
+        raise Failure(f"pools and copies of {format_bytes(size)} do not fit into {format_bytes(free)} at {end} end")
 
 
 @dataclass(frozen=True)

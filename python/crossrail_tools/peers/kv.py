@@ -10,7 +10,6 @@ import ctypes
 import importlib
 import json
 import os
-import resource
 import select
 import sys
 import time
@@ -149,7 +148,7 @@ class End:
 
     def run(self, iterations: int) -> dict[str, Any]:
         """Times from the first post until the last request is done."""
-        samples, used = [], _cpu_s()
+        samples = []
         transfer, state = self.agent.transfer, self.agent.check_xfer_state
         for _ in range(iterations):
             began = time.perf_counter()
@@ -161,7 +160,7 @@ class End:
                     if time.perf_counter() > limit:
                         raise TimeoutError(f"a transfer was not done within {LIMIT_S} s")
             samples.append(1e6 * (time.perf_counter() - began))
-        return {"samples_us": samples, "cpu_s": _cpu_s() - used}
+        return {"samples_us": samples}
 
     def turns(self, count: int, first: bool) -> dict[str, Any]:
         """The two ends write one row with a notification in turns; half of the round trip."""
@@ -217,14 +216,6 @@ class End:
             for (here, size), (there, _) in zip(self.pages.places(), self.other.places(), strict=True):
                 expected[here : here + size] = theirs[there : there + size]
         return {"same": bool(np.array_equal(self.pool.read(), expected))}
-
-    def usage(self) -> dict[str, Any]:
-        return {"cpu_s": _cpu_s()}
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _orders(ends: Sequence[End]) -> Iterator[dict[str, Any]]:
