@@ -14,14 +14,13 @@ import importlib
 import os
 import socket
 import sys
-import time
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from absent import importing
+from absent import importing, package
+from surroundings_of_engines import Config, until
 
 SITE, BACKEND, ROLE, PORT = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 ROOMS = sys.argv[5].split(",")
@@ -31,7 +30,6 @@ ABSENT = (
     # Kernels, models and their configurations.
     *("sglang.kernels", "sglang.srt.layers", "sglang.srt.configs"),
 )
-LIMIT_S = 40.0
 LAYERS, PAGES, PAGE_BYTES, AUX_BYTES = 4, 96, 2304, 96
 MOST_ROOMS, SENT = 4, 24
 CONFIG: dict[str, dict[str, Any]] = {
@@ -48,19 +46,9 @@ CONFIG: dict[str, dict[str, Any]] = {
 }
 
 
-class Config(SimpleNamespace):
-    """What is not set is off."""
-
-    def __getattr__(self, _: str) -> None:
-        return None
-
-
 def sglang() -> tuple[ModuleType, Any, Any]:
     """The modules of the backend and of what it is given, and the kinds of ends."""
-    # The package's own __init__ patches transformers.
-    package = ModuleType("sglang")
-    package.__path__ = [str(Path(SITE) / "sglang")]
-    sys.modules["sglang"] = package
+    package("sglang", SITE)
     with importing(*ABSENT):
         context = importlib.import_module("sglang.srt.runtime_context")
         for name, values in CONFIG.items():
@@ -116,32 +104,29 @@ def pages_of(room: int) -> tuple[Any, Any]:
     return sent, (np.arange(SENT, dtype=np.int32)[::-1] + room * SENT).copy()
 
 
-def until(end: Any, wanted: int, other: int) -> None:
-    """Polls as SGLang's event loop does."""
-    limit = time.monotonic() + LIMIT_S
-    while (state := end.poll()) != wanted:
+def until_state(end: Any, wanted: int, other: int) -> None:
+    """Polls a sender or receiver as SGLang's event loop does."""
+
+    def step() -> bool:
+        state = end.poll()
         if state == other:
             end.failure_exception()
-        if time.monotonic() > limit:
-            raise TimeoutError(f"state {state} after {LIMIT_S:g} s, not {wanted}")
-        time.sleep(0.001)
+        return bool(state == wanted)
+
+    until(step, f"state {wanted}")
 
 
 def prefill(kinds: Any, base: Any, modes: Any) -> None:
     """Sends the pages of every request in two chunks, and waits until it is told to end."""
     kinds("KVBootstrapServer")("127.0.0.1", PORT)
-    limit = time.monotonic() + LIMIT_S
-    while not listens(PORT):
-        if time.monotonic() > limit:
-            raise TimeoutError("the bootstrap server did not start")
-        time.sleep(0.01)
+    until(listens, "starting the bootstrap server")
     buffers = content()
     manager = kinds("KVManager")(arguments(base, buffers), modes.PREFILL, Config(enable_pd_role_switch=False))
     for name in ROOMS:
         room = int(name.rstrip("!"))
         sender = kinds("KVSender")(manager, f"127.0.0.1:{PORT}", room)
         sender.init(SENT, room)
-        until(sender, base.KVPoll.WaitingForInput, base.KVPoll.Failed)
+        until_state(sender, base.KVPoll.WaitingForInput, base.KVPoll.Failed)
         sent, _ = pages_of(room)
         if name.endswith("!"):
             print("ready", flush=True)
@@ -149,9 +134,9 @@ def prefill(kinds: Any, base: Any, modes: Any) -> None:
         sender.send(sent[:7])
         sender.send(sent[7:])
         if name.endswith("!"):
-            until(sender, base.KVPoll.Failed, base.KVPoll.Success)
+            until_state(sender, base.KVPoll.Failed, base.KVPoll.Success)
         else:
-            until(sender, base.KVPoll.Success, base.KVPoll.Failed)
+            until_state(sender, base.KVPoll.Success, base.KVPoll.Failed)
     print("sent", flush=True)
     sys.stdin.read()
 
@@ -162,11 +147,7 @@ def decode(kinds: Any, base: Any, modes: Any) -> None:
     expected = [np.zeros_like(one) for one in buffers]
     manager = kinds("KVManager")(arguments(base, buffers), modes.DECODE, Config(enable_pd_role_switch=False))
     address = f"127.0.0.1:{PORT}"
-    limit = time.monotonic() + LIMIT_S
-    while not manager.try_ensure_parallel_info(address):
-        if time.monotonic() > limit:
-            raise TimeoutError("the prefill end did not register")
-        time.sleep(0.05)
+    until(lambda: manager.try_ensure_parallel_info(address), "registering the prefill end")
     for name in ROOMS:
         room = int(name.rstrip("!"))
         receiver = kinds("KVReceiver")(manager, address, room)
@@ -176,7 +157,7 @@ def decode(kinds: Any, base: Any, modes: Any) -> None:
         if name.endswith("!"):
             print("asked", flush=True)
             sys.stdin.read()
-        until(receiver, base.KVPoll.Success, base.KVPoll.Failed)
+        until_state(receiver, base.KVPoll.Success, base.KVPoll.Failed)
         *caches, aux = content()
         for cache, whole in zip(expected, caches, strict=False):
             cache[places] = whole[sent]
@@ -187,10 +168,10 @@ def decode(kinds: Any, base: Any, modes: Any) -> None:
     print("received", flush=True)
 
 
-def listens(port: int) -> bool:
+def listens() -> bool:
     """Whether the bootstrap server is up."""
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex(("127.0.0.1", PORT)) == 0
 
 
 def main() -> None:

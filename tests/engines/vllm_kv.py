@@ -14,15 +14,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
-from absent import importing
+from absent import importing, package
+from surroundings_of_engines import LIMIT_S, Config, until
 
 SITE, ROLE, PORT, REQUESTS = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4].split(",")
 ABSENT = (
@@ -36,19 +35,10 @@ ABSENT = (
     *(f"vllm.{name}" for name in ("config", "inputs", "multimodal", "renderers", "tokenizers", "transformers_utils")),
     *(f"vllm.{name}" for name in ("entrypoints", "outputs", "pooling_params", "sampling_params", "v1.attention")),
 )
-LIMIT_S = 40.0
 LAYERS, BLOCKS, TOKENS, HEADS, HEAD_BYTES = 4, 96, 16, 8, 32
 """One block of a layer has keys and values: 16 tokens of 8 heads of 2 x 16 bytes."""
 TAKEN = 24
 NAMES = tuple(f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS))
-
-
-class Config(SimpleNamespace):
-    """What is not set is off."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 class Platform:
@@ -106,10 +96,7 @@ class Backend:
 
 def worker(engine: str, caches: list[Any]) -> tuple[Any, ModuleType]:
     """vLLM's worker for these caches, and its module of metadata."""
-    package = ModuleType("vllm")
-    package.__path__ = [str(Path(SITE) / "vllm")]
-    package.__version__ = "0.33.0"
-    sys.modules["vllm"] = package
+    package("vllm", SITE).__version__ = "0.33.0"
     here = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
     with importing(*ABSENT):
         platforms = importlib.import_module("vllm.platforms")
@@ -170,15 +157,6 @@ def blocks_of(request: int) -> tuple[Any, Any]:
     """The blocks that a request has at the prefill end, and those it gets."""
     there = (np.arange(TAKEN) * 5 + request) % BLOCKS
     return there, np.arange(TAKEN)[::-1] + request * TAKEN
-
-
-def until(what: Callable[[], Any], name: str) -> None:
-    """Steps the worker as vLLM's loop does."""
-    limit = time.monotonic() + LIMIT_S
-    while not what():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"{name} took more than {LIMIT_S:g} s")
-        time.sleep(0.001)
 
 
 def serve(payload: bytes) -> None:
