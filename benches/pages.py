@@ -34,7 +34,8 @@ class Page:
 PAGES = {
     "host.html": Page("Crossrail on one host", "[!r]*.json"),
     "rails.html": Page("Crossrail over rails", "rails-*.json"),
-    "gpu-2.html": Page("Crossrail on two GPUs", "gpu/*-2.json"),
+    "gpu-2.html": Page("Crossrail on two GPUs", "gpu/[lmpsu]*-2.json"),
+    "experts-2.html": Page("Dispatch and combine on two GPUs", "gpu/ep_[!s]*-2.json"),
     "gpu-4.html": Page("Crossrail on four GPUs", "gpu/*-4.json"),
 }
 
@@ -56,8 +57,7 @@ def main() -> int:
     for name in PAGES:
         (REPORTS / name).write_text(made(name), encoding="utf-8")
     charts = [chart(found, *where) for where in PICTURED]
-    names = {name for name, _, _ in PICTURED}
-    sources = [source for name in PAGES if name in names for source in found[name]]
+    sources = [source for name in dict.fromkeys(name for name, _, _ in PICTURED) for source in found[name]]
     (REPORTS / PICTURE).write_text(picture(charts, ABOUT, sources), encoding="utf-8")
     return 0
 
