@@ -34,8 +34,8 @@ class Page:
 PAGES = {
     "host.html": Page("Crossrail on one host", "[!r]*.json"),
     "rails.html": Page("Crossrail over rails", "rails-*.json"),
-    "gpu-2.html": Page("Crossrail on two GPUs", "gpu/[lmpsu]*-2.json"),
-    "experts-2.html": Page("Dispatch and combine on two GPUs", "gpu/ep_[!s]*-2.json"),
+    "gpu-2.html": Page("Crossrail on two GPUs", "gpu/[!e]*-2.json"),
+    "experts-2.html": Page("Dispatch and combine on two GPUs", "gpu/e*-2.json"),
     "gpu-4.html": Page("Crossrail on four GPUs", "gpu/*-4.json"),
 }
 

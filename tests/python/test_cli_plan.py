@@ -206,7 +206,7 @@ def test_mistakes_in_a_model(change: tuple[str, str], text: str) -> None:
         (("--cluster", "none.toml"), "none.toml: No such file or directory"),
         (("--cluster", "./"), "./: Is a directory"),
         (("--calibrate", "none.json"), "none.json: No such file or directory"),
-        (("--check", f"{GPU}/experts-2.json"), "schema is 'crossrail-goals/1'"),
+        (("--check", f"{GPU}/all-to-all-4.json"), "schema is 'crossrail-goals/1'"),
         (("--check", f"{GPU}/unpack-2.json"), "--check: no row that a plan covers"),
         (("--check", "benches/results/ep-wire.json"), "--check: no row that a plan covers: 3 in host memory"),
         (("--calibrate", f"{GPU}/ep_decode-4.json"), "measured with 1 different numbers of bytes, and a fit needs 3"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,6 +225,25 @@ def test_normal_mode_is_measured_by_both_versions_programs(tmp_path: Path, monke
 def chained(tokens: int, dtype: str, loop: float, each: float = 20.0, host: str = "waits") -> dict[str, Any]:
     figures = {f"{name}_us": each for name in ("dispatch", "combine", "dispatch_kernels", "combine_kernels")}
     return {"tokens": tokens, "dtype": dtype, "host": host, "loop_us": loop, **figures}
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("void deep_ep::elastic::dispatch_impl<true, 8>(void*, ncclDevComm, ncclWindow_vidmem*)", True),
+        ("crossrail_ep_rank_dispatch", True),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", False),
+        ("void at::cuda::(anonymous namespace)::spin_kernel(long)", False),
+        ("Memcpy DtoD (Device -> Device)", False),
+    ],
+)
+def test_kernels_of_an_operation_are_told_by_what_their_names_begin_with(
+    name: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(GPU / "peers")
+    calls = importlib.import_module("normal_calls")
+    torch = SimpleNamespace(autograd=SimpleNamespace(DeviceType=SimpleNamespace(CUDA="cuda")))
+    assert calls.is_kernel(torch, SimpleNamespace(device_type="cuda", name=name)) is counts
 
 
 def test_normal_mode_is_held_against_the_faster_version() -> None:

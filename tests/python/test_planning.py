@@ -232,7 +232,7 @@ def test_files_that_tell_nothing() -> None:
     with pytest.raises(PlanError, match=r"x\.json: not JSON.*give the JSON of `crossrail bench`"):
         planning.read(["x.json"], ["{"])
     with pytest.raises(PlanError, match="schema is 'crossrail-goals/1'"):
-        measured("experts-2.json")
+        measured("all-to-all-4.json")
 
 
 def test_what_a_plan_does_not_cover_is_counted() -> None:
