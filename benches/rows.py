@@ -1,6 +1,7 @@
 """Lists of rows, as KV caches are moved by, between two processes of this machine.
 
-NIXL_PYTHON names the interpreter of an environment with NVIDIA's nixl, to compare with; without it ours stand alone.
+NIXL_PYTHON and MOONCAKE_PYTHON name interpreters that import NVIDIA's nixl and Mooncake's transfer engine, to compare
+with; without them ours stand alone.
 """
 
 from __future__ import annotations
@@ -19,20 +20,38 @@ GOALS = {"shm": {576: 10.0, 2304: 10.0, 16 << 10: 2.0}, "tcp": {576: 8.0, 2304: 
 
 def kv(terms: Terms, scratch: Path) -> Result:
     """Random rows of each size, pulled and pushed, and a notification behind one row."""
-    nixl = os.environ.get("NIXL_PYTHON")
-    compare = ("--compare=nixl", f"--nixl-python={nixl}") if nixl else ()
+    present = [name for name in ("nixl", "mooncake") if os.environ.get(f"{name.upper()}_PYTHON")]
     outcomes, reports = [], []
     for transport, goals in GOALS.items():
         counts = (f"--rows={terms.scaled(ROWS)}", f"--iters={terms.scaled(30)}", f"--rounds={terms.rounds}")
         sizes = ",".join(map(str, goals))
+        names = [name for name in present if name != "mooncake" or transport == "tcp"]
+        compare = [f"--compare={','.join(names)}"] if names else []
         report = bench(scratch, "kv", f"--transport={transport}", f"--row={sizes}", "--notice", *counts, *compare)
-        outcomes += [_outcome(row, goals, beside=bool(nixl)) for row in report.rows]
+        for row in report.rows:
+            outcomes.append(_outcome(row, goals, beside="nixl" in names))
+            outcomes += _processors(row)
+            if "mooncake" in row.peers:
+                outcomes.append(against(row, "mooncake", _work(row), 1.0, time=False))
         reports.append(report)
     return outcomes, merged(reports)
 
 
+def _work(row: Row) -> str:
+    return f"lists over {row.transport}, {row.part}"
+
+
+def _processors(row: Row) -> list[Outcome]:
+    """Processor time of both ends for as many bytes."""
+    ours, nixl = row.cpu_s_per_gib, row.peers["nixl"].cpu_s_per_gib if "nixl" in row.peers else None
+    if ours is None or nixl is None:
+        return []
+    figures = {"ours": f"{ours:.2f} CPU s/GiB", "peer": f"{nixl:.2f} CPU s/GiB", "ratio": f"{ours / nixl:.2f}"}
+    return [Outcome(_work(row), to_reach="<= 0.5 x nixl", met=ours <= nixl / 2, **figures)]
+
+
 def _outcome(row: Row, goals: dict[int, float], *, beside: bool) -> Outcome:
-    work = f"lists over {row.transport}, {row.part}"
+    work = _work(row)
     timed = row.what == "kv-notice"
     if not beside:
         return Outcome(work, f"{row.p50_us or 0.0:.3f} us" if timed else format_rate(row.gb_per_s or 0.0), "shown")

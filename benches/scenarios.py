@@ -38,7 +38,7 @@ SCENARIOS = (
     Scenario("ep-killed", "a rank killed in mid-operation", "<= 1.2 s", groups.killed),
     Scenario("ep-growth", "dispatch and combine as ranks grow", "shown", groups.growth),
     Scenario("control", "init, connect, disconnect, reconnect, destroy of 8 ranks", "<= 150 ms", groups.control),
-    Scenario("kv", "lists of rows, beside NIXL where NIXL_PYTHON names it", ">= 10, 8, 2 x nixl", rows.kv),
+    Scenario("kv", "lists of rows, beside NIXL and Mooncake", ">= 10, 8, 2 x nixl, half of its CPU time", rows.kv),
     Scenario(
         "instructions",
         "instructions of a round trip, counted by callgrind",

@@ -28,16 +28,27 @@ rows_of = partial(bench_rows, "kv", *SMALL)
 @pytest.fixture
 def another(tmp_path: Path) -> Path:
     """An interpreter with a nixl that is not called ours."""
-    package = tmp_path / "nixl"
+    texts = {name: f"from crossrail.nixl.{name} import *\n" for name in ("_api", "_bindings")}
+    return interpreter(tmp_path, "nixl", "nixl", texts)
+
+
+def mooncake(folder: Path, engine: str) -> Path:
+    """An interpreter with a Mooncake of that module `engine`."""
+    return interpreter(folder, "mooncake", "mooncake-transfer-engine", {"engine": engine})
+
+
+def interpreter(folder: Path, module: str, distribution: str, texts: dict[str, str]) -> Path:
+    """An interpreter with a package, version 1.5.1, of those modules."""
+    package = folder / module
     package.mkdir()
-    (package / "__init__.py").write_text("", encoding="utf-8")
-    for name in ("_api", "_bindings"):
-        (package / f"{name}.py").write_text(f"from crossrail.nixl.{name} import *\n", encoding="utf-8")
-    there = tmp_path / "nixl-1.5.1.dist-info"
+    for name, text in {"__init__": "", **texts}.items():
+        (package / f"{name}.py").write_text(text, encoding="utf-8")
+    there = folder / f"{distribution.replace('-', '_')}-1.5.1.dist-info"
     there.mkdir()
-    (there / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl\nVersion: 1.5.1\n", encoding="utf-8")
-    path = os.pathsep.join([str(tmp_path), str(Path(crossrail.__file__).parents[1])])
-    python = tmp_path / "python"
+    metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5.1\n"
+    (there / "METADATA").write_text(metadata, encoding="utf-8")
+    path = os.pathsep.join([str(folder), str(Path(crossrail.__file__).parents[1])])
+    python = folder / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n', encoding="utf-8")
     python.chmod(0o755)
     return python
@@ -87,15 +98,41 @@ def test_nixl_takes_turns(another: Path) -> None:
     assert any("nixl made lists" in note for note in rows[0].notes)
 
 
-def test_no_nixl_is_a_mistake_of_the_user() -> None:
-    done = run("--compare=nixl", "--nixl-python=/no/such/python")
-    one_error(done, 2, "does not import NVIDIA's nixl")
+def test_mooncake_takes_turns(tmp_path: Path) -> None:
+    python = mooncake(tmp_path, "from crossrail.mooncake.engine import TransferEngine\n")
+    work = ("--transport=tcp", "--row=576", "--rows=2500", "--op=push", "--notice", "--compare=mooncake")
+    pushed, notice = rows_of(*work, f"--mooncake-python={python}")
+    result = pushed.peers["mooncake"]
+    assert result.error is None and len(result.rounds) == 2 and pushed.cpu_s_per_gib
+    assert result.cpu_s_per_gib and notice.peers == {}
+
+
+def test_a_mooncake_that_fails_is_named_and_ours_is_measured(tmp_path: Path) -> None:
+    python = mooncake(
+        tmp_path,
+        "from crossrail.mooncake import engine\n"
+        "class TransferEngine(engine.TransferEngine):\n"
+        "    def batch_transfer_sync_write(self, *rows):\n"
+        "        return -1\n",
+    )
+    work = ("--transport=tcp", "--rows=20", "--op=push", "--compare=mooncake")
+    (row,) = rows_of(*work, f"--mooncake-python={python}")
+    assert row.peers["mooncake"].error == ("mooncake, initiator: run: OSError: batch_transfer_sync returned -1")
+    assert row.gb_per_s
+
+
+@pytest.mark.parametrize(("peer", "whose"), [("nixl", "NVIDIA's nixl"), ("mooncake", "Mooncake's transfer engine")])
+def test_no_peer_is_a_mistake_of_the_user(peer: str, whose: str) -> None:
+    done = run("--transport=tcp", f"--compare={peer}", f"--{peer}-python=/no/such/python")
+    one_error(done, 2, f"does not import {whose}")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ("--isl=8K",),
+        ("--compare=mooncake",),
+        ("--compare=mooncake", "--transport=tcp", "--connect=127.0.0.1:1"),
         ("--preset=dsv4", "--rows=5"),
         ("--preset=dsv4", "--page=3"),
         ("--rows=0",),
@@ -144,7 +181,7 @@ class Scripted:
 )
 def test_the_listening_end_does_only_what_it_measures(asked: dict[str, Any], refused: str) -> None:
     channel = Scripted(asked)
-    kv_ends._serve(None, {}, channel)
+    kv_ends._serve({}, {}, channel)
     assert channel.answers[0] == {}
     assert refused in channel.answers[1]["failed"]
 
@@ -153,7 +190,7 @@ def test_another_command_at_the_other_end_is_named() -> None:
     channel = Scripted()
     channel.asked[0] = {"bench": "p2p"}
     with pytest.raises(Failure, match="the other end must run `crossrail bench kv --connect`"):
-        kv_ends._serve(None, {}, channel)
+        kv_ends._serve({}, {}, channel)
 
 
 def test_more_than_the_memory_is_refused_at_once() -> None:

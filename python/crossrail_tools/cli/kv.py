@@ -1,23 +1,24 @@
-"""`crossrail bench kv`: pages of KV caches between two processes, by lists of rows, beside NVIDIA's nixl."""
+"""`crossrail bench kv`: pages of KV caches between two processes, by lists of rows, beside NIXL and Mooncake."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from crossrail_tools.report import PeerResult, Report, Round, Row, format_size, with_peers, with_samples
 
 from .failure import Failure
-from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, nixl_of
+from .kv_ends import TLS, Ends, Place, ends_of, far_end, listen, peer_of
 from .launcher import refuse_launch
 from .options import ROUNDS, RunOptions, add_compare, add_ends, add_iterations, add_output
 from .parsing import Command, Parser, device_list, names_of, positive, size_list
 from .point_to_point.channel import Channel
 from .reporting import Progress, make_report, show_report
 
-KNOWN = ("nixl",)
+KNOWN = ("nixl", "mooncake")
 ITERS, WARMUP = 8, 2
 DEFAULT_ROWS, DEFAULT_COUNTS = "2304", "10000"
 
@@ -69,19 +70,19 @@ class KvOptions(RunOptions):
     warmup: int = WARMUP
     rounds: int = ROUNDS
     compare: list[str] = field(default_factory=list)
-    nixl_python: str | None = None
+    pythons: dict[str, str | None] = field(default_factory=dict)
     listen: str | None = None
     connect: str | None = None
 
     def run(self) -> None:
         """Measures and shows the report, or serves the end that measures."""
         if self.listen is not None:
-            listen(self.listen or "127.0.0.1", self.secret_file, self.nixl_python, self.settings())
+            listen(self.listen or "127.0.0.1", self.secret_file, self.pythons, self.settings())
         show_report(self, lambda progress: measure(self, progress))
 
     def place(self) -> Place:
         """Where the ends of this machine are started."""
-        return Place(self.nixl_python, self.transport, self.device is not None, self.settings())
+        return Place(self.pythons, self.transport, self.device is not None, self.settings())
 
 
 def add_arguments(parser: Parser) -> None:
@@ -110,8 +111,9 @@ def add_arguments(parser: Parser) -> None:
     between = "between the two processes (shm; with --device cuda_ipc, with --connect tcp)"
     how.add_argument("--transport", choices=tuple(TLS), help=between)
     add_compare(how, KNOWN)
-    python = "the interpreter of an environment with NVIDIA's nixl; by default NIXL_PYTHON, or the one that runs this"
-    how.add_argument("--nixl-python", metavar="FILE", help=python)
+    for name in KNOWN:
+        python = f"the interpreter that imports {name}; by default {name.upper()}_PYTHON, or the one that runs this"
+        how.add_argument(f"--{name}-python", metavar="FILE", help=python)
     add_output(parser.add_argument_group("what comes out"))
 
 
@@ -125,6 +127,8 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     transport: Transport = parsed.transport or (here if parsed.connect is None else "tcp")
     if (transport == "cuda_ipc") != (parsed.device is not None) and transport != "tcp":
         parser.error("--transport cuda_ipc and --device belong together; shm is for host memory")
+    if "mooncake" in (parsed.compare or ()) and (transport != "tcp" or parsed.connect is not None):
+        parser.error("--compare mooncake is over TCP between two processes here: --transport tcp, without --connect")
     works: list[Work] = []
     if parsed.preset is None:
         if parsed.isl or parsed.page:
@@ -156,7 +160,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         warmup=parsed.warmup,
         rounds=parsed.rounds or ROUNDS,
         compare=parsed.compare or [],
-        nixl_python=parsed.nixl_python,
+        pythons={name: getattr(parsed, f"{name}_python") for name in KNOWN},
         listen=parsed.listen,
         connect=parsed.connect,
         secret_file=parsed.secret_file,
@@ -169,7 +173,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
 def measure(options: KvOptions, progress: Progress) -> Report:
     """Runs the bench. Raises Failure, and the library's errors."""
     options.context()
-    versions = {"nixl": nixl_of(options.nixl_python).version} if options.compare else {}
+    versions = {name: peer_of(name, options.pythons.get(name)).version for name in options.compare}
     progress.versions = versions
     with contextlib.ExitStack() as stack:
         far = None
@@ -192,7 +196,9 @@ def _measured(options: KvOptions, work: Work, op: str, far: Channel | None) -> R
         pieces=1 if work.bulk else work.rows,
         device=device,
     )
-    libraries = ["crossrail", *options.compare]
+    # Mooncake has no notifications behind a transfer.
+    peers_here = [name for name in options.compare if work.what == "kv" or name != "mooncake"]
+    libraries = ["crossrail", *peers_here]
     rounds: dict[str, list[Round]] = {library: [] for library in libraries}
     errors: dict[str, str] = {}
     notes: list[str] = []
@@ -200,36 +206,43 @@ def _measured(options: KvOptions, work: Work, op: str, far: Channel | None) -> R
     gpus: list[int | None] = [int(gpu.removeprefix("cuda:")) for gpu in options.device or ()] or [None]
     with contextlib.ExitStack() as stack:
         ready: dict[str, Ends] = {}
-        for library in libraries:
+
+        @contextlib.contextmanager
+        def peers_may_fail(library: str) -> Iterator[None]:
             try:
-                ready[library] = stack.enter_context(ends_of(options.place(), library, shape, gpus, far))
-                with ready[library].turn():
-                    notes += _prepare(ready[library], library, work, op)
+                yield
             except Failure as error:
                 if library == "crossrail":
                     raise
                 errors[library] = str(error)
                 ready.pop(library, None)
+
+        for library in libraries:
+            with peers_may_fail(library):
+                ready[library] = stack.enter_context(ends_of(options.place(), library, shape, gpus, far))
+                with ready[library].turn():
+                    notes += _prepare(ready[library], library, work, op)
         for _ in range(options.rounds):
-            for library, ends in ready.items():
-                with ends.turn():
+            for library, ends in list(ready.items()):
+                with peers_may_fail(library), ends.turn():
                     rounds[library].append(_round(options, ends, work))
-        for library, ends in ready.items():
-            if work.what == "kv":
-                receiver = ends.initiator if op == "pull" else ends.target
-                with ends.turn():
-                    same = receiver.do("check", bulk=work.bulk)["same"]
-                if not same:
-                    raise Failure(f"{work.name}, {op}: the data of {library} is wrong")
+        for library, ends in list(ready.items()) if work.what == "kv" else ():
+            with peers_may_fail(library), ends.turn():
+                _check(ends, library, work, op)
     row = with_samples(replace(row, verified=True if work.what == "kv" else None, notes=notes), rounds["crossrail"])
     peers = {}
-    for library in options.compare:
+    for library in peers_here:
         if library in errors:
             peers[library] = PeerResult(work.what, error=errors[library])
         else:
             it = with_samples(row, rounds[library])
             peers[library] = PeerResult(
-                work.what, p50_us=it.p50_us, avg_us=it.avg_us, gb_per_s=it.gb_per_s, rounds=it.rounds
+                work.what,
+                p50_us=it.p50_us,
+                avg_us=it.avg_us,
+                gb_per_s=it.gb_per_s,
+                rounds=it.rounds,
+                cpu_s_per_gib=it.cpu_s_per_gib,
             )
     return with_peers(row, peers)
 
@@ -244,13 +257,17 @@ def _prepare(ends: Ends, library: str, work: Work, op: str) -> list[str]:
         return []
     kind = {"pull": "READ", "push": "WRITE"}[op]
     told = ends.initiator.do("prepare", op=kind, bulk=work.bulk, notice="" if op == "pull" else "done")
-    receiver = ends.initiator if op == "pull" else ends.target
-    receiver.do("paint")
+    (ends.initiator if op == "pull" else ends.target).do("paint")
     ends.initiator.do("run", iterations=1)
-    if not receiver.do("check", bulk=work.bulk)["same"]:
-        raise Failure(f"{work.name}, {op}: the data of {library} is wrong")
+    _check(ends, library, work, op)
     times = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in told["us"].items())
     return [f"{op}, {work.name}: {library} made lists and transfers in: {times}"]
+
+
+def _check(ends: Ends, library: str, work: Work, op: str) -> None:
+    receiver = ends.initiator if op == "pull" else ends.target
+    if not receiver.do("check", bulk=work.bulk)["same"]:
+        raise Failure(f"{work.name}, {op}: the data of {library} is wrong")
 
 
 def _round(options: KvOptions, ends: Ends, work: Work) -> Round:
@@ -261,4 +278,6 @@ def _round(options: KvOptions, ends: Ends, work: Work) -> Round:
         ends.target.answer()
         return Round(samples[10 * options.warmup :])
     ends.initiator.do("run", iterations=options.warmup)
-    return Round(ends.initiator.do("run", iterations=options.iters)["samples_us"], work.size)
+    before = ends.cpu_s()
+    samples = ends.initiator.do("run", iterations=options.iters)["samples_us"]
+    return Round(samples, work.size, ends.cpu_s() - before)

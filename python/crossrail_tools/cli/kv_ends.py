@@ -29,10 +29,15 @@ ORDER_S = 300.0
 PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
 UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,sm,self,tcp"}
 """What NIXL is told to use: UCX needs TCP to connect."""
-MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""Names of NVIDIA's package: of its whole, and of its parts for a version of CUDA."""
+MODULES = {
+    "nixl": {"nixl": "nixl", "nixl_cu13": "nixl_cu13", "nixl_cu12": "nixl_cu12"},
+    "mooncake": {"mooncake.engine": "mooncake_transfer_engine"},
+}
+"""Modules of a peer, and how the names of their distributions begin. NVIDIA's package has a name for each version of
+CUDA, too."""
+INSTALL = {"nixl": "nixl==1.5.1 numpy", "mooncake": "mooncake-transfer-engine-non-cuda numpy"}
 TLS = {"tcp": "tcp,self", "shm": "shm,self", "cuda_ipc": "cuda_ipc,shm,self"}
-ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "paint", "check"})
+ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "cpu", "paint", "check"})
 """What a connected machine may ask of an end here."""
 LISTEN = "crossrail bench kv --listen"
 
@@ -69,7 +74,7 @@ class NearEnd:
         return answer
 
     def pause(self, paused: bool) -> None:
-        """Stops its process, or lets it go on: NIXL's threads take processors while they wait, which others need."""
+        """Stops its process, or lets it go on: a peer's threads take processors while they wait, which others need."""
         self.process.popen.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
     def _last_words(self) -> str:
@@ -117,22 +122,28 @@ class Ends:
         self.initiator.do(what, **arguments)
         self.target.do(what, **arguments)
 
+    def cpu_s(self) -> float:
+        """Processor time of both processes so far."""
+        return float(sum(end.do("cpu")["seconds"] for end in (self.initiator, self.target)))
+
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Within it both run; outside of it they are stopped if they rest."""
         ends = (self.initiator, self.target) if self.rests else ()
         for end in ends:
             end.pause(False)
-        yield
-        for end in ends:
-            end.pause(True)
+        try:
+            yield
+        finally:
+            for end in ends:
+                end.pause(True)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where ends are started: which NIXL, over which transport, with which settings of Crossrail's."""
+    """Where ends are started: the peers' interpreters, over which transport, with which settings of Crossrail's."""
 
-    nixl_python: str | None
+    pythons: Mapping[str, str | None]
     transport: str
     gpus: bool
     settings: Mapping[str, str]
@@ -145,9 +156,12 @@ class Place:
             environment |= {f"CROSSRAIL_{name.upper()}": value for name, value in self.settings.items()}
             environment |= {"CROSSRAIL_TLS": TLS[self.transport], "PYTHONPATH": str(PROGRAM.parents[2])}
         else:
-            nixl = nixl_of(self.nixl_python)
-            python, module = nixl.python, nixl.module
-            environment |= {"UCX_TLS": UCX_TLS[self.transport] + (",cuda_copy" if self.gpus else "")}
+            peer = peer_of(library, self.pythons.get(library))
+            python, module = peer.python, peer.module
+            environment |= {
+                "MC_LOG_LEVEL": "ERROR",
+                "UCX_TLS": UCX_TLS[self.transport] + (",cuda_copy" if self.gpus else ""),
+            }
         process = Process([python, str(PROGRAM)], environment=environment, stdin=subprocess.PIPE)
         return NearEnd(f"{library}, {role}", module, stack.enter_context(process))
 
@@ -183,7 +197,9 @@ def far_end(address: str, secret_file: str | None, place: Place) -> Iterator[Cha
         channel.leave()
 
 
-def listen(address: str, secret_file: str | None, nixl_python: str | None, settings: Mapping[str, str]) -> NoReturn:
+def listen(
+    address: str, secret_file: str | None, pythons: Mapping[str, str | None], settings: Mapping[str, str]
+) -> NoReturn:
     """Has targets here for one connected machine after the other, until it is interrupted.
 
     Raises UsageFailure and the library's errors if it cannot listen.
@@ -191,17 +207,17 @@ def listen(address: str, secret_file: str | None, nixl_python: str | None, setti
     with listening(resolve(address), secret_file, ORDER_S) as (context, worker):
         places = ", ".join(worker.control_addresses())
         print_notice(f"listening on {places}; run `crossrail bench kv --connect` with it on the other machine")
-        serve_each(context, worker, partial(_serve, nixl_python, settings))
+        serve_each(context, worker, partial(_serve, pythons, settings))
 
 
-def _serve(nixl_python: str | None, settings: Mapping[str, str], channel: Channel) -> None:
+def _serve(pythons: Mapping[str, str | None], settings: Mapping[str, str], channel: Channel) -> None:
     """One run of the other end. Raises Failure and the library's errors."""
     hello = channel.receive(ORDER_S)
     if "kv" not in hello:
         raise Failure(f"this end runs `{LISTEN}`; the other end must run `crossrail bench kv --connect`")
     if hello.get("version") != crossrail.__version__ or hello.get("transport") not in TLS:
         raise Failure(f"the ends run different versions: {crossrail.__version__} at the listening end")
-    place = Place(nixl_python, hello["transport"], bool(hello.get("gpus")), settings)
+    place = Place(pythons, hello["transport"], bool(hello.get("gpus")), settings)
     channel.send({})
     ends: dict[str, NearEnd] = {}
     with contextlib.ExitStack() as stack:
@@ -220,7 +236,7 @@ def _answer(place: Place, stack: contextlib.ExitStack, ends: dict[str, NearEnd],
     if what in ("end", "pause"):
         return None
     try:
-        if what == "start" and library in ("crossrail", "nixl") and library not in ends:
+        if what == "start" and library in ("crossrail", "nixl") and library not in ends:  # Mooncake's end is local
             ends[library] = place.start(stack, library, "target")
             order["module"] = ends[library].module
         if library not in ends or what not in ORDERS:
@@ -246,8 +262,8 @@ def refuse_too_much(work: Any, end: str) -> None:
 
 
 @dataclass(frozen=True)
-class Nixl:
-    """NVIDIA's package: an interpreter that imports it, under which name, and its version."""
+class Peer:
+    """Another library: an interpreter that imports it, the module, and its version."""
 
     python: str
     module: str
@@ -255,22 +271,26 @@ class Nixl:
 
 
 IMPORT = """
-import importlib.metadata as metadata, {0}._bindings as bindings
-assert "crossrail" not in bindings.__name__
-names = ("{0}", "{0}".replace("_", "-"))
-print(next((one.version for one in metadata.distributions() if one.metadata["Name"] in names), "of unknown version"))
+import importlib, importlib.metadata as metadata
+assert "crossrail" not in importlib.import_module("{0}").__name__
+own = (one for one in metadata.distributions() if one.metadata["Name"].replace("-", "_").startswith("{1}"))
+print(next((one.version for one in own), "of unknown version"))
 """
 
 
-def nixl_of(given: str | None) -> Nixl:
-    """The package that is compared with. Raises UsageFailure."""
-    python = given or os.environ.get("NIXL_PYTHON") or sys.executable
+def peer_of(library: str, given: str | None) -> Peer:
+    """The library that is compared with. Raises UsageFailure."""
+    python = given or os.environ.get(f"{library.upper()}_PYTHON") or sys.executable
     found = shutil.which(python)
-    for module in MODULES if found is not None else ():
-        command = [str(found), "-c", IMPORT.format(module)]
+    for module, distribution in MODULES[library].items() if found is not None else ():
+        part = f"{module}._bindings" if library == "nixl" else module
+        command = [str(found), "-c", IMPORT.format(part, distribution)]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             if done.returncode == 0:
-                return Nixl(str(found), module, done.stdout.strip())
-    hint = "pip install nixl==1.5.1 numpy in an environment of its own, and name its interpreter with --nixl-python"
-    raise UsageFailure(f"--compare nixl: {python} does not import NVIDIA's nixl; {hint}")
+                return Peer(str(found), module, done.stdout.strip())
+    hint = (
+        f"pip install {INSTALL[library]} in an environment of its own, and name its interpreter with --{library}-python"
+    )
+    whose = {"nixl": "NVIDIA's nixl", "mooncake": "Mooncake's transfer engine"}[library]
+    raise UsageFailure(f"--compare {library}: {python} does not import {whose}; {hint}")

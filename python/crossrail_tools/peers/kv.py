@@ -1,6 +1,6 @@
-"""One end of `bench kv`: paged transfers through NIXL's interface, of crossrail.nixl or of NVIDIA's package.
+"""One end of `bench kv`: pages moved through NIXL's interface (of crossrail.nixl or NVIDIA's package) or Mooncake's.
 
-Both libraries run this same program, each in processes and with an interpreter of its own: by its path, since Crossrail
+All libraries run this same program, each in processes and with an interpreter of its own: by its path, since Crossrail
 need not be installed there. Orders arrive as lines of JSON on stdin, and each is answered by one on stdout.
 """
 
@@ -21,7 +21,9 @@ import numpy as np
 LIMIT_S = 120.0
 IDLE_S = 0.005
 TURN = b"turn"
-"""The notification that `End.turns` waits for."""
+"""The notification that `NixlEnd.turns` waits for."""
+CALL_ROWS = 1000
+"""Rows of one call of Mooncake, whose TCP refuses some thousands."""
 
 
 class Paged:
@@ -97,12 +99,80 @@ class Pool:
 
 
 class End:
-    """One end: an agent, its pool, and what the other end has told."""
+    """One end: its pool, and what the other end has told."""
 
-    def __init__(self, module: str, name: str, work: dict[str, Any], seed: int, gpu: int | None) -> None:
+    def __init__(self, work: dict[str, Any], seed: int, gpu: int | None) -> None:
         self.pages = Paged(work, seed)
         self.pool = Pool(self.pages.size, gpu)
         self.paint()
+
+    def hello(self) -> dict[str, Any]:
+        """What the other end has to know."""
+        return {"base": self.pool.base, "device": self.pool.device}
+
+    def peer(self, target: str, base: int, device: int, seed: int, work: dict[str, Any]) -> dict[str, Any]:
+        """What the other end has told: how the library reaches it, its pool, its work."""
+        self.name = self.reach(target)
+        self.there, self.device_there, self.other = base, device, Paged(work, seed)
+        return {}
+
+    def reach(self, target: str) -> str:
+        """Adds the other end, by what its `hello` says; its name."""
+        raise NotImplementedError
+
+    def lists(self, bulk: bool) -> tuple[Any, Any, list[tuple[Any, Any]]]:
+        """All rows of both pools, and for each request the indices of those that it moves."""
+        if bulk:
+            size = sum(int(size) for _, size in self.pages.places())
+            mine = np.array([[self.pool.base, size, self.pool.device]], np.uint64)
+            other = np.array([[self.there, size, self.device_there]], np.uint64)
+            return mine, other, [(np.zeros(1, np.int32), np.zeros(1, np.int32))]
+        mine = self.pages.rows(self.pool.base, self.pool.device)
+        other = self.other.rows(self.there, self.device_there)
+        return mine, other, [(self.pages.indices(at), self.other.indices(at)) for at in range(self.pages.batch)]
+
+    def transfer(self) -> None:
+        """Posts all requests, and returns when the last is done."""
+        raise NotImplementedError
+
+    def run(self, iterations: int) -> dict[str, Any]:
+        """Times from the first post until the last request is done."""
+        samples = []
+        for _ in range(iterations):
+            began = time.perf_counter()
+            self.transfer()
+            samples.append(1e6 * (time.perf_counter() - began))
+        return {"samples_us": samples}
+
+    def cpu(self) -> dict[str, Any]:
+        """Processor time of this process so far, with all its threads."""
+        return {"seconds": time.process_time()}
+
+    def idle(self) -> dict[str, Any]:
+        """What the target does meanwhile, but for its library's own threads."""
+        return {}
+
+    def paint(self) -> dict[str, Any]:
+        self.pool.write(self.pages.pattern())
+        return {}
+
+    def check(self, bulk: bool) -> dict[str, Any]:
+        """Whether this end's pool has exactly the peer's rows in its own, and nothing else changed."""
+        expected, theirs = self.pages.pattern().copy(), self.other.pattern()
+        if bulk:
+            size = sum(int(size) for _, size in self.pages.places())
+            expected[:size] = theirs[:size]
+        else:
+            for (here, size), (there, _) in zip(self.pages.places(), self.other.places(), strict=True):
+                expected[here : here + size] = theirs[there : there + size]
+        return {"same": bool(np.array_equal(self.pool.read(), expected))}
+
+
+class NixlEnd(End):
+    """An agent of NIXL's interface."""
+
+    def __init__(self, module: str, name: str, work: dict[str, Any], seed: int, gpu: int | None) -> None:
+        super().__init__(work, seed, gpu)
         self.api = importlib.import_module(f"{module}._api")
         config = self.api.nixl_agent_config(num_threads=0, backends=["UCX"])
         self.agent = self.api.nixl_agent(name, config)
@@ -112,27 +182,17 @@ class End:
         self.keep: list[Any] = []
 
     def hello(self) -> dict[str, Any]:
-        return {"metadata": self.agent.get_agent_metadata().hex(), "base": self.pool.base, "device": self.pool.device}
+        return {**super().hello(), "target": self.agent.get_agent_metadata().hex()}
 
-    def peer(self, metadata: str, base: int, device: int, seed: int, work: dict[str, Any]) -> dict[str, Any]:
-        self.name = self.agent.add_remote_agent(bytes.fromhex(metadata)).decode()
-        self.there, self.device_there, self.other = base, device, Paged(work, seed)
-        return {}
+    def reach(self, target: str) -> str:
+        return str(self.agent.add_remote_agent(bytes.fromhex(target)).decode())
 
     def prepare(self, op: str, bulk: bool, notice: str) -> dict[str, Any]:
         """Lists of the whole pools, and a transfer for each request; how long both took."""
         self.early = 0
         self.handles.clear()
         self.keep.clear()
-        if bulk:
-            size = sum(int(size) for _, size in self.pages.places())
-            mine = np.array([[self.pool.base, size, self.pool.device]], np.uint64)
-            other = np.array([[self.there, size, self.device_there]], np.uint64)
-            tables = [(np.zeros(1, np.int32), np.zeros(1, np.int32))]
-        else:
-            mine = self.pages.rows(self.pool.base, self.pool.device)
-            other = self.other.rows(self.there, self.device_there)
-            tables = [(self.pages.indices(at), self.other.indices(at)) for at in range(self.pages.batch)]
+        mine, other, tables = self.lists(bulk)
         began = time.perf_counter()
         local = self.agent.prep_xfer_dlist("", mine, self.pool.kind)
         middle = time.perf_counter()
@@ -143,24 +203,23 @@ class End:
             self.handles.append(self.agent.make_prepped_xfer(op, local, ours, remote, theirs, message))
         ended = time.perf_counter()
         self.keep += [local, remote]
-        times = {"local": middle - began, "remote": listed - middle, "prepare": ended - listed}
-        return {"us": {name: 1e6 * seconds for name, seconds in times.items()}, "rows": sum(len(a) for a, _ in tables)}
+        return {
+            "us": {
+                "local": 1e6 * (middle - began),
+                "remote": 1e6 * (listed - middle),
+                "prepare": 1e6 * (ended - listed),
+            }
+        }
 
-    def run(self, iterations: int) -> dict[str, Any]:
-        """Times from the first post until the last request is done."""
-        samples = []
-        transfer, state = self.agent.transfer, self.agent.check_xfer_state
-        for _ in range(iterations):
-            began = time.perf_counter()
-            limit = began + LIMIT_S
-            for handle in self.handles:
-                transfer(handle)
-            for handle in self.handles:
-                while state(handle) != "DONE":
-                    if time.perf_counter() > limit:
-                        raise TimeoutError(f"a transfer was not done within {LIMIT_S} s")
-            samples.append(1e6 * (time.perf_counter() - began))
-        return {"samples_us": samples}
+    def transfer(self) -> None:
+        post, state = self.agent.transfer, self.agent.check_xfer_state
+        limit = time.perf_counter() + LIMIT_S
+        for handle in self.handles:
+            post(handle)
+        for handle in self.handles:
+            while state(handle) != "DONE":
+                if time.perf_counter() > limit:
+                    raise TimeoutError(f"a transfer was not done within {LIMIT_S} s")
 
     def turns(self, count: int, first: bool) -> dict[str, Any]:
         """The two ends write one row with a notification in turns; half of the round trip."""
@@ -189,7 +248,7 @@ class End:
         return {"samples_us": samples}
 
     def idle(self) -> dict[str, Any]:
-        """What the target does meanwhile, but for its library's own threads: takes notifications."""
+        """Takes notifications."""
         self.early += self._count()
         return {}
 
@@ -202,20 +261,42 @@ class End:
         self.early -= (there := self.early > 0)
         return there
 
-    def paint(self) -> dict[str, Any]:
-        self.pool.write(self.pages.pattern())
-        return {}
 
-    def check(self, bulk: bool) -> dict[str, Any]:
-        """Whether this end's pool has exactly the peer's rows in its own, and nothing else changed."""
-        expected, theirs = self.pages.pattern().copy(), self.other.pattern()
-        if bulk:
-            size = sum(int(size) for _, size in self.pages.places())
-            expected[:size] = theirs[:size]
-        else:
-            for (here, size), (there, _) in zip(self.pages.places(), self.other.places(), strict=True):
-                expected[here : here + size] = theirs[there : there + size]
-        return {"same": bool(np.array_equal(self.pool.read(), expected))}
+class MooncakeEnd(End):
+    """A TransferEngine of Mooncake's interface, on this machine, over TCP."""
+
+    def __init__(self, module: str, name: str, work: dict[str, Any], seed: int, gpu: int | None) -> None:
+        super().__init__(work, seed, gpu)
+        self.engine = importlib.import_module(module).TransferEngine()
+        _succeeds("initialize", self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
+        _succeeds("register_memory", self.engine.register_memory(self.pool.base, self.pages.size))
+
+    def hello(self) -> dict[str, Any]:
+        return {**super().hello(), "target": f"127.0.0.1:{self.engine.get_rpc_port()}"}
+
+    def reach(self, target: str) -> str:
+        return target
+
+    def prepare(self, op: str, bulk: bool, notice: str) -> dict[str, Any]:
+        """Addresses and lengths of each call: this interface has nothing to prepare with the library."""
+        mine, other, tables = self.lists(bulk)
+        began = time.perf_counter()
+        self.post = getattr(self.engine, {"READ": "batch_transfer_sync_read", "WRITE": "batch_transfer_sync_write"}[op])
+        self.calls = []
+        for ours, theirs in tables:
+            for at in range(0, len(ours), CALL_ROWS):
+                here, there = mine[ours[at : at + CALL_ROWS]], other[theirs[at : at + CALL_ROWS]]
+                self.calls.append((here[:, 0].tolist(), there[:, 0].tolist(), here[:, 1].tolist()))
+        return {"us": {"prepare": 1e6 * (time.perf_counter() - began)}}
+
+    def transfer(self) -> None:
+        for here, there, lengths in self.calls:
+            _succeeds("batch_transfer_sync", self.post(self.name, here, there, lengths))
+
+
+def _succeeds(call: str, code: int) -> None:
+    if code != 0:
+        raise OSError(f"{call} returned {code}")
 
 
 def _orders(ends: Sequence[End]) -> Iterator[dict[str, Any]]:
@@ -244,7 +325,8 @@ def main() -> None:
         what = order.pop("do")
         try:
             if what == "start":
-                ends.append(End(**order))
+                kind = MooncakeEnd if order["module"].endswith("mooncake.engine") else NixlEnd
+                ends.append(kind(**order))
                 answer = ends[0].hello()
             else:
                 answer = getattr(ends[0], what)(**order)

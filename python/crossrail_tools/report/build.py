@@ -18,10 +18,11 @@ TIMED = (*LATENCIES, "kv-notice", "dispatch", "combine", "e2e")
 
 @dataclass(frozen=True)
 class Round:
-    """The samples of one turn. ``bytes_per_sample``: 0 for latency."""
+    """The samples of one turn. ``bytes_per_sample``: 0 for latency; ``cpu_s``: processor time of all processes."""
 
     samples_us: Sequence[float]
     bytes_per_sample: int = 0
+    cpu_s: float | None = None
 
     @property
     def figure(self) -> float:
@@ -40,6 +41,7 @@ def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
     summary = summarize(samples)
     moved = sum(one.bytes_per_sample * len(one.samples_us) for one in rounds)
     figures = [one.figure for one in rounds]
+    cpu = [one.cpu_s for one in rounds if one.cpu_s is not None]
     return replace(
         row,
         samples_us=samples,
@@ -51,6 +53,7 @@ def with_samples(row: Row, rounds: Sequence[Round]) -> Row:
         max_us=summary.max,
         gb_per_s=median(figures) if moved else None,
         bytes_logical=moved or None,
+        cpu_s_per_gib=sum(cpu) * 2**30 / moved if moved and len(cpu) == len(rounds) else None,
     )
 
 

@@ -138,6 +138,7 @@ class PeerResult:
     kernel_us: float | None = None
     host_p50_us: float | None = None
     heap_bytes: int | None = None
+    cpu_s_per_gib: float | None = None
     error: str | None = None
     void: str | None = None
 
@@ -210,7 +211,7 @@ class Row:
 
     ``unused``: what was expected to carry data and carried nothing, by name (``tcp/eth3``, ``shm(cma)``), and why.
 
-    ``warmup``: untimed iterations before each turn's.
+    ``warmup``: untimed iterations before each turn's. ``cpu_s_per_gib``: processor time of both ends' processes.
 
     ``verification``: how much of the data was verified (``full``, ``quick``, ``none``), where there is a choice.
 
@@ -305,6 +306,7 @@ class Row:
     traffic: list[list[int]] = field(default_factory=list)
     expert_tokens: list[int] = field(default_factory=list)
     warmup: int | None = None
+    cpu_s_per_gib: float | None = None
 
 
 @dataclass(frozen=True)
