@@ -63,7 +63,7 @@ def test_an_environment_without_nixl_is_a_failed_row(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "/none/python does not import NVIDIA's nixl" in done.stdout.replace("\n", " ")
     (outcome,) = json.loads((tmp_path / "kv.json").read_text())["outcomes"]
-    assert outcome["failed"] and outcome["to_reach"] == ">= 10, 8, 2 x nixl"
+    assert outcome["failed"] and outcome["to_reach"] == ">= 10, 8, 2 x nixl, half of its CPU time"
 
 
 def test_a_missing_peer_is_a_failed_row_not_a_missing_one(tmp_path: Path) -> None:
