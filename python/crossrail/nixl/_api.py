@@ -251,10 +251,12 @@ class nixl_agent:
         """
         name = nixlBind.NIXL_INIT_AGENT if agent_name == "NIXL_INIT_AGENT" else agent_name
         handles = self._handles(backends)
-        if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 and xfer_list.shape[1] == 5:
-            if mem_type is None:
-                raise ValueError("Please specify a mem type for strided descriptors")
-            prepared = self.agent.prepXferDlist(name, self.nixl_mems[mem_type], xfer_list, handles)
+        width = xfer_list.shape[1] if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 else 0
+        if width == 5 and mem_type is None:
+            raise ValueError("Please specify a mem type for strided descriptors")
+        if mem_type is not None and len(xfer_list) and width in (3, 5):
+            rows = xfer_list if width == 5 else _lists.rows_lent(xfer_list)  # read in place
+            prepared = self.agent.prepXferDlist(name, self.nixl_mems[mem_type], rows, handles)
         else:
             prepared = self.agent.prepXferDlist(name, self.get_xfer_descs(xfer_list, mem_type), handles)
         return nixl_prepped_dlist_handle(self.agent, prepared)

@@ -18,15 +18,15 @@ _MAGIC = b"CRNIXLDL"
 _HEAD = struct.Struct("<8sBBQ")  # magic, whether with meta information, memory type, rows
 
 
-def rows_of_array(descs: npt.NDArray[Any]) -> Rows:
-    """A copy of an Nx3 array as rows."""
+def rows_lent(descs: npt.NDArray[Any]) -> Rows:
+    """An Nx3 array as rows, in place."""
     if descs.ndim != 2 or descs.shape[1] != 3:
         raise ValueError("descs must be a Nx3 numpy array")
     if descs.dtype not in (np.uint64, np.int64):
         raise ValueError("descs must be a Nx3 numpy array of uint64 or int64")
     if not descs.flags.c_contiguous:
         raise ValueError("descs must be a C-contiguous numpy array")
-    return descs.view(np.uint64).copy()
+    return descs.view(np.uint64)
 
 
 def rows_of_tuples(descs: list[Row], width: int) -> Rows:
@@ -51,7 +51,7 @@ class _List:
         self._type = nixl_mem_t(type)
         self._more: list[Row] = []
         if isinstance(descs, np.ndarray):
-            self._rows = rows_of_array(descs)
+            self._rows = rows_lent(descs).copy()
         elif isinstance(descs, list):
             self._rows = rows_of_tuples(descs, self.WIDTH)
         elif isinstance(descs, int):
