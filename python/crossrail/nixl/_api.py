@@ -254,7 +254,7 @@ class nixl_agent:
         width = xfer_list.shape[1] if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 else 0
         if width == 5 and mem_type is None:
             raise ValueError("Please specify a mem type for strided descriptors")
-        if mem_type is not None and len(xfer_list) and width in (3, 5):
+        if width in (3, 5) and mem_type is not None and len(xfer_list):
             rows = xfer_list if width == 5 else _lists.rows_lent(xfer_list)  # read in place
             prepared = self.agent.prepXferDlist(name, self.nixl_mems[mem_type], rows, handles)
         else:
