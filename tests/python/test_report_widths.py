@@ -21,7 +21,7 @@ KINDS = {
     "latency of writes": "gpu/latency-2.json",
     "bandwidth, compared": "shm-bandwidth.json",
     "p2p over four rails": "rails-uneven.json",
-    "p2p of GPUs": "gpu/tcp-1.json",
+    "p2p of GPUs": "gpu/tcp-2.json",
     "mesh": "gpu/mesh-4.json",
     "unpack": "gpu/unpack-2.json",
     "control": "control.json",
