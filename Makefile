@@ -275,7 +275,7 @@ endif
 	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
 	@$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(GPU_SITE) \
 		$(or $(GPU_PACK),.gpu)/wheel/*.whl
-	@for peer in nixl deepep deepep-v2; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
+	@for peer in nixl deepep deepep-v2 engines; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
 		if [ -e $$pack ]; then tar -xf $$pack -C $(GPU_SITE); fi; done
 
 # DEEPEP_TESTS=DIR[:DIR]: folders with DeepEP's own tests, which run on crossrail.deep_ep unchanged.

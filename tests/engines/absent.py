@@ -109,9 +109,9 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def package(name: str, site: str) -> ModuleType:
-    """The engine's package without its own `__init__`, which would import what is absent."""
+    """An engine's package, or one within it, without its own `__init__`, which would import what is absent."""
     made = ModuleType(name)
-    made.__path__ = [str(Path(site) / name)]
+    made.__path__ = [str(Path(site, *name.split(".")))]
     sys.modules[name] = made
     return made
 

@@ -16,6 +16,8 @@ import crossrail
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PACKAGES = ("crossrail-nixl", "crossrail-mooncake")
+EXPERTS = {"vllm": "vllm==0.33.0", "sglang": "sglang==0.5.23"}
+"""Whose classes of experts are tested."""
 LIMIT_S = 100
 INSTALL_S = 600
 # What both engines import and is small; all else is a stub.

@@ -64,7 +64,7 @@ PAIRS = (
 EXPERTS = (
     "crossrail-emulator.gpu",
     *(f"test_deep_ep{name}.py" for name in ("", "_elastic", "_engines", "_low_latency")),
-    *(f"test_{name}.py" for name in ("cli_ep", "experts_groups", "guide_experts")),
+    *(f"test_{name}.py" for name in ("cli_ep", "experts_groups", "guide_experts", "published_experts")),
 )
 """Their kernels wait for each other."""
 ENDLESS = ("crossrail-ep-cuda.gpu", "test_experts.py")
