@@ -58,11 +58,15 @@ ONLY_IPV6 = "ip link set lo up && ip -4 address flush dev lo"
 
 
 def run_there(*command: str, prepare: str = ONLY_IPV6) -> None:
+    done = end_there(*command, prepare=prepare)
+    assert done.returncode == 0, done.stderr
+
+
+def end_there(*command: str, prepare: str) -> subprocess.CompletedProcess[str]:
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs root, unshare and iproute2")
     command = ("unshare", "--net", "sh", "-c", f'{prepare} && exec "$@"', "sh", *command)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("script", [WORKERS, GROUP, STORE], ids=["workers", "a group", "a store"])
@@ -78,3 +82,16 @@ def test_benches_run_where_loopback_has_only_ipv6(options: list[str]) -> None:
 def test_latency_over_shared_memory_needs_no_address() -> None:
     bench = [sys.executable, "-m", "crossrail", "bench", "latency", "--size", "8", "--iters", "20", "--warmup", "1"]
     run_there("env", "CROSSRAIL_TLS=shm", *bench, prepare="ip link set lo down")
+
+
+@pytest.mark.parametrize("options", BENCHES, ids=lambda options: options[0])
+def test_loopback_that_is_down_is_named(options: list[str]) -> None:
+    done = end_there(sys.executable, "-m", "crossrail", "bench", *options, prepare="ip link set lo down")
+    assert done.returncode == 1
+    assert "etwork is unreachable" in done.stderr and "another process" not in done.stderr
+
+
+def test_a_group_does_not_wait_for_loopback_that_is_down() -> None:
+    done = end_there(sys.executable, "-c", "import crossrail; crossrail.Group(size=1)", prepare="ip link set lo down")
+    assert "etwork is unreachable" in done.stderr and "ip link set lo up" in done.stderr
+    assert "tried for" not in done.stderr

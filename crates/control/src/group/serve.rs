@@ -1,11 +1,12 @@
 //! The built-in store in rank 0's process.
 
+use std::io::{self, ErrorKind as IoKind};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crossrail_locks::{Mutex, PerProcess};
-use crossrail_types::{Result, Settings};
+use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::StoreServer;
 
@@ -45,8 +46,12 @@ pub(super) fn start(address: &str, settings: &Settings) -> Result<Option<Served>
     let Some(own) = place.to_socket_addrs().ok().and_then(|mut all| all.find(|all| is_own(all.ip()))) else {
         return Ok(None);
     };
-    if listens(own) {
-        return Ok(None);
+    match probe(own) {
+        Ok(()) => return Ok(None),
+        Err(why) if matches!(why.kind(), IoKind::NetworkUnreachable | IoKind::HostUnreachable) => {
+            return Err(unreachable(own, &why));
+        }
+        Err(_) => {}
     }
     let listen = listen_text(place, own, settings.secret.is_some() || settings.secret_file.is_some());
     match StoreServer::start(&listen, settings) {
@@ -60,7 +65,7 @@ pub(super) fn start(address: &str, settings: &Settings) -> Result<Option<Served>
             Ok(Some(Served { server, address }))
         }
         // Another process has started it meanwhile.
-        Err(_) if listens(own) => Ok(None),
+        Err(_) if probe(own).is_ok() => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -70,8 +75,18 @@ fn is_own(ip: IpAddr) -> bool {
     TcpListener::bind((ip, 0)).is_ok()
 }
 
-fn listens(at: SocketAddr) -> bool {
-    at.port() != 0 && TcpStream::connect_timeout(&at, PROBE_TIMEOUT).is_ok()
+/// Succeeds if a process listens there. Port 0, which is yet to be chosen, is refused by the system.
+fn probe(at: SocketAddr) -> io::Result<()> {
+    TcpStream::connect_timeout(&at, PROBE_TIMEOUT).map(drop)
+}
+
+/// An address of this machine to which nothing can be sent, because its device is down.
+fn unreachable(own: SocketAddr, why: &io::Error) -> Error {
+    let hint =
+        if own.ip().is_loopback() { "bring it up: ip link set lo up" } else { "bring up the device that has it" };
+    Error::new(ErrorKind::Unreachable, "store", format!("{own}, an address of this machine: {why}"))
+        .with_io(why)
+        .with_hint(hint)
 }
 
 /// The address to bind. A host's own name often resolves to loopback on the host only, so with a secret the store
