@@ -56,6 +56,7 @@ STEP_S = 1.0
 """Upper bound for one step. A rank sends no message while its steps run."""
 
 ETCD_START_S = 20.0
+ETCD_BYTES = 256 << 20  # two segments of its log, which it allocates when it starts, and a short run's data
 ETCD_ATTEMPTS = 3
 """Another process may take a port between the moment it is found free and the moment etcd binds it."""
 
@@ -276,12 +277,13 @@ def serve(parent: Parent, job: Message) -> None:
 def running_etcd() -> Iterator[str]:
     """Runs etcd on loopback, with data in a scratch folder; yields its address `etcd://host:port` once it is ready.
 
+    The data is in memory if it fits: etcd waits for a busy disk so long that ranks lose their leases.
     Raises Failure if it does not start.
     """
     program = shutil.which("etcd")
     if program is None:
         raise UsageFailure("etcd is not installed: apt-get install etcd-server, or give an address by CROSSRAIL_STORE")
-    with scratch_folder("crossrail-etcd-") as folder, contextlib.ExitStack() as stack:
+    with scratch_folder("crossrail-etcd-", in_memory=ETCD_BYTES) as folder, contextlib.ExitStack() as stack:
         for attempt in range(ETCD_ATTEMPTS):
             started = _start_etcd(program, Path(folder, str(attempt)))
             if started is not None:

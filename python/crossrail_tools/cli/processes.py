@@ -119,9 +119,12 @@ def _host_memory() -> HostMemory | None:
 
 
 @contextlib.contextmanager
-def scratch_folder(prefix: str, *, in_memory: bool = False) -> Iterator[str]:
-    """A folder for files of another program, removed afterwards, also by an early exit (`kill_all`)."""
-    folder = tempfile.mkdtemp(prefix=prefix, dir="/dev/shm" if in_memory and Path("/dev/shm").is_dir() else None)
+def scratch_folder(prefix: str, *, in_memory: int = 0) -> Iterator[str]:
+    """A folder for files of another program, removed afterwards, also by an early exit (`kill_all`). `in_memory`: of so
+    many bytes at most, in memory if they fit there."""
+    shm = Path("/dev/shm")
+    fits = in_memory > 0 and shm.is_dir() and shutil.disk_usage(shm).free >= in_memory
+    folder = tempfile.mkdtemp(prefix=prefix, dir=shm if fits else None)
     with _guard:
         _folders.add(folder)
     try:

@@ -118,7 +118,7 @@ class MpiTurns:
             "warmup": options.warmup,
             "cpus": [cpu_of(options.pin, rank, ranks) for rank in range(ranks)],
         }
-        with scratch_folder("crossrail-mpi-", in_memory=True) as folder:
+        with scratch_folder("crossrail-mpi-", in_memory=1) as folder:
             command = ["mpirun", *_mpi_flags(options), "--mca", "orte_tmpdir_base", folder]
             command += ["--mca", "btl_vader_backing_directory", folder]
             command += ["-n", str(ranks), sys.executable, "-m", "crossrail_tools.peers.mpi", json.dumps(job)]
