@@ -1,7 +1,7 @@
 """How tests are distributed where they run side by side (pytest --numprocesses).
 
 Each test goes to whichever worker is free next, but for those of TOGETHER: they stay on one worker, one after the
-other, and begin first, as each of these groups takes longer than anything else. Groups are found by the path in a
+other, and begin first, as no single test takes as long as a group. Groups are found by the path in a
 test's name, which works with every version of pytest and pytest-xdist: pytest-xdist 3.8 ignores the mark
 ``xdist_group`` with pytest 9.2, and says nothing.
 """
@@ -23,6 +23,12 @@ TOGETHER = (
     "tests/testbed/",
     # They build one program: side by side, one worker would only wait for the other's build.
     "tests/python/test_instructions.py",
+    # Their fixtures start ranks, build wheels or compile a driver: side by side, every worker would do so again.
+    "tests/python/test_ep_exchange.py",
+    "tests/python/test_ep_options.py",
+    "tests/python/test_ep_bad_input.py",
+    "tests/python/test_drop_in_packages.py",
+    "tests/python/test_driver_calls.py",
 )
 
 
