@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -76,15 +77,25 @@ def pip(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Path]:
-    """A package, and where it is installed from its wheel."""
+def site_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Package], Path]:
+    """Where a package is installed from its wheel, which is done once for each."""
     pytest.importorskip("flit_core")
-    package: Package = request.param
-    folder = tmp_path_factory.mktemp(package.module)
-    source = ROOT / "packages" / package.name
-    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder / "dist", source)
-    pip("install", "--no-deps", "--no-index", "--target", folder / "site", *(folder / "dist").glob("*.whl"))
-    return package, folder / "site"
+
+    @functools.cache
+    def install(package: Package) -> Path:
+        folder = tmp_path_factory.mktemp(package.module)
+        source = ROOT / "packages" / package.name
+        pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder / "dist", source)
+        pip("install", "--no-deps", "--no-index", "--target", folder / "site", *(folder / "dist").glob("*.whl"))
+        return folder / "site"
+
+    return install
+
+
+@pytest.fixture
+def installed(request: pytest.FixtureRequest, site_of: Callable[[Package], Path]) -> tuple[Package, Path]:
+    """A package, and where it is installed."""
+    return request.param, site_of(request.param)
 
 
 def python(program: str, *path: Path) -> subprocess.CompletedProcess[str]:
