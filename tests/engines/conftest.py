@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+
+collect_ignore = [] if os.environ.get("VLLM_TESTS") else ["test_vllm_own.py"]
 
 
 @pytest.fixture
