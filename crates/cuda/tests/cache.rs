@@ -38,6 +38,8 @@ fn a_compiled_kernel_is_cached() {
     assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o700);
     let first = compiler.compile(&SOURCE, ARCH, &[], LIMIT).unwrap();
     assert_eq!(first.origin(), &Origin::Compiled);
+    let without = Compiler::new(library.clone(), None).compile(&SOURCE, ARCH, &[], LIMIT).unwrap();
+    assert_eq!(without.origin(), &Origin::NotCached(None));
     assert_eq!(&first.image()[..4], b"\x7fELF");
     assert_eq!(first.report().kernels[0].name, "add");
     let again = compiler.compile(&SOURCE, ARCH, &[], LIMIT).unwrap();
