@@ -151,3 +151,29 @@ pub(crate) fn dies_before_combine(job: &mut Job) {
         assert_eq!(job.masked(rank), [2]);
     }
 }
+
+/// The tests above for the kernels of one module, which has `job` and `SHAPE`; `$stage` is where the others wait for a
+/// rank that never comes.
+macro_rules! tests_of_both {
+    ($stage:expr) => {
+        $crate::by_rank::tests_of_both! {
+            operations_follow_each_other_without_waiting_for_the_host: $crate::by_rank::follow_each_other,
+            two_may_be_under_way_and_phases_apart: $crate::by_rank::two_under_way,
+            masked_ranks_are_left_out: $crate::by_rank::masked,
+            a_rank_that_never_comes_is_masked_and_told_of: |job| $crate::by_rank::never_comes(job, $stage),
+            rows_for_which_there_is_no_room_are_told_of_and_count_as_zeros: $crate::by_rank::no_room,
+            a_rank_that_dies_before_the_combine_is_masked_once: $crate::by_rank::dies_before_combine,
+        }
+    };
+    ($($name:ident: $test:expr),+ $(,)?) => {
+        $(
+            #[test]
+            fn $name() {
+                if let Some(mut job) = job(SHAPE) {
+                    ($test)(&mut job);
+                }
+            }
+        )+
+    };
+}
+pub(crate) use tests_of_both;

@@ -102,45 +102,7 @@ fn without_bulk_copies_too() {
     }
 }
 
-/// All operations are queued at once: ranks run ahead of each other as far as slots let them. Regions take turns, so that
-/// only the last two results are looked at.
-#[test]
-fn operations_follow_each_other_without_waiting_for_the_host() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::follow_each_other(&mut job);
-    }
-}
-
-/// Two operations are sent before the first is received; and phases are apart, as ranks that are not mapped need it.
-#[test]
-fn two_may_be_under_way_and_phases_apart() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::two_under_way(&mut job);
-    }
-}
-
-#[test]
-fn masked_ranks_are_left_out() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::masked(&mut job);
-    }
-}
-
-/// A rank that dies costs the others the limit once; what the others sent each other is there.
-#[test]
-fn a_rank_that_never_comes_is_masked_and_told_of() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::never_comes(&mut job, EP_STAGE_ANNOUNCE);
-    }
-}
-
-/// More rows come to a rank than the caller has room for: that is told, and nothing beyond the caller's arrays is read.
-#[test]
-fn rows_for_which_there_is_no_room_are_told_of_and_count_as_zeros() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::no_room(&mut job);
-    }
-}
+by_rank::tests_of_both!(EP_STAGE_ANNOUNCE);
 
 /// A rank that dies when it has announced: its rows are there, with nothing in them.
 #[test]
@@ -167,14 +129,6 @@ fn a_rank_that_announces_and_does_not_send_leaves_blank_rows() {
         assert!(idx.iter().all(|idx| *idx == -1));
         let hidden = SHAPE.hidden as usize;
         assert!(memory.read::<u8>(at(0, hidden), count * hidden).iter().all(|byte| *byte == 0));
-    }
-}
-
-/// A rank that dies between dispatch and combine: others wait for what it would have sent back, once.
-#[test]
-fn a_rank_that_dies_before_the_combine_is_masked_once() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::dies_before_combine(&mut job);
     }
 }
 

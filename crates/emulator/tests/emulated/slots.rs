@@ -106,37 +106,7 @@ fn without_bulk_copies_too() {
     }
 }
 
-/// All operations are queued at once: ranks run ahead of each other as far as slots let them. Regions take turns, so that
-/// only the last two results are looked at.
-#[test]
-fn operations_follow_each_other_without_waiting_for_the_host() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::follow_each_other(&mut job);
-    }
-}
-
-/// Two operations are sent before the first is received; and phases are apart.
-#[test]
-fn two_may_be_under_way_and_phases_apart() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::two_under_way(&mut job);
-    }
-}
-
-#[test]
-fn masked_ranks_are_left_out() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::masked(&mut job);
-    }
-}
-
-/// A rank that dies costs the others the limit once; what the others sent each other is there.
-#[test]
-fn a_rank_that_never_comes_is_masked_and_told_of() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::never_comes(&mut job, EP_STAGE_TABLE);
-    }
-}
+by_rank::tests_of_both!(EP_STAGE_TABLE);
 
 /// A routing is repeated after one of its ranks has gone: that rank's rows are blank, the others' are there.
 #[test]
@@ -163,22 +133,6 @@ fn a_repeated_routing_goes_on_without_a_rank() {
         };
         assert!(rows(offsets[2], offsets[3]).iter().all(|byte| *byte == 0));
         assert!(rows(0, offsets[2]).chunks(bytes).all(|row| row.iter().any(|byte| *byte != 0)));
-    }
-}
-
-/// More rows come to a rank than the caller has room for: that is told, and nothing beyond the caller's arrays is read.
-#[test]
-fn rows_for_which_there_is_no_room_are_told_of_and_count_as_zeros() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::no_room(&mut job);
-    }
-}
-
-/// A rank that dies between dispatch and combine: others wait for what it would have sent back, once.
-#[test]
-fn a_rank_that_dies_before_the_combine_is_masked_once() {
-    if let Some(mut job) = job(SHAPE) {
-        by_rank::dies_before_combine(&mut job);
     }
 }
 
