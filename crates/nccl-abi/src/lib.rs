@@ -56,15 +56,11 @@ pub const HANDLE_LEN_V4: usize = 64;
 pub const MAX_REQUESTS: usize = 32;
 /// Largest transfer that a plugin may declare, in bytes (1 TiB).
 pub const MAX_SIZE: usize = 1 << 40;
-/// What `irecv` finds in its request if NCCL does not wait for the receive's completion.
-pub const OPTIONAL_COMPLETION: usize = 1;
 
 /// Memory of the host, in `regMr` and in the supported kinds of a device.
 pub const PTR_HOST: c_int = 1;
 /// Memory of a GPU.
 pub const PTR_CUDA: c_int = 2;
-/// Memory of a GPU that is registered by a DMA-BUF descriptor.
-pub const PTR_DMABUF: c_int = 4;
 
 /// A device whose data arrives where it belongs.
 pub const DEVICE_HOST: c_int = 0;
