@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail._native import _Alltoallv
-from crossrail.records import BufferParameters
 from crossrail_tools.verify.checking import Difference, Work
 
 mpi4py.rc.threads = False  # only one thread calls MPI, which can then omit its locks
@@ -52,21 +51,7 @@ class Rank:
         self.comm, self.work, self.dedup, self.cached = comm, work, dedup, cached
         shape, ranks = work.shape, work.shape.ranks
         self.mine = work.inputs(comm.rank, range(ranks))
-        parameters: BufferParameters = {
-            "ranks": ranks,
-            "max_tokens": shape.max_tokens,
-            "hidden": shape.hidden,
-            "experts": shape.num_experts,
-            "topk": shape.topk,
-            "dispatch_dtype": "bf16" if work.scale is None else "fp8",
-            "scale": work.scale or "f32",
-            "layouts": [work.layout],
-            "prereduce": True,
-            "share_node": True,
-            "timeout": 1.0,
-            "on_loss": "raise",
-        }
-        self.native = _Alltoallv(parameters, dedup)
+        self.native = _Alltoallv({**work.parameters(1.0), "prereduce": True}, dedup)
         self.sent, self.received = np.zeros(ranks, np.int32), np.zeros(ranks, np.int32)
         self.native.route(self.mine.topk_idx, self.mine.topk_weights, self.sent)
         comm.Alltoall(self.sent, self.received)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from crossrail.ref.exchange import F32, I64, Dispatched, Layout, dispatch
 from crossrail.ref.floats import U8, U16, bf16_bits, bf16_values, bits
 from crossrail.ref.routing import Shape, route
 from crossrail.ref.summing import combine_exact
+
+if TYPE_CHECKING:
+    from crossrail.records import BufferParameters
 
 
 class Difference(Exception):
@@ -49,6 +52,24 @@ class Work:
     def from_dict(found: Mapping[str, Any]) -> Work:
         """The inverse of `dataclasses.asdict`."""
         return Work(**{**found, "shape": Shape(**found["shape"])})
+
+    def parameters(self, timeout: float) -> BufferParameters:
+        """Those of a native buffer for this exchange, whose waits end after ``timeout`` seconds."""
+        shape = self.shape
+        return {
+            "ranks": shape.ranks,
+            "max_tokens": shape.max_tokens,
+            "hidden": shape.hidden,
+            "experts": shape.num_experts,
+            "topk": shape.topk,
+            "dispatch_dtype": "bf16" if self.scale is None else "fp8",
+            "scale": self.scale or "f32",
+            "layouts": [self.layout],
+            "prereduce": self.prereduce,
+            "share_node": True,
+            "timeout": timeout,
+            "on_loss": "raise",
+        }
 
     def inputs(self, rank: int, active: Sequence[int]) -> Inputs:
         """The inputs of `rank` if `active` ranks take part: only their experts are selected."""

@@ -183,31 +183,17 @@ class _Rank:
     def open(self, request: Message) -> None:
         """Creates and verifies the buffer for one shape."""
         work = Work.from_dict(request["work"])
-        group, shape = self.group, work.shape
+        group = self.group
         mine = inputs(work)[group.rank]
         rows = outputs(work, group.rank)
         group.barrier("here", timeout=STEP_S)
-        parameters: Any = {
-            "ranks": shape.ranks,
-            "max_tokens": shape.max_tokens,
-            "hidden": shape.hidden,
-            "experts": shape.num_experts,
-            "topk": shape.topk,
-            "dispatch_dtype": "bf16" if work.scale is None else "fp8",
-            "scale": work.scale or "f32",
-            "layouts": [work.layout],
-            "prereduce": work.prereduce,
-            "share_node": True,
-            "timeout": group.context.timeout,
-            "on_loss": "raise",
-        }
         if work != self.work:
             self.work, self.judges = work, {}
         self.rig = _DeviceEp(
             group._native,
             group.context,
             f"bench {request['number']}",
-            parameters,
+            work.parameters(group.context.timeout),
             {"ordinal": self.ordinal, "num_sms": request["num_sms"], "cast_before": request["cast_before"]},
             mine.x.tobytes(),
             mine.topk_idx.tobytes(),
