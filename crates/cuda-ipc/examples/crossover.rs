@@ -231,7 +231,7 @@ impl Links {
             self.far.describe(remote as usize as *const u8, len).ok_or("memory that can't be described")?;
         Links::pass(&mut self.far, &mut self.near)?;
         let local = local as usize as *mut u8;
-        let mut job = Job { slot: None, local, remote: descriptor, len, copy, moved: 0, state: 0 };
+        let mut job = Job { slot: None, local, remote: descriptor, len, copy, moved: 0, state: 0, helps: true };
         loop {
             // SAFETY: memory of the rig, which outlives the copy.
             match unsafe { self.near.step(&mut job, usize::MAX) } {

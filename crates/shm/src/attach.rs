@@ -26,7 +26,7 @@ use crate::ring::RING_RANGE;
 use crate::wire::{self, Wire};
 
 const MAGIC: [u8; 8] = *b"xrailshm";
-const VERSION: u8 = 2;
+const VERSION: u8 = 3;
 const MESSAGE: usize = 64;
 
 const HELLO: u8 = 1;

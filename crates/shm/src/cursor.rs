@@ -6,9 +6,14 @@
 //! bits 48..64  generation: which use of this cursor
 //! bit  47      failed: a piece that was claimed will never be copied
 //! bit  46      stopped: no piece may be claimed any more
-//! bits 23..46  pieces claimed
-//! bits  0..23  pieces settled: copied, or failed
+//! bits 30..45  pieces claimed from the front
+//! bits 15..30  pieces claimed from the back
+//! bits  0..15  pieces settled: copied, or failed
 //! ```
+//!
+//! Of copies up to [`HALVES_MAX`](crossrail_transport::HALVES_MAX) bytes the receiving end claims from the front and the
+//! sending end from the back: each copies the same part of memory that is sent again and again, and finds it in its own
+//! cache. Pieces that went to whichever end came first would change caches with every message.
 //!
 //! Claiming is a compare-and-swap, not an addition, because it must not touch a cursor that has gone on to another
 //! generation. Settling is an addition: the unsettled piece itself keeps the owner from reusing the cursor.
@@ -19,8 +24,9 @@ use std::sync::atomic::Ordering;
 use crate::atomics::AtomicU64;
 use crate::control::{CURSORS, Control};
 
-const COUNT: u64 = (1 << 23) - 1;
-const CLAIM: u64 = 1 << 23;
+const COUNT: u64 = (1 << 15) - 1;
+const BACK: u32 = 15;
+const FRONT: u32 = 30;
 const STOPPED: u64 = 1 << 46;
 const FAILED: u64 = 1 << 47;
 const GENERATION: u32 = 48;
@@ -30,10 +36,18 @@ pub(crate) fn piece_len(len: usize) -> usize {
     let most_pieces = usize::try_from(COUNT).unwrap_or(usize::MAX);
     let fair = match len {
         0..=0x1_ffff => 32 << 10,
-        0x2_0000..=0x3f_ffff => 128 << 10,
+        0x2_0000..=0x3_ffff => 64 << 10,
+        0x4_0000..=0x3f_ffff => 128 << 10,
         _ => 256 << 10,
     };
     fair.max(len.div_ceil(most_pieces).next_multiple_of(4096))
+}
+
+/// Where an end claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Start {
+    Front,
+    Back,
 }
 
 /// What a cursor says.
@@ -41,7 +55,7 @@ pub(crate) fn piece_len(len: usize) -> usize {
 pub(crate) enum Claim {
     /// That piece is ours now.
     Piece(usize),
-    /// All are claimed, some are not settled.
+    /// All that this end may claim are claimed, and some of all are not settled.
     Waiting,
     /// All are copied.
     Done,
@@ -90,26 +104,33 @@ impl Cursors {
         }
     }
 
-    /// Claims the next of `pieces`.
-    pub(crate) fn claim(&self, handle: u32, pieces: usize) -> Claim {
+    /// Claims the next of `pieces`, of the half that begins there only unless the end `helps`.
+    pub(crate) fn claim(&self, handle: u32, pieces: usize, from: Start, helps: bool) -> Claim {
         let Some((word, generation)) = self.word(handle) else { return Claim::Over("there is no such cursor") };
         let mut now = word.load(Ordering::Acquire);
         loop {
-            let (claimed, settled) = (now >> 23 & COUNT, now & COUNT);
+            let (front, back, settled) = (now >> FRONT & COUNT, now >> BACK & COUNT, now & COUNT);
             if now >> GENERATION != generation {
                 return Claim::Over("the cursor serves another transfer by now");
             }
             if now & FAILED != 0 {
                 return Claim::Over("one end could not copy what it had claimed");
             }
-            if claimed >= pieces as u64 {
+            if front + back >= pieces as u64 {
                 return if settled >= pieces as u64 { Claim::Done } else { Claim::Waiting };
             }
             if now & STOPPED != 0 {
                 return Claim::Over("the copy was stopped");
             }
-            match word.compare_exchange_weak(now, now + CLAIM, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return Claim::Piece(claimed as usize),
+            let (claim, piece, own) = match from {
+                Start::Front => (1 << FRONT, front as usize, front < pieces.div_ceil(2) as u64),
+                Start::Back => (1 << BACK, pieces - 1 - back as usize, back < pieces as u64 / 2),
+            };
+            if !own && !helps {
+                return Claim::Waiting;
+            }
+            match word.compare_exchange_weak(now, now + claim, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return Claim::Piece(piece),
                 Err(other) => now = other,
             }
         }
@@ -131,6 +152,6 @@ impl Cursors {
         let stopped = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
             (now >> GENERATION == generation).then_some(now | STOPPED)
         });
-        stopped.map_or(true, |now| now >> 23 & COUNT == now & COUNT)
+        stopped.map_or(true, |now| (now >> FRONT & COUNT) + (now >> BACK & COUNT) == now & COUNT)
     }
 }

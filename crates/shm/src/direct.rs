@@ -13,12 +13,12 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, Job, Step, Window};
+use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, HALVES_MAX, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind};
 
 use crate::cma::Process;
 use crate::copy;
-use crate::cursor::{Claim, piece_len};
+use crate::cursor::{Claim, Start, piece_len};
 use crate::lane::ShmLane;
 use crate::memory::{Mapping, identity, verified_size};
 use crate::peer_segment::{Identity, PeerSegment};
@@ -162,9 +162,11 @@ impl ShmLane {
     unsafe fn step_shared(&self, slot: u32, job: &mut Job, remote: &Remote, budget: usize) -> Step {
         let piece = piece_len(job.len);
         let pieces = job.len.div_ceil(piece);
+        let from = if job.copy == Copy::Pull || job.len > HALVES_MAX { Start::Front } else { Start::Back };
+        let helps = job.helps || job.len > HALVES_MAX;
         let mut moved = 0;
         while moved < budget.max(1) {
-            let index = match self.cursors.claim(slot, pieces) {
+            let index = match self.cursors.claim(slot, pieces, from, helps) {
                 Claim::Piece(index) => index,
                 Claim::Done => return Step::Done,
                 Claim::Waiting if moved == 0 => return Step::Waiting,

@@ -13,7 +13,7 @@ use loom::thread;
 
 use crate::control::{Control, SLOTS};
 use crate::count::Count;
-use crate::cursor::{Claim, Cursors};
+use crate::cursor::{Claim, Cursors, Start};
 use crate::ring::{Consumer, Producer, RING_RANGE};
 use crate::wake::{DATA, Flags};
 
@@ -115,8 +115,8 @@ fn each_piece_of_a_copy_is_claimed_once_and_all_are_settled_when_it_is_done() {
         let other = Cursors::new(&control, 1);
         let copied: Arc<[loom::sync::atomic::AtomicU64; PIECES]> =
             Arc::new(std::array::from_fn(|_| loom::sync::atomic::AtomicU64::new(0)));
-        let ends = move |cursors: &Cursors, copied: &[loom::sync::atomic::AtomicU64; PIECES]| loop {
-            match cursors.claim(handle, PIECES) {
+        let ends = move |cursors: &Cursors, from, copied: &[loom::sync::atomic::AtomicU64; PIECES]| loop {
+            match cursors.claim(handle, PIECES, from, true) {
                 Claim::Piece(at) => {
                     copied[at].fetch_add(1, Ordering::Relaxed);
                     cursors.settle(handle, true);
@@ -131,8 +131,8 @@ fn each_piece_of_a_copy_is_claimed_once_and_all_are_settled_when_it_is_done() {
             }
         };
         let theirs = Arc::clone(&copied);
-        let peer = thread::spawn(move || ends(&other, &theirs));
-        ends(&own, &copied);
+        let peer = thread::spawn(move || ends(&other, Start::Front, &theirs));
+        ends(&own, Start::Back, &copied);
         peer.join().expect("the peer is fine");
     });
 }
@@ -147,7 +147,7 @@ fn once_a_copy_is_stopped_and_settled_no_piece_of_it_is_copied() {
         let touched = Arc::new(loom::cell::UnsafeCell::new(0));
         let theirs = Arc::clone(&touched);
         let peer = thread::spawn(move || {
-            while let Claim::Piece(_) = other.claim(handle, 2) {
+            while let Claim::Piece(_) = other.claim(handle, 2, Start::Front, true) {
                 // SAFETY: the claimed piece keeps the owner from touching it: what is checked here.
                 theirs.with_mut(|bytes| unsafe { *bytes += 1 });
                 other.settle(handle, true);

@@ -8,7 +8,7 @@ use std::sync::{Arc, Barrier};
 use common::{Keeper, Piece, Random, byte, direct, pair_in, receive_direct, send_direct};
 use crossrail_shm::{Arena, Options, ShmLane};
 use crossrail_transport::conformance::skip;
-use crossrail_transport::{Copy, DirectKind, Job, Lane, Step};
+use crossrail_transport::{Copy, DirectKind, HALVES_MAX, Job, Lane, Step};
 use crossrail_types::ErrorKind;
 
 /// Copies `len` bytes from `from` to `to`, both ends helping if `both`, and looks at every byte around it as well.
@@ -129,13 +129,23 @@ fn a_description_of_the_peer_is_not_believed() {
     ];
     for (remote, len) in beyond {
         assert!(direct(&mut b).reach(&remote, len).is_err());
-        let mut job = Job { slot: None, local: memory.as_mut_ptr(), remote, len, copy: Copy::Push, moved: 0, state: 0 };
+        let mut job = Job {
+            slot: None,
+            local: memory.as_mut_ptr(),
+            remote,
+            len,
+            copy: Copy::Push,
+            moved: 0,
+            state: 0,
+            helps: true,
+        };
         // SAFETY: `memory` is longer than any of the lengths.
         assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)));
     }
     for slot in [u32::MAX, 0xffff, 128, 200] {
         let local = memory.as_mut_ptr();
-        let mut job = Job { slot: Some(slot), local, remote: good, len: 100, copy: Copy::Pull, moved: 0, state: 0 };
+        let mut job =
+            Job { slot: Some(slot), local, remote: good, len: 100, copy: Copy::Pull, moved: 0, state: 0, helps: true };
         // SAFETY: `memory` is longer than 100 bytes.
         assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)), "cursor {slot}");
     }
@@ -158,7 +168,8 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
             let (b, memory, under_way) = (&mut b, &mut memory, &under_way);
             let copier = scope.spawn(move || {
                 let local = memory.as_mut_ptr();
-                let mut job = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0 };
+                let mut job =
+                    Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0, helps: true };
                 loop {
                     // SAFETY: `memory` has `len` bytes and lives past this thread.
                     match unsafe { direct(b).step(&mut job, 1) } {
@@ -187,13 +198,48 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
         direct(&mut a).close(slot);
         let next = direct(&mut a).open(len).expect("a free cursor");
         let local = memory.as_mut_ptr();
-        let mut late = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0 };
+        let mut late = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0, helps: true };
         // SAFETY: `memory` has `len` bytes.
         assert!(matches!(unsafe { direct(&mut b).step(&mut late, 1) }, Step::Failed(_) | Step::Done));
         assert_ne!(next, slot);
         direct(&mut a).close(next);
     }
     assert!(stopped > 0, "no copy was stopped half-way");
+}
+
+#[test]
+fn each_end_copies_its_half_until_it_helps() {
+    let (here, there) = (Arena::new(), Arena::new());
+    let (mut a, mut b) = pair_in(&Options { cma: false, ..Options::default() }, here.clone(), there.clone());
+    for len in [64 << 10, (96 << 10) + 1, HALVES_MAX] {
+        let (source, target) = (here.alloc(len).expect("alloc"), there.alloc(len).expect("alloc"));
+        slice(&source, 0, len).fill(0x5a);
+        let (mine, _) = direct(&mut a).describe(source.ptr(), len).expect("ours");
+        let (theirs, _) = direct(&mut b).describe(target.ptr(), len).expect("ours");
+        let slot = direct(&mut a).open(len);
+        let job = |local, remote, copy| Job { slot, local, remote, len, copy, moved: 0, state: 0, helps: false };
+        let (mut pull, mut push) = (job(target.ptr(), mine, Copy::Pull), job(source.ptr(), theirs, Copy::Push));
+        // SAFETY: both segments have `len` bytes, and outlive the jobs.
+        let step = |lane: &mut ShmLane, job: &mut Job| unsafe { direct(lane).step(job, len) };
+        assert_eq!(step(&mut b, &mut pull), Step::Moved(pull.moved));
+        assert_eq!(step(&mut b, &mut pull), Step::Waiting, "the rest is the sender's");
+        let half = pull.moved;
+        assert!((len / 2..=len / 2 + (32 << 10)).contains(&half), "{half} of {len} bytes");
+        let copied = |from: usize, to: usize| slice(&target, from, to - from).iter().all(|byte| *byte == 0x5a);
+        let untouched = |from: usize, to: usize| slice(&target, from, to - from).iter().all(|byte| *byte == 0);
+        assert!(copied(0, half) && untouched(half, len), "{len} bytes: the receiver begins at the front");
+        assert_eq!((step(&mut a, &mut push), push.moved), (Step::Done, len - half));
+        assert!(copied(0, len) && step(&mut b, &mut pull) == Step::Done, "{len} bytes");
+        direct(&mut a).close(slot.expect("a free cursor"));
+
+        // Alone, an end that helps copies everything.
+        let slot = direct(&mut a).open(len);
+        slice(&target, 0, len).fill(0);
+        let mut alone = Job { slot, moved: 0, helps: true, ..push };
+        assert_eq!(step(&mut a, &mut alone), Step::Moved(len));
+        assert!(copied(0, len) && step(&mut a, &mut alone) == Step::Done, "{len} bytes");
+        direct(&mut a).close(slot.expect("a free cursor"));
+    }
 }
 
 #[test]
@@ -224,8 +270,16 @@ fn one_end_failing_fails_both() {
     let mut nowhere = [0; 24];
     nowhere[0] = 2;
     nowhere[8..16].copy_from_slice(&8u64.to_le_bytes());
-    let mut job =
-        |copy| Job { slot: Some(slot), local: memory.as_mut_ptr(), remote: nowhere, len, copy, moved: 0, state: 0 };
+    let mut job = |copy| Job {
+        slot: Some(slot),
+        local: memory.as_mut_ptr(),
+        remote: nowhere,
+        len,
+        copy,
+        moved: 0,
+        state: 0,
+        helps: true,
+    };
     let (mut pull, mut push) = (job(Copy::Pull), job(Copy::Push));
     // SAFETY: `memory` has `len` bytes.
     let failed = unsafe { direct(&mut b).step(&mut pull, 1) };

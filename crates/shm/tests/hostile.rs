@@ -67,7 +67,7 @@ fn honest_size() -> i64 {
     let attaching = std::thread::spawn(move || {
         attach(theirs, Side::Connector, LaneId(0), Arena::new(), Options::default(), common::soon())
     });
-    mine.write_all(&hello(RING, 2)).expect("write");
+    mine.write_all(&hello(RING, 3)).expect("write");
     mine.read_exact(&mut [0; 64]).expect("their hello");
     let mut space = nix::cmsg_space!([i32; 1]);
     let mut bytes = [0; 64];
@@ -98,16 +98,16 @@ fn a_control_segment_that_could_shrink_or_is_too_small_is_refused() {
         (memfd(size - 4096, sealed), "were agreed"),
         (memfd(0, sealed), "were agreed"),
     ] {
-        let (attaching, mine) = victim(&hello(RING, 2));
+        let (attaching, mine) = victim(&hello(RING, 3));
         pass(&mine, &message(2, |_| ()), &[&fd]);
         let error = outcome(attaching);
         assert_eq!(error.kind, ErrorKind::Protocol);
         assert!(error.to_string().contains(why), "{error}");
     }
-    let (attaching, mut mine) = victim(&hello(RING, 2));
+    let (attaching, mut mine) = victim(&hello(RING, 3));
     mine.write_all(&message(2, |_| ())).expect("write");
     assert!(outcome(attaching).to_string().contains("did not come"));
-    let (attaching, mine) = victim(&hello(RING, 2));
+    let (attaching, mine) = victim(&hello(RING, 3));
     let fd = memfd(size, sealed);
     pass(&mine, &message(2, |_| ()), &[&fd, &fd, &fd]);
     assert!(outcome(attaching).to_string().contains("several descriptors"));
@@ -118,7 +118,7 @@ fn another_version_and_absurd_rings_are_refused() {
     let (attaching, _mine) = victim(&hello(RING, 9));
     assert_eq!(outcome(attaching).kind, ErrorKind::Mismatch);
     for ring in [0, 4096, RING + 1, 1 << 40, u64::MAX] {
-        let (attaching, _mine) = victim(&hello(ring, 2));
+        let (attaching, _mine) = victim(&hello(ring, 3));
         let error = outcome(attaching);
         assert!(error.kind == ErrorKind::Protocol && error.to_string().contains(&ring.to_string()), "{error}");
     }
@@ -131,7 +131,7 @@ fn lane_and_its_peer() -> (ShmLane, UnixStream) {
 
 /// The same with a control segment of ours.
 fn lane_of(fd: &OwnedFd) -> (ShmLane, UnixStream) {
-    let (attaching, mut mine) = victim(&hello(RING, 2));
+    let (attaching, mut mine) = victim(&hello(RING, 3));
     pass(&mine, &message(2, |_| ()), &[fd]);
     mine.write_all(&message(3, |_| ())).expect("write");
     mine.write_all(&message(4, |_| ())).expect("write");
@@ -436,7 +436,7 @@ fn honest_step(lane: &mut ShmLane, sink: &mut common::Keeper, local: &mut [u8], 
             let slot = (random.below(3) != 0).then(|| random.below(1 << 18) as u32);
             let copy = if random.below(2) == 0 { Copy::Pull } else { Copy::Push };
             let local = local[GUARD..].as_mut_ptr();
-            let mut job = Job { slot, local, remote, len, copy, moved: 0, state: 0 };
+            let mut job = Job { slot, local, remote, len, copy, moved: 0, state: 0, helps: true };
             for _ in 0..8 {
                 // SAFETY: `len` bytes between the guards, which nobody else touches.
                 match unsafe { common::direct(lane).step(&mut job, 300_000) } {

@@ -338,6 +338,10 @@ pub enum Copy {
     Push,
 }
 
+/// Copies by both ends up to this length are divided in two halves, one for each end: what is sent again and again stays in
+/// the caches of the processors that copy it. Of longer ones, which caches don't hold, the ends take turns.
+pub const HALVES_MAX: usize = 1 << 20;
+
 /// One end's part of a direct copy. Both ends may hold a job for the same `slot`: each claims pieces from the
 /// shared cursor there, so that the two together copy every byte once.
 #[derive(Clone, Debug)]
@@ -356,6 +360,9 @@ pub struct Job {
     pub moved: usize,
     /// What `step` remembers of it; 0 at first.
     pub state: u64,
+    /// Whether this end may claim pieces of the half that is the other end's, up to [`HALVES_MAX`]. Without, `step` is
+    /// `Waiting` once its own half is claimed.
+    pub helps: bool,
 }
 
 // SAFETY: as for Payload: a description; `Direct::step` dereferences it under its own contract.

@@ -27,8 +27,8 @@ mod word;
 
 pub use doorbell::Doorbell;
 pub use lane::{
-    COPIED_MAX, Copy, Descriptor, Direct, DirectKind, Job, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX,
-    Passed, Payload, Place, Post, Sink, Step, Tx, Window,
+    COPIED_MAX, Copy, Descriptor, Direct, DirectKind, HALVES_MAX, Job, Lane, LaneCaps, LaneError, LaneStats,
+    NOTE_FILES, NOTE_MAX, Passed, Payload, Place, Post, Sink, Step, Tx, Window,
 };
 pub use list::{Cursor, Index, List, Rows, Stride, copy_between};
 pub use loan::{Kept, Loan, LoanUse};

@@ -238,5 +238,5 @@ impl End {
 }
 
 pub(crate) fn job(copy: Copy, local: u64, remote: Descriptor, len: usize) -> Job {
-    Job { slot: None, local: local as usize as *mut u8, remote, len, copy, moved: 0, state: 0 }
+    Job { slot: None, local: local as usize as *mut u8, remote, len, copy, moved: 0, state: 0, helps: true }
 }

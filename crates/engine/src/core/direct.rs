@@ -1,13 +1,14 @@
 //! Direct copies: this end's part of moving a transfer's bytes with a single copy.
 #![allow(unsafe_code)]
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda_ipc::{Link, RowsCopy};
 use crossrail_proto as proto;
 use crossrail_sight::trace::What;
-use crossrail_transport::{Copy, Direct, Job, List, Step, copy_between};
+use crossrail_transport::{Copy, Direct, HALVES_MAX, Job, List, Step, copy_between};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
@@ -18,8 +19,13 @@ use super::lists::hosted::View;
 use super::lists::part::is_paired;
 use super::peers::Peer;
 
-/// Bytes that a direct copy may move before everything else gets its turn.
+/// Bytes that a direct copy may move before everything else gets its turn; those in halves together.
 const COPY_BUDGET: usize = 1 << 20;
+
+/// Copies in a row with a peer whose own half this end makes before it helps with the other half of the oldest one. Each
+/// end works ahead on its half, so that a peer which is late by less does not change which memory is in which cache; one
+/// that is later, or does not copy at all, delays no transfer by more than these.
+const AHEAD: usize = 8;
 
 /// GPU memory up to this length is copied by the receiving end; longer transfers are left to the sending end. Writing
 /// takes half a round trip more, and carries more than reading as soon as a GPU's links are busy in both directions.
@@ -42,7 +48,10 @@ const LEND_STOP_LIMIT: Duration = Duration::from_secs(2);
 /// protocol wants stopped ([`DirectCopies::stop`]) ends once nothing touches the memory any more.
 #[derive(Default)]
 pub(super) struct DirectCopies {
-    copies: Vec<ActiveCopy>,
+    /// Oldest first.
+    copies: VecDeque<ActiveCopy>,
+    /// Bytes that this thread has copied in this pass.
+    spent: usize,
     /// Cursors of finished copies in which the peer was still copying a piece.
     closing: Vec<(LaneId, u32)>,
 }
@@ -267,13 +276,13 @@ impl DirectCopies {
             peer.protocol.direct_invite(now, id, descriptor);
         }
         let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
-        let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0, state: 0 };
+        let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0, state: 0, helps: true };
         let began = gpu.then(Instant::now);
         let alone = offer.slot.is_none();
         let pair = None;
-        self.copies.push(ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false, pair });
+        self.copies.push_back(ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false, pair });
         if alone {
-            self.step_one(context, self.copies.len() - 1);
+            self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
         }
         Begun::Copying
     }
@@ -305,9 +314,9 @@ impl DirectCopies {
         };
         let copy = if *role == Role::Pull { Copy::Pull } else { Copy::Push };
         let (local, remote, len) = (std::ptr::null_mut(), offer.descriptor, *len as usize);
-        let job = Job { slot: None, local, remote, len, copy, moved: 0, state: 0 };
+        let job = Job { slot: None, local, remote, len, copy, moved: 0, state: 0, helps: true };
         let (endpoint, id, memory) = (*endpoint, *id, *memory);
-        self.copies.push(ActiveCopy {
+        self.copies.push_back(ActiveCopy {
             endpoint,
             lane,
             id,
@@ -318,7 +327,7 @@ impl DirectCopies {
             stopping: false,
             pair: Some(pair),
         });
-        self.step_one(context, self.copies.len() - 1);
+        self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
         Begun::Copying
     }
 
@@ -336,20 +345,10 @@ impl DirectCopies {
         self.closing.push((lane, cursor));
     }
 
-    /// Advances every copy; whether anything moved, and the endpoints to settle.
+    /// Advances the copies; whether anything moved, and the endpoints to settle.
     pub(super) fn step(&mut self, context: &mut Context<'_>) -> (bool, Vec<EndpointId>) {
-        let mut moved = false;
         let mut ended = Vec::new();
-        let mut at = 0;
-        while at < self.copies.len() {
-            let (before, endpoint) = (self.copies.len(), self.copies[at].endpoint);
-            moved |= self.step_one(context, at);
-            if self.copies.len() < before {
-                ended.push(endpoint);
-            } else {
-                at += 1;
-            }
-        }
+        let moved = self.step_each(context, false, &mut ended) || self.step_each(context, true, &mut ended);
         self.closing.retain(|(lane, cursor)| {
             let Some(direct) = context.polled.direct(*lane) else { return false };
             if direct.stop(*cursor) {
@@ -361,8 +360,42 @@ impl DirectCopies {
         (moved, ended)
     }
 
+    /// Advances every copy, of those that are divided in halves this end's half of the oldest ones; with `helps` only one of
+    /// those, by a piece of the other half. Whether anything moved.
+    fn step_each(&mut self, context: &mut Context<'_>, helps: bool, ended: &mut Vec<EndpointId>) -> bool {
+        let (mut moved, mut at, mut tried) = (false, 0, (None, 0));
+        self.spent = 0;
+        let most = if helps { 1 } else { COPY_BUDGET };
+        while at < self.copies.len() {
+            let (before, active) = (self.copies.len(), &mut self.copies[at]);
+            let endpoint = active.endpoint;
+            let mut budget = COPY_BUDGET;
+            if active.job.slot.is_some() && active.job.len <= HALVES_MAX && !active.stopping {
+                budget = most.saturating_sub(self.spent);
+                // Nobody waits for another peer that has stopped.
+                let row = if tried.0 == Some(endpoint) { tried.1 } else { 0 };
+                if row == AHEAD || budget == 0 {
+                    at += 1;
+                    continue;
+                }
+                tried = (Some(endpoint), row + 1);
+                active.job.helps = helps;
+            } else if helps {
+                at += 1;
+                continue;
+            }
+            moved |= self.step_one(context, at, budget);
+            if self.copies.len() < before {
+                ended.push(endpoint);
+            } else {
+                at += 1;
+            }
+        }
+        moved
+    }
+
     /// Advances one copy, which is removed when it is over. Whether anything moved.
-    fn step_one(&mut self, context: &mut Context<'_>, at: usize) -> bool {
+    fn step_one(&mut self, context: &mut Context<'_>, at: usize, budget: usize) -> bool {
         let active = &mut self.copies[at];
         let (endpoint, gpu, state) = (active.endpoint, active.began.is_some(), active.job.state);
         if active.stopping && gpu {
@@ -393,15 +426,18 @@ impl DirectCopies {
             }
             return stopped;
         }
-        let started = Instant::now();
+        let (started, before) = (Instant::now(), active.job.moved);
         // SAFETY: `local` is the memory of an operation or a region that the protocol has not released: it is valid for
         // `len` bytes until the copy ends, which it does before `Done`, `Released` or `deregister` return.
         let step = unsafe {
             match &active.pair {
                 Some(Pair::Host(pair)) => pair.step(&mut active.job),
-                _ => direct.step(&mut active.job, COPY_BUDGET),
+                _ => direct.step(&mut active.job, budget),
             }
         };
+        if !gpu {
+            self.spent += active.job.moved - before;
+        }
         self.advanced(context, at, step, started)
     }
 
@@ -444,7 +480,7 @@ impl DirectCopies {
     }
 
     fn end(&mut self, context: &mut Context<'_>, at: usize, done: bool) {
-        let active = self.copies.swap_remove(at);
+        let Some(active) = self.copies.remove(at) else { return };
         let tables = &mut context.data.tables;
         let now = tables.clock.read();
         let ordinal = tables.extent(active.memory).and_then(|(.., gpu)| gpu);
@@ -463,7 +499,7 @@ impl DirectCopies {
 
     /// Abandons the selected copies, once those of GPU memory no longer touch it.
     fn abandon(&mut self, data: &mut DataPath, which: impl Fn(&ActiveCopy) -> bool) {
-        let (gone, kept): (Vec<_>, Vec<_>) = std::mem::take(&mut self.copies).into_iter().partition(which);
+        let (gone, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.copies).into_iter().partition(which);
         self.copies = kept;
         for copy in gone.iter().filter(|copy| copy.began.is_some()) {
             if let Some(link) = data.gpu.existing_link(copy.endpoint) {

@@ -16,7 +16,7 @@ use super::{Core, LaneRecord, Transfers};
 use crate::memory::Buffer;
 
 /// From here on both ends of a direct copy copy at once.
-const HELP_MIN: u64 = 512 << 10;
+const HELP_MIN: u64 = 128 << 10;
 
 impl Core {
     /// Submits an operation of host memory that can start at once, as most can. `Ok`: whether nothing has changed that other

@@ -194,7 +194,7 @@ pub(crate) fn direct(lane: &mut ShmLane) -> &mut dyn Direct {
 
 fn copy_all(lane: &mut ShmLane, piece: &Piece, slot: Option<u32>, remote: &[u8], copy: Copy) -> usize {
     let remote = remote.try_into().expect("24 bytes");
-    let mut job = Job { slot, local: piece.ptr, remote, len: piece.len, copy, moved: 0, state: 0 };
+    let mut job = Job { slot, local: piece.ptr, remote, len: piece.len, copy, moved: 0, state: 0, helps: true };
     let limit = soon();
     loop {
         // SAFETY: `piece` describes valid memory that nobody else touches meanwhile.

@@ -111,7 +111,7 @@ fn copy(label: &str, pair: &mut Pair, jobs: [Option<Job>; 2]) -> [usize; 2] {
 }
 
 fn job(slot: Option<u32>, local: *mut u8, remote: Descriptor, len: usize, copy: Copy) -> Job {
-    Job { slot, local, remote, len, copy, moved: 0, state: 0 }
+    Job { slot, local, remote, len, copy, moved: 0, state: 0, helps: true }
 }
 
 /// Every byte arrives once, at any alignment, and nothing around them is touched.
