@@ -17,7 +17,7 @@
 //! | `WakeUps::polling` | callers that make progress now | `enter` | `leave`, `sleep` | worker's lock |
 //! | `WakeUps::sleeping` | callers that wait for `Progress::done` | `sleep` | `wake` | worker's lock |
 //! | `WakeUps::observers` | callers that wait for something other than the end of an operation | `Progress::observe_until` | the same, at its end | worker's lock |
-//! | `WakeUps::caller_passes` | counts passes by callers, so that the background thread knows they are active | `leave`, `wake`, `test`, `step` | never | worker's lock |
+//! | `WakeUps::caller_passes` | counts passes by callers, so that the background thread knows that they wait or poll | `leave`, `wake`, `test`, `notices`, `step` | never | worker's lock |
 //! | `BulkLane::wanted` | the protocol has something for this connection | `Transfers::notify_connections`, staging | the thread that polls it | atomic |
 //! | `BulkLane::dead` | the connection is to be dropped | `kill`, `take_for_dead` | never; the connection is removed | atomic |
 //! | `BulkLane::readiness` | epoll has reported its socket | whoever collects events | the thread that polls it | atomic |

@@ -8,8 +8,32 @@ use super::{NAP_MAX, Progress};
 
 /// While callers make progress, the background thread checks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
+/// Callers that make a pass at least this often on average poll: they find what arrives sooner than the background thread,
+/// which would only take the lock and a processor from them, and have peers send wake-ups.
+const POLLS_EVERY: Duration = Duration::from_micros(20);
+/// Passes by which that is told.
+const POLLS_MIN: u64 = 32;
 /// How long the connections' threads poll after anything last moved before they sleep, where cores are free.
 const LINGER: Duration = Duration::from_micros(100);
+
+/// How often callers make passes without waiting.
+struct Pace {
+    passes: u64,
+    since: Instant,
+}
+
+impl Pace {
+    /// Whether callers poll, who have made so many passes by now.
+    fn is_polling(&mut self, passes: u64, now: Instant) -> bool {
+        let more = passes - self.passes;
+        if more < POLLS_MIN {
+            return false;
+        }
+        let took = now - self.since;
+        *self = Pace { passes, since: now };
+        took.as_nanos() < POLLS_EVERY.as_nanos() * u128::from(more)
+    }
+}
 
 impl Progress {
     /// Has the background thread make progress now.
@@ -44,14 +68,17 @@ impl Progress {
         }
     }
 
-    /// Makes progress until nothing moves, sleeps until something does. Returns when a caller takes over.
+    /// Makes progress until nothing moves, sleeps until something does. Returns when callers take over, who wait or poll.
     fn drive(&self) {
+        let mut pace: Option<Pace> = None;
         let mut quiet = 0;
         let (mut linger, mut still_since) = (Duration::ZERO, None);
         while !self.closing.load(Ordering::Acquire) {
             let mut moved = self.run_tasks();
             let mut core = self.core.lock();
-            if core.wake_ups().is_polling() {
+            let (passes, now) = (core.wake_ups().caller_passes(), Instant::now());
+            let polls = pace.get_or_insert(Pace { passes, since: now }).is_polling(passes, now);
+            if core.wake_ups().is_polling() || polls && !core.wake_ups().is_anyone_sleeping() {
                 self.after(core);
                 return;
             }
@@ -140,5 +167,24 @@ impl Progress {
     fn linger(&self) -> Duration {
         let threads = self.connections.groups().iter().filter(|group| group.has_lanes()).count();
         if self.environment.cores() > 2 * (threads + 1) { LINGER } else { Duration::ZERO }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn callers_poll_who_make_passes_without_a_pause() {
+        let start = Instant::now();
+        let at = |passes: u64, each: Duration| start + each * passes as u32;
+        let told = |passes: u64, each: Duration| Pace { passes: 0, since: start }.is_polling(passes, at(passes, each));
+        assert!(told(POLLS_MIN, POLLS_EVERY / 2));
+        assert!(!told(POLLS_MIN - 1, POLLS_EVERY / 2), "a few passes tell nothing");
+        assert!(!told(1000, POLLS_EVERY * 2), "passes between which callers do something else");
+        let mut pace = Pace { passes: 0, since: start };
+        let paused = start + Duration::from_secs(1);
+        assert!(!pace.is_polling(POLLS_MIN, paused));
+        assert!(pace.is_polling(2 * POLLS_MIN, paused + POLLS_EVERY), "what was before is forgotten");
     }
 }
