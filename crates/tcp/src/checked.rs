@@ -4,19 +4,18 @@
 //! memory holds by then, and a byte reaches its destination only once it has been checked. Where two lanes bring the same
 //! chunk, the wrong bytes of one can thus never overwrite the right ones of the other, and whoever looks at memory that a
 //! peer writes never sees wrong ones.
-#![allow(unsafe_code)] // reads the user's memory, as its grants permit
 
 use std::io;
 use std::os::fd::RawFd;
 
-use crossrail_transport::{LaneError, Loan, Payload, Post, Sink, Tx};
+use crossrail_transport::{LaneError, Post, Sink, Tx};
 use crossrail_types::{HEAD_LEN, LaneId};
 
 use crate::record::{self, RECORD_HEAD, RECORD_MAX};
 use crate::room::Room;
 use crate::rx::{Frames, Intake, Read};
 use crate::sys;
-use crate::tx::{COPIES_UP_TO, COPIES_WAITING, Outlet, accepted};
+use crate::tx::{COPIES_UP_TO, COPIES_WAITING, Outlet, accepted, append};
 
 /// Sealed bytes beyond which no further record is begun before the kernel has taken them.
 const STAGED: usize = 4 * RECORD_MAX;
@@ -195,22 +194,6 @@ impl Outlet for Sealer {
             }
         }
         Ok(self.room.bytes > before)
-    }
-}
-
-/// Appends `len` bytes of a payload from `at` on; zeros if its memory was revoked.
-fn append(payload: &Payload, at: usize, len: usize, out: &mut Vec<u8>) {
-    let usage = payload.grant.as_deref().map(Loan::enter);
-    if len == 0 || matches!(usage, Some(None)) {
-        out.resize(out.len() + len, 0);
-        return;
-    }
-    // SAFETY: at + len <= payload.len, which is valid until `sent` or a revocation; `usage` makes a revocation wait.
-    // All of what is added is written.
-    unsafe {
-        out.reserve(len);
-        payload.read(at, len, out.as_mut_ptr().add(out.len()));
-        out.set_len(out.len() + len);
     }
 }
 

@@ -121,6 +121,15 @@ impl<S: Outlet, I: Intake> Lane for SocketLane<S, I> {
         }
     }
 
+    fn push(&mut self, sink: &mut dyn Sink, budget: usize) -> bool {
+        if self.broken.is_none()
+            && let Err(error) = self.tx.poll(self.stream.as_raw_fd(), self.id, sink, budget, false)
+        {
+            self.broken = Some(error);
+        }
+        true
+    }
+
     fn poll(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> std::result::Result<bool, LaneError> {
         let fd = self.stream.as_raw_fd();
         let probe = probe || self.broken.is_some();

@@ -23,8 +23,10 @@ const BATCH_FRAMES: usize = 32;
 const BATCH_BYTES: usize = 64 * 1024;
 /// Minimum size of a payload sent by reference.
 const BY_REFERENCE_FROM: usize = 64 * 1024;
-/// Maximum size of a payload that is copied behind its header, which is cheaper than a gathering call.
+/// Maximum size of a payload that is copied behind its header, which is cheaper than a gathering call, and maximum bytes
+/// of such frames that are copied one behind the other.
 const JOIN_UP_TO: usize = 1024;
+const JOINED_MAX: usize = 4096;
 /// Zeros, sent in place of memory that was revoked: the frame's length has already been announced.
 static FILLER: [u8; 16 * 1024] = [0; 16 * 1024];
 
@@ -109,6 +111,8 @@ pub struct Sender {
     /// Bytes of copied frames in `queue`.
     copies: usize,
     room: Room,
+    /// Bytes of frames that are sent together. Empty between calls.
+    joined: Vec<u8>,
     /// The pipe for sending by reference, if available.
     pipe: Option<Pipe>,
 }
@@ -119,6 +123,7 @@ impl Sender {
             queue: VecDeque::new(),
             copies: 0,
             room: Room::new(lowat),
+            joined: Vec::new(),
             pipe: by_reference.then(Pipe::new).flatten(),
         }
     }
@@ -162,7 +167,9 @@ impl Outlet for Sender {
         }
         if copies {
             self.copies += HEAD_LEN + out.len;
-            out.source = Source::Copied(copy_of(&tx.payload));
+            let mut copy = Vec::new();
+            append(&tx.payload, 0, out.len, &mut copy);
+            out.source = Source::Copied(copy);
             self.queue.push_back(out);
             return Ok(Post::Taken);
         }
@@ -207,20 +214,9 @@ impl Outlet for Sender {
 impl Sender {
     /// Writes a frame while the queue is empty, as far as the kernel accepts it.
     fn write_now(&mut self, fd: RawFd, out: &Outgoing) -> Result<usize, LaneError> {
-        let Source::User(payload) = &out.source else { return Ok(0) };
-        let written = if out.len <= JOIN_UP_TO {
-            let mut joined = [0; HEAD_LEN + JOIN_UP_TO];
-            joined[..HEAD_LEN].copy_from_slice(&out.head.0);
-            let usage = payload.grant.as_deref().map(Loan::enter);
-            if out.len > 0 && !matches!(usage, Some(None)) {
-                // SAFETY: the payload is valid during post; `usage` makes a revocation wait.
-                unsafe { payload.read(0, out.len, joined[HEAD_LEN..].as_mut_ptr()) };
-            }
-            drop(usage);
-            sys::send(fd, &joined[..HEAD_LEN + out.len], false)
-        } else {
-            send_rows(fd, out).unwrap_or_else(|| gather(fd, std::iter::once(out)))
-        };
+        let written = send_joined(fd, std::iter::once(out), &mut self.joined)
+            .or_else(|| send_rows(fd, out))
+            .unwrap_or_else(|| gather(fd, std::iter::once(out)));
         let n = accepted("send", written)?.unwrap_or(0);
         self.room.count(n);
         Ok(n)
@@ -279,7 +275,9 @@ impl Sender {
                 self.pipe = None; // not permitted on this system: copy from now on
             }
         }
-        let written = send_rows(fd, front).unwrap_or_else(|| gather(fd, self.queue.iter()));
+        let written = send_joined(fd, self.queue.iter(), &mut self.joined)
+            .or_else(|| send_rows(fd, front))
+            .unwrap_or_else(|| gather(fd, self.queue.iter()));
         accepted("sendmsg", written)
     }
 
@@ -316,19 +314,45 @@ pub(crate) fn accepted(call: &str, result: io::Result<usize>) -> Result<Option<u
     }
 }
 
-/// Copies a payload; zeros if its memory was revoked.
-fn copy_of(payload: &Payload) -> Vec<u8> {
+/// Appends a payload's bytes from `at` on; zeros if its memory was revoked.
+pub(crate) fn append(payload: &Payload, at: usize, len: usize, out: &mut Vec<u8>) {
     let usage = payload.grant.as_deref().map(Loan::enter);
-    if payload.len == 0 || matches!(usage, Some(None)) {
-        return vec![0; payload.len];
+    if len == 0 || matches!(usage, Some(None)) {
+        out.resize(out.len() + len, 0);
+        return;
     }
-    let mut copy = Vec::with_capacity(payload.len);
-    // SAFETY: the payload is valid during post; `usage` makes a revocation wait. All of the copy is written.
+    // SAFETY: at + len <= payload.len, which is valid until `sent` or a revocation; `usage` makes a revocation wait.
+    // All of what is added is written.
     unsafe {
-        payload.read(0, payload.len, copy.as_mut_ptr());
-        copy.set_len(payload.len);
+        out.reserve(len);
+        payload.read(at, len, out.as_mut_ptr().add(out.len()));
+        out.set_len(out.len() + len);
     }
-    copy
+}
+
+/// Sends frames that are all short, copied one behind the other; `None`: they are not.
+fn send_joined<'a>(
+    fd: RawFd,
+    frames: impl Iterator<Item = &'a Outgoing> + Clone,
+    joined: &mut Vec<u8>,
+) -> Option<io::Result<usize>> {
+    let mut total = 0;
+    if !frames.clone().all(|frame| {
+        total += frame.left();
+        frame.len <= JOIN_UP_TO && total <= JOINED_MAX
+    }) {
+        return None;
+    }
+    joined.clear();
+    frames.for_each(|frame| {
+        joined.extend_from_slice(frame.head_left());
+        let at = frame.offset();
+        match &frame.source {
+            Source::Copied(bytes) => joined.extend_from_slice(&bytes[at..]),
+            Source::User(payload) => append(payload, at, frame.len - at, joined),
+        }
+    });
+    Some(sys::send(fd, joined, false))
 }
 
 /// Sends a frame whose payload is rows of a list, as far as one sendmsg does; `None`: it is none, or was revoked.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -154,6 +154,20 @@ fn a_post_to_a_dead_peer_does_not_lose_received_data() {
     let error = poll_to_error(&mut lane, &mut sink);
     assert!(matches!(&error, LaneError::Closed(why) if why.contains("ECONNRESET")), "{error}");
     assert_eq!(sink.places, [b"last words".to_vec()]);
+}
+
+#[test]
+fn short_frames_are_pushed_together() {
+    let (mut lane, mut peer) = lane_and_socket();
+    let payloads = [vec![1; 36], vec![2; 4], vec![], vec![3; 36], vec![4; 576]];
+    let mut sink = Keeper::default();
+    sink.queue.extend(payloads.iter().map(|payload| frame(payload)));
+    assert!(lane.push(&mut sink, 1 << 20));
+    assert_eq!(sink.sent, payloads.len());
+    let mut bytes = vec![0; 1 << 16];
+    // One segment: otherwise the first read is shorter.
+    let len = peer.read(&mut bytes).expect("what was pushed");
+    assert_eq!(bytes[..len], payloads.iter().flat_map(|payload| wire(payload)).collect::<Vec<_>>());
 }
 
 #[test]

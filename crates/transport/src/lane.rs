@@ -211,6 +211,12 @@ pub trait Lane: Send {
     /// [`COPIED_MAX`] bytes is never [`Post::Held`].
     fn post(&mut self, tx: &Tx) -> Result<Post, LaneError>;
 
+    /// Sends what `sink.next` has while there is room, about `budget` bytes: the sending half of [`Lane::poll`], for lanes
+    /// that carry several frames at once for less than one after the other. False: this one does not, post each.
+    fn push(&mut self, _sink: &mut dyn Sink, _budget: usize) -> bool {
+        false
+    }
+
     /// Moves what can move without blocking: takes frames from `sink.next` while there is room, delivers
     /// what has arrived; about `budget` bytes in each direction. Returns whether anything moved.
     /// `probe`: look at the wire even where [`Lane::ready`] has said nothing (the caller is spinning).

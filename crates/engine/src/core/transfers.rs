@@ -275,7 +275,7 @@ impl Transfers {
     /// Hands the peer's messages to its message lane, as far as that has room.
     #[inline]
     fn flush(&mut self, endpoint: EndpointId) {
-        let DataPath { tables, gpu, .. } = &mut self.data;
+        let tables = &mut self.data.tables;
         let Some(id) = tables.peers.get(endpoint).and_then(|peer| peer.message_lane()) else { return };
         let Some(at) = self.polled.position(id) else { return };
         if tables.lanes.get(id).is_some_and(|lane| lane.chunks.is_staging()) {
@@ -284,6 +284,11 @@ impl Transfers {
             return;
         }
         let Some(lane) = self.polled.get_mut(id) else { return };
+        let mut sink = PolledSink { data: &mut self.data, endpoint, wants: true, fault: None };
+        if lane.push(&mut sink, LANE_BUDGET) {
+            return;
+        }
+        let DataPath { tables, gpu, .. } = &mut self.data;
         let mut failed = None;
         while tables.lanes.get(id).is_some_and(|lane| !lane.has_pending()) {
             let now = tables.clock.now();

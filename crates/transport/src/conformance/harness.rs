@@ -209,6 +209,10 @@ impl End {
         moved
     }
 
+    pub(super) fn push(&mut self, budget: usize) -> bool {
+        self.lane.push(&mut self.sink, budget)
+    }
+
     pub(super) fn step(&mut self, budget: usize) -> bool {
         self.try_step(budget, true).unwrap_or_else(|error| panic!("{}: {error}", self.label))
     }

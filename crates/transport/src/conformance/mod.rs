@@ -47,7 +47,7 @@ pub fn skip(why: &str) {
 /// # Panics
 /// When a check fails.
 pub fn run(name: &str, make_pair: MakePair<'_>) {
-    let checks: [(&str, Check); 25] = [
+    let checks: [(&str, Check); 26] = [
         ("says what it is", says_what_it_is),
         ("order and sizes", order_and_sizes),
         ("frames taken between polls", taken_between_polls),
@@ -55,6 +55,7 @@ pub fn run(name: &str, make_pair: MakePair<'_>) {
         ("budget is kept", budget_is_kept),
         ("post", post),
         ("post of a large payload", post_large),
+        ("push", push),
         ("short and discarded places", short_and_discarded),
         ("refuse", refuse),
         ("received memory recalled midway", received_memory_recalled),
@@ -212,6 +213,21 @@ fn post_large(mut a: End, mut b: End) {
     let sizes = [len, 500];
     b.expect_intact(0, &sizes[2 - count..]);
     drop(payload);
+}
+
+fn push(mut a: End, mut b: End) {
+    let sizes = [0, 8, 36, 1000, 1024, 1025, 4096, 3, cap(&a, 200_000), 5].repeat(40);
+    let mut pushed = 0;
+    for (seq, len) in sizes.iter().enumerate() {
+        a.queue(PLAIN, seq as u32, *len);
+        // Several at a time, and one alone.
+        if seq % 7 < 2 && a.push(1 << 20) {
+            pushed += 1;
+        }
+    }
+    assert!(pushed == 0 || a.tokens_sent() > 0, "{}: nothing of what was pushed was sent", a.label);
+    drive(&mut a, &mut b, 1 << 20, |a, b| a.all_sent() && b.is_through(sizes.len()));
+    b.expect_intact(0, &sizes);
 }
 
 fn short_and_discarded(mut a: End, mut b: End) {
