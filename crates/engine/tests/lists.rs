@@ -186,6 +186,21 @@ fn rows_of_any_length_move_to_rows_anywhere_in_both_directions() {
     });
 }
 
+/// Rows that take longer to tell than the view of all of them.
+#[test]
+fn rows_that_are_no_strides_move_as_soon_as_they_are_prepared() {
+    each(|name, pair| {
+        let rows: Vec<(u64, u64)> = (0..4000).map(|row| (row * 64 + row % 7, 1 + row % 50)).collect();
+        let (here, there) = (Pool::of(&pair.a, None, 256 << 10, 1), Pool::of(&pair.b, None, 256 << 10, 2));
+        let (mine, yours) = (local(&pair.a, &here, &rows), remote(&pair.ab, &pair.b, &there, &rows));
+        assert!(yours.strides() > 3000, "{name}: {} strides", yours.strides());
+        let expected = copied(&there.contents(), &here.contents(), rows.iter().copied().zip(rows.iter().copied()));
+        let of = pair.ab.prepare(MoveKind::Write, &mine, &yours, MoveOptions::default()).unwrap();
+        finish(of.start(StartOptions::default()), name);
+        assert!(there.contents() == expected, "{name}");
+    });
+}
+
 #[test]
 fn a_notice_is_raised_behind_the_bytes_of_its_move_and_each_start_has_its_own() {
     each(|transport, pair| {

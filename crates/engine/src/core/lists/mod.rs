@@ -70,7 +70,7 @@ impl Core {
             },
         };
         let weight = wire::rows_weight(&mail) * if sort == Sort::Theirs { 2 } else { 1 };
-        self.tell(endpoint, sort, mail, weight).map(Some)
+        self.tell(endpoint, sort, mail, weight, &[]).map(Some)
     }
 
     /// Tells the peer of a pair of lists. `even`: the rows of each side are equally long.
@@ -85,11 +85,14 @@ impl Core {
     ) -> Result<Told> {
         let paired = theirs.map(|(told, index, _)| (told.id, index.clone()));
         let mail = wire::put_view(&wire::ViewOf { rows: rows.id, index: index.clone(), theirs: paired });
-        let theirs = theirs.map_or(0, |(_, index, even)| wire::weight(even, index));
-        self.tell(endpoint, Sort::View, mail, wire::weight(even, index).saturating_add(theirs))
+        let weight = theirs.map_or(0, |(_, index, even)| wire::weight(even, index));
+        let weight = wire::weight(even, index).saturating_add(weight);
+        let of: Vec<_> = theirs.iter().map(|(told, ..)| told.mail).chain([rows.mail]).flatten().collect();
+        self.tell(endpoint, Sort::View, mail, weight, &of)
     }
 
-    fn tell(&mut self, endpoint: EndpointId, sort: Sort, mail: Vec<u8>, weight: u64) -> Result<Told> {
+    /// `of`: mails that it refers to, which must have arrived before.
+    fn tell(&mut self, endpoint: EndpointId, sort: Sort, mail: Vec<u8>, weight: u64, of: &[OpId]) -> Result<Told> {
         self.check_alive(endpoint, "prepare")?;
         let outbox = self.outbox(endpoint)?;
         if mail.len() as u64 > wire::MAIL_MAX || !outbox.charge(weight) {
@@ -98,7 +101,8 @@ impl Core {
             return Err(Error::new(ErrorKind::Exhausted, "prepare", detail).with_hint(hint));
         }
         let id = outbox.id();
-        let mail = self.transfers.mail(endpoint, sort, id, mail);
+        let mails = outbox.outstanding(of.iter().copied());
+        let mail = self.transfers.mail(endpoint, (sort, id), mail, mails);
         self.transfers.settle(endpoint);
         Ok(Told { sort, id, weight, mail })
     }
@@ -217,11 +221,18 @@ impl Core {
 }
 
 impl Transfers {
-    /// Sends a mail. `Some`: it goes in chunks, and later frames may overtake it.
-    fn mail(&mut self, endpoint: EndpointId, sort: Sort, id: u32, bytes: Vec<u8>) -> Option<OpId> {
-        let (op, operation) = self.put_mail(endpoint, OpKind::Write, (sort, id), bytes);
+    /// Sends a mail, once `mails` have arrived. `Some`: it waits for those or goes in chunks, and later frames may
+    /// overtake it.
+    fn mail(&mut self, endpoint: EndpointId, of: (Sort, u32), bytes: Vec<u8>, mails: Vec<OpId>) -> Option<OpId> {
+        let (op, operation) = self.put_mail(endpoint, OpKind::Write, of, bytes);
         self.data.tables.operations.detach(op);
-        self.start_mail(endpoint, op, operation)
+        if mails.is_empty() {
+            return self.start_mail(endpoint, op, operation);
+        }
+        let peer = self.data.tables.peers.get_mut(endpoint)?;
+        peer.outbox.long.insert(op);
+        peer.outbox.wait(Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false });
+        Some(op)
     }
 
     /// Enters a mail into the table.
@@ -273,7 +284,7 @@ impl Transfers {
         let tables = &mut self.data.tables;
         let alive = tables.peers.get(endpoint).is_some_and(|peer| peer.is_alive());
         if alive && let Some(taken) = tables.hosted.credit_due(endpoint) {
-            self.mail(endpoint, Sort::Credit, 0, taken.to_le_bytes().into());
+            self.mail(endpoint, (Sort::Credit, 0), taken.to_le_bytes().into(), Vec::new());
         }
     }
 
@@ -296,7 +307,7 @@ impl Transfers {
     fn begin(&mut self, endpoint: EndpointId, waiting: Waiting) {
         let Waiting { op, operation, notice, ordered, paired, .. } = waiting;
         if let Some((id, bytes)) = notice
-            && let Some(mail) = self.mail(endpoint, Sort::Behind, id, bytes)
+            && let Some(mail) = self.mail(endpoint, (Sort::Behind, id), bytes, Vec::new())
         {
             let waiting = Waiting { op, operation, mails: vec![mail], notice: None, cost: 0, ordered: false, paired };
             if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {

@@ -13,7 +13,7 @@ pub(crate) struct Told {
     pub(crate) sort: Sort,
     pub(crate) id: u32,
     pub(super) weight: u64,
-    /// The mail that brought it, if that goes in chunks: later frames of the message stream may overtake it.
+    /// The mail that brought it, if that waits or goes in chunks: later frames of the message stream may overtake it.
     pub(super) mail: Option<OpId>,
 }
 
@@ -39,7 +39,7 @@ pub(in crate::core) struct Outbox {
     next: u32,
     entries: usize,
     bytes: u64,
-    /// Mails in chunks on their way, and the last of them that is a notice.
+    /// Mails in chunks on their way, those that wait for one, and the last of them that is a notice.
     pub(super) long: HashSet<OpId>,
     pub(super) notice: Option<OpId>,
     waiting: VecDeque<Waiting>,
