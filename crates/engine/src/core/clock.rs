@@ -6,11 +6,19 @@ use crossrail_proto::Time;
 pub(crate) struct Clock {
     epoch: Instant,
     now: Time,
+    /// It shows what a simulation sets.
+    #[cfg(test)]
+    simulated: bool,
 }
 
 impl Clock {
     pub(super) fn new() -> Clock {
-        Clock { epoch: Instant::now(), now: Time(1) }
+        Clock {
+            epoch: Instant::now(),
+            now: Time(1),
+            #[cfg(test)]
+            simulated: false,
+        }
     }
 
     /// The time when the clock was last read.
@@ -21,8 +29,18 @@ impl Clock {
 
     /// Reads the clock.
     pub(crate) fn read(&mut self) -> Time {
+        #[cfg(test)]
+        if self.simulated {
+            return self.now;
+        }
         self.now = Time(1 + self.epoch.elapsed().as_nanos() as u64);
         self.now
+    }
+
+    /// Sets it; it stands until it is set again.
+    #[cfg(test)]
+    pub(super) fn simulate(&mut self, now: Time) {
+        (self.now, self.simulated) = (now, true);
     }
 
     /// That instant as the clock shows it.

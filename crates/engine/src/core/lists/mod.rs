@@ -11,6 +11,8 @@ pub mod fuzzing;
 pub(in crate::core) mod hosted;
 pub(in crate::core) mod outbox;
 pub(in crate::core) mod part;
+#[cfg(test)]
+mod tests;
 pub(crate) mod wire;
 
 use std::any::Any;
