@@ -189,7 +189,7 @@ def compare(buffers: list[Any], expected: list[Any], request: int) -> None:
 
 
 def asked_for(metadata: ModuleType, name: str, here: Any, there: Any, prefill: str) -> Any:
-    """What the scheduler of the decode end says: a request waits for these blocks, which may be nobody's yet."""
+    """Metadata of the decode scheduler: a request waits for these blocks. ``there`` is empty if the peer pushes."""
     asked = metadata.NixlConnectorMetadata()
     parameters = {
         "remote_block_ids": there,

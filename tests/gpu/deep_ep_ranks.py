@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import select
@@ -563,13 +564,12 @@ def engine(env: Any, program: str, kind: str, graph: bool = False) -> None:
 
 
 def published(env: Any, site: str, program: str, kind: str) -> None:
-    """An engine's own classes, over the package crossrail-deep-ep; beside it DeepEP itself may be installed."""
+    """An engine's own classes, over the package crossrail-deep-ep, imported first: DeepEP may be there too."""
     import torch.distributed as distributed
 
     path = list(sys.path)
     sys.path[:] = [str(DROP_IN), *(entry for entry in path if not any(Path(entry or ".").glob("deep_ep*")))]
-    import deep_ep  # noqa: F401
-
+    importlib.import_module("deep_ep")
     sys.path[:] = path
     import published_experts
 

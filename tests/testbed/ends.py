@@ -19,8 +19,8 @@ from crossrail_tools.report import Report, Row
 
 PORT = 18177
 SECRET = "a secret for the test bed"
-START_S = 60.0
-END_S = 100.0
+START_S = 20.0
+END_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -192,12 +192,12 @@ def test_a_rail_set_down_in_mid_transfer_leaves_the_rest_to_finish(make_bed: MAK
         wait_for_traffic(bed, "eth3", 80 * MIB, driving)
         bed.set_down("left" if side == "left" else "right", "eth3")
 
-    outcome = Pair(bed).run("--size=256M", "--iters=6", "--warmup=0", during=down)
+    outcome = Pair(bed).run("--size=1G", "--iters=2", "--warmup=0", during=down)
     row = outcome.row
     assert row.verified
     _names(row, outcome.driving.said + outcome.listening.said, "eth3")
     for one in row.iterations:
-        assert sum(lane.bytes for lane in one.lanes) >= 128 * MIB
+        assert sum(lane.bytes for lane in one.lanes) >= 512 * MIB
         assert one.us_sender < 6e6
     assert shares(row)["eth3"] < 0.15
 

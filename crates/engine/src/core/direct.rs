@@ -372,7 +372,7 @@ impl DirectCopies {
             let mut budget = COPY_BUDGET;
             if active.job.slot.is_some() && active.job.len <= HALVES_MAX && !active.stopping {
                 budget = most.saturating_sub(self.spent);
-                // Nobody waits for another peer that has stopped.
+                // In a row with one peer: one that has stopped does not delay copies with others.
                 let row = if tried.0 == Some(endpoint) { tried.1 } else { 0 };
                 if row == AHEAD || budget == 0 {
                     at += 1;
