@@ -12,55 +12,28 @@ use super::lists::hosted::Shown;
 use super::operations::{MESSAGE, ROWS, UsualLane, WORD};
 use super::tables::Tables;
 
-/// The tables and GPU memory, as lanes use them: the part of the core that is borrowed while a lane is polled.
+/// The tables and GPU memory, as lanes use them: what the core lends while a lane is polled.
 ///
 /// The methods are those of [`Sink`](crossrail_transport::Sink), for any lane of an endpoint, with the same contract:
 /// `place` precedes `placed` for every frame, and `sent` follows for every token that `next` gave out.
-pub(crate) struct DataPath {
-    pub(super) tables: Tables,
-    pub(super) gpu: GpuMemory,
-    /// Short messages that have ended and need more than
-    /// [`Operations::finish_short`](super::operations::Operations::finish_short). [`Transfers::settle`] takes them.
-    ///
-    /// [`Transfers::settle`]: super::Transfers::settle
-    pub(super) delivered: Vec<(EndpointId, proto::Short)>,
+pub(crate) struct DataPath<'a> {
+    pub(super) tables: &'a mut Tables,
+    pub(super) gpu: &'a mut GpuMemory,
 }
 
-impl DataPath {
-    pub(super) fn new(tables: Tables, gpu: GpuMemory) -> DataPath {
-        DataPath { tables, gpu, delivered: Vec::new() }
-    }
+/// Whether that lane has anything to carry.
+#[inline]
+pub(super) fn wants(tables: &Tables, endpoint: EndpointId, lane: LaneId) -> bool {
+    tables.lanes.get(lane).is_some_and(|lane| lane.has_pending())
+        || tables.peers.get(endpoint).is_some_and(|peer| peer.protocol.wants(lane))
+}
 
-    #[inline]
-    pub(super) fn has_delivered(&self) -> bool {
-        !self.delivered.is_empty()
-    }
-
-    /// Leaves a short message's end to [`Transfers::settle`], because it has more to it than most.
-    ///
-    /// [`Transfers::settle`]: super::Transfers::settle
-    #[cold]
-    pub(super) fn deliver_later(&mut self, endpoint: EndpointId, short: proto::Short) {
-        self.delivered.push((endpoint, short));
-    }
-
-    /// Receives that [`DataPath::placed`] could not finish.
-    pub(super) fn take_delivered(&mut self) -> Vec<(EndpointId, proto::Short)> {
-        std::mem::take(&mut self.delivered)
-    }
-
-    /// Whether that lane has anything to carry.
-    #[inline]
-    pub(super) fn wants(&self, endpoint: EndpointId, lane: LaneId) -> bool {
-        self.tables.lanes.get(lane).is_some_and(|lane| lane.has_pending())
-            || self.tables.peers.get(endpoint).is_some_and(|peer| peer.protocol.wants(lane))
-    }
-
+impl DataPath<'_> {
     /// The next frame.
     pub(crate) fn next(&mut self, endpoint: EndpointId, lane: LaneId) -> Option<Tx> {
         let record = self.tables.lanes.get_mut(lane)?;
         if record.chunks.is_staging() {
-            return self.gpu.next(&mut self.tables, endpoint, lane);
+            return self.gpu.next(self.tables, endpoint, lane);
         }
         if let Some(tx) = record.take_pending() {
             return Some(tx);
@@ -71,8 +44,8 @@ impl DataPath {
             if out.chunk {
                 self.tables.trace_sent(endpoint, lane, &out);
             }
-            if out.chunk && self.gpu.stage(&mut self.tables, endpoint, lane, &out) {
-                return self.gpu.next(&mut self.tables, endpoint, lane);
+            if out.chunk && self.gpu.stage(self.tables, endpoint, lane, &out) {
+                return self.gpu.next(self.tables, endpoint, lane);
             }
             if let Some(tx) = self.tables.kept_frame(endpoint, lane, &out) {
                 return Some(tx);
@@ -90,7 +63,7 @@ impl DataPath {
 
     fn sent_held(&mut self, lane: LaneId, token: u64) {
         if token & PACKED != 0 {
-            self.gpu.sent(&mut self.tables, lane, token & !PACKED);
+            self.gpu.sent(self.tables, lane, token & !PACKED);
         } else if let Some(record) = self.tables.lanes.get_mut(lane) {
             record.release(token);
         }
@@ -99,15 +72,15 @@ impl DataPath {
     /// Where the payload of a received frame goes.
     #[inline]
     pub(crate) fn place(&mut self, endpoint: EndpointId, lane: LaneId, head: &Head) -> Place {
-        let tables = &mut self.tables;
+        let tables = &mut *self.tables;
         let now = tables.clock.now();
         let Some(peer) = tables.peers.get_mut(endpoint) else { return Place::Discard };
-        let (operations, delivered) = (&mut tables.operations, &mut self.delivered);
+        let operations = &mut tables.operations;
         let usual = UsualLane { endpoint, lane, names: peer.names() };
         let names = (peer.message_lane() == Some(lane)).then_some(usual.names);
         let mut ended = |short| {
             if names.is_none() || !operations.finish_short(&usual, &short) {
-                delivered.push((endpoint, short));
+                operations.deliver_later(endpoint, &{ short });
             }
         };
         if let Some(short) = peer.protocol.place_short(now, lane, head, &mut tables.matcher, &mut ended) {
@@ -173,8 +146,9 @@ impl DataPath {
     #[inline(always)]
     pub(crate) fn placed(&mut self, endpoint: EndpointId, lane: LaneId, token: u64) -> Result<(), String> {
         if token & MESSAGE != 0 {
-            if let Some(short) = self.tables.operations.placed_short(token) {
-                self.deliver_later(endpoint, short);
+            let operations = &mut self.tables.operations;
+            if let Some(short) = operations.placed_short(token) {
+                operations.deliver_later(endpoint, &short);
             }
             return Ok(());
         }
@@ -187,10 +161,10 @@ impl DataPath {
             if let Some(lane) = self.tables.lanes.get_mut(lane) {
                 lane.rows.deliver();
             }
-        } else if token > CONTROL && !self.gpu.placed(&mut self.tables, endpoint, lane)? {
+        } else if token > CONTROL && !self.gpu.placed(self.tables, endpoint, lane)? {
             return Ok(());
         }
-        let tables = &mut self.tables;
+        let tables = &mut *self.tables;
         let now = tables.clock.now();
         if token == CONTROL {
             // It may name what came before it.

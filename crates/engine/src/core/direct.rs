@@ -12,12 +12,12 @@ use crossrail_transport::{Copy, Direct, HALVES_MAX, Job, List, Step, copy_betwee
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
-use super::data_path::DataPath;
-use super::gpu::NoteFailed;
+use super::gpu::{GpuMemory, NoteFailed};
 use super::lanes::{PolledLane, PolledLanes};
 use super::lists::hosted::View;
 use super::lists::part::is_paired;
 use super::peers::Peer;
+use super::tables::Tables;
 
 /// Bytes that a direct copy may move before everything else gets its turn; those in halves together.
 const COPY_BUDGET: usize = 1 << 20;
@@ -159,7 +159,8 @@ pub(super) enum Begun {
 
 /// What copies use while they advance.
 pub(super) struct Context<'a> {
-    pub(super) data: &'a mut DataPath,
+    pub(super) tables: &'a mut Tables,
+    pub(super) gpu: &'a mut GpuMemory,
     pub(super) polled: &'a mut PolledLanes,
 }
 
@@ -167,14 +168,14 @@ impl Context<'_> {
     /// The direct side of a lane, or of the link to GPU memory beside it.
     fn direct(&mut self, endpoint: EndpointId, lane: LaneId, gpu: bool) -> Option<&mut dyn Direct> {
         if gpu {
-            return self.data.gpu.existing_link(endpoint).map(|link| link as &mut dyn Direct);
+            return self.gpu.existing_link(endpoint).map(|link| link as &mut dyn Direct);
         }
         self.polled.direct(lane)
     }
 
     fn failed(&mut self, endpoint: EndpointId, id: DirectId) {
-        let now = self.data.tables.clock.now();
-        if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
+        let now = self.tables.clock.now();
+        if let Some(peer) = self.tables.peers.get_mut(endpoint) {
             peer.protocol.direct_failed(now, id);
         }
     }
@@ -185,7 +186,7 @@ impl Context<'_> {
             self.warn_gpu(request.endpoint, request.memory, request.role == Role::Help, why);
         }
         self.failed(request.endpoint, request.id);
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let Some(peer) = tables.peers.get_mut(request.endpoint) else { return };
         if !gpu && peer.warns_of_direct() {
             let name = peer.name();
@@ -195,7 +196,7 @@ impl Context<'_> {
 
     /// Logs that GPU memory was not copied. A failed push is not an error: the peer falls back to pulling.
     fn warn_gpu(&mut self, endpoint: EndpointId, memory: Memory, push: bool, why: &str) {
-        let DataPath { tables, gpu, .. } = &mut *self.data;
+        let Context { tables, gpu, .. } = self;
         if !(push && matches!(memory, Memory::Op(_))) {
             return gpu.warn(tables, endpoint, why);
         }
@@ -233,13 +234,13 @@ impl DirectCopies {
             return self.begin_pair(context, &request);
         }
         let gpu = Link::knows(&offer.descriptor);
-        let lane = context.data.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+        let lane = context.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
         // There is no direct copy between GPU memory and host memory.
-        let extent = context.data.tables.extent(memory);
+        let extent = context.tables.extent(memory);
         let local = extent.filter(|(_, have, owner)| *have >= len && owner.is_some() == gpu).map(|(ptr, ..)| ptr);
         if gpu && local.is_some() {
             // Created here if it is not there; if that fails, so does what follows.
-            let _ = context.data.gpu.link(&context.data.tables, endpoint);
+            let _ = context.gpu.link(context.tables, endpoint);
         }
         let direct = lane.and_then(|lane| context.direct(endpoint, lane, gpu));
         let (Some(lane), Some(local), Some(direct)) = (lane, local, direct) else {
@@ -260,7 +261,7 @@ impl DirectCopies {
             }
         };
         if let Memory::Op(op) = memory
-            && let Some(op) = context.data.tables.operations.op_mut(op)
+            && let Some(op) = context.tables.operations.op_mut(op)
         {
             op.set_direct(kind);
         }
@@ -271,8 +272,8 @@ impl DirectCopies {
         {
             return Begun::Lent(lent);
         }
-        let now = context.data.tables.clock.now();
-        if let (Some(descriptor), Some(peer)) = (ours, context.data.tables.peers.get_mut(endpoint)) {
+        let now = context.tables.clock.now();
+        if let (Some(descriptor), Some(peer)) = (ours, context.tables.peers.get_mut(endpoint)) {
             peer.protocol.direct_invite(now, id, descriptor);
         }
         let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
@@ -294,12 +295,12 @@ impl DirectCopies {
             context.failed(*endpoint, *id);
             return Begun::Done;
         };
-        let view = context.data.tables.hosted.view(region).cloned();
-        let lane = context.data.tables.peers.get(*endpoint).and_then(|peer| peer.message_lane());
+        let view = context.tables.hosted.view(region).cloned();
+        let lane = context.tables.peers.get(*endpoint).and_then(|peer| peer.message_lane());
         let gpu = view.as_ref().is_some_and(|view| view.gpu().is_some());
         let pair = if gpu {
             // Created here if it is not there; if that fails, so does the copy.
-            let linked = context.data.gpu.link(&context.data.tables, *endpoint).is_ok();
+            let linked = context.gpu.link(context.tables, *endpoint).is_ok();
             view.filter(|_| linked).map(|view| Pair::Gpu(GpuPair { view, from: base }))
         } else {
             let direct = lane.and_then(|lane| context.polled.direct(lane));
@@ -399,7 +400,7 @@ impl DirectCopies {
         let active = &mut self.copies[at];
         let (endpoint, gpu, state) = (active.endpoint, active.began.is_some(), active.job.state);
         if active.stopping && gpu {
-            let stopped = context.data.gpu.existing_link(endpoint).is_none_or(|link| link.stopped(state));
+            let stopped = context.gpu.existing_link(endpoint).is_none_or(|link| link.stopped(state));
             if stopped {
                 self.end(context, at, false);
             }
@@ -407,7 +408,7 @@ impl DirectCopies {
         }
         if let Some(Pair::Gpu(pair)) = &active.pair {
             let waited = active.began.map_or(Duration::ZERO, |began| began.elapsed());
-            let step = match context.data.gpu.existing_link(endpoint) {
+            let step = match context.gpu.existing_link(endpoint) {
                 // SAFETY: our rows are those of regions that the protocol has not released, and are not until the copy
                 // ends.
                 Some(link) => unsafe { pair.step(link, &mut active.job, waited) },
@@ -470,8 +471,8 @@ impl DirectCopies {
                     active.stopping = true;
                     return false;
                 }
-                let name = context.data.tables.peers.name(endpoint);
-                let log = context.data.tables.log;
+                let name = context.tables.peers.name(endpoint);
+                let log = context.tables.log;
                 log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
                 self.end(context, at, false);
                 true
@@ -481,7 +482,7 @@ impl DirectCopies {
 
     fn end(&mut self, context: &mut Context<'_>, at: usize, done: bool) {
         let Some(active) = self.copies.remove(at) else { return };
-        let tables = &mut context.data.tables;
+        let tables = &mut context.tables;
         let now = tables.clock.read();
         let ordinal = tables.extent(active.memory).and_then(|(.., gpu)| gpu);
         if done {
@@ -498,37 +499,37 @@ impl DirectCopies {
     }
 
     /// Abandons the selected copies, once those of GPU memory no longer touch it.
-    fn abandon(&mut self, data: &mut DataPath, which: impl Fn(&ActiveCopy) -> bool) {
+    fn abandon(&mut self, gpu: &mut GpuMemory, which: impl Fn(&ActiveCopy) -> bool) {
         let (gone, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.copies).into_iter().partition(which);
         self.copies = kept;
         for copy in gone.iter().filter(|copy| copy.began.is_some()) {
-            if let Some(link) = data.gpu.existing_link(copy.endpoint) {
+            if let Some(link) = gpu.existing_link(copy.endpoint) {
                 link.ended(copy.job.state);
             }
         }
     }
 
     /// Abandons all copies with that peer.
-    pub(super) fn abandon_endpoint(&mut self, data: &mut DataPath, endpoint: EndpointId) {
-        self.abandon(data, |copy| copy.endpoint == endpoint);
+    pub(super) fn abandon_endpoint(&mut self, gpu: &mut GpuMemory, endpoint: EndpointId) {
+        self.abandon(gpu, |copy| copy.endpoint == endpoint);
     }
 
     /// Abandons all copies over that lane, which has ended.
-    pub(super) fn abandon_lane(&mut self, data: &mut DataPath, lane: LaneId) {
-        self.abandon(data, |copy| copy.lane == lane);
+    pub(super) fn abandon_lane(&mut self, gpu: &mut GpuMemory, lane: LaneId) {
+        self.abandon(gpu, |copy| copy.lane == lane);
         self.closing.retain(|(of, _)| *of != lane);
     }
 
     /// Closes a lane polled under the lock, once no direct copy touches memory any more. Our copies end before the lane
     /// tells the peer that they have; those that were left to the peer end before the lane is closed.
-    pub(super) fn close_lane(&mut self, data: &mut DataPath, polled: PolledLane) {
+    pub(super) fn close_lane(&mut self, tables: &Tables, gpu: &mut GpuMemory, polled: PolledLane) {
         let PolledLane { id, endpoint, mut lane, .. } = polled;
-        self.abandon(data, |copy| copy.endpoint == endpoint && copy.lane == id);
-        let linked = data.gpu.is_linked(endpoint);
-        let lent = data.tables.peers.get(endpoint).is_some_and(|peer| linked && peer.protocol.lending().is_some());
+        self.abandon(gpu, |copy| copy.endpoint == endpoint && copy.lane == id);
+        let linked = gpu.is_linked(endpoint);
+        let lent = tables.peers.get(endpoint).is_some_and(|peer| linked && peer.protocol.lending().is_some());
         if lent && !lane.part(LEND_STOP_LIMIT) {
-            let name = data.tables.peers.name(endpoint);
-            data.tables.log.error(format_args!(
+            let name = tables.peers.name(endpoint);
+            tables.log.error(format_args!(
                 "{name}: the peer did not confirm that its GPU copy stopped; it may still be writing into our memory"
             ));
         }
@@ -536,16 +537,16 @@ impl DirectCopies {
 }
 
 /// Whether a peer was left to copy into memory of a GPU of ours, not long ago.
-pub(super) fn is_lending(data: &DataPath) -> bool {
-    if !data.gpu.has_links() {
+pub(super) fn is_lending(tables: &Tables, gpu: &GpuMemory) -> bool {
+    if !gpu.has_links() {
         return false;
     }
-    let now = data.tables.clock.now();
+    let now = tables.clock.now();
     let lends = |peer: &Peer| {
         let since = peer.protocol.lending();
-        data.gpu.is_linked(peer.protocol.id()) && since.is_some_and(|since| now.since(since) < LEND_POLL_NS)
+        gpu.is_linked(peer.protocol.id()) && since.is_some_and(|since| now.since(since) < LEND_POLL_NS)
     };
-    data.tables.peers.iter().any(lends)
+    tables.peers.iter().any(lends)
 }
 
 /// Leaves a copy into GPU memory of ours to the peer. `None`: this end has to copy.
@@ -555,12 +556,12 @@ fn lend(
     (local, len): (*mut u8, usize),
 ) -> Option<Result<(), NoteFailed>> {
     let (endpoint, id, memory) = (request.endpoint, request.id, request.memory);
-    let DataPath { tables, gpu, .. } = &mut *context.data;
+    let Context { tables, gpu, polled } = context;
     let (descriptor, _) = gpu.existing_link(endpoint)?.describe(local, len)?;
     let now = tables.clock.now();
     if !tables.peers.get_mut(endpoint).is_some_and(|peer| peer.protocol.direct_lend(now, id, descriptor)) {
         return None;
     }
     tables.hold_region(endpoint, memory);
-    Some(gpu.pass_notes(tables, context.polled, endpoint).map(drop))
+    Some(gpu.pass_notes(tables, polled, endpoint).map(drop))
 }

@@ -21,7 +21,7 @@ const STRANDED: Duration = Duration::from_secs(10);
 impl Transfers {
     /// The lanes that a peer has under that name of a rail, in the order in which they came up.
     pub(crate) fn lanes_of_rail(&self, endpoint: EndpointId, rail: (u16, u16)) -> Vec<LaneId> {
-        let Tables { peers, lanes, .. } = &self.data.tables;
+        let Tables { peers, lanes, .. } = &self.tables;
         let all = peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
         let named = |id: &&LaneId| lanes.get(**id).is_some_and(|lane| lane.rail() == Some(rail));
         all.iter().filter(named).copied().collect()
@@ -29,20 +29,20 @@ impl Transfers {
 
     /// A lane has ended and was dropped: its work goes to the others, or the peer has ended.
     pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let now = tables.clock.read();
         // Whatever memory it kept is returned.
         tables.operations.settle_returns();
-        self.data.gpu.end_waits(tables, id);
+        self.gpu.end_waits(tables, id);
         let Some(lane) = tables.lanes.get_mut(id) else { return };
         if !lane.close() {
             return;
         }
         lane.is_corrupt = matches!(error, LaneError::Corrupt(_));
         let (name, rail, soon) = (lane.name().clone(), lane.rail(), lane.age(now) < SOON);
-        self.data.gpu.release_lane(tables, id);
-        self.direct.abandon_lane(&mut self.data, id);
-        let tables = &mut self.data.tables;
+        self.gpu.release_lane(tables, id);
+        self.direct.abandon_lane(&mut self.gpu, id);
+        let tables = &mut self.tables;
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         let in_use = peer.has_operations();
         let is_further = peer.bulk_lane(id).is_some_and(|lane| lane.is_further());
@@ -98,7 +98,7 @@ impl Transfers {
     pub(crate) fn drop_polled_lane(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let Some(at) = self.polled.position(id) else { return };
         let lane = self.polled.remove(at);
-        self.direct.close_lane(&mut self.data, lane);
+        self.direct.close_lane(&self.tables, &mut self.gpu, lane);
         self.lane_lost(endpoint, id, error);
     }
 
@@ -109,7 +109,7 @@ impl Transfers {
 
     /// Takes a lane for dead that has not failed by itself.
     pub(crate) fn take_for_dead(&mut self, endpoint: EndpointId, id: LaneId, error: LaneError) {
-        let peer = self.data.tables.peers.get(endpoint);
+        let peer = self.tables.peers.get(endpoint);
         if let Some(lane) = peer.and_then(|peer| peer.bulk_lane(id)) {
             lane.verdict.lock().get_or_insert(error);
             lane.drop_soon();
@@ -122,10 +122,10 @@ impl Transfers {
     /// Takes lanes for dead that have kept memory for too long after it was recalled.
     #[cold]
     pub(super) fn check_returns(&mut self, now: proto::Time) {
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         tables.operations.settle_returns();
         for lane in tables.operations.returns.overdue(now) {
-            let Some(endpoint) = self.data.tables.lanes.get(lane).map(|lane| lane.owner()) else { continue };
+            let Some(endpoint) = self.tables.lanes.get(lane).map(|lane| lane.owner()) else { continue };
             let why = format!("it had not given memory back in {} s", RETURN_MAX.as_secs());
             self.take_for_dead(endpoint, lane, LaneError::Down(why));
         }
@@ -134,7 +134,7 @@ impl Transfers {
     /// Gives up a peer whose last rail was lost and has not come back for [`STRANDED`].
     #[cold]
     pub(super) fn check_stranded(&mut self, endpoint: EndpointId, now: proto::Time) {
-        let Some((since, why)) = self.data.tables.peers.get(endpoint).and_then(|peer| peer.stranded()) else { return };
+        let Some((since, why)) = self.tables.peers.get(endpoint).and_then(|peer| peer.stranded()) else { return };
         if now.since(*since) >= STRANDED.as_nanos() as u64 {
             let why = format!("{why}, and no rail came back for {} s", STRANDED.as_secs());
             self.kill(endpoint, &why, Some(Reason::LanesLost));
@@ -146,7 +146,7 @@ impl Transfers {
     /// The order matters. Direct copies end before their lanes are closed, lanes before the staging that their buffers
     /// belong to, and all of it before the protocol reports the failures that give the memory back to the user.
     pub(crate) fn kill(&mut self, endpoint: EndpointId, why: &str, reason: Option<Reason>) {
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let now = tables.clock.read();
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         let was_alive = peer.end(why, reason);
@@ -162,17 +162,17 @@ impl Transfers {
             self.deferred.ended.push(endpoint);
             self.wake_ups.want_connections();
         }
-        self.direct.abandon_endpoint(&mut self.data, endpoint);
+        self.direct.abandon_endpoint(&mut self.gpu, endpoint);
         while let Some(lane) = self.polled.remove_of(endpoint) {
             let id = lane.id;
-            self.direct.close_lane(&mut self.data, lane);
-            self.direct.abandon_lane(&mut self.data, id);
-            if let Some(lane) = self.data.tables.lanes.get_mut(id) {
+            self.direct.close_lane(&self.tables, &mut self.gpu, lane);
+            self.direct.abandon_lane(&mut self.gpu, id);
+            if let Some(lane) = self.tables.lanes.get_mut(id) {
                 lane.close();
             }
         }
-        self.data.gpu.release_endpoint(&mut self.data.tables, endpoint);
-        let tables = &mut self.data.tables;
+        self.gpu.release_endpoint(&mut self.tables, endpoint);
+        let tables = &mut self.tables;
         if let Some(peer) = tables.peers.get_mut(endpoint) {
             peer.clear_message_lane();
             let failure = if was_alive { proto::Failure::PeerDead(why.to_owned()) } else { proto::Failure::Closed };
@@ -186,10 +186,10 @@ impl Transfers {
         }
         self.apply_events(endpoint);
         self.end_lists(endpoint, why);
-        for op in self.data.gpu.take_held(endpoint) {
-            self.data.tables.fail(op, ErrorKind::PeerDead, why, Some(endpoint));
+        for op in self.gpu.take_held(endpoint) {
+            self.tables.fail(op, ErrorKind::PeerDead, why, Some(endpoint));
         }
-        self.data.tables.operations.settle_returns();
-        self.data.tables.operations.report();
+        self.tables.operations.settle_returns();
+        self.tables.operations.report();
     }
 }

@@ -3,13 +3,15 @@
 //! ```text
 //! Core            starts and cancels operations; one pass of progress; the end
 //!   Transfers     polls lanes, carries out what the protocol decides, ends lanes and peers
-//!     DataPath    what lanes ask for while they are polled
-//!       Tables    Operations, Peers, Lanes, Regions: what ids refer to
-//!       GpuMemory staging, IPC links, operations that wait for streams
+//!     Tables      Operations, Peers, Lanes, Regions: what ids refer to
+//!     GpuMemory   staging, IPC links, operations that wait for streams
 //!     PolledLanes the lanes polled under the lock
 //!     DirectCopies  copies that this end makes
 //!     WakeUps     who makes progress, and whom to wake
 //! ```
+//!
+//! None of the five holds another: [`Transfers`] lends them to each other for one call. [`DataPath`](data_path::DataPath)
+//! is what it lends to a lane that is polled: the tables and GPU memory.
 
 mod bulk_lane;
 mod clock;
@@ -43,7 +45,6 @@ use crossrail_shm::Arena;
 use crossrail_types::{EndpointId, Log, Reason};
 
 pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, LaneEnd, READABLE, WRITABLE};
-use self::data_path::DataPath;
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
 pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Standing, THENS, Wanted};
@@ -88,8 +89,8 @@ pub(crate) struct Core {
 
 impl Core {
     pub(crate) fn new(log: Log, arena: Arc<Arena>, inbox: Inbox) -> Core {
-        let data = DataPath::new(Tables::new(log, arena), GpuMemory::new(inbox));
-        Core { transfers: Transfers::new(data), threads: false, passes: 0, rounds: Rounds::default(), closed: false }
+        let transfers = Transfers::new(Tables::new(log, arena), GpuMemory::new(inbox));
+        Core { transfers, threads: false, passes: 0, rounds: Rounds::default(), closed: false }
     }
 
     // ---- the parts
@@ -102,12 +103,12 @@ impl Core {
 
     #[inline]
     pub(crate) fn operations(&mut self) -> &mut Operations {
-        &mut self.transfers.data.tables.operations
+        &mut self.transfers.tables.operations
     }
 
     #[inline]
     pub(crate) fn peers(&mut self) -> &mut Peers {
-        &mut self.transfers.data.tables.peers
+        &mut self.transfers.tables.peers
     }
 
     #[inline]
@@ -118,12 +119,12 @@ impl Core {
     /// When the clock was last read.
     #[inline]
     pub(crate) fn now(&self) -> proto::Time {
-        self.transfers.data.tables.clock.now()
+        self.transfers.tables.clock.now()
     }
 
     /// Reads the clock.
     pub(crate) fn read_clock(&mut self) -> proto::Time {
-        self.transfers.data.tables.clock.read()
+        self.transfers.tables.clock.read()
     }
 
     pub(crate) fn take_deferred(&mut self) -> Deferred {
@@ -159,7 +160,7 @@ impl Core {
         let sockets = probe && (self.passes.is_multiple_of(SOCKETS_EVERY) || self.transfers.polled.sockets_only());
         // Where connections have threads of their own, those do what follows from completions: a caller that counted
         // them as progress would never leave them the lock.
-        let mut moved = self.transfers.data.gpu.has_completions() && self.complete_staging() && !self.threads;
+        let mut moved = self.transfers.gpu.has_completions() && self.complete_staging() && !self.threads;
         let collect = ask || self.passes.is_multiple_of(COUNTS_EVERY);
         let mut at = 0;
         while let Some(result) = self.transfers.poll_lane(at, sockets, collect) {
@@ -173,7 +174,7 @@ impl Core {
             }
             at += 1;
         }
-        if self.transfers.data.gpu.has_links() {
+        if self.transfers.gpu.has_links() {
             moved |= self.transfers.exchange_notes((moved, self.passes));
         }
         if !self.transfers.direct.is_idle() {
@@ -214,19 +215,19 @@ impl Core {
 
     /// Whether something must be polled although no event tells of it.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.transfers.direct.is_idle()
-            || direct::is_lending(&self.transfers.data)
-            || self.transfers.data.gpu.has_completions()
+        let Transfers { tables, gpu, direct, .. } = &self.transfers;
+        !direct.is_idle() || direct::is_lending(tables, gpu) || gpu.has_completions()
     }
 
     /// Whether a copy is in flight whose end only polling shows: one of this end's, or one that was left to a peer.
     pub(crate) fn awaits_copy(&self) -> bool {
-        !self.transfers.direct.is_empty() || direct::is_lending(&self.transfers.data)
+        let Transfers { tables, gpu, direct, .. } = &self.transfers;
+        !direct.is_empty() || direct::is_lending(tables, gpu)
     }
 
     /// When the protocol next needs the clock.
     pub(crate) fn next_timer(&self) -> Option<Instant> {
-        let tables = &self.transfers.data.tables;
+        let tables = &self.transfers.tables;
         let alive = tables.peers.iter().filter(|peer| peer.is_alive());
         let returns = tables.operations.returns.timer(tables.clock.now());
         let at = alive.filter_map(|peer| peer.protocol.timeout()).chain(returns).min()?;
@@ -238,13 +239,13 @@ impl Core {
     /// Acts on completions of the stagers; whether there were any.
     #[cold]
     pub(crate) fn complete_staging(&mut self) -> bool {
-        let Some(changes) = self.transfers.data.gpu.complete(&mut self.transfers.data.tables) else { return false };
+        let Some(changes) = self.transfers.gpu.complete(&mut self.transfers.tables) else { return false };
         self.start_released(changes.released);
         for endpoint in changes.endpoints {
             self.transfers.settle_aside(endpoint);
         }
         if self.transfers.wake_ups.is_observed() {
-            self.transfers.data.tables.operations.report();
+            self.transfers.tables.operations.report();
         }
         if changes.polled_lane_ready {
             self.transfers.wake_ups.want_driver();
@@ -257,25 +258,25 @@ impl Core {
 
     /// Ends access to a region: later ones are refused, those in flight fail. False: it was ended already.
     pub(crate) fn end_region(&mut self, region: proto::RegionRef) -> bool {
-        let tables = &mut self.transfers.data.tables;
+        let tables = &mut self.transfers.tables;
         if !tables.regions.retire(region) {
             return false;
         }
         let now = tables.clock.read();
         let over = tables.hosted.over(region);
         for id in tables.peers.ids() {
-            let Some(peer) = self.transfers.data.tables.peers.get_mut(id) else { continue };
+            let Some(peer) = self.transfers.tables.peers.get_mut(id) else { continue };
             peer.protocol.region_gone(now, region);
             over.iter().for_each(|access| peer.protocol.region_gone(now, *access));
             self.transfers.settle(id);
         }
-        self.transfers.data.tables.operations.report();
+        self.transfers.tables.operations.report();
         true
     }
 
     /// Whether a peer's lane or a direct copy may still touch that region.
     pub(crate) fn is_region_used(&self, region: proto::RegionRef) -> bool {
-        let tables = &self.transfers.data.tables;
+        let tables = &self.transfers.tables;
         let used = |region: proto::RegionRef| {
             let by = |peer: &Peer| peer.accesses_to(region).next().is_some();
             self.transfers.direct.uses_region(region)
@@ -287,7 +288,7 @@ impl Core {
 
     /// Recalls the memory of a region from every lane. Whether one keeps it still.
     pub(crate) fn recall_region(&mut self, region: proto::RegionRef) -> bool {
-        let Tables { peers, operations, hosted, .. } = &mut self.transfers.data.tables;
+        let Tables { peers, operations, hosted, .. } = &mut self.transfers.tables;
         for of in hosted.over(region).into_iter().chain([region]) {
             for loan in peers.iter().flat_map(|peer| peer.accesses_to(of)) {
                 if !loan.recall() {
@@ -300,12 +301,12 @@ impl Core {
 
     /// Whether a lane keeps memory of a region.
     pub(crate) fn is_region_kept(&self, region: proto::RegionRef) -> bool {
-        self.transfers.data.tables.operations.returns.has_region(region)
+        self.transfers.tables.operations.returns.has_region(region)
     }
 
     /// Forgets a region whose access has ended; nothing touches its memory after this.
     pub(crate) fn remove_region(&mut self, region: proto::RegionRef) {
-        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        let Transfers { tables, gpu, .. } = &mut self.transfers;
         for access in tables.hosted.over(region) {
             gpu.release_region(tables, access);
             tables.hosted.released(access);
@@ -318,9 +319,9 @@ impl Core {
 
     /// Sends every peer what it is owed, and says goodbye where nothing is in flight.
     pub(crate) fn say_goodbye(&mut self) {
-        let now = self.transfers.data.tables.clock.read();
-        for id in self.transfers.data.tables.peers.ids() {
-            let peer = self.transfers.data.tables.peers.get_mut(id);
+        let now = self.transfers.tables.clock.read();
+        for id in self.transfers.tables.peers.ids() {
+            let peer = self.transfers.tables.peers.get_mut(id);
             let Some(peer) = peer.filter(|peer| peer.is_alive()) else { continue };
             peer.protocol.flush();
             peer.protocol.close(now);
@@ -331,8 +332,8 @@ impl Core {
     /// Ends every endpoint, when the worker closes.
     pub(crate) fn close(&mut self) {
         self.closed = true;
-        for id in self.transfers.data.tables.peers.ids() {
-            if let Some(peer) = self.transfers.data.tables.peers.get_mut(id) {
+        for id in self.transfers.tables.peers.ids() {
+            if let Some(peer) = self.transfers.tables.peers.get_mut(id) {
                 peer.end("the worker is closed", Some(Reason::Closed));
             }
             self.transfers.kill(id, "the worker is closed", Some(Reason::Closed));

@@ -68,6 +68,8 @@ pub(crate) struct Operations {
     callbacks: Vec<(Callback, Outcome)>,
     /// What follows the ends of operations.
     thens: Vec<(EndpointId, Then, bool)>,
+    /// Short messages that have ended and need more than [`Operations::finish_short`].
+    delivered: Vec<(EndpointId, proto::Short)>,
     /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`], [`THENS`].
     news: u8,
     live: usize,
@@ -99,6 +101,7 @@ impl Default for Operations {
             free: NO_ENTRY,
             callbacks: Vec::new(),
             thens: Vec::new(),
+            delivered: Vec::new(),
             news: 0,
             live: 0,
             begun: 0,
@@ -342,6 +345,23 @@ impl Operations {
         op.bytes = short.bytes;
         op.conclude(from.names, short.wire_ns);
         Received::Ended
+    }
+
+    /// Leaves a short message's end to [`Transfers::settle`](super::Transfers::settle), because it has more to it than most.
+    /// Callers give a copy: with a reference to their own, it would have to lie in memory in the usual case, too.
+    #[cold]
+    pub(super) fn deliver_later(&mut self, endpoint: EndpointId, short: &proto::Short) {
+        self.delivered.push((endpoint, *short));
+    }
+
+    #[inline]
+    pub(super) fn has_delivered(&self) -> bool {
+        !self.delivered.is_empty()
+    }
+
+    /// What [`Operations::deliver_later`] was given.
+    pub(super) fn take_delivered(&mut self) -> Vec<(EndpointId, proto::Short)> {
+        std::mem::take(&mut self.delivered)
     }
 
     /// Where a short message goes that is placed whole, and how its receive ends: with [`Operations::placed_short`].

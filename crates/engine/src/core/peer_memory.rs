@@ -4,7 +4,6 @@ use crossrail_cuda_ipc::Link;
 use crossrail_transport::Direct;
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
-use super::data_path::DataPath;
 use super::{Core, Transfers, gone};
 
 impl Core {
@@ -14,7 +13,7 @@ impl Core {
     /// `Unsupported` with the reason; `PeerDead`, `Closed`.
     pub(crate) fn link_of(&mut self, endpoint: EndpointId, what: &'static str) -> Result<&mut Link> {
         let name = self.reachable(endpoint, what)?;
-        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        let Transfers { tables, gpu, .. } = &mut self.transfers;
         gpu.link(tables, endpoint).map_err(|why| {
             Error::new(ErrorKind::Unsupported, what, format!("GPU memory: {why}"))
                 .with_peer(name)
@@ -24,7 +23,7 @@ impl Core {
 
     /// The name of a peer that is alive.
     fn reachable(&self, endpoint: EndpointId, what: &'static str) -> Result<String> {
-        let peer = self.transfers.data.tables.peers.get(endpoint).filter(|_| !self.closed);
+        let peer = self.transfers.tables.peers.get(endpoint).filter(|_| !self.closed);
         let peer = peer.ok_or_else(|| gone(what))?;
         if !peer.is_alive() {
             return Err(peer.dead(what));
@@ -42,13 +41,13 @@ impl Core {
             return self.link_of(endpoint, what).map(|link| link as &mut dyn Direct);
         }
         let name = self.reachable(endpoint, what)?;
-        let Transfers { data, polled, .. } = &mut self.transfers;
-        let peer = data.tables.peers.get(endpoint).ok_or_else(|| gone(what))?;
+        let Transfers { tables, polled, .. } = &mut self.transfers;
+        let peer = tables.peers.get(endpoint).ok_or_else(|| gone(what))?;
         let lane = peer.message_lane().filter(|id| polled.get_mut(*id).is_some_and(|lane| lane.caps().direct));
         if let Some(direct) = lane.and_then(|id| polled.direct(id)) {
             return Ok(direct);
         }
-        let lanes = peer.lanes().iter().filter_map(|id| data.tables.lanes.get(*id));
+        let lanes = peer.lanes().iter().filter_map(|id| tables.lanes.get(*id));
         let mut used: Vec<_> = lanes.map(|lane| lane.transport()).collect();
         used.dedup();
         let detail = format!("only memory reached over shm can be mapped; this endpoint uses {}", used.join(", "));

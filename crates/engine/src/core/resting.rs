@@ -8,6 +8,7 @@
 use crossrail_proto as proto;
 use crossrail_types::EndpointId;
 
+use super::data_path::wants;
 use super::{Core, Transfers};
 
 /// With so few lanes or peers, all are polled: that costs less than waking them would.
@@ -34,7 +35,7 @@ impl Core {
     /// Reads the clock and has the protocol check for silent lanes; those of idle peers now and then.
     #[inline(never)]
     pub(crate) fn tick(&mut self) {
-        let now = self.transfers.data.tables.clock.read();
+        let now = self.transfers.tables.clock.read();
         let Rounds { swept, swept_at, asked } = &mut self.rounds;
         let sweep = if self.transfers.polled.len() > FEW { SWEEP_MANY_PASSES } else { SWEEP_PASSES };
         let due = self.passes.wrapping_sub(*swept) >= sweep || now.since(*swept_at) >= SWEEP_NS;
@@ -45,7 +46,7 @@ impl Core {
         if ask {
             *asked = self.passes;
         }
-        if due || self.transfers.data.tables.peers.len() <= FEW {
+        if due || self.transfers.tables.peers.len() <= FEW {
             self.check_timers(now);
         } else {
             let mut at = 0;
@@ -64,20 +65,20 @@ impl Core {
 
     /// Reads the clock and has the protocol check for silent lanes.
     pub(crate) fn timers(&mut self) {
-        let now = self.transfers.data.tables.clock.read();
+        let now = self.transfers.tables.clock.read();
         self.check_timers(now);
     }
 
     fn check_timers(&mut self, now: proto::Time) {
-        if self.transfers.data.gpu.has_links() {
-            for endpoint in self.transfers.data.gpu.tidy() {
+        if self.transfers.gpu.has_links() {
+            for endpoint in self.transfers.gpu.tidy() {
                 self.transfers.pass_notes(endpoint);
             }
         }
-        for id in self.transfers.data.tables.peers.ids() {
+        for id in self.transfers.tables.peers.ids() {
             self.transfers.check_timer(id, now);
         }
-        if !self.transfers.data.tables.operations.returns.is_empty() {
+        if !self.transfers.tables.operations.returns.is_empty() {
             self.transfers.check_returns(now);
         }
     }
@@ -85,7 +86,7 @@ impl Core {
 
 impl Transfers {
     fn check_timer(&mut self, id: EndpointId, now: proto::Time) {
-        let Some(peer) = self.data.tables.peers.get_mut(id) else { return };
+        let Some(peer) = self.tables.peers.get_mut(id) else { return };
         if peer.stranded().is_some() {
             self.check_stranded(id, now);
         } else if peer.is_alive() && peer.protocol.timeout().is_some_and(|at| at <= now) {
@@ -98,7 +99,7 @@ impl Transfers {
     fn rest_idle(&mut self) {
         // Copies between GPUs exchange notes over all lanes.
         let all = self.polled.len() + self.polled.resting();
-        if all <= FEW || self.polled.is_armed() || self.data.gpu.has_links() {
+        if all <= FEW || self.polled.is_armed() || self.gpu.has_links() {
             return;
         }
         let (mut at, mut left) = (0, REST_AT_ONCE);
@@ -117,8 +118,8 @@ impl Transfers {
     /// Whether nothing is in flight with the peer of the lane at that position, and nothing is owed.
     fn is_at_rest(&mut self, at: usize) -> bool {
         let Some((endpoint, id)) = self.polled.at(at).map(|lane| (lane.endpoint, lane.id)) else { return false };
-        let Some(peer) = self.data.tables.peers.get(endpoint) else { return false };
+        let Some(peer) = self.tables.peers.get(endpoint) else { return false };
         let idle = !peer.has_operations() && !peer.protocol.awaits_count() && peer.protocol.timeout().is_none();
-        idle && !self.data.wants(endpoint, id) && !self.direct.is_with(endpoint)
+        idle && !wants(&self.tables, endpoint, id) && !self.direct.is_with(endpoint)
     }
 }

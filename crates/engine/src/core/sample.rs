@@ -90,7 +90,7 @@ impl Core {
         let peers = chosen.iter().filter_map(|id| self.peer_sample(*id, by_peer.remove(id).unwrap_or_default()));
         let peers = peers.collect();
         let ends = self.transfers.polled.take_ends();
-        let tables = &self.transfers.data.tables;
+        let tables = &self.transfers.tables;
         Sample {
             operations: tables.operations.begun(),
             in_flight,
@@ -105,7 +105,7 @@ impl Core {
 
     /// What is known of a lane that has ended.
     pub(crate) fn ended_lane(&self, lane: LaneId) -> EndedLane {
-        let record = self.transfers.data.tables.lanes.get(lane);
+        let record = self.transfers.tables.lanes.get(lane);
         record.map_or(EndedLane::default(), |lane| EndedLane {
             resent_chunks: lane.resent_chunks,
             is_corrupt: lane.is_corrupt,
@@ -114,7 +114,7 @@ impl Core {
 
     /// The operations in flight with each peer, the oldest of all that waits for somebody, and how many there are.
     fn waits(&mut self, since: &mut Since) -> (HashMap<EndpointId, InFlight>, Option<Wait>, u64) {
-        let (now, tables) = (now_ns(), &self.transfers.data.tables);
+        let (now, tables) = (now_ns(), &self.transfers.tables);
         let mut seen = HashMap::new();
         let mut by_peer: HashMap<EndpointId, InFlight> = HashMap::new();
         let (mut oldest, mut unmatched, mut count) = (None, None, 0);
@@ -137,10 +137,10 @@ impl Core {
     }
 
     fn peer_sample(&mut self, id: EndpointId, of: InFlight) -> Option<PeerSample> {
-        let super::Transfers { data, polled, .. } = &mut self.transfers;
-        let peer = data.tables.peers.get(id)?;
+        let super::Transfers { tables, polled, .. } = &mut self.transfers;
+        let peer = tables.peers.get(id)?;
         let lanes = peer.lanes().iter().filter_map(|lane| {
-            let record = data.tables.lanes.get(*lane)?;
+            let record = tables.lanes.get(*lane)?;
             let load = peer.protocol.load(*lane).unwrap_or_default();
             Some(LaneSample {
                 id: *lane,

@@ -7,7 +7,6 @@ use crossrail_transport::{Lane, LaneError, Payload, Post, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId, Result};
 use proto::{Offer, Operation};
 
-use super::data_path::DataPath;
 use super::gpu::Released;
 use super::outcome::Submission;
 use super::outcome::{OpKind, gone};
@@ -28,12 +27,12 @@ impl Core {
         submission: Submission,
         buffer: &mut Buffer,
     ) -> Option<(OpId, bool)> {
-        if self.closed || buffer.gpu.is_some() || self.transfers.data.gpu.holds_back() {
+        if self.closed || buffer.gpu.is_some() || self.transfers.gpu.holds_back() {
             return None;
         }
         match (submission, endpoint) {
             (Submission::Receive { tag, mask }, _) => {
-                let (operations, len) = (&mut self.transfers.data.tables.operations, buffer.len as u64);
+                let (operations, len) = (&mut self.transfers.tables.operations, buffer.len as u64);
                 let op = operations.upcoming();
                 operations.insert_plain(op, OpKind::Receive, (endpoint, tag), buffer);
                 Some((op, self.post_receive(op, (len, true), tag, mask, endpoint)))
@@ -63,17 +62,17 @@ impl Core {
             return Err(self.refusal(endpoint, kind));
         }
         let len = buffer.len;
-        if buffer.gpu.is_some() || self.transfers.data.gpu.must_wait(&submission, endpoint) {
+        if buffer.gpu.is_some() || self.transfers.gpu.must_wait(&submission, endpoint) {
             return Ok(self.submit_in_order(endpoint, submission, buffer));
         }
-        let op = self.transfers.data.tables.operations.insert(kind, endpoint, submission.tag(), buffer);
+        let op = self.transfers.tables.operations.insert(kind, endpoint, submission.tag(), buffer);
         self.start(op, endpoint, submission, (len, true));
         Ok(op)
     }
 
     #[inline]
     fn is_alive(&self, endpoint: Option<EndpointId>) -> bool {
-        let peers = &self.transfers.data.tables.peers;
+        let peers = &self.transfers.tables.peers;
         endpoint.and_then(|endpoint| peers.get(endpoint)).is_some_and(|peer| peer.is_alive())
     }
 
@@ -83,14 +82,14 @@ impl Core {
         if !self.closed && self.is_alive(Some(endpoint)) {
             return Ok(());
         }
-        let peer = self.transfers.data.tables.peers.get(endpoint).filter(|_| !self.closed);
+        let peer = self.transfers.tables.peers.get(endpoint).filter(|_| !self.closed);
         Err(peer.map_or_else(|| gone(what), |peer| peer.dead(what)))
     }
 
     /// Why no such operation can be submitted.
     #[cold]
     fn refusal(&self, endpoint: Option<EndpointId>, kind: OpKind) -> Error {
-        let peer = endpoint.and_then(|endpoint| self.transfers.data.tables.peers.get(endpoint));
+        let peer = endpoint.and_then(|endpoint| self.transfers.tables.peers.get(endpoint));
         match peer.filter(|_| !self.closed) {
             Some(peer) => peer.dead(kind.name()),
             None => gone(kind.name()),
@@ -102,10 +101,10 @@ impl Core {
     fn submit_in_order(&mut self, endpoint: Option<EndpointId>, submission: Submission, mut buffer: Buffer) -> OpId {
         let after = buffer.gpu.as_mut().and_then(|gpu| Some((gpu.ordinal, gpu.after.take()?)));
         let memory = (buffer.len, buffer.gpu.is_none());
-        let waits = after.is_some() || self.transfers.data.gpu.must_wait(&submission, endpoint);
-        let op = self.transfers.data.tables.operations.insert(submission.kind(), endpoint, submission.tag(), buffer);
+        let waits = after.is_some() || self.transfers.gpu.must_wait(&submission, endpoint);
+        let op = self.transfers.tables.operations.insert(submission.kind(), endpoint, submission.tag(), buffer);
         if waits {
-            let released = self.transfers.data.gpu.hold(op, submission, endpoint, after);
+            let released = self.transfers.gpu.hold(op, submission, endpoint, after);
             self.start_released(released);
         } else {
             self.start(op, endpoint, submission, memory);
@@ -117,13 +116,13 @@ impl Core {
     #[inline(never)]
     pub(super) fn start_released(&mut self, released: Vec<Released>) {
         for Released { op, submission, failed } in released {
-            let Some(entry) = self.transfers.data.tables.operations.op(op) else { continue };
+            let Some(entry) = self.transfers.tables.operations.op(op) else { continue };
             let (what, endpoint) = (entry.kind().name(), entry.endpoint());
             let memory = (entry.len(), entry.ordinal().is_none());
             match failed {
                 Some(error) => {
                     let error = Error { operation: what.to_owned(), ..*error };
-                    self.transfers.data.tables.operations.finish(op, Err(Box::new(error)));
+                    self.transfers.tables.operations.finish(op, Err(Box::new(error)));
                 }
                 None => self.start(op, endpoint, submission, memory),
             }
@@ -146,7 +145,7 @@ impl Core {
     #[inline(always)]
     fn send_now(&mut self, endpoint: EndpointId, tag: u64, buffer: &mut Buffer) -> Option<(OpId, bool)> {
         let (ptr, len) = (buffer.ptr, buffer.len);
-        let Tables { clock, arena, operations, peers, lanes, .. } = &mut self.transfers.data.tables;
+        let Tables { clock, arena, operations, peers, lanes, .. } = &mut self.transfers.tables;
         let peer = peers.get_mut(endpoint)?;
         let (true, Some(id)) = (peer.is_alive(), peer.message_lane()) else { return None };
         let record = lanes.get(id)?;
@@ -182,7 +181,7 @@ impl Core {
         mut tx: Tx,
         posted: std::result::Result<Post, LaneError>,
     ) {
-        let tables = &mut self.transfers.data.tables;
+        let tables = &mut self.transfers.tables;
         match posted {
             Ok(_) => {
                 tx.payload.grant = tables.operations.op_mut(op).map(|op| op.loan());
@@ -197,7 +196,7 @@ impl Core {
     /// Hands an operation to the protocol.
     #[inline(never)]
     fn start_transfer(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) {
-        let Some(entry) = self.transfers.data.tables.operations.op(op) else { return };
+        let Some(entry) = self.transfers.tables.operations.op(op) else { return };
         let (ptr, len, gpu) = (entry.ptr(), entry.len(), entry.ordinal());
         let offer = match gpu {
             None => self.transfers.offer(endpoint, op, ptr, len),
@@ -205,8 +204,8 @@ impl Core {
         };
         let gives = !matches!(operation, Operation::Read { .. });
         let eager = gpu.is_none_or(|ordinal| gives && offer.is_none() && self.copy_out_short(endpoint, op, ordinal));
-        let now = self.transfers.data.tables.clock.now();
-        if let Some(peer) = self.transfers.data.tables.peers.get_mut(endpoint) {
+        let now = self.transfers.tables.clock.now();
+        if let Some(peer) = self.transfers.tables.peers.get_mut(endpoint) {
             peer.protocol.start(now, op, operation, len as u64, offer, eager);
         }
         self.transfers.settle(endpoint);
@@ -216,7 +215,7 @@ impl Core {
     /// memory do. A chunk would wait for the peer's consent, and for the stagers of both ends. False: it is too long, or
     /// the copy failed, and then packing it fails with the reason.
     fn copy_out_short(&mut self, endpoint: EndpointId, op: OpId, ordinal: u32) -> bool {
-        let DataPath { tables, gpu, .. } = &mut self.transfers.data;
+        let Transfers { tables, gpu, .. } = &mut self.transfers;
         let lane = tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
         let most = lane.and_then(|lane| tables.lanes.get(lane)).map_or(0, LaneRecord::eager_max);
         let Some(entry) = tables.operations.op_mut(op).filter(|entry| entry.len() <= most) else { return false };
@@ -231,8 +230,8 @@ impl Core {
 
     /// How the peer could copy GPU memory directly; `None`: it is staged.
     fn offer_gpu(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        let (offer, kind) = self.transfers.data.gpu.offer(&self.transfers.data.tables, endpoint, ptr, len)?;
-        if let Some(op) = self.transfers.data.tables.operations.op_mut(op) {
+        let (offer, kind) = self.transfers.gpu.offer(&self.transfers.tables, endpoint, ptr, len)?;
+        if let Some(op) = self.transfers.tables.operations.op_mut(op) {
             op.set_direct(kind);
         }
         self.transfers.pass_notes(endpoint);
@@ -250,7 +249,7 @@ impl Core {
         mask: u64,
         from: Option<EndpointId>,
     ) -> bool {
-        let tables = &mut self.transfers.data.tables;
+        let tables = &mut self.transfers.tables;
         if let Some((endpoint, arrival)) = tables.matcher.post(op, tag, mask, from, len, host) {
             self.accept_arrival(op, len, endpoint, arrival);
             return false;
@@ -265,7 +264,7 @@ impl Core {
     /// A receive was posted from a peer that has ended.
     #[cold]
     fn fail_posted(&mut self, op: OpId, from: Option<EndpointId>) {
-        let tables = &mut self.transfers.data.tables;
+        let tables = &mut self.transfers.tables;
         let peer = from.and_then(|from| tables.peers.get(from));
         let why = peer.map_or_else(String::new, |peer| peer.why_ended().to_owned());
         tables.matcher.cancel(op);
@@ -275,7 +274,7 @@ impl Core {
     /// A receive matched a message that had arrived before it.
     #[inline(never)]
     fn accept_arrival(&mut self, op: OpId, len: u64, endpoint: EndpointId, arrival: u32) {
-        let tables = &mut self.transfers.data.tables;
+        let tables = &mut self.transfers.tables;
         let now = tables.clock.now();
         if let Some(entry) = tables.operations.op_mut(op) {
             entry.set_endpoint(endpoint);
@@ -304,7 +303,7 @@ impl Core {
         }
         // SAFETY: no bytes.
         let nothing = unsafe { Buffer::raw(std::ptr::null_mut(), 0, None) };
-        let operations = &mut self.transfers.data.tables.operations;
+        let operations = &mut self.transfers.tables.operations;
         let parent = operations.insert(OpKind::Batch, Some(endpoint), 0, nothing);
         operations.hold(parent);
         Ok(parent)
@@ -312,7 +311,7 @@ impl Core {
 
     /// Cancels an operation wherever it is.
     pub(crate) fn cancel(&mut self, op: OpId) {
-        let tables = &mut self.transfers.data.tables;
+        let tables = &mut self.transfers.tables;
         let now = tables.clock.read();
         let Some(entry) = tables.operations.op(op).filter(|op| !op.is_over()) else { return };
         let (kind, known) = (entry.kind(), entry.endpoint());
@@ -329,24 +328,24 @@ impl Core {
         if let Some(endpoint) = known
             && self.leave_outbox(op, endpoint)
         {
-            self.transfers.data.tables.fail(op, ErrorKind::Cancelled, "cancelled before it had begun", known);
+            self.transfers.tables.fail(op, ErrorKind::Cancelled, "cancelled before it had begun", known);
             return;
         }
         if kind == OpKind::Notice {
             // On its way, and counted: it arrives.
             return;
         }
-        if let Some(released) = self.transfers.data.gpu.leave(op, known) {
+        if let Some(released) = self.transfers.gpu.leave(op, known) {
             self.start_released(released);
-            self.transfers.data.tables.fail(op, ErrorKind::Cancelled, "cancelled before its memory was ready", None);
+            self.transfers.tables.fail(op, ErrorKind::Cancelled, "cancelled before its memory was ready", None);
             return;
         }
         let peers: Vec<_> = match known {
             Some(endpoint) => vec![endpoint],
-            None => self.transfers.data.tables.peers.ids().collect(),
+            None => self.transfers.tables.peers.ids().collect(),
         };
         for endpoint in peers {
-            let peer = self.transfers.data.tables.peers.get_mut(endpoint);
+            let peer = self.transfers.tables.peers.get_mut(endpoint);
             if peer.is_some_and(|peer| peer.protocol.cancel(now, op)) {
                 self.transfers.settle(endpoint);
                 return;
@@ -356,7 +355,7 @@ impl Core {
 
     /// Fails everything that is still in flight, when the worker closes.
     pub(crate) fn abandon(&mut self) {
-        let operations = &mut self.transfers.data.tables.operations;
+        let operations = &mut self.transfers.tables.operations;
         for op in operations.running() {
             let what = operations.op(op).map_or("request", |op| op.kind().name());
             operations.finish(op, Err(Box::new(gone(what))));
@@ -366,7 +365,7 @@ impl Core {
     /// How far an operation has come, for the error of a wait that timed out: its kind, the peer and its lanes, bytes
     /// done and bytes in all.
     pub(crate) fn progress_of(&self, op: OpId) -> Option<OpProgress> {
-        let tables = &self.transfers.data.tables;
+        let tables = &self.transfers.tables;
         let entry = tables.operations.op(op)?;
         let (kind, total) = (entry.kind(), entry.len() as u64);
         let Some(endpoint) = entry.endpoint() else {
@@ -388,7 +387,7 @@ impl Core {
 impl Transfers {
     /// How the peer could copy host memory directly; `None`: the bytes are carried.
     pub(super) fn offer(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let lane = tables.peers.get(endpoint)?.message_lane()?;
         if !tables.copies_directly(lane, ptr, len) {
             return None;

@@ -12,7 +12,7 @@ use proto::{Event, Memory};
 
 use self::short::publish_count;
 use super::bulk_lane::BulkLane;
-use super::data_path::DataPath;
+use super::data_path::{DataPath, wants};
 use super::direct::{self, Begun, DirectCopies};
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
@@ -34,13 +34,14 @@ const FREE_FROM: usize = 16;
 /// After every call into the protocol ([`Peer`]) the endpoint must be settled ([`Transfers::settle`]): the protocol's
 /// decisions are queued until then.
 pub(crate) struct Transfers {
-    pub(super) data: DataPath,
+    pub(super) tables: Tables,
+    pub(super) gpu: GpuMemory,
     pub(super) polled: PolledLanes,
     pub(super) direct: DirectCopies,
     pub(super) wake_ups: WakeUps,
+    pub(super) deferred: Deferred,
     /// Peers or lanes in the tables from which on those that have ended are freed.
     free_at: usize,
-    pub(super) deferred: Deferred,
 }
 
 /// A rail that was lost, for whoever dials it again.
@@ -75,7 +76,7 @@ pub(super) enum PollResult {
 }
 
 struct PolledSink<'a> {
-    data: &'a mut DataPath,
+    data: DataPath<'a>,
     endpoint: EndpointId,
     /// Whether there is anything to send; most polls find nothing and should cost nothing.
     wants: bool,
@@ -123,24 +124,26 @@ impl PolledSink<'_> {
 }
 
 impl Transfers {
-    pub(super) fn new(data: DataPath) -> Transfers {
+    pub(super) fn new(tables: Tables, gpu: GpuMemory) -> Transfers {
         Transfers {
-            data,
+            tables,
+            gpu,
             polled: PolledLanes::new(),
             direct: DirectCopies::default(),
             wake_ups: WakeUps::default(),
-            free_at: FREE_FROM,
             deferred: Deferred::default(),
+            free_at: FREE_FROM,
         }
     }
 
     /// What lanes ask for while they are polled.
-    pub(crate) fn data(&mut self) -> &mut DataPath {
-        &mut self.data
+    #[inline]
+    pub(crate) fn data(&mut self) -> DataPath<'_> {
+        DataPath { tables: &mut self.tables, gpu: &mut self.gpu }
     }
 
     pub(crate) fn lanes(&mut self) -> &mut Lanes {
-        &mut self.data.tables.lanes
+        &mut self.tables.lanes
     }
 
     pub(crate) fn polled(&mut self) -> &mut PolledLanes {
@@ -148,11 +151,11 @@ impl Transfers {
     }
 
     pub(crate) fn regions(&mut self) -> &mut Regions {
-        &mut self.data.tables.regions
+        &mut self.tables.regions
     }
 
     pub(crate) fn gpu(&mut self) -> &mut GpuMemory {
-        &mut self.data.gpu
+        &mut self.gpu
     }
 
     /// Polls the lane at that position; whether anything moved, or `None` if there is no such lane. `sockets`: poll
@@ -163,8 +166,9 @@ impl Transfers {
         let polled = self.polled.at(at)?;
         let (endpoint, id) = (polled.endpoint, polled.id);
         let probe = sockets || !polled.socket;
-        let wants = self.data.wants(endpoint, id);
-        let mut sink = PolledSink { data: &mut self.data, endpoint, wants, fault: None };
+        let wants = wants(&self.tables, endpoint, id);
+        let data = DataPath { tables: &mut self.tables, gpu: &mut self.gpu };
+        let mut sink = PolledSink { data, endpoint, wants, fault: None };
         let result = polled.lane.poll(&mut sink, LANE_BUDGET, probe);
         let moved = match (&result, &sink.fault) {
             (Ok(moved), None) => *moved,
@@ -191,7 +195,7 @@ impl Transfers {
         let lane = self.polled.remove(at);
         let (endpoint, id) = (lane.endpoint, lane.id);
         self.settle(endpoint);
-        self.direct.close_lane(&mut self.data, lane);
+        self.direct.close_lane(&self.tables, &mut self.gpu, lane);
         self.lane_lost(endpoint, id, error);
         PollResult::Ended
     }
@@ -208,32 +212,29 @@ impl Transfers {
     #[inline]
     pub(crate) fn settle(&mut self, endpoint: EndpointId) {
         if self.wake_ups.is_observed() {
-            self.data.tables.operations.report();
+            self.tables.operations.report();
         }
-        let has_delivered = self.data.has_delivered();
-        let Tables { operations, peers, lanes, .. } = &mut self.data.tables;
+        let Tables { operations, peers, lanes, .. } = &mut self.tables;
         let Some(peer) = peers.get_mut(endpoint) else { return };
-        let Some(id) = peer.message_lane() else { return self.settle_all(endpoint, None) };
+        let Some(id) = peer.message_lane() else { return self.settle_all(endpoint) };
         let usual = UsualLane { endpoint, lane: id, names: peer.names() };
         while let Some(short) = peer.protocol.short() {
             if !operations.finish_short(&usual, &short) {
-                return self.settle_all(endpoint, Some(short));
+                operations.deliver_later(endpoint, &{ short });
+                return self.settle_all(endpoint);
             }
         }
-        let more = has_delivered | peer.protocol.has_events() | !peer.bulk().is_empty();
+        let more = operations.has_delivered() | peer.protocol.has_events() | !peer.bulk().is_empty();
         if more || peer.protocol.presses(id) {
-            return self.settle_all(endpoint, None);
+            return self.settle_all(endpoint);
         }
         publish_count(peer, lanes, &mut self.polled, id);
     }
 
-    /// [`Transfers::settle`], which looks at everything. `other`: the end of a short message with more to it than most.
+    /// [`Transfers::settle`], which looks at everything.
     #[inline(never)]
-    fn settle_all(&mut self, endpoint: EndpointId, other: Option<proto::Short>) {
-        if let Some(short) = other {
-            self.data.deliver_later(endpoint, short);
-        }
-        for (endpoint, short) in self.data.take_delivered() {
+    fn settle_all(&mut self, endpoint: EndpointId) {
+        for (endpoint, short) in self.tables.operations.take_delivered() {
             self.apply(endpoint, short.into());
         }
         self.apply_events(endpoint);
@@ -242,14 +243,14 @@ impl Transfers {
 
     /// Sends what the protocol wants sent to one peer.
     fn settle_lanes(&mut self, endpoint: EndpointId) {
-        let Some(peer) = self.data.tables.peers.get(endpoint) else { return };
+        let Some(peer) = self.tables.peers.get(endpoint) else { return };
         let has_connections = !peer.bulk().is_empty();
         if let Some(id) = peer.message_lane() {
             if peer.protocol.presses(id) {
                 self.flush(endpoint);
                 self.wake_ups.after_flush();
             }
-            let Tables { peers, lanes, .. } = &mut self.data.tables;
+            let Tables { peers, lanes, .. } = &mut self.tables;
             if let Some(peer) = peers.get_mut(endpoint) {
                 publish_count(peer, lanes, &mut self.polled, id);
             }
@@ -265,7 +266,7 @@ impl Transfers {
     pub(crate) fn settle_aside(&mut self, endpoint: EndpointId) {
         self.settle(endpoint);
         if (self.polled.is_armed() || !self.wake_ups.is_polling())
-            && let Some(peer) = self.data.tables.peers.get_mut(endpoint)
+            && let Some(peer) = self.tables.peers.get_mut(endpoint)
         {
             peer.protocol.flush();
             self.settle(endpoint);
@@ -275,7 +276,7 @@ impl Transfers {
     /// Hands the peer's messages to its message lane, as far as that has room.
     #[inline]
     fn flush(&mut self, endpoint: EndpointId) {
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let Some(id) = tables.peers.get(endpoint).and_then(|peer| peer.message_lane()) else { return };
         let Some(at) = self.polled.position(id) else { return };
         if tables.lanes.get(id).is_some_and(|lane| lane.chunks.is_staging()) {
@@ -284,11 +285,12 @@ impl Transfers {
             return;
         }
         let Some(lane) = self.polled.get_mut(id) else { return };
-        let mut sink = PolledSink { data: &mut self.data, endpoint, wants: true, fault: None };
+        let data = DataPath { tables: &mut self.tables, gpu: &mut self.gpu };
+        let mut sink = PolledSink { data, endpoint, wants: true, fault: None };
         if lane.push(&mut sink, LANE_BUDGET) {
             return;
         }
-        let DataPath { tables, gpu, .. } = &mut self.data;
+        let Transfers { tables, gpu, .. } = self;
         let mut failed = None;
         while tables.lanes.get(id).is_some_and(|lane| !lane.has_pending()) {
             let now = tables.clock.now();
@@ -325,7 +327,7 @@ impl Transfers {
         }
         if let Some(error) = failed {
             let lane = self.polled.remove(at);
-            self.direct.close_lane(&mut self.data, lane);
+            self.direct.close_lane(&self.tables, &mut self.gpu, lane);
             self.lane_lost(endpoint, id, &error);
         }
     }
@@ -333,10 +335,10 @@ impl Transfers {
     /// Notifies the connections outside the lock that there is something for them.
     #[inline]
     fn notify_connections(&mut self, endpoint: EndpointId) {
-        let Some(peer) = self.data.tables.peers.get(endpoint) else { return };
+        let Some(peer) = self.tables.peers.get(endpoint) else { return };
         for lane in peer.bulk() {
             // One that has as many chunks ahead as it may asks for more when those have been sent.
-            let full = self.data.tables.lanes.get(lane.id).is_some_and(|record| record.chunks.is_full());
+            let full = self.tables.lanes.get(lane.id).is_some_and(|record| record.chunks.is_full());
             let protocol = &peer.protocol;
             let wanted = if full { protocol.wants_but_chunks(lane.id) } else { protocol.wants(lane.id) };
             if wanted {
@@ -347,17 +349,17 @@ impl Transfers {
     }
 
     pub(super) fn apply_events(&mut self, endpoint: EndpointId) {
-        while let Some(event) = self.data.tables.peers.get_mut(endpoint).and_then(|peer| peer.protocol.event()) {
+        while let Some(event) = self.tables.peers.get_mut(endpoint).and_then(|peer| peer.protocol.event()) {
             self.apply(endpoint, event);
         }
         // Mails have arrived, or credit for notices has.
-        if self.data.tables.peers.get(endpoint).is_some_and(|peer| peer.outbox.waits()) {
+        if self.tables.peers.get(endpoint).is_some_and(|peer| peer.outbox.waits()) {
             self.begin_waiting(endpoint);
         }
     }
 
     fn apply(&mut self, endpoint: EndpointId, event: Event) {
-        let DataPath { tables, gpu, .. } = &mut self.data;
+        let Transfers { tables, gpu, .. } = self;
         match event {
             Event::Done { op, result, progress, tag } => {
                 if let Some(cursor) = tables.operations.op_mut(op).and_then(|op| op.take_cursor())
@@ -441,7 +443,7 @@ impl Transfers {
 
     /// An unexpected message is copied into its receive.
     fn deliver(&mut self, endpoint: EndpointId, arrival: u32, id: OpId, len: u32) {
-        let DataPath { tables, gpu, .. } = &mut self.data;
+        let Transfers { tables, gpu, .. } = self;
         let returns = &mut tables.operations.returns;
         let Some(bytes) = tables.peers.get_mut(endpoint).and_then(|peer| peer.take_arrival(arrival, returns)) else {
             return;
@@ -460,7 +462,7 @@ impl Transfers {
 
     fn begin_direct(&mut self, request: direct::Request) {
         let endpoint = request.endpoint;
-        let mut context = direct::Context { data: &mut self.data, polled: &mut self.polled };
+        let mut context = direct::Context { tables: &mut self.tables, gpu: &mut self.gpu, polled: &mut self.polled };
         match self.direct.begin(&mut context, request) {
             Begun::Done => {}
             Begun::Copying => {
@@ -480,7 +482,7 @@ impl Transfers {
     }
 
     pub(super) fn step_direct(&mut self) -> bool {
-        let mut context = direct::Context { data: &mut self.data, polled: &mut self.polled };
+        let mut context = direct::Context { tables: &mut self.tables, gpu: &mut self.gpu, polled: &mut self.polled };
         let (moved, ended) = self.direct.step(&mut context);
         for endpoint in ended {
             self.settle(endpoint);
@@ -489,7 +491,7 @@ impl Transfers {
     }
 
     pub(super) fn pass_notes(&mut self, endpoint: EndpointId) {
-        if let Err(failed) = self.data.gpu.pass_notes(&self.data.tables, &mut self.polled, endpoint) {
+        if let Err(failed) = self.gpu.pass_notes(&self.tables, &mut self.polled, endpoint) {
             self.drop_noted(&failed);
         }
     }
@@ -497,7 +499,7 @@ impl Transfers {
     /// Exchanges notes about GPU memory with all peers; whether there were any. `pass`: whether anything moved in it,
     /// and its number.
     pub(crate) fn exchange_notes(&mut self, pass: (bool, u32)) -> bool {
-        match self.data.gpu.exchange_notes(&self.data.tables, &mut self.polled, pass) {
+        match self.gpu.exchange_notes(&self.tables, &mut self.polled, pass) {
             Ok(any) => any,
             Err(failed) => {
                 self.drop_noted(&failed);
@@ -509,16 +511,16 @@ impl Transfers {
     /// Adds a peer. `reach`: how its GPU memory can be reached.
     pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, reach: Reach) -> EndpointId {
         self.free_ended();
-        let id = self.data.tables.peers.reserve();
-        self.data.tables.peers.add(Peer::new(proto::Peer::new(id, config), name));
-        self.data.gpu.set_reach(id, reach);
+        let id = self.tables.peers.reserve();
+        self.tables.peers.add(Peer::new(proto::Peer::new(id, config), name));
+        self.gpu.set_reach(id, reach);
         id
     }
 
     /// Frees the peers that have ended and that nothing refers to, and the records of lanes that have. Each pass over
     /// the tables is paid for by as many peers or lanes that were added since the last.
     fn free_ended(&mut self) {
-        let Tables { peers, lanes, operations, .. } = &mut self.data.tables;
+        let Tables { peers, lanes, operations, .. } = &mut self.tables;
         if peers.len().max(lanes.len()) < self.free_at {
             return;
         }
@@ -526,7 +528,7 @@ impl Transfers {
         for id in peers.ids() {
             if !named.contains(&id) && peers.get(id).is_some_and(Peer::is_over) && !self.direct.is_with(id) {
                 peers.remove(id);
-                self.data.gpu.forget_peer(id);
+                self.gpu.forget_peer(id);
             }
         }
         // Receipts of a peer's operations name the lanes that it had then.
@@ -548,7 +550,7 @@ impl Transfers {
         let (id, name) = (lane.id(), record.name().clone());
         let rests = record.rests();
         self.free_ended();
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let now = tables.clock.read();
         let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.is_alive()) else {
             tables.lanes.abandon(id);
@@ -567,7 +569,7 @@ impl Transfers {
     /// Adds a lane that is polled outside the lock, with a reserved id. False: the peer has ended.
     pub(crate) fn add_bulk_lane(&mut self, bulk: &Arc<BulkLane>, record: LaneRecord, spec: proto::LaneSpec) -> bool {
         self.free_ended();
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let now = tables.clock.read();
         let peer = tables.peers.get_mut(bulk.endpoint).filter(|peer| peer.is_alive());
         let Some(peer) = peer else {

@@ -174,7 +174,7 @@ impl Core {
 
     /// Takes at most `limit` notices, the oldest first.
     pub(crate) fn take_notices(&mut self, limit: usize) -> Vec<Raised> {
-        let hosted = &mut self.transfers.data.tables.hosted;
+        let hosted = &mut self.transfers.tables.hosted;
         let mut taken = Vec::new();
         while taken.len() < limit
             && let Some(raised) = hosted.take_notice()
@@ -192,7 +192,7 @@ impl Core {
 
     /// Whether there are notices to take.
     pub(crate) fn has_notices(&self) -> bool {
-        self.transfers.data.tables.hosted.has_notices()
+        self.transfers.tables.hosted.has_notices()
     }
 
     /// Does what follows the ends of operations.
@@ -217,7 +217,7 @@ impl Core {
     }
 
     fn outbox(&mut self, endpoint: EndpointId) -> Result<&mut Outbox> {
-        let peer = self.transfers.data.tables.peers.get_mut(endpoint);
+        let peer = self.transfers.tables.peers.get_mut(endpoint);
         peer.map(|peer| &mut peer.outbox).ok_or_else(|| gone("prepare"))
     }
 }
@@ -227,11 +227,11 @@ impl Transfers {
     /// overtake it.
     fn mail(&mut self, endpoint: EndpointId, of: (Sort, u32), bytes: Vec<u8>, mails: Vec<OpId>) -> Option<OpId> {
         let (op, operation) = self.put_mail(endpoint, OpKind::Write, of, bytes);
-        self.data.tables.operations.detach(op);
+        self.tables.operations.detach(op);
         if mails.is_empty() {
             return self.start_mail(endpoint, op, operation);
         }
-        let peer = self.data.tables.peers.get_mut(endpoint)?;
+        let peer = self.tables.peers.get_mut(endpoint)?;
         peer.outbox.long.insert(op);
         peer.outbox.wait(Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false });
         Some(op)
@@ -245,18 +245,18 @@ impl Transfers {
         (sort, id): (Sort, u32),
         bytes: Vec<u8>,
     ) -> (OpId, Operation) {
-        let op = self.data.tables.operations.insert(kind, Some(endpoint), 0, bytes.into());
+        let op = self.tables.operations.insert(kind, Some(endpoint), 0, bytes.into());
         (op, Operation::Write { key: Named::Mail { sort, id }.key(), offset: 0, imm: Some(0) })
     }
 
     fn start_mail(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) -> Option<OpId> {
-        let entry = self.data.tables.operations.op(op)?;
+        let entry = self.tables.operations.op(op)?;
         let (ptr, len) = (entry.ptr(), entry.len());
-        let lane = self.data.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
-        let eager = lane.and_then(|lane| self.data.tables.lanes.get(lane)).map_or(0, |lane| lane.eager_max());
+        let lane = self.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+        let eager = lane.and_then(|lane| self.tables.lanes.get(lane)).map_or(0, |lane| lane.eager_max());
         let offer = if len > eager { self.offer(endpoint, op, ptr, len) } else { None };
-        let now = self.data.tables.clock.now();
-        let peer = self.data.tables.peers.get_mut(endpoint)?;
+        let now = self.tables.clock.now();
+        let peer = self.tables.peers.get_mut(endpoint)?;
         peer.protocol.start(now, op, operation, len as u64, offer, true);
         // Another lane for messages goes as far with the first frame.
         (len > eager && peer.outbox.long.insert(op)).then_some(op)
@@ -274,7 +274,7 @@ impl Transfers {
 
     fn untell(&mut self, endpoint: EndpointId, dropped: &[(Sort, u32)], mails: Vec<OpId>) {
         let (op, operation) = self.put_mail(endpoint, OpKind::Write, (Sort::Drop, 0), wire::put_drop(dropped));
-        self.data.tables.operations.detach(op);
+        self.tables.operations.detach(op);
         self.begin_or_wait(
             endpoint,
             Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false },
@@ -283,7 +283,7 @@ impl Transfers {
 
     /// Tells the peer how many of its notices were taken, if it is time.
     pub(super) fn return_credit(&mut self, endpoint: EndpointId) {
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         let alive = tables.peers.get(endpoint).is_some_and(|peer| peer.is_alive());
         if alive && let Some(taken) = tables.hosted.credit_due(endpoint) {
             self.mail(endpoint, (Sort::Credit, 0), taken.to_le_bytes().into(), Vec::new());
@@ -291,7 +291,7 @@ impl Transfers {
     }
 
     fn begin_or_wait(&mut self, endpoint: EndpointId, waiting: Waiting) {
-        let Some(peer) = self.data.tables.peers.get_mut(endpoint) else { return };
+        let Some(peer) = self.tables.peers.get_mut(endpoint) else { return };
         if peer.outbox.may_begin(&waiting) {
             self.begin(endpoint, waiting);
         } else {
@@ -301,7 +301,7 @@ impl Transfers {
 
     /// Begins what has waited, as far as it may now.
     pub(super) fn begin_waiting(&mut self, endpoint: EndpointId) {
-        while let Some(waiting) = self.data.tables.peers.get_mut(endpoint).and_then(|peer| peer.outbox.ready()) {
+        while let Some(waiting) = self.tables.peers.get_mut(endpoint).and_then(|peer| peer.outbox.ready()) {
             self.begin(endpoint, waiting);
         }
     }
@@ -312,15 +312,15 @@ impl Transfers {
             && let Some(mail) = self.mail(endpoint, (Sort::Behind, id), bytes, Vec::new())
         {
             let waiting = Waiting { op, operation, mails: vec![mail], notice: None, cost: 0, ordered: false, paired };
-            if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
+            if let Some(peer) = self.tables.peers.get_mut(endpoint) {
                 peer.outbox.wait(waiting);
             }
             return;
         }
-        let Some(entry) = self.data.tables.operations.op(op) else { return };
+        let Some(entry) = self.tables.operations.op(op) else { return };
         if entry.part().is_none() {
             let long = self.start_mail(endpoint, op, operation);
-            if let Some(peer) = self.data.tables.peers.get_mut(endpoint).filter(|_| ordered && long.is_some()) {
+            if let Some(peer) = self.tables.peers.get_mut(endpoint).filter(|_| ordered && long.is_some()) {
                 peer.outbox.notice = long;
             }
             return;
@@ -330,12 +330,12 @@ impl Transfers {
         let offer = if paired { self.offer_pair(endpoint, len, gpu) } else { None };
         if gpu
             && offer.is_some()
-            && let Some(entry) = self.data.tables.operations.op_mut(op)
+            && let Some(entry) = self.tables.operations.op_mut(op)
         {
             entry.set_direct(DirectKind::CudaIpc);
         }
-        let now = self.data.tables.clock.now();
-        if let Some(peer) = self.data.tables.peers.get_mut(endpoint) {
+        let now = self.tables.clock.now();
+        if let Some(peer) = self.tables.peers.get_mut(endpoint) {
             peer.protocol.start(now, op, operation, len, offer, !gpu);
         }
     }
@@ -343,11 +343,11 @@ impl Transfers {
     /// Whether the peer is to copy `len` bytes between the lists of a view: where it can, and they are too long to be
     /// carried. If it can't after all, it says so, and they are carried.
     fn offer_pair(&mut self, endpoint: EndpointId, len: u64, gpu: bool) -> Option<Offer> {
-        let tables = &self.data.tables;
+        let tables = &self.tables;
         let lane = tables.peers.get(endpoint)?.message_lane()?;
         let len = usize::try_from(len).unwrap_or(usize::MAX);
         let copies =
-            if gpu { self.data.gpu.is_linked(endpoint) } else { tables.lanes.get(lane)?.copies_directly(len, || true) };
+            if gpu { self.gpu.is_linked(endpoint) } else { tables.lanes.get(lane)?.copies_directly(len, || true) };
         if !copies {
             return None;
         }
@@ -359,7 +359,7 @@ impl Transfers {
     /// A mail in chunks has arrived, or failed: then what refers to it fails at the peer.
     #[inline]
     pub(super) fn mail_ended(&mut self, endpoint: EndpointId, op: OpId) {
-        let Some(peer) = self.data.tables.peers.get_mut(endpoint) else { return };
+        let Some(peer) = self.tables.peers.get_mut(endpoint) else { return };
         if !peer.outbox.long.is_empty() && peer.outbox.long.remove(&op) {
             self.begin_waiting(endpoint);
         }
@@ -367,7 +367,7 @@ impl Transfers {
 
     /// The peer has ended: what waits fails, and what it has told is forgotten.
     pub(super) fn end_lists(&mut self, endpoint: EndpointId, why: &str) {
-        let tables = &mut self.data.tables;
+        let tables = &mut self.tables;
         tables.hosted.forget(endpoint);
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         for op in peer.outbox.give_up() {
@@ -386,8 +386,8 @@ impl Transfers {
         if gpu {
             return reachable_on_gpu(self, endpoint, memory, strides);
         }
-        let lane = self.data.tables.peers.get(endpoint)?.message_lane()?;
-        if !self.data.tables.lanes.get(lane)?.copies_directly(usize::MAX, || true) {
+        let lane = self.tables.peers.get(endpoint)?.message_lane()?;
+        if !self.tables.lanes.get(lane)?.copies_directly(usize::MAX, || true) {
             return None;
         }
         let direct = self.polled.direct(lane)?;
@@ -409,7 +409,7 @@ fn reachable_on_gpu(
     memory: &[(u64, u64)],
     strides: &[RegionStride],
 ) -> Option<TheirRows> {
-    let link = transfers.data.gpu.link(&transfers.data.tables, endpoint).ok()?;
+    let link = transfers.gpu.link(&transfers.tables, endpoint).ok()?;
     let describe = |(base, len): &(u64, u64)| {
         let (descriptor, _) = link.describe(*base as *const u8, usize::try_from(*len).ok()?)?;
         Some(Reachable { descriptor, len: *len })

@@ -44,13 +44,13 @@ impl Core {
     pub(crate) fn start_trace(&mut self, own: &str) {
         let epoch_ns = now_ns().saturating_sub(self.read_clock().0);
         let trace = Box::default();
-        self.transfers.data.tables.tracing = Some(Tracing { trace, own: own.to_owned(), epoch_ns, staged: Vec::new() });
+        self.transfers.tables.tracing = Some(Tracing { trace, own: own.to_owned(), epoch_ns, staged: Vec::new() });
     }
 
     /// Ends the recording; the trace, and the name of this worker.
     pub(crate) fn take_trace(&mut self) -> Option<(Box<Trace>, String)> {
         let now = self.read_clock().0;
-        self.transfers.data.tables.tracing.take().map(|mut tracing| {
+        self.transfers.tables.tracing.take().map(|mut tracing| {
             tracing.trace.finish(tracing.epoch_ns + now);
             (tracing.trace, tracing.own)
         })

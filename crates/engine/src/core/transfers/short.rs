@@ -1,12 +1,10 @@
 //! Short messages in place of a poll: taken from their slot, ended by a count.
 #![allow(unsafe_code)]
 
-use crossrail_proto as proto;
 use crossrail_transport::Lane;
 use crossrail_types::{EndpointId, Head, LaneId};
 
 use super::Transfers;
-use crate::core::data_path::DataPath;
 use crate::core::lanes::{Lanes, PolledLanes};
 use crate::core::operations::{Received, UsualLane, Wanted};
 use crate::core::peers::Peer;
@@ -22,8 +20,7 @@ impl Transfers {
         spins: u32,
         wanted: Option<Wanted<'_>>,
     ) -> Received {
-        let DataPath { tables, delivered, .. } = &mut self.data;
-        let Tables { clock, operations, matcher, peers, lanes, .. } = tables;
+        let Tables { clock, operations, matcher, peers, lanes, .. } = &mut self.tables;
         let Some(peer) = peers.get_mut(endpoint) else { return Received::Nothing };
         let Some(id) = peer.message_lane() else { return Received::Nothing };
         let Some(polled) = self.polled.entry(id) else { return Received::Nothing };
@@ -35,7 +32,7 @@ impl Transfers {
         let from = UsualLane { endpoint, lane: id, names: peer.names() };
         let mut ended = |short| {
             if !operations.finish_short(&from, &short) {
-                deliver_later(delivered, endpoint, &{ short });
+                operations.deliver_later(endpoint, &{ short });
             }
         };
         // Where it does not apply, nothing was taken from the lane, and a poll goes the long way.
@@ -53,12 +50,12 @@ impl Transfers {
             peer.protocol.told(peer.protocol.placed_count());
         }
         if told && received != Received::Attached {
-            let more = self.wake_ups.is_observed() | !delivered.is_empty() | peer.protocol.has_events();
+            let more = self.wake_ups.is_observed() | operations.has_delivered() | peer.protocol.has_events();
             if !more && peer.bulk().is_empty() {
                 return received;
             }
         } else if received == Received::Attached {
-            deliver_later(delivered, endpoint, &{ short });
+            operations.deliver_later(endpoint, &{ short });
         }
         self.settle_received(endpoint);
         received
@@ -76,8 +73,7 @@ impl Transfers {
 
     /// Applies the count of delivered messages that this peer has published; whether it was news.
     pub(in crate::core) fn collect_count_of(&mut self, endpoint: EndpointId) -> bool {
-        let DataPath { tables, delivered, .. } = &mut self.data;
-        let Tables { clock, operations, peers, .. } = tables;
+        let Tables { clock, operations, peers, .. } = &mut self.tables;
         let Some(peer) = peers.get_mut(endpoint) else { return false };
         let Some(id) = peer.message_lane() else { return false };
         if !peer.protocol.awaits_count() {
@@ -91,14 +87,14 @@ impl Transfers {
         let mut ended = |short| {
             any = true;
             if !operations.finish_short(&usual, &short) {
-                deliver_later(delivered, endpoint, &{ short });
+                operations.deliver_later(endpoint, &{ short });
             }
         };
         // An impossible count breaks the connection off, which is one of the protocol's events.
         let broken = peer.protocol.published(clock.now(), count, &mut ended).is_err();
         let more = broken | peer.protocol.has_events();
         // What is owed to the peer was published when it was delivered, or will be when the lane has room.
-        let is_rest = more | self.wake_ups.is_observed() | !delivered.is_empty() | !peer.bulk().is_empty();
+        let is_rest = more | self.wake_ups.is_observed() | operations.has_delivered() | !peer.bulk().is_empty();
         if any | more && (is_rest || peer.protocol.presses(id)) {
             self.settle(endpoint);
         }
@@ -130,11 +126,4 @@ fn countable(peer: &Peer, lanes: &Lanes, id: LaneId) -> Option<u32> {
     let count = peer.protocol.untold(id)?;
     // What this end sends must be on the lane before the count says that it was.
     lanes.get(id).is_some_and(|lane| lane.counts() && !lane.has_pending()).then_some(count)
-}
-
-/// Leaves a short message's end to [`Transfers::settle`], because it has more to it than most. Callers give a copy: with a
-/// reference to their own, it would have to lie in memory in the usual case, too.
-#[cold]
-fn deliver_later(delivered: &mut Vec<(EndpointId, proto::Short)>, endpoint: EndpointId, short: &proto::Short) {
-    delivered.push((endpoint, *short));
 }

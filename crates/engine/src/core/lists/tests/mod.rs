@@ -185,7 +185,7 @@ impl World {
             return;
         }
         let Node { core, .. } = &mut self.nodes[node];
-        core.transfers.data.tables.clock.simulate(proto::Time(self.now));
+        core.transfers.tables.clock.simulate(proto::Time(self.now));
         match self.random.below(20) {
             0..9 => self.poll(node, 0),
             9..15 => {

@@ -127,7 +127,7 @@ fn strides(random: &mut Random, at: u64, like: Option<&[(u64, u64)]>) -> Vec<Str
 impl Node {
     pub(super) fn new(index: usize, config: proto::Config, random: &mut Random) -> Node {
         let mut core = Core::new(Log(LogLevel::Off), Arena::new(), Inbox::default());
-        core.transfers.data.tables.clock.simulate(proto::Time(1));
+        core.transfers.tables.clock.simulate(proto::Time(1));
         let endpoint = core.transfers().add_peer(config, "peer", Reach::Staged("simulated".to_owned()));
         let source = 1_000_000 + index as u64;
         let bytes = (0..PLACE * MOVES).map(|at| pattern(source, at as u64)).collect();
