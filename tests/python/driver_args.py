@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from driver_ranks import HostTensors, prepare
+from driver_ranks import DriverTensors, prepare
 from exchange_table import ATTRIBUTE, Table
 from host_torch import torch
 
@@ -126,7 +126,7 @@ def main() -> None:
         buffer = ExpertBuffer(
             Group(size=1), MOST, HIDDEN, EXPERTS, TOPK, **kind, device="cuda:0", layouts=["rank"], regions=2
         )
-        arrays = HostTensors()
+        arrays = DriverTensors()
         buffer._operations.arrays_of = lambda value, arrays=arrays: arrays  # type: ignore[method-assign,union-attr,misc]
         torch.empty = remembered
         for name, (rows, scales, rest) in DISPATCHES.items():

@@ -7,10 +7,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from host_torch import torch
+from host_torch import HostTensors, torch
 
 from crossrail import ExpertBuffer, Group
-from crossrail._device_arrays import CallStreams, TorchArrays
 from crossrail.deep_ep import Buffer, ElasticBuffer
 from crossrail.deep_ep.events import EventOverlap, Turn
 from crossrail.deep_ep.pool import Gpu, Kind
@@ -87,15 +86,11 @@ class Streams:
         return EventOverlap(SimpleNamespace(current_stream_wait=lambda: event.wait(MAIN)), tensors)  # type: ignore[arg-type]
 
 
-class HostTensors(TorchArrays):
-    """PyTorch's tensors of the host, as if they were on the GPU."""
+class DriverTensors(HostTensors):
+    """What kernels write into them, no kernel has written."""
 
     def __init__(self) -> None:
-        super().__init__(torch, 0)
-        self.device, self.ordinal = torch.empty(1).device, -1
-
-    def streams(self, stream: Any, operation: str) -> CallStreams:
-        return CallStreams(MAIN, None)
+        super().__init__(MAIN)
 
     def shown(self, array: Any) -> Any:
         tensor = new_tensor(tuple(array.shape), dtype=self.dtypes[array.dtype])
@@ -114,7 +109,7 @@ class OneGpu(Gpu):
 
     def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> ExpertBuffer:
         made = ExpertBuffer(Group(size=1), **kind.parameters(max_tokens), device="cuda:0", regions=2)
-        arrays, operations = HostTensors(), made._operations
+        arrays, operations = DriverTensors(), made._operations
         operations.arrays_of = lambda value: arrays  # type: ignore[method-assign,union-attr]
         for name in ("dispatch", "combine"):
             setattr(operations, name, self._counted(getattr(operations, name)))

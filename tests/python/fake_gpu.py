@@ -9,7 +9,7 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from crossrail import ref
 from crossrail._calls import Sizes
 from crossrail._device_arrays import ArrayView, CallStreams, c_strides
 from crossrail._experts_device import DeviceOperations
-from crossrail._native import CombineArgs, DispatchArgs
+from crossrail._native import CombineArgs, DeviceHandle, DispatchArgs
 
 STREAM = 77
 """The raw handle of the only stream."""
@@ -50,7 +50,7 @@ class NumpyArrays:
         return array, array.ctypes.data
 
     def shown(self, array: Any) -> Any:
-        return array
+        return array.view(FLOATS.get(array.dtype.name, array.dtype))
 
     def first(self, array: Any, count: int) -> Any:
         return array[:count]
@@ -82,6 +82,11 @@ class FakeHandle:
     rows: int
     of: dict[str, Any]
 
+    @property
+    def __class__(self) -> Any:
+        """For `isinstance`."""
+        return DeviceHandle
+
 
 class FakeEvent:
     is_captured = False
@@ -107,13 +112,13 @@ class FakeRegion:
     def __init__(self, sizes: Sizes) -> None:
         self.users: list[int] = []
         kinds: dict[str, tuple[Any, tuple[int, ...]]] = {
-            "rows": (np.uint8 if sizes.fp8 else np.uint16, (sizes.hidden,)),
+            "rows": (sizes.dtype, (sizes.hidden,)),
             "topk_idx": (np.int64, (sizes.topk,)),
             "topk_weights": (np.float32, (sizes.topk,)),
             "source": (np.int32, ()),
         }
         if sizes.fp8:
-            kinds["scales"] = (np.uint8 if sizes.ue8m0 else np.float32, (sizes.hidden // 128,))
+            kinds["scales"] = (sizes.scale_dtype, (sizes.hidden // 128,))
         self.parts = {name: np.full((sizes.most, *shape), 99, kind) for name, (kind, shape) in kinds.items()}
 
     def used_by(self, stream: int, keeper: Any) -> None:
@@ -197,6 +202,10 @@ class FakeBuffer:
 
     combine_expert = combine_rank = _combine
 
+    def sources(self, handle: FakeHandle, rows: int) -> Any:
+        """The token that each row in the rank layout was at its source."""
+        return handle.of["region"].array("source", rows)
+
 
 @dataclass
 class World:
@@ -235,8 +244,11 @@ class World:
     def _dispatch(self, calls: list[FakeOperation]) -> None:
         sizes, layout = self.sizes, calls[0].part["layout"]
         fed = [call.part["dispatch"] for call in calls]
-        assert all(one["x_fp8"] == 0 for one in fed), "the reference casts itself"
-        xs = [at(one["x"], (one["tokens"], sizes.hidden), np.uint16, (one["x_stride"], 2)) for one in fed]
+        cast = not fed[0]["x_fp8"]
+        assert all(one["x_fp8"] != cast for one in fed)
+        xs = [self._rows(one) for one in fed]
+        # Rows that come with their scales are moved as bytes, the scales behind the row.
+        shape, scale = (self.shape, self.scale) if cast else (replace(self.shape, hidden=xs[0].shape[1]), None)
         cached = calls[0].part.get("cached")
         if cached is None:
             kinds = {4: np.int32, 8: np.int64}
@@ -254,14 +266,33 @@ class World:
             ]
             unit = fed[0]["expert_alignment"] or 1
             came = ref.dispatch(
-                self.shape, xs, idx, weights if weighted else None, layout, scale=self.scale, expert_alignment=unit
+                shape, xs, idx, weights if weighted else None, layout, scale=scale, expert_alignment=unit
             )
         else:
-            came = ref.dispatch(self.shape, xs, None, scale=self.scale, handle=cached.of["right"].handle)
+            came = ref.dispatch(shape, xs, None, scale=scale, handle=cached.of["right"].handle)
         for call, one in zip(calls, came, strict=True):
+            if not cast:
+                x, scales = one.x[..., : sizes.hidden], one.x[..., sizes.hidden :]
+                scales = np.ascontiguousarray(scales).view(sizes.scale_dtype)
+                one = replace(one, x=x, scales=scales, handle=replace(one.handle, shape=self.shape))
             call.part["right"] = one
             call.part["said"] = [each["host_word"] for each in fed]
             (self._give_expert if layout == "expert" else self._give_rank)(call, one)
+
+    def _rows(self, fed: dict[str, Any]) -> Any:
+        """What a rank sends: bits of bf16, or bytes of fp8 rows, each with those of its scales."""
+        sizes, tokens, blocks = self.sizes, fed["tokens"], self.sizes.hidden // 128
+        if not fed["x_fp8"]:
+            return at(fed["x"], (tokens, sizes.hidden), np.uint16, (fed["x_stride"], 2))
+        row, block = fed["x_scale_strides"]
+        if not sizes.ue8m0:
+            scales = at(fed["x_scales"], (tokens, blocks), np.float32, (row, block))
+        elif blocks % 4 == 0:
+            scales = at(fed["x_scales"], (tokens, blocks // 4, 4), np.uint8, (row, block, 1))
+        else:
+            scales = at(fed["x_scales"], (tokens, blocks), np.uint8, (row, 1))
+        behind = np.ascontiguousarray(scales).view(np.uint8).reshape(tokens, blocks * sizes.scale_dtype.itemsize)
+        return np.hstack([at(fed["x"], (tokens, sizes.hidden), np.uint8, (fed["x_stride"], 1)), behind])
 
     def _give_expert(self, call: FakeOperation, came: Any) -> None:
         sizes, args = self.sizes, call.part["dispatch"]
@@ -297,7 +328,10 @@ class World:
         at(args["out_offsets"], (self.sizes.ranks + 1,), np.int64)[:] = came.offsets
         for name, value in names.items():
             if value is not None:
-                parts[name][:count] = value
+                parts[name].view(value.dtype)[:count] = value
+        for source in range(self.sizes.ranks):
+            tokens, rows = received(came.handle, source, call.buffer.rank)
+            parts["source"][rows] = tokens
         if call.part["count"]:
             call.told = count, [int(one) for one in came.counts], call.part["said"]
 
@@ -325,6 +359,28 @@ class World:
         for call, total in zip(calls, sums, strict=True):
             given = call.part["combine"]
             at(given["out"], total.shape, np.uint16, (given["out_stride"], 2))[:] = total
+            if given["out_weights"]:
+                into = at(given["out_weights"], (call.part["handle"].tokens, sizes.topk), np.float32)
+                into[:] = self._weight_sums(calls, call.buffer.rank)
+
+    def _weight_sums(self, calls: list[FakeOperation], source: int) -> Any:
+        """The sums of the weights that all ranks give with the rows of one source's tokens."""
+        mine = calls[source].part["handle"]
+        sums = np.zeros((mine.tokens, self.sizes.topk), np.float32)
+        for call in calls:
+            tokens, rows = received(mine.of["right"].handle, source, call.buffer.rank)
+            weights = at(call.part["combine"]["y_weights"], (call.part["handle"].rows, self.sizes.topk), np.float32)
+            sums[tokens] += weights[rows]
+        return sums
+
+
+def received(handle: ref.Handle, source: int, rank: int) -> tuple[Any, Any]:
+    """Rank layout: the tokens of `source` that `rank` receives, and the row of each."""
+    idx, rows = handle.topk_idx[source], handle.rows[source]
+    assert idx is not None and rows is not None
+    here = handle.shape.homes(idx) == rank
+    tokens = np.flatnonzero(here.any(axis=1))
+    return tokens, np.where(here, rows, -1).max(axis=1)[tokens]
 
 
 class Way(DeviceOperations):

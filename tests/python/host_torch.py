@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from crossrail._device_arrays import CallStreams, TorchArrays
 from crossrail.deep_ep import checks
 
 
@@ -412,6 +413,22 @@ if importlib.util.find_spec("torch") is not None:
     import torch
 else:
     torch = NumpyTorch()
+
+
+class HostTensors(TorchArrays):
+    """PyTorch's tensors of the host, as if they were on a GPU whose current stream is `current`."""
+
+    def __init__(self, current: int) -> None:
+        super().__init__(torch, 0)
+        self.device, self.ordinal = torch.device("cpu"), -1
+        self.current = current
+
+    def streams(self, stream: Any, operation: str) -> CallStreams:
+        return CallStreams(self.current if stream is None else stream, None)
+
+    def shown(self, array: Any) -> Any:
+        """NumPy's array as a tensor."""
+        return torch.from_numpy(array.view(f"i{array.itemsize}")).view(self.dtypes[array.dtype.name])
 
 
 @pytest.fixture(autouse=True)

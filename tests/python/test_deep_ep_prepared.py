@@ -9,8 +9,10 @@ from typing import Any
 import deep_ep_elastic as elastic
 import deep_ep_work as work
 import pytest
-from deep_ep_twin import TwinBuffer, TwinDeepEp, TwinElastic, TwinMachine, TwinRanks, on_ranks
+from deep_ep_twin import TwinDeepEp, TwinElastic, TwinExperts, TwinMachine, TwinRanks, on_ranks
 from host_torch import torch, torch_is_there
+
+from crossrail._calls import DispatchCall
 
 __all__ = ["torch_is_there"]
 
@@ -22,7 +24,7 @@ class Region:
 class TwinCalls:
     """See `_native.RankCalls`."""
 
-    def __init__(self, machine: PreparedMachine, buffer: TwinBuffer, payload: str) -> None:
+    def __init__(self, machine: PreparedMachine, buffer: TwinExperts, payload: str) -> None:
         self.machine, self.buffer, self.payload = machine, buffer, payload
 
     def fits(self, x: Any, others: tuple[Any, Any, Any], alignment: Any) -> bool:
@@ -62,17 +64,16 @@ class TwinCalls:
     ) -> Any:
         if not self.fits(x, (topk_idx, topk_weights, per_expert), alignment):
             return None
-        meeting, said = self.machine.meeting, [0] * self.machine.meeting.size
-        if per_expert is not None:  # the second version's hosts say nothing
-            said = meeting.gather(self.machine.rank, host_word)
-        options = {"expert_alignment": alignment, "stats": stats, "max_rows": max_rows or None}
-        result = self.buffer.dispatch(x, topk_idx, topk_weights, "rank", **options)
+        rest: dict[str, Any] = dict.fromkeys(DispatchCall._fields) | {"layout": "rank", "send_only": False}
+        rest |= {"expert_alignment": alignment, "stats": stats, "max_rows": max_rows or None, "host_word": host_word}
+        call = DispatchCall(**rest | {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights})
+        result = self.buffer._operations.dispatch(call)
+        said = result.host_words or []
         scales = result.scales.view(torch.int32) if self.payload == "ue8m0" else result.scales
         parts, region = (result.x, scales, result.topk_idx, result.topk_weights), Region()
         if any(word != host_word for word in said):
             self.machine.regions.append(weakref.ref(region))
         self.machine.begun += 1
-        result.handle.tokens = len(topk_idx)
         told = None if max_rows else (result.count_list, said)
         return parts, result.counts, result.offsets, result.handle, None, region, told, self.buffer.spare_regions > 0
 

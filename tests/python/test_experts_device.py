@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ep_cases import Case, Got, Inputs, Setup, inputs, judge, outputs
-from fake_gpu import STREAM, FakeHandle, FakeRegion, World
+from fake_gpu import STREAM, FakeRegion, World
 
 import crossrail
 from crossrail import _calls, _experts_device
@@ -24,11 +24,6 @@ SETUPS = {
     "ue8m0": replace(TWO, dtype="fp8", scale="ue8m0"),
     "odd": replace(TWO, dtype="fp8", scale="ue8m0", hidden=640),
 }
-
-
-@pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_experts_device, "DeviceHandle", FakeHandle)
 
 
 def world_of(setup: Setup) -> World:

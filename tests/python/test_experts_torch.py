@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ep_cases import Case, Setup, inputs
-from fake_gpu import FakeHandle, World
+from fake_gpu import World
 from host_torch import ExternalStream, GpuTorch, Stream, Tensor
 from test_experts_device import combine, dispatch
 
@@ -27,7 +27,6 @@ CURRENT, SIDE = GpuTorch.current, 77
 def torch(monkeypatch: pytest.MonkeyPatch) -> GpuTorch:
     fake = GpuTorch()
     monkeypatch.setitem(sys.modules, "torch", fake)
-    monkeypatch.setattr(_experts_device, "DeviceHandle", FakeHandle)
     return fake
 
 
