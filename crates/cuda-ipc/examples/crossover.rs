@@ -21,9 +21,9 @@ use std::time::{Duration, Instant};
 
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_cuda::{Allocation, Context, Cuda, Mapping, PinnedMemory, Stream};
-use crossrail_cuda_ipc::{Domain, Link};
+use crossrail_cuda_ipc::{Gpus, Link};
 use crossrail_kernels::{Kernels, PutArgs};
-use crossrail_transport::{Copy, Descriptor, Direct, Job, Step};
+use crossrail_transport::{Copy, Descriptor, Domain, Job, Step};
 use crossrail_types::{Settings, format_size, parse_size};
 use serde_json::{Value, json};
 
@@ -227,8 +227,7 @@ impl Links {
 
     /// A transfer, from its description to its completion.
     fn transfer(&mut self, copy: Copy, local: u64, remote: u64, len: usize) -> Outcome<()> {
-        let (descriptor, _): (Descriptor, _) =
-            self.far.describe(remote as usize as *const u8, len).ok_or("memory that can't be described")?;
+        let (descriptor, _): (Descriptor, _) = self.far.describe(remote as usize as *const u8, len)?;
         Links::pass(&mut self.far, &mut self.near)?;
         let local = local as usize as *mut u8;
         let mut job = Job { slot: None, local, remote: descriptor, len, copy, moved: 0, state: 0, helps: true };
@@ -314,8 +313,8 @@ fn run() -> Outcome<()> {
         near: Side::new(&near, &far, 2 * options.max, &settings)?,
         far: Side::new(&far, &near, 2 * options.max, &settings)?,
     };
-    let domain = Domain::new(&cuda, &settings)?;
-    let mut links = Links { near: Link::new(Arc::clone(&domain), LIMIT), far: Link::new(domain, LIMIT) };
+    let gpus = Gpus::new(&cuda, &settings)?;
+    let mut links = Links { near: Link::new(Arc::clone(&gpus), LIMIT), far: Link::new(gpus, LIMIT) };
     let sizes = std::iter::successors(Some(LEAST), |size| Some(size * 2)).take_while(|size| *size <= options.max);
     let sizes: Vec<usize> = sizes.collect();
     let mut rows = latencies(&rig, &mut links, &sizes)?;

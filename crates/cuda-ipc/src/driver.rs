@@ -10,9 +10,9 @@ use crossrail_types::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::domain::Domain;
 use crate::exports::{ExportDriver, ExportedHandle, FoundPiece};
 use crate::gpu::Gpu;
+use crate::gpus::Gpus;
 use crate::imports::{ImportDriver, ReceivedHandle};
 use crate::note::{Piece, Seal, Uuid};
 
@@ -128,7 +128,7 @@ impl OpenPiece {
     }
 }
 
-impl ExportDriver for Domain {
+impl ExportDriver for Gpus {
     type Identity = PieceIdentity;
 
     fn find(&self, address: u64) -> std::result::Result<FoundPiece<PieceIdentity>, String> {
@@ -186,7 +186,7 @@ impl ExportDriver for Domain {
     }
 }
 
-impl ImportDriver for Domain {
+impl ImportDriver for Gpus {
     type Imported = Imported;
     type Opened = OpenPiece;
 
@@ -253,7 +253,7 @@ impl ImportDriver for Domain {
     }
 }
 
-impl Domain {
+impl Gpus {
     /// Imports memory of this process itself for `gpu`, enabling peer access if necessary.
     fn import_local(&self, gpu: &Gpu, piece: &Piece, identity: u64) -> Result<LocalMemory> {
         let info = PointerInfo::of(&gpu.context, piece.address)?;

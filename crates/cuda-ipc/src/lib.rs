@@ -1,7 +1,7 @@
 //! GPU memory of other processes on this machine, accessed over NVLink or PCIe: one copy, no host memory.
 //!
 //! ```text
-//! Domain      this process's GPUs: contexts, streams, completion words     Link    one peer
+//! Gpus        this process's GPUs: contexts, streams, completion words     Link    one peer
 //! ```
 //!
 //! Handles of allocations are announced in advance, by notes over the Unix socket of the shared-memory lane. The
@@ -13,13 +13,13 @@
 
 mod completion_word;
 mod copy_stream;
-mod domain;
 mod driver;
 mod exports;
 mod free_log;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod gpu;
+mod gpus;
 mod imports;
 mod link;
 mod lock;
@@ -28,8 +28,8 @@ mod note;
 mod row_table;
 mod schedule;
 
-pub use domain::Domain;
 pub use free_log::announce_free;
+pub use gpus::Gpus;
 pub use link::{Link, RowsCopy};
 
 #[cfg(test)]
@@ -44,10 +44,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_link_moves_between_threads_and_a_domain_is_shared() {
+    fn a_link_moves_between_threads_and_gpus_are_shared() {
         fn send<T: Send>() {}
         fn shared<T: Send + Sync>() {}
         send::<Link>();
-        shared::<Domain>();
+        shared::<Gpus>();
     }
 }

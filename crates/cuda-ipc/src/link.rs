@@ -12,17 +12,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Device, PointerInfo};
-use crossrail_transport::{Descriptor, Direct, DirectKind, Job, Step, Window};
+use crossrail_transport::{Descriptor, DirectKind, Domain, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind, Result, format_duration};
 
 pub use self::copies::RowsCopy;
 use self::copies::{CopyStage, LinkStreams, PendingCopy, RowsInFlight, is_long};
 use crate::copy_stream::CopyOutcome;
-use crate::domain::Domain;
 use crate::driver::{Imported, OpenPiece, PieceIdentity};
 use crate::exports::{Exports, MAX_PIECES};
 use crate::free_log::FreeLogCursor;
 use crate::gpu::Gpu;
+use crate::gpus::Gpus;
 use crate::imports::{Imports, Limits, Search, SearchOutcome, Span};
 use crate::mapping;
 use crate::note::{RemoteRange, Uuid};
@@ -48,15 +48,15 @@ const TIDIED_AT_ONCE: usize = 64;
 /// [`Link::sent`]. Descriptors may take any path and need no order relative to notes: a descriptor says which notes it
 /// depends on, and a copy or mapping waits for these.
 ///
-/// A job of [`Direct::step`] is stepped until it completes or fails. If it is abandoned before, [`Link::stopped`] must
+/// A job of [`Domain::step`] is stepped until it completes or fails. If it is abandoned before, [`Link::stopped`] must
 /// be polled until it returns true before the memory may be reused; [`Link::ended`] does so at once.
 ///
 /// [`Link::tidy`] should be called periodically, also when there is no traffic.
 ///
 /// Dropping the link closes everything it opened and releases what it holds of this process's memory. Mappings made by
-/// [`Direct::map`] live until their own last user drops them.
+/// [`Domain::map`] live until their own last user drops them.
 pub struct Link {
-    domain: Arc<Domain>,
+    gpus: Arc<Gpus>,
     /// How long to wait for the note that announces a piece.
     note_limit: Duration,
     exports: Exports<PieceIdentity>,
@@ -67,8 +67,6 @@ pub struct Link {
     last_copy: u64,
     /// The local GPU used last.
     device: Option<u32>,
-    /// The reason why the last memory could not be described.
-    why_not: Option<String>,
     tidy_at: Instant,
     free_log: FreeLogCursor,
     /// GPUs of the peer to which no local GPU has access, and the reason.
@@ -87,9 +85,9 @@ impl fmt::Debug for Link {
 
 impl Link {
     /// A link to a new peer. `note_limit`: how long a copy waits for the note that announces its memory.
-    pub fn new(domain: Arc<Domain>, note_limit: Duration) -> Link {
+    pub fn new(gpus: Arc<Gpus>, note_limit: Duration) -> Link {
         Link {
-            domain,
+            gpus,
             note_limit,
             exports: Exports::new(),
             imports: Imports::new(LIMITS),
@@ -97,7 +95,6 @@ impl Link {
             copies: HashMap::new(),
             last_copy: 0,
             device: None,
-            why_not: None,
             tidy_at: Instant::now(),
             free_log: FreeLogCursor::new(),
             inaccessible: Vec::new(),
@@ -118,7 +115,7 @@ impl Link {
     /// Confirms that the note was sent.
     pub fn sent(&mut self) {
         self.exports.note_sent();
-        self.exports.prepare_note(&*self.domain);
+        self.exports.prepare_note(&*self.gpus);
     }
 
     /// Processes a note of the peer. If some of its file descriptors could not be received, because this process has
@@ -133,20 +130,15 @@ impl Link {
         if self.exports.queue_len() > MAX_QUEUED {
             return Err("the peer requests pieces of GPU memory faster than it reads the answers".into());
         }
-        self.exports.prepare_note(&*self.domain);
+        self.exports.prepare_note(&*self.gpus);
         Ok(())
-    }
-
-    /// The reason why the last [`Direct::describe`] returned `None`.
-    pub fn why_not(&self) -> Option<&str> {
-        self.why_not.as_deref()
     }
 
     /// Announces that `len` bytes of this process's memory at `address` are about to be freed, so that the peer closes
     /// them. Memory freed by others is detected by [`Link::tidy`].
     pub fn freed(&mut self, address: u64, len: u64) {
         self.exports.withdraw(address, len);
-        self.exports.prepare_note(&*self.domain);
+        self.exports.prepare_note(&*self.gpus);
     }
 
     /// Checks a few exported pieces, so that neither end keeps memory open that its owner has freed. Returns whether a
@@ -160,16 +152,16 @@ impl Link {
         if self.exports.len() == 0 || (freed.is_empty() && !due) {
             return self.exports.pending_note().is_some();
         }
-        let Ok(gpu) = self.domain.any_in_use() else { return false };
+        let Ok(gpu) = self.gpus.any_in_use() else { return false };
         let _entered = gpu.context.enter();
         for (address, len) in freed {
-            self.exports.check_range(&*self.domain, address, len);
+            self.exports.check_range(&*self.gpus, address, len);
         }
         if due {
             self.tidy_at = now + TIDY_INTERVAL;
-            self.exports.tidy(&*self.domain, TIDIED_AT_ONCE);
+            self.exports.tidy(&*self.gpus, TIDIED_AT_ONCE);
         }
-        self.exports.prepare_note(&*self.domain);
+        self.exports.prepare_note(&*self.gpus);
         self.exports.pending_note().is_some()
     }
 
@@ -186,7 +178,7 @@ impl Link {
             CopyStage::Seeking(..) | CopyStage::Queued(..) => return true,
             stage => self.streams.cut_short(stage),
         };
-        match self.streams.poll(&mut copy, self.domain.copy_limit()) {
+        match self.streams.poll(&mut copy, self.gpus.copy_limit()) {
             CopyOutcome::Done | CopyOutcome::Failed(_) => return true,
             CopyOutcome::Pending => drop(self.copies.insert(job_state, copy)),
             CopyOutcome::Stuck => {
@@ -220,11 +212,11 @@ impl Link {
 
     /// Polls a copy of `len` bytes, and keeps it if it is not over.
     fn settle(&mut self, mut copy: PendingCopy, state: u64, len: u64) -> Step {
-        match (self.streams.poll(&mut copy, self.domain.copy_limit()), &mut copy.stage) {
+        match (self.streams.poll(&mut copy, self.gpus.copy_limit()), &mut copy.stage) {
             (CopyOutcome::Done, CopyStage::InFlight { failed, .. }) => failed.take().map_or(Step::Done, Step::Failed),
             (CopyOutcome::Failed(why), _) => Step::Failed(why),
             (CopyOutcome::Stuck, _) => {
-                let limit = format_duration(self.domain.copy_limit());
+                let limit = format_duration(self.gpus.copy_limit());
                 self.give_up(copy);
                 Step::Failed(format!("the copy of {len} bytes did not complete within {limit}"))
             }
@@ -246,7 +238,7 @@ impl Link {
 
     /// The GPU that owns an address of this process.
     fn local_device(&self, address: u64) -> std::result::Result<u32, String> {
-        let gpu = self.domain.any_in_use().map_err(|error| error.to_string())?;
+        let gpu = self.gpus.any_in_use().map_err(|error| error.to_string())?;
         let device = PointerInfo::device_at(&gpu.context, address).map_err(|error| error.to_string())?;
         device.ok_or_else(|| format!("{address:#x} is not GPU memory of this process"))
     }
@@ -260,22 +252,22 @@ impl Link {
     /// Advances a copy that is not in flight yet, as far as possible without waiting.
     ///
     /// # Safety
-    /// As [`Direct::step`].
+    /// As [`Domain::step`].
     unsafe fn advance(&mut self, copy: &mut PendingCopy, job: &Job) -> Step {
         // Checked first because dozens of copies may wait for their turn, and every pass steps all of them.
         if copy.waits_for_turn(Instant::now()) {
             return Step::Waiting;
         }
-        let Ok(any) = self.domain.any_in_use() else { return Step::Failed("this process uses no GPU".into()) };
+        let Ok(any) = self.gpus.any_in_use() else { return Step::Failed("this process uses no GPU".into()) };
         let _entered = any.context.enter();
         if let CopyStage::Seeking(search, device) = &mut copy.stage {
-            match self.imports.seek(&*self.domain, search, *device, OPENED_PER_STEP) {
+            match self.imports.seek(&*self.gpus, search, *device, OPENED_PER_STEP) {
                 Ok(SearchOutcome::Complete) => {}
                 Ok(SearchOutcome::BudgetSpent) => return Step::Waiting,
                 Ok(SearchOutcome::NoteMissing) => return self.wait_for_note(copy, job),
                 Ok(SearchOutcome::ResendNeeded(id)) => {
                     self.exports.request_resend(id);
-                    self.exports.prepare_note(&*self.domain);
+                    self.exports.prepare_note(&*self.gpus);
                     return Step::Waiting;
                 }
                 Err(why) => {
@@ -284,7 +276,7 @@ impl Link {
                 }
             }
             let (spans, device) = (mem::take(&mut search.spans), *device);
-            let queued = match self.domain.gpu(device) {
+            let queued = match self.gpus.gpu(device) {
                 Ok(gpu) => self.scheduled_peer(&gpu, job).map(|peer| gpu.schedule.queue(peer, Instant::now())),
                 Err(error) => return Step::Failed(error.to_string()),
             };
@@ -298,7 +290,7 @@ impl Link {
             if let Err(why) = spans.iter().try_for_each(|span| span.open.check()) {
                 return Step::Failed(why);
             }
-            let started = self.domain.gpu(device).and_then(|gpu| {
+            let started = self.gpus.gpu(device).and_then(|gpu| {
                 let peer = self.scheduled_peer(&gpu, job);
                 self.streams.start(gpu, peer, spans, job)
             });
@@ -331,56 +323,20 @@ impl Link {
             return;
         };
         let has_access =
-            |ordinal: &u32| self.domain.gpu(*ordinal).is_ok_and(|gpu| self.domain.check_reach(&gpu, &owner).is_ok());
-        if !self.domain.in_use().iter().any(has_access) {
+            |ordinal: &u32| self.gpus.gpu(*ordinal).is_ok_and(|gpu| self.gpus.check_reach(&gpu, &owner).is_ok());
+        if !self.gpus.in_use().iter().any(has_access) {
             self.inaccessible.push((owner, why.to_owned()));
         }
     }
-
-    fn describe_local(&mut self, address: u64, len: usize) -> std::result::Result<RemoteRange, String> {
-        let gpu = self.domain.any_in_use().map_err(|error| error.to_string())?;
-        let _entered = gpu.context.enter();
-        let range = self.exports.describe(&*self.domain, address, len);
-        self.exports.prepare_note(&*self.domain);
-        range
-    }
-
-    /// Like [`Direct::map`], for the GPU `cuda:ordinal` of this process.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn map_on(&mut self, remote: &Descriptor, len: usize, ordinal: u32) -> Result<Option<Window>> {
-        let error = |kind: ErrorKind, why: String| Error::new(kind, "map", why).with_lane("cuda_ipc");
-        let range = RemoteRange::decode(remote).map_err(|why| error(ErrorKind::Region, why))?;
-        let mut search = Search::new(range, len).map_err(|why| error(ErrorKind::Region, why))?;
-        match self.imports.seek(&*self.domain, &mut search, ordinal, MAX_PIECES) {
-            Ok(SearchOutcome::Complete) => {}
-            Ok(SearchOutcome::BudgetSpent | SearchOutcome::NoteMissing) => return Ok(None),
-            Ok(SearchOutcome::ResendNeeded(id)) => {
-                self.exports.request_resend(id);
-                self.exports.prepare_note(&*self.domain);
-                return Ok(None);
-            }
-            Err(why) => return Err(error(ErrorKind::Region, why)),
-        }
-        let pieces = self.imports.imported(range, len, ordinal);
-        let (pieces, offset) = pieces.ok_or_else(|| {
-            error(ErrorKind::Unsupported, format!("{len} bytes span more than {} allocations", LIMITS.open))
-        })?;
-        let owner = self.imports.owner(range);
-        mapping::map_pieces(&self.domain, &pieces, offset, len, (ordinal, owner)).map(Some)
-    }
 }
 
-impl Direct for Link {
-    fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)> {
-        match self.describe_local(ptr as u64, len) {
-            Ok(range) => Some((range.encode(), DirectKind::CudaIpc)),
-            Err(why) => {
-                self.why_not = Some(why);
-                None
-            }
-        }
+impl Domain for Link {
+    fn describe(&mut self, ptr: *const u8, len: usize) -> std::result::Result<(Descriptor, DirectKind), String> {
+        let gpu = self.gpus.any_in_use().map_err(|error| error.to_string())?;
+        let _entered = gpu.context.enter();
+        let range = self.exports.describe(&*self.gpus, ptr as u64, len);
+        self.exports.prepare_note(&*self.gpus);
+        Ok((range?.encode(), DirectKind::CudaIpc))
     }
 
     fn reach(&mut self, remote: &Descriptor, len: usize) -> std::result::Result<DirectKind, String> {
@@ -430,23 +386,41 @@ impl Direct for Link {
     fn close(&mut self, _slot: u32) {}
 
     fn share(&mut self, ptr: *const u8, len: usize) -> Result<Option<Descriptor>> {
-        let range = self.describe_local(ptr as u64, len);
-        range
-            .map(|range| Some(range.encode()))
-            .map_err(|why| Error::new(ErrorKind::Unsupported, "share", why).with_lane("cuda_ipc"))
+        let described = self.describe(ptr, len);
+        described.map(|(descriptor, _)| Some(descriptor)).map_err(|why| refused(ErrorKind::Unsupported, "share", why))
     }
 
-    fn map(&mut self, remote: &Descriptor, len: usize) -> Result<Option<Window>> {
-        let range = RemoteRange::decode(remote);
-        let range = range.map_err(|why| Error::new(ErrorKind::Region, "map", why).with_lane("cuda_ipc"))?;
-        let ordinal = match self.device.or_else(|| self.domain.in_use().first().copied()) {
-            Some(device) => device,
+    fn map(&mut self, remote: &Descriptor, len: usize, gpu: Option<u32>) -> Result<Option<Window>> {
+        let range = RemoteRange::decode(remote).map_err(|why| refused(ErrorKind::Region, "map", why))?;
+        let ordinal = match gpu.or(self.device).or_else(|| self.gpus.in_use().first().copied()) {
+            Some(ordinal) => ordinal,
             None if !self.imports.has_read(range) => return Ok(None),
             // This process uses no GPU: the owner's has the shortest path to its memory.
-            None => self.imports.owner(range).and_then(|owner| self.domain.device(&owner)).map_or(0, Device::ordinal),
+            None => self.imports.owner(range).and_then(|owner| self.gpus.device(&owner)).map_or(0, Device::ordinal),
         };
-        self.map_on(remote, len, ordinal)
+        let mut search = Search::new(range, len).map_err(|why| refused(ErrorKind::Region, "map", why))?;
+        match self.imports.seek(&*self.gpus, &mut search, ordinal, MAX_PIECES) {
+            Ok(SearchOutcome::Complete) => {}
+            Ok(SearchOutcome::BudgetSpent | SearchOutcome::NoteMissing) => return Ok(None),
+            Ok(SearchOutcome::ResendNeeded(id)) => {
+                self.exports.request_resend(id);
+                self.exports.prepare_note(&*self.gpus);
+                return Ok(None);
+            }
+            Err(why) => return Err(refused(ErrorKind::Region, "map", why)),
+        }
+        let pieces = self.imports.imported(range, len, ordinal).ok_or_else(|| {
+            let why = format!("{len} bytes span more than {} allocations", LIMITS.open);
+            refused(ErrorKind::Unsupported, "map", why)
+        });
+        let (pieces, offset) = pieces?;
+        let owner = self.imports.owner(range);
+        mapping::map_pieces(&self.gpus, &pieces, offset, len, (ordinal, owner)).map(Some)
     }
+}
+
+fn refused(kind: ErrorKind, operation: &str, why: String) -> Error {
+    Error::new(kind, operation, why).with_lane("cuda_ipc")
 }
 
 impl Drop for Link {

@@ -7,8 +7,8 @@ use crossrail_cuda::{Allocation, Context, Deferred};
 use crossrail_transport::Window;
 use crossrail_types::{Error, ErrorKind, Result};
 
-use crate::domain::Domain;
 use crate::driver::{Imported, LocalMemory};
+use crate::gpus::Gpus;
 use crate::note::Uuid;
 
 fn refused(kind: ErrorKind, why: impl Into<String>) -> Error {
@@ -21,7 +21,7 @@ fn refused(kind: ErrorKind, why: impl Into<String>) -> Error {
 /// # Errors
 /// `Unsupported` for a range of several allocations of cudaMalloc; a failed driver call.
 pub(crate) fn map_pieces(
-    domain: &Domain,
+    gpus: &Gpus,
     pieces: &[&Imported],
     offset: u64,
     len: usize,
@@ -34,9 +34,9 @@ pub(crate) fn map_pieces(
             let allocations: Option<Vec<Allocation>> = pieces.iter().map(|piece| piece.allocation().cloned()).collect();
             let allocations = allocations
                 .ok_or_else(|| refused(ErrorKind::Unsupported, "the memory spans several allocations of cudaMalloc"))?;
-            let contexts = contexts(domain, device, owner)?;
+            let contexts = contexts(gpus, device, owner)?;
             let reached: Vec<&Context> = contexts.iter().collect();
-            match domain.map(&allocations, &reached, owner) {
+            match gpus.map(&allocations, &reached, owner) {
                 Ok(mapping) => (mapping.address(), Arc::new(Deferred::new(mapping, &contexts[0])) as _),
                 Err(error) => in_place(pieces, &reached).ok_or_else(|| error.with_lane("cuda_ipc"))?,
             }
@@ -55,12 +55,12 @@ fn in_place(pieces: &[&Imported], contexts: &[&Context]) -> Option<(u64, Arc<dyn
 }
 
 /// The GPUs that get access: `device`, and those in use with peer access to `owner`.
-fn contexts(domain: &Domain, device: u32, owner: Option<Uuid>) -> Result<Vec<Context>> {
-    let mut contexts = vec![domain.gpu(device)?.context.clone()];
-    let Some(owner) = owner.and_then(|owner| domain.device(&owner)) else { return Ok(contexts) };
-    for ordinal in domain.in_use() {
+fn contexts(gpus: &Gpus, device: u32, owner: Option<Uuid>) -> Result<Vec<Context>> {
+    let mut contexts = vec![gpus.gpu(device)?.context.clone()];
+    let Some(owner) = owner.and_then(|owner| gpus.device(&owner)) else { return Ok(contexts) };
+    for ordinal in gpus.in_use() {
         if ordinal != device {
-            let context = domain.gpu(ordinal)?.context.clone();
+            let context = gpus.gpu(ordinal)?.context.clone();
             if ordinal == owner.ordinal() || context.device().reaches(owner)? {
                 contexts.push(context);
             }

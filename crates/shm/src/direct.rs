@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use crossrail_transport::{Copy, Descriptor, Direct, DirectKind, HALVES_MAX, Job, Step, Window};
+use crossrail_transport::{Copy, Descriptor, DirectKind, Domain, HALVES_MAX, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind};
 
 use crate::cma::Process;
@@ -51,6 +51,14 @@ fn word(descriptor: &Descriptor, at: usize) -> u64 {
     descriptor[at..].first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
+/// The address of `len` bytes at `place` of the peer's segment `id`.
+fn inside(map: &Mapping, id: u32, place: u64, len: usize) -> Result<*mut u8, String> {
+    match usize::try_from(place).ok().and_then(|at| at.checked_add(len)) {
+        Some(end) if end <= map.len() => Ok(map.ptr().wrapping_add(end - len)),
+        _ => Err(format!("{len} bytes at {place} are not inside segment {id} of {} bytes", map.len())),
+    }
+}
+
 fn refused(kind: ErrorKind, operation: &str, why: impl Into<String>) -> Error {
     Error::new(kind, operation, why).with_lane("shm")
 }
@@ -63,12 +71,7 @@ impl ShmLane {
         match kind {
             MAPPED => {
                 let id = u32::from_le_bytes([a, b, c, d]);
-                let map = self.segment(id)?;
-                let end = usize::try_from(place).ok().and_then(|at| at.checked_add(len));
-                match end {
-                    Some(end) if end <= map.len() => Ok(Remote::Mapped(map.ptr().wrapping_add(end - len))),
-                    _ => Err(format!("{len} bytes at {place} are not inside segment {id} of {} bytes", map.len())),
-                }
+                Ok(Remote::Mapped(inside(self.segment(id)?, id, place, len)?))
             }
             ADDRESS => self.process.clone().map(|process| Remote::Process(process, place)),
             kind => Err(format!("a memory descriptor of kind {kind}")),
@@ -114,7 +117,7 @@ impl ShmLane {
     /// Copies `len` bytes at `at`.
     ///
     /// # Safety
-    /// As `Direct::step`; `at + len <= job.len`, and `remote` was resolved for `job.len` bytes.
+    /// As `Domain::step`; `at + len <= job.len`, and `remote` was resolved for `job.len` bytes.
     unsafe fn copy_piece(job: &Job, remote: &Remote, at: usize, len: usize) -> Result<(), String> {
         let local = job.local.wrapping_add(at);
         match (remote, job.copy) {
@@ -143,7 +146,7 @@ impl ShmLane {
     /// The whole copy is this end's.
     ///
     /// # Safety
-    /// As `Direct::step`.
+    /// As `Domain::step`.
     unsafe fn step_alone(job: &mut Job, remote: &Remote, budget: usize) -> Step {
         // Nobody else waits for a part of it, so one copy takes all of the budget: fewer system calls with CMA.
         let len = budget.max(piece_len(job.len)).min(job.len - job.moved.min(job.len));
@@ -158,7 +161,7 @@ impl ShmLane {
     /// Both ends claim pieces.
     ///
     /// # Safety
-    /// As `Direct::step`.
+    /// As `Domain::step`.
     unsafe fn step_shared(&self, slot: u32, job: &mut Job, remote: &Remote, budget: usize) -> Step {
         let piece = piece_len(job.len);
         let pieces = job.len.div_ceil(piece);
@@ -188,14 +191,15 @@ impl ShmLane {
     }
 }
 
-impl Direct for ShmLane {
-    fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)> {
+impl Domain for ShmLane {
+    fn describe(&mut self, ptr: *const u8, len: usize) -> Result<(Descriptor, DirectKind), String> {
         if let Some((segment, offset)) = self.arena.lookup(ptr, len)
             && self.wire.pass(segment.id(), segment.borrow_fd()).is_ok()
         {
-            return Some((encode_mapped(segment.id(), offset, segment.identity()), DirectKind::Mapped));
+            return Ok((encode_mapped(segment.id(), offset, segment.identity()), DirectKind::Mapped));
         }
-        self.peer_has_cma.then(|| (encode(ADDRESS, 0, ptr as u64), DirectKind::Cma))
+        let address = || (encode(ADDRESS, 0, ptr as u64), DirectKind::Cma);
+        self.peer_has_cma.then(address).ok_or_else(|| "the peer may not read memory of this process".to_owned())
     }
 
     fn reach(&mut self, remote: &Descriptor, len: usize) -> Result<DirectKind, String> {
@@ -259,7 +263,7 @@ impl Direct for ShmLane {
         }
     }
 
-    fn map(&mut self, remote: &Descriptor, len: usize) -> crossrail_types::Result<Option<Window>> {
+    fn map(&mut self, remote: &Descriptor, len: usize, _gpu: Option<u32>) -> crossrail_types::Result<Option<Window>> {
         let [kind, _, _, _, a, b, c, d, ..] = *remote;
         if kind != MAPPED {
             return Err(refused(ErrorKind::Region, "map", format!("a memory descriptor of kind {kind}")));
@@ -276,15 +280,7 @@ impl Direct for ShmLane {
             let why = format!("segment {id} is another one than is meant, which belongs to another connection");
             return Err(refused(ErrorKind::Region, "map", why));
         }
-        match usize::try_from(word(remote, 8)).ok().and_then(|at| Some((at, at.checked_add(len)?))) {
-            Some((at, end)) if end <= map.len() => {
-                Ok(Some(Window { ptr: map.ptr().wrapping_add(at), len, device: None, keep: Arc::clone(map) as _ }))
-            }
-            _ => {
-                let (at, size) = (word(remote, 8), map.len());
-                let why = format!("{len} bytes at {at} are not inside segment {id} of {size} bytes");
-                Err(refused(ErrorKind::Region, "map", why))
-            }
-        }
+        let ptr = inside(map, id, word(remote, 8), len).map_err(|why| refused(ErrorKind::Region, "map", why))?;
+        Ok(Some(Window { ptr, len, device: None, keep: Arc::clone(map) as _ }))
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_transport::{
-    Direct, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
+    Domain, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
 };
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
@@ -569,7 +569,7 @@ impl Lane for ShmLane {
         parting::has_hung_up(stream, until) && (self.flags.peer_has_left() || parting::has_ended(stream, until))
     }
 
-    fn direct(&mut self) -> Option<&mut dyn Direct> {
+    fn domain(&mut self) -> Option<&mut dyn Domain> {
         Some(self)
     }
 

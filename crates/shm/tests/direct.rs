@@ -5,7 +5,7 @@ mod common;
 
 use std::sync::{Arc, Barrier};
 
-use common::{Keeper, Piece, Random, byte, direct, pair_in, receive_direct, send_direct};
+use common::{Keeper, Piece, Random, byte, domain, pair_in, receive_direct, send_direct};
 use crossrail_shm::{Arena, Options, ShmLane};
 use crossrail_transport::conformance::skip;
 use crossrail_transport::{Copy, DirectKind, HALVES_MAX, Job, Lane, Step};
@@ -100,10 +100,10 @@ fn without_cma_plain_memory_is_out_of_reach_and_says_why() {
         assert!(lane.report().cma_push.is_err());
     }
     let plain = [0u8; 64];
-    assert_eq!(direct(&mut a).describe(plain.as_ptr(), 64), None);
+    assert!(domain(&mut a).describe(plain.as_ptr(), 64).is_err());
     let mut address = [0; 24];
     address[0] = 2;
-    assert!(direct(&mut b).reach(&address, 64).is_err());
+    assert!(domain(&mut b).reach(&address, 64).is_err());
 }
 
 #[test]
@@ -111,8 +111,8 @@ fn a_description_of_the_peer_is_not_believed() {
     let arena = Arena::new();
     let (mut a, mut b) = pair_in(&Options::default(), arena.clone(), Arena::new());
     let segment = arena.alloc(10_000).expect("alloc");
-    let (good, _) = direct(&mut a).describe(segment.ptr(), 10_000).expect("ours");
-    assert_eq!(direct(&mut b).reach(&good, 10_000), Ok(DirectKind::Mapped));
+    let (good, _) = domain(&mut a).describe(segment.ptr(), 10_000).expect("ours");
+    assert_eq!(domain(&mut b).reach(&good, 10_000), Ok(DirectKind::Mapped));
     let mut memory = vec![0u8; 1 << 20];
     let spoil = |at: usize, with: &[u8]| {
         let mut bad = good;
@@ -128,7 +128,7 @@ fn a_description_of_the_peer_is_not_believed() {
         (good, 12_289),
     ];
     for (remote, len) in beyond {
-        assert!(direct(&mut b).reach(&remote, len).is_err());
+        assert!(domain(&mut b).reach(&remote, len).is_err());
         let mut job = Job {
             slot: None,
             local: memory.as_mut_ptr(),
@@ -140,14 +140,14 @@ fn a_description_of_the_peer_is_not_believed() {
             helps: true,
         };
         // SAFETY: `memory` is longer than any of the lengths.
-        assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)));
+        assert!(matches!(unsafe { domain(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)));
     }
     for slot in [u32::MAX, 0xffff, 128, 200] {
         let local = memory.as_mut_ptr();
         let mut job =
             Job { slot: Some(slot), local, remote: good, len: 100, copy: Copy::Pull, moved: 0, state: 0, helps: true };
         // SAFETY: `memory` is longer than 100 bytes.
-        assert!(matches!(unsafe { direct(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)), "cursor {slot}");
+        assert!(matches!(unsafe { domain(&mut b).step(&mut job, 1 << 20) }, Step::Failed(_)), "cursor {slot}");
     }
 }
 
@@ -157,11 +157,11 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
     let (mut a, mut b) = pair_in(&Options::default(), arena.clone(), Arena::new());
     let len = 8 << 20;
     let segment = arena.alloc(len).expect("alloc");
-    let (remote, _) = direct(&mut a).describe(segment.ptr(), len).expect("ours");
+    let (remote, _) = domain(&mut a).describe(segment.ptr(), len).expect("ours");
     let mut stopped = 0;
     for round in 0..50 {
         slice(&segment, 0, len).fill(0x11);
-        let slot = direct(&mut a).open(len).expect("a free cursor");
+        let slot = domain(&mut a).open(len).expect("a free cursor");
         let mut memory = vec![0u8; len];
         let under_way = Barrier::new(2);
         let done = std::thread::scope(|scope| {
@@ -172,7 +172,7 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
                     Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0, helps: true };
                 loop {
                     // SAFETY: `memory` has `len` bytes and lives past this thread.
-                    match unsafe { direct(b).step(&mut job, 1) } {
+                    match unsafe { domain(b).step(&mut job, 1) } {
                         Step::Moved(n) if n == job.moved => drop(under_way.wait()),
                         Step::Moved(_) => {}
                         Step::Waiting => panic!("nobody else copies"),
@@ -188,21 +188,21 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
             for _ in 0..round * 20 {
                 std::hint::spin_loop();
             }
-            while !direct(&mut a).stop(slot) {}
+            while !domain(&mut a).stop(slot) {}
             // From here on nobody reads it any more, so this must not show up at the other end.
             slice(&segment, 0, len).fill(0xbb);
             copier.join().expect("the copier is fine")
         });
         assert_eq!(memory.iter().position(|byte| *byte == 0xbb), None, "copied after stop was true");
         stopped += usize::from(!done && memory.contains(&0x11));
-        direct(&mut a).close(slot);
-        let next = direct(&mut a).open(len).expect("a free cursor");
+        domain(&mut a).close(slot);
+        let next = domain(&mut a).open(len).expect("a free cursor");
         let local = memory.as_mut_ptr();
         let mut late = Job { slot: Some(slot), local, remote, len, copy: Copy::Pull, moved: 0, state: 0, helps: true };
         // SAFETY: `memory` has `len` bytes.
-        assert!(matches!(unsafe { direct(&mut b).step(&mut late, 1) }, Step::Failed(_) | Step::Done));
+        assert!(matches!(unsafe { domain(&mut b).step(&mut late, 1) }, Step::Failed(_) | Step::Done));
         assert_ne!(next, slot);
-        direct(&mut a).close(next);
+        domain(&mut a).close(next);
     }
     assert!(stopped > 0, "no copy was stopped half-way");
 }
@@ -214,13 +214,13 @@ fn each_end_copies_its_half_until_it_helps() {
     for len in [64 << 10, (96 << 10) + 1, HALVES_MAX] {
         let (source, target) = (here.alloc(len).expect("alloc"), there.alloc(len).expect("alloc"));
         slice(&source, 0, len).fill(0x5a);
-        let (mine, _) = direct(&mut a).describe(source.ptr(), len).expect("ours");
-        let (theirs, _) = direct(&mut b).describe(target.ptr(), len).expect("ours");
-        let slot = direct(&mut a).open(len);
+        let (mine, _) = domain(&mut a).describe(source.ptr(), len).expect("ours");
+        let (theirs, _) = domain(&mut b).describe(target.ptr(), len).expect("ours");
+        let slot = domain(&mut a).open(len);
         let job = |local, remote, copy| Job { slot, local, remote, len, copy, moved: 0, state: 0, helps: false };
         let (mut pull, mut push) = (job(target.ptr(), mine, Copy::Pull), job(source.ptr(), theirs, Copy::Push));
         // SAFETY: both segments have `len` bytes, and outlive the jobs.
-        let step = |lane: &mut ShmLane, job: &mut Job| unsafe { direct(lane).step(job, len) };
+        let step = |lane: &mut ShmLane, job: &mut Job| unsafe { domain(lane).step(job, len) };
         assert_eq!(step(&mut b, &mut pull), Step::Moved(pull.moved));
         assert_eq!(step(&mut b, &mut pull), Step::Waiting, "the rest is the sender's");
         let half = pull.moved;
@@ -230,31 +230,31 @@ fn each_end_copies_its_half_until_it_helps() {
         assert!(copied(0, half) && untouched(half, len), "{len} bytes: the receiver begins at the front");
         assert_eq!((step(&mut a, &mut push), push.moved), (Step::Done, len - half));
         assert!(copied(0, len) && step(&mut b, &mut pull) == Step::Done, "{len} bytes");
-        direct(&mut a).close(slot.expect("a free cursor"));
+        domain(&mut a).close(slot.expect("a free cursor"));
 
         // Alone, an end that helps copies everything.
-        let slot = direct(&mut a).open(len);
+        let slot = domain(&mut a).open(len);
         slice(&target, 0, len).fill(0);
         let mut alone = Job { slot, moved: 0, helps: true, ..push };
         assert_eq!(step(&mut a, &mut alone), Step::Moved(len));
         assert!(copied(0, len) && step(&mut a, &mut alone) == Step::Done, "{len} bytes");
-        direct(&mut a).close(slot.expect("a free cursor"));
+        domain(&mut a).close(slot.expect("a free cursor"));
     }
 }
 
 #[test]
 fn cursors_run_out_and_come_back() {
     let (mut a, mut b) = pair_in(&Options::default(), Arena::new(), Arena::new());
-    let mine: Vec<u32> = std::iter::from_fn(|| direct(&mut a).open(1)).collect();
-    let theirs: Vec<u32> = std::iter::from_fn(|| direct(&mut b).open(1)).collect();
+    let mine: Vec<u32> = std::iter::from_fn(|| domain(&mut a).open(1)).collect();
+    let theirs: Vec<u32> = std::iter::from_fn(|| domain(&mut b).open(1)).collect();
     assert!(mine.len() >= 32 && theirs.len() == mine.len());
     assert!(mine.iter().all(|slot| !theirs.contains(slot)));
-    direct(&mut a).close(theirs[0]);
-    assert_eq!(direct(&mut a).open(1), None, "closing the peer's cursor gives nothing");
-    direct(&mut a).close(mine[3]);
-    let again = direct(&mut a).open(1).expect("one is free");
+    domain(&mut a).close(theirs[0]);
+    assert_eq!(domain(&mut a).open(1), None, "closing the peer's cursor gives nothing");
+    domain(&mut a).close(mine[3]);
+    let again = domain(&mut a).open(1).expect("one is free");
     assert_ne!(again, mine[3], "a use of its own");
-    assert_eq!(direct(&mut a).open(1), None);
+    assert_eq!(domain(&mut a).open(1), None);
 }
 
 #[test]
@@ -265,7 +265,7 @@ fn one_end_failing_fails_both() {
         return skip("CMA with ourselves is denied");
     }
     let len = 1 << 20;
-    let slot = direct(&mut a).open(len).expect("a free cursor");
+    let slot = domain(&mut a).open(len).expect("a free cursor");
     let mut memory = vec![0u8; len];
     let mut nowhere = [0; 24];
     nowhere[0] = 2;
@@ -282,11 +282,11 @@ fn one_end_failing_fails_both() {
     };
     let (mut pull, mut push) = (job(Copy::Pull), job(Copy::Push));
     // SAFETY: `memory` has `len` bytes.
-    let failed = unsafe { direct(&mut b).step(&mut pull, 1) };
+    let failed = unsafe { domain(&mut b).step(&mut pull, 1) };
     assert!(matches!(&failed, Step::Failed(why) if why.contains("process_vm_readv")), "{failed:?}");
     // SAFETY: as above.
-    assert!(matches!(unsafe { direct(&mut a).step(&mut push, 1) }, Step::Failed(_)));
-    assert!(direct(&mut a).stop(slot), "nothing is being copied");
+    assert!(matches!(unsafe { domain(&mut a).step(&mut push, 1) }, Step::Failed(_)));
+    assert!(domain(&mut a).stop(slot), "nothing is being copied");
 }
 
 #[test]
@@ -297,16 +297,16 @@ fn dropped_segments_are_given_back_by_the_peer() {
     let inside = segment.ptr().wrapping_add(4096);
     assert_eq!(arena.find(inside, 10).map(|found| (found.id, found.offset)), Some((segment.id(), 4096)));
     assert_eq!(arena.find(inside, 3 << 20), None, "beyond its end");
-    let (remote, _) = direct(&mut a).describe(inside, 10).expect("ours");
-    assert!(direct(&mut b).reach(&remote, 10).is_ok());
+    let (remote, _) = domain(&mut a).describe(inside, 10).expect("ours");
+    assert!(domain(&mut b).reach(&remote, 10).is_ok());
     let other = segment.clone();
     drop(segment);
-    assert!(direct(&mut b).reach(&remote, 10).is_ok(), "a clone is left");
+    assert!(domain(&mut b).reach(&remote, 10).is_ok(), "a clone is left");
     drop(other);
     assert_eq!(arena.find(inside, 10), None);
     b.ready(true, false);
     b.poll(&mut Keeper::default(), 1 << 20, true).expect("poll");
-    assert!(direct(&mut b).reach(&remote, 10).is_err_and(|why| why.contains("gone")));
+    assert!(domain(&mut b).reach(&remote, 10).is_err_and(|why| why.contains("gone")));
 }
 
 #[test]

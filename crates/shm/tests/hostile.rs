@@ -163,14 +163,14 @@ fn a_segment_that_could_shrink_is_never_touched() {
         (descriptor[0], descriptor[4]) = (1, id);
         descriptor
     };
-    let direct = common::direct(&mut lane);
-    let error = direct.map(&describe(1), 1).expect_err("it could shrink");
+    let domain = common::domain(&mut lane);
+    let error = domain.map(&describe(1), 1, None).expect_err("it could shrink");
     assert!(error.kind == ErrorKind::Protocol && error.to_string().contains("F_SEAL_SHRINK"), "{error}");
-    assert!(direct.map(&describe(2), 1).is_err_and(|error| error.kind == ErrorKind::Region), "not the one meant");
-    assert!(direct.map(&describe(3), 1).is_ok_and(|window| window.is_none()), "may still come");
-    assert!(direct.reach(&describe(1), 1).is_err_and(|why| why.contains("F_SEAL_SHRINK")));
-    assert!(direct.reach(&describe(2), 1 << 20).is_ok());
-    assert!(direct.reach(&describe(2), (1 << 20) + 1).is_err());
+    assert!(domain.map(&describe(2), 1, None).is_err_and(|error| error.kind == ErrorKind::Region), "not the one meant");
+    assert!(domain.map(&describe(3), 1, None).is_ok_and(|window| window.is_none()), "may still come");
+    assert!(domain.reach(&describe(1), 1).is_err_and(|why| why.contains("F_SEAL_SHRINK")));
+    assert!(domain.reach(&describe(2), 1 << 20).is_ok());
+    assert!(domain.reach(&describe(2), (1 << 20) + 1).is_err());
 }
 
 #[test]
@@ -194,9 +194,9 @@ fn segments_that_are_never_mapped_take_a_bounded_number_of_descriptors() {
         descriptor[4..8].copy_from_slice(&id.to_le_bytes());
         descriptor
     };
-    let direct = common::direct(&mut lane);
-    assert!(direct.reach(&describe(0), 4096).is_ok());
-    let why = direct.reach(&describe(999), 4096).expect_err("it was one too many");
+    let domain = common::domain(&mut lane);
+    assert!(domain.reach(&describe(0), 4096).is_ok());
+    let why = domain.reach(&describe(999), 4096).expect_err("it was one too many");
     assert!(why.contains("512 segments"), "{why}");
 }
 
@@ -419,9 +419,9 @@ fn honest_step(lane: &mut ShmLane, sink: &mut common::Keeper, local: &mut [u8], 
             lane.publish(random.below(1 << 20) as u32);
         }
         2 => {
-            if let Some(own) = common::direct(lane).open(LOCAL) {
-                common::direct(lane).stop(own);
-                common::direct(lane).close(own);
+            if let Some(own) = common::domain(lane).open(LOCAL) {
+                common::domain(lane).stop(own);
+                common::domain(lane).close(own);
             }
             if lane.published().is_err() {
                 return false;
@@ -439,12 +439,12 @@ fn honest_step(lane: &mut ShmLane, sink: &mut common::Keeper, local: &mut [u8], 
             let mut job = Job { slot, local, remote, len, copy, moved: 0, state: 0, helps: true };
             for _ in 0..8 {
                 // SAFETY: `len` bytes between the guards, which nobody else touches.
-                match unsafe { common::direct(lane).step(&mut job, 300_000) } {
+                match unsafe { common::domain(lane).step(&mut job, 300_000) } {
                     Step::Done | Step::Failed(_) => break,
                     Step::Moved(_) | Step::Waiting => {}
                 }
             }
-            slot.inspect(|slot| common::direct(lane).close(*slot));
+            slot.inspect(|slot| common::domain(lane).close(*slot));
         }
         _ => {}
     }

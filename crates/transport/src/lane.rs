@@ -1,11 +1,10 @@
-use std::any::Any;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_types::{Error, ErrorKind, Head, LaneId};
+use crossrail_types::{Head, LaneId};
 
-use crate::{List, Loan};
+use crate::{Domain, List, Loan};
 
 /// Payloads of so many bytes every lane takes in [`Lane::post`] without keeping a reference, if it takes them.
 pub const COPIED_MAX: usize = 4096;
@@ -22,7 +21,7 @@ pub struct LaneCaps {
     pub whole_max: usize,
     /// Whether [`Lane::publish`] and [`Lane::published`] work.
     pub counts: bool,
-    /// Whether [`Lane::direct`] is there.
+    /// Whether [`Lane::domain`] is there.
     pub direct: bool,
     /// Whether it takes [`Payload::list`] and [`Place::Rows`].
     pub lists: bool,
@@ -296,8 +295,8 @@ pub trait Lane: Send {
         true
     }
 
-    /// Single-copy access to the peer's memory, where the lane has it.
-    fn direct(&mut self) -> Option<&mut dyn Direct> {
+    /// What the lane makes of memory, where it reaches that of the peer.
+    fn domain(&mut self) -> Option<&mut dyn Domain> {
         None
     }
 
@@ -319,129 +318,4 @@ pub struct Passed {
     pub files: Vec<OwnedFd>,
     /// How many descriptors it had, if this process had none left to receive them all.
     pub lost: usize,
-}
-
-/// How the peer can reach a piece of our memory; opaque to all but the lane that made it.
-pub type Descriptor = [u8; 24];
-
-/// How a direct copy is done, for people and for the cost model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DirectKind {
-    /// Both processes map the memory: one plain copy, no system call.
-    Mapped,
-    /// process_vm_readv / process_vm_writev.
-    Cma,
-    /// Both memories belong to GPUs, or one does: a copy engine or a kernel, by peer access.
-    CudaIpc,
-}
-
-/// Which way a direct copy goes, seen from here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Copy {
-    /// The peer's memory into ours.
-    Pull,
-    /// Our memory into the peer's.
-    Push,
-}
-
-/// Copies by both ends up to this length are divided in two halves, one for each end: what is sent again and again stays in
-/// the caches of the processors that copy it. Of longer ones, which caches don't hold, the ends take turns.
-pub const HALVES_MAX: usize = 1 << 20;
-
-/// One end's part of a direct copy. Both ends may hold a job for the same `slot`: each claims pieces from the
-/// shared cursor there, so that the two together copy every byte once.
-#[derive(Clone, Debug)]
-pub struct Job {
-    /// The shared cursor, made by the sending end with [`Direct::open`]; `None`: this end copies it all.
-    pub slot: Option<u32>,
-    /// Our memory.
-    pub local: *mut u8,
-    /// Theirs.
-    pub remote: Descriptor,
-    /// Bytes in all.
-    pub len: usize,
-    /// Which way.
-    pub copy: Copy,
-    /// Bytes this end has claimed and copied so far (kept by `step`).
-    pub moved: usize,
-    /// What `step` remembers of it; 0 at first.
-    pub state: u64,
-    /// Whether this end may claim pieces of the half that is the other end's, up to [`HALVES_MAX`]. Without, `step` is
-    /// `Waiting` once its own half is claimed.
-    pub helps: bool,
-}
-
-// SAFETY: as for Payload: a description; `Direct::step` dereferences it under its own contract.
-#[allow(unsafe_code)]
-unsafe impl Send for Job {}
-
-/// What one [`Direct::step`] did.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// This end copied so many bytes; more may be left.
-    Moved(usize),
-    /// All is claimed; the other end is still copying its part.
-    Waiting,
-    /// Every byte has been copied, by whichever end.
-    Done,
-    /// This end cannot (the text says why); what it claimed is not copied.
-    Failed(String),
-}
-
-/// Memory of the peer that this process maps, for as long as any clone of `keep` lives: also when the peer has freed
-/// it, closed the lane or died.
-#[derive(Clone, Debug)]
-pub struct Window {
-    /// First byte. The peer may write there at any time.
-    pub ptr: *mut u8,
-    /// Bytes.
-    pub len: usize,
-    /// The GPU on which `ptr` may be used; `None`: it is this process's own address space.
-    pub device: Option<u32>,
-    /// Holds the mapping.
-    pub keep: Arc<dyn Any + Send + Sync>,
-}
-
-// SAFETY: as for Payload: a description, with what keeps the range mapped; whoever dereferences `ptr` answers for races.
-#[allow(unsafe_code)]
-unsafe impl Send for Window {}
-
-/// Single-copy access to the peer's memory.
-pub trait Direct {
-    /// Says how the peer can reach `len` bytes at `ptr`, and how it would then copy. `None`: it cannot.
-    /// Segments that the peer has not mapped yet are passed to it here.
-    fn describe(&mut self, ptr: *const u8, len: usize) -> Option<(Descriptor, DirectKind)>;
-    /// Whether this end can reach what `remote` describes, and how.
-    fn reach(&mut self, remote: &Descriptor, len: usize) -> Result<DirectKind, String>;
-    /// A shared cursor for a copy of `len` bytes; `None` when all are in use. The sending end owns it.
-    fn open(&mut self, len: usize) -> Option<u32>;
-    /// Copies about `budget` bytes.
-    ///
-    /// # Safety
-    /// `job.local` must be valid for `job.len` bytes, for writing when `job.copy` is `Pull`.
-    #[allow(unsafe_code)]
-    unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step;
-    /// Stops both ends from claiming more of `slot`; true when no piece is being copied any longer.
-    fn stop(&mut self, slot: u32) -> bool;
-    /// Gives the cursor back. Only its owner, after `Done` or a `stop` that returned true.
-    fn close(&mut self, slot: u32);
-
-    /// Passes the memory that holds `len` bytes at `ptr` to the peer, whose [`Direct::map`] understands the
-    /// descriptor. `Ok(None)`: no room on the way there at present; ask again after a poll that moved something.
-    ///
-    /// # Errors
-    /// `Unsupported`: not by this lane, or not that memory; `Io`: the system refused.
-    fn share(&mut self, _ptr: *const u8, _len: usize) -> crossrail_types::Result<Option<Descriptor>> {
-        Err(Error::new(ErrorKind::Unsupported, "share", "the lane passes no memory on"))
-    }
-
-    /// Maps `len` bytes of what the peer's [`Direct::share`] described. `Ok(None)`: the memory itself has not arrived
-    /// yet; ask again after a poll that moved something. Touches no page.
-    ///
-    /// # Errors
-    /// `Unsupported`: not by this lane; `Region`: the memory is gone, another one, or shorter than that; `Protocol`:
-    /// it is not what may be mapped safely; `Exhausted`, `Io`: the system refused.
-    fn map(&mut self, _remote: &Descriptor, _len: usize) -> crossrail_types::Result<Option<Window>> {
-        Err(Error::new(ErrorKind::Unsupported, "map", "the lane maps no memory"))
-    }
 }

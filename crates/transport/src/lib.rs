@@ -10,6 +10,9 @@
 //! in:   lane reads a head          sink.place(head) -> Place           sink.placed(token)
 //! ```
 //!
+//! What a link makes of memory is its [`Domain`]: where it reaches the memory of the peer by itself, one copy moves the
+//! bytes of a transfer, and they are no payload of frames.
+//!
 //! Thread rule: a lane is driven by one thread at a time (`&mut self`), any thread.
 
 #[cfg(any(test, feature = "conformance"))]
@@ -18,18 +21,15 @@ mod doorbell;
 #[cfg(any(test, feature = "conformance"))]
 pub mod dry;
 mod lane;
-mod list;
-mod loan;
 pub mod loopback;
+mod memory;
 #[cfg(all(test, loom))]
 mod models;
 mod word;
 
 pub use doorbell::Doorbell;
 pub use lane::{
-    COPIED_MAX, Copy, Descriptor, Direct, DirectKind, HALVES_MAX, Job, Lane, LaneCaps, LaneError, LaneStats,
-    NOTE_FILES, NOTE_MAX, Passed, Payload, Place, Post, Sink, Step, Tx, Window,
+    COPIED_MAX, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Payload, Place, Post, Sink, Tx,
 };
-pub use list::{Cursor, Index, List, Rows, Stride, copy_between};
-pub use loan::{Kept, Loan, LoanUse};
+pub use memory::*;
 pub use word::Word;

@@ -93,7 +93,7 @@ impl PendingCopy {
 pub struct RowsCopy {
     /// This process's rows.
     pub local: Arc<List>,
-    /// The peer's, by addresses at which this process has mapped them ([`Direct::map`](crossrail_transport::Direct::map)).
+    /// The peer's, by addresses at which this process has mapped them ([`Domain::map`](crossrail_transport::Domain::map)).
     /// Those in the same place are of the same length.
     pub remote: Arc<List>,
     /// The first byte to copy, counted in the lists.
@@ -141,7 +141,7 @@ impl LinkStreams {
     /// Enqueues further spans, and a marker behind the last one.
     ///
     /// # Safety
-    /// As [`Direct::step`](crossrail_transport::Direct::step); the total length of the spans must be that of the job.
+    /// As [`Domain::step`](crossrail_transport::Domain::step); the total length of the spans must be that of the job.
     pub(super) unsafe fn submit(&mut self, stage: CopyStage, job: &Job) -> CopyStage {
         let CopyStage::Submitting { stream: index, spans, mut next, mut done } = stage else { return stage };
         let LinkStream { gpu, stream, .. } = &mut self.0[index];

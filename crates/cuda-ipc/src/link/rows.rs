@@ -67,7 +67,7 @@ impl Link {
         let first = copy.local.cursor(copy.from).piece(1).map(|(address, _)| address).ok_or("there are no rows")?;
         let end = copy.from.checked_add(copy.len).filter(|end| *end <= copy.local.bytes().min(copy.remote.bytes()));
         let end = end.ok_or_else(|| format!("{} bytes from {} on are beyond the lists", copy.len, copy.from))?;
-        let gpu = self.domain.gpu(self.local_device(first)?).map_err(|error| error.to_string())?;
+        let gpu = self.gpus.gpu(self.local_device(first)?).map_err(|error| error.to_string())?;
         let _entered = gpu.context.enter();
         check_rows(&gpu.context, &copy.local).map_err(|error| error.to_string())?;
         gpu.count_copy();

@@ -7,7 +7,7 @@ use std::process::{Child, Command};
 use crossrail_cuda::Cuda;
 use crossrail_cuda_ipc::Link;
 use crossrail_kernels::PutArgs;
-use crossrail_transport::{Copy, Descriptor, Direct};
+use crossrail_transport::{Copy, Descriptor, Domain};
 use crossrail_types::Settings;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use serde_json::{Value, json};
@@ -83,8 +83,8 @@ fn execute(end: &mut End, memory: &mut Vec<Option<Memory>>, command: &Value) -> 
         }
         "check" => json!({"good": end.take(address, len) == pattern(seed, len)}),
         "describe" => match end.link.describe(address as usize as *const u8, len) {
-            Some((descriptor, _)) => json!({"descriptor": descriptor}),
-            None => json!({"why": end.link.why_not()}),
+            Ok((descriptor, _)) => json!({"descriptor": descriptor}),
+            Err(why) => json!({"why": why}),
         },
         "free" => {
             let freed = memory[index].take().expect("memory");
@@ -107,7 +107,7 @@ fn execute(end: &mut End, memory: &mut Vec<Option<Memory>>, command: &Value) -> 
         }
         "load kernels" => json!({"loaded": end.has_kernels()}),
         "new link" => {
-            end.link = Link::new(end.domain.clone(), LIMIT);
+            end.link = Link::new(end.gpus.clone(), LIMIT);
             json!({})
         }
         "lose the context" => {

@@ -5,8 +5,8 @@ use std::rc::Rc;
 use std::sync::PoisonError;
 
 use crossrail_cuda::{PinnedMemory, Stream};
-use crossrail_transport::Direct;
-use crossrail_transport::conformance::{DirectEnd, DirectMemory, run_direct};
+use crossrail_transport::Domain;
+use crossrail_transport::conformance::{DomainEnd, DomainMemory, run_domain};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 
 use crate::end::{End, LIMIT, Memory};
@@ -24,12 +24,12 @@ struct GpuMemory {
     access: Rc<(Stream, PinnedMemory)>,
 }
 
-impl DirectEnd for Gpu {
-    fn direct(&mut self) -> &mut dyn Direct {
+impl DomainEnd for Gpu {
+    fn domain(&mut self) -> &mut dyn Domain {
         &mut self.end.link
     }
 
-    fn alloc(&mut self, len: usize) -> Box<dyn DirectMemory> {
+    fn alloc(&mut self, len: usize) -> Box<dyn DomainMemory> {
         Box::new(GpuMemory { memory: Memory::new(&self.end.context, self.kind, len), access: self.access.clone() })
     }
 
@@ -38,7 +38,7 @@ impl DirectEnd for Gpu {
     }
 }
 
-impl DirectMemory for GpuMemory {
+impl DomainMemory for GpuMemory {
     fn ptr(&self) -> *mut u8 {
         self.memory.address() as usize as *mut u8
     }
@@ -76,10 +76,10 @@ fn links_conform_for_all_kinds_of_memory() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let ordinals = [0, second(&cuda).unwrap_or(0)];
     for kind in KINDS {
-        run_direct(&format!("cuda_ipc, {kind} memory"), &mut || {
+        run_domain(&format!("cuda_ipc, {kind} memory"), &mut || {
             let (one, other) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
                 .expect("a pair of sockets");
-            let end = |ordinal, socket| -> Box<dyn DirectEnd> {
+            let end = |ordinal, socket| -> Box<dyn DomainEnd> {
                 let end = End::new(&cuda, ordinal, socket);
                 let stream = Stream::new(&end.context).expect("a stream");
                 let room = PinnedMemory::new(&end.context, 8 << 20).expect("pinned memory");

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::{Allocation, Context, Cuda, DeviceMemory, Mapping, PinnedMemory, Stream};
-use crossrail_cuda_ipc::{Domain, Link};
-use crossrail_transport::{Copy, Descriptor, Direct, Job, Step};
+use crossrail_cuda_ipc::{Gpus, Link};
+use crossrail_transport::{Copy, Descriptor, Domain, Job, Step};
 use crossrail_types::Settings;
 use nix::cmsg_space;
 use nix::errno::Errno;
@@ -66,7 +66,7 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 
 pub(crate) struct End {
     pub(crate) context: Context,
-    pub(crate) domain: Arc<Domain>,
+    pub(crate) gpus: Arc<Gpus>,
     pub(crate) link: Link,
     stream: Stream,
     room: PinnedMemory,
@@ -80,11 +80,11 @@ pub(crate) struct End {
 impl End {
     pub(crate) fn new(cuda: &Cuda, ordinal: u32, socket: OwnedFd) -> End {
         let context = Context::primary(&cuda.device(ordinal).expect("a GPU")).expect("a context");
-        let domain = Domain::new(cuda, &Settings::default()).expect("a domain");
-        let link = Link::new(Arc::clone(&domain), LIMIT);
+        let gpus = Gpus::new(cuda, &Settings::default()).expect("the GPUs");
+        let link = Link::new(Arc::clone(&gpus), LIMIT);
         let stream = Stream::new(&context).expect("a stream");
         let room = PinnedMemory::new(&context, 16 << 20).expect("pinned memory");
-        End { context, domain, link, stream, room, socket, words: VecDeque::new(), tamper: None, notes: 0 }
+        End { context, gpus, link, stream, room, socket, words: VecDeque::new(), tamper: None, notes: 0 }
     }
 
     /// Whether kernels are available, which requires NVRTC.

@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use crossrail_cuda::{Context, Cuda};
-use crossrail_transport::{Copy, Direct, Job, Step};
+use crossrail_transport::{Copy, Domain, Job, Step};
 use serde_json::json;
 
 use child::{ChildGuard, descriptor, number, pair};
@@ -244,7 +244,7 @@ fn a_window_maps_the_peers_memory_and_outlives_link_and_owner() {
         let remote = two.describe(index, offset, len);
         let started = Instant::now();
         let window = loop {
-            if let Some(window) = two.own.link.map(&remote, len).expect("a window") {
+            if let Some(window) = two.own.link.map(&remote, len, None).expect("a window") {
                 break window;
             }
             two.own.pump();
@@ -256,7 +256,7 @@ fn a_window_maps_the_peers_memory_and_outlives_link_and_owner() {
         two.own.put(address, &pattern(2, len));
         assert!(two.check(index, offset, len, 2), "{kind}");
         two.own.ask(&json!({"do": "describe", "index": index, "offset": 0, "len": 1}));
-        let refused = two.own.link.map(&remote, 6 << 20).expect_err("longer than the memory");
+        let refused = two.own.link.map(&remote, 6 << 20, None).expect_err("longer than the memory");
         assert_eq!(refused.kind, crossrail_types::ErrorKind::Region, "{refused}");
         if kind != "legacy" {
             // The owner must not free memory shared by a legacy handle while others have it open.
@@ -285,7 +285,7 @@ fn everything_is_given_back() {
         drop(own);
         assert!(two.own.link.open_pieces() > 30, "{first}");
         two.own.ask(&json!({"do": "new link"}));
-        two.own.link = crossrail_cuda_ipc::Link::new(two.own.domain.clone(), LIMIT);
+        two.own.link = crossrail_cuda_ipc::Link::new(two.own.gpus.clone(), LIMIT);
     };
     // The first round creates streams and words, which are kept for the next link.
     round(&mut two, true);

@@ -5,8 +5,8 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use crossrail_cuda::{Context, Cuda};
-use crossrail_cuda_ipc::{Domain, Link};
-use crossrail_transport::{Copy, Direct, Step};
+use crossrail_cuda_ipc::{Gpus, Link};
+use crossrail_transport::{Copy, Domain, Step};
 use crossrail_types::Settings;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 
@@ -34,18 +34,17 @@ impl Both {
         let (one, other) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .expect("a pair of sockets");
         let (mut first, mut second) = (End::new(cuda, ordinals.0, one), End::new(cuda, ordinals.1, other));
-        // A process usually has one domain, which both links may share.
-        let domain = Domain::new(cuda, &Settings::default()).expect("a domain");
+        // A process usually has one of them, which both links may share.
+        let gpus = Gpus::new(cuda, &Settings::default()).expect("the GPUs");
         for end in [&mut first, &mut second] {
-            end.domain = Arc::clone(&domain);
-            end.link = Link::new(Arc::clone(&domain), LIMIT);
+            end.gpus = Arc::clone(&gpus);
+            end.link = Link::new(Arc::clone(&gpus), LIMIT);
         }
         Both { first, second }
     }
 
     fn pull(&mut self, local: u64, remote: u64, len: usize) -> Result<(), String> {
-        let described = self.second.link.describe(remote as usize as *const u8, len);
-        let (descriptor, _) = described.ok_or_else(|| format!("{:?}", self.second.link.why_not()))?;
+        let (descriptor, _) = self.second.link.describe(remote as usize as *const u8, len)?;
         let mut job = job(Copy::Pull, local, descriptor, len);
         let started = Instant::now();
         loop {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_cuda_ipc::RowsCopy;
-use crossrail_transport::{Copy, Direct, Index, List, Rows, Step, Stride, Window};
+use crossrail_transport::{Copy, Domain, Index, List, Rows, Step, Stride, Window};
 use crossrail_types::Settings;
 
 use crate::end::{End, LIMIT, Memory, pattern};
@@ -44,7 +44,7 @@ fn map(own: &mut End, remote: [u8; 24], len: usize) -> Window {
     let started = Instant::now();
     loop {
         own.pump();
-        if let Some(window) = own.link.map(&remote, len).expect("a mapping") {
+        if let Some(window) = own.link.map(&remote, len, None).expect("a mapping") {
             return window;
         }
         assert!(started.elapsed() < LIMIT, "the memory was not announced");
@@ -141,7 +141,7 @@ impl Exchange<'_> {
 
 fn two(settings: &Settings) -> Option<TwoProcesses> {
     let two = TwoProcesses::new()?;
-    let why = two.own.domain.load_kernels(two.own.context.device().ordinal(), settings);
+    let why = two.own.gpus.load_kernels(two.own.context.device().ordinal(), settings);
     assert_eq!(why.is_some(), settings.gpu_sms == 0, "{why:?}");
     Some(two)
 }

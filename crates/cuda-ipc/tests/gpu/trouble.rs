@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail_transport::{Copy, Direct, Step};
+use crossrail_transport::{Copy, Domain, Step};
 use serde_json::json;
 
 use crate::end::{LIMIT, Memory, job, pattern};
@@ -84,13 +84,13 @@ fn freed_local_memory_fails_only_the_copy() {
 fn memory_that_cannot_be_exported_is_reported_with_the_reason() {
     let Some(mut two) = TwoProcesses::new() else { return };
     let host = [0_u8; 64];
-    assert!(two.own.link.describe(host.as_ptr(), host.len()).is_none());
-    assert!(two.own.link.why_not().is_some_and(|why| why.contains("not GPU memory")), "{:?}", two.own.link);
+    let refused = two.own.link.describe(host.as_ptr(), host.len());
+    assert!(refused.as_ref().is_err_and(|why| why.contains("not GPU memory")), "{refused:?}");
     let own = Memory::new(&two.own.context, "legacy", 4096);
     let address = own.address() as usize as *const u8;
-    assert!(two.own.link.describe(address, usize::MAX).is_none(), "more than there is");
-    assert!(two.own.link.describe(address, 0).is_none());
-    assert!(two.own.link.describe(address, 4096).is_some());
+    assert!(two.own.link.describe(address, usize::MAX).is_err(), "more than there is");
+    assert!(two.own.link.describe(address, 0).is_err());
+    assert!(two.own.link.describe(address, 4096).is_ok());
     let error = two.own.link.share(host.as_ptr(), host.len()).expect_err("host memory");
     assert_eq!(error.kind, crossrail_types::ErrorKind::Unsupported);
 }
@@ -137,7 +137,7 @@ fn a_missing_note_fails_the_copy_after_the_limit() {
     let Some(mut two) = TwoProcesses::new() else { return };
     let own = Memory::new(&two.own.context, "vmm", 4096);
     let limit = Duration::from_millis(200);
-    two.own.link = crossrail_cuda_ipc::Link::new(two.own.domain.clone(), limit);
+    two.own.link = crossrail_cuda_ipc::Link::new(two.own.gpus.clone(), limit);
     let index = two.alloc("vmm", 4096, 1);
     let mut remote = two.describe(index, 0, 4096);
     // It depends on a note that is never written.

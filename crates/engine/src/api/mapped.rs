@@ -220,7 +220,7 @@ impl Endpoint {
             return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
         }
         let id = self.id;
-        let descriptor = self.ask("share", gpu, timeout, |core| core.direct_of(id, "share", gpu)?.share(ptr, len))?;
+        let descriptor = self.ask("share", gpu, timeout, |core| core.domain_of(id, "share", gpu)?.share(ptr, len))?;
         Ok(Shared { descriptor, len: len as u64, gpu })
     }
 
@@ -258,10 +258,8 @@ impl Endpoint {
             progress.environment().gpus().device(ordinal)?;
         }
         let id = self.id;
-        let window = self.ask("map", shared.gpu, timeout, |core| match gpu {
-            Some(ordinal) => core.link_of(id, "map")?.map_on(&shared.descriptor, len, ordinal),
-            None => core.direct_of(id, "map", shared.gpu)?.map(&shared.descriptor, len),
-        })?;
+        let question = |core: &mut Core| core.domain_of(id, "map", shared.gpu)?.map(&shared.descriptor, len, gpu);
+        let window = self.ask("map", shared.gpu, timeout, question)?;
         let gpu = window.device.map(|ordinal| progress.environment().gpus().device(ordinal)).transpose()?;
         if let Some(gpu) = &gpu {
             streams::prepare(gpu);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crossrail_cuda_ipc::{Link, RowsCopy};
 use crossrail_proto as proto;
 use crossrail_sight::trace::What;
-use crossrail_transport::{Copy, Direct, HALVES_MAX, Job, List, Step, copy_between};
+use crossrail_transport::{Copy, Domain, HALVES_MAX, Job, List, Step, copy_between};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
@@ -89,7 +89,7 @@ impl GpuPair {
     /// Our rows must be valid, for writing when `job.copy` is `Pull`, until the copy has ended.
     unsafe fn step(&self, link: &mut Link, job: &mut Job, waited: Duration) -> Step {
         if job.state == 0 {
-            let (remote, keep) = match self.view.theirs_on_gpu(link) {
+            let (remote, keep) = match self.view.theirs(link) {
                 Ok(Some(found)) => found,
                 Ok(None) if waited < ANNOUNCE_LIMIT => return Step::Waiting,
                 Ok(None) => return Step::Failed("the peer did not announce the memory of its rows".to_owned()),
@@ -124,7 +124,7 @@ impl HostPair {
     /// Copies about a [`COPY_BUDGET`].
     ///
     /// # Safety
-    /// As [`Direct::step`], for our rows.
+    /// As [`Domain::step`], for our rows.
     unsafe fn step(&self, job: &mut Job) -> Step {
         let len = COPY_BUDGET.min(job.len - job.moved) as u64;
         let at = self.from + job.moved as u64;
@@ -165,12 +165,12 @@ pub(super) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// The direct side of a lane, or of the link to GPU memory beside it.
-    fn direct(&mut self, endpoint: EndpointId, lane: LaneId, gpu: bool) -> Option<&mut dyn Direct> {
+    /// What a lane makes of memory, or the link to GPU memory beside it.
+    fn domain(&mut self, endpoint: EndpointId, lane: LaneId, gpu: bool) -> Option<&mut dyn Domain> {
         if gpu {
-            return self.gpu.existing_link(endpoint).map(|link| link as &mut dyn Direct);
+            return self.gpu.existing_link(endpoint).map(|link| link as &mut dyn Domain);
         }
-        self.polled.direct(lane)
+        self.polled.domain(lane)
     }
 
     fn failed(&mut self, endpoint: EndpointId, id: DirectId) {
@@ -242,15 +242,15 @@ impl DirectCopies {
             // Created here if it is not there; if that fails, so does what follows.
             let _ = context.gpu.link(context.tables, endpoint);
         }
-        let direct = lane.and_then(|lane| context.direct(endpoint, lane, gpu));
-        let (Some(lane), Some(local), Some(direct)) = (lane, local, direct) else {
+        let domain = lane.and_then(|lane| context.domain(endpoint, lane, gpu));
+        let (Some(lane), Some(local), Some(domain)) = (lane, local, domain) else {
             context.failed(endpoint, id);
             return Begun::Done;
         };
         let len = len as usize;
-        let reached = direct.reach(&offer.descriptor, len);
+        let reached = domain.reach(&offer.descriptor, len);
         let ours = match (&reached, role, offer.slot) {
-            (Ok(_), Role::Pull, Some(_)) => direct.describe(local, len).map(|(descriptor, _)| descriptor),
+            (Ok(_), Role::Pull, Some(_)) => domain.describe(local, len).ok().map(|(descriptor, _)| descriptor),
             _ => None,
         };
         let kind = match reached {
@@ -303,9 +303,9 @@ impl DirectCopies {
             let linked = context.gpu.link(context.tables, *endpoint).is_ok();
             view.filter(|_| linked).map(|view| Pair::Gpu(GpuPair { view, from: base }))
         } else {
-            let direct = lane.and_then(|lane| context.polled.direct(lane));
-            view.zip(direct).and_then(|(view, direct)| {
-                let (own, theirs) = (view.list.clone(), view.theirs(direct)?);
+            let domain = lane.and_then(|lane| context.polled.domain(lane));
+            view.zip(domain).and_then(|(view, domain)| {
+                let (own, (theirs, _)) = (view.list.clone(), view.theirs(domain).ok()??);
                 Some(Pair::Host(HostPair { own, theirs, from: base }))
             })
         };
@@ -351,9 +351,9 @@ impl DirectCopies {
         let mut ended = Vec::new();
         let moved = self.step_each(context, false, &mut ended) || self.step_each(context, true, &mut ended);
         self.closing.retain(|(lane, cursor)| {
-            let Some(direct) = context.polled.direct(*lane) else { return false };
-            if direct.stop(*cursor) {
-                direct.close(*cursor);
+            let Some(domain) = context.polled.domain(*lane) else { return false };
+            if domain.stop(*cursor) {
+                domain.close(*cursor);
                 return false;
             }
             true
@@ -416,12 +416,12 @@ impl DirectCopies {
             };
             return self.advanced(context, at, step, Instant::now());
         }
-        let Some(direct) = context.direct(endpoint, active.lane, gpu) else {
+        let Some(domain) = context.domain(endpoint, active.lane, gpu) else {
             self.end(context, at, false);
             return true;
         };
         if active.stopping {
-            let stopped = active.job.slot.is_none_or(|cursor| direct.stop(cursor));
+            let stopped = active.job.slot.is_none_or(|cursor| domain.stop(cursor));
             if stopped {
                 self.end(context, at, false);
             }
@@ -433,7 +433,7 @@ impl DirectCopies {
         let step = unsafe {
             match &active.pair {
                 Some(Pair::Host(pair)) => pair.step(&mut active.job),
-                _ => direct.step(&mut active.job, budget),
+                _ => domain.step(&mut active.job, budget),
             }
         };
         if !gpu {
@@ -466,8 +466,8 @@ impl DirectCopies {
             Step::Failed(why) => {
                 // What this end has claimed is not copied: the peer must not wait for it.
                 let cursor = active.job.slot;
-                let direct = context.polled.direct(active.lane);
-                if cursor.zip(direct).is_some_and(|(cursor, direct)| !direct.stop(cursor)) {
+                let domain = context.polled.domain(active.lane);
+                if cursor.zip(domain).is_some_and(|(cursor, domain)| !domain.stop(cursor)) {
                     active.stopping = true;
                     return false;
                 }
@@ -557,7 +557,7 @@ fn lend(
 ) -> Option<Result<(), NoteFailed>> {
     let (endpoint, id, memory) = (request.endpoint, request.id, request.memory);
     let Context { tables, gpu, polled } = context;
-    let (descriptor, _) = gpu.existing_link(endpoint)?.describe(local, len)?;
+    let (descriptor, _) = gpu.existing_link(endpoint)?.describe(local, len).ok()?;
     let now = tables.clock.now();
     if !tables.peers.get_mut(endpoint).is_some_and(|peer| peer.protocol.direct_lend(now, id, descriptor)) {
         return None;

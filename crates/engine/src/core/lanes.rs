@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Direct, Lane, LaneCaps, LaneStats, Loan, Payload, Tx, Word};
+use crossrail_transport::{Domain, Lane, LaneCaps, LaneStats, Loan, Payload, Tx, Word};
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
@@ -451,9 +451,9 @@ impl PolledLanes {
         }
     }
 
-    /// The lane's direct side, if it has one.
-    pub(super) fn direct(&mut self, id: LaneId) -> Option<&mut dyn Direct> {
-        self.get_mut(id)?.direct()
+    /// What the lane makes of memory, if it reaches that of the peer.
+    pub(super) fn domain(&mut self, id: LaneId) -> Option<&mut dyn Domain> {
+        self.get_mut(id)?.domain()
     }
 
     /// The lane's socket has become ready. Whether somebody sleeps who does not know of it: the lane rested, and no other

@@ -1,7 +1,7 @@
 //! Memory of a peer on this machine, for mapping it here.
 
 use crossrail_cuda_ipc::Link;
-use crossrail_transport::Direct;
+use crossrail_transport::Domain;
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
 use super::{Core, Transfers, gone};
@@ -31,21 +31,21 @@ impl Core {
         Ok(peer.name().to_owned())
     }
 
-    /// The direct side of the lane that is polled under the lock, or of the link beside it (`gpu`), if the peer is
-    /// alive and has one.
+    /// What the lane that is polled under the lock makes of memory, or the link beside it (`gpu`), if the peer is alive
+    /// and has one.
     ///
     /// # Errors
     /// `Unsupported` with the reason; `PeerDead`, `Closed`.
-    pub(crate) fn direct_of(&mut self, endpoint: EndpointId, what: &'static str, gpu: bool) -> Result<&mut dyn Direct> {
+    pub(crate) fn domain_of(&mut self, endpoint: EndpointId, what: &'static str, gpu: bool) -> Result<&mut dyn Domain> {
         if gpu {
-            return self.link_of(endpoint, what).map(|link| link as &mut dyn Direct);
+            return self.link_of(endpoint, what).map(|link| link as &mut dyn Domain);
         }
         let name = self.reachable(endpoint, what)?;
         let Transfers { tables, polled, .. } = &mut self.transfers;
         let peer = tables.peers.get(endpoint).ok_or_else(|| gone(what))?;
         let lane = peer.message_lane().filter(|id| polled.get_mut(*id).is_some_and(|lane| lane.caps().direct));
-        if let Some(direct) = lane.and_then(|id| polled.direct(id)) {
-            return Ok(direct);
+        if let Some(domain) = lane.and_then(|id| polled.domain(id)) {
+            return Ok(domain);
         }
         let lanes = peer.lanes().iter().filter_map(|id| tables.lanes.get(*id));
         let mut used: Vec<_> = lanes.map(|lane| lane.transport()).collect();

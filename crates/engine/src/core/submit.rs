@@ -392,9 +392,9 @@ impl Transfers {
         if !tables.copies_directly(lane, ptr, len) {
             return None;
         }
-        let direct = self.polled.direct(lane)?;
-        let (descriptor, kind) = direct.describe(ptr, len)?;
-        let cursor = if len as u64 >= HELP_MIN { direct.open(len) } else { None };
+        let domain = self.polled.domain(lane)?;
+        let (descriptor, kind) = domain.describe(ptr, len).ok()?;
+        let cursor = if len as u64 >= HELP_MIN { domain.open(len) } else { None };
         if let Some(op) = tables.operations.op_mut(op) {
             op.set_cursor(cursor);
             op.set_direct(kind);

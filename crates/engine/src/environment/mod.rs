@@ -5,7 +5,7 @@ mod rails;
 
 use std::sync::{Arc, OnceLock};
 
-use crossrail_cuda_ipc::Domain;
+use crossrail_cuda_ipc::Gpus;
 use crossrail_gpu::{CudaState, Devices};
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Machine, NetDevice, Nic, Placement};
@@ -20,7 +20,7 @@ pub(crate) struct Environment {
     arena: Arc<Arena>,
     gpus: Arc<Devices>,
     /// Created by the first use of GPU memory of a peer on this machine; `Err`: why that is impossible.
-    ipc_domain: OnceLock<std::result::Result<Arc<Domain>, String>>,
+    ipc_gpus: OnceLock<std::result::Result<Arc<Gpus>, String>>,
     /// There is some sign of a GPU.
     gpus_seen: bool,
     nics: Vec<Nic>,
@@ -56,11 +56,11 @@ impl Environment {
         let gpus_seen = gpus_seen();
         let arena = Arena::new();
         let gpus = gpus(&settings, arena.clone());
-        let ipc_domain = OnceLock::new();
+        let ipc_gpus = OnceLock::new();
         let origin = Origin::here();
         let placement = Placement::here(settings.affinity);
         let environment =
-            Environment { origin, arena, gpus, ipc_domain, gpus_seen, nics, machine, cpus, placement, settings };
+            Environment { origin, arena, gpus, ipc_gpus, gpus_seen, nics, machine, cpus, placement, settings };
         environment.rails()?;
         Ok(environment)
     }
@@ -101,17 +101,17 @@ impl Environment {
 
     /// Direct copies so far between that GPU and GPU memory of peers on this machine.
     pub(crate) fn copied(&self, ordinal: u32) -> u64 {
-        let domain = self.ipc_domain.get().and_then(|domain| domain.as_ref().ok());
-        domain.and_then(|domain| domain.copied(ordinal)).unwrap_or_default()
+        let gpus = self.ipc_gpus.get().and_then(|gpus| gpus.as_ref().ok());
+        gpus.and_then(|gpus| gpus.copied(ordinal)).unwrap_or_default()
     }
 
     /// The means of copying GPU memory between processes; `Err`: why there is none. Loads CUDA.
-    pub(crate) fn ipc_domain(&self) -> std::result::Result<Arc<Domain>, String> {
+    pub(crate) fn ipc_gpus(&self) -> std::result::Result<Arc<Gpus>, String> {
         let create = || {
-            let domain = self.gpus.cuda().and_then(|cuda| Domain::new(cuda, &self.settings));
-            domain.map_err(|error| error.to_string())
+            let gpus = self.gpus.cuda().and_then(|cuda| Gpus::new(cuda, &self.settings));
+            gpus.map_err(|error| error.to_string())
         };
-        self.ipc_domain.get_or_init(create).clone()
+        self.ipc_gpus.get_or_init(create).clone()
     }
 
     /// Why GPU memory of a peer on this machine cannot be reached from here, if so. Does not load CUDA.

@@ -55,18 +55,18 @@ fn admit_gpu(progress: &Progress, buffer: &mut Buffer) -> Result<()> {
     if !progress.core.lock().transfers().gpu().uses(gpu.ordinal) {
         let me: Weak<Progress> = progress.me.clone();
         let queue = device.stager()?.attach(me);
-        let domain = progress.environment.ipc_domain();
-        if let (Err(why), None) = (&domain, progress.environment.no_cuda_ipc()) {
+        let gpus = progress.environment.ipc_gpus();
+        if let (Err(why), None) = (&gpus, progress.environment.no_cuda_ipc()) {
             progress.log.warn(format_args!("no direct copies of GPU memory ({why}); through host memory instead"));
         }
-        if let Ok(domain) = &domain
-            && let Some(why) = domain.load_kernels(gpu.ordinal, progress.environment.settings())
+        if let Ok(gpus) = &gpus
+            && let Some(why) = gpus.load_kernels(gpu.ordinal, progress.environment.settings())
         {
             progress.log.info(format_args!("copy engines move rows of cuda:{}, one by one: {why}", gpu.ordinal));
         }
         let spare = {
             let mut core = progress.core.lock();
-            core.transfers().gpu().set_domain(domain);
+            core.transfers().gpu().set_gpus(gpus);
             if core.is_closed() {
                 return Err(gone("GPU memory"));
             }
@@ -94,8 +94,8 @@ pub(crate) fn admit_shared(progress: &Progress, buffer: &mut Buffer) -> Result<(
 
 /// Makes links to GPU memory of peers possible, if there is CUDA. Must be called without the worker's lock.
 pub(crate) fn admit_links(progress: &Progress) {
-    let domain = progress.environment.ipc_domain();
-    progress.core.lock().transfers().gpu().set_domain(domain);
+    let gpus = progress.environment.ipc_gpus();
+    progress.core.lock().transfers().gpu().set_gpus(gpus);
 }
 
 /// Waits until `after` is reached, at most `CROSSRAIL_TIMEOUT`.

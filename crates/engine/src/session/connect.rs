@@ -123,7 +123,7 @@ impl Sessions {
     /// `Unsupported`, with the reason, when they cannot be had on this machine.
     fn require_carriers(&self, required: Option<&mut Vec<String>>) -> Result<bool> {
         let Some(names) = required.filter(|names| names.as_slice() == ["cuda_ipc"]) else { return Ok(false) };
-        if let Some(why) = self.environment.no_cuda_ipc().or_else(|| self.environment.ipc_domain().err()) {
+        if let Some(why) = self.environment.no_cuda_ipc().or_else(|| self.environment.ipc_gpus().err()) {
             return Err(no_gpus(&why));
         }
         names.push("shm".to_owned());

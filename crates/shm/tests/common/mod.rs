@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail_shm::{Arena, Options, ShmLane, Side, attach};
-use crossrail_transport::{Copy, Direct, DirectKind, Job, Lane, LaneError, Payload, Place, Post, Sink, Step, Tx};
+use crossrail_transport::{Copy, DirectKind, Domain, Job, Lane, LaneError, Payload, Place, Post, Sink, Step, Tx};
 use crossrail_types::{Head, LaneId};
 use nix::poll::{PollFd, PollFlags, poll};
 
@@ -157,8 +157,8 @@ pub(crate) struct Piece {
 
 /// Sends a piece by a direct copy; how it was done and how many bytes this end copied.
 pub(crate) fn send_direct(lane: &mut ShmLane, sink: &mut Keeper, piece: &Piece) -> (DirectKind, usize) {
-    let (mine, kind) = direct(lane).describe(piece.ptr, piece.len).expect("the peer can reach this memory");
-    let slot = piece.both.then(|| direct(lane).open(piece.len).expect("a free cursor"));
+    let (mine, kind) = domain(lane).describe(piece.ptr, piece.len).expect("the peer can reach this memory");
+    let slot = piece.both.then(|| domain(lane).open(piece.len).expect("a free cursor"));
     let mut offer = mine.to_vec();
     offer.extend(slot.unwrap_or(u32::MAX).to_le_bytes());
     post(lane, sink, OFFER, &offer).expect("post");
@@ -170,7 +170,7 @@ pub(crate) fn send_direct(lane: &mut ShmLane, sink: &mut Keeper, piece: &Piece) 
     }
     assert_eq!(hear(lane, sink).expect("a receipt").0, RECEIVED);
     if let Some(slot) = slot {
-        direct(lane).close(slot);
+        domain(lane).close(slot);
     }
     (kind, moved)
 }
@@ -179,17 +179,17 @@ pub(crate) fn send_direct(lane: &mut ShmLane, sink: &mut Keeper, piece: &Piece) 
 pub(crate) fn receive_direct(lane: &mut ShmLane, sink: &mut Keeper, piece: &Piece) -> (DirectKind, usize) {
     let (what, offer) = hear(lane, sink).expect("an offer");
     assert_eq!(what, OFFER);
-    let kind = direct(lane).reach(&offer[..24].try_into().expect("24"), piece.len).expect("reach");
+    let kind = domain(lane).reach(&offer[..24].try_into().expect("24"), piece.len).expect("reach");
     let slot = Some(u32::from_le_bytes(offer[24..].try_into().expect("4"))).filter(|slot| *slot != u32::MAX);
-    let (mine, _) = direct(lane).describe(piece.ptr, piece.len).unwrap_or(([0; 24], DirectKind::Cma));
+    let (mine, _) = domain(lane).describe(piece.ptr, piece.len).unwrap_or(([0; 24], DirectKind::Cma));
     post(lane, sink, ANSWER, &mine).expect("post");
     let moved = copy_all(lane, piece, slot, &offer[..24], Copy::Pull);
     post(lane, sink, RECEIVED, &[]).expect("post");
     (kind, moved)
 }
 
-pub(crate) fn direct(lane: &mut ShmLane) -> &mut dyn Direct {
-    lane.direct().expect("shm lanes copy directly")
+pub(crate) fn domain(lane: &mut ShmLane) -> &mut dyn Domain {
+    lane.domain().expect("shm lanes copy directly")
 }
 
 fn copy_all(lane: &mut ShmLane, piece: &Piece, slot: Option<u32>, remote: &[u8], copy: Copy) -> usize {
@@ -198,7 +198,7 @@ fn copy_all(lane: &mut ShmLane, piece: &Piece, slot: Option<u32>, remote: &[u8],
     let limit = soon();
     loop {
         // SAFETY: `piece` describes valid memory that nobody else touches meanwhile.
-        match unsafe { direct(lane).step(&mut job, 300_000) } {
+        match unsafe { domain(lane).step(&mut job, 300_000) } {
             Step::Moved(_) | Step::Waiting => std::thread::yield_now(),
             Step::Done => return job.moved,
             Step::Failed(why) => panic!("{why}"),

@@ -4,14 +4,14 @@
 //! crossrail_transport::conformance::run("tcp", &mut || connected_pair());
 //! ```
 //!
-//! Every backend also runs [`run_endings`], which drops lanes at random stages, and a link with single copies
-//! ([`Direct`](crate::Direct)) [`run_direct`].
+//! Every backend also runs [`run_endings`], which drops lanes at random stages, and a link that reaches the
+//! memory of the peer ([`Domain`](crate::Domain)) [`run_domain`].
 //!
 //! A failure panics with the backend's name, the check's name and what was seen. A check that a lane
 //! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr; those of rows where its capabilities
 //! have no lists.
 
-mod direct;
+mod domain;
 mod endings;
 mod harness;
 mod notes;
@@ -21,7 +21,7 @@ mod waiting;
 use std::sync::Arc;
 
 use crate::{COPIED_MAX, Lane, LaneError, Loan, Post};
-pub use direct::{DirectEnd, DirectMemory, run_direct};
+pub use domain::{DomainEnd, DomainMemory, run_domain};
 pub use endings::run_endings;
 use harness::{DISCARD, End, LENT, PLAIN, REFUSE, SHORT, drive, frame, pattern};
 

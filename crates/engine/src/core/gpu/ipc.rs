@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail_cuda_ipc::{Domain, Link};
+use crossrail_cuda_ipc::{Gpus, Link};
 use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, LaneId};
 
@@ -38,7 +38,7 @@ pub(in crate::core) struct NoteFailed {
 #[derive(Default)]
 pub(super) struct IpcLinks {
     /// The means of copying between processes; `None`: no GPU was used yet.
-    domain: Option<Result<Arc<Domain>, String>>,
+    gpus: Option<Result<Arc<Gpus>, String>>,
     reach: HashMap<EndpointId, Reach>,
     /// Links in `reach`.
     open: u32,
@@ -48,8 +48,8 @@ pub(super) struct IpcLinks {
 
 impl IpcLinks {
     /// The first call decides.
-    pub(super) fn set_domain(&mut self, domain: Result<Arc<Domain>, String>) {
-        self.domain.get_or_insert(domain);
+    pub(super) fn set_gpus(&mut self, gpus: Result<Arc<Gpus>, String>) {
+        self.gpus.get_or_insert(gpus);
     }
 
     pub(super) fn set_reach(&mut self, endpoint: EndpointId, reach: Reach) {
@@ -83,8 +83,8 @@ impl IpcLinks {
             return Err("only endpoints over shm can".to_owned());
         };
         if matches!(reach, Reach::Possible) {
-            let domain = self.domain.clone().unwrap_or_else(|| Err(NO_GPU.to_owned()))?;
-            *reach = Reach::Linked(Box::new(Link::new(domain, NOTE_LIMIT)));
+            let gpus = self.gpus.clone().unwrap_or_else(|| Err(NO_GPU.to_owned()))?;
+            *reach = Reach::Linked(Box::new(Link::new(gpus, NOTE_LIMIT)));
             self.open += 1;
         }
         match reach {

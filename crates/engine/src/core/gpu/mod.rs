@@ -11,10 +11,10 @@ mod stream_gates;
 
 use std::sync::Arc;
 
-use crossrail_cuda_ipc::{Domain, Link};
+use crossrail_cuda_ipc::{Gpus, Link};
 use crossrail_gpu::StreamPoint;
 use crossrail_proto as proto;
-use crossrail_transport::{Direct as _, DirectKind, Place, Tx};
+use crossrail_transport::{DirectKind, Domain as _, Place, Tx};
 use crossrail_types::{EndpointId, LaneId, OpId};
 use proto::{Memory, Offer, Out};
 
@@ -77,8 +77,8 @@ impl GpuMemory {
     }
 
     /// Sets the means of copying between processes. The first call decides.
-    pub(crate) fn set_domain(&mut self, domain: Result<Arc<Domain>, String>) {
-        self.links.set_domain(domain);
+    pub(crate) fn set_gpus(&mut self, gpus: Result<Arc<Gpus>, String>) {
+        self.links.set_gpus(gpus);
     }
 
     /// Takes all GPUs out, to be dropped without the worker's lock.
@@ -251,9 +251,8 @@ impl GpuMemory {
         }
         let link = self.links.link(tables, endpoint).ok()?;
         match link.describe(ptr, len) {
-            Some((descriptor, kind)) => Some((Offer { descriptor, slot: None }, kind)),
-            None => {
-                let why = link.why_not().unwrap_or("it cannot").to_owned();
+            Ok((descriptor, kind)) => Some((Offer { descriptor, slot: None }, kind)),
+            Err(why) => {
                 self.links.warn(tables, endpoint, &why);
                 None
             }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crossrail_proto::{Access, RegionRef, Regions as _};
-use crossrail_transport::{Descriptor, Direct, DirectKind, Index, Job, List, Step, Stride, Window};
+use crossrail_transport::{Descriptor, DirectKind, Domain, Index, Job, List, Step, Stride, Window};
 use crossrail_types::EndpointId;
 
 use super::hosted::{Hosted, Shown, Where};
@@ -29,11 +29,11 @@ const END: u8 = 4;
 const GONE: u8 = 5;
 
 /// A lane that maps all of the peer's memory that it describes and that is no longer than [`POOL`].
-struct FakeDirect(Arc<Vec<u8>>);
+struct FakeDomain(Arc<Vec<u8>>);
 
-impl Direct for FakeDirect {
-    fn describe(&mut self, _ptr: *const u8, _len: usize) -> Option<(Descriptor, DirectKind)> {
-        None
+impl Domain for FakeDomain {
+    fn describe(&mut self, _ptr: *const u8, _len: usize) -> Result<(Descriptor, DirectKind), String> {
+        Err("it only reads what peers say".to_owned())
     }
 
     fn reach(&mut self, _remote: &Descriptor, _len: usize) -> Result<DirectKind, String> {
@@ -54,7 +54,11 @@ impl Direct for FakeDirect {
 
     fn close(&mut self, _slot: u32) {}
 
-    fn map(&mut self, _remote: &Descriptor, len: usize) -> crossrail_types::Result<Option<Window>> {
+    fn share(&mut self, _ptr: *const u8, _len: usize) -> crossrail_types::Result<Option<Descriptor>> {
+        Ok(None)
+    }
+
+    fn map(&mut self, _remote: &Descriptor, len: usize, _gpu: Option<u32>) -> crossrail_types::Result<Option<Window>> {
         let keep = self.0.clone();
         Ok((len <= POOL).then(|| Window { ptr: keep.as_ptr().cast_mut(), len, device: None, keep }))
     }
@@ -68,7 +72,7 @@ struct Fuzzed {
     known: Vec<(RegionRef, (u64, u64))>,
     held: Vec<RegionRef>,
     peers: [EndpointId; PEERS],
-    direct: FakeDirect,
+    domain: FakeDomain,
 }
 
 fn split<const N: usize>(input: &mut &[u8]) -> [u8; N] {
@@ -144,9 +148,9 @@ impl Fuzzed {
             let at = memory.ptr as u64;
             known.push((regions.insert(memory, [secret; 16]).0, (at, at + POOL as u64)));
         }
-        let direct = FakeDirect(Arc::new(vec![0; POOL]));
+        let domain = FakeDomain(Arc::new(vec![0; POOL]));
         let peers = [EndpointId(0), EndpointId(1)];
-        Fuzzed { regions, hosted: Hosted::default(), known, held: Vec::new(), peers, direct }
+        Fuzzed { regions, hosted: Hosted::default(), known, held: Vec::new(), peers, domain }
     }
 
     fn resolve(
@@ -185,9 +189,9 @@ impl Fuzzed {
             let of: Vec<_> = regions.iter().filter(|(one, _)| self.hosted.over(*one).contains(&region)).collect();
             assert!(of.iter().all(|(one, _)| self.regions.is_live(*one)));
             expect_inside(&view.list, |at, end| of.iter().any(|(_, (low, high))| *low <= at && end <= *high));
-            if let Some(theirs) = view.theirs(&mut self.direct) {
+            if let Ok(Some((theirs, _))) = view.theirs(&mut self.domain) {
                 assert!(theirs.fits(&view.list));
-                let low = self.direct.0.as_ptr() as u64;
+                let low = self.domain.0.as_ptr() as u64;
                 expect_inside(&theirs, |at, end| low <= at && end <= low + POOL as u64);
             }
         }

@@ -9,10 +9,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use crossrail_cuda_ipc::Link;
 use crossrail_gpu::Device;
 use crossrail_proto as proto;
-use crossrail_transport::{Direct, Index, List, Rows, Stride, Window};
+use crossrail_transport::{Domain, Index, List, Rows, Stride, Window};
 use crossrail_types::EndpointId;
 use proto::{Access, RegionFault, RegionRef};
 
@@ -53,8 +52,8 @@ struct Theirs {
     told: TheirRows,
     /// The length of every row, if they are equally long.
     even: Option<u64>,
-    /// Found when it is first needed; `None`: this end cannot reach them.
-    found: OnceLock<Option<FoundRows>>,
+    /// Found when it is first needed.
+    found: OnceLock<FoundRows>,
     _charge: Charge,
 }
 
@@ -82,64 +81,42 @@ impl View {
         self.of.gpu.as_ref()
     }
 
-    /// The same bytes in memory of the peer's GPU, by addresses at which this process maps them, and what keeps them
-    /// mapped. `None`: the peer's memory has not been announced yet.
+    /// The same bytes in the peer's memory, by addresses at which this process maps them, and what keeps them mapped.
+    /// `None`: the peer's memory has not arrived yet.
     ///
     /// # Errors
     /// Why they cannot be reached.
-    pub(in crate::core) fn theirs_on_gpu(&self, link: &mut Link) -> Result<Option<(Arc<List>, Mapped)>, String> {
-        let (Some((theirs, index)), Some(gpu)) = (&self.theirs, self.gpu()) else {
-            return Err("the peer has not described its rows".to_owned());
-        };
+    pub(in crate::core) fn theirs(&self, domain: &mut dyn Domain) -> Result<Option<(Arc<List>, Mapped)>, String> {
+        let (theirs, index) = self.theirs.as_ref().ok_or("the peer has not described its rows")?;
         if theirs.found.get().is_none() {
-            match map_rows(&theirs.told, link, gpu.ordinal())? {
-                Some(found) => drop(theirs.found.set(Some(found))),
+            match find_rows(&theirs.told, domain, self.gpu().map(|gpu| gpu.ordinal()))? {
+                Some(found) => drop(theirs.found.set(found)),
                 None => return Ok(None),
             }
         }
         let list = self.found.get_or_init(|| {
-            let rows = theirs.found.get()?.as_ref()?.rows.clone();
-            let list = List::new(rows, index.clone())?;
+            let list = List::new(theirs.found.get()?.rows.clone(), index.clone())?;
             list.fits(&self.list).then(|| Arc::new(list))
         });
         let list = list.clone().ok_or("the peer's rows do not pair with ours")?;
         Ok(Some((list, theirs.clone())))
-    }
-
-    /// The same bytes in the peer's memory, by addresses at which this process maps them. `None`: it cannot.
-    pub(in crate::core) fn theirs(&self, direct: &mut dyn Direct) -> Option<Arc<List>> {
-        let (theirs, index) = self.theirs.as_ref()?;
-        let found = theirs.found.get_or_init(|| find_rows(&theirs.told, direct)).as_ref()?;
-        let list = self.found.get_or_init(|| {
-            let list = List::new(found.rows.clone(), index.clone())?;
-            list.fits(&self.list).then(|| Arc::new(list))
-        });
-        list.clone()
     }
 }
 
 /// What keeps rows of a peer mapped.
 pub(in crate::core) type Mapped = Arc<dyn Any + Send + Sync>;
 
-/// Maps rows of the peer's GPU memory for one of our GPUs; `None`: they have not been announced yet.
-fn map_rows(told: &TheirRows, link: &mut Link, ordinal: u32) -> Result<Option<FoundRows>, String> {
+/// Maps rows of the peer's memory, for one of our GPUs if they are of GPUs; `None`: it has not arrived yet.
+fn find_rows(told: &TheirRows, domain: &mut dyn Domain, gpu: Option<u32>) -> Result<Option<FoundRows>, String> {
     let mut windows: Vec<Window> = Vec::new();
     for of in &told.memory {
         let len = usize::try_from(of.len).map_err(|error| error.to_string())?;
-        match link.map_on(&of.descriptor, len, ordinal).map_err(|error| error.to_string())? {
+        match domain.map(&of.descriptor, len, gpu).map_err(|error| error.to_string())? {
             Some(window) => windows.push(window),
             None => return Ok(None),
         }
     }
     placed(told, windows).ok_or_else(|| "no rows".to_owned()).map(Some)
-}
-
-fn find_rows(told: &TheirRows, direct: &mut dyn Direct) -> Option<FoundRows> {
-    let mut windows: Vec<Window> = Vec::new();
-    for of in &told.memory {
-        windows.push(direct.map(&of.descriptor, usize::try_from(of.len).ok()?).ok()??);
-    }
-    placed(told, windows)
 }
 
 /// Rows in memory of the peer that is mapped.

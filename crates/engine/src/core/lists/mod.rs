@@ -19,7 +19,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Direct as _, DirectKind, Index, Payload, Place, Tx};
+use crossrail_transport::{DirectKind, Domain as _, Index, Payload, Place, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 use proto::{Memory, Offer, Operation};
 
@@ -390,11 +390,11 @@ impl Transfers {
         if !self.tables.lanes.get(lane)?.copies_directly(usize::MAX, || true) {
             return None;
         }
-        let direct = self.polled.direct(lane)?;
+        let domain = self.polled.domain(lane)?;
         // Only what it can map. By the kernel (CMA) one end would copy it all and pin each page, which takes longer than
         // two copies at two ends.
         let describe = |(base, len): &(u64, u64)| {
-            let (descriptor, kind) = direct.describe(*base as *const u8, usize::try_from(*len).ok()?)?;
+            let (descriptor, kind) = domain.describe(*base as *const u8, usize::try_from(*len).ok()?).ok()?;
             (kind == DirectKind::Mapped).then_some(Reachable { descriptor, len: *len })
         };
         let memory = memory.iter().map(describe).collect::<Option<_>>()?;
@@ -411,7 +411,7 @@ fn reachable_on_gpu(
 ) -> Option<TheirRows> {
     let link = transfers.gpu.link(&transfers.tables, endpoint).ok()?;
     let describe = |(base, len): &(u64, u64)| {
-        let (descriptor, _) = link.describe(*base as *const u8, usize::try_from(*len).ok()?)?;
+        let (descriptor, _) = link.describe(*base as *const u8, usize::try_from(*len).ok()?).ok()?;
         Some(Reachable { descriptor, len: *len })
     };
     let memory = memory.iter().map(describe).collect::<Option<_>>()?;

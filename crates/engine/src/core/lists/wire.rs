@@ -127,7 +127,7 @@ impl Named {
 /// Memory of the writer, as the reader can reach it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reachable {
-    /// For the lane's [`Direct`](crossrail_transport::Direct).
+    /// For the lane's [`Domain`](crossrail_transport::Domain).
     pub(crate) descriptor: Descriptor,
     /// Bytes.
     pub(crate) len: u64,

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use common::{Keeper, pair_in};
 use crossrail_shm::{Arena, Options, Segment, ShmLane};
-use crossrail_transport::conformance::{DirectEnd, DirectMemory, run_direct, skip};
-use crossrail_transport::{Direct, Lane};
+use crossrail_transport::conformance::{DomainEnd, DomainMemory, run_domain, skip};
+use crossrail_transport::{Domain, Lane};
 
 /// A lane, and where its memory comes from: an arena, which the peer maps, or the heap, which only CMA reaches.
 struct End {
@@ -16,12 +16,12 @@ struct End {
     arena: Option<Arc<Arena>>,
 }
 
-impl DirectEnd for End {
-    fn direct(&mut self) -> &mut dyn Direct {
-        self.lane.direct().expect("shm copies directly")
+impl DomainEnd for End {
+    fn domain(&mut self) -> &mut dyn Domain {
+        self.lane.domain().expect("shm copies directly")
     }
 
-    fn alloc(&mut self, len: usize) -> Box<dyn DirectMemory> {
+    fn alloc(&mut self, len: usize) -> Box<dyn DomainMemory> {
         match &self.arena {
             Some(arena) => Box::new(Mapped(arena.alloc(len).expect("memory"))),
             None => Box::new(Heap(vec![0; len])),
@@ -35,7 +35,7 @@ impl DirectEnd for End {
 
 struct Mapped(Segment);
 
-impl DirectMemory for Mapped {
+impl DomainMemory for Mapped {
     fn ptr(&self) -> *mut u8 {
         self.0.ptr()
     }
@@ -55,7 +55,7 @@ impl DirectMemory for Mapped {
 
 struct Heap(Vec<u8>);
 
-impl DirectMemory for Heap {
+impl DomainMemory for Heap {
     fn ptr(&self) -> *mut u8 {
         self.0.as_ptr().cast_mut()
     }
@@ -69,7 +69,7 @@ impl DirectMemory for Heap {
     }
 }
 
-fn pair(options: &Options, mapped: bool) -> (Box<dyn DirectEnd>, Box<dyn DirectEnd>) {
+fn pair(options: &Options, mapped: bool) -> (Box<dyn DomainEnd>, Box<dyn DomainEnd>) {
     let (here, there) = (Arena::new(), Arena::new());
     let (a, b) = pair_in(options, here.clone(), there.clone());
     let end = |lane, arena: Arc<Arena>| Box::new(End { lane, arena: mapped.then_some(arena) });
@@ -78,7 +78,7 @@ fn pair(options: &Options, mapped: bool) -> (Box<dyn DirectEnd>, Box<dyn DirectE
 
 #[test]
 fn mapped_memory_conforms() {
-    run_direct("shm, mapped", &mut || pair(&Options { cma: false, ..Options::default() }, true));
+    run_domain("shm, mapped", &mut || pair(&Options { cma: false, ..Options::default() }, true));
 }
 
 #[test]
@@ -87,5 +87,5 @@ fn memory_reached_by_the_kernel_conforms() {
     if let Err(why) = &probe.report().cma_pull {
         return skip(&format!("CMA with ourselves is denied: {why}"));
     }
-    run_direct("shm, CMA", &mut || pair(&Options::default(), false));
+    run_domain("shm, CMA", &mut || pair(&Options::default(), false));
 }

@@ -1,9 +1,9 @@
-//! [`Direct`]: single copies of memory that both ends describe to each other.
-#![allow(unsafe_code)] // `Direct::step` is unsafe; the memory is the suite's own
+//! [`Domain`]: single copies of memory that both ends describe to each other.
+#![allow(unsafe_code)] // `Domain::step` is unsafe; the memory is the suite's own
 
 use std::time::{Duration, Instant};
 
-use crate::{Copy, Descriptor, Direct, DirectKind, Job, Step};
+use crate::{Copy, Descriptor, DirectKind, Domain, Job, Step};
 
 /// How long a copy of the suite may take.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -15,19 +15,19 @@ const UNTOUCHED: u8 = 0xee;
 const LENGTHS: [usize; 11] = [1, 7, 64, 4095, 4096, 4097, 65_537, 1 << 20, (1 << 20) + 13, (2 << 20) - 1, 5_000_001];
 
 /// One end of a link with single copies, as the suite uses it.
-pub trait DirectEnd {
+pub trait DomainEnd {
     /// The end itself.
-    fn direct(&mut self) -> &mut dyn Direct;
+    fn domain(&mut self) -> &mut dyn Domain;
 
     /// Memory of this end that the peer can reach.
-    fn alloc(&mut self, len: usize) -> Box<dyn DirectMemory>;
+    fn alloc(&mut self, len: usize) -> Box<dyn DomainMemory>;
 
     /// Exchanges whatever the two ends tell each other beside the copies.
     fn progress(&mut self) {}
 }
 
 /// Memory of one end. It is valid as long as the value lives.
-pub trait DirectMemory {
+pub trait DomainMemory {
     /// Its first byte, as the end describes it.
     fn ptr(&self) -> *mut u8;
 
@@ -38,14 +38,14 @@ pub trait DirectMemory {
     fn read(&self, offset: usize, len: usize) -> Vec<u8>;
 }
 
-type Pair = (Box<dyn DirectEnd>, Box<dyn DirectEnd>);
+type Pair = (Box<dyn DomainEnd>, Box<dyn DomainEnd>);
 type Check = fn(&str, &mut Pair);
 
 /// Runs every check on fresh pairs of ends.
 ///
 /// # Panics
 /// When a check fails, with the backend's name and the check's.
-pub fn run_direct(name: &str, make_pair: &mut dyn FnMut() -> Pair) {
+pub fn run_domain(name: &str, make_pair: &mut dyn FnMut() -> Pair) {
     let checks: [(&str, Check); 7] = [
         ("pull", |label, pair| every_length(label, pair, Copy::Pull)),
         ("push", |label, pair| every_length(label, pair, Copy::Push)),
@@ -67,17 +67,17 @@ fn pattern(seed: usize, len: usize) -> Vec<u8> {
 /// Describes memory of `owner` and has the other end reach it, which must agree on the kind.
 fn describe(
     label: &str,
-    owner: &mut dyn DirectEnd,
-    other: &mut dyn DirectEnd,
-    memory: &dyn DirectMemory,
+    owner: &mut dyn DomainEnd,
+    other: &mut dyn DomainEnd,
+    memory: &dyn DomainMemory,
     (offset, len): (usize, usize),
 ) -> (Descriptor, DirectKind) {
     let ptr = memory.ptr().wrapping_add(offset);
-    let (descriptor, kind) =
-        owner.direct().describe(ptr, len).unwrap_or_else(|| panic!("{label}: {len} bytes at {offset} not described"));
+    let described = owner.domain().describe(ptr, len);
+    let (descriptor, kind) = described.unwrap_or_else(|why| panic!("{label}: {len} bytes at {offset}: {why}"));
     owner.progress();
     other.progress();
-    match other.direct().reach(&descriptor, len) {
+    match other.domain().reach(&descriptor, len) {
         Ok(reached) => assert_eq!(reached, kind, "{label}: the two ends differ"),
         Err(why) => panic!("{label}: {len} bytes are described but out of reach: {why}"),
     }
@@ -96,7 +96,7 @@ fn copy(label: &str, pair: &mut Pair, jobs: [Option<Job>; 2]) -> [usize; 2] {
             end.progress();
             let Some(job) = &mut left[at] else { continue };
             // SAFETY: the suite's memory, which outlives the call.
-            match unsafe { end.direct().step(job, BUDGET) } {
+            match unsafe { end.domain().step(job, BUDGET) } {
                 Step::Moved(bytes) => assert!(bytes <= job.len, "{label}: {bytes} of {} bytes in a step", job.len),
                 Step::Waiting => {}
                 Step::Done => {
@@ -137,7 +137,7 @@ fn every_length(label: &str, pair: &mut Pair, way: Copy) {
     }
 }
 
-fn expect(label: &str, target: &dyn DirectMemory, at: usize, bytes: &[u8], whole: usize) {
+fn expect(label: &str, target: &dyn DomainMemory, at: usize, bytes: &[u8], whole: usize) {
     let len = bytes.len();
     let wrong = target.read(at, len).iter().zip(bytes).position(|(got, want)| got != want);
     assert_eq!(wrong, None, "{label}: of {len} bytes, this one is wrong");
@@ -152,7 +152,7 @@ fn both_help(label: &str, pair: &mut Pair) {
     let (mut source, mut target) = (pair.0.alloc(len), pair.1.alloc(len + 2 * EDGE));
     source.write(0, &pattern(9, len));
     target.write(0, &vec![UNTOUCHED; len + 2 * EDGE]);
-    let Some(cursor) = pair.0.direct().open(len) else {
+    let Some(cursor) = pair.0.domain().open(len) else {
         eprintln!("{label}: skipped: the link has no shared cursors");
         return;
     };
@@ -161,7 +161,7 @@ fn both_help(label: &str, pair: &mut Pair) {
     let push = job(Some(cursor), source.ptr(), ours, len, Copy::Push);
     let pull = job(Some(cursor), target.ptr().wrapping_add(EDGE), theirs, len, Copy::Pull);
     let moved = copy(label, pair, [Some(push), Some(pull)]);
-    pair.0.direct().close(cursor);
+    pair.0.domain().close(cursor);
     assert_eq!(moved[0] + moved[1], len, "{label}: each byte once, not {moved:?}");
     assert!(moved.iter().all(|bytes| *bytes > 0), "{label}: one end copied nothing: {moved:?}");
     expect(label, &*target, EDGE, &pattern(9, len), len + 2 * EDGE);
@@ -171,7 +171,7 @@ fn both_help(label: &str, pair: &mut Pair) {
 fn cursors(label: &str, pair: &mut Pair) {
     const MOST: usize = 1 << 16;
     let open =
-        |pair: &mut Pair| -> Vec<u32> { std::iter::from_fn(|| pair.0.direct().open(1 << 20)).take(MOST).collect() };
+        |pair: &mut Pair| -> Vec<u32> { std::iter::from_fn(|| pair.0.domain().open(1 << 20)).take(MOST).collect() };
     let first = open(pair);
     if first.is_empty() {
         eprintln!("{label}: skipped: the link has no shared cursors");
@@ -179,14 +179,14 @@ fn cursors(label: &str, pair: &mut Pair) {
     }
     assert!(first.len() < MOST, "{label}: the cursors never run out");
     for cursor in &first {
-        assert!(pair.0.direct().stop(*cursor), "{label}: nothing copies through cursor {cursor}");
-        pair.0.direct().close(*cursor);
+        assert!(pair.0.domain().stop(*cursor), "{label}: nothing copies through cursor {cursor}");
+        pair.0.domain().close(*cursor);
     }
     let again = open(pair);
     assert_eq!(again.len(), first.len(), "{label}: a cursor was lost");
     for cursor in again {
-        assert!(pair.0.direct().stop(cursor), "{label}: nothing copies through cursor {cursor}");
-        pair.0.direct().close(cursor);
+        assert!(pair.0.domain().stop(cursor), "{label}: nothing copies through cursor {cursor}");
+        pair.0.domain().close(cursor);
     }
 }
 
@@ -196,24 +196,24 @@ fn stopped(label: &str, pair: &mut Pair) {
     let (mut source, mut target) = (pair.0.alloc(len), pair.1.alloc(len));
     source.write(0, &pattern(3, len));
     target.write(0, &vec![UNTOUCHED; len]);
-    let Some(cursor) = pair.0.direct().open(len) else {
+    let Some(cursor) = pair.0.domain().open(len) else {
         eprintln!("{label}: skipped: the link has no shared cursors");
         return;
     };
     let (theirs, _) = describe(label, &mut *pair.0, &mut *pair.1, &*source, (0, len));
     let mut pull = job(Some(cursor), target.ptr(), theirs, len, Copy::Pull);
     // SAFETY: the suite's memory, which outlives the call.
-    let first = unsafe { pair.1.direct().step(&mut pull, BUDGET) };
+    let first = unsafe { pair.1.domain().step(&mut pull, BUDGET) };
     assert!(matches!(first, Step::Moved(bytes) if bytes < len), "{label}: {first:?}");
-    assert!(pair.0.direct().stop(cursor), "{label}: no piece is being copied");
+    assert!(pair.0.domain().stop(cursor), "{label}: no piece is being copied");
     let before = target.read(0, len);
     for _ in 0..4 {
         // SAFETY: as above.
-        let step = unsafe { pair.1.direct().step(&mut pull, BUDGET) };
+        let step = unsafe { pair.1.domain().step(&mut pull, BUDGET) };
         assert!(!matches!(step, Step::Moved(bytes) if bytes > 0), "{label}: {step:?} after stop");
     }
     assert!(target.read(0, len) == before, "{label}: bytes were written after stop");
-    pair.0.direct().close(cursor);
+    pair.0.domain().close(cursor);
 }
 
 /// Descriptors come from the peer: whatever they say, nothing but described memory is accessed.
@@ -231,12 +231,12 @@ fn hostile(label: &str, pair: &mut Pair) {
             bad[at] = (number >> 57) as u8;
         }
         // Some still describe memory of the peer: then a copy of it is in order, and made elsewhere in the suite.
-        if bad == good || pair.1.direct().reach(&bad, len).is_ok() {
+        if bad == good || pair.1.domain().reach(&bad, len).is_ok() {
             continue;
         }
         let mut pull = job(None, target.ptr(), bad, len, Copy::Pull);
         // SAFETY: the suite's memory, which outlives the call.
-        let step = unsafe { pair.1.direct().step(&mut pull, BUDGET) };
+        let step = unsafe { pair.1.domain().step(&mut pull, BUDGET) };
         assert!(matches!(step, Step::Failed(_)), "{label}: out of reach, but a copy gave {step:?}");
         assert_eq!(target.read(0, len), vec![UNTOUCHED; len], "{label}: a failed copy wrote");
     }

@@ -13,38 +13,38 @@ use crate::note::Uuid;
 
 /// The minimum time limit of a copy.
 const MIN_COPY_LIMIT: Duration = Duration::from_secs(5);
-/// How long dropping a domain waits for its memory to be released, which may take longer while a GPU is busy.
+/// How long dropping them waits for their memory to be released, which may take longer while a GPU is busy.
 const RELEASE_LIMIT: Duration = Duration::from_secs(1);
 
 /// The GPUs of this process, for copies between processes: contexts, streams and completion words.
 ///
 /// There is one for each Crossrail context, shared by all of its links. Creating it initialises no GPU; each is set up
 /// when its memory is first used. May be used from any thread.
-pub struct Domain {
+pub struct Gpus {
     copy_limit: Duration,
     devices: Vec<(Device, Uuid)>,
     /// Indexed by ordinal; `None` until the GPU is first used.
     gpus: Mutex<Vec<Option<Arc<Gpu>>>>,
 }
 
-impl fmt::Debug for Domain {
+impl fmt::Debug for Gpus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Domain({} GPUs)", self.devices.len())
+        write!(f, "Gpus({})", self.devices.len())
     }
 }
 
-impl Domain {
+impl Gpus {
     /// The GPUs visible to this process. A copy may take as long as `settings.timeout`, but at least 5 s.
     ///
     /// # Errors
     /// A failed driver call.
-    pub fn new(cuda: &Cuda, settings: &Settings) -> Result<Arc<Domain>> {
+    pub fn new(cuda: &Cuda, settings: &Settings) -> Result<Arc<Gpus>> {
         let devices = cuda.devices()?;
         let devices: Result<Vec<(Device, Uuid)>> =
             devices.into_iter().map(|device| device.uuid().map(|uuid| (device, uuid))).collect();
         let devices = devices?;
         let gpus = Mutex::new(devices.iter().map(|_| None).collect());
-        Ok(Arc::new(Domain { copy_limit: settings.timeout.max(MIN_COPY_LIMIT), devices, gpus }))
+        Ok(Arc::new(Gpus { copy_limit: settings.timeout.max(MIN_COPY_LIMIT), devices, gpus }))
     }
 
     /// The number of copies started so far between GPU `cuda:ordinal` and memory of peers; `None` if it is not in use
@@ -112,7 +112,7 @@ impl Domain {
     }
 }
 
-impl Drop for Domain {
+impl Drop for Gpus {
     fn drop(&mut self) {
         // A caller that has closed everything should find the memory free.
         locked(&self.gpus).clear();

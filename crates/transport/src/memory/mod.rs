@@ -1,0 +1,15 @@
+//! Memory, as links know it: below lanes, and below the engine.
+//!
+//! ```text
+//! Domain  what a link makes of memory: describes it for the peer, reaches what the peer has described, copies, maps
+//! Loan    an operation's memory, lent to lanes until its owner recalls it
+//! List    memory as rows: what an operation moves when it is not one piece
+//! ```
+
+mod domain;
+mod list;
+mod loan;
+
+pub use domain::{Copy, Descriptor, DirectKind, Domain, HALVES_MAX, Job, Step, Window};
+pub use list::{Cursor, Index, List, Rows, Stride, copy_between};
+pub use loan::{Kept, Loan, LoanUse};
