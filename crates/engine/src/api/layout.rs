@@ -10,7 +10,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 use super::{Endpoint, Region, Worker};
 use crate::core::lists::{RowsOf, Told};
 use crate::core::{Claim, Core};
-use crate::memory::{Addresses, Description, Extent, Place, Placed, RegionKey, Row};
+use crate::memory::{Addresses, Description, Extent, Place, Placed, RegionKey, Row, Space};
 use crate::progress::Progress;
 
 /// Rows of registered memory: this worker's ([`Worker::layout`]), or a peer's ([`Endpoint::layout`]). Made once, checked
@@ -112,7 +112,13 @@ impl Layout {
 
     /// Whether all of it is host memory.
     pub(super) fn is_host(&self) -> bool {
-        self.0.placed.regions.iter().all(|region| self.0.extents[*region as usize].place == Place::Host)
+        self.space() == Space::Host
+    }
+
+    /// A GPU's, if any of it is.
+    fn space(&self) -> Space {
+        let mut places = self.0.placed.regions.iter().map(|region| self.0.extents[*region as usize].place);
+        Space::of(places.find(|place| *place != Place::Host))
     }
 
     /// Whether all of it is memory of one GPU.
@@ -167,7 +173,7 @@ impl Layout {
         let told = match &self.0.of {
             Of::Own(_) => {
                 let memory: Vec<_> = self.0.extents.iter().map(|extent| (extent.base, extent.len)).collect();
-                core.tell_rows(endpoint, RowsOf::Own(&memory, &strides, !self.is_host()))?
+                core.tell_rows(endpoint, RowsOf::Own(&memory, &strides, self.space()))?
             }
             Of::Peer(_, keys) => {
                 let keys: Vec<_> = keys.iter().map(|key| key.key).collect();

@@ -15,7 +15,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::Endpoint;
 use super::streams::{self, Signal, aligned, real};
 use crate::core::Core;
-use crate::memory::{self, Buffer, Memory, Place};
+use crate::memory::{self, Buffer, Memory, Place, Space};
 use crate::progress;
 
 const MAGIC: [u8; 4] = *b"XRS1";
@@ -30,13 +30,16 @@ const GPU_MAGIC: [u8; 4] = *b"XRG1";
 pub struct Shared {
     descriptor: Descriptor,
     len: u64,
-    gpu: bool,
+    space: Space,
 }
 
 impl Shared {
     /// The description as bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
-        let magic = if self.gpu { GPU_MAGIC } else { MAGIC };
+        let magic = match self.space {
+            Space::Host => MAGIC,
+            Space::Gpu => GPU_MAGIC,
+        };
         [&magic[..], &self.len.to_le_bytes(), &self.descriptor].concat()
     }
 
@@ -44,13 +47,13 @@ impl Shared {
     pub fn from_bytes(bytes: &[u8]) -> Result<Shared> {
         let bad = || Error::new(ErrorKind::Usage, "shared memory", format!("{} bytes that are not one", bytes.len()));
         let (magic, rest) = bytes.split_first_chunk::<4>().ok_or_else(bad)?;
-        let gpu = match *magic {
-            MAGIC => false,
-            GPU_MAGIC => true,
+        let space = match *magic {
+            MAGIC => Space::Host,
+            GPU_MAGIC => Space::Gpu,
             _ => return Err(bad()),
         };
         let (len, descriptor) = rest.split_first_chunk::<8>().ok_or_else(bad)?;
-        Ok(Shared { descriptor: descriptor.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len), gpu })
+        Ok(Shared { descriptor: descriptor.try_into().map_err(|_| bad())?, len: u64::from_le_bytes(*len), space })
     }
 
     /// Bytes of the memory.
@@ -65,7 +68,7 @@ impl Shared {
 
     /// Whether it is memory of a GPU.
     pub fn is_gpu(&self) -> bool {
-        self.gpu
+        self.space == Space::Gpu
     }
 }
 
@@ -208,8 +211,8 @@ impl Endpoint {
         let progress = self.worker.progress_handle();
         progress.check_origin("share")?;
         let (ptr, len, timeout) = (buffer.ptr, buffer.len, progress.environment().settings().timeout);
-        let gpu = buffer.gpu.is_some();
-        if gpu {
+        let space = Space::of(buffer.gpu.as_ref());
+        if space == Space::Gpu {
             progress::admit_shared(progress, &mut buffer)?;
         } else if progress.environment().arena().find(ptr, len).is_none() {
             if let Some(why) = progress.environment().arena().unshared() {
@@ -220,8 +223,9 @@ impl Endpoint {
             return Err(Error::new(ErrorKind::Usage, "share", "the memory was allocated by another Context"));
         }
         let id = self.id;
-        let descriptor = self.ask("share", gpu, timeout, |core| core.domain_of(id, "share", gpu)?.share(ptr, len))?;
-        Ok(Shared { descriptor, len: len as u64, gpu })
+        let question = |core: &mut Core| core.domain_of(id, "share", space)?.share(ptr, len);
+        let descriptor = self.ask("share", space, timeout, question)?;
+        Ok(Shared { descriptor, len: len as u64, space })
     }
 
     /// Maps memory that the peer has shared with [`Endpoint::share`], waiting at most `timeout` (`CROSSRAIL_TIMEOUT`
@@ -244,22 +248,22 @@ impl Endpoint {
     /// As there; `Usage`: no such GPU, or memory of the host; `Region`: that GPU cannot reach the memory.
     pub fn map_on(&self, shared: &Shared, gpu: Option<u32>, timeout: Option<Duration>) -> Result<Mapped> {
         self.worker.progress_handle().check_origin("map")?;
-        if gpu.is_some() && !shared.gpu {
+        if gpu.is_some() && !shared.is_gpu() {
             return Err(Error::new(ErrorKind::Usage, "map", "the memory is the host's: no GPU is needed for it"));
         }
         let timeout = timeout.unwrap_or(self.worker.progress_handle().environment().settings().timeout);
         let len = usize::try_from(shared.len)
             .map_err(|_| Error::new(ErrorKind::Usage, "map", format!("{} bytes do not fit here", shared.len)))?;
         let progress = self.worker.progress_handle();
-        if shared.gpu {
+        if shared.is_gpu() {
             progress::admit_links(progress);
         }
         if let Some(ordinal) = gpu {
             progress.environment().gpus().device(ordinal)?;
         }
         let id = self.id;
-        let question = |core: &mut Core| core.domain_of(id, "map", shared.gpu)?.map(&shared.descriptor, len, gpu);
-        let window = self.ask("map", shared.gpu, timeout, question)?;
+        let question = |core: &mut Core| core.domain_of(id, "map", shared.space)?.map(&shared.descriptor, len, gpu);
+        let window = self.ask("map", shared.space, timeout, question)?;
         let gpu = window.device.map(|ordinal| progress.environment().gpus().device(ordinal)).transpose()?;
         if let Some(gpu) = &gpu {
             streams::prepare(gpu);
@@ -271,14 +275,14 @@ impl Endpoint {
     fn ask<T>(
         &self,
         what: &'static str,
-        gpu: bool,
+        space: Space,
         timeout: Duration,
         mut question: impl FnMut(&mut Core) -> Result<Option<T>>,
     ) -> Result<T> {
         let started = Instant::now();
         let mut attempt = |core: &mut Core| {
             let answer = question(core);
-            if gpu {
+            if space == Space::Gpu {
                 core.transfers().exchange_notes((true, 0));
             }
             answer.transpose()
@@ -296,6 +300,6 @@ impl Endpoint {
         Err(Error::new(ErrorKind::Timeout, what, detail)
             .with_waited(started.elapsed())
             .with_peer(self.peer())
-            .with_lane(if gpu { "cuda_ipc" } else { "shm" }))
+            .with_lane(if space == Space::Gpu { "cuda_ipc" } else { "shm" }))
     }
 }

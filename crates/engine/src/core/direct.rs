@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crossrail_cuda_ipc::{Link, RowsCopy};
 use crossrail_proto as proto;
 use crossrail_sight::trace::What;
-use crossrail_transport::{Copy, Domain, HALVES_MAX, Job, List, Step, copy_between};
+use crossrail_transport::{Copy, HALVES_MAX, Job, List, Step, copy_between};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
 
@@ -16,8 +16,10 @@ use super::gpu::{GpuMemory, NoteFailed};
 use super::lanes::{PolledLane, PolledLanes};
 use super::lists::hosted::View;
 use super::lists::part::is_paired;
+use super::peer_memory::{create_domain, domain, space_of};
 use super::peers::Peer;
 use super::tables::Tables;
+use crate::memory::Space;
 
 /// Bytes that a direct copy may move before everything else gets its turn; those in halves together.
 const COPY_BUDGET: usize = 1 << 20;
@@ -62,12 +64,26 @@ struct ActiveCopy {
     id: DirectId,
     memory: Memory,
     job: Job,
-    /// When a copy of GPU memory began, which the GPU makes by itself; `None`: this thread copies.
-    began: Option<Instant>,
+    /// GPUs copy their memory by themselves; that of the host this thread copies.
+    space: Space,
+    began: Instant,
     copy_ns: u64,
     stopping: bool,
     /// The lists that it copies between, in place of the job's memory.
     pair: Option<Pair>,
+}
+
+impl ActiveCopy {
+    fn new(
+        (endpoint, lane, id): (EndpointId, LaneId, DirectId),
+        memory: Memory,
+        space: Space,
+        job: Job,
+        pair: Option<Pair>,
+    ) -> ActiveCopy {
+        let began = Instant::now();
+        ActiveCopy { endpoint, lane, id, memory, job, space, began, copy_ns: 0, stopping: false, pair }
+    }
 }
 
 /// Rows of ours and of the peer, as a view pairs them.
@@ -165,14 +181,6 @@ pub(super) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// What a lane makes of memory, or the link to GPU memory beside it.
-    fn domain(&mut self, endpoint: EndpointId, lane: LaneId, gpu: bool) -> Option<&mut dyn Domain> {
-        if gpu {
-            return self.gpu.existing_link(endpoint).map(|link| link as &mut dyn Domain);
-        }
-        self.polled.domain(lane)
-    }
-
     fn failed(&mut self, endpoint: EndpointId, id: DirectId) {
         let now = self.tables.clock.now();
         if let Some(peer) = self.tables.peers.get_mut(endpoint) {
@@ -181,14 +189,14 @@ impl Context<'_> {
     }
 
     /// A copy was not begun.
-    fn unreachable(&mut self, request: &Request, gpu: bool, why: &str) {
-        if gpu {
+    fn unreachable(&mut self, request: &Request, space: Space, why: &str) {
+        if space == Space::Gpu {
             self.warn_gpu(request.endpoint, request.memory, request.role == Role::Help, why);
         }
         self.failed(request.endpoint, request.id);
         let tables = &mut self.tables;
         let Some(peer) = tables.peers.get_mut(request.endpoint) else { return };
-        if !gpu && peer.warns_of_direct() {
+        if space == Space::Host && peer.warns_of_direct() {
             let name = peer.name();
             tables.log.warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
         }
@@ -233,16 +241,13 @@ impl DirectCopies {
         if is_paired(offer) {
             return self.begin_pair(context, &request);
         }
-        let gpu = Link::knows(&offer.descriptor);
+        let space = space_of(&offer.descriptor);
         let lane = context.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
         // There is no direct copy between GPU memory and host memory.
         let extent = context.tables.extent(memory);
-        let local = extent.filter(|(_, have, owner)| *have >= len && owner.is_some() == gpu).map(|(ptr, ..)| ptr);
-        if gpu && local.is_some() {
-            // Created here if it is not there; if that fails, so does what follows.
-            let _ = context.gpu.link(context.tables, endpoint);
-        }
-        let domain = lane.and_then(|lane| context.domain(endpoint, lane, gpu));
+        let local = extent.filter(|(_, have, owner)| *have >= len && Space::of(*owner) == space).map(|(ptr, ..)| ptr);
+        let domain =
+            local.and_then(|_| create_domain(context.tables, (context.gpu, context.polled), endpoint, space).ok());
         let (Some(lane), Some(local), Some(domain)) = (lane, local, domain) else {
             context.failed(endpoint, id);
             return Begun::Done;
@@ -256,7 +261,7 @@ impl DirectCopies {
         let kind = match reached {
             Ok(kind) => kind,
             Err(why) => {
-                context.unreachable(&request, gpu, &why);
+                context.unreachable(&request, space, &why);
                 return Begun::Done;
             }
         };
@@ -265,7 +270,7 @@ impl DirectCopies {
         {
             op.set_direct(kind);
         }
-        if gpu
+        if space == Space::Gpu
             && role == Role::Pull
             && len > FETCH_MAX
             && let Some(lent) = lend(context, &request, (local, len))
@@ -278,10 +283,8 @@ impl DirectCopies {
         }
         let copy = if role == Role::Pull { Copy::Pull } else { Copy::Push };
         let job = Job { slot: offer.slot, local, remote: offer.descriptor, len, copy, moved: 0, state: 0, helps: true };
-        let began = gpu.then(Instant::now);
         let alone = offer.slot.is_none();
-        let pair = None;
-        self.copies.push_back(ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false, pair });
+        self.copies.push_back(ActiveCopy::new((endpoint, lane, id), memory, space, job, None));
         if alone {
             self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
         }
@@ -297,18 +300,15 @@ impl DirectCopies {
         };
         let view = context.tables.hosted.view(region).cloned();
         let lane = context.tables.peers.get(*endpoint).and_then(|peer| peer.message_lane());
-        let gpu = view.as_ref().is_some_and(|view| view.gpu().is_some());
-        let pair = if gpu {
-            // Created here if it is not there; if that fails, so does the copy.
-            let linked = context.gpu.link(context.tables, *endpoint).is_ok();
-            view.filter(|_| linked).map(|view| Pair::Gpu(GpuPair { view, from: base }))
-        } else {
-            let domain = lane.and_then(|lane| context.polled.domain(lane));
-            view.zip(domain).and_then(|(view, domain)| {
+        let space = Space::of(view.as_ref().and_then(|view| view.gpu()));
+        let domain = create_domain(context.tables, (context.gpu, context.polled), *endpoint, space).ok();
+        let pair = view.zip(domain).and_then(|(view, domain)| match space {
+            Space::Gpu => Some(Pair::Gpu(GpuPair { view, from: base })),
+            Space::Host => {
                 let (own, (theirs, _)) = (view.list.clone(), view.theirs(domain).ok()??);
                 Some(Pair::Host(HostPair { own, theirs, from: base }))
-            })
-        };
+            }
+        });
         let (Some(lane), Some(pair)) = (lane, pair) else {
             context.failed(*endpoint, *id);
             return Begun::Done;
@@ -316,18 +316,7 @@ impl DirectCopies {
         let copy = if *role == Role::Pull { Copy::Pull } else { Copy::Push };
         let (local, remote, len) = (std::ptr::null_mut(), offer.descriptor, *len as usize);
         let job = Job { slot: None, local, remote, len, copy, moved: 0, state: 0, helps: true };
-        let (endpoint, id, memory) = (*endpoint, *id, *memory);
-        self.copies.push_back(ActiveCopy {
-            endpoint,
-            lane,
-            id,
-            memory,
-            job,
-            began: gpu.then(Instant::now),
-            copy_ns: 0,
-            stopping: false,
-            pair: Some(pair),
-        });
+        self.copies.push_back(ActiveCopy::new((*endpoint, lane, *id), *memory, space, job, Some(pair)));
         self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
         Begun::Copying
     }
@@ -398,8 +387,8 @@ impl DirectCopies {
     /// Advances one copy, which is removed when it is over. Whether anything moved.
     fn step_one(&mut self, context: &mut Context<'_>, at: usize, budget: usize) -> bool {
         let active = &mut self.copies[at];
-        let (endpoint, gpu, state) = (active.endpoint, active.began.is_some(), active.job.state);
-        if active.stopping && gpu {
+        let (endpoint, space, state) = (active.endpoint, active.space, active.job.state);
+        if active.stopping && space == Space::Gpu {
             let stopped = context.gpu.existing_link(endpoint).is_none_or(|link| link.stopped(state));
             if stopped {
                 self.end(context, at, false);
@@ -407,7 +396,7 @@ impl DirectCopies {
             return stopped;
         }
         if let Some(Pair::Gpu(pair)) = &active.pair {
-            let waited = active.began.map_or(Duration::ZERO, |began| began.elapsed());
+            let waited = active.began.elapsed();
             let step = match context.gpu.existing_link(endpoint) {
                 // SAFETY: our rows are those of regions that the protocol has not released, and are not until the copy
                 // ends.
@@ -416,7 +405,7 @@ impl DirectCopies {
             };
             return self.advanced(context, at, step, Instant::now());
         }
-        let Some(domain) = context.domain(endpoint, active.lane, gpu) else {
+        let Some(domain) = domain(context.tables, (context.gpu, context.polled), endpoint, space) else {
             self.end(context, at, false);
             return true;
         };
@@ -436,7 +425,7 @@ impl DirectCopies {
                 _ => domain.step(&mut active.job, budget),
             }
         };
-        if !gpu {
+        if space == Space::Host {
             self.spent += active.job.moved - before;
         }
         self.advanced(context, at, step, started)
@@ -445,7 +434,7 @@ impl DirectCopies {
     /// Acts on a step of a copy that began at `started`. Whether anything moved.
     fn advanced(&mut self, context: &mut Context<'_>, at: usize, step: Step, started: Instant) -> bool {
         let active = &mut self.copies[at];
-        let (endpoint, gpu) = (active.endpoint, active.began.is_some());
+        let endpoint = active.endpoint;
         match step {
             Step::Moved(bytes) => {
                 active.copy_ns += started.elapsed().as_nanos() as u64;
@@ -453,11 +442,12 @@ impl DirectCopies {
             }
             Step::Waiting => false,
             Step::Done => {
-                active.copy_ns += active.began.unwrap_or(started).elapsed().as_nanos() as u64;
+                let since = if active.space == Space::Gpu { active.began } else { started };
+                active.copy_ns += since.elapsed().as_nanos() as u64;
                 self.end(context, at, true);
                 true
             }
-            Step::Failed(why) if gpu => {
+            Step::Failed(why) if active.space == Space::Gpu => {
                 let (memory, push) = (active.memory, active.job.copy == Copy::Push);
                 context.warn_gpu(endpoint, memory, push, &why);
                 self.end(context, at, false);
@@ -502,7 +492,7 @@ impl DirectCopies {
     fn abandon(&mut self, gpu: &mut GpuMemory, which: impl Fn(&ActiveCopy) -> bool) {
         let (gone, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.copies).into_iter().partition(which);
         self.copies = kept;
-        for copy in gone.iter().filter(|copy| copy.began.is_some()) {
+        for copy in gone.iter().filter(|copy| copy.space == Space::Gpu) {
             if let Some(link) = gpu.existing_link(copy.endpoint) {
                 link.ended(copy.job.state);
             }
@@ -557,7 +547,7 @@ fn lend(
 ) -> Option<Result<(), NoteFailed>> {
     let (endpoint, id, memory) = (request.endpoint, request.id, request.memory);
     let Context { tables, gpu, polled } = context;
-    let (descriptor, _) = gpu.existing_link(endpoint)?.describe(local, len).ok()?;
+    let (descriptor, _) = domain(tables, (gpu, polled), endpoint, Space::Gpu)?.describe(local, len).ok()?;
     let now = tables.clock.now();
     if !tables.peers.get_mut(endpoint).is_some_and(|peer| peer.protocol.direct_lend(now, id, descriptor)) {
         return None;

@@ -1,58 +1,76 @@
-//! Memory of a peer on this machine, for mapping it here.
+//! Memory of a peer on this machine: which link reaches it.
 
 use crossrail_cuda_ipc::Link;
-use crossrail_transport::Domain;
+use crossrail_transport::{Descriptor, Domain};
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
-use super::{Core, Transfers, gone};
+use super::Core;
+use super::gpu::GpuMemory;
+use super::lanes::PolledLanes;
+use super::tables::Tables;
+use crate::memory::Space;
+
+/// The domain in which memory of that space is shared with a peer: that of the lane for its messages, or the link
+/// between GPUs beside it. `None`: there is none, or not yet.
+pub(super) fn domain<'a>(
+    tables: &Tables,
+    (gpu, polled): (&'a mut GpuMemory, &'a mut PolledLanes),
+    endpoint: EndpointId,
+    space: Space,
+) -> Option<&'a mut dyn Domain> {
+    match space {
+        Space::Host => polled.domain(tables.peers.get(endpoint)?.message_lane()?),
+        Space::Gpu => Some(gpu.existing_link(endpoint)?),
+    }
+}
+
+/// [`domain`], which is created here if it is not there.
+///
+/// # Errors
+/// Why there is none.
+pub(super) fn create_domain<'a>(
+    tables: &Tables,
+    (gpu, polled): (&'a mut GpuMemory, &'a mut PolledLanes),
+    endpoint: EndpointId,
+    space: Space,
+) -> std::result::Result<&'a mut dyn Domain, String> {
+    let refused = match space {
+        Space::Host => None,
+        Space::Gpu => gpu.link(tables, endpoint).err(),
+    };
+    let only_shm = || {
+        let lanes = tables.peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
+        let mut used: Vec<_> = lanes.iter().filter_map(|id| Some(tables.lanes.get(*id)?.transport())).collect();
+        used.dedup();
+        format!("only memory reached over shm can be mapped; this endpoint uses {}", used.join(", "))
+    };
+    domain(tables, (gpu, polled), endpoint, space).ok_or_else(|| refused.unwrap_or_else(only_shm))
+}
+
+/// Whose memory a peer describes so.
+pub(super) fn space_of(descriptor: &Descriptor) -> Space {
+    if Link::knows(descriptor) { Space::Gpu } else { Space::Host }
+}
 
 impl Core {
-    /// The link to that peer's GPU memory, if the peer is alive and has one.
+    /// The domain in which memory of that space is shared with a peer, if the peer is alive and there is one.
     ///
     /// # Errors
     /// `Unsupported` with the reason; `PeerDead`, `Closed`.
-    pub(crate) fn link_of(&mut self, endpoint: EndpointId, what: &'static str) -> Result<&mut Link> {
-        let name = self.reachable(endpoint, what)?;
-        let Transfers { tables, gpu, .. } = &mut self.transfers;
-        gpu.link(tables, endpoint).map_err(|why| {
-            Error::new(ErrorKind::Unsupported, what, format!("GPU memory: {why}"))
-                .with_peer(name)
-                .with_hint("write and read it by key (Worker::register)")
+    pub(crate) fn domain_of(
+        &mut self,
+        endpoint: EndpointId,
+        what: &'static str,
+        space: Space,
+    ) -> Result<&mut dyn Domain> {
+        self.check_alive(endpoint, what)?;
+        let of = &mut self.transfers;
+        create_domain(&of.tables, (&mut of.gpu, &mut of.polled), endpoint, space).map_err(|why| {
+            let (detail, hint) = match space {
+                Space::Host => (why, "write and read it by key (Worker::register), or let both ends use shm"),
+                Space::Gpu => (format!("GPU memory: {why}"), "write and read it by key (Worker::register)"),
+            };
+            Error::new(ErrorKind::Unsupported, what, detail).with_peer(of.tables.peers.name(endpoint)).with_hint(hint)
         })
-    }
-
-    /// The name of a peer that is alive.
-    fn reachable(&self, endpoint: EndpointId, what: &'static str) -> Result<String> {
-        let peer = self.transfers.tables.peers.get(endpoint).filter(|_| !self.closed);
-        let peer = peer.ok_or_else(|| gone(what))?;
-        if !peer.is_alive() {
-            return Err(peer.dead(what));
-        }
-        Ok(peer.name().to_owned())
-    }
-
-    /// What the lane that is polled under the lock makes of memory, or the link beside it (`gpu`), if the peer is alive
-    /// and has one.
-    ///
-    /// # Errors
-    /// `Unsupported` with the reason; `PeerDead`, `Closed`.
-    pub(crate) fn domain_of(&mut self, endpoint: EndpointId, what: &'static str, gpu: bool) -> Result<&mut dyn Domain> {
-        if gpu {
-            return self.link_of(endpoint, what).map(|link| link as &mut dyn Domain);
-        }
-        let name = self.reachable(endpoint, what)?;
-        let Transfers { tables, polled, .. } = &mut self.transfers;
-        let peer = tables.peers.get(endpoint).ok_or_else(|| gone(what))?;
-        let lane = peer.message_lane().filter(|id| polled.get_mut(*id).is_some_and(|lane| lane.caps().direct));
-        if let Some(domain) = lane.and_then(|id| polled.domain(id)) {
-            return Ok(domain);
-        }
-        let lanes = peer.lanes().iter().filter_map(|id| tables.lanes.get(*id));
-        let mut used: Vec<_> = lanes.map(|lane| lane.transport()).collect();
-        used.dedup();
-        let detail = format!("only memory reached over shm can be mapped; this endpoint uses {}", used.join(", "));
-        Err(Error::new(ErrorKind::Unsupported, what, detail)
-            .with_peer(name)
-            .with_hint("write and read it by key (Worker::register), or let both ends use shm"))
     }
 }

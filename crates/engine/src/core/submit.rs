@@ -10,9 +10,10 @@ use proto::{Offer, Operation};
 use super::gpu::Released;
 use super::outcome::Submission;
 use super::outcome::{OpKind, gone};
+use super::peer_memory::create_domain;
 use super::tables::Tables;
 use super::{Core, LaneRecord, Transfers};
-use crate::memory::Buffer;
+use crate::memory::{Buffer, Space};
 
 /// From here on both ends of a direct copy copy at once.
 const HELP_MIN: u64 = 128 << 10;
@@ -198,10 +199,7 @@ impl Core {
     fn start_transfer(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) {
         let Some(entry) = self.transfers.tables.operations.op(op) else { return };
         let (ptr, len, gpu) = (entry.ptr(), entry.len(), entry.ordinal());
-        let offer = match gpu {
-            None => self.transfers.offer(endpoint, op, ptr, len),
-            Some(_) => self.offer_gpu(endpoint, op, ptr, len),
-        };
+        let offer = self.transfers.offer(endpoint, op, Space::of(gpu), (ptr, len));
         let gives = !matches!(operation, Operation::Read { .. });
         let eager = gpu.is_none_or(|ordinal| gives && offer.is_none() && self.copy_out_short(endpoint, op, ordinal));
         let now = self.transfers.tables.clock.now();
@@ -226,16 +224,6 @@ impl Core {
         }
         entry.replace_memory(bytes, token);
         true
-    }
-
-    /// How the peer could copy GPU memory directly; `None`: it is staged.
-    fn offer_gpu(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        let (offer, kind) = self.transfers.gpu.offer(&self.transfers.tables, endpoint, ptr, len)?;
-        if let Some(op) = self.transfers.tables.operations.op_mut(op) {
-            op.set_direct(kind);
-        }
-        self.transfers.pass_notes(endpoint);
-        Some(offer)
     }
 
     /// Posts a receive of `len` bytes. A message may have arrived before it. `host`: it is host memory, so that a
@@ -385,21 +373,42 @@ impl Core {
 }
 
 impl Transfers {
-    /// How the peer could copy host memory directly; `None`: the bytes are carried.
-    pub(super) fn offer(&mut self, endpoint: EndpointId, op: OpId, ptr: *mut u8, len: usize) -> Option<Offer> {
-        let tables = &mut self.tables;
+    /// How the peer could copy memory of an operation directly; `None`: the bytes are carried.
+    pub(super) fn offer(
+        &mut self,
+        endpoint: EndpointId,
+        op: OpId,
+        space: Space,
+        (ptr, len): (*mut u8, usize),
+    ) -> Option<Offer> {
+        let Transfers { tables, gpu, polled, .. } = self;
         let lane = tables.peers.get(endpoint)?.message_lane()?;
-        if !tables.copies_directly(lane, ptr, len) {
+        let copies = match space {
+            Space::Host => tables.copies_directly(lane, ptr, len),
+            Space::Gpu => len > 0,
+        };
+        if !copies {
             return None;
         }
-        let domain = self.polled.domain(lane)?;
-        let (descriptor, kind) = domain.describe(ptr, len).ok()?;
-        let cursor = if len as u64 >= HELP_MIN { domain.open(len) } else { None };
+        let domain = create_domain(tables, (gpu, polled), endpoint, space).ok()?;
+        let (descriptor, kind) = match domain.describe(ptr, len) {
+            Ok(described) => described,
+            Err(why) => {
+                if space == Space::Gpu {
+                    gpu.warn(tables, endpoint, &why);
+                }
+                return None;
+            }
+        };
+        let slot = if len as u64 >= HELP_MIN { domain.open(len) } else { None };
         if let Some(op) = tables.operations.op_mut(op) {
-            op.set_cursor(cursor);
+            op.set_cursor(slot);
             op.set_direct(kind);
         }
-        Some(Offer { descriptor, slot: cursor })
+        if space == Space::Gpu {
+            self.pass_notes(endpoint);
+        }
+        Some(Offer { descriptor, slot })
     }
 }
 

@@ -22,6 +22,21 @@ pub enum Place {
     Gpu(u32),
 }
 
+/// Whose memory it is, ours or a peer's: what decides by which link it is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Space {
+    Host,
+    Gpu,
+}
+
+impl Space {
+    /// Of the memory of that GPU, if there is one.
+    #[inline]
+    pub(crate) fn of<T>(gpu: Option<T>) -> Space {
+        if gpu.is_some() { Space::Gpu } else { Space::Host }
+    }
+}
+
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -6,7 +6,7 @@ mod gpu_times;
 mod layout;
 pub(crate) mod regions;
 
-pub(crate) use buffer::{Backing, Keep, OnGpu, check};
+pub(crate) use buffer::{Backing, Keep, OnGpu, Space, check};
 pub use buffer::{Buffer, Memory, Place, Ready};
 pub use description::{Described, Description};
 pub(crate) use gpu_times::GpuTimes;

@@ -14,9 +14,9 @@ use std::sync::Arc;
 use crossrail_cuda_ipc::{Gpus, Link};
 use crossrail_gpu::StreamPoint;
 use crossrail_proto as proto;
-use crossrail_transport::{DirectKind, Domain as _, Place, Tx};
+use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId, OpId};
-use proto::{Memory, Offer, Out};
+use proto::{Memory, Out};
 
 use super::lanes::PolledLanes;
 use super::outcome::Submission;
@@ -236,27 +236,6 @@ impl GpuMemory {
     /// The link to that peer's GPU memory, created on first use. `Err`: why there is none.
     pub(super) fn link(&mut self, tables: &Tables, endpoint: EndpointId) -> Result<&mut Link, String> {
         self.links.link(tables, endpoint)
-    }
-
-    /// How the peer could reach memory of a GPU of ours; the notes that describe it must be passed on.
-    pub(super) fn offer(
-        &mut self,
-        tables: &Tables,
-        endpoint: EndpointId,
-        ptr: *mut u8,
-        len: usize,
-    ) -> Option<(Offer, DirectKind)> {
-        if len == 0 {
-            return None;
-        }
-        let link = self.links.link(tables, endpoint).ok()?;
-        match link.describe(ptr, len) {
-            Ok((descriptor, kind)) => Some((Offer { descriptor, slot: None }, kind)),
-            Err(why) => {
-                self.links.warn(tables, endpoint, &why);
-                None
-            }
-        }
     }
 
     /// Logs once per peer that GPU memory is staged through host memory.

@@ -19,7 +19,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use crossrail_proto as proto;
-use crossrail_transport::{DirectKind, Domain as _, Index, Payload, Place, Tx};
+use crossrail_transport::{DirectKind, Index, Payload, Place, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, OpId, Result};
 use proto::{Memory, Offer, Operation};
 
@@ -33,9 +33,10 @@ pub(crate) use self::part::{Part, Then};
 use self::wire::{Named, Reachable, Sort, TheirRows};
 use super::operations::ROWS;
 use super::outcome::{OpKind, gone};
+use super::peer_memory::create_domain;
 use super::tables::{Extent, Tables};
 use super::{Core, Transfers};
-use crate::memory::{Buffer, RegionStride};
+use crate::memory::{Buffer, RegionStride, Space};
 
 /// A move of rows, or of a part of them.
 pub(crate) struct ListOperation {
@@ -54,8 +55,8 @@ pub(crate) struct ListOperation {
 pub(crate) enum RowsOf<'a> {
     /// Of the peer's memory, by its keys.
     Peer(&'a [proto::RegionKey], &'a [RegionStride]),
-    /// Of ours: base and length of the regions, and whether they are memory of a GPU.
-    Own(&'a [(u64, u64)], &'a [RegionStride], bool),
+    /// Of ours: base and length of the regions, and whose memory they are.
+    Own(&'a [(u64, u64)], &'a [RegionStride], Space),
 }
 
 impl Core {
@@ -66,7 +67,7 @@ impl Core {
     pub(crate) fn tell_rows(&mut self, endpoint: EndpointId, rows: RowsOf<'_>) -> Result<Option<Told>> {
         let (sort, mail) = match rows {
             RowsOf::Peer(keys, strides) => (Sort::Rows, wire::put_rows(keys, strides)),
-            RowsOf::Own(memory, strides, gpu) => match self.transfers.reachable(endpoint, memory, strides, gpu) {
+            RowsOf::Own(memory, strides, space) => match self.transfers.reachable(endpoint, memory, strides, space) {
                 Some(rows) => (Sort::Theirs, wire::put_theirs(&rows)),
                 None => return Ok(None),
             },
@@ -254,7 +255,7 @@ impl Transfers {
         let (ptr, len) = (entry.ptr(), entry.len());
         let lane = self.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
         let eager = lane.and_then(|lane| self.tables.lanes.get(lane)).map_or(0, |lane| lane.eager_max());
-        let offer = if len > eager { self.offer(endpoint, op, ptr, len) } else { None };
+        let offer = if len > eager { self.offer(endpoint, op, Space::Host, (ptr, len)) } else { None };
         let now = self.tables.clock.now();
         let peer = self.tables.peers.get_mut(endpoint)?;
         peer.protocol.start(now, op, operation, len as u64, offer, true);
@@ -326,9 +327,9 @@ impl Transfers {
             return;
         }
         let len = entry.len() as u64;
-        let gpu = entry.part().is_some_and(|part| part.gpu.is_some());
-        let offer = if paired { self.offer_pair(endpoint, len, gpu) } else { None };
-        if gpu
+        let space = Space::of(entry.part().and_then(|part| part.gpu.as_ref()));
+        let offer = if paired { self.offer_pair(endpoint, len, space) } else { None };
+        if space == Space::Gpu
             && offer.is_some()
             && let Some(entry) = self.tables.operations.op_mut(op)
         {
@@ -336,24 +337,23 @@ impl Transfers {
         }
         let now = self.tables.clock.now();
         if let Some(peer) = self.tables.peers.get_mut(endpoint) {
-            peer.protocol.start(now, op, operation, len, offer, !gpu);
+            peer.protocol.start(now, op, operation, len, offer, space == Space::Host);
         }
     }
 
     /// Whether the peer is to copy `len` bytes between the lists of a view: where it can, and they are too long to be
     /// carried. If it can't after all, it says so, and they are carried.
-    fn offer_pair(&mut self, endpoint: EndpointId, len: u64, gpu: bool) -> Option<Offer> {
+    fn offer_pair(&mut self, endpoint: EndpointId, len: u64, space: Space) -> Option<Offer> {
         let tables = &self.tables;
         let lane = tables.peers.get(endpoint)?.message_lane()?;
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let copies =
-            if gpu { self.gpu.is_linked(endpoint) } else { tables.lanes.get(lane)?.copies_directly(len, || true) };
-        if !copies {
-            return None;
-        }
+        let copies = match space {
+            Space::Host => tables.lanes.get(lane)?.copies_directly(len, || true),
+            Space::Gpu => self.gpu.is_linked(endpoint),
+        };
         let mut descriptor = [0; 24];
         descriptor[0] = PAIRED;
-        Some(Offer { descriptor, slot: None })
+        copies.then_some(Offer { descriptor, slot: None })
     }
 
     /// A mail in chunks has arrived, or failed: then what refers to it fails at the peer.
@@ -375,48 +375,27 @@ impl Transfers {
         }
     }
 
-    /// How the peer can reach rows of ours. `None`: over this endpoint it cannot.
+    /// How the peer can reach rows of ours: only by mapping them. By the kernel (CMA) one end would copy it all and pin
+    /// each page, which takes longer than two copies at two ends. `None`: over this endpoint it cannot.
     fn reachable(
         &mut self,
         endpoint: EndpointId,
         memory: &[(u64, u64)],
         strides: &[RegionStride],
-        gpu: bool,
+        space: Space,
     ) -> Option<TheirRows> {
-        if gpu {
-            return reachable_on_gpu(self, endpoint, memory, strides);
-        }
-        let lane = self.tables.peers.get(endpoint)?.message_lane()?;
-        if !self.tables.lanes.get(lane)?.copies_directly(usize::MAX, || true) {
-            return None;
-        }
-        let domain = self.polled.domain(lane)?;
-        // Only what it can map. By the kernel (CMA) one end would copy it all and pin each page, which takes longer than
-        // two copies at two ends.
-        let describe = |(base, len): &(u64, u64)| {
-            let (descriptor, kind) = domain.describe(*base as *const u8, usize::try_from(*len).ok()?).ok()?;
-            (kind == DirectKind::Mapped).then_some(Reachable { descriptor, len: *len })
+        let Transfers { tables, gpu, polled, .. } = self;
+        let domain = create_domain(tables, (gpu, polled), endpoint, space).ok()?;
+        let share = |(base, len): &(u64, u64)| {
+            let descriptor = domain.share(*base as *const u8, usize::try_from(*len).ok()?).ok()??;
+            Some(Reachable { descriptor, len: *len })
         };
-        let memory = memory.iter().map(describe).collect::<Option<_>>()?;
+        let memory = memory.iter().map(share).collect::<Option<_>>()?;
+        if space == Space::Gpu {
+            self.pass_notes(endpoint);
+        }
         Some(TheirRows { memory, strides: strides.to_vec() })
     }
-}
-
-/// [`Transfers::reachable`] for memory of a GPU.
-fn reachable_on_gpu(
-    transfers: &mut Transfers,
-    endpoint: EndpointId,
-    memory: &[(u64, u64)],
-    strides: &[RegionStride],
-) -> Option<TheirRows> {
-    let link = transfers.gpu.link(&transfers.tables, endpoint).ok()?;
-    let describe = |(base, len): &(u64, u64)| {
-        let (descriptor, _) = link.describe(*base as *const u8, usize::try_from(*len).ok()?).ok()?;
-        Some(Reachable { descriptor, len: *len })
-    };
-    let memory = memory.iter().map(describe).collect::<Option<_>>()?;
-    transfers.pass_notes(endpoint);
-    Some(TheirRows { memory, strides: strides.to_vec() })
 }
 
 impl Tables {
