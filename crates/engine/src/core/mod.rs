@@ -210,7 +210,7 @@ impl Core {
     /// Reads the count of delivered messages that the peer has published; whether it was news.
     #[inline]
     pub(crate) fn collect(&mut self, endpoint: Option<EndpointId>) -> bool {
-        endpoint.is_some_and(|endpoint| self.transfers.collect_count_of(endpoint))
+        endpoint.is_some_and(|endpoint| self.transfers.collect_count(endpoint))
     }
 
     /// Whether something must be polled although no event tells of it.

@@ -185,7 +185,7 @@ impl Transfers {
         if wants {
             self.flush(endpoint);
         }
-        let collected = collect && self.collect_count(at);
+        let collected = collect && self.collect_count(endpoint);
         Some(if collected { PollResult::Moved } else { PollResult::Idle })
     }
 
@@ -203,7 +203,9 @@ impl Transfers {
     /// Has every peer send a wake-up with its next frame, because no thread will poll. False: there is work already.
     pub(crate) fn arm(&mut self) -> bool {
         for at in 0..self.polled.len() {
-            self.collect_count(at);
+            if let Some(endpoint) = self.polled.at(at).map(|polled| polled.endpoint) {
+                self.collect_count(endpoint);
+            }
         }
         self.polled.arm()
     }

@@ -66,13 +66,8 @@ impl Transfers {
         self.settle(endpoint);
     }
 
-    /// Applies the count of delivered messages that the peer of the lane at `at` has published; whether it was news.
-    pub(in crate::core) fn collect_count(&mut self, at: usize) -> bool {
-        self.polled.at(at).map(|polled| polled.endpoint).is_some_and(|endpoint| self.collect_count_of(endpoint))
-    }
-
     /// Applies the count of delivered messages that this peer has published; whether it was news.
-    pub(in crate::core) fn collect_count_of(&mut self, endpoint: EndpointId) -> bool {
+    pub(in crate::core) fn collect_count(&mut self, endpoint: EndpointId) -> bool {
         let Tables { clock, operations, peers, .. } = &mut self.tables;
         let Some(peer) = peers.get_mut(endpoint) else { return false };
         let Some(id) = peer.message_lane() else { return false };
