@@ -367,6 +367,12 @@ fn rows_by_keys_count_the_immediate_of_their_write() {
             let pairs = (0..10).map(|k| ((offset + 64 * k, 16), ((first + k) * 16, 16)));
             assert!(pool.contents() == copied(&pool.bytes, &sources, pairs), "{transport}");
         }
+        // Of a part, whose first row is in the other region.
+        let (mine, yours) = (mine.slice(9, 20).unwrap(), yours.slice(9, 20).unwrap().slice(1, 11).unwrap());
+        let part = pair.ab.prepare(MoveKind::Write, &mine.slice(1, 11).unwrap(), &yours, options).unwrap();
+        finish(part.start(StartOptions::default()), transport);
+        there[0].region.wait_imm(7, 1, LIMIT).unwrap();
+        assert_eq!(there[1].region.imm_count(7), 2, "{transport}");
         let error = pair.ab.layout(&[row(&keys[1], 4096 - 64 * 9 - 15)]).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Usage);
     });

@@ -135,6 +135,12 @@ impl Layout {
         core.transfers().regions().device(regions.get(first as usize)?.entry())
     }
 
+    /// The key of the region of the first row, of a peer's layout.
+    pub(super) fn first_key(&self) -> Option<&RegionKey> {
+        let Of::Peer(_, keys) = &self.0.of else { return None };
+        keys.get(*self.0.placed.regions.first()? as usize)
+    }
+
     /// Where a piece of a list of these rows is: its region's number, and the offset there.
     pub(super) fn locate(&self, at: u64) -> Option<(usize, u64)> {
         let inside = |extent: &Extent| at >= extent.base && at - extent.base < extent.len;

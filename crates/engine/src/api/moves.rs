@@ -39,7 +39,9 @@ pub struct MoveOptions<'a> {
     pub remote_index: Option<&'a [u32]>,
     /// Raised at the peer ([`Worker::notices`](crate::Worker::notices)) once all bytes are in place, if it is not empty.
     pub notice: &'a [u8],
-    /// Of a write: counted in the region of the first row of the remote layout once all bytes are there.
+    /// Of a write: counted in the region of the first row of the remote layout once all bytes are there. Once for each
+    /// start, and not if the move fails. Where there is one operation per run ([`Move::explain`]), the request may be
+    /// finished a little earlier.
     pub imm: Option<u32>,
 }
 
@@ -233,7 +235,7 @@ impl Move {
     }
 
     /// Starts it. Finished when all bytes are in place, as for a write or a read; the notice is then raised at the peer,
-    /// with no further call here.
+    /// and the immediate counted, with no further call here.
     ///
     /// # Errors
     /// `Usage`: it is in flight, or there are no such rows; `Region`: a local region was deregistered; `PeerDead`,
@@ -298,12 +300,8 @@ impl Move {
         }
         let mut core = progress.core();
         let parent = core.start_batch(self.endpoint.id)?;
-        let last = ops.len();
         let mut failure = None;
-        for (at, mut op) in ops.into_iter().enumerate() {
-            if let (Op::Write { imm, .. }, true) = (&mut op, at + 1 == last) {
-                *imm = self.imm;
-            }
+        for op in ops {
             let (submission, buffer) = op.submission();
             match core.submit(Some(self.endpoint.id), submission, buffer) {
                 Ok(op) => core.operations().adopt(parent, op),
@@ -313,10 +311,12 @@ impl Move {
                 }
             }
         }
-        if !notice.is_empty()
+        // Runs end in any order: not with the last of them.
+        let count = self.prepared.remote.first_key().map(|key| key.key).zip(self.imm);
+        if (!notice.is_empty() || count.is_some())
             && let Some(entry) = core.operations().op_mut(parent)
         {
-            entry.set_then(Then::Notify(notice.to_vec()));
+            entry.set_then(Then::Tell(count, notice.to_vec()));
         }
         core.operations().release(parent, failure);
         progress.after(core);

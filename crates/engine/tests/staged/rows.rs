@@ -163,3 +163,50 @@ fn memory_that_is_registered_twice_ends_once_for_each_key() {
         assert!(bytes_of(&own).iter().all(|byte| *byte == 9), "{transport}");
     });
 }
+
+/// The first row and the last are host memory, and the long one between them is a GPU's that takes its time: what ends
+/// last is not the run that is begun last.
+#[test]
+fn the_immediate_of_runs_counts_once_behind_all_of_them_in_the_region_of_the_first() {
+    const LONG: usize = 300_007;
+    each(|transport, pair| {
+        let (short, long) = (pattern(64, 7), pattern(LONG, 8));
+        let sources = [filled(&pair.one, Place::Host, &short), filled(&pair.one, Place::Gpu(0), &long)];
+        let targets = [Place::Host, Place::Gpu(1), Place::Host].map(|place| pair.other.alloc_on(LONG, place).unwrap());
+        let [first, gpu, last] = targets.each_ref().map(|memory| pair.b.register(memory).unwrap());
+        let [host, device] = sources.each_ref().map(|memory| pair.a.register(memory).unwrap());
+        let own = |region, offset, len| Row { region, offset, len, stride: len, count: 1 };
+        let (begin, middle, end) = (first.key(), gpu.key(), last.key());
+        let theirs = |region, offset, len| Row { region, offset, len, stride: len, count: 1 };
+        let mine = pair.a.layout(&[own(&host, 0, 32), own(&device, 0, LONG as u64), own(&host, 32, 32)]).unwrap();
+        let there = gpus(&pair.other);
+        let options = MoveOptions { imm: Some(9), notice: b"all", ..MoveOptions::default() };
+        let prepare = |end| {
+            let rows = [theirs(&begin, 0, 32), theirs(&middle, 0, LONG as u64), theirs(end, 100, 32)];
+            let prepared = pair.ab.prepare(MoveKind::Write, &mine, &pair.ab.layout(&rows).unwrap(), options).unwrap();
+            assert_eq!(prepared.explain().how, "an operation per run", "{transport}");
+            prepared
+        };
+        // The last row is in the region of the first, then in one of its own.
+        for (before, end) in (0..).zip([&begin, &end]) {
+            there.iter().for_each(|gpu| gpu.set_delay(Duration::from_millis(50)));
+            let request = prepare(end).start(StartOptions::default()).unwrap();
+            first.wait_imm(9, before + 1, LIMIT).unwrap();
+            assert!(request.is_done(), "{transport}: counted before a run has ended");
+            there.iter().for_each(|gpu| gpu.set_delay(Duration::ZERO));
+            assert!(bytes_of(&targets[1]) == long, "{transport}: counted before the long row");
+            done(transport, request);
+            assert!(pair.b.wait_notice(Duration::from_secs(10)), "{transport}");
+            assert_eq!(pair.b.notices(9).len(), 1, "{transport}");
+            assert_eq!((first.imm_count(9), last.imm_count(9)), (before + 1, 0), "{transport}");
+        }
+        // A run that fails: the region of the long row is gone.
+        let prepared = prepare(&end);
+        gpu.deregister().unwrap();
+        let error = prepared.start(StartOptions::default()).unwrap().wait(LIMIT).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Region, "{transport}: {error}");
+        still_works(transport, &pair);
+        assert_eq!((first.imm_count(9), last.imm_count(9)), (2, 0), "{transport}: counted although a run failed");
+        assert!(pair.b.notices(9).is_empty(), "{transport}: notified although a run failed");
+    });
+}

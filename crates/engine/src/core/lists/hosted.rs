@@ -41,6 +41,8 @@ impl Drop for Charge {
 struct Installed {
     rows: Arc<Rows>,
     regions: Vec<RegionRef>,
+    /// That of the first row.
+    first: RegionRef,
     /// The GPU whose memory all of them are; `None`: host memory.
     gpu: Option<Arc<Device>>,
     _charge: Charge,
@@ -298,7 +300,7 @@ impl Hosted {
                 Arrived::Nothing
             }
             Some(Purpose::View { view, notice, counts }) => {
-                let counted = if *counts { view.of.regions.first().copied() } else { None };
+                let counted = counts.then_some(view.of.first);
                 if let Some(bytes) = notice.take() {
                     self.raised.push_back(Raised { endpoint, bytes });
                 }
@@ -429,16 +431,17 @@ impl Told {
             let at = (of.ptr as u64).wrapping_add(s.stride.at);
             wire::is_inside(&s.stride, of.len).then_some(Stride { at, ..s.stride })
         };
-        let strides: Option<Vec<_>> = strides.iter().map(absolute).collect();
-        let Some(rows) = strides.and_then(Rows::new) else { return };
+        let placed: Option<Vec<_>> = strides.iter().map(absolute).collect();
+        let Some(rows) = placed.and_then(Rows::new) else { return };
         let gpu = found.first().and_then(|of| of.gpu.clone());
         let ordinal = |gpu: &Option<Arc<Device>>| gpu.as_ref().map(|gpu| gpu.ordinal());
         if found.iter().any(|of| ordinal(&of.gpu) != ordinal(&gpu)) {
             return;
         }
-        if let Some(_charge) = self.admit(wire::rows_weight(bytes)) {
+        let first = strides.first().map(|stride| found[stride.region as usize].region);
+        if let Some((first, _charge)) = first.zip(self.admit(wire::rows_weight(bytes))) {
             let regions = found.into_iter().map(|of| of.region).collect();
-            self.rows.insert(id, Arc::new(Installed { rows: Arc::new(rows), regions, gpu, _charge }));
+            self.rows.insert(id, Arc::new(Installed { rows: Arc::new(rows), regions, first, gpu, _charge }));
         }
     }
 

@@ -148,7 +148,7 @@ impl Core {
         let mails = outbox.outstanding(view.iter().flatten().filter_map(|told| told.mail));
         let then = match behind {
             Some(id) => Some(Then::Forget(id)),
-            None => (!notice.is_empty()).then(|| Then::Notify(notice.clone())),
+            None => (!notice.is_empty()).then(|| Then::Tell(None, notice.clone())),
         };
         if let Some(entry) = self.operations().op_mut(op) {
             entry.set_part(local, then);
@@ -201,9 +201,14 @@ impl Core {
     pub(crate) fn follow_up(&mut self) {
         for (endpoint, then, good) in self.operations().take_thens() {
             match then {
-                Then::Notify(bytes) if good && self.check_alive(endpoint, "notify").is_ok() => {
-                    let op = self.transfers.notify(endpoint, bytes);
-                    self.operations().detach(op);
+                Then::Tell(count, bytes) if good && self.check_alive(endpoint, "notify").is_ok() => {
+                    if let Some((key, imm)) = count {
+                        self.transfers.count_at(endpoint, key, imm);
+                    }
+                    if !bytes.is_empty() {
+                        let op = self.transfers.notify(endpoint, bytes);
+                        self.operations().detach(op);
+                    }
                 }
                 Then::Forget(id) if !good => self.transfers.untell(endpoint, &[(Sort::Behind, id)], Vec::new()),
                 _ => {}
@@ -261,6 +266,17 @@ impl Transfers {
         peer.protocol.start(now, op, operation, len as u64, offer, true);
         // Another lane for messages goes as far with the first frame.
         (len > eager && peer.outbox.long.insert(op)).then_some(op)
+    }
+
+    /// Has the peer count an immediate in that region: by a write of nothing.
+    fn count_at(&mut self, endpoint: EndpointId, key: proto::RegionKey, imm: u32) {
+        let tables = &mut self.tables;
+        let op = tables.operations.insert(OpKind::Write, Some(endpoint), 0, Vec::new().into());
+        tables.operations.detach(op);
+        let now = tables.clock.now();
+        if let Some(peer) = tables.peers.get_mut(endpoint) {
+            peer.protocol.start(now, op, Operation::Write { key, offset: 0, imm: Some(imm) }, 0, None, true);
+        }
     }
 
     fn notify(&mut self, endpoint: EndpointId, bytes: Vec<u8>) -> OpId {

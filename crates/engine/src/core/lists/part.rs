@@ -70,8 +70,8 @@ impl RowsBuffer {
 /// What follows the end of an operation.
 #[derive(Debug)]
 pub(crate) enum Then {
-    /// If it was good, the peer is to be notified.
-    Notify(Vec<u8>),
+    /// If it was good, the peer is to count an immediate in that region, and to be notified unless there are no bytes.
+    Tell(Option<(proto::RegionKey, u32)>, Vec<u8>),
     /// If it was not, the peer may still hold the notice of that id, which was to be raised with its last byte.
     Forget(u32),
 }
