@@ -4,6 +4,7 @@
 //! ```text
 //! Devices         the GPUs of one context; the driver is loaded by the first call that needs it
 //! Device          one GPU                           DeviceAlloc   memory of it that other processes can map
+//! Scratch         pinned memory of one short message
 //! StreamPoint     a point in a caller's stream      StreamSupport kernels and pinned words for callers' streams
 //! Stager          one thread per GPU in use, which makes all driver calls for staging
 //! StagingQueue    one worker's packs and unpacks on one GPU
@@ -24,7 +25,7 @@ mod stream_point;
 mod stream_support;
 pub mod unpack;
 
-pub use device::{CudaInfo, CudaState, Device, DeviceAlloc, Devices, GpuState, KernelCache};
+pub use device::{CudaInfo, CudaState, Device, DeviceAlloc, Devices, GpuState, KernelCache, Scratch};
 pub use direction::Direction;
 #[cfg(any(test, feature = "simulated-gpu"))]
 pub use simulated::{Simulated, SimulatedStream};

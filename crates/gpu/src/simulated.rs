@@ -18,6 +18,7 @@ use crossrail_types::{Error, ErrorKind, Result, format_gib};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
+use crate::device::{BLOCKS_LEN, Blocks};
 use crate::direction::Direction;
 use crate::stream_point::{Reached, StreamPoint};
 
@@ -234,6 +235,11 @@ impl Simulated {
             Error::new(ErrorKind::Usage, format!("memory of cuda:{}", self.0.ordinal), detail)
                 .with_hint("name the memory's own device, and a range inside one allocation")
         })
+    }
+
+    pub(crate) fn blocks(&self) -> Arc<Blocks> {
+        let memory: Arc<Box<[u8]>> = Arc::new(vec![0; BLOCKS_LEN].into());
+        Blocks::new(memory.as_ptr().cast_mut(), memory)
     }
 
     pub(crate) fn copy_in(&self, ptr: u64, bytes: &[u8]) -> Result<()> {

@@ -218,10 +218,7 @@ impl Core {
         let most = lane.and_then(|lane| tables.lanes.get(lane)).map_or(0, LaneRecord::eager_max);
         let Some(entry) = tables.operations.op_mut(op).filter(|entry| entry.len() <= most) else { return false };
         let Some(token) = gpu.begin_copy() else { return false };
-        let mut bytes = vec![0; entry.len()];
-        if gpu.copy_out(ordinal, entry.ptr() as u64, &mut bytes).is_err() {
-            return false;
-        }
+        let Some(bytes) = gpu.copy_out(ordinal, entry.ptr() as u64, entry.len()) else { return false };
         entry.replace_memory(bytes, token);
         true
     }

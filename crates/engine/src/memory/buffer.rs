@@ -6,7 +6,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crossrail_gpu::{Device, DeviceAlloc, StreamPoint};
+use crossrail_gpu::{Device, DeviceAlloc, Scratch, StreamPoint};
 use crossrail_shm::Segment;
 use crossrail_types::{Error, ErrorKind, Result};
 
@@ -179,7 +179,7 @@ pub(crate) enum Keep {
     Gpu(#[allow(dead_code)] DeviceAlloc),
     Vec(Vec<u8>),
     /// A copy, what keeps the original, and a token of the copy.
-    Copy(#[allow(dead_code)] Box<(Vec<u8>, Keep, Arc<()>)>),
+    Copy(#[allow(dead_code)] Box<(Scratch, Keep, Arc<()>)>),
     Shared(#[allow(dead_code)] Arc<dyn Any + Send + Sync>),
 }
 

@@ -9,6 +9,7 @@ use crossrail_locks::Mutex;
 use crossrail_types::{Error, Result};
 
 use super::ordering::{self, OrderingStreams};
+use super::scratch::{BLOCKS_LEN, Blocks};
 use crate::stream_point::{Reached, StreamPoint};
 
 /// Bytes of pinned memory that synchronous copies go through.
@@ -75,8 +76,22 @@ impl CudaDevice {
         &self.context
     }
 
-    pub(super) fn copy_in(&self, ptr: u64, bytes: &[u8]) -> Result<()> {
+    /// Pinned memory for short messages.
+    pub(super) fn blocks(&self) -> Result<Arc<Blocks>> {
+        let memory = PinnedMemory::new(&self.context, BLOCKS_LEN)?;
+        // SAFETY: its own bytes, which nobody uses yet.
+        unsafe { memory.as_ptr().write_bytes(0, BLOCKS_LEN) };
+        Ok(Blocks::new(memory.as_ptr(), Arc::new(memory)))
+    }
+
+    /// `pinned`: `bytes` are in a block.
+    pub(super) fn copy_in(&self, ptr: u64, bytes: &[u8], pinned: bool) -> Result<()> {
         self.with(|copies, limit| {
+            if pinned {
+                // SAFETY: pinned memory that the caller holds; the target was checked by the caller.
+                unsafe { copies.stream.copy_in(ptr, bytes.as_ptr(), bytes.len())? };
+                return copies.finish(limit);
+            }
             for (part, at) in bytes.chunks(AREA).zip((ptr..).step_by(AREA)) {
                 // SAFETY: the area has AREA bytes and no copy uses it; the target was checked by the caller.
                 unsafe {
@@ -89,8 +104,14 @@ impl CudaDevice {
         })
     }
 
-    pub(super) fn copy_out(&self, ptr: u64, bytes: &mut [u8]) -> Result<()> {
+    /// As [`CudaDevice::copy_in`].
+    pub(super) fn copy_out(&self, ptr: u64, bytes: &mut [u8], pinned: bool) -> Result<()> {
         self.with(|copies, limit| {
+            if pinned {
+                // SAFETY: as above.
+                unsafe { copies.stream.copy_out(bytes.as_mut_ptr(), ptr, bytes.len())? };
+                return copies.finish(limit);
+            }
             for (part, at) in bytes.chunks_mut(AREA).zip((ptr..).step_by(AREA)) {
                 // SAFETY: the area has AREA bytes and no copy uses it; the source was checked by the caller.
                 unsafe { copies.stream.copy_out(copies.area.as_ptr(), at, part.len())? };

@@ -4,6 +4,7 @@ mod alloc;
 mod cuda;
 mod ordering;
 mod report;
+mod scratch;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -16,6 +17,10 @@ use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 pub use alloc::DeviceAlloc;
 pub use report::{CudaInfo, CudaState, GpuState, KernelCache};
+#[cfg(any(test, feature = "simulated-gpu"))]
+pub(crate) use scratch::BLOCKS_LEN;
+pub(crate) use scratch::Blocks;
+pub use scratch::Scratch;
 
 use crate::pointer;
 #[cfg(any(test, feature = "simulated-gpu"))]
@@ -52,6 +57,8 @@ pub struct Device {
     /// Held while the stager is started, so that it is started once.
     starting_stager: Mutex<()>,
     stream_support: OnceLock<Arc<StreamSupport>>,
+    /// Of short messages; `None`: there is no pinned memory for them.
+    blocks: OnceLock<Option<Arc<Blocks>>>,
 }
 
 /// How long dropping a context waits until its GPU memory is freed; a busy GPU may take longer.
@@ -128,7 +135,8 @@ impl Devices {
         };
         let (settings, arena) = (self.settings.clone(), self.arena.clone());
         let (stager, starting_stager, stream_support) = (OnceLock::new(), Mutex::new(()), OnceLock::new());
-        let device = Device { ordinal, settings, arena, kind, stager, starting_stager, stream_support };
+        let blocks = OnceLock::new();
+        let device = Device { ordinal, settings, arena, kind, stager, starting_stager, stream_support, blocks };
         Ok(open.entry(ordinal).or_insert(Arc::new(device)).clone())
     }
 
@@ -262,11 +270,13 @@ impl Device {
         }
         let _entered = self.enter()?;
         self.check(ptr, bytes.len())?;
-        match &self.kind {
-            Kind::Cuda(device) => device.copy_in(ptr, bytes),
+        let blocks = self.blocks_of(bytes);
+        let copied = match &self.kind {
+            Kind::Cuda(device) => device.copy_in(ptr, bytes, blocks.is_some()),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => gpu.copy_in(ptr, bytes),
-        }
+        };
+        copied.inspect_err(|_| blocks.into_iter().for_each(|blocks| blocks.retire()))
     }
 
     /// Copies device memory at `ptr` into `bytes`. Not ordered with any stream.
@@ -279,17 +289,34 @@ impl Device {
         }
         let _entered = self.enter()?;
         self.check(ptr, bytes.len())?;
-        match &self.kind {
-            Kind::Cuda(device) => device.copy_out(ptr, bytes),
+        let blocks = self.blocks_of(bytes);
+        let copied = match &self.kind {
+            Kind::Cuda(device) => device.copy_out(ptr, bytes, blocks.is_some()),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => gpu.copy_out(ptr, bytes),
-        }
+        };
+        copied.inspect_err(|_| blocks.into_iter().for_each(|blocks| blocks.retire()))
+    }
+
+    /// Host memory for `len` bytes that [`Device::copy_in`] or [`Device::copy_out`] is to copy. The first call allocates.
+    pub fn scratch(&self, len: usize) -> Scratch {
+        let blocks = self.blocks.get_or_init(|| match &self.kind {
+            Kind::Cuda(device) => device.blocks().ok(),
+            #[cfg(any(test, feature = "simulated-gpu"))]
+            Kind::Simulated(gpu) => Some(gpu.blocks()),
+        });
+        blocks.as_ref().and_then(|blocks| blocks.lend(len)).unwrap_or_else(|| Scratch::plain(len))
+    }
+
+    /// The blocks that these bytes are in.
+    fn blocks_of(&self, bytes: &[u8]) -> Option<&Blocks> {
+        self.blocks.get()?.as_deref().filter(|blocks| blocks.hold(bytes))
     }
 
     /// [`Device::copy_in`] to a peer's memory that is mapped for this GPU.
     pub fn copy_in_mapped(&self, ptr: u64, bytes: &[u8]) -> Result<()> {
         match &self.kind {
-            Kind::Cuda(device) => device.copy_in(ptr, bytes),
+            Kind::Cuda(device) => device.copy_in(ptr, bytes, false),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => gpu.copy_in(ptr, bytes),
         }
@@ -298,7 +325,7 @@ impl Device {
     /// [`Device::copy_out`] of a peer's memory that is mapped for this GPU.
     pub fn copy_out_mapped(&self, ptr: u64, bytes: &mut [u8]) -> Result<()> {
         match &self.kind {
-            Kind::Cuda(device) => device.copy_out(ptr, bytes),
+            Kind::Cuda(device) => device.copy_out(ptr, bytes, false),
             #[cfg(any(test, feature = "simulated-gpu"))]
             Kind::Simulated(gpu) => gpu.copy_out(ptr, bytes),
         }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use crossrail_gpu::{ChunkMemory, Slot};
+use crossrail_gpu::{ChunkMemory, Scratch, Slot};
 use crossrail_proto as proto;
 use crossrail_transport::{Loan, Payload, Tx};
 use proto::{Memory, Out};
@@ -83,7 +83,7 @@ pub(super) enum Landing {
     /// A chunk, in a bounce slot.
     Chunk { slot: Slot, gpu: u32, memory: Memory, dst: ChunkMemory, len: usize },
     /// A short message for GPU memory, in host memory.
-    Short { bytes: Box<[u8]>, grant: Arc<Loan>, gpu: u32, memory: Memory, dst: u64 },
+    Short { bytes: Scratch, grant: Arc<Loan>, gpu: u32, memory: Memory, dst: u64 },
 }
 
 impl ChunkQueue {

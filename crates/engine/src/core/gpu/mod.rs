@@ -12,7 +12,7 @@ mod stream_gates;
 use std::sync::Arc;
 
 use crossrail_cuda_ipc::{Gpus, Link};
-use crossrail_gpu::StreamPoint;
+use crossrail_gpu::{Scratch, StreamPoint};
 use crossrail_proto as proto;
 use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId, OpId};
@@ -183,8 +183,8 @@ impl GpuMemory {
     }
 
     /// Copies a few bytes from GPU memory, synchronously.
-    pub(super) fn copy_out(&self, gpu: u32, src: u64, bytes: &mut [u8]) -> Result<(), String> {
-        self.staged.copy_out(gpu, src, bytes)
+    pub(super) fn copy_out(&self, gpu: u32, src: u64, len: usize) -> Option<Scratch> {
+        self.staged.copy_out(gpu, src, len)
     }
 
     /// Whether stagers have left completions. Costs one load.

@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use crossrail_gpu::{ChunkMemory, Completion, Device, Direction, Span, StagingQueue, StreamPoint};
+use crossrail_gpu::{ChunkMemory, Completion, Device, Direction, Scratch, Span, StagingQueue, StreamPoint};
 use crossrail_proto as proto;
 use crossrail_transport::{Place, Tx};
 use crossrail_types::{EndpointId, LaneId};
@@ -275,7 +275,7 @@ impl StagedChunks {
                 return Place::Refuse(format!("{len} bytes for rows of GPU memory, which are no chunk"));
             };
             let Some(grant) = tables.loan(endpoint, memory) else { return Place::Discard };
-            let mut bytes: Box<[u8]> = vec![0; len].into();
+            let Some(mut bytes) = self.gpu(gpu).map(|gpu| gpu.device.scratch(len)) else { return Place::Discard };
             let into = bytes.as_mut_ptr();
             let Some(record) = tables.lanes.get_mut(lane) else { return Place::Discard };
             record.chunks.set_landing(Landing::Short { bytes, grant: grant.clone(), gpu, memory, dst });
@@ -349,10 +349,12 @@ impl StagedChunks {
         (Arc::strong_count(&self.copies) <= COPIES).then(|| self.copies.clone())
     }
 
-    /// Copies a few bytes from GPU memory, synchronously.
-    pub(super) fn copy_out(&self, gpu: u32, src: u64, bytes: &mut [u8]) -> Result<(), String> {
-        let gpu = self.gpu(gpu).ok_or_else(|| format!("cuda:{gpu} is not in use"))?;
-        gpu.device.copy_out(src, bytes).map_err(|error| error.to_string())
+    /// Copies a few bytes from GPU memory, synchronously. `None`: they cannot be.
+    pub(super) fn copy_out(&self, gpu: u32, src: u64, len: usize) -> Option<Scratch> {
+        let device = &self.gpu(gpu)?.device;
+        let mut bytes = device.scratch(len);
+        device.copy_out(src, &mut bytes).ok()?;
+        Some(bytes)
     }
 
     // ---- completions

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crossrail_gpu::Scratch;
 use crossrail_transport::Loan;
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
@@ -221,7 +222,7 @@ impl Op {
     }
 
     /// Its bytes were copied out of GPU memory: from now on that copy is its memory. The original stays allocated.
-    pub(crate) fn replace_memory(&mut self, mut bytes: Vec<u8>, token: Arc<()>) {
+    pub(crate) fn replace_memory(&mut self, mut bytes: Scratch, token: Arc<()>) {
         self.ptr = bytes.as_mut_ptr();
         self.gpu = None;
         let original = std::mem::replace(&mut self.keep, Keep::Nothing);
