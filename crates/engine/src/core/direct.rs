@@ -66,7 +66,8 @@ struct ActiveCopy {
     job: Job,
     /// GPUs copy their memory by themselves; that of the host this thread copies.
     space: Space,
-    began: Instant,
+    /// Of memory of GPUs only.
+    began: Option<Instant>,
     copy_ns: u64,
     stopping: bool,
     /// The lists that it copies between, in place of the job's memory.
@@ -81,7 +82,7 @@ impl ActiveCopy {
         job: Job,
         pair: Option<Pair>,
     ) -> ActiveCopy {
-        let began = Instant::now();
+        let began = (space == Space::Gpu).then(Instant::now);
         ActiveCopy { endpoint, lane, id, memory, job, space, began, copy_ns: 0, stopping: false, pair }
     }
 }
@@ -246,8 +247,8 @@ impl DirectCopies {
         // There is no direct copy between GPU memory and host memory.
         let extent = context.tables.extent(memory);
         let local = extent.filter(|(_, have, owner)| *have >= len && Space::of(*owner) == space).map(|(ptr, ..)| ptr);
-        let domain =
-            local.and_then(|_| create_domain(context.tables, (context.gpu, context.polled), endpoint, space).ok());
+        let domain = local
+            .and_then(|_| create_domain(context.tables, (context.gpu, context.polled), (endpoint, lane), space).ok());
         let (Some(lane), Some(local), Some(domain)) = (lane, local, domain) else {
             context.failed(endpoint, id);
             return Begun::Done;
@@ -301,7 +302,7 @@ impl DirectCopies {
         let view = context.tables.hosted.view(region).cloned();
         let lane = context.tables.peers.get(*endpoint).and_then(|peer| peer.message_lane());
         let space = Space::of(view.as_ref().and_then(|view| view.gpu()));
-        let domain = create_domain(context.tables, (context.gpu, context.polled), *endpoint, space).ok();
+        let domain = create_domain(context.tables, (context.gpu, context.polled), (*endpoint, lane), space).ok();
         let pair = view.zip(domain).and_then(|(view, domain)| match space {
             Space::Gpu => Some(Pair::Gpu(GpuPair { view, from: base })),
             Space::Host => {
@@ -396,7 +397,7 @@ impl DirectCopies {
             return stopped;
         }
         if let Some(Pair::Gpu(pair)) = &active.pair {
-            let waited = active.began.elapsed();
+            let waited = active.began.map_or(Duration::ZERO, |began| began.elapsed());
             let step = match context.gpu.existing_link(endpoint) {
                 // SAFETY: our rows are those of regions that the protocol has not released, and are not until the copy
                 // ends.
@@ -405,7 +406,7 @@ impl DirectCopies {
             };
             return self.advanced(context, at, step, Instant::now());
         }
-        let Some(domain) = domain(context.tables, (context.gpu, context.polled), endpoint, space) else {
+        let Some(domain) = domain((context.gpu, context.polled), (endpoint, Some(active.lane)), space) else {
             self.end(context, at, false);
             return true;
         };
@@ -442,8 +443,7 @@ impl DirectCopies {
             }
             Step::Waiting => false,
             Step::Done => {
-                let since = if active.space == Space::Gpu { active.began } else { started };
-                active.copy_ns += since.elapsed().as_nanos() as u64;
+                active.copy_ns += active.began.unwrap_or(started).elapsed().as_nanos() as u64;
                 self.end(context, at, true);
                 true
             }
@@ -547,7 +547,7 @@ fn lend(
 ) -> Option<Result<(), NoteFailed>> {
     let (endpoint, id, memory) = (request.endpoint, request.id, request.memory);
     let Context { tables, gpu, polled } = context;
-    let (descriptor, _) = domain(tables, (gpu, polled), endpoint, Space::Gpu)?.describe(local, len).ok()?;
+    let (descriptor, _) = domain((gpu, polled), (endpoint, None), Space::Gpu)?.describe(local, len).ok()?;
     let now = tables.clock.now();
     if !tables.peers.get_mut(endpoint).is_some_and(|peer| peer.protocol.direct_lend(now, id, descriptor)) {
         return None;

@@ -2,7 +2,7 @@
 
 use crossrail_cuda_ipc::Link;
 use crossrail_transport::{Descriptor, Domain};
-use crossrail_types::{EndpointId, Error, ErrorKind, Result};
+use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Result};
 
 use super::Core;
 use super::gpu::GpuMemory;
@@ -10,16 +10,16 @@ use super::lanes::PolledLanes;
 use super::tables::Tables;
 use crate::memory::Space;
 
-/// The domain in which memory of that space is shared with a peer: that of the lane for its messages, or the link
+/// The domain in which memory of that space is shared with a peer: that of `lane`, the one for its messages, or the link
 /// between GPUs beside it. `None`: there is none, or not yet.
+#[inline]
 pub(super) fn domain<'a>(
-    tables: &Tables,
     (gpu, polled): (&'a mut GpuMemory, &'a mut PolledLanes),
-    endpoint: EndpointId,
+    (endpoint, lane): (EndpointId, Option<LaneId>),
     space: Space,
 ) -> Option<&'a mut dyn Domain> {
     match space {
-        Space::Host => polled.domain(tables.peers.get(endpoint)?.message_lane()?),
+        Space::Host => polled.domain(lane?),
         Space::Gpu => Some(gpu.existing_link(endpoint)?),
     }
 }
@@ -28,23 +28,28 @@ pub(super) fn domain<'a>(
 ///
 /// # Errors
 /// Why there is none.
+#[inline]
 pub(super) fn create_domain<'a>(
     tables: &Tables,
     (gpu, polled): (&'a mut GpuMemory, &'a mut PolledLanes),
-    endpoint: EndpointId,
+    (endpoint, lane): (EndpointId, Option<LaneId>),
     space: Space,
 ) -> std::result::Result<&'a mut dyn Domain, String> {
-    let refused = match space {
-        Space::Host => None,
-        Space::Gpu => gpu.link(tables, endpoint).err(),
-    };
-    let only_shm = || {
-        let lanes = tables.peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
-        let mut used: Vec<_> = lanes.iter().filter_map(|id| Some(tables.lanes.get(*id)?.transport())).collect();
-        used.dedup();
-        format!("only memory reached over shm can be mapped; this endpoint uses {}", used.join(", "))
-    };
-    domain(tables, (gpu, polled), endpoint, space).ok_or_else(|| refused.unwrap_or_else(only_shm))
+    if space == Space::Gpu
+        && let Err(why) = gpu.link(tables, endpoint)
+        && !gpu.is_linked(endpoint)
+    {
+        return Err(why);
+    }
+    domain((gpu, polled), (endpoint, lane), space).ok_or_else(|| only_over_shm(tables, endpoint))
+}
+
+#[cold]
+fn only_over_shm(tables: &Tables, endpoint: EndpointId) -> String {
+    let lanes = tables.peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
+    let mut used: Vec<_> = lanes.iter().filter_map(|id| Some(tables.lanes.get(*id)?.transport())).collect();
+    used.dedup();
+    format!("only memory reached over shm can be mapped; this endpoint uses {}", used.join(", "))
 }
 
 /// Whose memory a peer describes so.
@@ -65,7 +70,8 @@ impl Core {
     ) -> Result<&mut dyn Domain> {
         self.check_alive(endpoint, what)?;
         let of = &mut self.transfers;
-        create_domain(&of.tables, (&mut of.gpu, &mut of.polled), endpoint, space).map_err(|why| {
+        let lane = of.tables.peers.get(endpoint).and_then(|peer| peer.message_lane());
+        create_domain(&of.tables, (&mut of.gpu, &mut of.polled), (endpoint, lane), space).map_err(|why| {
             let (detail, hint) = match space {
                 Space::Host => (why, "write and read it by key (Worker::register), or let both ends use shm"),
                 Space::Gpu => (format!("GPU memory: {why}"), "write and read it by key (Worker::register)"),

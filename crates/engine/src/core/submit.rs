@@ -387,7 +387,7 @@ impl Transfers {
         if !copies {
             return None;
         }
-        let domain = create_domain(tables, (gpu, polled), endpoint, space).ok()?;
+        let domain = create_domain(tables, (gpu, polled), (endpoint, Some(lane)), space).ok()?;
         let (descriptor, kind) = match domain.describe(ptr, len) {
             Ok(described) => described,
             Err(why) => {

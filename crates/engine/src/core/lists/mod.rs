@@ -401,7 +401,8 @@ impl Transfers {
         space: Space,
     ) -> Option<TheirRows> {
         let Transfers { tables, gpu, polled, .. } = self;
-        let domain = create_domain(tables, (gpu, polled), endpoint, space).ok()?;
+        let lane = tables.peers.get(endpoint)?.message_lane();
+        let domain = create_domain(tables, (gpu, polled), (endpoint, lane), space).ok()?;
         let share = |(base, len): &(u64, u64)| {
             let descriptor = domain.share(*base as *const u8, usize::try_from(*len).ok()?).ok()??;
             Some(Reachable { descriptor, len: *len })
