@@ -12,6 +12,7 @@ use super::watch::Watch;
 use crate::borrow::lent::{self, Call, Use};
 use crate::experts::host::{ExpertBuffer, Parameters, bytes_dict, parse_layout, read};
 use crate::objects::context::Context;
+use crate::runtime::dicts::set_fields;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 
@@ -88,11 +89,7 @@ pub(super) fn bench_ep<'py>(
     }
     let samples = outcome.or_raise(py)?;
     let all = PyDict::new(py);
-    all.set_item("total_us", samples.total_us)?;
-    all.set_item("cast_us", samples.cast_us)?;
-    all.set_item("copy_us", samples.copy_us)?;
-    all.set_item("sum_us", samples.sum_us)?;
-    all.set_item("wait_us", samples.wait_us)?;
+    set_fields!(all, samples; total_us, cast_us, copy_us, sum_us, wait_us);
     all.set_item("bytes", bytes_dict(py, samples.bytes)?)?;
     all.set_item("lanes", samples.lanes)?;
     Ok(all)

@@ -12,7 +12,7 @@ use crate::objects::context::Context;
 use crate::objects::endpoint::Endpoint;
 use crate::objects::receipt::report_dict;
 use crate::objects::worker::Worker;
-use crate::runtime::dicts::{copied_dict, rows};
+use crate::runtime::dicts::{copied_dict, rows, set_fields};
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 
@@ -105,8 +105,7 @@ pub(super) fn bench_mesh_all<'py>(
     let py = context.py();
     let samples = measure(context, worker, peers, plan, (rank, memory), crossrail_bench::mesh_all)?;
     let all = PyDict::new(py);
-    all.set_item("all_us", samples.all_us)?;
-    all.set_item("all_bytes", samples.all_bytes)?;
+    set_fields!(all, samples; all_us, all_bytes);
     let slowest = rows(py, samples.slowest, |row, message| {
         row.set_item("target", message.target)?;
         row.set_item("posted_us", message.posted)?;

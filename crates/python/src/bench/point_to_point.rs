@@ -12,7 +12,7 @@ use crate::objects::context::Context;
 use crate::objects::endpoint::Endpoint;
 use crate::objects::receipt::report_dict;
 use crate::objects::worker::Worker;
-use crate::runtime::dicts::rows;
+use crate::runtime::dicts::{rows, set_fields};
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 
@@ -143,9 +143,7 @@ pub(super) fn bench_raw_tcp<'py>(
     let plan = RawTcpPlan { size, iters, devices, channels };
     let samples = ends.run(py, |session| crossrail_bench::raw_tcp(session, &plan))?;
     let all = PyDict::new(py);
-    all.set_item("samples_us", samples.samples_us)?;
-    all.set_item("bytes_per_sample", samples.bytes_per_sample)?;
-    all.set_item("ways", samples.ways)?;
+    set_fields!(all, samples; samples_us, bytes_per_sample, ways);
     Ok(all)
 }
 

@@ -9,6 +9,7 @@ use pyo3::types::PyDict;
 use super::watch::Watch;
 use crate::borrow::lent::Call;
 use crate::objects::context::Context;
+use crate::runtime::dicts::set_fields;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 
@@ -94,7 +95,6 @@ pub(super) fn bench_unpack<'py>(
 
 fn times_dict(py: Python<'_>, times: UnpackTimes) -> PyResult<Bound<'_, PyDict>> {
     let dict = PyDict::new(py);
-    dict.set_item("samples_us", times.samples_us)?;
-    dict.set_item("gpu_us", times.gpu_us)?;
+    set_fields!(dict, times; samples_us, gpu_us);
     Ok(dict)
 }

@@ -5,6 +5,7 @@ use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict};
 
+use crate::runtime::dicts::set_fields;
 use crate::runtime::gate;
 
 /// Checks for signals and reports progress to Python; keeps an exception that either raises.
@@ -38,10 +39,6 @@ impl Observer for Watch<'_> {
 
 pub(super) fn samples_dict<'py>(py: Python<'py>, samples: &Samples) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
-    all.set_item("size", samples.size)?;
-    all.set_item("samples_us", &samples.samples_us)?;
-    all.set_item("batch", samples.batch)?;
-    all.set_item("clock_us", samples.clock_us)?;
-    all.set_item("bytes_per_sample", samples.bytes_per_sample)?;
+    set_fields!(all, samples; size, samples_us, batch, clock_us, bytes_per_sample);
     Ok(all)
 }

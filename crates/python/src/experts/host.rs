@@ -15,7 +15,7 @@ use crate::objects::context::Context;
 use crate::objects::endpoint::lane_reports;
 use crate::objects::group::Group;
 use crate::objects::span::Span;
-use crate::runtime::dicts::rows;
+use crate::runtime::dicts::{rows, set_fields};
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::lifecycle::{self, Detached};
 use crate::runtime::{gate, wait};
@@ -507,13 +507,8 @@ impl Handle {
 pub(super) fn fault_rows(py: Python<'_>, faults: Vec<ep::Fault>) -> PyResult<Bound<'_, PyList>> {
     rows(py, faults, |row, fault| {
         row.set_item("text", fault.to_string())?;
-        row.set_item("rank", fault.rank)?;
-        row.set_item("operation", fault.operation)?;
-        row.set_item("number", fault.number)?;
-        row.set_item("stage", fault.stage)?;
-        row.set_item("why", fault.why)?;
-        row.set_item("left", fault.left)?;
-        row.set_item("masked", fault.masked)
+        set_fields!(row, fault; rank, operation, number, stage, why, left, masked);
+        Ok(())
     })
 }
 
@@ -526,27 +521,20 @@ pub(super) fn link_rows(py: Python<'_>, links: Vec<ep::Link>) -> PyResult<Bound<
             ep::LinkKind::Network => "network",
         };
         row.set_item("kind", kind)?;
-        row.set_item("masked", link.masked)?;
-        row.set_item("missed", link.missed)?;
+        set_fields!(row, link; masked, missed);
         row.set_item("lanes", lane_reports(py, link.lanes)?)
     })
 }
 
 fn timing_dict<'py>(py: Python<'py>, timing: &ep::Timing) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
-    all.set_item("cast_us", timing.cast_us)?;
-    all.set_item("copy_us", timing.copy_us)?;
-    all.set_item("sum_us", timing.sum_us)?;
-    all.set_item("wait_us", timing.wait_us)?;
-    all.set_item("total_us", timing.total_us)?;
+    set_fields!(all, timing; cast_us, copy_us, sum_us, wait_us, total_us);
     Ok(all)
 }
 
 pub(crate) fn bytes_dict(py: Python<'_>, bytes: ep::Bytes) -> PyResult<Bound<'_, PyDict>> {
     let all = PyDict::new(py);
-    all.set_item("logical", bytes.logical)?;
-    all.set_item("wire", bytes.wire)?;
-    all.set_item("network", bytes.network)?;
+    set_fields!(all, bytes; logical, wire, network);
     Ok(all)
 }
 
@@ -570,8 +558,7 @@ pub(super) fn plan_dict<'py>(py: Python<'py>, plan: &ep::Plan) -> PyResult<Bound
     all.set_item("bytes", kinds)?;
     all.set_item("total", plan.total())?;
     all.set_item("local_ranks", plan.sharing)?;
-    all.set_item("free", plan.free)?;
-    all.set_item("largest_tokens", plan.largest_tokens)?;
+    set_fields!(all, plan; free, largest_tokens);
     all.set_item("text", plan.to_string())?;
     Ok(all)
 }

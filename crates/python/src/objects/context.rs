@@ -7,7 +7,7 @@ use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 
 use super::memory;
 use crate::borrow::lent::Call;
-use crate::runtime::dicts::{copied_dict, rows};
+use crate::runtime::dicts::{copied_dict, rows, set_fields};
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 use crate::runtime::lifecycle::Detached;
@@ -196,8 +196,7 @@ pub(super) fn socket_addresses(listen: &Bound<'_, PyAny>) -> PyResult<Option<Vec
 pub(super) fn host_memory(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     let Some(memory) = gate::detached(py, crossrail::host_memory) else { return Ok(None) };
     let all = PyDict::new(py);
-    all.set_item("available", memory.available)?;
-    all.set_item("capacity", memory.capacity)?;
+    set_fields!(all, memory; available, capacity);
     all.set_item("limited_by", memory.limited_by.as_ref().map(|(file, _)| file.display().to_string()))?;
     all.set_item("limit", memory.limited_by.map(|(_, limit)| limit))?;
     all.set_item("oom_kills", memory.oom_kills)?;
@@ -230,13 +229,9 @@ fn zoned(py: Python<'_>, text: &str) -> String {
 fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict>> {
     let all = PyDict::new(py);
     let machine = PyDict::new(py);
-    machine.set_item("hostname", &info.machine.hostname)?;
-    machine.set_item("boot_id", &info.machine.boot_id)?;
-    machine.set_item("kernel", &info.machine.kernel)?;
-    machine.set_item("page_size", info.machine.page_size)?;
-    machine.set_item("memory_total", info.machine.memory_total)?;
-    machine.set_item("memory_available", info.machine.memory_available)?;
-    machine.set_item("memory_limit", info.machine.memory_limit)?;
+    set_fields!(
+        machine, info.machine; hostname, boot_id, kernel, page_size, memory_total, memory_available, memory_limit
+    );
     machine.set_item("processor", &info.cpus.model)?;
     machine.set_item("cpu_quota", info.cpus.quota)?;
     machine.set_item("numa_nodes", numa_nodes(py, &info.cpus.numa_nodes)?)?;
@@ -246,29 +241,20 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
     cpus.sort()?;
     all.set_item("cpus", cpus)?;
     let transports = rows(py, info.transports, |row, transport| {
-        row.set_item("name", transport.name)?;
-        row.set_item("usable", transport.usable)?;
-        row.set_item("detail", transport.detail)?;
-        row.set_item("reason", transport.reason)?;
-        row.set_item("fix", transport.fix)
+        set_fields!(row, transport; name, usable, detail, reason, fix);
+        Ok(())
     })?;
     all.set_item("transports", transports)?;
     let devices = rows(py, info.devices, |row, device| {
-        row.set_item("name", device.name)?;
-        row.set_item("interface", device.interface)?;
+        set_fields!(row, device; name, interface);
         row.set_item("address", device.address.map(|address| address.to_string()).unwrap_or_default())?;
-        row.set_item("speed_mbps", device.speed_mbps)?;
-        row.set_item("numa_node", device.numa_node)?;
-        row.set_item("chosen", device.chosen)?;
+        set_fields!(row, device; speed_mbps, numa_node, chosen);
         row.set_item("reason", device.reason.unwrap_or_default())
     })?;
     all.set_item("devices", devices)?;
     let ways = rows(py, info.tcp_ways, |row, way| {
-        row.set_item("name", way.name)?;
-        row.set_item("possible", way.possible)?;
-        row.set_item("used", way.used)?;
-        row.set_item("reason", way.reason)?;
-        row.set_item("fix", way.fix)
+        set_fields!(row, way; name, possible, used, reason, fix);
+        Ok(())
     })?;
     all.set_item("tcp_ways", ways)?;
     let placement = PyDict::new(py);
@@ -277,10 +263,8 @@ fn info_dict(py: Python<'_>, info: crossrail::Info) -> PyResult<Bound<'_, PyDict
     placement.set_item("nodes", numa_nodes(py, info.placement.nodes())?)?;
     all.set_item("placement", placement)?;
     let gpus = rows(py, &info.gpus, |row, gpu| {
-        row.set_item("pci", &gpu.pci)?;
-        row.set_item("model", &gpu.model)?;
-        row.set_item("driver", &gpu.driver)?;
-        row.set_item("numa_node", gpu.numa_node)
+        set_fields!(row, gpu; pci, model, driver, numa_node);
+        Ok(())
     })?;
     all.set_item("gpus", gpus)?;
     all.set_item("cuda", cuda_dict(py, &info.cuda, &info.gpus, &info.distances)?)?;
@@ -310,14 +294,7 @@ fn cuda_dict<'py>(
     all.set_item("fix", fix)?;
     all.set_item("driver", cuda.map(|cuda| &cuda.driver))?;
     let devices = rows(py, cuda.into_iter().flat_map(|cuda| &cuda.devices), |row, gpu| {
-        row.set_item("ordinal", gpu.ordinal)?;
-        row.set_item("name", &gpu.name)?;
-        row.set_item("arch", &gpu.arch)?;
-        row.set_item("memory", gpu.memory)?;
-        row.set_item("free", gpu.free)?;
-        row.set_item("pci", &gpu.pci)?;
-        row.set_item("numa_node", gpu.numa_node)?;
-        row.set_item("bounce_bytes", gpu.bounce_bytes)?;
+        set_fields!(row, gpu; ordinal, name, arch, memory, free, pci, numa_node, bounce_bytes);
         row.set_item("copied", copied_dict(py, gpu.copied)?)?;
         let at = seen.iter().position(|seen| seen.pci.eq_ignore_ascii_case(&gpu.pci));
         let far = distances.iter().filter_map(|(nic, far)| Some((nic, far.get(at?)?)));
@@ -344,7 +321,7 @@ fn cuda_dict<'py>(
 
 fn numa_nodes<'py>(py: Python<'py>, nodes: &[NumaNode]) -> PyResult<Bound<'py, PyList>> {
     rows(py, nodes, |row, node| {
-        row.set_item("node", node.node)?;
-        row.set_item("cpus", &node.cpus)
+        set_fields!(row, node; node, cpus);
+        Ok(())
     })
 }

@@ -11,7 +11,7 @@ use super::worker::Worker;
 use crate::borrow::lent::{Call, Use};
 use crate::borrow::number::{U32, U64};
 use crate::borrow::{place, stream};
-use crate::runtime::dicts::rows;
+use crate::runtime::dicts::{rows, set_fields};
 use crate::runtime::errors::OrRaise;
 use crate::runtime::lifecycle::Detached;
 use crate::runtime::{errors, gate, wait};
@@ -439,12 +439,8 @@ pub(crate) fn lane_reports(py: Python<'_>, lanes: Vec<crossrail::LaneReport>) ->
         // A lane is named transport/device#channel.
         let device = lane.name.split_once('/').map_or("", |(_, device)| device.split('#').next().unwrap_or(device));
         row.set_item("device", device)?;
-        row.set_item("name", &lane.name)?;
-        row.set_item("transport", lane.transport)?;
-        row.set_item("alive", lane.alive)?;
-        row.set_item("tx_bytes", lane.tx_bytes)?;
-        row.set_item("rx_bytes", lane.rx_bytes)?;
-        row.set_item("retransmits", lane.retransmits)
+        set_fields!(row, lane; name, transport, alive, tx_bytes, rx_bytes, retransmits);
+        Ok(())
     })
 }
 
@@ -489,17 +485,12 @@ impl Explain {
     fn candidates<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let _call = Call::enter(py);
         rows(py, &self.0.candidates, |row: &Bound<'py, PyDict>, candidate| {
-            row.set_item("lane", &candidate.lane)?;
-            row.set_item("transport", &candidate.transport)?;
-            row.set_item("device", &candidate.device)?;
-            row.set_item("chosen_for", &candidate.chosen_for)?;
-            row.set_item("latency_us", candidate.latency_us)?;
-            row.set_item("gb_per_s", candidate.gb_per_s)?;
+            set_fields!(row, candidate; lane, transport, device, chosen_for, latency_us, gb_per_s);
             row.set_item("score_us_8b", candidate.score_us.map(|scores| scores[0]))?;
             row.set_item("score_us_1m", candidate.score_us.map(|scores| scores[1]))?;
             row.set_item("score_us_64m", candidate.score_us.map(|scores| scores[2]))?;
-            row.set_item("reason", &candidate.reason)?;
-            row.set_item("missed", candidate.missed)
+            set_fields!(row, candidate; reason, missed);
+            Ok(())
         })
     }
 

@@ -13,6 +13,7 @@ use crate::borrow::lent::Call;
 use crate::borrow::number::{U32, U64};
 use crate::borrow::rows::{Index, Table};
 use crate::borrow::stream;
+use crate::runtime::dicts::set_fields;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 use crate::runtime::lifecycle::Detached;
@@ -221,12 +222,7 @@ impl Move {
     fn explain<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let explain = gate::detached(py, || self.native.explain());
         let all = PyDict::new(py);
-        all.set_item("lane", explain.lane)?;
-        all.set_item("how", explain.how)?;
-        all.set_item("why", explain.why)?;
-        all.set_item("rows", explain.rows)?;
-        all.set_item("runs", explain.runs)?;
-        all.set_item("nbytes", explain.nbytes)?;
+        set_fields!(all, explain; lane, how, why, rows, runs, nbytes);
         Ok(all)
     }
 

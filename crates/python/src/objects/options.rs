@@ -4,18 +4,15 @@ use crossrail_types::{self as types, Settings};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::runtime::dicts::rows;
+use crate::runtime::dicts::{rows, set_fields};
 use crate::runtime::errors::OrRaise;
 
 /// Return every setting: environment variable, keyword, accepted form, default and description, in order.
 #[pyfunction]
 pub(super) fn settings_reference(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     rows(py, Settings::reference(), |row: &Bound<'_, PyDict>, setting| {
-        row.set_item("name", setting.name)?;
-        row.set_item("field", setting.field)?;
-        row.set_item("accepts", setting.accepts)?;
-        row.set_item("default", setting.default)?;
-        row.set_item("doc", setting.doc)
+        set_fields!(row, setting; name, field, accepts, default, doc);
+        Ok(())
     })
 }
 

@@ -3,7 +3,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyType};
 
 use crate::borrow::lent::Call;
-use crate::runtime::dicts::rows;
+use crate::runtime::dicts::{rows, set_fields};
 use crate::runtime::errors;
 
 /// The record of a finished request: bytes, lanes, and a breakdown of the time in microseconds.
@@ -47,9 +47,8 @@ impl Receipt {
     fn lanes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         rows(py, self.0.lanes(), |row, lane| {
             row.set_item("name", &*lane.name)?;
-            row.set_item("bytes", lane.bytes)?;
-            row.set_item("chunks", lane.chunks)?;
-            row.set_item("resent", lane.resent)
+            set_fields!(row, lane; bytes, chunks, resent);
+            Ok(())
         })
     }
 
@@ -197,25 +196,13 @@ struct HeldRecord {
 /// A receipt of either end as plain data.
 pub(crate) fn report_dict<'py>(py: Python<'py>, report: &TransferReport) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
-    all.set_item("bytes", report.bytes)?;
-    all.set_item("tag", report.tag)?;
-    all.set_item("peer", &report.peer)?;
-    all.set_item("protocol", &report.protocol)?;
+    set_fields!(all, report; bytes, tag, peer, protocol);
     let lanes = rows(py, &report.lanes, |row, lane| {
-        row.set_item("name", &lane.name)?;
-        row.set_item("bytes", lane.bytes)?;
-        row.set_item("chunks", lane.chunks)?;
-        row.set_item("resent", lane.resent)
+        set_fields!(row, lane; name, bytes, chunks, resent);
+        Ok(())
     })?;
     all.set_item("lanes", lanes)?;
-    all.set_item("match_us", report.match_us)?;
-    all.set_item("window_us", report.window_us)?;
-    all.set_item("wire_us", report.wire_us)?;
-    all.set_item("copy_us", report.copy_us)?;
-    all.set_item("pushed", report.pushed)?;
-    all.set_item("pack_us", report.pack_us)?;
-    all.set_item("unpack_us", report.unpack_us)?;
-    all.set_item("slot_us", report.slot_us)?;
+    set_fields!(all, report; match_us, window_us, wire_us, copy_us, pushed, pack_us, unpack_us, slot_us);
     all.set_item("held", held_dict(py, report.held)?)?;
     all.set_item("notes", &report.notes)?;
     Ok(all)
@@ -223,8 +210,6 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &TransferReport) -> PyRe
 
 fn held_dict(py: Python<'_>, held: crossrail::HeldTimes) -> PyResult<Bound<'_, PyDict>> {
     let all = PyDict::new(py);
-    all.set_item("pack_us", held.pack_us)?;
-    all.set_item("unpack_us", held.unpack_us)?;
-    all.set_item("slot_us", held.slot_us)?;
+    set_fields!(all, held; pack_us, unpack_us, slot_us);
     Ok(all)
 }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use super::context::Context;
-use crate::runtime::dicts::rows;
+use crate::runtime::dicts::{rows, set_fields};
 use crate::runtime::errors::OrRaise;
 use crate::runtime::{gate, wait};
 
@@ -29,8 +29,7 @@ pub(super) fn read_pages<'py>(py: Python<'py>, folder: &str) -> PyResult<Bound<'
     let found = gate::detached(py, || sight::pages(Path::new(folder)));
     let found = found.map_err(|error| Error::io("top", folder, &error)).or_raise(py)?;
     rows(py, found, |row: &Bound<'py, PyDict>, found: Found| {
-        row.set_item("path", found.path)?;
-        row.set_item("pid", found.pid)?;
+        set_fields!(row, found; path, pid);
         page(row, found.page, sight::now_ns())
     })
 }
@@ -71,11 +70,9 @@ pub(super) fn read_job<'py>(
     let (store, group) = (store.to_owned(), group.map(str::to_owned));
     let groups = wait::apart(py, move || crossrail_control::job(&store, &settings, group.as_deref(), patience))?;
     rows(py, groups, |row: &Bound<'py, PyDict>, group| {
-        row.set_item("name", group.name)?;
-        row.set_item("size", group.size)?;
+        set_fields!(row, group; name, size);
         let ranks = rows(py, group.ranks, |row: &Bound<'py, PyDict>, rank| {
-            row.set_item("rank", rank.rank)?;
-            row.set_item("process", rank.process)?;
+            set_fields!(row, rank; rank, process);
             row.set_item("answered", rank.page.is_some())?;
             match rank.page.filter(|bytes| !bytes.is_empty()) {
                 Some(bytes) => {
@@ -102,9 +99,7 @@ fn page(row: &Bound<'_, PyDict>, page: Result<Seen, Refused>, now_ns: u64) -> Py
         }
     };
     let made = PyDict::new(py);
-    made.set_item("pid", seen.pid)?;
-    made.set_item("host", seen.host)?;
-    made.set_item("command", seen.command)?;
+    set_fields!(made, seen; pid, host, command);
     made.set_item("age_s", seconds(now_ns, seen.born_ns))?;
     made.set_item("written_s", seconds(now_ns, seen.written_ns))?;
     made.set_item("dropped", seen.dropped)?;
@@ -115,9 +110,7 @@ fn page(row: &Bound<'_, PyDict>, page: Result<Seen, Refused>, now_ns: u64) -> Py
 fn fill(row: &Bound<'_, PyDict>, seen: SeenRow, now_ns: u64) -> PyResult<()> {
     let py = row.py();
     row.set_item("kind", seen.kind.name())?;
-    row.set_item("owner", seen.owner)?;
-    row.set_item("name", seen.name)?;
-    row.set_item("peer", seen.peer)?;
+    set_fields!(row, seen; owner, name, peer);
     row.set_item("age_s", seconds(now_ns, seen.born_ns))?;
     match seen.wait {
         None => row.set_item("wait", py.None())?,
@@ -125,9 +118,7 @@ fn fill(row: &Bound<'_, PyDict>, seen: SeenRow, now_ns: u64) -> PyResult<()> {
             let made = PyDict::new(py);
             made.set_item("operation", wait.operation)?;
             made.set_item("age_s", seconds(now_ns, wait.since_ns))?;
-            made.set_item("number", wait.number)?;
-            made.set_item("whom", wait.whom)?;
-            made.set_item("ranks", wait.ranks)?;
+            set_fields!(made, wait; number, whom, ranks);
             row.set_item("wait", made)?;
         }
     }

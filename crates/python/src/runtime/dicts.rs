@@ -3,6 +3,14 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+/// Sets items of a dictionary to the fields of the same names.
+macro_rules! set_fields {
+    ($dict:expr, $from:expr; $($field:ident),+) => {
+        $( $dict.set_item(stringify!($field), &$from.$field)?; )+
+    };
+}
+pub(crate) use set_fields;
+
 /// A list of dictionaries.
 pub(crate) fn rows<'py, T>(
     py: Python<'py>,

@@ -1,5 +1,6 @@
 //! Engine errors as the classes of `crossrail.errors`.
 
+use crate::runtime::dicts::set_fields;
 use crossrail_types::{Error, ErrorKind};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -42,11 +43,7 @@ fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let module = MODULE.get_or_try_init(py, || py.import("crossrail.errors").map(Bound::unbind))?.bind(py);
     let attributes = PyDict::new(py);
     attributes.set_item("reason", error.reason.map(|reason| reason.name()))?;
-    attributes.set_item("operation", &error.operation)?;
-    attributes.set_item("detail", &error.detail)?;
-    attributes.set_item("peer", &error.peer)?;
-    attributes.set_item("lane", &error.lane)?;
-    attributes.set_item("progress", error.progress)?;
+    set_fields!(attributes, error; operation, detail, peer, lane, progress);
     attributes.set_item("waited", error.waited.map(|waited| waited.as_secs_f64()))?;
     attributes.set_item("hint", &error.hint)?;
     let exception = module.getattr(class_name(error.kind))?.call((error.to_string(),), Some(&attributes))?;
