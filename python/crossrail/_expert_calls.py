@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from crossrail._calls import BLOCK, Sizes
 from crossrail._device_arrays import current_handles
@@ -16,7 +15,10 @@ PART_UNIT: Final = 256
 """Alignment of the output tensors in their common storage, in bytes."""
 PACKED: Final = 4 * BLOCK
 """Elements of a row whose ue8m0 scales lie in one i32."""
-Answer = Callable[[list[Any], Any, int, Any], Any]
+
+
+Part: TypeAlias = tuple[Any, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 
 class CallerStreams:
@@ -54,6 +56,14 @@ class TensorFrame:
         self.exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
         self._torch, self._on = torch, device
 
+    def options(self, dtype: Any) -> dict[str, Any]:
+        """What `torch.empty` is called with beside a shape."""
+        return {"dtype": dtype, "device": self._on}
+
+    def fresh_part(self, part: Part | None) -> tuple[tuple[int, ...], dict[str, Any]] | None:
+        """Shape and options of a tensor that every operation gets anew."""
+        return part and (part[1], self.options(part[0]))
+
 
 class Frame(TensorFrame):
     """What all calls of one expert buffer in the expert layout have in common.
@@ -68,14 +78,6 @@ class Frame(TensorFrame):
     sizes : Sizes
     device : torch.device
         Of the tensors.
-    answer : callable
-        ``(tensors, operation, tokens, calls)``: what a dispatch returns. ``tensors`` are rows, scales or None, counts,
-        ranges and source. It must not hold ``calls``, which holds it.
-    overlap : callable
-        ``(event, tensors)``: completion of an operation in another stream than the caller's, which uses ``tensors``.
-        Without ``nothing`` also ``(operation, None)``: completion of one in the caller's stream.
-    nothing : callable, optional
-        ``()``: completion of an operation in the caller's stream.
     shared : bool
         Results are used again once nobody holds them, and scales lie as DeepEP's: adjacent along the rows, four ue8m0
         exponents in an i32. Otherwise every result is new, with scales like those of other arrays.
@@ -88,21 +90,17 @@ class Frame(TensorFrame):
         streams: Any,
         sizes: Sizes,
         device: Any,
-        answer: Answer,
-        overlap: Any,
-        nothing: Callable[[], Any] | None = None,
         *,
         shared: bool = True,
     ) -> None:
         super().__init__(torch, streams.current_raw, device)
-        self.buffer, self.streams, self.answer = native, streams, answer
-        self.overlap, self.nothing = overlap, nothing
+        self.buffer, self.streams = native, streams
         # Without it (PyTorch 2.0 and older) every call gets new tensors.
         self.uses = getattr(getattr(torch, "_C", None), "_storage_Use_Count", None) if shared else None
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
         self.local, self.ranks = sizes.local, sizes.ranks
-        self._shared = shared
-        self._parts = self._layout(sizes)
+        self._parts = self._layout(sizes, shared)
+        self.fresh = None if shared else ([self.fresh_part(part) for part in self._parts], self.options(self.bf16))
         if shared:
             across = sizes.hidden // (PACKED if sizes.ue8m0 else BLOCK)
             steps = [4 * across * sizes.most, 4, 4 * sizes.most]
@@ -111,11 +109,11 @@ class Frame(TensorFrame):
             steps = [sizes.most * row, row, 4] if sizes.ue8m0 else [4 * sizes.most * row, 4 * row, 4]
         self.scale_strides = steps if sizes.fp8 else [0, 0, 0]
 
-    def _layout(self, sizes: Sizes) -> list[tuple[Any, tuple[int, ...]] | None]:
+    def _layout(self, sizes: Sizes, shared: bool) -> list[Part | None]:
         """Dtypes and shapes of the tensors, of shared scales transposed."""
         torch, local, most = self._torch, sizes.local, sizes.most
         scales = None
-        if sizes.fp8 and self._shared:
+        if sizes.fp8 and shared:
             packed = sizes.ue8m0
             width = sizes.hidden // (PACKED if packed else BLOCK)
             scales = (torch.int32 if packed else torch.float32, (local, width, most))
@@ -132,12 +130,6 @@ class Frame(TensorFrame):
 
     def outputs(self, base: None, rows: int, in_use: int) -> tuple[int, None, list[Any]]:
         """Tensors for one more dispatch: their storage, and rows, scales or None, counts, ranges, source."""
-        if not self._shared:
-            return (
-                0,
-                None,
-                [part and self._torch.empty(part[1], dtype=part[0], device=self._on) for part in self._parts],
-            )
         total = sum(-(-_bytes(part) // PART_UNIT) * PART_UNIT for part in self._parts if part)
         warn_of_results("dispatch", in_use, total)
         whole = self._torch.empty((total,), dtype=self._torch.uint8, device=self._on)
@@ -157,8 +149,6 @@ class Frame(TensorFrame):
 
     def sums(self, base: Any, tokens: int, in_use: int) -> tuple[int, Any, list[Any]]:
         """A tensor for the sums of one more combine, a part of one for the most tokens; ``base`` is such a one."""
-        if not self._shared:
-            return 0, None, [self._torch.empty((tokens, self.hidden), dtype=self.bf16, device=self._on)]
         if base is None:
             shape = (max(self.max_tokens, 1), self.hidden)
             warn_of_results("combine", in_use, 2 * math.prod(shape))
@@ -169,7 +159,7 @@ class Frame(TensorFrame):
         return 0 if self.uses is None else int(tensor.untyped_storage()._cdata)
 
 
-def _bytes(part: tuple[Any, tuple[int, ...]]) -> int:
+def _bytes(part: Part) -> int:
     dtype, shape = part
     return int(dtype.itemsize) * math.prod(shape)
 

@@ -130,23 +130,8 @@ class DeviceOperations:
             arrays = self.arrays_of(value)
             if not isinstance(arrays, TorchArrays):
                 return None
-            native, most = self._native, self._sizes.most
-
-            def answer(tensors: list[Any], operation: Any, tokens: int, calls: Any) -> DeviceDispatched:
-                parts = dict(zip(PARTS, tensors, strict=True))
-                event = Event(operation.event(), arrays, native)
-                return DeviceDispatched(arrays, operation.handle(most), event, parts)
-
-            frame = Frame(
-                torch,
-                self._native,
-                CallerStreams(torch),
-                self._sizes,
-                arrays.device,
-                answer,
-                lambda operation, tensors: operation,
-                shared=False,
-            )
+            streams = CallerStreams(torch)
+            frame = Frame(torch, self._native, streams, self._sizes, arrays.device, shared=False)
             self._calls = _native.ExpertCalls(frame)
         return self._calls
 
@@ -165,10 +150,12 @@ class DeviceOperations:
         used = (given.x, given.topk_idx, given.topk_weights, given.stats, given.waits)
         if (begun := calls.dispatch(*used, False, given.send_only)) is None:
             return None
-        result, operation, hook = begun
-        if hook is None:
-            return result
-        return self._pending((*used, *result._parts.values()), operation, result, "dispatch")
+        tensors, operation, _, _, hook = begun
+        arrays = self.arrays_of(given.x)
+        event = Event(operation.event(), arrays, self._native)
+        parts = dict(zip(PARTS, tensors, strict=True))
+        result = DeviceDispatched(arrays, operation.handle(self._sizes.most), event, parts)
+        return result if hook is None else self._pending((*used, *tensors), operation, result, "dispatch")
 
     def dispatch(self, given: DispatchCall) -> Any:
         """See `ExpertBuffer.dispatch`."""
@@ -385,7 +372,7 @@ class DeviceOperations:
         tensors = (given.y, None, weights, handle, handle.tokens, given.out, given.waits)
         if (begun := calls.combine(*tensors, self._wire(given.wire, True), False, given.send_only)) is None:
             return None
-        x, operation, hook = begun
+        x, operation, _, hook = begun
         result = DeviceCombined(x, None, Event(operation.event(), self.arrays_of(given.y), self._native))
         if hook is None:
             return result

@@ -656,7 +656,7 @@ class ExpertCalls:
         waits: Any,
         beside: Any,
         send_only: Any,
-    ) -> tuple[Any, Any, Receive | None] | None: ...
+    ) -> tuple[tuple[Any, Any, Any, Any, Any], Any, int, tuple[Any, tuple[Any, ...]] | None, Receive | None] | None: ...
     def combine(
         self,
         y: Any,
@@ -669,7 +669,7 @@ class ExpertCalls:
         wire: int,
         beside: Any,
         send_only: Any,
-    ) -> tuple[Any, Any, Receive | None] | None: ...
+    ) -> tuple[Any, Any, tuple[Any, tuple[Any, ...]] | None, Receive | None] | None: ...
 
 @final
 class Outputs:

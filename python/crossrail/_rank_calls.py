@@ -72,16 +72,14 @@ class RankFrame(TensorFrame):
         self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
         self.experts, self.local, self.ranks = sizes.experts, sizes.local, sizes.ranks
         self.fp8, self.ue8m0 = sizes.fp8, sizes.ue8m0
+        parts = ((self.i32, (self.local,)), (self.i64, (self.ranks + 1,)))
+        self.fresh = [self.fresh_part(part) for part in parts] if self.uses is None else None
 
     def counts(self, base: None, rows: int, in_use: int) -> tuple[int, None, list[Any]]:
         """Tensors for one more dispatch: their storage, the rows of each local expert, and the first row of each source
         with the end."""
-        empty, on = self._torch.empty, self._on
-        if self.uses is None:
-            shapes = ((self.i32, (self.local,)), (self.i64, (self.ranks + 1,)))
-            return 0, None, [empty(shape, dtype=dtype, device=on) for dtype, shape in shapes]
         first = -(-4 * self.local // OFFSETS_AT) * OFFSETS_AT
-        whole = empty((first + 8 * (self.ranks + 1),), dtype=self._torch.uint8, device=on)
+        whole = self._torch.empty((first + 8 * (self.ranks + 1),), dtype=self._torch.uint8, device=self._on)
         counts, offsets = whole[: 4 * self.local].view(self.i32), whole[first:].view(self.i64)
         return int(whole.untyped_storage()._cdata), None, [counts, offsets]
 

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from driver_ranks import ElasticRank, NormalRank, Streams, from_dlpack, older_from_dlpack, prepare
@@ -22,7 +23,6 @@ from crossrail._calls import Sizes
 from crossrail._expert_calls import Frame
 from crossrail._native import ExpertCalls
 from crossrail.deep_ep.buffer import Buffer, answer_of
-from crossrail.deep_ep.events import no_event
 from crossrail.deep_ep.pool import Kind
 
 EXPERTS, MOST, TOPK, HIDDEN = 8, 4, 2, 512
@@ -46,8 +46,9 @@ class OneRank(Buffer):
         sizes, kind = Sizes(1, MOST, HIDDEN, EXPERTS, TOPK, False, False), Kind("expert", HIDDEN, EXPERTS, TOPK, "bf16")
         streams: Any = Streams()
         answer = answer_of(self.experts, kind, MOST, MOST)
-        frame = Frame(torch, self.experts._native, streams, sizes, device, answer, streams.overlap, no_event)
-        self._calls = {(MOST, EXPERTS, False, False, False): ExpertCalls(frame)}
+        frame = Frame(torch, self.experts._native, streams, sizes, device)
+        self._calls = {(MOST, EXPERTS, False, False, False): (ExpertCalls(frame), answer)}
+        self._machine: Any = SimpleNamespace(streams=streams)
         self._closed, self.group_size, self._combine_rooms = False, 1, {}
 
     def destroy(self) -> None:

@@ -6,10 +6,10 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from crossrail._calls import Sizes, why
-from crossrail._expert_calls import Answer, Frame
+from crossrail._expert_calls import Frame
 from crossrail._native import ExpertCalls, TokenLayout
 from crossrail.deep_ep.checks import Tensor, checked, count, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
@@ -33,6 +33,12 @@ __all__ = ["Buffer"]
 
 WIRE_BF16, WIRE_LOGFMT = 0, 1
 """What rows of a low-latency combine travel as."""
+
+
+Answer: TypeAlias = "Callable[[Any, Any, int, ExpertCalls], tuple[Rows, Tensor, Handle]]"
+"""`(tensors, operation, tokens, calls)` of a low-latency dispatch as rows, the rows of each expert, and the handle."""
+Prepared: TypeAlias = tuple[ExpertCalls, Answer]
+"""Low-latency calls of a kind, and what their dispatches return."""
 
 
 class Buffer(Lifetime):
@@ -86,9 +92,9 @@ class Buffer(Lifetime):
         self.explicitly_destroy = bool(explicitly_destroy)
         self.enable_shrink = bool(enable_shrink)
         super().__init__()
-        self._calls: dict[tuple[Any, ...], ExpertCalls] = {}
+        self._calls: dict[tuple[Any, ...], Prepared] = {}
         """Low-latency calls, by what a dispatch is called with."""
-        self._prepared: dict[tuple[Kind, int], ExpertCalls] = {}
+        self._prepared: dict[tuple[Kind, int], Prepared] = {}
         self._combine_rooms: dict[tuple[int, ...], list[Tensor]] = {}
         self._layout: TokenLayout | None = None
         self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
@@ -423,19 +429,22 @@ class Buffer(Lifetime):
         like = (num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         given = (x, topk_idx, None, stats, waits, async_finish, return_recv_hook)
-        calls = self._calls.get(like)
-        begun = None if calls is None else calls.dispatch(*given)
+        found: Any = self._calls.get(like)
+        begun = None if found is None else found[0].dispatch(*given)
         if begun is None:
-            calls = self._calls[like] = self._prepare(*given[:2], stats, waits, *like)
-            begun = calls.dispatch(*given)
+            found = self._calls[like] = self._prepare(*given[:2], stats, waits, *like)
+            begun = found[0].dispatch(*given)
             if begun is None:
                 raise wrong("low_latency_dispatch", f"x begins at address {x.data_ptr():#x}, no multiple of 16")
-        (rows, counts, handle), event, hook = begun
+        tensors, operation, tokens, beside, hook = begun
+        calls, answer = found
+        rows, counts, handle = answer(tensors, operation, tokens, calls)
+        event = no_event() if beside is None else self._machine.streams.overlap(*beside)
         return rows, counts, handle, event, hook
 
     def _prepare(
         self, x: Tensor, topk_idx: Tensor, stats: Any, waits: Any, most: Any, experts: Any, *how: Any
-    ) -> ExpertCalls:
+    ) -> Prepared:
         """The calls for dispatches of this kind. Raises UsageError for arguments that none takes."""
         use_fp8, round_scale, use_ue8m0 = how
         if use_ue8m0 and not round_scale:
@@ -460,9 +469,9 @@ class Buffer(Lifetime):
         if found is None:
             buffer = self._pool.expert_layout(kind, most)
             sizes = Sizes(self.group_size, most, hidden, experts, kind.topk, bool(use_fp8), bool(use_ue8m0))
-            streams, answer = self._machine.streams, answer_of(buffer, kind, most, self.group_size * most)
-            frame = Frame(torch(), buffer._native, streams, sizes, device, answer, streams.overlap, no_event)
-            found = self._prepared[kind, most] = ExpertCalls(frame)
+            frame = Frame(torch(), buffer._native, self._machine.streams, sizes, device)
+            answer = answer_of(buffer, kind, most, self.group_size * most)
+            found = self._prepared[kind, most] = ExpertCalls(frame), answer
         return found
 
     def low_latency_combine(
@@ -502,7 +511,7 @@ class Buffer(Lifetime):
                 hint = "get_next_low_latency_combine_buffer(handle) gives what x is to be written to"
                 raise wrong("low_latency_combine", "zero_copy, and there is no buffer for this handle", hint)
             x = routing.room
-        begun: tuple[Any, ...] | None = None
+        begun: Any = None
         if topk_weights is not None:
             begun = routing.calls.combine(
                 x,
@@ -518,8 +527,8 @@ class Buffer(Lifetime):
             )
         if begun is None:
             raise self._refused_combine(x, topk_idx, topk_weights, routing, out, combine_wait_recv_cost_stats)
-        sums, event, hook = begun
-        return sums, event, hook
+        sums, _, beside, hook = begun
+        return sums, no_event() if beside is None else self._machine.streams.overlap(*beside), hook
 
     def _refused_combine(
         self, x: Any, topk_idx: Any, topk_weights: Any, routing: Routing, out: Any, waits: Any
@@ -602,7 +611,7 @@ def answer_of(buffer: Any, kind: Kind, most: int, rows: int) -> Answer:
     """What low-latency dispatches of this kind return: what was received, the rows of each expert, the handle."""
     hidden, experts, new_handle = kind.hidden, kind.experts, tuple.__new__
 
-    def answer(tensors: list[Any], operation: Any, tokens: int, calls: Any) -> tuple[Rows, Tensor, Handle]:
+    def answer(tensors: Any, operation: Any, tokens: int, calls: ExpertCalls) -> tuple[Rows, Tensor, Handle]:
         received, scales, counts, ranges, source = tensors
         handle = new_handle(Handle, (source, ranges, most, hidden, experts))
         handle.routing = Routing(buffer, operation.handle(rows), kind, most, tokens, rows, None, None, calls)

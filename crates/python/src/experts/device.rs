@@ -88,25 +88,9 @@ impl DeviceBuffer {
         })
     }
 
-    /// A dispatch in the rank layout in `stream`, into this region; the routing of an earlier one is repeated if it is
-    /// given; whether the host will ask for `DeviceOperation.counts`.
-    pub(super) fn begin_rank_dispatch(
-        &self,
-        py: Python<'_>,
-        args: EpDispatchArgs,
-        (region, cached, count): (&DeviceRegion, Option<&DeviceHandle>, bool),
-        stream: u64,
-        send_only: bool,
-    ) -> PyResult<DeviceOperation> {
-        let cached = cached.map(|handle| &handle.native);
-        let of = ep::RankDispatch { region: region.lease(), cached, count };
-        let split = split(Flag(send_only));
-        // SAFETY: as for the expert layout; the region was taken for this dispatch, so that nobody else has it.
-        self.operation(py, stream, || unsafe { self.native.dispatch_rank(&args, of, stream, split) })
-    }
-
     /// A dispatch in the rank layout in `stream` whose routing is new, and the region that it was given; None, before
-    /// anything is enqueued, if it is `eager` and the stream is being captured. `count` as above.
+    /// anything is enqueued, if it is `eager` and the stream is being captured. `count`: the host will
+    /// ask for `DeviceOperation.counts`.
     pub(super) fn begin_new_rank_dispatch(
         &self,
         py: Python<'_>,
@@ -390,8 +374,10 @@ impl DeviceBuffer {
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
         let _call = Call::enter(py);
-        let of = (region.get(), cached.map(|handle| handle.get()), count.0);
-        self.begin_rank_dispatch(py, args.borrow().0, of, stream, send_only.0)
+        let (args, cached) = (args.borrow().0, cached.map(|handle| &handle.get().native));
+        let of = ep::RankDispatch { region: region.get().lease(), cached, count: count.0 };
+        // SAFETY: as for the expert layout; the region was taken for this dispatch, so that nobody else has it.
+        self.operation(py, stream, || unsafe { self.native.dispatch_rank(&args, of, stream, split(send_only)) })
     }
 
     fn combine_rank(

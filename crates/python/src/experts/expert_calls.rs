@@ -9,10 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use super::device::DeviceEvent;
-use super::expert_sets::{Claim, Ring};
+use super::expert_sets::{Claim, Fresh, Ring};
 use super::expert_target::{Started, Target, finish};
 use super::tensor_kinds::{Tensor, TensorKinds, is_aligned, some};
 use crate::borrow::lent::Call;
@@ -47,13 +47,11 @@ struct Frame {
     /// so many tokens, a part of the base.
     outputs: Py<PyAny>,
     sums: Py<PyAny>,
-    /// `(tensors, operation, tokens, calls) -> answer`: what the caller of a dispatch gets.
-    answer: Py<PyAny>,
-    /// `(event, tensors) -> completion`, for the caller, of an operation in another stream than its own, which uses the
-    /// tensors; without `nothing` also `(operation, None)` of one in its own.
-    overlap: Py<PyAny>,
-    /// `() -> completion` of one in the caller's stream, if nothing of the operation is in it.
-    nothing: Option<Py<PyAny>>,
+    /// Every result is new: the rows, scales or None, counts, ranges and source of a dispatch, and the options of the
+    /// sums. Such callers get the operation of a combine, too.
+    fresh: Option<(Vec<Option<Fresh>>, Py<PyDict>)>,
+    /// `torch.empty`.
+    empty_tensor: Py<PyAny>,
     max_tokens: u32,
     hidden: u32,
     topk: u32,
@@ -80,6 +78,14 @@ pub(super) struct ExpertCalls {
     own_stream: OnceLock<u64>,
 }
 
+/// The event behind an operation in another stream than the caller's, and the tensors that it uses.
+type Beside<'py> = (Bound<'py, PyAny>, Bound<'py, PyTuple>);
+/// A dispatch: rows, scales or None, counts, ranges, source; the operation, its tokens, where it is in another stream, and
+/// the hook.
+type Dispatched<'py> = (Bound<'py, PyTuple>, Bound<'py, PyAny>, u32, Option<Beside<'py>>, Option<Bound<'py, Receive>>);
+/// A combine: the sums; the operation if the frame is for it or it was only sent; and the same.
+type Combined<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<Beside<'py>>, Option<Bound<'py, Receive>>);
+
 /// Where an operation goes.
 struct Route {
     stream: u64,
@@ -102,8 +108,9 @@ impl ExpertCalls {
         Ok(ExpertCalls { frame, kinds, dispatch, combine, outputs, sums, kept, own_stream })
     }
 
-    /// A dispatch. Gives the frame's answer and completion, and the hook with `send_only`. `beside`: in the buffer's own
-    /// stream, for which the caller's does not wait.
+    /// A dispatch. Gives rows, scales or None, counts, ranges and source; the operation, and its tokens; `(event, tensors)`
+    /// of one `beside` the caller's stream, in the buffer's own, for which the caller's does not wait; and the hook with
+    /// `send_only`.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a dispatch")]
     fn dispatch<'py>(
         slf: &Bound<'py, Self>,
@@ -114,7 +121,7 @@ impl ExpertCalls {
         waits: Tensor<'_, 'py>,
         beside: Flag,
         send_only: Flag,
-    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+    ) -> PyResult<Option<Dispatched<'py>>> {
         let (py, calls) = (slf.py(), slf.get());
         let _call = Call::enter(py);
         let (frame, kinds) = (&calls.frame, &calls.kinds);
@@ -133,7 +140,10 @@ impl ExpertCalls {
         })()?;
         let Some([x_at, idx_at, weights_at, stats_at, waits_at]) = addresses else { return Ok(None) };
         let route = calls.route(py, beside.0)?;
-        let set = calls.outputs.take(py, 0, (&frame.outputs, frame.uses.as_ref()), route.captured)?;
+        let set = match &frame.fresh {
+            Some((parts, _)) => Claim::fresh(py, &frame.empty_tensor, parts)?,
+            None => calls.outputs.take(py, 0, (&frame.outputs, frame.uses.as_ref()), route.captured)?,
+        };
         let mut args = calls.dispatch;
         (args.common.tokens, args.common.waits) = (tokens, waits_at);
         (args.x, args.topk_idx, args.idx_bytes, args.topk_weights) = (x_at, idx_at, idx_bytes, weights_at);
@@ -141,15 +151,16 @@ impl ExpertCalls {
         [args.out_x, args.out_scales, args.out_counts, args.out_ranges, args.out_source] =
             set.set.addresses.as_slice().try_into().unwrap_or_default();
         let operation = frame.buffer.dispatch(py, args, (route.stream, route.after), send_only)?.object(py)?;
-        let tensors = PyList::new(py, set.set.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
-        let answer = frame.answer.bind(py).call1((tensors, &operation, tokens, slf))?;
+        let tensors = PyTuple::new(py, set.set.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
         let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
-        let begun = Started::Object(operation);
-        calls.submitted(slf, begun, answer, (&used, Some(&set)), &route, send_only).map(Some)
+        let begun = Started::Object(operation.clone());
+        let (_, beside, hook) = calls.submitted(slf, begun, (&used, Some(&set)), &route, send_only)?;
+        Ok(Some((tensors, operation, tokens, beside, hook)))
     }
 
     /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. `wire`:
-    /// what rows travel as, one of `EP_WIRE_`. Gives the sums, the completion, and the hook with `send_only`.
+    /// what rows travel as, one of `EP_WIRE_`. Gives the sums; the operation where every result is new, or None; and what
+    /// a dispatch gives last.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a combine")]
     fn combine<'py>(
         slf: &Bound<'py, Self>,
@@ -163,7 +174,7 @@ impl ExpertCalls {
         wire: u32,
         beside: Flag,
         send_only: Flag,
-    ) -> PyResult<Option<Bound<'py, PyTuple>>> {
+    ) -> PyResult<Option<Combined<'py>>> {
         let (py, calls) = (slf.py(), slf.get());
         let _call = Call::enter(py);
         let (frame, kinds) = (&calls.frame, &calls.kinds);
@@ -181,9 +192,13 @@ impl ExpertCalls {
         })()?;
         let Some([y_at, weights_at, out_at, waits_at]) = addresses else { return Ok(None) };
         let route = calls.route(py, beside.0)?;
-        let made = match out {
-            Some(_) => None,
-            None => Some(calls.sums.take(py, tokens, (&frame.sums, frame.uses.as_ref()), route.captured)?),
+        let made = match (out, &frame.fresh) {
+            (Some(_), _) => None,
+            (None, Some((_, options))) => {
+                let shape = PyTuple::new(py, [tokens, frame.hidden])?.unbind();
+                Some(Claim::fresh(py, &frame.empty_tensor, &[Some((shape, options.clone_ref(py)))])?)
+            }
+            (None, None) => Some(calls.sums.take(py, tokens, (&frame.sums, frame.uses.as_ref()), route.captured)?),
         };
         let mut args = calls.combine;
         (args.y, args.topk_weights, args.common.waits, args.wire) = (y_at, weights_at, waits_at, wire);
@@ -192,7 +207,8 @@ impl ExpertCalls {
         let sums = made.as_ref().map(|made| made.set.part(py, 0));
         let Some(answer) = sums.as_ref().or(out).cloned() else { return Ok(None) };
         let used = [Some(y), topk_weights, out, waits];
-        calls.submitted(slf, operation, answer, (&used, made.as_ref()), &route, send_only).map(Some)
+        let (operation, beside, hook) = calls.submitted(slf, operation, (&used, made.as_ref()), &route, send_only)?;
+        Ok(Some((answer, operation, beside, hook)))
     }
 }
 
@@ -227,21 +243,22 @@ impl ExpertCalls {
         Ok(*self.own_stream.get_or_init(|| stream))
     }
 
-    /// What the caller gets of an operation that was submitted.
+    /// What the caller gets of an operation that was submitted: itself, where it is in another stream, and the hook.
+    #[expect(clippy::type_complexity, reason = "the ends of `Dispatched` and `Combined`")]
     fn submitted<'py>(
         &self,
         slf: &Bound<'py, Self>,
         operation: Started<'py>,
-        answer: Bound<'py, PyAny>,
         (inputs, set): (&[Tensor<'_, 'py>], Option<&Claim>),
         route: &Route,
         Flag(send_only): Flag,
-    ) -> PyResult<Bound<'py, PyTuple>> {
+    ) -> PyResult<(Option<Bound<'py, PyAny>>, Option<Beside<'py>>, Option<Bound<'py, Receive>>)> {
         let py = slf.py();
-        let none = py.None().into_bound(py);
         let beside = route.stream != route.current;
         if !send_only && !beside {
-            return PyTuple::new(py, [answer, self.completion(py, || operation.object(py))?, none]);
+            // Whoever has no use for the object does not pay for it.
+            let operation = self.frame.fresh.is_some().then(|| operation.object(py)).transpose()?;
+            return Ok((operation, None, None));
         }
         let mut used: Tensors = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind()).collect();
         let inputs = used.len();
@@ -252,10 +269,10 @@ impl ExpertCalls {
         if send_only {
             let outputs = outputs.map(|tensor| tensor.clone_ref(py)).collect();
             let operation = operation.object(py)?;
-            let completion = self.completion(py, || Ok(operation.clone()))?;
-            let (operation, used) = (operation.unbind(), Mutex::new((used, outputs)));
-            let hook = Bound::new(py, Receive { operation, used, calls: slf.clone().unbind(), stream: route.stream })?;
-            return PyTuple::new(py, [answer, completion, hook.into_any()]);
+            let (kept, used) = (operation.clone().unbind(), Mutex::new((used, outputs)));
+            let calls = slf.clone().unbind();
+            let hook = Bound::new(py, Receive { operation: kept, used, calls, stream: route.stream })?;
+            return Ok((Some(operation), None, Some(hook)));
         }
         let event = operation.event(py)?;
         let shown: Vec<&Py<PyAny>> = used[..inputs].iter().chain(outputs).collect();
@@ -264,19 +281,7 @@ impl ExpertCalls {
             Ok(used) => Bound::new(py, BesideEvent { used, caller: route.current })?.into_any(),
             Err(captured) => captured,
         };
-        PyTuple::new(py, [answer, self.frame.overlap.bind(py).call1((event, shown))?, none])
-    }
-
-    /// Completion of an operation in the caller's stream. `operation`: the object, made where the caller gets it.
-    fn completion<'py>(
-        &self,
-        py: Python<'py>,
-        operation: impl FnOnce() -> PyResult<Bound<'py, PyAny>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        match &self.frame.nothing {
-            Some(nothing) => nothing.bind(py).call0(),
-            None => self.frame.overlap.bind(py).call1((operation()?, py.None())),
-        }
+        Ok((None, Some((event, shown)), None))
     }
 
     /// Keeps tensors that PyTorch's allocator believes to be used in another stream until the operation before `event` is

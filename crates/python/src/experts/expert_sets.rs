@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
 
 /// Most sets that are kept. Two results are alive in a program that follows DeepEP's rule; one that ties tensors to each
 /// other for good gets new ones beyond this number.
@@ -15,6 +16,9 @@ const MOST_SETS: usize = 4;
 
 /// A storage's `_cdata`, a base and tensors.
 type Made = (usize, Option<Py<PyAny>>, Vec<Option<Py<PyAny>>>);
+
+/// Shape and options that `torch.empty` is called with.
+pub(super) type Fresh = (Py<PyTuple>, Py<PyDict>);
 
 /// Tensors of one result in one storage.
 pub(super) struct Set {
@@ -43,6 +47,13 @@ pub(super) struct Claim {
 }
 
 impl Claim {
+    /// New tensors, which nobody gets again. `empty`: `torch.empty`.
+    pub(super) fn fresh(py: Python<'_>, empty: &Py<PyAny>, parts: &[Option<Fresh>]) -> PyResult<Claim> {
+        let make = |(shape, options): &Fresh| empty.call(py, (shape,), Some(options.bind(py)));
+        let tensors = parts.iter().map(|part| part.as_ref().map(make).transpose()).collect::<PyResult<_>>()?;
+        Ok(Claim { set: Set::of(py, None, tensors, 0, (0, 0))?, is_kept: false })
+    }
+
     /// Tensors whose memory goes back to PyTorch's allocator when the caller lets them go.
     pub(super) fn unowned(&self) -> impl Iterator<Item = &Py<PyAny>> {
         self.set.tensors.iter().flatten().filter(|_| !self.is_kept)
@@ -136,18 +147,29 @@ impl Set {
     ) -> PyResult<Arc<Set>> {
         let base = idle.and_then(|set| set.base.as_ref());
         let (storage, base, tensors): Made = make.call1(py, (base, rows, in_use))?.extract(py)?;
+        // What `make` gave is gone by now, so these are the references that stay. The set that this one replaces goes.
+        let replaced = idle.map_or(0, |set| set.tensors.len());
+        let idle_storage = match uses {
+            Some(uses) => uses.call1(py, (storage,))?.extract::<usize>(py)?.saturating_sub(replaced),
+            None => 0,
+        };
+        Set::of(py, base, tensors, rows, (storage, idle_storage))
+    }
+
+    /// Tensors that nobody else holds, and their storage with the references that it has then. The set is claimed.
+    fn of(
+        py: Python<'_>,
+        base: Option<Py<PyAny>>,
+        tensors: Vec<Option<Py<PyAny>>>,
+        rows: u32,
+        (storage, idle_storage): (usize, usize),
+    ) -> PyResult<Arc<Set>> {
         let address = |tensor: &Option<Py<PyAny>>| match tensor {
             Some(tensor) => tensor.bind(py).call_method0(intern!(py, "data_ptr"))?.extract(),
             None => Ok(0),
         };
         let addresses = tensors.iter().map(address).collect::<PyResult<_>>()?;
-        // What `make` gave is gone by now, so these are the references that stay. The set that this one replaces goes.
-        let replaced = idle.map_or(0, |set| set.tensors.len());
         let idle = tensors.iter().map(|tensor| tensor.as_ref().map_or(0, |tensor| tensor.get_refcnt(py))).collect();
-        let idle_storage = match uses {
-            Some(uses) => uses.call1(py, (storage,))?.extract::<usize>(py)?.saturating_sub(replaced),
-            None => 0,
-        };
         let claimed = AtomicBool::new(true);
         Ok(Arc::new(Set { base, tensors, addresses, rows, idle, idle_storage, storage, claimed }))
     }

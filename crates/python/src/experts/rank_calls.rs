@@ -11,7 +11,7 @@ use pyo3::types::{PyList, PyTuple};
 
 use super::device::{DeviceBuffer, DeviceHandle, DeviceOperation};
 use super::device_region::{DeviceRegion, Part};
-use super::expert_sets::{Claim, Ring};
+use super::expert_sets::{Claim, Fresh, Ring};
 use super::outputs::{Output, Outputs};
 use super::tensor_kinds::{Tensor, TensorKinds, is_aligned, some};
 use crate::borrow::lent::Call;
@@ -31,6 +31,10 @@ struct Frame {
     streams: Py<PyAny>,
     /// `(base, rows, in_use) -> (_cdata, base, tensors)`: i32 [El] and i64 [ranks + 1] for one more dispatch.
     counts: Py<PyAny>,
+    /// These tensors are new for every dispatch.
+    fresh: Option<Vec<Option<Fresh>>>,
+    /// `torch.empty`.
+    empty_tensor: Py<PyAny>,
     /// `(_cdata) -> count`: references of a storage; None where these tensors are not to be used again.
     uses: Option<Py<PyAny>>,
     /// Sums of combines.
@@ -181,6 +185,9 @@ impl RankCalls {
     /// Tensors for the counts and offsets of a dispatch in `stream`. Those that another one there had are used again once
     /// nobody holds them: what reads them was enqueued before, unless it is in another stream.
     fn counts_in(&self, py: Python<'_>, stream: u64, Flag(apart): Flag) -> PyResult<Claim> {
+        if let Some(parts) = &self.frame.fresh {
+            return Claim::fresh(py, &self.frame.empty_tensor, parts);
+        }
         let mut others = None;
         let ring = {
             let mut known = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
