@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crossrail::{
     Addresses, ConnectOptions, Context, Description, Endpoint, Layout, Memory, MoveKind, MoveOptions, Place, Region,
-    Settings, StartOptions, Worker, WorkerOptions,
+    Request, Settings, StartOptions, Worker, WorkerOptions,
 };
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(60));
@@ -80,22 +80,27 @@ fn serve(tls: &str, shared: bool, len: usize) {
     }
 }
 
-/// Round trips of a row with a notice behind it, and a notice back.
+/// Round trips of a row with a notice behind it and of a notice alone, each with a notice back.
 fn echoes(worker: &Worker, to: &Endpoint, local: &Layout, remote: &Layout) {
-    worker.notices(usize::MAX);
     let (one, other) = (local.slice(0, 1).expect("a row"), remote.slice(0, 1).expect("a row"));
-    let options = MoveOptions { notice: b"x", ..Default::default() };
-    let prepared = to.prepare(MoveKind::Write, &one, &other, options).expect("a move");
-    let mut samples = Vec::new();
-    for _ in 0..2000 {
-        let begun = Instant::now();
-        let request = prepared.start(StartOptions::default()).expect("a start");
-        while !worker.wait_notice(Duration::from_secs(1)) {}
-        samples.push(begun.elapsed().as_secs_f64() * 1e6);
-        worker.notices(100);
-        request.wait(LIMIT).expect("its end");
+    let prepared = to.prepare(MoveKind::Write, &one, &other, MoveOptions::default()).expect("a move");
+    let behind =
+        |of: &[u8]| prepared.start(StartOptions { notice: Some(of), ..StartOptions::default() }).expect("a start");
+    let alone = |of: &[u8]| to.notify(of).expect("a notice");
+    for (what, begin) in [("a row with a notice", &behind as &dyn Fn(&[u8]) -> Request), ("a notice", &alone)] {
+        let mut samples = Vec::new();
+        for number in 0..5000u64 {
+            let of = number.to_le_bytes();
+            let begun = Instant::now();
+            let request = begin(&of);
+            while !worker.notices(100).iter().any(|back| back.bytes == of) {
+                worker.wait_notice(Duration::from_secs(1));
+            }
+            samples.push(begun.elapsed().as_secs_f64() * 1e6);
+            request.wait(LIMIT).expect("its end");
+        }
+        println!("{what}, and a notice back: {:.2} us", median(samples));
     }
-    println!("a row with a notice, and a notice back: {:.2} us", median(samples));
 }
 
 fn main() {

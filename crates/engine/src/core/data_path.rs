@@ -8,6 +8,7 @@ use proto::{Host, Memory, Placing};
 
 use super::gpu::chunk_queue::PACKED;
 use super::gpu::{CONTROL, GpuMemory, Incoming, device_range};
+use super::lanes::LaneRecord;
 use super::lists::hosted::Shown;
 use super::operations::{MESSAGE, ROWS, UsualLane, WORD};
 use super::tables::Tables;
@@ -166,17 +167,14 @@ impl DataPath<'_> {
         }
         let tables = &mut *self.tables;
         let now = tables.clock.now();
-        if token == CONTROL {
-            // It may name what came before it.
-            tables.take_arrived(endpoint);
-        }
         let Some(peer) = tables.peers.get_mut(endpoint) else { return Ok(()) };
         let mut regions = Shown { regions: &tables.regions, hosted: &mut tables.hosted, endpoint };
         let mut host = Host { matcher: &mut tables.matcher, regions: &mut regions };
-        if token != CONTROL {
-            return peer.protocol.placed(now, lane, &[], &mut host);
-        }
-        let Some(record) = tables.lanes.get(lane) else { return Ok(()) };
-        peer.protocol.placed(now, lane, record.control(), &mut host)
+        let control = if token == CONTROL { tables.lanes.get(lane).map(LaneRecord::control) } else { None };
+        let result = peer.protocol.placed(now, lane, control.unwrap_or_default(), &mut host);
+        // The next frame may name what this one brought, and bytes for rows are copied there before the peer can hear that
+        // they have arrived.
+        tables.take_arrived(endpoint);
+        result
     }
 }

@@ -180,6 +180,8 @@ pub(crate) enum Keep {
     Vec(Vec<u8>),
     /// A copy, what keeps the original, and a token of the copy.
     Copy(#[allow(dead_code)] Box<(Scratch, Keep, Arc<()>)>),
+    /// Bytes gathered from rows, and what keeps the rows.
+    Packed(#[allow(dead_code)] Box<(Vec<u8>, Keep)>),
     Shared(#[allow(dead_code)] Arc<dyn Any + Send + Sync>),
 }
 

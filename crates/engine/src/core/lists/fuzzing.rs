@@ -284,6 +284,11 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         [&[ACCESS, 0][..], &key, &0u64.to_le_bytes(), &len.to_le_bytes()].concat()
     };
     let over = [OVER, 128].to_vec();
+    // A notice of so many bytes, and as many for a view as are left.
+    let put = |notice, from, len: u64| {
+        let key = Named::Put { id: 3, notice, from, counts: true }.key();
+        [&[ACCESS, 0][..], &key, &0u64.to_le_bytes(), &len.to_le_bytes()].concat()
+    };
     vec![
         ("all", [mail(0, 1, &rows), mail(2, 3, &view(Index::All, None)), access(3, None, 1024), over.clone()].concat()),
         (
@@ -314,7 +319,22 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         ),
         (
             "uneven",
-            [mail(0, 1, &uneven), mail(2, 3, &view(some(&[2, 5, 0]), None)), access(3, None, 201), over].concat(),
+            [mail(0, 1, &uneven), mail(2, 3, &view(some(&[2, 5, 0]), None)), access(3, None, 201), over.clone()]
+                .concat(),
+        ),
+        (
+            "put",
+            [
+                mail(0, 1, &rows),
+                mail(2, 3, &view(Index::All, None)),
+                put(8, 1000, 32),
+                put(8, 1000, 33),
+                put(0, 0, 1024),
+                over,
+                [GONE, 0].to_vec(),
+                [TAKE, 0].to_vec(),
+            ]
+            .concat(),
         ),
         (
             "notices",

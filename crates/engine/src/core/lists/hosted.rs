@@ -78,6 +78,11 @@ pub(in crate::core) struct View {
 }
 
 impl View {
+    /// Whether all our regions that it is over are registered.
+    fn is_live(&self, regions: &Regions) -> bool {
+        self.of.regions.iter().all(|region| regions.is_live(*region))
+    }
+
     /// The GPU whose memory our rows are; `None`: host memory.
     pub(in crate::core) fn gpu(&self) -> Option<&Arc<Device>> {
         self.of.gpu.as_ref()
@@ -131,8 +136,26 @@ fn placed(told: &TheirRows, windows: Vec<Window>) -> Option<FoundRows> {
 
 /// What an entry is for.
 enum Purpose {
-    Mail { sort: Sort, id: u32, bytes: Box<[u8]>, read: bool },
-    View { view: Arc<View>, notice: Option<Vec<u8>>, counts: bool },
+    Mail {
+        sort: Sort,
+        id: u32,
+        bytes: Box<[u8]>,
+        read: bool,
+    },
+    View {
+        view: Arc<View>,
+        notice: Option<Vec<u8>>,
+        counts: bool,
+    },
+    /// The first `notice` of the bytes are a notice, the others go to the view.
+    Put {
+        view: Arc<View>,
+        from: u64,
+        notice: usize,
+        counts: bool,
+        bytes: Box<[u8]>,
+        read: bool,
+    },
 }
 
 struct Lent {
@@ -174,12 +197,25 @@ pub(super) struct Told {
 }
 
 /// See the module. Protected by the worker's lock.
-#[derive(Default)]
 pub(crate) struct Hosted {
     peers: HashMap<EndpointId, Told>,
     lent: Vec<Lent>,
     free: Vec<u32>,
     raised: VecDeque<Raised>,
+    /// Bytes of each peer's notices that nobody has taken, at most.
+    pub(super) notices_max: u64,
+}
+
+impl Default for Hosted {
+    fn default() -> Hosted {
+        Hosted {
+            peers: HashMap::new(),
+            lent: Vec::new(),
+            free: Vec::new(),
+            raised: VecDeque::new(),
+            notices_max: NOTICES_MAX,
+        }
+    }
 }
 
 /// What a completed access leaves to the caller.
@@ -206,7 +242,9 @@ impl Hosted {
     /// Where its bytes are; `None`: it is over.
     pub(in crate::core) fn memory(&self, region: RegionRef) -> Option<Where<'_>> {
         match self.entry(region)?.purpose.as_ref()? {
-            Purpose::Mail { bytes, .. } => Some(Where::Flat(bytes.as_ptr().cast_mut(), bytes.len() as u64)),
+            Purpose::Mail { bytes, .. } | Purpose::Put { bytes, .. } => {
+                Some(Where::Flat(bytes.as_ptr().cast_mut(), bytes.len() as u64))
+            }
             Purpose::View { view, .. } => Some(Where::Rows(&view.list, view.gpu())),
         }
     }
@@ -214,7 +252,7 @@ impl Hosted {
     /// The view that an access is to.
     pub(in crate::core) fn view(&self, region: RegionRef) -> Option<&Arc<View>> {
         match self.entry(region)?.purpose.as_ref()? {
-            Purpose::Mail { .. } => None,
+            Purpose::Mail { .. } | Purpose::Put { .. } => None,
             Purpose::View { view, .. } => Some(view),
         }
     }
@@ -222,7 +260,7 @@ impl Hosted {
     /// The accesses in progress whose rows are partly in that region.
     pub(in crate::core) fn over(&self, region: RegionRef) -> Vec<RegionRef> {
         let over = |(at, entry): (usize, &Lent)| match &entry.purpose {
-            Some(Purpose::View { view, .. }) if view.of.regions.contains(&region) => {
+            Some(Purpose::View { view, .. } | Purpose::Put { view, .. }) if view.of.regions.contains(&region) => {
                 Some(RegionRef { index: at as u32 | LENT, generation: entry.generation })
             }
             _ => None,
@@ -250,14 +288,12 @@ impl Hosted {
         access: Access,
     ) -> Result<RegionRef, RegionFault> {
         let told = self.peers.entry(endpoint).or_default();
+        let room = self.notices_max.saturating_sub(told.notices);
+        let notice_fits = |len: u64| len <= NOTICE_MAX as u64 && len + NOTICE_EXTRA <= room;
         match named {
             Named::Mail { sort, id } => {
                 let notice = matches!(sort, Sort::Notice | Sort::Behind);
-                let fits = if notice {
-                    len <= NOTICE_MAX as u64 && told.notices + len + NOTICE_EXTRA <= NOTICES_MAX
-                } else {
-                    len <= MAIL_MAX && told.mails + len <= MAILS_MAX
-                };
+                let fits = if notice { notice_fits(len) } else { told.has_room_for_mail(len) };
                 if !fits || offset != 0 || access != Access::Write {
                     return Err(RegionFault::Access);
                 }
@@ -267,10 +303,7 @@ impl Hosted {
                 Ok(self.lend(endpoint, Purpose::Mail { sort, id, bytes, read: false }))
             }
             Named::View { id, behind, counts } => {
-                let view = told.views.get(&id).ok_or(RegionFault::Gone)?;
-                if !view.of.regions.iter().all(|region| regions.is_live(*region)) {
-                    return Err(RegionFault::Gone);
-                }
+                let view = told.live_view(regions, id)?;
                 if offset.checked_add(len).is_none_or(|end| end > view.list.bytes()) {
                     return Err(RegionFault::Bounds);
                 }
@@ -278,8 +311,22 @@ impl Hosted {
                     Some(behind) => Some(told.behind.remove(&behind).ok_or(RegionFault::Gone)?),
                     None => None,
                 };
-                let view = view.clone();
                 Ok(self.lend(endpoint, Purpose::View { view, notice, counts }))
+            }
+            Named::Put { id, notice, from, counts } => {
+                let view = told.live_view(regions, id)?;
+                let rows = len.checked_sub(u64::from(notice)).ok_or(RegionFault::Bounds)?;
+                if from.checked_add(rows).is_none_or(|end| end > view.list.bytes()) {
+                    return Err(RegionFault::Bounds);
+                }
+                let fits = notice_fits(u64::from(notice)) && told.has_room_for_mail(len);
+                if !fits || offset != 0 || access != Access::Write || view.gpu().is_some() {
+                    return Err(RegionFault::Access);
+                }
+                told.notices += u64::from(notice) + NOTICE_EXTRA;
+                told.mails += len;
+                let (notice, bytes) = (notice as usize, vec![0; len as usize].into());
+                Ok(self.lend(endpoint, Purpose::Put { view, from, notice, counts, bytes, read: false }))
             }
         }
     }
@@ -306,6 +353,17 @@ impl Hosted {
                 }
                 counted.map_or(Arrived::Nothing, Arrived::Counts)
             }
+            Some(Purpose::Put { view, from, notice, counts, bytes, read }) => {
+                if *read || !view.is_live(regions) || !self.peers.contains_key(&endpoint) {
+                    return Arrived::Nothing;
+                }
+                *read = true;
+                let (notice, rows) = bytes.split_at(*notice);
+                // SAFETY: host memory of regions that are registered, inside the list by the check of the access.
+                unsafe { view.list.copy_in(*from, rows.as_ptr(), rows.len() as u64) };
+                self.raised.push_back(Raised { endpoint, bytes: notice.to_vec() });
+                if *counts { Arrived::Counts(view.of.first) } else { Arrived::Nothing }
+            }
             None => Arrived::Nothing,
         }
     }
@@ -322,6 +380,15 @@ impl Hosted {
                     Some(told) if !notice => told.mails -= len,
                     Some(told) if !*read => told.take_notice(len),
                     _ => {}
+                }
+                Some(std::mem::take(bytes))
+            }
+            (Some(Purpose::Put { notice, bytes, read, .. }), told) => {
+                if let Some(told) = told {
+                    told.mails -= bytes.len() as u64;
+                    if !*read {
+                        told.take_notice(*notice as u64);
+                    }
                 }
                 Some(std::mem::take(bytes))
             }
@@ -366,7 +433,7 @@ impl Hosted {
     /// What the peer is to be told of its notices that were taken, if it is time.
     pub(in crate::core) fn credit_due(&mut self, endpoint: EndpointId) -> Option<u64> {
         let told = self.peers.get_mut(&endpoint)?;
-        (told.taken - told.credited >= NOTICES_MAX / 8).then(|| {
+        (told.taken - told.credited >= self.notices_max / 8).then(|| {
             told.credited = told.taken;
             told.taken
         })
@@ -396,6 +463,14 @@ impl Told {
             Sort::Notice => {}
         }
         Arrived::Nothing
+    }
+
+    fn has_room_for_mail(&self, len: u64) -> bool {
+        len <= MAIL_MAX && self.mails + len <= MAILS_MAX
+    }
+
+    fn live_view(&self, regions: &Regions, id: u32) -> Result<Arc<View>, RegionFault> {
+        self.views.get(&id).filter(|view| view.is_live(regions)).cloned().ok_or(RegionFault::Gone)
     }
 
     fn add_behind(&mut self, id: u32, bytes: &[u8]) {
@@ -512,7 +587,7 @@ impl proto::Regions for Shown<'_> {
         }
         match self.hosted.entry(region).and_then(|entry| entry.purpose.as_ref()) {
             Some(Purpose::Mail { .. }) => true,
-            Some(Purpose::View { view, .. }) => view.of.regions.iter().all(|region| self.regions.is_live(*region)),
+            Some(Purpose::View { view, .. } | Purpose::Put { view, .. }) => view.is_live(self.regions),
             None => false,
         }
     }

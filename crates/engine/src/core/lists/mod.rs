@@ -325,6 +325,15 @@ impl Transfers {
 
     fn begin(&mut self, endpoint: EndpointId, waiting: Waiting) {
         let Waiting { op, operation, notice, ordered, paired, .. } = waiting;
+        if let Some((_, bytes)) = &notice
+            && let Some((put, len)) = pack(self, endpoint, (op, operation), bytes, paired)
+        {
+            let now = self.tables.clock.now();
+            if let Some(peer) = self.tables.peers.get_mut(endpoint) {
+                peer.protocol.start(now, op, put, len, None, true);
+            }
+            return;
+        }
         if let Some((id, bytes)) = notice
             && let Some(mail) = self.mail(endpoint, (Sort::Behind, id), bytes, Vec::new())
         {
@@ -415,6 +424,37 @@ impl Transfers {
     }
 }
 
+/// Makes one write of a notice and the rows of a short one, for which the peer makes memory, and its length. `None`:
+/// the rows are long, and the notice goes ahead of them.
+fn pack(
+    transfers: &mut Transfers,
+    endpoint: EndpointId,
+    (op, operation): (OpId, Operation),
+    notice: &[u8],
+    paired: bool,
+) -> Option<(Operation, u64)> {
+    let Operation::Write { key, offset, imm } = operation else { return None };
+    let Named::View { id, counts, .. } = Named::of(&key)? else { return None };
+    let entry = transfers.tables.operations.op(op)?;
+    let rows = entry.len();
+    let Part { list, from, gpu: None } = entry.part()?.clone() else { return None };
+    let lane = transfers.tables.peers.get(endpoint)?.message_lane()?;
+    let len = notice.len() + rows;
+    if len > transfers.tables.lanes.get(lane)?.eager_max()
+        || paired && transfers.offer_pair(endpoint, rows as u64, Space::Host).is_some()
+    {
+        return None;
+    }
+    let mut bytes = vec![0; len];
+    let (ahead, behind) = bytes.split_at_mut(notice.len());
+    ahead.copy_from_slice(notice);
+    // SAFETY: the rows are memory that the operation keeps.
+    unsafe { list.copy_out(from, behind.as_mut_ptr(), rows as u64) };
+    transfers.tables.operations.op_mut(op)?.pack(bytes, notice.len());
+    let key = Named::Put { id, notice: notice.len() as u32, from: offset, counts }.key();
+    Some((Operation::Write { key, offset: 0, imm }, len as u64))
+}
+
 impl Tables {
     /// The part of a list that the protocol names, and how many bytes there are from its start on; `None`: it is one
     /// piece, or over.
@@ -435,8 +475,7 @@ impl Tables {
         }
     }
 
-    /// Acts on writes of that peer whose bytes are in place. Before a frame that may refer to them is placed: the
-    /// protocol's events come later.
+    /// Acts on writes of that peer whose bytes are in place. At once: the protocol's events come later.
     #[inline]
     pub(super) fn take_arrived(&mut self, endpoint: EndpointId) {
         while let Some((region, imm)) = self.peers.get_mut(endpoint).and_then(|peer| peer.protocol.arrived()) {

@@ -34,7 +34,6 @@ pub(super) struct Waiting {
 }
 
 /// See the module. Part of a peer's entry.
-#[derive(Default)]
 pub(in crate::core) struct Outbox {
     next: u32,
     entries: usize,
@@ -46,6 +45,24 @@ pub(in crate::core) struct Outbox {
     /// Of notices sent, and of those that the peer has taken: their bytes, with the [extra](NOTICE_EXTRA).
     noticed: u64,
     credited: u64,
+    /// How far the one may be ahead of the other.
+    pub(super) notices_max: u64,
+}
+
+impl Default for Outbox {
+    fn default() -> Outbox {
+        Outbox {
+            next: 0,
+            entries: 0,
+            bytes: 0,
+            long: HashSet::new(),
+            notice: None,
+            waiting: VecDeque::new(),
+            noticed: 0,
+            credited: 0,
+            notices_max: NOTICES_MAX,
+        }
+    }
 }
 
 /// What a notice of so many bytes costs.
@@ -97,7 +114,7 @@ impl Outbox {
     }
 
     fn take_credit(&mut self, cost: u64) -> bool {
-        let fits = cost == 0 || self.noticed + cost <= self.credited + NOTICES_MAX;
+        let fits = cost == 0 || self.noticed + cost <= self.credited + self.notices_max;
         if fits {
             self.noticed += cost;
         }

@@ -4,13 +4,14 @@
 //! writes, in the order of the message stream, in one frame or in chunks, and no receive can match it. A key of 24
 //! bytes that begins with [`LISTS`], which no region's does, says what a write is:
 //!
-//! | bytes | mail | write or read of a view |
-//! |---|---|---|
-//! | 0..4 | [`LISTS`] | [`LISTS`] |
-//! | 4 | [`Sort`] | [`VIEW_ACCESS`] |
-//! | 5 | 0 | 1: the immediate is the caller's |
-//! | 8..12 | id | id of the view |
-//! | 12..16 | 0 | the notice behind it, or [`NOTHING`] |
+//! | bytes | mail | write or read of a view | short write with a notice |
+//! |---|---|---|---|
+//! | 0..4 | [`LISTS`] | [`LISTS`] | [`LISTS`] |
+//! | 4 | [`Sort`] | [`VIEW_ACCESS`] | [`PUT`] |
+//! | 5 | 0 | 1: the immediate is the caller's | the same |
+//! | 8..12 | id | id of the view | the same |
+//! | 12..16 | 0 | the notice behind it, or [`NOTHING`] | bytes of the notice, which go ahead of the rows' |
+//! | 16..24 | 0 | 0 | where in the view |
 //!
 //! Ids are the writer's, so that no answer is needed before they are used.
 
@@ -26,6 +27,7 @@ pub(crate) const LISTS: u32 = u32::MAX;
 /// No id.
 pub(crate) const NOTHING: u32 = u32::MAX;
 const VIEW_ACCESS: u8 = 255;
+const PUT: u8 = 254;
 
 /// Longest mail: rows of a million strides, with room to spare.
 pub(crate) const MAIL_MAX: u64 = 64 << 20;
@@ -84,6 +86,17 @@ pub(crate) enum Named {
         /// The immediate is the caller's.
         counts: bool,
     },
+    /// A notice and bytes for a view, which come together: the reader makes memory for both.
+    Put {
+        /// The view.
+        id: u32,
+        /// Bytes of the notice, ahead of the others.
+        notice: u32,
+        /// Where in the view the others go.
+        from: u64,
+        /// The immediate is the caller's.
+        counts: bool,
+    },
 }
 
 impl Sort {
@@ -96,16 +109,18 @@ impl Sort {
 impl Named {
     /// The key.
     pub(crate) fn key(self) -> proto::RegionKey {
-        let (sort, flag, id, behind) = match self {
-            Named::Mail { sort, id } => (sort as u8, false, id, 0),
-            Named::View { id, behind, counts } => (VIEW_ACCESS, counts, id, behind.unwrap_or(NOTHING)),
+        let (sort, flag, id, notice, from) = match self {
+            Named::Mail { sort, id } => (sort as u8, false, id, 0, 0),
+            Named::View { id, behind, counts } => (VIEW_ACCESS, counts, id, behind.unwrap_or(NOTHING), 0),
+            Named::Put { id, notice, from, counts } => (PUT, counts, id, notice, from),
         };
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&LISTS.to_le_bytes());
         key[4] = sort;
         key[5] = u8::from(flag);
         key[8..12].copy_from_slice(&id.to_le_bytes());
-        key[12..16].copy_from_slice(&behind.to_le_bytes());
+        key[12..16].copy_from_slice(&notice.to_le_bytes());
+        key[16..].copy_from_slice(&from.to_le_bytes());
         key
     }
 
@@ -119,6 +134,10 @@ impl Named {
         if key[4] == VIEW_ACCESS {
             let behind = Some(word(12)).filter(|behind| *behind != NOTHING);
             return Some(Named::View { id, behind, counts: key[5] != 0 });
+        }
+        if key[4] == PUT {
+            let from = u64::from(word(16)) | u64::from(word(20)) << 32;
+            return Some(Named::Put { id, notice: word(12), from, counts: key[5] != 0 });
         }
         Sort::of(key[4]).map(|sort| Named::Mail { sort, id })
     }
@@ -353,6 +372,7 @@ mod tests {
             Named::Mail { sort: Sort::View, id: 7 },
             Named::View { id: 3, behind: None, counts: true },
             Named::View { id: 0, behind: Some(9), counts: false },
+            Named::Put { id: 5, notice: 1 << 20, from: 1 << 40 | 3, counts: true },
         ] {
             assert_eq!(Named::of(&named.key()), Some(named));
         }

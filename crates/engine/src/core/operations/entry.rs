@@ -73,6 +73,8 @@ pub(super) struct Attached {
     pub(super) callback: Option<Callback>,
     /// The rows that are its memory.
     pub(super) part: Option<Part>,
+    /// Bytes of its memory that are none of those which it moves: the first.
+    pub(super) ahead: usize,
     /// What follows its end.
     pub(super) then: Option<Then>,
     /// The batch that it is part of.
@@ -280,6 +282,20 @@ impl Op {
     pub(crate) fn set_part(&mut self, part: Part, then: Option<Then>) {
         let attached = self.attached();
         (attached.part, attached.then) = (Some(part), then);
+    }
+
+    /// Its rows are read: their bytes are its memory from now on, behind the first `ahead`. Nothing follows its end.
+    pub(crate) fn pack(&mut self, mut bytes: Vec<u8>, ahead: usize) {
+        (self.ptr, self.len) = (bytes.as_mut_ptr(), bytes.len());
+        let rows = std::mem::replace(&mut self.keep, Keep::Nothing);
+        self.keep = Keep::Packed(Box::new((bytes, rows)));
+        let attached = self.attached();
+        (attached.ahead, attached.then) = (ahead, None);
+    }
+
+    /// Bytes of its memory ahead of those that it moves.
+    pub(crate) fn ahead(&self) -> u64 {
+        self.attached.as_ref().map_or(0, |attached| attached.ahead as u64)
     }
 
     /// That follows its end.

@@ -105,7 +105,9 @@ impl World {
             lists: random.below(2) == 0,
         });
         let caps: Vec<_> = caps.collect();
-        let nodes = [0, 1].map(|index| Node::new(index, config.clone(), random));
+        // Little more than the longest notice, so that the credit for them is exhausted.
+        let notices_max = random.pick(&[1600, 3000, 1 << 20]);
+        let nodes = [0, 1].map(|index| Node::new(index, config.clone(), notices_max, random));
         let actions = [(); 2].map(|()| draw(random, dangers));
         let mut faults = Vec::new();
         for _ in 0..if dangers.wires { 1 + random.below(4) } else { 0 } {
@@ -286,7 +288,8 @@ impl World {
             .collect::<Vec<_>>()
             .iter()
             .for_each(|at| of.end_region(*at));
-        for raised in of.core.take_notices(usize::MAX) {
+        // Whoever takes them is slow.
+        for raised in of.core.take_notices(self.random.below(3) as usize) {
             let number = check_notice(of, peer, &raised.bytes);
             of.noticed.push(number);
         }

@@ -125,10 +125,13 @@ fn strides(random: &mut Random, at: u64, like: Option<&[(u64, u64)]>) -> Vec<Str
 }
 
 impl Node {
-    pub(super) fn new(index: usize, config: proto::Config, random: &mut Random) -> Node {
+    pub(super) fn new(index: usize, config: proto::Config, notices_max: u64, random: &mut Random) -> Node {
         let mut core = Core::new(Log(LogLevel::Off), Arena::new(), Inbox::default());
         core.transfers.tables.clock.simulate(proto::Time(1));
         let endpoint = core.transfers().add_peer(config, "peer", Reach::Staged("simulated".to_owned()));
+        core.transfers.tables.hosted.notices_max = notices_max;
+        let peer = core.transfers.tables.peers.get_mut(endpoint).expect("a peer");
+        peer.outbox.notices_max = notices_max;
         let source = 1_000_000 + index as u64;
         let bytes = (0..PLACE * MOVES).map(|at| pattern(source, at as u64)).collect();
         let pools = [Pool::of(&mut core, 1, vec![0; PLACE * MOVES]), Pool::of(&mut core, 2, bytes)];
@@ -170,7 +173,8 @@ impl Node {
             of.memory.fill(0);
         }
         of.starts.push(number);
-        let bytes = if random.below(2) == 0 { notice(number, random.below(900) as usize) } else { Vec::new() };
+        let longest = random.pick(&[1, 30, 900]);
+        let bytes = if random.below(2) == 0 { notice(number, random.below(longest) as usize) } else { Vec::new() };
         let stale = of.dropped;
         let what = ListOperation {
             kind: of.kind,
@@ -326,6 +330,11 @@ pub(super) fn check_notice(node: &Node, peer: &Node, bytes: &[u8]) -> u64 {
     assert!(!node.noticed.contains(&number), "the notice of {number} came twice");
     let started = peer.started.iter().find(|of| of.number == number).expect("a notice of nobody");
     assert!(started.notice);
+    if started.of.is_none() {
+        let alone = |number: &u64| peer.started.iter().any(|of| of.number == *number && of.of.is_none());
+        let later = node.noticed.iter().find(|other| **other > number && alone(other));
+        assert!(later.is_none(), "the notice {number} came behind {later:?}");
+    }
     if let Some((at, from, end)) = started.of
         && peer.moves[at].kind == OpKind::Write
         && node.pools[0].ends < 3
