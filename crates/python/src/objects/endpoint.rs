@@ -218,7 +218,8 @@ impl Endpoint {
     /// notice : bytes
     ///     As for `Move.start`.
     /// imm : int, optional
-    ///     As for `write`.
+    ///     Of a write: counted in the region of the first row of `remote` once all bytes are there,
+    ///     once for each start, and not if the move fails.
     ///
     /// Returns
     /// -------
