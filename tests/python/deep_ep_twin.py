@@ -170,8 +170,9 @@ class TwinExperts(ExpertBuffer):
         self.lent: list[Any] = []
         self._sizes, self._ordinal = sizes, 0
         native: Any = Together(self.world.buffers[rank], meeting)
+        no_context: Any = None
         self._native = self._buffer = native
-        self._operations = TwinOperations(native, sizes, None)  # type: ignore[arg-type]
+        self._operations = TwinOperations(native, sizes, no_context)
 
     @property
     def destroyed(self) -> bool:

@@ -44,7 +44,7 @@ def test_results_are_copied_while_another_is_in_use() -> None:
     def rounds(buffer: TwinDeepEp) -> None:
         env = work.Env(torch, buffer)
         work.normal(env, 41)
-        buffer._machine.made[0].lent += [1, 2]  # type: ignore[attr-defined]
+        machine_of(buffer).made[0].lent += [1, 2]
         work.normal_kept(env, 3)
 
     on_ranks(2, rounds)
@@ -52,7 +52,7 @@ def test_results_are_copied_while_another_is_in_use() -> None:
 
 def test_streams_that_use_a_result(buffer: TwinDeepEp) -> None:
     def recorded(*tensors: Any) -> list[int]:
-        users = buffer._machine.made[-1].world.buffers[0].regions[-1].users  # type: ignore[attr-defined]
+        users = machine_of(buffer).made[-1].world.buffers[0].regions[-1].users
         before = len(users)
         for number, tensor in enumerate(tensors):
             tensor.record_stream(number)
@@ -74,7 +74,7 @@ def test_more_tokens() -> None:
 def test_the_first_buffer_is_as_large_as_the_program_said() -> None:
     def one(buffer: TwinDeepEp) -> list[int]:
         work.normal(work.Env(torch, buffer), 51)
-        return [made.most for made in buffer._machine.made]  # type: ignore[attr-defined]
+        return [made.most for made in machine_of(buffer).made]
 
     assert on_ranks(2, one, num_nvl_bytes=0) == [[128]] * 2
     assert on_ranks(2, one, num_nvl_bytes=1000 + 10 * 1024 + 5) == [[1024]] * 2
@@ -143,7 +143,7 @@ def test_ranks_meet_when_a_buffer_that_may_shrink_is_cleaned(shrink: int) -> Non
         work.normal(work.Env(torch, buffer), 91)
         work.low_latency(work.Env(torch, buffer), 92)
         buffer.clean_low_latency_buffer(work.MOST, work.HIDDEN, 16)
-        return buffer._machine.met  # type: ignore[attr-defined, no-any-return]
+        return machine_of(buffer).met
 
     assert on_ranks(2, one, enable_shrink=shrink) == [["expert"] * shrink] * 2
 
@@ -151,7 +151,7 @@ def test_ranks_meet_when_a_buffer_that_may_shrink_is_cleaned(shrink: int) -> Non
 def test_ranks_that_have_left_are_left_out() -> None:
     def one(buffer: TwinDeepEp) -> None:
         work.low_latency(work.Env(torch, buffer, experts=18), 93)
-        (made,) = buffer._machine.made  # type: ignore[attr-defined]
+        (made,) = machine_of(buffer).made
         made.connected = lambda: [0, 1]
         status = torch.zeros(3, dtype=torch.int32)
         buffer.low_latency_query_mask_buffer(status)
@@ -162,6 +162,11 @@ def test_ranks_that_have_left_are_left_out() -> None:
 
 def alone(buffer: TwinDeepEp) -> TwinDeepEp:
     return buffer
+
+
+def machine_of(buffer: TwinDeepEp) -> Any:
+    """The double that it runs on."""
+    return buffer._machine
 
 
 @pytest.fixture
@@ -300,14 +305,14 @@ def test_scratch_memory_of_the_buffers_size(rdma: bool) -> None:
 
 
 def test_buffers_are_not_made_in_a_capture(buffer: TwinDeepEp) -> None:
-    buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+    machine_of(buffer).streams.capturing = True
     with pytest.raises(UsageError, match="num_worst_tokens is needed in a capture"):
         call(buffer)
     with pytest.raises(UsageError, match="run it once before the capture"):
         call(buffer, num_worst_tokens=4)
-    buffer._machine.streams.capturing = False  # type: ignore[attr-defined]
+    machine_of(buffer).streams.capturing = False
     call(buffer)
-    buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+    machine_of(buffer).streams.capturing = True
     assert call(buffer, num_worst_tokens=4)[0].shape == (4, 512)
 
 
@@ -315,7 +320,7 @@ def test_a_destroyed_buffer_says_so(buffer: TwinDeepEp) -> None:
     call(buffer)
     buffer.destroy()
     buffer.destroy()
-    assert all(made.destroyed for made in buffer._machine.made)  # type: ignore[attr-defined]
+    assert all(made.destroyed for made in machine_of(buffer).made)
     with pytest.raises(ClosedError, match="the buffer was destroyed"):
         call(buffer)
     with pytest.raises(ClosedError):
