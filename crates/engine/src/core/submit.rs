@@ -352,13 +352,14 @@ impl Core {
     pub(crate) fn progress_of(&self, op: OpId) -> Option<OpProgress> {
         let tables = &self.transfers.tables;
         let entry = tables.operations.op(op)?;
-        let (kind, total) = (entry.kind(), entry.len() as u64);
+        let (kind, len) = (entry.kind(), entry.len() as u64);
         let Some(endpoint) = entry.endpoint() else {
             let unmatched = tables.matcher.unexpected();
-            return Some(OpProgress { kind, peer: None, lanes: None, done: 0, total, unmatched, crowd: None });
+            return Some(OpProgress { kind, peer: None, lanes: None, done: 0, total: len, unmatched, crowd: None });
         };
         let peer = tables.peers.get(endpoint)?;
-        let (done, total) = peer.protocol.progress(op).unwrap_or((0, total));
+        let (done, total) = peer.protocol.progress(op).unwrap_or((0, len));
+        let (done, total) = (entry.moved(done), entry.moved(total));
         let lanes: Vec<_> = peer.lanes().iter().map(|lane: &LaneId| tables.lanes.name(*lane).to_string()).collect();
         let lanes = (!lanes.is_empty()).then(|| lanes.join(" "));
         let credit = proto::Config::default().message_credit;

@@ -18,7 +18,7 @@ use self::tracing::Tracing;
 use super::clock::Clock;
 use super::lanes::Lanes;
 use super::lists::hosted::Hosted;
-use super::operations::{Op, Operations};
+use super::operations::Operations;
 use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
 use super::totals::Totals;
@@ -186,7 +186,7 @@ impl Tables {
         let outcome = match result {
             Ok(mut receipt) => {
                 let Some(op) = self.operations.op(id) else { return };
-                receipt.bytes -= op.ahead().min(receipt.bytes);
+                receipt.bytes = op.moved(receipt.bytes);
                 let tag = if op.kind() == OpKind::Receive { tag } else { op.tag() };
                 let (kind, bytes, wire_ns, lane) = (op.kind(), receipt.bytes, receipt.wire_ns, receipt.lane);
                 let more = (receipt.protocol != proto::Protocol::Eager).then(|| {
@@ -224,8 +224,8 @@ impl Tables {
     #[cold]
     fn failure(&self, endpoint: EndpointId, id: OpId, failure: &proto::Failure, progress: u64) -> Error {
         let op = self.operations.op(id);
-        let (what, total) = op.map_or(("request", 0), |op| (op.kind().name(), op.len() as u64 - op.ahead()));
-        let progress = progress.saturating_sub(op.map_or(0, Op::ahead));
+        let (what, total) = op.map_or(("request", 0), |op| (op.kind().name(), op.moved(op.len() as u64)));
+        let progress = op.map_or(progress, |op| op.moved(progress));
         let (kind, hint) = match failure {
             proto::Failure::Truncated { message, .. } => {
                 (ErrorKind::Truncated, Some(format!("receive it into a buffer of at least {message} bytes")))

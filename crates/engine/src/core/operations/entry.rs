@@ -293,9 +293,9 @@ impl Op {
         (attached.ahead, attached.then) = (ahead, None);
     }
 
-    /// Bytes of its memory ahead of those that it moves.
-    pub(crate) fn ahead(&self) -> u64 {
-        self.attached.as_ref().map_or(0, |attached| attached.ahead as u64)
+    /// How many of the first so many bytes of its memory are those that it moves: a notice may stand ahead of them.
+    pub(crate) fn moved(&self, bytes: u64) -> u64 {
+        bytes.saturating_sub(self.attached.as_ref().map_or(0, |attached| attached.ahead as u64))
     }
 
     /// That follows its end.
