@@ -14,8 +14,8 @@ use proto::{DirectId, Memory, Offer, Role};
 
 use super::gpu::{GpuMemory, NoteFailed};
 use super::lanes::{PolledLane, PolledLanes};
-use super::lists::hosted::View;
 use super::lists::part::is_paired;
+use super::lists::view::View;
 use super::peer_memory::{create_domain, domain, space_of};
 use super::peers::Peer;
 use super::tables::Tables;
@@ -64,9 +64,7 @@ struct ActiveCopy {
     id: DirectId,
     memory: Memory,
     job: Job,
-    /// GPUs copy their memory by themselves; that of the host this thread copies.
-    space: Space,
-    /// Of memory of GPUs only.
+    /// When a copy of GPU memory began, which the GPU makes by itself; `None`: this thread copies.
     began: Option<Instant>,
     copy_ns: u64,
     stopping: bool,
@@ -83,7 +81,11 @@ impl ActiveCopy {
         pair: Option<Pair>,
     ) -> ActiveCopy {
         let began = (space == Space::Gpu).then(Instant::now);
-        ActiveCopy { endpoint, lane, id, memory, job, space, began, copy_ns: 0, stopping: false, pair }
+        ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false, pair }
+    }
+
+    fn space(&self) -> Space {
+        Space::of(self.began)
     }
 }
 
@@ -388,7 +390,7 @@ impl DirectCopies {
     /// Advances one copy, which is removed when it is over. Whether anything moved.
     fn step_one(&mut self, context: &mut Context<'_>, at: usize, budget: usize) -> bool {
         let active = &mut self.copies[at];
-        let (endpoint, space, state) = (active.endpoint, active.space, active.job.state);
+        let (endpoint, space, state) = (active.endpoint, active.space(), active.job.state);
         if active.stopping && space == Space::Gpu {
             let stopped = context.gpu.existing_link(endpoint).is_none_or(|link| link.stopped(state));
             if stopped {
@@ -447,7 +449,7 @@ impl DirectCopies {
                 self.end(context, at, true);
                 true
             }
-            Step::Failed(why) if active.space == Space::Gpu => {
+            Step::Failed(why) if active.space() == Space::Gpu => {
                 let (memory, push) = (active.memory, active.job.copy == Copy::Push);
                 context.warn_gpu(endpoint, memory, push, &why);
                 self.end(context, at, false);
@@ -492,7 +494,7 @@ impl DirectCopies {
     fn abandon(&mut self, gpu: &mut GpuMemory, which: impl Fn(&ActiveCopy) -> bool) {
         let (gone, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.copies).into_iter().partition(which);
         self.copies = kept;
-        for copy in gone.iter().filter(|copy| copy.space == Space::Gpu) {
+        for copy in gone.iter().filter(|copy| copy.space() == Space::Gpu) {
             if let Some(link) = gpu.existing_link(copy.endpoint) {
                 link.ended(copy.job.state);
             }

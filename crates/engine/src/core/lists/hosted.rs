@@ -4,135 +4,24 @@
 //! whose index has the bit [`LENT`], and engine code as [`Where`] its bytes are. Everything that a peer can make this
 //! end hold is counted per peer and has a maximum, all of which are in [`wire`](super::wire).
 
-use std::any::Any;
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use crossrail_gpu::Device;
 use crossrail_proto as proto;
-use crossrail_transport::{Domain, Index, List, Rows, Stride, Window};
+use crossrail_transport::{List, Rows, Stride};
 use crossrail_types::EndpointId;
 use proto::{Access, RegionFault, RegionRef};
 
+use super::view::{Charge, Installed, Theirs, View};
 use super::wire::{
-    self, ENTRIES_MAX, LISTS_MAX, MAIL_MAX, MAILS_MAX, NOTICE_EXTRA, NOTICE_MAX, NOTICES_MAX, Named, Sort, TheirRows,
+    self, ENTRIES_MAX, LISTS_MAX, MAIL_MAX, MAILS_MAX, NOTICE_EXTRA, NOTICE_MAX, NOTICES_MAX, Named, Sort,
 };
 use crate::memory::{RegionStride, Regions};
 
 /// Set in the index of what is lent here, and in no region's.
 pub(super) const LENT: u32 = 1 << 31;
-
-/// Bytes counted against [`LISTS_MAX`] for as long as anything holds what takes them.
-#[derive(Debug)]
-struct Charge {
-    total: Arc<AtomicU64>,
-    bytes: u64,
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        self.total.fetch_sub(self.bytes, Ordering::Relaxed);
-    }
-}
-
-/// Rows of our regions.
-#[derive(Debug)]
-struct Installed {
-    rows: Arc<Rows>,
-    regions: Vec<RegionRef>,
-    /// That of the first row.
-    first: RegionRef,
-    /// The GPU whose memory all of them are; `None`: host memory.
-    gpu: Option<Arc<Device>>,
-    _charge: Charge,
-}
-
-/// Rows of a peer's memory.
-#[derive(Debug)]
-struct Theirs {
-    told: TheirRows,
-    /// The length of every row, if they are equally long.
-    even: Option<u64>,
-    /// Found when it is first needed.
-    found: OnceLock<FoundRows>,
-    _charge: Charge,
-}
-
-#[derive(Debug)]
-struct FoundRows {
-    rows: Arc<Rows>,
-    /// What keeps them mapped.
-    _windows: Vec<Arc<dyn Any + Send + Sync>>,
-}
-
-/// A list over our regions, and what the peer pairs it with.
-#[derive(Debug)]
-pub(in crate::core) struct View {
-    pub(in crate::core) list: Arc<List>,
-    of: Arc<Installed>,
-    theirs: Option<(Arc<Theirs>, Index)>,
-    /// The same bytes in the peer's memory, found when first needed.
-    found: OnceLock<Option<Arc<List>>>,
-    _charge: Charge,
-}
-
-impl View {
-    /// Whether all our regions that it is over are registered.
-    fn is_live(&self, regions: &Regions) -> bool {
-        self.of.regions.iter().all(|region| regions.is_live(*region))
-    }
-
-    /// The GPU whose memory our rows are; `None`: host memory.
-    pub(in crate::core) fn gpu(&self) -> Option<&Arc<Device>> {
-        self.of.gpu.as_ref()
-    }
-
-    /// The same bytes in the peer's memory, by addresses at which this process maps them, and what keeps them mapped.
-    /// `None`: the peer's memory has not arrived yet.
-    ///
-    /// # Errors
-    /// Why they cannot be reached.
-    pub(in crate::core) fn theirs(&self, domain: &mut dyn Domain) -> Result<Option<(Arc<List>, Mapped)>, String> {
-        let (theirs, index) = self.theirs.as_ref().ok_or("the peer has not described its rows")?;
-        if theirs.found.get().is_none() {
-            match find_rows(&theirs.told, domain, self.gpu().map(|gpu| gpu.ordinal()))? {
-                Some(found) => drop(theirs.found.set(found)),
-                None => return Ok(None),
-            }
-        }
-        let list = self.found.get_or_init(|| {
-            let list = List::new(theirs.found.get()?.rows.clone(), index.clone())?;
-            list.fits(&self.list).then(|| Arc::new(list))
-        });
-        let list = list.clone().ok_or("the peer's rows do not pair with ours")?;
-        Ok(Some((list, theirs.clone())))
-    }
-}
-
-/// What keeps rows of a peer mapped.
-pub(in crate::core) type Mapped = Arc<dyn Any + Send + Sync>;
-
-/// Maps rows of the peer's memory, for one of our GPUs if they are of GPUs; `None`: it has not arrived yet.
-fn find_rows(told: &TheirRows, domain: &mut dyn Domain, gpu: Option<u32>) -> Result<Option<FoundRows>, String> {
-    let mut windows: Vec<Window> = Vec::new();
-    for of in &told.memory {
-        let len = usize::try_from(of.len).map_err(|error| error.to_string())?;
-        match domain.map(&of.descriptor, len, gpu).map_err(|error| error.to_string())? {
-            Some(window) => windows.push(window),
-            None => return Ok(None),
-        }
-    }
-    placed(told, windows).ok_or_else(|| "no rows".to_owned()).map(Some)
-}
-
-/// Rows in memory of the peer that is mapped.
-fn placed(told: &TheirRows, windows: Vec<Window>) -> Option<FoundRows> {
-    let place =
-        |s: &RegionStride| Stride { at: (windows[s.region as usize].ptr as u64).wrapping_add(s.stride.at), ..s.stride };
-    let rows = Arc::new(Rows::new(told.strides.iter().map(place).collect())?);
-    Some(FoundRows { rows, _windows: windows.into_iter().map(|window| window.keep).collect() })
-}
 
 /// What an entry is for.
 enum Purpose {
@@ -492,8 +381,7 @@ impl Told {
         if entries >= ENTRIES_MAX || self.lists.load(Ordering::Relaxed).saturating_add(bytes) > LISTS_MAX {
             return None;
         }
-        self.lists.fetch_add(bytes, Ordering::Relaxed);
-        Some(Charge { total: self.lists.clone(), bytes })
+        Some(Charge::new(&self.lists, bytes))
     }
 
     fn add_rows(&mut self, regions: &Regions, id: u32, bytes: &[u8]) {
@@ -524,8 +412,8 @@ impl Told {
         self.drop_one(Sort::Theirs, id);
         let Some(told) = wire::read_theirs(bytes) else { return };
         // Twice: as they were told, and as they were found.
-        if let Some(_charge) = self.admit(2 * wire::rows_weight(bytes)) {
-            self.theirs.insert(id, Arc::new(Theirs { even: told.even(), told, found: OnceLock::new(), _charge }));
+        if let Some(charge) = self.admit(2 * wire::rows_weight(bytes)) {
+            self.theirs.insert(id, Arc::new(Theirs::new(told, charge)));
         }
     }
 
@@ -538,9 +426,8 @@ impl Told {
         if let Some((theirs, index)) = &theirs {
             weight = weight.saturating_add(wire::weight(theirs.even, index));
         }
-        let Some(_charge) = self.admit(weight) else { return };
-        if let Some(list) = List::new(of.rows.clone(), view.index) {
-            let view = View { list: Arc::new(list), of, theirs, found: OnceLock::new(), _charge };
+        let Some(charge) = self.admit(weight) else { return };
+        if let Some(view) = View::new(of, view.index, theirs, charge) {
             self.views.insert(id, Arc::new(view));
         }
     }
@@ -608,6 +495,8 @@ mod tests {
     use crossrail_shm::Arena;
     use crossrail_types::Settings;
     use proto::Regions as _;
+
+    use crossrail_transport::Index;
 
     use super::*;
     use crate::memory::{Buffer, GpuTimes, Keep, OnGpu};

@@ -13,6 +13,7 @@ pub(in crate::core) mod outbox;
 pub(in crate::core) mod part;
 #[cfg(test)]
 mod tests;
+pub(in crate::core) mod view;
 pub(crate) mod wire;
 
 use std::any::Any;
