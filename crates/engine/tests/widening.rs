@@ -1,10 +1,13 @@
 //! More connections of a rail where much is to be carried, as many as both ends have threads for; and their loss.
 
+use std::collections::BTreeMap;
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
+use crossrail::{ConnectOptions, Context, Endpoint, ErrorKind, Settings, Worker, WorkerOptions};
 use crossrail_types::Log;
+use nix::sys::socket::{Shutdown, SockaddrStorage, getpeername, getsockname, shutdown};
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(60));
 
@@ -170,6 +173,39 @@ fn a_worker_whose_threads_have_enough_connections_takes_no_more() {
     assert_eq!(carrying(&ends), MOST);
 }
 
+/// Of a process that was killed the connections end one after the other. The last may be one over which nothing went yet:
+/// then nobody asked whether the peer had left, and its requests waited without end.
+#[test]
+fn a_peer_has_left_whichever_connection_was_the_last() {
+    const ADDRESS: &str = "127.0.0.68";
+    let pair = pair_of(ADDRESS, [(16, "auto"), (7, "auto")]);
+    let first = sockets(ADDRESS);
+    let begun = Instant::now();
+    while connections(&pair) < 3 {
+        assert_eq!(send(&pair.ab, &pair.b, 1 << 20, || {}), [format!("tcp/{ADDRESS}")], "a short transfer");
+        assert!(begun.elapsed() < LIMIT.unwrap(), "{} connections", connections(&pair));
+    }
+    let receive = pair.a.recv(vec![0; 8], 1, u64::MAX, Some(&pair.ab)).unwrap();
+    let now = sockets(ADDRESS);
+    now.listeners.iter().for_each(|fd| end(*fd));
+    first.connected.values().for_each(|fd| end(*fd));
+    let until = |count| {
+        while connections(&pair) != count {
+            assert!(begun.elapsed() < LIMIT.unwrap(), "{} connections", connections(&pair));
+            std::thread::yield_now();
+        }
+    };
+    until(2);
+    for (ports, fd) in &now.connected {
+        if !first.connected.contains_key(ports) {
+            end(*fd);
+        }
+    }
+    let failed = receive.wait(LIMIT).unwrap_err();
+    assert_eq!(failed.kind, ErrorKind::PeerDead, "{failed}");
+    assert!(!pair.ab.is_alive());
+}
+
 #[test]
 fn a_worker_that_closes_while_connections_are_dialled_ends_at_once() {
     for _ in 0..4 {
@@ -181,12 +217,35 @@ fn a_worker_that_closes_while_connections_are_dialled_ends_at_once() {
 
 /// Ends this process's connections from and to that address; how many there were.
 fn cut(address: &str) -> usize {
-    use nix::sys::socket::{Shutdown, SockaddrStorage, getpeername, getsockname, shutdown};
-    let is = |name: nix::Result<SockaddrStorage>| {
-        name.is_ok_and(|name| name.as_sockaddr_in().is_some_and(|name| name.ip().to_string() == address))
+    let open = sockets(address);
+    open.connected.values().for_each(|fd| end(*fd));
+    open.connected.len()
+}
+
+fn end(fd: RawFd) {
+    let _ = shutdown(fd, Shutdown::Both);
+}
+
+/// This process's sockets at an address.
+struct Sockets {
+    listeners: Vec<RawFd>,
+    /// By the ports here and there.
+    connected: BTreeMap<(u16, u16), RawFd>,
+}
+
+fn sockets(address: &str) -> Sockets {
+    let port = |name: nix::Result<SockaddrStorage>| {
+        let name = *name.ok()?.as_sockaddr_in()?;
+        (name.ip().to_string() == address).then(|| name.port())
     };
-    let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
-    let open = open.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let found = open.filter(|fd| is(getpeername(*fd)) && is(getsockname(*fd)));
-    found.filter(|fd| shutdown(*fd, Shutdown::Both).is_ok()).count()
+    let mut found = Sockets { listeners: Vec::new(), connected: BTreeMap::new() };
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+        let Some(fd) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        match (port(getsockname(fd)), port(getpeername(fd))) {
+            (Some(here), Some(there)) => drop(found.connected.insert((here, there), fd)),
+            (Some(_), None) => found.listeners.push(fd),
+            _ => {}
+        }
+    }
+    found
 }
