@@ -41,8 +41,9 @@
 //! On this shared machine the order of the first three varied between runs that did not alternate. The alternating
 //! runs and the CPU time decided. Later runs had sendmsg at 0.9 to 1.6 times the rate of vmsplice. `examples/raw_lane.rs` repeats the comparison of the two ways in use as a lane.
 //!
-//! The congestion control matters more than the copy. BBR, the default there, paces and costs up to a third of the
-//! rate. A lane within one machine therefore requests cubic; between machines the system's default stands.
+//! The congestion control matters more than the copy. BBR, the default there, paces and costs up to half the rate. A
+//! connection within one machine therefore requests cubic, before it is made: BBR's pacing stays with a socket that it
+//! has begun on. Between machines the system's default stands.
 //!
 //! For a payload sent by reference, `sent` means that the kernel holds references to the pages, not that it has read
 //! them: see [`crossrail_transport::Payload`]. splice(2) has no flag to suppress SIGPIPE. The Rust and Python runtimes

@@ -38,10 +38,7 @@ impl Binding {
     }
 
     fn name(&self) -> String {
-        match &self.device {
-            Some(device) => format!("{device} ({})", self.address),
-            None => self.address.to_string(),
-        }
+        self.device.as_ref().map_or_else(|| self.address.to_string(), |device| format!("{device} ({})", self.address))
     }
 
     /// The source address with `port`, and with the scope id that a link-local IPv6 address requires.
@@ -78,7 +75,14 @@ impl Binding {
 
 /// Whether `ip` is an address of this machine.
 fn is_local(ip: IpAddr) -> bool {
-    ip.is_loopback() || UdpSocket::bind((ip, 0)).is_ok()
+    ip.to_canonical().is_loopback() || UdpSocket::bind((ip, 0)).is_ok()
+}
+
+/// Within one machine there is nothing to probe or to pace, and BBR's pacing costs up to half the rate. Called before the
+/// socket is connected: one on which BBR has begun is paced under any other algorithm, too. Accepted connections have
+/// their listener's. If neither is available, the system's default is as good as any.
+fn choose_congestion(socket: &SockRef<'_>, within: bool) {
+    let _ = within.then(|| socket.set_tcp_congestion(b"cubic").or_else(|_| socket.set_tcp_congestion(b"reno")));
 }
 
 /// Listens on a rail's address; `port` 0 selects any free port. The listener is in blocking mode. The wildcard `::`
@@ -88,15 +92,16 @@ fn is_local(ip: IpAddr) -> bool {
 /// `Usage` if the port is in use or not permitted, or the address does not belong to this machine; otherwise `Io`.
 pub fn listen(binding: &Binding, port: u16) -> Result<TcpListener> {
     let address = binding.socket_address(port, 0);
-    let open = || -> io::Result<(Socket, &'static str)> {
+    let open = || -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
         if address.is_ipv6() {
             socket.set_only_v6(!address.ip().is_unspecified())?;
         }
         socket.set_reuse_address(true)?;
-        Ok((socket, "bind"))
+        choose_congestion(&SockRef::from(&socket), binding.address.to_canonical().is_loopback());
+        Ok(socket)
     };
-    let (socket, _) = open().map_err(|source| Error::io("listen", "socket", &source))?;
+    let socket = open().map_err(|source| Error::io("listen", "socket", &source))?;
     socket
         .bind(&address.into())
         .and_then(|()| socket.listen(BACKLOG))
@@ -154,6 +159,7 @@ pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) ->
                 .with_hint("`ip address` lists this machine's addresses")
         })?;
     }
+    choose_congestion(&SockRef::from(&socket), is_local(remote.ip()));
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(fail(ErrorKind::Timeout, "the deadline has passed".into()));
@@ -208,11 +214,7 @@ impl Options {
     pub(crate) fn apply(&self, stream: &TcpStream) -> Result<()> {
         let socket = SockRef::from(stream);
         let fail = |call: &'static str| move |source: io::Error| Error::io("connect", call, &source);
-        if stream.peer_addr().is_ok_and(|peer| is_local(peer.ip())) {
-            // Within one machine there is nothing to probe or pace, and BBR's pacing costs up to a third of the rate.
-            // If neither algorithm is available, the system's default is as good as any.
-            let _ = socket.set_tcp_congestion(b"cubic").or_else(|_| socket.set_tcp_congestion(b"reno"));
-        }
+        choose_congestion(&socket, stream.peer_addr().is_ok_and(|peer| is_local(peer.ip())));
         stream.set_nonblocking(true).map_err(fail("O_NONBLOCK"))?;
         socket.set_tcp_nodelay(true).map_err(fail("TCP_NODELAY"))?;
         socket.set_tcp_user_timeout(Some(self.user_timeout)).map_err(fail("TCP_USER_TIMEOUT"))?;

@@ -22,6 +22,18 @@ fn each_rail_uses_its_own_source_address() {
 }
 
 #[test]
+fn both_ends_of_a_connection_within_one_machine_are_made_without_bbr() {
+    for address in ["127.0.0.1", "127.0.0.2", "::1"] {
+        let (dialled, accepted) = streams(address, address);
+        for end in [&dialled, &accepted] {
+            let name = SockRef::from(end).tcp_congestion().expect("a connection");
+            let name = String::from_utf8_lossy(&name);
+            assert!(["cubic", "reno"].contains(&name.trim_end_matches('\0')), "{address}: {name}");
+        }
+    }
+}
+
+#[test]
 fn errors_of_listen_and_dial_have_hints() {
     let first = listen(&binding("127.0.0.1"), 0).expect("a free port");
     let taken = first.local_addr().expect("bound");
