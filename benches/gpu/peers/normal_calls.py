@@ -25,9 +25,8 @@ import ranks as processes
 from host_calls import aligned
 
 HIDDEN, TOPK, BLOCK = 7168, 8, 128
-EXPERTS_PER_RANK = {8: 144, 128: 144}
-"""By tokens; a larger number has those of prefill."""
-PREFILL_EXPERTS_PER_RANK = 128
+EXPERTS_PER_RANK = 128
+"""The most that V1's normal mode takes."""
 MOST_E4M3 = 448.0
 NVL_BYTES = 1 << 30
 
@@ -86,7 +85,7 @@ class Layer:
     def __init__(self, torch: Any, dist: Any, module: Any, tokens: int, dtype: str) -> None:
         self.torch, self.module, self.tokens, self.host_waits = torch, module, tokens, self.waits[0]
         self.ranks = dist.get_world_size()
-        self.experts = EXPERTS_PER_RANK.get(tokens, PREFILL_EXPERTS_PER_RANK) * self.ranks
+        self.experts = EXPERTS_PER_RANK * self.ranks
         torch.manual_seed(dist.get_rank())
         rows = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
         self.x = rows if dtype == "bf16" else cast(torch, rows)
