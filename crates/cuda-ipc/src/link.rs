@@ -104,7 +104,7 @@ impl Link {
 
     /// Whether a descriptor is one of GPU memory.
     pub fn knows(descriptor: &Descriptor) -> bool {
-        RemoteRange::decode(descriptor).is_ok()
+        RemoteRange::is_kind_of(descriptor)
     }
 
     /// The next note for the peer, with its file descriptors. It stays until [`Link::sent`].

@@ -45,12 +45,16 @@ impl RemoteRange {
         bytes
     }
 
+    /// Whether [`RemoteRange::decode`] takes it. Each descriptor of host memory is asked, so it says no more.
+    pub(crate) fn is_kind_of(bytes: &Descriptor) -> bool {
+        bytes[..4] == [KIND, 0, 0, 0]
+    }
+
     pub(crate) fn decode(bytes: &Descriptor) -> Result<RemoteRange, String> {
-        let mut reader = Reader(bytes);
-        let (Some(kind), Some(zeros)) = (reader.u8(), reader.array::<3>()) else { return Err(short()) };
-        if kind != KIND || zeros != [0; 3] {
-            return Err(format!("a descriptor of kind {kind} is not one of GPU memory"));
+        if !Self::is_kind_of(bytes) {
+            return Err(format!("a descriptor of kind {} is not one of GPU memory", bytes[0]));
         }
+        let mut reader = Reader(&bytes[4..]);
         match (reader.u32(), reader.u64(), reader.u64()) {
             (Some(piece), Some(address), Some(after)) => Ok(RemoteRange { piece, address, after }),
             _ => Err(short()),

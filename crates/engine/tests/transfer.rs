@@ -296,6 +296,27 @@ fn both_directions_at_once_under_load() {
 }
 
 #[test]
+fn many_single_copies_at_once_bring_each_message_into_its_own_memory() {
+    let pair = pair_of(&[("CROSSRAIL_TLS", "shm")]);
+    let sizes = [33_000, 64 << 10, 65_537, 100_003, 1_000_003, (128 << 10) + 1];
+    for (worker, endpoint) in [(&pair.b, &pair.ab), (&pair.a, &pair.ba)] {
+        let message = |at: usize| pattern(sizes[at % sizes.len()], at as u64);
+        let into = |at: usize| worker.recv(vec![0; message(at).len()], at as u64, u64::MAX, None).unwrap();
+        let receives: Vec<Request> = (0..100).map(into).collect();
+        let sends: Vec<Request> = (0..100).map(|at| endpoint.send(message(at), at as u64).unwrap()).collect();
+        for (at, (receive, send)) in receives.into_iter().zip(sends).enumerate() {
+            let receipt = receive.wait(LIMIT).unwrap();
+            assert!(receive.into_vec().unwrap() == message(at), "message {at}");
+            // Where the kernel may not copy, they go through the ring.
+            if endpoint.explain().large.contains("shm(cma)") {
+                assert_eq!(receipt.protocol, Protocol::Cma, "message {at}");
+            }
+            send.wait(LIMIT).unwrap();
+        }
+    }
+}
+
+#[test]
 fn a_transfer_cancelled_in_the_middle_ends_at_both_ends() {
     each(|transport, pair| {
         let size = 16 << 20;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crossrail_locks::PerProcess;
+use crossrail_transport::Copy;
 
 /// A peer's process as this process may name it.
 #[derive(Clone, Copy, Debug)]
@@ -17,49 +18,50 @@ impl Process {
         if pid > 0 { Ok(Process(pid)) } else { Err("the peer's process is not visible from this PID namespace".into()) }
     }
 
-    /// Reads `len` bytes at `remote` of the other process.
+    /// Copies `len` bytes from or to `remote` of the other process.
     ///
     /// # Safety
-    /// `local` must be writable for `len` bytes.
-    pub(crate) unsafe fn read(self, local: *mut u8, remote: u64, len: usize) -> Result<(), String> {
-        // SAFETY: by the contract; the kernel checks the remote range.
-        let call =
-            |mine: &libc::iovec, theirs: &libc::iovec| unsafe { libc::process_vm_readv(self.0, mine, 1, theirs, 1, 0) };
-        all(call, local, remote, len).map_err(|e| refusal("process_vm_readv", &e))
-    }
-
-    /// Writes `len` bytes at `remote` of the other process.
-    ///
-    /// # Safety
-    /// `local` must be readable for `len` bytes.
-    pub(crate) unsafe fn write(self, local: *const u8, remote: u64, len: usize) -> Result<(), String> {
-        // SAFETY: by the contract; the kernel only reads the local range and checks the remote one.
-        let call = |mine: &libc::iovec, theirs: &libc::iovec| unsafe {
-            libc::process_vm_writev(self.0, mine, 1, theirs, 1, 0)
-        };
-        all(call, local.cast_mut(), remote, len).map_err(|e| refusal("process_vm_writev", &e))
-    }
-}
-
-fn all(call: impl Fn(&libc::iovec, &libc::iovec) -> isize, local: *mut u8, remote: u64, len: usize) -> io::Result<()> {
-    let mut done = 0;
-    while done < len {
-        let mine = libc::iovec { iov_base: local.wrapping_add(done).cast(), iov_len: len - done };
-        let there = (remote as usize).wrapping_add(done);
-        let theirs = libc::iovec { iov_base: there as *mut libc::c_void, iov_len: len - done };
-        match usize::try_from(call(&mine, &theirs)) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(n) => done += n,
-            Err(_) => match io::Error::last_os_error() {
-                e if e.kind() == io::ErrorKind::Interrupted => {}
-                e => return Err(e),
-            },
+    /// `local` must be valid for `len` bytes, for writing when `copy` is `Pull`.
+    pub(crate) unsafe fn copy(self, copy: Copy, local: *mut u8, remote: u64, len: usize) -> Result<(), String> {
+        let mut done = 0;
+        while done < len {
+            let mine = piece(local.wrapping_add(done), len - done);
+            let theirs = piece((remote as usize).wrapping_add(done) as *mut u8, len - done);
+            // SAFETY: by the contract.
+            match unsafe { self.call(copy, &[mine], &[theirs]) } {
+                Ok(0) => return Err(refusal(copy, &io::ErrorKind::UnexpectedEof.into())),
+                Ok(n) => done += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(refusal(copy, &e)),
+            }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// One call for as many pieces; the bytes that were copied, from the first piece on.
+    ///
+    /// # Safety
+    /// `mine` must be valid, for writing when `copy` is `Pull`.
+    pub(crate) unsafe fn call(self, copy: Copy, mine: &[libc::iovec], theirs: &[libc::iovec]) -> io::Result<usize> {
+        let (ours, count) = (mine.as_ptr(), mine.len() as libc::c_ulong);
+        let (other, others) = (theirs.as_ptr(), theirs.len() as libc::c_ulong);
+        // SAFETY: by the contract; the kernel checks the remote ranges.
+        let copied = unsafe {
+            match copy {
+                Copy::Pull => libc::process_vm_readv(self.0, ours, count, other, others, 0),
+                Copy::Push => libc::process_vm_writev(self.0, ours, count, other, others, 0),
+            }
+        };
+        usize::try_from(copied).map_err(|_| io::Error::last_os_error())
+    }
 }
 
-fn refusal(call: &str, source: &io::Error) -> String {
+pub(crate) fn piece(at: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: at.cast(), iov_len: len }
+}
+
+fn refusal(copy: Copy, source: &io::Error) -> String {
+    let call = if copy == Copy::Pull { "process_vm_readv" } else { "process_vm_writev" };
     let why = match source.raw_os_error() {
         Some(libc::EPERM) => {
             "; needs ptrace permission (same user and dumpable, or CAP_SYS_PTRACE; Yama and seccomp may deny it)"
@@ -122,13 +124,13 @@ fn answer(secret: [u64; 2]) -> [u64; 2] {
 pub(crate) fn try_pull(process: Process, address: u64, secret: [u64; 2]) -> Result<(), String> {
     let mut found = [0u64; 2];
     // SAFETY: `found` has 16 writable bytes.
-    unsafe { process.read(found.as_mut_ptr().cast(), address, 16) }?;
+    unsafe { process.copy(Copy::Pull, found.as_mut_ptr().cast(), address, 16) }?;
     if found == secret { Ok(()) } else { Err("process_vm_readv: the PID the socket names is not the peer's".into()) }
 }
 
 /// Writes the answer next to it. Only after `try_pull` has shown that it is the peer.
 pub(crate) fn try_push(process: Process, address: u64, secret: [u64; 2]) -> Result<(), String> {
-    let words = answer(secret);
+    let mut words = answer(secret);
     // SAFETY: `words` has 16 readable bytes.
-    unsafe { process.write(words.as_ptr().cast(), address.wrapping_add(16), 16) }
+    unsafe { process.copy(Copy::Push, words.as_mut_ptr().cast(), address.wrapping_add(16), 16) }
 }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use crossrail_transport::{Copy, Descriptor, DirectKind, Domain, HALVES_MAX, Job, Step, Window};
 use crossrail_types::{Error, ErrorKind};
 
-use crate::cma::Process;
+use crate::cma::{Process, piece};
 use crate::copy;
 use crate::cursor::{Claim, Start, piece_len};
 use crate::lane::ShmLane;
@@ -25,6 +25,9 @@ use crate::peer_segment::{Identity, PeerSegment};
 
 const MAPPED: u8 = 1;
 const ADDRESS: u8 = 2;
+const GONE: &str = "the peer's process is gone";
+/// Bytes copied by one call for a row of jobs.
+const ROW_MAX: usize = 256 << 10;
 
 /// Where the other end of a copy is.
 enum Remote {
@@ -57,6 +60,11 @@ fn inside(map: &Mapping, id: u32, place: u64, len: usize) -> Result<*mut u8, Str
         Some(end) if end <= map.len() => Ok(map.ptr().wrapping_add(end - len)),
         _ => Err(format!("{len} bytes at {place} are not inside segment {id} of {} bytes", map.len())),
     }
+}
+
+/// Where this end claims pieces.
+fn start_of(job: &Job) -> Start {
+    if job.copy == Copy::Pull || job.len > HALVES_MAX { Start::Front } else { Start::Back }
 }
 
 fn refused(kind: ErrorKind, operation: &str, why: impl Into<String>) -> Error {
@@ -120,27 +128,24 @@ impl ShmLane {
     /// As `Domain::step`; `at + len <= job.len`, and `remote` was resolved for `job.len` bytes.
     unsafe fn copy_piece(job: &Job, remote: &Remote, at: usize, len: usize) -> Result<(), String> {
         let local = job.local.wrapping_add(at);
-        match (remote, job.copy) {
-            // SAFETY: by the contract; the mapping covers the range. The peer may write there meanwhile: then the
-            // bytes are garbage, which it could have put there before.
-            (Remote::Mapped(there), Copy::Pull) => unsafe {
-                copy::bytes(local, there.wrapping_add(at), len);
-                Ok(())
-            },
-            // SAFETY: as above.
-            (Remote::Mapped(there), Copy::Push) => unsafe {
-                copy::bytes(there.wrapping_add(at), local, len);
-                Ok(())
-            },
+        let there = match *remote {
+            Remote::Mapped(there) => there.wrapping_add(at),
             // SAFETY: by the contract.
-            (Remote::Process(process, address), Copy::Pull) => unsafe {
-                process.read(local, address.wrapping_add(at as u64), len)
+            Remote::Process(process, address) => unsafe {
+                return process.copy(job.copy, local, address.wrapping_add(at as u64), len);
             },
-            // SAFETY: by the contract.
-            (Remote::Process(process, address), Copy::Push) => unsafe {
-                process.write(local, address.wrapping_add(at as u64), len)
-            },
-        }
+        };
+        let (to, from) = if job.copy == Copy::Pull { (local, there) } else { (there, local) };
+        // SAFETY: by the contract; the mapping covers the range. The peer may write there meanwhile: then the bytes are
+        // garbage, which it could have put there before.
+        unsafe { copy::bytes(to, from, len) };
+        Ok(())
+    }
+
+    /// Whether the peer's process may be copied from or to: its PID may belong to another one by now. A system call, so only
+    /// ahead of copies.
+    fn is_there(&self, remote: &Remote) -> bool {
+        matches!(remote, Remote::Mapped(_)) || self.wire.peer_is_there()
     }
 
     /// The whole copy is this end's.
@@ -165,7 +170,7 @@ impl ShmLane {
     unsafe fn step_shared(&self, slot: u32, job: &mut Job, remote: &Remote, budget: usize) -> Step {
         let piece = piece_len(job.len);
         let pieces = job.len.div_ceil(piece);
-        let from = if job.copy == Copy::Pull || job.len > HALVES_MAX { Start::Front } else { Start::Back };
+        let from = start_of(job);
         let helps = job.helps || job.len > HALVES_MAX;
         let mut moved = 0;
         while moved < budget.max(1) {
@@ -178,8 +183,11 @@ impl ShmLane {
             };
             let at = index * piece;
             let len = piece.min(job.len - at);
-            // SAFETY: by the contract; index < pieces, so at + len <= job.len.
-            let copied = unsafe { Self::copy_piece(job, remote, at, len) };
+            let copied = match moved == 0 && !self.is_there(remote) {
+                true => Err(GONE.to_owned()),
+                // SAFETY: by the contract; index < pieces, so at + len <= job.len.
+                false => unsafe { Self::copy_piece(job, remote, at, len) },
+            };
             self.cursors.settle(slot, copied.is_ok());
             if let Err(why) = copied {
                 return Step::Failed(why);
@@ -218,19 +226,62 @@ impl Domain for ShmLane {
 
     unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step {
         let remote = match self.resolve(&job.remote, job.len) {
-            Ok(Remote::Process(..)) if !self.wire.peer_is_there() => {
-                // Its PID may belong to another process by now.
-                return Step::Failed("the peer's process is gone".into());
-            }
             Ok(remote) => remote,
             Err(why) => return Step::Failed(why),
         };
         match job.slot {
+            None if !self.is_there(&remote) => Step::Failed(GONE.to_owned()),
             // SAFETY: handed on.
             None => unsafe { Self::step_alone(job, &remote, budget) },
             // SAFETY: handed on.
             Some(slot) => unsafe { self.step_shared(slot, job, &remote, budget) },
         }
+    }
+
+    unsafe fn step_row(&mut self, row: &mut [&mut Job]) -> Result<usize, (usize, String)> {
+        let (Ok(process), Some(copy)) = (self.process.as_ref().copied(), row.first().map(|job| job.copy)) else {
+            return Ok(0);
+        };
+        let (mut claimed, mut bytes) = (Vec::with_capacity(row.len()), 0);
+        for (number, job) in row.iter().enumerate() {
+            let (Some(slot), ADDRESS, piece) = (job.slot, job.remote[0], piece_len(job.len)) else { continue };
+            while job.copy == copy
+                && bytes + piece <= ROW_MAX
+                && let Claim::Piece(index) = self.cursors.claim(slot, job.len.div_ceil(piece), start_of(job), false)
+            {
+                let len = piece.min(job.len - index * piece);
+                claimed.push((number, slot, index * piece, len));
+                bytes += len;
+            }
+        }
+        if claimed.is_empty() {
+            return Ok(0);
+        }
+        let place = |job: &Job, at: usize| word(&job.remote, 8).wrapping_add(at as u64);
+        let mine: Vec<_> =
+            claimed.iter().map(|(of, _, at, len)| piece(row[*of].local.wrapping_add(*at), *len)).collect();
+        let theirs: Vec<_> =
+            claimed.iter().map(|(of, _, at, len)| piece(place(row[*of], *at) as *mut u8, *len)).collect();
+        let there = self.wire.peer_is_there();
+        // SAFETY: by the contract: every piece is inside its job.
+        let whole = there && unsafe { process.call(copy, &mine, &theirs) }.is_ok_and(|copied| copied == bytes);
+        let mut failed = None;
+        for (number, slot, at, len) in claimed {
+            let job = &mut *row[number];
+            let copied = match whole {
+                true => Ok(()),
+                false if !there => Err(GONE.to_owned()),
+                // Which of them cannot be copied is found out one by one.
+                // SAFETY: as above.
+                false => unsafe { process.copy(copy, job.local.wrapping_add(at), place(job, at), len) },
+            };
+            self.cursors.settle(slot, copied.is_ok());
+            match copied {
+                Ok(()) => job.moved += len,
+                Err(why) => failed = failed.or(Some((number, why))),
+            }
+        }
+        failed.map_or(Ok(bytes), Err)
     }
 
     fn stop(&mut self, slot: u32) -> bool {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Barrier};
 use common::{Keeper, Piece, Random, byte, domain, pair_in, receive_direct, send_direct};
 use crossrail_shm::{Arena, Options, ShmLane};
 use crossrail_transport::conformance::skip;
-use crossrail_transport::{Copy, DirectKind, HALVES_MAX, Job, Lane, Step};
+use crossrail_transport::{Copy, Descriptor, DirectKind, HALVES_MAX, Job, Lane, Step};
 use crossrail_types::ErrorKind;
 
 /// Copies `len` bytes from `from` to `to`, both ends helping if `both`, and looks at every byte around it as well.
@@ -239,6 +239,69 @@ fn each_end_copies_its_half_until_it_helps() {
         assert_eq!(step(&mut a, &mut alone), Step::Moved(len));
         assert!(copied(0, len) && step(&mut a, &mut alone) == Step::Done, "{len} bytes");
         domain(&mut a).close(slot.expect("a free cursor"));
+    }
+}
+
+#[test]
+fn a_row_of_jobs_is_copied_at_once_and_one_that_cannot_be_fails_alone() {
+    let (mut a, mut b) = pair_in(&Options::default(), Arena::new(), Arena::new());
+    if b.report().cma_pull.is_err() || a.report().cma_push.is_err() {
+        return skip("CMA with ourselves is denied");
+    }
+    let lens = [64 << 10, 10, (96 << 10) + 1, (33 << 10) - 1, 256 << 10];
+    let bytes = |seed: usize, len: usize| (0..len).map(|at| (at * 7 + at / 4096 + seed) as u8).collect::<Vec<_>>();
+    for spoiled in [None, Some(2)] {
+        let sources: Vec<Vec<u8>> = lens.iter().enumerate().map(|(seed, len)| bytes(seed, *len)).collect();
+        let mut targets: Vec<Vec<u8>> = lens.iter().map(|len| vec![0; *len]).collect();
+        let slots: Vec<u32> = lens.iter().map(|len| domain(&mut a).open(*len).expect("a free cursor")).collect();
+        let job = |at: usize, local: *mut u8, mut remote: Descriptor, copy| {
+            if spoiled == Some(at) {
+                remote[8..16].copy_from_slice(&8u64.to_le_bytes());
+            }
+            Job { slot: Some(slots[at]), local, remote, len: lens[at], copy, moved: 0, state: 0, helps: false }
+        };
+        let described = |lane: &mut ShmLane, of: &[u8]| domain(lane).describe(of.as_ptr(), of.len()).expect("CMA").0;
+        let mut pulls: Vec<Job> = (0..lens.len())
+            .map(|at| job(at, targets[at].as_mut_ptr(), described(&mut a, &sources[at]), Copy::Pull))
+            .collect();
+        let mut pushes: Vec<Job> = (0..lens.len())
+            .map(|at| job(at, sources[at].as_ptr().cast_mut(), described(&mut b, &targets[at]), Copy::Push))
+            .collect();
+        // SAFETY: the memory of all jobs outlives them, and is not touched meanwhile.
+        let row = |lane: &mut ShmLane, jobs: &mut [Job]| unsafe {
+            domain(lane).step_row(&mut jobs.iter_mut().collect::<Vec<_>>())
+        };
+        let (pulled, pushed) = (row(&mut b, &mut pulls), row(&mut a, &mut pushes));
+        match spoiled {
+            None => {
+                // There was no room for a piece of the last, which are longer.
+                let halves = [32 << 10, 10, 64 << 10, 32 << 10, 0];
+                assert_eq!(pulls.iter().map(|job| job.moved).collect::<Vec<_>>(), halves);
+                assert_eq!(pulled, Ok(halves.iter().sum()));
+                let others = [32 << 10, 0, (32 << 10) + 1, 1023, 128 << 10];
+                assert_eq!(pushes.iter().map(|job| job.moved).collect::<Vec<_>>(), others);
+                assert_eq!(pushed, Ok(others.iter().sum()));
+                assert_eq!(row(&mut b, &mut pulls), Ok(128 << 10), "what there was no room for");
+            }
+            Some(at) => {
+                assert!(
+                    matches!(&pulled, Err((of, why)) if *of == at && why.contains("process_vm_readv")),
+                    "{pulled:?}"
+                );
+                assert_eq!(pulls[at].moved, 0);
+                row(&mut b, &mut pulls).expect("the others");
+            }
+        }
+        for (at, job) in pulls.iter_mut().enumerate() {
+            // SAFETY: as above.
+            let step = unsafe { domain(&mut b).step(job, 1) };
+            if spoiled == Some(at) {
+                assert!(matches!(step, Step::Failed(_)), "{step:?}");
+            } else {
+                assert_eq!((step, sources[at] == targets[at]), (Step::Done, true), "{} bytes", lens[at]);
+            }
+        }
+        slots.iter().for_each(|slot| domain(&mut a).close(*slot));
     }
 }
 

@@ -54,6 +54,8 @@ pub(super) struct DirectCopies {
     copies: VecDeque<ActiveCopy>,
     /// Bytes that this thread has copied in this pass.
     spent: usize,
+    /// When it last had copied some, or began the pass.
+    copied: Option<Instant>,
     /// Cursors of finished copies in which the peer was still copying a piece.
     closing: Vec<(LaneId, u32)>,
 }
@@ -68,6 +70,8 @@ struct ActiveCopy {
     began: Option<Instant>,
     copy_ns: u64,
     stopping: bool,
+    /// This end's half is copied, and the other is the peer's.
+    waits: bool,
     /// The lists that it copies between, in place of the job's memory.
     pair: Option<Pair>,
 }
@@ -81,11 +85,16 @@ impl ActiveCopy {
         pair: Option<Pair>,
     ) -> ActiveCopy {
         let began = (space == Space::Gpu).then(Instant::now);
-        ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false, pair }
+        ActiveCopy { endpoint, lane, id, memory, job, began, copy_ns: 0, stopping: false, waits: false, pair }
     }
 
     fn space(&self) -> Space {
         Space::of(self.began)
+    }
+
+    /// Whether each end copies its own half.
+    fn is_in_halves(&self) -> bool {
+        self.job.slot.is_some() && self.job.len <= HALVES_MAX && !self.stopping
     }
 }
 
@@ -289,6 +298,7 @@ impl DirectCopies {
         let alone = offer.slot.is_none();
         self.copies.push_back(ActiveCopy::new((endpoint, lane, id), memory, space, job, None));
         if alone {
+            self.copied = Some(Instant::now());
             self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
         }
         Begun::Copying
@@ -320,6 +330,7 @@ impl DirectCopies {
         let (local, remote, len) = (std::ptr::null_mut(), offer.descriptor, *len as usize);
         let job = Job { slot: None, local, remote, len, copy, moved: 0, state: 0, helps: true };
         self.copies.push_back(ActiveCopy::new((*endpoint, lane, *id), *memory, space, job, Some(pair)));
+        self.copied = Some(Instant::now());
         self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
         Begun::Copying
     }
@@ -341,6 +352,7 @@ impl DirectCopies {
     /// Advances the copies; whether anything moved, and the endpoints to settle.
     pub(super) fn step(&mut self, context: &mut Context<'_>) -> (bool, Vec<EndpointId>) {
         let mut ended = Vec::new();
+        self.copied = Some(Instant::now());
         let moved = self.step_each(context, false, &mut ended) || self.step_each(context, true, &mut ended);
         self.closing.retain(|(lane, cursor)| {
             let Some(domain) = context.polled.domain(*lane) else { return false };
@@ -356,14 +368,15 @@ impl DirectCopies {
     /// Advances every copy, of those that are divided in halves this end's half of the oldest ones; with `helps` only one of
     /// those, by a piece of the other half. Whether anything moved.
     fn step_each(&mut self, context: &mut Context<'_>, helps: bool, ended: &mut Vec<EndpointId>) -> bool {
-        let (mut moved, mut at, mut tried) = (false, 0, (None, 0));
         self.spent = 0;
+        let (mut moved, mut at) = (!helps && self.step_row(context), 0);
+        let (mut tried, mut waits) = ((None, 0), None);
         let most = if helps { 1 } else { COPY_BUDGET };
         while at < self.copies.len() {
             let (before, active) = (self.copies.len(), &mut self.copies[at]);
             let endpoint = active.endpoint;
             let mut budget = COPY_BUDGET;
-            if active.job.slot.is_some() && active.job.len <= HALVES_MAX && !active.stopping {
+            if active.is_in_halves() {
                 budget = most.saturating_sub(self.spent);
                 // In a row with one peer: one that has stopped does not delay copies with others.
                 let row = if tried.0 == Some(endpoint) { tried.1 } else { 0 };
@@ -372,6 +385,11 @@ impl DirectCopies {
                     continue;
                 }
                 tried = (Some(endpoint), row + 1);
+                // The peer goes by age, too.
+                if active.waits && waits == tried.0 && !helps {
+                    at += 1;
+                    continue;
+                }
                 active.job.helps = helps;
             } else if helps {
                 at += 1;
@@ -379,12 +397,48 @@ impl DirectCopies {
             }
             moved |= self.step_one(context, at, budget);
             if self.copies.len() < before {
-                ended.push(endpoint);
+                if ended.last() != Some(&endpoint) {
+                    ended.push(endpoint);
+                }
             } else {
+                if self.copies[at].waits {
+                    waits = Some(endpoint);
+                }
                 at += 1;
             }
         }
         moved
+    }
+
+    /// Advances this end's halves of the oldest copies with the same peer at once, where its link can. Whether anything moved.
+    fn step_row(&mut self, context: &mut Context<'_>) -> bool {
+        if self.copies.len() < 2 {
+            return false;
+        }
+        let Some((endpoint, lane)) = self.copies.iter().find(|of| of.is_in_halves()).map(|of| (of.endpoint, of.lane))
+        else {
+            return false;
+        };
+        let Some(domain) = context.polled.domain(lane) else { return false };
+        let (mut places, mut row) = ([0; AHEAD], Vec::with_capacity(AHEAD));
+        for (at, of) in self.copies.iter_mut().enumerate() {
+            if row.len() < AHEAD && of.is_in_halves() && of.endpoint == endpoint && of.lane == lane {
+                places[row.len()] = at;
+                row.push(&mut of.job);
+            }
+        }
+        let count = row.len();
+        // SAFETY: as in `step_one`, for every job.
+        match unsafe { domain.step_row(&mut row) } {
+            Ok(0) => false,
+            Ok(bytes) => {
+                self.spent = bytes;
+                let each = self.lap() / count as u64;
+                places[..count].iter().for_each(|at| self.copies[*at].copy_ns += each);
+                true
+            }
+            Err((number, why)) => self.advanced(context, places[number], Step::Failed(why)),
+        }
     }
 
     /// Advances one copy, which is removed when it is over. Whether anything moved.
@@ -406,7 +460,7 @@ impl DirectCopies {
                 Some(link) => unsafe { pair.step(link, &mut active.job, waited) },
                 None => Step::Failed("the link to the peer's GPU memory has ended".to_owned()),
             };
-            return self.advanced(context, at, step, Instant::now());
+            return self.advanced(context, at, step);
         }
         let Some(domain) = domain((context.gpu, context.polled), (endpoint, Some(active.lane)), space) else {
             self.end(context, at, false);
@@ -419,7 +473,7 @@ impl DirectCopies {
             }
             return stopped;
         }
-        let (started, before) = (Instant::now(), active.job.moved);
+        let before = active.job.moved;
         // SAFETY: `local` is the memory of an operation or a region that the protocol has not released: it is valid for
         // `len` bytes until the copy ends, which it does before `Done`, `Released` or `deregister` return.
         let step = unsafe {
@@ -428,24 +482,33 @@ impl DirectCopies {
                 _ => domain.step(&mut active.job, budget),
             }
         };
-        if space == Space::Host {
-            self.spent += active.job.moved - before;
+        let bytes = active.job.moved - before;
+        if space == Space::Host && bytes > 0 {
+            self.spent += bytes;
+            let took = self.lap();
+            self.copies[at].copy_ns += took;
         }
-        self.advanced(context, at, step, started)
+        self.advanced(context, at, step)
     }
 
-    /// Acts on a step of a copy that began at `started`. Whether anything moved.
-    fn advanced(&mut self, context: &mut Context<'_>, at: usize, step: Step, started: Instant) -> bool {
+    /// Nanoseconds since this thread had last copied something in this pass.
+    fn lap(&mut self) -> u64 {
+        let now = Instant::now();
+        self.copied.replace(now).map_or(0, |before| (now - before).as_nanos() as u64)
+    }
+
+    /// Acts on a step of a copy. Whether anything moved.
+    fn advanced(&mut self, context: &mut Context<'_>, at: usize, step: Step) -> bool {
         let active = &mut self.copies[at];
         let endpoint = active.endpoint;
         match step {
-            Step::Moved(bytes) => {
-                active.copy_ns += started.elapsed().as_nanos() as u64;
-                bytes > 0
+            Step::Moved(bytes) => bytes > 0,
+            Step::Waiting => {
+                active.waits = true;
+                false
             }
-            Step::Waiting => false,
             Step::Done => {
-                active.copy_ns += active.began.unwrap_or(started).elapsed().as_nanos() as u64;
+                active.copy_ns += active.began.map_or(0, |began| began.elapsed().as_nanos() as u64);
                 self.end(context, at, true);
                 true
             }

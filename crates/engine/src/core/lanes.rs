@@ -89,7 +89,9 @@ pub(crate) struct LaneRecord {
     rests: bool,
     /// Messages up to here go with their first frame.
     eager_max: usize,
-    /// Messages of memory that the peer can map are copied directly from here on.
+    /// Messages above are copied directly, if the lane can.
+    copied_min: usize,
+    /// Those of memory that the peer can map, above this already.
     mapped_min: usize,
     /// Messages up to here are carried with their first frame, whatever their memory.
     carried_max: usize,
@@ -129,6 +131,7 @@ impl LaneRecord {
             socket: false,
             rests: false,
             eager_max,
+            copied_min: eager_max,
             mapped_min: eager_max,
             carried_max: eager_max,
             alive: true,
@@ -196,10 +199,10 @@ impl LaneRecord {
         LaneRecord { rail: Some(rail), interface, ..self }
     }
 
-    /// Memory that the peer can map is copied directly from `min` bytes on.
-    pub(crate) fn mapped_from(self, min: usize) -> LaneRecord {
-        let carried_max = if self.caps.direct { self.eager_max.min(min) } else { self.eager_max };
-        LaneRecord { mapped_min: min, carried_max, ..self }
+    /// Messages of more than `any` bytes are copied directly, of memory that the peer can map those of more than `mapped`.
+    pub(crate) fn copied_above(self, any: usize, mapped: usize) -> LaneRecord {
+        let carried_max = if self.caps.direct { self.eager_max.min(any).min(mapped) } else { self.eager_max };
+        LaneRecord { copied_min: any, mapped_min: mapped, carried_max, ..self }
     }
 
     pub(crate) fn name(&self) -> &Arc<str> {
@@ -254,7 +257,7 @@ impl LaneRecord {
     /// Whether `len` bytes are copied directly; `mapped`: the peer can map them.
     #[inline(always)]
     pub(super) fn copies_directly(&self, len: usize, mapped: impl FnOnce() -> bool) -> bool {
-        self.caps.direct && (len > self.eager_max || (len > self.mapped_min && mapped()))
+        self.caps.direct && (len > self.copied_min || (len > self.mapped_min && mapped()))
     }
 
     // ---- the frame that goes next

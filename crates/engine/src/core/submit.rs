@@ -3,7 +3,7 @@
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
-use crossrail_transport::{Lane, LaneError, Payload, Post, Tx};
+use crossrail_transport::{DirectKind, Lane, LaneError, Payload, Post, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, Head, LaneId, OpId, Result};
 use proto::{Offer, Operation};
 
@@ -15,7 +15,7 @@ use super::tables::Tables;
 use super::{Core, LaneRecord, Transfers};
 use crate::memory::{Buffer, Space};
 
-/// From here on both ends of a direct copy copy at once.
+/// From here on both ends of a direct copy copy at once; where the kernel copies, at any length.
 const HELP_MIN: u64 = 128 << 10;
 
 impl Core {
@@ -398,7 +398,8 @@ impl Transfers {
                 return None;
             }
         };
-        let slot = if len as u64 >= HELP_MIN { domain.open(len) } else { None };
+        let both = len as u64 >= HELP_MIN || kind == DirectKind::Cma;
+        let slot = if both { domain.open(len) } else { None };
         if let Some(op) = tables.operations.op_mut(op) {
             op.set_cursor(slot);
             op.set_direct(kind);

@@ -93,7 +93,7 @@ fn attach(
         sessions.warn_of_cma(&peer.name, why);
     }
     let bulk = if cma.is_ok() { Cost::SHM_CMA } else { Cost::SHM_RING };
-    let eager = costs::eager_max(&Cost::SHM_RING, &bulk, EAGER_LIMIT);
+    let carried = costs::eager_max(&Cost::SHM_RING, &bulk, EAGER_LIMIT);
     let mapped = costs::eager_max(&Cost::SHM_RING, &Cost::SHM_MAPPED, EAGER_LIMIT);
     let way = |name: &str, cost: &Cost| explain::candidate(name, "shm", None, cost);
     let by_mapping = way("shm(mapped)", &Cost::SHM_MAPPED).chosen(&["large, Context.alloc"]);
@@ -118,14 +118,14 @@ fn attach(
     let mut large = format!(
         "{}, {}",
         explain::from_size(mapped, "shm(mapped) for Context.alloc memory"),
-        explain::from_size(eager, carrier)
+        explain::from_size(carried, carrier)
     );
     if super::cuda_ipc::reason(sessions, &peer, refused).is_none() {
         large.push_str(", cuda_ipc for GPU memory (above 1M the sender's GPU copies)");
     }
     let choice = Choice { small: "shm".to_owned(), large, rows };
     let endpoint = sessions.add_endpoint(&Shm, &peer.name, Some(&peer), choice, refused)?;
-    let record = LaneRecord::of(&lane, "shm", eager).mapped_from(mapped).resting();
+    let record = LaneRecord::of(&lane, "shm", EAGER_LIMIT).copied_above(carried, mapped).resting();
     sessions.add_polled_lane(endpoint, Box::new(lane), record, true)?;
     Ok(endpoint)
 }

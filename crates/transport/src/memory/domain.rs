@@ -137,6 +137,19 @@ pub trait Domain {
     /// `job.local` must be valid for `job.len` bytes, for writing when `job.copy` is `Pull`.
     unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step;
 
+    /// Copies pieces of this end's halves of several jobs, where one call of the system copies them for less than `step` would
+    /// one by one: a row of jobs with cursors, none longer than [`HALVES_MAX`], that the peer has not stopped. The bytes that
+    /// were copied; what is left is `step`'s.
+    ///
+    /// # Errors
+    /// A piece could not be copied: of which job in the row, and why. That job has failed at both ends.
+    ///
+    /// # Safety
+    /// As [`Domain::step`], for every job.
+    unsafe fn step_row(&mut self, _row: &mut [&mut Job]) -> std::result::Result<usize, (usize, String)> {
+        Ok(0)
+    }
+
     /// Stops both ends from claiming more of `slot`; true when no piece is being copied any longer.
     fn stop(&mut self, slot: u32) -> bool;
 
