@@ -8,8 +8,6 @@ One scenario is one process, which benches/gpu/run.py gives its own time. Every 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,13 +22,13 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import experts  # noqa: E402
-from findings import PEER_LIMIT_S, Found, Terms, peer  # noqa: E402
+from findings import Found, Terms, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, time_against, unpacked  # noqa: E402
 from kv import kv  # noqa: E402
 from normal import normal  # noqa: E402
 from sockets import PLAIN, RAILS, SOCKETS, tcp  # noqa: E402
-from steps import compiler, gpu_count  # noqa: E402
+from steps import gpu_count  # noqa: E402
 
 from crossrail_tools.report import Row, format_rate, format_size, median  # noqa: E402
 
@@ -249,23 +247,6 @@ def memory(terms: Terms, found: Found) -> None:
         found.outcomes.append(Outcome(work, ours, to_reach, met=None if failed else met, failed=failed, notes=notes))
 
 
-def kernels(terms: Terms, found: Found) -> None:
-    """Copy engines beside a kernel, where the crossover lies: nothing is judged."""
-    path = terms.scratch / "crossover.json"
-    done = subprocess.run(
-        [terms.pack / "examples" / "crossrail-cuda-ipc.crossover", "--json", path],
-        env={**os.environ, **compiler()},
-        capture_output=True,
-        text=True,
-        timeout=2 * PEER_LIMIT_S,
-        check=False,
-    )
-    print(done.stdout, done.stderr)
-    if done.returncode != 0:
-        raise RuntimeError(f"crossover: {done.stderr.strip()}")
-    found.more["crossover"] = json.loads(path.read_text())
-
-
 SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     # name: what it is, its limit in seconds, how many GPUs it needs
     "pair": (pair, 180, 2),
@@ -276,7 +257,6 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "memory": (memory, 60, 1),
     "kv": (kv, 240, 1),
     "nccl": (nccl, 400, 2),
-    "kernels": (kernels, 180, 2),
     "ep_decode": (experts.decode, 150, 2),
     "ep_prefill": (experts.prefill, 150, 2),
     "ep_sms": (experts.sms, 90, 2),
