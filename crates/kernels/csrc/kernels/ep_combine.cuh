@@ -180,10 +180,12 @@ struct Returns {
     u32 workers;
     u32 others;
     u32 units;
-    // Each lane's piece, and how many selections of its token are here. Of the first piece: each lane's row.
+    // Each lane's piece, and how many selections of its token are here. Of the first piece: each lane's row, and how many
+    // tokens its source sent.
     Return mine;
     u32 present = 0;
     u32 row = EP_NOWHERE;
+    u32 tokens = 0;
 
     __device__ __forceinline__ Returns(const EpCombineArgs &args, u32 warp, u32 lane) {
         const EpCommon &c = args.common;
@@ -197,14 +199,15 @@ struct Returns {
         look(c, worker, lane);
         Return first = mine.of(0);
         row = route_of(args, first.source, first.token, lane);
+        tokens = at<u32>(c.handle + c.parts.tokens, first.source);
     }
 
-    // The rows of the first piece come nearer; if there is none, others may. All lanes.
+    // The rows of the first piece come nearer. All lanes.
     __device__ __forceinline__ void prefetch(const EpCombineArgs &args, u32 lane) const {
-        const EpCommon &c = args.common;
         if (worker >= units) return;
-        // What the handle says of a token that was not sent is nothing.
-        bool has = row < (SLOTS ? 1 : LOCAL) * EP_R * c.max_tokens;
+        // What the handle says of a token that was not sent is of an earlier operation: the rows of all those together would
+        // keep the memory busy for longer than what is sent.
+        bool has = __shfl_sync(WHOLE_WARP, mine.token, 0) < tokens && row < (SLOTS ? 1 : LOCAL) * EP_R * args.common.max_tokens;
         u32 piece = worker % PIECES;
         prefetch_rows(has, args.y + row * args.y_stride + piece * EP_PIECE * 2ull, piece_elements(piece) * 2, lane);
     }
@@ -483,7 +486,6 @@ struct Parts {
 
 // Whether this is the last block of a launch that has seen which operation it is. One thread of each.
 __device__ __forceinline__ bool is_last_to_begin(u64 blocks) {
-    if (gridDim.x == 1) return true;
     if (atom_add_acq_rel_gpu_u64(blocks, 1) != gridDim.x - 1) return false;
     st_relaxed_gpu_u64(blocks, 0);
     return true;
