@@ -62,6 +62,11 @@ impl Regions for Table {
         }
     }
 
+    fn lend(&mut self, name: u64, len: u64) -> Result<RegionRef, RegionFault> {
+        let index = u8::try_from(name).ok().filter(|index| *index < 2).ok_or(RegionFault::Gone)?;
+        self.resolve(&region_key(index), 0, len, Access::Write)
+    }
+
     fn alive(&self, region: RegionRef) -> bool {
         self.0[region.index as usize]
     }
@@ -272,6 +277,7 @@ impl End {
         let Some(op) = self.op(len) else { return };
         let offset = u64::from(tag) * 256;
         let operation = match what & 3 {
+            0 if what & 128 != 0 => Operation::Put { name: tag.into(), key: region_key(tag & 1) },
             0 => Operation::Write { key: region_key(what >> 3 & 1), offset, imm: (what & 4 != 0).then_some(7) },
             1 => Operation::Read { key: region_key(what >> 3 & 1), offset },
             _ => Operation::Send { tag: tag.into() },

@@ -54,6 +54,13 @@ pub enum Operation {
         /// Told to the region's owner once all bytes are there.
         imm: Option<u32>,
     },
+    /// Our bytes into memory that the peer makes for them.
+    Put {
+        /// For what, where one frame holds all of them: the peer's [`Regions::lend`] is asked.
+        name: u64,
+        /// The same, for longer ones, which are written to offset 0 of it: [`Regions::resolve`] is.
+        key: RegionKey,
+    },
     /// The peer's region into our memory.
     Read {
         /// The region.
@@ -418,6 +425,10 @@ impl From<Short> for Event {
 pub trait Regions {
     /// Finds the region and checks that `offset..offset + len` may be accessed so.
     fn resolve(&mut self, key: &RegionKey, offset: u64, len: u64, access: Access) -> Result<RegionRef, RegionFault>;
+    /// Makes memory for `len` bytes of an [`Operation::Put`], which this end is told of once all of them are there.
+    fn lend(&mut self, _name: u64, _len: u64) -> Result<RegionRef, RegionFault> {
+        Err(RegionFault::Gone)
+    }
     /// Whether it is still registered.
     fn alive(&self, region: RegionRef) -> bool;
     /// Whether its bytes may go out with a frame of the message stream when the peer reads few of them. If not, they

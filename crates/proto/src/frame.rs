@@ -16,6 +16,7 @@
 //! | abort (`flags`: 0, or the code device) | writer's | | a text, when device |
 //! | write | writer's | length | key, offset, immediate, offer? |
 //! | write data | writer's | | the bytes |
+//! | put | writer's | name | the bytes |
 //! | read | writer's | target | key, offset, length, descriptor? |
 //! | read data | writer's serve | target | the bytes |
 //! | invite | reader's | | descriptor |
@@ -57,6 +58,7 @@ const HELP_ENDED: u8 = 13;
 const PUSHED: u8 = 14;
 const BYE: u8 = 15;
 const NOTHING: u8 = 16;
+const PUT: u8 = 17;
 const ACK: u8 = 32;
 const CHUNK: u8 = 33;
 const CHUNK_ACK: u8 = 34;
@@ -142,6 +144,13 @@ pub enum Frame {
     WriteData {
         /// As in its `Write`.
         op: u32,
+    },
+    /// The bytes of a small write to memory that the reader makes.
+    Put {
+        /// The writer's id of it.
+        op: u32,
+        /// What they are for.
+        name: u64,
     },
     /// Access to a region; the payload is a [`Read`].
     Read {
@@ -391,6 +400,7 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
             (frame, payload == if offer { 64 } else { 36 })
         }
         WRITE_DATA => (Frame::WriteData { op }, true),
+        PUT => (Frame::Put { op, name: tag }, true),
         READ => {
             let frame = Frame::Read { op, target: Target::unpack(tag), offer, chunks: flags & CHUNKS != 0 };
             (frame, payload == if offer { 64 } else { 40 })
@@ -431,6 +441,7 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
             (WRITE, flag(offer, OFFER) | flag(imm, IMM) | flag(data, DATA), op, len)
         }
         Frame::WriteData { op } => (WRITE_DATA, 0, op, 0),
+        Frame::Put { op, name } => (PUT, 0, op, name),
         Frame::Read { op, target, offer, chunks } => {
             (READ, flag(offer, OFFER) | flag(chunks, CHUNKS), op, target.pack())
         }

@@ -426,7 +426,7 @@ fn decoders_take_any_bytes() {
 /// A peer that asks and asks and never listens is cut off before its answers fill the memory.
 #[test]
 fn a_deaf_peer_is_cut_off() {
-    for zero_length_writes in [false, true] {
+    for asks in ["reads", "writes of nothing", "puts of nobody knows what"] {
         let mut end = End::new(1);
         let mut cut_off = None;
         let mut seq = 0;
@@ -439,13 +439,17 @@ fn a_deaf_peer_is_cut_off() {
                 end.receive(LaneId(0), &head, payload)
             };
             let mut payload = [0; 40];
-            let alive = if zero_length_writes {
-                payload[0] = 1;
-                let write = frame::Frame::Write { op: 1, len: 0, imm: false, data: true, offer: false };
-                send(&mut end, &write, &payload[..36]) && send(&mut end, &frame::Frame::WriteData { op: 1 }, &[])
-            } else {
-                let target = frame::Target { index: 0, serial: 0 };
-                send(&mut end, &frame::Frame::Read { op: 1, target, offer: false, chunks: false }, &payload)
+            let alive = match asks {
+                "writes of nothing" => {
+                    payload[0] = 1;
+                    let write = frame::Frame::Write { op: 1, len: 0, imm: false, data: true, offer: false };
+                    send(&mut end, &write, &payload[..36]) && send(&mut end, &frame::Frame::WriteData { op: 1 }, &[])
+                }
+                "reads" => {
+                    let target = frame::Target { index: 0, serial: 0 };
+                    send(&mut end, &frame::Frame::Read { op: 1, target, offer: false, chunks: false }, &payload)
+                }
+                _ => send(&mut end, &frame::Frame::Put { op: 1, name: 9 }, &payload),
             };
             end.drain();
             if !alive {
@@ -453,6 +457,6 @@ fn a_deaf_peer_is_cut_off() {
                 break;
             }
         }
-        assert!(cut_off.is_some_and(|round| round < 1000), "cut off after {cut_off:?} requests");
+        assert!(cut_off.is_some_and(|round| round < 1000), "cut off after {cut_off:?} {asks}");
     }
 }

@@ -104,7 +104,7 @@ impl From<&proto::Operation> for OpKind {
     fn from(operation: &proto::Operation) -> OpKind {
         match operation {
             proto::Operation::Send { .. } => OpKind::Send,
-            proto::Operation::Write { .. } => OpKind::Write,
+            proto::Operation::Write { .. } | proto::Operation::Put { .. } => OpKind::Write,
             proto::Operation::Read { .. } => OpKind::Read,
         }
     }

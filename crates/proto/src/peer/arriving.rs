@@ -210,6 +210,7 @@ impl Peer {
                 self.open_eager(now, op, tag, len, host.matcher)?
             }
             Frame::WriteData { op } => self.open_write_data(now, op, len, host)?,
+            Frame::Put { op, name } => self.open_put(now, op, (name, len), host)?,
             Frame::ReadData { serve, target } => {
                 let wanted = self.ins.place_read(target, serve, len)?;
                 wanted.then_some(What::Data { index: target.index })
@@ -299,6 +300,32 @@ impl Peer {
         }
         self.end_gone(now, index);
         Ok(None)
+    }
+
+    fn open_put(
+        &mut self,
+        now: Time,
+        op: u32,
+        (name, len): (u64, u32),
+        host: &mut Host<'_>,
+    ) -> Result<Option<What>, String> {
+        if self.answers.closing() {
+            self.answers.tell_failed(op, &Failure::Closed, &mut self.events);
+            return Ok(None);
+        }
+        // Before there is memory that only the operation's end would give back.
+        self.theirs.claim(op, Their::Open)?;
+        let region = match host.regions.lend(name, u64::from(len)) {
+            Ok(region) => region,
+            Err(fault) => {
+                self.theirs.free(op);
+                self.answers.tell_failed(op, &Failure::Region(fault), &mut self.events);
+                return Ok(None);
+            }
+        };
+        let (_, ins, _, mut cx) = self.parts(now);
+        let index = ins.begin_data(op, InKind::Write { region, base: 0, imm: Some(0) }, u64::from(len), &mut cx);
+        Ok(Some(What::Data { index }))
     }
 
     /// The region that a write goes to is gone.
@@ -433,6 +460,7 @@ impl Peer {
             Frame::Bye => self.bye(now, host.matcher),
             Frame::Eager { .. }
             | Frame::WriteData { .. }
+            | Frame::Put { .. }
             | Frame::ReadData { .. }
             | Frame::Nothing
             | Frame::Ack

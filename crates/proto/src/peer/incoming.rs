@@ -190,11 +190,12 @@ impl Ins {
         }
     }
 
-    /// A write whose bytes come in the next frame.
-    pub(super) fn begin_data(&mut self, their: u32, kind: InKind, len: u64, cx: &mut Context<'_>) {
+    /// A write whose bytes come in the next frame, or in the one that begins it. Its index.
+    pub(super) fn begin_data(&mut self, their: u32, kind: InKind, len: u64, cx: &mut Context<'_>) -> u32 {
         let index = self.begin(cx.now, their, kind, len, cx.accesses);
         self.table[index as usize].stage = InStage::Data;
         cx.theirs.set(their, Their::In(index));
+        index
     }
 
     /// Where a read of ours goes. `out`: its index among our operations.

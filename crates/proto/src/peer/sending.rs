@@ -444,7 +444,18 @@ impl Peer {
         }
         let done = self.answers.take_done();
         self.credit.take(0);
+        let what = match what {
+            Operation::Put { key, .. } if !short => Operation::Write { key, offset: 0, imm: Some(0) },
+            what => what,
+        };
         match what {
+            Operation::Put { name, .. } => {
+                let op = self.outs.begin_write(now, queued, lane, None, true);
+                let body = self.outs.take_follow().map_or(Body::None, |(_, body)| body);
+                let (out, seq) = self.seal(now, at, Frame::Put { op, name }, body, done);
+                self.outs.went_with(op - 1, seq);
+                out
+            }
             Operation::Send { tag } => {
                 let id = self.outs.begin_send(now, queued, lane, offer);
                 let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use crossrail_proto::{Access, RegionRef, Regions as _};
+use crossrail_proto::{Access, Operation, RegionRef, Regions as _};
 use crossrail_transport::{Descriptor, DirectKind, Domain, Index, Job, List, Step, Stride, Window};
 use crossrail_types::EndpointId;
 
@@ -27,6 +27,8 @@ const OVER: u8 = 2;
 const TAKE: u8 = 3;
 const END: u8 = 4;
 const GONE: u8 = 5;
+/// Sorts of mails from here on are rows with a notice.
+const ROWS: u8 = 128;
 
 /// A lane that maps all of the peer's memory that it describes and that is no longer than [`POOL`].
 struct FakeDomain(Arc<Vec<u8>>);
@@ -164,11 +166,16 @@ impl Fuzzed {
         shown.resolve(key, offset, len, access).ok()
     }
 
-    /// A mail that comes in whole.
+    /// A mail that comes in whole, or rows with a notice of the lower bits of `sort`.
     fn mail(&mut self, endpoint: EndpointId, sort: u8, id: u32, bytes: &[u8]) {
         let sorts = [Sort::Rows, Sort::Theirs, Sort::View, Sort::Notice, Sort::Behind, Sort::Credit, Sort::Drop];
-        let key = Named::Mail { sort: sorts[usize::from(sort) % sorts.len()], id }.key();
-        let Some(region) = self.resolve(endpoint, &key, (0, bytes.len() as u64), Access::Write) else { return };
+        let named = match sort.checked_sub(ROWS) {
+            Some(notice) => Named::Put { id, notice: u32::from(notice) },
+            None => Named::Mail { sort: sorts[usize::from(sort) % sorts.len()], id },
+        };
+        let Operation::Put { name, .. } = named.put() else { panic!("the reader makes memory for a mail") };
+        let mut shown = Shown { regions: &self.regions, hosted: &mut self.hosted, endpoint };
+        let Ok(region) = shown.lend(name, bytes.len() as u64) else { return };
         let Some(Where::Flat(at, len)) = self.hosted.memory(region) else { panic!("a mail has memory") };
         assert_eq!(len, bytes.len() as u64);
         // SAFETY: the mail's memory, of that length.
@@ -284,11 +291,6 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         [&[ACCESS, 0][..], &key, &0u64.to_le_bytes(), &len.to_le_bytes()].concat()
     };
     let over = [OVER, 128].to_vec();
-    // A notice of so many bytes, and as many for a view as are left.
-    let put = |notice, from, len: u64| {
-        let key = Named::Put { id: 3, notice, from, counts: true }.key();
-        [&[ACCESS, 0][..], &key, &0u64.to_le_bytes(), &len.to_le_bytes()].concat()
-    };
     vec![
         ("all", [mail(0, 1, &rows), mail(2, 3, &view(Index::All, None)), access(3, None, 1024), over.clone()].concat()),
         (
@@ -322,20 +324,7 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             [mail(0, 1, &uneven), mail(2, 3, &view(some(&[2, 5, 0]), None)), access(3, None, 201), over.clone()]
                 .concat(),
         ),
-        (
-            "put",
-            [
-                mail(0, 1, &rows),
-                mail(2, 3, &view(Index::All, None)),
-                put(8, 1000, 32),
-                put(8, 1000, 33),
-                put(0, 0, 1024),
-                over,
-                [GONE, 0].to_vec(),
-                [TAKE, 0].to_vec(),
-            ]
-            .concat(),
-        ),
+        ("put", [mail(0, 1, &rows), mail(2, 3, &view(Index::All, None)), puts(&over)].concat()),
         (
             "notices",
             [
@@ -349,6 +338,22 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             .concat(),
         ),
     ]
+}
+
+/// Rows with notices, whole and on their way.
+fn puts(over: &[u8]) -> Vec<u8> {
+    // A notice of so many bytes, and as many for a view as are left.
+    let put = |notice, from, len: usize| {
+        mail(ROWS + notice, 3, &[&wire::put_ahead(from, Some(5))[..], &vec![9; len]].concat())
+    };
+    // The same as a longer one, on its way.
+    let long = |notice, len: u64| {
+        let key = Named::Put { id: 3, notice }.key();
+        [&[ACCESS, 0][..], &key, &0u64.to_le_bytes(), &len.to_le_bytes()].concat()
+    };
+    let whole = [put(8, 1000, 32), put(8, 1000, 33), put(0, 0, 1024), put(9, 0, 8), put(1, u64::MAX, 2)].concat();
+    let under_way = [&long(8, 40)[..], over, &long(100, 90), &long(100, 200), over].concat();
+    [&whole[..], &under_way, &[GONE, 0, TAKE, 0]].concat()
 }
 
 fn mail(sort: u8, id: u8, bytes: &[u8]) -> Vec<u8> {

@@ -16,7 +16,7 @@ use proto::{Access, RegionFault, RegionRef};
 
 use super::view::{Charge, Installed, Theirs, View};
 use super::wire::{
-    self, ENTRIES_MAX, LISTS_MAX, MAIL_MAX, MAILS_MAX, NOTICE_EXTRA, NOTICE_MAX, NOTICES_MAX, Named, Sort,
+    self, ENTRIES_MAX, LISTS_MAX, MAIL_MAX, MAILS_MAX, NOTICE_EXTRA, NOTICE_MAX, NOTICES_MAX, Named, PUT_AHEAD, Sort,
 };
 use crate::memory::{RegionStride, Regions};
 
@@ -36,12 +36,10 @@ enum Purpose {
         notice: Option<Vec<u8>>,
         counts: bool,
     },
-    /// The first `notice` of the bytes are a notice, the others go to the view.
+    /// A notice of so many bytes, and rows that go to the view.
     Put {
         view: Arc<View>,
-        from: u64,
         notice: usize,
-        counts: bool,
         bytes: Box<[u8]>,
         read: bool,
     },
@@ -110,8 +108,8 @@ impl Default for Hosted {
 /// What a completed access leaves to the caller.
 pub(in crate::core) enum Arrived {
     Nothing,
-    /// The caller's immediate counts in that region.
-    Counts(RegionRef),
+    /// The caller's immediate counts in that region: this one, or that of the access.
+    Counts(RegionRef, Option<u32>),
     /// The peer has taken notices of ours: so many bytes of them in all.
     Credit(u64),
 }
@@ -202,10 +200,9 @@ impl Hosted {
                 };
                 Ok(self.lend(endpoint, Purpose::View { view, notice, counts }))
             }
-            Named::Put { id, notice, from, counts } => {
+            Named::Put { id, notice } => {
                 let view = told.live_view(regions, id)?;
-                let rows = len.checked_sub(u64::from(notice)).ok_or(RegionFault::Bounds)?;
-                if from.checked_add(rows).is_none_or(|end| end > view.list.bytes()) {
+                if len < PUT_AHEAD as u64 + u64::from(notice) {
                     return Err(RegionFault::Bounds);
                 }
                 let fits = notice_fits(u64::from(notice)) && told.has_room_for_mail(len);
@@ -215,7 +212,7 @@ impl Hosted {
                 told.notices += u64::from(notice) + NOTICE_EXTRA;
                 told.mails += len;
                 let (notice, bytes) = (notice as usize, vec![0; len as usize].into());
-                Ok(self.lend(endpoint, Purpose::Put { view, from, notice, counts, bytes, read: false }))
+                Ok(self.lend(endpoint, Purpose::Put { view, notice, bytes, read: false }))
             }
         }
     }
@@ -240,18 +237,24 @@ impl Hosted {
                 if let Some(bytes) = notice.take() {
                     self.raised.push_back(Raised { endpoint, bytes });
                 }
-                counted.map_or(Arrived::Nothing, Arrived::Counts)
+                counted.map_or(Arrived::Nothing, |region| Arrived::Counts(region, None))
             }
-            Some(Purpose::Put { view, from, notice, counts, bytes, read }) => {
+            Some(Purpose::Put { view, notice, bytes, read }) => {
                 if *read || !view.is_live(regions) || !self.peers.contains_key(&endpoint) {
                     return Arrived::Nothing;
                 }
+                let found = wire::read_ahead(bytes).and_then(|(from, imm, rest)| {
+                    let (notice, rows) = rest.split_at_checked(*notice)?;
+                    let end = from.checked_add(rows.len() as u64)?;
+                    (end <= view.list.bytes()).then_some((from, imm, notice, rows))
+                });
+                // What makes no sense is left out, with its notice.
+                let Some((from, imm, notice, rows)) = found else { return Arrived::Nothing };
                 *read = true;
-                let (notice, rows) = bytes.split_at(*notice);
-                // SAFETY: host memory of regions that are registered, inside the list by the check of the access.
-                unsafe { view.list.copy_in(*from, rows.as_ptr(), rows.len() as u64) };
+                // SAFETY: host memory of regions that are registered, inside the list by the check above.
+                unsafe { view.list.copy_in(from, rows.as_ptr(), rows.len() as u64) };
                 self.raised.push_back(Raised { endpoint, bytes: notice.to_vec() });
-                if *counts { Arrived::Counts(view.of.first) } else { Arrived::Nothing }
+                imm.map_or(Arrived::Nothing, |imm| Arrived::Counts(view.of.first, Some(imm)))
             }
             None => Arrived::Nothing,
         }
@@ -466,6 +469,11 @@ impl proto::Regions for Shown<'_> {
             None => self.regions.resolve(key, offset, len),
             Some(named) => self.hosted.resolve(self.regions, self.endpoint, named, (offset, len), access),
         }
+    }
+
+    fn lend(&mut self, name: u64, len: u64) -> Result<RegionRef, RegionFault> {
+        let named = Named::of_name(name).ok_or(RegionFault::Gone)?;
+        self.hosted.resolve(self.regions, self.endpoint, named, (0, len), Access::Write)
     }
 
     fn alive(&self, region: RegionRef) -> bool {

@@ -31,7 +31,7 @@ pub(crate) use self::outbox::Told;
 use self::outbox::{Outbox, Waiting, cost};
 use self::part::PAIRED;
 pub(crate) use self::part::{Part, Then};
-use self::wire::{Named, Reachable, Sort, TheirRows};
+use self::wire::{Named, PUT_AHEAD, Reachable, Sort, TheirRows};
 use super::operations::ROWS;
 use super::outcome::{OpKind, gone};
 use super::peer_memory::create_domain;
@@ -253,7 +253,7 @@ impl Transfers {
         bytes: Vec<u8>,
     ) -> (OpId, Operation) {
         let op = self.tables.operations.insert(kind, Some(endpoint), 0, bytes.into());
-        (op, Operation::Write { key: Named::Mail { sort, id }.key(), offset: 0, imm: Some(0) })
+        (op, Named::Mail { sort, id }.put())
     }
 
     fn start_mail(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) -> Option<OpId> {
@@ -440,20 +440,21 @@ fn pack(
     let rows = entry.len();
     let Part { list, from, gpu: None } = entry.part()?.clone() else { return None };
     let lane = transfers.tables.peers.get(endpoint)?.message_lane()?;
-    let len = notice.len() + rows;
+    let ahead = PUT_AHEAD + notice.len();
+    let len = ahead + rows;
     if len > transfers.tables.lanes.get(lane)?.eager_max()
         || paired && transfers.offer_pair(endpoint, rows as u64, Space::Host).is_some()
     {
         return None;
     }
-    let mut bytes = vec![0; len];
-    let (ahead, behind) = bytes.split_at_mut(notice.len());
-    ahead.copy_from_slice(notice);
+    let mut bytes = Vec::with_capacity(len);
+    bytes.extend(wire::put_ahead(offset, imm.filter(|_| counts)));
+    bytes.extend(notice);
+    bytes.resize(len, 0);
     // SAFETY: the rows are memory that the operation keeps.
-    unsafe { list.copy_out(from, behind.as_mut_ptr(), rows as u64) };
-    transfers.tables.operations.op_mut(op)?.pack(bytes, notice.len());
-    let key = Named::Put { id, notice: notice.len() as u32, from: offset, counts }.key();
-    Some((Operation::Write { key, offset: 0, imm }, len as u64))
+    unsafe { list.copy_out(from, bytes[ahead..].as_mut_ptr(), rows as u64) };
+    transfers.tables.operations.op_mut(op)?.pack(bytes, ahead);
+    Some((Named::Put { id, notice: notice.len() as u32 }.put(), len as u64))
 }
 
 impl Tables {
@@ -486,10 +487,13 @@ impl Tables {
 
     /// All bytes of a write are in place: its immediate counts, or it is a mail.
     pub(super) fn arrived(&mut self, endpoint: EndpointId, region: proto::RegionRef, imm: u32) {
-        let what =
-            if Hosted::is_lent(region) { self.hosted.arrived(&self.regions, region) } else { Arrived::Counts(region) };
+        let what = if Hosted::is_lent(region) {
+            self.hosted.arrived(&self.regions, region)
+        } else {
+            Arrived::Counts(region, None)
+        };
         match what {
-            Arrived::Counts(region) => self.regions.count(region, imm),
+            Arrived::Counts(region, of) => self.regions.count(region, of.unwrap_or(imm)),
             Arrived::Credit(taken) => {
                 if let Some(peer) = self.peers.get_mut(endpoint) {
                     peer.outbox.credit(taken);

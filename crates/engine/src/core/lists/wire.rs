@@ -1,17 +1,19 @@
 //! What two ends tell each other of lists, as bytes.
 //!
-//! It travels in *mails*: writes with an immediate to regions that the reader makes for them. So it goes the way of all
-//! writes, in the order of the message stream, in one frame or in chunks, and no receive can match it. A key of 24
-//! bytes that begins with [`LISTS`], which no region's does, says what a write is:
+//! It travels in *mails*: puts, for which the reader makes memory. So it goes the way of all writes, in the order of the
+//! message stream, in one frame or in chunks, and no receive can match it. A key of 24 bytes that begins with [`LISTS`],
+//! which no region's does, says what a write is; of a put in one frame the bytes 4..12 alone, its name:
 //!
-//! | bytes | mail | write or read of a view | short write with a notice |
+//! | bytes | mail | write or read of a view | short rows with a notice |
 //! |---|---|---|---|
 //! | 0..4 | [`LISTS`] | [`LISTS`] | [`LISTS`] |
 //! | 4 | [`Sort`] | [`VIEW_ACCESS`] | [`PUT`] |
-//! | 5 | 0 | 1: the immediate is the caller's | the same |
+//! | 5..8 | 0 | 1: the immediate is the caller's | bytes of the notice |
 //! | 8..12 | id | id of the view | the same |
-//! | 12..16 | 0 | the notice behind it, or [`NOTHING`] | bytes of the notice, which go ahead of the rows' |
-//! | 16..24 | 0 | 0 | where in the view |
+//! | 12..16 | 0 | the notice behind it, or [`NOTHING`] | 0 |
+//!
+//! Rows with a notice are [`PUT_AHEAD`] bytes (where in the view, the caller's immediate, whether there is one), the
+//! notice, and the rows.
 //!
 //! Ids are the writer's, so that no answer is needed before they are used.
 
@@ -45,6 +47,8 @@ pub(crate) const NOTICE_MAX: usize = 4 << 20;
 pub(crate) const NOTICE_EXTRA: u64 = 64;
 
 const KEY_LEN: usize = 24;
+/// Bytes ahead of rows with a notice.
+pub(crate) const PUT_AHEAD: usize = 16;
 const STRIDE_LEN: usize = 36;
 const THEIRS_LEN: usize = 32;
 
@@ -90,12 +94,8 @@ pub(crate) enum Named {
     Put {
         /// The view.
         id: u32,
-        /// Bytes of the notice, ahead of the others.
+        /// Bytes of the notice, below 2^24.
         notice: u32,
-        /// Where in the view the others go.
-        from: u64,
-        /// The immediate is the caller's.
-        counts: bool,
     },
 }
 
@@ -109,19 +109,32 @@ impl Sort {
 impl Named {
     /// The key.
     pub(crate) fn key(self) -> proto::RegionKey {
-        let (sort, flag, id, notice, from) = match self {
-            Named::Mail { sort, id } => (sort as u8, false, id, 0, 0),
-            Named::View { id, behind, counts } => (VIEW_ACCESS, counts, id, behind.unwrap_or(NOTHING), 0),
-            Named::Put { id, notice, from, counts } => (PUT, counts, id, notice, from),
+        let (sort, flag, id, behind) = match self {
+            Named::Mail { sort, id } => (sort as u8, 0, id, 0),
+            Named::View { id, behind, counts } => (VIEW_ACCESS, u32::from(counts), id, behind.unwrap_or(NOTHING)),
+            Named::Put { id, notice } => (PUT, notice, id, 0),
         };
         let mut key = [0; KEY_LEN];
         key[..4].copy_from_slice(&LISTS.to_le_bytes());
-        key[4] = sort;
-        key[5] = u8::from(flag);
+        key[4..8].copy_from_slice(&(flag << 8 | u32::from(sort)).to_le_bytes());
         key[8..12].copy_from_slice(&id.to_le_bytes());
-        key[12..16].copy_from_slice(&notice.to_le_bytes());
-        key[16..].copy_from_slice(&from.to_le_bytes());
+        key[12..16].copy_from_slice(&behind.to_le_bytes());
         key
+    }
+
+    /// The operation that brings its bytes to the reader, who makes memory for them.
+    pub(crate) fn put(self) -> proto::Operation {
+        let key = self.key();
+        let name = u64::from_le_bytes([key[4], key[5], key[6], key[7], key[8], key[9], key[10], key[11]]);
+        proto::Operation::Put { name, key }
+    }
+
+    /// What a name names, for which the reader makes memory; `None`: nothing of that kind.
+    pub(crate) fn of_name(name: u64) -> Option<Named> {
+        let mut key = [0; KEY_LEN];
+        key[..4].copy_from_slice(&LISTS.to_le_bytes());
+        key[4..12].copy_from_slice(&name.to_le_bytes());
+        Named::of(&key).filter(|named| !matches!(named, Named::View { .. }))
     }
 
     /// What `key` names; `None`: nothing of this module.
@@ -136,8 +149,7 @@ impl Named {
             return Some(Named::View { id, behind, counts: key[5] != 0 });
         }
         if key[4] == PUT {
-            let from = u64::from(word(16)) | u64::from(word(20)) << 32;
-            return Some(Named::Put { id, notice: word(12), from, counts: key[5] != 0 });
+            return Some(Named::Put { id, notice: word(4) >> 8 });
         }
         Sort::of(key[4]).map(|sort| Named::Mail { sort, id })
     }
@@ -317,6 +329,22 @@ pub(crate) fn read_view(bytes: &[u8]) -> Option<ViewOf> {
     reader.end(ViewOf { rows, index, theirs })
 }
 
+/// What a put begins with: where in the view the rows go, and the caller's immediate.
+pub(crate) fn put_ahead(from: u64, imm: Option<u32>) -> [u8; PUT_AHEAD] {
+    let mut ahead = [0; PUT_AHEAD];
+    ahead[..8].copy_from_slice(&from.to_le_bytes());
+    ahead[8..12].copy_from_slice(&imm.unwrap_or(0).to_le_bytes());
+    ahead[12] = u8::from(imm.is_some());
+    ahead
+}
+
+/// Reads it, and the rest; `None`: it is not there.
+pub(crate) fn read_ahead(bytes: &[u8]) -> Option<(u64, Option<u32>, &[u8])> {
+    let mut reader = Reader(bytes);
+    let (from, imm, [counts, ..]) = (reader.long()?, reader.word()?, reader.array::<4>()?);
+    Some((from, (counts != 0).then_some(imm), reader.0))
+}
+
 /// [`Sort::Drop`]: what the writer does not need any more.
 pub(crate) fn put_drop(dropped: &[(Sort, u32)]) -> Vec<u8> {
     dropped.iter().flat_map(|(sort, id)| [&[*sort as u8][..], &id.to_le_bytes()].concat()).collect()
@@ -372,9 +400,19 @@ mod tests {
             Named::Mail { sort: Sort::View, id: 7 },
             Named::View { id: 3, behind: None, counts: true },
             Named::View { id: 0, behind: Some(9), counts: false },
-            Named::Put { id: 5, notice: 1 << 20, from: 1 << 40 | 3, counts: true },
+            Named::Put { id: 5, notice: 1 << 20 | 7 },
         ] {
             assert_eq!(Named::of(&named.key()), Some(named));
+            let proto::Operation::Put { name, key } = named.put() else { panic!("a put") };
+            // Access to a view needs no memory.
+            let made = !matches!(named, Named::View { .. });
+            assert_eq!((Named::of_name(name), key), (made.then_some(named), named.key()));
+        }
+        assert_eq!(Named::of_name(0), None);
+        for imm in [None, Some(0), Some(u32::MAX)] {
+            let bytes = [&put_ahead(1 << 40 | 3, imm)[..], b"rest"].concat();
+            assert_eq!(read_ahead(&bytes), Some((1 << 40 | 3, imm, &b"rest"[..])));
+            assert!((0..PUT_AHEAD).all(|len| read_ahead(&bytes[..len]).is_none()));
         }
         assert_eq!(Named::of(&[0; KEY_LEN]), None);
         let mut key = Named::Mail { sort: Sort::Drop, id: 7 }.key();
