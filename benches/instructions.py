@@ -4,8 +4,8 @@ Without the page that `crossrail top` reads, which is written by the clock: unde
 times as long, that is many more times for a message than it really is. `make bench` counts with the page as well, which
 is an upper bound of its cost. It also counts round trips beside many endpoints over which nothing goes.
 
-`hotpath` (crates/bench/examples) runs N round trips of 8 bytes between two workers of one process, on one thread. It is
-counted within its round trips, for two values of N; the difference is without the first ones, which set up what the
+`hotpath` (crates/engine/examples) runs N round trips of 8 bytes between two workers of one process, on one thread. It
+is counted within its round trips, for two values of N; the difference is without the first ones, which set up what the
 others use. Start and end are left out because threads wait for each other there, for as long as it takes. The count
 depends on the compiler, so the baseline names the compiler that it was recorded with.
 
@@ -95,7 +95,7 @@ def baseline() -> dict[str, float]:
 
 def measure() -> dict[str, Any]:
     """Counts every transport; in the form of the baseline. Counting is exact, so one run is enough."""
-    program = build("crossrail-bench", "hotpath")
+    program = build("crossrail", "hotpath")
     return {
         "schema": SCHEMA,
         "environment": asdict(capture_environment()),
@@ -108,7 +108,7 @@ def count_all(_: Terms, __: Path) -> Result:
     """Counts every transport, compares with the baseline, and counts again with the page."""
     data = measure()
     outcomes = compared(data[FIGURES], baseline())
-    program = build("crossrail-bench", "hotpath")
+    program = build("crossrail", "hotpath")
     data[PAGED] = {transport: count(program, transport, pages="") for transport in TRANSPORTS}
     for transport, figure in data[PAGED].items():
         without = data[FIGURES][transport]

@@ -35,7 +35,7 @@ def test_idle_endpoints_cost_a_busy_one_nothing() -> None:
     if missing := [tool for tool in ("valgrind", "cargo") if shutil.which(tool) is None]:
         assert os.environ.get("CI") != "true", f"CI=true, but {missing} are not installed"
         pytest.skip(f"{' and '.join(missing)} not installed")
-    program = instructions.build("crossrail-bench", "hotpath")
+    program = instructions.build("crossrail", "hotpath")
     alone, beside = (instructions.count_beside(program, "shm", 8, idle) for idle in (0, 100))
     assert beside <= alone * (1 + instructions.IDLE_TOLERANCE), f"{alone:.0f} instructions, {beside:.0f} beside 100"
 
