@@ -66,6 +66,7 @@ _Row: TypeAlias = tuple[_RegionLike, int, int] | tuple[_RegionLike, int, int, in
 
 __all__ = [
     "ALL_BITS",
+    "CHECKED",
     "Awaited",
     "BesideEvent",
     "CombineArgs",
@@ -140,6 +141,7 @@ __all__ = [
 
 __version__: Final[str]
 ALL_BITS: Final[int]
+CHECKED: Final[bool]  # a build with debug assertions, as the tests run it
 
 @final
 class Context:
