@@ -21,7 +21,7 @@ from crossrail_tools.report import Report, Row, compact  # noqa: E402
 from harness import Outcome, bench  # noqa: E402
 
 PEER_LIMIT_S = 60.0
-DETAILS = ("iterations", "messages")
+DETAILS = ("iterations", "messages", "expert_tokens")
 """Fields of a row with some hundred bytes for each transfer or message."""
 
 
