@@ -16,15 +16,13 @@
 //! | `PolledLanes::awake` | the lanes beyond it rest: their peers send a wake-up although threads poll | `rest_idle` | the wake-up's event, or the lane's use | worker's lock |
 //! | `WakeUps::polling` | callers that make progress now | `enter` | `leave`, `sleep` | worker's lock |
 //! | `WakeUps::sleeping` | callers that wait for `Progress::done` | `sleep` | `wake` | worker's lock |
-//! | `WakeUps::dozing` | callers that make progress and sleep on group 0 meanwhile: with a background thread one at most | `doze` | `rouse` | worker's lock |
-//! | `WakeUps::resting` | the background thread does not look whether callers have stopped | the background thread, while one dozes | `leave`, which has it take over | worker's lock |
 //! | `WakeUps::observers` | callers that wait for something other than the end of an operation | `Progress::observe_until` | the same, at its end | worker's lock |
 //! | `WakeUps::caller_passes` | counts passes by callers, so that the background thread knows that they wait or poll | `leave`, `wake`, `test`, `notices`, `step` | never | worker's lock |
 //! | `BulkLane::wanted` | the protocol has something for this connection | `Transfers::notify_connections`, staging | the thread that polls it | atomic |
 //! | `BulkLane::dead` | the connection is to be dropped | `kill`, `take_for_dead` | never; the connection is removed | atomic |
 //! | `BulkLane::readiness` | epoll has reported its socket | whoever collects events | the thread that polls it | atomic |
 //! | `Group::pending` | one of the three is up for a connection of the group | whoever raises that one, after it | the thread that polls the group, before it checks those | atomic |
-//! | `Group::asleep` | how many threads sleep on the group, or are about to; the last one drains the wake-up | `about_to_sleep`, before its last check for work | the same thread, awake again | atomic, sequentially consistent |
+//! | `Group::asleep` | the thread of the group sleeps, or is about to | `about_to_sleep`, before its last check for work | the same thread, awake again | atomic, sequentially consistent |
 //! | `Inbox::up` | stagers have left completions | the stager's thread | the next pass, or the stager itself if it gets the lock | atomic |
 //! | `Tasks::any` | callers have left work for whoever makes progress | `Progress::defer` | whoever runs the last task | the list's lock |
 //! | `EventsFd::wanted` | the user has asked for the event descriptor | `fd` | never | atomic |
@@ -42,8 +40,6 @@ pub(crate) struct WakeUps {
     chunk_queued: bool,
     polling: u32,
     sleeping: u32,
-    dozing: u32,
-    resting: bool,
     observers: u32,
     caller_passes: u64,
 }
@@ -106,29 +102,7 @@ impl WakeUps {
     pub(crate) fn leave(&mut self) -> bool {
         self.polling -= 1;
         self.caller_passes += 1;
-        self.polling == 0 && (self.sleeping > 0 || std::mem::take(&mut self.resting))
-    }
-
-    /// A caller that makes progress is about to sleep where the background thread does.
-    pub(crate) fn doze(&mut self) {
-        self.dozing += 1;
-    }
-
-    /// It is awake again.
-    pub(crate) fn rouse(&mut self) {
-        self.dozing -= 1;
-    }
-
-    #[inline]
-    pub(crate) fn is_anyone_dozing(&self) -> bool {
-        self.dozing > 0
-    }
-
-    /// Whether the background thread leaves everything to a caller that dozes, until callers stop: `still`, none has made a
-    /// pass since it last looked.
-    pub(crate) fn rest(&mut self, still: bool) -> bool {
-        self.resting = still && self.dozing > 0;
-        self.resting
+        self.sleeping > 0 && self.polling == 0
     }
 
     /// A caller that made progress goes to sleep. The background thread must take over.
@@ -157,12 +131,6 @@ impl WakeUps {
     #[inline]
     pub(crate) fn is_anyone_sleeping(&self) -> bool {
         self.sleeping > 0
-    }
-
-    /// Whether callers sleep, and whether any doze.
-    #[inline]
-    pub(crate) fn asleep(&self) -> (bool, bool) {
-        (self.sleeping > 0, self.dozing > 0)
     }
 
     /// Passes by callers so far.

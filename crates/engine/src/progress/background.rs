@@ -8,8 +8,6 @@ use super::{NAP_MAX, Progress};
 
 /// While callers make progress, the background thread checks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
-/// Shortest sleep: what wakes a thread takes longer.
-const NAP_MIN: Duration = Duration::from_micros(1);
 /// Callers that make a pass at least this often on average poll: they find what arrives sooner than the background thread,
 /// which would only take the lock and a processor from them, and have peers send wake-ups.
 const POLLS_EVERY: Duration = Duration::from_micros(20);
@@ -55,26 +53,15 @@ impl Progress {
             let wake_ups = core.wake_ups();
             let (passes, polling) = (wake_ups.caller_passes(), wake_ups.is_polling());
             let sleeping = wake_ups.is_anyone_sleeping();
-            let rests = wake_ups.rest(passes == seen);
             drop(core);
             if due {
                 self.publish();
-            }
-            if rests {
-                // What no event tells the caller of that sleeps on the sockets.
-                let mut core = self.core.lock();
-                core.timers();
-                let moved = core.pass(true, true);
-                self.after(core);
-                if self.poll_sockets(Some(Duration::ZERO)) || moved {
-                    self.connections.driven().wake();
-                }
             }
             if polling || (passes != seen && !sleeping) {
                 while self.run_tasks() {}
                 // Callers make progress themselves: check again when they may have stopped.
                 seen = passes;
-                std::thread::park_timeout(if rests { NAP_MAX } else { TICK });
+                std::thread::park_timeout(TICK);
                 continue;
             }
             self.drive();
@@ -92,12 +79,7 @@ impl Progress {
             let (passes, now) = (core.wake_ups().caller_passes(), Instant::now());
             let polls = pace.get_or_insert(Pace { passes, since: now }).is_polling(passes, now);
             if core.wake_ups().is_polling() || polls && !core.wake_ups().is_anyone_sleeping() {
-                let dozes = core.wake_ups().is_anyone_dozing();
                 self.after(core);
-                if dozes {
-                    // What has begun here is the caller's to go on with.
-                    self.connections.driven().wake();
-                }
                 return;
             }
             moved |= core.pass(true, true);
@@ -138,20 +120,18 @@ impl Progress {
         let waiting = self.tasks.are_waiting();
         let mut core = self.core.lock();
         core.timers();
-        let nap = core.next_timer().map_or(NAP_MAX, |at| at.saturating_duration_since(Instant::now()).min(NAP_MAX));
         let idle = !waiting
             && !core.is_busy()
             && !core.wake_ups().wants_connections()
-            && !core.wake_ups().is_polling()
             && !group.pending()
             && core.transfers().arm();
+        let nap = core.next_timer().map_or(NAP_MAX, |at| at.saturating_duration_since(Instant::now()).min(NAP_MAX));
         self.after(core);
         if !idle {
             group.awake();
             return true;
         }
-        // At least a moment: it counts as asleep until it has slept.
-        let moved = self.poll_sockets(Some(nap.max(NAP_MIN)));
+        let moved = self.poll_sockets(Some(nap));
         let mut core = self.core.lock();
         core.transfers().polled().disarm();
         self.after(core);

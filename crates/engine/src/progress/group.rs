@@ -2,7 +2,7 @@
 
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crossrail_locks::Mutex;
@@ -45,8 +45,7 @@ impl About {
 pub(crate) struct Group {
     epoll: Epoll,
     wake: EventFd,
-    /// Threads that sleep on it, or are about to.
-    asleep: AtomicUsize,
+    asleep: AtomicBool,
     /// By id.
     lanes: Mutex<Arc<Vec<Arc<BulkLane>>>>,
     /// One of the lanes must be polled.
@@ -74,7 +73,7 @@ impl Group {
         Ok(Group {
             epoll,
             wake,
-            asleep: AtomicUsize::new(0),
+            asleep: AtomicBool::new(false),
             lanes: Mutex::default(),
             pending: Arc::default(),
             count: AtomicUsize::new(0),
@@ -131,10 +130,10 @@ impl Group {
         self.lanes.lock().clone()
     }
 
-    /// Wakes the threads that sleep on this group, if any do.
+    /// Wakes the thread that sleeps on this group, if one does.
     #[inline]
     pub(crate) fn wake(&self) {
-        if self.asleep.load(Ordering::SeqCst) > 0 {
+        if self.asleep.load(Ordering::SeqCst) {
             self.wake_always();
         }
     }
@@ -159,7 +158,9 @@ impl Group {
             }
         };
         let found = self.epoll.wait(&mut events, timeout).unwrap_or(0);
-        let last = sleeps && self.awake();
+        if sleeps {
+            self.asleep.store(false, Ordering::SeqCst);
+        }
         let lanes = self.snapshot();
         for event in &events[..found] {
             let flags = event.events();
@@ -168,8 +169,8 @@ impl Group {
             let writable = flags.intersects(EpollFlags::EPOLLOUT | broken);
             let about = About::from_data(event.data());
             match about {
-                // Only the last sleeper drains it: whoever did before would send another one back to sleep.
-                About::Wake if last => {
+                // Only the sleeper drains it: another thread that did would send the sleeper back to sleep.
+                About::Wake if sleeps => {
                     let _ = self.wake.read();
                 }
                 About::Wake => {}
@@ -188,12 +189,11 @@ impl Group {
     /// The thread is about to sleep in [`Group::events`]. Call this first, then check for work once more, then sleep:
     /// work that is left in between finds the flag set and wakes the thread.
     pub(crate) fn about_to_sleep(&self) {
-        self.asleep.fetch_add(1, Ordering::SeqCst);
+        self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// It does not sleep, or does no longer. Whether no other one does.
-    pub(crate) fn awake(&self) -> bool {
-        self.asleep.fetch_sub(1, Ordering::SeqCst) == 1
+    pub(crate) fn awake(&self) {
+        self.asleep.store(false, Ordering::SeqCst);
     }
 
     /// Whether a connection has work and was not polled since.

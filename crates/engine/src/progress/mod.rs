@@ -13,7 +13,7 @@ mod tasks;
 mod threads;
 mod waits;
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::Thread;
 use std::time::Duration;
@@ -90,8 +90,8 @@ pub(crate) struct Progress {
     background: Mutex<Option<Thread>>,
     threads: Threads,
     closing: AtomicBool,
-    /// Waits left that take it that others want this processor: they did when a waiting thread last offered it.
-    crowded: AtomicU32,
+    /// Others took turns on this processor when a waiting thread last offered it to them.
+    crowded: AtomicBool,
     sessions: OnceLock<Weak<dyn SessionEvents>>,
 }
 
@@ -129,7 +129,7 @@ impl Progress {
             background: Mutex::new(None),
             threads: Threads::default(),
             closing: AtomicBool::new(false),
-            crowded: AtomicU32::new(0),
+            crowded: AtomicBool::new(false),
             sessions: OnceLock::new(),
         }))
     }
@@ -258,22 +258,23 @@ impl Progress {
         if (news & (CALLBACKS | THENS)) | u8::from(core.wake_ups().wants_connections()) != 0 {
             return self.after_rare(core, news, left);
         }
-        let asleep = core.wake_ups().asleep();
+        let sleepers = core.wake_ups().is_anyone_sleeping();
         drop(core);
         if news & FINISHED != 0 {
-            self.tell_finished(asleep);
+            self.tell_finished(sleepers);
         }
     }
 
-    /// An operation has finished. `sleepers`, `dozers`: callers sleep, or do on the sockets, as counted under the lock: one
-    /// that is only about to sleep is notified too, because it waits for the condition with the lock, and cannot miss this.
+    /// An operation has finished. `sleepers`: callers sleep, as counted under the lock: one that is only about to sleep is
+    /// notified too, because it waits for the condition with the lock, and cannot miss this.
     #[inline]
-    fn tell_finished(&self, (sleepers, dozers): (bool, bool)) {
+    fn tell_finished(&self, sleepers: bool) {
         self.events.tell();
         if sleepers {
             self.done.notify_all();
         }
-        if dozers {
+        if !self.manner.has_background {
+            // A caller may sleep on the sockets.
             self.connections.driven().wake();
         }
     }
@@ -284,7 +285,7 @@ impl Progress {
             core.follow_up();
             news = news & !THENS | core.operations().take_news();
         }
-        let asleep = core.wake_ups().asleep();
+        let sleepers = core.wake_ups().is_anyone_sleeping();
         let (connections, driver) = core.wake_ups().take();
         let callbacks = core.operations().take_callbacks();
         let Deferred { suspects, lost, ended, outgrown } = core.take_deferred();
@@ -316,7 +317,7 @@ impl Progress {
             None => self.threads.call_back(callbacks),
         }
         if news & FINISHED != 0 {
-            self.tell_finished(asleep);
+            self.tell_finished(sleepers);
         }
     }
 
@@ -419,6 +420,5 @@ impl Progress {
             self.log.warn(format_args!("CROSSRAIL_TRACE: {}: {error}; the trace of {name} is lost", folder.display()));
         }
         self.done.notify_all();
-        self.connections.driven().wake();
     }
 }

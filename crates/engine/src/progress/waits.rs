@@ -1,5 +1,6 @@
 //! Waiting callers: each makes progress itself while it waits.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -16,11 +17,10 @@ const SPIN: Duration = Duration::from_micros(30);
 const YIELD: Duration = Duration::from_micros(200);
 /// The same where there are cores to spare: a wake-up takes longer than most transfers that are still in flight.
 const YIELD_MANY: Duration = Duration::from_millis(5);
-/// A processor that was offered and comes back later than this has others to run.
-const TURN: Duration = Duration::from_micros(10);
-/// So many waits then sleep at once, before the processor is offered again: whom it is shared with has it meanwhile, and
-/// whatever is waited for wakes this thread.
-const CROWDED: u32 = 64;
+/// How long others run on an offered core if they take turns, as ends of other pairs do that wait for their peers in their
+/// turn: polling without pause would only hold those up. What runs longer computes, and has the core for a time slice
+/// each time that it is offered.
+const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(1);
 /// From this many processors on there are cores to spare.
 const MANY: usize = 8;
 /// Shortest and longest pause of a thread that waits for the work of the connections' threads; in between, a sixteenth
@@ -57,9 +57,9 @@ impl Progress {
             return Some(found);
         }
         core.wake_ups().enter();
-        if core.transfers().polled().disarm() && !core.wake_ups().is_anyone_dozing() {
+        if core.transfers().polled().disarm() {
             // The background thread sleeps on lanes that send it no wake-ups any more: wake it, so that it checks on
-            // us. A caller is woken when we leave.
+            // us.
             self.connections.driven().wake();
         }
         let awaited = awaited(&mut core);
@@ -92,15 +92,10 @@ impl Progress {
     #[inline]
     fn leave(&self, mut core: MutexGuard<'_, Core>) {
         let needed = core.wake_ups().leave();
-        let dozes = core.wake_ups().is_anyone_dozing();
         let asked = core.wake_ups().take_events();
         self.after(core);
         if asked {
             self.poll_sockets(Some(Duration::ZERO));
-        }
-        if dozes {
-            // It sleeps on lanes that send it no wake-ups any more, and what has begun is its to go on with.
-            self.connections.driven().wake();
         }
         if needed {
             self.hand_over();
@@ -208,7 +203,7 @@ impl<'a> Wait<'a> {
             return Look::Expired;
         }
         let idle = now - *self.idle_since.get_or_insert(now);
-        if idle < SPIN && (aside || progress.crowded.load(Ordering::Relaxed) == 0) {
+        if idle < SPIN && (aside || !progress.crowded.load(Ordering::Relaxed)) {
             return Look::Again(progress.core.lock());
         }
         // Control connections and link events are not polled while spinning.
@@ -218,26 +213,23 @@ impl<'a> Wait<'a> {
             (self.aside, self.idle, self.idle_since) = (false, 0, None);
             return Look::Again(progress.core.lock());
         }
-        let crowded = if aside { 0 } else { progress.crowded.load(Ordering::Relaxed) };
-        if idle < self.patience() && crowded == 0 {
+        if idle < self.patience() {
             self.aside = aside;
             if aside {
                 self.stand_aside(idle);
             } else {
                 let offered = Instant::now();
                 std::thread::yield_now();
-                if offered.elapsed() > TURN {
-                    progress.crowded.store(CROWDED, Ordering::Relaxed);
-                }
+                progress.crowded.store(TURN.contains(&offered.elapsed()), Ordering::Relaxed);
             }
             return Look::Again(progress.core.lock());
-        }
-        if crowded > 0 {
-            progress.crowded.store(crowded - 1, Ordering::Relaxed);
         }
         self.aside = false;
         self.idle_since = None;
         self.idle = 0;
+        if progress.manner.has_background {
+            return self.sleep(deadline, ready);
+        }
         self.doze(deadline, ready)
     }
 
@@ -256,66 +248,41 @@ impl<'a> Wait<'a> {
         if self.progress.environment.cores() >= MANY { YIELD_MANY } else { YIELD }
     }
 
-    /// Sleeps on the sockets itself: whoever were woken for it first would only wake it in turn.
+    /// Sleeps on the sockets itself, where there is no background thread.
     fn doze<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
         let group = progress.connections.driven();
-        let _sleeping = interrupt::sleeping(|| progress.waker());
         group.about_to_sleep();
         let mut core = progress.core.lock();
         // Another thread may have finished it since the last check.
-        let found = ready(&mut core);
-        if found.is_some() || core.is_closed() {
+        if let Some(found) = ready(&mut core) {
             group.awake();
             progress.leave(core);
-            return found.map_or(Look::Expired, Look::Found);
-        }
-        if progress.manner.has_background && core.wake_ups().is_anyone_dozing() {
-            group.awake();
-            return self.sleep(core, deadline, ready);
+            return Look::Found(found);
         }
         core.timers();
-        let now = Instant::now();
-        // The background thread looks every [`NAP_MAX`] at what no event tells of.
-        let longest = if progress.manner.has_background { Duration::MAX } else { NAP_MAX };
-        let left = deadline.saturating_duration_since(now).min(longest);
-        let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(now).min(left));
-        let busy = core.is_busy();
-        let idle = !busy && !nap.is_zero() && !group.pending() && core.transfers().arm();
-        core.wake_ups().doze();
+        let idle = !core.is_busy() && !group.pending() && core.transfers().arm();
+        let left = deadline.saturating_duration_since(Instant::now()).min(NAP_MAX);
+        let nap = core.next_timer().map_or(left, |at| at.saturating_duration_since(Instant::now()).min(left));
         progress.after(core);
+        let _sleeping = interrupt::sleeping(|| progress.waker());
         if idle && !interrupt::raised() {
             progress.poll_sockets(Some(nap));
         } else {
             group.awake();
         }
-        if busy {
-            // A copy is polled for; whoever makes it may need this processor.
-            std::thread::yield_now();
-        }
         let mut core = progress.core.lock();
-        core.wake_ups().rouse();
-        if core.transfers().polled().disarm() && progress.manner.has_background {
-            // Had it gone to sleep here when this caller began to wait: it is to leave that to callers.
-            group.wake();
-        }
+        core.transfers().polled().disarm();
         Look::Again(core)
     }
 
-    /// Leaves progress to the thread that dozes, or to the background thread, until something finishes.
-    fn sleep<T>(
-        &mut self,
-        mut core: MutexGuard<'a, Core>,
-        deadline: Instant,
-        ready: &mut impl FnMut(&mut Core) -> Option<T>,
-    ) -> Look<'a, T> {
+    /// Leaves progress to the background thread until something finishes.
+    fn sleep<T>(&mut self, deadline: Instant, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
         let progress = self.progress;
+        let _sleeping = interrupt::sleeping(|| progress.waker());
+        let mut core = progress.core.lock();
         core.wake_ups().sleep();
-        if core.wake_ups().is_anyone_dozing() {
-            progress.connections.driven().wake();
-        } else {
-            progress.hand_over();
-        }
+        progress.hand_over();
         let look = loop {
             if let Some(found) = ready(&mut core) {
                 break Look::Found(found);
