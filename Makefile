@@ -22,7 +22,7 @@ say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
 .PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
-	lint-rust lint-python check-aarch64 tested installed test-rust test-fuzz test-python test-pages pages pins rust \
+	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack \
 	models tsan miri deny engines fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate
 
@@ -67,21 +67,6 @@ build: rust $(TOOLS)
 	$(BIN)/python -m compileall -q python
 	$(BIN)/python packaging/nccl_plugin.py
 
-# What the tests run, of Rust and Python alike, is compiled once, with the checks of a debug build: a release takes as long
-# to link as half of the tests take. The extension is in the place of that of `make build`, until that is run again.
-TESTED := --locked --workspace --features crossrail/simulated-gpu
-PROGRAMS := --lib --bins --tests --example two_processes --example hotpath
-
-tested: rust $(TOOLS)
-	$(call say,build: what the tests run)
-	cargo build --quiet --profile test $(TESTED),pyo3/extension-module $(PROGRAMS)
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python packaging/for_tests.py $(CARGO_TARGET_DIR)/debug
-	$(BIN)/python -m compileall -q python
-
-# For what runs on either of them, and measures nothing.
-installed: $(TOOLS)
-	@$(BIN)/python -c "import crossrail" 2>/dev/null || $(MAKE) build
-
 demo: build
 	$(call say,what this machine has)
 	$(BIN)/crossrail info
@@ -118,7 +103,7 @@ lint-rust: check-aarch64
 	cargo run --quiet --locked --profile test --package xtask -- lint
 	cargo run --quiet --locked --profile test --package xtask -- unsafe
 
-lint-python: tested
+lint-python: build
 	$(call say,lint: ruff)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -129,11 +114,13 @@ lint-python: tested
 
 # With the fuzz targets on their corpora; without the test programs that need a GPU, which have test = false. Of the
 # examples, only those that tests run are built; clippy looks at all.
+TESTED := --locked --workspace --exclude crossrail-python --features crossrail/simulated-gpu
+
 test-rust: $(TOOLS)
 	$(call say,test: Rust)
-	cargo build --quiet --profile test $(TESTED),pyo3/extension-module $(PROGRAMS)
-	cargo test --quiet $(TESTED) --exclude crossrail-python --lib --bins --tests
-	cargo test --quiet $(TESTED) --exclude crossrail-python --doc
+	cargo build --quiet --profile test $(TESTED) --example two_processes --example hotpath
+	cargo test --quiet $(TESTED) --lib --bins --tests
+	cargo test --quiet $(TESTED) --doc
 
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
@@ -239,10 +226,8 @@ fuzz-python: $(TOOLS)
 # are safer: with more, tests wait longer than they may.
 TEST_WORKERS ?= 3
 
-test-python: tested
+test-python: build
 	$(call say,test: Python and test bed)
-	@# What the instruction gate counts is a release: made here, as it takes longer than a test may on a busy machine.
-	cargo build --quiet --release --locked --package crossrail --example hotpath
 	@# A thread of OpenBLAS spins for as long as all of a short process's other imports take.
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
 
@@ -347,14 +332,14 @@ bench: build
 	$(BIN)/python benches/run.py
 	@$(MAKE) --no-print-directory pages
 
-pages: installed
+pages: build
 	$(call say,pages: their tables and charts from benches/results)
 	$(BIN)/python -m crossrail_tools.cli.doctor.page >docs/doctor.md
 	$(BIN)/python benches/gpu/table.py docs/performance.md docs/performance-experts.md docs/design/trust.md
 	$(BIN)/python benches/pages.py
 
 # Left out of `make test`: Chromium is two dozen packages, more than everything else that the tests install.
-test-pages: installed
+test-pages: build
 	$(call say,test: pages in a browser)
 	$(BIN)/python benches/pages.py
 	$(BIN)/python -m pytest tests/pages

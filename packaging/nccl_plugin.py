@@ -28,14 +28,10 @@ def build(zig_target: str | None = None) -> None:
     subprocess.run([*command, "--", "-Cstrip=symbols"], cwd=ROOT, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
     built = target / (zig_target or "") / "release" / "libnccl_net_crossrail.so"
-    replace(LIBRARY, built)
-
-
-def replace(old: Path, new: Path) -> None:
-    """Puts a copy of a library in the place of another, in one step: a running program may have the old one loaded."""
-    copy = old.with_suffix(".new")
-    shutil.copyfile(new, copy)
-    copy.replace(old)
+    # Replaced in one step: a running program may have the old one loaded.
+    new = LIBRARY.with_suffix(".new")
+    shutil.copyfile(built, new)
+    new.replace(LIBRARY)
 
 
 def main() -> int:

@@ -66,7 +66,6 @@ _Row: TypeAlias = tuple[_RegionLike, int, int] | tuple[_RegionLike, int, int, in
 
 __all__ = [
     "ALL_BITS",
-    "CHECKED",
     "Awaited",
     "BesideEvent",
     "CombineArgs",
@@ -141,7 +140,6 @@ __all__ = [
 
 __version__: Final[str]
 ALL_BITS: Final[int]
-CHECKED: Final[bool]  # a build with debug assertions, as the tests run it
 
 @final
 class Context:

@@ -4,20 +4,15 @@ import base64
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
-
-from crossrail_tools.cli import reporting
-from crossrail_tools.report.environment import package_version
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,27 +132,3 @@ def test_every_tool_is_pinned_with_hashes() -> None:
     blocks = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
     assert blocks
     assert all("--hash=sha256:" in block for block in blocks)
-
-
-def test_reports_name_a_build_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: Any = SimpleNamespace(settings=dict, pinning=lambda: "not pinned")
-    for checked, version in ((False, package_version()), (True, f"{package_version()}, a build for tests")):
-        monkeypatch.setattr(reporting, "CHECKED", checked)
-        assert reporting.make_report(options, []).environment.crossrail == version
-
-
-def test_the_tests_own_wheel_leads_to_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("maturin")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    made = f"import for_tests, pathlib; print(for_tests.editable_wheel(pathlib.Path({str(tmp_path)!r})))"
-    call = f"import sys; sys.path.insert(0, 'packaging'); {made}"
-    done = subprocess.run(
-        [sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(done.stdout.splitlines()[-1]) as archive:
-        assert archive.read("crossrail.pth").decode() == str(ROOT / "python")
-        info = f"crossrail-{package_version()}.dist-info"
-        assert "crossrail=crossrail_tools.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
-        listed = archive.read(f"{info}/RECORD").decode().splitlines()
-        assert {line.partition(",")[0] for line in listed} | {f"{info}/RECORD"} == set(archive.namelist())

@@ -27,7 +27,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     crossrail_locks::watch_forks();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ALL_BITS", u64::MAX)?;
-    module.add("CHECKED", cfg!(debug_assertions))?;
     objects::add_to(module)?;
     experts::add_to(module)?;
     bench::add_to(module)?;

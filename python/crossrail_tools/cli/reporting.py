@@ -10,8 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crossrail._native import CHECKED
-from crossrail_tools.report import Report, Row, WriteError, capture_environment, check_destination, write_text
+from crossrail_tools.report import (
+    Report,
+    Row,
+    WriteError,
+    capture_environment,
+    check_destination,
+    write_text,
+)
 
 from .failure import UsageFailure, print_error, print_notice
 from .options import RunOptions
@@ -152,9 +158,7 @@ def on_interrupt(show: Callable[[], None]) -> None:
 def make_report(options: RunOptions, rows: list[Row], versions: Mapping[str, str] | None = None) -> Report:
     """The report of a run: its rows, this machine, the settings, and the ``versions`` of peers."""
     overrides = {f"CROSSRAIL_{name.upper()}": value for name, value in options.settings().items()}
-    environment = capture_environment(versions, overrides)
-    version = environment.crossrail + (", a build for tests" if CHECKED else "")
-    environment = replace(environment, crossrail=version, pinning=options.pinning())
+    environment = replace(capture_environment(versions, overrides), pinning=options.pinning())
     return Report(environment, ["crossrail", *sys.argv[1:]], rows)
 
 
