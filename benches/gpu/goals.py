@@ -263,7 +263,7 @@ SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
     "ep_sweep": (experts.sweep, 180, 2),
     "ep_control": (experts.control, 60, 2),
     "ep_hosts": (hosts, 120, 1),
-    "ep_normal": (normal, 300, 2),
+    "ep_normal": (normal, 180, 2),
 }
 SETS = {
     "p2p": ("pair", "latency", "mesh", "unpack", "memory", "kv", "tcp"),
