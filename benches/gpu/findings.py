@@ -27,9 +27,8 @@ DETAILS = ("iterations", "messages", "expert_tokens")
 
 @dataclass(frozen=True)
 class Terms:
-    """How much to run, and where the pack is."""
+    """How much to run, and a folder for what is in between."""
 
-    pack: Path
     scratch: Path
     rounds: int = 3
     quick: bool = False

@@ -288,7 +288,7 @@ def main() -> int:
     found = Found(arguments.pack, arguments.out)
     run = SCENARIOS[arguments.name][0]
     with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
-        terms = Terms(arguments.pack.resolve(), Path(scratch), arguments.rounds, arguments.quick)
+        terms = Terms(Path(scratch), arguments.rounds, arguments.quick)
         try:
             run(terms, found)
         except Exception as error:

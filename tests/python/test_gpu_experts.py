@@ -135,7 +135,7 @@ class Asked:
 @pytest.mark.parametrize("name", sorted({*goals.SETS["experts"]} - {"ep_hosts", "ep_normal"}))
 def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quick: bool) -> None:
     asked = Asked()
-    goals.SCENARIOS[name][0](Terms(tmp_path, tmp_path, 3, quick), asked)  # type: ignore[arg-type]
+    goals.SCENARIOS[name][0](Terms(tmp_path, 3, quick), asked)  # type: ignore[arg-type]
     assert asked.commands
     assert asked.outcomes
     assert any(outcome.failed and outcome.notes == ["no GPU"] for outcome in asked.outcomes)
@@ -147,7 +147,7 @@ def test_a_scenario_runs_commands_that_there_are(tmp_path: Path, name: str, quic
 
 def test_a_sweep_changes_one_number_of_a_preset_at_a_time(tmp_path: Path) -> None:
     asked = Asked()
-    experts.sweep(Terms(tmp_path, tmp_path), asked)  # type: ignore[arg-type]
+    experts.sweep(Terms(tmp_path), asked)  # type: ignore[arg-type]
     names = {"tokens", "hidden", "topk", "experts", "routing", "dtype"}
     for layout in ("expert", "rank"):
         commands = [command for command in asked.commands if command.layout == layout]
@@ -189,7 +189,7 @@ def test_hosts_are_measured_by_one_program(tmp_path: Path) -> None:
         def silence(self, name: str) -> str:
             return "no GPU"
 
-    goals.SCENARIOS["ep_hosts"][0](Terms(tmp_path, tmp_path, 3, True), Peers())  # type: ignore[arg-type]
+    goals.SCENARIOS["ep_hosts"][0](Terms(tmp_path, 3, True), Peers())  # type: ignore[arg-type]
     assert commands == [
         ("drop-in", "host_calls.py", "--module=crossrail.deep_ep"),
         ("deepep", "host_calls.py", "--module=deep_ep"),
@@ -212,7 +212,7 @@ def test_normal_mode_is_measured_by_both_versions_programs(tmp_path: Path, monke
             return "no GPU"
 
     peers = Peers()
-    goals.SCENARIOS["ep_normal"][0](Terms(tmp_path, tmp_path, 3, True), peers)  # type: ignore[arg-type]
+    goals.SCENARIOS["ep_normal"][0](Terms(tmp_path, 3, True), peers)  # type: ignore[arg-type]
     assert commands == [
         ("drop-in", "--module=crossrail.deep_ep", "--version=1", "--tokens=8,128,4096"),
         ("deepep", "--module=deep_ep", "--version=1", "--tokens=8,128,4096"),

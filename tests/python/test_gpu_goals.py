@@ -158,7 +158,7 @@ class Machine:
         return {"rows": [{**row, "size": size, "gb_per_s": rate} for size in ranks.sizes(given.get("--sizes", "64M"))]}
 
     def run(self, name: str, rounds: int = 2) -> dict[str, Any]:
-        terms = findings.Terms(self.folder, self.folder, rounds)
+        terms = findings.Terms(self.folder, rounds)
         found = findings.Found(self.folder, self.folder / "out.json")
         goals.SCENARIOS[name][0](terms, found)
         found.save()
