@@ -247,7 +247,7 @@ impl Domain for ShmLane {
             let (Some(slot), ADDRESS, piece) = (job.slot, job.remote[0], piece_len(job.len)) else { continue };
             while job.copy == copy
                 && bytes + piece <= ROW_MAX
-                && let Claim::Piece(index) = self.cursors.claim(slot, job.len.div_ceil(piece), start_of(job), false)
+                && let Claim::Piece(index) = self.cursors.claim(slot, job.len.div_ceil(piece), start_of(job), job.helps)
             {
                 let len = piece.min(job.len - index * piece);
                 claimed.push((number, slot, index * piece, len));

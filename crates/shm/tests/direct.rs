@@ -292,6 +292,15 @@ fn a_row_of_jobs_is_copied_at_once_and_one_that_cannot_be_fails_alone() {
                 row(&mut b, &mut pulls).expect("the others");
             }
         }
+        if spoiled.is_none() {
+            // An end that helps takes both halves, in the order of the row.
+            let slot = domain(&mut a).open(lens[0]);
+            targets[0].fill(0);
+            let mut whole = [Job { slot, moved: 0, helps: true, ..pulls[0] }];
+            assert_eq!(row(&mut b, &mut whole), Ok(lens[0]));
+            assert_eq!((whole[0].moved, targets[0] == sources[0]), (lens[0], true));
+            domain(&mut a).close(slot.expect("a free cursor"));
+        }
         for (at, job) in pulls.iter_mut().enumerate() {
             // SAFETY: as above.
             let step = unsafe { domain(&mut b).step(job, 1) };

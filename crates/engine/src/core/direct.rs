@@ -349,11 +349,13 @@ impl DirectCopies {
         self.closing.push((lane, cursor));
     }
 
-    /// Advances the copies; whether anything moved, and the endpoints to settle.
-    pub(super) fn step(&mut self, context: &mut Context<'_>) -> (bool, Vec<EndpointId>) {
+    /// Advances the copies; whether anything moved, and the endpoints to settle. `crowded`: threads take turns on this
+    /// processor, so a half left to the peer would wait for the peer's turn.
+    pub(super) fn step(&mut self, context: &mut Context<'_>, crowded: bool) -> (bool, Vec<EndpointId>) {
         let mut ended = Vec::new();
-        self.copied = Some(Instant::now());
-        let moved = self.step_each(context, false, &mut ended) || self.step_each(context, true, &mut ended);
+        (self.copied, self.spent) = (Some(Instant::now()), 0);
+        let moved = self.step_row(context, crowded) | self.step_each(context, false, &mut ended)
+            || self.step_each(context, true, &mut ended);
         self.closing.retain(|(lane, cursor)| {
             let Some(domain) = context.polled.domain(*lane) else { return false };
             if domain.stop(*cursor) {
@@ -368,8 +370,7 @@ impl DirectCopies {
     /// Advances every copy, of those that are divided in halves this end's half of the oldest ones; with `helps` only one of
     /// those, by a piece of the other half. Whether anything moved.
     fn step_each(&mut self, context: &mut Context<'_>, helps: bool, ended: &mut Vec<EndpointId>) -> bool {
-        self.spent = 0;
-        let (mut moved, mut at) = (!helps && self.step_row(context), 0);
+        let (mut moved, mut at) = (false, 0);
         let (mut tried, mut waits) = ((None, 0), None);
         let most = if helps { 1 } else { COPY_BUDGET };
         while at < self.copies.len() {
@@ -410,8 +411,9 @@ impl DirectCopies {
         moved
     }
 
-    /// Advances this end's halves of the oldest copies with the same peer at once, where its link can. Whether anything moved.
-    fn step_row(&mut self, context: &mut Context<'_>) -> bool {
+    /// Advances this end's halves of the oldest copies with the same peer at once, or both halves, where its link can. Whether
+    /// anything moved.
+    fn step_row(&mut self, context: &mut Context<'_>, both: bool) -> bool {
         if self.copies.len() < 2 {
             return false;
         }
@@ -423,7 +425,7 @@ impl DirectCopies {
         let (mut places, mut row) = ([0; AHEAD], Vec::with_capacity(AHEAD));
         for (at, of) in self.copies.iter_mut().enumerate() {
             if row.len() < AHEAD && of.is_in_halves() && of.endpoint == endpoint && of.lane == lane {
-                places[row.len()] = at;
+                (of.job.helps, places[row.len()]) = (both, at);
                 row.push(&mut of.job);
             }
         }

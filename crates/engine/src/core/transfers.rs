@@ -485,7 +485,7 @@ impl Transfers {
 
     pub(super) fn step_direct(&mut self) -> bool {
         let mut context = direct::Context { tables: &mut self.tables, gpu: &mut self.gpu, polled: &mut self.polled };
-        let (moved, ended) = self.direct.step(&mut context);
+        let (moved, ended) = self.direct.step(&mut context, self.wake_ups.is_crowded());
         for endpoint in ended {
             self.settle(endpoint);
         }

@@ -18,6 +18,7 @@
 //! | `WakeUps::sleeping` | callers that wait for `Progress::done` | `sleep` | `wake` | worker's lock |
 //! | `WakeUps::observers` | callers that wait for something other than the end of an operation | `Progress::observe_until` | the same, at its end | worker's lock |
 //! | `WakeUps::caller_passes` | counts passes by callers, so that the background thread knows that they wait or poll | `leave`, `wake`, `test`, `notices`, `step` | never | worker's lock |
+//! | `WakeUps::crowded` | threads take turns on this processor: waits yield early, and direct copies leave no half to the peer | a waiting caller, from how long its yield took | the same | worker's lock |
 //! | `BulkLane::wanted` | the protocol has something for this connection | `Transfers::notify_connections`, staging | the thread that polls it | atomic |
 //! | `BulkLane::dead` | the connection is to be dropped | `kill`, `take_for_dead` | never; the connection is removed | atomic |
 //! | `BulkLane::readiness` | epoll has reported its socket | whoever collects events | the thread that polls it | atomic |
@@ -42,6 +43,7 @@ pub(crate) struct WakeUps {
     sleeping: u32,
     observers: u32,
     caller_passes: u64,
+    crowded: bool,
 }
 
 impl WakeUps {
@@ -136,6 +138,16 @@ impl WakeUps {
     /// Passes by callers so far.
     pub(crate) fn caller_passes(&self) -> u64 {
         self.caller_passes
+    }
+
+    /// Others took turns on this processor when a waiting caller last offered it to them.
+    #[inline]
+    pub(crate) fn is_crowded(&self) -> bool {
+        self.crowded
+    }
+
+    pub(crate) fn set_crowded(&mut self, crowded: bool) {
+        self.crowded = crowded;
     }
 
     /// A caller waits for something other than the end of an operation.

@@ -90,8 +90,6 @@ pub(crate) struct Progress {
     background: Mutex<Option<Thread>>,
     threads: Threads,
     closing: AtomicBool,
-    /// Others took turns on this processor when a waiting thread last offered it to them.
-    crowded: AtomicBool,
     sessions: OnceLock<Weak<dyn SessionEvents>>,
 }
 
@@ -129,7 +127,6 @@ impl Progress {
             background: Mutex::new(None),
             threads: Threads::default(),
             closing: AtomicBool::new(false),
-            crowded: AtomicBool::new(false),
             sessions: OnceLock::new(),
         }))
     }

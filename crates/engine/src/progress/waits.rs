@@ -1,7 +1,6 @@
 //! Waiting callers: each makes progress itself while it waits.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossrail_locks::MutexGuard;
@@ -20,7 +19,7 @@ const YIELD_MANY: Duration = Duration::from_millis(5);
 /// How long others run on an offered core if they take turns, as ends of other pairs do that wait for their peers in their
 /// turn: polling without pause would only hold those up. What runs longer computes, and has the core for a time slice
 /// each time that it is offered.
-const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(1);
+const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(2);
 /// From this many processors on there are cores to spare.
 const MANY: usize = 8;
 /// Shortest and longest pause of a thread that waits for the work of the connections' threads; in between, a sixteenth
@@ -187,10 +186,15 @@ impl<'a> Wait<'a> {
 
     /// Reads the clock after a run of idle polls, and decides: spin on, yield, or sleep.
     #[cold]
-    fn look<T>(&mut self, core: MutexGuard<'a, Core>, ready: &mut impl FnMut(&mut Core) -> Option<T>) -> Look<'a, T> {
+    fn look<T>(
+        &mut self,
+        mut core: MutexGuard<'a, Core>,
+        ready: &mut impl FnMut(&mut Core) -> Option<T>,
+    ) -> Look<'a, T> {
         let progress = self.progress;
         // The connections' threads do not see the end of a copy between GPUs.
         let aside = core.has_threads() && !core.awaits_copy();
+        let crowded = core.wake_ups().is_crowded();
         let due = !progress.manner.has_background && progress.sight.is_due(&core);
         progress.after(core);
         if due {
@@ -203,7 +207,7 @@ impl<'a> Wait<'a> {
             return Look::Expired;
         }
         let idle = now - *self.idle_since.get_or_insert(now);
-        if idle < SPIN && (aside || !progress.crowded.load(Ordering::Relaxed)) {
+        if idle < SPIN && (aside || !crowded) {
             return Look::Again(progress.core.lock());
         }
         // Control connections and link events are not polled while spinning.
@@ -220,7 +224,9 @@ impl<'a> Wait<'a> {
             } else {
                 let offered = Instant::now();
                 std::thread::yield_now();
-                progress.crowded.store(TURN.contains(&offered.elapsed()), Ordering::Relaxed);
+                let mut core = progress.core.lock();
+                core.wake_ups().set_crowded(TURN.contains(&offered.elapsed()));
+                return Look::Again(core);
             }
             return Look::Again(progress.core.lock());
         }

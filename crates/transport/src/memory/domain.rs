@@ -137,9 +137,9 @@ pub trait Domain {
     /// `job.local` must be valid for `job.len` bytes, for writing when `job.copy` is `Pull`.
     unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step;
 
-    /// Copies pieces of this end's halves of several jobs, where one call of the system copies them for less than `step` would
-    /// one by one: a row of jobs with cursors, none longer than [`HALVES_MAX`], that the peer has not stopped. The bytes that
-    /// were copied; what is left is `step`'s.
+    /// Copies pieces of this end's halves of several jobs, of those that it [helps](Job::helps) of both, where one call of the
+    /// system copies them for less than `step` would one by one: a row of jobs with cursors, none longer than [`HALVES_MAX`],
+    /// that the peer has not stopped. The bytes that were copied; what is left is `step`'s.
     ///
     /// # Errors
     /// A piece could not be copied: of which job in the row, and why. That job has failed at both ends.
