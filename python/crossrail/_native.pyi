@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, TypeVar, final
 
 import numpy.typing as npt
-from typing_extensions import Buffer, Never, Self
+from typing_extensions import Buffer, Never, Self, disjoint_base
 
 from crossrail.errors import CrossrailError
 from crossrail.records import (
@@ -105,6 +105,7 @@ __all__ = [
     "Worker",
     "_Alltoallv",
     "_DeviceEp",
+    "_Exporter",
     "_Span",
     "__version__",
     "_borrow",
@@ -150,8 +151,22 @@ class Context:
     @property
     def timeout(self) -> float: ...
 
+@disjoint_base
+class _Exporter:
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
 @final
-class Memory(Buffer):
+class Memory(_Exporter, Buffer):
     def __new__(cls, context: Context, nbytes: int, device: _Device | None = None) -> Self: ...
     def __len__(self) -> int: ...
     @property
@@ -163,21 +178,10 @@ class Memory(Buffer):
     def await_signal(
         self, offset: int, value: int, *, stream: _Stream | None = None, timeout: float | None = None
     ) -> Awaited: ...
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
     def numpy(self, dtype: Any = None) -> Any: ...
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any: ...
 
 @final
-class Mapped:
+class Mapped(_Exporter):
     @property
     def device(self) -> str: ...
     @property
@@ -193,17 +197,6 @@ class Mapped:
     ) -> None: ...
     def fill_from(self, data: Buffer, offset: int = 0) -> None: ...
     def copy_to(self, target: Buffer, offset: int = 0) -> None: ...
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any: ...
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 @final
 class Awaited:
@@ -558,7 +551,7 @@ class Handle:
     def _sources(self, experts: int, most: int) -> _Span: ...
 
 @final
-class DeviceArray:
+class DeviceArray(_Exporter):
     def __new__(cls, memory: Memory, dtype: str, shape: Sequence[int], offset: int = 0) -> Self: ...
     @property
     def address(self) -> int: ...
@@ -572,17 +565,6 @@ class DeviceArray:
     def nbytes(self) -> int: ...
     def first(self, count: int) -> DeviceArray: ...
     def __len__(self) -> int: ...
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any: ...
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 @final
 class DeviceBuffer:

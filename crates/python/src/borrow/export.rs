@@ -2,26 +2,74 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
-use std::ffi::CStr;
+use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
 use crossrail::Place;
 use pyo3::exceptions::{PyAttributeError, PyBufferError};
-use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
+use pyo3::{PyClass, ffi};
 
 use super::dlpack::{CUDA, Device, DlTensor, Dtype, HOST, Managed, PLAIN, VERSIONED, Versioned};
+use super::lent::Call;
 
 /// What is to be lent.
+#[derive(Clone)]
 pub(crate) struct Lending {
-    ptr: *mut u8,
+    /// An address; a number, so that other threads may have it.
+    address: usize,
     shape: Vec<i64>,
     dtype: Dtype,
     /// As `__cuda_array_interface__` names it.
     typestr: &'static str,
     place: Place,
     keep: Arc<dyn Any + Send + Sync>,
+}
+
+/// Base class of what exports its memory to other libraries, without a copy.
+#[pyclass(module = "crossrail._native", name = "_Exporter", subclass, frozen)]
+pub(crate) struct Exporter(Lending);
+
+impl Exporter {
+    /// An object of a class that is derived from this one.
+    pub(crate) fn with<T: PyClass<BaseType = Exporter>>(lending: Lending, derived: T) -> PyClassInitializer<T> {
+        PyClassInitializer::from(Exporter(lending)).add_subclass(derived)
+    }
+}
+
+#[pymethods]
+impl Exporter {
+    /// The device in DLPack's numbering.
+    fn __dlpack_device__(&self) -> (i32, i32) {
+        self.0.device()
+    }
+
+    /// Export the memory as a DLPack capsule for NumPy, PyTorch, CuPy and others, without a copy.
+    ///
+    /// The memory stays allocated as long as the capsule's consumer. `stream` has no effect: this
+    /// library leaves no work queued on memory, and the caller orders that of other streams.
+    /// Raises BufferError if another device or a copy is requested.
+    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
+    fn __dlpack__<'py>(
+        &self,
+        py: Python<'py>,
+        stream: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
+        dl_device: Option<(i32, i32)>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let _call = Call::enter(py);
+        let _ = stream;
+        self.0.clone().capsule(py, max_version, dl_device, copy)
+    }
+
+    /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
+    #[getter]
+    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let _call = Call::enter(py);
+        self.0.interface(py)
+    }
 }
 
 /// A tensor as it lies behind a capsule, with what its pointers point to.
@@ -91,7 +139,7 @@ impl Lending {
     /// Plain bytes.
     pub(crate) fn bytes(ptr: *mut u8, len: usize, place: Place, keep: Arc<dyn Any + Send + Sync>) -> Lending {
         Lending {
-            ptr,
+            address: ptr as usize,
             shape: vec![len as i64],
             dtype: Dtype { code: 1, bits: 8, lanes: 1 },
             typestr: "|u1",
@@ -143,7 +191,7 @@ impl Lending {
         described.set_item("typestr", self.typestr)?;
         described.set_item("shape", PyTuple::new(py, &self.shape)?)?;
         described.set_item("strides", py.None())?;
-        let ptr = if self.is_empty() { 0 } else { self.ptr as usize };
+        let ptr = if self.is_empty() { 0 } else { self.address };
         described.set_item("data", (ptr, false))?;
         // Nothing of ours is queued on it once its requests are finished.
         described.set_item("stream", py.None())?;
@@ -160,7 +208,7 @@ fn device(place: Place) -> Device {
 
 fn made<T: Form>(py: Python<'_>, lending: Lending) -> PyResult<Bound<'_, PyAny>> {
     let tensor = DlTensor {
-        data: if lending.is_empty() { std::ptr::null_mut() } else { lending.ptr.cast() },
+        data: if lending.is_empty() { std::ptr::null_mut() } else { lending.address as *mut c_void },
         device: device(lending.place),
         ndim: i32::try_from(lending.shape.len()).unwrap_or(i32::MAX),
         dtype: lending.dtype,

@@ -326,7 +326,7 @@ impl DeviceBuffer {
     }
 
     /// The token that each of the first `count` rows of a rank-layout dispatch was at its source.
-    fn sources(&self, py: Python<'_>, handle: &Bound<'_, DeviceHandle>, count: u64) -> PyResult<DeviceArray> {
+    fn sources(&self, py: Python<'_>, handle: &Bound<'_, DeviceHandle>, count: u64) -> PyResult<Py<DeviceArray>> {
         let _call = Call::enter(py);
         let held = handle.get().native.clone();
         let address = self.native.sources(&held).or_raise(py)?;
@@ -335,7 +335,7 @@ impl DeviceBuffer {
         if count > most {
             return Err(errors::usage(py, "sources", format!("{count} rows, where at most {most} are received"), ""));
         }
-        Ok(DeviceArray::new(address, Items::I32, vec![count as i64], self.native.ordinal(), Arc::new(held)))
+        DeviceArray::new(address, Items::I32, vec![count as i64], self.native.ordinal(), Arc::new(held)).object(py)
     }
 
     fn dispatch_expert(

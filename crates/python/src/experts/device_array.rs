@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use crossrail::Place;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::borrow::dlpack::{self, Dtype};
-use crate::borrow::export::Lending;
+use crate::borrow::export::{Exporter, Lending};
 use crate::borrow::lent::Call;
 use crate::objects::memory::MemoryBase;
 use crate::runtime::errors;
@@ -103,7 +103,7 @@ impl Items {
 /// ------
 /// UsageError
 ///     The array does not fit.
-#[pyclass(module = "crossrail._native", frozen)]
+#[pyclass(module = "crossrail._native", extends = Exporter, frozen)]
 pub(super) struct DeviceArray {
     address: u64,
     items: Items,
@@ -129,6 +129,14 @@ impl DeviceArray {
         self.lending(dtype).capsule(py, None, None, None)
     }
 
+    pub(super) fn object(self, py: Python<'_>) -> PyResult<Py<DeviceArray>> {
+        Py::new(py, self.exporting())
+    }
+
+    fn exporting(self) -> PyClassInitializer<DeviceArray> {
+        Exporter::with(self.lending(self.items.dtype()), self)
+    }
+
     fn lending(&self, dtype: Dtype) -> Lending {
         let (ptr, len) = (self.address as usize as *mut u8, self.nbytes());
         let bytes = Lending::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());
@@ -145,7 +153,12 @@ fn bytes(items: Items, shape: &[i64]) -> Option<usize> {
 impl DeviceArray {
     #[new]
     #[pyo3(signature = (memory, dtype, shape, offset = 0))]
-    fn of(memory: &Bound<'_, MemoryBase>, dtype: &str, shape: Vec<i64>, offset: usize) -> PyResult<DeviceArray> {
+    fn of(
+        memory: &Bound<'_, MemoryBase>,
+        dtype: &str,
+        shape: Vec<i64>,
+        offset: usize,
+    ) -> PyResult<PyClassInitializer<DeviceArray>> {
         let py = memory.py();
         let _call = Call::enter(py);
         let wrong = |detail: String, hint: &str| errors::usage(py, "DeviceArray", detail, hint);
@@ -166,7 +179,7 @@ impl DeviceArray {
             return Err(wrong(format!("offset {offset} is no multiple of {}", items.size()), ""));
         }
         let address = native.ptr() as usize as u64 + offset as u64;
-        Ok(DeviceArray::new(address, items, shape, ordinal, Arc::new(native.clone())))
+        Ok(DeviceArray::new(address, items, shape, ordinal, Arc::new(native.clone())).exporting())
     }
 
     /// Address of the first element.
@@ -200,7 +213,7 @@ impl DeviceArray {
     }
 
     /// Return the first `count` entries along the first axis, without a copy.
-    fn first(&self, py: Python<'_>, count: i64) -> PyResult<DeviceArray> {
+    fn first(&self, py: Python<'_>, count: i64) -> PyResult<Py<DeviceArray>> {
         let _call = Call::enter(py);
         let most = self.shape.first().copied().unwrap_or(0);
         if !(0..=most).contains(&count) {
@@ -208,36 +221,11 @@ impl DeviceArray {
         }
         let mut shape = self.shape.clone();
         shape[0] = count;
-        Ok(DeviceArray::new(self.address, self.items, shape, self.ordinal, self.keep.clone()))
+        DeviceArray::new(self.address, self.items, shape, self.ordinal, self.keep.clone()).object(py)
     }
 
     fn __len__(&self) -> usize {
         self.shape.first().map_or(0, |extent| *extent as usize)
-    }
-
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        self.lending(self.items.dtype()).device()
-    }
-
-    /// Export the array as a DLPack capsule; see `Memory.__dlpack__`. The caller must order the work of streams.
-    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<&Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let _call = Call::enter(py);
-        let _ = stream;
-        self.lending(self.items.dtype()).capsule(py, max_version, dl_device, copy)
-    }
-
-    #[getter]
-    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let _call = Call::enter(py);
-        self.lending(self.items.dtype()).interface(py)
     }
 
     fn __repr__(&self) -> String {

@@ -62,10 +62,10 @@ impl DeviceRegion {
     }
 
     /// The first `count` rows of a part of it: rows, scales, topk_idx, topk_weights or source.
-    fn array(&self, py: Python<'_>, part: &str, count: u64) -> PyResult<DeviceArray> {
+    fn array(&self, py: Python<'_>, part: &str, count: u64) -> PyResult<Py<DeviceArray>> {
         let _call = Call::enter(py);
         let known = Part::ALL.into_iter().find(|one| one.name() == part);
-        known.map_or_else(|| Err(self.not_there(py, part, count)), |part| self.part(py, part, count))
+        known.map_or_else(|| Err(self.not_there(py, part, count)), |part| self.part(py, part, count)?.object(py))
     }
 }
 

@@ -268,7 +268,7 @@ impl RankCalls {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (frame, array) = (&self.frame, region.part(py, part, count)?);
         if count == 0 {
-            return frame.empty.bind(py).call1((array,));
+            return frame.empty.bind(py).call1((array.object(py)?,));
         }
         let tensor = frame.from_dlpack.bind(py).call1((array.capsule(py, frame.names_fp8)?,))?;
         if part == Part::Rows && frame.fp8 && !frame.names_fp8 {

@@ -338,7 +338,7 @@ impl Endpoint {
         shared: &[u8],
         timeout: Option<f64>,
         device: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Mapped> {
+    ) -> PyResult<Py<Mapped>> {
         let _call = Call::enter(py);
         let shared = crossrail::Shared::from_bytes(shared).or_raise(py)?;
         let gpu = match place::parse(device)? {
@@ -351,7 +351,7 @@ impl Endpoint {
         };
         let limit = wait::seconds(py, "map", timeout)?.unwrap_or(self.worker.get().native_timeout());
         let native = wait::bounded(py, limit, |left| self.native.map_on(&shared, gpu, left))?;
-        Ok(Mapped::new(native, self.worker.clone_ref(py)))
+        Py::new(py, Mapped::new(native, self.worker.clone_ref(py)))
     }
 
     /// Return all lanes considered for this peer, with their scores or the reasons why they are not used.

@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use crossrail::{Mapped as NativeMapped, Place, Signal};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use super::operand::Wanted;
 use super::worker::Worker;
-use crate::borrow::export::Lending;
+use crate::borrow::export::{Exporter, Lending};
 use crate::borrow::lent::{self, Call, Use};
 use crate::borrow::stream;
 use crate::runtime::errors::{self, OrRaise};
@@ -22,20 +21,16 @@ use crate::runtime::errors::{self, OrRaise};
 ///
 /// It supports DLPack (``numpy.from_dlpack`` or ``torch.from_dlpack``, without a copy); GPU
 /// memory also ``__cuda_array_interface__``.
-#[pyclass(module = "crossrail._native", frozen)]
+#[pyclass(module = "crossrail._native", extends = Exporter, frozen)]
 pub(super) struct Mapped {
     native: NativeMapped,
     worker: Py<Worker>,
 }
 
 impl Mapped {
-    pub(super) fn new(native: NativeMapped, worker: Py<Worker>) -> Mapped {
-        Mapped { native, worker }
-    }
-
-    fn lending(&self) -> Lending {
-        let keep = Arc::new(self.native.clone());
-        Lending::bytes(self.native.ptr(), self.native.len(), self.native.place(), keep)
+    pub(super) fn new(native: NativeMapped, worker: Py<Worker>) -> PyClassInitializer<Mapped> {
+        let lending = Lending::bytes(native.ptr(), native.len(), native.place(), Arc::new(native.clone()));
+        Exporter::with(lending, Mapped { native, worker })
     }
 }
 
@@ -126,32 +121,5 @@ impl Mapped {
     #[pyo3(signature = (target, offset = 0))]
     fn copy_to(&self, target: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
         lent::copy_into(target, "copy_to", |bytes| self.native.copy_to(offset, bytes))
-    }
-
-    /// The device in DLPack's numbering.
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        self.lending().device()
-    }
-
-    /// Export the bytes as a DLPack capsule; see `Memory.__dlpack__`.
-    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<&Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let _call = Call::enter(py);
-        let _ = stream;
-        self.lending().capsule(py, max_version, dl_device, copy)
-    }
-
-    /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
-    #[getter]
-    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let _call = Call::enter(py);
-        self.lending().interface(py)
     }
 }

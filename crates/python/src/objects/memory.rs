@@ -18,7 +18,7 @@ use pyo3::types::{PyDict, PyType};
 
 use super::awaited::Awaited;
 use super::context::Context;
-use crate::borrow::export::Lending;
+use crate::borrow::export::{Exporter, Lending};
 use crate::borrow::lent::{self, Call, View, export};
 use crate::borrow::{place, stream};
 use crate::runtime::errors::{self, OrRaise};
@@ -42,7 +42,7 @@ use crate::runtime::{gate, wait};
 /// Notes
 /// -----
 /// A peer may write to the memory while it is received into, or registered.
-#[pyclass(module = "crossrail._native", name = "_MemoryBase", subclass, frozen)]
+#[pyclass(module = "crossrail._native", name = "_MemoryBase", extends = Exporter, subclass, frozen)]
 pub(crate) struct MemoryBase {
     native: crossrail::Memory,
     len: usize,
@@ -55,17 +55,15 @@ impl MemoryBase {
     }
 }
 
-impl MemoryBase {
-    fn lending(&self) -> Lending {
-        Lending::bytes(self.native.ptr(), self.len, self.native.place(), Arc::new(self.native.clone()))
-    }
-}
-
 #[pymethods]
 impl MemoryBase {
     #[new]
     #[pyo3(signature = (context, nbytes, device = None))]
-    fn new(context: &Bound<'_, Context>, nbytes: usize, device: Option<&Bound<'_, PyAny>>) -> PyResult<MemoryBase> {
+    fn new(
+        context: &Bound<'_, Context>,
+        nbytes: usize,
+        device: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyClassInitializer<MemoryBase>> {
         let py = context.py();
         let _call = Call::enter(py);
         let (place, context) = (place::parse(device)?, context.get().native());
@@ -74,7 +72,9 @@ impl MemoryBase {
             Place::Gpu(_) => gate::detached(py, || context.alloc_on(nbytes, place)),
         };
         let native = native.or_raise(py)?;
-        Ok(MemoryBase { len: native.len(), native, timeout: context.settings().timeout })
+        let len = native.len();
+        let lending = Lending::bytes(native.ptr(), len, native.place(), Arc::new(native.clone()));
+        Ok(Exporter::with(lending, MemoryBase { len, native, timeout: context.settings().timeout }))
     }
 
     /// The device of the memory: ``cpu`` or, for example, ``cuda:1``.
@@ -91,30 +91,6 @@ impl MemoryBase {
 
     fn __len__(&self) -> usize {
         self.len
-    }
-
-    /// The device in DLPack's numbering.
-    fn __dlpack_device__(&self) -> (i32, i32) {
-        self.lending().device()
-    }
-
-    /// Export the bytes (uint8) as a DLPack capsule for NumPy, PyTorch, CuPy and others, without a copy.
-    ///
-    /// The memory stays allocated as long as the capsule's consumer. `stream` has no effect,
-    /// because this library never leaves work queued on the memory. Raises BufferError if
-    /// another device or a copy is requested.
-    #[pyo3(signature = (*, stream = None, max_version = None, dl_device = None, copy = None))]
-    fn __dlpack__<'py>(
-        &self,
-        py: Python<'py>,
-        stream: Option<&Bound<'py, PyAny>>,
-        max_version: Option<(u32, u32)>,
-        dl_device: Option<(i32, i32)>,
-        copy: Option<bool>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let _call = Call::enter(py);
-        let _ = stream;
-        self.lending().capsule(py, max_version, dl_device, copy)
     }
 
     fn __repr__(&self) -> String {
@@ -208,13 +184,6 @@ impl MemoryBase {
         let limit = wait::seconds(py, "await_signal", timeout)?.unwrap_or(self.timeout);
         // SAFETY: that the stream is alive, and the memory kept, are the documented rules for callers.
         unsafe { self.native.await_signal(offset, value, handle, limit) }.or_raise(py).map(Awaited::from)
-    }
-
-    /// Description of GPU memory for other libraries, without a copy (version 3); not available for host memory.
-    #[getter]
-    fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let _call = Call::enter(py);
-        self.lending().interface(py)
     }
 
     /// Return host memory as a NumPy array of `dtype`, without a copy.

@@ -20,6 +20,8 @@ mod worker_methods;
 
 use pyo3::prelude::*;
 
+use crate::borrow::export::Exporter;
+
 pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<context::Context>()?;
     module.add_class::<worker::Worker>()?;
@@ -32,6 +34,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<moves::Layout>()?;
     module.add_class::<moves::Move>()?;
     module.add_function(wrap_pyfunction!(moves::merged_rows, module)?)?;
+    module.add_class::<Exporter>()?;
     module.add_class::<mapped::Mapped>()?;
     module.add_class::<awaited::Awaited>()?;
     module.add_class::<group::Group>()?;
