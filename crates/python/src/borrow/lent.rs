@@ -23,6 +23,7 @@ use pyo3::types::{PyByteArray, PyBytes, PyMemoryView, PyType};
 use super::dlpack::{self, Dtype};
 use crate::runtime::errors::OrRaise;
 use crate::runtime::gate::Pass;
+use crate::runtime::lifecycle::Detached;
 use crate::runtime::{errors, gate, lifecycle};
 
 /// `Py_buffer` of every CPython since 3.3; PyO3 declares it only from the 3.11 stable ABI on, where it is the same.
@@ -224,6 +225,20 @@ impl Drop for Call<'_> {
         if depth == 0 && PILE.waiting.load(Ordering::Acquire) {
             clear_pile();
         }
+    }
+}
+
+impl<T: Send + Sync> Detached<T> {
+    /// A call from Python, which runs without the GIL. Raises as `here`, and what the call reports.
+    pub(crate) fn call<R: Send>(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        work: impl FnOnce(&T) -> Result<R> + Send,
+    ) -> PyResult<R> {
+        let _call = Call::enter(py);
+        let native = self.here(py, operation)?;
+        gate::detached(py, || work(native)).or_raise(py)
     }
 }
 

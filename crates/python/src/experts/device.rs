@@ -222,9 +222,7 @@ impl DeviceBuffer {
 
     /// What the rank's memory says of the operations under way.
     fn report(&self, py: Python<'_>) -> PyResult<String> {
-        let _call = Call::enter(py);
-        let native = self.native.here(py, "report")?;
-        gate::detached(py, || native.report()).or_raise(py)
+        self.native.call(py, "report", |native| native.report())
     }
 
     #[getter]
@@ -244,21 +242,15 @@ impl DeviceBuffer {
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        let native = self.native.here(py, "disconnect")?;
-        gate::detached(py, || native.disconnect(&ranks)).or_raise(py)
+        self.native.call(py, "disconnect", |native| native.disconnect(&ranks))
     }
 
     fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        let native = self.native.here(py, "mask")?;
-        gate::detached(py, || native.mask(&ranks)).or_raise(py)
+        self.native.call(py, "mask", |native| native.mask(&ranks))
     }
 
     fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        let native = self.native.here(py, "unmask")?;
-        gate::detached(py, || native.unmask(&ranks)).or_raise(py)
+        self.native.call(py, "unmask", |native| native.unmask(&ranks))
     }
 
     fn masked(&self, py: Python<'_>) -> Vec<u32> {
@@ -303,10 +295,8 @@ impl DeviceBuffer {
 
     /// Makes what is enqueued in stream `after` from now on wait for what is in stream `before` (raw handles).
     fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
-        let _call = Call::enter(py);
-        let native = self.native.here(py, "order")?;
         // SAFETY: that streams are alive is the documented rule for callers.
-        gate::detached(py, || unsafe { native.order(before, after) }).or_raise(py)
+        self.native.call(py, "order", |native| unsafe { native.order(before, after) })
     }
 
     /// Whether `stream` is being captured in a graph.
@@ -318,10 +308,8 @@ impl DeviceBuffer {
 
     /// Memory of one result in the rank layout, for a dispatch in `stream`.
     fn take_region(&self, py: Python<'_>, stream: u64) -> PyResult<DeviceRegion> {
-        let _call = Call::enter(py);
-        let native = self.native.here(py, "take_region")?;
         // SAFETY: that streams are alive is the documented rule for callers.
-        let lease = gate::detached(py, || unsafe { native.take_region_for(stream) }).or_raise(py)?;
+        let lease = self.native.call(py, "take_region", |native| unsafe { native.take_region_for(stream) })?;
         Ok(self.region(lease))
     }
 

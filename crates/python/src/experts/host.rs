@@ -152,18 +152,15 @@ impl ExpertBuffer {
     }
 
     fn disconnect(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        gate::detached(py, || self.native.disconnect(&ranks)).or_raise(py)
+        self.native.call(py, "disconnect", |native| native.disconnect(&ranks))
     }
 
     fn mask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        gate::detached(py, || self.native.mask(&ranks)).or_raise(py)
+        self.native.call(py, "mask", |native| native.mask(&ranks))
     }
 
     fn unmask(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<()> {
-        let _call = Call::enter(py);
-        gate::detached(py, || self.native.unmask(&ranks)).or_raise(py)
+        self.native.call(py, "unmask", |native| native.unmask(&ranks))
     }
 
     fn masked(&self, py: Python<'_>) -> Vec<u32> {
