@@ -38,6 +38,13 @@ def shape_text(shape: Sequence[int | str]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
+def fits(have: Sequence[int], shape: Sequence[int | str]) -> bool:
+    """Whether a shape matches ``shape``, in which names stand for any number."""
+    if len(have) != len(shape):
+        return False
+    return [*have] == [extent if isinstance(want, str) else want for extent, want in zip(have, shape, strict=True)]
+
+
 def borrowed(value: Any, name: str, operation: str, writable: bool = False) -> Array:
     """``value`` if it is an array, or an array that shares its host memory through DLPack."""
     if isinstance(value, np.ndarray):
@@ -72,10 +79,7 @@ def checked(
     Raises UsageError that names the argument, its dtype and shape, and what is required.
     """
     array = borrowed(value, name, operation, writable)
-    fits = len(array.shape) == len(shape) and all(
-        isinstance(want, str) or have == want for have, want in zip(array.shape, shape, strict=True)
-    )
-    if array.dtype not in dtypes or not fits:
+    if array.dtype not in dtypes or not fits(array.shape, shape):
         kind = "bf16" if dtypes[0] == BF16 else " or ".join(dtype.name for dtype in dtypes)
         have = f"{array.dtype.name} {shape_text(array.shape)}"
         hint = None

@@ -181,13 +181,18 @@ def outputs(
         raise wrong("combine", f"handle is {kind(handle)}, not the handle of a dispatch")
     rows = checked(y, "y", "combine", BF16_BITS, sizes.rows(handle.layout, handle.rows))
     weights = _weights(topk_weights, handle.tokens, sizes.topk, "combine")
+    shape = (handle.tokens, sizes.hidden)
+    biases = [raw(checked(one, "bias", "combine", BF16_BITS, shape)) for one in biases_of(bias)]
+    result = None if out is None else raw(checked(out, "out", "combine", BF16_BITS, shape, writable=True))
+    return raw(rows), handle, weights, biases, result
+
+
+def biases_of(bias: Any) -> list[Any]:
+    """The biases of a combine: none, one, or a list of up to two. Raises UsageError."""
     several = list(bias) if isinstance(bias, list | tuple) else [] if bias is None else [bias]
     if len(several) > 2:
         raise wrong("combine", f"{len(several)} biases where there may be two")
-    shape = (handle.tokens, sizes.hidden)
-    biases = [raw(checked(one, "bias", "combine", BF16_BITS, shape)) for one in several]
-    result = None if out is None else raw(checked(out, "out", "combine", BF16_BITS, shape, writable=True))
-    return raw(rows), handle, weights, biases, result
+    return several
 
 
 def _weights(value: Any, tokens: int, topk: int, operation: str) -> Array | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from crossrail import _native
-from crossrail._arrays import shape_text, wrong
+from crossrail._arrays import fits, shape_text, wrong
 from crossrail._calls import BLOCK, Sizes
 from crossrail._native import DeviceArray
 
@@ -285,6 +285,10 @@ class Call:
             raise wrong(self.operation, f"{name} is not contiguous in C order", "make a contiguous copy")
         return array
 
+    def written(self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str]) -> int:
+        """The address of a C-contiguous array that the operation writes; 0 for None."""
+        return 0 if value is None else self.whole(value, name, dtypes, shape, writable=True).address
+
     def small(self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str]) -> ArrayView:
         """A small C-contiguous array. Slices, which routers often return, are copied."""
         array = self.array(value, name, dtypes, shape)
@@ -297,13 +301,6 @@ class Call:
         array, address = self.arrays.empty(dtype, shape, self.streams)
         self.keep.append(array)
         return array, address
-
-
-def fits(have: Sequence[int], shape: Sequence[int | str]) -> bool:
-    """Whether a shape matches ``shape``, in which names stand for any number."""
-    if len(have) != len(shape):
-        return False
-    return [*have] == [extent if isinstance(want, str) else want for extent, want in zip(have, shape, strict=True)]
 
 
 def row_stride(array: ArrayView) -> int | None:
@@ -348,6 +345,15 @@ def expert_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
     kinds |= {"counts": ("int32", (local,)), "ranges": ("int64", (local, sizes.ranks))}
     kinds["source"] = ("int32", (local, most))
     return kinds
+
+
+def scale_steps(sizes: Sizes) -> list[int]:
+    """Strides of the scales of these shapes in bytes: along experts and rows, and from one block to the next (of ue8m0,
+    from four blocks to the next four)."""
+    row = sizes.hidden // BLOCK
+    if not sizes.fp8:
+        return [0, 0, 0]
+    return [sizes.most * row, row, 4] if sizes.ue8m0 else [4 * sizes.most * row, 4 * row, 4]
 
 
 def rank_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -7,10 +7,12 @@ import warnings
 from typing import Any, Final, TypeAlias
 
 from crossrail._calls import BLOCK, Sizes
-from crossrail._device_arrays import current_handles
+from crossrail._device_arrays import current_handles, expert_shapes, scale_steps
 
 __all__ = ["CallerStreams", "Frame", "TensorFrame"]
 
+PARTS: Final = ("x", "scales", "counts", "ranges", "source")
+"""Parts of a result in the expert layout."""
 PART_UNIT: Final = 256
 """Alignment of the output tensors in their common storage, in bytes."""
 PACKED: Final = 4 * BLOCK
@@ -105,28 +107,17 @@ class Frame(TensorFrame):
             across = sizes.hidden // (PACKED if sizes.ue8m0 else BLOCK)
             steps = [4 * across * sizes.most, 4, 4 * sizes.most]
         else:
-            row = sizes.hidden // BLOCK
-            steps = [sizes.most * row, row, 4] if sizes.ue8m0 else [4 * sizes.most * row, 4 * row, 4]
+            steps = scale_steps(sizes)
         self.scale_strides = steps if sizes.fp8 else [0, 0, 0]
 
     def _layout(self, sizes: Sizes, shared: bool) -> list[Part | None]:
         """Dtypes and shapes of the tensors, of shared scales transposed."""
-        torch, local, most = self._torch, sizes.local, sizes.most
-        scales = None
+        kinds = expert_shapes(sizes)
         if sizes.fp8 and shared:
-            packed = sizes.ue8m0
-            width = sizes.hidden // (PACKED if packed else BLOCK)
-            scales = (torch.int32 if packed else torch.float32, (local, width, most))
-        elif sizes.fp8:
-            scales = (torch.uint8 if sizes.ue8m0 else torch.float32, (local, most, sizes.hidden // BLOCK))
-        rows = torch.float8_e4m3fn if sizes.fp8 else torch.bfloat16
-        return [
-            (rows, (local, most, sizes.hidden)),
-            scales,
-            (torch.int32, (local,)),
-            (torch.int64, (local, sizes.ranks)),
-            (torch.int32, (local, most)),
-        ]
+            width = sizes.hidden // (PACKED if sizes.ue8m0 else BLOCK)
+            kinds["scales"] = ("int32" if sizes.ue8m0 else "float32", (sizes.local, width, sizes.most))
+        found = [kinds.get(name) for name in PARTS]
+        return [kind and (getattr(self._torch, kind[0]), kind[1]) for kind in found]
 
     def outputs(self, base: None, rows: int, in_use: int) -> tuple[int, None, list[Any]]:
         """Tensors for one more dispatch: their storage, and rows, scales or None, counts, ranges, source."""

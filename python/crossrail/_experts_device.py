@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from crossrail import _native
 from crossrail._arrays import wrong
-from crossrail._calls import BLOCK, CombineCall, DispatchCall, Sizes, check_layout, number
+from crossrail._calls import BLOCK, CombineCall, DispatchCall, Sizes, biases_of, check_layout, number
 from crossrail._device_arrays import (
     BF16,
     FP8,
@@ -22,11 +22,11 @@ from crossrail._device_arrays import (
     known,
     loaded_torch,
     rank_shapes,
-    row_stride,
+    scale_steps,
 )
 from crossrail._device_results import DeviceCombined, DeviceDispatched
 from crossrail._device_results import Event as Event
-from crossrail._expert_calls import CallerStreams, Frame
+from crossrail._expert_calls import PARTS, CallerStreams, Frame
 from crossrail._native import CombineArgs, DeviceHandle, DispatchArgs
 from crossrail._rank_calls import PreparedRank
 from crossrail._results import Pending
@@ -34,8 +34,6 @@ from crossrail._results import Pending
 from ._words import kind
 
 T = TypeVar("T")
-PARTS: Final = ("x", "scales", "counts", "ranges", "source")
-"""Parts of a result in the expert layout."""
 NO_REPORT: Final = 2**32 - 1
 WIRES: Final = ("bf16", "logfmt10", "fp8")
 """What rows of a combine travel as, in the order of the kernels' `EP_WIRE_` numbers."""
@@ -88,10 +86,7 @@ class DeviceOperations:
         self._calls: _native.ExpertCalls | None = None
         self._prepared = PreparedRank(native, sizes)
         self._expert_kinds, self._rank_kinds = expert_shapes(sizes), rank_shapes(sizes)
-        # Of scales that are made here, in bytes.
-        row = sizes.hidden // BLOCK
-        steps = [sizes.most * row, row, PACKED] if sizes.ue8m0 else [4 * sizes.most * row, 4 * row, 4]
-        self._scale_steps = steps if sizes.fp8 else [0, 0, 0]
+        self._scale_steps = scale_steps(sizes)
         self._kept: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
         self._for_graphs: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
 
@@ -299,14 +294,10 @@ class DeviceOperations:
         return given, [*given.strides[:-1], PACKED]
 
     def _stats(self, call: Call, stats: Any) -> int:
-        if stats is None:
-            return 0
-        return call.whole(stats, "stats", ("int32",), (self._sizes.local,), writable=True).address
+        return call.written(stats, "stats", ("int32",), (self._sizes.local,))
 
     def _waits(self, call: Call, waits: Any) -> int:
-        if waits is None:
-            return 0
-        return call.whole(waits, "waits", ("int64",), (self._sizes.ranks,), writable=True).address
+        return call.written(waits, "waits", ("int64",), (self._sizes.ranks,))
 
     def _expert_out(self, call: Call, out: Any, args: DispatchArgs) -> dict[str, Any]:
         """Arrays for the results, the caller's or new ones, whose addresses and strides go into `args`."""
@@ -325,7 +316,7 @@ class DeviceOperations:
                 parts[name], address = value, found.address
             else:
                 bits = {"bfloat16": BF16, "float8_e4m3fn": FP8}.get(dtype, (dtype,))
-                parts[name], address = value, call.whole(value, f"out[{name!r}]", bits, shape, writable=True).address
+                parts[name], address = value, call.written(value, f"out[{name!r}]", bits, shape)
             setattr(args, f"out_{name}", address)
         return parts
 
@@ -341,10 +332,7 @@ class DeviceOperations:
             if value is None:
                 parts[name], address = call.new(dtype, shape)
             else:
-                parts[name], address = (
-                    value,
-                    call.whole(value, f"out[{name!r}]", (dtype,), shape, writable=True).address,
-                )
+                parts[name], address = value, call.written(value, f"out[{name!r}]", (dtype,), shape)
             setattr(args, f"out_{name}", address)
         return parts
 
@@ -432,13 +420,10 @@ class DeviceOperations:
         return WIRES.index(wire)
 
     def _bias(self, call: Call, bias: Any, shape: tuple[int, int]) -> list[int]:
-        several = list(bias) if isinstance(bias, list | tuple) else [] if bias is None else [bias]
-        if len(several) > 2:
-            raise wrong("combine", f"{len(several)} biases where there may be two")
         at = []
-        for one in several:
+        for one in biases_of(bias):
             given = call.whole(one, "bias", BF16, shape)
-            if row_stride(given) is None or (given.address % 16 and shape[0]):
+            if given.address % 16 and shape[0]:
                 raise wrong("combine", f"bias begins at address {given.address:#x}, no multiple of 16")
             at.append(given.address)
         return [*at, 0, 0][:2]

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
-from crossrail._device_arrays import fits
-from crossrail.errors import UnsupportedError, UsageError
+from crossrail._arrays import fits
+from crossrail._arrays import wrong as wrong
+from crossrail.errors import UnsupportedError
 
 from .._words import kind
 
@@ -26,12 +27,6 @@ def torch() -> Any:
         detail, hint = f"PyTorch cannot be imported: {error}", "crossrail.ExpertBuffer works without it"
         text = f"crossrail.deep_ep: {detail}; {hint}"
         raise UnsupportedError(text, operation="crossrail.deep_ep", detail=detail, hint=hint) from error
-
-
-def wrong(operation: str, detail: str, hint: str | None = None) -> UsageError:
-    """A call that makes no sense."""
-    text = f"{operation}: {detail}" + (f"; {hint}" if hint else "")
-    return UsageError(text, operation=operation, detail=detail, hint=hint)
 
 
 def refused(operation: str, argument: str, why: str) -> NotImplementedError:
