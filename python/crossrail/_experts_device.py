@@ -181,7 +181,7 @@ class DeviceOperations:
             raise wrong(
                 "dispatch", "stats count new routings, and a handle repeats one", "add the counts of the first dispatch"
             )
-        args = self._cached_input(call, given) if cached is not None else self._input(call, given)
+        args = self._input(call, given)
         rows = self._rows(given, cached)
         parts = self._rank_out(call, given.out, args, cached is not None)
         region = self._native.take_region(call.streams.handle)
@@ -231,10 +231,17 @@ class DeviceOperations:
         return conclude()
 
     def _input(self, call: Call, given: DispatchCall) -> DispatchArgs:
-        """Arguments with the inputs set."""
-        if given.topk_idx is None:
+        """Arguments with the inputs set. Of numbers of tokens, and rows that the buffer does not send, the native half
+        decides."""
+        if given.handle is not None and not isinstance(given.handle, DeviceHandle):
+            name = type(given.handle).__name__
+            raise wrong("dispatch", f"handle is a {name}, not the handle of a dispatch on a GPU")
+        if given.handle is None and given.topk_idx is None:
             raise wrong("dispatch", "topk_idx is None", "it may be left out when a handle is given")
-        args = self._rows_sent(call, given, "T")
+        args = self._rows_sent(call, given)
+        if given.handle is not None:
+            args.idx_bytes = 8
+            return args
         selected = (args.tokens, self._sizes.topk)
         experts = call.small(given.topk_idx, "topk_idx", ("int64", "int32"), selected)
         args.topk_idx, args.idx_bytes = experts.address, ITEM_BYTES[experts.dtype]
@@ -242,27 +249,14 @@ class DeviceOperations:
             args.topk_weights = call.small(given.topk_weights, "topk_weights", ("float32",), selected).address
         return args
 
-    def _cached_input(self, call: Call, given: DispatchCall) -> DispatchArgs:
-        """The same, with the routing of an earlier dispatch."""
-        if not isinstance(given.handle, DeviceHandle):
-            name = type(given.handle).__name__
-            raise wrong("dispatch", f"handle is a {name}, not the handle of a dispatch on a GPU")
-        args = self._rows_sent(call, given, given.handle.tokens)
-        args.idx_bytes = 8
-        return args
-
-    def _rows_sent(self, call: Call, given: DispatchCall, count: int | str) -> DispatchArgs:
+    def _rows_sent(self, call: Call, given: DispatchCall) -> DispatchArgs:
         sizes = self._sizes
         pair = isinstance(given.x, tuple)
         if pair and len(given.x) != 2:
             raise wrong("dispatch", f"x is a tuple of {len(given.x)}, not rows and their scales")
-        if pair and not sizes.fp8:
-            raise wrong("dispatch", "x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16")
         x, scales = given.x if pair else (given.x, None)
         args = DispatchArgs()
-        rows, args.x_stride = call.rows(x, "x", FP8 if pair else BF16, (count, sizes.hidden))
-        if rows.shape[0] > sizes.max_tokens:
-            raise wrong("dispatch", f"{rows.shape[0]} tokens are more than max_tokens_per_rank, {sizes.max_tokens}")
+        rows, args.x_stride = call.rows(x, "x", FP8 if pair else BF16, ("T", sizes.hidden))
         args.tokens, args.x, args.x_fp8 = rows.shape[0], rows.address, pair
         args.waits = self._waits(call, given.waits)
         if pair:

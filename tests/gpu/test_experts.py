@@ -91,7 +91,7 @@ WRONG = {
     "unknown": "out has ['z']",
     "max_rows": "max_rows 1048576 is more than can be received",
     "handle": "the handle is of a dispatch in the expert layout",
-    "fewer": "x is bfloat16 [7, 256] where bf16 [8, 256]",
+    "fewer": "7 tokens where the handle is of 8",
     "stats": "stats count new routings",
     "stream": "is no CUDA stream",
     "y": "y is bfloat16 [8, 256]",

@@ -60,6 +60,15 @@ def test_prepared_operations_give_kernels_the_same_arguments(driver: Path, how: 
     assert len(said) == 21 and set(said.values()) == {"same"}, said
 
 
+def test_wrong_calls_are_refused_before_anything_is_enqueued(driver: Path) -> None:
+    assert told(driver, "driver_refusals.py") == {
+        "tokens": "5 tokens are more than max_tokens_per_rank, 4",
+        "fp8": "x is fp8 rows with scales, and the buffer's dispatch_dtype is bf16",
+        "alignment": "expert_alignment is 0",
+        "handle": "2 tokens where the handle is of 3",
+    }
+
+
 def test_outputs_are_made_while_the_host_waits(driver: Path) -> None:
     said = told(driver, "driver_ahead.py")
     layout, combine, waits = ["int32", "int32", "bool"], ["bfloat16", "float32"], "in the wait"
