@@ -178,14 +178,14 @@ pub(crate) fn sorted(mut shares: Vec<LaneShare>) -> Vec<LaneShare> {
 /// Size of the next chunk for a lane that has `rate` of the `rates` of all `lanes` (0: not all measured).
 ///
 /// A quarter of what the lane's part of the rest would be, so that all lanes come to their end together: large
-/// chunks first, small ones last.
+/// chunks first, small ones last. A lone lane takes as much as a chunk holds.
 pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, max_payload: u64) -> u64 {
     let part =
         if rates == 0 { left / lanes.max(1) } else { (u128::from(left) * u128::from(rate) / u128::from(rates)) as u64 };
-    // A power of two, so that noise in the rate matters little. A lone lane has nobody to finish together with.
+    // A power of two, so that noise in the rate matters little.
     let worth = if lanes > 1 { (rate / (1_000_000_000 / CHUNK_TIME)).min(chunk).next_power_of_two() } else { 0 };
-    // Whole pages, so that the memory's alignment is kept from chunk to chunk.
-    let size = (part / 4).clamp(CHUNK_MIN.max(worth).min(chunk), chunk) & !4095;
+    // A lone lane has nobody to finish together with. Whole pages, so that the memory's alignment is kept from chunk to chunk.
+    let size = (if lanes > 1 { part / 4 } else { part }).clamp(CHUNK_MIN.max(worth).min(chunk), chunk) & !4095;
     size.max(4096.min(chunk)).min(max_payload).min(left)
 }
 
@@ -254,7 +254,8 @@ mod tests {
         assert_eq!(size(1 << 20, 100_000_000_000, 8), 1 << 20);
         assert_eq!(size(100 << 10, 3_000_000_000, 8), 100 << 10);
         assert_eq!(size(1 << 20, 100_000_000, 8), 64 << 10);
-        assert_eq!(size(400 << 10, 3_000_000_000, 1), 100 << 10);
+        assert_eq!(size(400 << 10, 3_000_000_000, 1), 400 << 10, "alone");
+        assert_eq!(size(8 << 20, 3_000_000_000, 1), 2 << 20);
     }
 
     #[test]
