@@ -116,52 +116,47 @@ class DeviceOperations:
             for tensor in call.keep:
                 tensor.record_stream(streams.stream)
 
-    def _calls_for(self, value: Any) -> _native.ExpertCalls | None:
+    def _calls_for(self, arrays: Arrays) -> _native.ExpertCalls | None:
         """Prepared calls for PyTorch tensors in the current stream; None for other arrays."""
-        torch = loaded_torch()
-        if torch is None or not isinstance(value, torch.Tensor):
+        if not isinstance(arrays, TorchArrays):
             return None
         if self._calls is None:
-            arrays = self.arrays_of(value)
-            if not isinstance(arrays, TorchArrays):
-                return None
-            streams = CallerStreams(torch)
-            frame = Frame(torch, self._native, streams, self._sizes, arrays.device, shared=False)
+            streams = CallerStreams(arrays.torch)
+            frame = Frame(arrays.torch, self._native, streams, self._sizes, arrays.device, shared=False)
             self._calls = _native.ExpertCalls(frame)
         return self._calls
 
-    def _pending(self, given: Any, operation: Any, result: T, name: str) -> DevicePending[T]:
+    def _pending(self, arrays: Arrays, given: Any, operation: Any, result: T, name: str) -> DevicePending[T]:
         """The rest of a prepared operation. Its tensors are kept as long as it is not finished."""
-        call = Call(self.arrays_of(given[0]), None, name)
+        call = Call(arrays, None, name)
         call.keep += [one for one in given if one is not None]
         return DevicePending(operation, call, lambda: result, result, self)
 
-    def _dispatch_prepared(self, given: DispatchCall) -> Any:
+    def _dispatch_prepared(self, arrays: Arrays, given: DispatchCall) -> Any:
         """A dispatch of PyTorch tensors to new ones, in the current stream; None for another one."""
         if any(one is not None for one in (given.out, given.stream, given.handle, given.max_rows)):
             return None
-        if (calls := self._calls_for(given.x)) is None:
+        if (calls := self._calls_for(arrays)) is None:
             return None
         used = (given.x, given.topk_idx, given.topk_weights, given.stats, given.waits)
         if (begun := calls.dispatch(*used, False, given.send_only)) is None:
             return None
         tensors, operation, _, _, hook = begun
-        arrays = self.arrays_of(given.x)
         event = Event(operation.event(), arrays, self._native)
         parts = dict(zip(PARTS, tensors, strict=True))
         result = DeviceDispatched(arrays, operation.handle(self._sizes.most), event, parts)
-        return result if hook is None else self._pending((*used, *tensors), operation, result, "dispatch")
+        return result if hook is None else self._pending(arrays, (*used, *tensors), operation, result, "dispatch")
 
     def dispatch(self, given: DispatchCall) -> Any:
         """See `ExpertBuffer.dispatch`."""
         check_layout(given.layout)
-        if given.layout == "expert" and (done := self._dispatch_prepared(given)) is not None:
-            return done
         arrays = self.arrays_of(given.x[0] if isinstance(given.x, tuple) and given.x else given.x)
         if given.layout == "expert":
-            return self._dispatch_expert(Call(arrays, given.stream, "dispatch"), given)
-        done = None if given.handle is not None else self._prepared.dispatch(arrays, given, self._rows(given, None))
-        return self._dispatch_rank(Call(arrays, given.stream, "dispatch"), given) if done is None else done
+            done, general = self._dispatch_prepared(arrays, given), self._dispatch_expert
+        else:
+            done = None if given.handle is not None else self._prepared.dispatch(arrays, given, self._rows(given, None))
+            general = self._dispatch_rank
+        return general(Call(arrays, given.stream, "dispatch"), given) if done is None else done
 
     def _dispatch_expert(self, call: Call, given: DispatchCall) -> Any:
         for name, value in (("handle", given.handle), ("max_rows", given.max_rows)):
@@ -344,21 +339,21 @@ class DeviceOperations:
             raise wrong("dispatch", f"max_rows {rows} where the handle is of a dispatch with {cached.rows} rows")
         return rows
 
-    def _combine_prepared(self, given: CombineCall, handle: DeviceHandle) -> Any:
+    def _combine_prepared(self, arrays: Arrays, given: CombineCall, handle: DeviceHandle) -> Any:
         """A combine of PyTorch tensors as the buffer makes them, in the current stream; None for another one."""
         weights = given.topk_weights
         if given.stream is not None or given.bias is not None or (weights is not None and handle.has_weights):
             return None
-        if (calls := self._calls_for(given.y)) is None:
+        if (calls := self._calls_for(arrays)) is None:
             return None
         tensors = (given.y, None, weights, handle, handle.tokens, given.out, given.waits)
         if (begun := calls.combine(*tensors, self._wire(given.wire, True), False, given.send_only)) is None:
             return None
         x, operation, _, hook = begun
-        result = DeviceCombined(x, None, Event(operation.event(), self.arrays_of(given.y), self._native))
+        result = DeviceCombined(x, None, Event(operation.event(), arrays, self._native))
         if hook is None:
             return result
-        return self._pending((given.y, weights, given.out, given.waits, x), operation, result, "combine")
+        return self._pending(arrays, (given.y, weights, given.out, given.waits, x), operation, result, "combine")
 
     def combine(self, given: CombineCall) -> Any:
         """See `ExpertBuffer.combine`."""
@@ -367,10 +362,9 @@ class DeviceOperations:
             raise wrong("combine", f"handle is {kind(handle)}, not the handle of a dispatch on a GPU")
         sizes = self._sizes
         expert = handle.layout == "expert"
-        if expert and (done := self._combine_prepared(given, handle)) is not None:
-            return done
         arrays = self.arrays_of(given.y)
-        if not expert and (done := self._prepared.combine(arrays, given)) is not None:
+        done = self._combine_prepared(arrays, given, handle) if expert else self._prepared.combine(arrays, given)
+        if done is not None:
             return done
         call = Call(arrays, given.stream, "combine")
         shape = (sizes.local, sizes.most, sizes.hidden) if expert else (handle.rows, sizes.hidden)
