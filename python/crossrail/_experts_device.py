@@ -393,8 +393,7 @@ class DeviceOperations:
         args.bias = self._bias(call, given.bias, small)
         args.waits = self._waits(call, given.waits)
         args.wire = self._wire(given.wire, expert)
-        combine = self._native.combine_expert if expert else self._native.combine_rank
-        operation = combine(args, handle, call.streams.handle, given.send_only)
+        operation = self._native.combine(args, handle, call.streams.handle, given.send_only)
         result = DeviceCombined(x, sums, Event(operation.event(), call.arrays, self._native))
         return self._begun(call, operation, given.send_only, lambda: result, result)
 

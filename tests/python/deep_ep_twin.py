@@ -124,10 +124,8 @@ class Together:
     def dispatch_rank(self, args: Any, *rest: Any) -> Any:
         return self._over(self.native.dispatch_rank(args, *rest), rest[-1])
 
-    def combine_expert(self, args: Any, handle: Any, stream: int, send_only: bool) -> Any:
-        return self._over(self.native.combine_expert(args, handle, stream, send_only), send_only)
-
-    combine_rank = combine_expert
+    def combine(self, args: Any, handle: Any, stream: int, send_only: bool) -> Any:
+        return self._over(self.native.combine(args, handle, stream, send_only), send_only)
 
     def connected(self) -> list[int]:
         return list(range(self.meeting.size))

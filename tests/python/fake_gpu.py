@@ -196,11 +196,9 @@ class FakeBuffer:
     ) -> FakeOperation:
         return self._dispatch("rank", args, send_only, region=region, cached=cached, count=count)
 
-    def _combine(self, args: CombineArgs, handle: FakeHandle, stream: int, send_only: bool) -> FakeOperation:
+    def combine(self, args: CombineArgs, handle: FakeHandle, stream: int, send_only: bool) -> FakeOperation:
         about = {"layout": handle.layout, "tokens": handle.tokens, "has_weights": False}
         return FakeOperation(self, about, {"combine": copied(args), "handle": handle}, send_only)
-
-    combine_expert = combine_rank = _combine
 
     def sources(self, handle: FakeHandle, rows: int) -> Any:
         """The token that each row in the rank layout was at its source."""

@@ -51,7 +51,7 @@ class NotedBuffer(TwinExperts):
         native, self.put, self.wires = self._native, [], []
         native.order = lambda before, after: streams.notes.append(f"{after} waits for {before}")
         native.is_capturing = lambda stream: streams.capturing
-        dispatch, combine = native.dispatch_expert, native.combine_expert
+        dispatch, combine = native.dispatch_expert, native.combine
 
         def put(stream: int, begun: Any) -> Any:
             self.put.append(stream)
@@ -60,11 +60,11 @@ class NotedBuffer(TwinExperts):
 
         native.dispatch_expert = lambda args, stream, split: put(stream, dispatch(args, MAIN, split))
 
-        def combine_expert(args: Any, handle: Any, stream: int, split: bool) -> Any:
+        def noted(args: Any, handle: Any, stream: int, split: bool) -> Any:
             self.wires.append(args.wire)
             return put(stream, combine(args, handle, MAIN, split))
 
-        native.combine_expert = combine_expert
+        native.combine = noted
 
 
 class NotedMachine(TwinMachine):

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crossrail::Place;
+use crossrail_ep::Layout;
 use crossrail_ep_cuda as ep;
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use crossrail_types::{Error, ErrorKind, Result};
@@ -57,18 +58,22 @@ impl DeviceBuffer {
         self.ordered(py, streams, dispatch)
     }
 
-    /// The same of a combine.
+    /// A combine in the layout that the addresses are for. Raises UsageError for a handle of the other one.
     pub(super) fn begin_combine(
         &self,
         py: Python<'_>,
-        args: EpCombineArgs,
+        (layout, args): (Layout, EpCombineArgs),
         handle: &DeviceHandle,
         streams: Streams,
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
-        // SAFETY: as for a dispatch.
-        let combine = || unsafe { self.native.combine_expert(&args, &handle.native, streams.0, split(send_only)) };
-        self.ordered(py, streams, combine)
+        let (native, handle, split) = (&self.native, &handle.native, split(send_only));
+        self.ordered(py, streams, || match layout {
+            // SAFETY: as for a dispatch.
+            Layout::Expert => unsafe { native.combine_expert(&args, handle, streams.0, split) },
+            // SAFETY: as for a dispatch.
+            Layout::Rank => unsafe { native.combine_rank(&args, handle, streams.0, split) },
+        })
     }
 
     /// What `enqueue` enqueues in the first stream, after all that the second one holds by now.
@@ -79,11 +84,10 @@ impl DeviceBuffer {
         enqueue: impl FnOnce() -> Result<ep::Enqueued> + Send,
     ) -> PyResult<DeviceOperation> {
         self.operation(py, stream, || {
+            let Some(after) = after else { return enqueue() };
             let _entered = self.native.enter()?;
-            if let Some(after) = after {
-                // SAFETY: that streams are alive is the documented rule for users.
-                unsafe { self.native.order(after, stream)? };
-            }
+            // SAFETY: that streams are alive is the documented rule for users.
+            unsafe { self.native.order(after, stream)? };
             enqueue()
         })
     }
@@ -131,20 +135,6 @@ impl DeviceBuffer {
         let ep::Enqueued { handle, done, count, pending } = enqueued;
         let rest = Mutex::new(Rest { pending, done });
         DeviceOperation { handle, count, rest, stream, patience: self.patience }
-    }
-
-    /// A combine in the rank layout in `stream`.
-    pub(super) fn begin_rank_combine(
-        &self,
-        py: Python<'_>,
-        args: EpCombineArgs,
-        handle: &DeviceHandle,
-        stream: u64,
-        send_only: bool,
-    ) -> PyResult<DeviceOperation> {
-        let split = split(Flag(send_only));
-        // SAFETY: as for a dispatch.
-        self.operation(py, stream, || unsafe { self.native.combine_rank(&args, &handle.native, stream, split) })
     }
 
     /// What `enqueue` enqueues in `stream`.
@@ -337,7 +327,8 @@ impl DeviceBuffer {
         self.begin_dispatch(py, args.borrow().0, (stream, None), send_only)
     }
 
-    fn combine_expert(
+    /// In the layout of the handle.
+    fn combine(
         &self,
         py: Python<'_>,
         args: &Bound<'_, CombineArgs>,
@@ -346,7 +337,8 @@ impl DeviceBuffer {
         send_only: Flag,
     ) -> PyResult<DeviceOperation> {
         let _call = Call::enter(py);
-        self.begin_combine(py, args.borrow().0, handle.get(), (stream, None), send_only)
+        let (handle, args) = (handle.get(), args.borrow().0);
+        self.begin_combine(py, (handle.native.layout(), args), handle, (stream, None), send_only)
     }
 
     /// `cached`: the routing of that dispatch is repeated. `count`: the host will ask for `DeviceOperation.counts`.
@@ -366,18 +358,6 @@ impl DeviceBuffer {
         let of = ep::RankDispatch { region: region.get().lease(), cached, count: count.0 };
         // SAFETY: as for the expert layout; the region was taken for this dispatch, so that nobody else has it.
         self.operation(py, stream, || unsafe { self.native.dispatch_rank(&args, of, stream, split(send_only)) })
-    }
-
-    fn combine_rank(
-        &self,
-        py: Python<'_>,
-        args: &Bound<'_, CombineArgs>,
-        handle: &Bound<'_, DeviceHandle>,
-        stream: u64,
-        send_only: Flag,
-    ) -> PyResult<DeviceOperation> {
-        let _call = Call::enter(py);
-        self.begin_rank_combine(py, args.borrow().0, handle.get(), stream, send_only.0)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Where prepared operations go: to the native half of an expert buffer, without a way through Python, or to an object
 //! with the same methods.
 
+use crossrail_ep::Layout;
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -86,10 +87,11 @@ impl Target {
         send_only: Flag,
     ) -> PyResult<Started<'py>> {
         if let (Some(native), Ok(handle)) = (self.native(py), handle.cast::<DeviceHandle>()) {
-            return native.get().begin_combine(py, args, handle.get(), streams, send_only).map(Started::Native);
+            let begun = native.get().begin_combine(py, (Layout::Expert, args), handle.get(), streams, send_only);
+            return begun.map(Started::Native);
         }
         let call = (CombineArgs(args), handle, self.stream(py, streams)?, send_only.0);
-        self.0.bind(py).call_method1(intern!(py, "combine_expert"), call).map(Started::Object)
+        self.0.bind(py).call_method1(intern!(py, "combine"), call).map(Started::Object)
     }
 
     /// The stream, which comes after the other one from now on.

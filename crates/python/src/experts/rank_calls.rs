@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crossrail_ep::BLOCK;
+use crossrail_ep::{BLOCK, Layout};
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -166,7 +166,8 @@ impl RankCalls {
         let weight_sums = topk_weights.map(|_| take(Output::WeightSums, frame.topk)).transpose()?;
         args.out = kinds.address(&sums)?;
         args.out_weights = weight_sums.as_ref().map_or(Ok(0), |made| kinds.address(made))?;
-        let operation = frame.buffer.get().begin_rank_combine(py, args, handle, stream, false)?;
+        let (buffer, given) = (frame.buffer.get(), (Layout::Rank, args));
+        let operation = buffer.begin_combine(py, given, handle, (stream, None), Flag(false))?;
         Ok(Some((sums, weight_sums, operation)))
     }
 }
