@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from fake_gpu import STREAM, FakeBuffer, World
-from host_torch import HostTensors, torch
+from fake_gpu import STREAM, FakeBuffer, HostOperations, World
+from host_torch import torch
 
 from crossrail._calls import Sizes
-from crossrail._experts_device import DeviceOperations
 from crossrail.deep_ep import Buffer, ElasticBuffer, EventOverlap
 from crossrail.deep_ep.events import Turn
 from crossrail.deep_ep.pool import Gpu
@@ -143,16 +142,6 @@ class Together:
         self.destroyed = True
 
 
-class TwinOperations(DeviceOperations):
-    """An ExpertBuffer's calls, with PyTorch's tensors in host memory."""
-
-    def arrays_of(self, value: Any) -> Any:
-        return HostTensors(STREAM)
-
-    def _calls_for(self, value: Any) -> None:
-        """None are prepared."""
-
-
 class TwinExperts(ExpertBuffer):
     """An ExpertBuffer whose native half is a fake GPU that all ranks share. `lent`: results that others hold."""
 
@@ -170,7 +159,7 @@ class TwinExperts(ExpertBuffer):
         native: Any = Together(self.world.buffers[rank], meeting)
         no_context: Any = None
         self._native = self._buffer = native
-        self._operations = TwinOperations(native, sizes, no_context)
+        self._operations = HostOperations(native, sizes, no_context)
 
     @property
     def destroyed(self) -> bool:

@@ -13,47 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from host_torch import HostTensors
 
 from crossrail import ref
 from crossrail._calls import Sizes
-from crossrail._device_arrays import ArrayView, CallStreams, c_strides
+from crossrail._device_arrays import c_strides
 from crossrail._experts_device import DeviceOperations
 from crossrail._native import CombineArgs, DeviceHandle, DispatchArgs
 
 STREAM = 77
 """The raw handle of the only stream."""
-FLOATS = {"bfloat16": np.dtype(np.uint16), "float8_e4m3fn": np.dtype(np.uint8)}
 PATIENCE_S = 30.0
-NAMES = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint8): "float8_e4m3fn"}
-
-
-class NumpyArrays:
-    """NumPy's arrays as if they were on a GPU: bf16 and fp8 are their bits."""
-
-    keeps = True
-
-    def streams(self, stream: Any, operation: str) -> CallStreams:
-        return CallStreams(STREAM if stream is None else stream, None)
-
-    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
-        assert isinstance(value, np.ndarray), f"{operation}: {name} is a {type(value)}"
-        steps = tuple(stride // value.itemsize for stride in value.strides)
-        dtype = "uint8" if "scales" in name and value.dtype == np.uint8 else NAMES.get(value.dtype, value.dtype.name)
-        return ArrayView(value.ctypes.data, dtype, value.shape, steps, value)
-
-    def together(self, value: Any, streams: CallStreams) -> Any:
-        return np.ascontiguousarray(value)
-
-    def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]:
-        kind = FLOATS.get(dtype) or np.dtype(dtype)
-        array = np.full((*shape[:-1], shape[-1] * kind.itemsize), 0xEE, np.uint8).view(kind)
-        return array, array.ctypes.data
-
-    def shown(self, array: Any) -> Any:
-        return array.view(FLOATS.get(array.dtype.name, array.dtype))
-
-    def first(self, array: Any, count: int) -> Any:
-        return array[:count]
 
 
 def at(address: int, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> Any:
@@ -219,7 +189,7 @@ class World:
     def __post_init__(self) -> None:
         self.waiting = [[] for _ in range(self.sizes.ranks)]
         self.buffers = [FakeBuffer(self, rank) for rank in range(self.sizes.ranks)]
-        self.ways = [Way(buffer, self.sizes, None) for buffer in self.buffers]  # type: ignore[arg-type]
+        self.ways = [HostOperations(buffer, self.sizes, None) for buffer in self.buffers]  # type: ignore[arg-type]
 
     @property
     def shape(self) -> ref.Shape:
@@ -381,8 +351,13 @@ def received(handle: ref.Handle, source: int, rank: int) -> tuple[Any, Any]:
     return tokens, np.where(here, rows, -1).max(axis=1)[tokens]
 
 
-class Way(DeviceOperations):
-    """A rank's calls, with NumPy's arrays."""
+class HostOperations(DeviceOperations):
+    """A rank's calls, with PyTorch's tensors in host memory."""
 
     def arrays_of(self, value: Any) -> Any:
-        return NumpyArrays()
+        arrays = HostTensors(STREAM)
+        arrays.keeps = True  # the host's allocator knows of no stream, and operations run later
+        return arrays
+
+    def _calls_for(self, value: Any) -> None:
+        """None are prepared."""

@@ -7,10 +7,12 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from ep_cases import Case, Got, Inputs, Setup, inputs, judge, outputs
 from fake_gpu import STREAM, FakeRegion, World
+from host_torch import HostTensors, torch
 
 import crossrail
 from crossrail import _calls, _experts_device
@@ -45,6 +47,18 @@ def combine(way: Any, y: Any, handle: Any, **options: Any) -> Any:
     return way.combine(CombineCall(**(names | {"y": y, "handle": handle} | options)))
 
 
+def tensor(array: Any) -> Any:
+    """NumPy's array as a tensor of the same memory; bits of bf16 as such numbers."""
+    return HostTensors(STREAM).shown(array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array)
+
+
+def bits(given: Any) -> Any:
+    """A copy of a tensor's values; of bf16 and fp8 their bits."""
+    if given.dtype == torch.bfloat16:
+        return given.view(torch.int16).numpy().view(np.uint16).copy()
+    return np.array(given.view(torch.uint8) if given.dtype == torch.float8_e4m3fn else given)
+
+
 def apart(array: Any) -> Any:
     """The same rows, each with something behind it."""
     wide = np.full((len(array), array.shape[1] + 16), 0xABAB, array.dtype)
@@ -62,7 +76,7 @@ def run_all(case: Case, narrow: bool = False) -> dict[int, Got]:
         again = [inputs(case, rank, again=True).x for rank in range(case.setup.ranks)]
         options = {"layout": "rank", "max_rows": world.sizes.most}
         came = [
-            dispatch(way, x, None, handle=one.handle, **options)
+            dispatch(way, tensor(x), None, handle=one.handle, **options)
             for way, x, one in zip(world.ways, again, came, strict=True)
         ]
     got = [shown(one) for one in came]
@@ -72,44 +86,44 @@ def run_all(case: Case, narrow: bool = False) -> dict[int, Got]:
     ]
     sums = [one.finish() for one in sums] if case.split else sums
     for one, total in zip(got, sums, strict=True):
-        one.sums = np.array(total.x)
+        one.sums = bits(total.x)
     return dict(enumerate(got))
 
 
 def begin(way: Any, case: Case, fed: Inputs, narrow: bool) -> Any:
     options: dict[str, Any] = {"layout": case.layout, "send_only": case.split}
     if case.weights == "dispatch":
-        options["topk_weights"] = fed.topk_weights
+        options["topk_weights"] = tensor(fed.topk_weights)
     if case.layout == "rank":
         options |= {"max_rows": way._sizes.most, "expert_alignment": case.alignment}
     elif narrow and case.setup.dtype == "fp8":
         dtype, (local, most, blocks) = expert_shapes(way._sizes)["scales"]
         if dtype == "float32":
-            options["out"] = {"scales": np.zeros((local, blocks, most), np.float32).transpose(0, 2, 1)}
+            options["out"] = {"scales": torch.zeros(local, blocks, most).transpose(1, 2)}
         elif blocks % 4 == 0:
-            options["out"] = {"scales": np.zeros((local, blocks // 4, most), np.int32).transpose(0, 2, 1)}
+            options["out"] = {"scales": torch.zeros(local, blocks // 4, most, dtype=torch.int32).transpose(1, 2)}
     x, idx = (apart(fed.x), fed.topk_idx.astype(np.int32)) if narrow else (fed.x, fed.topk_idx)
-    return dispatch(way, x, idx, **options)
+    return dispatch(way, tensor(x), tensor(idx), **options)
 
 
 def end(way: Any, case: Case, rank: int, fed: Inputs, came: Any, narrow: bool) -> Any:
     rows = int(came.offsets[-1]) if case.layout == "rank" else None
     shape = tuple(came.x.shape) if rows is None else (rows, case.setup.hidden)
     y = np.full(came.x.shape, 0x7FC0, np.uint16)
-    y[:rows] = outputs(case, rank, shape, came.counts)
+    y[:rows] = outputs(case, rank, shape, None if came.counts is None else bits(came.counts))
     options: dict[str, Any] = {"send_only": case.split}
     if case.weights == "combine":
-        options["topk_weights"] = fed.topk_weights
+        options["topk_weights"] = tensor(fed.topk_weights)
     if case.biases:
-        options["bias"] = list(fed.biases)
+        options["bias"] = list(map(tensor, fed.biases))
     if narrow:
-        options["out"] = apart(np.full((len(fed.x), case.setup.hidden), 0x7FC0, np.uint16))
-    return combine(way, y, came.handle, **options)
+        options["out"] = tensor(apart(np.full((len(fed.x), case.setup.hidden), 0x7FC0, np.uint16)))
+    return combine(way, tensor(y), came.handle, **options)
 
 
 def shown(came: Any) -> Got:
     names = ("x", "scales", "counts", "source", "ranges", "topk_idx", "topk_weights", "offsets")
-    found = {name: None if (one := getattr(came, name)) is None else np.array(one) for name in names}
+    found = {name: None if (one := getattr(came, name)) is None else bits(one) for name in names}
     if found["scales"] is not None and found["scales"].dtype == np.int32:
         found["scales"] = np.ascontiguousarray(found["scales"]).view(np.uint8)
     if came.layout == "rank":
@@ -160,7 +174,8 @@ def test_any_exchange(seed: int) -> None:
 def alone(**options: Any) -> tuple[Any, Any]:
     """A buffer with one rank, and what it may be given."""
     setup = replace(TWO, ranks=1, **options)
-    return world_of(setup).ways[0], inputs(Case(setup), 0)
+    fed = inputs(Case(setup), 0)
+    return world_of(setup).ways[0], Inputs(tensor(fed.x), tensor(fed.topk_idx), tensor(fed.topk_weights), ())
 
 
 def test_the_host_learns_how_many_rows_came() -> None:
@@ -170,7 +185,7 @@ def test_the_host_learns_how_many_rows_came() -> None:
     assert came.count_list == came.counts.tolist() and sum(came.count_list) % 8 == 0
     again = dispatch(way, fed.x, None, handle=came.handle, layout="rank")
     assert (again.counts, again.topk_idx, again.topk_weights, again.source, again.count_list) == (None,) * 5
-    np.testing.assert_array_equal(again.x, came.x)
+    np.testing.assert_array_equal(bits(again.x), bits(came.x))
     np.testing.assert_array_equal(again.offsets, [0, 6])
     assert came.ranges is None and dispatch(way, fed.x, fed.topk_idx).offsets is None
 
@@ -212,19 +227,17 @@ def test_what_was_begun_has_its_arrays() -> None:
 
 def test_results_into_the_callers_arrays() -> None:
     way, fed = alone(dtype="fp8")
-    out = {name: np.zeros(shape, KINDS.get(dtype, dtype)) for name, (dtype, shape) in expert_shapes(way._sizes).items()}
-    stats = np.ones(3, np.int32)
+    kinds = expert_shapes(way._sizes)
+    out = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in kinds.items()}
+    stats = torch.ones(3, dtype=torch.int32)
     came = dispatch(way, fed.x, fed.topk_idx, out=out, stats=stats)
     assert all(getattr(came, name) is array for name, array in out.items())
-    np.testing.assert_array_equal(stats, 1 + came.counts)
+    np.testing.assert_array_equal(stats, came.counts + 1)
     assert dispatch(way, fed.x, fed.topk_idx, out={"source": None}).source is None
-    mine = {"counts": np.zeros(3, np.int32), "offsets": np.zeros(2, np.int64)}
+    mine = {"counts": torch.zeros(3, dtype=torch.int32), "offsets": torch.zeros(2, dtype=torch.int64)}
     ranked = dispatch(way, fed.x, fed.topk_idx, layout="rank", out=mine, stats=stats)
-    np.testing.assert_array_equal(stats, 1 + came.counts + ranked.counts)
+    np.testing.assert_array_equal(stats, came.counts + 1 + ranked.counts)
     assert ranked.counts is mine["counts"] and ranked.offsets is mine["offsets"]
-
-
-KINDS = {"float8_e4m3fn": np.uint8, "bfloat16": np.uint16}
 
 
 def bad_calls() -> dict[str, Any]:
@@ -239,20 +252,21 @@ def bad_calls() -> dict[str, Any]:
     def sums(**options: Any) -> Any:
         def call(way: Any, fed: Inputs) -> Any:
             came = dispatch(way, fed.x, fed.topk_idx, topk_weights=fed.topk_weights)
-            y = np.zeros(came.x.shape, np.uint16)
+            y = torch.zeros(came.x.shape, dtype=torch.bfloat16)
             return combine(way, **({"y": y, "handle": came.handle} | options))
 
         return call
 
-    zeros = np.zeros((6, 512), np.uint16)
+    zeros, longs = torch.zeros(6, 512, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
+    wide, shorts = torch.zeros(6, 1024, dtype=torch.bfloat16), torch.zeros(6, 2, dtype=torch.int16)
     return {
         "topk_idx is None; it may be left out when a handle is given": made(topk_idx=None),
-        "x is float32 [6, 512] where bf16 [T, 512] is wanted": changed(x=lambda fed: fed.x.astype(np.float32)),
+        "x is float32 [6, 512] where bf16 [T, 512] is wanted": changed(x=lambda fed: fed.x.float()),
         "x is bfloat16 [6, 511]": changed(x=lambda fed: fed.x[:, :-1]),
-        "x has strides [512, -1]": changed(x=lambda fed: fed.x[:, ::-1]),
-        "x has strides [516, 1] at address": changed(x=lambda fed: np.zeros((6, 516), np.uint16)[:, :512]),
+        "x has strides [1024, 2]": made(x=wide[:, ::2]),
+        "x has strides [516, 1] at address": made(x=torch.zeros(6, 516, dtype=torch.bfloat16)[:, :512]),
         "x is a tuple of 3": changed(x=lambda fed: (fed.x,) * 3),
-        "topk_idx is int16 [6, 2] where int64 or int32 [6, 2]": changed(topk_idx=lambda fed: fed.topk_idx.astype("i2")),
+        "topk_idx is int16 [6, 2] where int64 or int32 [6, 2]": made(topk_idx=shorts),
         "topk_weights is float32 [5, 2] where float32 [6, 2]": changed(topk_weights=lambda fed: fed.topk_weights[:5]),
         "layout 'rows' is neither": made(layout="rows"),
         "handle is for the rank layout": made(handle="handle"),
@@ -263,20 +277,20 @@ def bad_calls() -> dict[str, Any]:
         "max_rows is a float, not an integer": made(layout="rank", max_rows=1.5),
         "expert_alignment -1 is not from 0": made(layout="rank", expert_alignment=-1),
         "stats count new routings, and a handle repeats one": made(
-            layout="rank", handle="handle", stats=np.zeros(3, np.int32)
+            layout="rank", handle="handle", stats=torch.zeros(3, dtype=torch.int32)
         ),
-        "stats is int64 [3] where int32 [3]": made(stats=np.zeros(3, np.int64)),
-        "waits is int64 [2] where int64 [1]": made(waits=np.zeros(2, np.int64)),
+        "stats is int64 [3] where int32 [3]": made(stats=longs),
+        "waits is int64 [2] where int64 [1]": made(waits=longs[:2]),
         "out has ['z'] where it may have ['x', 'counts', 'ranges', 'source']": made(out={"z": zeros}),
         "out has ['x'] where it may have ['counts', 'offsets']": made(out={"x": zeros}, layout="rank"),
         "out['x'] is bfloat16 [6, 512] where bf16 [3, 6, 512]": made(out={"x": zeros}),
-        "out['counts'] is not contiguous in C order": made(out={"counts": np.zeros(6, np.int32)[::2]}),
+        "out['counts'] is not contiguous in C order": made(out={"counts": torch.zeros(6, dtype=torch.int32)[::2]}),
         "handle is a str": sums(handle="handle"),
         "y is bfloat16 [6, 512] where bf16 [3, 6, 512]": sums(y=zeros),
-        "topk_weights were given to dispatch already": sums(topk_weights=np.zeros((6, 2), np.float32)),
+        "topk_weights were given to dispatch already": sums(topk_weights=torch.zeros(6, 2)),
         "3 biases where there may be two": sums(bias=[zeros] * 3),
         "bias is bfloat16 [5, 512] where bf16 [6, 512]": sums(bias=zeros[:5]),
-        "out is uint32 [6, 512] where bf16": sums(out=np.zeros((6, 512), np.uint32)),
+        "out is int32 [6, 512] where bf16": sums(out=torch.zeros(6, 512, dtype=torch.int32)),
     }
 
 
@@ -294,10 +308,10 @@ def test_scales_that_do_not_fit() -> None:
     for scale, blocks, says in (("f32", 5, "float32"), ("ue8m0", 4, "uint8")):
         way, fed = alone(dtype="fp8", scale=scale)
         shape = (3, 6, blocks)
-        wrong = np.zeros(shape, np.float32)
+        wrong = torch.zeros(shape)
         with pytest.raises(crossrail.UsageError, match=rf"out\['scales'\] is float32 .* where {says} \[3, 6, 4\]"):
             dispatch(way, fed.x, fed.topk_idx, out={"scales": wrong})
-    spread = np.zeros((3, 6, 8), np.uint8)[:, :, ::2]
+    spread = torch.zeros(3, 6, 8, dtype=torch.uint8)[:, :, ::2]
     with pytest.raises(crossrail.UsageError, match="blocks 2 bytes apart where 1 is wanted"):
         dispatch(way, fed.x, fed.topk_idx, out={"scales": spread})
 
