@@ -56,7 +56,7 @@ def bits(given: Any) -> Any:
     """A copy of a tensor's values; of bf16 and fp8 their bits."""
     if given.dtype == torch.bfloat16:
         return given.view(torch.int16).numpy().view(np.uint16).copy()
-    return np.array(given.view(torch.uint8) if given.dtype == torch.float8_e4m3fn else given)
+    return (given.view(torch.uint8) if given.dtype == torch.float8_e4m3fn else given).numpy().copy()
 
 
 def apart(array: Any) -> Any:
