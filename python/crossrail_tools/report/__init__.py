@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .build import Round, p2p_row, with_peers, with_raw_tcp, with_samples
+    from .build import Round, p2p_row, unpack_rates, with_peers, with_raw_tcp, with_samples
     from .control import averaged, control_rows, with_times
     from .environment import capture_environment
     from .ep import EpDeviceRank, EpRank, EpTurn, ep_device_row, ep_row, kernels_us, slowest
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .stats import Summary, better, gb_per_s, median, percentile, summarize
     from .tables import console, table
     from .units import counted, format_bytes, format_duration_us, format_rate, format_size
-    from .unpack import unpack_rates, unpack_rows
+    from .unpack import unpack_rows
     from .verdict import Facts, judge
     from .viewing import print_report, views
     from .writing import WriteError, check_destination, write_report, write_text
@@ -99,7 +99,7 @@ __all__ = [
 # Imported on first use: most commands need few of them, and tables bring rich, which takes longer than all the rest. No
 # module may be called like a name: whoever imports it puts the module where the name is looked for.
 _MODULES = {
-    "build": ("Round", "p2p_row", "with_peers", "with_raw_tcp", "with_samples"),
+    "build": ("Round", "p2p_row", "unpack_rates", "with_peers", "with_raw_tcp", "with_samples"),
     "control": ("averaged", "control_rows", "with_times"),
     "environment": ("capture_environment",),
     "ep": ("EpDeviceRank", "EpRank", "EpTurn", "ep_device_row", "ep_row", "kernels_us", "slowest"),
@@ -123,7 +123,7 @@ _MODULES = {
     "stats": ("Summary", "better", "gb_per_s", "median", "percentile", "summarize"),
     "tables": ("console", "table"),
     "units": ("counted", "format_bytes", "format_duration_us", "format_rate", "format_size"),
-    "unpack": ("unpack_rates", "unpack_rows"),
+    "unpack": ("unpack_rows",),
     "verdict": ("Facts", "judge"),
     "viewing": ("print_report", "views"),
     "writing": ("WriteError", "check_destination", "write_report", "write_text"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from .pipeline import mean_shares
 from .schema import Iteration, Lane, PeerResult, Row, Stages
@@ -180,3 +181,8 @@ def p2p_row(
         notes=[*row.notes, *dict.fromkeys(note for one in iterations for note in one.notes)],
         verdict=judge(facts),
     )
+
+
+def unpack_rates(found: Mapping[str, Any], size: int) -> dict[str, float]:
+    """The rate of each mode, in GB/s, by the median of its total times."""
+    return {mode: gb_per_s(size, median(times["samples_us"])) for mode, times in found["modes"].items()}

@@ -30,11 +30,6 @@ def unpack_rows(found: Mapping[str, Any], like: Row) -> list[Row]:
     return [ceiling, *(_compared(_row(mode, times, like), ceiling) for mode, times in found["modes"].items())]
 
 
-def unpack_rates(found: Mapping[str, Any], size: int) -> dict[str, float]:
-    """The rate of each mode, in GB/s, by the median of its total times."""
-    return {mode: gb_per_s(size, median(times["samples_us"])) for mode, times in found["modes"].items()}
-
-
 def _row(mode: str, times: Mapping[str, Any], like: Row) -> Row:
     row = with_samples(replace(like, unpack=mode), [Round(times["samples_us"], like.size)])
     gpu_us = list(times["gpu_us"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import dataclass
 
 from ..failure import print_notice
 from ..parsing import Command, Parser
 from ..reporting import Progress, check_json, show_report
-from . import cuda, elastic, host, options
+from . import options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +18,9 @@ class Ep(options.EpOptions):
 
     def run(self) -> None:
         """Measures, or carries out the plan, and shows the report. Raises Failure and the library's errors."""
-        measure = cuda.measure if self.device == "cuda" else host.measure
-        if self.plan is not None:
-            measure = elastic.run_plan
+        # Imported here: the process of a rank imports this package for its own kind alone.
+        kind = "elastic" if self.plan is not None else "cuda" if self.device == "cuda" else "host"
+        measure = importlib.import_module(f".{kind}", __package__).measure
         if self.placement.node > 0:
             check_json(self.json)
             with Progress() as progress:

@@ -50,7 +50,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD
 """Variables that a launcher set for the command. Ranks must not take them for their own."""
 
 
-def run_plan(options: EpOptions, progress: Progress) -> Report:
+def measure(options: EpOptions, progress: Progress) -> Report:
     """Carries out the plan. Raises Failure, UsageFailure for an invalid plan, and the library's errors."""
     assert options.plan is not None
     plan = load_plan(options.plan)
