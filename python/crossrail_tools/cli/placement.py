@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,7 +102,7 @@ class Placement:
         Raises the library's errors.
         """
         # Commands on several nodes must agree on the name; independent runs that share a store must not collide.
-        name = "bench" if self.world_size > 1 else f"bench-{secrets.token_hex(4)}"
+        name = "bench" if self.world_size > 1 else f"bench-{os.urandom(4).hex()}"
         if self.launch is not None and self.store is None:
             with crossrail.Group(name=GROUP, context=context) as group:
                 yield group.store_address, name

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib.metadata
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -45,10 +44,10 @@ def store(machine: Machine) -> Iterable[Found]:
         yield Found("error", "no store is named", "crossrail doctor --store tcp://HOST:PORT, or set CROSSRAIL_STORE")
         return
     context = crossrail.Context(secret_file=machine.secret_file, timeout=3.0)
-    name = f"crossrail-doctor-{secrets.token_hex(8)}"
+    name = f"crossrail-doctor-{os.urandom(8).hex()}"
     try:
         with crossrail.Group(name=name, rank=0, size=1, store=address, context=context) as group:
-            value = secrets.token_bytes(16)
+            value = os.urandom(16)
             began = time.perf_counter()
             for turn in range(STORE_TURNS):
                 group.publish(str(turn), value)

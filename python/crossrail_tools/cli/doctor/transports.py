@@ -7,7 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -134,8 +133,8 @@ def further_transports(machine: Machine) -> Iterable[Found]:
 
 def passed_descriptors(machine: Machine) -> Iterable[Found]:
     """A memfd passed over a Unix socket; then pidfd_getfd, which other libraries use for the same."""
-    name, secret = f"crossrail-doctor-{secrets.token_hex(8)}", secrets.token_bytes(SECRET_LEN)
-    answer = secrets.token_bytes(SECRET_LEN)
+    name, secret = f"crossrail-doctor-{os.urandom(8).hex()}", os.urandom(SECRET_LEN)
+    answer = os.urandom(SECRET_LEN)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(f"\0{name}")
         listening.listen(1)
