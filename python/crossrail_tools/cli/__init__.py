@@ -7,6 +7,7 @@ usage, 130 interrupted, 143 terminated.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -38,6 +39,7 @@ _ending = threading.Event()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. A mistake of the user never ends in a traceback."""
     _open_standard_streams()
+    gc.disable()
     try:
         from .command_line import parse_arguments
 
@@ -53,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return EXIT_INTERRUPTED
+    finally:
+        gc.freeze()  # modules: no collection walks them, nor those at the end of the process
+        gc.enable()
     if command.parent is not None:
         live_with_parent(command.parent)
     if getattr(command, "on_main_thread", False):
@@ -113,10 +118,9 @@ def _in_thread(work: Callable[[], int]) -> int:
         by_user = isinstance(end, KeyboardInterrupt)
         _end_early("interrupted" if by_user else "terminated", EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
     thread.join()
-    result = outcome[0]
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _end_early(why: str, exit_code: int) -> NoReturn:
@@ -132,16 +136,12 @@ def _end_early(why: str, exit_code: int) -> NoReturn:
         if reporting is not None:
             reporting.stop_runs()
     finally:
-        _silence_stderr()  # killing the other processes causes errors that nobody needs to read
+        with contextlib.suppress(OSError):  # killing the other processes causes errors that nobody needs to read
+            sys.stderr.flush()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         kill_all()
         # An ordinary exit would wait for a thread that is inside native code.
         os._exit(exit_code)
-
-
-def _silence_stderr() -> None:
-    with contextlib.suppress(OSError):
-        sys.stderr.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class _Terminated(BaseException):

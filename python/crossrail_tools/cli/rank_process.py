@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +64,14 @@ class Parent:
 class RankOptions:
     """`crossrail rank KIND`, which other commands start."""
 
-    kind: str
+    serve: Callable[[Parent, Message], None]
     parent: int
 
     def run(self) -> None:
         """Runs the job that is the first message on stdin."""
         parent = Parent()
-        module = importlib.import_module(KINDS[self.kind], __package__)
         try:
-            module.serve(parent, parent.receive(START_S))
+            self.serve(parent, parent.receive(START_S))
         except MemoryError as error:
             raise Failure(f"not enough memory: {error}") from None
 
@@ -85,7 +85,8 @@ def add_rank(commands: Commands) -> None:
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
-    return RankOptions(kind=parsed.kind, parent=parsed.parent)
+    # Imported now, with the modules that no collection walks.
+    return RankOptions(serve=importlib.import_module(KINDS[parsed.kind], __package__).serve, parent=parsed.parent)
 
 
 def join(job: Message, context: crossrail.Context) -> crossrail.Group:
