@@ -27,10 +27,11 @@ const CHILD: &str = "GPU_TEST_CHILD";
 static TURN: Mutex<()> = Mutex::new(());
 
 struct Gpu {
-    _turn: Option<MutexGuard<'static, ()>>,
     context: Context,
     stream: Stream,
     kernels: Arc<Kernels>,
+    /// Dropped last: destroying a stream waits for the GPU as well.
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 /// Each GPU's kernels, compiled once for all tests.
@@ -80,7 +81,7 @@ impl Gpu {
     fn numbered(ordinal: u32) -> Gpu {
         let context = Context::primary(&support::cuda().unwrap().device(ordinal).unwrap()).unwrap();
         let (kernels, stream) = (kernels(&context), Stream::new(&context).unwrap());
-        Gpu { _turn: None, context, stream, kernels }
+        Gpu { context, stream, kernels, _turn: None }
     }
 
     fn device(&self, bytes: &[u8]) -> DeviceMemory {
@@ -343,6 +344,8 @@ fn an_address_without_memory_is_an_error_that_says_so() {
     if support::cuda().is_none() || support::nvrtc().is_none() {
         return;
     }
+    // What recovers from the fault waits for the kernels of other processes, too.
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let mut command = std::process::Command::new(std::env::current_exe().unwrap());
     let output = command.args(["--exact", "child_process", "--nocapture"]).env(CHILD, "1").output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
