@@ -19,7 +19,7 @@ const YIELD_MANY: Duration = Duration::from_millis(5);
 /// How long others run on an offered core if they take turns, as ends of other pairs do that wait for their peers in their
 /// turn: polling without pause would only hold those up. What runs longer computes, and has the core for a time slice
 /// each time that it is offered.
-const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(2);
+const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(1);
 /// From this many processors on there are cores to spare.
 const MANY: usize = 8;
 /// Shortest and longest pause of a thread that waits for the work of the connections' threads; in between, a sixteenth
