@@ -14,6 +14,9 @@ use crate::raw;
 /// dies in the middle of it. Where UCX was built with assertions (Debian, Ubuntu), that ends the process. Their older
 /// protocols do not.
 const PROTOCOLS_THAT_ASSERT: [(u32, u32); 2] = [(1, 16), (1, 17)];
+/// Versions whose tcp, seen with Debian's, asserts that it waits for an acknowledgement when a peer dies in the middle of a
+/// write into its memory. The same bytes go as messages of their tcp, as fast.
+const WRITES_THAT_ASSERT: [(u32, u32); 1] = [(1, 13)];
 
 /// A transport of UCX on a device, as UCX writes it: `tcp/eth0`, `rc_mlx5/mlx5_0:1`, `posix/memory`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -103,6 +106,9 @@ impl Fabric {
         } else if may_use_tcp(transports) {
             // The sending end writes into the receiver's memory.
             config.set("RNDV_SCHEME", "put_zcopy")?;
+            if WRITES_THAT_ASSERT.contains(&library.number()) && std::env::var_os("UCX_TCP_PUT_ENABLE").is_none() {
+                config.set("PUT_ENABLE", "n")?;
+            }
         }
         if PROTOCOLS_THAT_ASSERT.contains(&library.number()) && std::env::var_os("UCX_PROTO_ENABLE").is_none() {
             config.set("PROTO_ENABLE", "n")?;
