@@ -224,8 +224,9 @@ impl<'a> Wait<'a> {
             } else {
                 let offered = Instant::now();
                 std::thread::yield_now();
+                let took = offered.elapsed();
                 let mut core = progress.core.lock();
-                core.wake_ups().set_crowded(TURN.contains(&offered.elapsed()));
+                core.wake_ups().set_crowded(TURN.contains(&took));
                 return Look::Again(core);
             }
             return Look::Again(progress.core.lock());
