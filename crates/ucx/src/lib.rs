@@ -9,7 +9,7 @@
 //!
 //! A frame is one active message, with its payload if that is at most 8 KiB. A longer payload follows in pieces of 1 MiB by
 //! UCX's rendezvous, from the sender's memory straight to the payload's place: UCX moves a piece by whatever is fastest on
-//! the device, over its tcp by a put. UCX's `put` itself is not used: UCX before 1.16 emulates it by active messages of 8
+//! the device, over its tcp by a put (not of UCX 1.13: `WRITES_THAT_ASSERT`). UCX's `put` itself is not used: UCX before 1.16 emulates it by active messages of 8
 //! KiB wherever the transport lacks a short put, as TCP does.
 //!
 //! A transfer that UCX has begun can't be recalled, so both ends keep the [`Loan`](crossrail_transport::Loan) of its memory
