@@ -12,7 +12,7 @@ use crossrail_ep::{Config, Layout, Payload};
 use crossrail_types::ErrorKind;
 
 /// How long a rank waits for another one to connect.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_millis(300);
 const LONG: Duration = Duration::from_secs(20);
 
 fn meeting_of(rank: u32, store: &str) -> (Group, Meeting) {
