@@ -87,7 +87,10 @@ demo: build
 	$(call say,an elastic plan: one of four ranks is killed and replaced)
 	$(BIN)/crossrail bench ep --plan tests/data/plans/killed_and_replaced.json --tokens 64 --hidden 2048
 
-# Rust and Python side by side: one compiles while the other waits. The closing line is that of the Python tests.
+# Rust and Python side by side: one compiles while the other waits. Their tests take turns: many measure, or wait for a
+# process that four others hold up on two cores. The closing line is that of the Python tests.
+NOT_AT_ONCE := flock --close $(CARGO_TARGET_DIR)/.tests
+
 test: $(TOOLS)
 	@$(PYTHON) tests/side_by_side.py "$(MAKE) lint-rust test-rust" "$(MAKE) lint-python test-python"
 
@@ -119,7 +122,8 @@ TESTED := --locked --workspace --exclude crossrail-python --features crossrail/s
 test-rust: $(TOOLS)
 	$(call say,test: Rust)
 	cargo build --quiet --profile test $(TESTED) --example two_processes --example hotpath
-	cargo test --quiet $(TESTED) --lib --bins --tests
+	cargo test --quiet $(TESTED) --lib --bins --tests --no-run
+	$(NOT_AT_ONCE) cargo test --quiet $(TESTED) --lib --bins --tests
 	cargo test --quiet $(TESTED) --doc
 
 test-fuzz:
@@ -229,7 +233,7 @@ TEST_WORKERS ?= 3
 test-python: build
 	$(call say,test: Python and test bed)
 	@# A thread of OpenBLAS spins for as long as all of a short process's other imports take.
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
+	OPENBLAS_NUM_THREADS=1 $(NOT_AT_ONCE) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
 
 # Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
 CHAOS_SECONDS ?= 120
