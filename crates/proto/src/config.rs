@@ -12,10 +12,10 @@ impl Time {
     }
 }
 
-/// What both ends of a connection must have agreed on (all but `chunk`, `lane_deadline` and `lazy_passes`).
+/// What both ends of a connection must have agreed on (all but `lane_deadline` and `lazy_passes`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Largest chunk that this end sends, in bytes.
+    /// Largest chunk, in bytes.
     pub chunk: u64,
     /// Chunks that a lane may have outstanding.
     pub window: u32,

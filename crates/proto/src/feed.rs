@@ -10,6 +10,9 @@ const CHUNK_MIN: u64 = 64 << 10;
 /// Nanoseconds that a chunk should take its lane at least, where there are several. A chunk costs wake-ups and system
 /// calls at both ends, and a pack and an unpack if it is of GPU memory: with shorter ones, fast lanes do little else.
 const CHUNK_TIME: u64 = 100_000;
+/// A lane that carries a transfer alone takes chunks of this length, or of a quarter of the longest: the receiver copies
+/// them out of the sender's cache, which longer ones leave.
+const LONE: u64 = 512 << 10;
 
 /// Bytes of a transfer that one lane is to carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,14 +181,16 @@ pub(crate) fn sorted(mut shares: Vec<LaneShare>) -> Vec<LaneShare> {
 /// Size of the next chunk for a lane that has `rate` of the `rates` of all `lanes` (0: not all measured).
 ///
 /// A quarter of what the lane's part of the rest would be, so that all lanes come to their end together: large
-/// chunks first, small ones last. A lone lane takes as much as a chunk holds.
+/// chunks first, small ones last. A lone lane takes equal ones.
 pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, max_payload: u64) -> u64 {
     let part =
         if rates == 0 { left / lanes.max(1) } else { (u128::from(left) * u128::from(rate) / u128::from(rates)) as u64 };
     // A power of two, so that noise in the rate matters little.
     let worth = if lanes > 1 { (rate / (1_000_000_000 / CHUNK_TIME)).min(chunk).next_power_of_two() } else { 0 };
     // A lone lane has nobody to finish together with. Whole pages, so that the memory's alignment is kept from chunk to chunk.
-    let size = (if lanes > 1 { part / 4 } else { part }).clamp(CHUNK_MIN.max(worth).min(chunk), chunk) & !4095;
+    let size = (if lanes > 1 { part / 4 } else { part.min(LONE.max(chunk / 4)) })
+        .clamp(CHUNK_MIN.max(worth).min(chunk), chunk)
+        & !4095;
     size.max(4096.min(chunk)).min(max_payload).min(left)
 }
 
@@ -255,7 +260,9 @@ mod tests {
         assert_eq!(size(100 << 10, 3_000_000_000, 8), 100 << 10);
         assert_eq!(size(1 << 20, 100_000_000, 8), 64 << 10);
         assert_eq!(size(400 << 10, 3_000_000_000, 1), 400 << 10, "alone");
-        assert_eq!(size(8 << 20, 3_000_000_000, 1), 2 << 20);
+        assert_eq!(size(8 << 20, 3_000_000_000, 1), 512 << 10);
+        assert_eq!(guided(8 << 20, 0, 0, 1, 8 << 20, 1 << 30), 2 << 20);
+        assert_eq!(guided(8 << 20, 0, 0, 1, 256 << 10, 1 << 30), 256 << 10);
     }
 
     #[test]

@@ -453,8 +453,7 @@ settings! {
     /// command; unset: any free port.
     ports: Option<Ports> = None,
         "CROSSRAIL_PORTS" accepts "a port, or a range such as `18180-18199`" as PORTS;
-    /// Chunk size in bytes: how much of a transfer one lane carries at a time. At its default, 512K are sent where one
-    /// thread drives all connections, as on machines of up to three processors.
+    /// Chunk size in bytes: how much of a transfer one lane carries at a time.
     chunk: usize = 2 << 20,
         "CROSSRAIL_CHUNK" accepts "a size from 4K to 1G" as CHUNK;
     /// Maximum number of outstanding chunks per lane.

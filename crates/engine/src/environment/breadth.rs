@@ -1,4 +1,4 @@
-//! How many connections and threads TCP may use, and how long chunks are: the settings, or what the processors allow.
+//! How many connections and threads TCP may use: the settings, or what the processors allow.
 
 use crossrail_topology::NetDevice;
 use crossrail_types::{Channels, IoThreads, Settings};
@@ -11,9 +11,6 @@ const CHANNELS_MAX: usize = 8;
 const BEGIN_WITH: usize = 8;
 /// The same of one rail.
 const BEGIN_WITH_ON_ONE: usize = 4;
-/// Bytes of a chunk where one thread drives all connections, unless the user sets another size: the receiver copies it out
-/// of the sender's cache. Longer chunks save wake-ups of other threads, of which there are none.
-const CHUNK_OF_ONE_THREAD: usize = 512 << 10;
 
 /// Limits of a worker's TCP connections and of the threads that pump them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,8 +23,6 @@ pub(crate) struct Breadth {
     pub(crate) threads: usize,
     /// Callers pump the first connection to a peer, although the others have threads.
     pub(crate) pumps_first: bool,
-    /// Largest chunk that is sent, in bytes.
-    pub(crate) chunk: usize,
 }
 
 impl Breadth {
@@ -38,7 +33,7 @@ impl Breadth {
         // Rails that lead to one peer: the loopback devices, or the others.
         let loopback = rails.iter().filter(|rail| rail.loopback).count();
         let at_once = loopback.max(rails.len() - loopback).max(1);
-        let (channels, begin_with, threads, pumps_first) = match settings.channels {
+        match settings.channels {
             Channels::Count(count) => {
                 let connections = rails.len().max(1) * count as usize;
                 let threads = match settings.io_threads {
@@ -46,7 +41,7 @@ impl Breadth {
                     IoThreads::Auto => connections.min(half).clamp(1, 8),
                 };
                 let channels = u8::try_from(count).unwrap_or(u8::MAX);
-                (channels, 1, threads, false)
+                Breadth { channels, begin_with: 1, threads, pumps_first: false }
             }
             Channels::Auto => {
                 let (threads, is_set) = match settings.io_threads {
@@ -56,13 +51,14 @@ impl Breadth {
                 // More connections than threads are slower than as many.
                 let channels = (threads.min(half) / at_once).clamp(1, CHANNELS_MAX);
                 let begin_with = (BEGIN_WITH / at_once).clamp(1, BEGIN_WITH_ON_ONE).min(channels);
-                let threads = if is_set { threads } else { threads.min(at_once * channels) };
-                (channels as u8, begin_with as u16, threads, !is_set && at_once == 1)
+                Breadth {
+                    channels: channels as u8,
+                    begin_with: begin_with as u16,
+                    threads: if is_set { threads } else { threads.min(at_once * channels) },
+                    pumps_first: !is_set && at_once == 1,
+                }
             }
-        };
-        let is_default = settings.chunk == Settings::default().chunk;
-        let chunk = if is_default && threads <= 1 { CHUNK_OF_ONE_THREAD } else { settings.chunk };
-        Breadth { channels, begin_with, threads, pumps_first, chunk }
+        }
     }
 }
 
@@ -83,15 +79,8 @@ mod tests {
         };
         let settings = Settings { channels, io_threads, ..Settings::default() };
         let rails: Vec<NetDevice> = (1..=rails).map(device).collect();
-        let Breadth { channels, begin_with, threads, pumps_first, .. } = Breadth::of(&settings, cores, &rails);
+        let Breadth { channels, begin_with, threads, pumps_first } = Breadth::of(&settings, cores, &rails);
         (channels, begin_with, threads, pumps_first)
-    }
-
-    #[test]
-    fn chunks_are_shorter_where_one_thread_drives_all_connections() {
-        let chunk = |chunk, cores| Breadth::of(&Settings { chunk, ..Settings::default() }, cores, &[]).chunk;
-        assert_eq!([chunk(2 << 20, 2), chunk(2 << 20, 16)], [CHUNK_OF_ONE_THREAD, 2 << 20]);
-        assert_eq!([chunk(1 << 20, 2), chunk(4 << 20, 2), chunk(64 << 10, 2)], [1 << 20, 4 << 20, 64 << 10], "as set");
     }
 
     #[test]

@@ -187,7 +187,7 @@ impl Sessions {
     pub(super) fn add_peer(&self, name: &str, reach: Reach) -> Result<EndpointId> {
         let settings = self.environment.settings();
         let config = proto::Config {
-            chunk: self.environment.breadth().chunk as u64,
+            chunk: settings.chunk as u64,
             window: settings.window,
             lane_deadline: LANE_DEADLINE.as_nanos() as u64,
             // The engine itself asks for acknowledgements only when a pass found nothing else to do.
