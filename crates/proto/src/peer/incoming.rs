@@ -1,10 +1,12 @@
 //! Transfers towards us: receives of long messages, the peer's writes, our reads.
 
+mod copy;
+
 use crossrail_types::{LaneId, OpId};
 use slab::Slab;
 
 use super::Context;
-use super::accesses::{Accesses, JobOf};
+use super::accesses::Accesses;
 use super::answers::Answers;
 use super::events::Events;
 use super::lanes::Lanes;
@@ -12,13 +14,11 @@ use super::open::{Open, What};
 use super::stream::Stream;
 use super::theirs::Their;
 use crate::feed::{share, sorted};
-use crate::frame::{Bytes, Frame, Target};
+use crate::frame::{Frame, Target};
 use crate::lane::{Lane, Placement};
 use crate::ranges::Ranges;
-use crate::{
-    Body, DirectId, Event, Failure, LaneShare, Memory, Offer, Placing, Protocol, Receipt, RegionRef, Regions, Role,
-    Time,
-};
+use crate::{Body, Event, Failure, LaneShare, Memory, Offer, Placing, Protocol, Receipt, RegionRef, Regions, Time};
+use copy::DirectCopy;
 
 /// Most holes that a transfer may have: far more than lanes and windows can make.
 const PARTS_MAX: usize = 64 << 10;
@@ -43,19 +43,8 @@ struct Incoming {
     landed: u32,
     /// All bytes are known to be there, or in slots: how they came.
     complete: Option<(Protocol, Option<LaneId>)>,
-    /// How to copy it directly.
-    offer: Option<Offer>,
-    /// Since when the peer was to copy it alone.
-    lent: Option<Time>,
-    /// It did.
-    pushed: bool,
-    job: Option<DirectId>,
-    /// The job was told to stop.
-    stopping: bool,
-    /// The peer was invited and may be copying.
-    helped: bool,
+    copy: DirectCopy,
     ending: Option<Ending>,
-    copy_ns: u64,
     passive: u32,
 }
 
@@ -160,14 +149,8 @@ impl Ins {
             shares: Vec::new(),
             landed: 0,
             complete: None,
-            offer: None,
-            lent: None,
-            pushed: false,
-            job: None,
-            stopping: false,
-            helped: false,
+            copy: DirectCopy::default(),
             ending: None,
-            copy_ns: 0,
             passive: if matches!(kind, InKind::Write { .. }) { accesses.begin() } else { 0 },
         };
         self.table.insert(incoming) as u32
@@ -328,9 +311,8 @@ impl Ins {
         let prompt = incoming.len >= PROMPT;
         match incoming.kind {
             InKind::Receive { op, tag } => {
-                let (bytes, copy_ns) = (incoming.len, incoming.copy_ns);
+                let (bytes, (copy_ns, pushed)) = (incoming.len, incoming.copy.cost());
                 let wire_ns = cx.now.since(incoming.started).saturating_sub(copy_ns);
-                let pushed = incoming.pushed;
                 let receipt =
                     Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns, pushed };
                 cx.answers.owe_done(incoming.their, cx.events);
@@ -361,10 +343,7 @@ impl Ins {
         }
         incoming.ending = Some(Ending { why, told: false });
         let (memory, serial) = (incoming.memory(), incoming.serial);
-        if let (Some(job), false) = (incoming.job, incoming.stopping) {
-            incoming.stopping = true;
-            cx.events.stop(job);
-        }
+        incoming.copy.stop(cx.events);
         leave(index, serial, cx.lanes, cx.stream);
         cx.events.revoke(memory);
         self.step_ending(index, cx);
@@ -374,14 +353,14 @@ impl Ins {
     fn step_ending(&mut self, index: u32, cx: &mut Context<'_>) {
         let Some(incoming) = self.table.get_mut(index as usize) else { return };
         let Some(ending) = incoming.ending.as_mut() else { return };
-        if incoming.job.is_some() || incoming.landed > 0 {
+        if incoming.copy.is_running() || incoming.landed > 0 {
             return;
         }
         if !ending.told {
             ending.told = true;
             cx.answers.tell_failed(incoming.their, &ending.why, cx.events);
         }
-        if incoming.helped {
+        if incoming.copy.is_helped() {
             return;
         }
         let incoming = self.table.remove(index as usize);
@@ -456,7 +435,7 @@ impl Ins {
                 self.remove_read(index, cx.events);
                 continue;
             }
-            incoming.helped = false;
+            incoming.copy.end_help();
             match incoming.ending.as_mut() {
                 Some(ending) => ending.told = true,
                 None => {
@@ -464,10 +443,7 @@ impl Ins {
                     cx.events.revoke(incoming.memory());
                 }
             }
-            if let (Some(job), false) = (incoming.job, incoming.stopping) {
-                incoming.stopping = true;
-                cx.events.stop(job);
-            }
+            incoming.copy.stop(cx.events);
             self.step_ending(index, cx);
         }
     }
@@ -525,126 +501,11 @@ impl Ins {
         let found = self.table.get(target.index as usize);
         found.is_some_and(|i| i.serial == target.serial && i.landed > 0)
     }
-}
-
-/// Direct copies into our memory: this end pulls, or invites the peer to push; of a read, its owner pushes alone.
-///
-/// With a cursor that both share (the offer has a slot) an invited sender pushes while the receiver pulls. Without one
-/// it pushes alone, and the receiver pulls only if that fails.
-impl Ins {
-    /// Copies the peer's bytes into a transfer.
-    fn start_pull(&mut self, index: u32, offer: Offer, accesses: &mut Accesses, events: &mut Events) {
-        let job = accesses.begin_job(JobOf::In(index));
-        let incoming = &mut self.table[index as usize];
-        incoming.stage = InStage::Direct;
-        incoming.offer = Some(offer);
-        incoming.job = Some(job);
-        let (memory, len) = (incoming.memory(), incoming.len);
-        events.push(Event::Direct { job, memory, role: Role::Pull, offer, len });
-    }
-
-    /// Our pulling is over: done in so many nanoseconds, or not. True: all bytes are there, it is to
-    /// [`Ins::complete`].
-    pub(super) fn end_pull(&mut self, index: u32, done: Option<u64>, cx: &mut Context<'_>) -> bool {
-        let Some(incoming) = self.table.get_mut(index as usize) else { return false };
-        incoming.job = None;
-        if let Some(copy_ns) = done {
-            incoming.copy_ns = copy_ns;
-            if !incoming.stopping {
-                return true;
-            }
-        }
-        if incoming.ending.is_some() {
-            self.step_ending(index, cx);
-        } else {
-            // The peer stops its help before it sends the first chunk.
-            incoming.stopping = false;
-            self.consent(index, cx.answers, cx.events);
-        }
-        false
-    }
-
-    /// Asks the peer to push into what `descriptor` says, while this end pulls.
-    pub(super) fn invite(&mut self, index: u32, descriptor: [u8; 24], cx: &mut Context<'_>) {
-        let Some(incoming) = self.table.get_mut(index as usize) else { return };
-        let refused = incoming.helped || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_none());
-        if refused || !cx.answers.live() {
-            return;
-        }
-        incoming.helped = true;
-        let body = Body::from(Bytes::EMPTY.push(&descriptor));
-        cx.answers.tell(Frame::Invite { op: incoming.their }, body, cx.events);
-    }
-
-    /// Leaves the copy to the peer, which pushes into what `descriptor` says. True: this end's job is over.
-    pub(super) fn lend(&mut self, index: u32, descriptor: [u8; 24], cx: &mut Context<'_>) -> bool {
-        let Some(incoming) = self.table.get_mut(index as usize) else { return false };
-        let refused = incoming.lent.is_some() || incoming.stopping || incoming.offer.is_none_or(|o| o.slot.is_some());
-        if refused || !cx.answers.live() {
-            return false;
-        }
-        incoming.helped = true;
-        incoming.lent = Some(cx.now);
-        incoming.job = None;
-        let body = Body::from(Bytes::EMPTY.push(&descriptor));
-        cx.answers.tell(Frame::Invite { op: incoming.their }, body, cx.events);
-        true
-    }
-
-    /// Since when the peer may copy into memory that was left to it, of the last transfer of which that is so.
-    pub(super) fn lending(&self) -> Option<Time> {
-        self.table.iter().filter(|(_, incoming)| incoming.helped).filter_map(|(_, incoming)| incoming.lent).max()
-    }
-
-    /// The peer no longer accesses the memory of a transfer. True: it has copied all, it is to [`Ins::complete`].
-    pub(super) fn help_ended(&mut self, index: u32, failed: bool, cx: &mut Context<'_>) -> bool {
-        let Some(incoming) = self.table.get_mut(index as usize) else { return false };
-        if !std::mem::take(&mut incoming.helped) {
-            return false;
-        }
-        match (incoming.job, incoming.ending.is_some()) {
-            (_, true) => self.step_ending(index, cx),
-            (Some(job), false) if failed && !incoming.stopping => {
-                // Pieces that it claimed are not copied: start over, in chunks.
-                incoming.stopping = true;
-                cx.events.stop(job);
-            }
-            (Some(_), false) => {}
-            (None, false) => return self.end_loan(index, failed, cx),
-        }
-        false
-    }
-
-    /// What the peer was left to do is done, or this end has to do it.
-    fn end_loan(&mut self, index: u32, failed: bool, cx: &mut Context<'_>) -> bool {
-        let incoming = &mut self.table[index as usize];
-        let (Some(since), Some(offer), InStage::Direct) = (incoming.lent, incoming.offer, incoming.stage) else {
-            return false;
-        };
-        if failed {
-            self.start_pull(index, offer, cx.accesses, cx.events);
-        } else {
-            incoming.copy_ns = cx.now.since(since);
-            incoming.pushed = true;
-        }
-        !failed
-    }
-
-    /// The owner has copied all of a read of ours, which it serves under the id `serve`, to its place. `Ok(false)`: it
-    /// was over.
-    pub(super) fn pushed(&mut self, serve: u32, target: Target) -> Result<bool, String> {
-        let Some(incoming) = self.find_mut(target) else { return Ok(false) };
-        if serve == 0 || !matches!(incoming.kind, InKind::Read { .. }) {
-            return Err("pushed what was not read".to_owned());
-        }
-        incoming.their = serve;
-        Ok(true)
-    }
 
     /// The engine has given up all direct copies and unpacks.
     pub(super) fn forget_jobs(&mut self) {
         for (_, incoming) in &mut self.table {
-            incoming.job = None;
+            incoming.copy.pulled(None);
             incoming.landed = 0;
         }
     }
