@@ -89,3 +89,23 @@ def test_a_daemon_thread_that_waits_does_not_abort_the_end_of_a_program(what: st
 def test_a_thread_that_another_handler_of_atexit_joins_comes_back() -> None:
     done = subprocess.run([sys.executable, "-c", JOINED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "ended"]), done.stderr
+
+
+# Both workers have a transfer in flight whose other end goes as well.
+BETWEEN = """
+import sys
+import crossrail
+
+context = crossrail.Context(tls=sys.argv[1])
+worker, peer = crossrail.Worker(context), crossrail.Worker(context)
+to_peer = worker.connect(peer.address())
+to_worker = peer.accept()
+received = peer.recv(bytearray(256 << 20), tag=1)
+sent = to_peer.send(bytearray(256 << 20), tag=1)
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_program_that_ends_does_not_report_its_own_workers_as_lost(transport: str) -> None:
+    done = subprocess.run([sys.executable, "-c", BETWEEN, transport], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

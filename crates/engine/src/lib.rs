@@ -33,7 +33,7 @@ mod session;
 pub use api::{
     Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Layout, Mapped, Move, MoveExplain,
     MoveKind, MoveOptions, NOTICE_MAX, Notice, Op, Outcome, Region, Request, Shared, Signal, StartOptions,
-    TransportInfo, Worker, WorkerOptions,
+    TransportInfo, Worker, WorkerOptions, close_all,
 };
 #[cfg(feature = "fuzzing")]
 pub use core::lists::fuzzing;

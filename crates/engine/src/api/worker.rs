@@ -67,9 +67,17 @@ pub(crate) struct Handle {
 
 impl Handle {
     fn close(&self) {
-        if self.progress.check_origin("close").is_err() || !self.progress.begin_close() {
-            return;
+        if self.begin_close() {
+            self.finish_close();
         }
+    }
+
+    /// Says goodbye to all peers; false where that was done before, or is another process's business.
+    fn begin_close(&self) -> bool {
+        self.progress.check_origin("close").is_ok() && self.progress.begin_close()
+    }
+
+    fn finish_close(&self) {
         self.sessions.stop();
         self.progress.join_threads();
         self.sessions.clear();
@@ -289,6 +297,13 @@ impl Worker {
     pub(crate) fn sessions(&self) -> &Arc<Sessions> {
         &self.0.sessions
     }
+}
+
+/// [`Worker::close`] of all of them: each knows that it ends before it loses a peer among them, whose end it would report
+/// otherwise.
+pub fn close_all<'a>(workers: impl Iterator<Item = &'a Worker>) {
+    let begun: Vec<_> = workers.filter(|worker| worker.0.begin_close()).collect();
+    begun.iter().for_each(|worker| worker.0.finish_close());
 }
 
 #[cold]

@@ -324,7 +324,7 @@ impl Core {
             let peer = self.transfers.tables.peers.get_mut(id);
             let Some(peer) = peer.filter(|peer| peer.is_alive()) else { continue };
             peer.protocol.flush();
-            peer.protocol.close(now);
+            peer.say_goodbye(now);
             self.transfers.settle(id);
         }
     }

@@ -372,21 +372,24 @@ impl Progress {
 
     // ---- the end
 
-    /// Begins the end; false if it has begun before.
+    /// Begins the end: says goodbye to all peers. False if it has begun before.
     pub(crate) fn begin_close(&self) -> bool {
-        !self.closing.swap(true, Ordering::SeqCst)
+        if self.closing.swap(true, Ordering::SeqCst) {
+            return false;
+        }
+        let mut core = self.core.lock();
+        core.say_goodbye();
+        self.after(core);
+        self.step();
+        true
     }
 
     pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
     }
 
-    /// Says goodbye to all peers and waits for the threads: not for the calling one, and not for ever for callbacks.
+    /// Waits for the threads: not for the calling one, and not for ever for callbacks.
     pub(crate) fn join_threads(&self) {
-        let mut core = self.core.lock();
-        core.say_goodbye();
-        self.after(core);
-        self.step();
         for group in self.connections.groups() {
             group.wake_always();
         }

@@ -159,9 +159,7 @@ fn _close_workers(py: Python<'_>) {
         for buffer in on_gpus {
             let _ = buffer.destroy();
         }
-        for worker in &left {
-            worker.close();
-        }
+        crossrail::close_all(left.iter().map(|worker| &**worker));
         drop(left);
     });
     gate::close(py);
