@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossrail_cuda::nvrtc::{Compiler, Origin};
-use crossrail_cuda::{Context, DeviceMemory, Event, PinnedMemory, Stream};
+use crossrail_cuda::{Context, DeviceMemory, Event, PinnedMemory, Stream, wait_for_releases};
 use crossrail_kernels::{
     FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Kernels, LONGEST, Piece, PutArgs, ScatterList,
     UnpackArgs, shared,
@@ -23,7 +23,8 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// Set for the child of `an_address_without_memory_is_an_error_that_says_so`.
 const CHILD: &str = "GPU_TEST_CHILD";
 
-/// One test at a time: freeing memory waits for the GPU, and would wait for a kernel that waits for another test.
+/// One test at a time, and none while what another one dropped is being freed: that waits for the GPU, and holds up the
+/// launch that a waiting kernel waits for.
 static TURN: Mutex<()> = Mutex::new(());
 
 struct Gpu {
@@ -54,6 +55,7 @@ impl Gpu {
         support::cuda()?;
         support::nvrtc()?;
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        assert!(wait_for_releases(LIMIT));
         let mut gpu = Gpu::numbered(0);
         gpu._turn = Some(turn);
         Some(gpu)
@@ -90,6 +92,8 @@ impl Gpu {
         // SAFETY: both areas are valid and nobody else's until the wait is over.
         unsafe { self.stream.copy(memory.address(), pinned.address(), bytes.len()).unwrap() };
         self.stream.wait(LIMIT).unwrap();
+        drop(pinned);
+        assert!(wait_for_releases(LIMIT));
         memory
     }
 
