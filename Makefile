@@ -23,7 +23,7 @@ say = @printf '\n== %s\n' "$(1)"
 .DELETE_ON_ERROR:
 .PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
-	bench-gpu-experts bench-gpu-nccl gpu-pack \
+	bench-gpu-experts bench-gpu-nccl gpu-pack rust-calculates rust-waits rust-rest \
 	models tsan miri deny engines fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate
 
 help:
@@ -123,8 +123,16 @@ test-rust: $(TOOLS)
 	$(call say,test: Rust)
 	cargo build --quiet --profile test $(TESTED) --example two_processes --example hotpath
 	cargo test --quiet $(TESTED) --lib --bins --tests --no-run
-	$(NOT_AT_ONCE) cargo test --quiet $(TESTED) --lib --bins --tests
+	@$(MAKE) --no-print-directory --jobs --output-sync=target $(LANES)
 	cargo test --quiet $(TESTED) --doc
+
+# Three lanes of test programs (tests/lanes.py), each with its output when it is done. What only calculates takes the
+# time that the others, and Python's tests, leave; those of the two other lanes have their turn together.
+LANES := rust-calculates rust-waits rust-rest
+rust-waits rust-rest: private TURN := flock --close --shared $(CARGO_TARGET_DIR)/.tests
+$(LANES):
+	$(TURN) cargo test --quiet $(TESTED) --lib --bins --tests \
+		--config "target.'cfg(all())'.runner = ['$(PYTHON)', '$(CURDIR)/tests/lanes.py', '$(@:rust-%=%)']"
 
 test-fuzz:
 	$(call say,test: fuzz targets on their corpora and seeded mutations of them)
