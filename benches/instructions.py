@@ -116,25 +116,22 @@ def count_all(_: Terms, __: Path) -> Result:
     program = build("crossrail", "hotpath")
     data[PAGED] = {transport: count(program, transport, pages="") for transport in TRANSPORTS}
     for transport, figure in data[PAGED].items():
-        without = data[FIGURES][transport]
-        work, ours = f"{transport}, 8 B round trip, with the page of top", f"{figure:,.0f} instructions"
-        ratio, to_reach = figure / without, f"<= {1 + TOLERANCE:g} x without it"
-        peer = f"{without:,.0f} (without)"
-        outcomes.append(Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + TOLERANCE))
+        work = f"{transport}, 8 B round trip, with the page of top"
+        outcomes.append(_beside(work, figure, data[FIGURES][transport], TOLERANCE, "it"))
     data[CROWDED] = {}
     for transport in ("shm", "tcp"):
         for size in (8, 64 << 10):
             alone, crowded = (count_beside(program, transport, size, idle) for idle in (0, ENDPOINTS))
             data[CROWDED][f"{transport}, {format_size(size)}"] = {"0": alone, str(ENDPOINTS): crowded}
             work = f"{transport}, {format_size(size)} round trip beside {ENDPOINTS:,} idle endpoints"
-            outcomes.append(_crowded(work, alone, crowded))
+            outcomes.append(_beside(work, crowded, alone, IDLE_TOLERANCE, "them"))
     return outcomes, data
 
 
-def _crowded(work: str, alone: float, crowded: float) -> Outcome:
-    ours, peer = f"{crowded:,.0f} instructions", f"{alone:,.0f} (without)"
-    ratio, to_reach = crowded / alone, f"<= {1 + IDLE_TOLERANCE:g} x without them"
-    return Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + IDLE_TOLERANCE)
+def _beside(work: str, figure: float, without: float, tolerance: float, what: str) -> Outcome:
+    ours, peer = f"{figure:,.0f} instructions", f"{without:,.0f} (without)"
+    ratio, to_reach = figure / without, f"<= {1 + tolerance:g} x without {what}"
+    return Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + tolerance)
 
 
 def compared(now: dict[str, float], recorded: dict[str, float]) -> list[Outcome]:
