@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -44,8 +45,10 @@ def capture_environment(
 
 
 def package_version() -> str:
-    """The installed version of Crossrail, or ``unknown`` if it runs from a folder that was never installed."""
-    # Takes as long as everything else that a command needs before it measures.
+    """The version of Crossrail that this process has loaded, else the installed one; ``unknown`` without either."""
+    if (loaded := getattr(sys.modules.get("crossrail"), "__version__", None)) is not None:
+        return str(loaded)
+    # Takes longer than everything else that a command needs before it measures.
     import importlib.metadata
 
     try:
