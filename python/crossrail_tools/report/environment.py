@@ -92,17 +92,11 @@ def _commit() -> str | None:
     checkout = next((folder for folder in here.parents if (folder / ".git").exists()), None)
     if checkout is None or not (checkout / "python" / "crossrail").is_dir():
         return None
-    head = _git(checkout, "rev-parse", "HEAD")
-    if head is None:
-        return None
-    changed = _git(checkout, "status", "--porcelain", "--untracked-files=no")
-    return head + ("+" if changed else "")
-
-
-def _git(checkout: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(checkout), *arguments]
+    command = ["git", "-C", str(checkout), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    head = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    changed = any(not line.startswith("#") for line in lines)
+    return None if head == "(initial)" else head + ("+" if changed else "")
