@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+import fork_server
 import pytest
 from distribution import pytest_xdist_make_scheduler
 from leftovers import held, more
@@ -36,6 +37,13 @@ def signals_are_watched() -> None:
     """The first wait that takes long starts the process's watch for signals, which stays for good."""
     with crossrail.Worker(crossrail.Context(log="error")) as worker, pytest.raises(crossrail.TimeoutError):
         worker.accept(timeout=0.2)  # longer than a busy machine takes for the unwatched beginning of a wait
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ranks_are_forked() -> Iterator[None]:
+    """Ranks that need nothing else are forked from one process."""
+    with fork_server.running():
+        yield
 
 
 @pytest.fixture(autouse=True)

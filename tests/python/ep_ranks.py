@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import ep_rank
+import fork_server
 from ep_rank import Failed
 from free_ports import free_port
 
@@ -35,13 +36,18 @@ class RankProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
         paths = [str(HERE), *filter(None, [kept.get("PYTHONPATH")])]
         self.said_file: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*before, sys.executable, "-c", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.said_file,
-            env={**kept, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
-        )
+        wanted = {**kept, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})}
+        self.process: subprocess.Popen[bytes] | fork_server.Forked
+        if not before and fork_server.forks(environment or {}):
+            self.process = fork_server.Forked(start, wanted, self.said_file)
+        else:
+            self.process = subprocess.Popen(
+                [*before, sys.executable, "-c", start],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.said_file,
+                env=wanted,
+            )
         self._came = b""
 
     def tell(self, task: str, *arguments: Any, **options: Any) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import fork_server
+
 
 class Held(NamedTuple):
     """What this process holds of the machine."""
@@ -30,6 +32,7 @@ def held() -> Held:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
             children.update((task / "children").read_text().split())
+    children.update(fork_server.children())
     segments = sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return Held(descriptors, frozenset(children), segments)
 
