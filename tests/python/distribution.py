@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 __all__ = ["pytest_xdist_make_scheduler"]
 
+# Beds use both processors, and find out what is slow by the time that it takes. But mostly they wait, and one after the
+# other they would take longer than everything else: those of rails are one group, all others a second one.
+RAILS = tuple(
+    f"tests/testbed/test_{name}.py" for name in ("rails", "ucx", "quiet", "chaos", "sweep_between", "net_plugin")
+)
 TOGETHER = (
-    # Beds use both processors, and find out what is slow by the time that it takes.
+    *RAILS,
     "tests/testbed/",
     # They build one program: side by side, one worker would only wait for the other's build.
     "tests/python/test_instructions.py",
@@ -34,7 +39,8 @@ TOGETHER = (
 
 def group(name: str) -> str:
     """The tests among which this one runs one after the other: itself alone, unless its path is in TOGETHER."""
-    return next((path for path in TOGETHER if name.startswith(path)), name)
+    path = next((path for path in TOGETHER if name.startswith(path)), name)
+    return RAILS[0] if path in RAILS else path
 
 
 @pytest.hookimpl(optionalhook=True)
