@@ -240,8 +240,9 @@ TEST_WORKERS ?= 3
 
 test-python: build
 	$(call say,test: Python and test bed)
-	@# A thread of OpenBLAS spins for as long as all of a short process's other imports take.
-	OPENBLAS_NUM_THREADS=1 $(NOT_AT_ONCE) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
+	@# A thread of OpenBLAS spins for as long as all of a short process's other imports take. With bytecode that is kept,
+	@# every worker collects the tests in a third of the time.
+	OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(NOT_AT_ONCE) $(BIN)/python -m pytest --numprocesses $(TEST_WORKERS)
 
 # Random faults on rails between network namespaces (root, iproute2), of this seed or a fresh one. CI has six seconds.
 CHAOS_SECONDS ?= 120
