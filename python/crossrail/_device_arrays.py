@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from crossrail import _native
-from crossrail._arrays import fits, shape_text, wrong
+from crossrail._arrays import wrong
 from crossrail._calls import BLOCK, Sizes
 from crossrail._native import DeviceArray
 
-from ._words import kind
+T = TypeVar("T")
 
 ITEM_BYTES: Final = {
     "bfloat16": 2,
@@ -23,41 +25,43 @@ ITEM_BYTES: Final = {
     "uint8": 1,
     "uint16": 2,
 }
-"""Item sizes of the supported dtypes."""
-BF16: Final = ("bfloat16", "uint16")
-"""Accepted dtypes of bf16 arrays: bfloat16, or its bits as uint16."""
-FP8: Final = ("float8_e4m3fn", "uint8")
-ROW_UNIT: Final = 16
-"""Alignment of rows, in bytes."""
-NO_ORDER: Final = -1
-DEFAULT_STREAM: Final = 1
-"""Values of DLPack's stream argument."""
-TYPESTRS: Final = {"<i4": "int32", "<i8": "int64", "<f4": "float32", "|u1": "uint8", "<u2": "uint16"}
+"""Item sizes of the supported dtypes, in the order of the native half's."""
+Part: TypeAlias = tuple[Any, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 
-class ArrayView(NamedTuple):
-    """An array in GPU memory: its address, and its strides in items. ``keep`` keeps the memory alive."""
+class TensorFrame:
+    """PyTorch's class of tensors, its dtypes, a device and its current stream, as `_native` reads them once.
 
-    address: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    keep: object
+    Parameters
+    ----------
+    torch : module
+    current : callable
+        Gives the raw handle of a GPU's current stream.
+    device : torch.device
+        Of the tensors.
+    """
 
-    def is_whole(self) -> bool:
-        """Whether it is contiguous in C order."""
-        if len(self.shape) == 2 and self.strides == (self.shape[1], 1):  # the common case
-            return True
-        return 0 in self.shape or self.strides == c_strides(self.shape, self.strides)
+    def __init__(self, torch: Any, current: Any, device: Any) -> None:
+        self.current, self.tensor = current, torch.Tensor
+        self.dtypes = [getattr(torch, name, None) for name in ITEM_BYTES]
+        self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+        self.boolean, self.on = torch.bool, device
+        self.empty_tensor = torch.empty
+        self.is_inference = getattr(torch, "is_inference_mode_enabled", None)
+        index: int | None = device.index
+        self.device, self.ordinal = -1 if index is None else index, index or 0
+        # DLPack's table of C functions, which tells of a tensor what takes several attributes otherwise.
+        self.exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+        self._torch, self._on = torch, device
 
+    def options(self, dtype: Any) -> dict[str, Any]:
+        """What `torch.empty` is called with beside a shape."""
+        return {"dtype": dtype, "device": self._on}
 
-def c_strides(shape: Sequence[int], lone: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Strides of a C-contiguous array, in items; axes of length 1, where any stride will do, take it from ``lone``."""
-    strides, count = [], 1
-    for axis in reversed(range(len(shape))):
-        strides.append(lone[axis] if lone is not None and shape[axis] == 1 else count)
-        count *= shape[axis]
-    return tuple(reversed(strides))
+    def fresh_part(self, part: Part | None) -> tuple[tuple[int, ...], dict[str, Any]] | None:
+        """Shape and options of a tensor that every operation gets anew."""
+        return part and (part[1], self.options(part[0]))
 
 
 class CallStreams(NamedTuple):
@@ -87,12 +91,14 @@ def current_handles(torch: Any) -> Callable[[int], int]:
 class Arrays(Protocol):
     """How to read and create the arrays of a framework, on one GPU."""
 
+    @property
+    def tensors(self) -> TensorFrame | None:
+        """What `_native.Arguments` reads PyTorch's tensors by."""
+
     def streams(self, stream: Any, operation: str) -> CallStreams: ...
-    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView: ...
-    def together(self, value: Any, streams: CallStreams) -> Any: ...
+    def within(self, streams: CallStreams) -> AbstractContextManager[Any]: ...
     def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]: ...
     def shown(self, array: DeviceArray) -> Any: ...
-    def first(self, array: Any, count: int) -> Any: ...
 
     keeps: bool
     """Whether the arrays of callers must be kept alive until the GPU has finished with them."""
@@ -107,9 +113,7 @@ class TorchArrays:
         self.torch = torch
         self.ordinal = ordinal
         self.device = torch.device("cuda", ordinal)
-        known = {name: getattr(torch, name, None) for name in ITEM_BYTES}
-        self.dtypes: dict[str, Any] = {name: dtype for name, dtype in known.items() if dtype is not None}
-        self.names = {dtype: name for name, dtype in self.dtypes.items()}
+        self.dtypes: dict[str, Any] = {name: getattr(torch, name, None) for name in ITEM_BYTES}
         self._handle_now = current_handles(torch)
         self._current: CallStreams | None = None
 
@@ -126,30 +130,21 @@ class TorchArrays:
             stream = self.torch.cuda.ExternalStream(handle, device=self.device)
         return CallStreams(handle, stream, current.stream)
 
-    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
-        if not isinstance(value, self.torch.Tensor):
-            raise wrong(operation, f"{name} is {kind(value)}, but other arguments are PyTorch tensors")
-        if value.get_device() != self.ordinal:
-            raise wrong(operation, f"{name} is on {value.device}, but the buffer is on {self.device}")
-        if streams.current is not None:
-            value.record_stream(streams.stream)
-        dtype = self.names.get(value.dtype) or str(value.dtype).removeprefix("torch.")
-        return ArrayView(value.data_ptr(), dtype, value.shape, value.stride(), value)
+    @cached_property
+    def tensors(self) -> TensorFrame:
+        return TensorFrame(self.torch, self._handle_now, self.device)
 
-    def together(self, value: Any, streams: CallStreams) -> Any:
-        if not isinstance(value, self.torch.Tensor) or value.is_contiguous():
-            return value
+    def within(self, streams: CallStreams) -> AbstractContextManager[Any]:
+        """Makes the call's stream the current one."""
         if streams.current is None:
-            return value.contiguous()
-        with self.torch.cuda.stream(streams.stream):
-            return value.contiguous()
+            return nullcontext()
+        within: AbstractContextManager[Any] = self.torch.cuda.stream(streams.stream)
+        return within
 
     def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]:
-        if streams.current is None:
+        with self.within(streams):
             tensor = self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
-        else:
-            with self.torch.cuda.stream(streams.stream):
-                tensor = self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
+        if streams.current is not None:
             tensor.record_stream(streams.current)
         return tensor, tensor.data_ptr()
 
@@ -161,13 +156,11 @@ class TorchArrays:
         dtype = self.dtypes[array.dtype]
         return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
-    def first(self, array: Any, count: int) -> Any:
-        return array[:count]
-
 
 class PlainArrays:
     """Arrays of other frameworks, by DLPack or `__cuda_array_interface__`. Creates `crossrail.DeviceArray`."""
 
+    tensors = None
     keeps = True
 
     def __init__(self, context: _native.Context, ordinal: int) -> None:
@@ -177,55 +170,16 @@ class PlainArrays:
     def streams(self, stream: Any, operation: str) -> CallStreams:
         return CallStreams(0 if stream is None else stream_handle(stream, self.ordinal, operation), stream)
 
-    def view(self, value: Any, name: str, streams: CallStreams, operation: str, writable: bool) -> ArrayView:
-        if isinstance(value, DeviceArray):
-            self._check(value.device, name, operation)
-            return ArrayView(value.address, value.dtype, value.shape, c_strides(value.shape), value)
-        if hasattr(value, "__dlpack__"):
-            before = NO_ORDER if streams.stream is not None else DEFAULT_STREAM
-            keep, address, dtype, shape, ordinal = _native._borrow_device(value, operation, writable, before)
-            self._check(f"cuda:{ordinal}", name, operation)
-            return ArrayView(address, dtype, shape, c_strides(shape), (value, keep))
-        interface = getattr(value, "__cuda_array_interface__", None)
-        if not isinstance(interface, dict):
-            hint = "pass tensors on the GPU, or a crossrail.DeviceArray"
-            raise wrong(operation, f"{name} is {kind(value)}, not an array in GPU memory", hint)
-        return described(interface, value, name, operation, writable)
-
-    def _check(self, device: str, name: str, operation: str) -> None:
-        if device != f"cuda:{self.ordinal}":
-            raise wrong(operation, f"{name} is on {device}, but the buffer is on cuda:{self.ordinal}")
-
-    def together(self, value: Any, streams: CallStreams) -> Any:
-        return value
+    def within(self, streams: CallStreams) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def empty(self, dtype: str, shape: Sequence[int], streams: CallStreams) -> tuple[Any, int]:
-        nbytes = max(math.prod(shape) * ITEM_BYTES[dtype], ROW_UNIT)
+        nbytes = max(math.prod(shape) * ITEM_BYTES[dtype], 1)
         array = DeviceArray(self.context.alloc(nbytes, self.ordinal), dtype, shape)
         return array, array.address
 
     def shown(self, array: DeviceArray) -> Any:
         return array
-
-    def first(self, array: Any, count: int) -> Any:
-        return array.first(count)
-
-
-def described(interface: dict[str, Any], value: Any, name: str, operation: str, writable: bool) -> ArrayView:
-    """The array that `__cuda_array_interface__` describes. Raises UsageError."""
-    try:
-        shape = tuple(int(extent) for extent in interface["shape"])
-        dtype = TYPESTRS.get(interface["typestr"], str(interface["typestr"]))
-        address, read_only = interface["data"]
-        strides = interface.get("strides")
-        item = ITEM_BYTES.get(dtype, 1)
-        steps = c_strides(shape) if strides is None else tuple(int(stride) // item for stride in strides)
-        array = ArrayView(int(address or 0), dtype, shape, steps, value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise wrong(operation, f"{name} has an invalid __cuda_array_interface__: {error!r}") from None
-    if read_only and writable:
-        raise wrong(operation, f"{name} is read-only")
-    return array
 
 
 def stream_handle(stream: Any, ordinal: int, operation: str) -> int:
@@ -242,86 +196,29 @@ def loaded_torch() -> Any:
 
 
 class Call:
-    """One call of an operation: checks its arguments, with errors that name them, and creates its results."""
+    """One call of an operation: where it runs, and what it uses."""
 
     def __init__(self, arrays: Arrays, stream: Any, operation: str) -> None:
         self.arrays = arrays
-        self.operation = operation
         self.streams = arrays.streams(stream, operation)
         self.keep: list[Any] = []
         self.region: _native.DeviceRegion | None = None
 
-    def array(
-        self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str], *, writable: bool = False
-    ) -> ArrayView:
-        """``value``, checked to have one of ``dtypes`` and ``shape``, in which names stand for any number."""
-        array = self.arrays.view(value, name, self.streams, self.operation, writable)
-        if array.dtype not in dtypes or (array.shape != shape and not fits(array.shape, shape)):
-            kind = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}.get(dtypes[0], " or ".join(dtypes))
-            have = f"{array.dtype} {shape_text(array.shape)}"
-            raise wrong(self.operation, f"{name} is {have} where {kind} {shape_text(shape)} is wanted")
-        self.keep.append(array.keep)
-        return array
-
-    def rows(
-        self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str], *, writable: bool = False
-    ) -> tuple[ArrayView, int]:
-        """An array of contiguous rows with a constant stride, and that stride in bytes."""
-        array = self.array(value, name, dtypes, shape, writable=writable)
-        item = ITEM_BYTES[array.dtype]
-        stride = row_stride(array)
-        if stride is None or stride * item % ROW_UNIT or (array.address % ROW_UNIT and 0 not in array.shape):
-            detail = f"{name} has strides {list(array.strides)} at address {array.address:#x}"
-            hint = f"rows must be contiguous, have a constant stride, and begin at multiples of {ROW_UNIT} bytes"
-            raise wrong(self.operation, detail, hint)
-        return array, stride * item
-
-    def whole(
-        self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str], *, writable: bool = False
-    ) -> ArrayView:
-        """A C-contiguous array."""
-        array = self.array(value, name, dtypes, shape, writable=writable)
-        if not array.is_whole():
-            raise wrong(self.operation, f"{name} is not contiguous in C order", "make a contiguous copy")
-        return array
-
-    def written(self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str]) -> int:
-        """The address of a C-contiguous array that the operation writes; 0 for None."""
-        return 0 if value is None else self.whole(value, name, dtypes, shape, writable=True).address
-
-    def small(self, value: Any, name: str, dtypes: Sequence[str], shape: Sequence[int | str]) -> ArrayView:
-        """A small C-contiguous array. Slices, which routers often return, are copied."""
-        array = self.array(value, name, dtypes, shape)
-        if array.is_whole():
-            return array
-        return self.whole(self.arrays.together(value, self.streams), name, dtypes, shape)
+    def taken(self, read: Callable[..., tuple[T, list[Any]]], *given: Any) -> T:
+        """The kernels' arguments, by a method of `_native.Arguments`. Raises UsageError."""
+        with self.arrays.within(self.streams):
+            args, used = read(*given, self.streams.stream is not None)
+        if self.streams.current is not None:
+            for tensor in used:
+                tensor.record_stream(self.streams.stream)
+        self.keep += used
+        return args
 
     def new(self, dtype: str, shape: Sequence[int]) -> tuple[Any, int]:
         """A new array for results, and its address."""
         array, address = self.arrays.empty(dtype, shape, self.streams)
         self.keep.append(array)
         return array, address
-
-
-def row_stride(array: ArrayView) -> int | None:
-    """The stride of rows, in items; None if it is not constant, or rows are not contiguous."""
-    if len(array.shape) == 2 and array.strides == (array.shape[1], 1):
-        return array.shape[1]
-    *outer, width = array.shape
-    if 0 in array.shape or math.prod(outer) == 1:
-        return width if width <= 1 or array.strides[-1] == 1 or 0 in array.shape else None
-    if width > 1 and array.strides[-1] != 1:
-        return None
-    stride, count = None, 1
-    for extent, step in reversed(list(zip(outer, array.strides[:-1], strict=True))):
-        if extent == 1:
-            continue
-        if stride is None:
-            stride = step
-        elif step != stride * count:
-            return None
-        count *= extent
-    return stride if stride is not None and stride >= width else None
 
 
 def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:

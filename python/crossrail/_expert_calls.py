@@ -1,15 +1,16 @@
-"""What `_native.ExpertCalls` needs of PyTorch: dtypes to compare with, output tensors, streams. Read once."""
+"""What `_native.ExpertCalls` needs of PyTorch: output tensors and streams. Read once."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
+from crossrail import _native
 from crossrail._calls import BLOCK, Sizes
-from crossrail._device_arrays import current_handles, expert_shapes, scale_steps
+from crossrail._device_arrays import Part, TensorFrame, current_handles, expert_shapes, scale_steps
 
-__all__ = ["CallerStreams", "Frame", "TensorFrame"]
+__all__ = ["Frame"]
 
 PARTS: Final = ("x", "scales", "counts", "ranges", "source")
 """Parts of a result in the expert layout."""
@@ -17,54 +18,6 @@ PART_UNIT: Final = 256
 """Alignment of the output tensors in their common storage, in bytes."""
 PACKED: Final = 4 * BLOCK
 """Elements of a row whose ue8m0 scales lie in one i32."""
-
-
-Part: TypeAlias = tuple[Any, tuple[int, ...]]
-"""Dtype and shape of a tensor."""
-
-
-class CallerStreams:
-    """The streams of prepared calls: the current one. The caller orders operations that are in several."""
-
-    last_handle = None
-
-    def __init__(self, torch: Any) -> None:
-        self.current_raw = current_handles(torch)
-
-    def follow(self, handle: int) -> None: ...
-
-
-class TensorFrame:
-    """PyTorch's class of tensors, its dtypes, a device and its current stream, as `_native` reads them once.
-
-    Parameters
-    ----------
-    torch : module
-    current : callable
-        Gives the raw handle of a GPU's current stream.
-    device : torch.device
-        Of the tensors.
-    """
-
-    def __init__(self, torch: Any, current: Any, device: Any) -> None:
-        self.current, self.tensor = current, torch.Tensor
-        self.bf16, self.f32, self.i32, self.i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-        self.boolean, self.on = torch.bool, device
-        self.empty_tensor = torch.empty
-        self.is_inference = getattr(torch, "is_inference_mode_enabled", None)
-        index: int | None = device.index
-        self.device, self.ordinal = -1 if index is None else index, index or 0
-        # DLPack's table of C functions, which tells of a tensor what takes several attributes otherwise.
-        self.exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-        self._torch, self._on = torch, device
-
-    def options(self, dtype: Any) -> dict[str, Any]:
-        """What `torch.empty` is called with beside a shape."""
-        return {"dtype": dtype, "device": self._on}
-
-    def fresh_part(self, part: Part | None) -> tuple[tuple[int, ...], dict[str, Any]] | None:
-        """Shape and options of a tensor that every operation gets anew."""
-        return part and (part[1], self.options(part[0]))
 
 
 class Frame(TensorFrame):
@@ -75,14 +28,15 @@ class Frame(TensorFrame):
     torch : module
     native
         The `_native.DeviceBuffer`.
-    streams : crossrail.deep_ep.events.Streams
-        Which stream each operation runs in.
+    streams : crossrail.deep_ep.events.Streams or None
+        Which stream each operation runs in; None: the current one.
     sizes : Sizes
     device : torch.device
         Of the tensors.
     shared : bool
         Results are used again once nobody holds them, and scales lie as DeepEP's: adjacent along the rows, four ue8m0
-        exponents in an i32. Otherwise every result is new, with scales like those of other arrays.
+        exponents in an i32; arguments are as DeepEP's, too. Otherwise every result is new, with scales like those of
+        other arrays.
     """
 
     def __init__(
@@ -95,12 +49,12 @@ class Frame(TensorFrame):
         *,
         shared: bool = True,
     ) -> None:
-        super().__init__(torch, streams.current_raw, device)
+        super().__init__(torch, streams.current_raw if streams else current_handles(torch), device)
         self.buffer, self.streams = native, streams
         # Without it (PyTorch 2.0 and older) every call gets new tensors.
         self.uses = getattr(getattr(torch, "_C", None), "_storage_Use_Count", None) if shared else None
-        self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
-        self.local, self.ranks = sizes.local, sizes.ranks
+        self.arguments = _native.Arguments(sizes, self.ordinal, self, shared)
+        self.max_tokens, self.hidden = sizes.max_tokens, sizes.hidden
         self._parts = self._layout(sizes, shared)
         self.fresh = None if shared else ([self.fresh_part(part) for part in self._parts], self.options(self.bf16))
         if shared:

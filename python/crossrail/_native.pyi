@@ -66,6 +66,7 @@ _Row: TypeAlias = tuple[_RegionLike, int, int] | tuple[_RegionLike, int, int, in
 
 __all__ = [
     "ALL_BITS",
+    "Arguments",
     "Awaited",
     "BesideEvent",
     "CombineArgs",
@@ -109,7 +110,6 @@ __all__ = [
     "_Span",
     "__version__",
     "_borrow",
-    "_borrow_device",
     "bench_bandwidth",
     "bench_control",
     "bench_ep",
@@ -622,6 +622,12 @@ class DeviceBuffer:
     def combine(self, args: CombineArgs, handle: DeviceHandle, stream: int, send_only: bool) -> DeviceOperation: ...
 
 @final
+class Arguments:
+    def __new__(cls, sizes: Any, ordinal: int, tensors: Any, strict: bool) -> Self: ...
+    def dispatch(self, given: Any, out: dict[str, Any], ordered: Any) -> tuple[DispatchArgs, list[Any]]: ...
+    def combine(self, given: Any, of: tuple[bool, int, int], ordered: Any) -> tuple[CombineArgs, list[Any]]: ...
+
+@final
 class ExpertCalls:
     def __new__(cls, frame: Any) -> Self: ...
     def dispatch(
@@ -733,7 +739,6 @@ class CombineArgs:
     waits: int
     y: int
     y_stride: int
-    y_rows: int
     y_weights: int
     topk_weights: int
     bias: Sequence[int]
@@ -783,9 +788,6 @@ class _Span:
     def __array_interface__(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
 
-def _borrow_device(
-    object: Any, operation: str, writable: bool, stream: int
-) -> tuple[_Span, int, str, tuple[int, ...], int]: ...
 def _borrow(object: SupportsDLPack, operation: str, writable: bool) -> tuple[_Span, str, tuple[int, ...]]: ...
 def bench_control(
     group: Group,

@@ -5,24 +5,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 from crossrail import _native
-from crossrail._calls import CombineCall, DispatchCall, Sizes
-from crossrail._device_arrays import Arrays, TorchArrays
-from crossrail._device_results import DeviceCombined, DeviceDispatched, Event
-from crossrail._expert_calls import CallerStreams, TensorFrame
+from crossrail._calls import Sizes
+from crossrail._device_arrays import TensorFrame, current_handles
 
-__all__ = ["LayoutFrame", "PreparedRank", "RankFrame", "outputs_on"]
-
-PARTS: Final = frozenset({"rows", "scales", "topk_idx", "topk_weights", "source"})
-"""What lies in the buffer's memory."""
-
+__all__ = ["LayoutFrame", "RankFrame"]
 
 OFFSETS_AT: Final = 256
 """Alignment of the offsets of a dispatch behind its counts, in bytes."""
-
-
-def outputs_on(torch: Any, current: Any, device: Any) -> _native.Outputs:
-    """What output tensors of calls on a GPU come from. `current`: see `TensorFrame`."""
-    return _native.Outputs(TensorFrame(torch, current, device))
 
 
 def names_fp8(torch: Any) -> bool:
@@ -44,15 +33,15 @@ class RankFrame(TensorFrame):
     torch : module
     native
         The `_native.DeviceBuffer`.
-    streams : crossrail.deep_ep.events.Streams
-        Which stream each operation runs in.
+    streams : crossrail.deep_ep.events.Streams or None
+        Which stream each operation runs in; None: the current one.
     sizes : Sizes
     device : torch.device
         Of the tensors.
     outputs : Outputs
         What the sums of combines come from.
     whole : bool
-        A dispatch gives all its tensors as crossrail.deep_ep's callers see them, and only of rows of the buffer's kind:
+        A dispatch gives all its tensors as crossrail.deep_ep's callers see them, and takes only arguments as DeepEP's:
         with ids and weights, four ue8m0 exponents in an i32, and a `record_stream` that knows the buffer's memory. Its
         counts and offsets are used again once nobody holds them, and callers get copies at most.
     """
@@ -60,7 +49,7 @@ class RankFrame(TensorFrame):
     def __init__(
         self, torch: Any, native: Any, streams: Any, sizes: Sizes, device: Any, outputs: _native.Outputs, *, whole: bool
     ) -> None:
-        super().__init__(torch, streams.current_raw, device)
+        super().__init__(torch, streams.current_raw if streams else current_handles(torch), device)
         self.buffer, self.streams, self.whole, self.outputs = native, streams, whole, outputs
         private = getattr(torch, "_C", None)
         # What the public function calls in the end, if it is given a capsule.
@@ -69,9 +58,8 @@ class RankFrame(TensorFrame):
         self.uses = getattr(private, "_storage_Use_Count", None) if whole else None
         self.e4m3 = getattr(torch, "float8_e4m3fn", None)
         self.names_fp8 = sizes.fp8 and names_fp8(torch)
-        self.max_tokens, self.hidden, self.topk = sizes.max_tokens, sizes.hidden, sizes.topk
-        self.experts, self.local, self.ranks = sizes.experts, sizes.local, sizes.ranks
-        self.fp8, self.ue8m0 = sizes.fp8, sizes.ue8m0
+        self.arguments = _native.Arguments(sizes, self.ordinal, self, whole)
+        self.local, self.ranks = sizes.local, sizes.ranks
         parts = ((self.i32, (self.local,)), (self.i64, (self.ranks + 1,)))
         self.fresh = [self.fresh_part(part) for part in parts] if self.uses is None else None
 
@@ -115,52 +103,3 @@ class LayoutFrame(TensorFrame):
     ) -> None:
         super().__init__(torch, current, device)
         self.context, self.ranks, self.outputs = context, ranks, outputs
-
-
-class PreparedRank:
-    """Calls with PyTorch tensors in the current stream, in one native call each. Others give None: the general way is
-    for them, and explains what is wrong with an argument."""
-
-    def __init__(self, native: Any, sizes: Sizes) -> None:
-        self._native, self._sizes = native, sizes
-        self._calls: _native.RankCalls | None = None
-        shown = PARTS if sizes.fp8 else PARTS - {"scales"}
-        self._shown = {False: shown - {"topk_weights"}, True: shown}
-        """The parts of a result, without weights and with them."""
-
-    def _calls_for(self, arrays: Arrays, *others: Any) -> _native.RankCalls | None:
-        """For a call in which `others` are not given."""
-        if not isinstance(arrays, TorchArrays) or any(one is not None for one in others):
-            return None
-        if self._calls is None and isinstance(self._native, _native.DeviceBuffer):
-            streams = CallerStreams(arrays.torch)
-            outputs = outputs_on(arrays.torch, streams.current_raw, arrays.device)
-            frame = RankFrame(arrays.torch, self._native, streams, self._sizes, arrays.device, outputs, whole=False)
-            self._calls = _native.RankCalls(frame)
-        return self._calls
-
-    def dispatch(self, arrays: Arrays, given: DispatchCall, max_rows: int | None) -> DeviceDispatched | None:
-        """A dispatch whose routing is new."""
-        calls = self._calls_for(arrays, given.out, given.stream, given.waits, given.handle)
-        if calls is None or given.send_only:
-            return None
-        tensors = (given.x, given.topk_idx, given.topk_weights, given.stats, None)
-        begun = calls.dispatch(*tensors, max_rows or 0, given.expert_alignment, given.host_word, False)
-        if begun is None:
-            return None
-        (rows, scales, _, _), counts, offsets, handle, operation, region, told, _ = begun
-        event = Event(operation.event(), arrays, self._native)
-        result = DeviceDispatched(arrays, handle, event, {"counts": counts, "offsets": offsets})
-        listed, result.host_words = told or (None, None)
-        return result.in_region(region, self._shown[given.topk_weights is not None], listed, (rows, scales))
-
-    def combine(self, arrays: Arrays, given: CombineCall) -> DeviceCombined | None:
-        """A combine."""
-        calls = self._calls_for(arrays, given.out, given.stream, given.waits)
-        if calls is None or given.send_only or given.wire != "bf16":
-            return None
-        begun = calls.combine(given.y, given.handle, given.topk_weights, given.bias)
-        if begun is None:
-            return None
-        x, sums, operation = begun
-        return DeviceCombined(x, sums, Event(operation.event(), arrays, self._native))

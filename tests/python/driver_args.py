@@ -40,6 +40,7 @@ def tensors() -> dict[str, Any]:
     wide = torch.ones(TOKENS, 2 * HIDDEN // 128)
     return {
         "bf16": torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16),
+        "bf16 apart": torch.ones(TOKENS, 2 * HIDDEN, dtype=torch.bfloat16)[:, :HIDDEN],
         "fp8": torch.zeros(TOKENS, HIDDEN, dtype=torch.uint8).view(torch.float8_e4m3fn),
         "f32": torch.ones(TOKENS, HIDDEN // 128),
         "f32 in columns": torch.ones(HIDDEN // 128, TOKENS).t(),
@@ -57,6 +58,7 @@ def tensors() -> dict[str, Any]:
 DISPATCHES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     # Rows, their scales, and what else is given.
     "bf16": ("bf16", None, {}),
+    "bf16 apart": ("bf16 apart", None, {}),
     "with ids of 32 bits": ("bf16", None, {"topk_idx": "small ids"}),
     "with weights, stats and alignment": (
         "bf16",
@@ -81,7 +83,6 @@ COMBINES: dict[str, dict[str, Any]] = {
 def both(buffer: ExpertBuffer, call: Any, last: Any) -> str:
     """How the two ways of a call differ."""
     operations: Any = buffer._operations
-    prepared = operations._prepared
     used: list[str] = []
 
     def noted(name: str, method: Any) -> Any:
@@ -94,13 +95,13 @@ def both(buffer: ExpertBuffer, call: Any, last: Any) -> str:
 
     seen = []
     for way in ("prepared", "general"):
-        names = ("dispatch", "combine")
+        names = ("_rank_prepared", "_combine_prepared")
         for name in names:
-            method = noted(name, getattr(prepared, name)) if way == "prepared" else lambda *given: None
-            operations._prepared.__dict__[name] = method
+            method = noted(name, getattr(operations, name)) if way == "prepared" else lambda *given: None
+            operations.__dict__[name] = method
         shapes = call()
         for name in names:
-            del operations._prepared.__dict__[name]
+            del operations.__dict__[name]
         seen.append((bytes(last), shapes))
     if used[-1:] and "refused" in used[-1]:
         return used[-1]

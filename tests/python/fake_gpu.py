@@ -17,7 +17,6 @@ from host_torch import HostTensors
 
 from crossrail import ref
 from crossrail._calls import Sizes
-from crossrail._device_arrays import c_strides
 from crossrail._experts_device import DeviceOperations
 from crossrail._native import CombineArgs, DeviceHandle, DispatchArgs
 
@@ -31,7 +30,7 @@ def at(address: int, shape: Sequence[int], dtype: Any, strides: Sequence[int] | 
     kind = np.dtype(dtype)
     if 0 in shape:
         return np.empty(shape, kind)
-    steps = [step * kind.itemsize for step in c_strides(shape)] if strides is None else list(strides)
+    steps = np.empty(shape, kind).strides if strides is None else strides
     length = sum((extent - 1) * step for extent, step in zip(shape, steps, strict=True)) + kind.itemsize
     whole = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
     return np.ndarray(tuple(shape), kind, whole, 0, tuple(steps))
@@ -359,5 +358,5 @@ class HostOperations(DeviceOperations):
         arrays.keeps = True  # the host's allocator knows of no stream, and operations run later
         return arrays
 
-    def _calls_for(self, value: Any) -> None:
+    def _calls_for(self, *given: Any) -> None:
         """None are prepared."""

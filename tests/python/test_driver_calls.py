@@ -57,7 +57,7 @@ def counted(driver: Path) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("how", ["attributes", "table"])
 def test_prepared_operations_give_kernels_the_same_arguments(driver: Path, how: str) -> None:
     said = told(driver, "driver_args.py", *([how] if how == "table" else []))
-    assert len(said) == 21 and set(said.values()) == {"same"}, said
+    assert len(said) == 22 and set(said.values()) == {"same"}, said
 
 
 def test_wrong_calls_are_refused_before_anything_is_enqueued(driver: Path) -> None:

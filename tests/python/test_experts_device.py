@@ -15,9 +15,9 @@ from fake_gpu import STREAM, FakeRegion, World
 from host_torch import HostTensors, torch
 
 import crossrail
-from crossrail import _calls, _experts_device
+from crossrail import _calls, _experts_device, _native
 from crossrail._calls import CombineCall, DispatchCall, Sizes
-from crossrail._device_arrays import ArrayView, PlainArrays, c_strides, expert_shapes, rank_shapes, row_stride
+from crossrail._device_arrays import PlainArrays, expert_shapes, rank_shapes
 
 TWO = Setup(2, max_tokens=6, hidden=512, local_experts=3, topk=2)
 SETUPS = {
@@ -316,35 +316,6 @@ def test_scales_that_do_not_fit() -> None:
         dispatch(way, fed.x, fed.topk_idx, out={"scales": spread})
 
 
-@pytest.mark.parametrize(
-    ("shape", "strides", "expected"),
-    [
-        ((4, 8), (8, 1), 8),
-        ((4, 8), (16, 1), 16),
-        ((4, 8), (8, 2), None),
-        ((4, 8), (0, 1), None),
-        ((4, 8), (4, 1), None),
-        ((1, 8), (3, 1), 8),
-        ((1, 8), (8, 2), None),
-        ((0, 8), (0, 5), 8),
-        ((2, 3, 8), (24, 8, 1), 8),
-        ((2, 3, 8), (48, 16, 1), 16),
-        ((2, 3, 8), (32, 8, 1), None),
-        ((2, 1, 8), (32, 8, 1), 32),
-        ((1, 3, 8), (99, 8, 1), 8),
-    ],
-)
-def test_how_far_rows_are_apart(shape: tuple[int, ...], strides: tuple[int, ...], expected: int | None) -> None:
-    assert row_stride(ArrayView(16, "bfloat16", shape, strides, None)) == expected
-
-
-def test_strides_in_c_order() -> None:
-    assert c_strides((2, 3, 4)) == (12, 4, 1) and c_strides(()) == ()
-    assert ArrayView(0, "int32", (2, 1, 4), (4, 77, 1), None).is_whole()
-    assert not ArrayView(0, "int32", (2, 2, 4), (4, 77, 1), None).is_whole()
-    assert ArrayView(0, "int32", (2, 0), (9, 9), None).is_whole()
-
-
 def test_shapes_of_results() -> None:
     sizes = Sizes(ranks=4, max_tokens=128, hidden=7168, experts=288, topk=8, fp8=True, ue8m0=False)
     assert expert_shapes(sizes) == {
@@ -411,26 +382,32 @@ class Lender:
         self.__cuda_array_interface__ = whole | interface
 
 
-def plain(value: Any, *, writable: bool = False) -> ArrayView:
-    arrays = PlainArrays(crossrail.Context(), 0)
-    return arrays.view(value, "x", arrays.streams(None, "dispatch"), "dispatch", writable)
+def taken(value: Any, topk_idx: Any = None, *, out: Any = None) -> Any:
+    """The kernels' arguments for a dispatch of these rows, whose results are put into `out`."""
+    arguments = _native.Arguments(Sizes(1, 6, 512, 3, 2, False, False), 0, None, False)
+    none = dict.fromkeys(DispatchCall._fields) | DispatchCall._field_defaults
+    call = DispatchCall(**(none | {"x": value, "topk_idx": topk_idx}))
+    args, used = arguments.dispatch(call, out or {}, False)
+    assert used == [one for one in (value, topk_idx, *(out or {}).values()) if one is not None]
+    return args
 
 
 def test_arrays_by_the_cuda_array_interface() -> None:
-    given = plain(Lender())
-    assert given[:4] == (4096, "uint16", (6, 512), (512, 1))
-    assert plain(Lender(strides=(2048, 2))).strides == (1024, 1)
-    assert plain(Lender(typestr="<i8", shape=(6, 2))).dtype == "int64"
-    assert plain(Lender(typestr="|u1")).dtype == "uint8"
-    assert plain(Lender(typestr="<f2")).dtype == "<f2"
-    empty = plain(Lender(shape=(0, 512), data=(None, False)))
-    assert (empty.address, empty.shape) == (0, (0, 512))
-    assert plain(Lender(data=(64, True))).address == 64
-    with pytest.raises(crossrail.UsageError, match="x is read-only"):
-        plain(Lender(data=(64, True)), writable=True)
-    for broken in ({"shape": "wide"}, {"data": 7}, {"strides": ("a", "b")}):
+    given = taken(Lender())
+    assert (given.x, given.tokens, given.x_stride) == (4096, 6, 1024)
+    assert taken(Lender(strides=(2048, 2))).x_stride == 2048
+    ids = taken(Lender(), Lender(typestr="<i4", shape=(6, 2)))
+    assert (ids.topk_idx, ids.idx_bytes) == (4096, 4)
+    empty = taken(Lender(shape=(0, 512), data=(None, False)))
+    assert (empty.x, empty.tokens) == (0, 0)
+    assert taken(Lender(data=(64, True))).x == 64
+    with pytest.raises(crossrail.UsageError, match=r"dispatch: out\['x'\] is read-only"):
+        taken(Lender(), out={"x": Lender(data=(64, True))})
+    with pytest.raises(crossrail.UsageError, match=r"x is <f2 \[6, 512\] where bf16 \[T, 512\] is wanted"):
+        taken(Lender(typestr="<f2"))
+    for broken in ({"shape": "wide"}, {"data": 7}, {"strides": ("a", "b")}, {"strides": (2,)}, {"shape": (-6, 512)}):
         with pytest.raises(crossrail.UsageError, match="invalid __cuda_array_interface__"):
-            plain(Lender(**broken))
+            taken(Lender(**broken))
 
 
 def test_streams_of_arrays_that_are_not_pytorchs() -> None:

@@ -103,6 +103,11 @@ def test_slices_of_routers_are_put_together_in_the_calls_stream(
     given |= {"topk_idx": wide[:, ::2], "topk_weights": mine[:, :2]}
     came = dispatch(way, **given, stream=Stream(SIDE))
     assert int(came.counts.array.sum()) == 12
+    with torch.within(Stream(SIDE)):
+        begun = dispatch(way, **given, send_only=True)
+        copies = [tensor for tensor in begun._call.keep if tensor.shape == (6, 2) and tensor.is_contiguous()]
+        assert len(copies) == 2, "what was copied is kept until the operation is finished"
+        assert int(begun.finish().counts.array.sum()) == 12
 
 
 def test_received_in_a_third_stream(

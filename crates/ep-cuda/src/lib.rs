@@ -9,6 +9,7 @@
 //! EpDispatchArgs, EpCombineArgs     arguments, from the caller to the kernel: addresses and strides
 //! Enqueued       an enqueued operation: its handle, its completion, the half still to be received
 //! RegionLease    memory of one result in the rank layout
+//! arrays         checks of the arrays that callers pass, with errors that name the argument
 //! ```
 //!
 //! No call waits for the GPU unless its documentation says so, so calls can be captured in a graph. The exception is a
@@ -20,6 +21,7 @@
 //! multiprocessors ([`DeviceOptions::num_sms`]).
 
 mod agreement;
+pub mod arrays;
 mod buffer;
 mod completion;
 mod connect;

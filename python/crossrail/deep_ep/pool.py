@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from crossrail._calls import DispatchCall
+from crossrail._device_arrays import TensorFrame
 from crossrail._native import Outputs, RankCalls, TokenLayout
-from crossrail._rank_calls import LayoutFrame, RankFrame, outputs_on
+from crossrail._rank_calls import LayoutFrame, RankFrame
 from crossrail.deep_ep.checks import Tensor, torch, wrong
 from crossrail.deep_ep.events import Streams
 from crossrail.deep_ep.ranks import Joined
@@ -126,7 +127,7 @@ class Gpu:
     @functools.cached_property
     def outputs(self) -> Outputs:
         """What output tensors come from."""
-        return outputs_on(torch(), self.streams.current_raw, self.device)
+        return Outputs(TensorFrame(torch(), self.streams.current_raw, self.device))
 
     def token_layout(self) -> TokenLayout | None:
         group, current = self._joined.group, self.streams.current_raw

@@ -59,7 +59,7 @@ pub(crate) struct Device {
 
 /// `DLDataType`.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Dtype {
     pub(crate) code: u8,
     pub(crate) bits: u8,

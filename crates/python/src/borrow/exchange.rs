@@ -88,24 +88,3 @@ impl Exchange {
         Some(Seen { address, device: said.device, dtype: said.dtype, shape, strides })
     }
 }
-
-impl Seen<'_> {
-    /// Whether the items lie in C order without gaps.
-    pub(crate) fn is_contiguous(&self) -> bool {
-        let Some(strides) = self.strides else { return true };
-        if self.shape.contains(&0) {
-            return true;
-        }
-        let mut next = 1_i64;
-        self.shape.iter().zip(strides).rev().all(|(&extent, &stride)| {
-            let follows = extent == 1 || stride == next;
-            next = next.saturating_mul(extent);
-            follows
-        })
-    }
-
-    pub(crate) fn has_shape(&self, shape: &[u32]) -> bool {
-        self.shape.len() == shape.len()
-            && self.shape.iter().zip(shape).all(|(found, wanted)| *found == i64::from(*wanted))
-    }
-}

@@ -8,13 +8,14 @@ use std::time::Duration;
 use crossrail::Place;
 use crossrail_ep::Layout;
 use crossrail_ep_cuda as ep;
+use crossrail_ep_cuda::arrays::Item;
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
 use crossrail_types::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use super::device_args::{CombineArgs, DispatchArgs};
-use super::device_array::{DeviceArray, Items};
+use super::device_array::DeviceArray;
 use super::device_region::DeviceRegion;
 use super::host::{Parameters, connect, fault_rows, link_rows, plan_dict};
 use crate::borrow::lent::Call;
@@ -313,7 +314,7 @@ impl DeviceBuffer {
         if count > most {
             return Err(errors::usage(py, "sources", format!("{count} rows, where at most {most} are received"), ""));
         }
-        DeviceArray::new(address, Items::I32, vec![count as i64], self.native.ordinal(), Arc::new(held)).object(py)
+        DeviceArray::new(address, Item::I32, vec![count as i64], self.native.ordinal(), Arc::new(held)).object(py)
     }
 
     fn dispatch_expert(

@@ -67,7 +67,6 @@ arguments! {
         waits, set_waits: u64 = common.waits;
         y, set_y: u64 = y;
         y_stride, set_y_stride: u64 = y_stride;
-        y_rows, set_y_rows: u64 = y_rows;
         y_weights, set_y_weights: u64 = y_weights;
         topk_weights, set_topk_weights: u64 = topk_weights;
         bias, set_bias: [u64; 2] = bias;

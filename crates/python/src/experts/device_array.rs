@@ -4,6 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use crossrail::Place;
+use crossrail_ep_cuda::arrays::Item;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -13,73 +14,30 @@ use crate::borrow::lent::Call;
 use crate::objects::memory::MemoryBase;
 use crate::runtime::errors;
 
-/// What an array's items are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Items {
-    Bf16,
-    E4m3,
-    F32,
-    I32,
-    I64,
-    U8,
+/// Item types of our arrays, by name.
+const ALL: [Item; 6] = [Item::Bf16, Item::E4m3, Item::F32, Item::I32, Item::I64, Item::U8];
+
+/// For DLPack; fp8 goes as its bytes, since most consumers have no name for it there, unless the consumer `names_fp8`,
+/// as of DLPack 1.1.
+pub(super) fn dtype(item: Item, names_fp8: bool) -> Dtype {
+    let code = match item {
+        Item::E4m3 if names_fp8 => dlpack::E4M3,
+        Item::E4m3 | Item::U8 | Item::U16 => 1,
+        Item::Bf16 => 4,
+        Item::F32 => 2,
+        Item::I32 | Item::I64 => 0,
+    };
+    Dtype { code, bits: 8 * item.bytes() as u8, lanes: 1 }
 }
 
-const ALL: [Items; 6] = [Items::Bf16, Items::E4m3, Items::F32, Items::I32, Items::I64, Items::U8];
-
-impl Items {
-    fn parse(name: &str) -> Option<Items> {
-        ALL.into_iter().find(|items| items.name() == name)
-    }
-
-    /// As NumPy and ml_dtypes have it.
-    fn name(self) -> &'static str {
-        match self {
-            Items::Bf16 => "bfloat16",
-            Items::E4m3 => "float8_e4m3fn",
-            Items::F32 => "float32",
-            Items::I32 => "int32",
-            Items::I64 => "int64",
-            Items::U8 => "uint8",
-        }
-    }
-
-    fn size(self) -> usize {
-        match self {
-            Items::E4m3 | Items::U8 => 1,
-            Items::Bf16 => 2,
-            Items::F32 | Items::I32 => 4,
-            Items::I64 => 8,
-        }
-    }
-
-    /// For DLPack; fp8 goes as its bytes, since most consumers have no name for it there.
-    fn dtype(self) -> Dtype {
-        let code = match self {
-            Items::E4m3 | Items::U8 => 1,
-            Items::Bf16 => 4,
-            Items::F32 => 2,
-            Items::I32 | Items::I64 => 0,
-        };
-        Dtype { code, bits: 8 * self.size() as u8, lanes: 1 }
-    }
-
-    /// The same for a consumer that has names of fp8, as of DLPack 1.1.
-    fn named(self) -> Dtype {
-        match self {
-            Items::E4m3 => Dtype { code: dlpack::E4M3, bits: 8, lanes: 1 },
-            _ => self.dtype(),
-        }
-    }
-
-    /// For `__cuda_array_interface__`, which has no name for bf16 nor fp8: their bits.
-    fn typestr(self) -> &'static str {
-        match self {
-            Items::E4m3 | Items::U8 => "|u1",
-            Items::Bf16 => "<u2",
-            Items::F32 => "<f4",
-            Items::I32 => "<i4",
-            Items::I64 => "<i8",
-        }
+/// For `__cuda_array_interface__`, which has no name for bf16 nor fp8: their bits.
+fn typestr(item: Item) -> &'static str {
+    match item {
+        Item::E4m3 | Item::U8 => "|u1",
+        Item::Bf16 | Item::U16 => "<u2",
+        Item::F32 => "<f4",
+        Item::I32 => "<i4",
+        Item::I64 => "<i8",
     }
 }
 
@@ -105,17 +63,17 @@ impl Items {
 ///     The array does not fit.
 #[pyclass(module = "crossrail._native", extends = Exporter, frozen)]
 pub(super) struct DeviceArray {
-    address: u64,
-    items: Items,
-    shape: Vec<i64>,
-    ordinal: u32,
+    pub(super) address: u64,
+    pub(super) items: Item,
+    pub(super) shape: Vec<i64>,
+    pub(super) ordinal: u32,
     keep: Arc<dyn Any + Send + Sync>,
 }
 
 impl DeviceArray {
     pub(super) fn new(
         address: u64,
-        items: Items,
+        items: Item,
         shape: Vec<i64>,
         ordinal: u32,
         keep: Arc<dyn Any + Send + Sync>,
@@ -125,8 +83,7 @@ impl DeviceArray {
 
     /// A DLPack capsule of it, of the form that all consumers take; of fp8 if the consumer `names_fp8`.
     pub(super) fn capsule<'py>(&self, py: Python<'py>, names_fp8: bool) -> PyResult<Bound<'py, PyAny>> {
-        let dtype = if names_fp8 { self.items.named() } else { self.items.dtype() };
-        self.lending(dtype).capsule(py, None, None, None)
+        self.lending(dtype(self.items, names_fp8)).capsule(py, None, None, None)
     }
 
     pub(super) fn object(self, py: Python<'_>) -> PyResult<Py<DeviceArray>> {
@@ -134,19 +91,19 @@ impl DeviceArray {
     }
 
     fn exporting(self) -> PyClassInitializer<DeviceArray> {
-        Exporter::with(self.lending(self.items.dtype()), self)
+        Exporter::with(self.lending(dtype(self.items, false)), self)
     }
 
     fn lending(&self, dtype: Dtype) -> Lending {
         let (ptr, len) = (self.address as usize as *mut u8, self.nbytes());
         let bytes = Lending::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());
-        bytes.of(dtype, self.items.typestr(), self.shape.clone())
+        bytes.of(dtype, typestr(self.items), self.shape.clone())
     }
 }
 
 /// Bytes of an array of that shape; `None` when that is more than any memory.
-fn bytes(items: Items, shape: &[i64]) -> Option<usize> {
-    shape.iter().try_fold(items.size(), |bytes, extent| bytes.checked_mul(usize::try_from(*extent).ok()?))
+fn bytes(items: Item, shape: &[i64]) -> Option<usize> {
+    shape.iter().try_fold(items.bytes() as usize, |bytes, extent| bytes.checked_mul(usize::try_from(*extent).ok()?))
 }
 
 #[pymethods]
@@ -166,7 +123,7 @@ impl DeviceArray {
         let Place::Gpu(ordinal) = native.place() else {
             return Err(wrong("the memory is on the host".to_owned(), "Context.alloc(nbytes, \"cuda:0\")"));
         };
-        let Some(items) = Items::parse(dtype) else {
+        let Some(items) = ALL.into_iter().find(|item| item.name() == dtype) else {
             let names: Vec<&str> = ALL.iter().map(|items| items.name()).collect();
             return Err(wrong(format!("no dtype {dtype:?}"), &names.join(", ")));
         };
@@ -175,8 +132,8 @@ impl DeviceArray {
             let detail = format!("{dtype} {shape:?} from byte {offset} on is more than {} bytes", native.len());
             return Err(wrong(detail, ""));
         }
-        if !offset.is_multiple_of(items.size()) {
-            return Err(wrong(format!("offset {offset} is no multiple of {}", items.size()), ""));
+        if !offset.is_multiple_of(items.bytes() as usize) {
+            return Err(wrong(format!("offset {offset} is no multiple of {}", items.bytes() as usize), ""));
         }
         let address = native.ptr() as usize as u64 + offset as u64;
         Ok(DeviceArray::new(address, items, shape, ordinal, Arc::new(native.clone())).exporting())

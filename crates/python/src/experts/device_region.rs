@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crossrail_ep::BLOCK;
 use crossrail_ep_cuda as ep;
+use crossrail_ep_cuda::arrays::Item;
 use pyo3::prelude::*;
 
-use super::device_array::{DeviceArray, Items};
+use super::device_array::DeviceArray;
 use crate::borrow::lent::{self, Call, Loan};
 use crate::runtime::errors;
 
@@ -19,8 +20,8 @@ pub(super) struct DeviceRegion {
     ordinal: u32,
     hidden: i64,
     topk: i64,
-    rows: Items,
-    scales: Option<Items>,
+    rows: Item,
+    scales: Option<Item>,
 }
 
 struct Leased {
@@ -107,8 +108,8 @@ impl DeviceRegion {
             ordinal,
             hidden: i64::from(shape.hidden),
             topk: i64::from(shape.topk),
-            rows: if fp8 { Items::E4m3 } else { Items::Bf16 },
-            scales: fp8.then_some(if wide { Items::F32 } else { Items::U8 }),
+            rows: if fp8 { Item::E4m3 } else { Item::Bf16 },
+            scales: fp8.then_some(if wide { Item::F32 } else { Item::U8 }),
         }
     }
 
@@ -124,12 +125,12 @@ impl DeviceRegion {
             Part::Rows => (view.rows, Some(self.rows), Some(self.hidden)),
             Part::Scales => (view.scales, self.scales, Some(blocks)),
             Part::Packs => {
-                let packs = self.scales.filter(|items| *items == Items::U8).map(|_| Items::I32);
+                let packs = self.scales.filter(|items| *items == Item::U8).map(|_| Item::I32);
                 (view.scales, packs, Some(blocks / 4))
             }
-            Part::TopkIdx => (view.topk_idx, Some(Items::I64), Some(self.topk)),
-            Part::TopkWeights => (view.topk_weights, Some(Items::F32), Some(self.topk)),
-            Part::Source => (view.source, Some(Items::I32), None),
+            Part::TopkIdx => (view.topk_idx, Some(Item::I64), Some(self.topk)),
+            Part::TopkWeights => (view.topk_weights, Some(Item::F32), Some(self.topk)),
+            Part::Source => (view.source, Some(Item::I32), None),
         };
         let Some(items) = items.filter(|_| count <= view.most_rows) else {
             return Err(self.not_there(py, part.name(), count));

@@ -1,20 +1,20 @@
 //! Operations of an expert buffer in the expert layout on PyTorch tensors, prepared.
 //!
-//! What does not change between calls is made once: argument blocks, shapes and dtypes to compare with, output tensors.
-//! A call compares the tensors' attributes, takes their addresses and goes to the device layer at once.
+//! A call reads its arguments as all calls do, takes output tensors, and goes to the device layer at once.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
+use crossrail_ep::Layout;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
+use super::arguments::Arguments;
 use super::device::DeviceEvent;
 use super::expert_sets::{Claim, Fresh, Ring};
-use super::expert_target::{Started, Target, finish};
-use super::tensor_kinds::{Tensor, TensorKinds, is_aligned, some};
+use super::expert_target::{Started, Target, Turns, finish};
+use super::tensor_kinds::Tensor;
 use crate::borrow::lent::Call;
 use crate::borrow::number::Flag;
 
@@ -39,8 +39,8 @@ type Kept = VecDeque<Used>;
 struct Frame {
     /// A `DeviceBuffer`, or what has its methods.
     buffer: Target,
-    /// `deep_ep.events.Streams`.
-    streams: Py<PyAny>,
+    arguments: Py<Arguments>,
+    streams: Turns,
     /// `(_cdata) -> count`: references of a storage; None where PyTorch does not tell.
     uses: Option<Py<PyAny>>,
     /// `(base, rows, in_use) -> (_cdata, base, tensors)`: rows, scales or None, counts, ranges, source; and the sums of
@@ -52,24 +52,17 @@ struct Frame {
     fresh: Option<(Vec<Option<Fresh>>, Py<PyDict>)>,
     /// `torch.empty`.
     empty_tensor: Py<PyAny>,
-    max_tokens: u32,
-    hidden: u32,
-    topk: u32,
-    local: u32,
-    ranks: u32,
     /// Strides of the scales of outputs, in bytes.
     scale_strides: [u64; 3],
 }
 
 /// Dispatch and combine of one buffer. Usable from any thread, like the buffer.
 ///
-/// Methods give None when an argument is not as prepared, before anything is enqueued: the caller finds out which one.
+/// Methods raise UsageError for an argument that does not fit, before anything is enqueued; where arguments must be as
+/// DeepEP's they give None, and the caller finds out which one.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct ExpertCalls {
     frame: Frame,
-    kinds: TensorKinds,
-    dispatch: EpDispatchArgs,
-    combine: EpCombineArgs,
     outputs: Ring,
     sums: Ring,
     /// Of operations in other streams than the caller's.
@@ -100,12 +93,8 @@ struct Route {
 impl ExpertCalls {
     #[new]
     fn new(frame: &Bound<'_, PyAny>) -> PyResult<ExpertCalls> {
-        let (frame, kinds): (Frame, TensorKinds) = (frame.extract()?, frame.extract()?);
-        let row = 2 * u64::from(frame.hidden);
-        let dispatch = EpDispatchArgs { x_stride: row, out_scale_strides: frame.scale_strides, ..EpDispatchArgs::ZERO };
-        let combine = EpCombineArgs { y_stride: row, out_stride: row, ..EpCombineArgs::ZERO };
-        let (outputs, sums, kept, own_stream) = Default::default();
-        Ok(ExpertCalls { frame, kinds, dispatch, combine, outputs, sums, kept, own_stream })
+        let (frame, (outputs, sums, kept, own_stream)) = (frame.extract()?, Default::default());
+        Ok(ExpertCalls { frame, outputs, sums, kept, own_stream })
     }
 
     /// A dispatch. Gives rows, scales or None, counts, ranges and source; the operation, and its tokens; `(event, tensors)`
@@ -124,38 +113,25 @@ impl ExpertCalls {
     ) -> PyResult<Option<Dispatched<'py>>> {
         let (py, calls) = (slf.py(), slf.get());
         let _call = Call::enter(py);
-        let (frame, kinds) = (&calls.frame, &calls.kinds);
-        let Some(tokens) = calls.tokens(x)? else { return Ok(None) };
-        let selected = [tokens, frame.topk];
-        let idx_bytes = if kinds.is_dtype(topk_idx, &kinds.i64)? { 8 } else { 4 };
-        let ids = if idx_bytes == 8 { &kinds.i64 } else { &kinds.i32 };
-        let addresses = (|| {
-            Ok::<_, PyErr>(Some([
-                some!(kinds.place(x, &kinds.bf16)?.filter(is_aligned)),
-                some!(kinds.small(topk_idx, ids, &selected)?),
-                some!(kinds.optional(topk_weights, &kinds.f32, &selected)?),
-                some!(kinds.optional(stats, &kinds.i32, &[frame.local])?),
-                some!(kinds.optional(waits, &kinds.i64, &[frame.ranks])?),
-            ]))
-        })()?;
-        let Some([x_at, idx_at, weights_at, stats_at, waits_at]) = addresses else { return Ok(None) };
+        let (frame, arguments) = (&calls.frame, calls.frame.arguments.get());
+        let mut reading = arguments.reading("dispatch", beside.0 || send_only.0);
+        let read = reading.inputs(x, [Some(topk_idx), topk_weights, stats, waits]);
+        let read = arguments.settled(py, read)?;
+        // DeepEP casts rows to fp8, and takes none.
+        let Some(mut args) = read.filter(|args| args.x_fp8 == 0 || !arguments.strict) else { return Ok(None) };
         let route = calls.route(py, beside.0)?;
         let set = match &frame.fresh {
             Some((parts, _)) => Claim::fresh(py, &frame.empty_tensor, parts)?,
             None => calls.outputs.take(py, 0, (&frame.outputs, frame.uses.as_ref()), route.captured)?,
         };
-        let mut args = calls.dispatch;
-        (args.common.tokens, args.common.waits) = (tokens, waits_at);
-        (args.x, args.topk_idx, args.idx_bytes, args.topk_weights) = (x_at, idx_at, idx_bytes, weights_at);
-        args.stats = stats_at;
+        args.out_scale_strides = frame.scale_strides;
         [args.out_x, args.out_scales, args.out_counts, args.out_ranges, args.out_source] =
             set.set.addresses.as_slice().try_into().unwrap_or_default();
         let operation = frame.buffer.dispatch(py, args, (route.stream, route.after), send_only)?.object(py)?;
         let tensors = PyTuple::new(py, set.set.tensors.iter().map(|one| one.as_ref().map(|one| one.bind(py))))?;
-        let used = [Some(x), Some(topk_idx), topk_weights, stats, waits];
         let begun = Started::Object(operation.clone());
-        let (_, beside, hook) = calls.submitted(slf, begun, (&used, Some(&set)), &route, send_only)?;
-        Ok(Some((tensors, operation, tokens, beside, hook)))
+        let (_, beside, hook) = calls.submitted(slf, begun, (reading.used, Some(&set)), &route, send_only)?;
+        Ok(Some((tensors, operation, args.common.tokens, beside, hook)))
     }
 
     /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. `wire`:
@@ -177,58 +153,47 @@ impl ExpertCalls {
     ) -> PyResult<Option<Combined<'py>>> {
         let (py, calls) = (slf.py(), slf.get());
         let _call = Call::enter(py);
-        let (frame, kinds) = (&calls.frame, &calls.kinds);
-        let (rows, selected) = ([frame.local, frame.ranks * frame.max_tokens, frame.hidden], [tokens, frame.topk]);
-        let addresses = (|| {
-            if topk_idx.is_some_and(|idx| !kinds.has_shape(idx, &selected)) {
-                return Ok(None);
-            }
-            Ok::<_, PyErr>(Some([
-                some!(kinds.rows(y, &rows)?),
-                some!(kinds.optional(topk_weights, &kinds.f32, &selected)?),
-                some!(out.map_or(Ok(Some(0)), |out| kinds.rows(out, &[tokens, frame.hidden]))?),
-                some!(kinds.optional(waits, &kinds.i64, &[frame.ranks])?),
-            ]))
-        })()?;
-        let Some([y_at, weights_at, out_at, waits_at]) = addresses else { return Ok(None) };
+        let (frame, arguments) = (&calls.frame, calls.frame.arguments.get());
+        if topk_idx.is_some_and(|idx| !arguments.has_shape(idx, &[tokens.into(), arguments.sizes.topk])) {
+            return Ok(None);
+        }
+        let mut reading = arguments.reading("combine", beside.0 || send_only.0);
+        let of = (Layout::Expert, 0, tokens);
+        let read = reading.outputs(of, y, [topk_weights, None, out, waits]);
+        let Some(mut args) = arguments.settled(py, read)? else { return Ok(None) };
         let route = calls.route(py, beside.0)?;
         let made = match (out, &frame.fresh) {
             (Some(_), _) => None,
             (None, Some((_, options))) => {
-                let shape = PyTuple::new(py, [tokens, frame.hidden])?.unbind();
+                let shape = PyTuple::new(py, [tokens.into(), arguments.sizes.hidden])?.unbind();
                 Some(Claim::fresh(py, &frame.empty_tensor, &[Some((shape, options.clone_ref(py)))])?)
             }
             (None, None) => Some(calls.sums.take(py, tokens, (&frame.sums, frame.uses.as_ref()), route.captured)?),
         };
-        let mut args = calls.combine;
-        (args.y, args.topk_weights, args.common.waits, args.wire) = (y_at, weights_at, waits_at, wire);
-        args.out = made.as_ref().map_or(out_at, |made| made.set.addresses[0]);
+        args.wire = wire;
+        if let Some(made) = &made {
+            args.out = made.set.addresses[0];
+        }
         let operation = frame.buffer.combine(py, args, handle, (route.stream, route.after), send_only)?;
         let sums = made.as_ref().map(|made| made.set.part(py, 0));
         let Some(answer) = sums.as_ref().or(out).cloned() else { return Ok(None) };
-        let used = [Some(y), topk_weights, out, waits];
-        let (operation, beside, hook) = calls.submitted(slf, operation, (&used, made.as_ref()), &route, send_only)?;
+        let used = (reading.used, made.as_ref());
+        let (operation, beside, hook) = calls.submitted(slf, operation, used, &route, send_only)?;
         Ok(Some((answer, operation, beside, hook)))
     }
 }
 
 impl ExpertCalls {
-    /// Rows of `x`, if it is a tensor of rows of the hidden size, and no more of them than the buffer takes.
-    fn tokens(&self, x: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
-        let (rows, hidden) = some!(self.kinds.extents(x)?);
-        Ok(Some(rows).filter(|rows| *rows <= self.frame.max_tokens && hidden == self.frame.hidden))
-    }
-
     /// The stream of the next operation, which comes behind the buffer's last one.
     fn route(&self, py: Python<'_>, beside: bool) -> PyResult<Route> {
         let frame = &self.frame;
-        let current = self.kinds.current(py)?;
+        let current = frame.arguments.get().current(py)?;
         let stream = if beside { self.own_stream(py)? } else { current };
         let mut after = (stream != current).then_some(current);
-        if frame.last(py)? != Some(stream) {
+        if frame.streams.is_another(py, stream)? {
             // A capture that the current stream is in takes the other one in before that is made to wait for more.
             after.take().map_or(Ok(()), |after| frame.buffer.order(py, after, stream))?;
-            frame.follow(py, stream)?;
+            frame.streams.call(intern!(py, "follow"), (stream,))?;
         }
         let captured = frame.buffer.is_capturing(py, after.unwrap_or(stream))?;
         Ok(Route { stream, after, current, captured })
@@ -239,17 +204,18 @@ impl ExpertCalls {
         if let Some(stream) = self.own_stream.get() {
             return Ok(*stream);
         }
-        let stream = self.frame.streams.bind(py).call_method0(intern!(py, "beside"))?.extract()?;
+        let stream = self.frame.streams.call(intern!(py, "beside"), ())?.extract(py)?;
         Ok(*self.own_stream.get_or_init(|| stream))
     }
 
-    /// What the caller gets of an operation that was submitted: itself, where it is in another stream, and the hook.
+    /// What the caller gets of an operation that was submitted: itself, where it is in another stream, and the hook. Where
+    /// every result is new, whoever has only sent gets the operation and all its tensors in place of the hook.
     #[expect(clippy::type_complexity, reason = "the ends of `Dispatched` and `Combined`")]
     fn submitted<'py>(
         &self,
         slf: &Bound<'py, Self>,
         operation: Started<'py>,
-        (inputs, set): (&[Tensor<'_, 'py>], Option<&Claim>),
+        (inputs, set): (Vec<Bound<'py, PyAny>>, Option<&Claim>),
         route: &Route,
         Flag(send_only): Flag,
     ) -> PyResult<(Option<Bound<'py, PyAny>>, Option<Beside<'py>>, Option<Bound<'py, Receive>>)> {
@@ -260,12 +226,16 @@ impl ExpertCalls {
             let operation = self.frame.fresh.is_some().then(|| operation.object(py)).transpose()?;
             return Ok((operation, None, None));
         }
-        let mut used: Tensors = inputs.iter().flatten().map(|&tensor| tensor.clone().unbind()).collect();
+        let mut used: Tensors = inputs.into_iter().map(Bound::unbind).collect();
         let inputs = used.len();
         // A set of the ring's may be handed out again as soon as the caller lets it go: the operation that gets it comes
         // after this one, and after what the caller's stream does until then.
         used.extend(set.into_iter().flat_map(Claim::unowned).map(|tensor| tensor.clone_ref(py)));
         let outputs = set.into_iter().flat_map(|claim| claim.set.tensors.iter().flatten());
+        if send_only && self.frame.fresh.is_some() {
+            let (operation, used) = (operation.object(py)?, PyTuple::new(py, used)?);
+            return Ok((Some(operation.clone()), Some((operation, used)), None));
+        }
         if send_only {
             let outputs = outputs.map(|tensor| tensor.clone_ref(py)).collect();
             let operation = operation.object(py)?;
@@ -294,7 +264,7 @@ impl ExpertCalls {
     ) -> PyResult<Result<Used, Bound<'py, PyAny>>> {
         if event.getattr(intern!(py, "is_captured"))?.is_truthy()? {
             // A graph runs again after its tensors are gone: their memory is the graph's.
-            self.frame.streams.bind(py).call_method1(intern!(py, "record"), (PyList::new(py, tensors)?,))?;
+            self.frame.streams.call(intern!(py, "record"), (PyList::new(py, tensors)?,))?;
             return Ok(Err(event));
         }
         let used = Used { event: Arc::new(event.unbind()), tensors: Arc::new(Mutex::new(tensors)) };
@@ -321,18 +291,6 @@ impl ExpertCalls {
 
     fn locked(&self) -> MutexGuard<'_, Kept> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Frame {
-    /// The stream of the buffer's last operation.
-    fn last(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        Ok(self.streams.bind(py).getattr(intern!(py, "last_handle"))?.extract().ok())
-    }
-
-    /// Makes `stream` wait for the buffer's last operation, which was in another one.
-    fn follow(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        self.streams.bind(py).call_method1(intern!(py, "follow"), (stream,)).map(drop)
     }
 }
 
@@ -395,10 +353,8 @@ impl Receive {
     fn __call__(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         let calls = self.calls.get();
-        let stream = calls.kinds.current(py)?;
-        if calls.frame.last(py)? != Some(stream) {
-            calls.frame.follow(py, stream)?;
-        }
+        let stream = calls.frame.arguments.get().current(py)?;
+        calls.frame.streams.follow(py, stream)?;
         let operation = self.operation.bind(py);
         finish(operation, stream)?;
         let (used, _outputs) = std::mem::take(&mut *self.used.lock().unwrap_or_else(PoisonError::into_inner));

@@ -3,8 +3,10 @@
 
 use crossrail_ep::Layout;
 use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
+use pyo3::call::PyCallArgs;
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 
 use super::device::{DeviceBuffer, DeviceHandle, DeviceOperation, Streams};
 use super::device_args::{CombineArgs, DispatchArgs};
@@ -16,6 +18,29 @@ pub(super) struct Target(Py<PyAny>);
 impl<'py> FromPyObject<'py> for Target {
     fn extract_bound(object: &Bound<'py, PyAny>) -> PyResult<Target> {
         Ok(Target(object.clone().unbind()))
+    }
+}
+
+/// `deep_ep.events.Streams`; None: the caller orders operations that are in several streams.
+#[derive(FromPyObject)]
+pub(super) struct Turns(Option<Py<PyAny>>);
+
+impl Turns {
+    /// Whether the buffer's last operation was in another stream than this one, which is yet to come after it.
+    pub(super) fn is_another(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
+        let Some(streams) = &self.0 else { return Ok(false) };
+        Ok(streams.getattr(py, intern!(py, "last_handle"))?.extract::<u64>(py).ok() != Some(stream))
+    }
+
+    /// What one of their methods gives; None where there are none.
+    pub(super) fn call<'py, A: PyCallArgs<'py>>(&self, name: &Bound<'py, PyString>, args: A) -> PyResult<Py<PyAny>> {
+        let py = name.py();
+        self.0.as_ref().map_or_else(|| Ok(py.None()), |streams| streams.call_method1(py, name, args))
+    }
+
+    /// Makes `stream` wait for the buffer's last operation, if that was in another one.
+    pub(super) fn follow(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        if self.is_another(py, stream)? { self.call(intern!(py, "follow"), (stream,)).map(drop) } else { Ok(()) }
     }
 }
 

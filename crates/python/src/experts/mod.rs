@@ -1,5 +1,6 @@
 //! Expert buffers in host memory and on GPUs, and calls prepared for PyTorch tensors.
 
+mod arguments;
 mod device;
 mod device_args;
 mod device_array;
@@ -8,6 +9,7 @@ mod expert_calls;
 mod expert_sets;
 mod expert_target;
 pub(crate) mod host;
+mod other_arrays;
 mod outputs;
 mod rank_calls;
 mod tensor_kinds;
@@ -23,6 +25,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<host::Combined>()?;
     module.add_class::<host::Handle>()?;
     module.add_class::<device_array::DeviceArray>()?;
+    module.add_class::<arguments::Arguments>()?;
     module.add_class::<device_args::CombineArgs>()?;
     module.add_class::<device_args::DispatchArgs>()?;
     module.add_class::<expert_calls::ExpertCalls>()?;

@@ -1,34 +1,31 @@
-//! Operations of an expert buffer in the rank layout on PyTorch tensors, prepared: a call compares the tensors'
-//! attributes, takes their addresses, goes to the device layer at once and shows the memory of the result as tensors.
+//! Operations of an expert buffer in the rank layout on PyTorch tensors, prepared: a call reads its arguments as all calls
+//! do, goes to the device layer at once and shows the memory of the result as tensors.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crossrail_ep::{BLOCK, Layout};
-use crossrail_ep_cuda::{EpCombineArgs, EpDispatchArgs};
+use crossrail_ep::Layout;
+use crossrail_ep_cuda::arrays::Item;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::PyTuple;
 
+use super::arguments::Arguments;
 use super::device::{DeviceBuffer, DeviceHandle, DeviceOperation};
 use super::device_region::{DeviceRegion, Part};
 use super::expert_sets::{Claim, Fresh, Ring};
+use super::expert_target::Turns;
 use super::outputs::{Output, Outputs};
-use super::tensor_kinds::{Tensor, TensorKinds, is_aligned, some};
+use super::tensor_kinds::Tensor;
 use crate::borrow::lent::Call;
 use crate::borrow::number::Flag;
 use crate::borrow::stream;
-
-/// Elements of a row whose ue8m0 scales lie in one i32.
-const PACKED: usize = 4 * BLOCK;
-/// Most biases of a combine.
-const BIASES: usize = 2;
 
 /// What the calls of a buffer have in common, read once.
 #[derive(FromPyObject)]
 struct Frame {
     buffer: Py<DeviceBuffer>,
-    /// `deep_ep.events.Streams`, or what has its `last_handle` and `follow`.
-    streams: Py<PyAny>,
+    arguments: Py<Arguments>,
+    streams: Turns,
     /// `(base, rows, in_use) -> (_cdata, base, tensors)`: i32 [El] and i64 [ranks + 1] for one more dispatch.
     counts: Py<PyAny>,
     /// These tensors are new for every dispatch.
@@ -49,23 +46,15 @@ struct Frame {
     e4m3: Py<PyAny>,
     /// Whether a dispatch gives everything as tensors that may outlive the operation, not only rows and scales.
     whole: bool,
-    experts: u32,
-    max_tokens: u32,
-    hidden: u32,
-    topk: u32,
-    local: u32,
-    /// Rows travel as fp8, and ue8m0 is what their scales are.
-    fp8: bool,
-    ue8m0: bool,
 }
 
 /// Dispatch and combine of one buffer. Usable from any thread, like the buffer.
 ///
-/// Methods give None when an argument is not as prepared, before anything is enqueued: the caller finds out which one.
+/// Methods raise UsageError for an argument that does not fit, before anything is enqueued; where arguments must be as
+/// DeepEP's they give None, and the caller finds out which one.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct RankCalls {
     frame: Frame,
-    kinds: TensorKinds,
     /// Counts and offsets of dispatches in the stream of the last one.
     counts: Mutex<(u64, Arc<Ring>)>,
 }
@@ -77,7 +66,7 @@ type Combined<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, DeviceOperat
 impl RankCalls {
     #[new]
     fn new(frame: &Bound<'_, PyAny>) -> PyResult<RankCalls> {
-        Ok(RankCalls { frame: frame.extract()?, kinds: frame.extract()?, counts: Mutex::default() })
+        Ok(RankCalls { frame: frame.extract()?, counts: Mutex::default() })
     }
 
     /// A dispatch in the current stream whose routing is new. `x`: rows, or rows and scales. `per_expert`: i32 of all
@@ -103,18 +92,23 @@ impl RankCalls {
         apart: Flag,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let _call = Call::enter(py);
-        let (frame, kinds) = (&self.frame, &self.kinds);
-        let Some(mut args) = self.rows_sent(x)? else { return Ok(None) };
-        let selected = [args.common.tokens, frame.topk];
+        let (frame, arguments) = (&self.frame, self.frame.arguments.get());
+        // What callers see as a whole is as it was given.
+        if frame.whole && x.is_instance_of::<PyTuple>() != arguments.sizes.fp8 {
+            return Ok(None);
+        }
+        let Some(alignment) = expert_alignment.extract().ok().filter(|alignment| *alignment > 0) else {
+            return Ok(None);
+        };
+        let mut reading = arguments.reading("dispatch", false);
+        let read = reading.inputs(x, [Some(topk_idx), topk_weights, stats, None]).and_then(|args| {
+            let (named, of_experts) = (("num_tokens_per_expert", false), [arguments.sizes.experts]);
+            reading.whole(per_expert, named, (&[Item::I32], &of_experts)).map(|_| args)
+        });
+        let read = arguments.settled(py, read)?;
         // DeepEP's callers have ids of 64 bits.
-        args.idx_bytes = if frame.whole || kinds.is_dtype(topk_idx, &kinds.i64)? { 8 } else { 4 };
-        let ids = if args.idx_bytes == 8 { &kinds.i64 } else { &kinds.i32 };
-        args.topk_idx = some!(kinds.small(topk_idx, ids, &selected)?);
-        args.topk_weights = some!(kinds.optional(topk_weights, &kinds.f32, &selected)?);
-        args.stats = some!(kinds.optional(stats, &kinds.i32, &[frame.local])?);
-        some!(kinds.optional(per_expert, &kinds.i32, &[frame.experts])?);
-        args.expert_alignment = some!(expert_alignment.extract().ok().filter(|alignment| *alignment > 0));
-        (args.max_rows, args.host_word) = (max_rows, host_word);
+        let Some(mut args) = read.filter(|args| args.idx_bytes == 8 || !frame.whole) else { return Ok(None) };
+        (args.expert_alignment, args.max_rows, args.host_word) = (alignment, max_rows, host_word);
         let stream = self.follow(py)?;
         let claim = self.counts_in(py, stream, apart)?;
         [args.out_counts, args.out_offsets] = claim.set.addresses.as_slice().try_into().unwrap_or_default();
@@ -149,23 +143,17 @@ impl RankCalls {
         bias: Tensor<'_, 'py>,
     ) -> PyResult<Option<Combined<'py>>> {
         let _call = Call::enter(py);
-        let (frame, kinds, handle) = (&self.frame, &self.kinds, handle.get());
-        let (Ok(rows), tokens) = (u32::try_from(handle.rows()), handle.tokens()) else { return Ok(None) };
-        let row = 2 * u64::from(frame.hidden);
-        let mut args = EpCombineArgs { y_stride: row, out_stride: row, y_rows: rows.into(), ..EpCombineArgs::ZERO };
-        args.y = some!(kinds.rows(y, &[rows, frame.hidden])?);
-        args.y_weights = some!(kinds.optional(topk_weights, &kinds.f32, &[rows, frame.topk])?);
-        let biases = some!(several(bias)?);
-        for (at, bias) in args.bias.iter_mut().zip(&biases) {
-            *at = some!(kinds.rows(bias, &[tokens, frame.hidden])?);
-        }
+        let (frame, arguments, handle) = (&self.frame, self.frame.arguments.get(), handle.get());
+        let (mut reading, of) = (arguments.reading("combine", false), (Layout::Rank, handle.rows(), handle.tokens()));
+        let read = reading.outputs(of, y, [topk_weights, bias, None, None]);
+        let Some(mut args) = arguments.settled(py, read)? else { return Ok(None) };
         let (stream, outputs) = (self.follow(py)?, frame.outputs.get());
         let now = outputs.now(py, stream, || frame.buffer.get().is_capturing(py, stream))?;
-        let take = |output, width| outputs.take(py, output, (tokens, Some(width)), now);
-        let sums = take(Output::Sums, frame.hidden)?;
-        let weight_sums = topk_weights.map(|_| take(Output::WeightSums, frame.topk)).transpose()?;
-        args.out = kinds.address(&sums)?;
-        args.out_weights = weight_sums.as_ref().map_or(Ok(0), |made| kinds.address(made))?;
+        let take = |output, width| outputs.take(py, output, (handle.tokens(), Some(width as u32)), now);
+        let sums = take(Output::Sums, arguments.sizes.hidden)?;
+        let weight_sums = topk_weights.map(|_| take(Output::WeightSums, arguments.sizes.topk)).transpose()?;
+        args.out = arguments.address(&sums)?;
+        args.out_weights = weight_sums.as_ref().map_or(Ok(0), |made| arguments.address(made))?;
         let (buffer, given) = (frame.buffer.get(), (Layout::Rank, args));
         let operation = buffer.begin_combine(py, given, handle, (stream, None), Flag(false))?;
         Ok(Some((sums, weight_sums, operation)))
@@ -175,12 +163,8 @@ impl RankCalls {
 impl RankCalls {
     /// The current stream, which comes behind the buffer's last operation.
     fn follow(&self, py: Python<'_>) -> PyResult<u64> {
-        let (stream, streams) = (self.kinds.current(py)?, self.frame.streams.bind(py));
-        let last: Option<u64> = streams.getattr(intern!(py, "last_handle"))?.extract()?;
-        if last != Some(stream) {
-            streams.call_method1(intern!(py, "follow"), (stream,))?;
-        }
-        Ok(stream)
+        let stream = self.frame.arguments.get().current(py)?;
+        self.frame.streams.follow(py, stream).map(|()| stream)
     }
 
     /// Tensors for the counts and offsets of a dispatch in `stream`. Those that another one there had are used again once
@@ -201,37 +185,6 @@ impl RankCalls {
         ring.take(py, 0, (&self.frame.counts, self.frame.uses.as_ref()), apart)
     }
 
-    /// Arguments with the rows and their scales set, if they are as prepared.
-    fn rows_sent(&self, x: &Bound<'_, PyAny>) -> PyResult<Option<EpDispatchArgs>> {
-        let (frame, kinds) = (&self.frame, &self.kinds);
-        let pair = match x.cast::<PyTuple>() {
-            Ok(pair) if pair.len() == 2 => Some((pair.get_item(0)?, pair.get_item(1)?)),
-            Ok(_) => return Ok(None),
-            Err(_) => None,
-        };
-        let (rows, scales) = pair.as_ref().map_or((x, None), |(rows, scales)| (rows, Some(scales)));
-        let (tokens, hidden) = some!(kinds.extents(rows)?);
-        let fp8 = scales.is_some();
-        // What callers see as a whole is as it was given.
-        let other = if frame.whole { fp8 != frame.fp8 } else { fp8 && !frame.fp8 };
-        if tokens > frame.max_tokens || hidden != frame.hidden || other {
-            return Ok(None);
-        }
-        let (dtype, item) = if fp8 { (&frame.e4m3, 1) } else { (&kinds.bf16, 2) };
-        let mut args = EpDispatchArgs { x_stride: item * u64::from(hidden), ..EpDispatchArgs::ZERO };
-        (args.common.tokens, args.x_fp8) = (tokens, fp8.into());
-        args.x = some!(kinds.place(rows, dtype)?.filter(|at| is_aligned(at) && args.x_stride.is_multiple_of(16)));
-        let Some(scales) = scales else { return Ok(Some(args)) };
-        let (dtype, unit) = if frame.ue8m0 { (&kinds.i32, PACKED) } else { (&kinds.f32, BLOCK) };
-        let unit = unit as u32;
-        if !hidden.is_multiple_of(unit) {
-            return Ok(None);
-        }
-        let (at, strides) = some!(kinds.strided(scales, dtype, [tokens, hidden / unit])?);
-        (args.x_scales, args.x_scale_strides) = (at, strides.map(|stride| 4 * stride));
-        Ok(Some(args))
-    }
-
     /// The tensors of a result of `count` rows: rows, scales, ids, weights. `lent`: who holds them may note the streams
     /// that use them, by `record_stream`.
     fn parts<'py>(
@@ -241,12 +194,12 @@ impl RankCalls {
         count: u64,
         (weighted, lent): (bool, bool),
     ) -> PyResult<Bound<'py, PyTuple>> {
-        let frame = &self.frame;
+        let (frame, sizes) = (&self.frame, &self.frame.arguments.get().sizes);
         let show = |part: Part, wanted: bool| wanted.then(|| self.shown(py, region, part, count)).transpose();
-        let scales = if frame.whole && frame.ue8m0 { Part::Packs } else { Part::Scales };
+        let scales = if frame.whole && sizes.ue8m0 { Part::Packs } else { Part::Scales };
         let parts = [
             show(Part::Rows, true)?,
-            show(scales, frame.fp8)?,
+            show(scales, sizes.fp8)?,
             show(Part::TopkIdx, frame.whole)?,
             show(Part::TopkWeights, frame.whole && weighted)?,
         ];
@@ -272,19 +225,11 @@ impl RankCalls {
             return frame.empty.bind(py).call1((array.object(py)?,));
         }
         let tensor = frame.from_dlpack.bind(py).call1((array.capsule(py, frame.names_fp8)?,))?;
-        if part == Part::Rows && frame.fp8 && !frame.names_fp8 {
+        if part == Part::Rows && frame.arguments.get().sizes.fp8 && !frame.names_fp8 {
             return tensor.call_method1(intern!(py, "view"), (&frame.e4m3,));
         }
         Ok(tensor)
     }
-}
-
-/// One bias, or a list of at most two.
-fn several<'py>(bias: Tensor<'_, 'py>) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
-    let Some(bias) = bias else { return Ok(Some(Vec::new())) };
-    let listed = bias.cast::<PyTuple>().is_ok() || bias.cast::<PyList>().is_ok();
-    let biases: Vec<_> = if listed { bias.try_iter()?.collect::<PyResult<_>>()? } else { vec![bias.clone()] };
-    Ok(Some(biases).filter(|biases| biases.len() <= BIASES))
 }
 
 /// Notes that a stream uses a result that lies in a buffer's memory, in place of `torch.Tensor.record_stream`.

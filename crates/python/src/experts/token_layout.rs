@@ -2,10 +2,11 @@
 #![allow(unsafe_code)]
 
 use crossrail_ep_cuda as ep;
+use crossrail_ep_cuda::arrays::Item;
 use pyo3::prelude::*;
 
 use super::outputs::{Output, Outputs};
-use super::tensor_kinds::{TensorKinds, some};
+use super::tensor_kinds::{TensorKinds, usual};
 use crate::borrow::lent::Call;
 use crate::objects::context::Context;
 use crate::runtime::errors::OrRaise;
@@ -54,13 +55,15 @@ impl TokenLayout {
     ) -> PyResult<Option<Counted<'py>>> {
         let _call = Call::enter(py);
         let (frame, kinds) = (&self.frame, &self.kinds);
-        let experts: u32 = some!(experts.extract().ok());
-        if !ep::TokenLayout::takes(experts, frame.ranks) {
+        let Some(experts) = experts.extract().ok().filter(|&experts| ep::TokenLayout::takes(experts, frame.ranks))
+        else {
             return Ok(None);
-        }
-        let (tokens, topk) = some!(kinds.extents(topk_idx)?);
-        let (ids, [stride, step]) = some!(kinds.strided(topk_idx, &kinds.i64, [tokens, topk])?);
-        if step != 1 && topk > 1 {
+        };
+        let ids = usual(py, kinds.array(topk_idx, ("layout", "topk_idx")))?.filter(|ids| ids.dtype == Ok(Item::I64));
+        let Some(ids) = ids.filter(|ids| ids.shape.len() == 2) else { return Ok(None) };
+        let extents = (ids.shape[0].try_into(), ids.shape[1].try_into(), ids.stride(0).try_into());
+        let (Ok(tokens), Ok(topk), Ok(stride)) = extents else { return Ok(None) };
+        if ids.stride(1) != 1 && topk > 1 {
             return Ok(None);
         }
         let (stream, native, outputs) = (kinds.current(py)?, self.native.here(py, "layout")?, frame.outputs.get());
@@ -71,7 +74,8 @@ impl TokenLayout {
             outputs.take(py, Output::OfExperts, (experts, None), now)?,
             outputs.take(py, Output::InRank, (tokens, Some(frame.ranks)), now)?,
         );
-        let mut args = ep::EpLayoutArgs { topk_idx: ids, stride, tokens, topk, experts, ..ep::EpLayoutArgs::ZERO };
+        let mut args =
+            ep::EpLayoutArgs { topk_idx: ids.address, stride, tokens, topk, experts, ..ep::EpLayoutArgs::ZERO };
         args.ranks = frame.ranks;
         args.out_ranks = kinds.address(&made.0)?;
         args.out_experts = kinds.address(&made.1)?;

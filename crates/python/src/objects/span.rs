@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::any::Any;
+use std::sync::Arc;
 
 use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
@@ -84,18 +85,16 @@ pub(super) fn _borrow<'py>(
 }
 
 /// The memory on a GPU of a tensor in DLPack's form, whose present work the exporter puts before `stream` (-1: it need
-/// not): what keeps it, its address, its dtype by name, its shape, and the GPU.
+/// not), and the GPU.
 ///
 /// Raises UsageError when it is on the host, isn't contiguous in C order or can't be written.
-#[pyfunction]
-pub(super) fn _borrow_device<'py>(
-    object: &Bound<'py, PyAny>,
+pub(crate) fn lent_on_gpu(
+    object: &Bound<'_, PyAny>,
     operation: &str,
     writable: bool,
     stream: i64,
-) -> PyResult<(Span, u64, String, Bound<'py, PyTuple>, u32)> {
+) -> PyResult<(lent::LentTensor, u32)> {
     let py = object.py();
-    let _call = lent::Call::enter(py);
     let Some(said) = dlpack::device(object, operation)? else {
         return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
     };
@@ -104,9 +103,11 @@ pub(super) fn _borrow_device<'py>(
         return Err(errors::usage(py, operation, detail, "copy it to the GPU first"));
     };
     let used = if writable { Use::Write } else { Use::Read };
-    let tensor = operand::tensor(object, said, Some(stream), used, operation)?;
-    let shape = PyTuple::new(py, &tensor.shape)?;
-    // SAFETY: nobody reads its bytes through the span, which has none; it only keeps the tensor.
-    let keep = unsafe { Span::new(std::ptr::null(), 0, tensor.keep) };
-    Ok((keep, tensor.ptr, tensor.dtype.name(), shape, ordinal))
+    Ok((operand::tensor(object, said, Some(stream), used, operation)?, ordinal))
+}
+
+/// An object that keeps what was lent.
+pub(crate) fn keeper(py: Python<'_>, keep: Arc<dyn Any + Send + Sync>) -> PyResult<Bound<'_, PyAny>> {
+    // SAFETY: nobody reads its bytes through the span, which has none.
+    Ok(Bound::new(py, unsafe { Span::new(std::ptr::null(), 0, keep) })?.into_any())
 }
