@@ -80,17 +80,14 @@ def _within_rounds(program: Path, arguments: list[str], pages: str = "off") -> i
 
 
 def _valgrind() -> str:
-    valgrind = shutil.which("valgrind")
-    if valgrind is None:
+    if (valgrind := shutil.which("valgrind")) is None:
         raise RuntimeError("valgrind is not installed (Debian: valgrind)")
     return valgrind
 
 
 def _collected(command: list[str], settings: dict[str, str]) -> int:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("CROSSRAIL_")}
-    done = subprocess.run(
-        command, env={**clean, **settings}, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = subprocess.run(command, env=clean | settings, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     found = re.search(r"Collected\s*:\s*([0-9]+)", done.stderr)
     if done.returncode != 0 or found is None:
         raise RuntimeError(f"callgrind failed: {' '.join(command)}: {done.stderr.strip()[-500:]}")
@@ -125,7 +122,7 @@ def count_all(_: Terms, __: Path) -> Result:
     data[PAGED] = {transport: count(program, transport, pages="") for transport in TRANSPORTS}
     for transport, figure in data[PAGED].items():
         work = f"{transport}, 8 B round trip, with the page of top"
-        outcomes.append(_beside(work, figure, data[FIGURES][transport], TOLERANCE, "it"))
+        outcomes.append(_beside(work, figure, data[FIGURES][transport], TOLERANCE, "without it"))
     data[CROWDED] = {}
     for transport in ("shm", "tcp"):
         for size in (8, 64 << 10):
@@ -133,30 +130,26 @@ def count_all(_: Terms, __: Path) -> Result:
             crowded = count_crowded(program, transport, size, alone)
             data[CROWDED][f"{transport}, {format_size(size)}"] = {"0": alone, str(ENDPOINTS): crowded}
             work = f"{transport}, {format_size(size)} round trip beside {ENDPOINTS:,} idle endpoints"
-            outcomes.append(_beside(work, crowded, alone, IDLE_TOLERANCE, "them"))
+            outcomes.append(_beside(work, crowded, alone, IDLE_TOLERANCE, "without them"))
     return outcomes, data
 
 
-def _beside(work: str, figure: float, without: float, tolerance: float, what: str) -> Outcome:
-    ours, peer = f"{figure:,.0f} instructions", f"{without:,.0f} (without)"
-    ratio, to_reach = figure / without, f"<= {1 + tolerance:g} x without {what}"
+def _beside(work: str, figure: float, other: float, tolerance: float, what: str) -> Outcome:
+    ours, peer = f"{figure:,.0f} instructions", f"{other:,.0f} ({what.partition(' ')[0]})"
+    ratio, to_reach = figure / other, f"<= {1 + tolerance:g} x {what}"
     return Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + tolerance)
 
 
 def compared(now: dict[str, float], recorded: dict[str, float]) -> list[Outcome]:
     """An outcome for each transport that was counted. One without a baseline has failed."""
     outcomes = []
-    to_reach = f"<= {1 + TOLERANCE:g} x baseline"
     for transport, figure in now.items():
-        work, ours = f"{transport}, 8 B round trip, both ends", f"{figure:,.0f} instructions"
-        before = recorded.get(transport)
-        if before is None:
-            note = f"{BASELINE.name} has no figure for {transport}"
-            outcomes.append(Outcome(work, ours, to_reach, failed=True, notes=[note]))
+        work = f"{transport}, 8 B round trip, both ends"
+        if (before := recorded.get(transport)) is not None:
+            outcomes.append(_beside(work, figure, before, TOLERANCE, "baseline"))
             continue
-        ratio = figure / before
-        peer = f"{before:,.0f} (baseline)"
-        outcomes.append(Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + TOLERANCE))
+        note, to_reach = f"{BASELINE.name} has no figure for {transport}", f"<= {1 + TOLERANCE:g} x baseline"
+        outcomes.append(Outcome(work, f"{figure:,.0f} instructions", to_reach, failed=True, notes=[note]))
     return outcomes
 
 
