@@ -75,7 +75,7 @@ impl Transfers {
             peer.set_stranded(none_left.then(|| (now, format!("lane {name} is {error}"))));
             // A lane that the peer closes while nothing needs it is nearly always the first that is heard of its
             // goodbye. If it is not, dialling it again fails, and that is reported.
-            let reported = (in_use && !peer.is_closing()) || !matches!(error, LaneError::Closed(_));
+            let reported = (in_use && !peer.is_closing) || !matches!(error, LaneError::Closed(_));
             // Where no other lane carries chunks, a lane that works for a moment is better than none.
             let spared = soon && !peer.bulk().is_empty();
             let short_lived = rail.map_or(0, |rail| peer.rail_lost(rail, spared));
@@ -158,7 +158,7 @@ impl Transfers {
             self.wake_ups.want_connections();
         }
         peer.set_stranded(None);
-        let (had_work, is_closing) = (peer.has_operations(), peer.is_closing());
+        let (had_work, is_closing) = (peer.has_operations(), peer.is_closing);
         if was_alive {
             self.deferred.ended.push(endpoint);
             self.wake_ups.want_connections();

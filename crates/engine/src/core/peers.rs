@@ -111,8 +111,8 @@ pub(crate) struct Peer {
     /// What its claims share.
     claims: Weak<()>,
     alive: bool,
-    /// This end has begun to close the connection: its loss is no news.
-    is_closing: bool,
+    /// [`Peer::say_goodbye`] was called: the connection's loss is no news.
+    pub(super) is_closing: bool,
     why_ended: String,
     end_reason: Option<Reason>,
     /// The lane polled under the lock: shared memory, or the TCP connection for messages.
@@ -223,11 +223,6 @@ impl Peer {
     pub(crate) fn say_goodbye(&mut self, now: Time) {
         self.is_closing = true;
         self.protocol.close(now);
-    }
-
-    /// Whether [`Peer::say_goodbye`] was called.
-    pub(super) fn is_closing(&self) -> bool {
-        self.is_closing
     }
 
     /// A silent lane has turned out to be alive; `probe`: have its end acknowledge something.

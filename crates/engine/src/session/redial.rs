@@ -64,6 +64,16 @@ impl State {
         times.min_by_key(|(_, at)| *at)
     }
 
+    /// Has a connection dialled, unless it is to be already: then at the earlier of both times, or at the later one if it
+    /// is lost again and again soon after it has come up, whichever end dialled it.
+    fn add(&mut self, attempt: Attempt, again: bool) {
+        let lane = |lost: &LostRail| (lost.endpoint, lost.rail, lost.channel);
+        match self.attempts.iter_mut().find(|known| lane(&known.lost) == lane(&attempt.lost)) {
+            Some(known) => known.at = if again { known.at.max(attempt.at) } else { known.at.min(attempt.at) },
+            None => self.attempts.push(attempt),
+        }
+    }
+
     /// Has a peer's lanes dialled at `soon`, unless they are to be earlier.
     fn hasten(&mut self, endpoint: EndpointId, soon: Instant) {
         for attempt in self.attempts.iter_mut().filter(|attempt| attempt.lost.endpoint == endpoint) {
@@ -103,7 +113,9 @@ impl Redialer {
         if stranded {
             state.hasten(endpoint, soon);
         }
-        self.add(state, sessions, Attempt { lost, more: false, at: soon, pause, failures: 0 });
+        let again = !stranded && lost.short_lived > 1;
+        state.add(Attempt { lost, more: false, at: soon, pause, failures: 0 }, again);
+        self.begin(state, sessions);
     }
 
     /// The control connection of a peer has ended, without a goodbye: if its lanes have as well, dialling them shows
@@ -121,20 +133,15 @@ impl Redialer {
             return;
         }
         let pause = if sessions.control.is_initiator(more.endpoint) { Duration::ZERO } else { PAUSE_ACCEPTOR };
-        let state = self.state.lock();
+        let mut state = self.state.lock();
         if !state.stop {
-            let attempt = Attempt { lost: more, more: true, at: Instant::now() + pause, pause, failures: 0 };
-            self.add(state, sessions, attempt);
+            state.add(Attempt { lost: more, more: true, at: Instant::now() + pause, pause, failures: 0 }, false);
+            self.begin(state, sessions);
         }
     }
 
-    /// Has a connection dialled, unless it is to be already: then at the earlier of both times.
-    fn add(&self, mut state: MutexGuard<'_, State>, sessions: &Sessions, attempt: Attempt) {
-        let lane = |lost: &LostRail| (lost.endpoint, lost.rail, lost.channel);
-        match state.attempts.iter_mut().find(|known| lane(&known.lost) == lane(&attempt.lost)) {
-            Some(known) => known.at = known.at.min(attempt.at),
-            None => state.attempts.push(attempt),
-        }
+    /// Has the threads look at the attempts, of which there are others now.
+    fn begin(&self, mut state: MutexGuard<'_, State>, sessions: &Sessions) {
         if state.threads == 0 {
             self.add_thread(&mut state, sessions);
         }
@@ -158,8 +165,7 @@ impl Redialer {
     pub(crate) fn nudge(&self) {
         let mut state = self.state.lock();
         for attempt in &mut state.attempts {
-            attempt.at = Instant::now();
-            attempt.pause = PAUSE_MIN;
+            (attempt.at, attempt.pause) = (Instant::now(), PAUSE_MIN);
         }
         drop(state);
         self.changed.notify_all();
@@ -275,5 +281,21 @@ mod tests {
             [200, 200, 400, 800, 1600, 6400, 10_000, 10_000]
         );
         assert_eq!(millis(PAUSE_ACCEPTOR, &[0, 1, 2, 5, u32::MAX]), [600, 600, 1200, 9600, 10_000]);
+    }
+
+    #[test]
+    fn of_two_times_a_rail_that_does_not_stay_up_is_dialled_at_the_later_one() {
+        let (now, mut state) = (Instant::now(), State::default());
+        let attempt = |millis, short_lived| Attempt {
+            lost: LostRail { endpoint: EndpointId(1), rail: 0, channel: 0, reported: false, short_lived },
+            more: false,
+            at: now + Duration::from_millis(millis),
+            pause: PAUSE_MIN,
+            failures: 0,
+        };
+        for (millis, again, due) in [(800, false, 800), (400, true, 800), (1600, true, 1600), (200, false, 200)] {
+            state.add(attempt(millis, 1 + u32::from(again)), again);
+            assert_eq!(state.due(), Some((0, now + Duration::from_millis(due))), "{millis} {again}");
+        }
     }
 }
