@@ -145,6 +145,6 @@ def keep(rank: int, test: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    import ep_tasks  # noqa: F401
+    import ep_tasks  # noqa: F401  # what ranks need, imported once
 
     exec(serve(socket.socket(fileno=int(sys.argv[1]))), {"__name__": "__main__"})

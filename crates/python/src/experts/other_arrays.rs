@@ -10,9 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::device_array::DeviceArray;
-use super::tensor_kinds::kind;
 use crate::borrow::number::Flag;
-use crate::objects::span;
+use crate::objects::{operand, span};
 use crate::runtime::errors::{self, OrRaise};
 
 /// Values of DLPack's stream argument.
@@ -44,7 +43,7 @@ pub(super) fn array<'a, 'py>(
     }
     let interface = value.getattr_opt(intern!(py, "__cuda_array_interface__"))?;
     let Some(Ok(interface)) = interface.map(Bound::cast_into::<PyDict>) else {
-        let error = unfit(name, &format!("is {}, not an array in GPU memory", kind(value)));
+        let error = unfit(name, &format!("is {}, not an array in GPU memory", operand::one(value)));
         return Err(error.with_hint("pass tensors on the GPU, or a crossrail.DeviceArray")).or_raise(py);
     };
     let (array, read_only) = described(&interface, name).map_err(|error| {

@@ -11,7 +11,8 @@ use pyo3::types::PyTuple;
 use super::device_array::dtype;
 use crate::borrow::dlpack::{CUDA, HOST};
 use crate::borrow::exchange::{Exchange, Seen};
-use crate::runtime::errors::OrRaise;
+use crate::objects::operand;
+use crate::runtime::errors::{self, OrRaise};
 
 /// An object of the caller's, and a tensor or none.
 pub(super) type Given<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -44,15 +45,7 @@ impl<'py> FromPyObject<'py> for Known {
 
 /// What was read; None where an argument does not fit, and the caller finds out why.
 pub(super) fn usual<T>(py: Python<'_>, read: PyResult<T>) -> PyResult<Option<T>> {
-    let is_unfit = |error: &PyErr| error.get_type(py).name().is_ok_and(|name| name == "UsageError");
-    read.map(Some).or_else(|error| if is_unfit(&error) { Ok(None) } else { Err(error) })
-}
-
-/// `a list`.
-pub(super) fn kind(object: &Bound<'_, PyAny>) -> String {
-    let noun = object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
-    let is_vowel = noun.starts_with(|first: char| "aeiou".contains(first.to_ascii_lowercase()));
-    format!("{} {noun}", if is_vowel { "an" } else { "a" })
+    read.map(Some).or_else(|error| if errors::is_usage(py, &error) { Ok(None) } else { Err(error) })
 }
 
 impl TensorKinds {
@@ -87,7 +80,7 @@ impl TensorKinds {
         }
         let py = tensor.py();
         if !tensor.is_instance(self.tensor.bind(py))? {
-            let what = format!("is {}, but other arguments are PyTorch tensors", kind(tensor));
+            let what = format!("is {}, but other arguments are PyTorch tensors", operand::one(tensor));
             return Err(unfit(name, &what)).or_raise(py);
         }
         if tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? != self.device {

@@ -7,7 +7,7 @@ pub(crate) mod group;
 mod mapped;
 pub(crate) mod memory;
 mod moves;
-mod operand;
+pub(crate) mod operand;
 mod options;
 pub(crate) mod receipt;
 mod region;

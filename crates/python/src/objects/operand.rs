@@ -286,7 +286,7 @@ fn refused(object: &Bound<'_, PyAny>, operation: &str, (detail, hint): Refusal) 
 }
 
 /// `an int`, `a str`: an object of its type.
-pub(super) fn one(object: &Bound<'_, PyAny>) -> String {
+pub(crate) fn one(object: &Bound<'_, PyAny>) -> String {
     let name = name(object);
     let article = if name.starts_with(['a', 'e', 'i', 'o', 'A', 'E', 'I', 'O']) { "an" } else { "a" };
     format!("{article} {name}")

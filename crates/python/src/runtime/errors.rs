@@ -67,6 +67,11 @@ pub(crate) fn usage(py: Python<'_>, operation: &str, detail: impl Into<String>, 
     raise(py, &Error::new(ErrorKind::Usage, operation, detail).with_hint(hint))
 }
 
+/// Whether an exception is of such a mistake.
+pub(crate) fn is_usage(py: Python<'_>, error: &PyErr) -> bool {
+    error.get_type(py).name().is_ok_and(|name| name == class_name(ErrorKind::Usage))
+}
+
 /// An exporter's own refusal, as a caller's mistake with the exporter's words. What is no `Exception` stays as it is.
 pub(crate) fn refused(object: &Bound<'_, PyAny>, operation: &str, refusal: PyErr) -> PyErr {
     let py = object.py();
