@@ -1,4 +1,4 @@
-# make help says what there is. A fresh machine needs Python >= 3.10, Rust and a C compiler.
+# `make help` lists the goals. A fresh machine needs Python >= 3.10, Rust and a C compiler.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ TOOLS := $(VENV)/.tools
 CARGO_TARGET_DIR ?= $(CURDIR)/target
 export CARGO_TARGET_DIR
 unexport VIRTUAL_ENV
-# The build backend is maturin's with a check before it; maturin need not say that it is another.
+# The build backend wraps maturin's with a check for Rust; silence maturin's warning about a foreign backend.
 export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING := 1
 # Tests keep overflow checks and assertions, but thousands of simulated schedules want some speed. Without optimization
 # across the units of a crate, and with line numbers as the only debug information, they compile in four fifths of the time.
@@ -29,7 +29,7 @@ say = @printf '\n== %s\n' "$(1)"
 help:
 	@echo "Build and try"
 	@echo "  make build      virtual environment in $(VENV), tools, the extension and the command crossrail"
-	@echo "  make demo       build, then the main job on this machine"
+	@echo "  make demo       build, then info and the main benches on this machine"
 	@echo "  make wheels     wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
 	@echo "  make clean      remove what was built"
 	@echo "Check"
@@ -53,7 +53,7 @@ $(TOOLS): requirements-dev.txt
 rust:
 	@command -v cargo >/dev/null || { cat packaging/missing_rust.txt >&2; exit 1; }
 
-# What is installed is what was looked at: versions and hashes of everything, for all versions of Python.
+# Pins versions and hashes of all development packages, for every supported Python.
 pins: $(TOOLS)
 	$(call say,pins: requirements-dev.txt from packaging/requirements-dev.in)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
@@ -68,7 +68,7 @@ build: rust $(TOOLS)
 	$(BIN)/python packaging/nccl_plugin.py
 
 demo: build
-	$(call say,what this machine has)
+	$(call say,devices and transports of this machine)
 	$(BIN)/crossrail info
 	$(call say,latency over shared memory)
 	CROSSRAIL_TLS=shm $(BIN)/crossrail bench latency --sizes 1:4K
@@ -87,8 +87,8 @@ demo: build
 	$(call say,an elastic plan: one of four ranks is killed and replaced)
 	$(BIN)/crossrail bench ep --plan tests/data/plans/killed_and_replaced.json --tokens 64 --hidden 2048
 
-# Rust and Python side by side: one compiles while the other waits. Their tests take turns: many measure, or wait for a
-# process that four others hold up on two cores. The closing line is that of the Python tests.
+# Rust and Python in parallel, so that one compiles while the other waits. Their tests run one after the other, because
+# many measure time, or would wait for a process that starves on two cores. The last line is that of the Python tests.
 NOT_AT_ONCE := flock --close $(CARGO_TARGET_DIR)/.tests
 
 test: $(TOOLS)
@@ -126,8 +126,8 @@ test-rust: $(TOOLS)
 	@$(MAKE) --no-print-directory --jobs --output-sync=target $(LANES)
 	cargo test --quiet $(TESTED) --doc
 
-# Three lanes of test programs (tests/lanes.py), each with its output when it is done. What only calculates takes the
-# time that the others, and Python's tests, leave; those of the two other lanes have their turn together.
+# Three lanes of test programs (tests/lanes.py), each printing its output when it is done. CPU-bound tests fill the time
+# that the others, and Python's tests, leave idle; the other two lanes share one lock.
 LANES := rust-calculates rust-waits rust-rest
 rust-waits rust-rest: private TURN := flock --close --shared $(CARGO_TARGET_DIR)/.tests
 $(LANES):
@@ -139,23 +139,23 @@ test-fuzz:
 	cargo test --quiet --locked --package crossrail-fuzz
 
 # What `make test` leaves out, part by part: its budgets and the page of results are in tests/nightly.py. CI runs it
-# every night; on two cores it takes three hours at most, and a run that was interrupted continues.
+# every night; on two cores it takes three hours at most, and an interrupted run resumes.
 nightly: build
 	$(call say,nightly: everything that takes longer)
 	$(BIN)/python tests/nightly.py $(NIGHTLY_OPTIONS)
 
-# What `make test` does in seconds, for as long as a program lives: by kind, counted in bytes, and all at once, as the
-# system sees it. SOAK_JSON: where the figures go, renewed every minute.
+# Leak tests over a program's lifetime: `growth` counts bytes per kind of object, `soak` watches the whole process as
+# the system sees it. SOAK_JSON: file for the figures, rewritten every minute.
 GROWTH_SECONDS ?= 1030
 SOAK_SECONDS ?= 7200
 
 growth: rust
-	$(call say,growth: everything that is made and dropped, $(GROWTH_SECONDS) s each)
+	$(call say,growth: leaks of every kind of object, $(GROWTH_SECONDS) s each)
 	CROSSRAIL_TEST_SOAK=$(GROWTH_SECONDS) cargo test --quiet --locked --package crossrail-ep-host --test growth -- \
 		--nocapture --test-threads 1
 
 soak: build
-	$(call say,soak: everything at once, $(SOAK_SECONDS) s)
+	$(call say,soak: full workload, $(SOAK_SECONDS) s)
 	$(BIN)/python tests/python/soak.py --seconds $(SOAK_SECONDS) $(if $(SOAK_JSON),--json $(SOAK_JSON))
 
 # Not part of `make test`: it compiles everything once more.
@@ -182,10 +182,11 @@ miri: rust
 	$(MIRI) --package crossrail-proto --package crossrail-types --lib
 	$(MIRI) --package crossrail-shm --lib -- ring::tests::a_ ring::tests::every_
 
-# The standard library is instrumented as well, so everything is compiled once more. Both ends of a ring map it at addresses
-# of their own, which this takes for different memory: those are for the models. Nothing has to be suppressed. Left out are
-# two tests that count memory and threads, to which this adds its own, and one that starts threads in a forked child, which
-# this does not survive. UCX must leave mmap alone. TSAN_CRATES=engine takes long, and tests of it with limits of time fail.
+# The standard library is instrumented as well, so everything is compiled once more. Both ends of a ring map it at
+# different addresses, which the sanitizer takes for different memory: the models cover those races. No suppressions are
+# needed. Skipped: two tests that count memory and threads, which the sanitizer inflates, and one that starts threads in
+# a forked child, which it does not support. UCX must not hook mmap. TSAN_CRATES=engine is slow, and its timing tests
+# fail.
 tsan: rust
 	$(call say,tsan: data races between threads)
 	$(call toolchain,--component rust-src)
@@ -196,7 +197,7 @@ tsan: rust
 		--lib --tests -- --skip clients_that_take_no_answers_do_not_use_up_the_memory --skip nothing_is_left \
 		--skip a_forked_child_uses_locks_of_its_own
 
-# Where the database of advisories cannot be reached, all else is checked, and the last line says so.
+# If the advisory database cannot be reached, everything else is checked, and the last line says so.
 DENY ?= advisories bans licenses sources
 DENY_VERSION := 0.20.2
 ADVISORIES := https://github.com/RustSec/advisory-db
@@ -216,8 +217,8 @@ engines: build
 	$(call say,engines: vLLM's and SGLang's own connections over the modules nixl and mooncake)
 	$(BIN)/python -m pytest --quiet tests/engines
 
-# Another seed each time; the seed is printed, and FUZZ_SEED=N runs it again. Without link-time optimization, which takes
-# longer than it saves.
+# A new seed each time; it is printed, and FUZZ_SEED=N replays it. No link-time optimization: it takes longer than it
+# saves.
 FUZZ_SECONDS ?= 600
 FUZZ_SEED ?= $(shell date +%s)
 
@@ -234,8 +235,8 @@ fuzz-rust: rust
 fuzz-python: $(TOOLS)
 	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 6)) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest --quiet tests/python/test_reader_fuzz.py
 
-# One more than two processors, as the worker with the test beds mostly waits. On a machine that is loaded all the time two
-# are safer: with more, tests wait longer than they may.
+# One more than two processors, because the worker with the test beds mostly waits. On a constantly loaded machine use
+# two: with more, tests exceed their timeouts.
 TEST_WORKERS ?= 3
 
 test-python: build
@@ -264,7 +265,7 @@ chaos: build
 	$(call say,chaos: one rail works for one second in ten)
 	$(CHAOS) --mode windows
 
-# Everything at once, in each of these surroundings in turn (root, iproute2, etcd).
+# The full workload under faults, in each of these constrained environments in turn (root, iproute2, etcd).
 SURROUNDINGS ?= plain clocks disk descriptors exhausted memory seccomp users ipv6
 chaos-together: build
 	$(call say,chaos: messages, experts and control on two nodes)
@@ -318,7 +319,7 @@ bench-gpu-experts: gpu-pack
 WHEELS := $(CURDIR)/dist
 WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 
-# The same bytes from any folder and any home.
+# Reproducible: the same bytes from any folder and home directory.
 wheels: export RUSTFLAGS = --remap-path-prefix=$(CURDIR)=/crossrail \
 	--remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo --remap-path-prefix=$(shell rustc --print sysroot 2>/dev/null)=/rust
 wheels: rust $(TOOLS)
@@ -332,8 +333,7 @@ wheels: rust $(TOOLS)
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEELS) $(wildcard packages/*)
 	$(BIN)/python packaging/repeatable.py $(WHEELS)/*.whl
 
-# As far as the compiler goes without a linker for the other architecture; where its standard library cannot be had,
-# that is said.
+# Type-checks only: there is no linker for the other architecture. Reports when its standard library is not available.
 check-aarch64: rust
 	$(call say,check: aarch64)
 	@if rustup --quiet target add aarch64-unknown-linux-gnu; then \

@@ -73,7 +73,7 @@ def one_turn(program: Path, mode: str) -> dict[str, float]:
     turn = {}
     for name, pattern in FOUND.items():
         if (found := re.search(pattern, said)) is None:
-            raise ValueError(f"raw_lane does not say {name}: {said}")
+            raise ValueError(f"the output of raw_lane has no {name}: {said}")
         turn[name] = float(found[1])
     return turn
 

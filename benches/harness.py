@@ -28,7 +28,7 @@ class Terms:
     quick: bool = False
 
     def scaled(self, count: int, least: int = 1) -> int:
-        """``count``, or a tenth of it when in a hurry."""
+        """``count``, or a tenth of it with --quick."""
         return max(count // 10, least) if self.quick else count
 
 

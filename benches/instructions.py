@@ -1,8 +1,8 @@
 """Instructions of the hot paths, counted by callgrind: the same on a busy machine as on a quiet one.
 
-Without the page that `crossrail top` reads, which is written by the clock: under callgrind, where everything takes many
-times as long, that is many more times for a message than it really is. `make bench` counts with the page as well, which
-is an upper bound of its cost. It also counts round trips beside many endpoints over which nothing goes.
+Counted without the page that `crossrail top` reads, because a timer writes it: callgrind slows the program down, so the
+page would be written many more times per message than in reality. `make bench` counts with the page as well, as an
+upper bound of its cost. It also counts round trips beside many idle endpoints.
 
 `hotpath` (crates/engine/examples) runs N round trips of 8 bytes between two workers of one process, on one thread. It
 is counted within its round trips, for two values of N; the difference is without the first ones, which set up what the

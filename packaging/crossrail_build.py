@@ -1,7 +1,6 @@
-"""The build backend: maturin's, which is only asked where Rust is there.
+"""The build backend: wraps maturin's, and fails early without Rust.
 
-Without Rust maturin downloads a toolchain of several hundred megabytes into a temporary folder, without a word.
-"""
+Without Rust, maturin silently downloads a toolchain of several hundred megabytes into a temporary folder."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: Mapping[str, Any] | None = None, metadata_directory: str | None = None
 ) -> str:
-    """As `build_wheel`, with the package where it is."""
+    """As `build_wheel`, for an editable install."""
     if nccl_plugin.SOURCES.is_dir():
         nccl_plugin.build()
     return str(maturin.build_editable(wheel_directory, config_settings, metadata_directory))

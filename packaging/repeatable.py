@@ -1,4 +1,4 @@
-"""Makes wheels independent of where and when they were built: only the bill of materials differs otherwise.
+"""Makes wheels reproducible: removes time and path from the bill of materials, the only part that differs.
 
 python packaging/repeatable.py WHEEL...     rewrites each in place, and prints its SHA-256
 """

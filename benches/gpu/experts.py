@@ -1,9 +1,7 @@
-"""Expert parallelism on GPUs: the scenarios, and what they are held against.
+"""Expert parallelism on GPUs: the scenarios, their peers and goals.
 
-Samples of all turns are taken together; what is compared is counted in the same way on both sides. `deepep` is DeepEP
-V1, at its best as it counts: in the rank layout that is the cached handle, while ours works the routing out anew each
-time.
-"""
+Samples of all turns are pooled, and both sides of a comparison are counted in the same way. `deepep` is DeepEP V1 in
+its fastest mode: in the rank layout with a cached handle, while ours computes a new routing each time."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ SMS_GOAL = 1.1
 SMS_GPUS = 4
 CONTROL_MS = 100.0
 LIMIT = "20s"
-"""The longest any wait may take, a kernel's for another rank too: a scenario is to end by itself."""
+"""Timeout of every wait, also of kernels for another rank, so that a scenario always ends by itself."""
 
 
 def decode(terms: Terms, found: Found) -> None:
@@ -67,7 +65,7 @@ def sms(terms: Terms, found: Found) -> None:
 def sweep(terms: Terms, found: Found) -> None:
     """Each number of the presets changed alone: shown, and every shape verified.
 
-    What needs kernels of its own is a command of its own: what goes wrong in one takes nothing from the other.
+    Shapes that need other kernels run in a command of their own, so that a failure does not affect the rest.
     """
     for preset in ("decode", "prefill"):
         for what, values in (QUICK_SWEEPS if terms.quick else SWEEPS)[preset].items():
@@ -91,7 +89,7 @@ SWEEPS = {
         "other kernels": {"hidden": "2048,4096", "topk": "1,4,16", "experts": "32,128", "dtype": "bf16"},
     },
 }
-"""By preset and what they need: each option's values besides the preset's own, which is among the tokens."""
+"""Swept values by preset and kernel variant; the preset's own values are included only in the tokens."""
 QUICK_SWEEPS = {
     "decode": {
         "the same kernels": {"tokens": "1,16,128,512", "routing": "one"},
@@ -297,10 +295,10 @@ def shown(row: Row, work: str) -> Outcome:
 
 
 def said(row: Row) -> str:
-    """What a row of a sweep is of."""
+    """A label for a row of a sweep."""
     return f"{tokens(row)} x {row.hidden}, top-{row.topk} of {row.experts}, {row.routing}, {row.dtype}"
 
 
 def tokens(row: Row) -> str:
-    """How many of them a rank has."""
+    """Text with the number of tokens of a rank."""
     return counted(row.tokens or 0, "token")

@@ -1,4 +1,4 @@
-"""What GPU scenarios share: how much to run, and what was found, which is written down after each command."""
+"""Shared by GPU scenarios: the amount of work, and the results, which are saved after each command."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ DETAILS = ("iterations", "messages", "expert_tokens")
 
 @dataclass(frozen=True)
 class Terms:
-    """How much to run, and a folder for what is in between."""
+    """The amount of work, and a folder for intermediate files."""
 
     scratch: Path
     rounds: int = 3
     quick: bool = False
 
     def scaled(self, count: int, least: int = 2) -> int:
-        """``count``, or a tenth of it when in a hurry."""
+        """``count``, or a tenth of it with --quick."""
         return max(count // 10, least) if self.quick else count
 
 
 class Found:
-    """What a scenario gave: lines of the table, reports of ours, and what peers said, turn by turn.
+    """Results of a scenario: table lines, our reports, and the peers' output of each turn.
 
-    Its file is written again after each command, so that a scenario that is cut short leaves what it had.
-    """
+    Its file is rewritten after each command, so that an interrupted scenario keeps its partial results."""
 
     def __init__(self, pack: Path, out: Path) -> None:
         self.out = out
@@ -66,7 +65,7 @@ class Found:
         return self.reports[-1].rows
 
     def peer(self, name: str, script: str, *options: str, **environment: str) -> list[dict[str, Any]]:
-        """Runs a peer's script; keeps what it says, or why it says nothing. One that hung is not run again."""
+        """Runs a peer's script and keeps its output, or the reason for a missing one. A peer that hung is not rerun."""
         earlier = [turn for turn in self.peers.get(name, []) if turn.get("hung")]
         said = earlier[-1] if earlier else peer(script, *options, **environment)
         self.peers.setdefault(name, []).append({**said, "command": [script, *options], "environment": environment})
@@ -75,7 +74,7 @@ class Found:
         return rows
 
     def trouble(self, name: str) -> str:
-        """Why there is no figure of ours, or none of a peer."""
+        """Reason for a missing figure of ours, or of a peer."""
         return self.failures[-1] if self.failures else f"{name}: {self.silence(name)}"
 
     def silence(self, name: str) -> str:
@@ -105,7 +104,7 @@ class Found:
 
 
 def thin(rows: Iterable[dict[str, Any]]) -> None:
-    """Leaves what is known of single transfers and messages in the first row that has it; all rows have samples."""
+    """Drops per-transfer and per-message details from all rows but the first with them; samples stay in all rows."""
     for detail in DETAILS:
         for row in [row for row in rows if row.get(detail)][1:]:
             del row[detail]

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` measures: ours and the peer in turns in one run, and what was to be reached.
+"""Scenarios of `make bench-gpu`: ours and the peer, alternating in one run, with their goals.
 
     python benches/gpu/goals.py pair --pack .gpu --out pair.json
 
@@ -49,7 +49,7 @@ def of_size(rows: Iterable[Mapping[str, Any]], size: int) -> list[Mapping[str, A
 
 
 def pair(terms: Terms, found: Found) -> None:
-    """One pair over NVLink, many under way and one at a time, and both ways at once, against the copy engine."""
+    """One pair over NVLink, many in flight and one at a time, and both ways at once, against the copy engine."""
     iters, more = f"--iters={terms.scaled(10)}", f"--iters={terms.scaled(50)}"
     many, single, both = [], [], []
     for _ in range(terms.rounds):
@@ -270,7 +270,7 @@ SETS = {
     "collectives": ("nccl",),
     "experts": ("ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_control", "ep_sms", "ep_sweep"),
 }
-"""Scenarios that are run by one name; what comes first is what must not be missing when time runs out."""
+"""Scenarios that are run by one name, the most important first, in case time runs out."""
 SHARED = ("tcp", "nccl", "kv")
 """Scenarios that say something without NVLink: two ranks may share a GPU."""
 

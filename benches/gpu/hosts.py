@@ -1,4 +1,4 @@
-"""What an eager program feels of low-latency calls: the host's time of each, by a program written for DeepEP V1."""
+"""Host overhead of low-latency calls in an eager program written for DeepEP V1."""
 
 from __future__ import annotations
 

@@ -102,10 +102,10 @@ def staged(
     why_none: str,
 ) -> list[Outcome]:
     """GPU to GPU over rails: against NCCL over sockets at its fastest, with `variant`, and against our own host memory;
-    NCCL as it comes is shown beside. `gpu` by rails and unpack mode, `host` and `goals` by rails.
+    NCCL with default settings is shown beside. `gpu` by rails and unpack mode, `host` and `goals` by rails.
 
-    The unpack mode that is used unless another is asked for has goals; the others are shown. `nccl`, as it comes and
-    tuned, is None where no two ranks can run.
+    The default unpack mode has goals; the others are only shown. `nccl` (default and tuned) is None if two ranks cannot
+    run.
     """
     outcomes = []
     for (rails, mode), rates in gpu.items():

@@ -57,7 +57,7 @@ def main() -> int:
     before = gpus.free()
     used, grown, info = transfers(gpus, WAYS[arguments.way], arguments.transfers)
     left = less(before, settled(gpus, before))
-    # In a process of its own: what a driver keeps, it keeps for the next.
+    # In a process of its own, because the driver's caches persist in a process.
     command = [sys.executable, __file__, f"--way={arguments.way}", "--driver"]
     asked = subprocess.run(command, capture_output=True, text=True)
     driver = json.loads(asked.stdout) if asked.returncode == 0 else {"all": [0], "error": asked.stderr[-500:]}
@@ -90,7 +90,7 @@ class Gpus:
 
 
 def settled(gpus: Gpus, before: list[int]) -> list[int]:
-    """Free bytes of each once all is given back, which a thread of the library's does by and by."""
+    """Free bytes per GPU after the library's release thread has freed everything."""
     deadline = time.monotonic() + SETTLED_S
     gc.collect()
     while sum(less(before, now := gpus.free())) > 0 and time.monotonic() < deadline:
@@ -100,7 +100,7 @@ def settled(gpus: Gpus, before: list[int]) -> list[int]:
 
 
 def driver_alone(gpus: Gpus) -> dict[str, list[int]]:
-    """By step, what of it stays in use after it was given back: the same calls as the library's."""
+    """Bytes that the driver keeps in use after each step's memory was freed, for the same calls as the library's."""
     from cuda.bindings import driver
 
     def done(answer: Any) -> Any:

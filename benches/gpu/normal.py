@@ -1,4 +1,4 @@
-"""What an eager program feels of normal mode: ours by the interface of either version, DeepEP V1 and DeepEP V2."""
+"""Overhead of normal mode in an eager program: ours by the interface of both versions, DeepEP V1 and DeepEP V2."""
 
 from __future__ import annotations
 

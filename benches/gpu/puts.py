@@ -62,7 +62,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
 def measure(
     rank: int, folder: Path, memory: Any, mapped: Any, size: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One size: replays of the graph, and a look at what came."""
+    """Measures one size by replays of the graph, and verifies the received data."""
     import torch
 
     here = torch.from_dlpack(memory)
@@ -84,9 +84,9 @@ def measure(
         last.synchronize()
         samples.append(float(first.elapsed_time(last)) * 1e3 / (2 * TRIPS))
     if any(each.outcome != "reached" for each in awaited):
-        raise SystemExit(f"puts.py: a signal did not come within {LIMIT_S:g} s")
+        raise SystemExit(f"puts.py: a signal did not arrive within {LIMIT_S:g} s")
     if not torch.equal(inbox.cpu(), numbers(size, 1 - rank)):
-        raise SystemExit("puts.py: what came is not what was put")
+        raise SystemExit("puts.py: the data received differs from the data put")
     return {"what": "put", "size": size, "samples_us": samples[arguments.warmup :]}
 
 

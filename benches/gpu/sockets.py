@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 """What NCCL's documents offer to make its sockets faster."""
 QUICK_VARIANTS = (PLAIN, "4 threads x 4, 8 channels, large chunks")
-"""In a hurry, as it comes and what has been the fastest in every run with all of them."""
+"""Variants with --quick: the defaults, and the fastest one in every full run."""
 LARGE: dict[int, tuple[int, Mapping[int, float]]] = {
     64 * MIB: (20, {1: 1.1, 2: 1.2, 4: 1.3}),
     1024 * MIB: (6, {1: 1.2, 2: 1.3, 4: 1.4}),

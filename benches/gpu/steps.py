@@ -1,9 +1,8 @@
-"""Runs steps, each within its own time, and ends with a table of what came of them.
+"""Runs steps, each with its own timeout, and ends with a table of their results.
 
-They run one after the other where something is measured, else side by side, as far as GPUs have room. One step that
-fails or hangs takes nothing from the others. All output goes to one log; the table is written anew after each step, so
-that a run that is killed leaves what it had.
-"""
+Steps that measure run one after the other, all others in parallel, as far as GPUs have room. A step that fails or hangs
+does not affect the others. All output goes to one log; the table is rewritten after each step, so that a killed run
+keeps its partial results."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ SHOWN_LINES = 40
 LOG_BYTES = 1 << 20
 GRACE_S = 3.0
 ROOM = {"waits": 2, "any": 2}
-"""What a GPU has room for at a time: "waits" are steps whose kernels wait for those of other GPUs, which they do the
-longer the more there are; "any" leave GPUs idle most of the time."""
+"""Concurrent steps per GPU, by kind: "waits" are steps whose kernels wait for kernels of other GPUs, longer with more
+such steps; "any" leave GPUs idle most of the time."""
 TAKES = {"alone": ROOM, "endless": {"waits": ROOM["waits"]}, "waits": {"waits": 1}, "any": {"any": 1}}
-"""What a step of each kind takes of that: "endless" ones have kernels that wait by the thousand."""
+"""Share of that which a step of each kind takes: "endless" ones run thousands of waiting kernels."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a step. `state`: passed, failed, skipped, "out of time" or "not run"."""
+    """Result of a step. `state`: passed, failed, skipped, "out of time" or "not run"."""
 
     name: str
     state: str
@@ -85,7 +84,7 @@ class Result:
 
 
 class Runner:
-    """Runs steps and keeps what came of them in `folder`: NAME.log and NAME.json."""
+    """Runs steps and saves their results in `folder`: NAME.log and NAME.json."""
 
     def __init__(self, name: str, folder: Path, budget_s: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ class Runner:
         return result
 
     def _run(self, step: Step) -> tuple[Result, str]:
-        """What came of it, and what it wrote: into a file of its own beside the log, until it has ended."""
+        """Returns the result and output of a step; until it ends, output goes to a file of its own beside the log."""
         start = time.monotonic()
         own = self.log.with_suffix(f".{threading.get_ident()}.log")
         with own.open("wb") as said:
@@ -356,7 +355,7 @@ def gpu_count() -> tuple[int, str]:
 
 
 def group_sizes(asked: str | None, present: int) -> list[int]:
-    """With how many GPUs to run, the most first: of 1, 2 and 4 those that there are, or what was asked for."""
+    """Numbers of GPUs to run with, largest first: 1, 2 and 4 as far as present, or the ones requested."""
     if asked is None:
         return [size for size in (4, 2, 1) if size <= present] or [present]
     try:

@@ -20,15 +20,15 @@ use crate::input::Input;
 
 /// Longer than any handshake here takes, also on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(30);
-/// How long both ends may say nothing once bytes were held back: each waits for the other.
+/// Silence of both ends, after bytes were held back, that counts as a deadlock.
 const SILENCE_MS: u16 = 5;
 /// From the connecting to the accepting end, and back.
 const TO_ACCEPTOR: usize = 0;
 const TO_CONNECTOR: usize = 1;
 
-/// A handshake of two ends that share a secret, of workers or of a store and its client, with somebody in between who
-/// changes, drops, doubles, moves or reflects bytes or cuts the connection. Whoever is admitted has received, whole and
-/// unchanged, what the other end sent; and nobody is refused if nothing was touched.
+/// A handshake of two ends that share a secret (workers, or a store and its client) with a man in the middle who
+/// changes, drops, duplicates, moves or reflects bytes or cuts the connection. Checks that an admitted end has received
+/// exactly what the other sent, and that an untampered handshake succeeds.
 pub fn admission(input: &[u8]) {
     let mut input = Input::new(input);
     let stores = input.byte() & 1 == 1;
@@ -55,9 +55,9 @@ enum What {
     Flip(u8),
     Drop(usize),
     Double(usize),
-    /// These many bytes that went the other way come instead.
+    /// Replaced by this many bytes of the other direction.
     Reflect(usize),
-    /// The rest comes in front of these many bytes.
+    /// This many bytes are delivered after the byte that follows them.
     Move(usize),
     Cut,
 }
@@ -79,7 +79,7 @@ impl Fault {
     }
 }
 
-/// What went one way: as it was sent, and as it was delivered.
+/// Bytes of one direction, as sent and as delivered.
 #[derive(Default)]
 struct Stream {
     sent: Vec<u8>,

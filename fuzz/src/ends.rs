@@ -9,9 +9,9 @@ use crate::protocol::{End, LANES};
 /// Most frames that wait between the ends on one lane, one way.
 const MOST_WAITING: usize = 256;
 
-/// Two ends, both real, that talk over two lanes, and somebody in between who delivers frames when the input has it, or
-/// drops, doubles, exchanges, truncates, changes or moves them. Either end holds to what [`protocol`](crate::protocol)
-/// checks, whatever comes. As long as no frame was touched, none is refused, and bytes arrive where they belong.
+/// Two real ends connected by two lanes, and a man in the middle who, as the input directs, delivers, drops,
+/// duplicates, reorders, truncates, changes or redirects frames. Checks the invariants of [`protocol`](crate::protocol)
+/// at either end, and, until a frame is tampered with, that none is refused and that all bytes arrive at their place.
 pub fn ends(input: &[u8]) {
     let mut input = Input::new(input);
     let kind = input.byte();
@@ -126,7 +126,7 @@ impl Pair {
         }
     }
 
-    /// What nobody touched is taken, and goes where it belongs.
+    /// Checks that an untampered frame was accepted and its payload placed correctly.
     fn check(&mut self, at: usize, frame: &Frame) {
         let end = &self.ends[at];
         assert_eq!(end.refused, None, "an honest frame is refused: {:?}", frame.head);
@@ -155,7 +155,7 @@ impl Pair {
         }
     }
 
-    /// Both ends say what they have to say, and hear it.
+    /// One round of sending and delivering everything in both directions.
     fn pass(&mut self) {
         for who in 0..2 {
             if self.ends[who].has_job() {
@@ -169,7 +169,7 @@ impl Pair {
         }
     }
 
-    /// The one in between does something to the next frame.
+    /// Tampers with the next frame.
     fn meddle(&mut self, who: usize, lane: usize, input: &mut Input<'_>) {
         let (how, place) = (input.byte(), usize::from(input.byte()));
         let waiting = &mut self.waiting[who];

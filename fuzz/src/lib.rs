@@ -1,5 +1,5 @@
-//! Fuzz targets: what a stranger's bytes go through first. Each is a function of `&[u8]` that panics when something
-//! is wrong; cargo-fuzz and `tests/replay.rs` share them.
+//! Fuzz targets for code that parses untrusted bytes. Each is a function of `&[u8]` that panics on a violation;
+//! cargo-fuzz and `tests/replay.rs` share them.
 
 mod admission;
 mod ends;

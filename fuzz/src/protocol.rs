@@ -33,8 +33,8 @@ pub fn frames() -> u64 {
     FRAMES.get()
 }
 
-/// Frames from a stranger, mixed with what this end does meanwhile. Whatever comes: no panic, nothing read or written
-/// outside an operation's memory or a region, nothing after its operation is over, and every operation ends once.
+/// Untrusted frames, interleaved with local operations. Checks for every input: no panic, no access outside an
+/// operation's memory or a region, none after its operation has ended, and that every operation ends once.
 pub fn protocol(input: &[u8]) {
     let mut input = Input::new(input);
     let mut end = End::new(input.byte());
@@ -91,12 +91,12 @@ pub(crate) struct End {
     pub(crate) refused: Option<String>,
     /// Operations in flight, with the bytes of their memory.
     ops: BTreeMap<(u32, u32), u64>,
-    /// Those among them that are receives from anybody.
+    /// The receives from any source among them.
     open_receives: BTreeSet<(u32, u32)>,
     next_op: u32,
     kept: BTreeMap<u32, u32>,
     jobs: VecDeque<DirectId>,
-    /// Chunks land in slots; those that lie there, and the memory that they are for.
+    /// Whether chunks are received into slots; then `landed` holds them and their destinations.
     staged: bool,
     landed: Vec<(Landed, Memory)>,
     pub(crate) over: bool,

@@ -13,8 +13,8 @@ use crate::input::Input;
 /// Clients that talk to the store by turns.
 const CLIENTS: u8 = 4;
 
-/// What a stranger sends to the built-in store or a store to its client: as each message of the greeting, as frames,
-/// and as what several clients ask of one store while its time goes by.
+/// Untrusted bytes to the built-in store or from a store to its client: as each message of the greeting, as frames, and
+/// as concurrent requests of several clients while time advances.
 pub fn store(input: &[u8]) {
     messages(&STORE, input);
     answer(input);
@@ -32,7 +32,7 @@ fn answer(input: &[u8]) {
     assert!(!matches!(greeting.check(&Secret::None, input), Ok(Some(_))), "{input:?} proves nothing");
 }
 
-/// What is read and written again must be read as the same.
+/// Checks that a decoded request encodes and decodes to the same value.
 fn read_request(body: &[u8]) -> Option<Frame<Request<'_>>> {
     let frame = frames::decode_request(body).ok()?;
     let mut again = Vec::new();

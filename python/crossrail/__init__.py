@@ -20,7 +20,7 @@ experts between the ranks, and combines the outputs of the experts.
 
 Any object with the buffer protocol, DLPack or `__cuda_array_interface__` can be transferred: bytes, bytearray,
 memoryview, NumPy arrays, and tensors of PyTorch, CuPy and others in host memory or on a GPU. `Context.alloc` allocates
-memory of either kind that peers on this machine can map, which is the fastest between them.
+memory of either kind that peers on this machine can map; transfers of it are the fastest between them.
 
 GPU memory is accessed in stream order: an operation accesses it behind the work enqueued so far in the array's own
 stream, or in `stream=`, and `Request.wait_on(stream)` makes a stream wait for the operation. `Endpoint.share`,

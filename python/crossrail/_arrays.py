@@ -95,7 +95,7 @@ def checked(
 
 
 def shown_as(given: Any) -> Callable[[Any], Any]:
-    """What shows an array of ours as a PyTorch tensor of the same memory, if ``given`` is one; else it stays."""
+    """Converter of result arrays: to PyTorch tensors of the same memory if ``given`` is one, else the identity."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(given, torch.Tensor):
         return _as_it_is

@@ -251,7 +251,7 @@ class Destinations:
         if sizes.fp8:
             kinds["scales"] = (sizes.scale_dtype, sizes.scales(layout, 0)[-1])
         if unknown := given.keys() - kinds.keys():
-            raise wrong("dispatch", f"out has {sorted(map(str, unknown))} where it may have {list(kinds)}")
+            raise wrong("dispatch", f"out has unknown keys {sorted(map(str, unknown))}; known: {list(kinds)}")
         targets: dict[str, Target] = {}
         for name, (dtype, width) in kinds.items():
             if name in given:

@@ -51,22 +51,21 @@ class TensorFrame:
         self.is_inference = getattr(torch, "is_inference_mode_enabled", None)
         index: int | None = device.index
         self.device, self.ordinal = -1 if index is None else index, index or 0
-        # DLPack's table of C functions, which tells of a tensor what takes several attributes otherwise.
+        # DLPack's C exchange table: one call instead of several attribute lookups per tensor.
         self.exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
         self._torch, self._on = torch, device
 
     def options(self, dtype: Any) -> dict[str, Any]:
-        """What `torch.empty` is called with beside a shape."""
+        """Keyword arguments of `torch.empty`."""
         return {"dtype": dtype, "device": self._on}
 
     def fresh_part(self, part: Part | None) -> tuple[tuple[int, ...], dict[str, Any]] | None:
-        """Shape and options of a tensor that every operation gets anew."""
+        """Shape and options of a tensor that each operation allocates."""
         return part and (part[1], self.options(part[0]))
 
 
 class CallStreams(NamedTuple):
-    """The stream of a call: its raw handle, its object if there is one; and the framework's current stream if it is
-    another one."""
+    """The stream of a call: its raw handle, its object if known; and the framework's current stream if it differs."""
 
     handle: int
     stream: Any
@@ -79,7 +78,7 @@ class CallStreams(NamedTuple):
 
 
 def current_handles(torch: Any) -> Callable[[int], int]:
-    """Gives the raw handle of a GPU's current stream, by the GPU's ordinal, if possible without an object of it."""
+    """A function from a GPU's ordinal to the raw handle of its current stream, without a stream object if possible."""
 
     def of_object(ordinal: int) -> int:
         return int(torch.cuda.current_stream(ordinal).cuda_stream)
@@ -93,7 +92,7 @@ class Arrays(Protocol):
 
     @property
     def tensors(self) -> TensorFrame | None:
-        """What `_native.Arguments` reads PyTorch's tensors by."""
+        """The frame by which `_native.Arguments` parses PyTorch tensors; None for other frameworks."""
 
     def streams(self, stream: Any, operation: str) -> CallStreams: ...
     def within(self, streams: CallStreams) -> AbstractContextManager[Any]: ...
@@ -105,7 +104,7 @@ class Arrays(Protocol):
 
 
 class TorchArrays:
-    """PyTorch tensors. Its allocator knows in which stream memory is used, so nothing needs to be kept alive."""
+    """PyTorch tensors. Its allocator tracks the streams that use memory, so nothing needs to be kept alive."""
 
     keeps = False
 
@@ -205,7 +204,7 @@ class Call:
         self.region: _native.DeviceRegion | None = None
 
     def taken(self, read: Callable[..., tuple[T, list[Any]]], *given: Any) -> T:
-        """The kernels' arguments, by a method of `_native.Arguments`. Raises UsageError."""
+        """Parses kernel arguments by a method of `_native.Arguments`. Raises UsageError."""
         with self.arrays.within(self.streams):
             args, used = read(*given, self.streams.stream is not None)
         if self.streams.current is not None:
@@ -227,7 +226,7 @@ def known(out: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     given = dict(out)
     if unknown := given.keys() - kinds.keys():
-        raise wrong("dispatch", f"out has {sorted(map(str, unknown))} where it may have {list(kinds)}")
+        raise wrong("dispatch", f"out has unknown keys {sorted(map(str, unknown))}; known: {list(kinds)}")
     return given
 
 
@@ -245,7 +244,7 @@ def expert_shapes(sizes: Sizes) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def scale_steps(sizes: Sizes) -> list[int]:
-    """Strides of the scales of these shapes in bytes: along experts and rows, and from one block to the next (of ue8m0,
+    """Byte strides of the scales of these shapes: by expert, by row, and from one block to the next (of ue8m0,
     from four blocks to the next four)."""
     row = sizes.hidden // BLOCK
     if not sizes.fp8:

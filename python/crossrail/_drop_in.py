@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def refuse_another(module: str, here: str, distributions: Iterable[str], extensions: Iterable[str] = ()) -> None:
-    """Refuses to be imported beside another ``module``: which of the two a program gets would be a matter of luck.
+    """Raises ImportError if another ``module`` is installed: which one a program imports would depend on the path.
 
     ``here``: the file that calls. ``distributions``, ``extensions``: the other project's packages and top-level modules
     that come with it. Raises ImportError that names the other one.

@@ -1,4 +1,4 @@
-"""What `_native.ExpertCalls` needs of PyTorch: output tensors and streams. Read once."""
+"""Output tensors and streams of PyTorch for `_native.ExpertCalls`, which reads them once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKED: Final = 4 * BLOCK
 
 
 class Frame(TensorFrame):
-    """What all calls of one expert buffer in the expert layout have in common.
+    """Shared state of the calls of one expert buffer in the expert layout.
 
     Parameters
     ----------
@@ -34,9 +34,9 @@ class Frame(TensorFrame):
     device : torch.device
         Of the tensors.
     shared : bool
-        Results are used again once nobody holds them, and scales lie as DeepEP's: adjacent along the rows, four ue8m0
-        exponents in an i32; arguments are as DeepEP's, too. Otherwise every result is new, with scales like those of
-        other arrays.
+        Result tensors are reused once no reference is left, and arguments and scales have DeepEP's layout: scales
+        adjacent along the rows, four ue8m0 exponents in an i32. Otherwise every result is a new tensor, with scales
+        like those of other arrays.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Frame(TensorFrame):
         return self._storage(whole), None, tensors
 
     def sums(self, base: Any, tokens: int, in_use: int) -> tuple[int, Any, list[Any]]:
-        """A tensor for the sums of one more combine, a part of one for the most tokens; ``base`` is such a one."""
+        """A tensor for the sums of one combine: a slice of ``base``, which has the maximum number of tokens."""
         if base is None:
             shape = (max(self.max_tokens, 1), self.hidden)
             warn_of_results("combine", in_use, 2 * math.prod(shape))

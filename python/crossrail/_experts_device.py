@@ -32,7 +32,7 @@ from ._words import kind
 T = TypeVar("T")
 NO_REPORT: Final = 2**32 - 1
 WIRES: Final = ("bf16", "logfmt10", "fp8")
-"""What rows of a combine travel as, in the order of the kernels' `EP_WIRE_` numbers."""
+"""Wire formats of combine rows, in the order of the kernels' `EP_WIRE_` numbers."""
 
 
 class DevicePending(Pending[T]):
@@ -70,7 +70,7 @@ class DevicePending(Pending[T]):
 
 
 class DeviceOperations:
-    """Puts operations into streams."""
+    """Enqueues operations in streams."""
 
     def __init__(self, native: _native.DeviceBuffer, sizes: Sizes, context: _native.Context) -> None:
         self._native = native
@@ -88,7 +88,7 @@ class DeviceOperations:
         self._for_graphs: deque[tuple[_native.DeviceEvent, list[Any]]] = deque()
 
     def arrays_of(self, value: Any) -> Arrays:
-        """How arrays of this framework are read and created."""
+        """The adapter that reads and creates arrays of this framework."""
         torch = loaded_torch()
         if torch is None or not isinstance(value, torch.Tensor):
             return self._plain
@@ -97,14 +97,14 @@ class DeviceOperations:
         return self._torch
 
     def _arguments_of(self, arrays: Arrays) -> _native.Arguments:
-        """What reads and checks the arguments of calls with arrays of this framework."""
+        """The parser of call arguments for arrays of this framework."""
         kind = type(arrays)
         if kind not in self._arguments:
             self._arguments[kind] = _native.Arguments(self._sizes, self._native.ordinal, arrays.tensors, False)
         return self._arguments[kind]
 
     def keep(self, call: Call, operation: _native.DeviceOperation) -> None:
-        """Keep arrays until the GPU is done with them, if their framework does not; captured ones for good."""
+        """Keep arrays alive until the GPU is done with them, if their framework does not; captured ones forever."""
         if not call.arrays.keeps:
             return
         event = operation.event()
@@ -113,7 +113,7 @@ class DeviceOperations:
             self._kept.popleft()
 
     def used_by(self, call: Call, streams: Any) -> None:
-        """Note that another stream uses the call's arrays from now on."""
+        """Record that another stream uses the call's arrays from now on."""
         if call.region is not None:
             call.region.used_by(streams.handle, streams.stream)
         if not call.arrays.keeps:
@@ -134,7 +134,7 @@ class DeviceOperations:
         return self._calls.get(layout)
 
     def _pending(self, arrays: Arrays, sent: Any, operation: Any, result: T, name: str) -> DevicePending[T]:
-        """The rest of a prepared operation. Its tensors are kept as long as it is not finished."""
+        """A handle to finish a prepared operation; keeps its tensors alive until then."""
         call = Call(arrays, None, name)
         call.keep += sent[1]
         return DevicePending(operation, call, lambda: result, result, self)
@@ -152,7 +152,7 @@ class DeviceOperations:
         return general(Call(arrays, given.stream, "dispatch"), given) if done is None else done
 
     def _expert_prepared(self, arrays: Arrays, given: DispatchCall) -> Any:
-        """A dispatch to new tensors, in one native call; None for another one."""
+        """Dispatch into new tensors, in one native call; None if the general path must take it."""
         calls = self._calls_for(arrays, "expert", given.out, given.stream, given.handle, given.max_rows)
         if calls is None:
             return None
@@ -260,7 +260,7 @@ class DeviceOperations:
         return args, parts
 
     def _rows(self, given: DispatchCall, cached: DeviceHandle | None) -> int | None:
-        """Rows of the result's arrays, if they are known without waiting for the GPU."""
+        """Number of rows of the result, if known without waiting for the GPU; None otherwise."""
         if given.max_rows is None:
             return None if cached is None else cached.rows
         rows = number("max_rows", given.max_rows, "dispatch")
@@ -274,7 +274,7 @@ class DeviceOperations:
         return rows
 
     def _combine_prepared(self, arrays: Arrays, given: CombineCall, handle: DeviceHandle, expert: bool) -> Any:
-        """A combine in one native call; None for another one."""
+        """Combine in one native call; None if the general path must take it."""
         sums = sent = None
         if expert:
             if (calls := self._calls_for(arrays, "expert", given.stream, given.bias)) is None:

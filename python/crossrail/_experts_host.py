@@ -12,7 +12,7 @@ from crossrail.errors import ClosedError
 
 
 class HostOperations:
-    """Passes calls to the native module. A call that is invalid here is refused, so that the other ranks fail too."""
+    """Passes calls to the native module. An invalid call is announced to the other ranks, so that they fail too."""
 
     def __init__(self, native: _native.ExpertBuffer, sizes: Sizes) -> None:
         self._native = native

@@ -26,7 +26,7 @@ def names_fp8(torch: Any) -> bool:
 
 
 class RankFrame(TensorFrame):
-    """What all calls of one expert buffer in the rank layout have in common, for `_native.RankCalls`.
+    """Shared state of the calls of one expert buffer in the rank layout, for `_native.RankCalls`.
 
     Parameters
     ----------
@@ -39,11 +39,11 @@ class RankFrame(TensorFrame):
     device : torch.device
         Of the tensors.
     outputs : Outputs
-        What the sums of combines come from.
+        Allocator of the sums of combines.
     whole : bool
-        A dispatch gives all its tensors as crossrail.deep_ep's callers see them, and takes only arguments as DeepEP's:
-        with ids and weights, four ue8m0 exponents in an i32, and a `record_stream` that knows the buffer's memory. Its
-        counts and offsets are used again once nobody holds them, and callers get copies at most.
+        DeepEP's interface: a dispatch takes only DeepEP's arguments and returns all tensors as DeepEP's callers see
+        them: ids and weights, four ue8m0 exponents in an i32, a `record_stream` that covers the buffer's memory. Its
+        counts and offsets are reused once no reference is left; callers get copies only.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RankFrame(TensorFrame):
         super().__init__(torch, streams.current_raw if streams else current_handles(torch), device)
         self.buffer, self.streams, self.whole, self.outputs = native, streams, whole, outputs
         private = getattr(torch, "_C", None)
-        # What the public function calls in the end, if it is given a capsule.
+        # The private function that torch.from_dlpack calls for a capsule.
         self.from_dlpack = getattr(private, "_from_dlpack", torch.from_dlpack)
         # Without it (PyTorch 2.0 and older) every dispatch gets new tensors.
         self.uses = getattr(private, "_storage_Use_Count", None) if whole else None
@@ -77,7 +77,7 @@ class RankFrame(TensorFrame):
 
 
 class LayoutFrame(TensorFrame):
-    """What all counts of tokens have in common, for `_native.TokenLayout`.
+    """Shared state of all token counts, for `_native.TokenLayout`.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class LayoutFrame(TensorFrame):
     device : torch.device
         Of the tensors.
     outputs : Outputs
-        What they come from.
+        Allocator of the counts.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Layout: TypeAlias = Literal["expert", "rank"]
 T = TypeVar("T")
 A = TypeVar("A", "torch.Tensor", npt.NDArray[Any], _native.DeviceArray, SupportsDLPack, SupportsCudaArrayInterface)
-"""What rows are shown as: arrays and tensors as they were passed to the operation, else what can be exported likewise.
+"""Type of rows in results: arrays or tensors of the caller's framework, else an object that exports its memory.
 
 The tensor is the first, because mypy takes it as Any where PyTorch is not installed, and others as narrower.
 """
@@ -216,7 +216,7 @@ class Dispatched(Generic[A]):
         masked or lost. On a GPU reading it waits for the operation, and it lists the
         ranks that are missing by then: read it before the masks are changed.
     handle : Handle or DeviceHandle
-        For `combine`, and for dispatches that repeat this routing.
+        Input of `combine`, and of dispatches that repeat this routing.
     layout : {"expert", "rank"}
     source : array, i32 [El, ranks*M], or None
         Expert layout: index of each row's token on its source rank, -1 behind the

@@ -157,8 +157,8 @@ class TruncatedError(CrossrailError):
 class CancelledError(CrossrailError):
     """The request was cancelled, here or at the peer. (Not the class of the same name in asyncio.)
 
-    At the sender it does not say that the message was not delivered: a cancellation that meets the last
-    acknowledgement on its way ends a send whose message the receiver has got.
+    At the sender the message may still have been delivered: a cancellation can cross the receiver's last
+    acknowledgement.
     """
 
     kind = "cancelled"

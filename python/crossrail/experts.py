@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Wire: TypeAlias = Literal["bf16", "logfmt10", "fp8"]
-"""What rows of a combine travel as."""
+"""Wire formats of combine rows."""
 Rows: TypeAlias = npt.NDArray[Any] | SupportsDLPack | SupportsCudaArrayInterface
 """An array, or a tensor that exports its memory: host memory through DLPack, GPU memory also by the CUDA interface."""
 
@@ -426,8 +426,8 @@ class ExpertBuffer:
         `handle` the host waits for the number of rows. Without that wait it can be
         captured in a CUDA graph.
 
-        On a GPU a call that raises has not begun: the other ranks wait for a valid
-        one, and lose this rank if it does not come in time.
+        On a GPU a call that raises enqueued nothing: the other ranks wait for a valid
+        one, and lose this rank after the timeout.
         """
         call = DispatchCall(
             x, topk_idx, topk_weights, layout, handle, expert_alignment, out, stats, waits, max_rows, stream, send_only
@@ -504,7 +504,7 @@ class ExpertBuffer:
         out : array, bf16 [T, H], optional
             Receives the result. On a GPU aligned like `y`.
         wire : "bf16", "logfmt10" or "fp8", optional
-            GPU, expert layout: what rows travel as between GPUs; the same on all
+            GPU, expert layout: wire format between GPUs; the same on all
             ranks. "logfmt10" takes 0.64 of the bytes of bf16: a sign and nine bits of
             logarithm between the smallest and the largest magnitude of 128 values, with
             errors up to 2.2 % of a value (0.6 % where they span 8 octaves). "fp8" takes
@@ -569,7 +569,7 @@ class ExpertBuffer:
     def unmask(self, ranks: Iterable[int]) -> None:
         """Include masked `ranks` in operations again. They and all others must do the same at the same point.
 
-        Raises PeerDeadError if one has died or left. On a GPU a lost one that lives is connected anew, as by `connect`.
+        Raises PeerDeadError if one has died or left. On a GPU a lost rank that is alive is reconnected as by `connect`.
         """
         self._buffer.unmask(rank_list(ranks, "unmask"))
 
@@ -600,7 +600,7 @@ class ExpertBuffer:
     def destroy(self) -> None:
         """Close all connections and release the memory. Calling it again has no effect.
 
-        Memory that a result still shows is released together with that result.
+        Memory that a result still refers to is released together with that result.
         """
         self._buffer.destroy()
 

@@ -41,7 +41,7 @@ class HasDeviceName(Protocol):
 
 
 class LaneShare(TypedDict):
-    """The share of one lane in a finished request. ``resent``: how many of its bytes another had lost, or had late."""
+    """The share of one lane in a finished request. ``resent``: of its bytes, those resent for a lost or slow lane."""
 
     name: str
     bytes: int
@@ -50,7 +50,7 @@ class LaneShare(TypedDict):
 
 
 class MoveExplain(TypedDict):
-    """How a move goes: which lane, by what (``how``), and ``why``; ``runs``: rows left when neighbours are joined."""
+    """The path of a move: lane, mechanism (``how``), and ``why``; ``runs``: rows after adjacent ones are merged."""
 
     lane: str
     how: str
@@ -61,12 +61,11 @@ class MoveExplain(TypedDict):
 
 
 class HeldTimes(TypedDict):
-    """How long the connections of a transfer had nothing to do because of staging at one end, in microseconds.
+    """Idle time of a transfer's connections caused by staging at one end, in microseconds.
 
-    `pack_us`: the next chunk was still being copied out of a GPU's memory. `unpack_us`: nothing could be received, or
-    all had been, while chunks were being copied into a GPU's memory. `slot_us`: a chunk waited for bounce memory
-    otherwise. What only some of the connections waited for counts with their share in them.
-    """
+    `pack_us`: the next chunk was still being copied out of GPU memory. `unpack_us`: no chunk could be received, or all
+    had been, while chunks were being copied into GPU memory. `slot_us`: a chunk waited for bounce memory for another
+    reason. A wait of some connections counts in proportion to their number."""
 
     pack_us: float
     unpack_us: float

@@ -93,7 +93,7 @@ WRONG = {
     "handle": "the handle is of a dispatch in the expert layout",
     "fewer": "7 tokens where the handle is of 8",
     "stats": "stats count new routings",
-    "stream": "is no CUDA stream",
+    "stream": "is not a CUDA stream",
     "y": "y is bfloat16 [8, 256]",
     "twice": "topk_weights were given to dispatch already",
     "biases": "3 biases where there may be two",
@@ -155,7 +155,7 @@ def test_rows_for_which_there_is_no_room(ranks: Ranks) -> None:
     case = Case(SMALL, layout="rank", seed=150)
     most = max(ask(ranks, "gpu_few_rows", case).values())
     assert most > 2
-    assert f"{most} rows came, which is more than max_rows: those beyond are lost" in ranks.said()
+    assert f"{most} rows were received, more than max_rows: the rest is lost" in ranks.said()
     judge_all([case], ask(ranks, "gpu_cases", [case]))
 
 

@@ -326,11 +326,11 @@ class Endured:
     """Results of exchanges while ranks and the store are lost."""
 
     whole: int = 0
-    """Results that lack nobody and are right."""
+    """Number of complete and correct results."""
     marked: int = 0
     """Results that list who is missing."""
     wrong: int = 0
-    """Results that lack nobody and differ from those of all ranks."""
+    """Number of results that list no missing rank and still differ from those of all ranks."""
     error: str = ""
     masked: list[int] = field(default_factory=list)
 

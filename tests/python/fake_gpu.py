@@ -1,6 +1,6 @@
-"""An expert buffer's native half whose GPU is the host: it does what it is told with the reference, by addresses.
+"""A fake native half of an expert buffer: executes calls on host memory with the reference, by addresses.
 
-All ranks live in one process. As on a GPU an operation runs later: when every rank has put it in.
+All ranks live in one process. As on a GPU, operations are asynchronous: one runs once every rank has enqueued it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 HOST, CUDA, CUDA_HOST, MANAGED = 1, 2, 3, 13
 NOWHERE = 0x7FFF_DEAD_0000
-"""An address that nobody has mapped: whoever reads there is killed."""
+"""An unmapped address: any access raises SIGSEGV."""
 
 
 class _Device(ctypes.Structure):
@@ -55,7 +55,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 class Said(NamedTuple):
-    """What a tensor says of itself; by default 64 bytes of it, at an address that nobody may touch."""
+    """Metadata that a tensor exports; by default 64 bytes at an address that must not be accessed."""
 
     data: int | None = NOWHERE
     device: tuple[int, int] = (CUDA, 0)
@@ -121,7 +121,7 @@ class Dlpack:
 
 
 class Interface:
-    """Something with `__cuda_array_interface__`: 64 bytes at an address that nobody may touch, unless it says more."""
+    """An object with `__cuda_array_interface__`: by default 64 bytes at an address that must not be accessed."""
 
     def __init__(self, **entries: Any) -> None:
         said = {"version": 3, "shape": (64,), "typestr": "|u1", "data": (NOWHERE, False), "stream": None} | entries

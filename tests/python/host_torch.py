@@ -102,7 +102,7 @@ def storage_uses(cdata: int) -> int:
 class Tensor:
     """`torch.Tensor`: a NumPy array, whose memory its views share.
 
-    `made_in` is the stream whose memory it is, `used_in` are those that it was told of: the handles.
+    `made_in`: handle of the stream that allocated the memory; `used_in`: handles passed to `record_stream`.
     """
 
     def __init__(self, array: Any, device: Device = HOST, made_in: int | None = None) -> None:
@@ -334,7 +334,7 @@ class NumpyTorch(types.ModuleType):
         return Tensor(np.ones(self._shape(shape), dtype.kind))
 
     def empty(self, *shape: Any, dtype: Dtype = DTYPES["float32"], device: Any = HOST) -> Tensor:
-        """Not zeros: nobody may rely on what new memory holds."""
+        """Filled with a pattern: new memory has undefined contents."""
         made = np.empty(self._shape(shape), dtype.kind)
         made.view(np.uint8).fill(0xEE)
         return Tensor(made, device)

@@ -202,7 +202,7 @@ def test_a_closed_worker_dials_nobody(connected: Callable[..., Pair], capfd: pyt
 
 @pytest.mark.parametrize("to", [5, None, 1.5])
 def test_what_is_no_address(shm: Pair, to: Any) -> None:
-    with pytest.raises(crossrail.UsageError, match=rf"an? {type(to).__name__} is no address; pass 'host:port'"):
+    with pytest.raises(crossrail.UsageError, match=rf"an? {type(to).__name__} is not an address; pass 'host:port'"):
         shm.a.connect(to)
 
 

@@ -67,7 +67,7 @@ def child():
             call()
         except crossrail.UsageError as error:
             assert error.operation == name and error.reason == "other_process", (name, error)
-            assert "made in another process" in str(error) and "make a Context here" in str(error), error
+            assert "created before a fork" in str(error) and "create a Context in this process" in str(error), error
         else:
             raise AssertionError(f"{name} was not refused")
     assert repr(to_b) and not to_b.is_alive and not to_b.lanes() and not a.endpoints() and not a.progress()

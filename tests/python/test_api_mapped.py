@@ -75,11 +75,11 @@ def test_streams_have_nothing_to_do_with_host_memory(shm: Pair) -> None:
         mapped.put(b"", signal=(0, 1))
     with pytest.raises(crossrail.UsageError, match="host"):
         memory.await_signal(0, 1)
-    with pytest.raises(crossrail.UsageError, match="is no CUDA stream"):
+    with pytest.raises(crossrail.UsageError, match="is not a CUDA stream"):
         mapped.put(memory, stream="current")
     request = shm.b.recv(memory)
     for stream in (0, 7):
-        with pytest.raises(crossrail.UsageError, match="whose stream"):
+        with pytest.raises(crossrail.UsageError, match="GPU of the stream is unknown"):
             request.wait_on(stream)
     shm.to_b.send(b"x").wait()
     request.wait()

@@ -92,7 +92,7 @@ def test_keys_and_receipts_are_pickled(pair: Pair) -> None:
         assert type(there) is crossrail.Receipt and there.as_dict() == receipt.as_dict() and there.peer
         assert crossrail.Receipt.from_dict(json.loads(json.dumps(receipt.as_dict()))).as_dict() == receipt.as_dict()
     assert target == sent
-    with pytest.raises(crossrail.UsageError, match='"pigeon" is no protocol'):
+    with pytest.raises(crossrail.UsageError, match='"pigeon" is not a known protocol'):
         crossrail.Receipt.from_dict({**receipt.as_dict(), "protocol": "pigeon"})
     region.deregister()
 

@@ -75,7 +75,7 @@ def test_the_table_says_what_mends_what_and_how_long_it_may_take() -> None:
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     (row,) = [number for number, line in enumerate(lines) if re.match("error +settings +CROSSRAIL_TLS .*pigeon", line)]
-    assert lines[row + 1].strip().startswith("mend: accepted: `all`, a list")
+    assert lines[row + 1].strip().startswith("fix: accepted: `all`, a list")
     assert "2 errors" in done.stdout
     assert "2 checks, each with a time limit: 15 s at most" in done.stderr
     assert "2 problems found (settings)" in done.stderr

@@ -165,11 +165,11 @@ HELLO_THERE = {"doctor": 1, "version": crossrail.__version__}
         (({"bench": "p2p", "version": crossrail.__version__},), "crossrail doctor --peer"),
         (({"doctor": 1, "version": "0.0.9"},), "0.0.9 at the other; install the same version"),
         ((HELLO_THERE, {"do": "format"}), "'format', which this version does not support"),
-        ((HELLO_THERE, {"do": "routes", "to": "all"}), "no list of at most"),
-        ((HELLO_THERE, {"do": "routes", "to": [["127.0.0.1"] * 2] * 65}), "no list of at most"),
+        ((HELLO_THERE, {"do": "routes", "to": "all"}), "without a list of at most"),
+        ((HELLO_THERE, {"do": "routes", "to": [["127.0.0.1"] * 2] * 65}), "without a list of at most"),
         ((HELLO_THERE, {"do": "routes", "to": [["eth9", "127.0.0.1"]]}), "'eth9', which is no rail here"),
         ((HELLO_THERE, {"do": "routes", "to": [["127.0.0.1", "x"]]}), "route to 'x'"),
-        ((HELLO_THERE, {"do": "routes", "to": [[1, 2]]}), "no pair of a rail"),
+        ((HELLO_THERE, {"do": "routes", "to": [[1, 2]]}), "other than a pair of a rail"),
     ],
 )
 def test_what_the_listening_end_refuses(messages: tuple[dict[str, Any], ...], said: str) -> None:

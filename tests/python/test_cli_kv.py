@@ -169,9 +169,9 @@ class Scripted:
 @pytest.mark.parametrize(
     ("asked", "refused"),
     [
-        ({"library": "crossrail", "do": "run", "iterations": 1}, "'run' of 'crossrail' is not done"),
-        ({"library": "os", "do": "start", "module": "os"}, "'start' of 'os' is not done"),
-        ({"do": ["x"]}, "is not done for another machine"),
+        ({"library": "crossrail", "do": "run", "iterations": 1}, "'run' of 'crossrail' is not supported"),
+        ({"library": "os", "do": "start", "module": "os"}, "'start' of 'os' is not supported"),
+        ({"do": ["x"]}, "is not supported from another machine"),
         (
             {"library": "crossrail", "do": "start", "work": {"groups": [[1 << 40, 1, 1]], "batch": 1}},
             "at the listening end",

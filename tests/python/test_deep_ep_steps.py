@@ -166,7 +166,7 @@ def test_a_rank_that_has_begun_something_else(others: Others, mine: Dispatches) 
 
 def test_a_rank_that_is_late(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [NO_REPORT], [(Call.of(KIND, 1, 0, 5), "")]
-    with pytest.raises(TimeoutError, match="rank 1 did not come in time"):
+    with pytest.raises(TimeoutError, match="rank 1 timed out"):
         mine.dispatch(wanted())
     others.did.clear()
     others.calls = [SAME]

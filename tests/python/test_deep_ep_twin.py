@@ -295,7 +295,7 @@ def test_scratch_memory_of_the_buffers_size(rdma: bool) -> None:
         assert shown(torch.float32, (3, 4), 8).shape == (3, 4)
         name = "num_rdma_bytes" if rdma else "num_nvl_bytes"
         with pytest.raises(
-            UsageError, match=f"96 elements from 8 on, where {name} are enough for {100 if rdma else 20}"
+            UsageError, match=f"96 elements from 8 on do not fit: {name} hold {100 if rdma else 20} elements"
         ):
             shown(torch.float32, (96,), 8)
         with pytest.raises(UsageError, match="offset is -1"):

@@ -236,7 +236,7 @@ WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (wide, {"handle": "handle"}, "handle is a str"),
     (wide, {"expert_alignment": 0}, "expert_alignment 0"),
     (wide, {"expert_alignment": 1.5}, "expert_alignment is a float"),
-    (wide, {"out": {"y": rows()}}, r"out has \['y'\] where it may have \['x'\]"),
+    (wide, {"out": {"y": rows()}}, r"out has unknown keys \['y'\]; known: \['x'\]"),
     (wide, {"out": {"x": np.zeros((E, M, H), np.float32)}}, r"out\['x'\] is float32 \[4, 8, 128\]"),
     (wide, {"stats": np.zeros(E, np.float32)}, r"stats is float32 \[4\] where int32 or int64 \[2\]"),
     (wide, {"x": rows(9), "topk_idx": ids(9), "topk_weights": None}, "9 tokens are more than max_tokens_per_rank, 8"),
@@ -276,7 +276,7 @@ def test_a_wrong_call_that_only_begins(pair: Pair) -> None:
 def test_a_handle_is_good_for_its_own_buffer_only(alone: Callable[..., crossrail.ExpertBuffer]) -> None:
     one, two = alone(), alone()
     foreign = one.dispatch(rows(), ids(), halves())
-    assert repr(foreign.handle) == "<crossrail.Handle, expert layout, 8 tokens sent, 8 rows came>"
+    assert repr(foreign.handle) == "<crossrail.Handle, expert layout, 8 tokens sent, 8 rows received>"
     with pytest.raises(crossrail.UsageError, match="another buffer's"):
         two.dispatch(rows(), None, handle=foreign.handle)
     with pytest.raises(crossrail.UsageError, match="another buffer's"):

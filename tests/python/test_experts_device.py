@@ -281,8 +281,8 @@ def bad_calls() -> dict[str, Any]:
         ),
         "stats is int64 [3] where int32 [3]": made(stats=longs),
         "waits is int64 [2] where int64 [1]": made(waits=longs[:2]),
-        "out has ['z'] where it may have ['x', 'counts', 'ranges', 'source']": made(out={"z": zeros}),
-        "out has ['x'] where it may have ['counts', 'offsets']": made(out={"x": zeros}, layout="rank"),
+        "out has unknown keys ['z']; known: ['x', 'counts', 'ranges', 'source']": made(out={"z": zeros}),
+        "out has unknown keys ['x']; known: ['counts', 'offsets']": made(out={"x": zeros}, layout="rank"),
         "out['x'] is bfloat16 [6, 512] where bf16 [3, 6, 512]": made(out={"x": zeros}),
         "out['counts'] is not contiguous in C order": made(out={"counts": torch.zeros(6, dtype=torch.int32)[::2]}),
         "handle is a str": sums(handle="handle"),
@@ -423,7 +423,7 @@ def test_streams_of_arrays_that_are_not_pytorchs() -> None:
     assert arrays.streams(None, "dispatch").handle == 0
     with pytest.raises(crossrail.UsageError, match="the stream is of cuda:1, but the buffer is on cuda:0"):
         PlainArrays(crossrail.Context(), 0).streams(CupyStream(), "dispatch")
-    with pytest.raises(crossrail.UsageError, match="is no CUDA stream"):
+    with pytest.raises(crossrail.UsageError, match="is not a CUDA stream"):
         arrays.streams("fast", "dispatch")
 
 

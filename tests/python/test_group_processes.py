@@ -165,7 +165,7 @@ def test_a_store_that_is_gone_is_said_once() -> None:
         assert second.line() == "alive"
         code, _, talk = second.end()
         assert code == 0
-        assert talk.count("\n") == 1 and " warn: group " in talk and "transfers go on" in talk
+        assert talk.count("\n") == 1 and " warn: group " in talk and "transfers continue" in talk
 
 
 def test_what_is_missing_is_said() -> None:

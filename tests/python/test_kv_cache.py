@@ -271,10 +271,10 @@ def test_what_is_wrong_is_refused(worker: crossrail.Worker) -> None:
             ([-1], [0], "block -1 of 24"),
             ([0], [24], "remote: block 24 of 24"),
             ([0, 1], [0], "2 blocks here, 1 of theirs"),
-            ([], [], "not none"),
+            ([], [], "non-empty"),
             ([0.5], [0], "integers"),
             ([[0]], [0], "one-dimensional"),
-            ([0], None, "no remote_blocks"),
+            ([0], None, "remote_blocks is missing"),
         ]:
             with pytest.raises(crossrail.UsageError, match=words):
                 remote.pull(blocks, remote_blocks)
@@ -284,7 +284,7 @@ def test_what_is_wrong_is_refused(worker: crossrail.Worker) -> None:
         with pytest.raises(crossrail.UsageError, match="no operation"):
             remote.prepare("read", [0], [0])
         mine = Made().cache(worker, Made().memory())
-        with pytest.raises(crossrail.MismatchError, match="another cache than the one that theirs has described"):
+        with pytest.raises(crossrail.MismatchError, match="does not belong to the cache that theirs described"):
             remote.borrow(bytes(mine.lend([0])))
         with pytest.raises(crossrail.UsageError, match="not a lease"):
             remote.borrow(there.described)
@@ -334,5 +334,5 @@ def test_numbers_that_make_no_sense(worker: crossrail.Worker, numbers: bytes, re
     cache = made.cache(worker, made.memory())
     described = cache.describe()
     assert numbers in described
-    with pytest.raises(crossrail.UsageError, match="not a cache"):
+    with pytest.raises(crossrail.UsageError, match="not the description of a cache"):
         cache.remote(described.replace(numbers, replaced, 1))

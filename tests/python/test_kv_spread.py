@@ -54,7 +54,7 @@ def test_lost_relays_are_passed_over_and_named(tls: str, doomed: dict[int, tuple
         assert set(done.lost) == {f"r{at}" for at in doomed}
         assert done.reached == [f"r{at}" for at in range(4) if at not in doomed]
         for at, (_, how) in doomed.items():
-            assert ("said nothing for 8 s" if how == STOP else "has ended") in done.lost[f"r{at}"]
+            assert ("no progress report for 8 s" if how == STOP else "has ended") in done.lost[f"r{at}"]
         for at, one in enumerate(receivers):
             if at not in doomed:
                 assert one.outcome() == {"lost": done.lost, "digest": digest(tensors)}
@@ -104,7 +104,7 @@ def test_one_that_does_not_receive_is_lost_and_one_that_is_not_told_gives_up() -
     ):
         described = [receivers[0].described, idle.describe()]
         done = spread(context("shm"), tensors, described, piece=PIECE, stall=6.0)
-        assert done.reached == ["r0"] and done.lost == {"idle": "it has said nothing for 6 s"}
+        assert done.reached == ["r0"] and done.lost == {"idle": "no progress report for 6 s"}
         assert receivers[0].outcome()["digest"] == digest(tensors)
         outcome = untold[0].outcome()
         assert outcome["error"] == "timeout" and "0 of 0 pieces" in outcome["text"]
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ):
             with pytest.raises(crossrail.MismatchError, match=words):
                 spread(here, tensors, [one.describe()])
-        with pytest.raises(crossrail.UsageError, match="receivers of one name"):
+        with pytest.raises(crossrail.UsageError, match="two receivers have the same name"):
             spread(here, [np.zeros(8)], [two.describe(), two.describe()])
         for data in (b"", b"x" * 50, one.describe()[:-3]):
             with pytest.raises(crossrail.UsageError, match=r"not a weights|no weights"):

@@ -25,7 +25,7 @@ ELSEWHERE = ("crossrail doctor", "crossrail bench latency --sizes 8 --json now.j
 """Commands of the page that other tests run much like this."""
 
 SHOWN = {
-    "doctor --only": ["severity", "what mends it", "cma", "processors"],
+    "doctor --only": ["severity", "what was found", "cma", "processors"],
     "info": ["shm", "tcp"],
     "bench p2p": ["lanes", "retransmits", "where the time went", "wire", "match", "plain TCP sockets", "verdict:"],
     "bench latency": ["p50 us"],

@@ -153,9 +153,7 @@ except crossrail.UnsupportedError as error:
     print(error)
 """
     said = visit(share, denied(("memfd_create",), "EPERM"))
-    assert (
-        "share: memory of this process can't be mapped by others: memfd_create" in said and "allow memfd_create" in said
-    )
+    assert "share: peers cannot map memory of this process: memfd_create" in said and "allow memfd_create" in said
 
 
 def test_other_users_of_a_namespace_exchange_messages() -> None:

@@ -1,4 +1,4 @@
-//! Circles of imports between the files of a crate: what cannot be read one file after the other.
+//! Import cycles between the files of a crate, which prevent reading one file after the other.
 //!
 //! `use` and paths that begin with `crate`, `self`, `super` or a child module count, with re-exports followed to the file
 //! that defines the name. Tests do not count, nor does a module's use of the one that contains it.
@@ -29,20 +29,20 @@ struct Module {
     defined: BTreeSet<String>,
 }
 
-/// Circles that are neither in `allowed` nor of two files, and entries of `allowed` that are no circle any more.
+/// Cycles that are neither in `allowed` nor of two files, and entries of `allowed` that are no longer a cycle.
 pub(crate) fn check(root: &Path, allowed: &[Vec<String>]) -> Problems {
     let found: Vec<Vec<String>> = all(root);
     let mut problems = Problems::new();
     for circle in found.iter().filter(|circle| !allowed.contains(circle)) {
-        problems.push(format!("circle of imports: {}", circle.join(" ")));
+        problems.push(format!("import cycle: {}", circle.join(" ")));
     }
     for circle in allowed.iter().filter(|circle| !found.contains(circle)) {
-        problems.push(format!("no circle of imports any more, take it off xtask/budgets.toml: {}", circle.join(" ")));
+        problems.push(format!("no longer an import cycle, remove it from xtask/budgets.toml: {}", circle.join(" ")));
     }
     problems
 }
 
-/// Every circle of the repository's crates, as files seen from the root.
+/// All cycles in the repository's crates, as paths relative to the root.
 fn all(root: &Path) -> Vec<Vec<String>> {
     let crates = std::fs::read_dir(root.join("crates")).into_iter().flatten().flatten();
     let mut folders: Vec<PathBuf> = crates.map(|entry| entry.path().join("src")).collect();

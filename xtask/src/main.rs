@@ -25,7 +25,7 @@ cargo xtask docs            write docs/settings.md, docs/metrics.md and the tabl
 cargo xtask docs --check    fail if a page is stale: settings reference, links, names of files and settings
 ";
 
-/// What is wrong, one line each; empty when all is well.
+/// Problems found, one per line; empty on success.
 type Problems = Vec<String>;
 
 fn main() -> ExitCode {
@@ -68,7 +68,7 @@ fn main() -> ExitCode {
     if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Shows what is no fault, but a question.
+/// Prints findings that need a decision but do not fail the check.
 fn ask(root: &Path) {
     for question in sizes::questions(root) {
         eprintln!("xtask: question: {question}");

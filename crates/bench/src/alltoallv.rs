@@ -1,6 +1,6 @@
-//! What a program that dispatches and combines by MPI_Alltoallv does around it: sorts rows by destination, casts and
-//! packs them, puts what came where the experts want it, and back. With the row kernels of our own data path, so that
-//! the comparison is about how bytes travel and not about who copies faster.
+//! Bookkeeping of a program that dispatches and combines with MPI_Alltoallv: sorts rows by destination, casts and packs
+//! them, places received rows for the experts, and the reverse. Uses the row functions of our own data path, so that
+//! the comparison measures transport and not copying.
 //!
 //! A **record** is one row that travels: one per selection, as MPI codes for such models have it, or with `dedup` one
 //! per token and rank. Records go by destination rank, then token. Beside its row, each has a **side**: the row's
@@ -19,12 +19,12 @@ pub struct Alltoallv {
     layout: Layout,
     dedup: bool,
     kernels: &'static Kernels,
-    /// Of each selection `[tokens, topk]`: its record here, or `NONE`.
+    /// Index in the records for each selection `[tokens, topk]`, or `NONE`.
     records: Vec<u32>,
     weights: Vec<f32>,
     /// Records of each destination.
     counts: Vec<i32>,
-    /// Of what came: record after record, `slots` places each among the rows of their expert, and their weights.
+    /// For each received record, `slots` places among the rows of their experts, and their weights.
     places: Vec<Place>,
     next: Vec<usize>,
     pointers: Vec<*const u16>,
@@ -85,18 +85,18 @@ impl Alltoallv {
         self.config.payload.scale_bytes(self.config.hidden)
     }
 
-    /// Sorts the selections of `topk_idx` (i64 `[tokens, topk]`) and says how many records go to each rank.
+    /// Sorts the selections of `topk_idx` (i64 `[tokens, topk]`) and counts the records of each rank.
     ///
     /// # Errors
-    /// `Usage` for an expert that is none.
+    /// `Usage` for an invalid expert.
     pub fn route(&mut self, topk_idx: &[i64], topk_weights: &[f32], counts: &mut [i32]) -> Result<()> {
         let (topk, ranks) = (self.config.topk, self.config.ranks as usize);
         let experts = self.config.experts as i64;
         if topk_weights.len() != topk_idx.len() || counts.len() != ranks {
-            return Err(usage("topk_idx, topk_weights and counts do not fit together"));
+            return Err(usage("lengths of topk_idx, topk_weights and counts do not match"));
         }
         if topk_idx.iter().any(|expert| !(-1..experts).contains(expert)) {
-            return Err(usage("an expert is none"));
+            return Err(usage("topk_idx has an invalid expert"));
         }
         self.weights.clear();
         self.weights.extend_from_slice(topk_weights);
@@ -139,7 +139,7 @@ impl Alltoallv {
         let records: usize = self.counts.iter().map(|count| *count as usize).sum();
         let tokens = self.records.len() / topk;
         if x.len() < tokens * hidden * 2 || rows.len() < records * row || sides.len() < records * side {
-            return Err(usage("less memory than the records take"));
+            return Err(usage("the memory is too small for the records"));
         }
         for record in sides[..records * side].chunks_exact_mut(side) {
             record[scale..scale + 4 * slots].fill(0xff);
@@ -190,11 +190,11 @@ impl Alltoallv {
         }
     }
 
-    /// Puts what came where it belongs, `counts` records of each source: in the expert layout rows and scales into
-    /// `[local experts, ranks * max_tokens, ..]`; in the rank layout scales alone, as rows came in their places.
+    /// Unpacks `counts` received records of each source: in the expert layout rows and scales into
+    /// `[local experts, ranks * max_tokens, ..]`; in the rank layout only scales, as rows are already in place.
     ///
     /// # Errors
-    /// `Usage` for memory that is too small; `Protocol` for a side that makes no sense.
+    /// `Usage` for memory that is too small; `Protocol` for a malformed side.
     pub fn unpack(&mut self, counts: &[i32], rows: &[u8], sides: &[u8], x: &mut [u8], scales: &mut [u8]) -> Result<()> {
         let (row, side, scale, slots) = (self.row_bytes(), self.side_bytes(), self.scale_bytes(), self.slots());
         let records: usize = counts.iter().map(|count| *count as usize).sum();
@@ -202,7 +202,7 @@ impl Alltoallv {
         let by_expert = self.layout == Layout::Expert;
         let places = if by_expert { self.config.local_experts() * most } else { records };
         if rows.len() < records * row || sides.len() < records * side || scales.len() < places * scale {
-            return Err(usage("less memory than what came takes"));
+            return Err(usage("the memory is too small for the received records"));
         }
         if by_expert && x.len() < places * row {
             return Err(usage("x is too small"));
@@ -222,7 +222,7 @@ impl Alltoallv {
                     continue;
                 }
                 let next = self.next.get_mut(expert as usize).filter(|next| **next < most);
-                let next = next.ok_or_else(|| Error::new(ErrorKind::Protocol, "unpack", "a side makes no sense"))?;
+                let next = next.ok_or_else(|| Error::new(ErrorKind::Protocol, "unpack", "malformed record side"))?;
                 let place = expert as usize * most + *next;
                 *next += 1;
                 scales[place * scale..][..scale].copy_from_slice(&record[..scale]);
@@ -239,8 +239,9 @@ impl Alltoallv {
         self.next.iter().map(|next| *next as i32).collect()
     }
 
-    /// Expert layout: the rows that go back, from `y` (bf16 `[local experts, ranks * max_tokens, hidden]`), in the order
-    /// in which the records came; with `dedup` weighted and summed. In the rank layout `y` goes back as it is.
+    /// Packs the rows to return, from `y` (bf16 `[local experts, ranks * max_tokens, hidden]`), in the order in which
+    /// the records arrived; with `dedup` weighted and summed. Expert layout only: in the rank layout `y` is returned as
+    /// is.
     ///
     /// # Errors
     /// `Usage` for memory that is too small.
@@ -248,7 +249,7 @@ impl Alltoallv {
         let (hidden, slots) = (self.config.hidden, self.slots());
         let most = self.config.local_experts() * self.config.ranks as usize * self.config.max_tokens;
         if y.len() < most * hidden * 2 || rows.len() < self.places.len() / slots * hidden * 2 {
-            return Err(usage("less memory than the rows that go back take"));
+            return Err(usage("the memory is too small for the returned rows"));
         }
         for (places, target) in self.places.chunks_exact(slots).zip(rows.chunks_exact_mut(hidden * 2)) {
             let there = places.iter().filter(|place| place.row != NONE);
@@ -275,7 +276,7 @@ impl Alltoallv {
         Ok(())
     }
 
-    /// Sums the rows that came back for each token into `out` (bf16 `[tokens, hidden]`); weighted where there is a row
+    /// Sums the returned rows of each token into `out` (bf16 `[tokens, hidden]`); weighted where there is a row
     /// per selection.
     ///
     /// # Errors
@@ -285,7 +286,7 @@ impl Alltoallv {
         let records: usize = self.counts.iter().map(|count| *count as usize).sum();
         let tokens = self.records.len() / topk;
         if rows.len() < records * hidden * 2 || out.len() < tokens * hidden * 2 {
-            return Err(usage("less memory than the sums take"));
+            return Err(usage("the memory is too small for the sums"));
         }
         for (token, target) in out.chunks_exact_mut(hidden * 2).take(tokens).enumerate() {
             let (mine, weights) = (&self.records[token * topk..][..topk], &self.weights[token * topk..][..topk]);

@@ -109,13 +109,13 @@ impl Area {
         }
     }
 
-    /// All of it, for one operation. Several receives of the same bytes into it may be under way at once: only the
+    /// All of it, for one operation. Several receives of the same bytes into it may be in flight at once: only the
     /// engine writes then, and nothing reads.
     #[inline]
     pub(crate) fn buffer(&self) -> Buffer {
         match &self.owner {
-            // SAFETY: `ptr` is valid for `len` bytes while the owner, which goes along, lives; the loops do not
-            // touch it while an operation is under way.
+            // SAFETY: `ptr` is valid for `len` bytes while the owner, passed along, lives; the loops do not access it
+            // while an operation is in flight.
             Owner::Ordinary(heap) => unsafe { Buffer::raw(self.ptr, self.len, Some(heap.clone())) },
             Owner::Shared(memory) | Owner::Gpu(memory) if memory.len() == self.len => memory.into(),
             // Of length 0, which touches nothing.
@@ -123,7 +123,7 @@ impl Area {
         }
     }
 
-    /// Writes the pattern of `seed` into it. No operation may be under way.
+    /// Writes the pattern of `seed` into it. No operation may be in flight.
     pub(crate) fn fill(&mut self, seed: u64) -> Result<()> {
         let mut block = self.block();
         for offset in (0..self.len).step_by(block.len()) {
@@ -135,7 +135,7 @@ impl Area {
         Ok(())
     }
 
-    /// Writes zeros into it. No operation may be under way.
+    /// Writes zeros into it. No operation may be in flight.
     pub(crate) fn clear(&mut self) -> Result<()> {
         let block = self.block();
         for offset in (0..self.len).step_by(block.len()) {
@@ -163,7 +163,7 @@ impl Area {
         Ok(bytes)
     }
 
-    /// Room for what is copied at a time: a page stays in the cache, a GPU is asked seldom.
+    /// Buffer for one copy: one page, which stays in the cache; larger for a GPU, to save calls.
     fn block(&self) -> Vec<u8> {
         vec![0; if matches!(self.owner, Owner::Gpu(_)) { GPU_BLOCK } else { PAGE }]
     }

@@ -85,7 +85,7 @@ fn describe(network: &Network<'_>, lanes: &Lanes) -> Result<Vec<String>> {
     Ok(vec![format!("plugin {} of version {}: {}", plugin.name(), plugin.version(), devices?.join(", "))])
 }
 
-/// What the other end says beside the data. One for the whole run: a receive that is cancelled may already have a note.
+/// Control messages of the other end. One for the whole run: a cancelled receive may already have matched a note.
 struct Notes {
     inbox: Area,
     expected: Option<Flight>,
@@ -176,7 +176,7 @@ fn announce(session: &Session<'_>, assignments: &mut Vec<Assignment>) -> Result<
     Ok(())
 }
 
-/// Has the other end fail too.
+/// Reports a failure to the other end, so that it fails too.
 fn settle<T>(session: &Session<'_>, outcome: Result<T>) -> Result<T> {
     if let Err(error) = &outcome
         && !stopped(error)
@@ -295,8 +295,8 @@ fn receive(session: &mut Session<'_>, notes: &mut Notes, receiver: &mut Receiver
     Ok(())
 }
 
-/// Runs all transfers. `once` is told whether to verify, and gives this end's time, what it moved, and whether the data
-/// was right. An observer that stops the run leaves the rows measured until then.
+/// Runs all transfers. `once` takes whether to verify and returns this end's time, the bytes it moved, and whether the
+/// data was correct. If the observer stops the run, the rows measured so far are returned.
 fn iterate(
     session: &mut Session<'_>,
     plan: P2pPlan,

@@ -1,5 +1,5 @@
-//! What plain TCP sockets move between the two ends, over the same devices: the ceiling that a transfer is held
-//! against. Nothing of our protocol takes part but to agree on where to connect.
+//! Bandwidth of plain TCP sockets between the two ends over the same devices, as an upper bound for transfers. Our
+//! protocol is used only to agree on addresses.
 
 use std::io::{ErrorKind as IoKind, IoSlice, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -14,12 +14,12 @@ use crate::session::{Role, Session};
 
 /// Bytes that a connection takes from the common work at a time.
 const PIECE: usize = 1 << 20;
-/// How long connections may take to come up; a firewall that drops them is found out by then.
+/// Timeout for connection setup; detects a firewall that drops packets.
 const MEETING: Duration = Duration::from_secs(5);
-/// No further iteration begins after so long.
+/// Time budget: no iteration starts after this.
 const LONGEST: Duration = Duration::from_secs(2);
 const MOST_CONNECTIONS: usize = 64;
-/// Instead of a piece's length: the iteration is over; everything is over.
+/// Sentinels in place of a piece's length: end of an iteration; end of the run.
 const OVER: u32 = 0;
 const DONE: u32 = u32::MAX;
 const TOKEN_LEN: usize = 16;
@@ -31,7 +31,7 @@ pub struct RawTcpPlan {
     pub size: usize,
     /// Timed iterations, at least one; fewer when two seconds are over.
     pub iters: usize,
-    /// The driver's devices, by name, as many as there are rails. Empty at the other end, which is told.
+    /// The driver's devices, by name, one per rail. Empty at the echo end, which receives the choice.
     pub devices: Vec<String>,
     /// Connections per device.
     pub channels: usize,
@@ -40,7 +40,7 @@ pub struct RawTcpPlan {
 /// Raw samples of the raw sockets.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RawTcpSamples {
-    /// Microseconds from the first byte until the receiver has said that the last one came; empty at the echo end.
+    /// Microseconds from the first byte until the receiver confirmed the last one; empty at the echo end.
     pub samples_us: Vec<f64>,
     /// Bytes of each.
     pub bytes_per_sample: u64,
@@ -112,7 +112,7 @@ struct Way {
     to: IpAddr,
 }
 
-/// What the echo end listens on, and what who connects must say first.
+/// Listeners of the echo end, and the token that a connection must send first.
 struct Offer {
     listeners: Vec<Socket>,
     ports: Vec<u16>,
@@ -194,7 +194,7 @@ fn common_bits(a: IpAddr, b: IpAddr) -> Option<u32> {
 fn socket(address: IpAddr, port: u16, interface: Option<&str>) -> std::io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(SocketAddr::new(address, 0)), Type::STREAM, Some(Protocol::TCP))?;
     if let Some(interface) = interface {
-        // Where the system does not permit it, the address alone says which way the bytes go.
+        // Best effort: without permission, the source address alone selects the route.
         let _ = socket.bind_device(Some(interface.as_bytes()));
     }
     if address.is_loopback() {
@@ -214,7 +214,7 @@ fn listen(mine: &[Device], wanted: &[IpAddr], settings: &Settings) -> Result<Off
     getrandom::fill(&mut offer.token).map_err(|error| failed(format!("no random bytes: {error}")))?;
     for address in wanted {
         let device = mine.iter().find(|device| device.address == *address);
-        let device = device.ok_or_else(|| failed(format!("{address} is no device that carries data here")))?;
+        let device = device.ok_or_else(|| failed(format!("no device that carries data has the address {address}")))?;
         let open = |port| {
             let opened = socket(*address, port, device.interface.as_deref()).and_then(|socket| {
                 socket.listen(MOST_CONNECTIONS as i32)?;
@@ -279,7 +279,7 @@ fn accept(offer: &Offer, channels: usize, timeout: Duration) -> Result<Vec<TcpSt
                     missing -= 1;
                 }
                 _ if began.elapsed() < MEETING => {}
-                _ => return Err(failed(format!("{missing} of {channels} connections did not come"))),
+                _ => return Err(failed(format!("{missing} of {channels} connections were not established in time"))),
             }
         }
     }
@@ -293,7 +293,7 @@ fn prepared(socket: Socket, timeout: Duration) -> std::io::Result<TcpStream> {
     Ok(socket.into())
 }
 
-/// All iterations, the connections staying up between them; the first is not timed, as ours are warmed up too.
+/// Runs all iterations over the same connections. The first is not timed, like the warmup of our transfers.
 fn send(mut streams: Vec<TcpStream>, plan: &RawTcpPlan) -> Result<Vec<f64>> {
     let data = vec![0x5a; plan.size];
     let began = Instant::now();
@@ -313,8 +313,8 @@ fn send(mut streams: Vec<TcpStream>, plan: &RawTcpPlan) -> Result<Vec<f64>> {
     Ok(samples_us)
 }
 
-/// Microseconds from the moment the first connection began until the last one was done, by their own clocks: this
-/// thread may get a processor only when all is over.
+/// Microseconds from the start of the first connection to the end of the last, measured in their own threads: this
+/// thread may be scheduled only after all have finished.
 fn once(streams: &mut [TcpStream], data: &[u8]) -> Result<f64> {
     let next = &AtomicUsize::new(0);
     let ready = &Barrier::new(streams.len());
@@ -353,7 +353,7 @@ fn pieces(stream: &mut TcpStream, data: &[u8], next: &AtomicUsize) -> std::io::R
     stream.read_exact(&mut [0])
 }
 
-/// Reads until everything is over; whole iterations of `size` bytes must have come.
+/// Reads until the end of the run; fails unless whole iterations of `size` bytes were received.
 fn receive(streams: Vec<TcpStream>, size: usize) -> Result<()> {
     let outcomes: Vec<_> = std::thread::scope(|scope| {
         let started: Vec<_> = streams.into_iter().map(|stream| scope.spawn(move || drain(stream))).collect();
@@ -366,7 +366,7 @@ fn receive(streams: Vec<TcpStream>, size: usize) -> Result<()> {
     }
     match came.checked_rem(size as u64) {
         None | Some(0) => Ok(()),
-        Some(_) => Err(Error::new(ErrorKind::Protocol, "raw tcp", format!("{came} bytes came: some are missing"))),
+        Some(_) => Err(Error::new(ErrorKind::Protocol, "raw tcp", format!("{came} bytes received, some missing"))),
     }
 }
 

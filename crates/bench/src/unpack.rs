@@ -1,4 +1,4 @@
-//! The three ways to unpack, on one scatter list, beside a contiguous copy of as many bytes.
+//! Benchmark of the three unpack modes on one scatter list, against a contiguous copy of the same size.
 #![allow(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::pattern;
 use crate::session::Observer;
 
-/// How long the GPU is kept busy so that a launch is in place when its turn comes.
+/// Time for which the GPU is kept busy so that a launch is queued before its turn.
 const AHEAD_US: f64 = 1000.0;
 const MOST_AHEAD: usize = 64;
 const SEED: u64 = 0x756e_7061_636b;
@@ -49,8 +49,8 @@ pub struct UnpackPlan {
 pub struct UnpackTimes {
     /// From the call until the last byte is in place, the host's part included, one at a time.
     pub samples_us: Vec<f64>,
-    /// What the GPU took of it, by its own clock, its work having been put in before its turn came. Empty for ways
-    /// that need the host in between.
+    /// Part spent on the GPU, by GPU events, with the work enqueued in advance. Empty for modes that need the host in
+    /// between.
     pub gpu_us: Vec<f64>,
 }
 
@@ -59,14 +59,14 @@ pub struct UnpackTimes {
 pub struct UnpackSamples {
     /// Entries of the list.
     pub pieces: usize,
-    /// One copy of as many bytes between the same two memories: the ceiling.
+    /// One contiguous copy of the same size between the same memories: the upper bound.
     pub contiguous: UnpackTimes,
     /// By way, in the order of the plan.
     pub modes: Vec<(Unpack, UnpackTimes)>,
 }
 
-/// Unpacks `size` bytes that lie as fragments in shuffled slots, in order into GPU memory: by every mode from one and
-/// the same list. What each mode brings about is verified, every byte, before and after its timing.
+/// Unpacks `size` bytes of fragments in shuffled slots, in order, into GPU memory, with every mode and the same list.
+/// Verifies every byte of each mode's result before and after its timing.
 ///
 /// # Errors
 /// `Unsupported` with the reason where there is no CUDA; `Usage` for a GPU that is not there and for sizes of 0;
@@ -151,7 +151,7 @@ impl Slots {
 
 impl Drop for Bench<'_> {
     fn drop(&mut self) {
-        // The memories go with this; nothing may be at work in them. A context that is lost carries nothing out.
+        // The memory is freed with this, so nothing may use it. A lost context runs nothing any more.
         let _ = self.stream.wait(self.limit);
     }
 }
@@ -159,7 +159,7 @@ impl Drop for Bench<'_> {
 impl<'a> Bench<'a> {
     fn new(gpu: &Gpu, settings: &Settings, plan: &'a UnpackPlan) -> Result<Bench<'a>> {
         let order = shuffled(plan.size.div_ceil(plan.fragment));
-        let too_much = || Error::new(ErrorKind::Usage, "bench unpack", "more bytes than memory can have");
+        let too_much = || Error::new(ErrorKind::Usage, "bench unpack", "the size overflows");
         let slots = order.len().checked_mul(plan.fragment).ok_or_else(too_much)?;
         let staging = PinnedMemory::new(gpu, slots)?;
         let source = match plan.from {
@@ -263,7 +263,7 @@ impl<'a> Bench<'a> {
         Ok(times)
     }
 
-    /// Copies that keep the GPU at work for long enough, each of which takes so long.
+    /// Number of copies of `copy_us` each that keep the GPU busy long enough.
     fn ahead(&self, copy_us: f64) -> usize {
         let list_us = self.list.len() as f64 * 0.02;
         (((AHEAD_US + list_us) / copy_us.max(1.0)).ceil() as usize).clamp(1, MOST_AHEAD)
@@ -277,7 +277,7 @@ impl<'a> Bench<'a> {
         Ok(began.elapsed().as_secs_f64() * 1e6)
     }
 
-    /// Microseconds of `work` by the GPU's clock, behind so many copies, while which the host puts it in.
+    /// Microseconds of `work` by GPU events, queued after `copies` copies so that the host enqueues it in advance.
     fn behind(&mut self, copies: usize, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<f64> {
         for _ in 0..copies {
             self.copy()?;
@@ -299,7 +299,7 @@ fn scatter_list(plan: &UnpackPlan, order: &[usize], source: u64, target: u64) ->
     order.iter().enumerate().map(piece).collect()
 }
 
-/// The numbers below `count`, in an order that is the same every time and follows nothing.
+/// A deterministic pseudo-random permutation of the numbers below `count`.
 fn shuffled(count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).collect();
     let mut word = [0; 8];

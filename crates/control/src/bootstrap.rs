@@ -35,7 +35,7 @@ pub struct Bootstrap {
     pub host_store: bool,
     /// Distinguishes this job from others on the same store; may be empty.
     pub job: String,
-    /// One line for people: the source, the values taken, the store.
+    /// One line for people: source, values used, store.
     pub said: String,
 }
 
@@ -192,7 +192,7 @@ impl Reader<'_> {
         Launched { name: self.launcher, taken: self.taken, rank, size, local_rank }
     }
 
-    /// `name`, unless it means that all ranks are on this machine.
+    /// Whether the variables `here` and `all` are equal: then all ranks are on this machine.
     fn all_here(&self, here: &str, all: &str) -> bool {
         match ((self.vars)(here), (self.vars)(all)) {
             (Some(here), Some(all)) => here == all,
@@ -278,8 +278,8 @@ fn alone(given: &Overrides) -> Result<Bootstrap> {
         ));
     }
     let detail = match arguments(given).as_str() {
-        "" => "no launcher's variables are set, and no store is named".to_owned(),
-        arguments => format!("{arguments}, but no store is named"),
+        "" => "no launcher variables are set and no store is configured".to_owned(),
+        arguments => format!("{arguments}, but no store is configured"),
     };
     Err(Error::new(ErrorKind::Config, "join", detail).with_hint(
         "start the processes with torchrun, srun or mpirun; or set CROSSRAIL_STORE=tcp://host:port, RANK and \
@@ -305,7 +305,7 @@ fn after(master_port: String) -> Result<u16> {
     if port == 0 { Err(bad("is not a port")) } else { port.checked_add(1).ok_or_else(|| bad("has no port after it")) }
 }
 
-/// `port`, or where the settings name ports and this is none of them, one of theirs; the same for all ranks.
+/// `port`, or, if the settings restrict ports and it is not among them, one of those; the same at all ranks.
 fn permitted(settings: &Settings, port: u16) -> u16 {
     settings.ports.map_or(port, |ports| ports.nearest(port))
 }

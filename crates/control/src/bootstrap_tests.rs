@@ -220,7 +220,7 @@ fn arguments_win_over_everything() {
 fn nothing_said_is_an_error_unless_the_group_is_this_process() {
     let error = from_vars(&[("PATH", "/bin"), ("RANK", " ")]).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Config);
-    assert!(error.to_string().contains("no launcher's variables are set"), "{error}");
+    assert!(error.to_string().contains("no launcher variables are set"), "{error}");
     assert!(error.to_string().contains("CROSSRAIL_STORE"), "{error}");
     let error = detect(&[], Overrides { rank: Some(1), size: Some(2), ..Overrides::default() }).unwrap_err();
     assert!(error.to_string().contains("rank=1 size=2, but no store is named"), "{error}");

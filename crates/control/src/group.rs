@@ -22,9 +22,8 @@ use crate::{Member, RankState};
 /// One process's membership in a group. Cheap to clone and usable from any thread; dropping the last clone leaves.
 ///
 /// All ranks of a group are equal; rank 0 also runs the built-in store if the address is its own and no process listens
-/// there. The death of a member is detected when its lease expires. While the store is unreachable, which is logged
-/// once (see [`Group::control_error`]), everything that needs no store continues, and the group reconnects
-/// automatically.
+/// there. A member's death is detected when its lease expires. While the store is unreachable, which is logged once
+/// (see [`Group::control_error`]), everything that does not need it continues, and the group reconnects automatically.
 #[derive(Clone)]
 pub struct Group(Arc<Handle>);
 

@@ -1,4 +1,4 @@
-//! What all processes of a job show of themselves, asked for through their store.
+//! Collects the pages of all processes of a job through their store.
 
 use std::time::{Duration, Instant};
 
@@ -88,7 +88,7 @@ fn collect(
         if group.ranks.iter().all(|rank| rank.page.is_some()) || Instant::now() >= until {
             return Ok(());
         }
-        // Nothing tells of all answers at once.
+        // No event reports that all answers are there.
         std::thread::sleep(POLL_INTERVAL);
     }
 }

@@ -39,7 +39,7 @@ impl Keys {
         format!("{}member/", self.prefix)
     }
 
-    /// Written by whoever wants the members to publish what their processes' pages show.
+    /// Written to request that members publish their processes' pages.
     pub(crate) fn asked(&self) -> String {
         format!("{}member-asked", self.prefix)
     }
@@ -49,7 +49,7 @@ impl Keys {
         format!("{}member", self.prefix)
     }
 
-    /// Prefix of what the members answer.
+    /// Prefix of the members' answers.
     pub(crate) fn answers(&self) -> String {
         format!("{}sight/", self.prefix)
     }

@@ -180,7 +180,7 @@ enum Life {
 struct Seen {
     row: Row,
     life: Life,
-    /// It joined before this process, on another machine: until then it may be left over from a dead job.
+    /// Joined before this process, on another machine: until then the entry may be stale, from a dead job.
     unsure_until: Option<Instant>,
 }
 
@@ -262,7 +262,7 @@ impl Roster {
 
     fn gone(&mut self, rank: u32, why: &str, now: SystemTime) {
         if rank == self.own {
-            return; // this process knows better, and registers again
+            return; // this process is alive, and re-registers
         }
         let Some(seen) = self.seen.get_mut(&rank) else { return };
         if matches!(seen.life, Life::Alive | Life::Missing(_)) {

@@ -358,7 +358,7 @@ fn what_cannot_be_joined_says_why() {
         (GroupOptions { name: String::new(), ..base.clone() }, "not a group's name"),
         (GroupOptions { lease: Duration::ZERO, ..base.clone() }, "a lease of 0"),
         (GroupOptions { rank: Some(2), ..base.clone() }, "rank 2 of 2"),
-        (GroupOptions { size: None, ..base.clone() }, "nothing says how many ranks there may be"),
+        (GroupOptions { size: None, ..base.clone() }, "the number of ranks is not set"),
     ] {
         let error = Group::join(bad, &settings()).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Usage);

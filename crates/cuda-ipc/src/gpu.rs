@@ -30,7 +30,7 @@ pub(crate) struct Gpu {
     idle: Mutex<Vec<CopyStream>>,
     /// The number of copies started.
     copies: AtomicU64,
-    /// What moves rows, and by how many blocks at most; the reason why nothing does. Empty until [`Gpu::load_kernels`].
+    /// Row kernels and their maximum number of blocks, or why there are none. Empty until [`Gpu::load_kernels`].
     kernels: OnceLock<std::result::Result<(Arc<Kernels>, u32), String>>,
     /// Tables of launches that move rows.
     pub(crate) tables: Arc<RowTables>,
@@ -59,7 +59,7 @@ impl Gpu {
         })
     }
 
-    /// Loads the kernels that move rows, once; this may take seconds where they are compiled first.
+    /// Loads the row kernels, once. May take seconds if they must be compiled.
     pub(crate) fn load_kernels(&self, settings: &Settings) {
         self.kernels.get_or_init(|| match settings.gpu_sms {
             0 => Err("CROSSRAIL_GPU_SMS=0".to_owned()),
@@ -69,7 +69,7 @@ impl Gpu {
         });
     }
 
-    /// What moves rows; `Err`: why nothing does.
+    /// Row kernels and their maximum number of blocks; `Err`: why there are none.
     pub(crate) fn kernels(&self) -> std::result::Result<(&Kernels, u32), &str> {
         match self.kernels.get() {
             Some(Ok((kernels, blocks))) => Ok((kernels, *blocks)),

@@ -54,8 +54,8 @@ impl Gpus {
         Some(gpus.get(usize::try_from(ordinal).ok()?)?.as_ref()?.copies())
     }
 
-    /// Makes ready what moves rows of memory of GPU `cuda:ordinal`, once; this may take seconds where kernels are
-    /// compiled first. Without it, or if it fails, copy engines move them. Returns why, in that case.
+    /// Loads the row kernels of GPU `cuda:ordinal`, once. May take seconds if they must be compiled. Without them, copy
+    /// engines move rows. Returns the reason if loading fails.
     pub fn load_kernels(&self, ordinal: u32, settings: &Settings) -> Option<String> {
         match self.gpu(ordinal) {
             Ok(gpu) => {

@@ -45,7 +45,7 @@ impl RemoteRange {
         bytes
     }
 
-    /// Whether [`RemoteRange::decode`] takes it. Each descriptor of host memory is asked, so it says no more.
+    /// Whether [`RemoteRange::decode`] accepts it. Kept cheap: runs on each descriptor of host memory.
     pub(crate) fn is_kind_of(bytes: &Descriptor) -> bool {
         bytes[..4] == [KIND, 0, 0, 0]
     }

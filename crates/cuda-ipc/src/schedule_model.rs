@@ -16,7 +16,7 @@ const STEP: u64 = 5;
 const NOTICED: u64 = 10;
 const LEN: u64 = 64 << 20;
 
-/// Rng that look drawn by rng, the same each time.
+/// Deterministic pseudo-random numbers.
 struct Rng(u64);
 
 impl Rng {

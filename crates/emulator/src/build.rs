@@ -62,7 +62,7 @@ impl Build {
         self
     }
 
-    /// With a source or header broken: `from`, which must be there, is `to` wherever it stands.
+    /// Plants a fault in a source or header: replaces every `from`, which must occur, with `to`.
     pub fn broken(mut self, path: &str, from: &str, to: &str) -> Build {
         let text = self.text(path);
         assert!(text.contains(from), "{path}: there is no {from:?} to break");
@@ -81,11 +81,11 @@ impl Build {
         Some(Emulator::new(&self.library()?))
     }
 
-    /// The library, compiled if it is not there yet. `None` where there is no C++ compiler, which is said; with
-    /// `CI=true` that fails.
+    /// The library, compiled if it does not exist yet. Without a C++ compiler, prints that and returns `None`; panics
+    /// with `CI=true`.
     ///
     /// # Panics
-    /// With the compiler's words, where it does not compile.
+    /// With the compiler's output if compilation fails.
     pub fn library(&self) -> Option<Arc<Library>> {
         static KNOWN: Mutex<BTreeMap<u64, Arc<OnceLock<Arc<Library>>>>> = Mutex::new(BTreeMap::new());
         let compiler = compiler()?;
@@ -136,7 +136,7 @@ impl Build {
         found
     }
 
-    /// Into a folder of its own, and then to its place, so that processes that do the same don't meet.
+    /// Compiles into a private folder and then renames, so that concurrent processes do not conflict.
     fn compile(&self, compiler: &Compiler, key: u64, path: &Path) {
         let work = folder().join(format!("{key:016x}-{}", std::process::id()));
         let overlay = work.join("csrc");
@@ -278,7 +278,7 @@ fn unit_text(index: usize, source: &str, text: &str) -> String {
     unit
 }
 
-/// The kernels that a source has, with their namespaces: the words before `(const __grid_constant__`.
+/// Qualified names of a source's kernels: the words before `(const __grid_constant__`.
 fn kernels(text: &str) -> Vec<String> {
     let starts = text.match_indices("(const __grid_constant__").map(|(at, _)| text[..at].trim_end());
     let name = |before: &str| {

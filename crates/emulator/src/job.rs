@@ -81,7 +81,7 @@ impl<G: Gpus> Job<G> {
         self.gpus.memory(&format!("handle of {rank}"), self.shape.handle_bytes(layout) as usize)
     }
 
-    /// What the arguments of every operation begin with.
+    /// Common part of every operation's arguments.
     pub fn common(&self, rank: usize, layout: Layout, handle: &G::Memory, tokens: usize, phases: u32) -> EpCommon {
         let parts: EpHandle = self.shape.handle(layout);
         EpCommon {
@@ -111,7 +111,7 @@ impl<G: Gpus> Job<G> {
         masks.iter().enumerate().filter(|(_, mask)| **mask != 0).map(|(rank, _)| rank).collect()
     }
 
-    /// All that kernels have told of, in words.
+    /// All faults that kernels reported, as text with the heaps' reports.
     pub fn told(&self) -> String {
         let of = |rank| self.faults(rank).into_iter().map(move |(whom, stage)| (rank, whom, stage));
         let all = (0..self.ranks.len()).flat_map(of);
@@ -127,7 +127,7 @@ impl<G: Gpus> Job<G> {
         format!("{}\n{}", all.join(", "), heaps.collect::<Vec<_>>().join("\n"))
     }
 
-    /// The faults that kernels of `rank` have told of: the rank that did not come, and the stage.
+    /// Faults that kernels of `rank` reported: the rank that timed out, and the stage.
     pub fn faults(&self, rank: usize) -> Vec<(u32, u32)> {
         let words: Vec<u32> = self.ranks[rank].faults.read(0, size_of::<EpFault>() / 4 * EP_FAULTS as usize);
         let faults = words.chunks_exact(size_of::<EpFault>() / 4).filter(|fault| fault[0] != 0);

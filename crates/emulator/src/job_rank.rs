@@ -80,7 +80,7 @@ impl<M: GpuMemory> ByRank<M> {
         operation
     }
 
-    /// Other rows along the same ways.
+    /// A dispatch of other rows with the same routing.
     pub fn again<G: Gpus<Memory = M>>(&self, job: &mut Job<G>, numbers: &mut Numbers, region: u32) -> ByRank<M> {
         let handles = self.ranks.iter().map(|one| one.handle.clone()).collect();
         let mut operation = ByRank::begin(&job.shape, numbers, self.routing.clone());
@@ -314,7 +314,7 @@ fn biases_of<G: Gpus>(gpus: &mut G, biases: &[Vec<u16>], kept: &mut Vec<G::Memor
     addresses
 }
 
-/// What a rank's host says to the others.
+/// Host word that `rank` sends to the others.
 fn says(rank: usize) -> u32 {
     1000 + rank as u32
 }

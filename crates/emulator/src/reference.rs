@@ -34,7 +34,7 @@ pub enum Choice {
     Skewed,
     /// All to experts of one rank, as far as they reach.
     OneRank,
-    /// Nobody to anybody.
+    /// No token selects an expert.
     None,
 }
 

@@ -1,8 +1,8 @@
-//! Who takes part, as agreed with the other ranks, and the masks that kernels read. One for a buffer and its variants,
-//! apart from their states, whose locks may be held by callers that wait for kernels.
+//! Agreement with the other ranks on the active ranks, and the masks that kernels read. Shared by a buffer and its
+//! variants, and outside their states, whose locks may be held by callers that wait for kernels.
 //!
-//! A loss that kernels or an ended connection report is proposed at the next call, or at once by the watching thread;
-//! notices of the others are heard by that thread. Operations of a group without losses read two atomic words.
+//! A loss reported by kernels or by a closed connection is proposed at the next call, or at once by the watching
+//! thread, which also handles notices of other ranks. Without losses, operations read only two atomic words.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ use crate::news::News;
 /// See the module.
 pub(crate) struct Agreement {
     me: u32,
-    /// Lost ranks are masked in agreement with the others. Otherwise the caller decides what becomes of them.
+    /// Mask lost ranks in agreement with the others. Otherwise the caller decides.
     masks_lost: bool,
     /// The heap of this rank, for its masks.
     heap: Arc<Heap>,
@@ -38,7 +38,7 @@ struct Agreed {
     view: View,
     /// By rank.
     contacts: Vec<Option<Contact>>,
-    /// Ranks that went out of the view, in order.
+    /// Ranks removed from the view, in order.
     losses: Vec<Loss>,
 }
 
@@ -49,7 +49,7 @@ struct Contact {
     generation: u64,
     /// Receives its next notice.
     inbox: Option<Request>,
-    /// It was out of the view: the numbers of its operations are no longer the others'.
+    /// It was removed from the view, so its epochs differ from the others'.
     is_estranged: bool,
 }
 
@@ -63,8 +63,8 @@ pub(crate) struct Loss {
 }
 
 impl Agreement {
-    /// The agreement of rank `me`, of `ranks`, that is connected to nobody yet. `tell`: notices are announced there, to be
-    /// [heard](Agreement::hear).
+    /// The agreement of rank `me` of `ranks`, without connections. Arrived notices are announced to `tell`, for
+    /// [`Agreement::hear`].
     pub(crate) fn new(
         me: u32,
         ranks: u32,
@@ -92,7 +92,7 @@ impl Agreement {
         self.operations.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Operations enqueued so far, and the number of the view: what a rank that connects is told.
+    /// Operations enqueued so far, and the number of the view, to be sent to a rank that connects.
     pub(crate) fn progress(&self) -> (u64, u64) {
         (self.operations.load(Ordering::Relaxed), self.number())
     }
@@ -153,7 +153,8 @@ impl Agreement {
         Ok(())
     }
 
-    /// This rank has lost `rank`. It and whoever else is out as a result are masked, and the others told.
+    /// Removes `rank`, which this rank has lost, from the view. Masks it and every rank removed with it, and notifies
+    /// the others.
     ///
     /// # Errors
     /// What the driver reports.
@@ -173,7 +174,7 @@ impl Agreement {
     /// Handles the notice that has arrived over that connection.
     ///
     /// # Errors
-    /// `Protocol`: it is none. What the driver reports.
+    /// `Protocol` for a malformed notice; errors of the driver.
     pub(crate) fn hear(&self, rank: u32, generation: u64, receipt: &Receipt) -> Result<()> {
         let mut agreed = self.agreed.lock();
         let contact = agreed.contacts[rank as usize].as_mut().filter(|contact| contact.generation == generation);
@@ -192,7 +193,7 @@ impl Agreement {
         self.follow(&mut agreed, &out)
     }
 
-    /// Masks ranks that have gone out of the view, for kernels in flight too, and tells the others.
+    /// Masks ranks that were removed from the view, also for kernels in flight, and notifies the others.
     fn follow(&self, agreed: &mut Agreed, out: &[u32]) -> Result<()> {
         let why = agreed.view.why().to_owned();
         for rank in out {
@@ -211,7 +212,7 @@ impl Agreement {
         masked
     }
 
-    /// Ranks that went out since the last call with this counter.
+    /// Ranks removed since the last call with this counter.
     pub(crate) fn losses_since(&self, seen: &mut usize) -> Vec<Loss> {
         if self.losses.load(Ordering::Acquire) == *seen {
             return Vec::new();
@@ -227,12 +228,12 @@ impl Agreement {
         self.agreed.lock().contacts[rank as usize].as_ref().and_then(|contact| contact.endpoint.end())
     }
 
-    /// Whether the others go on without this rank.
+    /// Whether this rank is evicted.
     pub(crate) fn is_evicted(&self) -> bool {
         self.is_evicted.load(Ordering::Acquire)
     }
 
-    /// Fails if the others go on without this rank.
+    /// Fails if this rank is evicted.
     pub(crate) fn refuse_evicted(&self, operation: &str) -> Result<()> {
         if !self.is_evicted() {
             return Ok(());
@@ -241,8 +242,8 @@ impl Agreement {
         agreed.view.evicted().map_or(Ok(()), |why| Err(notices::evicted(operation, why)))
     }
 
-    /// Which of `ranks` can only come back by a new connection: the others have gone on without them, or, if this rank is
-    /// evicted, without it, and the numbers of their operations differ.
+    /// Those of `ranks` that can only rejoin over a new connection, because epochs differ: the others have continued
+    /// without them or, if this rank is evicted, without it.
     pub(crate) fn estranged(&self, ranks: &[u32]) -> Vec<u32> {
         let agreed = self.agreed.lock();
         let evicted = agreed.view.evicted().is_some();

@@ -353,7 +353,7 @@ impl std::fmt::Debug for DeviceBuffer {
 }
 
 impl Inner {
-    /// Takes ranks back: those that the view has lost by new connections.
+    /// Unmasks ranks. Those removed from the view, whose epochs differ, reconnect.
     fn take_back(&self, ranks: &[u32]) -> Result<()> {
         let agreement = self.membership.agreement();
         let others = {

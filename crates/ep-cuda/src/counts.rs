@@ -1,4 +1,4 @@
-//! CountPool that kernels report to the host through pinned memory.
+//! Row counts that kernels report to the host through pinned memory.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;

@@ -84,7 +84,7 @@ impl DeviceBuffer {
     /// accessed by others; of a captured one as long as the graph is used.
     ///
     /// # Errors
-    /// `Usage` for arguments that make no sense; `Closed`; what the driver reports; `PeerDead` when an earlier operation lost a rank,
+    /// `Usage` for invalid arguments; `Closed`; errors of the driver; `PeerDead` when an earlier operation lost a rank,
     /// unless the buffer masks lost ranks.
     pub unsafe fn dispatch_expert(&self, args: &EpDispatchArgs, stream: u64, split: Split) -> Result<Enqueued> {
         let inner = &self.0;

@@ -25,10 +25,10 @@ pub(crate) fn stage(number: u32) -> (Operation, &'static str) {
         EP_STAGE_ANNOUNCE => (Operation::Dispatch, "its announcement"),
         EP_STAGE_SENT => (Operation::Dispatch, "all of its rows"),
         EP_STAGE_PLACE => (Operation::Dispatch, "its rows at their place"),
-        EP_STAGE_DISPATCH_TAKEN => (Operation::Dispatch, "it to take the dispatch before the last"),
+        EP_STAGE_DISPATCH_TAKEN => (Operation::Dispatch, "it to release the dispatch before the last"),
         EP_STAGE_WEIGHTS => (Operation::Combine, "its weights"),
-        EP_STAGE_BACK_ROW => (Operation::Combine, "its rows back"),
-        EP_STAGE_COMBINE_TAKEN => (Operation::Combine, "it to take the combine before the last"),
+        EP_STAGE_BACK_ROW => (Operation::Combine, "its returned rows"),
+        EP_STAGE_COMBINE_TAKEN => (Operation::Combine, "it to release the combine before the last"),
         _ => (Operation::Dispatch, "a stage of a later version"),
     }
 }
@@ -37,15 +37,15 @@ pub(crate) fn stage(number: u32) -> (Operation, &'static str) {
 pub(crate) fn reason(told: &EpFault, limit: Duration) -> String {
     if told.stage == EP_STAGE_PLACE {
         // It was in time here, but other ranks counted its rows differently: they timed out for different ranks.
-        return format!("its rows begin at {}, as other ranks came in time for it than for this one", told.seen);
+        return format!("its rows begin at {}, as it and this rank disagree on which ranks timed out", told.seen);
     }
-    format!("nothing came for {:.3} s", limit.as_secs_f64())
+    format!("nothing received for {:.3} s", limit.as_secs_f64())
 }
 
-/// The problem with this rank's own call, for a fault that is no other rank's.
+/// Error message for a fault caused by this rank's own call; `None` for other faults.
 pub(crate) fn own(told: &EpFault) -> Option<String> {
     (told.stage == EP_STAGE_ROOM).then(|| {
-        format!("dispatch {}: {} rows came, which is more than max_rows: those beyond are lost", told.epoch, told.seen)
+        format!("dispatch {}: {} rows were received, more than max_rows: the rest is lost", told.epoch, told.seen)
     })
 }
 
@@ -143,7 +143,7 @@ mod tests {
     fn a_fault_says_why_the_rank_is_lost() {
         let limit = Duration::from_millis(1500);
         let late = EpFault { stage: EP_STAGE_SENT, ..NONE };
-        assert_eq!(reason(&late, limit), "nothing came for 1.500 s");
+        assert_eq!(reason(&late, limit), "nothing received for 1.500 s");
         let misplaced = EpFault { stage: EP_STAGE_PLACE, seen: 12, ..NONE };
         assert!(reason(&misplaced, limit).starts_with("its rows begin at 12, "));
         assert_eq!((is_masked_by_kernels(&late), is_masked_by_kernels(&misplaced)), (true, false));
@@ -153,7 +153,7 @@ mod tests {
     fn too_little_room_is_no_ranks_fault() {
         let told = EpFault { stage: EP_STAGE_ROOM, epoch: 3, seen: 40, ..NONE };
         assert!(
-            own(&told).is_some_and(|text| text.starts_with("dispatch 3: 40 rows came, which is more than max_rows"))
+            own(&told).is_some_and(|text| text.starts_with("dispatch 3: 40 rows were received, more than max_rows"))
         );
         assert_eq!(own(&EpFault { stage: EP_STAGE_PLACE, ..told }), None);
     }

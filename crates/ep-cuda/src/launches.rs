@@ -19,7 +19,7 @@ use crate::outstanding::Outstanding;
 
 /// How long a launch waits for memory that is being released.
 const FREES: Duration = Duration::from_millis(100);
-/// Entries after which one looks for operations that are done.
+/// Every this many pushes, completed operations are removed.
 const LOOK_AFTER: usize = 64;
 
 /// See the module.
@@ -132,7 +132,7 @@ impl Launches {
         self.events.record(stream, captured)
     }
 
-    /// Enqueues a kernel. `early`: in place of in order behind the kernel before it ([`EpKernels::dispatch_expert`]).
+    /// Enqueues a kernel. `early`: may overlap the preceding kernel of the stream ([`EpKernels::dispatch_expert`]).
     pub(crate) fn launch(&self, stream: &Stream, args: &Args, blocks: u32, early: bool) -> Result<()> {
         // SAFETY: heaps, table, ring and handle are ours, laid out for this shape, and kept until kernels are done; the
         // order of operations was checked; callers vouch for their own addresses.
@@ -189,7 +189,7 @@ impl InFlight {
     fn push(&self, done: &Completion) {
         let mut in_flight = self.0.lock();
         in_flight.push_back(done.clone());
-        // A query of an event takes a good part of a submission's time, so one stands for many operations.
+        // Querying an event costs a good part of a submission, so one query covers many operations.
         let middle = in_flight.len() / 2;
         if in_flight.len().is_multiple_of(LOOK_AFTER) && in_flight[middle].is_done().unwrap_or(true) {
             in_flight.drain(..=middle);

@@ -12,7 +12,7 @@ use crate::completion::Completion;
 use crate::inner::Inner;
 use crate::regions::RegionView;
 
-/// Completions that a lease keeps before it asks which are over.
+/// Completions that a lease keeps before it queries and removes those that are done.
 const MANY: usize = 8;
 
 /// A region, leased until this is dropped. Usable from any thread.
@@ -91,7 +91,7 @@ impl RegionLease {
     pub(crate) fn is_used_until(&self, done: &Completion) {
         if !done.is_captured() {
             let mut until = self.until.lock();
-            // A question to the driver takes longer than all that is done with the few events of most leases.
+            // A query of the driver costs more than keeping the few events that most leases have.
             if until.len() >= MANY {
                 until.retain(|done| !done.is_done().unwrap_or(false));
             }

@@ -1,5 +1,5 @@
-//! Detection of lost ranks: faults that kernels report, connections that end, and what other ranks tell. A thread waits
-//! for the latter two, so that a rank is masked even while every other thread waits for kernels that wait for it.
+//! Detection of lost ranks by faults that kernels report, closed connections, and notices of other ranks. A thread
+//! waits for the latter two, so that a rank is masked even while every other thread waits for kernels that wait for it.
 
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Weak};
@@ -68,7 +68,7 @@ impl Inner {
         self.process_agreed_losses(state);
     }
 
-    /// Follows the agreement: masks ranks that others, or a variant of the buffer, have lost.
+    /// Masks ranks that, by the agreement, others or a variant of the buffer have lost.
     fn process_agreed_losses(&self, state: &mut State) {
         let agreement = self.membership.agreement();
         for loss in state.agreed_losses(agreement) {
@@ -115,7 +115,7 @@ impl Inner {
         self.process_if_free();
     }
 
-    /// Hears what another rank tells.
+    /// Handles a notice of another rank.
     fn notice_arrived(&self, rank: u32, generation: u64, receipt: &Receipt) {
         if let Err(error) = self.membership.agreement().hear(rank, generation, receipt) {
             self.membership.meeting().warn(&format!("a notice of rank {rank}: {error}"));
@@ -124,15 +124,15 @@ impl Inner {
         self.process_if_free();
     }
 
-    /// Processes losses, unless a call holds the state: the next call then does. It may wait for kernels that wait for
-    /// a rank whose loss is yet to be heard of.
+    /// Processes losses unless a call holds the state; the next call then does. Waiting for that call could deadlock:
+    /// its kernels may wait for a rank whose loss is still unprocessed.
     fn process_if_free(&self) {
         if let Some(mut state) = self.membership.try_lock() {
             self.process_losses(&mut state);
         }
     }
 
-    /// Takes a lost rank out of the view, and tells the others.
+    /// Removes a lost rank from the view and notifies the others.
     fn propose(&self, rank: u32, why: &str) {
         if let Err(error) = self.membership.agreement().lose(rank, why) {
             self.membership.meeting().warn(&error);

@@ -245,7 +245,7 @@ impl State {
         ranks.filter(|rank| self.peer(*rank).is_none_or(|peer| peer.masked)).collect()
     }
 
-    /// How many ranks are how, for the page.
+    /// Counts of ranks by state, for the metrics page.
     pub(crate) fn members(&self) -> Members {
         let masked = self.peers().filter(|peer| peer.masked).count() as u64;
         Members { connected: self.peers().count() as u64, masked, lost: self.faults.len() as u64 }

@@ -1,9 +1,9 @@
-//! What connections report to the thread that watches them.
+//! Connection events for the watching thread.
 
 use crossrail::Receipt;
 use crossrail_types::Error;
 
-/// What the watching thread waits for.
+/// An event of a connection.
 pub(crate) enum News {
     Ended(ConnectionEnd),
     /// A notice of that rank has arrived over its connection of this generation.

@@ -117,7 +117,7 @@ impl Peer {
             life.cancel();
         }
         if let Some(endpoint) = self.endpoint() {
-            // A dead peer needs no goodbye.
+            // Best effort: the peer may be dead.
             let _ = endpoint.close(Some(limit));
         }
     }

@@ -59,7 +59,7 @@ impl Regions {
         regions[at].taken = true;
         let mut until = std::mem::take(&mut regions[at].until);
         if idle.is_some() {
-            until.clear(); // so that nobody asks again
+            until.clear(); // known to be done: no further queries
         }
         Ok((at as u32, until))
     }

@@ -1,4 +1,4 @@
-//! Memory of results: handles, regions of the rank layout, and the counts that the host is told.
+//! Memory of results: handles, regions of the rank layout, and counts reported to the host.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ impl Results {
         self.buffer
     }
 
-    /// A handle for a dispatch of so many tokens; `weighted`: with weights.
+    /// A handle for a dispatch of `tokens` tokens, with or without weights.
     pub(crate) fn handle(&self, layout: Layout, tokens: u32, weighted: bool, captured: bool) -> Result<DeviceHandle> {
         let pool = self.handles[usize::from(layout == Layout::Rank)].as_ref();
         let none = || Error::new(ErrorKind::Usage, "dispatch", format!("the buffer has no {layout} layout"));

@@ -24,7 +24,7 @@ struct Shown {
     next_wait: u64,
 }
 
-/// How many ranks are how.
+/// Counts of ranks by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Members {
     /// Connected, this one included.

@@ -1,4 +1,4 @@
-//! Where the tokens of a batch go, counted before a dispatch: needs a GPU, but no buffer.
+//! Counts a batch's tokens per rank and expert before a dispatch. Needs a GPU, but no buffer.
 #![allow(unsafe_code)]
 
 use crossrail_cuda::{Capture, Context, Stream};
@@ -24,7 +24,7 @@ impl TokenLayout {
         Ok(TokenLayout { cuda, kernel })
     }
 
-    /// Whether it can count so many experts and ranks.
+    /// Whether it supports this number of experts and ranks.
     pub fn takes(experts: u32, ranks: u32) -> bool {
         LayoutKernel::takes(experts, ranks)
     }

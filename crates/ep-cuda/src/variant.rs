@@ -1,4 +1,4 @@
-//! Variants of a buffer: other kernels on the same heap and connections. Making one takes no other rank.
+//! Variants of a buffer: other kernels on the same heap and connections. Creating one involves no other rank.
 
 use std::sync::Arc;
 

@@ -446,7 +446,7 @@ impl Combine {
             self.common.fail(error);
         } else if header.rows as usize != want {
             let text = format!(
-                "rank {rank} brought {} rows back where {want} were sent: the ranks combine different dispatches",
+                "rank {rank} returned {} rows, but {want} were sent: the ranks combine different dispatches",
                 header.rows
             );
             self.common.fail(Error::new(ErrorKind::Mismatch, "combine", text));

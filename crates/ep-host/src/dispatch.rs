@@ -177,8 +177,8 @@ pub(crate) fn begin(local: &Arc<LocalRank>, input: Input, options: DispatchOptio
     Ok(Pending::new(dispatch, Arc::clone(local)))
 }
 
-/// Waits until no lost rank may write any more, for a moment: that a rank is lost may be heard from another rank before
-/// its connections to this one are seen to end.
+/// Waits briefly until no lost rank can still write: the notice of a loss may arrive before this rank sees the lost
+/// rank's connections end.
 fn await_suspects(local: &LocalRank, view: &mut MutexGuard<'_, GroupView>) {
     let until = Instant::now() + ENDING_MAX.min(local.config.timeout / 2);
     while !view.closed && view.suspect(&local.own).is_some() && Instant::now() < until && !interrupt::raised() {
@@ -207,9 +207,9 @@ fn check(local: &LocalRank, view: &mut GroupView, options: &DispatchOptions) -> 
         && let Some(rank) = view.suspect(&local.own)
     {
         let text =
-            format!("rank {rank} was lost but its process lives, and may still write where rows of the rank layout go");
+            format!("rank {rank} is lost, but its process is alive and may still write to rows of the rank layout");
         return Err(Error::new(ErrorKind::PeerDead, "dispatch", text)
-            .with_hint("end that process; the expert layout goes on working"));
+            .with_hint("end that process; the expert layout still works"));
     }
     Ok(())
 }
@@ -472,7 +472,7 @@ impl Operation for Dispatch {
                     Ok(received) => self.received[expected.rank] = received,
                     Err(error) => {
                         self.common.fail(error);
-                        // Whatever it sends, it may wait for a grant.
+                        // The sender may still wait for a grant.
                         rank_layout::grant_anything(local, view, &self.common, expected.rank);
                     }
                 }

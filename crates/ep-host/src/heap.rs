@@ -42,7 +42,7 @@ pub(crate) struct Header {
     pub(crate) flags: u32,
     /// Number of row writes since the connection, these rows included; 0 within a node.
     pub(crate) writes: u64,
-    /// Between nodes: which write of its kind this is, and of which operation, in one word.
+    /// Between nodes: tag of the operation and number of the write, see `stamp`.
     pub(crate) stamp: u64,
     /// Bytes of the text.
     pub(crate) text_len: u32,

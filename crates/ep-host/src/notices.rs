@@ -1,5 +1,4 @@
-//! Views: ranks that mask lost ranks tell each other, so that all of them mask the same ones, and a rank that the others
-//! go on without learns it.
+//! Exchange of views, so that all ranks mask the same lost ranks, and an evicted rank learns of it.
 
 use std::time::Instant;
 
@@ -26,7 +25,7 @@ impl LocalRank {
         masks.then(|| notices::receive(&self.worker, endpoint).ok()).flatten()
     }
 
-    /// Handles the notices that have arrived, if it is time to look. Returns whether the view has changed.
+    /// Handles arrived notices, at most once per [`LIVENESS_INTERVAL`]. Returns whether the view has changed.
     pub(crate) fn hear_notices(&self, common: &mut Common, view: &mut GroupView, now: Instant) -> bool {
         if self.config.on_loss != OnLoss::Mask || now.duration_since(view.heard) < LIVENESS_INTERVAL {
             return false;
@@ -59,7 +58,7 @@ impl LocalRank {
         changed
     }
 
-    /// Takes a rank that this one has lost out of the view, and tells the others.
+    /// Removes a rank that this one has lost from the view, and notifies the others.
     pub(crate) fn leave_out(&self, common: &Common, view: &mut GroupView, rank: usize, why: &str) {
         let out = view.agreed.lose(rank as u32, why);
         self.follow(common, view, &out);
@@ -80,7 +79,7 @@ impl LocalRank {
         }
     }
 
-    /// Sends this rank's view to all ranks that it reaches, those that are out of it included.
+    /// Sends this rank's view to all reachable ranks, including those removed from it.
     fn tell_others(&self, view: &GroupView) {
         notices::send(&view.agreed, view.operations, view.peers.iter().flatten().filter_map(|peer| peer.endpoint()));
     }

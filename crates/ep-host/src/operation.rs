@@ -1,5 +1,6 @@
-//! How an operation runs: it waits for messages from other ranks, does what each makes possible, and gives up ranks
-//! whose connection has ended or that are overdue. The store has no say in this: its leases end while ranks live.
+//! Progress of an operation: waits for messages from other ranks, processes them as they arrive, and gives up ranks
+//! whose connection has ended or that have timed out. Leases of the store play no part: they may expire while a rank
+//! lives.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -40,7 +41,7 @@ pub(crate) struct Common {
     /// How long another rank may take.
     limit: Duration,
     pub(crate) deadline: Instant,
-    /// When this rank last looked for messages.
+    /// When this rank last polled for messages.
     ran: Instant,
     /// Messages that have not arrived yet.
     pub(crate) expected: Vec<Expected>,
@@ -124,7 +125,7 @@ impl Common {
         );
     }
 
-    /// Waits for nobody any more: the operation fails.
+    /// Fails the operation and gives up all ranks.
     pub(crate) fn give_up_all(&mut self, ranks: usize, error: Error) {
         self.given_up = (0..ranks).collect();
         self.fail(error);
@@ -145,7 +146,7 @@ impl Common {
         self.expected.push(Expected { rank, message, parity: self.parity, number });
     }
 
-    /// This rank runs. While it was stopped, or did something else, it waited for nobody.
+    /// Extends the deadline by the time in which this rank did not poll: that must not count against others.
     fn run(&mut self, now: Instant) {
         let paused = now.duration_since(std::mem::replace(&mut self.ran, now));
         if paused > STALL {
@@ -233,7 +234,7 @@ impl<T> Drop for Pending<T> {
 
 /// How often to check whether the ranks that an operation waits for are alive.
 pub(crate) const LIVENESS_INTERVAL: Duration = Duration::from_millis(2);
-/// A rank that has not looked for messages for so long was stopped: this time does not count against others.
+/// After a gap of this length between two polls, this rank was stopped: the gap does not count against others.
 const STALL: Duration = Duration::from_millis(500);
 /// Upper bound on one sleep.
 const MAX_SLEEP: Duration = Duration::from_millis(20);
@@ -368,7 +369,7 @@ impl LocalRank {
         lost
     }
 
-    /// Records the loss of a rank, once until it is heard of again, and masks it if the buffer masks lost ranks.
+    /// Records the loss of a rank, once until its next message, and masks it if the buffer masks lost ranks.
     fn record_loss(&self, view: &mut GroupView, common: &Common, expected: Expected, why: String) {
         let (operation, number) = (common.name, common.number);
         let masks = self.config.on_loss == OnLoss::Mask;

@@ -49,7 +49,7 @@ impl Message {
             Message::Rows => "its rows",
             Message::Grant => "its place for our rows",
             Message::Weights => "its weights",
-            Message::Back => "its rows back",
+            Message::Back => "its returned rows",
             Message::Sync => "it at a barrier",
             Message::DispatchReleased => "it to release the dispatch before the last",
             Message::CombineReleased => "it to release the combine before the last",
@@ -135,8 +135,7 @@ const ROWS: usize = 2;
 const WEIGHTS: usize = 4;
 const BACK: usize = 6;
 const BACK_ROWS: usize = 8;
-/// The tag of words that carry half an operation's number: it wraps, and is never 0, which is what stands in a word that
-/// nobody has written.
+/// Low half of an operation's number, as a tag in words. It wraps, and is never 0, which marks an unwritten word.
 pub(crate) fn tag(number: u64) -> u64 {
     match number & 0xffff_ffff {
         0 => 1 << 31,
@@ -144,8 +143,8 @@ pub(crate) fn tag(number: u64) -> u64 {
     }
 }
 
-/// The stamp of a header: the tag of the operation, and the number of writes of that kind since the connection, this one
-/// included. The reader goes by it only once it has counted as many.
+/// The stamp of a header: the tag of the operation, and the number of writes of that kind since the connection, this
+/// one included. The reader accepts the header once it has counted that many writes.
 fn stamp(operation: u64, nth: u64) -> u64 {
     tag(operation) << 32 | nth & 0xffff_ffff
 }

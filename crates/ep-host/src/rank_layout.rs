@@ -153,7 +153,7 @@ impl Batch {
     }
 }
 
-/// Grants a place to a rank whose rows will not be read: it must not wait for a grant in vain.
+/// Grants a place to a rank whose rows will not be read, so that it does not time out waiting for the grant.
 pub(crate) fn grant_anything(local: &LocalRank, view: &mut GroupView, common: &Common, source: usize) {
     if local.config.has(Layout::Rank)
         && let Some(peer) = &mut view.peers[source]

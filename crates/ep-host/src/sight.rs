@@ -19,7 +19,7 @@ pub(crate) struct Sight {
     members_at: Option<Instant>,
 }
 
-/// How many ranks are how.
+/// Counts of ranks by state.
 pub(crate) struct Members {
     /// Connected, this one included.
     pub(crate) connected: u64,

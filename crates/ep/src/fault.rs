@@ -29,9 +29,9 @@ impl fmt::Display for Fault {
             write!(f, ", while {operation} {number} waited for {stage}")?;
         }
         match (masked, left) {
-            (true, 1) => write!(f, "; it is masked, 1 rank goes on"),
-            (true, left) => write!(f, "; it is masked, {left} ranks go on"),
-            (false, _) => write!(f, "; operations fail until it is masked, disconnected, or back"),
+            (true, 1) => write!(f, "; it is masked, 1 rank continues"),
+            (true, left) => write!(f, "; it is masked, {left} ranks continue"),
+            (false, _) => write!(f, "; operations fail until it is masked, disconnected, or reconnected"),
         }
     }
 }
@@ -52,7 +52,7 @@ mod tests {
             masked: true,
         };
         let text = "rank 1 is lost: its connection ended, while dispatch 4 waited for its rows; it is masked, ";
-        assert_eq!(fault(1).to_string(), format!("{text}1 rank goes on"));
-        assert_eq!(fault(3).to_string(), format!("{text}3 ranks go on"));
+        assert_eq!(fault(1).to_string(), format!("{text}1 rank continues"));
+        assert_eq!(fault(3).to_string(), format!("{text}3 ranks continue"));
     }
 }

@@ -426,8 +426,7 @@ impl Meeting {
             Some(from) if from < self.parameters.ranks() => {
                 self.accepted.lock().insert(from, endpoint);
             }
-            _ => self
-                .warn(&format!("a connection from {:?}, which is no rank of this buffer, was closed", endpoint.peer())),
+            _ => self.warn(&format!("a connection from {:?}, not a rank of this buffer, was closed", endpoint.peer())),
         }
     }
 
@@ -482,7 +481,7 @@ impl Meeting {
         let bytes = request.into_vec().unwrap_or_default();
         let hello = Hello::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())?;
         if hello.rank != rank {
-            let text = format!("rank {rank} says that it is rank {}", hello.rank);
+            let text = format!("rank {rank} identifies itself as rank {}", hello.rank);
             return Err(Error::new(ErrorKind::Protocol, "connect", text));
         }
         self.parameters.check(self.me, &hello.parameters, hello.rank)?;

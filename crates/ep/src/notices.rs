@@ -1,4 +1,4 @@
-//! Notices between ranks: who has lost whom, over the connections that a buffer has anyway. See [`View`].
+//! Loss notices between ranks, sent over the buffer's connections. See [`View`].
 
 use crossrail::{Endpoint, Receipt, Request, Worker};
 use crossrail_types::{Error, ErrorKind, Result};
@@ -25,8 +25,8 @@ pub fn received(request: Request, receipt: &Receipt) -> Result<Notice> {
     Notice::decode(bytes.get(..receipt.bytes as usize).unwrap_or_default())
 }
 
-/// Sends `view` to all ranks that are reached, those that are out of it included: they must learn it. `stamp`: sequence
-/// number of this rank's last operation.
+/// Sends `view` to all reachable ranks, including those removed from it. `stamp`: sequence number of this rank's last
+/// operation.
 pub fn send<'a>(view: &View, stamp: u64, endpoints: impl Iterator<Item = &'a Endpoint>) {
     let Ok(notice) = view.notice(stamp).encode() else { return };
     for endpoint in endpoints.filter(|endpoint| endpoint.is_alive()) {

@@ -29,7 +29,7 @@ pub struct Plan {
 pub struct Room {
     /// Label of the free bytes in the table.
     pub place: String,
-    /// Bytes available now, or why nobody knows.
+    /// Bytes available now, or why that is unknown.
     pub free: std::result::Result<u64, String>,
     /// Number of ranks that take their memory from there.
     pub sharing: u32,

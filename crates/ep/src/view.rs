@@ -1,13 +1,14 @@
-//! Which ranks take part, as one rank sees it, and how the views of several become one. No I/O.
+//! Membership view of one rank, and its agreement with the views of the others. No I/O.
 //!
-//! A rank that loses another takes it out of its own view at once and sends a [`Notice`] to all ranks that it still
-//! reaches, the lost one included. The lowest rank of a view leads it. A rank adopts what its leader has taken out; the
-//! leader adopts what any member reports. Who hears that it was taken out itself stops: it is [evicted](View::evicted).
-//! So when two ranks lose each other, the leader decides which of them stays, and tells the rest.
+//! A rank that loses another removes it from its own view at once and sends a [`Notice`] to all ranks that it still
+//! reaches, the lost one included. The lowest rank of a view is its leader. A rank adopts the removals of its leader;
+//! the leader adopts those that any member reports. A rank that learns of its own removal stops: it is
+//! [evicted](View::evicted). So when two ranks lose each other, the leader decides which of them stays, and notifies
+//! the rest.
 //!
-//! Views differ for a while, and results name the ranks that are missing in them meanwhile. They are equal when the
-//! notices have arrived, since a view only shrinks between [`View::restart`]s and all members follow one leader. Should
-//! the leader be lost, each rank finds that out for itself before it follows the next.
+//! Views may differ temporarily; results then name the ranks that are missing. They converge once all notices have
+//! arrived, since a view only shrinks between [`View::restart`]s and all members follow one leader. If the leader is
+//! lost, each rank detects that itself before it follows the next.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,16 +21,16 @@ use crate::hello::{MAX_MESSAGE, decode, encode};
 /// Longest reason in a notice, in characters.
 const WHY: usize = 200;
 
-/// What a rank tells the others when its view has changed.
+/// Announces a changed view to the other ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Notice {
     /// Sequence number of the sender's last operation.
     stamp: u64,
     /// Number of the sender's view.
     number: u64,
-    /// Ranks that are out of it.
+    /// Ranks removed from it.
     out: Vec<u32>,
-    /// Why the last of them is.
+    /// Why the last of them was removed.
     why: String,
 }
 
@@ -62,11 +63,11 @@ pub struct View {
     /// This rank included.
     members: BTreeSet<u32>,
     out: BTreeSet<u32>,
-    /// Why the last one is out.
+    /// Why the last one was removed.
     why: String,
-    /// Notices of members that this rank does not follow yet: the last of each.
+    /// The last notice of each member that this rank does not follow yet.
     pending: BTreeMap<u32, Notice>,
-    /// Notices of earlier operations are of a view before the caller changed it.
+    /// Lowest stamp of valid notices: earlier ones refer to a view before the last restart.
     since: u64,
     evicted: Option<String>,
 }
@@ -92,37 +93,37 @@ impl View {
         self.out.clear();
         self.pending.clear();
         self.since = stamp + 1;
-        // The number is a peer's word: it may be any.
+        // The number comes from a peer and may be any.
         self.number = self.number.max(number).saturating_add(1);
     }
 
-    /// Grows by one with every rank that goes out, and with every [`View::restart`].
+    /// Incremented with every removed rank and every [`View::restart`].
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Ranks that are out since the last restart.
+    /// Ranks removed since the last restart.
     pub fn out(&self) -> &BTreeSet<u32> {
         &self.out
     }
 
-    /// Why the last of them is out.
+    /// Why the last of them was removed.
     pub fn why(&self) -> &str {
         &self.why
     }
 
-    /// Why this rank is out of the others' view, once they have told it.
+    /// Why the others removed this rank from their view, once it knows.
     pub fn evicted(&self) -> Option<&str> {
         self.evicted.as_deref()
     }
 
-    /// This rank has lost `rank`. Returns the others that are out as a result: their notices count now.
+    /// Removes `rank`, which this rank has lost. Returns the ranks that are removed as a result of pending notices.
     pub fn lose(&mut self, rank: u32, why: &str) -> Vec<u32> {
         self.take_out(rank, why);
         self.settle()
     }
 
-    /// What to tell the others after a change, when the last operation is `stamp`.
+    /// Notice to send to the others after a change; `stamp`: the last operation.
     pub fn notice(&self, stamp: u64) -> Notice {
         let why = self.why.chars().take(WHY).collect();
         // A change between the restart and the first operation after it is one of the new view.
@@ -130,7 +131,7 @@ impl View {
         Notice { stamp, number: self.number, out: self.out.iter().copied().collect(), why }
     }
 
-    /// A notice of rank `from` has arrived. Returns the ranks that are out as a result.
+    /// Handles a notice of rank `from`. Returns the ranks that are removed as a result.
     pub fn hear(&mut self, from: u32, notice: Notice) -> Vec<u32> {
         let known = self.members.contains(&from) || self.out.contains(&from);
         if notice.stamp < self.since || self.evicted.is_some() || !known {

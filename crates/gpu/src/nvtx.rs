@@ -1,7 +1,7 @@
 //! Ranges that profilers show on their time line (NVTX, version 3).
 //!
-//! A profiler names its library in `NVTX_INJECTION64_PATH`. It is loaded when the first range begins, and asks for
-//! tables into which it writes the functions that it wants called. Where there is none, a range costs one look.
+//! A profiler names its library in `NVTX_INJECTION64_PATH`. It is loaded when the first range begins, and writes its
+//! callbacks into tables that it requests from us. Without a profiler, a range costs one load.
 #![allow(unsafe_code)]
 
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -95,7 +95,7 @@ extern "C" fn module(module: c_uint, table: *mut *const *const Cell, size: *mut 
 
 extern "C" fn told(_version: u32) {}
 
-/// What a profiler wants to hear.
+/// Callbacks of a profiler.
 struct Tool {
     start: Start,
     end: End,
@@ -106,7 +106,7 @@ impl Tool {
     /// The profiler that the environment names.
     fn find() -> Option<Tool> {
         let path = std::env::var_os("NVTX_INJECTION64_PATH")?;
-        // SAFETY: who sets this variable wants that library in this process; every program with NVTX loads it.
+        // SAFETY: the user who sets this variable accepts this library in the process, as with every program with NVTX.
         let library = unsafe { Library::new(path) }.ok()?;
         // SAFETY: the function has this signature in every such library; it is called while the library is loaded.
         let initialize = unsafe { *library.get::<Initialize>(b"InitializeInjectionNvtx2").ok()? };
@@ -138,7 +138,7 @@ impl Tool {
 pub(crate) struct Range(Option<u64>);
 
 impl Range {
-    /// `name` is asked for only where a profiler listens.
+    /// `name` is called only with a profiler attached.
     #[inline]
     pub(crate) fn start(name: impl FnOnce() -> String) -> Range {
         let Some(tool) = TOOL.get_or_init(Tool::find) else { return Range(None) };

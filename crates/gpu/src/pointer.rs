@@ -1,4 +1,4 @@
-//! Whose memory an address is, as the CUDA driver says.
+//! Classifies addresses by memory kind and owning GPU, with the CUDA driver.
 
 use crossrail_cuda::{Context, MemoryKind, PointerInfo};
 use crossrail_types::{Error, ErrorKind, Result};

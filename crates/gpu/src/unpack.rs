@@ -1,4 +1,4 @@
-//! Bytes from where they arrived to where they belong in GPU memory: three ways that do the same.
+//! Scatters received bytes to their destinations in GPU memory, in one of three equivalent ways.
 //!
 //! ```text
 //! kernel   one launch gathers the whole list
@@ -21,10 +21,10 @@ use cuda::{Context, Event, PinnedMemory, Stream};
 
 /// How many lists may be in flight before the next call waits for the oldest.
 const BEDS: usize = 2;
-/// The least room for a list: what a stager's batches need, so that it is made once.
+/// Minimum size of a list's memory: enough for a stager's batches, so that it is allocated once.
 const LIST: usize = 128 << 10;
 
-/// Where the entries' sources are. Whatever it is, `Piece::src` is the GPU's address.
+/// Memory that holds the entries' sources. `Piece::src` is the GPU's address in either case.
 #[derive(Clone, Copy, Debug)]
 pub enum Source {
     /// In pinned host memory, all of them in one mapping.
@@ -43,7 +43,7 @@ pub enum Source {
     },
 }
 
-/// Unpacks lists of pieces in one of the three ways; what it needs is made once. One thread at a time.
+/// Unpacks lists of pieces in one of the three ways, with resources that are allocated once. One thread at a time.
 pub struct Unpacker {
     context: Context,
     mode: UnpackMode,
@@ -54,7 +54,7 @@ pub struct Unpacker {
     list: ScatterList,
     beds: [Bed; BEDS],
     turn: usize,
-    /// What is copied to the host to be gathered there.
+    /// Staging memory for sources that the host gathers from device memory.
     landing: Option<PinnedMemory>,
 }
 
@@ -62,11 +62,11 @@ pub struct Unpacker {
 struct Bed {
     done: Event,
     area: Option<PinnedMemory>,
-    /// The GPU may still be at it.
+    /// The GPU may still use it; `done` is recorded.
     used: bool,
 }
 
-// SAFETY: a `Source` is a pair of addresses; who calls `unpack` answers for what is there.
+// SAFETY: a `Source` is a pair of addresses; the caller of `unpack` guarantees that they are valid.
 unsafe impl Send for Source {}
 
 impl Unpacker {
@@ -108,9 +108,9 @@ impl Unpacker {
         self.blocks = Some(blocks.max(1));
     }
 
-    /// Puts in: every entry of the list goes from its `src` to its `dst`. The list may be changed afterwards. `host`
-    /// gathers before it returns, and then needs the sources no more; with sources in device memory it waits for
-    /// `stream` first.
+    /// Enqueues a copy of every entry of the list from its `src` to its `dst`. The list may be reused afterwards.
+    /// `host` gathers before it returns and does not access the sources afterwards; for sources in device memory it
+    /// synchronizes `stream` first.
     ///
     /// # Safety
     /// Sources must be in `source`, and valid and unchanged until this is done; destinations must be device memory
@@ -207,7 +207,7 @@ impl Unpacker {
         self.beds[bed].put_in(stream)
     }
 
-    /// A bed that the GPU is not at.
+    /// Index of a bed that the GPU does not use; waits for the oldest if necessary.
     fn next_bed(&mut self) -> Result<usize> {
         self.turn = (self.turn + 1) % BEDS;
         let bed = &mut self.beds[self.turn];
@@ -227,7 +227,7 @@ impl std::fmt::Debug for Unpacker {
 
 impl Drop for Unpacker {
     fn drop(&mut self) {
-        // Pinned memory must not go while the GPU reads it. What does not end in time is lost with its context.
+        // Pinned memory must not be freed while the GPU reads it: on a timeout it is leaked.
         for bed in self.beds.iter_mut().filter(|bed| bed.used) {
             if bed.done.wait(self.limit).is_err_and(|error| error.kind == ErrorKind::Timeout) {
                 std::mem::forget(bed.area.take());
@@ -237,10 +237,10 @@ impl Drop for Unpacker {
 }
 
 impl Bed {
-    /// What was put into `stream` uses it.
+    /// Marks it as used by all work enqueued in `stream` so far.
     fn put_in(&mut self, stream: &Stream) -> Result<()> {
         if let Err(error) = self.done.record(stream) {
-            // Without the event nobody would know when it is free.
+            // Without the event, its last use cannot be detected: leak it.
             std::mem::forget(self.area.take());
             return Err(error);
         }
@@ -298,7 +298,7 @@ struct Run {
 impl Gathered {
     fn of(list: &[Piece]) -> Result<Gathered> {
         let total = list.iter().try_fold(0_u64, |sum, piece| sum.checked_add(piece.len));
-        let too_much = || Error::new(ErrorKind::Usage, "unpack", "the list's entries are longer than memory can be");
+        let too_much = || Error::new(ErrorKind::Usage, "unpack", "the total length of the list's entries overflows");
         let total = usize::try_from(total.ok_or_else(too_much)?).map_err(|_| too_much())?;
         let first = list.iter().map(|piece| piece.dst).min().unwrap_or(0);
         let last = list.iter().map(|piece| piece.dst.saturating_add(piece.len)).max().unwrap_or(0);
@@ -323,7 +323,7 @@ impl Gathered {
     }
 }
 
-/// A length in GPU memory as one of the host's; this is a 64-bit library.
+/// Converts a GPU memory length; `usize` has 64 bits.
 fn bytes(len: u64) -> usize {
     len as usize
 }

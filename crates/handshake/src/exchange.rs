@@ -30,7 +30,7 @@ pub(crate) struct Exchange<'a> {
     stage: String,
     started: Instant,
     deadline: Instant,
-    /// The other end may read frames already: it is sent no reject any more.
+    /// The peer may already be reading frames: no reject is sent any more.
     hushed: bool,
 }
 
@@ -58,8 +58,8 @@ impl<'a> Exchange<'a> {
         self
     }
 
-    /// Closes without a word from now on, whatever goes wrong: the other end may take the connection for what it is to
-    /// become, and would read a reject as that.
+    /// Closes silently from now on, whatever fails: the peer may already use the connection as a lane, and would read a
+    /// reject as a frame.
     pub(crate) fn hush(&mut self) {
         self.hushed = true;
     }
@@ -85,8 +85,8 @@ impl<'a> Exchange<'a> {
         if foreign { failure.with_reason(Reason::Foreign) } else { failure }
     }
 
-    /// Sends `reject`; the error that says the same at this end. Never blocks: the message fits any socket's buffer,
-    /// and a peer that has let that fill up does not read it anyway.
+    /// Sends `reject`; returns the matching error for this end. Never blocks: the message fits into any socket's
+    /// buffer, and a peer that lets that fill up does not read it anyway.
     pub(crate) fn reject(&self, reject: &Reject) -> Error {
         self.send_reject(reject);
         Error { reason: reject.reason, ..self.error(reject.code.kind(), &reject.text) }
@@ -230,7 +230,7 @@ impl<'a> Exchange<'a> {
     pub(crate) fn challenge(&self) -> Result<(Vec<u8>, Challenge)> {
         let bytes = self.message(Kind::Challenge).map_err(|error| match (error.kind, error.reason) {
             (ErrorKind::Timeout, None) | (ErrorKind::Unreachable, Some(Reason::ConnectionClosed)) => {
-                error.with_hint("what listens there is no Crossrail, or is stopped: check address and port")
+                error.with_hint("the listener is not Crossrail, or its process is stopped: check address and port")
             }
             _ => error,
         })?;

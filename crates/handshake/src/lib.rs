@@ -1,4 +1,4 @@
-//! How the two ends of a connection prove who they are before anything else is said.
+//! Mutual authentication of the two ends of a connection.
 //!
 //! One challenge and response serves two protocols: workers, which build sessions and lanes on it, and the built-in
 //! store with its clients ([`store`]).
@@ -11,9 +11,9 @@
 //! Confirm ->                        lanes only: the connector takes the connection for one, and frames follow
 //! ```
 //!
-//! Either end may send a Reject, which gives its reason, in place of any message, as long as the other end still reads
-//! messages: an acceptor that has sent its Proof for a lane closes without a word, since the connector may take the
-//! connection for a lane already and would read a frame. The promises, for both protocols:
+//! Instead of any message, either end may send a Reject, which states its reason, as long as the peer still reads
+//! messages: an acceptor that has sent its Proof for a lane closes silently, because the connector may already treat
+//! the connection as a lane and would read the Reject as a frame. The guarantees, for both protocols:
 //!
 //! - With a shared [`Secret`], both ends prove that they know it. Without one, only this machine can connect (see
 //!   [`Secret::allows_listening`]), and over TCP both ends prove that they know their user's token (see [`UserToken`]).

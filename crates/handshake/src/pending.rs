@@ -1,18 +1,17 @@
-//! Handshakes in progress, and which of them makes room for a newer one.
+//! Handshakes in progress, and the choice of one to evict for a newer one.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
-/// How long a handshake may take before it may have to make room for a newer one: bursts of peers that mean it are over by
-/// then.
+/// Grace period of a handshake before it may be evicted for a newer one: bursts of genuine peers complete within it.
 pub const GRACE: Duration = Duration::from_millis(50);
 
 /// Handshakes in progress at one listener, oldest first, each with its source and what its owner keeps of it.
 ///
-/// Whoever opens connections and says nothing must not lock others out: see [`evict`](Pending::evict). Sources are counted as
-/// [`source_of`] has them.
+/// A client that opens connections and sends nothing must not lock others out: see [`evict`](Pending::evict). Sources
+/// are counted as [`source_of`] groups them.
 #[derive(Debug)]
 pub struct Pending<S, T> {
     open: BTreeMap<u64, Entry<S, T>>,
@@ -62,12 +61,12 @@ impl<S: Copy + Eq + Hash, T> Pending<S, T> {
         self.open.values().filter(|entry| entry.source == *source).count()
     }
 
-    /// Removes the handshake that makes room for one from `source`: one of those of the source that has most of them which
-    /// have had their time, or of all of its if it has more than its share. `among`: one of `source`.
+    /// Evicts a handshake to make room for one from `source`: one past its grace period of the source that has the
+    /// most, or any of that source's if it exceeds its share. `among`: one of `source` itself.
     ///
-    /// Which one is a matter of chance, `draw` a random number: of a flood from the source of a peer that means it, mostly
-    /// the flood's own go, however fast it is. The oldest would be the peer's as soon as the flood fills all places in less
-    /// time than a handshake takes.
+    /// The victim is random (`draw` is a random number): under a flood from the source of a genuine peer, mostly the
+    /// flood's own connections are evicted, however fast it is. The oldest would be the peer's as soon as the flood
+    /// fills all slots in less time than a handshake takes.
     pub fn evict(&mut self, source: &S, among: bool, now: Instant, draw: u64) -> Option<(u64, T)> {
         let mut counts: HashMap<S, usize> = HashMap::new();
         for entry in self.open.values() {
@@ -88,8 +87,8 @@ impl<S: Copy + Eq + Hash, T> Pending<S, T> {
     }
 }
 
-/// What limits take for one source: all of loopback, whose addresses any process has, and an IPv6 network of 64 bits, whose
-/// addresses one machine can have.
+/// The unit in which limits count sources: all of loopback is one, because any process can use its addresses, and so is
+/// an IPv6 /64 network, because one machine can have all of them.
 pub fn source_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         address if address.is_loopback() => Ipv4Addr::LOCALHOST.into(),

@@ -26,7 +26,7 @@ fn hmac(key: &[u8], label: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
     };
     mac.update(label.as_bytes());
     mac.update(&[0]);
-    // Without the lengths, two lists of parts could run together to the same bytes.
+    // Length-prefixed: otherwise two different lists of parts could concatenate to the same bytes.
     for part in parts {
         mac.update(&(part.len() as u64).to_le_bytes());
         mac.update(part);
@@ -41,7 +41,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// A random number that strangers cannot foresee; 0 where the kernel has none.
+/// An unpredictable random number; 0 if the kernel provides none.
 pub fn draw() -> u64 {
     random::<8>().map_or(0, u64::from_le_bytes)
 }

@@ -16,7 +16,7 @@ const SHORT: usize = 16;
 /// Longest secret file that is read, in bytes.
 const FILE_MAX: u64 = 64 * 1024;
 
-/// What processes that may talk to each other have in common. `Debug` hides it.
+/// The shared knowledge that admits processes to each other. `Debug` hides it.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub enum Secret {
     /// Nothing: this process listens on this machine only, for whoever reaches it over TCP.
@@ -142,7 +142,7 @@ impl Secret {
         matches!(self, Secret::Shared(_))
     }
 
-    /// What a connection demands: over a Unix socket the kernel says who the user is.
+    /// What a connection demands: over a Unix socket, the kernel identifies the user.
     pub(crate) fn over(&self, unix: bool) -> &Secret {
         static NOTHING: Secret = Secret::None;
         match self {

@@ -1,4 +1,4 @@
-//! What each end demands of the other before it looks at a proof, and why it closes otherwise.
+//! Requirements that each end checks before it verifies a proof, and the rejects that follow.
 
 use std::fmt::Display;
 
@@ -39,14 +39,15 @@ pub(crate) fn foreign(secret: &Secret, what: &str) -> Option<Reject> {
     Some(Reject::new(RejectCode::Refused, text).because(Reason::UserDenied))
 }
 
-/// What an end says that has no descriptor for what its peer wants: trying again does not help, and the limit is its own.
+/// Reject for a peer whose request needs a file descriptor when none is left: retrying does not help, and the limit is
+/// this end's own.
 pub(crate) fn no_descriptor(why: impl Display) -> Reject {
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map(|(soft, _)| format!(" is {soft}")).unwrap_or_default();
     let text = format!("{why}; its limit of open files{limit}: raise ulimit -n");
     Reject::new(RejectCode::Full, text).because(Reason::Descriptors)
 }
 
-/// What an end says that cannot read the token of its user any more.
+/// Reject of an end that can no longer read its user's token.
 pub(crate) fn unreadable(error: &Error) -> Refusal {
     if error.reason == Some(Reason::Descriptors) {
         return Refusal { reject: no_descriptor(&*error.detail), hint: None };

@@ -126,8 +126,8 @@ impl UserToken {
         linked
     }
 
-    /// That this is of that kind and this user's alone: in a folder that everybody may write to, anybody may have made
-    /// it first.
+    /// Checks that this is of that kind and owned by this user alone: in a world-writable folder, anyone may have
+    /// created it first.
     fn check(&self, fd: impl AsFd, path: &Path, kind: SFlag) -> Result<FileStat> {
         let found = fstat(fd).map_err(|e| self.failed("stat", path, e))?;
         let user = Uid::effective();
@@ -148,8 +148,8 @@ impl UserToken {
     fn failed(&self, what: &str, path: &Path, e: Errno) -> Error {
         let io = std::io::Error::from(e);
         match e {
-            // No other user can bring these about: whoever could fill /tmp or occupy the name could else have
-            // everybody admitted.
+            // No other user can cause these. Otherwise a user who could fill /tmp or squat the name could make every
+            // user be admitted.
             Errno::EROFS | Errno::EACCES | Errno::EPERM | Errno::ENOENT => {
                 let detail = format!("{what} {}: {io}", path.display());
                 Error::new(ErrorKind::Io, "user token", detail).with_io(&io)

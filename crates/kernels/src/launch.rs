@@ -72,8 +72,7 @@ impl Kernels {
         BLOCKS_PER_MULTIPROCESSOR.saturating_mul(self.multiprocessors)
     }
 
-    /// Puts in: every piece of the list goes to its place. `blocks`: how many to use, `None` for as many as help.
-    /// An empty list is nothing.
+    /// Enqueues the copies of a list, by `blocks` blocks; `None`: as many as help. An empty list launches nothing.
     ///
     /// # Safety
     /// The list and all sources must stay valid and unchanged, and destinations valid and untouched by others, until
@@ -90,7 +89,7 @@ impl Kernels {
     }
 
     /// Enqueues a move of rows by at most `blocks` blocks, each of which occupies a multiprocessor; `None`: as many as
-    /// help. Both ends may be memory of any GPU with peer access, or mapped host memory. No units are nothing.
+    /// help. Both ends may be memory of any GPU with peer access, or mapped host memory. Zero units launch nothing.
     ///
     /// # Safety
     /// The tables and all source rows must stay valid and unchanged, and destination rows valid and untouched by
@@ -115,15 +114,15 @@ impl Kernels {
         unsafe { self.rows.launch(stream, grid, args) }
     }
 
-    /// Puts in: a copy by `blocks` blocks, `None` for as many as help; then the signal becomes the value. Whoever sees
-    /// it there, on any GPU or the host, also sees the bytes, and what the stream did before. No bytes, no signal, or
-    /// neither are allowed. It can be captured in a graph.
+    /// Enqueues a copy by `blocks` blocks (`None`: as many as help), which then sets the signal to the value. The
+    /// signal is a release: a GPU or host that reads it with acquire also sees the bytes and all earlier work of the
+    /// stream. The bytes, the signal, or both may be absent. Can be captured in a graph.
     ///
-    /// A put of several blocks and a signal is two launches, which takes somewhat longer than one.
+    /// A put of several blocks with a signal takes two launches, and therefore slightly longer.
     ///
     /// # Safety
-    /// Both areas must stay valid until this is done; nobody may write `src`, or touch `dst`, meanwhile. They must
-    /// not overlap. The signal must stay valid until this is done.
+    /// Both areas and the signal must stay valid until this is done. Until then `src` must not be written, nor `dst`
+    /// accessed. The areas must not overlap.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] for 0 blocks, a part that is not a multiple of 16, or a signal that is not 8-byte
@@ -146,7 +145,8 @@ impl Kernels {
         unsafe { self.flag_write(stream, &FlagWriteArgs { flag: args.signal, value: args.value }) }
     }
 
-    /// Puts in: the flag becomes the value. Whoever sees it there also sees what the stream did before.
+    /// Enqueues a release store of the value to the flag: a reader that acquires it also sees all earlier work of the
+    /// stream.
     ///
     /// # Safety
     /// The flag must stay valid until this is done.
@@ -159,14 +159,14 @@ impl Kernels {
         unsafe { self.flag_write.launch(stream, ONE_WARP, args) }
     }
 
-    /// Puts in: the stream goes on when the flag has reached the value, or `limit_ns` is over. Which it was is at
-    /// `outcome` then: [`crate::FLAG_REACHED`] or [`crate::FLAG_TIMED_OUT`].
+    /// Enqueues a wait until the flag reaches the value or `limit_ns` has elapsed. It writes the result to `outcome`:
+    /// [`crate::FLAG_REACHED`] or [`crate::FLAG_TIMED_OUT`].
     ///
-    /// While it waits, nobody in this process should free GPU memory or load kernels: the driver waits for the whole
-    /// GPU then, and lets other threads' calls wait with it, even a question to an event, up to the limit.
+    /// Do not free GPU memory or load kernels in this process while it waits: the driver then synchronizes with the
+    /// whole GPU and blocks calls of other threads, even an event query, up to the limit.
     ///
     /// # Safety
-    /// Flag and outcome must stay valid until this is done; nobody may write the outcome meanwhile.
+    /// Flag and outcome must stay valid until this is done, and the outcome must not be written meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::Usage`] for addresses that are not 8-byte aligned; a failed call.

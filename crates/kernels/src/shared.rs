@@ -1,4 +1,4 @@
-//! One set of kernels for each GPU, for everybody in the process.
+//! Kernels shared by the whole process, one set per GPU.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
@@ -10,14 +10,14 @@ use crossrail_types::{Error, ErrorKind, Result, Settings};
 
 use crate::Kernels;
 
-/// What one GPU's kernels are kept in: no kernels while nobody has them.
+/// Slot for the kernels of one GPU; empty while they have no owner.
 type Place = Arc<Mutex<Weak<Kernels>>>;
 
 static PLACES: PerProcess<Mutex<Vec<(u32, Place)>>> = PerProcess::new();
 
-/// The kernels of `context`'s GPU: those that somebody in the process has already, or compiled (kept in the folder that
-/// `settings` name) and loaded now. They are unloaded when the last owner drops them. For at most `limit` per kernel
-/// it waits for another process that compiles the same; other threads that ask for the same GPU wait for this one.
+/// Returns the kernels of `context`'s GPU, shared within the process; compiles (with the cache that `settings` name)
+/// and loads them if there are none yet. The last owner unloads them. Waits at most `limit` per kernel for another
+/// process that compiles the same; concurrent calls for the same GPU wait for this one.
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] when NVRTC is not found, is too new for the driver, or a kernel does not compile (with

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use crate::MutexGuard;
 use crate::futex::{Futex, Slept};
 
-/// A condition that threads wait for with a locked [`Mutex`](crate::Mutex).
+/// A condition variable, used with a locked [`Mutex`](crate::Mutex).
 ///
-/// A wait may end without a notification: check what you wait for. Notifying costs a load while nobody waits.
+/// A wait may end spuriously: recheck the condition. Notifying costs one load if no thread waits.
 pub struct Condvar {
     notified: Futex,
     waiting: AtomicU32,
@@ -27,7 +27,7 @@ impl WaitTimeoutResult {
 }
 
 impl Condvar {
-    /// A condition that nobody waits for.
+    /// A condition variable without waiting threads.
     pub const fn new() -> Condvar {
         Condvar { notified: Futex::new(0), waiting: AtomicU32::new(0) }
     }
@@ -61,7 +61,8 @@ impl Condvar {
 
     #[inline]
     fn notify(&self, most: i32) {
-        // Whoever waits has counted itself before it unlocked the mutex, under which the caller has changed something.
+        // A waiting thread increments `waiting` before it unlocks the mutex, and the caller changed the condition under
+        // that mutex: so this load sees every thread that must be woken.
         if self.waiting.load(SeqCst) > 0 {
             self.notified.word.fetch_add(1, SeqCst);
             self.notified.wake(most);

@@ -42,17 +42,19 @@ impl Futex {
         });
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-        // SAFETY: a live word, and a timespec that outlives the call or none. Whatever the result, callers look again.
+        // SAFETY: a live word, and a timespec that outlives the call, or none. Callers recheck the word whatever the
+        // result.
         let result = unsafe { libc::syscall(libc::SYS_futex, self.word.as_ptr(), operation, seen, limit) };
         let timed_out = result < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ETIMEDOUT);
         if timed_out { Slept::TimedOut } else { Slept::Woken }
     }
 
-    /// Wakes at most `most` threads that sleep; whether there was one.
+    /// Wakes at most `most` sleeping threads; returns whether there was one.
     pub(crate) fn wake(&self, most: i32) -> bool {
         let operation = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
-        // SAFETY: the kernel does not access the word, which may be gone: another thread may have taken, released and
-        // dropped the lock meanwhile. Then nobody sleeps there, or somebody who looks again.
+        // SAFETY: the kernel uses only the address of the word, which may already be freed: another thread may have
+        // locked, unlocked and dropped the mutex meanwhile. Then no thread sleeps at that address, or only one that
+        // tolerates a spurious wake-up.
         unsafe { libc::syscall(libc::SYS_futex, self.word.as_ptr(), operation, most) > 0 }
     }
 }
@@ -71,8 +73,8 @@ impl Futex {
         Futex { word: AtomicU32::new(value), kernel }
     }
 
-    /// The kernel compares under its lock, behind a full barrier, with what stands in memory: the model checker's loads may
-    /// return older values, its read-modify-writes do not.
+    /// The kernel compares with the current value in memory, under its lock and behind a full barrier: the model
+    /// checker's loads may return older values, its read-modify-writes do not.
     pub(crate) fn sleep(&self, seen: u32, until: Option<Instant>) -> Slept {
         if until.is_some() {
             return Slept::TimedOut;

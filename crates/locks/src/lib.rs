@@ -1,14 +1,15 @@
-//! Mutexes and conditions whose waiting threads only the kernel knows.
+//! Futex-based mutexes and condition variables that are safe to use in a forked child.
 //!
-//! A forked child has the memory of its parent's threads, but not the threads. Locks that list their waiting threads in
-//! memory of the process have threads in these lists that do not exist in the child, and write into what was theirs. A
-//! mutex here is a word on which threads sleep by `futex(2)`: a lock that the child makes has nothing of the parent's.
+//! A forked child has a copy of its parent's memory, but none of the other threads. A lock that keeps a list of waiting
+//! threads in process memory then lists threads that do not exist in the child, and writes into their former stacks. A
+//! mutex here is a word on which threads sleep by `futex(2)`: a lock created in the child shares no state with the
+//! parent's threads.
 //!
 //! Unlike [`std::sync`]: no poisoning, a lock can be handed to a thread that waits for it ([`MutexGuard::bump`]), and a
 //! wait for it can have a deadline ([`Mutex::try_lock_until`]).
 //!
-//! Locks of objects are safe at a fork because the child is refused the objects. Those of statics are safe because the child
-//! has statics of its own: [`PerProcess`].
+//! Locks in objects are safe because the child is denied use of the parent's objects, locks in statics because each
+//! process has its own statics: [`PerProcess`].
 
 #[cfg(not(loom))]
 mod condvar;

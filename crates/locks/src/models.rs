@@ -9,13 +9,13 @@ use loom::thread;
 
 use crate::word::Word;
 
-/// A count that the lock protects: the model checker fails on two accesses that nothing orders.
+/// A counter protected by the lock: the model checker fails on unsynchronised accesses.
 struct Counted {
     word: Word,
     count: UnsafeCell<u32>,
 }
 
-// SAFETY: accesses of the cell are what the models are about.
+// SAFETY: the models check the synchronisation of its accesses.
 unsafe impl Sync for Counted {}
 
 impl Counted {

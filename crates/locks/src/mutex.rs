@@ -7,7 +7,7 @@ use lock_api::{GuardNoSend, RawMutexFair, RawMutexTimed};
 
 use crate::word::Word;
 
-/// A mutex whose waiting threads only the kernel knows; see the [crate's](crate) page.
+/// A mutex that keeps no list of waiting threads in process memory; see the [crate](crate).
 pub type Mutex<T> = lock_api::Mutex<RawMutex, T>;
 /// A locked [`Mutex`], until it is dropped.
 pub type MutexGuard<'a, T> = lock_api::MutexGuard<'a, RawMutex, T>;
@@ -15,7 +15,7 @@ pub type MutexGuard<'a, T> = lock_api::MutexGuard<'a, RawMutex, T>;
 /// What [`Mutex`] locks and unlocks.
 pub struct RawMutex(Word);
 
-// SAFETY: the word is taken by one thread at a time: only compare-and-swaps from a state in which nobody holds it take it.
+// SAFETY: one thread at a time holds the word: only a compare-and-swap from an unlocked state acquires it.
 unsafe impl lock_api::RawMutex for RawMutex {
     const INIT: RawMutex = RawMutex(Word::new());
 

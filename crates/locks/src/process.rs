@@ -1,4 +1,4 @@
-//! [`PerProcess`]: statics of which a forked child has its own.
+//! [`PerProcess`]: statics with one value per process, so that a forked child starts with its own.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -11,8 +11,8 @@ use crossrail_types::{Origin, count_fork};
 /// A value that exists once per process, made by [`Default`] when the process first uses it. For statics with locks.
 ///
 /// A thread of the parent may hold such a lock at the moment of a fork, in the middle of a change; the child has no
-/// thread that would ever release it. So nothing is taken over: a child starts with a value of its own. What its parent
-/// had stays in the child's memory, untouched. No fork waits for a lock, and no lock has to be taken in an order.
+/// thread that would ever release it. So the child inherits nothing: it creates its own value on first use, and the
+/// parent's value stays in its memory, untouched. No fork waits for a lock, and no lock order is needed at a fork.
 pub struct PerProcess<T: 'static>(AtomicPtr<Made<T>>);
 
 struct Made<T> {
@@ -46,7 +46,7 @@ impl<T: Default> PerProcess<T> {
             match self.0.compare_exchange(known, own, Ordering::AcqRel, Ordering::Acquire) {
                 // SAFETY: never dropped from here on.
                 Ok(_) => return unsafe { &(*own).value },
-                // Another thread of this process was faster.
+                // Another thread of this process won the race.
                 Err(now) => known = now,
             }
         }
@@ -88,14 +88,15 @@ extern "C" fn in_child() {
     count_fork();
 }
 
-/// Has every fork from now on counted in the child, which [`Origin`] compares. Any thread, any number of times.
+/// Registers a fork handler that increments the fork count, which [`Origin`] compares, in every child. Any thread, any
+/// number of times.
 pub fn watch_forks() {
     static WATCHING: AtomicBool = AtomicBool::new(false);
     if WATCHING.load(Ordering::Acquire) {
         return;
     }
-    // Threads that get here together all register it, rather than go on before it is: only whether the count has changed
-    // matters.
+    // Concurrent callers all register the handler, so that none returns before it is registered; counting a fork more
+    // than once is harmless, because only a change of the count matters.
     // SAFETY: the handler only adds to an atomic counter, which any thread may do at any time. It fails only without
     // memory; then forks go unnoticed.
     unsafe { libc::pthread_atfork(None, None, Some(in_child)) };

@@ -1,4 +1,4 @@
-//! The mutex itself: one word, and threads that sleep on it.
+//! The mutex itself: one futex word.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Instant;
@@ -6,30 +6,29 @@ use std::time::Instant;
 use crate::futex::{AtomicU32, Futex, Slept};
 
 const FREE: u32 = 0;
-/// Locked, and no thread has to be woken afterwards.
+/// Locked, no waiting thread to wake on unlock.
 const LOCKED: u32 = 1;
-/// Locked, and threads may sleep until it is not.
+/// Locked, and threads may be sleeping on the word.
 const AWAITED: u32 = 2;
-/// Unlocked for the threads that wait: one of them was woken and takes it, or another one that has come to wait. Nobody
-/// takes it in passing, so that whoever locks it again and again does not keep them out.
+/// Handed off: unlocked, for waiting threads only. The woken thread takes it, or one that began to wait meanwhile. The
+/// fast path does not, so a thread that relocks in a loop cannot starve the others.
 const PASSED: u32 = 3;
 
-/// Every so many unlocks with waiting threads, one hands the lock on: a thread that is only woken may find it locked again,
+/// Every `PASS_EVERY`-th contended unlock hands the lock off: a thread that is merely woken may find it locked again,
 /// any number of times.
 const PASS_EVERY: u32 = 64;
-/// How often a thread looks again before it sleeps, unless others sleep already.
+/// Spin iterations before a thread sleeps, unless others sleep already.
 const LOOKS: u32 = 10;
-/// The first of these looks follow a few pauses; later ones an offer of the processor to another thread, which may hold the
-/// lock.
+/// The first `SPINS` iterations pause the processor; later ones yield it to another thread, perhaps the lock holder.
 const SPINS: u32 = 3;
 
-/// A mutex without what it protects.
+/// The raw mutex, without the data that it protects.
 ///
-/// A thread that has slept may not be the last one that does, and takes the lock as [`AWAITED`]: so whoever is woken wakes the
-/// next in turn, and one that gives up marks a lock that is held before it goes.
+/// A thread that has slept takes the lock as [`AWAITED`], because others may still sleep: so each unlock wakes the
+/// next. A thread that times out leaves a held lock marked as [`AWAITED`] for the same reason.
 pub(crate) struct Word {
     state: Futex,
-    /// Unlocks with waiting threads. Changed with the lock held.
+    /// Counts unlocks with waiting threads. Written with the lock held.
     unlocks: AtomicU32,
 }
 
@@ -56,7 +55,7 @@ impl Word {
         }
     }
 
-    /// Without arguments, so that whoever locks a free mutex prepares none.
+    /// No arguments: the uncontended path sets up none.
     #[cold]
     #[inline(never)]
     fn lock_contended(&self) {
@@ -69,7 +68,7 @@ impl Word {
         self.state.word.load(Relaxed) == FREE && self.take(FREE, LOCKED)
     }
 
-    /// Whether it was locked before `until`.
+    /// Locks it; false if `until` passed first.
     pub(crate) fn lock_until(&self, until: Instant) -> bool {
         self.take(FREE, LOCKED) || self.lock_slow(false, Some(until))
     }
@@ -82,14 +81,14 @@ impl Word {
         }
     }
 
-    /// As [`Word::unlock`], and hands it to a thread that waits for it, if one does.
+    /// As [`Word::unlock`], and hands the lock off to a waiting thread, if there is one.
     pub(crate) fn unlock_fair(&self) {
         if self.state.word.compare_exchange(LOCKED, FREE, Release, Relaxed).is_err() {
             self.pass();
         }
     }
 
-    /// Unlocks it for a thread that waits, if one does, and locks it again after that.
+    /// Hands the lock off to a waiting thread, if there is one, and then locks it again.
     #[inline]
     pub(crate) fn bump(&self) {
         if self.state.word.load(Relaxed) == AWAITED {
@@ -102,7 +101,7 @@ impl Word {
         self.state.word.compare_exchange(from, to, Acquire, Relaxed).is_ok()
     }
 
-    /// `slept`: the caller was woken, perhaps in the place of a thread that sleeps on.
+    /// `slept`: the caller has slept, so other threads may still be sleeping.
     #[cold]
     fn lock_slow(&self, mut slept: bool, until: Option<Instant>) -> bool {
         let (mut looks, mut over) = (0, false);
@@ -134,12 +133,12 @@ impl Word {
         self.state.wake(1);
     }
 
-    /// Hands it to a thread that waits. If none sleeps it is free.
+    /// Hands the lock off to a waiting thread. Without one it is free.
     #[cold]
     fn pass(&self) {
         self.state.word.swap(PASSED, Release);
         if !self.state.wake(1) && self.state.word.compare_exchange(PASSED, FREE, Release, Relaxed).is_ok() {
-            // A thread in `bump_slow` may have gone to sleep on the word meanwhile.
+            // A thread in `bump_slow` may have gone to sleep on the word in between.
             self.state.wake(1);
         }
     }
@@ -150,14 +149,14 @@ impl Word {
         if !self.state.wake(1) && self.take(PASSED, AWAITED) {
             return;
         }
-        // Whoever takes it marks it as awaited. Woken, this thread may take it even if it was passed to another one: it
-        // cannot know whether it was passed to this one by now.
+        // Whichever thread takes it marks it as [`AWAITED`]. Once woken, this thread may take it even if it was handed
+        // to another one: it cannot tell for whom it is by now.
         self.state.sleep(PASSED, None);
         self.lock_slow(true, None);
     }
 }
 
-/// Lets a moment pass before another look at a lock that is held; false when it is time to sleep.
+/// Spins or yields once before the next look at a held lock; false: time to sleep.
 fn look_again(looks: &mut u32) -> bool {
     if cfg!(loom) || *looks == LOOKS {
         return false;

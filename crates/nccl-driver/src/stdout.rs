@@ -1,4 +1,4 @@
-//! What a plugin prints to stdout, kept from it: stdout is data.
+//! Captures what a plugin prints to stdout, which must carry only the program's data.
 #![allow(unsafe_code)]
 
 use std::io::{Read, Seek, SeekFrom};
@@ -43,7 +43,7 @@ impl Diverted {
         let mut text = Vec::new();
         self.file.seek(SeekFrom::Start(0)).ok()?;
         (&mut self.file).take(4096).read_to_end(&mut text).ok()?;
-        // What is printed later goes behind.
+        // Append later output.
         self.file.seek(SeekFrom::End(0)).ok()?;
         let text = String::from_utf8_lossy(&text);
         let line = text.lines().find(|line| !line.trim().is_empty())?;
@@ -59,7 +59,7 @@ impl Drop for Diverted {
     }
 }
 
-/// Writes out what the C library holds back.
+/// Flushes all streams of the C library.
 fn flush() {
     // SAFETY: null stands for all streams.
     unsafe { libc::fflush(std::ptr::null_mut()) };

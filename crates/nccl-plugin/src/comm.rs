@@ -83,11 +83,11 @@ struct Part {
 
 #[derive(Default)]
 enum Stage {
-    /// The worker's thread is to start it.
+    /// The worker's thread will start it.
     #[default]
     Posted,
     Running(Request),
-    /// It has ended, or is not to be started any more.
+    /// Ended, or cancelled before the start.
     Over,
 }
 
@@ -243,7 +243,7 @@ impl Comm {
         flight
     }
 
-    /// Cancels requests and waits until the engine has let go of their memory.
+    /// Cancels requests and waits until the engine no longer uses their memory.
     fn end(&self, parts: Vec<Arc<Part>>) {
         let running: Vec<Request> = parts.iter().filter_map(|part| part.cancel()).collect();
         let deadline = Instant::now() + CANCEL_LIMIT;

@@ -1,6 +1,6 @@
 use crossrail_types::LaneId;
 
-/// A moment, in nanoseconds since anything, as long as it never goes back. May be coarse.
+/// A point in time, in nanoseconds from an arbitrary origin. Must not decrease; may be coarse.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time(pub u64);
 
@@ -12,21 +12,21 @@ impl Time {
     }
 }
 
-/// What both ends of a connection must have agreed on (all but `lane_deadline` and `lazy_passes`).
+/// Parameters that both ends of a connection must have agreed on (all but `lane_deadline` and `lazy_passes`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Largest chunk, in bytes.
     pub chunk: u64,
     /// Chunks that a lane may have outstanding.
     pub window: u32,
-    /// Eager bytes that a peer may have sent and not yet been told are received.
+    /// Eager bytes that a peer may have in flight: sent and not yet acknowledged.
     pub eager_credit: u64,
     /// Operations that a peer may have in flight; more wait at the sender.
     pub message_credit: u32,
     /// Nanoseconds without progress after which a lane that owes us something is suspected.
     pub lane_deadline: u64,
-    /// How many times [`crate::Peer::next`] may find nothing but acknowledgements to send before it sends them
-    /// alone, hoping that a message comes along to carry them. 0: at once.
+    /// How many calls of [`crate::Peer::next`] may defer acknowledgements, when there is nothing else to send, so that
+    /// a message can carry them. 0: none, they are sent at once.
     pub lazy_passes: u32,
 }
 
@@ -43,7 +43,7 @@ impl Default for Config {
     }
 }
 
-/// What a lane carries at present.
+/// Current load of a lane.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneLoad {
     /// Chunks sent and not acknowledged.
@@ -52,11 +52,11 @@ pub struct LaneLoad {
     pub bytes: u64,
     /// Bytes per second, as the acknowledgements came; 0 while unknown.
     pub rate: u64,
-    /// It holds a chunk of the peer's for which there is no slot, and receives nothing meanwhile.
+    /// The head of an incoming chunk is blocked for want of a slot; nothing else is received on the lane until then.
     pub waits: bool,
 }
 
-/// What the protocol has to know of a lane.
+/// Properties of a lane that the protocol depends on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LaneSpec {
     /// Its id, the same in every call.
@@ -65,14 +65,15 @@ pub struct LaneSpec {
     pub reliable: bool,
     /// May carry the message stream.
     pub messages: bool,
-    /// Carries chunks. A lane without this does so only while no lane with it is there.
+    /// Carries chunks. A lane without this flag does so only while no lane with it is up.
     pub bulk: bool,
     /// Largest payload of one frame, in bytes; at least 64.
     pub max_payload: u32,
     /// Largest message that goes out with its first frame, in bytes.
     pub eager_max: u32,
-    /// Payloads up to here, in bytes, it places in one step: between [`crate::Placing::Message`] and the last byte
-    /// nothing else happens at this end. 0: it may be interrupted at any byte. Only for reliable lanes.
+    /// Largest payload, in bytes, that the lane places in one step: nothing else happens at this end between
+    /// [`crate::Placing::Message`] and the last byte. 0: placement may be interrupted at any byte. Only for reliable
+    /// lanes.
     pub whole_max: u32,
     /// Shows the peer a count at any time, without a frame ([`crate::Peer::publish`]): frames of their own for delivered
     /// messages are not needed on it. Only for reliable lanes.

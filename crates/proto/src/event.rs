@@ -51,10 +51,10 @@ pub enum Operation {
         key: RegionKey,
         /// Where in it.
         offset: u64,
-        /// Told to the region's owner once all bytes are there.
+        /// Delivered to the region's owner once all bytes are in place.
         imm: Option<u32>,
     },
-    /// Our bytes into memory that the peer makes for them.
+    /// Our bytes into memory that the peer allocates for them.
     Put {
         /// For what, where one frame holds all of them: the peer's [`Regions::lend`] is asked.
         name: u64,
@@ -182,7 +182,7 @@ pub enum Placing {
     Refuse(String),
 }
 
-/// How an operation's bytes went.
+/// How an operation's bytes were moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// In the first frame.
@@ -217,13 +217,13 @@ pub struct Receipt {
     pub lane: Option<LaneId>,
     /// The lanes that carried chunks, by id; empty (and not allocated) otherwise.
     pub lanes: Vec<LaneShare>,
-    /// From the announcement to the peer's consent.
+    /// From the announcement to the peer's consent. Nanoseconds.
     pub match_ns: u64,
     /// While there was more to send and no lane had room in its window.
     pub window_ns: u64,
     /// The rest: on the wire and at the other end.
     pub wire_ns: u64,
-    /// In the direct copy; where the peer was left to make it, until it said that it had.
+    /// In the direct copy; if the peer made it, until it reported completion.
     pub copy_ns: u64,
     /// The end that the bytes come from copied them directly, alone.
     pub pushed: bool,
@@ -334,9 +334,9 @@ pub enum Event {
     },
     /// All bytes of a write are in place.
     Imm {
-        /// Where.
+        /// The region that was written.
         region: RegionRef,
-        /// The writer's word.
+        /// The immediate value.
         imm: u32,
     },
     /// No lane may touch this memory any more.
@@ -360,8 +360,10 @@ pub enum Event {
         /// How many more.
         chunks: u32,
     },
-    /// The lane owes us something and is silent: answer with [`crate::Peer::lane_alive`], and
-    /// [`crate::Peer::probe`] if nothing is in flight that would tell, or with [`crate::Peer::lane_down`]. A lane whose next chunk is still being fetched here is alive.
+    /// The peer owes something on this lane, which has been silent for a deadline. Answer with
+    /// [`crate::Peer::lane_alive`], followed by [`crate::Peer::probe`] if nothing is in flight whose acknowledgement
+    /// would show life, or with [`crate::Peer::lane_down`]. A lane whose next chunk is still being fetched here is
+    /// alive.
     Suspect {
         /// Which.
         lane: LaneId,
@@ -375,7 +377,7 @@ pub enum Event {
         /// Their bytes.
         requeued_bytes: u64,
     },
-    /// Messages may be lost for good (a lane that promised to lose none went down): call [`crate::Peer::dead`].
+    /// Messages may be lost for good, because a reliable lane went down: call [`crate::Peer::dead`].
     Broken {
         /// How.
         why: String,
@@ -384,7 +386,7 @@ pub enum Event {
     Bye,
 }
 
-/// A message that went with its first frame is over, in good order: an [`Event::Done`] in short.
+/// Successful completion of a message that was sent with its first frame: a compact [`Event::Done`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Short {
     /// Which.
@@ -425,14 +427,14 @@ impl From<Short> for Event {
 pub trait Regions {
     /// Finds the region and checks that `offset..offset + len` may be accessed so.
     fn resolve(&mut self, key: &RegionKey, offset: u64, len: u64, access: Access) -> Result<RegionRef, RegionFault>;
-    /// Makes memory for `len` bytes of an [`Operation::Put`], which this end is told of once all of them are there.
+    /// Allocates memory for `len` bytes of an [`Operation::Put`]; [`Event::Imm`] follows once all of them are in place.
     fn lend(&mut self, _name: u64, _len: u64) -> Result<RegionRef, RegionFault> {
         Err(RegionFault::Gone)
     }
     /// Whether it is still registered.
     fn alive(&self, region: RegionRef) -> bool;
-    /// Whether its bytes may go out with a frame of the message stream when the peer reads few of them. If not, they
-    /// go in chunks, as they do from device memory.
+    /// Whether its bytes may be sent in a frame of the message stream when the peer reads few of them. If not, they go
+    /// in chunks, as device memory does.
     fn eager(&self, _region: RegionRef) -> bool {
         true
     }

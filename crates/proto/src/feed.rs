@@ -7,14 +7,15 @@ use crate::{LaneShare, Time};
 
 /// Smallest chunk, unless less is left or the lane carries less.
 const CHUNK_MIN: u64 = 64 << 10;
-/// Nanoseconds that a chunk should take its lane at least, where there are several. A chunk costs wake-ups and system
-/// calls at both ends, and a pack and an unpack if it is of GPU memory: with shorter ones, fast lanes do little else.
+/// Target duration of a chunk on its lane, in nanoseconds, where there are several lanes. Each chunk costs wake-ups and
+/// system calls at both ends, and a pack and an unpack for GPU memory: with shorter chunks this overhead dominates on
+/// fast lanes.
 const CHUNK_TIME: u64 = 100_000;
-/// A lane that carries a transfer alone takes chunks of this length, or of a quarter of the longest: the receiver copies
-/// them out of the sender's cache, which longer ones leave.
+/// Chunk size for a lane that carries a transfer alone, or a quarter of the largest chunk if that is more. The receiver
+/// copies such chunks out of the sender's cache; larger ones would be evicted first.
 const LONE: u64 = 512 << 10;
 
-/// Bytes of a transfer that one lane is to carry.
+/// A contiguous part of a transfer, assigned to one lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) offset: u64,
@@ -23,7 +24,7 @@ pub(crate) struct Piece {
     pub(crate) again: bool,
 }
 
-/// What of one transfer still has to go out, for any lane to take.
+/// The part of one transfer that is still to be sent, for any lane to take.
 #[derive(Debug)]
 pub(crate) struct Feed {
     pub(crate) target: Target,
@@ -32,7 +33,7 @@ pub(crate) struct Feed {
     /// With the lane that lost it, or that is too slow with it.
     lost: VecDeque<(LaneId, Piece)>,
     lost_bytes: u64,
-    /// Whether pieces may have gone out twice.
+    /// Whether pieces may have been sent twice.
     twice: bool,
     /// Chunks on live lanes.
     pub(crate) outstanding: u32,
@@ -102,7 +103,8 @@ impl Feed {
         self.outstanding = self.outstanding.saturating_sub(1);
     }
 
-    /// `lane` is dead and had not delivered `piece`. Called for the lane's pieces from last to first.
+    /// Takes back `piece`, which `lane` had not delivered when it failed. Call it for the lane's pieces from last to
+    /// first.
     pub(crate) fn requeue(&mut self, lane: LaneId, piece: Piece) {
         self.acked();
         let share = share(&mut self.shares, lane);
@@ -114,14 +116,14 @@ impl Feed {
         self.lost.push_front((lane, Piece { again: true, ..piece }));
     }
 
-    /// `lane` would bring `piece` too late: others are to take it as well.
+    /// Queues `piece` for other lanes as well, because `lane` would deliver it too late.
     pub(crate) fn double(&mut self, lane: LaneId, piece: Piece) {
         self.requeue(lane, piece);
         // Unlike a dead one, it still carries it.
         self.outstanding += 1;
     }
 
-    /// `lane` has brought a piece that was doubled: what no other has begun to take of it need not go out again.
+    /// `lane` has delivered a duplicated piece: drops the part of the duplicate that no other lane has taken yet.
     pub(crate) fn halve(&mut self, lane: LaneId, piece: Piece) {
         let same =
             |(of, again): &(LaneId, Piece)| *of == lane && (again.offset, again.len) == (piece.offset, piece.len);
@@ -134,13 +136,13 @@ impl Feed {
         share.resent += if piece.again { piece.len } else { 0 };
     }
 
-    /// Whether what goes out next is on its way on `lane` already.
+    /// Whether the next piece to be sent is already in flight on `lane`.
     pub(crate) fn is_doubled(&self, lane: LaneId) -> bool {
         self.lost.front().is_some_and(|(of, _)| *of == lane)
     }
 
-    /// Whether a lane may still be reading the memory of a transfer that is complete: it carries what another one had
-    /// brought over already, which its receiver acknowledges before it has read it to the end.
+    /// Whether a lane may still read the memory of a completed transfer: it carries a duplicate, which the receiver
+    /// acknowledges before it has read it to the end.
     pub(crate) fn touched(&self) -> bool {
         self.outstanding > 0 || self.twice
     }
@@ -152,7 +154,8 @@ impl Feed {
 
     /// The lanes' parts and the nanoseconds without window.
     pub(crate) fn summary(mut self) -> (Vec<LaneShare>, u64) {
-        // The transfer is complete: what still waits to go out again had arrived, and only word of it was lost.
+        // The transfer is complete: duplicates that still wait to be sent had arrived, and only their acknowledgements
+        // were lost.
         for (lane, piece) in self.lost {
             let share = share(&mut self.shares, lane);
             share.bytes += piece.len;
@@ -178,10 +181,10 @@ pub(crate) fn sorted(mut shares: Vec<LaneShare>) -> Vec<LaneShare> {
     shares
 }
 
-/// Size of the next chunk for a lane that has `rate` of the `rates` of all `lanes` (0: not all measured).
+/// Size of the next chunk for a lane with `rate` out of the total `rates` of all `lanes` (0: not all measured).
 ///
-/// A quarter of what the lane's part of the rest would be, so that all lanes come to their end together: large
-/// chunks first, small ones last. A lone lane takes equal ones.
+/// A quarter of the lane's share of the rest, so that all lanes finish together: large chunks first, small ones last. A
+/// lone lane takes equal ones.
 pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, max_payload: u64) -> u64 {
     let part =
         if rates == 0 { left / lanes.max(1) } else { (u128::from(left) * u128::from(rate) / u128::from(rates)) as u64 };

@@ -1,9 +1,10 @@
 //! Frames as bytes: pure functions between [`Head`]s (with their control bytes) and [`Frame`]s.
 //!
-//! Sequenced kinds (all but the last three) are the message stream: `seq` counts them, `small` says how often the
-//! stream had moved to another lane, `done` finishes one operation of the reader's. Every kind but the last two carries
-//! `ack`: on a lane that may lose frames, the number of sequenced frames consumed so far; on one that loses nothing, the
-//! number of the reader's counted messages that have been delivered (`flags` of eager: counted).
+//! Sequenced kinds (all but the last three) form the message stream: `seq` is the sequence number, `small` the epoch
+//! (how often the stream has moved to another lane), `done` acknowledges completion of one operation of the reader's.
+//! Every kind but the last two carries `ack`: on a lane that may lose frames, the number of sequenced frames consumed
+//! so far; on a reliable one, the number of the reader's counted messages that have been delivered (`flags` of eager:
+//! counted).
 //!
 //! | kind | op | tag | payload |
 //! |---|---|---|---|
@@ -73,7 +74,7 @@ const CHUNKS: u8 = 64;
 const COUNTED: u8 = 128;
 const NO_SLOT: u32 = u32::MAX;
 
-/// What a head says, apart from its `seq`, `ack` and `done`.
+/// A decoded head, apart from its `seq`, `ack` and `done` fields.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
     /// A whole message.
@@ -82,7 +83,8 @@ pub enum Frame {
         op: u32,
         /// Its tag.
         tag: u64,
-        /// Whether its delivery is confirmed by counting: it goes over a lane that loses nothing, and for the first time.
+        /// Whether its delivery is acknowledged by the cumulative count: it is sent on a reliable lane, and for the
+        /// first time.
         counted: bool,
     },
     /// A message to come; the payload is an [`Announce`].
@@ -94,7 +96,7 @@ pub enum Frame {
         /// Whether an offer is there.
         offer: bool,
     },
-    /// Go on and send chunks.
+    /// Consent: send the chunks.
     Consent {
         /// The reader's operation.
         op: u32,
@@ -120,7 +122,7 @@ pub enum Frame {
         /// Why.
         code: u8,
     },
-    /// The writer wants its operation cancelled.
+    /// The writer asks to cancel its operation.
     Abort {
         /// Which.
         op: u32,
@@ -170,7 +172,7 @@ pub enum Frame {
         /// Which read.
         target: Target,
     },
-    /// Help with the direct copy of that operation; the payload is a descriptor.
+    /// Invitation to push the rest of a direct copy of that operation; the payload is a descriptor.
     Invite {
         /// The reader's operation.
         op: u32,
@@ -189,9 +191,9 @@ pub enum Frame {
         /// Which read.
         target: Target,
     },
-    /// Nothing more will come.
+    /// End of the connection: no further message follows.
     Bye,
-    /// What is left of a frame whose operation is over.
+    /// Placeholder for a retransmitted frame whose operation is over.
     Nothing,
     /// Only the `ack` field counts.
     Ack,
@@ -205,7 +207,7 @@ pub enum Frame {
         from: u32,
         /// Whether another lane lost it before.
         again: bool,
-        /// Whether its bytes could not be fetched: it only counts, whatever its payload.
+        /// The sender could not fetch its bytes: the receiver only counts the chunk, whatever its payload.
         void: bool,
     },
     /// Chunks consumed on this lane.
@@ -278,7 +280,7 @@ pub fn done(head: &Head) -> u32 {
     word(&head.0, 16)
 }
 
-/// The `small` field of sequenced kinds: how often their stream had moved.
+/// The `small` field of sequenced kinds: the epoch of their stream.
 #[inline]
 pub fn epoch(head: &Head) -> u16 {
     u16::from_le_bytes([head.0[2], head.0[3]])
@@ -297,7 +299,7 @@ pub struct Stamp {
     pub seq: u32,
     /// Numbers before this one have been consumed in the other direction.
     pub ack: u32,
-    /// How often the stream has moved.
+    /// How often the stream has moved to another lane.
     pub epoch: u16,
 }
 
@@ -336,7 +338,8 @@ pub fn eager(op: u32, tag: u64, payload: u32, stamp: Stamp, done: u32, counted: 
     head
 }
 
-/// Whether two heads of one number say the same; acknowledgement and epoch may have moved on.
+/// Whether two heads with the same sequence number are equal but for acknowledgement and epoch, which may have
+/// advanced.
 pub(crate) fn same(a: &Head, b: &Head) -> bool {
     a.0[..2] == b.0[..2] && a.0[4..12] == b.0[4..12] && a.0[16..] == b.0[16..]
 }
@@ -469,8 +472,8 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
     head
 }
 
-/// The head of a chunk whose bytes could not be fetched, in place of the one that [`crate::Peer::next`] gave: without
-/// payload, so that the peer only counts it. Its operation must fail ([`crate::Peer::fail`]), or be over.
+/// Replaces the head of a chunk whose bytes could not be fetched by one without payload, which the peer only counts.
+/// Its operation must fail ([`crate::Peer::fail`]), or be over.
 pub fn void(head: &Head) -> Head {
     let mut head = *head;
     head.0[1] |= VOID;

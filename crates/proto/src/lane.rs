@@ -3,10 +3,10 @@ use std::collections::VecDeque;
 use crate::feed::Piece;
 use crate::{LaneSpec, Time};
 
-/// Nanoseconds before which no chunk is overdue, whatever it was expected to take.
+/// Minimum age of a chunk, in nanoseconds, before it counts as overdue, whatever it was expected to take.
 const OVERDUE_MIN: u64 = 10_000_000;
 
-/// Bytes to send for each connection of a rail before the next one carries some.
+/// Minimum number of bytes to send per connection of a rail before the next connection is used.
 const PART_MIN: u64 = 2 << 20;
 
 /// A chunk on its way.
@@ -21,7 +21,7 @@ pub(crate) struct Sent {
     at: Time,
 }
 
-/// What the payload that is coming in on a lane is.
+/// Destination of the payload that a lane is receiving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
     /// None is.
@@ -44,13 +44,13 @@ pub(crate) struct Lane {
     told: u32,
     /// Chunks that it brought and that are still to be unpacked.
     landed: u32,
-    /// It holds the head of a chunk for which there is no slot.
+    /// The head of an incoming chunk waits for a slot.
     waits: bool,
-    /// When the peer last heard of that, or of chunks consumed.
+    /// When the lane began to hold chunks that cannot be consumed yet, or the last heartbeat was scheduled.
     beat: Time,
-    /// When it last brought something that we waited for.
+    /// When it last delivered something that we waited for.
     progress: Time,
-    /// When the peer last said on it that it holds what we sent and cannot take it yet.
+    /// When the peer last reported on it that it holds chunks of ours which it cannot consume yet.
     alive: Time,
     pub(crate) suspected: bool,
     /// Bytes per second, 0 while unknown.
@@ -63,7 +63,7 @@ pub(crate) struct Lane {
     pub(crate) place: Option<(u16, u16)>,
     /// Connections of its rail before it.
     pub(crate) rank: u16,
-    /// Those before it are all that carry chunks at present.
+    /// Only the connections before it in the rail carry chunks at present.
     pub(crate) spare: bool,
 }
 
@@ -92,7 +92,7 @@ impl Lane {
         }
     }
 
-    /// Whether so many bytes are enough for it and the connections of its rail before it.
+    /// Whether `bytes` justify using this connection and those of its rail before it.
     #[inline]
     pub(crate) fn is_worth_it(&self, bytes: u64) -> bool {
         self.rank == 0 || bytes >= (u64::from(self.rank) + 1) * PART_MIN
@@ -117,7 +117,7 @@ impl Lane {
         self.sent_bytes += piece.len;
     }
 
-    /// The peer has consumed `count` chunks in all; how many is that more? `Err`: more than were sent.
+    /// Number of chunks that the cumulative acknowledgement `count` newly acknowledges. `Err`: more than were sent.
     pub(crate) fn acknowledge(&mut self, count: u32) -> Result<u32, String> {
         let news = count.wrapping_sub(self.acked);
         if news as usize > self.sent.len() {
@@ -153,8 +153,8 @@ impl Lane {
         }
     }
 
-    /// Bytes per second as far as is known at `now`, 0 while nothing is. A chunk that has been on its way for far longer
-    /// than it should have taken says that the lane has become slower, or was slow from the start.
+    /// Estimated bytes per second at `now`, 0 while unknown. A chunk in flight for far longer than expected lowers the
+    /// estimate: the lane has become slower, or was slow from the start.
     pub(crate) fn pace(&self, now: Time) -> u64 {
         let Some(first) = self.sent.front() else { return self.rate };
         let elapsed = now.since(self.measured.max(first.at));
@@ -165,7 +165,7 @@ impl Lane {
         if self.rate == 0 || bound < self.rate / 2 { bound } else { self.rate }
     }
 
-    /// What the peer owes on it counts from now: it has brought something, or has only now been given something.
+    /// Restarts the silence timer: the peer has delivered something, or only now owes something.
     pub(crate) fn go_again(&mut self, now: Time) {
         self.progress = now;
         self.suspected = false;
@@ -177,7 +177,7 @@ impl Lane {
         self.suspected = false;
     }
 
-    /// Since when nothing has come that we wait for.
+    /// Since when nothing that we wait for has been received.
     pub(crate) fn silent_since(&self) -> Time {
         self.progress.max(self.alive)
     }
@@ -192,13 +192,13 @@ impl Lane {
         self.consumed = self.consumed.wrapping_add(1);
     }
 
-    /// Whether consumed chunks have not been told of.
+    /// Whether consumed chunks are unacknowledged.
     #[inline]
     pub(crate) fn owes(&self) -> bool {
         self.told != self.consumed
     }
 
-    /// The count to tell.
+    /// Marks all consumed chunks as acknowledged; returns the cumulative count to send.
     pub(crate) fn tell(&mut self) -> u32 {
         self.told = self.consumed;
         self.told
@@ -223,14 +223,15 @@ impl Lane {
         self.waits = true;
     }
 
-    /// A head that waited goes on its way: what the peer said meanwhile comes only now.
+    /// The head that waited has been placed. Restarts the silence timer, because what the peer sent meanwhile is read
+    /// only now.
     pub(crate) fn go_on(&mut self, now: Time) {
         if std::mem::take(&mut self.waits) {
             self.alive = now;
         }
     }
 
-    /// Whether this end does not listen.
+    /// Whether this end is not reading from the lane.
     pub(crate) fn waits(&self) -> bool {
         self.waits
     }
@@ -246,12 +247,12 @@ impl Lane {
         self.landed > 0 || self.waits
     }
 
-    /// When the peer is to hear again that this end lives.
+    /// When the next heartbeat to the peer is due.
     pub(crate) fn next_beat(&self, every: u64) -> Option<Time> {
         self.holds().then(|| Time(self.beat.0.saturating_add(every)))
     }
 
-    /// Has the count told again, if that is due: the peer hears that what it waits for is only slow.
+    /// Repeats the acknowledgement as a heartbeat if one is due: it shows the peer that this end is slow, not dead.
     pub(crate) fn beat(&mut self, now: Time, every: u64) {
         if self.next_beat(every).is_some_and(|at| at <= now) {
             self.beat = now;
@@ -259,7 +260,7 @@ impl Lane {
         }
     }
 
-    /// Has the count told, whether it is news or not.
+    /// Schedules an acknowledgement even if the count has not changed.
     pub(crate) fn tell_again(&mut self) {
         if !self.owes() {
             self.told = self.consumed.wrapping_sub(1);

@@ -45,10 +45,10 @@ use theirs::Theirs;
 
 /// One connection's protocol state.
 ///
-/// Owns its parts, and the order in which they hear of what happens: a frame, a completion or a lost lane enters through
-/// a public method, which asks the part that it concerns and hands what follows to the others. No part knows `Peer`; those
-/// whose ends concern several are lent the others (`Context`). The caller holds one lock, and no method waits.
-// A public method that may change what `Calm` promises begins with `Calm::stir`, but for those that `Calm` makes cheap.
+/// Owns its parts, and the order in which they are notified: a frame, a completion or a lost lane enters through a
+/// public method, which calls the part concerned and passes the consequences to the others. No part knows `Peer`; parts
+/// whose ends concern several borrow the others (`Context`). The caller holds one lock, and no method blocks.
+// Every public method that may invalidate `Calm` first calls `Calm::stir`, except those that `Calm` itself speeds up.
 #[derive(Debug)]
 pub struct Peer {
     id: EndpointId,
@@ -68,7 +68,7 @@ pub struct Peer {
     events: Events,
 }
 
-/// What transfers and messages touch beside their own table, lent to it for one step.
+/// Parts that transfers and messages use besides their own table, borrowed for one step.
 struct Context<'a> {
     now: Time,
     credit: &'a mut Credit,
@@ -183,7 +183,7 @@ impl Peer {
         }
     }
 
-    /// The next event. The ids that it names for the last time are free from now on.
+    /// The next event. Ids whose last use it is are free from now on.
     #[inline]
     pub fn event(&mut self) -> Option<Event> {
         if let Some(short) = self.events.take_short() {
@@ -203,8 +203,8 @@ impl Peer {
         Some(event)
     }
 
-    /// The next event, if it is the good end of a short message: for engines that would rather not move a whole
-    /// [`Event`]. Whatever is not taken here comes from [`Peer::event`], in the same order.
+    /// The next event, if it is the success of a short message: spares the caller moving a whole [`Event`]. Other
+    /// events come from [`Peer::event`], in the same order.
     #[inline]
     pub fn short(&mut self) -> Option<Short> {
         self.events.take_short()
@@ -216,17 +216,18 @@ impl Peer {
         self.events.take_arrived()
     }
 
-    /// Finishes what is in flight, then says goodbye: [`Peer::idle`] is true once the peer has heard it. Operations
-    /// started later, here or there, fail with [`Failure::Closed`].
+    /// Finishes what is in flight, then sends a goodbye: [`Peer::idle`] is true once the peer has received it.
+    /// Operations started later, at either end, fail with [`Failure::Closed`].
     pub fn close(&mut self, _now: Time) {
         self.stir();
         self.answers.close();
     }
 
-    /// The peer is gone: all its operations fail with `why`. Messages that have come in whole can still be received.
+    /// Fails all operations with `why`: the peer is dead or was given up. Messages that were received in full can still
+    /// be matched.
     ///
-    /// The engine has let go of all its lanes and given up its direct copies and unpacks before: none of them touches
-    /// any memory.
+    /// Before this call the engine must have dropped all its lanes and abandoned its direct copies and unpacks: none of
+    /// them may touch any memory.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
         self.stir();
         if self.answers.die(&why) {
@@ -239,7 +240,7 @@ impl Peer {
         }
     }
 
-    /// Why nothing more can be done with this peer, if so.
+    /// Why this peer cannot be used any more, if so.
     pub fn failed(&self) -> Option<Failure> {
         self.answers.failed()
     }

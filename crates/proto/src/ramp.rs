@@ -1,23 +1,23 @@
-//! How many connections of each rail carry chunks: found by measuring transfers as they go by, and again when the rate
-//! has changed.
+//! Chooses how many connections of each rail carry chunks, by measuring transfers in progress; searches again when the
+//! rate has changed.
 //!
-//! A measurement is the rate of busy times: from the first chunk to the last acknowledgement, or so many bytes of a
-//! stream without an end. Each step doubles or halves the number, because one more connection gains less than
-//! measurements vary.
+//! A sample is the rate over a busy period: from the first chunk to the last acknowledgement, or a fixed number of
+//! bytes of an endless stream. Each step doubles or halves the number of connections, because one more gains less than
+//! the measurements vary.
 
 use crate::Time;
 
-/// Bytes that a busy time must have carried to count: its begin and end are most of a shorter one.
+/// Minimum number of bytes for a busy period to count as a sample: start and end dominate a shorter one.
 const SAMPLE_MIN: u64 = 8 << 20;
-/// Bytes after which a busy time that goes on is measured.
+/// Bytes after which a sample is taken although the busy period goes on.
 const SAMPLE_MAX: u64 = 256 << 20;
-/// Busy times of one measurement, of which the middle one counts.
+/// Samples per measurement, which is their median.
 const SAMPLES: usize = 3;
-/// More connections must gain more than this part of the rate; fewer may lose no more than it.
+/// Reciprocal of the relative margin: more connections must gain more than 1/16; fewer may lose at most 1/16.
 const MARGIN: u64 = 16;
-/// Bytes of chunks after which an end that may have more connections wants them.
+/// Bytes of chunks after which an end that may open more connections asks for them.
 const WANTED_AFTER: u64 = SAMPLE_MIN;
-/// Measurements in a row that must be off by a factor of two before the search begins anew.
+/// Consecutive outliers, by a factor of two, after which the search restarts.
 const OFF: u32 = 2;
 
 /// The search for the number of connections of a rail that carry chunks. See the module.
@@ -42,7 +42,7 @@ pub(crate) struct Ramp {
 /// Whether more connections are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wish {
-    /// There can be no more, or they are being opened.
+    /// No more connections are possible, or they are being opened.
     None,
     /// Not before so many more bytes.
     After(u64),
@@ -55,7 +55,7 @@ enum Step {
     Up,
     /// Fewer than at first: the same rate with less work is better.
     Down,
-    /// The level is found; so many measurements in a row were off.
+    /// Converged. `off`: consecutive outliers.
     Found { off: u32 },
 }
 
@@ -74,7 +74,7 @@ impl Ramp {
         }
     }
 
-    /// There may be more connections, for ends that have many bytes to send.
+    /// Allows more connections, which are asked for once many bytes have been acknowledged.
     pub(crate) fn may_grow(&mut self) {
         if self.wish == Wish::None {
             self.wish = Wish::After(WANTED_AFTER);
@@ -157,11 +157,11 @@ impl Ramp {
     fn search(&mut self) {
         (self.from, self.best, self.step) = (self.level, None, Step::Up);
         self.rates.clear();
-        // What has begun was not all under these conditions.
+        // The current sample began under other conditions.
         (self.since, self.bytes) = (None, 0);
     }
 
-    /// The rate of the present level is known.
+    /// Handles the median `rate` of the current level.
     fn measured(&mut self, rate: u64) {
         let best = self.best.map_or(0, |(_, rate)| rate);
         match self.step {
@@ -197,7 +197,7 @@ impl Ramp {
         possible
     }
 
-    /// More gains nothing. Where it never did, fewer may be as fast.
+    /// More connections gain nothing. If none of the larger levels did, try fewer.
     fn turn(&mut self) {
         self.step = Step::Down;
         if self.best.is_none_or(|(level, _)| level != self.from) || !self.try_level(self.from / 2) {

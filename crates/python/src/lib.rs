@@ -1,11 +1,12 @@
-//! Python bindings: conversion, the GIL and exceptions. What is done is done in the engine.
+//! Python bindings: argument conversion, the GIL, and exceptions. All real work is in the engine.
 //!
 //! Rules that hold throughout:
-//! - whatever may wait or move much data runs detached (other Python threads run), and a signal that Python has a
-//!   handler for ends every wait of the main thread at once ([`runtime`]);
-//! - no thread that holds an engine lock ever waits for the GIL: buffers are handed back by [`borrow`], callbacks
-//!   run without engine locks;
-//! - when the interpreter ends, every worker is closed first, and threads that wait in here do not return ([`runtime::gate`]).
+//! - calls that may block or copy much data release the GIL, and a signal with a Python handler interrupts every wait
+//!   of the main thread at once ([`runtime`]);
+//! - no thread that holds an engine lock waits for the GIL: [`borrow`] defers the release of buffers, and callbacks run
+//!   without engine locks;
+//! - at interpreter exit every worker is closed first, and threads blocked in native code do not return
+//!   ([`runtime::gate`]).
 //!
 //! Folders use only those that stand above them: [`runtime`], [`borrow`], [`objects`], [`experts`], [`bench`].
 
@@ -19,8 +20,8 @@ use pyo3::prelude::*;
 
 /// The native half of Crossrail, re-exported by `crossrail`.
 ///
-/// Sizes and offsets are bytes. Times that go in are seconds (`None`: the context's CROSSRAIL_TIMEOUT), times that
-/// come out are microseconds (`_us`). Every object may be used from any thread at any time. Calls that wait or move
+/// Sizes and offsets are in bytes. Timeouts are in seconds (`None`: the context's CROSSRAIL_TIMEOUT); reported times
+/// are in microseconds (`_us`). Every object may be used from any thread at any time. Calls that wait or move
 /// much data let other Python threads run, and Ctrl-C ends every wait. Every error is a `crossrail.CrossrailError`.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {

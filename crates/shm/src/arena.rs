@@ -21,7 +21,7 @@ pub struct Arena {
     origin: Origin,
     /// By first address.
     live: RwLock<BTreeMap<usize, Weak<Inner>>>,
-    /// Why this process can make no memory that peers map, set by the first allocation that found out.
+    /// Why this process cannot share memory with peers; set by the first allocation that failed to create a memfd.
     unshared: OnceLock<String>,
     /// The lanes that may have passed a segment on.
     wires: Mutex<Vec<Weak<Wire>>>,
@@ -42,7 +42,7 @@ struct Inner {
     arena: Arc<Arena>,
 }
 
-/// What makes a segment one that peers can map.
+/// The shareable part of a segment: its memfd.
 #[derive(Debug)]
 struct Memfd {
     fd: OwnedFd,
@@ -91,7 +91,7 @@ impl Arena {
                 let identity = identity(fd.as_fd()).map_err(|e| failed(&e, "fstat", exhausted))?;
                 (map, Some(Memfd { fd, identity }))
             }
-            // A seccomp filter or an old kernel: whatever does not need a peer to map the memory works without.
+            // Denied by a seccomp filter or an old kernel: everything that needs no peer mapping still works.
             Err(e) if matches!(e.raw_os_error(), Some(libc::EPERM | libc::EACCES | libc::ENOSYS)) => {
                 let map = Mapping::private(size).map_err(|e| failed(&e, "mmap", exhausted))?;
                 self.unshared.get_or_init(|| format!("memfd_create: {e}; a seccomp filter or the kernel denies it"));
@@ -131,7 +131,7 @@ impl Arena {
         (offset.checked_add(len)? <= inner.len).then(|| (Segment(inner), offset as u64))
     }
 
-    /// From now on `wire` hears of segments that are dropped.
+    /// Registers `wire`: it is notified of segments that are dropped from now on.
     pub(crate) fn enlist(&self, wire: &Arc<Wire>) {
         let mut wires = self.wires();
         wires.retain(|known| known.strong_count() > 0);
@@ -143,8 +143,8 @@ impl Arena {
     }
 }
 
-/// Reasons known beforehand. A memfd takes its pages when they are touched, so without this the process would be
-/// killed in the middle of a copy instead of hearing no here.
+/// Refuses allocations that are bound to fail. A memfd allocates its pages on first access, so otherwise the process
+/// would be killed in the middle of a copy.
 fn refuse_hopeless(size: usize) -> std::result::Result<(), String> {
     // Beyond this limit ftruncate raises SIGXFSZ, which kills.
     if let Ok((limit, _)) = getrlimit(Resource::RLIMIT_FSIZE)

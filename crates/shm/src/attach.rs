@@ -163,7 +163,7 @@ impl Talk<'_> {
             }
             Side::Acceptor => {
                 let (_, fd) = self.hear(CONTROL)?;
-                let fd = fd.ok_or_else(|| broken("the control segment's descriptor did not come"))?;
+                let fd = fd.ok_or_else(|| broken("the control segment's descriptor was not received"))?;
                 Control::open(&fd, ring).map_err(broken)
             }
         }
@@ -187,7 +187,7 @@ impl Talk<'_> {
         self.say(SEEN, &flags([arrived, false]), None)?;
         let (seen, _) = self.hear(SEEN)?;
         let push = match push {
-            Ok(()) if seen[0] != 1 => Err("process_vm_writev: what was written did not arrive".into()),
+            Ok(()) if seen[0] != 1 => Err("process_vm_writev: the written probe value did not arrive".into()),
             push => push,
         };
         Ok((Report { cma_pull: pull, cma_push: push }, process.is_ok() && (tried[0] == 1 || arrived)))

@@ -42,7 +42,7 @@ pub(crate) struct Fixed {
     pub(crate) consumed: [Line; 2],
     /// The count that the other side publishes to that one.
     pub(crate) published: [Line; 2],
-    /// What that side sleeps for; 0: it is awake.
+    /// Bits for what that side sleeps on; 0: it is awake.
     pub(crate) sleeping: [Line; 2],
     pub(crate) cursors: [[Line; CURSORS]; 2],
     pub(crate) slots: [[Slot; SLOTS]; 2],

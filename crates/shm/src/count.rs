@@ -1,4 +1,4 @@
-//! A number that each side shows the other beside the ring.
+//! A counter that each side publishes to the other beside the ring.
 #![allow(unsafe_code)]
 
 use std::ptr::NonNull;
@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering;
 use crate::atomics::AtomicU64;
 use crate::control::Control;
 
-/// The numbers of both sides. The writer's word stays in its own cache as long as nobody reads it, so the reader looks
-/// only when it has nothing better to do.
+/// The counters of both sides. The writer's word stays in its cache until it is read, so the reader polls it only when
+/// it has nothing else to do.
 pub(crate) struct Count {
     mine: NonNull<AtomicU64>,
     theirs: NonNull<AtomicU64>,

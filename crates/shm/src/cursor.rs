@@ -31,7 +31,7 @@ const STOPPED: u64 = 1 << 46;
 const FAILED: u64 = 1 << 47;
 const GENERATION: u32 = 48;
 
-/// Bytes of one piece of a copy of `len` bytes; both ends compute it alike.
+/// Bytes per piece of a copy of `len` bytes; both ends compute the same value.
 pub(crate) fn piece_len(len: usize) -> usize {
     let most_pieces = usize::try_from(COUNT).unwrap_or(usize::MAX);
     let fair = match len {
@@ -50,7 +50,7 @@ pub(crate) enum Start {
     Back,
 }
 
-/// What a cursor says.
+/// Outcome of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Claim {
     /// That piece is ours now.
@@ -104,14 +104,14 @@ impl Cursors {
         }
     }
 
-    /// Claims the next of `pieces`, of the half that begins there only unless the end `helps`.
+    /// Claims the next of `pieces` from end `from`: only within that end's half, unless the end `helps`.
     pub(crate) fn claim(&self, handle: u32, pieces: usize, from: Start, helps: bool) -> Claim {
-        let Some((word, generation)) = self.word(handle) else { return Claim::Over("there is no such cursor") };
+        let Some((word, generation)) = self.word(handle) else { return Claim::Over("no such cursor") };
         let mut now = word.load(Ordering::Acquire);
         loop {
             let (front, back, settled) = (now >> FRONT & COUNT, now >> BACK & COUNT, now & COUNT);
             if now >> GENERATION != generation {
-                return Claim::Over("the cursor serves another transfer by now");
+                return Claim::Over("the cursor has been reused for another transfer");
             }
             if now & FAILED != 0 {
                 return Claim::Over("one end could not copy what it had claimed");

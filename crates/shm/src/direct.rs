@@ -72,7 +72,7 @@ fn refused(kind: ErrorKind, operation: &str, why: impl Into<String>) -> Error {
 }
 
 impl ShmLane {
-    /// Finds what the peer described; everything in `descriptor` is the peer's word only.
+    /// Resolves the peer's descriptor, which is untrusted.
     fn resolve(&mut self, descriptor: &Descriptor, len: usize) -> Result<Remote, String> {
         let [kind, _, _, _, a, b, c, d, ..] = *descriptor;
         let place = word(descriptor, 8);
@@ -142,8 +142,8 @@ impl ShmLane {
         Ok(())
     }
 
-    /// Whether the peer's process may be copied from or to: its PID may belong to another one by now. A system call, so only
-    /// ahead of copies.
+    /// Whether it is still safe to copy from or to the peer's process: its PID may have been reused. Costs a system
+    /// call, so call it only before copies.
     fn is_there(&self, remote: &Remote) -> bool {
         matches!(remote, Remote::Mapped(_)) || self.wire.peer_is_there()
     }
@@ -328,7 +328,7 @@ impl Domain for ShmLane {
         }
         let Some((map, which)) = self.mapped(id)? else { return Ok(None) };
         if which != word(remote, 16) {
-            let why = format!("segment {id} is another one than is meant, which belongs to another connection");
+            let why = format!("segment {id} is not the one described: the descriptor was made for another connection");
             return Err(refused(ErrorKind::Region, "map", why));
         }
         let ptr = inside(map, id, word(remote, 8), len).map_err(|why| refused(ErrorKind::Region, "map", why))?;

@@ -24,8 +24,8 @@ use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
 use crate::wake::{COUNT, DATA, Flags, ROOM};
 use crate::wire::{Inbox, MOST_SEGMENTS, Note, Silence, Wire};
 
-/// So many polls in a row without anything to do, and the socket is looked at: a peer that died while we spin is
-/// noticed within some tens of microseconds, at a cost below one percent.
+/// Consecutive idle polls after which the socket is checked: the death of a peer is noticed within some tens of
+/// microseconds while spinning, at a cost below one percent.
 const SOCKET_EVERY: u32 = 1024;
 /// Segments of the peer that have been passed and not named yet: each takes a descriptor.
 const MOST_UNMAPPED: usize = 512;
@@ -50,13 +50,13 @@ pub struct ShmLane {
     inbox: Inbox,
     /// Being delivered, over several polls.
     arriving: Option<Arriving>,
-    /// The sink had no place for the frame of that number.
+    /// Sequence number of a frame for which the sink had no place.
     waits_at: u64,
     /// Taken from the sink, did not fit.
     held: Option<Tx>,
-    /// The sink may have more than the ring had room for.
+    /// The ring filled up before the sink ran out of frames.
     blocked: bool,
-    /// The socket has something.
+    /// The socket is readable.
     attention: bool,
     /// The peer is gone; what it left in the ring is still to be delivered.
     hung_up: bool,
@@ -68,12 +68,12 @@ pub struct ShmLane {
     /// Those that it freed last.
     pub(crate) gone: VecDeque<u32>,
     notes: Notes,
-    /// What came over the socket broke the protocol.
+    /// Protocol violation found on the socket.
     fault: Option<LaneError>,
     /// A segment or a note waits for room in the socket.
     pub(crate) wants_room: bool,
-    /// What somebody may wait for has changed since the last poll: a segment came or went, a note came or was taken, the
-    /// socket has room.
+    /// State that a caller may wait for has changed since the last poll: a segment was passed or freed, a note arrived
+    /// or was taken, or the socket has room.
     news: bool,
     pub(crate) process: Result<Process, String>,
     pub(crate) peer_has_cma: bool,
@@ -120,7 +120,7 @@ impl ShmLane {
         })
     }
 
-    /// What attaching found out about this end.
+    /// The outcome of attaching, for this end.
     pub fn report(&self) -> &Report {
         &self.report
     }
@@ -310,7 +310,7 @@ impl ShmLane {
         self.flags.wake(ROOM, &self.wire);
     }
 
-    /// What shared memory said is final, although the peer may write something else there afterwards.
+    /// Makes an error from shared memory final, although the peer may correct the memory afterwards.
     #[cold]
     fn broke(&mut self, error: LaneError) -> LaneError {
         self.attention = true;
@@ -344,7 +344,7 @@ impl ShmLane {
                 Ok(Note::Gone { id }) => self.segment_gone(id),
                 Ok(Note::Segment { id, fd }) => {
                     if self.segments.len() >= MOST_SEGMENTS || self.segments.contains_key(&id) {
-                        return Err(LaneError::Protocol(format!("segment {id} came twice or is one too many")));
+                        return Err(LaneError::Protocol(format!("segment {id} was passed twice or exceeds the limit")));
                     }
                     let unmapped =
                         || self.segments.values().filter(|one| matches!(one, PeerSegment::Passed(_))).count();

@@ -8,7 +8,7 @@
 //! control memfd per direction: 1024 slots of one cache line (head, up to 24 payload bytes, sequence)
 //!               and a ring of bytes for larger payloads; the cursors of direct copies
 //! segments      memory of [`Arena::alloc`], mapped by the peer when it is first named: one plain copy moves it
-//! CMA           process_vm_readv/writev for any other memory, where really doing it once at attach worked
+//! CMA           process_vm_readv/writev for any other memory, if a trial copy at attach succeeded
 //! ```
 //!
 //! Values read from shared memory are never trusted: each is read once and checked before use. A memfd of the

@@ -1,7 +1,8 @@
 //! Notes: what the engine passes beside the frames, with descriptors, through the lane's socket.
 //!
-//! At most [`MOST_NOTES`] of them, with [`MOST_FILES`] descriptors in all, are on the way or wait to be taken; the
-//! sender knows how many were taken and sends no more than that. So an honest peer never meets the receiver's limit.
+//! At most [`MOST_NOTES`] of them, with [`MOST_FILES`] descriptors in total, are in flight or wait to be taken; the
+//! sender tracks how many were taken and stays within that credit, so an honest peer never exceeds the receiver's
+//! limit.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;

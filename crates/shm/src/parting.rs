@@ -1,8 +1,8 @@
-//! The end of a lane whose peer may be busy with memory of ours by other means than the lane: no sooner than the peer has
-//! taken its hands off.
+//! Closing a lane whose peer may still access our memory by other means than the lane (CMA, GPU copies): waits until
+//! those accesses have stopped.
 //!
-//! A peer that closes its lane says so in shared memory first. One whose socket closes without that word has died, or is
-//! about to: what it had the kernel and its devices do ends with the process, which its process descriptor tells.
+//! A peer that closes its lane first sets a flag in shared memory. One whose socket closes without the flag has died or
+//! is dying: its outstanding copies, by the kernel or devices, end with the process, whose pidfd reports it.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -14,7 +14,7 @@ use std::time::Instant;
 use nix::errno::Errno;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
-/// Says that nothing more goes out from here. The peer's end hears it as the end of the lane.
+/// Shuts down the sending direction. The peer sees it as the end of the lane.
 pub(crate) fn hang_up(stream: &UnixStream) {
     // Fails only where the peer's end is gone already.
     let _ = stream.shutdown(Shutdown::Write);
@@ -25,7 +25,7 @@ pub(crate) fn has_hung_up(stream: &UnixStream, until: Instant) -> bool {
     wait(stream.as_raw_fd(), 0, libc::POLLHUP | libc::POLLERR, until)
 }
 
-/// Waits until the process at the other end is no more; false at `until`, or if that can't be seen from here.
+/// Waits until the peer's process has exited; false at `until`, or if that cannot be observed from here.
 pub(crate) fn has_ended(stream: &UnixStream, until: Instant) -> bool {
     match process(stream) {
         Ok(Some(process)) => wait(process.as_raw_fd(), libc::POLLIN, libc::POLLIN, until),

@@ -1,4 +1,4 @@
-//! What a lane is made of.
+//! Components of a lane, and the report of attaching.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ impl Side {
     }
 }
 
-/// What attaching found out.
+/// The outcome of attaching: whether CMA works.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Whether this end can read the peer's memory (process_vm_readv), or why not.
@@ -36,7 +36,7 @@ pub struct Report {
     pub cma_push: std::result::Result<(), String>,
 }
 
-/// All that a lane is made of.
+/// Everything that attaching creates for a lane.
 pub(crate) struct Parts {
     pub(crate) side: Side,
     pub(crate) id: LaneId,

@@ -8,7 +8,7 @@ use crate::memory::Mapping;
 /// A segment of the peer.
 #[derive(Debug)]
 pub(crate) enum PeerSegment {
-    /// Not named yet.
+    /// Passed, but not referenced and so not mapped yet.
     Passed(OwnedFd),
     /// Why there is no descriptor of it.
     Lost(&'static str),

@@ -25,9 +25,8 @@ pub(crate) const MAX_PAYLOAD: usize = 64 << 10;
 /// Smallest and largest payload ring: two frames must fit beside the gap that a wrap leaves.
 pub(crate) const RING_RANGE: std::ops::RangeInclusive<usize> = 2 * MAX_PAYLOAD..=1 << 30;
 
-/// Bytes of a ring of `ring` bytes that payloads may take which the consumer has not read, from the first to the last
-/// one. What lies beyond was read longest ago: the producer writes there next, when the consumer's cache no longer holds
-/// it, so that stores need not wait for that cache.
+/// Maximum span of unread payload bytes in a ring of `ring` bytes. The producer next writes to the part beyond it,
+/// which was read longest ago and has left the consumer's cache, so its stores need not wait for that cache.
 fn window(ring: u64) -> u64 {
     (ring / 2).max(*RING_RANGE.start() as u64)
 }

@@ -1,9 +1,9 @@
-//! Sleeping without losing a wake-up, and without a fence on the way of every message.
+//! Sleeping without lost wake-ups, and without a fence per message.
 //!
-//! Each side has a flag in shared memory that says what it sleeps for. A sleeper sets its flag, passes the heavy
-//! barrier, then looks at the ring once more; the other side writes to the ring, passes the light barrier, then
-//! looks at the flag. At least one of them sees the other's write, so either the sleeper stays awake or its bell is
-//! rung: no wake-up is lost.
+//! Each side has a flag in shared memory that states what it sleeps on. A sleeper sets its flag, passes the heavy
+//! barrier, then rechecks the ring; the other side writes to the ring, passes the light barrier, then checks the flag.
+//! At least one of them sees the other's write, so either the sleeper stays awake or its doorbell is rung: no wake-up
+//! is lost.
 //!
 //! For that both barriers must order a store before a later load. Where both kernels offer
 //! membarrier(GLOBAL_EXPEDITED), the sleeper's system call makes every running thread of the registered processes
@@ -12,9 +12,9 @@
 //! visible to the sleeper's second look; for later ones, so is the flag to the writer. Elsewhere both barriers are
 //! plain fences.
 //!
-//! Linux passes a processor over that was idle when the process registered and had run it last: it keeps the
-//! process's address space, and does not learn of the registration until another process has run there. A writer on
-//! it has its store only delayed, by its store buffer. So the sleeper's second look comes [`SETTLE`] after its flag.
+//! Linux skips an idle processor that last ran the process before it registered: the processor keeps the process's
+//! address space loaded and does not learn of the registration until another process has run there. A writer on it is
+//! only delayed by its store buffer. So the sleeper rechecks [`SETTLE`] after setting its flag.
 #![allow(unsafe_code)]
 
 use std::os::linux::fs::MetadataExt;
@@ -40,7 +40,7 @@ const LEFT: u64 = 4;
 const REGISTER: i32 = libc::MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED;
 const BARRIER: i32 = libc::MEMBARRIER_CMD_GLOBAL_EXPEDITED;
 
-/// Many times what a processor takes to write a store back, and a fraction of what it takes to sleep.
+/// Far longer than a processor takes to drain its store buffer, and a fraction of the cost of sleeping.
 const SETTLE: Duration = Duration::from_micros(5);
 
 /// Registers this process; whether its membarrier works. Once is enough; further times cost nothing.
@@ -52,14 +52,14 @@ pub(crate) fn register() -> bool {
 
 static TRIED: AtomicBool = AtomicBool::new(false);
 
-/// Does now what the first lane of this process would have to wait for: a grace period of the kernel's, ten
-/// milliseconds and more, in a process that has several threads by then. Calling it is never necessary.
+/// Does the expensive part of creating this process's first lane now: a grace period of the kernel, 10 ms and more once
+/// the process has several threads. Optional.
 pub fn prepare() {
     register();
 }
 
-/// As [`prepare`], where it takes no time: nothing is left to do, or this is the process's only thread. Whether it
-/// is done.
+/// As [`prepare`], but only where it takes no time: nothing is left to do, or this is the process's only thread.
+/// Returns whether it is done.
 pub fn prepare_if_quick() -> bool {
     // A link each for `.` and `..`, one per thread.
     let alone = || std::fs::metadata("/proc/self/task").is_ok_and(|tasks| tasks.st_nlink() == 3);
@@ -109,7 +109,7 @@ impl Flags {
         unsafe { self.theirs.as_ref() }
     }
 
-    /// After a change of the ring: wakes the peer if it sleeps for `what`.
+    /// Wakes the peer if it sleeps for `what`. Call it after changing the ring.
     #[inline]
     pub(crate) fn wake(&self, what: u64, wire: &Wire) {
         if self.peer_sleeps(what) {
@@ -117,7 +117,7 @@ impl Flags {
         }
     }
 
-    /// Apart, so that whoever posts to a peer that is awake saves no registers for this.
+    /// Kept out of line: posting to a peer that is awake then saves no registers for this.
     #[cold]
     #[inline(never)]
     fn wake_sleeper(&self, wire: &Wire) {
@@ -126,13 +126,13 @@ impl Flags {
         }
     }
 
-    /// Whether the peer sleeps for `what` and is this side's to wake.
+    /// Whether the peer sleeps for `what` and this side has claimed its wake-up.
     #[cfg(loom)]
     pub(crate) fn rings(&self, what: u64) -> bool {
         self.peer_sleeps(what) && self.claims()
     }
 
-    /// Whether the peer, which sleeps, is this side's to wake.
+    /// Claims the wake-up of the sleeping peer: true for exactly one caller.
     fn claims(&self) -> bool {
         self.theirs().fetch_and(!ASLEEP, Ordering::AcqRel) & ASLEEP != 0
     }
@@ -147,8 +147,8 @@ impl Flags {
         self.theirs().load(Ordering::Relaxed) & what != 0
     }
 
-    /// Before sleeping: from here on the peer wakes us for `what`. The caller looks at the ring once more after
-    /// this. False: the barrier failed, do not sleep.
+    /// Announces that this side is about to sleep: from now on the peer wakes us for `what`. The caller must recheck
+    /// the ring afterwards. False: the barrier failed, do not sleep.
     pub(crate) fn sleep(&self, what: u64) -> bool {
         self.mine().store(what, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -163,12 +163,12 @@ impl Flags {
         passed
     }
 
-    /// The lane ends here: no copy that went with it touches the peer's memory any more.
+    /// Announces the end of the lane: its copies no longer access the peer's memory.
     pub(crate) fn leave(&self) {
         self.mine().store(LEFT, Ordering::Release);
     }
 
-    /// Whether the peer has said that. It may also have gone without a word.
+    /// Whether the peer has announced that. A peer that died has not.
     pub(crate) fn peer_has_left(&self) -> bool {
         self.theirs().load(Ordering::Acquire) & LEFT != 0
     }

@@ -24,7 +24,7 @@ const NOTE: u8 = 4;
 /// Bytes 4..8 and 8..12: notes and their descriptors taken so far.
 const TAKEN: u8 = 5;
 
-/// What the peer says over the socket once the lane is up.
+/// A record that the peer sent over the socket once the lane is up.
 #[derive(Debug)]
 pub(crate) enum Note {
     /// Wake up.
@@ -61,14 +61,14 @@ impl Wire {
         &self.stream
     }
 
-    /// Wakes the peer. An error is no loss: when the socket is full the peer has records to read, which wake it
-    /// as well, and when it is gone the receiving half hears so.
+    /// Rings the peer's doorbell. Errors are ignored: if the socket is full, the peer has unread records, which wake it
+    /// as well; if the peer is gone, the receiving half reports it.
     #[cold]
     pub(crate) fn bell(&self) {
         let _ = send(&self.stream, &record(BELL, 0), &[]);
     }
 
-    /// Makes sure that the peer has been given the segment with that id; `fd`: its memfd, if peers can map it.
+    /// Passes segment `id` to the peer unless that was done before; `fd`: its memfd, if peers can map it.
     pub(crate) fn pass(&self, id: u32, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let mut passed = locked(&self.passed);
         if passed.contains(&id) {
@@ -84,7 +84,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Tells the peer, if it has been given that segment, to unmap it.
+    /// Tells the peer to unmap that segment, if it was passed.
     pub(crate) fn segment_gone(&self, id: u32) {
         if locked(&self.passed).remove(&id) {
             locked(&self.owed).push(id);
@@ -151,7 +151,7 @@ impl Default for Inbox {
     }
 }
 
-/// Why there is no further note.
+/// Why there is no next record.
 #[derive(Debug)]
 pub(crate) enum Silence {
     /// None at present.

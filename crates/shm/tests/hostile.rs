@@ -106,7 +106,7 @@ fn a_control_segment_that_could_shrink_or_is_too_small_is_refused() {
     }
     let (attaching, mut mine) = victim(&hello(RING, 3));
     mine.write_all(&message(2, |_| ())).expect("write");
-    assert!(outcome(attaching).to_string().contains("did not come"));
+    assert!(outcome(attaching).to_string().contains("was not received"));
     let (attaching, mine) = victim(&hello(RING, 3));
     let fd = memfd(size, sealed);
     pass(&mine, &message(2, |_| ()), &[&fd, &fd, &fd]);

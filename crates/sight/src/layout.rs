@@ -42,7 +42,7 @@ pub(crate) mod header {
     pub(crate) const WRITTEN: usize = 6;
     /// Rows up to the last one that was ever used.
     pub(crate) const USED: usize = 7;
-    /// Rows for which there was no room.
+    /// Rows that were refused because the page was full.
     pub(crate) const DROPPED: usize = 8;
     pub(crate) const HOST: usize = 9;
     pub(crate) const COMMAND: usize = 17;
@@ -202,13 +202,13 @@ kinds! {
         in_flight: Now,
         /// Peers that are connected.
         peers: Now,
-        /// Transfers longer than what goes with a first frame that have finished, sent or received.
+        /// Completed transfers, sent or received, that were too long for a single frame.
         transfers: Count,
         /// Bytes of those transfers.
         transfer_bytes: CountBytes,
-        /// Time in which those transfers waited for the other end to match them.
+        /// Time that those transfers waited for the peer to match them.
         match_seconds: CountNs,
-        /// Time in which those transfers waited for a lane with room in its window.
+        /// Time that those transfers were blocked because no lane had room in its window.
         window_seconds: CountNs,
         /// Time in which the bytes of those transfers were in flight.
         wire_seconds: CountNs,
@@ -229,11 +229,11 @@ kinds! {
         in_flight_chunks: Now,
         /// Bytes of chunks sent and not acknowledged.
         in_flight_bytes: NowBytes,
-        /// Times that a lane which was owed something was silent for a whole deadline.
+        /// Times that the peer owed something on a lane and the lane was silent for a whole deadline.
         stalls: Count,
         /// TCP segments that the kernel sent again.
         retransmits: Count,
-        /// Chunks that went over other lanes because theirs was lost.
+        /// Chunks resent over other lanes after their lane failed.
         resent_chunks: Count,
         /// Lanes that were lost.
         lost_lanes: Count,
@@ -250,7 +250,7 @@ kinds! {
         in_flight: Now,
         /// Bytes that this process copied to or from its memory directly, without a lane.
         copied_bytes: CountBytes,
-        /// Chunks that went over other lanes because theirs was lost.
+        /// Chunks resent over other lanes after their lane failed.
         resent_chunks: Count,
         /// Lanes that are up.
         lanes: Now,
@@ -267,7 +267,7 @@ kinds! {
         in_flight_bytes: NowBytes,
         /// The rate of the last chunks, as this end measured it; 0 while unknown.
         rate: NowRate,
-        /// Times that it was owed something and was silent for a whole deadline.
+        /// Times that the peer owed something on it and it was silent for a whole deadline.
         stalls: Count,
         /// TCP segments that the kernel sent again.
         retransmits: Count,

@@ -1,7 +1,7 @@
-//! What other processes can see of a running one.
+//! Counters and traces of a running process, readable by other processes.
 //!
-//! Every process that uses Crossrail keeps one [page](Page) of counters in shared memory. Whoever owns a row of it (a
-//! worker, an expert buffer, a group) writes it without a lock and at its leisure; any process of the same user reads
+//! Every process that uses Crossrail publishes one [page](Page) of counters in shared memory. The owner of a row (a
+//! worker, an expert buffer, a group) writes it without a lock, whenever it chooses; any process of the same user reads
 //! it ([`read`]) without disturbing the writer.
 //!
 //! ```text
@@ -10,7 +10,7 @@
 //! row      one row of it, written as a seqlock
 //! read     the pages of other processes, none of which is trusted
 //! metrics  the same for Prometheus
-//! trace    what a worker did when, for Perfetto
+//! trace    a timeline of a worker's events, for Perfetto
 //! ```
 
 mod clock;

@@ -94,7 +94,7 @@ pub fn text(pages: &[Seen], now_ns: u64) -> String {
             let process = process_labels(page);
             match own.name.as_str() {
                 INFO => {
-                    // Whoever reaches the port reads this, and arguments may be secrets.
+                    // Anyone who can reach the port can read this, and arguments may contain secrets.
                     let program = page.command.split(' ').next().unwrap_or_default();
                     let _ = writeln!(out, "{INFO}{{{process},program=\"{}\"}} 1", escaped(program));
                 }
@@ -134,8 +134,8 @@ fn waits(out: &mut String, page: &Seen, process: &str, now_ns: u64) {
     }
 }
 
-/// The values of one field, by labels. Rows with the same labels, such as two lanes of one name to peers of one name,
-/// are added up: a series may be there only once.
+/// Values of one field, keyed by labels. Rows with equal labels, such as two lanes of one name to peers of one name,
+/// are summed: a series must be unique.
 fn summed(pages: &[Seen], kind: Kind, at: usize) -> BTreeMap<String, Vec<u64>> {
     let mut by_labels: BTreeMap<String, Vec<u64>> = BTreeMap::new();
     for page in pages {
@@ -197,7 +197,7 @@ fn row_labels(row: &SeenRow) -> String {
     labels
 }
 
-/// The value of a label. Control characters are gone since the page was read.
+/// Escapes the value of a label. Reading the page has already replaced control characters.
 fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"")
 }

@@ -19,15 +19,15 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use crate::layout::{self, EXTENT_ROWS, Kind, PAGE_BYTES, ROW_BYTES, ROW_WORDS, ROWS_MAX, encode, fields, header};
 use crate::{now_ns, process};
 
-/// How the files are called: this, the process id, its start, its namespace.
+/// Prefix of a page's file name; process id, start time and namespace follow.
 pub(crate) const PREFIX: &str = "crossrail-page-";
 /// Most bytes of a [`summary`], which must fit in a value of a store.
 const SUMMARY_MAX: usize = 60 << 10;
 
-/// The page of this process, as long as anybody has a row of it.
+/// The page of this process, while any row of it is in use.
 static PRESENT: PerProcess<Mutex<Option<Weak<Page>>>> = PerProcess::new();
 
-/// This process's page: a file of mode 0600 in shared memory, removed when nobody has a row of it any more.
+/// This process's page: a file of mode 0600 in shared memory, removed when its last row is released.
 ///
 /// Any thread may use it. In a forked child the page is the parent's and is left alone; the child opens its own.
 #[derive(Debug)]
@@ -53,7 +53,8 @@ unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
 
-/// The page of this process, which is made in `folder` if there is none. `None`: there can be none, which is logged.
+/// Opens the page of this process, in `folder`, creating it if necessary. `None`: it cannot be created, which is
+/// logged.
 pub fn open(folder: &Path, log: Log) -> Option<Arc<Page>> {
     let mut present = PRESENT.lock();
     let page = present.as_ref().and_then(Weak::upgrade).filter(|page| page.is_here());
@@ -79,7 +80,7 @@ pub fn open(folder: &Path, log: Log) -> Option<Arc<Page>> {
     }
 }
 
-/// Whoever still has rows when the process ends does not drop them.
+/// Rows that are still in use when the process ends are not dropped, so an exit handler removes the page.
 static AT_EXIT: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn remove_at_exit() {
@@ -91,8 +92,8 @@ extern "C" fn remove_at_exit() {
     }
 }
 
-/// Removes from `folder` the page of this process, which is about to end without more ado, and those that dead processes
-/// of this user left.
+/// Removes the page of this process, which is about to exit without running destructors, and the pages of this user's
+/// dead processes from `folder`.
 pub fn remove(folder: &Path) {
     remove_at_exit();
     remove_stale(folder);
@@ -106,8 +107,8 @@ pub fn count_error(kind: ErrorKind) {
     page.row(0)[fields::process::errors + at].fetch_add(1, Ordering::Relaxed);
 }
 
-/// The page of this process as bytes for [`parse`](crate::parse), without what does not fit in a value of a store: the
-/// rows that say who waits come first. Empty: there is no page.
+/// The page of this process as bytes for [`parse`](crate::parse), cut to what fits in a value of a store: rows with
+/// waits come first. Empty: there is no page.
 pub fn summary() -> Vec<u8> {
     let page = PRESENT.lock().as_ref().and_then(Weak::upgrade).filter(|page| page.is_here());
     let Some(page) = page else { return Vec::new() };
@@ -137,8 +138,8 @@ impl Page {
         let (pid, space) = (std::process::id(), process::space());
         let start = process::started(pid).unwrap_or_default();
         let path = folder.join(format!("{PREFIX}{pid}-{start}-{space}"));
-        // What has this name is of a process of the same id and start: this one, before it executed another program, or
-        // one of a machine that shares the folder.
+        // A file of this name belongs to a process with the same id and start time: this one before it executed another
+        // program, or one on another machine that shares the folder.
         let _ = std::fs::remove_file(&path);
         let file = OpenOptions::new()
             .read(true)
@@ -191,7 +192,7 @@ impl Page {
         self.owners.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Reserves memory for some more rows: without, a write into shared memory that is full would end the process.
+    /// Reserves backing memory for more rows: otherwise a write to a full tmpfs would kill the process (SIGBUS).
     fn reserve(&self, rows: &mut Rows) -> nix::Result<()> {
         let more = EXTENT_ROWS.min(ROWS_MAX - rows.reserved);
         let (from, to) = ((rows.reserved + 1) * ROW_BYTES, (rows.reserved + more + 1) * ROW_BYTES);
@@ -201,7 +202,7 @@ impl Page {
         Ok(())
     }
 
-    /// A row that nobody uses; `None`: there is none left.
+    /// Takes a free row; `None`: all are in use.
     pub(crate) fn take_row(&self) -> Option<usize> {
         let mut rows = self.rows.lock();
         if let Some(free) = rows.free.pop() {

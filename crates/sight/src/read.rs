@@ -10,7 +10,7 @@ use crate::layout::{self, Form, Kind, RANKS_MAX, ROW_BYTES, ROW_WORDS, ROWS_MAX,
 use crate::page::named;
 use crate::process;
 
-/// Attempts at a row that is being written each time it is read.
+/// Attempts to read a row that is concurrently being written.
 const ATTEMPTS: usize = 8;
 
 /// One page of a folder.
@@ -138,8 +138,8 @@ pub fn pages(folder: &Path) -> std::io::Result<Vec<Found>> {
     Ok(found)
 }
 
-/// Whether the user `me` shows a page of the user `owner`: anybody may make a file in shared memory that all can read and
-/// that is called like a page of any process.
+/// Whether user `me` trusts a page owned by user `owner`: in shared memory any user may create a file named like the
+/// page of any process.
 fn is_believed(owner: u32, me: u32) -> bool {
     owner == me || me == 0
 }
@@ -161,7 +161,7 @@ fn read(path: &Path) -> Result<Seen, Refusal> {
         ErrorKind::PermissionDenied => Refused::Forbidden.into(),
         _ => Refused::Malformed(error.to_string()).into(),
     };
-    // Neither a link to elsewhere nor a pipe that never answers.
+    // Follow no symbolic link, and do not block on a FIFO.
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags).open(path).map_err(refused)?;
     let about = file.metadata().map_err(refused)?;

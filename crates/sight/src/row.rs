@@ -78,7 +78,7 @@ impl Row {
         self.place.is_some()
     }
 
-    /// Writes the row; a reader sees all of it or what it was before.
+    /// Writes the row; a reader sees either all of the write or the state before it.
     pub fn write(&mut self, with: impl FnOnce(&mut Writer<'_>)) {
         let Some((page, at)) = self.place.as_ref().filter(|(page, _)| page.is_here()) else { return };
         let words = page.row(*at);

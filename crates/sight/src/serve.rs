@@ -16,9 +16,9 @@ use crate::{metrics, now_ns, pages, process};
 
 /// How often the files are written: node_exporter is asked four times a minute as a rule.
 const WRITE_EVERY: Duration = Duration::from_secs(15);
-/// How often to look for the page that is to be written for the first time.
+/// How often to check whether the page exists, before the first write.
 const FIRST_EVERY: Duration = Duration::from_millis(250);
-/// How often a port that another process has is tried again: it takes over when that process has ended.
+/// How often to retry a port that another process holds: this process takes over when that one exits.
 const RETRY_EVERY: Duration = Duration::from_secs(5);
 /// How long a client may take for its request, or to take the answer.
 const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -66,7 +66,7 @@ pub fn export(settings: &Settings) -> Result<()> {
     };
     let started = std::thread::Builder::new().name("crossrail-metrics".to_owned()).spawn(body);
     if let Err(error) = started {
-        log.warn(format_args!("CROSSRAIL_METRICS: no thread for it ({error}); nothing is exported"));
+        log.warn(format_args!("CROSSRAIL_METRICS: cannot start the export thread ({error}); nothing is exported"));
         return Ok(());
     }
     if file.is_some() {
@@ -105,7 +105,8 @@ fn serve(folder: &Path, address: SocketAddr, log: Log) {
             Err(error) => {
                 if !std::mem::replace(&mut reported, true) {
                     log.warn(format_args!(
-                        "CROSSRAIL_METRICS: {address}: {error}; if a process of this user has the port, it exports this one too"
+                        "CROSSRAIL_METRICS: {address}: {error}; if another process of this user holds the port, \
+                         it also exports this process's counters"
                     ));
                 }
                 std::thread::sleep(RETRY_EVERY);
@@ -115,8 +116,8 @@ fn serve(folder: &Path, address: SocketAddr, log: Log) {
     answer_all(&listener, folder);
 }
 
-/// Answers each client on a thread of its own: one that says nothing keeps no other waiting. Where there are too many, the
-/// oldest is given up.
+/// Answers each client on a thread of its own, so that a silent client blocks no other. Beyond `CLIENTS_MAX`, the
+/// oldest connection is closed.
 fn answer_all(listener: &TcpListener, folder: &Path) {
     let mut answering: VecDeque<(TcpStream, JoinHandle<()>)> = VecDeque::new();
     for client in listener.incoming().flatten() {
@@ -202,13 +203,13 @@ fn write_files(folder: &Path, target: &Path, file: &Path, log: Log) {
         if let Err(error) = written
             && !std::mem::replace(&mut reported, true)
         {
-            log.warn(format_args!("CROSSRAIL_METRICS: {}: {error}; it is tried again", file.display()));
+            log.warn(format_args!("CROSSRAIL_METRICS: {}: {error}; will retry", file.display()));
         }
         std::thread::sleep(WRITE_EVERY);
     }
 }
 
-/// Writes `text` into a new file in place of what has that name: a link that another user put there is not followed.
+/// Atomically replaces the file `path` by one with `text`; never follows a link that another user created at that name.
 fn replace(path: &Path, text: &str) -> std::io::Result<()> {
     if let Err(error) = std::fs::remove_file(path)
         && error.kind() != ErrorKind::NotFound
@@ -223,7 +224,7 @@ fn own_file() -> String {
     format!("{PREFIX}{pid}-{}{SUFFIX}", process::started(pid).unwrap_or_default())
 }
 
-/// Removes the files that dead processes left: they would be exported for ever.
+/// Removes the files of dead processes, which would otherwise be exported forever.
 fn remove_stale(target: &Path) {
     let Ok(entries) = std::fs::read_dir(target) else { return };
     for entry in entries.flatten() {

@@ -1,7 +1,7 @@
-//! What a worker did when, for a file that Perfetto and `chrome://tracing` show.
+//! Event timelines of workers, in a format that Perfetto and `chrome://tracing` display.
 //!
-//! Events are kept in memory until the worker closes: writing a file meanwhile would be what the trace shows. There are
-//! [`EVENTS_MAX`] of them at most, the last ones; how many were dropped before is said in the file.
+//! Events are buffered in memory until the worker closes: file writes during the run would show up in the trace. The
+//! buffer keeps the last [`EVENTS_MAX`] events; the file states how many older ones were dropped.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -19,9 +19,9 @@ const EVENTS_MAX: usize = 100_000;
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
-    /// A chunk was on its way: from when the lane got it until the peer acknowledged it.
+    /// A chunk in flight: from the hand-over to the lane until the peer's acknowledgement.
     Sent,
-    /// A chunk came in: from its head to its last byte.
+    /// Reception of a chunk: from its head to its last byte.
     Received,
     /// An operation, from its match to its end.
     Operation(&'static str),
@@ -33,7 +33,7 @@ pub enum What {
     Unpacked,
     /// Operations waited for a point in a caller's stream.
     Gated,
-    /// So many chunks are unacknowledged from now on.
+    /// The number of unacknowledged chunks changed to `amount`.
     Window,
 }
 
@@ -120,7 +120,7 @@ impl Trace {
 
     /// The head of a chunk has come in on a lane.
     pub fn arriving(&mut self, lane: u64, now_ns: u64, bytes: u64, flow: u64) {
-        // The lane asks again for the same head while it waits for a slot.
+        // A lane presents the same head again while it waits for a slot.
         if self.arriving.get(&lane).is_none_or(|(.., known)| *known != flow) {
             self.arriving.insert(lane, (now_ns, bytes, flow));
         }
@@ -146,7 +146,7 @@ impl Trace {
         let (pid, mut number) = (std::process::id(), 0);
         let (file, path) = loop {
             let path = folder.join(format!("crossrail-{}-{pid}-{number}.json", process::host()));
-            // It names hosts, peers and times: as the page, it is its user's alone.
+            // Mode 0600, as for the page: the file names hosts, peers and times.
             match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
                 Ok(file) => break (file, path),
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
@@ -217,8 +217,8 @@ impl Trace {
         out
     }
 
-    /// The thread of each event, from 1, and the track of each thread. A track has as many threads as slices of it
-    /// overlap: Perfetto drops a slice that begins within another of its thread and ends after it.
+    /// Assigns a thread, from 1, to each event, and a track to each thread. A track has as many threads as slices of it
+    /// overlap: Perfetto drops a slice that begins within another one of its thread and ends after it.
     fn rows(&self) -> (Vec<usize>, Vec<u64>) {
         let slices = self.events.iter().enumerate().filter(|(_, event)| event.what != What::Window);
         let mut slices: Vec<_> = slices.collect();

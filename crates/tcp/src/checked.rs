@@ -1,9 +1,9 @@
 //! The two halves of a lane with checksums.
 //!
-//! Payloads pass through memory of the lane at both ends: here it is summed up what is sent, and not what the user's
-//! memory holds by then, and a byte reaches its destination only once it has been checked. Where two lanes bring the same
-//! chunk, the wrong bytes of one can thus never overwrite the right ones of the other, and whoever looks at memory that a
-//! peer writes never sees wrong ones.
+//! Payloads pass through a lane buffer at both ends: the checksum covers the bytes that are sent, even if the user's
+//! memory changes afterwards, and a byte reaches its destination only once it has been checked. Where two lanes carry
+//! the same chunk, corrupt bytes of one can thus never overwrite correct bytes of the other, and a reader that polls
+//! memory which a peer writes never sees corrupt bytes.
 
 use std::io;
 use std::os::fd::RawFd;

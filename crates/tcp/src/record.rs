@@ -1,14 +1,14 @@
-//! Records: what the bytes of a checked lane travel in.
+//! Records: the framing of a checked lane.
 //!
 //! ```text
 //! length u32 | sum of the bytes u32 | sum of the record's number and the two before u32 | length bytes
 //! ```
 //!
-//! Integers are little-endian, sums are CRC-32C: its polynomial is not Ethernet's, so that an error which a NIC's check
-//! lets pass is none that this one lets pass for the same reason. The length has a sum of its own, because a longer one
-//! would have the receiver wait for bytes that nobody sends. The number counts the records of one direction from 0 and
-//! does not travel: records that are left out, doubled or exchanged differ as well. Every change within 32 consecutive
-//! bits is noticed, any other but for one in 2^32.
+//! Integers are little-endian, sums are CRC-32C: its polynomial differs from Ethernet's, so an error that the NIC's
+//! check misses is not missed here for the same reason. The length has its own checksum, because a corrupt one would
+//! make the receiver wait for bytes that are never sent. The sequence number counts the records of one direction from 0
+//! and is not transmitted: records that are lost, duplicated or reordered are detected as well. Every error burst of up
+//! to 32 bits is detected, any other but for one in 2^32.
 
 use crc_fast::CrcAlgorithm::Crc32Iscsi;
 use crossrail_transport::LaneError;
@@ -42,8 +42,8 @@ pub(crate) fn seal(number: u64, record: &mut [u8]) {
     head[8..].copy_from_slice(&head_sum(number, &start));
 }
 
-/// The bytes of record `number` in `input`, which begin behind its head: how many they are. `None`: it has not come
-/// whole.
+/// Checks record `number` at the start of `input`; returns the number of its bytes, which follow its head. `None`: it
+/// is incomplete.
 ///
 /// # Errors
 /// `Corrupt`: a sum differs. `Protocol`: a length that no honest peer sends.

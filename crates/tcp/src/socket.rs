@@ -78,9 +78,10 @@ fn is_local(ip: IpAddr) -> bool {
     ip.to_canonical().is_loopback() || UdpSocket::bind((ip, 0)).is_ok()
 }
 
-/// Within one machine there is nothing to probe or to pace, and BBR's pacing costs up to half the rate. Called before the
-/// socket is connected: one on which BBR has begun is paced under any other algorithm, too. Accepted connections have
-/// their listener's. If neither is available, the system's default is as good as any.
+/// Selects cubic, or else reno, for connections within one machine, where there is nothing to probe or to pace and
+/// BBR's pacing costs up to half the rate. Call it before the socket is connected: one that started under BBR stays
+/// paced under any other algorithm. Accepted connections inherit from their listener. If neither is available, the
+/// system's default stays.
 fn choose_congestion(socket: &SockRef<'_>, within: bool) {
     let _ = within.then(|| socket.set_tcp_congestion(b"cubic").or_else(|_| socket.set_tcp_congestion(b"reno")));
 }

@@ -1,4 +1,5 @@
-//! The kernel's ways to send and to receive: which of them this process has, which it uses, and why not the others.
+//! The kernel's send and receive interfaces: which are available to this process, which it uses, and why not the
+//! others.
 
 use std::io;
 use std::net::{Ipv4Addr, TcpListener};
@@ -38,7 +39,7 @@ pub fn ways() -> Vec<Way> {
 }
 
 impl Way {
-    /// One that is possible, and what is to be said of it.
+    /// A way that is available, with the reason why it is used or not.
     fn possible(name: &'static str, used: bool, reason: &str) -> Way {
         Way { name, possible: true, used, reason: reason.to_owned(), fix: None }
     }
@@ -103,7 +104,7 @@ fn busy_poll(tried: io::Result<()>) -> Way {
         Ok(()) => Way::possible(
             NAME,
             false,
-            "sockets are never waited for in recv: threads poll them all for 100 us before they sleep, where cores are \
+            "recv never blocks on a socket: threads poll all of them for 100 us before they sleep, where cores are \
              free; for epoll the system decides (net.core.busy_poll)",
         ),
         Err(error) => Way::missing(

@@ -9,7 +9,7 @@ use crate::tree::{Tree, number, text};
 /// Memory that this process shares with all others of its machine or of its control group; sizes in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostMemory {
-    /// Available now without swapping, and without being killed for it.
+    /// Available now without swapping, and without triggering the out-of-memory killer.
     pub available: u64,
     /// Upper bound of what could ever be available: the machine's memory, or the lowest limit of a control group.
     pub capacity: u64,
@@ -32,7 +32,7 @@ impl fmt::Display for HostMemory {
     }
 }
 
-/// What a control group leaves.
+/// Free memory within one control group.
 struct Room {
     limit: u64,
     free: u64,

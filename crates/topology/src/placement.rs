@@ -41,7 +41,7 @@ impl Placement {
         Placement { nodes, why_not }
     }
 
-    /// Why all threads run wherever the scheduler puts them; `None`: those of devices run near them.
+    /// Why threads are not pinned; `None`: threads of devices are pinned near them.
     pub fn why_not(&self) -> Option<&'static str> {
         self.why_not
     }
@@ -57,7 +57,7 @@ impl Placement {
         self.nodes.iter().find(|known| known.node == node).map(|known| &known.cpus[..])
     }
 
-    /// Keeps the calling thread on the processors for threads of a device on that node, if there are such.
+    /// Pins the calling thread to the processors near that node, if there are any.
     ///
     /// # Errors
     /// `Io` when the system refuses; the thread then runs where it did.

@@ -8,8 +8,8 @@ use loom::sync::atomic::{AtomicU32, Ordering};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// What the owner of shared memory sleeps on while others write into it: a futex, which processes share. One thread sleeps
-/// at a time; any number ring. Bytes of zero are a doorbell that nobody has rung.
+/// A futex-based doorbell in shared memory: its owner sleeps on it while other threads and processes write. One thread
+/// sleeps at a time; any number may ring. All-zero bytes are an unrung doorbell.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub struct Doorbell {
@@ -22,7 +22,7 @@ pub struct Doorbell {
 }
 
 impl Doorbell {
-    /// Announces a write that this thread has made: wakes the owner if it sleeps.
+    /// Announces a write by this thread: wakes the owner if it sleeps.
     #[inline]
     pub fn ring(&self) {
         self.rings.fetch_add(1, Ordering::SeqCst);
@@ -31,8 +31,8 @@ impl Doorbell {
         }
     }
 
-    /// Sleeps until somebody rings, for at most `limit`; not at all if `ready` is true once those who ring can see that
-    /// this thread is about to sleep. May return early.
+    /// Sleeps until a ring, for at most `limit`; not at all if `ready` is true once ringing threads can see that this
+    /// thread is about to sleep. May return early.
     ///
     /// No wake-up is lost: if the writer rings before `rings` is loaded here, `ready` sees the write that the ring announces;
     /// if it rings later, the futex sees a changed value and returns at once, or the writer sees `sleeping` and wakes it.
@@ -65,7 +65,7 @@ impl Doorbell {
     }
 }
 
-/// The kernel's half of a futex, for the model checker. Nobody is woken by time there, so a lost wake-up is a deadlock.
+/// The kernel's half of a futex, for the model checker. Sleeps never time out there, so a lost wake-up is a deadlock.
 #[cfg(loom)]
 #[derive(Debug)]
 struct Kernel {

@@ -1,11 +1,11 @@
-//! A lane as a NIC carries it, without the NIC: memory is registered, named to the peer by a key of that rail, and written
-//! by a device that runs on by itself.
+//! A lane over an emulated NIC: memory is registered, identified to the peer by a key of that rail, and written by a
+//! device that runs asynchronously.
 //!
-//! The worked example of a link that places remotely, and what shows, on a machine without one, that loans are kept and
-//! returned as such a link must. A frame with a payload of up to [`INLINE_MAX`] bytes is a message. For a longer one the
-//! receiver registers the place and answers with its key; the sender registers the payload and posts a put; its completion
-//! is followed by a message. Both keep the loans of their memory meanwhile ([`Loan::keep`]). A lane that is dropped takes its
-//! puts back and its keys away, after which the device touches none of its memory.
+//! Worked example of a link with remote placement. It also verifies, on machines without such a NIC, that loans are
+//! kept and returned as such a link requires. A frame with a payload of up to [`INLINE_MAX`] bytes is a message. For a
+//! longer one the receiver registers the place and replies with its key; the sender registers the payload and posts a
+//! put, whose completion is followed by a message. Both keep the loans of their memory meanwhile ([`Loan::keep`]).
+//! Dropping a lane withdraws its puts and its keys, after which the device touches none of its memory.
 #![allow(unsafe_code)] // the device's copies
 
 use std::collections::{HashMap, VecDeque};

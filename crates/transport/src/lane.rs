@@ -6,7 +6,7 @@ use crossrail_types::{Head, LaneId};
 
 use crate::{Domain, List, Loan};
 
-/// Payloads of so many bytes every lane takes in [`Lane::post`] without keeping a reference, if it takes them.
+/// Every lane copies payloads of up to this length in [`Lane::post`] if it accepts them: it keeps no reference.
 pub const COPIED_MAX: usize = 4096;
 
 /// What a lane can do; fixed once it is up.
@@ -41,7 +41,7 @@ pub struct Payload {
     pub len: usize,
     /// The same bytes as a range of a memfd, when they are: lets a lane use sendfile.
     pub file: Option<(RawFd, u64)>,
-    /// Entered before every touch, or kept. `None`: the memory outlives the lane's use for certain.
+    /// Enter it before every access, or keep it. `None`: the memory is guaranteed to outlive the lane's use.
     pub grant: Option<Arc<Loan>>,
     /// The bytes are those of this list from that position on, and not at `ptr`: for lanes that say so in their
     /// capabilities.
@@ -112,9 +112,9 @@ pub enum Place {
     },
     /// Read it and forget it. `placed` is not called.
     Discard,
-    /// No place for it at present. The lane keeps the head and asks for the same one again at each later
-    /// [`Lane::poll`], whatever readiness says; until it is answered otherwise nothing more comes in. What goes out
-    /// goes on. Waiting is not moving, and no reason to stay awake.
+    /// No place at present. The lane keeps the head and presents it again at each later [`Lane::poll`], whatever
+    /// readiness reports; until the sink accepts it, the lane receives nothing more. Sending continues. Waiting does
+    /// not count as progress, so the poller may sleep.
     Wait,
     /// The peer broke the protocol: the lane fails with [`LaneError::Protocol`] of this text.
     Refuse(String),
@@ -126,7 +126,7 @@ unsafe impl Send for Place {}
 
 /// The protocol's side of a lane. All calls come from inside [`Lane::poll`], never from `post`.
 pub trait Sink {
-    /// Whether [`Sink::next`] may have something. False spares the lane looking for room.
+    /// Whether [`Sink::next`] may have a frame. False: the lane need not check for room.
     fn wants(&self) -> bool {
         true
     }
@@ -155,14 +155,14 @@ pub enum Post {
     Full,
 }
 
-/// Why a lane is no more. Every variant is final: the lane must be dropped.
+/// Why a lane has ended. Every variant is final: the lane must be dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LaneError {
     /// The peer closed it or its process is gone.
     Closed(String),
     /// The link broke: unreachable, device down, deadline passed.
     Down(String),
-    /// The peer sent what this lane cannot mean.
+    /// The peer sent bytes that are not valid on this lane.
     Protocol(String),
     /// What arrived is not what was sent: a checksum differs. Nothing of it was delivered.
     Corrupt(String),
@@ -190,8 +190,8 @@ pub struct LaneStats {
     pub rx_bytes: u64,
     /// Bytes that the other end's kernel has acknowledged (TCP_INFO bytes_acked); `tx_bytes` where that means nothing.
     pub acked_bytes: u64,
-    /// Of the others, those that are under way at this moment, or cannot get under way because nobody answers; not what
-    /// only waits until the other end takes more. 0 where that means nothing.
+    /// Of the unacknowledged bytes, those in flight now, or that cannot be sent because the peer does not respond; not
+    /// those that only wait for the peer's receive window. 0 where that has no meaning.
     pub in_flight_bytes: u64,
     /// TCP segments sent again (TCP_INFO total_retrans); 0 elsewhere.
     pub retransmits: u64,
@@ -261,9 +261,9 @@ pub trait Lane: Send {
     /// The driver is awake again.
     fn disarm(&mut self) {}
 
-    /// Shows the peer a number beside the frames: at once, without a frame, in place of the one before. False: not now,
-    /// because a frame that was accepted earlier has not gone out yet; try again after a poll that moved something.
-    /// For lanes that say so in their capabilities.
+    /// Publishes a number to the peer beside the frames: at once, without a frame, replacing the previous one. False:
+    /// not now, because an accepted frame is still queued; try again after a poll that made progress. For lanes that
+    /// declare it in their capabilities.
     fn publish(&mut self, _count: u32) -> bool {
         false
     }
@@ -282,20 +282,21 @@ pub trait Lane: Send {
     fn pass(&mut self, _note: &[u8], _files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {
         Err(LaneError::Protocol("the lane passes no notes".to_owned()))
     }
-    /// The peer's oldest note that was not taken yet. Looks at the wire if none is there, which may cost a system call:
-    /// for when one is awaited, and after polls that moved something. What is wrong there the next poll reports.
+    /// The peer's oldest note that was not taken yet. If there is none, checks the wire, which may cost a system call:
+    /// call it while a note is awaited and after polls that made progress. Errors found here are reported by the next
+    /// poll.
     fn passed(&mut self) -> Option<Passed> {
         None
     }
 
-    /// The last call before the lane is dropped, where the peer may be copying into memory of ours by other means than
-    /// the lane: tells it that the lane ends, and waits until it has ended its side as well (which it does when such
-    /// copies of its have stopped), or its process has. False: neither was seen within `limit`.
+    /// The last call before the lane is dropped, if the peer may access our memory by other means than the lane (direct
+    /// copies): announces the end of the lane, and waits until the peer has ended its side too, which it does when its
+    /// copies have stopped, or until its process has exited. False: neither happened within `limit`.
     fn part(&mut self, _limit: Duration) -> bool {
         true
     }
 
-    /// What the lane makes of memory, where it reaches that of the peer.
+    /// The lane's [`Domain`], if it can access the peer's memory.
     fn domain(&mut self) -> Option<&mut dyn Domain> {
         None
     }

@@ -10,8 +10,8 @@
 //! in:   lane reads a head          sink.place(head) -> Place           sink.placed(token)
 //! ```
 //!
-//! What a link makes of memory is its [`Domain`]: where it reaches the memory of the peer by itself, one copy moves the
-//! bytes of a transfer, and they are no payload of frames.
+//! A link's [`Domain`] covers direct access to memory: where the link reaches the peer's memory by itself, one copy
+//! moves the bytes of a transfer, bypassing frames.
 //!
 //! Thread rule: a lane is driven by one thread at a time (`&mut self`), any thread.
 

@@ -1,4 +1,4 @@
-//! Words in memory that several threads or processes share, which announce what was written before them.
+//! Control words in shared memory: storing one publishes everything written before it.
 #![allow(unsafe_code)]
 
 #[cfg(loom)]
@@ -6,8 +6,9 @@ use loom::sync::atomic::{AtomicU64, Ordering};
 #[cfg(not(loom))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A word that its writer stores after the data that it announces, and that its reader polls. Whoever observes a value
-/// finds everything that happened before it was announced, whichever thread wrote it. Any thread may do either.
+/// A word that its writer stores after the data it publishes (release), and that its reader polls (acquire). A reader
+/// that observes a value also sees everything written before the store, by whichever thread. Any thread may call
+/// either.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Word(AtomicU64);

@@ -1,9 +1,9 @@
-//! Checksums of what lanes carry.
+//! Checksums of lane payloads.
 
 use std::fmt;
 
-/// What notices bytes that are changed on their way over TCP, beside TCP's own sum of 16 bits. Two ends use the
-/// stricter of what they ask for, the greater in this order.
+/// Checksum that detects corruption on TCP, in addition to TCP's own 16-bit checksum. The two ends use the stricter of
+/// their settings: the greater in this order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Checksum {
     /// Nothing.

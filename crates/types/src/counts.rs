@@ -1,9 +1,9 @@
-//! Settings that are a number or found by the library.
+//! Settings that accept a fixed value or `auto`.
 
 /// The number of connections per rail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channels {
-    /// Found by measuring: more than one only where there are cores for them, and they gain something.
+    /// Measured: more than one connection only where spare cores exist and throughput improves.
     Auto,
     /// This number, at least 1.
     Count(u32),

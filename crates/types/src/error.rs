@@ -8,7 +8,7 @@ use crate::reason::Reason;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// A call or command line that makes no sense: the caller's own mistake.
+    /// Invalid call or command line: the caller's mistake.
     Usage,
     /// A setting (environment variable or override) that is unknown or does not parse.
     Config,
@@ -16,9 +16,9 @@ pub enum ErrorKind {
     Unreachable,
     /// The peer refused: wrong secret, wrong token, too many half-open connections.
     Refused,
-    /// Both ends are there but disagree: version, chunk, window, channels.
+    /// Both ends are reachable but their parameters differ: version, chunk, window, channels.
     Mismatch,
-    /// A bounded wait ran out; the operation may still finish.
+    /// The deadline passed; the operation may still complete.
     Timeout,
     /// The peer died or closed; its own requests fail, the worker goes on.
     PeerDead,
@@ -26,9 +26,9 @@ pub enum ErrorKind {
     Truncated,
     /// The request was cancelled, here or at the peer.
     Cancelled,
-    /// A region that is gone, a wrong key, or an access outside its bounds.
+    /// A deregistered region, a wrong key, or an access out of bounds.
     Region,
-    /// Memory or descriptors ran out; the text names the sum asked for.
+    /// Memory or descriptors are exhausted; the text states the amount requested.
     Exhausted,
     /// This transport or device cannot do that; the text says which could.
     Unsupported,
@@ -40,7 +40,7 @@ pub enum ErrorKind {
     Closed,
 }
 
-/// An error that says who failed, at what, how far it got, and what to try.
+/// An error with the operation, peer, lane and progress, and a hint.
 ///
 /// `Display` prints one line: `operation: detail (peer P, lane L, D of T bytes done, after S s); hint`. Programs branch
 /// on [`Error::kind`] and [`Error::reason`], never on the text. [`std::error::Error::source`] is the system's or the
@@ -59,9 +59,9 @@ pub struct Error {
     pub peer: Option<String>,
     /// The lane's name, where one is concerned.
     pub lane: Option<String>,
-    /// Bytes done and bytes in all, where a transfer was under way.
+    /// Bytes done and total bytes, if a transfer was in flight.
     pub progress: Option<(u64, u64)>,
-    /// How long the caller waited, where a wait ran out.
+    /// How long the caller waited, if the wait timed out.
     pub waited: Option<Duration>,
     /// What the user can do about it, or what still works.
     pub hint: Option<String>,
@@ -112,22 +112,22 @@ impl Error {
         Error::new(ErrorKind::Io, operation, format!("{call}: {source}")).with_io(source)
     }
 
-    /// Gives the reason that programs branch on.
+    /// Sets the reason that programs branch on.
     #[must_use]
     pub fn with_reason(mut self, reason: Reason) -> Error {
         self.reason = Some(reason);
         self
     }
 
-    /// Keeps the error below this one.
+    /// Sets the underlying error.
     #[must_use]
     pub fn with_source(mut self, source: impl std::error::Error + Send + Sync + 'static) -> Error {
         self.source = Some(Source(Arc::new(source)));
         self
     }
 
-    /// Keeps a copy of the system's error as the source, with its code or else its kind and text. An `Io` error for want
-    /// of a descriptor becomes `Exhausted`, whichever call it was.
+    /// Sets a copy of the system's error as the source, with its code or else its kind and text. An `Io` error caused
+    /// by the limit on file descriptors (EMFILE, ENFILE) becomes `Exhausted`, whichever call failed.
     #[must_use]
     pub fn with_io(mut self, source: &std::io::Error) -> Error {
         const ENFILE: i32 = 23;
@@ -157,21 +157,21 @@ impl Error {
         self
     }
 
-    /// Says how far the transfer got, in bytes.
+    /// Sets the progress of the transfer, in bytes.
     #[must_use]
     pub fn with_progress(mut self, done: u64, total: u64) -> Error {
         self.progress = Some((done, total));
         self
     }
 
-    /// Says what to try, or what still works.
+    /// Sets the hint: what to try, or what still works.
     #[must_use]
     pub fn with_hint(mut self, hint: impl Into<String>) -> Error {
         self.hint = Some(hint.into());
         self
     }
 
-    /// Says how long the caller waited in all, of a wait that ran out.
+    /// Sets the total time that the caller waited before the timeout.
     #[must_use]
     pub fn with_waited(mut self, waited: Duration) -> Error {
         self.waited = Some(waited);

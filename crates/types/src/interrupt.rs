@@ -46,7 +46,7 @@ impl Interrupt {
     pub fn raise(&self) {
         self.raised.store(true, Ordering::SeqCst);
         let mut sleeper = self.sleeper();
-        // A thread that has checked `raised` and is not asleep yet misses a wake-up: it is repeated until it is not.
+        // A thread that has checked `raised` but is not asleep yet misses a wake-up, so the wake-up is repeated.
         while let Some(wake) = sleeper.clone()
             && self.is_raised()
         {
@@ -72,7 +72,7 @@ impl Interrupt {
     }
 }
 
-/// Puts the interrupt of the enclosing `run` back, after a panic too.
+/// Restores the interrupt of the enclosing `run` on drop, so also after a panic.
 struct Outer(Option<Arc<Interrupt>>);
 
 impl Drop for Outer {
@@ -81,14 +81,14 @@ impl Drop for Outer {
     }
 }
 
-/// Whether this thread's wait is to end. False outside of [`Interrupt::run`].
+/// Whether this thread's wait must end. False outside of [`Interrupt::run`].
 pub fn raised() -> bool {
     CURRENT.with_borrow(|current| current.as_ref().is_some_and(|interrupt| interrupt.is_raised()))
 }
 
-/// Says how to wake this thread while it sleeps, until the guard is dropped. `wake` makes the closure that does, from
-/// another thread; it is not called where nothing can interrupt the wait. Check [`raised`] after this and before each
-/// sleep. The closure must not take a lock that this thread holds whenever it is awake.
+/// Registers how to wake this thread while it sleeps, until the guard is dropped. `wake` returns the closure that
+/// another thread calls for this; it is not called where nothing can interrupt the wait. Check [`raised`] after this
+/// and before each sleep. The closure must not take a lock that this thread holds whenever it is awake.
 pub fn sleeping<W: Fn() + Send + Sync + 'static>(wake: impl FnOnce() -> W) -> Sleeping {
     let current = CURRENT.with_borrow(Clone::clone);
     if let Some(interrupt) = &current {

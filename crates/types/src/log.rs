@@ -1,4 +1,4 @@
-//! Log lines on stderr with their time (UTC) and level, or wherever the program that loaded this library wants them.
+//! Log lines on stderr with their time (UTC) and level, or passed to the sink that the host program installed.
 
 use std::fmt;
 use std::io::Write as _;
@@ -56,8 +56,8 @@ impl Log {
     }
 }
 
-/// Writes to stderr past the lock of the standard library: a forked child would wait for ever for a thread of its parent
-/// that had it.
+/// Writes to stderr without the standard library's lock: if a thread of the parent held it at the fork, a child would
+/// block on it forever.
 fn write(line: &str) {
     // Without descriptors, nothing else works either.
     if let Ok(stderr) = std::io::stderr().as_fd().try_clone_to_owned() {

@@ -1,4 +1,4 @@
-//! The process that an object was made in.
+//! The process in which an object was created.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -43,9 +43,9 @@ impl Origin {
 
 #[cold]
 fn elsewhere(operation: &str) -> Error {
-    Error::new(ErrorKind::Usage, operation, "made in another process, of which this one is a fork")
+    Error::new(ErrorKind::Usage, operation, "created before a fork, in the parent process")
         .with_reason(Reason::OtherProcess)
-        .with_hint("make a Context here, and from it whatever this process uses")
+        .with_hint("create a Context in this process and use only objects created from it")
 }
 
 #[cfg(test)]
@@ -59,7 +59,7 @@ mod tests {
         count_fork();
         let error = before.check("send").unwrap_err();
         assert_eq!((error.kind, error.reason), (ErrorKind::Usage, Some(Reason::OtherProcess)));
-        assert!(error.to_string().contains("send: made in another process"), "{error}");
+        assert!(error.to_string().contains("send: created before a fork"), "{error}");
         assert_eq!(Origin::here().check("send"), Ok(()));
     }
 }

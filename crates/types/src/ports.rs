@@ -24,7 +24,7 @@ impl Ports {
         (self.first..=self.last).contains(&port)
     }
 
-    /// `port` if it is one of them, otherwise one that every process derives from it alike.
+    /// `port` if it is in the range, otherwise a port in the range that depends only on `port`.
     pub fn nearest(self, port: u16) -> u16 {
         if self.contains(port) {
             return port;
@@ -33,9 +33,9 @@ impl Ports {
         self.first + (u32::from(port) % count) as u16
     }
 
-    /// Opens a listener on a port that is free at `address`: `preferred` if it is one of these, or from the last one
-    /// down, because fixed ports of tools are the first ones. `open` is called with one port after the other, as long as
-    /// it fails with [`Reason::PortInUse`].
+    /// Opens a listener on a free port at `address`. Tries `preferred` first if it is in the range, then all ports from
+    /// the last to the first, because tools with fixed ports use the first ones. Calls `open` with each port in turn
+    /// while it fails with [`Reason::PortInUse`].
     ///
     /// # Errors
     /// [`ErrorKind::Exhausted`] if none is free; every other error of `open`.
@@ -56,7 +56,7 @@ impl Ports {
         let detail = format!("{address}: no port of CROSSRAIL_PORTS={self} is free");
         Err(Error::new(ErrorKind::Exhausted, "listen", detail)
             .with_reason(Reason::PortInUse)
-            .with_hint("each process of this machine needs a port of its own: name more, here and in the firewall"))
+            .with_hint("each process on this machine needs its own port: widen the range, here and in the firewall"))
     }
 
     /// A port or a range as text, or why it is none.

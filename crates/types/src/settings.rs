@@ -91,7 +91,7 @@ fn is_named(entry: &str, name: &str) -> bool {
 }
 
 impl Filter {
-    /// Parses a list of transports. What follows `ucx:` up to the end are transports of UCX's.
+    /// Parses a list of transports. Everything after `ucx:` names UCX transports.
     fn parse_transports(text: &str) -> Parsed<Filter> {
         let text = text.trim();
         let mut places = text.match_indices(UCX).map(|(at, _)| at);
@@ -118,7 +118,7 @@ impl Filter {
         }
     }
 
-    /// UCX's own transports behind `ucx:`, if there are any.
+    /// UCX's own transports, listed after `ucx:`; `None` without a list.
     pub fn of_ucx(&self) -> Option<Vec<String>> {
         let entry = self.names().iter().find_map(|name| name.strip_prefix(UCX))?;
         Some(entry.split(',').map(str::to_owned).collect())
@@ -372,7 +372,7 @@ impl Settings {
         Ok(settings)
     }
 
-    /// The ports that a listener at `address` may have; `None`: any. No firewall is in the way of loopback.
+    /// The ports that a listener at `address` may use; `None`: any. Loopback is not restricted: no firewall filters it.
     pub fn ports_at(&self, address: IpAddr) -> Option<Ports> {
         self.ports.filter(|_| !address.to_canonical().is_loopback())
     }
@@ -396,7 +396,7 @@ fn bad_value(name: &str, value: &str, why: &str, accepts: &str) -> Error {
 }
 
 fn unknown(name: &str) -> Error {
-    // In code settings are keywords.
+    // In code, settings are named by their keywords.
     let known = if name.starts_with(PREFIX) { Settings::NAMES } else { Settings::FIELDS };
     let nearest = nearest(name).and_then(|at| known.get(at));
     let known = known.join(", ");
@@ -407,8 +407,8 @@ fn unknown(name: &str) -> Error {
     Error::new(ErrorKind::Config, name, "is not a known setting").with_hint(hint)
 }
 
-/// The index of the setting that `name` was probably meant to be: one of the two begins with the other, or of three
-/// letters at most one is wrong, missing, or has changed places with the next.
+/// Index of the setting that `name` probably means: one is a prefix of the other, or at most one letter in three is
+/// wrong, missing, or transposed.
 fn nearest(name: &str) -> Option<usize> {
     let bare = |name: &str| name.to_ascii_uppercase().trim_start_matches("CROSSRAIL_").to_owned();
     let wanted = bare(name);
@@ -420,7 +420,7 @@ fn nearest(name: &str) -> Option<usize> {
     close.min().map(|(_, at, _)| at)
 }
 
-/// The Levenshtein distance, in which two neighbours that have changed places are one edit.
+/// Damerau-Levenshtein distance (optimal string alignment): swapping two neighbours is one edit.
 fn edits(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     let mut rows: Vec<Vec<usize>> = vec![(0..=b.len()).collect()];
@@ -449,8 +449,8 @@ settings! {
     /// Network device for control traffic; unset: the one with the route to the peer's address.
     control_device: Option<String> = None,
         "CROSSRAIL_CONTROL_DEVICE" accepts "the name of one interface or one local address" as DEVICE;
-    /// Ports on which whatever no other port was named for listens beyond loopback: workers and their rails, stores, the
-    /// command; unset: any free port.
+    /// Ports for listeners beyond loopback that specify none: workers and their rails, stores, the command; unset: any
+    /// free port.
     ports: Option<Ports> = None,
         "CROSSRAIL_PORTS" accepts "a port, or a range such as `18180-18199`" as PORTS;
     /// Chunk size in bytes: how much of a transfer one lane carries at a time.
@@ -469,14 +469,14 @@ settings! {
     /// How data received over the network is moved to its destination in GPU memory.
     unpack: Unpack = Unpack::Kernel,
         "CROSSRAIL_UNPACK" accepts "`kernel`: one launch for many fragments, `d2d`: one copy per fragment, `host`: gathered by the CPU, then one copy" as UNPACK;
-    /// The most multiprocessors that a kernel occupies which moves rows of GPU memory between processes; 0: copy engines
-    /// move them, one by one.
+    /// Maximum number of multiprocessors that the kernel occupies which moves rows between GPU memory of processes; 0:
+    /// copy engines move them, one by one.
     gpu_sms: u32 = 24,
         "CROSSRAIL_GPU_SMS" accepts "a number from 0 to 1024" as count::<0, 1024>();
     /// Number of network I/O threads.
     io_threads: IoThreads = IoThreads::Auto,
         "CROSSRAIL_IO_THREADS" accepts "`auto`, or a number from 1 to 256" as IO_THREADS;
-    /// Whether threads of connections and of GPUs keep to the processors of their device's NUMA node.
+    /// Whether threads that serve connections or GPUs are pinned to the processors of their device's NUMA node.
     affinity: Affinity = Affinity::Auto,
         "CROSSRAIL_AFFINITY" accepts "`auto`: on machines with several nodes, `off`" as AFFINITY;
     /// Timeout of any wait for which the call specifies none.
@@ -488,8 +488,8 @@ settings! {
     /// File that contains the secret (one trailing newline is ignored); replaces CROSSRAIL_SECRET.
     secret_file: Option<PathBuf> = None,
         "CROSSRAIL_SECRET_FILE" accepts "a path" as PATH;
-    /// Checksum of what travels over TCP between workers; the stricter one of two ends is used. A lane on which one
-    /// differs is closed and dialled again.
+    /// Checksum of TCP traffic between workers; the stricter setting of the two ends applies. A lane with a mismatch is
+    /// closed and redialled.
     checksum: Checksum = Checksum::Off,
         "CROSSRAIL_CHECKSUM" accepts "`off`, or `crc`: CRC-32C" as CHECKSUM;
     /// Store that the ranks of a job share; unset: rank 0 runs one at an address derived from the launcher's variables.
@@ -509,7 +509,7 @@ settings! {
     /// otherwise, or into files for node_exporter.
     metrics: Option<String> = None,
         "CROSSRAIL_METRICS" accepts "`:9400`, `host:port`, or `file:FOLDER`" as METRICS;
-    /// Folder where each worker writes what it did when, for Perfetto, once it is closed; unset: nothing is recorded.
+    /// Folder where each worker writes its Perfetto trace when it is closed; unset: no tracing.
     trace: Option<PathBuf> = None,
         "CROSSRAIL_TRACE" accepts "a path" as PATH;
     /// Log level of messages on stderr.

@@ -28,7 +28,7 @@ impl Alarm {
         self.0.as_fd()
     }
 
-    /// Has the descriptor become readable in [`SLEEP_MAX`], or never (`on` is false).
+    /// Arms the timer to fire after [`SLEEP_MAX`], or disarms it (`on` is false).
     pub(crate) fn set(&self, on: bool) {
         let limit = if on { SLEEP_MAX } else { Duration::ZERO };
         let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };

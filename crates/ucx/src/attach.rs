@@ -1,4 +1,4 @@
-//! How two ends join: over a TCP connection that has been authenticated, each learns the other's worker address.
+//! Joins two ends: exchanges worker addresses over an authenticated TCP connection.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -37,7 +37,7 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, 
     }
     let connected = introduce(&stream, &address, deadline).and_then(|theirs| link.connect(&theirs));
     if let Err(error) = connected {
-        // Who breaks the protocol is not waited for.
+        // Do not wait for a peer that broke the protocol.
         if error.kind != ErrorKind::Protocol {
             left::leave(link, tx, stream);
         }
@@ -71,14 +71,14 @@ fn until_both_connected(
 ) -> Result<()> {
     let mut announced = false;
     loop {
-        // Before UCX is driven, which may not be done once the peer is gone (see `left`).
+        // Checked before UCX is driven, which is not allowed once the peer has closed (see `left`).
         let ended = companion.read();
         if let Some(ended) = ended {
             // It has joined and gone already, or gives up.
             if announced && companion.peer_is_ready() {
                 return Ok(());
             }
-            let why = ended.map_or_else(|error| error.to_string(), |_| "it gave the lane up".to_owned());
+            let why = ended.map_or_else(|error| error.to_string(), |_| "it abandoned the lane".to_owned());
             return Err(Error::new(ErrorKind::Unreachable, "connect", format!("while UCX connected, {why}")));
         }
         let moved = link.progress();

@@ -1,4 +1,4 @@
-//! The TCP connection beside a lane: its end is the lane's.
+//! The TCP connection beside a lane: when it ends, the lane ends.
 #![allow(unsafe_code)]
 
 use std::io::{ErrorKind, Read, Write};
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossrail_transport::LaneError;
 
-/// Proves that the path works: acknowledged by the peer's kernel, ignored by its lane.
+/// Heartbeat byte, which proves that the path works: the peer's kernel acknowledges it, its lane ignores it.
 const BEAT: u8 = 0;
 /// UCX has connected at the end that writes it.
 const READY: u8 = 2;
@@ -22,7 +22,7 @@ const FAREWELL_LEN: usize = 9;
 pub(crate) enum Ending {
     /// It has closed the lane after sending so many frames and pieces.
     Closed { frames: u32, pieces: u32 },
-    /// Its process has ended, or it has dropped the lane without a word.
+    /// Its process has exited, or it dropped the lane without a farewell.
     Gone,
 }
 
@@ -59,7 +59,7 @@ impl Companion {
                             (0, READY) => self.peer_is_ready = true,
                             (0, FAREWELL) | (1..FAREWELL_LEN, _) => self.farewell.push(byte),
                             _ => {
-                                let why = "it wrote what it may not beside a UCX lane".to_owned();
+                                let why = "it wrote an invalid byte to the connection beside the UCX lane".to_owned();
                                 return Some(Err(LaneError::Protocol(why)));
                             }
                         }
@@ -100,7 +100,7 @@ impl Companion {
         self.peer_is_ready
     }
 
-    /// Announces the end of the lane, after so many frames and pieces.
+    /// Announces the end of the lane, with the numbers of frames and pieces sent.
     pub(crate) fn bid_farewell(&mut self, frames: u32, pieces: u32) {
         let mut bytes = vec![FAREWELL];
         bytes.extend(frames.to_le_bytes());
@@ -109,7 +109,7 @@ impl Companion {
         let _ = self.stream.write_all(&bytes);
     }
 
-    /// Beats that the peer's kernel has acknowledged, and those in flight. Writes the next one.
+    /// Heartbeats that the peer's kernel has acknowledged, and those in flight. Writes the next one.
     pub(crate) fn beat(&self) -> (u64, u64) {
         let beats = self.beats.load(Ordering::Relaxed);
         let mut waiting: libc::c_int = 0;

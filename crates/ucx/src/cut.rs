@@ -33,8 +33,8 @@ pub(crate) fn connections(epoll: RawFd) -> Vec<RawFd> {
     found
 }
 
-/// Has a connection be at its end once UCX has read what has arrived. What is returned keeps it open for the peer, unless
-/// that has closed it.
+/// Makes a connection reach end of file once UCX has read what has arrived. The returned descriptor keeps the
+/// connection open for the peer, unless the peer has closed it.
 pub(crate) fn cut(connection: RawFd) -> Option<OwnedFd> {
     // SAFETY: UCX keeps it open while the worker is not driven.
     let borrowed = unsafe { BorrowedFd::borrow_raw(connection) };

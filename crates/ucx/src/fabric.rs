@@ -10,9 +10,9 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::library::Library;
 use crate::raw;
 
-/// Versions whose newer protocols, which they use by default, assert that a payload has no memory registered when its peer
-/// dies in the middle of it. Where UCX was built with assertions (Debian, Ubuntu), that ends the process. Their older
-/// protocols do not.
+/// Versions whose default (newer) protocols assert that a payload's memory is not registered when the peer dies in
+/// mid-transfer. In builds with assertions (Debian, Ubuntu) that aborts the process. Their older protocols do not
+/// assert this.
 const PROTOCOLS_THAT_ASSERT: [(u32, u32); 2] = [(1, 16), (1, 17)];
 /// Versions whose tcp, seen with Debian's, asserts that it waits for an acknowledgement when a peer dies in the middle of a
 /// write into its memory. The same bytes go as messages of their tcp, copied once more at the receiving end.
@@ -76,7 +76,7 @@ pub struct Fabric {
     pub(crate) library: &'static Library,
     context: raw::Context,
     resources: Vec<Resource>,
-    /// A copy in place did not end.
+    /// A copy in place timed out.
     stages: AtomicBool,
 }
 
@@ -146,12 +146,12 @@ impl Fabric {
         &self.resources
     }
 
-    /// Whether lanes receive into memory of their own first.
+    /// Whether lanes receive into staging buffers.
     pub(crate) fn stages(&self) -> bool {
         self.stages.load(Ordering::Relaxed)
     }
 
-    /// Has lanes that are made from now on do so.
+    /// Makes lanes created from now on use staging buffers.
     pub(crate) fn stage_from_now_on(&self) {
         self.stages.store(true, Ordering::Relaxed);
     }

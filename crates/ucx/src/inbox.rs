@@ -1,4 +1,4 @@
-//! What UCX's callbacks leave for the lane.
+//! State that UCX's callbacks update for the lane.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
@@ -37,7 +37,7 @@ struct Arrived {
     /// Frames that the peer says it has consumed, of those that were sent.
     consumed: u32,
     sent: u32,
-    /// What the peer did wrong.
+    /// The peer's protocol violation.
     fault: Option<String>,
     /// UCX has given the connection up.
     failed: Option<Status>,
@@ -184,8 +184,8 @@ impl Arrived {
     }
 }
 
-/// Takes the peer's word of how many frames of those `sent` it has consumed. Of two messages that overtook each other, the
-/// later one has the lower count, which is [`FRAMES`] lower at most.
+/// Processes the peer's count of consumed frames, out of `sent`. If two messages were reordered, the later one carries
+/// the lower count, lower by [`FRAMES`] at most.
 fn count(consumed: &mut u32, told: u32, sent: u32) -> Result<(), String> {
     if consumed.wrapping_sub(told) <= FRAMES {
         return Ok(());

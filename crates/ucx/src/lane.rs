@@ -74,8 +74,9 @@ impl UcxLane {
             epoll.add(alarm.fd(), readable()).map_err(failed("epoll_ctl"))?;
         }
         let selected = link.selected();
-        // A peer that reads this process's memory by itself may do so after the lane has ended, so it is shown memory of the
-        // lane only. All else moves bytes while UCX is driven, or by a NIC whose queue ends with the lane.
+        // A peer that reads this process's memory by itself may still do so after the lane has ended, so it is given
+        // only buffers of the lane. Other transports move bytes only while UCX is driven, or by a NIC whose queue ends
+        // with the lane.
         let way = match reads_memory(&selected) {
             true if link.copies_in_place(&selected) => Way::Copied,
             true => Way::Staged,
@@ -154,13 +155,13 @@ impl UcxLane {
         let why = match ended.how {
             complete if complete == have => "the peer closed the lane".to_owned(),
             _ if ended.quiet_since.elapsed() < DRAIN_MAX && self.broken.is_none() => return Ok(()),
-            Ending::Closed { .. } => "the peer closed the lane, and not all that it had sent arrived".to_owned(),
+            Ending::Closed { .. } => "the peer closed the lane before everything that it had sent arrived".to_owned(),
             Ending::Gone => "the peer's process has ended, or it has given the lane up".to_owned(),
         };
         Err(LaneError::Closed(why))
     }
 
-    /// Has the descriptor report what comes next. False: there is work already.
+    /// Arms the descriptor for the next event. False: there is already work.
     fn park(&mut self) -> bool {
         // Over memory UCX does not arm while what it sends waits for the peer.
         let mut armed = self.alarm.is_some();
@@ -270,7 +271,7 @@ impl Lane for UcxLane {
             self.idle = 0;
         }
         self.end(moved)?;
-        // Whoever does not probe sleeps on the descriptor next, and need not have armed it.
+        // A caller that does not probe sleeps on the descriptor next, and need not have armed it.
         Ok(moved || (!probe && !self.park()))
     }
 
@@ -293,7 +294,7 @@ impl Lane for UcxLane {
     }
 
     fn stats(&self) -> LaneStats {
-        // UCX does not say what the peer's side has acknowledged; whether the path works, the connection beside does.
+        // UCX does not report what the peer has acknowledged; the companion connection shows whether the path works.
         let (acknowledged, waiting) = self.companion.beat();
         LaneStats {
             tx_bytes: self.tx.bytes,

@@ -1,8 +1,8 @@
-//! What must stay as it is until the peer has given a join or a lane up, too.
+//! Links that must stay intact until the peer has abandoned the join or the lane, too.
 //!
-//! UCX's assertions do not provide for a connection that breaks while a message of its own for connecting waits to be sent:
-//! a peer that is connecting would end its process if this end's worker went first. Nor do UCX 1.13's for one over its tcp
-//! that breaks while the answer to a put is on its way.
+//! UCX's assertions do not allow for a connection that breaks while one of its own wire-up messages waits to be sent: a
+//! peer that is connecting would abort if this end's worker were destroyed first. Nor do UCX 1.13's for a tcp
+//! connection that breaks while the reply to a put is in flight.
 
 use std::io::{ErrorKind, Read};
 use std::net::{Shutdown, TcpStream};
@@ -15,10 +15,11 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::link::Link;
 use crate::sender::Sender;
 
-/// How long a join that was given up waits for the peer to do the same, which takes one look at its connection.
+/// How long an abandoned join waits for the peer to abandon it, too, which takes one check of its connection.
 const WAIT_MAX: Duration = Duration::from_millis(500);
 
-/// How many are kept for peers that do not answer. One more, and the first goes: a peer must not exhaust this end.
+/// Maximum number kept for peers that do not respond; beyond it the oldest is dropped, because a peer must not exhaust
+/// this end.
 const KEPT_MAX: usize = 16;
 
 /// What goes once the peer has closed its end of the stream.
@@ -27,7 +28,7 @@ struct Left {
     stream: TcpStream,
 }
 
-/// Those whose peer has not closed the stream yet. After [`WAIT_MAX`], it is stopped, or its machine is gone.
+/// Links whose peer has not closed the stream yet. After [`WAIT_MAX`], the peer is stopped or its machine is down.
 static LEFT: PerProcess<Mutex<Vec<Left>>> = PerProcess::new();
 
 /// Ends a join that has failed: tells the peer, which may know this worker's address, and waits a moment for it to close
@@ -72,7 +73,7 @@ fn keep(left: Left) {
     drop(first);
 }
 
-/// Gives back what waited for peers that have left since.
+/// Releases links whose peers have closed since.
 pub(crate) fn give_back() {
     let gone: Vec<Left> = LEFT.lock().extract_if(.., Left::peer_has_left).collect();
     drop(gone);

@@ -210,7 +210,7 @@ unsafe extern "C" fn log_line(
     unsafe { vsnprintf(line.as_mut_ptr().cast(), line.len(), format, args) };
     let line = CStr::from_bytes_until_nul(&line).unwrap_or_default().to_string_lossy();
     if let Some(log) = LOG.get() {
-        // A connection that ends is an error to UCX, whoever ended it; the lane reports those that matter.
+        // UCX logs every connection that ends as an error, whichever end closed it; the lane reports the relevant ones.
         if level <= raw::LOG_WARN {
             log.info(format_args!("UCX: {line}"))
         } else {

@@ -21,10 +21,10 @@ use crate::raw::{self, AmHandlerParam, EpParams, RequestParam, StatusPtr, Worker
 /// Ids of our active messages.
 const MESSAGE: u32 = 1;
 const PIECE: u32 = 2;
-/// Most workers that this process leaves undriven for good, each with some MiB and some descriptors: rails that fail in
-/// mid-payload must not exhaust it.
+/// Maximum number of workers that this process abandons for good, each with some MiB and some descriptors: rails that
+/// repeatedly fail in mid-payload must not exhaust it.
 const ABANDONED_MAX: usize = 64;
-/// Those that there are.
+/// Workers abandoned so far.
 static ABANDONED: AtomicUsize = AtomicUsize::new(0);
 /// How long UCX may take to close an endpoint by force, or one whose connections were cut, which needs no peer.
 const CLOSE_MAX: Duration = Duration::from_millis(500);
@@ -45,9 +45,10 @@ pub(crate) struct Link {
     ep: raw::Ep,
     /// UCX holds its address: never moved.
     inbox: Box<Inbox>,
-    /// UCX has memory that it must not touch any more, or would fail if the worker were destroyed: it is not called again.
+    /// UCX refers to memory that it must not access any more, or would abort if the worker were destroyed: it is not
+    /// called again.
     abandoned: Cell<bool>,
-    /// A request was given back that may never end, and refers to the context's record of its memory until then.
+    /// A request was released before its end, and refers to the context's registration of its memory until then.
     unfinished: Cell<bool>,
 }
 
@@ -189,7 +190,7 @@ impl Link {
         !self.abandoned.get() && unsafe { (self.fabric.library.raw.ucp_worker_progress)(self.worker) > 0 }
     }
 
-    /// Has the descriptor report the next event. False: there is one already, or UCX cannot.
+    /// Arms the descriptor for the next event. False: there is one already, or UCX cannot.
     pub(crate) fn arm(&self) -> bool {
         // SAFETY: as above.
         !self.abandoned.get() && unsafe { (self.fabric.library.raw.ucp_worker_arm)(self.worker) == raw::OK }
@@ -265,7 +266,7 @@ impl Link {
         Err(why)
     }
 
-    /// That UCX may still be called for this worker.
+    /// Fails if UCX must not be called for this worker any more.
     fn expect_usable(&self) -> std::result::Result<(), LaneError> {
         match self.abandoned.get() {
             false => Ok(()),
@@ -315,7 +316,7 @@ impl Link {
         if status == raw::OK { Ok(true) } else { Err(lane_error(self.fabric.library, "a transfer of UCX's", status)) }
     }
 
-    /// UCX's reason for having given the connection up.
+    /// UCX's error, if it has closed the connection.
     pub(crate) fn failure(&self) -> Option<LaneError> {
         self.inbox.failed().map(|status| lane_error(self.fabric.library, "UCX gave the connection up", status))
     }
@@ -366,7 +367,7 @@ impl Link {
         noticed.then_some(kept)
     }
 
-    /// Has UCX keep the worker, undriven, for as long as the process lives.
+    /// Abandons the worker: UCX keeps it, undriven, for as long as the process lives.
     pub(crate) fn abandon(&self) {
         self.abandoned.set(true);
     }
@@ -388,7 +389,7 @@ impl Drop for Link {
     fn drop(&mut self) {
         if self.abandoned.get() {
             ABANDONED.fetch_add(1, Ordering::Relaxed);
-            // UCX keeps these addresses.
+            // UCX still refers to these addresses.
             std::mem::forget(std::mem::replace(&mut self.inbox, Box::new(Inbox::new())));
             std::mem::forget(self.fabric.clone());
             return;

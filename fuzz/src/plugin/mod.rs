@@ -92,7 +92,7 @@ enum Kind {
     Request { comm: usize, len: usize },
 }
 
-/// What the plugin has given out, and what was done wrong with it. Functions that C calls must not panic.
+/// Objects that the plugin has returned, and misuse of them. Functions that C calls must not panic.
 struct State {
     bytes: Vec<u8>,
     at: usize,
@@ -142,7 +142,7 @@ impl State {
         self.live.clear();
     }
 
-    /// The next byte, 0 once they have run out: success, and nothing unusual.
+    /// The next byte of the input; 0, which means success, once it is used up.
     fn byte(&mut self) -> u8 {
         self.at += 1;
         self.bytes.get(self.at - 1).copied().unwrap_or(0)

@@ -2,8 +2,8 @@
 
 The same `Buffer`, `Config` and `EventOverlap` as its first version, with tensors of PyTorch on a GPU, on top of
 `crossrail.ExpertBuffer`: normal mode (`dispatch`, `combine`) for prefill and training, low-latency mode for decode; and
-`ElasticBuffer` with `EPHandle` as the second version. Neither NVSHMEM, NCCL nor a network card is needed. What differs
-is said at each method; what cannot be had raises NotImplementedError that names the argument.
+`ElasticBuffer` with `EPHandle` as the second version. Neither NVSHMEM, NCCL nor a network card is needed. Each method
+documents its differences; unsupported arguments raise NotImplementedError that names them.
 
 PyTorch is imported when the first buffer is made, or `topk_idx_t` is asked for.
 """

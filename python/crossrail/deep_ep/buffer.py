@@ -1,4 +1,4 @@
-"""The buffer of the compatible interface."""
+"""`Buffer`, compatible with DeepEP's first version."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ __all__ = ["Buffer"]
 
 
 WIRE_BF16, WIRE_LOGFMT = 0, 1
-"""What rows of a low-latency combine travel as."""
+"""Wire formats of low-latency combine rows."""
 
 
 Answer: TypeAlias = "Callable[[Any, Any, int, ExpertCalls], tuple[Rows, Tensor, Handle]]"
-"""`(tensors, operation, tokens, calls)` of a low-latency dispatch as rows, the rows of each expert, and the handle."""
+"""Maps `(tensors, operation, tokens, calls)` of a low-latency dispatch to rows, rows per expert, and the handle."""
 Prepared: TypeAlias = tuple[ExpertCalls, Answer]
-"""Low-latency calls of a kind, and what their dispatches return."""
+"""Low-latency calls of a kind, and the function that builds their results."""
 
 
 class Buffer(Lifetime):
@@ -47,23 +47,23 @@ class Buffer(Lifetime):
     `group`: a torch.distributed process group or a crossrail.Group; or None with `comm`, an MPI communicator. Every
     rank makes its buffer on PyTorch's current GPU at the same point, and calls the same operations in the same order.
 
-    In low-latency mode the constructor makes everything that dispatches need: kernels, and memory that all ranks map,
-    for the sizes that `get_low_latency_rdma_size_hint` was asked for on all ranks, as far as `num_rdma_bytes` go. A
-    dispatch of these sizes, of any kind of rows and any number of experts per token, then waits for no other rank's
-    host, also the first one in a graph, and when a rank is gone. One of other sizes makes a buffer together with all
-    ranks, outside of captures; one that takes more than `num_rdma_bytes` says how many, if they are not 0.
+    In low-latency mode the constructor prepares kernels, and memory that all ranks map, for the sizes passed to
+    `get_low_latency_rdma_size_hint` on all ranks, up to `num_rdma_bytes`. A dispatch of these sizes, with any row type
+    and top-k, then never waits for another rank's host, even if it is captured first or a rank is lost. One of other
+    sizes allocates a buffer together with all ranks, outside of captures; if it needs more than `num_rdma_bytes` (and
+    that is not 0), it raises UsageError with the number of bytes.
 
-    In normal mode memory is taken at the first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8), which
-    also compiles kernels unless they are kept on disk: run each kind once before capturing it in a graph. It is for the
-    tokens of the rank that has the most, and for no fewer than `num_nvl_bytes` are enough for; when a later dispatch
-    has more on any rank, all ranks make a larger one, and the old one goes with the last handle of its dispatches. With
-    `num_worst_tokens` that is so at the first dispatch only: later ones may have as many tokens as there is room for
-    then, at least `num_worst_tokens` / ranks. `num_qps_per_rank` is not looked at: no network is needed.
+    In normal mode the first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8) allocates memory and compiles
+    kernels that are not cached on disk: run each kind once before capturing it in a graph. The buffer is sized for the
+    rank with the most tokens, and for at least as many as fit into `num_nvl_bytes`; when a later dispatch has more on
+    any rank, all ranks allocate a larger one, and the old one is freed with the last handle of its dispatches. With
+    `num_worst_tokens` only the first dispatch resizes: later ones may have as many tokens as fit, at least
+    `num_worst_tokens` / ranks. `num_qps_per_rank` has no effect: no network is needed.
 
-    Either mode works at any time, whatever `low_latency_mode` says. `allow_nvlink_for_low_latency_mode=False`: rows of
-    low-latency operations go over the network lanes of the hosts. `allow_mnnvl` and `use_fabric` change nothing.
-    `enable_shrink` is remembered: in low-latency mode a rank that does not come in time is always masked, and
-    operations go on without it. `explicitly_destroy` likewise: a buffer ends when it is dropped, at the latest.
+    Both modes work regardless of `low_latency_mode`. `allow_nvlink_for_low_latency_mode=False`: rows of low-latency
+    operations go over the network lanes of the hosts. `allow_mnnvl` and `use_fabric` have no effect. `enable_shrink` is
+    stored, but in low-latency mode a rank that times out is always masked, and operations continue without it.
+    `explicitly_destroy` is stored too: a buffer is destroyed when it is dropped, at the latest.
 
     Raises UnsupportedError (no PyTorch, no CUDA), UsageError, and what joining a `crossrail.Group` raises.
     """
@@ -117,7 +117,7 @@ class Buffer(Lifetime):
         return peers, machine
 
     def destroy(self) -> None:
-        """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
+        """Closes all connections and releases the memory; that of results with the last of them. Idempotent."""
         super().destroy()  # which waits for operations that use the tensors
         self._calls.clear()
         self._prepared.clear()
@@ -132,25 +132,25 @@ class Buffer(Lifetime):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """How many multiprocessors normal operations take, of kinds whose first dispatch is yet to come: an even
-        number, at most the GPU's."""
+        """Sets the multiprocessors of normal operations, for kinds that were not dispatched yet: an even number, at
+        most the GPU's."""
         if count("num_sms", new_num_sms, "set_num_sms") % 2 or not new_num_sms:
             raise wrong("set_num_sms", f"num_sms {new_num_sms} is not an even number from 2 on")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
-        """The current stream's present end, for `previous_event`."""
+        """Records an event in the current stream, for `previous_event`."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The Config that dispatch takes where it is given none."""
+        """The default Config of dispatch."""
         return recommended(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The Config that combine takes where it is given none."""
+        """The default Config of combine."""
         return recommended(num_ranks, Buffer.num_sms)
 
     @staticmethod
@@ -172,9 +172,9 @@ class Buffer(Lifetime):
     ) -> Tensor:
         """Scratch memory of the buffer's size (`num_rdma_bytes` or `num_nvl_bytes`) as a flat tensor of `dtype`.
 
-        `size`: a shape, of the elements from `offset` on; by default all of them. It is not the memory that other
-        ranks write, which has a layout of its own: programs may clear or read it, and nothing depends on what it
-        holds. Each call allocates it anew.
+        `size`: a shape, of the elements from `offset` on; by default all of them. It is not the memory that other ranks
+        write, which has a layout of its own: programs may clear or read it, and its contents have no effect. Each call
+        allocates a new tensor.
 
         Raises UsageError where there are fewer elements than are asked for.
         """
@@ -184,7 +184,7 @@ class Buffer(Lifetime):
         shape = (total - start,) if size is None else tuple(size)
         if start + math.prod(shape) > total or start > total:
             kind = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
-            detail = f"{math.prod(shape)} elements from {start} on, where {kind} are enough for {total}"
+            detail = f"{math.prod(shape)} elements from {start} on do not fit: {kind} hold {total} elements"
             raise wrong("get_local_buffer_tensor", detail)
         return torch().empty(shape, dtype=dtype, device=self._machine.device)
 
@@ -198,12 +198,11 @@ class Buffer(Lifetime):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """How many tokens go where. `topk_idx`: i64 [T, K], -1 for none.
+        """Counts tokens by destination. `topk_idx`: i64 [T, K], -1 for none.
 
-        Gives num_tokens_per_rank i32 [ranks], num_tokens_per_rdma_rank i32 [ranks / 8] (None with up to 8 ranks),
-        num_tokens_per_expert i32 [num_experts], is_token_in_rank bool [T, ranks], and the event. The dispatch counts
-        for itself: of these it only takes the number of experts, and, without topk_idx, is_token_in_rank.
-        """
+        Returns num_tokens_per_rank i32 [ranks], num_tokens_per_rdma_rank i32 [ranks / 8] (None with up to 8 ranks),
+        num_tokens_per_expert i32 [num_experts], is_token_in_rank bool [T, ranks], and the event. Dispatch counts tokens
+        itself: it uses only the number of experts and, without topk_idx, is_token_in_rank."""
         self._open("get_dispatch_layout")
         if is_plain(previous_event, async_finish):
             ranks, to_experts, in_rank = self._counted(topk_idx, num_experts)
@@ -216,7 +215,7 @@ class Buffer(Lifetime):
         return ranks, nodes, to_experts, in_rank, turn.overlap
 
     def _counted(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of each rank and expert, and whether a token goes to a rank: by one kernel, once that is loaded."""
+        """Counts tokens per rank and per expert, and maps tokens to ranks: by one kernel, once that is loaded."""
         if self._layout is None and not self._machine.streams.is_capturing():
             self._layout = self._machine.token_layout()
         found = None if self._layout is None else self._layout.count(topk_idx, num_experts)
@@ -246,20 +245,20 @@ class Buffer(Lifetime):
         """Sends each token once to every rank that has one of its experts.
 
         `x`: bf16 [T, H], or (e4m3 [T, H], scales of any strides: f32 [T, H/128], or i32 [T, H/512] with four exponents
-        each). Without a handle: `num_tokens_per_expert` [num_experts], of which only the length is looked at, and
-        `topk_idx` i64 [T, K] with `topk_weights` f32 [T, K] or none, or else `is_token_in_rank` bool [T, ranks].
-        `num_worst_tokens`: rows of the result, more than can come, so that the host need not wait for their number.
-        `previous_event`: what the operation comes after; `async_finish`: the current stream does not wait for it, the
-        event does. `allocate_on_comm_stream`: results belong to the stream that the operation runs in, always.
+        each). Without a handle: `num_tokens_per_expert` [num_experts], of which only the length is used, and `topk_idx`
+        i64 [T, K] with `topk_weights` f32 [T, K] or none, or else `is_token_in_rank` bool [T, ranks].
+        `num_worst_tokens`: rows of the result, an upper bound of the rows received, so that the host need not wait.
+        `previous_event`: the operation runs after it; `async_finish`: the current stream does not wait for it, the
+        event does. `allocate_on_comm_stream`: always so, results belong to the stream that the operation runs in.
 
-        Gives what came, as `x` was given ([N, H], by source rank and then token), recv_topk_idx i64 [N, K] (local
-        experts, -1 elsewhere; all -1 behind the rows that came), recv_topk_weights, a list of the rows of each local
-        expert rounded up to `expert_alignment` (empty with `num_worst_tokens`), the handle and the event. With a
-        handle: what came, four times None, the event. While an earlier result is in use a new one is copied out of the
+        Returns the received rows in the form of `x` ([N, H], by source rank and then token), recv_topk_idx i64 [N, K]
+        (local experts, -1 elsewhere; all -1 behind the received rows), recv_topk_weights, the rows of each local expert
+        rounded up to `expert_alignment` (empty with `num_worst_tokens`), the handle and the event. With a handle: the
+        received rows, four times None, the event. While an earlier result is in use a new one is copied out of the
         buffer's memory, so that any number may be kept.
 
         Raises UsageError that names the argument, or the rank where it is wrong; MismatchError when ranks disagree;
-        TimeoutError that names a rank that did not come.
+        TimeoutError that names the rank that timed out.
         """
         self._open("dispatch")
         config = self.get_dispatch_config(self.group_size) if config is None else config
@@ -292,10 +291,10 @@ class Buffer(Lifetime):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Brings `x` bf16 [N, H], one row for each that the dispatch of `handle` brought, back to its token, and sums.
+        """Returns rows `x` bf16 [N, H], one per row that `handle`'s dispatch received, to their tokens and sums them.
 
         `topk_weights`: f32 [N, K], summed likewise. `bias`: bf16 [T, H], one or two of them, added. The rest as for
-        dispatch. Gives the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
+        dispatch. Returns the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
         """
         self._open("combine")
         routing = routing_of(handle, "rank", "combine")
@@ -319,7 +318,7 @@ class Buffer(Lifetime):
         return summed.x, weights, turn.overlap
 
     def _at_once(self, given: Inputs, alignment: int, config: Config, turn: Turn | None = None) -> Received | None:
-        """A dispatch whose routing is new, in the current stream or its turn; None, before it begins, for another."""
+        """Dispatch with a new routing, in the current stream or `turn`; None, with nothing enqueued, if unsuitable."""
         if given.topk_idx is None or given.per_expert is None or not isinstance(config, Config):
             return None
         found = self._steps.prepared(given, alignment, apart=turn is not None)
@@ -330,7 +329,7 @@ class Buffer(Lifetime):
         if turn is not None:
             turn.reads(*given.tensors())
         if not agreed:
-            del found, begun, parts, region  # nobody holds the first result any more
+            del found, begun, parts, region  # drop all references to the first result
             wanted = Wanted(kind, given.routed, 0, given.routes, given.per_expert, alignment, config.num_sms)
             with self._machine.streams.turn() if turn is None else contextlib.nullcontext(turn) as inside:
                 return self._received(inside, given, kind, self._steps.again(wanted, told[1]))
@@ -340,7 +339,7 @@ class Buffer(Lifetime):
         return rows if scales is None else (rows, scales), idx, weights, told[0], handle
 
     def _dispatch_new(self, turn: Turn, given: Inputs, alignment: int, worst: int, config: Config) -> Received:
-        """A dispatch whose routing is new, in its turn."""
+        """Dispatch with a new routing, in its turn."""
         try:
             worst = count("num_worst_tokens", worst, "dispatch")
             if not worst and self._machine.streams.is_capturing():
@@ -351,7 +350,7 @@ class Buffer(Lifetime):
             sms = self._sms(config)
             if count("expert_alignment", alignment, "dispatch") == 0:
                 raise wrong("dispatch", "expert_alignment is 0")
-        except Exception as error:  # whatever it is, the others are at the same call
+        except Exception as error:  # the other ranks are in the same call: they must not wait
             self._steps.refuse(worst, why(error))
             raise
         turn.reads(*given.tensors())
@@ -361,7 +360,7 @@ class Buffer(Lifetime):
         return self._received(turn, given, kind, self._steps.dispatch(wanted))
 
     def _received(self, turn: Turn, given: Inputs, kind: Kind, begun: Started) -> Received:
-        """What a dispatch gives, for the caller to keep."""
+        """Builds the return value of a dispatch, which the caller may keep."""
         made, result = begun.made, begun.result
         with_topk = given.topk_idx is not None
         came, idx, weights = kept_rows(self._machine, turn, made.buffer, result, kind, with_topk)
@@ -371,7 +370,7 @@ class Buffer(Lifetime):
 
     def _handle(self, given: Inputs, kind: Kind, made: Made, native: Any, offsets: Tensor) -> RankHandle:
         """The handle of a dispatch."""
-        # Ids are for rows of another kind, where nothing else tells where tokens go; the caller may change its own.
+        # Ids for repeats with another row type, unless is_token_in_rank is kept; cloned, as callers may change theirs.
         kept: Tensor | None = given.sent_by
         if given.topk_idx is not None:
             kept = None if given.tells_ranks(self.group_size) else given.topk_idx.clone()
@@ -413,14 +412,14 @@ class Buffer(Lifetime):
         e4m3 with a scale for 128 values; `round_scale`: a power of two; `use_ue8m0`, with it: four exponents in an i32.
         `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added.
         `dispatch_wait_recv_cost_stats` i64 [ranks]: the longest wait for each is added, in nanoseconds. `async_finish`
-        as for dispatch. `return_recv_hook`: rows are sent, and arrive when the hook, called once, has put the receiving
-        part into the then current stream; other work comes between.
+        as for dispatch. `return_recv_hook`: only the sending part is enqueued; the hook, called once, enqueues the
+        receiving part in the stream that is current then, so other work can overlap.
 
-        Gives what came: bf16 [El, ranks*M, H], or (e4m3 of that shape, scales f32 [El, ranks*M, H/128] or
-        i32 [El, ranks*M, H/512], adjacent along the rows); the rows of each expert i32 [El]; the handle; the event; the
-        hook or None. Their memory is used again by later calls, in the order of their streams, when the program holds
-        neither the tensors nor views of them. One that holds more than two results, DeepEP's limit, takes more memory,
-        and gets a ResourceWarning that Python shows with `-W default` or PYTHONDEVMODE.
+        Returns the received rows: bf16 [El, ranks*M, H], or (e4m3 of that shape, scales f32 [El, ranks*M, H/128] or i32
+        [El, ranks*M, H/512], adjacent along the rows); the rows of each expert i32 [El]; the handle; the event; the
+        hook or None. Later calls reuse their memory, in stream order, once no reference to the tensors or views of them
+        is left. A program that holds more than two results, DeepEP's limit, takes more memory and gets a
+        ResourceWarning, shown with `-W default` or PYTHONDEVMODE.
         """
         if self._closed:
             self._open("low_latency_dispatch")
@@ -445,7 +444,7 @@ class Buffer(Lifetime):
     def _prepare(
         self, x: Tensor, topk_idx: Tensor, stats: Any, waits: Any, most: Any, experts: Any, *how: Any
     ) -> Prepared:
-        """The calls for dispatches of this kind. Raises UsageError for arguments that none takes."""
+        """Prepared calls for dispatches of this kind. Raises UsageError for arguments that no kind accepts."""
         use_fp8, round_scale, use_ue8m0 = how
         if use_ue8m0 and not round_scale:
             raise wrong("low_latency_dispatch", "use_ue8m0 needs round_scale")
@@ -487,18 +486,17 @@ class Buffer(Lifetime):
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
-        """Brings the experts' outputs `x` bf16 [El, ranks*M, H] back to their tokens, and sums them, weighted.
+        """Returns the experts' outputs `x` bf16 [El, ranks*M, H] to their tokens and computes the weighted sums.
 
-        `topk_idx`: as dispatched. `topk_weights`: f32 [T, K]. `zero_copy`: what
-        `get_next_low_latency_combine_buffer` gave for this handle is taken in place of `x`. `out`: bf16 [T, H] for the
-        sums. `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. The half before
-        the hook waits until the ranks whose tokens came have called this, too: it needs their weights. Sums are fp32;
-        the outputs of a token's experts on one rank are summed there and rounded to bf16 before they travel.
+        `topk_idx`: as dispatched. `topk_weights`: f32 [T, K]. `zero_copy`: reads the buffer that
+        `get_next_low_latency_combine_buffer` returned for this handle instead of `x`. `out`: bf16 [T, H] for the sums.
+        `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. The part before the
+        hook waits until the source ranks of the received tokens have called this, too: it needs their weights. Sums are
+        fp32; each rank sums the outputs of its experts per token and rounds them to bf16 before sending.
 
-        `use_logfmt`: they travel as LogFMT-10, ten bits for each value; H must be a multiple of 128.
+        `use_logfmt`: rows are sent as LogFMT-10, ten bits per value; H must be a multiple of 128.
 
-        Gives the sums bf16 [T, H], the event, the hook or None. Their memory is used again as that of a dispatch.
-        """
+        Returns the sums bf16 [T, H], the event, the hook or None. Their memory is reused like that of a dispatch."""
         if self._closed:
             self._open("low_latency_combine")
         if use_logfmt and zero_copy:
@@ -508,8 +506,8 @@ class Buffer(Lifetime):
         routing = handle.routing if type(handle) is Handle else routing_of(handle, "expert", "low_latency_combine")
         if zero_copy:
             if routing.room is None:
-                hint = "get_next_low_latency_combine_buffer(handle) gives what x is to be written to"
-                raise wrong("low_latency_combine", "zero_copy, and there is no buffer for this handle", hint)
+                hint = "write x to the tensor that get_next_low_latency_combine_buffer(handle) returns"
+                raise wrong("low_latency_combine", "zero_copy, but this handle has no combine buffer", hint)
             x = routing.room
         begun: Any = None
         if topk_weights is not None:
@@ -533,7 +531,7 @@ class Buffer(Lifetime):
     def _refused_combine(
         self, x: Any, topk_idx: Any, topk_weights: Any, routing: Routing, out: Any, waits: Any
     ) -> UsageError:
-        """Which argument of a combine is wrong."""
+        """The error that names the invalid argument of a combine."""
         kind, device, operation = routing.kind, self._machine.device, "low_latency_combine"
         shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
         selected, sums = (routing.tokens, kind.topk), (routing.tokens, kind.hidden)
@@ -548,19 +546,18 @@ class Buffer(Lifetime):
         except UsageError as error:
             return error
         at = f"{x.data_ptr():#x}" + ("" if out is None else f" and {out.data_ptr():#x}")
-        return wrong(operation, f"rows begin at address {at}, where multiples of 16 are wanted")
+        return wrong(operation, f"rows begin at address {at}, not at multiples of 16")
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
-        """Nothing is to be cleaned: flags are numbered, and the modes share no memory.
+        """No-op: flags are sequence numbers, and the modes share no memory.
 
-        With `enable_shrink` all ranks meet here, as in DeepEP, and one that does not come in time is left out.
-        """
+        With `enable_shrink` it is a barrier, as in DeepEP, and a rank that times out is masked."""
         self._open("clean_low_latency_buffer")
         if self.enable_shrink:
             self._pool.meet()
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
-        """bf16 [El, ranks*M, H] to write the experts' outputs to, for `zero_copy`. Two are given in turns."""
+        """A bf16 [El, ranks*M, H] tensor for the experts' outputs, for `zero_copy`. Two of them alternate."""
         self._open("get_next_low_latency_combine_buffer")
         routing = routing_of(handle, "expert", "get_next_low_latency_combine_buffer")
         kind = routing.kind
@@ -574,11 +571,10 @@ class Buffer(Lifetime):
         return rooms[-1]
 
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
-        """Leaves `rank` out of low-latency operations from now on (`mask`), or takes it back; all ranks do the same.
+        """Masks `rank` in low-latency operations from now on (`mask`), or unmasks it. A collective call.
 
-        A rank that lives, and was left out as it did not come, is connected again when it is taken back: the call
-        waits for it, and raises TimeoutError where it does not do the same.
-        """
+        A live rank that was masked because it timed out is reconnected when it is unmasked: the call waits for it, and
+        raises TimeoutError if that rank does not make the same call."""
         self._open("low_latency_update_mask_buffer")
         if count("rank", rank, "low_latency_update_mask_buffer") >= self.group_size:
             detail = f"rank {rank} is not from 0 to {self.group_size - 1}"
@@ -589,8 +585,8 @@ class Buffer(Lifetime):
             self._pool.take_back(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Writes 1 to `mask_status` i32 [ranks] for ranks that are left out, else 0. The host waits for the operations
-        so far, which may find that a rank does not come."""
+        """Writes 1 to `mask_status` i32 [ranks] for masked ranks, else 0. The host first waits for all operations so
+        far, which may mask further ranks."""
         self._open("low_latency_query_mask_buffer")
         shape = (self.group_size,)
         checked(mask_status, "mask_status", "low_latency_query_mask_buffer", ("int32",), shape, self._machine.device)
@@ -600,15 +596,14 @@ class Buffer(Lifetime):
         mask_status.copy_(torch().tensor(found, dtype=torch().int32))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes all ranks back, as `low_latency_update_mask_buffer` does. Raises PeerDeadError for one whose process is
-        gone."""
+        """Unmasks all ranks, as `low_latency_update_mask_buffer` does. Raises PeerDeadError for a dead process."""
         self._open("low_latency_clean_mask_buffer")
         for rank in sorted(self._pool.left_out()):
             self._pool.take_back(rank)
 
 
 def answer_of(buffer: Any, kind: Kind, most: int, rows: int) -> Answer:
-    """What low-latency dispatches of this kind return: what was received, the rows of each expert, the handle."""
+    """A builder of the results of low-latency dispatches of this kind: received rows, rows per expert, handle."""
     hidden, experts, new_handle = kind.hidden, kind.experts, tuple.__new__
 
     def answer(tensors: Any, operation: Any, tokens: int, calls: ExpertCalls) -> tuple[Rows, Tensor, Handle]:

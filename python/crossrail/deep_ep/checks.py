@@ -1,4 +1,4 @@
-"""What callers give, checked by name. Tensors are PyTorch's, which is imported when the first buffer is made."""
+"""Argument checks, with errors that name the argument. PyTorch is imported when the first buffer is created."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crossrail.errors import UnsupportedError
 from .._words import kind
 
 Tensor: TypeAlias = Any
-"""A torch.Tensor. PyTorch need not be there to check these pages' types."""
+"""A torch.Tensor. Type checking works without PyTorch installed."""
 
 
 @cache
@@ -30,7 +30,7 @@ def torch() -> Any:
 
 
 def refused(operation: str, argument: str, why: str) -> NotImplementedError:
-    """What is part of the interface and not to be had."""
+    """The error for a part of DeepEP's interface that is not supported."""
     return NotImplementedError(f"{operation}: {argument}: {why}")
 
 
@@ -57,7 +57,7 @@ def checked(
 ) -> Tensor:
     """`value`, if it is a tensor on `device` of one of these dtypes and this shape (names stand for any number).
 
-    `dense`: in one piece in C order; otherwise only each row has to be. Raises UsageError that names the argument.
+    `dense`: contiguous in C order; otherwise only each row must be. Raises UsageError that names the argument.
     """
     if not isinstance(value, torch().Tensor):
         raise wrong(operation, f"{name} is {kind(value)}, not a torch.Tensor")
@@ -69,7 +69,7 @@ def checked(
     if dense and not value.is_contiguous():
         raise wrong(operation, f"{name} is not contiguous", f"{name}.contiguous() makes a copy that is")
     if not dense and value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise wrong(operation, f"the rows of {name} are not in one piece", f"{name}.contiguous() makes a copy that is")
+        raise wrong(operation, f"the rows of {name} are not contiguous", f"{name}.contiguous() makes a copy that is")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What a program says about how the kernels should run. Most of it is about queues that this library does not have."""
+"""DeepEP's kernel configuration. Most fields tune queues that this library does not have."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _SIDE_BYTES = 32 * 12
 
 @dataclass(frozen=True)
 class Config:
-    """How many multiprocessors an operation takes, `num_sms`; the rest is accepted and has no effect.
+    """Multiprocessors per operation, `num_sms`; all other fields are accepted and have no effect.
 
-    Rows are written straight to their places in the receiver's memory: there are no queues whose chunks could be tuned.
-    Raises UsageError for numbers that make no sense.
-    """
+    Rows are written directly to their destination in the receiver's memory: there are no queues to tune. Raises
+    UsageError for invalid numbers."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
@@ -37,7 +36,7 @@ class Config:
                 raise wrong("Config", f"{send} {getattr(self, send)} is more than {receive} {getattr(self, receive)}")
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for `num_nvl_bytes`: of a queue's rows from each rank on every second multiprocessor."""
+        """Bytes for `num_nvl_bytes`: one queue of rows per source rank for every second multiprocessor."""
         rows = count("num_ranks", num_ranks, "Config") * (self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         row = count("hidden_bytes", hidden_bytes, "Config") + hidden_bytes // 64 + _SIDE_BYTES
         return rows * (-(-row // 128) * 128)
@@ -51,7 +50,7 @@ class Config:
 
 @cache
 def recommended(num_ranks: int, num_sms: int) -> Config:
-    """What dispatch and combine take where the program gives no Config."""
+    """The default Config of dispatch and combine."""
     if not 1 <= count("num_ranks", num_ranks, "Config") <= 64:
-        raise wrong("Config", f"{num_ranks} ranks, where there may be 1 to 64")
+        raise wrong("Config", f"{num_ranks} ranks; supported are 1 to 64")
     return Config(num_sms)

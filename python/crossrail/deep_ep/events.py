@@ -1,4 +1,4 @@
-"""Points in streams, and which stream an operation runs in."""
+"""Stream events, and the choice of the stream that an operation runs in."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn", "
 
 
 class EventHandle:
-    """A point in PyTorch's current stream, as it is when this is made (`stream`: in that one)."""
+    """An event recorded in PyTorch's current stream, or in `stream`."""
 
     def __init__(self, stream: Any = None) -> None:
         self._event = torch().cuda.Event()
         self._event.record(stream)
 
     def current_stream_wait(self) -> None:
-        """Work enqueued in the current stream from now on comes after it."""
+        """Makes later work in the current stream wait for the event."""
         self.wait(torch().cuda.current_stream())
 
     def wait(self, stream: Any) -> None:
@@ -45,9 +45,9 @@ class OperationEvent(EventHandle):
 
 
 class EventOverlap:
-    """An operation that other work may go on beside: `with event:` runs such work, and waits at its end.
+    """The completion of an asynchronous operation: a `with event:` block overlaps with it, and waits at its end.
 
-    `event`: an EventHandle, None where there is nothing to wait for. `extra_tensors`: kept as long as this is.
+    `event`: an EventHandle, None if there is nothing to wait for. `extra_tensors`: kept alive with this object.
     """
 
     event: EventHandle | None = None
@@ -59,8 +59,8 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Work enqueued in PyTorch's current stream from now on comes after the operation. `release_handle`: the event
-        and the tensors are let go then."""
+        """Makes later work in PyTorch's current stream wait for the operation. `release_handle`: drops the event and
+        the tensors."""
         if self.event is not None:
             self.event.current_stream_wait()
         if release_handle:
@@ -82,17 +82,17 @@ class EventOverlap:
 
 
 no_event: Callable[[], EventOverlap] = functools.partial(object.__new__, EventOverlap)
-"""An EventOverlap with nothing to wait for, made without a frame of Python's."""
+"""Creates an EventOverlap with nothing to wait for, without running Python code."""
 
 
 def is_plain(previous: EventOverlap | None, beside: Any) -> bool:
-    """Whether an operation comes after what the current stream has, which comes after the operation."""
+    """Whether an operation is ordered with the current stream on both sides: no event to wait for, not `beside`."""
     return not beside and (previous is None or previous.event is None)
 
 
 class Turn:
-    """An operation's place in a stream, for a `with` block. `stream`: its raw handle; `keeper`: what keeps it alive;
-    `apart`: not the caller's stream, so that who uses which tensors is noted."""
+    """An operation's position in a stream, for a `with` block. `stream`: its raw handle; `keeper`: keeps it alive;
+    `apart`: not the caller's stream, so the streams that use each tensor are recorded."""
 
     def __init__(self, stream: int, keeper: Any = None, *, apart: bool = True) -> None:
         self.stream = stream
@@ -104,17 +104,17 @@ class Turn:
         self.overlap = EventOverlap()
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Tensors of the caller's that the operation uses."""
+        """Adds the caller's tensors that the operation uses."""
         if self.apart:
             self.inputs += [tensor for tensor in tensors if tensor is not None]
 
     def gives(self, *tensors: Tensor | None) -> None:
-        """Tensors that were made in this turn and that the caller gets."""
+        """Adds tensors that were created in this turn and are returned to the caller."""
         if self.apart:
             self.outputs += [tensor for tensor in tensors if tensor is not None]
 
     def shows(self, result: Any) -> None:
-        """A `Dispatched` that lies in the buffer's memory, and that the caller gets."""
+        """Adds a returned `Dispatched` that lies in the buffer's memory."""
         if self.apart:
             self.shown.append(result)
 
@@ -127,11 +127,10 @@ class Turn:
 
 
 class Streams:
-    """Which stream each operation of a buffer runs in, one after the other.
+    """Assigns a stream to each operation of a buffer and serializes the operations.
 
-    An operation runs in the caller's current stream; one that other work is to go on beside runs in a stream of the
-    buffer's own, `communication`.
-    """
+    An operation runs in the caller's current stream; one that should overlap with other work runs in the buffer's own
+    stream, `communication`."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -162,11 +161,11 @@ class Streams:
             return bool(cuda.is_current_stream_capturing())
 
     def beside(self) -> int:
-        """The raw handle of the stream for operations that the caller's does not wait for."""
+        """The raw handle of the stream for asynchronous operations."""
         return int(self.communication.cuda_stream)
 
     def follow(self, handle: int) -> None:
-        """The next operation runs in this stream, the current one or `beside`, after the buffer's last one."""
+        """Orders this stream (the current one or `beside`) after the buffer's last operation, for the next one."""
         own = self._own is not None and handle == self._own.cuda_stream
         stream = self._own if own else torch().cuda.current_stream(self._device)
         self._follow(stream)
@@ -182,19 +181,19 @@ class Streams:
         return EventOverlap(OperationEvent(event, self), tensors)
 
     def settle(self) -> None:
-        """Blocks until the buffer's operations so far are done, those of a capture excepted."""
+        """Blocks until the buffer's operations so far have completed, except captured ones."""
         if self._last is not None and not self.is_capturing():
             self._last.synchronize()
 
     def capture(self) -> EventHandle:
-        """The current stream's present end."""
+        """Records an event in the current stream."""
         with torch().cuda.device(self._device):
             return EventHandle()
 
     def turn(
         self, previous: EventOverlap | None = None, beside: bool = False
     ) -> contextlib.AbstractContextManager[Turn]:
-        """A turn for one operation. `previous`: what it comes after, in place of all that the current stream has.
+        """A turn for one operation. `previous`: it waits for this event instead of all work in the current stream.
 
         `beside`: the current stream does not wait for the operation; `Turn.overlap` does.
         """
@@ -205,7 +204,7 @@ class Streams:
 
     @contextlib.contextmanager
     def _ordered(self, event: EventHandle | None, beside: bool) -> Iterator[Turn]:
-        """A turn in a stream that is made to wait for what it comes after."""
+        """A turn in a stream that first waits for `event`, or for the current stream."""
         cuda = torch().cuda
         current = cuda.current_stream(self._device)
         apart = beside or event is not None
@@ -220,7 +219,7 @@ class Streams:
         try:
             with cuda.stream(stream) if apart else contextlib.nullcontext():
                 yield turn
-        finally:  # one that fails may have put something in
+        finally:  # an operation that fails may have enqueued work
             if apart and stream != current:
                 self._note(turn, stream, current)
                 if not beside:
@@ -231,7 +230,7 @@ class Streams:
 
     @staticmethod
     def _note(turn: Turn, stream: Any, current: Any) -> None:
-        """Which streams use what, for whose memory it is."""
+        """Records the streams that use each tensor, for the allocators of their memory."""
         for tensor in turn.inputs:
             tensor.record_stream(stream)
         for tensor in turn.outputs:
@@ -249,5 +248,5 @@ class Streams:
         for one in (last, stream):
             with cuda.stream(one):
                 captured.append(cuda.is_current_stream_capturing())
-        if captured[0] == captured[1]:  # a capture is ordered with what is outside of it by whoever launches the graph
+        if captured[0] == captured[1]:  # the program that launches a graph orders it with work outside of the capture
             stream.wait_stream(last)

@@ -1,4 +1,4 @@
-"""What dispatches are given, and tensors for what they bring."""
+"""Arguments of dispatches: types, validation, and the kind they select."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PACKED = 4 * BLOCK
 Rows: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 """bf16, or e4m3 and scales."""
 Received: TypeAlias = "tuple[Rows, Tensor | None, Tensor | None, list[int], RankHandle]"
-"""What a normal dispatch gives beside its event."""
+"""Return values of a normal dispatch, without its event."""
 
 
 class Inputs:
-    """What a normal dispatch without a handle was given."""
+    """Arguments of a normal dispatch without a handle."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Inputs:
         self.topk_idx = topk_idx
         self.topk_weights = topk_weights
         self.sent_by = topk_idx
-        """Ids that send tokens where they go; without topk_idx those of any expert of each rank."""
+        """Expert ids used for routing; without topk_idx, one expert of each destination rank."""
 
     @property
     def tokens(self) -> int:
@@ -50,22 +50,22 @@ class Inputs:
         return count
 
     def tells_ranks(self, ranks: int) -> bool:
-        """Whether is_token_in_rank is there, and is what `get_dispatch_layout` gives."""
+        """Whether is_token_in_rank was passed with the dtype and shape that `get_dispatch_layout` returns."""
         given = self.is_token_in_rank
         return given is not None and given.dtype == torch().bool and tuple(given.shape) == (self.tokens, ranks)
 
     @property
     def routes(self) -> tuple[Rows, Tensor, Tensor | None]:
-        """What an expert buffer takes of it."""
+        """Rows, expert ids and weights for the expert buffer."""
         return self.x, self.sent_by, self.topk_weights
 
     @property
     def routed(self) -> int:
-        """How it says where tokens go: by ids (0), by ids with weights (1), by ranks (2)."""
+        """How the routing is given: by ids (0), by ids with weights (1), by ranks (2)."""
         return 2 if self.topk_idx is None else int(self.topk_weights is not None)
 
     def tensors(self) -> list[Tensor | None]:
-        """All that the operation reads."""
+        """All tensors that the operation reads."""
         rows = self.x if isinstance(self.x, tuple) else (self.x,)
         return [*rows, self.is_token_in_rank, self.topk_idx, self.topk_weights]
 
@@ -92,7 +92,7 @@ class Inputs:
 
 
 def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f32", "ue8m0"]]:
-    """The shape of `x`, and what it is."""
+    """Shape and payload type of `x`. Raises UsageError."""
     if not isinstance(x, tuple):
         checked(x, "x", "dispatch", ("bfloat16",), ("T", "H"), device)
         return tuple(x.shape), "bf16"
@@ -117,7 +117,7 @@ def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f
 
 
 def no_rows(kind: Kind, device: Any) -> tuple[Rows, Tensor, None]:
-    """What a rank without tokens dispatches in the rank layout: rows, ids, no weights."""
+    """Empty rows and ids, and no weights: the arguments of a rank-layout dispatch without tokens."""
     new = functools.partial(torch().empty, device=device)
     ids = new((0, kind.topk), dtype=torch().int64)
     if kind.payload == "bf16":
@@ -128,7 +128,7 @@ def no_rows(kind: Kind, device: Any) -> tuple[Rows, Tensor, None]:
 
 
 def low_latency_payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Literal["bf16", "f32", "power2", "ue8m0"]:
-    """What rows of a low-latency dispatch travel as."""
+    """The wire format of low-latency dispatch rows."""
     if not use_fp8:
         return "bf16"
     return "ue8m0" if use_ue8m0 else "power2" if round_scale else "f32"

@@ -1,4 +1,4 @@
-"""What a dispatch gives for its combine."""
+"""Handles: the routing of a dispatch, for its combine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NODE_RANKS = 8
 
 @dataclass(slots=True)
 class Routing:
-    """Where the rows of a dispatch went. `rows`: of the result; `topk_idx`: of the rank layout, for rows of another
-    kind, where nothing else says where tokens go; `calls`: a `_native.ExpertCalls`, or, in the rank layout, a
-    `_native.RankCalls` or None."""
+    """Destinations of the rows of a dispatch. `rows`: of the result; `topk_idx`: rank layout, ids to repeat the routing
+    with rows of another kind, None if the handle has is_token_in_rank; `calls`: a `_native.ExpertCalls`, or, in the
+    rank layout, a `_native.RankCalls` or None."""
 
     buffer: Any
     native: Any
@@ -36,12 +36,10 @@ class Routing:
 
 
 class Handle(tuple[Any, ...]):
-    """A tuple, as programs expect, that combine takes back. What is beside its items goes only with the tuple itself.
+    """The tuple that a dispatch returns for its combine. It carries hidden state: pass the object itself, not a copy.
 
-    Of a low-latency dispatch: the token that each row was at its source (i32 [El, ranks*M]), where the rows of each
-    source begin << 32 | how many there are (i64 [El, ranks]), M, hidden size, number of experts. Of a normal one see
-    `RankHandle`.
-    """
+    Low-latency dispatch: source token index of each row (i32 [El, ranks*M]), first row << 32 | number of rows of each
+    source (i64 [El, ranks]), M, hidden size, number of experts. Normal dispatch: see `RankHandle`."""
 
     routing: Routing
 

@@ -1,4 +1,4 @@
-"""Who gets which token: small tensors, made on the GPU."""
+"""Token-to-rank layouts, computed as small tensors on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the buffers of both versions do alike from joining the other ranks to their end."""
+"""Base class of the buffers of both versions: joining the ranks, and destruction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Lifetime"]
 
 
 class Lifetime:
-    """A buffer's time: `_ends` is undone when it ends, after which `_open` refuses operations."""
+    """A buffer's lifetime: `destroy` unwinds `_ends`; after that `_open` raises ClosedError."""
 
     _machine: Machine
 
@@ -25,7 +25,7 @@ class Lifetime:
 
     @contextlib.contextmanager
     def _joined(self, group: Any, comm: Any) -> Iterator[Joined]:
-        """The ranks of `group`. They are left at the buffer's end, or at once if the caller's block fails."""
+        """Joins the ranks of `group`. Leaves them when the buffer is destroyed, or at once if the block fails."""
         torch()
         met = joined(group, comm)
         with contextlib.ExitStack() as undo:
@@ -35,12 +35,12 @@ class Lifetime:
         self._ends.callback(met.owned.close)
 
     def destroy(self) -> None:
-        """Ends all connections and gives the memory back, that of results with the last of them. Once is enough."""
+        """Closes all connections and releases the memory; that of results with the last of them. Idempotent."""
         self._closed = True
         self._ends.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # as nobody would hear of it
+        with contextlib.suppress(Exception):  # an exception in __del__ cannot be handled
             self.destroy()
 
     def _open(self, operation: str) -> None:
@@ -49,6 +49,6 @@ class Lifetime:
             raise ClosedError(f"{operation}: {detail}", operation=operation, detail=detail)
 
     def get_comm_stream(self) -> Any:
-        """The `torch.cuda.Stream` of operations that other work may go on beside, or that have `previous_event`."""
+        """The `torch.cuda.Stream` of operations that are asynchronous or have `previous_event`."""
         self._open("get_comm_stream")
         return self._machine.streams.communication

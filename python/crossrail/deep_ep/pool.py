@@ -1,4 +1,4 @@
-"""The expert buffers behind a buffer: one for each kind of dispatch that the program makes, made when it first does."""
+"""The expert buffers behind a buffer: one for each kind of dispatch, created on first use."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from crossrail.experts import ExpertBuffer
 __all__ = ["LEAST_TOKENS", "Gpu", "Kind", "Machine", "Pool", "Room", "room_for"]
 
 Payload: TypeAlias = Literal["bf16", "f32", "power2", "ue8m0"]
-"""What rows are: bf16, or fp8 with such scales."""
+"""Row types: bf16, or fp8 with this kind of scales."""
 PAYLOADS: tuple[Payload, ...] = ("bf16", "f32", "power2", "ue8m0")
 LEAST_TOKENS = 128
 MOST_TOPK = 32
 """Experts of a token, at most."""
 USUAL_TOPK = 8
-"""Experts of a token that kernels are compiled for before a program says how many there are."""
+"""Top-k that kernels are compiled for before the first dispatch."""
 SPARE_RESULTS = 2
-"""Results of normal dispatches that are not copied, at most."""
+"""Regions of a buffer for normal-dispatch results; a result in the last free one is copied."""
 
 
 class Kind(NamedTuple):
-    """What an expert buffer is for."""
+    """Parameters that select an expert buffer."""
 
     layout: Literal["expert", "rank"]
     hidden: int
@@ -66,7 +66,7 @@ class Room(NamedTuple):
 
 
 class Machine(Protocol):
-    """Where the expert buffers are."""
+    """Creates expert buffers on a device and runs operations on them."""
 
     device: Any
     streams: Streams
@@ -75,7 +75,7 @@ class Machine(Protocol):
         """An ExpertBuffer, connected to those of `ranks`."""
 
     def token_layout(self) -> TokenLayout | None:
-        """What counts tokens by where they go, in the current stream; None where nothing does."""
+        """The native counter of tokens by destination, in the current stream; None if unsupported."""
 
     def prepared_calls(self, buffer: Any, kind: Kind) -> RankCalls | None:
         """Prepared operations of an ExpertBuffer in the rank layout; None where there are none."""
@@ -84,17 +84,17 @@ class Machine(Protocol):
         """An ExpertBuffer on the heap and the connections of this one. No other rank takes part."""
 
     def bytes(self, kind: Kind, max_tokens: int) -> int:
-        """What that takes."""
+        """Bytes of memory that a buffer of this kind takes."""
 
     def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool) -> Any:
-        """A dispatch in the rank layout of `given`: rows (with scales), ids, weights. The other ranks' hosts get
-        `host_word` in `host_words`, if they want it to be `counted`."""
+        """Dispatches `given` (rows with scales, ids, weights) in the rank layout. Other ranks read `host_word` in the
+        `host_words` of their result if theirs is `counted`, i.e. if their host waits for the row counts."""
 
     def meet(self, buffer: Any, kind: Kind) -> None:
-        """An operation in the expert layout that sends nothing: a rank that does not come to it is masked."""
+        """Runs an empty dispatch in the expert layout, as a barrier: a rank that times out is masked."""
 
     def sources(self, buffer: Any, handle: Any, rows: int) -> Tensor:
-        """The token that each row of a dispatch in the rank layout was at its source, i32 [rows]."""
+        """Source token index of each row of a rank-layout dispatch, i32 [rows]."""
 
 
 class Gpu:
@@ -113,7 +113,7 @@ class Gpu:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "num_sms": num_sms}
         options |= {"regions": SPARE_RESULTS, "share_node": self._share_node or kind.layout == "rank"}
         name = f"{self._joined.name}/{name}"
-        # Low-latency operations continue without a rank that does not come, as DeepEP's: the mask buffer says which.
+        # Low-latency operations mask a rank that times out, as DeepEP's do: the mask buffer reports it.
         options |= {"timeout": self._timeout, "variants": kind.layout == "expert"}
         options |= {"on_loss": "mask" if kind.layout == "expert" else "raise"}
         buffer = ExpertBuffer(self._joined.group, **options, connect=False, name=name)
@@ -126,7 +126,7 @@ class Gpu:
 
     @functools.cached_property
     def outputs(self) -> Outputs:
-        """What output tensors come from."""
+        """The allocator of output tensors."""
         return Outputs(TensorFrame(torch(), self.streams.current_raw, self.device))
 
     def token_layout(self) -> TokenLayout | None:
@@ -179,14 +179,14 @@ class Gpu:
 
 
 def room_for(tokens: int) -> int:
-    """Tokens that a buffer is made for when so many are wanted: at most an eighth more, so that it is seldom remade."""
+    """Capacity for `tokens`, rounded up by at most an eighth, so that buffers are rarely reallocated."""
     step = max(LEAST_TOKENS, 1 << max(tokens.bit_length() - 4, 0))
     return -(-max(tokens, 1) // step) * step
 
 
 @dataclass
 class Made:
-    """An expert buffer and the most tokens that one of its dispatches may send. `calls`: prepared ones, if any."""
+    """An expert buffer and the maximum tokens of a dispatch. `calls`: prepared calls, if any."""
 
     buffer: Any
     max_tokens: int
@@ -197,8 +197,8 @@ class Pool:
     """A buffer's expert buffers. All ranks ask for the same ones in the same order."""
 
     def __init__(self, machine: Machine, ranks: int, budget: int, low_latency_bytes: int = 0) -> None:
-        """`budget`: bytes that those of the rank layout are made to fill at first, each. `low_latency_bytes`: the most
-        that dispatches of one size in the expert layout may take, 0 for any number."""
+        """`budget`: initial size in bytes of each rank-layout buffer. `low_latency_bytes`: maximum bytes for dispatches
+        of one size in the expert layout; 0: no limit."""
         self._machine = machine
         self._ranks = ranks
         self._budget = budget
@@ -209,7 +209,7 @@ class Pool:
         self._out: set[int] = set()
 
     def prepare(self, room: Room) -> None:
-        """Makes what dispatches of this size need: memory, with all ranks, and kernels for every kind of rows."""
+        """Allocates memory, with all ranks, and compiles kernels of every row type, for dispatches of this size."""
         topk, units = max(1, min(USUAL_TOPK, room.experts)), {"bf16": 1, "ue8m0": 512}
         payloads = [payload for payload in PAYLOADS if room.hidden % units.get(payload, 128) == 0]
         kinds = [Kind("expert", room.hidden, room.experts, topk, payload) for payload in payloads]
@@ -219,8 +219,8 @@ class Pool:
                 list(threads.map(lambda kind: self.expert_layout(kind, room.max_tokens), others))
 
     def expert_layout(self, kind: Kind, max_tokens: int) -> Any:
-        """The one for up to `max_tokens`. All ranks make it together, except where there is one for other rows or
-        another number of experts per token."""
+        """The expert-layout buffer for up to `max_tokens`. Created by all ranks together, unless it can be a variant of
+        one with another row type or top-k."""
         made = self._made.get((kind, max_tokens))
         if made is not None:
             return made.buffer
@@ -246,16 +246,16 @@ class Pool:
             raise wrong("low_latency_dispatch", detail, hint)
 
     def made(self, kind: Kind) -> Made | None:
-        """The one in the rank layout, if there is one: there is on all ranks, or on none."""
+        """The rank-layout buffer of this kind; None on all ranks alike if it does not exist."""
         return self._made.get((kind, 0))
 
     def of_rank_layout(self) -> Iterator[tuple[Kind, Made]]:
-        """Those in the rank layout: the same on all ranks."""
+        """All rank-layout buffers, the same on all ranks."""
         return ((kind, made) for (kind, _), made in self._made.items() if kind.layout == "rank")
 
     def rank_layout(self, kind: Kind, tokens: int, num_sms: int) -> Made:
-        """One with room for `tokens`, which is the same number on all ranks. A smaller one is replaced, and stays as
-        long as a handle of its dispatches."""
+        """A rank-layout buffer with room for `tokens`, the same number on all ranks. Replaces a smaller one, which
+        lives as long as a handle of its dispatches."""
         made = self._made.get((kind, 0))
         if made is None or made.max_tokens < tokens:
             most = max(room_for(tokens), self._affordable(kind) if made is None else made.max_tokens)
@@ -264,14 +264,14 @@ class Pool:
         return made
 
     def forget(self, kind: Kind) -> None:
-        """The next dispatch of the kind makes another one, as on all ranks: not all have come to its last operation."""
+        """Drops a buffer whose last operation some rank missed; on all ranks the next dispatch creates another one."""
         self._made.pop((kind, 0), None)
 
     def _make(self, kind: Kind, max_tokens: int, num_sms: int | None, ranks: list[int]) -> Made:
         if self._machine.streams.is_capturing():
             raise wrong(
                 "Buffer",
-                f"a buffer for {max_tokens} tokens of this kind is made at the first dispatch, which is being captured",
+                f"the first dispatch of this kind allocates a buffer for {max_tokens} tokens, which a capture cannot",
                 "run it once before the capture",
             )
         self._count += 1
@@ -279,20 +279,20 @@ class Pool:
         return Made(buffer, max_tokens, self._machine.prepared_calls(buffer, kind))
 
     def _affordable(self, kind: Kind) -> int:
-        """The most tokens for which the budget is enough, in steps."""
+        """The maximum tokens that fit the budget, in steps of `LEAST_TOKENS`."""
         one, two = (self._machine.bytes(kind, tokens) for tokens in (LEAST_TOKENS, 2 * LEAST_TOKENS))
         steps = (self._budget - one) // max(two - one, 1) + 1
         return max(steps, 0) * LEAST_TOKENS
 
     def leave_out(self, rank: int) -> None:
-        """Operations in the expert layout leave `rank` out from now on."""
+        """Masks `rank` in expert-layout operations from now on."""
         for buffer in self._of_expert_layout():
             if rank in buffer.connected():
                 buffer.mask([rank])
         self._out.add(rank)
 
     def take_back(self, rank: int) -> None:
-        """Operations in the expert layout include `rank` again."""
+        """Unmasks `rank` in expert-layout operations, or reconnects it."""
         for buffer in self._of_expert_layout():
             if rank in buffer.connected():
                 buffer.unmask([rank])
@@ -301,14 +301,14 @@ class Pool:
         self._out.discard(rank)
 
     def left_out(self) -> set[int]:
-        """Ranks that are left out, by hand, as they did not come, or as they have left."""
+        """Ranks that are masked (by the caller or after a timeout) or disconnected."""
         out, everyone = set(self._out), set(range(self._ranks))
         for buffer in self._of_expert_layout():
             out |= everyone.difference(buffer.connected()).union(buffer.masked())
         return out
 
     def meet(self) -> None:
-        """All ranks come to an operation in the expert layout, if there was one; who does not come is left out."""
+        """A barrier of all ranks by an expert-layout operation, if there was one; ranks that time out are masked."""
         for (kind, _), made in self._made.items():
             if kind.layout == "expert":
                 self._machine.meet(made.buffer, kind)

@@ -1,4 +1,4 @@
-"""The ranks of a buffer: how they find each other, and what they tell each other beside the rows."""
+"""The ranks of a buffer: rendezvous, and small host-side exchanges."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = ["Peers", "Ranks", "hosts_of", "joined"]
 _HELLO = 1
 """The tag of a connection's first message; exchanges have larger ones."""
 _IN_A_CALL = 8
-"""Exchanges in one call, at most, and one more."""
+"""Tags per call: one more than the maximum number of exchanges in a call."""
 _LAST_S = 2.0
 """How long rank 0 waits for the others to leave before its store ends."""
 _numbers: weakref.WeakKeyDictionary[Group, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Buffers of one group are told apart by the order in which they are made."""
+"""Numbers the buffers of each group, in order of creation."""
 
 
 class Ranks(Protocol):
-    """What a buffer needs of the other ranks."""
+    """Host-side exchanges with the other ranks."""
 
     rank: int
     size: int
 
     def exchange(self, message: bytes, /) -> list[bytes]:
-        """What each rank, this one included, said at this point; all messages are equally long."""
+        """All-gather of equally long messages: one per rank, this one included."""
 
     def step(self) -> None:
-        """Comes to a call, as all ranks do: what was said in an earlier one and not heard is not heard any more."""
+        """Enters the next collective call: advances the tag, so that unread messages of earlier calls cannot match."""
 
     def close(self) -> None:
         """Ends all connections."""
@@ -50,7 +50,7 @@ class Ranks(Protocol):
 
 @dataclass
 class Joined:
-    """A crossrail.Group, the name of a buffer in it, and what goes with the buffer."""
+    """A crossrail.Group, the name of a buffer in it, and the resources that the buffer owns."""
 
     group: Group
     name: str
@@ -75,7 +75,7 @@ def joined(group: Any, comm: Any) -> Joined:
 
 
 def _gathered(group: Any, said: Any) -> list[Any]:
-    """What each rank of a process group says."""
+    """All-gathers an object over a process group."""
     distributed = importlib.import_module("torch.distributed")
     heard: list[Any] = [None] * group.size()
     distributed.all_gather_object(heard, said, group=group)
@@ -83,7 +83,7 @@ def _gathered(group: Any, said: Any) -> list[Any]:
 
 
 def _met(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joined:
-    """A group of the ranks that `gather` reaches, at a store that rank 0 has while the buffer lives."""
+    """A group of the ranks that `gather` reaches; rank 0 runs its store for the lifetime of the buffer."""
     hosts = gather(_host())
     far = len(set(hosts)) > 1
     context, owned = _native.Context(), contextlib.ExitStack()
@@ -91,7 +91,7 @@ def _met(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joined:
     if rank == 0:
         try:
             offer = _offer(context, owned, far)
-        except Exception as error:  # told to the others, who wait
+        except Exception as error:  # sent to the other ranks, which wait for the offer
             offer = error
     offer = gather(offer)[0]
     if isinstance(offer, Exception):
@@ -110,7 +110,7 @@ def _met(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joined:
 
 
 def _outlast(group: Group) -> None:
-    """Waits a little until the others have left: they take their leave from the store of rank 0."""
+    """Waits up to 2 s for the other ranks to leave, which need rank 0's store for that."""
     deadline = time.monotonic() + _LAST_S
     with contextlib.suppress(CrossrailError):
         while len(group.members()) > 1 and (left := deadline - time.monotonic()) > 0:
@@ -118,7 +118,7 @@ def _outlast(group: Group) -> None:
 
 
 def _host() -> str:
-    """The same for processes that reach each other over loopback."""
+    """An id of this boot and network namespace: equal for processes that share a loopback interface."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return boot + str(Path("/proc/self/ns/net").readlink())
@@ -156,7 +156,7 @@ def _has_secret(context: _native.Context) -> bool:
 
 
 class Peers:
-    """Connections of each rank to each other, for a few bytes: over shared memory, or the network."""
+    """Full mesh of connections for small messages, over shared memory or the network."""
 
     def __init__(self, group: Group, name: str) -> None:
         self.rank, self.size = group.rank, group.size
@@ -189,7 +189,7 @@ class Peers:
         self._number = (self._number // _IN_A_CALL + 1) * _IN_A_CALL
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """See `Ranks`. Raises CrossrailError that names the rank that is not there or says something else."""
+        """See `Ranks`. Raises CrossrailError that names a rank that is lost or in another call."""
         self._number += 1
         heard = {rank: bytearray(len(message)) for rank in self._endpoints}
         coming = {
@@ -199,7 +199,7 @@ class Peers:
         going = [endpoint.send(message, self._number) for endpoint in self._endpoints.values()]
         for rank, request in coming.items():
             try:
-                # A rank may be held by an operation as long as one waits for others.
+                # A rank may still be in an operation that waits for others, up to its timeout.
                 request.wait(2 * self._patience)
             except CrossrailError as error:
                 detail = f"rank {rank} is not at the same call: {error.detail}"

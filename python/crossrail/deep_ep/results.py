@@ -16,13 +16,13 @@ __all__ = ["combined", "copies", "gives_parts", "kept", "kept_rows", "listed", "
 
 
 def copies(*parts: Tensor | None) -> list[Tensor | None]:
-    """Copies of those that there are."""
+    """Clones the tensors that are not None."""
     return [None if part is None else part.clone() for part in parts]
 
 
 def gives_parts(turn: Turn | None, parts: tuple[Tensor | None, ...], *others: Tensor | None, lent: bool) -> None:
-    """The caller gets rows, scales, ids and weights of a prepared dispatch, and others, in its turn, if it has one.
-    `lent`: the parts are in the buffer's memory, of which each notes the streams that use it for all."""
+    """Records in the turn, if any, that the caller gets rows, scales, ids and weights of a prepared dispatch, and
+    `others`. `lent`: the parts share the buffer's memory, so recording one of them records all."""
     if turn is None:
         return
     turn.gives(*others)
@@ -33,7 +33,7 @@ def gives_parts(turn: Turn | None, parts: tuple[Tensor | None, ...], *others: Te
 
 
 def kept(machine: Machine, turn: Turn, buffer: Any, result: Any, kind: Kind, with_topk: bool) -> list[Tensor | None]:
-    """Rows, scales, ids and weights of a result, copied if it is in the last memory that the buffer has for results."""
+    """Rows, scales, ids and weights of a result; cloned if the result occupies the buffer's last free region."""
     parts = [result.x, result.scales, *((result.topk_idx, result.topk_weights) if with_topk else (None, None))]
     copied = machine.streams.is_capturing() or not buffer.spare_regions
     if copied:
@@ -45,7 +45,7 @@ def kept(machine: Machine, turn: Turn, buffer: Any, result: Any, kind: Kind, wit
         turn.shows(result)
         recorder = result.stream_recorder()
         for part in parts:
-            if part is not None:  # memory that is not PyTorch's, whose own record_stream would do nothing
+            if part is not None:  # not PyTorch's memory: its own record_stream would have no effect
                 part.record_stream = recorder
     return parts
 
@@ -62,8 +62,8 @@ Combined: TypeAlias = tuple[Tensor, "Tensor | None", EventOverlap]
 
 
 def combined(turn: contextlib.AbstractContextManager[Turn] | None, routing: Routing, *given: Any) -> Combined | None:
-    """A prepared combine in its turn (None: in the current stream, which waits for it) and its event; None, before it
-    begins, for one that is not as prepared. `given`: rows, weights, biases."""
+    """Runs a prepared combine in its turn (None: synchronously with the current stream). Returns its results and event;
+    None, with nothing enqueued, if the general path must take it. `given`: rows, weights, biases."""
     rows, weights, bias = given
     if routing.calls is None:
         return None
@@ -79,8 +79,8 @@ def combined(turn: contextlib.AbstractContextManager[Turn] | None, routing: Rout
 
 
 def repeated(machine: Machine, turn: Turn, x: Rows, handle: Any, room: Callable[[Kind, int], Made]) -> Rows:
-    """Other rows along the ways of a dispatch, in their turn. `room`: the expert buffer of a kind, for so many
-    tokens."""
+    """Repeats the routing of `handle` with other rows, in `turn`. `room`: returns the expert buffer of a kind with room
+    for that many tokens."""
     routing: Routing = handle.routing
     shape, payload = rows_kind(x, machine.device)
     if shape != (routing.tokens, routing.kind.hidden):

@@ -1,4 +1,4 @@
-"""Sizes of low-latency dispatches whose memory a program has asked about, before it makes a buffer for them."""
+"""Sizes of low-latency dispatches that a program passed to the size hint, before it creates a buffer for them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from crossrail.deep_ep.ranks import Ranks
 __all__ = ["agreed_rooms", "remember"]
 
 _told: dict[tuple[int, Room], int] = {}
-"""Bytes, by ranks and sizes."""
+"""Bytes by number of ranks and sizes, as returned by the size hint."""
 
 
 def remember(ranks: int, room: Room, length: int) -> int:
-    """Notes that dispatches of this size among so many ranks take `length` bytes, which it returns."""
+    """Records that dispatches of this size among `ranks` ranks take `length` bytes, and returns `length`."""
     _told[ranks, room] = length
     return length
 
 
 def agreed_rooms(ranks: Ranks, length: int) -> list[Room]:
-    """Sizes that the programs of all ranks know of, as many as `length` bytes are enough for, large ones first. A
-    collective call."""
+    """Collective: the sizes recorded on all ranks, largest first, as far as `length` bytes go."""
     mine = [(*room, _told[size, room]) for size, room in _told if size == ranks.size]
     said = [{tuple(one) for one in json.loads(message)} for message in ranks.exchange(json.dumps(mine).encode())]
     taken = []

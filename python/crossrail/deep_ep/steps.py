@@ -1,4 +1,4 @@
-"""How the ranks keep step in normal dispatches whose routing is new: they agree about the call, and about the room."""
+"""Agreement of the ranks on normal dispatches with a new routing: their parameters and the buffer's capacity."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from crossrail.errors import CrossrailError, MismatchError, TimeoutError, UsageE
 __all__ = ["BY_RANKS", "Call", "Dispatches", "Wanted"]
 
 BY_RANKS = 2
-"""`Call.routed` where only which rank gets which token is known."""
+"""`Call.routed` if only is_token_in_rank is known, not the experts."""
 LISTEN = 1
-"""What a rank says to the others' hosts by the kernels: they must hear more. `routed`, doubled, is added."""
+"""Bit of a host word that makes the other ranks exchange their calls. The remaining bits are `routed`."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the ranks must agree about, and the most tokens that any of them wants room for. `late`: a rank did not come
-    to what this one has begun."""
+    """Parameters that must be equal on all ranks, and the capacity that this rank needs (`wanted`, tokens). `late`: a
+    rank timed out in the dispatch that this one has started."""
 
     hidden: int = 0
     experts: int = 0
@@ -48,13 +48,13 @@ class Call:
 
     @property
     def begins_with(self) -> Kind | None:
-        """The kind of the expert buffer in which the rank begins before all have agreed, if there is one."""
+        """The kind of expert buffer that the rank dispatches into before agreement; None if it agrees first."""
         if not self.hidden or self.worst or self.routed == BY_RANKS:
             return None
         return Kind("rank", self.hidden, self.experts, self.topk, PAYLOADS[self.payload])
 
     def told(self, ranks: Ranks, why: str = "") -> list[Said]:
-        """What each rank says of its call, this being the one here, and `why` what is wrong with it."""
+        """All-gathers the ranks' calls. `why`: the error of this rank's call, empty if it is valid."""
         text = why.encode()[:400]
         said = []
         for message in ranks.exchange(self._FORM.pack(*astuple(self), len(text), text)):
@@ -63,7 +63,7 @@ class Call:
         return said
 
     def agreed(self, said: Iterable[Said]) -> int:
-        """The largest `wanted` of all ranks. Raises MismatchError, or UsageError for a call that is wrong elsewhere."""
+        """The largest `wanted` of all ranks. Raises MismatchError, or UsageError if another rank's call is invalid."""
         most = self.wanted
         for rank, (there, why) in enumerate(said):
             if why:
@@ -77,7 +77,7 @@ class Call:
 
 
 class Said(NamedTuple):
-    """A rank's call, and what is wrong with it."""
+    """A rank's call, and its error (empty if valid)."""
 
     call: Call
     why: str
@@ -95,8 +95,8 @@ _WHAT = {
 
 @dataclass
 class Wanted:
-    """A dispatch that is right as far as it can be seen here. `rows`: rows (with scales), ids, weights or None;
-    `per_expert`: tokens of each expert, for one without ids; `num_sms`: of an expert buffer that must be made."""
+    """A dispatch that was validated locally. `rows`: rows (with scales), ids, weights or None; `per_expert`: tokens per
+    expert, used without ids; `num_sms`: for an expert buffer that must be created."""
 
     kind: Kind
     routed: int
@@ -113,7 +113,7 @@ class Wanted:
 
 @dataclass
 class Started:
-    """A dispatch that was enqueued, of which expert buffer; the rows of each expert, if the host knows."""
+    """An enqueued dispatch: its expert buffer, result, and rows per expert if the host knows them."""
 
     made: Made
     result: Any
@@ -123,9 +123,8 @@ class Started:
 class Dispatches:
     """Dispatches of a buffer. Every rank makes the same ones in the same order.
 
-    Usually the ranks' hosts don't talk to each other: a dispatch begins at once, and its kernels tell the hosts, which
-    wait for the number of rows anyway, whether a rank has more to say.
-    """
+    The fast path has no host communication: a dispatch starts at once, and its kernels deliver every rank's host word
+    to the hosts, which wait for the row counts anyway; the word says whether the ranks must exchange their calls."""
 
     def __init__(self, ranks: Ranks, machine: Machine, pool: Pool) -> None:
         self._ranks = ranks
@@ -135,7 +134,7 @@ class Dispatches:
         self._last: Kind | None = None
 
     def dispatch(self, wanted: Wanted) -> Started:
-        """Raises UsageError for a call that is wrong on another rank, which it names; MismatchError; TimeoutError."""
+        """Dispatches. Raises UsageError that names a rank whose call is invalid, MismatchError, TimeoutError."""
         self._ranks.step()
         if not wanted.worst and wanted.routed != BY_RANKS:
             self._last = wanted.kind
@@ -148,9 +147,9 @@ class Dispatches:
         return self._begun(wanted, made, counts)
 
     def prepared(self, given: Inputs, alignment: Any, *, apart: bool) -> tuple[Kind, Made, Any, bool] | None:
-        """The same of tensors as an expert buffer takes them, in one native call: None, before anything is put into
-        the stream, for others. `apart`: it is not the stream of the caller's own work. Gives what `RankCalls.dispatch`
-        does, and whether no rank has more to say; where one has, `again` is next."""
+        """Dispatches in one native call; None, with nothing enqueued, if the arguments need the general path. `apart`:
+        not in the stream of the caller's own work. Returns the result of `RankCalls.dispatch`, and whether all host
+        words agree; if not, `again` must follow."""
         x, topk_idx, topk_weights, per_expert = given.x, given.topk_idx, given.topk_weights, given.per_expert
         host_word = 2 * int(topk_weights is not None)
         for kind, made in self._pool.of_rank_layout():
@@ -158,7 +157,7 @@ class Dispatches:
                 continue
             try:
                 begun = made.calls.dispatch(x, topk_idx, topk_weights, None, per_expert, 0, alignment, host_word, apart)
-            except BaseException:  # the other ranks are at a call, and so is this one
+            except BaseException:  # the other ranks are in this collective call: keep the tags in step
                 self._ranks.step()
                 raise
             if begun is not None:
@@ -169,20 +168,20 @@ class Dispatches:
         return None
 
     def _begun(self, wanted: Wanted, made: Made, counts: list[int] | None = None) -> Started:
-        """When all have agreed."""
+        """Dispatches after all ranks have agreed."""
         rows, worst = wanted.rows, wanted.worst or None
         result = made.buffer.dispatch(*rows, "rank", expert_alignment=wanted.alignment, max_rows=worst)
         return Started(made, result, counts or result.count_list or [])
 
     def _agreed(self, wanted: Wanted) -> Made:
-        """The expert buffer for a dispatch that begins when all ranks have said what they want: the first of its kind;
-        one without ids. Those with `worst` agree once, as the host is not to wait for anybody."""
+        """The expert buffer for a dispatch that starts after agreement: the first of its kind, or one without ids.
+        Dispatches with `worst` agree only once, because their host must not wait."""
         kind, worst, tokens = wanted.kind, wanted.worst, wanted.tokens
         made = self._pool.made(kind)
         if made is not None and (kind, worst) in self._settled:
             if tokens > made.max_tokens:
                 detail = f"x has {tokens} tokens, and with num_worst_tokens {worst} there is room for {made.max_tokens}"
-                raise wrong("dispatch", detail, "there is for num_worst_tokens / ranks, and for the first call's")
+                raise wrong("dispatch", detail, "there is room for num_worst_tokens / ranks, or for the first call's x")
             return made
         call = Call.of(kind, wanted.routed, worst, max(tokens, -(-worst // self._ranks.size)))
         most = self._heard(call, None)
@@ -191,11 +190,10 @@ class Dispatches:
         return self._pool.rank_layout(kind, most, wanted.num_sms)
 
     def _at_once(self, wanted: Wanted, made: Made) -> Started:
-        """A dispatch that begins before the ranks have said what they want.
+        """Dispatches before agreement (the fast path).
 
-        A rank with more tokens than there is room for begins without any, so that the others' end well, and has them
-        listen; then all dispatch again, with more room.
-        """
+        A rank with more tokens than fit dispatches none, so that the others complete, and sets `LISTEN` in its host
+        word; then all ranks dispatch again into a larger buffer."""
         kind, alignment, fits = wanted.kind, wanted.alignment, wanted.tokens <= made.max_tokens
         rows = wanted.rows if fits else no_rows(kind, self._machine.device)
         host_word = 2 * wanted.routed + (0 if fits else LISTEN)
@@ -207,19 +205,19 @@ class Dispatches:
         return self.again(wanted, said)
 
     def again(self, wanted: Wanted, said: list[int]) -> Started:
-        """The dispatch once more, when all ranks have said what they want. `said`: by their hosts, in the first one,
-        whose result nobody holds any more."""
+        """Repeats the dispatch after all ranks have exchanged their calls. `said`: the host words of the first one,
+        whose result must not be referenced any more."""
         kind = wanted.kind
         lost = [rank for rank, word in enumerate(said) if word == NO_REPORT]
         most = self._heard(Call.of(kind, wanted.routed, 0, wanted.tokens, int(bool(lost))), kind)
         if lost:
-            detail = f"rank {lost[0]} did not come in time"
-            hint = "the next dispatch makes another expert buffer, and is as good as ever when all ranks come to it"
+            detail = f"rank {lost[0]} timed out"
+            hint = "the next dispatch creates a new expert buffer, and works once all ranks take part in it"
             raise TimeoutError(f"dispatch: {detail}; {hint}", operation="dispatch", detail=detail, hint=hint)
         return self._begun(wanted, self._pool.rank_layout(kind, most, wanted.num_sms))
 
     def _heard(self, call: Call, begun: Kind | None) -> int:
-        """The most tokens that any rank wants room for, when all have said so. `begun`: what this one has begun."""
+        """Exchanges calls. Returns the capacity in tokens that all ranks need. `begun`: the kind dispatched here."""
         said = call.told(self._ranks)
         try:
             return call.agreed(said)
@@ -227,21 +225,21 @@ class Dispatches:
             self._keep_step(said, begun)
 
     def refuse(self, worst: Any, why: str) -> None:
-        """A call that is wrong here: the others hear why, unless it is one that they have agreed about."""
+        """Reports an invalid call of this rank to the others, unless it is one that was agreed on before."""
         self._ranks.step()
         if any(worst == one for _, one in self._settled):
             return
         call, begun = Call(), None
         agrees_first = isinstance(worst, int) and worst > 0
         if not agrees_first and self._last is not None and self._pool.made(self._last) is not None:
-            self._take_part(self._last)  # most likely what the others have begun
+            self._take_part(self._last)  # most likely the dispatch that the others have started
             call, begun = Call.of(self._last), self._last
-        with contextlib.suppress(CrossrailError):  # there is one already
+        with contextlib.suppress(CrossrailError):  # the caller raises its own error
             self._keep_step(call.told(self._ranks, why), begun)
 
     def _keep_step(self, said: list[Said], begun: Kind | None) -> None:
-        """Each rank has begun the same, or takes part now, so that all ends well and nobody is masked; expert buffers
-        to whose operation a rank did not come are made anew when they are next needed."""
+        """Joins the dispatch that other ranks have started, so that it completes and no rank is lost. Expert buffers
+        whose operation a rank missed are dropped, and created again when they are next needed."""
         kinds = {kind for there in said if (kind := there.call.begins_with) is not None and self._pool.made(kind)}
         if len(kinds) > 1 or any(there.call.late for there in said):
             for kind in kinds:
@@ -250,7 +248,7 @@ class Dispatches:
             self._take_part(*kinds)
 
     def _take_part(self, kind: Kind) -> None:
-        """In a dispatch of the others, without tokens, and with something to say."""
+        """Joins a dispatch of the others without tokens, with `LISTEN` set."""
         if (made := self._pool.made(kind)) is not None:
             with contextlib.suppress(CrossrailError):
                 self._machine.dispatch(made, no_rows(kind, self._machine.device), 1, LISTEN, counted=False)

@@ -1,11 +1,11 @@
 """Paged KV caches as objects: pull and push of blocks, leases of blocks, and weights spread to many.
 
     cache = PagedCache(worker, layers, head_axis=2, shard=(rank, size))      # at both ends
-    remote = cache.remote(described)                                         # what the peer's describe() has said
+    remote = cache.remote(described)                                         # result of the peer's describe()
     remote.pull(blocks, their_blocks, notice=b"request 1").wait()
 
     receiver = Receiver(context, tensors)                                    # at the receivers
-    spread(context, tensors, [what each receiver.describe() has said])      # at the source, while they receive()
+    spread(context, tensors, [receiver.describe() of each receiver])        # at the source, while they receive()
 
 The contract, with what is guaranteed when peers die and blocks are freed: docs/design/kv-caches.md.
 """

@@ -18,7 +18,7 @@ from crossrail.errors import CrossrailError, MismatchError, RegionError, Timeout
 
 from ._shape import Index, Memory, Part, Shape, blocks_of, number, packed, unpacked
 
-_CALLBACK_S = 0.001  # a request's callback may run a moment after its waits have returned
+_CALLBACK_S = 0.001  # poll interval: a request's callback may run shortly after its wait has returned
 
 
 class PagedCache:
@@ -32,16 +32,16 @@ class PagedCache:
     worker : Worker
         Registers the memory, and connects. Peers that connect to it need ``admit=True``, or `Worker.accept`.
     layers : sequence
-        Of each layer a tensor, or several, such as K and V: [pages, ...], or with the pages in ``page_axis``. NumPy
-        arrays, PyTorch tensors, or what has ``__cuda_array_interface__``, DLPack or the buffer protocol; on the host or
-        GPUs, of any dtype and strides, writable. All have as many pages. Their memory is kept as long as the cache.
+        One tensor per layer, or several, such as K and V: [pages, ...], or with the pages in ``page_axis``. NumPy
+        arrays, PyTorch tensors, or objects with ``__cuda_array_interface__``, DLPack or the buffer protocol; on the
+        host or GPUs, of any dtype and strides, writable, all with the same number of pages. Kept alive with the cache.
     page_axis : int
         The axis of pages.
     head_axis : int, optional
         The axis of heads; needed where the other end holds another shard of them. It is contiguous within a page.
     shard : (int, int)
-        Which part of the heads this is, and of how many: ``(tp_rank, tp_size)``, counted in different parts where there
-        are fewer heads than ranks.
+        Index of this shard of the heads, and number of shards: ``(tp_rank, tp_size)``; count only distinct shards if
+        there are fewer heads than ranks.
 
     Raises
     ------
@@ -50,7 +50,7 @@ class PagedCache:
 
     Notes
     -----
-    Thread safety: any thread may use it. Keep it until its requests are finished. Dropping it ends all access, too.
+    Thread safety: any thread may use it. Keep it until its requests are finished. Dropping it revokes all access.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PagedCache:
                 found.append(Part.of(memories[-1], layer, page_axis, head_axis, name))
         counts = {memory.shape[page_axis] for memory in memories}
         if len(counts) != 1 or {part.layer for part, _ in found} != set(range(len(layers))):
-            detail = f"{len(layers)} layers of {sorted(counts)} pages where each has some, and all as many"
+            detail = f"{len(layers)} layers of {sorted(counts)} pages; all layers need tensors with equally many pages"
             raise wrong("PagedCache", detail)
         self.worker = worker
         self._ranges = joined(memories)
@@ -95,11 +95,10 @@ class PagedCache:
         return sum(part.nbytes * len(part.places) for part in self._shape.parts)
 
     def describe(self, *, access: bool = True) -> bytes:
-        """What a peer needs for `remote`, a few hundred bytes and more for each layer; it can be sent by any means.
+        """Description of the cache for a peer's `remote`: a few hundred bytes plus some per layer, sent by any means.
 
-        With ``access`` whoever has it may read and write all blocks as long as the cache exists. Without it, only those
-        of leases.
-        """
+        With ``access`` it grants read and write access to all blocks for the lifetime of the cache; without it, only
+        leases do."""
         keys = [bytes(region.key()).hex() for region in self._regions] if access else []
         where = self.worker.describe([])
         return packed(
@@ -119,9 +118,8 @@ class PagedCache:
         Raises
         ------
         MismatchError
-            Its layers, bytes of a page, dtype or heads are others; the text says both. The number of pages may differ.
-        UsageError
-            No description.
+            Its layers, page size, dtype or heads differ; the text has both. The number of pages may differ. UsageError
+        Invalid description.
         UnreachableError, RefusedError, TimeoutError
             The peer cannot be connected to.
         """
@@ -132,13 +130,13 @@ class PagedCache:
             shape, identity = Shape.heard(said["shape"], regions), bytes.fromhex(said["id"])
             keys = keys_of(said["keys"], regions) if said["keys"] else None
         except (KeyError, TypeError, ValueError):
-            raise wrong("remote", f"{len(described)} bytes that are not a cache") from None
+            raise wrong("remote", f"{len(described)} bytes are not the description of a cache") from None
         here, there = self._shape.paired(shape, worker.name)
         endpoint = self.worker.connect(worker.address) if endpoint is None else endpoint
         return RemoteCache(self, endpoint, worker.name, here, there, (identity, regions), keys, None)
 
     def lend(self, blocks: Any) -> Lease:
-        """Lets peers access these blocks until the lease ends, by keys of its own: see `Lease`."""
+        """Grants peers access to these blocks, by separate keys, until the lease ends: see `Lease`."""
         return Lease(self, blocks_of(blocks, self.pages, "lend"), registered(self.worker, self._ranges), self._id)
 
     def _layout(self, shape: Shape) -> Layout:
@@ -148,11 +146,11 @@ class PagedCache:
         return layout
 
     def close(self) -> None:
-        """Ends all access: when it returns no peer accesses the memory any more. Leases end on their own."""
+        """Revokes all access: on return no peer accesses the memory. Leases are not affected."""
         deregister(self._regions)
 
     def __del__(self) -> None:
-        with suppress(CrossrailError):  # before the tensors are given back
+        with suppress(CrossrailError):  # deregister before the tensors are released
             deregister(getattr(self, "_regions", ()))
 
     def __enter__(self) -> PagedCache:
@@ -174,10 +172,9 @@ class Lease:
     ``bytes(lease)`` is for `RemoteCache.borrow` at any number of peers. Dropping the lease ends it, too.
 
     Guaranteed: once `end` has returned, no peer reads or writes the blocks through this lease. A pull or push that was
-    in flight, or that is started later, raises RegionError at the peer, and says neither that it moved all bytes nor
-    that it moved none: whatever came is the lease's own, of before the end. The blocks may then be given to the next
-    request. Not guaranteed: that a peer which lies about blocks stays within those of the lease. Its keys open the
-    cache's memory until it ends.
+    in flight, or that is started later, raises RegionError at the peer; it may have moved any part of the bytes, but
+    only data from before the end. The blocks may then be assigned to the next request. Not guaranteed: that a malicious
+    peer stays within the blocks of the lease. Its keys grant access to the cache's memory until the lease ends.
     """
 
     def __init__(self, cache: PagedCache, blocks: Index, regions: list[Region], identity: bytes) -> None:
@@ -190,11 +187,10 @@ class Lease:
         return packed("lease", id=self._identity, keys=keys, blocks=self.blocks.astype("<u4").tobytes())
 
     def end(self) -> None:
-        """Ends all access through it; again has no effect.
+        """Revokes all access through the lease. Idempotent.
 
-        It waits for peers that are accessing it, CROSSRAIL_TIMEOUT at most for each allocation; a lane that
-        has not let go by then is ended.
-        """
+        Waits for peers that are accessing it, at most CROSSRAIL_TIMEOUT per allocation; a lane that still holds the
+        memory then is closed."""
         deregister(self._regions)
 
     def __del__(self) -> None:
@@ -241,18 +237,18 @@ class RemoteCache:
         return self._there.pages if self.blocks is None else len(self.blocks)
 
     def borrow(self, lease: bytes) -> RemoteCache:
-        """The blocks of a lease of this peer: its numbers of blocks are then 0 to N - 1, in the order of the lease.
+        """The blocks of a lease of this peer, numbered 0 to N - 1 in the order of the lease.
 
-        Raises MismatchError for a lease of another cache, UsageError for what is no lease.
+        Raises MismatchError for a lease of another cache, UsageError for anything else.
         """
         said = unpacked("lease", lease, "borrow")
         try:
             identity, keys = bytes.fromhex(said["id"]), keys_of(said["keys"], self._of[1])
             blocks = np.frombuffer(bytes.fromhex(said["blocks"]), "<u4")
         except (KeyError, TypeError, ValueError):
-            raise wrong("borrow", f"{len(lease)} bytes that are not a lease") from None
+            raise wrong("borrow", f"{len(lease)} bytes are not a lease") from None
         if identity != self._of[0]:
-            detail = f"the lease is of another cache than the one that {self.name} has described"
+            detail = f"the lease does not belong to the cache that {self.name} described"
             raise MismatchError(f"borrow: {detail}", operation="borrow", detail=detail, peer=self.name)
         blocks = blocks_of(blocks, self._there.pages, "borrow")
         here, there = self._here, self._there
@@ -293,7 +289,7 @@ class RemoteCache:
             hint = "borrow a lease, or describe the cache with access=True"
             raise wrong(op, f"{self.name} has described its cache without access", hint)
         if remote_blocks is None and self.blocks is None:
-            raise wrong(op, "no remote_blocks", "only of a lease they are known")
+            raise wrong(op, "remote_blocks is missing", "only leases have a default")
         mine = blocks_of(blocks, self.cache.pages, op)
         its = self.blocks if remote_blocks is None else blocks_of(remote_blocks, self.pages, f"{op}: remote")
         assert its is not None
@@ -326,7 +322,7 @@ class RemoteCache:
         """Write blocks of this cache into the peer's; as `prepare`, and starts it.
 
         GPU memory is read behind the work enqueued so far in ``stream``; if that has not finished, each row is an
-        operation of its own. `push_layers` does without.
+        operation of its own, which `push_layers` avoids.
         """
         return self.prepare("push", blocks, remote_blocks, layers=layers, notice=notice).start(stream=stream)
 
@@ -410,9 +406,9 @@ class LayerPush:
         self._ended.set()
 
     def wait(self, timeout: float | None = None) -> list[Receipt]:
-        """Wait until all layers and the notice are there; the receipts of the layers.
+        """Wait until all layers and the notice are delivered. Returns the receipts of the layers.
 
-        Raises what a layer's push raised, once all have ended: no notice is raised then. TimeoutError after ``timeout``
+        Raises the error of a failed layer once all have ended; no notice is sent then. TimeoutError after ``timeout``
         seconds, CROSSRAIL_TIMEOUT by default. UsageError if layers were not started.
         """
         missing = sorted(set(range(len(self._moves))) - self._requests.keys())
@@ -443,7 +439,7 @@ class LayerPush:
 
 
 def joined(memories: Iterable[Memory]) -> list[tuple[int, int, int | None]]:
-    """Address, end and device of what to register: tensors that overlap or, of one allocation, adjoin are one."""
+    """Ranges (address, end, device) to register: overlapping tensors, or adjacent ones of an allocation, are merged."""
     ranges: list[tuple[int, int, int | None]] = []
     owner = 0
     for memory in sorted(memories, key=lambda memory: (-1 if memory.device is None else memory.device, memory.address)):
@@ -458,7 +454,7 @@ def joined(memories: Iterable[Memory]) -> list[tuple[int, int, int | None]]:
 
 
 def places(ranges: Sequence[tuple[int, int, int | None]], addresses: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Of each address, the number of the range that has it, and the offset there."""
+    """Maps each address to the index of its range and the offset there."""
     return tuple(next((at, one - of[0]) for at, of in enumerate(ranges) if of[0] <= one < of[1]) for one in addresses)
 
 
@@ -467,7 +463,7 @@ def registered(worker: Worker, ranges: Iterable[tuple[int, int, int | None]]) ->
 
 
 def deregister(regions: Iterable[Region]) -> None:
-    """When it returns, no peer accesses these regions any more."""
+    """Deregisters regions. On return no peer accesses them."""
     for region in regions:
         with suppress(RegionError):
             region.deregister()

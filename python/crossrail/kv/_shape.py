@@ -1,4 +1,4 @@
-"""Where the pages of a cache lie: in tensors of this process, as a peer is told, and as rows of layouts."""
+"""Page layout of a cache: in local tensors, as described to a peer, and as rows of layouts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Memory(NamedTuple):
             owner = id(root if root.base is None else root.base)
             memory = Memory(address, array.dtype.name, array.itemsize, array.shape, array.strides, None, owner, array)
         if 0 in memory.shape or any(s <= 0 < n - 1 for n, s in zip(memory.shape, memory.strides, strict=True)):
-            raise wrong(operation, f"{name} has no items, or axes that run backwards or repeat")
+            raise wrong(operation, f"{name} is empty, or has axes with negative or zero strides")
         if memory.end - memory.address < math.prod(memory.shape) * memory.item:
             raise wrong(operation, f"{name} has items that overlap")
         return memory
@@ -100,7 +100,7 @@ class Part(NamedTuple):
     stride: int
     """Bytes from a page to the next."""
     places: tuple[tuple[int, int], ...]
-    """Of each plane (all pages of K, say): the number of its region, and where page 0 begins there."""
+    """For each plane (all pages of K, say): index of its region, and offset of page 0 there."""
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +108,7 @@ class Part(NamedTuple):
 
     @staticmethod
     def of(memory: Memory, layer: int, page_axis: int, head_axis: int | None, name: str) -> tuple[Part, list[int]]:
-        """The part, its regions still missing, and the address of page 0 of each plane."""
+        """The part with `places` still empty, and the address of page 0 of each plane."""
         axes = range(len(memory.shape))
         if page_axis not in axes or (head_axis is not None and (head_axis not in axes or head_axis == page_axis)):
             raise wrong("PagedCache", f"{name} of {len(axes)} axes has no such page_axis or head_axis")
@@ -116,7 +116,7 @@ class Part(NamedTuple):
         inner: list[int] = []
         outer: list[int] = []
         run = memory.item
-        # From the fastest axis: as long as it is contiguous it belongs to the page, from then on to the planes.
+        # From the fastest axis outwards: contiguous axes form the page, all others form the planes.
         for axis in sorted(axes, key=lambda axis: (memory.strides[axis], -axis)):
             size, step = memory.shape[axis], memory.strides[axis]
             if axis == page_axis or (size == 1 and axis != head_axis):
@@ -146,7 +146,7 @@ class Part(NamedTuple):
         return self._replace(before=other.before, rest=other.rest) if fits else self
 
     def whole(self, shards: int) -> str:
-        """What must be the same at both ends."""
+        """Text of the properties that must be equal at both ends."""
         rows = f"{self.before} x {self.heads * shards} heads x {self.rest} of {self.dtype}"
         return f"{len(self.places)} x {self.nbytes * shards} bytes = {rows} in a block of layer {self.layer}"
 
@@ -158,17 +158,16 @@ class Shape(NamedTuple):
     shard: tuple[int, int]
     parts: tuple[Part, ...]
     cut: tuple[int, int] | None = None
-    """Of each row of heads: in how many parts it is cut, and which of them is moved; None: pages are moved whole."""
+    """Number of parts that each row of heads is cut into, and the part that is moved; None: whole pages move."""
 
     @property
     def layers(self) -> int:
         return self.parts[-1].layer + 1
 
     def paired(self, other: Shape, peer: str) -> tuple[Shape, Shape]:
-        """Both, with the heads of a row cut so that the same ones are left here and there.
+        """Both shapes, cut to the heads that both ends hold.
 
-        Raises MismatchError, which says what both have.
-        """
+        Raises MismatchError with the properties of both."""
         (mine, ours), (its, theirs) = self.shard, other.shard
         if self.layers != other.layers or len(self.parts) != len(other.parts):
             sizes = [f"{shape.layers} layers of {len(shape.parts)} tensors" for shape in (self, other)]
@@ -181,7 +180,7 @@ class Shape(NamedTuple):
         common = mine * theirs < (its + 1) * ours and its * ours < (mine + 1) * theirs
         if max(ours, theirs) % min(ours, theirs) or not common:
             detail = f"heads of shard {mine} of {ours}"
-            raise _mismatch(detail, f"those of shard {its} of {theirs}: none, or only some, are the same", peer)
+            raise _mismatch(detail, f"those of shard {its} of {theirs}: disjoint, or partly overlapping", peer)
         if ours == theirs:
             return here, there
         whole, times = (1, 0), max(ours, theirs) // min(ours, theirs)
@@ -219,7 +218,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def heard(said: Any, regions: int) -> Shape:
-        """What a peer has told; whether rows lie in its regions is checked with each layout."""
+        """Parses a peer's `told`. Raises ValueError; each layout checks that its rows lie in the peer's regions."""
         pages, shard, parts = said
         read = []
         for layer, dtype, item, before, heads, rest, stride, places in parts:
@@ -249,13 +248,13 @@ def packed(kind: str, **items: Any) -> bytes:
 
 
 def unpacked(kind: str, data: bytes, operation: str) -> dict[str, Any]:
-    """What `packed` has made, of a peer that is not trusted. Raises UsageError."""
+    """Parses `packed` bytes from an untrusted peer. Raises UsageError."""
     try:
         said = json.loads(data[len(_MAGIC) :]) if data[: len(_MAGIC)] == _MAGIC else {}
         if not isinstance(said, dict) or said.get("kind") != kind:
             raise ValueError("kind")
     except (ValueError, RecursionError):
-        raise wrong(operation, f"{len(data)} bytes that are not a {kind}") from None
+        raise wrong(operation, f"{len(data)} bytes are not a {kind}") from None
     return said
 
 
@@ -263,7 +262,7 @@ def blocks_of(blocks: Any, count: int, operation: str) -> Index:
     """Blocks as an array, each checked to be less than ``count``. Raises UsageError."""
     array = np.asarray(blocks)
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-        raise wrong(operation, "blocks are a list or a one-dimensional array of integers, and not none")
+        raise wrong(operation, "blocks must be a non-empty list or one-dimensional array of integers")
     if int(array.min()) < 0 or int(array.max()) >= count:
         outside = array[(array < 0) | (array >= count)][0]
         raise wrong(operation, f"block {outside} of {count}")

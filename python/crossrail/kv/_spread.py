@@ -1,4 +1,4 @@
-"""Weights from one process to many: a receiver reads pieces from the one above it, or passes over it if it is lost."""
+"""Copies weights from one process to many: receivers read pieces from their upstream, and bypass it if it is lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from crossrail.errors import CrossrailError, MismatchError, PeerDeadError, Timeo
 from ._cache import deregister, joined, keys_of, places, registered
 from ._shape import Holder, Memory, Row, number, packed, unpacked
 
-_ABOVE = 3  # receivers that a receiver may read from, before it reads from the source
+_ABOVE = 3  # maximum upstream receivers per receiver, before the source
 _IN_FLIGHT = 2
 _LOOK_S = 0.1
 
 
 class Spread(NamedTuple):
-    """How a spread went. ``lost`` says why, by name; all of ``reached`` have every byte."""
+    """Result of a spread. ``lost``: reason by receiver name; all in ``reached`` have every byte."""
 
     reached: list[str]
     lost: dict[str, str]
@@ -47,7 +47,7 @@ class _Weights:
         self._keep, self._ranges = memories, joined(memories)
         self.worker = Worker(context, name=name, listen=listen, admit=True)
         self._poll = select.poll()
-        self._poll.register(self.worker.event_fd(), select.POLLIN)  # which tells of what comes from now on
+        self._poll.register(self.worker.event_fd(), select.POLLIN)  # creating it enables events
         self._regions = registered(self.worker, self._ranges)
         self._places = places(self._ranges, [memory.address for memory in memories])
 
@@ -57,14 +57,14 @@ class _Weights:
         return packed("weights", worker=worker, sizes=self.sizes, places=self._places, keys=keys)
 
     def heard(self, data: bytes, operation: str) -> tuple[Description, list[tuple[RegionKey, int]]]:
-        """Whose weights these are, and where each tensor is. Raises MismatchError if they are not as large as ours."""
+        """Parses a peer's `describe`: worker, and place of each tensor. Raises MismatchError if sizes differ."""
         said = unpacked("weights", data, operation)
         try:
             worker, keys = Description(bytes.fromhex(said["worker"])), keys_of(said["keys"], len(said["keys"]))
             places = [(keys[number(key, len(keys))], number(offset)) for key, offset in said["places"]]
             sizes = list(map(number, said["sizes"]))
         except (KeyError, TypeError, ValueError):
-            raise wrong(operation, f"{len(data)} bytes that are no weights") from None
+            raise wrong(operation, f"{len(data)} bytes are not a description of weights") from None
         if sizes != self.sizes or len(places) != len(sizes):
             at = next((at for at, (a, b) in enumerate(zip(self.sizes, sizes, strict=False)) if a != b), None)
             here, there = (f"{len(of)} tensors" if at is None else f"{of[at]} bytes" for of in (self.sizes, sizes))
@@ -89,7 +89,7 @@ class _Weights:
         return sum(-(-size // piece) for size in self.sizes)
 
     def look(self) -> list[tuple[str, dict[str, Any]]]:
-        """Waits a moment for something to happen; what peers have said since."""
+        """Makes progress, waits up to `_LOOK_S` for an event, and returns the peers' messages since the last call."""
         self.worker.progress()
         self._poll.poll(1000 * _LOOK_S)
         self.worker.drain_events()
@@ -100,21 +100,21 @@ class _Weights:
         return heard
 
     def cut(self, name: str) -> None:
-        """Ends the connections with a peer that is lost, which may be stopped in the middle of a read."""
+        """Closes the connections to a lost peer, which may be stopped in the middle of a read."""
         for endpoint in self.worker.endpoints():
             if endpoint.peer == name:
                 with suppress(CrossrailError):
                     endpoint.close(0)
 
     def close(self) -> None:
-        """When it returns, nobody reads the tensors any more."""
+        """Revokes all access. On return no peer reads the tensors."""
         with suppress(CrossrailError):
             deregister(self._regions)
             self.worker.close()
 
 
 def _say(endpoint: Endpoint | None, **what: Any) -> None:
-    """Tells a peer; one that is lost is noticed elsewhere."""
+    """Notifies a peer; the loss of a peer is detected elsewhere."""
     if endpoint is not None:
         with suppress(CrossrailError):
             endpoint.notify(packed("spread", **what))
@@ -134,8 +134,8 @@ def spread(
 ) -> Spread:
     """Copy tensors to all receivers that live, over a chain or a tree of them.
 
-    Receivers read pieces from the one above as soon as that has them; if it is lost, from the next one above, at last
-    from here. Returns when every receiver has every byte or is lost.
+    Receivers read pieces from their upstream as soon as it has them; if it is lost, from the next one up, finally from
+    the source. Returns when every receiver has every byte or is lost.
 
     Parameters
     ----------
@@ -145,22 +145,22 @@ def spread(
     receivers : sequence of bytes
         Of each `Receiver.describe`, in the order of the chain.
     fanout : int
-        How many read from one: 1 is a chain, which takes as long as one copy; 2 and more a tree, for small tensors.
+        Downstreams per process: 1 is a chain, which takes as long as one copy; 2 and more a tree, for small tensors.
     piece : int
         Bytes of a piece.
     stall : float
-        A receiver that says nothing for so many seconds is lost. A killed one is noticed at once.
+        Seconds without a report after which a receiver is lost. A killed one is detected at once.
     timeout : float, optional
-        Receivers that are not complete after so many seconds are lost; CROSSRAIL_TIMEOUT by default.
+        Seconds after which incomplete receivers are lost; CROSSRAIL_TIMEOUT by default.
     name, listen
         As for `Worker`.
 
     Raises
     ------
     MismatchError
-        A receiver's tensors are not as many or not as large; nothing was copied.
+        A receiver's tensors differ in number or size; nothing was copied.
     UsageError
-        Two receivers of one name; bytes that are no receiver.
+        Two receivers have the same name, or bytes do not describe a receiver.
     """
     if fanout < 1 or piece < 1 or not stall > 0:
         raise wrong("spread", f"fanout {fanout}, piece {piece}, stall {stall}")
@@ -171,7 +171,7 @@ def spread(
         receivers = list(receivers)
         names = [weights.heard(described, "spread")[0] for described in receivers]
         if len({worker.name for worker in names}) < len(names):
-            raise wrong("spread", "receivers of one name", "Receiver(context, tensors, name=...)")
+            raise wrong("spread", "two receivers have the same name", "Receiver(context, tensors, name=...)")
         source = _Source(weights, stall)
         for worker, described in zip(names, receivers, strict=True):
             source.connect(worker, described, until)
@@ -205,7 +205,7 @@ class _Source:
             self.lost[worker.name] = str(error)
 
     def plan(self, fanout: int, piece: int) -> None:
-        """Tells each receiver whom to read from: those above it, the nearest first, and this process."""
+        """Sends each receiver its upstreams: the nearest first, and this process last."""
         self.all, order, own = self.weights.pieces(piece), list(self.peers), self.weights.describe()
         for at, name in enumerate(order):
             above: list[bytes] = []
@@ -231,7 +231,7 @@ class _Source:
             if not self.peers[name][0].is_alive:
                 self.lose(name, "it has ended, or its lanes are lost")
             elif self.have[name] < self.all and time.monotonic() - self.heard[name] > self.stall:
-                self.lose(name, f"it has said nothing for {self.stall:g} s")
+                self.lose(name, f"no progress report for {self.stall:g} s")
 
     def lose(self, name: str, why: str) -> None:
         self.lost[name] = why
@@ -240,7 +240,7 @@ class _Source:
                 _say(endpoint, do="lost", name=name)
 
     def end(self) -> None:
-        """Tells all that it is over: receivers serve those below until then."""
+        """Announces the end to all receivers, which serve their downstreams until then."""
         requests: dict[str, Request] = {}
         for name, (endpoint, _) in self.peers.items():
             with suppress(CrossrailError):
@@ -259,7 +259,7 @@ class Receiver:
     Parameters
     ----------
     tensors : sequence
-        As many and as large as the source's, contiguous, writable. Their bytes are undefined until `receive` returns.
+        Same number and sizes as the source's, contiguous, writable. Their bytes are undefined until `receive` returns.
     name : str, optional
         Of the worker; different for each receiver.
     listen : str or sequence of str, optional
@@ -273,18 +273,18 @@ class Receiver:
         self._timeout = context.timeout
 
     def describe(self) -> bytes:
-        """What the source needs; it can be sent by any means. Whoever has it may read and write the tensors."""
+        """Description for the source, sent by any means. It grants read and write access to the tensors."""
         return self._weights.describe()
 
     def receive(self, timeout: float | None = None) -> dict[str, str]:
-        """Fill the tensors, and pass them on until all are done: the receivers that were lost, and why.
+        """Fill the tensors, and serve downstreams until the source ends. Returns the lost receivers, and why.
 
         Raises
         ------
         PeerDeadError
             The source is lost, and bytes are missing.
         TimeoutError
-            After ``timeout`` seconds, CROSSRAIL_TIMEOUT by default, or earlier if the source takes this end for lost.
+            After ``timeout`` seconds, CROSSRAIL_TIMEOUT by default, or earlier if the source considers this end lost.
         """
         limit = self._timeout if timeout is None else timeout
         until = time.monotonic() + limit
@@ -300,7 +300,7 @@ class Receiver:
             relay.leave()
 
     def close(self) -> None:
-        """Ends all access to the tensors."""
+        """Revokes all access to the tensors."""
         self._weights.close()
 
     def __enter__(self) -> Receiver:
@@ -313,7 +313,7 @@ class Receiver:
 
 
 class _Relay:
-    """A receiver while it reads from above and passes on below."""
+    """State of a receiver that reads from its upstream and serves its downstreams."""
 
     def __init__(self, weights: _Weights) -> None:
         self.weights = weights
@@ -366,7 +366,7 @@ class _Relay:
                     raise TimeoutError(f"receive: {detail}", operation="receive", detail=detail, peer=name)
 
     def _read(self) -> None:
-        """Finishes what has arrived, starts what is offered; goes one up if the one above is lost."""
+        """Completes finished reads, starts reads of offered pieces, and switches upstream if it is lost."""
         try:
             if self.endpoint is None:
                 self._join()
@@ -390,7 +390,7 @@ class _Relay:
             self._pass_over(error)
 
     def _join(self) -> None:
-        """Connects to the nearest one above that is left."""
+        """Connects to the nearest upstream that is left."""
         worker, places = self.weights.heard(self.above[0], "receive")
         if worker.name in self.gone:
             self._pass_over()
@@ -402,7 +402,7 @@ class _Relay:
         _say(endpoint, do="join")
 
     def _pass_over(self, why: CrossrailError | None = None) -> None:
-        """The one above is lost: no more bytes of it come when this returns. The next time another one is joined."""
+        """Drops a lost upstream; on return no more of its bytes arrive. The next `_read` joins another one."""
         self._drop()
         self.above.popleft()
         if not self.above:
@@ -411,7 +411,7 @@ class _Relay:
     def _orphaned(self, why: CrossrailError | None = None) -> None:
         name = self.origin
         if self.have == self.all:
-            self.over = {name: "the source has ended before it said that all are done"}
+            self.over = {name: "the source ended before it announced completion"}
             return
         detail = f"{name} is lost, {self.have} of {self.all} pieces have arrived"
         raise PeerDeadError(f"receive: {detail}", operation="receive", detail=detail, peer=name) from why

@@ -1,8 +1,8 @@
 """`TransferEngine`: peers by ``host:port``, memory by address, transfers that return 0 or -1.
 
-A session is ``f"{host}:{engine.get_rpc_port()}"``. Its memory is described by the peer at the first transfer, and again
-when an address is not found in what is known. A lost rail whose bytes go over another is no failure; -1 means that the
-bytes are not there, and that no more of them will be written.
+A session is ``f"{host}:{engine.get_rpc_port()}"``. The peer describes its memory at the first transfer, and again when
+an address is not in the known registrations. A lost rail whose bytes move to another is no failure; -1 means that the
+transfer is incomplete, and that no more of its bytes will be written.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TransferOpcode(enum.IntEnum):
 
 
 class TransferNotify:
-    """A message behind a transfer, raised at the peer when all of its bytes are there."""
+    """A notification raised at the peer once all bytes of a transfer are in place."""
 
     def __init__(self, name: str, msg: str) -> None:
         self.name, self.msg = name, msg
@@ -121,7 +121,7 @@ class TransferEngine:
     # Memory.
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
-        """Lets peers access memory; again for the same address counts. `location`: ``cuda:N``, ``cpu:N`` or ``*``."""
+        """Registers memory for peers, reference-counted per address. `location`: ``cuda:N``, ``cpu:N`` or ``*``."""
         return self.batch_register_memory([buffer_addr], [capacity], location)
 
     def batch_register_memory(
@@ -144,7 +144,7 @@ class TransferEngine:
         return self.batch_unregister_memory([buffer_addr])
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
-        """When the last registration of an address is taken back, no peer accesses it any more."""
+        """Drops a reference; after the last one of an address, returns once no peer accesses it."""
         ended, missing = [], False
         with self._lock:
             for address in buffer_addresses:
@@ -205,7 +205,7 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """Moves all rows as one transfer: 0 when they are there, -1 when they are not and nothing moves any more."""
+        """Moves all rows as one transfer. 0: complete; -1: failed, and no more bytes move."""
         started = self._start(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
         return -1 if started is None else self._finish(*started)
 
@@ -243,14 +243,14 @@ class TransferEngine:
         return self.batch_transfer_async_write(target_hostname, [buffer], [peer_buffer_address], [length])
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
-        """Waits for all of them: 0 if all are there, else -1."""
+        """Waits for all transfers: 0 if all completed, else -1."""
         with self._lock:
             batches = [self._batches.pop(number, None) for number in batch_ids]
         results = [-1 if batch is None else self._finish(*batch) for batch in batches]
         return min(results, default=0)
 
     def transfer_check_status(self, batch_id: int) -> int:
-        """1: there; 0: in flight; -1: failed; -2: it took too long. The number is void after anything but 0."""
+        """1: complete; 0: in flight; -1: failed; -2: timed out. The id is invalid after any result but 0."""
         with self._lock:
             batch = self._batches.get(batch_id)
             if batch is None:
@@ -274,7 +274,7 @@ class TransferEngine:
         return 0
 
     def get_notifies(self) -> list[TransferNotify]:
-        """Messages behind transfers of peers that have arrived."""
+        """Notifications that peers' transfers have raised since the last call."""
         assert self._worker is not None
         pairs = [json.loads(data) for _, data in self._worker.notices() if data[:1] == b"["]
         return [TransferNotify(str(pair[0]), str(pair[1])) for pair in pairs if len(pair) == 2]
@@ -308,7 +308,7 @@ class TransferEngine:
         return None
 
     def _finish(self, request: crossrail.Request | None, until: float) -> int:
-        """Waits; cancels what is late, and returns when nothing of it moves any more."""
+        """Waits; cancels the transfer at its deadline, and returns once no more of its bytes move."""
         if request is None:
             return 0
         try:
@@ -349,7 +349,7 @@ class TransferEngine:
         return self._worker.describe(regions)
 
     def loadRemoteMD(self, metadata: bytes) -> bytes:
-        raise nixlNotSupportedError("peers are asked for their memory, not told")
+        raise nixlNotSupportedError("peers' metadata is fetched, not pushed")
 
     def forget(self, metadata: bytes) -> None:
         """Nothing: sessions end with their peers."""

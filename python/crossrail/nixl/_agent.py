@@ -44,7 +44,7 @@ logger = get_logger("agent")
 PLUGINS = ["UCX", "CROSSRAIL"]
 MEMORY = ["DRAM_SEG", "VRAM_SEG"]
 _PUMP_NS = 20_000  # callers that poll make progress themselves, but not for each of a thousand handles
-_FLUSH_S = 2.0  # how long the end of an agent waits for its last notifications
+_FLUSH_S = 2.0  # how long closing an agent waits for its last notifications to be delivered
 _announced = False
 
 

@@ -363,7 +363,7 @@ class nixl_agent:
     # Metadata.
 
     def get_agent_metadata(self) -> bytes:
-        """How to connect, and keys of all registered memory: a secret, for whoever has it may access the memory."""
+        """Connection information and keys of all registered memory. A secret: it grants access to that memory."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
@@ -376,7 +376,7 @@ class nixl_agent:
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Makes a remote agent known; its name, as bytes. Metadata of a known agent adds to what is known of it."""
+        """Adds a remote agent and returns its name as bytes. Metadata of a known agent is merged."""
         return self.agent.loadRemoteMD(metadata)
 
     def remove_remote_agent(self, agent: str | bytes) -> None:
@@ -413,7 +413,7 @@ class nixl_agent:
         wanted = nixlBind.nixlXferDList(nixlBind.DRAM_SEG) if descs is None else descs
         return self.agent.checkRemoteMD(agent, wanted) == nixlBind.NIXL_SUCCESS
 
-    # Descriptor lists. What cannot be one is logged, and None.
+    # Descriptor lists. Invalid input is logged, and the result is None.
 
     def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlXferDList | None:
         """A list of (address, length, device): from 3-tuples, an Nx3 array, a tensor or a list of tensors."""

@@ -31,7 +31,7 @@ _PEERS_MAX = 64  # connections that are served at a time
 
 
 class Described(Protocol):
-    """Whose metadata it is."""
+    """The agent whose metadata is exchanged."""
 
     def getLocalMD(self) -> bytes: ...
 
@@ -57,7 +57,7 @@ class Exchange:
 
     @property
     def port(self) -> int | None:
-        """Where the listener is."""
+        """The port of the listener; None without one."""
         return None if self._listener is None else int(self._listener.getsockname()[1])
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Exchange:
 
 
 def ask(host: str, port: int) -> bytes:
-    """The metadata of whoever listens there. Raises OSError and ValueError."""
+    """Fetches the metadata of the agent that listens at that address. Raises OSError and ValueError."""
     with socket.create_connection((host, port), _CONNECT_S) as peer:
         peer.settimeout(_TRANSFER_S)
         peer.sendall(_HEAD.pack(_MAGIC, _FETCH, 0))

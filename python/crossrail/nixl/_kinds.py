@@ -141,7 +141,7 @@ _EQUIVALENTS: tuple[tuple[type[crossrail.CrossrailError], type[Exception]], ...]
 
 
 def error(kind: type[Exception], text: str) -> Exception:
-    """An exception whose text begins with its status, as NIXL's consist of."""
+    """An exception whose text begins with the name of its status, as NIXL's do."""
     return kind(f"NIXL_ERR_{_STATUSES[kind]}: {text}")
 
 

@@ -51,7 +51,7 @@ class Registrations:
             return {piece: self._worker.register_range(piece[0], piece[1], device(piece[2])) for piece in pieces}
 
     def remove(self, kind: nixl_mem_t, rows: Rows) -> None:
-        """When it returns, nobody accesses these rows any more: those of one call, or single ones of several."""
+        """Deregisters the rows of one call, or single rows of several. On return no peer accesses them."""
         with self._lock:
             for registration in reversed(self._all):
                 if registration.kind == kind and np.array_equal(registration.rows, rows):
@@ -63,7 +63,7 @@ class Registrations:
         _end(registration.regions.values())
 
     def _remove_rows(self, kind: nixl_mem_t, gone: set[Row]) -> None:
-        """Takes single rows out of registrations. A region that other rows share is replaced by regions of those."""
+        """Removes single rows from registrations. A region shared with other rows is replaced by regions of those."""
         for registration in list(self._all):
             rows = [tuple(row) for row in registration.rows.tolist()]
             found = gone.intersection(rows) if registration.kind == kind else set()
@@ -95,7 +95,7 @@ class Registrations:
 
 
 def _end(regions: Iterable[crossrail.Region]) -> None:
-    """When it returns, nobody accesses these regions any more."""
+    """Deregisters regions. On return no peer accesses them."""
     for region in regions:
         with suppress(crossrail.RegionError):
             region.deregister()

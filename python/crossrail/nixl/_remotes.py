@@ -25,7 +25,7 @@ _CLOSE_S = 1.0
 
 
 class Remote:
-    """A remote agent: what is known of it, and the connection once there is one."""
+    """A remote agent: its metadata, and its connection once established."""
 
     def __init__(self, name: str, description: crossrail.Description) -> None:
         self.name = name
@@ -48,10 +48,10 @@ class Remotes:
         self._kept: OrderedDict[int, crossrail.Endpoint] = OrderedDict()
 
     def load(self, metadata: bytes) -> str:
-        """Adds the agent of this metadata, or what it says beyond what is known; returns the agent's name."""
+        """Adds the agent of this metadata, or merges it into the known agent; returns the agent's name."""
         if not metadata.startswith(MAGIC):
             theirs = metadata.startswith(b"nixlSerDes")
-            why = "it is of NVIDIA's nixl; both ends need crossrail-nixl" if theirs else "not the metadata of an agent"
+            why = "it is NVIDIA's nixl's; both ends need crossrail-nixl" if theirs else "not the metadata of an agent"
             raise error(nixlMismatchError, f"add_remote_agent: {why}")
         try:
             description = crossrail.Description(metadata[len(MAGIC) :])
@@ -80,7 +80,7 @@ class Remotes:
         return name
 
     def remove(self, name: str) -> bool:
-        """Removes what is known of an agent; False: nothing is. Its connection is kept for a while."""
+        """Forgets an agent; False if it is unknown. Its connection stays cached."""
         with self._lock:
             remote = self._known.pop(name, None)
             if remote is None:
@@ -97,7 +97,7 @@ class Remotes:
         return True
 
     def forget(self, metadata: bytes) -> None:
-        """A peer withdraws its own metadata: only what names the very process that is known has an effect."""
+        """A peer withdraws its own metadata; ignored unless it names the known process."""
         try:
             description = crossrail.Description(metadata[len(MAGIC) :])
         except crossrail.CrossrailError:
@@ -126,7 +126,7 @@ class Remotes:
         return remote
 
     def connected(self, remote: Remote) -> crossrail.Endpoint:
-        """The endpoint of a remote agent, connected by whoever needs it first."""
+        """The endpoint of a remote agent, connected on first use."""
         with remote.connecting:
             if remote.endpoint is None:
                 try:

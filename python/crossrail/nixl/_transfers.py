@@ -1,4 +1,4 @@
-"""Transfers: posted, polled, cancelled, and what is told of them."""
+"""Transfers: posting, polling, cancelling, and telemetry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crossrail.nixl._remotes import Remote, Remotes
 
 
 class nixlXferTelemetry:
-    """Times of a transfer in microseconds, its bytes, and its rows after neighbours were joined."""
+    """Times of a transfer in microseconds, its bytes, and its number of rows."""
 
     def __init__(self) -> None:
         self.startTime = 0
@@ -36,7 +36,7 @@ class Prepared:
 class Transfer:
     """A transfer, posted or not. A lock orders posts, polls and the release of one handle.
 
-    `rows`: whether its rows are counted, and `merged`: after neighbours were joined.
+    `rows`: whether telemetry reports a row count; `merged`: whether it counts rows after adjacent ones were merged.
     """
 
     def __init__(
@@ -109,4 +109,4 @@ class Transfer:
         except crossrail.TimeoutError as cause:
             raise error(nixlRepostActiveError, f"it cannot be cancelled now: {cause}") from cause
         except crossrail.CrossrailError:
-            pass  # cancelled, or failed by itself: over either way
+            pass  # cancelled or failed: no longer in flight

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _ending = threading.Event()
-"""Set once a signal ends the command: failures that this causes are not news."""
+"""Set once a signal ends the command: failures caused by that are not reported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error("interrupted")
         return EXIT_INTERRUPTED
     finally:
-        gc.freeze()  # modules: no collection walks them, nor those at the end of the process
+        gc.freeze()  # exclude loaded modules from garbage collection, also from the one at exit
         gc.enable()
     if command.parent is not None:
         live_with_parent(command.parent)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed, or a socket would get its number, and its output."""
+    """Opens /dev/null for each closed standard stream; otherwise a socket would reuse its number and get its output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -77,7 +77,7 @@ def _open_standard_streams() -> None:
 
 
 def _on_main_thread(command: Command) -> int:
-    """Runs a command for which a signal is how it ends, which only the main thread sees."""
+    """Runs a command that is ended by a signal, on the main thread, which alone receives signals."""
     signal.signal(signal.SIGTERM, _terminated)
     try:
         return _run(command)

@@ -15,12 +15,12 @@ from .rank_process import RANK, add_rank
 
 COMMANDS = {
     "info": (".info:add_arguments", "devices, transports, what each can do; what is unusable, why, and the fix"),
-    "doctor": (".doctor:add_arguments", "tests this machine by doing; what is wrong, and the command that mends it"),
+    "doctor": (".doctor:add_arguments", "runs real transfers on this machine; reports faults and their fixes"),
     "top": (".top:add_arguments", "what runs on this machine or in a job, live: rates, stalls, who waits for whom"),
     "trace": (".trace:add_arguments", "merge the traces of workers (CROSSRAIL_TRACE) into one file for Perfetto"),
     "bench": (None, "measure two ends, or the ranks of a group"),
-    "store": (".store:add_arguments", "the built-in store, alone, until SIGINT or SIGTERM"),
-    "plan": (".plan:add_arguments", "bytes and times of expert parallelism on a cluster, before one has it"),
+    "store": (".store:add_arguments", "runs the built-in store until SIGINT or SIGTERM"),
+    "plan": (".plan:add_arguments", "predicted bytes and times of expert parallelism on a cluster"),
     "nccl-plugin": (".nccl_plugin:add_arguments", "the variables by which NCCL uses Crossrail as its network"),
     "sweep": (".sweep:add_arguments", "one bench with every combination of settings, and which is best"),
     "report": (".report:add_arguments", "results as a page with charts, as Markdown, as CSV, or as tables"),
@@ -34,7 +34,7 @@ BENCHES = {
     "p2p": (".point_to_point:add_p2p", "one big transfer over every rail, and where its time goes"),
     "mesh": (".mesh:add_arguments", "every GPU (or rank) with every other: each pair alone, then all at once"),
     "unpack": (".unpack:add_arguments", "kernel, d2d and host: the ways into GPU memory, on identical scatter lists"),
-    "kv": (".kv:add_arguments", "pages of KV caches: lists of rows between two processes, beside NVIDIA's nixl"),
+    "kv": (".kv:add_arguments", "pages of KV caches: lists of rows between two processes; compares with NVIDIA's nixl"),
     "ep": (".ep:add_arguments", "dispatch and combine between the ranks of a group, verified first"),
     "control": (".control:add_arguments", "init, connect, disconnect, reconnect, destroy of expert buffers"),
 }

@@ -1,5 +1,5 @@
-"""Two commands that only talk: over one rail that shares the port of the control connection, so that one open port is
-enough, and no other rail need work."""
+"""Control-only connection of two commands: one rail on the port of the control connection, so that one open port is
+enough, and no other rail needs to work."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def serve_each(context: crossrail.Context, worker: Any, serve: Callable[[Channel
 def connected(address: str, secret_file: str | None, timeout: float, start: str) -> Iterator[Channel]:
     """A channel to the command that listens at the numeric ``address``; ``start``: how to start it. Raises Failure."""
     local = own_address(address)
-    # Nobody connects to this end, which needs none of the ports that are open to others.
+    # No peer connects to this end, so it needs none of the ports of CROSSRAIL_PORTS.
     own: dict[str, Any] = {"tls": "tcp", "net_devices": local, "ports": "1-65535", "log": "error"}
     context = crossrail.Context(**own, secret_file=secret_file, timeout=timeout)
     with crossrail.Worker(context) as worker:
@@ -88,7 +88,7 @@ def own_address(to: str) -> str:
 
 
 def listen_text(address: str, default: int) -> str:
-    """``address`` as given to ``--listen`` by a command whose port is ``default`` unless it is told another one."""
+    """``address`` as an argument of ``--listen``, for a command whose default port is ``default``."""
     host, port = parse_address(address)
     shown = f"[{host}]" if ":" in host else host
     return shown if port == default else f"{shown}:{port}"

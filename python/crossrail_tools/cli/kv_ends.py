@@ -28,33 +28,33 @@ from .processes import Message, Process, read_line
 ORDER_S = 300.0
 PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
 UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,sm,self,tcp"}
-"""What NIXL is told to use: UCX needs TCP to connect."""
+"""UCX_TLS for NIXL by transport: UCX needs TCP to connect."""
 MODULES = {
     "nixl": {"nixl": "nixl", "nixl_cu13": "nixl_cu13", "nixl_cu12": "nixl_cu12"},
     "mooncake": {"mooncake.engine": "mooncake_transfer_engine"},
 }
-"""Modules of a peer, and how the names of their distributions begin. NVIDIA's package has a name for each version of
-CUDA, too."""
+"""Modules of a peer, and the prefixes of their distributions' names. NVIDIA's package also has a name per CUDA
+version."""
 INSTALL = {"nixl": "nixl==1.5.1 numpy", "mooncake": "mooncake-transfer-engine-non-cuda numpy"}
 TLS = {"tcp": "tcp,self", "shm": "shm,self", "cuda_ipc": "cuda_ipc,shm,self"}
 ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "cpu", "paint", "check"})
-"""What a connected machine may ask of an end here."""
+"""Requests that a connected machine may send to an end here."""
 LISTEN = "crossrail bench kv --listen"
 
 
 class NearEnd:
-    """An end in a process of this one. ``module``: which it must be told to use."""
+    """An end in a child process. ``module``: the library's module that it imports."""
 
     def __init__(self, name: str, module: str, process: Process) -> None:
         self.name, self.module, self.process = name, module, process
 
     def do(self, what: str, **arguments: Any) -> Message:
-        """An order and its answer. Raises Failure if it fails, ends, or takes too long."""
+        """Sends a request and returns its answer. Raises Failure if the end fails, exits, or times out."""
         self.order(what, **arguments)
         return self.answer()
 
     def order(self, what: str, **arguments: Any) -> None:
-        """Has it begin; `answer` waits for it."""
+        """Sends a request without waiting; `answer` waits for its result."""
         assert self.process.popen.stdin is not None
         try:
             self.process.popen.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
@@ -74,7 +74,7 @@ class NearEnd:
         return answer
 
     def pause(self, paused: bool) -> None:
-        """Stops its process, or lets it go on: a peer's threads take processors while they wait, which others need."""
+        """Stops or continues its process: idle threads of a peer would take processors from the measurement."""
         self.process.popen.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
     def _last_words(self) -> str:
@@ -85,7 +85,7 @@ class NearEnd:
 
 
 class FarEnd:
-    """The same at the machine that listens."""
+    """An end on the machine that listens."""
 
     def __init__(self, channel: Channel, library: str) -> None:
         self._channel, self._library = channel, library
@@ -112,7 +112,7 @@ End: TypeAlias = NearEnd | FarEnd
 
 @dataclass(frozen=True)
 class Ends:
-    """The two ends of a library. ``rests``: it is stopped while another one is measured."""
+    """The two ends of a library. ``rests``: they are stopped while another library is measured."""
 
     initiator: End
     target: End
@@ -128,7 +128,7 @@ class Ends:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Within it both run; outside of it they are stopped if they rest."""
+        """Context in which both ends run; outside of it they are stopped if ``rests``."""
         ends = (self.initiator, self.target) if self.rests else ()
         for end in ends:
             end.pause(False)
@@ -189,7 +189,7 @@ def ends_of(
 
 @contextlib.contextmanager
 def far_end(address: str, secret_file: str | None, place: Place) -> Iterator[Channel]:
-    """The machine that listens at ``address``, told of the work. Raises Failure."""
+    """A channel to the machine that listens at ``address``, after announcing the work. Raises Failure."""
     with connected(resolve(address), secret_file, ORDER_S, LISTEN) as channel:
         asked = {"kv": 1, "version": crossrail.__version__, "transport": place.transport, "gpus": place.gpus}
         channel.request(asked, ORDER_S)
@@ -227,7 +227,7 @@ def _serve(pythons: Mapping[str, str | None], settings: Mapping[str, str], chann
 
 
 def _answer(place: Place, stack: contextlib.ExitStack, ends: dict[str, NearEnd], order: Message) -> Message | None:
-    """Follows an order; `end` and `pause` have no answer."""
+    """Executes a request; `end` and `pause` have no answer."""
     library, what = str(order.pop("library", None)), str(order.pop("do", None))
     if what == "end" and library in ends:
         ends.pop(library).process.stop()
@@ -240,7 +240,7 @@ def _answer(place: Place, stack: contextlib.ExitStack, ends: dict[str, NearEnd],
             ends[library] = place.start(stack, library, "target")
             order["module"] = ends[library].module
         if library not in ends or what not in ORDERS:
-            raise Failure(f"{what[:40]!r} of {library[:40]!r} is not done for another machine")
+            raise Failure(f"request {what[:40]!r} of {library[:40]!r} is not supported from another machine")
         if "work" in order:
             refuse_too_much(order["work"], "the listening")
         answer = ends[library].do(what, **order)

@@ -52,7 +52,7 @@ class Process:
         """Starts ``command``. Raises OSError if it cannot be started."""
         parent = os.getpid()
         self._memory = _host_memory()
-        # Until the child ignores SIGINT, it would report it.
+        # Blocked until the child ignores SIGINT; otherwise Ctrl-C would print its traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.popen = subprocess.Popen(
@@ -152,7 +152,7 @@ def kill_all() -> None:
 
 
 def _begin(parent: int, mask: Iterable[int]) -> None:
-    """In the new process: Ctrl-C is left to the parent, which ends this process itself, and whose end is its own.
+    """Runs in the new process: ignores Ctrl-C, which the parent handles, and has the kernel kill it with the parent.
 
     ``mask``: the signals that the new process blocks.
     """

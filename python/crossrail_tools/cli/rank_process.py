@@ -85,7 +85,7 @@ def add_rank(commands: Commands) -> None:
 
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
-    # Imported now, with the modules that no collection walks.
+    # Imported before `gc.freeze`, so that its modules are excluded from garbage collection.
     return RankOptions(serve=importlib.import_module(KINDS[parsed.kind], __package__).serve, parent=parsed.parent)
 
 

@@ -47,7 +47,7 @@ VARIABLES = frozenset(
         "CHECKSUM",
     )
 )
-"""The settings that the listening end takes from the other one: none that names a file, or whom to trust."""
+"""Settings that the listening end accepts from the sweeping end: none that names a file or affects trust."""
 
 ANSWER_S = START_S + 10.0
 IDLE_S = 60.0

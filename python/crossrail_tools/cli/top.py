@@ -1,7 +1,7 @@
 """`crossrail top`: what workers, expert buffers and groups of this machine or job are doing, and who waits for whom.
 
-Every process keeps a page of counters in shared memory; this command reads the pages and disturbs nobody. With `--job`
-the ranks of a job are asked for theirs through their store.
+Every process keeps a page of counters in shared memory; this command only reads these pages. With `--job` it requests
+the pages of a job's ranks through their store.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SAMPLE_S = 0.25
 PATIENCE_S = 1.0
 """How long a rank of a job may take to answer."""
 STORE_S = 3.0
-"""How long a store that accepts connections may take for all of it."""
+"""Timeout for all requests to a store that accepts connections."""
 _NOBODY = ""
-"""A name that no group has: whether the store answers is all that is asked."""
+"""A name that no group has: the request only tests whether the store answers."""
 STUCK_S = 0.5
 """A wait of this age is worth a sentence about whom it is for."""
 MOVED = {"rail": ("sent_bytes", "received_bytes"), "link": ("sent_bytes", "received_bytes"), "gpu": ("copied_bytes",)}
@@ -116,7 +116,7 @@ class Look:
 
 
 def key(process: Process, row: Row) -> Key:
-    """What tells a row from all others of a look."""
+    """A key that identifies a row in a snapshot."""
     return process.name, row["kind"], row["owner"], row["name"], row["peer"]
 
 
@@ -294,7 +294,7 @@ _KEYS = {
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str | None]]:
-    """Yields what waits so many seconds for a key and returns its name, or None if there was none.
+    """Yields a function that waits that many seconds for a key and returns its name, or None.
 
     Without a terminal as stdin it only waits.
     """

@@ -99,7 +99,7 @@ class Pool:
 
 
 class End:
-    """One end: its pool, and what the other end has told."""
+    """One end: its pool, and the parameters of the other end."""
 
     def __init__(self, work: dict[str, Any], seed: int, gpu: int | None) -> None:
         self.pages = Paged(work, seed)
@@ -107,11 +107,11 @@ class End:
         self.paint()
 
     def hello(self) -> dict[str, Any]:
-        """What the other end has to know."""
+        """Parameters for the other end."""
         return {"base": self.pool.base, "device": self.pool.device}
 
     def peer(self, target: str, base: int, device: int, seed: int, work: dict[str, Any]) -> dict[str, Any]:
-        """What the other end has told: how the library reaches it, its pool, its work."""
+        """Stores the other end's parameters: its address in the library, its pool, its work."""
         self.name = self.reach(target)
         self.there, self.device_there, self.other = base, device, Paged(work, seed)
         return {}
@@ -149,7 +149,7 @@ class End:
         return {"seconds": time.process_time()}
 
     def idle(self) -> dict[str, Any]:
-        """What the target does meanwhile, but for its library's own threads."""
+        """Work of the target while the initiator transfers; the library's own threads run anyway."""
         return {}
 
     def paint(self) -> dict[str, Any]:
@@ -316,10 +316,10 @@ def _orders(ends: Sequence[End]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Carries orders out until stdin ends. Logs go to stderr: stdout is for answers."""
+    """Executes requests until stdin ends. Logs go to stderr; stdout is for answers."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: never outlives who measures
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: never outlives the parent
     ends: list[End] = []
     for order in _orders(ends):
         what = order.pop("do")

@@ -1,4 +1,4 @@
-"""Plans of expert parallelism on clusters that one means to buy: bytes, times and memory, from closed forms.
+"""Predictions for expert parallelism on a cluster: bytes, times and memory, from closed forms.
 
 Formulas, their sources, and how far they are from measurements: docs/plan.md. Nothing here measures or needs the
 native module.

@@ -211,7 +211,7 @@ def _from_exchanges(cluster: Cluster, rows: Sequence[Measured]) -> Cluster:
 
 
 def _terms(one: Measured, cluster: Cluster) -> list[float]:
-    """How often each of `TERMS` is part of the time of ``one``: times once, rates by bytes/1000."""
+    """Coefficients of `TERMS` in the time of ``one``: 1, 0 or -1 for latencies, bytes/1000 for rates."""
     planned = one.planned(cluster)
     parts = {"dispatch": [planned.dispatch], "combine": [planned.combine]}.get(
         one.row.what, [planned.dispatch, planned.combine]

@@ -1,7 +1,7 @@
 //! One connection to the store, multiplexed by all calls of a process.
 //!
-//! There is no reader thread. The first call that waits becomes the reader; it queues the frames of other calls, and
-//! when its own has arrived it wakes another waiting call, which takes over. So a single call costs no thread switch.
+//! There is no reader thread. The first waiting call becomes the reader: it queues frames for other calls, and once its
+//! own has arrived, it wakes another waiting call, which takes over. So a single call costs no thread switch.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{ErrorKind as IoKind, Read, Write};
@@ -67,7 +67,7 @@ impl Connection {
         Ok(Connection { stream, address, writing, input, calls, interrupted: Arc::new(interrupted) })
     }
 
-    /// Whether calls can still be made. Also detects what happened while no call was reading.
+    /// Whether calls can still be made. Also detects events that occurred while no call was reading.
     pub(super) fn is_alive(&self) -> bool {
         let mut calls = self.calls.lock();
         while calls.broken.is_none() && !calls.reading {
@@ -130,7 +130,7 @@ impl Connection {
                     }
                     // A partial frame cannot be recalled.
                     if sent > 0 {
-                        self.break_off(&mut self.calls.lock(), "the store took half a request only");
+                        self.break_off(&mut self.calls.lock(), "the store accepted only part of a request");
                     }
                     return Err(self.timeout(operation));
                 }
@@ -188,7 +188,7 @@ impl Connection {
             let reading = calls.reading;
             let Some(open) = calls.open.get_mut(&id) else { break Ok(None) };
             if open.overflowed {
-                let detail = format!("this watch has left {WATCH_MAX} bytes of changes unread, and was ended");
+                let detail = format!("this watch was ended: {WATCH_MAX} bytes of its changes are unread");
                 break Err(Error::new(ErrorKind::Closed, operation, detail)
                     .with_hint("read it more often; list again, and watch from the revision that it gives"));
             }

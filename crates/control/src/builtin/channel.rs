@@ -115,7 +115,7 @@ pub(super) fn answer<T>(
     if let Answer::Failed(failure) = &answer {
         return Err(failure.error(operation));
     }
-    read(answer).ok_or_else(|| call.connection.protocol(operation, "the store sent another answer than asked for"))
+    read(answer).ok_or_else(|| call.connection.protocol(operation, "the store sent an unexpected kind of answer"))
 }
 
 pub(super) fn entry(item: &Item<'_>) -> Entry {

@@ -250,7 +250,7 @@ impl Contents {
             return Err(Failed::new(Why::Exhausted, detail));
         }
         let ttl = ttl.max(TTL_MIN);
-        // Numbered like changes, so that no later store at this address grants the same id again.
+        // Lease ids share the revision counter, so no later store at this address grants the same id again.
         self.revision += 1;
         let lease = self.revision as i64;
         self.leases.insert(lease, LeaseState { ttl, expires: now + ttl, keys: BTreeSet::new() });
@@ -277,7 +277,7 @@ impl Contents {
     fn watch(&mut self, client: u64, call: u64, prefix: &str, after: u64, out: &mut dyn Outbox) -> Result<(), Failed> {
         const AGAIN: &str = "list again, and watch from the revision that it gives";
         if after > self.revision {
-            let detail = format!("revision {after} is not this store's, which was started anew");
+            let detail = format!("revision {after} is not of this store, which has been restarted");
             return Err(Failed::new(Why::Closed, detail).hint(AGAIN));
         }
         let Some(missed) = self.history.after(after) else {
@@ -303,7 +303,7 @@ impl Contents {
             self.watches.retain(|&(client, call), prefix| {
                 let concerned = history.fresh().any(|change| change.key.starts_with(&**prefix));
                 if concerned && out.backlog(client) > WATCH_BACKLOG {
-                    let detail = format!("this watch has left {WATCH_BACKLOG} bytes of changes unread, and was ended");
+                    let detail = format!("this watch was ended: {WATCH_BACKLOG} bytes of its changes are unread");
                     let hint = "read it more often; list again, and watch from the revision that it gives";
                     Failed::new(Why::Closed, detail).hint(hint).send(out, client, call);
                     return false;

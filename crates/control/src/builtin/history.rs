@@ -58,12 +58,12 @@ impl History {
         self.fresh > 0
     }
 
-    /// Changes that the watches have not been told.
+    /// Changes not yet reported to the watches.
     pub(super) fn fresh(&self) -> impl Iterator<Item = &Changed> {
         self.changes.range(self.changes.len() - self.fresh..)
     }
 
-    /// They have been told; what is too old is dropped.
+    /// Marks them as reported; drops entries beyond the limits.
     pub(super) fn told(&mut self) {
         self.fresh = 0;
         while self.changes.len() > CHANGES_MAX || self.bytes > BYTES_MAX {

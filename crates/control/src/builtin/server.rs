@@ -24,12 +24,13 @@ use super::server_connection::{ClientConnection, Disconnected, next_request};
 /// Most clients at a time, and most of them that have not completed the handshake.
 const CLIENTS_MAX: usize = 16_384;
 const GREETING_MAX: usize = 512;
-/// Unsent answers of all clients together, in bytes, beyond which the client with most of them is closed, if it is one
-/// that is not read from any more. Who asks for lists and takes none must not use up the memory of rank 0.
+/// Unsent answers of all clients together, in bytes, beyond which the client with the most is closed, if it is one that
+/// the store has stopped reading from. A client that requests lists and never reads the answers must not exhaust the
+/// memory of rank 0.
 const OUTPUT_MAX: usize = 256 << 20;
 /// Timeout of a client's handshake.
 const GREETING_TIME: Duration = Duration::from_secs(10);
-/// Connections that wait in the kernel. Where they are too many the kernel drops some, which are tried again a second later.
+/// Backlog of connections in the kernel. On overflow the kernel drops some, which are retried a second later.
 const BACKLOG: i32 = 4096;
 /// Pause of accepting when file descriptors are exhausted; clients wait in the kernel's queue.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -37,7 +38,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const EVENTS: usize = 256;
 /// Connections accepted per pass.
 const ACCEPTS: usize = 32;
-/// A wake-up delayed by more than this means that this thread could not run.
+/// A wake-up later than this shows that this thread was starved.
 const STALL: Duration = Duration::from_millis(100);
 
 const LISTENER: u64 = u64::MAX;
@@ -187,8 +188,8 @@ fn reachable(local: SocketAddr) -> SocketAddr {
     SocketAddr::new(fits.min_by_key(|ip| ip.is_ipv6() != local.is_ipv6()).unwrap_or(loopback), local.port())
 }
 
-/// Greater than every revision of a store that ran before on this machine, as long as its clock goes forward: by
-/// the microsecond, with room for a thousand changes in each.
+/// Greater than every revision of an earlier store on this machine, as long as its clock does not go backwards: counts
+/// microseconds, with room for a thousand changes in each.
 fn first_revision() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     ((since.as_micros() as u64) << 10) & (i64::MAX as u64)
@@ -241,7 +242,7 @@ impl Clients {
         Some(connection)
     }
 
-    /// The client to be closed because too many answers wait for it and for others.
+    /// The client to close because too many unsent answers are queued.
     fn glut(&self) -> Option<u64> {
         if self.output <= OUTPUT_MAX {
             return None;
@@ -344,7 +345,7 @@ impl ServerLoop {
         let now = Instant::now();
         let source = source_of(source);
         let full = if self.clients.connections.len() >= CLIENTS_MAX {
-            Some(Reject::new(RejectCode::Full, format!("the store has {CLIENTS_MAX} clients already")))
+            Some(Reject::new(RejectCode::Full, format!("the store already has {CLIENTS_MAX} clients, its maximum")))
         } else if self.greeting.len() >= GREETING_MAX && !self.evict_greeting(source, now) {
             let text = format!("{GREETING_MAX} clients have not proved themselves yet; try again");
             Some(Reject::new(RejectCode::Busy, text))
@@ -483,7 +484,7 @@ impl ServerLoop {
                 let (unread, all) = (connection.backlog() >> 20, self.clients.output >> 20);
                 let who = connection.stream.peer_addr().map_or_else(|_| "?".to_owned(), |peer| peer.to_string());
                 self.log.warn(format_args!(
-                    "store: closed the client at {who}, which has left {unread} MiB of answers unread; \
+                    "store: closed the client at {who}, which left {unread} MiB of answers unread; \
                      {all} MiB were waiting for all clients, and {} MiB are the limit",
                     OUTPUT_MAX >> 20
                 ));

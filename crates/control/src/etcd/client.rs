@@ -25,9 +25,9 @@ const UNAUTHENTICATED: u32 = 16;
 const UNAVAILABLE: u32 = 14;
 /// An election takes about a second.
 const ELECTION_PAUSE: Duration = Duration::from_millis(50);
-const GONE: &str = "check that etcd runs there; what does not need the store goes on";
+const GONE: &str = "check that etcd runs there; everything that does not need the store continues";
 
-/// Whether a request may be made once more when nobody knows if it was carried out.
+/// Whether a request may be retried when it is unknown whether it was executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     /// Made again at the next member.
@@ -45,7 +45,7 @@ struct Member {
     idle: Mutex<Vec<Connection>>,
 }
 
-/// Why a member did not do what was asked: nobody answered, or an answer that says so.
+/// Why a member did not execute a request: no response, or a response with an error.
 enum Trouble {
     Failure(Failure),
     Fault(Fault),
@@ -57,11 +57,11 @@ impl From<Failure> for Trouble {
     }
 }
 
-/// What came of asking every member once, when none did it.
+/// The outcome of asking every member once, when none succeeded.
 struct Round {
     reasons: Vec<String>,
     kind: ErrorKind,
-    /// One of them is there and says that another try may go better.
+    /// One of them responded that a retry may succeed.
     electing: bool,
 }
 
@@ -118,7 +118,7 @@ impl Client {
             .map_err(|e| self.foreign(operation, &format!("an answer to {path} that cannot be read: {e}")))
     }
 
-    /// Makes a request whose answer goes on and on; the connection is the caller's from then on.
+    /// Makes a request with a streamed response; from then on the connection is the caller's.
     pub(super) fn stream(
         &self,
         operation: &str,
@@ -255,7 +255,7 @@ impl Client {
             round.reasons.push(format!("{}: {why}", member.host));
             if effect == Effect::Changes && !undone {
                 round.electing = false;
-                round.reasons.push("the change may have been made or not".to_owned());
+                round.reasons.push("the change may or may not have been made".to_owned());
                 break;
             }
         }

@@ -12,7 +12,7 @@ use crate::store::{Lease, LeaseId};
 
 /// Timeout of one renewal, which is then retried.
 const LONGEST_RENEWAL: Duration = Duration::from_secs(1);
-/// How long dropping a lease may wait for the store.
+/// How long dropping a lease may block on the store.
 const FAREWELL: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]

@@ -1,8 +1,8 @@
 //! A store that is a cluster of etcd 3.4 or later, `etcd://host:port[,host:port]`, without TLS.
 //!
-//! It is spoken to through etcd's JSON gateway, which is etcd's documented HTTP interface and on by default. The gRPC
-//! interface would bring some hundred crates, an asynchronous runtime and a protocol compiler that every machine that
-//! builds Crossrail has to have; for a store that is asked a few times per membership change, a handful does.
+//! The client uses etcd's JSON gateway, its documented HTTP interface, which is on by default. gRPC would add some
+//! hundred crates, an asynchronous runtime and a protocol compiler to every build machine; for a store that is accessed
+//! a few times per membership change, a handful of crates suffices.
 //!
 //! All keys are below `crossrail/` in etcd, so that a shared cluster stays tidy. etcd counts leases in whole seconds
 //! and lengthens them to its election timeout times one and a half, 2 s by default: a death is noticed that much later
@@ -223,7 +223,7 @@ impl Store for EtcdStore {
                     (broken, missing) = (true, Vec::new());
                 }
                 Err(error) if error.kind == ErrorKind::Timeout && !missing.is_empty() => {
-                    let hint = format!("nobody wrote these keys to {} in time", self.client.address());
+                    let hint = format!("these keys were not written to {} in time", self.client.address());
                     return Err(MissingKeys(missing).timeout("store wait").with_hint(hint));
                 }
                 other => return other,

@@ -35,7 +35,7 @@ pub(super) struct Membership {
 pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<GroupState>, Membership)> {
     if options.lease < LEASE_MIN || options.lease > LEASE_MAX {
         return Err(Error::new(ErrorKind::Usage, "join", format!("a lease of {}", format_duration(options.lease)))
-            .with_hint("100ms to 1h: so long after its last sign of life a member counts as dead"));
+            .with_hint("100ms to 1h: a member counts as dead this long after its last renewal"));
     }
     let given = Overrides {
         rank: options.rank,
@@ -223,7 +223,7 @@ fn check_sizes(claims: &Claims<'_>, rank: u32, row: &Row) -> Result<(Vec<Entry>,
 fn size_of(entries: &[Entry]) -> Result<u32> {
     let sizes = entries.iter().filter_map(|entry| Row::decode(key_rank(&entry.key)?, &entry.value).ok());
     sizes.map(|row| row.size).next().ok_or_else(|| {
-        Error::new(ErrorKind::Usage, "join", "nothing says how many ranks there may be, and nobody is there to ask")
+        Error::new(ErrorKind::Usage, "join", "the number of ranks is not set, and the group has no members yet")
             .with_hint("set WORLD_SIZE, or pass size")
     })
 }

@@ -1,4 +1,4 @@
-//! What the process's page shows of a membership: for whom this rank waits.
+//! The page's row for a membership: the ranks that this rank waits for.
 
 use std::path::Path;
 use std::time::Instant;
@@ -12,7 +12,7 @@ pub(super) struct Sight(Mutex<Shown>);
 
 struct Shown {
     row: Row,
-    /// A wait is shown, and has to be taken away by the one who showed it.
+    /// A wait is shown, and the thread that showed it must remove it.
     taken: bool,
     barriers: u64,
 }
@@ -38,7 +38,7 @@ impl Sight {
         Sight(Mutex::new(Shown { row, taken: false, barriers: 0 }))
     }
 
-    /// A wait that began then, of which nothing is shown yet.
+    /// A wait that began at `began`, not shown yet.
     pub(super) fn waiting<'a>(&'a self, operation: &'a str, began: Instant) -> Waiting<'a> {
         Waiting { sight: self, operation, began, shown: false }
     }

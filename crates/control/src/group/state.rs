@@ -74,11 +74,11 @@ impl Own {
 }
 
 impl GroupState {
-    /// Publishes what the process's page shows, for whoever asked. Nobody but them misses it if that fails.
+    /// Publishes the process's page in answer to a request. A failure affects only the requester.
     pub(super) fn answer(&self) {
         let (key, deadline) = (rank_key(&self.keys.answers(), self.rank), Instant::now() + STEP_TIMEOUT);
         if let Err(error) = self.put("top", &key, &crossrail_sight::summary(), deadline) {
-            self.log.info(format_args!("group {:?}: `crossrail top` was not answered: {error}", self.name));
+            self.log.info(format_args!("group {:?}: cannot publish the page for `crossrail top`: {error}", self.name));
         }
     }
 
@@ -134,8 +134,8 @@ impl GroupState {
         }
     }
 
-    /// Takes a new lease and rewrites all keys after the lease has expired while this process lives: it was stopped or
-    /// cut off, or the store lost its contents.
+    /// Takes a new lease and rewrites all keys after the lease expired although this process is alive: it was stopped
+    /// or cut off, or the store lost its contents.
     pub(super) fn register_again(&self, store: &dyn Store) -> Result<()> {
         let mut own = self.own.lock();
         let Some(old) = &own.lease else { return Ok(()) };
@@ -217,7 +217,7 @@ impl GroupState {
         let mut control = self.control.lock();
         if control.is_none() {
             let (name, goes_on) =
-                (&self.name, "transfers go on; joins, barriers and notices of deaths wait for the store");
+                (&self.name, "transfers continue; joins, barriers and death notices wait for the store");
             if server_left {
                 self.log.info(format_args!("group {name:?}: the store ended with the rank that served it: {error}"));
             } else {

@@ -110,7 +110,7 @@ fn receive_events(state: &GroupState, store: &dyn Store, watch: &mut dyn Watch) 
             }
             let mine = state.key();
             match events.iter().any(|event| matches!(event, Event::Gone { key, .. } if *key == mine)) {
-                // The others count this process as dead, although its lease may still run.
+                // The others consider this process dead, although its lease may not have expired.
                 true => state.register_again(store),
                 false => Ok(()),
             }

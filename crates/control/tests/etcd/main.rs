@@ -400,7 +400,7 @@ fn requests_wait_for_an_election_and_changes_are_never_made_twice() {
     assert_eq!(store.put("k", b"1", None, soon()).unwrap(), Revision(9));
     let error = store.put("k", b"2", None, soon()).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");
-    assert!(error.to_string().contains("may have been made or not"), "{error}");
+    assert!(error.to_string().contains("may or may not have been made"), "{error}");
     assert_eq!(store.get("k", soon()).unwrap(), None);
     let error = store.get("k", within(Duration::from_millis(20))).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Unreachable, "{error}");

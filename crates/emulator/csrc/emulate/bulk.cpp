@@ -1,4 +1,4 @@
-// Bulk copies, which get on at random moments between those of the threads, and the barriers that count them.
+// Bulk copies, which progress at random points between steps of the threads, and the barriers that count them.
 #include <algorithm>
 
 #include "emulate/internal.h"
@@ -177,7 +177,7 @@ void check_stores_read(Lane &lane) {
     for (auto &bulk : machine->bulk) {
         if (bulk->lane != &lane) continue;
         if (!bulk->is_store) fail("ends while a bulk load of its own is under way");
-        // What the block's shared memory becomes then, nobody knows.
+        // The block's shared memory may be reused from here on.
         if (!bulk->has_read) fail("ends while its bulk stores still read shared memory");
         bulk->lane = nullptr;
     }

@@ -67,8 +67,8 @@ struct Lane {
     // For each group of bulk stores that it has committed, its time then; and whether a group is open.
     std::vector<uint32_t> groups;
     bool open_group = false;
-    // What it knows; what its last fence makes its later relaxed stores release; what its relaxed loads have seen that a
-    // fence makes known, on this GPU and on others.
+    // Knowledge of this lane; the part that later relaxed stores release after its last fence; and what its relaxed
+    // loads have seen, which a later fence acquires, from this GPU and from others.
     Knowledge known, fenced_here, seen_here, seen_there;
     bool has_fence = false;
     Scope fence_scope = Scope::Block;
@@ -85,9 +85,9 @@ struct Lane {
 struct Warp {
     Block *block = nullptr;
     std::vector<Lane> lanes;
-    // Which lanes can run; have run and go on in the next turn; wait for others of the warp; have ended.
+    // Masks of lanes: runnable; yielded until the next turn; waiting for other lanes of the warp; ended.
     uint32_t ready = 0, yielded = 0, gathering = 0, ended = 0;
-    // Of 256 rounds, how many it sleeps through.
+    // Chance of sleeping through a round, out of 256.
     uint32_t laziness = 0;
 };
 

@@ -88,13 +88,13 @@ namespace {
 
 constexpr uint64_t CANARY = 0x5afe57ac5afe57ac;
 constexpr uint64_t ROUND_NS = 100;
-// Rounds without progress until the clock leaps, and between one leap and the next, which is twice as long.
+// Rounds without progress before the clock leaps, and between leaps; each leap is twice the last one.
 constexpr uint32_t STILL_ROUNDS = 600, LEAP_ROUNDS = 100;
-// Rounds without progress after which nobody is lazy any more.
+// Rounds without progress after which no warp sleeps any more.
 constexpr uint32_t AWAKE_ROUNDS = 300;
-// A clock that has leapt so far and still nobody gets on: nobody ever will.
+// A leap of this length without progress is a deadlock.
 constexpr uint64_t LONGEST_LEAP = 3'600'000'000'000;
-// Rounds after which it is decided anew who is lazy.
+// Rounds after which sleep chances are drawn anew.
 constexpr uint32_t MOOD_ROUNDS = 300;
 
 void fiber_main() {
@@ -209,7 +209,7 @@ void start(Machine &m, Launch &launch, Stacks &stacks) {
     }
 }
 
-// Who sleeps how much, for a while: launches, blocks and warps each have a mood.
+// Draws the sleep chances of launches, blocks and warps for the next rounds.
 void choose_moods(Machine &m) {
     static const uint32_t CHOICES[] = {0, 0, 0, 64, 128, 200, 245, 254};
     auto choose = [&] { return CHOICES[m.below(8)]; };
@@ -224,7 +224,7 @@ void choose_moods(Machine &m) {
     }
 }
 
-// Launches whose turn it is in their stream. True if any is left that has not ended.
+// Starts the launches that are next in their stream. True if any has not ended.
 bool start_due(Machine &m, Stacks &stacks) {
     bool left = false;
     std::set<uint32_t> busy;
@@ -292,7 +292,7 @@ void round(Machine &m, bool all_awake) {
     m.warps.resize(kept);
 }
 
-// Watches whether anybody gets on, and moves the clock.
+// Detects lack of progress, and advances the clock.
 class Watch {
   public:
     void look(Machine &m) {
@@ -311,7 +311,7 @@ class Watch {
         if ((still - STILL_ROUNDS) % LEAP_ROUNDS != 0) return;
         leap *= 2;
         m.clock += leap;
-        if (leap > LONGEST_LEAP) m.error = "nobody gets on: " + describe_waits(m);
+        if (leap > LONGEST_LEAP) m.error = "no progress: " + describe_waits(m);
     }
 
     bool is_still() const { return still >= AWAKE_ROUNDS; }
@@ -409,7 +409,7 @@ uint64_t clock_ns() {
 void pause(uint32_t ns) {
     Machine &m = *machine;
     uint64_t until = m.clock + ns;
-    // A sleeper is not in the others' way, but a long sleep must not make a round-by-round wait either.
+    // Others run meanwhile, but a long pause must not take one step for every round of the clock.
     for (uint32_t i = 0; i < 8 && m.clock < until; ++i) step("a pause", 0, true);
 }
 

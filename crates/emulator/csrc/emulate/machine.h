@@ -1,5 +1,5 @@
-// What emulated kernels ask of the machine that runs them: machine.cpp. One operating-system thread runs all CUDA threads
-// of a run as fibers, so nothing here is atomic or locked; a switch point is where another fiber may go on.
+// Interface of emulated kernels to the machine that runs them (machine.cpp). One operating-system thread runs all CUDA
+// threads of a run as fibers, so nothing here is atomic or locked. At a switch point, another fiber may be scheduled.
 #pragma once
 
 #include <cmath>
@@ -20,22 +20,22 @@ Index block() __attribute__((pure));
 Index threads() __attribute__((pure));
 Index blocks() __attribute__((pure));
 
-// What the lanes of a warp do together.
+// Collective operations of a warp.
 enum class Together : uint32_t { Sync, Shuffle, Ballot, Match, Add, Min, Max, And, Or, Xor };
 
-// What a barrier of a block answers.
+// Result of a block's barrier.
 enum class Vote : uint32_t { None, Or, And, Count };
 
 // Ends the run with an error that says where.
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-// A switch point: a look at `address` (0: none), or whatever `what` says. `always`: another fiber does go on.
+// Switch point at an access to `address` (0: none), described by `what`. `always`: switch in any case.
 void step(const char *what, uint64_t address, bool always);
-// Something was done that others may wait for: nobody is stuck.
+// Records progress, for the detection of deadlocks.
 void progress();
 uint64_t random_bits();
 
-// Waits until all lanes of `mask` are here, and answers; for shuffles `argument` is the lane to hear from.
+// Waits until all lanes of `mask` have arrived, and returns the result; for shuffles, `argument` is the source lane.
 uint64_t together(Together what, uint32_t mask, uint64_t value, uint32_t argument);
 // Arrives at a barrier of the block: `count` threads make it complete, 0 for all that have not ended.
 uint32_t barrier(uint32_t id, uint32_t count, bool wait, Vote vote, uint32_t value);
@@ -58,7 +58,7 @@ void bulk_load(uint32_t dst, uint64_t src, uint32_t bytes, uint32_t barrier);
 void bulk_store(uint64_t dst, uint32_t src, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(uint32_t pending, bool only_read);
-// What this thread wrote to shared memory is there for bulk copies.
+// Makes this thread's writes to shared memory visible to bulk copies.
 void fence_async();
 
 void mbarrier_init(uint32_t barrier, uint32_t arrivals);

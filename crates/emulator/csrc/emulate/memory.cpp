@@ -12,7 +12,7 @@ namespace emulate {
 
 namespace {
 
-// Of so many plain loads and stores, one is a switch point.
+// One in this many plain loads and stores is a switch point.
 constexpr uint64_t PLAIN_STEPS = 64;
 
 Area *area_of(Machine &m, uint64_t address, size_t bytes) {
@@ -42,7 +42,7 @@ void plain(void *at, size_t bytes, bool writes) {
     const BlockPlace &place = m.places[before.who.block];
     static const char *const BY[] = {"", "'s bulk stores", "'s bulk stores", "'s bulk loads"};
     const char *did = before.atomic ? (before.writes ? "changed" : "looked at") : (before.writes ? "wrote" : "read");
-    fail("%s of %zu bytes at %s, which stream %u, block %u, thread %u%s %s%s: nothing orders the two", what, bytes,
+    fail("%s of %zu bytes at %s, which stream %u, block %u, thread %u%s %s%s: unordered accesses", what, bytes,
          describe_address(m, address).c_str(), place.stream, place.block, before.who.index / AGENTS,
          BY[before.who.index % AGENTS], did, now.atomic || before.atomic ? ", one of them as an ordinary access" : "");
 }

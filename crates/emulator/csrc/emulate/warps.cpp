@@ -7,7 +7,7 @@ namespace {
 
 uint64_t answer(const Warp &warp, const Lane &lane) {
     if (lane.what == Together::Shuffle) {
-        // A lane outside the mask says anything.
+        // The value of a lane outside the mask is undefined.
         bool there = lane.argument < warp.lanes.size() && lane.mask >> lane.argument & 1;
         return there ? warp.lanes[lane.argument].operand : random_bits();
     }
@@ -120,7 +120,7 @@ uint32_t barrier(uint32_t id, uint32_t count, bool wait, Vote vote, uint32_t val
         barrier.vote = vote;
     }
     if (barrier.expected != count || barrier.vote != vote) {
-        fail("barrier %u for %u threads, others came for %u, or for another answer", id, count, barrier.expected);
+        fail("barrier %u for %u threads, others arrived for %u, or with another vote", id, count, barrier.expected);
     }
     ++barrier.arrived;
     barrier.sum += value != 0;

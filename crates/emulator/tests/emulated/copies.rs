@@ -177,7 +177,7 @@ fn a_move_of_rows_whose_lanes_do_not_wait_is_caught() {
             return;
         };
         let errors = caught(30, |seed| move_rows(&mut emulator, seed));
-        assert!(errors.contains("nothing orders the two"), "{from}: {errors}");
+        assert!(errors.contains("unordered accesses"), "{from}: {errors}");
     }
 }
 
@@ -258,7 +258,7 @@ fn caught(seeds: u64, mut run: impl FnMut(u64) -> Result<(), String>) -> String 
 
 #[test]
 fn a_put_whose_signal_does_not_order_its_bytes_is_caught() {
-    const RACE: &str = "nothing orders the two";
+    const RACE: &str = "unordered accesses";
     for (from, to, words) in [
         ("__syncthreads();", "", RACE),
         ("st_release_sys_u64(args.signal, args.value);", ";", RACE),

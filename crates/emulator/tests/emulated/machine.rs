@@ -7,7 +7,7 @@ use crossrail_kernels::FlagWriteArgs;
 use crossrail_emulator::{Build, GpuMemory as _, Gpus as _};
 
 const SEEDS: u64 = 20;
-const UNORDERED: &str = "nothing orders the two";
+const UNORDERED: &str = "unordered accesses";
 
 /// What the machine says of a kernel in two launches, on two GPUs, of two warps each, with 64 bytes of memory that both
 /// see, from `address` on, and are u64 `at`. `first`: whether this is the first launch; `lane`: of the warp; `shared`:
@@ -156,7 +156,7 @@ fn lanes_that_do_something_else_are_named() {
     check("if (threadIdx.x == 7) MISSING; __syncwarp();", "__nanosleep(9)", "__ballot_sync(~0u, 1)", "__syncwarp");
     check("if (threadIdx.x == 7) MISSING; __syncwarp();", "__nanosleep(9)", "return", " end");
     let body = "if (threadIdx.x < 32) MISSING; else __syncthreads_or(1);";
-    check(body, "__syncthreads_or(0)", "__syncthreads_count(0)", "for another answer");
+    check(body, "__syncthreads_or(0)", "__syncthreads_count(0)", "with another vote");
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn who_waits_for_whom_is_told() {
         else while (ld_acquire_sys_u64(address) == 0) {}";
     let Some(result) = said(body, 1) else { return };
     let error = result.unwrap_err();
-    assert!(error.contains("nobody gets on"), "{error}");
+    assert!(error.contains("no progress"), "{error}");
     assert!(error.contains("32 threads from 0 on: a barrier of its block"), "{error}");
     let looks = "32 threads from 32 on: a load at memory + 0 (of 64) (test.cu:15";
     assert!(error.contains(looks), "{error}");

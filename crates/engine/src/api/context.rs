@@ -20,7 +20,7 @@ use crate::session::transport::{Availability, Local, Transport};
 #[derive(Clone)]
 pub struct Context(Arc<Environment>);
 
-/// What there is to move bytes with, and why what is not used is not.
+/// The devices and transports of this process, and why those that are not used are not.
 #[derive(Clone, Debug)]
 pub struct Info {
     /// The machine.
@@ -98,7 +98,7 @@ impl Context {
         Ok(Context(Arc::new(Environment::new(settings, simulated)?)))
     }
 
-    /// A context that takes its machine to have that many processors, for tests.
+    /// A context that assumes that many processors, for tests.
     ///
     /// # Errors
     /// As [`Context::new`].
@@ -159,7 +159,7 @@ impl Context {
         }
     }
 
-    /// What there is to move bytes with.
+    /// Describes the devices and transports of this process.
     ///
     /// # Errors
     /// `Io` when the system does not say what devices there are.

@@ -46,7 +46,7 @@ pub enum Op {
         remote: RegionKey,
         /// Where in it, in bytes.
         offset: u64,
-        /// Told to the region's owner once all bytes are there.
+        /// Delivered to the region's owner once all bytes are in place.
         imm: Option<u32>,
     },
     /// As [`Endpoint::read`].
@@ -115,13 +115,13 @@ impl Endpoint {
         self.id.0
     }
 
-    /// Whether the peer is there, as far as is known.
+    /// Whether the peer is alive, as far as is known.
     pub fn is_alive(&self) -> bool {
         let core = self.worker.progress_handle().core_here();
         core.is_some_and(|mut core| core.peers().get(self.id).is_some_and(|peer| peer.is_alive()))
     }
 
-    /// Why the peer is not there any more; `None` while it is.
+    /// Why the peer is no longer alive; `None` while it is.
     pub fn end(&self) -> Option<String> {
         let mut core = self.worker.progress_handle().core_here()?;
         core.peers().get(self.id).filter(|peer| !peer.is_alive()).map(|peer| peer.why_ended().to_owned())
@@ -194,7 +194,7 @@ impl Endpoint {
         Request::start(progress, Some(self.id), Submission::Operation(operation), buffer)
     }
 
-    /// Every way that the endpoint could have used: its cost, what it was chosen for, or why it was not.
+    /// Every link that the endpoint could have used: its cost, and what it was chosen for or why it was not.
     pub fn explain(&self) -> Explain {
         match self.worker.sessions().explain(self.id) {
             Some(explain) => Explain::clone(&explain),

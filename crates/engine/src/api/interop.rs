@@ -7,8 +7,8 @@ use super::context::Context;
 use crate::memory::Ready;
 
 impl Context {
-    /// Opens a GPU: what names its memory later finds it open. The first time it may take seconds, as the driver is
-    /// loaded and begins to use the GPU.
+    /// Opens a GPU, so that later calls that name its memory find it open. The first call may take seconds, because it
+    /// loads the driver and creates a CUDA context.
     ///
     /// # Errors
     /// `Usage` when there is none of that number; `Unsupported` with the reason where there is no CUDA; what the
@@ -39,7 +39,7 @@ impl Context {
 }
 
 impl Ready {
-    /// Everything that is in the stream of GPU `ordinal` now: complete once all of that is.
+    /// A point after everything enqueued in the stream of GPU `ordinal` so far: reached once all of that has completed.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle (`torch.cuda.Stream.cuda_stream`), or 0 for the default stream.
@@ -52,9 +52,9 @@ impl Ready {
         unsafe { context.environment().gpus().device(ordinal)?.stream_point(stream) }.map(Ready)
     }
 
-    /// Lets `ask` put work of another library's before a stream of ours on GPU `ordinal`, given by its raw handle, as
-    /// DLPack's exporters do; what it says, and that work as something to wait for. No other operation's work is
-    /// waited for. The GPU is this thread's current one meanwhile.
+    /// Runs `ask`, which lets another library enqueue work before a stream of ours on GPU `ordinal`, given by its raw
+    /// handle, as DLPack's exporters do. Returns `ask`'s result, and a point to wait for that covers that work only.
+    /// The GPU is this thread's current one meanwhile.
     ///
     /// # Errors
     /// `ask`'s; `Usage` when that work is being captured; as [`Context::open_gpu`].

@@ -13,8 +13,8 @@ use crate::core::{Claim, Core};
 use crate::memory::{Addresses, Description, Extent, Place, Placed, RegionKey, Row, Space};
 use crate::progress::Progress;
 
-/// Rows of registered memory: this worker's ([`Worker::layout`]), or a peer's ([`Endpoint::layout`]). Made once, checked
-/// once, and told to each peer once, however often it is moved from or to; clones share it. Any thread may use it.
+/// Rows of registered memory: this worker's ([`Worker::layout`]), or a peer's ([`Endpoint::layout`]). Made and checked
+/// once, and described to each peer once, however often it is used; clones share it. Any thread may use it.
 #[derive(Clone)]
 pub struct Layout(pub(super) Arc<Inner>);
 
@@ -24,7 +24,7 @@ pub(super) struct Inner {
     placed: Placed,
     extents: Vec<Extent>,
     pub(super) of: Of,
-    /// What peers were told of it.
+    /// Descriptions of it that were sent to peers.
     told: Mutex<Vec<(Claim, Option<Told>)>>,
 }
 
@@ -36,7 +36,7 @@ pub(super) enum Of {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Perhaps under the worker's lock, which telling them takes.
+        // May run under the worker's lock, which withdrawing the descriptions takes.
         let told = std::mem::take(&mut *self.told.lock());
         let told: Vec<_> = told.into_iter().filter_map(|(claim, told)| Some((claim, told?))).collect();
         if told.is_empty() || self.progress.check_origin("drop").is_err() {
@@ -128,7 +128,7 @@ impl Layout {
         places.clone().all(|place| place != Place::Host) && !others.any(|other| other)
     }
 
-    /// The GPU whose memory it is, if it is ours and not of the host.
+    /// The GPU whose memory it is, if it is this worker's and not host memory.
     pub(super) fn device(&self, core: &mut Core) -> Option<Arc<Device>> {
         let Of::Own(regions) = &self.0.of else { return None };
         let first = *self.0.placed.regions.first()?;
@@ -169,7 +169,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Tells the peer of it, once. `None`: it could not reach these rows anyway.
+    /// Describes it to the peer, once. `None`: the peer could not copy these rows directly anyway.
     pub(super) fn tell(&self, core: &mut Core, endpoint: EndpointId) -> Result<Option<Told>> {
         let mut all = self.0.told.lock();
         if let Some((_, told)) = all.iter().find(|(claim, _)| claim.id == endpoint) {
@@ -249,7 +249,8 @@ impl Endpoint {
     /// `Usage`: no rows, or rows outside their region.
     pub fn layout(&self, rows: &[Row<'_, RegionKey>]) -> Result<Layout> {
         let keys: Vec<RegionKey> = distinct(rows, RegionKey::eq).into_iter().cloned().collect();
-        // Their addresses are not known: one after the other, with room between, so that no two rows adjoin that don't.
+        // Their addresses are unknown: place the regions one after the other in a synthetic address space, with gaps,
+        // so that rows of different regions never adjoin.
         let mut base = 0u64;
         let extents = keys.iter().map(|key| {
             let extent = Extent { base, len: key.len(), place: key.place() };

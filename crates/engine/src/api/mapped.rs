@@ -22,7 +22,7 @@ const MAGIC: [u8; 4] = *b"XRS1";
 /// Of a GPU's memory.
 const GPU_MAGIC: [u8; 4] = *b"XRG1";
 
-/// What the peer of an endpoint needs to map a [`Memory`]: opaque bytes, to be handed over by any means.
+/// A handle by which the peer of an endpoint maps a [`Memory`]: opaque bytes, transferred by any means.
 ///
 /// They are no secret. The memory itself goes to that one peer, over the endpoint's Unix socket; to anybody else, and
 /// over any other connection, they mean nothing and are refused.
@@ -141,9 +141,9 @@ impl Mapped {
         Ok(())
     }
 
-    /// Puts into `stream`: a copy of `len` bytes of GPU memory at `src` to `offset` of this memory, and then `signal`:
-    /// whoever sees the signal's value there, on any GPU or the host, also sees the bytes. The host is not involved
-    /// afterwards, and a graph that captures this does it at every replay.
+    /// Enqueues in `stream` a copy of `len` bytes of GPU memory at `src` to `offset` of this memory, followed by
+    /// `signal`: a reader that observes the signal's value there, on any GPU or the host, also observes the bytes. The
+    /// host is not involved afterwards; a graph that captures this repeats it at every replay.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0; `src` must be valid for `len` bytes until the stream has come
@@ -167,7 +167,7 @@ impl Mapped {
         let kernels = calls.kernels(device.settings())?;
         let dst = self.ptr() as u64 + offset as u64;
         let value = signal.map_or(0, |signal| signal.value);
-        // By a kernel at every size: in a graph, a copy engine's node takes longer to begin than it gains.
+        // A kernel at every size: in a graph, the start-up cost of a copy-engine node exceeds its gain.
         let args = PutArgs { dst, src, len: len as u64, part: 0, signal: signal_at, value };
         // SAFETY: in bounds by the check, mapped as the caller promises; `src` is vouched for.
         unsafe { kernels.put(&stream, &args, None) }
@@ -191,8 +191,8 @@ impl std::fmt::Debug for Mapped {
 
 impl Endpoint {
     /// Lets the peer map `memory` ([`Endpoint::map`] there): passes its descriptor over the endpoint's Unix socket.
-    /// Nothing is copied, and doing it again for the same memory costs nothing. It keeps nothing alive here: once the
-    /// last clone of `memory` is gone the peer can no longer map it, and what it has mapped stays as it is.
+    /// Copies nothing; repeating it for the same memory costs nothing. Does not keep the memory alive: once the last
+    /// clone of `memory` is dropped, the peer can no longer map it, and existing mappings stay valid.
     ///
     /// # Errors
     /// `Usage`: the memory was allocated by another [`Context`](crate::Context); `Unsupported`: the endpoint has no
@@ -216,7 +216,7 @@ impl Endpoint {
             progress::admit_shared(progress, &mut buffer)?;
         } else if progress.environment().arena().find(ptr, len).is_none() {
             if let Some(why) = progress.environment().arena().unshared() {
-                let text = format!("memory of this process can't be mapped by others: {why}");
+                let text = format!("peers cannot map memory of this process: {why}");
                 let error = Error::new(ErrorKind::Unsupported, "share", text);
                 return Err(error.with_hint("messages, writes and reads work; or allow memfd_create"));
             }

@@ -17,8 +17,8 @@ use crate::core::{Claim, OpKind};
 use crate::memory::{Buffer, Place, Ready};
 use crate::progress::{self, Progress};
 
-/// Rows of GPU memory at least as long on average are staged one by one: their chunks are contiguous already, and are
-/// copied by copy engines.
+/// Rows of GPU memory that are at least this long on average are staged one by one: their chunks are contiguous
+/// already, and copy engines copy them.
 const LONG_ROW: u64 = 256 << 10;
 
 /// Which way a move goes.
@@ -30,7 +30,7 @@ pub enum MoveKind {
     Write,
 }
 
-/// Of a move that is prepared. Everything is copied.
+/// Options of a move. The index arrays and the notice are copied.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MoveOptions<'a> {
     /// The rows of the local layout, in their order; `None`: all.
@@ -45,7 +45,7 @@ pub struct MoveOptions<'a> {
     pub imm: Option<u32>,
 }
 
-/// Of a move that is started.
+/// Options of one start of a move.
 #[derive(Clone, Debug, Default)]
 pub struct StartOptions<'a> {
     /// In place of the notice that it was prepared with; empty: none.
@@ -56,7 +56,7 @@ pub struct StartOptions<'a> {
     pub after: Option<Ready>,
 }
 
-/// How a move goes.
+/// How a move is carried out, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MoveExplain {
     /// `one transfer`, or `an operation per run`.
@@ -112,7 +112,7 @@ impl Drop for Prepared {
     }
 }
 
-/// Keeps something until an operation is over, and drops it without the worker's lock, under which operations end.
+/// Keeps a value until an operation is over, and drops it outside the worker's lock, under which operations end.
 struct DropLater {
     progress: Arc<Progress>,
     what: Option<Arc<Prepared>>,

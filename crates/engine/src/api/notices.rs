@@ -11,10 +11,10 @@ use crate::core::lists::wire;
 /// Longest notice, in bytes.
 pub const NOTICE_MAX: usize = wire::NOTICE_MAX;
 
-/// Of so many looks for notices in vain, one asks epoll for what lanes do not tell, and runs tasks.
+/// Of this many fruitless calls, one also polls epoll for events that lanes do not report, and runs deferred tasks.
 const WHOLE_EVERY: u64 = 32;
 
-/// What a peer had this worker notified of.
+/// A notice received from a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notice {
     /// The peer's name.
@@ -26,9 +26,9 @@ pub struct Notice {
 }
 
 impl Endpoint {
-    /// Puts `bytes` into the peer's queue of notices ([`Worker::notices`]). Finished when they are there. None is
-    /// dropped: when the peer takes none for long, the request waits until it does. Notices of one endpoint keep their
-    /// order; those of moves come when their move is over. On its way it can't be cancelled.
+    /// Enqueues `bytes` in the peer's queue of notices ([`Worker::notices`]). Finished once they are there. None is
+    /// dropped: while the peer takes none, the request waits for credit. Notices of one endpoint keep their order;
+    /// those of moves arrive when their move is complete. Once sent, it cannot be cancelled.
     ///
     /// # Errors
     /// `Usage`: more than [`NOTICE_MAX`] bytes; here and in the request `PeerDead` and `Closed`.

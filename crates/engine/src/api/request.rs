@@ -31,11 +31,11 @@ impl Request {
     ) -> Result<Request> {
         let mut core = progress.core();
         let started = core.submit_now(endpoint, submission, &mut buffer);
-        // Mostly nothing has changed that any other thread must hear of.
+        // Usually nothing has changed that another thread must be told about.
         match started {
             Some((op, true)) => {
                 drop(core);
-                // It keeps nothing any more, and is host memory.
+                // It holds nothing any more, and is host memory.
                 std::mem::forget(buffer);
                 Ok(Request::new(progress, op))
             }
@@ -65,7 +65,7 @@ impl Request {
         Ok(Request::new(progress, op?))
     }
 
-    /// It is dropped while its operation is in the worker's table.
+    /// Called when the request is dropped while its operation is in the worker's table.
     #[inline(never)]
     fn detach(&self) {
         // In a forked child the operation is the parent's.
@@ -101,9 +101,8 @@ impl Request {
         self.progress.wait(self.id, &self.collected, timeout)
     }
 
-    /// Asks both ends to stop. The request then finishes with `Cancelled`, unless it was finished already; until
-    /// it has, its buffer stays in use (a cancelled receive or send gives its memory back at once where no lane
-    /// is copying).
+    /// Asks both ends to stop. The request then finishes with `Cancelled`, unless it was already finished; its buffer
+    /// stays in use until then (a cancelled receive or send releases it at once unless a lane is copying).
     pub fn cancel(&self) {
         if self.progress.check_origin("cancel").is_ok() {
             self.progress.cancel(self.id);

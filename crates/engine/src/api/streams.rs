@@ -1,5 +1,5 @@
-//! What is enqueued on callers' streams: waits for operations, and for signals behind copies
-//! ([`Mapped::put`](super::Mapped::put)). None of it waits here.
+//! Operations on callers' streams: waits for requests, and for signals behind copies
+//! ([`Mapped::put`](super::Mapped::put)). They are only enqueued; nothing here blocks.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -23,23 +23,23 @@ pub struct Signal {
     pub value: u64,
 }
 
-/// How a wait for a signal went.
+/// Outcome of a wait for a signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The stream has not come to its end.
+    /// The stream has not reached the end of the wait.
     Pending,
     /// The signal had reached its value.
     Reached,
-    /// The limit was over first; the stream went on all the same.
+    /// The time limit expired first; the stream continued anyway.
     TimedOut,
 }
 
-/// A wait for a signal that was put into a stream.
+/// A wait for a signal that was enqueued in a stream.
 #[derive(Clone, Debug)]
 pub struct Awaited(Arc<Word>);
 
 impl Awaited {
-    /// How it went. Of a wait that was captured in a graph: how the latest replay's did.
+    /// The outcome so far. Of a wait captured in a graph: the latest replay's.
     pub fn outcome(&self) -> Outcome {
         match self.0.cell().load(Ordering::Acquire) {
             0 => Outcome::Pending,
@@ -55,7 +55,7 @@ pub(super) fn real<'a>(device: &'a Device, what: &str) -> Result<(&'a Primary, &
     device.cuda().zip(device.stream_support()).ok_or_else(simulated)
 }
 
-/// Has everything loaded that puts and waits of that GPU need.
+/// Loads everything that puts and waits on that GPU need.
 pub(super) fn prepare(device: &Device) {
     if let Some(calls) = device.stream_support() {
         calls.prepare(device.settings());
@@ -109,11 +109,12 @@ impl Request {
 }
 
 impl Memory {
-    /// Puts into `stream`: a wait until the 64-bit word at `offset` of this memory has reached `value`, or `limit` is
-    /// over: the stream goes on in either case, and [`Awaited::outcome`] says which it was. It can be captured.
+    /// Enqueues in `stream` a wait until the 64-bit word at `offset` of this memory has reached `value`, or until
+    /// `limit` has passed: the stream continues in either case, and [`Awaited::outcome`] tells which. It can be
+    /// captured.
     ///
-    /// While a stream waits, its GPU should not be asked to free memory or load kernels: the driver lets those wait
-    /// too.
+    /// While a stream waits, do not free memory or load kernels on its GPU: the driver blocks those calls until the
+    /// wait ends.
     ///
     /// # Safety
     /// `stream` must be a live stream's handle, or 0; the memory must live until the stream has come past this.

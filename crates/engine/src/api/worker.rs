@@ -160,8 +160,8 @@ impl Worker {
         Ok(Endpoint::new(self, self.sessions().accept(timeout)?))
     }
 
-    /// Admits no further peer. Whoever connects from now on fails with `Exhausted` and this text; the peers that there
-    /// are, and [`Worker::connect`], are not affected.
+    /// Admits no further peer. New connections fail with `Exhausted` and this text; existing peers and
+    /// [`Worker::connect`] are unaffected.
     pub fn refuse_peers(&self, why: &str) {
         if self.progress_handle().check_origin("refuse_peers").is_ok() {
             self.sessions().refuse(why);
@@ -187,11 +187,12 @@ impl Worker {
         Request::start(progress, from.map(|from| from.id), Submission::Receive { tag, mask }, buffer.into())
     }
 
-    /// Has the background thread run `task` soon, in the order in which tasks were left; without that thread, the next
-    /// caller of [`Worker::progress`].
+    /// Queues `task` for the background thread; without one, for the next caller of [`Worker::progress`]. Tasks run in
+    /// the order of these calls.
     ///
-    /// For a thread that may wait neither for the worker's lock nor for a system call, and starts operations this way. A
-    /// task may call anything of this worker; it must not block. When the worker closes, those left run then.
+    /// For threads that may block on neither the worker's lock nor a system call, and start operations this way. A task
+    /// may call anything of this worker, but must not block. Tasks that are still queued when the worker closes run
+    /// then.
     ///
     /// # Errors
     /// `Usage` in a forked child.

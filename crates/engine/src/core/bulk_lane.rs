@@ -15,9 +15,9 @@ pub(crate) struct BulkLane {
     pub(crate) id: LaneId,
     pub(crate) endpoint: EndpointId,
     pub(crate) lane: Mutex<Option<Box<dyn Lane>>>,
-    /// The protocol has something for it.
+    /// The protocol has frames for it.
     wanted: Flag,
-    /// It is to be dropped: its peer is gone, or it is taken for dead.
+    /// To be dropped: its peer has ended, or it was declared dead.
     dead: Flag,
     /// Its group's flag: one of the group's lanes must be polled.
     group: OnceLock<Arc<Flag>>,
@@ -56,7 +56,7 @@ impl BulkLane {
         self.notify();
     }
 
-    /// Whoever polls the group finds its flag up from now on when this lane must be polled.
+    /// Joins a group: from now on the group's flag is raised when this lane must be polled.
     pub(crate) fn join(&self, group: &Arc<Flag>) {
         let _ = self.group.set(Arc::clone(group));
         self.notify();
@@ -83,7 +83,7 @@ impl BulkLane {
         self.dead.is_up()
     }
 
-    /// After its own flag, so that whoever takes the group's finds it.
+    /// Raised after the lane's own flag, so that the thread that takes the group's flag also finds the lane's.
     fn notify(&self) {
         if let Some(group) = self.group.get() {
             group.raise();

@@ -24,9 +24,9 @@ use crate::memory::Space;
 /// Bytes that a direct copy may move before everything else gets its turn; those in halves together.
 const COPY_BUDGET: usize = 1 << 20;
 
-/// Copies in a row with a peer whose own half this end makes before it helps with the other half of the oldest one. Each
-/// end works ahead on its half, so that a peer which is late by less does not change which memory is in which cache; one
-/// that is later, or does not copy at all, delays no transfer by more than these.
+/// Consecutive copies with one peer whose own half this end makes before it helps with the other half of the oldest
+/// one. Each end works ahead on its half, so that a peer that lags by less does not change which memory is in which
+/// cache; one that lags further, or does not copy at all, delays a transfer by at most this many copies.
 const AHEAD: usize = 8;
 
 /// GPU memory up to this length is copied by the receiving end; longer transfers are left to the sending end. Writing
@@ -39,8 +39,8 @@ const LEND_POLL_NS: u64 = 1_000_000_000;
 /// How long the announcement of a peer's memory may take.
 const ANNOUNCE_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long to wait at most until a peer that has failed stops copying into our memory. If its process has died, that
-/// takes as long as the driver takes to clean up.
+/// Maximum wait for a failed peer to stop copying into our memory. If its process has died, that takes as long as the
+/// driver's cleanup.
 const LEND_STOP_LIMIT: Duration = Duration::from_secs(2);
 
 /// All direct copies that this end makes. Protected by the worker's lock.
@@ -70,9 +70,9 @@ struct ActiveCopy {
     began: Option<Instant>,
     copy_ns: u64,
     stopping: bool,
-    /// This end's half is copied, and the other is the peer's.
+    /// This end has copied its half; the other half is the peer's.
     waits: bool,
-    /// The lists that it copies between, in place of the job's memory.
+    /// The lists to copy between, instead of the job's memory.
     pair: Option<Pair>,
 }
 
@@ -179,7 +179,7 @@ pub(super) struct Request {
 pub(super) enum Begun {
     /// Nothing.
     Done,
-    /// A copy is in flight, of which no event tells: whoever sleeps on the lanes must poll it.
+    /// A copy is in flight whose completion no event reports: a thread that sleeps on the lanes must poll it instead.
     Copying,
     /// The peer copies; its messages are to be flushed.
     Lent(Result<(), NoteFailed>),
@@ -210,7 +210,7 @@ impl Context<'_> {
         let Some(peer) = tables.peers.get_mut(request.endpoint) else { return };
         if space == Space::Host && peer.warns_of_direct() {
             let name = peer.name();
-            tables.log.warn(format_args!("{name}: no single copy ({why}); through the shared ring instead"));
+            tables.log.warn(format_args!("{name}: no single copy ({why}); falling back to the shared ring"));
         }
     }
 
@@ -221,7 +221,7 @@ impl Context<'_> {
             return gpu.warn(tables, endpoint, why);
         }
         let name = tables.peers.name(endpoint);
-        tables.log.info(format_args!("{name}: its GPU memory cannot be written ({why}); it reads ours instead"));
+        tables.log.info(format_args!("{name}: cannot write its GPU memory ({why}); falling back to reads by the peer"));
     }
 }
 

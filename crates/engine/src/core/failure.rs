@@ -1,5 +1,4 @@
-//! Lanes that end: those that fail, those that are taken for dead because they are silent or their link is down; and
-//! peers that no lane leads to.
+//! Lanes that end, because they failed, or were declared dead (silent, or link down); and peers without any lane.
 
 use std::time::Duration;
 
@@ -12,10 +11,11 @@ use super::returns::RETURN_MAX;
 use super::tables::Tables;
 use super::transfers::{LostRail, Transfers};
 
-/// A lane that is lost sooner after it came up has not worked: a rail that changes bytes comes up each time it is dialled.
+/// A lane that is lost within this time after it came up counts as not having worked: a rail that corrupts bytes comes
+/// up each time it is dialled.
 const SOON: Duration = Duration::from_secs(2);
 
-/// How long a peer may be without any rail before it is taken for dead: as long as TCP would give a connection.
+/// How long a peer may be without any rail before it is declared dead: as long as TCP would keep a connection.
 const STRANDED: Duration = Duration::from_secs(10);
 
 impl Transfers {
@@ -63,7 +63,7 @@ impl Transfers {
         if is_refused && !none_left && matches!(error, LaneError::Closed(_)) {
             // The peer has enough of them, or the rail is lost, whose first connection brings them back. The last lane of
             // all is another matter: from its loss on the peer has STRANDED to come back.
-            tables.log.debug(format_args!("{}: lane {name} is {error}; the rail does without it", peer.name()));
+            tables.log.debug(format_args!("{}: lane {name} is {error}; the rail continues without it", peer.name()));
         } else if peer.is_alive() {
             // The connection for messages is no lane that the user knows of.
             let rest = match (none_left, peer.bulk().len()) {
@@ -108,7 +108,7 @@ impl Transfers {
         self.drop_polled_lane(failed.endpoint, failed.lane, &failed.error);
     }
 
-    /// Takes a lane for dead that has not failed by itself.
+    /// Declares a lane dead that has not reported an error itself.
     pub(crate) fn take_for_dead(&mut self, endpoint: EndpointId, id: LaneId, error: LaneError) {
         let peer = self.tables.peers.get(endpoint);
         if let Some(lane) = peer.and_then(|peer| peer.bulk_lane(id)) {
@@ -120,14 +120,14 @@ impl Transfers {
         }
     }
 
-    /// Takes lanes for dead that have kept memory for too long after it was recalled.
+    /// Declares lanes dead that have kept memory for too long after its recall.
     #[cold]
     pub(super) fn check_returns(&mut self, now: proto::Time) {
         let tables = &mut self.tables;
         tables.operations.settle_returns();
         for lane in tables.operations.returns.overdue(now) {
             let Some(endpoint) = self.tables.lanes.get(lane).map(|lane| lane.owner()) else { continue };
-            let why = format!("it had not given memory back in {} s", RETURN_MAX.as_secs());
+            let why = format!("it did not return recalled memory within {} s", RETURN_MAX.as_secs());
             self.take_for_dead(endpoint, lane, LaneError::Down(why));
         }
     }

@@ -1,4 +1,4 @@
-//! Tables whose entries are freed and used again, without an id ever meeting what it was not made for.
+//! Tables with generation-checked ids: an id of a freed entry never refers to a later value.
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -30,7 +30,7 @@ struct Entry<T> {
     value: Option<Box<T>>,
 }
 
-/// What stands for no id in the entry `index`. Every id that leads there has its lowest bit, and this one has not.
+/// A marker that is no valid id of entry `index`: ids that map to the entry have its lowest bit, this one has not.
 fn vacant(index: u32) -> u32 {
     !index
 }

@@ -96,7 +96,7 @@ pub(crate) struct LaneRecord {
     /// Messages up to here are carried with their first frame, whatever their memory.
     carried_max: usize,
     alive: bool,
-    /// A frame for which a post found no room, or a packed chunk; sent first when the lane asks for one.
+    /// The next frame to send: one for which a post found no room, or a packed chunk.
     pending: Option<Tx>,
     /// Its chunks, and those of GPU memory that wait for their turn.
     pub(super) chunks: ChunkQueue,
@@ -185,7 +185,7 @@ impl LaneRecord {
         self.socket
     }
 
-    /// A lane that needs no polls while nothing goes over it: its descriptor reports all that may happen.
+    /// Marks a lane that needs no polls while idle: its descriptor reports every event.
     pub(crate) fn resting(self) -> LaneRecord {
         LaneRecord { rests: true, ..self }
     }
@@ -281,7 +281,7 @@ impl LaneRecord {
         self.chunks.advance(&mut self.pending)
     }
 
-    /// Whether its next frame waits for a GPU here: then the peer's silence says nothing.
+    /// Whether its next frame waits for a GPU here: then the peer's silence means nothing.
     pub(crate) fn is_held_up(&self) -> bool {
         self.pending.is_none() && self.chunks.is_held_up()
     }
@@ -459,8 +459,8 @@ impl PolledLanes {
         self.get_mut(id)?.domain()
     }
 
-    /// The lane's socket has become ready. Whether somebody sleeps who does not know of it: the lane rested, and no other
-    /// event will tell. Nothing happens if it is not polled here.
+    /// Records that the lane's socket is ready. Returns whether a sleeping thread must be woken: the lane rested, and
+    /// no other event will report it. No-op if the lane is not polled here.
     pub(crate) fn ready(&mut self, id: LaneId, readable: bool, writable: bool) -> bool {
         let before = self.awake;
         if let Some(lane) = self.get_mut(id) {

@@ -1,4 +1,4 @@
-//! What one worker's lock protects, and one pass of progress over it.
+//! The state under one worker's lock, and one pass of progress over it.
 //!
 //! ```text
 //! Core            starts and cancels operations; one pass of progress; the end
@@ -71,7 +71,7 @@ const SOCKETS_EVERY: u32 = 16;
 
 /// Everything that one worker's lock protects.
 ///
-/// Whoever has the lock may call any method. The rules:
+/// Any method may be called with the lock held. The rules:
 ///
 /// - After every call into the protocol ([`Peer`]) the endpoint is settled ([`Transfers::settle`]): the protocol's
 ///   decisions are queued until then.
@@ -158,8 +158,8 @@ impl Core {
             self.tick();
         }
         let sockets = probe && (self.passes.is_multiple_of(SOCKETS_EVERY) || self.transfers.polled.sockets_only());
-        // Where connections have threads of their own, those do what follows from completions: a caller that counted
-        // them as progress would never leave them the lock.
+        // Where connections have threads of their own, those threads act on completions: a caller that counted
+        // completions as progress would never release the lock to them.
         let mut moved = self.transfers.gpu.has_completions() && self.complete_staging() && !self.threads;
         let collect = ask || self.passes.is_multiple_of(COUNTS_EVERY);
         let mut at = 0;
@@ -207,19 +207,19 @@ impl Core {
         received
     }
 
-    /// Reads the count of delivered messages that the peer has published; whether it was news.
+    /// Reads the count of delivered messages that the peer has published; whether it has changed.
     #[inline]
     pub(crate) fn collect(&mut self, endpoint: Option<EndpointId>) -> bool {
         endpoint.is_some_and(|endpoint| self.transfers.collect_count(endpoint))
     }
 
-    /// Whether something must be polled although no event tells of it.
+    /// Whether something must be polled because no event reports it.
     pub(crate) fn is_busy(&self) -> bool {
         let Transfers { tables, gpu, direct, .. } = &self.transfers;
         !direct.is_idle() || direct::is_lending(tables, gpu) || gpu.has_completions()
     }
 
-    /// Whether a copy is in flight whose end only polling shows: one of this end's, or one that was left to a peer.
+    /// Whether a copy is in flight whose completion can only be polled: one of this end's, or one that the peer makes.
     pub(crate) fn awaits_copy(&self) -> bool {
         let Transfers { tables, gpu, direct, .. } = &self.transfers;
         !direct.is_empty() || direct::is_lending(tables, gpu)

@@ -66,7 +66,7 @@ impl Names {
     }
 }
 
-/// The names of a peer that is there. They are kept while it exists.
+/// A live peer's names, kept while the peer exists.
 #[derive(Debug)]
 pub(super) struct NamesOfPeer {
     names: Names,

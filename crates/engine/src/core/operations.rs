@@ -18,7 +18,7 @@ use super::receipt::{Callback, Collected};
 use super::returns::{Owner, Returns};
 use crate::memory::{Buffer, Keep};
 
-/// How an operation stands, as [`Operations::collect`] reports it.
+/// State of an operation, as [`Operations::collect`] reports it.
 pub(crate) enum Standing {
     /// What it does, and with which peer, as far as that is known.
     InFlight(OpKind, Option<EndpointId>),
@@ -42,7 +42,7 @@ pub(crate) struct Wanted<'a> {
     pub(crate) collected: &'a Collected,
 }
 
-/// What became of a short message.
+/// Outcome of receiving a short message.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Received {
     /// None was received.
@@ -51,7 +51,7 @@ pub(crate) enum Received {
     Wanted,
     /// A receive ended.
     Ended,
-    /// Its receive is to end the long way.
+    /// Its receive must end on the slow path.
     Attached,
 }
 
@@ -189,7 +189,7 @@ impl Operations {
         std::mem::take(&mut self.news)
     }
 
-    /// Has waiting threads check what they wait for, although no operation has finished.
+    /// Makes waiting threads recheck their conditions, although no operation has finished.
     pub(crate) fn report(&mut self) {
         self.news |= FINISHED;
     }
@@ -220,7 +220,7 @@ impl Operations {
         self.op(id).is_none_or(Op::is_over)
     }
 
-    /// Has lanes touch an operation's memory no more, as far as they can stop.
+    /// Recalls an operation's memory from all lanes, as far as they can stop.
     pub(crate) fn recall(&mut self, id: OpId) {
         if let Some(loan) = self.op_mut(id).and_then(Op::recall) {
             self.returns.await_loan(Owner::Operation(id), loan);

@@ -1,4 +1,4 @@
-//! Endpoints over which nothing goes: of many, they cost the busy ones nothing.
+//! Idle endpoints, which cost the busy ones nothing, however many there are.
 //!
 //! A lane that was idle for a while rests (see [`PolledLanes`](super::lanes::PolledLanes)): it is armed, so its peer sends
 //! a wake-up with the next frame, and not polled. While threads poll and therefore do not sleep in epoll, they ask epoll

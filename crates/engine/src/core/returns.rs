@@ -1,8 +1,9 @@
-//! Memory that a lane keeps although its owner wants it back.
+//! Recalled memory that a lane still holds.
 //!
-//! A lane that cannot stop between two calls keeps memory until what it has begun has ended
-//! ([`Loan`](crossrail_transport::Loan)). Until then an operation is not over for its caller, a region is in use, and an
-//! unexpected message's memory is not freed. Whoever keeps memory for too long is taken for dead: that ends it.
+//! A lane that cannot stop between two calls holds memory until its outstanding work has ended
+//! ([`Loan`](crossrail_transport::Loan)). Until then the operation is not over for its caller, the region is in use,
+//! and an unexpected message's memory is not freed. A lane that holds memory for too long is torn down, which ends its
+//! work.
 
 use std::sync::Arc;
 use std::time::Duration;

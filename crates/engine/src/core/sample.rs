@@ -1,4 +1,5 @@
-//! What the process's page shows of a worker: copied out under the lock, in pieces that hold nobody up.
+//! Samples of a worker's state for the process's page: taken under the lock, in small pieces that block nobody for
+//! long.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,8 +20,8 @@ const PEERS_MAX: usize = 16;
 /// Most entries of the table of operations that a sample goes through.
 const OPERATIONS_MAX: usize = 16 << 10;
 
-/// Since when operations are in flight, as seen from one sample to the next: noting the time of each when it begins
-/// would cost every message something.
+/// Start times of operations in flight, tracked from one sample to the next: recording each start would cost every
+/// message something.
 #[derive(Default)]
 pub(crate) struct Since(HashMap<OpId, u64>);
 

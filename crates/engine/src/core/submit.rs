@@ -15,7 +15,7 @@ use super::tables::Tables;
 use super::{Core, LaneRecord, Transfers};
 use crate::memory::{Buffer, Space};
 
-/// From here on both ends of a direct copy copy at once; where the kernel copies, at any length.
+/// Minimum length from which both ends of a direct copy copy at once; for kernel copies (CMA), any length.
 const HELP_MIN: u64 = 128 << 10;
 
 impl Core {
@@ -141,7 +141,7 @@ impl Core {
         }
     }
 
-    /// [`Core::submit_now`] of a short message with nothing queued before it. `None`: it goes the long way.
+    /// [`Core::submit_now`] of a short message with nothing queued before it. `None`: use the slow path.
     // The message is on its lane before the operation is in the table: only what the peer waits for comes first.
     #[inline(always)]
     fn send_now(&mut self, endpoint: EndpointId, tag: u64, buffer: &mut Buffer) -> Option<(OpId, bool)> {

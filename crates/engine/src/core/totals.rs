@@ -1,4 +1,4 @@
-//! What a worker has transferred and copied so far, as its page shows it.
+//! Totals of a worker's transfers and copies, for the process's page.
 
 use crossrail_proto as proto;
 use crossrail_sight::Histogram;

@@ -44,7 +44,7 @@ pub(crate) struct Transfers {
     free_at: usize,
 }
 
-/// A rail that was lost, for whoever dials it again.
+/// A lost rail, for the thread that redials it.
 #[derive(Clone, Debug)]
 pub(crate) struct LostRail {
     pub(crate) endpoint: EndpointId,
@@ -64,7 +64,7 @@ pub(crate) struct Deferred {
     pub(crate) lost: Vec<LostRail>,
     /// Endpoints that have ended, whose control connections are to be closed.
     pub(crate) ended: Vec<EndpointId>,
-    /// Endpoints that carry so much that more connections are worth dialling.
+    /// Endpoints with enough traffic to justify more connections.
     pub(crate) outgrown: Vec<EndpointId>,
 }
 

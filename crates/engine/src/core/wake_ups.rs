@@ -1,4 +1,4 @@
-//! The flags by which threads know who makes progress, and whom to wake.
+//! Flags that show which thread makes progress, and which threads to wake.
 //!
 //! Progress is made by waiting callers; while there are none, by the background thread; connections that carry chunks
 //! may have threads of their own. Each sleeps on something, and whoever leaves work for it must wake it. Flags under

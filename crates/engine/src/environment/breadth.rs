@@ -1,15 +1,15 @@
-//! How many connections and threads TCP may use: the settings, or what the processors allow.
+//! Numbers of TCP connections and threads: from the settings, or derived from the processors.
 
 use crossrail_topology::NetDevice;
 use crossrail_types::{Channels, IoThreads, Settings};
 
 /// Threads that pump connections, unless the user asks for more.
 const THREADS_MAX: usize = 16;
-/// Connections of a rail beyond which no machine has gained anything.
+/// Maximum connections per rail: more have not gained anything on any machine.
 const CHANNELS_MAX: usize = 8;
 /// Connections to one peer that carry chunks until something was measured.
 const BEGIN_WITH: usize = 8;
-/// The same of one rail.
+/// As `BEGIN_WITH`, for one rail.
 const BEGIN_WITH_ON_ONE: usize = 4;
 
 /// Limits of a worker's TCP connections and of the threads that pump them.
@@ -19,14 +19,14 @@ pub(crate) struct Breadth {
     pub(crate) channels: u8,
     /// Connections of each rail that carry chunks until something was measured.
     pub(crate) begin_with: u16,
-    /// Threads of connections, each started with its first connection; one: callers do it all.
+    /// Connection threads, each started with its first connection; one: callers do all the work.
     pub(crate) threads: usize,
     /// Callers pump the first connection to a peer, although the others have threads.
     pub(crate) pumps_first: bool,
 }
 
 impl Breadth {
-    /// What `settings` say of a machine with so many processors and these rails.
+    /// The limits for these settings, with that many processors and these rails.
     pub(crate) fn of(settings: &Settings, cores: usize, rails: &[NetDevice]) -> Breadth {
         // Half of the cores, because the peer may be on this machine.
         let half = (cores / 2).max(1);

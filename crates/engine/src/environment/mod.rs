@@ -1,4 +1,4 @@
-//! What this process has: settings, memory, GPUs, network devices, processors.
+//! Settings, memory, GPUs, network devices and processors of this process.
 
 mod breadth;
 mod rails;
@@ -136,7 +136,7 @@ impl Environment {
     /// As [`Environment::rails`], for network devices discovered just now.
     pub(crate) fn rails_among(&self, nics: &[Nic]) -> Result<Vec<NetDevice>> {
         match rails::choose(&self.settings.net_devices, nics) {
-            // Nobody has asked for a device, and other transports need none.
+            // No devices were requested, and other transports need none.
             Err(_) if self.settings.net_devices == Rails::default() => Ok(Vec::new()),
             chosen => chosen,
         }

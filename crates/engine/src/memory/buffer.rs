@@ -22,7 +22,7 @@ pub enum Place {
     Gpu(u32),
 }
 
-/// Whose memory it is, ours or a peer's: what decides by which link it is reached.
+/// Host or GPU memory, ours or a peer's: determines which link accesses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Space {
     Host,

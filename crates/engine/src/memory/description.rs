@@ -1,4 +1,4 @@
-//! What a worker tells others of itself and its regions, as bytes.
+//! Encoded descriptions of a worker and its regions, for its peers.
 
 use crossrail_handshake::Address;
 use crossrail_types::{Error, ErrorKind, Result};
@@ -14,7 +14,7 @@ const REGION_LEN: usize = 8 + RegionKey::BYTES;
 pub struct Described {
     /// Its address in its owner's process.
     pub base: u64,
-    /// What opens it; its length and place, too.
+    /// The key that opens it, which also holds its length and place.
     pub key: RegionKey,
 }
 
@@ -70,7 +70,7 @@ impl Description {
     /// # Errors
     /// `Usage`: they are none.
     pub fn parse(bytes: &[u8]) -> Result<Description> {
-        let bad = || Error::new(ErrorKind::Usage, "description", format!("{} bytes that are none", bytes.len()));
+        let bad = || Error::new(ErrorKind::Usage, "description", format!("{} bytes, not a description", bytes.len()));
         let rest = bytes.strip_prefix(&MAGIC[..]).ok_or_else(bad)?;
         let (len, rest) = rest.split_first_chunk::<4>().ok_or_else(bad)?;
         let (address, rest) = rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(bad)?;
@@ -97,7 +97,7 @@ impl Description {
         &self.address
     }
 
-    /// A number that differs for every worker that there ever was.
+    /// A number that is unique per worker, across processes and time.
     pub fn generation(&self) -> u64 {
         self.generation
     }

@@ -75,7 +75,7 @@ impl std::fmt::Debug for RegionKey {
     }
 }
 
-/// What a key opens.
+/// A region opened by a key.
 pub(crate) struct Known {
     pub(crate) region: proto::RegionRef,
     pub(crate) ptr: *mut u8,

@@ -8,10 +8,10 @@ use super::{NAP_MAX, Progress};
 
 /// While callers make progress, the background thread checks this often whether they have stopped.
 const TICK: Duration = Duration::from_millis(1);
-/// Callers that make a pass at least this often on average poll: they find what arrives sooner than the background thread,
-/// which would only take the lock and a processor from them, and have peers send wake-ups.
+/// Callers that make a pass at least this often on average count as polling: they find arrivals sooner than the
+/// background thread, which would only compete for the lock and a processor, and make peers send wake-ups.
 const POLLS_EVERY: Duration = Duration::from_micros(20);
-/// Passes by which that is told.
+/// Minimum number of passes to judge that by.
 const POLLS_MIN: u64 = 32;
 /// How long the connections' threads poll after anything last moved before they sleep, where cores are free.
 const LINGER: Duration = Duration::from_micros(100);
@@ -23,7 +23,7 @@ struct Pace {
 }
 
 impl Pace {
-    /// Whether callers poll, who have made so many passes by now.
+    /// Whether callers are polling, given the number of passes they have made by now.
     fn is_polling(&mut self, passes: u64, now: Instant) -> bool {
         let more = passes - self.passes;
         if more < POLLS_MIN {
@@ -163,7 +163,8 @@ impl Progress {
         }
     }
 
-    /// How long threads of connections poll in vain: waking one takes tens of microseconds, more on a virtual machine.
+    /// How long connection threads busy-poll while idle: waking one takes tens of microseconds, more in a virtual
+    /// machine.
     fn linger(&self) -> Duration {
         let threads = self.connections.groups().iter().filter(|group| group.has_lanes()).count();
         if self.environment.cores() > 2 * (threads + 1) { LINGER } else { Duration::ZERO }

@@ -13,8 +13,8 @@ use crate::core::{BulkLane, LaneEnd, READABLE, WRITABLE};
 /// Bytes that a connection may move in each direction before the others get their turn.
 const BUDGET: usize = 4 << 20;
 
-/// The worker's connections that carry chunks, in groups: the first is pumped by whoever makes progress, which also
-/// sleeps on it; each other one by a thread of its own. Any thread.
+/// The worker's connections that carry chunks, in groups: the thread that makes progress pumps the first group, and
+/// also sleeps on it; each other group has its own thread. Any thread.
 pub(crate) struct Connections(Vec<Group>);
 
 impl Connections {

@@ -21,11 +21,11 @@ impl Progress {
         };
         let (Some(stats), Some(record)) = (stats, core.transfers().lanes().get_mut(id)) else { return };
         let stats = stats.filter(|_| !record.is_held_up());
-        // The other end's kernel acknowledges what arrives, whatever its process does: only a broken link keeps back
-        // the acknowledgement of bytes that were in flight a whole deadline ago.
+        // The peer's kernel acknowledges what arrives, even if its process hangs: only a broken link withholds the
+        // acknowledgement of bytes that were in flight a whole deadline ago.
         let owed = stats.filter(|stats| stats.in_flight_bytes > 0).map(|stats| stats.acked_bytes);
         if record.is_silent(owed) {
-            let error = LaneError::Down("silent: nothing was acknowledged in time".to_owned());
+            let error = LaneError::Down("silent: no acknowledgement within the deadline".to_owned());
             core.transfers().take_for_dead(endpoint, id, error);
             self.after(core);
             return;

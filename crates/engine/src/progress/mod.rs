@@ -1,5 +1,5 @@
-//! Who makes progress when: waiting callers first, the background thread while there are none; and what is done after
-//! the lock is released.
+//! Which thread makes progress: waiting callers first, the background thread while there are none; and the work done
+//! after the lock is released.
 
 mod background;
 mod connections;
@@ -35,7 +35,7 @@ use crate::environment::{Breadth, Environment};
 
 /// How long the background thread sleeps at most without checking the protocol's timers.
 pub(super) const NAP_MAX: Duration = Duration::from_millis(100);
-/// Further connections of rails for each thread, from which on there are no more, however much they would carry.
+/// Maximum further connections of rails per thread, whatever they would carry.
 const PER_THREAD: usize = 8;
 
 /// What progress reports to the sessions above it. Called without any lock of the worker's.
@@ -52,7 +52,7 @@ pub(crate) trait SessionEvents: Send + Sync {
     fn links_changed(&self);
 }
 
-/// A callback that is to run, and what it is told.
+/// A callback to run, with its argument.
 type Due = (Callback, Result<Receipt>);
 
 /// How a worker makes progress.
@@ -145,10 +145,10 @@ impl Progress {
         Ok(())
     }
 
-    /// Has a connection that carries chunks polled from now on; the first of a group starts the group's thread. `first`:
-    /// it is its rail's first, which callers pump themselves where no other rail has one: a short transfer is over before
-    /// another thread is awake. They pump those, too, for which the system refuses a thread. `node`: that of its device; a
-    /// thread keeps to the processors of its first connection's.
+    /// Starts polling a connection that carries chunks; the first of a group starts the group's thread. `first`: it is
+    /// its rail's first connection, which callers pump themselves if a single rail leads to the peer: a short transfer
+    /// is over before another thread wakes up. Callers also pump connections for which the system refuses a thread.
+    /// `node`: the NUMA node of its device; a thread is pinned to the node of its first connection.
     ///
     /// # Errors
     /// `Io` when the system refuses to watch the connection's descriptor.
@@ -161,7 +161,7 @@ impl Progress {
             let progress = self.clone();
             let pump = move || {
                 if let Err(why) = progress.environment.placement().stay_near(node) {
-                    progress.log.warn(format_args!("a thread of connections runs anywhere: {why}"));
+                    progress.log.warn(format_args!("an I/O thread is not pinned to its device's NUMA node: {why}"));
                 }
                 progress.pump_forever(at);
             };
@@ -171,7 +171,9 @@ impl Progress {
                     self.core.lock().use_threads();
                 }
                 Err(error) => {
-                    self.log.warn(format_args!("callers pump a connection that was to have a thread: {error}"));
+                    self.log.warn(format_args!(
+                        "cannot start an I/O thread ({error}); calling threads drive this connection"
+                    ));
                     at = 0;
                 }
             }
@@ -247,8 +249,9 @@ impl Progress {
         self.after_or_leave(core, None);
     }
 
-    /// [`Progress::after`]; `left`: callbacks are added there for the caller to run ([`Threads::call_back`]), which holds
-    /// the lock of a connection: a callback may close the worker, which takes it, too, or not return for long.
+    /// [`Progress::after`]; `left` receives the callbacks instead, for callers that hold a connection's lock and run
+    /// them later ([`Threads::call_back`]): a callback may close the worker, which takes that lock, or may not return
+    /// for long.
     #[inline(always)]
     fn after_or_leave(&self, mut core: MutexGuard<'_, Core>, left: Option<&mut Vec<Due>>) {
         let news = core.operations().take_news();
@@ -409,7 +412,7 @@ impl Progress {
         core.abandon();
         let gpus = core.transfers().gpu().take_gpus();
         self.after(core);
-        // What they start fails, and says so to whoever left them.
+        // Operations that these tasks start fail, which the tasks' callbacks report.
         self.tasks.close().into_iter().for_each(|task| task());
         let trace = self.core().take_trace();
         drop(gpus);

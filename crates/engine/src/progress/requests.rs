@@ -118,7 +118,7 @@ impl Progress {
             }
             if let Some((count, most)) = progress.crowd {
                 error.detail.push_str(&format!(
-                    ": {count} operations with the peer are in flight, and it takes {most} until it receives some"
+                    ": {count} operations with the peer are in flight; it accepts {most} until it receives some"
                 ));
             }
         }
@@ -137,7 +137,7 @@ impl Progress {
         // for the region's.
         let timeout = self.environment.settings().timeout;
         if self.observe_until(timeout, |core| (!core.is_region_used(region)).then_some(())).is_none() {
-            self.log.warn(format_args!("deregister: a peer had not let go in {:.3} s", timeout.as_secs_f64()));
+            self.log.warn(format_args!("deregister: peer access did not end within {:.3} s", timeout.as_secs_f64()));
         }
         let mut core = self.core.lock();
         let is_kept = core.recall_region(region);

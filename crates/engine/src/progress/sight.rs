@@ -1,4 +1,4 @@
-//! The worker's rows of the process's page. Whoever makes progress writes them now and then, never for a message.
+//! The worker's rows of the process's page. The thread that makes progress writes them periodically, never per message.
 
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::core::{Core, EndedLane, LaneSample, PeerSample, Sample, Since};
 
 /// How often the rows are written at most.
 const EVERY: Duration = Duration::from_millis(50);
-/// Writing them may take this part of the time of whoever does it.
+/// Writing them may take 1/SHARE of the thread's time.
 const SHARE: u32 = 100;
 
 /// When the rows are due, and the rows.

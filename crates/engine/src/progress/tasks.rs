@@ -1,4 +1,4 @@
-//! Work that callers leave to whoever makes progress.
+//! Tasks that callers defer to the thread that makes progress.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,12 +25,12 @@ pub(crate) struct Tasks {
 #[derive(Default)]
 struct List {
     tasks: VecDeque<Task>,
-    /// Nobody will run any more.
+    /// Closed: no thread runs tasks any more.
     closed: bool,
 }
 
 impl Tasks {
-    /// Adds a task; gives it back where nobody would run it.
+    /// Adds a task; returns it if no thread would run it.
     fn push(&self, task: Task) -> Option<Task> {
         let mut list = self.list.lock();
         if list.closed {
@@ -48,8 +48,8 @@ impl Tasks {
         task
     }
 
-    /// Whether there is one. For a thread that is about to sleep and has announced it: whoever leaves a task releases
-    /// this lock before it checks whether to wake that thread.
+    /// Whether there is one. For a thread that has announced that it is about to sleep: a caller that adds a task
+    /// releases this lock before it checks whether to wake that thread.
     pub(super) fn are_waiting(&self) -> bool {
         !self.list.lock().tasks.is_empty()
     }

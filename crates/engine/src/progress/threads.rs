@@ -1,4 +1,4 @@
-//! The threads of a worker: which of them run, and which run a callback.
+//! The threads of a worker: which are running, and which are inside a callback.
 
 use std::collections::HashMap;
 use std::sync::Weak;
@@ -23,7 +23,7 @@ pub(super) struct Threads {
 
 struct Running {
     handle: JoinHandle<()>,
-    /// Its last statement is all that is left.
+    /// Only its last statement is left to run.
     has_ended: bool,
     /// Callbacks that it is in, one within another.
     callbacks: usize,

@@ -16,17 +16,18 @@ const SPIN: Duration = Duration::from_micros(30);
 const YIELD: Duration = Duration::from_micros(200);
 /// The same where there are cores to spare: a wake-up takes longer than most transfers that are still in flight.
 const YIELD_MANY: Duration = Duration::from_millis(5);
-/// How long others run on an offered core if they take turns, as ends of other pairs do that wait for their peers in their
-/// turn: polling without pause would only hold those up. What runs longer computes, and has the core for a time slice
-/// each time that it is offered.
+/// Range of yield durations that show threads taking turns on this core, such as the ends of other pairs that wait for
+/// their peers: busy-polling would only delay those. A thread that runs for longer is computing, and uses a full time
+/// slice whenever this one yields.
 const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(1);
-/// From this many processors on there are cores to spare.
+/// From this many processors on, cores count as spare.
 const MANY: usize = 8;
 /// Shortest and longest pause of a thread that waits for the work of the connections' threads; in between, a sixteenth
 /// of the time that it has waited.
 const ASIDE: Duration = Duration::from_micros(2);
 const ASIDE_MAX: Duration = Duration::from_micros(20);
-/// Looks at the next frame between two passes of a wait for a message: a pass takes longer than such a message travels.
+/// Checks for the next frame between two passes of a wait for a message: a pass takes longer than such a message is in
+/// flight.
 const SPINS: u32 = 8;
 /// Idle polls after which the lock is handed to threads that wait for it.
 const SHARE_EVERY: u32 = 8;
@@ -114,10 +115,10 @@ struct Wait<'a> {
     awaited: Awaited<'a>,
 }
 
-/// What a wait expects of a peer.
+/// The peer's part in a wait.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Awaited<'a> {
-    /// A confirmation, which the peer publishes and does not send.
+    /// A confirmation, which the peer publishes in shared memory instead of sending it.
     confirmation: bool,
     /// The peer. `None`: any, or it is not known.
     endpoint: Option<EndpointId>,
@@ -171,7 +172,7 @@ impl<'a> Wait<'a> {
             }
             self.idle += 1;
             if self.idle.is_multiple_of(SHARE_EVERY) && core.has_threads() {
-                // Without this the connections' threads would never get a lock that is taken again at once.
+                // Without this, connection threads would never get the lock, which this thread retakes at once.
                 MutexGuard::bump(&mut core);
             }
             if self.aside || self.idle.is_multiple_of(LOOK_EVERY) {
@@ -240,8 +241,8 @@ impl<'a> Wait<'a> {
         self.doze(deadline, ready)
     }
 
-    /// Pauses, because the work waited for is done by the connections' threads: they need the lock more than this one,
-    /// which would only check whether they are done.
+    /// Pauses, because connection threads do the work waited for: they need the lock more than this one, which would
+    /// only check for completion.
     fn stand_aside(&self, idle: Duration) {
         let (since, pause) = (Instant::now(), (idle / 16).clamp(ASIDE, ASIDE_MAX));
         std::thread::yield_now();

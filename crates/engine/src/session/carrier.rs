@@ -1,4 +1,4 @@
-//! What carries frames between the network devices of two ends.
+//! Carriers: transports of frames between the network devices of two ends.
 
 use std::net::TcpStream;
 use std::time::Instant;
@@ -34,7 +34,7 @@ pub(super) trait Carrier: Send + Sync {
     /// Makes an authenticated connection a lane, which may keep it. The peer does the same at the same time.
     ///
     /// # Errors
-    /// What kept it from coming up: the rail is dialled again later.
+    /// Why it did not come up: the rail is redialled later.
     fn join(&self, stream: TcpStream, join: Join<'_>) -> Result<Box<dyn Lane>>;
 
     /// Whether joining waits for the peer, so that an accepting end does so on a thread of its own.
@@ -52,7 +52,7 @@ pub(super) trait Carrier: Send + Sync {
         false
     }
 
-    /// Whether long messages can go without asking the receiver first.
+    /// Whether long messages can be sent eagerly, without asking the receiver first.
     fn sends_unasked(&self) -> bool {
         false
     }
@@ -62,7 +62,7 @@ pub(super) trait Carrier: Send + Sync {
         false
     }
 
-    /// Whether a peer that is late with its part of the handshake is waited for: no other carrier follows.
+    /// Whether to wait for a peer that is late with its part of the handshake: no other carrier follows.
     fn is_last(&self) -> bool {
         false
     }

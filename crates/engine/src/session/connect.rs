@@ -69,7 +69,8 @@ impl Sessions {
         let mut session = Some(session);
         for transport in self.transports.iter().filter(|transport| transport.carrier().is_none()) {
             let name = transport.name();
-            // What this end lacks is said first: the peer need not offer it then.
+            // Report this end's own obstacle before the peer's: whether the peer offers the transport does not matter
+            // then.
             let missing = || if permitted.offers(transport) { None } else { transport.obstacle(self, &peer) };
             let left_out = || permitted.left_out(name).or_else(missing);
             let obstacle = || left_out().or_else(|| permitted.left_out_by(&peer, name));
@@ -154,7 +155,7 @@ impl Sessions {
         }
     }
 
-    // ---- what transports use
+    // ---- services for transports
 
     /// Adds an endpoint over that transport. `peer`: what is known of another worker. `refused`: why the transports
     /// that were tried before are not used.

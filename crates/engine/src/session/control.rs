@@ -23,7 +23,7 @@ use crate::progress::{About, SessionEvents};
 const ANNOUNCEMENT_LEN: usize = 4;
 /// Bytes behind it in a session with checksums: the first ones of its proof.
 const ANNOUNCEMENT_SUM: usize = 8;
-/// The last byte of an end that gives the session up. No transport announces itself by it.
+/// Announcement byte of an end that closes the session; reserved, no transport uses it.
 const GOODBYE: u8 = 0xff;
 
 /// An announcement as it travels over that session's control connection.
@@ -54,7 +54,7 @@ struct ControlConnection {
     /// What has been read of the connecting end's announcement.
     received: Vec<u8>,
     announced: bool,
-    /// It has failed, and the peer lives as long as a lane says so.
+    /// Its connection has failed; the peer counts as alive as long as a lane does.
     lost: bool,
     /// TCP: the rails that lanes are dialled over, by number: all of them at the connecting end, those that it has
     /// dialled at the other.
@@ -67,7 +67,7 @@ struct ControlConnection {
     accepted: bool,
 }
 
-/// What a control connection had to say.
+/// An event on a control connection.
 enum ControlEvent {
     Nothing,
     Announced(u8, Box<Announcement>),
@@ -78,7 +78,7 @@ enum ControlEvent {
     },
 }
 
-/// What it takes to dial a lost TCP lane again.
+/// Everything needed to redial a lost TCP lane.
 pub(super) struct Redial {
     pub(super) ticket: Ticket,
     pub(super) rail: RailPair,
@@ -238,14 +238,14 @@ impl ControlConnection {
 
     fn read(&mut self, log: Log, known: impl Fn(u8) -> bool) -> ControlEvent {
         if self.lost {
-            // After its error a socket reads as ended, which the peer's process has not.
+            // After reporting an error, a socket reads as end of file; the peer's process has not exited.
             return ControlEvent::Nothing;
         }
         let mut buffer = [0; 64];
         let why = loop {
             match self.stream.read(&mut buffer) {
-                // Something between the ends has closed it, such as a middlebox with an idle limit; or the peer's process
-                // has ended, which dialling it shows once its lanes have ended, too.
+                // Closed by something in between, such as a middlebox with an idle timeout; or the peer's process has
+                // exited, which redialling shows once its lanes have ended, too.
                 Ok(0) => {
                     let event = self.announcement();
                     if !self.formed() {
@@ -279,8 +279,8 @@ impl ControlConnection {
                     if !self.formed() {
                         break format!("control connection: {error}");
                     }
-                    // The control device may be gone, or something between the ends have reset the connection; the
-                    // peer is not gone, as long as a lane says so. A process that ends closes it.
+                    // The control device may be down, or a middlebox may have reset the connection; the peer counts as
+                    // alive as long as a lane does. A process that exits closes the connection.
                     if !std::mem::replace(&mut self.lost, true) {
                         let name = &self.peer.name;
                         log.warn(format_args!("{name}: control connection: {error}; its lanes go on"));
@@ -289,7 +289,7 @@ impl ControlConnection {
                 }
             }
         };
-        // What was announced before the end counts: the peer may have connected, sent, and ended.
+        // An announcement received before the end still counts: the peer may have connected, sent, and exited.
         self.announcement();
         ControlEvent::Ended { why, formed: self.formed() }
     }
@@ -333,10 +333,10 @@ impl ControlConnection {
 }
 
 impl Drop for ControlConnection {
-    /// The session is given up here. A process that ends otherwise says nothing.
+    /// Sends the goodbye. A process that exits in any other way sends none.
     fn drop(&mut self) {
         if !self.lost {
-            // One byte finds room, unless the peer does not read; then its lanes show the end.
+            // The socket has room for one byte, unless the peer does not read; then its lanes reveal the end.
             let _ = self.stream.write(&[GOODBYE]);
         }
     }
@@ -401,7 +401,7 @@ impl Sessions {
         self.progress.after(core);
     }
 
-    /// The peer's process has ended: what it had sent is delivered first.
+    /// Handles the exit of the peer's process: first delivers what it had sent.
     pub(super) fn peer_ended(&self, endpoint: EndpointId, why: &str) {
         let mut core = self.progress.core();
         let lanes = core.peers().get(endpoint).map(|peer| peer.bulk().to_vec()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What an endpoint could have used, what it uses, and why not the rest.
+//! Why an endpoint uses the links that it uses, and not the others.
 
 use std::fmt;
 
@@ -25,8 +25,8 @@ pub struct Candidate {
     pub score_us: Option<[f64; 3]>,
     /// Why it was not chosen.
     pub reason: Option<String>,
-    /// Whether it was expected to carry data and does not: a rail that has no counterpart or did not come up, single
-    /// copies that the system does not permit.
+    /// Expected to carry data but does not: a rail without counterpart or that did not come up, or single copies that
+    /// the system does not permit.
     pub missed: bool,
 }
 

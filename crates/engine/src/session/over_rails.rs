@@ -1,6 +1,6 @@
 //! The transport of a [`Carrier`]: endpoints with lanes for messages and for chunks between paired network devices.
 //!
-//! Lanes are dialled, lost and dialled again alike, whatever carries their frames.
+//! Dialling, loss and redialling of lanes are the same for all carriers.
 
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -130,7 +130,7 @@ fn connect_over(
         names.extend((0..channels).map(|channel| name_of(carrier, rail, channel)));
     }
     let ticket = session.ticket;
-    // A peer that is late is the next carrier's.
+    // A late peer is left to the next carrier.
     let deadline = if carrier.is_last() { attempt.deadline } else { Instant::now() };
     let dialled = dial_until(deadline, &names, |names, limit| {
         let one = |name: LaneName| {
@@ -277,7 +277,7 @@ pub(super) fn lane_arrived(
         let from = route.remote.to_canonical();
         sessions
             .log
-            .debug(format_args!("one more connection from {from} was closed: the threads have enough of others"));
+            .debug(format_args!("one more connection from {from} was closed: the I/O threads are at their maximum"));
         return Ok(());
     }
     let rails = sessions.environment.rails()?;
@@ -357,7 +357,7 @@ pub(super) fn widen(sessions: &Sessions, endpoint: EndpointId) {
     // All rails have their second one before any has a third.
     for (at, channel) in (1..channels as u16).enumerate() {
         if !sessions.progress.has_room((at + 1) * rails.len()) {
-            sessions.log.debug(format_args!("rails get {channel} connections each: the threads have enough of others"));
+            sessions.log.debug(format_args!("rails limited to {channel} connections each: I/O threads at maximum"));
             return;
         }
         for rail in &rails {
@@ -420,8 +420,8 @@ fn accept_if_complete(sessions: &Arc<Sessions>, endpoint: EndpointId, carrier: &
 
 /// Adds a lane to its endpoint.
 ///
-/// Both ends dial lost lanes, perhaps at once, and an end may have a lane of that name whose loss it has not noticed. Of
-/// several lanes with one name the connecting end, which has seen all of them come up, closes all but the last.
+/// Both ends redial lost lanes, perhaps at once, and an end may still have a lane of that name whose loss it has not
+/// noticed. Of several lanes with one name the connecting end, which sees all of them come up, closes all but the last.
 fn add_lane(
     sessions: &Arc<Sessions>,
     endpoint: EndpointId,

@@ -1,8 +1,8 @@
-//! Dials lost rails again in the background, until they are up or their peer has ended.
+//! Redials lost rails in the background, until they are up or their peer has ended.
 //!
-//! Both ends do so: a rail's loss may be noticed at one end alone, by the one that sends. The end that connected goes
-//! first, and the other one only where that has not helped. A rail that comes up each time, and is lost again at once, is
-//! dialled after pauses that grow as if it had not come up.
+//! Both ends do so, because only one end, the sender, may notice a rail's loss. The end that connected goes first, the
+//! other one only if that fails. A rail that keeps being lost right after it comes up is dialled with growing pauses,
+//! as if dialling had failed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(200);
 const PAUSE_MAX: Duration = Duration::from_secs(10);
 /// The first pause at the end that did not connect.
 const PAUSE_ACCEPTOR: Duration = Duration::from_millis(600);
-/// The pause, however often dialling has failed, while no lane leads to the peer: a rail may work for a moment only.
+/// Pause, independent of earlier failures, while no lane to the peer is up: a rail may work only briefly.
 const PAUSE_STRANDED: Duration = Duration::from_millis(100);
 /// Limit of one attempt.
 const ATTEMPT_MAX: Duration = Duration::from_secs(2);
@@ -50,7 +50,7 @@ struct State {
 
 struct Attempt {
     lost: LostRail,
-    /// It is not to replace one that was lost, and given up after a few attempts.
+    /// An additional connection, not a replacement for a lost one; abandoned after a few attempts.
     more: bool,
     at: Instant,
     pause: Duration,
@@ -140,7 +140,7 @@ impl Redialer {
         }
     }
 
-    /// Has the threads look at the attempts, of which there are others now.
+    /// Wakes the threads after a change of the attempts.
     fn begin(&self, mut state: MutexGuard<'_, State>, sessions: &Sessions) {
         if state.threads == 0 {
             self.add_thread(&mut state, sessions);
@@ -155,8 +155,10 @@ impl Redialer {
         let spawned = sessions.progress.spawn("crossrail-redial", move || running.redialer.run(&running));
         match spawned.map(drop) {
             Ok(()) => state.threads += 1,
-            Err(error) if state.threads == 0 => sessions.log.warn(format_args!("lost rails stay lost: {error}")),
-            // Those that there are take longer.
+            Err(error) if state.threads == 0 => {
+                sessions.log.warn(format_args!("cannot start a thread to redial lost rails ({error}); they stay down"))
+            }
+            // The running threads take longer.
             Err(error) => sessions.log.debug(format_args!("no further thread to dial lost rails: {error}")),
         }
     }
@@ -189,7 +191,7 @@ impl Redialer {
                 }
                 Err((device, error)) if attempt.more && attempt.failures == MORE_FAILURES => {
                     let number = attempt.lost.channel + 1;
-                    sessions.log.debug(format_args!("rail {device} does without connection {number}: {error}"));
+                    sessions.log.debug(format_args!("rail {device} continues without connection {number}: {error}"));
                 }
                 Ok(Some(device)) => {
                     let log = if attempt.lost.short_lived > 2 { Log::debug } else { Log::info };
@@ -202,7 +204,7 @@ impl Redialer {
                     log(sessions.log, format_args!("rail {device} {state}, and dialling it again failed: {error}"));
                     if sessions.has_left(endpoint, &error) {
                         let why =
-                            format!("its process has ended: it closed its connections and listens no more ({error})");
+                            format!("its process has ended: it closed its connections and no longer listens ({error})");
                         sessions.peer_ended(endpoint, &why);
                         continue;
                     }

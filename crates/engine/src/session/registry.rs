@@ -1,4 +1,4 @@
-//! The transports that there are.
+//! The table of transports.
 
 use std::sync::Arc;
 

@@ -24,7 +24,7 @@ impl Transport for Shm {
     }
 
     fn availability(&self, _local: &Local<'_>) -> Availability {
-        // Whether it works is found out by doing it.
+        // Tested by a trial allocation.
         match Arena::new().alloc(1) {
             Ok(_) => Availability::Usable(
                 "rings, mapped memory (Context.alloc); single copy by CMA is tried with each peer".to_owned(),

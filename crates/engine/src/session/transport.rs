@@ -1,4 +1,4 @@
-//! What a transport is to the engine.
+//! The engine's interface to transports.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,10 +23,10 @@ pub(crate) trait Transport: Send + Sync {
     /// Its name in `CROSSRAIL_TLS`, in `require` and in what `Endpoint.explain` says.
     fn name(&self) -> &'static str;
 
-    /// Whether this process can use it at all; the settings' own choice of transports is not asked here.
+    /// Whether this process can use it at all, regardless of the transports that the settings select.
     fn availability(&self, local: &Local<'_>) -> Availability;
 
-    /// Whether peers may choose it, where the settings allow it: not one that this process must know to be of no use.
+    /// Whether to offer it to peers, if the settings allow it: false if this process knows that it is of no use.
     fn is_offered(&self, _settings: &Settings) -> bool {
         true
     }
@@ -102,7 +102,7 @@ pub(crate) enum Control {
     Tcp,
 }
 
-/// What a transport may ask of this process before there is any worker.
+/// What a transport may query of this process before a worker exists.
 pub(crate) struct Local<'a> {
     pub(crate) settings: &'a Settings,
     /// Network devices that carry data.

@@ -55,7 +55,7 @@ fn largest(block: impl Iterator<Item = __m256i>) -> u16 {
         most = _mm256_max_epu16(most, magnitude(x));
     }
     let most = _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-    // There is a least of eight in one instruction, but no largest.
+    // SSE4.1 has a horizontal minimum of eight u16 but no maximum, hence the complements.
     !(_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(most, _mm_set1_epi16(-1)))) as u16)
 }
 

@@ -23,7 +23,7 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// Lends the [`BLOCKS_LEN`] bytes at `base`, which `keep` holds and nobody else uses.
+    /// Allocates blocks from the [`BLOCKS_LEN`] bytes at `base`, which `keep` owns and nothing else uses.
     pub(crate) fn new(base: *mut u8, keep: Arc<dyn Any + Send + Sync>) -> Arc<Blocks> {
         let free = u32::MAX >> (u32::BITS as usize - BLOCKS_LEN / BLOCK);
         let (base, free, retired) = (base.expose_provenance(), AtomicU32::new(free), AtomicBool::new(false));
@@ -35,7 +35,7 @@ impl Blocks {
         (self.base..self.base + BLOCKS_LEN).contains(&bytes.as_ptr().addr())
     }
 
-    /// Lends nothing from now on: a copy did not end, so the GPU may still write to a block that is given back.
+    /// Stops allocating blocks: a copy has hung, so the GPU may still write to a block after it is freed.
     pub(super) fn retire(&self) {
         self.retired.store(true, Ordering::Relaxed);
     }

@@ -33,7 +33,7 @@ impl Default for Limits {
     }
 }
 
-/// What is said to a peer whose handshake has ended for another's.
+/// Reject text for a peer whose handshake was evicted.
 pub(super) const MADE_ROOM: &str = "the handshake took long while others waited for their turn";
 
 /// The error of a handshake that has ended for another's.
@@ -44,8 +44,8 @@ pub(super) fn made_room(exchange: &Exchange<'_>) -> Error {
 /// How long connections wait for a descriptor before they are turned away.
 const DESCRIPTOR_MAX: Duration = Duration::from_secs(1);
 
-/// A descriptor that is kept for the time when there is no other: with it a connection is accepted only to be told so, where
-/// it would wait in vain in the kernel's queue.
+/// A reserve descriptor for when the process has no other left: it allows a connection to be accepted and rejected with
+/// the reason, instead of waiting in vain in the kernel's queue.
 pub(super) struct Spare {
     held: Option<OwnedFd>,
     /// Since when there was none.
@@ -179,8 +179,8 @@ impl Slot {
         self.ended.clone()
     }
 
-    /// Ends the count of a handshake whose peer has proved itself: from now on it makes room for nobody. False: it has
-    /// done so already.
+    /// Removes the handshake of a peer that has proved itself from the count: it can no longer be evicted. False: it
+    /// has been evicted already.
     pub(super) fn settle(self) -> bool {
         self.half_open.entries.lock().open.remove(self.id)
     }

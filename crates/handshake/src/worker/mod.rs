@@ -1,4 +1,4 @@
-//! How two workers find and trust each other: addresses, the authenticated handshake on the control connection, and
+//! Discovery and authentication between workers: addresses, the authenticated handshake on the control connection, and
 //! the admission of data connections (lanes). Nothing of the data path.
 //!
 //! A worker runs one [`Listener`]; its peers [`connect`] to it and then [`dial_lane`] as many lanes as they want.

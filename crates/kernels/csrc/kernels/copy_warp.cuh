@@ -2,9 +2,9 @@
 //
 //     dst:  | head (bytes) | 16 | 16 | ... | 16 | tail (bytes) |
 //
-// The stores of the middle are aligned. Where the two ends are aligned alike, so are its loads; else two neighbouring
-// aligned loads make one store, and each 16 bytes are still loaded once: a lane has its right neighbour's load from
-// that lane. Nothing outside [src, src + len) is read.
+// Stores of the middle part are aligned. If source and destination have the same misalignment, so are its loads; else a
+// store is assembled from two adjacent aligned loads, and each 16 bytes are still loaded once: a lane gets the second
+// load from its right neighbour by shuffle. Nothing outside [src, src + len) is read.
 //
 // Sources must not change while the kernel runs: loads may hit stale lines of the L1 cache, which is not coherent.
 #pragma once
@@ -21,7 +21,7 @@ __device__ __forceinline__ void copy_bytes(u64 dst, u64 src, u64 len, u32 lane) 
     }
 }
 
-// `count` vectors of 16 bytes, both ends aligned. Eight loads of a lane are under way at once.
+// Copies `count` 16-byte vectors between aligned addresses, with eight loads in flight per lane.
 __device__ __forceinline__ void copy_aligned(u64 dst, u64 src, u64 count, u32 lane) {
     constexpr u32 DEPTH = 8;
     for (u64 first = lane; first < count; first += WARP * DEPTH) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ Vec16 joined(const Vec16 &low, const Vec16 &high, u32
 template <u32 WORDS>
 __device__ __forceinline__ void copy_shifted(u64 dst, u64 src, u64 count, u32 bits, u32 lane) {
     constexpr u32 DEPTH = 8;
-    // A warp's loads begin at a line of the cache, so that each line is fetched once; host memory is far. Lanes before
-    // `src` have an i below 0, which is larger than any count.
+    // A warp's loads start at a cache line boundary, so that each line is fetched once, which matters for host memory.
+    // Lanes before `src` have a negative i, which as an unsigned number is larger than any count.
     u32 skew = static_cast<u32>(src / 16) % 8;
     for (u64 start = 0; start < count + skew; start += WARP * DEPTH) {
         // v[DEPTH] is needed by the last lane only, and loaded by the first, which hands it over.

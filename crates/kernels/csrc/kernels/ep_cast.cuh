@@ -1,4 +1,4 @@
-// bf16 to e4m3 in blocks of 128 elements with a scale each: to the bit what the host's row kernels make of them
+// Casts bf16 to e4m3 in blocks of 128 elements with one scale each. Bit-identical to the host's row kernels
 // (crates/ep-host/src/rows).
 #pragma once
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ Scaled scaled_as(float amax) {
 __device__ __forceinline__ Scaled scaled(float amax) { return scaled_as<EP_SCALE>(amax); }
 
 __device__ __forceinline__ float largest(float amax, u32 pair) {
-    // A NaN loses against any number.
+    // fmaxf ignores a NaN operand.
     return fmaxf(amax, fmaxf(fabsf(widen_low_bf16(pair)), fabsf(widen_high_bf16(pair))));
 }
 

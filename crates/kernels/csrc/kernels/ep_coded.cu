@@ -1,5 +1,5 @@
-// Combine in the expert layout with coded rows: fewer bytes between ranks, for some precision. Kernels of their own, so that
-// those that carry bf16 stay as small as they are.
+// Combine in the expert layout with compressed rows: fewer bytes between ranks at some loss of precision. Separate
+// kernels, so that the bf16 kernels stay small.
 #include "kernels/ep_combine.cuh"
 
 namespace crossrail::ep::expert::logfmt10 {

@@ -10,8 +10,8 @@
 #include "kernels/ep_cast.cuh"
 #include "ptx/memory.cuh"
 
-// Vectors of eight bf16 elements that a lane codes at once. Their codes are made by a loop: code that is written once misses
-// the instruction cache once.
+// Vectors of eight bf16 elements that a lane encodes at a time. A loop, not unrolled, to limit instruction-cache
+// misses.
 constexpr u32 CODED_AT_ONCE = 4;
 
 // The next of some vectors becomes the first.
@@ -62,7 +62,7 @@ struct Fp8 {
         }
     }
 
-    // A lane's eight elements from `element` on of the piece at `from`, as they were sent.
+    // Loads a lane's eight coded elements, from `element` on, of the piece at `from`.
     static __device__ __forceinline__ Vec16 load(u64 from, u32 elements, u32 element) {
         u64 codes = ld_once_u64(from + element);
         u32 exponent = *reinterpret_cast<const u8 *>(from + elements + element / BLOCK);
@@ -105,8 +105,8 @@ struct LogFmt10 {
     };
 
     static __device__ __forceinline__ void encode(Vec16 (&v)[CODED_AT_ONCE], u8 *stage, u32 from, u32 elements, u32 lane) {
-        // Of each block the largest magnitude, and behind it the largest of the negated ones, modulo 2^16: that is the
-        // smallest but zero.
+        // Per block: the largest magnitude, and the largest of the magnitudes negated modulo 2^16, which gives the
+        // smallest nonzero magnitude.
         u32 ends[CODED_AT_ONCE];
 #pragma unroll
         for (u32 i = 0; i < CODED_AT_ONCE; ++i) {

@@ -8,8 +8,8 @@
 // Sums are in the order of selections on the experts' rank, and in the order of ranks on the token's rank, so that results
 // do not depend on timing. A launch that both sends and receives does not send a rank's own rows: they are summed in place.
 //
-// The last warp of a block sends no rows: it reads the common state, sends weights, and sets flags (ep_flags.cuh). Caches,
-// the instruction cache included, are cold when a launch begins: code that is written once, in a loop, misses once.
+// The last warp of a block sends no rows: it reads the shared state, sends weights, and sets flags (ep_flags.cuh). At
+// the start of a launch all caches are cold, including the instruction cache, so loops are preferred to unrolled code.
 #pragma once
 
 #include "kernels/ep_flags.cuh"
@@ -30,7 +30,7 @@ static_assert(EP_PIECE % PART == 0, "a part is of one piece");
 
 __device__ __forceinline__ bool is_direct(const EpCommon &c) { return c.phases == (EP_SEND | EP_RECEIVE); }
 
-// The lines of some bytes of a row of each lane that has one come nearer.
+// Prefetches `bytes` bytes of each lane's row into L2, for lanes that have one.
 __device__ __forceinline__ void prefetch_rows(bool has, u64 row, u32 bytes, u32 lane) {
     for (u32 left = __ballot_sync(WHOLE_WARP, has); left; left &= left - 1) {
         u64 from = __shfl_sync(WHOLE_WARP, row, __ffs(left) - 1);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void prefetch_rows(bool has, u64 row, u32 bytes, u32 
     }
 }
 
-// What a lane of the flagging warp sends first of this rank's weights; read before it is known whether it has to be sent.
+// First weight of this rank that a lane of the flagging warp sends; loaded before it is known whether it must be sent.
 struct OwnWeight {
     int expert = -1;
     float weight = 1.0f;
@@ -56,8 +56,9 @@ struct OwnWeight {
     }
 };
 
-// Brings this rank's weights to the ranks of its experts, unless they went with the dispatch: each with the number of this
-// operation, so that nobody waits for more than the one it needs. 1 where none are given. One warp of each block.
+// Sends this rank's weights to the ranks of its experts, unless the dispatch carried them. Each is tagged with the
+// epoch, so that a reader waits only for the weight it needs. The weight is 1 if none are given. One warp of each
+// block.
 __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const Start &start, OwnWeight own, u32 lane) {
     const EpCommon &c = args.common;
     if (SLOTS || !EP_PREREDUCE || start.weighted) return;
@@ -76,8 +77,8 @@ __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const St
     __syncwarp();
 }
 
-// A token's weights, of each lane's selection if it is `here`; they may have to come first. 1 from a rank that does not
-// come: the sum goes nowhere.
+// Weight of each lane's selection of a token, if the selection is `here`; waits for it if necessary. 1 for a rank that
+// timed out: its sum is not sent.
 __device__ __forceinline__ float weight_of(const EpCombineArgs &args, const Start &start, u32 source, u32 token, bool here,
                                            u32 lane) {
     const EpCommon &c = args.common;
@@ -111,7 +112,7 @@ struct Return {
     }
 };
 
-// Where each lane's row is of a token of `source`: its number, or EP_NOWHERE.
+// Row number of each lane's selection of a token of `source`, or EP_NOWHERE.
 __device__ __forceinline__ u32 route_of(const EpCombineArgs &args, u32 source, u32 token, u32 lane) {
     const EpCommon &c = args.common;
     if (lane >= ROUTED) return EP_NOWHERE;
@@ -125,18 +126,18 @@ __device__ __forceinline__ u32 weight_back(const EpCombineArgs &args, u32 row, u
     return row != EP_NOWHERE && lane < EP_K ? at<u32>(args.y_weights, u64(row) * EP_K + lane) : 0;
 }
 
-// Rank layout: where the weights are, in a heap, that `source` sends back for a token of its receiver's.
+// Rank layout: heap offset of the weights that a source returns in `slot` for `token`.
 __device__ __forceinline__ u64 weights_back_at(const EpCommon &c, u64 slot, u32 token) {
     return c.heap.back_weights + slot * c.heap.back_weights_stride + u64(token) * EP_K * 8;
 }
 
-// Whether what comes from `rank`, or goes there, is coded.
+// Whether rows to and from `rank` are coded.
 template <typename Wire>
 __device__ __forceinline__ bool is_coded(const EpCommon &c, u32 rank) {
     return Wire::CODED && rank != c.rank;
 }
 
-// Reads and sums what goes back, into `stage`. `row`: of each lane's selection, or EP_NOWHERE. All lanes.
+// Reads and reduces the rows of `r` into `stage`. `row`: row of each lane's selection, or EP_NOWHERE. All lanes.
 template <typename Wire>
 __device__ __forceinline__ void stage_back(const EpCombineArgs &args, const Start &start, const Return &r, u32 row,
                                            u8 *stage, u32 lane) {
@@ -173,8 +174,8 @@ __device__ __forceinline__ void stage_back(const EpCombineArgs &args, const Star
     }
 }
 
-// A warp's share of what goes back: rows of other ranks first, by turns, then this rank's own if they have to be sent. Each
-// lane looks at one of the next 32 pieces that may be this warp's.
+// A warp's share of the returned rows: other ranks' first, round-robin, then this rank's own if they must be sent. Each
+// lane examines one of the warp's next 32 candidate pieces.
 struct Returns {
     u32 worker;
     u32 workers;
@@ -202,17 +203,17 @@ struct Returns {
         tokens = at<u32>(c.handle + c.parts.tokens, first.source);
     }
 
-    // The rows of the first piece come nearer. All lanes.
+    // Prefetches the rows of the first piece. All lanes.
     __device__ __forceinline__ void prefetch(const EpCombineArgs &args, u32 lane) const {
         if (worker >= units) return;
-        // What the handle says of a token that was not sent is of an earlier operation: the rows of all those together would
-        // keep the memory busy for longer than what is sent.
+        // The handle's entries of tokens that were not sent are stale, from an earlier operation. Prefetching their
+        // rows too would cost more bandwidth than the rows that are sent.
         bool has = __shfl_sync(WHOLE_WARP, mine.token, 0) < tokens && row < (SLOTS ? 1 : LOCAL) * EP_R * args.common.max_tokens;
         u32 piece = worker % PIECES;
         prefetch_rows(has, args.y + row * args.y_stride + piece * EP_PIECE * 2ull, piece_elements(piece) * 2, lane);
     }
 
-    // What each lane has of the 32 pieces from `first` on.
+    // Loads each lane's candidate among the 32 pieces starting at `first`.
     __device__ __forceinline__ void look(const EpCommon &c, u32 first, u32 lane) {
         u32 unit = first + lane * workers;
         mine = split(c, unit < units ? unit : first);
@@ -230,7 +231,7 @@ struct Returns {
         return r;
     }
 
-    // Sends all, and tells so. The last pieces may not be there yet.
+    // Sends this warp's share and queues the flags. The last pieces may still be in flight.
     template <typename Wire>
     __device__ __forceinline__ void send(const EpCombineArgs &args, const Start &start, Outbox &outbox, u8 *stages, u32 lane) {
         const EpCommon &c = args.common;
@@ -272,7 +273,7 @@ struct Returns {
         return route_of(args, r.source, r.token, lane);
     }
 
-    // Whether a slot may be written; it may have to be waited for.
+    // Waits until this rank's slot at `rank` is free; false if the rank is masked first.
     static __device__ __forceinline__ bool is_free(const EpCommon &c, const Start &start, u32 rank, u32 lane) {
         if (start.free >> rank & 1) return true;
         u32 free = lane == 0 && slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN);
@@ -286,7 +287,7 @@ struct Gather {
     int expert;
     u32 number;
 
-    // What is known before anything of this launch. All lanes.
+    // Loads what does not depend on other blocks or ranks. All lanes.
     __device__ __forceinline__ void look(const EpCombineArgs &args, u32 unit, u32 lane) {
         const EpCommon &c = args.common;
         u32 token = unit / PARTS;
@@ -312,7 +313,7 @@ struct Gather {
         return is_direct(c) && expert >= 0 && expert / LOCAL == c.rank;
     }
 
-    // The rows that are here come nearer. All lanes.
+    // Prefetches the local rows. All lanes.
     __device__ __forceinline__ void prefetch(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane) const {
         u64 here = address_here(args, start, unit);
         prefetch_rows(here != 0, here, elements_of(unit) * 2, lane);
@@ -345,7 +346,7 @@ struct Gather {
         return left < PART ? left : PART;
     }
 
-    // Waits for what comes from others, and writes the sum. `meanwhile` is done before. All lanes.
+    // Waits for the other ranks' rows, and writes the sum. Calls `meanwhile` before it waits. All lanes.
     template <typename Wire, typename Meanwhile>
     __device__ __forceinline__ void sum(const EpCombineArgs &args, const Start &start, u32 unit, u32 lane,
                                         Meanwhile meanwhile) const {
@@ -363,7 +364,7 @@ struct Gather {
         // Rank layout: the last of the token's selections at this lane's rank.
         u32 last = 0;
         if constexpr (SLOTS) last = LANES - 1 - __clz(__match_any_sync(WHOLE_WARP, expert >= 0 ? rank : EP_R + lane));
-        // What this rank itself adds, as it would go over the wire.
+        // This rank's own contribution, rounded as if it had been sent.
         Vec16 mine[2] = {};
         u32 which = 0;
         if constexpr (EP_PREREDUCE) {
@@ -391,7 +392,7 @@ struct Gather {
         }
         meanwhile();
         if (valid && !own) valid = await(c, flag, start.received, rank, EP_STAGE_BACK_ROW, start.received);
-        // What one lane has waited for is there for all.
+        // Makes what any lane acquired visible to all lanes.
         __syncwarp();
         mark_of(FLAGGER * LANES - LANES, args.marks, EP_MARK_CAME);
         Terms terms(valid, lane);
@@ -446,8 +447,8 @@ struct Gather {
     }
 };
 
-// A warp's share of what is received: every `step`-th part of a token from `unit` on. Those that have the least to send have
-// the most to receive; the one that sets flags comes last.
+// A warp's share of the received parts: every `step`-th part of a token from `unit` on. Warps that send least receive
+// most; the flagging warp comes last.
 struct Parts {
     u32 unit;
     u32 step;
@@ -484,15 +485,15 @@ struct Parts {
     }
 };
 
-// Whether this is the last block of a launch that has seen which operation it is. One thread of each.
+// Whether this is the last block of the launch to have read the epoch. Called by one thread of each block.
 __device__ __forceinline__ bool is_last_to_begin(u64 blocks) {
     if (atom_add_acq_rel_gpu_u64(blocks, 1) != gridDim.x - 1) return false;
     st_relaxed_gpu_u64(blocks, 0);
     return true;
 }
 
-// Notes for this rank's next launches that this operation is over: they begin when it is. All blocks must have seen which
-// one it is. One thread of the launch.
+// Advances the epochs for this rank's next launches, which start after this one. All blocks must have read the epoch.
+// One thread of the launch.
 __device__ __forceinline__ void note_combine(const EpCommon &c, const Start &start) {
     EpState &state = state_of(c);
     if (c.phases & EP_SEND) {
@@ -514,7 +515,7 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     Flags &flags = *reinterpret_cast<Flags *>(behind_start(shared));
     u8 *stages = behind_start(shared) + EP_FLAGS;
     u64 blocks = address_of(state_of(c).combine_blocks[c.phases]);
-    // Loads that need nothing that the block finds out are under way while it does.
+    // Issue loads that do not depend on the block's shared state before it is read.
     Returns returns(args, warp, lane);
     Parts parts(args, warp, lane);
     OwnWeight own;
@@ -547,7 +548,7 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     if (args.marks) __syncthreads();
 #endif
     mark_of(0, args.marks, EP_MARK_DONE);
-    // Who counts waits must have seen what all blocks did.
+    // Wait statistics need the results of all blocks.
     if (!c.waits || !is_last_block(blocks)) return;
     if (c.phases & EP_RECEIVE) count_waits(c);
     if (threadIdx.x == 0) note_combine(c, start);

@@ -68,7 +68,8 @@ __device__ __forceinline__ void mark_of(u32 thread, u64 marks, u32 what) {
     if (threadIdx.x == thread) mark(marks, what);
 }
 
-// Appends to the ring of faults. The number is stored last, with release order: a host that sees it sees the entry.
+// Appends to the fault ring. The sequence number is stored last, with release order, so that a host that reads it also
+// sees the entry.
 __device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;
     EpFault &fault = at<EpFault>(c.faults, (number - 1) % EP_FAULTS);
@@ -224,8 +225,9 @@ __device__ __forceinline__ u32 piece_elements(u32 piece) {
     return left < EP_PIECE ? left : EP_PIECE;
 }
 
-// Whether this is the last block of the launch to arrive here, for the whole first warp. `blocks` counts arrivals with
-// acquire-release order, so that everything all blocks did before is visible to the last one, which resets it to 0.
+// Whether this is the last block of the launch to arrive; the result is valid in the first warp. `blocks` counts
+// arrivals with acquire-release order, so that all earlier writes of all blocks are visible to the last one, which
+// resets it to 0.
 __device__ __forceinline__ bool is_last_block(u64 blocks) {
     __syncthreads();
     if (threadIdx.x >= LANES) return false;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void cast_step(const Vec16 (&v)[LOADS], u8 *stage, u8
     }
 }
 
-// Brings a piece of a token, as it goes over the wire, to `stage`; gives its bytes. All lanes.
+// Loads a piece of a token into `stage` in wire format; returns its size in bytes. All lanes.
 __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token, u32 piece, u8 *stage, u32 lane) {
     u32 elements = piece_elements(piece);
     u64 row = args.x + u64(token) * args.x_stride;
@@ -133,9 +133,9 @@ struct Share {
     u32 end;
 };
 
-// Sends this warp's share. While a piece is on its way, the next one is read; the first one is while the block finds out
-// where it goes: in `meet`, for which every warp comes once. There is one copy of what is done with a piece: the first launch
-// after others finds no line of its code in the caches.
+// Sends this warp's share, double-buffered: the next piece is loaded while one is in flight, and the first while the
+// block determines its destination, in `meet`, which every warp calls once. The loop body is not duplicated, since the
+// instruction cache is cold at the start of a launch.
 template <typename Meet>
 __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &start, u8 *stages, Share share, u32 lane,
                                           Meet meet) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &sta
     mark_of(0, args.marks, EP_MARK_SENT);
 }
 
-// A number of the plan, once it is there.
+// Waits for a value of the plan, and returns it.
 __device__ __forceinline__ u32 await_planned(u64 address, u64 seen, u64 epoch) {
     while (!is_tagged(seen, epoch)) {
         pause_ns(20);
@@ -170,8 +170,8 @@ __device__ __forceinline__ u32 await_planned(u64 address, u64 seen, u64 epoch) {
     return static_cast<u32>(seen);
 }
 
-// How many tokens each source has sent, and its flags, once the block that plans knows: the first warp of a block that wants
-// to know it waits, and tells the others. All lanes.
+// Waits for the planning block, and returns each source's token count and flags. The first warp of a block to ask
+// waits; it then publishes the values to the other warps. All lanes.
 __device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &start, u64 epoch, u32 lane) {
     u32 asked = 0;
     if (lane == 0) asked = atomicExch(&start.asked, 1u);
@@ -186,7 +186,7 @@ __device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &s
             tokens.value[i] = await_planned(word, ld_relaxed_gpu_u64(word), epoch);
             atomicExch(&start.tokens[rank], tokens.value[i]);
         }
-        // What one lane has waited for is there for all.
+        // Makes what any lane acquired visible to all lanes.
         __syncwarp();
         if (lane == 0) atom_add_acq_rel_shared_u32(start.planned, 1);
         return tokens;
@@ -203,7 +203,7 @@ __device__ __forceinline__ PerRank<u32> await_tokens(const EpCommon &c, Start &s
     return tokens;
 }
 
-// A token's piece that came, and where it goes.
+// A received piece of a token, and its destination.
 struct Arrival {
     u32 source;
     u32 token;
@@ -212,7 +212,7 @@ struct Arrival {
     u32 row;
 };
 
-// Copies a piece from its slot to the rows of its experts; zeros if it did not come. All lanes.
+// Copies a piece from its slot to the rows of its experts; zeros if it was not received. All lanes.
 __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arrival &a, u64 epoch, bool came, u32 lane) {
     const EpCommon &c = args.common;
     u64 slot = slot_of(epoch, a.source) * c.max_tokens + a.token;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
         if (!came || i >= blocks) return 0;
         return SCALE == 1 ? at<u8>(from + data, i) : at<u32>(from + data, i);
     };
-    // Under way with the first elements.
+    // Issued together with the first elements.
     u32 scale = EP_FP8 ? load_scale(lane) : 0;
     for (u32 first = lane * 16; first - lane * 16 < data; first += MOST * LANES * 16) {
         Vec16 v[MOST] = {};
@@ -269,7 +269,7 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
     }
 }
 
-// Notes what else belongs to a token's rows; weights may have to come first. All lanes.
+// Writes the metadata of a token's rows; waits for its weights if necessary. All lanes.
 __device__ __forceinline__ void note_rows(const EpDispatchArgs &args, const Arrival &a, bool weighted, u64 epoch, u32 lane) {
     const EpCommon &c = args.common;
     if (a.row != EP_NOWHERE) {
@@ -286,7 +286,7 @@ __device__ __forceinline__ void note_rows(const EpDispatchArgs &args, const Arri
     __syncwarp();
 }
 
-// The same in the rank layout, where a row is a token's; it has no experts if it did not come. All lanes.
+// As `note_rows` in the rank layout, where a token has one row; if it was not received it gets no experts. All lanes.
 __device__ __forceinline__ void note_token(const EpDispatchArgs &args, const Arrival &a, bool weighted, bool came, u64 epoch,
                                            u32 lane) {
     const EpCommon &c = args.common;
@@ -365,8 +365,8 @@ struct Rows {
     }
 };
 
-// Delivers this warp's share of what comes. Each lane looks at one of the next 32 pieces that may be this warp's: most
-// ranks have nothing of a token when there are many.
+// Delivers this warp's share of the received pieces. Each lane examines one of the next 32 candidates, since with many
+// ranks most tokens send nothing here.
 __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &start, u32 worker, u32 workers, u32 lane) {
     const EpCommon &c = args.common;
     u64 epoch = start.received;
@@ -427,7 +427,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
     }
 }
 
-// Ends a dispatch: the last block says so to this rank's next launches.
+// Ends a dispatch: the last block advances the epochs for this rank's next launches.
 __device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, u64 sent, u64 received) {
     const EpCommon &c = args.common;
     EpState &state = state_of(c);
@@ -459,7 +459,7 @@ __device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *sha
     u32 units = sends && blockIdx.x >= first && warp < EP_SENDERS ? c.tokens * PIECES : 0;
     Share share = {warp * senders + blockIdx.x - first, EP_SENDERS * senders, units};
     u8 *stages = memory + warp * EP_STAGES * DISPATCH_STAGE;
-    // Loads that need nothing that the block finds out are under way while it does.
+    // Issue loads that do not depend on the block's shared state before it is read.
     OwnSelection own(args, sends);
     // The last warp has the least to send.
     if (warp == WARPS - 1) {

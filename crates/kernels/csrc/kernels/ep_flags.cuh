@@ -20,11 +20,11 @@ constexpr u32 ALL_THERE = 1u << 31;
 // Of a block, in shared memory; accessed by atomics only.
 struct Flags {
     u64 ring[BACK_WARPS][RING];
-    // Of each warp: pieces that are there; those whose flags are set.
+    // Per warp: number of pieces that have arrived, and of pieces whose flags are set.
     u32 there[BACK_WARPS];
     u32 set[BACK_WARPS];
 };
-static_assert(sizeof(Flags) <= EP_FLAGS, "what the host reckons with");
+static_assert(sizeof(Flags) <= EP_FLAGS, "shared memory that the host reserves");
 
 // Before the block's first barrier. One whole warp.
 __device__ __forceinline__ void begin_flags(Flags &flags, u32 lane) {
@@ -39,7 +39,7 @@ struct Outbox {
     u32 warp;
     u32 sent = 0;
 
-    // Where the next piece is put together; the last one from there is gone.
+    // Stage for the next piece; its previous contents have been sent.
     __device__ __forceinline__ u8 *stage(u8 *stages, u32 bytes) const {
         return stages + (warp * BACK_STAGES + sent % BACK_STAGES) * bytes;
     }
@@ -78,7 +78,7 @@ struct Outbox {
         atomicExch(&flags.ring[warp][sent % RING], flag);
     }
 
-    // Waits until all pieces are there, and says so. All lanes.
+    // Waits until all pieces have arrived, and marks this warp as done. All lanes.
     __device__ __forceinline__ void end(u32 lane) {
         if (lane == 0) {
 #if EP_BULK

@@ -1,4 +1,5 @@
-// Where the tokens of a batch go, counted before any is sent: one block, and so nothing to zero or to add up.
+// Counts the tokens of a batch by destination. A single block, so that no counters in global memory need to be cleared
+// or summed.
 #include "layout/ep.cuh"
 
 namespace crossrail::ep {
@@ -6,7 +7,7 @@ namespace crossrail::ep {
 // Ids that a thread has in flight at once.
 constexpr u32 LAYOUT_IDS = 8;
 
-// Counts one token's experts, and tells its ranks as bits.
+// Counts one token's experts; returns its ranks as a bit mask.
 __device__ __forceinline__ u64 layout_token(const EpLayoutArgs &args, u32 token, u32 *of_experts) {
     const u64 *ids = reinterpret_cast<const u64 *>(args.topk_idx) + u64(token) * args.stride;
     u32 local = args.experts / args.ranks;

@@ -11,7 +11,7 @@
 
 #include "kernels/ep_start.cuh"
 
-// A number of so many bytes.
+// Unsigned integer type of `BYTES` bytes.
 template <u32 BYTES>
 struct Number {
     using Type = u32;
@@ -21,20 +21,19 @@ struct Number<2> {
     using Type = unsigned short;
 };
 
-// Where the word that says how many tokens a source has, has its flags.
+// Bit position of the flags in a source's table word; the token count is below it.
 constexpr u32 SOURCE_FLAGS = 24;
 constexpr u32 SOURCE_TOKENS = (1u << SOURCE_FLAGS) - 1;
 // Parts of all sources' selections.
 constexpr u32 PARTS_PLANNED = EP_R * EP_PLAN_PARTS;
-// Whether a count, once added up, is that of the rows of all sources before it, or of its own source's. Of so many experts
-// that 4 bytes for each are too much, two do: a source has no more rows of an expert than tokens.
+// Whether prefix sums run across all sources (4-byte counts) or restart for each source. With more experts, whose
+// 4-byte counts do not fit, 2 bytes suffice: a source has at most as many rows of an expert as tokens.
 constexpr bool ACROSS = EP_PLAN_COUNT == 4;
 using Count = Number<EP_PLAN_COUNT>::Type;
-// Words of each lane that are under way at once.
+// Loads in flight per lane.
 constexpr u32 WORDS = 8;
 
-// What each thread says first of this rank's selections; read before it is known to whom it goes, and not looked at until
-// then.
+// A thread's first selection of this rank's tokens, loaded before its destination is known and not used until then.
 struct OwnSelection {
     long long id = -1;
     float weight = 0.0f;
@@ -53,7 +52,7 @@ struct OwnSelection {
 // Whether a rank may be written to.
 __device__ __forceinline__ bool takes_rows(const Start &start, u32 rank) { return (start.open & start.free) >> rank & 1; }
 
-// Tells every rank which of its experts this rank's tokens select. All blocks.
+// Sends every rank the selections of its experts by this rank's tokens. All blocks.
 __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, const Start &start, OwnSelection own) {
     const EpCommon &c = args.common;
     u64 epoch = start.sent, slot = c.heap.tables + slot_of(epoch, c.rank) * c.heap.table_stride;
@@ -65,7 +64,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
         int expert = expert_of(own.id);
         u32 home = expert >= 0 ? expert / LOCAL : EP_R;
         bool goes = false;
-        // Ranks begin with different ones.
+        // Start at a different rank on each sender, to spread the load.
 #pragma unroll 1
         for (u32 turn = 1; turn <= EP_R; ++turn) {
             u32 rank = (c.rank + turn) % EP_R;
@@ -98,9 +97,9 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     if (threadIdx.x == 0) at<EpHandleHeader>(c.handle + c.parts.header) = EpHandleHeader{epoch, c.tokens, flags};
 }
 
-// One walk of a warp over a part, in order: waits for its words, and counts; all of a `lost` source are as none. `visit`
-// gets the selection's number among those of its source, its expert here (EP_NOWHERE: none), and what the part's counts
-// said of the expert before it.
+// Traverses a part in order with one warp: waits for its words, and counts selections; a `lost` source counts as having
+// none. `visit` gets the source, the selection's index within the source, its local expert (EP_NOWHERE: none), and the
+// expert's count before this selection.
 template <typename Visit>
 __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *counts, u32 part, bool lost, u32 lane,
                                      Visit visit) {
@@ -126,11 +125,11 @@ __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *cou
             for (u32 w = 1; w < WORDS; ++w) word[w - 1] = word[w];
             if (!lost && !is_tagged(seen, epoch)) {
                 seen = await_tagged(c, table + 8ull * i, source, EP_STAGE_TABLE, epoch);
-                // A source is there with all of its selections, or not at all.
+                // All or nothing: if one selection of a source is missing, the source is lost.
                 if (!is_tagged(seen, epoch)) atomicOr(&start.lost, u64(1) << source);
             }
             __syncwarp();
-            // What another rank says must not lead outside of what is there.
+            // Untrusted input of another rank: bounds-check it.
             u32 expert = !lost && is_tagged(seen, epoch) ? static_cast<u32>(seen) - 1 : EP_NOWHERE;
             if (expert >= LOCAL) expert = EP_NOWHERE;
             u32 alike = __match_any_sync(WHOLE_WARP, expert);
@@ -144,8 +143,8 @@ __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *cou
     }
 }
 
-// Leaves out sources that did not come, and adds up what the parts have counted: each count becomes the number of rows before
-// it. The whole block.
+// Drops lost sources, turns the parts' counts into exclusive prefix sums, and writes ranges and counts. The whole
+// block.
 __device__ __forceinline__ void add_up(const EpDispatchArgs &args, const Start &start, Count *counts) {
     const EpCommon &c = args.common;
 #pragma unroll 1
@@ -175,14 +174,14 @@ __device__ __forceinline__ void add_up(const EpDispatchArgs &args, const Start &
     }
 }
 
-// Waits for what all ranks select, and says where their rows go. The whole first block. It alone decides who came in time,
-// as all blocks must agree.
+// Waits for all ranks' selections, and publishes their rows. The whole first block, which alone decides which ranks
+// timed out, so that all blocks agree.
 __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &start, u8 *memory) {
     const EpCommon &c = args.common;
     Count *counts = reinterpret_cast<Count *>(memory);
     u64 epoch = start.received;
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    // The memory is no longer what rows are sent from.
+    // Shared memory is reused: no warp sends from it any more.
     __syncthreads();
 #pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {

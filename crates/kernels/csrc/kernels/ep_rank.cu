@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant_
         }
         if (plans) announce(dispatch, shared.scan);
         if (plans) mark_by(0, args.marks, EP_MARK_ANNOUNCED);
-        // While announcements are on their way.
+        // Overlaps with the announcements in flight.
         if (!args.cached) number_rows(dispatch, shared.scan);
     }
     if (sends && plans) {

@@ -23,7 +23,7 @@ constexpr u32 ROW = EP_FP8 ? EP_H : 2 * EP_H;
 constexpr u32 BLOCKS = EP_FP8 ? EP_H / BLOCK : 1;
 constexpr u32 SCALE_BYTES = BLOCKS * SCALE;
 
-// A token's row at a rank, of what a handle has of it: its number, and the position of the token's last selection there.
+// Unpacks an `EpHandle::sent_rows` entry: the token's row at a rank, and the position of its last selection there.
 __device__ __forceinline__ u32 row_number(u32 sent) { return sent == EP_NOWHERE ? sent : sent & ((1u << EP_SENT_BITS) - 1); }
 __device__ __forceinline__ u32 row_position(u32 sent) { return sent >> EP_SENT_BITS; }
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ void mark_by(u32 warp, u64 marks, u32 what) {
     if (threadIdx.x == warp * LANES) mark(marks, what);
 }
 
-// Rows that a block has on their way to stores that began: enough to keep the links busy, and no more, since what is on
-// its way when no rows are left is not shared with faster blocks. `asked`: KiB for `blocks` blocks, 0 for `usual`.
+// Rows that a block keeps in flight: enough to saturate the links, and no more, since faster blocks cannot take over
+// rows in flight at the end. `asked`: KiB for all `blocks` blocks together; 0 for `usual`.
 __device__ __forceinline__ u32 rows_under_way(u32 asked, u32 usual, u32 blocks, u32 row) {
     u64 bytes = u64(asked == 0 ? usual : asked) * 1024;
     return static_cast<u32>((bytes - 1) / (u64(blocks) * row)) + 1;
@@ -91,7 +91,7 @@ struct Ring {
         if (++loading == COUNT) loading = 0;
     }
 
-    // Waits for the oldest load, and says where it is.
+    // Waits for the oldest load, and returns its stage.
     __device__ __forceinline__ u32 loaded() {
         mbarrier_wait_shared(full + 8 * storing, parity);
         return stages + STAGE * storing;
@@ -108,14 +108,14 @@ struct Ring {
 };
 #endif
 
-// What a warp takes of work that all warps of a launch share: whoever is faster takes more. The number that is taken next
-// has been asked for already, so that nobody waits for it.
+// Dynamic work distribution over all warps of a launch, by an atomic counter: faster warps take more. The next index is
+// fetched ahead, to hide the atomic's latency.
 struct Share {
     u64 counter;
     u32 base;
     u32 next;
 
-    // `base`: what is taken without asking.
+    // `already`: number of indices assigned statically, which the counter does not include.
     __device__ __forceinline__ void begin(u64 &taken, u32 already) {
         counter = address_of(taken);
         base = already;
@@ -140,12 +140,12 @@ __device__ __forceinline__ u32 warp_sum(u32 value) {
     return value;
 }
 
-// Whether this is the last block of the launch to come here, for all its threads: what all threads of all blocks did,
-// to other ranks too, comes before what it does then. The counter is 0 before and after.
+// Whether this is the last block of the launch to arrive; the result is valid in all its threads. All earlier writes of
+// all blocks, also to other ranks, are ordered before its later ones. The counter is 0 before and after.
 __device__ __forceinline__ bool is_last_of_launch(u64 counter, u32 &shared) {
     __syncthreads();
     if (threadIdx.x == 0) {
-        // For all threads of the block: such a fence is dear.
+        // One fence for all threads of the block: a system fence is expensive.
         fence_acq_rel_sys();
         shared = gridDim.x == 1 || atom_add_acq_rel_gpu_u64(counter, 1) == gridDim.x - 1;
         if (shared && gridDim.x > 1) st_relaxed_gpu_u64(counter, 0);

@@ -17,22 +17,22 @@ constexpr u32 SENDERS = EP_BULK ? EP_COMBINE_MOVERS : WARPS / 4;
 constexpr u32 SENDER_STAGES = EP_BULK ? COMBINE_STAGES / SENDERS : 1;
 constexpr u32 SENDER_AHEAD = ahead_of(atleast(SENDER_STAGES, 2), WIDE_ROW);
 constexpr u32 SENDER_BEHIND = atleast(SENDER_STAGES, 2) - SENDER_AHEAD;
-// KiB of rows that stores began with, of all blocks.
+// Default KiB of rows in flight, for all blocks together.
 constexpr u32 SENDER_QUEUE = 8192;
-// Rows of which a warp tells together that they are there, and how many may be under way meanwhile; and where a warp has
-// many rows, so that it seldom waits for them.
+// Batch size: rows that a warp reports as arrived together, and rows that may stay in flight meanwhile. MANY_: the same
+// for a warp with many rows, so that it seldom waits.
 constexpr u32 FLAGS_AT_ONCE = 2;
 constexpr u32 FLAGS_BEHIND = 2;
 constexpr u32 MANY_ROWS = 128;
 constexpr u32 MANY_AT_ONCE = 4;
 constexpr u32 MANY_BEHIND = 8;
-// A warp's rows under way belong to one lane each.
-static_assert(SENDER_AHEAD + MANY_AT_ONCE + MANY_BEHIND + 1 <= LANES, "rows that a warp can remember");
-// Of each warp that sends: how often it may tell of rows whose flags are still to be written, and rows of each time.
+// Each row in flight of a warp is tracked by one lane.
+static_assert(SENDER_AHEAD + MANY_AT_ONCE + MANY_BEHIND + 1 <= LANES, "rows in flight that a warp can track");
+// Per sending warp: number of reported batches whose flags are not written yet, and rows per batch.
 constexpr u32 TOLD = EP_TOLD;
 constexpr u32 TOLD_ROWS = EP_TOLD_ROWS;
-static_assert(MANY_AT_ONCE + MANY_BEHIND <= TOLD_ROWS && TOLD_ROWS <= LANES, "rows that a warp tells of together");
-// Beside the number of rows: there are no more.
+static_assert(MANY_AT_ONCE + MANY_BEHIND <= TOLD_ROWS && TOLD_ROWS <= LANES, "rows per batch");
+// Bit of a batch's row count: this is the warp's last batch.
 constexpr u32 LAST_ROWS = 1u << 31;
 constexpr u32 TELLERS = EP_BULK ? SENDERS : 1;
 // The warp that writes flags, and the first that adds.
@@ -42,19 +42,19 @@ static_assert(ADDERS < WARPS, "a warp is left to add");
 
 struct CombineShared {
     alignas(8) u64 full[SENDERS * SENDER_STAGES];
-    // Rows that are there: their flags, how many, and barriers for that they are told of, and that they are flagged.
+    // Batches of arrived rows: addresses of their flags, row count, and barriers for "reported" and "flags written".
     u64 flags[TELLERS][TOLD][TOLD_ROWS];
     u64 told[TELLERS][TOLD];
     u64 flagged[TELLERS][TOLD];
     u32 rows[TELLERS][TOLD];
-    // Where each source's heap is, 0 where nothing is sent to.
+    // Address of each source's heap; 0 if nothing is sent there.
     u64 heaps[EP_R];
     // The first row of each source, and the end.
     u32 offsets[EP_R + 1];
     u32 last;
 };
 
-static_assert(sizeof(CombineShared) <= EP_COMBINE_COMMON, "what the launcher allows");
+static_assert(sizeof(CombineShared) <= EP_COMBINE_COMMON, "shared memory that the launcher reserves");
 
 struct Combine {
     const EpCombineArgs &args;
@@ -78,7 +78,7 @@ struct Combine {
     __device__ __forceinline__ u64 weights(u32 from, u32 token) const {
         return common.heap.back_topk + 4 * ((u64(parity * EP_R + from) * common.max_tokens + token) * EP_K);
     }
-    // Where more came than `y` has room for, in place of the rest: this rank's own slots and weights, which stay zero.
+    // Rows beyond `y_rows` count as zeros: they are read from this rank's own slots, which stay zero.
     __device__ __forceinline__ bool is_beyond(u32 row) const { return args.y_rows != 0 && row >= args.y_rows; }
     __device__ __forceinline__ u64 output(u32 output) const {
         return is_beyond(output) ? common.base + row(common.rank, 0) : args.y + u64(output) * args.y_stride;
@@ -88,8 +88,8 @@ struct Combine {
     }
 };
 
-// The rows that one of the sending warps sends. A turn is a row of each source: rows go back in the order of their tokens.
-// Warps take turns as they get on. Each begins with another rank, so that not all send to one.
+// Rows of one sending warp. A turn is one row of each source, so rows are returned in token order. Warps claim turns
+// dynamically; each starts at a different rank, to avoid incast.
 struct Turns {
     Share share;
     u32 turn;
@@ -136,7 +136,7 @@ __device__ __forceinline__ u32 token_of(const Combine &combine, u32 row) {
 }
 
 #if EP_BULK
-// A warp that sends. What is known of a row under way is in the lane of its number.
+// A sending warp. The state of a row in flight is kept by lane `index % 32`.
 struct Sender {
     const Combine &combine;
     CombineShared &shared;
@@ -177,14 +177,14 @@ struct Sender {
         ++stores;
     }
 
-    // Tells that the rows up to number `upto` are there.
+    // Reports the rows below index `upto` to the flagging warp as arrived.
     __device__ __forceinline__ void tell(u32 upto, u32 last) {
         u32 warp = warp_of(), at = tellings % TOLD, round = tellings / TOLD;
         if (round > 0) mbarrier_wait_shared(shared_address(&shared.flagged[warp][at]), (round - 1) & 1);
         u32 nth = (lane_of() - flags) % LANES;
         if (nth < upto - flags) shared.flags[warp][at][nth] = heap + combine.flag(combine.common.rank, token);
         if (lane_of() == 0) shared.rows[warp][at] = (upto - flags) | last;
-        // What the lanes have written, and the first lane has waited for, comes before it.
+        // Orders the lanes' writes, and the first lane's wait for the stores, before the barrier arrival.
         __syncwarp();
         if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told[warp][at]));
         __syncwarp();
@@ -192,7 +192,7 @@ struct Sender {
         ++tellings;
     }
 
-    // `BEHIND` rows may be under way when it is told that those before them are there.
+    // Reports a batch when there is one; `BEHIND` later rows may still be in flight.
     template <u32 AT_ONCE, u32 BEHIND>
     __device__ __forceinline__ void tell_some() {
         if (stores - flags < AT_ONCE + BEHIND) return;
@@ -224,7 +224,7 @@ struct Sender {
 struct Flagger {
     CombineShared &shared;
     u64 epoch;
-    // By warp that sends: how often it told of rows that are flagged; and how often since.
+    // Per sending warp: batches whose flags are written, and batches reported since.
     u32 done[TELLERS] = {};
     u32 more[TELLERS] = {};
 
@@ -238,7 +238,7 @@ struct Flagger {
         return true;
     }
 
-    // Flags of what one warp told of. Whether that was its last.
+    // Writes the flags of one warp's reported batches. Returns whether the last one was among them.
     __device__ __forceinline__ bool write(u32 sender) {
         bool last = false;
         for (u32 i = 0; i < more[sender]; ++i) {
@@ -317,8 +317,8 @@ struct Token {
         }
     }
 
-    // Waits for the rows. Those of ranks that don't come are left out. Then the first lanes have them, in the order in which
-    // they are added: that of the token's last selections at their ranks.
+    // Waits for the rows, leaving out ranks that time out, and compacts them into the first lanes in summation order:
+    // that of the token's last selections at their ranks.
     __device__ __forceinline__ void wait(const Combine &combine, const CombineShared &shared, u32 token) {
         const EpCommon &common = combine.common;
 #pragma unroll
@@ -481,7 +481,7 @@ __device__ __forceinline__ void add_tokens(const Combine &combine, const Combine
     mark_by(ADDERS, combine.args.marks, EP_MARK_SUMS);
 }
 
-// Whose slots are free, and where rows of each source begin.
+// Initializes barriers, waits for free slots at the sources, and loads the first row of each source.
 __device__ __forceinline__ void begin_combine(const Combine &combine, CombineShared &shared) {
     const EpCommon &common = combine.common;
     u32 rank = threadIdx.x;
@@ -505,7 +505,7 @@ __device__ __forceinline__ void begin_combine(const Combine &combine, CombineSha
     __syncthreads();
 }
 
-// The last block of a launch says that it is over.
+// Advances the combine epochs. Called by the last block of a launch.
 __device__ __forceinline__ void end_combine(const Combine &combine) {
     const EpCommon &common = combine.common;
     EpState &state = state_of(common);

@@ -18,11 +18,11 @@ constexpr u32 DISPATCH_STAGES = EP_DISPATCH_STAGES;
 // Warps that send rows as they are, at most, and the stages of each.
 constexpr u32 MOVERS = EP_DISPATCH_MOVERS;
 constexpr u32 MOVER_STAGES = DISPATCH_STAGES / MOVERS;
-// The other stages than those that are loaded ahead are read by stores.
+// The remaining stages are being read by stores.
 constexpr u32 MOVER_AHEAD = ahead_of(MOVER_STAGES, ROW);
 constexpr u32 MOVER_BEHIND = MOVER_STAGES - MOVER_AHEAD;
 static_assert(MOVER_STAGES > MOVER_AHEAD, "a stage is loaded again only after its stores have read it");
-// KiB of rows that stores began with, of all blocks.
+// Default KiB of rows in flight, for all blocks together.
 constexpr u32 MOVER_QUEUE = 3072;
 // Warps that cast rows, at most, two stages each.
 constexpr u32 CASTERS = atmost(DISPATCH_STAGES / 2, 3 * WARPS / 4);
@@ -38,7 +38,7 @@ struct DispatchShared {
     ScanShared scan;
 };
 
-static_assert(sizeof(DispatchShared) <= EP_DISPATCH_COMMON, "what the launcher allows");
+static_assert(sizeof(DispatchShared) <= EP_DISPATCH_COMMON, "shared memory that the launcher reserves");
 
 // Where a lane's ranks are: their regions, and the first row there.
 struct Targets {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void spread(const Rows &rows, const Targets &targets,
 }
 
 #if EP_BULK
-// How many warps of a block send rows as they are, and how many rows' stores of each may not have read them yet.
+// Sending warps of a block, and rows of each whose stores may not have read the stage yet.
 struct Pace {
     u32 movers;
     u32 behind;
@@ -138,7 +138,7 @@ struct Mover {
     }
     __device__ __forceinline__ u32 token(u32 number) const { return __shfl_sync(WHOLE_WARP, tokens, number % LANES); }
 
-    // Nothing has to be known of where rows go for their loads to begin.
+    // Starts the first loads, which do not need the rows' destinations.
     __device__ __forceinline__ void begin(const Dispatch &dispatch, const Pace &pace, u8 *stages, u64 *full) {
         behind = pace.behind;
         ring.begin(stages + DISPATCH_STAGE * MOVER_STAGES * warp_of(), full + MOVER_STAGES * warp_of());
@@ -308,7 +308,7 @@ __device__ __forceinline__ void send_scales(const Dispatch &dispatch, const u32 
     }
 }
 
-// What belongs to the rows of up to 32 tokens at one rank. One warp.
+// Sends the metadata of the rows of up to 32 tokens at one rank. One warp.
 __device__ __forceinline__ void send_details_of(const Dispatch &dispatch, DispatchShared &shared, u32 token, u32 rank) {
     const EpDispatchArgs &args = dispatch.args;
     const EpHeap &heap = dispatch.common.heap;
@@ -369,7 +369,7 @@ __device__ __forceinline__ void send_details(const Dispatch &dispatch, DispatchS
     for (; place < end * EP_K; place += u64(gridDim.x) * threads) at<u64>(own + dispatch.common.heap.region_idx + 8 * place) = ~0ull;
 }
 
-// Learns where rows go, from the plan. All blocks.
+// Waits for the plan, and reads the rows' destinations from it. All blocks.
 __device__ __forceinline__ void learn_plan(const Dispatch &dispatch, DispatchShared &shared) {
     const EpCommon &common = dispatch.common;
     if (threadIdx.x == 0) await_block(address_of(dispatch.scan().planned), dispatch.epoch);
@@ -397,7 +397,7 @@ __device__ __forceinline__ void send_copies(const Dispatch &dispatch, const Targ
     }
 }
 
-// A rank that announced rows and did not send them all: there are none of it.
+// Discards all rows of a rank that did not send every row it announced.
 __device__ __forceinline__ void blank_rows(const Dispatch &dispatch, u32 source) {
     const EpHeap &heap = dispatch.common.heap;
     u64 own = dispatch.common.base + heap.regions + dispatch.args.region * heap.region_stride;
@@ -438,7 +438,7 @@ __device__ __forceinline__ void receive_rows(const Dispatch &dispatch, DispatchS
     mark_by(0, dispatch.args.marks, EP_MARK_CAME);
 }
 
-// The region is the result's; the handle may outlive it.
+// Copies the rows' source tokens to the handle, which may outlive the region.
 __device__ __forceinline__ void keep_sources(const Dispatch &dispatch) {
     constexpr u32 DEPTH = 8;
     const EpCommon &common = dispatch.common;
@@ -459,7 +459,7 @@ __device__ __forceinline__ void keep_sources(const Dispatch &dispatch) {
     for (u32 i = rows / 4 * 4 + threadIdx.x; i < rows; i += EP_THREADS) at<u32>(to + 4 * i) = at<const u32>(from + 4 * i);
 }
 
-// The last block of a launch says that it is over.
+// Advances the dispatch epochs. Called by the last block of a launch.
 __device__ __forceinline__ void end_dispatch(const Dispatch &dispatch, DispatchShared &shared) {
     const EpCommon &common = dispatch.common;
     EpState &state = state_of(common);

@@ -1,11 +1,11 @@
-// Which row goes where, before any row is sent.
+// Computes the destination row of every token, before any row is sent.
 //
 //     every block     counts the rows that its tokens make at each rank, and the selections of each expert
 //     the last one    adds up, and tells every rank; waits for what the others tell; the first row of this rank's at
 //     to have counted each rank is what the ranks before it send there
 //     every block     numbers its tokens' rows: what the blocks before it counted, and its own tokens before
 //
-// One block decides who came in time, for all blocks.
+// One block decides for all blocks which ranks timed out.
 #pragma once
 
 #include "kernels/ep_rank.cuh"
@@ -13,7 +13,7 @@
 // Experts whose selections a block counts in shared memory: all, or none where there are many.
 constexpr u32 HISTOGRAM = EP_HISTOGRAM;
 
-// Beside a rank's flags: its announcement came.
+// Bit of a rank's flags: its announcement was received.
 constexpr u32 CAME = 1u << 31;
 
 // What the threads of a block share.
@@ -143,7 +143,7 @@ __device__ __forceinline__ void add_up(const Dispatch &dispatch, ScanShared &sha
     __syncthreads();
 }
 
-// Tells one rank what comes to it, and what goes to all. One warp.
+// Announces to one rank its row count and those of all ranks. One warp.
 __device__ __forceinline__ void announce_to(const Dispatch &dispatch, const ScanShared &shared, u32 rank) {
     const EpCommon &common = dispatch.common;
     bool free = false;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void announce_to(const Dispatch &dispatch, const Scan
     }
 }
 
-// Tells all ranks. One block; `shared.counts` are the rows that go to each rank.
+// Announces the rows to all ranks. One block; `shared.counts` are the rows for each rank.
 __device__ __forceinline__ void announce(const Dispatch &dispatch, const ScanShared &shared) {
     for (u32 rank = warp_of(); rank < EP_R; rank += WARPS) announce_to(dispatch, shared, rank);
     if (dispatch.args.cached) return;
@@ -242,7 +242,7 @@ __device__ __forceinline__ u32 rows_between(const Dispatch &dispatch, u32 source
     return rows < dispatch.common.max_tokens ? rows : dispatch.common.max_tokens;
 }
 
-// Waits for what the others announce, decides where rows go, and tells the other blocks. One block.
+// Waits for the other ranks' announcements, assigns rows, and publishes the plan to the other blocks. One block.
 __device__ __forceinline__ void plan(const Dispatch &dispatch, ScanShared &shared) {
     const EpCommon &common = dispatch.common;
     u32 me = threadIdx.x;
@@ -262,7 +262,7 @@ __device__ __forceinline__ void plan(const Dispatch &dispatch, ScanShared &share
         u32 offset = 0;
 #pragma unroll 4
         for (u32 source = 0; source < EP_R; ++source) {
-            // Who repeats an earlier routing has not said how many.
+            // A source that repeats an earlier routing announces no counts.
             u32 rows = shared.flags[source] == CAME ? rows_between(dispatch, source, me) : 0;
             place += source < common.rank ? rows : 0;
             offset += source < me ? shared.rows[source] : 0;
@@ -273,13 +273,13 @@ __device__ __forceinline__ void plan(const Dispatch &dispatch, ScanShared &share
     }
     __syncthreads();
     if (threadIdx.x == 0) st_release_gpu_u64(address_of(dispatch.scan().planned), dispatch.epoch);
-    // The receiver compares it with what it makes of the announcements.
+    // For the receiver to compare with its own result: detects ranks that disagree on who timed out.
     if (me < EP_R && shared.flags[me] != 0) {
         at<u64>(word_at(common, heap_of(common, me), common.rank, EP_WORD_PLACE + dispatch.parity)) = place;
     }
 }
 
-// Says how much came, and what the ranks' hosts say. One warp of the block that made the plan.
+// Publishes row counts and each rank's host word. One warp of the planning block.
 __device__ __forceinline__ void tell_counts(const Dispatch &dispatch, const ScanShared &shared) {
     const EpCommon &common = dispatch.common;
     const EpDispatchArgs &args = dispatch.args;

@@ -1,17 +1,18 @@
-// Dispatch in the rank layout for few tokens, as the expert layout does it: rows go at once to slots that each source has at
-// every rank, with a flag for each piece, and what all ranks select goes beside them. Rows are then copied to their places
-// in the result. That saves a trip: nobody waits to be told where rows go.
+// Dispatch in the rank layout for few tokens, like the expert layout: rows are sent at once to the slot that each
+// source has at every rank, with a flag for each piece, in parallel with the selections. They are then copied to their
+// place in the result. That saves a round trip, since senders need not wait for destinations.
 //
 //     a source:   ids  ->  at each rank a word for each selection: the number of its expert there + 1, or 0
 //     here:       words  ->  a bit for each token that has one  ->  how many before it  ->  rows, by source and token
 //
-// One block decides who came in time, for all blocks. A dispatch that repeats a routing has the rows in its handle.
+// One block decides for all blocks which ranks timed out. A dispatch that repeats a routing takes the rows from its
+// handle.
 #pragma once
 
 #include "kernels/ep_dispatch.cuh"
 
-// What the block that plans has in shared memory: of each 32 tokens of a source, which have a row here, and the first row of
-// theirs; selections of each expert; the end of all rows.
+// Shared memory of the planning block. For each 32 tokens of a source: a mask of those with a row here, and the first
+// row; then selections of each expert, and the end of all rows.
 struct SlotPlan {
     u32 *votes;
     u32 *bases;
@@ -28,7 +29,8 @@ struct SlotPlan {
     }
 };
 
-// Learns who sends how many tokens. A source that repeats a routing where this rank does not says nothing of its tokens.
+// Reads each source's token count from its table word. A source that repeats a routing, while this rank does not,
+// counts as having no tokens.
 __device__ __forceinline__ void learn_sources(const EpDispatchArgs &args, Start &start) {
     const EpCommon &c = args.common;
     u64 epoch = start.received;
@@ -69,11 +71,11 @@ __device__ __forceinline__ void vote(const EpDispatchArgs &args, Start &start, c
             for (u32 k = 0; k < AT_ONCE; ++k) {
                 if (!is_tagged(seen[k], epoch)) {
                     seen[k] = await_tagged(c, words + 8 * (first + k), source, EP_STAGE_TABLE, epoch);
-                    // A source is there with all of its selections, or not at all.
+                    // All or nothing: if one selection of a source is missing, the source is lost.
                     if (!is_tagged(seen[k], epoch)) atomicOr(&start.lost, u64(1) << source);
                 }
                 u32 expert = is_tagged(seen[k], epoch) ? static_cast<u32>(seen[k]) - 1 : EP_NOWHERE;
-                // What another rank says must not lead outside of what is there.
+                // Untrusted input of another rank: bounds-check it.
                 if (expert >= LOCAL) continue;
                 any = true;
                 atomicAdd(&plan.experts[expert], 1u);
@@ -100,7 +102,7 @@ __device__ __forceinline__ void number_tiles(const SlotPlan &plan, u32 lane) {
     if (lane == 0) plan.bases[plan.units] = before;
 }
 
-// Says where each token's row is: to the warps that deliver, and in the handle, for the combine.
+// Publishes each token's row to the delivering warps, and records it in the handle for the combine.
 __device__ __forceinline__ void publish_rows(const EpDispatchArgs &args, const Start &start, const SlotPlan &plan, u32 lane) {
     const EpCommon &c = args.common;
 #pragma unroll 1
@@ -123,7 +125,7 @@ __device__ __forceinline__ void publish_rows(const EpDispatchArgs &args, const S
     }
 }
 
-// Tells the caller, and its host, how much came.
+// Writes the row counts for the caller and for its host.
 __device__ __forceinline__ void report_counts(const EpDispatchArgs &args, const Start &start, const SlotPlan &plan) {
     const EpCommon &c = args.common;
     u64 epoch = start.received;
@@ -157,11 +159,11 @@ __device__ __forceinline__ void report_counts(const EpDispatchArgs &args, const 
     for (u64 i = u64(rows) * EP_K + threadIdx.x; i < end; i += EP_THREADS) at<u64>(idx, i) = ~0ull;
 }
 
-// Waits for what all ranks select, and says where their rows go, and how many there are. The whole first block.
+// Waits for all ranks' selections, and publishes rows and counts. The whole first block.
 __device__ __forceinline__ void plan_slots(const EpDispatchArgs &args, Start &start, u8 *memory) {
     u32 lane = threadIdx.x % LANES;
     SlotPlan plan(args.common, memory);
-    // The memory is no longer what rows are sent from.
+    // Shared memory is reused: no warp sends from it any more.
     __syncthreads();
     learn_sources(args, start);
     __syncthreads();
@@ -173,7 +175,7 @@ __device__ __forceinline__ void plan_slots(const EpDispatchArgs &args, Start &st
             vote(args, start, plan, lost, lane);
             __syncthreads();
             if (start.lost == lost) break;
-            // Anew, without those that did not come in time.
+            // Start over without the sources that timed out.
             lost = start.lost;
             __syncthreads();
         }

@@ -1,54 +1,53 @@
-// How a launch in the expert layout begins: one warp of each block finds out what all warps need, from words that every
-// block of the launch reads, and leaves it in shared memory. Thousands of warps that read the same word by themselves
-// wait for each other.
+// Start of a launch in the expert layout: one warp of each block loads the state that all warps need into shared
+// memory, because thousands of warps that load the same words serialize.
 #pragma once
 
 #include "kernels/ep_common.cuh"
 
 // Of a block, in shared memory.
 struct Start {
-    // The numbers of the operation that is sent and of the one that is received.
+    // Epochs of the operation being sent and of the one being received.
     u64 sent;
     u64 received;
-    // Bits of ranks: those that are not masked; those whose slots for what is sent are free.
+    // Bit masks of ranks: unmasked ones; those at which this rank's slots are free.
     u64 open;
     u64 free;
     // Where the ranks' heaps are.
     u64 base[EP_R];
-    // Tokens and flags of each source: in combine, as the handle has them; in the block that plans a dispatch, as they
-    // said; in the others tokens are both, as the plan has them. Combine: whether this rank's own weights went with the
+    // Tokens and flags of each source. Combine: from the handle. Dispatch: as received, in the planning block; in the
+    // other blocks `tokens` holds both, from the plan. `weighted` (combine): this rank's weights were sent with the
     // dispatch.
     u32 tokens[EP_R];
     u32 flags[EP_R];
     u32 weighted;
-    // Dispatch: a warp of the block has begun to wait for the plan; it is there.
+    // Dispatch: a warp of the block waits for the plan; the plan is available.
     u32 asked;
     u32 planned;
-    // The block that plans a dispatch: bits of sources that did not come in time.
+    // Planning block of a dispatch: bit mask of sources that timed out.
     u64 lost;
-    // What warps tell each other between barriers of the block, by atomics alone.
-    // Warps whose pieces are there, but whose flags are not set yet; and TELLING while one of them sets flags. How often those
-    // of each warp were set.
+    // Shared between warps by atomics, without block barriers. `ready`: warps whose pieces arrived but whose flags are
+    // not set yet, and TELLING while a warp sets flags. `told`: per warp, how many times its flags were set. `untold`:
+    // addresses of the flags to set.
     u64 ready;
     u32 told[WARPS];
     u64 untold[WARPS][EP_K];
 };
-static_assert(sizeof(Start) <= EP_START, "what the host reckons with");
+static_assert(sizeof(Start) <= EP_START, "shared memory that the host reserves");
 constexpr u64 TELLING = 1ull << 63;
 
-// What a block's warps find in its shared memory from there on.
+// Shared memory after `Start`.
 __device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START; }
 
-// Which numbers and words a kernel goes by.
+// Epoch counters and control word of a kernel.
 struct Numbered {
     const u64 &sent;
     const u64 &received;
     u32 taken;
 };
 
-// Fills in what `start` says, but for what it says of a handle. One whole warp; the block waits for it.
+// Fills `start`, except what comes from a handle. One whole warp; a block barrier must follow.
 __device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Start &start, u32 lane) {
-    // All loads are under way before the first is looked at.
+    // Issue all loads before using the first.
     u64 sent = ld_relaxed_gpu_u64(address_of(by.sent)) + 1;
     u64 received = ld_relaxed_gpu_u64(address_of(by.received)) + 1;
     u64 base[EACH] = {}, taken[EACH] = {};
@@ -84,7 +83,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Sta
     if (lane < WARPS) start.told[lane] = 0;
 }
 
-// What a handle says of sources. One whole warp, another one if there is another.
+// Fills in the sources' tokens and flags from the handle. One whole warp, if possible not the one of `begin`.
 __device__ __forceinline__ void begin_combine(const EpCommon &c, Start &start, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
@@ -96,8 +95,8 @@ __device__ __forceinline__ void begin_combine(const EpCommon &c, Start &start, u
     if (lane == 0) start.weighted = at<EpHandleHeader>(c.handle + c.parts.header).flags & EP_WEIGHTED;
 }
 
-// Tells every rank which operation this one has done with: the last that an earlier launch received. One whole warp of the
-// launch.
+// Releases this rank's slots: publishes to every rank the epoch of the last operation that an earlier launch received.
+// One whole warp of the launch.
 __device__ __forceinline__ void tell_taken(const EpCommon &c, const Start &start, u32 word, u32 lane) {
     fence_acq_rel_sys();
 #pragma unroll 1
@@ -106,19 +105,19 @@ __device__ __forceinline__ void tell_taken(const EpCommon &c, const Start &start
     }
 }
 
-// Whether the slots at a rank that were used EP_DEPTH operations ago are free again; it may have to be waited for.
+// Waits until the slots used EP_DEPTH operations ago at a rank are free; false if the rank is masked first.
 __device__ __forceinline__ bool slots_free(const EpCommon &c, const Start &start, u32 rank, u32 word, u32 stage) {
     if (start.free >> rank & 1) return true;
     return await(c, word_at(c, c.base, rank, word), start.sent - EP_DEPTH, rank, stage, start.sent);
 }
 
-// Before a block sends: waits for slots that are not free yet; those that do not become free in time stay so. One whole warp,
-// after `begin`.
+// Before a block sends: waits for slots that are not free yet. Those of a rank that times out stay marked as not free.
+// One whole warp, after `begin`.
 __device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 word, u32 stage, u32 lane) {
     __syncwarp();
     u64 missing = start.open & ~start.free, came = 0;
     if (missing == 0) return;
-    // They may wait for the same of this rank.
+    // Avoids deadlock: those ranks may in turn wait for this rank's release.
     tell_taken(c, start, word, lane);
 #pragma unroll 1
     for (u32 i = 0; i < EACH; ++i) {
@@ -131,10 +130,10 @@ __device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 
     if (lane == 0) start.free |= came;
 }
 
-// A warp's piece under way from shared memory to other ranks: each lane has one rank's flag, 0 for none.
+// A warp's piece in flight from shared memory to other ranks: each lane holds one rank's flag address, 0 for none.
 struct Pending {
     u64 flag = 0;
-    // Pieces so far whose flags were given to be set.
+    // Number of pieces whose flags were queued so far.
     u32 given = 0;
 };
 
@@ -158,13 +157,13 @@ __device__ __forceinline__ void start_sending(Pending &pending, const u8 *stage,
     pending.flag = sender ? flag : 0;
 }
 
-// Sets the flags of all warps of the block that are ready, until none is. A fence for all that other ranks are to see is
-// dear: all warps of a GPU wait for each other's. So there is one for all that is ready when it begins. All lanes.
+// Sets the flags of all ready warps of the block, until none is left. A system fence is expensive, because fences of
+// all warps of a GPU serialize, so one fence covers everything ready when it starts. All lanes.
 __device__ __forceinline__ void tell_ready(Start &start, u32 lane) {
     while (true) {
         u64 ready = lane == 0 ? atom_and_acq_rel_shared_u64(start.ready, TELLING) & ~TELLING : 0;
         ready = __shfl_sync(WHOLE_WARP, ready, 0);
-        // What one lane has seen is there for all.
+        // Makes what the first lane acquired visible to all lanes.
         __syncwarp();
         if (ready == 0) {
             u32 over = lane == 0 && atom_cas_acq_rel_shared_u64(start.ready, TELLING, 0) == TELLING;
@@ -183,7 +182,7 @@ __device__ __forceinline__ void tell_ready(Start &start, u32 lane) {
     }
 }
 
-// Waits until what is pending is there, and has its flags set, by this warp or another. All lanes.
+// Waits until the pending piece has arrived, and queues its flags, which this warp or another sets. All lanes.
 __device__ __forceinline__ void settle(Pending &pending, Start &start, u32 lane) {
     if (__ballot_sync(WHOLE_WARP, pending.flag != 0) == 0) return;
     u32 warp = threadIdx.x / LANES;
@@ -191,7 +190,7 @@ __device__ __forceinline__ void settle(Pending &pending, Start &start, u32 lane)
     if (pending.flag) bulk_wait_all();
 #endif
     if (lane == 0) {
-        // The last ones have been read.
+        // Wait until the previous piece's flags are set, so that `untold` may be overwritten.
         while (atom_add_acq_rel_shared_u32(start.told[warp], 0) != pending.given) pause_ns(20);
     }
     __syncwarp();
@@ -204,8 +203,8 @@ __device__ __forceinline__ void settle(Pending &pending, Start &start, u32 lane)
     __syncwarp();
 }
 
-// The end of a launch: whether this is the last of its blocks; the first warp is told. Only who counts waits must have seen
-// what other blocks did.
+// Whether this is the last block of the launch to end; the result is valid in the first warp. Orders other blocks'
+// writes only if waits are counted.
 __device__ __forceinline__ bool is_last_to_end(const EpCommon &c, u64 blocks) {
     if (c.waits) return is_last_block(blocks);
     __syncthreads();

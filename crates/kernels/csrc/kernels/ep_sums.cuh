@@ -1,4 +1,4 @@
-// Sums of rows in a combine of the expert layout: several loads of a warp are under way before the first is added.
+// Sums of rows in an expert-layout combine, with several loads per warp in flight.
 #pragma once
 
 #include "kernels/ep_coded.cuh"
@@ -40,7 +40,8 @@ struct Sum {
     }
 };
 
-// A lane's part of N * 256 elements of a row, of which there are `elements`; the first ones in place of those that are not.
+// Loads a lane's part of N * 256 elements of a row that has `elements`; lanes past the end load the row's start
+// instead.
 template <u32 N>
 __device__ __forceinline__ void load_step(Vec16 (&v)[N], u64 row, u32 elements, u32 lane) {
 #pragma unroll
@@ -87,7 +88,7 @@ template <u32 DEPTH, bool WEIGHTED, typename Wire, u32 N, typename Load, typenam
 __device__ __forceinline__ void sum_terms(Sum<N> &sum, const Terms &terms, bool coded, Load load, Weigh weigh) {
     float weight = 1.0f;
     if constexpr (Wire::CODED) {
-        // One after the other, the next one under way: there is less code to fetch.
+        // One row at a time with the next one in flight: less code in the instruction cache.
         Vec16 ahead[N] = {};
         if (terms.count > 0) load(ahead, terms.lane_of(0));
         if (WEIGHTED) weight = weigh();

@@ -2,17 +2,17 @@
 #include "layout/args.cuh"
 #include "ptx/memory.cuh"
 
-// Questions to the flag between two looks at the clock.
+// Polls of the flag between two reads of the clock.
 constexpr u32 LOOKS = 16;
-// Rounds of so many before the wait counts as long, and pauses.
+// Rounds of `LOOKS` polls before the wait backs off with pauses.
 constexpr u32 EAGER_ROUNDS = 64;
 
-// Whatever was put into the stream before is visible to whoever sees the value.
+// Release store of the flag: an observer of the value also sees the effects of all earlier work in the stream.
 extern "C" __global__ void __launch_bounds__(32) crossrail_flag_write(const __grid_constant__ FlagWriteArgs args) {
     if (threadIdx.x == 0) st_release_sys_u64(args.flag, args.value);
 }
 
-// Ends when the flag has reached the value, or the time is over; says which at `outcome`.
+// Waits until the flag reaches the value or the timeout expires; writes which to `outcome`.
 extern "C" __global__ void __launch_bounds__(32) crossrail_flag_await(const __grid_constant__ FlagAwaitArgs args) {
     if (threadIdx.x != 0) return;
     u64 started = clock_ns();

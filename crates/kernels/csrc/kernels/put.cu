@@ -1,6 +1,6 @@
-// Bytes to where somebody else waits for them, and then a signal: who sees the signal sees all the bytes. Only a launch of
-// one block sets it; behind several a second kernel does, as a counter of finished blocks would be needed for each stream
-// and each graph.
+// Copies bytes to peer memory and then sets a signal: an observer of the signal sees all the bytes. Only a launch of
+// one block sets the signal; with more blocks a second kernel does, since counting finished blocks would need a counter
+// for every stream and every graph.
 #include "kernels/copy_warp.cuh"
 #include "layout/args.cuh"
 
@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(COPY_THREADS) crossrail_put(const _
         copy_warp(args.dst + at, args.src + at, left < args.part ? left : args.part, lane);
     }
     if (args.signal == 0) return;
-    // What the block's threads wrote comes before what its first thread does now.
+    // Orders the block's writes before the first thread's release store.
     __syncthreads();
     if (threadIdx.x == 0) st_release_sys_u64(args.signal, args.value);
 }

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(COPY_THREADS) crossrail_unpack(cons
     if (i >= args.count) return;
     Piece piece = pieces[i];
     while (true) {
-        // The next entry is on its way while this one is copied: the list may lie in host memory.
+        // Prefetch the next entry while this one is copied: the list may be in host memory.
         u64 next = i + warps;
         Piece ahead = piece;
         if (next < args.count) ahead = pieces[next];

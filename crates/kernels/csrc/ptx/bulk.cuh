@@ -1,6 +1,6 @@
-// Bulk copies between global and shared memory, which run by themselves: a barrier in shared memory says that a load is
-// complete, groups say it of stores. Architecture 9.0 and later. Addresses of global memory and sizes are multiples of
-// 16; addresses of shared memory are 32-bit numbers of its own address space.
+// Asynchronous bulk copies between global and shared memory (architecture 9.0 and later). Completion of loads is
+// signalled through an mbarrier, of stores through bulk groups. Global addresses and sizes are multiples of 16;
+// shared-memory addresses are 32-bit, in the shared state space.
 #pragma once
 
 #include "layout/types.cuh"
@@ -13,23 +13,23 @@ __device__ __forceinline__ void mbarrier_init_shared(u32 barrier, u32 arrivals) 
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Barriers that this thread made are there for bulk copies that it starts after this.
+// Makes this thread's mbarrier initializations visible to bulk copies that it starts later.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 
-// What this thread wrote to shared memory is there for bulk copies that are started after it.
+// Proxy fence: makes this thread's writes to shared memory visible to bulk copies started later.
 __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
 
-// This thread arrives, and `bytes` more are expected in this phase.
+// Arrives at the barrier and adds `bytes` to the phase's expected transaction count.
 __device__ __forceinline__ void mbarrier_arrive_expect_shared(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(barrier), "r"(bytes) : "memory");
 }
 
-// This thread arrives: what it did before is seen by who waits for this phase.
+// Arrives at the barrier with release order: earlier writes are visible to waiters of this phase.
 __device__ __forceinline__ void mbarrier_arrive_shared(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool mbarrier_test_shared(u32 barrier, u32 parity) {
     return done != 0;
 }
 
-// Waits until the phase of this parity is complete. What the phase's loads brought is there then.
+// Waits until the phase of this parity is complete; the data of its loads is then visible.
 __device__ __forceinline__ void mbarrier_wait_shared(u32 barrier, u32 parity) {
     u32 done = 0;
     while (!done) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void bulk_store_open(u64 dst, u32 src, u32 bytes) {
                  : "memory");
 }
 
-// The stores that this thread has started since the last time are one group. There may be none.
+// Commits the stores started since the last commit as one group, which may be empty.
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" : : : "memory");
 }
@@ -95,13 +95,13 @@ __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(PENDING) : "memory");
 }
 
-// Waits until all but the last `PENDING` groups of this thread are there.
+// Waits until all but the last `PENDING` groups of this thread are complete at their destination.
 template <u32 PENDING>
 __device__ __forceinline__ void bulk_wait_done() {
     asm volatile("cp.async.bulk.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 
-// Waits until all stores of this thread are there.
+// Waits until all stores of this thread are complete at their destination.
 __device__ __forceinline__ void bulk_wait_all() {
     asm volatile("cp.async.bulk.wait_group 0;" : : : "memory");
 }

@@ -1,5 +1,5 @@
-// Numbers between formats, to the bit as the host's row kernels have them (crates/ep-host/src/rows): to nearest, ties to
-// even; every product and sum is rounded to fp32, nothing is fused.
+// Number format conversions, bit-identical to the host's row kernels (crates/ep-host/src/rows): round to nearest, ties
+// to even; every product and sum is rounded to fp32, without fused operations.
 #pragma once
 
 #include "layout/types.cuh"
@@ -93,7 +93,7 @@ __device__ __forceinline__ void widen_e4m3x2(u32 pair, float &low, float &high) 
 #endif
 }
 
-// Of the two unsigned numbers of 16 bits in each word: the larger ones; and what they lack to 2^16.
+// Maximum, and negation modulo 2^16, of the two unsigned 16-bit halves of a word.
 __device__ __forceinline__ u32 max_u16x2(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
     return __vmaxu2(a, b);

@@ -1,4 +1,4 @@
-// Loads and stores whose order and scope the language can't say. The name says both.
+// Loads and stores with memory order and scope, which are part of the name.
 #pragma once
 
 #include "layout/types.cuh"
@@ -7,7 +7,7 @@ struct alignas(16) Vec16 {
     u32 word[4];
 };
 
-// 16 bytes that are read once: they need no place in the nearest cache.
+// Streaming load of 16 bytes that are read once: does not allocate in L1.
 __device__ __forceinline__ Vec16 ld_once_v16(u64 address) {
     Vec16 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -31,24 +31,24 @@ __device__ __forceinline__ void st_v16(u64 address, Vec16 v) {
                  : "memory");
 }
 
-// What whoever released a value at this address wrote before it is seen after it; in this GPU, others, and the host.
+// Acquire load, system scope.
 __device__ __forceinline__ u64 ld_acquire_sys_u64(u64 address) {
     u64 value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
     return value;
 }
 
-// What this thread wrote before it is seen by whoever acquires this value; in this GPU, others, and the host.
+// Release store, system scope.
 __device__ __forceinline__ void st_release_sys_u64(u64 address, u64 value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
-// What this thread wrote or has seen before it comes before what it writes after it; to this GPU, others, and the host.
+// Acquire-release fence, system scope.
 __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" : : : "memory");
 }
 
-// Adds, and gives back what was there. Orders what this thread and those that added before it did, in this GPU.
+// Atomic add, acquire-release, GPU scope. Returns the old value.
 __device__ __forceinline__ u64 atom_add_acq_rel_gpu_u64(u64 address, u64 value) {
     u64 before;
     asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
@@ -59,19 +59,19 @@ __device__ __forceinline__ void st_relaxed_gpu_u64(u64 address, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
-// What a thread of this GPU wrote before it released a value at this address is seen after it.
+// Acquire load, GPU scope.
 __device__ __forceinline__ u64 ld_acquire_gpu_u64(u64 address) {
     u64 value;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
     return value;
 }
 
-// What this thread wrote or has seen before it is seen by who acquires this value in this GPU.
+// Release store, GPU scope.
 __device__ __forceinline__ void st_release_gpu_u64(u64 address, u64 value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
-// A number that others may be writing; no order.
+// Relaxed load, GPU scope.
 __device__ __forceinline__ u64 ld_relaxed_gpu_u64(u64 address) {
     u64 value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -90,20 +90,19 @@ __device__ __forceinline__ u64 ld_relaxed_sys_u64(u64 address) {
     return value;
 }
 
-// 8 bytes at once, which whoever reads them sees whole; no order.
+// Relaxed 8-byte store, system scope: single-copy atomic.
 __device__ __forceinline__ void st_relaxed_sys_u64(u64 address, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
-// Adds, and gives back what was there; no order.
+// Relaxed atomic add, GPU scope. Returns the old value.
 __device__ __forceinline__ u64 atom_add_relaxed_gpu_u64(u64 address, u64 value) {
     u64 before;
     asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
     return before;
 }
 
-// Adds to a word in shared memory, and gives back what was there. Orders what this thread and those that changed the word
-// before it did, in this block.
+// Atomic add to a word in shared memory, acquire-release, block scope. Returns the old value.
 __device__ __forceinline__ u32 atom_add_acq_rel_shared_u32(u32 &word, u32 value) {
     u32 before;
     asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], %2;"
@@ -113,7 +112,7 @@ __device__ __forceinline__ u32 atom_add_acq_rel_shared_u32(u32 &word, u32 value)
     return before;
 }
 
-// The same: sets bits.
+// The same: atomic OR.
 __device__ __forceinline__ u64 atom_or_acq_rel_shared_u64(u64 &word, u64 bits) {
     u64 before;
     asm volatile("atom.acq_rel.cta.shared::cta.or.b64 %0, [%1], %2;"
@@ -123,7 +122,7 @@ __device__ __forceinline__ u64 atom_or_acq_rel_shared_u64(u64 &word, u64 bits) {
     return before;
 }
 
-// The same: keeps bits.
+// The same: atomic AND.
 __device__ __forceinline__ u64 atom_and_acq_rel_shared_u64(u64 &word, u64 bits) {
     u64 before;
     asm volatile("atom.acq_rel.cta.shared::cta.and.b64 %0, [%1], %2;"
@@ -133,7 +132,7 @@ __device__ __forceinline__ u64 atom_and_acq_rel_shared_u64(u64 &word, u64 bits) 
     return before;
 }
 
-// The same: becomes `value` if it was `expected`.
+// The same: compare-and-swap of `expected` with `value`.
 __device__ __forceinline__ u64 atom_cas_acq_rel_shared_u64(u64 &word, u64 expected, u64 value) {
     u64 before;
     asm volatile("atom.acq_rel.cta.shared::cta.cas.b64 %0, [%1], %2, %3;"
@@ -143,27 +142,27 @@ __device__ __forceinline__ u64 atom_cas_acq_rel_shared_u64(u64 &word, u64 expect
     return before;
 }
 
-// The line of this address comes nearer, for who reads it soon.
+// Prefetches the line of this address into L2.
 __device__ __forceinline__ void prefetch_l2(u64 address) {
     asm volatile("prefetch.global.L2 [%0];" : : "l"(address));
 }
 
-// Waits until the kernels before this one in its stream have completed, if it was launched before that: what they wrote is
-// visible then.
+// Waits until the preceding kernels in the stream have completed and their writes are visible (programmatic dependent
+// launch).
 __device__ __forceinline__ void await_earlier_grids() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
 }
 
-// Nanoseconds of a clock that all multiprocessors share. It ticks coarsely: of microseconds, not nanoseconds.
+// The GPU-wide clock in nanoseconds. Its resolution is about a microsecond.
 __device__ __forceinline__ u64 clock_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     return now;
 }
 
-// Leaves the multiprocessor to others for about this long.
+// Suspends this thread for about `ns` nanoseconds.
 __device__ __forceinline__ void pause_ns(u32 ns) {
     asm volatile("nanosleep.u32 %0;" : : "r"(ns));
 }

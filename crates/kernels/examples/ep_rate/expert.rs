@@ -1,4 +1,4 @@
-//! The expert layout: a dispatch's tensors, and what came of it.
+//! The expert layout: tensors of a dispatch, and checks of its results.
 
 use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, Stream};
@@ -12,7 +12,7 @@ use crate::routing::{Routing, rows};
 use crate::timing::{Gate, Work, back_to_back, cold};
 use crate::{Outcome, Step, Trial};
 
-/// What all experts give back: this byte twice, as bf16.
+/// Output of all experts: this byte twice, as bf16.
 const OUTPUT: u8 = 0x3f;
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
 
@@ -25,15 +25,15 @@ pub(crate) struct Options {
     pub(crate) column_scales: bool,
     /// Sending and receiving are launches of their own.
     pub(crate) apart: bool,
-    /// What the blocks of one iteration note is printed.
+    /// Print the marks that the blocks of one iteration record.
     pub(crate) marks: bool,
-    /// What events and the shortest of launches take is timed as well.
+    /// Also time events and an empty launch.
     pub(crate) floor: bool,
     /// What a combine carries: EP_WIRE_.
     pub(crate) wire: u32,
 }
 
-/// One launch. With 0 tokens all ranks only meet.
+/// One launch. With 0 tokens it is a barrier of all ranks.
 #[derive(Clone, Copy)]
 struct Launch {
     tokens: u32,
@@ -122,7 +122,7 @@ impl Rig {
             idx_bytes: 8,
             ..EpDispatchArgs::ZERO
         };
-        // SAFETY: all memory lives as long as the rig and the batch, which are waited for before they go.
+        // SAFETY: all memory lives as long as the rig and the batch, which are synchronized before they are dropped.
         unsafe { rank.place.kernels.dispatch_expert(&rank.place.stream, &args, launch.blocks, true)? };
         Ok(())
     }
@@ -146,7 +146,7 @@ impl Rig {
         Ok(())
     }
 
-    /// One dispatch and combine whose results are looked at: counts, sources, rows (bf16), sums.
+    /// Runs one dispatch and combine and checks the results: counts, sources, rows (bf16), sums.
     fn verify(&self, batch: &Batch, blocks: u32) -> Outcome<()> {
         let launch = Launch { tokens: batch.tokens, blocks, phases: BOTH, marked: false };
         settle()?;
@@ -312,8 +312,8 @@ impl Work for Run<'_> {
     }
 }
 
-/// What events take of the time: nothing between two of them, the shortest of launches, and a dispatch of no tokens, for
-/// which all ranks have to come.
+/// Share of the measurement itself: two adjacent events, an empty launch, and a dispatch of no tokens (a barrier of all
+/// ranks).
 struct Floor<'a>(&'a Run<'a>);
 
 impl Work for Floor<'_> {
@@ -362,7 +362,7 @@ impl Run<'_> {
         }
     }
 
-    /// Does each step once more, with a cold cache, and gives back what its blocks noted.
+    /// Runs each step once more with a cold cache and returns the marks that its blocks recorded.
     fn noted(&self) -> Outcome<Vec<Marks>> {
         let mut noted = Vec::new();
         for (step, name) in self.steps().into_iter().enumerate() {
@@ -371,7 +371,7 @@ impl Run<'_> {
                 // SAFETY: the area is the rank's, for this alone.
                 unsafe { rank.place.stream.fill(rank.marks.address(), 0, rank.marks.len())? };
                 self.make_cold(number)?;
-                // Only a dispatch can be put in to let all meet; after one, the receiving of another cannot.
+                // Only a dispatch can start with a barrier: one between the send and receive of another is not allowed.
                 if !(self.rig.options.apart && step % 2 == 1) {
                     self.meet(number)?;
                 }

@@ -14,22 +14,22 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 const KERNEL_LIMIT: Duration = Duration::from_secs(4);
 /// The longest wait in a kernel.
 const LIMIT_NS: u64 = 1_000_000_000;
-/// Bytes of a heap that are looked at at once.
+/// Bytes of a heap that are read at a time.
 const LOOK: usize = 4 << 20;
-/// More than the second cache of any GPU.
+/// More than the L2 cache of any GPU.
 const FLUSH: usize = 256 << 20;
 
 /// What a rank has in any layout.
 pub(crate) struct Place {
     pub(crate) stream: Stream,
-    /// For looking at the heap while kernels run.
+    /// Copies the heap while kernels run.
     aside: Stream,
     seen: PinnedMemory,
     pub(crate) kernels: EpKernels,
     pub(crate) heap: DeviceMemory,
     peers: DeviceMemory,
     faults: PinnedMemory,
-    /// Two handles: of the tokens that are timed, and of none, when ranks only meet.
+    /// Two handles: one for the timed tokens, one for the barrier with no tokens.
     handles: [DeviceMemory; 2],
     flush: DeviceMemory,
     number: u32,
@@ -78,7 +78,7 @@ impl Place {
         })
     }
 
-    /// What a launch takes; the second handle is for when ranks only meet, with 0 tokens.
+    /// Arguments of a launch; the second handle is for the barrier with 0 tokens.
     pub(crate) fn common(&self, layout: Layout, tokens: u32, phases: u32) -> EpCommon {
         let shape = self.kernels.shape();
         EpCommon {
@@ -97,14 +97,14 @@ impl Place {
         }
     }
 
-    /// Puts in: the second cache is overwritten.
+    /// Enqueues an overwrite of the L2 cache.
     pub(crate) fn make_cold(&self) -> Outcome<()> {
         // SAFETY: the area is the place's, for this alone.
         unsafe { self.stream.fill(self.flush.address(), 0, self.flush.len())? };
         Ok(())
     }
 
-    /// The heap is as new, and nothing was told of. No kernel may run.
+    /// Zeroes the heap and the fault ring. No kernel may run.
     pub(crate) fn clear(&self) -> Outcome<()> {
         // SAFETY: the memory is the place's and nobody uses it.
         unsafe {
@@ -114,7 +114,7 @@ impl Place {
         Ok(self.stream.wait(LIMIT)?)
     }
 
-    /// What the heap says now, kernels running or not.
+    /// Report of the heap, also while kernels run.
     fn report(&self) -> String {
         match self.look() {
             Ok(bytes) => self.kernels.shape().report(&bytes),
@@ -136,7 +136,7 @@ impl Place {
         Ok(bytes)
     }
 
-    /// The faults that its kernels told of, oldest first.
+    /// Faults that its kernels reported, oldest first.
     fn faults(&self) -> Vec<EpFault> {
         // SAFETY: pinned memory of that size; kernels write whole numbers, the first of them last.
         let one = |at: usize| unsafe { self.faults.as_ptr().cast::<EpFault>().add(at).read_volatile() };
@@ -150,14 +150,14 @@ impl Place {
     }
 }
 
-/// Before kernels are put in that wait for each other: what is given back to the driver meanwhile would make it wait for
-/// a whole GPU, and the other GPUs' launches with it.
+/// Releases memory before kernels that wait for each other are launched: a release in between would synchronize a whole
+/// GPU and block the launches on the others.
 pub(crate) fn settle() -> Outcome<()> {
     if wait_for_releases(LIMIT) { Ok(()) } else { Err("memory is not given back".into()) }
 }
 
-/// Waits for what was put in on all ranks. When that does not end, or a kernel waited for another rank in vain, the error
-/// says what every rank's heap says.
+/// Synchronizes the streams of all ranks. On a hang, or when a kernel timed out on another rank, the error contains the
+/// heap reports of all ranks.
 pub(crate) fn finish<'a>(places: impl Iterator<Item = &'a Place> + Clone) -> Outcome<()> {
     let (mut said, mut stuck) = (Vec::new(), false);
     for place in places.clone() {

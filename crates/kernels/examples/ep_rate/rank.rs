@@ -1,4 +1,4 @@
-//! The rank layout: a dispatch's tensors, and what came of it.
+//! The rank layout: tensors of a dispatch, and checks of its results.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -16,10 +16,10 @@ use crate::routing::{Routing, rows};
 use crate::timing::{Gate, Work, back_to_back, cold};
 use crate::{Outcome, Step, Trial};
 
-/// What all experts give back: this byte twice, as bf16.
+/// Output of all experts: this byte twice, as bf16.
 const OUTPUT: u8 = 0x3f;
 const ALL: u32 = EP_ANNOUNCE | EP_SEND | EP_RECEIVE;
-/// Of the rows that came, every so-manieth is compared byte by byte.
+/// One in this many received rows is compared byte by byte.
 const COMPARED: usize = 61;
 /// And of the sums.
 const SUMMED: usize = 7;
@@ -29,15 +29,15 @@ const SUMMED: usize = 7;
 pub(crate) struct Options {
     /// Rows are given as fp8 with scales, not cast on the way.
     pub(crate) fp8_input: bool,
-    /// The host is told how much came.
+    /// Report row counts to the host.
     pub(crate) counted: bool,
     /// Blocks that send in a combine; 0: all send and add.
     pub(crate) split: u32,
-    /// KiB of rows under way; 0 for what suits.
+    /// KiB of rows in flight; 0 for the default.
     pub(crate) queue: u32,
     /// Phases are launches of their own.
     pub(crate) apart: bool,
-    /// What the blocks of one more iteration note is printed.
+    /// Print the marks that the blocks of one extra iteration record.
     pub(crate) marks: bool,
 }
 
@@ -155,7 +155,7 @@ impl Rig {
             idx_bytes: 8,
             ..EpDispatchArgs::ZERO
         };
-        // SAFETY: all memory lives as long as the rig and the batch, which are waited for before they go.
+        // SAFETY: all memory lives as long as the rig and the batch, which are synchronized before they are dropped.
         unsafe { rank.place.kernels.dispatch_rank(&rank.place.stream, &args, launch.blocks, true)? };
         Ok(())
     }
@@ -183,7 +183,7 @@ impl Rig {
         if step.combines { self.combine(batch, number, launch) } else { self.dispatch(batch, number, launch) }
     }
 
-    /// Does each step once more, and gives back what its blocks noted: by step, on each rank.
+    /// Runs each step once more and returns the marks that its blocks recorded, by step and rank.
     fn noted(&self, run: &Run) -> Outcome<Vec<Marks>> {
         let mut noted = Vec::new();
         for step in run.all {
@@ -208,7 +208,7 @@ impl Rig {
         Ok(noted)
     }
 
-    /// One of each step, whose results are looked at: offsets, experts, rows (those that are not cast), sums.
+    /// Runs each step once and checks its results: offsets, experts, rows (those that are not cast), sums.
     fn verify(&self, batch: &Batch, blocks: u32) -> Outcome<()> {
         settle()?;
         for number in 0..self.ranks.len() {

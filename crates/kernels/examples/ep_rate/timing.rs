@@ -1,4 +1,4 @@
-//! Times of what all ranks do together.
+//! Timing of steps that all ranks run together.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -7,25 +7,25 @@ use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
 use crate::place::settle;
 use crate::{Outcome, Step};
 
-/// Iterations that are put in at once: a stream takes about a thousand operations, and a launch waits where there is no
-/// room, which there would not be while the gate is closed.
+/// Iterations that are enqueued at a time: a stream holds about a thousand operations, and a launch into a full stream
+/// blocks, for ever while the gate is closed.
 const AT_ONCE: usize = 30;
 
 /// What is timed: steps that every rank puts into its stream.
 pub(crate) trait Work {
     fn streams(&self) -> Vec<&Stream>;
-    /// Waits for what was put in; an error when kernels waited in vain.
+    /// Synchronizes; fails if a kernel timed out.
     fn finish(&self) -> Outcome<()>;
     fn steps(&self) -> Vec<&'static str>;
-    /// Puts in: the second cache is overwritten.
+    /// Enqueues an overwrite of the L2 cache.
     fn make_cold(&self, rank: usize) -> Outcome<()>;
-    /// Puts in: the rank goes on when all have come.
+    /// Enqueues a barrier of all ranks.
     fn meet(&self, rank: usize) -> Outcome<()>;
-    /// Puts in: one of the steps.
+    /// Enqueues a step.
     fn step(&self, rank: usize, step: usize) -> Outcome<()>;
 }
 
-/// A word at which all streams wait until everything was put in.
+/// Holds all streams until everything is enqueued.
 pub(crate) struct Gate(PinnedMemory);
 
 impl Gate {
@@ -47,7 +47,7 @@ impl Gate {
     }
 }
 
-/// Opens the gate whatever happens: streams that wait there would wait for ever.
+/// Opens the gate on drop, so that an error does not leave streams waiting for ever.
 struct Opened<'a>(&'a AtomicU32);
 
 impl Drop for Opened<'_> {

@@ -1,15 +1,15 @@
 //! Epochs as the host writes them into heaps between operations, when ranks connect, leave, and reconnect.
 //!
-//! A rank that connects brings its numbers to those of the rank that has come furthest ([`Epochs::bytes`], at
-//! `EpHeap::state`), forgets what an earlier connection of the other has left ([`Shape::left_by`]), and takes what went to
-//! and fro so far for taken ([`EpHeap::taken`], [`Epochs::words`]). A rank that had an earlier number than others does the
-//! last for all ranks that it is connected to, itself among them. Masks and the table of heaps follow.
+//! When a rank connects, it raises its epochs to the highest of all ranks ([`Epochs::bytes`], at `EpHeap::state`),
+//! clears what an earlier connection of the peer left ([`Shape::left_by`]), and marks all earlier operations as
+//! released ([`EpHeap::taken`], [`Epochs::words`]). A rank whose epochs were behind does the last for every connected
+//! rank, itself included. Masks and the table of heaps follow.
 
 use std::mem::offset_of;
 
 use super::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape, Span};
 
-/// Dispatches and combines so far.
+/// Epochs of the last dispatch and the last combine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Epochs {
     /// The last dispatch.
@@ -52,7 +52,7 @@ impl Epochs {
         [[self.dispatch; 3], [self.combine; 3]].concat().iter().flat_map(|number| number.to_le_bytes()).collect()
     }
 
-    /// The words that say that these were taken; they lie at [`EpHeap::taken`].
+    /// Control words that mark these operations as released; stored at [`EpHeap::taken`].
     pub fn words(self) -> [u8; 16] {
         let mut words = [0; 16];
         words[..8].copy_from_slice(&self.dispatch.to_le_bytes());
@@ -67,15 +67,15 @@ impl EpHeap {
         Span { at: self.words + u64::from(source) * EP_LINE, len: EP_LINE }
     }
 
-    /// Where `source` says what it has taken.
+    /// Offset of the control words with which `source` releases slots.
     pub fn taken(&self, source: u32) -> u64 {
         self.line(source).at + 8 * u64::from(EP_WORD_DISPATCH_TAKEN)
     }
 }
 
 impl Shape {
-    /// Where what a source says in a heap is taken for something that is there: its words, what its tokens select, the flags
-    /// of its rows, and its weights. All zeros when it connects.
+    /// Ranges in which stale data of a source would be read as new: its control words, routing tables, row flags and
+    /// weights. Zeroed when it connects.
     pub fn left_by(&self, source: u32) -> Vec<Span> {
         let heap = self.heap();
         let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * 8;

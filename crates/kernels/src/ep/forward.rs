@@ -27,11 +27,11 @@ pub struct Span {
 /// What is to be written from a mirror to its heap after a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Rows and what belongs to them.
+    /// Rows and their metadata.
     pub rows: Vec<Span>,
-    /// What says that they are there, and metadata.
+    /// Flags that announce the rows, tables and row positions.
     pub told: Vec<Span>,
-    /// The words of this rank.
+    /// The control words of this rank.
     pub line: Span,
 }
 
@@ -40,11 +40,11 @@ pub trait Look {
     /// Copies from `address` into `bytes`.
     ///
     /// # Errors
-    /// Whatever the copy says.
+    /// Errors of the copy.
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()>;
 }
 
-/// A rank out of reach.
+/// A rank whose heap this GPU cannot map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct There {
     /// Its number.
@@ -54,8 +54,8 @@ pub struct There {
 }
 
 impl Shape {
-    /// What a launch of a dispatch, with one phase, has sent to a rank out of reach. `look` reads the GPU, whose launch
-    /// is over.
+    /// Ranges that a single-phase dispatch launch wrote for an unreachable rank. Call it after the launch has
+    /// completed; `look` reads GPU memory.
     ///
     /// # Errors
     /// Those of `look`.
@@ -72,7 +72,7 @@ impl Shape {
         Ok(Load { rows, told, line: seen.line() })
     }
 
-    /// What a launch of a combine, with one phase, has sent to a rank out of reach.
+    /// Ranges that a single-phase combine launch wrote for an unreachable rank.
     ///
     /// # Errors
     /// Those of `look`.
@@ -87,9 +87,9 @@ impl Shape {
         Ok(Load { rows, told, line: seen.line() })
     }
 
-    /// Weights that come with a combine in the expert layout are waited for before rows go back. So they are written to
-    /// the mirrors of all ranks out of reach, and on to their heaps, before the launch that sends: the bytes, and
-    /// where. `None`: no rank waits for weights.
+    /// Weights of an expert-layout combine, and the range for them. Ranks wait for them before they return rows, so
+    /// they must be written to the mirrors and heaps of all unreachable ranks before the launch that sends. `None`: no
+    /// rank waits for weights.
     ///
     /// # Errors
     /// Those of `look`.
@@ -112,7 +112,7 @@ impl Shape {
     }
 }
 
-/// A launch that is over, and memory to look at.
+/// A completed launch, and access to its memory.
 struct Seen<'a, L> {
     shape: &'a Shape,
     common: &'a EpCommon,
@@ -150,7 +150,7 @@ impl<'a, L: Look> Seen<'a, L> {
         self.common.heap.line(self.common.rank)
     }
 
-    /// Where rows begin, of both parities: whoever has the word that all rows are there, of the same line, looks there.
+    /// Row positions of both parities. A rank reads them once the completion word of the same line is set.
     fn places(&self) -> Span {
         Span { at: self.line().at + 8 * u64::from(EP_WORD_PLACE), len: 8 * u64::from(EP_DEPTH) }
     }
@@ -173,8 +173,8 @@ impl<'a, L: Look> Seen<'a, L> {
         Ok(self.slots(slot, runs(here)))
     }
 
-    /// What went to slots in the rank layout: the handle has the experts of this rank's tokens, those of a routing that
-    /// is repeated, too.
+    /// Rows sent to slots in the rank layout. The handle holds the experts of this rank's tokens, also for a reused
+    /// routing.
     fn slot_rows(&self, to: There) -> Result<(Vec<Span>, Vec<Span>)> {
         let (common, topk, local) = (self.common, self.shape.topk, self.shape.local_experts());
         let slot = self.slot(self.word(offset_of!(EpState, dispatch_sent))?);
@@ -208,7 +208,7 @@ impl<'a, L: Look> Seen<'a, L> {
         // An announcement begins with the number of the region.
         let region = self.numbers(common.base + heap.announces + slot * heap.announce_stride, 1)?[0];
         if region >= shape.regions {
-            // It did not come, and has got nothing.
+            // The rank timed out; nothing was sent to it.
             return Ok(Vec::new());
         }
         let start = heap.regions + u64::from(region) * heap.region_stride;

@@ -144,9 +144,8 @@ impl EpKernels {
         self.multiprocessors
     }
 
-    /// Puts in: a dispatch in the expert layout, or those of its phases that `args` names. It can be captured. `early`:
-    /// it may begin before the kernel before it in the stream has ended, for which it waits by itself, if the kernels are
-    /// compiled for that.
+    /// Enqueues a dispatch in the expert layout, or the phases of one that `args` names. Can be captured. With `early`,
+    /// if compiled in, it may start before the preceding kernel of the stream ends, and waits for it by itself.
     ///
     /// # Safety
     /// All addresses must be valid for what the fields say until this is done, and not be touched by others meanwhile;
@@ -170,7 +169,7 @@ impl EpKernels {
         unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args, early) }
     }
 
-    /// Puts in: a combine in the expert layout, or those of its phases that `args` names. It can be captured.
+    /// Enqueues a combine in the expert layout, or the phases of one that `args` names. Can be captured.
     ///
     /// # Safety
     /// As [`EpKernels::dispatch_expert`]; the handle must be of a dispatch of this buffer that is done by then.
@@ -189,16 +188,16 @@ impl EpKernels {
                 let detail = format!("coded rows need blocks of 128 elements, and hidden is {}", self.shape.hidden);
                 return Err(Error::new(ErrorKind::Usage, "combine", detail));
             }
-            (wire, _) => return Err(Error::new(ErrorKind::Usage, "combine", format!("no kernel carries wire {wire}"))),
+            (wire, _) => return Err(Error::new(ErrorKind::Usage, "combine", format!("unknown wire format {wire}"))),
         };
         // SAFETY: the kernel takes `EpCombineArgs`; the caller vouches for the rest.
         unsafe { self.start(combine, stream, pair.grid(blocks, 1), args, early) }
     }
 
-    /// Puts in: a dispatch in the rank layout, or those of its phases that `args` names. It can be captured.
+    /// Enqueues a dispatch in the rank layout, or the phases of one that `args` names. Can be captured.
     ///
     /// # Safety
-    /// As [`EpKernels::dispatch_expert`]; the region must be nobody's until its result is done with.
+    /// As [`EpKernels::dispatch_expert`]; the region must not be used otherwise until its result is released.
     ///
     /// # Errors
     /// As there.
@@ -214,7 +213,7 @@ impl EpKernels {
         unsafe { self.start(&pair.dispatch, stream, pair.grid(blocks, 0), args, early) }
     }
 
-    /// Puts in: a combine in the rank layout, or those of its phases that `args` names. It can be captured.
+    /// Enqueues a combine in the rank layout, or the phases of one that `args` names. Can be captured.
     ///
     /// # Safety
     /// As [`EpKernels::combine_expert`].

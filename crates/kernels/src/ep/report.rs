@@ -1,4 +1,4 @@
-//! What a heap says of the operations under way, for whoever must find out why they do not end.
+//! Text report of a heap's operations in flight, for debugging a hang.
 
 use std::fmt::Write as _;
 
@@ -24,17 +24,17 @@ const WORDS: [&str; 13] = [
     "place1",
 ];
 
-/// What was waited for when a rank did not come, by the number in a fault.
+/// Name of the stage at which a rank timed out, from the number in a fault.
 pub fn stage_name(stage: u32) -> &'static str {
     match stage {
         EP_STAGE_TABLE => "table",
         EP_STAGE_ROW => "row",
         EP_STAGE_WEIGHTS => "weights",
-        EP_STAGE_BACK_ROW => "row back",
+        EP_STAGE_BACK_ROW => "returned row",
         EP_STAGE_ANNOUNCE => "announcement",
-        EP_STAGE_SENT => "word that all is sent",
-        EP_STAGE_DISPATCH_TAKEN => "word that the last dispatch but one is taken",
-        EP_STAGE_COMBINE_TAKEN => "word that the last combine but one is taken",
+        EP_STAGE_SENT => "completion word",
+        EP_STAGE_DISPATCH_TAKEN => "release of the dispatch before the last",
+        EP_STAGE_COMBINE_TAKEN => "release of the combine before the last",
         EP_STAGE_PLACE => "place of rows",
         EP_STAGE_ROOM => "room for rows",
         _ => "unknown stage",
@@ -42,8 +42,8 @@ pub fn stage_name(stage: u32) -> &'static str {
 }
 
 impl Shape {
-    /// What a heap's bytes say, in a few lines: this rank's operations and blocks under way, masks, and by source the words
-    /// and how many flags have the newest operation. `bytes` may be a copy made while kernels run.
+    /// Summarizes a heap in a few lines: this rank's operations and blocks in flight, masks, and per source the control
+    /// words and the number of flags of the newest operation. `bytes` may be a copy made while kernels run.
     pub fn report(&self, bytes: &[u8]) -> String {
         let heap = self.heap();
         let numbers = |at: u64, count: u64| -> Vec<u64> {

@@ -67,7 +67,7 @@ pub enum Layout {
     Rank,
 }
 
-/// Numbers that only change how fast it is. 0 is what suits the shape.
+/// Parameters that affect only speed. 0 picks a value that suits the shape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Tuning {
     /// Elements that a warp sends at a time, a multiple of 1024; the same on every rank.
@@ -98,7 +98,7 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// What suits the shape.
+    /// Defaults for the shape.
     pub const USUAL: Tuning = Tuning {
         piece: 0,
         threads: 0,
@@ -137,7 +137,7 @@ pub struct Shape {
     pub rank_layout: bool,
     /// Rank layout: how many results there can be at once.
     pub regions: u32,
-    /// Numbers that only change how fast it is.
+    /// Parameters that affect only speed.
     pub tuning: Tuning,
 }
 
@@ -168,7 +168,7 @@ impl Shape {
         }
         let unit = if self.payload == Payload::Bf16 { 8 } else { BLOCK };
         if !self.hidden.is_multiple_of(unit) {
-            return wrong(format!("hidden {} is no multiple of {unit}", self.hidden));
+            return wrong(format!("hidden {} is not a multiple of {unit}", self.hidden));
         }
         if !(self.expert_layout || self.rank_layout) {
             return wrong("layouts is empty: name \"expert\", \"rank\" or both".into());
@@ -194,10 +194,10 @@ impl Shape {
         if fits && (1..=warps).contains(&senders) && receive_from <= senders && receive_from < warps {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Usage, "ExpertBuffer", format!("{:?} is no tuning", self.tuning)))
+        Err(Error::new(ErrorKind::Usage, "ExpertBuffer", format!("{:?} is not a valid tuning", self.tuning)))
     }
 
-    /// The tuning with nothing left open.
+    /// The tuning with all defaults resolved.
     pub fn tuning(&self) -> Tuning {
         let or = |given: u32, usual: u32| if given == 0 { usual } else { given };
         let threads = or(self.tuning.threads, 768);
@@ -336,7 +336,7 @@ impl Shape {
         self.heap().bytes
     }
 
-    /// What a heap's bytes are for, in the order in which they lie.
+    /// Memory use of a heap by purpose, in order of address.
     pub fn kinds(&self) -> Vec<(&'static str, u64)> {
         self.lay().1
     }
@@ -384,7 +384,7 @@ impl Shape {
         heap.row_stride = if pieces == 1 { self.whole_row() } else { pieces * heap.piece_stride };
         heap.rows = lay.take(only(slots, depth * ranks * most * heap.row_stride));
         heap.row_flags = lay.take(only(slots, depth * ranks * most * pieces * 8));
-        lay.end("rows that are dispatched");
+        lay.end("dispatched rows");
         heap.back_stride = wide;
         heap.back_slot = line(most * self.back_rows() * wide);
         heap.back = lay.take(depth * ranks * heap.back_slot);
@@ -393,7 +393,7 @@ impl Shape {
         let beyond = only(self.expert_layout && !self.prereduce, (topk - self.back_rows()) * pieces * 8);
         heap.back_flags = lay.take(depth * ranks * heap.back_flags_slot + beyond);
         heap.back_topk = lay.take(only(granted, depth * ranks * most * topk * 4));
-        lay.end("rows that come back");
+        lay.end("returned rows");
         let rows = ranks * most;
         heap.region_scales = line(rows * u64::from(self.row_bytes()));
         heap.region_idx = heap.region_scales + line(rows * u64::from(self.scale_bytes()));
@@ -503,7 +503,7 @@ fn back_stage(piece: u32, threads: u32) -> u32 {
     threads / 32 * 2 * piece
 }
 
-/// Areas that lie one behind the other.
+/// Lays out areas one after another.
 #[derive(Default)]
 struct Lay {
     at: u64,
@@ -518,7 +518,7 @@ impl Lay {
         at
     }
 
-    /// What was taken since the last time is one kind.
+    /// Attributes everything laid out since the last call to `what`.
     fn end(&mut self, kind: &'static str) {
         self.kinds.push((kind, self.at - self.begun));
         self.begun = self.at;
@@ -590,14 +590,14 @@ mod tests {
         };
         refused(Shape { ranks: 65, experts: 65, ..DECODE }, "ranks 65 is not from 1 to 64");
         refused(Shape { hidden: 16512, ..DECODE }, "hidden 16512 is not from 1 to 16384");
-        refused(Shape { hidden: 7176, ..DECODE }, "hidden 7176 is no multiple of 128");
+        refused(Shape { hidden: 7176, ..DECODE }, "hidden 7176 is not a multiple of 128");
         refused(Shape { topk: 33, ..DECODE }, "topk 33 is not from 1 to 32");
         refused(Shape { topk: 5, experts: 4, ..DECODE }, "topk 5 is not from 1 to 4");
         refused(Shape { experts: 290, ..DECODE }, "num_experts 290 cannot be spread evenly over 4 ranks");
         refused(Shape { experts: 4100, ..DECODE }, "1025 experts per rank");
         refused(Shape { max_tokens: 0, ..DECODE }, "max_tokens_per_rank 0");
         refused(Shape { rank_layout: true, ..DECODE }, "regions 0");
-        refused(Shape { tuning: Tuning { threads: 48, ..Tuning::default() }, ..DECODE }, "no tuning");
+        refused(Shape { tuning: Tuning { threads: 48, ..Tuning::default() }, ..DECODE }, "not a valid tuning");
         Shape { hidden: 8, payload: Payload::Bf16, ..DECODE }.check().unwrap();
     }
 }

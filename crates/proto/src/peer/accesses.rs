@@ -11,10 +11,10 @@ pub(super) enum JobOf {
     Out(u32),
 }
 
-/// Ids that events name to the engine, and that are not used again before the engine is done with them.
+/// Ids that events hand to the engine, not reused before the engine is done with them.
 ///
-/// An access begins with a transfer and its id is free when the engine has taken the event that ends it; a job ends when
-/// the engine answers for it. The tables of transfers begin both, [`Peer`](super::Peer) ends them.
+/// An access begins with a transfer, and its id is free once the engine has taken the event that ends it; a job ends
+/// when the engine reports its result. The transfer tables begin both, [`Peer`](super::Peer) ends them.
 #[derive(Debug, Default)]
 pub(super) struct Accesses {
     passives: Slab<()>,

@@ -1,4 +1,4 @@
-//! What this end owes the peer in words, for as long as they talk.
+//! Control frames and completions owed to the peer, and the state of the connection.
 
 use std::collections::VecDeque;
 
@@ -17,29 +17,29 @@ pub(super) enum Phase {
     Broken(String),
     /// The peer said goodbye.
     Closed,
-    /// The engine said so.
+    /// The engine reported the peer as dead.
     Dead(Failure),
 }
 
-/// Frames to send before any operation, finished operations of the peer's to confirm, and whether anybody listens.
+/// Queue of control frames, completions owed to the peer, and whether the connection is open in each direction.
 ///
-/// Every part of [`Peer`](super::Peer) adds to it while the connection is live and this end has not said goodbye, after
-/// which nothing is added. `sending` takes from it. What a peer makes this end owe is bounded: one that has it owe more
-/// is broken off. Acknowledgements may wait a few passes for a message that carries them ([`Answers::due`]).
+/// Every part of [`Peer`](super::Peer) adds to it while the connection is live and this end has not sent its goodbye;
+/// `sending` takes from it. The length is bounded: a peer that makes this end owe more is cut off. Acknowledgements may
+/// wait a few passes for a message that carries them ([`Answers::due`]).
 #[derive(Debug)]
 pub(super) struct Answers {
     phase: Phase,
     closing: bool,
     bye_sent: bool,
     control: VecDeque<(Frame, Body)>,
-    /// The peer's operations that are finished and not yet told so.
+    /// Finished operations of the peer whose completion has not been sent.
     dones: VecDeque<u32>,
     /// Whether one of them finishes a read of ours, whose wire id we may use again.
     done_reads: bool,
     urgent: bool,
     passes: u32,
     lazy_passes: u32,
-    /// Answers that may wait.
+    /// Maximum number of queued replies.
     most: usize,
 }
 
@@ -56,8 +56,8 @@ impl Answers {
             urgent: false,
             passes: 0,
             lazy_passes,
-            // A peer that keeps to its credit makes us owe it a few frames per operation; one that makes us owe it more
-            // has stopped listening to what it asks for.
+            // A peer that keeps to its credit is owed a few frames per operation; one that is owed more keeps sending
+            // requests and does not read the replies.
             most: 16 * credit as usize + 64,
         }
     }
@@ -199,7 +199,7 @@ impl Answers {
     #[inline]
     fn bound(&mut self, owed: usize, events: &mut Events) {
         if owed > self.most {
-            self.break_off(format!("{owed} answers wait for a peer that goes on asking"), events);
+            self.break_off(format!("{owed} replies are queued for a peer that keeps sending requests"), events);
         }
     }
 
@@ -245,13 +245,13 @@ impl Answers {
         self.is_open() && self.control.is_empty() && !self.dones_first()
     }
 
-    /// Whether something should go out now rather than with a message that may follow.
+    /// Whether something must go out now rather than ride along with a later message.
     pub(super) fn press(&self) -> bool {
         !self.control.is_empty() || (self.urgent && !self.dones.is_empty()) || self.dones_first() || self.owes_bye()
     }
 
-    /// Whether the peer must hear of finished operations before it hears of a new one: there are many, or one of them
-    /// is a read of ours, whose id the new one may bear (one goes along with it and is heard first).
+    /// Whether completions must precede the next new operation: there are many, or one is for a read of ours, whose id
+    /// the new operation may reuse (one completion rides along with it and is processed first).
     #[inline]
     pub(super) fn dones_first(&self) -> bool {
         self.dones.len() >= DONES || (self.done_reads && self.dones.len() > 1)
@@ -282,7 +282,7 @@ impl Answers {
         bytes
     }
 
-    /// What is owed goes out at the next occasion, alone if need be.
+    /// Sets whether everything owed goes out with the next pass, alone if need be.
     pub(super) fn urge(&mut self, owes: bool) {
         self.urgent = owes;
     }
@@ -298,7 +298,7 @@ impl Answers {
         !self.urgent && self.passes == 0
     }
 
-    /// Whether what is owed goes out alone; if not, that was one occasion passed.
+    /// Whether what is owed must go out alone; if not, counts one deferred pass.
     pub(super) fn due(&mut self) -> bool {
         let due = self.urgent || self.passes >= self.lazy_passes || matches!(self.phase, Phase::Closed);
         self.passes += u32::from(!due);

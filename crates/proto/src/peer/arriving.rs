@@ -159,7 +159,7 @@ impl Peer {
         let arrival = self.stream.classify(frame::epoch(head), frame::seq(head));
         match arrival {
             Arrival::Stale => return Ok(Placing::Discard),
-            Arrival::Gap => return Err("a message is missing".to_owned()),
+            Arrival::Gap => return Err("gap in the message sequence numbers".to_owned()),
             Arrival::New | Arrival::Old => {}
         }
         if lossy {
@@ -254,7 +254,7 @@ impl Peer {
         let lane = self.lanes[at].spec.id;
         let same = |o: &&mut Open| o.lane != lane && frame::same(&o.head, head);
         let Some(open) = self.stream.receiving_mut().filter(same) else {
-            return Err("a message came again and differs".to_owned());
+            return Err("a retransmitted message differs from the first copy".to_owned());
         };
         open.lane = lane;
         let what = open.what;
@@ -521,7 +521,7 @@ impl Peer {
     fn written(&mut self, now: Time, of: WriteOf, host: &mut Host<'_>) -> Result<(), String> {
         let WriteOf { op, len, imm, data, write } = of;
         if len == 0 && !data {
-            return Err("write of nothing without data".to_owned());
+            return Err("zero-length write without data".to_owned());
         }
         if self.answers.closing() {
             self.answers.tell_failed(op, &Failure::Closed, &mut self.events);

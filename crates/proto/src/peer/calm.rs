@@ -1,15 +1,15 @@
-//! What makes the usual short message cheap.
+//! Fast path for short messages.
 
 use crossrail_types::LaneId;
 
-/// The condition of a connection in which a short message needs nothing but its own words: one lane that loses nothing
-/// and [counts](crate::LaneSpec::counts) carries the messages, and nothing is queued, owed, held back or ending.
+/// Set while a short message can skip all checks of the connection: one reliable lane that
+/// [counts](crate::LaneSpec::counts) carries the messages, and nothing is queued, owed, held back or ending.
 ///
-/// It is found out once, after a message that went the long way ([`Peer::calm_down`](super::Peer::calm_down)), and holds
-/// until any other method of [`Peer`](super::Peer) may have changed it: each of those calls [`Calm::stir`] first.
+/// It is established after a message that took the slow path ([`Peer::calm_down`](super::Peer::calm_down)), and holds
+/// until any other method of [`Peer`](super::Peer) may invalidate it: each of those calls [`Calm::stir`] first.
 #[derive(Debug)]
 pub(super) struct Calm {
-    /// The lane's id; [`NO_LANE`] while the connection is not calm. One word, so that it is found out by one comparison.
+    /// The lane's id; [`NO_LANE`] while the fast path is off. One word, so that one comparison suffices.
     lane: u64,
     send_max: u64,
     place_max: u32,
@@ -29,13 +29,13 @@ impl Calm {
         Calm { lane: u64::from(lane.0), send_max, place_max }
     }
 
-    /// Whether short messages on that lane need no further look at the connection.
+    /// Whether short messages on that lane may take the fast path.
     #[inline(always)]
     pub(super) fn is_on(&self, lane: LaneId) -> bool {
         self.lane == u64::from(lane.0)
     }
 
-    /// Something may change that was found out.
+    /// Turns the fast path off: one of its preconditions may change.
     #[inline(always)]
     pub(super) fn stir(&mut self) {
         self.lane = NO_LANE;

@@ -23,8 +23,8 @@ use copy::DirectCopy;
 /// Most holes that a transfer may have: far more than lanes and windows can make.
 const PARTS_MAX: usize = 64 << 10;
 
-/// From this length on, the end is told at once: a frame of its own costs nothing beside that many bytes, and whoever
-/// received them may be busy with them for long, while the sender waits.
+/// From this length on, completion is reported at once: its own frame is cheap compared with the transfer, and the
+/// receiver may process the data for long before it sends anything that could carry the report.
 const PROMPT: u64 = 256 << 10;
 
 /// A transfer towards us.
@@ -119,11 +119,11 @@ impl Incoming {
 
 /// The table of transfers towards us, from the frame that begins one to the event that ends it.
 ///
-/// An entry stays until no lane, no direct copy of either end and no unpack touches its memory: the peer is answered only
-/// when this end's own job has ended, and help that was asked for is waited for. Ends are final: what comes for a
-/// transfer that is ending or over is discarded, by its serial. Chunks of the peer are checked here, before a byte of them is
-/// placed. [`Peer`](super::Peer) asks where bytes go and says when they are there; where a read completes or is given up,
-/// it ends the operation of ours that belongs to it ([`Outs`](super::outgoing::Outs)).
+/// An entry stays until no lane, no direct copy of either end and no unpack touches its memory: the peer gets its reply
+/// only when this end's own job has ended, and a push that it was invited to is waited for. Ends are final: what
+/// arrives for a transfer that is ending or over is discarded, by its serial. Chunks are validated here, before a byte
+/// of them is placed. [`Peer`](super::Peer) asks where bytes go and reports when they are placed; where a read
+/// completes or is abandoned, it ends the matching operation of ours ([`Outs`](super::outgoing::Outs)).
 #[derive(Debug, Default)]
 pub(super) struct Ins {
     table: Slab<Incoming>,
@@ -217,7 +217,7 @@ impl Ins {
     pub(super) fn place_data(&self, index: u32, len: u32, regions: &dyn Regions) -> Result<bool, String> {
         let Some(incoming) = self.table.get(index as usize) else { return Ok(false) };
         if incoming.stage != InStage::Data || incoming.len != u64::from(len) {
-            return Err(format!("data of a write, {len} bytes, that do not fit"));
+            return Err(format!("write data of {len} bytes does not fit"));
         }
         Ok(!matches!(incoming.kind, InKind::Write { region, .. } if !regions.alive(region)))
     }
@@ -229,7 +229,7 @@ impl Ins {
         }
         let Some(incoming) = self.find_mut(target) else { return Ok(false) };
         if !matches!(incoming.kind, InKind::Read { .. }) || incoming.len != u64::from(len) {
-            return Err(format!("data of a read, {len} bytes, that do not fit"));
+            return Err(format!("read data of {len} bytes does not fit"));
         }
         incoming.their = serve;
         Ok(true)
@@ -426,7 +426,7 @@ impl Ins {
         self.find_receive(op).map(|(_, i)| (i.received.bytes(), i.len))
     }
 
-    /// Ends all without another word to the peer. Direct copies and unpacks are waited for.
+    /// Ends all transfers without notifying the peer. Still waits for direct copies and unpacks.
     pub(super) fn fail_all(&mut self, why: &Failure, cx: &mut Context<'_>) {
         let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
         for index in all {

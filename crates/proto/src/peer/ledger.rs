@@ -201,7 +201,7 @@ impl Unconfirmed {
         all.find(|counted| counted.op == op && counted.stage != CountedStage::Answered)
     }
 
-    /// Our memory is the reason why `op` is being aborted.
+    /// Records our memory's failure as the reason why `op` is being aborted.
     pub(super) fn blame(&mut self, op: OpId, why: Failure) {
         self.faults.push((op, why));
     }
@@ -227,7 +227,7 @@ pub(super) struct Delivered {
     arrived: u32,
     /// The count that the peer was told last.
     told: u32,
-    /// Numbers of messages that an answer by name is still to tell of, ascending, each with the sender's id of it.
+    /// Sequence numbers of messages still to be answered by name, ascending, each with the sender's id of it.
     withheld: VecDeque<(u32, u32)>,
 }
 

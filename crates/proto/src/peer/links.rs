@@ -7,10 +7,10 @@ use super::answers::Phase;
 use crate::lane::Lane;
 use crate::{Event, Failure, LaneLoad, LaneSpec, Matcher, Time};
 
-/// Lanes that may fail by violations, one after the other, with nothing in between that made sense.
+/// Maximum number of consecutive lanes that may fail by protocol violations, with no valid frame in between.
 const VIOLATIONS_MAX: u32 = 8;
 
-/// Lanes that have failed by violations since the peer last made sense.
+/// Lanes that have failed by violations since the last valid frame of the peer.
 #[derive(Debug, Default)]
 pub(super) struct Violations {
     count: u32,
@@ -75,10 +75,7 @@ impl Peer {
         self.events.push(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
         if self.stream.is_on(lane) {
             if self.stream.fragile() && self.answers.live() {
-                self.answers.break_off(
-                    format!("{lane}, which loses nothing while the peer lives, went down"),
-                    &mut self.events,
-                );
+                self.answers.break_off(format!("reliable lane {lane} went down"), &mut self.events);
             }
             self.stream.move_to(None, false);
             self.choose_lane(now);
@@ -93,8 +90,8 @@ impl Peer {
         }
     }
 
-    /// Has the lane carry a frame that says nothing new: now there is something that the other end's kernel
-    /// acknowledges if the link lives. For a suspect of which nothing is in flight.
+    /// Sends an empty frame on the lane, so that the peer's kernel has something to acknowledge if the link lives. For
+    /// a suspect with nothing in flight.
     pub fn probe(&mut self, lane: LaneId) {
         self.stir();
         if let Some(at) = self.lanes.find(lane) {

@@ -1,4 +1,4 @@
-//! What we announce: operations of ours, and reads that we serve.
+//! Outgoing operations, and reads that we serve.
 
 mod chunks;
 mod entry;
@@ -317,7 +317,7 @@ impl Outs {
         self.table.iter().find(|(_, o)| o.kind == Kind::Read { target }).map(|(i, _)| i as u32)
     }
 
-    /// The reason for a failure: our own, if our memory was at fault, in full; otherwise the peer's.
+    /// The failure to report: our own, with full details, if our memory failed; otherwise the peer's.
     pub(super) fn own_word(&mut self, index: u32, theirs: Failure) -> Failure {
         let own = self.table.get_mut(index as usize).and_then(Outgoing::take_fault);
         match (own, theirs) {
@@ -401,7 +401,7 @@ impl Outs {
             if outgoing.kind == Kind::Serve && outgoing.rest().job.is_none() {
                 cx.events.revoke(outgoing.memory());
             }
-            // The peer's word on it, if it was heard already, stands.
+            // A result that the peer had already reported stands.
             let result = match &outgoing.rest().after {
                 After::Finish(result) => result.clone(),
                 _ => Err(why.clone()),
@@ -471,7 +471,8 @@ impl Outs {
         if let Some(seq) = outgoing.seq {
             cx.stream.leave(seq);
         }
-        // What lanes carry of it stays readable: the peer believes the bytes until it hears of this.
+        // Lanes may still read what is in flight of it: the peer treats those bytes as valid until it learns of the
+        // failure.
         cx.answers.withdraw_data(index + 1);
         let (code, bytes) = frame::encode_failure(&why);
         cx.answers.tell(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes), cx.events);

@@ -88,8 +88,8 @@ impl Peer {
         self.lanes.find(lane).is_some_and(|at| !self.is_quiet(at) && (self.has_words(at) || self.may_chunk(at)))
     }
 
-    /// Whether there is nothing at all that the lane at `at` could carry: one test for what is mostly so. False says
-    /// nothing.
+    /// Whether the lane at `at` certainly has nothing to send: one cheap test for the common case. False is
+    /// inconclusive.
     #[inline]
     pub(super) fn is_quiet(&self, at: usize) -> bool {
         let Lane { spec, .. } = &self.lanes[at];
@@ -125,9 +125,9 @@ impl Peer {
         self.delivered.owed() && self.stream.reliable() && self.stream.is_on(spec.id) && !spec.counts
     }
 
-    /// The count of delivered messages, where it is news to the peer: for `lane`, which [counts], to be published there
-    /// only while every frame that [`Peer::next`] and [`Peer::send_now`] gave is on the lane, since the count may pass
-    /// what such a frame declares failed. Then call [`Peer::told`].
+    /// The count of delivered messages, if the peer does not know it yet: for `lane`, which [counts]. Publish it there
+    /// only while every frame that [`Peer::next`] and [`Peer::send_now`] returned is on the lane, since the count may
+    /// pass messages that such a frame declares failed. Then call [`Peer::told`].
     ///
     /// [counts]: crate::LaneSpec::counts
     #[inline(always)]
@@ -179,8 +179,8 @@ impl Peer {
         Err(why)
     }
 
-    /// Whether [`Peer::next`] has something for this lane that should go out now. [`Peer::wants`] also counts the few
-    /// acknowledgements that may as well ride along with a message, if one comes in time.
+    /// Whether [`Peer::next`] has something for this lane that must go out now. [`Peer::wants`] also covers the few
+    /// acknowledgements that may wait to ride along with a message.
     #[inline(always)]
     pub fn presses(&self, lane: LaneId) -> bool {
         !self.calm.is_on(lane) && self.has_pressing_work(lane)
@@ -489,13 +489,13 @@ impl Peer {
         self.outs.are_enough_for(&self.lanes[at])
     }
 
-    /// Something may change that [`Calm`] promises.
+    /// Turns the fast path off; see [`Calm::stir`].
     #[inline]
     pub(super) fn stir(&mut self) {
         self.calm.stir();
     }
 
-    /// Finds out whether the connection is [`Calm`].
+    /// Turns the fast path on if its preconditions hold; see [`Calm`].
     pub(super) fn calm_down(&mut self, at: usize) {
         let lane = &self.lanes[at];
         if !lane.spec.counts {

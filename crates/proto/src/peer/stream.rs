@@ -21,7 +21,7 @@ pub(super) struct Stream {
     /// The lane that carries our messages, if one is there.
     lane: Option<LaneId>,
     reliable: bool,
-    /// A cheaper lane waits until all that went out on this one is acknowledged.
+    /// The move to a cheaper lane waits until everything sent on this one is acknowledged.
     draining: bool,
     /// Number of the next frame.
     next: u32,
@@ -39,8 +39,8 @@ pub(super) struct Stream {
     their_epoch: u16,
     /// Frames consumed since we last acknowledged.
     owed: u32,
-    /// The lane that brings the peer's messages: an acknowledgement alone goes back there, so that what is lost with
-    /// that lane is asked for again when the peer moves on.
+    /// The lane on which the peer's messages arrive. Bare acknowledgements go back on it, so that one that is lost with
+    /// the lane is requested again when the peer moves to another.
     heard: Option<LaneId>,
     /// The frame whose payload is coming in.
     open: Option<Open>,
@@ -152,7 +152,7 @@ impl Stream {
         self.retained.is_empty() && !(self.reliable && self.lane.is_some() && self.next != 0)
     }
 
-    /// Whether messages that are gone with the present lane would be lost for good.
+    /// Whether unacknowledged messages would be lost for good with the present lane.
     pub(super) fn fragile(&self) -> bool {
         self.reliable && self.next != 0
     }
@@ -272,8 +272,8 @@ impl Stream {
         Ok(true)
     }
 
-    /// Nothing may refer to the memory of frame `seq` any more: if it is retained, it becomes an empty one. True if a
-    /// lane may still be reading that memory: there, or because the frame went out again and the first one arrived.
+    /// Drops all references to the memory of frame `seq`: if the frame is retained, it becomes an empty one. True if a
+    /// lane may still be reading that memory: the original lane, or the one that carried a retransmission.
     pub(super) fn leave(&mut self, seq: u32) -> bool {
         self.blank(seq) || (seq.wrapping_sub(self.twice) as i32) < 0
     }
@@ -328,7 +328,8 @@ impl Stream {
         self.owed += 1;
     }
 
-    /// A lane is gone. If it brought the peer's messages, the peer repeats on another what we have not told it of.
+    /// A lane went down. If the peer's messages arrived on it, the peer retransmits on another lane what we have not
+    /// acknowledged.
     pub(super) fn unheard(&mut self, lane: LaneId) {
         if self.heard == Some(lane) {
             self.heard = None;

@@ -1,9 +1,9 @@
 //! What becomes of operations: ends that concern both tables of transfers, direct copies, chunks by way of slots, memory
 //! that fails.
 //!
-//! Every end of a copy waits until the other no longer accesses the memory before it lets go of it. A chunk that lands in
-//! a slot counts as consumed when it is unpacked; its transfer is over, in whatever way, when nothing is unpacked into its
-//! memory any more.
+//! Before an end releases the memory of a copy, it waits until the peer no longer accesses that memory. A chunk in a
+//! slot counts as consumed once it is unpacked; its transfer ends, successfully or not, only when nothing is being
+//! unpacked into its memory.
 
 use crossrail_types::{LaneId, OpId};
 
@@ -157,9 +157,9 @@ impl Peer {
         }
     }
 
-    /// There is no slot for the chunk that the lane's last [`Peer::place`] answered to: the lane keeps its head, and
-    /// `place` is called again with the same one. Meanwhile the peer is told now and then that this end lives
-    /// ([`Peer::on_timeout`]), and its silence on that lane means nothing.
+    /// No slot is free for the chunk of the lane's last [`Peer::place`]: the lane keeps its head and calls `place`
+    /// again with it. Until then this end sends heartbeats ([`Peer::on_timeout`]), and the peer's silence on that lane
+    /// does not count.
     pub fn unplace(&mut self, now: Time, lane: LaneId) {
         self.stir();
         let Some(at) = self.lanes.find(lane) else { return };

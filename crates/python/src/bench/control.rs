@@ -109,6 +109,6 @@ pub(super) fn bench_control<'py>(
 fn gpu(py: Python<'_>, name: &str) -> PyResult<u32> {
     match name.parse::<Place>().or_raise(py)? {
         Place::Gpu(ordinal) => Ok(ordinal),
-        Place::Host => Err(errors::usage(py, "bench", "the host's memory is no GPU's", "a GPU, as cuda:0")),
+        Place::Host => Err(errors::usage(py, "bench", "the device is not a GPU", "pass a GPU, such as cuda:0")),
     }
 }

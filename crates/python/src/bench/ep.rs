@@ -1,4 +1,4 @@
-//! The measuring loop of dispatch and combine, run detached; and the bookkeeping of the program it is compared with.
+//! Measures dispatch and combine, detached from the GIL; and packing for the MPI_Alltoallv baseline.
 #![allow(unsafe_code)]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -189,7 +189,7 @@ impl Alltoallv {
     }
 }
 
-/// Memory that Python lends while a call runs, the GIL held.
+/// An array borrowed from Python for one call, with the GIL held throughout.
 struct Array(lent::Lent);
 
 impl Array {
@@ -204,7 +204,8 @@ impl Array {
     /// Its elements.
     fn of<T: Number>(&self, py: Python<'_>) -> PyResult<&[T]> {
         self.fits::<T>(py)?;
-        // SAFETY: valid and aligned, as was checked, and any bytes are a number; written by nobody while the GIL is held.
+        // SAFETY: alignment was checked, any bit pattern is valid for `T`, and no other thread writes while the GIL is
+        // held.
         Ok(unsafe { std::slice::from_raw_parts(self.0.ptr.cast(), self.0.len / size_of::<T>()) })
     }
 
@@ -222,7 +223,7 @@ impl Array {
     }
 }
 
-/// Types of which any bytes are a value.
+/// Types for which every bit pattern is a valid value.
 trait Number {}
 impl Number for u8 {}
 impl Number for i32 {}

@@ -87,7 +87,7 @@ impl DeviceEp {
         work: impl FnOnce(&mut crossrail_bench::DeviceEp) -> crossrail_types::Result<T> + Send,
     ) -> PyResult<T> {
         let _call = Call::enter(py);
-        let closed = || crossrail_types::Error::new(crossrail_types::ErrorKind::Closed, "bench", "it was closed");
+        let closed = || crossrail_types::Error::new(crossrail_types::ErrorKind::Closed, "bench", "the bench is closed");
         gate::detached(py, || self.lock().as_mut().ok_or_else(closed).and_then(work)).or_raise(py)
     }
 }
@@ -192,7 +192,7 @@ impl DeviceEp {
         Ok(all)
     }
 
-    /// Destroy the buffer and frees all memory.
+    /// Destroy the buffer and free all its memory.
     fn close(&self, py: Python<'_>) {
         gate::detached(py, || drop(self.lock().take()));
     }

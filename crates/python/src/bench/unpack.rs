@@ -64,7 +64,7 @@ pub(super) fn bench_unpack<'py>(
     let _call = Call::enter(py);
     let ordinal = match plan.device.parse::<Place>().or_raise(py)? {
         Place::Gpu(ordinal) => ordinal,
-        Place::Host => return Err(errors::usage(py, "bench", "the host's memory is no GPU's", "a GPU, as cuda:0")),
+        Place::Host => return Err(errors::usage(py, "bench", "the device is not a GPU", "pass a GPU, such as cuda:0")),
     };
     let from = match plan.source.as_str() {
         "pinned" => UnpackFrom::Pinned,

@@ -1,4 +1,4 @@
-//! What all measuring loops share: signals and progress, and the form of samples.
+//! Shared by all measuring loops: signal checks, progress callbacks, and conversion of samples.
 
 use crossrail_bench::{Observer, Samples};
 use crossrail_types::{Error, ErrorKind};
@@ -31,7 +31,7 @@ impl Observer for Watch<'_> {
             Ok(false) => Err(crossrail_bench::stop()),
             Err(raised) => {
                 self.raised = Some(raised);
-                Err(Error::new(ErrorKind::Cancelled, "bench", "ended by its observer"))
+                Err(Error::new(ErrorKind::Cancelled, "bench", "cancelled by on_progress or a signal"))
             }
         }
     }

@@ -8,17 +8,17 @@ use pyo3::types::{PyAny, PyDict, PyString, PyTuple};
 use super::layout::{Axes, Piece, Refusal, senseless};
 use crate::runtime::errors;
 
-/// What the interface says.
+/// A parsed `__cuda_array_interface__`.
 pub(crate) struct Described {
     pub(crate) piece: Piece,
     pub(crate) read_only: bool,
-    /// The raw handle of the stream after whose present work the array may be used; `None`: at once.
+    /// Raw handle of the stream whose enqueued work must precede any access; `None`: no ordering needed.
     pub(crate) stream: Option<u64>,
 }
 
-/// The interface of `object`; `None` when it has none.
+/// Parses the interface of `object`; `None` when it has none.
 ///
-/// The outer error is the object's own, the inner one a description that makes no sense.
+/// Outer error: raised by the object itself. Inner error: the description is malformed.
 pub(crate) fn described(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<Option<Result<Described, Refusal>>> {
     let py = object.py();
     let interface = match object.getattr(intern!(py, "__cuda_array_interface__")) {
@@ -36,7 +36,7 @@ fn parse(entries: &Bound<'_, PyDict>) -> Result<Described, Refusal> {
     let version = entry(entries, "version")?.map_or(Ok(0), |version| number(&version, "version"))?;
     if !(0..=3).contains(&version) {
         let detail = format!("has version {version} of __cuda_array_interface__");
-        return Err((detail, "versions up to 3 are understood"));
+        return Err((detail, "versions 0 to 3 are supported"));
     }
     if entry(entries, "mask")?.is_some() {
         return Err(("has a mask".to_owned(), "make a copy without masked items"));
@@ -103,7 +103,7 @@ fn item_size(value: &Bound<'_, PyAny>) -> Result<i64, Refusal> {
         'b' | 'i' | 'u' | 'f' | 'c' | 'm' | 'M' | 'V' | 'S' => Ok(size),
         'U' => Ok(size * 4),
         't' => Err(("has items of single bits".to_owned(), "view it as bytes")),
-        'O' => Err(("holds Python objects".to_owned(), "they mean nothing in another process")),
+        'O' => Err(("holds Python objects".to_owned(), "object references are not valid in another process")),
         _ => Err(malformed()),
     }
 }

@@ -1,4 +1,4 @@
-//! Arrays lent through DLPack.
+//! Imports arrays through DLPack.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, c_void};
@@ -129,8 +129,8 @@ pub(crate) struct Imported {
 }
 
 impl Device {
-    /// Whose memory it stands for; as an error the name of a device that nothing here reaches. Exporters do not agree
-    /// with themselves on whether memory is pinned or managed, so neither is told apart.
+    /// Host or CUDA GPU; error: the name of an unsupported device type. Pinned and managed memory are not told apart,
+    /// because exporters report them inconsistently.
     pub(crate) fn whose(self) -> Result<Whose, String> {
         match self.kind {
             HOST | CUDA_HOST => Ok(Whose::Host),
@@ -169,9 +169,9 @@ impl Dtype {
     }
 }
 
-/// Where `object` says that its memory is; `None` when it has no DLPack.
+/// The device that `object` reports by `__dlpack_device__`; `None` when it does not support DLPack.
 ///
-/// Raises UsageError when it does not say, and why it does not.
+/// Raises UsageError, with the exporter's reason, if the call fails.
 pub(crate) fn device(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<Option<Device>> {
     said(object).map_err(|error| errors::refused(object, operation, error))
 }
@@ -186,10 +186,10 @@ fn said(object: &Bound<'_, PyAny>) -> PyResult<Option<Device>> {
     Ok(Some(Device { kind, id }))
 }
 
-/// The tensor of `object`. `stream`: the raw handle of a CUDA stream that the exporter has to order its work before
-/// (-1: it need not order anything); `None` for memory of the host.
+/// Imports the tensor of `object`. `stream`: raw handle of the CUDA stream that the exporter must make wait for its
+/// pending work (-1: no synchronization); `None` for host memory.
 ///
-/// Raises UsageError when the exporter refuses, and says why it does.
+/// Raises UsageError, with the exporter's reason, if it refuses.
 pub(crate) fn import(object: &Bound<'_, PyAny>, stream: Option<i64>, operation: &str) -> PyResult<Imported> {
     let capsule = match ask(object, stream) {
         Err(refusal) if refusal.is_instance_of::<PyException>(object.py()) => match bytes_of(object)? {
@@ -201,8 +201,8 @@ pub(crate) fn import(object: &Bound<'_, PyAny>, stream: Option<i64>, operation: 
     take(&capsule.map_err(|error| errors::refused(object, operation, error))?)
 }
 
-/// PyTorch lends no items that it has no DLPack name for (fp8, in most versions); their bytes it does. `None`: the object
-/// is no tensor of PyTorch's, or was refused for another reason. PyTorch is never imported for this.
+/// A uint8 view of a PyTorch tensor whose dtype PyTorch cannot export through DLPack (fp8, in most versions). `None`:
+/// not a PyTorch tensor, or refused for another reason. Never imports PyTorch.
 fn bytes_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = object.py();
     let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
@@ -217,7 +217,7 @@ fn bytes_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny
     Ok(object.call_method1(intern!(py, "view"), (bytes,)).ok())
 }
 
-/// Asks for a versioned capsule; exporters that know none get the older call.
+/// Requests a versioned capsule, and falls back to the unversioned call for older exporters.
 fn ask<'py>(object: &Bound<'py, PyAny>, stream: Option<i64>) -> PyResult<Bound<'py, PyAny>> {
     let py = object.py();
     let lend = object.getattr(intern!(py, "__dlpack__"))?;

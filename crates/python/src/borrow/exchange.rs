@@ -1,4 +1,4 @@
-//! A framework's C functions about its tensors, of DLPack's exchange table: one call of C in place of five of Python.
+//! Tensor metadata through DLPack's exchange table (`DLPackExchangeAPI`): one C call instead of five Python calls.
 //!
 //! PyTorch has the table from version 2.10 on, as an attribute of its class of tensors.
 #![allow(unsafe_code)]
@@ -30,11 +30,11 @@ struct Table {
 /// `(object, out) -> code`: describes a tensor, which keeps its memory; -1 with a Python exception.
 type Look = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 
-/// How to look at tensors of one class.
+/// Reads the metadata of tensors of one class, by that class's exchange table.
 #[derive(Clone, Copy)]
 pub(crate) struct Exchange(Look);
 
-/// What a tensor says of itself, as long as nothing changes it.
+/// Metadata of a tensor, borrowed: valid until the tensor is modified.
 pub(crate) struct Seen<'a> {
     pub(crate) address: u64,
     pub(crate) device: Device,
@@ -45,10 +45,10 @@ pub(crate) struct Seen<'a> {
 }
 
 impl Exchange {
-    /// That of a capsule; None for another object, or a table of another version.
+    /// The table in a capsule; None for any other object, or a table of another version.
     pub(crate) fn of(capsule: &Bound<'_, PyAny>) -> Option<Exchange> {
-        // SAFETY: the name is that of capsules that hold such a table, which stays for as long as the process runs; the
-        // function tells other objects.
+        // SAFETY: a capsule of this name holds such a table, which lives as long as the process; for any other object
+        // the function returns null.
         let table = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), TABLE.as_ptr()) }.cast::<Table>();
         if table.is_null() {
             let _ = PyErr::take(capsule.py());
@@ -62,7 +62,7 @@ impl Exchange {
         unsafe { (*table).look }.map(Exchange)
     }
 
-    /// What a tensor says; None where the table cannot tell.
+    /// Reads the metadata of `tensor`; None if the table's function fails.
     ///
     /// # Safety
     /// The object must be of exactly the class that has this table.

@@ -1,4 +1,4 @@
-//! Memory of ours, lent to others through DLPack and `__cuda_array_interface__`: one piece, in C order.
+//! Exports Crossrail memory through DLPack and `__cuda_array_interface__`: contiguous, in C order.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -14,10 +14,10 @@ use pyo3::{PyClass, ffi};
 use super::dlpack::{CUDA, Device, DlTensor, Dtype, HOST, Managed, PLAIN, VERSIONED, Versioned};
 use super::lent::Call;
 
-/// What is to be lent.
+/// Description of memory to export: address, shape, dtype, place, and owner.
 #[derive(Clone)]
 pub(crate) struct Lending {
-    /// An address; a number, so that other threads may have it.
+    /// Stored as an integer so that the struct is `Send` and `Sync`.
     address: usize,
     shape: Vec<i64>,
     dtype: Dtype,
@@ -27,7 +27,7 @@ pub(crate) struct Lending {
     keep: Arc<dyn Any + Send + Sync>,
 }
 
-/// Base class of what exports its memory to other libraries, without a copy.
+/// Base class of objects that export their memory to other libraries without a copy.
 #[pyclass(module = "crossrail._native", name = "_Exporter", subclass, frozen)]
 pub(crate) struct Exporter(Lending);
 
@@ -163,7 +163,7 @@ impl Lending {
         (kind, id)
     }
 
-    /// What `__dlpack__`, asked for that, returns: a capsule. Raises BufferError when the consumer wants them elsewhere.
+    /// The capsule that `__dlpack__` returns. Raises BufferError if the consumer requests another device or a copy.
     pub(crate) fn capsule(
         self,
         py: Python<'_>,
@@ -173,7 +173,7 @@ impl Lending {
     ) -> PyResult<Bound<'_, PyAny>> {
         let here = self.device();
         if device.is_some_and(|wanted| wanted != here) || copy == Some(true) {
-            return Err(PyBufferError::new_err("the memory is lent where it is, and not copied"));
+            return Err(PyBufferError::new_err("memory is exported in place, without a copy or a change of device"));
         }
         match max_version {
             Some((1.., _)) => made::<Versioned>(py, self),
@@ -193,7 +193,7 @@ impl Lending {
         described.set_item("strides", py.None())?;
         let ptr = if self.is_empty() { 0 } else { self.address };
         described.set_item("data", (ptr, false))?;
-        // Nothing of ours is queued on it once its requests are finished.
+        // No ordering needed: Crossrail has no pending work on it once its requests are finished.
         described.set_item("stream", py.None())?;
         Ok(described)
     }
@@ -247,7 +247,7 @@ unsafe extern "C" fn delete<T: Form>(managed: *mut T) {
     unsafe { drop(Box::from_raw(T::holder(managed))) }
 }
 
-/// The destructor of a capsule: frees the tensor if nobody took it, which would have renamed the capsule.
+/// Capsule destructor: frees the tensor unless a consumer took ownership, which renames the capsule.
 unsafe extern "C" fn unused<T: Form>(capsule: *mut ffi::PyObject) {
     // SAFETY: the interpreter calls it with the capsule that `made` has made; of this name, it still owns its tensor.
     unsafe {

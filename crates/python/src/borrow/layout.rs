@@ -1,14 +1,14 @@
-//! What an array says of itself, parsed: nothing of it is believed before it has been checked, and nothing behind its
-//! address is touched here.
+//! Parses and validates array metadata (shape, strides, address). Untrusted input: every field is checked, and the
+//! memory itself is never accessed.
 
 use crossrail_types::format_size;
 
 /// What is wrong with an array, and what to do about it.
 pub(crate) type Refusal = (String, &'static str);
 
-/// More axes than anybody's arrays have (NumPy and PyTorch: 64).
+/// Maximum number of axes (NumPy and PyTorch allow 64).
 const MOST_AXES: usize = 64;
-/// Longer than any memory; lengths up to here cannot overflow what is computed from them.
+/// Upper bound of a length in bytes, so that arithmetic on lengths cannot overflow.
 const LONGEST: u64 = 1 << 60;
 
 /// Whose memory it is.
@@ -19,7 +19,7 @@ pub(crate) enum Whose {
     Gpu(u32),
 }
 
-/// One piece of memory.
+/// A contiguous range of memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece {
     pub(crate) ptr: u64,
@@ -36,7 +36,7 @@ pub(super) struct Axes {
 }
 
 impl Axes {
-    /// How many axes an array may say that it has.
+    /// Validates a number of axes reported by an array.
     pub(super) fn count(said: i64) -> Result<usize, Refusal> {
         match usize::try_from(said) {
             Ok(count) if count <= MOST_AXES => Ok(count),
@@ -44,7 +44,7 @@ impl Axes {
         }
     }
 
-    /// The memory from `ptr` on of these axes with items of `bits`, if it lies in one piece.
+    /// The memory at `ptr` of an array with these axes and items of `bits` bits, if it is contiguous.
     pub(super) fn piece(&self, ptr: u64, bits: u64) -> Result<Piece, Refusal> {
         let Axes { shape, strides, unit } = self;
         if bits == 0 {
@@ -88,11 +88,11 @@ impl Axes {
     }
 }
 
-/// The array contradicts itself.
+/// Refusal of inconsistent or malformed metadata.
 pub(super) fn senseless(what: &str) -> Refusal {
-    (format!("describes itself in a way that makes no sense: {what}"), "")
+    (format!("is malformed: {what}"), "")
 }
 
 fn too_long(shape: &[i64]) -> Refusal {
-    senseless(&format!("shape {shape:?} is more than any memory holds"))
+    senseless(&format!("shape {shape:?} exceeds the maximum size of an array"))
 }

@@ -1,8 +1,8 @@
-//! Python objects whose memory the engine uses: lent while an operation runs, handed back when it is over.
+//! Borrows the memory of Python objects for the duration of an operation.
 //!
-//! The engine drops a buffer's keeper wherever the operation ends: on a progress thread, with its lock held. To
-//! wait for the GIL there would be a deadlock, and to run a destructor there could be one. So the keeper only puts
-//! what it holds on a pile; the pile is cleared by the next call from Python, or by the interpreter's main thread.
+//! The engine drops a buffer's keeper where the operation ends: on a progress thread, with its lock held. Waiting for
+//! the GIL there would deadlock, and running a destructor could. So the keeper only queues its loan for release; the
+//! next call from Python, or the interpreter's main thread, drains the queue.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -79,13 +79,13 @@ impl View {
 }
 
 impl View {
-    /// As an exporter leaves it that says no.
+    /// Resets `obj`, as the buffer protocol requires of an exporter that refuses.
     pub(crate) fn forget(&mut self) {
         self.obj = ptr::null_mut();
     }
 }
 
-/// Bytes that were lent; none may have no address.
+/// The borrowed bytes as a slice; `ptr` may be null if `len` is 0.
 ///
 /// # Safety
 /// `ptr` is valid for reading `len` bytes as long as the result is used.
@@ -94,7 +94,7 @@ pub(super) unsafe fn slice<'a>(ptr: *const u8, len: usize) -> &'a [u8] {
     if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(ptr, len) } }
 }
 
-/// As [`slice`], to be written.
+/// As [`slice`], mutable.
 ///
 /// # Safety
 /// `ptr` is valid for writing `len` bytes as long as the result is used, and nobody else uses them.
@@ -126,14 +126,14 @@ pub(crate) enum Use {
     Write,
 }
 
-/// Something of Python's that is given back with the GIL held.
+/// A reference into Python that must be released with the GIL held.
 pub(crate) enum Loan {
     View(View, Option<Pinned>),
     Tensor(dlpack::Tensor),
     Object(Py<PyAny>),
 }
 
-/// Gives its loan back when the engine drops it, by way of the pile.
+/// Queues its loan for release when the engine drops it.
 struct Keeper(Option<Loan>);
 
 // SAFETY: the loan is only touched by `give_back`, which runs with the GIL held.
@@ -141,11 +141,11 @@ unsafe impl Send for Keeper {}
 // SAFETY: as above; nothing is reachable through a shared reference.
 unsafe impl Sync for Keeper {}
 
-/// Loans that are over.
+/// Loans to release at the next opportunity with the GIL held.
 #[derive(Default)]
 struct Pile {
     loans: Mutex<Loans>,
-    /// Whether there are some.
+    /// Whether `loans` may be non-empty; checked without the lock.
     waiting: AtomicBool,
 }
 
@@ -155,11 +155,11 @@ struct Loans(Vec<Loan>);
 // SAFETY: as for Keeper.
 unsafe impl Send for Loans {}
 
-/// A forked child never gives back what was lent before: operations of its parent use it.
+/// A forked child never releases loans made before the fork: operations of its parent use them.
 static PILE: PerProcess<Pile> = PerProcess::new();
 
 thread_local! {
-    /// How many calls from Python this thread is inside; the outermost clears the pile at its end.
+    /// Nesting depth of calls from Python on this thread; the outermost drains the queue when it returns.
     static CALLS: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -179,7 +179,7 @@ extern "C" fn clear_pending(_: *mut c_void) -> c_int {
     0
 }
 
-/// Hands every finished loan back. The GIL is held. Destructors may run, so no lock is.
+/// Releases every queued loan. Requires the GIL; holds no lock, because destructors may run.
 #[cold]
 fn clear_pile() {
     PILE.waiting.store(false, Ordering::Release);
@@ -201,7 +201,7 @@ fn give_back(loan: Loan) {
     }
 }
 
-/// A call from Python: when it ends, what operations have finished with is handed back.
+/// Guard for a call from Python: when the outermost one is dropped, finished loans are released.
 pub(crate) struct Call<'py> {
     _attached: Python<'py>,
     /// Dropped last: destructors run Python code.
@@ -229,7 +229,7 @@ impl Drop for Call<'_> {
 }
 
 impl<T: Send + Sync> Detached<T> {
-    /// A call from Python, which runs without the GIL. Raises as `here`, and what the call reports.
+    /// Runs `work` as a call from Python, without the GIL. Raises as `here`, or the error of `work`.
     pub(crate) fn call<R: Send>(
         &self,
         py: Python<'_>,
@@ -260,13 +260,13 @@ pub(crate) struct LentTensor {
 
 /// Numbers of an array: its memory in C order, with their size and kind.
 pub(crate) struct Items {
-    /// An address; a number, so that other threads may have it.
+    /// Stored as an integer so that the struct is `Send` and `Sync`.
     address: usize,
     len: usize,
     _keep: Arc<dyn Any + Send + Sync>,
     /// Bytes of one.
     pub(super) size: usize,
-    /// Its type as `struct` has it.
+    /// Type code, as in Python's `struct` module.
     kind: u8,
     pub(super) shape: Vec<usize>,
 }
@@ -292,7 +292,7 @@ impl Items {
             let extents = (0..axes).map(|axis| usize::try_from(*view.shape.add(axis)).unwrap_or(0));
             (format.to_vec(), extents.collect())
         };
-        // One letter, behind the order of bytes if that is this machine's.
+        // One type code, optionally after a prefix for native byte order.
         let kind = match format.as_slice() {
             [kind] | [b'@' | b'=' | b'<', kind] => *kind,
             _ => 0,
@@ -309,7 +309,7 @@ impl Items {
         matches!(self.kind, b'i' | b'l' | b'q' | b'n')
     }
 
-    /// Its memory as numbers of this type, whose size the caller has compared; a copy if they are not aligned.
+    /// The memory as numbers of type `T`, whose size the caller has checked; copied if unaligned.
     pub(super) fn numbers<T: Number>(&self) -> Cow<'_, [T]> {
         let (ptr, count) = (self.address as *const T, self.len / size_of::<T>());
         if count == 0 {
@@ -331,7 +331,7 @@ pub(crate) fn has_buffer(object: &Bound<'_, PyAny>) -> bool {
     unsafe { PyObject_CheckBuffer(object.as_ptr()) != 0 }
 }
 
-/// What gives `loan` back, by way of the pile, once it is dropped.
+/// A keeper that queues `loan` for release when its last reference is dropped.
 pub(crate) fn keep(loan: Loan) -> Arc<dyn Any + Send + Sync> {
     Arc::new(Keeper(Some(loan)))
 }
@@ -344,7 +344,7 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
     if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, flags) } != 0 {
         return Err(why_refused(object, used, operation));
     }
-    // Smaller items cannot hold a pointer, so they need no second question.
+    // Items smaller than a pointer cannot hold references: skip the second request.
     if view.itemsize >= POINTER
         && let Some(items) = references(object)
     {
@@ -372,7 +372,7 @@ pub(crate) struct Pinned(#[expect(dead_code, reason = "held")] Py<PyAny>);
 fn pinned(object: &Bound<'_, PyAny>) -> Option<Pinned> {
     static ARRAY: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let py = object.py();
-    // Exact bytes are the commonest, and nothing asks whether NumPy is there for them.
+    // Fast path for the most common types: no lookup of NumPy.
     if object.is_exact_instance_of::<PyBytes>() || object.is_exact_instance_of::<PyByteArray>() {
         return None;
     }
@@ -384,7 +384,7 @@ fn pinned(object: &Bound<'_, PyAny>) -> Option<Pinned> {
     if !owner.is_instance(array).ok()? {
         return None;
     }
-    // NumPy keeps no chains of bases: that of a view is the owner.
+    // NumPy collapses chains of views: the base of a view is the owner.
     if let Ok(base) = owner.getattr("base")
         && base.is_instance(array).ok()?
     {
@@ -469,7 +469,7 @@ pub(crate) fn copy_into(
     gate::detached(target.py(), || copy(into)).or_raise(target.py())
 }
 
-/// The exporter said no; asks again more modestly, to say what is wrong.
+/// Error for a refused buffer request: retries with weaker requirements to find the reason.
 #[cold]
 fn why_refused(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyErr {
     let py = object.py();
@@ -479,7 +479,7 @@ fn why_refused(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyErr {
     // SAFETY: `view` is ours and `object` is valid.
     if unsafe { PyObject_GetBuffer(object.as_ptr(), &raw mut view, FULL_RO) } != 0 {
         drop(PyErr::fetch(py));
-        return errors::usage(py, operation, format!("the {name} does not lend its memory: {refusal}"), "");
+        return errors::usage(py, operation, format!("the {name} does not export its memory: {refusal}"), "");
     }
     let readonly = view.readonly != 0;
     // SAFETY: filled just above, released once.

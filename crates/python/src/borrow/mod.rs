@@ -1,4 +1,4 @@
-//! What callers' objects say and lend: arrays, tensors, streams, devices and numbers, checked before any is believed.
+//! Validates and borrows callers' arguments: arrays, tensors, streams, devices and numbers.
 
 pub(crate) mod cai;
 pub(crate) mod dlpack;

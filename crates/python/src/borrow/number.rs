@@ -44,7 +44,7 @@ fn fits(object: &Bound<'_, PyAny>, bits: u32, error: PyErr) -> PyErr {
     errors::usage(py, "argument", format!("{value} is not an unsigned number of {bits} bits"), &hint)
 }
 
-/// Any object, by its truth: programs pass ints where bools are meant.
+/// A bool argument that accepts any object by its truth value, since programs also pass ints.
 #[derive(Clone, Copy)]
 pub(crate) struct Flag(pub(crate) bool);
 

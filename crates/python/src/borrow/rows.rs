@@ -1,5 +1,4 @@
-//! Rows of addresses and row numbers, as arrays lend them: read in place, or converted at once, never item by item in
-//! Python.
+//! Arrays of row addresses and of row numbers: read in place or converted in bulk, never item by item in Python.
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;

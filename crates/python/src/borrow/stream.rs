@@ -21,7 +21,7 @@ pub(crate) fn parse(stream: Option<&Bound<'_, PyAny>>, operation: &str) -> PyRes
     let refused = || {
         let text = stream.repr().map_or_else(|_| "this".to_owned(), |text| text.to_string());
         let hint = "pass a raw handle, or an object with cuda_stream or __cuda_stream__";
-        errors::usage(py, operation, format!("{text} is no CUDA stream"), hint)
+        errors::usage(py, operation, format!("{text} is not a CUDA stream"), hint)
     };
     let handle = if let Some(handle) = stream.getattr_opt(intern!(py, "cuda_stream"))? {
         handle.extract().map_err(|_| refused())?

@@ -1,5 +1,5 @@
-//! The arguments of an expert buffer's operations on a GPU: read from callers' objects, checked, and made the kernels'.
-//! All calls come here, prepared ones too.
+//! Arguments of an expert buffer's operations on a GPU: parses and validates callers' objects, and fills the kernels'
+//! argument structs. Both prepared and unprepared calls use it.
 
 use crossrail_ep::{BLOCK, Layout};
 use crossrail_ep_cuda::arrays::{Array, BF16, FP8, IDS, Item, TOKENS, unfit};
@@ -27,7 +27,7 @@ pub(super) struct Sizes {
     pub(super) topk: u64,
     local: u64,
     most: u64,
-    /// Rows travel as fp8, and ue8m0 is what their scales are.
+    /// Rows are sent as fp8, with ue8m0 scales.
     pub(super) fp8: bool,
     pub(super) ue8m0: bool,
 }
@@ -39,7 +39,7 @@ pub(super) struct Arguments {
     ordinal: u32,
     /// PyTorch's tensors; None: arrays of any other framework.
     tensors: Option<TensorKinds>,
-    /// Arguments must be as DeepEP takes them, contiguous and of one dtype: of others the caller finds out what is wrong.
+    /// Accept only what DeepEP accepts (contiguous, one dtype). On a mismatch return None: the caller builds the error.
     pub(super) strict: bool,
 }
 
@@ -47,19 +47,19 @@ pub(super) struct Arguments {
 pub(super) struct Reading<'a, 'py> {
     of: &'a Arguments,
     operation: &'static str,
-    /// The caller has ordered the operation behind what other streams do with its arrays.
+    /// The caller guarantees stream order: the operation runs after other streams' work on its arrays.
     ordered: bool,
-    /// All arrays go to `used`, not only what the caller does not have.
+    /// Record all arrays in `used`, not only the temporaries that the caller does not own.
     note: bool,
-    /// What the operation uses: arrays, copies, and what keeps memory that was lent.
+    /// Objects to keep alive during the operation: arrays, copies, and keepers of borrowed memory.
     pub(super) used: Vec<Bound<'py, PyAny>>,
 }
 
 /// The name of an array, and whether it is written.
 type Named = (&'static str, bool);
-/// Items and shape that an array is to have.
+/// Accepted item types, and the required shape.
 type Like<'a> = (&'a [Item], &'a [u64]);
-/// The kernels' arguments, and what the operation uses.
+/// The kernels' arguments, and the objects to keep alive during the operation.
 type Taken<'py, T> = PyResult<(T, Vec<Bound<'py, PyAny>>)>;
 
 #[pymethods]
@@ -70,8 +70,8 @@ impl Arguments {
         Arguments { sizes, ordinal, tensors, strict }
     }
 
-    /// Those of a `crossrail._calls.DispatchCall`, and the arrays that it uses. `out`: the caller's arrays for results, by
-    /// name. `ordered`: it is in a stream that the caller has named. Raises UsageError.
+    /// Parses a `crossrail._calls.DispatchCall`; also returns the arrays that it uses. `out`: the caller's output
+    /// arrays, by name. `ordered`: the caller passed the stream, and answers for stream order. Raises UsageError.
     fn dispatch<'py>(
         &self,
         given: Given<'_, 'py>,
@@ -102,12 +102,12 @@ impl Arguments {
 }
 
 impl Arguments {
-    /// `note`: the caller wants to know all that the operation uses.
+    /// `note`: record every array that the operation uses.
     pub(super) fn reading<'py>(&self, operation: &'static str, note: bool) -> Reading<'_, 'py> {
         Reading { of: self, operation, ordered: false, note, used: Vec::new() }
     }
 
-    /// What was read; None if the caller finds out what is wrong. Raises UsageError.
+    /// The parsed arguments. If strict, None instead of UsageError: the caller builds the error message.
     pub(super) fn settled<T>(&self, py: Python<'_>, read: PyResult<T>) -> PyResult<Option<T>> {
         if self.strict { usual(py, read) } else { read.map(Some) }
     }
@@ -159,8 +159,8 @@ impl<'py> Reading<'_, 'py> {
         Ok((array, address, stride))
     }
 
-    /// The address and items of a contiguous array, 0 for None. Small ones are copied in the current stream if they are
-    /// slices, as routers often return them; not those that are written.
+    /// Address and item type of a contiguous array; 0 for None. A non-contiguous input, such as a slice from a router,
+    /// is first copied in the current stream (PyTorch tensors, non-strict mode); outputs never are.
     pub(super) fn whole(&mut self, value: Tensor<'_, 'py>, named: Named, like: Like<'_>) -> PyResult<(u64, Item)> {
         let Some(value) = value else { return Ok((0, Item::I64)) };
         let (py, array) = (value.py(), self.array(value, named)?);

@@ -1,5 +1,5 @@
-//! The native half of `crossrail.ExpertBuffer` in GPU memory: addresses and strides in, handles and events out. That the
-//! addresses are of arrays that fit is seen to in `crossrail`, by names; streams and arrays are the callers'.
+//! The native half of `crossrail.ExpertBuffer` in GPU memory: addresses and strides in, handles and events out. The
+//! Python half (`crossrail`) validates the arrays; callers keep streams and arrays alive.
 #![allow(unsafe_code)]
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +27,7 @@ use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::lifecycle::{self, Detached};
 use crate::runtime::{gate, wait};
 
-/// The stream of an operation, and one whose present end it comes after.
+/// The stream of an operation, and a stream whose work enqueued so far must precede it.
 pub(super) type Streams = (u64, Option<u64>);
 
 /// The native half of `crossrail.ExpertBuffer` on a GPU.
@@ -35,7 +35,7 @@ pub(super) type Streams = (u64, Option<u64>);
 pub(super) struct DeviceBuffer {
     native: Detached<ep::DeviceBuffer>,
     remembered: u64,
-    /// How long the host waits for the GPU where nothing else is said.
+    /// Default timeout of the host's waits for the GPU.
     patience: Duration,
 }
 
@@ -77,7 +77,7 @@ impl DeviceBuffer {
         })
     }
 
-    /// What `enqueue` enqueues in the first stream, after all that the second one holds by now.
+    /// Calls `enqueue` for the first stream, after making it wait for the work enqueued so far in the second.
     fn ordered(
         &self,
         py: Python<'_>,
@@ -93,9 +93,9 @@ impl DeviceBuffer {
         })
     }
 
-    /// A dispatch in the rank layout in `stream` whose routing is new, and the region that it was given; None, before
-    /// anything is enqueued, if it is `eager` and the stream is being captured. `count`: the host will
-    /// ask for `DeviceOperation.counts`.
+    /// Enqueues a rank-layout dispatch with new routing in `stream`; returns it and the region for its result. None,
+    /// with nothing enqueued, if `eager` is set and the stream is being captured. `count`: the host will read
+    /// `DeviceOperation.counts`.
     pub(super) fn begin_new_rank_dispatch(
         &self,
         py: Python<'_>,
@@ -123,7 +123,7 @@ impl DeviceBuffer {
         Ok(Some((self.begun(begun, stream), region)))
     }
 
-    /// Whether there is memory for another result in the rank layout that no graph captures.
+    /// Whether a free region is left for an uncaptured rank-layout result.
     pub(super) fn has_spare_regions(&self) -> bool {
         self.native.spare_regions() > 0
     }
@@ -211,7 +211,7 @@ impl DeviceBuffer {
         self.native.heap_bytes()
     }
 
-    /// What the rank's memory says of the operations under way.
+    /// State of the operations in flight, as recorded in this rank's heap; for debugging hangs.
     fn report(&self, py: Python<'_>) -> PyResult<String> {
         self.native.call(py, "report", |native| native.report())
     }
@@ -269,7 +269,7 @@ impl DeviceBuffer {
         link_rows(py, gate::detached(py, || self.native.links()))
     }
 
-    /// Waits until the GPU is done with what was put in, and all connected ranks that aren't masked have come here.
+    /// Waits for all enqueued GPU work, then for every connected, unmasked rank (a barrier).
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         let native = self.native.here(py, "sync")?.clone();
@@ -284,7 +284,7 @@ impl DeviceBuffer {
         gate::detached(py, || self.native.destroy()).or_raise(py)
     }
 
-    /// Makes what is enqueued in stream `after` from now on wait for what is in stream `before` (raw handles).
+    /// Makes later work in stream `after` wait for the work enqueued so far in stream `before` (raw handles).
     fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
         // SAFETY: that streams are alive is the documented rule for callers.
         self.native.call(py, "order", |native| unsafe { native.order(before, after) })
@@ -304,7 +304,7 @@ impl DeviceBuffer {
         Ok(self.region(lease))
     }
 
-    /// The token that each of the first `count` rows of a rank-layout dispatch was at its source.
+    /// Source token index of each of the first `count` rows of a rank-layout dispatch.
     fn sources(&self, py: Python<'_>, handle: &Bound<'_, DeviceHandle>, count: u64) -> PyResult<Py<DeviceArray>> {
         let _call = Call::enter(py);
         let held = handle.get().native.clone();
@@ -312,7 +312,7 @@ impl DeviceBuffer {
         let shape = self.native.shape();
         let most = u64::from(shape.ranks) * u64::from(shape.max_tokens);
         if count > most {
-            return Err(errors::usage(py, "sources", format!("{count} rows, where at most {most} are received"), ""));
+            return Err(errors::usage(py, "sources", format!("{count} rows, but the result has at most {most}"), ""));
         }
         DeviceArray::new(address, Item::I32, vec![count as i64], self.native.ordinal(), Arc::new(held)).object(py)
     }
@@ -362,8 +362,8 @@ impl DeviceBuffer {
     }
 }
 
-/// An operation that was enqueued in a stream. One that was only begun is finished there when this is dropped: the other
-/// ranks wait for its part.
+/// An operation enqueued in a stream. If only its sending half was enqueued, dropping it enqueues the receiving half in
+/// the same stream, because the other ranks wait for it.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct DeviceOperation {
     handle: ep::DeviceHandle,
@@ -373,7 +373,7 @@ pub(super) struct DeviceOperation {
     patience: Duration,
 }
 
-/// What is left to be put in, and the point behind what was.
+/// The half that is not enqueued yet, and the completion point of what is.
 struct Rest {
     pending: Option<ep::Pending>,
     done: ep::Completion,
@@ -384,7 +384,7 @@ impl DeviceOperation {
         self.rest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether `counts`, if they were asked for, would wait for nothing.
+    /// Whether `counts` would return without waiting, or were not requested.
     pub(super) fn has_counts(&self) -> bool {
         self.count.as_ref().is_none_or(|count| count.rows().is_some())
     }
@@ -407,7 +407,7 @@ impl Drop for DeviceOperation {
     fn drop(&mut self) {
         let begun = self.rest().pending.is_some();
         if begun {
-            // SAFETY: the stream of the operation's beginning. What fails is said by later calls.
+            // SAFETY: the stream of the sending half. Later calls report a failure.
             let _ = unsafe { self.receive(self.stream) };
         }
     }
@@ -415,7 +415,7 @@ impl Drop for DeviceOperation {
 
 #[pymethods]
 impl DeviceOperation {
-    /// Puts the rest of an operation that was only begun into `stream`, which comes behind that of its beginning.
+    /// Enqueues the receiving half in `stream`, after the sending half.
     pub(super) fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         let _call = Call::enter(py);
         // SAFETY: that streams are alive is the documented rule for callers.
@@ -428,22 +428,22 @@ impl DeviceOperation {
         self.rest().pending.is_some()
     }
 
-    /// The routing, whose result has that many rows in the rank layout.
+    /// Handle of the routing; `rows`: number of rows of a rank-layout result.
     pub(super) fn handle(&self, rows: u64) -> DeviceHandle {
         DeviceHandle { native: self.handle.clone(), rows }
     }
 
-    /// Behind what was put in so far.
+    /// Event after everything enqueued so far.
     pub(super) fn event(&self) -> DeviceEvent {
         DeviceEvent { done: self.rest().done.clone(), patience: self.patience }
     }
 
-    /// Waits for the rows that came, how many there are of each local expert, and what each rank's host said, if that was
-    /// asked for.
+    /// Waits for and returns the number of received rows, the rows of each local expert, and each rank's host word.
+    /// Raises UsageError if the dispatch did not request counts.
     pub(super) fn counts(&self, py: Python<'_>) -> PyResult<(u32, Vec<i32>, Vec<u32>)> {
         let _call = Call::enter(py);
         let Some(count) = &self.count else {
-            return Err(errors::usage(py, "dispatch", "the counts were not asked for", ""));
+            return Err(errors::usage(py, "dispatch", "the dispatch did not request counts", ""));
         };
         let (rows, experts) = wait::bounded(py, self.patience, |left| count.wait(left.unwrap_or(self.patience)))?;
         Ok((rows, experts, count.host_words()))
@@ -472,7 +472,7 @@ impl DeviceHandle {
         self.native.tokens()
     }
 
-    /// Rank layout: rows of the arrays that the dispatch gave; expert layout: of each expert's.
+    /// Rank layout: rows of the dispatch's output arrays; expert layout: rows of each expert's.
     #[getter]
     pub(super) fn rows(&self) -> u64 {
         self.rows
@@ -489,7 +489,7 @@ impl DeviceHandle {
     }
 }
 
-/// A point in a stream: behind an operation.
+/// Completion event of an operation.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct DeviceEvent {
     done: ep::Completion,
@@ -526,7 +526,7 @@ impl DeviceEvent {
     }
 }
 
-/// What a buffer would take of a GPU's memory on one rank, `far` other ranks being out of its reach.
+/// GPU memory that a buffer would need on one rank, with `far` ranks whose heaps it cannot map.
 #[pyfunction]
 pub(super) fn device_plan(
     py: Python<'_>,

@@ -1,4 +1,4 @@
-//! Arrays in GPU memory of ours: what an expert buffer on a GPU brings, and what it is given without another framework.
+//! Arrays in GPU memory that Crossrail owns: results of GPU expert buffers, and inputs made without another framework.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use crate::runtime::errors;
 /// Item types of our arrays, by name.
 const ALL: [Item; 6] = [Item::Bf16, Item::E4m3, Item::F32, Item::I32, Item::I64, Item::U8];
 
-/// For DLPack; fp8 goes as its bytes, since most consumers have no name for it there, unless the consumer `names_fp8`,
-/// as of DLPack 1.1.
+/// DLPack dtype of `item`. fp8 is exported as uint8, since most consumers do not know the type, unless the consumer
+/// supports it (`names_fp8`, DLPack 1.1).
 pub(super) fn dtype(item: Item, names_fp8: bool) -> Dtype {
     let code = match item {
         Item::E4m3 if names_fp8 => dlpack::E4M3,
@@ -30,7 +30,7 @@ pub(super) fn dtype(item: Item, names_fp8: bool) -> Dtype {
     Dtype { code, bits: 8 * item.bytes() as u8, lanes: 1 }
 }
 
-/// For `__cuda_array_interface__`, which has no name for bf16 nor fp8: their bits.
+/// `typestr` of `item` for `__cuda_array_interface__`; bf16 and fp8, which it lacks, as unsigned integers.
 fn typestr(item: Item) -> &'static str {
     match item {
         Item::E4m3 | Item::U8 => "|u1",

@@ -13,7 +13,7 @@ use super::device_array::DeviceArray;
 use crate::borrow::lent::{self, Call, Loan};
 use crate::runtime::errors;
 
-/// Memory of one result in the rank layout: the buffer's again once nothing that is made of it is left.
+/// Leased memory of one rank-layout result; returns to the buffer when the last array of it is dropped.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct DeviceRegion {
     leased: Arc<Leased>,
@@ -26,7 +26,7 @@ pub(super) struct DeviceRegion {
 
 struct Leased {
     lease: ep::RegionLease,
-    /// Streams that use it, with what keeps them.
+    /// Streams that use it, and the objects that keep them alive.
     users: Mutex<Vec<(u64, Arc<dyn Any + Send + Sync>)>>,
 }
 
@@ -34,8 +34,8 @@ impl Drop for Leased {
     fn drop(&mut self) {
         let users = std::mem::take(self.users.get_mut().unwrap_or_else(PoisonError::into_inner));
         for (stream, _keep) in &users {
-            // SAFETY: that streams are alive is the documented rule for callers, and their objects are kept. A driver that
-            // is gone says so, and then nothing uses the region any more.
+            // SAFETY: callers keep streams alive (documented), and `_keep` holds their objects. If the driver is
+            // already unloaded the call fails, and nothing uses the region any more.
             let _ = unsafe { self.lease.free_after(*stream) };
         }
     }
@@ -49,8 +49,8 @@ impl DeviceRegion {
         self.leased.lease.is_for_graph()
     }
 
-    /// `stream` (a raw handle; `object` keeps it alive) uses the region: when the last array of it is gone, the next
-    /// result comes into it only after what is in the stream then.
+    /// Records that `stream` (a raw handle; `object` keeps it alive) uses the region: once the last array is dropped,
+    /// the region is reused only after the work enqueued in that stream by then.
     pub(super) fn used_by(&self, stream: u64, object: Option<Py<PyAny>>) {
         let mut users = self.leased.users.lock().unwrap_or_else(PoisonError::into_inner);
         if users.iter().all(|(known, _)| *known != stream) {

@@ -18,18 +18,18 @@ use super::tensor_kinds::Tensor;
 use crate::borrow::lent::Call;
 use crate::borrow::number::Flag;
 
-/// Operations beside the caller's stream whose tensors are kept before one looks which are over.
+/// Operations in other streams whose tensors are kept before completion is polled.
 const KEPT: usize = 8;
 
 type Tensors = Vec<Py<PyAny>>;
 
-/// Tensors that an operation in another stream than the caller's uses, until it is over: PyTorch's allocator does not
+/// Tensors kept alive until an operation in another stream than the caller's completes: PyTorch's allocator does not
 /// know of that stream.
 #[derive(Clone)]
 struct Used {
-    /// Behind the operation.
+    /// Completion of the operation.
     event: Arc<Py<PyAny>>,
-    /// None left once the caller's stream has come after the operation: what the allocator does with them comes then.
+    /// Emptied once the caller's stream waits for the operation: reuse by the allocator is then ordered after it.
     tensors: Arc<Mutex<Tensors>>,
 }
 type Kept = VecDeque<Used>;
@@ -41,14 +41,14 @@ struct Frame {
     buffer: Target,
     arguments: Py<Arguments>,
     streams: Turns,
-    /// `(_cdata) -> count`: references of a storage; None where PyTorch does not tell.
+    /// `(_cdata) -> count`: reference count of a storage; None where PyTorch does not expose it.
     uses: Option<Py<PyAny>>,
-    /// `(base, rows, in_use) -> (_cdata, base, tensors)`: rows, scales or None, counts, ranges, source; and the sums of
-    /// so many tokens, a part of the base.
+    /// `(base, rows, in_use) -> (_cdata, base, tensors)`. `outputs`: rows, scales or None, counts, ranges, source.
+    /// `sums`: the sums of `rows` tokens, a view of `base`.
     outputs: Py<PyAny>,
     sums: Py<PyAny>,
-    /// Every result is new: the rows, scales or None, counts, ranges and source of a dispatch, and the options of the
-    /// sums. Such callers get the operation of a combine, too.
+    /// Allocate new tensors for every result: shapes and options of a dispatch's rows, scales or None, counts, ranges
+    /// and source, and the options of the sums. A combine then also returns its operation.
     fresh: Option<(Vec<Option<Fresh>>, Py<PyDict>)>,
     /// `torch.empty`.
     empty_tensor: Py<PyAny>,
@@ -58,31 +58,32 @@ struct Frame {
 
 /// Dispatch and combine of one buffer. Usable from any thread, like the buffer.
 ///
-/// Methods raise UsageError for an argument that does not fit, before anything is enqueued; where arguments must be as
-/// DeepEP's they give None, and the caller finds out which one.
+/// Methods validate arguments before anything is enqueued, and raise UsageError. In strict (DeepEP) mode they return
+/// None instead, and the caller determines which argument was wrong.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct ExpertCalls {
     frame: Frame,
     outputs: Ring,
     sums: Ring,
-    /// Of operations in other streams than the caller's.
+    /// Tensors of operations in other streams than the caller's, oldest first.
     kept: Mutex<Kept>,
     /// The stream for operations beside the caller's.
     own_stream: OnceLock<u64>,
 }
 
-/// The event behind an operation in another stream than the caller's, and the tensors that it uses.
+/// Completion event of an operation in another stream than the caller's, and the tensors that it uses.
 type Beside<'py> = (Bound<'py, PyAny>, Bound<'py, PyTuple>);
 /// A dispatch: rows, scales or None, counts, ranges, source; the operation, its tokens, where it is in another stream, and
 /// the hook.
 type Dispatched<'py> = (Bound<'py, PyTuple>, Bound<'py, PyAny>, u32, Option<Beside<'py>>, Option<Bound<'py, Receive>>);
-/// A combine: the sums; the operation if the frame is for it or it was only sent; and the same.
+/// A combine: the sums; the operation if results are always new or only the sending half was enqueued; then as
+/// `Dispatched`.
 type Combined<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>, Option<Beside<'py>>, Option<Bound<'py, Receive>>);
 
-/// Where an operation goes.
+/// The stream of an operation, and its ordering.
 struct Route {
     stream: u64,
-    /// The caller's current stream, if it is another one that the operation is yet to come after.
+    /// The caller's current stream, if `stream` must still be made to wait for it.
     after: Option<u64>,
     /// The caller's current stream.
     current: u64,
@@ -97,9 +98,9 @@ impl ExpertCalls {
         Ok(ExpertCalls { frame, outputs, sums, kept, own_stream })
     }
 
-    /// A dispatch. Gives rows, scales or None, counts, ranges and source; the operation, and its tokens; `(event, tensors)`
-    /// of one `beside` the caller's stream, in the buffer's own, for which the caller's does not wait; and the hook with
-    /// `send_only`.
+    /// Enqueues a dispatch. Returns rows, scales or None, counts, ranges and source; the operation, and its tokens;
+    /// `(event, tensors)` with `beside`, which uses the buffer's own stream without making the caller's wait; and the
+    /// hook with `send_only`.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a dispatch")]
     fn dispatch<'py>(
         slf: &Bound<'py, Self>,
@@ -134,9 +135,9 @@ impl ExpertCalls {
         Ok(Some((tensors, operation, args.common.tokens, beside, hook)))
     }
 
-    /// A combine of the dispatch that gave `handle`, which sent `tokens`. `topk_idx`: only its shape is compared. `wire`:
-    /// what rows travel as, one of `EP_WIRE_`. Gives the sums; the operation where every result is new, or None; and what
-    /// a dispatch gives last.
+    /// Enqueues a combine of the dispatch that returned `handle` and sent `tokens`. `topk_idx`: only its shape is
+    /// checked. `wire`: row format, one of `EP_WIRE_`. Returns the sums; the operation if results are always new, or
+    /// None; then as `dispatch`.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a combine")]
     fn combine<'py>(
         slf: &Bound<'py, Self>,
@@ -184,14 +185,14 @@ impl ExpertCalls {
 }
 
 impl ExpertCalls {
-    /// The stream of the next operation, which comes behind the buffer's last one.
+    /// Chooses the stream of the next operation, and orders it after the buffer's last one.
     fn route(&self, py: Python<'_>, beside: bool) -> PyResult<Route> {
         let frame = &self.frame;
         let current = frame.arguments.get().current(py)?;
         let stream = if beside { self.own_stream(py)? } else { current };
         let mut after = (stream != current).then_some(current);
         if frame.streams.is_another(py, stream)? {
-            // A capture that the current stream is in takes the other one in before that is made to wait for more.
+            // If the current stream is being captured, the other one must join the capture before it waits for more.
             after.take().map_or(Ok(()), |after| frame.buffer.order(py, after, stream))?;
             frame.streams.call(intern!(py, "follow"), (stream,))?;
         }
@@ -208,8 +209,8 @@ impl ExpertCalls {
         Ok(*self.own_stream.get_or_init(|| stream))
     }
 
-    /// What the caller gets of an operation that was submitted: itself, where it is in another stream, and the hook. Where
-    /// every result is new, whoever has only sent gets the operation and all its tensors in place of the hook.
+    /// What a submitted operation returns: the operation, its event and tensors if it is in another stream, and the
+    /// hook. If results are always new, `send_only` returns the operation and all its tensors instead of the hook.
     #[expect(clippy::type_complexity, reason = "the ends of `Dispatched` and `Combined`")]
     fn submitted<'py>(
         &self,
@@ -222,14 +223,14 @@ impl ExpertCalls {
         let py = slf.py();
         let beside = route.stream != route.current;
         if !send_only && !beside {
-            // Whoever has no use for the object does not pay for it.
+            // Create the object only for callers that use it.
             let operation = self.frame.fresh.is_some().then(|| operation.object(py)).transpose()?;
             return Ok((operation, None, None));
         }
         let mut used: Tensors = inputs.into_iter().map(Bound::unbind).collect();
         let inputs = used.len();
-        // A set of the ring's may be handed out again as soon as the caller lets it go: the operation that gets it comes
-        // after this one, and after what the caller's stream does until then.
+        // A set owned by the ring may be reused as soon as the caller drops it: the operation that reuses it is ordered
+        // after this one, and after the work of the caller's stream until then.
         used.extend(set.into_iter().flat_map(Claim::unowned).map(|tensor| tensor.clone_ref(py)));
         let outputs = set.into_iter().flat_map(|claim| claim.set.tensors.iter().flatten());
         if send_only && self.frame.fresh.is_some() {
@@ -254,8 +255,8 @@ impl ExpertCalls {
         Ok((None, Some((event, shown)), None))
     }
 
-    /// Keeps tensors that PyTorch's allocator believes to be used in another stream until the operation before `event` is
-    /// over; gives the event back if it was captured.
+    /// Keeps tensors alive until `event` completes, because PyTorch's allocator does not know of the stream that uses
+    /// them. Returns the event if it was captured.
     fn keep<'py>(
         &self,
         py: Python<'py>,
@@ -263,7 +264,7 @@ impl ExpertCalls {
         tensors: Tensors,
     ) -> PyResult<Result<Used, Bound<'py, PyAny>>> {
         if event.getattr(intern!(py, "is_captured"))?.is_truthy()? {
-            // A graph runs again after its tensors are gone: their memory is the graph's.
+            // The graph may be replayed after its tensors are dropped: their memory belongs to the graph.
             self.frame.streams.call(intern!(py, "record"), (PyList::new(py, tensors)?,))?;
             return Ok(Err(event));
         }
@@ -272,7 +273,7 @@ impl ExpertCalls {
         let still_used = kept.iter().position(|used| !used.is_released()).unwrap_or(kept.len());
         let released: Vec<_> = kept.drain(..still_used).collect();
         kept.push_back(used.clone());
-        // Operations end in order: one that is over stands for those before it, as a question takes time.
+        // Operations complete in order, and a query is expensive: one completed operation implies those before it.
         let middle = kept.len() / 2;
         let asked = (kept.len() > KEPT).then(|| kept[middle].event.clone());
         // The lock is not held while objects are asked or dropped: that may run Python code.
@@ -310,7 +311,7 @@ impl Used {
     }
 }
 
-/// Behind an operation in another stream than the caller's.
+/// Completion event of an operation in another stream than the caller's.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct BesideEvent {
     used: Used,
@@ -335,13 +336,13 @@ impl BesideEvent {
     }
 }
 
-/// The receiving half of an operation that was only sent. If it is dropped instead, it is enqueued in the stream of the
-/// sending half.
+/// Hook that enqueues the receiving half of an operation. If it is dropped uncalled, the receiving half is enqueued in
+/// the stream of the sending half.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct Receive {
     // Dropped first: finishing needs the memory of the tensors.
     operation: Py<PyAny>,
-    /// Tensors that are to be kept until the operation is over, and results, which nobody else may get until then.
+    /// Tensors to keep alive until the operation completes, and results, which must not be reused until then.
     used: Mutex<(Tensors, Tensors)>,
     calls: Py<ExpertCalls>,
     stream: u64,
@@ -349,7 +350,7 @@ pub(super) struct Receive {
 
 #[pymethods]
 impl Receive {
-    /// Puts the receiving half into the current stream. Raises UsageError when it was there already.
+    /// Enqueues the receiving half in the current stream. Raises UsageError on a second call.
     fn __call__(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         let calls = self.calls.get();

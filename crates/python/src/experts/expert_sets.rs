@@ -1,4 +1,4 @@
-//! Output tensors that are handed out again once nobody holds them.
+//! Recycling of output tensors, by reference count.
 //!
 //! A set is free when every tensor object is referenced by its ring only, and their storage by these tensors only: a
 //! caller may keep a view. Until then the caller's data stays as it is, and others are made.
@@ -10,8 +10,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-/// Most sets that are kept. Two results are alive in a program that follows DeepEP's rule; one that ties tensors to each
-/// other for good gets new ones beyond this number.
+/// Maximum number of cached sets. A program that follows DeepEP's rule holds two results at a time; one that holds more
+/// gets uncached sets beyond this number.
 const MOST_SETS: usize = 4;
 
 /// A storage's `_cdata`, a base and tensors.
@@ -22,7 +22,7 @@ pub(super) type Fresh = (Py<PyTuple>, Py<PyDict>);
 
 /// Tensors of one result in one storage.
 pub(super) struct Set {
-    /// What the tensors are a part of, kept for a set of another number of rows.
+    /// Tensor that the others are views of; reused to make a set with another number of rows.
     base: Option<Py<PyAny>>,
     /// None where the result has no such part.
     pub(super) tensors: Vec<Option<Py<PyAny>>>,
@@ -30,16 +30,16 @@ pub(super) struct Set {
     pub(super) addresses: Vec<u64>,
     /// Rows that they were made for.
     pub(super) rows: u32,
-    /// References of each tensor, and of the storage, when nobody else has any.
+    /// Reference counts of each tensor, and of the storage, when the set is idle.
     idle: Vec<isize>,
     idle_storage: usize,
     /// The storage as PyTorch's `_cdata`.
     storage: usize,
-    /// A call is about to hand it out.
+    /// A call has claimed it and is about to return it.
     claimed: AtomicBool,
 }
 
-/// Hands a set out; its result holds references by the time this is dropped.
+/// Exclusive claim on a set; dropped once the result holds references to its tensors.
 pub(super) struct Claim {
     pub(super) set: Arc<Set>,
     /// The ring has its memory, which therefore outlasts the result.
@@ -47,14 +47,14 @@ pub(super) struct Claim {
 }
 
 impl Claim {
-    /// New tensors, which nobody gets again. `empty`: `torch.empty`.
+    /// New tensors that are never reused. `empty`: `torch.empty`.
     pub(super) fn fresh(py: Python<'_>, empty: &Py<PyAny>, parts: &[Option<Fresh>]) -> PyResult<Claim> {
         let make = |(shape, options): &Fresh| empty.call(py, (shape,), Some(options.bind(py)));
         let tensors = parts.iter().map(|part| part.as_ref().map(make).transpose()).collect::<PyResult<_>>()?;
         Ok(Claim { set: Set::of(py, None, tensors, 0, (0, 0))?, is_kept: false })
     }
 
-    /// Tensors whose memory goes back to PyTorch's allocator when the caller lets them go.
+    /// Tensors whose memory returns to PyTorch's allocator when the caller drops them.
     pub(super) fn unowned(&self) -> impl Iterator<Item = &Py<PyAny>> {
         self.set.tensors.iter().flatten().filter(|_| !self.is_kept)
     }
@@ -79,9 +79,9 @@ impl Ring {
         self.locked().get(at).cloned()
     }
 
-    /// A set that nobody else holds. `make` is called with the base of an idle set that was made for another number of
-    /// rows, or None, and the number of sets in use; `uses` tells the references of a storage, and without it nothing is
-    /// reused. `fresh`: a new one that is not kept.
+    /// Claims an idle set, or makes one. `make` is called with the base of an idle set of another number of rows, or
+    /// None, and the number of sets in use; `uses` returns the reference count of a storage, and without it nothing is
+    /// reused. `fresh`: make a new set and do not cache it.
     pub(super) fn take(
         &self,
         py: Python<'_>,
@@ -126,7 +126,7 @@ impl Ring {
         Ok(Claim { set: made, is_kept: has_room })
     }
 
-    /// Puts the set last, so that the one that was handed out longest ago is looked at first.
+    /// Moves the set to the end, so that the least recently used one is tried first.
     fn pass_over(&self, at: usize, set: &Arc<Set>) {
         let mut sets = self.locked();
         if sets.get(at).is_some_and(|one| Arc::ptr_eq(one, set)) {
@@ -147,7 +147,8 @@ impl Set {
     ) -> PyResult<Arc<Set>> {
         let base = idle.and_then(|set| set.base.as_ref());
         let (storage, base, tensors): Made = make.call1(py, (base, rows, in_use))?.extract(py)?;
-        // What `make` gave is gone by now, so these are the references that stay. The set that this one replaces goes.
+        // Temporaries of `make` are dropped by now, so this is the idle reference count, less the replaced set's
+        // tensors.
         let replaced = idle.map_or(0, |set| set.tensors.len());
         let idle_storage = match uses {
             Some(uses) => uses.call1(py, (storage,))?.extract::<usize>(py)?.saturating_sub(replaced),

@@ -52,7 +52,7 @@ pub(super) enum Started<'py> {
 }
 
 impl<'py> Started<'py> {
-    /// As an object, for who may ask it for more.
+    /// Converts it to a Python object.
     pub(super) fn object(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Started::Native(operation) => Ok(Bound::new(py, operation)?.into_any()),
@@ -60,7 +60,7 @@ impl<'py> Started<'py> {
         }
     }
 
-    /// Behind what was put in so far.
+    /// Event after everything enqueued so far.
     pub(super) fn event(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         match self {
             Started::Native(operation) => Ok(Bound::new(py, operation.event())?.into_any()),
@@ -82,7 +82,7 @@ impl Target {
         }
     }
 
-    /// Makes what is enqueued in stream `after` from now on wait for what is in stream `before`.
+    /// Makes later work in stream `after` wait for the work enqueued so far in stream `before`.
     pub(super) fn order(&self, py: Python<'_>, before: u64, after: u64) -> PyResult<()> {
         self.0.bind(py).call_method1(intern!(py, "order"), (before, after)).map(drop)
     }

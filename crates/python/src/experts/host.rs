@@ -233,7 +233,7 @@ impl ExpertBuffer {
         Ok(PendingCombine(Running::new(pending)))
     }
 
-    /// Takes part in the others' dispatch with the word that it failed here.
+    /// Joins the collective dispatch as failed, so that the other ranks do not wait for this one.
     fn refuse_dispatch(&self, py: Python<'_>, why: String) -> PyResult<PendingDispatch> {
         let _call = Call::enter(py);
         let why = Error::new(ErrorKind::Usage, "dispatch", why);
@@ -241,7 +241,7 @@ impl ExpertBuffer {
         Ok(PendingDispatch(Running::new(pending)))
     }
 
-    /// Takes part in the others' combine with the word that it failed here.
+    /// Joins the collective combine as failed, so that the other ranks do not wait for this one.
     fn refuse_combine(&self, py: Python<'_>, why: String) -> PyResult<PendingCombine> {
         let _call = Call::enter(py);
         let why = Error::new(ErrorKind::Usage, "combine", why);
@@ -249,7 +249,7 @@ impl ExpertBuffer {
         Ok(PendingCombine(Running::new(pending)))
     }
 
-    /// Waits until all connected ranks that aren't masked have come here.
+    /// Waits at a barrier for all connected, unmasked ranks.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         let pending = gate::detached(py, || self.native.sync()).or_raise(py)?;
@@ -276,10 +276,10 @@ fn written(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<ep::TensorMut
     Ok(unsafe { ep::TensorMut::raw(lent.ptr, lent.len, Some(lent.keep)) })
 }
 
-/// An operation that was begun. One that is dropped unfinished goes on in the background: the others wait for its part.
+/// An operation in flight. If dropped unfinished it completes in the background, because the other ranks wait for it.
 struct Running<T: Send + 'static>(Mutex<Option<ep::Pending<T>>>);
 
-/// While an operation goes on in the background, others get their turn this often.
+/// Time slice of an operation that completes in the background; other operations get a turn in between.
 const TURN: Duration = Duration::from_millis(10);
 
 impl<T: Send + 'static> Running<T> {
@@ -346,7 +346,7 @@ impl PendingCombine {
     }
 }
 
-/// What came.
+/// Result of a host-memory dispatch.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct Dispatched(ep::Dispatched);
 
@@ -357,7 +357,7 @@ impl Dispatched {
         Handle(self.0.handle.clone())
     }
 
-    /// Ranks without a part in the exchange.
+    /// Ranks that did not take part in the exchange.
     #[getter]
     fn missing(&self) -> Vec<u32> {
         self.0.missing.clone()
@@ -445,13 +445,13 @@ impl Handle {
         self.0.tokens()
     }
 
-    /// Rows that came.
+    /// Number of received rows.
     #[getter]
     fn rows(&self) -> usize {
         self.0.rows()
     }
 
-    /// Whether weights came along, from any rank.
+    /// Whether any rank sent weights.
     #[getter]
     fn has_weights(&self) -> bool {
         self.0.has_weights()
@@ -459,7 +459,7 @@ impl Handle {
 
     fn __repr__(&self) -> String {
         let (layout, sent, came) = (self.0.layout(), self.0.tokens(), self.0.rows());
-        format!("<crossrail.Handle, {layout} layout, {sent} tokens sent, {came} rows came>")
+        format!("<crossrail.Handle, {layout} layout, {sent} tokens sent, {came} rows received>")
     }
 
     /// i64 [local experts, ranks].
@@ -535,7 +535,7 @@ pub(crate) fn bytes_dict(py: Python<'_>, bytes: ep::Bytes) -> PyResult<Bound<'_,
     Ok(all)
 }
 
-/// What a buffer would take on one rank, `network` other ranks being on other nodes.
+/// Memory that a buffer would need on one rank, with `network` ranks on other nodes.
 #[pyfunction]
 pub(super) fn expert_plan(
     py: Python<'_>,

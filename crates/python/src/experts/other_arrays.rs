@@ -1,5 +1,4 @@
-//! What arrays in GPU memory of other frameworks than PyTorch say of themselves, as arguments of operations: by DLPack or
-//! `__cuda_array_interface__`.
+//! Metadata of GPU arrays of frameworks other than PyTorch, read through DLPack or `__cuda_array_interface__`.
 
 use std::borrow::Cow;
 

@@ -1,7 +1,7 @@
-//! Output tensors of prepared operations: PyTorch's own, made ahead where the host waits for the GPU anyway.
+//! Output tensors of prepared operations, allocated by PyTorch ahead of time while the host waits for the GPU anyway.
 //!
-//! Each is handed out once. Callers may do with it what PyTorch allows with any tensor, in any stream: its memory goes
-//! back to PyTorch's allocator, which knows who used it.
+//! Each is returned to a caller once, and is an ordinary tensor, usable in any stream: its memory returns to PyTorch's
+//! allocator, which tracks its use.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -10,8 +10,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
-/// Bytes of a tensor that is made ahead, at most. Making one takes the same time whatever its size, and a large one
-/// would take memory that the program may need until it is asked for.
+/// Maximum size in bytes of a tensor allocated ahead of time. Allocation takes the same time at any size, and a large
+/// tensor would hold memory that the program may need in the meantime.
 const MOST_AHEAD: u64 = 4 << 20;
 
 /// What a tensor is for, in the order in which calls take them after a dispatch.
@@ -28,7 +28,7 @@ pub(super) enum Output {
 
 const ALL: [Output; 5] = [Output::Sums, Output::WeightSums, Output::OfRanks, Output::OfExperts, Output::InRank];
 
-/// How tensors are made, read once.
+/// PyTorch functions and dtypes that tensors are made with, looked up once.
 #[derive(FromPyObject)]
 struct Frame {
     /// `torch.empty`.
@@ -43,7 +43,7 @@ struct Frame {
     boolean: Py<PyAny>,
 }
 
-/// The stream and the mode that a tensor is made in, and the only ones in which one that was made ahead is handed out.
+/// Stream and mode that a tensor is made in. A preallocated tensor is returned only for the same stream and mode.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Place {
     stream: u64,
@@ -72,7 +72,7 @@ struct Like {
 struct Slot {
     /// As the last one that was taken.
     last: Option<Like>,
-    /// One was taken since one was made ahead: another will probably be.
+    /// One was taken since the last was preallocated, so another is likely to be needed.
     is_wanted: bool,
     ready: Option<(Like, Py<PyAny>)>,
 }
@@ -129,7 +129,7 @@ impl Outputs {
         Ok(Now { place: Place { stream, inference }, captured: has_ready && is_capturing()? })
     }
 
-    /// A tensor that nobody else has ever had.
+    /// A new tensor that has never been returned before.
     pub(super) fn take<'py>(
         &self,
         py: Python<'py>,
@@ -146,7 +146,7 @@ impl Outputs {
             (slot.last, slot.is_wanted) = (Some(like), true);
             slot.ready.take()
         };
-        // One of another kind goes here, when the lock is not held: that may run other code.
+        // A tensor of another kind is dropped here, without the lock held: its destructor may run other code.
         match ready.filter(|(made, _)| *made == like) {
             Some((_, tensor)) => Ok(tensor.into_bound(py)),
             None => self.make(py, output, extents),
@@ -166,7 +166,7 @@ impl Outputs {
             self.is_small(output, &like).then_some((output, like))
         });
         let Some((output, like)) = wanted else { return false };
-        // Where there is no memory, the call that needs it says so.
+        // Ignore failure: if memory is short, the call that needs the tensor reports it.
         if let Ok(made) = self.make(py, output, like.extents) {
             let replaced = self.locked()[output as usize].ready.replace((like, made.unbind()));
             drop(replaced);

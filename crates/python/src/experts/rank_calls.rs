@@ -1,5 +1,5 @@
-//! Operations of an expert buffer in the rank layout on PyTorch tensors, prepared: a call reads its arguments as all calls
-//! do, goes to the device layer at once and shows the memory of the result as tensors.
+//! Prepared rank-layout operations of an expert buffer on PyTorch tensors: a call validates its arguments like all
+//! calls, calls the device layer directly, and exposes the memory of the result as tensors.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -38,20 +38,20 @@ struct Frame {
     outputs: Py<Outputs>,
     /// `(capsule) -> tensor`, of memory that a DLPack capsule describes.
     from_dlpack: Py<PyAny>,
-    /// It knows DLPack's name of fp8.
+    /// `from_dlpack` supports DLPack's fp8 dtype.
     names_fp8: bool,
     /// `(array) -> tensor`, of a `DeviceArray` without rows, which DLPack cannot describe.
     empty: Py<PyAny>,
     /// PyTorch's dtype of fp8 rows.
     e4m3: Py<PyAny>,
-    /// Whether a dispatch gives everything as tensors that may outlive the operation, not only rows and scales.
+    /// Whether a dispatch returns all results, not only rows and scales, as tensors that may outlive the operation.
     whole: bool,
 }
 
 /// Dispatch and combine of one buffer. Usable from any thread, like the buffer.
 ///
-/// Methods raise UsageError for an argument that does not fit, before anything is enqueued; where arguments must be as
-/// DeepEP's they give None, and the caller finds out which one.
+/// Methods validate arguments before anything is enqueued, and raise UsageError. In strict (DeepEP) mode they return
+/// None instead, and the caller determines which argument was wrong.
 #[pyclass(module = "crossrail._native", frozen)]
 pub(super) struct RankCalls {
     frame: Frame,
@@ -69,14 +69,14 @@ impl RankCalls {
         Ok(RankCalls { frame: frame.extract()?, counts: Mutex::default() })
     }
 
-    /// A dispatch in the current stream whose routing is new. `x`: rows, or rows and scales. `per_expert`: i32 of all
-    /// experts, of which only the shape is compared. `max_rows` 0: the host waits for the number of rows. `apart`: the
-    /// caller's own work is in another stream.
+    /// Enqueues a dispatch with new routing in the current stream. `x`: rows, or rows and scales. `per_expert`: i32 of
+    /// all experts, of which only the shape is checked. `max_rows` 0: the host waits for the number of rows. `apart`:
+    /// the caller's own work is in another stream.
     ///
-    /// Gives rows, scales or None, ids and weights or None (None for both unless the frame is for whole results), counts,
-    /// offsets, the handle, the operation and its region; the rows of each expert and what each rank's host said, or None
-    /// where the host has not waited; and whether the buffer has memory left for another result. Where the frame says how
-    /// often storages are used, counts and offsets are for those who hold the result and for work in this stream only.
+    /// Returns rows, scales or None, ids and weights or None (None for both unless `Frame::whole`), counts, offsets,
+    /// the handle, the operation and its region; the rows of each expert and each rank's host word, or None if the host
+    /// did not wait; and whether the buffer has a free region left. With `Frame::uses`, counts and offsets are
+    /// recycled: they are valid while the result is held, and for work in this stream only.
     #[expect(clippy::too_many_arguments, reason = "the tensors of a dispatch")]
     fn dispatch<'py>(
         &self,
@@ -93,7 +93,7 @@ impl RankCalls {
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let _call = Call::enter(py);
         let (frame, arguments) = (&self.frame, self.frame.arguments.get());
-        // What callers see as a whole is as it was given.
+        // Whole results have the form of the input: scales if and only if the wire format is fp8.
         if frame.whole && x.is_instance_of::<PyTuple>() != arguments.sizes.fp8 {
             return Ok(None);
         }
@@ -113,7 +113,7 @@ impl RankCalls {
         let claim = self.counts_in(py, stream, apart)?;
         [args.out_counts, args.out_offsets] = claim.set.addresses.as_slice().try_into().unwrap_or_default();
         let waits = max_rows == 0;
-        // A graph that is captured has no number of rows yet, and its results are not to be lent.
+        // During a capture the number of rows is unknown, and the region must not be handed to the caller.
         let begun = frame.buffer.get().begin_new_rank_dispatch(py, args, stream, waits, waits || frame.whole)?;
         let Some((operation, region)) = begun else { return Ok(None) };
         let (count, told) = if waits {
@@ -161,14 +161,14 @@ impl RankCalls {
 }
 
 impl RankCalls {
-    /// The current stream, which comes behind the buffer's last operation.
+    /// The current stream, ordered after the buffer's last operation.
     fn follow(&self, py: Python<'_>) -> PyResult<u64> {
         let stream = self.frame.arguments.get().current(py)?;
         self.frame.streams.follow(py, stream).map(|()| stream)
     }
 
-    /// Tensors for the counts and offsets of a dispatch in `stream`. Those that another one there had are used again once
-    /// nobody holds them: what reads them was enqueued before, unless it is in another stream.
+    /// Tensors for the counts and offsets of a dispatch in `stream`. Those of an earlier dispatch in the same stream
+    /// are reused once unreferenced: their readers were enqueued before, unless they are in another stream.
     fn counts_in(&self, py: Python<'_>, stream: u64, Flag(apart): Flag) -> PyResult<Claim> {
         if let Some(parts) = &self.frame.fresh {
             return Claim::fresh(py, &self.frame.empty_tensor, parts);
@@ -185,8 +185,8 @@ impl RankCalls {
         ring.take(py, 0, (&self.frame.counts, self.frame.uses.as_ref()), apart)
     }
 
-    /// The tensors of a result of `count` rows: rows, scales, ids, weights. `lent`: who holds them may note the streams
-    /// that use them, by `record_stream`.
+    /// The tensors of a result of `count` rows: rows, scales, ids, weights. `lent`: the tensors alias a region of the
+    /// buffer, and get a `record_stream` that tracks the streams that use them.
     fn parts<'py>(
         &self,
         py: Python<'py>,
@@ -206,7 +206,7 @@ impl RankCalls {
         if frame.whole && lent {
             let recorder = Bound::new(py, Recorder { region: region.again() })?;
             for part in parts.iter().flatten() {
-                // Memory that is not PyTorch's, whose own method would do nothing.
+                // Memory from outside PyTorch's allocator, for which `Tensor.record_stream` has no effect.
                 part.setattr(intern!(py, "record_stream"), &recorder)?;
             }
         }

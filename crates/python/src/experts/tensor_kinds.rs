@@ -1,4 +1,4 @@
-//! What PyTorch's tensors say of themselves, as arguments of operations.
+//! Metadata of PyTorch tensors passed as arguments of operations.
 #![allow(unsafe_code)]
 
 use std::borrow::Cow;
@@ -30,7 +30,7 @@ pub(super) struct TensorKinds {
     device: i64,
     on: Py<PyAny>,
     pub(super) ordinal: u32,
-    /// How to look at a tensor in one call, where PyTorch has one.
+    /// Reads a tensor's metadata in one C call, where PyTorch has an exchange table.
     exchange: Known,
 }
 
@@ -43,13 +43,13 @@ impl<'py> FromPyObject<'py> for Known {
     }
 }
 
-/// What was read; None where an argument does not fit, and the caller finds out why.
+/// The parsed value; None on a UsageError, for which the caller builds the message.
 pub(super) fn usual<T>(py: Python<'_>, read: PyResult<T>) -> PyResult<Option<T>> {
     read.map(Some).or_else(|error| if errors::is_usage(py, &error) { Ok(None) } else { Err(error) })
 }
 
 impl TensorKinds {
-    /// What a tensor says of itself; None for one of a subclass, whose attributes may say something else.
+    /// Metadata of a tensor; None for a subclass, which may override the attributes.
     fn seen<'a>(&self, object: &'a Bound<'_, PyAny>) -> Option<Seen<'a>> {
         let exchange = self.exchange.0?;
         if object.get_type_ptr().cast() != self.tensor.as_ptr() {

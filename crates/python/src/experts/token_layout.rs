@@ -1,4 +1,4 @@
-//! Where the tokens of a batch go, counted on a GPU: one native call for PyTorch's tensors.
+//! Counts the tokens of a batch by destination on a GPU, in one native call for PyTorch tensors.
 #![allow(unsafe_code)]
 
 use crossrail_ep_cuda as ep;

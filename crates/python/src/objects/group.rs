@@ -20,7 +20,7 @@ type Member = (u32, u32, String, String);
 pub(crate) struct Group {
     native: Detached<crossrail_control::Group>,
     timeout: Duration,
-    /// Number of the last change that `wait_change` has returned for.
+    /// Sequence number of the last change that `wait_change` reported.
     seen: AtomicU64,
 }
 

@@ -99,11 +99,11 @@ impl Mapped {
         let wanted = Wanted { context: self.worker.get().context(), used: Use::Read, stream, operation: "put" };
         let source = wanted.on(src, handle)?;
         if source.place == Place::Host && source.piece.len > 0 {
-            return Err(errors::usage(py, "put", "the source is memory of the host", "a stream copies GPU memory"));
+            return Err(errors::usage(py, "put", "the source is host memory", "pass GPU memory, or use fill_from"));
         }
         let signal = signal.map(|(offset, value)| Signal { offset, value });
-        // SAFETY: the source is lent for the call, and kept by the caller until the stream has come past it; so is the
-        // stream. These are the documented rules.
+        // SAFETY: the source is borrowed for the call, and the caller keeps it and the stream alive until the stream
+        // has passed the copy, as documented.
         unsafe { self.native.put(offset, source.piece.ptr, source.piece.len, handle, signal) }.or_raise(py)
     }
 

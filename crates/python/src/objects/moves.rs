@@ -18,7 +18,7 @@ use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 use crate::runtime::lifecycle::Detached;
 
-/// What a worker has described of itself: its name, its address, and its regions with their keys.
+/// A worker's name, address, and regions with their keys, received from the worker.
 ///
 /// Parameters
 /// ----------
@@ -257,7 +257,7 @@ fn range(rows: &Bound<'_, PyAny>, count: u64) -> PyResult<Range<u64>> {
     Ok(number("start")?..number("stop")?)
 }
 
-/// Rows as tuples: (region, offset, length), or with stride and count behind.
+/// Parses rows given as tuples: (region, offset, length) or (region, offset, length, stride, count).
 fn tuples<'py, T: PyClassOf, R>(
     rows: &Bound<'py, PyAny>,
     operation: &str,
@@ -281,7 +281,7 @@ fn tuples<'py, T: PyClassOf, R>(
     rows.try_iter()?.map(|item| one(item?)).collect()
 }
 
-/// How a row's first item is called in errors.
+/// Name of a row's first item, for error messages.
 trait PyClassOf {
     const NAME: &'static str;
 }
@@ -358,7 +358,7 @@ pub(super) fn remote(
     native.or_raise(py).map(Layout::new)
 }
 
-/// What `Endpoint.prepare` is called with, beside the layouts.
+/// Arguments of `Endpoint.prepare` other than the layouts.
 pub(super) struct Wanted<'a, 'py> {
     pub(super) op: &'a str,
     pub(super) local_index: Option<&'a Bound<'py, PyAny>>,

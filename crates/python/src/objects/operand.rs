@@ -1,8 +1,7 @@
-//! The memory of one operation, whatever it comes as: `Memory`, the buffer protocol, DLPack or
-//! `__cuda_array_interface__`.
+//! Resolves the memory of one operation from `Memory`, the buffer protocol, DLPack or `__cuda_array_interface__`.
 //!
-//! What has the buffer protocol is host memory, so that is asked first: it costs least, and an object whose buffers
-//! are refused is still asked whether it is a GPU's array.
+//! The buffer protocol is tried first: it is the cheapest, and always host memory. If the object refuses, the GPU
+//! protocols are tried.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -21,15 +20,15 @@ use crate::borrow::stream::Stream;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
 
-const HINT: &str = "memory of the host and of CUDA GPUs can be moved: copy it there first";
-/// Tells an exporter that it has nothing to order.
+const HINT: &str = "only host memory and CUDA GPU memory can be transferred: copy it there first";
+/// DLPack stream argument: the exporter need not synchronize.
 const NO_ORDER: i64 = -1;
 
-/// What an operation wants of the objects it is given.
+/// Requirements of an operation on its operands.
 pub(super) struct Wanted<'a> {
     pub(super) context: &'a Context,
     pub(super) used: Use,
-    /// The operation begins after the present work of this stream; `None`: after that of the stream the object names.
+    /// The operation is ordered after this stream's pending work; `None`: after that of the stream the object reports.
     pub(super) stream: Option<Stream>,
     pub(super) operation: &'a str,
 }
@@ -47,11 +46,11 @@ enum Keep {
     Loan(Arc<dyn Any + Send + Sync>),
 }
 
-/// How the work that an object's memory waits for is found out.
+/// How an operation is ordered after pending work on an object's memory.
 enum Order {
-    /// As [`Wanted::stream`] says.
+    /// By [`Wanted::stream`].
     Ready,
-    /// Not at all: the exporter puts it before this stream.
+    /// By the exporter, which makes this stream wait for its pending work.
     Before(i64),
 }
 
@@ -78,10 +77,10 @@ impl Wanted<'_> {
         })
     }
 
-    /// The memory of `object`, for work that is enqueued in `stream` itself. An exporter that has a say in it puts its
-    /// present work before `stream`, unless the caller has named it; then the caller answers for that.
+    /// The memory of `object`, for work enqueued in `stream` itself. A DLPack exporter makes `stream` wait for its
+    /// pending work, unless the caller passed the stream: then the caller is responsible for ordering.
     pub(super) fn on(&self, object: &Bound<'_, PyAny>, stream: u64) -> PyResult<Operand> {
-        // The default stream's number, for those who order work before it.
+        // DLPack's number for the default stream.
         const DEFAULT: i64 = 1;
         let before = match (self.stream, stream) {
             (Some(_), _) => NO_ORDER,
@@ -166,7 +165,7 @@ impl Wanted<'_> {
         let ordinal = ordinal.map_err(|error| self.restated(object, None, error.into()))?;
         let after = match order {
             Order::Ready => self.stream.map(|stream| stream.handle).or(described.stream),
-            // Nobody can be asked to put the work before the stream; the caller answers for that.
+            // The interface has no call that orders pending work before a stream; the caller is responsible.
             Order::Before(_) => None,
         };
         let after = after.map(|handle| self.after(ordinal, handle)).transpose();
@@ -204,7 +203,7 @@ impl Wanted<'_> {
         Err(errors::usage(py, self.operation, detail, "wait for the stream's work first"))
     }
 
-    /// A failure that says whose memory it is about.
+    /// Adds the object and its device to an engine error.
     fn restated(&self, object: &Bound<'_, PyAny>, ordinal: impl Into<Option<u32>>, failure: Failure) -> PyErr {
         let mut error = match failure {
             Failure::Python(error) => return error,
@@ -217,7 +216,7 @@ impl Wanted<'_> {
     }
 }
 
-/// Why memory of a GPU is not to be had.
+/// Why GPU memory cannot be accessed.
 enum Failure {
     Python(PyErr),
     Engine(Box<Error>),
@@ -266,7 +265,7 @@ pub(super) fn tensor(
             Ok(Whose::Gpu(ordinal)) => format!("cuda:{ordinal}"),
             Err(name) => name,
         };
-        return refuse((format!("says that it is on {}, and its capsule {}", named(said.whose()), named(there)), ""));
+        return refuse((format!("claims to be on {}, its capsule is on {}", named(said.whose()), named(there)), ""));
     }
     if imported.read_only && used == Use::Write {
         return refuse(read_only());
@@ -278,7 +277,7 @@ pub(super) fn tensor(
 }
 
 fn read_only() -> Refusal {
-    ("is read-only".to_owned(), "receive into something writable")
+    ("is read-only".to_owned(), "receive into a writable array")
 }
 
 fn refused(object: &Bound<'_, PyAny>, operation: &str, (detail, hint): Refusal) -> PyErr {

@@ -124,7 +124,7 @@ impl Receipt {
         let py = cls.py();
         let _call = Call::enter(py);
         let Some(protocol) = crossrail::Protocol::named(&record.protocol) else {
-            let text = format!("{:?} is no protocol", record.protocol);
+            let text = format!("{:?} is not a known protocol", record.protocol);
             return Err(errors::usage(py, "receipt", text, "the dict of Receipt.as_dict()"));
         };
         let lane = |lane: LaneRecord| crossrail::LaneShare {

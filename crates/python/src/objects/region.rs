@@ -69,8 +69,8 @@ impl Region {
     /// RegionError
     ///     The region was deregistered.
     /// ExhaustedError
-    ///     65,536 other immediates have arrived before this one, and of a region no more are
-    ///     counted.
+    ///     A region counts at most 65,536 distinct immediates; this one arrived after that many
+    ///     others.
     #[pyo3(signature = (imm, count = 1, timeout = None))]
     fn wait_imm(&self, py: Python<'_>, imm: u32, count: u64, timeout: Option<f64>) -> PyResult<()> {
         let _call = Call::enter(py);

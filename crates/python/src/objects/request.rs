@@ -121,7 +121,7 @@ impl Request {
             return Err(errors::usage(py, "wait_on", "no stream", "pass a raw handle or a stream object"));
         };
         let Some(ordinal) = given.or(stream.ordinal).or(self.gpu) else {
-            return Err(errors::usage(py, "wait_on", "nothing says whose stream it is", "pass device=\"cuda:0\""));
+            return Err(errors::usage(py, "wait_on", "the GPU of the stream is unknown", "pass device=\"cuda:0\""));
         };
         // SAFETY: that the stream is alive is the documented rule for callers.
         gate::detached(py, || unsafe { self.native.wait_on(stream.handle, ordinal) }).or_raise(py)
@@ -197,7 +197,7 @@ impl Request {
     }
 
     fn __repr__(&self) -> &'static str {
-        if self.native.is_done() { "<crossrail.Request, finished>" } else { "<crossrail.Request under way>" }
+        if self.native.is_done() { "<crossrail.Request, finished>" } else { "<crossrail.Request, in flight>" }
     }
 }
 

@@ -34,7 +34,7 @@ pub(super) fn read_pages<'py>(py: Python<'py>, folder: &str) -> PyResult<Bound<'
     })
 }
 
-/// Remove the page of this process, which is about to end without more ado, and those of dead processes of this user.
+/// Remove the pages of this process, which is about to exit abruptly, and of this user's dead processes.
 #[pyfunction]
 pub(super) fn remove_pages() {
     if let Some(folder) = Settings::from_env().ok().and_then(|settings| settings.pages) {

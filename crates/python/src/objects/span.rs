@@ -1,4 +1,4 @@
-//! Memory that NumPy looks at in place, and tensors that others lend.
+//! Memory exposed to NumPy without a copy, and tensors borrowed through DLPack.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -18,7 +18,7 @@ use crate::runtime::errors;
 /// a copy, which keeps the object alive.
 #[pyclass(module = "crossrail._native", name = "_Span", frozen)]
 pub(crate) struct Span {
-    /// An address; a number, since nobody here follows it.
+    /// Stored as an integer, since it is never dereferenced here.
     address: usize,
     len: usize,
     _keep: Box<dyn Any + Send + Sync>,
@@ -84,8 +84,8 @@ pub(super) fn _borrow<'py>(
     Ok((span, tensor.dtype.name(), shape))
 }
 
-/// The memory on a GPU of a tensor in DLPack's form, whose present work the exporter puts before `stream` (-1: it need
-/// not), and the GPU.
+/// GPU memory of a DLPack tensor, and the GPU's ordinal. The exporter makes `stream` wait for its pending work (-1: no
+/// synchronization).
 ///
 /// Raises UsageError when it is on the host, isn't contiguous in C order or can't be written.
 pub(crate) fn lent_on_gpu(
@@ -106,7 +106,7 @@ pub(crate) fn lent_on_gpu(
     Ok((operand::tensor(object, said, Some(stream), used, operation)?, ordinal))
 }
 
-/// An object that keeps what was lent.
+/// A Python object that holds `keep`.
 pub(crate) fn keeper(py: Python<'_>, keep: Arc<dyn Any + Send + Sync>) -> PyResult<Bound<'_, PyAny>> {
     // SAFETY: nobody reads its bytes through the span, which has none.
     Ok(Bound::new(py, unsafe { Span::new(std::ptr::null(), 0, keep) })?.into_any())

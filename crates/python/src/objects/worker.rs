@@ -1,5 +1,5 @@
-//! The Python object of a worker, as endpoints, requests and mappings hold it. What it does is in `worker_methods`, which
-//! makes those: one file would import them, and they it.
+//! The Python worker object, which endpoints, requests and mappings hold. Its methods are in `worker_methods`, which
+//! creates those objects: a single file would make the imports circular.
 
 use pyo3::prelude::*;
 
@@ -68,7 +68,7 @@ impl Worker {
         self.context().settings().timeout
     }
 
-    /// Its end at the interpreter's exit is no longer due: it was closed.
+    /// Unregisters the worker from cleanup at interpreter exit, after it was closed.
     pub(super) fn forget(&self) {
         lifecycle::forget(self.remembered);
     }

@@ -107,7 +107,7 @@ impl Worker {
         let to: Vec<u8> = match to.extract::<String>() {
             Ok(text) => text.into_bytes(),
             Err(_) => to.extract().map_err(|_| {
-                let detail = format!("{} is no address", super::operand::one(to));
+                let detail = format!("{} is not an address", super::operand::one(to));
                 errors::usage(py, "connect", detail, "pass 'host:port', or the bytes of the other worker's address()")
             })?,
         };
@@ -346,7 +346,7 @@ impl Worker {
         let source = source.map(|endpoint| endpoint.get().native());
         let place = lent.place();
         let start = || worker.native().recv(lent, tag.0, mask.0, source);
-        // A GPU's driver may take its time.
+        // Calls of the GPU driver may block: release the GIL.
         let native = if place == Place::Host { start() } else { gate::detached(py, start) };
         let native = native.or_raise(py)?;
         Ok(Request::new(native, slf.clone().unbind(), place))

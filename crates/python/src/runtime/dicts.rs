@@ -1,4 +1,4 @@
-//! Dictionaries, as most answers are given.
+//! Conversion of results to Python dictionaries.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};

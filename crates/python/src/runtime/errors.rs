@@ -30,7 +30,7 @@ fn class_name(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// The exception that says what `error` says.
+/// Converts an engine error to the matching `crossrail.errors` exception.
 #[cold]
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     // The class is Python code.
@@ -62,24 +62,24 @@ impl<T> OrRaise<T> for crossrail_types::Result<T> {
     }
 }
 
-/// A caller's own mistake.
+/// A UsageError.
 pub(crate) fn usage(py: Python<'_>, operation: &str, detail: impl Into<String>, hint: &str) -> PyErr {
     raise(py, &Error::new(ErrorKind::Usage, operation, detail).with_hint(hint))
 }
 
-/// Whether an exception is of such a mistake.
+/// Whether an exception is a UsageError.
 pub(crate) fn is_usage(py: Python<'_>, error: &PyErr) -> bool {
     error.get_type(py).name().is_ok_and(|name| name == class_name(ErrorKind::Usage))
 }
 
-/// An exporter's own refusal, as a caller's mistake with the exporter's words. What is no `Exception` stays as it is.
+/// Converts an exporter's exception to a UsageError with its message. A `BaseException` is passed on unchanged.
 pub(crate) fn refused(object: &Bound<'_, PyAny>, operation: &str, refusal: PyErr) -> PyErr {
     let py = object.py();
     if !refusal.is_instance_of::<PyException>(py) {
         return refusal;
     }
     let name = object.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
-    let error = usage(py, operation, format!("the {name} does not lend its memory: {refusal}"), "");
+    let error = usage(py, operation, format!("the {name} does not export its memory: {refusal}"), "");
     error.set_cause(py, Some(refusal));
     error
 }

@@ -1,12 +1,12 @@
-//! The way between native code and the interpreter, which closes when the interpreter ends.
+//! Gate between native code and the interpreter, closed at interpreter exit.
 //!
-//! Once the interpreter is finalizing, a thread that asks for the GIL is ended there and then by `pthread_exit`
-//! (CPython before 3.14). That unwinds the thread's stack through frames of Rust, which aborts the process. A thread
-//! asks for the GIL when it returns from native code, but also in the midst of it: whatever runs Python code, such as
-//! making an exception or a destructor, may give the GIL away and ask for it again.
+//! While the interpreter is finalizing, a thread that acquires the GIL is terminated by `pthread_exit` (CPython before
+//! 3.14). That unwinds the stack through Rust frames, which aborts the process. A thread acquires the GIL when it
+//! returns from native code, but also in between: any Python code that runs, such as creating an exception or a
+//! destructor, may release and reacquire the GIL.
 //!
-//! So a thread has a [`Pass`] wherever frames of Rust are below such a place. The interpreter waits for those that were
-//! let through before the gate closed ([`close`]); threads that arrive later stay in native code until the process ends.
+//! So a thread holds a [`Pass`] wherever that can happen above Rust frames. The interpreter waits for the threads that
+//! passed before the gate closed ([`close`]); later threads block in native code until the process ends.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -19,11 +19,11 @@ use crossrail_locks::{Condvar, Mutex, PerProcess};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-/// How long the closing interpreter and a thread at the gate wait for each other. Other handlers of `atexit` run after
-/// [`close`], and one may join a thread that is held here: it is let through after this long.
+/// Timeout of the interpreter's wait for threads, and of a blocked thread's wait for finalization. An `atexit` handler
+/// that runs after [`close`] may join a thread blocked here: after this timeout that thread continues.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How long the workers may take to close while threads are held: a callback of theirs may wait for such a thread.
+/// Time for the workers to close while threads are blocked at the gate, since a callback may wait for such a thread.
 const CLOSING_MAX: Duration = Duration::from_secs(10);
 
 static GATE: PerProcess<Gate> = PerProcess::new();
@@ -38,7 +38,7 @@ struct Gate {
     inside: AtomicUsize,
     /// Threads without the GIL that are about to ask for it, and threads of ours that run callbacks.
     returning: AtomicUsize,
-    /// Under it the closing thread waits for both to be 0.
+    /// Lock of `passed`, on which the closing thread waits for `inside` and `returning` to become 0.
     lock: Mutex<()>,
     passed: Condvar,
 }
@@ -46,12 +46,12 @@ struct Gate {
 thread_local! {
     /// How many passes this thread has.
     static PASSES: Cell<u32> = const { Cell::new(0) };
-    /// Whether it runs a callback: the workers' end waits for that, so nothing holds it.
+    /// Whether this thread runs a callback. Closing the workers waits for callbacks, so they must not be blocked.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
 impl Gate {
-    /// Whether this thread is to be held rather than let through.
+    /// Whether this thread must block at the gate.
     #[inline]
     fn holds(&self) -> bool {
         self.closing.load(Ordering::SeqCst) && self.holds_this_thread()
@@ -106,16 +106,16 @@ impl Gate {
     }
 }
 
-/// Permission for a thread that has the GIL to give it away and to ask for it again. The interpreter does not end while
-/// one exists, for [`PATIENCE`] at most. Dropped with the GIL held.
+/// Guard for a thread that holds the GIL and may release and reacquire it. The interpreter waits up to [`PATIENCE`] for
+/// all passes before it finalizes. Dropped with the GIL held.
 pub(crate) struct Pass {
-    /// A forked child has another one.
+    /// The gate of the process that made it; a forked child has its own.
     gate: &'static Gate,
     _of_this_thread: PhantomData<*const ()>,
 }
 
 impl Pass {
-    /// For a call from Python. It does not return once the interpreter ends, but on the thread that ends it.
+    /// Enters a call from Python. Blocks if the gate is closing, except on the thread that closes it.
     #[inline]
     pub(crate) fn enter(py: Python<'_>) -> Pass {
         let gate = GATE.here();
@@ -147,7 +147,7 @@ impl Drop for Pass {
     }
 }
 
-/// As [`Pass`], for a callback: neither the GIL is needed to have it, nor is a thread held that has it.
+/// As [`Pass`], for a callback: does not need the GIL, and its thread is never blocked at the gate.
 pub(crate) struct CallbackPass {
     gate: &'static Gate,
     outer: bool,
@@ -171,7 +171,7 @@ impl Drop for CallbackPass {
     }
 }
 
-/// Holds a thread that has the GIL, without it.
+/// Releases the GIL and blocks the calling thread as [`hold`].
 #[cold]
 #[expect(clippy::disallowed_methods, reason = "the thread has a pass when it asks for the GIL")]
 fn hold_detached(py: Python<'_>, gate: &'static Gate) {
@@ -182,8 +182,8 @@ fn hold_detached(py: Python<'_>, gate: &'static Gate) {
     gate.end_return();
 }
 
-/// Holds a thread until the process ends. It returns only if the interpreter does not end for [`PATIENCE`] after
-/// [`close`], or does not get that far.
+/// Blocks the calling thread until the process ends. Returns only if the interpreter has not finalized [`PATIENCE`]
+/// after [`close`], or has not called it within [`CLOSING_MAX`].
 #[cold]
 fn hold(gate: &Gate) {
     let arrived = Instant::now();
@@ -208,7 +208,7 @@ fn is_initialized() -> bool {
     unsafe { ffi::Py_IsInitialized() != 0 }
 }
 
-/// Suspends the passes of this thread while it does without the GIL.
+/// Suspends the passes of this thread while the GIL is released.
 struct Away {
     gate: &'static Gate,
     passes: u32,
@@ -259,7 +259,7 @@ pub(super) fn detached_until<T: Send>(py: Python<'_>, work: impl FnOnce() -> T +
     (result, pass)
 }
 
-/// Runs `work` with the GIL, in the midst of what [`detached`] runs.
+/// Reacquires the GIL for `work`, from within [`detached`].
 pub(crate) fn attached<T>(work: impl FnOnce(Python<'_>) -> T) -> T {
     let gate = GATE.here();
     gate.begin_return();
@@ -277,7 +277,7 @@ pub(super) fn begin_to_close() {
     gate.closing.store(true, Ordering::SeqCst);
 }
 
-/// Lets nobody through any more but the calling thread, and waits for those that were let through, without the GIL.
+/// Closes the gate to all threads but the calling one, and waits, with the GIL released, for those that passed before.
 #[expect(clippy::disallowed_methods, reason = "the thread that ends the interpreter needs no pass")]
 pub(super) fn close(py: Python<'_>) {
     let gate = GATE.here();
@@ -289,7 +289,7 @@ pub(super) fn close(py: Python<'_>) {
     while !passed() && Instant::now() < until {
         py.detach(|| {
             let mut ordered = gate.lock.lock();
-            // Whoever leaves inside the GIL may do so before this thread waits, hence the short limit.
+            // `leave` is not ordered with this wait, so a notification can be missed: poll at a short interval.
             gate.passed.wait_for(&mut ordered, Duration::from_millis(1));
         });
     }

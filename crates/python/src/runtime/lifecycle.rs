@@ -1,4 +1,4 @@
-//! The interpreter's end, and what is dropped with the GIL held.
+//! Cleanup at interpreter exit, and drops that must not hold the GIL.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -16,8 +16,8 @@ use pyo3::prelude::*;
 use super::errors::OrRaise;
 use super::gate::{self, CallbackPass};
 
-/// Something of the engine whose end may wait (threads are joined, peers told): it is dropped detached. In a forked
-/// child it is never dropped: its threads, connections and shared memory are the parent's.
+/// An engine object whose drop may block (it joins threads and notifies peers): dropped with the GIL released. Never
+/// dropped in a forked child, since its threads, connections and shared memory belong to the parent.
 pub(crate) struct Detached<T: Send> {
     inner: ManuallyDrop<T>,
     origin: Origin,
@@ -33,7 +33,7 @@ impl<T: Send> Detached<T> {
         self.origin.is_here()
     }
 
-    /// It, in the process that made it. Raises UsageError in a fork of that process.
+    /// The object, in the process that made it. Raises UsageError in a forked child.
     pub(crate) fn here(&self, py: Python<'_>, operation: &str) -> PyResult<&T> {
         self.origin.check(operation).or_raise(py)?;
         Ok(&self.inner)
@@ -115,8 +115,8 @@ pub(crate) fn forget(id: u64) {
     WORKERS.forget(id);
 }
 
-/// Remembers a buffer until [`forget_buffer`]: it is destroyed before the interpreter ends, so that other ranks hear of
-/// it at once.
+/// Registers a buffer until [`forget_buffer`]: it is destroyed at interpreter exit, so that other ranks are notified at
+/// once.
 pub(crate) fn remember_buffer(buffer: &crossrail_ep_host::ExpertBuffer) -> u64 {
     BUFFERS.remember(buffer.clone())
 }
@@ -152,7 +152,7 @@ fn _close_workers(py: Python<'_>) {
     gate::begin_to_close();
     let (buffers, on_gpus, left) = (BUFFERS.take(), DEVICE_BUFFERS.take(), WORKERS.take());
     gate::detached(py, || {
-        // What fails here fails because the others are gone.
+        // Errors are expected here: the other ranks may have exited.
         for buffer in buffers {
             let _ = buffer.destroy();
         }

@@ -1,4 +1,4 @@
-//! Signals that Python must handle end the main thread's waits.
+//! Interrupts the main thread's waits when a signal with a Python handler arrives.
 //!
 //! Python handles signals on the main thread only, between two of its instructions; a thread that waits in here
 //! executes none. While the main thread waits, Python's wake-up descriptor (`signal.set_wakeup_fd`) is therefore one
@@ -93,7 +93,7 @@ pub(super) struct Watch<'py> {
 }
 
 impl<'py> Watch<'py> {
-    /// `None` on any thread but the main one, which no signal interrupts.
+    /// `None` on any thread but the main one: signals interrupt only the main thread.
     pub(super) fn start(py: Python<'py>) -> PyResult<Option<Watch<'py>>> {
         let watcher = Watcher::of_process().or_raise(py)?;
         let own = watcher.write.as_raw_fd();
@@ -102,7 +102,7 @@ impl<'py> Watch<'py> {
             Err(error) if error.is_instance_of::<PyValueError>(py) => return Ok(None),
             Err(error) => return Err(error),
         };
-        // Ours already: a signal handler waits while the main thread waits.
+        // Nested: a signal handler that interrupted a wait of the main thread is itself waiting.
         if previous != own {
             watcher.previous.store(previous, Ordering::SeqCst);
         }

@@ -10,7 +10,7 @@ use super::errors::{self, OrRaise};
 use super::gate::{self, Pass};
 use super::signals::Watch;
 
-/// Waits that are over after this do without watching signals, which costs two calls of Python's.
+/// Waits shorter than this do not watch for signals, which costs two Python calls.
 const SHORT: Duration = Duration::from_millis(2);
 /// Longer than any wait, in seconds; keeps deadlines from overflowing.
 const LONGEST: f64 = 1e9;
@@ -78,7 +78,7 @@ fn answer<T: Send>(
     loop {
         let interrupt = signals.interrupt();
         interrupt.clear();
-        // Those that arrived before they were watched, or that ended the last wait.
+        // Handle signals that arrived before the watch started, or that ended the last wait.
         py.check_signals()?;
         let (result, pass) = gate::detached_until(py, || interrupt.run(|| wait(left())));
         if done(&result) || !interrupt.is_raised() {
@@ -87,7 +87,7 @@ fn answer<T: Send>(
     }
 }
 
-/// Checks once more, after the caller has waited elsewhere for `waited`.
+/// Polls once, after the caller has waited elsewhere for `waited`; errors report that time.
 pub(crate) fn concluded<T: Send>(
     py: Python<'_>,
     waited: Duration,
@@ -97,8 +97,8 @@ pub(crate) fn concluded<T: Send>(
     outcome.map_err(|error| error.with_waited(waited)).or_raise(py)
 }
 
-/// Runs `work`, which takes no part in [`interrupt`], on a thread of its own, so that a signal can end the wait for it.
-/// The work then goes on, and its result is dropped.
+/// Runs `work`, which does not support [`interrupt`], on its own thread, so that a signal can end the wait. The work
+/// then continues in the background, and its result is dropped.
 pub(crate) fn apart<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -112,19 +112,19 @@ pub(crate) fn apart<T: Send + 'static>(
     bounded(py, FOREVER, |left| answer.wait(left.unwrap_or(FOREVER)))?.or_raise(py)
 }
 
-/// Where a thread leaves its result for another.
+/// One-shot channel for the result of a thread.
 struct Answer<T> {
     result: Mutex<Option<Result<T>>>,
     ready: Condvar,
 }
 
-/// The thread's end: it always answers.
+/// Sender of an [`Answer`]; dropped by a panicking thread it sends an error.
 struct Promise<T: Send + 'static>(Arc<Answer<T>>);
 
 impl<T: Send + 'static> Drop for Promise<T> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.put(Err(Error::new(ErrorKind::Io, "thread", "the thread of this call ended without a result")));
+            self.0.put(Err(Error::new(ErrorKind::Io, "thread", "the thread of this call panicked")));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a link makes of memory, where one end can reach that of the other by itself.
+//! Direct access to the peer's memory: descriptors, copies, mappings.
 #![allow(unsafe_code)] // descriptions that are sent, and `Domain::step`
 
 use std::any::Any;
@@ -29,8 +29,9 @@ pub enum Copy {
     Push,
 }
 
-/// Copies by both ends up to this length are divided in two halves, one for each end: what is sent again and again stays in
-/// the caches of the processors that copy it. Of longer ones, which caches don't hold, the ends take turns.
+/// Copies by both ends up to this length are split in two halves, one per end: repeated sends of the same memory then
+/// stay in the cache of the processor that copies them. For longer copies, which exceed the caches, the ends claim
+/// pieces in turn.
 pub const HALVES_MAX: usize = 1 << 20;
 
 /// One end's part of a direct copy. Both ends may hold a job for the same `slot`: each claims pieces from the
@@ -89,17 +90,17 @@ pub struct Window {
 // SAFETY: as for Payload: a description, with what keeps the range mapped; whoever dereferences `ptr` answers for races.
 unsafe impl Send for Window {}
 
-/// What a link makes of memory, at one of its two ends.
+/// Direct access to memory over a link, at one of its two ends.
 ///
 /// The owner describes its memory, for a copy ([`Domain::describe`]) or to be mapped ([`Domain::share`]); descriptors
 /// travel in frames, or by any other means. The peer asks whether it reaches what a descriptor says
-/// ([`Domain::reach`]), and either copies ([`Domain::step`]) or maps it ([`Domain::map`]). Every byte of a descriptor is
-/// its sender's word only: whatever it says, nothing but memory that the owner has described is touched.
+/// ([`Domain::reach`]), and either copies ([`Domain::step`]) or maps it ([`Domain::map`]). Descriptors are untrusted:
+/// whatever one contains, only memory that the owner has described is accessed.
 ///
 /// What a link needs to know of memory beforehand (a segment's file, a handle of an allocation, a registration), it
 /// establishes when memory is first described, keeps, and passes to the peer itself.
 pub trait Domain {
-    /// Says how the peer can reach `len` bytes at `ptr`, and how it would then copy.
+    /// Makes a descriptor by which the peer can access `len` bytes at `ptr`; returns also how it would copy.
     ///
     /// # Errors
     /// Why it cannot.

@@ -55,8 +55,9 @@ impl Loan {
         Some(Kept { loan: Arc::clone(self), lane })
     }
 
-    /// Asks for the memory back, and waits for a copy that is in progress this instant. Whether it is returned: if not, a
-    /// lane keeps it, and reports its return to its sink ([`Sink::returned`](crate::Sink::returned)), unless it is dropped.
+    /// Asks for the memory back, and waits for a copy that is in progress right now. Returns whether the memory is
+    /// returned: if not, a lane keeps it and reports the return to its sink
+    /// ([`Sink::returned`](crate::Sink::returned)), unless the lane is dropped first.
     pub fn recall(&self) -> bool {
         self.word.fetch_or(RECALLED, Ordering::AcqRel);
         loop {

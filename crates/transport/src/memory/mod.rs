@@ -1,7 +1,7 @@
 //! Memory, as links know it: below lanes, and below the engine.
 //!
 //! ```text
-//! Domain  what a link makes of memory: describes it for the peer, reaches what the peer has described, copies, maps
+//! Domain  direct access to memory: describes ours, accesses, copies and maps what the peer described
 //! Loan    an operation's memory, lent to lanes until its owner recalls it
 //! List    memory as rows: what an operation moves when it is not one piece
 //! ```

@@ -27,7 +27,7 @@ from ..._words import kind
 __all__ = ["ElasticBuffer"]
 
 DIRECT_QPS = 17
-"""Queue pairs that a program may ask for where it gave no number. None is made."""
+"""Default of `num_allocated_qps`. No queue pair is ever created."""
 SIZES = ("num_experts", "num_max_tokens_per_rank", "expert_alignment")
 BARRIER_HIDDEN, BARRIER_SMS = 128, 2
 """A barrier is an exchange of no rows, in the smallest expert buffer."""
@@ -39,17 +39,16 @@ class ElasticBuffer(Lifetime, Others):
     `group`: a torch.distributed process group or a crossrail.Group. Every rank makes its buffer on PyTorch's current
     GPU at the same point, and calls the same operations in the same order.
 
-    Sizes come from `num_max_tokens_per_rank`, `hidden` and `num_topk`, or from `num_bytes`, the most that one kind of
-    dispatch may take. Memory is taken at the first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8), by
-    all ranks together, which also compiles kernels unless they are kept on disk: run each kind once before capturing it
-    in a graph.
+    Sizes come from `num_max_tokens_per_rank`, `hidden` and `num_topk`, or from `num_bytes`, the limit for one kind of
+    dispatch. The first dispatch of a kind (hidden size, experts, top-k, bf16 or fp8) allocates memory on all ranks
+    together and compiles kernels that are not cached on disk: run each kind once before capturing it in a graph.
 
-    Rows go straight from every rank to every other, so that there is one scale-up domain of all ranks, and results are
-    the same in every run: `allow_hybrid_mode`, `deterministic`, `sl_idx`, `num_allocated_qps` and
-    `num_cpu_timeout_secs` are remembered and change nothing. `allow_multiple_reduction=False`: the outputs of an
-    expanded dispatch are summed once, at the token's rank, in a combine for each of its K experts.
-    `prefer_overlap_with_compute`: `get_theoretical_num_sms` gives fewer. `num_gpu_timeout_secs`: how long an operation
-    waits for a rank before it goes on without it. `explicitly_destroy`: a buffer that is dropped ends as well.
+    Every rank sends rows directly to every other, so there is one scale-up domain of all ranks, and results are
+    deterministic: `allow_hybrid_mode`, `deterministic`, `sl_idx`, `num_allocated_qps` and `num_cpu_timeout_secs` are
+    stored and have no effect. `allow_multiple_reduction=False`: the outputs of an expanded dispatch are summed once, at
+    the token's rank, by one combine per selected expert (K of them). `prefer_overlap_with_compute`:
+    `get_theoretical_num_sms` returns fewer. `num_gpu_timeout_secs`: how long an operation waits for a rank before it
+    continues without it. `explicitly_destroy`: a buffer that is dropped is destroyed as well.
 
     Engram, pipeline and all-gather calls raise NotImplementedError. Raises UnsupportedError (no PyTorch, no CUDA),
     UsageError, and what joining a `crossrail.Group` raises.
@@ -79,7 +78,7 @@ class ElasticBuffer(Lifetime, Others):
         self.num_max_tokens_per_rank = count("num_max_tokens_per_rank", num_max_tokens_per_rank, "ElasticBuffer")
         hidden = count("hidden", hidden, "ElasticBuffer")
         if num_bytes is None and not (self.num_max_tokens_per_rank and hidden):
-            hint = "they are what the memory is for"
+            hint = "one of them determines the size of the memory"
             raise wrong("ElasticBuffer", "neither num_bytes, nor num_max_tokens_per_rank and hidden", hint)
         self.group = group
         self.deterministic = bool(deterministic)
@@ -93,7 +92,7 @@ class ElasticBuffer(Lifetime, Others):
         self.rank_idx, self.num_ranks, self._machine, hosts = self._meet(group, timeout)
         limit = None if num_bytes is None else count("num_bytes", num_bytes, "ElasticBuffer")
         self._multiprocessors: int | None = None
-        """Asked once: dispatches need it."""
+        """Cached: every dispatch needs it."""
         self._rooms = Rooms(self._machine, self.num_ranks, self.num_max_tokens_per_rank, limit)
         self._ends.callback(self._rooms.destroy)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
@@ -107,7 +106,7 @@ class ElasticBuffer(Lifetime, Others):
             self.num_bytes = buffer_bytes(self.num_ranks, tokens, hidden, topk, self._machine.bytes)
 
     def _meet(self, group: Any, timeout: float) -> tuple[int, int, Machine, list[bytes]]:
-        """This rank, how many there are, where the expert buffers will be, and each rank's host."""
+        """Joins the group. Returns this rank, the number of ranks, their machine, and each rank's host."""
         with self._joined(group, None) as met:
             machine = Gpu(met, share_node=True, timeout=timeout)
             hosts = hosts_of(met)
@@ -125,9 +124,9 @@ class ElasticBuffer(Lifetime, Others):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes that a kind of dispatch takes, in bf16 or fp8, rounded up to 2 MiB: enough for `num_bytes`.
+        """Bytes that a kind of dispatch needs, in bf16 or fp8, rounded up to 2 MiB: a sufficient `num_bytes`.
 
-        `group`: of which only the size is looked at. `num_topk` 0: for the most experts that a token may have.
+        `group`: only its size is used. `num_topk` 0: for the maximum top-k.
         """
         ranks = group.size() if callable(group.size) else group.size
         tokens = count("num_max_tokens_per_rank", num_max_tokens_per_rank, "get_buffer_size_hint")
@@ -144,8 +143,8 @@ class ElasticBuffer(Lifetime, Others):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Multiprocessors that fill the links: an even number, of which only `prefer_overlap_with_compute` and the GPU
-        decide."""
+        """Multiprocessors that saturate the links, an even number; depends only on `prefer_overlap_with_compute` and
+        the GPU."""
         if self._multiprocessors is None:
             self._multiprocessors = multiprocessors(self._machine.device)
         return theoretical_sms(self._multiprocessors, self.prefer_overlap_with_compute)
@@ -155,7 +154,7 @@ class ElasticBuffer(Lifetime, Others):
         return min(count("num_sms", num_sms, "get_theoretical_num_qps"), self.num_allocated_qps)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """How many hosts there are, and ranks on this one."""
+        """Number of hosts, and of ranks on this host."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
@@ -164,15 +163,14 @@ class ElasticBuffer(Lifetime, Others):
 
     @staticmethod
     def capture() -> EventHandle:
-        """The current stream's present end, for `previous_event`."""
+        """Records an event in the current stream, for `previous_event`."""
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """What is put into the current stream from now on comes after what all ranks have put into theirs.
+        """Barrier of the current streams: later work runs after all work that any rank has enqueued before.
 
         `use_comm_stream`: it runs in the communication stream, which is ordered with the current one. `with_cpu_sync`:
-        the host waits too. `sequential`: no effect.
-        """
+        the host waits too. `sequential`: no effect."""
         self._open("barrier")
         kind = Kind("rank", BARRIER_HIDDEN, self.num_ranks, 1, "bf16")
         buffer = self._rooms.room(kind, 1, BARRIER_SMS).buffer
@@ -213,20 +211,20 @@ class ElasticBuffer(Lifetime, Others):
         [T, H/512]). `topk_idx` i64 [T, K], -1 for none; `topk_weights` f32 [T, K] or none.
         `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added. `num_max_tokens_per_rank`: the
         same on all ranks, by default the buffer's. `num_sms`: of the first dispatch of a kind; 0 for
-        `get_theoretical_num_sms`. `previous_event` and `previous_event_before_epilogue`: what the operation comes
-        after. `async_with_compute_stream`: the current stream does not wait, the event does. `handle`: the routing of
-        an earlier dispatch is repeated, with other rows, and other weights if any are given. `do_cpu_sync`: the host
-        waits for the number of rows, by default unless there is a handle; otherwise there are as many as can come.
-        `do_expand`: a row for each expert, grouped by expert, each group beginning at a multiple of `expert_alignment`;
+        `get_theoretical_num_sms`. `previous_event`, `previous_event_before_epilogue`: the operation runs after these.
+        `async_with_compute_stream`: the current stream does not wait, the event does. `handle`: repeats the routing of
+        an earlier dispatch with other rows, and other weights if given. `do_cpu_sync`: the host waits for the number of
+        rows, by default unless a handle is passed; otherwise the result has the maximum number of rows. `do_expand`: a
+        row for each expert, grouped by expert, each group beginning at a multiple of `expert_alignment`;
         `do_zero_padding`: with zeros between groups. `use_tma_aligned_col_major_sf`: scales in columns, which begin at
         multiples of 16 bytes.
 
-        Gives what came, as `x` was given ([N, H], by source rank and then token, or expanded), recv_topk_idx i64 [N, K]
-        (local experts, -1 elsewhere; None when expanded), recv_topk_weights f32 ([N, K], or expanded [N]; None where
-        none were given), the handle (the given one, if any) and the event. While an earlier result is in use a new one
-        is copied out of the buffer's memory, so that any number may be kept.
+        Returns the received rows in the form of `x` ([N, H], by source rank and then token, or expanded), recv_topk_idx
+        i64 [N, K] (local experts, -1 elsewhere; None when expanded), recv_topk_weights f32 ([N, K], or expanded [N];
+        None without weights), the handle (the one passed, if any) and the event. While an earlier result is in use a
+        new one is copied out of the buffer's memory, so that any number may be kept.
 
-        Raises UsageError that names the argument; TimeoutError that names a rank that did not come.
+        Raises UsageError that names the argument; TimeoutError that names the rank that timed out.
         """
         self._open("dispatch")
         count("num_qps", num_qps, "dispatch")
@@ -281,8 +279,8 @@ class ElasticBuffer(Lifetime, Others):
         sync: bool,
         turn: Turn | None = None,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle] | None:
-        """A dispatch whose routing is new, in the current stream or in its turn, in one native call; None, before it
-        begins, where an expert buffer does not take it as it is. `given`: ids, weights, stats."""
+        """Dispatch with a new routing, in the current stream or `turn`, in one native call; None, with nothing
+        enqueued, if the general path must take it. `given`: ids, weights, stats."""
         topk_idx, topk_weights, stats = given
         apart = turn is not None and turn.apart
         most = self.num_max_tokens_per_rank if sizes[1] is None else sizes[1]
@@ -327,8 +325,8 @@ class ElasticBuffer(Lifetime, Others):
     def _asked(
         self, x: Rows, topk_idx: Any, sizes: tuple[Any, Any, Any], handle: Any, expand: bool, sync: bool
     ) -> tuple[Tensor, Kind, int, int]:
-        """The ids of a dispatch, its kind, the most tokens of a rank and the alignment. `sizes`: what was given for the
-        number of experts, that of tokens, and the alignment."""
+        """Validates a dispatch: its ids, kind, maximum tokens per rank and alignment. `sizes`: the arguments for the
+        number of experts, of tokens, and the alignment."""
         (tokens, hidden), payload = rows_kind(x, self._machine.device)
         if handle is not None:
             topk_idx = self._repeated(handle, topk_idx, expand, sync, tokens, hidden)
@@ -349,7 +347,7 @@ class ElasticBuffer(Lifetime, Others):
         return chosen, Kind("rank", hidden, experts, chosen.shape[1], payload), most, alignment
 
     def _repeated(self, handle: Any, topk_idx: Any, expand: bool, sync: bool, tokens: int, hidden: int) -> Tensor:
-        """The ids of a dispatch that repeats one, if it may."""
+        """Validates a dispatch that repeats the routing of `handle`, and returns its ids."""
         if not isinstance(handle, EPHandle):
             raise wrong("dispatch", f"handle is {kind(handle)}, not one of a dispatch")
         if topk_idx is not None:
@@ -394,14 +392,14 @@ class ElasticBuffer(Lifetime, Others):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Brings `x` bf16, a row for each that the dispatch of `handle` gave, back to its token, and sums in fp32.
+        """Returns rows `x` bf16, one per row of the result of `handle`'s dispatch, to their tokens; sums in fp32.
 
-        Of an expanded dispatch a token's rows of one rank are summed there, in the order of its experts, and rounded to
-        bf16, unless the buffer has `allow_multiple_reduction=False`. `topk_weights`: f32, as the dispatch gave them,
-        summed likewise. `bias`: bf16 [T, H], one or two of them, with which the sums begin. `num_sms` has no effect;
-        the rest as for dispatch.
+        After an expanded dispatch each rank sums a token's rows, in the order of its experts, and rounds the sum to
+        bf16, unless the buffer has `allow_multiple_reduction=False`. `topk_weights`: f32, as the dispatch returned
+        them, summed likewise. `bias`: bf16 [T, H], one or two of them, the initial value of the sums. `num_sms` has no
+        effect; the rest as for dispatch.
 
-        Gives the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
+        Returns the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
         """
         self._open("combine")
         if not isinstance(handle, EPHandle):
@@ -447,19 +445,19 @@ class ElasticBuffer(Lifetime, Others):
 
 @contextlib.contextmanager
 def behind(turn: contextlib.AbstractContextManager[Turn], event: EventHandle) -> Iterator[Turn]:
-    """The turn, which comes after one more event."""
+    """Adds an event that the turn waits for."""
     with turn as entered:
         event.wait(entered.keeper)
         yield entered
 
 
 def first_rows(tensor: Tensor | None, rows: int) -> Tensor | None:
-    """So many rows of `tensor`, which has as many or more."""
+    """The first `rows` rows of `tensor`."""
     return tensor if tensor is None or len(tensor) == rows else tensor[:rows]
 
 
 def opaque_scales(x: Rows) -> tuple[bool, Rows]:
-    """Whether the scales are four bytes of anything for each block; and `x` with such scales as f32."""
+    """Whether `x` has opaque scales (i32, one per block), and `x` with these viewed as f32."""
     if not isinstance(x, tuple) or len(x) != 2 or not all(isinstance(part, torch().Tensor) for part in x):
         return False, x
     rows, scales = x
@@ -469,7 +467,7 @@ def opaque_scales(x: Rows) -> tuple[bool, Rows]:
 
 
 def as_packs(scales: Tensor) -> Tensor:
-    """The same as integers. What notes other streams goes with them."""
+    """`scales` viewed as i32. Keeps their `record_stream` hook."""
     packs = scales.view(torch().int32)
     if "record_stream" in vars(scales):
         packs.record_stream = scales.record_stream

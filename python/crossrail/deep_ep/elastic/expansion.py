@@ -40,7 +40,7 @@ class Expansion:
         t, (received, topk), experts = torch(), topk_idx.shape, counts.shape[0]
         device, chosen = topk_idx.device, topk_idx.reshape(-1)
         group, order = t.sort(t.where(chosen >= 0, chosen, experts), stable=True)
-        # From the place in the order of experts, without padding, to that with it; what is nowhere goes behind all.
+        # Offset from a row's index without padding to its index with padding; rows without an expert go to the end.
         shift = expanded_ends(counts, alignment).to(t.int64) - counts.cumsum(0)
         shift = t.cat([shift, shift.new_zeros((1,))])
         numbers = t.arange(received * topk, device=device)

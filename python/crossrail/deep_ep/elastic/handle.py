@@ -1,4 +1,4 @@
-"""What a dispatch of the second version gives for its combine, and for dispatches that repeat it."""
+"""`EPHandle`: the routing of a dispatch of the second version, for its combine and for repeated dispatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Counted", "EPHandle"]
 
 
 class Counted(NamedTuple):
-    """What a dispatch has counted: rows of each local expert, and where those of each source begin."""
+    """Counts of a dispatch: rows per local expert, and the first row of each source."""
 
     counts: Tensor
     offsets: Tensor

@@ -1,4 +1,4 @@
-"""What DeepEP's second version has beside expert parallelism, which is refused by name."""
+"""Methods of DeepEP's second version that are not expert parallelism: each raises NotImplementedError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def refused(name: str, what: str) -> Any:
         raise NotImplementedError(f"ElasticBuffer.{name}: {what} is not part of crossrail.deep_ep")
 
     method.__name__ = name
-    method.__doc__ = f"Not to be had: NotImplementedError. It belongs to {what}."
+    method.__doc__ = f"Not supported: raises NotImplementedError. Part of {what}."
     return method
 
 

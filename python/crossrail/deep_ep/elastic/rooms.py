@@ -12,14 +12,13 @@ __all__ = ["Rooms"]
 
 
 class Rooms:
-    """All ranks ask for the same ones in the same order.
+    """Expert buffers by kind and size. All ranks request the same ones in the same order.
 
-    Dispatches of a few tokens have expert buffers of their own, whose kernels take a shorter way; the others have room
-    for as many tokens as any dispatch so far, and at least `usual`.
-    """
+    Dispatches of a few tokens have expert buffers of their own, whose kernels take a shorter path; the others have room
+    for as many tokens as any dispatch so far, and at least `usual`."""
 
     def __init__(self, machine: Machine, ranks: int, usual: int, limit: int | None) -> None:
-        """`limit`: bytes that one of them may take, at most."""
+        """`limit`: maximum bytes per expert buffer."""
         self._machine = machine
         self._ranks = list(range(ranks))
         self._usual = usual
@@ -28,10 +27,9 @@ class Rooms:
         self._numbers: Iterator[int] = count(1)
 
     def room(self, kind: Kind, tokens: int, num_sms: int) -> Made:
-        """The expert buffer for dispatches of up to `tokens`. `num_sms`: of one that must be made.
+        """The expert buffer for dispatches of up to `tokens`, created if needed with `num_sms`.
 
-        Raises UsageError where it would take more than the limit, or would have to be made in a capture.
-        """
+        Raises UsageError if it would exceed the limit, or would have to be created during a capture."""
         few = tokens <= LEAST_TOKENS
         made = self._made.get((kind, few))
         if made is None or made.max_tokens < tokens:
@@ -41,7 +39,7 @@ class Rooms:
 
     def _new(self, kind: Kind, most: int, num_sms: int) -> Made:
         if self._machine.streams.is_capturing():
-            detail = f"memory for {most} tokens of this kind is made at the first dispatch, which is being captured"
+            detail = f"the first dispatch of this kind allocates memory for {most} tokens, which a capture cannot"
             raise wrong("dispatch", detail, "run it once before the capture")
         needed = 0 if self._limit is None else self._machine.bytes(kind, most)
         if self._limit is not None and needed > self._limit:
@@ -52,7 +50,7 @@ class Rooms:
         return Made(buffer, most, self._machine.prepared_calls(buffer, kind))
 
     def made(self, tokens: int) -> Iterator[tuple[Kind, Made]]:
-        """Those that there are for dispatches of up to `tokens`."""
+        """Existing expert buffers with room for `tokens`."""
         few = tokens <= LEAST_TOKENS
         for (kind, small), made in self._made.items():
             if small == few and made.max_tokens >= tokens:

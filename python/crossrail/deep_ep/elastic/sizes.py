@@ -19,7 +19,7 @@ MOST_TOPK = 32
 EXPERTS_EACH = 256
 """Experts of a rank for which a hint is enough."""
 SMS, OVERLAPPED_SMS = 64, 24
-"""Multiprocessors of an operation alone, and of one that computing goes on beside."""
+"""Multiprocessors of an operation that runs alone, and of one that overlaps with computation."""
 
 
 def planned(kind: Kind, max_tokens: int, ranks: int) -> int:
@@ -50,5 +50,5 @@ def multiprocessors(device: Any) -> int:
 
 
 def theoretical_sms(have: int, overlap: bool) -> int:
-    """Of `have` multiprocessors those for an operation, an even number: `overlap` leaves most of them to other work."""
+    """Multiprocessors for an operation on a GPU that has `have`, an even number; fewer with `overlap`."""
     return max(2, min(OVERLAPPED_SMS if overlap else SMS, have // 2 * 2))

@@ -1,4 +1,4 @@
-"""What dispatches and combines of the second version put into a stream."""
+"""Enqueues dispatches and combines of the second version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Dispatching", "ReceivedRows", "heard_all", "reduced", "summed_once"]
 
 @dataclass
 class ReceivedRows:
-    """What a dispatch gives beside the handle."""
+    """Tensors received by a dispatch."""
 
     rows: Tensor
     scales: Tensor | None
@@ -60,7 +60,7 @@ class Dispatching:
         sync: bool,
         expand: bool | None,
     ) -> tuple[EPHandle, ReceivedRows]:
-        """One that routes anew. `sync`: the host waits for the counts; `expand`: None, or whether padding is zeros."""
+        """Dispatches with a new routing. `sync`: the host waits for the counts; `expand`: None, or zero the padding."""
         made, worst = self.room(self.kind), self.ranks * self.most
         buffer = made.buffer
         bound = None if sync else max(worst, 1)
@@ -91,7 +91,7 @@ class Dispatching:
         return handle, self._came(buffer, result, weights, expansion, expand)
 
     def again(self, x: Rows, weights: Tensor | None, handle: EPHandle, zero_padding: bool) -> ReceivedRows:
-        """One that repeats the routing of `handle`. The received ids stay with the handle once they were asked for."""
+        """Repeats the routing of `handle`, which caches the received ids."""
         routing, expansion, ids = handle._routing, handle._expansion, handle._recv_topk_idx
         if self.kind == routing.kind and weights is None and (expansion is not None or ids is not None):
             result = routing.buffer.dispatch(x, None, layout="rank", handle=routing.native)
@@ -108,7 +108,7 @@ class Dispatching:
         return came
 
     def _expanded(self, counts: list[int] | None) -> int:
-        """Rows of an expanded result: those of `counts`, or as many as can come."""
+        """Number of rows of an expanded result: by `counts`, or the maximum."""
         if counts is not None:
             return sum(aligned(count, self.alignment) for count in counts)
         local = self.kind.experts // self.ranks
@@ -125,7 +125,7 @@ class Dispatching:
         *,
         repeats: bool = False,
     ) -> ReceivedRows:
-        """The tensors of a result, which `repeats` a routing and has no ids then."""
+        """The tensors of a result; without ids if it `repeats` a routing."""
         if expansion is None:
             rows, scales, ids, sent = kept(self.machine, self.turn, buffer, result, self.kind, not repeats)
             return ReceivedRows(rows, scales, ids, None if weights is None else sent)
@@ -143,10 +143,10 @@ class Dispatching:
 
 
 def heard_all(said: list[int] | None) -> None:
-    """Raises TimeoutError that names the first rank that did not come, by what the hosts heard of each."""
+    """Raises TimeoutError that names the first rank without a report, from the ranks' host words `said`."""
     for rank, word in enumerate(said or []):
         if word == NO_REPORT:
-            detail = f"rank {rank} did not come in time"
+            detail = f"rank {rank} timed out"
             raise TimeoutError(f"dispatch: {detail}", operation="dispatch", detail=detail)
 
 
@@ -158,7 +158,7 @@ def reduced(x: Tensor, weights: Tensor | None, expansion: Expansion) -> tuple[Te
 
 
 def summed_once(routing: Routing, x: Tensor, expansion: Expansion, biases: Sequence[Tensor]) -> Tensor:
-    """bf16 [T, H]: the sum of a token's expanded rows in fp32, rounded once. They come back one combine for each k."""
+    """bf16 [T, H]: sums of each token's expanded rows in fp32, rounded once. Runs one combine per k."""
     t = torch()
     total = t.zeros((routing.tokens, x.shape[1]), dtype=t.float32, device=x.device)
     for bias in biases:

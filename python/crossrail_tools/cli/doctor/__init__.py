@@ -1,4 +1,4 @@
-"""`crossrail doctor`: tests this machine by doing; findings with the fix of each."""
+"""`crossrail doctor`: runs real transfers on this machine and reports findings with their fixes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DoctorOptions:
             write_text(as_json(findings, ["crossrail", *sys.argv[1:]], more), self.json)
         if bad := problems(findings):
             names = ", ".join(dict.fromkeys(finding.id for finding in bad))
-            raise Failure(f"{counted(len(bad), 'problem')} found ({names}); the table says what mends each")
+            raise Failure(f"{counted(len(bad), 'problem')} found ({names}); the table has the fix of each")
 
     def _survey(self, peer: str, machine: Machine, progress: Progress) -> Survey:
         limit = longest_s(len(machine.rails), self.seconds)

@@ -39,7 +39,7 @@ def _one_per_cause(results: Sequence[tuple[Finding, Cause | None]]) -> list[Find
         while cause is not None and cause in problems and problems[cause][0] is not top:
             top, cause = problems[cause]
             if any(top is other for other in seen):
-                return one  # findings that explain each other are none's cause
+                return one  # a cycle of findings has no root cause
             seen.append(top)
         return top
 
@@ -82,7 +82,7 @@ def _results(check: Check, machine: Machine) -> list[Found]:
 def within(limit_s: float, what: str, work: Callable[[], T]) -> T:
     """The result of ``work``, in a thread that is left behind if it does not end in time.
 
-    Raises what it raises, but Failure for an error that nobody expects, and if it takes longer than ``limit_s``.
+    Raises its expected errors, and Failure for an unexpected one or if it takes longer than ``limit_s``.
     """
     results: list[T] = []
     failures: list[Exception] = []

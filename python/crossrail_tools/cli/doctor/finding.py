@@ -34,7 +34,7 @@ Cause = tuple[str, str]
 
 @dataclass(frozen=True)
 class Found:
-    """One result of a check: what was seen, and the command or the step that mends it (empty: there is none).
+    """One result of a check: what was seen, and the command or step that fixes it (empty: there is none).
 
     ``because``: if that is a problem too, it is the cause of this one.
     """
@@ -82,8 +82,8 @@ class Machine:
 class Check:
     """One row of the table of checks.
 
-    ``tests`` says what is tested and how, ``rule`` which severity it has when, ``mends`` what usually helps; all three
-    are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: what usually is the cause if it fails.
+    ``tests``: what is tested and how; ``rule``: conditions of each severity; ``mends``: the usual fix; all three are
+    for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: the usual cause of a failure.
     """
 
     id: str

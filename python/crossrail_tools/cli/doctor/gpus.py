@@ -95,7 +95,7 @@ def pairs(machine: Machine) -> Iterable[Found]:
             if a == b:
                 continue
             if not access[a][b]:
-                text = "no peer access: what is sent between them is staged in host memory"
+                text = "no peer access: transfers between them are staged in host memory"
                 fix = "nvidia-smi topo -p2p r; ACS, the IOMMU or the kind of GPU prevent it"
                 yield Found("warning", text, fix, f"{one} to {other}")
                 continue

@@ -101,14 +101,14 @@ def _answer(request: Message, rails: dict[str, Rail]) -> Message:
 
 def _pairs(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) > MOST_RAILS:
-        raise Failure(f"the other end asked for the routes of no list of at most {MOST_RAILS} pairs")
+        raise Failure(f"the other end requested routes without a list of at most {MOST_RAILS} pairs")
     return value
 
 
 def _route(pair: Any, rails: dict[str, Rail]) -> dict[str, Any]:
     """How this kernel would send from one of its rails to an address of the other end."""
     if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-        raise Failure("the other end asked for the route of no pair of a rail and an address")
+        raise Failure("the other end requested a route for something other than a pair of a rail and an address")
     name, to = pair
     if name not in rails:
         raise Failure(f"the other end asked for the route from {name[:40]!r}, which is no rail here")

@@ -1,8 +1,8 @@
-"""Probes of the way between two rails: is it open, which packets fit through it, how fast is it.
+"""Probes of the path between two rails: reachability, path MTU, bandwidth.
 
 The listening end answers on sockets of its own, on the ports of each rail on which a program could listen there (see
-CROSSRAIL_PORTS), and names these and a token over the authenticated control conversation. It never dials, answers only
-to those who send the token, and bounds what each of them may ask for.
+CROSSRAIL_PORTS), and sends these and a token over the authenticated control conversation. It never dials, answers only
+clients that send the token, and bounds what each of them may request.
 
     TCP   token (16)  mode (1)  milliseconds (4)         then bytes to the end that receives
           mode `p`: answers HELLO; `s`: counts what it receives, and answers bytes (8) and microseconds (8);
@@ -41,14 +41,14 @@ HELLO = b"crossrail-doctor"
 
 MOST_CONNECTIONS = 64
 MOST_UNPROVEN = 256
-"""Connections that have not sent the token. Beyond, one of the source with most of them makes room."""
+"""Maximum of connections without a token. Beyond it, one from the source with most of them is evicted."""
 
 MOST_PORTS = 32
 """Ports per rail that are tried. Of more, the first and last ones: tools listen on those, all else on these."""
 
 MOST_MS = 10_000
 HEAD_S, SURE_S = 2.0, 0.05
-"""How long a connection may take to send its head, and how long it is sure of its place."""
+"""Timeout for a connection to send its head, and the time before it may be evicted."""
 
 REACH_S = 1.0
 STREAMS = 2
@@ -219,7 +219,7 @@ class Responder:
             (most, _), *_ = counts.most_common(1)
             fits = [one for one in self._unproven.values() if one.source == most]
             aged = [one for one in fits if one.until <= time.monotonic() + HEAD_S - SURE_S]
-            # By chance: of a flood from the source of a client that means it, mostly the flood's own go.
+            # A random one: if a flood shares the source of an honest client, the victim is mostly one of the flood's.
             self._drop(random.choice(aged or fits)).close()
         one = _Unproven(connection, _source(address), time.monotonic() + HEAD_S)
         self._unproven[connection] = one
@@ -234,7 +234,7 @@ class Responder:
     def _read_head(self, one: _Unproven) -> None:
         """Starts a thread for whoever sends the token."""
         if one.connection not in self._unproven:
-            return  # it has made room for another one
+            return  # evicted meanwhile
         try:
             piece = one.connection.recv(HEAD.size - len(one.head))
         except BlockingIOError:
@@ -383,7 +383,7 @@ def reach(mine: Rail, theirs: Rail, ports: Ports, token: bytes) -> float:
             except ConnectionError:
                 if time.monotonic() >= until:
                     raise
-                continue  # it had to make room for others that have not proved themselves
+                continue  # evicted in favour of other unproven connections
             if answer != HELLO:
                 raise ConnectionError(errno.EPROTO, "something else answers at that address")
             return took

@@ -102,9 +102,7 @@ def reachable(machine: Machine) -> Iterable[Found]:
 
 
 def _unreachable(survey: Survey) -> dict[str, list[Way]]:
-    """Ways that are closed, at least in part, although their links are up, by what is seen of it. A firewall may close
-    several.
-    """
+    """Closed ways (at least one port) whose links are up, grouped by symptom: a firewall may close several."""
     found: dict[str, list[Way]] = {}
     for way in survey.used:
         if not (way.mine.works and way.theirs.works) or (way.open and not way.closed):
@@ -119,7 +117,7 @@ def _unreachable(survey: Survey) -> dict[str, list[Way]]:
 
 
 def _closed(ways: Sequence[Way], survey: Survey) -> tuple[str, str]:
-    """Why ways with links that are up are not open, all for the same reason, and what mends that."""
+    """Diagnosis and fix for closed ways whose links are up, all with the same symptom."""
     way = ways[0]
     device = way.mine.interface
     if way.open:

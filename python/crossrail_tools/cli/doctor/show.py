@@ -23,15 +23,15 @@ _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "gree
 
 
 def print_findings(findings: Sequence[Finding], to: Console) -> None:
-    """Prints the findings, the worst first, each with what mends it below, and a line that counts them."""
+    """Prints the findings, the worst first, each followed by its fix, and a line that counts them."""
     order = list(SEVERITIES)
-    columns = ["severity", "check", "on", "what was found, and what mends it"]
+    columns = ["severity", "check", "on", "what was found, and its fix"]
     made = table("findings", columns, left=4, keys=2, prose=columns[2:])
     for finding in sorted(findings, key=lambda finding: order.index(finding.severity)):
         severity = Text(finding.severity, style=_STYLES[finding.severity])
         made.add_row(severity, finding.id, finding.subject, finding.evidence)
         if finding.fix:
-            made.add_row("", "", "", Text(f"mend: {finding.fix}", style="bold"))
+            made.add_row("", "", "", Text(f"fix: {finding.fix}", style="bold"))
         if finding.also:
             seen = dict.fromkeys(" on ".join(filter(None, (one.id, one.subject))) for one in finding.also)
             made.add_row("", "", "", f"also seen by {', '.join(seen)}")
@@ -95,10 +95,10 @@ def page() -> str:
 
 <!-- Written by `python -m crossrail_tools.cli.doctor.page` from crossrail_tools/cli/doctor/table.py. Do not edit. -->
 
-`crossrail doctor` tests this machine by doing: it moves data over each transport between two processes, opens, locks
-and maps what a job needs, and asks the kernel how it would route. Each finding has the id of its check, a severity,
-the evidence, and the command that mends it. Several checks may see the same fault, as a device that is down: they are
-one finding, which names those that also saw it. `--only` selects checks by id or group, `--json` writes everything.
+`crossrail doctor` runs real tests: it moves data over each transport between two processes, opens, locks and maps what
+a job needs, and queries the kernel's routes. Each finding has the id of its check, a severity, the evidence, and the
+command that fixes it. If several checks see the same fault, such as a device that is down, they are merged into one
+finding, which names the others. `--only` selects checks by id or group, `--json` writes everything.
 [Why is it slow?](guides/slow.md) begins with it.
 
     crossrail doctor                           # this machine
@@ -107,8 +107,8 @@ one finding, which names those that also saw it. `--only` selects checks by id o
     crossrail doctor --peer 10.0.0.1 --secret-file secret     # ... and on the other: every rail
     crossrail doctor --store tcp://10.0.0.1:18178 --nccl
 
-With `--peer` every rail here is tried with every rail of the other machine: whether it reaches that, how large packets
-may be, what it carries alone in each direction, and all at once with the others. The other machine answers at the
+With `--peer` every rail here is tested against every rail of the other machine: reachability, path MTU, bandwidth alone
+in each direction, and bandwidth of all rails at once. The other machine answers at the
 port after its own (TCP and UDP; another one if that is taken), to this run only. Listening beyond loopback needs the
 secret of all ends; without one, only the rails of loopback are tried.
 

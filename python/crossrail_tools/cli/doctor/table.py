@@ -1,4 +1,4 @@
-"""The table of checks: what is tested, when it is how severe, and what mends it. `docs/doctor.md` is made from it."""
+"""The table of checks: what each tests, its severities, and the usual fix. `docs/doctor.md` is generated from it."""
 
 from __future__ import annotations
 

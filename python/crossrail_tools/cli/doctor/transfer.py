@@ -43,7 +43,7 @@ def send_data(
         address = bytes.fromhex(str(answer.get("address")))
     except ValueError:
         raise Failure("the other end sent no address for a transfer") from None
-    # Nobody connects to this end, which needs none of the ports that are open to others.
+    # No peer connects to this end, so it needs none of the ports of CROSSRAIL_PORTS.
     with crossrail.Worker(_context(mine, secret_file, ports="1-65535")) as worker:
         endpoint = worker.connect(address, timeout=DATA_S)
         data = pattern(DATA_BYTES)

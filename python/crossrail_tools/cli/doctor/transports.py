@@ -191,7 +191,7 @@ def registration(machine: Machine) -> Iterable[Found]:
     with crossrail.Worker(context) as owner, crossrail.Worker(context) as writer:
         endpoint = writer.connect(owner.address())
         for size in sizes:
-            # Pages are taken when they are touched, by hardware that needs them pinned or by the write below.
+            # Pages are allocated on first touch: by registration on hardware that pins them, or by the write below.
             with contextlib.closing(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) as memory:
                 try:
                     region = owner.register(memory)

@@ -178,7 +178,7 @@ class GpuPeers:
     def begin(self, work: Work) -> None:
         """Starts every peer, which prepares for ``work``.
 
-        Those that measured other work are ended: what a profiler leaves behind in a process makes its launches longer.
+        Peers that measured other work are ended: after profiling, kernel launches in that process are slower.
         """
         self._turns = []
         self._end(ask=True)

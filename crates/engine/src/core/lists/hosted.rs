@@ -1,4 +1,4 @@
-//! What peers have told this end: rows of its regions and of their own memory, views of both, notices.
+//! State that peers have described to this end: rows of its regions and of their own memory, views of both, notices.
 //!
 //! An access of a peer to a view, and a mail of its on the way, is a [`Lent`] entry; the protocol knows it as a region
 //! whose index has the bit [`LENT`], and engine code as [`Where`] its bytes are. Everything that a peer can make this
@@ -66,7 +66,7 @@ pub(crate) struct Raised {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// What one peer has told.
+/// Everything that one peer has described.
 #[derive(Default)]
 pub(super) struct Told {
     rows: HashMap<u32, Arc<Installed>>,
@@ -78,7 +78,7 @@ pub(super) struct Told {
     /// Bytes of mails on their way, and of notices that nobody has taken.
     pub(super) mails: u64,
     pub(super) notices: u64,
-    /// Of the notices that were taken, or will never be raised: in all, and those of which the peer was told.
+    /// Credit bytes of notices that were taken, or will never be raised: total, and the part reported to the peer.
     taken: u64,
     credited: u64,
 }
@@ -248,7 +248,7 @@ impl Hosted {
                     let end = from.checked_add(rows.len() as u64)?;
                     (end <= view.list.bytes()).then_some((from, imm, notice, rows))
                 });
-                // What makes no sense is left out, with its notice.
+                // Malformed parts are ignored, together with their notice.
                 let Some((from, imm, notice, rows)) = found else { return Arrived::Nothing };
                 *read = true;
                 // SAFETY: host memory of regions that are registered, inside the list by the check above.
@@ -322,7 +322,7 @@ impl Hosted {
         Some(raised)
     }
 
-    /// What the peer is to be told of its notices that were taken, if it is time.
+    /// The credit to return to the peer for notices that were taken, if it is due.
     pub(in crate::core) fn credit_due(&mut self, endpoint: EndpointId) -> Option<u64> {
         let told = self.peers.get_mut(&endpoint)?;
         (told.taken - told.credited >= self.notices_max / 8).then(|| {
@@ -338,7 +338,7 @@ impl Hosted {
 }
 
 impl Told {
-    /// Acts on a mail that has come in whole. What makes no sense is left out: whatever refers to it fails.
+    /// Processes a complete mail. Malformed ones are ignored: operations that refer to them fail.
     fn read(&mut self, regions: &Regions, (sort, id): (Sort, u32), bytes: &[u8]) -> Arrived {
         match sort {
             Sort::Rows => self.add_rows(regions, id, bytes),

@@ -1,4 +1,4 @@
-//! Lists and notices: what this end tells its peers of them ([`outbox`]), and what peers tell this end ([`hosted`]).
+//! Lists and notices: the sender's side ([`outbox`]) and the receiver's ([`hosted`]).
 //!
 //! A list at its owner is a region: a linear space of bytes that writes and reads address by key and offset, and that
 //! chunks, rails and lost lanes know nothing about. Only where its bytes are is looked up in a [`List`]. The rows of
@@ -61,7 +61,7 @@ pub(crate) enum RowsOf<'a> {
 }
 
 impl Core {
-    /// Tells the peer of rows. `None`: rows of ours that it could not copy anyway.
+    /// Describes rows to the peer. `None`: rows of ours that it could not copy anyway.
     ///
     /// # Errors
     /// `PeerDead`, `Closed`; `Exhausted` when the peer would not take that much.
@@ -77,7 +77,7 @@ impl Core {
         self.tell(endpoint, sort, mail, weight, &[]).map(Some)
     }
 
-    /// Tells the peer of a pair of lists. `even`: the rows of each side are equally long.
+    /// Describes a pair of lists (a view) to the peer. `even`: the rows of each side are equally long.
     ///
     /// # Errors
     /// As [`Core::tell_rows`].
@@ -95,7 +95,7 @@ impl Core {
         self.tell(endpoint, Sort::View, mail, weight, &of)
     }
 
-    /// `of`: mails that it refers to, which must have arrived before.
+    /// `of`: mails that this one refers to and that must arrive first.
     fn tell(&mut self, endpoint: EndpointId, sort: Sort, mail: Vec<u8>, weight: u64, of: &[OpId]) -> Result<Told> {
         self.check_alive(endpoint, "prepare")?;
         let outbox = self.outbox(endpoint)?;
@@ -111,7 +111,7 @@ impl Core {
         Ok(Told { sort, id, weight, mail })
     }
 
-    /// Has the peer forget what it was told.
+    /// Withdraws descriptions from the peer.
     pub(crate) fn untell(&mut self, endpoint: EndpointId, told: &[Told]) {
         if self.check_alive(endpoint, "drop").is_err() {
             return;
@@ -197,7 +197,7 @@ impl Core {
         self.transfers.tables.hosted.has_notices()
     }
 
-    /// Does what follows the ends of operations.
+    /// Runs the follow-up actions of finished operations.
     #[cold]
     pub(crate) fn follow_up(&mut self) {
         for (endpoint, then, good) in self.operations().take_thens() {
@@ -218,7 +218,7 @@ impl Core {
         }
     }
 
-    /// Takes an operation out that has not begun; false if it is not one of those.
+    /// Removes an operation that waits in the outbox; false if it is not there.
     pub(super) fn leave_outbox(&mut self, op: OpId, endpoint: EndpointId) -> bool {
         self.outbox(endpoint).is_ok_and(|outbox| outbox.leave(op))
     }
@@ -269,7 +269,7 @@ impl Transfers {
         (len > eager && peer.outbox.long.insert(op)).then_some(op)
     }
 
-    /// Has the peer count an immediate in that region: by a write of nothing.
+    /// Makes the peer count an immediate in that region, by a zero-length write.
     fn count_at(&mut self, endpoint: EndpointId, key: proto::RegionKey, imm: u32) {
         let tables = &mut self.tables;
         let op = tables.operations.insert(OpKind::Write, Some(endpoint), 0, Vec::new().into());
@@ -317,7 +317,7 @@ impl Transfers {
         }
     }
 
-    /// Begins what has waited, as far as it may now.
+    /// Starts waiting operations that may start now.
     pub(super) fn begin_waiting(&mut self, endpoint: EndpointId) {
         while let Some(waiting) = self.tables.peers.get_mut(endpoint).and_then(|peer| peer.outbox.ready()) {
             self.begin(endpoint, waiting);

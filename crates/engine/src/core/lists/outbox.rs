@@ -1,4 +1,4 @@
-//! What this end has told one peer of lists, and what waits until it may be said.
+//! Descriptions that this end has sent to one peer, and operations that wait for them or for credit.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -7,7 +7,7 @@ use crossrail_types::OpId;
 
 use super::wire::{ENTRIES_MAX, LISTS_MAX, NOTHING, NOTICE_EXTRA, NOTICES_MAX, Sort};
 
-/// Something told: its id, and what it takes at the peer.
+/// A description that was sent: its id, and the bytes that it is charged at the peer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Told {
     pub(crate) sort: Sort,
@@ -17,7 +17,7 @@ pub(crate) struct Told {
     pub(super) mail: Option<OpId>,
 }
 
-/// An operation that is in the table and not with the protocol yet.
+/// An operation that is in the table but not yet submitted to the protocol.
 pub(super) struct Waiting {
     pub(super) op: OpId,
     pub(super) operation: proto::Operation,
@@ -45,7 +45,7 @@ pub(in crate::core) struct Outbox {
     /// Of notices sent, and of those that the peer has taken: their bytes, with the [extra](NOTICE_EXTRA).
     noticed: u64,
     credited: u64,
-    /// How far the one may be ahead of the other.
+    /// Maximum of `noticed` minus `credited`: the peer's credit for notices, in bytes.
     pub(super) notices_max: u64,
 }
 
@@ -90,7 +90,7 @@ impl Outbox {
         fits
     }
 
-    /// The peer is told to drop it.
+    /// Returns the charge of a list that the peer is told to drop.
     pub(super) fn discharge(&mut self, told: &Told) {
         self.entries = self.entries.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(told.weight);

@@ -1,8 +1,9 @@
-//! What two ends tell each other of lists, as bytes.
+//! Wire format of descriptions of lists, and of notices.
 //!
-//! It travels in *mails*: puts, for which the reader makes memory. So it goes the way of all writes, in the order of the
-//! message stream, in one frame or in chunks, and no receive can match it. A key of 24 bytes that begins with [`LISTS`],
-//! which no region's does, says what a write is; of a put in one frame the bytes 4..12 alone, its name:
+//! Descriptions travel in *mails*: puts, for which the receiver allocates memory. A mail is carried like any write, in
+//! the order of the message stream, in one frame or in chunks, and no receive can match it. A key of 24 bytes that
+//! starts with [`LISTS`], as no region's key does, identifies the kind of write; for a put in one frame, bytes 4..12
+//! alone, its name:
 //!
 //! | bytes | mail | write or read of a view | short rows with a notice |
 //! |---|---|---|---|
@@ -15,7 +16,7 @@
 //! Rows with a notice are [`PUT_AHEAD`] bytes (where in the view, the caller's immediate, whether there is one), the
 //! notice, and the rows.
 //!
-//! Ids are the writer's, so that no answer is needed before they are used.
+//! The writer assigns ids, so they can be used without waiting for a reply.
 
 use std::sync::Arc;
 

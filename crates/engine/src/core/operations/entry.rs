@@ -15,16 +15,17 @@ use crate::memory::{GpuTimes, Keep, OnGpu};
 /// The index of no entry.
 pub(super) const NO_ENTRY: u32 = u32::MAX;
 
-/// How far the operation of an entry is.
+/// State of an entry's operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// There is none: nothing is kept, attached, or there as an outcome.
+    /// No operation: no buffer, attachment or outcome.
     Free,
-    /// In flight; its end is of concern to nobody but its request: it is not detached, nothing is attached, and its memory
-    /// is the host's. One test for all that a short message would have to ask.
+    /// In flight, and only its request is interested in its end: not detached, nothing attached, host memory. One
+    /// comparison replaces all checks that a short message would need.
     Plain,
     InFlight,
-    /// Finished as most are, a short message in good order: the entry's fields have the rest. No outcome is there.
+    /// Finished successfully as a short message, the common case: the result is in the entry's fields, and there is no
+    /// outcome.
     Short,
     /// Finished; the outcome is there.
     Finished,
@@ -56,7 +57,7 @@ pub(crate) struct Op {
     pub(super) outcome: Option<Outcome>,
     /// The request was dropped: the entry is free as soon as the operation is finished.
     pub(super) detached: bool,
-    /// What a short message needs nothing of. `None` in a free entry.
+    /// State that only long or attached operations need. `None` in a free entry.
     pub(super) attached: Option<Box<Attached>>,
 }
 
@@ -115,7 +116,7 @@ impl Op {
         matches!(self.state, State::Plain | State::InFlight)
     }
 
-    /// Somebody beside its request is concerned with its end.
+    /// Leaves the fast path: another party besides its request is interested in its end.
     #[inline]
     pub(super) fn complicate(&mut self) {
         if self.state == State::Plain {
@@ -132,7 +133,8 @@ impl Op {
         self.let_go();
     }
 
-    /// Nothing touches its memory any more: only bytes of which the request may still ask stay. Whether it keeps none.
+    /// Drops the buffer, because nothing accesses the memory any more, except bytes that the request may still ask for.
+    /// Whether nothing is left.
     #[inline(always)]
     pub(super) fn let_go(&mut self) -> bool {
         // Spelt out, so that the drop of the commonest kind is a count and no call, and nothing else is moved.

@@ -1,5 +1,5 @@
-//! The end of a short message, kept by its request: the table of operations puts it there, and knows nothing of what
-//! renders it.
+//! The result of a short message, stored in its request: the table of operations writes it there, independent of how it
+//! is rendered.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -7,8 +7,8 @@ use super::Receipt;
 use crate::core::names::Names;
 use crate::core::outcome::ShortEnd;
 
-/// The good end of a short message, once it has been taken out of the worker's table. Written and read under the
-/// worker's lock, but for [`Drop`], which has the request to itself.
+/// The successful result of a short message, once it has been taken out of the worker's table. Accessed under the
+/// worker's lock, except by [`Drop`], which has exclusive access.
 pub(crate) struct Collected {
     /// The [peer's names](Names::word); 0: nothing is there yet.
     names: AtomicU64,
@@ -27,7 +27,7 @@ impl Collected {
         }
     }
 
-    /// Keeps the end that is given in words: the [names](Names::word), the tag, bytes, and the time on the wire.
+    /// Stores a result given as words: the [names](Names::word), the tag, bytes, and the time on the wire.
     #[inline(always)]
     pub(in crate::core) fn store(&self, names: u64, tag: u64, bytes: u64, wire_ns: u64) {
         self.names.store(names, Relaxed);

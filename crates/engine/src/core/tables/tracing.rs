@@ -1,5 +1,5 @@
-//! The trace of a worker, if one is wanted: chunks, operations and copies as they happen. Off, each of these costs a look
-//! at an `Option`.
+//! The optional trace of a worker: chunks, operations and copies as they happen. When off, each call costs one check of
+//! an `Option`.
 
 use std::time::Instant;
 

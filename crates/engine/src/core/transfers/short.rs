@@ -1,4 +1,4 @@
-//! Short messages in place of a poll: taken from their slot, ended by a count.
+//! Receiving and confirming short messages without a poll.
 #![allow(unsafe_code)]
 
 use crossrail_transport::Lane;
@@ -11,8 +11,8 @@ use crate::core::peers::Peer;
 use crate::core::tables::Tables;
 
 impl Transfers {
-    /// Receives the peer's next message in place of a poll, if it is a short one that has arrived on a calm connection
-    /// for the receive that was posted first. `spins`: how often to look again.
+    /// Receives the peer's next message without a poll, if it is short, has arrived, and matches the oldest posted
+    /// receive on a connection whose fast path is on. `spins`: how often to recheck.
     #[inline]
     pub(in crate::core) fn receive_short(
         &mut self,
@@ -35,7 +35,7 @@ impl Transfers {
                 operations.deliver_later(endpoint, &{ short });
             }
         };
-        // Where it does not apply, nothing was taken from the lane, and a poll goes the long way.
+        // Where the fast path does not apply, nothing was taken from the lane, and a poll takes the slow path.
         let placed = peer.protocol.place_short(clock.now(), id, &head, matcher, &mut ended);
         let Some(short) = placed else { return Received::Nothing };
         polled.used = true;

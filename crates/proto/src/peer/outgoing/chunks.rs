@@ -72,8 +72,8 @@ impl Outs {
         self.active.extend(begun);
     }
 
-    /// Whether there are enough bytes to send that one more connection of a rail is sooner done with its part than the
-    /// first alone would be with all: it costs a thread's wake-up at both cx.
+    /// Whether enough bytes wait for one more connection of a rail to finish its part before the first alone would
+    /// finish everything: it costs a thread wake-up at both ends.
     #[inline]
     pub(in crate::peer) fn are_enough_for(&self, lane: &Lane) -> bool {
         lane.rank == 0 || lane.is_worth_it(self.waiting_bytes())
@@ -118,8 +118,8 @@ impl Outs {
         }
     }
 
-    /// Hands out again what lanes have on their way and would bring far later than others could, where no transfer has a
-    /// chunk left to hand out. The receiver discards what comes second.
+    /// Duplicates chunks in flight that other lanes could deliver far sooner, once no transfer has a chunk left to hand
+    /// out. The receiver discards the second copy.
     pub(in crate::peer) fn double_late(&mut self, now: Time, lanes: &mut Lanes) {
         if !self.active.is_empty() {
             return;

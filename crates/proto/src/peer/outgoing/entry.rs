@@ -75,12 +75,12 @@ pub(super) enum Stage {
     Aborting,
 }
 
-/// What a direct copy that was told to stop makes room for, or the unpacks of a read that is over.
+/// What to do once a stopped direct copy, or the unpacks of a finished read, have ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum After {
-    /// It was not told to.
+    /// It was not told to stop.
     Running,
-    /// Nothing: the peer has the next word.
+    /// Nothing: the peer replies next.
     Nothing,
     Feed(Target),
     Finish(Result<(), Failure>),
