@@ -390,7 +390,7 @@ def over_a_crossrail_group(env: Any, seed: int) -> None:
     import crossrail
     from crossrail import deep_ep
 
-    store = env.buffer._machine._joined.group.store_address
+    store = env.buffer._backend._joined.group.store_address
     with crossrail.Group(name="plain", rank=env.rank, size=env.size, store=store) as group:
         other = deep_ep.Buffer(group, low_latency_mode=True)
         try:
@@ -410,7 +410,7 @@ def over_the_network(env: Any, seed: int) -> None:
     import crossrail
     from crossrail import deep_ep
 
-    store = env.buffer._machine._joined.group.store_address
+    store = env.buffer._backend._joined.group.store_address
     with crossrail.Group(name="network", rank=env.rank, size=env.size, store=store) as group:
         other = deep_ep.Buffer(group, low_latency_mode=True, allow_nvlink_for_low_latency_mode=False)
         try:
@@ -526,7 +526,7 @@ def decode_memory(env: Any, most: float) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     kind = Kind("expert", 7168, 288, 8, "bf16")
-    buffer = env.buffer._machine.make(kind, 128, None, "measured", list(range(env.size)))
+    buffer = env.buffer._backend.make(kind, 128, None, "measured", list(range(env.size)))
     took = before - torch.cuda.mem_get_info()[0]
     buffer.destroy()
     assert took < most, f"rank {env.rank}: {took} bytes, wanted less than {most}"

@@ -51,7 +51,7 @@ class TwinRanks:
     def exchange(self, message: bytes) -> list[bytes]:
         return self.meeting.gather(self.rank, message)
 
-    def step(self) -> None:
+    def next_call(self) -> None:
         pass
 
     def close(self) -> None:
@@ -170,8 +170,8 @@ class TwinExperts(ExpertBuffer):
         return self.regions - len(self.lent)
 
 
-class TwinMachine(Gpu):
-    """See `deep_ep.pool.Machine`."""
+class TwinBackend(Gpu):
+    """See `deep_ep.pool.Backend`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.device = torch.device("cpu")
@@ -199,9 +199,9 @@ class TwinMachine(Gpu):
     def bytes(self, kind: Any, max_tokens: int) -> int:
         return 1000 + 10 * max_tokens
 
-    def meet(self, buffer: Any, kind: Any) -> None:
+    def barrier(self, buffer: Any, kind: Any) -> None:
         self.met.append(kind.layout)
-        super().meet(buffer, kind)
+        super().barrier(buffer, kind)
 
     def sources(self, buffer: Any, handle: Any, rows: int) -> Any:
         return torch.from_numpy(buffer._native.sources(handle, rows)).clone()
@@ -211,7 +211,7 @@ class TwinDeepEp(Buffer):
     """`deep_ep.Buffer` of a thread. `group`: the Meeting and the rank."""
 
     def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
-        return TwinRanks(*group), TwinMachine(*group)
+        return TwinRanks(*group), TwinBackend(*group)
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -224,7 +224,7 @@ class TwinElastic(ElasticBuffer):
     def _meet(self, group: Any, timeout: float) -> Any:
         meeting, rank = group
         hosts = [b"one" if one < 2 else b"two" for one in range(meeting.size)]
-        return rank, meeting.size, TwinMachine(*group), hosts
+        return rank, meeting.size, TwinBackend(*group), hosts
 
     def get_theoretical_num_sms(self, *arguments: Any, **options: Any) -> int:
         return 24

@@ -39,7 +39,7 @@ class Env:
 
     @property
     def device(self) -> Any:
-        return self.buffer._machine.device
+        return self.buffer._backend.device
 
     def shape(self, most: int) -> ref.Shape:
         return ref.Shape(self.size, most, self.hidden, self.experts, self.topk)

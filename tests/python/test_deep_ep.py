@@ -14,10 +14,10 @@ import pytest
 import crossrail
 from crossrail import MismatchError, UnsupportedError, UsageError, deep_ep
 from crossrail.deep_ep import ranks
+from crossrail.deep_ep.agreement import Call
 from crossrail.deep_ep.events import EventHandle, EventOverlap
-from crossrail.deep_ep.pool import Kind, Pool, room_for
+from crossrail.deep_ep.pool import Kind, Pool, capacity_for
 from crossrail.deep_ep.ranks import Peers, joined
-from crossrail.deep_ep.steps import Call
 
 # Names and defaults of what programs call, as DeepEP's first version has them.
 BUFFER = {
@@ -190,13 +190,13 @@ def test_an_event_that_is_none() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129, 1000, 4096, 4097, 100_000])
 def test_room_for_more_tokens(tokens: int) -> None:
-    room = room_for(tokens)
+    room = capacity_for(tokens)
     assert room % 128 == 0
     assert max(tokens, 1) <= room <= max(tokens * 1.125 + 128, 128)
 
 
 class Sums:
-    """A machine that only counts."""
+    """A backend that only counts."""
 
     device = None
     streams: Any = type("", (), {"is_capturing": staticmethod(lambda: False)})
@@ -272,23 +272,23 @@ def test_ranks_meet_and_agree() -> None:
             try:
                 heard = []
                 for turn in range(20):
-                    peers.step()
+                    peers.next_call()
                     heard.append(peers.exchange(bytes([number, turn])))
                 mine = Call(512, 12, 2, wanted=10 * number)
-                most = mine.agreed(mine.told(peers))
+                most = mine.agreed(mine.exchange(peers))
                 wrong = [Call(512, 12, 2, int(number == 1)), Call(512 + 128 * (number == 2), 12, 2)]
                 said = []
                 for call in wrong:
                     with pytest.raises(MismatchError) as raised:
-                        call.agreed(call.told(peers))
+                        call.agreed(call.exchange(peers))
                     said.append(str(raised.value))
                 if number == 1:
-                    there = Call().told(peers, "x is a banana")
-                    assert [one.why for one in there] == ["", "x is a banana", ""]
-                    assert [one.call.begins_with is None for one in there] == [False, True, False]
+                    calls = Call().exchange(peers, "x is a banana")
+                    assert [one.why for one in calls] == ["", "x is a banana", ""]
+                    assert [one.call.fast_kind is None for one in calls] == [False, True, False]
                 else:
                     with pytest.raises(UsageError, match="rank 1 could not: x is a banana"):
-                        wrong[0].agreed(wrong[0].told(peers))
+                        wrong[0].agreed(wrong[0].exchange(peers))
                 return heard, most, said
             finally:
                 peers.close()

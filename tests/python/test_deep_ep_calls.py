@@ -8,7 +8,7 @@ from typing import Any
 
 import deep_ep_work as work
 import pytest
-from deep_ep_twin import TwinDeepEp, TwinExperts, TwinMachine, TwinRanks, TwinStreams, on_ranks
+from deep_ep_twin import TwinBackend, TwinDeepEp, TwinExperts, TwinRanks, TwinStreams, on_ranks
 from exchange_table import ATTRIBUTE, Table
 from fake_gpu import FakeEvent
 from host_torch import torch, torch_is_there
@@ -67,7 +67,7 @@ class NotedBuffer(TwinExperts):
         native.combine = noted
 
 
-class NotedMachine(TwinMachine):
+class NotedBackend(TwinBackend):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.streams: Any = NotedStreams()
@@ -79,7 +79,7 @@ class NotedMachine(TwinMachine):
 
 class NotedDeepEp(TwinDeepEp):
     def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
-        return TwinRanks(*group), NotedMachine(*group)
+        return TwinRanks(*group), NotedBackend(*group)
 
 
 @pytest.fixture(params=["attributes", "table"])
@@ -98,7 +98,7 @@ def buffer(table: Table | None) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def captures(monkeypatch: pytest.MonkeyPatch, buffer: Any) -> None:
-    streams = buffer._machine.streams
+    streams = buffer._backend.streams
     monkeypatch.setattr(FakeEvent, "is_captured", property(lambda event: streams.capturing))
 
 
@@ -178,21 +178,21 @@ def test_what_a_combine_travels_as(buffer: Any) -> None:
     handle = dispatch(buffer)[2]
     combine(buffer, handle)
     combine(buffer, handle, use_logfmt=True)
-    (made,) = buffer._machine.made
+    (made,) = buffer._backend.made
     assert made.wires == [0, 1]
 
 
 def test_results_of_a_capture_are_never_reused(buffer: Any) -> None:
     places = {address(dispatch(buffer)) for _ in range(2)}
-    buffer._machine.streams.capturing = True
+    buffer._backend.streams.capturing = True
     captured = [dispatch(buffer) for _ in range(2)]
     assert not places & set(map(address, captured))
     dispatch(buffer, async_finish=True)
-    assert buffer._machine.streams.notes[-1] == "6 recorded"
+    assert buffer._backend.streams.notes[-1] == "6 recorded"
 
 
 def test_an_operation_beside_the_current_stream(buffer: Any) -> None:
-    streams = buffer._machine.streams
+    streams = buffer._backend.streams
     rows, counts, handle, event, hook = dispatch(buffer, async_finish=True)
     assert hook is None and streams.notes == [f"{OWN} waits for {MAIN}", f"{OWN} follows {MAIN}"]
     assert isinstance(event.event, _native.BesideEvent)
@@ -201,7 +201,7 @@ def test_an_operation_beside_the_current_stream(buffer: Any) -> None:
     assert streams.notes[2:] == [f"{OWN} waits for {MAIN}"]
     combine(buffer, handle)
     assert streams.notes[3:] == [f"{MAIN} follows {OWN}"]
-    (made,) = buffer._machine.made
+    (made,) = buffer._backend.made
     assert made.put == [OWN, OWN, MAIN]
 
 
@@ -266,11 +266,11 @@ def test_results_of_operations_beside_are_handed_out_in_turn(buffer: Any, monkey
 
 
 def test_a_hook_in_another_stream(buffer: Any) -> None:
-    streams = buffer._machine.streams
+    streams = buffer._backend.streams
     *_, hook = dispatch(buffer, return_recv_hook=1)
     streams.now = OTHER
     hook()
-    (made,) = buffer._machine.made
+    (made,) = buffer._backend.made
     assert made.put == [MAIN, OTHER] and streams.notes == [f"{OTHER} follows {MAIN}"]
 
 
@@ -279,7 +279,7 @@ def test_ints_are_taken_for_bools(buffer: Any) -> None:
     hook()
     *_, hook = combine(buffer, handle, zero_copy=0, async_finish=0, return_recv_hook=1)
     hook()
-    (made,) = buffer._machine.made
+    (made,) = buffer._backend.made
     assert made.put == [MAIN] * 4
 
 

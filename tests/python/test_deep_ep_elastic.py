@@ -160,7 +160,7 @@ def test_dispatches_of_a_few_tokens_have_memory_of_their_own() -> None:
             x, idx = torch.zeros(2, 512, dtype=torch.bfloat16), torch.tensor([[0], [1]])
             got, *_ = buffer.dispatch(x, idx, num_experts=2, num_max_tokens_per_rank=most, do_cpu_sync=False)
             assert len(got) == most
-        return [made.most for made in buffer._machine.made]  # type: ignore[attr-defined]
+        return [made.most for made in buffer._backend.made]  # type: ignore[attr-defined]
 
     # Large ones for the buffer's tokens at least, and again when there are more.
     assert on_ranks(1, one, TwinElastic, num_max_tokens_per_rank=256, hidden=512) == [[256, 128, 384]]
@@ -168,12 +168,12 @@ def test_dispatches_of_a_few_tokens_have_memory_of_their_own() -> None:
 
 def test_nothing_is_made_in_a_capture() -> None:
     def one(buffer: TwinElastic) -> None:
-        buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+        buffer._backend.streams.capturing = True  # type: ignore[attr-defined]
         with pytest.raises(UsageError, match="run it once before the capture"):
             buffer.dispatch(X, IDX, num_experts=4, do_cpu_sync=False)
-        buffer._machine.streams.capturing = False  # type: ignore[attr-defined]
+        buffer._backend.streams.capturing = False  # type: ignore[attr-defined]
         buffer.dispatch(X, IDX, num_experts=4)
-        buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+        buffer._backend.streams.capturing = True  # type: ignore[attr-defined]
         *_, handle, _ = buffer.dispatch(X, IDX, num_experts=4, do_cpu_sync=False)
         assert "recv_src_metadata" in vars(handle), "what a replay changes was not computed in the capture"
 
@@ -270,7 +270,7 @@ def test_a_destroyed_buffer_says_so() -> None:
         buffer.dispatch(X, IDX, num_experts=4)
         buffer.destroy()
         buffer.destroy()
-        assert all(made.destroyed for made in buffer._machine.made)  # type: ignore[attr-defined]
+        assert all(made.destroyed for made in buffer._backend.made)  # type: ignore[attr-defined]
         with pytest.raises(ClosedError, match="the buffer was destroyed"):
             buffer.dispatch(X, IDX, num_experts=4)
 

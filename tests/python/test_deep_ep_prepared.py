@@ -9,7 +9,7 @@ from typing import Any
 import deep_ep_elastic as elastic
 import deep_ep_work as work
 import pytest
-from deep_ep_twin import TwinDeepEp, TwinElastic, TwinExperts, TwinMachine, TwinRanks, on_ranks
+from deep_ep_twin import TwinBackend, TwinDeepEp, TwinElastic, TwinExperts, TwinRanks, on_ranks
 from host_torch import torch, torch_is_there
 
 from crossrail._calls import DispatchCall
@@ -24,8 +24,8 @@ class Region:
 class TwinCalls:
     """See `_native.RankCalls`."""
 
-    def __init__(self, machine: PreparedMachine, buffer: TwinExperts, payload: str) -> None:
-        self.machine, self.buffer, self.payload = machine, buffer, payload
+    def __init__(self, backend: PreparedBackend, buffer: TwinExperts, payload: str) -> None:
+        self.backend, self.buffer, self.payload = backend, buffer, payload
 
     def fits(self, x: Any, others: tuple[Any, Any, Any], alignment: Any) -> bool:
         """Whether the arguments are as prepared."""
@@ -72,8 +72,8 @@ class TwinCalls:
         scales = result.scales.view(torch.int32) if self.payload == "ue8m0" else result.scales
         parts, region = (result.x, scales, result.topk_idx, result.topk_weights), Region()
         if any(word != host_word for word in said):
-            self.machine.regions.append(weakref.ref(region))
-        self.machine.begun += 1
+            self.backend.regions.append(weakref.ref(region))
+        self.backend.begun += 1
         told = None if max_rows else (result.count_list, said)
         return parts, result.counts, result.offsets, result.handle, None, region, told, self.buffer.spare_regions > 0
 
@@ -83,8 +83,8 @@ class TwinCalls:
         return summed.x, summed.topk_weights, None
 
 
-class PreparedMachine(TwinMachine):
-    """See `deep_ep.pool.Machine`. `begun`: prepared dispatches; `regions`: of those that are to be repeated."""
+class PreparedBackend(TwinBackend):
+    """See `deep_ep.pool.Backend`. `begun`: prepared dispatches; `regions`: of those that are to be repeated."""
 
     def __init__(self, meeting: Any, rank: int) -> None:
         super().__init__(meeting, rank)
@@ -101,25 +101,25 @@ class PreparedMachine(TwinMachine):
 
 class PreparedDeepEp(TwinDeepEp):
     def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
-        return TwinRanks(*group), PreparedMachine(*group)
+        return TwinRanks(*group), PreparedBackend(*group)
 
 
 class PreparedElastic(TwinElastic):
     def _meet(self, group: Any, timeout: float) -> Any:
         rank, size, _, hosts = super()._meet(group, timeout)
-        return rank, size, PreparedMachine(*group), hosts
+        return rank, size, PreparedBackend(*group), hosts
 
 
-def run(what: Any, *arguments: Any, **options: Any) -> list[PreparedMachine]:
-    """The machines of two ranks that have run a piece of work."""
-    machines: list[PreparedMachine] = []
+def run(what: Any, *arguments: Any, **options: Any) -> list[PreparedBackend]:
+    """The backends of two ranks that have run a piece of work."""
+    backends: list[PreparedBackend] = []
 
     def piece(buffer: Any) -> None:
         what(work.Env(torch, buffer), *arguments, **options)
-        machines.append(buffer._machine)
+        backends.append(buffer._backend)
 
     on_ranks(2, piece, PreparedDeepEp)
-    return machines
+    return backends
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "ue8m0"])
@@ -133,9 +133,9 @@ def test_calls_that_are_wrong(what: Any) -> None:
 
 
 def test_with_more_tokens() -> None:
-    machines = run(work.normal_grows)
-    assert all(machine.begun for machine in machines)
-    assert any(machine.regions for machine in machines), "one rank has begun what all then did again"
+    backends = run(work.normal_grows)
+    assert all(backend.begun for backend in backends)
+    assert any(backend.regions for backend in backends), "one rank has begun what all then did again"
 
 
 def test_rows_of_another_kind_where_none_came() -> None:
@@ -163,7 +163,7 @@ def test_the_second_version(kind: str, sync: bool) -> None:
     def piece(buffer: Any) -> None:
         for _ in range(2):  # the first makes the expert buffers
             elastic.exchange(elastic.Env(torch, buffer), 11, kind, sync=sync, alignment=8)
-        begun.append(buffer._machine.begun)
+        begun.append(buffer._backend.begun)
 
     on_ranks(2, piece, PreparedElastic, num_max_tokens_per_rank=elastic.MOST, hidden=1024)
     assert len(begun) == 2 and all(begun)

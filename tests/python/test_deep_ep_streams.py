@@ -88,9 +88,9 @@ def turn(streams: Streams, *arguments: Any, **options: Any) -> tuple[EventOverla
     """One operation; what it reads, gives and shows is used in which streams."""
     tensors = [Tensor(), Tensor(), Tensor()]
     with streams.turn(*arguments, **options) as made:
-        made.reads(tensors[0], None)
-        made.gives(None, tensors[1])
-        made.shows(tensors[2])
+        made.add_inputs(tensors[0], None)
+        made.add_outputs(None, tensors[1])
+        made.add_result(tensors[2])
         ran = made.keeper.cuda.current.name
         assert made.stream == made.keeper.cuda.current.cuda_stream
     return made.overlap, tensors, ran

@@ -166,7 +166,7 @@ def alone(buffer: TwinDeepEp) -> TwinDeepEp:
 
 def machine_of(buffer: TwinDeepEp) -> Any:
     """The double that it runs on."""
-    return buffer._machine
+    return buffer._backend
 
 
 @pytest.fixture

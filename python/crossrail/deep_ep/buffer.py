@@ -11,18 +11,18 @@ from typing import Any, TypeAlias
 from crossrail._calls import Sizes, why
 from crossrail._expert_calls import Frame
 from crossrail._native import ExpertCalls, TokenLayout
+from crossrail.deep_ep.agreement import Dispatches, DispatchRequest, Started
+from crossrail.deep_ep.arguments import BLOCK, PACKED, Inputs, Received, Rows, low_latency_payload
 from crossrail.deep_ep.checks import Tensor, checked, count, torch, wrong
 from crossrail.deep_ep.config import Config, recommended
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn, is_plain, no_event
-from crossrail.deep_ep.given import BLOCK, PACKED, Inputs, Received, Rows, low_latency_payload
 from crossrail.deep_ep.handles import NODE_RANKS, Handle, RankHandle, Routing, routing_of
 from crossrail.deep_ep.layouts import dispatch_layout, experts_of_ranks, node_counts
 from crossrail.deep_ep.lifetime import Lifetime
-from crossrail.deep_ep.pool import Gpu, Kind, Machine, Made, Pool, Room
+from crossrail.deep_ep.pool import Backend, Gpu, Kind, LowLatencySize, Pool, SizedBuffer
 from crossrail.deep_ep.ranks import Peers, Ranks
-from crossrail.deep_ep.results import combined, copies, gives_parts, kept_rows, listed, repeated
-from crossrail.deep_ep.rooms import agreed_rooms, remember
-from crossrail.deep_ep.steps import Dispatches, Started, Wanted
+from crossrail.deep_ep.results import combined, copies, kept_rows, listed, record_outputs, repeated
+from crossrail.deep_ep.size_hints import agreed_sizes, remember
 from crossrail.errors import UsageError
 from crossrail.experts import ExpertBuffer
 
@@ -95,33 +95,33 @@ class Buffer(Lifetime):
         self._calls: dict[tuple[Any, ...], Prepared] = {}
         """Low-latency calls, by what a dispatch is called with."""
         self._prepared: dict[tuple[Kind, int], Prepared] = {}
-        self._combine_rooms: dict[tuple[int, ...], list[Tensor]] = {}
+        self._combine_inputs: dict[tuple[int, ...], list[Tensor]] = {}
         self._layout: TokenLayout | None = None
-        self._ranks, self._machine = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
+        self._ranks, self._backend = self._meet(group, comm, bool(allow_nvlink_for_low_latency_mode))
         self.rank = self._ranks.rank
         self.group_size = self._ranks.size
         low_latency_bytes = self.num_rdma_bytes if self.low_latency_mode else 0
-        self._pool = Pool(self._machine, self.group_size, self.num_nvl_bytes, low_latency_bytes)
-        self._steps = Dispatches(self._ranks, self._machine, self._pool)
+        self._pool = Pool(self._backend, self.group_size, self.num_nvl_bytes, low_latency_bytes)
+        self._dispatches = Dispatches(self._ranks, self._backend, self._pool)
         self._ends.callback(self._pool.destroy)
         if low_latency_bytes:
-            for room in agreed_rooms(self._ranks, low_latency_bytes):
-                self._pool.prepare(room)
+            for size in agreed_sizes(self._ranks, low_latency_bytes):
+                self._pool.prepare(size)
 
-    def _meet(self, group: Any, comm: Any, share_node: bool) -> tuple[Ranks, Machine]:
+    def _meet(self, group: Any, comm: Any, share_node: bool) -> tuple[Ranks, Backend]:
         """The other ranks, and where the expert buffers will be."""
         with self._joined(group, comm) as met:
-            machine = Gpu(met, share_node=share_node)
+            backend = Gpu(met, share_node=share_node)
             peers = Peers(met.group, met.name)
         self._ends.callback(peers.close)
-        return peers, machine
+        return peers, backend
 
     def destroy(self) -> None:
         """Closes all connections and releases the memory; that of results with the last of them. Idempotent."""
         super().destroy()  # which waits for operations that use the tensors
         self._calls.clear()
         self._prepared.clear()
-        self._combine_rooms.clear()
+        self._combine_inputs.clear()
 
     # What does not need a buffer.
 
@@ -161,9 +161,9 @@ class Buffer(Lifetime):
 
         A buffer that is then made with as many `num_rdma_bytes`, or more, is ready for such dispatches at once.
         """
-        room = Room(hidden, num_experts, num_max_dispatch_tokens_per_rank)
-        options = room.kind().parameters(room.max_tokens) | {"ranks": num_ranks, "device": 0}
-        return remember(num_ranks, room, ExpertBuffer.plan(**options).total)
+        size = LowLatencySize(hidden, num_experts, num_max_dispatch_tokens_per_rank)
+        options = size.kind().parameters(size.max_tokens) | {"ranks": num_ranks, "device": 0}
+        return remember(num_ranks, size, ExpertBuffer.plan(**options).total)
 
     # Streams and memory.
 
@@ -186,7 +186,7 @@ class Buffer(Lifetime):
             kind = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
             detail = f"{math.prod(shape)} elements from {start} on do not fit: {kind} hold {total} elements"
             raise wrong("get_local_buffer_tensor", detail)
-        return torch().empty(shape, dtype=dtype, device=self._machine.device)
+        return torch().empty(shape, dtype=dtype, device=self._backend.device)
 
     # Normal mode.
 
@@ -207,22 +207,22 @@ class Buffer(Lifetime):
         if is_plain(previous_event, async_finish):
             ranks, to_experts, in_rank = self._counted(topk_idx, num_experts)
             return ranks, node_counts(in_rank, NODE_RANKS), to_experts, in_rank, EventOverlap()
-        with self._machine.streams.turn(previous_event, async_finish) as turn:
+        with self._backend.streams.turn(previous_event, async_finish) as turn:
             ranks, to_experts, in_rank = self._counted(topk_idx, num_experts)
-            turn.reads(topk_idx)
+            turn.add_inputs(topk_idx)
             nodes = node_counts(in_rank, NODE_RANKS)
-            turn.gives(ranks, nodes, to_experts, in_rank)
+            turn.add_outputs(ranks, nodes, to_experts, in_rank)
         return ranks, nodes, to_experts, in_rank, turn.overlap
 
     def _counted(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Counts tokens per rank and per expert, and maps tokens to ranks: by one kernel, once that is loaded."""
-        if self._layout is None and not self._machine.streams.is_capturing():
-            self._layout = self._machine.token_layout()
+        if self._layout is None and not self._backend.streams.is_capturing():
+            self._layout = self._backend.token_layout()
         found = None if self._layout is None else self._layout.count(topk_idx, num_experts)
         if found is not None:
             return found
         experts = self._experts(num_experts, "get_dispatch_layout")
-        checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._machine.device, dense=False)
+        checked(topk_idx, "topk_idx", "get_dispatch_layout", ("int64",), ("T", "K"), self._backend.device, dense=False)
         return dispatch_layout(topk_idx, experts, self.group_size)
 
     def dispatch(
@@ -264,18 +264,18 @@ class Buffer(Lifetime):
         config = self.get_dispatch_config(self.group_size) if config is None else config
         if handle is not None:
             routing_of(handle, "rank", "dispatch")
-            with self._machine.streams.turn(previous_event, async_finish) as turn:
-                room = functools.partial(self._pool.rank_layout, num_sms=self._sms(config))
-                again = repeated(self._machine, turn, x, handle, room)
+            with self._backend.streams.turn(previous_event, async_finish) as turn:
+                buffer_for = functools.partial(self._pool.rank_layout, num_sms=self._sms(config))
+                again = repeated(self._backend, turn, x, handle, buffer_for)
             return again, None, None, None, None, turn.overlap
         given = Inputs(x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
         tried = bool(num_worst_tokens)
         if not tried and is_plain(previous_event, async_finish):
-            came, tried = self._at_once(given, expert_alignment, config), True
+            came, tried = self._fast_path(given, expert_alignment, config), True
             if came is not None:
                 return *came, EventOverlap()
-        with self._machine.streams.turn(previous_event, async_finish) as turn:
-            came = None if tried else self._at_once(given, expert_alignment, config, turn)
+        with self._backend.streams.turn(previous_event, async_finish) as turn:
+            came = None if tried else self._fast_path(given, expert_alignment, config, turn)
             if came is None:
                 came = self._dispatch_new(turn, given, expert_alignment, num_worst_tokens, config)
         return *came, turn.overlap
@@ -299,10 +299,10 @@ class Buffer(Lifetime):
         self._open("combine")
         routing = routing_of(handle, "rank", "combine")
         ways = (previous_event, async_finish)
-        where = None if is_plain(*ways) else self._machine.streams.turn(*ways)
+        where = None if is_plain(*ways) else self._backend.streams.turn(*ways)
         if (done := combined(where, routing, x, topk_weights, bias)) is not None:
             return done
-        hidden, device = routing.kind.hidden, self._machine.device
+        hidden, device = routing.kind.hidden, self._backend.device
         checked(x, "x", "combine", ("bfloat16",), (routing.rows, hidden), device)
         biases = listed(bias)
         for one in biases:
@@ -310,73 +310,73 @@ class Buffer(Lifetime):
         if topk_weights is not None:
             shape = (routing.rows, routing.kind.topk)
             checked(topk_weights, "topk_weights", "combine", ("float32",), shape, device)
-        with self._machine.streams.turn(previous_event, async_finish) as turn:
-            turn.reads(x, topk_weights, *biases)
+        with self._backend.streams.turn(previous_event, async_finish) as turn:
+            turn.add_inputs(x, topk_weights, *biases)
             summed = routing.buffer.combine(x, routing.native, topk_weights=topk_weights, bias=biases or None)
             weights = None if topk_weights is None else summed.topk_weights
-            turn.gives(summed.x, weights)
+            turn.add_outputs(summed.x, weights)
         return summed.x, weights, turn.overlap
 
-    def _at_once(self, given: Inputs, alignment: int, config: Config, turn: Turn | None = None) -> Received | None:
+    def _fast_path(self, given: Inputs, alignment: int, config: Config, turn: Turn | None = None) -> Received | None:
         """Dispatch with a new routing, in the current stream or `turn`; None, with nothing enqueued, if unsuitable."""
         if given.topk_idx is None or given.per_expert is None or not isinstance(config, Config):
             return None
-        found = self._steps.prepared(given, alignment, apart=turn is not None)
+        found = self._dispatches.prepared(given, alignment, apart=turn is not None)
         if found is None:
             return None
         kind, made, begun, agreed = found
-        parts, _, offsets, native, _, region, told, lent = begun
+        parts, _, offsets, native, _, region, reported, lent = begun
         if turn is not None:
-            turn.reads(*given.tensors())
+            turn.add_inputs(*given.tensors())
         if not agreed:
             del found, begun, parts, region  # drop all references to the first result
-            wanted = Wanted(kind, given.routed, 0, given.routes, given.per_expert, alignment, config.num_sms)
-            with self._machine.streams.turn() if turn is None else contextlib.nullcontext(turn) as inside:
-                return self._received(inside, given, kind, self._steps.again(wanted, told[1]))
+            request = DispatchRequest(kind, given.routed, 0, given.routes, given.per_expert, alignment, config.num_sms)
+            with self._backend.streams.turn() if turn is None else contextlib.nullcontext(turn) as inside:
+                return self._received(inside, given, kind, self._dispatches.redispatch(request, reported[1]))
         rows, scales, idx, weights = parts if lent else copies(*parts)
         handle = self._handle(given, kind, made, native, offsets)
-        gives_parts(turn, (rows, scales, idx, weights), handle.routing.topk_idx, offsets, lent=lent)
-        return rows if scales is None else (rows, scales), idx, weights, told[0], handle
+        record_outputs(turn, (rows, scales, idx, weights), handle.routing.topk_idx, offsets, lent=lent)
+        return rows if scales is None else (rows, scales), idx, weights, reported[0], handle
 
     def _dispatch_new(self, turn: Turn, given: Inputs, alignment: int, worst: int, config: Config) -> Received:
         """Dispatch with a new routing, in its turn."""
         try:
             worst = count("num_worst_tokens", worst, "dispatch")
-            if not worst and self._machine.streams.is_capturing():
+            if not worst and self._backend.streams.is_capturing():
                 hint = "num_worst_tokens is needed in a capture"
                 raise wrong("dispatch", "the host waits for the number of rows, and a graph is captured", hint)
-            kind = given.kind(self.group_size, self._machine.device)
+            kind = given.kind(self.group_size, self._backend.device)
             self._experts(kind.experts, "dispatch")
             sms = self._sms(config)
             if count("expert_alignment", alignment, "dispatch") == 0:
                 raise wrong("dispatch", "expert_alignment is 0")
         except Exception as error:  # the other ranks are in the same call: they must not wait
-            self._steps.refuse(worst, why(error))
+            self._dispatches.refuse(worst, why(error))
             raise
-        turn.reads(*given.tensors())
+        turn.add_inputs(*given.tensors())
         if given.topk_idx is None:
-            given.sent_by = experts_of_ranks(given.is_token_in_rank, kind.experts)
-        wanted = Wanted(kind, given.routed, worst, given.routes, given.per_expert, alignment, sms)
-        return self._received(turn, given, kind, self._steps.dispatch(wanted))
+            given.routing_ids = experts_of_ranks(given.is_token_in_rank, kind.experts)
+        request = DispatchRequest(kind, given.routed, worst, given.routes, given.per_expert, alignment, sms)
+        return self._received(turn, given, kind, self._dispatches.dispatch(request))
 
-    def _received(self, turn: Turn, given: Inputs, kind: Kind, begun: Started) -> Received:
+    def _received(self, turn: Turn, given: Inputs, kind: Kind, started: Started) -> Received:
         """Builds the return value of a dispatch, which the caller may keep."""
-        made, result = begun.made, begun.result
+        made, result = started.made, started.result
         with_topk = given.topk_idx is not None
-        came, idx, weights = kept_rows(self._machine, turn, made.buffer, result, kind, with_topk)
+        came, idx, weights = kept_rows(self._backend, turn, made.buffer, result, kind, with_topk)
         handle = self._handle(given, kind, made, result.handle, result.offsets)
-        turn.gives(handle.routing.topk_idx, result.offsets)
-        return came, idx, weights if given.topk_weights is not None else None, begun.counts, handle
+        turn.add_outputs(handle.routing.topk_idx, result.offsets)
+        return came, idx, weights if given.topk_weights is not None else None, started.counts, handle
 
-    def _handle(self, given: Inputs, kind: Kind, made: Made, native: Any, offsets: Tensor) -> RankHandle:
+    def _handle(self, given: Inputs, kind: Kind, made: SizedBuffer, native: Any, offsets: Tensor) -> RankHandle:
         """The handle of a dispatch."""
         # Ids for repeats with another row type, unless is_token_in_rank is kept; cloned, as callers may change theirs.
-        kept: Tensor | None = given.sent_by
+        kept: Tensor | None = given.routing_ids
         if given.topk_idx is not None:
-            kept = None if given.tells_ranks(self.group_size) else given.topk_idx.clone()
+            kept = None if given.has_rank_layout(self.group_size) else given.topk_idx.clone()
         rows = native.rows
         routing = Routing(made.buffer, native, kind, made.max_tokens, given.tokens, rows, kept, calls=made.calls)
-        source = functools.partial(self._machine.sources, made.buffer, native, rows)
+        source = functools.partial(self._backend.sources, made.buffer, native, rows)
         return RankHandle.made(routing, self.rank, offsets, source, given.is_token_in_rank)
 
     def _sms(self, config: Config) -> int:
@@ -438,7 +438,7 @@ class Buffer(Lifetime):
         tensors, operation, tokens, beside, hook = begun
         calls, answer = found
         rows, counts, handle = answer(tensors, operation, tokens, calls)
-        event = no_event() if beside is None else self._machine.streams.overlap(*beside)
+        event = no_event() if beside is None else self._backend.streams.overlap(*beside)
         return rows, counts, handle, event, hook
 
     def _prepare(
@@ -448,7 +448,7 @@ class Buffer(Lifetime):
         use_fp8, round_scale, use_ue8m0 = how
         if use_ue8m0 and not round_scale:
             raise wrong("low_latency_dispatch", "use_ue8m0 needs round_scale")
-        device, experts = self._machine.device, self._experts(experts, "low_latency_dispatch")
+        device, experts = self._backend.device, self._experts(experts, "low_latency_dispatch")
         checked(x, "x", "low_latency_dispatch", ("bfloat16",), ("T", "H"), device)
         tokens, hidden = x.shape
         checked(topk_idx, "topk_idx", "low_latency_dispatch", ("int64", "int32"), (tokens, "K"), device)
@@ -468,7 +468,7 @@ class Buffer(Lifetime):
         if found is None:
             buffer = self._pool.expert_layout(kind, most)
             sizes = Sizes(self.group_size, most, hidden, experts, kind.topk, bool(use_fp8), bool(use_ue8m0))
-            frame = Frame(torch(), buffer._native, self._machine.streams, sizes, device)
+            frame = Frame(torch(), buffer._native, self._backend.streams, sizes, device)
             answer = answer_of(buffer, kind, most, self.group_size * most)
             found = self._prepared[kind, most] = ExpertCalls(frame), answer
         return found
@@ -505,10 +505,10 @@ class Buffer(Lifetime):
             raise wrong("low_latency_combine", "async_finish and return_recv_hook exclude each other")
         routing = handle.routing if type(handle) is Handle else routing_of(handle, "expert", "low_latency_combine")
         if zero_copy:
-            if routing.room is None:
+            if routing.combine_input is None:
                 hint = "write x to the tensor that get_next_low_latency_combine_buffer(handle) returns"
                 raise wrong("low_latency_combine", "zero_copy, but this handle has no combine buffer", hint)
-            x = routing.room
+            x = routing.combine_input
         begun: Any = None
         if topk_weights is not None:
             begun = routing.calls.combine(
@@ -526,13 +526,13 @@ class Buffer(Lifetime):
         if begun is None:
             raise self._refused_combine(x, topk_idx, topk_weights, routing, out, combine_wait_recv_cost_stats)
         sums, _, beside, hook = begun
-        return sums, no_event() if beside is None else self._machine.streams.overlap(*beside), hook
+        return sums, no_event() if beside is None else self._backend.streams.overlap(*beside), hook
 
     def _refused_combine(
         self, x: Any, topk_idx: Any, topk_weights: Any, routing: Routing, out: Any, waits: Any
     ) -> UsageError:
         """The error that names the invalid argument of a combine."""
-        kind, device, operation = routing.kind, self._machine.device, "low_latency_combine"
+        kind, device, operation = routing.kind, self._backend.device, "low_latency_combine"
         shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
         selected, sums = (routing.tokens, kind.topk), (routing.tokens, kind.hidden)
         try:
@@ -554,7 +554,7 @@ class Buffer(Lifetime):
         With `enable_shrink` it is a barrier, as in DeepEP, and a rank that times out is masked."""
         self._open("clean_low_latency_buffer")
         if self.enable_shrink:
-            self._pool.meet()
+            self._pool.barrier()
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
         """A bf16 [El, ranks*M, H] tensor for the experts' outputs, for `zero_copy`. Two of them alternate."""
@@ -562,13 +562,13 @@ class Buffer(Lifetime):
         routing = routing_of(handle, "expert", "get_next_low_latency_combine_buffer")
         kind = routing.kind
         shape = (kind.experts // self.group_size, routing.rows, kind.hidden)
-        rooms = self._combine_rooms.setdefault(shape, [])
-        if len(rooms) < 2:
-            rooms.append(torch().empty(shape, dtype=torch().bfloat16, device=self._machine.device))
+        buffers = self._combine_inputs.setdefault(shape, [])
+        if len(buffers) < 2:
+            buffers.append(torch().empty(shape, dtype=torch().bfloat16, device=self._backend.device))
         else:
-            rooms.append(rooms.pop(0))
-        routing.room = rooms[-1]
-        return rooms[-1]
+            buffers.append(buffers.pop(0))
+        routing.combine_input = buffers[-1]
+        return buffers[-1]
 
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
         """Masks `rank` in low-latency operations from now on (`mask`), or unmasks it. A collective call.
@@ -580,26 +580,26 @@ class Buffer(Lifetime):
             detail = f"rank {rank} is not from 0 to {self.group_size - 1}"
             raise wrong("low_latency_update_mask_buffer", detail)
         if mask:
-            self._pool.leave_out(rank)
+            self._pool.mask(rank)
         else:
-            self._pool.take_back(rank)
+            self._pool.unmask(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Writes 1 to `mask_status` i32 [ranks] for masked ranks, else 0. The host first waits for all operations so
         far, which may mask further ranks."""
         self._open("low_latency_query_mask_buffer")
         shape = (self.group_size,)
-        checked(mask_status, "mask_status", "low_latency_query_mask_buffer", ("int32",), shape, self._machine.device)
-        self._machine.streams.settle()
-        out = self._pool.left_out()
+        checked(mask_status, "mask_status", "low_latency_query_mask_buffer", ("int32",), shape, self._backend.device)
+        self._backend.streams.settle()
+        out = self._pool.masked()
         found = [int(rank in out) for rank in range(self.group_size)]
         mask_status.copy_(torch().tensor(found, dtype=torch().int32))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks all ranks, as `low_latency_update_mask_buffer` does. Raises PeerDeadError for a dead process."""
         self._open("low_latency_clean_mask_buffer")
-        for rank in sorted(self._pool.left_out()):
-            self._pool.take_back(rank)
+        for rank in sorted(self._pool.masked()):
+            self._pool.unmask(rank)
 
 
 def answer_of(buffer: Any, kind: Kind, most: int, rows: int) -> Answer:

@@ -63,7 +63,7 @@ def checked(
         raise wrong(operation, f"{name} is {kind(value)}, not a torch.Tensor")
     if value.dtype not in _called(*dtypes) or not fits(value.shape, shape):
         want = f"{' or '.join(dtypes)} [{', '.join(map(str, shape))}]"
-        raise wrong(operation, f"{name} is {told(value)} where {want} is wanted")
+        raise wrong(operation, f"{name} is {describe(value)} where {want} is wanted")
     if value.device != device:
         raise wrong(operation, f"{name} is on {value.device}, the buffer on {device}")
     if dense and not value.is_contiguous():
@@ -79,6 +79,6 @@ def _called(*names: str) -> tuple[Any, ...]:
     return tuple(getattr(torch(), name) for name in names)
 
 
-def told(tensor: Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     """`bfloat16 [3, 7168]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} [{', '.join(map(str, tensor.shape))}]"

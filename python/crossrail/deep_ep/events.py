@@ -103,17 +103,17 @@ class Turn:
         self.shown: list[Any] = []
         self.overlap = EventOverlap()
 
-    def reads(self, *tensors: Tensor | None) -> None:
+    def add_inputs(self, *tensors: Tensor | None) -> None:
         """Adds the caller's tensors that the operation uses."""
         if self.apart:
             self.inputs += [tensor for tensor in tensors if tensor is not None]
 
-    def gives(self, *tensors: Tensor | None) -> None:
+    def add_outputs(self, *tensors: Tensor | None) -> None:
         """Adds tensors that were created in this turn and are returned to the caller."""
         if self.apart:
             self.outputs += [tensor for tensor in tensors if tensor is not None]
 
-    def shows(self, result: Any) -> None:
+    def add_result(self, result: Any) -> None:
         """Adds a returned `Dispatched` that lies in the buffer's memory."""
         if self.apart:
             self.shown.append(result)

@@ -31,7 +31,7 @@ class Routing:
     tokens: int
     rows: int
     topk_idx: Tensor | None = None
-    room: Tensor | None = None
+    combine_input: Tensor | None = None
     calls: Any = None
 
 

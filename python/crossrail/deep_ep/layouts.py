@@ -75,8 +75,8 @@ def aligned_counts(ranks: Ranks, per_expert: Tensor, alignment: int) -> list[int
     """Rows of each local expert over all ranks, rounded up, where only the sources know their tokens' experts."""
     mine = per_expert.tolist()
     form = struct.Struct(f"<{len(mine)}q")
-    said = [form.unpack(message) for message in ranks.exchange(form.pack(*mine))]
+    counts = [form.unpack(message) for message in ranks.exchange(form.pack(*mine))]
     local = len(mine) // ranks.size
     first = ranks.rank * local
-    sums = [sum(one[expert] for one in said) for expert in range(first, first + local)]
+    sums = [sum(one[expert] for one in counts) for expert in range(first, first + local)]
     return [-(-total // alignment) * alignment for total in sums]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from crossrail.deep_ep.checks import torch
-from crossrail.deep_ep.pool import Machine
+from crossrail.deep_ep.pool import Backend
 from crossrail.deep_ep.ranks import Joined, joined
 from crossrail.errors import ClosedError
 
@@ -17,7 +17,7 @@ __all__ = ["Lifetime"]
 class Lifetime:
     """A buffer's lifetime: `destroy` unwinds `_ends`; after that `_open` raises ClosedError."""
 
-    _machine: Machine
+    _backend: Backend
 
     def __init__(self) -> None:
         self._ends = contextlib.ExitStack()
@@ -51,4 +51,4 @@ class Lifetime:
     def get_comm_stream(self) -> Any:
         """The `torch.cuda.Stream` of operations that are asynchronous or have `previous_event`."""
         self._open("get_comm_stream")
-        return self._machine.streams.communication
+        return self._backend.streams.communication

@@ -17,7 +17,7 @@ from crossrail.deep_ep.events import Streams
 from crossrail.deep_ep.ranks import Joined
 from crossrail.experts import ExpertBuffer
 
-__all__ = ["LEAST_TOKENS", "Gpu", "Kind", "Machine", "Pool", "Room", "room_for"]
+__all__ = ["LEAST_TOKENS", "Backend", "Gpu", "Kind", "LowLatencySize", "Pool", "capacity_for"]
 
 Payload: TypeAlias = Literal["bf16", "f32", "power2", "ue8m0"]
 """Row types: bf16, or fp8 with this kind of scales."""
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
         }
 
 
-class Room(NamedTuple):
+class LowLatencySize(NamedTuple):
     """Sizes of low-latency dispatches that share one heap."""
 
     hidden: int
@@ -65,7 +65,7 @@ class Room(NamedTuple):
         return Kind("expert", self.hidden, self.experts, max(1, min(MOST_TOPK, self.experts)), "bf16")
 
 
-class Machine(Protocol):
+class Backend(Protocol):
     """Creates expert buffers on a device and runs operations on them."""
 
     device: Any
@@ -86,11 +86,13 @@ class Machine(Protocol):
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         """Bytes of memory that a buffer of this kind takes."""
 
-    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool) -> Any:
+    def dispatch(
+        self, made: SizedBuffer, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool
+    ) -> Any:
         """Dispatches `given` (rows with scales, ids, weights) in the rank layout. Other ranks read `host_word` in the
         `host_words` of their result if theirs is `counted`, i.e. if their host waits for the row counts."""
 
-    def meet(self, buffer: Any, kind: Kind) -> None:
+    def barrier(self, buffer: Any, kind: Kind) -> None:
         """Runs an empty dispatch in the expert layout, as a barrier: a rank that times out is masked."""
 
     def sources(self, buffer: Any, handle: Any, rows: int) -> Tensor:
@@ -147,7 +149,9 @@ class Gpu:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "regions": SPARE_RESULTS}
         return ExpertBuffer.plan(**options, ranks=self._joined.group.size).total
 
-    def dispatch(self, made: Made, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool) -> Any:
+    def dispatch(
+        self, made: SizedBuffer, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool
+    ) -> Any:
         x, topk_idx, topk_weights = given
         call = DispatchCall(
             x,
@@ -166,7 +170,7 @@ class Gpu:
         )
         return made.buffer._operations.dispatch(call)
 
-    def meet(self, buffer: Any, kind: Kind) -> None:
+    def barrier(self, buffer: Any, kind: Kind) -> None:
         x = torch().empty((0, kind.hidden), dtype=torch().bfloat16, device=self.device)
         ids = torch().empty((0, kind.topk), dtype=torch().int64, device=self.device)
         with self.streams.turn():
@@ -178,14 +182,14 @@ class Gpu:
         return torch().from_dlpack(buffer._native.sources(handle, rows)).clone()
 
 
-def room_for(tokens: int) -> int:
+def capacity_for(tokens: int) -> int:
     """Capacity for `tokens`, rounded up by at most an eighth, so that buffers are rarely reallocated."""
     step = max(LEAST_TOKENS, 1 << max(tokens.bit_length() - 4, 0))
     return -(-max(tokens, 1) // step) * step
 
 
 @dataclass
-class Made:
+class SizedBuffer:
     """An expert buffer and the maximum tokens of a dispatch. `calls`: prepared calls, if any."""
 
     buffer: Any
@@ -196,27 +200,27 @@ class Made:
 class Pool:
     """A buffer's expert buffers. All ranks ask for the same ones in the same order."""
 
-    def __init__(self, machine: Machine, ranks: int, budget: int, low_latency_bytes: int = 0) -> None:
+    def __init__(self, backend: Backend, ranks: int, budget: int, low_latency_bytes: int = 0) -> None:
         """`budget`: initial size in bytes of each rank-layout buffer. `low_latency_bytes`: maximum bytes for dispatches
         of one size in the expert layout; 0: no limit."""
-        self._machine = machine
+        self._backend = backend
         self._ranks = ranks
         self._budget = budget
         self._low_latency_bytes = low_latency_bytes
-        self._bases: dict[Room, Any] = {}
-        self._made: dict[tuple[Kind, int], Made] = {}
+        self._bases: dict[LowLatencySize, Any] = {}
+        self._made: dict[tuple[Kind, int], SizedBuffer] = {}
         self._count = 0
         self._out: set[int] = set()
 
-    def prepare(self, room: Room) -> None:
+    def prepare(self, size: LowLatencySize) -> None:
         """Allocates memory, with all ranks, and compiles kernels of every row type, for dispatches of this size."""
-        topk, units = max(1, min(USUAL_TOPK, room.experts)), {"bf16": 1, "ue8m0": 512}
-        payloads = [payload for payload in PAYLOADS if room.hidden % units.get(payload, 128) == 0]
-        kinds = [Kind("expert", room.hidden, room.experts, topk, payload) for payload in payloads]
-        self.expert_layout(kinds[0], room.max_tokens)
+        topk, units = max(1, min(USUAL_TOPK, size.experts)), {"bf16": 1, "ue8m0": 512}
+        payloads = [payload for payload in PAYLOADS if size.hidden % units.get(payload, 128) == 0]
+        kinds = [Kind("expert", size.hidden, size.experts, topk, payload) for payload in payloads]
+        self.expert_layout(kinds[0], size.max_tokens)
         if others := kinds[1:]:  # whose kernels may have to be compiled
             with ThreadPoolExecutor(len(others)) as threads:
-                list(threads.map(lambda kind: self.expert_layout(kind, room.max_tokens), others))
+                list(threads.map(lambda kind: self.expert_layout(kind, size.max_tokens), others))
 
     def expert_layout(self, kind: Kind, max_tokens: int) -> Any:
         """The expert-layout buffer for up to `max_tokens`. Created by all ranks together, unless it can be a variant of
@@ -224,74 +228,74 @@ class Pool:
         made = self._made.get((kind, max_tokens))
         if made is not None:
             return made.buffer
-        room = Room(kind.hidden, kind.experts, max_tokens)
-        if (base := self._bases.get(room)) is not None:
-            made = Made(self._machine.variant(base, kind), max_tokens)
+        size = LowLatencySize(kind.hidden, kind.experts, max_tokens)
+        if (base := self._bases.get(size)) is not None:
+            made = SizedBuffer(self._backend.variant(base, kind), max_tokens)
         else:
-            self._check(room)
-            out = self.left_out()
+            self._check(size)
+            out = self.masked()
             ranks = [rank for rank in range(self._ranks) if rank not in out]
             made = self._make(kind, max_tokens, None, ranks)
             if not out:
-                self._bases[room] = made.buffer
+                self._bases[size] = made.buffer
         self._made[kind, max_tokens] = made
         return made.buffer
 
-    def _check(self, room: Room) -> None:
+    def _check(self, size: LowLatencySize) -> None:
         """Raises UsageError for sizes that take more memory than the program allows."""
-        needed = self._machine.bytes(room.kind(), room.max_tokens) if self._low_latency_bytes else 0
+        needed = self._backend.bytes(size.kind(), size.max_tokens) if self._low_latency_bytes else 0
         if needed > self._low_latency_bytes:
             detail = f"{needed} bytes are needed, and num_rdma_bytes is {self._low_latency_bytes}"
             hint = "get_low_latency_rdma_size_hint says how many a program's dispatches take"
             raise wrong("low_latency_dispatch", detail, hint)
 
-    def made(self, kind: Kind) -> Made | None:
+    def made(self, kind: Kind) -> SizedBuffer | None:
         """The rank-layout buffer of this kind; None on all ranks alike if it does not exist."""
         return self._made.get((kind, 0))
 
-    def of_rank_layout(self) -> Iterator[tuple[Kind, Made]]:
+    def of_rank_layout(self) -> Iterator[tuple[Kind, SizedBuffer]]:
         """All rank-layout buffers, the same on all ranks."""
         return ((kind, made) for (kind, _), made in self._made.items() if kind.layout == "rank")
 
-    def rank_layout(self, kind: Kind, tokens: int, num_sms: int) -> Made:
+    def rank_layout(self, kind: Kind, tokens: int, num_sms: int) -> SizedBuffer:
         """A rank-layout buffer with room for `tokens`, the same number on all ranks. Replaces a smaller one, which
         lives as long as a handle of its dispatches."""
         made = self._made.get((kind, 0))
         if made is None or made.max_tokens < tokens:
-            most = max(room_for(tokens), self._affordable(kind) if made is None else made.max_tokens)
+            most = max(capacity_for(tokens), self._affordable(kind) if made is None else made.max_tokens)
             made = self._make(kind, most, num_sms, list(range(self._ranks)))
             self._made[kind, 0] = made
         return made
 
-    def forget(self, kind: Kind) -> None:
+    def drop(self, kind: Kind) -> None:
         """Drops a buffer whose last operation some rank missed; on all ranks the next dispatch creates another one."""
         self._made.pop((kind, 0), None)
 
-    def _make(self, kind: Kind, max_tokens: int, num_sms: int | None, ranks: list[int]) -> Made:
-        if self._machine.streams.is_capturing():
+    def _make(self, kind: Kind, max_tokens: int, num_sms: int | None, ranks: list[int]) -> SizedBuffer:
+        if self._backend.streams.is_capturing():
             raise wrong(
                 "Buffer",
                 f"the first dispatch of this kind allocates a buffer for {max_tokens} tokens, which a capture cannot",
                 "run it once before the capture",
             )
         self._count += 1
-        buffer = self._machine.make(kind, max_tokens, num_sms, str(self._count), ranks)
-        return Made(buffer, max_tokens, self._machine.prepared_calls(buffer, kind))
+        buffer = self._backend.make(kind, max_tokens, num_sms, str(self._count), ranks)
+        return SizedBuffer(buffer, max_tokens, self._backend.prepared_calls(buffer, kind))
 
     def _affordable(self, kind: Kind) -> int:
         """The maximum tokens that fit the budget, in steps of `LEAST_TOKENS`."""
-        one, two = (self._machine.bytes(kind, tokens) for tokens in (LEAST_TOKENS, 2 * LEAST_TOKENS))
+        one, two = (self._backend.bytes(kind, tokens) for tokens in (LEAST_TOKENS, 2 * LEAST_TOKENS))
         steps = (self._budget - one) // max(two - one, 1) + 1
         return max(steps, 0) * LEAST_TOKENS
 
-    def leave_out(self, rank: int) -> None:
+    def mask(self, rank: int) -> None:
         """Masks `rank` in expert-layout operations from now on."""
         for buffer in self._of_expert_layout():
             if rank in buffer.connected():
                 buffer.mask([rank])
         self._out.add(rank)
 
-    def take_back(self, rank: int) -> None:
+    def unmask(self, rank: int) -> None:
         """Unmasks `rank` in expert-layout operations, or reconnects it."""
         for buffer in self._of_expert_layout():
             if rank in buffer.connected():
@@ -300,18 +304,18 @@ class Pool:
                 buffer.connect([rank])
         self._out.discard(rank)
 
-    def left_out(self) -> set[int]:
+    def masked(self) -> set[int]:
         """Ranks that are masked (by the caller or after a timeout) or disconnected."""
         out, everyone = set(self._out), set(range(self._ranks))
         for buffer in self._of_expert_layout():
             out |= everyone.difference(buffer.connected()).union(buffer.masked())
         return out
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """A barrier of all ranks by an expert-layout operation, if there was one; ranks that time out are masked."""
         for (kind, _), made in self._made.items():
             if kind.layout == "expert":
-                self._machine.meet(made.buffer, kind)
+                self._backend.barrier(made.buffer, kind)
                 return
 
     def _of_expert_layout(self) -> list[Any]:

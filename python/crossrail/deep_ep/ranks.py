@@ -41,7 +41,7 @@ class Ranks(Protocol):
     def exchange(self, message: bytes, /) -> list[bytes]:
         """All-gather of equally long messages: one per rank, this one included."""
 
-    def step(self) -> None:
+    def next_call(self) -> None:
         """Enters the next collective call: advances the tag, so that unread messages of earlier calls cannot match."""
 
     def close(self) -> None:
@@ -66,23 +66,23 @@ def joined(group: Any, comm: Any) -> Joined:
         number = next(_numbers.setdefault(group, itertools.count()))
         return Joined(group, f"deep_ep-{number}", contextlib.ExitStack())
     if group is not None and callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None)):
-        return _met(group.rank(), group.size(), lambda said: _gathered(group, said))
+        return _rendezvous(group.rank(), group.size(), lambda message: _all_gather(group, message))
     for maybe in (comm, group):
         if hasattr(maybe, "Get_rank") and hasattr(maybe, "allgather"):
-            return _met(maybe.Get_rank(), maybe.Get_size(), maybe.allgather)
+            return _rendezvous(maybe.Get_rank(), maybe.Get_size(), maybe.allgather)
     kind = type(comm if group is None else group).__name__
     raise wrong("Buffer", f"group is a {kind}", "a torch.distributed process group, a crossrail.Group, or comm= of MPI")
 
 
-def _gathered(group: Any, said: Any) -> list[Any]:
+def _all_gather(group: Any, message: Any) -> list[Any]:
     """All-gathers an object over a process group."""
     distributed = importlib.import_module("torch.distributed")
-    heard: list[Any] = [None] * group.size()
-    distributed.all_gather_object(heard, said, group=group)
-    return heard
+    gathered: list[Any] = [None] * group.size()
+    distributed.all_gather_object(gathered, message, group=group)
+    return gathered
 
 
-def _met(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joined:
+def _rendezvous(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joined:
     """A group of the ranks that `gather` reaches; rank 0 runs its store for the lifetime of the buffer."""
     hosts = gather(_host())
     far = len(set(hosts)) > 1
@@ -105,11 +105,11 @@ def _met(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joined:
         undo.pop_all()
     owned.callback(group.leave)
     if rank == 0:
-        owned.callback(_outlast, group)
+        owned.callback(_wait_for_others, group)
     return Joined(group, "deep_ep", owned)
 
 
-def _outlast(group: Group) -> None:
+def _wait_for_others(group: Group) -> None:
     """Waits up to 2 s for the other ranks to leave, which need rank 0's store for that."""
     deadline = time.monotonic() + _LAST_S
     with contextlib.suppress(CrossrailError):
@@ -180,33 +180,33 @@ class Peers:
             endpoint.send(struct.pack("<I", self.rank), _HELLO).wait()
         for _ in range(self.rank + 1, self.size):
             endpoint = self._worker.accept()
-            said = bytearray(4)
-            self._worker.recv(said, _HELLO, source=endpoint).wait()
-            self._endpoints[struct.unpack("<I", said)[0]] = endpoint
+            hello = bytearray(4)
+            self._worker.recv(hello, _HELLO, source=endpoint).wait()
+            self._endpoints[struct.unpack("<I", hello)[0]] = endpoint
 
-    def step(self) -> None:
+    def next_call(self) -> None:
         """See `Ranks`."""
         self._number = (self._number // _IN_A_CALL + 1) * _IN_A_CALL
 
     def exchange(self, message: bytes) -> list[bytes]:
         """See `Ranks`. Raises CrossrailError that names a rank that is lost or in another call."""
         self._number += 1
-        heard = {rank: bytearray(len(message)) for rank in self._endpoints}
-        coming = {
-            rank: self._worker.recv(heard[rank], self._number, source=endpoint)
+        received = {rank: bytearray(len(message)) for rank in self._endpoints}
+        receives = {
+            rank: self._worker.recv(received[rank], self._number, source=endpoint)
             for rank, endpoint in self._endpoints.items()
         }
-        going = [endpoint.send(message, self._number) for endpoint in self._endpoints.values()]
-        for rank, request in coming.items():
+        sends = [endpoint.send(message, self._number) for endpoint in self._endpoints.values()]
+        for rank, request in receives.items():
             try:
                 # A rank may still be in an operation that waits for others, up to its timeout.
                 request.wait(2 * self._patience)
             except CrossrailError as error:
                 detail = f"rank {rank} is not at the same call: {error.detail}"
                 raise type(error)(f"crossrail.deep_ep: {detail}", operation="exchange", detail=detail) from error
-        for request in going:
+        for request in sends:
             request.wait()
-        return [bytes(heard[rank]) if rank in heard else message for rank in range(self.size)]
+        return [bytes(received[rank]) if rank in received else message for rank in range(self.size)]
 
     def close(self) -> None:
         """See `Ranks`."""

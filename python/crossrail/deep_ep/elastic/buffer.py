@@ -7,20 +7,20 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from crossrail.deep_ep.arguments import BLOCK, Rows, no_rows, rows_kind
 from crossrail.deep_ep.checks import Tensor, checked, count, refused, torch, wrong
+from crossrail.deep_ep.elastic.buffers import BufferPool
 from crossrail.deep_ep.elastic.expansion import column_major
-from crossrail.deep_ep.elastic.handle import Counted, EPHandle
-from crossrail.deep_ep.elastic.others import Others
-from crossrail.deep_ep.elastic.rooms import Rooms
+from crossrail.deep_ep.elastic.handle import EPHandle, RowCounts
 from crossrail.deep_ep.elastic.sizes import buffer_bytes, multiprocessors, theoretical_sms
-from crossrail.deep_ep.elastic.work import Dispatching, heard_all, reduced, summed_once
+from crossrail.deep_ep.elastic.unsupported import Unsupported
+from crossrail.deep_ep.elastic.work import Dispatching, check_host_words, reduced, summed_once
 from crossrail.deep_ep.events import EventHandle, EventOverlap, Turn
-from crossrail.deep_ep.given import BLOCK, Rows, no_rows, rows_kind
 from crossrail.deep_ep.handles import Routing
 from crossrail.deep_ep.lifetime import Lifetime
-from crossrail.deep_ep.pool import Gpu, Kind, Machine
+from crossrail.deep_ep.pool import Backend, Gpu, Kind
 from crossrail.deep_ep.ranks import hosts_of
-from crossrail.deep_ep.results import combined, copies, gives_parts, listed
+from crossrail.deep_ep.results import combined, copies, listed, record_outputs
 
 from ..._words import kind
 
@@ -33,7 +33,7 @@ BARRIER_HIDDEN, BARRIER_SMS = 128, 2
 """A barrier is an exchange of no rows, in the smallest expert buffer."""
 
 
-class ElasticBuffer(Lifetime, Others):
+class ElasticBuffer(Lifetime, Unsupported):
     """Expert-parallel dispatch and combine in the interface of DeepEP's second version, on `crossrail.ExpertBuffer`.
 
     `group`: a torch.distributed process group or a crossrail.Group. Every rank makes its buffer on PyTorch's current
@@ -89,12 +89,12 @@ class ElasticBuffer(Lifetime, Others):
         self.num_allocated_qps = count("num_allocated_qps", num_allocated_qps, "ElasticBuffer") or DIRECT_QPS
         super().__init__()
         timeout = float(count("num_gpu_timeout_secs", num_gpu_timeout_secs, "ElasticBuffer"))
-        self.rank_idx, self.num_ranks, self._machine, hosts = self._meet(group, timeout)
+        self.rank_idx, self.num_ranks, self._backend, hosts = self._meet(group, timeout)
         limit = None if num_bytes is None else count("num_bytes", num_bytes, "ElasticBuffer")
         self._multiprocessors: int | None = None
         """Cached: every dispatch needs it."""
-        self._rooms = Rooms(self._machine, self.num_ranks, self.num_max_tokens_per_rank, limit)
-        self._ends.callback(self._rooms.destroy)
+        self._buffers = BufferPool(self._backend, self.num_ranks, self.num_max_tokens_per_rank, limit)
+        self._ends.callback(self._buffers.destroy)
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks = len(set(hosts))
@@ -103,14 +103,14 @@ class ElasticBuffer(Lifetime, Others):
         if self.num_bytes is None:
             topk = count("num_topk", num_topk, "ElasticBuffer")
             tokens = self.num_max_tokens_per_rank
-            self.num_bytes = buffer_bytes(self.num_ranks, tokens, hidden, topk, self._machine.bytes)
+            self.num_bytes = buffer_bytes(self.num_ranks, tokens, hidden, topk, self._backend.bytes)
 
-    def _meet(self, group: Any, timeout: float) -> tuple[int, int, Machine, list[bytes]]:
-        """Joins the group. Returns this rank, the number of ranks, their machine, and each rank's host."""
+    def _meet(self, group: Any, timeout: float) -> tuple[int, int, Backend, list[bytes]]:
+        """Joins the group. Returns this rank, the number of ranks, their backend, and each rank's host."""
         with self._joined(group, None) as met:
-            machine = Gpu(met, share_node=True, timeout=timeout)
+            backend = Gpu(met, share_node=True, timeout=timeout)
             hosts = hosts_of(met)
-        return met.group.rank, met.group.size, machine, hosts
+        return met.group.rank, met.group.size, backend, hosts
 
     # Sizes, streams and events.
 
@@ -146,7 +146,7 @@ class ElasticBuffer(Lifetime, Others):
         """Multiprocessors that saturate the links, an even number; depends only on `prefer_overlap_with_compute` and
         the GPU."""
         if self._multiprocessors is None:
-            self._multiprocessors = multiprocessors(self._machine.device)
+            self._multiprocessors = multiprocessors(self._backend.device)
         return theoretical_sms(self._multiprocessors, self.prefer_overlap_with_compute)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
@@ -173,13 +173,13 @@ class ElasticBuffer(Lifetime, Others):
         the host waits too. `sequential`: no effect."""
         self._open("barrier")
         kind = Kind("rank", BARRIER_HIDDEN, self.num_ranks, 1, "bf16")
-        buffer = self._rooms.room(kind, 1, BARRIER_SMS).buffer
-        previous = self._machine.streams.capture() if use_comm_stream else None
+        buffer = self._buffers.get(kind, 1, BARRIER_SMS).buffer
+        previous = self._backend.streams.capture() if use_comm_stream else None
         with self._turn((previous, None), False):
-            rows, ids, _ = no_rows(kind, self._machine.device)
+            rows, ids, _ = no_rows(kind, self._backend.device)
             buffer.dispatch(rows, ids, layout="rank", max_rows=self.num_ranks)
         if with_cpu_sync:
-            self._machine.streams.settle()
+            self._backend.streams.settle()
 
     # Dispatch.
 
@@ -248,12 +248,12 @@ class ElasticBuffer(Lifetime, Others):
         opaque, x = opaque_scales(x)
         chosen, kind, most, alignment = self._asked(x, topk_idx, sizes, handle, bool(do_expand), bool(do_cpu_sync))
         if topk_weights is not None:
-            checked(topk_weights, "topk_weights", "dispatch", ("float32",), tuple(chosen.shape), self._machine.device)
+            checked(topk_weights, "topk_weights", "dispatch", ("float32",), tuple(chosen.shape), self._backend.device)
         sms = count("num_sms", num_sms, "dispatch") or self.get_theoretical_num_sms(kind.experts, kind.topk)
         with self._turn(events, async_with_compute_stream) as turn:
-            turn.reads(*(x if isinstance(x, tuple) else (x,)), chosen, topk_weights, stats)
-            room = functools.partial(self._rooms.room, tokens=most, num_sms=sms)
-            work = Dispatching(self._machine, turn, kind, self.num_ranks, most, alignment, sms, room)
+            turn.add_inputs(*(x if isinstance(x, tuple) else (x,)), chosen, topk_weights, stats)
+            buffer_for = functools.partial(self._buffers.get, tokens=most, num_sms=sms)
+            work = Dispatching(self._backend, turn, kind, self.num_ranks, most, alignment, sms, buffer_for)
             if handle is None:
                 ids = chosen.clone() if do_handle_copy else chosen
                 sync, expand = do_cpu_sync is None or bool(do_cpu_sync), bool(do_zero_padding) if do_expand else None
@@ -264,7 +264,7 @@ class ElasticBuffer(Lifetime, Others):
                 came.scales = as_packs(came.scales)
             if came.scales is not None and use_tma_aligned_col_major_sf:
                 came.scales = column_major(came.scales)
-                turn.gives(came.scales)
+                turn.add_outputs(came.scales)
         rows: Rows = came.rows if came.scales is None else (came.rows, came.scales)
         return rows, came.topk_idx, came.topk_weights, handle, turn.overlap
 
@@ -290,7 +290,7 @@ class ElasticBuffer(Lifetime, Others):
         if not isinstance(topk_idx, torch().Tensor) or topk_idx.shape[:1] > (most,):
             return None
         bound = 0 if sync else max(self.num_ranks * most, 1)
-        for of, made in self._rooms.made(most):
+        for of, made in self._buffers.made(most):
             if made.calls is None or of.experts != sizes[0]:
                 continue
             # Counts that are not rounded up: the handle gives both.
@@ -299,21 +299,21 @@ class ElasticBuffer(Lifetime, Others):
                 break
         else:
             return None
-        (rows, scales, idx, weights), counts, offsets, native, _, _, told, lent = begun
-        listed, said = told or (None, None)
-        heard_all(said)
+        (rows, scales, idx, weights), counts, offsets, native, _, _, reported, lent = begun
+        listed, host_words = reported or (None, None)
+        check_host_words(host_words)
         if not lent:
             rows, scales, idx, weights = copies(rows, scales, idx, weights)
         ids = topk_idx.clone() if copy else topk_idx
         if turn is not None:
-            turn.reads(*(x if isinstance(x, tuple) else (x,)), *given)
-            gives_parts(turn, (rows, scales, idx, weights), counts, offsets, ids if copy else None, lent=lent)
+            turn.add_inputs(*(x if isinstance(x, tuple) else (x,)), *given)
+            record_outputs(turn, (rows, scales, idx, weights), counts, offsets, ids if copy else None, lent=lent)
         routing = Routing(made.buffer, native, of, most, native.tokens, native.rows, ids, calls=made.calls)
         sms = num_sms or self.get_theoretical_num_sms(of.experts, of.topk)
         handle = EPHandle(
             routing,
-            self._machine,
-            Counted(counts, offsets),
+            self._backend,
+            RowCounts(counts, offsets),
             alignment=alignment,
             num_max_tokens_per_rank=most,
             num_sms=sms,
@@ -327,7 +327,7 @@ class ElasticBuffer(Lifetime, Others):
     ) -> tuple[Tensor, Kind, int, int]:
         """Validates a dispatch: its ids, kind, maximum tokens per rank and alignment. `sizes`: the arguments for the
         number of experts, of tokens, and the alignment."""
-        (tokens, hidden), payload = rows_kind(x, self._machine.device)
+        (tokens, hidden), payload = rows_kind(x, self._backend.device)
         if handle is not None:
             topk_idx = self._repeated(handle, topk_idx, expand, sync, tokens, hidden)
             own = (handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment)
@@ -343,7 +343,7 @@ class ElasticBuffer(Lifetime, Others):
             raise wrong("dispatch", "expert_alignment is 0")
         if tokens > most:
             raise wrong("dispatch", f"x has {tokens} tokens, num_max_tokens_per_rank is {most}")
-        chosen = checked(topk_idx, "topk_idx", "dispatch", ("int64",), (tokens, "K"), self._machine.device)
+        chosen = checked(topk_idx, "topk_idx", "dispatch", ("int64",), (tokens, "K"), self._backend.device)
         return chosen, Kind("rank", hidden, experts, chosen.shape[1], payload), most, alignment
 
     def _repeated(self, handle: Any, topk_idx: Any, expand: bool, sync: bool, tokens: int, hidden: int) -> Tensor:
@@ -374,7 +374,7 @@ class ElasticBuffer(Lifetime, Others):
         """A turn after these events, of either version."""
         points = [event.event if isinstance(event, EventOverlap) else event for event in events if event is not None]
         given = [point for point in points if point is not None]
-        turn = self._machine.streams.turn(EventOverlap(given[0]) if given else None, bool(beside))
+        turn = self._backend.streams.turn(EventOverlap(given[0]) if given else None, bool(beside))
         return turn if len(given) < 2 else behind(turn, given[1])
 
     # Combine.
@@ -406,7 +406,7 @@ class ElasticBuffer(Lifetime, Others):
             raise wrong("combine", f"handle is {kind(handle)}, not one of a dispatch")
         count("num_sms", num_sms, "combine")
         count("num_qps", num_qps, "combine")
-        routing, expansion, device = handle._routing, handle._expansion, self._machine.device
+        routing, expansion, device = handle._routing, handle._expansion, self._backend.device
         events = (previous_event, previous_event_before_epilogue)
         if expansion is None:
             plain = events == (None, None) and not async_with_compute_stream
@@ -429,7 +429,7 @@ class ElasticBuffer(Lifetime, Others):
                 hint = "topk_weights of an expanded result need allow_multiple_reduction"
                 raise wrong("combine", "topk_weights with allow_multiple_reduction=False", hint)
         with self._turn(events, async_with_compute_stream) as turn:
-            turn.reads(x, topk_weights, *biases)
+            turn.add_inputs(x, topk_weights, *biases)
             if expansion is not None and not self.allow_multiple_reduction:
                 sums, back = summed_once(routing, x, expansion, biases), None
             else:
@@ -439,7 +439,7 @@ class ElasticBuffer(Lifetime, Others):
                     x, topk_weights = reduced(x, topk_weights, expansion)
                 done = routing.buffer.combine(x, routing.native, topk_weights=topk_weights, bias=biases or None)
                 sums, back = done.x, None if topk_weights is None else done.topk_weights
-            turn.gives(sums, back)
+            turn.add_outputs(sums, back)
         return sums, back, turn.overlap
 
 

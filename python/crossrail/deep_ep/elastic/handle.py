@@ -9,12 +9,12 @@ from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.elastic.expansion import Expansion, all_aligned, expanded_ends
 from crossrail.deep_ep.handles import Routing
 from crossrail.deep_ep.layouts import dispatch_layout, send_positions
-from crossrail.deep_ep.pool import Machine
+from crossrail.deep_ep.pool import Backend
 
-__all__ = ["Counted", "EPHandle"]
+__all__ = ["EPHandle", "RowCounts"]
 
 
-class Counted(NamedTuple):
+class RowCounts(NamedTuple):
     """Counts of a dispatch: rows per local expert, and the first row of each source."""
 
     counts: Tensor
@@ -49,7 +49,7 @@ class EPHandle:
     def __init__(
         self,
         routing: Routing,
-        machine: Machine,
+        backend: Backend,
         result: Any,
         *,
         alignment: int,
@@ -69,7 +69,7 @@ class EPHandle:
         self.num_expanded_tokens = routing.rows if expansion is None else len(expansion.rows)
         self._routing = routing
         self._expansion = expansion
-        self._machine = machine
+        self._backend = backend
         self._counts, self._offsets = result.counts, result.offsets  # which a later dispatch may use again
         self._recv_topk_idx: Tensor | None = None
         """Kept once a dispatch repeats this one."""
@@ -92,7 +92,7 @@ class EPHandle:
     @cached_property
     def recv_src_metadata(self) -> Tensor:
         t, routing = torch(), self._routing
-        tokens = self._machine.sources(routing.buffer, routing.native, routing.rows)
+        tokens = self._backend.sources(routing.buffer, routing.native, routing.rows)
         numbers = t.arange(routing.rows, device=tokens.device)
         # Rows behind those received are of the last rank, and mean nothing.
         source = t.bucketize(numbers, self._offsets[1:], right=True).clamp(max=len(self._offsets) - 2)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from crossrail.deep_ep.checks import torch, wrong
-from crossrail.deep_ep.pool import SPARE_RESULTS, Kind, room_for
+from crossrail.deep_ep.pool import SPARE_RESULTS, Kind, capacity_for
 from crossrail.experts import ExpertBuffer
 
 __all__ = ["buffer_bytes", "multiprocessors", "planned", "theoretical_sms"]
@@ -40,7 +40,7 @@ def buffer_bytes(
         raise wrong("get_buffer_size_hint", f"hidden is {hidden}, no multiple of 128")
     experts = ranks * EXPERTS_EACH
     kinds = [Kind("rank", hidden, experts, topk or MOST_TOPK, payload) for payload in ("bf16", "f32")]
-    most = max(plan(kind, room_for(tokens)) for kind in kinds)
+    most = max(plan(kind, capacity_for(tokens)) for kind in kinds)
     return -(-most // UNIT) * UNIT
 
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossrail._experts_device import NO_REPORT
+from crossrail.deep_ep.arguments import Rows
 from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.elastic.expansion import Expansion, aligned, fold, pick
 from crossrail.deep_ep.elastic.handle import EPHandle
 from crossrail.deep_ep.events import Turn
-from crossrail.deep_ep.given import Rows
 from crossrail.deep_ep.handles import Routing
-from crossrail.deep_ep.pool import Kind, Machine, Made
+from crossrail.deep_ep.pool import Backend, Kind, SizedBuffer
 from crossrail.deep_ep.results import kept
 from crossrail.errors import TimeoutError
 
-__all__ = ["Dispatching", "ReceivedRows", "heard_all", "reduced", "summed_once"]
+__all__ = ["Dispatching", "ReceivedRows", "check_host_words", "reduced", "summed_once"]
 
 
 @dataclass
@@ -39,16 +39,16 @@ class ReceivedRows:
 
 @dataclass
 class Dispatching:
-    """A dispatch in its turn. `room`: the expert buffer of a kind."""
+    """A dispatch in its turn. `buffer_for`: the expert buffer of a kind."""
 
-    machine: Machine
+    backend: Backend
     turn: Turn
     kind: Kind
     ranks: int
     most: int
     alignment: int
     num_sms: int
-    room: Callable[[Kind], Made]
+    buffer_for: Callable[[Kind], SizedBuffer]
 
     def new(
         self,
@@ -61,24 +61,24 @@ class Dispatching:
         expand: bool | None,
     ) -> tuple[EPHandle, ReceivedRows]:
         """Dispatches with a new routing. `sync`: the host waits for the counts; `expand`: None, or zero the padding."""
-        made, worst = self.room(self.kind), self.ranks * self.most
+        made, worst = self.buffer_for(self.kind), self.ranks * self.most
         buffer = made.buffer
         bound = None if sync else max(worst, 1)
         result = buffer.dispatch(x, topk_idx, weights, layout="rank", stats=stats, max_rows=bound)
         counts = result.count_list if sync else None
         if sync:
-            heard_all(result.host_words)
-        self.turn.gives(result.offsets, result.counts)
+            check_host_words(result.host_words)
+        self.turn.add_outputs(result.offsets, result.counts)
         expansion = None
         if expand is not None:
             size = self._expanded(counts)
             expansion = Expansion(result.topk_idx, result.counts, self.alignment, size)
-            self.turn.gives(expansion.slots, expansion.rows, expansion.filled)
+            self.turn.add_outputs(expansion.slots, expansion.rows, expansion.filled)
         routing = Routing(buffer, result.handle, self.kind, self.most, len(topk_idx), result.handle.rows, topk_idx)
         routing.calls = made.calls
         handle = EPHandle(
             routing,
-            self.machine,
+            self.backend,
             result,
             alignment=self.alignment,
             num_max_tokens_per_rank=self.most,
@@ -86,26 +86,26 @@ class Dispatching:
             count_list=counts,
             expansion=expansion,
         )
-        if self.machine.streams.is_capturing():
+        if self.backend.streams.is_capturing():
             handle.settle()
-        return handle, self._came(buffer, result, weights, expansion, expand)
+        return handle, self._received(buffer, result, weights, expansion, expand)
 
     def again(self, x: Rows, weights: Tensor | None, handle: EPHandle, zero_padding: bool) -> ReceivedRows:
         """Repeats the routing of `handle`, which caches the received ids."""
         routing, expansion, ids = handle._routing, handle._expansion, handle._recv_topk_idx
         if self.kind == routing.kind and weights is None and (expansion is not None or ids is not None):
             result = routing.buffer.dispatch(x, None, layout="rank", handle=routing.native)
-            came = self._came(routing.buffer, result, None, expansion, zero_padding, repeats=True)
-            came.topk_idx = ids
-            return came
-        buffer = self.room(self.kind).buffer
+            received = self._received(routing.buffer, result, None, expansion, zero_padding, repeats=True)
+            received.topk_idx = ids
+            return received
+        buffer = self.buffer_for(self.kind).buffer
         result = buffer.dispatch(x, routing.topk_idx, weights, layout="rank", max_rows=max(routing.rows, 1))
-        came = self._came(buffer, result, weights, expansion, zero_padding)
+        received = self._received(buffer, result, weights, expansion, zero_padding)
         if expansion is None:
-            came = came.first(routing.rows)
-            handle._recv_topk_idx = None if came.topk_idx is None else came.topk_idx.clone()
-            self.turn.gives(handle._recv_topk_idx)
-        return came
+            received = received.first(routing.rows)
+            handle._recv_topk_idx = None if received.topk_idx is None else received.topk_idx.clone()
+            self.turn.add_outputs(handle._recv_topk_idx)
+        return received
 
     def _expanded(self, counts: list[int] | None) -> int:
         """Number of rows of an expanded result: by `counts`, or the maximum."""
@@ -115,7 +115,7 @@ class Dispatching:
         worst = self.ranks * self.most * min(self.kind.topk, local) + (self.alignment - 1) * local
         return aligned(worst, self.alignment)
 
-    def _came(
+    def _received(
         self,
         buffer: Any,
         result: Any,
@@ -127,24 +127,24 @@ class Dispatching:
     ) -> ReceivedRows:
         """The tensors of a result; without ids if it `repeats` a routing."""
         if expansion is None:
-            rows, scales, ids, sent = kept(self.machine, self.turn, buffer, result, self.kind, not repeats)
+            rows, scales, ids, sent = kept(self.backend, self.turn, buffer, result, self.kind, not repeats)
             return ReceivedRows(rows, scales, ids, None if weights is None else sent)
         scales = result.scales
         if self.kind.payload == "ue8m0":
             scales = scales.view(torch().int32)
-        came = ReceivedRows(
+        received = ReceivedRows(
             expansion.gather(result.x, bool(zero_padding)),
             None if scales is None else expansion.gather(scales, bool(zero_padding)),
             None,
             None if weights is None else expansion.weights(result.topk_weights),
         )
-        self.turn.gives(came.rows, came.scales, came.topk_weights)
-        return came
+        self.turn.add_outputs(received.rows, received.scales, received.topk_weights)
+        return received
 
 
-def heard_all(said: list[int] | None) -> None:
-    """Raises TimeoutError that names the first rank without a report, from the ranks' host words `said`."""
-    for rank, word in enumerate(said or []):
+def check_host_words(host_words: list[int] | None) -> None:
+    """Raises TimeoutError that names the first rank without a report; `host_words`: the ranks'."""
+    for rank, word in enumerate(host_words or []):
         if word == NO_REPORT:
             detail = f"rank {rank} timed out"
             raise TimeoutError(f"dispatch: {detail}", operation="dispatch", detail=detail)

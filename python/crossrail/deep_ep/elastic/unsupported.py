@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = ["Others"]
+__all__ = ["Unsupported"]
 
 
 def refused(name: str, what: str) -> Any:
@@ -18,7 +18,7 @@ def refused(name: str, what: str) -> Any:
     return method
 
 
-class Others:
+class Unsupported:
     """Methods of other parallelisms."""
 
     ENGRAM, PIPELINE, GATHER = "Engram", "pipeline-parallel send and receive", "all-gather and reduce-scatter"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, TypeAlias
 
-from crossrail.deep_ep.checks import Tensor, checked, told, torch, wrong
+from crossrail.deep_ep.checks import Tensor, checked, describe, torch, wrong
 from crossrail.deep_ep.handles import RankHandle
 from crossrail.deep_ep.pool import Kind
 
@@ -39,7 +39,7 @@ class Inputs:
         self.per_expert = per_expert
         self.topk_idx = topk_idx
         self.topk_weights = topk_weights
-        self.sent_by = topk_idx
+        self.routing_ids = topk_idx
         """Expert ids used for routing; without topk_idx, one expert of each destination rank."""
 
     @property
@@ -49,7 +49,7 @@ class Inputs:
         count: int = rows.shape[0]
         return count
 
-    def tells_ranks(self, ranks: int) -> bool:
+    def has_rank_layout(self, ranks: int) -> bool:
         """Whether is_token_in_rank was passed with the dtype and shape that `get_dispatch_layout` returns."""
         given = self.is_token_in_rank
         return given is not None and given.dtype == torch().bool and tuple(given.shape) == (self.tokens, ranks)
@@ -57,7 +57,7 @@ class Inputs:
     @property
     def routes(self) -> tuple[Rows, Tensor, Tensor | None]:
         """Rows, expert ids and weights for the expert buffer."""
-        return self.x, self.sent_by, self.topk_weights
+        return self.x, self.routing_ids, self.topk_weights
 
     @property
     def routed(self) -> int:
@@ -104,13 +104,13 @@ def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f
     packed = getattr(scales, "dtype", None) == torch().int32
     unit = PACKED if packed else BLOCK
     if hidden % unit:
-        raise wrong("dispatch", f"x[0] is {told(rows)}, whose rows are no multiple of {unit}")
+        raise wrong("dispatch", f"x[0] is {describe(rows)}, whose rows are no multiple of {unit}")
     if not isinstance(scales, torch().Tensor) or tuple(scales.shape) != (tokens, hidden // unit):
-        have = told(scales) if isinstance(scales, torch().Tensor) else f"{kind(scales)}"
+        have = describe(scales) if isinstance(scales, torch().Tensor) else f"{kind(scales)}"
         want = f"float32 [{tokens}, {hidden // BLOCK}] or int32 [{tokens}, {hidden // PACKED}]"
         raise wrong("dispatch", f"x[1] is {have} where {want} is wanted")
     if not packed and scales.dtype != torch().float32:
-        raise wrong("dispatch", f"x[1] is {told(scales)} where float32 or int32 is wanted")
+        raise wrong("dispatch", f"x[1] is {describe(scales)} where float32 or int32 is wanted")
     if scales.device != device:
         raise wrong("dispatch", f"x[1] is on {scales.device}, the buffer on {device}")
     return (tokens, hidden), "ue8m0" if packed else "f32"

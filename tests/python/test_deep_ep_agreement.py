@@ -10,9 +10,9 @@ import pytest
 
 from crossrail import MismatchError, TimeoutError, UsageError
 from crossrail._experts_device import NO_REPORT
-from crossrail.deep_ep import steps
+from crossrail.deep_ep import agreement
+from crossrail.deep_ep.agreement import BY_RANKS, LISTEN, Call, Dispatches, DispatchRequest
 from crossrail.deep_ep.pool import Kind, Pool
-from crossrail.deep_ep.steps import BY_RANKS, LISTEN, Call, Dispatches, Wanted
 
 KIND = Kind("rank", 512, 8, 2, "bf16")
 OTHER = KIND._replace(payload="f32")
@@ -34,8 +34,8 @@ class Others:
         self.heard: list[tuple[Call, str]] = []
         self.did: list[str] = []
 
-    def step(self) -> None:
-        self.did.append("step")
+    def next_call(self) -> None:
+        self.did.append("next_call")
 
     def close(self) -> None: ...
 
@@ -74,7 +74,7 @@ SAME = (Call(), "")
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch) -> Others:
-    monkeypatch.setattr(steps, "no_rows", lambda kind, device: NONE)
+    monkeypatch.setattr(agreement, "no_rows", lambda kind, device: NONE)
     return Others()
 
 
@@ -84,14 +84,14 @@ def mine(others: Others) -> Dispatches:
     made = Dispatches(others, others, Pool(others, 2, 0))
     others.calls = [SAME]
     made.dispatch(wanted())
-    assert others.did == ["step", "made bf16 for 128", "5 tokens when all agreed"]
+    assert others.did == ["next_call", "made bf16 for 128", "5 tokens when all agreed"]
     others.did.clear()
     others.heard.clear()
     return made
 
 
-def wanted(tokens: int = 5, kind: Kind = KIND, routed: int = 1, worst: int = 0) -> Wanted:
-    return Wanted(
+def wanted(tokens: int = 5, kind: Kind = KIND, routed: int = 1, worst: int = 0) -> DispatchRequest:
+    return DispatchRequest(
         kind, routed, worst, ("rows", [0] * tokens, "weights"), SimpleNamespace(tolist=lambda: [1] * 8), 1, 20
     )
 
@@ -100,14 +100,14 @@ def test_usually_nobody_talks(others: Others, mine: Dispatches) -> None:
     for _ in range(3):
         others.words = [WEIGHTED]
         assert mine.dispatch(wanted()).counts == [3]
-    assert others.did == ["step", "5 tokens in bf16, says 2"] * 3
+    assert others.did == ["next_call", "5 tokens in bf16, says 2"] * 3
     assert not others.heard
 
 
 def test_room_is_made_for_more_tokens_here(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [WEIGHTED], [(Call.of(KIND, 1, 0, 7), "")]
     assert mine.dispatch(wanted(300)).made.max_tokens == 384
-    assert others.did == ["step", "0 tokens in bf16, says 3", "made bf16 for 384", "300 tokens when all agreed"]
+    assert others.did == ["next_call", "0 tokens in bf16, says 3", "made bf16 for 384", "300 tokens when all agreed"]
     assert others.heard == [(Call.of(KIND, 1, 0, 300), "")]
 
 
@@ -121,32 +121,32 @@ def test_one_without_weights(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [0], [(Call.of(KIND, 0, 0, 5), "")]
     with pytest.raises(MismatchError, match=r"what says where tokens go .* is 1 here and 0 on rank 1"):
         mine.dispatch(wanted())
-    assert others.did == ["step", "5 tokens in bf16, says 2"], "all have begun the same"
+    assert others.did == ["next_call", "5 tokens in bf16, says 2"], "all have begun the same"
 
 
 def test_a_call_that_is_wrong_elsewhere(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [LISTEN], [(Call.of(KIND), "x is a banana")]
     with pytest.raises(UsageError, match="rank 1 could not: x is a banana"):
         mine.dispatch(wanted())
-    assert others.did == ["step", "5 tokens in bf16, says 2"]
+    assert others.did == ["next_call", "5 tokens in bf16, says 2"]
 
 
 def test_a_call_that_is_wrong_here(others: Others, mine: Dispatches) -> None:
     others.calls = [(Call.of(KIND, 1, 0, 5), "")]
     mine.refuse(0, "x is a banana")
-    assert others.did == ["step", "0 tokens in bf16, says 1"], "what the others have begun, most likely"
+    assert others.did == ["next_call", "0 tokens in bf16, says 1"], "what the others have begun, most likely"
     assert others.heard == [(Call.of(KIND), "x is a banana")]
 
 
 def test_a_call_that_is_wrong_where_others_agree_first(others: Others, mine: Dispatches) -> None:
     others.calls = [(Call.of(KIND, BY_RANKS, 0, 5), "")]
     mine.refuse(16, "x is a banana")
-    assert others.did == ["step"] and others.heard == [(Call(), "x is a banana")]
+    assert others.did == ["next_call"] and others.heard == [(Call(), "x is a banana")]
     others.did.clear()
     others.calls = [(Call.of(KIND), "x is a banana")]  # it thought that this rank had begun
     with pytest.raises(UsageError, match="rank 1 could not"):
         mine.dispatch(wanted(routed=BY_RANKS))
-    assert others.did == ["step", "0 tokens in bf16, says 1"], "takes part in what the other has begun"
+    assert others.did == ["next_call", "0 tokens in bf16, says 1"], "takes part in what the other has begun"
 
 
 def test_a_rank_that_has_begun_something_else(others: Others, mine: Dispatches) -> None:
@@ -178,8 +178,11 @@ def test_the_worst_case_is_agreed_about_once(others: Others, mine: Dispatches) -
     others.calls = [SAME]
     for _ in range(3):
         assert mine.dispatch(wanted(worst=600)).counts == []
-    assert others.did[0] == "step" and others.did[1].startswith("made bf16 for 3")
-    assert others.did[2:] == ["5 tokens when all agreed, 600 rows", *["step", "5 tokens when all agreed, 600 rows"] * 2]
+    assert others.did[0] == "next_call" and others.did[1].startswith("made bf16 for 3")
+    assert others.did[2:] == [
+        "5 tokens when all agreed, 600 rows",
+        *["next_call", "5 tokens when all agreed, 600 rows"] * 2,
+    ]
     assert len(others.heard) == 1
     with pytest.raises(UsageError, match=r"x has 900 tokens, and with num_worst_tokens 600 there is room for 3\d\d"):
         mine.dispatch(wanted(900, worst=600))

@@ -14,9 +14,9 @@ from deep_ep_twin import TwinDeepEp, on_ranks
 from host_torch import torch, torch_is_there
 
 from crossrail import UsageError
-from crossrail.deep_ep import rooms
-from crossrail.deep_ep.pool import Room
-from crossrail.deep_ep.rooms import agreed_rooms, remember
+from crossrail.deep_ep import size_hints
+from crossrail.deep_ep.pool import LowLatencySize
+from crossrail.deep_ep.size_hints import agreed_sizes, remember
 
 __all__ = ["torch_is_there"]
 TWIN_BYTES = 1000 + 10 * work.MOST
@@ -26,17 +26,17 @@ PREPARED = {"low_latency_mode": True, "num_rdma_bytes": TWIN_BYTES}
 
 @pytest.fixture(autouse=True)
 def nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rooms, "_told", {})
+    monkeypatch.setattr(size_hints, "_bytes", {})
     yield
 
 
 def told(ranks: int = 2, hidden: int = work.HIDDEN) -> None:
-    remember(ranks, Room(hidden, 16, work.MOST), TWIN_BYTES)
+    remember(ranks, LowLatencySize(hidden, 16, work.MOST), TWIN_BYTES)
 
 
 def collective(buffer: TwinDeepEp) -> int:
     """Expert buffers that all ranks made together."""
-    return len(buffer._machine.made)  # type: ignore[attr-defined]
+    return len(buffer._backend.made)  # type: ignore[attr-defined]
 
 
 def test_dispatches_of_any_rows_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_the_first_dispatch_may_be_captured_and_waits_for_no_rank() -> None:
     told()
 
     def alone(buffer: TwinDeepEp) -> None:
-        buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+        buffer._backend.streams.capturing = True  # type: ignore[attr-defined]
         x, idx = torch.zeros(2, work.HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3]])
         if buffer.rank == 0:  # the other one has not come that far
             for use_fp8 in (False, True):
@@ -71,10 +71,10 @@ def test_other_sizes_are_made_by_all_ranks_outside_of_captures() -> None:
 
     def other(buffer: TwinDeepEp) -> None:
         env = work.Env(torch, buffer, hidden=512)
-        buffer._machine.streams.capturing = True  # type: ignore[attr-defined]
+        buffer._backend.streams.capturing = True  # type: ignore[attr-defined]
         with pytest.raises(UsageError, match="run it once before the capture"):
             work.low_latency(env, 320)
-        buffer._machine.streams.capturing = False  # type: ignore[attr-defined]
+        buffer._backend.streams.capturing = False  # type: ignore[attr-defined]
         work.low_latency(env, 320)
         work.low_latency(env, 321, "bf16")
         assert collective(buffer) == 2
@@ -111,18 +111,18 @@ class Heard:
 
 def test_ranks_make_what_all_know_of_as_far_as_the_bytes_go() -> None:
     for hidden, length in ((128, 10), (256, 30), (512, 20), (1024, 50)):
-        remember(2, Room(hidden, 8, 4), length)
-    remember(4, Room(640, 8, 4), 1)
+        remember(2, LowLatencySize(hidden, 8, 4), length)
+    remember(4, LowLatencySize(640, 8, 4), 1)
     heard: Any = Heard([128, 8, 4, 10], [256, 8, 4, 30], [512, 8, 4, 20], [640, 8, 4, 1])
-    assert agreed_rooms(heard, 60) == [Room(256, 8, 4), Room(512, 8, 4), Room(128, 8, 4)]
-    assert agreed_rooms(heard, 45) == [Room(256, 8, 4), Room(128, 8, 4)]
-    assert agreed_rooms(heard, 9) == []
+    assert agreed_sizes(heard, 60) == [LowLatencySize(256, 8, 4), LowLatencySize(512, 8, 4), LowLatencySize(128, 8, 4)]
+    assert agreed_sizes(heard, 45) == [LowLatencySize(256, 8, 4), LowLatencySize(128, 8, 4)]
+    assert agreed_sizes(heard, 9) == []
 
 
 def test_a_buffer_that_is_dropped_ends() -> None:
     def one(buffer: TwinDeepEp) -> Any:
         work.low_latency(work.Env(torch, buffer), 350)
-        return weakref.ref(buffer), buffer._machine.made[0]  # type: ignore[attr-defined]
+        return weakref.ref(buffer), buffer._backend.made[0]  # type: ignore[attr-defined]
 
     ((dropped, made),) = on_ranks(1, one)
     gc.collect()
