@@ -75,8 +75,8 @@ pub struct LaneSpec {
     /// [`crate::Placing::Message`] and the last byte. 0: placement may be interrupted at any byte. Only for reliable
     /// lanes.
     pub whole_max: u32,
-    /// Shows the peer a count at any time, without a frame ([`crate::Peer::publish`]): frames of their own for delivered
-    /// messages are not needed on it. Only for reliable lanes.
+    /// Shows the peer a count at any time, without a frame ([`crate::Peer::publish`]): frames of their own for
+    /// delivered messages are not needed on it. Only for reliable lanes.
     pub counts: bool,
     /// What a message costs on it, in nanoseconds: the cheapest lane carries the message stream.
     pub cost_ns: u64,

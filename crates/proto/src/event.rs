@@ -159,8 +159,8 @@ pub enum Placing {
         /// the bytes of an operation that came with its first frame.
         chunk: bool,
     },
-    /// Into a receive's memory, from its first byte, in one step ([`crate::LaneSpec::whole_max`]): the message counts as
-    /// delivered from now on. Do not call [`crate::Peer::placed`]; finish the receive once its bytes are there.
+    /// Into a receive's memory, from its first byte, in one step ([`crate::LaneSpec::whole_max`]): the message counts
+    /// as delivered from now on. Do not call [`crate::Peer::placed`]; finish the receive once its bytes are there.
     Message(Short),
     /// Into a fresh buffer that the engine keeps under `arrival`, in place of the one it may have there already
     /// (that one's lane died in the middle; drop it when that lane lets go).

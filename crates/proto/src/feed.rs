@@ -117,14 +117,14 @@ impl Feed {
     }
 
     /// Queues `piece` for other lanes as well, because `lane` would deliver it too late.
-    pub(crate) fn double(&mut self, lane: LaneId, piece: Piece) {
+    pub(crate) fn duplicate(&mut self, lane: LaneId, piece: Piece) {
         self.requeue(lane, piece);
         // Unlike a dead one, it still carries it.
         self.outstanding += 1;
     }
 
     /// `lane` has delivered a duplicated piece: drops the part of the duplicate that no other lane has taken yet.
-    pub(crate) fn halve(&mut self, lane: LaneId, piece: Piece) {
+    pub(crate) fn cancel_duplicate(&mut self, lane: LaneId, piece: Piece) {
         let same =
             |(of, again): &(LaneId, Piece)| *of == lane && (again.offset, again.len) == (piece.offset, piece.len);
         let Some(at) = self.lost.iter().position(same) else { return };
@@ -137,7 +137,7 @@ impl Feed {
     }
 
     /// Whether the next piece to be sent is already in flight on `lane`.
-    pub(crate) fn is_doubled(&self, lane: LaneId) -> bool {
+    pub(crate) fn is_duplicated(&self, lane: LaneId) -> bool {
         self.lost.front().is_some_and(|(of, _)| *of == lane)
     }
 
@@ -190,7 +190,8 @@ pub(crate) fn guided(left: u64, rate: u64, rates: u64, lanes: u64, chunk: u64, m
         if rates == 0 { left / lanes.max(1) } else { (u128::from(left) * u128::from(rate) / u128::from(rates)) as u64 };
     // A power of two, so that noise in the rate matters little.
     let worth = if lanes > 1 { (rate / (1_000_000_000 / CHUNK_TIME)).min(chunk).next_power_of_two() } else { 0 };
-    // A lone lane has nobody to finish together with. Whole pages, so that the memory's alignment is kept from chunk to chunk.
+    // A lone lane has nobody to finish together with. Whole pages, so that the memory's alignment is kept from chunk to
+    // chunk.
     let size = (if lanes > 1 { part / 4 } else { part.min(LONE.max(chunk / 4)) })
         .clamp(CHUNK_MIN.max(worth).min(chunk), chunk)
         & !4095;
@@ -229,14 +230,14 @@ mod tests {
         let first = feed.take(Time(0), slow, 300).unwrap();
         let second = feed.take(Time(0), slow, 300).unwrap();
         feed.take(Time(0), fast, 400);
-        feed.double(slow, second);
-        feed.double(slow, first);
-        assert!(feed.is_doubled(slow) && !feed.is_doubled(fast));
+        feed.duplicate(slow, second);
+        feed.duplicate(slow, first);
+        assert!(feed.is_duplicated(slow) && !feed.is_duplicated(fast));
         assert_eq!((feed.left(), feed.outstanding), (600, 3));
         assert_eq!(feed.take(Time(0), fast, 400).map(|piece| piece.len), Some(300));
-        feed.halve(slow, first);
+        feed.cancel_duplicate(slow, first);
         assert_eq!(feed.left(), 300, "it is on its way already");
-        feed.halve(slow, second);
+        feed.cancel_duplicate(slow, second);
         assert_eq!(feed.left(), 0);
         let (shares, _) = feed.summary();
         let share = |lane, bytes, chunks, resent| LaneShare { lane, bytes, chunks, resent };

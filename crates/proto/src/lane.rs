@@ -17,7 +17,7 @@ pub(crate) struct Sent {
     pub(crate) serial: u32,
     pub(crate) piece: Piece,
     /// It was given to other lanes, too.
-    pub(crate) doubled: bool,
+    pub(crate) duplicated: bool,
     at: Time,
 }
 
@@ -41,13 +41,13 @@ pub(crate) struct Lane {
     pub(crate) sent_bytes: u64,
     acked: u32,
     consumed: u32,
-    told: u32,
+    last_ack: u32,
     /// Chunks that it brought and that are still to be unpacked.
     landed: u32,
     /// The head of an incoming chunk waits for a slot.
     waits: bool,
     /// When the lane began to hold chunks that cannot be consumed yet, or the last heartbeat was scheduled.
-    beat: Time,
+    heartbeat_from: Time,
     /// When it last delivered something that we waited for.
     progress: Time,
     /// When the peer last reported on it that it holds chunks of ours which it cannot consume yet.
@@ -76,10 +76,10 @@ impl Lane {
             sent_bytes: 0,
             acked: 0,
             consumed: 0,
-            told: 0,
+            last_ack: 0,
             landed: 0,
             waits: false,
-            beat: now,
+            heartbeat_from: now,
             progress: now,
             alive: now,
             suspected: false,
@@ -113,7 +113,7 @@ impl Lane {
         if self.sent.is_empty() {
             self.progress = now;
         }
-        self.sent.push_back(Sent { op, serial, piece, doubled: false, at: now });
+        self.sent.push_back(Sent { op, serial, piece, duplicated: false, at: now });
         self.sent_bytes += piece.len;
     }
 
@@ -148,7 +148,7 @@ impl Lane {
             self.rate = if self.rate == 0 { rate } else { (self.rate * 3 + rate) / 4 };
         }
         if news > 0 {
-            self.go_again(now);
+            self.restart_silence_timer(now);
             self.measured = now;
         }
     }
@@ -166,7 +166,7 @@ impl Lane {
     }
 
     /// Restarts the silence timer: the peer has delivered something, or only now owes something.
-    pub(crate) fn go_again(&mut self, now: Time) {
+    pub(crate) fn restart_silence_timer(&mut self, now: Time) {
         self.progress = now;
         self.suspected = false;
     }
@@ -195,18 +195,18 @@ impl Lane {
     /// Whether consumed chunks are unacknowledged.
     #[inline]
     pub(crate) fn owes(&self) -> bool {
-        self.told != self.consumed
+        self.last_ack != self.consumed
     }
 
     /// Marks all consumed chunks as acknowledged; returns the cumulative count to send.
-    pub(crate) fn tell(&mut self) -> u32 {
-        self.told = self.consumed;
-        self.told
+    pub(crate) fn take_ack(&mut self) -> u32 {
+        self.last_ack = self.consumed;
+        self.last_ack
     }
 
     /// A chunk of the peer's is there and is yet to be unpacked.
     pub(crate) fn land(&mut self, now: Time) -> u32 {
-        self.begin_beat(now);
+        self.begin_heartbeats(now);
         self.landed += 1;
         self.landed
     }
@@ -219,7 +219,7 @@ impl Lane {
 
     /// A chunk's head waits for a slot.
     pub(crate) fn wait(&mut self, now: Time) {
-        self.begin_beat(now);
+        self.begin_heartbeats(now);
         self.waits = true;
     }
 
@@ -236,9 +236,9 @@ impl Lane {
         self.waits
     }
 
-    fn begin_beat(&mut self, now: Time) {
+    fn begin_heartbeats(&mut self, now: Time) {
         if !self.holds() {
-            self.beat = now;
+            self.heartbeat_from = now;
         }
     }
 
@@ -248,22 +248,22 @@ impl Lane {
     }
 
     /// When the next heartbeat to the peer is due.
-    pub(crate) fn next_beat(&self, every: u64) -> Option<Time> {
-        self.holds().then(|| Time(self.beat.0.saturating_add(every)))
+    pub(crate) fn next_heartbeat(&self, every: u64) -> Option<Time> {
+        self.holds().then(|| Time(self.heartbeat_from.0.saturating_add(every)))
     }
 
     /// Repeats the acknowledgement as a heartbeat if one is due: it shows the peer that this end is slow, not dead.
-    pub(crate) fn beat(&mut self, now: Time, every: u64) {
-        if self.next_beat(every).is_some_and(|at| at <= now) {
-            self.beat = now;
-            self.tell_again();
+    pub(crate) fn heartbeat_if_due(&mut self, now: Time, every: u64) {
+        if self.next_heartbeat(every).is_some_and(|at| at <= now) {
+            self.heartbeat_from = now;
+            self.force_ack();
         }
     }
 
     /// Schedules an acknowledgement even if the count has not changed.
-    pub(crate) fn tell_again(&mut self) {
+    pub(crate) fn force_ack(&mut self) {
         if !self.owes() {
-            self.told = self.consumed.wrapping_sub(1);
+            self.last_ack = self.consumed.wrapping_sub(1);
         }
     }
 }
@@ -304,20 +304,20 @@ mod tests {
     #[test]
     fn what_cannot_be_taken_yet_is_told_again() {
         let mut l = lane();
-        assert_eq!(l.next_beat(10), None);
+        assert_eq!(l.next_heartbeat(10), None);
         l.land(Time(5));
         l.wait(Time(7));
-        assert_eq!(l.next_beat(10), Some(Time(15)));
-        l.beat(Time(14), 10);
+        assert_eq!(l.next_heartbeat(10), Some(Time(15)));
+        l.heartbeat_if_due(Time(14), 10);
         assert!(!l.owes());
-        l.beat(Time(15), 10);
+        l.heartbeat_if_due(Time(15), 10);
         assert!(l.owes());
-        assert_eq!((l.tell(), l.owes()), (0, false));
-        assert_eq!(l.next_beat(10), Some(Time(25)));
+        assert_eq!((l.take_ack(), l.owes()), (0, false));
+        assert_eq!(l.next_heartbeat(10), Some(Time(25)));
         l.take_off();
         assert!(l.waits());
         l.go_on(Time(40));
-        assert_eq!((l.next_beat(10), l.tell(), l.silent_since()), (None, 1, Time(40)));
+        assert_eq!((l.next_heartbeat(10), l.take_ack(), l.silent_since()), (None, 1, Time(40)));
     }
 
     #[test]

@@ -1,68 +1,70 @@
 //! One connection's state machine.
 //!
-//! Its parts are structs of their own, each with its contract at the type: [`Lanes`], [`Stream`] and [`Answers`] (what
-//! goes over them), [`Outs`] and [`Ins`] (transfers from here and towards us), [`Arrivals`] (messages before their
-//! receive), [`Theirs`] and [`Accesses`] (ids of the peer's operations, and those that the engine holds), [`Delivered`] and
-//! [`Calm`] (short messages), [`Events`]. [`Peer`] routes between them: `arriving` what comes in, `sending` what a lane
-//! carries next, `transfers` what becomes of operations, `links` what becomes of lanes and of the connection.
+//! Its parts are structs of their own, each with its contract at the type: [`Lanes`], [`Stream`] and [`ControlQueue`]
+//! (what goes over them), [`OutgoingOps`] and [`IncomingTransfers`] (transfers from here and towards us),
+//! [`UnexpectedMessages`] (messages before their receive), [`PeerOps`] and [`Accesses`] (ids of the peer's operations,
+//! and those that the engine holds), [`Delivered`] and [`FastPath`] (short messages), [`Events`]. [`Peer`] routes
+//! between them: `arriving` what comes in, `sending` what a lane carries next, `transfers` what becomes of operations,
+//! `links` what becomes of lanes and of the connection.
 
 mod accesses;
-mod answers;
 mod arriving;
-mod calm;
+mod control_queue;
 mod credit;
 mod events;
+mod fast_path;
 mod incoming;
-mod kept;
 mod lanes;
 mod ledger;
 mod links;
 mod open;
 mod outgoing;
+mod peer_ops;
 mod sending;
 mod stream;
-mod theirs;
 mod transfers;
+mod unexpected;
 
 use crossrail_types::{EndpointId, OpId};
 
 use crate::{Config, Event, Failure, Matcher, Memory, Offer, Operation, RegionFault, RegionRef, Short, Time};
 
 use accesses::Accesses;
-use answers::Answers;
-use calm::Calm;
+use control_queue::ControlQueue;
 use credit::Credit;
 use events::Events;
-use incoming::{InKind, Ins};
-use kept::{Announced, Arrivals};
+use fast_path::FastPath;
+use incoming::{InKind, IncomingTransfers};
 use lanes::Lanes;
 use ledger::Delivered;
 use links::Violations;
 use open::What;
-use outgoing::{Outs, Queued};
+use outgoing::{OutgoingOps, Queued};
+use peer_ops::PeerOps;
 use stream::Stream;
-use theirs::Theirs;
+use unexpected::{Announced, UnexpectedMessages};
 
 /// One connection's protocol state.
 ///
 /// Owns its parts, and the order in which they are notified: a frame, a completion or a lost lane enters through a
 /// public method, which calls the part concerned and passes the consequences to the others. No part knows `Peer`; parts
 /// whose ends concern several borrow the others (`Context`). The caller holds one lock, and no method blocks.
-// Every public method that may invalidate `Calm` first calls `Calm::stir`, except those that `Calm` itself speeds up.
+// Every public method that may invalidate `FastPath` first calls `FastPath::invalidate`, except those that `FastPath`
+// itself speeds up.
 #[derive(Debug)]
 pub struct Peer {
     id: EndpointId,
-    calm: Calm,
+    fast_path: FastPath,
     lanes: Lanes,
     stream: Stream,
-    answers: Answers,
+    control: ControlQueue,
     /// The peer's counted messages, as this end confirms them.
     delivered: Delivered,
     credit: Credit,
-    outs: Outs,
-    ins: Ins,
-    arrivals: Arrivals,
-    theirs: Theirs,
+    outgoing: OutgoingOps,
+    incoming: IncomingTransfers,
+    unexpected: UnexpectedMessages,
+    peer_ops: PeerOps,
     accesses: Accesses,
     violations: Violations,
     events: Events,
@@ -74,8 +76,8 @@ struct Context<'a> {
     credit: &'a mut Credit,
     lanes: &'a mut Lanes,
     stream: &'a mut Stream,
-    answers: &'a mut Answers,
-    theirs: &'a mut Theirs,
+    control: &'a mut ControlQueue,
+    peer_ops: &'a mut PeerOps,
     accesses: &'a mut Accesses,
     events: &'a mut Events,
 }
@@ -84,7 +86,7 @@ impl Context<'_> {
     /// A message does not fit into its receive: both ends hear so.
     fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
         let why = Failure::Truncated { message, buffer };
-        self.answers.tell_failed(their, &why, self.events);
+        self.control.push_failed(their, &why, self.events);
         self.events.fail(op, why, 0, tag);
     }
 
@@ -99,8 +101,8 @@ impl Context<'_> {
         self.stream.drop_open(self.lanes);
         self.events.revoke(Memory::Op(op));
         self.events.fail(op, why.clone(), 0, tag);
-        self.answers.tell_failed(their, why, self.events);
-        self.theirs.free(their);
+        self.control.push_failed(their, why, self.events);
+        self.peer_ops.free(their);
         true
     }
 }
@@ -110,16 +112,16 @@ impl Peer {
     pub fn new(id: EndpointId, config: Config) -> Peer {
         Peer {
             id,
-            calm: Calm::default(),
+            fast_path: FastPath::default(),
             lanes: Lanes::new(&config),
             stream: Stream::default(),
-            answers: Answers::new(config.message_credit, config.lazy_passes),
+            control: ControlQueue::new(config.message_credit, config.lazy_passes),
             delivered: Delivered::default(),
             credit: Credit::new(&config),
-            outs: Outs::default(),
-            ins: Ins::default(),
-            arrivals: Arrivals::new(config.eager_credit),
-            theirs: Theirs::new(config.message_credit),
+            outgoing: OutgoingOps::default(),
+            incoming: IncomingTransfers::default(),
+            unexpected: UnexpectedMessages::new(config.eager_credit),
+            peer_ops: PeerOps::new(config.message_credit),
             accesses: Accesses::default(),
             violations: Violations::default(),
             events: Events::default(),
@@ -128,9 +130,10 @@ impl Peer {
 
     /// The tables, and what they touch beside them.
     #[inline]
-    fn parts(&mut self, now: Time) -> (&mut Outs, &mut Ins, &mut Arrivals, Context<'_>) {
-        let Peer { outs, ins, arrivals, credit, lanes, stream, answers, theirs, accesses, events, .. } = self;
-        (outs, ins, arrivals, Context { now, credit, lanes, stream, answers, theirs, accesses, events })
+    fn parts(&mut self, now: Time) -> (&mut OutgoingOps, &mut IncomingTransfers, &mut UnexpectedMessages, Context<'_>) {
+        let Peer { outgoing, incoming, unexpected, credit, lanes, stream, control, peer_ops, accesses, events, .. } =
+            self;
+        (outgoing, incoming, unexpected, Context { now, credit, lanes, stream, control, peer_ops, accesses, events })
     }
 
     /// Which peer this is.
@@ -144,19 +147,19 @@ impl Peer {
     /// `eager` no byte of it goes with a first frame, in either direction, however few there are: chunks carry them.
     #[inline]
     pub fn start(&mut self, now: Time, op: OpId, what: Operation, len: u64, offer: Option<Offer>, eager: bool) {
-        self.stir();
-        match self.answers.refusal() {
+        self.leave_fast_path();
+        match self.control.refusal() {
             Some(why) => self.events.fail(op, why, 0, 0),
-            None => self.outs.enqueue(Queued { op, what, len, offer, eager, at: now }),
+            None => self.outgoing.enqueue(Queued { op, what, len, offer, eager, at: now }),
         }
     }
 
     /// A receive matched `arrival` of this peer ([`Matcher::post`]).
     pub fn accept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
-        self.stir();
-        let (_, ins, arrivals, mut cx) = self.parts(now);
-        if let Some(Announced { their, tag, len, offer }) = arrivals.accept(arrival, op, capacity, &mut cx) {
-            ins.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
+        self.leave_fast_path();
+        let (_, incoming, unexpected, mut cx) = self.parts(now);
+        if let Some(Announced { their, tag, len, offer }) = unexpected.accept(arrival, op, capacity, &mut cx) {
+            incoming.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
         }
     }
 
@@ -164,7 +167,7 @@ impl Peer {
     ///
     /// [`Event::Done`] tells the outcome: it may have finished before the peer heard of it.
     pub fn cancel(&mut self, now: Time, op: OpId) -> bool {
-        self.stir();
+        self.leave_fast_path();
         self.end_queued(op, &Failure::Cancelled) || self.end_operation(now, op, &Failure::Cancelled)
     }
 
@@ -174,12 +177,12 @@ impl Peer {
     /// readable until its [`Event::Released`]: the peer would take a lane's filler for the region's bytes until it has
     /// heard of the failure, one round trip later. Direct copies, too, may touch the memory until then.
     pub fn region_gone(&mut self, now: Time, region: RegionRef) {
-        self.stir();
-        let (outs, ins, _, mut cx) = self.parts(now);
+        self.leave_fast_path();
+        let (outgoing, incoming, _, mut cx) = self.parts(now);
         let why = Failure::Region(RegionFault::Gone);
-        ins.end_writes(region, &why, &mut cx);
-        for index in outs.serves_of(region) {
-            outs.fail_serve(index, why.clone(), &mut cx);
+        incoming.end_writes(region, &why, &mut cx);
+        for index in outgoing.serves_of(region) {
+            outgoing.fail_serve(index, why.clone(), &mut cx);
         }
     }
 
@@ -195,8 +198,8 @@ impl Peer {
     fn longer_event(&mut self) -> Option<Event> {
         let event = self.events.take()?;
         match event {
-            Event::Deliver { arrival, op, .. } => self.arrivals.taken(arrival, Some(op)),
-            Event::DropArrival { arrival } => self.arrivals.taken(arrival, None),
+            Event::Deliver { arrival, op, .. } => self.unexpected.taken(arrival, Some(op)),
+            Event::DropArrival { arrival } => self.unexpected.taken(arrival, None),
             Event::Released { passive, .. } => self.accesses.end(passive),
             _ => {}
         }
@@ -219,8 +222,8 @@ impl Peer {
     /// Finishes what is in flight, then sends a goodbye: [`Peer::idle`] is true once the peer has received it.
     /// Operations started later, at either end, fail with [`Failure::Closed`].
     pub fn close(&mut self, _now: Time) {
-        self.stir();
-        self.answers.close();
+        self.leave_fast_path();
+        self.control.close();
     }
 
     /// Fails all operations with `why`: the peer is dead or was given up. Messages that were received in full can still
@@ -229,11 +232,11 @@ impl Peer {
     /// Before this call the engine must have dropped all its lanes and abandoned its direct copies and unpacks: none of
     /// them may touch any memory.
     pub fn dead(&mut self, now: Time, why: Failure, matcher: &mut Matcher) {
-        self.stir();
-        if self.answers.die(&why) {
+        self.leave_fast_path();
+        if self.control.die(&why) {
             self.accesses.forget_jobs();
-            self.ins.forget_jobs();
-            self.outs.forget_jobs();
+            self.incoming.forget_jobs();
+            self.outgoing.forget_jobs();
             self.fail_all(now, &why, matcher);
             self.lanes.clear();
             self.stream.move_to(None, false);
@@ -242,32 +245,32 @@ impl Peer {
 
     /// Why this peer cannot be used any more, if so.
     pub fn failed(&self) -> Option<Failure> {
-        self.answers.failed()
+        self.control.failed()
     }
 
     /// Whether an operation of this end or of the peer is in flight. Confirmations that are owed do not count.
     pub fn has_operations(&self) -> bool {
-        !self.outs.is_idle()
+        !self.outgoing.is_idle()
             || !self.credit.is_unused()
-            || !self.ins.is_empty()
+            || !self.incoming.is_empty()
             || self.accesses.has_jobs()
             || self.stream.is_receiving()
     }
 
     /// Nothing in flight and nothing owed. Messages that nobody has received do not count.
     pub fn idle(&self) -> bool {
-        let told = self.answers.is_empty()
+        let told = self.control.is_empty()
             && !self.delivered.owed()
-            && !self.outs.must_follow()
+            && !self.outgoing.must_follow()
             && self.stream.settled()
             && self.lanes.are_settled();
-        let farewell = !self.answers.owes_bye() || !self.answers.live();
+        let farewell = !self.control.owes_bye() || !self.control.live();
         !self.has_operations() && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
 
     /// Bytes moved and bytes in all, of an operation in flight here.
     pub fn progress(&self, op: OpId) -> Option<(u64, u64)> {
-        let ours = self.outs.progress(op, |target| self.ins.received(target));
-        ours.or_else(|| self.credit.progress(op)).or_else(|| self.ins.progress(op))
+        let ours = self.outgoing.progress(op, |target| self.incoming.received(target));
+        ours.or_else(|| self.credit.progress(op)).or_else(|| self.incoming.progress(op))
     }
 }

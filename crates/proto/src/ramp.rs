@@ -36,12 +36,12 @@ pub(crate) struct Ramp {
     since: Option<Time>,
     bytes: u64,
     rates: Vec<u64>,
-    wish: Wish,
+    growth: Growth,
 }
 
 /// Whether more connections are wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Wish {
+enum Growth {
     /// No more connections are possible, or they are being opened.
     None,
     /// Not before so many more bytes.
@@ -70,22 +70,22 @@ impl Ramp {
             since: None,
             bytes: 0,
             rates: Vec::new(),
-            wish: Wish::None,
+            growth: Growth::None,
         }
     }
 
     /// Allows more connections, which are asked for once many bytes have been acknowledged.
     pub(crate) fn may_grow(&mut self) {
-        if self.wish == Wish::None {
-            self.wish = Wish::After(WANTED_AFTER);
+        if self.growth == Growth::None {
+            self.growth = Growth::After(WANTED_AFTER);
         }
     }
 
     /// Whether more connections are wanted; true once.
     pub(crate) fn outgrows(&mut self) -> bool {
-        let wanted = self.wish == Wish::Now;
+        let wanted = self.growth == Growth::Now;
         if wanted {
-            self.wish = Wish::None;
+            self.growth = Growth::None;
         }
         wanted
     }
@@ -104,7 +104,7 @@ impl Ramp {
     /// Whether acknowledgements are to be counted.
     #[inline]
     pub(crate) fn counts(&self) -> bool {
-        self.is_on() || self.wish != Wish::None
+        self.is_on() || self.growth != Growth::None
     }
 
     /// Begins with that many connections, before anything is measured.
@@ -130,8 +130,8 @@ impl Ramp {
     /// So many bytes of chunks were acknowledged. `idle`: nothing is in flight or left to send. Returns whether the
     /// level has changed.
     pub(crate) fn acknowledged(&mut self, now: Time, bytes: u64, idle: bool) -> bool {
-        if let Wish::After(left) = self.wish {
-            self.wish = if left > bytes { Wish::After(left - bytes) } else { Wish::Now };
+        if let Growth::After(left) = self.growth {
+            self.growth = if left > bytes { Growth::After(left - bytes) } else { Growth::Now };
         }
         let Some(since) = self.since.filter(|_| self.is_on()) else { return false };
         self.bytes += bytes;

@@ -355,8 +355,8 @@ impl Net {
         broken
     }
 
-    /// What came to the second end on that lane had been changed, and the engine drops the lane; whether the connection is
-    /// broken off.
+    /// What came to the second end on that lane had been changed, and the engine drops the lane; whether the connection
+    /// is broken off.
     fn corrupt(&mut self, lane: LaneId) -> bool {
         self.peers[1].corrupted("a checksum differs");
         let broken = self.peers[1].failed().is_some();

@@ -227,7 +227,7 @@ impl Transfers {
             }
         }
         let more = operations.has_delivered() | peer.protocol.has_events() | !peer.bulk().is_empty();
-        if more || peer.protocol.presses(id) {
+        if more || peer.protocol.has_urgent(id) {
             return self.settle_all(endpoint);
         }
         publish_count(peer, lanes, &mut self.polled, id);
@@ -248,7 +248,7 @@ impl Transfers {
         let Some(peer) = self.tables.peers.get(endpoint) else { return };
         let has_connections = !peer.bulk().is_empty();
         if let Some(id) = peer.message_lane() {
-            if peer.protocol.presses(id) {
+            if peer.protocol.has_urgent(id) {
                 self.flush(endpoint);
                 self.wake_ups.after_flush();
             }

@@ -3,13 +3,13 @@
 use crossrail_types::{Head, LaneId};
 
 use super::Peer;
-use super::answers::Phase;
+use super::control_queue::Phase;
 use super::incoming::{ChunkOf, InKind};
-use super::kept::Announced;
 use super::open::{Open, What};
 use super::outgoing::ServeOf;
+use super::peer_ops::PeerOp;
 use super::stream::Arrival;
-use super::theirs::Their;
+use super::unexpected::Announced;
 use crate::frame::{self, Frame, Target};
 use crate::lane::Placement;
 use crate::{Access, Body, Failure, Host, Matcher, Memory, Placing, Protocol, RegionFault, Regions, Short, Time};
@@ -21,7 +21,7 @@ impl Peer {
         if let Some(placing) = self.place_expected(now, lane, head, host.matcher) {
             return placing;
         }
-        self.stir();
+        self.leave_fast_path();
         match self.arrive(now, lane, head, host) {
             Ok(placing) => placing,
             Err(why) => {
@@ -32,8 +32,8 @@ impl Peer {
     }
 
     /// [`Peer::place`], for engines that would rather not move a whole [`Placing`], as far as it answers with
-    /// [`Placing::Message`]. `None`: [`Peer::place`] decides. `ended` is handed what [`Peer::short`] would be: messages of
-    /// ours that the head confirms.
+    /// [`Placing::Message`]. `None`: [`Peer::place`] decides. `ended` is handed what [`Peer::short`] would be: messages
+    /// of ours that the head confirms.
     #[inline]
     pub fn place_short(
         &mut self,
@@ -43,12 +43,12 @@ impl Peer {
         matcher: &mut Matcher,
         ended: &mut impl FnMut(Short),
     ) -> Option<Short> {
-        if !self.calm.is_on(lane) {
+        if !self.fast_path.is_on(lane) {
             return None;
         }
         let frame::EagerHead { tag, done, counted, .. } = frame::as_eager(head)?;
         let (stamp, len) = (frame::Stamp::of(head), head.payload_len());
-        if !counted || done != 0 || len > self.calm.place_max() || !self.stream.plain(stamp) {
+        if !counted || done != 0 || len > self.fast_path.place_max() || !self.stream.plain(stamp) {
             return None;
         }
         // Confirming is the same whoever does it.
@@ -62,11 +62,12 @@ impl Peer {
     }
 
     /// The commonest frames, which need none of what others do: the next message, for the receive that waits first, and
-    /// on a lane that loses nothing the count of delivered messages. `None`: nothing was done, [`Peer::arrive`] decides.
+    /// on a lane that loses nothing the count of delivered messages. `None`: nothing was done, [`Peer::arrive`]
+    /// decides.
     #[inline]
     fn place_expected(&mut self, now: Time, lane: LaneId, head: &Head, matcher: &mut Matcher) -> Option<Placing> {
         let at = self.lanes.find(lane)?;
-        if !self.answers.is_open() || self.stream.is_receiving() {
+        if !self.control.is_open() || self.stream.is_receiving() {
             return None;
         }
         let spec = &self.lanes[at].spec;
@@ -78,7 +79,7 @@ impl Peer {
         let plain = self.stream.plain(stamp)
             && counted == spec.reliable
             && !matches!(self.lanes[at].placing, Placement::Chunk { .. })
-            && self.theirs.at(their) == Their::Free;
+            && self.peer_ops.at(their) == PeerOp::Free;
         if !plain || (counted && len > spec.whole_max) {
             return None;
         }
@@ -86,41 +87,41 @@ impl Peer {
         if counted {
             self.confirmed(now, stamp.ack).ok()?;
         } else {
-            if !self.theirs.may_open(their) {
+            if !self.peer_ops.may_open(their) {
                 return None;
             }
             if self.stream.acknowledge(stamp.ack).ok()? {
                 self.stream_progress(now);
             }
         }
-        if done != 0 && !self.outs.finishes_eager(done.wrapping_sub(1)) {
+        if done != 0 && !self.outgoing.finishes_eager(done.wrapping_sub(1)) {
             return None;
         }
         let op = matcher.arrive_within(self.id, tag, u64::from(len), counted)?;
         if done != 0 {
-            self.outs.close_eager(now, done.wrapping_sub(1), &mut self.credit, &mut self.stream, &mut self.events);
+            self.outgoing.close_eager(now, done.wrapping_sub(1), &mut self.credit, &mut self.stream, &mut self.events);
         }
         if counted {
             self.stream.consumed(false);
             if !self.delivered.deliver(their) {
-                self.answers.owe_done(their, &mut self.events);
+                self.control.owe_done(their, &mut self.events);
             } else {
-                self.calm_down(at);
+                self.enter_fast_path(at);
             }
             return Some(Placing::Message(Short { op, tag, bytes: u64::from(len), wire_ns: 0, lane: Some(lane) }));
         }
-        self.stir();
-        self.theirs.open(their);
+        self.leave_fast_path();
+        self.peer_ops.open(their);
         self.lanes[at].placing = Placement::Stream;
         self.stream.hear(lane);
         self.stream.receive(Open { lane, head: *head, what: What::Receive { op, their, tag }, lossy: true });
         Some(Placing::Memory { memory: Memory::Op(op), offset: 0, len, chunk: false })
     }
 
-    /// `Err` where nothing has changed yet: the lane alone is to fail. What the stream itself says wrongly, in its turn,
-    /// it would say again on another lane: then the connection is broken off, too.
+    /// `Err` where nothing has changed yet: the lane alone is to fail. What the stream itself says wrongly, in its
+    /// turn, it would say again on another lane: then the connection is broken off, too.
     fn arrive(&mut self, now: Time, lane: LaneId, head: &Head, host: &mut Host<'_>) -> Result<Placing, String> {
-        match self.answers.phase() {
+        match self.control.phase() {
             Phase::Live | Phase::Closed => {}
             Phase::Dead(_) => return Ok(Placing::Discard),
             Phase::Broken(why) => return Ok(Placing::Refuse(why.clone())),
@@ -132,7 +133,7 @@ impl Peer {
         self.lanes[at].placing = Placement::None;
         self.lanes[at].go_on(now);
         match frame {
-            Frame::ChunkAck { .. } if !self.answers.live() => return Ok(Placing::Discard),
+            Frame::ChunkAck { .. } if !self.control.live() => return Ok(Placing::Discard),
             Frame::Chunk { target, offset, from, again, void } => {
                 if void {
                     self.lanes[at].consume();
@@ -175,10 +176,10 @@ impl Peer {
             return self.reopen(at, head, &frame);
         }
         let done = frame::done(head);
-        if done != 0 && self.answers.live() {
-            self.finished(now, done).inspect_err(|why| self.answers.break_off(why.clone(), &mut self.events))?;
+        if done != 0 && self.control.live() {
+            self.finished(now, done).inspect_err(|why| self.control.break_off(why.clone(), &mut self.events))?;
         }
-        if !self.answers.talks() {
+        if !self.control.talks() {
             if frame == Frame::Bye {
                 self.bye(now, host.matcher);
             }
@@ -186,7 +187,7 @@ impl Peer {
             return Ok(Placing::Discard);
         }
         self.open_frame(now, at, head, frame, host)
-            .inspect_err(|why| self.answers.break_off(why.clone(), &mut self.events))
+            .inspect_err(|why| self.control.break_off(why.clone(), &mut self.events))
     }
 
     /// A new frame of the stream.
@@ -212,7 +213,7 @@ impl Peer {
             Frame::WriteData { op } => self.open_write_data(now, op, len, host)?,
             Frame::Put { op, name } => self.open_put(now, op, (name, len), host)?,
             Frame::ReadData { serve, target } => {
-                let wanted = self.ins.place_read(target, serve, len)?;
+                let wanted = self.incoming.place_read(target, serve, len)?;
                 wanted.then_some(What::Data { index: target.index })
             }
             _ if len > 0 => Some(What::Control),
@@ -238,7 +239,7 @@ impl Peer {
             What::Receive { op, .. } => Placing::Memory { memory: Memory::Op(op), offset: 0, len, chunk: false },
             What::Kept { arrival } => Placing::Unexpected { arrival, len },
             What::Control => Placing::Control { len },
-            What::Data { index } => match self.ins.memory(index) {
+            What::Data { index } => match self.incoming.memory(index) {
                 Some(memory) => Placing::Memory { memory, offset: 0, len, chunk: false },
                 None => Placing::Discard,
             },
@@ -270,14 +271,14 @@ impl Peer {
         len: u32,
         matcher: &mut Matcher,
     ) -> Result<Option<What>, String> {
-        if self.answers.closing() {
-            self.answers.tell_failed(their, &Failure::Closed, &mut self.events);
+        if self.control.closing() {
+            self.control.push_failed(their, &Failure::Closed, &mut self.events);
             return Ok(None);
         }
         let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
             let id = self.id;
-            let (_, _, arrivals, mut cx) = self.parts(now);
-            let arrival = arrivals.keep_eager(id, their, tag, len, matcher, &mut cx)?;
+            let (_, _, unexpected, mut cx) = self.parts(now);
+            let arrival = unexpected.keep_eager(id, their, tag, len, matcher, &mut cx)?;
             return Ok(Some(What::Kept { arrival }));
         };
         if u64::from(len) > capacity {
@@ -285,7 +286,7 @@ impl Peer {
             return Ok(None);
         }
         let what = What::Receive { op, their, tag };
-        if let Err(why) = self.theirs.claim(their, Their::Open) {
+        if let Err(why) = self.peer_ops.claim(their, PeerOp::Open) {
             // The receive was taken from the matcher: it goes down with this peer.
             self.events.fail(op, Failure::PeerDead(why.clone()), 0, tag);
             return Err(why);
@@ -294,8 +295,8 @@ impl Peer {
     }
 
     fn open_write_data(&mut self, now: Time, op: u32, len: u32, host: &mut Host<'_>) -> Result<Option<What>, String> {
-        let Their::In(index) = self.theirs.at(op) else { return Ok(None) };
-        if self.ins.place_data(index, len, host.regions)? {
+        let PeerOp::In(index) = self.peer_ops.at(op) else { return Ok(None) };
+        if self.incoming.place_data(index, len, host.regions)? {
             return Ok(Some(What::Data { index }));
         }
         self.end_gone(now, index);
@@ -309,34 +310,34 @@ impl Peer {
         (name, len): (u64, u32),
         host: &mut Host<'_>,
     ) -> Result<Option<What>, String> {
-        if self.answers.closing() {
-            self.answers.tell_failed(op, &Failure::Closed, &mut self.events);
+        if self.control.closing() {
+            self.control.push_failed(op, &Failure::Closed, &mut self.events);
             return Ok(None);
         }
         // Before there is memory that only the operation's end would give back.
-        self.theirs.claim(op, Their::Open)?;
+        self.peer_ops.claim(op, PeerOp::Open)?;
         let region = match host.regions.lend(name, u64::from(len)) {
             Ok(region) => region,
             Err(fault) => {
-                self.theirs.free(op);
-                self.answers.tell_failed(op, &Failure::Region(fault), &mut self.events);
+                self.peer_ops.free(op);
+                self.control.push_failed(op, &Failure::Region(fault), &mut self.events);
                 return Ok(None);
             }
         };
-        let (_, ins, _, mut cx) = self.parts(now);
-        let index = ins.begin_data(op, InKind::Write { region, base: 0, imm: Some(0) }, u64::from(len), &mut cx);
+        let (_, incoming, _, mut cx) = self.parts(now);
+        let index = incoming.begin_data(op, InKind::Write { region, base: 0, imm: Some(0) }, u64::from(len), &mut cx);
         Ok(Some(What::Data { index }))
     }
 
     /// The region that a write goes to is gone.
     fn end_gone(&mut self, now: Time, index: u32) {
-        let (_, ins, _, mut cx) = self.parts(now);
-        ins.end(index, Failure::Region(RegionFault::Gone), &mut cx);
+        let (_, incoming, _, mut cx) = self.parts(now);
+        incoming.end(index, Failure::Region(RegionFault::Gone), &mut cx);
     }
 
     /// A chunk's head: where do its bytes go?
     fn place_chunk(&mut self, now: Time, at: usize, chunk: ChunkOf, regions: &dyn Regions) -> Result<Placing, String> {
-        match self.ins.place_chunk(&mut self.lanes[at], chunk, regions)? {
+        match self.incoming.place_chunk(&mut self.lanes[at], chunk, regions)? {
             Some(placing) => Ok(placing),
             None => {
                 self.end_gone(now, chunk.target.index);
@@ -349,7 +350,7 @@ impl Peer {
     /// `Err`: the peer broke the protocol, this is how: the lane must fail.
     #[inline]
     pub fn placed(&mut self, now: Time, lane: LaneId, control: &[u8], host: &mut Host<'_>) -> Result<(), String> {
-        self.stir();
+        self.leave_fast_path();
         let Some(at) = self.lanes.find(lane) else { return Ok(()) };
         let result = match self.lanes[at].placing {
             Placement::None => return Ok(()),
@@ -372,7 +373,7 @@ impl Peer {
             }
         };
         if let Err(why) = &result {
-            self.answers.break_off(why.clone(), &mut self.events);
+            self.control.break_off(why.clone(), &mut self.events);
         }
         result
     }
@@ -385,9 +386,9 @@ impl Peer {
             self.events.revoke(Memory::Op(short.op));
         }
         self.events.end_short(short);
-        self.theirs.free(their);
+        self.peer_ops.free(their);
         if !self.delivered.deliver_late(their) {
-            self.answers.owe_done(their, &mut self.events);
+            self.control.owe_done(their, &mut self.events);
         }
     }
 
@@ -397,11 +398,11 @@ impl Peer {
         let elsewhere = self.lanes.void_stream_placements(Some(lane));
         match what {
             What::Kept { arrival } => {
-                let (_, _, arrivals, mut cx) = self.parts(now);
-                arrivals.complete(arrival, &mut cx);
+                let (_, _, unexpected, mut cx) = self.parts(now);
+                unexpected.complete(arrival, &mut cx);
             }
             What::Data { index } => {
-                if let (true, Some(memory)) = (elsewhere, self.ins.memory(index)) {
+                if let (true, Some(memory)) = (elsewhere, self.incoming.memory(index)) {
                     self.events.revoke(memory);
                 }
                 self.complete_in(now, index, Protocol::Eager, Some(lane));
@@ -419,7 +420,7 @@ impl Peer {
                 let announce = frame::decode_announce(bytes, offer)?;
                 return self.announced(now, op, tag, announce, host.matcher);
             }
-            Frame::Consent { op, target } => return self.outs.consented(now, op, target, &mut self.events),
+            Frame::Consent { op, target } => return self.outgoing.consented(now, op, target, &mut self.events),
             Frame::Done => {
                 for id in frame::decode_done(bytes) {
                     self.finished(now, id)?;
@@ -430,8 +431,8 @@ impl Peer {
                 if self.credit.counts(op) {
                     return self.credit.failed(op, why, &mut self.events);
                 }
-                let (outs, _, _, mut cx) = self.parts(now);
-                return outs.failed(op, why, &mut cx);
+                let (outgoing, _, _, mut cx) = self.parts(now);
+                return outgoing.failed(op, why, &mut cx);
             }
             Frame::ReadFailed { serve, target, code } => {
                 self.read_failed(now, serve, target, frame::decode_failure(code, bytes)?);
@@ -448,12 +449,12 @@ impl Peer {
             }
             Frame::Invite { op } => {
                 let descriptor = frame::decode_invite(bytes)?;
-                let (outs, _, _, mut cx) = self.parts(now);
-                outs.invited(op, descriptor, &mut cx);
+                let (outgoing, _, _, mut cx) = self.parts(now);
+                outgoing.invited(op, descriptor, &mut cx);
             }
             Frame::HelpEnded { op, failed } => self.help_ended(now, op, failed),
             Frame::Pushed { serve, target } => {
-                if self.ins.pushed(serve, target)? {
+                if self.incoming.pushed(serve, target)? {
                     self.complete_in(now, target.index, Protocol::Direct, None);
                 }
             }
@@ -476,8 +477,8 @@ impl Peer {
         if self.credit.counts(id) {
             return self.credit.finished(now, id, self.stream.lane(), &mut self.events);
         }
-        let (outs, _, _, mut cx) = self.parts(now);
-        outs.finished(id, &mut cx)
+        let (outgoing, _, _, mut cx) = self.parts(now);
+        outgoing.finished(id, &mut cx)
     }
 
     fn announced(
@@ -492,29 +493,29 @@ impl Peer {
         if len == 0 {
             return Err("announcement of an empty message".to_owned());
         }
-        if self.answers.closing() {
-            self.answers.tell_failed(their, &Failure::Closed, &mut self.events);
+        if self.control.closing() {
+            self.control.push_failed(their, &Failure::Closed, &mut self.events);
             return Ok(());
         }
-        if self.theirs.at(their) != Their::Free {
+        if self.peer_ops.at(their) != PeerOp::Free {
             return Err(format!("operation {their} begun twice"));
         }
         let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
             let id = self.id;
-            let (_, _, arrivals, mut cx) = self.parts(now);
+            let (_, _, unexpected, mut cx) = self.parts(now);
             let of = Announced { their, tag, len, offer };
-            return arrivals.keep(id, of, false, matcher, &mut cx).map(drop);
+            return unexpected.keep(id, of, false, matcher, &mut cx).map(drop);
         };
         if len > capacity {
             self.parts(now).3.truncated(op, tag, their, len, capacity);
             return Ok(());
         }
-        if let Err(why) = self.theirs.claim(their, Their::Open) {
+        if let Err(why) = self.peer_ops.claim(their, PeerOp::Open) {
             self.events.fail(op, Failure::PeerDead(why.clone()), 0, tag);
             return Err(why);
         }
-        let (_, ins, _, mut cx) = self.parts(now);
-        ins.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
+        let (_, incoming, _, mut cx) = self.parts(now);
+        incoming.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
         Ok(())
     }
 
@@ -523,31 +524,31 @@ impl Peer {
         if len == 0 && !data {
             return Err("zero-length write without data".to_owned());
         }
-        if self.answers.closing() {
-            self.answers.tell_failed(op, &Failure::Closed, &mut self.events);
+        if self.control.closing() {
+            self.control.push_failed(op, &Failure::Closed, &mut self.events);
             return Ok(());
         }
         let region = match host.regions.resolve(&write.key, write.offset, len, Access::Write) {
             Ok(region) => region,
             Err(fault) => {
-                self.answers.tell_failed(op, &Failure::Region(fault), &mut self.events);
+                self.control.push_failed(op, &Failure::Region(fault), &mut self.events);
                 return Ok(());
             }
         };
-        self.theirs.claim(op, Their::Open)?;
+        self.peer_ops.claim(op, PeerOp::Open)?;
         let kind = InKind::Write { region, base: write.offset, imm: imm.then_some(write.imm) };
-        let (_, ins, _, mut cx) = self.parts(now);
+        let (_, incoming, _, mut cx) = self.parts(now);
         if data {
-            ins.begin_data(op, kind, len, &mut cx);
+            incoming.begin_data(op, kind, len, &mut cx);
         } else {
-            ins.begin_transfer(op, kind, len, write.offer, &mut cx);
+            incoming.begin_transfer(op, kind, len, write.offer, &mut cx);
         }
         Ok(())
     }
 
     fn read(&mut self, now: Time, of: ServeRequest, host: &mut Host<'_>) -> Result<(), String> {
         let ServeRequest { op, target, read, chunks, lane } = of;
-        let resolved = if self.answers.closing() {
+        let resolved = if self.control.closing() {
             Err(Failure::Closed)
         } else {
             let found = host.regions.resolve(&read.key, read.offset, read.len, Access::Read);
@@ -557,19 +558,19 @@ impl Peer {
             Ok(region) => region,
             Err(why) => {
                 let (code, _) = frame::encode_failure(&why);
-                self.answers.tell(Frame::ReadFailed { serve: 0, target, code }, Body::None, &mut self.events);
+                self.control.push(Frame::ReadFailed { serve: 0, target, code }, Body::None, &mut self.events);
                 return Ok(());
             }
         };
-        self.theirs.claim(op, Their::Open)?;
+        self.peer_ops.claim(op, PeerOp::Open)?;
         let of_lane = self.stream.lane().and_then(|l| self.lanes.find(l)).map(|at| &self.lanes[at].spec);
         let eager = !chunks && host.regions.eager(region);
         let eager_max = of_lane.filter(|_| eager).map_or(0, |s| u64::from(s.eager_max.min(s.max_payload)));
         let descriptor = read.descriptor.filter(|_| read.len > 0);
         let serve = ServeOf { their: op, target, region, base: read.offset, len: read.len, descriptor, lane };
-        let (outs, _, _, mut cx) = self.parts(now);
-        let index = outs.serve(serve, eager_max, &mut cx);
-        cx.theirs.set(op, Their::Serve(index));
+        let (outgoing, _, _, mut cx) = self.parts(now);
+        let index = outgoing.serve(serve, eager_max, &mut cx);
+        cx.peer_ops.set(op, PeerOp::Serve(index));
         Ok(())
     }
 }

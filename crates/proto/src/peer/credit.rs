@@ -1,9 +1,9 @@
-//! What the peer permits this end to have in flight, and the life of a counted message: sent, confirmed by the count, or
-//! answered by name.
+//! What the peer permits this end to have in flight, and the life of a counted message: sent, confirmed by the count,
+//! or answered by name.
 
 use crossrail_types::{LaneId, OpId};
 
-use super::answers::Answers;
+use super::control_queue::ControlQueue;
 use super::events::Events;
 use super::ledger::{Counted, CountedStage, Unconfirmed};
 use crate::{Config, Failure, Memory, Short, Time};
@@ -12,8 +12,8 @@ use crate::{Config, Failure, Memory, Short, Time};
 /// in the ledger.
 ///
 /// Whoever begins an operation takes credit for it and gives it back at its end: [`Peer`](super::Peer) and
-/// [`Outs`](super::outgoing::Outs) for the operations that are in a table, this type itself for counted messages. What the
-/// peer says of a counted message is checked here.
+/// [`OutgoingOps`](super::outgoing::OutgoingOps) for the operations that are in a table, this type itself for counted
+/// messages. What the peer says of a counted message is checked here.
 #[derive(Debug)]
 pub(super) struct Credit {
     /// Operations of ours in flight, and their bytes that went with first frames.
@@ -114,8 +114,10 @@ impl Credit {
         lane: Option<LaneId>,
         events: &mut Events,
     ) -> Result<(), String> {
-        let Some(news) = self.unconfirmed.news(count) else { return Err(self.unconfirmed.too_many(count)) };
-        for _ in 0..news {
+        let Some(new) = self.unconfirmed.newly_confirmed(count) else {
+            return Err(self.unconfirmed.too_many(count));
+        };
+        for _ in 0..new {
             if let Some(short) = self.pass_oldest(now, lane) {
                 events.end_short(short);
             }
@@ -125,8 +127,8 @@ impl Credit {
 
     /// How many messages `count` confirms that were not confirmed before. `None`: more than were sent.
     #[inline]
-    pub(super) fn news(&self, count: u32) -> Option<u32> {
-        self.unconfirmed.news(count)
+    pub(super) fn newly_confirmed(&self, count: u32) -> Option<u32> {
+        self.unconfirmed.newly_confirmed(count)
     }
 
     /// The count has passed the oldest message: its operation, length and start. `None`: [`Credit::pass_oldest`] has to
@@ -199,7 +201,7 @@ impl Credit {
     }
 
     /// Starts to end a counted message before its time; false: `op` is none.
-    pub(super) fn abort(&mut self, op: OpId, why: &Failure, answers: &mut Answers, events: &mut Events) -> bool {
+    pub(super) fn abort(&mut self, op: OpId, why: &Failure, control: &mut ControlQueue, events: &mut Events) -> bool {
         let Some((place, counted)) = self.unconfirmed.iter().find(|(_, counted)| counted.op == op) else {
             return false;
         };
@@ -209,7 +211,7 @@ impl Credit {
         if matches!(why, Failure::Device(_)) {
             self.unconfirmed.blame(op, why.clone());
         }
-        answers.tell_abort(self.unconfirmed.id(place), why, events);
+        control.push_abort(self.unconfirmed.id(place), why, events);
         true
     }
 

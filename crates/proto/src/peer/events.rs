@@ -8,8 +8,8 @@ use crate::{DirectId, Event, Failure, Memory, RegionRef, Short};
 
 /// Events that the engine has not taken yet, in the order in which it takes them.
 ///
-/// Every part of [`Peer`](super::Peer) adds to it; [`Peer::event`](super::Peer::event) and its short forms take. The good
-/// end of a short message is kept in few bytes for as long as no longer event is ahead of it: what is in `shorts`
+/// Every part of [`Peer`](super::Peer) adds to it; [`Peer::event`](super::Peer::event) and its short forms take. The
+/// good end of a short message is kept in few bytes for as long as no longer event is ahead of it: what is in `shorts`
 /// happened before all that is in `events`. While there is something in `arrived`, `events` is not empty: the end of
 /// the access follows.
 #[derive(Debug, Default)]
@@ -85,8 +85,9 @@ impl Events {
         }
     }
 
-    /// The next event is the good end of that operation: makes it a bad one. False: it is another.
-    pub(super) fn spoil_next(&mut self, of: OpId, why: &Failure) -> bool {
+    /// If the next event is the success of operation `of`: turns it into a failure. False: the next event is another
+    /// one.
+    pub(super) fn fail_next(&mut self, of: OpId, why: &Failure) -> bool {
         let Some(Event::Done { op, result, progress, .. }) = self.events.front_mut() else { return false };
         if *op != of || result.is_err() {
             return false;
@@ -118,15 +119,15 @@ mod tests {
     }
 
     #[test]
-    fn only_the_good_end_that_comes_next_is_spoilt() {
+    fn only_the_success_that_is_next_becomes_a_failure() {
         let mut events = Events::default();
-        assert!(!events.spoil_next(short(1).op, &Failure::Cancelled));
+        assert!(!events.fail_next(short(1).op, &Failure::Cancelled));
         events.push(short(1).into());
-        assert!(!events.spoil_next(short(2).op, &Failure::Cancelled));
-        assert!(events.spoil_next(short(1).op, &Failure::Cancelled));
-        assert!(!events.spoil_next(short(1).op, &Failure::Closed), "it is a bad one already");
-        let spoilt = Event::Done { op: short(1).op, result: Err(Failure::Cancelled), progress: 0, tag: 0 };
-        assert_eq!(events.take(), Some(spoilt));
+        assert!(!events.fail_next(short(2).op, &Failure::Cancelled));
+        assert!(events.fail_next(short(1).op, &Failure::Cancelled));
+        assert!(!events.fail_next(short(1).op, &Failure::Closed), "it has failed already");
+        let failure = Event::Done { op: short(1).op, result: Err(Failure::Cancelled), progress: 0, tag: 0 };
+        assert_eq!(events.take(), Some(failure));
     }
 
     #[test]

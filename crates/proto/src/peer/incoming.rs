@@ -7,12 +7,12 @@ use slab::Slab;
 
 use super::Context;
 use super::accesses::Accesses;
-use super::answers::Answers;
+use super::control_queue::ControlQueue;
 use super::events::Events;
 use super::lanes::Lanes;
 use super::open::{Open, What};
+use super::peer_ops::PeerOp;
 use super::stream::Stream;
-use super::theirs::Their;
 use crate::feed::{share, sorted};
 use crate::frame::{Frame, Target};
 use crate::lane::{Lane, Placement};
@@ -80,7 +80,7 @@ pub(super) struct ChunkOf {
     pub(super) again: bool,
 }
 
-/// What came of [`Ins::complete`].
+/// What came of [`IncomingTransfers::complete`].
 pub(super) enum Completed {
     /// Bytes are still being unpacked.
     Waits,
@@ -97,7 +97,7 @@ pub(super) enum Settled {
     Read {
         out: u32,
     },
-    /// All bytes are there: [`Ins::complete`].
+    /// All bytes are there: [`IncomingTransfers::complete`].
     Complete {
         protocol: Protocol,
         lane: Option<LaneId>,
@@ -123,14 +123,14 @@ impl Incoming {
 /// only when this end's own job has ended, and a push that it was invited to is waited for. Ends are final: what
 /// arrives for a transfer that is ending or over is discarded, by its serial. Chunks are validated here, before a byte
 /// of them is placed. [`Peer`](super::Peer) asks where bytes go and reports when they are placed; where a read
-/// completes or is abandoned, it ends the matching operation of ours ([`Outs`](super::outgoing::Outs)).
+/// completes or is abandoned, it ends the matching operation of ours ([`OutgoingOps`](super::outgoing::OutgoingOps)).
 #[derive(Debug, Default)]
-pub(super) struct Ins {
+pub(super) struct IncomingTransfers {
     table: Slab<Incoming>,
     serial: u32,
 }
 
-impl Ins {
+impl IncomingTransfers {
     pub(super) fn is_empty(&self) -> bool {
         self.table.is_empty()
     }
@@ -166,10 +166,10 @@ impl Ins {
         cx: &mut Context<'_>,
     ) {
         let index = self.begin(cx.now, their, kind, len, cx.accesses);
-        cx.theirs.set(their, Their::In(index));
+        cx.peer_ops.set(their, PeerOp::In(index));
         match offer {
             Some(offer) => self.start_pull(index, offer, cx.accesses, cx.events),
-            None => self.consent(index, cx.answers, cx.events),
+            None => self.consent(index, cx.control, cx.events),
         }
     }
 
@@ -177,7 +177,7 @@ impl Ins {
     pub(super) fn begin_data(&mut self, their: u32, kind: InKind, len: u64, cx: &mut Context<'_>) -> u32 {
         let index = self.begin(cx.now, their, kind, len, cx.accesses);
         self.table[index as usize].stage = InStage::Data;
-        cx.theirs.set(their, Their::In(index));
+        cx.peer_ops.set(their, PeerOp::In(index));
         index
     }
 
@@ -188,11 +188,11 @@ impl Ins {
     }
 
     /// Asks for chunks.
-    fn consent(&mut self, index: u32, answers: &mut Answers, events: &mut Events) {
+    fn consent(&mut self, index: u32, control: &mut ControlQueue, events: &mut Events) {
         let Some(incoming) = self.table.get_mut(index as usize) else { return };
         incoming.stage = InStage::Chunks;
         let (op, target) = (incoming.their, Target { index, serial: incoming.serial });
-        answers.tell(Frame::Consent { op, target }, Body::None, events);
+        control.push(Frame::Consent { op, target }, Body::None, events);
     }
 
     /// The transfer that a target names, if it is not ending.
@@ -213,7 +213,8 @@ impl Ins {
         self.find(target).map_or(0, |i| i.received.bytes())
     }
 
-    /// The `len` bytes of the write at `index` come in. `Ok(false)`: its region is gone, it must [`Ins::end`].
+    /// The `len` bytes of the write at `index` come in. `Ok(false)`: its region is gone, it must
+    /// [`IncomingTransfers::end`].
     pub(super) fn place_data(&self, index: u32, len: u32, regions: &dyn Regions) -> Result<bool, String> {
         let Some(incoming) = self.table.get(index as usize) else { return Ok(false) };
         if incoming.stage != InStage::Data || incoming.len != u64::from(len) {
@@ -236,7 +237,7 @@ impl Ins {
     }
 
     /// A chunk's head has come in on `lane`: where do its bytes go? `Ok(None)`: nowhere, and the transfer must
-    /// [`Ins::end`]: its region is gone.
+    /// [`IncomingTransfers::end`]: its region is gone.
     pub(super) fn place_chunk(
         &mut self,
         lane: &mut Lane,
@@ -273,7 +274,7 @@ impl Ins {
         Ok(Some(Placing::Memory { memory: incoming.memory(), offset, len, chunk: true }))
     }
 
-    /// A chunk's bytes are in the transfer's memory. `Ok(true)`: all are, it is to [`Ins::complete`].
+    /// A chunk's bytes are in the transfer's memory. `Ok(true)`: all are, it is to [`IncomingTransfers::complete`].
     pub(super) fn count_chunk(&mut self, lane: LaneId, chunk: ChunkOf) -> Result<bool, String> {
         let ChunkOf { target, offset, len, again, .. } = chunk;
         let Some(incoming) = self.find_mut(target) else { return Ok(false) };
@@ -315,22 +316,22 @@ impl Ins {
                 let wire_ns = cx.now.since(incoming.started).saturating_sub(copy_ns);
                 let receipt =
                     Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns, pushed };
-                cx.answers.owe_done(incoming.their, cx.events);
+                cx.control.owe_done(incoming.their, cx.events);
                 cx.events.push(Event::Done { op, result: Ok(receipt), progress: bytes, tag });
             }
             InKind::Write { region, imm, .. } => {
-                cx.answers.owe_done(incoming.their, cx.events);
+                cx.control.owe_done(incoming.their, cx.events);
                 cx.events.push(Event::Released { passive: incoming.passive, region });
                 if let Some(imm) = imm {
                     cx.events.arrive(region, imm);
                 }
             }
             InKind::Read { out, .. } => {
-                cx.answers.owe_read_done(incoming.their, cx.events);
+                cx.control.owe_read_done(incoming.their, cx.events);
                 return Completed::Read { out, lanes, prompt };
             }
         }
-        cx.theirs.free(incoming.their);
+        cx.peer_ops.free(incoming.their);
         Completed::Over { prompt }
     }
 
@@ -358,7 +359,7 @@ impl Ins {
         }
         if !ending.told {
             ending.told = true;
-            cx.answers.tell_failed(incoming.their, &ending.why, cx.events);
+            cx.control.push_failed(incoming.their, &ending.why, cx.events);
         }
         if incoming.copy.is_helped() {
             return;
@@ -370,7 +371,7 @@ impl Ins {
             InKind::Write { region, .. } => cx.events.push(Event::Released { passive: incoming.passive, region }),
             InKind::Read { .. } => return,
         }
-        cx.theirs.free(incoming.their);
+        cx.peer_ops.free(incoming.their);
     }
 
     /// A read of ours is over or given up: what still comes for it is discarded.
@@ -460,9 +461,9 @@ fn leave(index: u32, serial: u32, lanes: &mut Lanes, stream: &mut Stream) -> boo
     chunks || data
 }
 
-/// Chunks that land in slots and are unpacked from there, at their own pace and in any order. A chunk counts as consumed
-/// when it is unpacked, so that the window covers the slots.
-impl Ins {
+/// Chunks that land in slots and are unpacked from there, at their own pace and in any order. A chunk counts as
+/// consumed when it is unpacked, so that the window covers the slots.
+impl IncomingTransfers {
     /// A chunk lies in a slot; false: there is no more use for it.
     pub(super) fn land(&mut self, target: Target, offset: u64, len: u32) -> bool {
         let found = self.find_mut(target).filter(|i| !i.covers(offset, len));

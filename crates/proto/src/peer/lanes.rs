@@ -22,9 +22,9 @@ fn takes(bytes: u64, pace: u64) -> u128 {
 /// The lanes that are up, and how many of each rail's connections carry chunks at present.
 ///
 /// Owns windows, rates and what the payload that comes in on a lane is. It knows transfers only by the index and serial
-/// that chunks carry, and the message stream only by the id of a lane. [`Peer`](super::Peer) tells it of lanes that go up
-/// and down; the tables of transfers take chunks from it and hand them back. A lane is named by its place while no lane
-/// goes up or down, and by its id beyond that.
+/// that chunks carry, and the message stream only by the id of a lane. [`Peer`](super::Peer) tells it of lanes that go
+/// up and down; the tables of transfers take chunks from it and hand them back. A lane is named by its place while no
+/// lane goes up or down, and by its id beyond that.
 #[derive(Debug)]
 pub(super) struct Lanes {
     all: Vec<Lane>,
@@ -167,7 +167,7 @@ impl Lanes {
     }
 
     /// How often a lane says that it lives while it holds what cannot be taken yet.
-    fn beat_every(&self) -> u64 {
+    fn heartbeat_interval(&self) -> u64 {
         self.deadline / 4
     }
 
@@ -177,14 +177,15 @@ impl Lanes {
             let waits = !lane.suspected && Self::waits_on(lane, messages);
             waits.then(|| Time(lane.silent_since().0.saturating_add(self.deadline)))
         };
-        self.all.iter().flat_map(|lane| [silent(lane), lane.next_beat(self.beat_every())]).flatten().min()
+        self.all.iter().flat_map(|lane| [silent(lane), lane.next_heartbeat(self.heartbeat_interval())]).flatten().min()
     }
 
-    /// Has the lane at `at` say that this end lives if that is due; whether it has been silent for too long.
-    pub(super) fn beat(&mut self, now: Time, at: usize, messages: Option<LaneId>) -> bool {
-        let (every, deadline) = (self.beat_every(), self.deadline);
+    /// Schedules a heartbeat on the lane at `at` if one is due. Returns whether the peer has newly been silent on it
+    /// for too long.
+    pub(super) fn heartbeat_if_due(&mut self, now: Time, at: usize, messages: Option<LaneId>) -> bool {
+        let (every, deadline) = (self.heartbeat_interval(), self.deadline);
         let lane = &mut self.all[at];
-        lane.beat(now, every);
+        lane.heartbeat_if_due(now, every);
         let silent = !lane.suspected && Self::waits_on(lane, messages) && now.since(lane.silent_since()) >= deadline;
         lane.suspected |= silent;
         silent
@@ -259,9 +260,9 @@ impl Lanes {
         !lane.spare && lane.is_worth_it(waiting)
     }
 
-    /// How much of a transfer, of which `left` bytes are left, the lane at `at` should take; `None`: it has no window, or
-    /// the other lanes will be done with all the rest before it would be with one more chunk. `waiting`: bytes of all
-    /// transfers that have chunks.
+    /// How much of a transfer, of which `left` bytes are left, the lane at `at` should take; `None`: it has no window,
+    /// or the other lanes will be done with all the rest before it would be with one more chunk. `waiting`: bytes of
+    /// all transfers that have chunks.
     pub(super) fn chunk_size(&self, now: Time, at: usize, left: u64, waiting: u64) -> Option<u64> {
         let lane = &self.all[at];
         if !self.has_window(at) {
@@ -302,8 +303,8 @@ impl Lanes {
         self.ramp.sends(now);
     }
 
-    /// The peer has consumed `count` chunks in all on the lane at `at`. Those of which that is news are handed to `each`;
-    /// returns how many they are, and their bytes. `Err`: the peer broke the protocol.
+    /// The peer has consumed `count` chunks in all on the lane at `at`. Those of which that is news are handed to
+    /// `each`; returns how many they are, and their bytes. `Err`: the peer broke the protocol.
     pub(super) fn acknowledge(
         &mut self,
         now: Time,
@@ -340,9 +341,9 @@ impl Lanes {
         }
     }
 
-    /// Hands chunks that lanes would bring far later than others could to `double`, which answers whether they are to go
-    /// out again: where no transfer has a chunk left to hand out.
-    pub(super) fn double_late(&mut self, now: Time, mut double: impl FnMut(LaneId, &mut Sent) -> bool) {
+    /// Hands chunks that lanes would bring far later than others could to `duplicate`, which answers whether they are
+    /// to go out again: where no transfer has a chunk left to hand out.
+    pub(super) fn duplicate_late(&mut self, now: Time, mut duplicate: impl FnMut(LaneId, &mut Sent) -> bool) {
         if self.all.len() < 2 {
             return;
         }
@@ -368,7 +369,7 @@ impl Lanes {
                     break;
                 }
                 ahead -= len;
-                if !sent.doubled && double(id, sent) {
+                if !sent.duplicated && duplicate(id, sent) {
                     given += len;
                 }
             }

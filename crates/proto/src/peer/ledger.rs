@@ -54,8 +54,8 @@ pub(super) struct Unconfirmed {
     faults: Vec<(OpId, Failure)>,
 }
 
-/// The id on the wire of the counted message at `place`, where a peer has `credit`: behind those of the operations in its
-/// table of outgoing ones, its own and the reads that it serves.
+/// The id on the wire of the counted message at `place`, where a peer has `credit`: behind those of the operations in
+/// its table of outgoing ones, its own and the reads that it serves.
 #[inline]
 pub(super) fn counted_id(credit: u32, place: u32) -> u32 {
     2 * credit + 1 + place
@@ -131,7 +131,7 @@ impl Unconfirmed {
 
     /// How many messages `count` confirms that were not confirmed before. `None`: more than were sent.
     #[inline]
-    pub(super) fn news(&self, count: u32) -> Option<u32> {
+    pub(super) fn newly_confirmed(&self, count: u32) -> Option<u32> {
         let news = count.wrapping_sub(self.confirmed);
         (news <= self.len).then_some(news)
     }
@@ -154,8 +154,8 @@ impl Unconfirmed {
         counted
     }
 
-    /// [`Unconfirmed::pop`] of a message that is [`CountedStage::Sent`]. `None`: it is another, or there is none, and nothing
-    /// has changed.
+    /// [`Unconfirmed::pop`] of a message that is [`CountedStage::Sent`]. `None`: it is another, or there is none, and
+    /// nothing has changed.
     #[inline(always)]
     pub(super) fn pop_sent(&mut self) -> Option<&Counted> {
         let first = self.first as usize;
@@ -226,7 +226,7 @@ pub(super) struct Delivered {
     /// How many have arrived, modulo 2^32.
     arrived: u32,
     /// The count that the peer was told last.
-    told: u32,
+    published: u32,
     /// Sequence numbers of messages still to be answered by name, ascending, each with the sender's id of it.
     withheld: VecDeque<(u32, u32)>,
 }
@@ -295,26 +295,26 @@ impl Delivered {
     /// Whether the peer has not been told of all that the count confirms.
     #[inline]
     pub(super) fn owed(&self) -> bool {
-        self.count() != self.told
+        self.count() != self.published
     }
 
     /// How many messages the peer has not been told of.
     #[inline]
-    pub(super) fn untold(&self) -> u32 {
-        self.count().wrapping_sub(self.told)
+    pub(super) fn unpublished_count(&self) -> u32 {
+        self.count().wrapping_sub(self.published)
     }
 
     /// Nobody listens any more.
     pub(super) fn clear(&mut self) {
         self.withheld.clear();
-        self.told = self.arrived;
+        self.published = self.arrived;
     }
 
     /// The count, if the peer has not been told of it, when no message holds it back.
     #[inline(always)]
-    pub(super) fn news(&self) -> Option<u32> {
+    pub(super) fn unpublished(&self) -> Option<u32> {
         debug_assert!(self.withheld.is_empty());
-        (self.arrived != self.told).then_some(self.arrived)
+        (self.arrived != self.published).then_some(self.arrived)
     }
 
     /// How many messages have arrived, when no message holds the count back.
@@ -326,23 +326,23 @@ impl Delivered {
 
     /// The peer has been told that count.
     #[inline(always)]
-    pub(super) fn told(&mut self, count: u32) {
-        self.told = count;
+    pub(super) fn count_published(&mut self, count: u32) {
+        self.published = count;
     }
 
     /// The count, to be told now, when no message holds it back.
     #[inline]
-    pub(super) fn tell_all(&mut self) -> u32 {
+    pub(super) fn take_arrived(&mut self) -> u32 {
         debug_assert!(self.withheld.is_empty());
-        self.told = self.arrived;
-        self.told
+        self.published = self.arrived;
+        self.published
     }
 
     /// The count, to be told now.
     #[inline]
-    pub(super) fn tell(&mut self) -> u32 {
-        self.told = self.count();
-        self.told
+    pub(super) fn take_count(&mut self) -> u32 {
+        self.published = self.count();
+        self.published
     }
 }
 
@@ -354,14 +354,14 @@ mod tests {
     fn what_is_not_delivered_holds_the_count_back_until_it_is_answered() {
         let mut d = Delivered::default();
         assert!(d.deliver(1));
-        assert_eq!((d.owed(), d.tell(), d.owed()), (true, 1, false));
+        assert_eq!((d.owed(), d.take_count(), d.owed()), (true, 1, false));
         d.withhold(7);
         assert!(!d.deliver(8), "behind one that is withheld");
         assert!(!d.owed());
         d.answered(8);
-        assert_eq!(d.tell(), 1, "the older one still holds the count back");
+        assert_eq!(d.take_count(), 1, "the older one still holds the count back");
         d.answered(7);
-        assert_eq!((d.untold(), d.tell()), (2, 3));
+        assert_eq!((d.unpublished_count(), d.take_count()), (2, 3));
     }
 
     #[test]
@@ -371,9 +371,9 @@ mod tests {
         d.withhold(5);
         assert!(!d.deliver_late(5));
         assert!(d.deliver_late(4));
-        assert_eq!(d.tell(), 1);
+        assert_eq!(d.take_count(), 1);
         d.answered(5);
-        assert_eq!(d.tell(), 2);
+        assert_eq!(d.take_count(), 2);
         assert!(!d.deliver_late(5), "it is no longer known");
     }
 
@@ -383,14 +383,14 @@ mod tests {
         u.confirmed = u32::MAX;
         u.push(op, 8, Time(0));
         u.push(op, 9, Time(0));
-        assert_eq!(u.news(u32::MAX), Some(0));
-        assert_eq!(u.news(1), Some(2));
-        assert!(u.news(2).is_none());
-        assert!(u.news(u32::MAX - 1).is_none(), "a count never goes back");
+        assert_eq!(u.newly_confirmed(u32::MAX), Some(0));
+        assert_eq!(u.newly_confirmed(1), Some(2));
+        assert!(u.newly_confirmed(2).is_none());
+        assert!(u.newly_confirmed(u32::MAX - 1).is_none(), "a count never goes back");
         assert_eq!(u.pop().map(|counted| counted.len), Some(8));
-        assert_eq!(u.news(1), Some(1));
+        assert_eq!(u.newly_confirmed(1), Some(1));
         u.clear();
-        assert_eq!(u.news(1), Some(0));
+        assert_eq!(u.newly_confirmed(1), Some(0));
     }
 
     #[test]

@@ -1,9 +1,10 @@
-//! Lanes that come up, go down, fall silent, break the protocol; which one carries the messages; and the peer's goodbye.
+//! Lanes that come up, go down, fall silent, break the protocol; which one carries the messages; and the peer's
+//! goodbye.
 
 use crossrail_types::LaneId;
 
 use super::Peer;
-use super::answers::Phase;
+use super::control_queue::Phase;
 use crate::lane::Lane;
 use crate::{Event, Failure, LaneLoad, LaneSpec, Matcher, Time};
 
@@ -23,8 +24,8 @@ pub(super) struct Violations {
 impl Peer {
     /// A lane is there. One that comes back comes back under a new id.
     pub fn lane_up(&mut self, now: Time, spec: LaneSpec) {
-        self.stir();
-        if matches!(self.answers.phase(), Phase::Dead(_)) || self.lanes.find(spec.id).is_some() {
+        self.leave_fast_path();
+        if matches!(self.control.phase(), Phase::Dead(_)) || self.lanes.find(spec.id).is_some() {
             return;
         }
         self.lanes.push(Lane::new(spec, now));
@@ -59,14 +60,14 @@ impl Peer {
 
     /// The lane is gone, or given up: the engine has let go of it, no byte moves on it any more.
     pub fn lane_down(&mut self, now: Time, lane: LaneId) {
-        self.stir();
+        self.leave_fast_path();
         let Some(at) = self.lanes.find(lane) else { return };
         let mut dead = self.lanes.remove(at);
         self.violations.gone = self.violations.gone.wrapping_add(dead.consumed());
         let (mut chunks, mut bytes) = (0, 0);
         while let Some(sent) = dead.sent.pop_back() {
             // Those that were handed out again before have gone over the others, too.
-            if self.outs.requeue(lane, &sent) || sent.doubled {
+            if self.outgoing.requeue(lane, &sent) || sent.duplicated {
                 chunks += 1;
                 bytes += sent.piece.len;
             }
@@ -74,8 +75,8 @@ impl Peer {
         self.stream.unheard(lane);
         self.events.push(Event::LaneLost { lane, requeued_chunks: chunks, requeued_bytes: bytes });
         if self.stream.is_on(lane) {
-            if self.stream.fragile() && self.answers.live() {
-                self.answers.break_off(format!("reliable lane {lane} went down"), &mut self.events);
+            if self.stream.fragile() && self.control.live() {
+                self.control.break_off(format!("reliable lane {lane} went down"), &mut self.events);
             }
             self.stream.move_to(None, false);
             self.choose_lane(now);
@@ -84,24 +85,24 @@ impl Peer {
 
     /// Answer to [`Event::Suspect`]: bytes do move on it; wait on.
     pub fn lane_alive(&mut self, now: Time, lane: LaneId) {
-        self.stir();
+        self.leave_fast_path();
         if let Some(at) = self.lanes.find(lane) {
-            self.lanes[at].go_again(now);
+            self.lanes[at].restart_silence_timer(now);
         }
     }
 
     /// Sends an empty frame on the lane, so that the peer's kernel has something to acknowledge if the link lives. For
     /// a suspect with nothing in flight.
     pub fn probe(&mut self, lane: LaneId) {
-        self.stir();
+        self.leave_fast_path();
         if let Some(at) = self.lanes.find(lane) {
-            self.lanes[at].tell_again();
+            self.lanes[at].force_ack();
         }
     }
 
     /// When [`Peer::on_timeout`] is wanted; ask before sleeping. A time in the past: now, and `next` after it.
     pub fn timeout(&self) -> Option<Time> {
-        if self.owes() && !self.answers.is_urgent() && !self.lanes.is_empty() {
+        if self.owes() && !self.control.is_urgent() && !self.lanes.is_empty() {
             return Some(Time(0));
         }
         self.lanes.timeout(self.stream.waits_on())
@@ -109,11 +110,11 @@ impl Peer {
 
     /// Looks for silent lanes, and sees to it that what is owed goes out before the caller sleeps.
     pub fn on_timeout(&mut self, now: Time) {
-        self.stir();
+        self.leave_fast_path();
         self.flush();
-        self.double_late(now);
+        self.duplicate_late(now);
         for at in 0..self.lanes.len() {
-            if self.lanes.beat(now, at, self.stream.waits_on()) {
+            if self.lanes.heartbeat_if_due(now, at, self.stream.waits_on()) {
                 self.events.push(Event::Suspect { lane: self.lanes[at].spec.id });
             }
         }
@@ -133,14 +134,14 @@ impl Peer {
     pub(super) fn choose_lane(&mut self, now: Time) {
         let best = self.lanes.cheapest().map(|s| (s.id, s.reliable));
         if let Some(at) = self.stream.choose(best).and_then(|lane| self.lanes.find(lane)) {
-            self.lanes[at].go_again(now);
+            self.lanes[at].restart_silence_timer(now);
         }
     }
 
     /// The peer has consumed messages of ours.
     pub(super) fn stream_progress(&mut self, now: Time) {
         if let Some(at) = self.stream.lane().and_then(|l| self.lanes.find(l)) {
-            self.lanes[at].go_again(now);
+            self.lanes[at].restart_silence_timer(now);
         }
         if self.stream.has_drained() {
             self.choose_lane(now);
@@ -149,20 +150,20 @@ impl Peer {
 
     /// The peer has consumed chunks on the lane at `at`.
     pub(super) fn chunks_acked(&mut self, now: Time, at: usize, count: u32) -> Result<(), String> {
-        let outs = &mut self.outs;
-        let (chunks, bytes) = self.lanes.acknowledge(now, at, count, |lane, sent| outs.acked(lane, &sent))?;
+        let outgoing = &mut self.outgoing;
+        let (chunks, bytes) = self.lanes.acknowledge(now, at, count, |lane, sent| outgoing.acked(lane, &sent))?;
         if chunks > 0 {
             self.events.push(Event::Acked { lane: self.lanes[at].spec.id, chunks });
-            self.double_late(now);
-            self.lanes.measure(now, bytes, !self.outs.has_chunks());
+            self.duplicate_late(now);
+            self.lanes.measure(now, bytes, !self.outgoing.has_chunks());
         }
         Ok(())
     }
 
     /// Hands late chunks out again.
-    fn double_late(&mut self, now: Time) {
-        if self.answers.live() {
-            self.outs.double_late(now, &mut self.lanes);
+    fn duplicate_late(&mut self, now: Time) {
+        if self.control.live() {
+            self.outgoing.duplicate_late(now, &mut self.lanes);
         }
     }
 
@@ -173,21 +174,21 @@ impl Peer {
         let count = self.count_violation(0);
         let alone = self.lanes.find(lane).is_some_and(|at| !self.lanes[at].spec.reliable) && self.lanes.len() > 1;
         if !alone || count > VIOLATIONS_MAX {
-            self.answers.break_off(why.to_owned(), &mut self.events);
+            self.control.break_off(why.to_owned(), &mut self.events);
         }
     }
 
-    /// What a lane brought had been changed on the way, and it is about to go down: alone, unless lanes have failed this
-    /// way time after time with nothing in between that made sense.
+    /// What a lane brought had been changed on the way, and it is about to go down: alone, unless lanes have failed
+    /// this way time after time with nothing in between that made sense.
     pub fn corrupted(&mut self, why: &str) {
-        self.stir();
+        self.leave_fast_path();
         if self.count_violation(self.violations.gone) > VIOLATIONS_MAX {
-            self.answers.break_off(why.to_owned(), &mut self.events);
+            self.control.break_off(why.to_owned(), &mut self.events);
         }
     }
 
-    /// How many lanes have failed since the peer last made sense, the present one included. `before`: chunks consumed on
-    /// lanes that count and are gone.
+    /// How many lanes have failed since the peer last made sense, the present one included. `before`: chunks consumed
+    /// on lanes that count and are gone.
     fn count_violation(&mut self, before: u32) -> u32 {
         let gone = self.violations.gone;
         let chunks = self.lanes.consumed(before);
@@ -199,7 +200,7 @@ impl Peer {
 
     /// The peer has finished and says so: what we still want of it fails.
     pub(super) fn bye(&mut self, now: Time, matcher: &mut Matcher) {
-        if self.answers.hear_bye() {
+        if self.control.hear_bye() {
             self.fail_all(now, &Failure::Closed, matcher);
             self.events.push(Event::Bye);
         }

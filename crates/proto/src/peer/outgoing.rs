@@ -19,7 +19,7 @@ use crate::{
     Body, Event, Failure, LaneShare, Memory, Offer, Operation, Protocol, Receipt, RegionRef, Role, Short, Time,
 };
 
-use entry::{After, Kind, Outgoing, Serve, Stage};
+use entry::{AfterStop, Kind, Outgoing, Serve, Stage};
 
 /// An operation that waits for credit or for the lane.
 #[derive(Clone, Copy, Debug)]
@@ -44,7 +44,7 @@ pub(super) struct ServeOf {
     pub(super) lane: LaneId,
 }
 
-/// What came of [`Outs::abort`].
+/// What came of [`OutgoingOps::abort`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Aborted {
     /// There is no such operation.
@@ -58,13 +58,13 @@ pub(super) enum Aborted {
 /// All that this end has announced or is about to: operations of ours from [`Peer::start`](super::Peer::start) to
 /// [`Event::Done`], and the peer's reads that we serve.
 ///
-/// Owns the queue, the table (the id on the wire is the index plus one), and which transfers have chunks to hand out. An
-/// entry stays until no direct copy of ours touches its memory and the peer has no more to say of it; a serial tells the
-/// reuses of an index apart. What the peer says of an operation is checked here. Transfers towards us are known only by
-/// the target that a read names: where a read ends, the caller ends its other half. Credit is the caller's, too, until
-/// the operation ends.
+/// Owns the queue, the table (the id on the wire is the index plus one), and which transfers have chunks to hand out.
+/// An entry stays until no direct copy of ours touches its memory and the peer has no more to say of it; a serial tells
+/// the reuses of an index apart. What the peer says of an operation is checked here. Transfers towards us are known
+/// only by the target that a read names: where a read ends, the caller ends its other half. Credit is the caller's,
+/// too, until the operation ends.
 #[derive(Debug, Default)]
-pub(super) struct Outs {
+pub(super) struct OutgoingOps {
     queue: VecDeque<Queued>,
     table: Slab<Outgoing>,
     serial: u32,
@@ -74,7 +74,7 @@ pub(super) struct Outs {
     follow: Option<(u32, u32)>,
 }
 
-impl Outs {
+impl OutgoingOps {
     #[inline]
     pub(super) fn enqueue(&mut self, queued: Queued) {
         self.queue.push_back(queued);
@@ -105,7 +105,7 @@ impl Outs {
 
     /// Whether an operation is queued, or a write's bytes must follow.
     #[inline]
-    pub(super) fn has_words(&self) -> bool {
+    pub(super) fn has_control_frames(&self) -> bool {
         !self.queue.is_empty() || self.follow.is_some()
     }
 
@@ -131,7 +131,7 @@ impl Outs {
     /// A message is announced. Its id on the wire.
     pub(super) fn begin_send(&mut self, now: Time, of: &Queued, lane: LaneId, offer: Option<Offer>) -> u32 {
         let mut outgoing = Outgoing::new(of.op, Kind::Send, of.len, self.next_serial(), of.at, lane);
-        outgoing.more().announce(now, offer);
+        outgoing.long_mut().announce(now, offer);
         self.table.insert(outgoing) as u32 + 1
     }
 
@@ -149,7 +149,7 @@ impl Outs {
         if short {
             outgoing.stage = Stage::Eager;
         } else {
-            outgoing.more().announce(now, offer);
+            outgoing.long_mut().announce(now, offer);
         }
         let index = self.table.insert(outgoing) as u32;
         if short {
@@ -172,7 +172,7 @@ impl Outs {
         let index = entry.key() as u32;
         let target = into(index);
         let mut outgoing = Outgoing::new(of.op, Kind::Read { target }, of.len, serial, of.at, lane);
-        outgoing.more().announce(now, offer);
+        outgoing.long_mut().announce(now, offer);
         entry.insert(outgoing);
         (index + 1, target)
     }
@@ -219,9 +219,9 @@ impl Outs {
         cx: &mut Context<'_>,
     ) {
         let Some(outgoing) = self.table.get_mut(index as usize) else { return };
-        if let Some(job) = outgoing.rest().job {
-            let after = std::mem::replace(&mut outgoing.more().after, After::Finish(result));
-            if after == After::Running {
+        if let Some(job) = outgoing.long().job {
+            let after = std::mem::replace(&mut outgoing.long_mut().after, AfterStop::Finish(result));
+            if after == AfterStop::Running {
                 cx.events.stop(job);
             }
         } else if outgoing.kind == Kind::Serve {
@@ -229,7 +229,7 @@ impl Outs {
         } else if let Kind::Read { target } = outgoing.kind
             && unpacks(target)
         {
-            outgoing.more().after = After::Finish(result);
+            outgoing.long_mut().after = AfterStop::Finish(result);
         } else {
             self.close(index, result, cx);
         }
@@ -241,7 +241,7 @@ impl Outs {
         self.table.get(index as usize).is_some_and(|o| o.stage == Stage::Eager && o.kind == Kind::Send)
     }
 
-    /// A message that went with its first frame has arrived; [`Outs::close`] in few steps.
+    /// A message that went with its first frame has arrived; [`OutgoingOps::close`] in few steps.
     #[inline]
     pub(super) fn close_eager(
         &mut self,
@@ -284,7 +284,7 @@ impl Outs {
         let outgoing = self.table.remove(index as usize);
         cx.credit.give_back(0);
         let lane = (protocol == Protocol::Eager).then_some(outgoing.lane);
-        let wire_ns = cx.now.since(outgoing.rest().announced);
+        let wire_ns = cx.now.since(outgoing.long().announced);
         let bytes = outgoing.len;
         let pushed = protocol == Protocol::Direct;
         let receipt = Receipt { bytes, protocol, lane, lanes, match_ns: 0, window_ns: 0, wire_ns, copy_ns: 0, pushed };
@@ -294,7 +294,7 @@ impl Outs {
     /// The last unpack of a read that is over, or given up, is done.
     pub(super) fn end_unpacks(&mut self, index: u32, of: Target, cx: &mut Context<'_>) {
         let found = self.table.get(index as usize).filter(|o| o.kind == Kind::Read { target: of });
-        if let Some(After::Finish(result)) = found.map(|o| o.rest().after.clone()) {
+        if let Some(AfterStop::Finish(result)) = found.map(|o| o.long().after.clone()) {
             self.close(index, result, cx);
         }
     }
@@ -304,7 +304,7 @@ impl Outs {
         let index = id.wrapping_sub(1);
         match self.table.get(index as usize).map(|o| o.kind) {
             Some(Kind::Send | Kind::Write) => {
-                let why = self.own_word(index, why);
+                let why = self.prefer_own_failure(index, why);
                 self.finish(index, Err(why), |_| false, cx);
                 Ok(())
             }
@@ -318,7 +318,7 @@ impl Outs {
     }
 
     /// The failure to report: our own, with full details, if our memory failed; otherwise the peer's.
-    pub(super) fn own_word(&mut self, index: u32, theirs: Failure) -> Failure {
+    pub(super) fn prefer_own_failure(&mut self, index: u32, theirs: Failure) -> Failure {
         let own = self.table.get_mut(index as usize).and_then(Outgoing::take_fault);
         match (own, theirs) {
             (Some(own), Failure::Device(_) | Failure::Cancelled) => own,
@@ -337,11 +337,11 @@ impl Outs {
             (Kind::Send | Kind::Write, Stage::Aborting) => return Ok(()),
             _ => return Err(format!("consent to operation {id}, which was not announced")),
         }
-        let more = outgoing.more();
-        more.consented = now;
-        match (more.job, &more.after) {
-            (Some(job), After::Running) => {
-                more.after = After::Feed(target);
+        let long = outgoing.long_mut();
+        long.consented = now;
+        match (long.job, &long.after) {
+            (Some(job), AfterStop::Running) => {
+                long.after = AfterStop::Feed(target);
                 events.stop(job);
             }
             (Some(_), _) => return Err(format!("operation {id} consented to twice")),
@@ -354,15 +354,15 @@ impl Outs {
     pub(super) fn abort(&mut self, op: OpId, why: &Failure, cx: &mut Context<'_>) -> Aborted {
         let Some(index) = self.find(op) else { return Aborted::Unknown };
         let outgoing = &mut self.table[index];
-        if outgoing.stage == Stage::Aborting || matches!(outgoing.rest().after, After::Finish(_)) {
+        if outgoing.stage == Stage::Aborting || matches!(outgoing.long().after, AfterStop::Finish(_)) {
             return Aborted::Asked;
         }
         outgoing.stage = Stage::Aborting;
         if matches!(why, Failure::Device(_)) {
-            outgoing.more().fault = Some(why.clone());
+            outgoing.long_mut().fault = Some(why.clone());
         }
-        if let Some(job) = outgoing.rest().job
-            && std::mem::replace(&mut outgoing.more().after, After::Nothing) == After::Running
+        if let Some(job) = outgoing.long().job
+            && std::mem::replace(&mut outgoing.long_mut().after, AfterStop::Nothing) == AfterStop::Running
         {
             cx.events.stop(job);
         }
@@ -370,7 +370,7 @@ impl Outs {
         if let Kind::Read { .. } = kind {
             cx.events.revoke(Memory::Op(op));
         }
-        cx.answers.tell_abort(index as u32 + 1, why, cx.events);
+        cx.control.push_abort(index as u32 + 1, why, cx.events);
         if let Kind::Read { target } = kind { Aborted::Read(target) } else { Aborted::Asked }
     }
 
@@ -387,23 +387,23 @@ impl Outs {
         let outgoing = &self.table[self.find(op)?];
         let moved = match outgoing.kind {
             Kind::Read { target } => received(target),
-            _ => outgoing.rest().feed.as_ref().map_or(0, Feed::sent),
+            _ => outgoing.long().feed.as_ref().map_or(0, Feed::sent),
         };
         Some((moved, outgoing.len))
     }
 
     /// Fails all that is in flight, then all that is queued: of the peer nothing is expected any more. `unpacks`: as in
-    /// [`Outs::finish`].
+    /// [`OutgoingOps::finish`].
     pub(super) fn fail_all(&mut self, why: &Failure, unpacks: impl Fn(Target) -> bool, cx: &mut Context<'_>) {
         let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
         for index in all {
             let outgoing = &self.table[index as usize];
-            if outgoing.kind == Kind::Serve && outgoing.rest().job.is_none() {
+            if outgoing.kind == Kind::Serve && outgoing.long().job.is_none() {
                 cx.events.revoke(outgoing.memory());
             }
             // A result that the peer had already reported stands.
-            let result = match &outgoing.rest().after {
-                After::Finish(result) => result.clone(),
+            let result = match &outgoing.long().after {
+                AfterStop::Finish(result) => result.clone(),
                 _ => Err(why.clone()),
             };
             self.finish(index, result, &unpacks, cx);
@@ -421,27 +421,27 @@ impl Outs {
 }
 
 /// Reads of the peer's that we serve.
-impl Outs {
+impl OutgoingOps {
     /// A read of the peer's, permitted; its index. `eager_max`: bytes that may go in one frame.
     pub(super) fn serve(&mut self, read: ServeOf, eager_max: u64, cx: &mut Context<'_>) -> u32 {
         let ServeOf { their, target, region, base, len, descriptor, lane } = read;
         let passive = cx.accesses.begin();
         let op = OpId { index: u32::MAX, generation: u32::MAX };
         let mut outgoing = Outgoing::new(op, Kind::Serve, len, self.next_serial(), cx.now, lane);
-        outgoing.more().serve = Some(Serve { region, base, their, target, passive });
+        outgoing.long_mut().serve = Some(Serve { region, base, their, target, passive });
         let memory = outgoing.memory();
         let entry = self.table.vacant_entry();
         let index = entry.key() as u32;
         if let Some(descriptor) = descriptor {
             // To where the peer reads them to.
             let job = cx.accesses.begin_job(JobOf::Out(index));
-            outgoing.more().job = Some(job);
+            outgoing.long_mut().job = Some(job);
             let offer = Offer { descriptor, slot: None };
             cx.events.push(Event::Direct { job, memory, role: Role::Help, offer, len });
         } else if len <= eager_max {
             outgoing.stage = Stage::Eager;
             let body = Body::Memory { memory, offset: 0, len: len as u32 };
-            cx.answers.tell(Frame::ReadData { serve: index + 1, target }, body, cx.events);
+            cx.control.push(Frame::ReadData { serve: index + 1, target }, body, cx.events);
         }
         let chunks = descriptor.is_none() && outgoing.stage != Stage::Eager;
         entry.insert(outgoing);
@@ -454,17 +454,17 @@ impl Outs {
     /// A read that we serve cannot go on. Its id stays taken until the peer has agreed.
     pub(super) fn fail_serve(&mut self, index: u32, why: Failure, cx: &mut Context<'_>) {
         let Some(outgoing) = self.table.get_mut(index as usize) else { return };
-        let Some(Serve { target, .. }) = outgoing.rest().serve else { return };
+        let Some(Serve { target, .. }) = outgoing.long().serve else { return };
         if outgoing.stage == Stage::Aborting {
             return;
         }
-        if let Some(job) = outgoing.rest().job {
-            match outgoing.rest().after {
-                After::Running => cx.events.stop(job),
-                After::Nothing | After::Feed(_) => {}
-                After::Finish(_) | After::ServeFailed(_) => return,
+        if let Some(job) = outgoing.long().job {
+            match outgoing.long().after {
+                AfterStop::Running => cx.events.stop(job),
+                AfterStop::Nothing | AfterStop::Feed(_) => {}
+                AfterStop::Finish(_) | AfterStop::ServeFailed(_) => return,
             }
-            outgoing.more().after = After::ServeFailed(why);
+            outgoing.long_mut().after = AfterStop::ServeFailed(why);
             return;
         }
         outgoing.stage = Stage::Aborting;
@@ -473,18 +473,18 @@ impl Outs {
         }
         // Lanes may still read what is in flight of it: the peer treats those bytes as valid until it learns of the
         // failure.
-        cx.answers.withdraw_data(index + 1);
+        cx.control.withdraw_data(index + 1);
         let (code, bytes) = frame::encode_failure(&why);
-        cx.answers.tell(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes), cx.events);
+        cx.control.push(Frame::ReadFailed { serve: index + 1, target, code }, Body::from(bytes), cx.events);
     }
 
     fn close_serve(&mut self, index: u32, cx: &mut Context<'_>) {
         let outgoing = self.table.remove(index as usize);
-        let Some(Serve { region, their, passive, .. }) = outgoing.rest().serve else { return };
+        let Some(Serve { region, their, passive, .. }) = outgoing.long().serve else { return };
         let memory = outgoing.memory();
         let left = outgoing.seq.is_some_and(|seq| cx.stream.leave(seq));
         if outgoing.stage == Stage::Eager && outgoing.seq.is_none() {
-            cx.answers.withdraw_data(index + 1);
+            cx.control.withdraw_data(index + 1);
         }
         // One that failed was acknowledged by its reader without being read to the end.
         let failed = outgoing.stage == Stage::Aborting;
@@ -492,12 +492,12 @@ impl Outs {
             cx.events.revoke(memory);
         }
         cx.events.push(Event::Released { passive, region });
-        cx.theirs.free(their);
+        cx.peer_ops.free(their);
     }
 
     /// What we serve out of that region.
     pub(super) fn serves_of(&self, region: RegionRef) -> Vec<u32> {
-        let of = |o: &Outgoing| o.rest().serve.is_some_and(|s| s.region == region);
+        let of = |o: &Outgoing| o.long().serve.is_some_and(|s| s.region == region);
         self.table.iter().filter(|(_, o)| of(o)).map(|(i, _)| i as u32).collect()
     }
 
@@ -508,21 +508,21 @@ impl Outs {
 }
 
 /// Direct copies from our memory.
-impl Outs {
+impl OutgoingOps {
     /// The peer asks us to help with our operation `id`, or to copy it alone.
     pub(super) fn invited(&mut self, id: u32, descriptor: [u8; 24], cx: &mut Context<'_>) {
         let index = id.wrapping_sub(1);
         let Some(outgoing) = self.table.get_mut(index as usize) else { return };
         let fit = matches!(outgoing.kind, Kind::Send | Kind::Write)
             && outgoing.stage == Stage::Announced
-            && outgoing.rest().job.is_none();
-        if !fit || !outgoing.rest().offered {
-            cx.answers.tell(Frame::HelpEnded { op: id, failed: true }, Body::None, cx.events);
+            && outgoing.long().job.is_none();
+        if !fit || !outgoing.long().offered {
+            cx.control.push(Frame::HelpEnded { op: id, failed: true }, Body::None, cx.events);
             return;
         }
-        let offer = Offer { descriptor, slot: outgoing.rest().slot };
+        let offer = Offer { descriptor, slot: outgoing.long().slot };
         let job = cx.accesses.begin_job(JobOf::Out(index));
-        outgoing.more().job = Some(job);
+        outgoing.long_mut().job = Some(job);
         let (memory, len) = (Memory::Op(outgoing.op), outgoing.len);
         cx.events.push(Event::Direct { job, memory, role: Role::Help, offer, len });
     }
@@ -530,43 +530,43 @@ impl Outs {
     /// Our pushing is over: done in so many nanoseconds, or not.
     pub(super) fn end_push(&mut self, index: u32, done: Option<u64>, cx: &mut Context<'_>) {
         let Some(outgoing) = self.table.get_mut(index as usize) else { return };
-        let more = outgoing.more();
+        let long = outgoing.long_mut();
         if let Some(copy_ns) = done {
-            more.copy_ns = copy_ns;
-            more.pushed = more.slot.is_none();
+            long.copy_ns = copy_ns;
+            long.pushed = long.slot.is_none();
         }
-        more.job = None;
-        let after = std::mem::replace(&mut more.after, After::Running);
-        let failed = done.is_none() || after != After::Running;
-        if let Some(Serve { target, .. }) = outgoing.rest().serve {
+        long.job = None;
+        let after = std::mem::replace(&mut long.after, AfterStop::Running);
+        let failed = done.is_none() || after != AfterStop::Running;
+        if let Some(Serve { target, .. }) = outgoing.long().serve {
             match after {
-                After::ServeFailed(why) => self.fail_serve(index, why, cx),
-                After::Finish(_) => self.close_serve(index, cx),
+                AfterStop::ServeFailed(why) => self.fail_serve(index, why, cx),
+                AfterStop::Finish(_) => self.close_serve(index, cx),
                 _ if outgoing.stage == Stage::Aborting => {}
                 _ if failed => self.start_feed(index, target),
-                _ => cx.answers.tell(Frame::Pushed { serve: index + 1, target }, Body::None, cx.events),
+                _ => cx.control.push(Frame::Pushed { serve: index + 1, target }, Body::None, cx.events),
             }
             return;
         }
-        cx.answers.tell(Frame::HelpEnded { op: index + 1, failed }, Body::None, cx.events);
+        cx.control.push(Frame::HelpEnded { op: index + 1, failed }, Body::None, cx.events);
         match after {
-            After::Finish(result) => self.close(index, result, cx),
-            After::Feed(target) => self.start_feed(index, target),
-            After::Running | After::Nothing | After::ServeFailed(_) => {}
+            AfterStop::Finish(result) => self.close(index, result, cx),
+            AfterStop::Feed(target) => self.start_feed(index, target),
+            AfterStop::Running | AfterStop::Nothing | AfterStop::ServeFailed(_) => {}
         }
     }
 
     /// Since when the owner may copy into a read's memory, of the last of our reads.
     pub(super) fn lending(&self) -> Option<Time> {
-        let reads = self.table.iter().filter(|(_, o)| matches!(o.kind, Kind::Read { .. }) && o.rest().offered);
-        reads.map(|(_, o)| o.rest().announced).max()
+        let reads = self.table.iter().filter(|(_, o)| matches!(o.kind, Kind::Read { .. }) && o.long().offered);
+        reads.map(|(_, o)| o.long().announced).max()
     }
 
     /// The engine has given up all direct copies.
     pub(super) fn forget_jobs(&mut self) {
         for (_, outgoing) in &mut self.table {
-            if outgoing.rest().job.is_some() {
-                outgoing.more().job = None;
+            if outgoing.long().job.is_some() {
+                outgoing.long_mut().job = None;
             }
         }
     }

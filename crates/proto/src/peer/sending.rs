@@ -3,8 +3,8 @@
 use crossrail_types::{Head, LaneId, OpId};
 
 use super::Peer;
-use super::answers::Phase;
-use super::calm::Calm;
+use super::control_queue::Phase;
+use super::fast_path::FastPath;
 use super::outgoing::Queued;
 use crate::frame::{self, Announce, Frame, Read, Stamp, Write};
 use crate::lane::Lane;
@@ -38,10 +38,10 @@ impl Peer {
     /// [`Peer::next`], with chunks of at most `most` bytes: the first of a lane that waits for the bytes of each.
     #[inline]
     pub fn next_within(&mut self, now: Time, lane: LaneId, most: u64) -> Option<Out> {
-        self.stir();
+        self.leave_fast_path();
         let at = self.lanes.find(lane)?;
-        if self.lanes[at].owes() && matches!(self.answers.phase(), Phase::Live | Phase::Closed) {
-            let count = self.lanes[at].tell();
+        if self.lanes[at].owes() && matches!(self.control.phase(), Phase::Live | Phase::Closed) {
+            let count = self.lanes[at].take_ack();
             return Some(Out {
                 head: frame::encode_head(&Frame::ChunkAck { count }, 0),
                 body: Body::None,
@@ -55,37 +55,40 @@ impl Peer {
         }
         if self.stream.is_heard_on(lane)
             && self.stream.owed() > 0
-            && (self.stream.owed() >= ACK_EVERY || self.answers.due())
+            && (self.stream.owed() >= ACK_EVERY || self.control.due())
         {
             return self.next_ack();
         }
-        if self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.answers.due()) {
+        if self.owes_count(at) && (self.delivered.unpublished_count() >= ACK_EVERY || self.control.due()) {
             return Some(self.next_count());
         }
-        if !self.outs.has_chunks() || !self.lanes.carries_chunks(at) || !self.answers.live() || !self.takes_part(at) {
+        if !self.outgoing.has_chunks() || !self.lanes.carries_chunks(at) || !self.control.live() || !self.takes_part(at)
+        {
             return None;
         }
-        self.outs.next_chunk(now, &mut self.lanes, at, most)
+        self.outgoing.next_chunk(now, &mut self.lanes, at, most)
     }
 
     /// [`Peer::next`] for a lane that is to take no chunk at present: it waits for the bytes of others.
     #[cold]
     pub fn next_but_chunks(&mut self, now: Time, lane: LaneId) -> Option<Out> {
-        let held = self.outs.hold_chunks();
+        let held = self.outgoing.hold_chunks();
         let out = self.next(now, lane);
-        self.outs.resume_chunks(held);
+        self.outgoing.resume_chunks(held);
         out
     }
 
     /// Whether [`Peer::next`] might have something for this lane. Cheap.
     #[inline(always)]
     pub fn wants(&self, lane: LaneId) -> bool {
-        !self.calm.is_on(lane) && self.has_work(lane)
+        !self.fast_path.is_on(lane) && self.has_work(lane)
     }
 
     /// [`Peer::wants`], which looks at everything.
     fn has_work(&self, lane: LaneId) -> bool {
-        self.lanes.find(lane).is_some_and(|at| !self.is_quiet(at) && (self.has_words(at) || self.may_chunk(at)))
+        self.lanes
+            .find(lane)
+            .is_some_and(|at| !self.is_quiet(at) && (self.has_control_frames(at) || self.may_chunk(at)))
     }
 
     /// Whether the lane at `at` certainly has nothing to send: one cheap test for the common case. False is
@@ -93,10 +96,10 @@ impl Peer {
     #[inline]
     pub(super) fn is_quiet(&self, at: usize) -> bool {
         let Lane { spec, .. } = &self.lanes[at];
-        let waiting = self.outs.waiting() | self.answers.waiting();
-        let flags = self.answers.closing()
+        let waiting = self.outgoing.waiting() | self.control.waiting();
+        let flags = self.control.closing()
             | self.lanes[at].owes()
-            | self.outs.must_follow()
+            | self.outgoing.must_follow()
             | (self.delivered.owed() & !spec.counts);
         waiting | self.stream.unsettled() | usize::from(flags) == 0
     }
@@ -104,14 +107,17 @@ impl Peer {
     /// [`Peer::wants`] for a lane that is to take no chunk at present.
     #[inline]
     pub fn wants_but_chunks(&self, lane: LaneId) -> bool {
-        self.lanes.find(lane).is_some_and(|at| self.has_words(at))
+        self.lanes.find(lane).is_some_and(|at| self.has_control_frames(at))
     }
 
     #[inline]
-    fn has_words(&self, at: usize) -> bool {
+    fn has_control_frames(&self, at: usize) -> bool {
         let lane = self.lanes[at].spec.id;
         let messages = self.stream.is_on(lane)
-            && (self.outs.has_words() || !self.answers.is_empty() || self.stream.resends() || self.answers.owes_bye());
+            && (self.outgoing.has_control_frames()
+                || !self.control.is_empty()
+                || self.stream.resends()
+                || self.control.owes_bye());
         messages
             || self.owes_count(at)
             || self.lanes[at].owes()
@@ -127,30 +133,30 @@ impl Peer {
 
     /// The count of delivered messages, if the peer does not know it yet: for `lane`, which [counts]. Publish it there
     /// only while every frame that [`Peer::next`] and [`Peer::send_now`] returned is on the lane, since the count may
-    /// pass messages that such a frame declares failed. Then call [`Peer::told`].
+    /// pass messages that such a frame declares failed. Then call [`Peer::count_published`].
     ///
     /// [counts]: crate::LaneSpec::counts
     #[inline(always)]
-    pub fn untold(&self, lane: LaneId) -> Option<u32> {
-        if self.calm.is_on(lane) {
+    pub fn unpublished_count(&self, lane: LaneId) -> Option<u32> {
+        if self.fast_path.is_on(lane) {
             // Nothing is withheld then: the count is what has arrived.
-            return self.delivered.news();
+            return self.delivered.unpublished();
         }
         let counts = self.stream.reliable() && self.stream.is_on(lane);
         (counts && self.delivered.owed()).then(|| self.delivered.count())
     }
 
-    /// [`Peer::untold`] right after [`Peer::place_short`] has placed a message, which is always news.
+    /// [`Peer::unpublished_count`] right after [`Peer::place_short`], when it is never `None`.
     #[inline(always)]
     pub fn placed_count(&self) -> u32 {
         self.delivered.arrived()
     }
 
-    /// That count of [`Peer::untold`] was published.
+    /// `count`, from [`Peer::unpublished_count`], was published.
     #[inline(always)]
-    pub fn told(&mut self, count: u32) {
+    pub fn count_published(&mut self, count: u32) {
         debug_assert_eq!(count, self.delivered.count());
-        self.delivered.told(count);
+        self.delivered.count_published(count);
     }
 
     /// Whether [`Peer::event`] has something.
@@ -166,48 +172,50 @@ impl Peer {
     }
 
     /// The peer has published `count`, and every frame that it sent before it was placed; a frame may have told more
-    /// since. `ended` is handed what [`Peer::short`] would be. `Err`: the peer broke the protocol, this is how: the lane
-    /// must fail.
+    /// since. `ended` is handed what [`Peer::short`] would be. `Err`: the peer broke the protocol, this is how: the
+    /// lane must fail.
     #[inline]
     pub fn published(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> Result<(), String> {
-        if !self.credit.is_ahead(count) || !self.answers.live() || self.confirm(now, count, ended) {
+        if !self.credit.is_ahead(count) || !self.control.live() || self.confirm(now, count, ended) {
             return Ok(());
         }
-        self.stir();
+        self.leave_fast_path();
         let why = self.credit.too_many(count);
-        self.answers.break_off(why.clone(), &mut self.events);
+        self.control.break_off(why.clone(), &mut self.events);
         Err(why)
     }
 
     /// Whether [`Peer::next`] has something for this lane that must go out now. [`Peer::wants`] also covers the few
     /// acknowledgements that may wait to ride along with a message.
     #[inline(always)]
-    pub fn presses(&self, lane: LaneId) -> bool {
-        !self.calm.is_on(lane) && self.has_pressing_work(lane)
+    pub fn has_urgent(&self, lane: LaneId) -> bool {
+        !self.fast_path.is_on(lane) && self.has_urgent_work(lane)
     }
 
-    /// [`Peer::presses`], which looks at everything.
-    fn has_pressing_work(&self, lane: LaneId) -> bool {
+    /// [`Peer::has_urgent`], which looks at everything.
+    fn has_urgent_work(&self, lane: LaneId) -> bool {
         let Some(at) = self.lanes.find(lane) else { return false };
         if self.is_quiet(at) {
             return false;
         }
-        let messages =
-            self.stream.is_on(lane) && (self.outs.has_words() || self.answers.press() || self.stream.resends());
+        let messages = self.stream.is_on(lane)
+            && (self.outgoing.has_control_frames() || self.control.has_urgent() || self.stream.resends());
         let acks = self.stream.owed();
-        let owed = self.stream.is_heard_on(lane) && acks > 0 && (acks >= ACK_EVERY || self.answers.is_urgent());
-        let counts = self.owes_count(at) && (self.delivered.untold() >= ACK_EVERY || self.answers.is_urgent());
+        let owed = self.stream.is_heard_on(lane) && acks > 0 && (acks >= ACK_EVERY || self.control.is_urgent());
+        let counts =
+            self.owes_count(at) && (self.delivered.unpublished_count() >= ACK_EVERY || self.control.is_urgent());
         messages || owed || counts || self.lanes[at].owes() || self.may_chunk(at)
     }
 
     /// [`Peer::start`] and the [`Peer::next`] after it in one step, for a message of `len` bytes that can go out on
-    /// this lane now, with all its bytes. True: `head` is its head, to be carried at once. False: it cannot, nothing was
-    /// done.
+    /// this lane now, with all its bytes. True: `head` is its head, to be carried at once. False: it cannot, nothing
+    /// was done.
     // Where the head is to be written is given: an option of one would be moved twice.
     #[inline(always)]
     pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId, head: &mut Head) -> bool {
-        if self.calm.is_on(lane) && self.has_credit(len, self.calm.send_max()) && !self.credit.is_count_full() {
-            *head = self.count_out_calmly(op, tag, len, now);
+        if self.fast_path.is_on(lane) && self.has_credit(len, self.fast_path.send_max()) && !self.credit.is_count_full()
+        {
+            *head = self.count_out_fast(op, tag, len, now);
             return true;
         }
         let clear = self.send_if_clear(now, op, tag, len, lane);
@@ -232,15 +240,15 @@ impl Peer {
             return None;
         }
         let head = self.eager(now, at, op, tag, len, now);
-        self.calm_down(at);
+        self.enter_fast_path(at);
         Some(head)
     }
 
     /// Whether a new message could go out on the lane at `at` before anything else.
     fn is_clear(&self, at: usize) -> bool {
         self.stream.is_on(self.lanes[at].spec.id)
-            && self.answers.is_clear()
-            && !self.outs.has_words()
+            && self.control.is_clear()
+            && !self.outgoing.has_control_frames()
             && !self.stream.resends()
             && self.stream.open()
             && !self.lanes[at].owes()
@@ -254,12 +262,12 @@ impl Peer {
             return self.count_out(op, tag, len, started);
         }
         if lossy && !self.stream.waiting() {
-            lane.go_again(now);
+            lane.restart_silence_timer(now);
         }
-        let done = self.answers.take_done();
+        let done = self.control.take_done();
         let stamp = self.stamp();
         self.credit.take(len);
-        let id = self.outs.begin_eager(op, len, started, id_of_lane, stamp.seq);
+        let id = self.outgoing.begin_eager(op, len, started, id_of_lane, stamp.seq);
         let head = frame::eager(id, tag, len as u32, stamp, done, false);
         if lossy {
             self.stream.retain(&eager_out(head, op, len));
@@ -272,21 +280,21 @@ impl Peer {
     /// [`Peer::eager`] on a lane that loses nothing: the peer confirms the message by its count.
     #[inline(always)]
     fn count_out(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
-        let done = if self.answers.no_dones() { 0 } else { self.answers.take_done() };
+        let done = if self.control.no_dones() { 0 } else { self.control.take_done() };
         let stamp = self.stamp();
         let id = self.credit.count_out(op, len, started);
         self.delivered.answered(done);
-        if !self.answers.is_calm() {
+        if !self.control.none_deferred() {
             self.clear_urgency();
         }
         frame::eager(id, tag, len as u32, stamp, done, true)
     }
 
-    /// [`Peer::count_out`] while the connection is calm: nothing is owed that the head could carry but the count.
+    /// [`Peer::count_out`] while the fast path is on: the head has nothing to carry but the count.
     #[inline(always)]
-    fn count_out_calmly(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
-        debug_assert!(self.answers.no_dones() && self.answers.is_calm() && self.stream.reliable());
-        let stamp = Stamp { ack: self.delivered.tell_all(), ..self.stream.stamp() };
+    fn count_out_fast(&mut self, op: OpId, tag: u64, len: u64, started: Time) -> Head {
+        debug_assert!(self.control.no_dones() && self.control.none_deferred() && self.stream.reliable());
+        let stamp = Stamp { ack: self.delivered.take_arrived(), ..self.stream.stamp() };
         let id = self.credit.count_out(op, len, started);
         frame::eager(id, tag, len as u32, stamp, 0, true)
     }
@@ -296,7 +304,7 @@ impl Peer {
     fn stamp(&mut self) -> Stamp {
         let mut stamp = self.stream.stamp();
         if self.stream.reliable() {
-            stamp.ack = self.delivered.tell();
+            stamp.ack = self.delivered.take_count();
         }
         stamp
     }
@@ -304,59 +312,59 @@ impl Peer {
     /// Whether there are chunks for this lane, as far as its window goes.
     #[inline]
     fn may_chunk(&self, at: usize) -> bool {
-        self.outs.has_chunks() && self.lanes.carries_chunks(at) && self.lanes.has_window(at) && self.takes_part(at)
+        self.outgoing.has_chunks() && self.lanes.carries_chunks(at) && self.lanes.has_window(at) && self.takes_part(at)
     }
 
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
     /// absence; [`Peer::on_timeout`] does it, too.
     pub fn flush(&mut self) {
-        self.stir();
+        self.leave_fast_path();
         let owes = self.owes();
-        self.answers.urge(owes);
+        self.control.urge(owes);
     }
 
     #[inline]
     pub(super) fn owes(&self) -> bool {
-        !self.answers.no_dones() || self.stream.owed() > 0 || (self.delivered.owed() && self.stream.reliable())
+        !self.control.no_dones() || self.stream.owed() > 0 || (self.delivered.owed() && self.stream.reliable())
     }
 
     fn next_message(&mut self, now: Time, at: usize) -> Option<Out> {
-        if !self.answers.live() {
+        if !self.control.live() {
             return None;
         }
         if self.stream.resends() {
             let mut out = self.stream.resend()?;
             if self.stream.reliable() {
-                frame::set_ack(&mut out.head, self.delivered.tell());
+                frame::set_ack(&mut out.head, self.delivered.take_count());
             }
             return Some(out);
         }
         if !self.stream.open() {
             return None;
         }
-        if let Some((index, body)) = self.outs.take_follow() {
+        if let Some((index, body)) = self.outgoing.take_follow() {
             // The bytes of the write that just went out.
             let (out, seq) = self.seal(now, at, Frame::WriteData { op: index + 1 }, body, 0);
-            self.outs.went_with(index, seq);
+            self.outgoing.went_with(index, seq);
             return Some(out);
         }
-        if let Some((frame, body)) = self.answers.take_frame() {
+        if let Some((frame, body)) = self.control.take_frame() {
             // Not together with a done, which would be read first: they may be about the same operation.
             let (out, seq) = self.seal(now, at, frame, body, 0);
             if let Frame::ReadData { serve, .. } = frame {
-                self.outs.went_with(serve.wrapping_sub(1), seq);
+                self.outgoing.went_with(serve.wrapping_sub(1), seq);
             }
             return Some(out);
         }
-        if self.answers.dones_first() {
+        if self.control.dones_first() {
             return Some(self.next_dones(now, at));
         }
         if self.credit.permits_one()
-            && let Some(queued) = self.outs.take_queued()
+            && let Some(queued) = self.outgoing.take_queued()
         {
             return Some(self.issue(now, at, &queued));
         }
-        if !self.answers.no_dones() && self.answers.due() {
+        if !self.control.no_dones() && self.control.due() {
             return Some(self.next_dones(now, at));
         }
         self.next_bye(now, at)
@@ -365,7 +373,7 @@ impl Peer {
     /// An acknowledgement alone.
     fn next_ack(&mut self) -> Option<Out> {
         let mut head = frame::encode_head(&Frame::Ack, 0);
-        frame::set_ack(&mut head, self.stream.tell());
+        frame::set_ack(&mut head, self.stream.take_ack());
         self.clear_urgency();
         Some(Out { head, body: Body::None, chunk: false })
     }
@@ -373,7 +381,7 @@ impl Peer {
     /// A frame of its own for the count of delivered messages.
     fn next_count(&mut self) -> Out {
         let mut head = frame::encode_head(&Frame::Ack, 0);
-        frame::set_ack(&mut head, self.delivered.tell());
+        frame::set_ack(&mut head, self.delivered.take_count());
         self.clear_urgency();
         Out { head, body: Body::None, chunk: false }
     }
@@ -381,29 +389,29 @@ impl Peer {
     #[inline]
     fn clear_urgency(&mut self) {
         if !self.owes() {
-            self.answers.settle();
+            self.control.settle();
         }
     }
 
     fn next_dones(&mut self, now: Time, at: usize) -> Out {
-        let first = self.answers.take_done();
-        let bytes = self.answers.take_dones();
+        let first = self.control.take_done();
+        let bytes = self.control.take_dones();
         let out = self.seal(now, at, Frame::Done, Body::from(bytes), first).0;
         frame::decode_done(&bytes.bytes[..usize::from(bytes.len)]).for_each(|id| self.delivered.answered(id));
         out
     }
 
     fn next_bye(&mut self, now: Time, at: usize) -> Option<Out> {
-        let finished = self.answers.owes_bye()
-            && self.outs.is_idle()
+        let finished = self.control.owes_bye()
+            && self.outgoing.is_idle()
             && self.credit.is_unused()
-            && self.ins.is_empty()
-            && self.answers.no_dones()
+            && self.incoming.is_empty()
+            && self.control.no_dones()
             && !self.stream.is_receiving();
         if !finished {
             return None;
         }
-        self.answers.say_bye();
+        self.control.say_bye();
         Some(self.seal(now, at, Frame::Bye, Body::None, 0).0)
     }
 
@@ -411,7 +419,7 @@ impl Peer {
     fn seal(&mut self, now: Time, at: usize, frame: Frame, body: Body, done: u32) -> (Out, u32) {
         let mut out = Out { head: frame::encode_head(&frame, body_len(&body)), body, chunk: false };
         if !self.lanes[at].spec.reliable && !self.stream.waiting() {
-            self.lanes[at].go_again(now);
+            self.lanes[at].restart_silence_timer(now);
         }
         let stamp = self.stamp();
         stamp.put(&mut out.head, done);
@@ -442,7 +450,7 @@ impl Peer {
         {
             return eager_out(self.eager(now, at, op, tag, len, started), op, len);
         }
-        let done = self.answers.take_done();
+        let done = self.control.take_done();
         self.credit.take(0);
         let what = match what {
             Operation::Put { key, .. } if !short => Operation::Write { key, offset: 0, imm: Some(0) },
@@ -450,21 +458,21 @@ impl Peer {
         };
         match what {
             Operation::Put { name, .. } => {
-                let op = self.outs.begin_write(now, queued, lane, None, true);
-                let body = self.outs.take_follow().map_or(Body::None, |(_, body)| body);
+                let op = self.outgoing.begin_write(now, queued, lane, None, true);
+                let body = self.outgoing.take_follow().map_or(Body::None, |(_, body)| body);
                 let (out, seq) = self.seal(now, at, Frame::Put { op, name }, body, done);
-                self.outs.went_with(op - 1, seq);
+                self.outgoing.went_with(op - 1, seq);
                 out
             }
             Operation::Send { tag } => {
-                let id = self.outs.begin_send(now, queued, lane, offer);
+                let id = self.outgoing.begin_send(now, queued, lane, offer);
                 let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };
                 let body = Body::from(frame::encode_announce(&Announce { len, offer }));
                 self.seal(now, at, frame, body, done).0
             }
             Operation::Write { key, offset, imm } => {
                 let offer = if short { None } else { offer };
-                let id = self.outs.begin_write(now, queued, lane, offer, short);
+                let id = self.outgoing.begin_write(now, queued, lane, offer, short);
                 let (has_imm, has_offer) = (imm.is_some(), offer.is_some());
                 let frame = Frame::Write { op: id, len, imm: has_imm, data: short, offer: has_offer };
                 let body = Body::from(frame::encode_write(&Write { key, offset, imm: imm.unwrap_or(0), offer }));
@@ -472,9 +480,9 @@ impl Peer {
             }
             Operation::Read { key, offset } => {
                 let offer = if short { None } else { offer };
-                let (ins, accesses) = (&mut self.ins, &mut self.accesses);
-                let into = |out| ins.begin_read(now, op, out, len, accesses);
-                let (id, target) = self.outs.begin_read(now, queued, lane, offer, into);
+                let (incoming, accesses) = (&mut self.incoming, &mut self.accesses);
+                let into = |out| incoming.begin_read(now, op, out, len, accesses);
+                let (id, target) = self.outgoing.begin_read(now, queued, lane, offer, into);
                 let descriptor = offer.map(|o| o.descriptor);
                 let frame = Frame::Read { op: id, target, offer: descriptor.is_some(), chunks: !eager };
                 let body = Body::from(frame::encode_read(&Read { key, offset, len, descriptor }));
@@ -486,28 +494,28 @@ impl Peer {
     /// Whether the lane at `at` has its part in the chunks that wait.
     #[inline]
     fn takes_part(&self, at: usize) -> bool {
-        self.outs.are_enough_for(&self.lanes[at])
+        self.outgoing.are_enough_for(&self.lanes[at])
     }
 
-    /// Turns the fast path off; see [`Calm::stir`].
+    /// Turns the fast path off; see [`FastPath::invalidate`].
     #[inline]
-    pub(super) fn stir(&mut self) {
-        self.calm.stir();
+    pub(super) fn leave_fast_path(&mut self) {
+        self.fast_path.invalidate();
     }
 
-    /// Turns the fast path on if its preconditions hold; see [`Calm`].
-    pub(super) fn calm_down(&mut self, at: usize) {
+    /// Turns the fast path on if its preconditions hold; see [`FastPath`].
+    pub(super) fn enter_fast_path(&mut self, at: usize) {
         let lane = &self.lanes[at];
         if !lane.spec.counts {
             return;
         }
-        let quiet = self.is_quiet(at) && lane.is_unoccupied() && !self.stream.is_receiving() && self.theirs.is_idle();
-        let settled = self.answers.is_calm() && !self.delivered.withholds() && self.stream.is_empty();
-        let open = self.answers.talks() && self.stream.open() && self.stream.reliable();
+        let quiet = self.is_quiet(at) && lane.is_unoccupied() && !self.stream.is_receiving() && self.peer_ops.is_idle();
+        let settled = self.control.none_deferred() && !self.delivered.withholds() && self.stream.is_empty();
+        let open = self.control.talks() && self.stream.open() && self.stream.reliable();
         let counts = lane.spec.reliable && self.stream.is_on(lane.spec.id);
         if quiet && settled && open && counts {
             let send_max = u64::from(lane.spec.eager_max.min(lane.spec.max_payload));
-            self.calm = Calm::on(lane.spec.id, send_max, lane.spec.whole_max);
+            self.fast_path = FastPath::on(lane.spec.id, send_max, lane.spec.whole_max);
         }
     }
 
@@ -515,7 +523,7 @@ impl Peer {
     /// taken before them. False: it cannot have.
     #[inline(always)]
     pub(super) fn confirm(&mut self, now: Time, count: u32, ended: &mut impl FnMut(Short)) -> bool {
-        let Some(news) = self.credit.news(count) else { return false };
+        let Some(news) = self.credit.newly_confirmed(count) else { return false };
         for _ in 0..news {
             if self.has_events() {
                 self.pass_behind_events(now);

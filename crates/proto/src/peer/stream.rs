@@ -124,8 +124,8 @@ impl Stream {
         }
     }
 
-    /// Moves to `best`, the cheapest lane and whether it loses nothing, as soon as the messages are free to move. Returns
-    /// the lane that they have moved to.
+    /// Moves to `best`, the cheapest lane and whether it loses nothing, as soon as the messages are free to move.
+    /// Returns the lane that they have moved to.
     pub(super) fn choose(&mut self, best: Option<(LaneId, bool)>) -> Option<LaneId> {
         if self.pinned() {
             return None;
@@ -354,7 +354,7 @@ impl Stream {
     }
 
     /// Number of frames consumed, to be told now.
-    pub(super) fn tell(&mut self) -> u32 {
+    pub(super) fn take_ack(&mut self) -> u32 {
         self.owed = 0;
         self.expected
     }
@@ -406,7 +406,7 @@ mod tests {
     fn what_rides_along_on_another_lane_does_not_settle_what_is_owed() {
         let mut s = Stream { heard: Some(LaneId(2)), ..Stream::default() };
         s.move_to(Some(LaneId(1)), false);
-        s.tell();
+        s.take_ack();
         s.consumed(true);
         send(&mut s);
         assert_eq!(s.owed(), 1);

@@ -1,5 +1,5 @@
-//! What becomes of operations: ends that concern both tables of transfers, direct copies, chunks by way of slots, memory
-//! that fails.
+//! What becomes of operations: ends that concern both tables of transfers, direct copies, chunks by way of slots,
+//! memory that fails.
 //!
 //! Before an end releases the memory of a copy, it waits until the peer no longer accesses that memory. A chunk in a
 //! slot counts as consumed once it is unpacked; its transfer ends, successfully or not, only when nothing is being
@@ -12,7 +12,7 @@ use super::accesses::JobOf;
 use super::incoming::{ChunkOf, Completed, Settled};
 use super::open::What;
 use super::outgoing::Aborted;
-use super::theirs::Their;
+use super::peer_ops::PeerOp;
 use crate::frame::Target;
 use crate::lane::Placement;
 use crate::{DirectId, Failure, Landed, Matcher, Memory, Protocol, Time};
@@ -20,7 +20,7 @@ use crate::{DirectId, Failure, Landed, Matcher, Memory, Protocol, Time};
 impl Peer {
     /// Takes an operation out of the queue; false: it is not there.
     pub(super) fn end_queued(&mut self, op: OpId, why: &Failure) -> bool {
-        let found = self.outs.withdraw(op);
+        let found = self.outgoing.withdraw(op);
         if found {
             self.events.fail(op, why.clone(), 0, 0);
         }
@@ -29,17 +29,17 @@ impl Peer {
 
     /// Ends an operation in flight before its time; false: there is none.
     pub(super) fn end_operation(&mut self, now: Time, op: OpId, why: &Failure) -> bool {
-        let (outs, ins, arrivals, mut cx) = self.parts(now);
-        if cx.credit.abort(op, why, cx.answers, cx.events) {
+        let (outgoing, incoming, unexpected, mut cx) = self.parts(now);
+        if cx.credit.abort(op, why, cx.control, cx.events) {
             return true;
         }
-        match outs.abort(op, why, &mut cx) {
-            Aborted::Read(target) => ins.drop_read(target, &mut cx),
+        match outgoing.abort(op, why, &mut cx) {
+            Aborted::Read(target) => incoming.drop_read(target, &mut cx),
             Aborted::Asked => {}
             Aborted::Unknown => {
                 return cx.end_arriving(op, why)
-                    || arrivals.end_receive(op, why, &mut cx)
-                    || ins.end_receive(op, why, &mut cx);
+                    || unexpected.end_receive(op, why, &mut cx)
+                    || incoming.end_receive(op, why, &mut cx);
             }
         }
         true
@@ -48,36 +48,36 @@ impl Peer {
     /// The peer wants its operation `op` to end.
     pub(super) fn aborted(&mut self, now: Time, op: u32, why: Failure, matcher: &mut Matcher) {
         let id = self.id;
-        let (outs, ins, arrivals, mut cx) = self.parts(now);
-        match cx.theirs.at(op) {
-            Their::Free | Their::Open => {}
-            Their::Arrival(arrival) => arrivals.cancelled(id, arrival, &why, matcher, &mut cx),
-            Their::In(index) => ins.end(index, why, &mut cx),
-            Their::Serve(index) => outs.fail_serve(index, why, &mut cx),
+        let (outgoing, incoming, unexpected, mut cx) = self.parts(now);
+        match cx.peer_ops.at(op) {
+            PeerOp::Free | PeerOp::Open => {}
+            PeerOp::Arrival(arrival) => unexpected.cancelled(id, arrival, &why, matcher, &mut cx),
+            PeerOp::In(index) => incoming.end(index, why, &mut cx),
+            PeerOp::Serve(index) => outgoing.fail_serve(index, why, &mut cx),
         }
     }
 
     /// The owner could not serve a read of ours. `serve`: its id there.
     pub(super) fn read_failed(&mut self, now: Time, serve: u32, target: Target, why: Failure) {
         // None: it had all bytes by then, and the owner has been told so.
-        let Some(index) = self.outs.find_read(target) else { return };
-        let (outs, ins, _, mut cx) = self.parts(now);
+        let Some(index) = self.outgoing.find_read(target) else { return };
+        let (outgoing, incoming, _, mut cx) = self.parts(now);
         if serve != 0 {
-            cx.answers.owe_read_done(serve, cx.events);
+            cx.control.owe_read_done(serve, cx.events);
         }
-        ins.drop_read(target, &mut cx);
-        let why = outs.own_word(index, why);
-        outs.finish(index, Err(why), |target| ins.unpacks(target), &mut cx);
+        incoming.drop_read(target, &mut cx);
+        let why = outgoing.prefer_own_failure(index, why);
+        outgoing.finish(index, Err(why), |target| incoming.unpacks(target), &mut cx);
     }
 
     /// All bytes of a transfer towards us are there.
     pub(super) fn complete_in(&mut self, now: Time, index: u32, protocol: Protocol, lane: Option<LaneId>) {
-        let (outs, ins, _, mut cx) = self.parts(now);
-        let prompt = match ins.complete(index, protocol, lane, &mut cx) {
+        let (outgoing, incoming, _, mut cx) = self.parts(now);
+        let prompt = match incoming.complete(index, protocol, lane, &mut cx) {
             Completed::Waits => return,
             Completed::Over { prompt } => prompt,
             Completed::Read { out, lanes, prompt } => {
-                outs.close_read(out, protocol, lanes, &mut cx);
+                outgoing.close_read(out, protocol, lanes, &mut cx);
                 prompt
             }
         };
@@ -87,7 +87,7 @@ impl Peer {
     }
 
     pub(super) fn count_chunk(&mut self, now: Time, lane: LaneId, chunk: ChunkOf) -> Result<(), String> {
-        if self.ins.count_chunk(lane, chunk)? {
+        if self.incoming.count_chunk(lane, chunk)? {
             self.complete_in(now, chunk.target.index, Protocol::Chunks, None);
         }
         Ok(())
@@ -104,26 +104,26 @@ impl Peer {
     }
 
     fn end_job(&mut self, now: Time, job: DirectId, done: Option<u64>) {
-        self.stir();
-        let (outs, ins, _, mut cx) = self.parts(now);
+        self.leave_fast_path();
+        let (outgoing, incoming, _, mut cx) = self.parts(now);
         match cx.accesses.end_job(job) {
             Some(JobOf::In(index)) => {
-                let complete = ins.end_pull(index, done, &mut cx);
+                let complete = incoming.end_pull(index, done, &mut cx);
                 if complete {
                     self.complete_in(now, index, Protocol::Direct, None);
                 }
             }
-            Some(JobOf::Out(index)) => outs.end_push(index, done, &mut cx),
+            Some(JobOf::Out(index)) => outgoing.end_push(index, done, &mut cx),
             None => {}
         }
     }
 
     /// Asks the peer to push into what `descriptor` says while this end pulls; only for a job whose offer has a slot.
     pub fn direct_invite(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) {
-        self.stir();
-        let (_, ins, _, mut cx) = self.parts(now);
+        self.leave_fast_path();
+        let (_, incoming, _, mut cx) = self.parts(now);
         if let Some(JobOf::In(index)) = cx.accesses.job(job) {
-            ins.invite(index, descriptor, &mut cx);
+            incoming.invite(index, descriptor, &mut cx);
         }
     }
 
@@ -132,27 +132,27 @@ impl Peer {
     /// transfer is over. If the peer can't, [`Event::Direct`](crate::Event::Direct) asks this end once more. False, as
     /// then: this end has to copy.
     pub fn direct_lend(&mut self, now: Time, job: DirectId, descriptor: [u8; 24]) -> bool {
-        self.stir();
-        let (_, ins, _, mut cx) = self.parts(now);
+        self.leave_fast_path();
+        let (_, incoming, _, mut cx) = self.parts(now);
         let Some(JobOf::In(index)) = cx.accesses.job(job) else { return false };
-        let lent = ins.lend(index, descriptor, &mut cx);
+        let lent = incoming.lend(index, descriptor, &mut cx);
         if lent {
             cx.accesses.end_job(job);
         }
         lent
     }
 
-    /// Since when the peer may copy into memory of this end, of the transfers that were left to it and the reads that it
-    /// serves: of the last of them.
+    /// Since when the peer may copy into memory of this end, of the transfers that were left to it and the reads that
+    /// it serves: of the last of them.
     pub fn lending(&self) -> Option<Time> {
-        self.ins.lending().max(self.outs.lending())
+        self.incoming.lending().max(self.outgoing.lending())
     }
 
     /// The peer no longer accesses the memory of a transfer towards us.
     pub(super) fn help_ended(&mut self, now: Time, op: u32, failed: bool) {
-        let (_, ins, _, mut cx) = self.parts(now);
-        let Their::In(index) = cx.theirs.at(op) else { return };
-        if ins.help_ended(index, failed, &mut cx) {
+        let (_, incoming, _, mut cx) = self.parts(now);
+        let PeerOp::In(index) = cx.peer_ops.at(op) else { return };
+        if incoming.help_ended(index, failed, &mut cx) {
             self.complete_in(now, index, Protocol::Direct, None);
         }
     }
@@ -161,7 +161,7 @@ impl Peer {
     /// again with it. Until then this end sends heartbeats ([`Peer::on_timeout`]), and the peer's silence on that lane
     /// does not count.
     pub fn unplace(&mut self, now: Time, lane: LaneId) {
-        self.stir();
+        self.leave_fast_path();
         let Some(at) = self.lanes.find(lane) else { return };
         if let Placement::Chunk { .. } = self.lanes[at].placing {
             self.lanes[at].placing = Placement::None;
@@ -172,18 +172,18 @@ impl Peer {
     /// In place of [`Peer::placed`], where a chunk's payload is complete in a slot. `None`: the transfer has no more
     /// use for it, the slot is free. `Err`: the peer broke the protocol, this is how: the lane must fail.
     pub fn landed(&mut self, now: Time, lane: LaneId) -> Result<Option<Landed>, String> {
-        self.stir();
+        self.leave_fast_path();
         let Some(at) = self.lanes.find(lane) else { return Ok(None) };
         let Placement::Chunk { index, serial, offset, len, again } = self.lanes[at].placing else { return Ok(None) };
         self.lanes[at].placing = Placement::None;
         let target = Target { index, serial };
-        if !self.ins.land(target, offset, len) {
+        if !self.incoming.land(target, offset, len) {
             self.lanes[at].consume();
             return Ok(None);
         }
         if let Err(why) = self.lanes.land(now, at) {
-            self.ins.take_off(target);
-            self.answers.break_off(why.clone(), &mut self.events);
+            self.incoming.take_off(target);
+            self.control.break_off(why.clone(), &mut self.events);
             return Err(why);
         }
         Ok(Some(Landed { lane, offset, len, target, again }))
@@ -192,13 +192,13 @@ impl Peer {
     /// The chunk's bytes are in the transfer's memory, its slot is free. May come in any order, and when the transfer
     /// or the lane is long gone.
     pub fn unpacked(&mut self, now: Time, landed: Landed) {
-        self.stir();
+        self.leave_fast_path();
         let Some(ends) = self.take_off(&landed) else { return };
         let Landed { lane, offset, len, target, again } = landed;
         if !ends {
             let chunk = ChunkOf { target, offset, len, from: 0, again };
             if let Err(why) = self.count_chunk(now, lane, chunk) {
-                self.answers.break_off(why, &mut self.events);
+                self.control.break_off(why, &mut self.events);
             }
         }
         self.settle_unpacks(now, target);
@@ -207,9 +207,9 @@ impl Peer {
     /// The chunk's bytes cannot be unpacked, and nothing is copied out of its slot any more: the transfer fails at both
     /// ends.
     pub fn unpack_failed(&mut self, now: Time, landed: Landed, why: String) {
-        self.stir();
+        self.leave_fast_path();
         let Some(ends) = self.take_off(&landed) else { return };
-        if let (false, Some(memory)) = (ends, self.ins.memory(landed.target.index)) {
+        if let (false, Some(memory)) = (ends, self.incoming.memory(landed.target.index)) {
             self.fail(now, memory, why);
         }
         self.settle_unpacks(now, landed.target);
@@ -220,15 +220,15 @@ impl Peer {
         if let Some(at) = self.lanes.find(landed.lane) {
             self.lanes[at].take_off();
         }
-        self.ins.take_off(landed.target)
+        self.incoming.take_off(landed.target)
     }
 
     /// Goes on with what waited for the last unpack.
     fn settle_unpacks(&mut self, now: Time, target: Target) {
-        let (outs, ins, _, mut cx) = self.parts(now);
-        match ins.settle(target, &mut cx) {
+        let (outgoing, incoming, _, mut cx) = self.parts(now);
+        match incoming.settle(target, &mut cx) {
             Settled::Nothing => {}
-            Settled::Read { out } => outs.end_unpacks(out, target, &mut cx),
+            Settled::Read { out } => outgoing.end_unpacks(out, target, &mut cx),
             Settled::Complete { protocol, lane } => self.complete_in(now, target.index, protocol, lane),
         }
     }
@@ -237,7 +237,7 @@ impl Peer {
     /// there fails with [`Failure::Device`], at both ends. Chunks of it that `next` has given out go as
     /// [`crate::frame::void`] says. Nothing happens where it is over.
     pub fn fail(&mut self, now: Time, memory: Memory, why: String) {
-        self.stir();
+        self.leave_fast_path();
         let why = Failure::Device(why);
         match memory {
             Memory::Op(op) => {
@@ -246,11 +246,11 @@ impl Peer {
                 }
             }
             Memory::Region { .. } => {
-                let (outs, ins, _, mut cx) = self.parts(now);
-                if let Some(index) = ins.find_memory(memory) {
-                    ins.end(index, why, &mut cx);
-                } else if let Some(index) = outs.find_memory(memory) {
-                    outs.fail_serve(index, why, &mut cx);
+                let (outgoing, incoming, _, mut cx) = self.parts(now);
+                if let Some(index) = incoming.find_memory(memory) {
+                    incoming.end(index, why, &mut cx);
+                } else if let Some(index) = outgoing.find_memory(memory) {
+                    outgoing.fail_serve(index, why, &mut cx);
                 }
             }
         }
@@ -258,11 +258,11 @@ impl Peer {
 
     /// The unexpected message that the engine was just told to copy out does not fit where it goes after all.
     fn undeliver(&mut self, op: OpId, why: &Failure) -> bool {
-        let Some(their) = self.arrivals.copied_for(op).filter(|_| self.events.spoil_next(op, why)) else {
+        let Some(their) = self.unexpected.copied_for(op).filter(|_| self.events.fail_next(op, why)) else {
             return false;
         };
-        if self.answers.withdraw_done(their) {
-            self.answers.tell_failed(their, why, &mut self.events);
+        if self.control.withdraw_done(their) {
+            self.control.push_failed(their, why, &mut self.events);
         }
         true
     }
@@ -271,9 +271,9 @@ impl Peer {
     pub(super) fn fail_all(&mut self, now: Time, why: &Failure, matcher: &mut Matcher) {
         let id = self.id;
         self.delivered.clear();
-        let (outs, ins, arrivals, mut cx) = self.parts(now);
-        cx.answers.clear();
-        outs.silence();
+        let (outgoing, incoming, unexpected, mut cx) = self.parts(now);
+        cx.control.clear();
+        outgoing.silence();
         cx.stream.silence();
         cx.lanes.silence();
         if let Some(open) = cx.stream.take_received()
@@ -282,13 +282,13 @@ impl Peer {
             cx.events.revoke(Memory::Op(op));
             cx.events.fail(op, why.clone(), 0, tag);
         }
-        ins.fail_all(why, &mut cx);
+        incoming.fail_all(why, &mut cx);
         cx.credit.fail_all(why, cx.events);
-        outs.fail_all(why, |target| ins.unpacks(target), &mut cx);
-        arrivals.fail_all(id, why, matcher, &mut cx);
+        outgoing.fail_all(why, |target| incoming.unpacks(target), &mut cx);
+        unexpected.fail_all(id, why, matcher, &mut cx);
         for op in matcher.peer_dead(id) {
             cx.events.fail(op, why.clone(), 0, 0);
         }
-        cx.answers.clear();
+        cx.control.clear();
     }
 }

@@ -151,8 +151,8 @@ impl World {
             return;
         }
         let id = lane_id(wire, node);
-        let (wants, presses) = (n.peer.wants(id), n.peer.presses(id));
-        assert!(wants || !presses, "what presses is wanted");
+        let (wants, urgent) = (n.peer.wants(id), n.peer.has_urgent(id));
+        assert!(wants || !urgent, "urgent output is wanted");
         let Some(out) = n.peer.next(self.now, id) else { return };
         assert!(wants, "next has something that wants did not promise");
         let len = out.head.payload_len() as usize;
@@ -215,9 +215,9 @@ impl World {
     /// `node` publishes its count, or looks at the other's where all frames before it have come in.
     fn count(&mut self, wire: usize, node: usize) {
         let (w, n) = (&mut self.wires[wire], &mut self.nodes[node]);
-        if let Some(count) = n.peer.untold(lane_id(wire, node)).filter(|_| self.rng.one_in(2)) {
+        if let Some(count) = n.peer.unpublished_count(lane_id(wire, node)).filter(|_| self.rng.one_in(2)) {
             w.counts[node] = count;
-            n.peer.told(count);
+            n.peer.count_published(count);
         }
         if w.out[1 - node].is_empty() && w.arriving[node].is_none() && self.rng.one_in(2) {
             let ended = &mut |short| n.copied.push(short);

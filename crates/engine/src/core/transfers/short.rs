@@ -47,7 +47,7 @@ impl Transfers {
         let mut told = false;
         let received = operations.receive_short(&from, &short, wanted, |dst| told = take(dst));
         if told {
-            peer.protocol.told(peer.protocol.placed_count());
+            peer.protocol.count_published(peer.protocol.placed_count());
         }
         if told && received != Received::Attached {
             let more = self.wake_ups.is_observed() | operations.has_delivered() | peer.protocol.has_events();
@@ -90,7 +90,7 @@ impl Transfers {
         let more = broken | peer.protocol.has_events();
         // What is owed to the peer was published when it was delivered, or will be when the lane has room.
         let is_rest = more | self.wake_ups.is_observed() | operations.has_delivered() | !peer.bulk().is_empty();
-        if any | more && (is_rest || peer.protocol.presses(id)) {
+        if any | more && (is_rest || peer.protocol.has_urgent(id)) {
             self.settle(endpoint);
         }
         any | more
@@ -111,14 +111,14 @@ fn publish_on(lane: &mut dyn Lane, peer: &mut Peer, lanes: &Lanes, id: LaneId) {
     if let Some(count) = countable(peer, lanes, id)
         && lane.publish(count)
     {
-        peer.protocol.told(count);
+        peer.protocol.count_published(count);
     }
 }
 
 /// The count of delivered messages, if it is news to the peer and may be published on its lane `id`.
 #[inline(always)]
 fn countable(peer: &Peer, lanes: &Lanes, id: LaneId) -> Option<u32> {
-    let count = peer.protocol.untold(id)?;
+    let count = peer.protocol.unpublished_count(id)?;
     // What this end sends must be on the lane before the count says that it was.
     lanes.get(id).is_some_and(|lane| lane.counts() && !lane.has_pending()).then_some(count)
 }

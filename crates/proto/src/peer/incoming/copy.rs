@@ -1,6 +1,6 @@
 //! The direct copy of a transfer towards us: who copies, and who has been told to stop.
 
-use super::{InKind, InStage, Ins};
+use super::{InKind, InStage, IncomingTransfers};
 use crate::frame::{Bytes, Frame, Target};
 use crate::peer::Context;
 use crate::peer::accesses::{Accesses, JobOf};
@@ -118,7 +118,7 @@ impl DirectCopy {
 ///
 /// With a cursor that both share (the offer has a slot) an invited sender pushes while the receiver pulls. Without one
 /// it pushes alone, and the receiver pulls only if that fails.
-impl Ins {
+impl IncomingTransfers {
     /// Copies the peer's bytes into a transfer.
     pub(super) fn start_pull(&mut self, index: u32, offer: Offer, accesses: &mut Accesses, events: &mut Events) {
         let job = accesses.begin_job(JobOf::In(index));
@@ -130,7 +130,7 @@ impl Ins {
     }
 
     /// Our pulling is over: done in so many nanoseconds, or not. True: all bytes are there, it is to
-    /// [`Ins::complete`].
+    /// [`IncomingTransfers::complete`].
     pub(in crate::peer) fn end_pull(&mut self, index: u32, done: Option<u64>, cx: &mut Context<'_>) -> bool {
         let Some(incoming) = self.table.get_mut(index as usize) else { return false };
         if incoming.copy.pulled(done) {
@@ -140,7 +140,7 @@ impl Ins {
             self.step_ending(index, cx);
         } else {
             // The peer stops its help before it sends the first chunk.
-            self.consent(index, cx.answers, cx.events);
+            self.consent(index, cx.control, cx.events);
         }
         false
     }
@@ -148,21 +148,21 @@ impl Ins {
     /// Asks the peer to push into what `descriptor` says, while this end pulls.
     pub(in crate::peer) fn invite(&mut self, index: u32, descriptor: [u8; 24], cx: &mut Context<'_>) {
         let Some(incoming) = self.table.get_mut(index as usize) else { return };
-        if !cx.answers.live() || !incoming.copy.invite() {
+        if !cx.control.live() || !incoming.copy.invite() {
             return;
         }
         let body = Body::from(Bytes::EMPTY.push(&descriptor));
-        cx.answers.tell(Frame::Invite { op: incoming.their }, body, cx.events);
+        cx.control.push(Frame::Invite { op: incoming.their }, body, cx.events);
     }
 
     /// Leaves the copy to the peer, which pushes into what `descriptor` says. True: this end's job is over.
     pub(in crate::peer) fn lend(&mut self, index: u32, descriptor: [u8; 24], cx: &mut Context<'_>) -> bool {
         let Some(incoming) = self.table.get_mut(index as usize) else { return false };
-        if !cx.answers.live() || !incoming.copy.lend(cx.now) {
+        if !cx.control.live() || !incoming.copy.lend(cx.now) {
             return false;
         }
         let body = Body::from(Bytes::EMPTY.push(&descriptor));
-        cx.answers.tell(Frame::Invite { op: incoming.their }, body, cx.events);
+        cx.control.push(Frame::Invite { op: incoming.their }, body, cx.events);
         true
     }
 
@@ -171,7 +171,8 @@ impl Ins {
         self.table.iter().filter_map(|(_, incoming)| incoming.copy.lent()).max()
     }
 
-    /// The peer no longer accesses the memory of a transfer. True: it has copied all, it is to [`Ins::complete`].
+    /// The peer no longer accesses the memory of a transfer. True: it has copied all, it is to
+    /// [`IncomingTransfers::complete`].
     pub(in crate::peer) fn help_ended(&mut self, index: u32, failed: bool, cx: &mut Context<'_>) -> bool {
         let Some(incoming) = self.table.get_mut(index as usize) else { return false };
         if !incoming.copy.end_help() {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crossrail_types::LaneId;
 
-use super::Outs;
+use super::OutgoingOps;
 use super::entry::{Outgoing, Stage};
 use crate::feed::Feed;
 use crate::frame::{self, Frame, Target};
@@ -15,11 +15,11 @@ use crate::{Body, Out, Time};
 /// Transfers whose bytes are counted to tell how many connections are worth it.
 const COUNTED: usize = 32;
 
-impl Outs {
+impl OutgoingOps {
     pub(super) fn start_feed(&mut self, index: u32, target: Target) {
         let Some(outgoing) = self.table.get_mut(index as usize) else { return };
         outgoing.stage = Stage::Feeding;
-        outgoing.more().feed = Some(Feed::new(target, outgoing.len));
+        outgoing.long_mut().feed = Some(Feed::new(target, outgoing.len));
         self.active.push_back((index, outgoing.serial));
     }
 
@@ -39,8 +39,8 @@ impl Outs {
             let Some(feed) = outgoing.feed() else { continue };
             let size = lanes.chunk_size(now, at, feed.left(), waiting).map(|size| size.min(most.max(1)));
             let lane = &lanes[at];
-            let of = |sent: &Sent| sent.doubled && (sent.op, sent.serial) == (index, serial);
-            if feed.is_doubled(lane.spec.id) && lane.sent.iter().any(of) {
+            let of = |sent: &Sent| sent.duplicated && (sent.op, sent.serial) == (index, serial);
+            if feed.is_duplicated(lane.spec.id) && lane.sent.iter().any(of) {
                 self.active.push_front((index, serial));
                 return None;
             }
@@ -62,7 +62,7 @@ impl Outs {
         None
     }
 
-    /// Hands out no chunk until what this returns is given to [`Outs::resume_chunks`].
+    /// Hands out no chunk until what this returns is given to [`OutgoingOps::resume_chunks`].
     pub(in crate::peer) fn hold_chunks(&mut self) -> VecDeque<(u32, u32)> {
         std::mem::take(&mut self.active)
     }
@@ -95,7 +95,7 @@ impl Outs {
         };
         let feeding = outgoing.stage == Stage::Feeding;
         let Some(feed) = outgoing.feed() else { return false };
-        if sent.doubled {
+        if sent.duplicated {
             feed.acked();
             return false;
         }
@@ -112,24 +112,24 @@ impl Outs {
         let of = self.table.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
         if let Some(feed) = of.and_then(Outgoing::feed) {
             feed.acked();
-            if sent.doubled {
-                feed.halve(lane, sent.piece);
+            if sent.duplicated {
+                feed.cancel_duplicate(lane, sent.piece);
             }
         }
     }
 
     /// Duplicates chunks in flight that other lanes could deliver far sooner, once no transfer has a chunk left to hand
     /// out. The receiver discards the second copy.
-    pub(in crate::peer) fn double_late(&mut self, now: Time, lanes: &mut Lanes) {
+    pub(in crate::peer) fn duplicate_late(&mut self, now: Time, lanes: &mut Lanes) {
         if !self.active.is_empty() {
             return;
         }
-        lanes.double_late(now, |lane, sent| {
+        lanes.duplicate_late(now, |lane, sent| {
             let found = self.table.get_mut(sent.op as usize).filter(|o| o.serial == sent.serial);
             let Some(feed) = found.filter(|o| o.stage == Stage::Feeding).and_then(Outgoing::feed) else { return false };
-            sent.doubled = true;
+            sent.duplicated = true;
             let listed = feed.left() > 0;
-            feed.double(lane, sent.piece);
+            feed.duplicate(lane, sent.piece);
             if !listed {
                 self.active.push_back((sent.op, sent.serial));
             }

@@ -1,4 +1,4 @@
-//! One operation of ours, or one read that we serve.
+//! One operation of this end, or one read that it serves.
 
 use crossrail_types::{LaneId, OpId};
 
@@ -6,7 +6,7 @@ use crate::feed::Feed;
 use crate::frame::Target;
 use crate::{DirectId, Failure, Memory, Offer, Protocol, Receipt, RegionRef, Time};
 
-/// Something of ours in flight: what a short message needs, and the rest apart.
+/// Something of ours in flight: what a short message needs, and apart from it the state of longer ones.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) op: OpId,
@@ -18,19 +18,19 @@ pub(super) struct Outgoing {
     pub(super) lane: LaneId,
     pub(super) kind: Kind,
     pub(super) stage: Stage,
-    more: Option<Box<More>>,
+    long: Option<Box<LongState>>,
 }
 
 /// What only longer operations need.
 #[derive(Debug)]
-pub(super) struct More {
+pub(super) struct LongState {
     pub(super) announced: Time,
     pub(super) consented: Time,
     /// The peer was told how to copy directly, and the shared cursor.
     pub(super) offered: bool,
     pub(super) slot: Option<u32>,
     pub(super) job: Option<DirectId>,
-    pub(super) after: After,
+    pub(super) after: AfterStop,
     pub(super) copy_ns: u64,
     /// All of it was copied from here, without the peer.
     pub(super) pushed: bool,
@@ -40,7 +40,7 @@ pub(super) struct More {
     pub(super) fault: Option<Failure>,
 }
 
-static NOTHING_MORE: More = More::since(Time(0));
+static NO_LONG_STATE: LongState = LongState::since(Time(0));
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -77,7 +77,7 @@ pub(super) enum Stage {
 
 /// What to do once a stopped direct copy, or the unpacks of a finished read, have ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum After {
+pub(super) enum AfterStop {
     /// It was not told to stop.
     Running,
     /// Nothing: the peer replies next.
@@ -87,16 +87,16 @@ pub(super) enum After {
     ServeFailed(Failure),
 }
 
-impl More {
-    /// Of an operation that has begun, and no more.
-    const fn since(began: Time) -> More {
-        More {
+impl LongState {
+    /// Of an operation that has just begun.
+    const fn since(began: Time) -> LongState {
+        LongState {
             announced: began,
             consented: began,
             offered: false,
             slot: None,
             job: None,
-            after: After::Running,
+            after: AfterStop::Running,
             copy_ns: 0,
             pushed: false,
             feed: None,
@@ -115,40 +115,40 @@ impl More {
 impl Outgoing {
     #[inline]
     pub(super) fn new(op: OpId, kind: Kind, len: u64, serial: u32, started: Time, lane: LaneId) -> Outgoing {
-        Outgoing { op, len, started, serial, seq: None, lane, kind, stage: Stage::Announced, more: None }
+        Outgoing { op, len, started, serial, seq: None, lane, kind, stage: Stage::Announced, long: None }
     }
 
-    /// What only longer operations need, to read.
-    pub(super) fn rest(&self) -> &More {
-        self.more.as_deref().unwrap_or(&NOTHING_MORE)
+    /// State that only longer operations need.
+    pub(super) fn long(&self) -> &LongState {
+        self.long.as_deref().unwrap_or(&NO_LONG_STATE)
     }
 
-    /// The same, to write.
-    pub(super) fn more(&mut self) -> &mut More {
+    /// As [`Outgoing::long`], to change it; allocated on first use.
+    pub(super) fn long_mut(&mut self) -> &mut LongState {
         let started = self.started;
-        self.more.get_or_insert_with(|| Box::new(More::since(started)))
+        self.long.get_or_insert_with(|| Box::new(LongState::since(started)))
     }
 
     pub(super) fn feed(&mut self) -> Option<&mut Feed> {
-        self.more.as_deref_mut()?.feed.as_mut()
+        self.long.as_deref_mut()?.feed.as_mut()
     }
 
     /// Takes the reason why it was aborted.
     pub(super) fn take_fault(&mut self) -> Option<Failure> {
-        self.more.as_deref_mut()?.fault.take()
+        self.long.as_deref_mut()?.fault.take()
     }
 
     pub(super) fn touched(&self) -> bool {
-        self.rest().feed.as_ref().is_some_and(Feed::touched)
+        self.long().feed.as_ref().is_some_and(Feed::touched)
     }
 
     /// Whether it has chunks for lanes to take.
     pub(super) fn feeds(&self) -> bool {
-        self.stage == Stage::Feeding && self.rest().feed.as_ref().is_some_and(|f| f.left() > 0)
+        self.stage == Stage::Feeding && self.long().feed.as_ref().is_some_and(|f| f.left() > 0)
     }
 
     pub(super) fn memory(&self) -> Memory {
-        match self.rest().serve {
+        match self.long().serve {
             Some(Serve { region, base, passive, .. }) => Memory::Region { region, base, passive },
             None => Memory::Op(self.op),
         }
@@ -165,13 +165,13 @@ impl Outgoing {
             match_ns: 0,
             window_ns: 0,
             wire_ns: total,
-            copy_ns: self.rest().copy_ns,
-            pushed: self.rest().pushed,
+            copy_ns: self.long().copy_ns,
+            pushed: self.long().pushed,
         };
-        if let Some(feed) = self.more.as_mut().and_then(|m| m.feed.take()) {
+        if let Some(feed) = self.long.as_mut().and_then(|m| m.feed.take()) {
             receipt.protocol = Protocol::Chunks;
             (receipt.lanes, receipt.window_ns) = feed.summary();
-            receipt.match_ns = self.rest().consented.since(self.rest().announced);
+            receipt.match_ns = self.long().consented.since(self.long().announced);
         } else if self.seq.is_some() || self.stage == Stage::Eager {
             receipt.lane = Some(self.lane);
         } else {

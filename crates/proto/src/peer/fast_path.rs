@@ -5,10 +5,11 @@ use crossrail_types::LaneId;
 /// Set while a short message can skip all checks of the connection: one reliable lane that
 /// [counts](crate::LaneSpec::counts) carries the messages, and nothing is queued, owed, held back or ending.
 ///
-/// It is established after a message that took the slow path ([`Peer::calm_down`](super::Peer::calm_down)), and holds
-/// until any other method of [`Peer`](super::Peer) may invalidate it: each of those calls [`Calm::stir`] first.
+/// It is established after a message that took the slow path ([`Peer::enter_fast_path`](super::Peer::enter_fast_path)),
+/// and holds until any other method of [`Peer`](super::Peer) may invalidate it: each of those calls
+/// [`FastPath::invalidate`] first.
 #[derive(Debug)]
-pub(super) struct Calm {
+pub(super) struct FastPath {
     /// The lane's id; [`NO_LANE`] while the fast path is off. One word, so that one comparison suffices.
     lane: u64,
     send_max: u64,
@@ -17,16 +18,16 @@ pub(super) struct Calm {
 
 const NO_LANE: u64 = u64::MAX;
 
-impl Default for Calm {
-    fn default() -> Calm {
-        Calm { lane: NO_LANE, send_max: 0, place_max: 0 }
+impl Default for FastPath {
+    fn default() -> FastPath {
+        FastPath { lane: NO_LANE, send_max: 0, place_max: 0 }
     }
 }
 
-impl Calm {
+impl FastPath {
     /// `send_max`: longest message that goes with its first frame. `place_max`: longest that is placed whole.
-    pub(super) fn on(lane: LaneId, send_max: u64, place_max: u32) -> Calm {
-        Calm { lane: u64::from(lane.0), send_max, place_max }
+    pub(super) fn on(lane: LaneId, send_max: u64, place_max: u32) -> FastPath {
+        FastPath { lane: u64::from(lane.0), send_max, place_max }
     }
 
     /// Whether short messages on that lane may take the fast path.
@@ -37,7 +38,7 @@ impl Calm {
 
     /// Turns the fast path off: one of its preconditions may change.
     #[inline(always)]
-    pub(super) fn stir(&mut self) {
+    pub(super) fn invalidate(&mut self) {
         self.lane = NO_LANE;
     }
 

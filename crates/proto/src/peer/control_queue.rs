@@ -25,9 +25,9 @@ pub(super) enum Phase {
 ///
 /// Every part of [`Peer`](super::Peer) adds to it while the connection is live and this end has not sent its goodbye;
 /// `sending` takes from it. The length is bounded: a peer that makes this end owe more is cut off. Acknowledgements may
-/// wait a few passes for a message that carries them ([`Answers::due`]).
+/// wait a few passes for a message that carries them ([`ControlQueue::due`]).
 #[derive(Debug)]
-pub(super) struct Answers {
+pub(super) struct ControlQueue {
     phase: Phase,
     closing: bool,
     bye_sent: bool,
@@ -43,10 +43,10 @@ pub(super) struct Answers {
     most: usize,
 }
 
-impl Answers {
+impl ControlQueue {
     /// `credit`: operations that the peer may have in flight.
-    pub(super) fn new(credit: u32, lazy_passes: u32) -> Answers {
-        Answers {
+    pub(super) fn new(credit: u32, lazy_passes: u32) -> ControlQueue {
+        ControlQueue {
             phase: Phase::Live,
             closing: false,
             bye_sent: false,
@@ -159,7 +159,7 @@ impl Answers {
     }
 
     /// Has a frame go out before any operation.
-    pub(super) fn tell(&mut self, frame: Frame, body: Body, events: &mut Events) {
+    pub(super) fn push(&mut self, frame: Frame, body: Body, events: &mut Events) {
         if self.talks() {
             self.control.push_back((frame, body));
             self.bound(self.control.len(), events);
@@ -167,18 +167,18 @@ impl Answers {
     }
 
     /// Tells the peer that its operation `op` has failed.
-    pub(super) fn tell_failed(&mut self, op: u32, why: &Failure, events: &mut Events) {
+    pub(super) fn push_failed(&mut self, op: u32, why: &Failure, events: &mut Events) {
         let (code, bytes) = frame::encode_failure(why);
-        self.tell(Frame::Fail { op, code }, Body::from(bytes), events);
+        self.push(Frame::Fail { op, code }, Body::from(bytes), events);
     }
 
     /// Asks the peer to end our operation with wire id `op` before its time.
-    pub(super) fn tell_abort(&mut self, op: u32, why: &Failure, events: &mut Events) {
+    pub(super) fn push_abort(&mut self, op: u32, why: &Failure, events: &mut Events) {
         let (code, bytes) = match why {
             Failure::Device(_) => frame::encode_failure(why),
             _ => (0, Bytes::EMPTY),
         };
-        self.tell(Frame::Abort { op, code }, Body::from(bytes), events);
+        self.push(Frame::Abort { op, code }, Body::from(bytes), events);
     }
 
     /// An operation of the peer's is finished, which it must be told.
@@ -246,7 +246,7 @@ impl Answers {
     }
 
     /// Whether something must go out now rather than ride along with a later message.
-    pub(super) fn press(&self) -> bool {
+    pub(super) fn has_urgent(&self) -> bool {
         !self.control.is_empty() || (self.urgent && !self.dones.is_empty()) || self.dones_first() || self.owes_bye()
     }
 
@@ -294,7 +294,7 @@ impl Answers {
 
     /// Whether no acknowledgement has been held back.
     #[inline]
-    pub(super) fn is_calm(&self) -> bool {
+    pub(super) fn none_deferred(&self) -> bool {
         !self.urgent && self.passes == 0
     }
 
@@ -319,53 +319,53 @@ mod tests {
 
     #[test]
     fn a_peer_that_only_asks_is_broken_off() {
-        let (mut answers, mut events) = (Answers::new(1, 1), Events::default());
+        let (mut queue, mut events) = (ControlQueue::new(1, 1), Events::default());
         for _ in 0..16 + 64 {
-            answers.tell(Frame::Nothing, Body::None, &mut events);
-            answers.owe_done(1, &mut events);
+            queue.push(Frame::Nothing, Body::None, &mut events);
+            queue.owe_done(1, &mut events);
         }
-        assert!(answers.live() && events.is_empty());
-        answers.owe_done(1, &mut events);
+        assert!(queue.live() && events.is_empty());
+        queue.owe_done(1, &mut events);
         assert!(matches!(events.take(), Some(Event::Broken { .. })));
-        let waiting = (answers.control.len(), answers.dones.len());
-        answers.tell(Frame::Nothing, Body::None, &mut events);
-        answers.owe_done(1, &mut events);
-        assert_eq!((answers.control.len(), answers.dones.len()), waiting, "nobody listens");
-        assert!(events.is_empty() && answers.failed().is_some());
+        let waiting = (queue.control.len(), queue.dones.len());
+        queue.push(Frame::Nothing, Body::None, &mut events);
+        queue.owe_done(1, &mut events);
+        assert_eq!((queue.control.len(), queue.dones.len()), waiting, "nobody listens");
+        assert!(events.is_empty() && queue.failed().is_some());
     }
 
     #[test]
     fn nothing_is_said_after_the_goodbye() {
-        let (mut answers, mut events) = (Answers::new(4, 1), Events::default());
-        answers.close();
-        answers.tell_failed(1, &Failure::Closed, &mut events);
-        assert!(answers.owes_bye() && answers.take_frame().is_some());
-        answers.say_bye();
-        answers.tell_failed(2, &Failure::Closed, &mut events);
-        assert!(!answers.owes_bye() && answers.is_empty());
-        assert_eq!(answers.refusal(), Some(Failure::Closed));
+        let (mut queue, mut events) = (ControlQueue::new(4, 1), Events::default());
+        queue.close();
+        queue.push_failed(1, &Failure::Closed, &mut events);
+        assert!(queue.owes_bye() && queue.take_frame().is_some());
+        queue.say_bye();
+        queue.push_failed(2, &Failure::Closed, &mut events);
+        assert!(!queue.owes_bye() && queue.is_empty());
+        assert_eq!(queue.refusal(), Some(Failure::Closed));
     }
 
     #[test]
     fn a_confirmation_is_withdrawn_before_it_goes_out_and_not_after() {
-        let (mut answers, mut events) = (Answers::new(4, 1), Events::default());
+        let (mut queue, mut events) = (ControlQueue::new(4, 1), Events::default());
         for id in [1, 2, 3] {
-            answers.owe_read_done(id, &mut events);
+            queue.owe_read_done(id, &mut events);
         }
-        assert!(answers.dones_first());
-        assert_eq!(answers.take_done(), 1);
-        assert!(answers.withdraw_done(2) && !answers.withdraw_done(1));
-        assert!(!answers.dones_first(), "one goes along with the next frame");
-        assert_eq!((answers.take_done(), answers.take_done()), (3, 0));
+        assert!(queue.dones_first());
+        assert_eq!(queue.take_done(), 1);
+        assert!(queue.withdraw_done(2) && !queue.withdraw_done(1));
+        assert!(!queue.dones_first(), "one goes along with the next frame");
+        assert_eq!((queue.take_done(), queue.take_done()), (3, 0));
     }
 
     #[test]
     fn acknowledgements_wait_a_few_occasions() {
-        let mut answers = Answers::new(4, 2);
-        assert_eq!([answers.due(), answers.due(), answers.due()], [false, false, true]);
-        assert!(!answers.is_calm());
-        answers.settle();
-        answers.urge(true);
-        assert!(answers.due());
+        let mut queue = ControlQueue::new(4, 2);
+        assert_eq!([queue.due(), queue.due(), queue.due()], [false, false, true]);
+        assert!(!queue.none_deferred());
+        queue.settle();
+        queue.urge(true);
+        assert!(queue.due());
     }
 }

@@ -4,12 +4,12 @@ use crossrail_types::{EndpointId, OpId};
 use slab::Slab;
 
 use super::Context;
-use super::theirs::Their;
+use super::peer_ops::PeerOp;
 use crate::{Event, Failure, Matcher, Offer, Short};
 
 /// An unexpected message.
 #[derive(Debug)]
-struct Kept {
+struct Unexpected {
     their: u32,
     tag: u64,
     len: u64,
@@ -36,22 +36,22 @@ pub(super) struct Announced {
 /// Unexpected messages, from their head to the event that takes them away.
 ///
 /// Owns their ids, which the matcher and the engine know them by, and the peer's credit for their bytes: one that
-/// exceeds it breaks the protocol. The engine holds the bytes. An id is free again when the engine has taken the event that
-/// names it for the last time ([`Arrivals::taken`]). [`Peer`](super::Peer) brings messages for which the matcher has no
-/// receive, and the receives that match them later.
+/// exceeds it breaks the protocol. The engine holds the bytes. An id is free again when the engine has taken the event
+/// that names it for the last time ([`UnexpectedMessages::taken`]). [`Peer`](super::Peer) brings messages for which the
+/// matcher has no receive, and the receives that match them later.
 #[derive(Debug)]
-pub(super) struct Arrivals {
-    table: Slab<Kept>,
+pub(super) struct UnexpectedMessages {
+    table: Slab<Unexpected>,
     bytes: u64,
     credit: u64,
     /// The receive whose message is being copied out, and the peer's id of it.
     copied_out: Option<(OpId, u32)>,
 }
 
-impl Arrivals {
+impl UnexpectedMessages {
     /// `credit`: bytes that the peer may have sent before their receives.
-    pub(super) fn new(credit: u64) -> Arrivals {
-        Arrivals { table: Slab::new(), bytes: 0, credit, copied_out: None }
+    pub(super) fn new(credit: u64) -> UnexpectedMessages {
+        UnexpectedMessages { table: Slab::new(), bytes: 0, credit, copied_out: None }
     }
 
     /// A message of `len` bytes comes in with its first frame.
@@ -85,9 +85,9 @@ impl Arrivals {
     ) -> Result<u32, String> {
         let Announced { their, tag, len, offer } = of;
         let arrival = self.table.vacant_key() as u32;
-        cx.theirs.claim(their, Their::Arrival(arrival))?;
+        cx.peer_ops.claim(their, PeerOp::Arrival(arrival))?;
         matcher.keep(peer, arrival, tag, len);
-        self.table.insert(Kept {
+        self.table.insert(Unexpected {
             their,
             tag,
             len,
@@ -101,42 +101,42 @@ impl Arrivals {
         Ok(arrival)
     }
 
-    fn get_mut(&mut self, arrival: u32) -> Option<&mut Kept> {
+    fn get_mut(&mut self, arrival: u32) -> Option<&mut Unexpected> {
         self.table.get_mut(arrival as usize).filter(|k| !k.over)
     }
 
     /// A message is there in whole.
     pub(super) fn complete(&mut self, arrival: u32, cx: &mut Context<'_>) {
-        let Some(kept) = self.get_mut(arrival) else { return };
-        kept.complete = true;
-        if let Some(why) = kept.ended.take() {
+        let Some(message) = self.get_mut(arrival) else { return };
+        message.complete = true;
+        if let Some(why) = message.ended.take() {
             self.discard(arrival, &why, cx);
-        } else if let Some((op, capacity)) = kept.accepted {
+        } else if let Some((op, capacity)) = message.accepted {
             self.deliver(arrival, op, capacity, cx);
         }
     }
 
     /// A message is out of our hands. If there are bytes, the event that goes with it frees the id.
     fn remove(&mut self, arrival: u32, cx: &mut Context<'_>) {
-        let Some(kept) = self.get_mut(arrival) else { return };
-        let their = kept.their;
-        if kept.eager {
-            kept.over = true;
-            let len = kept.len;
+        let Some(message) = self.get_mut(arrival) else { return };
+        let their = message.their;
+        if message.eager {
+            message.over = true;
+            let len = message.len;
             self.bytes -= len;
         } else {
             self.table.remove(arrival as usize);
         }
-        cx.theirs.free(their);
+        cx.peer_ops.free(their);
     }
 
     fn discard(&mut self, arrival: u32, why: &Failure, cx: &mut Context<'_>) {
-        let Some(&Kept { their, eager, .. }) = self.table.get(arrival as usize) else { return };
+        let Some(&Unexpected { their, eager, .. }) = self.table.get(arrival as usize) else { return };
         self.remove(arrival, cx);
         if eager {
             cx.events.push(Event::DropArrival { arrival });
         }
-        cx.answers.tell_failed(their, why, cx.events);
+        cx.control.push_failed(their, why, cx.events);
     }
 
     /// The sender has cancelled a message.
@@ -153,7 +153,7 @@ impl Arrivals {
     }
 
     fn deliver(&mut self, arrival: u32, op: OpId, capacity: u64, cx: &mut Context<'_>) {
-        let Some(&Kept { their, tag, len, .. }) = self.table.get(arrival as usize) else { return };
+        let Some(&Unexpected { their, tag, len, .. }) = self.table.get(arrival as usize) else { return };
         self.remove(arrival, cx);
         if len > capacity {
             cx.events.push(Event::DropArrival { arrival });
@@ -162,25 +162,25 @@ impl Arrivals {
         }
         cx.events.push(Event::Deliver { arrival, op, len: len as u32 });
         cx.events.push(Short { op, tag, bytes: len, wire_ns: 0, lane: None }.into());
-        cx.answers.owe_done(their, cx.events);
+        cx.control.owe_done(their, cx.events);
     }
 
     /// A receive has matched a message. Returns what was only announced: it comes now.
     pub(super) fn accept(&mut self, arrival: u32, op: OpId, capacity: u64, cx: &mut Context<'_>) -> Option<Announced> {
-        let failed = cx.answers.failed().or_else(|| cx.answers.bye_sent().then_some(Failure::Closed));
-        let Some(kept) = self.get_mut(arrival) else {
+        let failed = cx.control.failed().or_else(|| cx.control.bye_sent().then_some(Failure::Closed));
+        let Some(message) = self.get_mut(arrival) else {
             cx.events.fail(op, failed.unwrap_or(Failure::Cancelled), 0, 0);
             return None;
         };
-        if kept.eager {
-            if kept.complete {
+        if message.eager {
+            if message.complete {
                 self.deliver(arrival, op, capacity, cx);
             } else {
-                kept.accepted = Some((op, capacity));
+                message.accepted = Some((op, capacity));
             }
             return None;
         }
-        let Kept { their, tag, len, offer, .. } = *kept;
+        let Unexpected { their, tag, len, offer, .. } = *message;
         if let Some(why) = failed {
             self.remove(arrival, cx);
             cx.events.fail(op, why, 0, tag);
@@ -196,19 +196,19 @@ impl Arrivals {
 
     /// Ends a receive that has matched a message which is still coming in; false: there is none.
     pub(super) fn end_receive(&mut self, op: OpId, why: &Failure, cx: &mut Context<'_>) -> bool {
-        let of = |k: &Kept| !k.over && matches!(k.accepted, Some((o, _)) if o == op);
-        let Some((_, kept)) = self.table.iter_mut().find(|(_, k)| of(k)) else { return false };
-        kept.accepted = None;
-        kept.ended = Some(why.clone());
-        cx.events.fail(op, why.clone(), 0, kept.tag);
+        let of = |k: &Unexpected| !k.over && matches!(k.accepted, Some((o, _)) if o == op);
+        let Some((_, message)) = self.table.iter_mut().find(|(_, k)| of(k)) else { return false };
+        message.accepted = None;
+        message.ended = Some(why.clone());
+        cx.events.fail(op, why.clone(), 0, message.tag);
         true
     }
 
     /// The engine takes the event that names `arrival` for the last time; `by`: the receive that it is copied out for.
     pub(super) fn taken(&mut self, arrival: u32, by: Option<OpId>) {
-        let kept = self.table.try_remove(arrival as usize);
+        let message = self.table.try_remove(arrival as usize);
         if let Some(op) = by {
-            self.copied_out = kept.map(|kept| (op, kept.their));
+            self.copied_out = message.map(|message| (op, message.their));
         }
     }
 
@@ -221,11 +221,11 @@ impl Arrivals {
     pub(super) fn fail_all(&mut self, peer: EndpointId, why: &Failure, matcher: &mut Matcher, cx: &mut Context<'_>) {
         let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
         for arrival in all {
-            let kept = &self.table[arrival as usize];
-            if kept.over || (kept.eager && kept.complete) {
+            let message = &self.table[arrival as usize];
+            if message.over || (message.eager && message.complete) {
                 continue;
             }
-            let (accepted, tag, eager) = (kept.accepted, kept.tag, kept.eager);
+            let (accepted, tag, eager) = (message.accepted, message.tag, message.eager);
             matcher.forget(peer, arrival);
             self.remove(arrival, cx);
             if eager {
