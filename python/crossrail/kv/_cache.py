@@ -76,7 +76,7 @@ class PagedCache:
             detail = f"{len(layers)} layers of {sorted(counts)} pages; all layers need tensors with equally many pages"
             raise wrong("PagedCache", detail)
         self.worker = worker
-        self._ranges = joined(memories)
+        self._ranges = merged_ranges(memories)
         parts = tuple(part._replace(places=places(self._ranges, starts)) for part, starts in found)
         self._shape = Shape(counts.pop(), shard, parts)
         self._keep = [memory.keep for memory in memories]
@@ -102,7 +102,7 @@ class PagedCache:
         keys = [bytes(region.key()).hex() for region in self._regions] if access else []
         where = self.worker.describe([])
         return packed(
-            "cache", id=self._id, worker=where, shape=self._shape.told(), regions=len(self._ranges), keys=keys
+            "cache", id=self._id, worker=where, shape=self._shape.encode(), regions=len(self._ranges), keys=keys
         )
 
     def remote(self, described: bytes, endpoint: Endpoint | None = None) -> RemoteCache:
@@ -127,7 +127,7 @@ class PagedCache:
         try:
             worker = Description(bytes.fromhex(said["worker"]))
             regions = number(said["regions"])
-            shape, identity = Shape.heard(said["shape"], regions), bytes.fromhex(said["id"])
+            shape, identity = Shape.decode(said["shape"], regions), bytes.fromhex(said["id"])
             keys = keys_of(said["keys"], regions) if said["keys"] else None
         except (KeyError, TypeError, ValueError):
             raise wrong("remote", f"{len(described)} bytes are not the description of a cache") from None
@@ -438,7 +438,7 @@ class LayerPush:
         return wait_all(requests, 0)
 
 
-def joined(memories: Iterable[Memory]) -> list[tuple[int, int, int | None]]:
+def merged_ranges(memories: Iterable[Memory]) -> list[tuple[int, int, int | None]]:
     """Ranges (address, end, device) to register: overlapping tensors, or adjacent ones of an allocation, are merged."""
     ranges: list[tuple[int, int, int | None]] = []
     owner = 0

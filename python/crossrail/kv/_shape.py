@@ -213,13 +213,13 @@ class Shape(NamedTuple):
             raise wrong("blocks", f"more than 2**32 rows of a cache of {self.pages} pages")
         return np.add.outer((planes * self.pages).astype(np.uint32), blocks).ravel()
 
-    def told(self) -> list[Any]:
+    def encode(self) -> list[Any]:
         return [self.pages, self.shard, self.parts]
 
     @staticmethod
-    def heard(said: Any, regions: int) -> Shape:
-        """Parses a peer's `told`. Raises ValueError; each layout checks that its rows lie in the peer's regions."""
-        pages, shard, parts = said
+    def decode(data: Any, regions: int) -> Shape:
+        """Inverse of `encode`, of a peer's data. Raises ValueError. Each layout checks that its rows lie in its regions."""
+        pages, shard, parts = data
         read = []
         for layer, dtype, item, before, heads, rest, stride, places in parts:
             numbers = [number(one) for one in (layer, item, before, heads, rest, stride)]

@@ -15,12 +15,12 @@ from crossrail._arrays import wrong
 from crossrail._native import Context, Description, Endpoint, Move, RegionKey, Request, Worker
 from crossrail.errors import CrossrailError, MismatchError, PeerDeadError, TimeoutError, UsageError
 
-from ._cache import deregister, joined, keys_of, places, registered
+from ._cache import deregister, keys_of, merged_ranges, places, registered
 from ._shape import Holder, Memory, Row, number, packed, unpacked
 
 _ABOVE = 3  # maximum upstream receivers per receiver, before the source
 _IN_FLIGHT = 2
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class Spread(NamedTuple):
@@ -44,7 +44,7 @@ class _Weights:
             size != math.prod(memory.shape) * memory.item for size, memory in zip(self.sizes, memories, strict=True)
         ):
             raise wrong(operation, "a tensor that is not contiguous")
-        self._keep, self._ranges = memories, joined(memories)
+        self._keep, self._ranges = memories, merged_ranges(memories)
         self.worker = Worker(context, name=name, listen=listen, admit=True)
         self._poll = select.poll()
         self._poll.register(self.worker.event_fd(), select.POLLIN)  # creating it enables events
@@ -56,13 +56,13 @@ class _Weights:
         worker = self.worker.describe([])
         return packed("weights", worker=worker, sizes=self.sizes, places=self._places, keys=keys)
 
-    def heard(self, data: bytes, operation: str) -> tuple[Description, list[tuple[RegionKey, int]]]:
+    def parse(self, data: bytes, operation: str) -> tuple[Description, list[tuple[RegionKey, int]]]:
         """Parses a peer's `describe`: worker, and place of each tensor. Raises MismatchError if sizes differ."""
-        said = unpacked("weights", data, operation)
+        fields = unpacked("weights", data, operation)
         try:
-            worker, keys = Description(bytes.fromhex(said["worker"])), keys_of(said["keys"], len(said["keys"]))
-            places = [(keys[number(key, len(keys))], number(offset)) for key, offset in said["places"]]
-            sizes = list(map(number, said["sizes"]))
+            worker, keys = Description(bytes.fromhex(fields["worker"])), keys_of(fields["keys"], len(fields["keys"]))
+            places = [(keys[number(key, len(keys))], number(offset)) for key, offset in fields["places"]]
+            sizes = list(map(number, fields["sizes"]))
         except (KeyError, TypeError, ValueError):
             raise wrong(operation, f"{len(data)} bytes are not a description of weights") from None
         if sizes != self.sizes or len(places) != len(sizes):
@@ -88,18 +88,18 @@ class _Weights:
     def pieces(self, piece: int) -> int:
         return sum(-(-size // piece) for size in self.sizes)
 
-    def look(self) -> list[tuple[str, dict[str, Any]]]:
-        """Makes progress, waits up to `_LOOK_S` for an event, and returns the peers' messages since the last call."""
+    def poll(self) -> list[tuple[str, dict[str, Any]]]:
+        """Makes progress, waits up to `_POLL_S` for an event, and returns the peers' messages since the last call."""
         self.worker.progress()
-        self._poll.poll(1000 * _LOOK_S)
+        self._poll.poll(1000 * _POLL_S)
         self.worker.drain_events()
-        heard = []
+        messages = []
         for name, data in self.worker.notices():
             with suppress(UsageError):
-                heard.append((name, unpacked("spread", data, "spread")))
-        return heard
+                messages.append((name, unpacked("spread", data, "spread")))
+        return messages
 
-    def cut(self, name: str) -> None:
+    def disconnect(self, name: str) -> None:
         """Closes the connections to a lost peer, which may be stopped in the middle of a read."""
         for endpoint in self.worker.endpoints():
             if endpoint.peer == name:
@@ -113,7 +113,7 @@ class _Weights:
             self.worker.close()
 
 
-def _say(endpoint: Endpoint | None, **what: Any) -> None:
+def _notify(endpoint: Endpoint | None, **what: Any) -> None:
     """Notifies a peer; the loss of a peer is detected elsewhere."""
     if endpoint is not None:
         with suppress(CrossrailError):
@@ -169,7 +169,7 @@ def spread(
     weights = _Weights(context, tensors, name, listen, "spread")
     try:
         receivers = list(receivers)
-        names = [weights.heard(described, "spread")[0] for described in receivers]
+        names = [weights.parse(described, "spread")[0] for described in receivers]
         if len({worker.name for worker in names}) < len(names):
             raise wrong("spread", "two receivers have the same name", "Receiver(context, tensors, name=...)")
         source = _Source(weights, stall)
@@ -194,7 +194,7 @@ class _Source:
         self.weights, self.stall, self.all = weights, stall, 0
         self.peers: dict[str, tuple[Endpoint, bytes]] = {}
         self.have: dict[str, int] = {}
-        self.heard: dict[str, float] = {}
+        self.last_message: dict[str, float] = {}
         self.lost: dict[str, str] = {}
 
     def connect(self, worker: Description, described: bytes, until: float) -> None:
@@ -214,30 +214,30 @@ class _Source:
                 above.append(self.peers[order[one]][1])
                 one = one // fanout - 1
             plan = {"piece": piece, "stall": self.stall, "above": [each.hex() for each in [*above, own]]}
-            self.have[name], self.heard[name] = 0, time.monotonic()
-            _say(self.peers[name][0], do="plan", **plan)
+            self.have[name], self.last_message[name] = 0, time.monotonic()
+            _notify(self.peers[name][0], do="plan", **plan)
 
     def waiting(self) -> list[str]:
         return [name for name in self.peers if name not in self.lost and self.have[name] < self.all]
 
     def turn(self) -> None:
-        for name, said in self.weights.look():
-            self.heard[name] = time.monotonic()
-            if said.get("do") == "have" and name in self.have and isinstance(said.get("pieces"), int):
-                self.have[name] = said["pieces"]
-            elif said.get("do") == "join":
-                _say(self.weights.worker.peer(name), do="have", pieces=self.all)
+        for name, message in self.weights.poll():
+            self.last_message[name] = time.monotonic()
+            if message.get("do") == "have" and name in self.have and isinstance(message.get("pieces"), int):
+                self.have[name] = message["pieces"]
+            elif message.get("do") == "join":
+                _notify(self.weights.worker.peer(name), do="have", pieces=self.all)
         for name in [name for name in self.peers if name not in self.lost]:
             if not self.peers[name][0].is_alive:
                 self.lose(name, "it has ended, or its lanes are lost")
-            elif self.have[name] < self.all and time.monotonic() - self.heard[name] > self.stall:
+            elif self.have[name] < self.all and time.monotonic() - self.last_message[name] > self.stall:
                 self.lose(name, f"no progress report for {self.stall:g} s")
 
     def lose(self, name: str, why: str) -> None:
         self.lost[name] = why
         for one, (endpoint, _) in self.peers.items():
             if one not in self.lost:
-                _say(endpoint, do="lost", name=name)
+                _notify(endpoint, do="lost", name=name)
 
     def end(self) -> None:
         """Announces the end to all receivers, which serve their downstreams until then."""
@@ -250,7 +250,7 @@ class _Source:
             with suppress(CrossrailError, KeyError):
                 requests[name].wait(0 if name in self.lost else max(0.0, until - time.monotonic()))
         for name in self.lost:
-            self.weights.cut(name)
+            self.weights.disconnect(name)
 
 
 class Receiver:
@@ -318,7 +318,7 @@ class _Relay:
     def __init__(self, weights: _Weights) -> None:
         self.weights = weights
         self.have = self.all = self.offered = self.piece = 0
-        self.stall, self.said_at = 1.0, 0.0
+        self.stall, self.reported_at = 1.0, 0.0
         self.above: deque[bytes] = deque()
         self.below: set[str] = set()
         self.gone: set[str] = set()
@@ -330,37 +330,37 @@ class _Relay:
         self.over: dict[str, str] | None = None
 
     def turn(self) -> None:
-        for name, said in self.weights.look():
+        for name, message in self.weights.poll():
             with suppress(KeyError, TypeError, ValueError, AttributeError):
-                self._hear(name, said)
+                self._handle(name, message)
         if not self.origin or self.over is not None:
             return
         if self.source is None or not self.source.is_alive:
             self._orphaned()
         elif self.have < self.all:
             self._read()
-        if time.monotonic() - self.said_at > self.stall / 8:
-            self._tell()
+        if time.monotonic() - self.reported_at > self.stall / 8:
+            self._report()
 
-    def _hear(self, name: str, said: dict[str, Any]) -> None:
-        do = said["do"]
+    def _handle(self, name: str, message: dict[str, Any]) -> None:
+        do = message["do"]
         if do == "plan" and not self.origin:
-            self.piece, self.stall = number(said["piece"]), float(said["stall"])
-            self.all, self.above = self.weights.pieces(self.piece), deque(map(bytes.fromhex, said["above"]))
+            self.piece, self.stall = number(message["piece"]), float(message["stall"])
+            self.all, self.above = self.weights.pieces(self.piece), deque(map(bytes.fromhex, message["above"]))
             self.origin, self.source = name, self.weights.worker.peer(name)
         elif do == "join":
             self.below.add(name)
-            _say(self.weights.worker.peer(name), do="have", pieces=self.have)
+            _notify(self.weights.worker.peer(name), do="have", pieces=self.have)
         elif do == "have" and self.endpoint is not None and name == self.endpoint.peer:
-            self.offered = min(number(said["pieces"]), self.all)
+            self.offered = min(number(message["pieces"]), self.all)
         elif name == self.origin:
             if do == "lost":
-                self.gone.add(str(said["name"]))
+                self.gone.add(str(message["name"]))
                 if self.endpoint is not None and self.endpoint.peer in self.gone and self.have < self.all:
-                    self._pass_over()
-                self.weights.cut(str(said["name"]))
+                    self._drop_upstream()
+                self.weights.disconnect(str(message["name"]))
             elif do == "over":
-                self.over = {str(one): str(why) for one, why in said["lost"].items()}
+                self.over = {str(one): str(why) for one, why in message["lost"].items()}
                 if self.have < self.all:
                     detail = f"{name} has given this end up, at {self.have} of {self.all} pieces"
                     raise TimeoutError(f"receive: {detail}", operation="receive", detail=detail, peer=name)
@@ -374,34 +374,34 @@ class _Relay:
                 self.reading[0][0].test()
                 self.have = self.reading.popleft()[1]
                 for name in self.below:
-                    _say(self.weights.worker.peer(name), do="have", pieces=self.have)
+                    _notify(self.weights.worker.peer(name), do="have", pieces=self.have)
                 if self.have == self.all:
-                    self._tell()
+                    self._report()
             begun = self.have + len(self.reading)
             while begun < self.offered and len(self.reading) < _IN_FLIGHT:
                 request = self.moves[begun % _IN_FLIGHT].start(rows=range(begun, begun + 1))
                 begun += 1
                 self.reading.append((request, begun))
             if self.endpoint is not None and not self.endpoint.is_alive:
-                self._pass_over()
+                self._drop_upstream()
         except CrossrailError as error:
             if not self.above:
                 raise
-            self._pass_over(error)
+            self._drop_upstream(error)
 
     def _join(self) -> None:
         """Connects to the nearest upstream that is left."""
-        worker, places = self.weights.heard(self.above[0], "receive")
+        worker, places = self.weights.parse(self.above[0], "receive")
         if worker.name in self.gone:
-            self._pass_over()
+            self._drop_upstream()
             return
         endpoint = self.endpoint = self.weights.worker.connect(worker.address, timeout=self.stall / 2)
         local = self.weights.worker.layout(self.weights.rows(self.weights.own(), self.piece))
         remote = endpoint.layout(self.weights.rows(places, self.piece))
         self.moves = [endpoint.prepare("read", local, remote) for _ in range(_IN_FLIGHT)]
-        _say(endpoint, do="join")
+        _notify(endpoint, do="join")
 
-    def _pass_over(self, why: CrossrailError | None = None) -> None:
+    def _drop_upstream(self, why: CrossrailError | None = None) -> None:
         """Drops a lost upstream; on return no more of its bytes arrive. The next `_read` joins another one."""
         self._drop()
         self.above.popleft()
@@ -428,9 +428,9 @@ class _Relay:
         self.reading.clear()
         self.moves = []
 
-    def _tell(self) -> None:
-        self.said_at = time.monotonic()
-        _say(self.source, do="have", pieces=self.have)
+    def _report(self) -> None:
+        self.reported_at = time.monotonic()
+        _notify(self.source, do="have", pieces=self.have)
 
     def leave(self) -> None:
         self._drop()
