@@ -60,7 +60,7 @@ def test_every_check_has_an_id_of_its_own_and_says_everything() -> None:
     assert {check.group for check in table.CHECKS} == set(table.GROUPS)
     assert set(ids) >= table.NEED_GPUS
     for check in table.CHECKS:
-        assert check.tests.endswith(".") and check.rule and check.mends and 0 < check.limit_s <= 300, check.id
+        assert check.tests.endswith(".") and check.rule and check.usual_fix and 0 < check.limit_s <= 300, check.id
 
 
 def test_transports_are_used_between_two_processes() -> None:

@@ -28,7 +28,7 @@ from test_cli_store import store
 import crossrail
 from crossrail._native import read_pages
 from crossrail_tools.cli import main
-from crossrail_tools.cli.top import ERRORS, STORE_S, Look, Process, TopOptions, rates_between, rendered, verdicts
+from crossrail_tools.cli.top import ERRORS, STORE_S, Process, Snapshot, TopOptions, rates_between, rendered, verdicts
 from crossrail_tools.report import console
 
 ROW_BYTES = 512
@@ -321,19 +321,19 @@ def rank_process(rank: int, ranks: list[int] | None, *, answered: bool = True) -
     ],
 )
 def test_the_rank_that_all_wait_for_is_named(processes: list[Process], named: list[tuple[Any, ...]]) -> None:
-    found = verdicts(Look(0.0, processes))
+    found = verdicts(Snapshot(0.0, processes))
     assert [(each["rank"], each["state"], each["keeps_waiting"]) for each in found] == named
 
 
 def test_rates_are_those_between_two_looks() -> None:
-    def look(at: float, sent: int) -> Look:
+    def snapshot(at: float, sent: int) -> Snapshot:
         values = {"sent_bytes": sent, "received_bytes": 0}
         row = {"kind": "rail", "owner": 1, "name": "shm", "peer": "", "values": values}
-        return Look(at, [Process("host:1", {"rows": [row]})])
+        return Snapshot(at, [Process("host:1", {"rows": [row]})])
 
-    rates = rates_between(look(3.0, 500), look(1.0, 100))
+    rates = rates_between(snapshot(3.0, 500), snapshot(1.0, 100))
     assert list(rates.values()) == [(200.0, 0.0)]
-    assert rates_between(look(1.0, 500), look(1.0, 100)) == {}
+    assert rates_between(snapshot(1.0, 500), snapshot(1.0, 100)) == {}
 
 
 def busy(pid: int, age_s: float, in_flight: int, sent: int) -> Process:
@@ -352,8 +352,8 @@ def busy(pid: int, age_s: float, in_flight: int, sent: int) -> Process:
 
 
 def test_each_process_has_a_row_and_the_slowest_is_first() -> None:
-    before = Look(0.0, [busy(1, 0, 0, 0), busy(2, 1.0, 1, 0), busy(3, 5.0, 1, 0)])
-    now = Look(1.0, [busy(1, 0, 0, 0), busy(2, 1.0, 1, 2_000_000), busy(3, 5.0, 1, 8_000_000)])
+    before = Snapshot(0.0, [busy(1, 0, 0, 0), busy(2, 1.0, 1, 0), busy(3, 5.0, 1, 0)])
+    now = Snapshot(1.0, [busy(1, 0, 0, 0), busy(2, 1.0, 1, 2_000_000), busy(3, 5.0, 1, 8_000_000)])
     out = io.StringIO()
     console(out).print(rendered(now, before))
     lines = out.getvalue().splitlines()
@@ -363,7 +363,7 @@ def test_each_process_has_a_row_and_the_slowest_is_first() -> None:
     rails = [line.split()[1] for line in lines[lines.index("rails") + 3 :][:3]]
     assert rails == ["tcp/eth2", "tcp/eth3", "tcp/eth1"]
     out = io.StringIO()
-    console(out).print(rendered(Look(0.0, now.processes[:1]), before))
+    console(out).print(rendered(Snapshot(0.0, now.processes[:1]), before))
     assert out.getvalue().startswith("1 process, 1 worker, 0 expert buffers\n")
 
 
@@ -400,9 +400,9 @@ def test_a_store_that_hangs_is_said_within_a_second(tmp_path: Path, monkeypatch:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = TopOptions(job="", store=f"tcp://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
-        look = options._look(crossrail.Context(timeout=STORE_S))
+        snapshot = options._snapshot(crossrail.Context(timeout=STORE_S))
         took = time.monotonic() - began
-    assert look.trouble is not None and f"the store {options.store} does not answer: " in look.trouble
+    assert snapshot.trouble is not None and f"the store {options.store} does not answer: " in snapshot.trouble
     assert took < STORE_S - 0.5
 
 

@@ -42,7 +42,7 @@ ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "cpu", "paint", 
 LISTEN = "crossrail bench kv --listen"
 
 
-class NearEnd:
+class LocalEnd:
     """An end in a child process. ``module``: the library's module that it imports."""
 
     def __init__(self, name: str, module: str, process: Process) -> None:
@@ -84,7 +84,7 @@ class NearEnd:
         return self.process.how_it_was_killed() or (words[-1] if words else "its process ended")
 
 
-class FarEnd:
+class RemoteEnd:
     """An end on the machine that listens."""
 
     def __init__(self, channel: Channel, library: str) -> None:
@@ -107,7 +107,7 @@ class FarEnd:
         self.order("pause", paused=paused)
 
 
-End: TypeAlias = NearEnd | FarEnd
+End: TypeAlias = LocalEnd | RemoteEnd
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Place:
     gpus: bool
     settings: Mapping[str, str]
 
-    def start(self, stack: contextlib.ExitStack, library: str, role: str) -> NearEnd:
+    def start(self, stack: contextlib.ExitStack, library: str, role: str) -> LocalEnd:
         """Starts a process with one end. Raises Failure."""
         python, module = sys.executable, "crossrail.nixl"
         environment = {"NIXL_LOG_LEVEL": "ERROR"}
@@ -163,7 +163,7 @@ class Place:
                 "UCX_TLS": UCX_TLS[self.transport] + (",cuda_copy" if self.gpus else ""),
             }
         process = Process([python, str(PROGRAM)], environment=environment, stdin=subprocess.PIPE)
-        return NearEnd(f"{library}, {role}", module, stack.enter_context(process))
+        return LocalEnd(f"{library}, {role}", module, stack.enter_context(process))
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def ends_of(
     refuse_too_much(shape, "this")
     with contextlib.ExitStack() as stack:
         initiator = place.start(stack, library, "initiator")
-        target: End = place.start(stack, library, "target") if far is None else FarEnd(far, library)
+        target: End = place.start(stack, library, "target") if far is None else RemoteEnd(far, library)
         if far is not None:
             stack.callback(target.order, "end")
         ends = (initiator, target)
@@ -219,14 +219,14 @@ def _serve(pythons: Mapping[str, str | None], settings: Mapping[str, str], chann
         raise Failure(f"the ends run different versions: {crossrail.__version__} at the listening end")
     place = Place(pythons, hello["transport"], bool(hello.get("gpus")), settings)
     channel.send({})
-    ends: dict[str, NearEnd] = {}
+    ends: dict[str, LocalEnd] = {}
     with contextlib.ExitStack() as stack:
         while (order := channel.receive(IDLE_LIMIT_S)).get("do") != "bye":
             if (answer := _answer(place, stack, ends, order)) is not None:
                 channel.send(answer)
 
 
-def _answer(place: Place, stack: contextlib.ExitStack, ends: dict[str, NearEnd], order: Message) -> Message | None:
+def _answer(place: Place, stack: contextlib.ExitStack, ends: dict[str, LocalEnd], order: Message) -> Message | None:
     """Executes a request; `end` and `pause` have no answer."""
     library, what = str(order.pop("library", None)), str(order.pop("do", None))
     if what == "end" and library in ends:

@@ -40,9 +40,9 @@ from .reporting import check_json
 
 SCHEMA = "crossrail-top/1"
 INTERVAL_S = 1.0
-"""Default interval between two looks."""
+"""Default interval between two snapshots."""
 SAMPLE_S = 0.25
-"""Interval between the two looks that `--once` takes rates from."""
+"""Interval between the two snapshots that `--once` takes rates from."""
 PATIENCE_S = 1.0
 """How long a rank of a job may take to answer."""
 STORE_S = 3.0
@@ -94,7 +94,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """All processes at one moment; of a job also its groups.
 
     ``trouble``: why a job's ranks are not shown, and those of this machine are. ``gpus``: those of this machine.
@@ -149,11 +149,11 @@ class TopOptions:
             self._show_live(context, to)
 
     def _show_once(self, context: crossrail.Context, to: Console) -> None:
-        before = self._look(context)
+        before = self._snapshot(context)
         now = before
         if all(process.answered for process in before.processes):
             time.sleep(SAMPLE_S)
-            now = self._look(context)
+            now = self._snapshot(context)
         for process in now.processes:
             if process.error is not None:
                 print_notice(f"{process.name}: {process.error}")
@@ -164,7 +164,7 @@ class TopOptions:
             raise Failure(now.trouble)
 
     def _show_live(self, context: crossrail.Context, to: Console) -> None:
-        before = now = self._look(context)
+        before = now = self._snapshot(context)
         window = _Window(to)
         live = Live(window.shown(rendered(now, before)), console=to, screen=True, auto_refresh=False)
         with _keys() as pressed:
@@ -173,7 +173,7 @@ class TopOptions:
                 due = time.monotonic() + self.interval
                 while (key := pressed(due - time.monotonic())) != "q":
                     if key is None:
-                        before, now = now, self._look(context)
+                        before, now = now, self._snapshot(context)
                         due = time.monotonic() + self.interval
                     else:
                         window.scroll(key)
@@ -182,23 +182,23 @@ class TopOptions:
                 # A signal may arrive while it starts, which `with` would not undo.
                 live.stop()
 
-    def _look(self, context: crossrail.Context) -> Look:
+    def _snapshot(self, context: crossrail.Context) -> Snapshot:
         """Reads all pages, or asks all ranks."""
         at = time.monotonic()
-        look = self._machine(context, at) if self.job is None else self._job(context, at)
+        snapshot = self._machine(context, at) if self.job is None else self._job(context, at)
         chosen = [
             process
-            for process in look.processes
+            for process in snapshot.processes
             if (self.pid is None or process.name.rpartition(":")[2] == str(self.pid))
             and (self.host is None or process.name.rpartition(":")[0] == self.host)
         ]
-        return Look(look.at, chosen, look.groups, look.trouble, self._gpus.use())
+        return Snapshot(snapshot.at, chosen, snapshot.groups, snapshot.trouble, self._gpus.use())
 
     @functools.cached_property
     def _gpus(self) -> Gpus:
         return Gpus()
 
-    def _machine(self, context: crossrail.Context, at: float) -> Look:
+    def _machine(self, context: crossrail.Context, at: float) -> Snapshot:
         folder = context.settings()["CROSSRAIL_PAGES"]
         if folder is None or folder == "off":
             raise UsageFailure("CROSSRAIL_PAGES=off: there is no folder to look in; set it to that of the processes")
@@ -209,9 +209,9 @@ class TopOptions:
             name = f"{here if page is None else page['host']}:{seen['pid']}"
             error = f"{seen['path']}: {seen['error']}" if page is None else None
             found.append(Process(name, page, error))
-        return Look(at, found)
+        return Snapshot(at, found)
 
-    def _job(self, context: crossrail.Context, at: float) -> Look:
+    def _job(self, context: crossrail.Context, at: float) -> Snapshot:
         store = self.store or context.settings()["CROSSRAIL_STORE"]
         if store is None:
             raise UsageFailure("--job needs the job's store: --store tcp://HOST:PORT, or CROSSRAIL_STORE")
@@ -221,7 +221,7 @@ class TopOptions:
         except (OSError, crossrail.UnreachableError, crossrail.TimeoutError) as failure:
             reason = getattr(failure, "strerror", None) or str(failure)
             trouble = f"the store {store} does not answer: {reason}; what is shown are the processes of this machine"
-            return Look(at, self._machine(context, at).processes, trouble=trouble)
+            return Snapshot(at, self._machine(context, at).processes, trouble=trouble)
         if not groups:
             which = f"no group {self.job!r}" if self.job else "no group"
             raise Failure(f"{store} has {which}: is it the store of that job, and has a rank joined?")
@@ -236,7 +236,7 @@ class TopOptions:
                 found.append(
                     Process(rank["process"], rank["page"], error, group["name"], rank["rank"], rank["answered"])
                 )
-        return Look(at, found, groups)
+        return Snapshot(at, found, groups)
 
     def _reach(self, store: str) -> None:
         """Raises OSError or the library's errors within a second if nothing answers there.
@@ -322,7 +322,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--once", action="store_true", help="print once and end, as without a terminal")
     parser.add_argument("--json", metavar="FILE", help="once, as JSON to FILE, or to stdout for `-`")
     parser.add_argument(
-        "--interval", metavar="S", type=_interval, default=INTERVAL_S, help="seconds between two looks (1)"
+        "--interval", metavar="S", type=_interval, default=INTERVAL_S, help="seconds between two snapshots (1)"
     )
     parser.add_argument("--pid", metavar="PID", type=int, help="only that process")
     parser.add_argument("--host", metavar="NAME", help="only processes of that machine")
@@ -350,15 +350,17 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     return TopOptions(**{name: getattr(parsed, name) for name in names})
 
 
-def verdicts(look: Look) -> list[dict[str, Any]]:
+def verdicts(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Per group, the ranks that keep others waiting and are in no operation themselves.
 
     If all of those that are waited for wait themselves, these are named: they wait for each other.
     """
     found = []
-    for name in dict.fromkeys(process.group for process in look.processes if process.group is not None):
+    for name in dict.fromkeys(process.group for process in snapshot.processes if process.group is not None):
         ranks = {
-            process.rank: process for process in look.processes if process.group == name and process.rank is not None
+            process.rank: process
+            for process in snapshot.processes
+            if process.group == name and process.rank is not None
         }
         waits: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
         waiting = set()
@@ -399,8 +401,8 @@ def verdicts(look: Look) -> list[dict[str, Any]]:
     return found
 
 
-def as_json(now: Look, before: Look) -> dict[str, Any]:
-    """The look as plain data, with the rates since ``before``."""
+def as_json(now: Snapshot, before: Snapshot) -> dict[str, Any]:
+    """The snapshot as plain data, with the rates since ``before``."""
     rates = rates_between(now, before)
     processes = []
     for process in now.processes:
@@ -413,7 +415,7 @@ def as_json(now: Look, before: Look) -> dict[str, Any]:
     return {"schema": SCHEMA, "processes": processes, "stuck": verdicts(now), "gpus": gpus}
 
 
-def rates_between(now: Look, before: Look) -> dict[Key, tuple[float, ...]]:
+def rates_between(now: Snapshot, before: Snapshot) -> dict[Key, tuple[float, ...]]:
     """Bytes per second of each counter; nothing for rows that were not there before."""
     past, took = before.counters(), now.at - before.at
     if took <= 0:
@@ -425,7 +427,7 @@ def rates_between(now: Look, before: Look) -> dict[Key, tuple[float, ...]]:
     }
 
 
-def rendered(now: Look, before: Look, *, problems: bool = True) -> RenderableType:
+def rendered(now: Snapshot, before: Snapshot, *, problems: bool = True) -> RenderableType:
     """All tables that have rows; ``problems``: and the pages that cannot be shown, with the reason."""
     rates = rates_between(now, before)
     parts: list[RenderableType] = [Text(now.trouble, style="bold red")] if problems and now.trouble else []
@@ -457,7 +459,7 @@ def rendered(now: Look, before: Look, *, problems: bool = True) -> RenderableTyp
     return Group(*parts)
 
 
-def _headline(now: Look) -> str:
+def _headline(now: Snapshot) -> str:
     shown = [process for process in now.processes if process.page is not None]
     if not now.processes:
         return "no process of this user on this machine uses Crossrail"
@@ -473,7 +475,7 @@ def _who(process: Process) -> str:
     return process.name if process.rank is None else f"rank {process.rank} {process.name}"
 
 
-def _processes(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
+def _processes(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
     """A row for each process, the one with the oldest wait first."""
     columns = ["process", "peers", "sent now", "received now", "waits for", "in", "age"]
     made = table("processes", columns, keys=1, spare=["peers"])
@@ -490,7 +492,7 @@ def _processes(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable
     return made
 
 
-def _waits(now: Look) -> HeadedTable:
+def _waits(now: Snapshot) -> HeadedTable:
     """The oldest wait of each worker, buffer and group, the oldest first."""
     made = table("oldest waits", ["process", "of", "operation", "waits for", "number", "age"], left=4, keys=2)
     found = [(process, row) for process in now.processes for row in process.waits("worker", "buffer", "group")]
@@ -501,7 +503,7 @@ def _waits(now: Look) -> HeadedTable:
     return made
 
 
-def _moved(now: Look, rates: Mapping[Key, tuple[float, ...]], kind: str, title: str) -> HeadedTable:
+def _moved(now: Snapshot, rates: Mapping[Key, tuple[float, ...]], kind: str, title: str) -> HeadedTable:
     links = kind == "link"
     columns = ["process", kind, *(["peer"] if links else []), "sent now", "average", "received now", "average "]
     columns += ["in flight", "stalls", "resent segments", *([] if links else ["resent chunks", "lost"])]
@@ -523,7 +525,7 @@ def _lost_lanes(values: Mapping[str, Any]) -> str:
     return f"{values['lost_lanes']}" + (f" ({corrupt} corrupt)" if corrupt else "")
 
 
-def _gpus(now: Look) -> HeadedTable:
+def _gpus(now: Snapshot) -> HeadedTable:
     made = table("GPUs of this machine", ["GPU", "name", "busy", "memory used", "of"], left=2)
     for gpu in now.gpus:
         busy = "-" if gpu.busy_percent is None else f"{gpu.busy_percent}%"
@@ -532,7 +534,7 @@ def _gpus(now: Look) -> HeadedTable:
     return made
 
 
-def _pairs(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
+def _pairs(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
     made = table("GPU pairs", ["process", "GPU", "peer", "copied now", "average", "copies"], left=3)
     for process, row in _rows(now, "gpu"):
         rate, values = rates.get(key(process, row)), row["values"]
@@ -542,7 +544,7 @@ def _pairs(now: Look, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
     return made
 
 
-def _peers(now: Look) -> HeadedTable:
+def _peers(now: Snapshot) -> HeadedTable:
     columns = ["process", "peer", "in flight", "oldest", "frames sent", "frames received", "copied", "resent chunks"]
     made = table("peers", columns, left=2, spare=["frames sent", "frames received"])
     for process, row in _rows(now, "peer"):
@@ -554,7 +556,7 @@ def _peers(now: Look) -> HeadedTable:
     return made
 
 
-def _buffers(now: Look) -> HeadedTable:
+def _buffers(now: Snapshot) -> HeadedTable:
     columns = ["process", "buffer", "rank", "connected", "masked", "lost", "dispatches", "combines", "memory"]
     made = table("expert buffers", columns, left=2)
     for process, row in _rows(now, "buffer"):
@@ -565,7 +567,7 @@ def _buffers(now: Look) -> HeadedTable:
     return made
 
 
-def _errors(now: Look) -> HeadedTable:
+def _errors(now: Snapshot) -> HeadedTable:
     made = table("errors", ["process", "kind", "count"], left=2)
     for process, row in _rows(now, "process"):
         for name, count in zip(ERRORS, row["values"]["errors"], strict=True):
@@ -574,7 +576,7 @@ def _errors(now: Look) -> HeadedTable:
     return made
 
 
-def _rows(now: Look, kind: str) -> Iterable[tuple[Process, Row]]:
+def _rows(now: Snapshot, kind: str) -> Iterable[tuple[Process, Row]]:
     """Rows of a kind: those with the oldest waits first."""
     found = [(process, row) for process in now.processes for row in process.rows(kind)]
     return sorted(found, key=lambda each: (-(each[1]["wait"] or {"age_s": 0})["age_s"], each[0].rank or 0, *key(*each)))

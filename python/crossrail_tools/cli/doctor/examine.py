@@ -113,10 +113,10 @@ def _ends_within(limit_s: float, name: str, body: Callable[[], None]) -> bool:
 
 
 def _failed(check: Check, error: Exception) -> Found:
-    mends = check.mends.replace("`", "")
+    usual_fix = check.usual_fix.replace("`", "")
     if isinstance(error, CrossrailError):
-        return Found("error", error.detail, error.hint or mends, because=check.because)
+        return Found("error", error.detail, error.hint or usual_fix, because=check.because)
     if isinstance(error, (Failure, OSError)):
-        return Found("error", " ".join(str(error).split()), mends, because=check.because)
+        return Found("error", " ".join(str(error).split()), usual_fix, because=check.because)
     text = f"the check itself failed: {type(error).__name__}: {' '.join(str(error).split())}"
     return Found("error", text, "report this, with `crossrail info --json -`")

@@ -82,15 +82,15 @@ class Machine:
 class Check:
     """One row of the table of checks.
 
-    ``tests``: what is tested and how; ``rule``: conditions of each severity; ``mends``: the usual fix; all three are
-    for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: the usual cause of a failure.
+    ``tests``: what is tested and how; ``rule``: conditions of each severity; ``usual_fix``: a command or
+    advice; all three are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: the usual cause of a failure.
     """
 
     id: str
     group: str
     tests: str
     rule: str
-    mends: str
+    usual_fix: str
     limit_s: float
     run: Callable[[Machine], Iterable[Found]]
     because: Cause | None = None

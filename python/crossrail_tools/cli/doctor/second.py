@@ -30,7 +30,7 @@ SECRET_LEN = 16
 _OTHER = 0
 
 
-class Second:
+class PeerProcess:
     """The other process, as the first one sees it. For use by one thread."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -49,11 +49,11 @@ class Second:
 
 
 @contextlib.contextmanager
-def second_process(job: Message) -> Iterator[Second]:
+def second_process(job: Message) -> Iterator[PeerProcess]:
     """Starts the process with ``job``, and ends it with the block. Raises Failure."""
     with Ranks(quiet=True) as ranks:
         ranks.start(_OTHER, KIND, job)
-        yield Second(ranks)
+        yield PeerProcess(ranks)
 
 
 def context_for(**settings: Any) -> crossrail.Context:

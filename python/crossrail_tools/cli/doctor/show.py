@@ -130,6 +130,6 @@ every way from a rail here to one there, with routes, packet sizes, and rates in
         text += "| id | what is tested | severity | what usually helps | limit |\n|---|---|---|---|---|\n"
         for check in CHECKS:
             if check.group == group:
-                cells = (f"`{check.id}`", check.tests, check.rule, check.mends, f"{check.limit_s:g} s")
+                cells = (f"`{check.id}`", check.tests, check.rule, check.usual_fix, f"{check.limit_s:g} s")
                 text += f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
     return text

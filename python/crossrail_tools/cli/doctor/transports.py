@@ -19,7 +19,7 @@ from crossrail.errors import CrossrailError
 from crossrail_tools.report import format_bytes, format_rate
 
 from .finding import Found, Machine, mib, number_of, text_of
-from .second import SECRET_LEN, WAIT_S, Second, context_for, pattern, second_process, timed_rounds
+from .second import SECRET_LEN, WAIT_S, PeerProcess, context_for, pattern, second_process, timed_rounds
 
 TESTED = frozenset({"self", "shm", "tcp", "cuda_ipc"})
 """Transports that have checks of their own."""
@@ -35,7 +35,7 @@ _PIDFD_OPEN, _PIDFD_GETFD = 434, 438  # the same on every architecture
 @contextlib.contextmanager
 def connected(
     tls: str, *, rounds: int = ROUNDS, place: str = "cpu", size: int = SIZE, mapped: bool = False
-) -> Iterator[tuple[crossrail.Context, crossrail.Worker, crossrail.Endpoint, Second]]:
+) -> Iterator[tuple[crossrail.Context, crossrail.Worker, crossrail.Endpoint, PeerProcess]]:
     """A connection over ``tls`` with a second process, which takes part in ``rounds`` of `timed_rounds`."""
     context = context_for(tls=tls)
     with crossrail.Worker(context) as worker:
