@@ -15,31 +15,31 @@ from dataclasses import asdict
 from pathlib import Path
 
 from crossrail_tools.report import Report, Row, averaged, capture_environment, format_bytes, format_rate
-from harness import COMMAND_LIMIT_S, Outcome, Result, Terms, bench, build, merged
+from harness import COMMAND_LIMIT_S, Effort, Outcome, Result, bench, build, merged
 
 PLAN = Path(__file__).parents[1] / "tests" / "data" / "plans" / "killed_and_replaced.json"
 PEERS = {"mpi": "MPI_Alltoallv, a row per selection", "mpi-dedup": "MPI_Alltoallv, a row per token and rank"}
 GOAL = 1.5
 
 
-def decode(terms: Terms, scratch: Path) -> Result:
+def decode(effort: Effort, scratch: Path) -> Result:
     """The decode preset in bf16, dispatch and combine, two ranks on a processor each."""
-    report = _compared(terms, scratch, "--preset=decode", "--dtype=bf16", f"--iters={terms.scaled(100)}")
+    report = _compared(effort, scratch, "--preset=decode", "--dtype=bf16", f"--iters={effort.scaled(100)}")
     return _against_peers(report.rows[0], "decode, bf16, e2e, 2 ranks"), merged([report])
 
 
-def prefill(terms: Terms, scratch: Path) -> Result:
+def prefill(effort: Effort, scratch: Path) -> Result:
     """The prefill preset with 1024 tokens, in both types."""
     outcomes, reports = [], []
     for dtype in ("bf16", "fp8"):
-        options = ("--preset=prefill", "--tokens=1024", f"--dtype={dtype}", f"--iters={terms.scaled(30, 3)}")
-        reports.append(_compared(terms, scratch, *options))
+        options = ("--preset=prefill", "--tokens=1024", f"--dtype={dtype}", f"--iters={effort.scaled(30, 3)}")
+        reports.append(_compared(effort, scratch, *options))
         outcomes += _against_peers(reports[-1].rows[0], f"prefill of 1024 tokens, {dtype}, e2e, 2 ranks")
     return outcomes, merged(reports)
 
 
-def _compared(terms: Terms, scratch: Path, *options: str) -> Report:
-    common = ("ep", "--num-processes=2", "--mode=e2e", "--warmup=3", "--compare=mpi", f"--rounds={terms.rounds}")
+def _compared(effort: Effort, scratch: Path, *options: str) -> Report:
+    common = ("ep", "--num-processes=2", "--mode=e2e", "--warmup=3", "--compare=mpi", f"--rounds={effort.rounds}")
     return bench(scratch, *common, *options)
 
 
@@ -63,20 +63,20 @@ def _against_peers(row: Row, work: str) -> list[Outcome]:
     return outcomes
 
 
-def wire(terms: Terms, scratch: Path) -> Result:
+def wire(effort: Effort, scratch: Path) -> Result:
     """Dispatch of large rows, all of them to the other of two ranks, in turns with memcpy of as many bytes.
 
     Both ranks copy at the same time, so memcpy is measured on one processor alone and on both at once.
     """
-    tokens = f"--tokens={terms.scaled(2048, 256)}"
+    tokens = f"--tokens={effort.scaled(2048, 256)}"
     options = ("--preset=prefill", tokens, "--dtype=bf16", "--mode=dispatch", "--num-processes=2", "--routing=next")
     reports, rates, alone, together = [], [], [], []
-    for _ in range(terms.rounds):
-        reports.append(bench(scratch, "ep", *options, f"--iters={terms.scaled(30, 3)}", "--warmup=3"))
+    for _ in range(effort.rounds):
+        reports.append(bench(scratch, "ep", *options, f"--iters={effort.scaled(30, 3)}", "--warmup=3"))
         row = reports[-1].rows[0]
         rates.append(row.gb_per_s or 0.0)
-        alone += _memcpy_gb_per_s(1, row.bytes_wire or 1, terms.scaled(20, 4))
-        together += _memcpy_gb_per_s(2, row.bytes_wire or 1, terms.scaled(20, 4))
+        alone += _memcpy_gb_per_s(1, row.bytes_wire or 1, effort.scaled(20, 4))
+        together += _memcpy_gb_per_s(2, row.bytes_wire or 1, effort.scaled(20, 4))
     size = format_bytes(reports[0].rows[0].bytes_wire or 0)
     work = f"dispatch of {size} per rank, rows of 14 kB, wire bytes"
     ours = statistics.median(rates)
@@ -115,7 +115,7 @@ def _memcpy_gb_per_s(processors: int, size: int, times: int) -> list[float]:
         return list(threads.map(copy, allowed))
 
 
-def cast(terms: Terms, scratch: Path) -> Result:
+def cast(effort: Effort, scratch: Path) -> Result:
     """bf16 rows to fp8 with scales on one core, against memcpy of the same source in the same loop."""
     program = build("crossrail-ep-host", "rows")
     done = subprocess.run([program, "--json"], capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
@@ -146,11 +146,11 @@ def _cast_outcome(row: dict[str, object]) -> Outcome:
     )
 
 
-def control(terms: Terms, scratch: Path) -> Result:
+def control(effort: Effort, scratch: Path) -> Result:
     """The five steps of a buffer's life, with both stores."""
     outcomes, reports = [], []
     for store, goal in (("tcp", 150.0), ("etcd", None)):
-        options = ("control", "--num-processes=8", "--experts-per-rank=8", f"--rounds={terms.scaled(20, 2)}")
+        options = ("control", "--num-processes=8", "--experts-per-rank=8", f"--rounds={effort.scaled(20, 2)}")
         reports.append(bench(scratch, *options, f"--store={store}"))
         means = {row.what: averaged(row)[0] / 1e3 for row in reports[-1].rows}
         total = sum(means.values())
@@ -166,11 +166,11 @@ def control(terms: Terms, scratch: Path) -> Result:
     return outcomes, merged(reports)
 
 
-def killed(terms: Terms, scratch: Path) -> Result:
+def killed(effort: Effort, scratch: Path) -> Result:
     """A rank killed by SIGKILL in the middle of an exchange: until every survivor has finished one without it."""
     reports = [
-        bench(scratch, "ep", f"--plan={PLAN}", f"--seed={turn}", f"--iters={terms.scaled(50, 5)}")
-        for turn in range(terms.rounds)
+        bench(scratch, "ep", f"--plan={PLAN}", f"--seed={turn}", f"--iters={effort.scaled(50, 5)}")
+        for turn in range(effort.rounds)
     ]
     phases = [row.phase for report in reports for row in report.rows if row.phase is not None]
     times = [phase.recovery_us / 1e6 for phase in phases if phase.recovery_us is not None]
@@ -178,19 +178,19 @@ def killed(terms: Terms, scratch: Path) -> Result:
         "one of four ranks killed, until all survivors go on",
         f"{max(times):.3f} s",
         "<= 1.2 s, the longest",
-        met=len(times) == terms.rounds and max(times) <= 1.2,
+        met=len(times) == effort.rounds and max(times) <= 1.2,
         notes=[phases[1].faults[0]],
     )
     return [outcome], merged(reports)
 
 
-def growth(terms: Terms, scratch: Path) -> Result:
+def growth(effort: Effort, scratch: Path) -> Result:
     """2 to 16 ranks that send as many selections each; more ranks than processors share these."""
     outcomes, reports = [], []
     cores = len(os.sched_getaffinity(0))
     for ranks in (2, 4, 8, 16):
         options = ("--tokens=128", "--hidden=4096", "--topk=8", "--experts=128", "--dtype=fp8", "--mode=e2e")
-        count = terms.scaled(100, 5)
+        count = effort.scaled(100, 5)
         reports.append(bench(scratch, "ep", f"--num-processes={ranks}", *options, f"--iters={count}", "--warmup=5"))
         row = reports[-1].rows[0]
         each = (row.p50_us or 0) / max(ranks / cores, 1)

@@ -1,4 +1,4 @@
-"""What every scenario of the benchmark shares: its terms, its outcomes, and running `crossrail bench`."""
+"""What every scenario of the benchmark shares: its effort, its outcomes, and running `crossrail bench`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILD_LIMIT_S = 1200.0
 
 
 @dataclass(frozen=True)
-class Terms:
+class Effort:
     """How much to run."""
 
     rounds: int = 3
@@ -56,7 +56,7 @@ class Scenario:
     name: str
     summary: str
     to_reach: str
-    run: Callable[[Terms, Path], Result]
+    run: Callable[[Effort, Path], Result]
 
 
 def bench(scratch: Path, *options: str, settings: Mapping[str, str] | None = None) -> Report:

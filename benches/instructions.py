@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrail_tools.report import capture_environment, format_size, write_text
-from harness import ROOT, Outcome, Result, Terms, build, changed_files
+from harness import ROOT, Effort, Outcome, Result, build, changed_files
 
 BASELINE = ROOT / "benches" / "baseline.json"
 SCHEMA = "crossrail-instructions/1"
@@ -114,7 +114,7 @@ def measure() -> dict[str, Any]:
     }
 
 
-def count_all(_: Terms, __: Path) -> Result:
+def count_all(_: Effort, __: Path) -> Result:
     """Counts every transport, compares with the baseline, and counts again with the page."""
     data = measure()
     outcomes = compared(data[FIGURES], baseline())

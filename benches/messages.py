@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from crossrail_tools.report import capture_environment, format_rate, format_size
-from harness import COMMAND_LIMIT_S, MIB, Outcome, Result, Terms, against, as_data, bench, merged
+from harness import COMMAND_LIMIT_S, MIB, Effort, Outcome, Result, against, as_data, bench, merged
 
 
-def shm_latency(terms: Terms, scratch: Path) -> Result:
-    iters, warmup = terms.scaled(300_000), terms.scaled(30_000)
+def shm_latency(effort: Effort, scratch: Path) -> Result:
+    iters, warmup = effort.scaled(300_000), effort.scaled(30_000)
     common = ("latency", "--transport=shm", "--size=8", f"--iters={iters}", f"--warmup={warmup}")
-    report = bench(scratch, *common, "--compare=ucx", f"--rounds={terms.rounds}")
+    report = bench(scratch, *common, "--compare=ucx", f"--rounds={effort.rounds}")
     return [against(report.rows[0], "ucx", "shm, 8 B one-way latency", 0.75, time=True)], as_data(report)
 
 
@@ -27,7 +27,7 @@ ONE_BUFFER = (
 )
 
 
-def shm_bandwidth(terms: Terms, scratch: Path) -> Result:
+def shm_bandwidth(effort: Effort, scratch: Path) -> Result:
     """As osu_bw counts, with both kinds of memory; and one message at a time, which no cache helps."""
     goals = {64 << 10: (1.6, 400), MIB: (1.6, 40), 4 * MIB: (1.2, 12), 64 * MIB: (1.2, 3)}
     outcomes, reports = [], []
@@ -38,8 +38,8 @@ def shm_bandwidth(terms: Terms, scratch: Path) -> Result:
             common = ("bandwidth", "--transport=shm", f"--size={size}", f"--memory={memory}", f"--window={window}")
             # Each is a sample, which the result file keeps.
             turns = min(iters * windows["shared"] // window, 6400)
-            counts = (f"--iters={terms.scaled(turns)}", "--warmup=2")
-            report = bench(scratch, *common, *counts, "--compare=ucx", f"--rounds={terms.rounds}")
+            counts = (f"--iters={effort.scaled(turns)}", "--warmup=2")
+            report = bench(scratch, *common, *counts, "--compare=ucx", f"--rounds={effort.rounds}")
             work = f"shm bandwidth {format_size(size)}, {memory} memory" + (", one at a time" if window == 1 else "")
             outcomes.append(against(report.rows[0], "ucx", work, goal, time=False, name="ucx tag_bw"))
             reports.append(report)
@@ -47,16 +47,16 @@ def shm_bandwidth(terms: Terms, scratch: Path) -> Result:
     return outcomes, merged(reports)
 
 
-def tcp_bandwidth(terms: Terms, scratch: Path) -> Result:
-    common = ("bandwidth", "--transport=tcp", "--size=64M", "--window=16", f"--iters={terms.scaled(3)}", "--warmup=1")
-    report = bench(scratch, *common, "--compare=ucx,iperf3", f"--rounds={terms.rounds}")
+def tcp_bandwidth(effort: Effort, scratch: Path) -> Result:
+    common = ("bandwidth", "--transport=tcp", "--size=64M", "--window=16", f"--iters={effort.scaled(3)}", "--warmup=1")
+    report = bench(scratch, *common, "--compare=ucx,iperf3", f"--rounds={effort.rounds}")
     work = "tcp loopback, 64 MiB"
     row = report.rows[0]
     outcomes = [against(row, "ucx", work, 1.3, time=False), against(row, "iperf3", work, 1.0, time=False)]
     reports = [report]
     for size, iters in ((128 << 10, 100), (512 << 10, 30), (MIB, 15)):
-        middle = ("bandwidth", "--transport=tcp", f"--size={size}", "--window=64", f"--iters={terms.scaled(iters)}")
-        reports.append(bench(scratch, *middle, "--warmup=2", "--compare=ucx", f"--rounds={terms.rounds}"))
+        middle = ("bandwidth", "--transport=tcp", f"--size={size}", "--window=64", f"--iters={effort.scaled(iters)}")
+        reports.append(bench(scratch, *middle, "--warmup=2", "--compare=ucx", f"--rounds={effort.rounds}"))
         work = f"tcp loopback, {format_size(size)}, 64 in flight"
         outcomes.append(against(reports[-1].rows[0], "ucx", work, 1.3, time=False))
     return outcomes, merged(reports)
@@ -67,14 +67,14 @@ PAIRS_SIZE = 64 << 10
 """Pairs of processes that send at once, and the bytes of their messages."""
 
 
-def pairs(terms: Terms, _: Path) -> Result:
+def pairs(effort: Effort, _: Path) -> Result:
     """Pairs of processes on these processors, against one pair alone: what all of them move, and the least of them."""
     outcomes, rounds = [], []
     for transport in ("shm", "tcp"):
         alone, together, least = [], [], []
-        for _turn in range(terms.rounds):
+        for _turn in range(effort.rounds):
             for count in (1, PAIRS):
-                found = _pairs_at_once(transport, count, 0.3 if terms.quick else 1.0)
+                found = _pairs_at_once(transport, count, 0.3 if effort.quick else 1.0)
                 rounds.append({"transport": transport, "pairs": count, **found})
                 rates = [moved / found["seconds"] / 1e9 for moved in found["bytes"]]
                 if count == 1:
@@ -108,28 +108,28 @@ def _pairs_at_once(transport: str, count: int, seconds: float) -> dict[str, Any]
     return found
 
 
-def tcp_latency(terms: Terms, scratch: Path) -> Result:
-    common = ("latency", "--transport=tcp", "--size=8", f"--iters={terms.scaled(10_000)}", "--warmup=2000")
-    report = bench(scratch, *common, "--compare=ucx", f"--rounds={terms.rounds}")
+def tcp_latency(effort: Effort, scratch: Path) -> Result:
+    common = ("latency", "--transport=tcp", "--size=8", f"--iters={effort.scaled(10_000)}", "--warmup=2000")
+    report = bench(scratch, *common, "--compare=ucx", f"--rounds={effort.rounds}")
     return [against(report.rows[0], "ucx", "tcp loopback, 8 B one-way latency", 1.0, time=True)], as_data(report)
 
 
-def ucx_tcp(terms: Terms, scratch: Path) -> Result:
-    return _ucx_lane(terms, scratch, "tcp", ("ucx", "ucx-e"))
+def ucx_tcp(effort: Effort, scratch: Path) -> Result:
+    return _ucx_lane(effort, scratch, "tcp", ("ucx", "ucx-e"))
 
 
-def ucx_memory(terms: Terms, scratch: Path) -> Result:
-    return _ucx_lane(terms, scratch, "posix,sysv,cma", ("ucx",))
+def ucx_memory(effort: Effort, scratch: Path) -> Result:
+    return _ucx_lane(effort, scratch, "posix,sysv,cma", ("ucx",))
 
 
-def _ucx_lane(terms: Terms, scratch: Path, transports: str, peers: tuple[str, ...]) -> Result:
+def _ucx_lane(effort: Effort, scratch: Path, transports: str, peers: tuple[str, ...]) -> Result:
     """A lane over these transports of UCX's, beside UCX alone over the same: as ucx_perftest does by default, and with
     endpoints that report failures (ucx-e), as a lane's do where UCX can.
     """
     settings = {"CROSSRAIL_TLS": f"ucx:{transports}"}
-    compare = (f"--compare={','.join(peers)}", f"--rounds={terms.rounds}")
-    latency = ("latency", "--size=8", f"--iters={terms.scaled(10_000)}", "--warmup=2000")
-    bandwidth = ("bandwidth", "--size=64M", "--window=8", f"--iters={terms.scaled(2)}", "--warmup=1")
+    compare = (f"--compare={','.join(peers)}", f"--rounds={effort.rounds}")
+    latency = ("latency", "--size=8", f"--iters={effort.scaled(10_000)}", "--warmup=2000")
+    bandwidth = ("bandwidth", "--size=64M", "--window=8", f"--iters={effort.scaled(2)}", "--warmup=1")
     reports = [bench(scratch, *common, *compare, settings=settings) for common in (latency, bandwidth)]
     work = f"lane over UCX ({transports})"
     outcomes = []
@@ -140,11 +140,11 @@ def _ucx_lane(terms: Terms, scratch: Path, transports: str, peers: tuple[str, ..
     return outcomes, merged(reports)
 
 
-def python_overhead(terms: Terms, scratch: Path) -> Result:
+def python_overhead(effort: Effort, scratch: Path) -> Result:
     """Python and native loops take turns; both count half a round trip."""
-    trips = terms.scaled(50_000)
+    trips = effort.scaled(50_000)
     python, native, reports = [], [], []
-    for _ in range(terms.rounds):
+    for _ in range(effort.rounds):
         command = [sys.executable, str(Path(__file__).parent / "pingpong.py"), "--trips", str(trips)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False)
         if done.returncode != 0:

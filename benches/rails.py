@@ -14,7 +14,7 @@ from bed import EIGHT_MBIT, EQUAL_MBIT, UNEVEN_MBIT, Bed, why_not
 from ends import End, Pair, wait_for_traffic
 
 from crossrail_tools.report import Report, Row, format_rate, format_size
-from harness import MIB, Outcome, Result, Terms, against, as_data, merged
+from harness import MIB, Effort, Outcome, Result, against, as_data, merged
 
 ETHERNET_PAYLOAD = 1448 / 1514
 """TCP payload of a full Ethernet frame: no program gets more than this part of a link's rate."""
@@ -38,10 +38,10 @@ def _shares(row: Row) -> str:
     return ", ".join(f"{lane.name} {lane.share:.1%}" for lane in row.lanes)
 
 
-def equal(terms: Terms, _: Path) -> Result:
+def equal(effort: Effort, _: Path) -> Result:
     """64 MiB over four rails of 2 Gbit/s, against one iperf3 per rail at once."""
     with _bed(EQUAL_MBIT) as bed:
-        report = _beside_iperf3(terms, bed)
+        report = _beside_iperf3(effort, bed)
     row = report.rows[0]
     rate = against(row, "iperf3", "four equal rails, 64 MiB", 0.95, time=False, name="4 iperf3")
     farthest = max(abs(lane.share - 0.25) for lane in row.lanes) * 100 if len(row.lanes) == 4 else 100.0
@@ -55,10 +55,10 @@ def equal(terms: Terms, _: Path) -> Result:
     return [rate, shares], as_data(report)
 
 
-def uneven(terms: Terms, _: Path) -> Result:
+def uneven(effort: Effort, _: Path) -> Result:
     """64 MiB over rails of 2, 2, 1 and 0.5 Gbit/s, against the sum of their rates and one iperf3 per rail at once."""
     with _bed(UNEVEN_MBIT) as bed:
-        report = _beside_iperf3(terms, bed)
+        report = _beside_iperf3(effort, bed)
         line = bed.gb_per_s
     row = report.rows[0]
     ours = statistics.median(row.rounds)
@@ -75,38 +75,38 @@ def uneven(terms: Terms, _: Path) -> Result:
     return [outcome, peer], as_data(report)
 
 
-def eight(terms: Terms, _: Path) -> Result:
+def eight(effort: Effort, _: Path) -> Result:
     """64 MiB over eight rails of 1000 to 50 Mbit/s, against one iperf3 per rail at once."""
     with _bed(EIGHT_MBIT) as bed:
-        report = _beside_iperf3(terms, bed)
+        report = _beside_iperf3(effort, bed)
     row = report.rows[0]
     rate = against(row, "iperf3", "eight rails of unequal rates, 64 MiB", 0.95, time=False, name="8 iperf3")
     return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
 
 
-def bloated(terms: Terms, _: Path) -> Result:
+def bloated(effort: Effort, _: Path) -> Result:
     """64 MiB over four rails of 1 Gbit/s, one behind a queue of 20 ms that is always full (reno), against iperf3."""
     with _bed((1000,) * 4, queues=("2ms", "2ms", "2ms", "20ms"), congestion="reno") as bed:
-        report = _beside_iperf3(terms, bed)
+        report = _beside_iperf3(effort, bed)
     row = report.rows[0]
     rate = against(row, "iperf3", "one of four rails behind 20 ms of queue, 64 MiB", 0.95, time=False, name="4 iperf3")
     return [replace(rate, notes=[*rate.notes, _shares(row)])], as_data(report)
 
 
-def long(terms: Terms, _: Path) -> Result:
+def long(effort: Effort, _: Path) -> Result:
     """64 MiB over one rail of 1 Gbit/s whose queue holds 100 ms (reno fills it), against one iperf3."""
     with _bed((1000,), queues=("100ms",), congestion="reno") as bed:
-        report = _beside_iperf3(terms, bed)
+        report = _beside_iperf3(effort, bed)
     row = report.rows[0]
     return [against(row, "iperf3", "1 Gbit/s behind 100 ms of queue, 64 MiB", 0.95, time=False)], as_data(report)
 
 
-def over_ucx(terms: Terms, _: Path) -> Result:
+def over_ucx(effort: Effort, _: Path) -> Result:
     """64 MiB over four rails of 500 Mbit/s, carried by UCX's tcp and by our own sockets in turn."""
-    options = ("--size=64M", f"--iters={terms.scaled(2)}", "--warmup=1")
+    options = ("--size=64M", f"--iters={effort.scaled(2)}", "--warmup=1")
     reports: dict[str, list[Report]] = {"ucx:tcp": [], "tcp": []}
     with _bed((500,) * 4) as bed:
-        for _round in range(terms.rounds):
+        for _round in range(effort.rounds):
             for tls, found in reports.items():
                 found.append(_report(Pair(bed, settings={"CROSSRAIL_TLS": tls}), *options))
     ours, base = (statistics.median(report.rows[0].gb_per_s or 0.0 for report in found) for found in reports.values())
@@ -139,11 +139,11 @@ def over_ucx(terms: Terms, _: Path) -> Result:
 FLAPPING = 256 * MIB
 
 
-def flapping(terms: Terms, _: Path) -> Result:
+def flapping(effort: Effort, _: Path) -> Result:
     """256 MiB over four rails, one of which is up for half of each second, against the same bytes over three rails."""
-    options = (f"--size={FLAPPING}", f"--iters={terms.scaled(10, 3)}")
+    options = (f"--size={FLAPPING}", f"--iters={effort.scaled(10, 3)}")
     hit, three, reports = [], [], []
-    for _round in range(terms.rounds):
+    for _round in range(effort.rounds):
         with _bed(EQUAL_MBIT) as bed:
             reports.append(_report(Pair(bed, rails=bed.rails[:3]), *options))
         three.append(_rate(reports[-1].rows[0]))
@@ -167,9 +167,9 @@ def flapping(terms: Terms, _: Path) -> Result:
     return [outcome], {**merged(reports), "gb_per_s": {"one flaps": hit, "three": three}}
 
 
-def _beside_iperf3(terms: Terms, bed: Bed) -> Report:
+def _beside_iperf3(effort: Effort, bed: Bed) -> Report:
     """64 MiB over all rails of the bed, beside one iperf3 per rail at once."""
-    counts = ("--size=64M", f"--iters={terms.scaled(20, 4)}", f"--rounds={terms.rounds}")
+    counts = ("--size=64M", f"--iters={effort.scaled(20, 4)}", f"--rounds={effort.rounds}")
     return _report(Pair(bed), *counts, "--compare=iperf3")
 
 
@@ -179,12 +179,12 @@ def _rate(row: Row) -> float:
     return row.size * len(row.iterations) / seconds / 1e9
 
 
-def down(terms: Terms, _: Path) -> Result:
+def down(effort: Effort, _: Path) -> Result:
     """1 GiB over four rails, one of which is set down in the middle, against the same bytes over three rails."""
-    size = (256 if terms.quick else 1024) * MIB
+    size = (256 if effort.quick else 1024) * MIB
     hit, three, reports = [], [], []
     options = (f"--size={size}", "--iters=1", "--warmup=0")
-    for _ in range(terms.rounds):
+    for _ in range(effort.rounds):
         with _bed(EQUAL_MBIT) as bed:
             reports.append(_report(Pair(bed, rails=bed.rails[:3]), *options))
             three.append(reports[-1].rows[0].iterations[0].us_sender / 1e6)

@@ -11,19 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from crossrail_tools.report import Row, format_rate
-from harness import Outcome, Result, Terms, against, bench, merged
+from harness import Effort, Outcome, Result, against, bench, merged
 
 ROWS = 10_000
 GOALS = {"shm": {576: 10.0, 2304: 10.0, 16 << 10: 2.0}, "tcp": {576: 8.0, 2304: 8.0, 16 << 10: 2.0}}
 """Bytes of a row, and how many times NIXL's rate is to be reached."""
 
 
-def kv(terms: Terms, scratch: Path) -> Result:
+def kv(effort: Effort, scratch: Path) -> Result:
     """Random rows of each size, pulled and pushed, and a notification behind one row."""
     present = [name for name in ("nixl", "mooncake") if os.environ.get(f"{name.upper()}_PYTHON")]
     outcomes, reports = [], []
     for transport, goals in GOALS.items():
-        counts = (f"--rows={terms.scaled(ROWS)}", f"--iters={terms.scaled(30)}", f"--rounds={terms.rounds}")
+        counts = (f"--rows={effort.scaled(ROWS)}", f"--iters={effort.scaled(30)}", f"--rounds={effort.rounds}")
         sizes = ",".join(map(str, goals))
         names = [name for name in present if name != "mooncake" or transport == "tcp"]
         compare = [f"--compare={','.join(names)}"] if names else []

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from crossrail_tools.report import WriteError, capture_environment, compact, console, table, write_text
-from harness import Outcome, Scenario, Terms, refusal
+from harness import Effort, Outcome, Scenario, refusal
 from scenarios import SCENARIOS
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,7 +33,7 @@ DETAILED = ("rails-uneven.json",)
 def main() -> int:
     """Runs the scenarios asked for; gives the exit code."""
     arguments = _arguments()
-    terms = Terms(rounds=1 if arguments.quick else arguments.rounds, quick=arguments.quick)
+    effort = Effort(rounds=1 if arguments.quick else arguments.rounds, quick=arguments.quick)
     out = console()
     talk = console(stderr=True)
     results: Path | None = arguments.results or (None if arguments.quick else RESULTS)
@@ -45,7 +45,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
         for scenario in arguments.only:
             talk.print(f"{scenario.name}: {scenario.summary}")
-            found = _run(scenario, terms, Path(scratch))
+            found = _run(scenario, effort, Path(scratch))
             outcomes += found.outcomes
             if results is not None and found.failed and (results / f"{scenario.name}.json").exists():
                 talk.print(f"{scenario.name} failed: {results / scenario.name}.json stays as it was")
@@ -93,10 +93,10 @@ class _Found:
         self.failed = any(outcome.failed for outcome in outcomes)
 
 
-def _run(scenario: Scenario, terms: Terms, scratch: Path) -> _Found:
+def _run(scenario: Scenario, effort: Effort, scratch: Path) -> _Found:
     """Runs one scenario; one that cannot run becomes a row that says why."""
     try:
-        outcomes, data = scenario.run(terms, scratch)
+        outcomes, data = scenario.run(effort, scratch)
     except Exception as error:
         if not isinstance(error, (RuntimeError, AssertionError, OSError)):
             traceback.print_exc()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from findings import Found, Terms
+from findings import Effort, ScenarioResults
 from steps import gpu_count
 
 from crossrail_tools.report import PeerResult, Row, averaged, counted, format_bytes, median
@@ -29,48 +29,48 @@ LIMIT = "20s"
 """Timeout of every wait, also of kernels for another rank, so that a scenario always ends by itself."""
 
 
-def decode(terms: Terms, found: Found) -> None:
+def decode(effort: Effort, found: ScenarioResults) -> None:
     """128 tokens, top-8 of 288 experts, fp8 there and bf16 back: against DeepEP's low latency mode, NCCL beside."""
-    peers = (V1, DROP_IN) if terms.quick else (V1, DROP_IN, "nccl")
-    rows = found.ours(terms, *ep("decode", terms, 200), f"--compare={','.join(peers)}", f"--rounds={terms.rounds}")
-    found.outcomes += decode_outcomes(rows, found.trouble(V1))
-    if not terms.quick:
-        few = found.ours(terms, *ep("decode", terms, 50), f"--compare={V1}", "--rounds=1", "--sweep=tokens=1,8,32")
+    peers = (V1, DROP_IN) if effort.quick else (V1, DROP_IN, "nccl")
+    rows = found.ours(effort, *ep("decode", effort, 200), f"--compare={','.join(peers)}", f"--rounds={effort.rounds}")
+    found.outcomes += decode_outcomes(rows, found.failure_reason(V1))
+    if not effort.quick:
+        few = found.ours(effort, *ep("decode", effort, 50), f"--compare={V1}", "--rounds=1", "--sweep=tokens=1,8,32")
         found.outcomes += [
-            events(row, f"decode, {tokens(row)}, dispatch + combine, by events", None, V1, found.trouble(V1))
+            events(row, f"decode, {tokens(row)}, dispatch + combine, by events", None, V1, found.failure_reason(V1))
             for row in few
             if row.what == "e2e"
         ]
 
 
-def prefill(terms: Terms, found: Found) -> None:
+def prefill(effort: Effort, found: ScenarioResults) -> None:
     """4096 tokens, top-8 of 256 experts, both types: against DeepEP's normal mode."""
-    peers = (V1, DROP_IN) if terms.quick else (V1, DROP_IN, "nccl")
-    compare = (f"--compare={','.join(peers)}", f"--rounds={terms.rounds}", "--sweep=dtype=fp8,bf16")
-    rows = found.ours(terms, *ep("prefill", terms, 50), *compare)
-    found.outcomes += prefill_outcomes(rows, found.trouble(V1))
-    if not terms.quick:
-        cached = found.ours(terms, *ep("prefill", terms, 50), "--cached", "--mode=dispatch", "--sweep=dtype=fp8,bf16")
+    peers = (V1, DROP_IN) if effort.quick else (V1, DROP_IN, "nccl")
+    compare = (f"--compare={','.join(peers)}", f"--rounds={effort.rounds}", "--sweep=dtype=fp8,bf16")
+    rows = found.ours(effort, *ep("prefill", effort, 50), *compare)
+    found.outcomes += prefill_outcomes(rows, found.failure_reason(V1))
+    if not effort.quick:
+        cached = found.ours(effort, *ep("prefill", effort, 50), "--cached", "--mode=dispatch", "--sweep=dtype=fp8,bf16")
         found.outcomes += [shown(row, f"prefill, dispatch {row.dtype}, cached handle") for row in cached]
 
 
-def sms(terms: Terms, found: Found) -> None:
+def sms(effort: Effort, found: ScenarioResults) -> None:
     """Fewer and more multiprocessors, both presets."""
-    numbers = "8,16,32,132" if terms.quick else "4,8,12,16,20,24,32,48,64,96,132"
+    numbers = "8,16,32,132" if effort.quick else "4,8,12,16,20,24,32,48,64,96,132"
     for preset in ("prefill", "decode"):
         options = ("--mode=dispatch,combine", f"--sweep=num-sms={numbers}")
-        found.outcomes += sms_outcomes(found.ours(terms, *ep(preset, terms, 50), *options), preset, found.failures)
+        found.outcomes += sms_outcomes(found.ours(effort, *ep(preset, effort, 50), *options), preset, found.failures)
 
 
-def sweep(terms: Terms, found: Found) -> None:
+def sweep(effort: Effort, found: ScenarioResults) -> None:
     """Each number of the presets changed alone: shown, and every shape verified.
 
     Shapes that need other kernels run in a command of their own, so that a failure does not affect the rest.
     """
     for preset in ("decode", "prefill"):
-        for what, values in (QUICK_SWEEPS if terms.quick else SWEEPS)[preset].items():
+        for what, values in (QUICK_SWEEPS if effort.quick else SWEEPS)[preset].items():
             sweeps = [f"--sweep={name}={numbers}" for name, numbers in values.items()]
-            rows = found.ours(terms, *ep(preset, terms, 30), *sweeps)
+            rows = found.ours(effort, *ep(preset, effort, 30), *sweeps)
             if not rows:
                 found.outcomes.append(failed(f"sweep of {preset}, {what}", "shown", found.failures))
             found.outcomes += [shown(row, f"{preset}, {said(row)}") for row in rows if row.what == "e2e"]
@@ -102,13 +102,13 @@ QUICK_SWEEPS = {
 }
 
 
-def control(terms: Terms, found: Found) -> None:
+def control(effort: Effort, found: ScenarioResults) -> None:
     """A buffer's life with the decode preset's numbers, its kernels compiled anew and cached.
 
     Where there are fewer GPUs than the preset has ranks, also that of so many ranks that share them.
     """
     numbers = ("--experts-per-rank=72", "--tokens=128", "--hidden=7168", "--topk=8", f"--timeout={LIMIT}")
-    rounds = (f"--rounds={terms.scaled(20, 5)}", "--warmup=2")
+    rounds = (f"--rounds={effort.scaled(20, 5)}", "--warmup=2")
     turns: list[tuple[str, tuple[str, ...], float | None]] = [
         ("kernels compiled anew, CUDA started too", ("--rounds=1", "--warmup=0"), None),
         ("kernels cached", rounds, CONTROL_MS),
@@ -118,7 +118,7 @@ def control(terms: Terms, found: Found) -> None:
         turns.append((f"kernels cached, on {gpus} GPUs", (*rounds, f"--num-processes={RANKS}"), CONTROL_MS))
     with tempfile.TemporaryDirectory(prefix="crossrail-cache-") as cache:
         for what, options, goal in turns:
-            rows = found.ours(terms, "control", "--device=cuda", *numbers, *options, CROSSRAIL_CACHE_DIR=cache)
+            rows = found.ours(effort, "control", "--device=cuda", *numbers, *options, CROSSRAIL_CACHE_DIR=cache)
             unit = "ranks" if "--num-processes" in " ".join(options) else "GPUs"
             found.outcomes.append(control_outcome(rows, what, goal, found.failures, unit))
 
@@ -127,9 +127,9 @@ RANKS = 4
 """Of the presets."""
 
 
-def ep(preset: str, terms: Terms, iters: int) -> tuple[str, ...]:
+def ep(preset: str, effort: Effort, iters: int) -> tuple[str, ...]:
     """The options of `crossrail bench` that every scenario has."""
-    few = max(iters // 5, 10) if terms.quick else iters
+    few = max(iters // 5, 10) if effort.quick else iters
     counts = (f"--iters={few}", f"--warmup={max(few // 10, 3)}", f"--timeout={LIMIT}")
     return ("ep", "--device=cuda", f"--preset={preset}", *counts)
 

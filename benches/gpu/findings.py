@@ -26,7 +26,7 @@ DETAILS = ("iterations", "messages", "expert_tokens")
 
 
 @dataclass(frozen=True)
-class Terms:
+class Effort:
     """The amount of work, and a folder for intermediate files."""
 
     scratch: Path
@@ -38,7 +38,7 @@ class Terms:
         return max(count // 10, least) if self.quick else count
 
 
-class Found:
+class ScenarioResults:
     """Results of a scenario: table lines, our reports, and the peers' output of each turn.
 
     Its file is rewritten after each command, so that an interrupted scenario keeps its partial results."""
@@ -52,10 +52,10 @@ class Found:
         self.peers: dict[str, list[dict[str, Any]]] = {}
         self.more: dict[str, Any] = {}
 
-    def ours(self, terms: Terms, *options: str, **settings: str) -> list[Row]:
+    def ours(self, effort: Effort, *options: str, **settings: str) -> list[Row]:
         """Runs `crossrail bench`; keeps the report, or why there is none: then there are no rows."""
         try:
-            self.reports.append(bench(terms.scratch, *options, settings=settings))
+            self.reports.append(bench(effort.scratch, *options, settings=settings))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(error, file=sys.stderr)
             self.failures.append(str(error))
@@ -73,11 +73,11 @@ class Found:
         rows: list[dict[str, Any]] = said.get("rows", [])
         return rows
 
-    def trouble(self, name: str) -> str:
+    def failure_reason(self, name: str) -> str:
         """Reason for a missing figure of ours, or of a peer."""
-        return self.failures[-1] if self.failures else f"{name}: {self.silence(name)}"
+        return self.failures[-1] if self.failures else f"{name}: {self.missing_reason(name)}"
 
-    def silence(self, name: str) -> str:
+    def missing_reason(self, name: str) -> str:
         """Why there is no figure of a peer."""
         said = [turn["error"] for turn in self.peers.get(name, []) if "error" in turn]
         return str(said[-1]) if said else "it was not run"
@@ -85,7 +85,7 @@ class Found:
     def save(self) -> None:
         """Writes the file."""
         rows = [row for report in self.reports for row in json.loads(report.dumps())["rows"]]
-        thin(rows)
+        drop_details(rows)
         versions = [report.environment.peers for report in self.reports]
         versions += [turn.get("versions", {}) for turns in self.peers.values() for turn in turns]
         peers = {name: version for each in versions for name, version in each.items()}
@@ -103,7 +103,7 @@ class Found:
         self.out.write_text(compact(data, pack=True))
 
 
-def thin(rows: Iterable[dict[str, Any]]) -> None:
+def drop_details(rows: Iterable[dict[str, Any]]) -> None:
     """Drops per-transfer and per-message details from all rows but the first with them; samples stay in all rows."""
     for detail in DETAILS:
         for row in [row for row in rows if row.get(detail)][1:]:

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import experts  # noqa: E402
-from findings import Found, Terms, peer  # noqa: E402
+from findings import Effort, ScenarioResults, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, time_against, unpacked  # noqa: E402
 from kv import kv  # noqa: E402
@@ -48,29 +48,29 @@ def of_size(rows: Iterable[Mapping[str, Any]], size: int) -> list[Mapping[str, A
     return [row for row in rows if row["size"] == size]
 
 
-def pair(terms: Terms, found: Found) -> None:
+def pair(effort: Effort, found: ScenarioResults) -> None:
     """One pair over NVLink, many in flight and one at a time, and both ways at once, against the copy engine."""
-    iters, more = f"--iters={terms.scaled(10)}", f"--iters={terms.scaled(50)}"
+    iters, more = f"--iters={effort.scaled(10)}", f"--iters={effort.scaled(50)}"
     many, single, both = [], [], []
-    for _ in range(terms.rounds):
+    for _ in range(effort.rounds):
         common = ("--device=cuda:0,cuda:1", "--transport=cuda_ipc", "--warmup=2")
-        ours = found.ours(terms, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=16", iters)
+        ours = found.ours(effort, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=16", iters)
         engine = ("--what=pair", f"--sizes={sizes(BIG)}")
         many.append((ours, found.peer("copies", "copies.py", *engine, "--window=16", iters)))
-        ours = found.ours(terms, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=1", more)
+        ours = found.ours(effort, "bandwidth", *common, f"--sizes={sizes(BIG)}", "--window=1", more)
         single.append((ours, found.peer("copies", "copies.py", *engine, "--window=1", more)))
         mesh = ("mesh", "--devices=cuda:0,cuda:1", "--transport=cuda_ipc", "--size=64M", "--window=16", iters)
-        both.append((found.ours(terms, *mesh), found.peer("both", "copies.py", "--what=both", "--window=16", iters)))
+        both.append((found.ours(effort, *mesh), found.peer("both", "copies.py", "--what=both", "--window=16", iters)))
     for turns, how in ((many, "16 under way"), (single, "one at a time")):
         for size in BIG:
             rates = [row.gb_per_s or 0.0 for ours, _ in turns for row in ours if row.size == size]
             theirs = [copied(row) for _, rows in turns for row in of_size(rows, size)]
             work = f"NVLink, one pair, {format_size(size)}, {how}"
-            found.outcomes.append(rate_against(work, rates, theirs, 0.97, ENGINE, found.trouble("copies")))
+            found.outcomes.append(rate_against(work, rates, theirs, 0.97, ENGINE, found.failure_reason("copies")))
     rates = [rate for ours, _ in both for rate in together(ours)]
     theirs = [float(row["gb_per_s"]) for _, rows in both for row in rows]
     work = "NVLink, both ways at once, 64M, the slower GPU"
-    found.outcomes.append(rate_against(work, rates, theirs, 0.97, ENGINE, found.trouble("both")))
+    found.outcomes.append(rate_against(work, rates, theirs, 0.97, ENGINE, found.failure_reason("both")))
 
 
 def copied(row: Mapping[str, Any]) -> float:
@@ -86,7 +86,7 @@ def together(rows: Sequence[Row]) -> list[float]:
     return [min(rates)] if rates else []
 
 
-def latency(terms: Terms, found: Found) -> None:
+def latency(effort: Effort, found: ScenarioResults) -> None:
     """Small transfers between two GPUs, one way, against NCCL and beside NIXL."""
     sends: dict[int, list[float]] = {size: [] for size in SMALL}
     writes: dict[int, list[float]] = {size: [] for size in SMALL}
@@ -94,11 +94,11 @@ def latency(terms: Terms, found: Found) -> None:
     peers: dict[str, dict[int, list[float]]] = {
         name: {size: [] for size in SMALL} for name in ("graph", "wall", "nixl")
     }
-    counts = (f"--iters={terms.scaled(2000)}", "--warmup=50")
-    few = (f"--sizes={sizes(SMALL)}", f"--iters={terms.scaled(200)}", "--warmup=20")
-    for turn in range(terms.rounds):
+    counts = (f"--iters={effort.scaled(2000)}", "--warmup=50")
+    few = (f"--sizes={sizes(SMALL)}", f"--iters={effort.scaled(200)}", "--warmup=20")
+    for turn in range(effort.rounds):
         common = ("--device=cuda:0,cuda:1", "--transport=cuda_ipc", "--op=both")
-        for row in found.ours(terms, "latency", *common, f"--sizes={sizes(SMALL)}", *counts):
+        for row in found.ours(effort, "latency", *common, f"--sizes={sizes(SMALL)}", *counts):
             (writes if row.what == "write" else sends)[row.size].append(row.p50_us or 0.0)
         for said in found.peer("puts", "../puts.py", *few):
             puts[said["size"]].append(statistics.median(said["samples_us"]))
@@ -109,25 +109,25 @@ def latency(terms: Terms, found: Found) -> None:
         for said in found.peer("nixl", "nixl.py", *few, *thread):
             peers["nixl"][said["size"]].append(statistics.median(said["samples_us"]))
     kinds = {"write, seen by the host": writes, "put, seen by the GPU": puts, "send": sends}
-    silent = {"nixl": found.silence("nixl")}
+    silent = {"nixl": found.missing_reason("nixl")}
     for kind, mine in kinds.items():
         for size in SMALL:
             work = f"NVLink, {format_size(size)}, {kind}, one way"
             theirs = {name: figures[size] for name, figures in peers.items()}
             goal, like = None if kind == "send" else LATENCY_GOAL, "graph" if mine is puts else "wall"
-            why = found.trouble("nccl" if mine[size] else "puts")
+            why = found.failure_reason("nccl" if mine[size] else "puts")
             found.outcomes.append(as_latency(work, mine[size], theirs, like, goal, why, silent))
 
 
-def mesh(terms: Terms, found: Found) -> None:
+def mesh(effort: Effort, found: ScenarioResults) -> None:
     """Every GPU to every other at once, beside copy engines alone and NCCL."""
     gpus = gpu_count()[0]
-    iters = f"--iters={terms.scaled(20, least=5)}"
+    iters = f"--iters={effort.scaled(20, least=5)}"
     command = ("mesh", "--devices=all", "--transport=cuda_ipc", "--size=64M", "--window=16", iters)
     rates: list[float] = []
     engines, nccl, copies = [], [], Counter[str]()
-    for _ in range(terms.rounds):
-        rows = found.ours(terms, *command)
+    for _ in range(effort.rounds):
+        rows = found.ours(effort, *command)
         rates += together(rows)
         for row in rows:
             copies.update(row.copies)
@@ -138,11 +138,11 @@ def mesh(terms: Terms, found: Found) -> None:
         nccl += [float(row["gb_per_s"]) for row in said]
     work, to_reach = f"all {gpus} GPUs to all, 64M each, 16 under way, the slowest GPU", ">= 330 GB/s per GPU on 4"
     if not rates:
-        found.outcomes.append(Outcome(work, "-", to_reach, failed=True, notes=[found.trouble("copies")]))
+        found.outcomes.append(Outcome(work, "-", to_reach, failed=True, notes=[found.failure_reason("copies")]))
         return
     ours = median(rates)
-    notes = [f"NCCL: {format_rate(median(nccl)) if nccl else found.trouble('nccl')}"]
-    notes.append(f"the peer is {ENGINE} alone" if engines else found.trouble("copies"))
+    notes = [f"NCCL: {format_rate(median(nccl)) if nccl else found.failure_reason('nccl')}"]
+    notes.append(f"the peer is {ENGINE} alone" if engines else found.failure_reason("copies"))
     notes.append(f"copies: {copies['by_engine']} by copy engines")
     shown = format_rate(median(engines)) if engines else "-"
     ratio = f"{ours / median(engines):.2f}" if engines else "-"
@@ -150,12 +150,12 @@ def mesh(terms: Terms, found: Found) -> None:
     found.outcomes.append(Outcome(work, format_rate(ours), to_reach, shown, ratio, met, notes=notes))
 
 
-def unpack(terms: Terms, found: Found) -> None:
+def unpack(effort: Effort, found: ScenarioResults) -> None:
     """The unpack kernel and its two rivals beside contiguous copies, from device and pinned memory."""
     for source in ("device", "pinned"):
         options = ("unpack", "--device=cuda:0", "--size=64M", "--fragments=4K,16K,64K", f"--from={source}")
-        rows = found.ours(terms, *options)
-        found.outcomes += unpacked(rows, source, {"device": 0.8, "pinned": 0.9}[source], found.trouble("unpack"))
+        rows = found.ours(effort, *options)
+        found.outcomes += unpacked(rows, source, {"device": 0.8, "pinned": 0.9}[source], found.failure_reason("unpack"))
 
 
 COLLECTIVE_SMALL = (8, 1 << 10, 64 << 10)
@@ -174,7 +174,7 @@ FOUR_RAILS_GOAL = 1.3
 """Times NCCL's tuned sockets, over four rails; over one rail, and in latency, 1."""
 
 
-def nccl(terms: Terms, found: Found) -> None:
+def nccl(effort: Effort, found: ScenarioResults) -> None:
     """NCCL's collectives over our network plugin, against NCCL over sockets as it comes and tuned."""
     from crossrail.nccl import environment
 
@@ -186,9 +186,9 @@ def nccl(terms: Terms, found: Found) -> None:
     ways[MANY] = {**ways[rails_name(4)], "CROSSRAIL_CHANNELS": "4"}
     ways["shm"] = {**own, "CROSSRAIL_TLS": "shm"}
     every = sizes((*COLLECTIVE_SMALL, *COLLECTIVE_BIG))
-    counts = (f"--sizes={every}", f"--iters={terms.scaled(10, least=4)}", "--warmup=2")
+    counts = (f"--sizes={every}", f"--iters={effort.scaled(10, least=4)}", "--warmup=2")
     rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    for _ in range(terms.rounds):
+    for _ in range(effort.rounds):
         for way, settings in ways.items():
             rows[way] += found.peer(way, "nccl.py", "--what=collectives", *counts, **settings)
     for what in ("all_reduce", "all_to_all"):
@@ -201,7 +201,7 @@ def rails_name(count: int) -> str:
     return f"Crossrail, {count} rail{'s' * (count > 1)}"
 
 
-def collectives(what: str, way: str, rows: Mapping[str, list[dict[str, Any]]], found: Found) -> list[Outcome]:
+def collectives(what: str, way: str, rows: Mapping[str, list[dict[str, Any]]], found: ScenarioResults) -> list[Outcome]:
     """Lines of one collective over one of our ways: latencies of small sizes, bus bandwidth of large ones."""
 
     def figures(way: str, size: int, field: str) -> list[float]:
@@ -214,7 +214,7 @@ def collectives(what: str, way: str, rows: Mapping[str, list[dict[str, Any]]], f
         small, judged = size in COLLECTIVE_SMALL, way not in SHOWN
         field = "samples_us" if small else "gb_per_s"
         ours = figures(way, size, field)
-        why = "; ".join(f"{name}: {found.silence(name)}" for name in (way, *NCCL_VARIANTS) if not rows[name])
+        why = "; ".join(f"{name}: {found.missing_reason(name)}" for name in (way, *NCCL_VARIANTS) if not rows[name])
         for name in NCCL_VARIANTS:
             goal = (
                 None if not judged or name != TUNED else FOUR_RAILS_GOAL if way == rails_name(4) and not small else 1.0
@@ -226,10 +226,10 @@ def collectives(what: str, way: str, rows: Mapping[str, list[dict[str, Any]]], f
     return outcomes
 
 
-def memory(terms: Terms, found: Found) -> None:
+def memory(effort: Effort, found: ScenarioResults) -> None:
     """GPU memory that transfers use beyond the caller's buffers."""
     for way in ("tcp", "cuda_ipc") if gpu_count()[0] > 1 else ("tcp",):
-        said = peer("../memory.py", f"--way={way}", f"--transfers={terms.scaled(100)}")
+        said = peer("../memory.py", f"--way={way}", f"--transfers={effort.scaled(100)}")
         found.more.setdefault("memory", {})[way] = said
         work = f"GPU memory beyond buffers, {way}"
         to_reach = "<= 64 MiB (modules, streams), no growth, nothing left but what the driver keeps"
@@ -247,7 +247,7 @@ def memory(terms: Terms, found: Found) -> None:
         found.outcomes.append(Outcome(work, ours, to_reach, met=None if failed else met, failed=failed, notes=notes))
 
 
-SCENARIOS: dict[str, tuple[Callable[[Terms, Found], None], float, int]] = {
+SCENARIOS: dict[str, tuple[Callable[[Effort, ScenarioResults], None], float, int]] = {
     # name: what it is, its limit in seconds, how many GPUs it needs
     "pair": (pair, 180, 2),
     "latency": (latency, 180, 2),
@@ -285,12 +285,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = Found(arguments.pack, arguments.out)
+    found = ScenarioResults(arguments.pack, arguments.out)
     run = SCENARIOS[arguments.name][0]
     with tempfile.TemporaryDirectory(prefix="crossrail-bench-") as scratch:
-        terms = Terms(Path(scratch), arguments.rounds, arguments.quick)
+        effort = Effort(Path(scratch), arguments.rounds, arguments.quick)
         try:
-            run(terms, found)
+            run(effort, found)
         except Exception as error:
             if not isinstance(error, (RuntimeError, OSError, subprocess.TimeoutExpired)):
                 traceback.print_exc()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experts import DROP_IN, V1
-from findings import Found, Terms
+from findings import Effort, ScenarioResults
 from steps import gpu_count
 
 from crossrail_tools.report import counted
@@ -21,12 +21,12 @@ SCRIPT = "host_calls.py"
 Rows = Sequence[Mapping[str, Any]]
 
 
-def hosts(terms: Terms, found: Found) -> None:
+def hosts(effort: Effort, found: ScenarioResults) -> None:
     """Every calling pattern at 1, 8 and 128 tokens: ours and DeepEP V1 by the same program."""
-    options = (f"--tokens={','.join(map(str, LOOP_GOALS))}", f"--iters={terms.scaled(20, 3)}", ranks())
+    options = (f"--tokens={','.join(map(str, LOOP_GOALS))}", f"--iters={effort.scaled(20, 3)}", ranks())
     ours = found.peer(DROP_IN, SCRIPT, "--module=crossrail.deep_ep", *options, **QUIET)
     theirs = found.peer(V1, SCRIPT, "--module=deep_ep", *options, **QUIET)
-    found.outcomes += host_outcomes(ours, theirs, found.silence(DROP_IN), found.silence(V1))
+    found.outcomes += host_outcomes(ours, theirs, found.missing_reason(DROP_IN), found.missing_reason(V1))
 
 
 def ranks() -> str:

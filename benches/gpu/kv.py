@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from findings import Found, Terms
+from findings import Effort, ScenarioResults
 from judging import Outcome, rate_against
 from sharing import shared
 from steps import gpu_count
@@ -20,7 +20,7 @@ GOALS_US = {True: 800.0, False: 1200.0}
 JUDGED_ROWS = 131_304
 
 
-def kv(terms: Terms, found: Found) -> None:
+def kv(effort: Effort, found: ScenarioResults) -> None:
     """CollectiveX's grid, pull and push, and as many bytes in one row.
 
     NIXL takes part at 1k tokens: a transfer of more takes it seconds.
@@ -30,15 +30,15 @@ def kv(terms: Terms, found: Found) -> None:
         "--preset=dsv4",
         "--page=16,64",
         "--device=cuda:0" if one_gpu else "--device=cuda:0,cuda:1",
-        f"--rounds={terms.rounds}",
-        f"--iters={terms.scaled(8)}",
+        f"--rounds={effort.rounds}",
+        f"--iters={effort.scaled(8)}",
     )
     for way, *grid in (
         ("cuda_ipc", "--isl=8K,32K", "--bulk"),
         ("cuda_ipc", "--isl=1K", "--compare=nixl"),
         ("tcp", "--isl=1K", "--compare=nixl"),
     ):
-        for row in found.ours(terms, "kv", *common, *grid, f"--transport={way}"):
+        for row in found.ours(effort, "kv", *common, *grid, f"--transport={way}"):
             found.outcomes += compared(row, one_gpu)
         if found.failures:
             found.outcomes.append(Outcome(f"pages, {way}", "-", "to run", failed=True, notes=[found.failures.pop()]))

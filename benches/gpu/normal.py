@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experts import DROP_IN, V1
-from findings import Found, Terms
+from findings import Effort, ScenarioResults
 from hosts import QUIET
 
 from crossrail_tools.report import counted
@@ -35,9 +35,9 @@ Rows = Sequence[Mapping[str, Any]]
 Table = dict[tuple[int, str, str], Mapping[str, Any]]
 
 
-def normal(terms: Terms, found: Found) -> None:
+def normal(effort: Effort, found: ScenarioResults) -> None:
     """8, 128 and 4096 tokens, both types of rows."""
-    iters = f"--iters={terms.scaled(20, 5)}"
+    iters = f"--iters={effort.scaled(20, 5)}"
     rows: dict[str, list[dict[str, Any]]] = {}
     environment = environment_of_v2(folder_of_v2())
     for name, module, version in (
@@ -52,7 +52,7 @@ def normal(terms: Terms, found: Found) -> None:
             listed = ",".join(map(str, tokens))
             options = (f"--module={module}", f"--version={version}", f"--tokens={listed}", iters)
             rows.setdefault(name, []).extend(found.peer(name, SCRIPT, *options, **theirs))
-    found.outcomes += normal_outcomes(rows, {name: found.silence(name) for name in rows})
+    found.outcomes += normal_outcomes(rows, {name: found.missing_reason(name) for name in rows})
 
 
 def folder_of_v2() -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 
-from findings import Found, Terms
+from findings import Effort, ScenarioResults
 from judging import Outcome, staged, time_against
 from sharing import rank_devices, two_ranks
 
@@ -54,22 +54,22 @@ WARMUP = "--warmup=12"
 Rates = dict[int, list[float]]
 
 
-def tcp(terms: Terms, found: Found) -> None:
+def tcp(effort: Effort, found: ScenarioResults) -> None:
     """GPU to GPU over loopback rails in each unpack mode, against NCCL over sockets and our own host memory."""
     two = two_ranks()
-    best = best_of_sockets(terms, found) if two else PLAIN
+    best = best_of_sockets(effort, found) if two else PLAIN
     plain: Rates = {size: [] for size in LARGE}
     tuned: Rates = {size: [] for size in LARGE}
-    gpu = {(size, *way): list[float]() for size in LARGE for way in modes(size, terms.quick)}
+    gpu = {(size, *way): list[float]() for size in LARGE for way in modes(size, effort.quick)}
     host = {(size, count): list[float]() for size in LARGE for count in COUNTS}
-    for turn in range(terms.rounds):
+    for turn in range(effort.rounds):
         for size, count in host:
-            host[size, count] += p2p(terms, found, size, count)
+            host[size, count] += p2p(effort, found, size, count)
         for size, count, mode in gpu:
             # Modes that are not used unless asked for are shown, not judged: one turn will do.
             if turn == 0 or mode == MODES[0]:
                 gpu[size, count, mode] += p2p(
-                    terms, found, size, count, f"--device={rank_devices()}", f"--unpack={mode}"
+                    effort, found, size, count, f"--device={rank_devices()}", f"--unpack={mode}"
                 )
         if two:
             for rates, variant in ((plain, PLAIN), (tuned, best)):
@@ -79,9 +79,9 @@ def tcp(terms: Terms, found: Found) -> None:
         ours = {(count, mode): rates for (each, count, mode), rates in gpu.items() if each == size}
         own = {count: host[size, count] for count in COUNTS}
         nccl = (plain[size], tuned[size]) if two else None
-        found.outcomes += staged(format_size(size), ours, own, nccl, goals, best, found.trouble("nccl"))
+        found.outcomes += staged(format_size(size), ours, own, nccl, goals, best, found.failure_reason("nccl"))
     if two:
-        found.outcomes += small(terms, found, best)
+        found.outcomes += small(effort, found, best)
 
 
 def modes(size: int, quick: bool) -> list[tuple[int, str]]:
@@ -95,10 +95,10 @@ def modes(size: int, quick: bool) -> list[tuple[int, str]]:
     ]
 
 
-def p2p(terms: Terms, found: Found, size: int, count: int, *options: str) -> list[float]:
+def p2p(effort: Effort, found: ScenarioResults, size: int, count: int, *options: str) -> list[float]:
     """GB/s of our transfers, one at a time, over so many rails."""
     common = ("p2p", f"--size={format_size(size)}", f"--iters={LARGE[size][0]}", WARMUP, "--transport=tcp")
-    return [row.gb_per_s or 0.0 for row in found.ours(terms, *common, on_rails(count), *options)]
+    return [row.gb_per_s or 0.0 for row in found.ours(effort, *common, on_rails(count), *options)]
 
 
 def on_rails(count: int) -> str:
@@ -106,16 +106,16 @@ def on_rails(count: int) -> str:
     return f"--rails={','.join(RAILS[:count])}"
 
 
-def best_of_sockets(terms: Terms, found: Found) -> str:
+def best_of_sockets(effort: Effort, found: ScenarioResults) -> str:
     """The variant that NCCL is fastest with."""
     rates = {
         name: max((rate for _, rate in over_sockets(found, name)), default=0.0)
-        for name in (QUICK_VARIANTS if terms.quick else VARIANTS)
+        for name in (QUICK_VARIANTS if effort.quick else VARIANTS)
     }
     return max(rates, key=lambda name: rates[name])
 
 
-def over_sockets(found: Found, variant: str) -> list[tuple[int, float]]:
+def over_sockets(found: ScenarioResults, variant: str) -> list[tuple[int, float]]:
     """Sizes and GB/s of NCCL over sockets, one message at a time, as p2p moves them."""
     sizes = ",".join(map(format_size, LARGE))
     counts = (f"--sizes={sizes}", "--window=1", f"--iters={LARGE[min(LARGE)][0]}", WARMUP)
@@ -123,21 +123,21 @@ def over_sockets(found: Found, variant: str) -> list[tuple[int, float]]:
     return [(row["size"], float(row["gb_per_s"])) for row in rows]
 
 
-def small(terms: Terms, found: Found, best: str) -> list[Outcome]:
+def small(effort: Effort, found: ScenarioResults, best: str) -> list[Outcome]:
     """Short messages between GPUs, half a round trip, by a host that waits for each."""
     sizes = f"--sizes={','.join(map(format_size, SMALL))}"
-    counts = (f"--iters={terms.scaled(200)}", "--warmup=20")
+    counts = (f"--iters={effort.scaled(200)}", "--warmup=20")
     ours: Rates = {size: [] for size in SMALL}
     theirs: dict[str, Rates] = {variant: {size: [] for size in SMALL} for variant in dict.fromkeys((PLAIN, best))}
-    for _ in range(terms.rounds):
+    for _ in range(effort.rounds):
         options = (f"--device={rank_devices()}", "--transport=tcp", on_rails(1), sizes, *counts)
-        for row in found.ours(terms, "latency", *options):
+        for row in found.ours(effort, "latency", *options):
             ours[row.size].append(row.p50_us or 0.0)
         for variant, times in theirs.items():
             settings = {**SOCKETS, **VARIANTS[variant]}
             for said in found.peer("nccl", "nccl.py", "--what=latency", sizes, *counts, **settings):
                 times[said["size"]].append(statistics.median(said["wall_us"]))
-    return list(short(ours, theirs, best, found.trouble("nccl")))
+    return list(short(ours, theirs, best, found.failure_reason("nccl")))
 
 
 def short(ours: Rates, theirs: Mapping[str, Rates], best: str, why_none: str) -> Iterable[Outcome]:

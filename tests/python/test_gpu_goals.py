@@ -158,9 +158,9 @@ class Machine:
         return {"rows": [{**row, "size": size, "gb_per_s": rate} for size in ranks.sizes(given.get("--sizes", "64M"))]}
 
     def run(self, name: str, rounds: int = 2) -> dict[str, Any]:
-        terms = findings.Terms(self.folder, rounds)
-        found = findings.Found(self.folder, self.folder / "out.json")
-        goals.SCENARIOS[name][0](terms, found)
+        effort = findings.Effort(self.folder, rounds)
+        found = findings.ScenarioResults(self.folder, self.folder / "out.json")
+        goals.SCENARIOS[name][0](effort, found)
         found.save()
         data: dict[str, Any] = json.loads((self.folder / "out.json").read_text())
         return data
@@ -281,7 +281,7 @@ def test_a_peer_that_fails_costs_its_rows_alone(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_peer_that_hung_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = findings.Found(tmp_path, tmp_path / "out.json")
+    found = findings.ScenarioResults(tmp_path, tmp_path / "out.json")
     runs: list[str] = []
     monkeypatch.setattr(findings, "peer", lambda script, *_: runs.append(script) or {"error": "hung", "hung": True})
     assert found.peer("nixl", "nixl.py", "--sizes=4K") == found.peer("nixl", "nixl.py", "--sizes=8K") == []
@@ -291,7 +291,7 @@ def test_a_peer_that_hung_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_details_of_transfers_are_kept_once() -> None:
     rows: list[dict[str, Any]] = [{"iterations": []}, {"iterations": [1], "samples_us": [1.0]}, {"iterations": [2]}]
-    findings.thin(rows)
+    findings.drop_details(rows)
     assert rows == [{"iterations": []}, {"iterations": [1], "samples_us": [1.0]}, {}]
 
 
