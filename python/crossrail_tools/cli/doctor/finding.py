@@ -83,7 +83,8 @@ class Check:
     """One row of the table of checks.
 
     ``tests``: what is tested and how; ``rule``: conditions of each severity; ``usual_fix``: a command or
-    advice; all three are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: the usual cause of a failure.
+    advice; all three are for `docs/doctor.md`. ``run`` may take ``limit_s`` seconds. ``because``: the usual cause of a
+    failure.
     """
 
     id: str
