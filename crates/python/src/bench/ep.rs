@@ -190,7 +190,7 @@ impl Alltoallv {
 }
 
 /// An array borrowed from Python for one call, with the GIL held throughout.
-struct Array(lent::Lent);
+struct Array(lent::BorrowedBytes);
 
 impl Array {
     fn read(object: &Bound<'_, PyAny>) -> PyResult<Array> {

@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyAny, PyDict, PyString, PyTuple};
 
-use super::layout::{Axes, Piece, Refusal, senseless};
+use super::layout::{Axes, Piece, Refusal, malformed};
 use crate::runtime::errors;
 
 /// A parsed `__cuda_array_interface__`.
@@ -28,7 +28,7 @@ pub(crate) fn described(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<
     };
     Ok(Some(match interface.cast::<PyDict>() {
         Ok(entries) => parse(entries),
-        Err(_) => Err(senseless("its __cuda_array_interface__ is no dictionary")),
+        Err(_) => Err(malformed("its __cuda_array_interface__ is no dictionary")),
     }))
 }
 
@@ -52,7 +52,7 @@ fn parse(entries: &Bound<'_, PyDict>) -> Result<Described, Refusal> {
     let stream = match entry(entries, "stream")? {
         Some(stream) if version >= 3 => match number(&stream, "stream")? {
             handle if handle > 0 => Some(handle.unsigned_abs()),
-            handle => return Err(senseless(&format!("stream {handle}"))),
+            handle => return Err(malformed(&format!("stream {handle}"))),
         },
         _ => None,
     };
@@ -61,12 +61,12 @@ fn parse(entries: &Bound<'_, PyDict>) -> Result<Described, Refusal> {
 
 /// An entry that is there and not None.
 fn entry<'py>(entries: &Bound<'py, PyDict>, name: &str) -> Result<Option<Bound<'py, PyAny>>, Refusal> {
-    let found = entries.get_item(name).map_err(|_| senseless(name))?;
+    let found = entries.get_item(name).map_err(|_| malformed(name))?;
     Ok(found.filter(|value| !value.is_none()))
 }
 
 fn wanted<'py>(entries: &Bound<'py, PyDict>, name: &str) -> Result<Bound<'py, PyAny>, Refusal> {
-    entry(entries, name)?.ok_or_else(|| senseless(&format!("its __cuda_array_interface__ has no {name}")))
+    entry(entries, name)?.ok_or_else(|| malformed(&format!("its __cuda_array_interface__ has no {name}")))
 }
 
 fn number(value: &Bound<'_, PyAny>, name: &str) -> Result<i64, Refusal> {
@@ -82,7 +82,7 @@ fn wrong(value: &Bound<'_, PyAny>, name: &str) -> Refusal {
     const SHOWN: usize = 60;
     let text = value.repr().map_or_else(|_| "something".to_owned(), |text| text.to_string());
     let cut: String = text.chars().take(SHOWN).collect();
-    senseless(&format!("{name} {cut}"))
+    malformed(&format!("{name} {cut}"))
 }
 
 fn data(value: &Bound<'_, PyAny>) -> Result<(u64, bool), Refusal> {

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use pyo3::{ffi, intern};
 
-use super::layout::{Axes, Piece, Refusal, Whose, senseless};
+use super::layout::{Axes, Owner, Piece, Refusal, malformed};
 use crate::runtime::errors;
 
 pub(crate) const HOST: i32 = 1;
@@ -131,10 +131,10 @@ pub(crate) struct Imported {
 impl Device {
     /// Host or CUDA GPU; error: the name of an unsupported device type. Pinned and managed memory are not told apart,
     /// because exporters report them inconsistently.
-    pub(crate) fn whose(self) -> Result<Whose, String> {
+    pub(crate) fn owner(self) -> Result<Owner, String> {
         match self.kind {
-            HOST | CUDA_HOST => Ok(Whose::Host),
-            CUDA | CUDA_MANAGED => u32::try_from(self.id).map(Whose::Gpu).map_err(|_| format!("cuda:{}", self.id)),
+            HOST | CUDA_HOST => Ok(Owner::Host),
+            CUDA | CUDA_MANAGED => u32::try_from(self.id).map(Owner::Gpu).map_err(|_| format!("cuda:{}", self.id)),
             kind => {
                 let known = OTHERS.iter().find(|(number, _)| *number == kind);
                 let name = known.map_or_else(|| format!("device type {kind}"), |(_, name)| (*name).to_owned());
@@ -173,10 +173,10 @@ impl Dtype {
 ///
 /// Raises UsageError, with the exporter's reason, if the call fails.
 pub(crate) fn device(object: &Bound<'_, PyAny>, operation: &str) -> PyResult<Option<Device>> {
-    said(object).map_err(|error| errors::refused(object, operation, error))
+    reported_device(object).map_err(|error| errors::refused(object, operation, error))
 }
 
-fn said(object: &Bound<'_, PyAny>) -> PyResult<Option<Device>> {
+fn reported_device(object: &Bound<'_, PyAny>) -> PyResult<Option<Device>> {
     let py = object.py();
     let Some(ask) = object.getattr_opt(intern!(py, "__dlpack_device__"))? else { return Ok(None) };
     if !object.hasattr(intern!(py, "__dlpack__"))? {
@@ -284,11 +284,11 @@ unsafe fn piece(lent: &DlTensor) -> Result<(Piece, Vec<i64>), Refusal> {
             (_, false) => Some(std::slice::from_raw_parts(first, ndim).to_vec()),
         }
     };
-    let shape = listed(lent.shape).ok_or_else(|| senseless(&format!("{ndim} axes and no shape")))?;
+    let shape = listed(lent.shape).ok_or_else(|| malformed(&format!("{ndim} axes and no shape")))?;
     let strides = listed(lent.strides);
     let bits = u64::from(lent.dtype.bits) * u64::from(lent.dtype.lanes);
     let at = (lent.data as usize as u64).checked_add(lent.byte_offset);
-    let at = at.ok_or_else(|| senseless(&format!("an offset of {} bytes", lent.byte_offset)))?;
+    let at = at.ok_or_else(|| malformed(&format!("an offset of {} bytes", lent.byte_offset)))?;
     let axes = Axes { shape, strides, unit: 1 };
     let piece = axes.piece(if lent.data.is_null() { 0 } else { at }, bits)?;
     Ok((piece, axes.shape))

@@ -24,18 +24,18 @@ struct Table {
     _former: *const Table,
     /// Functions that allocate, lend and take tensors.
     _others: [*const c_void; 3],
-    look: Option<Look>,
+    describe: Option<DescribeFn>,
 }
 
 /// `(object, out) -> code`: describes a tensor, which keeps its memory; -1 with a Python exception.
-type Look = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
+type DescribeFn = unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int;
 
 /// Reads the metadata of tensors of one class, by that class's exchange table.
 #[derive(Clone, Copy)]
-pub(crate) struct Exchange(Look);
+pub(crate) struct Exchange(DescribeFn);
 
 /// Metadata of a tensor, borrowed: valid until the tensor is modified.
-pub(crate) struct Seen<'a> {
+pub(crate) struct TensorMeta<'a> {
     pub(crate) address: u64,
     pub(crate) device: Device,
     pub(crate) dtype: Dtype,
@@ -59,32 +59,33 @@ impl Exchange {
             return None;
         }
         // SAFETY: as above, and the table is of this version.
-        unsafe { (*table).look }.map(Exchange)
+        unsafe { (*table).describe }.map(Exchange)
     }
 
     /// Reads the metadata of `tensor`; None if the table's function fails.
     ///
     /// # Safety
     /// The object must be of exactly the class that has this table.
-    pub(crate) unsafe fn look<'a>(self, tensor: &'a Bound<'_, PyAny>) -> Option<Seen<'a>> {
+    pub(crate) unsafe fn describe<'a>(self, tensor: &'a Bound<'_, PyAny>) -> Option<TensorMeta<'a>> {
         let (device, dtype) = (Device { kind: 0, id: 0 }, Dtype { code: 0, bits: 0, lanes: 0 });
         let (data, shape, strides) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
-        let mut said = DlTensor { data, device, ndim: 0, dtype, shape, strides, byte_offset: 0 };
-        // SAFETY: the caller vouches for the class; `said` is a valid out pointer, and the GIL is held.
-        if unsafe { (self.0)(tensor.as_ptr().cast(), &mut said) } != 0 {
+        let mut tensor_out = DlTensor { data, device, ndim: 0, dtype, shape, strides, byte_offset: 0 };
+        // SAFETY: the caller vouches for the class; `tensor_out` is a valid out pointer, and the GIL is held.
+        if unsafe { (self.0)(tensor.as_ptr().cast(), &mut tensor_out) } != 0 {
             let _ = PyErr::take(tensor.py());
             return None;
         }
-        let axes = usize::try_from(said.ndim).ok()?;
-        if axes > 0 && said.shape.is_null() {
+        let axes = usize::try_from(tensor_out.ndim).ok()?;
+        if axes > 0 && tensor_out.shape.is_null() {
             return None;
         }
         // SAFETY: the tensor, which is borrowed, holds as many extents and strides; nobody changes them while the GIL is
         // held and no code of Python's runs.
         let extents = |at: *mut i64| (axes > 0).then(|| unsafe { slice::from_raw_parts(at.cast_const(), axes) });
-        let shape = extents(said.shape).unwrap_or_default();
-        let strides = if said.strides.is_null() { None } else { Some(extents(said.strides).unwrap_or_default()) };
-        let address = (said.data as u64).wrapping_add(said.byte_offset);
-        Some(Seen { address, device: said.device, dtype: said.dtype, shape, strides })
+        let shape = extents(tensor_out.shape).unwrap_or_default();
+        let strides =
+            if tensor_out.strides.is_null() { None } else { Some(extents(tensor_out.strides).unwrap_or_default()) };
+        let address = (tensor_out.data as u64).wrapping_add(tensor_out.byte_offset);
+        Some(TensorMeta { address, device: tensor_out.device, dtype: tensor_out.dtype, shape, strides })
     }
 }

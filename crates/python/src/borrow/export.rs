@@ -16,7 +16,7 @@ use super::lent::Call;
 
 /// Description of memory to export: address, shape, dtype, place, and owner.
 #[derive(Clone)]
-pub(crate) struct Lending {
+pub(crate) struct Export {
     /// Stored as an integer so that the struct is `Send` and `Sync`.
     address: usize,
     shape: Vec<i64>,
@@ -29,12 +29,12 @@ pub(crate) struct Lending {
 
 /// Base class of objects that export their memory to other libraries without a copy.
 #[pyclass(module = "crossrail._native", name = "_Exporter", subclass, frozen)]
-pub(crate) struct Exporter(Lending);
+pub(crate) struct Exporter(Export);
 
 impl Exporter {
     /// An object of a class that is derived from this one.
-    pub(crate) fn with<T: PyClass<BaseType = Exporter>>(lending: Lending, derived: T) -> PyClassInitializer<T> {
-        PyClassInitializer::from(Exporter(lending)).add_subclass(derived)
+    pub(crate) fn with<T: PyClass<BaseType = Exporter>>(export: Export, derived: T) -> PyClassInitializer<T> {
+        PyClassInitializer::from(Exporter(export)).add_subclass(derived)
     }
 }
 
@@ -135,10 +135,10 @@ impl Form for Versioned {
     }
 }
 
-impl Lending {
+impl Export {
     /// Plain bytes.
-    pub(crate) fn bytes(ptr: *mut u8, len: usize, place: Place, keep: Arc<dyn Any + Send + Sync>) -> Lending {
-        Lending {
+    pub(crate) fn bytes(ptr: *mut u8, len: usize, place: Place, keep: Arc<dyn Any + Send + Sync>) -> Export {
+        Export {
             address: ptr as usize,
             shape: vec![len as i64],
             dtype: Dtype { code: 1, bits: 8, lanes: 1 },
@@ -149,8 +149,8 @@ impl Lending {
     }
 
     /// The same memory as items.
-    pub(crate) fn of(self, dtype: Dtype, typestr: &'static str, shape: Vec<i64>) -> Lending {
-        Lending { shape, dtype, typestr, ..self }
+    pub(crate) fn of(self, dtype: Dtype, typestr: &'static str, shape: Vec<i64>) -> Export {
+        Export { shape, dtype, typestr, ..self }
     }
 
     fn is_empty(&self) -> bool {
@@ -206,18 +206,18 @@ fn device(place: Place) -> Device {
     }
 }
 
-fn made<T: Form>(py: Python<'_>, lending: Lending) -> PyResult<Bound<'_, PyAny>> {
+fn made<T: Form>(py: Python<'_>, export: Export) -> PyResult<Bound<'_, PyAny>> {
     let tensor = DlTensor {
-        data: if lending.is_empty() { std::ptr::null_mut() } else { lending.address as *mut c_void },
-        device: device(lending.place),
-        ndim: i32::try_from(lending.shape.len()).unwrap_or(i32::MAX),
-        dtype: lending.dtype,
+        data: if export.is_empty() { std::ptr::null_mut() } else { export.address as *mut c_void },
+        device: device(export.place),
+        ndim: i32::try_from(export.shape.len()).unwrap_or(i32::MAX),
+        dtype: export.dtype,
         shape: std::ptr::null_mut(),
         strides: std::ptr::null_mut(),
         byte_offset: 0,
     };
-    let strides = strides(&lending.shape);
-    let holder = Holder { managed: T::of(tensor), shape: lending.shape, strides, _keep: lending.keep };
+    let strides = strides(&export.shape);
+    let holder = Holder { managed: T::of(tensor), shape: export.shape, strides, _keep: export.keep };
     let holder = Box::into_raw(Box::new(holder));
     // SAFETY: the holder was leaked just above and nobody else has it yet; its own fields stay where they are until
     // its deleter frees it. The capsule's destructor is given for capsules of this name.

@@ -11,9 +11,9 @@ const MOST_AXES: usize = 64;
 /// Upper bound of a length in bytes, so that arithmetic on lengths cannot overflow.
 const LONGEST: u64 = 1 << 60;
 
-/// Whose memory it is.
+/// The device that owns memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Whose {
+pub(crate) enum Owner {
     Host,
     /// A GPU's, by its CUDA ordinal.
     Gpu(u32),
@@ -40,7 +40,7 @@ impl Axes {
     pub(super) fn count(said: i64) -> Result<usize, Refusal> {
         match usize::try_from(said) {
             Ok(count) if count <= MOST_AXES => Ok(count),
-            _ => Err(senseless(&format!("{said} axes"))),
+            _ => Err(malformed(&format!("{said} axes"))),
         }
     }
 
@@ -48,16 +48,16 @@ impl Axes {
     pub(super) fn piece(&self, ptr: u64, bits: u64) -> Result<Piece, Refusal> {
         let Axes { shape, strides, unit } = self;
         if bits == 0 {
-            return Err(senseless("items of no size"));
+            return Err(malformed("items of no size"));
         }
         if strides.as_ref().is_some_and(|strides| strides.len() != shape.len()) {
-            return Err(senseless(&format!(
+            return Err(malformed(&format!(
                 "shape {shape:?} with strides {:?}",
                 strides.as_deref().unwrap_or_default()
             )));
         }
         if let Some(extent) = shape.iter().find(|extent| **extent < 0) {
-            return Err(senseless(&format!("an extent of {extent}")));
+            return Err(malformed(&format!("an extent of {extent}")));
         }
         if shape.contains(&0) {
             return Ok(Piece { ptr, len: 0 });
@@ -78,10 +78,10 @@ impl Axes {
         let len = count.unsigned_abs().checked_mul(bits).map(|bits| bits.div_ceil(8)).filter(|len| *len <= LONGEST);
         let len = len.ok_or_else(|| too_long(shape))?;
         if ptr == 0 {
-            return Err(senseless(&format!("{} at address 0", format_size(len))));
+            return Err(malformed(&format!("{} at address 0", format_size(len))));
         }
         if ptr.checked_add(len).is_none() {
-            return Err(senseless(&format!("{len} bytes at {ptr:#x}")));
+            return Err(malformed(&format!("{len} bytes at {ptr:#x}")));
         }
         let len = usize::try_from(len).map_err(|_| too_long(shape))?;
         Ok(Piece { ptr, len })
@@ -89,10 +89,10 @@ impl Axes {
 }
 
 /// Refusal of inconsistent or malformed metadata.
-pub(super) fn senseless(what: &str) -> Refusal {
+pub(super) fn malformed(what: &str) -> Refusal {
     (format!("is malformed: {what}"), "")
 }
 
 fn too_long(shape: &[i64]) -> Refusal {
-    senseless(&format!("shape {shape:?} exceeds the maximum size of an array"))
+    malformed(&format!("shape {shape:?} exceeds the maximum size of an array"))
 }

@@ -143,7 +143,7 @@ unsafe impl Sync for Keeper {}
 
 /// Loans to release at the next opportunity with the GIL held.
 #[derive(Default)]
-struct Pile {
+struct ReleaseQueue {
     loans: Mutex<Loans>,
     /// Whether `loans` may be non-empty; checked without the lock.
     waiting: AtomicBool,
@@ -156,7 +156,7 @@ struct Loans(Vec<Loan>);
 unsafe impl Send for Loans {}
 
 /// A forked child never releases loans made before the fork: operations of its parent use them.
-static PILE: PerProcess<Pile> = PerProcess::new();
+static QUEUE: PerProcess<ReleaseQueue> = PerProcess::new();
 
 thread_local! {
     /// Nesting depth of calls from Python on this thread; the outermost drains the queue when it returns.
@@ -166,24 +166,24 @@ thread_local! {
 impl Drop for Keeper {
     fn drop(&mut self) {
         let Some(loan) = self.0.take() else { return };
-        PILE.loans.lock().0.push(loan);
-        let first = !PILE.waiting.swap(true, Ordering::AcqRel);
+        QUEUE.loans.lock().0.push(loan);
+        let first = !QUEUE.waiting.swap(true, Ordering::AcqRel);
         if first && CALLS.get() == 0 {
-            lifecycle::ask_main_thread(clear_pending);
+            lifecycle::ask_main_thread(drain_pending);
         }
     }
 }
 
-extern "C" fn clear_pending(_: *mut c_void) -> c_int {
-    clear_pile();
+extern "C" fn drain_pending(_: *mut c_void) -> c_int {
+    drain_queue();
     0
 }
 
 /// Releases every queued loan. Requires the GIL; holds no lock, because destructors may run.
 #[cold]
-fn clear_pile() {
-    PILE.waiting.store(false, Ordering::Release);
-    let over = std::mem::take(&mut PILE.loans.lock().0);
+fn drain_queue() {
+    QUEUE.waiting.store(false, Ordering::Release);
+    let over = std::mem::take(&mut QUEUE.loans.lock().0);
     for loan in over {
         give_back(loan);
     }
@@ -222,8 +222,8 @@ impl Drop for Call<'_> {
     fn drop(&mut self) {
         let depth = CALLS.get() - 1;
         CALLS.set(depth);
-        if depth == 0 && PILE.waiting.load(Ordering::Acquire) {
-            clear_pile();
+        if depth == 0 && QUEUE.waiting.load(Ordering::Acquire) {
+            drain_queue();
         }
     }
 }
@@ -243,14 +243,14 @@ impl<T: Send + Sync> Detached<T> {
 }
 
 /// Memory that stays valid until `keep` is dropped.
-pub(crate) struct Lent {
+pub(crate) struct BorrowedBytes {
     pub(crate) ptr: *mut u8,
     pub(crate) len: usize,
     pub(crate) keep: Arc<dyn Any + Send + Sync>,
 }
 
 /// A tensor's memory, which stays valid until `keep` is dropped.
-pub(crate) struct LentTensor {
+pub(crate) struct BorrowedTensor {
     pub(crate) ptr: u64,
     pub(crate) len: usize,
     pub(crate) dtype: Dtype,
@@ -337,7 +337,7 @@ pub(crate) fn keep(loan: Loan) -> Arc<dyn Any + Send + Sync> {
 }
 
 /// The memory of something with the buffer protocol.
-pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<Lent> {
+pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> PyResult<BorrowedBytes> {
     let mut view = View::EMPTY;
     let flags = if used == Use::Write { C_CONTIGUOUS | WRITABLE } else { C_CONTIGUOUS };
     // SAFETY: `view` is ours and `object` is valid.
@@ -359,7 +359,7 @@ pub(crate) fn bytes(object: &Bound<'_, PyAny>, used: Use, operation: &str) -> Py
     }
     let (ptr, len) = (view.buf.cast::<u8>(), view.len as usize);
     // The view stays exported, and so valid, until the keeper is dropped.
-    Ok(Lent { ptr, len, keep: keep(Loan::View(view, pinned(object))) })
+    Ok(BorrowedBytes { ptr, len, keep: keep(Loan::View(view, pinned(object))) })
 }
 
 /// Keeps a NumPy array from being resized in place.

@@ -10,7 +10,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 
 use super::device_args::{CombineArgs, DispatchArgs};
 use super::other_arrays;
-use super::tensor_kinds::{Given, Tensor, TensorKinds, usual};
+use super::tensor_kinds::{AnyRef, Tensor, TensorKinds, none_on_usage_error};
 use crate::borrow::lent::Call;
 use crate::runtime::errors::OrRaise;
 
@@ -58,9 +58,9 @@ pub(super) struct Reading<'a, 'py> {
 /// The name of an array, and whether it is written.
 type Named = (&'static str, bool);
 /// Accepted item types, and the required shape.
-type Like<'a> = (&'a [Item], &'a [u64]);
+type Expected<'a> = (&'a [Item], &'a [u64]);
 /// The kernels' arguments, and the objects to keep alive during the operation.
-type Taken<'py, T> = PyResult<(T, Vec<Bound<'py, PyAny>>)>;
+type ParsedArgs<'py, T> = PyResult<(T, Vec<Bound<'py, PyAny>>)>;
 
 #[pymethods]
 impl Arguments {
@@ -74,10 +74,10 @@ impl Arguments {
     /// arrays, by name. `ordered`: the caller passed the stream, and answers for stream order. Raises UsageError.
     fn dispatch<'py>(
         &self,
-        given: Given<'_, 'py>,
+        given: AnyRef<'_, 'py>,
         out: &Bound<'py, PyDict>,
         ordered: bool,
-    ) -> Taken<'py, DispatchArgs> {
+    ) -> ParsedArgs<'py, DispatchArgs> {
         let _call = Call::enter(given.py());
         let mut reading = Reading { ordered, ..self.reading("dispatch", true) };
         let mut others = parts(given, ["topk_idx", "topk_weights", "stats", "waits"])?;
@@ -90,7 +90,12 @@ impl Arguments {
     }
 
     /// The same of a `crossrail._calls.CombineCall`. `of`: whether it is in the expert layout, rows, tokens; see `outputs`.
-    fn combine<'py>(&self, given: Given<'_, 'py>, of: (bool, u64, u32), ordered: bool) -> Taken<'py, CombineArgs> {
+    fn combine<'py>(
+        &self,
+        given: AnyRef<'_, 'py>,
+        of: (bool, u64, u32),
+        ordered: bool,
+    ) -> ParsedArgs<'py, CombineArgs> {
         let _call = Call::enter(given.py());
         let mut reading = Reading { ordered, ..self.reading("combine", true) };
         let layout = if of.0 { Layout::Expert } else { Layout::Rank };
@@ -109,7 +114,7 @@ impl Arguments {
 
     /// The parsed arguments. If strict, None instead of UsageError: the caller builds the error message.
     pub(super) fn settled<T>(&self, py: Python<'_>, read: PyResult<T>) -> PyResult<Option<T>> {
-        if self.strict { usual(py, read) } else { read.map(Some) }
+        if self.strict { none_on_usage_error(py, read) } else { read.map(Some) }
     }
 
     /// The current stream of PyTorch, or the default one.
@@ -140,7 +145,7 @@ impl<'py> Reading<'_, 'py> {
     }
 
     /// A caller's array on the buffer's GPU.
-    fn array<'v>(&mut self, value: Given<'v, 'py>, (name, writable): Named) -> PyResult<Array<'v>> {
+    fn array<'v>(&mut self, value: AnyRef<'v, 'py>, (name, writable): Named) -> PyResult<Array<'v>> {
         if self.note {
             self.used.push(value.clone());
         }
@@ -152,25 +157,35 @@ impl<'py> Reading<'_, 'py> {
     }
 
     /// Contiguous rows with a constant stride: the array, its address, and the stride in bytes.
-    fn rows<'v>(&mut self, value: Given<'v, 'py>, named: Named, like: Like<'_>) -> PyResult<(Array<'v>, u64, u64)> {
+    fn rows<'v>(
+        &mut self,
+        value: AnyRef<'v, 'py>,
+        named: Named,
+        expected: Expected<'_>,
+    ) -> PyResult<(Array<'v>, u64, u64)> {
         let array = self.array(value, named)?;
         self.strictly(value.py(), array.is_whole())?;
-        let (address, stride) = array.rows(self.rows_of(like.0), like.1).or_raise(value.py())?;
+        let (address, stride) = array.rows(self.rows_of(expected.0), expected.1).or_raise(value.py())?;
         Ok((array, address, stride))
     }
 
     /// Address and item type of a contiguous array; 0 for None. A non-contiguous input, such as a slice from a router,
     /// is first copied in the current stream (PyTorch tensors, non-strict mode); outputs never are.
-    pub(super) fn whole(&mut self, value: Tensor<'_, 'py>, named: Named, like: Like<'_>) -> PyResult<(u64, Item)> {
+    pub(super) fn whole(
+        &mut self,
+        value: Tensor<'_, 'py>,
+        named: Named,
+        expected: Expected<'_>,
+    ) -> PyResult<(u64, Item)> {
         let Some(value) = value else { return Ok((0, Item::I64)) };
         let (py, array) = (value.py(), self.array(value, named)?);
         let may_copy = !array.is_whole() && !self.of.strict && !named.1;
         let Some(tensors) = self.of.tensors.as_ref().filter(|_| may_copy) else {
-            return array.whole(like.0, like.1).or_raise(py);
+            return array.whole(expected.0, expected.1).or_raise(py);
         };
-        array.of(like.0, like.1).or_raise(py)?;
+        array.of(expected.0, expected.1).or_raise(py)?;
         let copy = value.call_method0(intern!(py, "contiguous"))?;
-        let whole = tensors.array(&copy, array.name)?.whole(like.0, like.1).or_raise(py);
+        let whole = tensors.array(&copy, array.name)?.whole(expected.0, expected.1).or_raise(py);
         self.used.push(copy);
         whole
     }
@@ -178,7 +193,7 @@ impl<'py> Reading<'_, 'py> {
     /// Scales of any strides, and these in bytes. DeepEP has four exponents in an i32.
     fn scales<const N: usize>(
         &mut self,
-        value: Given<'_, 'py>,
+        value: AnyRef<'_, 'py>,
         named: Named,
         outer: &[u64],
     ) -> PyResult<(u64, [u64; N])> {
@@ -189,7 +204,7 @@ impl<'py> Reading<'_, 'py> {
 
     /// The arguments of a dispatch of these rows, or rows and scales, without its results; `[ids, weights, stats, waits]`.
     /// Without ids, the routing of another one is repeated.
-    pub(super) fn inputs(&mut self, x: Given<'_, 'py>, others: [Tensor<'_, 'py>; 4]) -> PyResult<EpDispatchArgs> {
+    pub(super) fn inputs(&mut self, x: AnyRef<'_, 'py>, others: [Tensor<'_, 'py>; 4]) -> PyResult<EpDispatchArgs> {
         let (py, sizes, mut args, [ids, weights, stats, waits]) =
             (x.py(), &self.of.sizes, EpDispatchArgs::ZERO, others);
         let pair = match x.cast::<PyTuple>() {
@@ -246,7 +261,7 @@ impl<'py> Reading<'_, 'py> {
     pub(super) fn outputs(
         &mut self,
         (layout, rows, tokens): (Layout, u64, u32),
-        y: Given<'_, 'py>,
+        y: AnyRef<'_, 'py>,
         [weights, bias, out, waits]: [Tensor<'_, 'py>; 4],
     ) -> PyResult<EpCombineArgs> {
         let (&Sizes { hidden, local, most, topk, ranks, .. }, tokens) = (&self.of.sizes, tokens.into());
@@ -269,7 +284,7 @@ impl<'py> Reading<'_, 'py> {
 }
 
 /// Arrays of a call, by name.
-fn parts<'py>(call: Given<'_, 'py>, names: [&str; 4]) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
+fn parts<'py>(call: AnyRef<'_, 'py>, names: [&str; 4]) -> PyResult<[Option<Bound<'py, PyAny>>; 4]> {
     let [one, two, three, four] = names.map(|name| call.getattr(name)?.extract());
     Ok([one?, two?, three?, four?])
 }

@@ -176,7 +176,7 @@ impl DeviceBuffer {
         let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
         let options = ep::DeviceOptions { ordinal, num_sms, regions, node, variants };
         let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
-        let native = wait::apart(py, make)?;
+        let native = wait::on_own_thread(py, make)?;
         let remembered = lifecycle::remember_device_buffer(&native);
         Ok(DeviceBuffer { native: Detached::new(native), remembered, patience })
     }
@@ -273,7 +273,7 @@ impl DeviceBuffer {
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         let native = self.native.here(py, "sync")?.clone();
-        wait::apart(py, move || native.sync(None))
+        wait::on_own_thread(py, move || native.sync(None))
     }
 
     fn destroy(&self, py: Python<'_>) -> PyResult<()> {

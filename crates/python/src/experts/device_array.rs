@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::borrow::dlpack::{self, Dtype};
-use crate::borrow::export::{Exporter, Lending};
+use crate::borrow::export::{Export, Exporter};
 use crate::borrow::lent::Call;
 use crate::objects::memory::MemoryBase;
 use crate::runtime::errors;
@@ -83,7 +83,7 @@ impl DeviceArray {
 
     /// A DLPack capsule of it, of the form that all consumers take; of fp8 if the consumer `names_fp8`.
     pub(super) fn capsule<'py>(&self, py: Python<'py>, names_fp8: bool) -> PyResult<Bound<'py, PyAny>> {
-        self.lending(dtype(self.items, names_fp8)).capsule(py, None, None, None)
+        self.export(dtype(self.items, names_fp8)).capsule(py, None, None, None)
     }
 
     pub(super) fn object(self, py: Python<'_>) -> PyResult<Py<DeviceArray>> {
@@ -91,12 +91,12 @@ impl DeviceArray {
     }
 
     fn exporting(self) -> PyClassInitializer<DeviceArray> {
-        Exporter::with(self.lending(dtype(self.items, false)), self)
+        Exporter::with(self.export(dtype(self.items, false)), self)
     }
 
-    fn lending(&self, dtype: Dtype) -> Lending {
+    fn export(&self, dtype: Dtype) -> Export {
         let (ptr, len) = (self.address as usize as *mut u8, self.nbytes());
-        let bytes = Lending::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());
+        let bytes = Export::bytes(ptr, len, Place::Gpu(self.ordinal), self.keep.clone());
         bytes.of(dtype, typestr(self.items), self.shape.clone())
     }
 }

@@ -145,7 +145,7 @@ impl DeviceRegion {
     }
 
     /// The same region, which stays leased until all such are gone.
-    pub(super) fn again(&self) -> DeviceRegion {
+    pub(super) fn share(&self) -> DeviceRegion {
         DeviceRegion { leased: self.leased.clone(), ..*self }
     }
 

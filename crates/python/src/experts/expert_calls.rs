@@ -13,7 +13,7 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use super::arguments::Arguments;
 use super::device::DeviceEvent;
 use super::expert_sets::{Claim, Fresh, Ring};
-use super::expert_target::{Started, Target, Turns, finish};
+use super::expert_target::{Started, StreamOrder, Target, finish};
 use super::tensor_kinds::Tensor;
 use crate::borrow::lent::Call;
 use crate::borrow::number::Flag;
@@ -40,7 +40,7 @@ struct Frame {
     /// A `DeviceBuffer`, or what has its methods.
     buffer: Target,
     arguments: Py<Arguments>,
-    streams: Turns,
+    streams: StreamOrder,
     /// `(_cdata) -> count`: reference count of a storage; None where PyTorch does not expose it.
     uses: Option<Py<PyAny>>,
     /// `(base, rows, in_use) -> (_cdata, base, tensors)`. `outputs`: rows, scales or None, counts, ranges, source.

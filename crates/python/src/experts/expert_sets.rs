@@ -105,7 +105,7 @@ impl Ring {
                 continue;
             }
             if set.rows == rows {
-                self.pass_over(at, set);
+                self.move_to_back(at, set);
                 return Ok(claim);
             }
             let other = Set::make(py, make, Some(set), rows, 0, Some(uses))?;
@@ -127,7 +127,7 @@ impl Ring {
     }
 
     /// Moves the set to the end, so that the least recently used one is tried first.
-    fn pass_over(&self, at: usize, set: &Arc<Set>) {
+    fn move_to_back(&self, at: usize, set: &Arc<Set>) {
         let mut sets = self.locked();
         if sets.get(at).is_some_and(|one| Arc::ptr_eq(one, set)) {
             sets[at..].rotate_left(1);

@@ -23,9 +23,9 @@ impl<'py> FromPyObject<'py> for Target {
 
 /// `deep_ep.events.Streams`; None: the caller orders operations that are in several streams.
 #[derive(FromPyObject)]
-pub(super) struct Turns(Option<Py<PyAny>>);
+pub(super) struct StreamOrder(Option<Py<PyAny>>);
 
-impl Turns {
+impl StreamOrder {
     /// Whether the buffer's last operation was in another stream than this one, which is yet to come after it.
     pub(super) fn is_another(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
         let Some(streams) = &self.0 else { return Ok(false) };

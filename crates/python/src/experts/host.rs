@@ -79,7 +79,7 @@ pub(super) fn connect(
 ) -> PyResult<()> {
     let _call = Call::enter(py);
     let limit = wait::seconds(py, "connect", timeout)?;
-    wait::apart(py, move || call(limit))
+    wait::on_own_thread(py, move || call(limit))
 }
 
 pub(crate) fn parse_layout(py: Python<'_>, layout: &str) -> PyResult<ep::Layout> {
@@ -136,7 +136,7 @@ impl ExpertBuffer {
         let _call = Call::enter(py);
         let config = parameters.config(py)?;
         let (context, group) = (context.get().native().clone(), group.get().native().clone());
-        let native = wait::apart(py, move || ep::ExpertBuffer::new(&group, &context, &name, config))?;
+        let native = wait::on_own_thread(py, move || ep::ExpertBuffer::new(&group, &context, &name, config))?;
         Ok(ExpertBuffer { remembered: lifecycle::remember_buffer(&native), native: Detached::new(native) })
     }
 

@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 /// Maximum size in bytes of a tensor allocated ahead of time. Allocation takes the same time at any size, and a large
 /// tensor would hold memory that the program may need in the meantime.
-const MOST_AHEAD: u64 = 4 << 20;
+const MAX_PREALLOCATED: u64 = 4 << 20;
 
 /// What a tensor is for, in the order in which calls take them after a dispatch.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -21,12 +21,12 @@ pub(super) enum Output {
     Sums,
     WeightSums,
     /// i32 [ranks], i32 [experts] and bool [T, ranks] of a count of tokens.
-    OfRanks,
-    OfExperts,
+    RankCounts,
+    ExpertCounts,
     InRank,
 }
 
-const ALL: [Output; 5] = [Output::Sums, Output::WeightSums, Output::OfRanks, Output::OfExperts, Output::InRank];
+const ALL: [Output; 5] = [Output::Sums, Output::WeightSums, Output::RankCounts, Output::ExpertCounts, Output::InRank];
 
 /// PyTorch functions and dtypes that tensors are made with, looked up once.
 #[derive(FromPyObject)]
@@ -52,7 +52,7 @@ struct Place {
 
 /// Where a call takes its outputs.
 #[derive(Clone, Copy)]
-pub(super) struct Now {
+pub(super) struct OutputSite {
     place: Place,
     /// A graph keeps the memory of its tensors: they come from its own pool, and are made for it.
     captured: bool,
@@ -96,7 +96,7 @@ impl Outputs {
             let (dtype, item) = match output {
                 Output::Sums => (&frame.bf16, 2),
                 Output::WeightSums => (&frame.f32, 4),
-                Output::OfRanks | Output::OfExperts => (&frame.i32, 4),
+                Output::RankCounts | Output::ExpertCounts => (&frame.i32, 4),
                 Output::InRank => (&frame.boolean, 1),
             };
             let options = PyDict::new(py);
@@ -104,8 +104,8 @@ impl Outputs {
             options.set_item(intern!(py, "device"), &frame.on)?;
             Ok::<_, PyErr>((options.unbind(), item))
         };
-        let [sums, weight_sums, of_ranks, of_experts, in_rank] = ALL.map(options);
-        let kinds = [sums?, weight_sums?, of_ranks?, of_experts?, in_rank?];
+        let [sums, weight_sums, rank_counts, expert_counts, in_rank] = ALL.map(options);
+        let kinds = [sums?, weight_sums?, rank_counts?, expert_counts?, in_rank?];
         let Frame { empty_tensor: empty, is_inference, .. } = frame;
         Ok(Outputs { empty, is_inference, kinds, slots: Mutex::default() })
     }
@@ -118,15 +118,15 @@ impl Outputs {
 
     /// For a call in `stream`, PyTorch's current one. `is_capturing`: whether a graph captures it, which is asked only
     /// where it matters.
-    pub(super) fn now(
+    pub(super) fn site(
         &self,
         py: Python<'_>,
         stream: u64,
         is_capturing: impl FnOnce() -> PyResult<bool>,
-    ) -> PyResult<Now> {
+    ) -> PyResult<OutputSite> {
         let inference = self.is_inference.as_ref().map_or(Ok(false), |ask| ask.bind(py).call0()?.is_truthy())?;
         let has_ready = self.locked().iter().any(|slot| slot.ready.is_some());
-        Ok(Now { place: Place { stream, inference }, captured: has_ready && is_capturing()? })
+        Ok(OutputSite { place: Place { stream, inference }, captured: has_ready && is_capturing()? })
     }
 
     /// A new tensor that has never been returned before.
@@ -135,12 +135,12 @@ impl Outputs {
         py: Python<'py>,
         output: Output,
         extents: Extents,
-        now: Now,
+        site: OutputSite,
     ) -> PyResult<Bound<'py, PyAny>> {
-        if now.captured {
+        if site.captured {
             return self.make(py, output, extents);
         }
-        let like = Like { extents, place: now.place };
+        let like = Like { extents, place: site.place };
         let ready = {
             let slot = &mut self.locked()[output as usize];
             (slot.last, slot.is_wanted) = (Some(like), true);
@@ -155,10 +155,10 @@ impl Outputs {
 
     /// Makes one tensor that a call in the same stream is likely to take after a dispatch of `tokens`; whether there was
     /// any to make.
-    pub(super) fn make_one(&self, py: Python<'_>, tokens: u32, now: Now) -> bool {
+    pub(super) fn make_one(&self, py: Python<'_>, tokens: u32, site: OutputSite) -> bool {
         let wanted = ALL.into_iter().find_map(|output| {
             let slot = &mut self.locked()[output as usize];
-            let mut like = slot.last.filter(|like| slot.is_wanted && like.place == now.place)?;
+            let mut like = slot.last.filter(|like| slot.is_wanted && like.place == site.place)?;
             if matches!(output, Output::Sums | Output::WeightSums) {
                 like.extents.0 = tokens;
             }
@@ -176,7 +176,7 @@ impl Outputs {
 
     fn is_small(&self, output: Output, like: &Like) -> bool {
         let (first, second) = like.extents;
-        self.kinds[output as usize].1 * u64::from(first) * u64::from(second.unwrap_or(1)) <= MOST_AHEAD
+        self.kinds[output as usize].1 * u64::from(first) * u64::from(second.unwrap_or(1)) <= MAX_PREALLOCATED
     }
 
     fn make<'py>(&self, py: Python<'py>, output: Output, (first, second): Extents) -> PyResult<Bound<'py, PyAny>> {

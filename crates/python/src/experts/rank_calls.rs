@@ -13,7 +13,7 @@ use super::arguments::Arguments;
 use super::device::{DeviceBuffer, DeviceHandle, DeviceOperation};
 use super::device_region::{DeviceRegion, Part};
 use super::expert_sets::{Claim, Fresh, Ring};
-use super::expert_target::Turns;
+use super::expert_target::StreamOrder;
 use super::outputs::{Output, Outputs};
 use super::tensor_kinds::Tensor;
 use crate::borrow::lent::Call;
@@ -25,7 +25,7 @@ use crate::borrow::stream;
 struct Frame {
     buffer: Py<DeviceBuffer>,
     arguments: Py<Arguments>,
-    streams: Turns,
+    streams: StreamOrder,
     /// `(base, rows, in_use) -> (_cdata, base, tensors)`: i32 [El] and i64 [ranks + 1] for one more dispatch.
     counts: Py<PyAny>,
     /// These tensors are new for every dispatch.
@@ -118,8 +118,8 @@ impl RankCalls {
         let Some((operation, region)) = begun else { return Ok(None) };
         let (count, told) = if waits {
             let (outputs, not_captured) = (frame.outputs.get(), || Ok(false));
-            let now = outputs.now(py, stream, not_captured)?;
-            while !operation.has_counts() && outputs.make_one(py, args.common.tokens, now) {}
+            let site = outputs.site(py, stream, not_captured)?;
+            while !operation.has_counts() && outputs.make_one(py, args.common.tokens, site) {}
             let (count, listed, said) = operation.counts(py)?;
             (u64::from(count), Some((listed, said)))
         } else {
@@ -148,8 +148,8 @@ impl RankCalls {
         let read = reading.outputs(of, y, [topk_weights, bias, None, None]);
         let Some(mut args) = arguments.settled(py, read)? else { return Ok(None) };
         let (stream, outputs) = (self.follow(py)?, frame.outputs.get());
-        let now = outputs.now(py, stream, || frame.buffer.get().is_capturing(py, stream))?;
-        let take = |output, width| outputs.take(py, output, (handle.tokens(), Some(width as u32)), now);
+        let site = outputs.site(py, stream, || frame.buffer.get().is_capturing(py, stream))?;
+        let take = |output, width| outputs.take(py, output, (handle.tokens(), Some(width as u32)), site);
         let sums = take(Output::Sums, arguments.sizes.hidden)?;
         let weight_sums = topk_weights.map(|_| take(Output::WeightSums, arguments.sizes.topk)).transpose()?;
         args.out = arguments.address(&sums)?;
@@ -204,7 +204,7 @@ impl RankCalls {
             show(Part::TopkWeights, frame.whole && weighted)?,
         ];
         if frame.whole && lent {
-            let recorder = Bound::new(py, Recorder { region: region.again() })?;
+            let recorder = Bound::new(py, Recorder { region: region.share() })?;
             for part in parts.iter().flatten() {
                 // Memory from outside PyTorch's allocator, for which `Tensor.record_stream` has no effect.
                 part.setattr(intern!(py, "record_stream"), &recorder)?;

@@ -10,13 +10,13 @@ use pyo3::types::PyTuple;
 
 use super::device_array::dtype;
 use crate::borrow::dlpack::{CUDA, HOST};
-use crate::borrow::exchange::{Exchange, Seen};
+use crate::borrow::exchange::{Exchange, TensorMeta};
 use crate::objects::operand;
 use crate::runtime::errors::{self, OrRaise};
 
 /// An object of the caller's, and a tensor or none.
-pub(super) type Given<'a, 'py> = &'a Bound<'py, PyAny>;
-pub(super) type Tensor<'a, 'py> = Option<Given<'a, 'py>>;
+pub(super) type AnyRef<'a, 'py> = &'a Bound<'py, PyAny>;
+pub(super) type Tensor<'a, 'py> = Option<AnyRef<'a, 'py>>;
 
 /// PyTorch's class of tensors, its dtypes and current stream, read once.
 #[derive(FromPyObject)]
@@ -31,38 +31,38 @@ pub(super) struct TensorKinds {
     on: Py<PyAny>,
     pub(super) ordinal: u32,
     /// Reads a tensor's metadata in one C call, where PyTorch has an exchange table.
-    exchange: Known,
+    exchange: OptionalExchange,
 }
 
-/// What a capsule holds, if it holds what is wanted.
-struct Known(Option<Exchange>);
+/// The exchange table in a capsule, if it holds one of a known version.
+struct OptionalExchange(Option<Exchange>);
 
-impl<'py> FromPyObject<'py> for Known {
-    fn extract_bound(object: &Bound<'py, PyAny>) -> PyResult<Known> {
-        Ok(Known(Exchange::of(object)))
+impl<'py> FromPyObject<'py> for OptionalExchange {
+    fn extract_bound(object: &Bound<'py, PyAny>) -> PyResult<OptionalExchange> {
+        Ok(OptionalExchange(Exchange::of(object)))
     }
 }
 
 /// The parsed value; None on a UsageError, for which the caller builds the message.
-pub(super) fn usual<T>(py: Python<'_>, read: PyResult<T>) -> PyResult<Option<T>> {
+pub(super) fn none_on_usage_error<T>(py: Python<'_>, read: PyResult<T>) -> PyResult<Option<T>> {
     read.map(Some).or_else(|error| if errors::is_usage(py, &error) { Ok(None) } else { Err(error) })
 }
 
 impl TensorKinds {
     /// Metadata of a tensor; None for a subclass, which may override the attributes.
-    fn seen<'a>(&self, object: &'a Bound<'_, PyAny>) -> Option<Seen<'a>> {
+    fn meta<'a>(&self, object: &'a Bound<'_, PyAny>) -> Option<TensorMeta<'a>> {
         let exchange = self.exchange.0?;
         if object.get_type_ptr().cast() != self.tensor.as_ptr() {
             return None;
         }
         // SAFETY: the table is that of this class.
-        unsafe { exchange.look(object) }
+        unsafe { exchange.describe(object) }
     }
 
-    fn is_here(&self, seen: &Seen<'_>) -> bool {
+    fn is_here(&self, meta: &TensorMeta<'_>) -> bool {
         match self.device {
-            -1 => seen.device.kind == HOST,
-            device => seen.device.kind == CUDA && i64::from(seen.device.id) == device,
+            -1 => meta.device.kind == HOST,
+            device => meta.device.kind == CUDA && i64::from(meta.device.id) == device,
         }
     }
 
@@ -72,11 +72,11 @@ impl TensorKinds {
         tensor: &'a Bound<'_, PyAny>,
         name: (&'static str, &'static str),
     ) -> PyResult<Array<'a>> {
-        if let Some(seen) = self.seen(tensor).filter(|seen| self.is_here(seen))
-            && let Some(item) = Item::ALL.into_iter().find(|item| dtype(*item, true) == seen.dtype)
+        if let Some(meta) = self.meta(tensor).filter(|meta| self.is_here(meta))
+            && let Some(item) = Item::ALL.into_iter().find(|item| dtype(*item, true) == meta.dtype)
         {
-            let (shape, strides) = (Cow::Borrowed(seen.shape), seen.strides.map(Cow::Borrowed));
-            return Ok(Array { name, address: seen.address, dtype: Ok(item), shape, strides });
+            let (shape, strides) = (Cow::Borrowed(meta.shape), meta.strides.map(Cow::Borrowed));
+            return Ok(Array { name, address: meta.address, dtype: Ok(item), shape, strides });
         }
         let py = tensor.py();
         if !tensor.is_instance(self.tensor.bind(py))? {
@@ -100,8 +100,8 @@ impl TensorKinds {
 
     /// Whether the object has this shape.
     pub(super) fn has_shape(&self, object: &Bound<'_, PyAny>, wanted: &[u64]) -> bool {
-        match self.seen(object) {
-            Some(seen) => has_shape(seen.shape, wanted),
+        match self.meta(object) {
+            Some(meta) => has_shape(meta.shape, wanted),
             None => shape(object).is_ok_and(|shape| has_shape(&shape, wanted)),
         }
     }
@@ -113,7 +113,7 @@ impl TensorKinds {
 
     /// The address of a tensor that is as it should be.
     pub(super) fn address(&self, tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.seen(tensor).map_or_else(|| data_ptr(tensor), |seen| Ok(seen.address))
+        self.meta(tensor).map_or_else(|| data_ptr(tensor), |meta| Ok(meta.address))
     }
 }
 

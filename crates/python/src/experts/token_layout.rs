@@ -6,7 +6,7 @@ use crossrail_ep_cuda::arrays::Item;
 use pyo3::prelude::*;
 
 use super::outputs::{Output, Outputs};
-use super::tensor_kinds::{TensorKinds, usual};
+use super::tensor_kinds::{TensorKinds, none_on_usage_error};
 use crate::borrow::lent::Call;
 use crate::objects::context::Context;
 use crate::runtime::errors::OrRaise;
@@ -59,7 +59,8 @@ impl TokenLayout {
         else {
             return Ok(None);
         };
-        let ids = usual(py, kinds.array(topk_idx, ("layout", "topk_idx")))?.filter(|ids| ids.dtype == Ok(Item::I64));
+        let ids = none_on_usage_error(py, kinds.array(topk_idx, ("layout", "topk_idx")))?
+            .filter(|ids| ids.dtype == Ok(Item::I64));
         let Some(ids) = ids.filter(|ids| ids.shape.len() == 2) else { return Ok(None) };
         let extents = (ids.shape[0].try_into(), ids.shape[1].try_into(), ids.stride(0).try_into());
         let (Ok(tokens), Ok(topk), Ok(stride)) = extents else { return Ok(None) };
@@ -68,11 +69,11 @@ impl TokenLayout {
         }
         let (stream, native, outputs) = (kinds.current(py)?, self.native.here(py, "layout")?, frame.outputs.get());
         // SAFETY: the current stream is alive.
-        let now = outputs.now(py, stream, || unsafe { native.is_capturing(stream) }.or_raise(py))?;
+        let site = outputs.site(py, stream, || unsafe { native.is_capturing(stream) }.or_raise(py))?;
         let made: Counted<'py> = (
-            outputs.take(py, Output::OfRanks, (frame.ranks, None), now)?,
-            outputs.take(py, Output::OfExperts, (experts, None), now)?,
-            outputs.take(py, Output::InRank, (tokens, Some(frame.ranks)), now)?,
+            outputs.take(py, Output::RankCounts, (frame.ranks, None), site)?,
+            outputs.take(py, Output::ExpertCounts, (experts, None), site)?,
+            outputs.take(py, Output::InRank, (tokens, Some(frame.ranks)), site)?,
         );
         let mut args =
             ep::EpLayoutArgs { topk_idx: ids.address, stride, tokens, topk, experts, ..ep::EpLayoutArgs::ZERO };

@@ -4,7 +4,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::mapped::Mapped;
 use super::moves::{self, Description, Layout, Move};
-use super::operand::Wanted;
+use super::operand::OperandSpec;
 use super::region::RegionKey;
 use super::request::Request;
 use super::worker::Worker;
@@ -245,7 +245,7 @@ impl Endpoint {
         notice: Vec<u8>,
         imm: Option<U32>,
     ) -> PyResult<Move> {
-        let wanted = moves::Wanted { op, local_index, remote_index, notice: &notice, imm };
+        let wanted = moves::PrepareArgs { op, local_index, remote_index, notice: &notice, imm };
         moves::prepare(py, &self.native, self.worker.clone_ref(py), local, remote, &wanted)
     }
 
@@ -302,7 +302,7 @@ impl Endpoint {
         let _call = Call::enter(py);
         let lent = self.lent(memory, Use::Write, None, "share")?;
         let endpoint = self.native.clone();
-        let shared = wait::apart(py, move || endpoint.share_buffer(lent))?;
+        let shared = wait::on_own_thread(py, move || endpoint.share_buffer(lent))?;
         Ok(PyBytes::new(py, &shared.to_bytes()))
     }
 
@@ -384,7 +384,7 @@ impl Endpoint {
         let _call = Call::enter(py);
         let timeout = wait::seconds(py, "close", timeout)?;
         let endpoint = self.native.clone();
-        wait::apart(py, move || endpoint.close(timeout))
+        wait::on_own_thread(py, move || endpoint.close(timeout))
     }
 
     /// The worker of the endpoint.
@@ -407,7 +407,7 @@ impl Endpoint {
         operation: &str,
     ) -> PyResult<crossrail::Buffer> {
         let stream = stream::parse(stream, operation)?;
-        Wanted { context: self.worker.get().context(), used, stream, operation }.of(object)
+        OperandSpec { context: self.worker.get().context(), used, stream, operation }.of(object)
     }
 
     /// Small operations are started with the GIL held: to let it go costs more than they do.
@@ -525,7 +525,7 @@ fn operation(item: &Bound<'_, PyAny>, context: &crossrail::Context) -> PyResult<
     let key = |at: usize| -> PyResult<crossrail::RegionKey> {
         Ok(parts.get_item(at)?.cast::<RegionKey>().map_err(|_| malformed())?.get().native().clone())
     };
-    let lent = |used, operation| Wanted { context, used, stream: None, operation }.of(&parts.get_item(1)?);
+    let lent = |used, operation| OperandSpec { context, used, stream: None, operation }.of(&parts.get_item(1)?);
     let number = |at: usize| -> PyResult<u64> { Ok(parts.get_item(at)?.extract::<U64>()?.0) };
     Ok(match (name.as_str(), parts.len()) {
         ("send", 3) => crossrail::Op::Send { buffer: lent(Use::Read, "send")?, tag: number(2)? },

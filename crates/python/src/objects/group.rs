@@ -68,7 +68,7 @@ impl Group {
         let settings = context.get().native().settings().clone();
         let limit = timeout.unwrap_or(settings.timeout);
         let options = GroupOptions { name, rank, size, local_rank, node, store, lease, timeout };
-        let native = wait::apart(py, move || crossrail_control::Group::join(options, &settings))?;
+        let native = wait::on_own_thread(py, move || crossrail_control::Group::join(options, &settings))?;
         Ok(Group { native: Detached::new(native), timeout: limit, seen: AtomicU64::new(0) })
     }
 
@@ -122,13 +122,13 @@ impl Group {
     fn publish(&self, py: Python<'_>, key: String, value: Vec<u8>) -> PyResult<()> {
         let _call = Call::enter(py);
         let native = self.native.clone();
-        wait::apart(py, move || native.publish(&key, &value))
+        wait::on_own_thread(py, move || native.publish(&key, &value))
     }
 
     fn withdraw(&self, py: Python<'_>, key: String) -> PyResult<()> {
         let _call = Call::enter(py);
         let native = self.native.clone();
-        wait::apart(py, move || native.withdraw(&key))
+        wait::on_own_thread(py, move || native.withdraw(&key))
     }
 
     fn collect<'py>(

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use crossrail::{Mapped as NativeMapped, Place, Signal};
 use pyo3::prelude::*;
 
-use super::operand::Wanted;
+use super::operand::OperandSpec;
 use super::worker::Worker;
-use crate::borrow::export::{Exporter, Lending};
+use crate::borrow::export::{Export, Exporter};
 use crate::borrow::lent::{self, Call, Use};
 use crate::borrow::stream;
 use crate::runtime::errors::{self, OrRaise};
@@ -29,8 +29,8 @@ pub(super) struct Mapped {
 
 impl Mapped {
     pub(super) fn new(native: NativeMapped, worker: Py<Worker>) -> PyClassInitializer<Mapped> {
-        let lending = Lending::bytes(native.ptr(), native.len(), native.place(), Arc::new(native.clone()));
-        Exporter::with(lending, Mapped { native, worker })
+        let export = Export::bytes(native.ptr(), native.len(), native.place(), Arc::new(native.clone()));
+        Exporter::with(export, Mapped { native, worker })
     }
 }
 
@@ -96,7 +96,7 @@ impl Mapped {
         let _call = Call::enter(py);
         let stream = stream::parse(stream, "put")?;
         let handle = stream.map_or(0, |stream| stream.handle);
-        let wanted = Wanted { context: self.worker.get().context(), used: Use::Read, stream, operation: "put" };
+        let wanted = OperandSpec { context: self.worker.get().context(), used: Use::Read, stream, operation: "put" };
         let source = wanted.on(src, handle)?;
         if source.place == Place::Host && source.piece.len > 0 {
             return Err(errors::usage(py, "put", "the source is host memory", "pass GPU memory, or use fill_from"));

@@ -18,7 +18,7 @@ use pyo3::types::{PyDict, PyType};
 
 use super::awaited::Awaited;
 use super::context::Context;
-use crate::borrow::export::{Exporter, Lending};
+use crate::borrow::export::{Export, Exporter};
 use crate::borrow::lent::{self, Call, View, export};
 use crate::borrow::{place, stream};
 use crate::runtime::errors::{self, OrRaise};
@@ -73,8 +73,8 @@ impl MemoryBase {
         };
         let native = native.or_raise(py)?;
         let len = native.len();
-        let lending = Lending::bytes(native.ptr(), len, native.place(), Arc::new(native.clone()));
-        Ok(Exporter::with(lending, MemoryBase { len, native, timeout: context.settings().timeout }))
+        let export = Export::bytes(native.ptr(), len, native.place(), Arc::new(native.clone()));
+        Ok(Exporter::with(export, MemoryBase { len, native, timeout: context.settings().timeout }))
     }
 
     /// The device of the memory: ``cpu`` or, for example, ``cuda:1``.

@@ -359,7 +359,7 @@ pub(super) fn remote(
 }
 
 /// Arguments of `Endpoint.prepare` other than the layouts.
-pub(super) struct Wanted<'a, 'py> {
+pub(super) struct PrepareArgs<'a, 'py> {
     pub(super) op: &'a str,
     pub(super) local_index: Option<&'a Bound<'py, PyAny>>,
     pub(super) remote_index: Option<&'a Bound<'py, PyAny>>,
@@ -374,7 +374,7 @@ pub(super) fn prepare(
     worker: Py<Worker>,
     local: &Layout,
     remote: &Layout,
-    wanted: &Wanted<'_, '_>,
+    wanted: &PrepareArgs<'_, '_>,
 ) -> PyResult<Move> {
     let _call = Call::enter(py);
     let kind = match wanted.op {

@@ -14,8 +14,8 @@ use pyo3::prelude::*;
 use super::memory::MemoryBase;
 use crate::borrow::cai;
 use crate::borrow::dlpack::{self, Device};
-use crate::borrow::layout::{Piece, Refusal, Whose};
-use crate::borrow::lent::{self, LentTensor, Use};
+use crate::borrow::layout::{Owner, Piece, Refusal};
+use crate::borrow::lent::{self, BorrowedTensor, Use};
 use crate::borrow::stream::Stream;
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate;
@@ -25,7 +25,7 @@ const HINT: &str = "only host memory and CUDA GPU memory can be transferred: cop
 const NO_ORDER: i64 = -1;
 
 /// Requirements of an operation on its operands.
-pub(super) struct Wanted<'a> {
+pub(super) struct OperandSpec<'a> {
     pub(super) context: &'a Context,
     pub(super) used: Use,
     /// The operation is ordered after this stream's pending work; `None`: after that of the stream the object reports.
@@ -48,13 +48,13 @@ enum Keep {
 
 /// How an operation is ordered after pending work on an object's memory.
 enum Order {
-    /// By [`Wanted::stream`].
+    /// By [`OperandSpec::stream`].
     Ready,
     /// By the exporter, which makes this stream wait for its pending work.
     Before(i64),
 }
 
-impl Wanted<'_> {
+impl OperandSpec<'_> {
     /// The memory of `object`, valid until the engine has done with it.
     pub(super) fn of(&self, object: &Bound<'_, PyAny>) -> PyResult<Buffer> {
         let Operand { piece, place, keep, after } = self.operand(object, &Order::Ready)?;
@@ -120,13 +120,13 @@ impl Wanted<'_> {
 
     fn tensor(&self, object: &Bound<'_, PyAny>, said: Device, order: &Order) -> PyResult<Operand> {
         let py = object.py();
-        let Whose::Gpu(ordinal) = whose(object, said, self.operation)? else {
+        let Owner::Gpu(ordinal) = owner(object, said, self.operation)? else {
             self.refuse_stream(py)?;
             let lent = tensor(object, said, None, self.used, self.operation)?;
             return Ok(on_host(lent.ptr, lent.len, lent.keep));
         };
         let lent = |stream| tensor(object, said, Some(stream), self.used, self.operation).map_err(Failure::Python);
-        let lend = || -> Result<(LentTensor, Option<Ready>), Failure> {
+        let lend = || -> Result<(BorrowedTensor, Option<Ready>), Failure> {
             gate::detached(py, || self.context.open_gpu(ordinal))?;
             match (order, self.stream) {
                 (Order::Before(handle), _) => Ok((self.context.on_gpu(ordinal, || lent(*handle))?, None)),
@@ -140,7 +140,7 @@ impl Wanted<'_> {
                 }
             }
         };
-        let (tensor, after) = lend().map_err(|failure| self.restated(object, ordinal, failure))?;
+        let (tensor, after) = lend().map_err(|failure| self.with_place(object, ordinal, failure))?;
         let piece = Piece { ptr: tensor.ptr, len: tensor.len };
         Ok(Operand { piece, place: Place::Gpu(ordinal), keep: Keep::Loan(tensor.keep), after })
     }
@@ -162,14 +162,14 @@ impl Wanted<'_> {
             return Ok(on_host(described.piece.ptr, 0, keep));
         }
         let ordinal = gate::detached(py, || self.context.gpu_of(described.piece.ptr));
-        let ordinal = ordinal.map_err(|error| self.restated(object, None, error.into()))?;
+        let ordinal = ordinal.map_err(|error| self.with_place(object, None, error.into()))?;
         let after = match order {
             Order::Ready => self.stream.map(|stream| stream.handle).or(described.stream),
             // The interface has no call that orders pending work before a stream; the caller is responsible.
             Order::Before(_) => None,
         };
         let after = after.map(|handle| self.after(ordinal, handle)).transpose();
-        let after = after.map_err(|error| self.restated(object, ordinal, error.into()))?;
+        let after = after.map_err(|error| self.with_place(object, ordinal, error.into()))?;
         Ok(Operand { piece: described.piece, place: Place::Gpu(ordinal), keep: Keep::Loan(keep), after })
     }
 
@@ -180,9 +180,9 @@ impl Wanted<'_> {
                 self.refuse_stream(object.py())?;
                 None
             }
-            (Place::Gpu(ordinal), Order::Ready, Some(stream)) => {
-                Some(self.after(ordinal, stream.handle).map_err(|error| self.restated(object, ordinal, error.into()))?)
-            }
+            (Place::Gpu(ordinal), Order::Ready, Some(stream)) => Some(
+                self.after(ordinal, stream.handle).map_err(|error| self.with_place(object, ordinal, error.into()))?,
+            ),
             _ => None,
         };
         Ok(Operand { piece, place: memory.place(), keep: Keep::Memory(memory.clone()), after })
@@ -204,7 +204,7 @@ impl Wanted<'_> {
     }
 
     /// Adds the object and its device to an engine error.
-    fn restated(&self, object: &Bound<'_, PyAny>, ordinal: impl Into<Option<u32>>, failure: Failure) -> PyErr {
+    fn with_place(&self, object: &Bound<'_, PyAny>, ordinal: impl Into<Option<u32>>, failure: Failure) -> PyErr {
         let mut error = match failure {
             Failure::Python(error) => return error,
             Failure::Engine(error) => *error,
@@ -234,16 +234,16 @@ fn on_host(ptr: u64, len: usize, keep: Arc<dyn Any + Send + Sync>) -> Operand {
 }
 
 fn on_gpu(object: &Bound<'_, PyAny>) -> bool {
-    matches!(dlpack::device(object, ""), Ok(Some(device)) if matches!(device.whose(), Ok(Whose::Gpu(_))))
+    matches!(dlpack::device(object, ""), Ok(Some(device)) if matches!(device.owner(), Ok(Owner::Gpu(_))))
 }
 
-/// Whose memory a DLPack device stands for.
-pub(super) fn whose(object: &Bound<'_, PyAny>, device: Device, operation: &str) -> PyResult<Whose> {
+/// The owner of the memory of a DLPack device; raises `UnsupportedError` for other kinds of device.
+pub(super) fn owner(object: &Bound<'_, PyAny>, device: Device, operation: &str) -> PyResult<Owner> {
     let unreachable = |device| {
         let detail = format!("the {} is on {device}", name(object));
         errors::raise(object.py(), &Error::new(ErrorKind::Unsupported, operation, detail).with_hint(HINT))
     };
-    device.whose().map_err(unreachable)
+    device.owner().map_err(unreachable)
 }
 
 /// The tensor of `object`, which says that it is on `said`; `stream` as [`dlpack::import`] has it.
@@ -253,25 +253,25 @@ pub(super) fn tensor(
     stream: Option<i64>,
     used: Use,
     operation: &str,
-) -> PyResult<LentTensor> {
+) -> PyResult<BorrowedTensor> {
     let imported = dlpack::import(object, stream, operation)?;
     // From here on the keeper calls the tensor's deleter.
     let keep = lent::keep(lent::Loan::Tensor(imported.tensor));
     let refuse = |refusal| Err(refused(object, operation, refusal));
-    let there = imported.device.whose();
-    if there != said.whose() {
-        let named = |whose| match whose {
-            Ok(Whose::Host) => "the host".to_owned(),
-            Ok(Whose::Gpu(ordinal)) => format!("cuda:{ordinal}"),
+    let there = imported.device.owner();
+    if there != said.owner() {
+        let named = |owner| match owner {
+            Ok(Owner::Host) => "the host".to_owned(),
+            Ok(Owner::Gpu(ordinal)) => format!("cuda:{ordinal}"),
             Err(name) => name,
         };
-        return refuse((format!("claims to be on {}, its capsule is on {}", named(said.whose()), named(there)), ""));
+        return refuse((format!("claims to be on {}, its capsule is on {}", named(said.owner()), named(there)), ""));
     }
     if imported.read_only && used == Use::Write {
         return refuse(read_only());
     }
     match imported.piece {
-        Ok((Piece { ptr, len }, shape)) => Ok(LentTensor { ptr, len, dtype: imported.dtype, shape, keep }),
+        Ok((Piece { ptr, len }, shape)) => Ok(BorrowedTensor { ptr, len, dtype: imported.dtype, shape, keep }),
         Err(refusal) => refuse(refusal),
     }
 }

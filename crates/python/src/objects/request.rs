@@ -187,7 +187,7 @@ impl Request {
     fn _conclude(&self, py: Python<'_>, waited: f64) -> PyResult<Receipt> {
         let _call = Call::enter(py);
         let waited = wait::seconds(py, "wait", Some(waited))?.unwrap_or_default();
-        wait::concluded(py, waited, |left| self.native.wait(left)).map(Receipt::from)
+        wait::poll_finished(py, waited, |left| self.native.wait(left)).map(Receipt::from)
     }
 
     /// The worker of the request.

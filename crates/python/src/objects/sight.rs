@@ -34,7 +34,7 @@ pub(super) fn read_pages<'py>(py: Python<'py>, folder: &str) -> PyResult<Bound<'
     })
 }
 
-/// Remove the pages of this process, which is about to exit abruptly, and of this user's dead processes.
+/// Remove the page of this process, which is about to exit without cleanup, and the pages of this user's dead processes.
 #[pyfunction]
 pub(super) fn remove_pages() {
     if let Some(folder) = Settings::from_env().ok().and_then(|settings| settings.pages) {
@@ -68,7 +68,8 @@ pub(super) fn read_job<'py>(
     let patience = wait::seconds(py, "top", Some(patience))?.unwrap_or(Duration::ZERO);
     let settings = context.get().native().settings().clone();
     let (store, group) = (store.to_owned(), group.map(str::to_owned));
-    let groups = wait::apart(py, move || crossrail_control::job(&store, &settings, group.as_deref(), patience))?;
+    let groups =
+        wait::on_own_thread(py, move || crossrail_control::job(&store, &settings, group.as_deref(), patience))?;
     rows(py, groups, |row: &Bound<'py, PyDict>, group| {
         set_fields!(row, group; name, size);
         let ranks = rows(py, group.ranks, |row: &Bound<'py, PyDict>, rank| {

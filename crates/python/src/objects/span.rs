@@ -10,7 +10,7 @@ use pyo3::types::{PyDict, PyTuple};
 
 use super::operand;
 use crate::borrow::dlpack;
-use crate::borrow::layout::Whose;
+use crate::borrow::layout::Owner;
 use crate::borrow::lent::{self, Use};
 use crate::runtime::errors;
 
@@ -72,7 +72,7 @@ pub(super) fn _borrow<'py>(
     let Some(said) = dlpack::device(object, operation)? else {
         return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
     };
-    if let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? {
+    if let Owner::Gpu(ordinal) = operand::owner(object, said, operation)? {
         let detail = format!("the {} is on cuda:{ordinal}", operand::name(object));
         let error = Error::new(ErrorKind::Unsupported, operation, detail).with_hint("copy it to the host first");
         return Err(errors::raise(py, &error));
@@ -93,12 +93,12 @@ pub(crate) fn lent_on_gpu(
     operation: &str,
     writable: bool,
     stream: i64,
-) -> PyResult<(lent::LentTensor, u32)> {
+) -> PyResult<(lent::BorrowedTensor, u32)> {
     let py = object.py();
     let Some(said) = dlpack::device(object, operation)? else {
         return Err(errors::usage(py, operation, format!("{} has no DLPack", operand::one(object)), ""));
     };
-    let Whose::Gpu(ordinal) = operand::whose(object, said, operation)? else {
+    let Owner::Gpu(ordinal) = operand::owner(object, said, operation)? else {
         let detail = format!("the {} is memory of the host", operand::name(object));
         return Err(errors::usage(py, operation, detail, "copy it to the GPU first"));
     };

@@ -7,7 +7,7 @@ use pyo3::types::{PyBytes, PyList};
 use super::context::{Context, socket_addresses};
 use super::endpoint::Endpoint;
 use super::moves::{self, Layout};
-use super::operand::Wanted;
+use super::operand::OperandSpec;
 use super::region::Region;
 use super::request::Request;
 use super::worker::Worker;
@@ -114,7 +114,7 @@ impl Worker {
         let timeout = wait::seconds(py, "connect", timeout)?;
         let options = ConnectOptions { require, timeout, ..ConnectOptions::default() };
         let worker = slf.get().native().clone();
-        let native = wait::apart(py, move || worker.connect(&to, &options))?;
+        let native = wait::on_own_thread(py, move || worker.connect(&to, &options))?;
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 
@@ -161,7 +161,7 @@ impl Worker {
         let _call = Call::enter(py);
         let waited = wait::seconds(py, "accept", Some(waited))?.unwrap_or_default();
         let worker = slf.get();
-        let native = wait::concluded(py, waited, |left| worker.native().accept(left))?;
+        let native = wait::poll_finished(py, waited, |left| worker.native().accept(left))?;
         Ok(Endpoint::new(native, slf.clone().unbind()))
     }
 
@@ -185,7 +185,7 @@ impl Worker {
         let py = slf.py();
         let _call = Call::enter(py);
         let worker = slf.get();
-        let wanted = Wanted { context: worker.context(), used: Use::Write, stream: None, operation: "register" };
+        let wanted = OperandSpec { context: worker.context(), used: Use::Write, stream: None, operation: "register" };
         let lent = wanted.of(buffer)?;
         let region = gate::detached(py, || worker.native().register(lent)).or_raise(py)?;
         Ok(Region::new(region, worker.native_timeout()))
@@ -342,7 +342,7 @@ impl Worker {
         let _call = Call::enter(py);
         let worker = slf.get();
         let stream = stream::parse(stream, "recv")?;
-        let lent = Wanted { context: worker.context(), used: Use::Write, stream, operation: "recv" }.of(buffer)?;
+        let lent = OperandSpec { context: worker.context(), used: Use::Write, stream, operation: "recv" }.of(buffer)?;
         let source = source.map(|endpoint| endpoint.get().native());
         let place = lent.place();
         let start = || worker.native().recv(lent, tag.0, mask.0, source);

@@ -209,23 +209,23 @@ fn is_initialized() -> bool {
 }
 
 /// Suspends the passes of this thread while the GIL is released.
-struct Away {
+struct SuspendedPasses {
     gate: &'static Gate,
     passes: u32,
 }
 
-impl Away {
+impl SuspendedPasses {
     #[inline]
-    fn leave(gate: &'static Gate) -> Away {
+    fn suspend(gate: &'static Gate) -> SuspendedPasses {
         let passes = PASSES.replace(0);
         if passes > 0 {
             gate.leave();
         }
-        Away { gate, passes }
+        SuspendedPasses { gate, passes }
     }
 }
 
-impl Drop for Away {
+impl Drop for SuspendedPasses {
     #[inline]
     fn drop(&mut self) {
         if self.passes > 0 {
@@ -247,13 +247,13 @@ pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send)
 #[expect(clippy::disallowed_methods, reason = "the one place that calls it")]
 pub(super) fn detached_until<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> (T, Pass) {
     let gate = GATE.here();
-    let away = Away::leave(gate);
+    let suspended = SuspendedPasses::suspend(gate);
     let result = py.detach(|| {
         let result = work();
         gate.begin_return();
         result
     });
-    drop(away);
+    drop(suspended);
     let pass = Pass::new(gate);
     gate.end_return();
     (result, pass)

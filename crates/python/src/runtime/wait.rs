@@ -88,7 +88,7 @@ fn answer<T: Send>(
 }
 
 /// Polls once, after the caller has waited elsewhere for `waited`; errors report that time.
-pub(crate) fn concluded<T: Send>(
+pub(crate) fn poll_finished<T: Send>(
     py: Python<'_>,
     waited: Duration,
     wait: impl FnOnce(Option<Duration>) -> Result<T> + Send,
@@ -99,29 +99,29 @@ pub(crate) fn concluded<T: Send>(
 
 /// Runs `work`, which does not support [`interrupt`], on its own thread, so that a signal can end the wait. The work
 /// then continues in the background, and its result is dropped.
-pub(crate) fn apart<T: Send + 'static>(
+pub(crate) fn on_own_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
-    let answer = Arc::new(Answer { result: Mutex::new(None), ready: Condvar::new() });
-    let promise = Promise(Arc::clone(&answer));
+    let oneshot = Arc::new(Oneshot { result: Mutex::new(None), ready: Condvar::new() });
+    let sender = OneshotSender(Arc::clone(&oneshot));
     let spawned = std::thread::Builder::new().name("crossrail-call".to_owned()).spawn(move || {
-        promise.0.put(work());
+        sender.0.put(work());
     });
     spawned.map_err(|error| Error::io("thread", "pthread_create", &error)).or_raise(py)?;
-    bounded(py, FOREVER, |left| answer.wait(left.unwrap_or(FOREVER)))?.or_raise(py)
+    bounded(py, FOREVER, |left| oneshot.wait(left.unwrap_or(FOREVER)))?.or_raise(py)
 }
 
 /// One-shot channel for the result of a thread.
-struct Answer<T> {
+struct Oneshot<T> {
     result: Mutex<Option<Result<T>>>,
     ready: Condvar,
 }
 
-/// Sender of an [`Answer`]; dropped by a panicking thread it sends an error.
-struct Promise<T: Send + 'static>(Arc<Answer<T>>);
+/// Sender of an [`Oneshot`]; dropped by a panicking thread it sends an error.
+struct OneshotSender<T: Send + 'static>(Arc<Oneshot<T>>);
 
-impl<T: Send + 'static> Drop for Promise<T> {
+impl<T: Send + 'static> Drop for OneshotSender<T> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.0.put(Err(Error::new(ErrorKind::Io, "thread", "the thread of this call panicked")));
@@ -129,7 +129,7 @@ impl<T: Send + 'static> Drop for Promise<T> {
     }
 }
 
-impl<T: Send + 'static> Answer<T> {
+impl<T: Send + 'static> Oneshot<T> {
     fn lock(&self) -> MutexGuard<'_, Option<Result<T>>> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -143,8 +143,8 @@ impl<T: Send + 'static> Answer<T> {
     fn wait(self: &Arc<Self>, limit: Duration) -> Result<Result<T>> {
         let deadline = Instant::now() + limit;
         let _sleeping = interrupt::sleeping(|| {
-            let answer = Arc::clone(self);
-            move || answer.ready.notify_all()
+            let oneshot = Arc::clone(self);
+            move || oneshot.ready.notify_all()
         });
         let mut result = self.lock();
         loop {
