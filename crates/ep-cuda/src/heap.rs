@@ -163,7 +163,7 @@ impl Heap {
 
     /// Clears what an earlier process of that rank wrote that could be taken for new data.
     pub(crate) fn clear(&self, rank: u32) -> Result<()> {
-        for span in self.room.left_by(rank) {
+        for span in self.room.stale_ranges(rank) {
             self.memory.fill_from(span.at as usize, &vec![0; span.len as usize])?;
         }
         Ok(())
@@ -258,7 +258,7 @@ mod tests {
         let heap = heap_of(&shape);
         heap.memory.fill_from(0, &vec![0xff; heap.parts.bytes as usize]).unwrap();
         heap.clear(1).unwrap();
-        let spans = shape.left_by(1);
+        let spans = shape.stale_ranges(1);
         let cleared = |at: u64| spans.iter().any(|span| (span.at..span.at + span.len).contains(&at));
         let wrong = (0..).zip(all(&heap)).find(|(at, byte)| (*byte == 0) != cleared(*at));
         assert_eq!(wrong, None);
@@ -304,7 +304,7 @@ mod tests {
     fn what_a_source_left_lies_inside_the_heap_and_nowhere_twice() {
         let shape = small();
         let heap = shape.heap();
-        let mut spans: Vec<Span> = (0..3).flat_map(|source| shape.left_by(source)).collect();
+        let mut spans: Vec<Span> = (0..3).flat_map(|source| shape.stale_ranges(source)).collect();
         assert_eq!(spans.len(), 3 * 9);
         spans.sort_by_key(|span| span.at);
         assert!(spans.windows(2).all(|pair| pair[0].at + pair[0].len <= pair[1].at), "{spans:?}");

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crossrail_cuda::Context;
 use crossrail_cuda::nvrtc::{Compiler, Library, SearchPath};
 use crossrail_kernels::ep::{EpKernels, LayoutKernel, Shape};
-use crossrail_kernels::{Kernels, beside};
+use crossrail_kernels::{Kernels, run_concurrently};
 use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, ErrorKind, Result, Settings};
 
@@ -70,7 +70,7 @@ pub(crate) fn load_beside<T>(
 ) -> (Loaded, Result<T>) {
     let compile = || timed(|| load(context, settings, shape));
     let copies = || timed(|| crossrail_kernels::shared(context, settings, settings.timeout).ok());
-    let (kernels, (engine, (made, heap_took))) = beside(compile, || beside(copies, || timed(make)));
+    let (kernels, (engine, (made, heap_took))) = run_concurrently(compile, || run_concurrently(copies, || timed(make)));
     let (kernels, kernels_took) = kernels.unwrap_or_else(|| {
         let error = Error::new(ErrorKind::Io, "ExpertBuffer", "loading kernels panicked");
         (Err(error), Duration::ZERO)

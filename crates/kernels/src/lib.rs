@@ -13,11 +13,11 @@
 
 #[macro_use]
 mod args;
-mod beside;
 pub mod ep;
 mod launch;
 mod names;
 mod rows;
+mod run_concurrently;
 mod scatter;
 mod shared;
 pub mod sources;
@@ -26,10 +26,10 @@ pub use args::{
     COPY_THREADS, FLAG_REACHED, FLAG_TIMED_OUT, FlagAwaitArgs, FlagWriteArgs, Piece, PutArgs, ROWS_THREADS, RowStride,
     RowsArgs, RowsEnd, UnpackArgs, layout,
 };
-pub use beside::beside;
 pub use launch::Kernels;
 pub use names::mangled;
 pub use rows::{RowCount, RowList, table_words, write_table};
+pub use run_concurrently::run_concurrently;
 pub use scatter::{LONGEST, ScatterList};
 pub use shared::{compiler, shared};
 

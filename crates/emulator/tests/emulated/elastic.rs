@@ -55,7 +55,7 @@ impl Hosts {
             }
             for &other in &new {
                 if std::mem::replace(&mut self.stale[rank][other], true) {
-                    for span in shape.left_by(other as u32) {
+                    for span in shape.stale_ranges(other as u32) {
                         self.write(rank, span.at, &vec![0; span.len as usize]);
                     }
                 }

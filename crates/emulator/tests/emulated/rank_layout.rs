@@ -148,8 +148,8 @@ fn broken_kernels_are_caught() {
         // The first lane tells of what other lanes have not written yet.
         (
             combine,
-            "        __syncwarp();\n        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told",
-            "        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told",
+            "        __syncwarp();\n        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.reported",
+            "        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.reported",
         ),
         // Flags of rows that were told of are overwritten before they are set.
         (

@@ -494,7 +494,7 @@ __device__ __forceinline__ bool is_last_to_begin(u64 blocks) {
 
 // Advances the epochs for this rank's next launches, which start after this one. All blocks must have read the epoch.
 // One thread of the launch.
-__device__ __forceinline__ void note_combine(const EpCommon &c, const Start &start) {
+__device__ __forceinline__ void advance_epochs(const EpCommon &c, const Start &start) {
     EpState &state = state_of(c);
     if (c.phases & EP_SEND) {
         st_relaxed_gpu_u64(address_of(state.combine_begun), start.sent);
@@ -512,8 +512,8 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     mark_of(0, args.marks, EP_MARK_BEGUN);
     bool sends = c.phases & EP_SEND;
-    Flags &flags = *reinterpret_cast<Flags *>(behind_start(shared));
-    u8 *stages = behind_start(shared) + EP_FLAGS;
+    Flags &flags = *reinterpret_cast<Flags *>(after_start(shared));
+    u8 *stages = after_start(shared) + EP_FLAGS;
     u64 blocks = address_of(state_of(c).combine_blocks[c.phases]);
     // Issue loads that do not depend on the block's shared state before it is read.
     Returns returns(args, warp, lane);
@@ -530,10 +530,10 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     __syncthreads();
     mark_of(0, args.marks, EP_MARK_PLANNED);
     // Before any wait for other ranks, which may wait for this.
-    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) tell_taken(c, start, EP_WORD_COMBINE_TAKEN, lane);
+    if (warp == FLAGGER - 1 && blockIdx.x == gridDim.x - 1) release_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
     if (warp == FLAGGER) {
         if (sends) send_weights(args, start, own, lane);
-        if (!c.waits && lane == 0 && is_last_to_begin(blocks)) note_combine(c, start);
+        if (!c.waits && lane == 0 && is_last_to_begin(blocks)) advance_epochs(c, start);
         if (sends) set_flags(flags, start.sent, BACK_SENDERS, lane);
         mark_of(FLAGGER * LANES, args.marks, EP_MARK_DETAILS);
     } else if (sends && warp < BACK_SENDERS) {
@@ -551,5 +551,5 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     // Wait statistics need the results of all blocks.
     if (!c.waits || !is_last_block(blocks)) return;
     if (c.phases & EP_RECEIVE) count_waits(c);
-    if (threadIdx.x == 0) note_combine(c, start);
+    if (threadIdx.x == 0) advance_epochs(c, start);
 }

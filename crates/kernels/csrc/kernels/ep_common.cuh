@@ -26,7 +26,7 @@ constexpr bool SLOTS = EP_SLOTS;
 constexpr u32 ROUTED = SLOTS ? 1 : EP_K;
 constexpr u32 PIECES = (EP_H + EP_PIECE - 1) / EP_PIECE;
 // Polls of a word between two reads of the clock, which is slower to read.
-constexpr u32 EP_LOOKS = 16;
+constexpr u32 EP_POLLS_PER_CLOCK = 16;
 static_assert(EP_R <= 64 && EP_K <= LANES && EP_PIECE % 1024 == 0, "limits that the host checks");
 
 // Begins a launch: nothing is read or written before.
@@ -70,7 +70,7 @@ __device__ __forceinline__ void mark_of(u32 thread, u64 marks, u32 what) {
 
 // Appends to the fault ring. The sequence number is stored last, with release order, so that a host that reads it also
 // sees the entry.
-__device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
+__device__ __noinline__ void report_fault(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
     u64 number = atomicAdd(&state_of(c).faults, 1ull) + 1;
     EpFault &fault = at<EpFault>(c.faults, (number - 1) % EP_FAULTS);
     fault.epoch = epoch;
@@ -82,7 +82,7 @@ __device__ __noinline__ void tell_fault(const EpCommon &c, u32 rank, u32 stage, 
 
 // Masks a rank. Of all threads that time out for it, only the one that set the mask reports the fault.
 __device__ __forceinline__ void mask_for(const EpCommon &c, u32 rank, u32 stage, u64 epoch, u64 seen) {
-    if (atomicOr(&at<u32>(c.base + c.heap.masks, rank), 1u) == 0) tell_fault(c, rank, stage, epoch, seen);
+    if (atomicOr(&at<u32>(c.base + c.heap.masks, rank), 1u) == 0) report_fault(c, rank, stage, epoch, seen);
 }
 
 // For statistics: this thread has waited for a rank since `started`, successfully or not.
@@ -95,7 +95,7 @@ __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, 
     u64 started = clock_ns();
     while (true) {
         u64 seen = 0;
-        for (u32 look = 0; look < EP_LOOKS; ++look) {
+        for (u32 poll = 0; poll < EP_POLLS_PER_CLOCK; ++poll) {
             seen = ld_acquire_sys_u64(word);
             if (seen >= value) {
                 note_wait(c, rank, started);
@@ -140,7 +140,7 @@ __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, 
     u64 started = clock_ns();
     while (true) {
         u64 seen = 0;
-        for (u32 look = 0; look < EP_LOOKS; ++look) {
+        for (u32 poll = 0; poll < EP_POLLS_PER_CLOCK; ++poll) {
             seen = ld_relaxed_sys_u64(word);
             if (!is_tagged(seen, epoch)) continue;
             note_wait(c, rank, started);
@@ -170,34 +170,6 @@ struct PerRank {
         }
         return found;
     }
-};
-
-// Unmasked ranks, and the addresses of their heaps.
-struct Peers {
-    PerRank<u64> base;
-    u64 open = 0;
-
-    __device__ __forceinline__ Peers(const EpCommon &c, u32 lane) {
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i) {
-            u32 rank = lane + i * LANES;
-            bool known = rank < EP_R;
-            base.value[i] = known ? at<u64>(c.peers, rank) : 0;
-            bool is_open = known && !is_masked(c, rank);
-            open |= u64(__ballot_sync(WHOLE_WARP, is_open)) << (i * LANES);
-        }
-    }
-
-    // The same, from what other warps of the block have read.
-    __device__ __forceinline__ Peers(u64 open, const u64 *bases, u32 lane) : open(open) {
-#pragma unroll
-        for (u32 i = 0; i < EACH; ++i) {
-            u32 rank = lane + i * LANES;
-            base.value[i] = rank < EP_R ? bases[rank] : 0;
-        }
-    }
-
-    __device__ __forceinline__ bool is_open(u32 rank) const { return open >> rank & 1; }
 };
 
 // The expert id of a selection as the caller gave it.
@@ -250,16 +222,5 @@ __device__ __forceinline__ void count_waits(const EpCommon &c) {
         u64 &waited = at<u64>(c.base + c.heap.waited, rank);
         at<long long>(c.waits, rank) += static_cast<long long>(waited);
         waited = 0;
-    }
-}
-
-// Sets control word `word` of every unmasked rank to `value`, with release order. The whole first warp.
-__device__ __forceinline__ void tell_all(const EpCommon &c, const Peers &peers, u32 word, u64 value) {
-#pragma unroll
-    for (u32 i = 0; i < EACH; ++i) {
-        u32 rank = threadIdx.x + i * LANES;
-        if (rank < EP_R && peers.is_open(rank)) {
-            st_release_sys_u64(word_at(c, peers.base.value[i], c.rank, word), value);
-        }
     }
 }

@@ -147,10 +147,10 @@ __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &sta
         bool has = share.unit < share.end;
         u8 *place = stages + stage * DISPATCH_STAGE;
         Outgoing row;
-        if constexpr (EP_STAGES == 1) settle(pending, start, lane);
+        if constexpr (EP_STAGES == 1) await_pending(pending, start, lane);
         if (has) row.read(args, share.unit, place, lane);
         if (!met) meet();
-        if constexpr (EP_STAGES > 1) settle(pending, start, lane);
+        if constexpr (EP_STAGES > 1) await_pending(pending, start, lane);
         if (!has) break;
         row.send(args.common, start, share.unit, place, pending, lane);
         if (!met) mark_of(0, args.marks, EP_MARK_FIRST);
@@ -450,7 +450,7 @@ __device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *sha
     begin_launch();
     const EpCommon &c = args.common;
     Start &start = *reinterpret_cast<Start *>(shared);
-    u8 *memory = behind_start(shared);
+    u8 *memory = after_start(shared);
     u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     mark_of(0, args.marks, EP_MARK_BEGUN);
     bool sends = c.phases & EP_SEND, receives = c.phases & EP_RECEIVE;
@@ -473,7 +473,7 @@ __device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *sha
         // Before rows: they fill the links.
         if (sends) send_selections(args, start, own);
         if (blockIdx.x == 0) mark_of(0, args.marks, EP_MARK_ANNOUNCED);
-        if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) tell_taken(c, start, EP_WORD_DISPATCH_TAKEN, lane);
+        if (blockIdx.x == gridDim.x - 1 && warp == WARPS - 1) release_slots(c, start, EP_WORD_DISPATCH_TAKEN, lane);
     });
     if (receives) {
         if (blockIdx.x == 0) plan(args, start, memory);

@@ -35,13 +35,13 @@ __global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant_
     }
     if (sends) {
         __syncthreads();
-        learn_plan(dispatch, shared);
+        read_plan(dispatch, shared);
         mark_by(0, args.marks, EP_MARK_PLANNED);
         Targets targets(shared);
 #if EP_BULK
         u32 senders = casts ? casters() : pace.movers;
         if (warp_of() >= senders) {
-            if (plans && warp_of() == senders) tell_counts(dispatch, shared.scan);
+            if (plans && warp_of() == senders) publish_counts(dispatch, shared.scan);
             send_details(dispatch, shared, senders);
         } else if (casts) {
             send_cast(dispatch, targets, stages);
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(EP_THREADS, 1) dispatch(const __grid_constant_
 #else
         u32 senders = casts ? casters() : COPIERS;
         if (warp_of() >= senders) {
-            if (plans && warp_of() == senders) tell_counts(dispatch, shared.scan);
+            if (plans && warp_of() == senders) publish_counts(dispatch, shared.scan);
             send_details(dispatch, shared, senders);
         } else if (casts) {
             send_cast(dispatch, targets, stages);

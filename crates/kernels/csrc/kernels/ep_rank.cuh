@@ -110,7 +110,7 @@ struct Ring {
 
 // Dynamic work distribution over all warps of a launch, by an atomic counter: faster warps take more. The next index is
 // fetched ahead, to hide the atomic's latency.
-struct Share {
+struct WorkCounter {
     u64 counter;
     u32 base;
     u32 next;

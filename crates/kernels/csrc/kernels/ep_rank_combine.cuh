@@ -29,12 +29,12 @@ constexpr u32 MANY_BEHIND = 8;
 // Each row in flight of a warp is tracked by one lane.
 static_assert(SENDER_AHEAD + MANY_AT_ONCE + MANY_BEHIND + 1 <= LANES, "rows in flight that a warp can track");
 // Per sending warp: number of reported batches whose flags are not written yet, and rows per batch.
-constexpr u32 TOLD = EP_TOLD;
-constexpr u32 TOLD_ROWS = EP_TOLD_ROWS;
-static_assert(MANY_AT_ONCE + MANY_BEHIND <= TOLD_ROWS && TOLD_ROWS <= LANES, "rows per batch");
+constexpr u32 BATCHES = EP_BATCHES;
+constexpr u32 BATCH_ROWS = EP_BATCH_ROWS;
+static_assert(MANY_AT_ONCE + MANY_BEHIND <= BATCH_ROWS && BATCH_ROWS <= LANES, "rows per batch");
 // Bit of a batch's row count: this is the warp's last batch.
 constexpr u32 LAST_ROWS = 1u << 31;
-constexpr u32 TELLERS = EP_BULK ? SENDERS : 1;
+constexpr u32 BATCH_WARPS = EP_BULK ? SENDERS : 1;
 // The warp that writes flags, and the first that adds.
 constexpr u32 FLAGGER = SENDERS;
 constexpr u32 ADDERS = EP_BULK ? SENDERS + 1 : SENDERS;
@@ -43,10 +43,10 @@ static_assert(ADDERS < WARPS, "a warp is left to add");
 struct CombineShared {
     alignas(8) u64 full[SENDERS * SENDER_STAGES];
     // Batches of arrived rows: addresses of their flags, row count, and barriers for "reported" and "flags written".
-    u64 flags[TELLERS][TOLD][TOLD_ROWS];
-    u64 told[TELLERS][TOLD];
-    u64 flagged[TELLERS][TOLD];
-    u32 rows[TELLERS][TOLD];
+    u64 flags[BATCH_WARPS][BATCHES][BATCH_ROWS];
+    u64 reported[BATCH_WARPS][BATCHES];
+    u64 flagged[BATCH_WARPS][BATCHES];
+    u32 rows[BATCH_WARPS][BATCHES];
     // Address of each source's heap; 0 if nothing is sent there.
     u64 heaps[EP_R];
     // The first row of each source, and the end.
@@ -91,14 +91,14 @@ struct Combine {
 // Rows of one sending warp. A turn is one row of each source, so rows are returned in token order. Warps claim turns
 // dynamically; each starts at a different rank, to avoid incast.
 struct Turns {
-    Share share;
+    WorkCounter work;
     u32 turn;
     u32 end = 0;
     u32 nth = 0;
 
     __device__ __forceinline__ Turns(const Combine &combine, const CombineShared &shared, u32 sender, u32 senders)
         : turn(sender) {
-        share.begin(at<EpScan>(combine.common.base + combine.common.heap.scan).combine_taken, senders);
+        work.begin(at<EpScan>(combine.common.base + combine.common.heap.scan).combine_taken, senders);
         for (u32 i = lane_of(); i < EP_R; i += LANES) {
             if (i != combine.common.rank && shared.heaps[i] != 0) end = max(end, shared.offsets[i + 1] - shared.offsets[i]);
         }
@@ -116,7 +116,7 @@ struct Turns {
                 if (row < shared.offsets[source + 1] && shared.heaps[source] != 0) return true;
             }
             nth = 0;
-            turn = share.take();
+            turn = work.take();
         }
         return false;
     }
@@ -145,7 +145,7 @@ struct Sender {
     u32 loads = 0;
     u32 stores = 0;
     u32 flags = 0;
-    u32 tellings = 0;
+    u32 reports = 0;
     u64 heap = 0;
     u32 row = 0;
     u32 token = 0;
@@ -178,27 +178,27 @@ struct Sender {
     }
 
     // Reports the rows below index `upto` to the flagging warp as arrived.
-    __device__ __forceinline__ void tell(u32 upto, u32 last) {
-        u32 warp = warp_of(), at = tellings % TOLD, round = tellings / TOLD;
+    __device__ __forceinline__ void report(u32 upto, u32 last) {
+        u32 warp = warp_of(), at = reports % BATCHES, round = reports / BATCHES;
         if (round > 0) mbarrier_wait_shared(shared_address(&shared.flagged[warp][at]), (round - 1) & 1);
         u32 nth = (lane_of() - flags) % LANES;
         if (nth < upto - flags) shared.flags[warp][at][nth] = heap + combine.flag(combine.common.rank, token);
         if (lane_of() == 0) shared.rows[warp][at] = (upto - flags) | last;
         // Orders the lanes' writes, and the first lane's wait for the stores, before the barrier arrival.
         __syncwarp();
-        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.told[warp][at]));
+        if (lane_of() == 0) mbarrier_arrive_shared(shared_address(&shared.reported[warp][at]));
         __syncwarp();
         flags = upto;
-        ++tellings;
+        ++reports;
     }
 
     // Reports a batch when there is one; `BEHIND` later rows may still be in flight.
     template <u32 AT_ONCE, u32 BEHIND>
-    __device__ __forceinline__ void tell_some() {
+    __device__ __forceinline__ void report_some() {
         if (stores - flags < AT_ONCE + BEHIND) return;
         if (lane_of() == 0) bulk_wait_done<BEHIND>();
         if (flags == 0) mark_by(0, combine.args.marks, EP_MARK_FIRST);
-        tell(stores - BEHIND, 0);
+        report(stores - BEHIND, 0);
     }
 
     __device__ __forceinline__ void run(u32 behind, bool many) {
@@ -209,13 +209,13 @@ struct Sender {
             __syncwarp();
             load();
             if (many) {
-                tell_some<MANY_AT_ONCE, MANY_BEHIND>();
+                report_some<MANY_AT_ONCE, MANY_BEHIND>();
             } else {
-                tell_some<FLAGS_AT_ONCE, FLAGS_BEHIND>();
+                report_some<FLAGS_AT_ONCE, FLAGS_BEHIND>();
             }
         }
         if (lane_of() == 0) bulk_wait_all();
-        tell(stores, LAST_ROWS);
+        report(stores, LAST_ROWS);
         mark_by(0, combine.args.marks, EP_MARK_SENT);
     }
 };
@@ -225,14 +225,14 @@ struct Flagger {
     CombineShared &shared;
     u64 epoch;
     // Per sending warp: batches whose flags are written, and batches reported since.
-    u32 done[TELLERS] = {};
-    u32 more[TELLERS] = {};
+    u32 done[BATCH_WARPS] = {};
+    u32 more[BATCH_WARPS] = {};
 
-    __device__ __forceinline__ bool is_told(u32 sender, u32 number) const {
-        u32 barrier = shared_address(&shared.told[sender][number % TOLD]), parity = number / TOLD & 1;
-        u32 told = 0;
-        if (lane_of() == 0) told = mbarrier_test_shared(barrier, parity);
-        if (!__shfl_sync(WHOLE_WARP, told, 0)) return false;
+    __device__ __forceinline__ bool is_reported(u32 sender, u32 number) const {
+        u32 barrier = shared_address(&shared.reported[sender][number % BATCHES]), parity = number / BATCHES & 1;
+        u32 reported = 0;
+        if (lane_of() == 0) reported = mbarrier_test_shared(barrier, parity);
+        if (!__shfl_sync(WHOLE_WARP, reported, 0)) return false;
         // For the other lanes.
         mbarrier_wait_shared(barrier, parity);
         return true;
@@ -242,7 +242,7 @@ struct Flagger {
     __device__ __forceinline__ bool write(u32 sender) {
         bool last = false;
         for (u32 i = 0; i < more[sender]; ++i) {
-            u32 at = (done[sender] + i) % TOLD, rows = shared.rows[sender][at];
+            u32 at = (done[sender] + i) % BATCHES, rows = shared.rows[sender][at];
             if (lane_of() < (rows & ~LAST_ROWS)) st_relaxed_sys_u64(shared.flags[sender][at][lane_of()], epoch);
             last = rows & LAST_ROWS;
             __syncwarp();
@@ -259,7 +259,7 @@ struct Flagger {
 #pragma unroll
             for (u32 sender = 0; sender < SENDERS; ++sender) {
                 more[sender] = 0;
-                while (more[sender] < TOLD && is_told(sender, done[sender] + more[sender])) ++more[sender];
+                while (more[sender] < BATCHES && is_reported(sender, done[sender] + more[sender])) ++more[sender];
                 any |= more[sender];
             }
             if (any == 0) {
@@ -487,9 +487,9 @@ __device__ __forceinline__ void begin_combine(const Combine &combine, CombineSha
     u32 rank = threadIdx.x;
 #if EP_BULK
     if (rank == 0) {
-        for (u32 i = 0; i < TELLERS * TOLD; ++i) {
-            mbarrier_init_shared(shared_address(&shared.told[i / TOLD][i % TOLD]), 1);
-            mbarrier_init_shared(shared_address(&shared.flagged[i / TOLD][i % TOLD]), 1);
+        for (u32 i = 0; i < BATCH_WARPS * BATCHES; ++i) {
+            mbarrier_init_shared(shared_address(&shared.reported[i / BATCHES][i % BATCHES]), 1);
+            mbarrier_init_shared(shared_address(&shared.flagged[i / BATCHES][i % BATCHES]), 1);
         }
         fence_mbarrier_init();
     }

@@ -126,7 +126,7 @@ struct Pace {
 // Rows as they are: one of the warps that send them. The token of a row under way is in the lane of its number.
 struct Mover {
     Ring<DISPATCH_STAGE, MOVER_STAGES> ring;
-    Share share;
+    WorkCounter work;
     u32 behind = 0;
     u32 loads = 0;
     u32 tokens = 0;
@@ -144,7 +144,7 @@ struct Mover {
         ring.begin(stages + DISPATCH_STAGE * MOVER_STAGES * warp_of(), full + MOVER_STAGES * warp_of());
         u32 token = blockIdx.x * pace.movers + warp_of(), step = gridDim.x * pace.movers;
         for (u32 i = 0; i < MOVER_AHEAD && token < dispatch.common.tokens; ++i, token += step) load(dispatch, token);
-        share.begin(dispatch.scan().dispatch_taken, MOVER_AHEAD * step);
+        work.begin(dispatch.scan().dispatch_taken, MOVER_AHEAD * step);
     }
 
     __device__ __forceinline__ void send(const Dispatch &dispatch, const Targets &targets) {
@@ -162,7 +162,7 @@ struct Mover {
             if (lane_of() == 0) wait_read<MOVER_BEHIND>(behind);
             __syncwarp();
             if (more) {
-                u32 next = share.take();
+                u32 next = work.take();
                 more = next < dispatch.common.tokens;
                 if (more) load(dispatch, next);
             }
@@ -222,12 +222,12 @@ __device__ __forceinline__ u32 casters() {
 __device__ __forceinline__ void send_cast(const Dispatch &dispatch, const Targets &targets, u8 *stages) {
     u8 *mine = stages + 2 * DISPATCH_STAGE * warp_of();
     Rows rows, ahead;
-    Share share;
+    WorkCounter work;
     u32 first = blockIdx.x * casters() + warp_of();
-    share.begin(dispatch.scan().dispatch_taken, gridDim.x * casters());
+    work.begin(dispatch.scan().dispatch_taken, gridDim.x * casters());
     rows.load(dispatch, first);
     for (u32 token = first, next, turn = 0; token < dispatch.common.tokens; token = next, turn ^= 1) {
-        next = share.take();
+        next = work.take();
         ahead.load(dispatch, next);
         u8 *stage = mine + DISPATCH_STAGE * turn;
 #if EP_BULK
@@ -370,7 +370,7 @@ __device__ __forceinline__ void send_details(const Dispatch &dispatch, DispatchS
 }
 
 // Waits for the plan, and reads the rows' destinations from it. All blocks.
-__device__ __forceinline__ void learn_plan(const Dispatch &dispatch, DispatchShared &shared) {
+__device__ __forceinline__ void read_plan(const Dispatch &dispatch, DispatchShared &shared) {
     const EpCommon &common = dispatch.common;
     if (threadIdx.x == 0) await_block(address_of(dispatch.scan().planned), dispatch.epoch);
     if (threadIdx.x == LANES && common.phases & EP_ANNOUNCE && !dispatch.args.cached) {
@@ -389,16 +389,16 @@ __device__ __forceinline__ void learn_plan(const Dispatch &dispatch, DispatchSha
 // One warp's share of rows that go as they are, where there are no bulk copies.
 __device__ __forceinline__ void send_copies(const Dispatch &dispatch, const Targets &targets) {
     Rows rows;
-    Share share;
-    share.begin(dispatch.scan().dispatch_taken, gridDim.x * COPIERS);
-    for (u32 token = blockIdx.x * COPIERS + warp_of(); token < dispatch.common.tokens; token = share.take()) {
+    WorkCounter work;
+    work.begin(dispatch.scan().dispatch_taken, gridDim.x * COPIERS);
+    for (u32 token = blockIdx.x * COPIERS + warp_of(); token < dispatch.common.tokens; token = work.take()) {
         rows.load(dispatch, token);
         spread(rows, targets, dispatch.common.rank + token, dispatch.args.x + u64(token) * dispatch.args.x_stride);
     }
 }
 
 // Discards all rows of a rank that did not send every row it announced.
-__device__ __forceinline__ void blank_rows(const Dispatch &dispatch, u32 source) {
+__device__ __forceinline__ void discard_rows(const Dispatch &dispatch, u32 source) {
     const EpHeap &heap = dispatch.common.heap;
     u64 own = dispatch.common.base + heap.regions + dispatch.args.region * heap.region_stride;
     u64 first = at<const u32>(dispatch.offsets() + 4 * source);
@@ -428,18 +428,18 @@ __device__ __forceinline__ void receive_rows(const Dispatch &dispatch, DispatchS
         bool empty = first == at<const u32>(dispatch.offsets() + 4 * source + 4);
         lost[source] = !came && !empty;
         u64 place = ld_acquire_sys_u64(word_at(common, common.base, source, EP_WORD_PLACE + dispatch.parity));
-        if (came && !empty && place != first) tell_fault(common, source, EP_STAGE_PLACE, dispatch.epoch, place);
+        if (came && !empty && place != first) report_fault(common, source, EP_STAGE_PLACE, dispatch.epoch, place);
     }
     __syncthreads();
     for (u32 source = 0; source < EP_R; ++source) {
-        if (lost[source]) blank_rows(dispatch, source);
+        if (lost[source]) discard_rows(dispatch, source);
     }
     __syncthreads();
     mark_by(0, dispatch.args.marks, EP_MARK_CAME);
 }
 
 // Copies the rows' source tokens to the handle, which may outlive the region.
-__device__ __forceinline__ void keep_sources(const Dispatch &dispatch) {
+__device__ __forceinline__ void save_sources(const Dispatch &dispatch) {
     constexpr u32 DEPTH = 8;
     const EpCommon &common = dispatch.common;
     u32 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
@@ -472,10 +472,10 @@ __device__ __forceinline__ void end_dispatch(const Dispatch &dispatch, DispatchS
         if (rank < EP_R && !is_masked(common, rank)) {
             st_release_sys_u64(word_at(common, heap_of(common, rank), common.rank, EP_WORD_DISPATCH_TAKEN), dispatch.epoch);
         }
-        if (!dispatch.args.cached) keep_sources(dispatch);
+        if (!dispatch.args.cached) save_sources(dispatch);
         u32 rows = at<const u32>(dispatch.offsets() + 4 * EP_R);
         if (rank == 0 && dispatch.args.max_rows != 0 && rows > dispatch.args.max_rows) {
-            tell_fault(common, common.rank, EP_STAGE_ROOM, dispatch.epoch, rows);
+            report_fault(common, common.rank, EP_STAGE_ROOM, dispatch.epoch, rows);
         }
         if (warp_of() == 0) count_waits(common);
     }

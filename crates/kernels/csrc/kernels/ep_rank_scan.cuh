@@ -280,7 +280,7 @@ __device__ __forceinline__ void plan(const Dispatch &dispatch, ScanShared &share
 }
 
 // Publishes row counts and each rank's host word. One warp of the planning block.
-__device__ __forceinline__ void tell_counts(const Dispatch &dispatch, const ScanShared &shared) {
+__device__ __forceinline__ void publish_counts(const Dispatch &dispatch, const ScanShared &shared) {
     const EpCommon &common = dispatch.common;
     const EpDispatchArgs &args = dispatch.args;
     u32 alignment = args.expert_alignment == 0 ? 1 : args.expert_alignment;

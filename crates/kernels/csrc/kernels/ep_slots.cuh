@@ -31,7 +31,7 @@ struct SlotPlan {
 
 // Reads each source's token count from its table word. A source that repeats a routing, while this rank does not,
 // counts as having no tokens.
-__device__ __forceinline__ void learn_sources(const EpDispatchArgs &args, Start &start) {
+__device__ __forceinline__ void read_sources(const EpDispatchArgs &args, Start &start) {
     const EpCommon &c = args.common;
     u64 epoch = start.received;
 #pragma unroll 1
@@ -150,7 +150,7 @@ __device__ __forceinline__ void report_counts(const EpDispatchArgs &args, const 
     u32 rows = at<u32>(c.handle + c.parts.offsets, EP_R);
     if (threadIdx.x == 0 && args.count_word != 0) st_release_sys_u64(args.count_word, tagged(epoch, rows));
     if (threadIdx.x == 0 && args.max_rows != 0 && rows > args.max_rows) {
-        tell_fault(c, c.rank, EP_STAGE_ROOM, epoch, rows);
+        report_fault(c, c.rank, EP_STAGE_ROOM, epoch, rows);
     }
     if (args.cached) return;
     // Rows behind the last that came have no experts.
@@ -165,7 +165,7 @@ __device__ __forceinline__ void plan_slots(const EpDispatchArgs &args, Start &st
     SlotPlan plan(args.common, memory);
     // Shared memory is reused: no warp sends from it any more.
     __syncthreads();
-    learn_sources(args, start);
+    read_sources(args, start);
     __syncthreads();
     if (!args.cached) {
         u64 lost = start.lost;

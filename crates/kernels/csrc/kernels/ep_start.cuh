@@ -26,30 +26,30 @@ struct Start {
     // Planning block of a dispatch: bit mask of sources that timed out.
     u64 lost;
     // Shared between warps by atomics, without block barriers. `ready`: warps whose pieces arrived but whose flags are
-    // not set yet, and TELLING while a warp sets flags. `told`: per warp, how many times its flags were set. `untold`:
-    // addresses of the flags to set.
+    // not set yet, and FLUSHING while a warp sets flags. `flushed`: per warp, how many times its flags were set.
+    // `queued`: addresses of the flags to set.
     u64 ready;
-    u32 told[WARPS];
-    u64 untold[WARPS][EP_K];
+    u32 flushed[WARPS];
+    u64 queued[WARPS][EP_K];
 };
 static_assert(sizeof(Start) <= EP_START, "shared memory that the host reserves");
-constexpr u64 TELLING = 1ull << 63;
+constexpr u64 FLUSHING = 1ull << 63;
 
 // Shared memory after `Start`.
-__device__ __forceinline__ u8 *behind_start(u8 *shared) { return shared + EP_START; }
+__device__ __forceinline__ u8 *after_start(u8 *shared) { return shared + EP_START; }
 
 // Epoch counters and control word of a kernel.
-struct Numbered {
+struct EpochRefs {
     const u64 &sent;
     const u64 &received;
     u32 taken;
 };
 
 // Fills `start`, except what comes from a handle. One whole warp; a block barrier must follow.
-__device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Start &start, u32 lane) {
+__device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs, Start &start, u32 lane) {
     // Issue all loads before using the first.
-    u64 sent = ld_relaxed_gpu_u64(address_of(by.sent)) + 1;
-    u64 received = ld_relaxed_gpu_u64(address_of(by.received)) + 1;
+    u64 sent = ld_relaxed_gpu_u64(address_of(epochs.sent)) + 1;
+    u64 received = ld_relaxed_gpu_u64(address_of(epochs.received)) + 1;
     u64 base[EACH] = {}, taken[EACH] = {};
     u32 masked[EACH] = {};
 #pragma unroll
@@ -58,7 +58,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Sta
         if (rank >= EP_R) continue;
         base[i] = at<u64>(c.peers, rank);
         masked[i] = ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank);
-        taken[i] = ld_acquire_sys_u64(word_at(c, c.base, rank, by.taken));
+        taken[i] = ld_acquire_sys_u64(word_at(c, c.base, rank, epochs.taken));
     }
     u64 open = 0, free = 0;
 #pragma unroll
@@ -80,7 +80,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const Numbered &by, Sta
         start.lost = 0;
         start.ready = 0;
     }
-    if (lane < WARPS) start.told[lane] = 0;
+    if (lane < WARPS) start.flushed[lane] = 0;
 }
 
 // Fills in the sources' tokens and flags from the handle. One whole warp, if possible not the one of `begin`.
@@ -97,7 +97,7 @@ __device__ __forceinline__ void begin_combine(const EpCommon &c, Start &start, u
 
 // Releases this rank's slots: publishes to every rank the epoch of the last operation that an earlier launch received.
 // One whole warp of the launch.
-__device__ __forceinline__ void tell_taken(const EpCommon &c, const Start &start, u32 word, u32 lane) {
+__device__ __forceinline__ void release_slots(const EpCommon &c, const Start &start, u32 word, u32 lane) {
     fence_acq_rel_sys();
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 
     u64 missing = start.open & ~start.free, came = 0;
     if (missing == 0) return;
     // Avoids deadlock: those ranks may in turn wait for this rank's release.
-    tell_taken(c, start, word, lane);
+    release_slots(c, start, word, lane);
 #pragma unroll 1
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
@@ -137,7 +137,7 @@ struct Pending {
     u32 given = 0;
 };
 
-// Starts to store what is in `stage` to `to` for each lane that is a `sender`. All lanes; `settle` comes before the next.
+// Starts to store `stage` to `to` for each lane that is a `sender`. All lanes; call `await_pending` before the next.
 __device__ __forceinline__ void start_sending(Pending &pending, const u8 *stage, u32 bytes, bool sender, u64 to, u64 flag,
                                               u32 lane) {
 #if EP_BULK
@@ -159,47 +159,47 @@ __device__ __forceinline__ void start_sending(Pending &pending, const u8 *stage,
 
 // Sets the flags of all ready warps of the block, until none is left. A system fence is expensive, because fences of
 // all warps of a GPU serialize, so one fence covers everything ready when it starts. All lanes.
-__device__ __forceinline__ void tell_ready(Start &start, u32 lane) {
+__device__ __forceinline__ void flush_flags(Start &start, u32 lane) {
     while (true) {
-        u64 ready = lane == 0 ? atom_and_acq_rel_shared_u64(start.ready, TELLING) & ~TELLING : 0;
+        u64 ready = lane == 0 ? atom_and_acq_rel_shared_u64(start.ready, FLUSHING) & ~FLUSHING : 0;
         ready = __shfl_sync(WHOLE_WARP, ready, 0);
         // Makes what the first lane acquired visible to all lanes.
         __syncwarp();
         if (ready == 0) {
-            u32 over = lane == 0 && atom_cas_acq_rel_shared_u64(start.ready, TELLING, 0) == TELLING;
+            u32 over = lane == 0 && atom_cas_acq_rel_shared_u64(start.ready, FLUSHING, 0) == FLUSHING;
             if (__shfl_sync(WHOLE_WARP, over, 0)) return;
             continue;
         }
         fence_acq_rel_sys();
 #pragma unroll 2
         for (u32 i = lane; i < WARPS * EP_K; i += LANES) {
-            u64 flag = ready >> (i / EP_K) & 1 ? atomicExch(&start.untold[i / EP_K][i % EP_K], 0ull) : 0;
+            u64 flag = ready >> (i / EP_K) & 1 ? atomicExch(&start.queued[i / EP_K][i % EP_K], 0ull) : 0;
             if (flag) st_relaxed_sys_u64(flag, start.sent);
         }
         __syncwarp();
-        if (ready >> lane & 1) atom_add_acq_rel_shared_u32(start.told[lane], 1);
+        if (ready >> lane & 1) atom_add_acq_rel_shared_u32(start.flushed[lane], 1);
         __syncwarp();
     }
 }
 
 // Waits until the pending piece has arrived, and queues its flags, which this warp or another sets. All lanes.
-__device__ __forceinline__ void settle(Pending &pending, Start &start, u32 lane) {
+__device__ __forceinline__ void await_pending(Pending &pending, Start &start, u32 lane) {
     if (__ballot_sync(WHOLE_WARP, pending.flag != 0) == 0) return;
     u32 warp = threadIdx.x / LANES;
 #if EP_BULK
     if (pending.flag) bulk_wait_all();
 #endif
     if (lane == 0) {
-        // Wait until the previous piece's flags are set, so that `untold` may be overwritten.
-        while (atom_add_acq_rel_shared_u32(start.told[warp], 0) != pending.given) pause_ns(20);
+        // Wait until the previous piece's flags are set, so that `queued` may be overwritten.
+        while (atom_add_acq_rel_shared_u32(start.flushed[warp], 0) != pending.given) pause_ns(20);
     }
     __syncwarp();
-    if (lane < EP_K) atomicExch(&start.untold[warp][lane], pending.flag);
+    if (lane < EP_K) atomicExch(&start.queued[warp][lane], pending.flag);
     __syncwarp();
-    u32 others = lane == 0 && (atom_or_acq_rel_shared_u64(start.ready, TELLING | 1ull << warp) & TELLING);
+    u32 others = lane == 0 && (atom_or_acq_rel_shared_u64(start.ready, FLUSHING | 1ull << warp) & FLUSHING);
     pending.flag = 0;
     ++pending.given;
-    if (!__shfl_sync(WHOLE_WARP, others, 0)) tell_ready(start, lane);
+    if (!__shfl_sync(WHOLE_WARP, others, 0)) flush_flags(start, lane);
     __syncwarp();
 }
 

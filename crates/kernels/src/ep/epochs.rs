@@ -1,7 +1,7 @@
 //! Epochs as the host writes them into heaps between operations, when ranks connect, leave, and reconnect.
 //!
 //! When a rank connects, it raises its epochs to the highest of all ranks ([`Epochs::bytes`], at `EpHeap::state`),
-//! clears what an earlier connection of the peer left ([`Shape::left_by`]), and marks all earlier operations as
+//! clears what an earlier connection of the peer left ([`Shape::stale_ranges`]), and marks all earlier operations as
 //! released ([`EpHeap::taken`], [`Epochs::words`]). A rank whose epochs were behind does the last for every connected
 //! rank, itself included. Masks and the table of heaps follow.
 
@@ -76,7 +76,7 @@ impl EpHeap {
 impl Shape {
     /// Ranges in which stale data of a source would be read as new: its control words, routing tables, row flags and
     /// weights. Zeroed when it connects.
-    pub fn left_by(&self, source: u32) -> Vec<Span> {
+    pub fn stale_ranges(&self, source: u32) -> Vec<Span> {
         let heap = self.heap();
         let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * 8;
         let slots = (0..u64::from(EP_DEPTH)).map(|parity| parity * u64::from(self.ranks) + u64::from(source));

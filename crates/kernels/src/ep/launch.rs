@@ -11,7 +11,7 @@ use super::{
     EP_ANNOUNCE, EP_RANK_BLOCKS, EP_RECEIVE, EP_SEND, EP_WIRE_BF16, EP_WIRE_FP8, EP_WIRE_LOGFMT10, EpCombineArgs,
     EpCommon, EpDispatchArgs, Shape,
 };
-use crate::{beside, mangled, sources};
+use crate::{mangled, run_concurrently, sources};
 
 /// Qualified name of the kernel that dispatches in the expert layout. Profilers show it; tests written for DeepEP look
 /// for kernels named `...::dispatch` and `...::combine`.
@@ -121,7 +121,8 @@ impl EpKernels {
         // Each takes a second or more to compile.
         let coded = || shape.has_coded().then(&coded);
         let rank = || shape.rank_layout.then(&rank);
-        let (coded, (rank, expert)) = beside(coded, || beside(rank, || shape.expert_layout.then(expert)));
+        let (coded, (rank, expert)) =
+            run_concurrently(coded, || run_concurrently(rank, || shape.expert_layout.then(expert)));
         let panicked = || Error::new(ErrorKind::Io, "kernels", "loading them panicked");
         let (coded, rank) = (coded.ok_or_else(panicked)?, rank.ok_or_else(panicked)?);
         Ok(EpKernels {

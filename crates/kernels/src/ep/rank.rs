@@ -11,9 +11,9 @@ const SHARED_PLAIN: u32 = 96 << 10;
 const MOST_STAGES: u32 = 24;
 /// Stages that keep one warp's copies under way.
 const STAGES_PER_MOVER: u32 = 6;
-/// How often a warp that sends in a combine may tell of rows whose flags are still to be written, and rows of each time.
-const TOLD: u32 = 4;
-const TOLD_ROWS: u32 = 16;
+/// Of a warp that sends in a combine: the most batches of rows reported whose flags are not set yet, and rows of a batch.
+const BATCHES: u32 = 4;
+const BATCH_ROWS: u32 = 16;
 /// The most warps that send in a combine.
 const MOST_SENDERS: u32 = 2;
 /// The most experts whose selections a block counts in shared memory.
@@ -52,7 +52,7 @@ impl Shape {
     }
 
     fn combine_division(&self, bulk: bool) -> Division {
-        let words = MOST_STAGES * 2 + MOST_SENDERS * TOLD * (TOLD_ROWS * 2 + 5) + self.ranks * 3 + 2;
+        let words = MOST_STAGES * 2 + MOST_SENDERS * BATCHES * (BATCH_ROWS * 2 + 5) + self.ranks * 3 + 2;
         let common = (words * size_of::<u32>() as u32 + 16).next_multiple_of(128);
         if !bulk {
             return Division { stages: 0, movers: 0, common, bytes: common };
@@ -82,8 +82,8 @@ impl Shape {
             ("COMBINE_STAGES", combine.stages),
             ("COMBINE_MOVERS", combine.movers),
             ("COMBINE_COMMON", combine.common),
-            ("TOLD", TOLD),
-            ("TOLD_ROWS", TOLD_ROWS),
+            ("BATCHES", BATCHES),
+            ("BATCH_ROWS", BATCH_ROWS),
         ];
         let mut defines = self.defines(bulk);
         defines.retain(|define| !define.starts_with("-DEP_THREADS="));

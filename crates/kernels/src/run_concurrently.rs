@@ -1,10 +1,10 @@
-//! Two pieces of work at the same time.
+//! Runs two closures at the same time.
 
 use std::thread::{Builder, scope};
 
 /// Runs `other` on a thread of its own while `here` runs on this one, or after it where the system has no thread left.
 /// The first result is `None` when `other` panicked.
-pub fn beside<A: Send, B>(other: impl Fn() -> A + Sync, here: impl FnOnce() -> B) -> (Option<A>, B) {
+pub fn run_concurrently<A: Send, B>(other: impl Fn() -> A + Sync, here: impl FnOnce() -> B) -> (Option<A>, B) {
     on(Builder::new(), &other, here)
 }
 
@@ -27,12 +27,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_run_at_once_and_a_panic_is_told() {
+    fn both_run_at_once_and_a_panic_is_reported() {
         let here = current().id();
-        let (there, made) = beside(|| current().id(), || current().id());
+        let (there, made) = run_concurrently(|| current().id(), || current().id());
         assert_eq!(made, here);
         assert_ne!(there, Some(here));
-        assert_eq!(beside(|| panic!("on purpose"), || 2), (None::<()>, 2));
+        assert_eq!(run_concurrently(|| panic!("on purpose"), || 2), (None::<()>, 2));
     }
 
     #[test]
