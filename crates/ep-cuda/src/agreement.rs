@@ -14,8 +14,8 @@ use crossrail_ep::{OnLoss, notices};
 use crossrail_locks::Mutex;
 use crossrail_types::Result;
 
+use crate::connection_event::ConnectionEvent;
 use crate::heap::Heap;
-use crate::news::News;
 
 /// See the module.
 pub(crate) struct Agreement {
@@ -25,7 +25,7 @@ pub(crate) struct Agreement {
     /// The heap of this rank, for its masks.
     heap: Arc<Heap>,
     worker: Worker,
-    tell: Sender<News>,
+    events: Sender<ConnectionEvent>,
     /// Operations enqueued so far by the host: equal on all ranks, or replayed by graphs on all ranks.
     operations: AtomicU64,
     /// Length of `Agreed::losses`.
@@ -50,7 +50,7 @@ struct Contact {
     /// Receives its next notice.
     inbox: Option<Request>,
     /// It was removed from the view, so its epochs differ from the others'.
-    is_estranged: bool,
+    is_out_of_sync: bool,
 }
 
 /// A rank that is out of the view.
@@ -63,15 +63,15 @@ pub(crate) struct Loss {
 }
 
 impl Agreement {
-    /// The agreement of rank `me` of `ranks`, without connections. Arrived notices are announced to `tell`, for
-    /// [`Agreement::hear`].
+    /// The agreement of rank `me` of `ranks`, without connections. Arrived notices are announced to `events`, for
+    /// [`Agreement::handle_notice`].
     pub(crate) fn new(
         me: u32,
         ranks: u32,
         on_loss: OnLoss,
         heap: Arc<Heap>,
         worker: Worker,
-        tell: Sender<News>,
+        events: Sender<ConnectionEvent>,
     ) -> Agreement {
         let contacts = (0..ranks).map(|_| None).collect();
         Agreement {
@@ -79,7 +79,7 @@ impl Agreement {
             masks_lost: on_loss == OnLoss::Mask,
             heap,
             worker,
-            tell,
+            events,
             operations: AtomicU64::new(0),
             losses: AtomicUsize::new(0),
             is_evicted: AtomicBool::new(false),
@@ -113,7 +113,7 @@ impl Agreement {
         self.operations.fetch_max(progress.0, Ordering::Relaxed);
         let ranks: Vec<u32> = new.iter().map(|(rank, ..)| *rank).collect();
         for (rank, generation, endpoint) in new {
-            agreed.contacts[rank as usize] = Some(Contact { endpoint, generation, inbox: None, is_estranged: false });
+            agreed.contacts[rank as usize] = Some(Contact { endpoint, generation, inbox: None, is_out_of_sync: false });
         }
         self.restart_in(&mut agreed, active, progress.1);
         // Only now do their notices count.
@@ -143,11 +143,11 @@ impl Agreement {
     /// Receives the next notice of a rank.
     fn listen(&self, agreed: &mut Agreed, rank: u32) -> Result<()> {
         let Some(contact) = agreed.contacts[rank as usize].as_mut().filter(|_| self.masks_lost) else { return Ok(()) };
-        let (tell, generation) = (self.tell.clone(), contact.generation);
+        let (events, generation) = (self.events.clone(), contact.generation);
         let inbox = notices::receive(&self.worker, &contact.endpoint)?;
         inbox.on_complete(move |came| {
             // A failure is the end of the connection, which is announced elsewhere; or there is no buffer any more.
-            let _ = came.map(|receipt| tell.send(News::Notice { rank, generation, receipt }));
+            let _ = came.map(|receipt| events.send(ConnectionEvent::Notice { rank, generation, receipt }));
         });
         contact.inbox = Some(inbox);
         Ok(())
@@ -175,14 +175,14 @@ impl Agreement {
     ///
     /// # Errors
     /// `Protocol` for a malformed notice; errors of the driver.
-    pub(crate) fn hear(&self, rank: u32, generation: u64, receipt: &Receipt) -> Result<()> {
+    pub(crate) fn handle_notice(&self, rank: u32, generation: u64, receipt: &Receipt) -> Result<()> {
         let mut agreed = self.agreed.lock();
         let contact = agreed.contacts[rank as usize].as_mut().filter(|contact| contact.generation == generation);
         let Some(inbox) = contact.and_then(|contact| contact.inbox.take()) else { return Ok(()) };
         let notice = notices::received(inbox, receipt);
         // The connection may have ended since, which is noticed elsewhere.
         let _ = self.listen(&mut agreed, rank);
-        let out = agreed.view.hear(rank, notice?);
+        let out = agreed.view.handle_notice(rank, notice?);
         if agreed.view.evicted().is_some() {
             // Kernels in flight wait for nobody any more.
             let mut others = (0..agreed.contacts.len() as u32).filter(|rank| *rank != self.me);
@@ -198,7 +198,7 @@ impl Agreement {
         let why = agreed.view.why().to_owned();
         for rank in out {
             let generation = agreed.contacts[*rank as usize].as_mut().map_or(0, |contact| {
-                contact.is_estranged = true;
+                contact.is_out_of_sync = true;
                 contact.generation
             });
             agreed.losses.push(Loss { rank: *rank, generation, why: why.clone() });
@@ -244,11 +244,12 @@ impl Agreement {
 
     /// Those of `ranks` that can only rejoin over a new connection, because epochs differ: the others have continued
     /// without them or, if this rank is evicted, without it.
-    pub(crate) fn estranged(&self, ranks: &[u32]) -> Vec<u32> {
+    pub(crate) fn out_of_sync(&self, ranks: &[u32]) -> Vec<u32> {
         let agreed = self.agreed.lock();
         let evicted = agreed.view.evicted().is_some();
-        let estranged = |rank: u32| agreed.contacts[rank as usize].as_ref().is_some_and(|contact| contact.is_estranged);
-        ranks.iter().copied().filter(|rank| evicted || estranged(*rank)).collect()
+        let out_of_sync =
+            |rank: u32| agreed.contacts[rank as usize].as_ref().is_some_and(|contact| contact.is_out_of_sync);
+        ranks.iter().copied().filter(|rank| evicted || out_of_sync(*rank)).collect()
     }
 }
 
@@ -314,13 +315,13 @@ mod tests {
             let memory = context.alloc(usize::try_from(crate::heap::bytes(&shape)).unwrap()).unwrap();
             let heap = Arc::new(Heap::new(memory, &shape, &shape).unwrap());
             let worker = Worker::new(&context, WorkerOptions::default()).unwrap();
-            let (tell, news) = channel();
-            let agreement = Arc::new(Agreement::new(me, count, on_loss, heap.clone(), worker.clone(), tell));
+            let (events, arriving) = channel();
+            let agreement = Arc::new(Agreement::new(me, count, on_loss, heap.clone(), worker.clone(), events));
             let (hears, heard) = (Arc::downgrade(&agreement), heard.clone());
             thread::spawn(move || {
-                while let Ok(News::Notice { rank, generation, receipt }) = news.recv() {
+                while let Ok(ConnectionEvent::Notice { rank, generation, receipt }) = arriving.recv() {
                     let Some(agreement) = hears.upgrade() else { return };
-                    agreement.hear(rank, generation, &receipt).unwrap();
+                    agreement.handle_notice(rank, generation, &receipt).unwrap();
                     let _ = heard.send(());
                 }
             });
@@ -372,13 +373,13 @@ mod tests {
         assert!(error.hint.is_some_and(|hint| hint.contains("disconnect")));
         // Whatever the caller masks and unmasks in between.
         ranks[0].agreement.restart(&[0, 1, 2]);
-        assert_eq!((ranks[0].agreement.estranged(&[1, 3]), ranks[3].agreement.estranged(&[1])), (vec![3], vec![1]));
+        assert_eq!((ranks[0].agreement.out_of_sync(&[1, 3]), ranks[3].agreement.out_of_sync(&[1])), (vec![3], vec![1]));
         // It comes back by new connections, which all ranks make at the same point.
         ranks[3].agreement.disconnected(&[0, 1, 2], &[3]);
         (0..3).for_each(|me| ranks[me].agreement.disconnected(&[3], &[0, 1, 2]));
         ranks.iter().for_each(|rank| rank.join(2));
         assert!(ranks.iter().all(|rank| rank.agreement.refuse_evicted("dispatch").is_ok()));
-        assert!(ranks.iter().all(|rank| rank.agreement.estranged(&[0, 1, 2, 3]).is_empty()));
+        assert!(ranks.iter().all(|rank| rank.agreement.out_of_sync(&[0, 1, 2, 3]).is_empty()));
     }
 
     #[test]

@@ -77,7 +77,7 @@ impl DeviceBuffer {
         timer.add(&loaded.took);
         let (kernels, (memory, meeting)) = (loaded.kernels?, made?);
         let blocks = options.blocks(kernels.most_blocks())?;
-        let (tell, news) = channel();
+        let (events, arriving) = channel();
         let ring = Ring::new(&cuda)?;
         let heap = Arc::new(Heap::new(memory, &shape, &room)?);
         for rank in 0..config.ranks {
@@ -87,14 +87,14 @@ impl DeviceBuffer {
         let sight = Sight::new(context.settings(), name, (me, config.ranks), options.ordinal, heap.len());
         let sight = Arc::new(sight);
         let worker = meeting.worker.clone();
-        let agreement = Agreement::new(me, config.ranks, config.on_loss, heap.clone(), worker, tell.clone());
+        let agreement = Agreement::new(me, config.ranks, config.on_loss, heap.clone(), worker, events.clone());
         let launches = Launches::new(&cuda, kernels, loaded.engine, blocks, ring.address());
         let inner = Arc::new(Inner {
             name: name.to_owned(),
             me,
             context: context.clone(),
             heap,
-            membership: Membership::new(meeting, agreement, tell, State::alone(me, config.ranks, ring)),
+            membership: Membership::new(meeting, agreement, events, State::alone(me, config.ranks, ring)),
             launches,
             results: Results::new(id, &cuda, &config, &shape, &sight)?,
             setup_timings: Mutex::default(),
@@ -105,7 +105,7 @@ impl DeviceBuffer {
             options,
             shape,
         });
-        losses::start(&inner, news)?;
+        losses::start(&inner, arriving)?;
         inner.show_members(&inner.membership.lock());
         inner.membership.meeting().announce()?;
         timer.end("rest");
@@ -185,7 +185,7 @@ impl DeviceBuffer {
     /// # Errors
     /// As there, and of [`DeviceBuffer::connect`]; `Timeout` when operations are not done.
     pub fn unmask(&self, ranks: &[u32]) -> Result<()> {
-        self.0.take_back(ranks)
+        self.0.reinstate(ranks)
     }
 
     /// Ranks that are connected but masked.
@@ -354,22 +354,22 @@ impl std::fmt::Debug for DeviceBuffer {
 
 impl Inner {
     /// Unmasks ranks. Those removed from the view, whose epochs differ, reconnect.
-    fn take_back(&self, ranks: &[u32]) -> Result<()> {
+    fn reinstate(&self, ranks: &[u32]) -> Result<()> {
         let agreement = self.membership.agreement();
         let others = {
             let state = self.current();
             self.check_others(&state, ranks, "unmask")?;
             state.peers().map(|peer| peer.rank).filter(|rank| *rank != self.me).collect::<Vec<_>>()
         };
-        let estranged = agreement.estranged(ranks);
-        if estranged.is_empty() {
+        let out_of_sync = agreement.out_of_sync(ranks);
+        if out_of_sync.is_empty() {
             return self.set_mask(ranks, false);
         }
         self.refuse_variant("unmask")?;
-        refuse_dead(&self.membership.lock(), &estranged)?;
-        self.disconnect(if agreement.is_evicted() { &others } else { &estranged })?;
-        self.connect(&estranged, true, None)?;
-        let masked: Vec<u32> = ranks.iter().copied().filter(|rank| !estranged.contains(rank)).collect();
+        refuse_dead(&self.membership.lock(), &out_of_sync)?;
+        self.disconnect(if agreement.is_evicted() { &others } else { &out_of_sync })?;
+        self.connect(&out_of_sync, true, None)?;
+        let masked: Vec<u32> = ranks.iter().copied().filter(|rank| !out_of_sync.contains(rank)).collect();
         if masked.is_empty() { Ok(()) } else { self.set_mask(&masked, false) }
     }
 

@@ -138,7 +138,7 @@ impl Counts {
         [at, at + 16, at + 16 + 4 * self.0.counts.experts as u64]
     }
 
-    pub(crate) fn is_told_by(&self, done: &Completion) {
+    pub(crate) fn set_completion(&self, done: &Completion) {
         *self.0.done.lock() = Some(done.clone());
     }
 

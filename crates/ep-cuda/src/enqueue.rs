@@ -394,7 +394,7 @@ impl Inner {
         let done = self.launches.record(&call.stream, call.captured)?;
         launch.handle.is_used_until(&done);
         if let Some(count) = &launch.count {
-            count.is_told_by(&done);
+            count.set_completion(&done);
         }
         if !call.captured {
             self.launches.keep(&done);

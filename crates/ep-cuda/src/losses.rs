@@ -8,21 +8,23 @@ use crossrail::{Endpoint, ErrorKind, Receipt};
 use crossrail_ep::{Fault, OnLoss};
 use crossrail_types::{Error, Result};
 
+use crate::connection_event::{ConnectionEnd, ConnectionEvent};
 use crate::fault_ring::{self, is_masked_by_kernels, reason, stage};
 use crate::inner::Inner;
 use crate::membership::State;
-use crate::news::{ConnectionEnd, News};
 use crate::peer::{Departure, Peer};
 
 /// Starts the watching thread, which ends with the buffer.
-pub(crate) fn start(inner: &Arc<Inner>, news: Receiver<News>) -> Result<()> {
+pub(crate) fn start(inner: &Arc<Inner>, events: Receiver<ConnectionEvent>) -> Result<()> {
     let buffer: Weak<Inner> = Arc::downgrade(inner);
     let body = move || {
-        while let Ok(news) = news.recv() {
+        while let Ok(event) = events.recv() {
             let Some(inner) = buffer.upgrade() else { return };
-            match news {
-                News::Ended(lost) => inner.connection_ended(lost),
-                News::Notice { rank, generation, receipt } => inner.notice_arrived(rank, generation, &receipt),
+            match event {
+                ConnectionEvent::Ended(lost) => inner.connection_ended(lost),
+                ConnectionEvent::Notice { rank, generation, receipt } => {
+                    inner.notice_arrived(rank, generation, &receipt)
+                }
             }
         }
     };
@@ -117,7 +119,7 @@ impl Inner {
 
     /// Handles a notice of another rank.
     fn notice_arrived(&self, rank: u32, generation: u64, receipt: &Receipt) {
-        if let Err(error) = self.membership.agreement().hear(rank, generation, receipt) {
+        if let Err(error) = self.membership.agreement().handle_notice(rank, generation, receipt) {
             self.membership.meeting().warn(&format!("a notice of rank {rank}: {error}"));
         }
         self.variants().iter().for_each(|variant| variant.process_if_free());

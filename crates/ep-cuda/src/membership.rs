@@ -14,8 +14,8 @@ use crossrail_locks::{Mutex, MutexGuard};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::agreement::{Agreement, Loss};
+use crate::connection_event::{ConnectionEnd, ConnectionEvent};
 use crate::fault_ring::Ring;
-use crate::news::{ConnectionEnd, News};
 use crate::peer::{Forwarded, Peer};
 use crate::sight::Members;
 
@@ -26,7 +26,7 @@ const LIFE: u64 = 0x4550_0000_0001_0003;
 pub(crate) struct Membership {
     meeting: Arc<Meeting>,
     agreement: Arc<Agreement>,
-    news: Sender<News>,
+    events: Sender<ConnectionEvent>,
     state: Mutex<State>,
     /// Locked while masks that depend on it are written, never while waiting for kernels or other ranks. Taken after
     /// `state` where both are held.
@@ -45,13 +45,18 @@ struct Connections {
 }
 
 impl Membership {
-    /// Of a buffer of its own; `news`: where ended connections are announced.
-    pub(crate) fn new(meeting: Meeting, agreement: Agreement, news: Sender<News>, state: State) -> Membership {
+    /// Of a buffer of its own; `events`: where ended connections are announced.
+    pub(crate) fn new(
+        meeting: Meeting,
+        agreement: Agreement,
+        events: Sender<ConnectionEvent>,
+        state: State,
+    ) -> Membership {
         let connections = Connections { generations: vec![0; state.peers.len()], ended: Vec::new() };
         Membership {
             meeting: Arc::new(meeting),
             agreement: Arc::new(agreement),
-            news,
+            events,
             state: Mutex::new(state),
             connections: Mutex::new(connections),
             changing: Mutex::default(),
@@ -66,7 +71,7 @@ impl Membership {
         make(Membership {
             meeting: self.meeting.clone(),
             agreement: self.agreement.clone(),
-            news: self.news.clone(),
+            events: self.events.clone(),
             state: Mutex::new(State::new(peers, ring)),
             connections: Mutex::new(connections.clone()),
             changing: Mutex::default(),
@@ -105,12 +110,12 @@ impl Membership {
 
     /// Announces the end of the connection to the watching thread. The result never completes before.
     pub(crate) fn watch(&self, rank: u32, generation: u64, endpoint: &Endpoint) -> Result<Request> {
-        let news = self.news.clone();
+        let events = self.events.clone();
         let life = self.meeting.worker.recv(Vec::new(), LIFE, u64::MAX, Some(endpoint))?;
         life.on_complete(move |end| {
             if let Err(error) = end {
                 // Fails only when the buffer is gone.
-                let _ = news.send(News::Ended(ConnectionEnd { rank, generation, error }));
+                let _ = events.send(ConnectionEvent::Ended(ConnectionEnd { rank, generation, error }));
             }
         });
         Ok(life)

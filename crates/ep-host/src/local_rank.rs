@@ -68,7 +68,7 @@ pub(crate) struct GroupView {
     /// Who takes part, as agreed with the others.
     pub(crate) agreed: View,
     /// When this rank last looked for notices of the others.
-    pub(crate) heard: Instant,
+    pub(crate) notices_polled: Instant,
 }
 
 /// A rank that was lost after it was granted a place among our rows.
@@ -184,7 +184,7 @@ impl LocalRank {
                 broken: None,
                 sight,
                 agreed: View::new(me),
-                heard: Instant::now(),
+                notices_polled: Instant::now(),
             }),
         };
         local.meeting.announce()?;

@@ -26,11 +26,11 @@ impl LocalRank {
     }
 
     /// Handles arrived notices, at most once per [`LIVENESS_INTERVAL`]. Returns whether the view has changed.
-    pub(crate) fn hear_notices(&self, common: &mut Common, view: &mut GroupView, now: Instant) -> bool {
-        if self.config.on_loss != OnLoss::Mask || now.duration_since(view.heard) < LIVENESS_INTERVAL {
+    pub(crate) fn poll_notices(&self, common: &mut Common, view: &mut GroupView, now: Instant) -> bool {
+        if self.config.on_loss != OnLoss::Mask || now.duration_since(view.notices_polled) < LIVENESS_INTERVAL {
             return false;
         }
-        view.heard = now;
+        view.notices_polled = now;
         let mut out = Vec::new();
         for at in 0..view.peers.len() {
             let Some(peer) = &mut view.peers[at] else { continue };
@@ -39,7 +39,7 @@ impl LocalRank {
                 let (Some(request), Ok(receipt), Some(endpoint)) = (request, receipt, peer.endpoint()) else { break };
                 peer.inbox = self.notices_from(endpoint);
                 match notices::received(request, &receipt) {
-                    Ok(notice) => out.extend(view.agreed.hear(at as u32, notice)),
+                    Ok(notice) => out.extend(view.agreed.handle_notice(at as u32, notice)),
                     Err(error) => self.warn(&format!("rank {at}: {error}")),
                 }
             }
@@ -53,16 +53,16 @@ impl LocalRank {
         let changed = !out.is_empty();
         self.follow(common, view, &out);
         if changed {
-            self.tell_others(view);
+            self.notify_others(view);
         }
         changed
     }
 
     /// Removes a rank that this one has lost from the view, and notifies the others.
-    pub(crate) fn leave_out(&self, common: &Common, view: &mut GroupView, rank: usize, why: &str) {
+    pub(crate) fn remove_from_view(&self, common: &Common, view: &mut GroupView, rank: usize, why: &str) {
         let out = view.agreed.lose(rank as u32, why);
         self.follow(common, view, &out);
-        self.tell_others(view);
+        self.notify_others(view);
     }
 
     /// Masks ranks that other ranks have lost.
@@ -80,7 +80,7 @@ impl LocalRank {
     }
 
     /// Sends this rank's view to all reachable ranks, including those removed from it.
-    fn tell_others(&self, view: &GroupView) {
+    fn notify_others(&self, view: &GroupView) {
         notices::send(&view.agreed, view.operations, view.peers.iter().flatten().filter_map(|peer| peer.endpoint()));
     }
 

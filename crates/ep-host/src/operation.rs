@@ -253,7 +253,7 @@ impl LocalRank {
             }
             let now = Instant::now();
             operation.common().run(now);
-            let changed = self.hear_notices(operation.common(), &mut view, now);
+            let changed = self.poll_notices(operation.common(), &mut view, now);
             let progressed = self.poll(operation, &mut view) || changed;
             if operation.common().expected.is_empty() {
                 let output = operation.finish(self, &mut view);
@@ -385,7 +385,7 @@ impl LocalRank {
         self.warn(&fault);
         view.faults.push(fault);
         if let Some(why) = told {
-            self.leave_out(common, view, expected.rank, &why);
+            self.remove_from_view(common, view, expected.rank, &why);
         }
     }
 

@@ -132,7 +132,7 @@ impl View {
     }
 
     /// Handles a notice of rank `from`. Returns the ranks that are removed as a result.
-    pub fn hear(&mut self, from: u32, notice: Notice) -> Vec<u32> {
+    pub fn handle_notice(&mut self, from: u32, notice: Notice) -> Vec<u32> {
         let known = self.members.contains(&from) || self.out.contains(&from);
         if notice.stamp < self.since || self.evicted.is_some() || !known {
             return Vec::new();

@@ -179,7 +179,7 @@ impl World {
                 let rank = &mut self.ranks[me as usize];
                 match message {
                     Message::Part(round) => drop(rank.parts.insert(from, round)),
-                    Message::Notice(notice) => drop(rank.view.hear(from, notice)),
+                    Message::Notice(notice) => drop(rank.view.handle_notice(from, notice)),
                 }
             }
             if self.cuts.get(&(me, from)).is_some_and(|noticed| *noticed <= now) {
@@ -283,15 +283,15 @@ fn of_two_ranks_that_lose_each_other_one_stays() {
     views[2].lose(3, "a broken cable");
     views[3].lose(2, "a broken cable");
     let (two, three) = (views[2].notice(5), views[3].notice(5));
-    assert_eq!(views[1].hear(3, three.clone()), [0; 0], "rank 1 leads nobody");
-    assert_eq!(views[0].hear(3, three), [2]);
-    assert_eq!(views[0].hear(2, two.clone()), [0; 0], "it is out");
-    assert_eq!(views[1].hear(2, two), [0; 0]);
+    assert_eq!(views[1].handle_notice(3, three.clone()), [0; 0], "rank 1 leads nobody");
+    assert_eq!(views[0].handle_notice(3, three), [2]);
+    assert_eq!(views[0].handle_notice(2, two.clone()), [0; 0], "it is out");
+    assert_eq!(views[1].handle_notice(2, two), [0; 0]);
     let leader = views[0].notice(5);
-    assert_eq!(views[1].hear(0, leader.clone()), [2]);
-    views[2].hear(0, leader.clone());
+    assert_eq!(views[1].handle_notice(0, leader.clone()), [2]);
+    views[2].handle_notice(0, leader.clone());
     assert!(views[2].evicted().is_some_and(|why| why.contains("out of view 3") && why.contains("broken cable")));
-    views[3].hear(0, leader);
+    views[3].handle_notice(0, leader);
     assert_eq!(views[3].evicted(), None);
     let survivors = [0, 1, 3].map(|rank: usize| (views[rank].number(), views[rank].out().clone()));
     assert!(survivors.iter().all(|view| *view == survivors[0]), "{survivors:?}");
@@ -306,6 +306,6 @@ fn notices_from_before_a_restart_do_not_count() {
     other.lose(2, "late");
     let (old, new) = (other.notice(7), other.notice(8));
     view.restart([1, 2], 7, 1);
-    assert_eq!(view.hear(1, old), [0; 0]);
-    assert_eq!(view.hear(1, new), [2]);
+    assert_eq!(view.handle_notice(1, old), [0; 0]);
+    assert_eq!(view.handle_notice(1, new), [2]);
 }

@@ -4,7 +4,7 @@ use crossrail::Receipt;
 use crossrail_types::Error;
 
 /// An event of a connection.
-pub(crate) enum News {
+pub(crate) enum ConnectionEvent {
     Ended(ConnectionEnd),
     /// A notice of that rank has arrived over its connection of this generation.
     Notice {
