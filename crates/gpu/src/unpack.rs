@@ -20,7 +20,7 @@ pub use crossrail_types::Unpack as UnpackMode;
 use cuda::{Context, Event, PinnedMemory, Stream};
 
 /// How many lists may be in flight before the next call waits for the oldest.
-const BEDS: usize = 2;
+const LISTS_IN_FLIGHT: usize = 2;
 /// Minimum size of a list's memory: enough for a stager's batches, so that it is allocated once.
 const LIST: usize = 128 << 10;
 
@@ -52,14 +52,14 @@ pub struct Unpacker {
     kernels: Option<Arc<Kernels>>,
     blocks: Option<u32>,
     list: ScatterList,
-    beds: [Bed; BEDS],
+    buffers: [ListBuffer; LISTS_IN_FLIGHT],
     turn: usize,
     /// Staging memory for sources that the host gathers from device memory.
     landing: Option<PinnedMemory>,
 }
 
 /// Pinned memory of one list: the list itself, or its bytes, gathered.
-struct Bed {
+struct ListBuffer {
     done: Event,
     area: Option<PinnedMemory>,
     /// The GPU may still use it; `done` is recorded.
@@ -84,7 +84,7 @@ impl Unpacker {
             })?),
             UnpackMode::D2d | UnpackMode::Host => None,
         };
-        let bed = || Ok(Bed { done: Event::new(context)?, area: None, used: false });
+        let buffer = || Ok(ListBuffer { done: Event::new(context)?, area: None, used: false });
         Ok(Unpacker {
             context: context.clone(),
             mode,
@@ -92,7 +92,7 @@ impl Unpacker {
             kernels,
             blocks: None,
             list: ScatterList::default(),
-            beds: [bed()?, bed()?],
+            buffers: [buffer()?, buffer()?],
             turn: 0,
             landing: None,
         })
@@ -161,15 +161,15 @@ impl Unpacker {
             return Ok(());
         }
         let blocks = self.blocks;
-        let bed = self.next_bed()?;
-        let area = reserve(&mut self.beds[bed].area, &self.context, len.max(LIST))?;
+        let buffer = self.next_buffer()?;
+        let area = reserve(&mut self.buffers[buffer].area, &self.context, len.max(LIST))?;
         let args = UnpackArgs { pieces: area.address(), count: count as u64 };
         // SAFETY: the area is long enough, aligned to a page, and no launch reads it; the caller vouches for the list.
         unsafe {
             std::ptr::copy_nonoverlapping(self.list.pieces().as_ptr(), area.as_ptr().cast::<Piece>(), count);
             kernels.unpack(stream, &args, blocks)?;
         }
-        self.beds[bed].put_in(stream)
+        self.buffers[buffer].mark_in_use(stream)
     }
 
     unsafe fn by_host(&mut self, stream: &Stream, list: &[Piece], source: Source) -> Result<()> {
@@ -187,8 +187,8 @@ impl Unpacker {
         if gathered.bytes == 0 {
             return Ok(());
         }
-        let bed = self.next_bed()?;
-        let area = reserve(&mut self.beds[bed].area, &self.context, gathered.bytes)?;
+        let buffer = self.next_buffer()?;
+        let area = reserve(&mut self.buffers[buffer].area, &self.context, gathered.bytes)?;
         for (piece, at) in list.iter().zip(&gathered.places) {
             let from = piece.src.checked_sub(address).ok_or_else(|| {
                 let detail = format!("an entry's source, {:#x}, is before all sources, {address:#x}", piece.src);
@@ -204,16 +204,16 @@ impl Unpacker {
             // SAFETY: inside the area; the caller vouches for the destinations.
             unsafe { stream.copy_in(run.dst, area.as_ptr().add(run.at), run.len)? };
         }
-        self.beds[bed].put_in(stream)
+        self.buffers[buffer].mark_in_use(stream)
     }
 
-    /// Index of a bed that the GPU does not use; waits for the oldest if necessary.
-    fn next_bed(&mut self) -> Result<usize> {
-        self.turn = (self.turn + 1) % BEDS;
-        let bed = &mut self.beds[self.turn];
-        if bed.used {
-            bed.done.wait(self.limit)?;
-            bed.used = false;
+    /// Index of a buffer that the GPU does not use; waits for the oldest if necessary.
+    fn next_buffer(&mut self) -> Result<usize> {
+        self.turn = (self.turn + 1) % LISTS_IN_FLIGHT;
+        let buffer = &mut self.buffers[self.turn];
+        if buffer.used {
+            buffer.done.wait(self.limit)?;
+            buffer.used = false;
         }
         Ok(self.turn)
     }
@@ -228,17 +228,17 @@ impl std::fmt::Debug for Unpacker {
 impl Drop for Unpacker {
     fn drop(&mut self) {
         // Pinned memory must not be freed while the GPU reads it: on a timeout it is leaked.
-        for bed in self.beds.iter_mut().filter(|bed| bed.used) {
-            if bed.done.wait(self.limit).is_err_and(|error| error.kind == ErrorKind::Timeout) {
-                std::mem::forget(bed.area.take());
+        for buffer in self.buffers.iter_mut().filter(|buffer| buffer.used) {
+            if buffer.done.wait(self.limit).is_err_and(|error| error.kind == ErrorKind::Timeout) {
+                std::mem::forget(buffer.area.take());
             }
         }
     }
 }
 
-impl Bed {
+impl ListBuffer {
     /// Marks it as used by all work enqueued in `stream` so far.
-    fn put_in(&mut self, stream: &Stream) -> Result<()> {
+    fn mark_in_use(&mut self, stream: &Stream) -> Result<()> {
         if let Err(error) = self.done.record(stream) {
             // Without the event, its last use cannot be detected: leak it.
             std::mem::forget(self.area.take());
