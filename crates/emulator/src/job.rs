@@ -112,7 +112,7 @@ impl<G: Gpus> Job<G> {
     }
 
     /// All faults that kernels reported, as text with the heaps' reports.
-    pub fn told(&self) -> String {
+    pub fn fault_text(&self) -> String {
         let of = |rank| self.faults(rank).into_iter().map(move |(whom, stage)| (rank, whom, stage));
         let all = (0..self.ranks.len()).flat_map(of);
         let all: Vec<String> = all

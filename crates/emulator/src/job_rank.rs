@@ -340,7 +340,7 @@ pub fn rounds_of<G: Gpus>(job: &mut Job<G>, seeds: std::ops::Range<u64>) {
         for operation in &operations {
             let found = operation.check_dispatch(job).and_then(|()| operation.check_combine(job));
             let found = run.clone().and(found);
-            found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", job.told()));
+            found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", job.fault_text()));
         }
     }
 }

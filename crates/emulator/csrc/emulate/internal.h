@@ -88,7 +88,7 @@ struct Warp {
     // Masks of lanes: runnable; yielded until the next turn; waiting for other lanes of the warp; ended.
     uint32_t ready = 0, yielded = 0, gathering = 0, ended = 0;
     // Chance of sleeping through a round, out of 256.
-    uint32_t laziness = 0;
+    uint32_t sleep_chance = 0;
 };
 
 struct Barrier {

@@ -95,7 +95,7 @@ constexpr uint32_t AWAKE_ROUNDS = 300;
 // A leap of this length without progress is a deadlock.
 constexpr uint64_t LONGEST_LEAP = 3'600'000'000'000;
 // Rounds after which sleep chances are drawn anew.
-constexpr uint32_t MOOD_ROUNDS = 300;
+constexpr uint32_t REDRAW_ROUNDS = 300;
 
 void fiber_main() {
     Lane *lane = machine->running;
@@ -210,7 +210,7 @@ void start(Machine &m, Launch &launch, Stacks &stacks) {
 }
 
 // Draws the sleep chances of launches, blocks and warps for the next rounds.
-void choose_moods(Machine &m) {
+void draw_sleep_chances(Machine &m) {
     static const uint32_t CHOICES[] = {0, 0, 0, 64, 128, 200, 245, 254};
     auto choose = [&] { return CHOICES[m.below(8)]; };
     m.bulk_chance = 1u << m.below(16);
@@ -219,7 +219,7 @@ void choose_moods(Machine &m) {
         uint32_t of_launch = choose();
         for (Block &block : launch.running) {
             uint32_t of_block = std::max(of_launch, choose());
-            for (Warp &warp : block.warps) warp.laziness = lively ? 0 : std::max(of_block, choose());
+            for (Warp &warp : block.warps) warp.sleep_chance = lively ? 0 : std::max(of_block, choose());
         }
     }
 }
@@ -255,7 +255,7 @@ bool start_due(Machine &m, Stacks &stacks) {
             ++m.progress;
         } else {
             start(m, launch, stacks);
-            choose_moods(m);
+            draw_sleep_chances(m);
             ++m.progress;
         }
     }
@@ -284,7 +284,7 @@ void round(Machine &m, bool all_awake) {
     size_t kept = 0;
     for (size_t i = 0; i < m.warps.size(); ++i) {
         Warp &warp = *m.warps[i];
-        if ((warp.ready | warp.yielded) && (all_awake || (m.next_random() & 255) >= warp.laziness)) take_turn(m, warp);
+        if ((warp.ready | warp.yielded) && (all_awake || (m.next_random() & 255) >= warp.sleep_chance)) take_turn(m, warp);
         if (!m.error.empty()) return;
         bool ended = warp.ended == (warp.lanes.size() == WARP_LANES ? ~0u : (1u << warp.lanes.size()) - 1);
         if (!ended) m.warps[kept++] = &warp;
@@ -326,7 +326,7 @@ void run_all(Machine &m, uint64_t limit_ms) {
     auto began = std::chrono::steady_clock::now();
     Watch watch;
     for (uint64_t count = 0; start_due(m, stacks) && m.error.empty(); ++count) {
-        if (count % MOOD_ROUNDS == 0) choose_moods(m);
+        if (count % REDRAW_ROUNDS == 0) draw_sleep_chances(m);
         round(m, watch.is_still());
         if (!m.error.empty()) return;
         advance_some(m);

@@ -86,7 +86,7 @@ fn expert(shape: Shape) -> Outcome<usize> {
             job.gpus.run(0)?;
         }
         let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
-        found.map_err(|what| format!("{shape:?}: {what}; {}", job.told()))?;
+        found.map_err(|what| format!("{shape:?}: {what}; {}", job.fault_text()))?;
         launches += 4 * shape.ranks as usize;
     }
     Ok(launches)
@@ -109,7 +109,7 @@ fn rank(shape: Shape) -> Outcome<usize> {
             job.gpus.run(0)?;
         }
         let found = operation.check_dispatch(&job).and_then(|()| operation.check_combine(&job));
-        found.map_err(|what| format!("{shape:?}: {what}; {}", job.told()))?;
+        found.map_err(|what| format!("{shape:?}: {what}; {}", job.fault_text()))?;
         launches += 5 * shape.ranks as usize;
         operation = operation.again(&mut job, &mut numbers, 0);
     }

@@ -58,7 +58,7 @@ fn without_prereduction_outputs_beyond_those_returned_are_left_out() {
         job.gpus.run(seed).unwrap();
         operation.check_dispatch(&job).unwrap();
         operation.check_combine(&job).unwrap_or_else(|what| panic!("seed {seed}: {what}"));
-        assert!((0..4).all(|rank| job.faults(rank).is_empty()), "{}", job.told());
+        assert!((0..4).all(|rank| job.faults(rank).is_empty()), "{}", job.fault_text());
     }
 }
 
@@ -119,5 +119,5 @@ fn selections_beyond_the_rows_of_an_expert_are_left_out() {
         same(&format!("row {row}"), &one.out_x.read::<u16>((most + row) * hidden * 2, hidden), sent).unwrap();
     }
     // Rank 1 waits for sums of tokens that have no row, and goes on without them.
-    assert_eq!((job.faults(0), job.faults(1)), (vec![], vec![(0, EP_STAGE_BACK_ROW)]), "{}", job.told());
+    assert_eq!((job.faults(0), job.faults(1)), (vec![], vec![(0, EP_STAGE_BACK_ROW)]), "{}", job.fault_text());
 }

@@ -24,7 +24,7 @@ fn operation(job: &mut Job<DeviceGpus>, numbers: &mut Numbers, routing: Routing)
 
 fn check(job: &Job<DeviceGpus>, operation: &ByExpert<Memory>, what: &str) {
     let found = operation.check_dispatch(job).and_then(|()| operation.check_combine(job));
-    found.unwrap_or_else(|wrong| panic!("{what}: {wrong}; {}", job.told()));
+    found.unwrap_or_else(|wrong| panic!("{what}: {wrong}; {}", job.fault_text()));
 }
 
 fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
@@ -38,7 +38,7 @@ fn rounds(shape: Shape, seeds: std::ops::Range<u64>) {
         operation.combine(&mut job, blocks, BOTH);
         let run = job.gpus.run(seed);
         let found = run.and(operation.check_dispatch(&job)).and_then(|()| operation.check_combine(&job));
-        found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", job.told()));
+        found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", job.fault_text()));
     }
 }
 
@@ -145,7 +145,7 @@ fn expert_layout_masked_ranks_are_left_out() {
         operation.combine(&mut job, 2, BOTH);
         job.gpus.run(seed).unwrap();
         check(&job, &operation, &format!("seed {seed}"));
-        assert!(job.faults(0).is_empty() && job.faults(2).is_empty(), "{}", job.told());
+        assert!(job.faults(0).is_empty() && job.faults(2).is_empty(), "{}", job.fault_text());
     }
 }
 
@@ -178,7 +178,7 @@ fn expert_layout_a_rank_dies_before_the_combine() {
     let mut operation = ByExpert::new(&mut job, &mut numbers, routing, Weights::Dispatch);
     operation.dispatch(&mut job, 2, BOTH);
     job.gpus.run(350).unwrap();
-    operation.check_dispatch(&job).unwrap_or_else(|wrong| panic!("{wrong}; {}", job.told()));
+    operation.check_dispatch(&job).unwrap_or_else(|wrong| panic!("{wrong}; {}", job.fault_text()));
     operation.routing.active[2] = false;
     operation.combine(&mut job, 2, BOTH);
     job.gpus.run(351).unwrap();

@@ -89,7 +89,7 @@ fn follow_each_other(shape: Shape) {
         for (number, operation) in operations.iter().enumerate() {
             let rows = if number >= 10 { operation.check_dispatch(&job) } else { Ok(()) };
             let found = rows.and_then(|()| operation.check_combine(&job));
-            found.unwrap_or_else(|what| panic!("seed {seed}, operation {number}: {what}; {}", job.told()));
+            found.unwrap_or_else(|what| panic!("seed {seed}, operation {number}: {what}; {}", job.fault_text()));
         }
     }
 }
@@ -114,7 +114,7 @@ fn never_comes(shape: Shape, stage: u32) {
     job.gpus.run(211).unwrap();
     operation.check_combine(&job).unwrap();
     for rank in 0..2 {
-        assert_eq!(job.faults(rank), [(2, stage)], "{}", job.told());
+        assert_eq!(job.faults(rank), [(2, stage)], "{}", job.fault_text());
         assert_eq!(job.masked(rank), [2]);
     }
 }
@@ -138,6 +138,6 @@ fn sends_nothing_back(shape: Shape) {
     operation.combine(&mut job, 2, BOTH, 0);
     job.gpus.run(221).unwrap();
     for rank in 0..2 {
-        assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)], "{}", job.told());
+        assert_eq!(job.faults(rank), [(2, EP_STAGE_BACK_ROW)], "{}", job.fault_text());
     }
 }
