@@ -15,9 +15,9 @@ use crate::session::{Role, Session};
 /// Bytes that a connection takes from the common work at a time.
 const PIECE: usize = 1 << 20;
 /// Timeout for connection setup; detects a firewall that drops packets.
-const MEETING: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time budget: no iteration starts after this.
-const LONGEST: Duration = Duration::from_secs(2);
+const TIME_BUDGET: Duration = Duration::from_secs(2);
 const MOST_CONNECTIONS: usize = 64;
 /// Sentinels in place of a piece's length: end of an iteration; end of the run.
 const OVER: u32 = 0;
@@ -247,7 +247,7 @@ fn connect(ways: &[Way], channels: usize, offer: &[u8], timeout: Duration) -> Re
         let target = SocketAddr::new(way.to, u16::from_le_bytes([port[0], port[1]]));
         for _ in 0..channels {
             let connected = socket(way.from, 0, way.interface.as_deref()).and_then(|socket| {
-                socket.connect_timeout(&target.into(), MEETING)?;
+                socket.connect_timeout(&target.into(), CONNECT_TIMEOUT)?;
                 let mut stream = prepared(socket, timeout)?;
                 stream.write_all(token)?;
                 Ok(stream)
@@ -262,12 +262,12 @@ fn accept(offer: &Offer, channels: usize, timeout: Duration) -> Result<Vec<TcpSt
     let mut streams = Vec::new();
     for listener in &offer.listeners {
         // On Linux it bounds accept as well.
-        listener.set_read_timeout(Some(MEETING)).map_err(|error| failed(format!("cannot wait: {error}")))?;
+        listener.set_read_timeout(Some(CONNECT_TIMEOUT)).map_err(|error| failed(format!("cannot wait: {error}")))?;
         let began = Instant::now();
         let mut missing = channels;
         while missing > 0 {
             let known = listener.accept().and_then(|(socket, _)| {
-                let mut stream = prepared(socket, MEETING)?;
+                let mut stream = prepared(socket, CONNECT_TIMEOUT)?;
                 let mut said = [0; TOKEN_LEN];
                 stream.read_exact(&mut said)?;
                 stream.set_read_timeout(Some(timeout))?;
@@ -278,7 +278,7 @@ fn accept(offer: &Offer, channels: usize, timeout: Duration) -> Result<Vec<TcpSt
                     streams.push(stream);
                     missing -= 1;
                 }
-                _ if began.elapsed() < MEETING => {}
+                _ if began.elapsed() < CONNECT_TIMEOUT => {}
                 _ => return Err(failed(format!("{missing} of {channels} connections were not established in time"))),
             }
         }
@@ -303,7 +303,7 @@ fn send(mut streams: Vec<TcpStream>, plan: &RawTcpPlan) -> Result<Vec<f64>> {
         if iteration > 0 {
             samples_us.push(us);
         }
-        if iteration > 0 && began.elapsed() > LONGEST {
+        if iteration > 0 && began.elapsed() > TIME_BUDGET {
             break;
         }
     }
