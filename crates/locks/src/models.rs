@@ -1,4 +1,5 @@
-//! The mutex in every order that the memory model allows (loom): `make models` runs them. A lost wake-up is a deadlock there.
+//! The mutex in every order that the memory model allows (loom): `make models` runs them. A lost wake-up is a deadlock
+//! there.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;

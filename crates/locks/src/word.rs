@@ -9,23 +9,24 @@ const FREE: u32 = 0;
 /// Locked, no waiting thread to wake on unlock.
 const LOCKED: u32 = 1;
 /// Locked, and threads may be sleeping on the word.
-const AWAITED: u32 = 2;
+const CONTENDED: u32 = 2;
 /// Handed off: unlocked, for waiting threads only. The woken thread takes it, or one that began to wait meanwhile. The
 /// fast path does not, so a thread that relocks in a loop cannot starve the others.
-const PASSED: u32 = 3;
+const HANDED_OFF: u32 = 3;
 
-/// Every `PASS_EVERY`-th contended unlock hands the lock off: a thread that is merely woken may find it locked again,
-/// any number of times.
-const PASS_EVERY: u32 = 64;
+/// Every `HANDOFF_EVERY`-th contended unlock hands the lock off: a thread that is merely woken may find it locked
+/// again, any number of times.
+const HANDOFF_EVERY: u32 = 64;
 /// Spin iterations before a thread sleeps, unless others sleep already.
-const LOOKS: u32 = 10;
-/// The first `SPINS` iterations pause the processor; later ones yield it to another thread, perhaps the lock holder.
-const SPINS: u32 = 3;
+const SPIN_LIMIT: u32 = 10;
+/// The first `PAUSE_SPINS` iterations pause the processor; later ones yield it to another thread, perhaps the lock
+/// holder.
+const PAUSE_SPINS: u32 = 3;
 
 /// The raw mutex, without the data that it protects.
 ///
-/// A thread that has slept takes the lock as [`AWAITED`], because others may still sleep: so each unlock wakes the
-/// next. A thread that times out leaves a held lock marked as [`AWAITED`] for the same reason.
+/// A thread that has slept takes the lock as [`CONTENDED`], because others may still sleep: so each unlock wakes the
+/// next. A thread that times out leaves a held lock marked as [`CONTENDED`] for the same reason.
 pub(crate) struct Word {
     state: Futex,
     /// Counts unlocks with waiting threads. Written with the lock held.
@@ -45,7 +46,7 @@ impl Word {
 
     #[cfg(not(loom))]
     pub(crate) fn is_locked(&self) -> bool {
-        matches!(self.state.word.load(Relaxed), LOCKED | AWAITED)
+        matches!(self.state.word.load(Relaxed), LOCKED | CONTENDED)
     }
 
     #[inline]
@@ -84,14 +85,14 @@ impl Word {
     /// As [`Word::unlock`], and hands the lock off to a waiting thread, if there is one.
     pub(crate) fn unlock_fair(&self) {
         if self.state.word.compare_exchange(LOCKED, FREE, Release, Relaxed).is_err() {
-            self.pass();
+            self.hand_off();
         }
     }
 
     /// Hands the lock off to a waiting thread, if there is one, and then locks it again.
     #[inline]
     pub(crate) fn bump(&self) {
-        if self.state.word.load(Relaxed) == AWAITED {
+        if self.state.word.load(Relaxed) == CONTENDED {
             self.bump_slow();
         }
     }
@@ -104,21 +105,21 @@ impl Word {
     /// `slept`: the caller has slept, so other threads may still be sleeping.
     #[cold]
     fn lock_slow(&self, mut slept: bool, until: Option<Instant>) -> bool {
-        let (mut looks, mut over) = (0, false);
+        let (mut spins, mut over) = (0, false);
         loop {
             match self.state.word.load(Relaxed) {
-                FREE if self.take(FREE, if slept { AWAITED } else { LOCKED }) => return true,
-                PASSED if self.take(PASSED, AWAITED) => return true,
-                FREE | PASSED => continue,
-                LOCKED if look_again(&mut looks) => continue,
-                LOCKED if self.state.word.compare_exchange(LOCKED, AWAITED, Relaxed, Relaxed).is_err() => continue,
+                FREE if self.take(FREE, if slept { CONTENDED } else { LOCKED }) => return true,
+                HANDED_OFF if self.take(HANDED_OFF, CONTENDED) => return true,
+                FREE | HANDED_OFF => continue,
+                LOCKED if spin_once(&mut spins) => continue,
+                LOCKED if self.state.word.compare_exchange(LOCKED, CONTENDED, Relaxed, Relaxed).is_err() => continue,
                 _ => {}
             }
             if over {
                 return false;
             }
-            over = self.state.sleep(AWAITED, until) == Slept::TimedOut;
-            (slept, looks) = (true, 0);
+            over = self.state.sleep(CONTENDED, until) == Slept::TimedOut;
+            (slept, spins) = (true, 0);
         }
     }
 
@@ -126,8 +127,8 @@ impl Word {
     fn unlock_slow(&self) {
         let unlocks = self.unlocks.load(Relaxed).wrapping_add(1);
         self.unlocks.store(unlocks, Relaxed);
-        if unlocks.is_multiple_of(PASS_EVERY) {
-            return self.pass();
+        if unlocks.is_multiple_of(HANDOFF_EVERY) {
+            return self.hand_off();
         }
         self.state.word.swap(FREE, Release);
         self.state.wake(1);
@@ -135,9 +136,9 @@ impl Word {
 
     /// Hands the lock off to a waiting thread. Without one it is free.
     #[cold]
-    fn pass(&self) {
-        self.state.word.swap(PASSED, Release);
-        if !self.state.wake(1) && self.state.word.compare_exchange(PASSED, FREE, Release, Relaxed).is_ok() {
+    fn hand_off(&self) {
+        self.state.word.swap(HANDED_OFF, Release);
+        if !self.state.wake(1) && self.state.word.compare_exchange(HANDED_OFF, FREE, Release, Relaxed).is_ok() {
             // A thread in `bump_slow` may have gone to sleep on the word in between.
             self.state.wake(1);
         }
@@ -145,25 +146,25 @@ impl Word {
 
     #[cold]
     fn bump_slow(&self) {
-        self.state.word.swap(PASSED, Release);
-        if !self.state.wake(1) && self.take(PASSED, AWAITED) {
+        self.state.word.swap(HANDED_OFF, Release);
+        if !self.state.wake(1) && self.take(HANDED_OFF, CONTENDED) {
             return;
         }
-        // Whichever thread takes it marks it as [`AWAITED`]. Once woken, this thread may take it even if it was handed
-        // to another one: it cannot tell for whom it is by now.
-        self.state.sleep(PASSED, None);
+        // Whichever thread takes it marks it as [`CONTENDED`]. Once woken, this thread may take it even if it was
+        // handed to another one: it cannot tell for whom it is by now.
+        self.state.sleep(HANDED_OFF, None);
         self.lock_slow(true, None);
     }
 }
 
-/// Spins or yields once before the next look at a held lock; false: time to sleep.
-fn look_again(looks: &mut u32) -> bool {
-    if cfg!(loom) || *looks == LOOKS {
+/// Spins or yields once before a held lock is checked again; false: time to sleep.
+fn spin_once(spins: &mut u32) -> bool {
+    if cfg!(loom) || *spins == SPIN_LIMIT {
         return false;
     }
-    *looks += 1;
-    if *looks <= SPINS {
-        (0..1 << *looks).for_each(|_| std::hint::spin_loop());
+    *spins += 1;
+    if *spins <= PAUSE_SPINS {
+        (0..1 << *spins).for_each(|_| std::hint::spin_loop());
     } else {
         std::thread::yield_now();
     }

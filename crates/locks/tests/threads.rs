@@ -195,8 +195,8 @@ fn a_forked_child_uses_locks_of_its_own() {
         // running anything of its parent's.
         match unsafe { fork() }.expect("it forks") {
             ForkResult::Child => {
-                // A child that hangs is ended. The C library unmaps stacks, those of the parent's threads among them, when
-                // several threads have ended.
+                // A child that hangs is ended. The C library unmaps stacks, those of the parent's threads among them,
+                // when several threads have ended.
                 alarm::set(60);
                 let right = catch_unwind(|| (0..32).all(|_| keep_waiting(MANY, || ()) == MANY) && count() == 4 * TURNS);
                 // SAFETY: always.
