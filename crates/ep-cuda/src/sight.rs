@@ -129,23 +129,23 @@ impl Drop for Waiting<'_> {
 mod tests {
     use std::time::Duration;
 
-    use crossrail_sight::{SeenRow, Value, parse, summary};
+    use crossrail_sight::{RowSnapshot, Value, parse, summary};
 
     use super::*;
 
     /// The page is the process's, in which other tests run.
     const NAME: &str = "experts that are seen";
 
-    fn found() -> Option<SeenRow> {
+    fn found() -> Option<RowSnapshot> {
         let rows = parse(&summary()).ok()?.rows;
         rows.into_iter().find(|row| row.kind == Kind::Buffer && row.name == NAME)
     }
 
-    fn row() -> SeenRow {
+    fn row() -> RowSnapshot {
         found().expect("the buffer's row")
     }
 
-    fn numbers(row: &SeenRow) -> Vec<(&'static str, u64)> {
+    fn numbers(row: &RowSnapshot) -> Vec<(&'static str, u64)> {
         let named = row.kind.fields().iter().zip(&row.values);
         named
             .filter_map(|(field, value)| match value {

@@ -26,7 +26,7 @@ pub mod trace;
 pub use clock::now_ns;
 pub use layout::{ERRORS, Field, Form, HISTOGRAM_LIMITS_NS, HISTOGRAM_WORDS, KINDS, Kind, VERSION, fields};
 pub use page::{Page, count_error, open, remove, summary};
-pub use read::{Found, Refused, Seen, SeenRow, SeenWait, Value, pages, parse};
+pub use read::{Found, PageSnapshot, RowSnapshot, Unreadable, Value, WaitSnapshot, pages, parse};
 pub use row::{Histogram, Row, Wait, Writer, ranks_text};
 pub use serve::export;
 

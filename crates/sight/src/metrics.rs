@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use crate::layout::{ERRORS, Field, Form, HISTOGRAM_LIMITS_NS, HISTOGRAM_WORDS, KINDS, Kind};
-use crate::read::{Seen, SeenRow, Value};
+use crate::read::{PageSnapshot, RowSnapshot, Value};
 
 /// One metric.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -85,7 +85,7 @@ fn labels_of(kind: Kind, form: Form) -> Vec<&'static str> {
 }
 
 /// The text for these pages. `now_ns`: the present time by their clock.
-pub fn text(pages: &[Seen], now_ns: u64) -> String {
+pub fn text(pages: &[PageSnapshot], now_ns: u64) -> String {
     let mut out = String::new();
     let mut families = reference().into_iter();
     for own in families.by_ref().take(3) {
@@ -120,7 +120,7 @@ fn head(out: &mut String, metric: &Metric) {
     let _ = writeln!(out, "# HELP {} {}\n# TYPE {} {}", metric.name, metric.doc, metric.name, metric.kind);
 }
 
-fn waits(out: &mut String, page: &Seen, process: &str, now_ns: u64) {
+fn waits(out: &mut String, page: &PageSnapshot, process: &str, now_ns: u64) {
     let mut oldest: BTreeMap<String, u64> = BTreeMap::new();
     for row in page.rows.iter().filter(|row| matches!(row.kind, Kind::Worker | Kind::Buffer | Kind::Group)) {
         let Some(wait) = &row.wait else { continue };
@@ -136,7 +136,7 @@ fn waits(out: &mut String, page: &Seen, process: &str, now_ns: u64) {
 
 /// Values of one field, keyed by labels. Rows with equal labels, such as two lanes of one name to peers of one name,
 /// are summed: a series must be unique.
-fn summed(pages: &[Seen], kind: Kind, at: usize) -> BTreeMap<String, Vec<u64>> {
+fn summed(pages: &[PageSnapshot], kind: Kind, at: usize) -> BTreeMap<String, Vec<u64>> {
     let mut by_labels: BTreeMap<String, Vec<u64>> = BTreeMap::new();
     for page in pages {
         let process = process_labels(page);
@@ -182,11 +182,11 @@ fn samples(out: &mut String, metric: &Metric, values: &BTreeMap<String, Vec<u64>
     }
 }
 
-fn process_labels(page: &Seen) -> String {
+fn process_labels(page: &PageSnapshot) -> String {
     format!("host=\"{}\",pid=\"{}\"", escaped(&page.host), page.pid)
 }
 
-fn row_labels(row: &SeenRow) -> String {
+fn row_labels(row: &RowSnapshot) -> String {
     let mut labels = String::new();
     if row.kind != Kind::Process {
         let _ = write!(labels, ",owner=\"{}\",{}=\"{}\"", row.owner, row.kind.name(), escaped(&row.name));

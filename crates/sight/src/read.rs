@@ -21,12 +21,12 @@ pub struct Found {
     /// The process that it is of, by its name.
     pub pid: u32,
     /// What it says, or why it cannot be read.
-    pub page: Result<Seen, Refused>,
+    pub page: Result<PageSnapshot, Unreadable>,
 }
 
 /// Why a page is not shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refused {
+pub enum Unreadable {
     /// Its process has ended.
     Dead,
     /// It is of another user.
@@ -37,26 +37,26 @@ pub enum Refused {
     Malformed(String),
 }
 
-impl std::fmt::Display for Refused {
+impl std::fmt::Display for Unreadable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Refused::Dead => {
+            Unreadable::Dead => {
                 f.write_str("its process has ended; the next process that uses Crossrail removes the page")
             }
-            Refused::Forbidden => f.write_str("it is another user's; run `crossrail top` as that user, or as root"),
-            Refused::Version(version) => write!(
+            Unreadable::Forbidden => f.write_str("it is another user's; run `crossrail top` as that user, or as root"),
+            Unreadable::Version(version) => write!(
                 f,
                 "its layout has version {version}, this program reads version {}; use the `crossrail` of that process",
                 layout::VERSION
             ),
-            Refused::Malformed(why) => write!(f, "it cannot be read: {why}"),
+            Unreadable::Malformed(why) => write!(f, "it cannot be read: {why}"),
         }
     }
 }
 
 /// What a page says.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Seen {
+pub struct PageSnapshot {
     /// Its process.
     pub pid: u32,
     /// The machine's name.
@@ -70,12 +70,12 @@ pub struct Seen {
     /// Rows for which there was no room.
     pub dropped: u64,
     /// Its rows.
-    pub rows: Vec<SeenRow>,
+    pub rows: Vec<RowSnapshot>,
 }
 
 /// One row of a page.
 #[derive(Clone, Debug, PartialEq)]
-pub struct SeenRow {
+pub struct RowSnapshot {
     /// What it is about.
     pub kind: Kind,
     /// The same number in all rows of one worker or buffer.
@@ -87,14 +87,14 @@ pub struct SeenRow {
     /// When it began, by the clock of that machine.
     pub born_ns: u64,
     /// Its oldest wait.
-    pub wait: Option<SeenWait>,
+    pub wait: Option<WaitSnapshot>,
     /// Its values, in the order of [`Kind::fields`].
     pub values: Vec<Value>,
 }
 
 /// The oldest wait of a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SeenWait {
+pub struct WaitSnapshot {
     /// Which operation waits.
     pub operation: String,
     /// Since when, by the clock of that machine.
@@ -128,8 +128,8 @@ pub fn pages(folder: &Path) -> std::io::Result<Vec<Found>> {
             // Its process has removed it meanwhile.
             Err(Refusal::Gone) => continue,
             Err(Refusal::Why(why)) => Err(why),
-            Ok(_) if space == process::space() && process::started(pid) != Some(start) => Err(Refused::Dead),
-            Ok(page) if page.pid != pid => Err(Refused::Malformed("its name and its contents disagree".to_owned())),
+            Ok(_) if space == process::space() && process::started(pid) != Some(start) => Err(Unreadable::Dead),
+            Ok(page) if page.pid != pid => Err(Unreadable::Malformed("its name and its contents disagree".to_owned())),
             Ok(page) => Ok(page),
         };
         found.push(Found { path: entry.path(), pid, page });
@@ -146,30 +146,30 @@ fn is_believed(owner: u32, me: u32) -> bool {
 
 enum Refusal {
     Gone,
-    Why(Refused),
+    Why(Unreadable),
 }
 
-impl From<Refused> for Refusal {
-    fn from(why: Refused) -> Refusal {
+impl From<Unreadable> for Refusal {
+    fn from(why: Unreadable) -> Refusal {
         Refusal::Why(why)
     }
 }
 
-fn read(path: &Path) -> Result<Seen, Refusal> {
+fn read(path: &Path) -> Result<PageSnapshot, Refusal> {
     let refused = |error: std::io::Error| match error.kind() {
         ErrorKind::NotFound => Refusal::Gone,
-        ErrorKind::PermissionDenied => Refused::Forbidden.into(),
-        _ => Refused::Malformed(error.to_string()).into(),
+        ErrorKind::PermissionDenied => Unreadable::Forbidden.into(),
+        _ => Unreadable::Malformed(error.to_string()).into(),
     };
     // Follow no symbolic link, and do not block on a FIFO.
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
     let file = File::options().read(true).custom_flags(flags).open(path).map_err(refused)?;
     let about = file.metadata().map_err(refused)?;
     if !about.is_file() {
-        return Err(Refused::Malformed("it is no file".to_owned()).into());
+        return Err(Unreadable::Malformed("it is no file".to_owned()).into());
     }
     if !is_believed(about.uid(), nix::unistd::geteuid().as_raw()) {
-        return Err(Refused::Forbidden.into());
+        return Err(Unreadable::Forbidden.into());
     }
     let head = words_at(&file, 0, 1).map_err(refused)?;
     let (mut page, used) = parse_header(&head)?;
@@ -219,35 +219,35 @@ fn words(bytes: &[u8]) -> Vec<u64> {
 ///
 /// # Errors
 /// Why they cannot be read.
-pub fn parse(bytes: &[u8]) -> Result<Seen, Refused> {
+pub fn parse(bytes: &[u8]) -> Result<PageSnapshot, Unreadable> {
     let words = words(bytes);
     let (mut page, used) = parse_header(words.get(..ROW_WORDS).unwrap_or_default())?;
     let rows = words[ROW_WORDS..].chunks_exact(ROW_WORDS);
     if rows.len() < used {
-        return Err(Refused::Malformed(format!("{used} rows are announced and {} are there", rows.len())));
+        return Err(Unreadable::Malformed(format!("{used} rows are announced and {} are there", rows.len())));
     }
     page.rows = rows.take(used).filter_map(parse_row).collect();
     Ok(page)
 }
 
 /// The header, and how many rows follow.
-fn parse_header(words: &[u64]) -> Result<(Seen, usize), Refused> {
+fn parse_header(words: &[u64]) -> Result<(PageSnapshot, usize), Unreadable> {
     let word = |at: usize| words.get(at).copied().unwrap_or_default();
     if words.len() < ROW_WORDS || word(header::MAGIC) == 0 {
-        return Err(Refused::Malformed("it is incomplete: its process is making it, or died meanwhile".to_owned()));
+        return Err(Unreadable::Malformed("it is incomplete: its process is making it, or died meanwhile".to_owned()));
     }
     if word(header::MAGIC) != layout::MAGIC {
-        return Err(Refused::Malformed("it does not begin as a page does".to_owned()));
+        return Err(Unreadable::Malformed("it does not begin as a page does".to_owned()));
     }
     let (version, row_bytes) = (word(header::VERSION) as u32, word(header::VERSION) >> 32);
     if version != layout::VERSION {
-        return Err(Refused::Version(version));
+        return Err(Unreadable::Version(version));
     }
     let used = word(header::USED);
     if row_bytes != ROW_BYTES as u64 || used > ROWS_MAX as u64 {
-        return Err(Refused::Malformed(format!("it claims {used} rows of {row_bytes} bytes")));
+        return Err(Unreadable::Malformed(format!("it claims {used} rows of {row_bytes} bytes")));
     }
-    let seen = Seen {
+    let seen = PageSnapshot {
         pid: word(header::PID) as u32,
         host: text(&words[header::HOST..header::HOST + TEXT_WORDS]),
         command: text(&words[header::COMMAND..header::COMMAND + TEXT_WORDS]),
@@ -260,7 +260,7 @@ fn parse_header(words: &[u64]) -> Result<(Seen, usize), Refused> {
 }
 
 /// A row of a known kind; `None`: it is free, or of a kind that this version does not know.
-fn parse_row(words: &[u64]) -> Option<SeenRow> {
+fn parse_row(words: &[u64]) -> Option<RowSnapshot> {
     use layout::row;
     let kind = Kind::of(words[row::KIND] & 0xffff_ffff)?;
     let mut at = row::VALUES;
@@ -275,14 +275,14 @@ fn parse_row(words: &[u64]) -> Option<SeenRow> {
     let values = values.collect();
     let ranks = words[row::RANKS..row::RANKS + RANKS_MAX / 2].iter();
     let ranks = ranks.flat_map(|pair| [*pair as u32, (*pair >> 32) as u32]).filter_map(|rank| rank.checked_sub(1));
-    let wait = (words[row::SINCE] != 0).then(|| SeenWait {
+    let wait = (words[row::SINCE] != 0).then(|| WaitSnapshot {
         operation: text(&words[row::WAIT..row::WAIT + 2]),
         since_ns: words[row::SINCE],
         number: words[row::NUMBER],
         whom: text(&words[row::WHOM..row::WHOM + TEXT_WORDS]),
         ranks: ranks.collect(),
     });
-    Some(SeenRow {
+    Some(RowSnapshot {
         kind,
         owner: (words[row::KIND] >> 32) as u32,
         name: text(&words[row::NAME..row::NAME + TEXT_WORDS]),

@@ -60,7 +60,8 @@ pub struct Row {
 }
 
 impl Row {
-    /// A row of `kind` about `name` and, where one is concerned, `peer`. `owner`: [`Page::owner`] of what it belongs to.
+    /// A row of `kind` about `name` and, where one is concerned, `peer`. `owner`: [`Page::owner`] of what it belongs
+    /// to.
     pub fn new(page: Option<&Arc<Page>>, kind: Kind, owner: u32, name: &str, peer: &str) -> Row {
         let place = page.and_then(|page| Some((Arc::clone(page), page.take_row()?)));
         let mut row = Row { place };

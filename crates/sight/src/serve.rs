@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, Log, Result, Settings, loopback};
 
-use crate::read::{Found, Seen};
+use crate::read::{Found, PageSnapshot};
 use crate::{metrics, now_ns, pages, process};
 
 /// How often the files are written: node_exporter is asked four times a minute as a rule.
@@ -180,7 +180,7 @@ fn left(deadline: Instant) -> std::io::Result<Duration> {
     if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-fn seen(folder: &Path, which: impl Fn(&Found) -> bool) -> Vec<Seen> {
+fn seen(folder: &Path, which: impl Fn(&Found) -> bool) -> Vec<PageSnapshot> {
     pages(folder).unwrap_or_default().into_iter().filter(which).filter_map(|found| found.page.ok()).collect()
 }
 

@@ -38,7 +38,7 @@ fn opened(folder: &Path) -> std::sync::Arc<Page> {
     open(folder, Log(LogLevel::Off)).expect("a page")
 }
 
-fn rows(found: &Found) -> &[SeenRow] {
+fn rows(found: &Found) -> &[RowSnapshot] {
     &found.page.as_ref().expect("readable").rows
 }
 

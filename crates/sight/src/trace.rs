@@ -16,9 +16,9 @@ use crate::process;
 /// Most events of one worker: some 6 MiB.
 const EVENTS_MAX: usize = 100_000;
 
-/// What happened.
+/// Kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum EventKind {
     /// A chunk in flight: from the hand-over to the lane until the peer's acknowledgement.
     Sent,
     /// Reception of a chunk: from its head to its last byte.
@@ -40,9 +40,9 @@ pub enum What {
 /// One event. Times are nanoseconds of [`now_ns`](crate::now_ns).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What happened.
-    pub what: What,
-    /// Which lane, or which endpoint for what is of no lane: see [`Trace::name_track`].
+    /// Its kind.
+    pub kind: EventKind,
+    /// Its lane, or its endpoint if it belongs to no lane: see [`Trace::name_track`].
     pub track: u64,
     /// When it began.
     pub begin_ns: u64,
@@ -50,7 +50,7 @@ pub struct Event {
     pub end_ns: u64,
     /// Bytes, or the number of chunks.
     pub amount: u64,
-    /// What sender and receiver of a chunk have in common; 0: nothing.
+    /// Identifies a chunk at its sender and its receiver; 0: none.
     pub flow: u64,
 }
 
@@ -104,7 +104,7 @@ impl Trace {
         let ended: Vec<_> = in_flight.drain(..in_flight.len().min(chunks as usize)).collect();
         let count = in_flight.len() as u64;
         for (begin_ns, amount, flow) in ended {
-            self.add(Event { what: What::Sent, track: lane, begin_ns, end_ns: now_ns, amount, flow });
+            self.add(Event { kind: EventKind::Sent, track: lane, begin_ns, end_ns: now_ns, amount, flow });
         }
         self.window(lane, now_ns, count);
     }
@@ -113,7 +113,7 @@ impl Trace {
     pub fn finish(&mut self, now_ns: u64) {
         for (track, in_flight) in std::mem::take(&mut self.unacknowledged) {
             for (begin_ns, amount, flow) in in_flight {
-                self.add(Event { what: What::Sent, track, begin_ns, end_ns: now_ns, amount, flow });
+                self.add(Event { kind: EventKind::Sent, track, begin_ns, end_ns: now_ns, amount, flow });
             }
         }
     }
@@ -129,18 +129,25 @@ impl Trace {
     /// The payload that was coming in on a lane is complete.
     pub fn arrived(&mut self, lane: u64, now_ns: u64) {
         if let Some((begin_ns, amount, flow)) = self.arriving.remove(&lane) {
-            self.add(Event { what: What::Received, track: lane, begin_ns, end_ns: now_ns, amount, flow });
+            self.add(Event { kind: EventKind::Received, track: lane, begin_ns, end_ns: now_ns, amount, flow });
         }
     }
 
     fn window(&mut self, lane: u64, now_ns: u64, count: u64) {
-        self.add(Event { what: What::Window, track: lane, begin_ns: now_ns, end_ns: now_ns, amount: count, flow: 0 });
+        self.add(Event {
+            kind: EventKind::Window,
+            track: lane,
+            begin_ns: now_ns,
+            end_ns: now_ns,
+            amount: count,
+            flow: 0,
+        });
     }
 
     /// Writes the events of the worker `name` into a file of its own in `folder`; its path.
     ///
     /// # Errors
-    /// What the system says.
+    /// The system's reason.
     pub fn write(&self, folder: &Path, name: &str) -> std::io::Result<std::path::PathBuf> {
         std::fs::create_dir_all(folder)?;
         let (pid, mut number) = (std::process::id(), 0);
@@ -178,10 +185,10 @@ impl Trace {
             );
         }
         for (event, thread) in self.events.iter().zip(rows) {
-            let Event { what, track, begin_ns, end_ns, amount, flow } = *event;
+            let Event { kind, track, begin_ns, end_ns, amount, flow } = *event;
             let (at, took) = (micros(begin_ns), micros(end_ns.saturating_sub(begin_ns)));
-            let kind = match what {
-                What::Window => {
+            let name = match kind {
+                EventKind::Window => {
                     let lane = quoted(self.tracks.get(&track).map_or("?", String::as_str));
                     let _ = write!(
                         out,
@@ -189,23 +196,23 @@ impl Trace {
                     );
                     continue;
                 }
-                What::Sent => "chunk sent",
-                What::Received => "chunk received",
-                What::Operation(name) => name,
-                What::Copied => "direct copy",
-                What::Packed => "pack",
-                What::Unpacked => "unpack",
-                What::Gated => "wait for stream",
+                EventKind::Sent => "chunk sent",
+                EventKind::Received => "chunk received",
+                EventKind::Operation(name) => name,
+                EventKind::Copied => "direct copy",
+                EventKind::Packed => "pack",
+                EventKind::Unpacked => "unpack",
+                EventKind::Gated => "wait for stream",
             };
             let _ = write!(
                 out,
-                ",\n{{\"ph\":\"X\",\"name\":\"{kind}\",\"pid\":{process},\"tid\":{thread},\"ts\":{at},\"dur\":{took},\
+                ",\n{{\"ph\":\"X\",\"name\":\"{name}\",\"pid\":{process},\"tid\":{thread},\"ts\":{at},\"dur\":{took},\
                  \"args\":{{\"bytes\":{amount}}}}}"
             );
             // The arrow goes from the beginning of one slice to the beginning of the other.
-            let end = match what {
-                What::Sent if flow != 0 => "\"ph\":\"s\"",
-                What::Received if flow != 0 => "\"ph\":\"f\",\"bp\":\"e\"",
+            let end = match kind {
+                EventKind::Sent if flow != 0 => "\"ph\":\"s\"",
+                EventKind::Received if flow != 0 => "\"ph\":\"f\",\"bp\":\"e\"",
                 _ => continue,
             };
             let _ = write!(
@@ -220,7 +227,7 @@ impl Trace {
     /// Assigns a thread, from 1, to each event, and a track to each thread. A track has as many threads as slices of it
     /// overlap: Perfetto drops a slice that begins within another one of its thread and ends after it.
     fn rows(&self) -> (Vec<usize>, Vec<u64>) {
-        let slices = self.events.iter().enumerate().filter(|(_, event)| event.what != What::Window);
+        let slices = self.events.iter().enumerate().filter(|(_, event)| event.kind != EventKind::Window);
         let mut slices: Vec<_> = slices.collect();
         slices.sort_by_key(|(_, event)| (event.track, event.begin_ns));
         let (mut rows, mut threads) = (vec![0; self.events.len()], Vec::new());
@@ -247,7 +254,7 @@ impl Trace {
     }
 }
 
-/// What both ends of a chunk can compute from its frame's head and the names of sender and receiver.
+/// Identifies a chunk: both ends compute it from the head of its frame and the names of sender and receiver.
 pub fn flow(head: &[u8], sender: &str, receiver: &str) -> u64 {
     // FNV-1a: equal in all processes and versions, in contrast to the standard library's hashes.
     let bytes = head.iter().chain(sender.as_bytes()).chain(&[0]).chain(receiver.as_bytes());
@@ -314,7 +321,7 @@ mod tests {
         trace.name_track(7, || "rail".to_owned());
         trace.name_track(1 << 40, || "others".to_owned());
         for (track, begin_ns, end_ns) in [(7, 0, 10), (7, 5, 15), (1 << 40, 0, 9), (7, 10, 20), (7, 12, 13)] {
-            trace.add(Event { what: What::Copied, track, begin_ns, end_ns, amount: 1, flow: 0 });
+            trace.add(Event { kind: EventKind::Copied, track, begin_ns, end_ns, amount: 1, flow: 0 });
         }
         assert_eq!(trace.rows(), (vec![1, 2, 4, 1, 3], vec![7, 7, 7, 1 << 40]));
         let text = trace.json("a", 1);
@@ -324,11 +331,11 @@ mod tests {
     #[test]
     fn chunks_of_one_batch_become_one_slice() {
         let mut trace = Trace::default();
-        let event = Event { what: What::Unpacked, track: 1, begin_ns: 3, end_ns: 5, amount: 64, flow: 0 };
+        let event = Event { kind: EventKind::Unpacked, track: 1, begin_ns: 3, end_ns: 5, amount: 64, flow: 0 };
         trace.staged(event);
         trace.staged(Event { amount: 32, ..event });
         trace.staged(Event { end_ns: 6, ..event });
-        trace.staged(Event { what: What::Packed, end_ns: 6, ..event });
+        trace.staged(Event { kind: EventKind::Packed, end_ns: 6, ..event });
         let amounts: Vec<u64> = trace.events.iter().map(|event| event.amount).collect();
         assert_eq!(amounts, [96, 64, 64]);
     }
@@ -336,7 +343,7 @@ mod tests {
     #[test]
     fn memory_is_bounded_and_what_was_dropped_is_said() {
         let mut trace = Trace::default();
-        let event = Event { what: What::Copied, track: 1, begin_ns: 0, end_ns: 1, amount: 1, flow: 0 };
+        let event = Event { kind: EventKind::Copied, track: 1, begin_ns: 0, end_ns: 1, amount: 1, flow: 0 };
         (0..EVENTS_MAX + 5).for_each(|_| trace.add(event));
         assert_eq!((trace.events.len(), trace.dropped), (EVENTS_MAX, 5));
         assert!(trace.json("a", 1).contains("\"dropped\":5"));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_cuda_ipc::{Link, RowsCopy};
 use crossrail_proto as proto;
-use crossrail_sight::trace::What;
+use crossrail_sight::trace::EventKind;
 use crossrail_transport::{Copy, HALVES_MAX, Job, List, Step, copy_between};
 use crossrail_types::{EndpointId, LaneId};
 use proto::{DirectId, Memory, Offer, Role};
@@ -543,7 +543,7 @@ impl DirectCopies {
         let now = tables.clock.read();
         let ordinal = tables.extent(active.memory).and_then(|(.., gpu)| gpu);
         if done {
-            tables.trace_ended(active.endpoint, What::Copied, active.copy_ns, active.job.moved as u64);
+            tables.trace_ended(active.endpoint, EventKind::Copied, active.copy_ns, active.job.moved as u64);
         }
         if let Some(peer) = tables.peers.get_mut(active.endpoint) {
             if done {
@@ -584,7 +584,7 @@ impl DirectCopies {
         self.abandon(gpu, |copy| copy.endpoint == endpoint && copy.lane == id);
         let linked = gpu.is_linked(endpoint);
         let lent = tables.peers.get(endpoint).is_some_and(|peer| linked && peer.protocol.lending().is_some());
-        if lent && !lane.part(LEND_STOP_LIMIT) {
+        if lent && !lane.close_and_wait(LEND_STOP_LIMIT) {
             let name = tables.peers.name(endpoint);
             tables.log.error(format_args!(
                 "{name}: the peer did not confirm that its GPU copy stopped; it may still be writing into our memory"

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crossrail_proto as proto;
 use crossrail_shm::Arena;
-use crossrail_sight::trace::What;
+use crossrail_sight::trace::EventKind;
 use crossrail_transport::{Loan, Payload, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Log, OpId, Reason};
 use proto::{Body, Memory, Time};
@@ -192,7 +192,7 @@ impl Tables {
                 let more = (receipt.protocol != proto::Protocol::Eager).then(|| {
                     self.totals.add(&receipt);
                     let took = receipt.window_ns + receipt.wire_ns;
-                    self.trace_ended(endpoint, What::Operation(kind.name()), took, bytes);
+                    self.trace_ended(endpoint, EventKind::Operation(kind.name()), took, bytes);
                     let notes = self.notes_during(endpoint, &receipt);
                     Box::new(More { receipt, direct: None, times: None, notes, batch: None })
                 });

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use crossrail_sight::{self as sight, Found, Refused, Seen, SeenRow, Value};
+use crossrail_sight::{self as sight, Found, PageSnapshot, RowSnapshot, Unreadable, Value};
 use crossrail_types::{Error, Settings};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -89,7 +89,7 @@ pub(super) fn read_job<'py>(
 }
 
 /// Sets `page`, or `error` and `reason` where it cannot be read. Ages are measured at `now_ns`.
-fn page(row: &Bound<'_, PyDict>, page: Result<Seen, Refused>, now_ns: u64) -> PyResult<()> {
+fn page(row: &Bound<'_, PyDict>, page: Result<PageSnapshot, Unreadable>, now_ns: u64) -> PyResult<()> {
     let py = row.py();
     let seen = match page {
         Ok(seen) => seen,
@@ -108,7 +108,7 @@ fn page(row: &Bound<'_, PyDict>, page: Result<Seen, Refused>, now_ns: u64) -> Py
     row.set_item("page", made)
 }
 
-fn fill(row: &Bound<'_, PyDict>, seen: SeenRow, now_ns: u64) -> PyResult<()> {
+fn fill(row: &Bound<'_, PyDict>, seen: RowSnapshot, now_ns: u64) -> PyResult<()> {
     let py = row.py();
     row.set_item("kind", seen.kind.name())?;
     set_fields!(row, seen; owner, name, peer);
@@ -136,12 +136,12 @@ fn fill(row: &Bound<'_, PyDict>, seen: SeenRow, now_ns: u64) -> PyResult<()> {
     row.set_item("values", values)
 }
 
-fn reason(why: &Refused) -> &'static str {
+fn reason(why: &Unreadable) -> &'static str {
     match why {
-        Refused::Dead => "dead",
-        Refused::Forbidden => "forbidden",
-        Refused::Version(_) => "version",
-        Refused::Malformed(_) => "malformed",
+        Unreadable::Dead => "dead",
+        Unreadable::Forbidden => "forbidden",
+        Unreadable::Version(_) => "version",
+        Unreadable::Malformed(_) => "malformed",
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crossrail_gpu::Span;
 use crossrail_proto as proto;
 use crossrail_sight::now_ns;
-use crossrail_sight::trace::{Event, Trace, What, flow};
+use crossrail_sight::trace::{Event, EventKind, Trace, flow};
 use crossrail_types::{EndpointId, Head, LaneId};
 
 use super::Tables;
@@ -35,7 +35,7 @@ pub(super) struct Tracing {
     own: String,
     /// The machine's clock when the core's clock was 0.
     epoch_ns: u64,
-    /// What is told apart among what stagers do, in the order of its tracks.
+    /// Kinds of work of the stagers, in the order of its tracks.
     staged: Vec<(u32, Staged)>,
 }
 
@@ -90,14 +90,14 @@ impl Tables {
     }
 
     /// Something without a lane ended just now, after `ns`.
-    pub(in crate::core) fn trace_ended(&mut self, endpoint: EndpointId, what: What, ns: u64, bytes: u64) {
+    pub(in crate::core) fn trace_ended(&mut self, endpoint: EndpointId, kind: EventKind, ns: u64, bytes: u64) {
         let Some(tracing) = &mut self.tracing else { return };
         let track = ENDPOINTS + u64::from(endpoint.0);
         let peers = &self.peers;
         tracing.trace.name_track(track, || format!("operations with {}", peers.name(endpoint)));
         let end_ns = tracing.epoch_ns + self.clock.read().0;
         let begin_ns = end_ns.saturating_sub(ns);
-        tracing.trace.add(Event { what, track, begin_ns, end_ns, amount: bytes, flow: 0 });
+        tracing.trace.add(Event { kind, track, begin_ns, end_ns, amount: bytes, flow: 0 });
     }
 
     /// A stager has done something on that GPU.
@@ -116,15 +116,15 @@ impl Tables {
             Staged::Stream(0) => format!("default stream of cuda:{gpu}"),
             Staged::Stream(handle) => format!("stream {handle:#x} of cuda:{gpu}"),
         });
-        let what = match kind {
-            Staged::Packs => What::Packed,
-            Staged::Unpacks => What::Unpacked,
-            Staged::Stream(_) => What::Gated,
+        let kind = match kind {
+            Staged::Packs => EventKind::Packed,
+            Staged::Unpacks => EventKind::Unpacked,
+            Staged::Stream(_) => EventKind::Gated,
         };
         let clock = &self.clock;
         let ns = |at: Instant| tracing.epoch_ns + clock.time(at).0;
         let (begin_ns, end_ns) = (ns(span.began), ns(span.ended));
-        tracing.trace.staged(Event { what, track, begin_ns, end_ns, amount: span.bytes, flow: 0 });
+        tracing.trace.staged(Event { kind, track, begin_ns, end_ns, amount: span.bytes, flow: 0 });
     }
 
     #[cold]
