@@ -76,8 +76,8 @@ impl Arena {
     /// system denies memfds to this process ([`Arena::unshared`]).
     ///
     /// # Errors
-    /// [`ErrorKind::Exhausted`] when the machine, or the control group, has less free memory than `len`, or a limit of the process
-    /// (address space, file size, open descriptors) is in the way; the text names the bytes asked for.
+    /// [`ErrorKind::Exhausted`] when the machine, or the control group, has less free memory than `len`, or a limit of
+    /// the process (address space, file size, open descriptors) is in the way; the text names the bytes asked for.
     pub fn alloc(self: &Arc<Self>, len: usize) -> Result<Segment> {
         let exhausted = |why: String| {
             Error::new(ErrorKind::Exhausted, "alloc", format!("{len} bytes of shared memory: {why}"))

@@ -48,8 +48,8 @@ impl Arriving {
         self.frame.len - self.at
     }
 
-    /// Goes through the next `len` bytes, which are not more than are left. Once it has gone through all: the frame, and
-    /// the token of a place that has all of it, which a discarded frame and a recalled loan have not.
+    /// Goes through the next `len` bytes, which are not more than are left. Once it has gone through all: the frame,
+    /// and the token of a place that has all of it, which a discarded frame and a recalled loan have not.
     ///
     /// # Safety
     /// The place must be writable for the bytes wanted of it, unless its loan was recalled.

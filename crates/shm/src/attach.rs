@@ -18,10 +18,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 
 use crate::arena::Arena;
+use crate::attached::{Attached, Report, Side};
 use crate::cma::{self, Probe, Process};
 use crate::control::Control;
 use crate::lane::ShmLane;
-use crate::parts::{Parts, Report, Side};
 use crate::ring::RING_RANGE;
 use crate::wire::{self, Wire};
 
@@ -66,7 +66,7 @@ pub fn attach(
     deadline: Instant,
 ) -> Result<ShmLane> {
     stream.set_nonblocking(true).map_err(|e| Error::io(OPERATION, "fcntl", &e).with_lane("shm"))?;
-    let talk = Talk { stream: &stream, deadline };
+    let socket = HandshakeSocket { stream: &stream, deadline };
     let probe = Probe::new().map_err(|e| Error::io(OPERATION, "getrandom", &e).with_lane("shm"))?;
     let wish = options.ring_bytes.min(*RING_RANGE.end()).next_power_of_two().max(*RING_RANGE.start());
     let mine = Hello {
@@ -76,15 +76,15 @@ pub fn attach(
         address: probe.address(),
         secret: probe.secret(),
     };
-    talk.say(HELLO, &mine.encode(), None)?;
-    let theirs = Hello::decode(&talk.hear(HELLO)?.0)?;
-    let control = Arc::new(talk.share_control(side, mine.ring.max(theirs.ring))?);
+    socket.send(HELLO, &mine.encode(), None)?;
+    let theirs = Hello::decode(&socket.recv(HELLO)?.0)?;
+    let control = Arc::new(socket.share_control(side, mine.ring.max(theirs.ring))?);
     let process = process_of(&stream, &mine, &theirs);
-    let (report, peer_has_cma) = talk.try_cma(&probe, process.clone(), &theirs)?;
+    let (report, peer_has_cma) = socket.try_cma(&probe, process.clone(), &theirs)?;
     let wire = Arc::new(Wire::new(stream));
     arena.enlist(&wire);
     let expedited = mine.membarrier && theirs.membarrier;
-    ShmLane::new(Parts { side, id, wire, arena, control, expedited, report, peer_has_cma, process })
+    ShmLane::new(Attached { side, id, wire, arena, control, expedited, report, peer_has_cma, process })
         .ok_or_else(|| broken("the control segment has no address"))
 }
 
@@ -145,12 +145,12 @@ fn process_of(stream: &UnixStream, mine: &Hello, theirs: &Hello) -> std::result:
 }
 
 /// Whole messages over the socket, until the deadline.
-struct Talk<'a> {
+struct HandshakeSocket<'a> {
     stream: &'a UnixStream,
     deadline: Instant,
 }
 
-impl Talk<'_> {
+impl HandshakeSocket<'_> {
     fn share_control(&self, side: Side, ring: usize) -> Result<Control> {
         match side {
             Side::Connector => {
@@ -158,11 +158,11 @@ impl Talk<'_> {
                     let text = format!("memfd_create, for a control segment with payload rings of {ring} bytes: {e}");
                     Error::new(ErrorKind::Exhausted, OPERATION, text).with_lane("shm")
                 })?;
-                self.say(CONTROL, &[0; MESSAGE - 1], Some(fd.as_fd()))?;
+                self.send(CONTROL, &[0; MESSAGE - 1], Some(fd.as_fd()))?;
                 Ok(control)
             }
             Side::Acceptor => {
-                let (_, fd) = self.hear(CONTROL)?;
+                let (_, fd) = self.recv(CONTROL)?;
                 let fd = fd.ok_or_else(|| broken("the control segment's descriptor was not received"))?;
                 Control::open(&fd, ring).map_err(broken)
             }
@@ -181,11 +181,11 @@ impl Talk<'_> {
             (Ok(process), Ok(())) => cma::try_push(*process, theirs.address, theirs.secret),
             (_, Err(why)) | (Err(why), _) => Err(why.clone()),
         };
-        self.say(TRIED, &flags([pull.is_ok(), push.is_ok()]), None)?;
-        let (tried, _) = self.hear(TRIED)?;
+        self.send(TRIED, &flags([pull.is_ok(), push.is_ok()]), None)?;
+        let (tried, _) = self.recv(TRIED)?;
         let arrived = tried[1] == 1 && probe.answered();
-        self.say(SEEN, &flags([arrived, false]), None)?;
-        let (seen, _) = self.hear(SEEN)?;
+        self.send(SEEN, &flags([arrived, false]), None)?;
+        let (seen, _) = self.recv(SEEN)?;
         let push = match push {
             Ok(()) if seen[0] != 1 => Err("process_vm_writev: the written probe value did not arrive".into()),
             push => push,
@@ -193,7 +193,7 @@ impl Talk<'_> {
         Ok((Report { cma_pull: pull, cma_push: push }, process.is_ok() && (tried[0] == 1 || arrived)))
     }
 
-    fn say(&self, kind: u8, body: &[u8; MESSAGE - 1], fd: Option<BorrowedFd<'_>>) -> Result<()> {
+    fn send(&self, kind: u8, body: &[u8; MESSAGE - 1], fd: Option<BorrowedFd<'_>>) -> Result<()> {
         let mut message = [kind; MESSAGE];
         message[1..].copy_from_slice(body);
         let (mut done, mut fd) = (0, fd);
@@ -206,7 +206,7 @@ impl Talk<'_> {
         Ok(())
     }
 
-    fn hear(&self, kind: u8) -> Result<([u8; MESSAGE - 1], Option<OwnedFd>)> {
+    fn recv(&self, kind: u8) -> Result<([u8; MESSAGE - 1], Option<OwnedFd>)> {
         let mut message = [0; MESSAGE];
         let (mut have, mut fds) = (0, Vec::new());
         while have < MESSAGE {

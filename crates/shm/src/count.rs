@@ -49,7 +49,7 @@ impl Count {
     }
 
     /// Whether there is another number than the one read last.
-    pub(crate) fn is_news(&self) -> bool {
+    pub(crate) fn has_changed(&self) -> bool {
         // SAFETY: inside the mapping.
         unsafe { self.theirs.as_ref() }.load(Ordering::Relaxed) as u32 != self.seen
     }

@@ -11,9 +11,9 @@
 //! bits  0..15  pieces settled: copied, or failed
 //! ```
 //!
-//! Of copies up to [`HALVES_MAX`](crossrail_transport::HALVES_MAX) bytes the receiving end claims from the front and the
-//! sending end from the back: each copies the same part of memory that is sent again and again, and finds it in its own
-//! cache. Pieces that went to whichever end came first would change caches with every message.
+//! Of copies up to [`HALVES_MAX`](crossrail_transport::HALVES_MAX) bytes the receiving end claims from the front and
+//! the sending end from the back: each copies the same part of memory that is sent again and again, and finds it in its
+//! own cache. Pieces that went to whichever end came first would change caches with every message.
 //!
 //! Claiming is a compare-and-swap, not an addition, because it must not touch a cursor that has gone on to another
 //! generation. Settling is an addition: the unsettled piece itself keeps the owner from reusing the cursor.

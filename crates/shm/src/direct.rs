@@ -202,7 +202,7 @@ impl ShmLane {
 impl Domain for ShmLane {
     fn describe(&mut self, ptr: *const u8, len: usize) -> Result<(Descriptor, DirectKind), String> {
         if let Some((segment, offset)) = self.arena.lookup(ptr, len)
-            && self.wire.pass(segment.id(), segment.borrow_fd()).is_ok()
+            && self.wire.send_segment(segment.id(), segment.borrow_fd()).is_ok()
         {
             return Ok((encode_mapped(segment.id(), offset, segment.identity()), DirectKind::Mapped));
         }
@@ -297,7 +297,7 @@ impl Domain for ShmLane {
             let why = format!("{len} bytes that are not of this context's shared memory");
             return Err(refused(ErrorKind::Unsupported, "share", why));
         };
-        match self.wire.pass(segment.id(), segment.borrow_fd()) {
+        match self.wire.send_segment(segment.id(), segment.borrow_fd()) {
             Ok(()) => Ok(Some(encode_mapped(segment.id(), offset, segment.identity()))),
             Err(e) => match e.raw_os_error() {
                 // The peer has yet to read what it was sent, or it is gone, which the next poll finds out.

@@ -7,22 +7,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_transport::{
-    Domain, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Place, Post, Sink, Tx,
+    Domain, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Place, Post, ReceivedNote, Sink, Tx,
 };
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
 use crate::arena::Arena;
 use crate::arriving::Arriving;
+use crate::attached::{Attached, Report};
 use crate::cma::Process;
 use crate::count::Count;
 use crate::cursor::Cursors;
 use crate::notes::Notes;
-use crate::parting;
-use crate::parts::{Parts, Report};
 use crate::peer_segment::PeerSegment;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
+use crate::shutdown;
 use crate::wake::{COUNT, DATA, Flags, ROOM};
-use crate::wire::{Inbox, MOST_SEGMENTS, Note, Silence, Wire};
+use crate::wire::{Inbox, MOST_SEGMENTS, NoRecord, Record, Wire};
 
 /// Consecutive idle polls after which the socket is checked: the death of a peer is noticed within some tens of
 /// microseconds while spinning, at a cost below one percent.
@@ -80,10 +80,10 @@ pub struct ShmLane {
 }
 
 impl ShmLane {
-    pub(crate) fn new(parts: Parts) -> Option<ShmLane> {
-        let side = parts.side.index();
+    pub(crate) fn new(attached: Attached) -> Option<ShmLane> {
+        let side = attached.side.index();
         Some(ShmLane {
-            id: parts.id,
+            id: attached.id,
             caps: LaneCaps {
                 max_payload: MAX_PAYLOAD,
                 reliable: true,
@@ -92,13 +92,13 @@ impl ShmLane {
                 direct: true,
                 lists: true,
             },
-            producer: Producer::new(&parts.control, side)?,
-            consumer: Consumer::new(&parts.control, 1 - side)?,
-            count: Count::new(&parts.control, side),
-            flags: Flags::new(&parts.control, side, parts.expedited),
-            cursors: Cursors::new(&parts.control, side),
-            report: parts.report,
-            wire: parts.wire,
+            producer: Producer::new(&attached.control, side)?,
+            consumer: Consumer::new(&attached.control, 1 - side)?,
+            count: Count::new(&attached.control, side),
+            flags: Flags::new(&attached.control, side, attached.expedited),
+            cursors: Cursors::new(&attached.control, side),
+            report: attached.report,
+            wire: attached.wire,
             inbox: Inbox::default(),
             arriving: None,
             waits_at: 0,
@@ -108,15 +108,15 @@ impl ShmLane {
             hung_up: false,
             idle: 0,
             stats: LaneStats::default(),
-            arena: parts.arena,
+            arena: attached.arena,
             segments: HashMap::new(),
             gone: VecDeque::new(),
             notes: Notes::default(),
             fault: None,
             wants_room: false,
             news: false,
-            process: parts.process,
-            peer_has_cma: parts.peer_has_cma,
+            process: attached.process,
+            peer_has_cma: attached.peer_has_cma,
         })
     }
 
@@ -185,7 +185,8 @@ impl ShmLane {
                 Place::Into { dst, len, grant: None, token } if frame.len <= WHOLE_MAX => {
                     let wanted = len.min(frame.len);
                     if wanted > 0 {
-                        // SAFETY: the sink vouches for `len` writable bytes at `dst`; the frame has as many as are copied.
+                        // SAFETY: the sink vouches for `len` writable bytes at `dst`; the frame has as many as are
+                        // copied.
                         unsafe { frame.copy_to(dst, 0, wanted) };
                     }
                     self.take_frame(&frame);
@@ -340,9 +341,9 @@ impl ShmLane {
         self.news |= std::mem::take(&mut self.wants_room);
         while !self.hung_up {
             match self.inbox.next(self.wire.stream()) {
-                Ok(Note::Bell) => {}
-                Ok(Note::Gone { id }) => self.segment_gone(id),
-                Ok(Note::Segment { id, fd }) => {
+                Ok(Record::Bell) => {}
+                Ok(Record::Gone { id }) => self.segment_gone(id),
+                Ok(Record::Segment { id, fd }) => {
                     if self.segments.len() >= MOST_SEGMENTS || self.segments.contains_key(&id) {
                         return Err(LaneError::Protocol(format!("segment {id} was passed twice or exceeds the limit")));
                     }
@@ -359,17 +360,17 @@ impl ShmLane {
                     self.segments.insert(id, segment);
                     self.news = true;
                 }
-                Ok(Note::Passed { bytes, files, lost }) => {
+                Ok(Record::Note { bytes, files, lost }) => {
                     self.notes.arrive(bytes, files, lost)?;
                     self.news = true;
                 }
-                Ok(Note::Taken(count)) => {
+                Ok(Record::Taken(count)) => {
                     self.notes.peer_took(count)?;
                     self.news = true;
                 }
-                Err(Silence::Empty) => break,
-                Err(Silence::HungUp) => self.hung_up = true,
-                Err(Silence::Garbage(why)) => return Err(LaneError::Protocol(why)),
+                Err(NoRecord::Empty) => break,
+                Err(NoRecord::HungUp) => self.hung_up = true,
+                Err(NoRecord::Garbage(why)) => return Err(LaneError::Protocol(why)),
             }
         }
         Ok(())
@@ -495,7 +496,7 @@ impl Lane for ShmLane {
         // An error here is work too: the next poll reports it.
         let unread = self.arriving.is_some() || !waits && self.consumer.has_next();
         // Once is enough: whoever waits for a count asks for it before the next call.
-        let counted = !waits && self.count.is_news() && self.count.read() > 0;
+        let counted = !waits && self.count.has_changed() && self.count.read() > 0;
         let work = unread || counted || self.blocked && self.producer.room() != Ok(false);
         if !armed || work {
             self.flags.awake();
@@ -527,7 +528,7 @@ impl Lane for ShmLane {
         Ok(Some(count))
     }
 
-    fn pass(&mut self, note: &[u8], files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {
+    fn send_note(&mut self, note: &[u8], files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {
         if note.len() > NOTE_MAX || files.len() > NOTE_FILES {
             let (len, count) = (note.len(), files.len());
             return Err(LaneError::Protocol(format!("a note of {len} bytes and {count} descriptors to pass")));
@@ -553,7 +554,7 @@ impl Lane for ShmLane {
         }
     }
 
-    fn passed(&mut self) -> Option<Passed> {
+    fn recv_note(&mut self) -> Option<ReceivedNote> {
         if self.notes.is_empty() && !self.hung_up && self.service_socket().is_err() {
             return None; // the next poll says why
         }
@@ -562,11 +563,11 @@ impl Lane for ShmLane {
         Some(passed)
     }
 
-    fn part(&mut self, limit: Duration) -> bool {
+    fn close_and_wait(&mut self, limit: Duration) -> bool {
         let (stream, until) = (self.wire.stream(), Instant::now() + limit);
         self.flags.leave();
-        parting::hang_up(stream);
-        parting::has_hung_up(stream, until) && (self.flags.peer_has_left() || parting::has_ended(stream, until))
+        shutdown::hang_up(stream);
+        shutdown::has_hung_up(stream, until) && (self.flags.peer_has_left() || shutdown::has_ended(stream, until))
     }
 
     fn domain(&mut self) -> Option<&mut dyn Domain> {

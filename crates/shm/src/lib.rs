@@ -18,6 +18,7 @@ mod arena;
 mod arriving;
 mod atomics;
 mod attach;
+mod attached;
 mod cma;
 mod control;
 mod copy;
@@ -29,15 +30,14 @@ mod memory;
 #[cfg(all(test, loom))]
 mod models;
 mod notes;
-mod parting;
-mod parts;
 mod peer_segment;
 mod ring;
+mod shutdown;
 mod wake;
 mod wire;
 
 pub use arena::{Arena, Segment, SegmentRef};
 pub use attach::{Options, attach};
+pub use attached::{Report, Side};
 pub use lane::ShmLane;
-pub use parts::{Report, Side};
 pub use wake::{prepare, prepare_if_quick};

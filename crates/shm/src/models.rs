@@ -1,7 +1,7 @@
 //! What goes through shared memory, in every order that the memory model allows (loom): `make models` runs them.
 //!
-//! The code is the lane's own; only its atomics are the model checker's, and the ring has two slots. Of the two barriers
-//! of wake-ups the plain fences are modelled; membarrier is a system call, and `wake.rs` tests it by running.
+//! The code is the lane's own; only its atomics are the model checker's, and the ring has two slots. Of the two
+//! barriers of wake-ups the plain fences are modelled; membarrier is a system call, and `wake.rs` tests it by running.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 
-use crossrail_transport::{LaneError, Passed};
+use crossrail_transport::{LaneError, ReceivedNote};
 
 /// Notes that were passed and not taken.
 const MOST_NOTES: u32 = 64;
@@ -42,7 +42,7 @@ pub(crate) struct Notes {
     sent: Count,
     /// Of those, what the peer has taken.
     taken_there: Count,
-    waiting: VecDeque<Passed>,
+    waiting: VecDeque<ReceivedNote>,
     arrived: Count,
     taken: Count,
     /// What the peer knows of that.
@@ -79,7 +79,7 @@ impl Notes {
                 "more than {MOST_NOTES} notes or {MOST_FILES} descriptors that were not taken yet"
             )));
         }
-        self.waiting.push_back(Passed { note, files, lost });
+        self.waiting.push_back(ReceivedNote { note, files, lost });
         Ok(())
     }
 
@@ -87,7 +87,7 @@ impl Notes {
         self.waiting.is_empty()
     }
 
-    pub(crate) fn take(&mut self) -> Option<Passed> {
+    pub(crate) fn take(&mut self) -> Option<ReceivedNote> {
         let passed = self.waiting.pop_front()?;
         self.taken.add((passed.files.len() + passed.lost) as u32);
         Some(passed)

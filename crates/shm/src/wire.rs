@@ -26,7 +26,7 @@ const TAKEN: u8 = 5;
 
 /// A record that the peer sent over the socket once the lane is up.
 #[derive(Debug)]
-pub(crate) enum Note {
+pub(crate) enum Record {
     /// Wake up.
     Bell,
     /// A segment, to be mapped when it is first named; without `fd` when this process has no descriptor left.
@@ -34,13 +34,14 @@ pub(crate) enum Note {
     /// That segment is no more.
     Gone { id: u32 },
     /// Something for the engine; `lost` descriptors of it could not be received, for want of room in this process.
-    Passed { bytes: Vec<u8>, files: Vec<OwnedFd>, lost: usize },
+    Note { bytes: Vec<u8>, files: Vec<OwnedFd>, lost: usize },
     /// So many notes of ours were taken.
     Taken(Count),
 }
 
 /// The sending half; shared with the arena so that any thread can tell the peer of a dropped segment. A record, with
-/// what follows it, is far below one socket buffer, so the kernel takes it whole or not at all and no lock is needed around it.
+/// what follows it, is far below one socket buffer, so the kernel takes it whole or not at all and no lock is needed
+/// around it.
 #[derive(Debug)]
 pub(crate) struct Wire {
     stream: UnixStream,
@@ -69,7 +70,7 @@ impl Wire {
     }
 
     /// Passes segment `id` to the peer unless that was done before; `fd`: its memfd, if peers can map it.
-    pub(crate) fn pass(&self, id: u32, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    pub(crate) fn send_segment(&self, id: u32, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let mut passed = locked(&self.passed);
         if passed.contains(&id) {
             return Ok(());
@@ -153,7 +154,7 @@ impl Default for Inbox {
 
 /// Why there is no next record.
 #[derive(Debug)]
-pub(crate) enum Silence {
+pub(crate) enum NoRecord {
     /// None at present.
     Empty,
     /// None ever: the peer closed its end or died.
@@ -164,24 +165,24 @@ pub(crate) enum Silence {
 
 impl Inbox {
     /// The next note.
-    pub(crate) fn next(&mut self, stream: &UnixStream) -> Result<Note, Silence> {
+    pub(crate) fn next(&mut self, stream: &UnixStream) -> Result<Record, NoRecord> {
         loop {
             let whole = self.whole()?;
             if self.have == whole {
                 break;
             }
             match recv(stream, &mut self.partial[self.have..whole], &mut self.fds) {
-                Ok((0, _)) => return Err(Silence::HungUp),
+                Ok((0, _)) => return Err(NoRecord::HungUp),
                 Ok((n, cut)) => {
                     self.have += n;
                     self.cut |= cut;
                 }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(Silence::Empty),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(NoRecord::Empty),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return Err(Silence::HungUp),
+                Err(_) => return Err(NoRecord::HungUp),
             }
             if self.fds.len() > NOTE_FILES {
-                return Err(Silence::Garbage(format!("a record with more than {NOTE_FILES} descriptors")));
+                return Err(NoRecord::Garbage(format!("a record with more than {NOTE_FILES} descriptors")));
             }
         }
         let whole = std::mem::take(&mut self.have);
@@ -189,30 +190,30 @@ impl Inbox {
         let [kind, files, ..] = self.partial;
         let (id, more) = (self.word(4), self.word(8));
         match (kind, fds.len()) {
-            (BELL, 0) => Ok(Note::Bell),
-            (SEGMENT, 0 | 1) => Ok(Note::Segment { id, fd: fds.pop() }),
-            (GONE, 0) => Ok(Note::Gone { id }),
-            (TAKEN, 0) => Ok(Note::Taken(Count { notes: id, files: more })),
+            (BELL, 0) => Ok(Record::Bell),
+            (SEGMENT, 0 | 1) => Ok(Record::Segment { id, fd: fds.pop() }),
+            (GONE, 0) => Ok(Record::Gone { id }),
+            (TAKEN, 0) => Ok(Record::Taken(Count { notes: id, files: more })),
             (NOTE, have) if have == usize::from(files) || cut && have < usize::from(files) => {
                 let lost = if have < usize::from(files) { usize::from(files) } else { 0 };
                 if lost > 0 {
                     fds.clear();
                 }
-                Ok(Note::Passed { bytes: self.partial[RECORD..whole].to_vec(), files: fds, lost })
+                Ok(Record::Note { bytes: self.partial[RECORD..whole].to_vec(), files: fds, lost })
             }
-            (kind, fds) => Err(Silence::Garbage(format!("a socket record of kind {kind} with {fds} descriptors"))),
+            (kind, fds) => Err(NoRecord::Garbage(format!("a socket record of kind {kind} with {fds} descriptors"))),
         }
     }
 
     /// How long the record is with what follows it, as far as that is known.
-    fn whole(&self) -> Result<usize, Silence> {
+    fn whole(&self) -> Result<usize, NoRecord> {
         let [kind, files, low, high, ..] = self.partial;
         if self.have < RECORD || kind != NOTE {
             return Ok(RECORD);
         }
         let len = usize::from(u16::from_le_bytes([low, high]));
         if len > NOTE_MAX || usize::from(files) > NOTE_FILES {
-            return Err(Silence::Garbage(format!("a note of {len} bytes and {files} descriptors")));
+            return Err(NoRecord::Garbage(format!("a note of {len} bytes and {files} descriptors")));
         }
         Ok(RECORD + len)
     }

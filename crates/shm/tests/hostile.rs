@@ -235,7 +235,7 @@ fn with_body(files: u8, body: &[u8]) -> Vec<u8> {
 fn refuses(lane: &mut ShmLane, what: &str) {
     assert!(matches!(poll(lane), Err(LaneError::Protocol(_))), "{what}");
     assert!(matches!(poll(lane), Err(LaneError::Protocol(_))), "{what}: it is final");
-    assert!(lane.passed().is_none(), "{what}");
+    assert!(lane.recv_note().is_none(), "{what}");
 }
 
 #[test]
@@ -267,7 +267,7 @@ fn notes_that_are_not_what_they_say_end_the_lane() {
     // Found by somebody who asks for a note, told by the next poll.
     let (mut lane, mut mine) = lane_and_its_peer();
     mine.write_all(&[99; 16]).expect("write");
-    assert!(lane.passed().is_none());
+    assert!(lane.recv_note().is_none());
     assert!(matches!(poll(&mut lane), Err(LaneError::Protocol(_))));
 }
 
@@ -278,14 +278,14 @@ fn a_note_in_pieces_is_one_note_and_half_a_note_is_none() {
     let bytes = with_body(1, b"in pieces");
     let writer = OwnedFd::from(writer);
     for (at, byte) in bytes.iter().enumerate() {
-        assert!(lane.passed().is_none());
+        assert!(lane.recv_note().is_none());
         match at {
             5 => pass(&mine, &[*byte], &[&writer]),
             _ => mine.write_all(&[*byte]).expect("write"),
         }
     }
     drop(writer);
-    let passed = lane.passed().expect("a note");
+    let passed = lane.recv_note().expect("a note");
     assert_eq!((passed.note.as_slice(), passed.files.len(), passed.lost), (&b"in pieces"[..], 1, 0));
     drop(passed);
     assert_eq!(reader.read(&mut [0]).expect("read"), 0, "closed with the note");
@@ -295,7 +295,7 @@ fn a_note_in_pieces_is_one_note_and_half_a_note_is_none() {
     pass(&mine, &bytes[..20], &[&writer]);
     drop((mine, writer));
     assert!(matches!(poll(&mut lane), Err(LaneError::Closed(_))));
-    assert!(lane.passed().is_none());
+    assert!(lane.recv_note().is_none());
     drop(lane);
     assert_eq!({ reader_of_half }.read(&mut [0]).expect("read"), 0, "closed with the lane");
 }
@@ -310,7 +310,7 @@ fn more_notes_than_the_credit_end_the_lane_and_are_closed() {
         pass(&mine, &with_body(1, &[at]), &[&writer]);
         assert_eq!(poll(&mut lane), Ok(true));
     }
-    assert_eq!(lane.passed().map(|passed| passed.note), Some(vec![0]));
+    assert_eq!(lane.recv_note().map(|passed| passed.note), Some(vec![0]));
     pass(&mine, &with_body(0, &[64]), &[]);
     assert_eq!(poll(&mut lane), Ok(true), "one was taken, one more is in order");
     pass(&mine, &with_body(1, &[65]), &[&writer]);
@@ -334,8 +334,8 @@ fn a_hang_up_leaves_the_notes_that_came() {
     pass(&mine, &with_body(0, b"last words"), &[]);
     drop(mine);
     assert!(matches!(poll(&mut lane), Err(LaneError::Closed(_))));
-    assert_eq!(lane.passed().map(|passed| passed.note), Some(b"last words".to_vec()));
-    assert_eq!(lane.pass(b"into the void", &[]), Ok(false));
+    assert_eq!(lane.recv_note().map(|passed| passed.note), Some(b"last words".to_vec()));
+    assert_eq!(lane.send_note(b"into the void", &[]), Ok(false));
 }
 
 /// The control segment of a lane as its peer has it: every word of it, at any time.

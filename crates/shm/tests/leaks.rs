@@ -31,10 +31,10 @@ fn use_lanes() {
         });
         let (reader, writer) = std::io::pipe().expect("a pipe");
         for _ in 0..4 {
-            assert_eq!(a.pass(b"a note", &[reader.as_fd(), writer.as_fd()]), Ok(true));
-            assert_eq!(b.pass(b"another", &[writer.as_fd()]), Ok(true));
+            assert_eq!(a.send_note(b"a note", &[reader.as_fd(), writer.as_fd()]), Ok(true));
+            assert_eq!(b.send_note(b"another", &[writer.as_fd()]), Ok(true));
         }
-        assert_eq!(b.passed().map(|passed| passed.files.len()), Some(2));
+        assert_eq!(b.recv_note().map(|passed| passed.files.len()), Some(2));
         if round == 4 {
             // The lanes go first this time, with segments that nobody asked for and notes that nobody took.
             drop((a, b));

@@ -79,9 +79,9 @@ fn role_lets_go() {
 fn a_lane_ends_when_the_peer_has_let_go() {
     const LONG: Duration = Duration::from_secs(20);
     let (mut a, b) = common::pair(&Options::default());
-    assert!(!a.part(Duration::from_millis(20)), "the other end is open");
+    assert!(!a.close_and_wait(Duration::from_millis(20)), "the other end is open");
     drop(b);
-    assert!(a.part(LONG));
+    assert!(a.close_and_wait(LONG));
 
     for dies in [true, false] {
         let (listener, name) = listener();
@@ -94,7 +94,7 @@ fn a_lane_ends_when_the_peer_has_let_go() {
             child.kill().expect("kill");
         }
         let began = Instant::now();
-        assert!(lane.part(LONG), "dies: {dies}");
+        assert!(lane.close_and_wait(LONG), "dies: {dies}");
         assert!(began.elapsed() < LONG / 2, "dies: {dies}");
         assert_eq!(child.try_wait().expect("wait").is_some(), dies, "it has ended, or lives on");
         let _ = child.kill();

@@ -34,8 +34,9 @@ impl Doorbell {
     /// Sleeps until a ring, for at most `limit`; not at all if `ready` is true once ringing threads can see that this
     /// thread is about to sleep. May return early.
     ///
-    /// No wake-up is lost: if the writer rings before `rings` is loaded here, `ready` sees the write that the ring announces;
-    /// if it rings later, the futex sees a changed value and returns at once, or the writer sees `sleeping` and wakes it.
+    /// No wake-up is lost: if the writer rings before `rings` is loaded here, `ready` sees the write that the ring
+    /// announces; if it rings later, the futex sees a changed value and returns at once, or the writer sees `sleeping`
+    /// and wakes it.
     pub fn sleep(&self, limit: Duration, ready: impl Fn() -> bool) {
         self.sleeping.store(1, Ordering::SeqCst);
         let seen = self.rings.load(Ordering::SeqCst);
@@ -80,8 +81,8 @@ impl Doorbell {
         Doorbell { rings: AtomicU32::new(0), sleeping: AtomicU32::new(0), kernel }
     }
 
-    /// The kernel compares under its lock, behind a full barrier, with what stands in memory: the model checker's loads may
-    /// return older values, its read-modify-writes do not.
+    /// The kernel compares under its lock, behind a full barrier, with what stands in memory: the model checker's loads
+    /// may return older values, its read-modify-writes do not.
     pub(crate) fn wait(&self, seen: u32, _: Duration) {
         let asleep = self.kernel.lock.lock().expect("no thread panics with it");
         if self.rings.fetch_add(0, Ordering::SeqCst) == seen {

@@ -419,8 +419,8 @@ impl Lane for DryLane {
 }
 
 impl Drop for DryLane {
-    /// Ends the queue: the device has no request of this end's from then on, and finds none of its memory. Only then are
-    /// loans returned, by the drop of what kept them.
+    /// Ends the queue: the device has no request of this end's from then on, and finds none of its memory. Only then
+    /// are loans returned, by the drop of what kept them.
     fn drop(&mut self) {
         let port = &mut lock(&self.wire).ports[self.me];
         port.alive = false;

@@ -210,8 +210,8 @@ pub trait Lane: Send {
     /// [`COPIED_MAX`] bytes is never [`Post::Held`].
     fn post(&mut self, tx: &Tx) -> Result<Post, LaneError>;
 
-    /// Sends what `sink.next` has while there is room, about `budget` bytes: the sending half of [`Lane::poll`], for lanes
-    /// that carry several frames at once for less than one after the other. False: this one does not, post each.
+    /// Sends what `sink.next` has while there is room, about `budget` bytes: the sending half of [`Lane::poll`], for
+    /// lanes that carry several frames at once for less than one after the other. False: this one does not, post each.
     fn push(&mut self, _sink: &mut dyn Sink, _budget: usize) -> bool {
         false
     }
@@ -222,14 +222,14 @@ pub trait Lane: Send {
     fn poll(&mut self, sink: &mut dyn Sink, budget: usize, probe: bool) -> Result<bool, LaneError>;
 
     /// Writes the head of the oldest frame that has arrived to `head`, if the lane can hand that frame over by
-    /// [`Lane::take`] now: it is whole, its payload is short, and no poll is due before it. False: poll; `head` is as it
-    /// was. Lanes need not offer this.
+    /// [`Lane::take`] now: it is whole, its payload is short, and no poll is due before it. False: poll; `head` is as
+    /// it was. Lanes need not offer this.
     fn peek(&mut self, _head: &mut Head) -> bool {
         false
     }
-    /// Takes the frame of [`Lane::peek`], which was the last call on the lane: in place of a poll, without a sink. `len`
-    /// is the length in its head; the payload goes to `dst`, or nowhere if that is null. `count`: the number that is to be
-    /// [published](Lane::publish) once the payload is there; whether it was.
+    /// Takes the frame of [`Lane::peek`], which was the last call on the lane: in place of a poll, without a sink.
+    /// `len` is the length in its head; the payload goes to `dst`, or nowhere if that is null. `count`: the number that
+    /// is to be [published](Lane::publish) once the payload is there; whether it was.
     ///
     /// # Safety
     /// `dst` must be null or writable for `len` bytes.
@@ -238,8 +238,8 @@ pub trait Lane: Send {
         false
     }
 
-    /// [`Lane::post`] of a short frame with these `len` bytes, which are read within the call. False: nothing was done, and
-    /// `post` decides. Lanes need not offer this.
+    /// [`Lane::post`] of a short frame with these `len` bytes, which are read within the call. False: nothing was done,
+    /// and `post` decides. Lanes need not offer this.
     ///
     /// # Safety
     /// `payload` must be readable for `len` bytes.
@@ -279,20 +279,20 @@ pub trait Lane: Send {
     ///
     /// # Errors
     /// `Protocol` where the lane passes no notes, or not such long ones: nothing was sent, the lane goes on.
-    fn pass(&mut self, _note: &[u8], _files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {
+    fn send_note(&mut self, _note: &[u8], _files: &[BorrowedFd<'_>]) -> Result<bool, LaneError> {
         Err(LaneError::Protocol("the lane passes no notes".to_owned()))
     }
     /// The peer's oldest note that was not taken yet. If there is none, checks the wire, which may cost a system call:
     /// call it while a note is awaited and after polls that made progress. Errors found here are reported by the next
     /// poll.
-    fn passed(&mut self) -> Option<Passed> {
+    fn recv_note(&mut self) -> Option<ReceivedNote> {
         None
     }
 
     /// The last call before the lane is dropped, if the peer may access our memory by other means than the lane (direct
     /// copies): announces the end of the lane, and waits until the peer has ended its side too, which it does when its
     /// copies have stopped, or until its process has exited. False: neither happened within `limit`.
-    fn part(&mut self, _limit: Duration) -> bool {
+    fn close_and_wait(&mut self, _limit: Duration) -> bool {
         true
     }
 
@@ -310,9 +310,9 @@ pub const NOTE_MAX: usize = 512;
 /// Most descriptors of a note.
 pub const NOTE_FILES: usize = 16;
 
-/// What the peer passed with [`Lane::pass`]. All of it is the peer's word only.
+/// What the peer passed with [`Lane::send_note`]. All of it is the peer's word only.
 #[derive(Debug)]
-pub struct Passed {
+pub struct ReceivedNote {
     /// Its bytes.
     pub note: Vec<u8>,
     /// Its descriptors, closed on exec; none if `lost` is not 0.

@@ -29,7 +29,8 @@ mod word;
 
 pub use doorbell::Doorbell;
 pub use lane::{
-    COPIED_MAX, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Passed, Payload, Place, Post, Sink, Tx,
+    COPIED_MAX, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Payload, Place, Post, ReceivedNote, Sink,
+    Tx,
 };
 pub use memory::*;
 pub use word::Word;

@@ -1,6 +1,6 @@
-//! Words that announce rows, and the doorbell of whoever waits for them, in every order that the memory model allows (loom):
-//! `make models` runs them. Each model also runs with one thing weakened at a time, and must then fail: it would otherwise
-//! show nothing.
+//! Words that announce rows, and the doorbell of whoever waits for them, in every order that the memory model allows
+//! (loom): `make models` runs them. Each model also runs with one thing weakened at a time, and must then fail: it
+//! would otherwise show nothing.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -98,8 +98,8 @@ enum Counting {
     None,
 }
 
-/// A rank of another node: each lane's thread places a row; whoever counts the last one announces both. The reader either
-/// polls the word, or asks for the count under the lock, as expert buffers do.
+/// A rank of another node: each lane's thread places a row; whoever counts the last one announces both. The reader
+/// either polls the word, or asks for the count under the lock, as expert buffers do.
 fn over_two_lanes(counting: Counting, polls: bool) {
     struct Shared {
         rows: Rows,

@@ -26,9 +26,9 @@ impl Dice {
     }
 }
 
-/// Drops both ends of fresh pairs of connected lanes, one pair for each of `seeds`, at stages that follow from the seed:
-/// idle, with frames of any size in flight either way, with a head that waits for a place, awake or armed for sleep. The
-/// process must survive.
+/// Drops both ends of fresh pairs of connected lanes, one pair for each of `seeds`, at stages that follow from the
+/// seed: idle, with frames of any size in flight either way, with a head that waits for a place, awake or armed for
+/// sleep. The process must survive.
 pub fn run_endings(name: &str, seeds: std::ops::Range<u64>, make_pair: MakePair<'_>) {
     for seed in seeds {
         // If the process does not survive, this line says where.

@@ -8,8 +8,8 @@
 //! memory of the peer ([`Domain`](crate::Domain)) [`run_domain`].
 //!
 //! A failure panics with the backend's name, the check's name and what was seen. A check that a lane
-//! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr; those of rows where its capabilities
-//! have no lists.
+//! cannot take part in (no descriptor to sleep on) is skipped with a line on stderr; those of rows where its
+//! capabilities have no lists.
 
 mod domain;
 mod endings;

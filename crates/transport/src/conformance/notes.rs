@@ -1,18 +1,18 @@
-//! [`Lane::pass`](crate::Lane::pass): bytes and descriptors beside the frames.
+//! [`Lane::send_note`](crate::Lane::send_note): bytes and descriptors beside the frames.
 
 use std::io::{PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsFd;
 
-use crate::{LaneError, NOTE_FILES, NOTE_MAX, Passed};
+use crate::{LaneError, NOTE_FILES, NOTE_MAX, ReceivedNote};
 
 use super::harness::{End, PLAIN, drive, pattern};
 
 /// Whether the lane passes notes at all; an empty one is on its way then.
 fn passes(end: &mut End) -> bool {
-    match end.lane.pass(&[], &[]) {
+    match end.lane.send_note(&[], &[]) {
         Ok(true) => true,
         Err(LaneError::Protocol(_)) => {
-            assert!(end.lane.passed().is_none(), "{}: notes where none are passed", end.label);
+            assert!(end.lane.recv_note().is_none(), "{}: notes where none are passed", end.label);
             eprintln!("{}: skipped: the lane passes no notes", end.label);
             false
         }
@@ -22,20 +22,20 @@ fn passes(end: &mut End) -> bool {
 
 fn pass(end: &mut End, note: &[u8], pipes: &[PipeWriter]) -> bool {
     let files: Vec<_> = pipes.iter().map(AsFd::as_fd).collect();
-    end.lane.pass(note, &files).unwrap_or_else(|error| panic!("{}: {error}", end.label))
+    end.lane.send_note(note, &files).unwrap_or_else(|error| panic!("{}: {error}", end.label))
 }
 
-fn take(end: &mut End, other: &mut End) -> Passed {
+fn take(end: &mut End, other: &mut End) -> ReceivedNote {
     let mut found = None;
     drive(other, end, 1 << 20, |_, end| {
-        found = end.lane.passed();
+        found = end.lane.recv_note();
         found.is_some()
     });
     found.unwrap_or_else(|| unreachable!())
 }
 
 /// The peer's descriptors are the other ends of our pipes.
-fn check_pipes(passed: Passed, mut readers: Vec<PipeReader>, label: &str) {
+fn check_pipes(passed: ReceivedNote, mut readers: Vec<PipeReader>, label: &str) {
     assert_eq!((passed.files.len(), passed.lost), (readers.len(), 0), "{label}: descriptors");
     for (at, file) in passed.files.into_iter().enumerate() {
         PipeWriter::from(file).write_all(&[at as u8]).expect("the other end of our pipe");
@@ -69,10 +69,10 @@ pub(super) fn both_ways(mut a: End, mut b: End) {
         assert_eq!(take(to, from).note, b"second", "{}", to.label);
         drive(from, to, 1 << 20, |from, to| from.all_sent() && to.all_placed());
     }
-    let error = a.lane.pass(&[0; NOTE_MAX + 1], &[]);
+    let error = a.lane.send_note(&[0; NOTE_MAX + 1], &[]);
     assert!(matches!(error, Err(LaneError::Protocol(_))), "{}: too long: {error:?}", a.label);
     let (_reader, writer) = std::io::pipe().expect("a pipe");
-    let error = a.lane.pass(&[], &[writer.as_fd(); NOTE_FILES + 1]);
+    let error = a.lane.send_note(&[], &[writer.as_fd(); NOTE_FILES + 1]);
     assert!(matches!(error, Err(LaneError::Protocol(_))), "{}: too many descriptors: {error:?}", a.label);
     assert!(pass(&mut a, b"goes on", &[]));
     assert_eq!(take(&mut b, &mut a).note, b"goes on");
@@ -80,7 +80,7 @@ pub(super) fn both_ways(mut a: End, mut b: End) {
         b.watch();
         std::thread::scope(|scope| {
             scope.spawn(|| assert!(pass(&mut a, b"wake up", &[])));
-            b.sleep_until(|end| end.lane.passed().is_some());
+            b.sleep_until(|end| end.lane.recv_note().is_some());
         });
     }
 }
@@ -113,7 +113,7 @@ pub(super) fn untaken(mut a: End, mut b: End) {
             b.label
         );
     }
-    assert!(b.lane.passed().is_none(), "{}: a note too many", b.label);
+    assert!(b.lane.recv_note().is_none(), "{}: a note too many", b.label);
     drive(&mut a, &mut b, 1 << 20, |a, _| pass(a, b"again", &[]));
     assert_eq!(take(&mut b, &mut a).note, b"again", "{}", b.label);
     // What is still on the way when the lanes go is closed with them.

@@ -87,7 +87,8 @@ pub struct Window {
     pub keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: as for Payload: a description, with what keeps the range mapped; whoever dereferences `ptr` answers for races.
+// SAFETY: as for Payload: a description, with what keeps the range mapped; whoever dereferences `ptr` answers for
+// races.
 unsafe impl Send for Window {}
 
 /// Direct access to memory over a link, at one of its two ends.
@@ -128,8 +129,8 @@ pub trait Domain {
     /// safely; `Unsupported`, `Exhausted`, `Io`: the system or the driver refused.
     fn map(&mut self, remote: &Descriptor, len: usize, gpu: Option<u32>) -> Result<Option<Window>>;
 
-    /// A shared cursor for a copy of `len` bytes; `None` when all are in use, or the link has none. The sending end owns
-    /// it.
+    /// A shared cursor for a copy of `len` bytes; `None` when all are in use, or the link has none. The sending end
+    /// owns it.
     fn open(&mut self, len: usize) -> Option<u32>;
 
     /// Copies about `budget` bytes.
@@ -138,9 +139,9 @@ pub trait Domain {
     /// `job.local` must be valid for `job.len` bytes, for writing when `job.copy` is `Pull`.
     unsafe fn step(&mut self, job: &mut Job, budget: usize) -> Step;
 
-    /// Copies pieces of this end's halves of several jobs, of those that it [helps](Job::helps) of both, where one call of the
-    /// system copies them for less than `step` would one by one: a row of jobs with cursors, none longer than [`HALVES_MAX`],
-    /// that the peer has not stopped. The bytes that were copied; what is left is `step`'s.
+    /// Copies pieces of this end's halves of several jobs, of those that it [helps](Job::helps) of both, where one call
+    /// of the system copies them for less than `step` would one by one: a row of jobs with cursors, none longer than
+    /// [`HALVES_MAX`], that the peer has not stopped. The bytes that were copied; what is left is `step`'s.
     ///
     /// # Errors
     /// A piece could not be copied: of which job in the row, and why. That job has failed at both ends.

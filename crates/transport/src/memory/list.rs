@@ -446,8 +446,8 @@ impl Cursor<'_> {
 /// Copies `len` bytes between two lists, each from its own position on.
 ///
 /// # Safety
-/// The rows of both must be addresses, those of `from` readable and those of `to` writable, which do not overlap. Others
-/// may write to them meanwhile: then those bytes are garbage.
+/// The rows of both must be addresses, those of `from` readable and those of `to` writable, which do not overlap.
+/// Others may write to them meanwhile: then those bytes are garbage.
 pub unsafe fn copy_between((to, to_at): (&List, u64), (from, from_at): (&List, u64), len: u64) {
     let (mut to, mut from) = (to.cursor(to_at), from.cursor(from_at));
     let (mut dst, mut src, mut room, mut have) = (0u64, 0u64, 0, 0);

@@ -10,12 +10,12 @@ const KEPT: u32 = 1 << 16;
 
 /// One operation's memory, lent to lanes until its owner recalls it.
 ///
-/// A loan is *lent*; after [`Loan::recall`] it is *being returned* while a lane keeps the memory; then it is *returned*:
-/// no lane touches the memory again, so the owner may free it.
+/// A loan is *lent*; after [`Loan::recall`] it is *being returned* while a lane keeps the memory; then it is
+/// *returned*: no lane touches the memory again, so the owner may free it.
 ///
-/// A lane that can stop between two calls, because it copies the bytes itself or has the kernel do so, enters the memory
-/// around each ([`Loan::enter`]): then it is returned as soon as it is recalled. A lane whose operations run on by
-/// themselves keeps it ([`Loan::keep`]) until the operation has ended, or what carries it was torn down.
+/// A lane that can stop between two calls, because it copies the bytes itself or has the kernel do so, enters the
+/// memory around each ([`Loan::enter`]): then it is returned as soon as it is recalled. A lane whose operations run on
+/// by themselves keeps it ([`Loan::keep`]) until the operation has ended, or what carries it was torn down.
 #[derive(Debug, Default)]
 pub struct Loan {
     word: AtomicU32,
@@ -35,8 +35,8 @@ pub struct Kept {
 }
 
 impl Loan {
-    /// Enters the memory, or `None` if it was recalled. Keep the guard only across one non-blocking call: whoever recalls
-    /// the loan waits for it.
+    /// Enters the memory, or `None` if it was recalled. Keep the guard only across one non-blocking call: whoever
+    /// recalls the loan waits for it.
     #[inline]
     pub fn enter(&self) -> Option<LoanUse<'_>> {
         let before = self.word.fetch_add(1, Ordering::Acquire);

@@ -113,7 +113,7 @@ impl IpcLinks {
         let (Some(lane), Some(link)) = (polled.get_mut(id), self.get(endpoint)) else { return Ok(false) };
         let mut moved = false;
         while let Some((note, files)) = link.outgoing() {
-            match lane.pass(note, &files) {
+            match lane.send_note(note, &files) {
                 Ok(true) => {
                     link.sent();
                     moved = true;
@@ -140,7 +140,7 @@ impl IpcLinks {
             let Some(inside) = polled.at(at) else { break };
             let endpoint = inside.endpoint;
             let Some(link) = self.get(endpoint) else { continue };
-            while check && let Some(passed) = inside.lane.passed() {
+            while check && let Some(passed) = inside.lane.recv_note() {
                 any = true;
                 if let Err(why) = link.incoming(&passed.note, passed.files) {
                     return Err(NoteFailed { endpoint, lane: inside.id, error: LaneError::Protocol(why) });

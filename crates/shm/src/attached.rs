@@ -37,7 +37,7 @@ pub struct Report {
 }
 
 /// Everything that attaching creates for a lane.
-pub(crate) struct Parts {
+pub(crate) struct Attached {
     pub(crate) side: Side,
     pub(crate) id: LaneId,
     pub(crate) wire: Arc<Wire>,
