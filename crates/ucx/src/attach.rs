@@ -11,7 +11,7 @@ use crossrail_types::{Error, ErrorKind, LaneId, Result};
 use crate::companion::Companion;
 use crate::fabric::Fabric;
 use crate::lane::UcxLane;
-use crate::left;
+use crate::lingering;
 use crate::link::{Link, Request, timed_out};
 use crate::sender::Sender;
 use crate::wire::{self, INTRODUCTION_LEN};
@@ -25,7 +25,7 @@ use crate::wire::{self, INTRODUCTION_LEN};
 /// `Timeout` at the deadline; `Protocol` when the peer introduces itself otherwise; `Unreachable` when UCX finds no way
 /// between the two devices; `Io` and others as the system and UCX report them.
 pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, deadline: Instant) -> Result<UcxLane> {
-    left::give_back();
+    lingering::reap();
     // UCX refers to its memory as long as the link lives, so it goes after the link.
     let mut tx = Sender::new();
     let mut link = Link::new(fabric)?;
@@ -39,7 +39,7 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, 
     if let Err(error) = connected {
         // Do not wait for a peer that broke the protocol.
         if error.kind != ErrorKind::Protocol {
-            left::leave(link, tx, stream);
+            lingering::abandon(link, tx, stream);
         }
         return Err(error);
     }
@@ -47,7 +47,7 @@ pub fn attach(stream: TcpStream, fabric: &Arc<Fabric>, id: LaneId, label: &str, 
     match join(&link, &mut tx, &mut companion, deadline) {
         Ok(()) => UcxLane::new(id, label, tx, link, companion),
         Err(error) => {
-            left::leave(link, tx, companion.into_stream());
+            lingering::abandon(link, tx, companion.into_stream());
             Err(error)
         }
     }

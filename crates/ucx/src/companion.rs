@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crossrail_transport::LaneError;
 
 /// Heartbeat byte, which proves that the path works: the peer's kernel acknowledges it, its lane ignores it.
-const BEAT: u8 = 0;
+const HEARTBEAT: u8 = 0;
 /// UCX has connected at the end that writes it.
 const READY: u8 = 2;
 /// Begins the farewell.
@@ -55,7 +55,7 @@ impl Companion {
                 Ok(read) => {
                     for &byte in &bytes[..read] {
                         match (self.farewell.len(), byte) {
-                            (0, BEAT) => {}
+                            (0, HEARTBEAT) => {}
                             (0, READY) => self.peer_is_ready = true,
                             (0, FAREWELL) | (1..FAREWELL_LEN, _) => self.farewell.push(byte),
                             _ => {
@@ -110,13 +110,13 @@ impl Companion {
     }
 
     /// Heartbeats that the peer's kernel has acknowledged, and those in flight. Writes the next one.
-    pub(crate) fn beat(&self) -> (u64, u64) {
+    pub(crate) fn heartbeat(&self) -> (u64, u64) {
         let beats = self.beats.load(Ordering::Relaxed);
         let mut waiting: libc::c_int = 0;
         // SAFETY: TIOCOUTQ writes one int.
         let asked = unsafe { libc::ioctl(self.stream.as_raw_fd(), libc::TIOCOUTQ, &mut waiting) };
         let waiting = if asked == 0 { u64::try_from(waiting).unwrap_or(0).min(beats) } else { 0 };
-        if waiting == 0 && (&self.stream).write(&[BEAT]).is_ok() {
+        if waiting == 0 && (&self.stream).write(&[HEARTBEAT]).is_ok() {
             self.beats.store(beats + 1, Ordering::Relaxed);
         }
         (beats - waiting, waiting)

@@ -1,11 +1,11 @@
 //! Cuts the connections of a UCX worker.
 //!
-//! Over its tcp, UCX ends what it has begun when the connection beneath ends, but offers no call for that to an endpoint
-//! without failure reports. Its sockets are found beneath the worker's descriptor, which is an epoll instance: the kernel
-//! lists what each one watches.
+//! Over its tcp, UCX ends what it has begun when the connection beneath ends, but offers no call for that to an
+//! endpoint without failure reports. Its sockets are found beneath the worker's descriptor, which is an epoll instance:
+//! the kernel lists what each one watches.
 //!
-//! UCX 1.13 asserts that no answer arrives after it has failed to send. So a connection that the peer has closed is emptied
-//! first, and one that the peer may still use is kept open behind UCX's back (see `left`).
+//! UCX 1.13 asserts that no answer arrives after it has failed to send. So a connection that the peer has closed is
+//! emptied first, and one that the peer may still use is kept open behind UCX's back (see `left`).
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};

@@ -14,8 +14,8 @@ use crate::raw;
 /// mid-transfer. In builds with assertions (Debian, Ubuntu) that aborts the process. Their older protocols do not
 /// assert this.
 const PROTOCOLS_THAT_ASSERT: [(u32, u32); 2] = [(1, 16), (1, 17)];
-/// Versions whose tcp, seen with Debian's, asserts that it waits for an acknowledgement when a peer dies in the middle of a
-/// write into its memory. The same bytes go as messages of their tcp, copied once more at the receiving end.
+/// Versions whose tcp, seen with Debian's, asserts that it waits for an acknowledgement when a peer dies in the middle
+/// of a write into its memory. The same bytes go as messages of their tcp, copied once more at the receiving end.
 const WRITES_THAT_ASSERT: [(u32, u32); 1] = [(1, 13)];
 
 /// A transport of UCX on a device, as UCX writes it: `tcp/eth0`, `rc_mlx5/mlx5_0:1`, `posix/memory`.

@@ -9,9 +9,9 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 
 use crate::alarm::Alarm;
 use crate::companion::{Companion, Ending};
-use crate::left;
+use crate::lingering;
 use crate::link::{COPY_MAX, Link, reads_memory};
-use crate::receiver::{PAYLOAD_MAX, Receiver, Way};
+use crate::receiver::{PAYLOAD_MAX, ReceiveMode, Receiver};
 use crate::sender::Sender;
 use crate::wire::INLINE_MAX;
 
@@ -77,15 +77,15 @@ impl UcxLane {
         // A peer that reads this process's memory by itself may still do so after the lane has ended, so it is given
         // only buffers of the lane. Other transports move bytes only while UCX is driven, or by a NIC whose queue ends
         // with the lane.
-        let way = match reads_memory(&selected) {
-            true if link.copies_in_place(&selected) => Way::Copied,
-            true => Way::Staged,
-            false => Way::Fetched,
+        let mode = match reads_memory(&selected) {
+            true if link.copies_in_place(&selected) => ReceiveMode::Copied,
+            true => ReceiveMode::Staged,
+            false => ReceiveMode::Fetched,
         };
-        if way == Way::Fetched {
+        if mode == ReceiveMode::Fetched {
             tx.send_in_place();
         }
-        let rx = Receiver::new(id, way);
+        let rx = Receiver::new(id, mode);
         let caps = LaneCaps {
             max_payload: PAYLOAD_MAX,
             reliable: false,
@@ -295,7 +295,7 @@ impl Lane for UcxLane {
 
     fn stats(&self) -> LaneStats {
         // UCX does not report what the peer has acknowledged; the companion connection shows whether the path works.
-        let (acknowledged, waiting) = self.companion.beat();
+        let (acknowledged, waiting) = self.companion.heartbeat();
         LaneStats {
             tx_bytes: self.tx.bytes,
             rx_bytes: self.rx.bytes,
@@ -327,11 +327,11 @@ impl Drop for UcxLane {
         let cut = if self.link.is_over_tcp() && is_busy(self) { Some(self.link.cut()) } else { None };
         let peer_is_there = self.companion.end();
         match cut {
-            Some(Some(connections)) if peer_is_there => left::keep_open(connections, self.companion.stream()),
+            Some(Some(connections)) if peer_is_there => lingering::keep_open(connections, self.companion.stream()),
             Some(None) => self.link.abandon(),
             _ => {}
         }
-        left::give_back();
+        lingering::reap();
         // A peer that does not know of the end yet may still read what it was offered, and takes it for what was sent.
         if reads_memory && self.ended.is_none() {
             self.tx.leave_offers(&self.link);

@@ -146,10 +146,10 @@ impl Link {
         self.fabric.resources().iter().any(|resource| resource.class() == Class::Memory)
     }
 
-    /// Whether UCX reports a dead peer, and ends what was begun when it closes a connection by force. It does neither over
-    /// the transports of one machine's memory, and a connection that demands it would not come up over them. Over TCP it
-    /// does, but then it writes into no memory of the peer's (`ucp_wireup_add_rma_bw_lanes` wants a transport that can
-    /// invalidate memory), and copies at both ends. The lane's TCP connection notices in any case.
+    /// Whether UCX reports a dead peer, and ends what was begun when it closes a connection by force. It does neither
+    /// over the transports of one machine's memory, and a connection that demands it would not come up over them. Over
+    /// TCP it does, but then it writes into no memory of the peer's (`ucp_wireup_add_rma_bw_lanes` wants a transport
+    /// that can invalidate memory), and copies at both ends. The lane's TCP connection notices in any case.
     fn notices_failures(&self) -> bool {
         !self.is_over_memory() && !self.is_over_tcp()
     }
@@ -240,8 +240,8 @@ impl Link {
         self.request("ucp_am_recv_data_nbx", fetched)
     }
 
-    /// Copies a piece that the peer offers, which takes one call of UCX's progress where UCX copies by a call of the kernel:
-    /// the peer has no part in it. UCX does not refer to `into` afterwards.
+    /// Copies a piece that the peer offers, which takes one call of UCX's progress where UCX copies by a call of the
+    /// kernel: the peer has no part in it. UCX does not refer to `into` afterwards.
     ///
     /// # Safety
     /// `into` must be valid for writing the offer's length.
@@ -356,9 +356,9 @@ impl Link {
         true
     }
 
-    /// Cuts UCX's connections over its tcp, and has UCX notice: then it moves no byte any more, whatever it has begun, and its
-    /// worker can be destroyed. `None` where UCX has not noticed; a peer has no part in it. What is returned keeps the
-    /// connections open for the peer.
+    /// Cuts UCX's connections over its tcp, and has UCX notice: then it moves no byte any more, whatever it has begun,
+    /// and its worker can be destroyed. `None` where UCX has not noticed; a peer has no part in it. What is returned
+    /// keeps the connections open for the peer.
     pub(crate) fn cut(&self) -> Option<Vec<OwnedFd>> {
         let descriptor = self.descriptor().ok()?;
         let kept = connections(descriptor).into_iter().filter_map(cut).collect();
@@ -441,8 +441,8 @@ fn selected_in(text: &str) -> String {
     texts.join(" ")
 }
 
-/// Whether UCX, having selected that, copies from the peer's memory by a call of the kernel, which it makes when this end
-/// calls it.
+/// Whether UCX, having selected that, copies from the peer's memory by a call of the kernel, which it makes when this
+/// end calls it.
 pub(crate) fn reads_memory(selected: &str) -> bool {
     fabric::copy_by_the_kernel(selected.split(['+', '/', ' ']))
 }

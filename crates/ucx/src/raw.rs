@@ -1,7 +1,8 @@
 //! UCX's C interface as this crate uses it: types and functions, resolved by name when the library is loaded.
 //!
 //! Written by hand from `ucp.h` and `status.h` of 1.12 to 1.22. UCX's parameter structs begin with a mask of the fields
-//! that are set, and UCX reads no others, so a struct here ends with the last field that we set. `ucs_status_t` is a packed enum: one byte.
+//! that are set, and UCX reads no others, so a struct here ends with the last field that we set. `ucs_status_t` is a
+//! packed enum: one byte.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -144,7 +145,8 @@ macro_rules! table {
         }
 
         impl Raw {
-            /// Resolves all functions; `Err` is the name of the first one that `library`, with what it depends on, lacks.
+            /// Resolves all functions; `Err` is the name of the first one that `library`, with what it depends on,
+            /// lacks.
             pub(crate) fn new(library: Library) -> Result<Raw, &'static str> {
                 Ok(Raw {
                     $( $name: {

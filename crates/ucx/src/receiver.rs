@@ -13,7 +13,7 @@ pub(crate) const PAYLOAD_MAX: usize = 1 << 30;
 
 /// How pieces come to their places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum ReceiveMode {
     /// UCX moves them there, while the payload's memory is kept.
     Fetched,
     /// UCX copies them there within one call.
@@ -56,7 +56,8 @@ impl Body {
         Err(LaneError::Protocol(format!("a piece of {len} bytes came where {left} bytes of a payload are left")))
     }
 
-    /// Where the next piece goes that is fetched, of `len` bytes, if that is where the payload goes; kept for that lane.
+    /// Where the next piece goes that is fetched, of `len` bytes, if that is where the payload goes; kept for that
+    /// lane.
     fn next_place(&self, len: usize, lane: LaneId) -> Option<(*mut u8, Option<Kept>)> {
         let Place::Into { dst, len: room, grant, .. } = &self.place else { return None };
         if self.begun + len > *room {
@@ -73,7 +74,7 @@ impl Body {
 /// See the module. Dropped after the link.
 pub(crate) struct Receiver {
     lane: LaneId,
-    way: Way,
+    mode: ReceiveMode,
     slots: Memory,
     /// By number modulo [`PIECES`].
     fetches: Vec<Option<Fetch>>,
@@ -88,10 +89,10 @@ pub(crate) struct Receiver {
 }
 
 impl Receiver {
-    pub(crate) fn new(lane: LaneId, way: Way) -> Receiver {
+    pub(crate) fn new(lane: LaneId, mode: ReceiveMode) -> Receiver {
         Receiver {
             lane,
-            way,
+            mode,
             slots: Memory::new(PIECES as usize * PIECE_MAX),
             fetches: (0..PIECES).map(|_| None).collect(),
             next: 0,
@@ -114,24 +115,24 @@ impl Receiver {
         }
         match (&self.body, &self.fetches[(self.next % PIECES) as usize]) {
             (None, _) => link.inbox().has_frame(),
-            (Some(_), _) if self.way == Way::Copied => link.inbox().has_offer(),
+            (Some(_), _) if self.mode == ReceiveMode::Copied => link.inbox().has_offer(),
             (Some(_), Some(fetch)) => !link.is_under_way(&fetch.request),
             (Some(_), None) => false,
         }
     }
 
-    /// Begins to fetch the pieces that the peer offers, as far as there are slots. Those that go to their places at once
-    /// wait until their payload has one.
+    /// Begins to fetch the pieces that the peer offers, as far as there are slots. Those that go to their places at
+    /// once wait until their payload has one.
     pub(crate) fn fetch(&mut self, link: &Link) -> Result<(), LaneError> {
-        while self.way != Way::Copied && self.begun.wrapping_sub(self.next) < PIECES {
+        while self.mode != ReceiveMode::Copied && self.begun.wrapping_sub(self.next) < PIECES {
             let is_begun = self.body.as_ref().is_none_or(|body| body.begun == body.len);
-            if self.way == Way::Fetched && is_begun {
+            if self.mode == ReceiveMode::Fetched && is_begun {
                 break;
             }
             let Some((number, offer)) = link.inbox().next_offer() else { break };
             let at = (number % PIECES) as usize;
             let mut to = (self.slots.at(at * PIECE_MAX, offer.len), Destination::Slot);
-            if let (Way::Fetched, Some(body)) = (self.way, &mut self.body) {
+            if let (ReceiveMode::Fetched, Some(body)) = (self.mode, &mut self.body) {
                 if let Err(error) = body.expect(offer.len, body.begun, PIECE_MAX) {
                     link.release(offer);
                     return Err(error);
@@ -141,8 +142,9 @@ impl Receiver {
                 }
                 body.begun += offer.len;
             }
-            // SAFETY: the slot is free, because fewer than PIECES numbers are begun and not consumed, and outlives the link; a
-            // place has room for the piece, and is kept until the request has ended, or may be written until `placed`.
+            // SAFETY: the slot is free, because fewer than PIECES numbers are begun and not consumed, and outlives the
+            // link; a place has room for the piece, and is kept until the request has ended, or may be written until
+            // `placed`.
             let request = unsafe { link.fetch(offer, to.0)? };
             self.fetches[at] = Some(Fetch { request, len: offer.len, to: to.1 });
             self.begun = number.wrapping_add(1);
@@ -232,7 +234,8 @@ impl Receiver {
             if self.bytes >= until {
                 return Ok(false);
             }
-            let consumed = if self.way == Way::Copied { self.copy_piece(link)? } else { self.take_piece(link, sink)? };
+            let consumed =
+                if self.mode == ReceiveMode::Copied { self.copy_piece(link)? } else { self.take_piece(link, sink)? };
             let (Some(len), Some(body)) = (consumed, &mut self.body) else { return Ok(false) };
             body.done += len;
             self.bytes += len as u64;
@@ -241,7 +244,8 @@ impl Receiver {
         }
     }
 
-    /// Takes the next piece, if it has been fetched, and copies it from its slot to its place if it is not there; its bytes.
+    /// Takes the next piece, if it has been fetched, and copies it from its slot to its place if it is not there; its
+    /// bytes.
     fn take_piece(&mut self, link: &Link, sink: &mut dyn Sink) -> Result<Option<usize>, LaneError> {
         if !self.is_fetched(link)? {
             return Ok(None);
@@ -255,7 +259,7 @@ impl Receiver {
                 }
             }
             Destination::Slot => {
-                if self.way == Way::Staged {
+                if self.mode == ReceiveMode::Staged {
                     body.expect(len, body.done, STAGED_PIECE_MAX)?;
                 }
                 let from = self.slots.at(at * PIECE_MAX, len).cast_const();

@@ -170,8 +170,8 @@ impl Sender {
         self.unfinished.push_back(Unfinished { token, frames: link.inbox().sent(), pieces: self.next_piece });
     }
 
-    /// Gives memory back that no piece is sent from any more. Before the peer's confirmation of what it had is delivered: an
-    /// operation that ends then need not wait for it.
+    /// Gives memory back that no piece is sent from any more. Before the peer's confirmation of what it had is
+    /// delivered: an operation that ends then need not wait for it.
     pub(crate) fn give_back(&mut self, link: &Link, sink: &mut dyn Sink) -> Result<(), LaneError> {
         self.pieces.carried(link)?;
         for (slot, kept) in (0..).zip(&mut self.kept) {
@@ -185,8 +185,8 @@ impl Sender {
         Ok(())
     }
 
-    /// Reports the frames that UCX has carried, with pieces that the peer has fetched: from then on they arrive although
-    /// nobody polls this end. Whether there were any.
+    /// Reports the frames that UCX has carried, with pieces that the peer has fetched: from then on they arrive
+    /// although nobody polls this end. Whether there were any.
     fn finish(&mut self, link: &Link, lane: LaneId, sink: &mut dyn Sink) -> Result<bool, LaneError> {
         if self.unfinished.is_empty() {
             return Ok(false);
@@ -231,8 +231,8 @@ impl Sender {
         let from = base + PIECE_AT - PIECE_HEADER;
         memory.write(from, &self.next_piece.to_le_bytes());
         let header = (memory.at(from, PIECE_HEADER).cast_const(), PIECE_HEADER);
-        // SAFETY: the slot is written again only once the request has ended, and outlives the link; so does the payload's
-        // memory, which is kept until then, or valid until `sent`, which follows that.
+        // SAFETY: the slot is written again only once the request has ended, and outlives the link; so does the
+        // payload's memory, which is kept until then, or valid until `sent`, which follows that.
         let request = unsafe { link.offer(header, (bytes, len))? };
         // What an earlier piece kept is given back with this.
         self.kept[slot] = kept.flatten();

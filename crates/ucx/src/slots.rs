@@ -7,8 +7,8 @@ use crossrail_transport::LaneError;
 use crate::link::{Link, Request};
 use crate::memory::Memory;
 
-/// Slots of memory that UCX sends from. The lowest free one is taken, not the next in turn: one that UCX is done with at
-/// once is in a cache when it is filled again.
+/// Slots of memory that UCX sends from. The lowest free one is taken, not the next in turn: one that UCX is done with
+/// at once is in a cache when it is filled again.
 pub(crate) struct Slots {
     memory: Memory,
     size: usize,

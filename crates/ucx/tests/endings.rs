@@ -1,5 +1,5 @@
-//! Lanes that are dropped at any stage, and peers that are killed: UCX asserts what it believes of its own state, and ends
-//! the process if that is not so.
+//! Lanes that are dropped at any stage, and peers that are killed: UCX asserts what it believes of its own state, and
+//! ends the process if that is not so.
 
 mod common;
 

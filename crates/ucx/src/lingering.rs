@@ -23,32 +23,32 @@ const WAIT_MAX: Duration = Duration::from_millis(500);
 const KEPT_MAX: usize = 16;
 
 /// What goes once the peer has closed its end of the stream.
-struct Left {
+struct Lingering {
     _kept: Box<dyn Send>,
     stream: TcpStream,
 }
 
 /// Links whose peer has not closed the stream yet. After [`WAIT_MAX`], the peer is stopped or its machine is down.
-static LEFT: PerProcess<Mutex<Vec<Left>>> = PerProcess::new();
+static LINGERING: PerProcess<Mutex<Vec<Lingering>>> = PerProcess::new();
 
-/// Ends a join that has failed: tells the peer, which may know this worker's address, and waits a moment for it to close
-/// the connection, too. From the call on UCX is not driven.
-pub(crate) fn leave(link: Link, mut tx: Sender, stream: TcpStream) {
+/// Ends a join that has failed: tells the peer, which may know this worker's address, and waits a moment for it to
+/// close the connection, too. From the call on UCX is not driven.
+pub(crate) fn abandon(link: Link, mut tx: Sender, stream: TcpStream) {
     tx.forget(&link);
     // The link goes before the memory that UCX refers to.
-    let mut left = Left { _kept: Box::new((link, tx)), stream };
+    let mut lingering = Lingering { _kept: Box::new((link, tx)), stream };
     // A peer that is gone need not be told.
-    if left.stream.shutdown(Shutdown::Write).is_err() || left.stream.set_nonblocking(true).is_err() {
+    if lingering.stream.shutdown(Shutdown::Write).is_err() || lingering.stream.set_nonblocking(true).is_err() {
         return;
     }
     let deadline = Instant::now() + WAIT_MAX;
-    while !left.peer_has_left() {
+    while !lingering.peer_has_left() {
         let rest = deadline.saturating_duration_since(Instant::now());
         if rest.is_zero() {
-            keep(left);
+            keep(lingering);
             return;
         }
-        let mut fds = [PollFd::new(left.stream.as_fd(), PollFlags::POLLIN)];
+        let mut fds = [PollFd::new(lingering.stream.as_fd(), PollFlags::POLLIN)];
         let rest = PollTimeout::try_from(rest + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX);
         // Interrupted or not, the loop looks again.
         let _ = poll(&mut fds, rest);
@@ -58,30 +58,30 @@ pub(crate) fn leave(link: Link, mut tx: Sender, stream: TcpStream) {
 /// Keeps connections of a lane that has ended here open, without waiting. The peer has been told over `stream`.
 pub(crate) fn keep_open(connections: Vec<OwnedFd>, stream: &TcpStream) {
     let Ok(stream) = stream.try_clone() else { return };
-    let mut left = Left { _kept: Box::new(connections), stream };
-    if !left.peer_has_left() {
-        keep(left);
+    let mut lingering = Lingering { _kept: Box::new(connections), stream };
+    if !lingering.peer_has_left() {
+        keep(lingering);
     }
 }
 
-fn keep(left: Left) {
-    let mut kept = LEFT.lock();
+fn keep(lingering: Lingering) {
+    let mut kept = LINGERING.lock();
     let first = (kept.len() == KEPT_MAX).then(|| kept.remove(0));
-    kept.push(left);
+    kept.push(lingering);
     // UCX takes a while to close a link.
     drop(kept);
     drop(first);
 }
 
 /// Releases links whose peers have closed since.
-pub(crate) fn give_back() {
-    let gone: Vec<Left> = LEFT.lock().extract_if(.., Left::peer_has_left).collect();
+pub(crate) fn reap() {
+    let gone: Vec<Lingering> = LINGERING.lock().extract_if(.., Lingering::peer_has_left).collect();
     drop(gone);
 }
 
-impl Left {
-    /// Whether the peer does not connect any more: it has closed its end of the stream, or that has failed. What it wrote
-    /// before is of no use.
+impl Lingering {
+    /// Whether the peer does not connect any more: it has closed its end of the stream, or that has failed. What it
+    /// wrote before is of no use.
     fn peer_has_left(&mut self) -> bool {
         let mut bytes = [0; 1024];
         loop {
