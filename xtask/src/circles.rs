@@ -29,7 +29,7 @@ struct Module {
     defined: BTreeSet<String>,
 }
 
-/// Cycles that are neither in `allowed` nor of two files, and entries of `allowed` that are no longer a cycle.
+/// Cycles that are not in `allowed`, and entries of `allowed` that are no longer a cycle.
 pub(crate) fn check(root: &Path, allowed: &[Vec<String>]) -> Problems {
     let found: Vec<Vec<String>> = all(root);
     let mut problems = Problems::new();
