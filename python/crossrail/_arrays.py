@@ -85,7 +85,7 @@ def checked(
         hint = None
         if array.dtype not in dtypes and dtypes[0] == BF16:
             hint = "array.astype(ml_dtypes.bfloat16) converts; uint16 is taken as the bits of bf16"
-        raise wrong(operation, f"{name} is {have} where {kind} {shape_text(shape)} is wanted", hint)
+        raise wrong(operation, f"{name}: expected {kind} {shape_text(shape)}, got {have}", hint)
     if not array.flags.c_contiguous:
         hint = "numpy.ascontiguousarray makes a contiguous copy"
         raise wrong(operation, f"{name} is not contiguous in C order", hint)

@@ -106,7 +106,7 @@ def near(found_bits: Any, exact: Any, what: str) -> None:
     off = np.abs(found - sums)
     if not (off <= bound).all():
         at = tuple(int(i) for i in np.argwhere(~(off <= bound))[0])
-        raise AssertionError(f"{what}: {found[at]} at {at} where {sums[at]} within {bound[at]} is wanted")
+        raise AssertionError(f"{what}: at {at}: expected {sums[at]} within {bound[at]}, got {found[at]}")
 
 
 def values_of(env: Env, x: Any) -> Any:
@@ -376,7 +376,7 @@ def normal_refused(env: Env) -> None:
             topk_idx=idx,
         )
     except CrossrailError as error:
-        assert "x is float32 [5, " in str(error), error
+        assert "x: expected bfloat16 [T, H], got float32 [5, " in str(error), error
         assert bad or f"rank {env.size - 1} could not" in str(error), error
     else:
         raise AssertionError("nothing was wrong")
@@ -400,7 +400,7 @@ def normal_mismatched(env: Env) -> None:
             topk_weights=None if last else env.put(batch.weights[env.rank]),
         )
     except MismatchError as error:
-        assert "what says where tokens go (0: topk_idx, 1: with topk_weights" in str(error), error
+        assert "the form of the routing (0: topk_idx, 1: with topk_weights" in str(error), error
         assert (
             "is 0 here and 1 on rank 0" in str(error) if last else f"1 here and 0 on rank {env.size - 1}" in str(error)
         )

@@ -119,7 +119,7 @@ def test_room_is_made_for_more_tokens_elsewhere(others: Others, mine: Dispatches
 
 def test_one_without_weights(others: Others, mine: Dispatches) -> None:
     others.words, others.calls = [0], [(Call.of(KIND, 0, 0, 5), "")]
-    with pytest.raises(MismatchError, match=r"what says where tokens go .* is 1 here and 0 on rank 1"):
+    with pytest.raises(MismatchError, match=r"the form of the routing .* is 1 here and 0 on rank 1"):
         mine.dispatch(wanted())
     assert others.did == ["next_call", "5 tokens in bf16, says 2"], "all have begun the same"
 

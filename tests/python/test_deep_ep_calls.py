@@ -286,15 +286,24 @@ def test_ints_are_taken_for_bools(buffer: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"x": torch.ones(3, HIDDEN)}, "x is float32 [3, 512] where bfloat16 [T, H]"),
+        ({"x": torch.ones(3, HIDDEN)}, "x: expected bfloat16 [T, H], got float32 [3, 512]"),
         ({"x": torch.ones(HIDDEN, 3, dtype=torch.bfloat16).t()}, "x is not contiguous"),
         ({"x": None}, "x is a NoneType, not a torch.Tensor"),
-        ({"x": torch.ones(5, HIDDEN, dtype=torch.bfloat16)}, "topk_idx is int64 [3, 2] where int64 or int32 [5, K]"),
-        ({"x": torch.ones(3 * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(3, HIDDEN)}, "no multiple of 16"),
-        ({"topk_idx": torch.ones(2, TOPK, dtype=torch.int64)}, "topk_idx is int64 [2, 2] where"),
-        ({"topk_idx": torch.ones(3, TOPK)}, "topk_idx is float32"),
-        ({"cumulative_local_expert_recv_stats": torch.ones(EXPERTS)}, "cumulative_local_expert_recv_stats is float32"),
-        ({"dispatch_wait_recv_cost_stats": torch.ones(3, dtype=torch.int64)}, "dispatch_wait_recv_cost_stats is int64"),
+        (
+            {"x": torch.ones(5, HIDDEN, dtype=torch.bfloat16)},
+            "topk_idx: expected int64 or int32 [5, K]",
+        ),
+        ({"x": torch.ones(3 * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(3, HIDDEN)}, "not a multiple of 16"),
+        (
+            {"topk_idx": torch.ones(2, TOPK, dtype=torch.int64)},
+            "int64 or int32 [3, K], got int64 [2, 2]",
+        ),
+        ({"topk_idx": torch.ones(3, TOPK)}, "topk_idx: expected int64 or int32 [3, K], got float32"),
+        ({"cumulative_local_expert_recv_stats": torch.ones(EXPERTS)}, "stats: expected int32 [8], got float32"),
+        (
+            {"dispatch_wait_recv_cost_stats": torch.ones(3, dtype=torch.int64)},
+            "cost_stats: expected int64 [1], got int64 [3]",
+        ),
         ({"num_max_dispatch_tokens_per_rank": 2}, "x has 3 tokens, num_max_dispatch_tokens_per_rank is 2"),
         ({"num_max_dispatch_tokens_per_rank": "4"}, "num_max_dispatch_tokens_per_rank is a str"),
     ],
@@ -314,15 +323,15 @@ def test_wrong_arguments_of_a_combine(buffer: Any) -> None:
     handle = dispatch(buffer)[2]
     y, (_, idx, weights) = torch.ones(EXPERTS, MOST, HIDDEN, dtype=torch.bfloat16), sent()
     for arguments, said in (
-        ((y[1:], idx, weights), "x is bfloat16 [7, 4, 512]"),
-        ((y, idx[1:], weights), "topk_idx is int64 [2, 2]"),
+        ((y[1:], idx, weights), "x: expected bfloat16 [8, 4, 512], got bfloat16 [7, 4, 512]"),
+        ((y, idx[1:], weights), "topk_idx: expected int64 or int32 [3, 2], got int64 [2, 2]"),
         ((y, idx, None), "topk_weights is a NoneType"),
-        ((y, idx, weights[:, :1]), "topk_weights is float32 [3, 1]"),
+        ((y, idx, weights[:, :1]), "topk_weights: expected float32 [3, 2], got float32 [3, 1]"),
     ):
         with pytest.raises(UsageError) as raised:
             buffer.low_latency_combine(*arguments, handle)
         assert said in str(raised.value)
-    with pytest.raises(UsageError, match="combine_wait_recv_cost_stats is int64"):
+    with pytest.raises(UsageError, match="combine_wait_recv_cost_stats: expected int64"):
         combine(buffer, handle, combine_wait_recv_cost_stats=torch.ones(3, dtype=torch.int64))
 
 

@@ -214,12 +214,12 @@ X, IDX = torch.zeros(3, 512, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, -1
         ({"num_experts": None}, "num_experts is None"),
         ({"num_experts": 0}, "num_experts 0"),
         ({"topk_idx": None}, "topk_idx is a NoneType"),
-        ({"topk_idx": IDX[:2]}, r"topk_idx is int64 \[2, 2\]"),
-        ({"topk_weights": torch.ones(3, 3)}, r"topk_weights is float32 \[3, 3\]"),
+        ({"topk_idx": IDX[:2]}, r"topk_idx: expected int64 \[3, K\], got int64 \[2, 2\]"),
+        ({"topk_weights": torch.ones(3, 3)}, r"topk_weights: expected float32 \[3, 2\], got float32 \[3, 3\]"),
         ({"num_max_tokens_per_rank": 2}, "x has 3 tokens, num_max_tokens_per_rank is 2"),
         ({"expert_alignment": 0}, "expert_alignment is 0"),
         ({"do_zero_padding": True}, "do_zero_padding needs do_expand"),
-        ({"x": X.float()}, "x is float32"),
+        ({"x": X.float()}, r"x: expected bfloat16 \[T, H\], got float32"),
         ({"num_qps": -1}, "num_qps is -1"),
         ({"handle": 5}, "handle is an int"),
     ],
@@ -252,8 +252,8 @@ def test_handles_that_do_not_fit() -> None:
             ({"handle": (1, 2)}, "handle is a tuple"),
             ({"x": got[:1]}, "x has 1 rows, the result of the dispatch 2"),
             ({"topk_weights": weights[:1]}, "topk_weights has 1 rows, the result of the dispatch 2"),
-            ({"topk_weights": wide_weights}, r"topk_weights is float32 \[3\]"),
-            ({"bias": torch.zeros(3, 512)}, "bias is float32"),
+            ({"topk_weights": wide_weights}, r"topk_weights: expected float32 \[N, 2\], got float32 \[3\]"),
+            ({"bias": torch.zeros(3, 512)}, r"bias: expected bfloat16 .*, got float32"),
         ):
             with pytest.raises(UsageError, match=said):
                 buffer.combine(**({"x": got, "handle": handle} | arguments))

@@ -196,16 +196,16 @@ FP8 = torch.zeros(3, 512, dtype=torch.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"x": torch.zeros(3, 512)}, "x is float32 [3, 512] where bfloat16 [T, H]"),
+        ({"x": torch.zeros(3, 512)}, "x: expected bfloat16 [T, H], got float32 [3, 512]"),
         ({"x": torch.zeros(512, 3, dtype=torch.bfloat16).t()}, "x is not contiguous"),
         ({"x": [1]}, "x is a list"),
         ({"x": (FP8,)}, "x is a tuple of 1"),
-        ({"x": (FP8, torch.ones(3, 3))}, "x[1] is float32 [3, 3] where float32 [3, 4] or int32 [3, 1]"),
-        ({"x": (FP8, torch.ones(3, 4).double())}, "x[1] is float64 [3, 4]"),
+        ({"x": (FP8, torch.ones(3, 3))}, "x[1]: expected float32 [3, 4] or int32 [3, 1], got float32 [3, 3]"),
+        ({"x": (FP8, torch.ones(3, 4).double())}, "x[1]: expected float32 or int32, got float64 [3, 4]"),
         ({"num_tokens_per_expert": None}, "num_tokens_per_expert is None"),
-        ({"topk_idx": torch.zeros(3, 2, dtype=torch.int32)}, "topk_idx is int32"),
-        ({"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}, "topk_idx is int64 [2, 2] where int64 [3, K]"),
-        ({"topk_weights": torch.ones(3, 3)}, "topk_weights is float32 [3, 3] where float32 [3, 2]"),
+        ({"topk_idx": torch.zeros(3, 2, dtype=torch.int32)}, "topk_idx: expected int64 [3, K], got int32"),
+        ({"topk_idx": torch.zeros(2, 2, dtype=torch.int64)}, "topk_idx: expected int64 [3, K], got int64 [2, 2]"),
+        ({"topk_weights": torch.ones(3, 3)}, "topk_weights: expected float32 [3, 2], got float32 [3, 3]"),
         ({"topk_idx": None}, "topk_weights without topk_idx"),
         ({"topk_idx": None, "topk_weights": None, "is_token_in_rank": None}, "neither topk_idx nor is_token_in_rank"),
         ({"expert_alignment": 0}, "expert_alignment is 0"),
@@ -229,11 +229,11 @@ def test_rows_that_are_not_those_of_the_handle(buffer: TwinDeepEp) -> None:
 
 def test_wrong_arguments_of_combine(buffer: TwinDeepEp) -> None:
     got, _, _, _, handle, _ = call(buffer)
-    with pytest.raises(UsageError, match=r"x is bfloat16 \[1, 512\] where bfloat16 \[2, 512\]"):
+    with pytest.raises(UsageError, match=r"x: expected bfloat16 \[2, 512\], got bfloat16 \[1, 512\]"):
         buffer.combine(got[:1], handle)
-    with pytest.raises(UsageError, match="bias is float32"):
+    with pytest.raises(UsageError, match=r"bias: expected bfloat16 .*, got float32"):
         buffer.combine(got, handle, bias=torch.zeros(3, 512))
-    with pytest.raises(UsageError, match="topk_weights is"):
+    with pytest.raises(UsageError, match="topk_weights: expected"):
         buffer.combine(got, handle, topk_weights=torch.zeros(2, 3))
     with pytest.raises(UsageError, match="handle is of a normal dispatch"):
         buffer.low_latency_combine(got, None, None, handle)
@@ -250,7 +250,7 @@ def test_wrong_arguments_of_low_latency(buffer: TwinDeepEp) -> None:
             buffer.low_latency_dispatch(x, idx, 4, 4, **options)
     with pytest.raises(UsageError, match="x has 3 tokens, num_max_dispatch_tokens_per_rank is 2"):
         buffer.low_latency_dispatch(x, idx, 2, 4)
-    with pytest.raises(UsageError, match="H is 384, no multiple of 512"):
+    with pytest.raises(UsageError, match="H is 384, not a multiple of 512"):
         buffer.low_latency_dispatch(x[:, :384].contiguous(), idx, 4, 4, round_scale=True, use_ue8m0=True)
     got, _, handle, _, hook = buffer.low_latency_dispatch(x, idx, 4, 4, use_fp8=False)
     assert hook is None
@@ -258,7 +258,7 @@ def test_wrong_arguments_of_low_latency(buffer: TwinDeepEp) -> None:
         buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, use_logfmt=True, zero_copy=True)
     with pytest.raises(UsageError, match="get_next_low_latency_combine_buffer"):
         buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, zero_copy=True)
-    with pytest.raises(UsageError, match="out is float32"):
+    with pytest.raises(UsageError, match=r"out: expected bfloat16 .*, got float32"):
         buffer.low_latency_combine(got, idx, torch.ones(3, 2), handle, out=torch.zeros(3, 512))
     with pytest.raises(UsageError, match="handle is of a low-latency dispatch"):
         buffer.combine(got, handle)

@@ -223,26 +223,26 @@ READ_ONLY = np.zeros((M, H), BF16)
 READ_ONLY.flags.writeable = False
 WRONG: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (wide, {"x": [[1.0]]}, "dispatch: x is a list, not an array"),
-    (wide, {"x": rows().astype(np.float64)}, r"x is float64 \[8, 128\] where bf16 \[T, 128\] is wanted"),
-    (wide, {"x": rows()[:, ::2]}, r"x is bfloat16 \[8, 64\]"),
+    (wide, {"x": rows().astype(np.float64)}, r"x: expected bf16 \[T, 128\], got float64 \[8, 128\]"),
+    (wide, {"x": rows()[:, ::2]}, r"x: expected bf16 \[T, 128\], got bfloat16 \[8, 64\]"),
     (wide, {"x": rows(16)[::2]}, "x is not contiguous in C order; numpy.ascontiguousarray"),
-    (wide, {"x": Tensor(rows(), code=2)}, r"x is float16 \[8, 128\] where bf16"),
+    (wide, {"x": Tensor(rows(), code=2)}, r"x: expected bf16 \[T, 128\], got float16 \[8, 128\]"),
     (wide, {"x": OnGpu(rows())}, "the OnGpu is on cuda:0"),
     (wide, {"x": Broken(rows())}, "not today"),
     (wide, {"topk_idx": None}, "topk_idx is None"),
-    (wide, {"topk_idx": ids().T.copy()}, r"topk_idx is int64 \[2, 8\] where int64 \[8, 2\] is wanted"),
-    (wide, {"topk_weights": halves(7)}, r"topk_weights is float32 \[7, 2\] where float32 \[8, 2\]"),
+    (wide, {"topk_idx": ids().T.copy()}, r"topk_idx: expected int64 \[8, 2\], got int64 \[2, 8\]"),
+    (wide, {"topk_weights": halves(7)}, r"topk_weights: expected float32 \[8, 2\], got float32 \[7, 2\]"),
     (wide, {"layout": "column"}, "layout 'column' is neither"),
     (wide, {"handle": "handle"}, "handle is a str"),
     (wide, {"expert_alignment": 0}, "expert_alignment 0"),
     (wide, {"expert_alignment": 1.5}, "expert_alignment is a float"),
     (wide, {"out": {"y": rows()}}, r"out has unknown keys \['y'\]; known: \['x'\]"),
-    (wide, {"out": {"x": np.zeros((E, M, H), np.float32)}}, r"out\['x'\] is float32 \[4, 8, 128\]"),
-    (wide, {"stats": np.zeros(E, np.float32)}, r"stats is float32 \[4\] where int32 or int64 \[2\]"),
+    (wide, {"out": {"x": np.zeros((E, M, H), np.float32)}}, r"out\['x'\]: expected bf16 \[2, 16, 128\], got float32"),
+    (wide, {"stats": np.zeros(E, np.float32)}, r"stats: expected int32 or int64 \[2\], got float32 \[4\]"),
     (wide, {"x": rows(9), "topk_idx": ids(9), "topk_weights": None}, "9 tokens are more than max_tokens_per_rank, 8"),
     (answered, {"handle": None}, "handle is a NoneType"),
-    (answered, {"y": np.zeros((E, M, H), np.float32)}, r"y is float32 \[4, 8, 128\] where bf16 \[2, 16, 128\]"),
-    (answered, {"bias": rows(7)}, r"bias is bfloat16 \[7, 128\]"),
+    (answered, {"y": np.zeros((E, M, H), np.float32)}, r"y: expected bf16 \[2, 16, 128\], got float32 \[4, 8, 128\]"),
+    (answered, {"bias": rows(7)}, r"bias: expected bf16 \[8, 128\], got bfloat16 \[7, 128\]"),
     (answered, {"bias": [rows()] * 3}, "3 biases where there may be two"),
     (answered, {"out": READ_ONLY}, "out is read-only"),
     (answered, {"topk_weights": halves()}, "topk_weights were given to dispatch already"),
@@ -267,7 +267,7 @@ def test_a_wrong_call_is_named_here_and_there(
 def test_a_wrong_call_that_only_begins(pair: Pair) -> None:
     other = pair.thread.submit(wide, pair.b)
     pending = pair.a.dispatch(rows()[:, :8], ids(), send_only=True)
-    with pytest.raises(crossrail.UsageError, match="x is bfloat16"):
+    with pytest.raises(crossrail.UsageError, match=r"x: expected bf16 \[T, 128\], got bfloat16"):
         pending.finish()
     with pytest.raises(crossrail.UsageError, match="rank 0"):
         other.result(30)
@@ -283,7 +283,7 @@ def test_a_handle_is_good_for_its_own_buffer_only(alone: Callable[..., crossrail
         two.combine(foreign.x, foreign.handle)
     with pytest.raises(crossrail.UsageError, match="of the expert layout"):
         one.dispatch(rows(), None, layout="rank", handle=foreign.handle)
-    with pytest.raises(crossrail.UsageError, match=r"x is bfloat16 \[7, 128\] where bf16 \[8, 128\]"):
+    with pytest.raises(crossrail.UsageError, match=r"x: expected bf16 \[8, 128\], got bfloat16 \[7, 128\]"):
         one.dispatch(rows(7), None, handle=foreign.handle)
     again = one.dispatch(rows(), None, handle=foreign.handle)
     assert (one.combine(again.x, again.handle).x == rows()).all()

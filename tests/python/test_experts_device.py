@@ -261,13 +261,13 @@ def bad_calls() -> dict[str, Any]:
     wide, shorts = torch.zeros(6, 1024, dtype=torch.bfloat16), torch.zeros(6, 2, dtype=torch.int16)
     return {
         "topk_idx is None; it may be left out when a handle is given": made(topk_idx=None),
-        "x is float32 [6, 512] where bf16 [T, 512] is wanted": changed(x=lambda fed: fed.x.float()),
-        "x is bfloat16 [6, 511]": changed(x=lambda fed: fed.x[:, :-1]),
+        "x: expected bf16 [T, 512], got float32 [6, 512]": changed(x=lambda fed: fed.x.float()),
+        "x: expected bf16 [T, 512], got bfloat16 [6, 511]": changed(x=lambda fed: fed.x[:, :-1]),
         "x has strides [1024, 2]": made(x=wide[:, ::2]),
         "x has strides [516, 1] at address": made(x=torch.zeros(6, 516, dtype=torch.bfloat16)[:, :512]),
         "x is a tuple of 3": changed(x=lambda fed: (fed.x,) * 3),
-        "topk_idx is int16 [6, 2] where int64 or int32 [6, 2]": made(topk_idx=shorts),
-        "topk_weights is float32 [5, 2] where float32 [6, 2]": changed(topk_weights=lambda fed: fed.topk_weights[:5]),
+        "topk_idx: expected int64 or int32 [6, 2], got int16 [6, 2]": made(topk_idx=shorts),
+        "topk_weights: expected float32 [6, 2], got": changed(topk_weights=lambda fed: fed.topk_weights[:5]),
         "layout 'rows' is neither": made(layout="rows"),
         "handle is for the rank layout": made(handle="handle"),
         "max_rows is for the rank layout": made(max_rows=3),
@@ -279,18 +279,18 @@ def bad_calls() -> dict[str, Any]:
         "stats count new routings, and a handle repeats one": made(
             layout="rank", handle="handle", stats=torch.zeros(3, dtype=torch.int32)
         ),
-        "stats is int64 [3] where int32 [3]": made(stats=longs),
-        "waits is int64 [2] where int64 [1]": made(waits=longs[:2]),
+        "stats: expected int32 [3], got int64 [3]": made(stats=longs),
+        "waits: expected int64 [1], got int64 [2]": made(waits=longs[:2]),
         "out has unknown keys ['z']; known: ['x', 'counts', 'ranges', 'source']": made(out={"z": zeros}),
         "out has unknown keys ['x']; known: ['counts', 'offsets']": made(out={"x": zeros}, layout="rank"),
-        "out['x'] is bfloat16 [6, 512] where bf16 [3, 6, 512]": made(out={"x": zeros}),
+        "out['x']: expected bf16 [3, 6, 512], got bfloat16 [6, 512]": made(out={"x": zeros}),
         "out['counts'] is not contiguous in C order": made(out={"counts": torch.zeros(6, dtype=torch.int32)[::2]}),
         "handle is a str": sums(handle="handle"),
-        "y is bfloat16 [6, 512] where bf16 [3, 6, 512]": sums(y=zeros),
+        "y: expected bf16 [3, 6, 512], got bfloat16 [6, 512]": sums(y=zeros),
         "topk_weights were given to dispatch already": sums(topk_weights=torch.zeros(6, 2)),
         "3 biases where there may be two": sums(bias=[zeros] * 3),
-        "bias is bfloat16 [5, 512] where bf16 [6, 512]": sums(bias=zeros[:5]),
-        "out is int32 [6, 512] where bf16": sums(out=torch.zeros(6, 512, dtype=torch.int32)),
+        "bias: expected bf16 [6, 512], got bfloat16 [5, 512]": sums(bias=zeros[:5]),
+        "out: expected bf16 [6, 512], got int32 [6, 512]": sums(out=torch.zeros(6, 512, dtype=torch.int32)),
     }
 
 
@@ -309,10 +309,10 @@ def test_scales_that_do_not_fit() -> None:
         way, fed = alone(dtype="fp8", scale=scale)
         shape = (3, 6, blocks)
         wrong = torch.zeros(shape)
-        with pytest.raises(crossrail.UsageError, match=rf"out\['scales'\] is float32 .* where {says} \[3, 6, 4\]"):
+        with pytest.raises(crossrail.UsageError, match=rf"out\['scales'\]: expected {says} \[3, 6, 4\]"):
             dispatch(way, fed.x, fed.topk_idx, out={"scales": wrong})
     spread = torch.zeros(3, 6, 8, dtype=torch.uint8)[:, :, ::2]
-    with pytest.raises(crossrail.UsageError, match="blocks 2 bytes apart where 1 is wanted"):
+    with pytest.raises(crossrail.UsageError, match="expected blocks 1 byte apart, got 2"):
         dispatch(way, fed.x, fed.topk_idx, out={"scales": spread})
 
 
@@ -403,7 +403,7 @@ def test_arrays_by_the_cuda_array_interface() -> None:
     assert taken(Lender(data=(64, True))).x == 64
     with pytest.raises(crossrail.UsageError, match=r"dispatch: out\['x'\] is read-only"):
         taken(Lender(), out={"x": Lender(data=(64, True))})
-    with pytest.raises(crossrail.UsageError, match=r"x is <f2 \[6, 512\] where bf16 \[T, 512\] is wanted"):
+    with pytest.raises(crossrail.UsageError, match=r"x: expected bf16 \[T, 512\], got <f2 \[6, 512\]"):
         taken(Lender(typestr="<f2"))
     for broken in ({"shape": "wide"}, {"data": 7}, {"strides": ("a", "b")}, {"strides": (2,)}, {"shape": (-6, 512)}):
         with pytest.raises(crossrail.UsageError, match="invalid __cuda_array_interface__"):

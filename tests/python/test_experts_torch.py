@@ -142,7 +142,7 @@ def test_tensors_that_are_not_the_gpus(way: DeviceOperations, torch: GpuTorch, g
 
     says("x is on cpu, but the buffer is on cuda:0", x=torch.on_gpu(fed.x, device="cpu"))
     says("topk_idx is a ndarray, but other arguments are PyTorch tensors", topk_idx=fed.topk_idx)
-    says("topk_weights is float64", topk_weights=torch.on_gpu(fed.topk_weights.astype(np.float64)))
+    says("topk_weights: expected float32", topk_weights=torch.on_gpu(fed.topk_weights.astype(np.float64)))
     says("the ndarray is memory of the host", x=fed.x)
     says("x is a list, not an array in GPU memory", x=[1, 2])
 

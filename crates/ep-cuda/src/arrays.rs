@@ -8,7 +8,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 const ROW_UNIT: u64 = 16;
 /// Blocks of a row whose ue8m0 scales are adjacent bytes.
 const PACKED: u64 = 4;
-/// In shapes that are wanted: any number of tokens.
+/// In expected shapes: any number of tokens.
 pub const TOKENS: u64 = u64::MAX;
 
 /// What an array's items are.
@@ -74,7 +74,13 @@ pub fn unfit((operation, name): (&str, &str), what: &str) -> Error {
     Error::new(ErrorKind::Usage, operation, format!("{name} {what}"))
 }
 
-/// Whether an array has the shape that is wanted.
+/// The error of an argument with other properties than expected.
+#[cold]
+fn expected((operation, name): (&str, &str), want: &str, got: &str) -> Error {
+    Error::new(ErrorKind::Usage, operation, format!("{name}: expected {want}, got {got}"))
+}
+
+/// Whether an array has the expected shape.
 pub fn has_shape(have: &[i64], wanted: &[u64]) -> bool {
     let fits = |(have, wanted): (&i64, &u64)| *wanted == TOKENS || u64::try_from(*have) == Ok(*wanted);
     have.len() == wanted.len() && have.iter().zip(wanted).all(fits)
@@ -122,7 +128,7 @@ impl Array<'_> {
         if item == Item::U8 {
             let step = std::mem::replace(&mut strides[N - 1], PACKED);
             if step != 1 && blocks > 1 {
-                return Err(unfit(self.name, &format!("has blocks {step} bytes apart where 1 is wanted")));
+                return Err(expected(self.name, "blocks 1 byte apart", &step.to_string()));
             }
         }
         Ok((self.address, strides))
@@ -131,7 +137,7 @@ impl Array<'_> {
     /// The address of a bias: contiguous rows in one piece, aligned.
     pub fn bias(&self, items: &[Item], shape: &[u64]) -> Result<u64> {
         let (address, _) = self.whole(items, shape)?;
-        let error = || unfit(self.name, &format!("begins at address {address:#x}, no multiple of {ROW_UNIT}"));
+        let error = || unfit(self.name, &format!("begins at address {address:#x}, not a multiple of {ROW_UNIT}"));
         if self.is_aligned() { Ok(address) } else { Err(error()) }
     }
 
@@ -188,7 +194,7 @@ impl Array<'_> {
         let dtype = self.dtype.as_ref().map_or_else(|other| other.as_str(), |item| item.name());
         let extent = |extent: &u64| if *extent == TOKENS { "T".to_owned() } else { extent.to_string() };
         let wanted = shape.iter().map(extent).collect::<Vec<_>>().join(", ");
-        unfit(self.name, &format!("is {dtype} {:?} where {kinds} [{wanted}] is wanted", self.shape))
+        expected(self.name, &format!("{kinds} [{wanted}]"), &format!("{dtype} {:?}", self.shape))
     }
 
     #[cold]
@@ -242,19 +248,19 @@ mod tests {
     }
 
     #[test]
-    fn refusals_name_what_is_there_and_what_is_wanted() {
+    fn errors_name_the_expected_and_the_actual_value() {
         let rows = [TOKENS, 8];
         let says = |error: Error| error.to_string();
         assert_eq!(array(&[4, 8], None).rows(BF16, &rows).unwrap(), (64, 16));
         let other = array(&[4, 7], None).rows(BF16, &rows).unwrap_err();
-        assert_eq!(says(other), "dispatch: x is bfloat16 [4, 7] where bf16 [T, 8] is wanted");
+        assert_eq!(says(other), "dispatch: x: expected bf16 [T, 8], got bfloat16 [4, 7]");
         let ids = array(&[4, 8], None).whole(IDS, &rows).unwrap_err();
-        assert_eq!(says(ids), "dispatch: x is bfloat16 [4, 8] where int64 or int32 [T, 8] is wanted");
+        assert_eq!(says(ids), "dispatch: x: expected int64 or int32 [T, 8], got bfloat16 [4, 8]");
         let spread = array(&[4, 8], Some(&[16, 2])).rows(BF16, &rows).unwrap_err();
         assert!(says(spread).starts_with("dispatch: x has strides [16, 2] at address 0x40; rows must be contiguous"));
         let odd = Array { address: 8, ..array(&[4, 8], None) };
         assert!(odd.rows(BF16, &rows).is_err());
-        assert_eq!(odd.bias(BF16, &rows).unwrap_err().detail, "x begins at address 0x8, no multiple of 16");
+        assert_eq!(odd.bias(BF16, &rows).unwrap_err().detail, "x begins at address 0x8, not a multiple of 16");
         assert_eq!(
             array(&[4, 8], Some(&[16, 1])).whole(BF16, &rows).unwrap_err().hint.unwrap(),
             "make a contiguous copy"
@@ -269,9 +275,9 @@ mod tests {
         assert_eq!(of(Item::U8, &[2, 3, 8], None).scales(&[2, 3], 8, true).unwrap(), (64, [24, 8, 4]));
         assert_eq!(of(Item::U8, &[3, 5], None).scales(&[3], 5, true).unwrap(), (64, [5, 4]));
         let spread = of(Item::U8, &[3, 8], Some(&[16, 2])).scales::<2>(&[3], 8, true).unwrap_err();
-        assert_eq!(spread.detail, "x has blocks 2 bytes apart where 1 is wanted");
+        assert_eq!(spread.detail, "x: expected blocks 1 byte apart, got 2");
         let packs = of(Item::I32, &[3, 5], None).scales::<2>(&[3], 5, true).unwrap_err();
-        assert_eq!(packs.detail, "x is int32 [3, 5] where uint8 [3, 5] is wanted");
+        assert_eq!(packs.detail, "x: expected uint8 [3, 5], got int32 [3, 5]");
         assert!(of(Item::F32, &[3, 8], Some(&[-8, 1])).scales::<2>(&[3], 8, false).is_err());
     }
 }

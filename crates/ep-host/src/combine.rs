@@ -166,7 +166,7 @@ fn check(
         }
     };
     if y.len() != rows * wide {
-        return wrong(format!("y has {} bytes where bf16 {shape} has {}", y.len(), rows * wide));
+        return wrong(format!("y: expected {} bytes, bf16 {shape}, got {}", rows * wide, y.len()));
     }
     if let Some(weights) = weights {
         if routes.layout == Layout::Rank {
@@ -178,9 +178,9 @@ fn check(
         if weights.len() != tokens * config.topk * 4 {
             let want = tokens * config.topk * 4;
             return wrong(format!(
-                "topk_weights has {} bytes where f32 [{tokens}, {}] has {want}",
-                weights.len(),
-                config.topk
+                "topk_weights: expected {want} bytes, f32 [{tokens}, {}], got {}",
+                config.topk,
+                weights.len()
             ));
         }
     }
@@ -191,9 +191,9 @@ fn check(
     for (name, len) in lens {
         if len != tokens * wide {
             return wrong(format!(
-                "{name} has {len} bytes where bf16 [{tokens}, {}] has {}",
-                config.hidden,
-                tokens * wide
+                "{name}: expected {} bytes, bf16 [{tokens}, {}], got {len}",
+                tokens * wide,
+                config.hidden
             ));
         }
     }

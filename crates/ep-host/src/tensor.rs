@@ -130,18 +130,18 @@ impl Input {
         let tokens = self.topk_idx.len() / (8 * topk);
         if self.x.len() != tokens * hidden * 2 {
             return wrong(format!(
-                "x has {} bytes where bf16 [{tokens}, {hidden}] has {}",
-                self.x.len(),
-                tokens * hidden * 2
+                "x: expected {} bytes, bf16 [{tokens}, {hidden}], got {}",
+                tokens * hidden * 2,
+                self.x.len()
             ));
         }
         if let Some(weights) = &self.topk_weights
             && weights.len() != tokens * topk * 4
         {
             return wrong(format!(
-                "topk_weights has {} bytes where f32 [{tokens}, {topk}] has {}",
-                weights.len(),
-                tokens * topk * 4
+                "topk_weights: expected {} bytes, f32 [{tokens}, {topk}], got {}",
+                tokens * topk * 4,
+                weights.len()
             ));
         }
         if tokens > most {

@@ -184,7 +184,7 @@ impl Config {
         if self.hidden == 0 || !self.hidden.is_multiple_of(unit) || self.hidden > 1 << 20 {
             let why =
                 if unit == BLOCK { "fp8 has one scale per 128 elements" } else { "rows are moved in whole 16 bytes" };
-            return wrong(format!("hidden {} is no multiple of {unit} up to 2^20: {why}", self.hidden));
+            return wrong(format!("hidden {} is not a multiple of {unit} up to 2^20: {why}", self.hidden));
         }
         if self.layouts.is_empty() {
             return wrong("layouts is empty: name \"expert\", \"rank\" or both".into());

@@ -65,7 +65,7 @@ fn kernels_of_expert_parallelism_compile_for_shapes() {
         regions: 2,
         tuning: Tuning::default(),
     };
-    // More ranks than lanes, a row that is no multiple of a piece, more than one step in a piece.
+    // More ranks than lanes, a row that is not a multiple of a piece, more than one step in a piece.
     let tuning = Tuning { piece: 2048, ..Tuning::default() };
     let wide = Shape { hidden: 5128, topk: 6, experts: 320, ranks: 64, payload: Payload::Bf16, tuning, ..decode };
     let packed = Shape { payload: Payload::Fp8(Scale::Ue8m0), ..decode };

@@ -104,13 +104,13 @@ def rows_kind(x: Rows, device: Any) -> tuple[tuple[int, int], Literal["bf16", "f
     packed = getattr(scales, "dtype", None) == torch().int32
     unit = PACKED if packed else BLOCK
     if hidden % unit:
-        raise wrong("dispatch", f"x[0] is {describe(rows)}, whose rows are no multiple of {unit}")
+        raise wrong("dispatch", f"x[0] is {describe(rows)}: the row length is not a multiple of {unit}")
     if not isinstance(scales, torch().Tensor) or tuple(scales.shape) != (tokens, hidden // unit):
         have = describe(scales) if isinstance(scales, torch().Tensor) else f"{kind(scales)}"
         want = f"float32 [{tokens}, {hidden // BLOCK}] or int32 [{tokens}, {hidden // PACKED}]"
-        raise wrong("dispatch", f"x[1] is {have} where {want} is wanted")
+        raise wrong("dispatch", f"x[1]: expected {want}, got {have}")
     if not packed and scales.dtype != torch().float32:
-        raise wrong("dispatch", f"x[1] is {describe(scales)} where float32 or int32 is wanted")
+        raise wrong("dispatch", f"x[1]: expected float32 or int32, got {describe(scales)}")
     if scales.device != device:
         raise wrong("dispatch", f"x[1] is on {scales.device}, the buffer on {device}")
     return (tokens, hidden), "ue8m0" if packed else "f32"

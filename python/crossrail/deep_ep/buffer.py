@@ -387,7 +387,7 @@ class Buffer(Lifetime):
     def _experts(self, num_experts: int, operation: str) -> int:
         experts = count("num_experts", num_experts, operation)
         if experts == 0 or experts % self.group_size:
-            raise wrong(operation, f"num_experts {experts} is no multiple of the number of ranks, {self.group_size}")
+            raise wrong(operation, f"num_experts {experts} is not a multiple of the number of ranks, {self.group_size}")
         return experts
 
     # Low-latency mode.
@@ -434,7 +434,7 @@ class Buffer(Lifetime):
             found = self._calls[like] = self._prepare(*given[:2], stats, waits, *like)
             begun = found[0].dispatch(*given)
             if begun is None:
-                raise wrong("low_latency_dispatch", f"x begins at address {x.data_ptr():#x}, no multiple of 16")
+                raise wrong("low_latency_dispatch", f"x begins at address {x.data_ptr():#x}, not a multiple of 16")
         tensors, operation, tokens, beside, hook = begun
         calls, answer = found
         rows, counts, handle = answer(tensors, operation, tokens, calls)
@@ -457,7 +457,7 @@ class Buffer(Lifetime):
             raise wrong("low_latency_dispatch", f"x has {tokens} tokens, num_max_dispatch_tokens_per_rank is {most}")
         kind = Kind("expert", hidden, experts, topk_idx.shape[1], low_latency_payload(use_fp8, round_scale, use_ue8m0))
         if kind.payload != "bf16" and hidden % (PACKED if use_ue8m0 else BLOCK):
-            raise wrong("low_latency_dispatch", f"H is {hidden}, no multiple of {PACKED if use_ue8m0 else BLOCK}")
+            raise wrong("low_latency_dispatch", f"H is {hidden}, not a multiple of {PACKED if use_ue8m0 else BLOCK}")
         for value, name, dtype, extent in (
             (stats, "cumulative_local_expert_recv_stats", "int32", experts // self.group_size),
             (waits, "dispatch_wait_recv_cost_stats", "int64", self.group_size),
@@ -571,7 +571,7 @@ class Buffer(Lifetime):
         return buffers[-1]
 
     def low_latency_update_mask_buffer(self, rank: int, mask: bool = False) -> None:
-        """Masks `rank` in low-latency operations from now on (`mask`), or unmasks it. A collective call.
+        """Masks `rank` in low-latency operations from now on (`mask`), or unmasks it. All live ranks must do the same.
 
         A live rank that was masked because it timed out is reconnected when it is unmasked: the call waits for it, and
         raises TimeoutError if that rank does not make the same call."""

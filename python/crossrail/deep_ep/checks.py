@@ -63,7 +63,7 @@ def checked(
         raise wrong(operation, f"{name} is {kind(value)}, not a torch.Tensor")
     if value.dtype not in _called(*dtypes) or not fits(value.shape, shape):
         want = f"{' or '.join(dtypes)} [{', '.join(map(str, shape))}]"
-        raise wrong(operation, f"{name} is {describe(value)} where {want} is wanted")
+        raise wrong(operation, f"{name}: expected {want}, got {describe(value)}")
     if value.device != device:
         raise wrong(operation, f"{name} is on {value.device}, the buffer on {device}")
     if dense and not value.is_contiguous():

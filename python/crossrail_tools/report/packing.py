@@ -55,7 +55,7 @@ def unpacked(text: str) -> list[float]:
         raise ValueError(f"packed times do not unpack: {error}") from error
     count, rest = divmod(len(planes), _WIDTH)
     if rest:
-        raise ValueError(f"packed times have {len(planes)} bytes, no multiple of {_WIDTH}")
+        raise ValueError(f"packed times have {len(planes)} bytes, not a multiple of {_WIDTH}")
     whole = bytearray(len(planes))
     for place in range(_WIDTH):
         whole[place::_WIDTH] = planes[place * count : (place + 1) * count]

@@ -108,7 +108,7 @@ const COUNT: u32 = 23;
 const ROOM: usize = 512 << 10;
 
 /// Rows of several lengths, from one random order to another, with both formulas of indices; the error, or what came out
-/// wrong. Gaps and starts that are no multiples of 16 misalign all ends.
+/// wrong. Gaps and starts that are not multiples of 16 misalign all ends.
 fn move_rows(emulator: &mut Emulator, seed: u64) -> Result<(), String> {
     let mut numbers = Numbers(seed);
     let odd = seed % 3;

@@ -15,8 +15,8 @@ pub struct Addresses<'a> {
     width: usize,
 }
 
-/// Rows in a region, as a layout is made of them: `count` rows of `len` bytes, the first at `offset` of the region, each
-/// `stride` bytes (modulo 2^64) behind the one before.
+/// Rows in a region, as a layout is made of them: `count` rows of `len` bytes, the first at `offset` of the region,
+/// each `stride` bytes (modulo 2^64) behind the one before.
 #[derive(Clone, Copy, Debug)]
 pub struct Row<'a, R> {
     /// The region, or its key.
@@ -201,7 +201,8 @@ impl Placed {
             whole.then(|| Stride { at: stride.at.wrapping_add(len * index), len, ..*stride })
         };
         let strides: Option<Vec<_>> = self.rows.strides().iter().map(cut).collect();
-        let strides = strides.ok_or_else(|| usage("split", format!("a row that is no multiple of {parts} bytes")))?;
+        let strides =
+            strides.ok_or_else(|| usage("split", format!("the length of a row is not a multiple of {parts}")))?;
         Placed::new(strides, self.regions.clone())
     }
 

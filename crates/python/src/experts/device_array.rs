@@ -133,7 +133,7 @@ impl DeviceArray {
             return Err(wrong(detail, ""));
         }
         if !offset.is_multiple_of(items.bytes() as usize) {
-            return Err(wrong(format!("offset {offset} is no multiple of {}", items.bytes() as usize), ""));
+            return Err(wrong(format!("offset {offset} is not a multiple of {}", items.bytes() as usize), ""));
         }
         let address = native.ptr() as usize as u64 + offset as u64;
         Ok(DeviceArray::new(address, items, shape, ordinal, Arc::new(native.clone())).exporting())

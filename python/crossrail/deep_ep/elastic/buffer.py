@@ -367,7 +367,7 @@ class ElasticBuffer(Lifetime, Unsupported):
             raise wrong("dispatch", "num_experts is None", "it may be left out when a handle is given")
         experts = count("num_experts", num_experts, "dispatch")
         if experts == 0 or experts % self.num_ranks:
-            raise wrong("dispatch", f"num_experts {experts} is no multiple of the number of ranks, {self.num_ranks}")
+            raise wrong("dispatch", f"num_experts {experts} is not a multiple of the number of ranks, {self.num_ranks}")
         return experts
 
     def _turn(self, events: tuple[Any, Any], beside: bool) -> contextlib.AbstractContextManager[Turn]:

@@ -37,7 +37,7 @@ def buffer_bytes(
     """
     plan = plan or partial(planned, ranks=ranks)
     if hidden == 0 or hidden % 128:
-        raise wrong("get_buffer_size_hint", f"hidden is {hidden}, no multiple of 128")
+        raise wrong("get_buffer_size_hint", f"hidden is {hidden}, not a multiple of 128")
     experts = ranks * EXPERTS_EACH
     kinds = [Kind("rank", hidden, experts, topk or MOST_TOPK, payload) for payload in ("bf16", "f32")]
     most = max(plan(kind, capacity_for(tokens)) for kind in kinds)
