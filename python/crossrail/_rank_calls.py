@@ -41,9 +41,9 @@ class RankFrame(TensorFrame):
     outputs : Outputs
         Allocator of the sums of combines.
     whole : bool
-        DeepEP's interface: a dispatch takes only DeepEP's arguments and returns all tensors as DeepEP's callers see
-        them: ids and weights, four ue8m0 exponents in an i32, a `record_stream` that covers the buffer's memory. Its
-        counts and offsets are reused once no reference is left; callers get copies only.
+        DeepEP's interface: a dispatch accepts only DeepEP's arguments, and returns ids and weights too, ue8m0 scales
+        as four exponents in an i32, and tensors whose `record_stream` covers the buffer's memory. Its counts and
+        offsets are reused once no reference is left; callers get copies only.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ _WHAT = {
     "experts": "the number of experts",
     "topk": "the number of experts of a token",
     "payload": "the kind of x (0: bf16, 1: fp8 with f32 scales, 3: with packed ones)",
-    "routed": "what says where tokens go (0: topk_idx, 1: with topk_weights, 2: is_token_in_rank)",
+    "routed": "the form of the routing (0: topk_idx, 1: with topk_weights, 2: is_token_in_rank)",
     "worst": "num_worst_tokens",
 }
 

@@ -183,7 +183,8 @@ class Gpu:
 
 
 def capacity_for(tokens: int) -> int:
-    """Capacity for `tokens`, rounded up by at most an eighth, so that buffers are rarely reallocated."""
+    """Capacity for `tokens`, rounded up so that buffers are rarely reallocated: to a multiple of `LEAST_TOKENS`, or by
+    up to an eighth if that is more."""
     step = max(LEAST_TOKENS, 1 << max(tokens.bit_length() - 4, 0))
     return -(-max(tokens, 1) // step) * step
 
@@ -246,7 +247,7 @@ class Pool:
         needed = self._backend.bytes(size.kind(), size.max_tokens) if self._low_latency_bytes else 0
         if needed > self._low_latency_bytes:
             detail = f"{needed} bytes are needed, and num_rdma_bytes is {self._low_latency_bytes}"
-            hint = "get_low_latency_rdma_size_hint says how many a program's dispatches take"
+            hint = "get_low_latency_rdma_size_hint returns the bytes that dispatches of a size take"
             raise wrong("low_latency_dispatch", detail, hint)
 
     def made(self, kind: Kind) -> SizedBuffer | None:

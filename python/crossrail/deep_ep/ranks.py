@@ -110,7 +110,7 @@ def _rendezvous(rank: int, size: int, gather: Callable[[Any], list[Any]]) -> Joi
 
 
 def _wait_for_others(group: Group) -> None:
-    """Waits up to 2 s for the other ranks to leave, which need rank 0's store for that."""
+    """Waits up to `_LAST_S` for the other ranks to leave, which need rank 0's store for that."""
     deadline = time.monotonic() + _LAST_S
     with contextlib.suppress(CrossrailError):
         while len(group.members()) > 1 and (left := deadline - time.monotonic()) > 0:

@@ -62,8 +62,8 @@ Combined: TypeAlias = tuple[Tensor, "Tensor | None", EventOverlap]
 
 
 def combined(turn: contextlib.AbstractContextManager[Turn] | None, routing: Routing, *given: Any) -> Combined | None:
-    """Runs a prepared combine in its turn (None: synchronously with the current stream). Returns its results and event;
-    None, with nothing enqueued, if the general path must take it. `given`: rows, weights, biases."""
+    """Runs a prepared combine in its turn (None: in the current stream). Returns its results and event; None, with
+    nothing enqueued, if the general path must take it. `given`: rows, weights, biases."""
     rows, weights, bias = given
     if routing.calls is None:
         return None

@@ -5,7 +5,7 @@
     remote.pull(blocks, their_blocks, notice=b"request 1").wait()
 
     receiver = Receiver(context, tensors)                                    # at the receivers
-    spread(context, tensors, [receiver.describe() of each receiver])        # at the source, while they receive()
+    spread(context, tensors, descriptions)       # at the source: their describe(), while they run receive()
 
 The contract, with what is guaranteed when peers die and blocks are freed: docs/design/kv-caches.md.
 """

@@ -118,8 +118,9 @@ class PagedCache:
         Raises
         ------
         MismatchError
-            Its layers, page size, dtype or heads differ; the text has both. The number of pages may differ. UsageError
-        Invalid description.
+            Its layers, page size, dtype or heads differ; the message has both values. Numbers of pages may differ.
+        UsageError
+            Not the description of a cache.
         UnreachableError, RefusedError, TimeoutError
             The peer cannot be connected to.
         """

@@ -218,7 +218,7 @@ class Shape(NamedTuple):
 
     @staticmethod
     def decode(data: Any, regions: int) -> Shape:
-        """Inverse of `encode`, for a peer's data. Raises ValueError. Layouts check that their rows lie in the regions."""
+        """Inverse of `encode`, for a peer's data. Raises ValueError. Layouts check that their rows lie in regions."""
         pages, shard, parts = data
         read = []
         for layer, dtype, item, before, heads, rest, stride, places in parts:

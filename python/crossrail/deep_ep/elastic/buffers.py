@@ -1,4 +1,4 @@
-"""The expert buffers behind an ElasticBuffer: two for each kind of dispatch, made when it is first called."""
+"""The expert buffers behind an ElasticBuffer: two for each kind of dispatch, created on first use."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BufferPool:
         needed = 0 if self._limit is None else self._backend.bytes(kind, most)
         if self._limit is not None and needed > self._limit:
             detail = f"{most} tokens of {kind.hidden} take {needed} bytes, and num_bytes is {self._limit}"
-            raise wrong("dispatch", detail, "get_buffer_size_hint says how many are enough")
+            raise wrong("dispatch", detail, "get_buffer_size_hint returns a sufficient number")
         name = str(next(self._numbers))
         buffer = self._backend.make(kind, most, num_sms, name, self._ranks)
         return SizedBuffer(buffer, most, self._backend.prepared_calls(buffer, kind))
