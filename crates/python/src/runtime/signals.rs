@@ -102,7 +102,8 @@ impl<'py> Watch<'py> {
             Err(error) if error.is_instance_of::<PyValueError>(py) => return Ok(None),
             Err(error) => return Err(error),
         };
-        // Nested: a signal handler that interrupted a wait of the main thread is itself waiting.
+        // Equal if nested, in a signal handler that interrupted a wait of the main thread and waits itself: the
+        // program's descriptor is stored already.
         if previous != own {
             watcher.previous.store(previous, Ordering::SeqCst);
         }
