@@ -36,7 +36,7 @@ pub struct Bootstrap {
     /// Distinguishes this job from others on the same store; may be empty.
     pub job: String,
     /// One line for people: source, values used, store.
-    pub said: String,
+    pub summary: String,
 }
 
 /// A launcher's variables, and the values found in them.
@@ -102,9 +102,9 @@ impl Bootstrap {
         }
         parts.push(format!("store {store}{why}"));
         parts.retain(|part| !part.is_empty());
-        let said = format!("{}: {}", launched.name, parts.join(", "));
+        let summary = format!("{}: {}", launched.name, parts.join(", "));
         let host_store = rank == Some(0) && store.starts_with("tcp://");
-        Bootstrap { rank, size, local_rank, store, host_store, job, said }
+        Bootstrap { rank, size, local_rank, store, host_store, job, summary }
     }
 }
 

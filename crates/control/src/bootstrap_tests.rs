@@ -25,7 +25,7 @@ fn torchrun_is_taken_with_the_port_after_its_own() {
     assert_eq!(found.store, "tcp://10.0.0.1:29501");
     assert!(!found.host_store);
     assert_eq!(
-        found.said,
+        found.summary,
         "torchrun: RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500, store tcp://10.0.0.1:29501"
     );
     let mut first = TORCHRUN;
@@ -41,7 +41,11 @@ fn torchrun_on_one_machine_needs_nothing_beyond_loopback() {
     vars.push(("TORCHELASTIC_RESTART_COUNT", "2"));
     let found = from_vars(&vars).unwrap();
     assert_eq!(found.store, "tcp://127.0.0.1:29501");
-    assert!(found.said.ends_with(", store tcp://127.0.0.1:29501 (all ranks are on this machine)"), "{}", found.said);
+    assert!(
+        found.summary.ends_with(", store tcp://127.0.0.1:29501 (all ranks are on this machine)"),
+        "{}",
+        found.summary
+    );
     assert_eq!(found.job, "job7/2");
     vars[5] = ("LOCAL_WORLD_SIZE", "2");
     assert_eq!(from_vars(&vars).unwrap().store, "tcp://10.0.0.1:29501");
@@ -92,7 +96,7 @@ fn the_settings_store_comes_before_launchers_and_takes_their_ranks() {
     assert_eq!((found.rank, found.size, found.local_rank), (Some(1), Some(4), Some(1)));
     assert_eq!(found.store, "etcd://10.0.0.9:2379");
     assert_eq!(
-        found.said,
+        found.summary,
         "CROSSRAIL_STORE: CROSSRAIL_STORE=etcd://10.0.0.9:2379 RANK=1 WORLD_SIZE=4 LOCAL_RANK=1, \
          store etcd://10.0.0.9:2379"
     );
@@ -103,7 +107,7 @@ fn the_settings_store_comes_before_launchers_and_takes_their_ranks() {
     let found = from_vars(&[("CROSSRAIL_STORE", "tcp://h:1")]).unwrap();
     assert_eq!((found.rank, found.size), (None, None));
     assert_eq!(
-        found.said,
+        found.summary,
         "CROSSRAIL_STORE: CROSSRAIL_STORE=tcp://h:1, rank from the store's rank server, store tcp://h:1"
     );
     let error = from_vars(&[("CROSSRAIL_STORE", "tcp://h:1"), ("RANK", "0")]).unwrap_err().to_string();
@@ -129,7 +133,7 @@ fn slurm_is_taken_with_a_port_of_the_job() {
     assert_eq!(found.store, format!("tcp://gpu03:{port}"));
     assert_eq!(found.job, "4711.2");
     assert_eq!(
-        found.said,
+        found.summary,
         format!(
             "Slurm: SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_STEP_NODELIST=gpu[03-04,9],login \
              SLURM_JOB_ID=4711 SLURM_STEP_ID=2, store tcp://gpu03:{port}"
@@ -179,7 +183,7 @@ fn open_mpi_on_one_machine_and_on_several() {
     let port = port_of("prterun-host-17@1");
     assert_eq!(found.store, format!("tcp://127.0.0.1:{port}"));
     assert_eq!(
-        found.said,
+        found.summary,
         format!(
             "Open MPI: OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 \
              PMIX_NAMESPACE=prterun-host-17@1, store tcp://127.0.0.1:{port} (all ranks are on this machine)"
@@ -205,11 +209,11 @@ fn arguments_win_over_everything() {
     let found = detect(&vars, given).unwrap();
     assert_eq!((found.rank, found.size, found.local_rank), (Some(3), Some(6), Some(0)));
     assert_eq!(found.store, "tcp://b:9");
-    assert_eq!(found.said, "arguments: rank=3 size=6 local_rank=0, store tcp://b:9");
+    assert_eq!(found.summary, "arguments: rank=3 size=6 local_rank=0, store tcp://b:9");
     let found = detect(&TORCHRUN, Overrides { rank: Some(0), size: Some(2), ..Overrides::default() }).unwrap();
     assert_eq!((found.rank, found.size, found.local_rank), (Some(0), Some(2), None));
     assert_eq!(
-        found.said,
+        found.summary,
         "torchrun: MASTER_ADDR=10.0.0.1 MASTER_PORT=29500, rank=0 size=2, store tcp://10.0.0.1:29501"
     );
     let error = detect(&[], Overrides { store: Some("b:9".to_owned()), ..Overrides::default() }).unwrap_err();
@@ -226,7 +230,7 @@ fn nothing_said_is_an_error_unless_the_group_is_this_process() {
     assert!(error.to_string().contains("rank=1 size=2, but no store is named"), "{error}");
     let found = detect(&[], Overrides { size: Some(1), ..Overrides::default() }).unwrap();
     assert_eq!((found.rank, found.size, found.host_store), (Some(0), Some(1), true));
-    assert_eq!(found.said, "alone: size=1, store tcp://127.0.0.1:0 (any free port: nobody else can join)");
+    assert_eq!(found.summary, "alone: size=1, store tcp://127.0.0.1:0 (any free port: nobody else can join)");
 }
 
 #[test]

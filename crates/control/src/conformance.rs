@@ -94,10 +94,10 @@ impl Place<'_> {
     }
 
     /// `name=value` or `name gone`, and checks that revisions go up.
-    fn said(&self, watch: &mut dyn Watch, count: usize) -> Vec<String> {
-        let mut said = Vec::new();
+    fn events_of(&self, watch: &mut dyn Watch, count: usize) -> Vec<String> {
+        let mut events = Vec::new();
         let mut last = Revision(0);
-        while said.len() < count {
+        while events.len() < count {
             for event in watch.next(soon()).expect("the watch's next changes") {
                 let (text, revision) = match &event {
                     Event::Put(entry) => {
@@ -108,10 +108,10 @@ impl Place<'_> {
                 };
                 assert!(revision >= last, "{text} at {revision:?} after {last:?}");
                 last = revision;
-                said.push(text);
+                events.push(text);
             }
         }
-        said
+        events
     }
 }
 
@@ -279,7 +279,7 @@ fn lease_ends(place: &Place<'_>) {
     let late = place.store.put(&place.key("a"), b"late", Some(one.id()), soon());
     assert_eq!(kind(late), ErrorKind::Closed);
     drop(two);
-    assert_eq!(place.said(&mut *watch, 4), ["a=x", "b=x", "a gone", "b gone"]);
+    assert_eq!(place.events_of(&mut *watch, 4), ["a=x", "b=x", "a gone", "b gone"]);
     assert_eq!(place.get("b"), None);
 }
 
@@ -320,10 +320,10 @@ fn watch(place: &Place<'_>) {
         }
     }
     place.put("l", "elsewhere", None);
-    assert_eq!(place.said(&mut *below, expected.len()), expected);
+    assert_eq!(place.events_of(&mut *below, expected.len()), expected);
     assert_eq!(kind(below.next(Instant::now() + SHORT)), ErrorKind::Timeout);
     expected.push("l=elsewhere".to_owned());
-    assert_eq!(place.said(&mut *first, expected.len()), expected);
+    assert_eq!(place.events_of(&mut *first, expected.len()), expected);
 }
 
 fn watch_from_the_past(place: &Place<'_>) {
@@ -334,7 +334,7 @@ fn watch_from_the_past(place: &Place<'_>) {
     place.store.delete(&place.key("a"), soon()).expect("delete");
     let mut watch = place.store.watch(&place.prefix, then, soon()).expect("watch");
     place.put("c", "3", None);
-    assert_eq!(place.said(&mut *watch, 4), ["a=1", "b=2", "a gone", "c=3"]);
+    assert_eq!(place.events_of(&mut *watch, 4), ["a=1", "b=2", "a gone", "c=3"]);
 }
 
 /// Of leases whose client is gone, whatever it wrote vanishes.
@@ -347,9 +347,9 @@ fn watch_leases(place: &Place<'_>) {
     }
     drop(lease);
     drop(other);
-    let mut said = place.said(&mut *watch, 6);
-    said[3..].sort();
-    assert_eq!(said, ["a=x", "b=x", "c=x", "a gone", "b gone", "c gone"]);
+    let mut events = place.events_of(&mut *watch, 6);
+    events[3..].sort();
+    assert_eq!(events, ["a=x", "b=x", "c=x", "a gone", "b gone", "c gone"]);
 }
 
 fn limits(place: &Place<'_>) {

@@ -2,8 +2,8 @@
 
 mod join;
 mod options;
+mod page_row;
 mod serve;
-mod sight;
 mod state;
 mod waits;
 mod watch;
@@ -101,7 +101,7 @@ impl Group {
 
     /// The source of rank, size and store, in one line for people.
     pub fn bootstrap(&self) -> &str {
-        &self.inner().said
+        &self.inner().summary
     }
 
     /// The store's address, as other processes reach it.

@@ -6,7 +6,7 @@ use std::ops::Bound;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::frames::{Answer, Change, Item, PART, Request, Value, Why, micros};
+use super::frames::{Answer, Change, FailureKind, Item, PART, Request, Value, micros};
 use super::history::{Changed, History};
 use super::outbox::Failed;
 pub use super::outbox::Outbox;
@@ -186,7 +186,7 @@ impl Contents {
 
     fn put(&mut self, key: &str, value: &[u8], lease: i64) -> Result<u64, Failed> {
         match (key.len(), value.len()) {
-            (0, _) => return Err(Failed::new(Why::Usage, "the key is empty")),
+            (0, _) => return Err(Failed::new(FailureKind::Usage, "the key is empty")),
             (len, _) if len > KEY_MAX => return Err(too_long("a key", len, KEY_MAX)),
             (_, len) if len > VALUE_MAX => return Err(too_long("a value", len, VALUE_MAX)),
             _ => {}
@@ -204,7 +204,7 @@ impl Contents {
                 self.records.len(),
                 self.bytes
             );
-            return Err(Failed::new(Why::Exhausted, detail).hint("delete keys, or write them under leases"));
+            return Err(Failed::new(FailureKind::Exhausted, detail).hint("delete keys, or write them under leases"));
         }
         let old_lease = before.map(|(_, record)| record.lease);
         let key: Arc<str> = before.map_or_else(|| Arc::from(key), |(key, _)| Arc::clone(key));
@@ -243,11 +243,11 @@ impl Contents {
     fn grant(&mut self, now: Instant, ttl: Duration) -> Result<Answer<'static>, Failed> {
         if ttl > TTL_MAX {
             let detail = format!("a lease of {} s; the store takes at most {} s", ttl.as_secs(), TTL_MAX.as_secs());
-            return Err(Failed::new(Why::Usage, detail));
+            return Err(Failed::new(FailureKind::Usage, detail));
         }
         if self.leases.len() >= LEASES_MAX {
             let detail = format!("the store holds {LEASES_MAX} leases and takes no more");
-            return Err(Failed::new(Why::Exhausted, detail));
+            return Err(Failed::new(FailureKind::Exhausted, detail));
         }
         let ttl = ttl.max(TTL_MIN);
         // Lease ids share the revision counter, so no later store at this address grants the same id again.
@@ -278,14 +278,14 @@ impl Contents {
         const AGAIN: &str = "list again, and watch from the revision that it gives";
         if after > self.revision {
             let detail = format!("revision {after} is not of this store, which has been restarted");
-            return Err(Failed::new(Why::Closed, detail).hint(AGAIN));
+            return Err(Failed::new(FailureKind::Closed, detail).hint(AGAIN));
         }
         let Some(missed) = self.history.after(after) else {
             let detail = format!("the changes after revision {after} are no longer kept");
-            return Err(Failed::new(Why::Closed, detail).hint(AGAIN));
+            return Err(Failed::new(FailureKind::Closed, detail).hint(AGAIN));
         };
         if self.watches.range((client, 0)..=(client, u64::MAX)).count() >= WATCHES_MAX {
-            return Err(Failed::new(Why::Exhausted, format!("this client has {WATCHES_MAX} watches already")));
+            return Err(Failed::new(FailureKind::Exhausted, format!("this client has {WATCHES_MAX} watches already")));
         }
         if prefix.len() > KEY_MAX {
             return Err(too_long("a prefix", prefix.len(), KEY_MAX));
@@ -305,7 +305,7 @@ impl Contents {
                 if concerned && out.backlog(client) > WATCH_BACKLOG {
                     let detail = format!("this watch was ended: {WATCH_BACKLOG} bytes of its changes are unread");
                     let hint = "read it more often; list again, and watch from the revision that it gives";
-                    Failed::new(Why::Closed, detail).hint(hint).send(out, client, call);
+                    Failed::new(FailureKind::Closed, detail).hint(hint).send(out, client, call);
                     return false;
                 }
                 if concerned {
@@ -327,12 +327,12 @@ fn cost(key: &str, value: &[u8]) -> usize {
 }
 
 fn no_lease() -> Failed {
-    Failed::new(Why::Closed, "the lease has ended")
+    Failed::new(FailureKind::Closed, "the lease has ended")
         .hint("it was revoked, or not renewed in time: ask for a new one and write its keys again")
 }
 
 fn too_long(what: &str, len: usize, most: usize) -> Failed {
-    Failed::new(Why::Usage, format!("{what} of {len} bytes; the store takes at most {most}"))
+    Failed::new(FailureKind::Usage, format!("{what} of {len} bytes; the store takes at most {most}"))
 }
 
 fn below<'a>(

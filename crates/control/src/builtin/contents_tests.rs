@@ -5,9 +5,9 @@ use super::{Contents, Outbox};
 
 /// What was answered, as text: `client.call: answer`.
 #[derive(Default)]
-struct Said(Vec<String>);
+struct Sent(Vec<String>);
 
-impl Outbox for Said {
+impl Outbox for Sent {
     fn send(&mut self, client: u64, call: u64, answer: &Answer<'_>) {
         let mut frame = Vec::new();
         encode(&mut frame, call, answer).expect("it fits a frame");
@@ -19,7 +19,7 @@ impl Outbox for Said {
                 let items: Vec<_> = items.iter().map(|item| format!("{}@{}", item.key, item.revision)).collect();
                 format!("[{}]{}", items.join(" "), if *more { "+" } else { "" })
             }
-            Answer::Failed(failure) => format!("{:?}", failure.why),
+            Answer::Failed(failure) => format!("{:?}", failure.kind),
             other => format!("{other:?}"),
         };
         self.0.push(format!("{client}.{call}: {text}"));
@@ -32,7 +32,7 @@ impl Outbox for Said {
 
 struct Bench {
     contents: Contents,
-    said: Said,
+    sent: Sent,
     begun: Instant,
     now: Duration,
     calls: u64,
@@ -42,7 +42,7 @@ impl Bench {
     fn new() -> Bench {
         Bench {
             contents: Contents::new(0),
-            said: Said::default(),
+            sent: Sent::default(),
             begun: Instant::now(),
             now: Duration::ZERO,
             calls: 0,
@@ -56,19 +56,19 @@ impl Bench {
 
     fn ask_as(&mut self, client: u64, request: &Request<'_>) -> Vec<String> {
         self.calls += 1;
-        self.contents.apply(self.begun + self.now, client, self.calls, request, &mut self.said);
-        std::mem::take(&mut self.said.0)
+        self.contents.apply(self.begun + self.now, client, self.calls, request, &mut self.sent);
+        std::mem::take(&mut self.sent.0)
     }
 
     fn put(&mut self, key: &str, lease: i64) -> Vec<String> {
         self.ask(&Request::Put { key, value: Value(b"x"), lease })
     }
 
-    /// What is said when it is `millis` after the beginning.
+    /// What is sent `millis` after the beginning.
     fn at(&mut self, millis: u64) -> Vec<String> {
         self.now = Duration::from_millis(millis);
-        self.contents.expire(self.begun + self.now, &mut self.said);
-        std::mem::take(&mut self.said.0)
+        self.contents.expire(self.begun + self.now, &mut self.sent);
+        std::mem::take(&mut self.sent.0)
     }
 
     fn next(&self) -> Option<u128> {

@@ -51,8 +51,8 @@ impl StoreAddress {
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(20);
 
-/// Connects to the store and completes the handshake; tries again until `deadline` where too many clients have not proved
-/// themselves. The stream is in nonblocking mode.
+/// Connects to the store and completes the handshake; tries again until `deadline` where too many clients have not
+/// proved themselves. The stream is in nonblocking mode.
 ///
 /// # Errors
 /// `Unreachable`: no process listens there, or it closed the connection. `Timeout`. `Refused`: the secret. `Mismatch`:

@@ -148,7 +148,7 @@ pub enum Answer<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure<'a> {
     /// What a caller branches on.
-    pub why: Why,
+    pub kind: FailureKind,
     /// What happened, for people.
     pub detail: &'a str,
     /// What to do about it; empty: nothing.
@@ -157,7 +157,7 @@ pub struct Failure<'a> {
 
 /// The kinds of [`Failure`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Why {
+pub enum FailureKind {
     /// `ErrorKind::Usage`
     Usage,
     /// `ErrorKind::Exhausted`
@@ -169,10 +169,10 @@ pub enum Why {
 impl Failure<'_> {
     /// As an error of `operation`.
     pub(super) fn error(&self, operation: &str) -> Error {
-        let kind = match self.why {
-            Why::Usage => ErrorKind::Usage,
-            Why::Exhausted => ErrorKind::Exhausted,
-            Why::Closed => ErrorKind::Closed,
+        let kind = match self.kind {
+            FailureKind::Usage => ErrorKind::Usage,
+            FailureKind::Exhausted => ErrorKind::Exhausted,
+            FailureKind::Closed => ErrorKind::Closed,
         };
         let error = Error::new(kind, operation, self.detail);
         if self.hint.is_empty() { error } else { error.with_hint(self.hint) }

@@ -1,4 +1,4 @@
-use super::frames::{Answer, Failure, Why};
+use super::frames::{Answer, Failure, FailureKind};
 
 /// The destination of answers.
 pub trait Outbox {
@@ -11,14 +11,14 @@ pub trait Outbox {
 
 /// A failure to be sent as an answer.
 pub(super) struct Failed {
-    why: Why,
+    kind: FailureKind,
     detail: String,
     hint: &'static str,
 }
 
 impl Failed {
-    pub(super) fn new(why: Why, detail: impl Into<String>) -> Failed {
-        Failed { why, detail: detail.into(), hint: "" }
+    pub(super) fn new(kind: FailureKind, detail: impl Into<String>) -> Failed {
+        Failed { kind, detail: detail.into(), hint: "" }
     }
 
     pub(super) fn hint(mut self, hint: &'static str) -> Failed {
@@ -27,7 +27,7 @@ impl Failed {
     }
 
     pub(super) fn send(&self, out: &mut dyn Outbox, client: u64, call: u64) {
-        let failure = Failure { why: self.why, detail: &self.detail, hint: self.hint };
+        let failure = Failure { kind: self.kind, detail: &self.detail, hint: self.hint };
         out.send(client, call, &Answer::Failed(failure));
     }
 }

@@ -243,7 +243,7 @@ impl Clients {
     }
 
     /// The client to close because too many unsent answers are queued.
-    fn glut(&self) -> Option<u64> {
+    fn most_backlogged(&self) -> Option<u64> {
         if self.output <= OUTPUT_MAX {
             return None;
         }
@@ -422,7 +422,7 @@ impl ServerLoop {
                 Ok(Some((frame, len))) => {
                     self.contents.apply(now, client, frame.call, &frame.body, &mut self.clients);
                     used += len;
-                    self.close_glut();
+                    self.close_most_backlogged();
                 }
                 Ok(None) => break,
                 Err(Disconnected) => return self.close(client),
@@ -478,8 +478,8 @@ impl ServerLoop {
     }
 
     /// Closes clients that take no answers, as long as all answers together are too much.
-    fn close_glut(&mut self) {
-        while let Some(client) = self.clients.glut() {
+    fn close_most_backlogged(&mut self) {
+        while let Some(client) = self.clients.most_backlogged() {
             if let Some(connection) = self.clients.connections.get(&client) {
                 let (unread, all) = (connection.backlog() >> 20, self.clients.output >> 20);
                 let who = connection.stream.peer_addr().map_or_else(|_| "?".to_owned(), |peer| peer.to_string());

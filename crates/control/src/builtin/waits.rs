@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::frames::{Answer, PART, Why};
+use super::frames::{Answer, FailureKind, PART};
 use super::outbox::{Failed, Outbox};
 
 /// Most bytes of keys in all waits.
@@ -47,10 +47,10 @@ impl Waits {
         let bytes = keys.iter().map(|key| key.len() + KEY_COST).sum::<usize>();
         if self.bytes + bytes > BYTES_MAX {
             let detail = format!("the keys that are waited for take {} bytes, of at most {BYTES_MAX}", self.bytes);
-            return Err(Failed::new(Why::Exhausted, detail));
+            return Err(Failed::new(FailureKind::Exhausted, detail));
         }
         if self.waits.contains_key(&id) {
-            return Err(Failed::new(Why::Usage, "a call of this number waits already"));
+            return Err(Failed::new(FailureKind::Usage, "a call of this number waits already"));
         }
         let mut seen = HashSet::new();
         let mut missing = 0;

@@ -46,14 +46,14 @@ struct Member {
 }
 
 /// Why a member did not execute a request: no response, or a response with an error.
-enum Trouble {
+enum MemberError {
     Failure(Failure),
     Fault(Fault),
 }
 
-impl From<Failure> for Trouble {
-    fn from(failure: Failure) -> Trouble {
-        Trouble::Failure(failure)
+impl From<Failure> for MemberError {
+    fn from(failure: Failure) -> MemberError {
+        MemberError::Failure(failure)
     }
 }
 
@@ -195,7 +195,7 @@ impl Client {
         operation: &str,
         effect: Effect,
         deadline: Instant,
-        exchange: impl Fn(&Member, Instant, Instant) -> std::result::Result<A, Trouble>,
+        exchange: impl Fn(&Member, Instant, Instant) -> std::result::Result<A, MemberError>,
     ) -> Result<A> {
         let started = Instant::now();
         loop {
@@ -217,7 +217,7 @@ impl Client {
         operation: &str,
         effect: Effect,
         deadline: Instant,
-        exchange: &impl Fn(&Member, Instant, Instant) -> std::result::Result<A, Trouble>,
+        exchange: &impl Fn(&Member, Instant, Instant) -> std::result::Result<A, MemberError>,
         round: &mut Round,
     ) -> Option<Result<A>> {
         let (count, first) = (self.members.len(), self.current.load(Ordering::Relaxed));
@@ -226,29 +226,29 @@ impl Client {
             let (member, left) = (self.members.get(index)?, remaining(deadline)?);
             let share = Instant::now() + left / u32::try_from(count - tried).unwrap_or(u32::MAX);
             let by = if effect == Effect::Reads { share } else { deadline };
-            let trouble = match exchange(member, share, by) {
+            let error = match exchange(member, share, by) {
                 Ok(answer) => {
                     self.current.store(index, Ordering::Relaxed);
                     return Some(Ok(answer));
                 }
-                Err(trouble) => trouble,
+                Err(error) => error,
             };
             self.current.store((index + 1) % count, Ordering::Relaxed);
-            let (why, undone) = match trouble {
-                Trouble::Fault(fault) if fault.code != UNAVAILABLE => {
+            let (why, undone) = match error {
+                MemberError::Fault(fault) if fault.code != UNAVAILABLE => {
                     self.current.store(index, Ordering::Relaxed);
                     return Some(Err(self.refused(operation, &fault)));
                 }
-                Trouble::Failure(Failure::Foreign(what)) => return Some(Err(self.foreign(operation, &what))),
-                Trouble::Fault(fault) => {
+                MemberError::Failure(Failure::Foreign(what)) => return Some(Err(self.foreign(operation, &what))),
+                MemberError::Fault(fault) => {
                     round.electing = true;
                     // etcd has no code for it: the only transient failure that is certain to precede execution.
                     let undone = fault.message.contains("no leader");
                     (fault.message, undone)
                 }
-                Trouble::Failure(Failure::Unreached(why)) => (why, true),
-                Trouble::Failure(Failure::Broken(why)) => (why, false),
-                Trouble::Failure(Failure::Late) => ("no answer".to_owned(), false),
+                MemberError::Failure(Failure::Unreached(why)) => (why, true),
+                MemberError::Failure(Failure::Broken(why)) => (why, false),
+                MemberError::Failure(Failure::Late) => ("no answer".to_owned(), false),
             };
             round.kind =
                 if remaining(deadline).is_some() || undone { ErrorKind::Unreachable } else { ErrorKind::Timeout };
@@ -307,12 +307,12 @@ fn is_login(message: &str) -> bool {
 }
 
 /// The content of a successful answer.
-fn accept(answer: Answer) -> std::result::Result<Vec<u8>, Trouble> {
+fn accept(answer: Answer) -> std::result::Result<Vec<u8>, MemberError> {
     if answer.status == 200 {
         return Ok(answer.body);
     }
     match serde_json::from_slice(&answer.body) {
-        Ok(fault) => Err(Trouble::Fault(fault)),
+        Ok(fault) => Err(MemberError::Fault(fault)),
         Err(_) => Err(Failure::Foreign(format!("status {}", answer.status)).into()),
     }
 }

@@ -8,8 +8,8 @@ use crossrail_locks::{Condvar, Mutex};
 use crossrail_types::{Error, ErrorKind, Log, Result, Settings, format_duration};
 
 use super::options::GroupOptions;
+use super::page_row::PageRow;
 use super::serve::{self, Served};
-use super::sight::Sight;
 use super::state::{GroupState, Own, STEP_TIMEOUT, deadline_in, random_id};
 use super::watch::{self, Stop};
 use crate::bootstrap::{Bootstrap, Overrides};
@@ -45,7 +45,7 @@ pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Gr
     };
     let bootstrap = Bootstrap::detect(&|name| std::env::var(name).ok(), settings, &given)?;
     let log = Log(settings.log);
-    log.info(format_args!("group {:?}: {}", options.name, bootstrap.said));
+    log.info(format_args!("group {:?}: {}", options.name, bootstrap.summary));
     let deadline = deadline_in(options.timeout.unwrap_or(settings.timeout));
     let served = if bootstrap.host_store { serve::start(&bootstrap.store, settings)? } else { None };
     let address = served.as_ref().map_or_else(|| bootstrap.store.clone(), |served| served.address.clone());
@@ -116,7 +116,7 @@ pub(super) fn become_member(candidate: Candidate, deadline: Instant) -> Result<(
     let keys = Keys::new(&candidate.options.name, &candidate.bootstrap.job)?;
     let Registered { rank, row, entries, revision } = register(&candidate, &keys, deadline)?;
     let Candidate { options, bootstrap, address, served, store, lease, log, timeout, pages } = candidate;
-    let sight = Sight::new(pages.as_deref(), log, &options.name, (rank, row.size));
+    let page_row = PageRow::new(pages.as_deref(), log, &options.name, (rank, row.size));
     let mut roster = Roster::new(rank, &entries, Instant::now());
     roster.set_own(row.clone());
     let state = Arc::new(GroupState {
@@ -126,18 +126,18 @@ pub(super) fn become_member(candidate: Candidate, deadline: Instant) -> Result<(
         size: row.size,
         local_rank: row.local_rank,
         node: row.node.clone(),
-        said: bootstrap.said,
+        summary: bootstrap.summary,
         address,
         serves_store: served.is_some(),
         timeout: options.timeout.unwrap_or(timeout),
         lease: options.lease,
         log,
         store: Mutex::new(Some(store)),
-        own: Mutex::new(Own { lease: Some(lease), row, published: BTreeMap::new(), meetings: HashMap::new() }),
+        own: Mutex::new(Own { lease: Some(lease), row, published: BTreeMap::new(), barriers: HashMap::new() }),
         roster: Mutex::new(roster),
         changed: Arc::new(Condvar::new()),
         control: Mutex::new(None),
-        sight,
+        page_row,
     });
     let stop = Arc::new(Stop::default());
     let (of_thread, stop_of_thread) = (Arc::clone(&state), Arc::clone(&stop));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crossrail_locks::{Condvar, Mutex};
 use crossrail_types::{Error, ErrorKind, Log, Result, interrupt};
 
-use super::sight::Sight;
+use super::page_row::PageRow;
 use crate::keys::{Keys, check_key};
 use crate::membership::{Roster, Row, rank_key, rank_name};
 use crate::{Expected, Lease, LeaseId, RankState, Store};
@@ -28,7 +28,7 @@ pub(super) struct GroupState {
     pub(super) size: u32,
     pub(super) local_rank: u32,
     pub(super) node: String,
-    pub(super) said: String,
+    pub(super) summary: String,
     pub(super) address: String,
     pub(super) serves_store: bool,
     pub(super) timeout: Duration,
@@ -42,7 +42,7 @@ pub(super) struct GroupState {
     pub(super) changed: Arc<Condvar>,
     pub(super) control: Mutex<Option<Error>>,
     /// What the process's page shows of this membership.
-    pub(super) sight: Sight,
+    pub(super) page_row: PageRow,
 }
 
 /// The keys of this process in the store.
@@ -51,12 +51,12 @@ pub(super) struct Own {
     pub(super) lease: Option<Box<dyn Lease>>,
     pub(super) row: Row,
     pub(super) published: BTreeMap<String, Vec<u8>>,
-    pub(super) meetings: HashMap<(String, Vec<u32>), Meeting>,
+    pub(super) barriers: HashMap<(String, Vec<u32>), BarrierProgress>,
 }
 
 /// This process's progress through the rounds of one barrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Meeting {
+pub(super) struct BarrierProgress {
     /// Hash of name, ranks and their incarnations: a rank that re-registers starts over, together with all others.
     pub(super) barrier: u64,
     /// The current or next round, counted from 0.
@@ -68,8 +68,8 @@ pub(super) struct Meeting {
 impl Own {
     /// Barriers with the number of rounds that this process has completed, up to the limit of a note.
     pub(super) fn completed_barriers(&self) -> Vec<(u64, u64)> {
-        let met = self.meetings.values().filter(|meeting| meeting.count > 0);
-        met.map(|meeting| (meeting.barrier, meeting.count)).take(NOTE_MAX).collect()
+        let met = self.barriers.values().filter(|progress| progress.count > 0);
+        met.map(|progress| (progress.barrier, progress.count)).take(NOTE_MAX).collect()
     }
 }
 

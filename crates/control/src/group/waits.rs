@@ -2,7 +2,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, ErrorKind, Reason, Result, interrupt};
 
-use super::state::{GroupState, Meeting, STEP_TIMEOUT};
+use super::state::{BarrierProgress, GroupState, STEP_TIMEOUT};
 use crate::RankState;
 use crate::bootstrap::hash;
 use crate::keys::{EPOCH, check_key};
@@ -70,13 +70,13 @@ impl GroupState {
             if ranks.len() == 1 {
                 return Ok(());
             }
-            let meeting = self.arrive(name, &ranks, &incarnations, deadline.max(Instant::now() + STEP_TIMEOUT))?;
+            let progress = self.arrive(name, &ranks, &incarnations, deadline.max(Instant::now() + STEP_TIMEOUT))?;
             let keys: Vec<String> =
-                ranks.iter().map(|rank| self.keys.arrival(meeting.barrier, *rank, meeting.count)).collect();
+                ranks.iter().map(|rank| self.keys.arrival(progress.barrier, *rank, progress.count)).collect();
             let wanted = Wanted { keys: &keys, ranks: &ranks, incarnations: &incarnations };
-            let gone_on = |roster: &Roster, rank| roster.left_after(rank, meeting.barrier, meeting.count);
+            let gone_on = |roster: &Roster, rank| roster.left_after(rank, progress.barrier, progress.count);
             if self.wait_keys(&purpose, &wanted, deadline, gone_on)?.is_some() {
-                self.completed(name, ranks, meeting);
+                self.completed(name, ranks, progress);
                 return Ok(());
             }
         }
@@ -98,7 +98,7 @@ impl GroupState {
         known: impl Fn(&Roster, u32) -> Option<u64>,
     ) -> Result<Vec<u64>> {
         let _sleeping = interrupt::sleeping(|| self.waker());
-        let mut waiting = self.sight.waiting(purpose.operation, purpose.began);
+        let mut waiting = self.page_row.waiting(purpose.operation, purpose.began);
         let mut roster = self.roster.lock();
         loop {
             self.store(purpose.operation)?;
@@ -117,36 +117,36 @@ impl GroupState {
     }
 
     /// Publishes this process's arrival at the next round, unless it is published.
-    fn arrive(&self, name: &str, ranks: &[u32], incarnations: &[u64], deadline: Instant) -> Result<Meeting> {
+    fn arrive(&self, name: &str, ranks: &[u32], incarnations: &[u64], deadline: Instant) -> Result<BarrierProgress> {
         let barrier = barrier_id(name, ranks, incarnations);
         let place = (name.to_owned(), ranks.to_vec());
-        let known = self.own.lock().meetings.get(&place).copied();
-        let mut meeting = match known {
-            Some(meeting) if meeting.barrier == barrier => meeting,
-            _ => Meeting { barrier, count: 0, arrived: false },
+        let known = self.own.lock().barriers.get(&place).copied();
+        let mut progress = match known {
+            Some(progress) if progress.barrier == barrier => progress,
+            _ => BarrierProgress { barrier, count: 0, arrived: false },
         };
         let old =
             known.filter(|known| known.barrier != barrier).map(|known| self.keys.arrivals_at(known.barrier, self.rank));
         // A rank that arrives at this round has seen all others in the previous one, so all have left the rounds before
         // it.
-        let before = (meeting.count % EPOCH == 1 && meeting.count > EPOCH && !meeting.arrived)
-            .then(|| self.keys.arrivals_in_epoch(barrier, self.rank, meeting.count / EPOCH - 1));
-        if !meeting.arrived {
-            self.put("barrier", &self.keys.arrival(barrier, self.rank, meeting.count), &[], deadline)?;
-            meeting.arrived = true;
+        let before = (progress.count % EPOCH == 1 && progress.count > EPOCH && !progress.arrived)
+            .then(|| self.keys.arrivals_in_epoch(barrier, self.rank, progress.count / EPOCH - 1));
+        if !progress.arrived {
+            self.put("barrier", &self.keys.arrival(barrier, self.rank, progress.count), &[], deadline)?;
+            progress.arrived = true;
         }
-        self.own.lock().meetings.insert(place, meeting);
+        self.own.lock().barriers.insert(place, progress);
         for prefix in old.into_iter().chain(before) {
             self.note_store_errors(self.store("barrier")?.delete_prefix(&prefix, deadline))?;
         }
-        Ok(meeting)
+        Ok(progress)
     }
 
-    fn completed(&self, name: &str, ranks: Vec<u32>, meeting: Meeting) {
-        self.sight.count_barrier();
-        let next = Meeting { count: meeting.count + 1, arrived: false, ..meeting };
-        if let Some(known) = self.own.lock().meetings.get_mut(&(name.to_owned(), ranks))
-            && *known == meeting
+    fn completed(&self, name: &str, ranks: Vec<u32>, progress: BarrierProgress) {
+        self.page_row.count_barrier();
+        let next = BarrierProgress { count: progress.count + 1, arrived: false, ..progress };
+        if let Some(known) = self.own.lock().barriers.get_mut(&(name.to_owned(), ranks))
+            && *known == progress
         {
             *known = next;
         }
@@ -162,7 +162,7 @@ impl GroupState {
         excused: impl Fn(&Roster, u32) -> bool,
     ) -> Result<Option<Vec<Entry>>> {
         let mut look = CHECK_INTERVALS.0;
-        let mut waiting = self.sight.waiting(purpose.operation, purpose.began);
+        let mut waiting = self.page_row.waiting(purpose.operation, purpose.began);
         loop {
             let store = self.store(purpose.operation)?;
             let mut keys = Vec::with_capacity(wanted.keys.len());

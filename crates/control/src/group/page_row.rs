@@ -8,7 +8,7 @@ use crossrail_sight::{Kind, Row, Wait, fields, now_ns, ranks_text};
 use crossrail_types::Log;
 
 /// The membership's row of the page. Any thread may write it; of several waits it shows the one that began first.
-pub(super) struct Sight(Mutex<Shown>);
+pub(super) struct PageRow(Mutex<Shown>);
 
 struct Shown {
     row: Row,
@@ -19,15 +19,15 @@ struct Shown {
 
 /// One thread's wait, shown while this lives.
 pub(super) struct Waiting<'a> {
-    sight: &'a Sight,
+    page_row: &'a PageRow,
     operation: &'a str,
     began: Instant,
     shown: bool,
 }
 
-impl Sight {
+impl PageRow {
     /// The row of the group `name`; `place`: this rank, and the ranks of the group.
-    pub(super) fn new(folder: Option<&Path>, log: Log, name: &str, place: (u32, u32)) -> Sight {
+    pub(super) fn new(folder: Option<&Path>, log: Log, name: &str, place: (u32, u32)) -> PageRow {
         let page = folder.and_then(|folder| crossrail_sight::open(folder, log));
         let owner = page.as_ref().map_or(0, |page| page.owner());
         let mut row = Row::new(page.as_ref(), Kind::Group, owner, name, "");
@@ -35,12 +35,12 @@ impl Sight {
             writer.set(fields::group::rank, place.0.into());
             writer.set(fields::group::ranks, place.1.into());
         });
-        Sight(Mutex::new(Shown { row, taken: false, barriers: 0 }))
+        PageRow(Mutex::new(Shown { row, taken: false, barriers: 0 }))
     }
 
     /// A wait that began at `began`, not shown yet.
     pub(super) fn waiting<'a>(&'a self, operation: &'a str, began: Instant) -> Waiting<'a> {
-        Waiting { sight: self, operation, began, shown: false }
+        Waiting { page_row: self, operation, began, shown: false }
     }
 
     /// A barrier is complete.
@@ -55,7 +55,7 @@ impl Sight {
 impl Waiting<'_> {
     /// Shows that these ranks are missing.
     pub(super) fn show(&mut self, missing: &[u32]) {
-        let mut shown = self.sight.0.lock();
+        let mut shown = self.page_row.0.lock();
         if shown.taken && !self.shown {
             return;
         }
@@ -75,7 +75,7 @@ impl Waiting<'_> {
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if self.shown {
-            let mut shown = self.sight.0.lock();
+            let mut shown = self.page_row.0.lock();
             shown.taken = false;
             shown.row.write(|writer| writer.wait(None));
         }
