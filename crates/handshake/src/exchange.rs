@@ -31,7 +31,7 @@ pub(crate) struct Exchange<'a> {
     started: Instant,
     deadline: Instant,
     /// The peer may already be reading frames: no reject is sent any more.
-    hushed: bool,
+    rejects_stopped: bool,
 }
 
 impl<'a> Exchange<'a> {
@@ -43,7 +43,17 @@ impl<'a> Exchange<'a> {
         deadline: Instant,
     ) -> Exchange<'a> {
         let (operation, peer, stage) = (operation.into(), peer.into(), "connect".to_owned());
-        Exchange { fd, protocol, stop: None, operation, peer, stage, started: Instant::now(), deadline, hushed: false }
+        Exchange {
+            fd,
+            protocol,
+            stop: None,
+            operation,
+            peer,
+            stage,
+            started: Instant::now(),
+            deadline,
+            rejects_stopped: false,
+        }
     }
 
     /// Ends every wait with `Closed` once `stop` is readable.
@@ -60,8 +70,8 @@ impl<'a> Exchange<'a> {
 
     /// Closes silently from now on, whatever fails: the peer may already use the connection as a lane, and would read a
     /// reject as a frame.
-    pub(crate) fn hush(&mut self) {
-        self.hushed = true;
+    pub(crate) fn stop_rejects(&mut self) {
+        self.rejects_stopped = true;
     }
 
     /// Names the next step, for errors.
@@ -102,7 +112,7 @@ impl<'a> Exchange<'a> {
     }
 
     fn send_reject(&self, reject: &Reject) {
-        if !self.hushed {
+        if !self.rejects_stopped {
             send_reject(self.fd, self.protocol, reject);
         }
     }

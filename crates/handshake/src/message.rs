@@ -35,7 +35,8 @@ pub const REJECT_TEXT_MAX: usize = REJECT_LEN - 12;
 pub const FLAG_SECRET: u8 = 1;
 /// Flag of challenge and reply: the token of the acceptor's address is (to be) mixed into the proof.
 pub const FLAG_TOKEN: u8 = 2;
-/// Flag of challenge and reply: the token of the acceptor's user is (to be) mixed into the proof, in the secret's place.
+/// Flag of challenge and reply: the token of the acceptor's user is (to be) mixed into the proof, in the secret's
+/// place.
 pub const FLAG_USER: u8 = 4;
 
 /// Which message this is.

@@ -118,7 +118,8 @@ mod tests {
             let mut pending = Pending::new(GRACE);
             pending.insert(0, 1, start, ());
             (1..places).for_each(|id| pending.insert(id, 1, start, ()));
-            // Half as many as there are places while the peer's handshake takes longer than others are sure of their place.
+            // Half as many as there are places while the peer's handshake takes longer than others are sure of their
+            // place.
             for more in 0..places / 2 {
                 let (now, draw) = (start + GRACE, (peer * places + more).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32);
                 pending.evict(&1, true, now, draw).expect("all have had their time");

@@ -38,8 +38,9 @@ fn shared(key: &[u8]) -> Shared<'_> {
 /// store's address, for errors. Blocks until `deadline` at most.
 ///
 /// # Errors
-/// `Refused`: the secrets or the users differ, or only one end has one. `Mismatch`: the version. `Exhausted`: the store admits no
-/// more clients. `Refused` with [`Reason::Busy`]: too many clients have not proved themselves; try again. `Protocol`: not a store. `Unreachable`: the connection ended. `Timeout`.
+/// `Refused`: the secrets or the users differ, or only one end has one. `Mismatch`: the version. `Exhausted`: the store
+/// admits no more clients. `Refused` with [`Reason::Busy`]: too many clients have not proved themselves; try again.
+/// `Protocol`: not a store. `Unreachable`: the connection ended. `Timeout`.
 pub fn connect(fd: BorrowedFd<'_>, secret: &Secret, operation: &str, peer: &str, deadline: Instant) -> Result<()> {
     let mut exchange = Exchange::new(fd, &STORE, operation, peer, deadline);
     greet(&mut exchange, secret).map_err(|error| match error.kind {

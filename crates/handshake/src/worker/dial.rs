@@ -26,9 +26,9 @@ const PAUSE_MAX: Duration = Duration::from_millis(200);
 
 /// Opens a session with the worker that `target` names.
 ///
-/// A worker's address is tried over its Unix socket first (if `prefer_unix`, and both are on one machine), then over its
-/// TCP addresses in turn, each with its share of the time. Retries until `deadline` where the peer is busy, or its own limit
-/// for a handshake ended the attempt. Blocks the calling thread until `deadline` at most.
+/// A worker's address is tried over its Unix socket first (if `prefer_unix`, and both are on one machine), then over
+/// its TCP addresses in turn, each with its share of the time. Retries until `deadline` where the peer is busy, or its
+/// own limit for a handshake ended the attempt. Blocks the calling thread until `deadline` at most.
 ///
 /// # Errors
 /// `Unreachable`, `Timeout`; `Refused` (secret, token); `Mismatch` (version, parameters); `Protocol` (not a Crossrail
@@ -151,7 +151,8 @@ fn attempt(
                 let Agreed { peer, ticket } = agreed;
                 return Ok(Session { stream, peer, ticket, initiator: true });
             }
-            // A timeout before ours is the peer's: on a busy machine one end waits longer for the other than that allows.
+            // A timeout before ours is the peer's: on a busy machine one end waits longer for the other than that
+            // allows.
             Err(error)
                 if (error.reason == Some(Reason::Busy) || error.kind == ErrorKind::Timeout) && pause.before_retry() => {
             }

@@ -12,13 +12,13 @@ const SESSION: &str = "crossrail session";
 
 /// What both ends know before they meet: the secret or their user's token, and the token of the acceptor's address; or
 /// nothing.
-pub(super) struct Known([u8; 32]);
+pub(super) struct PreShared([u8; 32]);
 
-impl Known {
-    pub(super) fn new(flags: u8, secret: &[u8], token: &[u8; 16]) -> Known {
+impl PreShared {
+    pub(super) fn new(flags: u8, secret: &[u8], token: &[u8; 16]) -> PreShared {
         let secret = if flags & (FLAG_SECRET | FLAG_USER) != 0 { secret } else { &[] };
         let token: &[u8] = if flags & FLAG_TOKEN != 0 { token } else { &[] };
-        Known(tag(secret, "crossrail known", &[&[flags], token]))
+        PreShared(tag(secret, "crossrail known", &[&[flags], token]))
     }
 
     /// What the ends of a control connection prove to know.

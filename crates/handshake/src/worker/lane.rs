@@ -5,7 +5,7 @@ use std::fmt;
 use crossrail_types::{ErrorKind, Reason, Result};
 
 use super::keys::{self, Ticket};
-use super::limits::made_room;
+use super::limits::evicted_error;
 use super::wire::{LaneHello, LanePurpose, WORKER};
 use crate::exchange::Exchange;
 use crate::message::{Confirm, Kind, Reject, RejectCode};
@@ -51,9 +51,9 @@ pub(super) fn initiate(exchange: &mut Exchange<'_>, ticket: &Ticket, lane: LaneN
 /// Finds the lane key of a session; `None`: there is no such session.
 pub(super) type FindKey<'a> = &'a dyn Fn(&Exchange<'_>, &[u8; 16]) -> Result<Option<[u8; 32]>>;
 
-/// The accepting end, once the connector has answered `challenge` with `hello`: the session, and which of its lanes this
-/// connection is. `settle` is called once the connector has proved itself; false: the connection has been given up, and
-/// the connector told so.
+/// The accepting end, once the connector has answered `challenge` with `hello`: the session, and which of its lanes
+/// this connection is. `settle` is called once the connector has proved itself; false: the connection has been given
+/// up, and the connector told so.
 pub(super) fn admit(
     exchange: &mut Exchange<'_>,
     (challenge, hello_bytes): (&[u8], &[u8]),
@@ -74,12 +74,12 @@ pub(super) fn admit(
             .reject(&Reject::new(RejectCode::Refused, "wrong key for this session").because(Reason::SessionUnknown)));
     };
     if !settle() {
-        return Err(made_room(exchange));
+        return Err(evicted_error(exchange));
     }
     exchange.write(&proof.encode(&WORKER))?;
     exchange.stage(format!("{lane}: confirmation"));
     // From the proof on, the connector may take the connection for a lane.
-    exchange.hush();
+    exchange.stop_rejects();
     Confirm::decode(&WORKER, &exchange.message(Kind::Confirm)?).map_err(|e| exchange.malformed(&e))?;
     Ok((hello.session, lane))
 }

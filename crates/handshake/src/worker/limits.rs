@@ -19,7 +19,8 @@ use crate::terms::no_descriptor;
 pub struct Limits {
     /// Most at a time.
     pub half_open: usize,
-    /// Most at a time from one IP address (all of loopback, and of an IPv6 network of 64 bits, is one), or from one user over the Unix socket.
+    /// Most at a time from one IP address (all of loopback, and of an IPv6 network of 64 bits, is one), or from one
+    /// user over the Unix socket.
     pub half_open_per_source: usize,
     /// Longest time that one may take.
     pub timeout: Duration,
@@ -34,11 +35,11 @@ impl Default for Limits {
 }
 
 /// Reject text for a peer whose handshake was evicted.
-pub(super) const MADE_ROOM: &str = "the handshake took long while others waited for their turn";
+pub(super) const EVICTED: &str = "the handshake took long while others waited for their turn";
 
-/// The error of a handshake that has ended for another's.
-pub(super) fn made_room(exchange: &Exchange<'_>) -> Error {
-    exchange.error(ErrorKind::Refused, MADE_ROOM).with_reason(Reason::Busy)
+/// The error of a handshake that was evicted for another.
+pub(super) fn evicted_error(exchange: &Exchange<'_>) -> Error {
+    exchange.error(ErrorKind::Refused, EVICTED).with_reason(Reason::Busy)
 }
 
 /// How long connections wait for a descriptor before they are turned away.
@@ -63,8 +64,8 @@ impl Spare {
         self.since = None;
     }
 
-    /// There was none, as `error` says. `accept` is called with one more if that has lasted, and the connection is turned
-    /// away; whether there was one.
+    /// There was none, as `error` says. `accept` is called with one more if that has lasted, and the connection is
+    /// turned away; whether there was one.
     pub(super) fn turn_away<C: AsFd>(
         &mut self,
         error: &Error,
@@ -111,7 +112,7 @@ struct Entries {
 struct Connection {
     /// Ends the handshake: the connection itself, shared with its thread.
     socket: OwnedFd,
-    ended: Arc<AtomicBool>,
+    evicted: Arc<AtomicBool>,
 }
 
 impl HalfOpen {
@@ -120,7 +121,7 @@ impl HalfOpen {
     }
 
     /// Counts one more handshake, until the slot is dropped; or why there is no room for it. The second: a connection
-    /// whose handshake has ended to make room, to be told so.
+    /// that was evicted for it and gets a reject.
     pub(super) fn take(
         half_open: &Arc<HalfOpen>,
         source: Source,
@@ -140,15 +141,15 @@ impl HalfOpen {
         } else {
             None
         };
-        let (id, ended) = (entries.next, Arc::new(AtomicBool::new(false)));
+        let (id, flag) = (entries.next, Arc::new(AtomicBool::new(false)));
         entries.next += 1;
-        entries.open.insert(id, source, now, Connection { socket: connection, ended: Arc::clone(&ended) });
+        entries.open.insert(id, source, now, Connection { socket: connection, evicted: Arc::clone(&flag) });
         drop(entries);
         let evicted = evicted.map(|(_, connection)| {
-            connection.ended.store(true, Ordering::Release);
+            connection.evicted.store(true, Ordering::Release);
             connection.socket
         });
-        Ok((Slot { half_open: Arc::clone(half_open), source, id, ended: Ended(ended) }, evicted))
+        Ok((Slot { half_open: Arc::clone(half_open), source, id, evicted: Evicted(flag) }, evicted))
     }
 }
 
@@ -157,14 +158,14 @@ pub(super) struct Slot {
     half_open: Arc<HalfOpen>,
     source: Source,
     id: u64,
-    ended: Ended,
+    evicted: Evicted,
 }
 
-/// Whether a handshake has made room for another.
+/// Whether a handshake was evicted for another.
 #[derive(Clone)]
-pub(super) struct Ended(Arc<AtomicBool>);
+pub(super) struct Evicted(Arc<AtomicBool>);
 
-impl Ended {
+impl Evicted {
     pub(super) fn is_set(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -175,8 +176,8 @@ impl Slot {
         self.source
     }
 
-    pub(super) fn ended(&self) -> Ended {
-        self.ended.clone()
+    pub(super) fn evicted(&self) -> Evicted {
+        self.evicted.clone()
     }
 
     /// Removes the handshake of a peer that has proved itself from the count: it can no longer be evicted. False: it

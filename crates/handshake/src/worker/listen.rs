@@ -20,7 +20,7 @@ use nix::unistd::Uid;
 use super::address::Address;
 use super::hello::{Device, Identity};
 use super::lane::{self, LaneName};
-use super::limits::{HalfOpen, MADE_ROOM, Slot, Source, Spare, made_room};
+use super::limits::{EVICTED, HalfOpen, Slot, Source, Spare, evicted_error};
 use super::session::{self, Agreed, Session, Stream};
 use super::sockets::{ListenConfig, ListeningSocket, open};
 use super::text::tcp_name;
@@ -289,7 +289,7 @@ fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: S
     let slot = match HalfOpen::take(&acceptor.half_open, source, incoming.as_fd()) {
         Ok((slot, evicted)) => {
             if let Some(connection) = evicted {
-                send_reject(connection.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, MADE_ROOM));
+                send_reject(connection.as_fd(), &WORKER, &Reject::new(RejectCode::Busy, EVICTED));
                 let _ = shutdown(connection.as_raw_fd(), Shutdown::Both);
             }
             slot
@@ -302,13 +302,13 @@ fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: S
         }
     };
     let own = Arc::clone(acceptor);
-    let (name, ended) = (from.clone(), slot.ended());
+    let (name, evicted) = (from.clone(), slot.evicted());
     let spawned = thread::Builder::new().name("crossrail-meet".to_owned()).spawn(move || {
         OWN_THREAD.set(true);
         match own.handshake(incoming, &name, slot) {
             Err(error) if error.kind == ErrorKind::Closed => {}
-            Err(_) if ended.is_set() => {
-                let error = Error::new(ErrorKind::Refused, "accept", MADE_ROOM).with_reason(Reason::Busy);
+            Err(_) if evicted.is_set() => {
+                let error = Error::new(ErrorKind::Refused, "accept", EVICTED).with_reason(Reason::Busy);
                 own.rejected(&name, error.with_peer(&name));
             }
             Err(error) => own.rejected(&name, error),
@@ -410,7 +410,7 @@ impl Acceptor {
     ) -> Result<(Agreed, Opening<'_>)> {
         // From the hello on, the peer would take a reject for a frame.
         if !slot.settle() {
-            return Err(made_room(exchange));
+            return Err(evicted_error(exchange));
         }
         let opening = Opening::new(self, admitted.session());
         Ok((admitted.confirm(exchange)?, opening))

@@ -4,8 +4,8 @@
 //! A worker runs one [`Listener`]; its peers [`connect`] to it and then [`dial_lane`] as many lanes as they want.
 //! Both ends get plain sockets whose peer has proved itself:
 //!
-//! - Without a shared [`Secret`](crate::Secret), a worker admits only processes of the same user: over its Unix socket by
-//!   their credentials, which admit root's as well, and over TCP by the user's token.
+//! - Without a shared [`Secret`](crate::Secret), a worker admits only processes of the same user: over its Unix socket
+//!   by their credentials, which admit root's as well, and over TCP by the user's token.
 //! - Whoever holds a worker's [`Address`] also proves that, so nobody else can answer in the worker's place.
 
 mod address;

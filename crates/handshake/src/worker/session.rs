@@ -8,7 +8,7 @@ use crossrail_types::{ErrorKind, Reason, Result};
 
 use super::address::Address;
 use super::hello::{Hello, Identity, decode_hello};
-use super::keys::{Keys, Known, Ticket};
+use super::keys::{Keys, PreShared, Ticket};
 use super::wire::{HelloHead, WORKER};
 use crate::exchange::Exchange;
 use crate::message::{Challenge, FLAG_SECRET, FLAG_TOKEN, FLAG_USER, Kind, Reject, RejectCode, Reply};
@@ -84,9 +84,9 @@ pub(super) fn initiate(
     let flags = terms::offered(secret, expect.is_some(), &challenge).map_err(|refusal| exchange.refuse(&refusal))?;
     let token = expect.map_or([0; 16], |address| address.token);
     let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
-    let known = Known::new(flags, &key, &token);
+    let pre_shared = PreShared::new(flags, &key, &token);
     let mut reply = Reply { version: WORKER.version, flags, nonce: random()?, mac: [0; 32] }.encode(&WORKER);
-    exchange.prove(&known.shared(), flags, &challenge_bytes, &mut reply).map_err(|error| match error.kind {
+    exchange.prove(&pre_shared.shared(), flags, &challenge_bytes, &mut reply).map_err(|error| match error.kind {
         // What the acceptor refuses is what went into the proof.
         _ if error.kind != ErrorKind::Refused || error.reason.is_some() => error,
         ErrorKind::Refused if flags & FLAG_USER != 0 => {
@@ -96,7 +96,7 @@ pub(super) fn initiate(
         ErrorKind::Refused if flags & FLAG_TOKEN != 0 => error.with_reason(Reason::TokenWrong),
         _ => error,
     })?;
-    let keys = known.keys(&challenge_bytes, &reply);
+    let keys = pre_shared.keys(&challenge_bytes, &reply);
 
     exchange.stage("hello");
     send_hello(exchange, &keys, true, &hello)?;
@@ -112,8 +112,8 @@ pub(super) fn initiate(
     Ok(Agreed { peer, ticket: Ticket { session: keys.id, key: keys.lane, checksum } })
 }
 
-/// The accepting end begins every connection with a challenge, and only the answer says whether it is to be a session or
-/// a lane of one: which may come here, and the challenge and its answer, as bytes.
+/// The accepting end begins every connection with a challenge, and only the answer says whether it is to be a session
+/// or a lane of one: which may come here, and the challenge and its answer, as bytes.
 pub(super) fn begin(
     exchange: &mut Exchange<'_>,
     me: &Identity,
@@ -148,8 +148,8 @@ pub(super) fn admit(
     let reply = Reply::decode(&WORKER, reply_bytes).map_err(|e| exchange.malformed(&e))?;
     terms::check_reply(&WORKER, flags, flags | FLAG_TOKEN, &reply).map_err(|reject| exchange.reject(&reject))?;
     let key = secret.key().map_err(|error| exchange.refuse(&terms::unreadable(&error)))?;
-    let known = Known::new(reply.flags, &key, &me.hello.token);
-    let Some(proof) = known.shared().answer(challenge_bytes, reply_bytes) else {
+    let pre_shared = PreShared::new(reply.flags, &key, &me.hello.token);
+    let Some(proof) = pre_shared.shared().answer(challenge_bytes, reply_bytes) else {
         let (text, reason) = match (reply.flags & FLAG_SECRET != 0, reply.flags & FLAG_TOKEN != 0) {
             (true, true) => ("wrong secret, or the token of another worker's address", Reason::SecretWrong),
             (true, false) => ("wrong secret", Reason::SecretWrong),
@@ -162,7 +162,7 @@ pub(super) fn admit(
         return Err(exchange.reject(&Reject::new(RejectCode::Refused, text).because(reason)));
     };
     exchange.write(&proof.encode(&WORKER))?;
-    let keys = known.keys(challenge_bytes, reply_bytes);
+    let keys = pre_shared.keys(challenge_bytes, reply_bytes);
 
     exchange.stage("hello");
     let peer = receive_hello(exchange, &keys, true)?;

@@ -50,8 +50,8 @@ pub(super) enum ListeningSocket {
     Tcp(TcpListener, Purpose),
 }
 
-/// Who may connect to a listening TCP socket: peers that open sessions, and lanes of the rails whose addresses they come
-/// to. One port for both is one port to open in a firewall.
+/// Who may connect to a listening TCP socket: peers that open sessions, and lanes of the rails whose addresses they
+/// come to. One port for both is one port to open in a firewall.
 #[derive(Default)]
 pub(super) struct Purpose {
     pub(super) sessions: bool,
