@@ -1,7 +1,7 @@
 //! N ping-pongs between two workers of one process, driven by one thread: what callgrind counts.
 //!
-//! `hotpath [N] [TRANSPORT] [SIZE] [IDLE]`: 10000 of 8 bytes over shm unless said otherwise, while the first worker has IDLE
-//! other endpoints (0), over which nothing goes.
+//! `hotpath [N] [TRANSPORT] [SIZE] [IDLE]`: 10000 of 8 bytes over shm unless said otherwise, while the first worker has
+//! IDLE other endpoints (0), over which nothing goes.
 
 use crossrail::{ConnectOptions, Context, Endpoint, Memory, Request, Result, Settings, Worker, WorkerOptions};
 

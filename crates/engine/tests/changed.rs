@@ -14,7 +14,8 @@ use nix::sys::socket::{MsgFlags, SockaddrIn, SockaddrStorage, getsockname, send}
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(60));
 const SIZE: usize = 3 << 20;
-/// Times that a rail which is always corrupt is dialled again, by either end, and the least that they may take together.
+/// Times that a rail which is always corrupt is dialled again, by either end, and the least that they may take
+/// together.
 const DIALS: usize = 5;
 const PAUSES: Duration = Duration::from_millis(1300);
 

@@ -21,7 +21,8 @@ const ROW: u64 = 4096;
 const ROWS: u64 = 8192;
 /// Where the parent listens, in hexadecimal; its transports; whether the child's memory can be mapped.
 const PARENT: &str = "CROSSRAIL_TEST_LISTS_PARENT";
-/// Moves that are tried until one was in flight when the rail or the peer was lost: a busy machine may finish some before.
+/// Moves that are tried until one was in flight when the rail or the peer was lost: a busy machine may finish some
+/// before.
 const TRIES: u64 = 40;
 
 /// One test at a time: a descriptor that [`cut`] has found is not to become another test's.

@@ -173,8 +173,8 @@ fn a_worker_whose_threads_have_enough_connections_takes_no_more() {
     assert_eq!(carrying(&ends), MOST);
 }
 
-/// Of a process that was killed the connections end one after the other. The last may be one over which nothing went yet:
-/// then nobody asked whether the peer had left, and its requests waited without end.
+/// Of a process that was killed the connections end one after the other. The last may be one over which nothing went
+/// yet: then nobody asked whether the peer had left, and its requests waited without end.
 #[test]
 fn a_peer_has_left_whichever_connection_was_the_last() {
     const ADDRESS: &str = "127.0.0.68";

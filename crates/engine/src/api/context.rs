@@ -179,7 +179,7 @@ impl Context {
             transports: transports(&Local {
                 settings: self.0.settings(),
                 rails: chosen.as_deref().unwrap_or(&[]),
-                breadth: self.0.breadth(),
+                tcp_limits: self.0.tcp_limits(),
                 cuda: environment::gpus_seen().then_some(&cuda),
             }),
             devices: devices(self.0.settings(), &nics, chosen.as_deref().unwrap_or(&[])),
@@ -284,14 +284,14 @@ fn devices(settings: &Settings, nics: &[Nic], chosen: &[NetDevice]) -> Vec<Devic
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::environment::Breadth;
+    use crate::environment::TcpLimits;
     use crossrail_gpu::CudaInfo;
 
     #[test]
     fn gpus_without_cuda_are_said_to_be_out_with_the_reason_and_the_fix() {
         let said = |cuda: Option<&CudaState>, tls: &str| {
             let settings = Settings::from_pairs([("CROSSRAIL_TLS", tls)]).expect("a setting");
-            let local = Local { settings: &settings, rails: &[], breadth: Breadth::of(&settings, 2, &[]), cuda };
+            let local = Local { settings: &settings, rails: &[], tcp_limits: TcpLimits::of(&settings, 2, &[]), cuda };
             let row = transports(&local).into_iter().find(|row| row.name == "cuda_ipc").expect("a row");
             (row.usable, row.reason, row.fix)
         };

@@ -8,7 +8,7 @@ use crossrail_transport::{Index, List};
 use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
 use super::{Endpoint, Region, Worker};
-use crate::core::lists::{RowsOf, Told};
+use crate::core::lists::{RowsOf, SentDescription};
 use crate::core::{Claim, Core};
 use crate::memory::{Addresses, Description, Extent, Place, Placed, RegionKey, Row, Space};
 use crate::progress::Progress;
@@ -25,7 +25,7 @@ pub(super) struct Inner {
     extents: Vec<Extent>,
     pub(super) of: Of,
     /// Descriptions of it that were sent to peers.
-    told: Mutex<Vec<(Claim, Option<Told>)>>,
+    sent: Mutex<Vec<(Claim, Option<SentDescription>)>>,
 }
 
 /// Whose memory it is.
@@ -37,15 +37,15 @@ pub(super) enum Of {
 impl Drop for Inner {
     fn drop(&mut self) {
         // May run under the worker's lock, which withdrawing the descriptions takes.
-        let told = std::mem::take(&mut *self.told.lock());
-        let told: Vec<_> = told.into_iter().filter_map(|(claim, told)| Some((claim, told?))).collect();
-        if told.is_empty() || self.progress.check_origin("drop").is_err() {
+        let sent = std::mem::take(&mut *self.sent.lock());
+        let sent: Vec<_> = sent.into_iter().filter_map(|(claim, sent)| Some((claim, sent?))).collect();
+        if sent.is_empty() || self.progress.check_origin("drop").is_err() {
             return;
         }
         let progress = self.progress.clone();
         self.progress.defer(Box::new(move || {
             let mut core = progress.core();
-            told.iter().for_each(|(claim, told)| core.untell(claim.id, &[*told]));
+            sent.iter().for_each(|(claim, sent)| core.withdraw(claim.id, &[*sent]));
             progress.after(core);
         }));
     }
@@ -53,7 +53,7 @@ impl Drop for Inner {
 
 impl Layout {
     fn new(progress: &Arc<Progress>, placed: Placed, extents: Vec<Extent>, of: Of) -> Layout {
-        Layout(Arc::new(Inner { progress: progress.clone(), placed, extents, of, told: Mutex::default() }))
+        Layout(Arc::new(Inner { progress: progress.clone(), placed, extents, of, sent: Mutex::default() }))
     }
 
     /// How many rows.
@@ -74,7 +74,7 @@ impl Layout {
     /// Part `index` of each row, cut into `parts` of equal length.
     ///
     /// # Errors
-    /// `Usage`: a row's length is no multiple of that, or there is no such part.
+    /// `Usage`: a row's length is not a multiple of that, or there is no such part.
     pub fn split(&self, parts: u64, index: u64) -> Result<Layout> {
         Ok(self.with(self.0.placed.split(parts, index)?))
     }
@@ -170,24 +170,24 @@ impl Layout {
     }
 
     /// Describes it to the peer, once. `None`: the peer could not copy these rows directly anyway.
-    pub(super) fn tell(&self, core: &mut Core, endpoint: EndpointId) -> Result<Option<Told>> {
-        let mut all = self.0.told.lock();
-        if let Some((_, told)) = all.iter().find(|(claim, _)| claim.id == endpoint) {
-            return Ok(*told);
+    pub(super) fn describe(&self, core: &mut Core, endpoint: EndpointId) -> Result<Option<SentDescription>> {
+        let mut all = self.0.sent.lock();
+        if let Some((_, sent)) = all.iter().find(|(claim, _)| claim.id == endpoint) {
+            return Ok(*sent);
         }
         let strides = self.0.placed.relative(&self.0.extents);
-        let told = match &self.0.of {
+        let sent = match &self.0.of {
             Of::Own(_) => {
                 let memory: Vec<_> = self.0.extents.iter().map(|extent| (extent.base, extent.len)).collect();
-                core.tell_rows(endpoint, RowsOf::Own(&memory, &strides, self.space()))?
+                core.describe_rows(endpoint, RowsOf::Own(&memory, &strides, self.space()))?
             }
             Of::Peer(_, keys) => {
                 let keys: Vec<_> = keys.iter().map(|key| key.key).collect();
-                core.tell_rows(endpoint, RowsOf::Peer(&keys, &strides))?
+                core.describe_rows(endpoint, RowsOf::Peer(&keys, &strides))?
             }
         };
-        all.push((core.peers().claim(endpoint), told));
-        Ok(told)
+        all.push((core.peers().claim(endpoint), sent));
+        Ok(sent)
     }
 }
 

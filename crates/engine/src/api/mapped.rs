@@ -196,8 +196,8 @@ impl Endpoint {
     ///
     /// # Errors
     /// `Usage`: the memory was allocated by another [`Context`](crate::Context); `Unsupported`: the endpoint has no
-    /// shared-memory lane, or the system denies memfds to this process; `PeerDead`, `Closed`; `Timeout`: the peer did not read its socket within
-    /// `CROSSRAIL_TIMEOUT`; `Exhausted`, `Io`: the system refused.
+    /// shared-memory lane, or the system denies memfds to this process; `PeerDead`, `Closed`; `Timeout`: the peer did
+    /// not read its socket within `CROSSRAIL_TIMEOUT`; `Exhausted`, `Io`: the system refused.
     pub fn share(&self, memory: &Memory) -> Result<Shared> {
         self.share_buffer(memory.into())
     }

@@ -12,7 +12,7 @@ use crossrail_types::{Error, ErrorKind, OpId, Result};
 use super::layout::Of;
 use super::notices::check_len;
 use super::{Endpoint, Layout, Op, Request};
-use crate::core::lists::{ListOperation, Part, Then, Told};
+use crate::core::lists::{FollowUp, ListOperation, Part, SentDescription};
 use crate::core::{Claim, OpKind};
 use crate::memory::{Buffer, Place, Ready};
 use crate::progress::{self, Progress};
@@ -37,7 +37,8 @@ pub struct MoveOptions<'a> {
     pub local_index: Option<&'a [u32]>,
     /// The rows of the remote layout: each moves to or from the row in the same place of the local one.
     pub remote_index: Option<&'a [u32]>,
-    /// Raised at the peer ([`Worker::notices`](crate::Worker::notices)) once all bytes are in place, if it is not empty.
+    /// Raised at the peer ([`Worker::notices`](crate::Worker::notices)) once all bytes are in place, if it is not
+    /// empty.
     pub notice: &'a [u8],
     /// Of a write: counted in the region of the first row of the remote layout once all bytes are there. Once for each
     /// start, and not if the move fails. Where there is one operation per run ([`Move::explain`]), the request may be
@@ -94,7 +95,7 @@ struct Prepared {
     own: Arc<List>,
     theirs: List,
     /// The view and what it depends on. `None`: there is GPU memory, and runs go one by one.
-    view: Option<[Option<Told>; 3]>,
+    view: Option<[Option<SentDescription>; 3]>,
 }
 
 impl Drop for Prepared {
@@ -106,7 +107,7 @@ impl Drop for Prepared {
         let (progress, claim) = (self.progress.clone(), self.claim.clone());
         self.progress.defer(Box::new(move || {
             let mut core = progress.core();
-            core.untell(claim.id, &[view]);
+            core.withdraw(claim.id, &[view]);
             progress.after(core);
         }));
     }
@@ -164,24 +165,24 @@ impl Endpoint {
         let host = local.is_host() && remote.is_host();
         let gpu = local.is_of_one_gpu() && remote.is_of_one_gpu();
         let mut core = progress.core();
-        let told = (|| {
+        let sent = (|| {
             if !host && !gpu {
                 return Ok(None);
             }
-            let own_rows = local.tell(&mut core, self.id)?;
+            let own_rows = local.describe(&mut core, self.id)?;
             if gpu && own_rows.is_none() && own.bytes() / own.count().max(1) >= LONG_ROW {
                 return Ok(None);
             }
-            let rows = remote.tell(&mut core, self.id)?.ok_or_else(|| usage("no rows"))?;
+            let rows = remote.describe(&mut core, self.id)?.ok_or_else(|| usage("no rows"))?;
             let of = |list: &List| list.rows().even();
-            let paired = own_rows.as_ref().map(|told| (told, own.index(), of(&own)));
-            let view = core.tell_view(self.id, (&rows, theirs.index(), of(&theirs)), paired)?;
+            let paired = own_rows.as_ref().map(|sent| (sent, own.index(), of(&own)));
+            let view = core.describe_view(self.id, (&rows, theirs.index(), of(&theirs)), paired)?;
             Ok::<_, Error>(Some([Some(view), Some(rows), own_rows]))
         })();
         let claim = core.peers().claim(self.id);
         progress.after(core);
         let (local, remote, own) = (local.clone(), remote.clone(), Arc::new(own));
-        let view = told?;
+        let view = sent?;
         let prepared = Prepared { progress: progress.clone(), claim, local, remote, own, theirs, view };
         let (endpoint, prepared) = (self.clone(), Arc::new(prepared));
         Ok(Move { endpoint, kind, prepared, notice: notice.to_vec(), imm, started: Mutex::new(None) })
@@ -234,8 +235,8 @@ impl Move {
         MoveExplain { how: how.to_owned(), why: why.to_owned(), lane, rows, runs, nbytes }
     }
 
-    /// Starts it. Finished when all bytes are in place, as for a write or a read; the notice is then raised at the peer,
-    /// and the immediate counted, with no further call here.
+    /// Starts it. Finished when all bytes are in place, as for a write or a read; the notice is then raised at the
+    /// peer, and the immediate counted, with no further call here.
     ///
     /// # Errors
     /// `Usage`: it is in flight, or there are no such rows; `Region`: a local region was deregistered; `PeerDead`,
@@ -316,7 +317,7 @@ impl Move {
         if (!notice.is_empty() || count.is_some())
             && let Some(entry) = core.operations().op_mut(parent)
         {
-            entry.set_then(Then::Tell(count, notice.to_vec()));
+            entry.set_follow_up(FollowUp::Notify(count, notice.to_vec()));
         }
         core.operations().release(parent, failure);
         progress.after(core);
@@ -345,8 +346,8 @@ impl Move {
             let len = len.min(key.len() - offset);
             let (at, _) = local.locate(a.0).ok_or_else(|| usage("a row outside its region"))?;
             let len = len.min(local.left(at, a.0));
-            // SAFETY: memory of regions that `keep` holds, and that `Layout::check_live` has found registered; of ranges
-            // registered by address, whoever registered them answers for it.
+            // SAFETY: memory of regions that `keep` holds, and that `Layout::check_live` has found registered; of
+            // ranges registered by address, whoever registered them answers for it.
             let buffer = unsafe {
                 match local.place(at) {
                     Place::Host => Buffer::raw(a.0 as *mut u8, len as usize, Some(keep.clone())),

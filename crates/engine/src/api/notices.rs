@@ -53,8 +53,8 @@ pub(super) fn check_len(what: &str, bytes: &[u8]) -> Result<()> {
 }
 
 impl Worker {
-    /// Makes progress once and takes at most `limit` notices of all peers, in the order in which they came. Never blocks.
-    /// [`Worker::event_fd`] becomes readable when there are new ones.
+    /// Makes progress once and takes at most `limit` notices of all peers, in the order in which they came. Never
+    /// blocks. [`Worker::event_fd`] becomes readable when there are new ones.
     pub fn notices(&self, limit: usize) -> Vec<Notice> {
         let progress = self.progress_handle();
         if progress.check_origin("notices").is_err() {
@@ -63,7 +63,7 @@ impl Worker {
         let mut core = progress.core();
         if !core.has_notices() {
             let whole = core.wake_ups().caller_passes().is_multiple_of(WHOLE_EVERY);
-            if whole || !progress.manner.has_background {
+            if whole || !progress.options.has_background {
                 drop(core);
                 progress.step();
                 core = progress.core();

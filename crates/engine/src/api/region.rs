@@ -123,8 +123,8 @@ impl Region {
     /// Waits until `count` writes with this immediate have arrived since the region was registered.
     ///
     /// # Errors
-    /// `Region` when it was deregistered; `Exhausted` when 65,536 other immediates have arrived before this one, so that it is
-    /// not counted; `Timeout`.
+    /// `Region` when it was deregistered; `Exhausted` when 65,536 other immediates have arrived before this one, so
+    /// that it is not counted; `Timeout`.
     pub fn wait_imm(&self, imm: u32, count: u64, timeout: Option<Duration>) -> Result<()> {
         self.0.progress.check_origin("wait_imm")?;
         let region = self.0.region;

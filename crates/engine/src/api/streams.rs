@@ -72,9 +72,9 @@ impl Request {
     ///
     /// # Errors
     /// `Usage`: the stream is another GPU's, or is being captured (a graph can't wait for one transfer again and again;
-    /// capture [`Mapped::put`](super::Mapped::put) instead); `Exhausted`: as many of the process's streams wait on that GPU as may
-    /// ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise), since with one
-    /// more what they wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
+    /// capture [`Mapped::put`](super::Mapped::put) instead); `Exhausted`: as many of the process's streams wait on that
+    /// GPU as may ([`crossrail_cuda::max_waiting_streams`]: 7, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise),
+    /// since with one more what they wait for would not go on; `Unsupported`: there is no CUDA; what the driver says.
     pub unsafe fn wait_on(&self, stream: u64, ordinal: u32) -> Result<()> {
         self.progress.check_origin("wait_on")?;
         let device = self.progress.environment().gpus().device(ordinal)?;
@@ -99,10 +99,10 @@ impl Request {
         // for.
         let put_in = unsafe { stream.wait_value32(word.address(), value as u32) };
         // Written by the thread that sees the request finish; the word is free then.
-        let tell = move || word.cell().store(value, Ordering::Release);
+        let store = move || word.cell().store(value, Ordering::Release);
         match put_in {
-            Ok(()) => self.on_complete(move |_| tell()),
-            Err(_) => tell(),
+            Ok(()) => self.on_complete(move |_| store()),
+            Err(_) => store(),
         }
         put_in
     }

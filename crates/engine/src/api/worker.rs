@@ -10,7 +10,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
 use crate::memory::{Buffer, Described, Description, Place};
-use crate::progress::{Manner, Progress, SessionEvents};
+use crate::progress::{Progress, ProgressOptions, SessionEvents};
 use crate::session::registry;
 use crate::session::transport::Transports;
 use crate::session::{ListenOptions, Sessions, Turn};
@@ -26,8 +26,8 @@ pub struct WorkerOptions {
     pub unix: bool,
     /// Whether a thread of its own makes progress while no caller does.
     pub background: bool,
-    /// Whether peers that connect stay without being [accepted](Worker::accept), which then finds none: they are reached
-    /// by [`Worker::peer`] and [`Worker::endpoints`].
+    /// Whether peers that connect stay without being [accepted](Worker::accept), which then finds none: they are
+    /// reached by [`Worker::peer`] and [`Worker::endpoints`].
     pub admit: bool,
     /// How long that thread polls after anything last moved, before it sleeps. Waking it takes tens of microseconds;
     /// polling takes a processor. Nothing by default.
@@ -109,8 +109,8 @@ impl Worker {
     pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
         context.environment().origin().check("worker")?;
         let WorkerOptions { name, listen: addresses, unix, background, admit, linger } = options;
-        let manner = Manner { has_background: background, linger };
-        let progress = Progress::new(context.environment(), manner)?;
+        let options = ProgressOptions { has_background: background, linger };
+        let progress = Progress::new(context.environment(), options)?;
         let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix, admit }, transports) {
             Ok(sessions) => sessions,
             Err(error) => {
@@ -300,8 +300,8 @@ impl Worker {
     }
 }
 
-/// [`Worker::close`] of all of them: each knows that it ends before it loses a peer among them, whose end it would report
-/// otherwise.
+/// [`Worker::close`] of all of them: each knows that it ends before it loses a peer among them, whose end it would
+/// report otherwise.
 pub fn close_all<'a>(workers: impl Iterator<Item = &'a Worker>) {
     let begun: Vec<_> = workers.filter(|worker| worker.0.begin_close()).collect();
     begun.iter().for_each(|worker| worker.0.finish_close());

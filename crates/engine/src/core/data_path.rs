@@ -172,8 +172,8 @@ impl DataPath<'_> {
         let mut host = Host { matcher: &mut tables.matcher, regions: &mut regions };
         let control = if token == CONTROL { tables.lanes.get(lane).map(LaneRecord::control) } else { None };
         let result = peer.protocol.placed(now, lane, control.unwrap_or_default(), &mut host);
-        // The next frame may name what this one brought, and bytes for rows are copied there before the peer can hear that
-        // they have arrived.
+        // The next frame may name what this one brought, and bytes for rows are copied there before the peer can hear
+        // that they have arrived.
         tables.take_arrived(endpoint);
         result
     }

@@ -176,7 +176,7 @@ pub(super) struct Request {
 }
 
 /// What [`DirectCopies::begin`] leaves to the caller.
-pub(super) enum Begun {
+pub(super) enum Started {
     /// Nothing.
     Done,
     /// A copy is in flight whose completion no event reports: a thread that sleeps on the lanes must poll it instead.
@@ -248,7 +248,7 @@ impl DirectCopies {
     }
 
     /// Begins a copy, or has the protocol know that it cannot be made.
-    pub(super) fn begin(&mut self, context: &mut Context<'_>, request: Request) -> Begun {
+    pub(super) fn begin(&mut self, context: &mut Context<'_>, request: Request) -> Started {
         let Request { endpoint, id, memory, role, ref offer, len } = request;
         if is_paired(offer) {
             return self.begin_pair(context, &request);
@@ -262,7 +262,7 @@ impl DirectCopies {
             .and_then(|_| create_domain(context.tables, (context.gpu, context.polled), (endpoint, lane), space).ok());
         let (Some(lane), Some(local), Some(domain)) = (lane, local, domain) else {
             context.failed(endpoint, id);
-            return Begun::Done;
+            return Started::Done;
         };
         let len = len as usize;
         let reached = domain.reach(&offer.descriptor, len);
@@ -274,7 +274,7 @@ impl DirectCopies {
             Ok(kind) => kind,
             Err(why) => {
                 context.unreachable(&request, space, &why);
-                return Begun::Done;
+                return Started::Done;
             }
         };
         if let Memory::Op(op) = memory
@@ -287,7 +287,7 @@ impl DirectCopies {
             && len > FETCH_MAX
             && let Some(lent) = lend(context, &request, (local, len))
         {
-            return Begun::Lent(lent);
+            return Started::Lent(lent);
         }
         let now = context.tables.clock.now();
         if let (Some(descriptor), Some(peer)) = (ours, context.tables.peers.get_mut(endpoint)) {
@@ -301,15 +301,15 @@ impl DirectCopies {
             self.copied = Some(Instant::now());
             self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
         }
-        Begun::Copying
+        Started::Copying
     }
 
     /// [`DirectCopies::begin`] between the lists of a view. What cannot be copied is carried.
-    fn begin_pair(&mut self, context: &mut Context<'_>, request: &Request) -> Begun {
+    fn begin_pair(&mut self, context: &mut Context<'_>, request: &Request) -> Started {
         let Request { endpoint, id, memory, role, offer, len } = request;
         let Memory::Region { region, base, .. } = *memory else {
             context.failed(*endpoint, *id);
-            return Begun::Done;
+            return Started::Done;
         };
         let view = context.tables.hosted.view(region).cloned();
         let lane = context.tables.peers.get(*endpoint).and_then(|peer| peer.message_lane());
@@ -324,7 +324,7 @@ impl DirectCopies {
         });
         let (Some(lane), Some(pair)) = (lane, pair) else {
             context.failed(*endpoint, *id);
-            return Begun::Done;
+            return Started::Done;
         };
         let copy = if *role == Role::Pull { Copy::Pull } else { Copy::Push };
         let (local, remote, len) = (std::ptr::null_mut(), offer.descriptor, *len as usize);
@@ -332,7 +332,7 @@ impl DirectCopies {
         self.copies.push_back(ActiveCopy::new((*endpoint, lane, *id), *memory, space, job, Some(pair)));
         self.copied = Some(Instant::now());
         self.step_one(context, self.copies.len() - 1, COPY_BUDGET);
-        Begun::Copying
+        Started::Copying
     }
 
     /// The protocol wants that copy stopped.
@@ -367,8 +367,8 @@ impl DirectCopies {
         (moved, ended)
     }
 
-    /// Advances every copy, of those that are divided in halves this end's half of the oldest ones; with `helps` only one of
-    /// those, by a piece of the other half. Whether anything moved.
+    /// Advances every copy, of those that are divided in halves this end's half of the oldest ones; with `helps` only
+    /// one of those, by a piece of the other half. Whether anything moved.
     fn step_each(&mut self, context: &mut Context<'_>, helps: bool, ended: &mut Vec<EndpointId>) -> bool {
         let (mut moved, mut at) = (false, 0);
         let (mut tried, mut waits) = ((None, 0), None);
@@ -411,8 +411,8 @@ impl DirectCopies {
         moved
     }
 
-    /// Advances this end's halves of the oldest copies with the same peer at once, or both halves, where its link can. Whether
-    /// anything moved.
+    /// Advances this end's halves of the oldest copies with the same peer at once, or both halves, where its link can.
+    /// Whether anything moved.
     fn step_row(&mut self, context: &mut Context<'_>, both: bool) -> bool {
         if self.copies.len() < 2 {
             return false;

@@ -61,8 +61,8 @@ impl Transfers {
         }
         peer.protocol.lane_down(now, id);
         if is_refused && !none_left && matches!(error, LaneError::Closed(_)) {
-            // The peer has enough of them, or the rail is lost, whose first connection brings them back. The last lane of
-            // all is another matter: from its loss on the peer has STRANDED to come back.
+            // The peer has enough of them, or the rail is lost, whose first connection brings them back. The last lane
+            // of all is another matter: from its loss on the peer has STRANDED to come back.
             tables.log.debug(format_args!("{}: lane {name} is {error}; the rail continues without it", peer.name()));
         } else if peer.is_alive() {
             // The connection for messages is no lane that the user knows of.

@@ -199,7 +199,8 @@ impl LaneRecord {
         LaneRecord { rail: Some(rail), interface, ..self }
     }
 
-    /// Messages of more than `any` bytes are copied directly, of memory that the peer can map those of more than `mapped`.
+    /// Messages of more than `any` bytes are copied directly, of memory that the peer can map those of more than
+    /// `mapped`.
     pub(crate) fn copied_above(self, any: usize, mapped: usize) -> LaneRecord {
         let carried_max = if self.caps.direct { self.eager_max.min(any).min(mapped) } else { self.eager_max };
         LaneRecord { copied_min: any, mapped_min: mapped, carried_max, ..self }
@@ -321,8 +322,8 @@ impl LaneRecord {
     pub(super) fn deliver_word(&mut self) {
         let Some((target, grant)) = self.word_target.take() else { return };
         if let Some(_permit) = grant.enter() {
-            // SAFETY: eight aligned bytes of memory that the grant keeps (see `DataPath::place`); atomic, since its owner
-            // polls them from other threads.
+            // SAFETY: eight aligned bytes of memory that the grant keeps (see `DataPath::place`); atomic, since its
+            // owner polls them from other threads.
             unsafe { Word::at(target as *mut u64) }.announce(*self.word);
         }
     }

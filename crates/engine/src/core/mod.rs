@@ -10,8 +10,8 @@
 //!     WakeUps     who makes progress, and whom to wake
 //! ```
 //!
-//! None of the five holds another: [`Transfers`] lends them to each other for one call. [`DataPath`](data_path::DataPath)
-//! is what it lends to a lane that is polled: the tables and GPU memory.
+//! None of the five holds another: [`Transfers`] lends them to each other for one call.
+//! [`DataPath`](data_path::DataPath) is what it lends to a lane that is polled: the tables and GPU memory.
 
 mod bulk_lane;
 mod clock;
@@ -47,7 +47,7 @@ use crossrail_types::{EndpointId, Log, Reason};
 pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, LaneEnd, READABLE, WRITABLE};
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
-pub(crate) use self::operations::{CALLBACKS, FINISHED, Operations, Received, Standing, THENS, Wanted};
+pub(crate) use self::operations::{CALLBACKS, FINISHED, FOLLOW_UPS, OpStatus, Operations, Received, Wanted};
 pub(crate) use self::outcome::{OpKind, Submission, gone};
 pub(crate) use self::peers::{Claim, Peer, Peers};
 pub(crate) use self::receipt::{Callback, Collected, outcome, render};
@@ -184,7 +184,8 @@ impl Core {
     }
 
     /// Receives the peer's next message without a pass, if it is short and nothing else has to be looked at before it;
-    /// what became of it. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look again.
+    /// what became of it. `endpoint`: the peer, `None` for the only one that there is. `spins`: how often to look
+    /// again.
     #[inline]
     pub(crate) fn receive_short(
         &mut self,

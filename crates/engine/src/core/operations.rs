@@ -11,7 +11,7 @@ use crossrail_proto as proto;
 use crossrail_transport::Place;
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use super::lists::part::Then;
+use super::lists::part::FollowUp;
 use super::names::Names;
 use super::outcome::{Finish, OpKind, Outcome};
 use super::receipt::{Callback, Collected};
@@ -19,7 +19,7 @@ use super::returns::{Owner, Returns};
 use crate::memory::{Buffer, Keep};
 
 /// State of an operation, as [`Operations::collect`] reports it.
-pub(crate) enum Standing {
+pub(crate) enum OpStatus {
     /// What it does, and with which peer, as far as that is known.
     InFlight(OpKind, Option<EndpointId>),
     /// Finished; the request keeps the end, and the entry is free.
@@ -67,10 +67,10 @@ pub(crate) struct Operations {
     /// Callbacks of finished operations, to be run without the lock.
     callbacks: Vec<(Callback, Outcome)>,
     /// What follows the ends of operations.
-    thens: Vec<(EndpointId, Then, bool)>,
+    follow_ups: Vec<(EndpointId, FollowUp, bool)>,
     /// Short messages that have ended and need more than [`Operations::finish_short`].
     delivered: Vec<(EndpointId, proto::Short)>,
-    /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`], [`THENS`].
+    /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`], [`FOLLOW_UPS`].
     news: u8,
     live: usize,
     /// Operations that were ever inserted.
@@ -85,7 +85,7 @@ pub(crate) const FINISHED: u8 = 1;
 pub(crate) const CALLBACKS: u8 = 2;
 
 /// Something follows the end of an operation ([`Core::follow_up`](super::Core::follow_up)).
-pub(crate) const THENS: u8 = 4;
+pub(crate) const FOLLOW_UPS: u8 = 4;
 
 /// Token of a message that is placed whole, together with the index of its receive.
 pub(super) const MESSAGE: u64 = 1 << 62;
@@ -100,7 +100,7 @@ impl Default for Operations {
             slots: Vec::new(),
             free: NO_ENTRY,
             callbacks: Vec::new(),
-            thens: Vec::new(),
+            follow_ups: Vec::new(),
             delivered: Vec::new(),
             news: 0,
             live: 0,
@@ -135,7 +135,8 @@ impl Operations {
         id
     }
 
-    /// [`Operations::insert`] of an operation whose memory is the host's, which it takes over, with the id that is [upcoming](Operations::upcoming).
+    /// [`Operations::insert`] of an operation whose memory is the host's, which it takes over, with the id that is
+    /// [upcoming](Operations::upcoming).
     #[inline(always)]
     pub(super) fn insert_plain(
         &mut self,
@@ -167,8 +168,8 @@ impl Operations {
 
     #[inline]
     pub(crate) fn op(&self, id: OpId) -> Option<&Op> {
-        // The generation is that of the next use as soon as the entry is free. Not by `filter`, which makes the compiler
-        // test the reference a second time.
+        // The generation is that of the next use as soon as the entry is free. Not by `filter`, which makes the
+        // compiler test the reference a second time.
         match self.slots.get(id.index as usize) {
             Some(op) if op.generation == id.generation => Some(op),
             _ => None,
@@ -195,8 +196,8 @@ impl Operations {
     }
 
     /// What follows the ends of operations, with their peers, and whether they were good.
-    pub(crate) fn take_thens(&mut self) -> Vec<(EndpointId, Then, bool)> {
-        std::mem::take(&mut self.thens)
+    pub(crate) fn take_follow_ups(&mut self) -> Vec<(EndpointId, FollowUp, bool)> {
+        std::mem::take(&mut self.follow_ups)
     }
 
     /// Callbacks to run without the lock.
@@ -239,9 +240,9 @@ impl Operations {
             op.attached().ending.get_or_insert(outcome);
             return;
         }
-        let Attached { direct, callback, parent, ending, then, .. } =
+        let Attached { direct, callback, parent, ending, follow_up, .. } =
             op.attached.take().map(|attached| *attached).unwrap_or_default();
-        let then = op.endpoint.zip(then);
+        let follow_up = op.endpoint.zip(follow_up);
         if let Some(first) = ending {
             outcome = first;
         }
@@ -257,9 +258,9 @@ impl Operations {
         if let Some(callback) = callback {
             self.call_back(callback, outcome.clone());
         }
-        if let Some((endpoint, then)) = then {
-            self.thens.push((endpoint, then, outcome.is_ok()));
-            self.news |= THENS;
+        if let Some((endpoint, follow_up)) = follow_up {
+            self.follow_ups.push((endpoint, follow_up, outcome.is_ok()));
+            self.news |= FOLLOW_UPS;
         }
         if let Some(op) = self.op_mut(id) {
             op.outcome = Some(outcome);
@@ -291,8 +292,8 @@ impl Operations {
         }
     }
 
-    /// [`Operations::finish`] for a short message with nothing attached to it, over the usual lane of the peer that `from`
-    /// describes. False: go the long way.
+    /// [`Operations::finish`] for a short message with nothing attached to it, over the usual lane of the peer that
+    /// `from` describes. False: go the long way.
     #[inline(always)]
     pub(crate) fn finish_short(&mut self, from: &UsualLane, short: &proto::Short) -> bool {
         let Some(op) = self.op_mut(short.op) else { return true };
@@ -309,8 +310,8 @@ impl Operations {
         true
     }
 
-    /// Has `take` put a short message into the memory of its receive (null: there is none any more), which ends and, if it
-    /// is `wanted`, leaves the table.
+    /// Has `take` put a short message into the memory of its receive (null: there is none any more), which ends and, if
+    /// it is `wanted`, leaves the table.
     #[inline(always)]
     pub(super) fn receive_short(
         &mut self,
@@ -347,8 +348,8 @@ impl Operations {
         Received::Ended
     }
 
-    /// Leaves a short message's end to [`Transfers::settle`](super::Transfers::settle), because it has more to it than most.
-    /// Callers give a copy: with a reference to their own, it would have to lie in memory in the usual case, too.
+    /// Leaves a short message's end to [`Transfers::settle`](super::Transfers::settle), because it has more to it than
+    /// most. Callers give a copy: with a reference to their own, it would have to lie in memory in the usual case, too.
     #[cold]
     pub(super) fn deliver_later(&mut self, endpoint: EndpointId, short: &proto::Short) {
         self.delivered.push((endpoint, *short));
@@ -399,20 +400,20 @@ impl Operations {
     /// How an operation stands. The good end of a short message leaves the table with this call, for `collected` of its
     /// request, which is not looked up again.
     #[inline]
-    pub(crate) fn collect(&mut self, id: OpId, collected: &Collected) -> Standing {
+    pub(crate) fn collect(&mut self, id: OpId, collected: &Collected) -> OpStatus {
         let Operations { slots, free, live, .. } = self;
         let op = match slots.get_mut(id.index as usize) {
             Some(op) if op.generation == id.generation => op,
-            _ => return Standing::Kept,
+            _ => return OpStatus::Kept,
         };
         match op.state {
             State::Short if matches!(op.keep, Keep::Nothing) => {
                 collected.store(op.names, op.tag, op.bytes, op.wire_ns);
                 op.vacate(id, free, live);
-                Standing::Collected
+                OpStatus::Collected
             }
-            State::Plain | State::InFlight => Standing::InFlight(op.kind, op.endpoint),
-            _ => Standing::Kept,
+            State::Plain | State::InFlight => OpStatus::InFlight(op.kind, op.endpoint),
+            _ => OpStatus::Kept,
         }
     }
 

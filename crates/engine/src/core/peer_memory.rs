@@ -10,8 +10,8 @@ use super::lanes::PolledLanes;
 use super::tables::Tables;
 use crate::memory::Space;
 
-/// The domain in which memory of that space is shared with a peer: that of `lane`, the one for its messages, or the link
-/// between GPUs beside it. `None`: there is none, or not yet.
+/// The domain in which memory of that space is shared with a peer: that of `lane`, the one for its messages, or the
+/// link between GPUs beside it. `None`: there is none, or not yet.
 #[inline]
 pub(super) fn domain<'a>(
     (gpu, polled): (&'a mut GpuMemory, &'a mut PolledLanes),

@@ -19,8 +19,9 @@ use crate::memory::{Buffer, Space};
 const HELP_MIN: u64 = 128 << 10;
 
 impl Core {
-    /// Submits an operation of host memory that can start at once, as most can. `Ok`: whether nothing has changed that other
-    /// threads must hear of, too; the buffer keeps nothing any more. `None`: nothing was done, and [`Core::submit`] decides.
+    /// Submits an operation of host memory that can start at once, as most can. `Ok`: whether nothing has changed that
+    /// other threads must hear of, too; the buffer keeps nothing any more. `None`: nothing was done, and
+    /// [`Core::submit`] decides.
     #[inline(always)]
     pub(crate) fn submit_now(
         &mut self,
@@ -210,8 +211,8 @@ impl Core {
     }
 
     /// Copies the bytes of a short operation out of GPU memory, so that they go with its first frame, as those of host
-    /// memory do. A chunk would wait for the peer's consent, and for the stagers of both ends. False: it is too long, or
-    /// the copy failed, and then packing it fails with the reason.
+    /// memory do. A chunk would wait for the peer's consent, and for the stagers of both ends. False: it is too long,
+    /// or the copy failed, and then packing it fails with the reason.
     fn copy_out_short(&mut self, endpoint: EndpointId, op: OpId, ordinal: u32) -> bool {
         let Transfers { tables, gpu, .. } = &mut self.transfers;
         let lane = tables.peers.get(endpoint).and_then(|peer| peer.message_lane());

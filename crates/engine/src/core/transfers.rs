@@ -13,7 +13,7 @@ use proto::{Event, Memory};
 use self::short::publish_count;
 use super::bulk_lane::BulkLane;
 use super::data_path::{DataPath, wants};
-use super::direct::{self, Begun, DirectCopies};
+use super::direct::{self, DirectCopies, Started};
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
 use super::lists::hosted::Hosted;
@@ -466,13 +466,13 @@ impl Transfers {
         let endpoint = request.endpoint;
         let mut context = direct::Context { tables: &mut self.tables, gpu: &mut self.gpu, polled: &mut self.polled };
         match self.direct.begin(&mut context, request) {
-            Begun::Done => {}
-            Begun::Copying => {
+            Started::Done => {}
+            Started::Copying => {
                 if self.polled.is_armed() {
                     self.wake_ups.want_driver();
                 }
             }
-            Begun::Lent(passed) => {
+            Started::Lent(passed) => {
                 if let Err(failed) = passed {
                     self.drop_noted(&failed);
                 }

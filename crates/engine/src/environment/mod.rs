@@ -1,7 +1,7 @@
 //! Settings, memory, GPUs, network devices and processors of this process.
 
-mod breadth;
 mod rails;
+mod tcp_limits;
 
 use std::sync::{Arc, OnceLock};
 
@@ -11,7 +11,7 @@ use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Machine, NetDevice, Nic, Placement};
 use crossrail_types::{Origin, Rails, Result, Settings};
 
-pub(crate) use self::breadth::Breadth;
+pub(crate) use self::tcp_limits::TcpLimits;
 
 /// One process's settings and devices, discovered once. Shared by a context and its workers; any thread may use it.
 pub(crate) struct Environment {
@@ -152,8 +152,8 @@ impl Environment {
     }
 
     /// What TCP may use here.
-    pub(crate) fn breadth(&self) -> Breadth {
-        Breadth::of(&self.settings, self.cores(), &self.rails().unwrap_or_default())
+    pub(crate) fn tcp_limits(&self) -> TcpLimits {
+        TcpLimits::of(&self.settings, self.cores(), &self.rails().unwrap_or_default())
     }
 
     /// Processors that this process may use.

@@ -193,8 +193,9 @@ impl Keep {
         match self {
             Keep::Nothing => {}
             Keep::Segment(segment) => {
-                // SAFETY: as for `drop_segment`. By its pointer alone: copied as a whole, it would be read in pieces longer
-                // than those in which it has just been written, for which the processor waits until they are in its cache.
+                // SAFETY: as for `drop_segment`. By its pointer alone: copied as a whole, it would be read in pieces
+                // longer than those in which it has just been written, for which the processor waits until they are in
+                // its cache.
                 let segment = unsafe { std::ptr::read(segment) };
                 // SAFETY: `self` was read above, and `to` keeps nothing: neither is to be dropped.
                 unsafe {
@@ -215,8 +216,9 @@ impl Keep {
     #[inline(always)]
     pub(crate) fn drop_segment(&mut self) {
         if let Keep::Segment(segment) = self {
-            // SAFETY: the segment is moved out of `self`, which is overwritten at once without being dropped: it is owned
-            // once all the time, and nothing in between can panic. (`mem::replace` moves the longest kind, twice.)
+            // SAFETY: the segment is moved out of `self`, which is overwritten at once without being dropped: it is
+            // owned once all the time, and nothing in between can panic. (`mem::replace` moves the longest kind,
+            // twice.)
             let segment = unsafe { std::ptr::read(segment) };
             // SAFETY: a reference; see above.
             unsafe { std::ptr::write(self, Keep::Nothing) };

@@ -49,7 +49,7 @@ impl Progress {
         while !self.closing.load(Ordering::Acquire) {
             let mut core = self.core.lock();
             core.read_clock();
-            let due = self.sight.is_due(&core);
+            let due = self.page_rows.is_due(&core);
             let wake_ups = core.wake_ups();
             let (passes, polling) = (wake_ups.caller_passes(), wake_ups.is_polling());
             let sleeping = wake_ups.is_anyone_sleeping();
@@ -68,7 +68,8 @@ impl Progress {
         }
     }
 
-    /// Makes progress until nothing moves, sleeps until something does. Returns when callers take over, who wait or poll.
+    /// Makes progress until nothing moves, sleeps until something does. Returns when callers take over, who wait or
+    /// poll.
     fn drive(&self) {
         let mut pace: Option<Pace> = None;
         let mut quiet = 0;
@@ -84,7 +85,7 @@ impl Progress {
             }
             moved |= core.pass(true, true);
             let busy = core.is_busy();
-            let due = self.sight.is_due(&core);
+            let due = self.page_rows.is_due(&core);
             self.after(core);
             if due {
                 self.publish();
@@ -92,7 +93,7 @@ impl Progress {
             moved |= self.poll_sockets(Some(Duration::ZERO));
             if moved || busy {
                 quiet = 0;
-                (linger, still_since) = (self.manner.linger, None);
+                (linger, still_since) = (self.options.linger, None);
                 if !moved {
                     std::thread::yield_now();
                 }
@@ -108,7 +109,7 @@ impl Progress {
                 continue;
             }
             // A sleep that ends without work, for the sake of timers, is no reason to poll.
-            linger = if self.doze() { self.manner.linger } else { Duration::ZERO };
+            linger = if self.doze() { self.options.linger } else { Duration::ZERO };
             (quiet, still_since) = (0, None);
         }
     }

@@ -50,8 +50,8 @@ impl Connections {
         self.driven().wake_always();
     }
 
-    /// The group for one more connection over a device on that NUMA node: of those with threads one that has the fewest,
-    /// if there are any. `started`: the nodes that the threads of the first groups were placed by.
+    /// The group for one more connection over a device on that NUMA node: of those with threads one that has the
+    /// fewest, if there are any. `started`: the nodes that the threads of the first groups were placed by.
     pub(super) fn emptiest(&self, started: &[Option<u32>], node: Option<u32>) -> usize {
         let lanes: Vec<usize> = self.0.iter().skip(1).map(Group::lanes).collect();
         emptiest(&lanes, started, node).map_or(0, |at| at + 1)

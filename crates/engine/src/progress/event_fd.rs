@@ -23,15 +23,15 @@ impl EventsFd {
     }
 
     #[inline]
-    pub(crate) fn tell(&self) {
+    pub(crate) fn signal(&self) {
         if self.wanted.load(Ordering::Acquire) {
-            self.signal();
+            self.write();
         }
     }
 
     #[cold]
     #[inline(never)]
-    fn signal(&self) {
+    fn write(&self) {
         let _ = self.fd.write(1);
     }
 

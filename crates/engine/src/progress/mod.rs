@@ -7,8 +7,8 @@ mod event_fd;
 mod gpu_admission;
 mod group;
 mod lane_health;
+mod page_rows;
 mod requests;
-mod sight;
 mod tasks;
 mod threads;
 mod waits;
@@ -26,12 +26,12 @@ pub(crate) use self::event_fd::EventsFd;
 pub(crate) use self::gpu_admission::{admit, admit_links, admit_shared, wait_ready};
 pub(crate) use self::group::About;
 use self::group::SocketEvent;
-use self::sight::Sight;
+use self::page_rows::PageRows;
 use self::tasks::Tasks;
 use self::threads::Threads;
 use crate::core::gpu::Inbox;
-use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, LostRail, Receipt, THENS, render};
-use crate::environment::{Breadth, Environment};
+use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Receipt, render};
+use crate::environment::{Environment, TcpLimits};
 
 /// How long the background thread sleeps at most without checking the protocol's timers.
 pub(super) const NAP_MAX: Duration = Duration::from_millis(100);
@@ -57,7 +57,7 @@ type Due = (Callback, Result<Receipt>);
 
 /// How a worker makes progress.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Manner {
+pub(crate) struct ProgressOptions {
     /// There is a background thread.
     pub(crate) has_background: bool,
     /// How long it polls after anything last moved.
@@ -85,8 +85,8 @@ pub(crate) struct Progress {
     done: Condvar,
     inbox: Inbox,
     tasks: Tasks,
-    sight: Sight,
-    pub(crate) manner: Manner,
+    page_rows: PageRows,
+    pub(crate) options: ProgressOptions,
     background: Mutex<Option<Thread>>,
     threads: Threads,
     closing: AtomicBool,
@@ -98,15 +98,15 @@ impl Progress {
     ///
     /// # Errors
     /// `Io` and `Exhausted` when the system refuses descriptors.
-    pub(crate) fn new(environment: &Arc<Environment>, manner: Manner) -> Result<Arc<Progress>> {
+    pub(crate) fn new(environment: &Arc<Environment>, options: ProgressOptions) -> Result<Arc<Progress>> {
         let log = Log(environment.settings().log);
         let events = EventsFd::new()?;
         let inbox = Inbox::default();
-        let Breadth { threads, pumps_first, .. } = environment.breadth();
+        let TcpLimits { threads, pumps_first, .. } = environment.tcp_limits();
         let connections = Connections::new(if threads > 1 { threads } else { 0 })?;
         let mut core = Core::new(log, environment.arena().clone(), inbox.clone());
-        let sight = Sight::new(environment.settings().pages.as_deref(), log);
-        if sight.is_open() {
+        let page_rows = PageRows::new(environment.settings().pages.as_deref(), log);
+        if page_rows.is_open() {
             core.transfers().polled().keep_ends();
         }
         Ok(Arc::new_cyclic(|me| Progress {
@@ -122,8 +122,8 @@ impl Progress {
             done: Condvar::new(),
             inbox,
             tasks: Tasks::default(),
-            sight,
-            manner,
+            page_rows,
+            options,
             background: Mutex::new(None),
             threads: Threads::default(),
             closing: AtomicBool::new(false),
@@ -137,7 +137,7 @@ impl Progress {
     /// `Io` when the system refuses threads.
     pub(crate) fn start(self: &Arc<Self>, sessions: Weak<dyn SessionEvents>) -> Result<()> {
         let _ = self.sessions.set(sessions);
-        if self.manner.has_background {
+        if self.options.has_background {
             let progress = self.clone();
             let thread = self.spawn("crossrail-progress", move || progress.progress_forever())?;
             *self.background.lock() = Some(thread);
@@ -225,7 +225,7 @@ impl Progress {
 
     /// Names the worker in the process's page.
     pub(crate) fn named(&self, name: &str) {
-        self.sight.name(name);
+        self.page_rows.name(name);
         if self.environment.settings().trace.is_some() {
             self.core().start_trace(name);
         }
@@ -255,25 +255,25 @@ impl Progress {
     #[inline(always)]
     fn after_or_leave(&self, mut core: MutexGuard<'_, Core>, left: Option<&mut Vec<Due>>) {
         let news = core.operations().take_news();
-        if (news & (CALLBACKS | THENS)) | u8::from(core.wake_ups().wants_connections()) != 0 {
+        if (news & (CALLBACKS | FOLLOW_UPS)) | u8::from(core.wake_ups().wants_connections()) != 0 {
             return self.after_rare(core, news, left);
         }
         let sleepers = core.wake_ups().is_anyone_sleeping();
         drop(core);
         if news & FINISHED != 0 {
-            self.tell_finished(sleepers);
+            self.notify_finished(sleepers);
         }
     }
 
-    /// An operation has finished. `sleepers`: callers sleep, as counted under the lock: one that is only about to sleep is
-    /// notified too, because it waits for the condition with the lock, and cannot miss this.
+    /// An operation has finished. `sleepers`: callers sleep, as counted under the lock: one that is only about to sleep
+    /// is notified too, because it waits for the condition with the lock, and cannot miss this.
     #[inline]
-    fn tell_finished(&self, sleepers: bool) {
-        self.events.tell();
+    fn notify_finished(&self, sleepers: bool) {
+        self.events.signal();
         if sleepers {
             self.done.notify_all();
         }
-        if !self.manner.has_background {
+        if !self.options.has_background {
             // A caller may sleep on the sockets.
             self.connections.driven().wake();
         }
@@ -281,9 +281,9 @@ impl Progress {
 
     #[cold]
     fn after_rare(&self, mut core: MutexGuard<'_, Core>, mut news: u8, left: Option<&mut Vec<Due>>) {
-        while news & THENS != 0 {
+        while news & FOLLOW_UPS != 0 {
             core.follow_up();
-            news = news & !THENS | core.operations().take_news();
+            news = news & !FOLLOW_UPS | core.operations().take_news();
         }
         let sleepers = core.wake_ups().is_anyone_sleeping();
         let (connections, driver) = core.wake_ups().take();
@@ -317,7 +317,7 @@ impl Progress {
             None => self.threads.call_back(callbacks),
         }
         if news & FINISHED != 0 {
-            self.tell_finished(sleepers);
+            self.notify_finished(sleepers);
         }
     }
 
@@ -329,7 +329,7 @@ impl Progress {
         core.tick();
         core.wake_ups().count_pass();
         // Otherwise the background thread does it.
-        let due = !self.manner.has_background && self.sight.is_due(&core);
+        let due = !self.options.has_background && self.page_rows.is_due(&core);
         self.after(core);
         if due {
             self.publish();
@@ -416,7 +416,7 @@ impl Progress {
         self.tasks.close().into_iter().for_each(|task| task());
         let trace = self.core().take_trace();
         drop(gpus);
-        self.sight.close();
+        self.page_rows.close();
         if let Some((folder, (trace, name))) = self.environment.settings().trace.as_deref().zip(trace)
             && let Err(error) = trace.write(folder, &name)
         {

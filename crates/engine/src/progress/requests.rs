@@ -8,7 +8,7 @@ use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::Progress;
 use super::waits::Awaited;
-use crate::core::{Callback, Collected, Core, RETURN_MAX, Receipt, Received, Standing, Wanted, outcome};
+use crate::core::{Callback, Collected, Core, OpStatus, RETURN_MAX, Receipt, Received, Wanted, outcome};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
@@ -20,41 +20,41 @@ impl Progress {
 
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
         let mut core = self.core.lock();
-        let mut standing = core.operations().collect(id, collected);
-        if let Standing::InFlight(kind, endpoint) = standing {
+        let mut status = core.operations().collect(id, collected);
+        if let OpStatus::InFlight(kind, endpoint) = status {
             let asks = kind.awaits_peer();
             if asks {
                 if core.collect(endpoint) {
-                    standing = core.operations().collect(id, collected);
+                    status = core.operations().collect(id, collected);
                 }
             } else {
                 let received = core.receive_short(endpoint, 0, Some(Wanted { id, collected }));
                 core.wake_ups().count_pass();
                 if received == Received::Wanted {
-                    standing = Standing::Collected;
+                    status = OpStatus::Collected;
                 }
             }
         }
-        match standing {
-            Standing::Collected => {
+        match status {
+            OpStatus::Collected => {
                 self.after(core);
                 collected.receipt().map(Ok)
             }
-            standing => self.test_at_length(core, id, collected, standing).map(|outcome| *outcome),
+            status => self.test_at_length(core, id, collected, status).map(|outcome| *outcome),
         }
     }
 
-    /// The rest of a test, if the operation is not a message that has ended well. Boxed: otherwise the receipt of such a
-    /// message would be written to the same place, whether the caller wants it or not.
+    /// The rest of a test, if the operation is not a message that has ended well. Boxed: otherwise the receipt of such
+    /// a message would be written to the same place, whether the caller wants it or not.
     #[inline(never)]
     fn test_at_length<'a>(
         &'a self,
         mut core: MutexGuard<'a, Core>,
         id: OpId,
         collected: &Collected,
-        standing: Standing,
+        status: OpStatus,
     ) -> Option<Box<Result<Receipt>>> {
-        if let Standing::InFlight(kind, _) = standing {
+        if let OpStatus::InFlight(kind, _) = status {
             // It may have ended meanwhile, with bytes that its request may ask for.
             if !core.operations().is_done(id) {
                 let asks = kind.awaits_peer();

@@ -9,8 +9,8 @@ use crossrail_types::{EndpointId, OpId, interrupt};
 use super::{NAP_MAX, Progress};
 use crate::core::{Collected, Core, Received, Wanted};
 
-/// A waiting thread polls without pause for this long after anything last moved, unless others [take turns](TURN) on its
-/// core.
+/// A waiting thread polls without pause for this long after anything last moved, unless others [take turns](TURN) on
+/// its core.
 const SPIN: Duration = Duration::from_micros(30);
 /// Then it offers its core to others between polls, for this long; then it sleeps.
 const YIELD: Duration = Duration::from_micros(200);
@@ -196,7 +196,7 @@ impl<'a> Wait<'a> {
         // The connections' threads do not see the end of a copy between GPUs.
         let aside = core.has_threads() && !core.awaits_copy();
         let crowded = core.wake_ups().is_crowded();
-        let due = !progress.manner.has_background && progress.sight.is_due(&core);
+        let due = !progress.options.has_background && progress.page_rows.is_due(&core);
         progress.after(core);
         if due {
             progress.publish();
@@ -235,7 +235,7 @@ impl<'a> Wait<'a> {
         self.aside = false;
         self.idle_since = None;
         self.idle = 0;
-        if progress.manner.has_background {
+        if progress.options.has_background {
             return self.sleep(deadline, ready);
         }
         self.doze(deadline, ready)

@@ -41,7 +41,7 @@ impl Sessions {
             chunk: settings.chunk as u64,
             window: settings.window,
             channels: settings.channels.first(),
-            channels_max: self.environment.breadth().channels,
+            channels_max: self.environment.tcp_limits().channels,
             checksum: settings.checksum,
         };
         let me = Identity::new(self.options.name.clone(), self.secret.clone(), transports.clone(), parameters)?;

@@ -11,7 +11,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, Rails, Resul
 use super::dialling::was_late;
 use super::explain::{Candidate, Explain};
 use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports, Turn};
-use super::{Sessions, cuda_ipc, own};
+use super::{Sessions, cuda_ipc, self_transport};
 use crate::core::gpu::Reach;
 use crate::core::{LaneRecord, gone};
 use crate::progress::About;
@@ -46,7 +46,7 @@ impl Sessions {
         let target = Target::parse(to, DEFAULT_PORT, deadline)?;
         let may_be_own = permitted.left_out("self").is_none();
         if may_be_own && matches!(&target, Target::Worker(address) if address.worker == me.hello.worker) {
-            return own::connect(self);
+            return self_transport::connect(self);
         }
         let control = self.control_device()?;
         let over_unix = self.transports.over_unix();
@@ -54,7 +54,7 @@ impl Sessions {
         let mut began = Instant::now();
         let session = handshake::connect(&target, &me, control.as_ref(), unix, deadline)?;
         if may_be_own && session.peer.worker == me.hello.worker {
-            return own::connect(self);
+            return self_transport::connect(self);
         }
         let peer = session.peer.clone();
         if insists && let Some(why) = cuda_ipc::reason(self, &peer, &Refused::default()) {

@@ -95,8 +95,8 @@ impl ControlConnections {
         self.connections.lock().get(session).map(|connection| connection.endpoint)
     }
 
-    /// Records the rails of an endpoint, for dialling lost lanes again, and the largest message that goes with its first
-    /// frame over them.
+    /// Records the rails of an endpoint, for dialling lost lanes again, and the largest message that goes with its
+    /// first frame over them.
     pub(super) fn set_rails(&self, endpoint: EndpointId, rails: Vec<RailPair>, eager_max: usize) {
         self.with(endpoint, |connection| {
             connection.rails = (0..).zip(rails).collect();
@@ -531,8 +531,8 @@ mod tests {
         ControlConnection::new(EndpointId(0), ticket, false, stream, hello())
     }
 
-    /// What the accepting end makes of `bytes`, and of the end behind them: whether the endpoint was complete, and why it
-    /// has ended.
+    /// What the accepting end makes of `bytes`, and of the end behind them: whether the endpoint was complete, and why
+    /// it has ended.
     fn made_of(ticket: Ticket, bytes: &[u8]) -> (bool, String) {
         match given(ticket, bytes).read(Log(LogLevel::Off), |_| true) {
             ControlEvent::Ended { why, formed } => (formed, why),

@@ -11,9 +11,9 @@ use crossrail_types::{Error, ErrorKind, Reason, Result};
 /// How long dialling one lane may take.
 pub(super) const DIAL_MAX: Duration = Duration::from_secs(3);
 
-/// Dials these lanes, each within [`DIAL_MAX`]. Where no rail comes up since the peer, whose machine accepts connections, is
-/// late with its part of the handshake, they are dialled again with twice the time each, until `deadline`: on a busy machine
-/// a process may wait for its processor longer than that.
+/// Dials these lanes, each within [`DIAL_MAX`]. Where no rail comes up since the peer, whose machine accepts
+/// connections, is late with its part of the handshake, they are dialled again with twice the time each, until
+/// `deadline`: on a busy machine a process may wait for its processor longer than that.
 pub(super) fn dial_until<L>(
     deadline: Instant,
     names: &[LaneName],
@@ -43,8 +43,8 @@ pub(super) fn dial_until<L>(
 }
 
 /// Whether an attempt that began then may have ended only because this process was too slow for the peer, which accepts
-/// one after the other and waits for each at most [`DIAL_MAX`]: the peer hung up, not before that time, and there is time
-/// to try again.
+/// one after the other and waits for each at most [`DIAL_MAX`]: the peer hung up, not before that time, and there is
+/// time to try again.
 pub(super) fn was_late(error: &Error, began: Instant, deadline: Instant) -> bool {
     error.kind == ErrorKind::PeerDead && began.elapsed() >= DIAL_MAX && Instant::now() < deadline
 }
@@ -71,8 +71,8 @@ mod tests {
         Error::new(ErrorKind::Timeout, "connect", "challenge: nothing received")
     }
 
-    /// How many lanes each attempt dials, and which rails' lanes are up in the end. `answer`: how each attempt ends for each
-    /// lane that it dials.
+    /// How many lanes each attempt dials, and which rails' lanes are up in the end. `answer`: how each attempt ends for
+    /// each lane that it dials.
     fn attempts(deadline: Duration, answer: impl Fn(usize, LaneName) -> Result<()>) -> (Vec<usize>, Vec<u16>) {
         let made = RefCell::new(Vec::new());
         let dialled = dial_until(Instant::now() + deadline, &NAMES, |names, _| {

@@ -17,9 +17,9 @@ pub(super) struct Messages {
 }
 
 impl Messages {
-    /// Over these rails. `unasked`: they can carry long messages without asking the receiver first. Chunks are spread by
-    /// what each rail carries, messages are not: where the rails' speeds differ, or some would carry more of the turns
-    /// than others, long messages are left to chunks.
+    /// Over these rails. `unasked`: they can carry long messages without asking the receiver first. Chunks are spread
+    /// by what each rail carries, messages are not: where the rails' speeds differ, or some would carry more of the
+    /// turns than others, long messages are left to chunks.
     pub(super) fn over(rails: &[RailPair], turn: Turn, unasked: bool) -> Messages {
         let speed = |rail: &RailPair| [rail.mine.speed_mbps, rail.theirs.speed_mbps].into_iter().flatten().min();
         let alike = rails.windows(2).all(|two| speed(&two[0]) == speed(&two[1]));

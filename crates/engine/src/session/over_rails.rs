@@ -261,7 +261,8 @@ pub(super) struct Route {
 /// A peer has dialled a lane of a session.
 ///
 /// # Errors
-/// `Refused` when the session has ended; `Protocol` when no carrier is of the lane's class; `Io` when the system refuses.
+/// `Refused` when the session has ended; `Protocol` when no carrier is of the lane's class; `Io` when the system
+/// refuses.
 pub(super) fn lane_arrived(
     sessions: &Arc<Sessions>,
     session: &[u8; 16],
@@ -338,9 +339,9 @@ fn is_fast<const ENDS: usize>(loopback: bool, mbps: [Option<u32>; ENDS]) -> bool
 
 /// How many of a rail's connections carry chunks, and which of them this one is, where that is found by measuring.
 fn among(sessions: &Sessions, name: LaneName, carrier: &dyn Carrier, fast: bool) -> Option<Among> {
-    let breadth = sessions.environment.breadth();
-    let measured = sessions.environment.settings().channels == Channels::Auto && breadth.channels > 1;
-    let begin_with = if fast { breadth.begin_with } else { 1 };
+    let tcp_limits = sessions.environment.tcp_limits();
+    let measured = sessions.environment.settings().channels == Channels::Auto && tcp_limits.channels > 1;
+    let begin_with = if fast { tcp_limits.begin_with } else { 1 };
     (measured && carrier.is_widened()).then_some(Among { place: (name.rail, name.channel), begin_with })
 }
 
@@ -474,8 +475,8 @@ fn add_lane_of(
     sessions.progress.carry(bulk, name.channel & CHANNEL_MASK == 0, rail.node)
 }
 
-/// Dials a lost lane again. `Ok(None)`: it is not lost any more, or cannot be dialled from here. The name of its device,
-/// when it is up again.
+/// Dials a lost lane again. `Ok(None)`: it is not lost any more, or cannot be dialled from here. The name of its
+/// device, when it is up again.
 ///
 /// # Errors
 /// The device's name, and what kept it from coming up.

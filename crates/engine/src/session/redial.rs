@@ -64,8 +64,8 @@ impl State {
         times.min_by_key(|(_, at)| *at)
     }
 
-    /// Has a connection dialled, unless it is to be already: then at the earlier of both times, or at the later one if it
-    /// is lost again and again soon after it has come up, whichever end dialled it.
+    /// Has a connection dialled, unless it is to be already: then at the earlier of both times, or at the later one if
+    /// it is lost again and again soon after it has come up, whichever end dialled it.
     fn add(&mut self, attempt: Attempt, again: bool) {
         let lane = |lost: &LostRail| (lost.endpoint, lost.rail, lost.channel);
         match self.attempts.iter_mut().find(|known| lane(&known.lost) == lane(&attempt.lost)) {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::cuda_ipc::CudaIpc;
 use super::over_rails::OverRails;
-use super::own::Own;
 use super::rails::CARRIERS;
+use super::self_transport::SelfTransport;
 use super::shm::Shm;
 use super::transport::{Transport, Transports};
 
@@ -13,9 +13,9 @@ use super::transport::{Transport, Transports};
 /// [`CARRIERS`] if it joins network devices; see docs/design/adding-a-transport.md.
 pub(crate) fn registered() -> Transports {
     let mut all: Vec<Arc<dyn Transport>> = vec![
-        Arc::new(Own),     //
-        Arc::new(Shm),     //
-        Arc::new(CudaIpc), //
+        Arc::new(SelfTransport), //
+        Arc::new(Shm),           //
+        Arc::new(CudaIpc),       //
     ];
     all.extend(CARRIERS.iter().map(|carrier| Arc::new(OverRails(*carrier)) as Arc<dyn Transport>));
     Transports(all)

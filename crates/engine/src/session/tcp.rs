@@ -8,7 +8,7 @@ use crossrail_types::{Channels, Checksum, Result, Settings};
 
 use super::carrier::{Carrier, Join, Obstacle};
 use super::transport::{Availability, Local};
-use crate::environment::Breadth;
+use crate::environment::TcpLimits;
 
 /// See the module.
 pub(super) struct Tcp;
@@ -32,7 +32,7 @@ impl Carrier for Tcp {
             return Availability::Unusable("no network device is up".to_owned(), Some(fix.to_owned()));
         }
         let names: Vec<_> = local.rails.iter().map(|rail| rail.name.as_str()).collect();
-        let (rails, Breadth { channels, threads, .. }) = (local.rails.len(), local.breadth);
+        let (rails, TcpLimits { channels, threads, .. }) = (local.rails.len(), local.tcp_limits);
         let connections = match local.settings.channels {
             Channels::Auto if channels > 1 => format!("1 to {channels} connections"),
             _ if channels == 1 => "1 connection".to_owned(),

@@ -11,7 +11,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Result, Settings};
 use super::Sessions;
 use super::costs::EAGER_LIMIT;
 use super::explain::Candidate;
-use crate::environment::Breadth;
+use crate::environment::TcpLimits;
 
 /// One way to reach peers.
 ///
@@ -108,7 +108,7 @@ pub(crate) struct Local<'a> {
     /// Network devices that carry data.
     pub(crate) rails: &'a [NetDevice],
     /// Connections and threads of TCP.
-    pub(crate) breadth: Breadth,
+    pub(crate) tcp_limits: TcpLimits,
     /// What CUDA has here, if there is any sign of a GPU.
     pub(crate) cuda: Option<&'a CudaState>,
 }

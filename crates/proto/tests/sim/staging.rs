@@ -38,7 +38,7 @@ pub(crate) struct Pack {
 pub(crate) enum State {
     Waiting,
     /// Not to be stopped any more.
-    Begun,
+    Started,
     /// Its memory was revoked before it began.
     Dropped,
 }
@@ -151,7 +151,7 @@ impl World {
         let (fails, waits, says) = (self.breaks(15), self.rng.one_in(2), self.rng.one_in(2));
         let n = &mut self.nodes[node];
         if n.unpacks[at].state == State::Waiting && waits {
-            n.unpacks[at].state = State::Begun;
+            n.unpacks[at].state = State::Started;
             return;
         }
         let Unpack { landed, memory, span, bytes, state } = n.unpacks.swap_remove(at);

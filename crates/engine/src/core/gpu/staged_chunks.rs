@@ -343,8 +343,8 @@ impl StagedChunks {
         gpu.device.copy_in(dst, bytes).map_err(|error| error.to_string())
     }
 
-    /// A token of one more copy of GPU memory that an operation sends; `None` while several do: then the chunks of further
-    /// ones overlap with them, and one copy after the other would not.
+    /// A token of one more copy of GPU memory that an operation sends; `None` while several do: then the chunks of
+    /// further ones overlap with them, and one copy after the other would not.
     pub(super) fn begin_copy(&self) -> Option<Arc<()>> {
         (Arc::strong_count(&self.copies) <= COPIES).then(|| self.copies.clone())
     }

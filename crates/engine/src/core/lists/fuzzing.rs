@@ -20,7 +20,8 @@ const HELD_MAX: usize = 8;
 /// Pieces of a list that are looked at, from each of some places on.
 const PIECES: usize = 32;
 
-/// Steps of the input: a mail, an access, the oldest access is over, a notice is taken, a peer is replaced, a region goes.
+/// Steps of the input: a mail, an access, the oldest access is over, a notice is taken, a peer is replaced, a region
+/// goes.
 const MAIL: u8 = 0;
 const ACCESS: u8 = 1;
 const OVER: u8 = 2;
@@ -88,7 +89,8 @@ fn split<const N: usize>(input: &mut &[u8]) -> [u8; N] {
 /// Feeds the input to a worker as what two peers do. Returns the number of accesses that were let in.
 ///
 /// # Panics
-/// If an invariant is violated: a list has a byte outside its memory, or what a peer takes here is not bounded, or stays.
+/// If an invariant is violated: a list has a byte outside its memory, or what a peer takes here is not bounded, or
+/// stays.
 pub fn run(mut input: &[u8]) -> usize {
     read_anything(input);
     let mut worker = Fuzzed::new();
@@ -240,9 +242,9 @@ impl Fuzzed {
     }
 
     fn check(&self) {
-        for told in self.hosted.told() {
-            assert!(told.lists.load(Ordering::Relaxed) <= LISTS_MAX);
-            assert!(told.notices <= NOTICES_MAX);
+        for peer in self.hosted.descriptions() {
+            assert!(peer.lists.load(Ordering::Relaxed) <= LISTS_MAX);
+            assert!(peer.notices <= NOTICES_MAX);
         }
     }
 
@@ -251,11 +253,11 @@ impl Fuzzed {
             self.over(false);
         }
         while self.hosted.take_notice().is_some() {}
-        for told in self.hosted.told() {
-            let behind: u64 = told.behind.values().map(|notice| notice.len() as u64 + wire::NOTICE_EXTRA).sum();
-            assert_eq!((told.mails, told.notices), (0, behind), "what is on its way, and what nobody has taken");
+        for peer in self.hosted.descriptions() {
+            let behind: u64 = peer.behind.values().map(|notice| notice.len() as u64 + wire::NOTICE_EXTRA).sum();
+            assert_eq!((peer.mails, peer.notices), (0, behind), "what is on its way, and what nobody has taken");
         }
-        let lists: Vec<_> = self.hosted.told().map(|told| told.lists.clone()).collect();
+        let lists: Vec<_> = self.hosted.descriptions().map(|peer| peer.lists.clone()).collect();
         (0..PEERS).for_each(|which| self.replace(which));
         assert!(lists.iter().all(|bytes| bytes.load(Ordering::Relaxed) == 0), "lists of peers that have ended stay");
     }

@@ -68,7 +68,7 @@ pub(crate) struct Raised {
 
 /// Everything that one peer has described.
 #[derive(Default)]
-pub(super) struct Told {
+pub(super) struct PeerDescriptions {
     rows: HashMap<u32, Arc<Installed>>,
     theirs: HashMap<u32, Arc<Theirs>>,
     views: HashMap<u32, Arc<View>>,
@@ -85,7 +85,7 @@ pub(super) struct Told {
 
 /// See the module. Protected by the worker's lock.
 pub(crate) struct Hosted {
-    peers: HashMap<EndpointId, Told>,
+    peers: HashMap<EndpointId, PeerDescriptions>,
     lent: Vec<Lent>,
     free: Vec<u32>,
     raised: VecDeque<Raised>,
@@ -174,43 +174,43 @@ impl Hosted {
         (offset, len): (u64, u64),
         access: Access,
     ) -> Result<RegionRef, RegionFault> {
-        let told = self.peers.entry(endpoint).or_default();
-        let room = self.notices_max.saturating_sub(told.notices);
+        let peer = self.peers.entry(endpoint).or_default();
+        let room = self.notices_max.saturating_sub(peer.notices);
         let notice_fits = |len: u64| len <= NOTICE_MAX as u64 && len + NOTICE_EXTRA <= room;
         match named {
             Named::Mail { sort, id } => {
                 let notice = matches!(sort, Sort::Notice | Sort::Behind);
-                let fits = if notice { notice_fits(len) } else { told.has_room_for_mail(len) };
+                let fits = if notice { notice_fits(len) } else { peer.has_room_for_mail(len) };
                 if !fits || offset != 0 || access != Access::Write {
                     return Err(RegionFault::Access);
                 }
-                *(if notice { &mut told.notices } else { &mut told.mails }) +=
+                *(if notice { &mut peer.notices } else { &mut peer.mails }) +=
                     len + if notice { NOTICE_EXTRA } else { 0 };
                 let bytes = vec![0; len as usize].into();
                 Ok(self.lend(endpoint, Purpose::Mail { sort, id, bytes, read: false }))
             }
             Named::View { id, behind, counts } => {
-                let view = told.live_view(regions, id)?;
+                let view = peer.live_view(regions, id)?;
                 if offset.checked_add(len).is_none_or(|end| end > view.list.bytes()) {
                     return Err(RegionFault::Bounds);
                 }
                 let notice = match behind {
-                    Some(behind) => Some(told.behind.remove(&behind).ok_or(RegionFault::Gone)?),
+                    Some(behind) => Some(peer.behind.remove(&behind).ok_or(RegionFault::Gone)?),
                     None => None,
                 };
                 Ok(self.lend(endpoint, Purpose::View { view, notice, counts }))
             }
             Named::Put { id, notice } => {
-                let view = told.live_view(regions, id)?;
+                let view = peer.live_view(regions, id)?;
                 if len < PUT_AHEAD as u64 + u64::from(notice) {
                     return Err(RegionFault::Bounds);
                 }
-                let fits = notice_fits(u64::from(notice)) && told.has_room_for_mail(len);
+                let fits = notice_fits(u64::from(notice)) && peer.has_room_for_mail(len);
                 if !fits || offset != 0 || access != Access::Write || view.gpu().is_some() {
                     return Err(RegionFault::Access);
                 }
-                told.notices += u64::from(notice) + NOTICE_EXTRA;
-                told.mails += len;
+                peer.notices += u64::from(notice) + NOTICE_EXTRA;
+                peer.mails += len;
                 let (notice, bytes) = (notice as usize, vec![0; len as usize].into());
                 Ok(self.lend(endpoint, Purpose::Put { view, notice, bytes, read: false }))
             }
@@ -224,11 +224,11 @@ impl Hosted {
         match &mut self.lent[at].purpose {
             Some(Purpose::Mail { sort, id, bytes, read }) => {
                 // The memory stays until the access is over: a lane may bring the same bytes once more.
-                let Some(told) = self.peers.get_mut(&endpoint).filter(|_| !*read) else { return Arrived::Nothing };
+                let Some(peer) = self.peers.get_mut(&endpoint).filter(|_| !*read) else { return Arrived::Nothing };
                 *read = true;
                 match sort {
                     Sort::Notice => self.raised.push_back(Raised { endpoint, bytes: bytes.to_vec() }),
-                    _ => return told.read(regions, (*sort, *id), bytes),
+                    _ => return peer.read(regions, (*sort, *id), bytes),
                 }
                 Arrived::Nothing
             }
@@ -264,28 +264,28 @@ impl Hosted {
     pub(in crate::core) fn released(&mut self, region: RegionRef) -> Option<Box<[u8]>> {
         let entry = self.entry(region)?;
         let (at, endpoint) = ((region.index & !LENT) as usize, entry.endpoint);
-        let told = self.peers.get_mut(&endpoint);
-        let memory = match (&mut self.lent[at].purpose, told) {
-            (Some(Purpose::Mail { sort, bytes, read, .. }), told) => {
+        let peer = self.peers.get_mut(&endpoint);
+        let memory = match (&mut self.lent[at].purpose, peer) {
+            (Some(Purpose::Mail { sort, bytes, read, .. }), peer) => {
                 let (len, notice) = (bytes.len() as u64, matches!(sort, Sort::Notice | Sort::Behind));
-                match told {
-                    Some(told) if !notice => told.mails -= len,
-                    Some(told) if !*read => told.take_notice(len),
+                match peer {
+                    Some(peer) if !notice => peer.mails -= len,
+                    Some(peer) if !*read => peer.take_notice(len),
                     _ => {}
                 }
                 Some(std::mem::take(bytes))
             }
-            (Some(Purpose::Put { notice, bytes, read, .. }), told) => {
-                if let Some(told) = told {
-                    told.mails -= bytes.len() as u64;
+            (Some(Purpose::Put { notice, bytes, read, .. }), peer) => {
+                if let Some(peer) = peer {
+                    peer.mails -= bytes.len() as u64;
                     if !*read {
-                        told.take_notice(*notice as u64);
+                        peer.take_notice(*notice as u64);
                     }
                 }
                 Some(std::mem::take(bytes))
             }
-            (Some(Purpose::View { notice: Some(notice), .. }), Some(told)) => {
-                told.take_notice(notice.len() as u64);
+            (Some(Purpose::View { notice: Some(notice), .. }), Some(peer)) => {
+                peer.take_notice(notice.len() as u64);
                 None
             }
             _ => None,
@@ -304,7 +304,7 @@ impl Hosted {
 
     /// What each peer has told.
     #[cfg(feature = "fuzzing")]
-    pub(super) fn told(&self) -> impl Iterator<Item = &Told> {
+    pub(super) fn descriptions(&self) -> impl Iterator<Item = &PeerDescriptions> {
         self.peers.values()
     }
 
@@ -316,18 +316,18 @@ impl Hosted {
     /// Takes the oldest notice.
     pub(in crate::core) fn take_notice(&mut self) -> Option<Raised> {
         let raised = self.raised.pop_front()?;
-        if let Some(told) = self.peers.get_mut(&raised.endpoint) {
-            told.take_notice(raised.bytes.len() as u64);
+        if let Some(peer) = self.peers.get_mut(&raised.endpoint) {
+            peer.take_notice(raised.bytes.len() as u64);
         }
         Some(raised)
     }
 
     /// The credit to return to the peer for notices that were taken, if it is due.
     pub(in crate::core) fn credit_due(&mut self, endpoint: EndpointId) -> Option<u64> {
-        let told = self.peers.get_mut(&endpoint)?;
-        (told.taken - told.credited >= self.notices_max / 8).then(|| {
-            told.credited = told.taken;
-            told.taken
+        let peer = self.peers.get_mut(&endpoint)?;
+        (peer.taken - peer.credited >= self.notices_max / 8).then(|| {
+            peer.credited = peer.taken;
+            peer.taken
         })
     }
 
@@ -337,7 +337,7 @@ impl Hosted {
     }
 }
 
-impl Told {
+impl PeerDescriptions {
     /// Processes a complete mail. Malformed ones are ignored: operations that refer to them fail.
     fn read(&mut self, regions: &Regions, (sort, id): (Sort, u32), bytes: &[u8]) -> Arrived {
         match sort {
@@ -413,10 +413,10 @@ impl Told {
 
     fn add_theirs(&mut self, id: u32, bytes: &[u8]) {
         self.drop_one(Sort::Theirs, id);
-        let Some(told) = wire::read_theirs(bytes) else { return };
+        let Some(rows) = wire::read_theirs(bytes) else { return };
         // Twice: as they were told, and as they were found.
         if let Some(charge) = self.admit(2 * wire::rows_weight(bytes)) {
-            self.theirs.insert(id, Arc::new(Theirs::new(told, charge)));
+            self.theirs.insert(id, Arc::new(Theirs::new(rows, charge)));
         }
     }
 

@@ -27,10 +27,10 @@ use proto::{Memory, Offer, Operation};
 use self::hosted::Hosted;
 pub(crate) use self::hosted::Raised;
 use self::hosted::{Arrived, Where};
-pub(crate) use self::outbox::Told;
+pub(crate) use self::outbox::SentDescription;
 use self::outbox::{Outbox, Waiting, cost};
 use self::part::PAIRED;
-pub(crate) use self::part::{Part, Then};
+pub(crate) use self::part::{FollowUp, Part};
 use self::wire::{Named, PUT_AHEAD, Reachable, Sort, TheirRows};
 use super::operations::ROWS;
 use super::outcome::{OpKind, gone};
@@ -43,7 +43,7 @@ use crate::memory::{Buffer, RegionStride, Space};
 pub(crate) struct ListOperation {
     pub(crate) kind: OpKind,
     /// The view and all that it depends on.
-    pub(crate) view: [Option<Told>; 3],
+    pub(crate) view: [Option<SentDescription>; 3],
     pub(crate) local: Part,
     pub(crate) len: u64,
     pub(crate) imm: Option<u32>,
@@ -65,7 +65,7 @@ impl Core {
     ///
     /// # Errors
     /// `PeerDead`, `Closed`; `Exhausted` when the peer would not take that much.
-    pub(crate) fn tell_rows(&mut self, endpoint: EndpointId, rows: RowsOf<'_>) -> Result<Option<Told>> {
+    pub(crate) fn describe_rows(&mut self, endpoint: EndpointId, rows: RowsOf<'_>) -> Result<Option<SentDescription>> {
         let (sort, mail) = match rows {
             RowsOf::Peer(keys, strides) => (Sort::Rows, wire::put_rows(keys, strides)),
             RowsOf::Own(memory, strides, space) => match self.transfers.reachable(endpoint, memory, strides, space) {
@@ -74,29 +74,36 @@ impl Core {
             },
         };
         let weight = wire::rows_weight(&mail) * if sort == Sort::Theirs { 2 } else { 1 };
-        self.tell(endpoint, sort, mail, weight, &[]).map(Some)
+        self.describe(endpoint, sort, mail, weight, &[]).map(Some)
     }
 
     /// Describes a pair of lists (a view) to the peer. `even`: the rows of each side are equally long.
     ///
     /// # Errors
-    /// As [`Core::tell_rows`].
-    pub(crate) fn tell_view(
+    /// As [`Core::describe_rows`].
+    pub(crate) fn describe_view(
         &mut self,
         endpoint: EndpointId,
-        (rows, index, even): (&Told, &Index, Option<u64>),
-        theirs: Option<(&Told, &Index, Option<u64>)>,
-    ) -> Result<Told> {
-        let paired = theirs.map(|(told, index, _)| (told.id, index.clone()));
+        (rows, index, even): (&SentDescription, &Index, Option<u64>),
+        theirs: Option<(&SentDescription, &Index, Option<u64>)>,
+    ) -> Result<SentDescription> {
+        let paired = theirs.map(|(sent, index, _)| (sent.id, index.clone()));
         let mail = wire::put_view(&wire::ViewOf { rows: rows.id, index: index.clone(), theirs: paired });
         let weight = theirs.map_or(0, |(_, index, even)| wire::weight(even, index));
         let weight = wire::weight(even, index).saturating_add(weight);
-        let of: Vec<_> = theirs.iter().map(|(told, ..)| told.mail).chain([rows.mail]).flatten().collect();
-        self.tell(endpoint, Sort::View, mail, weight, &of)
+        let of: Vec<_> = theirs.iter().map(|(sent, ..)| sent.mail).chain([rows.mail]).flatten().collect();
+        self.describe(endpoint, Sort::View, mail, weight, &of)
     }
 
     /// `of`: mails that this one refers to and that must arrive first.
-    fn tell(&mut self, endpoint: EndpointId, sort: Sort, mail: Vec<u8>, weight: u64, of: &[OpId]) -> Result<Told> {
+    fn describe(
+        &mut self,
+        endpoint: EndpointId,
+        sort: Sort,
+        mail: Vec<u8>,
+        weight: u64,
+        of: &[OpId],
+    ) -> Result<SentDescription> {
         self.check_alive(endpoint, "prepare")?;
         let outbox = self.outbox(endpoint)?;
         if mail.len() as u64 > wire::MAIL_MAX || !outbox.charge(weight) {
@@ -108,19 +115,19 @@ impl Core {
         let mails = outbox.outstanding(of.iter().copied());
         let mail = self.transfers.mail(endpoint, (sort, id), mail, mails);
         self.transfers.settle(endpoint);
-        Ok(Told { sort, id, weight, mail })
+        Ok(SentDescription { sort, id, weight, mail })
     }
 
     /// Withdraws descriptions from the peer.
-    pub(crate) fn untell(&mut self, endpoint: EndpointId, told: &[Told]) {
+    pub(crate) fn withdraw(&mut self, endpoint: EndpointId, sent: &[SentDescription]) {
         if self.check_alive(endpoint, "drop").is_err() {
             return;
         }
         let Ok(outbox) = self.outbox(endpoint) else { return };
-        told.iter().for_each(|told| outbox.discharge(told));
-        let mails = outbox.outstanding(told.iter().filter_map(|told| told.mail));
-        let dropped: Vec<_> = told.iter().map(|told| (told.sort, told.id)).collect();
-        self.transfers.untell(endpoint, &dropped, mails);
+        sent.iter().for_each(|sent| outbox.discharge(sent));
+        let mails = outbox.outstanding(sent.iter().filter_map(|sent| sent.mail));
+        let dropped: Vec<_> = sent.iter().map(|sent| (sent.sort, sent.id)).collect();
+        self.transfers.withdraw(endpoint, &dropped, mails);
         self.transfers.settle(endpoint);
     }
 
@@ -146,13 +153,13 @@ impl Core {
             false => Operation::Read { key, offset: from },
         };
         let paired = view[2].is_some();
-        let mails = outbox.outstanding(view.iter().flatten().filter_map(|told| told.mail));
-        let then = match behind {
-            Some(id) => Some(Then::Forget(id)),
-            None => (!notice.is_empty()).then(|| Then::Tell(None, notice.clone())),
+        let mails = outbox.outstanding(view.iter().flatten().filter_map(|sent| sent.mail));
+        let follow_up = match behind {
+            Some(id) => Some(FollowUp::Forget(id)),
+            None => (!notice.is_empty()).then(|| FollowUp::Notify(None, notice.clone())),
         };
         if let Some(entry) = self.operations().op_mut(op) {
-            entry.set_part(local, then);
+            entry.set_part(local, follow_up);
         }
         let cost = behind.map_or(0, |_| cost(notice.len()));
         self.transfers.begin_or_wait(
@@ -200,9 +207,9 @@ impl Core {
     /// Runs the follow-up actions of finished operations.
     #[cold]
     pub(crate) fn follow_up(&mut self) {
-        for (endpoint, then, good) in self.operations().take_thens() {
-            match then {
-                Then::Tell(count, bytes) if good && self.check_alive(endpoint, "notify").is_ok() => {
+        for (endpoint, follow_up, good) in self.operations().take_follow_ups() {
+            match follow_up {
+                FollowUp::Notify(count, bytes) if good && self.check_alive(endpoint, "notify").is_ok() => {
                     if let Some((key, imm)) = count {
                         self.transfers.count_at(endpoint, key, imm);
                     }
@@ -211,7 +218,7 @@ impl Core {
                         self.operations().detach(op);
                     }
                 }
-                Then::Forget(id) if !good => self.transfers.untell(endpoint, &[(Sort::Behind, id)], Vec::new()),
+                FollowUp::Forget(id) if !good => self.transfers.withdraw(endpoint, &[(Sort::Behind, id)], Vec::new()),
                 _ => {}
             }
             self.transfers.settle(endpoint);
@@ -290,7 +297,7 @@ impl Transfers {
         op
     }
 
-    fn untell(&mut self, endpoint: EndpointId, dropped: &[(Sort, u32)], mails: Vec<OpId>) {
+    fn withdraw(&mut self, endpoint: EndpointId, dropped: &[(Sort, u32)], mails: Vec<OpId>) {
         let (op, operation) = self.put_mail(endpoint, OpKind::Write, (Sort::Drop, 0), wire::put_drop(dropped));
         self.tables.operations.detach(op);
         self.begin_or_wait(

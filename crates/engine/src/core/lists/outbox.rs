@@ -9,7 +9,7 @@ use super::wire::{ENTRIES_MAX, LISTS_MAX, NOTHING, NOTICE_EXTRA, NOTICES_MAX, So
 
 /// A description that was sent: its id, and the bytes that it is charged at the peer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Told {
+pub(crate) struct SentDescription {
     pub(crate) sort: Sort,
     pub(crate) id: u32,
     pub(super) weight: u64,
@@ -91,9 +91,9 @@ impl Outbox {
     }
 
     /// Returns the charge of a list that the peer is told to drop.
-    pub(super) fn discharge(&mut self, told: &Told) {
+    pub(super) fn discharge(&mut self, sent: &SentDescription) {
         self.entries = self.entries.saturating_sub(1);
-        self.bytes = self.bytes.saturating_sub(told.weight);
+        self.bytes = self.bytes.saturating_sub(sent.weight);
     }
 
     /// Which of `mails` are still on their way.

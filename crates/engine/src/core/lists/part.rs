@@ -69,9 +69,9 @@ impl RowsBuffer {
 
 /// What follows the end of an operation.
 #[derive(Debug)]
-pub(crate) enum Then {
+pub(crate) enum FollowUp {
     /// If it was good, the peer is to count an immediate in that region, and to be notified unless there are no bytes.
-    Tell(Option<(proto::RegionKey, u32)>, Vec<u8>),
+    Notify(Option<(proto::RegionKey, u32)>, Vec<u8>),
     /// If it was not, the peer may still hold the notice of that id, which was to be raised with its last byte.
     Forget(u32),
 }

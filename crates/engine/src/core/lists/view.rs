@@ -47,7 +47,7 @@ pub(super) struct Installed {
 /// Rows of a peer's memory.
 #[derive(Debug)]
 pub(super) struct Theirs {
-    told: TheirRows,
+    described: TheirRows,
     /// The length of every row, if they are equally long.
     pub(super) even: Option<u64>,
     /// Found when it is first needed.
@@ -56,8 +56,8 @@ pub(super) struct Theirs {
 }
 
 impl Theirs {
-    pub(super) fn new(told: TheirRows, charge: Charge) -> Theirs {
-        Theirs { even: told.even(), told, found: OnceLock::new(), _charge: charge }
+    pub(super) fn new(described: TheirRows, charge: Charge) -> Theirs {
+        Theirs { even: described.even(), described, found: OnceLock::new(), _charge: charge }
     }
 }
 
@@ -109,7 +109,7 @@ impl View {
     pub(in crate::core) fn theirs(&self, domain: &mut dyn Domain) -> Result<Option<(Arc<List>, Mapped)>, String> {
         let (theirs, index) = self.theirs.as_ref().ok_or("the peer has not described its rows")?;
         if theirs.found.get().is_none() {
-            match find_rows(&theirs.told, domain, self.gpu().map(|gpu| gpu.ordinal()))? {
+            match find_rows(&theirs.described, domain, self.gpu().map(|gpu| gpu.ordinal()))? {
                 Some(found) => drop(theirs.found.set(found)),
                 None => return Ok(None),
             }
@@ -127,22 +127,22 @@ impl View {
 pub(in crate::core) type Mapped = Arc<dyn Any + Send + Sync>;
 
 /// Maps rows of the peer's memory, for one of our GPUs if they are of GPUs; `None`: it has not arrived yet.
-fn find_rows(told: &TheirRows, domain: &mut dyn Domain, gpu: Option<u32>) -> Result<Option<FoundRows>, String> {
+fn find_rows(described: &TheirRows, domain: &mut dyn Domain, gpu: Option<u32>) -> Result<Option<FoundRows>, String> {
     let mut windows: Vec<Window> = Vec::new();
-    for of in &told.memory {
+    for of in &described.memory {
         let len = usize::try_from(of.len).map_err(|error| error.to_string())?;
         match domain.map(&of.descriptor, len, gpu).map_err(|error| error.to_string())? {
             Some(window) => windows.push(window),
             None => return Ok(None),
         }
     }
-    placed(told, windows).ok_or_else(|| "no rows".to_owned()).map(Some)
+    placed(described, windows).ok_or_else(|| "no rows".to_owned()).map(Some)
 }
 
 /// Rows in memory of the peer that is mapped.
-fn placed(told: &TheirRows, windows: Vec<Window>) -> Option<FoundRows> {
+fn placed(described: &TheirRows, windows: Vec<Window>) -> Option<FoundRows> {
     let place =
         |s: &RegionStride| Stride { at: (windows[s.region as usize].ptr as u64).wrapping_add(s.stride.at), ..s.stride };
-    let rows = Arc::new(Rows::new(told.strides.iter().map(place).collect())?);
+    let rows = Arc::new(Rows::new(described.strides.iter().map(place).collect())?);
     Some(FoundRows { rows, _windows: windows.into_iter().map(|window| window.keep).collect() })
 }

@@ -6,7 +6,7 @@ use crossrail_gpu::Scratch;
 use crossrail_transport::Loan;
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
-use crate::core::lists::part::{Part, Then};
+use crate::core::lists::part::{FollowUp, Part};
 use crate::core::names::Names;
 use crate::core::outcome::{Carried, OpKind, Outcome, ShortEnd};
 use crate::core::receipt::Callback;
@@ -77,7 +77,7 @@ pub(super) struct Attached {
     /// Bytes of its memory that are none of those which it moves: the first.
     pub(super) ahead: usize,
     /// What follows its end.
-    pub(super) then: Option<Then>,
+    pub(super) follow_up: Option<FollowUp>,
     /// The batch that it is part of.
     pub(super) parent: Option<OpId>,
     /// Of a batch: its parts in flight, the bytes of the others and what carried them, and the first failure.
@@ -281,9 +281,9 @@ impl Op {
     }
 
     /// Its memory are those rows, and that follows its end.
-    pub(crate) fn set_part(&mut self, part: Part, then: Option<Then>) {
+    pub(crate) fn set_part(&mut self, part: Part, follow_up: Option<FollowUp>) {
         let attached = self.attached();
-        (attached.part, attached.then) = (Some(part), then);
+        (attached.part, attached.follow_up) = (Some(part), follow_up);
     }
 
     /// Its rows are read: their bytes are its memory from now on, behind the first `ahead`. Nothing follows its end.
@@ -292,7 +292,7 @@ impl Op {
         let rows = std::mem::replace(&mut self.keep, Keep::Nothing);
         self.keep = Keep::Packed(Box::new((bytes, rows)));
         let attached = self.attached();
-        (attached.ahead, attached.then) = (ahead, None);
+        (attached.ahead, attached.follow_up) = (ahead, None);
     }
 
     /// How many of the first so many bytes of its memory are those that it moves: a notice may stand ahead of them.
@@ -301,7 +301,7 @@ impl Op {
     }
 
     /// That follows its end.
-    pub(crate) fn set_then(&mut self, then: Then) {
-        self.attached().then = Some(then);
+    pub(crate) fn set_follow_up(&mut self, follow_up: FollowUp) {
+        self.attached().follow_up = Some(follow_up);
     }
 }

@@ -8,7 +8,7 @@ use crossrail_types::{EndpointId, LaneId, OpId, Result};
 use super::{Collected, HeldTimes, LaneShare, Protocol, Receipt, Rest, us};
 use crate::core::Core;
 use crate::core::names::Names;
-use crate::core::operations::Standing;
+use crate::core::operations::OpStatus;
 use crate::core::outcome::{Carried, Finish, More, Outcome, Way, gone};
 
 fn protocol(receipt: &crossrail_proto::Receipt, direct: Option<DirectKind>) -> Protocol {
@@ -27,15 +27,15 @@ pub(crate) fn outcome(core: &mut Core, id: OpId, collected: &Collected) -> Optio
     // A message that the wait itself received has left the table already.
     if collected.load().is_none() {
         match core.operations().collect(id, collected) {
-            Standing::InFlight(..) => return None,
-            Standing::Collected => {}
-            Standing::Kept => return Some(kept_outcome(core, id, collected)),
+            OpStatus::InFlight(..) => return None,
+            OpStatus::Collected => {}
+            OpStatus::Kept => return Some(kept_outcome(core, id, collected)),
         }
     }
     collected.receipt().map(Ok)
 }
 
-/// [`outcome`] of an operation that is [`Standing::Kept`].
+/// [`outcome`] of an operation that is [`OpStatus::Kept`].
 #[cold]
 fn kept_outcome(core: &mut Core, id: OpId, collected: &Collected) -> Result<Receipt> {
     match (core.operations().outcome(id), collected.load()) {

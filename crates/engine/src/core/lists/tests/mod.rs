@@ -1,6 +1,6 @@
 //! Deterministic simulation of lists and notices: two cores, and wires between them that are slow, die in the middle of
-//! frames and come back; moves that are started again and cancelled, views that are dropped, regions that go, peers that
-//! end. The cores are the real ones; only the wires and the clock are simulated.
+//! frames and come back; moves that are started again and cancelled, views that are dropped, regions that go, peers
+//! that end. The cores are the real ones; only the wires and the clock are simulated.
 //!
 //! A failing schedule prints the command that replays it: `LISTS_SEED=<n> cargo test -p crossrail --lib NAME`.
 //! `LISTS_RUNS=<n>` sets how many schedules each test runs.
@@ -18,7 +18,7 @@ use crossrail_types::{EndpointId, Head, LaneId};
 
 use self::node::{MOVES, Node, check_end, check_memory, check_notice, has_all_notices};
 use self::wire::{SimLane, Wire};
-use crate::core::{BulkLane, Core, LaneRecord, THENS};
+use crate::core::{BulkLane, Core, FOLLOW_UPS, LaneRecord};
 
 /// Far more than the longest schedule takes.
 const STEPS_MAX: u64 = 200_000;
@@ -175,8 +175,10 @@ impl World {
         let ended = |node: &Node| node.crashed || node.started.iter().all(|of| of.ended.is_some());
         let given_back = |node: &Node| node.crashed || node.pools.iter().all(|pool| matches!(pool.ends, 0 | 3));
         let [a, b] = &self.nodes;
-        let told = a.down || b.down || has_all_notices(a, b) && has_all_notices(b, a);
-        self.actions.iter().all(Vec::is_empty) && self.nodes.iter().all(|node| ended(node) && given_back(node)) && told
+        let noticed = a.down || b.down || has_all_notices(a, b) && has_all_notices(b, a);
+        self.actions.iter().all(Vec::is_empty)
+            && self.nodes.iter().all(|node| ended(node) && given_back(node))
+            && noticed
     }
 
     fn step(&mut self) {
@@ -278,7 +280,7 @@ impl World {
     fn after(&mut self, node: usize) {
         let [a, b] = &mut self.nodes;
         let (of, peer) = if node == 0 { (a, b) } else { (b, a) };
-        while of.core.operations().take_news() & THENS != 0 {
+        while of.core.operations().take_news() & FOLLOW_UPS != 0 {
             of.core.follow_up();
         }
         of.core.wake_ups().take();

@@ -10,7 +10,7 @@ use crossrail_types::{EndpointId, ErrorKind, Log, LogLevel, OpId};
 
 use super::Random;
 use crate::core::gpu::{Inbox, Reach};
-use crate::core::lists::{ListOperation, Part, RowsOf, Told};
+use crate::core::lists::{ListOperation, Part, RowsOf, SentDescription};
 use crate::core::{BulkLane, Core, OpKind};
 use crate::memory::{Buffer, RegionKey, RegionStride};
 
@@ -62,7 +62,7 @@ pub(super) struct SimMove {
     theirs: List,
     memory: Box<[u8]>,
     strides: Vec<RegionStride>,
-    told: Option<[Option<Told>; 3]>,
+    sent: Option<[Option<SentDescription>; 3]>,
     dropped: bool,
     /// Numbers of its starts.
     starts: Vec<u64>,
@@ -155,7 +155,7 @@ impl Node {
     pub(super) fn start(&mut self, at: usize, number: u64, keys: &[RegionKey; 2], random: &mut Random) {
         let Node { core, endpoint, moves, .. } = self;
         let of = &mut moves[at];
-        if of.told.is_none() && !of.prepare(core, *endpoint, keys) {
+        if of.sent.is_none() && !of.prepare(core, *endpoint, keys) {
             return;
         }
         let rows = of.own.count();
@@ -178,7 +178,7 @@ impl Node {
         let stale = of.dropped;
         let what = ListOperation {
             kind: of.kind,
-            view: of.told.unwrap_or_default(),
+            view: of.sent.unwrap_or_default(),
             local: Part { list: of.own.clone(), from, gpu: None },
             len: end - from,
             imm: None,
@@ -205,10 +205,10 @@ impl Node {
     /// Has the peer forget a move, which none is started of.
     pub(super) fn forget(&mut self, at: usize) {
         let of = &mut self.moves[at];
-        if let Some([Some(view), rows, _]) = of.told.filter(|_| !of.dropped) {
+        if let Some([Some(view), rows, _]) = of.sent.filter(|_| !of.dropped) {
             of.dropped = true;
-            let told: Vec<Told> = [view].into_iter().chain(rows).collect();
-            self.core.untell(self.endpoint, &told);
+            let sent: Vec<SentDescription> = [view].into_iter().chain(rows).collect();
+            self.core.withdraw(self.endpoint, &sent);
         }
     }
 
@@ -253,16 +253,16 @@ impl SimMove {
         let list = |rows| List::new(rows, index.clone()).expect("a list");
         let strides = there.iter().map(|stride| RegionStride { region: 0, stride: *stride }).collect();
         let (own, theirs) = (Arc::new(list(own)), list(theirs));
-        SimMove { kind, own, theirs, memory, strides, told: None, dropped: false, starts: Vec::new(), settled: None }
+        SimMove { kind, own, theirs, memory, strides, sent: None, dropped: false, starts: Vec::new(), settled: None }
     }
 
     fn prepare(&mut self, core: &mut Core, endpoint: EndpointId, keys: &[RegionKey; 2]) -> bool {
         let key = keys[usize::from(self.kind == OpKind::Read)].key;
-        let Ok(rows) = core.tell_rows(endpoint, RowsOf::Peer(&[key], &self.strides)) else { return false };
+        let Ok(rows) = core.describe_rows(endpoint, RowsOf::Peer(&[key], &self.strides)) else { return false };
         let rows = rows.expect("of the peer's memory");
         let of = (&rows, self.theirs.index(), self.theirs.rows().even());
-        let Ok(view) = core.tell_view(endpoint, of, None) else { return false };
-        self.told = Some([Some(view), Some(rows), None]);
+        let Ok(view) = core.describe_view(endpoint, of, None) else { return false };
+        self.sent = Some([Some(view), Some(rows), None]);
         true
     }
 

@@ -20,7 +20,7 @@ const EVERY: Duration = Duration::from_millis(50);
 const SHARE: u32 = 100;
 
 /// When the rows are due, and the rows.
-pub(super) struct Sight {
+pub(super) struct PageRows {
     /// Nanoseconds of the core's clock.
     next: AtomicU64,
     /// `None`: the process has no page, or the worker is closed.
@@ -34,8 +34,8 @@ struct Rows {
     worker: Row,
     rails: HashMap<String, Rail>,
     peers: HashMap<EndpointId, PeerRows>,
-    /// What each lane has carried, as far as the rails' sums have it; until the lane's end was noted, which may be after
-    /// its row is gone.
+    /// What each lane has carried, as far as the rails' sums have it; until the lane's end was noted, which may be
+    /// after its row is gone.
     counted: HashMap<LaneId, LaneStats>,
     since: Since,
     next_peer: u32,
@@ -70,8 +70,8 @@ struct Rail {
     corrupt: u64,
 }
 
-impl Sight {
-    pub(super) fn new(folder: Option<&Path>, log: Log) -> Sight {
+impl PageRows {
+    pub(super) fn new(folder: Option<&Path>, log: Log) -> PageRows {
         let rows = folder.and_then(|folder| crossrail_sight::open(folder, log)).map(|page| {
             let owner = page.owner();
             Rows {
@@ -86,7 +86,7 @@ impl Sight {
             }
         });
         let next = if rows.is_some() { 0 } else { u64::MAX };
-        Sight { next: AtomicU64::new(next), rows: Mutex::new(rows) }
+        PageRows { next: AtomicU64::new(next), rows: Mutex::new(rows) }
     }
 
     /// Names the worker, as its peers know it.
@@ -118,7 +118,7 @@ impl Progress {
     /// Writes the worker's rows, unless another thread does.
     #[cold]
     pub(super) fn publish(&self) {
-        let Some(mut guard) = self.sight.rows.try_lock() else { return };
+        let Some(mut guard) = self.page_rows.rows.try_lock() else { return };
         let Some(rows) = guard.as_mut() else { return };
         let began = Instant::now();
         let mut core = self.core();
@@ -140,7 +140,7 @@ impl Progress {
         forgotten.into_iter().for_each(|peer| rows.remove(peer, ended_lane));
         rows.write(&sample, ended_lane);
         let pause = EVERY.max(began.elapsed() * SHARE).as_nanos() as u64;
-        self.sight.next.store(now.0 + pause, Ordering::Relaxed);
+        self.page_rows.next.store(now.0 + pause, Ordering::Relaxed);
     }
 }
 

@@ -14,7 +14,7 @@ const BEGIN_WITH_ON_ONE: usize = 4;
 
 /// Limits of a worker's TCP connections and of the threads that pump them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Breadth {
+pub(crate) struct TcpLimits {
     /// Connections that a rail may have: as set, or with `auto` as many as there are threads for.
     pub(crate) channels: u8,
     /// Connections of each rail that carry chunks until something was measured.
@@ -25,9 +25,9 @@ pub(crate) struct Breadth {
     pub(crate) pumps_first: bool,
 }
 
-impl Breadth {
+impl TcpLimits {
     /// The limits for these settings, with that many processors and these rails.
-    pub(crate) fn of(settings: &Settings, cores: usize, rails: &[NetDevice]) -> Breadth {
+    pub(crate) fn of(settings: &Settings, cores: usize, rails: &[NetDevice]) -> TcpLimits {
         // Half of the cores, because the peer may be on this machine.
         let half = (cores / 2).max(1);
         // Rails that lead to one peer: the loopback devices, or the others.
@@ -41,7 +41,7 @@ impl Breadth {
                     IoThreads::Auto => connections.min(half).clamp(1, 8),
                 };
                 let channels = u8::try_from(count).unwrap_or(u8::MAX);
-                Breadth { channels, begin_with: 1, threads, pumps_first: false }
+                TcpLimits { channels, begin_with: 1, threads, pumps_first: false }
             }
             Channels::Auto => {
                 let (threads, is_set) = match settings.io_threads {
@@ -51,7 +51,7 @@ impl Breadth {
                 // More connections than threads are slower than as many.
                 let channels = (threads.min(half) / at_once).clamp(1, CHANNELS_MAX);
                 let begin_with = (BEGIN_WITH / at_once).clamp(1, BEGIN_WITH_ON_ONE).min(channels);
-                Breadth {
+                TcpLimits {
                     channels: channels as u8,
                     begin_with: begin_with as u16,
                     threads: if is_set { threads } else { threads.min(at_once * channels) },
@@ -66,7 +66,7 @@ impl Breadth {
 mod tests {
     use super::*;
 
-    fn breadth(channels: Channels, io_threads: IoThreads, cores: usize, rails: u8) -> (u8, u16, usize, bool) {
+    fn limits(channels: Channels, io_threads: IoThreads, cores: usize, rails: u8) -> (u8, u16, usize, bool) {
         let device = |at: u8| NetDevice {
             name: format!("127.0.0.{at}"),
             interface: "lo".to_owned(),
@@ -79,13 +79,13 @@ mod tests {
         };
         let settings = Settings { channels, io_threads, ..Settings::default() };
         let rails: Vec<NetDevice> = (1..=rails).map(device).collect();
-        let Breadth { channels, begin_with, threads, pumps_first } = Breadth::of(&settings, cores, &rails);
+        let TcpLimits { channels, begin_with, threads, pumps_first } = TcpLimits::of(&settings, cores, &rails);
         (channels, begin_with, threads, pumps_first)
     }
 
     #[test]
     fn connections_and_threads_follow_the_processors() {
-        let auto = |cores, rails| breadth(Channels::Auto, IoThreads::Auto, cores, rails);
+        let auto = |cores, rails| limits(Channels::Auto, IoThreads::Auto, cores, rails);
         for cores in 0..=3 {
             assert_eq!(auto(cores, 1), (1, 1, 1, true), "{cores} cores: callers do it all");
             assert_eq!(auto(cores, 4), (1, 1, 1, false), "more rails than cores");
@@ -98,13 +98,13 @@ mod tests {
 
     #[test]
     fn numbers_that_are_set_are_kept() {
-        let auto = |threads, cores| breadth(Channels::Auto, IoThreads::Count(threads), cores, 1);
+        let auto = |threads, cores| limits(Channels::Auto, IoThreads::Count(threads), cores, 1);
         assert_eq!([auto(1, 32), auto(3, 32), auto(64, 2)], [(1, 1, 1, false), (3, 3, 3, false), (1, 1, 64, false)]);
-        let set = |channels, cores, rails| breadth(Channels::Count(channels), IoThreads::Auto, cores, rails);
+        let set = |channels, cores, rails| limits(Channels::Count(channels), IoThreads::Auto, cores, rails);
         assert_eq!(
             [set(1, 32, 1), set(4, 2, 1), set(4, 32, 4)],
             [(1, 1, 1, false), (4, 1, 1, false), (4, 1, 8, false)]
         );
-        assert_eq!(breadth(Channels::Count(2), IoThreads::Count(5), 2, 1), (2, 1, 5, false));
+        assert_eq!(limits(Channels::Count(2), IoThreads::Count(5), 2, 1), (2, 1, 5, false));
     }
 }

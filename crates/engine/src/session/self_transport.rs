@@ -12,9 +12,9 @@ use super::transport::{Availability, Choice, Local, Refused, Transport};
 use crate::core::LaneRecord;
 
 /// Two endpoints of one worker, joined by a loopback lane.
-pub(super) struct Own;
+pub(super) struct SelfTransport;
 
-impl Transport for Own {
+impl Transport for SelfTransport {
     fn name(&self) -> &'static str {
         "self"
     }
@@ -40,8 +40,8 @@ pub(super) fn connect(sessions: &Arc<Sessions>) -> Result<EndpointId> {
     let choice = || Choice { small: "self".to_owned(), large: "self".to_owned(), rows: vec![row.clone()] };
     let refused = Refused::default();
     let (here, there) = (
-        sessions.add_endpoint(&Own, &name, None, choice(), &refused)?,
-        sessions.add_endpoint(&Own, &name, None, choice(), &refused)?,
+        sessions.add_endpoint(&SelfTransport, &name, None, choice(), &refused)?,
+        sessions.add_endpoint(&SelfTransport, &name, None, choice(), &refused)?,
     );
     let (a, b) = (sessions.reserve_lane(), sessions.reserve_lane());
     let (one, other) = crossrail_transport::loopback::pair(a, b)?;
