@@ -16,7 +16,7 @@ from crossrail._arrays import wrong
 from crossrail._native import Description, Endpoint, Layout, Move, Receipt, Region, RegionKey, Request, Worker, wait_all
 from crossrail.errors import CrossrailError, MismatchError, RegionError, TimeoutError
 
-from ._shape import Index, Memory, Part, Shape, blocks_of, number, packed, unpacked
+from ._shape import Index, Memory, Part, Shape, blocks_of, malformed, number, packed, unpacked
 
 _CALLBACK_S = 0.001  # poll interval: a request's callback may run shortly after its wait has returned
 
@@ -131,7 +131,7 @@ class PagedCache:
             shape, identity = Shape.decode(said["shape"], regions), bytes.fromhex(said["id"])
             keys = keys_of(said["keys"], regions) if said["keys"] else None
         except (KeyError, TypeError, ValueError):
-            raise wrong("remote", f"{len(described)} bytes are not the description of a cache") from None
+            raise malformed("cache", described, "remote") from None
         here, there = self._shape.paired(shape, worker.name)
         endpoint = self.worker.connect(worker.address) if endpoint is None else endpoint
         return RemoteCache(self, endpoint, worker.name, here, there, (identity, regions), keys, None)
@@ -247,7 +247,7 @@ class RemoteCache:
             identity, keys = bytes.fromhex(said["id"]), keys_of(said["keys"], self._of[1])
             blocks = np.frombuffer(bytes.fromhex(said["blocks"]), "<u4")
         except (KeyError, TypeError, ValueError):
-            raise wrong("borrow", f"{len(lease)} bytes are not a lease") from None
+            raise malformed("lease", lease, "borrow") from None
         if identity != self._of[0]:
             detail = f"the lease does not belong to the cache that {self.name} described"
             raise MismatchError(f"borrow: {detail}", operation="borrow", detail=detail, peer=self.name)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from crossrail import _native
 from crossrail._arrays import borrowed, wrong
 from crossrail._device_arrays import loaded_torch
-from crossrail.errors import MismatchError
+from crossrail.errors import MismatchError, UsageError
 
 Index: TypeAlias = npt.NDArray[np.uint32]
 Holder = TypeVar("Holder", _native.Region, _native.RegionKey)
@@ -247,6 +247,20 @@ def packed(kind: str, **items: Any) -> bytes:
     return _MAGIC + json.dumps({"kind": kind, **plain}, separators=(",", ":")).encode()
 
 
+_KINDS = {
+    "cache": "the description of a cache",
+    "lease": "a lease",
+    "weights": "a description of weights",
+    "spread": "a message of a spread",
+}
+"""Kinds of packed data, as errors name them."""
+
+
+def malformed(kind: str, data: bytes, operation: str) -> UsageError:
+    """The error of bytes that are not of this kind."""
+    return wrong(operation, f"{len(data)} bytes are not {_KINDS[kind]}")
+
+
 def unpacked(kind: str, data: bytes, operation: str) -> dict[str, Any]:
     """Parses `packed` bytes from an untrusted peer. Raises UsageError."""
     try:
@@ -254,7 +268,7 @@ def unpacked(kind: str, data: bytes, operation: str) -> dict[str, Any]:
         if not isinstance(said, dict) or said.get("kind") != kind:
             raise ValueError("kind")
     except (ValueError, RecursionError):
-        raise wrong(operation, f"{len(data)} bytes are not a {kind}") from None
+        raise malformed(kind, data, operation) from None
     return said
 
 

@@ -16,7 +16,7 @@ from crossrail._native import Context, Description, Endpoint, Move, RegionKey, R
 from crossrail.errors import CrossrailError, MismatchError, PeerDeadError, TimeoutError, UsageError
 
 from ._cache import deregister, keys_of, merged_ranges, places, registered
-from ._shape import Holder, Memory, Row, number, packed, unpacked
+from ._shape import Holder, Memory, Row, malformed, number, packed, unpacked
 
 _ABOVE = 3  # maximum upstream receivers per receiver, before the source
 _IN_FLIGHT = 2
@@ -64,7 +64,7 @@ class _Weights:
             places = [(keys[number(key, len(keys))], number(offset)) for key, offset in fields["places"]]
             sizes = list(map(number, fields["sizes"]))
         except (KeyError, TypeError, ValueError):
-            raise wrong(operation, f"{len(data)} bytes are not a description of weights") from None
+            raise malformed("weights", data, operation) from None
         if sizes != self.sizes or len(places) != len(sizes):
             at = next((at for at, (a, b) in enumerate(zip(self.sizes, sizes, strict=False)) if a != b), None)
             here, there = (f"{len(of)} tensors" if at is None else f"{of[at]} bytes" for of in (self.sizes, sizes))
