@@ -19,7 +19,7 @@ pub struct Config {
     pub chunk: u64,
     /// Chunks that a lane may have outstanding.
     pub window: u32,
-    /// Eager bytes that a peer may have in flight: sent and not yet acknowledged.
+    /// Eager bytes that a peer may have in flight: sent, and their receipt not yet confirmed by the peer.
     pub eager_credit: u64,
     /// Operations that a peer may have in flight; more wait at the sender.
     pub message_credit: u32,

@@ -172,7 +172,8 @@ pub enum Frame {
         /// Which read.
         target: Target,
     },
-    /// Invitation to push the rest of a direct copy of that operation; the payload is a descriptor.
+    /// Invitation to push bytes of that operation into the memory that the payload, a descriptor, names: all of them,
+    /// or those that the reader does not pull meanwhile.
     Invite {
         /// The reader's operation.
         op: u32,

@@ -83,7 +83,7 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// A message does not fit into its receive: both ends hear so.
+    /// A message does not fit into its receive: fails it at both ends.
     fn truncated(&mut self, op: OpId, tag: u64, their: u32, message: u64, buffer: u64) {
         let why = Failure::Truncated { message, buffer };
         self.control.push_failed(their, &why, self.events);
@@ -165,7 +165,7 @@ impl Peer {
 
     /// Cancels an operation or a receive that this peer's message has matched; false if it is not in flight here.
     ///
-    /// [`Event::Done`] tells the outcome: it may have finished before the peer heard of it.
+    /// [`Event::Done`] tells the outcome: it may have finished before the request reached the peer.
     pub fn cancel(&mut self, now: Time, op: OpId) -> bool {
         self.leave_fast_path();
         self.end_queued(op, &Failure::Cancelled) || self.end_operation(now, op, &Failure::Cancelled)
@@ -259,13 +259,13 @@ impl Peer {
 
     /// Nothing in flight and nothing owed. Messages that nobody has received do not count.
     pub fn idle(&self) -> bool {
-        let told = self.control.is_empty()
+        let nothing_owed = self.control.is_empty()
             && !self.delivered.owed()
             && !self.outgoing.must_follow()
             && self.stream.settled()
             && self.lanes.are_settled();
         let farewell = !self.control.owes_bye() || !self.control.live();
-        !self.has_operations() && told && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
+        !self.has_operations() && nothing_owed && farewell && (self.stream.owed() == 0 || self.lanes.is_empty())
     }
 
     /// Bytes moved and bytes in all, of an operation in flight here.

@@ -132,7 +132,7 @@ impl Flags {
         self.peer_sleeps(what) && self.claims()
     }
 
-    /// Claims the wake-up of the sleeping peer: true for exactly one caller.
+    /// Claims the wake-up of the sleeping peer: true for at most one caller per sleep.
     fn claims(&self) -> bool {
         self.theirs().fetch_and(!ASLEEP, Ordering::AcqRel) & ASLEEP != 0
     }

@@ -109,7 +109,7 @@ impl Trace {
         self.window(lane, now_ns, count);
     }
 
-    /// The worker ends: chunks that nobody has acknowledged yet end with it.
+    /// The worker ends: unacknowledged chunks end with it.
     pub fn finish(&mut self, now_ns: u64) {
         for (track, in_flight) in std::mem::take(&mut self.unacknowledged) {
             for (begin_ns, amount, flow) in in_flight {

@@ -1,7 +1,8 @@
 //! Measures a single TCP lane over loopback between two processes, without the engine.
 //!
-//! `cargo run --release -p crossrail-tcp --example raw_lane -- [copy|reference|checked] [spin|sleep] [CHUNK_KIB]` prints the
-//! one-way latency of 8 bytes, the rate of 64 MiB in frames of CHUNK_KIB (2048), and the CPU time per GB at each end.
+//! `cargo run --release -p crossrail-tcp --example raw_lane -- [copy|reference|checked] [spin|sleep] [CHUNK_KIB]`
+//! prints the one-way latency of 8 bytes, the rate of 64 MiB in frames of CHUNK_KIB (2048), and the CPU time per GB at
+//! each end.
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream};

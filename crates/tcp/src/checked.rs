@@ -55,8 +55,8 @@ impl Sealer {
         self.staged.len() - self.sent
     }
 
-    /// Adds what fits of the frame that is being sealed to the record that begins at `start`. The frame's token, once all
-    /// of it is sealed.
+    /// Adds what fits of the frame that is being sealed to the record that begins at `start`. The frame's token, once
+    /// all of it is sealed.
     fn add(&mut self, start: usize) -> Option<u64> {
         let room = |staged: &Vec<u8>| (RECORD_HEAD + RECORD_MAX).saturating_sub(staged.len() - start);
         let sealing = self.sealing.as_mut()?;

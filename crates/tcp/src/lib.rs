@@ -24,8 +24,8 @@
 //! | sendfile | 5.9 / 5.9 | takes one page at a time from the page cache |
 //! | MSG_ZEROCOPY | 4.3 (spinning) | loopback copies anyway, and completions cost system calls |
 //!
-//! io_uring was compared likewise, by a program without a protocol (512 MiB in calls of 1 MiB over loopback, one process
-//! at each end, Linux 6.18), in CPU time per byte, which other load on the machine changes little:
+//! io_uring was compared likewise, by a program without a protocol (512 MiB in calls of 1 MiB over loopback, one
+//! process at each end, Linux 6.18), in CPU time per byte, which other load on the machine changes little:
 //!
 //! | way | sender, ns/B | receiver, ns/B |
 //! |---|---|---|
@@ -35,11 +35,12 @@
 //! | the same, one issuer, cooperative | 0.12 | 0.12 |
 //! | io_uring: zero-copy send of registered buffers, recv | 0.18 | 0.21 |
 //!
-//! What it saves in system calls doesn't show beside the copies, so lanes don't use it. [`ways`] reports what of all this
-//! a process has, for `crossrail info`.
+//! What it saves in system calls doesn't show beside the copies, so lanes don't use it. [`ways`] reports what of all
+//! this a process has, for `crossrail info`.
 //!
 //! On this shared machine the order of the first three varied between runs that did not alternate. The alternating
-//! runs and the CPU time decided. Later runs had sendmsg at 0.9 to 1.6 times the rate of vmsplice. `examples/raw_lane.rs` repeats the comparison of the two ways in use as a lane.
+//! runs and the CPU time decided. Later runs had sendmsg at 0.9 to 1.6 times the rate of vmsplice.
+//! `examples/raw_lane.rs` repeats the comparison of the two ways in use as a lane.
 //!
 //! The congestion control matters more than the copy. BBR, the default there, paces and costs up to half the rate. A
 //! connection within one machine therefore requests cubic, before it is made: BBR's pacing stays with a socket that it

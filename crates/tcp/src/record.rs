@@ -31,8 +31,8 @@ fn head_sum(number: u64, head: &[u8; 8]) -> [u8; 4] {
     sum(&bytes)
 }
 
-/// Writes the head of record `number` into the first [`RECORD_HEAD`] bytes of `record`; the others are its bytes, and at
-/// most [`RECORD_MAX`].
+/// Writes the head of record `number` into the first [`RECORD_HEAD`] bytes of `record`; the others are its bytes, and
+/// at most [`RECORD_MAX`].
 pub(crate) fn seal(number: u64, record: &mut [u8]) {
     let Some((head, bytes)) = record.split_first_chunk_mut::<RECORD_HEAD>() else { return };
     let mut start = [0; 8];

@@ -23,8 +23,8 @@ const BATCH_FRAMES: usize = 32;
 const BATCH_BYTES: usize = 64 * 1024;
 /// Minimum size of a payload sent by reference.
 const BY_REFERENCE_FROM: usize = 64 * 1024;
-/// Maximum size of a payload that is copied behind its header, which is cheaper than a gathering call, and maximum bytes
-/// of such frames that are copied one behind the other.
+/// Maximum size of a payload that is copied behind its header, which is cheaper than a gathering call, and maximum
+/// bytes of such frames that are copied one behind the other.
 const JOIN_UP_TO: usize = 1024;
 const JOINED_MAX: usize = 4096;
 /// Zeros, sent in place of memory that was revoked: the frame's length has already been announced.

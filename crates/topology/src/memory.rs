@@ -16,8 +16,8 @@ pub struct HostMemory {
     /// The control group that determines `available`, by the file with its limit, and that limit; `None`: the machine
     /// does.
     pub limited_by: Option<(PathBuf, u64)>,
-    /// Processes of this control group, or of the machine where none counts them, that the kernel's out-of-memory killer
-    /// has ended so far.
+    /// Processes of this control group, or of the machine where none counts them, that the kernel's out-of-memory
+    /// killer has ended so far.
     pub oom_kills: Option<u64>,
 }
 

@@ -310,7 +310,7 @@ pub const NOTE_MAX: usize = 512;
 /// Most descriptors of a note.
 pub const NOTE_FILES: usize = 16;
 
-/// What the peer passed with [`Lane::send_note`]. All of it is the peer's word only.
+/// A note that the peer sent with [`Lane::send_note`]. Untrusted.
 #[derive(Debug)]
 pub struct ReceivedNote {
     /// Its bytes.

@@ -71,7 +71,7 @@ fn until_both_connected(
 ) -> Result<()> {
     let mut announced = false;
     loop {
-        // Checked before UCX is driven, which is not allowed once the peer has closed (see `left`).
+        // Checked before UCX is driven, which is not allowed once the peer has closed (see `lingering`).
         let ended = companion.read();
         if let Some(ended) = ended {
             // It has joined and gone already, or gives up.

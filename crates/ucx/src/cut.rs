@@ -5,7 +5,7 @@
 //! the kernel lists what each one watches.
 //!
 //! UCX 1.13 asserts that no answer arrives after it has failed to send. So a connection that the peer has closed is
-//! emptied first, and one that the peer may still use is kept open behind UCX's back (see `left`).
+//! emptied first, and one that the peer may still use is kept open behind UCX's back (see `lingering`).
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};

@@ -22,7 +22,7 @@ const WAIT_MAX: Duration = Duration::from_millis(500);
 /// this end.
 const KEPT_MAX: usize = 16;
 
-/// What goes once the peer has closed its end of the stream.
+/// A link or its connections, released once the peer has closed its end of the stream.
 struct Lingering {
     _kept: Box<dyn Send>,
     stream: TcpStream,
@@ -37,7 +37,7 @@ pub(crate) fn abandon(link: Link, mut tx: Sender, stream: TcpStream) {
     tx.forget(&link);
     // The link goes before the memory that UCX refers to.
     let mut lingering = Lingering { _kept: Box::new((link, tx)), stream };
-    // A peer that is gone need not be told.
+    // A peer that has closed already needs no announcement.
     if lingering.stream.shutdown(Shutdown::Write).is_err() || lingering.stream.set_nonblocking(true).is_err() {
         return;
     }
@@ -55,7 +55,8 @@ pub(crate) fn abandon(link: Link, mut tx: Sender, stream: TcpStream) {
     }
 }
 
-/// Keeps connections of a lane that has ended here open, without waiting. The peer has been told over `stream`.
+/// Keeps connections of a lane that has ended here open, without waiting. Its end was announced to the peer over
+/// `stream`.
 pub(crate) fn keep_open(connections: Vec<OwnedFd>, stream: &TcpStream) {
     let Ok(stream) = stream.try_clone() else { return };
     let mut lingering = Lingering { _kept: Box::new(connections), stream };

@@ -38,7 +38,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const EVENTS: usize = 256;
 /// Connections accepted per pass.
 const ACCEPTS: usize = 32;
-/// A wake-up later than this shows that this thread was starved.
+/// A wake-up that is late by more than this shows that the thread was starved.
 const STALL: Duration = Duration::from_millis(100);
 
 const LISTENER: u64 = u64::MAX;

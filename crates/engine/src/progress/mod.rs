@@ -146,7 +146,7 @@ impl Progress {
     }
 
     /// Starts polling a connection that carries chunks; the first of a group starts the group's thread. `first`: it is
-    /// its rail's first connection, which callers pump themselves if a single rail leads to the peer: a short transfer
+    /// its rail's first connection, which callers pump themselves if the process has a single rail: a short transfer
     /// is over before another thread wakes up. Callers also pump connections for which the system refuses a thread.
     /// `node`: the NUMA node of its device; a thread is pinned to the node of its first connection.
     ///

@@ -16,8 +16,8 @@ const SPIN: Duration = Duration::from_micros(30);
 const YIELD: Duration = Duration::from_micros(200);
 /// The same where there are cores to spare: a wake-up takes longer than most transfers that are still in flight.
 const YIELD_MANY: Duration = Duration::from_millis(5);
-/// Range of yield durations that show threads taking turns on this core, such as the ends of other pairs that wait for
-/// their peers: busy-polling would only delay those. A thread that runs for longer is computing, and uses a full time
+/// How long a yield takes if threads take turns on this core, such as ends of other pairs that wait for their peers:
+/// busy-polling would only delay those. A thread that runs for longer is computing, and uses a full time
 /// slice whenever this one yields.
 const TURN: Range<Duration> = Duration::from_micros(10)..Duration::from_millis(1);
 /// From this many processors on, cores count as spare.

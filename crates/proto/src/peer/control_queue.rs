@@ -158,7 +158,7 @@ impl ControlQueue {
         }
     }
 
-    /// Has a frame go out before any operation.
+    /// Queues a control frame, which precedes any new operation.
     pub(super) fn push(&mut self, frame: Frame, body: Body, events: &mut Events) {
         if self.talks() {
             self.control.push_back((frame, body));
@@ -166,7 +166,7 @@ impl ControlQueue {
         }
     }
 
-    /// Tells the peer that its operation `op` has failed.
+    /// Queues the failure of the peer's operation `op`.
     pub(super) fn push_failed(&mut self, op: u32, why: &Failure, events: &mut Events) {
         let (code, bytes) = frame::encode_failure(why);
         self.push(Frame::Fail { op, code }, Body::from(bytes), events);
@@ -181,7 +181,7 @@ impl ControlQueue {
         self.push(Frame::Abort { op, code }, Body::from(bytes), events);
     }
 
-    /// An operation of the peer's is finished, which it must be told.
+    /// Queues the completion of an operation of the peer.
     #[inline]
     pub(super) fn owe_done(&mut self, their: u32, events: &mut Events) {
         if self.talks() {
@@ -190,7 +190,7 @@ impl ControlQueue {
         }
     }
 
-    /// The same of the peer's end of a read of ours.
+    /// As [`ControlQueue::owe_done`], for a read of ours that the peer serves.
     pub(super) fn owe_read_done(&mut self, their: u32, events: &mut Events) {
         self.owe_done(their, events);
         self.done_reads = true;
@@ -203,7 +203,7 @@ impl ControlQueue {
         }
     }
 
-    /// The peer is not to be told that this operation is finished after all; false: it was told.
+    /// Removes a queued completion; false: it was sent already.
     pub(super) fn withdraw_done(&mut self, their: u32) -> bool {
         let found = self.dones.iter().position(|id| *id == their);
         found.is_some_and(|at| self.dones.remove(at).is_some())

@@ -80,7 +80,7 @@ pub(super) struct ChunkOf {
     pub(super) again: bool,
 }
 
-/// What came of [`IncomingTransfers::complete`].
+/// Outcome of [`IncomingTransfers::complete`].
 pub(super) enum Completed {
     /// Bytes are still being unpacked.
     Waits,

@@ -123,7 +123,7 @@ impl Unconfirmed {
         self.len > 0
     }
 
-    /// Whether `count` was told after the last one.
+    /// Whether `count` is newer than the last one.
     #[inline]
     pub(super) fn is_ahead(&self, count: u32) -> bool {
         count.wrapping_sub(self.confirmed) as i32 > 0
@@ -225,7 +225,7 @@ impl Unconfirmed {
 pub(super) struct Delivered {
     /// How many have arrived, modulo 2^32.
     arrived: u32,
-    /// The count that the peer was told last.
+    /// The count that was last sent or published to the peer.
     published: u32,
     /// Sequence numbers of messages still to be answered by name, ascending, each with the sender's id of it.
     withheld: VecDeque<(u32, u32)>,
@@ -292,13 +292,13 @@ impl Delivered {
         self.withheld.front().map_or(self.arrived, |(number, _)| *number)
     }
 
-    /// Whether the peer has not been told of all that the count confirms.
+    /// Whether the count has advanced since it was last sent or published.
     #[inline]
     pub(super) fn owed(&self) -> bool {
         self.count() != self.published
     }
 
-    /// How many messages the peer has not been told of.
+    /// Number of messages that the count confirms and that were not sent or published yet.
     #[inline]
     pub(super) fn unpublished_count(&self) -> u32 {
         self.count().wrapping_sub(self.published)
@@ -310,7 +310,7 @@ impl Delivered {
         self.published = self.arrived;
     }
 
-    /// The count, if the peer has not been told of it, when no message holds it back.
+    /// The count, if it has not been sent or published, when no message holds it back.
     #[inline(always)]
     pub(super) fn unpublished(&self) -> Option<u32> {
         debug_assert!(self.withheld.is_empty());
@@ -324,13 +324,13 @@ impl Delivered {
         self.arrived
     }
 
-    /// The peer has been told that count.
+    /// Records that `count` was published.
     #[inline(always)]
     pub(super) fn count_published(&mut self, count: u32) {
         self.published = count;
     }
 
-    /// The count, to be told now, when no message holds it back.
+    /// The count, to be sent now, when no message holds it back.
     #[inline]
     pub(super) fn take_arrived(&mut self) -> u32 {
         debug_assert!(self.withheld.is_empty());
@@ -338,7 +338,7 @@ impl Delivered {
         self.published
     }
 
-    /// The count, to be told now.
+    /// The count, to be sent now.
     #[inline]
     pub(super) fn take_count(&mut self) -> u32 {
         self.published = self.count();

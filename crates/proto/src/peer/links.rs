@@ -91,8 +91,8 @@ impl Peer {
         }
     }
 
-    /// Sends an empty frame on the lane, so that the peer's kernel has something to acknowledge if the link lives. For
-    /// a suspect with nothing in flight.
+    /// Schedules a repeated acknowledgement on the lane, so that the peer's kernel has something to acknowledge if the
+    /// link lives. For a suspect with nothing in flight.
     pub fn probe(&mut self, lane: LaneId) {
         self.leave_fast_path();
         if let Some(at) = self.lanes.find(lane) {

@@ -44,7 +44,7 @@ pub(super) struct ServeOf {
     pub(super) lane: LaneId,
 }
 
-/// What came of [`OutgoingOps::abort`].
+/// Outcome of [`OutgoingOps::abort`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Aborted {
     /// There is no such operation.

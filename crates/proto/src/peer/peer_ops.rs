@@ -14,9 +14,9 @@ pub(super) enum PeerOp {
 
 /// States of the peer's operations, by their ids on the wire.
 ///
-/// [`Peer`](super::Peer) claims an entry when it accepts a frame that begins an operation, and whoever ends the
-/// operation frees it. Ids come from the peer: one out of range or in use is refused, and no more than its credit may
-/// be claimed at a time, so that the tables stay as short as the credit allows.
+/// [`Peer`](super::Peer) claims an entry when it accepts a frame that begins an operation, and the part that
+/// ends the operation frees it. Ids come from the peer: one out of range or in use is refused, and no more than its
+/// credit may be claimed at a time, so that the tables stay as short as the credit allows.
 #[derive(Debug)]
 pub(super) struct PeerOps {
     /// By id less one.

@@ -347,13 +347,13 @@ impl Stream {
         (self.next, self.expected)
     }
 
-    /// Consumed frames that the sender has not been told of.
+    /// Number of consumed frames that are not acknowledged.
     #[inline]
     pub(super) fn owed(&self) -> u32 {
         self.owed
     }
 
-    /// Number of frames consumed, to be told now.
+    /// Marks all consumed frames as acknowledged; returns their number, to be sent now.
     pub(super) fn take_ack(&mut self) -> u32 {
         self.owed = 0;
         self.expected

@@ -1,4 +1,4 @@
-//! Messages that came before their receive.
+//! Unexpected messages: those that arrive before their receive is posted.
 
 use crossrail_types::{EndpointId, OpId};
 use slab::Slab;

@@ -324,7 +324,7 @@ impl Transfers {
         }
     }
 
-    /// Starts waiting operations that may start now.
+    /// Submits operations of the outbox, as far as their mails have arrived and the credit suffices.
     pub(super) fn begin_waiting(&mut self, endpoint: EndpointId) {
         while let Some(waiting) = self.tables.peers.get_mut(endpoint).and_then(|peer| peer.outbox.ready()) {
             self.begin(endpoint, waiting);

@@ -29,7 +29,7 @@ pub(super) struct Waiting {
     pub(super) cost: u64,
     /// It is a notice, which must not overtake another.
     pub(super) ordered: bool,
-    /// The peer was told of rows of ours, between which and its own it can copy.
+    /// The view pairs rows of ours with the peer's, so the peer can copy between them by itself.
     pub(super) paired: bool,
 }
 

@@ -133,8 +133,8 @@ impl Op {
         self.let_go();
     }
 
-    /// Drops the buffer, because nothing accesses the memory any more, except bytes that the request may still ask for.
-    /// Whether nothing is left.
+    /// Drops the buffer, which no lane or copy accesses any more, unless the request may still ask for its bytes.
+    /// Returns whether it was dropped.
     #[inline(always)]
     pub(super) fn let_go(&mut self) -> bool {
         // Spelt out, so that the drop of the commonest kind is a count and no call, and nothing else is moved.

@@ -26,7 +26,7 @@ pub(super) struct Outgoing {
 pub(super) struct LongState {
     pub(super) announced: Time,
     pub(super) consented: Time,
-    /// The peer was told how to copy directly, and the shared cursor.
+    /// A direct copy was offered to the peer, with the shared cursor.
     pub(super) offered: bool,
     pub(super) slot: Option<u32>,
     pub(super) job: Option<DirectId>,
