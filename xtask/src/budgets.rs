@@ -9,10 +9,10 @@ use std::path::Path;
 use toml::Table;
 
 use crate::rooms::ROOMS;
-use crate::rust::{group, is_word, sources, tokens, without_tests};
+use crate::rust::{group, is_test, is_word, sources, tokens, without_tests};
 use crate::{Problems, circles, files, shown};
 
-const FILE: &str = "xtask/budgets.toml";
+pub(crate) const FILE: &str = "xtask/budgets.toml";
 /// A type with more methods, or with inherent methods in as many files, is several types: it is listed.
 const METHODS: usize = 60;
 const IMPL_FILES: usize = 3;
@@ -57,7 +57,7 @@ pub(crate) fn check(root: &Path) -> Problems {
     problems
 }
 
-fn number(value: Option<&toml::Value>) -> Option<usize> {
+pub(crate) fn number(value: Option<&toml::Value>) -> Option<usize> {
     value?.as_integer()?.try_into().ok()
 }
 
@@ -112,10 +112,11 @@ pub(crate) fn table(root: &Path) -> String {
     text
 }
 
-/// Writes today's figures as the budgets. Circles stay as they are allowed.
+/// Writes today's figures as the budgets. Circles stay as they are allowed, and so do the figures of prose.
 pub(crate) fn record(root: &Path) -> Problems {
     let path = root.join(FILE);
-    let old = std::fs::read_to_string(&path).ok().and_then(|text| text.parse::<Table>().ok()).unwrap_or_default();
+    let before = std::fs::read_to_string(&path).unwrap_or_default();
+    let old = before.parse::<Table>().unwrap_or_default();
     let figures = measure(root);
     let mut text = String::from(
         "# What each room may have: `cargo xtask budgets` prints it, `cargo xtask lint` fails above it. Code lines are those\n\
@@ -137,10 +138,18 @@ pub(crate) fn record(root: &Path) -> Problems {
     }
     let head = "# Files that import each other; none is added.\ncircles = [\n";
     let text = text.replacen("[lines]\n", &format!("{head}{circles}]\n\n[lines]\n"), 1);
+    let text = text + prose(&before);
     match std::fs::write(&path, text) {
         Ok(()) => Problems::new(),
         Err(error) => vec![format!("{FILE}: {error}")],
     }
+}
+
+/// The table of prose, the last one, with the comment above it.
+fn prose(text: &str) -> &str {
+    let table = text.find("\n[prose]\n");
+    let start = table.and_then(|at| text[..at].rfind("\n\n"));
+    start.map_or("", |start| &text[start + 1..])
 }
 
 fn measure(root: &Path) -> Figures {
@@ -157,7 +166,8 @@ fn measure(root: &Path) -> Figures {
     for (name, folder) in PACKAGES {
         let (suffix, comment) = if *name == "xtask" { (".rs", "//") } else { (".py", "#") };
         let mut lines = 0;
-        for path in files(&root.join(folder), suffix) {
+        let paths = files(&root.join(folder), suffix).into_iter();
+        for path in paths.filter(|path| suffix != ".rs" || !is_test(path)) {
             lines += code_lines(&path, comment);
         }
         figures.lines.insert((*name).to_owned(), lines);
@@ -276,6 +286,12 @@ mod tests {
         let text = "impl<T: Into<u8>> crate::A<T> where T: Copy { pub fn a(&self, f: fn(u8)) { fn inner() {} } const fn b() {} }\n\
                     impl Drop for A { fn drop(&mut self) {} }\nimpl A { #[cfg(test)] fn c() {} fn d(x: impl Fn()) {} }";
         assert_eq!(inherent_methods(text), [("A".to_owned(), 2), ("A".to_owned(), 1)]);
+    }
+
+    #[test]
+    fn the_table_of_prose_is_kept() {
+        assert_eq!(prose("[types]\na = 1\n\n# Why.\n# More.\n[prose]\nb = 2\n"), "\n# Why.\n# More.\n[prose]\nb = 2\n");
+        assert_eq!(prose("[types]\na = 1\n"), "");
     }
 
     #[test]

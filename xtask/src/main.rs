@@ -6,6 +6,7 @@ mod budgets;
 mod circles;
 mod deps;
 mod docs;
+mod prose;
 mod rooms;
 mod rust;
 mod sizes;
@@ -15,12 +16,15 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const HELP: &str = "\
-cargo xtask lint            deps, sizes, budgets and docs --check
+cargo xtask lint            deps, sizes, budgets, prose and docs --check
 cargo xtask deps            which room may use which, who may have unsafe code, what Python files may import
 cargo xtask unsafe          how much unsafe code each crate has
 cargo xtask sizes           ask about source files of more than 600 lines, fail for more than 900
 cargo xtask budgets         code lines of every room beside its budget; fail above it, for large types, for circles
 cargo xtask budgets --record  write today's figures into xtask/budgets.toml
+cargo xtask prose           words and openings that a standard term replaces, per room; fail above the room's figure
+cargo xtask prose ROOM      each of them in a room, with its place and what to write instead
+cargo xtask prose --record  lower the figures in xtask/budgets.toml to today's
 cargo xtask docs            write docs/settings.md, docs/metrics.md and the table of crates in CONTRIBUTING.md
 cargo xtask docs --check    fail if a page is stale: settings reference, links, names of files and settings
 ";
@@ -35,7 +39,8 @@ fn main() -> ExitCode {
     let problems = match arguments[..] {
         ["lint"] => {
             ask(&root);
-            [deps::check(&root), sizes::check(&root), budgets::check(&root), docs::check(&root)].concat()
+            let words = [prose::check(&root), docs::check(&root)].concat();
+            [deps::check(&root), sizes::check(&root), budgets::check(&root), words].concat()
         }
         ["sizes"] => {
             ask(&root);
@@ -46,6 +51,18 @@ fn main() -> ExitCode {
             budgets::check(&root)
         }
         ["budgets", "--record"] => budgets::record(&root),
+        ["prose"] => {
+            print!("{}", prose::table(&root));
+            prose::check(&root)
+        }
+        ["prose", "--record"] => prose::record(&root),
+        ["prose", room] => match prose::places(&root, room) {
+            Ok(places) => {
+                print!("{places}");
+                return ExitCode::SUCCESS;
+            }
+            Err(problem) => vec![problem],
+        },
         ["deps"] => deps::check(&root),
         ["unsafe"] => {
             print!("{}", unsafe_code::table(&root));
@@ -106,4 +123,20 @@ fn files(folder: &Path, suffix: &str) -> Vec<PathBuf> {
 /// A path as seen from the repository, for messages.
 fn shown(root: &Path, path: &Path) -> String {
     path.strip_prefix(root).unwrap_or(path).display().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn help_lists_every_command() {
+        let source = include_str!("main.rs");
+        let commands = source.lines().filter_map(|line| line.trim().strip_prefix("[\"")?.split_once(&['"'][..]));
+        let commands: Vec<&str> = commands.map(|(command, _)| command).filter(|command| *command != "help").collect();
+        assert!(commands.contains(&"prose") && commands.contains(&"lint"));
+        for command in commands {
+            assert!(HELP.contains(&format!("cargo xtask {command} ")), "{command} is not in the help");
+        }
+    }
 }

@@ -4,51 +4,62 @@ use std::path::{Path, PathBuf};
 
 use crate::files;
 
+/// A piece of a source file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Piece {
+    Comment,
+    /// A string or character with its quotes.
+    Literal,
+    /// An identifier, a number, `::`, or a single character.
+    Token,
+    /// A lifetime or white space.
+    Other,
+}
+
 /// The tokens of `text` without comments and lifetimes: identifiers, `::`, and single characters. A literal with quotes
 /// is `""`.
 pub(crate) fn tokens(text: &str) -> Vec<&str> {
+    let pieces = pieces(text).into_iter();
+    pieces
+        .filter_map(|(piece, _, token)| match piece {
+            Piece::Literal => Some("\"\""),
+            Piece::Token => Some(token),
+            Piece::Comment | Piece::Other => None,
+        })
+        .collect()
+}
+
+/// `text` cut into pieces, each with its offset. Fits C++ as well, but for its raw strings.
+pub(crate) fn pieces(text: &str) -> Vec<(Piece, usize, &str)> {
     let bytes = text.as_bytes();
     let (mut found, mut at) = (Vec::new(), 0);
     while at < bytes.len() {
         let rest = &text[at..];
-        let length = match bytes[at] {
-            b'/' if rest.starts_with("//") => rest.find('\n').unwrap_or(rest.len()),
-            b'/' if rest.starts_with("/*") => rest.find("*/").map_or(rest.len(), |end| end + 2),
-            b'"' => {
-                found.push("\"\"");
-                quoted(bytes, at, b'"') - at
-            }
+        let (piece, length) = match bytes[at] {
+            b'/' if rest.starts_with("//") => (Piece::Comment, rest.find('\n').unwrap_or(rest.len())),
+            b'/' if rest.starts_with("/*") => (Piece::Comment, rest.find("*/").map_or(rest.len(), |end| end + 2)),
+            b'"' => (Piece::Literal, quoted(bytes, at, b'"') - at),
             b'\'' => {
                 let escaped = bytes.get(at + 1) == Some(&b'\\');
                 let character = rest[1..].chars().next().map_or(0, char::len_utf8);
                 if escaped || bytes.get(at + 1 + character) == Some(&b'\'') {
-                    found.push("\"\"");
-                    quoted(bytes, at, b'\'') - at
+                    (Piece::Literal, quoted(bytes, at, b'\'') - at)
                 } else {
-                    1 + word(&rest[1..])
+                    (Piece::Other, 1 + word(&rest[1..]))
                 }
             }
-            b'r' | b'b' if raw(rest).is_some() => {
-                found.push("\"\"");
-                raw(rest).unwrap_or(rest.len())
-            }
-            b':' if rest.starts_with("::") => {
-                found.push(&rest[..2]);
-                2
-            }
-            _ if word(rest) > 0 => {
-                found.push(&rest[..word(rest)]);
-                word(rest)
-            }
+            b'r' | b'b' if raw(rest).is_some() => (Piece::Literal, raw(rest).unwrap_or(rest.len())),
+            b':' if rest.starts_with("::") => (Piece::Token, 2),
+            _ if word(rest) > 0 => (Piece::Token, word(rest)),
             _ => {
-                let length = rest.chars().next().map_or(1, char::len_utf8);
-                if !rest[..length].trim().is_empty() {
-                    found.push(&rest[..length]);
-                }
-                length
+                let blank = rest.len() - rest.trim_start().len();
+                let letter = rest.chars().next().map_or(1, char::len_utf8);
+                if blank > 0 { (Piece::Other, blank) } else { (Piece::Token, letter) }
             }
         };
-        at += length.max(1);
+        let length = length.max(1);
+        found.push((piece, at, &rest[..length]));
+        at += length;
     }
     found
 }
