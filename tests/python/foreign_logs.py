@@ -86,3 +86,90 @@ DEEPEP_ELASTIC = """   * EP:   0/  2 | dispatch: 0 GB/s (SO), 300 GB/s (SU), 20.
    * EP:   1/  2 | dispatch: 0 GB/s (SO), 310 GB/s (SU), 19.500 us, 6000000 bytes | copy: 910 GB/s, 5.100 us
    * EP:   0/  2 | combine: 0 GB/s (SO), 200 GB/s (SU), 30.500 us, 6000000 bytes | reduce: 900 GB/s, 5.000 us
 """
+
+OSU_TWO_TESTS = """# OSU MPI Latency Test v5.8
+# Size          Latency (us)
+1                       1.10
+8                       1.12
+1024                    2.05
+
+# OSU MPI Bandwidth Test v5.8
+# Size      Bandwidth (MB/s)
+1                       1.53
+1024                 1262.07
+4194304              1785.15
+"""
+
+OSU_TWICE = """With UCX 1.11.2
+# OSU MPI Bi-Directional Bandwidth Test v5.8
+# Size      Bandwidth (MB/s)
+1                       1.35
+1048576             19095.27
+
+With UCX 1.12
+# OSU MPI Bi-Directional Bandwidth Test v5.8
+# Size      Bandwidth (MB/s)
+1                       1.49
+1048576             9012.50
+"""
+
+OSU_CHECKED = """# OSU MPI Latency Test v7.3
+# Size          Latency (us)        Validation
+1                       0.95              Pass
+8                       0.97              Fail
+"""
+
+NCCL_TWO_TESTS = """+ ./build/all_reduce_perf -b 1M -e 1M
+# nThread 1 nGpus 1 minBytes 256 maxBytes 512 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 graph: 0
+#
+# Using devices
+#  Rank  0 Group  0 Pid 1478709 on      gpu23 device  0 [0x31] NVIDIA A40
+#  Rank  1 Group  0 Pid 1171742 on      gpu24 device  0 [0x31] NVIDIA A40
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+     1048576        262144     float     sum      -1    50.00   20.97   20.97      0    50.10   20.93   20.93      0
+# Avg bus bandwidth    : 20.95
++ ./build/alltoall_perf -b 1M -e 1M
+# nThread 1 nGpus 1 minBytes 256 maxBytes 512 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 validation: 1 graph: 0
+#
+# Using devices
+#  Rank  0 Group  0 Pid 1478709 on      gpu23 device  0 [0x31] NVIDIA A40
+#  Rank  1 Group  0 Pid 1171742 on      gpu24 device  0 [0x31] NVIDIA A40
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+     1048576        131072     float    none      -1   200.00    5.24    2.62      0   201.00    5.22    2.61    N/A
+# Avg bus bandwidth    : 2.6
+"""
+
+NCCL_WITHOUT_ROOT = """#       size         count      type   redop     time   algbw   busbw  error     time   algbw   busbw  error
+        1024           256     float     sum    19.18    0.05    0.08  0e+00    19.30    0.05    0.08  0e+00
+"""
+
+NIXLBENCH_TWICE = """### unenable progress thread result ###
+----------------------------------------------------------------------------------------------------------------------------------------------------------------
+Block Size (B)      Batch Size     B/W (GB/Sec)   Avg Lat. (us)  Avg Prep (us)  P99 Prep (us)  Avg Post (us)  P99 Post (us)  Avg Tx (us)    P99 Tx (us)
+----------------------------------------------------------------------------------------------------------------------------------------------------------------
+4096                1              0.500000       8.1          492.5          1440.0         103.6          338.0          397.6          3844.0
+
+### enable progress thread result ###
+----------------------------------------------------------------------------------------------------------------------------------------------------------------
+Block Size (B)      Batch Size     B/W (GB/Sec)   Avg Lat. (us)  Avg Prep (us)  P99 Prep (us)  Avg Post (us)  P99 Post (us)  Avg Tx (us)    P99 Tx (us)
+----------------------------------------------------------------------------------------------------------------------------------------------------------------
+4096                1              0.027182       602.8          492.5          1440.0         103.6          338.0          397.6          3844.0
+"""
+
+IPERF3_BOTH_WAYS = """{"start": {"connected": [], "version": "iperf 3.19.1", "system_info": "Linux x", "test_start": {"protocol": "TCP", "num_streams": 1, "blksize": 131072, "omit": 0, "duration": 2, "reverse": 0, "bidir": 1}}, "intervals": [{"streams": [], "sum": {"start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "retransmits": 3, "sender": true}, "sum_bidir_reverse": {"start": 0, "end": 2, "seconds": 2, "bytes": 4000000000, "bits_per_second": 16000000000.0, "retransmits": 3, "sender": false}}], "end": {"streams": [{"sender": {"socket": 5, "start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "retransmits": 3, "sender": true}, "receiver": {"socket": 5, "start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "sender": true}}, {"sender": {"socket": 5, "start": 0, "end": 2, "seconds": 2, "bytes": 4000000000, "bits_per_second": 16000000000.0, "retransmits": 0, "sender": false}, "receiver": {"socket": 5, "start": 0, "end": 2, "seconds": 2, "bytes": 4000000000, "bits_per_second": 16000000000.0, "sender": false}}], "sum_sent": {"start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "retransmits": 3, "sender": true}, "sum_received": {"start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "retransmits": 3, "sender": true}, "sum_sent_bidir_reverse": {"start": 0, "end": 2, "seconds": 2, "bytes": 4000000000, "bits_per_second": 16000000000.0, "retransmits": 3, "sender": false}, "sum_received_bidir_reverse": {"start": 0, "end": 2, "seconds": 2, "bytes": 4000000000, "bits_per_second": 16000000000.0, "retransmits": 3, "sender": false}}}
+"""
+
+IPERF3_EVENTS = """{"event": "start", "data": {"connected": [], "version": "iperf 3.19.1", "system_info": "Linux x", "test_start": {"protocol": "TCP", "num_streams": 1, "blksize": 131072, "omit": 0, "duration": 2, "reverse": 0, "bidir": 0}}}
+{"event": "interval", "data": {"streams": [], "sum": {"start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "retransmits": 3, "sender": true}}}
+{"event": "end", "data": {"streams": [{"sender": {"socket": 5, "start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "retransmits": 3, "sender": true}, "receiver": {"socket": 5, "start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "sender": true}}], "sum_sent": {"start": 0, "end": 2, "seconds": 2, "bytes": 10000000000, "bits_per_second": 40000000000.0, "retransmits": 3, "sender": true}, "sum_received": {"start": 0, "end": 2, "seconds": 2, "bytes": 9750000000, "bits_per_second": 39000000000.0, "retransmits": 3, "sender": true}}}
+"""
+
+RCCL_LINES = """{"#wrong":"0","algBw":0.053,"busBw":0.08,"gpus":4,"inPlace":0,"name":"AllReduce","redop":"sum","size":1024,"time":19.18,"type":"float"}
+{"#wrong":"0","algBw":0.053,"busBw":0.08,"gpus":4,"inPlace":0,"name":"AllReduce","redop":"sum","size":1024,"time":19.18,"type":"float"}
+"""

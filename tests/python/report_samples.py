@@ -1,5 +1,7 @@
 """Reports made up for the tests of tables and JSON."""
 
+from pathlib import Path
+
 from crossrail_tools.report import (
     Environment,
     Iteration,
@@ -13,6 +15,7 @@ from crossrail_tools.report import (
     with_peers,
     with_samples,
 )
+from crossrail_tools.report.sources import Source, parse_sources, read_sources
 
 
 def environment() -> Environment:
@@ -86,3 +89,15 @@ def bandwidth_report() -> Report:
     row = Row(what="bandwidth", transport="tcp", size=1 << 20, protocol="chunks", memory="shared", window=64)
     row = with_samples(row, [Round([10_000.0, 12_000.0], 64 << 20)])
     return Report(environment=environment(), command=["crossrail", "bench", "bandwidth"], rows=[row])
+
+
+def parse_source(text: str, name: str) -> Source:
+    """The only run that a text holds."""
+    (source,) = parse_sources(text, name)
+    return source
+
+
+def read_source(path: Path) -> Source:
+    """The only run that a file holds."""
+    (source,) = read_sources(path)
+    return source

@@ -11,7 +11,7 @@ from typing import Any
 
 import foreign_logs as logs
 import pytest
-from report_samples import environment
+from report_samples import environment, parse_source
 from test_sweep import sweep
 
 from crossrail_tools.report import Report, Row
@@ -19,7 +19,7 @@ from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.comparison import comparison_section
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.html import page
-from crossrail_tools.report.sources import SourceError, parse_source
+from crossrail_tools.report.sources import SourceError, parse_sources
 
 KINDS = "latency write put bandwidth pair p2p mesh unpack dispatch combine e2e init connect stream all_reduce all other"
 TEXTS = (
@@ -85,4 +85,4 @@ def test_a_damaged_file_is_read_or_refused(name: str) -> None:
         put = generator.choice(["", "-", "9", "1e999", "null", "[", '"', "\0", "nan", " "])
         damaged = text[:place] + put + text[place + length :] if generator.random() < 0.8 else text[:place]
         with contextlib.suppress(SourceError):
-            page(document([parse_source(damaged, name)], "Damaged"), "{}")
+            page(document(parse_sources(damaged, name), "Damaged"), "{}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import foreign_logs as logs
 import pytest
-from report_samples import bandwidth_report, latency_report, p2p_report
+from report_samples import bandwidth_report, latency_report, p2p_report, parse_source, read_source
 from test_report_mesh import LIKE, measured
 
 from crossrail.ref import Shape
@@ -36,7 +36,7 @@ from crossrail_tools.report.page.model import (
     Table,
 )
 from crossrail_tools.report.page.write import MOST_BYTES, TooLarge, html
-from crossrail_tools.report.sources import Source, parse_source, read_source
+from crossrail_tools.report.sources import Source, parse_sources
 from crossrail_tools.verify.checking import Work
 from crossrail_tools.verify.flows import traffic
 
@@ -91,7 +91,7 @@ EVERY_KIND = [
         for name in ("rails-uneven.json", "control.json", "ep-killed.json", "ep-prefill.json")
     ),
     *(read_source(RESULTS / "gpu" / name) for name in ("latency-2.json", "unpack-2.json", "ep_sms-2.json")),
-    *(parse_source(text, name) for name, text in vars(logs).items() if name.isupper()),
+    *(source for name, text in vars(logs).items() if name.isupper() for source in parse_sources(text, name)),
     source(latency_report(), "latency.json"),
     source(bandwidth_report(), "bandwidth.json"),
     source(p2p_report(), "p2p.json"),

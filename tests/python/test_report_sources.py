@@ -14,13 +14,13 @@ from pathlib import Path
 
 import foreign_logs as logs
 import pytest
-from report_samples import latency_report, p2p_report
+from report_samples import latency_report, p2p_report, parse_source, read_source
 
 from crossrail_tools.report import Report, console, write_report
 from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.write import html
-from crossrail_tools.report.sources import SourceError, parse_source, read_source
+from crossrail_tools.report.sources import SourceError, parse_sources
 from crossrail_tools.report.writing import read_bounded
 
 RESULTS = Path(__file__).parents[2] / "benches" / "results"
@@ -99,6 +99,81 @@ def test_deepep_and_nixl_ep() -> None:
         ("dispatch", 20.0, 2),
         ("combine", 30.5, 1),
     ]
+
+
+def runs_of(text: str) -> list[tuple[str, list[tuple[str, int, float | None, float | None]]]]:
+    """The runs of a file: their names, and their rows."""
+    return [
+        (source.name, [(row.what, row.size, row.avg_us, row.gb_per_s) for row in source.rows])
+        for source in parse_sources(text, "log")
+    ]
+
+
+def test_two_tests_in_one_output_keep_their_figures() -> None:
+    ((name, rows),) = runs_of(logs.OSU_TWO_TESTS)
+    assert (name, rows[:4]) == (
+        "log",
+        [
+            ("latency", 1, 1.1, None),
+            ("latency", 8, 1.12, None),
+            ("latency", 1024, 2.05, None),
+            ("bandwidth", 1, None, pytest.approx(0.00153)),
+        ],
+    )
+    ((_, rows),) = runs_of(logs.NCCL_TWO_TESTS)
+    assert rows == [("all_reduce", 1 << 20, 50.0, 20.97), ("alltoall", 1 << 20, 200.0, 5.24)]
+
+
+@pytest.mark.parametrize(
+    ("text", "figures_of_runs"),
+    [
+        (logs.OSU_TWICE, [[0.00135, 19.09527], [0.00149, 9.0125]]),
+        (logs.NIXLBENCH_TWICE, [[0.5], [0.027182]]),
+        (logs.UCX_TABLE + logs.UCX_TABLE.replace("98.623", "55.5"), [[98.623], [55.5]]),
+        (logs.UCX_CSV + logs.UCX_CSV.replace("297.936,297.936", "55.5,55.5"), [[297.936], [55.5]]),
+        (logs.NCCL_TEXT + logs.NCCL_TEXT.replace("23.24", "11.5"), [[0.09, 23.24], [0.09, 11.5]]),
+        (logs.DEEPEP_LOW_LATENCY + logs.DEEPEP_LOW_LATENCY.replace("805.34", "605.34"), [[805.0], [705.0]]),
+        (logs.NCCL_JSON + logs.NCCL_JSON.replace("20.97", "10.5"), [[0.08, 20.97], [0.08, 10.5]]),
+        (logs.IPERF3 + logs.IPERF3, [[2.0], [2.0]]),
+        (logs.RCCL_LINES, [[0.053], [0.053]]),
+    ],
+)
+def test_the_same_test_twice_in_one_output_is_two_runs(text: str, figures_of_runs: list[list[float]]) -> None:
+    sources = parse_sources(text, "log")
+    assert [source.name for source in sources] == ["log, run 1", "log, run 2"]
+    for source, expected in zip(sources, figures_of_runs, strict=True):
+        timed = source.rows[0].what in ("latency", "e2e")
+        found = [(row.avg_us or row.p50_us) if timed else row.gb_per_s for row in source.rows]
+        assert found[: len(expected)] == pytest.approx(expected)
+
+
+def test_both_directions_of_iperf3_are_rows_of_their_own() -> None:
+    (source,) = parse_sources(logs.IPERF3_BOTH_WAYS, "log")
+    assert [(row.protocol, row.gb_per_s, row.rounds, len(row.lanes)) for row in source.rows] == [
+        ("forward", 5.0, [5.0], 1),
+        ("reverse", 2.0, [2.0], 1),
+    ]
+    assert "both directions together: 7 GB/s" in source.rows[0].notes
+
+
+def test_a_receiver_of_iperf3_that_reported_nothing() -> None:
+    data = json.loads(logs.IPERF3)
+    data["end"]["sum_received"] = {"bytes": 0, "bits_per_second": 0.0, "seconds": 2.0}
+    (row,) = parse_source(json.dumps(data), "log").rows
+    assert row.gb_per_s == 2.0 and "the receiver reported nothing: the rate is the sender's" in row.notes
+
+
+def test_events_of_iperf3_a_line_each() -> None:
+    (row,) = parse_source(logs.IPERF3_EVENTS, "log").rows
+    assert (row.gb_per_s, row.rounds) == (4.875, [5.0])
+
+
+def test_tables_in_other_forms() -> None:
+    assert figures(logs.NCCL_WITHOUT_ROOT) == [("collective", 1024, 19.18, 19.18, 0.05)]
+    assert [(row.size, row.verified) for row in parse_source(logs.OSU_CHECKED, "").rows] == [(1, True), (8, False)]
+    for prefix in ("[1,0]<stdout>:", "0: "):
+        labelled = "".join(f"{prefix}{line}\n" for line in logs.OSU_LATENCY.splitlines())
+        assert figures(labelled) == figures(logs.OSU_LATENCY)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from leftovers import no_files_left
-from report_samples import environment
+from report_samples import environment, parse_source
 from test_cli_command import COMMAND, clean_environment, one_error, run
 
 from crossrail_tools.cli import main
@@ -27,7 +27,6 @@ from crossrail_tools.cli.sweep import SweepOptions
 from crossrail_tools.cli.sweep_ends import checked
 from crossrail_tools.report import Row, SchemaError, console
 from crossrail_tools.report.page.write import html
-from crossrail_tools.report.sources import parse_source
 from crossrail_tools.report.sweeping import FEW, Plan, Sweep, Trial, ranked, sweep_views, verdict
 
 QUICK = ("--size=4K", "--iters=3", "--warmup=0", "--transport=tcp", "--rails=127.0.0.1")

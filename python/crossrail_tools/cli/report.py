@@ -12,7 +12,7 @@ from crossrail_tools.report.export import comma_separated, markdown, renderables
 from crossrail_tools.report.page.comparison import beside_section, comparison_section
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.write import TooLarge, html
-from crossrail_tools.report.sources import Source, SourceError, read_source
+from crossrail_tools.report.sources import Source, SourceError, read_sources
 
 from .failure import Failure, UsageFailure, print_notice
 from .parsing import Command, Parser
@@ -94,10 +94,10 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
 
 def read(files: list[str]) -> list[Source]:
     """Reads every file, or fails with the first that is not one of results. Raises UsageFailure."""
-    sources = []
+    sources: list[Source] = []
     for name in files:
         try:
-            sources.append(read_source(Path(name)))
+            sources += read_sources(Path(name))
         except SourceError as error:
             raise UsageFailure(str(error)) from None
         except OSError as error:

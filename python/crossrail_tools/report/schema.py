@@ -370,6 +370,21 @@ def parsed(text: str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def parsed_values(text: str) -> list[Any]:
+    """The JSON values of a file, one after the other, as :func:`parsed` makes each. Raises ValueError."""
+    decoder, values, at = json.JSONDecoder(), [], 0
+    try:
+        while (at := _blank.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+            value, at = decoder.raw_decode(text, at)
+            values.append(plain(value))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return values
+
+
+_blank = re.compile(r"\s*")
+
+
 def plain(value: Any) -> Any:
     """``value`` with harmless texts, also those inside it.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .foreign import FOREIGN, Foreign
 from .packing import with_lists
-from .schema import SCHEMA, Environment, Report, Row, SchemaError, parsed, plain, shown
+from .schema import SCHEMA, Environment, Report, Row, SchemaError, parsed_values, plain, shown
 from .stats import median
 from .sweeping import SCHEMA as SWEEP_SCHEMA
 from .sweeping import Sweep, sweep_of
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its rows, and whose they are.
+    """One run of a file: its rows, and whose they are.
 
     ``program``: what measured them; ``others``: rows of other programs in the same file, by their names; ``sha256`` and
     ``size`` are those of the file's bytes. ``partial``: the run was interrupted.
@@ -66,16 +66,17 @@ class Source:
     partial: bool = False
 
 
-def read_source(path: Path) -> Source:
-    """Reads one file. Raises SourceError, and OSError if it cannot be read."""
+def read_sources(path: Path) -> list[Source]:
+    """Reads one file: a source for each run that it holds. Raises SourceError, and OSError if it cannot be read."""
     data = read_bounded(path, MOST_BYTES)
     try:
-        made = parse_source(data.decode("utf-8"), plain(path.name))
+        made = parse_sources(data.decode("utf-8"), plain(path.name))
     except UnicodeDecodeError:
         raise SourceError(f"{path}: not text; {_KNOWN}") from None
     except SourceError as error:
         raise SourceError(f"{path}: {error}") from None
-    return replace(made, sha256=hashlib.sha256(data).hexdigest(), size=len(data))
+    digest = hashlib.sha256(data).hexdigest()
+    return [replace(source, sha256=digest, size=len(data)) for source in made]
 
 
 _KNOWN = (
@@ -84,40 +85,75 @@ _KNOWN = (
 )
 
 
-def parse_source(text: str, name: str) -> Source:
-    """What the text of a file holds; ``name`` is the file's. Raises SourceError."""
+def parse_sources(text: str, name: str) -> list[Source]:
+    """What the text of a file holds; ``name`` is the file's. Raises SourceError.
+
+    A file of several runs becomes a source for each, named after the file and the number of the run. Runs that measured
+    different things are one source.
+    """
     if not text.strip():
         raise SourceError("the file is empty")
+    values = None
     if text.lstrip().startswith(("{", "[")):
         try:
-            data = parsed(text)
+            values = parsed_values(text)
         except ValueError as error:
-            # DeepEP's lines also begin with a bracket.
+            # DeepEP's lines and those of `mpirun --tag-output` also begin with a bracket.
             found = _foreign(text, None, name)
-            if found is not None:
+            if found:
                 return found
             raise SourceError(f"not whole JSON ({error}); was the run that wrote it cut short?") from None
-        if isinstance(data, dict) and (data.get("schema") is not None or _GOALS in data):
-            return _own(data, name)
-        found = _foreign(text, data, name)
-    else:
-        found = _foreign(text, None, name)
-    if found is None:
+        own = [one for one in values if isinstance(one, dict) and (one.get("schema") is not None or _GOALS in one)]
+        if own:
+            return _numbered([_own(one, name) for one in own])
+    found = _foreign(text, values, name)
+    if not found:
         raise SourceError(f"unknown kind of file; {_KNOWN}")
     return found
 
 
-def _foreign(text: str, data: Any, name: str) -> Source | None:
+def _foreign(text: str, values: Sequence[Any] | None, name: str) -> list[Source]:
     for reader in FOREIGN:
         try:
-            found: Foreign | None = reader(text, data)
-            if found is not None:
-                report = Report.loads(Report(_NOBODY, found.command, found.rows).dumps())
-                by, machine = plain(found.program), plain(found.machine)
-                return Source(name, by, report.rows, machine=machine, command=report.command)
+            found = reader(text, values)
+            if found:
+                return _numbered([_source_of(run, name) for run in _together(found)])
         except ValueError as error:
             raise SourceError(plain(str(error))) from None
-    return None
+    return []
+
+
+def _together(runs: Sequence[Foreign]) -> list[Foreign]:
+    """Runs of different measurements as one, in their order; those that repeat one stay apart."""
+    made: list[Foreign] = []
+    for run in runs:
+        last = made[-1] if made else None
+        if last is None or _family(last) != _family(run) or _kinds(last) & _kinds(run):
+            made.append(run)
+        else:
+            program = run.program if run.program == last.program else _family(run)
+            made[-1] = replace(last, program=program, rows=[*last.rows, *run.rows])
+    return made
+
+
+def _family(run: Foreign) -> str:
+    """The programs that a program belongs to: `osu` of `osu Latency`."""
+    return run.program.partition(" ")[0]
+
+
+def _kinds(run: Foreign) -> set[tuple[object, ...]]:
+    return {(row.what, row.size, row.window, row.protocol, row.num_sms) for row in run.rows}
+
+
+def _numbered(sources: list[Source]) -> list[Source]:
+    if len(sources) == 1:
+        return sources
+    return [replace(source, name=f"{source.name}, run {place}") for place, source in enumerate(sources, 1)]
+
+
+def _source_of(found: Foreign, name: str) -> Source:
+    report = Report.loads(Report(_NOBODY, found.command, found.rows).dumps())
+    return Source(name, plain(found.program), report.rows, machine=plain(found.machine), command=report.command)
 
 
 def _own(data: dict[str, Any], name: str) -> Source:

@@ -355,7 +355,8 @@ def stream_section(found: Sequence[Entry]) -> Section | None:
         return None
     series = [
         Series(
-            f"{entry.program} ({entry.file})", [(float(index + 1), rate) for index, rate in enumerate(entry.row.rounds)]
+            f"{_direction(entry, entry.program)} ({entry.file})",
+            [(float(index + 1), rate) for index, rate in enumerate(entry.row.rounds)],
         )
         for entry in chosen
         if len(entry.row.rounds) > 1
@@ -367,12 +368,19 @@ def stream_section(found: Sequence[Entry]) -> Section | None:
         figures.append(Figure(chart, table_of(["by", "interval", "rate"], lines)))
     groups, rows = [], []
     for entry in chosen:
-        parts = [("all streams", entry.row.gb_per_s), *((lane.name, lane.gb_per_s) for lane in entry.row.lanes)]
+        parts = [
+            (_direction(entry, "all streams"), entry.row.gb_per_s),
+            *((_direction(entry, lane.name), lane.gb_per_s) for lane in entry.row.lanes),
+        ]
         bars = [Bar(name, rate or 0.0, rate_text(rate), entry.program) for name, rate in parts]
         groups.append((f"{entry.file}: {', '.join(entry.row.notes)}", bars))
         rows += [[entry.file, bar.label, bar.text] for bar in bars]
     figures.append(Figure(Bars("Streams", "GB/s", groups), table_of(["file", "stream", "rate"], rows, left=2)))
     return Section("streams", "Streams", "Bulk data through sockets, as iperf3 counts it.", figures)
+
+
+def _direction(entry: Entry, name: str) -> str:
+    return f"{name}, {entry.row.protocol}" if entry.row.protocol else name
 
 
 def other_section(found: Sequence[Entry], known: frozenset[str]) -> Section | None:
