@@ -55,7 +55,7 @@ def test_two_runs_are_side_by_side(latency: Path, tmp_path: Path) -> None:
     rate = next(line for line in lines if line.startswith("bandwidth, 1M, window 64 "))
     assert rate.endswith("6.1 GB/s 12.2 GB/s saves 50%")
     back = run("report", str(latency), str(other))
-    assert "takes 300% more" in back.stdout
+    assert "takes 4 times as long" in back.stdout
     assert "Side by side" not in run("report", str(latency)).stdout
 
 

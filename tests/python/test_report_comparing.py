@@ -88,6 +88,17 @@ def test_rows_find_their_counterparts() -> None:
     assert found.unmatched == ["latency, 4K, shm", "latency, 8, tcp"]
 
 
+def test_rows_that_something_else_carried_are_paired() -> None:
+    old = [row(10, 0.5, 1), replace(row(30, 0.5, 2, 64), transport="tcp")]
+    new = [row(10, 0.5, 3), row(20, 0.5, 4, 64), row(20, 0.5, 5, 4096)]
+    found = compare(old, new)
+    assert [(one.label, one.verdict) for one in found.rows] == [
+        ("latency, 8, shm", "same"),
+        ("latency, 64, tcp now shm", "better"),
+    ]
+    assert found.unmatched == ["latency, 4K, shm"]
+
+
 def test_the_command_compares_with_a_baseline(tmp_path: Path) -> None:
     for name, middle in (("before", 10.0), ("after", 8.0)):
         report = replace(latency_report(), rows=[row(middle, 0.5, 1), row(20.0, 0.05, 2, 64)])

@@ -16,7 +16,7 @@ from report_samples import bandwidth_report, latency_report, p2p_report, parse_s
 from test_report_mesh import LIKE, measured
 
 from crossrail.ref import Shape
-from crossrail_tools.report import PeerResult, Report, Round, Row, mesh_rows, with_samples
+from crossrail_tools.report import Lane, PeerResult, Report, Round, Row, mesh_rows, with_samples
 from crossrail_tools.report.export import comma_separated, markdown
 from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.draw import colours_of, draw, legend
@@ -219,6 +219,33 @@ def test_expert_traffic_is_a_heat_map_of_ranks_and_one_of_experts() -> None:
     assert maps["Tokens from rank to rank"].values == sent
     assert [value for line in maps["Tokens of each expert"].values for value in line] == loads
     assert "2." in maps["Tokens of each expert"].sub.partition("has")[2]
+    # A line for each rank, with its busiest expert, not one for each expert.
+    table = next(
+        one.table for section in found.sections for one in section.figures if one.chart is maps["Tokens of each expert"]
+    )
+    assert [line[4] for line in table.rows] == [str(max(loads[8 * rank : 8 * rank + 8])) for rank in range(4)]
+
+
+def test_bytes_of_every_link_of_experts_are_on_the_page() -> None:
+    lanes = [Lane("tcp/eth0", 3000, 0.75), Lane("tcp/eth1", 1000, 0.25)]
+    row = Row("e2e", "tcp", 512, p50_us=9.0, ranks=4, tokens=64, topk=4, experts=32, bytes_network=4000, lanes=lanes)
+    found = document([source(replace(latency_report(), rows=[row]))], "Links")
+    (table,) = next(section for section in found.sections if section.name == "experts").tables
+    assert [line[2:] for line in table.rows] == [
+        ["network", "4.00 kB"],
+        ["tcp/eth0", "3.00 kB"],
+        ["tcp/eth1", "1.00 kB"],
+    ]
+
+
+def test_the_slowest_pair_of_a_mesh_is_the_one_that_its_map_shows() -> None:
+    """Of several runs both show each pair's best."""
+    one = mesh(3)
+    slower = [replace(row, gb_per_s=(row.gb_per_s or 0.0) / 2) for row in one.rows if row.part == "pair"]
+    found = document([replace(one, rows=[*one.rows, *slower])], "Twice")
+    tile = next(tile for tile in found.tiles if tile.name == "Slowest pair of a mesh")
+    chart = next(f.chart for section in found.sections for f in section.figures if isinstance(f.chart, HeatMap))
+    assert float(tile.value) == pytest.approx(min(v for line in chart.values for v in line if v is not None), rel=0.01)
 
 
 def test_no_time_is_spent_on_the_traffic_of_large_exchanges() -> None:
@@ -236,7 +263,13 @@ def test_too_much_for_a_page_is_said() -> None:
     goals = [{"work": "x" * 300, "ours": "1", "met": True}]
     files = [replace(parse_source(json.dumps({"outcomes": goals}), "many.json"), command=["x" * 9000])] * 40
     with pytest.raises(TooLarge, match="give fewer files"):
+        html([replace(files[0], command=["x" * 400_000])], "Too much")
+    with pytest.raises(TooLarge, match=r"the first \d+ fit: many.json") as failure:
         html(files, "Too much")
+    fitting = int(str(failure.value).partition("the first ")[2].split()[0])
+    assert 0 < fitting < len(files) and html(files[:fitting], "Fits")
+    with pytest.raises(TooLarge):
+        html(files[: fitting + 1], "Too much")
 
 
 def test_markdown_has_every_chart_as_a_table() -> None:

@@ -318,7 +318,10 @@ def held(sender: Waits, receiver: Waits = Waits(), window_us: float = 0.0, match
         (held(Waits(), Waits(slot=300.0)), "bounce", "30% of the time chunks waited for a slot"),
         (held(Waits(pack=100.0), Waits(unpack=100.0), window_us=700.0), "window", "60% of the time"),
         (held(Waits(pack=200.0), Waits(unpack=300.0)), "host memory", "network 50%, unpack 30%, pack 20%."),
-        (held(Waits(pack=900.0), match_us=400.0), "match", "pack 60%, match 40%."),
+        (held(Waits(pack=900.0), match_us=400.0), "pack", "pack 60%, match 40%."),
+        (held(Waits(pack=300.0), match_us=600.0), "match", "60% of the time the data waited for the receiver"),
+        # Receives that are posted late cost nothing while the network is what everything waits for.
+        (held(Waits(), match_us=300.0), "host memory", "network 70%, match 30%."),
     ],
 )
 def test_the_stage_that_the_others_wait_for_is_named(stages: Stages, holds: str, said: str) -> None:

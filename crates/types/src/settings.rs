@@ -399,10 +399,9 @@ fn unknown(name: &str) -> Error {
     // In code, settings are named by their keywords.
     let known = if name.starts_with(PREFIX) { Settings::NAMES } else { Settings::FIELDS };
     let nearest = nearest(name).and_then(|at| known.get(at));
-    let known = known.join(", ");
     let hint = match nearest {
-        Some(nearest) => format!("did you mean {nearest}? Known: {known}"),
-        None => format!("known: {known}"),
+        Some(nearest) => format!("did you mean {nearest}? `crossrail info` lists all settings"),
+        None => "`crossrail info` lists all settings".to_owned(),
     };
     Error::new(ErrorKind::Config, name, "is not a known setting").with_hint(hint)
 }

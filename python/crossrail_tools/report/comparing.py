@@ -65,6 +65,7 @@ class Comparison:
 def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
     """Compares rows of the same work: the k-th of a kind in one run with the k-th in the other."""
     ours, theirs = _numbered(new), _numbered(old)
+    ours, theirs = _paired_over_others(ours, theirs)
     unmatched = [key for key in [*ours, *theirs] if key not in ours or key not in theirs]
     pairs = [(key, _samples(theirs[key]), _samples(row)) for key, row in ours.items() if key in theirs]
     unmatched += [key for key, before, now in pairs if not before or not now]
@@ -72,6 +73,19 @@ def compare(old: Sequence[Row], new: Sequence[Row]) -> Comparison:
     raw = [mann_whitney(_batches(before), _batches(now)) for _, before, now in pairs]
     rows = [_compared(key, before, now, p) for (key, before, now), p in zip(pairs, holm(raw), strict=True)]
     return Comparison(rows, list(dict.fromkeys(unmatched)))
+
+
+def _paired_over_others(ours: dict[str, Row], theirs: dict[str, Row]) -> tuple[dict[str, Row], dict[str, Row]]:
+    """Rows that only one run has, paired with the same work in the other run that something else carried."""
+    pairs = beside(
+        [row for key, row in theirs.items() if key not in ours], [row for key, row in ours.items() if key not in theirs]
+    )
+    renamed = {id(row): f"{one.label}, {' now '.join(one.hows)}" for one in pairs for row in one.rows}
+
+    def named(run: dict[str, Row]) -> dict[str, Row]:
+        return {renamed.get(id(row), key): row for key, row in run.items()}
+
+    return named(ours), named(theirs)
 
 
 @dataclass(frozen=True)

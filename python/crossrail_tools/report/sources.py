@@ -167,7 +167,7 @@ def _own(data: dict[str, Any], name: str) -> Source:
             sweep = sweep_of(data)
         except SchemaError as error:
             raise SourceError(str(error)) from None
-        whole = ["crossrail", "sweep", *sweep.plan.bench]
+        whole = ["crossrail", "sweep", *sweep.plan.words()]
         partial = bool(sweep.left())
         return Source(name, OURS, [], environment=sweep.environment, command=whole, sweep=sweep, partial=partial)
     if _GOALS in data:

@@ -56,6 +56,18 @@ class Plan:
     seed: int
     default: bool = False
 
+    def words(self) -> list[str]:
+        """Arguments of `crossrail sweep` that make this plan."""
+        varied: list[str] = []
+        for name, values in self.varied.items():
+            if name.startswith("CROSSRAIL_"):
+                varied += ["--set", f"{name}={','.join(values)}"]
+            elif any("," in value for value in values):
+                varied += [word for value in values for word in ("--vary", f"{name.removeprefix('--')}={value}")]
+            else:
+                varied += [name, ",".join(values)]
+        return [*self.bench, *varied, "--repeats", str(self.repeats), "--order-seed", str(self.seed)]
+
     def count(self) -> int:
         """The number of settings, without making them."""
         return math.prod(len(values) for values in self.varied.values()) + self.default

@@ -165,8 +165,8 @@ def _rail(facts: Facts) -> VerdictLine | None:
 
 
 def _match(facts: Facts) -> VerdictLine | None:
-    part = _part(facts.stages.match_us, facts)
-    if part < MATCH_SHARE:
+    part = _held(facts, "match", facts.stages.match_us)
+    if part < MATCH_SHARE or (facts.stages.slowest and not _leads(facts, "match")):
         return None
     return VerdictLine(
         "match",

@@ -328,7 +328,7 @@ impl Worker {
     ///     or not contiguous.
     #[pyo3(
         signature = (buffer, tag = U64(0), mask = U64(u64::MAX), *, source = None, stream = None),
-        text_signature = "($self, buffer, tag=0, mask=ALL_BITS, *, source=None, stream=None)"
+        text_signature = "($self, buffer, tag=0, mask=18446744073709551615, *, source=None, stream=None)"
     )]
     fn recv(
         slf: &Bound<'_, Self>,

@@ -129,7 +129,7 @@ fn an_unknown_setting_is_an_error_with_the_nearest_name() {
     }
     for far in ["CROSSRAIL_FOO", "CROSSRAIL_COLOUR", "CROSSRAIL_X", "CROSSRAIL_NUM_PROCESSES"] {
         let text = from(&[(far, "1")]).unwrap_err().to_string();
-        assert!(!text.contains("did you mean") && text.contains("known: CROSSRAIL_TLS"), "{text}");
+        assert!(!text.contains("did you mean") && text.contains("`crossrail info` lists all settings"), "{text}");
     }
     // Field names are accepted in code only.
     assert!(from(&[("CROSSRAIL_", "1")]).is_err());
@@ -184,7 +184,7 @@ fn set_accepts_variable_and_field_names_and_changes_nothing_else() {
     assert!(settings.set("chunk", "x").is_err());
     assert_eq!(settings.chunk, 4 << 20);
     let error = settings.set("chunks", "4M").unwrap_err().to_string();
-    assert!(error.contains("did you mean chunk? Known: tls, net_devices") && !error.contains("CROSSRAIL_"), "{error}");
+    assert!(error.contains("did you mean chunk?") && !error.contains("CROSSRAIL_"), "{error}");
 }
 
 #[test]

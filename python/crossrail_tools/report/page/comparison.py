@@ -90,6 +90,8 @@ def saving_text(saves: float | None) -> str:
     """How much of the time the second of two saves."""
     if saves is None:
         return "-"
+    if saves < -1:
+        return f"takes {1 - saves:.3g} times as long"
     return f"saves {saves:.0%}" if saves >= 0 else f"takes {-saves:.0%} more"
 
 

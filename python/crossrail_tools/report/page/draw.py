@@ -305,7 +305,7 @@ def _heat_map(chart: HeatMap) -> tuple[str, float]:
     chart = _thinned(chart)
     rows, columns = len(chart.rows), len(chart.columns)
     known = [value for line in chart.values for value in line if value is not None]
-    low, high = _shaded_range(known, chart.less_is_better)
+    low, high = (0.0, max(known, default=1.0)) if chart.zero else _shaded_range(known, chart.less_is_better)
     side = max(rows, columns)
     labelled = side <= _MOST_CELLS_ALONE
     labels = max((width_of(one, SMALL) for one in chart.rows), default=0.0)

@@ -10,7 +10,7 @@ from ..schema import PeerResult, Row
 from ..stats import median
 from ..units import counted, format_bytes
 from .gather import Entry, distinct, latency_of, rate_text, table_of, time_text
-from .model import OURS, Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack
+from .model import OURS, Bar, Bars, Figure, HeatMap, Lines, Section, Series, Stack, Table
 from .scales import number_text, time_unit
 
 MODES = ("dispatch", "combine", "e2e")
@@ -44,7 +44,26 @@ def expert_section(found: Sequence[Entry]) -> Section | None:
     if staged:
         figures.append(_parts(staged))
     text = "Times of all ranks and iterations together. In GPU memory, by the GPU's clock."
-    return Section("experts", "Expert parallelism", text, figures)
+    carried = _carried(chosen)
+    return Section("experts", "Expert parallelism", text, figures, [carried] if carried is not None else [])
+
+
+def _carried(chosen: Sequence[Entry]) -> Table | None:
+    """Bytes of one rank and iteration: as counted, and over each link."""
+    lines = []
+    for entry in chosen:
+        row = entry.row
+        counted_as = (("logical", row.bytes_logical), ("wire", row.bytes_wire), ("network", row.bytes_network))
+        parts = [(name, moved) for name, moved in counted_as if moved is not None]
+        parts += [(lane.name, lane.bytes) for lane in row.lanes]
+        lines += [[entry.file, _variant(row), name, format_bytes(moved)] for name, moved in parts]
+    if not lines:
+        return None
+    note = (
+        "logical: a row per selection, its own rank's too; wire: what left the rank; network: what left the node; then "
+        "what each link carried"
+    )
+    return Table(["file", "work", "bytes", "of a rank and iteration"], lines, 3, "Bytes per link", note)
 
 
 def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
@@ -58,11 +77,18 @@ def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
         row = entry.row
         about = f"{row.tokens} tokens per rank, top-{row.topk} of {row.experts}, routing {row.routing} ({entry.file})"
         names = [str(number) for number in range(len(row.traffic))]
-        lines = [[names[s], names[t], str(sent)] for s, to in enumerate(row.traffic) for t, sent in enumerate(to)]
         chart = HeatMap(
-            "Tokens from rank to rank", "tokens", "from rank", "to rank", names, names, row.traffic, sub=about
+            "Tokens from rank to rank",
+            "tokens",
+            "from rank",
+            "to rank",
+            names,
+            names,
+            row.traffic,
+            sub=about,
+            zero=True,
         )
-        figures.append(Figure(chart, table_of(["from", "to", "tokens"], lines, left=2)))
+        figures.append(Figure(chart, _loads(["from rank", "to rank"], row.traffic)))
         local = len(row.expert_tokens) // len(names)
         if local and local * len(names) == len(row.expert_tokens) and any(row.expert_tokens):
             loads = [row.expert_tokens[first : first + local] for first in range(0, len(row.expert_tokens), local)]
@@ -70,11 +96,27 @@ def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
             sub = f"{about}. The busiest has {max(row.expert_tokens) / mean:.2f} times the mean of {number_text(mean)}."
             columns = [str(number) for number in range(local)]
             each = HeatMap(
-                "Tokens of each expert", "tokens", "rank", "expert of the rank", names, columns, loads, sub=sub
+                "Tokens of each expert",
+                "tokens",
+                "rank",
+                "expert of the rank",
+                names,
+                columns,
+                loads,
+                sub=sub,
+                zero=True,
             )
-            counts = [[names[r], columns[e], str(load)] for r, line in enumerate(loads) for e, load in enumerate(line)]
-            figures.append(Figure(each, table_of(["rank", "expert", "tokens"], counts, left=2)))
+            figures.append(Figure(each, _loads(["rank", "expert"], loads)))
     return figures
+
+
+def _loads(names: Sequence[str], loads: Sequence[Sequence[int]]) -> Table:
+    """A line for each rank: the sum, mean and least of its loads, and the busiest of them with its number."""
+    lines = []
+    for rank, each in enumerate(loads):
+        figures = [str(sum(each)), number_text(sum(each) / len(each)), str(min(each)), str(max(each))]
+        lines.append([str(rank), *figures, str(each.index(max(each)))])
+    return table_of([names[0], "tokens", "mean", "least", "most", f"busiest {names[1]}"], lines)
 
 
 def _shape(entry: Entry) -> str:

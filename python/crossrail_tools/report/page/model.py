@@ -91,7 +91,8 @@ class Stack:
 class HeatMap:
     """A matrix as colours; None is a cell without a value. ``marked`` cells are outliers.
 
-    ``strips``: the names of rows are long, and stand above their cells.
+    ``strips``: the names of rows are long, and stand above their cells. ``zero``: colours begin at 0, so
+    that only loads that differ much look different.
     """
 
     title: str
@@ -105,6 +106,7 @@ class HeatMap:
     sub: str = ""
     strips: bool = False
     less_is_better: bool = False
+    zero: bool = False
 
 
 @dataclass(frozen=True)

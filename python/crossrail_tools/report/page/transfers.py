@@ -179,7 +179,7 @@ def _lines_of_rates(part: Sequence[Entry], name: Callable[[Entry], str], title: 
         known = [(x, mid(at, rate_of)) for x, at in one.at.items() if x > 0]
         series.append(Series(one.name, [(x, value) for x, value in known if value is not None], by=one.by))
         lines += [[size_text(int(x)), one.name, rate_text(value)] for x, value in known]
-    chart = Lines(title, "message size (bytes)", "GB/s", series)
+    chart = Lines(title, "message size (bytes)", "GB/s", series, log_y=True)
     return Figure(chart, table_of(["size", "by", "rate"], lines, left=2))
 
 

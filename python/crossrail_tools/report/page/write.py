@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,7 +34,20 @@ def html(sources: Sequence[Source], title: str, first: Sequence[Section] = ()) -
         size = len(text.encode())
         if size <= MOST_BYTES:
             return text
-    raise TooLarge(f"the page would have {size // 1000} kB, and its limit is {MOST_BYTES // 1000} kB; give fewer files")
+    most = _fitting(sources, title)
+    names = [source.name for source in sources]
+    hint = f"the first {most} fit: {', '.join(names[:most])}" if most else "give fewer files"
+    raise TooLarge(f"the page would have {size // 1000} kB, and its limit is {MOST_BYTES // 1000} kB; {hint}")
+
+
+def _fitting(sources: Sequence[Source], title: str) -> int:
+    """The number of files, from the first, that fit on one page."""
+
+    def fits(count: int) -> bool:
+        part = sources[:count]
+        return any(len(text.encode()) <= MOST_BYTES for text in _tries(document(part, title), part))
+
+    return bisect.bisect_left(range(1, len(sources)), True, key=lambda count: not fits(count))
 
 
 def _tries(made: Document, sources: Sequence[Source]) -> Iterator[str]:
