@@ -86,7 +86,7 @@ _KNOWN = (
 
 
 def parse_sources(text: str, name: str) -> list[Source]:
-    """What the text of a file holds; ``name`` is the file's. Raises SourceError.
+    """Runs in the text of a file; ``name`` is the file's. Raises SourceError.
 
     A file of several runs becomes a source for each, named after the file and the number of the run. Runs that measured
     different things are one source.

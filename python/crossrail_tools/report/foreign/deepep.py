@@ -48,7 +48,7 @@ def deepep(text: str, data: Any) -> list[Foreign]:
             variant = f"best of tuning, {sms} SMs" + (f", {dtype.lower()}" if dtype else "")
             row = Row(what, "deepep", 0, protocol=variant, p50_us=spent, gb_per_s=number(rate), num_sms=int(sms))
             add(number_of_run, row)
-    # Rank, number of ranks, and what was measured tell the lines of one run apart.
+    # Key of a line within one run: rank, number of ranks, name of the measurement.
     for number_of_run, lines in enumerate(_by_run(_SECOND.findall(text), 3)):
         named: dict[str, list[Sequence[str]]] = {}
         for found in lines:

@@ -13,7 +13,7 @@ from .runs import Foreign, ForeignError, number
 def iperf3(text: str, data: Any) -> list[Foreign]:
     """The rate of every interval, and a lane for each stream. With `--bidir` a row for each direction.
 
-    A total that the receiver did not report is the sender's, which a note says.
+    A total that the receiver did not report is the sender's; a note states it.
     """
     return [_run(one) for one in _documents(data or [])]
 

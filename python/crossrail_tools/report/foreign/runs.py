@@ -1,4 +1,4 @@
-"""What the readers of other programs' output share: runs, and how a file is cut into them."""
+"""Shared by the readers of other programs' output: runs, and cutting a file into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..schema import Row
 
 
 class ForeignError(ValueError):
-    """The file is of a known program but has no usable figures; the text says why."""
+    """The file is of a known program but has no usable figures; the text has the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ Reader = Callable[[str, Any], list[Foreign]]
 file holds; none: the file is of another program. Raises ForeignError."""
 
 _RANK_PREFIX = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:[ \t]?|\d+: ?)")
-"""What `mpirun --tag-output` and `srun --label` put before each line."""
+"""Prefix that `mpirun --tag-output` and `srun --label` add to each line."""
 
 
 def without_ranks(text: str) -> str:

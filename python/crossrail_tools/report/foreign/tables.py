@@ -1,4 +1,4 @@
-"""What ucx_perftest, OSU's benchmarks and nixlbench print."""
+"""Tables printed by ucx_perftest, OSU's benchmarks and nixlbench."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _VALIDATION = "Validation"
 
 
 def osu(text: str, data: Any) -> list[Foreign]:
-    """Latency, bandwidth, collectives: a run for each header. With `-c` a row says whether its data was right."""
+    """Latency, bandwidth, collectives: a run for each header. With `-c` a row has the result of the validation."""
     if data is not None:
         return []
     return [

@@ -67,7 +67,7 @@ def _carried(chosen: Sequence[Entry]) -> Table | None:
 
 
 def _traffic(chosen: Sequence[Entry]) -> list[Figure]:
-    """Who sends to whom, and which expert gets how much: once for each routing."""
+    """Tokens from rank to rank and of each expert, once for each routing."""
     found: dict[str, Entry] = {}
     for entry in chosen:
         if entry.row.traffic and all(len(sent) == len(entry.row.traffic) for sent in entry.row.traffic):
