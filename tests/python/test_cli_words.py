@@ -57,7 +57,9 @@ def test_a_setting_is_suggested_only_when_close() -> None:
     near = run("bench", "latency", settings={"CROSSRAIL_TSL": "tcp"})
     assert near.returncode == 2 and "did you mean CROSSRAIL_TLS?" in near.stderr
     far = run("bench", "latency", settings={"CROSSRAIL_COLOUR": "red"})
-    assert far.returncode == 2 and "did you mean" not in far.stderr and "`crossrail info` lists all settings" in far.stderr
+    assert (
+        far.returncode == 2 and "did you mean" not in far.stderr and "`crossrail info` lists all settings" in far.stderr
+    )
 
 
 @pytest.mark.parametrize(
