@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossrail_transport::{
-    Domain, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Place, Post, ReceivedNote, Sink, Tx,
+    Barrier, Domain, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Place, Post, ReceivedNote, Sink, Tx,
 };
 use crossrail_types::{HEAD_LEN, Head, LaneId};
 
@@ -304,6 +304,11 @@ impl ShmLane {
         put
     }
 
+    /// Whether a poll has something to do, whatever is in the ring.
+    fn needs_poll(&self) -> bool {
+        self.attention || self.hung_up && !self.waits()
+    }
+
     /// Gives room back to the peer's producer.
     #[inline(never)]
     fn publish(&mut self) {
@@ -484,24 +489,32 @@ impl Lane for ShmLane {
     }
 
     fn arm(&mut self) -> bool {
-        let waits = self.waits();
-        if self.attention || self.hung_up && !waits {
-            return false;
+        let passed = self.announce_sleep().is_none_or(|barrier| barrier());
+        self.confirm_sleep() && passed
+    }
+
+    fn announce_sleep(&mut self) -> Option<Barrier> {
+        if self.needs_poll() {
+            return None;
         }
         if self.consumer.owes() {
             self.publish();
         }
         let room = if self.blocked { ROOM } else { 0 };
-        let armed = self.flags.sleep(if waits { room } else { DATA | COUNT | room });
+        self.flags.announce(if self.waits() { room } else { DATA | COUNT | room })
+    }
+
+    fn confirm_sleep(&mut self) -> bool {
+        let waits = self.waits();
         // An error here is work too: the next poll reports it.
         let unread = self.arriving.is_some() || !waits && self.consumer.has_next();
         // Once is enough: whoever waits for a count asks for it before the next call.
         let counted = !waits && self.count.has_changed() && self.count.read() > 0;
-        let work = unread || counted || self.blocked && self.producer.room() != Ok(false);
-        if !armed || work {
+        let work = self.needs_poll() || unread || counted || self.blocked && self.producer.room() != Ok(false);
+        if work {
             self.flags.awake();
         }
-        armed && !work
+        !work
     }
 
     fn disarm(&mut self) {

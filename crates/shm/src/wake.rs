@@ -3,7 +3,7 @@
 //! Each side has a flag in shared memory that states what it sleeps on. A sleeper sets its flag, passes the heavy
 //! barrier, then rechecks the ring; the other side writes to the ring, passes the light barrier, then checks the flag.
 //! At least one of them sees the other's write, so either the sleeper stays awake or its doorbell is rung: no wake-up
-//! is lost.
+//! is lost. A sleeper with many lanes sets all its flags first: one barrier serves them all.
 //!
 //! For that both barriers must order a store before a later load. Where both kernels offer
 //! membarrier(GLOBAL_EXPEDITED), the sleeper's system call makes every running thread of the registered processes
@@ -22,6 +22,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 use std::time::{Duration, Instant};
+
+use crossrail_transport::Barrier;
 
 use crate::atomics::{AtomicU64, fence};
 use crate::control::Control;
@@ -72,6 +74,16 @@ pub fn prepare_if_quick() -> bool {
 fn membarrier(command: i32) -> bool {
     // SAFETY: takes two integers and touches no memory of ours.
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+}
+
+/// The heavy barrier and the settling time, for all flags that were set before. False: the barrier failed, do not sleep.
+fn settle() -> bool {
+    let since = Instant::now();
+    let passed = membarrier(BARRIER);
+    while passed && since.elapsed() < SETTLE {
+        std::hint::spin_loop();
+    }
+    passed
 }
 
 /// The flags of both sides.
@@ -147,20 +159,12 @@ impl Flags {
         self.theirs().load(Ordering::Relaxed) & what != 0
     }
 
-    /// Announces that this side is about to sleep: from now on the peer wakes us for `what`. The caller must recheck
-    /// the ring afterwards. False: the barrier failed, do not sleep.
-    pub(crate) fn sleep(&self, what: u64) -> bool {
+    /// Announces that this side is about to sleep: from now on the peer wakes us for `what`. The caller must pass the
+    /// barrier, if one is returned, and then recheck the ring.
+    pub(crate) fn announce(&self, what: u64) -> Option<Barrier> {
         self.mine().store(what, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        if !self.expedited {
-            return true;
-        }
-        let since = Instant::now();
-        let passed = membarrier(BARRIER);
-        while passed && since.elapsed() < SETTLE {
-            std::hint::spin_loop();
-        }
-        passed
+        self.expedited.then_some(settle as Barrier)
     }
 
     /// Announces the end of the lane: its copies no longer access the peer's memory.
@@ -234,7 +238,7 @@ mod tests {
                 let start = epoch.elapsed().as_nanos() as u64 + AHEAD;
                 turn.0.store(start, Ordering::Release);
                 await_time(epoch, start, &mut random);
-                assert!(sleeper.sleep(DATA));
+                assert!(sleeper.announce(DATA).is_none_or(|barrier| barrier()));
                 let saw_frame = ring.0.load(Ordering::Relaxed) == start;
                 let saw_sleeper = await_word(&answer.0, |answer| answer >> 1 == start) & 1 == 1;
                 missed += u32::from(!saw_frame && !saw_sleeper);

@@ -197,6 +197,10 @@ pub struct LaneStats {
     pub retransmits: u64,
 }
 
+/// Orders what this process announced before what it looks at afterwards, for all lanes at once. A system call and some
+/// microseconds. False: it does not work, do not sleep.
+pub type Barrier = fn() -> bool;
+
 /// One way to one peer.
 pub trait Lane: Send {
     /// This lane's id.
@@ -257,6 +261,15 @@ pub trait Lane: Send {
     /// The driver is about to sleep on [`Lane::fd`]. False: there is work already, do not.
     fn arm(&mut self) -> bool {
         true
+    }
+    /// [`Lane::arm`] for a driver with many lanes, in two steps. First this one, of every lane; then the barrier that they
+    /// return, once for all of them, if any does; then [`Lane::confirm_sleep`] of each.
+    fn announce_sleep(&mut self) -> Option<Barrier> {
+        None
+    }
+    /// The second step. False: there is work already, do not sleep.
+    fn confirm_sleep(&mut self) -> bool {
+        self.arm()
     }
     /// The driver is awake again.
     fn disarm(&mut self) {}

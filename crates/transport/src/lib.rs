@@ -29,8 +29,8 @@ mod word;
 
 pub use doorbell::Doorbell;
 pub use lane::{
-    COPIED_MAX, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Payload, Place, Post, ReceivedNote, Sink,
-    Tx,
+    Barrier, COPIED_MAX, Lane, LaneCaps, LaneError, LaneStats, NOTE_FILES, NOTE_MAX, Payload, Place, Post,
+    ReceivedNote, Sink, Tx,
 };
 pub use memory::*;
 pub use word::Word;

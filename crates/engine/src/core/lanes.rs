@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossrail_proto as proto;
-use crossrail_transport::{Domain, Lane, LaneCaps, LaneStats, Loan, Payload, Tx, Word};
+use crossrail_transport::{Barrier, Domain, Lane, LaneCaps, LaneStats, Loan, Payload, Tx, Word};
 use crossrail_types::{EndpointId, LaneId};
 use slab::Slab;
 
@@ -470,16 +470,24 @@ impl PolledLanes {
         self.awake > before && self.armed
     }
 
-    /// Has the lane at that position rest. False: there is work for it.
-    pub(super) fn rest(&mut self, at: usize) -> bool {
-        if !self.lanes[at].lane.arm() {
-            self.lanes[at].lane.disarm();
-            return false;
+    /// Has those of the lanes at these positions rest for which there is no work.
+    pub(super) fn rest(&mut self, at: &[usize]) {
+        let (end, first) = (self.awake, self.awake - at.len());
+        // Side by side, from the last on: none of the others moves to a position that is yet to be looked at.
+        for (to, at) in (first..end).rev().zip(at.iter().rev()) {
+            self.lanes.swap(*at, to);
         }
-        self.awake -= 1;
-        self.lanes.swap(at, self.awake);
+        let passed = announce_sleep(&mut self.lanes[first..end]);
+        for at in (first..end).rev() {
+            let lane = &mut self.lanes[at].lane;
+            if passed && lane.confirm_sleep() {
+                self.awake -= 1;
+                self.lanes.swap(at, self.awake);
+            } else {
+                lane.disarm();
+            }
+        }
         self.recount();
-        true
     }
 
     /// The lane at that position, which rests, is polled again. Its new position.
@@ -566,16 +574,12 @@ impl PolledLanes {
 
     /// Has every lane's peer send a wake-up with its next frame. False: there is work already, and nothing is armed.
     pub(super) fn arm(&mut self) -> bool {
-        for at in 0..self.awake {
-            if !self.lanes[at].lane.arm() {
-                for lane in &mut self.lanes[..=at] {
-                    lane.lane.disarm();
-                }
-                return false;
-            }
+        let lanes = &mut self.lanes[..self.awake];
+        self.armed = announce_sleep(lanes) && lanes.iter_mut().all(|lane| lane.lane.confirm_sleep());
+        if !self.armed {
+            lanes.iter_mut().for_each(|lane| lane.lane.disarm());
         }
-        self.armed = true;
-        true
+        self.armed
     }
 
     /// A thread polls the lanes again: no wake-ups are needed. Whether the lanes were armed.
@@ -591,11 +595,94 @@ impl PolledLanes {
     }
 }
 
+/// Announces that no thread polls these lanes any more: one barrier serves them all. False: they must be polled.
+fn announce_sleep(lanes: &mut [PolledLane]) -> bool {
+    let mut barrier = None;
+    for PolledLane { lane, .. } in lanes {
+        barrier = lane.announce_sleep().or(barrier);
+    }
+    barrier.is_none_or(|barrier: Barrier| barrier())
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::atomic::{AtomicU64, Ordering};
 
+    use crossrail_transport::{LaneError, Post, Sink};
+
     use super::*;
+
+    /// What is asked of a lane that sleeps, in order.
+    static ASKED: Mutex<Vec<(&str, usize)>> = Mutex::new(Vec::new());
+
+    fn barrier() -> bool {
+        ASKED.lock().unwrap().push(("barrier", 0));
+        true
+    }
+
+    struct Sleeper {
+        number: usize,
+        has_work: bool,
+    }
+
+    impl Lane for Sleeper {
+        fn id(&self) -> LaneId {
+            LaneId(self.number as u32)
+        }
+        fn name(&self) -> &'static str {
+            "sleeper"
+        }
+        fn caps(&self) -> &LaneCaps {
+            unreachable!("nothing is sent")
+        }
+        fn post(&mut self, _: &Tx) -> Result<Post, LaneError> {
+            unreachable!("nothing is sent")
+        }
+        fn poll(&mut self, _: &mut dyn Sink, _: usize, _: bool) -> Result<bool, LaneError> {
+            unreachable!("nothing is polled")
+        }
+        fn announce_sleep(&mut self) -> Option<Barrier> {
+            ASKED.lock().unwrap().push(("announce", self.number));
+            Some(barrier)
+        }
+        fn confirm_sleep(&mut self) -> bool {
+            ASKED.lock().unwrap().push(("confirm", self.number));
+            !self.has_work
+        }
+        fn disarm(&mut self) {
+            ASKED.lock().unwrap().push(("disarm", self.number));
+        }
+        fn stats(&self) -> LaneStats {
+            LaneStats::default()
+        }
+    }
+
+    /// The lanes of which that was asked.
+    fn asked(what: &str) -> Vec<usize> {
+        ASKED.lock().unwrap().iter().filter(|(asked, _)| *asked == what).map(|(_, number)| *number).collect()
+    }
+
+    #[test]
+    fn lanes_go_to_sleep_together_behind_one_barrier() {
+        let mut lanes = PolledLanes::new();
+        for number in 0..5 {
+            let lane = Box::new(Sleeper { number, has_work: number == 3 });
+            let (id, endpoint) = (LaneId(number as u32), EndpointId(number as u32));
+            lanes.add(PolledLane { id, endpoint, lane, socket: false, rests: true, used: false });
+        }
+        assert!(!lanes.arm() && !lanes.is_armed(), "one has work");
+        assert_eq!((asked("announce"), asked("barrier")), (vec![0, 1, 2, 3, 4], vec![0]));
+        assert_eq!(asked("disarm"), [0, 1, 2, 3, 4], "nobody is left asleep");
+        ASKED.lock().unwrap().clear();
+        lanes.rest(&[1, 3, 4]);
+        assert_eq!((asked("announce").len(), asked("barrier").len(), asked("disarm")), (3, 1, vec![3]));
+        let mut awake: Vec<u32> = (0..lanes.len()).filter_map(|at| lanes.at(at).map(|lane| lane.id.0)).collect();
+        awake.sort_unstable();
+        assert_eq!((awake, lanes.resting()), (vec![0, 2, 3], 2));
+        let order: Vec<&str> = ASKED.lock().unwrap().iter().map(|(what, _)| *what).collect();
+        assert_eq!(order[..4], ["announce", "announce", "announce", "barrier"], "the barrier is behind all");
+    }
 
     #[test]
     fn a_word_that_arrives_in_pieces_is_seen_whole_or_not_at_all() {

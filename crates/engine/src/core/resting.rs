@@ -18,7 +18,7 @@ const SWEEP_PASSES: u32 = 16384;
 /// The same while many lanes are polled, where a pass takes longer than a look.
 const SWEEP_MANY_PASSES: u32 = 1024;
 const SWEEP_NS: u64 = 100_000_000;
-/// Lanes that begin to rest in one look: each costs a system call, and the worker's lock is held.
+/// Lanes that begin to rest in one look, while the worker's lock is held.
 const REST_AT_ONCE: usize = 64;
 /// Passes, some tens of microseconds, after which threads that poll ask epoll for wake-ups of resting lanes.
 const ASK_PASSES: u32 = 512;
@@ -102,16 +102,16 @@ impl Transfers {
         if all <= FEW || self.polled.is_armed() || self.gpu.has_links() {
             return;
         }
-        let (mut at, mut left) = (0, REST_AT_ONCE);
-        while left > 0
-            && let Some(lane) = self.polled.at(at)
-        {
+        let mut idle = Vec::new();
+        for at in 0..self.polled.len() {
+            let Some(lane) = self.polled.at(at).filter(|_| idle.len() < REST_AT_ONCE) else { break };
             let used = std::mem::take(&mut lane.used);
-            if !used && lane.rests && self.is_at_rest(at) && self.polled.rest(at) {
-                left -= 1;
-            } else {
-                at += 1;
+            if !used && lane.rests && self.is_at_rest(at) {
+                idle.push(at);
             }
+        }
+        if !idle.is_empty() {
+            self.polled.rest(&idle);
         }
     }
 
