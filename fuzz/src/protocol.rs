@@ -112,6 +112,8 @@ impl End {
             message_credit: 16,
             lane_deadline: 50_000_000,
             lazy_passes: u32::from(kind & 4 == 0),
+            spread_min: 16,
+            spread_above: 64,
         };
         let mut end = End {
             peer: Peer::new(PEER, config),

@@ -12,7 +12,7 @@ impl Time {
     }
 }
 
-/// Parameters that both ends of a connection must have agreed on (all but `lane_deadline` and `lazy_passes`).
+/// Parameters that both ends of a connection must have agreed on (all but the last four).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Largest chunk, in bytes.
@@ -28,6 +28,11 @@ pub struct Config {
     /// How many calls of [`crate::Peer::next`] may defer acknowledgements, when there is nothing else to send, so that
     /// a message can carry them. 0: none, they are sent at once.
     pub lazy_passes: u32,
+    /// Shortest message that may be spread over several rails, in bytes: a chunk costs more than a message does.
+    pub spread_min: u64,
+    /// Bytes of short messages in flight above which they are spread: one connection has enough to do with fewer, and a
+    /// message alone arrives sooner with its first frame.
+    pub spread_above: u64,
 }
 
 impl Default for Config {
@@ -39,6 +44,8 @@ impl Default for Config {
             message_credit: 4096,
             lane_deadline: 300_000_000,
             lazy_passes: 1,
+            spread_min: 8 << 10,
+            spread_above: 64 << 10,
         }
     }
 }

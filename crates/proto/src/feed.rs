@@ -28,6 +28,8 @@ pub(crate) struct Piece {
 #[derive(Debug)]
 pub(crate) struct Feed {
     pub(crate) target: Target,
+    /// It is a message that goes unasked: in one piece.
+    pub(crate) unasked: bool,
     len: u64,
     fresh: u64,
     /// With the lane that lost it, or that is too slow with it.
@@ -46,6 +48,7 @@ impl Feed {
     pub(crate) fn new(target: Target, len: u64) -> Feed {
         Feed {
             target,
+            unasked: false,
             len,
             fresh: 0,
             lost: VecDeque::new(),

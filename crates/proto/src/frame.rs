@@ -9,7 +9,7 @@
 //! | kind | op | tag | payload |
 //! |---|---|---|---|
 //! | eager | writer's | message tag | the message |
-//! | announce | writer's | message tag | length, offer? |
+//! | announce | writer's | message tag | length, and an offer, or its number among those that come unasked |
 //! | consent | reader's | target | |
 //! | done | | | further ids |
 //! | fail (`flags`: code) | reader's | | message and buffer length, when truncated; a text, when device |
@@ -26,6 +26,7 @@
 //! | bye, nothing | | | |
 //! | ack | | | |
 //! | chunk | target's index; `seq`: its serial; `done`: writer's | offset | the bytes; anything or nothing, when void |
+//! | chunk, unasked | `seq`: the number of its announcement; `done`: writer's | 0 | all bytes of a message |
 //! | chunk ack (`seq`: how many so far) | | | |
 
 mod failure;
@@ -66,6 +67,7 @@ const CHUNK_ACK: u8 = 34;
 
 const OFFER: u8 = 1;
 const IMM: u8 = 2;
+const UNASKED: u8 = 2;
 const DATA: u8 = 4;
 const FAILED: u8 = 8;
 const AGAIN: u8 = 16;
@@ -95,6 +97,8 @@ pub enum Frame {
         tag: u64,
         /// Whether an offer is there.
         offer: bool,
+        /// Whether its bytes come without consent, in one chunk on any lane: perhaps before this frame.
+        unasked: bool,
     },
     /// Consent: send the chunks.
     Consent {
@@ -210,6 +214,8 @@ pub enum Frame {
         again: bool,
         /// The sender could not fetch its bytes: the receiver only counts the chunk, whatever its payload.
         void: bool,
+        /// All bytes of a message that comes unasked: the target is only a serial, the number of its announcement.
+        unasked: bool,
     },
     /// Chunks consumed on this lane.
     ChunkAck {
@@ -225,6 +231,8 @@ pub struct Announce {
     pub len: u64,
     /// How to reach them.
     pub offer: Option<Offer>,
+    /// Its number among the messages that come unasked, if it does.
+    pub number: Option<u32>,
 }
 
 /// Payload of a write.
@@ -390,7 +398,10 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
     let offer = flags & OFFER != 0;
     let (frame, length_ok) = match b[0] {
         EAGER => (Frame::Eager { op, tag, counted: flags & COUNTED != 0 }, true),
-        ANNOUNCE => (Frame::Announce { op, tag, offer }, payload == if offer { 36 } else { 8 }),
+        ANNOUNCE => {
+            let unasked = flags & UNASKED != 0;
+            (Frame::Announce { op, tag, offer, unasked }, announce_len(offer, unasked) == Some(payload as usize))
+        }
         CONSENT => (Frame::Consent { op, target: Target::unpack(tag) }, payload == 0),
         DONE => (Frame::Done, payload <= CONTROL_MAX && payload % 4 == 0),
         FAIL => (Frame::Fail { op, code: flags }, failure::fits(flags, payload)),
@@ -418,8 +429,9 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
         ACK => (Frame::Ack, payload == 0),
         CHUNK => {
             let target = Target { index: op, serial: seq(head) };
-            let (again, void) = (flags & AGAIN != 0, flags & VOID != 0);
-            (Frame::Chunk { target, offset: tag, from: done(head), again, void }, payload > 0 || void)
+            let (again, void, unasked) = (flags & AGAIN != 0, flags & VOID != 0, flags & UNASKED != 0);
+            let fits = (payload > 0 || void) && (!unasked || (tag, op) == (0, 0));
+            (Frame::Chunk { target, offset: tag, from: done(head), again, void, unasked }, fits)
         }
         CHUNK_ACK => (Frame::ChunkAck { count: seq(head) }, payload == 0),
         kind => return Err(format!("frame of unknown kind {kind}")),
@@ -435,7 +447,7 @@ pub fn decode_head(head: &Head) -> Result<Frame, String> {
 pub fn encode_head(frame: &Frame, payload: u32) -> Head {
     let (kind, flags, op, tag) = match *frame {
         Frame::Eager { op, tag, counted } => (EAGER, flag(counted, COUNTED), op, tag),
-        Frame::Announce { op, tag, offer } => (ANNOUNCE, flag(offer, OFFER), op, tag),
+        Frame::Announce { op, tag, offer, unasked } => (ANNOUNCE, flag(offer, OFFER) | flag(unasked, UNASKED), op, tag),
         Frame::Consent { op, target } => (CONSENT, 0, op, target.pack()),
         Frame::Done => (DONE, 0, 0, 0),
         Frame::Fail { op, code } => (FAIL, code, op, 0),
@@ -456,8 +468,8 @@ pub fn encode_head(frame: &Frame, payload: u32) -> Head {
         Frame::Bye => (BYE, 0, 0, 0),
         Frame::Nothing => (NOTHING, 0, 0, 0),
         Frame::Ack => (ACK, 0, 0, 0),
-        Frame::Chunk { target, offset, again, void, .. } => {
-            (CHUNK, flag(again, AGAIN) | flag(void, VOID), target.index, offset)
+        Frame::Chunk { target, offset, again, void, unasked, .. } => {
+            (CHUNK, flag(again, AGAIN) | flag(void, VOID) | flag(unasked, UNASKED), target.index, offset)
         }
         Frame::ChunkAck { .. } => (CHUNK_ACK, 0, 0, 0),
     };
@@ -540,14 +552,29 @@ fn expect(bytes: &[u8], len: usize) -> Result<(), String> {
     if bytes.len() == len { Ok(()) } else { Err(short()) }
 }
 
+/// Bytes of an announcement's payload; `None`: nothing announces so.
+fn announce_len(has_offer: bool, unasked: bool) -> Option<usize> {
+    match (has_offer, unasked) {
+        (false, false) => Some(8),
+        (false, true) => Some(12),
+        (true, false) => Some(36),
+        (true, true) => None,
+    }
+}
+
 pub(crate) fn encode_announce(a: &Announce) -> Bytes {
-    Bytes::EMPTY.push(&a.len.to_le_bytes()).push_offer(a.offer)
+    let bytes = Bytes::EMPTY.push(&a.len.to_le_bytes());
+    match a.number {
+        Some(number) => bytes.push(&number.to_le_bytes()),
+        None => bytes.push_offer(a.offer),
+    }
 }
 
 /// Reads an announcement's payload.
-pub fn decode_announce(bytes: &[u8], has_offer: bool) -> Result<Announce, String> {
-    expect(bytes, if has_offer { 36 } else { 8 })?;
-    Ok(Announce { len: long(bytes, 0), offer: offer(bytes, 8, has_offer)? })
+pub fn decode_announce(bytes: &[u8], has_offer: bool, unasked: bool) -> Result<Announce, String> {
+    expect(bytes, announce_len(has_offer, unasked).ok_or_else(short)?)?;
+    let number = unasked.then(|| word(bytes, 8));
+    Ok(Announce { len: long(bytes, 0), offer: offer(bytes, 8, has_offer)?, number })
 }
 
 pub(crate) fn encode_write(w: &Write) -> Bytes {

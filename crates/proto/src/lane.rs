@@ -30,6 +30,15 @@ pub(crate) enum Placement {
     Stream,
     /// A chunk of that incoming transfer.
     Chunk { index: u32, serial: u32, offset: u64, len: u32, again: bool },
+    /// A message that comes unasked, and is kept until a receive matches it.
+    Kept { arrival: u32 },
+}
+
+impl Placement {
+    /// Whether the frame counts as a chunk.
+    pub(crate) fn is_of_chunk(self) -> bool {
+        matches!(self, Placement::Chunk { .. } | Placement::Kept { .. })
+    }
 }
 
 /// One lane's windows and rate.
@@ -96,6 +105,11 @@ impl Lane {
     #[inline]
     pub(crate) fn is_worth_it(&self, bytes: u64) -> bool {
         self.rank == 0 || bytes >= (u64::from(self.rank) + 1) * PART_MIN
+    }
+
+    /// Whether chunks go over its rail by this lane before any other.
+    pub(crate) fn is_first(&self) -> bool {
+        self.spec.bulk && !self.spec.reliable && self.rank == 0
     }
 
     /// Whether no chunk has been acknowledged on it by either end.

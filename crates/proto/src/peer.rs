@@ -68,6 +68,9 @@ pub struct Peer {
     accesses: Accesses,
     violations: Violations,
     events: Events,
+    /// See [`Config::spread_min`] and [`Config::spread_above`].
+    spread_min: u64,
+    spread_above: u64,
 }
 
 /// Parts that transfers and messages use besides their own table, borrowed for one step.
@@ -125,6 +128,8 @@ impl Peer {
             accesses: Accesses::default(),
             violations: Violations::default(),
             events: Events::default(),
+            spread_min: config.spread_min,
+            spread_above: config.spread_above,
         }
     }
 
@@ -158,8 +163,14 @@ impl Peer {
     pub fn accept(&mut self, now: Time, arrival: u32, op: OpId, capacity: u64) {
         self.leave_fast_path();
         let (_, incoming, unexpected, mut cx) = self.parts(now);
-        if let Some(Announced { their, tag, len, offer }) = unexpected.accept(arrival, op, capacity, &mut cx) {
-            incoming.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
+        let Some(Announced { their, tag, len, offer, number }) = unexpected.accept(arrival, op, capacity, &mut cx)
+        else {
+            return;
+        };
+        let kind = InKind::Receive { op, tag };
+        match number {
+            Some(number) => incoming.begin_unasked(their, kind, len, number, &mut cx),
+            None => incoming.begin_transfer(their, kind, len, offer, &mut cx),
         }
     }
 

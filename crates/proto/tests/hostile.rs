@@ -52,7 +52,15 @@ impl Regions for OneRegion {
 }
 
 fn config() -> Config {
-    Config { chunk: 64, window: 3, eager_credit: 600, message_credit: 8, lane_deadline: 1000, lazy_passes: 0 }
+    Config {
+        chunk: 64,
+        window: 3,
+        eager_credit: 600,
+        message_credit: 8,
+        lane_deadline: 1000,
+        lazy_passes: 0,
+        ..Config::default()
+    }
 }
 
 /// One end, with all that it was asked to do.
@@ -413,7 +421,7 @@ fn decoders_take_any_bytes() {
             assert_eq!(frame::decode_head(&again), Ok(decoded), "what is read can be written");
         }
         let flag = rng.below(2) == 0;
-        let _ = frame::decode_announce(&bytes, flag);
+        let _ = frame::decode_announce(&bytes, flag, bytes.len() % 2 == 1);
         let _ = frame::decode_write(&bytes, flag);
         let _ = frame::decode_read(&bytes, flag);
         let _ = frame::decode_invite(&bytes);

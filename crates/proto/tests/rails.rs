@@ -47,6 +47,8 @@ struct Net {
     /// When, which rail, from which end.
     arrivals: BinaryHeap<Reverse<(u64, usize, usize)>>,
     receipts: [Option<(u64, Receipt)>; 2],
+    /// Operations that have ended at each end.
+    ended: [usize; 2],
     /// How often the ends look at a rail, in nanoseconds: everything that arrived meanwhile is found at once.
     looks: Vec<u64>,
     /// What a rail spends on each chunk, however short, in nanoseconds.
@@ -93,6 +95,7 @@ impl Net {
             rails: rates.iter().map(rail).collect(),
             arrivals: BinaryHeap::new(),
             receipts: [None, None],
+            ended: [0, 0],
             looks: vec![1; rates.len()],
             per_chunk: 0,
         }
@@ -150,13 +153,22 @@ impl Net {
         self.transfer_of(TOTAL, death)
     }
 
-    fn transfer_of(&mut self, total: u64, mut death: Option<(u64, usize)>) -> u64 {
+    fn transfer_of(&mut self, total: u64, death: Option<(u64, usize)>) -> u64 {
+        self.window(1, total, death)
+    }
+
+    /// So many messages of `len` bytes at once; a rail may die on the way. Nanoseconds until their sender knows that all
+    /// have arrived.
+    fn window(&mut self, messages: usize, len: u64, mut death: Option<(u64, usize)>) -> u64 {
         let began = self.now;
         self.receipts = [None, None];
-        let op = OpId { index: 0, generation: 0 };
-        assert!(self.matchers[1].post(op, 1, u64::MAX, None, total, true).is_none());
-        self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, total, None, true);
-        while self.receipts.iter().any(Option::is_none) {
+        self.ended = [0, 0];
+        for index in 0..messages as u32 {
+            let op = OpId { index, generation: 0 };
+            assert!(self.matchers[1].post(op, 1, u64::MAX, None, len, true).is_none());
+            self.peers[0].start(Time(self.now), op, Operation::Send { tag: 1 }, len, None, true);
+        }
+        while self.ended != [messages; 2] {
             let room = self.pump();
             for end in 0..2 {
                 if self.peers[end].timeout().is_some_and(|at| at <= Time(self.now)) {
@@ -166,6 +178,7 @@ impl Net {
                     match event {
                         Event::Done { result, .. } => {
                             self.receipts[end] = Some((self.now, result.expect("the transfer succeeds")));
+                            self.ended[end] += 1;
                         }
                         // Its bytes do move.
                         Event::Suspect { lane } => self.peers[end].lane_alive(Time(self.now), lane),
@@ -191,7 +204,7 @@ impl Net {
                 self.arrive(at, from);
             }
         }
-        self.receipts[0].as_ref().expect("sent").0 - began
+        self.now - began
     }
 
     fn shares(&self) -> Vec<f64> {
@@ -242,6 +255,65 @@ fn five_and_eight_rails_of_any_rates_fill() {
         let rates: Vec<u64> = eighths.iter().map(|part| part * GBIT / 8).collect();
         let (reached, shares) = efficiency(&rates);
         assert!(reached > 0.95, "{reached:.3} of the sum of {rates:?}, shares {shares:.1?}");
+    }
+}
+
+/// Windows of 64 messages that could go with their first frames, on rails of which the one of the messages is the
+/// slowest. Of the rails' rates together, how much they reach.
+fn messages_of(len: u64, rates: &[u64]) -> f64 {
+    let mut net = Net::with(&[&rates[..1], rates].concat(), |peer, spec| {
+        let bulk = spec.id.0 > 0;
+        let cost_ns = if bulk { 1000 } else { 0 };
+        peer.lane_up(Time(0), LaneSpec { bulk, cost_ns, eager_max: 64 << 10, ..spec });
+    });
+    net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
+    for _ in 0..20 {
+        net.window(64, len, None);
+    }
+    let took: u64 = (0..20).map(|_| net.window(64, len, None)).sum();
+    let reached = (20 * 64 * len) as f64 / (took as f64 / 1e9) / rates.iter().sum::<u64>() as f64;
+    println!("{len} bytes over {rates:?}: {reached:.3} of the sum");
+    reached
+}
+
+#[test]
+fn short_messages_fill_all_rails() {
+    for (len, reach) in [(64 << 10, 0.9), (32 << 10, 0.85), (16 << 10, 0.8)] {
+        for rates in [[2 * GBIT / 5, 4 * GBIT / 5, 8 * GBIT / 5, 16 * GBIT / 5], [GBIT; 4]] {
+            let reached = messages_of(len, &rates);
+            assert!(reached > reach, "{len} bytes: {reached:.3} of the sum of {rates:?}");
+        }
+    }
+}
+
+/// One message alone takes no rail that is slow, once that is known, and costs no round trip more.
+#[test]
+fn a_message_alone_takes_a_fast_rail() {
+    let rates = [GBIT / 10, GBIT / 10, 2 * GBIT];
+    let mut net = Net::with(&rates, |peer, spec| {
+        let bulk = spec.id.0 > 0;
+        let cost_ns = if bulk { 1000 } else { 0 };
+        peer.lane_up(Time(0), LaneSpec { bulk, cost_ns, eager_max: 64 << 10, ..spec });
+    });
+    net.transfer_of(8 << 20, None);
+    let alone = |net: &mut Net| net.window(1, 64 << 10, None) - 2 * LATENCY;
+    let took: Vec<u64> = (0..8).map(|_| alone(&mut net)).collect();
+    let fast = (64 << 10) * 1_000_000_000 / rates[2];
+    println!("a message alone: {took:?} ns beyond the latency; {fast} ns on the fast rail");
+    assert!(took.iter().all(|took| *took < 2 * fast), "{took:?} ns, where the fast rail takes {fast} ns");
+}
+
+/// Messages and their order survive rails that die, whichever of them carried them.
+#[test]
+fn short_messages_survive_a_rail_that_dies() {
+    for rail in 0..4 {
+        let mut net = Net::with(&[GBIT; 4], |peer, spec| {
+            peer.lane_up(Time(0), LaneSpec { bulk: spec.id.0 > 0, eager_max: 64 << 10, ..spec });
+        });
+        net.window(64, 64 << 10, None);
+        let whole = net.window(64, 64 << 10, None);
+        let took = net.window(64, 64 << 10, Some((whole / 2, rail)));
+        assert!(took < 2 * whole, "{took} ns when rail {rail} dies, {whole} ns with all");
     }
 }
 

@@ -78,7 +78,7 @@ impl Peer {
         let (stamp, len) = (frame::Stamp::of(head), head.payload_len());
         let plain = self.stream.plain(stamp)
             && counted == spec.reliable
-            && !matches!(self.lanes[at].placing, Placement::Chunk { .. })
+            && !self.lanes[at].placing.is_of_chunk()
             && self.peer_ops.at(their) == PeerOp::Free;
         if !plain || (counted && len > spec.whole_max) {
             return None;
@@ -134,10 +134,14 @@ impl Peer {
         self.lanes[at].go_on(now);
         match frame {
             Frame::ChunkAck { .. } if !self.control.live() => return Ok(Placing::Discard),
-            Frame::Chunk { target, offset, from, again, void } => {
-                if void {
+            Frame::Chunk { target, offset, from, again, void, unasked } => {
+                // What comes unasked after our goodbye is not announced any more.
+                if void || unasked && !self.control.talks() {
                     self.lanes[at].consume();
                     return Ok(Placing::Discard);
+                }
+                if unasked {
+                    return self.place_unasked(now, at, (target.serial, len, again), host.regions);
                 }
                 let chunk = ChunkOf { target, offset, len, from, again };
                 return self.place_chunk(now, at, chunk, host.regions);
@@ -346,6 +350,30 @@ impl Peer {
         }
     }
 
+    /// The head of a message that comes unasked, in one chunk: it goes to the receive that has matched its announcement,
+    /// or is kept.
+    fn place_unasked(
+        &mut self,
+        now: Time,
+        at: usize,
+        (number, len, again): (u32, u32, bool),
+        regions: &dyn Regions,
+    ) -> Result<Placing, String> {
+        if let Some(target) = self.incoming.unasked(number) {
+            return self.place_chunk(now, at, ChunkOf { target, offset: 0, len, from: 0, again }, regions);
+        }
+        let of = (self.lanes[at].spec.id, self.peer_ops.credit());
+        let (_, _, unexpected, mut cx) = self.parts(now);
+        let arrival = unexpected.place_unasked(number, len, of, &mut cx)?;
+        let lane = &mut self.lanes[at];
+        let Some(arrival) = arrival else {
+            lane.consume();
+            return Ok(Placing::Discard);
+        };
+        lane.placing = Placement::Kept { arrival };
+        Ok(Placing::Unexpected { arrival, len })
+    }
+
     /// The payload of the lane's last `place` is complete; `control` holds it if that was [`Placing::Control`].
     /// `Err`: the peer broke the protocol, this is how: the lane must fail.
     #[inline]
@@ -364,6 +392,13 @@ impl Peer {
                     return Ok(());
                 }
                 self.complete_open(now, at, control, host)
+            }
+            Placement::Kept { arrival } => {
+                self.lanes[at].placing = Placement::None;
+                self.lanes[at].consume();
+                let (_, _, unexpected, mut cx) = self.parts(now);
+                unexpected.complete(arrival, &mut cx);
+                Ok(())
             }
             Placement::Chunk { index, serial, offset, len, again } => {
                 self.lanes[at].placing = Placement::None;
@@ -416,8 +451,8 @@ impl Peer {
     /// What a frame other than a message or data asks for.
     fn execute(&mut self, now: Time, at: usize, frame: Frame, bytes: &[u8], host: &mut Host<'_>) -> Result<(), String> {
         match frame {
-            Frame::Announce { op, tag, offer } => {
-                let announce = frame::decode_announce(bytes, offer)?;
+            Frame::Announce { op, tag, offer, unasked } => {
+                let announce = frame::decode_announce(bytes, offer, unasked)?;
                 return self.announced(now, op, tag, announce, host.matcher);
             }
             Frame::Consent { op, target } => return self.outgoing.consented(now, op, target, &mut self.events),
@@ -489,9 +524,12 @@ impl Peer {
         announce: frame::Announce,
         matcher: &mut Matcher,
     ) -> Result<(), String> {
-        let frame::Announce { len, offer } = announce;
+        let frame::Announce { len, offer, number } = announce;
         if len == 0 {
             return Err("announcement of an empty message".to_owned());
+        }
+        if let Some(number) = number {
+            return self.announced_unasked(now, (their, tag), (len, number), matcher);
         }
         if self.control.closing() {
             self.control.push_failed(their, &Failure::Closed, &mut self.events);
@@ -503,7 +541,7 @@ impl Peer {
         let Some((op, capacity)) = matcher.arrive(self.id, tag) else {
             let id = self.id;
             let (_, _, unexpected, mut cx) = self.parts(now);
-            let of = Announced { their, tag, len, offer };
+            let of = Announced { their, tag, len, offer, number: None };
             return unexpected.keep(id, of, false, matcher, &mut cx).map(drop);
         };
         if len > capacity {
@@ -517,6 +555,48 @@ impl Peer {
         let (_, incoming, _, mut cx) = self.parts(now);
         incoming.begin_transfer(their, InKind::Receive { op, tag }, len, offer, &mut cx);
         Ok(())
+    }
+
+    /// A message is announced whose bytes come unasked, and perhaps came already.
+    fn announced_unasked(
+        &mut self,
+        now: Time,
+        (their, tag): (u32, u64),
+        (len, number): (u64, u32),
+        matcher: &mut Matcher,
+    ) -> Result<(), String> {
+        let (id, closing, taken) = (self.id, self.control.closing(), self.peer_ops.at(their) != PeerOp::Free);
+        let (_, incoming, unexpected, mut cx) = self.parts(now);
+        let early = unexpected.announce(number, len)?;
+        if closing {
+            unexpected.drop_early(early, &mut cx);
+            cx.control.push_failed(their, &Failure::Closed, cx.events);
+            return Ok(());
+        }
+        if taken {
+            return Err(format!("operation {their} begun twice"));
+        }
+        let by = matcher.arrive(id, tag);
+        if let Some((op, capacity)) = by.filter(|(_, capacity)| len > *capacity) {
+            unexpected.drop_early(early, &mut cx);
+            cx.truncated(op, tag, their, len, capacity);
+            return Ok(());
+        }
+        let result = match (by, early) {
+            (_, Some(arrival)) => unexpected.name(id, arrival, (their, tag), by, matcher, &mut cx),
+            (None, None) => {
+                let of = Announced { their, tag, len, offer: None, number: Some(number) };
+                unexpected.keep(id, of, false, matcher, &mut cx).map(drop)
+            }
+            (Some((op, _)), None) => cx.peer_ops.claim(their, PeerOp::Open).map(|()| {
+                incoming.begin_unasked(their, InKind::Receive { op, tag }, len, number, &mut cx);
+            }),
+        };
+        if let (Err(why), Some((op, _))) = (&result, by) {
+            // The receive was taken from the matcher: it goes down with this peer.
+            cx.events.fail(op, Failure::PeerDead(why.clone()), 0, tag);
+        }
+        result
     }
 
     fn written(&mut self, now: Time, of: WriteOf, host: &mut Host<'_>) -> Result<(), String> {

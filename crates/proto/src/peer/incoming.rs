@@ -2,6 +2,8 @@
 
 mod copy;
 
+use std::collections::HashMap;
+
 use crossrail_types::{LaneId, OpId};
 use slab::Slab;
 
@@ -46,6 +48,8 @@ struct Incoming {
     copy: DirectCopy,
     ending: Option<Ending>,
     passive: u32,
+    /// The number of its announcement, if its bytes come unasked.
+    number: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,6 +132,8 @@ impl Incoming {
 pub(super) struct IncomingTransfers {
     table: Slab<Incoming>,
     serial: u32,
+    /// Messages that come unasked: their transfers, by the number of the announcement.
+    unasked: HashMap<u32, u32>,
 }
 
 impl IncomingTransfers {
@@ -152,6 +158,7 @@ impl IncomingTransfers {
             copy: DirectCopy::default(),
             ending: None,
             passive: if matches!(kind, InKind::Write { .. }) { accesses.begin() } else { 0 },
+            number: None,
         };
         self.table.insert(incoming) as u32
     }
@@ -171,6 +178,28 @@ impl IncomingTransfers {
             Some(offer) => self.start_pull(index, offer, cx.accesses, cx.events),
             None => self.consent(index, cx.control, cx.events),
         }
+    }
+
+    /// A receive whose message comes unasked, under that number.
+    pub(super) fn begin_unasked(&mut self, their: u32, kind: InKind, len: u64, number: u32, cx: &mut Context<'_>) {
+        let index = self.begin(cx.now, their, kind, len, cx.accesses);
+        self.table[index as usize].number = Some(number);
+        self.unasked.insert(number, index);
+        cx.peer_ops.set(their, PeerOp::In(index));
+    }
+
+    /// Where the message of that number goes, if it is on its way.
+    pub(super) fn unasked(&self, number: u32) -> Option<Target> {
+        let index = *self.unasked.get(&number)?;
+        self.table.get(index as usize).map(|incoming| Target { index, serial: incoming.serial })
+    }
+
+    fn remove(&mut self, index: u32) -> Incoming {
+        let incoming = self.table.remove(index as usize);
+        if let Some(number) = incoming.number {
+            self.unasked.remove(&number);
+        }
+        incoming
     }
 
     /// A write whose bytes come in the next frame, or in the one that begins it. Its index.
@@ -303,7 +332,7 @@ impl IncomingTransfers {
             self.table[index as usize].complete = Some((protocol, lane));
             return Completed::Waits;
         }
-        let incoming = self.table.remove(index as usize);
+        let incoming = self.remove(index);
         let memory = incoming.memory();
         if leave(index, incoming.serial, cx.lanes, cx.stream) {
             cx.events.revoke(memory);
@@ -364,7 +393,7 @@ impl IncomingTransfers {
         if incoming.copy.is_helped() {
             return;
         }
-        let incoming = self.table.remove(index as usize);
+        let incoming = self.remove(index);
         let why = incoming.ending.map_or(Failure::Cancelled, |e| e.why);
         match incoming.kind {
             InKind::Receive { op, tag } => cx.events.fail(op, why, incoming.received.bytes(), tag),

@@ -35,6 +35,30 @@ pub(super) struct Lanes {
     window: usize,
     /// Nanoseconds of silence after which a lane is suspected.
     deadline: u64,
+    /// Longest message that can be spread over several rails; 0: there are not several.
+    spread_max: u64,
+}
+
+/// Bytes that are yet to go out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Left {
+    /// Of the transfer whose turn it is.
+    pub(super) of_one: u64,
+    /// Of the transfers that have chunks to hand out.
+    pub(super) of_all: u64,
+    /// All bytes of these transfers, those that have gone out too.
+    pub(super) waiting: u64,
+}
+
+/// The lanes that share what is left.
+#[derive(Clone, Copy, Debug)]
+struct Beside {
+    lanes: u64,
+    /// The sum of their paces; 0: not all are measured.
+    rates: u64,
+    outstanding: u64,
+    /// Nanoseconds until the first of them would be done with all the rest alone.
+    soonest: u128,
 }
 
 impl Index<usize> for Lanes {
@@ -61,6 +85,7 @@ impl Lanes {
             chunk: config.chunk.clamp(1, u64::from(u32::MAX)),
             window: config.window as usize,
             deadline: config.lane_deadline,
+            spread_max: 0,
         }
     }
 
@@ -85,6 +110,7 @@ impl Lanes {
 
     pub(super) fn push(&mut self, lane: Lane) {
         self.all.push(lane);
+        self.find_spread();
     }
 
     /// Adds what [`crate::Peer::lane_up_among`] says of the lane at `at`.
@@ -105,11 +131,13 @@ impl Lanes {
         if dead.place.is_some() {
             self.choose_connections();
         }
+        self.find_spread();
         dead
     }
 
     pub(super) fn clear(&mut self) {
         self.all.clear();
+        self.find_spread();
     }
 
     /// The cheapest lane that may carry messages.
@@ -142,6 +170,7 @@ impl Lanes {
         for lane in &mut self.all {
             lane.spare = lane.rank >= self.ramp.level();
         }
+        self.find_spread();
     }
 
     /// What a lane carries at present.
@@ -218,10 +247,21 @@ impl Lanes {
         found
     }
 
+    /// No lane places a message that was kept any more, but `except`: those of which one began to count the chunk as
+    /// consumed.
+    pub(super) fn void_kept_placements(&mut self, arrival: u32, except: Option<LaneId>) {
+        for lane in &mut self.all {
+            if lane.placing == (Placement::Kept { arrival }) && Some(lane.spec.id) != except {
+                lane.placing = Placement::None;
+                lane.consume();
+            }
+        }
+    }
+
     /// Gives up all chunks, in both directions.
     pub(super) fn silence(&mut self) {
         for lane in &mut self.all {
-            if let Placement::Chunk { .. } = std::mem::replace(&mut lane.placing, Placement::None) {
+            if std::mem::replace(&mut lane.placing, Placement::None).is_of_chunk() {
                 lane.consume();
             }
             lane.sent.clear();
@@ -250,51 +290,82 @@ impl Lanes {
         self.all[at].sent.len() < self.window
     }
 
-    /// Whether it must be known how many bytes wait to go out.
-    pub(super) fn share_by_need(&self) -> bool {
-        self.ramp.is_on()
-    }
-
     /// Whether a lane that carries chunks is to carry some of `waiting` bytes.
     fn shares(lane: &Lane, waiting: u64) -> bool {
         !lane.spare && lane.is_worth_it(waiting)
     }
 
-    /// How much of a transfer, of which `left` bytes are left, the lane at `at` should take; `None`: it has no window,
-    /// or the other lanes will be done with all the rest before it would be with one more chunk. `waiting`: bytes of
-    /// all transfers that have chunks.
-    pub(super) fn chunk_size(&self, now: Time, at: usize, left: u64, waiting: u64) -> Option<u64> {
+    /// How much of a transfer the lane at `at` should take; `None`: it has no window, or the other lanes will be done with
+    /// all the rest before it would be with one more chunk.
+    pub(super) fn chunk_size(&self, now: Time, at: usize, left: Left) -> Option<u64> {
         let lane = &self.all[at];
         if !self.has_window(at) {
             return None;
         }
-        let pace = lane.pace(now);
-        let (mut lanes, mut rates, mut outstanding, mut measured, mut soonest) = (0, 0u64, 0u64, true, u128::MAX);
-        let like = |l: &&Lane| l.spec.bulk == lane.spec.bulk && !l.suspected && Self::shares(l, waiting);
-        for l in self.all.iter().filter(like) {
+        let others = self.beside(now, at, left);
+        let max_payload = u64::from(lane.spec.max_payload);
+        let size = guided(left.of_one, lane.pace(now), others.rates, others.lanes, self.chunk, max_payload);
+        self.finishes_with(now, at, size, (left, others)).then_some(size)
+    }
+
+    /// Whether the lane at `at` should take all of a message in one chunk.
+    pub(super) fn takes_whole(&self, now: Time, at: usize, left: Left) -> bool {
+        let fits = left.of_one <= u64::from(self.all[at].spec.max_payload) && self.has_window(at);
+        fits && self.finishes_with(now, at, left.of_one, (left, self.beside(now, at, left)))
+    }
+
+    /// The lanes among which the lane at `at` takes its part.
+    fn beside(&self, now: Time, at: usize, left: Left) -> Beside {
+        let mut found = Beside { lanes: 0, rates: 0, outstanding: 0, soonest: u128::MAX };
+        let mut measured = true;
+        let bulk = self.all[at].spec.bulk;
+        for l in self.all.iter().filter(|l| l.spec.bulk == bulk && !l.suspected && Self::shares(l, left.waiting)) {
             let rate = l.pace(now);
-            lanes += 1;
-            rates += rate;
-            outstanding += l.sent_bytes;
+            found.lanes += 1;
+            found.rates += rate;
+            found.outstanding += l.sent_bytes;
+            found.soonest = found.soonest.min(takes(l.sent_bytes + left.of_all, rate));
             measured &= rate > 0;
-            soonest = soonest.min(takes(l.sent_bytes + left, rate));
         }
-        let rates = if measured { rates } else { 0 };
-        let size = guided(left, pace, rates, lanes, self.chunk, u64::from(lane.spec.max_payload));
+        found.rates = if measured { found.rates } else { 0 };
+        found
+    }
+
+    /// Whether the lane at `at` will be done with `size` more bytes before the others are with all the rest.
+    fn finishes_with(&self, now: Time, at: usize, size: u64, (left, beside): (Left, Beside)) -> bool {
+        let (lane, Beside { lanes, rates, outstanding, soonest }) = (&self.all[at], beside);
+        let pace = lane.pace(now);
         if lanes > 1 && rates > 0 && lane.sent_bytes > 0 && !lane.suspected {
             let alone = u128::from(lane.sent_bytes + size) * u128::from(rates);
-            let together = u128::from(left + outstanding) * u128::from(pace);
+            let together = u128::from(left.of_all + outstanding) * u128::from(pace);
             // Leave room for error: a sixteenth more than an even finish.
             if alone > together + together / 16 {
-                return None;
+                return false;
             }
         }
         // Nor does one that has nothing to do take what another alone would have carried before it is done.
         let idle = lanes > 1 && rates > 0 && lane.sent_bytes == 0 && now.since(lane.measured) < PROBE_EVERY;
-        if idle && takes(size, pace) > soonest.saturating_mul(2) {
-            return None;
-        }
-        Some(size)
+        !(idle && takes(size, pace) > soonest.saturating_mul(2))
+    }
+
+    /// Whether messages of up to `len` bytes can be spread over several rails: of each of which one lane carries chunks.
+    pub(super) fn spreads(&self, len: u64) -> bool {
+        self.spread_max >= len
+    }
+
+    /// Whether the slowest of these rails takes more than twice as long as the fastest, as far as that was measured.
+    pub(super) fn are_uneven(&self, now: Time) -> bool {
+        let paces =
+            || self.all.iter().filter(|lane| lane.is_first()).map(|lane| lane.pace(now)).filter(|pace| *pace > 0);
+        paces().max().zip(paces().min()).is_some_and(|(most, least)| most > 2 * least)
+    }
+
+    /// Finds out anew what can be spread: the lanes have changed.
+    fn find_spread(&mut self) {
+        let first = self.all.iter().filter(|lane| lane.is_first());
+        let (rails, max) =
+            first.fold((0, self.chunk), |(rails, max), lane| (rails + 1, max.min(u64::from(lane.spec.max_payload))));
+        self.spread_max = if rails > 1 { max } else { 0 };
     }
 
     /// A chunk of a transfer goes out on the lane at `at`.

@@ -72,6 +72,8 @@ pub(super) struct OutgoingOps {
     active: VecDeque<(u32, u32)>,
     /// The write whose bytes must follow at once.
     follow: Option<(u32, u32)>,
+    /// Messages that went unasked so far.
+    unasked: u32,
 }
 
 impl OutgoingOps {
@@ -133,6 +135,23 @@ impl OutgoingOps {
         let mut outgoing = Outgoing::new(of.op, Kind::Send, of.len, self.next_serial(), of.at, lane);
         outgoing.long_mut().announce(now, offer);
         self.table.insert(outgoing) as u32 + 1
+    }
+
+    /// A message is announced, and its bytes go unasked on whichever lane has room. Its id on the wire, and its number
+    /// among such messages.
+    pub(super) fn begin_unasked(&mut self, now: Time, of: &Queued, lane: LaneId) -> (u32, u32) {
+        let number = self.unasked;
+        self.unasked = number.wrapping_add(1);
+        let mut outgoing = Outgoing::new(of.op, Kind::Send, of.len, self.next_serial(), of.at, lane);
+        outgoing.long_mut().announce(now, None);
+        outgoing.long_mut().consented = now;
+        outgoing.long_mut().took_bytes = true;
+        let index = self.table.insert(outgoing) as u32;
+        self.start_feed(index, Target { index: 0, serial: number });
+        if let Some(feed) = self.table[index as usize].feed() {
+            feed.unasked = true;
+        }
+        (index + 1, number)
     }
 
     /// A write begins; `short`: its bytes follow at once. Its id on the wire.
@@ -264,8 +283,9 @@ impl OutgoingOps {
     fn close(&mut self, index: u32, result: Result<(), Failure>, cx: &mut Context<'_>) {
         let mut outgoing = self.table.remove(index as usize);
         let op = outgoing.op;
-        let eager = (outgoing.stage == Stage::Eager || outgoing.seq.is_some()) && outgoing.kind == Kind::Send;
-        cx.credit.give_back(if eager { outgoing.len } else { 0 });
+        let short = outgoing.stage == Stage::Eager || outgoing.seq.is_some() || outgoing.long().took_bytes;
+        cx.credit.give_back(if short && outgoing.kind == Kind::Send { outgoing.len } else { 0 });
+        cx.credit.end_write(if short && outgoing.kind == Kind::Write { outgoing.len } else { 0 });
         let left = outgoing.seq.is_some_and(|seq| cx.stream.leave(seq));
         if left || outgoing.touched() || result.is_err() {
             cx.events.revoke(Memory::Op(op));

@@ -32,6 +32,11 @@ impl PeerOps {
         PeerOps { named: Vec::new(), counted: Vec::new(), active: 0, credit }
     }
 
+    /// Operations that the peer may have in flight.
+    pub(super) fn credit(&self) -> u32 {
+        self.credit
+    }
+
     /// The table with operation `op`, and where it is there. An id that is not possible is in neither.
     #[inline]
     fn entry(&self, op: u32) -> (&Vec<PeerOp>, usize) {

@@ -236,7 +236,10 @@ impl Peer {
     fn send_if_clear(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
         let at = self.lanes.find(lane)?;
         let spec = &self.lanes[at].spec;
-        if !self.is_clear(at) || !self.has_credit(len, u64::from(spec.eager_max.min(spec.max_payload))) {
+        if !self.is_clear(at)
+            || self.goes_apart(now, len)
+            || !self.has_credit(len, u64::from(spec.eager_max.min(spec.max_payload)))
+        {
             return None;
         }
         let head = self.eager(now, at, op, tag, len, now);
@@ -412,6 +415,8 @@ impl Peer {
             return None;
         }
         self.control.say_bye();
+        let (_, _, unexpected, mut cx) = self.parts(now);
+        unexpected.drop_all_early(&mut cx);
         Some(self.seal(now, at, Frame::Bye, Body::None, 0).0)
     }
 
@@ -444,12 +449,17 @@ impl Peer {
         let eager = eager || len == 0;
         let short = eager && offer.is_none() && len <= u64::from(spec.eager_max.min(spec.max_payload));
         let lane = spec.id;
+        let apart = short && self.goes_apart(now, len);
         if let Operation::Send { tag } = what
             && short
             && self.credit.permits_bytes(len)
         {
+            if apart {
+                return self.send_apart(now, at, queued, tag);
+            }
             return eager_out(self.eager(now, at, op, tag, len, started), op, len);
         }
+        let short = short && !apart;
         let done = self.control.take_done();
         self.credit.take(0);
         let what = match what {
@@ -459,6 +469,7 @@ impl Peer {
         match what {
             Operation::Put { name, .. } => {
                 let op = self.outgoing.begin_write(now, queued, lane, None, true);
+                self.credit.write(len);
                 let body = self.outgoing.take_follow().map_or(Body::None, |(_, body)| body);
                 let (out, seq) = self.seal(now, at, Frame::Put { op, name }, body, done);
                 self.outgoing.went_with(op - 1, seq);
@@ -466,8 +477,8 @@ impl Peer {
             }
             Operation::Send { tag } => {
                 let id = self.outgoing.begin_send(now, queued, lane, offer);
-                let frame = Frame::Announce { op: id, tag, offer: offer.is_some() };
-                let body = Body::from(frame::encode_announce(&Announce { len, offer }));
+                let frame = Frame::Announce { op: id, tag, offer: offer.is_some(), unasked: false };
+                let body = Body::from(frame::encode_announce(&Announce { len, offer, number: None }));
                 self.seal(now, at, frame, body, done).0
             }
             Operation::Write { key, offset, imm } => {
@@ -476,7 +487,13 @@ impl Peer {
                 let (has_imm, has_offer) = (imm.is_some(), offer.is_some());
                 let frame = Frame::Write { op: id, len, imm: has_imm, data: short, offer: has_offer };
                 let body = Body::from(frame::encode_write(&Write { key, offset, imm: imm.unwrap_or(0), offer }));
-                self.seal(now, at, frame, body, done).0
+                let (out, seq) = self.seal(now, at, frame, body, done);
+                if short {
+                    // Until the frame with the bytes goes out.
+                    self.outgoing.went_with(id - 1, seq);
+                    self.credit.write(len);
+                }
+                out
             }
             Operation::Read { key, offset } => {
                 let offer = if short { None } else { offer };
@@ -489,6 +506,29 @@ impl Peer {
                 self.seal(now, at, frame, body, done).0
             }
         }
+    }
+
+    /// Whether the bytes of a message that could go with its first frame are to go as a chunk, on whichever lane has room
+    /// for it: there are several rails, and it is not alone, or the lane of the messages may be on a slow one.
+    #[inline]
+    fn goes_apart(&self, now: Time, len: u64) -> bool {
+        len >= self.spread_min && self.lanes.spreads(len) && self.is_busy(now, len)
+    }
+
+    #[inline(never)]
+    fn is_busy(&self, now: Time, len: u64) -> bool {
+        let in_flight = self.credit.bytes() + len;
+        !self.stream.reliable() && (in_flight > self.spread_above || self.lanes.are_uneven(now))
+    }
+
+    /// Announces a message whose bytes go apart; credit was checked.
+    fn send_apart(&mut self, now: Time, at: usize, queued: &Queued, tag: u64) -> Out {
+        let done = self.control.take_done();
+        self.credit.take(queued.len);
+        let (op, number) = self.outgoing.begin_unasked(now, queued, self.lanes[at].spec.id);
+        let frame = Frame::Announce { op, tag, offer: false, unasked: true };
+        let announce = Announce { len: queued.len, offer: None, number: Some(number) };
+        self.seal(now, at, frame, Body::from(frame::encode_announce(&announce)), done).0
     }
 
     /// Whether the lane at `at` has its part in the chunks that wait.

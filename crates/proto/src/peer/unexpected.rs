@@ -1,6 +1,8 @@
 //! Unexpected messages: those that arrive before their receive is posted.
 
-use crossrail_types::{EndpointId, OpId};
+use std::collections::HashMap;
+
+use crossrail_types::{EndpointId, LaneId, OpId};
 use slab::Slab;
 
 use super::Context;
@@ -22,6 +24,10 @@ struct Unexpected {
     ended: Option<Failure>,
     /// Out of our hands; only its id is kept from being used again.
     over: bool,
+    /// It comes unasked: the number of its announcement.
+    number: Option<u32>,
+    /// Its announcement is yet to come: the peer's id and the tag are not known.
+    early: bool,
 }
 
 /// A message that was announced, and is accepted: a transfer is to begin.
@@ -31,6 +37,8 @@ pub(super) struct Announced {
     pub(super) tag: u64,
     pub(super) len: u64,
     pub(super) offer: Option<Offer>,
+    /// Its number, if it comes unasked.
+    pub(super) number: Option<u32>,
 }
 
 /// Unexpected messages, from their head to the event that takes them away.
@@ -46,12 +54,22 @@ pub(super) struct UnexpectedMessages {
     credit: u64,
     /// The receive whose message is being copied out, and the peer's id of it.
     copied_out: Option<(OpId, u32)>,
+    /// Messages that come unasked, by the number of their announcement; and how many were announced.
+    unasked: HashMap<u32, u32>,
+    announced: u32,
 }
 
 impl UnexpectedMessages {
     /// `credit`: bytes that the peer may have sent before their receives.
     pub(super) fn new(credit: u64) -> UnexpectedMessages {
-        UnexpectedMessages { table: Slab::new(), bytes: 0, credit, copied_out: None }
+        UnexpectedMessages {
+            table: Slab::new(),
+            bytes: 0,
+            credit,
+            copied_out: None,
+            unasked: HashMap::new(),
+            announced: 0,
+        }
     }
 
     /// A message of `len` bytes comes in with its first frame.
@@ -64,14 +82,9 @@ impl UnexpectedMessages {
         matcher: &mut Matcher,
         cx: &mut Context<'_>,
     ) -> Result<u32, String> {
-        let total = self.bytes + u64::from(len);
-        if total > self.credit {
-            return Err(format!("{total} bytes of unexpected messages; the credit is {}", self.credit));
-        }
-        let announced = Announced { their, tag, len: u64::from(len), offer: None };
-        let arrival = self.keep(peer, announced, true, matcher, cx)?;
-        self.bytes = total;
-        Ok(arrival)
+        self.take_credit(u64::from(len))?;
+        let announced = Announced { their, tag, len: u64::from(len), offer: None, number: None };
+        self.keep(peer, announced, true, matcher, cx)
     }
 
     /// A message comes in (`eager`), or was announced.
@@ -83,7 +96,7 @@ impl UnexpectedMessages {
         matcher: &mut Matcher,
         cx: &mut Context<'_>,
     ) -> Result<u32, String> {
-        let Announced { their, tag, len, offer } = of;
+        let Announced { their, tag, len, offer, number } = of;
         let arrival = self.table.vacant_key() as u32;
         cx.peer_ops.claim(their, PeerOp::Arrival(arrival))?;
         matcher.keep(peer, arrival, tag, len);
@@ -97,12 +110,127 @@ impl UnexpectedMessages {
             accepted: None,
             ended: None,
             over: false,
+            number,
+            early: false,
         });
+        if let Some(number) = number {
+            self.unasked.insert(number, arrival);
+        }
         Ok(arrival)
     }
 
     fn get_mut(&mut self, arrival: u32) -> Option<&mut Unexpected> {
         self.table.get_mut(arrival as usize).filter(|k| !k.over)
+    }
+
+    /// Takes credit for a message of `len` bytes that comes in before its receive.
+    fn take_credit(&mut self, len: u64) -> Result<(), String> {
+        let total = self.bytes + len;
+        if total > self.credit {
+            return Err(format!("{total} bytes of unexpected messages; the credit is {}", self.credit));
+        }
+        self.bytes = total;
+        Ok(())
+    }
+
+    /// All bytes of the message with that number come in unasked on `lane`, and no receive has matched it: the arrival
+    /// that they belong to. `None`: it is over, or there already. `most`: messages that the peer may have in flight.
+    pub(super) fn place_unasked(
+        &mut self,
+        number: u32,
+        len: u32,
+        (lane, most): (LaneId, u32),
+        cx: &mut Context<'_>,
+    ) -> Result<Option<u32>, String> {
+        if let Some(arrival) = self.unasked.get(&number).copied() {
+            let message = &mut self.table[arrival as usize];
+            if message.len != u64::from(len) {
+                return Err(format!("{len} bytes of a message of {}", message.len));
+            }
+            if message.complete {
+                return Ok(None);
+            }
+            // This copy counts from now on: the other lane may have died without our knowing.
+            cx.lanes.void_kept_placements(arrival, Some(lane));
+            if !std::mem::replace(&mut message.eager, true) {
+                self.take_credit(u64::from(len))?;
+            }
+            return Ok(Some(arrival));
+        }
+        let ahead = number.wrapping_sub(self.announced);
+        if (ahead as i32) < 0 {
+            return Ok(None);
+        }
+        if ahead >= most {
+            return Err(format!("a message that is {ahead} ahead of those announced; the credit is {most}"));
+        }
+        self.take_credit(u64::from(len))?;
+        let message = Unexpected {
+            their: 0,
+            tag: 0,
+            len: u64::from(len),
+            eager: true,
+            complete: false,
+            offer: None,
+            accepted: None,
+            ended: None,
+            over: false,
+            number: Some(number),
+            early: true,
+        };
+        let arrival = self.table.insert(message) as u32;
+        self.unasked.insert(number, arrival);
+        Ok(Some(arrival))
+    }
+
+    /// A message is announced that comes unasked. Where its bytes came first, or begin to: the arrival that they belong
+    /// to. `Err`: the peer broke the protocol.
+    pub(super) fn announce(&mut self, number: u32, len: u64) -> Result<Option<u32>, String> {
+        if number != self.announced {
+            return Err(format!("message {number} announced after {} others", self.announced));
+        }
+        self.announced = number.wrapping_add(1);
+        let arrival = self.unasked.get(&number).copied();
+        match arrival.map(|arrival| self.table[arrival as usize].len) {
+            Some(known) if known != len => Err(format!("a message of {len} bytes, of which {known} came")),
+            _ => Ok(arrival),
+        }
+    }
+
+    /// The message whose bytes came before its announcement is that one. `by`: the receive that matches it.
+    pub(super) fn name(
+        &mut self,
+        peer: EndpointId,
+        arrival: u32,
+        (their, tag): (u32, u64),
+        by: Option<(OpId, u64)>,
+        matcher: &mut Matcher,
+        cx: &mut Context<'_>,
+    ) -> Result<(), String> {
+        cx.peer_ops.claim(their, PeerOp::Arrival(arrival))?;
+        let Some(message) = self.get_mut(arrival) else { return Ok(()) };
+        (message.their, message.tag, message.early, message.accepted) = (their, tag, false, by);
+        match (by, message.complete, message.len) {
+            (Some((op, capacity)), true, _) => self.deliver(arrival, op, capacity, cx),
+            (Some(_), false, _) => {}
+            (None, _, len) => matcher.keep(peer, arrival, tag, len),
+        }
+        Ok(())
+    }
+
+    /// Nobody is to get the message whose bytes came before its announcement.
+    pub(super) fn drop_early(&mut self, arrival: Option<u32>, cx: &mut Context<'_>) {
+        let Some(arrival) = arrival else { return };
+        self.remove(arrival, cx);
+        cx.events.push(Event::DropArrival { arrival });
+    }
+
+    /// Nor any other such message: what would announce it is not listened to any more.
+    pub(super) fn drop_all_early(&mut self, cx: &mut Context<'_>) {
+        let early = self.table.iter().filter(|(_, message)| message.early && !message.over).map(|(at, _)| at as u32);
+        for arrival in early.collect::<Vec<_>>() {
+            self.drop_early(Some(arrival), cx);
+        }
     }
 
     /// A message is there in whole.
@@ -119,7 +247,12 @@ impl UnexpectedMessages {
     /// A message is out of our hands. If there are bytes, the event that goes with it frees the id.
     fn remove(&mut self, arrival: u32, cx: &mut Context<'_>) {
         let Some(message) = self.get_mut(arrival) else { return };
-        let their = message.their;
+        let (their, number) = (message.their, message.number);
+        if let Some(number) = number {
+            self.unasked.remove(&number);
+            cx.lanes.void_kept_placements(arrival, None);
+        }
+        let Some(message) = self.get_mut(arrival) else { return };
         if message.eager {
             message.over = true;
             let len = message.len;
@@ -180,7 +313,7 @@ impl UnexpectedMessages {
             }
             return None;
         }
-        let Unexpected { their, tag, len, offer, .. } = *message;
+        let Unexpected { their, tag, len, offer, number, .. } = *message;
         if let Some(why) = failed {
             self.remove(arrival, cx);
             cx.events.fail(op, why, 0, tag);
@@ -189,7 +322,10 @@ impl UnexpectedMessages {
             cx.truncated(op, tag, their, len, capacity);
         } else {
             self.table.remove(arrival as usize);
-            return Some(Announced { their, tag, len, offer });
+            if let Some(number) = number {
+                self.unasked.remove(&number);
+            }
+            return Some(Announced { their, tag, len, offer, number });
         }
         None
     }
@@ -222,7 +358,7 @@ impl UnexpectedMessages {
         let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
         for arrival in all {
             let message = &self.table[arrival as usize];
-            if message.over || (message.eager && message.complete) {
+            if message.over || (message.eager && message.complete && !message.early) {
                 continue;
             }
             let (accepted, tag, eager) = (message.accepted, message.tag, message.eager);

@@ -187,6 +187,8 @@ impl Plan {
             message_credit: rng.pick(&[1, 2, 5, 64]),
             lane_deadline: 30_000,
             lazy_passes: rng.below(3) as u32,
+            spread_min: rng.pick(&[1, 8, 100, 8192]),
+            spread_above: rng.pick(&[0, 64, 300]),
         };
         let wires = wires(rng);
         let mut actions: [Vec<Action>; 2] = [Vec::new(), Vec::new()];

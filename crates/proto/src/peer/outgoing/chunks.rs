@@ -9,7 +9,7 @@ use super::entry::{Outgoing, Stage};
 use crate::feed::Feed;
 use crate::frame::{self, Frame, Target};
 use crate::lane::{Lane, Sent};
-use crate::peer::lanes::Lanes;
+use crate::peer::lanes::{Lanes, Left};
 use crate::{Body, Out, Time};
 
 /// Transfers whose bytes are counted to tell how many connections are worth it.
@@ -31,13 +31,17 @@ impl OutgoingOps {
     /// The next chunk, of at most `most` bytes, for the lane at `at`.
     pub(in crate::peer) fn next_chunk(&mut self, now: Time, lanes: &mut Lanes, at: usize, most: u64) -> Option<Out> {
         // Before a transfer is taken from those that have chunks.
-        let waiting = if lanes.share_by_need() { self.waiting_bytes() } else { 0 };
+        let (of_all, waiting) = if lanes.len() > 1 { self.waiting_bytes() } else { (0, 0) };
         while let Some((index, serial)) = self.active.pop_front() {
             let found = self.table.get_mut(index as usize).filter(|o| o.serial == serial && o.feeds());
             let Some(outgoing) = found else { continue };
             let memory = outgoing.memory();
             let Some(feed) = outgoing.feed() else { continue };
-            let size = lanes.chunk_size(now, at, feed.left(), waiting).map(|size| size.min(most.max(1)));
+            let left = Left { of_one: feed.left(), of_all: of_all.max(feed.left()), waiting };
+            let size = match feed.unasked {
+                true => lanes.takes_whole(now, at, left).then_some(left.of_one),
+                false => lanes.chunk_size(now, at, left).map(|size| size.min(most.max(1))),
+            };
             let lane = &lanes[at];
             let of = |sent: &Sent| sent.duplicated && (sent.op, sent.serial) == (index, serial);
             if feed.is_duplicated(lane.spec.id) && lane.sent.iter().any(of) {
@@ -50,12 +54,13 @@ impl OutgoingOps {
                 return None;
             };
             let Some(piece) = feed.take(now, lane.spec.id, size) else { continue };
-            let target = feed.target;
+            let (target, unasked) = (feed.target, feed.unasked);
             if feed.left() > 0 {
                 self.active.push_back((index, serial));
             }
             lanes.send(now, at, index, serial, piece);
-            let frame = Frame::Chunk { target, offset: piece.offset, from: index + 1, again: piece.again, void: false };
+            let (offset, again) = (piece.offset, piece.again);
+            let frame = Frame::Chunk { target, offset, from: index + 1, again, void: false, unasked };
             let body = Body::Memory { memory, offset: piece.offset, len: piece.len as u32 };
             return Some(Out { head: frame::encode_head(&frame, piece.len as u32), body, chunk: true });
         }
@@ -76,16 +81,18 @@ impl OutgoingOps {
     /// finish everything: it costs a thread wake-up at both ends.
     #[inline]
     pub(in crate::peer) fn are_enough_for(&self, lane: &Lane) -> bool {
-        lane.rank == 0 || lane.is_worth_it(self.waiting_bytes())
+        lane.rank == 0 || lane.is_worth_it(self.waiting_bytes().1)
     }
 
-    /// Bytes of the transfers that have chunks to hand out: of the first of them, which are enough to tell.
-    fn waiting_bytes(&self) -> u64 {
+    /// Bytes that the transfers with chunks have yet to hand out, and all their bytes: of the first of them, which are
+    /// enough to tell.
+    fn waiting_bytes(&self) -> (u64, u64) {
         let transfer = |(index, serial): &(u32, u32)| {
             let found = self.table.get(*index as usize).filter(|transfer| transfer.serial == *serial);
-            found.map_or(0, |transfer| transfer.len)
+            found.map_or((0, 0), |transfer| (transfer.long().feed.as_ref().map_or(0, Feed::left), transfer.len))
         };
-        self.active.iter().take(COUNTED).map(transfer).sum()
+        let each = self.active.iter().take(COUNTED).map(transfer);
+        each.fold((0, 0), |(left, all), (of_left, of_all)| (left + of_left, all + of_all))
     }
 
     /// A chunk that its dead lane had not delivered; true if it has to go out again.

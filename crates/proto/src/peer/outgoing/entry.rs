@@ -38,6 +38,8 @@ pub(super) struct LongState {
     pub(super) serve: Option<Serve>,
     /// Why it was aborted, if our memory failed.
     pub(super) fault: Option<Failure>,
+    /// It took credit for its bytes, which go unasked.
+    pub(super) took_bytes: bool,
 }
 
 static NO_LONG_STATE: LongState = LongState::since(Time(0));
@@ -102,6 +104,7 @@ impl LongState {
             feed: None,
             serve: None,
             fault: None,
+            took_bytes: false,
         }
     }
 
