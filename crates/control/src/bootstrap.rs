@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 
 use crossrail_types::{Error, ErrorKind, Result, Settings, loopback};
 
+use crate::launch::{self, LAUNCHERS, Variables};
+
 /// Ports for stores derived from a job's id: below the ephemeral range.
 const PORTS: std::ops::Range<u16> = 15_000..30_000;
 
@@ -49,11 +51,10 @@ struct Launched {
     local_rank: Option<u32>,
 }
 
-type Variables<'a> = &'a dyn Fn(&str) -> Option<String>;
-
 impl Bootstrap {
-    /// Reads `given`, then `CROSSRAIL_STORE`, then the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK,
-    /// MASTER_ADDR, MASTER_PORT), Slurm and Open MPI. `vars` returns the value of an environment variable.
+    /// Reads `given`, then `CROSSRAIL_STORE`, then the variables of the launcher that gives this process a rank:
+    /// torchrun (RANK, WORLD_SIZE, LOCAL_RANK), Open MPI or Slurm. MASTER_ADDR and MASTER_PORT, which scripts export for
+    /// any launcher, only place the store. `vars` returns the value of an environment variable.
     ///
     /// torchrun's own store listens on MASTER_PORT, ours on the port after it, or on one of `CROSSRAIL_PORTS`.
     ///
@@ -68,14 +69,14 @@ impl Bootstrap {
             with_store("arguments", "", store, vars, given)?
         } else if let Some(store) = &settings.store {
             with_store("CROSSRAIL_STORE", "CROSSRAIL_STORE", store, vars, given)?
-        } else if torchrun_is_there(vars) {
-            torchrun(vars, settings, given)?
-        } else if vars("SLURM_PROCID").is_some() {
-            slurm(vars, settings, given)?
-        } else if vars("OMPI_COMM_WORLD_RANK").is_some() {
-            open_mpi(vars, settings, given)?
         } else {
-            alone(given)?
+            match launch::launcher(vars).map(|launcher| launcher.name) {
+                Some("Slurm") => slurm(vars, settings, given)?,
+                Some("Open MPI") => open_mpi(vars, settings, given)?,
+                Some(_) => torchrun(vars, settings, given)?,
+                None if torchrun_is_meant(vars) => torchrun(vars, settings, given)?,
+                None => alone(given)?,
+            }
         };
         found.checked()
     }
@@ -123,27 +124,19 @@ fn with_store(
     vars: Variables<'_>,
     given: &Overrides,
 ) -> Result<Bootstrap> {
-    let launchers = [
-        ("torchrun", ["RANK", "WORLD_SIZE", "LOCAL_RANK"]),
-        ("Slurm", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"]),
-        ("Open MPI", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"]),
-    ];
     let mut launched = Launched { name, taken: Vec::new(), rank: None, size: None, local_rank: None };
     if !variable.is_empty() {
         launched.taken.push((variable, store.to_owned()));
     }
     if given.rank.is_none() {
-        let present = launchers.into_iter().find(|(_, [rank, size, _])| vars(rank).is_some() || vars(size).is_some());
-        if let Some((launcher, [rank, size, local])) = present {
-            let mut reader = Reader { launcher, vars, taken: launched.taken };
-            // WORLD_SIZE alone gives the size; ranks are then assigned.
-            if vars(rank).is_some() {
-                launched.rank = Some(reader.number(rank)?);
-                launched.size = reader.needed_unless(given.size, size)?;
-                launched.local_rank = reader.optional(local)?;
-            } else {
-                launched.size = reader.needed_unless(given.size, size)?;
-            }
+        // One that gives this process a rank, or else a size alone: ranks are then assigned.
+        let sized = || LAUNCHERS.into_iter().find(|launcher| launcher.size(vars).is_some());
+        if let Some(launcher) = launch::launcher(vars).or_else(sized) {
+            let mut reader = Reader { launcher: launcher.name, vars, taken: launched.taken };
+            let ranked = vars(launcher.rank).is_some();
+            launched.rank = if ranked { Some(reader.number(launcher.rank)?) } else { None };
+            launched.size = reader.needed_unless(given.size, launcher.size_name(vars))?;
+            launched.local_rank = if ranked { reader.optional(launcher.local_rank)? } else { None };
             launched.taken = reader.taken;
         }
     }
@@ -201,10 +194,9 @@ impl Reader<'_> {
     }
 }
 
-fn torchrun_is_there(vars: Variables<'_>) -> bool {
-    vars("RANK").is_some()
-        || vars("WORLD_SIZE").is_some()
-        || (vars("MASTER_ADDR").is_some() && vars("MASTER_PORT").is_some())
+/// Whether no launcher gives this process a rank, but some of torchrun's variables are set.
+fn torchrun_is_meant(vars: Variables<'_>) -> bool {
+    vars("WORLD_SIZE").is_some() || (vars("MASTER_ADDR").is_some() && vars("MASTER_PORT").is_some())
 }
 
 fn torchrun(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<Bootstrap> {
@@ -224,7 +216,7 @@ fn torchrun(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Resu
 fn slurm(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<Bootstrap> {
     let mut reader = Reader { launcher: "Slurm", vars, taken: Vec::new() };
     let rank = reader.needed_unless(given.rank, "SLURM_PROCID")?;
-    let size = reader.needed_unless(given.size, "SLURM_NTASKS")?;
+    let size = reader.needed_unless(given.size, launch::SLURM.size_name(vars))?;
     let local_rank = if given.rank.is_none() { reader.optional("SLURM_LOCALID")? } else { None };
     let step_list = vars("SLURM_STEP_NODELIST").is_some();
     let list = reader.text(if step_list { "SLURM_STEP_NODELIST" } else { "SLURM_JOB_NODELIST" })?;
@@ -237,8 +229,14 @@ fn slurm(vars: Variables<'_>, settings: &Settings, given: &Overrides) -> Result<
         job = format!("{job}.{}", reader.text("SLURM_STEP_ID")?);
     }
     let here = ["SLURM_STEP_NUM_NODES", "SLURM_NNODES"].into_iter().find_map(vars).is_some_and(|nodes| nodes == "1");
-    let (host, why) = place(&first, here);
-    let store = format!("tcp://{host}:{}", permitted(settings, port_of(&job)));
+    // A host that was named is meant, though all ranks are here.
+    let named = vars("MASTER_ADDR").is_some();
+    let (host, why) = if named { (bracketed(&reader.text("MASTER_ADDR")?), "") } else { place(&first, here) };
+    let port = match vars("MASTER_PORT") {
+        Some(_) if named => after(reader.text("MASTER_PORT")?)?,
+        _ => port_of(&job),
+    };
+    let store = format!("tcp://{host}:{}", permitted(settings, port));
     Ok(Bootstrap::new(&reader.done(rank, size, local_rank), given, store, job, why))
 }
 

@@ -152,6 +152,26 @@ fn slurm_is_taken_with_a_port_of_the_job() {
 }
 
 #[test]
+fn what_scripts_export_for_torchrun_places_the_store_of_other_launchers() {
+    let master = [("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")];
+    let one_node = [("SLURM_STEP_NUM_NODES", "1"), ("WORLD_SIZE", "3")];
+    let found = from_vars(&[&SLURM[..], &master, &one_node].concat()).unwrap();
+    assert_eq!((found.rank, found.size, found.local_rank), (Some(5), Some(8), Some(1)));
+    assert_eq!(found.store, "tcp://10.0.0.1:29501", "the address that was named, also on one node");
+    let found = from_vars(&[&SLURM[..], &master[..1]].concat()).unwrap();
+    assert_eq!(found.store, format!("tcp://10.0.0.1:{}", port_of("4711.2")));
+    let found = from_vars(&[&OPEN_MPI[..], &master, &SLURM].concat()).unwrap();
+    assert_eq!((found.rank, found.size, found.store.as_str()), (Some(0), Some(2), "tcp://10.0.0.1:29501"));
+    let mut step = SLURM.to_vec();
+    step.push(("SLURM_STEP_NUM_TASKS", "6"));
+    assert_eq!(from_vars(&step).unwrap().size, Some(6), "the step's tasks, not the job's");
+    // With a store, too, WORLD_SIZE is no rank.
+    let store = [("CROSSRAIL_STORE", "tcp://h:1"), ("WORLD_SIZE", "8")];
+    let found = from_vars(&[&SLURM[..], &store].concat()).unwrap();
+    assert_eq!((found.rank, found.size, found.host_store), (Some(5), Some(8), false));
+}
+
+#[test]
 fn the_first_host_of_every_form_of_list() {
     for (list, host) in [
         ("node1", "node1"),
@@ -227,7 +247,7 @@ fn nothing_said_is_an_error_unless_the_group_is_this_process() {
     assert!(error.to_string().contains("no launcher variables are set"), "{error}");
     assert!(error.to_string().contains("CROSSRAIL_STORE"), "{error}");
     let error = detect(&[], Overrides { rank: Some(1), size: Some(2), ..Overrides::default() }).unwrap_err();
-    assert!(error.to_string().contains("rank=1 size=2, but no store is named"), "{error}");
+    assert!(error.to_string().contains("rank=1 size=2, but no store is configured"), "{error}");
     let found = detect(&[], Overrides { size: Some(1), ..Overrides::default() }).unwrap();
     assert_eq!((found.rank, found.size, found.host_store), (Some(0), Some(1), true));
     assert_eq!(found.summary, "alone: size=1, store tcp://127.0.0.1:0 (any free port: nobody else can join)");

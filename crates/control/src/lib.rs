@@ -11,17 +11,22 @@ mod etcd;
 mod group;
 mod job;
 mod keys;
+mod launch;
 mod limits;
 mod membership;
 mod open;
 mod ranks;
 mod store;
 
+#[cfg(test)]
+mod crowd_tests;
+
 pub use bootstrap::{Bootstrap, Overrides};
 pub use builtin::StoreServer;
 pub use etcd::EtcdStore;
 pub use group::{Group, GroupOptions};
 pub use job::{JobGroup, JobRank, job};
+pub use launch::Launch;
 pub use membership::{Member, RankState};
 pub use open::open;
 pub use store::{Entry, Event, Expected, Lease, LeaseId, MissingKeys, Revision, Store, Watch};

@@ -7,10 +7,10 @@ use std::time::Instant;
 use super::frames::{Answer, FailureKind, PART};
 use super::outbox::{Failed, Outbox};
 
-/// Most bytes of keys in all waits.
-const BYTES_MAX: usize = 64 << 20;
-/// Cost of a key in addition to its length.
-const KEY_COST: usize = 64;
+/// Most bytes of all waits: two thousand ranks may wait for each other.
+const BYTES_MAX: usize = 256 << 20;
+/// Cost of a key in one wait, in bytes. Its text is kept once for all waits.
+const KEY_COST: usize = 48;
 
 /// One pending wait.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub(super) struct Wait {
 pub(super) struct Waits {
     waits: BTreeMap<(u64, u64), Wait>,
     /// The waits for each key, existing or not.
-    by_key: HashMap<Arc<str>, Vec<(u64, u64)>>,
+    by_key: HashMap<Arc<str>, HashSet<(u64, u64)>>,
     deadlines: BTreeSet<(Instant, (u64, u64))>,
     ready: Vec<(u64, u64)>,
     bytes: usize,
@@ -44,7 +44,8 @@ impl Waits {
         deadline: Instant,
         absent: impl Fn(&str) -> bool,
     ) -> Result<(), Failed> {
-        let bytes = keys.iter().map(|key| key.len() + KEY_COST).sum::<usize>();
+        let text = |key: &&str| if self.by_key.contains_key(*key) { 0 } else { key.len() };
+        let bytes = keys.iter().map(|key| text(key) + KEY_COST).sum::<usize>();
         if self.bytes + bytes > BYTES_MAX {
             let detail = format!("the keys that are waited for take {} bytes, of at most {BYTES_MAX}", self.bytes);
             return Err(Failed::new(FailureKind::Exhausted, detail));
@@ -58,15 +59,18 @@ impl Waits {
         for key in keys {
             let key: Arc<str> = match self.by_key.get_key_value(*key) {
                 Some((key, _)) => Arc::clone(key),
-                None => Arc::from(*key),
+                None => {
+                    self.bytes += key.len();
+                    Arc::from(*key)
+                }
             };
             if seen.insert(Arc::clone(&key)) {
                 missing += usize::from(absent(&key));
-                self.by_key.entry(Arc::clone(&key)).or_default().push(id);
+                self.by_key.entry(Arc::clone(&key)).or_default().insert(id);
             }
             own.push(key);
         }
-        self.bytes += bytes;
+        self.bytes += own.len() * KEY_COST;
         if missing == 0 {
             self.ready.push(id);
         }
@@ -142,11 +146,12 @@ impl Waits {
         let wait = self.waits.remove(&id)?;
         self.deadlines.remove(&(wait.deadline, id));
         for key in &wait.keys {
-            self.bytes -= key.len() + KEY_COST;
+            self.bytes -= KEY_COST;
             if let Some(ids) = self.by_key.get_mut(key) {
-                ids.retain(|other| *other != id);
+                ids.remove(&id);
                 if ids.is_empty() {
                     self.by_key.remove(key);
+                    self.bytes -= key.len();
                 }
             }
         }

@@ -12,6 +12,8 @@ use crate::{Entry, MissingKeys};
 /// How often a wait for keys checks whether a rank has died, or has left after completing the round: first and longest
 /// interval.
 const CHECK_INTERVALS: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(50));
+/// The longest interval for each of the keys, if that is more: every check sends all of them.
+const CHECK_INTERVAL_PER_KEY: Duration = Duration::from_micros(500);
 /// Most missing ranks listed in an error.
 const NAMED_MAX: usize = 8;
 
@@ -189,7 +191,8 @@ impl GroupState {
                     if Instant::now() >= deadline || interrupt::raised() {
                         return Err(timed_out(purpose, &self.roster.lock(), &missing));
                     }
-                    look = CHECK_INTERVALS.1.min(look * 2);
+                    let longest = CHECK_INTERVALS.1.max(CHECK_INTERVAL_PER_KEY * keys.len() as u32);
+                    look = longest.min(look * 2);
                 }
                 Err(error) => return self.note_store_errors(Err(error)),
             }
