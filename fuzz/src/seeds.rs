@@ -326,6 +326,7 @@ fn hello() -> Hello {
         replaces: None,
         channels_max: 2,
         checksum: Checksum::Off,
+        network: 4_026_531_840,
     }
 }
 

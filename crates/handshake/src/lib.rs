@@ -57,5 +57,6 @@ pub use user::UserToken;
 pub use wire::{Reject, RejectCode};
 pub use worker::{
     ADDRESS_MAX, Address, Arrival, Deliver, Device, Hello, Identity, LaneKeys, LaneName, LanePurpose, Limits,
-    ListenConfig, Listener, Parameters, Rail, Session, Stream, Target, Ticket, connect, dial_lane, upgrade,
+    ListenConfig, Listener, Parameters, Rail, Session, Stream, Target, Ticket, connect, dial_lane, network_namespace,
+    upgrade,
 };

@@ -518,6 +518,7 @@ mod tests {
             replaces: None,
             channels_max: 1,
             checksum: Checksum::Crc,
+            network: 0,
         }
     }
 

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use crossrail_handshake::{self as handshake, Hello, LaneName, LanePurpose, Session, Ticket};
 use crossrail_proto as proto;
+use crossrail_topology::NetDevice;
 use crossrail_transport::{Lane, LaneError};
 use crossrail_types::{Channels, Checksum, EndpointId, Error, ErrorKind, Filter, Rails, Result, Settings};
 
@@ -17,7 +18,7 @@ use super::costs::Cost;
 use super::dialling::{DIAL_MAX, binding, dial_until};
 use super::explain::{self, Candidate};
 use super::messages::{self, Messages};
-use super::rail_pairs::{self, RailPair};
+use super::rail_pairs::{self, Near, RailPair};
 use super::rails::{CARRIERS, CHANNEL_MASK, MESSAGE_CHANNEL, carrier_of, channel_of, name_of};
 use super::transport::{Announcement, Attempt, Availability, Local, Transport};
 use crate::core::{Among, BulkLane, LaneRecord, LostRail, gone};
@@ -73,6 +74,11 @@ impl Transport for OverRails {
 
 /// The rows of a carrier: our rails, and what each would cost.
 fn candidates(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello) -> Vec<Candidate> {
+    candidates_over(carrier, sessions, peer, &rails_to(sessions, peer))
+}
+
+/// [`candidates`], of which those of `pairs` are used.
+fn candidates_over(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello, pairs: &[RailPair]) -> Vec<Candidate> {
     let tls = &sessions.environment.settings().tls;
     if !tls.allows(carrier.name()) {
         let row = explain::candidate(carrier.name(), carrier.name(), None, &Cost::rail(None, None, false));
@@ -87,7 +93,6 @@ fn candidates(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello) -> Vec<C
         Rails::Named(Filter::All) | Rails::Named(Filter::Except(_))
     );
     let mine = sessions.environment.rails().unwrap_or_default();
-    let pairs = rails_to(sessions, peer);
     mine.iter()
         .map(|device| {
             let name = format!("{}/{}", carrier.name(), device.name);
@@ -98,7 +103,7 @@ fn candidates(carrier: &dyn Carrier, sessions: &Sessions, peer: &Hello) -> Vec<C
             if pair.is_some() {
                 row
             } else {
-                let reason = rail_pairs::without_counterpart(device, &peer.devices, &pairs);
+                let reason = rail_pairs::without_counterpart(device, &peer.devices, pairs);
                 // Loopback is not expected to help other devices, nor they loopback unless they were asked for.
                 let beside = pairs.iter().any(|pair| pair.mine.loopback != device.loopback)
                     && (device.loopback || !asked || !only_loopback(peer));
@@ -118,26 +123,25 @@ fn connect_over(
     session: Session,
     attempt: &Attempt,
 ) -> Result<EndpointId> {
-    let rails = rails_to(sessions, &session.peer);
+    let mut rails = rails_to(sessions, &session.peer);
     let peer = session.peer.name.clone();
     if rails.is_empty() {
         return Err(no_rail(sessions, &session.peer)?);
     }
-    let channels = sessions.environment.settings().channels.first() as u16;
-    let messages = Messages::over(&rails, attempt.turn, carrier.sends_unasked());
-    let mut names = vec![name_of(carrier, messages.rail, MESSAGE_CHANNEL)];
-    for rail in 0..rails.len() as u16 {
-        names.extend((0..channels).map(|channel| name_of(carrier, rail, channel)));
+    let mut dialled = dial_rails(carrier, sessions, &session.ticket, &rails, attempt);
+    if rails.iter().all(|rail| rail.mine.loopback) && !dialled.iter().any(|(_, result)| result.is_ok()) {
+        let others = beyond_loopback(sessions, &session.peer);
+        if !others.is_empty() {
+            let log = sessions.log;
+            log.warn(format_args!(
+                "{peer}: loopback does not connect this machine with itself; other devices are used"
+            ));
+            dialled = dial_rails(carrier, sessions, &session.ticket, &others, attempt);
+            rails = others;
+        }
     }
-    let ticket = session.ticket;
-    // A late peer is left to the next carrier.
-    let deadline = if carrier.is_last() { attempt.deadline } else { Instant::now() };
-    let dialled = dial_until(deadline, &names, |names, limit| {
-        let one = |name: LaneName| {
-            dial(sessions, &ticket, &rails[usize::from(name.rail)], (name, carrier), attempt.deadline.min(limit))
-        };
-        at_once(names, &one)
-    });
+    let messages = Messages::over(&rails, attempt.turn, carrier.sends_unasked());
+    let message_lane = name_of(carrier, messages.rail, MESSAGE_CHANNEL);
     let reasons: Vec<Option<String>> = (0..rails.len() as u16)
         .map(|rail| {
             let of = |(name, _): &&(LaneName, _)| name.rail == rail && name.purpose == LanePurpose::Bulk;
@@ -159,11 +163,11 @@ fn connect_over(
     }
     // The first rail stands in for one whose connection for messages did not come up.
     let is_up = |name: &LaneName| dialled.iter().any(|(dialled, result)| dialled == name && result.is_ok());
-    let own = Some(usize::from(messages.rail)).filter(|at| reasons[*at].is_none() && is_up(&names[0]));
+    let own = Some(usize::from(messages.rail)).filter(|at| reasons[*at].is_none() && is_up(&message_lane));
     let small = own.or_else(|| reasons.iter().position(Option::is_none));
     let lost: Vec<LaneName> = dialled.iter().filter(|(_, r)| r.is_err()).map(|(name, _)| *name).collect();
     let count = (dialled.len() - lost.len()) as u16;
-    let rows = candidates(carrier, sessions, &session.peer).into_iter().map(|row| {
+    let rows = candidates_over(carrier, sessions, &session.peer, &rails).into_iter().map(|row| {
         let at = rails.iter().position(|rail| row.device.as_ref() == Some(&rail.mine.name));
         match at.map(|at| &reasons[at]) {
             Some(None) => messages::used(row, at == small),
@@ -194,9 +198,44 @@ fn connect_over(
     Ok(endpoint)
 }
 
+/// Dials the connection for messages and those for chunks of these rails.
+fn dial_rails(
+    carrier: &'static dyn Carrier,
+    sessions: &Arc<Sessions>,
+    ticket: &Ticket,
+    rails: &[RailPair],
+    attempt: &Attempt,
+) -> Vec<(LaneName, Result<Box<dyn Lane>>)> {
+    let channels = sessions.environment.settings().channels.first() as u16;
+    let messages = Messages::over(rails, attempt.turn, carrier.sends_unasked());
+    let mut names = vec![name_of(carrier, messages.rail, MESSAGE_CHANNEL)];
+    for rail in 0..rails.len() as u16 {
+        names.extend((0..channels).map(|channel| name_of(carrier, rail, channel)));
+    }
+    // A late peer is left to the next carrier.
+    let deadline = if carrier.is_last() { attempt.deadline } else { Instant::now() };
+    dial_until(deadline, &names, |names, limit| {
+        let one = |name: LaneName| {
+            dial(sessions, ticket, &rails[usize::from(name.rail)], (name, carrier), attempt.deadline.min(limit))
+        };
+        at_once(names, &one)
+    })
+}
+
+fn near(sessions: &Sessions, peer: &Hello) -> Near {
+    let here = &sessions.environment.machine().boot_id;
+    Near::of((here, handshake::network_namespace()), (&peer.boot_id, peer.network))
+}
+
 fn rails_to(sessions: &Sessions, peer: &Hello) -> Vec<RailPair> {
-    let same_machine = peer.boot_id == sessions.environment.machine().boot_id;
-    sessions.environment.rails().map(|mine| rail_pairs::pair(&mine, &peer.devices, same_machine)).unwrap_or_default()
+    let pair = |mine: Vec<NetDevice>| rail_pairs::pair(&mine, &peer.devices, near(sessions, peer));
+    sessions.environment.rails().map(pair).unwrap_or_default()
+}
+
+/// The pairs of devices beside loopback.
+fn beyond_loopback(sessions: &Sessions, peer: &Hello) -> Vec<RailPair> {
+    let pair = |mine: Vec<NetDevice>| rail_pairs::beyond_loopback(&mine, &peer.devices, near(sessions, peer));
+    sessions.environment.rails().map(pair).unwrap_or_default()
 }
 
 /// Whether a peer that has devices has none beyond loopback.

@@ -13,13 +13,46 @@ pub(crate) struct RailPair {
     pub(crate) theirs: Device,
 }
 
+/// How near the peer is, as far as addresses go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Near {
+    /// On another machine, or in another network namespace of this one: loopback does not reach it, and an address that
+    /// both ends have names each end itself.
+    Apart,
+    /// On this machine; its network namespace is not known.
+    OnMachine,
+    /// In this network namespace: all its addresses are ours, too, and the kernel takes loopback to each of them.
+    InNamespace,
+}
+
+impl Near {
+    /// How near two processes are, by the boot id and the network namespace of each.
+    pub(crate) fn of(mine: (&str, u64), theirs: (&str, u64)) -> Near {
+        match (mine.0 == theirs.0, mine.1, theirs.1) {
+            (false, ..) => Near::Apart,
+            (true, 0, _) | (true, _, 0) => Near::OnMachine,
+            (true, mine, theirs) if mine == theirs => Near::InNamespace,
+            (true, ..) => Near::Apart,
+        }
+    }
+}
+
+/// The pairs without loopback: for where that fails.
+pub(crate) fn beyond_loopback(mine: &[NetDevice], theirs: &[Device], near: Near) -> Vec<RailPair> {
+    let mine: Vec<NetDevice> = mine.iter().filter(|device| !device.loopback).cloned().collect();
+    pair(&mine, theirs, near)
+}
+
 /// Pairs our devices with the peer's: those whose addresses share the longest prefix first, each once. What is left
 /// over at either end has no counterpart and carries nothing, see [`without_counterpart`] and [`unreached`].
-pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) -> Vec<RailPair> {
+pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], near: Near) -> Vec<RailPair> {
+    let ours = |address: &IpAddr| mine.iter().any(|device| device.addresses.contains(address));
     let mut ways: Vec<(u32, usize, usize, IpAddr)> = Vec::new();
     for (at, device) in mine.iter().enumerate() {
         for (to, remote) in theirs.iter().enumerate() {
-            let fits = device.loopback == remote.loopback && (!device.loopback || same_machine);
+            let reaches =
+                if remote.loopback { near != Near::Apart } else { near != Near::Apart || !ours(&remote.address) };
+            let fits = device.loopback == remote.loopback && reaches;
             let best = device.addresses.iter().filter_map(|from| Some((prefix(*from, remote.address)?, *from))).max();
             if let Some((bits, from)) = best.filter(|_| fits) {
                 ways.push((bits, at, to, from));
@@ -40,11 +73,8 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], same_machine: bool) ->
         }
         pairs.push((at, RailPair { mine: mine[at].clone(), from, theirs: theirs[to].clone() }));
     }
-    // Loopback only if there is no other pair, or if the others would use it too, under another name: a peer that
-    // has our own addresses is in our network namespace.
-    let ours = |address: &IpAddr| mine.iter().any(|device| !device.loopback && device.addresses.contains(address));
-    let beside = same_machine && theirs.iter().any(|device| !device.loopback && ours(&device.address));
-    let over_loopback = beside && pairs.iter().any(|(_, pair)| pair.mine.loopback);
+    // Loopback only if there is no other pair, or if the others would use it too, under another name.
+    let over_loopback = near == Near::InNamespace && pairs.iter().any(|(_, pair)| pair.mine.loopback);
     if pairs.iter().any(|(_, pair)| pair.mine.loopback == over_loopback) {
         pairs.retain(|(_, pair)| pair.mine.loopback == over_loopback);
     }
@@ -69,6 +99,9 @@ pub(crate) fn without_counterpart(device: &NetDevice, theirs: &[Device], pairs: 
     let reaches = |remote: &&Device| device.addresses.iter().any(|from| family(from, &remote.address));
     if !offered.iter().any(reaches) {
         return format!("the peer offers {names}, none with an address of its family ({})", device.address);
+    }
+    if offered.iter().all(|remote| device.addresses.contains(&remote.address) || !reaches(remote)) {
+        return format!("the peer has the address {} of this device itself", device.address);
     }
     if pairs.iter().any(|pair| pair.mine.loopback) {
         return "the peer is in this network namespace, where loopback reaches it".to_owned();
@@ -147,11 +180,11 @@ mod tests {
             ("eth1", "fd00::2", false),
             ("eth2", "10.0.2.2", false),
         ]);
-        let pairs = pair(&mine, &theirs, false);
+        let pairs = pair(&mine, &theirs, Near::Apart);
         let why = without_counterpart(&mine[2], &theirs, &pairs);
         assert_eq!(why, "the peer offers eth1 eth2 only, which our other devices reach");
         assert!(unreached(&theirs, &pairs).is_empty(), "loopback was not to be reached");
-        assert_eq!(unreached(&theirs, &pair(&mine[..1], &theirs, false)), ["eth2"]);
+        assert_eq!(unreached(&theirs, &pair(&mine[..1], &theirs, Near::Apart)), ["eth2"]);
         let other = net("eth6", "fd00::1", false);
         assert!(without_counterpart(&other, &theirs[3..], &[]).contains("none with an address of its family"));
         assert_eq!(without_counterpart(&mine[0], &theirs[..1], &[]), "the peer offers loopback only");
@@ -165,7 +198,7 @@ mod tests {
         both.addresses.push("fd00:1::1".parse().unwrap());
         let mine = [both, net("eth2", "10.0.2.1", false)];
         let theirs = offering(&[("eth1", "10.0.1.2", false), ("eth1", "fd00:1::2", false)]);
-        let pairs = pair(&mine, &theirs, false);
+        let pairs = pair(&mine, &theirs, Near::Apart);
         assert_eq!(pairs.len(), 1, "eth2 must not be paired with the other address of eth1");
         assert_eq!(pairs[0].theirs.address, theirs[1].address);
     }
@@ -184,15 +217,45 @@ mod tests {
         };
         let of = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         assert_eq!(
-            names(pair(&mine, &theirs, true)),
+            names(pair(&mine, &theirs, Near::OnMachine)),
             [of("eth1", "b"), of("eth2", "a")],
             "loopback only without others"
         );
         let local = offering(&[("eth1", "10.0.1.1", false), ("eth2", "10.0.2.1", false), ("lo", "127.0.0.1", true)]);
-        assert_eq!(names(pair(&mine, &local, true)), [of("lo", "lo")], "within one network namespace");
-        assert_eq!(names(pair(&mine[1..], &local, true)), [of("eth1", "eth1"), of("eth2", "eth2")], "without lo");
-        assert_eq!(names(pair(&mine[..1], &theirs, true)), [of("lo", "l")]);
-        assert!(pair(&mine[..1], &theirs, false).is_empty(), "loopback does not reach another machine");
-        assert!(pair(&[net("eth1", "fe00::1", false)], &theirs, true).is_empty(), "families do not mix");
+        assert_eq!(names(pair(&mine, &local, Near::InNamespace)), [of("lo", "lo")], "within one network namespace");
+        assert_eq!(
+            names(pair(&mine[1..], &local, Near::InNamespace)),
+            [of("eth1", "eth1"), of("eth2", "eth2")],
+            "without lo"
+        );
+        assert_eq!(names(pair(&mine[..1], &theirs, Near::OnMachine)), [of("lo", "l")]);
+        assert!(pair(&mine[..1], &theirs, Near::Apart).is_empty(), "loopback does not reach another machine");
+        assert!(pair(&[net("eth1", "fe00::1", false)], &theirs, Near::OnMachine).is_empty(), "families do not mix");
+    }
+
+    #[test]
+    fn an_address_that_both_ends_have_is_no_sign_of_one_namespace() {
+        let mine = [net("lo", "127.0.0.1", true), net("docker0", "172.17.0.1", false), net("eth0", "10.9.0.1", false)];
+        let theirs =
+            offering(&[("lo", "127.0.0.1", true), ("docker0", "172.17.0.1", false), ("eth0", "10.9.0.2", false)]);
+        for near in [Near::Apart, Near::OnMachine] {
+            let names: Vec<_> = pair(&mine, &theirs, near).into_iter().map(|pair| pair.mine.name).collect();
+            assert!(names.contains(&"eth0".to_owned()) && !names.contains(&"lo".to_owned()), "{near:?}: {names:?}");
+        }
+        let pairs = pair(&mine, &theirs, Near::Apart);
+        assert_eq!(pairs.len(), 1, "what both ends call 172.17.0.1 connects neither to the other");
+        let why = without_counterpart(&mine[1], &theirs[1..2], &pairs);
+        assert_eq!(why, "the peer has the address 172.17.0.1 of this device itself");
+        let beyond = beyond_loopback(&mine, &theirs, Near::InNamespace);
+        assert!(!beyond.is_empty() && beyond.iter().all(|pair| !pair.mine.loopback));
+        assert!(pair(&mine[..1], &theirs, Near::Apart).is_empty(), "loopback ends at the namespace");
+    }
+
+    #[test]
+    fn how_near_a_peer_is_depends_on_its_namespace() {
+        let near = |boot_id, network| Near::of(("here", 7), (boot_id, network));
+        assert_eq!(near("here", 7), Near::InNamespace);
+        assert_eq!((near("here", 8), near("there", 7)), (Near::Apart, Near::Apart));
+        assert_eq!((near("here", 0), Near::of(("here", 0), ("here", 7))), (Near::OnMachine, Near::OnMachine));
     }
 }

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::MetadataExt;
 
 use crossrail_types::{Checksum, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
@@ -67,6 +68,9 @@ pub struct Hello {
     /// as one byte behind the other fields.
     #[serde(skip)]
     pub checksum: Checksum,
+    /// Its network namespace, as [`network_namespace`] names it; 0: unknown. Travels behind the checksum.
+    #[serde(skip)]
+    pub network: u64,
 }
 
 impl fmt::Debug for Hello {
@@ -105,6 +109,7 @@ impl Hello {
         let mut bytes = postcard::to_allocvec(self)
             .map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         bytes.push(code(self.checksum));
+        bytes.extend(self.network.to_le_bytes());
         // A body that this end would reject must not be sent.
         decode_hello(&bytes).map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         Ok(bytes)
@@ -114,6 +119,11 @@ impl Hello {
     pub fn channels_with(&self, other: &Hello) -> u32 {
         let most = |hello: &Hello| u32::from(hello.channels_max).max(hello.channels);
         most(self).min(most(other))
+    }
+
+    /// Whether both are in one network namespace: they have the same addresses, and loopback connects them.
+    pub fn shares_network(&self, other: &Hello) -> bool {
+        self.boot_id == other.boot_id && self.network == other.network && self.network != 0
     }
 
     /// The checksum that two workers use.
@@ -195,6 +205,8 @@ pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
     let byte = rest.first().ok_or(Malformed::Field("hello's checksum"))?;
     let known = [Checksum::Off, Checksum::Crc].into_iter().find(|checksum| code(*checksum) == *byte);
     hello.checksum = known.ok_or(Malformed::Field("CROSSRAIL_CHECKSUM of another release"))?;
+    // An earlier release ends here.
+    hello.network = rest[1..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
     hello.validate()?;
     Ok(hello)
 }
@@ -252,10 +264,16 @@ impl Identity {
             replaces: None,
             channels_max: parameters.channels_max,
             checksum: parameters.checksum,
+            network: network_namespace(),
         };
         hello.encode()?;
         Ok(Identity { hello, secret })
     }
+}
+
+/// This process's network namespace: a number that no other has on this machine until it boots again. 0: unknown.
+pub fn network_namespace() -> u64 {
+    std::fs::metadata("/proc/self/ns/net").map_or(0, |namespace| namespace.ino())
 }
 
 fn host_name() -> String {

@@ -23,7 +23,7 @@ pub(crate) mod wire;
 
 pub use address::{ADDRESS_MAX, Address};
 pub use dial::{connect, dial_lane, upgrade};
-pub use hello::{Device, Hello, Identity, Parameters};
+pub use hello::{Device, Hello, Identity, Parameters, network_namespace};
 pub use keys::Ticket;
 pub use lane::LaneName;
 pub use limits::Limits;
