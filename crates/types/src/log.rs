@@ -3,8 +3,8 @@
 use std::fmt;
 use std::io::Write as _;
 use std::os::fd::AsFd as _;
-use std::sync::OnceLock;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::{Mutex, OnceLock};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::settings::LogLevel;
 
@@ -29,8 +29,24 @@ impl Log {
     }
 
     /// Something works, but not as well as it should.
+    /// One that repeats itself is limited: [`Repeats`].
     pub fn warn(self, line: fmt::Arguments<'_>) {
-        self.line(LogLevel::Warn, line);
+        if self.0 < LogLevel::Warn {
+            return;
+        }
+        let text = line.to_string();
+        // Where another thread is here, or held the lock at the fork, the line is not limited.
+        let passes = REPEATS.try_lock().map_or(Some(0), |mut repeats| repeats.pass(&text, Instant::now()));
+        match passes {
+            None => {}
+            Some(0) => self.line(LogLevel::Warn, line),
+            Some(left_out) => {
+                self.line(
+                    LogLevel::Warn,
+                    format_args!("{text} (and {left_out} times more since it was last reported)"),
+                );
+            }
+        }
     }
 
     /// Decisions worth knowing, such as which lanes were chosen.
@@ -53,6 +69,52 @@ impl Log {
                 }
             }
         }
+    }
+}
+
+static REPEATS: Mutex<Repeats> = Mutex::new(Repeats { known: Vec::new() });
+
+/// Times that one line is written in a row.
+const BURST: u32 = 3;
+/// How long it is left out after that.
+const PAUSE: Duration = Duration::from_secs(10);
+/// Lines that are remembered.
+const KNOWN_MAX: usize = 64;
+
+/// Lines that were written lately: what is tried again and again fails with the same words each time.
+#[derive(Debug)]
+struct Repeats {
+    known: Vec<Known>,
+}
+
+#[derive(Debug)]
+struct Known {
+    line: String,
+    since: Instant,
+    /// Times that it was written, and left out, since then.
+    written: u32,
+    left_out: u32,
+}
+
+impl Repeats {
+    /// Whether a line is to be written, and how often it was left out before. `None`: it is left out.
+    fn pass(&mut self, line: &str, now: Instant) -> Option<u32> {
+        let Some(known) = self.known.iter_mut().find(|known| known.line == line) else {
+            if self.known.len() >= KNOWN_MAX {
+                self.known.remove(0);
+            }
+            self.known.push(Known { line: line.to_owned(), since: now, written: 1, left_out: 0 });
+            return Some(0);
+        };
+        if now.saturating_duration_since(known.since) >= PAUSE {
+            (known.since, known.written) = (now, 0);
+        }
+        if known.written >= BURST {
+            known.left_out += 1;
+            return None;
+        }
+        known.written += 1;
+        Some(std::mem::take(&mut known.left_out))
     }
 }
 
@@ -79,6 +141,20 @@ impl fmt::Display for TimeOfDay {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_warning_that_repeats_itself_is_limited() {
+        let (mut repeats, start) = (Repeats { known: Vec::new() }, Instant::now());
+        let at = |tenths: u32| start + Duration::from_millis(100) * tenths;
+        let written: Vec<u32> = (0..300).filter(|tenths| repeats.pass("no rail", at(*tenths)).is_some()).collect();
+        assert_eq!(written, [0, 1, 2, 100, 101, 102, 200, 201, 202]);
+        assert_eq!(repeats.pass("no rail", at(300)), Some(97), "what was left out is counted");
+        assert_eq!(repeats.pass("another", at(300)), Some(0));
+        for other in 0..2 * KNOWN_MAX {
+            assert_eq!(repeats.pass(&other.to_string(), at(301)), Some(0));
+        }
+        assert!(repeats.known.len() <= KNOWN_MAX);
+    }
 
     #[test]
     fn the_time_of_day_is_utc_to_the_millisecond() {

@@ -12,8 +12,10 @@ use crate::counts::{Affinity, Channels, IoThreads};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ports::Ports;
 use crate::unpack::Unpack;
+use service_links::is_service_link;
 
 mod codecs;
+mod service_links;
 #[cfg(test)]
 mod tests;
 
@@ -342,7 +344,8 @@ impl Settings {
         Settings::from_os(std::env::vars_os())
     }
 
-    /// The defaults, overridden by name and value pairs. Names that do not start with `CROSSRAIL_` are ignored.
+    /// The defaults, overridden by name and value pairs. Names that do not start with `CROSSRAIL_` are ignored, and what
+    /// Kubernetes sets in every pod for a Service whose name begins with `crossrail`.
     ///
     /// # Errors
     /// As [`Settings::from_env`].
@@ -355,7 +358,7 @@ impl Settings {
         let mut settings = Settings::default();
         for (name, value) in pairs {
             let name = name.to_string_lossy();
-            if !name.starts_with(PREFIX) {
+            if !name.starts_with(PREFIX) || value.to_str().is_some_and(|value| is_service_link(&name, value)) {
                 continue;
             }
             let Some(value) = value.to_str() else {
