@@ -114,6 +114,7 @@ impl End {
             lazy_passes: u32::from(kind & 4 == 0),
             spread_min: 16,
             spread_above: 64,
+            spread_gain: 0,
         };
         let mut end = End {
             peer: Peer::new(PEER, config),

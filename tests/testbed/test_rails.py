@@ -76,6 +76,20 @@ def test_eight_rails_of_any_rates_fill_in_proportion(make_bed: MAKE) -> None:
     Pair(bed).undisturbed(proportional(bed, 0.07), "--size=32M", "--iters=4")
 
 
+def test_messages_that_go_with_their_first_frame_use_all_rails(make_bed: MAKE) -> None:
+    """Not the first that was named alone, which is the slowest here."""
+    bed = make_bed((50, 100, 200, 400))
+
+    def check(row: Row) -> None:
+        assert sorted(shares(row)) == bed.rails
+        assert shares(row)["eth4"] > 3 * shares(row)["eth1"], shares(row)
+        assert row.gb_per_s is not None
+        assert row.gb_per_s > 0.4 * bed.gb_per_s, "eth1 alone carries 0.067 of the sum"
+
+    for size in ("16K", "64K"):
+        Pair(bed, what="bandwidth").undisturbed(check, f"--sizes={size}", "--iters=60")
+
+
 def test_a_rail_behind_a_long_queue_keeps_its_share(make_bed: MAKE) -> None:
     """What waits in its queue is late by 20 ms; the others neither wait for it nor take its part."""
     bed = make_bed((250, 250, 250, 250), queues=("2ms", "2ms", "2ms", "20ms"), congestion="reno")

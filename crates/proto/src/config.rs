@@ -12,7 +12,7 @@ impl Time {
     }
 }
 
-/// Parameters that both ends of a connection must have agreed on (all but the last four).
+/// Parameters that both ends of a connection must have agreed on (all but the last five).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Largest chunk, in bytes.
@@ -33,6 +33,8 @@ pub struct Config {
     /// Bytes of short messages in flight above which they are spread: one connection has enough to do with fewer, and a
     /// message alone arrives sooner with its first frame.
     pub spread_above: u64,
+    /// Nanoseconds that a message must gain by that, by the measured rates: less is spent on its chunk by the processors.
+    pub spread_gain: u64,
 }
 
 impl Default for Config {
@@ -46,6 +48,7 @@ impl Default for Config {
             lazy_passes: 1,
             spread_min: 8 << 10,
             spread_above: 64 << 10,
+            spread_gain: 8_000,
         }
     }
 }

@@ -9,7 +9,7 @@
 //! | kind | op | tag | payload |
 //! |---|---|---|---|
 //! | eager | writer's | message tag | the message |
-//! | announce | writer's | message tag | length, and an offer, or its number among those that come unasked |
+//! | announce | writer's | message tag | length, and an offer, or its number among those that arrive unasked |
 //! | consent | reader's | target | |
 //! | done | | | further ids |
 //! | fail (`flags`: code) | reader's | | message and buffer length, when truncated; a text, when device |
@@ -97,7 +97,7 @@ pub enum Frame {
         tag: u64,
         /// Whether an offer is there.
         offer: bool,
-        /// Whether its bytes come without consent, in one chunk on any lane: perhaps before this frame.
+        /// Whether its bytes arrive without consent, in one chunk on any lane: perhaps before this frame.
         unasked: bool,
     },
     /// Consent: send the chunks.
@@ -214,7 +214,7 @@ pub enum Frame {
         again: bool,
         /// The sender could not fetch its bytes: the receiver only counts the chunk, whatever its payload.
         void: bool,
-        /// All bytes of a message that comes unasked: the target is only a serial, the number of its announcement.
+        /// All bytes of a message that arrives unasked: the target is only a serial, the number of its announcement.
         unasked: bool,
     },
     /// Chunks consumed on this lane.
@@ -231,7 +231,7 @@ pub struct Announce {
     pub len: u64,
     /// How to reach them.
     pub offer: Option<Offer>,
-    /// Its number among the messages that come unasked, if it does.
+    /// Its number among the messages that arrive unasked, if it does.
     pub number: Option<u32>,
 }
 

@@ -30,7 +30,7 @@ pub(crate) enum Placement {
     Stream,
     /// A chunk of that incoming transfer.
     Chunk { index: u32, serial: u32, offset: u64, len: u32, again: bool },
-    /// A message that comes unasked, and is kept until a receive matches it.
+    /// A message that arrives unasked, and is kept until a receive matches it.
     Kept { arrival: u32 },
 }
 

@@ -68,9 +68,10 @@ pub struct Peer {
     accesses: Accesses,
     violations: Violations,
     events: Events,
-    /// See [`Config::spread_min`] and [`Config::spread_above`].
+    /// See [`Config::spread_min`] and those after it.
     spread_min: u64,
     spread_above: u64,
+    spread_gain: u64,
 }
 
 /// Parts that transfers and messages use besides their own table, borrowed for one step.
@@ -130,6 +131,7 @@ impl Peer {
             events: Events::default(),
             spread_min: config.spread_min,
             spread_above: config.spread_above,
+            spread_gain: config.spread_gain,
         }
     }
 

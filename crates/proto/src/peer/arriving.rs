@@ -135,7 +135,7 @@ impl Peer {
         match frame {
             Frame::ChunkAck { .. } if !self.control.live() => return Ok(Placing::Discard),
             Frame::Chunk { target, offset, from, again, void, unasked } => {
-                // What comes unasked after our goodbye is not announced any more.
+                // What arrives unasked after our goodbye is not announced any more.
                 if void || unasked && !self.control.talks() {
                     self.lanes[at].consume();
                     return Ok(Placing::Discard);
@@ -350,7 +350,7 @@ impl Peer {
         }
     }
 
-    /// The head of a message that comes unasked, in one chunk: it goes to the receive that has matched its announcement,
+    /// The head of a message that arrives unasked, in one chunk: it goes to the receive that has matched its announcement,
     /// or is kept.
     fn place_unasked(
         &mut self,
@@ -557,7 +557,7 @@ impl Peer {
         Ok(())
     }
 
-    /// A message is announced whose bytes come unasked, and perhaps came already.
+    /// A message is announced whose bytes arrive unasked, and perhaps arrived already.
     fn announced_unasked(
         &mut self,
         now: Time,

@@ -19,8 +19,6 @@ pub(super) struct Credit {
     /// Operations of ours in flight, and their bytes that went with first frames.
     active: u32,
     eager_bytes: u64,
-    /// Bytes of short writes in flight, which need no credit.
-    written: u64,
     most: u32,
     most_bytes: u64,
     unconfirmed: Unconfirmed,
@@ -29,7 +27,7 @@ pub(super) struct Credit {
 impl Credit {
     pub(super) fn new(config: &Config) -> Credit {
         let (most, most_bytes) = (config.message_credit, config.eager_credit);
-        Credit { active: 0, eager_bytes: 0, written: 0, most, most_bytes, unconfirmed: Unconfirmed::new(most) }
+        Credit { active: 0, eager_bytes: 0, most, most_bytes, unconfirmed: Unconfirmed::new(most) }
     }
 
     /// Whether nothing of ours is in flight.
@@ -52,19 +50,7 @@ impl Credit {
     /// Bytes of ours in flight that went with first frames, or go unasked.
     #[inline]
     pub(super) fn bytes(&self) -> u64 {
-        self.eager_bytes + self.written
-    }
-
-    /// The bytes of a write go with its first frame.
-    #[inline]
-    pub(super) fn write(&mut self, len: u64) {
-        self.written += len;
-    }
-
-    /// That write is over.
-    #[inline]
-    pub(super) fn end_write(&mut self, len: u64) {
-        self.written -= len;
+        self.eager_bytes
     }
 
     /// An operation begins; `eager`: its bytes that go with its first frame.

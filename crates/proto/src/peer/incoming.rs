@@ -48,7 +48,7 @@ struct Incoming {
     copy: DirectCopy,
     ending: Option<Ending>,
     passive: u32,
-    /// The number of its announcement, if its bytes come unasked.
+    /// The number of its announcement, if its bytes arrive unasked.
     number: Option<u32>,
 }
 
@@ -132,7 +132,7 @@ impl Incoming {
 pub(super) struct IncomingTransfers {
     table: Slab<Incoming>,
     serial: u32,
-    /// Messages that come unasked: their transfers, by the number of the announcement.
+    /// Messages that arrive unasked: their transfers, by the number of the announcement.
     unasked: HashMap<u32, u32>,
 }
 
@@ -180,7 +180,7 @@ impl IncomingTransfers {
         }
     }
 
-    /// A receive whose message comes unasked, under that number.
+    /// A receive whose message arrives unasked, under that number.
     pub(super) fn begin_unasked(&mut self, their: u32, kind: InKind, len: u64, number: u32, cx: &mut Context<'_>) {
         let index = self.begin(cx.now, their, kind, len, cx.accesses);
         self.table[index as usize].number = Some(number);

@@ -39,7 +39,7 @@ pub(super) struct Lanes {
     spread_max: u64,
 }
 
-/// Bytes that are yet to go out.
+/// Bytes that are still unsent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
     /// Of the transfer whose turn it is.
@@ -353,11 +353,19 @@ impl Lanes {
         self.spread_max >= len
     }
 
-    /// Whether the slowest of these rails takes more than twice as long as the fastest, as far as that was measured.
-    pub(super) fn are_uneven(&self, now: Time) -> bool {
-        let paces =
-            || self.all.iter().filter(|lane| lane.is_first()).map(|lane| lane.pace(now)).filter(|pace| *pace > 0);
-        paces().max().zip(paces().min()).is_some_and(|(most, least)| most > 2 * least)
+    /// Nanoseconds that `len` bytes of many take less if spread over these rails than on the fastest of them; and that
+    /// such a message takes less on the fastest than on the slowest. `None`: not all were measured lately.
+    pub(super) fn gains(&self, now: Time, len: u64) -> Option<(u64, u64)> {
+        let (mut least, mut most, mut sum) = (u64::MAX, 0, 0);
+        for lane in self.all.iter().filter(|lane| lane.is_first()) {
+            let pace = lane.pace(now);
+            if pace == 0 || (lane.sent.is_empty() && now.since(lane.measured) >= PROBE_EVERY) {
+                return None;
+            }
+            (least, most, sum) = (least.min(pace), most.max(pace), sum + pace);
+        }
+        let [slow, fast, all] = [least, most, sum].map(|pace| takes(len, pace) as u64);
+        Some((fast - all, slow - fast))
     }
 
     /// Finds out anew what can be spread: the lanes have changed.

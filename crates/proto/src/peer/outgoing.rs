@@ -285,7 +285,6 @@ impl OutgoingOps {
         let op = outgoing.op;
         let short = outgoing.stage == Stage::Eager || outgoing.seq.is_some() || outgoing.long().took_bytes;
         cx.credit.give_back(if short && outgoing.kind == Kind::Send { outgoing.len } else { 0 });
-        cx.credit.end_write(if short && outgoing.kind == Kind::Write { outgoing.len } else { 0 });
         let left = outgoing.seq.is_some_and(|seq| cx.stream.leave(seq));
         if left || outgoing.touched() || result.is_err() {
             cx.events.revoke(Memory::Op(op));

@@ -449,17 +449,15 @@ impl Peer {
         let eager = eager || len == 0;
         let short = eager && offer.is_none() && len <= u64::from(spec.eager_max.min(spec.max_payload));
         let lane = spec.id;
-        let apart = short && self.goes_apart(now, len);
         if let Operation::Send { tag } = what
             && short
             && self.credit.permits_bytes(len)
         {
-            if apart {
+            if self.goes_apart(now, len) {
                 return self.send_apart(now, at, queued, tag);
             }
             return eager_out(self.eager(now, at, op, tag, len, started), op, len);
         }
-        let short = short && !apart;
         let done = self.control.take_done();
         self.credit.take(0);
         let what = match what {
@@ -469,7 +467,6 @@ impl Peer {
         match what {
             Operation::Put { name, .. } => {
                 let op = self.outgoing.begin_write(now, queued, lane, None, true);
-                self.credit.write(len);
                 let body = self.outgoing.take_follow().map_or(Body::None, |(_, body)| body);
                 let (out, seq) = self.seal(now, at, Frame::Put { op, name }, body, done);
                 self.outgoing.went_with(op - 1, seq);
@@ -487,13 +484,7 @@ impl Peer {
                 let (has_imm, has_offer) = (imm.is_some(), offer.is_some());
                 let frame = Frame::Write { op: id, len, imm: has_imm, data: short, offer: has_offer };
                 let body = Body::from(frame::encode_write(&Write { key, offset, imm: imm.unwrap_or(0), offer }));
-                let (out, seq) = self.seal(now, at, frame, body, done);
-                if short {
-                    // Until the frame with the bytes goes out.
-                    self.outgoing.went_with(id - 1, seq);
-                    self.credit.write(len);
-                }
-                out
+                self.seal(now, at, frame, body, done).0
             }
             Operation::Read { key, offset } => {
                 let offer = if short { None } else { offer };
@@ -508,20 +499,28 @@ impl Peer {
         }
     }
 
-    /// Whether the bytes of a message that could go with its first frame are to go as a chunk, on whichever lane has room
-    /// for it: there are several rails, and it is not alone, or the lane of the messages may be on a slow one.
+    /// Whether the bytes of a message that could go with its first frame are sent as a chunk, on whichever lane has room
+    /// for it: there are several rails, and that is sooner.
     #[inline]
     fn goes_apart(&self, now: Time, len: u64) -> bool {
-        len >= self.spread_min && self.lanes.spreads(len) && self.is_busy(now, len)
+        len >= self.spread_min && self.lanes.spreads(len) && self.gains_apart(now, len)
     }
 
     #[inline(never)]
-    fn is_busy(&self, now: Time, len: u64) -> bool {
-        let in_flight = self.credit.bytes() + len;
-        !self.stream.reliable() && (in_flight > self.spread_above || self.lanes.are_uneven(now))
+    fn gains_apart(&self, now: Time, len: u64) -> bool {
+        if self.stream.reliable() {
+            return false;
+        }
+        let many = self.credit.bytes() + len > self.spread_above;
+        match self.lanes.gains(now, len) {
+            // The first ones measure the rails.
+            None => many,
+            // A message alone may be on the slowest: it must gain what a thread that wakes up costs.
+            Some((spread, fastest)) => many && spread >= self.spread_gain || fastest >= 8 * self.spread_gain,
+        }
     }
 
-    /// Announces a message whose bytes go apart; credit was checked.
+    /// Announces a message whose bytes are sent apart; credit was checked.
     fn send_apart(&mut self, now: Time, at: usize, queued: &Queued, tag: u64) -> Out {
         let done = self.control.take_done();
         self.credit.take(queued.len);

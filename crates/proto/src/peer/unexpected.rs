@@ -24,9 +24,9 @@ struct Unexpected {
     ended: Option<Failure>,
     /// Out of our hands; only its id is kept from being used again.
     over: bool,
-    /// It comes unasked: the number of its announcement.
+    /// It arrives unasked: the number of its announcement.
     number: Option<u32>,
-    /// Its announcement is yet to come: the peer's id and the tag are not known.
+    /// Its announcement is still due: the peer's id and the tag are not known.
     early: bool,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Announced {
     pub(super) tag: u64,
     pub(super) len: u64,
     pub(super) offer: Option<Offer>,
-    /// Its number, if it comes unasked.
+    /// Its number, if it arrives unasked.
     pub(super) number: Option<u32>,
 }
 
@@ -54,7 +54,7 @@ pub(super) struct UnexpectedMessages {
     credit: u64,
     /// The receive whose message is being copied out, and the peer's id of it.
     copied_out: Option<(OpId, u32)>,
-    /// Messages that come unasked, by the number of their announcement; and how many were announced.
+    /// Messages that arrive unasked, by the number of their announcement; and how many were announced.
     unasked: HashMap<u32, u32>,
     announced: u32,
 }
@@ -123,7 +123,7 @@ impl UnexpectedMessages {
         self.table.get_mut(arrival as usize).filter(|k| !k.over)
     }
 
-    /// Takes credit for a message of `len` bytes that comes in before its receive.
+    /// Takes credit for a message of `len` bytes that arrives before its receive.
     fn take_credit(&mut self, len: u64) -> Result<(), String> {
         let total = self.bytes + len;
         if total > self.credit {
@@ -133,7 +133,7 @@ impl UnexpectedMessages {
         Ok(())
     }
 
-    /// All bytes of the message with that number come in unasked on `lane`, and no receive has matched it: the arrival
+    /// All bytes of the message with that number arrive unasked on `lane`, and no receive has matched it: the arrival
     /// that they belong to. `None`: it is over, or there already. `most`: messages that the peer may have in flight.
     pub(super) fn place_unasked(
         &mut self,
@@ -183,7 +183,7 @@ impl UnexpectedMessages {
         Ok(Some(arrival))
     }
 
-    /// A message is announced that comes unasked. Where its bytes came first, or begin to: the arrival that they belong
+    /// A message is announced that arrives unasked. Where its bytes arrived first, or begin to: the arrival that they belong
     /// to. `Err`: the peer broke the protocol.
     pub(super) fn announce(&mut self, number: u32, len: u64) -> Result<Option<u32>, String> {
         if number != self.announced {
@@ -192,12 +192,12 @@ impl UnexpectedMessages {
         self.announced = number.wrapping_add(1);
         let arrival = self.unasked.get(&number).copied();
         match arrival.map(|arrival| self.table[arrival as usize].len) {
-            Some(known) if known != len => Err(format!("a message of {len} bytes, of which {known} came")),
+            Some(known) if known != len => Err(format!("a message of {len} bytes, of which {known} arrived")),
             _ => Ok(arrival),
         }
     }
 
-    /// The message whose bytes came before its announcement is that one. `by`: the receive that matches it.
+    /// The message whose bytes arrived before its announcement is that one. `by`: the receive that matches it.
     pub(super) fn name(
         &mut self,
         peer: EndpointId,
@@ -218,7 +218,7 @@ impl UnexpectedMessages {
         Ok(())
     }
 
-    /// Nobody is to get the message whose bytes came before its announcement.
+    /// Nobody is to get the message whose bytes arrived before its announcement.
     pub(super) fn drop_early(&mut self, arrival: Option<u32>, cx: &mut Context<'_>) {
         let Some(arrival) = arrival else { return };
         self.remove(arrival, cx);

@@ -189,6 +189,7 @@ impl Plan {
             lazy_passes: rng.below(3) as u32,
             spread_min: rng.pick(&[1, 8, 100, 8192]),
             spread_above: rng.pick(&[0, 64, 300]),
+            spread_gain: rng.pick(&[0, 0, 8_000]),
         };
         let wires = wires(rng);
         let mut actions: [Vec<Action>; 2] = [Vec::new(), Vec::new()];
