@@ -207,7 +207,7 @@ impl Session<'_> {
                 Err(again) => error = again,
             }
         }
-        Err(error.with_waited(limit))
+        Err(if error.kind == ErrorKind::Timeout { error.with_waited(limit) } else { error })
     }
 
     /// Counts iterations; `now` is a clock reading that the caller has taken anyway.

@@ -62,7 +62,9 @@ fn answer<T: Send>(
         !matches!(result, Err(error) if error.kind == ErrorKind::Timeout) || began.elapsed() >= limit
     };
     let total = |result: Result<T>| {
-        result.map_err(|error| if error.waited.is_some() { error.with_waited(limit) } else { error })
+        // One that is no timeout may have ended long before.
+        let timed_out = |error: &Error| error.kind == ErrorKind::Timeout && error.waited.is_some();
+        result.map_err(|error| if timed_out(&error) { error.with_waited(limit) } else { error })
     };
     let (result, pass) = gate::detached_until(py, || wait(Some(limit.min(SHORT))));
     if done(&result) {
