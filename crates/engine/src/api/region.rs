@@ -7,7 +7,7 @@ use crossrail_proto as proto;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::memory::regions::{Counted, IMMEDIATES_MAX};
-use crate::memory::{Buffer, Place, RegionKey};
+use crate::memory::{Buffer, Place, RegionKey, check_mapped};
 use crate::progress::{self, Progress};
 
 /// Memory that peers with its key may write and read, until it is deregistered or the last clone is dropped.
@@ -24,6 +24,9 @@ struct Registered {
 impl Region {
     pub(crate) fn register(progress: &Arc<Progress>, mut buffer: Buffer) -> Result<Region> {
         progress::admit(progress, &mut buffer)?;
+        if buffer.gpu.is_none() {
+            check_mapped("register", buffer.ptr as usize, buffer.len)?;
+        }
         if let Some(gpu) = &mut buffer.gpu
             && let Some(after) = gpu.after.take()
         {

@@ -4,6 +4,7 @@ mod buffer;
 mod description;
 mod gpu_times;
 mod layout;
+mod presence;
 pub(crate) mod regions;
 
 pub(crate) use buffer::{Backing, Keep, OnGpu, Space, check};
@@ -12,5 +13,6 @@ pub use description::{Described, Description};
 pub(crate) use gpu_times::GpuTimes;
 pub use layout::{Addresses, Row};
 pub(crate) use layout::{Extent, Placed, RegionStride};
+pub(crate) use presence::check_mapped;
 pub use regions::RegionKey;
 pub(crate) use regions::Regions;
