@@ -133,7 +133,7 @@ def test_contradicting_variables_are_one_line() -> None:
     (end,) = together([{**torchrun(0, 2, free_port()), "RANK": "5"}], P2P)
     one_error(end, 2, "process 5 of 2", "contradict")
     (end,) = together([{**torchrun(0, 2, free_port()), "LOCAL_RANK": "x"}], P2P)
-    one_error(end, 2, "LOCAL_RANK='x'")
+    one_error(end, 2, 'LOCAL_RANK: "x"')
 
 
 def test_places_are_read_from_each_launchers_variables() -> None:
@@ -146,7 +146,11 @@ def test_places_are_read_from_each_launchers_variables() -> None:
     assert found(**step, SLURM_STEP_ID="0", SLURM_STEP_TASKS_PER_NODE="2(x3)") == ("Slurm", 5, 6, 0, 2)
     assert found(**step, SLURM_STEP_ID="0") == ("Slurm", 5, 6, 0, 2)
     assert found(**step, ENVIRONMENT="BATCH") is None, "the script of a job runs once"
+    assert found(**step, SLURM_STEP_NUM_TASKS="6", WORLD_SIZE="9", MASTER_ADDR="h", MASTER_PORT="1") == (
+        ("Slurm", 5, 6, 0, 2)
+    ), "what scripts export for torchrun is no rank"
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert found(**step, **mpi) == ("Open MPI", 1, 4, 1, 4), "mpirun inside a job of Slurm"
     assert found(**mpi, OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2") == ("Open MPI", 1, 4, 1, 2)
     assert found(RANK="1", WORLD_SIZE="2") is None, "nodes, by hand"
     assert found(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1") == ("torchrun", 1, 2, 1, 2)

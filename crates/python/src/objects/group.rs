@@ -1,7 +1,8 @@
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crossrail_control::{GroupOptions, RankState};
+use crossrail_control::{GroupOptions, Launch, RankState};
 use crossrail_types::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
@@ -14,6 +15,16 @@ use crate::runtime::{gate, wait};
 
 /// A member as `members` returns it: rank, local rank, node, process.
 type Member = (u32, u32, String, String);
+
+/// The launch that a process with these variables belongs to: launcher, rank, size, and the same on its machine.
+#[pyfunction]
+pub(super) fn launch_of(
+    py: Python<'_>,
+    environment: HashMap<String, String>,
+) -> PyResult<Option<(&'static str, u32, u32, u32, u32)>> {
+    let launch = Launch::detect(&|name| environment.get(name).cloned()).or_raise(py)?;
+    Ok(launch.map(|found| (found.launcher, found.rank, found.size, found.local_rank, found.local_size)))
+}
 
 /// The native half of `crossrail.Group`.
 #[pyclass(module = "crossrail._native", frozen, weakref)]

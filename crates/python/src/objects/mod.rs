@@ -48,6 +48,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(sight::read_pages, module)?)?;
     module.add_function(wrap_pyfunction!(sight::read_job, module)?)?;
     module.add_function(wrap_pyfunction!(sight::remove_pages, module)?)?;
+    module.add_function(wrap_pyfunction!(group::launch_of, module)?)?;
     module.add_function(wrap_pyfunction!(context::host_memory, module)?)?;
     module.add_function(wrap_pyfunction!(context::cpu_quota, module)?)?;
     module.add_function(wrap_pyfunction!(context::loopback, module)?)?;
