@@ -70,6 +70,18 @@ def bandwidth_table(rows: Sequence[Row]) -> HeadedTable:
     return made
 
 
+def shares_table(rows: Sequence[Row]) -> HeadedTable | None:
+    """What each rail carried of the bytes of each size; None where no row has several."""
+    rails = list(dict.fromkeys(lane.name for row in rows if len(row.lanes) > 1 for lane in row.lanes))
+    if not rails:
+        return None
+    made = table("share of each lane", ["size", *rails], left=1, keys=1)
+    for row in rows:
+        shares = {lane.name: lane.share for lane in row.lanes}
+        made.add_row(format_size(row.size), *(f"{shares.get(rail, 0.0):.1%}" for rail in rails))
+    return made
+
+
 def p2p_tables(row: Row) -> list[RenderableType]:
     """The tables and lines of one big transfer."""
     shown: list[RenderableType] = [_iterations(row)]

@@ -13,7 +13,7 @@ from .ep_view import ep_tables
 from .kv import TITLES as KV
 from .kv import kv_table
 from .mesh_view import mesh_tables
-from .point_to_point import LATENCIES, bandwidth_table, latency_table, p2p_tables
+from .point_to_point import LATENCIES, bandwidth_table, latency_table, p2p_tables, shares_table
 from .schema import Report, Row
 from .tables import peer_errors
 from .unpack import unpack_tables
@@ -54,10 +54,12 @@ def views(measured: Sequence[Row]) -> list[RenderableType]:
         rows = [row for row in others if row.what == what]
         if what in LATENCIES:
             shown.append(latency_table(rows))
+            shown += filter(None, [shares_table(rows)])
         elif what in KV:
             shown.append(kv_table(rows))
         elif what == "bandwidth":
             shown.append(bandwidth_table(rows))
+            shown += filter(None, [shares_table(rows)])
         elif what == "p2p":
             for row in rows:
                 shown.extend(p2p_tables(row))  # the verdict lists what was not used

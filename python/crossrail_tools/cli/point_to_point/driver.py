@@ -207,6 +207,7 @@ class _Driver:
             which = {"window": plan.window} if plan.what == "bandwidth" else {"iterations_per_sample": batch}
             rounds = [Round(turn.samples_us, turn.bytes_per_sample) for turn in turns]
             row = with_samples(replace(row, **which), rounds)
+            row = replace(row, lanes=self._carried_since(before))
         return with_peers(row, results)
 
     def _connections(self) -> int:
@@ -408,6 +409,18 @@ class _Driver:
                 device=rail.partition("/")[2] or None,
             )
         return known
+
+    def _carried_since(self, before: list[LaneReport]) -> list[Lane]:
+        """The rails with what this end sent over each, heads included, where there are several."""
+        known = self._lanes(before)
+        start: dict[str, int] = {}
+        for lane in before:
+            start[rail_of(lane)] = start.get(rail_of(lane), 0) + lane["tx_bytes"]
+        sent = {rail: max(int(count) - start.get(rail, 0), 0) for rail, count in self._sent().items() if rail in known}
+        total = sum(sent.values())
+        if len(sent) < 2 or not total:
+            return []
+        return [replace(known[rail], bytes=count, share=count / total) for rail, count in sent.items()]
 
     def _dead(self, before: list[LaneReport], transfers: list[list[Iteration]]) -> list[str]:
         """Rails that failed during the transfers: dead now, or named in the notes of a receipt."""
