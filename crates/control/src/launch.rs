@@ -100,9 +100,13 @@ impl Launch {
         };
         let missing = |name: &str| Error::new(ErrorKind::Config, name, format!("not set by {}", launcher.name));
         let rank = number(launcher.rank)?.unwrap_or_default();
+        let local_rank = number(launcher.local_rank)?;
+        // Ranks that are set by hand, one for each node: the command starts the processes there itself.
+        if *launcher == TORCHRUN && local_rank.is_none() {
+            return Ok(None);
+        }
         let name = launcher.size_name(vars);
         let size = number(name)?.ok_or_else(|| missing(name))?;
-        let local_rank = number(launcher.local_rank)?;
         let local_size = launcher.local_sizes.iter().find_map(|name| number(name).transpose()).transpose()?;
         let local_size = match local_size {
             None if *launcher == SLURM => tasks_here(vars, size, number("SLURM_NODEID")?, number("SLURM_NNODES")?),
@@ -162,6 +166,7 @@ mod tests {
         let torch = [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")];
         assert_eq!(of(&[&slurm[..], &torch].concat()).unwrap(), launch("torchrun", 5, 8, 1, 4), "torchrun in a job");
         assert_eq!(of(&exported).unwrap(), None);
+        assert_eq!(of(&torch[..2]).unwrap(), None, "nodes, by hand");
         let script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4"), ("ENVIRONMENT", "BATCH")];
         assert_eq!(of(&script).unwrap(), None, "the script of the job");
     }
@@ -185,9 +190,9 @@ mod tests {
     #[test]
     fn variables_that_contradict_are_named() {
         for (vars, text) in [
-            (&[("RANK", "2"), ("WORLD_SIZE", "2")][..], "process 2 of 2"),
+            (&[("RANK", "2"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")][..], "process 2 of 2"),
             (&[("RANK", "x"), ("WORLD_SIZE", "2")], "RANK: \"x\" is not a whole number"),
-            (&[("RANK", "0")], "WORLD_SIZE: not set by torchrun"),
+            (&[("RANK", "0"), ("LOCAL_RANK", "0")], "WORLD_SIZE: not set by torchrun"),
         ] {
             let error = of(vars).unwrap_err();
             assert!(error.to_string().contains(text), "{error} lacks {text}");
