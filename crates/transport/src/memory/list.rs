@@ -5,7 +5,26 @@
 //! "where is byte x?" is the one question that a list answers ([`List::cursor`]).
 #![allow(unsafe_code)] // copies from and to the rows' memory
 
-use std::sync::Arc;
+use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// Most rows of a list: an index names them by 32 bits.
+const ROWS_MAX: u64 = 1 << 32;
+/// Maximum repeats of an index of rows of unequal length: each takes memory that no word of the index pays for.
+const REPEATS_MAX: u64 = 4096;
+
+/// Secrets of [`Rows::shape`], which peers must not know; 0: not drawn yet.
+static SECRETS: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+
+/// A hash of runs that depends on a secret.
+fn hashed(secret: &AtomicU64, runs: &[(u64, u64)]) -> u64 {
+    let drawn = RandomState::new().build_hasher().finish() | 1;
+    let _ = secret.compare_exchange(0, drawn, Ordering::Relaxed, Ordering::Relaxed);
+    let mut hasher = DefaultHasher::new();
+    (secret.load(Ordering::Relaxed), runs).hash(&mut hasher);
+    hasher.finish()
+}
 
 /// `count` rows of `len` bytes, the first at `at` and each `stride` (modulo 2^64) behind the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,10 +67,14 @@ pub struct Rows {
     even: Option<u64>,
     /// The rows of every stride, if they are equally many.
     per_stride: Option<u64>,
+    /// Runs of equally long rows, as length and count; empty if all rows are equally long.
+    runs: Vec<(u64, u64)>,
+    /// A keyed hash of `runs`, made when first needed.
+    shape: OnceLock<[u64; 2]>,
 }
 
 impl Rows {
-    /// The rows of `strides`. `None`: no rows, a row of no bytes, or more bytes than 2^63.
+    /// The rows of `strides`. `None`: no rows, more than 2^32, a row of no bytes, or more bytes than 2^63.
     pub fn new(strides: Vec<Stride>) -> Option<Rows> {
         let (mut rows, mut bytes) = (0u64, 0u64);
         let mut firsts = Vec::with_capacity(strides.len());
@@ -61,13 +84,23 @@ impl Rows {
             firsts.push((rows, bytes));
             rows = rows.checked_add(stride.count)?;
             bytes = stride.len.checked_mul(stride.count).and_then(|more| bytes.checked_add(more))?;
-            if stride.len == 0 || stride.count == 0 || bytes > 1 << 63 {
+            if stride.len == 0 || stride.count == 0 || bytes > 1 << 63 || rows > ROWS_MAX {
                 return None;
             }
             even = even.filter(|len| *len == stride.len);
             per_stride = per_stride.filter(|count| *count == stride.count);
         }
-        Some(Rows { strides, firsts, rows, bytes, even, per_stride })
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        if even.is_none() {
+            runs.extend(merged(strides.iter().map(|stride| (stride.len, stride.count))));
+            runs.shrink_to_fit();
+        }
+        Some(Rows { strides, firsts, rows, bytes, even, per_stride, runs, shape: OnceLock::new() })
+    }
+
+    /// Hash of the lengths of all rows, in their order.
+    fn shape(&self) -> [u64; 2] {
+        *self.shape.get_or_init(|| SECRETS.each_ref().map(|secret| hashed(secret, &self.runs)))
     }
 
     /// The strides.
@@ -207,8 +240,51 @@ impl Index {
             return all();
         }
         let repeats = (index.len() / block) as u64;
+        if rows.even.is_none() && (repeats > REPEATS_MAX || !u64::from(step).is_multiple_of(per)) {
+            return all();
+        }
         Index::Repeated { block: index[..block].into(), step: u64::from(step), repeats }
     }
+}
+
+/// Runs of lengths; adjacent runs of the same length are joined.
+fn merged(mut runs: impl Iterator<Item = (u64, u64)>) -> impl Iterator<Item = (u64, u64)> {
+    let mut open = runs.next();
+    std::iter::from_fn(move || {
+        let (len, mut count) = open.take()?;
+        for (other, more) in runs.by_ref() {
+            if other != len {
+                open = Some((other, more));
+                break;
+            }
+            count += more;
+        }
+        Some((len, count))
+    })
+}
+
+/// Start of each item of these lengths, followed by the end of the last; and that end. `None`: a length is missing, or
+/// there are more than 2^63 bytes.
+fn starts(lens: impl Iterator<Item = Option<u64>>) -> Option<(Vec<u64>, u64)> {
+    let mut end = 0u64;
+    let mut all = Vec::with_capacity(lens.size_hint().0 + 1);
+    all.push(end);
+    for len in lens {
+        end = end.checked_add(len?).filter(|bytes| *bytes <= 1 << 63)?;
+        all.push(end);
+    }
+    Some((all, end))
+}
+
+/// Starts of the rows of a list in its linear space.
+#[derive(Clone, Debug)]
+enum Starts {
+    /// At multiples of their common length, or as the rows that it chooses from do.
+    Rows,
+    /// These, followed by the end of the last row: for indexed rows of unequal length.
+    Each(Vec<u64>),
+    /// Starts of the repeats of an index, followed by the end; rows of one repeat are equally long.
+    Times(Vec<u64>),
 }
 
 /// Rows, or those that an index names, as one linear space of bytes.
@@ -216,31 +292,38 @@ impl Index {
 pub struct List {
     rows: Arc<Rows>,
     index: Index,
-    /// Where each row begins, behind the last its end: for rows of unequal length that an index names.
-    starts: Option<Vec<u64>>,
+    starts: Starts,
     count: u64,
     bytes: u64,
 }
 
 impl List {
-    /// The rows that `index` names. `None`: it names none, one that does not exist, or more bytes than 2^63.
+    /// The rows that `index` names. `None`: it names none, more than 2^32, one that does not exist, or more bytes than
+    /// 2^63; or it repeats more than 4096 times over rows of unequal length, or a repeat spans two strides.
+    ///
+    /// Takes one pass over the words of `index`, and no other loop: its numbers may be a peer's.
     pub fn new(rows: Arc<Rows>, index: Index) -> Option<List> {
         let count = index.count(rows.count());
-        if index.last(rows.count())? >= rows.count() || count == 0 {
+        if index.last(rows.count())? >= rows.count() || count == 0 || count > ROWS_MAX {
             return None;
         }
         let (starts, bytes) = match (&index, rows.even()) {
-            (Index::All, _) => (None, rows.bytes()),
-            (_, Some(len)) => (None, len.checked_mul(count).filter(|bytes| *bytes <= 1 << 63)?),
-            (_, None) => {
-                let mut starts = Vec::with_capacity(usize::try_from(count).ok()?.checked_add(1)?);
-                let mut bytes = 0u64;
-                for at in 0..count {
-                    starts.push(bytes);
-                    bytes = bytes.checked_add(rows.len_of(index.get(at))).filter(|bytes| *bytes <= 1 << 63)?;
-                }
-                starts.push(bytes);
-                (Some(starts), bytes)
+            (Index::All, _) => (Starts::Rows, rows.bytes()),
+            (_, Some(len)) => (Starts::Rows, len.checked_mul(count).filter(|bytes| *bytes <= 1 << 63)?),
+            (Index::Some(index), None) => {
+                let (starts, bytes) = starts(index.iter().map(|row| Some(rows.len_of(u64::from(*row)))))?;
+                (Starts::Each(starts), bytes)
+            }
+            (Index::Repeated { block, step, repeats }, None) => {
+                let (low, high) = (u64::from(*block.iter().min()?), u64::from(*block.iter().max()?));
+                let time = |at: u64| {
+                    let stride = rows.stride_of(low + at * step);
+                    let within = rows.stride_of(high + at * step) == stride;
+                    rows.strides[stride].len.checked_mul(block.len() as u64).filter(|_| within)
+                };
+                let times = Some(*repeats).filter(|repeats| *repeats <= REPEATS_MAX)?;
+                let (starts, bytes) = starts((0..times).map(time))?;
+                (Starts::Times(starts), bytes)
             }
         };
         Some(List { rows, index, starts, count, bytes })
@@ -266,58 +349,107 @@ impl List {
         self.bytes
     }
 
+    /// Start of a repeat, and the length of its rows.
+    fn time(&self, starts: &[u64], number: usize) -> (u64, u64) {
+        (starts[number], (starts[number + 1] - starts[number]) / self.block())
+    }
+
+    /// Number of rows of each repeat.
+    fn block(&self) -> u64 {
+        self.count / self.times()
+    }
+
+    fn times(&self) -> u64 {
+        match &self.index {
+            Index::Repeated { repeats, .. } => *repeats,
+            _ => 1,
+        }
+    }
+
     /// The length of the row in place `at`, which exists.
     pub fn len_of(&self, at: u64) -> u64 {
         match &self.starts {
-            Some(starts) => starts[at as usize + 1] - starts[at as usize],
-            None => self.rows.even().unwrap_or_else(|| self.rows.len_of(self.index.get(at))),
+            Starts::Each(starts) => starts[at as usize + 1] - starts[at as usize],
+            Starts::Times(starts) => self.time(starts, (at / self.block()) as usize).1,
+            Starts::Rows => self.rows.even().unwrap_or_else(|| self.rows.len_of(self.index.get(at))),
         }
     }
 
     /// Whether both have rows of the same lengths, in this order.
+    ///
+    /// Takes as many steps as the shorter index has words or repeats; lists of all rows are compared by a hash.
     pub fn fits(&self, other: &List) -> bool {
         if self.count != other.count || self.bytes != other.bytes {
             return false;
         }
         match (self.rows.even(), other.rows.even()) {
             (Some(one), Some(two)) => one == two,
-            _ => (0..self.count).all(|at| self.len_of(at) == other.len_of(at)),
+            (None, None) if self.is_whole() && other.is_whole() => self.rows.shape() == other.rows.shape(),
+            _ => self.with_runs(&mut |one| other.with_runs(&mut |two| one.eq(two))),
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        matches!(self.index, Index::All)
+    }
+
+    /// Hands on its rows as runs of equal lengths: length and count.
+    fn with_runs(&self, take: &mut dyn FnMut(&mut dyn Iterator<Item = (u64, u64)>) -> bool) -> bool {
+        match (&self.starts, self.rows.even()) {
+            (_, Some(len)) => take(&mut std::iter::once((len, self.count))),
+            (Starts::Rows, None) => take(&mut self.rows.runs.iter().copied()),
+            (Starts::Each(starts), None) => take(&mut merged(starts.windows(2).map(|of| (of[1] - of[0], 1)))),
+            (Starts::Times(starts), None) => {
+                let of = |number| (self.time(starts, number).1, self.block());
+                take(&mut merged((0..starts.len() - 1).map(of)))
+            }
         }
     }
 
     /// Where the row in place `at` begins; for the number of rows: the end.
     pub fn position(&self, at: u64) -> u64 {
         match (&self.starts, self.rows.even()) {
-            (Some(starts), _) => starts[at as usize],
-            (None, Some(len)) => at * len,
-            (None, None) => self.rows.position(at),
+            _ if at == self.count => self.bytes,
+            (Starts::Each(starts), _) => starts[at as usize],
+            (Starts::Times(starts), _) => {
+                let (start, len) = self.time(starts, (at / self.block()) as usize);
+                start + at % self.block() * len
+            }
+            (Starts::Rows, Some(len)) => at * len,
+            (Starts::Rows, None) => self.rows.position(at),
+        }
+    }
+
+    /// The row with that byte, by its place, and the byte's place in it. The byte exists.
+    fn find(&self, position: u64) -> (u64, u64) {
+        let last = |starts: &[u64]| starts.partition_point(|start| *start <= position) - 1;
+        match &self.starts {
+            Starts::Each(starts) => {
+                let at = last(starts);
+                (at as u64, position - starts[at])
+            }
+            Starts::Times(starts) => {
+                let number = last(starts);
+                let (start, len) = self.time(starts, number);
+                (number as u64 * self.block() + (position - start) / len, (position - start) % len)
+            }
+            Starts::Rows => self.rows.find(position),
         }
     }
 
     /// The place of the row that begins with that byte; the number of rows for the end. `None`: none does.
     pub fn place(&self, position: u64) -> Option<u64> {
-        let (at, within) = match &self.starts {
-            _ if position == self.bytes => (self.count, 0),
+        let (at, within) = match position {
             _ if position > self.bytes => return None,
-            Some(starts) => {
-                let at = starts.partition_point(|start| *start <= position) - 1;
-                (at as u64, position - starts[at])
-            }
-            None => self.rows.find(position),
+            _ if position == self.bytes => (self.count, 0),
+            _ => self.find(position),
         };
         (within == 0).then_some(at)
     }
 
     /// The pieces from byte `position` on, neighbours joined.
     pub fn cursor(&self, position: u64) -> Cursor<'_> {
-        let (at, within) = match &self.starts {
-            _ if position >= self.bytes => (self.count, 0),
-            Some(starts) => {
-                let at = starts.partition_point(|start| *start <= position) - 1;
-                (at as u64, position - starts[at])
-            }
-            None => self.rows.find(position),
-        };
+        let (at, within) = if position >= self.bytes { (self.count, 0) } else { self.find(position) };
         let (place, add) = match &self.index {
             Index::Repeated { block, step, .. } => (at % block.len() as u64, at / block.len() as u64 * step),
             _ => (at, 0),

@@ -137,3 +137,87 @@ fn what_is_no_list_is_refused() {
     assert_eq!(Stride { at: u64::MAX - 3, ..row }.extent(), None);
     assert_eq!(Stride { at: 24, stride: 8u64.wrapping_neg(), ..row }.extent(), Some((0, 32)));
 }
+
+/// The lengths of all rows, one by one.
+fn lens(list: &List) -> Vec<u64> {
+    (0..list.count()).map(|at| list.len_of(at)).collect()
+}
+
+#[test]
+fn lists_fit_exactly_if_their_rows_are_equally_long() {
+    let (mut fitting, mut uneven) = (0, 0);
+    for seed in 0..3000 {
+        let mut random = Random(seed);
+        let make = |random: &mut Random| {
+            // Few lengths and counts, so that some pairs fit.
+            let count = 1 + random.below(2);
+            let strides = (0..1 + random.below(4)).map(|at| {
+                let len = if seed % 3 == 0 { 2 } else { 1 + random.below(2) };
+                Stride { at: at * 100, len, stride: 8, count }
+            });
+            let rows = Arc::new(Rows::new(strides.collect()).expect("rows"));
+            let index = index_of(random, &rows);
+            List::new(rows, index).expect("a list")
+        };
+        let (one, two) = (make(&mut random), make(&mut random));
+        let equal = lens(&one) == lens(&two);
+        assert_eq!(one.fits(&two), equal, "seed {seed}: {one:?} and {two:?}");
+        assert_eq!(two.fits(&one), equal, "seed {seed}");
+        fitting += usize::from(equal);
+        uneven += usize::from(equal && one.rows.even.is_none());
+    }
+    assert!(fitting > 150 && uneven > 15, "{fitting} pairs fit, {uneven} of them of rows of any length");
+}
+
+#[test]
+fn rows_of_any_length_that_come_again_are_kept_once() {
+    // Two kinds of pages in each layer.
+    let layers = (0..40).map(|at| Stride { at: at * 10_000, len: [64, 24][at as usize % 2], stride: 100, count: 50 });
+    let rows = Arc::new(Rows::new(layers.collect()).expect("rows"));
+    let index: Vec<u32> = (0..40).flat_map(|layer| [7, 3, 3, 20].map(|page| layer * 50 + page)).collect();
+    let compressed = Index::compress(&index, &rows);
+    assert!(matches!(compressed, Index::Repeated { repeats: 40, step: 50, .. }));
+    let (short, long) = (List::new(rows.clone(), compressed), List::new(rows.clone(), Index::Some(index.into())));
+    let (short, long) = (short.expect("a list"), long.expect("a list"));
+    assert!(short.fits(&long) && long.fits(&short) && lens(&short) == lens(&long));
+    for at in 0..=short.count() {
+        assert_eq!(short.position(at), long.position(at));
+        assert_eq!(short.place(short.position(at)), Some(at));
+    }
+    assert_eq!((short.place(1), short.bytes(), bytes_of(&short)), (None, long.bytes(), bytes_of(&long)));
+    for from in [0, 63, 64, 300, 1000, short.bytes() - 1] {
+        let (mut one, mut two) = (short.cursor(from), long.cursor(from));
+        while let Some(piece) = one.piece(30) {
+            assert_eq!(two.piece(30), Some(piece));
+        }
+        assert_eq!(two.piece(30), None);
+    }
+    let Index::Repeated { block, .. } = short.index().clone() else { panic!("an index that comes again") };
+    let again = |step, repeats| List::new(rows.clone(), Index::Repeated { block: block.clone(), step, repeats });
+    assert!(again(50, 39).is_some() && again(31, 2).is_none(), "a time that is in two strides");
+}
+
+/// What a peer can name with a few words. Compared row by row, these would take hours.
+#[test]
+fn numbers_of_rows_cost_nothing() {
+    let began = std::time::Instant::now();
+    let many = |count| {
+        Rows::new(vec![Stride { at: 0, len: 64, stride: 0, count }, Stride { at: 0, len: 8, stride: 0, count: 1 }])
+    };
+    for count in [1 << 33, 1 << 40, 1 << 53] {
+        assert!(many(count).is_none());
+    }
+    let rows = || Arc::new(many((1 << 32) - 1).expect("rows"));
+    let whole = || List::new(rows(), Index::All).expect("a list");
+    assert!(whole().fits(&whole()));
+    let block: Arc<[u32]> = [0, 1].into();
+    for repeats in [4097, 1 << 31, 1 << 53, u64::MAX] {
+        for step in [0, 1, 1 << 20, 1 << 53] {
+            assert!(List::new(rows(), Index::Repeated { block: block.clone(), step, repeats }).is_none());
+        }
+    }
+    let even = Arc::new(Rows::new(vec![Stride { at: 0, len: 64, stride: 0, count: 1 << 32 }]).expect("rows"));
+    let even = List::new(even, Index::All).expect("a list");
+    assert!(even.fits(&even.clone()) && !even.fits(&whole()));
+    assert!(began.elapsed() < std::time::Duration::from_secs(2), "took {:?}", began.elapsed());
+}
