@@ -373,7 +373,7 @@ impl End {
         if self.matcher.cancel(op) {
             self.end_op(op); // as the engine does: a receive that had matched nothing
         } else {
-            let _ = self.peer.cancel(self.now, op);
+            let _ = self.peer.cancel(self.now, op, &Failure::Cancelled);
         }
     }
 

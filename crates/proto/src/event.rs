@@ -241,6 +241,8 @@ pub enum Failure {
     },
     /// Cancelled at this end or the other.
     Cancelled,
+    /// This end has deregistered memory of the operation. Local: the peer learns that it was cancelled.
+    Withdrawn,
     /// The region's owner turned the access down.
     Region(RegionFault),
     /// The peer is gone; the text says how that showed.
@@ -259,6 +261,7 @@ impl fmt::Display for Failure {
                 write!(f, "message of {message} bytes for a buffer of {buffer} bytes")
             }
             Failure::Cancelled => f.write_str("cancelled"),
+            Failure::Withdrawn => f.write_str("its local memory was deregistered"),
             Failure::Region(RegionFault::Gone) => f.write_str("no region has this key (deregistered?)"),
             Failure::Region(RegionFault::Bounds) => f.write_str("access outside the region"),
             Failure::Region(RegionFault::Access) => f.write_str("the region does not permit this access"),

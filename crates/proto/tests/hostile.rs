@@ -155,7 +155,7 @@ impl End {
             _ => {
                 if let Some(&op) = self.open.get(rng.below(self.open.len() as u64) as usize) {
                     if !self.matcher.cancel(op) {
-                        self.peer.cancel(self.now, op);
+                        self.peer.cancel(self.now, op, &Failure::Cancelled);
                     } else {
                         self.open.retain(|o| *o != op);
                     }

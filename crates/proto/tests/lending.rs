@@ -234,7 +234,7 @@ fn chunks_carry_what_neither_end_can_copy() {
 fn a_cancelled_receive_is_over_when_the_sender_has_stopped() {
     for late in [false, true] {
         let (mut pair, job) = Pair::pushing();
-        assert!(pair.ends[1].peer.cancel(pair.now, OP));
+        assert!(pair.ends[1].peer.cancel(pair.now, OP, &Failure::Cancelled));
         pair.settle();
         assert!(pair.ends[0].is_stopped());
         assert!(pair.ends.iter().all(|end| end.done().is_none()), "the sender's GPU still writes there");
@@ -251,7 +251,7 @@ fn a_cancelled_receive_is_over_when_the_sender_has_stopped() {
 #[test]
 fn a_receive_cancelled_before_the_invitation_arrives_is_not_written() {
     let mut pair = Pair::sent();
-    assert!(pair.ends[1].peer.cancel(pair.now, OP));
+    assert!(pair.ends[1].peer.cancel(pair.now, OP, &Failure::Cancelled));
     pair.settle();
     let (job, role, _) = pair.ends[0].job().expect("the invitation came first");
     assert_eq!(role, Role::Help);
@@ -263,7 +263,7 @@ fn a_receive_cancelled_before_the_invitation_arrives_is_not_written() {
 #[test]
 fn a_cancelled_send_stops_and_frees_the_receive() {
     let (mut pair, job) = Pair::pushing();
-    assert!(pair.ends[0].peer.cancel(pair.now, OP));
+    assert!(pair.ends[0].peer.cancel(pair.now, OP, &Failure::Cancelled));
     pair.settle();
     assert!(pair.ends[0].is_stopped());
     assert!(pair.ends.iter().all(|end| end.done().is_none()));
@@ -274,7 +274,7 @@ fn a_cancelled_send_stops_and_frees_the_receive() {
 #[test]
 fn a_send_cancelled_before_the_invitation_does_not_begin() {
     let mut pair = Pair::sent();
-    assert!(pair.ends[0].peer.cancel(pair.now, OP));
+    assert!(pair.ends[0].peer.cancel(pair.now, OP, &Failure::Cancelled));
     pair.settle();
     assert_eq!(pair.ends[0].jobs(), 0);
     pair.both_failed(&Failure::Cancelled);

@@ -305,7 +305,7 @@ fn a_head_that_waited_for_what_is_over_by_then_counts_once() {
     let now = pair.now;
     assert!(matches!(pair.ends[1].place(now, &chunk.head), Placing::Memory { .. }));
     pair.ends[1].peer.unplace(now, LANE);
-    assert!(pair.ends[1].peer.cancel(now, OP));
+    assert!(pair.ends[1].peer.cancel(now, OP, &Failure::Cancelled));
     assert_eq!(pair.ends[1].place(now, &chunk.head), Placing::Discard);
     pair.settle();
     assert_eq!((pair.ends[0].acked(), pair.ends[0].failure()), (2, Failure::Cancelled), "this one, and the last");
@@ -316,7 +316,7 @@ fn a_head_that_waited_for_what_is_over_by_then_counts_once() {
 fn a_cancelled_receive_waits_for_its_unpacks_and_then_tells() {
     let mut pair = Pair::new(350);
     pair.settle();
-    assert!(pair.ends[1].peer.cancel(pair.now, OP));
+    assert!(pair.ends[1].peer.cancel(pair.now, OP, &Failure::Cancelled));
     pair.settle();
     assert!(pair.ends[1].events.iter().any(|e| matches!(e, Event::Revoke { .. })), "what has not begun can be dropped");
     assert!(pair.ends.iter().all(|end| end.done().is_none()));

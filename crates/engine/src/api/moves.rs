@@ -6,12 +6,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crossrail_locks::Mutex;
+use crossrail_proto::RegionRef;
 use crossrail_transport::List;
 use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::layout::Of;
 use super::notices::check_len;
-use super::{Endpoint, Layout, Op, Request};
+use super::{Endpoint, Layout, Op, Region, Request};
 use crate::core::lists::{FollowUp, ListOperation, Part, SentDescription};
 use crate::core::{Claim, OpKind};
 use crate::memory::{Buffer, Place, Ready};
@@ -92,6 +93,8 @@ struct Prepared {
     claim: Claim,
     local: Layout,
     remote: Layout,
+    /// The regions of `local`.
+    over: Arc<[RegionRef]>,
     own: Arc<List>,
     theirs: List,
     /// The view and what it depends on. `None`: there is GPU memory, and runs go one by one.
@@ -146,11 +149,13 @@ impl Endpoint {
         progress.check_origin("prepare")?;
         let MoveOptions { local_index, remote_index, notice, imm } = options;
         check_len("prepare", notice)?;
-        match (&local.0.of, &remote.0.of) {
-            (Of::Own(regions), Of::Peer(id, _)) if *id == self.id && regions.iter().all(|r| r.is_of(progress)) => {}
+        let over = match (&local.0.of, &remote.0.of) {
+            (Of::Own(regions), Of::Peer(id, _)) if *id == self.id && regions.iter().all(|r| r.is_of(progress)) => {
+                regions.iter().map(Region::entry).collect()
+            }
             (Of::Own(_), Of::Peer(..)) => return Err(usage("a layout belongs to another worker or endpoint")),
             _ => return Err(usage("a move is between a layout of this worker and one of the peer's")),
-        }
+        };
         if imm.is_some() && kind == MoveKind::Read {
             return Err(usage("only a write has an immediate"));
         }
@@ -183,7 +188,7 @@ impl Endpoint {
         progress.after(core);
         let (local, remote, own) = (local.clone(), remote.clone(), Arc::new(own));
         let view = sent?;
-        let prepared = Prepared { progress: progress.clone(), claim, local, remote, own, theirs, view };
+        let prepared = Prepared { progress: progress.clone(), claim, local, remote, over, own, theirs, view };
         let (endpoint, prepared) = (self.clone(), Arc::new(prepared));
         Ok(Move { endpoint, kind, prepared, notice: notice.to_vec(), imm, started: Mutex::new(None) })
     }
@@ -273,8 +278,9 @@ impl Move {
                     MoveKind::Write => OpKind::Write,
                 };
                 let (local, notice) = (Part { list: own.clone(), from, gpu }, notice.to_vec());
+                let over = self.prepared.over.clone();
                 let keep = self.keep();
-                let what = ListOperation { kind, view, local, len: end - from, imm: self.imm, notice, keep };
+                let what = ListOperation { kind, view, local, over, len: end - from, imm: self.imm, notice, keep };
                 let op = core.start_list(self.endpoint.id, what);
                 progress.after(core);
                 op?
@@ -300,12 +306,19 @@ impl Move {
             progress::admit(progress, op.buffer())?;
         }
         let mut core = progress.core();
+        // The lock was released since the first check.
+        self.prepared.local.check_live(&mut core)?;
         let parent = core.start_batch(self.endpoint.id)?;
         let mut failure = None;
         for op in ops {
             let (submission, buffer) = op.submission();
             match core.submit(Some(self.endpoint.id), submission, buffer) {
-                Ok(op) => core.operations().adopt(parent, op),
+                Ok(op) => {
+                    if let Some(entry) = core.operations().op_mut(op) {
+                        entry.set_over(self.prepared.over.clone());
+                    }
+                    core.operations().adopt(parent, op);
+                }
                 Err(error) => {
                     failure = Some(Box::new(error));
                     break;

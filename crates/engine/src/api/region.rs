@@ -86,15 +86,35 @@ impl Region {
         self.0.region
     }
 
-    /// Ends all access: when this returns no peer touches the memory any more, and later accesses fail on the
-    /// accessing side with `Region`. Transfers in flight into or out of it fail there too.
+    /// Ends all access: once this has returned `Ok`, neither a peer nor an operation of this process touches the memory.
+    /// Later accesses fail on the accessing side with `Region`. So do transfers in flight, the peers' and those that this
+    /// process started on layouts of the region: one that has not finished by then does not succeed, and raises no notice.
+    ///
+    /// # Errors
+    /// `Region`: it was deregistered before. `Timeout`: after `CROSSRAIL_TIMEOUT` something may still touch the memory,
+    /// as a peer that is stopped; the error names the peers. Call it again before the memory is used for anything else.
     pub fn deregister(&self) -> Result<()> {
         self.0.progress.check_origin("deregister")?;
-        if self.0.progress.deregister(self.0.region) {
-            Ok(())
-        } else {
-            Err(Error::new(ErrorKind::Region, "deregister", "the region is already deregistered"))
+        self.0.progress.deregister(&[self.0.region])
+    }
+
+    /// [`Region::deregister`] of several at once, all within one timeout. Those that were deregistered before are left
+    /// out.
+    ///
+    /// # Errors
+    /// `Timeout`, as there; the regions that nothing touches any more are deregistered all the same.
+    pub fn deregister_all(regions: &[Region]) -> Result<()> {
+        let mut left: Vec<&Region> = regions.iter().collect();
+        let mut outcome = Ok(());
+        while let Some(first) = left.first().map(|region| region.0.progress.clone()) {
+            first.check_origin("deregister")?;
+            let of: Vec<_> = left.extract_if(.., |region| region.is_of(&first)).map(|region| region.entry()).collect();
+            match first.deregister(&of) {
+                Err(error) if error.kind != ErrorKind::Region => outcome = outcome.and(Err(error)),
+                _ => {}
+            }
         }
+        outcome
     }
 
     /// How many writes with this immediate have arrived, all of their bytes included. Of each region the first 65,536
@@ -154,8 +174,14 @@ fn uncounted(imm: u32) -> Error {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        if self.progress.check_origin("deregister").is_ok() {
-            self.progress.deregister(self.region);
+        if self.progress.check_origin("deregister").is_err() {
+            return;
+        }
+        if let Err(error) = self.progress.deregister(&[self.region])
+            && error.kind == ErrorKind::Timeout
+        {
+            // The entry, and what keeps the memory, stay with the worker.
+            self.progress.log().error(format_args!("dropped region: {error}"));
         }
     }
 }

@@ -247,6 +247,12 @@ impl DirectCopies {
         self.copies.iter().any(|copy| of(&copy.memory))
     }
 
+    /// The peers with which a copy still touches one of those regions.
+    pub(super) fn peers_at<'a>(&'a self, regions: &'a [proto::RegionRef]) -> impl Iterator<Item = EndpointId> + 'a {
+        let of = |memory: &Memory| matches!(memory, Memory::Region { region, .. } if regions.contains(region));
+        self.copies.iter().filter(move |copy| of(&copy.memory)).map(|copy| copy.endpoint)
+    }
+
     /// Begins a copy, or has the protocol know that it cannot be made.
     pub(super) fn begin(&mut self, context: &mut Context<'_>, request: Request) -> Started {
         let Request { endpoint, id, memory, role, ref offer, len } = request;

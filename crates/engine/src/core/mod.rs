@@ -56,6 +56,7 @@ use self::resting::Rounds;
 use self::returns::Owner;
 pub(crate) use self::returns::RETURN_MAX;
 pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
+pub(crate) use self::submit::Early;
 use self::tables::Tables;
 use self::transfers::PollResult;
 pub(crate) use self::transfers::{Deferred, LostRail, Transfers};
@@ -257,27 +258,36 @@ impl Core {
 
     // ---- regions
 
-    /// Ends access to a region: later ones are refused, those in flight fail. False: it was ended already.
+    /// Ends all access to a region, by peers and by our operations: later ones are refused, those in flight fail.
+    /// False: there is no such region.
     pub(crate) fn end_region(&mut self, region: proto::RegionRef) -> bool {
         let tables = &mut self.transfers.tables;
-        if !tables.regions.retire(region) {
+        if !tables.regions.is_known(region) {
             return false;
         }
-        let now = tables.clock.read();
-        let over = tables.hosted.over(region);
-        for id in tables.peers.ids() {
-            let Some(peer) = self.transfers.tables.peers.get_mut(id) else { continue };
-            peer.protocol.region_gone(now, region);
-            over.iter().for_each(|access| peer.protocol.region_gone(now, *access));
-            self.transfers.settle(id);
+        if tables.regions.retire(region) {
+            let now = tables.clock.read();
+            let over = tables.hosted.over(region);
+            for id in tables.peers.ids() {
+                let Some(peer) = self.transfers.tables.peers.get_mut(id) else { continue };
+                peer.protocol.region_gone(now, region);
+                over.iter().for_each(|access| peer.protocol.region_gone(now, *access));
+                self.transfers.settle(id);
+            }
+        }
+        for op in self.transfers.tables.operations.over_region(region) {
+            self.cancel(op, Early::Withdrawn);
         }
         self.transfers.tables.operations.report();
         true
     }
 
-    /// Whether a peer's lane or a direct copy may still touch that region.
+    /// True if a peer's lane, a direct copy or one of our operations may still touch that region.
     pub(crate) fn is_region_used(&self, region: proto::RegionRef) -> bool {
         let tables = &self.transfers.tables;
+        if !tables.operations.over_region(region).is_empty() {
+            return true;
+        }
         let used = |region: proto::RegionRef| {
             let by = |peer: &Peer| peer.accesses_to(region).next().is_some();
             self.transfers.direct.uses_region(region)
@@ -340,4 +350,17 @@ impl Core {
             self.transfers.kill(id, "the worker is closed", Some(Reason::Closed));
         }
     }
+}
+
+/// The names of the peers with which that region is still in use.
+pub(crate) fn users_of_region(core: &Core, region: proto::RegionRef) -> Vec<String> {
+    let tables = &core.transfers.tables;
+    let mut all = tables.hosted.over(region);
+    all.push(region);
+    let own = tables.operations.over_region(region).into_iter().filter_map(|op| tables.operations.op(op)?.endpoint());
+    let busy: Vec<_> = own.chain(core.transfers.direct.peers_at(&all)).collect();
+    let uses = |peer: &&Peer| {
+        busy.contains(&peer.protocol.id()) || all.iter().any(|of| peer.accesses_to(*of).next().is_some())
+    };
+    tables.peers.iter().filter(uses).map(|peer| peer.name().to_owned()).collect()
 }

@@ -543,6 +543,11 @@ impl Operations {
         self.slots.iter().filter(|op| op.state != State::Free).filter_map(|op| op.endpoint).collect()
     }
 
+    /// The operations in flight whose memory belongs to that region.
+    pub(super) fn over_region(&self, region: proto::RegionRef) -> Vec<OpId> {
+        self.in_flight(usize::MAX).filter(|(_, op)| op.is_over_region(region)).map(|(id, _)| id).collect()
+    }
+
     /// All operations in flight.
     pub(crate) fn running(&self) -> Vec<OpId> {
         let running = |(index, op): (usize, &Op)| {

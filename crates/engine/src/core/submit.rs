@@ -295,26 +295,26 @@ impl Core {
         Ok(parent)
     }
 
-    /// Cancels an operation wherever it is.
-    pub(crate) fn cancel(&mut self, op: OpId) {
+    /// Ends an operation early, in whatever state.
+    pub(crate) fn cancel(&mut self, op: OpId, why: Early) {
         let tables = &mut self.transfers.tables;
         let now = tables.clock.read();
         let Some(entry) = tables.operations.op(op).filter(|op| !op.is_over()) else { return };
         let (kind, known) = (entry.kind(), entry.endpoint());
         if kind == OpKind::Batch {
             for child in tables.operations.children(op) {
-                self.cancel(child);
+                self.cancel(child, why);
             }
             return;
         }
         if tables.matcher.cancel(op) {
-            tables.fail(op, ErrorKind::Cancelled, "cancelled before a message matched it", None);
+            tables.fail(op, why.kind(), &why.text("a message matched it"), None);
             return;
         }
         if let Some(endpoint) = known
             && self.leave_outbox(op, endpoint)
         {
-            self.transfers.tables.fail(op, ErrorKind::Cancelled, "cancelled before it had begun", known);
+            self.transfers.tables.fail(op, why.kind(), &why.text("it had begun"), known);
             return;
         }
         if kind == OpKind::Notice {
@@ -323,7 +323,7 @@ impl Core {
         }
         if let Some(released) = self.transfers.gpu.leave(op, known) {
             self.start_released(released);
-            self.transfers.tables.fail(op, ErrorKind::Cancelled, "cancelled before its memory was ready", None);
+            self.transfers.tables.fail(op, why.kind(), &why.text("its memory was ready"), None);
             return;
         }
         let peers: Vec<_> = match known {
@@ -332,7 +332,7 @@ impl Core {
         };
         for endpoint in peers {
             let peer = self.transfers.tables.peers.get_mut(endpoint);
-            if peer.is_some_and(|peer| peer.protocol.cancel(now, op)) {
+            if peer.is_some_and(|peer| peer.protocol.cancel(now, op, &why.failure())) {
                 self.transfers.settle(endpoint);
                 return;
             }
@@ -409,6 +409,39 @@ impl Transfers {
             self.pass_notes(endpoint);
         }
         Some(Offer { descriptor, slot })
+    }
+}
+
+/// Reason to end an operation early.
+#[derive(Clone, Copy)]
+pub(crate) enum Early {
+    /// Cancelled by its caller.
+    Cancelled,
+    /// Its memory was deregistered.
+    Withdrawn,
+}
+
+impl Early {
+    fn failure(self) -> proto::Failure {
+        match self {
+            Early::Cancelled => proto::Failure::Cancelled,
+            Early::Withdrawn => proto::Failure::Withdrawn,
+        }
+    }
+
+    fn kind(self) -> ErrorKind {
+        match self {
+            Early::Cancelled => ErrorKind::Cancelled,
+            Early::Withdrawn => ErrorKind::Region,
+        }
+    }
+
+    /// The error's text, for an operation that ends before `event`.
+    fn text(self, event: &str) -> String {
+        match self {
+            Early::Cancelled => format!("cancelled before {event}"),
+            Early::Withdrawn => format!("its local memory was deregistered before {event}"),
+        }
     }
 }
 

@@ -231,7 +231,7 @@ impl Tables {
                 (ErrorKind::Truncated, Some(format!("receive it into a buffer of at least {message} bytes")))
             }
             proto::Failure::Cancelled => (ErrorKind::Cancelled, None),
-            proto::Failure::Region(_) => (ErrorKind::Region, None),
+            proto::Failure::Region(_) | proto::Failure::Withdrawn => (ErrorKind::Region, None),
             proto::Failure::Device(_) => {
                 (ErrorKind::Io, Some("the endpoint and its other operations go on".to_owned()))
             }

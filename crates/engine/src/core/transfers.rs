@@ -514,6 +514,7 @@ impl Transfers {
     pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, reach: Reach) -> EndpointId {
         self.free_ended();
         let id = self.tables.peers.reserve();
+        self.tables.hosted.begin(id, name);
         self.tables.peers.add(Peer::new(proto::Peer::new(id, config), name));
         self.gpu.set_reach(id, reach);
         id

@@ -186,7 +186,8 @@ fn inside(stride: &Stride, low: u64, high: u64) -> u64 {
 
 impl Placed {
     pub(crate) fn new(strides: Vec<Stride>, regions: Vec<u32>) -> Result<Placed> {
-        let rows = Rows::new(strides).ok_or_else(|| usage("layout", "no rows, or one without bytes"))?;
+        let rows =
+            Rows::new(strides).ok_or_else(|| usage("layout", "no rows, more than 2^32, or one without bytes"))?;
         Ok(Placed { rows: Arc::new(rows), regions })
     }
 

@@ -194,6 +194,11 @@ impl Regions {
         self.entry(region).filter(|entry| !entry.retired).map(|entry| entry.arrivals)
     }
 
+    /// True until [`Regions::remove`].
+    pub(crate) fn is_known(&self, region: proto::RegionRef) -> bool {
+        self.entry(region).is_some()
+    }
+
     /// Refuses access from now on; false if it is refused already.
     pub(crate) fn retire(&mut self, region: proto::RegionRef) -> bool {
         let entry = self.entries.get_mut(region.index as usize);

@@ -8,7 +8,9 @@ use crossrail_types::{Error, ErrorKind, OpId, Result};
 
 use super::Progress;
 use super::waits::Awaited;
-use crate::core::{Callback, Collected, Core, OpStatus, RETURN_MAX, Receipt, Received, Wanted, outcome};
+use crate::core::{
+    Callback, Collected, Core, Early, OpStatus, RETURN_MAX, Receipt, Received, Wanted, outcome, users_of_region,
+};
 
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
@@ -88,7 +90,7 @@ impl Progress {
 
     pub(crate) fn cancel(&self, id: OpId) {
         let mut core = self.core.lock();
-        core.cancel(id);
+        core.cancel(id, Early::Cancelled);
         self.after(core);
     }
 
@@ -125,31 +127,56 @@ impl Progress {
         error.with_hint("the request goes on: wait again or cancel it; CROSSRAIL_TIMEOUT sets the default")
     }
 
-    /// Ends all access to a region and waits until no peer touches its memory; false if it had ended already.
-    pub(crate) fn deregister(&self, region: proto::RegionRef) -> bool {
+    /// Ends all access to regions, of peers and of this end's own operations, and waits until nothing touches their memory.
+    ///
+    /// # Errors
+    /// `Region` when all had ended already; `Timeout` when something still touches some, and then those are in use until a
+    /// later call returns `Ok`.
+    pub(crate) fn deregister(&self, regions: &[proto::RegionRef]) -> Result<()> {
         let mut core = self.core.lock();
-        let ended = core.end_region(region);
+        let known: Vec<_> = regions.iter().copied().filter(|region| core.end_region(*region)).collect();
         self.after(core);
-        if !ended {
-            return false;
+        if known.is_empty() {
+            return Err(Error::new(ErrorKind::Region, "deregister", "the region is already deregistered"));
         }
         // The protocol ends a peer's reads first: bytes that a lane sends in place of revoked memory must not be taken
         // for the region's.
         let timeout = self.environment.settings().timeout;
-        if self.observe_until(timeout, |core| (!core.is_region_used(region)).then_some(())).is_none() {
-            self.log.warn(format_args!("deregister: peer access did not end within {:.3} s", timeout.as_secs_f64()));
-        }
+        let mut used = known.clone();
+        self.observe_until(timeout, |core| {
+            used.retain(|region| core.is_region_used(*region));
+            used.is_empty().then_some(())
+        });
+        let ended: Vec<_> = known.into_iter().filter(|region| !used.contains(region)).collect();
         let mut core = self.core.lock();
-        let is_kept = core.recall_region(region);
+        let is_kept = ended.iter().fold(false, |kept, region| core.recall_region(*region) | kept);
         self.after(core);
         // A lane that keeps it for too long is torn down, which returns it.
-        if is_kept && self.observe_until(2 * RETURN_MAX, |core| (!core.is_region_kept(region)).then_some(())).is_none()
-        {
-            self.log.error(format_args!("deregister: a lane keeps the memory, which must not be used again"));
+        if is_kept {
+            let kept = |core: &mut Core| ended.iter().any(|region| core.is_region_kept(*region));
+            self.observe_until(2 * RETURN_MAX, |core| (!kept(core)).then_some(()));
         }
         let mut core = self.core.lock();
-        core.remove_region(region);
+        for region in ended {
+            if core.is_region_kept(region) {
+                used.push(region);
+            } else {
+                core.remove_region(region);
+            }
+        }
+        let mut users: Vec<_> = used.iter().flat_map(|region| users_of_region(&core, *region)).collect();
         self.after(core);
-        true
+        if used.is_empty() {
+            return Ok(());
+        }
+        users.sort_unstable();
+        users.dedup();
+        let detail = match users.is_empty() {
+            true => "a lane still holds the memory".to_owned(),
+            false => format!("{} may still read or write the memory", users.join(", ")),
+        };
+        Err(Error::new(ErrorKind::Timeout, "deregister", detail).with_waited(timeout).with_hint(
+            "do not reuse or free the memory before deregistering again has succeeded, or that process has ended",
+        ))
     }
 }

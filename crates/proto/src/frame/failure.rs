@@ -31,7 +31,7 @@ pub(crate) fn encode_failure(failure: &Failure) -> (u8, Bytes) {
         Failure::Truncated { message, buffer } => {
             return (TRUNCATED, Bytes::EMPTY.push(&message.to_le_bytes()).push(&buffer.to_le_bytes()));
         }
-        Failure::Cancelled | Failure::PeerDead(_) => CANCELLED,
+        Failure::Cancelled | Failure::Withdrawn | Failure::PeerDead(_) => CANCELLED,
         Failure::Region(RegionFault::Gone) => GONE,
         Failure::Region(RegionFault::Bounds) => BOUNDS,
         Failure::Region(RegionFault::Access) => ACCESS,

@@ -214,7 +214,7 @@ impl Credit {
         if std::mem::replace(&mut counted.stage, CountedStage::Aborting) == CountedStage::Aborting {
             return true;
         }
-        if matches!(why, Failure::Device(_)) {
+        if matches!(why, Failure::Device(_) | Failure::Withdrawn) {
             self.unconfirmed.blame(op, why.clone());
         }
         control.push_abort(self.unconfirmed.id(place), why, events);

@@ -377,7 +377,7 @@ impl OutgoingOps {
             return Aborted::Asked;
         }
         outgoing.stage = Stage::Aborting;
-        if matches!(why, Failure::Device(_)) {
+        if matches!(why, Failure::Device(_) | Failure::Withdrawn) {
             outgoing.long_mut().fault = Some(why.clone());
         }
         if let Some(job) = outgoing.long().job

@@ -74,7 +74,7 @@ impl World {
         if n.matcher.cancel(id) {
             n.finish(id, Err(Failure::Cancelled), u64::MAX);
         } else {
-            assert!(n.peer.cancel(self.now, id), "nobody knows {}", n.ops[op].span.name);
+            assert!(n.peer.cancel(self.now, id, &Failure::Cancelled), "nobody knows {}", n.ops[op].span.name);
         }
     }
 

@@ -1,7 +1,6 @@
 //! What an untrusted peer tells of lists, and what it does with them: the target of `fuzz/lists`, and its seeds.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use crossrail_proto::{Access, Operation, RegionRef, Regions as _};
 use crossrail_transport::{Descriptor, DirectKind, Domain, Index, Job, List, Step, Stride, Window};
@@ -28,6 +27,8 @@ const OVER: u8 = 2;
 const TAKE: u8 = 3;
 const END: u8 = 4;
 const GONE: u8 = 5;
+/// A count of rows that is unique in its input.
+const COUNTED: u64 = 0x1357;
 /// Sorts of mails from here on are rows with a notice.
 const ROWS: u8 = 128;
 
@@ -154,7 +155,9 @@ impl Fuzzed {
         }
         let domain = FakeDomain(Arc::new(vec![0; POOL]));
         let peers = [EndpointId(0), EndpointId(1)];
-        Fuzzed { regions, hosted: Hosted::default(), known, held: Vec::new(), peers, domain }
+        let mut hosted = Hosted::default();
+        peers.iter().for_each(|endpoint| hosted.begin(*endpoint, "peer"));
+        Fuzzed { regions, hosted, known, held: Vec::new(), peers, domain }
     }
 
     fn resolve(
@@ -239,11 +242,12 @@ impl Fuzzed {
     fn replace(&mut self, which: usize) {
         self.hosted.forget(self.peers[which]);
         self.peers[which].0 += PEERS as u32;
+        self.hosted.begin(self.peers[which], "peer");
     }
 
     fn check(&self) {
         for peer in self.hosted.descriptions() {
-            assert!(peer.lists.load(Ordering::Relaxed) <= LISTS_MAX);
+            assert!(peer.lists.bytes() <= LISTS_MAX);
             assert!(peer.notices <= NOTICES_MAX);
         }
     }
@@ -259,7 +263,7 @@ impl Fuzzed {
         }
         let lists: Vec<_> = self.hosted.descriptions().map(|peer| peer.lists.clone()).collect();
         (0..PEERS).for_each(|which| self.replace(which));
-        assert!(lists.iter().all(|bytes| bytes.load(Ordering::Relaxed) == 0), "lists of peers that have ended stay");
+        assert!(lists.iter().all(|bytes| bytes.bytes() == 0), "lists of peers that have ended stay");
     }
 }
 
@@ -285,6 +289,9 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let memory = |len| vec![Reachable { descriptor: [5; 24], len }];
     let mapped = TheirRows { memory: memory(4096), strides: vec![stride(0, 0, 64, 256, 16)] };
     let too_long = TheirRows { memory: memory(1 << 30), strides: vec![stride(0, 5, 64, 64, 16)] };
+    // Two lengths, with equal counts at both ends: comparing row by row would take as long as the count.
+    let counted = [stride(0, 0, 64, 0, COUNTED), stride(0, 64, 8, 8, 3)];
+    let counts = (wire::put_rows(&keys[..1], &counted), TheirRows { memory: memory(4096), strides: counted.to_vec() });
     let view = |index, theirs: Option<(u32, Index)>| wire::put_view(&ViewOf { rows: 1, index, theirs });
     let some = |rows: &[u32]| Index::Some(rows.into());
     let repeated = Index::Repeated { block: [3, 1].into(), step: 8, repeats: 2 };
@@ -325,6 +332,17 @@ pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             "uneven",
             [mail(0, 1, &uneven), mail(2, 3, &view(some(&[2, 5, 0]), None)), access(3, None, 201), over.clone()]
                 .concat(),
+        ),
+        (
+            "counts",
+            [
+                mail(0, 1, &counts.0),
+                mail(1, 2, &wire::put_theirs(&counts.1)),
+                mail(2, 3, &view(Index::All, Some((2, Index::All)))),
+                access(3, None, 64),
+                over.clone(),
+            ]
+            .concat(),
         ),
         ("put", [mail(0, 1, &rows), mail(2, 3, &view(Index::All, None)), puts(&over)].concat()),
         (

@@ -4,9 +4,8 @@
 //! whose index has the bit [`LENT`], and engine code as [`Where`] its bytes are. Everything that a peer can make this
 //! end hold is counted per peer and has a maximum, all of which are in [`wire`](super::wire).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossrail_gpu::Device;
 use crossrail_proto as proto;
@@ -14,9 +13,11 @@ use crossrail_transport::{List, Rows, Stride};
 use crossrail_types::EndpointId;
 use proto::{Access, RegionFault, RegionRef};
 
+use super::totals::{LeftNotices, Total, Totals};
 use super::view::{Charge, Installed, Theirs, View};
 use super::wire::{
-    self, ENTRIES_MAX, LISTS_MAX, MAIL_MAX, MAILS_MAX, NOTICE_EXTRA, NOTICE_MAX, NOTICES_MAX, Named, PUT_AHEAD, Sort,
+    self, ALL_LISTS_MAX, ENTRIES_MAX, LISTS_MAX, MAIL_MAX, MAILS_MAX, NOTICE_EXTRA, NOTICE_MAX, NOTICES_MAX,
+    NOTICES_PEERS, Named, PUT_AHEAD, Sort,
 };
 use crate::memory::{RegionStride, Regions};
 
@@ -67,14 +68,16 @@ pub(crate) struct Raised {
 }
 
 /// Everything that one peer has described.
-#[derive(Default)]
 pub(super) struct PeerDescriptions {
+    name: Arc<str>,
+    /// Totals of all peers.
+    all: Arc<Totals>,
     rows: HashMap<u32, Arc<Installed>>,
     theirs: HashMap<u32, Arc<Theirs>>,
     views: HashMap<u32, Arc<View>>,
     pub(super) behind: HashMap<u32, Vec<u8>>,
     /// Bytes of lists.
-    pub(super) lists: Arc<AtomicU64>,
+    pub(super) lists: Arc<Total>,
     /// Bytes of mails on their way, and of notices that nobody has taken.
     pub(super) mails: u64,
     pub(super) notices: u64,
@@ -89,6 +92,9 @@ pub(crate) struct Hosted {
     lent: Vec<Lent>,
     free: Vec<u32>,
     raised: VecDeque<Raised>,
+    totals: Arc<Totals>,
+    /// Notices of ended peers in `raised`.
+    left: LeftNotices,
     /// Bytes of each peer's notices that nobody has taken, at most.
     pub(super) notices_max: u64,
 }
@@ -100,6 +106,8 @@ impl Default for Hosted {
             lent: Vec::new(),
             free: Vec::new(),
             raised: VecDeque::new(),
+            totals: Arc::default(),
+            left: LeftNotices::default(),
             notices_max: NOTICES_MAX,
         }
     }
@@ -174,9 +182,14 @@ impl Hosted {
         (offset, len): (u64, u64),
         access: Access,
     ) -> Result<RegionRef, RegionFault> {
-        let peer = self.peers.entry(endpoint).or_default();
+        let Some(peer) = self.peers.get_mut(&endpoint) else { return Err(RegionFault::Gone) };
         let room = self.notices_max.saturating_sub(peer.notices);
-        let notice_fits = |len: u64| len <= NOTICE_MAX as u64 && len + NOTICE_EXTRA <= room;
+        let left = self.left.of(&peer.name);
+        let notice_fits = |len: u64| {
+            let all = self.totals.notices.bytes() + len.saturating_add(NOTICE_EXTRA);
+            let fits = len <= NOTICE_MAX as u64 && len + NOTICE_EXTRA <= room;
+            fits && left < self.notices_max && all <= NOTICES_PEERS * self.notices_max
+        };
         match named {
             Named::Mail { sort, id } => {
                 let notice = matches!(sort, Sort::Notice | Sort::Behind);
@@ -184,8 +197,11 @@ impl Hosted {
                 if !fits || offset != 0 || access != Access::Write {
                     return Err(RegionFault::Access);
                 }
-                *(if notice { &mut peer.notices } else { &mut peer.mails }) +=
-                    len + if notice { NOTICE_EXTRA } else { 0 };
+                if notice {
+                    peer.add_notice(len)
+                } else {
+                    peer.add_mail(len)
+                };
                 let bytes = vec![0; len as usize].into();
                 Ok(self.lend(endpoint, Purpose::Mail { sort, id, bytes, read: false }))
             }
@@ -209,8 +225,8 @@ impl Hosted {
                 if !fits || offset != 0 || access != Access::Write || view.gpu().is_some() {
                     return Err(RegionFault::Access);
                 }
-                peer.notices += u64::from(notice) + NOTICE_EXTRA;
-                peer.mails += len;
+                peer.add_notice(u64::from(notice));
+                peer.add_mail(len);
                 let (notice, bytes) = (notice as usize, vec![0; len as usize].into());
                 Ok(self.lend(endpoint, Purpose::Put { view, notice, bytes, read: false }))
             }
@@ -269,7 +285,7 @@ impl Hosted {
             (Some(Purpose::Mail { sort, bytes, read, .. }), peer) => {
                 let (len, notice) = (bytes.len() as u64, matches!(sort, Sort::Notice | Sort::Behind));
                 match peer {
-                    Some(peer) if !notice => peer.mails -= len,
+                    Some(peer) if !notice => peer.end_mail(len),
                     Some(peer) if !*read => peer.take_notice(len),
                     _ => {}
                 }
@@ -277,7 +293,7 @@ impl Hosted {
             }
             (Some(Purpose::Put { notice, bytes, read, .. }), peer) => {
                 if let Some(peer) = peer {
-                    peer.mails -= bytes.len() as u64;
+                    peer.end_mail(bytes.len() as u64);
                     if !*read {
                         peer.take_notice(*notice as u64);
                     }
@@ -316,8 +332,13 @@ impl Hosted {
     /// Takes the oldest notice.
     pub(in crate::core) fn take_notice(&mut self) -> Option<Raised> {
         let raised = self.raised.pop_front()?;
-        if let Some(peer) = self.peers.get_mut(&raised.endpoint) {
-            peer.take_notice(raised.bytes.len() as u64);
+        let len = raised.bytes.len() as u64;
+        match self.peers.get_mut(&raised.endpoint) {
+            Some(peer) => peer.take_notice(len),
+            None => {
+                self.left.take(raised.endpoint, len + NOTICE_EXTRA);
+                self.totals.notices.subtract(len + NOTICE_EXTRA);
+            }
         }
         Some(raised)
     }
@@ -331,13 +352,39 @@ impl Hosted {
         })
     }
 
-    /// The peer has ended: what it has told is forgotten. Notices that were raised stay.
+    /// A peer of that name may describe lists from now on.
+    pub(in crate::core) fn begin(&mut self, endpoint: EndpointId, name: &str) {
+        self.peers.insert(endpoint, PeerDescriptions::new(name, &self.totals));
+    }
+
+    /// The peer has ended: its descriptions are dropped. Notices that were raised stay, and count for its name.
     pub(in crate::core) fn forget(&mut self, endpoint: EndpointId) {
-        self.peers.remove(&endpoint);
+        let Some(peer) = self.peers.remove(&endpoint) else { return };
+        let of_peer = self.raised.iter().filter(|raised| raised.endpoint == endpoint);
+        let raised: u64 = of_peer.map(|raised| raised.bytes.len() as u64 + NOTICE_EXTRA).sum();
+        self.left.add(endpoint, &peer.name, raised);
+        self.totals.notices.subtract(peer.notices.saturating_sub(raised));
+        self.totals.mails.subtract(peer.mails);
     }
 }
 
 impl PeerDescriptions {
+    fn new(name: &str, all: &Arc<Totals>) -> PeerDescriptions {
+        PeerDescriptions {
+            name: name.into(),
+            all: all.clone(),
+            rows: HashMap::new(),
+            theirs: HashMap::new(),
+            views: HashMap::new(),
+            behind: HashMap::new(),
+            lists: Arc::default(),
+            mails: 0,
+            notices: 0,
+            taken: 0,
+            credited: 0,
+        }
+    }
+
     /// Processes a complete mail. Malformed ones are ignored: operations that refer to them fail.
     fn read(&mut self, regions: &Regions, (sort, id): (Sort, u32), bytes: &[u8]) -> Arrived {
         match sort {
@@ -358,7 +405,22 @@ impl PeerDescriptions {
     }
 
     fn has_room_for_mail(&self, len: u64) -> bool {
-        len <= MAIL_MAX && self.mails + len <= MAILS_MAX
+        len <= MAIL_MAX && self.mails + len <= MAILS_MAX && self.all.have_room_for_mail(len)
+    }
+
+    fn add_mail(&mut self, len: u64) {
+        self.mails += len;
+        self.all.mails.add(len);
+    }
+
+    fn end_mail(&mut self, len: u64) {
+        self.mails -= len;
+        self.all.mails.subtract(len);
+    }
+
+    fn add_notice(&mut self, len: u64) {
+        self.notices += len + NOTICE_EXTRA;
+        self.all.notices.add(len + NOTICE_EXTRA);
     }
 
     fn live_view(&self, regions: &Regions, id: u32) -> Result<Arc<View>, RegionFault> {
@@ -375,16 +437,18 @@ impl PeerDescriptions {
 
     fn take_notice(&mut self, len: u64) {
         self.notices -= len + NOTICE_EXTRA;
+        self.all.notices.subtract(len + NOTICE_EXTRA);
         self.taken += len + NOTICE_EXTRA;
     }
 
     /// Makes room for one more list of so many bytes; `None`: that is too much.
     fn admit(&mut self, bytes: u64) -> Option<Charge> {
         let entries = self.rows.len() + self.theirs.len() + self.views.len();
-        if entries >= ENTRIES_MAX || self.lists.load(Ordering::Relaxed).saturating_add(bytes) > LISTS_MAX {
+        let fits = |total: &Total, most: u64| total.bytes().saturating_add(bytes) <= most;
+        if entries >= ENTRIES_MAX || !fits(&self.lists, LISTS_MAX) || !fits(&self.all.lists, ALL_LISTS_MAX) {
             return None;
         }
-        Some(Charge::new(&self.lists, bytes))
+        Some(Charge::new([&self.lists, &self.all.lists], bytes))
     }
 
     fn add_rows(&mut self, regions: &Regions, id: u32, bytes: &[u8]) {
@@ -406,7 +470,9 @@ impl PeerDescriptions {
         }
         let first = strides.first().map(|stride| found[stride.region as usize].region);
         if let Some((first, _charge)) = first.zip(self.admit(wire::rows_weight(bytes))) {
-            let regions = found.into_iter().map(|of| of.region).collect();
+            // Each once: every access looks at all of them.
+            let regions: HashSet<_> = strides.iter().map(|stride| found[stride.region as usize].region).collect();
+            let regions = regions.into_iter().collect();
             self.rows.insert(id, Arc::new(Installed { rows: Arc::new(rows), regions, first, gpu, _charge }));
         }
     }
@@ -496,57 +562,5 @@ impl proto::Regions for Shown<'_> {
     }
 }
 
-#[cfg(feature = "simulated-gpu")]
 #[cfg(test)]
-mod tests {
-    use crossrail_gpu::Devices;
-    use crossrail_shm::Arena;
-    use crossrail_types::Settings;
-    use proto::Regions as _;
-
-    use crossrail_transport::Index;
-
-    use super::*;
-    use crate::memory::{Buffer, GpuTimes, Keep, OnGpu};
-
-    const PEER: EndpointId = EndpointId(0);
-    const LEN: usize = 64;
-
-    fn shown<'a>(regions: &'a Regions, hosted: &'a mut Hosted) -> Shown<'a> {
-        Shown { regions, hosted, endpoint: PEER }
-    }
-
-    fn mail(regions: &Regions, hosted: &mut Hosted, (sort, id): (Sort, u32), bytes: &[u8]) {
-        let key = Named::Mail { sort, id }.key();
-        let region = shown(regions, hosted).resolve(&key, 0, bytes.len() as u64, Access::Write).expect("a mail");
-        assert!(shown(regions, hosted).eager(region));
-        let Some(Where::Flat(at, _)) = hosted.memory(region) else { panic!("a mail has memory") };
-        // SAFETY: the mail's memory, of that length.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len()) };
-        hosted.arrived(regions, region);
-        hosted.released(region);
-    }
-
-    /// What is no host memory must not be read for a frame, whatever the peer asks for.
-    #[test]
-    fn rows_of_gpu_memory_go_in_chunks_alone() {
-        let gpus = Devices::simulated(&Settings::default(), Arena::new(), 1);
-        let memory = gpus.alloc(0, LEN).expect("a simulated GPU");
-        let device = Some(gpus.device(0).expect("a simulated GPU"));
-        let on_gpu = OnGpu { ordinal: 0, device, after: None, times: GpuTimes::default() };
-        let on_gpu =
-            Buffer { ptr: memory.ptr() as *mut u8, len: LEN, keep: Keep::Nothing, gpu: Some(Box::new(on_gpu)) };
-        let (mut regions, mut hosted) = (Regions::default(), Hosted::default());
-        for (id, buffer, eager) in [(1, Buffer::from(vec![0; LEN]), true), (2, on_gpu, false)] {
-            let (region, known) = regions.insert(buffer, [id as u8; 16]);
-            assert_eq!(shown(&regions, &mut hosted).eager(region), eager);
-            let stride = RegionStride { region: 0, stride: Stride { at: 0, len: 8, stride: 16, count: 4 } };
-            mail(&regions, &mut hosted, (Sort::Rows, id), &wire::put_rows(&[known.key], &[stride]));
-            let view = wire::put_view(&wire::ViewOf { rows: id, index: Index::All, theirs: None });
-            mail(&regions, &mut hosted, (Sort::View, id), &view);
-            let key = Named::View { id, behind: None, counts: false }.key();
-            let access = shown(&regions, &mut hosted).resolve(&key, 0, 8, Access::Read).expect("a view");
-            assert_eq!(shown(&regions, &mut hosted).eager(access), eager, "rows of view {id}");
-        }
-    }
-}
+mod tests;

@@ -13,6 +13,7 @@ pub(in crate::core) mod outbox;
 pub(in crate::core) mod part;
 #[cfg(test)]
 mod tests;
+mod totals;
 pub(in crate::core) mod view;
 pub(crate) mod wire;
 
@@ -45,6 +46,8 @@ pub(crate) struct ListOperation {
     /// The view and all that it depends on.
     pub(crate) view: [Option<SentDescription>; 3],
     pub(crate) local: Part,
+    /// Our regions that contain the rows.
+    pub(crate) over: Arc<[proto::RegionRef]>,
     pub(crate) len: u64,
     pub(crate) imm: Option<u32>,
     pub(crate) notice: Vec<u8>,
@@ -136,7 +139,7 @@ impl Core {
     /// # Errors
     /// `PeerDead`, `Closed`. Later failures are the operation's outcome.
     pub(crate) fn start_list(&mut self, endpoint: EndpointId, what: ListOperation) -> Result<OpId> {
-        let ListOperation { kind, view, local, len, imm, notice, keep } = what;
+        let ListOperation { kind, view, local, over, len, imm, notice, keep } = what;
         self.check_alive(endpoint, kind.name())?;
         let from = local.from;
         // SAFETY: no address; the rows' memory is kept by `keep`.
@@ -160,6 +163,7 @@ impl Core {
         };
         if let Some(entry) = self.operations().op_mut(op) {
             entry.set_part(local, follow_up);
+            entry.set_over(over);
         }
         let cost = behind.map_or(0, |_| cost(notice.len()));
         self.transfers.begin_or_wait(

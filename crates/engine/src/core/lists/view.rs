@@ -1,34 +1,34 @@
 //! Rows that a peer has told of, its own and ours, and views that pair them. Each holds what it is counted for.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crossrail_gpu::Device;
 use crossrail_proto::RegionRef;
 use crossrail_transport::{Domain, Index, List, Rows, Stride, Window};
 
+use super::totals::Total;
 use super::wire::TheirRows;
 use crate::memory::{RegionStride, Regions};
 
-/// Bytes counted against [`LISTS_MAX`](super::wire::LISTS_MAX) for as long as anything holds what takes them.
+/// Bytes of a peer's lists, counted for it and for all peers as long as anything holds what takes them.
 #[derive(Debug)]
 pub(super) struct Charge {
-    total: Arc<AtomicU64>,
+    totals: [Arc<Total>; 2],
     bytes: u64,
 }
 
 impl Charge {
     /// Counts so many bytes more.
-    pub(super) fn new(total: &Arc<AtomicU64>, bytes: u64) -> Charge {
-        total.fetch_add(bytes, Ordering::Relaxed);
-        Charge { total: total.clone(), bytes }
+    pub(super) fn new(totals: [&Arc<Total>; 2], bytes: u64) -> Charge {
+        totals.iter().for_each(|total| total.add(bytes));
+        Charge { totals: totals.map(Arc::clone), bytes }
     }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.total.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.totals.iter().for_each(|total| total.subtract(self.bytes));
     }
 }
 

@@ -47,6 +47,13 @@ pub(crate) const NOTICE_MAX: usize = 4 << 20;
 /// What a notice costs beside its bytes.
 pub(crate) const NOTICE_EXTRA: u64 = 64;
 
+/// Bytes of the lists of all peers.
+pub(crate) const ALL_LISTS_MAX: u64 = 8 * LISTS_MAX;
+/// Bytes of the mails of all peers in flight to this end.
+pub(crate) const ALL_MAILS_MAX: u64 = 8 * MAILS_MAX;
+/// The notices of how many peers a worker holds at most, those that have ended included: as bytes, [`NOTICES_MAX`] each.
+pub(crate) const NOTICES_PEERS: u64 = 16;
+
 const KEY_LEN: usize = 24;
 /// Bytes ahead of rows with a notice.
 pub(crate) const PUT_AHEAD: usize = 16;
@@ -386,7 +393,8 @@ pub(crate) fn weight(even: Option<u64>, index: &Index) -> u64 {
     };
     let starts = match (index, even) {
         (Index::All, _) | (_, Some(_)) => 0,
-        (index, None) => index.count(0).saturating_mul(8),
+        (Index::Some(index), None) => index.len() as u64 * 8,
+        (Index::Repeated { repeats, .. }, None) => repeats.saturating_mul(8),
     };
     words.saturating_add(starts).saturating_add(256)
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crossrail_gpu::Scratch;
+use crossrail_proto::RegionRef;
 use crossrail_transport::Loan;
 use crossrail_types::{EndpointId, Error, LaneId, OpId};
 
@@ -74,6 +75,8 @@ pub(super) struct Attached {
     pub(super) callback: Option<Callback>,
     /// The rows that are its memory.
     pub(super) part: Option<Part>,
+    /// The regions that its memory belongs to, whose end is its own.
+    pub(super) over: Option<Arc<[RegionRef]>>,
     /// Bytes of its memory that are none of those which it moves: the first.
     pub(super) ahead: usize,
     /// What follows its end.
@@ -292,7 +295,19 @@ impl Op {
         let rows = std::mem::replace(&mut self.keep, Keep::Nothing);
         self.keep = Keep::Packed(Box::new((bytes, rows)));
         let attached = self.attached();
-        (attached.ahead, attached.follow_up) = (ahead, None);
+        (attached.ahead, attached.follow_up, attached.over) = (ahead, None, None);
+    }
+
+    /// Its memory belongs to those regions: it fails when one of them is deregistered.
+    pub(crate) fn set_over(&mut self, regions: Arc<[RegionRef]>) {
+        if self.is_in_flight() {
+            self.attached().over = Some(regions);
+        }
+    }
+
+    /// True if its memory belongs to that region.
+    pub(super) fn is_over_region(&self, region: RegionRef) -> bool {
+        self.attached.as_ref().and_then(|attached| attached.over.as_ref()).is_some_and(|over| over.contains(&region))
     }
 
     /// How many of the first so many bytes of its memory are those that it moves: a notice may stand ahead of them.

@@ -18,6 +18,7 @@ use crossrail_types::{EndpointId, Head, LaneId};
 
 use self::node::{MOVES, Node, check_end, check_memory, check_notice, has_all_notices};
 use self::wire::{SimLane, Wire};
+use crate::core::Early;
 use crate::core::{BulkLane, Core, FOLLOW_UPS, LaneRecord};
 
 /// Far more than the longest schedule takes.
@@ -228,7 +229,7 @@ impl World {
             Action::Cancel(at) => {
                 if let Some(of) = started.get_mut(at).filter(|of| of.ended.is_none()) {
                     of.cancelled = true;
-                    core.cancel(of.id);
+                    core.cancel(of.id, Early::Cancelled);
                 }
             }
             Action::Deregister(at) => self.nodes[node].end_region(at),
@@ -313,7 +314,7 @@ impl World {
                 let node = &mut self.nodes[node];
                 if let Some(of) = node.started.iter_mut().find(|of| of.ended.is_none()).filter(|_| !node.crashed) {
                     of.cancelled = true;
-                    node.core.cancel(of.id);
+                    node.core.cancel(of.id, Early::Cancelled);
                 }
             }
             Fault::Deregister(node, at) if self.nodes[node].pools[at].ends == 0 => self.nodes[node].end_region(at),

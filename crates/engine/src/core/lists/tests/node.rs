@@ -180,6 +180,7 @@ impl Node {
             kind: of.kind,
             view: of.sent.unwrap_or_default(),
             local: Part { list: of.own.clone(), from, gpu: None },
+            over: Arc::new([]),
             len: end - from,
             imm: None,
             notice: bytes.clone(),
