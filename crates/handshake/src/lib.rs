@@ -58,5 +58,5 @@ pub use wire::{Reject, RejectCode};
 pub use worker::{
     ADDRESS_MAX, Address, Arrival, Deliver, Device, Hello, Identity, LaneKeys, LaneName, LanePurpose, Limits,
     ListenConfig, Listener, Parameters, Rail, Session, Stream, Target, Ticket, connect, dial_lane, network_namespace,
-    upgrade,
+    share_of_descriptors, upgrade,
 };

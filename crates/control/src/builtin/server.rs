@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use crossrail_handshake::store::Greeting;
-use crossrail_handshake::{GRACE, Pending, Reject, RejectCode, Secret, draw, source_of};
+use crossrail_handshake::{GRACE, Pending, Reject, RejectCode, Secret, draw, share_of_descriptors, source_of};
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Log, Origin, Reason, Result, Settings};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -21,7 +21,8 @@ use super::contents::{Contents, Outbox};
 use super::frames::Answer;
 use super::server_connection::{ClientConnection, Disconnected, next_request};
 
-/// Most clients at a time, and most of them that have not completed the handshake.
+/// Most clients at a time, and most of them that have not completed the handshake, where descriptors suffice: see
+/// [`clients_max`] and [`greeting_max`].
 const CLIENTS_MAX: usize = 16_384;
 const GREETING_MAX: usize = 512;
 /// Unsent answers of all clients together, in bytes, beyond which the client with the most is closed, if it is one that
@@ -43,6 +44,15 @@ const STALL: Duration = Duration::from_millis(100);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
+
+/// Clients take up to three quarters of the permitted descriptors, those without a proof an eighth.
+fn clients_max() -> usize {
+    (share_of_descriptors(4) * 3).min(CLIENTS_MAX)
+}
+
+fn greeting_max() -> usize {
+    share_of_descriptors(8).min(GREETING_MAX)
+}
 
 /// The built-in store, which serves from a thread of its own until [`StoreServer::stop`] or drop. Its contents are lost
 /// with it.
@@ -344,10 +354,10 @@ impl ServerLoop {
         self.next += 1;
         let now = Instant::now();
         let source = source_of(source);
-        let full = if self.clients.connections.len() >= CLIENTS_MAX {
-            Some(Reject::new(RejectCode::Full, format!("the store already has {CLIENTS_MAX} clients, its maximum")))
-        } else if self.greeting.len() >= GREETING_MAX && !self.evict_greeting(source, now) {
-            let text = format!("{GREETING_MAX} clients have not proved themselves yet; try again");
+        let full = if self.clients.connections.len() >= clients_max() {
+            Some(Reject::new(RejectCode::Full, format!("the store already has {} clients, its maximum", clients_max())))
+        } else if self.greeting.len() >= greeting_max() && !self.evict_greeting(source, now) {
+            let text = format!("{} clients have not proved themselves yet; try again", greeting_max());
             Some(Reject::new(RejectCode::Busy, text))
         } else {
             None
@@ -371,7 +381,8 @@ impl ServerLoop {
     fn evict_greeting(&mut self, source: IpAddr, now: Instant) -> bool {
         let Some((client, ())) = self.greeting.evict(&source, false, now, draw()) else { return false };
         if let Some(connection) = self.clients.connections.get_mut(&client) {
-            let text = format!("it made room for another client: {GREETING_MAX} had not proved themselves; try again");
+            let text =
+                format!("it made room for another client: {} had not proved themselves; try again", greeting_max());
             let before = connection.backlog();
             connection.turn_away(&Reject::new(RejectCode::Busy, &text));
             self.clients.output += connection.backlog() - before;

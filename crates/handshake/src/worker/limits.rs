@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Reason};
+use nix::sys::resource::{Resource, getrlimit};
 
 use super::wire::WORKER;
 use crate::exchange::{Exchange, send_reject};
@@ -29,9 +30,28 @@ pub struct Limits {
 }
 
 impl Default for Limits {
+    /// At most an eighth of the permitted descriptors.
     fn default() -> Limits {
-        Limits { half_open: 64, half_open_per_source: 16, timeout: Duration::from_secs(5), grace: GRACE }
+        let half_open = share_of_descriptors(8).clamp(8, 64);
+        let half_open_per_source = half_open.div_ceil(4);
+        Limits { half_open, half_open_per_source, timeout: Duration::from_secs(5), grace: GRACE }
     }
+}
+
+/// The limit of open files of this process, divided by `parts`.
+pub fn share_of_descriptors(parts: u64) -> usize {
+    let most = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
+    usize::try_from(most / parts).unwrap_or(usize::MAX)
+}
+
+/// Limits of open files above this are not checked.
+const MANY_DESCRIPTORS: usize = 1 << 16;
+
+/// True if less than an eighth of the descriptors is free: these are reserved for the process itself.
+pub(super) fn descriptors_are_low() -> bool {
+    let most = share_of_descriptors(1);
+    let open = || std::fs::read_dir("/proc/self/fd").map_or(most, Iterator::count);
+    most <= MANY_DESCRIPTORS && open() + most / 8 >= most
 }
 
 /// Reject text for a peer whose handshake was evicted.

@@ -20,7 +20,7 @@ use nix::unistd::Uid;
 use super::address::Address;
 use super::hello::{Device, Identity};
 use super::lane::{self, LaneName};
-use super::limits::{EVICTED, HalfOpen, Slot, Source, Spare, evicted_error};
+use super::limits::{EVICTED, HalfOpen, Slot, Source, Spare, descriptors_are_low, evicted_error};
 use super::session::{self, Agreed, Session, Stream};
 use super::sockets::{ListenConfig, ListeningSocket, open};
 use super::text::tcp_name;
@@ -28,6 +28,7 @@ use super::wire::WORKER;
 use crate::exchange::{Exchange, poll_timeout, send_reject};
 use crate::message::{Kind, Reject, RejectCode};
 use crate::pending::source_of;
+use crate::terms::no_descriptor;
 
 /// Pause of accepting when file descriptors or memory are exhausted.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(100);
@@ -102,6 +103,8 @@ struct Sessions {
     stopping: bool,
     /// Why no further peer is admitted, if so.
     full: Option<String>,
+    /// Reason to refuse peers at present.
+    crowded: Option<String>,
 }
 
 thread_local! {
@@ -147,6 +150,11 @@ impl Listener {
     /// Refuses every session from now on, with this text. Lanes of the sessions that there are come in as before.
     pub fn refuse(&self, why: &str) {
         self.acceptor.state.lock().full = Some(why.to_owned());
+    }
+
+    /// Refuses sessions with this text until it is `None`.
+    pub fn set_crowded(&self, why: Option<String>) {
+        self.acceptor.state.lock().crowded = why;
     }
 
     /// The worker's address.
@@ -397,7 +405,14 @@ impl Acceptor {
 
     /// Rejects a peer that would open a session, if no further one is admitted.
     fn check_room(&self, exchange: &mut Exchange<'_>) -> Result<()> {
-        let Some(why) = self.state.lock().full.clone() else { return Ok(()) };
+        if descriptors_are_low() {
+            exchange.stage("connect");
+            let why = "this process has few descriptors left, which it keeps for itself";
+            return Err(exchange.reject(&no_descriptor(why)));
+        }
+        let state = self.state.lock();
+        let Some(why) = state.full.clone().or_else(|| state.crowded.clone()) else { return Ok(()) };
+        drop(state);
         exchange.stage("connect");
         Err(exchange.reject(&Reject::new(RejectCode::Full, why).because(Reason::Full)))
     }

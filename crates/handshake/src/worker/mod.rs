@@ -26,7 +26,7 @@ pub use dial::{connect, dial_lane, upgrade};
 pub use hello::{Device, Hello, Identity, Parameters, network_namespace};
 pub use keys::Ticket;
 pub use lane::LaneName;
-pub use limits::Limits;
+pub use limits::{Limits, share_of_descriptors};
 pub use listen::{Arrival, Deliver, LaneKeys, Listener};
 pub use session::{Session, Stream};
 pub use sockets::{ListenConfig, Rail};
