@@ -33,7 +33,7 @@ mod session;
 pub use api::{
     Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Layout, Mapped, Move, MoveExplain,
     MoveKind, MoveOptions, NOTICE_MAX, Notice, Op, Outcome, Region, Request, Shared, Signal, StartOptions,
-    TransportInfo, Worker, WorkerOptions, close_all,
+    TransportInfo, Worker, WorkerOptions, close_all, hold_lock,
 };
 #[cfg(feature = "fuzzing")]
 pub use core::lists::fuzzing;
@@ -46,4 +46,5 @@ pub use crossrail_types::{
     Channels, Error, ErrorKind, Filter, IoThreads, LogLevel, Rails, Reason, Result, Secret, Settings, Unpack,
 };
 pub use memory::{Addresses, Buffer, Described, Description, Memory, Place, Ready, RegionKey, Row};
+pub use progress::{CallerLock, set_caller_lock};
 pub use session::{Candidate, Explain, Turn};

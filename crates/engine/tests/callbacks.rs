@@ -1,9 +1,9 @@
 //! Callbacks of requests that close the worker they run on, or do not return.
 
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use crossrail::{ConnectOptions, Context, Settings, Worker, WorkerOptions};
+use crossrail::{ConnectOptions, Context, Settings, Worker, WorkerOptions, close_all};
 
 const LIMIT: Duration = Duration::from_secs(120);
 const SIZE: usize = 8 << 20;
@@ -73,4 +73,27 @@ fn check_close_without_callback(way: &[(&str, &str)]) {
     closed.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("{way:?}: the worker did not close"));
     release.send(()).unwrap_or_else(|_| panic!("{way:?}: the callback was over"));
     ended.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("{way:?}: its thread did not end")).unwrap();
+}
+
+/// As at the end of a process, which closes all its workers: they wait for callbacks together, not one after the other.
+#[test]
+fn callbacks_that_do_not_return_keep_many_workers_open_no_longer_than_one() {
+    let from = worker(WAYS[0]);
+    let (release, workers): (Vec<_>, Vec<_>) = (0..4)
+        .map(|_| {
+            let to = worker(WAYS[0]);
+            let (begin, begun) = channel();
+            let (release, released) = channel::<()>();
+            called_back(&to, &from, move || {
+                begin.send(()).unwrap();
+                released.recv()
+            });
+            begun.recv_timeout(LIMIT).expect("nothing was received");
+            (release, to)
+        })
+        .unzip();
+    let began = Instant::now();
+    close_all(workers.iter());
+    assert!(began.elapsed() < Duration::from_secs(20), "closing took {:?}", began.elapsed());
+    drop(release);
 }

@@ -266,13 +266,18 @@ fn a_closed_peer_fails_only_its_own_requests() {
 
 #[test]
 fn a_worker_talks_to_itself() {
-    let worker = Worker::new(&context(&[]), WorkerOptions::default()).unwrap();
-    let endpoint = worker.connect(&worker.address(), &ConnectOptions::default()).unwrap();
-    let receive = worker.recv(vec![0; 100_000], 1, u64::MAX, None).unwrap();
-    endpoint.send(pattern(100_000, 3), 1).unwrap().wait(LIMIT).unwrap();
-    receive.wait(LIMIT).unwrap();
-    assert_eq!(receive.into_vec().unwrap(), pattern(100_000, 3));
-    assert!(endpoint.explain().small.contains("self"));
+    // Also where settings name other transports: none of those joins a worker with itself.
+    for settings in [&[][..], &[("CROSSRAIL_TLS", "tcp")], &[("CROSSRAIL_TLS", "shm")], &[("CROSSRAIL_TLS", "^tcp")]] {
+        let worker = Worker::new(&context(settings), WorkerOptions::default()).unwrap();
+        for to in [worker.address(), worker.control_addresses()[0].to_string().into_bytes()] {
+            let endpoint = worker.connect(&to, &ConnectOptions::default()).unwrap();
+            let receive = worker.recv(vec![0; 100_000], 1, u64::MAX, None).unwrap();
+            endpoint.send(pattern(100_000, 3), 1).unwrap().wait(LIMIT).unwrap();
+            receive.wait(LIMIT).unwrap();
+            assert_eq!(receive.into_vec().unwrap(), pattern(100_000, 3));
+            assert!(endpoint.explain().small.contains("self"));
+        }
+    }
 }
 
 #[test]

@@ -66,7 +66,7 @@ impl Word {
     #[cfg(not(loom))]
     #[inline]
     pub(crate) fn try_lock(&self) -> bool {
-        self.state.word.load(Relaxed) == FREE && self.take(FREE, LOCKED)
+        self.take(FREE, LOCKED)
     }
 
     /// Locks it; false if `until` passed first.

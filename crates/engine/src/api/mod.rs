@@ -21,4 +21,4 @@ pub use notices::{NOTICE_MAX, Notice};
 pub use region::Region;
 pub use request::Request;
 pub use streams::{Awaited, Outcome, Signal};
-pub use worker::{ConnectOptions, Worker, WorkerOptions, close_all};
+pub use worker::{ConnectOptions, Worker, WorkerOptions, close_all, hold_lock};

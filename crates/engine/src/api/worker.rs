@@ -3,14 +3,14 @@
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::{Context, Endpoint, Region, Request};
 use crate::core::Submission;
 use crate::memory::{Buffer, Described, Description, Place};
-use crate::progress::{Progress, ProgressOptions, SessionEvents};
+use crate::progress::{Progress, ProgressOptions, SessionEvents, callbacks_deadline};
 use crate::session::registry;
 use crate::session::transport::Transports;
 use crate::session::{ListenOptions, Sessions, Turn};
@@ -68,7 +68,7 @@ pub(crate) struct Handle {
 impl Handle {
     fn close(&self) {
         if self.begin_close() {
-            self.finish_close();
+            self.finish_close(callbacks_deadline());
         }
     }
 
@@ -77,9 +77,9 @@ impl Handle {
         self.progress.check_origin("close").is_ok() && self.progress.begin_close()
     }
 
-    fn finish_close(&self) {
+    fn finish_close(&self, until: Instant) {
         self.sessions.stop();
-        self.progress.join_threads();
+        self.progress.join_threads(until);
         self.sessions.clear();
         self.progress.finish_close();
     }
@@ -115,7 +115,7 @@ impl Worker {
             Ok(sessions) => sessions,
             Err(error) => {
                 progress.begin_close();
-                progress.join_threads();
+                progress.join_threads(callbacks_deadline());
                 return Err(error);
             }
         };
@@ -243,7 +243,7 @@ impl Worker {
     /// What peers need to move rows of these regions by their addresses: for [`Description::parse`].
     ///
     /// # Errors
-    /// `Usage`: a region of another worker; `Closed`.
+    /// `Usage`: a region of another worker; `Region`: one that was deregistered; `Closed`.
     pub fn describe(&self, regions: &[Region]) -> Result<Vec<u8>> {
         let progress = self.progress_handle();
         progress.check_origin("describe")?;
@@ -253,6 +253,11 @@ impl Worker {
         if regions.iter().any(|region| !region.is_of(progress)) {
             return Err(Error::new(ErrorKind::Usage, "describe", "a region belongs to another worker"));
         }
+        let mut core = progress.core();
+        if regions.iter().any(|region| !core.transfers().regions().is_live(region.entry())) {
+            return Err(Error::new(ErrorKind::Region, "describe", "a region was deregistered"));
+        }
+        drop(core);
         let regions = regions.iter().map(|region| Described { base: region.base(), key: region.key() }).collect();
         Ok(Description::new(self.address(), regions)?.to_bytes())
     }
@@ -300,11 +305,19 @@ impl Worker {
     }
 }
 
-/// [`Worker::close`] of all of them: each knows that it ends before it loses a peer among them, whose end it would
+/// [`Worker::close`] of all of them, which wait for callbacks together: each knows that it ends before it loses a peer among them, whose end it would
 /// report otherwise.
 pub fn close_all<'a>(workers: impl Iterator<Item = &'a Worker>) {
     let begun: Vec<_> = workers.filter(|worker| worker.0.begin_close()).collect();
-    begun.iter().for_each(|worker| worker.0.finish_close());
+    let until = callbacks_deadline();
+    begun.iter().for_each(|worker| worker.0.finish_close(until));
+}
+
+/// Holds a worker's lock for this duration, for tests of threads that wait for it.
+#[doc(hidden)]
+pub fn hold_lock(worker: &Worker, time: Duration) {
+    let _core = worker.0.progress.core();
+    std::thread::sleep(time);
 }
 
 #[cold]

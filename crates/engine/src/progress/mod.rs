@@ -3,6 +3,7 @@
 
 mod background;
 mod connections;
+mod core_lock;
 mod event_fd;
 mod gpu_admission;
 mod group;
@@ -16,12 +17,14 @@ mod waits;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_types::{EndpointId, Log, Origin, Result};
 
 pub(crate) use self::connections::Connections;
+use self::core_lock::CoreLock;
+pub use self::core_lock::{CallerLock, set_caller_lock};
 pub(crate) use self::event_fd::EventsFd;
 pub(crate) use self::gpu_admission::{admit, admit_links, admit_shared, wait_ready};
 pub(crate) use self::group::About;
@@ -29,6 +32,7 @@ use self::group::SocketEvent;
 use self::page_rows::PageRows;
 use self::tasks::Tasks;
 use self::threads::Threads;
+pub(crate) use self::threads::callbacks_deadline;
 use crate::core::gpu::Inbox;
 use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Receipt, render};
 use crate::environment::{Environment, TcpLimits};
@@ -74,7 +78,7 @@ pub(crate) struct Progress {
     origin: Origin,
     environment: Arc<Environment>,
     log: Log,
-    core: Mutex<Core>,
+    core: CoreLock,
     connections: Connections,
     /// Callers pump the first connection to each peer, although others have threads.
     pumps_first: bool,
@@ -114,7 +118,7 @@ impl Progress {
             origin: environment.origin(),
             environment: environment.clone(),
             log,
-            core: Mutex::new(core),
+            core: CoreLock::new(core),
             connections,
             pumps_first,
             pumping: Mutex::default(),
@@ -392,12 +396,12 @@ impl Progress {
     }
 
     /// Waits for the threads: not for the calling one, and not for ever for callbacks.
-    pub(crate) fn join_threads(&self) {
+    pub(crate) fn join_threads(&self, until: Instant) {
         for group in self.connections.groups() {
             group.wake_always();
         }
         self.hand_over();
-        self.threads.join(self.log);
+        self.threads.join(self.log, until);
     }
 
     /// Ends all endpoints and operations.

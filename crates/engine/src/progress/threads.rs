@@ -13,6 +13,11 @@ use super::{Due, Progress};
 /// How long a worker that closes waits for callbacks.
 const CALLBACK_MAX: Duration = Duration::from_secs(10);
 
+/// Deadline for the callbacks of workers that close now, all of them together.
+pub(crate) fn callbacks_deadline() -> Instant {
+    Instant::now() + CALLBACK_MAX
+}
+
 /// See the module.
 #[derive(Default)]
 pub(super) struct Threads {
@@ -76,10 +81,9 @@ impl Threads {
         }
     }
 
-    /// Waits for all threads but the calling one to end, and joins them. Those that are in a callback after
-    /// [`CALLBACK_MAX`] are left to end behind it: they hold no lock there.
-    pub(super) fn join(&self, log: Log) {
-        let until = Instant::now() + CALLBACK_MAX;
+    /// Waits for all threads but the calling one to end, and joins them. Those that are in a callback at `until` end
+    /// later: they hold no lock there.
+    pub(super) fn join(&self, log: Log, until: Instant) {
         let mut running = self.running.lock();
         running.remove(&std::thread::current().id());
         while !running.is_empty() {

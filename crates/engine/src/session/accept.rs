@@ -123,6 +123,10 @@ impl Sessions {
         match arrival {
             Arrival::Session(session) => {
                 let peer = session.peer.name.clone();
+                if super::crowd::is_overrun(self) {
+                    self.log.warn(format_args!("{peer} did not get through: too many peers wait to be accepted"));
+                    return;
+                }
                 if let Some(old) = &session.peer.replaces {
                     self.replaced(old);
                 }
@@ -134,6 +138,7 @@ impl Sessions {
                 if let Err(error) = result {
                     self.log.warn(format_args!("{peer} did not get through: {error}"));
                 }
+                super::crowd::check(self);
             }
             Arrival::Lane { session, lane, stream, local, remote } => {
                 if let Err(error) = self.lane_arrived(&session, lane, stream, (local, remote)) {

@@ -44,7 +44,7 @@ impl Sessions {
         let required = required.as_deref();
         let permitted = Permitted { settings: self.environment.settings(), transports: &self.transports, required };
         let target = Target::parse(to, DEFAULT_PORT, deadline)?;
-        let may_be_own = permitted.left_out("self").is_none();
+        let may_be_own = permitted.may_be_own();
         if may_be_own && matches!(&target, Target::Worker(address) if address.worker == me.hello.worker) {
             return self_transport::connect(self);
         }
@@ -351,6 +351,14 @@ impl Permitted<'_> {
         let rider = self.transports.iter().find(carried).map(|transport| transport.name());
         let needed = rider.map_or_else(String::new, |rider| format!(", and {rider} needs its Unix socket"));
         Some(format!("require={} leaves it out{needed}", names.join(",")))
+    }
+
+    /// True if a worker may connect to itself over its loopback lane. No other transport can, so settings that name others
+    /// do not exclude it; `^self` and `require` do.
+    fn may_be_own(&self) -> bool {
+        let is_excluded =
+            matches!(&self.settings.tls, Filter::Except(names) if names.iter().any(|name| name == "self"));
+        !is_excluded && self.required.is_none_or(|names| names.iter().any(|name| name == "self"))
     }
 
     /// Why the peer's settings leave a transport out, if so.

@@ -160,6 +160,12 @@ impl ControlConnections {
         })
     }
 
+    /// Number of accepted connections without a complete endpoint.
+    pub(super) fn unformed(&self) -> usize {
+        let unformed = |connection: &&ControlConnection| !connection.initiator && !connection.accepted;
+        self.connections.lock().values().filter(unformed).count()
+    }
+
     /// What it takes to dial a lost lane again; `None`: the peer cannot be reached over that rail from here.
     pub(super) fn redial(&self, lost: &LostRail) -> Option<Redial> {
         self.with(lost.endpoint, |connection| {
@@ -454,6 +460,7 @@ impl SessionEvents for Sessions {
 
     fn endpoint_ended(&self, endpoint: EndpointId) {
         self.end_session(endpoint);
+        super::crowd::check(self);
     }
 
     /// A control connection has become readable: the announcement, or its end.

@@ -5,6 +5,7 @@ mod carrier;
 mod connect;
 mod control;
 mod costs;
+mod crowd;
 mod cuda_ipc;
 mod dialling;
 #[cfg(test)]
@@ -143,7 +144,10 @@ impl Sessions {
             if core.is_closed() { Some(None) } else { self.arrived.lock().pop_front().map(Some) }
         });
         match found {
-            Some(Some(claim)) => Ok(claim),
+            Some(Some(claim)) => {
+                crowd::check(self);
+                Ok(claim)
+            }
             Some(None) => Err(gone("accept")),
             None => {
                 let detail = format!("no peer has connected to {}", self.name());
@@ -161,6 +165,7 @@ impl Sessions {
         }
         core.operations().report();
         self.progress.after(core);
+        crowd::check(self);
     }
 
     /// What an endpoint could have used, and why it uses what it does.
@@ -178,7 +183,9 @@ impl Sessions {
     /// Accepts and dials no more.
     pub(crate) fn stop(&self) {
         self.redialer.stop();
-        drop(self.listener.lock().take());
+        // Not with the lock: its threads may wait for that.
+        let listener = self.listener.lock().take();
+        drop(listener);
     }
 
     /// Closes all control connections.
