@@ -26,6 +26,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     crossrail_locks::watch_forks();
+    runtime::gate::share_with_workers();
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("ALL_BITS", u64::MAX)?;
     objects::add_to(module)?;

@@ -13,11 +13,24 @@ from typing import Any
 import numpy as np
 
 from crossrail._arrays import wrong
-from crossrail._native import Description, Endpoint, Layout, Move, Receipt, Region, RegionKey, Request, Worker, wait_all
-from crossrail.errors import CrossrailError, MismatchError, RegionError, TimeoutError
+from crossrail._native import (
+    Description,
+    Endpoint,
+    Layout,
+    Move,
+    Receipt,
+    Region,
+    RegionKey,
+    Request,
+    Worker,
+    _deregister,
+    wait_all,
+)
+from crossrail.errors import CrossrailError, MismatchError, TimeoutError
 
 from ._shape import Index, Memory, Part, Shape, blocks_of, malformed, number, packed, unpacked
 
+_accessed: list[Any] = []  # dropped memory that a peer may still access: kept until the process ends
 _CALLBACK_S = 0.001  # poll interval: a request's callback may run shortly after its wait has returned
 
 
@@ -147,12 +160,16 @@ class PagedCache:
         return layout
 
     def close(self) -> None:
-        """Revokes all access: on return no peer accesses the memory. Leases are not affected."""
+        """Ends all access: on return neither peers nor pulls and pushes of this process access the memory. Those in
+        flight fail with RegionError. Leases are not affected. Raises TimeoutError if a peer may still access it."""
         deregister(self._regions)
 
     def __del__(self) -> None:
-        with suppress(CrossrailError):  # deregister before the tensors are released
-            deregister(getattr(self, "_regions", ()))
+        regions = getattr(self, "_regions", ())
+        try:
+            deregister(regions)  # before the tensors are released
+        except CrossrailError:
+            _accessed.append((regions, self._keep))
 
     def __enter__(self) -> PagedCache:
         return self
@@ -464,10 +481,8 @@ def registered(worker: Worker, ranges: Iterable[tuple[int, int, int | None]]) ->
 
 
 def deregister(regions: Iterable[Region]) -> None:
-    """Deregisters regions. On return no peer accesses them."""
-    for region in regions:
-        with suppress(RegionError):
-            region.deregister()
+    """Deregisters regions. On return neither a peer nor a transfer of this process accesses them."""
+    _deregister(regions)
 
 
 def keys_of(said: Any, count: int) -> list[RegionKey]:

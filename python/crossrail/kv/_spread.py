@@ -110,7 +110,7 @@ class _Weights:
         """Revokes all access. On return no peer reads the tensors."""
         with suppress(CrossrailError):
             deregister(self._regions)
-            self.worker.close()
+        self.worker.close()
 
 
 def _notify(endpoint: Endpoint | None, **what: Any) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import crossrail
+from crossrail._native import _deregister
 from crossrail.nixl import _exchange
 from crossrail.nixl._kinds import nixlNotSupportedError
 
@@ -144,18 +145,27 @@ class TransferEngine:
         return self.batch_unregister_memory([buffer_addr])
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
-        """Drops a reference; after the last one of an address, returns once no peer accesses it."""
-        ended, missing = [], False
+        """Drops a reference; after the last one of an address, returns once no transfer accesses it: -1 if a peer that
+        does not answer may still do so, and then the memory must be unregistered again."""
+        ended: list[tuple[int, crossrail.Region]] = []
+        missing = False
         with self._lock:
             for address in buffer_addresses:
                 missing |= address not in self._regions
                 self._counts[address] -= 1
                 if self._counts[address] <= 0:
                     del self._counts[address]
-                    ended += [region] if (region := self._regions.pop(address, None)) is not None else []
-        for region in ended:
-            with contextlib.suppress(crossrail.RegionError):
-                region.deregister()
+                    if (region := self._regions.pop(address, None)) is not None:
+                        ended.append((address, region))
+        try:
+            _deregister([region for _, region in ended])
+        except crossrail.CrossrailError as error:
+            logger.error("unregister_memory: %s", str(error))
+            with self._lock:
+                for address, region in ended:
+                    self._regions.setdefault(address, region)
+                    self._counts[address] = max(self._counts[address], 1)
+            return -1
         return -1 if missing else 0
 
     # Transfers.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 
 import numpy as np
 
 import crossrail
-from crossrail._native import merged_rows
+from crossrail._native import _deregister, merged_rows
 from crossrail.nixl._kinds import error, nixl_mem_t, nixlInvalidParamError, nixlNotFoundError, translated
 from crossrail.nixl._lists import Rows
 
@@ -55,12 +54,13 @@ class Registrations:
         with self._lock:
             for registration in reversed(self._all):
                 if registration.kind == kind and np.array_equal(registration.rows, rows):
-                    self._all.remove(registration)
                     break
             else:
                 self._remove_rows(kind, {tuple(row) for row in rows.tolist()})
                 return
-        _end(registration.regions.values())
+        _end(registration.regions.values())  # if it fails, the rows stay registered: they are to be removed again
+        with self._lock:
+            self._all.remove(registration)
 
     def _remove_rows(self, kind: nixl_mem_t, gone: set[Row]) -> None:
         """Removes single rows from registrations. A region shared with other rows is replaced by regions of those."""
@@ -95,7 +95,6 @@ class Registrations:
 
 
 def _end(regions: Iterable[crossrail.Region]) -> None:
-    """Deregisters regions. On return no peer accesses them."""
-    for region in regions:
-        with suppress(crossrail.RegionError):
-            region.deregister()
+    """Deregisters regions. On return neither a peer nor a transfer of this agent accesses them."""
+    with translated():
+        _deregister(list(regions))

@@ -41,7 +41,8 @@ impl Endpoint {
 impl Endpoint {
     /// The peer's name.
     #[getter]
-    fn peer(&self) -> String {
+    fn peer(&self, py: Python<'_>) -> String {
+        let _call = Call::enter(py);
         self.native.peer()
     }
 
@@ -53,7 +54,8 @@ impl Endpoint {
 
     /// Whether the peer is alive, as far as is known.
     #[getter]
-    fn is_alive(&self) -> bool {
+    fn is_alive(&self, py: Python<'_>) -> bool {
+        let _call = Call::enter(py);
         self.native.is_alive()
     }
 
@@ -393,7 +395,8 @@ impl Endpoint {
         self.worker.clone_ref(py)
     }
 
-    fn __repr__(&self) -> String {
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let _call = Call::enter(py);
         format!("<crossrail.Endpoint {} to {}>", self.native.id(), self.native.peer())
     }
 }

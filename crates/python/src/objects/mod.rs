@@ -41,6 +41,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store::StoreServer>()?;
     module.add_class::<receipt::Receipt>()?;
     module.add_class::<span::Span>()?;
+    module.add_function(wrap_pyfunction!(moves::_deregister, module)?)?;
     module.add_function(wrap_pyfunction!(span::_borrow, module)?)?;
     module.add("Memory", memory::memory_type(module.py())?)?;
     module.add_function(wrap_pyfunction!(request::wait_all, module)?)?;

@@ -196,8 +196,8 @@ impl Move {
     }
 
     /// Return whether it was started and is not finished, without making progress.
-    fn is_in_flight(&self) -> bool {
-        self.native.is_in_flight()
+    fn is_in_flight(&self, py: Python<'_>) -> bool {
+        gate::detached(py, || self.native.is_in_flight())
     }
 
     /// Bytes of all its rows.
@@ -417,6 +417,18 @@ pub(super) fn merged_rows(rows: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64, u6
 
 /// `Worker.notices`.
 pub(super) fn notices<'py>(py: Python<'py>, worker: &Worker, limit: Option<usize>) -> PyResult<Bound<'py, PyList>> {
-    let notices = worker.native().notices(limit.unwrap_or(usize::MAX));
+    let _call = Call::enter(py);
+    let notices = gate::detached(py, || worker.native().notices(limit.unwrap_or(usize::MAX)));
     PyList::new(py, notices.iter().map(|notice| (notice.peer.as_str(), PyBytes::new(py, &notice.bytes))))
+}
+
+/// Deregisters regions within one CROSSRAIL_TIMEOUT; those that were deregistered before are left out.
+///
+/// Raises TimeoutError as `Region.deregister`.
+#[pyfunction]
+pub(super) fn _deregister(regions: &Bound<'_, PyAny>) -> PyResult<()> {
+    let py = regions.py();
+    let _call = Call::enter(py);
+    let regions = self::regions(regions)?;
+    gate::detached(py, || crossrail::Region::deregister_all(&regions)).or_raise(py)
 }

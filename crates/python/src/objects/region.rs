@@ -40,15 +40,25 @@ impl Region {
 
     /// Deregister the region, and end all access to its memory.
     ///
-    /// When this returns, no peer accesses the memory any more; later accesses fail with
-    /// RegionError at the accessing end. Raises RegionError if it was deregistered before.
+    /// When this returns, neither a peer nor an operation of this process accesses the memory any
+    /// more. Later accesses fail with RegionError at the accessing end, and so do transfers in
+    /// flight, of peers and of this process: none of those succeeds or raises its notice.
+    ///
+    /// Raises
+    /// ------
+    /// RegionError
+    ///     It was deregistered before.
+    /// TimeoutError
+    ///     After CROSSRAIL_TIMEOUT a peer that the text names may still access the memory, such as
+    ///     one that is stopped. Do not reuse the memory before another call has returned.
     fn deregister(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
         gate::detached(py, || self.native.deregister()).or_raise(py)
     }
 
     /// Return the number of writes with immediate `imm` that have arrived completely.
-    fn imm_count(&self, imm: u32) -> u64 {
+    fn imm_count(&self, py: Python<'_>, imm: u32) -> u64 {
+        let _call = Call::enter(py);
         self.native.imm_count(imm)
     }
 

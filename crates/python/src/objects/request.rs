@@ -13,6 +13,7 @@ use crate::borrow::lent::Call;
 use crate::borrow::{place, stream};
 use crate::runtime::errors::{self, OrRaise};
 use crate::runtime::gate::{self, CallbackPass};
+use crate::runtime::lifecycle::Held;
 use crate::runtime::wait;
 
 /// An operation in flight. asyncio code may `await` it for its receipt.
@@ -25,7 +26,7 @@ use crate::runtime::wait;
 /// Thread safety: any thread may use the request.
 #[pyclass(module = "crossrail._native", frozen, weakref)]
 pub(super) struct Request {
-    native: crossrail::Request,
+    native: Held<crossrail::Request>,
     worker: Py<Worker>,
     has_callback: AtomicBool,
     /// The GPU whose memory it is about.
@@ -39,7 +40,7 @@ impl Request {
             Place::Host => None,
             Place::Gpu(ordinal) => Some(ordinal),
         };
-        Request { native, worker, has_callback: AtomicBool::new(false), gpu }
+        Request { native: Held::new(native), worker, has_callback: AtomicBool::new(false), gpu }
     }
 }
 
@@ -137,7 +138,8 @@ impl Request {
     }
 
     /// Return whether the operation is finished, without making progress.
-    fn is_done(&self) -> bool {
+    fn is_done(&self, py: Python<'_>) -> bool {
+        let _call = Call::enter(py);
         self.native.is_done()
     }
 
@@ -196,7 +198,8 @@ impl Request {
         self.worker.clone_ref(py)
     }
 
-    fn __repr__(&self) -> &'static str {
+    fn __repr__(&self, py: Python<'_>) -> &'static str {
+        let _call = Call::enter(py);
         if self.native.is_done() { "<crossrail.Request, finished>" } else { "<crossrail.Request, in flight>" }
     }
 }

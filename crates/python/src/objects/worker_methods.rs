@@ -196,7 +196,8 @@ impl Worker {
     /// Parameters
     /// ----------
     /// address, nbytes : int
-    ///     The caller keeps the memory allocated until the region is deregistered or dropped.
+    ///     The caller keeps the memory allocated until `Region.deregister` has returned. Dropping
+    ///     the region has no effect while layouts, moves or operations in flight use it.
     /// device : str or int, optional
     ///     Whose memory it is: ``"cpu"``, ``"cuda:1"`` or the number of a GPU. The host by default.
     ///
@@ -242,6 +243,7 @@ impl Worker {
     ///     A region was deregistered.
     fn describe<'py>(&self, regions: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
         let py = regions.py();
+        let _call = Call::enter(py);
         let regions = moves::regions(regions)?;
         let described = gate::detached(py, || self.native().describe(&regions)).or_raise(py)?;
         Ok(PyBytes::new(py, &described))
@@ -291,6 +293,7 @@ impl Worker {
 
     /// Return an endpoint whose living peer has this name, whichever end connected, or None.
     fn peer(slf: &Bound<'_, Self>, name: &str) -> Option<Endpoint> {
+        let _call = Call::enter(slf.py());
         let native = slf.get().native().peer(name)?;
         Some(Endpoint::new(native, slf.clone().unbind()))
     }
@@ -356,6 +359,12 @@ impl Worker {
     fn progress(&self, py: Python<'_>) -> bool {
         let _call = Call::enter(py);
         gate::detached(py, || self.native().progress())
+    }
+
+    /// Hold the worker's lock for some seconds, for tests.
+    fn _hold_lock(&self, py: Python<'_>, seconds: f64) {
+        let _call = Call::enter(py);
+        gate::detached(py, || crossrail::hold_lock(self.native(), std::time::Duration::from_secs_f64(seconds)));
     }
 
     /// Return a file descriptor that becomes readable when requests finish or peers connect.

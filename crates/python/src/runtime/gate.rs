@@ -259,6 +259,14 @@ pub(super) fn detached_until<T: Send>(py: Python<'_>, work: impl FnOnce() -> T +
     (result, pass)
 }
 
+/// Has calls release the GIL while they wait for a worker's lock: other Python threads run meanwhile.
+pub(crate) fn share_with_workers() {
+    crossrail::set_caller_lock(crossrail::CallerLock {
+        is_held: || PASSES.get() > 0,
+        without: |wait| Python::attach(|py| detached(py, wait)),
+    });
+}
+
 /// Reacquires the GIL for `work`, from within [`detached`].
 pub(crate) fn attached<T>(work: impl FnOnce(Python<'_>) -> T) -> T {
     let gate = GATE.here();

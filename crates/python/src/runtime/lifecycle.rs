@@ -14,7 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 
 use super::errors::OrRaise;
-use super::gate::{self, CallbackPass};
+use super::gate::{self, CallbackPass, Pass};
 
 /// An engine object whose drop may block (it joins threads and notifies peers): dropped with the GIL released. Never
 /// dropped in a forked child, since its threads, connections and shared memory belong to the parent.
@@ -59,7 +59,7 @@ impl<T: Send> Drop for Detached<T> {
         if !self.origin.is_here() {
             return;
         }
-        // SAFETY: taken once, here, where nobody can use it any more.
+        // SAFETY: taken once, on drop, after the last use.
         let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
         let mut inner = Some(inner);
         let attached = Python::try_attach(|py| {
@@ -69,6 +69,37 @@ impl<T: Send> Drop for Detached<T> {
         if attached.is_none() {
             drop(inner);
         }
+    }
+}
+
+/// An engine object whose drop takes the worker's lock, for a moment: the GIL is released only if that is held for longer.
+pub(crate) struct Held<T>(ManuallyDrop<T>);
+
+impl<T> Held<T> {
+    #[inline]
+    pub(crate) fn new(inner: T) -> Held<T> {
+        Held(ManuallyDrop::new(inner))
+    }
+}
+
+impl<T> Deref for Held<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T> Drop for Held<T> {
+    #[inline]
+    fn drop(&mut self) {
+        // SAFETY: taken once, on drop, after the last use.
+        let inner = unsafe { ManuallyDrop::take(&mut self.0) };
+        let mut inner = Some(inner);
+        Python::try_attach(|py| {
+            let _pass = Pass::enter(py);
+            drop(inner.take());
+        });
     }
 }
 
