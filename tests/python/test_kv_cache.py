@@ -248,6 +248,23 @@ def test_a_cache_of_another_shape_is_refused_with_both(
     assert its in text[text.index("that of mine has") :]
 
 
+def test_rows_that_a_peer_describes_as_single_items_are_refused_before_they_are_made(worker: crossrail.Worker) -> None:
+    tokens, dim, layers = 512, 128, 32
+    mine = PagedCache(worker, [np.zeros((2, tokens, 1, dim), np.uint8)] * layers, head_axis=2, shard=(0, 2))
+    with crossrail.Worker(crossrail.Context(tls="shm"), name="theirs") as other:
+        theirs = PagedCache(other, [np.zeros((2, tokens, 2, dim), np.uint8)] * layers, head_axis=2)
+        described = theirs.describe()
+        begin = described.index(b"{")
+        said = json.loads(described[begin:])
+        for part in said["shape"][2]:
+            part[3], part[5] = tokens * dim, 1  # rows before the heads, items after them
+        began = time.monotonic()
+        with pytest.raises(crossrail.MismatchError, match="2097152 of them"):
+            mine.remote(described[:begin] + json.dumps(said).encode())
+        assert time.monotonic() - began < 1
+        assert mine.remote(described).prepare("pull", [0], [0]).rows == layers * tokens
+
+
 def test_shards_without_heads_in_common_are_refused(worker: crossrail.Worker) -> None:
     for mine, its in [((0, 2), (1, 2)), ((0, 4), (1, 2)), ((1, 2), (1, 8)), ((0, 2), (0, 3))]:
         here, there = Made(shard=mine, heads=24), Made(shard=its, heads=24)

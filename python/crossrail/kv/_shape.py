@@ -23,6 +23,7 @@ Row: TypeAlias = tuple[Holder, int, int, int, int]
 
 _MAGIC = b"CRKV1"
 _MAX = 1 << 62
+_ROWS_MAX = 1 << 18  # of a block, in all layers, where shards of heads differ: one for each token
 
 
 class Memory(NamedTuple):
@@ -183,6 +184,9 @@ class Shape(NamedTuple):
             raise _mismatch(detail, f"those of shard {its} of {theirs}: disjoint, or partly overlapping", peer)
         if ours == theirs:
             return here, there
+        rows = sum(len(part.places) * part.before for part in here.parts)
+        if rows > _ROWS_MAX:  # before they are made: a peer's few bytes decide how many they are
+            raise _mismatch(f"at most {_ROWS_MAX} rows of heads for each block", f"{rows} of them", peer)
         whole, times = (1, 0), max(ours, theirs) // min(ours, theirs)
         if ours > theirs:
             return here._replace(cut=whole), there._replace(cut=(times, mine % times))
