@@ -215,8 +215,7 @@ impl Comm {
                 Ok(part) => parts.push(part),
                 Err(error) => {
                     parts.push(first);
-                    self.end(parts);
-                    return Err(error);
+                    return self.end(parts).and(Err(error));
                 }
             }
         }
@@ -244,17 +243,29 @@ impl Comm {
     }
 
     /// Cancels requests and waits until the engine no longer uses their memory.
-    fn end(&self, parts: Vec<Arc<Part>>) {
+    ///
+    /// # Errors
+    /// `Timeout`: the engine may still use some of it.
+    fn end(&self, parts: Vec<Arc<Part>>) -> Result<()> {
         let running: Vec<Request> = parts.iter().filter_map(|part| part.cancel()).collect();
         let deadline = Instant::now() + CANCEL_LIMIT;
-        for request in running {
-            let _ = request.wait(Some(deadline.saturating_duration_since(Instant::now())));
+        let mut used = 0;
+        for request in &running {
+            let outcome = request.wait(Some(deadline.saturating_duration_since(Instant::now())));
+            used += usize::from(outcome.is_err_and(|error| error.kind == ErrorKind::Timeout));
         }
+        if used == 0 {
+            return Ok(());
+        }
+        let detail = format!("the memory of {used} requests may still be read or written: the peer has not ended them");
+        Err(Error::new(ErrorKind::Timeout, "close", detail).with_peer(&self.peer).with_waited(CANCEL_LIMIT))
     }
-}
 
-impl Drop for Comm {
-    fn drop(&mut self) {
+    /// Ends all requests. On success, no request uses its memory any more.
+    ///
+    /// # Errors
+    /// `Timeout`: something may.
+    pub(crate) fn close(&self) -> Result<()> {
         let mut parts = Vec::new();
         for flight in std::mem::take(&mut *self.flights.lock()).drain() {
             // SAFETY: made by `launch`, and removed from the table when it is freed.
@@ -262,7 +273,14 @@ impl Drop for Comm {
             parts.push(flight.first);
             parts.extend(flight.others);
         }
-        self.end(parts);
+        self.end(parts)
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        // Closed before, unless the library is unloaded: there is no caller to report to.
+        let _ = self.close();
     }
 }
 

@@ -295,11 +295,11 @@ unsafe extern "C" fn accept(listener: Ptr, comm: *mut Ptr, _offload: *mut *mut D
 
 unsafe extern "C" fn close_comm(comm: Ptr) -> Status {
     guard("close", || {
-        if !comm.is_null() {
-            // SAFETY: made by `into_raw`, and closed once.
-            drop(unsafe { Arc::from_raw(comm.cast_const().cast::<Comm>()) });
+        if comm.is_null() {
+            return Ok(());
         }
-        Ok(())
+        // SAFETY: made by `into_raw`, and closed once.
+        unsafe { Arc::from_raw(comm.cast_const().cast::<Comm>()) }.close()
     })
 }
 
@@ -332,9 +332,18 @@ unsafe extern "C" fn dereg_mr(_comm: Ptr, _mr: Ptr) -> Status {
 
 // ---- transfers
 
+/// Memory of no bytes may be anywhere.
+fn check_data(operation: &str, data: Ptr, len: usize) -> Result<()> {
+    if data.is_null() && len > 0 {
+        return Err(usage(operation, format!("a null pointer for {len} bytes")));
+    }
+    Ok(())
+}
+
 fn send(comm: Ptr, data: Ptr, len: usize, tag: c_int, request: *mut Ptr) -> Result<()> {
     // SAFETY: NCCL passes what `connect` returned.
     let comm: &Comm = unsafe { object("isend", comm) }?;
+    check_data("isend", data, len)?;
     // SAFETY: NCCL keeps the buffer until the request has completed or the communicator is closed.
     let flight = unsafe { comm.send(data, len, tag) }.map_err(|error| named(error, comm))?;
     // SAFETY: NCCL passes a place for the request.
@@ -363,6 +372,7 @@ unsafe fn receive<T: Copy + TryInto<usize>>(
         // SAFETY: within the arrays, as promised by the caller.
         let (data, len, tag) = unsafe { (*data.add(index), *sizes.add(index), *tags.add(index)) };
         let len = len.try_into().map_err(|_| usage("irecv", "a negative size"))?;
+        check_data("irecv", data, len)?;
         *receive = Receive { data, len, tag };
     }
     // SAFETY: NCCL keeps the buffers until the request has completed or the communicator is closed.

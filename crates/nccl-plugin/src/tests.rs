@@ -307,6 +307,21 @@ fn invalid_arguments_are_errors() {
     assert_eq!(call!(pair.table, isend, none, data, 8, 0, none, none, &mut request), INVALID_ARGUMENT);
     assert_eq!(call!(pair.table, test, none, &mut 0, ptr::null_mut()), INVALID_ARGUMENT);
     assert_eq!(call!(pair.table, reg_mr, pair.send, data, 8, PTR_CUDA, &mut request), INVALID_ARGUMENT);
+    assert_eq!(call!(pair.table, isend, pair.send, none, 8, 0, none, none, &mut request), INVALID_ARGUMENT);
+    let (mut nowhere, mut size, mut tag) = (none, 8, 0);
+    let status = call!(
+        pair.table,
+        irecv,
+        pair.recv,
+        1,
+        &mut nowhere,
+        &mut size,
+        &mut tag,
+        ptr::null_mut(),
+        ptr::null_mut(),
+        &mut request
+    );
+    assert_eq!(status, INVALID_ARGUMENT, "nowhere to receive to");
     let (mut data, mut sizes, mut tags) = ([data; 9], [8; 9], [0; 9]);
     let (data, sizes, tags) = (data.as_mut_ptr(), sizes.as_mut_ptr(), tags.as_mut_ptr());
     for count in [0, 9, -1] {
