@@ -14,6 +14,7 @@ mod keys;
 mod launch;
 mod limits;
 mod membership;
+pub mod metadata;
 mod open;
 mod ranks;
 mod store;

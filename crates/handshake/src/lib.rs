@@ -1,7 +1,7 @@
 //! Mutual authentication of the two ends of a connection.
 //!
-//! One challenge and response serves two protocols: workers, which build sessions and lanes on it, and the built-in
-//! store with its clients ([`store`]).
+//! One challenge and response serves three protocols: workers, which build sessions and lanes on it, the built-in store
+//! with its clients ([`store`]), and metadata listeners with theirs ([`metadata`]).
 //!
 //! ```text
 //! connector                         acceptor
@@ -13,7 +13,7 @@
 //!
 //! Instead of any message, either end may send a Reject, which states its reason, as long as the peer still reads
 //! messages: an acceptor that has sent its Proof for a lane closes silently, because the connector may already treat
-//! the connection as a lane and would read the Reject as a frame. The guarantees, for both protocols:
+//! the connection as a lane and would read the Reject as a frame. The guarantees, for all protocols:
 //!
 //! - With a shared [`Secret`], both ends prove that they know it. Without one, only this machine can connect (see
 //!   [`Secret::allows_listening`]), and over TCP both ends prove that they know their user's token (see [`UserToken`]).
@@ -28,10 +28,13 @@
 
 mod exchange;
 mod message;
+pub mod metadata;
+mod pause;
 mod pending;
 mod proof;
 mod resolve;
 mod secret;
+mod service;
 pub mod store;
 mod terms;
 mod user;
@@ -43,6 +46,7 @@ pub mod wire {
         CONFIRM_LEN, Challenge, Confirm, FLAG_SECRET, FLAG_TOKEN, FLAG_USER, Kind, Malformed, PRELUDE_LEN, PROOF_LEN,
         Proof, Protocol, REJECT_LEN, REJECT_TEXT_MAX, REPLY_LEN, Reject, RejectCode, Reply,
     };
+    pub use crate::metadata::METADATA;
     pub use crate::store::STORE;
     pub use crate::worker::wire::{
         HELLO_HEAD_LEN, HELLO_MAX, HelloHead, LANE_HELLO_LEN, LaneHello, WORKER, decode_hello,

@@ -1,8 +1,7 @@
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crossrail_tcp::Binding;
 use crossrail_types::{Error, ErrorKind, Reason, Result};
@@ -18,11 +17,7 @@ use super::target::Target;
 use super::text::tcp_name;
 use super::wire::WORKER;
 use crate::exchange::Exchange;
-use crate::proof::random;
-
-/// First and longest pause between attempts to connect to a busy peer.
-const PAUSE_MIN: Duration = Duration::from_millis(5);
-const PAUSE_MAX: Duration = Duration::from_millis(200);
+use crate::pause::Pause;
 
 /// Opens a session with the worker that `target` names.
 ///
@@ -207,32 +202,6 @@ fn dial_unix(name: &str, pause: &mut Pause) -> Result<UnixStream> {
             Err(Errno::EAGAIN) if pause.before_retry() => {}
             Err(e) => return Err(fail("connect", e)),
         }
-    }
-}
-
-/// Exponential backoff between attempts to connect to a busy peer. There is no event to wait for: the slots that become
-/// free are the peer's.
-struct Pause {
-    next: Duration,
-    deadline: Instant,
-}
-
-impl Pause {
-    fn new(deadline: Instant) -> Pause {
-        Pause { next: PAUSE_MIN, deadline }
-    }
-
-    /// Waits; false if the remaining time does not allow another attempt.
-    fn before_retry(&mut self) -> bool {
-        // Jitter, so that peers that were rejected together do not retry together.
-        let jitter = random::<1>().map_or(128, |[byte]| u32::from(byte));
-        let pause = self.next / 2 + self.next * jitter / 512;
-        self.next = (self.next * 2).min(PAUSE_MAX);
-        if Instant::now() + pause >= self.deadline {
-            return false;
-        }
-        thread::sleep(pause);
-        true
     }
 }
 

@@ -110,7 +110,7 @@ impl Spare {
 
 /// Where a connection comes from, as far as limits tell connections apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Source {
+pub(crate) enum Source {
     Ip(IpAddr),
     User(u32),
 }
@@ -119,7 +119,7 @@ pub(super) enum Source {
 ///
 /// When there is no room, one of them ends as [`Pending::evict`] has it. The peer is told to try again, as is one for
 /// which there is no room.
-pub(super) struct HalfOpen {
+pub(crate) struct HalfOpen {
     limits: Limits,
     entries: Mutex<Entries>,
 }
@@ -136,13 +136,13 @@ struct Connection {
 }
 
 impl HalfOpen {
-    pub(super) fn new(limits: Limits) -> HalfOpen {
+    pub(crate) fn new(limits: Limits) -> HalfOpen {
         HalfOpen { limits, entries: Mutex::new(Entries { next: 0, open: Pending::new(limits.grace) }) }
     }
 
     /// Counts one more handshake, until the slot is dropped; or why there is no room for it. The second: a connection
     /// that was evicted for it and gets a reject.
-    pub(super) fn take(
+    pub(crate) fn take(
         half_open: &Arc<HalfOpen>,
         source: Source,
         connection: BorrowedFd<'_>,
@@ -174,7 +174,7 @@ impl HalfOpen {
 }
 
 /// The right to have one handshake in progress.
-pub(super) struct Slot {
+pub(crate) struct Slot {
     half_open: Arc<HalfOpen>,
     source: Source,
     id: u64,
@@ -202,7 +202,7 @@ impl Slot {
 
     /// Removes the handshake of a peer that has proved itself from the count: it can no longer be evicted. False: it
     /// has been evicted already.
-    pub(super) fn settle(self) -> bool {
+    pub(crate) fn settle(self) -> bool {
         self.half_open.entries.lock().open.remove(self.id)
     }
 }

@@ -26,6 +26,7 @@ pub use dial::{connect, dial_lane, upgrade};
 pub use hello::{Device, Hello, Identity, Parameters, network_namespace};
 pub use keys::Ticket;
 pub use lane::LaneName;
+pub(crate) use limits::{HalfOpen, Slot, Source};
 pub use limits::{Limits, share_of_descriptors};
 pub use listen::{Arrival, Deliver, LaneKeys, Listener};
 pub use session::{Session, Stream};
