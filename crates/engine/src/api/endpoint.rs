@@ -115,6 +115,13 @@ impl Endpoint {
         self.id.0
     }
 
+    /// The number of the peer's worker, as [`Description::generation`](crate::Description::generation): two processes
+    /// may have one name, but never one number. A peer states it, as its name, and proves neither.
+    pub fn generation(&self) -> u64 {
+        let core = self.worker.progress_handle().core_here();
+        core.and_then(|mut core| Some(core.peers().get(self.id)?.generation())).unwrap_or_default()
+    }
+
     /// Whether the peer is alive, as far as is known.
     pub fn is_alive(&self) -> bool {
         let core = self.worker.progress_handle().core_here();

@@ -21,6 +21,8 @@ pub struct Notice {
     pub peer: String,
     /// The endpoint's number ([`Endpoint::id`]).
     pub endpoint: u32,
+    /// The number of the peer's worker ([`Endpoint::generation`]).
+    pub generation: u64,
     /// Its bytes.
     pub bytes: Vec<u8>,
 }
@@ -76,6 +78,7 @@ impl Worker {
         let named = taken.into_iter().map(|raised| Notice {
             peer: core.peers().name(raised.endpoint),
             endpoint: raised.endpoint.0,
+            generation: core.peers().get(raised.endpoint).map_or(0, |peer| peer.generation()),
             bytes: raised.bytes,
         });
         let notices = named.collect();

@@ -240,6 +240,15 @@ impl Worker {
         Some(Endpoint::new(self, claim))
     }
 
+    /// The endpoint of this number ([`Endpoint::id`]), if its peer is alive.
+    pub fn endpoint(&self, id: u32) -> Option<Endpoint> {
+        let mut core = self.progress_handle().core_here()?;
+        let id = core.peers().iter().find(|peer| peer.is_alive() && peer.id().0 == id)?.id();
+        let claim = core.peers().claim(id);
+        drop(core);
+        Some(Endpoint::new(self, claim))
+    }
+
     /// What peers need to move rows of these regions by their addresses: for [`Description::parse`].
     ///
     /// # Errors

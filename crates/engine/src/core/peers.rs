@@ -107,6 +107,8 @@ pub(crate) struct Peer {
     /// ([`Transfers::settle`](super::Transfers::settle)): the protocol's decisions take effect only then.
     pub(super) protocol: proto::Peer,
     name: Arc<str>,
+    /// The number of its worker, which every description of that worker has.
+    generation: u64,
     names: NamesOfPeer,
     /// What its claims share.
     claims: Weak<()>,
@@ -142,10 +144,11 @@ struct Arrival {
 }
 
 impl Peer {
-    pub(crate) fn new(protocol: proto::Peer, name: &str) -> Peer {
+    pub(crate) fn new(protocol: proto::Peer, name: &str, generation: u64) -> Peer {
         Peer {
             protocol,
             name: name.into(),
+            generation,
             names: NamesOfPeer::new(name, ""),
             claims: Weak::new(),
             alive: true,
@@ -172,6 +175,11 @@ impl Peer {
 
     pub(crate) fn id(&self) -> EndpointId {
         self.protocol.id()
+    }
+
+    /// See [`Description::generation`](crate::Description::generation).
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
     }
 
     #[inline]

@@ -511,11 +511,11 @@ impl Transfers {
     }
 
     /// Adds a peer. `reach`: how its GPU memory can be reached.
-    pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, reach: Reach) -> EndpointId {
+    pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, generation: u64, reach: Reach) -> EndpointId {
         self.free_ended();
         let id = self.tables.peers.reserve();
         self.tables.hosted.begin(id, name);
-        self.tables.peers.add(Peer::new(proto::Peer::new(id, config), name));
+        self.tables.peers.add(Peer::new(proto::Peer::new(id, config), name, generation));
         self.gpu.set_reach(id, reach);
         id
     }

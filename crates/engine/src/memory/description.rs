@@ -9,6 +9,11 @@ use super::regions::RegionKey;
 const MAGIC: [u8; 4] = *b"XRD1";
 const REGION_LEN: usize = 8 + RegionKey::BYTES;
 
+/// The number of a worker with this id; see [`Description::generation`].
+pub(crate) fn generation(worker: &[u8; 16]) -> u64 {
+    worker.first_chunk().map_or(0, |first| u64::from_le_bytes(*first))
+}
+
 /// One region of a [`Description`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Described {
@@ -48,9 +53,8 @@ pub struct Description {
 impl Description {
     pub(crate) fn new(address: Vec<u8>, regions: Vec<Described>) -> Result<Description> {
         let worker = Address::decode(&address)?;
-        let mut generation = [0; 8];
-        generation.copy_from_slice(&worker.worker[..8]);
-        Ok(Description { address, name: worker.name, generation: u64::from_le_bytes(generation), regions })
+        let generation = generation(&worker.worker);
+        Ok(Description { address, name: worker.name, generation, regions })
     }
 
     /// The bytes, for [`Description::parse`].

@@ -1,7 +1,7 @@
 //! Memory that operations read and write: buffers, regions, and where GPU memory costs time.
 
 mod buffer;
-mod description;
+pub(crate) mod description;
 mod gpu_times;
 mod layout;
 mod presence;

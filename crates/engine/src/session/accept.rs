@@ -9,7 +9,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 
 use super::dialling::binding;
 use super::transport::Transport;
-use super::{Sessions, over_rails};
+use super::{Sessions, generation_of, over_rails};
 use crate::core::gpu::Reach;
 
 /// A listening address, with the device that the zone of a link-local one names.
@@ -181,7 +181,7 @@ impl Sessions {
     /// Adds an endpoint for a peer that has connected over TCP; its transport adds lanes once it is announced.
     fn add_unannounced(&self, session: Session) -> Result<()> {
         let reach = Reach::Staged("only endpoints over shm can".to_owned());
-        let endpoint = self.add_peer(&session.peer.name, reach)?;
+        let endpoint = self.add_peer(&session.peer.name, generation_of(&session.peer), reach)?;
         self.keep_control(endpoint, session, false)
     }
 }

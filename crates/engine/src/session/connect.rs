@@ -11,7 +11,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Filter, LaneId, Rails, Resul
 use super::dialling::was_late;
 use super::explain::{Candidate, Explain};
 use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports, Turn};
-use super::{Sessions, cuda_ipc, self_transport};
+use super::{Sessions, cuda_ipc, generation_of, self_transport};
 use crate::core::gpu::Reach;
 use crate::core::{LaneRecord, gone};
 use crate::progress::About;
@@ -176,7 +176,7 @@ impl Sessions {
             Some(Some(why)) => Reach::Staged(why),
             None => Reach::Staged("only endpoints over shm can".to_owned()),
         };
-        let id = self.add_peer(name, reach)?;
+        let id = self.add_peer(name, peer.map_or_else(|| self.generation(), generation_of), reach)?;
         self.set_explain(transport, id, (name, peer), choice, refused);
         Ok(id)
     }
@@ -185,7 +185,7 @@ impl Sessions {
     ///
     /// # Errors
     /// `Closed` when the worker is closed.
-    pub(super) fn add_peer(&self, name: &str, reach: Reach) -> Result<EndpointId> {
+    pub(super) fn add_peer(&self, name: &str, generation: u64, reach: Reach) -> Result<EndpointId> {
         let settings = self.environment.settings();
         let config = proto::Config {
             chunk: settings.chunk as u64,
@@ -199,7 +199,7 @@ impl Sessions {
         if core.is_closed() {
             return Err(gone("connect"));
         }
-        Ok(core.transfers().add_peer(config, name, reach))
+        Ok(core.transfers().add_peer(config, name, generation, reach))
     }
 
     /// Records what an accepted endpoint uses, once that is known: what the connecting end has chosen.

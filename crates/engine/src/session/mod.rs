@@ -42,6 +42,11 @@ use crate::core::{Claim, gone};
 use crate::environment::Environment;
 use crate::progress::Progress;
 
+/// The number of a peer's worker, as it states it.
+fn generation_of(peer: &handshake::Hello) -> u64 {
+    crate::memory::description::generation(&peer.worker)
+}
+
 /// How a worker listens.
 #[derive(Clone, Debug)]
 pub(crate) struct ListenOptions {
@@ -133,6 +138,11 @@ impl Sessions {
     /// The worker's name in messages.
     pub(crate) fn name(&self) -> String {
         self.identity.lock().as_ref().map_or_else(String::new, |me| me.hello.name.clone())
+    }
+
+    /// The number of this worker; 0 once it is closed.
+    pub(crate) fn generation(&self) -> u64 {
+        self.identity.lock().as_ref().map_or(0, |me| generation_of(&me.hello))
     }
 
     /// The next endpoint that a peer has created.

@@ -52,6 +52,14 @@ impl Endpoint {
         self.native.id()
     }
 
+    /// Number of the peer's worker, as `Description.generation`.
+    ///
+    /// Two processes may have one name, but never one number.
+    #[getter]
+    fn generation(&self) -> u64 {
+        self.native.generation()
+    }
+
     /// Whether the peer is alive, as far as is known.
     #[getter]
     fn is_alive(&self, py: Python<'_>) -> bool {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crossrail::{Addresses, MoveKind, MoveOptions, Place, Row, StartOptions};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PySlice, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PySlice, PyTuple};
 
 use super::region::{Region, RegionKey};
 use super::request::Request;
@@ -413,13 +413,6 @@ pub(super) fn merged_rows(rows: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64, u6
         Ok(Addresses::new(&words, table.width)?.merged())
     })
     .or_raise(py)
-}
-
-/// `Worker.notices`.
-pub(super) fn notices<'py>(py: Python<'py>, worker: &Worker, limit: Option<usize>) -> PyResult<Bound<'py, PyList>> {
-    let _call = Call::enter(py);
-    let notices = gate::detached(py, || worker.native().notices(limit.unwrap_or(usize::MAX)));
-    PyList::new(py, notices.iter().map(|notice| (notice.peer.as_str(), PyBytes::new(py, &notice.bytes))))
 }
 
 /// Deregisters regions within one CROSSRAIL_TIMEOUT; those that were deregistered before are left out.

@@ -7,6 +7,7 @@ use pyo3::types::{PyBytes, PyList};
 use super::context::{Context, socket_addresses};
 use super::endpoint::Endpoint;
 use super::moves::{self, Layout};
+use super::notice;
 use super::operand::OperandSpec;
 use super::region::Region;
 use super::request::Request;
@@ -284,11 +285,19 @@ impl Worker {
     ///
     /// Returns
     /// -------
-    /// list of (str, bytes)
-    ///     The name of the peer, and the notice.
+    /// list of Notice
+    ///     Tuples of the peer's name and the bytes.
     #[pyo3(signature = (limit = None))]
     fn notices<'py>(&self, py: Python<'py>, limit: Option<usize>) -> PyResult<Bound<'py, PyList>> {
-        moves::notices(py, self, limit)
+        let notices = self.native().notices(limit.unwrap_or(usize::MAX));
+        let items = notices.iter().map(|notice| notice::of(py, notice)).collect::<PyResult<Vec<_>>>()?;
+        PyList::new(py, items)
+    }
+
+    /// Return the endpoint of this number, as `Endpoint.id`, if its peer is alive, or None.
+    fn endpoint(slf: &Bound<'_, Self>, number: u32) -> Option<Endpoint> {
+        let native = slf.get().native().endpoint(number)?;
+        Some(Endpoint::new(native, slf.clone().unbind()))
     }
 
     /// Return an endpoint whose living peer has this name, whichever end connected, or None.

@@ -128,7 +128,7 @@ impl Node {
     pub(super) fn new(index: usize, config: proto::Config, notices_max: u64, random: &mut Random) -> Node {
         let mut core = Core::new(Log(LogLevel::Off), Arena::new(), Inbox::default());
         core.transfers.tables.clock.simulate(proto::Time(1));
-        let endpoint = core.transfers().add_peer(config, "peer", Reach::Staged("simulated".to_owned()));
+        let endpoint = core.transfers().add_peer(config, "peer", 0, Reach::Staged("simulated".to_owned()));
         core.transfers.tables.hosted.notices_max = notices_max;
         let peer = core.transfers.tables.peers.get_mut(endpoint).expect("a peer");
         peer.outbox.notices_max = notices_max;
