@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import socket
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def refuse_another(module: str, here: str, distributions: Iterable[str], extensions: Iterable[str] = ()) -> None:
@@ -30,6 +32,28 @@ def alias(package: str, modules: Mapping[str, ModuleType]) -> None:
     for name, module in modules.items():
         sys.modules[f"{package}.{name}"] = module
         setattr(sys.modules[package], name, module)
+
+
+def beyond_loopback(context: Any) -> str | None:
+    """Where a worker listens so that other machines reach it: all addresses, of both families where there are both.
+
+    None without a secret, which peers beyond loopback must prove to know; processes are then on one machine."""
+    return wildcard() if has_secret(context) else None
+
+
+def has_secret(context: Any) -> bool:
+    """Whether listening beyond this machine is possible."""
+    settings = context.settings()
+    return bool(settings["CROSSRAIL_SECRET"] or settings["CROSSRAIL_SECRET_FILE"])
+
+
+def wildcard() -> str:
+    """All addresses of this machine and a free port; those of IPv4 alone where the kernel has no IPv6."""
+    try:
+        socket.socket(socket.AF_INET6, socket.SOCK_STREAM).close()
+    except OSError:
+        return "0.0.0.0:0"
+    return "[::]:0"
 
 
 def _another(module: str, folder: Path, distributions: Iterable[str], extensions: Iterable[str]) -> str | None:

@@ -90,7 +90,10 @@ __all__ = [
     "Layout",
     "Mapped",
     "Memory",
+    "MetadataInquiry",
+    "MetadataListener",
     "Move",
+    "Notice",
     "Outputs",
     "PendingCombine",
     "PendingDispatch",
@@ -111,6 +114,7 @@ __all__ = [
     "__version__",
     "_borrow",
     "_deregister",
+    "ask_metadata",
     "bench_bandwidth",
     "bench_control",
     "bench_ep",
@@ -254,6 +258,10 @@ class Worker:
 
 @final
 class Notice(tuple[str, bytes]):
+    __match_args__: Final = ("peer", "data")
+    n_fields: Final[int]
+    n_sequence_fields: Final[int]
+    n_unnamed_fields: Final[int]
     @property
     def peer(self) -> str: ...
     @property

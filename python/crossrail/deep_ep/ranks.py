@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import ipaddress
 import itertools
 import secrets
 import socket
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from crossrail import _native
+from crossrail._drop_in import beyond_loopback, has_secret, wildcard
 from crossrail.deep_ep.checks import wrong
-from crossrail.errors import CrossrailError
+from crossrail.errors import CrossrailError, ProtocolError
 from crossrail.group import Group
 
 __all__ = ["Peers", "Ranks", "hosts_of", "joined"]
@@ -141,18 +143,22 @@ def _offer(context: _native.Context, owned: contextlib.ExitStack, far: bool) -> 
         owned.callback(server.close)
         return server.address, None
     secret = None
-    if not _has_secret(context):
+    if not has_secret(context):
         secret = secrets.token_hex(32)
         context = _native.Context(secret=secret)
-    server = _native.StoreServer(context, f"{socket.gethostbyname(socket.gethostname())}:0")
+    server = _native.StoreServer(context, _own_place())
     owned.callback(server.close)
     return server.address, secret
 
 
-def _has_secret(context: _native.Context) -> bool:
-    """Whether listening beyond this machine is possible."""
-    settings = context.settings()
-    return bool(settings["CROSSRAIL_SECRET"] or settings["CROSSRAIL_SECRET_FILE"])
+def _own_place() -> str:
+    """The first address beyond loopback that this machine's name has, of either family; else all addresses."""
+    with contextlib.suppress(OSError):
+        for *_, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            host = ipaddress.ip_address(str(place[0]).partition("%")[0])
+            if not host.is_loopback and not host.is_link_local:
+                return f"[{host}]:0" if host.version == 6 else f"{host}:0"
+    return wildcard()
 
 
 class Peers:
@@ -162,7 +168,7 @@ class Peers:
         self.rank, self.size = group.rank, group.size
         self._number = _HELLO
         self._patience = group.context.timeout
-        listen = "0.0.0.0:0" if _has_secret(group.context) else None
+        listen = beyond_loopback(group.context)
         self._worker = _native.Worker(group.context, name=f"{name}, rank {self.rank}", listen=listen)
         self._endpoints: dict[int, _native.Endpoint] = {}
         try:
@@ -182,7 +188,11 @@ class Peers:
             endpoint = self._worker.accept()
             hello = bytearray(4)
             self._worker.recv(hello, _HELLO, source=endpoint).wait()
-            self._endpoints[struct.unpack("<I", hello)[0]] = endpoint
+            rank = struct.unpack("<I", hello)[0]
+            if not self.rank < rank < self.size or rank in self._endpoints:
+                detail = f"{endpoint.peer} calls itself rank {rank} of {self.size}, which it cannot be"
+                raise ProtocolError(f"crossrail.deep_ep: {detail}", operation="exchange", detail=detail)
+            self._endpoints[rank] = endpoint
 
     def next_call(self) -> None:
         """See `Ranks`."""

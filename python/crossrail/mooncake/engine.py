@@ -1,8 +1,9 @@
 """`TransferEngine`: peers by ``host:port``, memory by address, transfers that return 0 or -1.
 
-A session is ``f"{host}:{engine.get_rpc_port()}"``. The peer describes its memory at the first transfer, and again when
-an address is not in the known registrations. A lost rail whose bytes move to another is no failure; -1 means that the
-transfer is incomplete, and that no more of its bytes will be written.
+A session is ``f"{host}:{engine.get_rpc_port()}"``, with an IPv6 address in brackets. The peer describes its memory at
+the first transfer, and again when an address is not in the known registrations or its key is refused. A lost rail whose
+bytes move to another is no failure; -1 means that the transfer is incomplete, and that no more of its bytes will be
+written.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import enum
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 import crossrail
 from crossrail._native import _deregister
+from crossrail._drop_in import beyond_loopback
+from crossrail._endings import at_end
+from crossrail._untrusted import parsing
 from crossrail.nixl import _exchange
 from crossrail.nixl._kinds import nixlNotSupportedError
 
@@ -34,6 +37,17 @@ SUPPORT_EFA = SUPPORT_HIP = SUPPORT_INTRA_NVLINK = SUPPORT_MNNVL = SUPPORT_MUSA 
 
 _LEAST_S, _DEFAULT_S = 5.0, 30.0
 _NS_PER_BYTE = 1e-9
+
+_FAILURES = (crossrail.CrossrailError, OSError, ValueError, TypeError, OverflowError)
+"""What a call logs, and returns as -1."""
+_STALE = (
+    crossrail.RegionError,
+    crossrail.PeerDeadError,
+    crossrail.ClosedError,
+    crossrail.UnreachableError,
+    crossrail.RefusedError,
+)
+"""What may come of an old description of a peer, before anything has moved."""
 
 
 class TransferOpcode(enum.IntEnum):
@@ -59,6 +73,19 @@ class _Peer:
         self.description: crossrail.Description | None = None
 
 
+class _Transfer:
+    """A transfer: what it moves, to start it again, and its request; None where there is nothing to move or to say."""
+
+    def __init__(
+        self, session: str, verb: str, layout: crossrail.Layout | None, remote: Any, notice: bytes, until: float
+    ) -> None:
+        self.session, self.verb, self.layout, self.remote = session, verb, layout, remote
+        self.notice, self.until = notice, until
+        self.request: crossrail.Request | None = None
+        self.fresh = False
+        """Whether it was started by what the peer said when it was asked for that."""
+
+
 class TransferEngine:
     """Any thread may call anything. Calls that fail return -1, and the reason is in the log (MC_LOG_LEVEL, stdout)."""
 
@@ -69,7 +96,7 @@ class TransferEngine:
         self._regions: dict[int, crossrail.Region] = {}
         self._counts: Counter[int] = Counter()
         self._peers: dict[str, _Peer] = {}
-        self._batches: dict[int, tuple[crossrail.Request | None, float]] = {}
+        self._batches: dict[int, _Transfer] = {}
         self._numbers = 0
         self._buffers: dict[int, Any] = {}
 
@@ -92,31 +119,30 @@ class TransferEngine:
             known = os.listdir("/sys/class/net")  # noqa: PTH208
             devices = [name for name in device_name.split(",") if name in known]
             context = crossrail.Context(net_devices=",".join(devices) or None)
-            settings = context.settings()
-            shared = bool(settings.get("CROSSRAIL_SECRET") or settings.get("CROSSRAIL_SECRET_FILE"))
             name = f"{local_hostname} {os.getpid()}.{id(self):x}"
-            self._worker = crossrail.Worker(context, name=name, admit=True, listen="0.0.0.0:0" if shared else None)
-            self._exchange = _exchange.Exchange(self, beyond=shared)
-            self._exchange.listen(0)
-        except (crossrail.CrossrailError, OSError) as error:
+            worker = crossrail.Worker(context, name=name, admit=True, listen=beyond_loopback(context))
+            exchange = _exchange.Exchange(self, context)
+            exchange.listen(0)
+        except _FAILURES as error:
             logger.error("initialize: %s", str(error))
             return -1
+        self._worker, self._exchange = worker, exchange
         return 0
 
-    # At the end of the interpreter the module's names may be gone before this.
-    def __del__(self, suppress: type[contextlib.suppress] = contextlib.suppress) -> None:
+    @at_end
+    def __del__(self) -> None:
         for end in (getattr(self, "_exchange", None), getattr(self, "_worker", None)):
             if end is not None:
-                with suppress(Exception):
-                    end.close()
+                end.close()
 
     def get_rpc_port(self) -> int:
         """The port of this engine's sessions."""
         return 0 if self._exchange is None else self._exchange.port or 0
 
     def get_local_topology(self, device_name: str | None = None) -> str:
-        """The devices of this machine, as JSON."""
-        assert self._worker is not None
+        """The devices of this machine, as JSON; empty before `initialize`."""
+        if self._worker is None:
+            return ""
         return json.dumps(self._worker.context.info()["devices"], default=str)
 
     # Memory.
@@ -128,39 +154,47 @@ class TransferEngine:
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
-        assert self._worker is not None
         device = location if location.startswith("cuda") else None
         with self._lock:
+            made: dict[int, crossrail.Region] = {}
             try:
-                for address, size in zip(buffer_addresses, capacities, strict=True):
-                    if address not in self._regions or len(self._regions[address]) < size:
-                        self._regions[address] = self._worker.register_range(address, size, device)
-                    self._counts[address] += 1
-            except (crossrail.CrossrailError, ValueError, OverflowError) as error:
+                worker = self._ready()
+                pairs = [(int(at), int(size)) for at, size in zip(buffer_addresses, capacities, strict=True)]
+                for address, size in pairs:
+                    known = made.get(address) or self._regions.get(address)
+                    if known is None or len(known) < size:
+                        made[address] = worker.register_range(address, size, device)
+            except _FAILURES as error:
                 logger.error("register_memory: %s", str(error))
+                _ended([*made.values()])
                 return -1
+            replaced = [self._regions[address] for address in made if address in self._regions]
+            self._regions.update(made)
+            self._counts.update(address for address, _ in pairs)
+        _ended(replaced)
         return 0
 
     def unregister_memory(self, buffer_addr: int) -> int:
         return self.batch_unregister_memory([buffer_addr])
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
-        """Drops a reference; after the last one of an address, returns once no transfer accesses it: -1 if a peer that
-        does not answer may still do so, and then the memory must be unregistered again."""
+        """Drops a reference; after the last one of an address, returns once no transfer accesses it.
+
+        -1: an address that is not registered, or a peer that does not answer may still access the memory, which then
+        stays registered.
+        """
         ended: list[tuple[int, crossrail.Region]] = []
         missing = False
         with self._lock:
             for address in buffer_addresses:
-                missing |= address not in self._regions
+                if address not in self._regions:
+                    missing = True
+                    continue
                 self._counts[address] -= 1
                 if self._counts[address] <= 0:
                     del self._counts[address]
-                    if (region := self._regions.pop(address, None)) is not None:
-                        ended.append((address, region))
-        try:
-            _deregister([region for _, region in ended])
-        except crossrail.CrossrailError as error:
-            logger.error("unregister_memory: %s", str(error))
+                    ended.append((address, self._regions.pop(address)))
+        if not _ended([region for _, region in ended]):
             with self._lock:
                 for address, region in ended:
                     self._regions.setdefault(address, region)
@@ -217,7 +251,7 @@ class TransferEngine:
     ) -> int:
         """Moves all rows as one transfer. 0: complete; -1: failed, and no more bytes move."""
         started = self._start(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
-        return -1 if started is None else self._finish(*started)
+        return -1 if started is None else self._finish(started)
 
     def batch_transfer_async_write(
         self, target_hostname: str, buffers: Any, peer_buffer_addresses: Any, lengths: Any, transport_hint: str = ""
@@ -256,107 +290,160 @@ class TransferEngine:
         """Waits for all transfers: 0 if all completed, else -1."""
         with self._lock:
             batches = [self._batches.pop(number, None) for number in batch_ids]
-        results = [-1 if batch is None else self._finish(*batch) for batch in batches]
+        results = [-1 if batch is None else self._finish(batch) for batch in batches]
         return min(results, default=0)
 
     def transfer_check_status(self, batch_id: int) -> int:
         """1: complete; 0: in flight; -1: failed; -2: timed out. The id is invalid after any result but 0."""
         with self._lock:
-            batch = self._batches.get(batch_id)
-            if batch is None:
-                return -1
-            request, until = batch
-            late = time.monotonic() > until
-            if request is not None and not request.is_done() and not late:
-                return 0
-            del self._batches[batch_id]
-        if self._finish(request, until) == 0:
+            transfer = self._batches.pop(batch_id, None)
+        if transfer is None:
+            return -1
+        late = time.monotonic() > transfer.until
+        if not late and not self._settled(transfer):
+            with self._lock:
+                self._batches[batch_id] = transfer
+            return 0
+        if self._finish(transfer) == 0:
             return 1
         return -2 if late else -1
+
+    def _settled(self, transfer: _Transfer) -> bool:
+        """Whether it is over. One that was refused may be in flight again."""
+        if transfer.request is None:
+            return True
+        if not transfer.request.is_done():
+            return False
+        try:
+            transfer.request.test()
+        except crossrail.CrossrailError as error:
+            return not self._again(transfer, error)
+        return True
 
     def send_probe(self, target_hostname: str) -> int:
         """0 if the peer answers and can be reached."""
         try:
             self._peer(target_hostname, fresh=True)
-        except (crossrail.CrossrailError, OSError, ValueError) as error:
+        except _FAILURES as error:
             logger.warning("send_probe: %s: %s", target_hostname, str(error))
             return -1
         return 0
 
     def get_notifies(self) -> list[TransferNotify]:
         """Notifications that peers' transfers have raised since the last call."""
-        assert self._worker is not None
-        pairs = [json.loads(data) for _, data in self._worker.notices() if data[:1] == b"["]
-        return [TransferNotify(str(pair[0]), str(pair[1])) for pair in pairs if len(pair) == 2]
+        found = []
+        for notice in [] if self._worker is None else self._worker.notices():
+            try:
+                found.append(_notification(notice.data))
+            except crossrail.CrossrailError as error:
+                logger.warning("%s: %s", notice.peer, str(error))
+        return found
 
     def _start(
         self, session: str, ours: Any, theirs: Any, lengths: Any, opcode: TransferOpcode, notify: TransferNotify | None
-    ) -> tuple[crossrail.Request | None, float] | None:
-        """The transfer in flight, and its deadline; None if it cannot start."""
+    ) -> _Transfer | None:
+        """The transfer in flight; None if it cannot start."""
         try:
             local, remote = _rows(ours, lengths), _rows(theirs, lengths)
-            total = int(local[:, 1].sum())
-            until = time.monotonic() + _timeout_s() + total * _NS_PER_BYTE
+            moving = local[:, 1] != 0  # empty rows move nothing, wherever they are
+            local, remote = local[moving], remote[moving]
+            until = time.monotonic() + _timeout_s() + int(local[:, 1].sum()) * _NS_PER_BYTE
             verb = "read" if TransferOpcode(opcode) == TransferOpcode.Read else "write"
             notice = b"" if notify is None else json.dumps([notify.name, notify.msg]).encode()
-            if not len(local):
-                return None, until
-            assert self._worker is not None
+            worker = self._ready()
             with self._lock:
                 regions = list(self._regions.values())
-            layout = self._worker.layout(local, regions)
-            for fresh in (False, True):
-                try:
-                    endpoint, description = self._peer(session, fresh=fresh)
-                    move = endpoint.prepare(verb, layout, endpoint.layout(remote, description), notice=notice)
-                    return move.start(), until
-                except (crossrail.RegionError, crossrail.PeerDeadError, crossrail.ClosedError):
-                    if fresh:
-                        raise
-        except (crossrail.CrossrailError, OSError, ValueError, OverflowError) as error:
+            layout = worker.layout(local, regions) if len(local) else None
+            transfer = _Transfer(session, verb, layout, remote, notice, until)
+            self._begin(transfer)
+        except _FAILURES as error:
             logger.error("%s: %s", session, str(error))
-        return None
+            return None
+        return transfer
 
-    def _finish(self, request: crossrail.Request | None, until: float) -> int:
-        """Waits; cancels the transfer at its deadline, and returns once no more of its bytes move."""
-        if request is None:
-            return 0
+    def _begin(self, transfer: _Transfer, *, fresh: bool = False) -> None:
+        """Starts a transfer by what is known of the peer; where that is refused, by what it says when asked anew."""
+        if transfer.layout is None and not transfer.notice:
+            return
+        while True:
+            transfer.fresh = fresh
+            try:
+                endpoint, description = self._peer(transfer.session, fresh=fresh)
+                if transfer.layout is None:
+                    transfer.request = endpoint.notify(transfer.notice)
+                    return
+                remote = endpoint.layout(transfer.remote, description)
+                move = endpoint.prepare(transfer.verb, transfer.layout, remote, notice=transfer.notice)
+                transfer.request = move.start()
+                return
+            except _STALE:
+                if fresh:
+                    raise
+                fresh = True
+
+    def _again(self, transfer: _Transfer, error: crossrail.CrossrailError) -> bool:
+        """Starts a transfer anew that the peer has refused: its memory may be registered under other keys by now.
+
+        False if that was by what the peer has just said, or if it cannot start.
+        """
+        if transfer.fresh or not isinstance(error, crossrail.RegionError):
+            return False
         try:
-            request.wait(max(0.0, until - time.monotonic()))
-        except crossrail.TimeoutError as error:
-            logger.error("%s", str(error))
-            request.cancel()
-            with contextlib.suppress(crossrail.CrossrailError):
-                request.wait()
-            return -1
-        except crossrail.CrossrailError as error:
-            logger.error("%s", str(error))
-            return -1
+            self._begin(transfer, fresh=True)
+        except _FAILURES as cause:
+            logger.error("%s: %s", transfer.session, str(cause))
+            return False
+        return True
+
+    def _finish(self, transfer: _Transfer) -> int:
+        """Waits; cancels the transfer at its deadline, and returns once no more of its bytes move."""
+        while transfer.request is not None:
+            request = transfer.request
+            try:
+                request.wait(max(0.0, transfer.until - time.monotonic()))
+                return 0
+            except crossrail.TimeoutError as error:
+                logger.error("%s", str(error))
+                request.cancel()
+                with contextlib.suppress(crossrail.CrossrailError):
+                    request.wait()
+                return -1
+            except crossrail.CrossrailError as error:
+                if not self._again(transfer, error):
+                    logger.error("%s", str(error))
+                    return -1
         return 0
 
     def _peer(self, session: str, *, fresh: bool) -> tuple[crossrail.Endpoint, crossrail.Description]:
         """The session's endpoint and description, asked for again if `fresh`; connects where that is needed."""
+        worker = self._ready()
         with self._lock:
             peer = self._peers.setdefault(session, _Peer())
         with peer.lock:
             if peer.description is None or fresh:
-                data = _exchange.ask(*_address(session))
+                data = _exchange.ask(worker.context, *_address(session))
                 described = crossrail.Description(data)
                 if peer.description is not None and peer.description.generation != described.generation:
                     peer.endpoint = None
                 peer.description = described
             if peer.endpoint is None or not peer.endpoint.is_alive:
-                assert self._worker is not None
-                peer.endpoint = self._worker.connect(peer.description.address)
+                peer.endpoint = worker.connect(peer.description.address)
             return peer.endpoint, peer.description
+
+    def _ready(self) -> crossrail.Worker:
+        """The worker. Raises ClosedError before `initialize`."""
+        if self._worker is None:
+            detail = "the engine is not initialized"
+            raise crossrail.ClosedError(f"mooncake: {detail}", operation="mooncake", detail=detail)
+        return self._worker
 
     # For the metadata listener, as nixlAgent has them.
 
     def getLocalMD(self) -> bytes:
-        assert self._worker is not None
+        worker = self._ready()
         with self._lock:
             regions = list(self._regions.values())
-        return self._worker.describe(regions)
+        return worker.describe(regions)
 
     def loadRemoteMD(self, metadata: bytes) -> bytes:
         raise nixlNotSupportedError("peers' metadata is fetched, not pushed")
@@ -385,7 +472,7 @@ class TransferEngine:
         """Of the peer's registered memory; 0 if there is none."""
         try:
             regions = self._peer(segment_name, fresh=True)[1].regions
-        except (crossrail.CrossrailError, OSError, ValueError):
+        except _FAILURES:
             return 0
         return regions[0][0] if regions else 0
 
@@ -412,6 +499,30 @@ def _rows(addresses: Any, lengths: Any) -> Any:
     return rows
 
 
+def _ended(regions: Sequence[crossrail.Region]) -> bool:
+    """Deregisters regions, and returns once no transfer accesses them; False if a peer still may."""
+    try:
+        _deregister(regions)
+    except crossrail.CrossrailError as error:
+        logger.error("unregister_memory: %s", str(error))
+        return False
+    return True
+
+
+def _notification(data: bytes) -> TransferNotify:
+    """Parses the notice of a peer's transfer. Raises UsageError."""
+
+    def malformed() -> crossrail.UsageError:
+        detail = f"a notice of {len(data)} bytes that is no notification"
+        return crossrail.UsageError(f"get_notifies: {detail}", operation="get_notifies", detail=detail)
+
+    with parsing(malformed):
+        name, message = json.loads(data)
+        if not isinstance(name, str) or not isinstance(message, str):
+            raise TypeError("name and message")
+        return TransferNotify(name, message)
+
+
 def _timeout_s() -> float:
     with contextlib.suppress(ValueError):
         return max(_LEAST_S, float(os.environ.get("MC_TRANSFER_TIMEOUT", _DEFAULT_S)))
@@ -419,10 +530,8 @@ def _timeout_s() -> float:
 
 
 def _address(session: str) -> tuple[str, int]:
-    """Host and port of a session; this machine's own addresses are reached over loopback, where engines listen."""
-    host, _, port = session.rpartition(":")
-    host = host.strip("[]")
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind((host, 0))
-        host = "127.0.0.1"
-    return host, int(port)
+    """Host and port of a session: ``host:port``, or ``[a]:port`` for an IPv6 address. Raises ValueError."""
+    host, colon, port = session.rpartition(":")
+    if not host or not colon:
+        raise ValueError(f"{session!r} is no session: host:port, or [address]:port")
+    return host.strip("[]"), int(port)

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 import crossrail
+from crossrail._drop_in import beyond_loopback
+from crossrail._endings import at_end
 from crossrail.nixl import _exchange
 from crossrail.nixl._kinds import (
     NIXL_INIT_AGENT,
@@ -117,29 +119,25 @@ class nixlAgent:
         self._pumped_ns = 0
         with translated():
             context = crossrail.Context()
-            settings = context.settings()
-            shared = settings.get("CROSSRAIL_SECRET") or settings.get("CROSSRAIL_SECRET_FILE")
-            # Beyond loopback peers must prove that they know the secret; without one, agents are on one machine.
-            self._worker = crossrail.Worker(context, name=name, admit=True, listen="0.0.0.0:0" if shared else None)
+            self._worker = crossrail.Worker(context, name=name, admit=True, listen=beyond_loopback(context))
         self._registrations = Registrations(self._worker)
         self._remotes = Remotes(name, self._worker, lambda: self._worker.describe(self._registrations.regions()))
-        self._exchange = _exchange.Exchange(self, beyond=bool(shared))
+        self._exchange = _exchange.Exchange(self, context)
         if config.useListenThread:
-            self._exchange.listen(config.listenPort)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_exchange"):
-            self._close()
+            with translated():
+                self._exchange.listen(config.listenPort)
 
     def _close(self) -> None:
-        with suppress(Exception):
-            self._exchange.close()
+        if not hasattr(self, "_exchange"):
+            return  # it was never whole
+        self._exchange.close()
         until = time.monotonic() + _FLUSH_S
         for request in self._notifying:
             with suppress(crossrail.CrossrailError):
                 request.wait(max(0.0, until - time.monotonic()))
-        with suppress(Exception):
-            self._worker.close()
+        self._worker.close()
+
+    __del__ = at_end(_close)
 
     # Backends: one set of lanes under two names.
 
@@ -377,8 +375,9 @@ class nixlAgent:
 
     def getNotifs(self, into: dict[str, list[bytes]], backends: Sequence[int] = ()) -> dict[str, list[bytes]]:
         """Adds what has arrived to `into`, by sender, and returns it."""
-        for sender, data in self._worker.notices():
-            into.setdefault(sender, []).append(data)
+        for notice in self._worker.notices():
+            if self._remotes.is_from(notice):
+                into.setdefault(notice.peer, []).append(notice.data)
         return into
 
     def genNotif(self, agent: str | bytes, message: str | bytes, backends: Any = ()) -> nixl_status_t:

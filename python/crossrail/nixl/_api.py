@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from crossrail._endings import at_end
 from crossrail.nixl import _bindings as nixlBind
 from crossrail.nixl import _lists
 from crossrail.nixl.logging import get_logger
@@ -49,11 +50,13 @@ class _Handle:
             self._release(self._handle)
             self._released = True
 
-    def __del__(self) -> None:
+    def _end(self) -> None:
         try:
             self.release()
         except Exception:
             logger.error("%r: not released", self, exc_info=True)
+
+    __del__ = at_end(_end)
 
 
 class nixl_prepped_dlist_handle(_Handle):

@@ -47,7 +47,14 @@ class Registrations:
             pieces = map(tuple, rows.tolist()) if len(rows) <= _EACH_MAX else merged_rows(rows)
             pieces = dict.fromkeys(pieces)
             device = (lambda number: number) if kind == nixl_mem_t.VRAM_SEG else (lambda number: None)
-            return {piece: self._worker.register_range(piece[0], piece[1], device(piece[2])) for piece in pieces}
+            made: dict[Row, crossrail.Region] = {}
+            try:
+                for piece in pieces:
+                    made[piece] = self._worker.register_range(piece[0], piece[1], device(piece[2]))
+            except BaseException:
+                _end(made.values())
+                raise
+            return made
 
     def remove(self, kind: nixl_mem_t, rows: Rows) -> None:
         """Deregisters the rows of one call, or single rows of several. On return no peer accesses them."""

@@ -18,10 +18,14 @@ from crossrail.nixl._kinds import (
     nixlRemoteDisconnectError,
     translated,
 )
+from crossrail.nixl.logging import get_logger
 
 MAGIC = b"crossrail-nixl 1\n"
 _KEPT_MAX = 64  # connections of removed agents, which are often added again
 _CLOSE_S = 1.0
+_SENDERS_MAX = 1024  # names of senders, beyond which those that have ended are forgotten
+
+logger = get_logger("remotes")
 
 
 class Remote:
@@ -45,6 +49,8 @@ class Remotes:
         self._name, self._worker, self._describe = name, worker, describe
         self._lock = threading.RLock()
         self._known: dict[str, Remote] = {}
+        self._senders: dict[str, tuple[int, int]] = {}
+        """Of agents that send without being known: worker and endpoint of the process that has the name."""
         self._kept: OrderedDict[int, crossrail.Endpoint] = OrderedDict()
 
     def load(self, metadata: bytes) -> str:
@@ -106,6 +112,36 @@ class Remotes:
             known = self._known.get(description.name)
             if known is not None and known.description.generation == description.generation:
                 self.remove(description.name)
+
+    def is_from(self, notice: crossrail.Notice) -> bool:
+        """Whether a notice comes from the process whose name it has.
+
+        That is the process that the metadata describes, as long as it lives or its metadata was never used; of an
+        agent without metadata, the first process that has sent under this name, as long as it lives. The notices of
+        another process are ignored: programs free memory because of them.
+        """
+        name, worker = notice.peer, (notice.generation, notice.endpoint)
+        with self._lock:
+            known = self._known.get(name)
+            if name == self._name:
+                owner = crossrail.Description(self._describe()).generation
+            elif known is not None and (known.endpoint is None or known.endpoint.is_alive):
+                owner = known.description.generation
+            else:
+                held = self._senders.get(name, worker)
+                if held[0] != notice.generation and self._worker.endpoint(held[1]) is None:
+                    held = worker
+                self._keep_sender(name, worker if held[0] == notice.generation else held)
+                owner = held[0]
+        if owner != notice.generation:
+            logger.warning("a notification in the name of agent %s is ignored: it comes from another process", name)
+        return owner == notice.generation
+
+    def _keep_sender(self, name: str, worker: tuple[int, int]) -> None:
+        if len(self._senders) >= _SENDERS_MAX and name not in self._senders:
+            living = {endpoint.id for endpoint in self._worker.endpoints()}
+            self._senders = {one: held for one, held in self._senders.items() if held[1] in living}
+        self._senders[name] = worker
 
     def known(self, name: str) -> Remote | None:
         with self._lock:
