@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(crossrail.UsageError, match="two receivers have the same name"):
             spread(here, [np.zeros(8)], [two.describe(), two.describe()])
         for data in (b"", b"x" * 50, one.describe()[:-3]):
-            with pytest.raises(crossrail.UsageError, match=r"not a weights|no weights"):
+            with pytest.raises(crossrail.UsageError, match=r"not a description of weights|no weights"):
                 spread(here, [np.zeros(8)], [data])
         for options in ({"fanout": 0}, {"piece": 0}, {"stall": 0}):
             with pytest.raises(crossrail.UsageError):

@@ -161,3 +161,92 @@ def test_an_engine_is_released_when_modules_are_gone_already(monkeypatch: pytest
     made.__del__()
     with pytest.raises(crossrail.ClosedError):
         made._worker.describe([])
+
+
+def test_memory_that_was_registered_again_is_asked_for_anew(two: tuple[TransferEngine, TransferEngine, str]) -> None:
+    a, b, session = two
+    ours, theirs = pools(4096)
+    at, its = ours.ctypes.data, theirs.ctypes.data
+    assert a.register_memory(at, 4096) == 0 == b.register_memory(its, 4096)
+    assert a.transfer_sync_write(session, at, its, 100) == 0
+
+    def again() -> None:  # the same addresses, under other keys, which the session does not know
+        assert b.unregister_memory(its) == 0 == b.register_memory(its, 4096)
+
+    again()
+    assert a.transfer_sync_write(session, at, its, 4096) == 0
+    assert np.array_equal(ours, theirs)
+    again()
+    numbers = [a.batch_transfer_async_write(session, [at], [its], [4096]) for _ in range(2)]
+    assert a.get_batch_transfer_status(numbers[:1]) == 0
+    assert until(lambda: a.transfer_check_status(numbers[1]), "the transfer") == 1
+    again()
+    assert a.transfer_sync_read(session, at, its, 4096) == 0
+    assert b.unregister_memory(its) == 0
+    assert a.transfer_sync_read(session, at, its, 4096) == -1
+    number = a.batch_transfer_async_write(session, [at], [its], [4096])
+    assert number == 0 or until(lambda: a.transfer_check_status(number), "the transfer") == -1
+
+
+def test_an_engine_that_was_started_again_at_its_port_is_found() -> None:
+    a, first = engine(), engine()
+    mine, its = a.allocate_managed_buffer(100), first.allocate_managed_buffer(100)
+    port = first.get_rpc_port()
+    session = f"{HOST}:{port}"
+    assert a.transfer_sync_write(session, mine, its, 100) == 0
+    second = engine()
+    assert second._exchange is not None and first._exchange is not None and first._worker is not None
+    first._exchange.close()
+    first._worker.close()
+    second._exchange.close()
+    second._exchange.listen(port)
+    other = second.allocate_managed_buffer(100)
+    assert a.transfer_sync_write(session, mine, other, 100) == 0
+
+
+def test_empty_rows_move_nothing_and_are_no_error(two: tuple[TransferEngine, TransferEngine, str]) -> None:
+    a, b, session = two
+    mine, its = a.allocate_managed_buffer(100), b.allocate_managed_buffer(100)
+    a.write_bytes_to_buffer(mine, bytes(range(100)), 100)
+    assert a.batch_transfer_sync_write(session, [mine, 1, mine + 50], [its, 2, its + 50], [50, 0, 50]) == 0
+    assert b.read_bytes_from_buffer(its, 100) == bytes(range(100))
+    assert a.batch_transfer_sync_read(session, [mine], [its], [0]) == 0
+    assert a.batch_transfer_sync_read(session, [], [], []) == 0
+    number = a.batch_transfer_async_write(session, [mine], [its], [0])
+    assert number > 0 and a.transfer_check_status(number) == 1
+    notify = TransferNotify("name", "nothing to move")
+    assert a.batch_transfer_sync(session, [mine], [its], [0], TransferOpcode.Write, notify) == 0
+    (got,) = until(b.get_notifies, "the message")
+    assert got.msg == "nothing to move"
+
+
+def test_a_batch_that_fails_half_way_registers_nothing() -> None:
+    made = engine()
+    memory = np.zeros(300, np.uint8)
+    at = memory.ctypes.data
+    assert made.register_memory(at, 100) == 0
+    bad: list[tuple[list[int], list[int]]] = [
+        ([at + 100, at + 200], [100, 1 << 64]),
+        ([at + 100, at + 200], [100]),
+        ([at + 100, -1], [100, 100]),
+        ([at, at + 200], [300, 1 << 64]),
+    ]
+    for addresses, sizes in bad:
+        assert made.batch_register_memory(addresses, sizes) == -1
+        assert list(made._regions) == [at] and dict(made._counts) == {at: 1}
+        assert len(made._regions[at]) == 100
+    assert made.unregister_memory(at) == 0
+    assert made.unregister_memory(at + 100) == -1
+
+
+def test_calls_before_initialize_are_refused() -> None:
+    made = TransferEngine()
+    assert made.register_memory(1 << 20, 10) == -1 == made.batch_register_memory([1 << 20], [10])
+    assert made.unregister_memory(1 << 20) == -1
+    assert made.transfer_sync_write("127.0.0.1:1", 1, 1, 1) == -1 == made.transfer_sync_read("127.0.0.1:1", 1, 1, 1)
+    assert made.batch_transfer_async_write("127.0.0.1:1", [1], [1], [1]) == 0
+    assert made.get_batch_transfer_status([7]) == -1 == made.transfer_check_status(7)
+    assert made.send_probe("127.0.0.1:1") == -1
+    assert made.get_notifies() == [] and made.get_local_topology() == ""
+    assert made.get_rpc_port() == 0 == made.get_first_buffer_address("127.0.0.1:1")
+    assert made.allocate_managed_buffer(100) == 0

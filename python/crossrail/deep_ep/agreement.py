@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from crossrail._experts_device import NO_REPORT
+from crossrail._untrusted import of_rank, parsing
 from crossrail.deep_ep.arguments import Inputs, no_rows
 from crossrail.deep_ep.checks import Tensor, wrong
 from crossrail.deep_ep.layouts import aligned_counts
@@ -57,9 +58,10 @@ class Call:
         """All-gathers the ranks' calls. `why`: the error of this rank's call, empty if it is valid."""
         text = why.encode()[:400]
         calls = []
-        for message in ranks.exchange(self._FORM.pack(*astuple(self), len(text), text)):
-            *numbers, length, error = self._FORM.unpack(message)
-            calls.append(PeerCall(Call(*numbers), error[:length].decode(errors="replace")))
+        for rank, message in enumerate(ranks.exchange(self._FORM.pack(*astuple(self), len(text), text))):
+            with parsing(of_rank("dispatch", rank, message)):
+                *numbers, length, error = self._FORM.unpack(message)
+                calls.append(PeerCall(Call(*numbers), error[:length].decode(errors="replace")))
         return calls
 
     def agreed(self, calls: Iterable[PeerCall]) -> int:

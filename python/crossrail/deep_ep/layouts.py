@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from crossrail._untrusted import of_rank, parsing
 from crossrail.deep_ep.checks import Tensor, torch
 from crossrail.deep_ep.ranks import Ranks
 
@@ -75,7 +76,10 @@ def aligned_counts(ranks: Ranks, per_expert: Tensor, alignment: int) -> list[int
     """Rows of each local expert over all ranks, rounded up, where only the sources know their tokens' experts."""
     mine = per_expert.tolist()
     form = struct.Struct(f"<{len(mine)}q")
-    counts = [form.unpack(message) for message in ranks.exchange(form.pack(*mine))]
+    counts = []
+    for rank, message in enumerate(ranks.exchange(form.pack(*mine))):
+        with parsing(of_rank("dispatch", rank, message)):
+            counts.append(form.unpack(message))
     local = len(mine) // ranks.size
     first = ranks.rank * local
     sums = [sum(one[expert] for one in counts) for expert in range(first, first + local)]

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from crossrail._endings import at_end
 from crossrail.deep_ep.checks import torch
 from crossrail.deep_ep.pool import Backend
 from crossrail.deep_ep.ranks import Joined, joined
@@ -39,9 +40,9 @@ class Lifetime:
         self._closed = True
         self._ends.close()
 
+    @at_end
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # an exception in __del__ cannot be handled
-            self.destroy()
+        self.destroy()
 
     def _open(self, operation: str) -> None:
         if self._closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from crossrail._untrusted import of_rank, parsing
 from crossrail.deep_ep.pool import LowLatencySize
 from crossrail.deep_ep.ranks import Ranks
 
@@ -22,9 +23,13 @@ def remember(ranks: int, size: LowLatencySize, length: int) -> int:
 def agreed_sizes(ranks: Ranks, length: int) -> list[LowLatencySize]:
     """Collective: the sizes recorded on all ranks, largest first, as far as `length` bytes go."""
     mine = [(*size, needed) for (count, size), needed in _bytes.items() if count == ranks.size]
-    known = [{tuple(one) for one in json.loads(message)} for message in ranks.exchange(json.dumps(mine).encode())]
+    known = []
+    for rank, message in enumerate(ranks.exchange(json.dumps(mine).encode())):
+        with parsing(of_rank("Buffer", rank, message)):
+            known.append({tuple(one) for one in json.loads(message)})
     taken = []
-    for *fields, needed in sorted(set.intersection(*known), key=lambda one: (-one[-1], one)):
+    # All of them are this rank's own as well.
+    for *fields, needed in sorted(set(mine).intersection(*known), key=lambda one: (-one[-1], one)):
         if needed <= length:
             length -= needed
             taken.append(LowLatencySize(*fields))

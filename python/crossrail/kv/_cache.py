@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from crossrail._arrays import wrong
+from crossrail._endings import at_end
 from crossrail._native import (
     Description,
     Endpoint,
@@ -26,6 +27,7 @@ from crossrail._native import (
     _deregister,
     wait_all,
 )
+from crossrail._untrusted import parsing
 from crossrail.errors import CrossrailError, MismatchError, TimeoutError
 
 from ._shape import Index, Memory, Part, Shape, blocks_of, malformed, number, packed, unpacked
@@ -138,13 +140,11 @@ class PagedCache:
             The peer cannot be connected to.
         """
         said = unpacked("cache", described, "remote")
-        try:
+        with parsing(lambda: malformed("cache", described, "remote")):
             worker = Description(bytes.fromhex(said["worker"]))
             regions = number(said["regions"])
             shape, identity = Shape.decode(said["shape"], regions), bytes.fromhex(said["id"])
             keys = keys_of(said["keys"], regions) if said["keys"] else None
-        except (KeyError, TypeError, ValueError):
-            raise malformed("cache", described, "remote") from None
         here, there = self._shape.paired(shape, worker.name)
         endpoint = self.worker.connect(worker.address) if endpoint is None else endpoint
         return RemoteCache(self, endpoint, worker.name, here, there, (identity, regions), keys, None)
@@ -164,6 +164,7 @@ class PagedCache:
         flight fail with RegionError. Leases are not affected. Raises TimeoutError if a peer may still access it."""
         deregister(self._regions)
 
+    @at_end
     def __del__(self) -> None:
         regions = getattr(self, "_regions", ())
         try:
@@ -211,9 +212,7 @@ class Lease:
         memory then is closed."""
         deregister(self._regions)
 
-    def __del__(self) -> None:
-        with suppress(CrossrailError):
-            self.end()
+    __del__ = at_end(end)
 
     def __enter__(self) -> Lease:
         return self
@@ -260,11 +259,9 @@ class RemoteCache:
         Raises MismatchError for a lease of another cache, UsageError for anything else.
         """
         said = unpacked("lease", lease, "borrow")
-        try:
+        with parsing(lambda: malformed("lease", lease, "borrow")):
             identity, keys = bytes.fromhex(said["id"]), keys_of(said["keys"], self._of[1])
             blocks = np.frombuffer(bytes.fromhex(said["blocks"]), "<u4")
-        except (KeyError, TypeError, ValueError):
-            raise malformed("lease", lease, "borrow") from None
         if identity != self._of[0]:
             detail = f"the lease does not belong to the cache that {self.name} described"
             raise MismatchError(f"borrow: {detail}", operation="borrow", detail=detail, peer=self.name)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from crossrail import _native
 from crossrail._arrays import borrowed, wrong
 from crossrail._device_arrays import loaded_torch
+from crossrail._untrusted import parsing
 from crossrail.errors import MismatchError, UsageError
 
 Index: TypeAlias = npt.NDArray[np.uint32]
@@ -142,8 +143,11 @@ class Part(NamedTuple):
         return Part(layer, memory.dtype, memory.item, before, heads, rest, stride, ()), starts
 
     def like(self, other: Part) -> Part:
-        """The same memory in rows like the other's: with one head, tokens and the items of a head lie in one."""
+        """The same memory in rows like the other's: with one head, tokens and the items of a head lie in one.
+
+        A peer may not ask for more rows than this end's own axes have, where it has named them."""
         fits = self.heads == 1 and self.before * self.rest == other.before * other.rest
+        fits = fits and (self.before == 1 or other.before <= self.before)
         return self._replace(before=other.before, rest=other.rest) if fits else self
 
     def whole(self, shards: int) -> str:
@@ -267,12 +271,10 @@ def malformed(kind: str, data: bytes, operation: str) -> UsageError:
 
 def unpacked(kind: str, data: bytes, operation: str) -> dict[str, Any]:
     """Parses `packed` bytes from an untrusted peer. Raises UsageError."""
-    try:
+    with parsing(lambda: malformed(kind, data, operation)):
         said = json.loads(data[len(_MAGIC) :]) if data[: len(_MAGIC)] == _MAGIC else {}
         if not isinstance(said, dict) or said.get("kind") != kind:
             raise ValueError("kind")
-    except (ValueError, RecursionError):
-        raise malformed(kind, data, operation) from None
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
 from collections import deque
@@ -12,7 +13,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from crossrail._arrays import wrong
-from crossrail._native import Context, Description, Endpoint, Move, RegionKey, Request, Worker
+from crossrail._native import Context, Description, Endpoint, Move, Notice, RegionKey, Request, Worker
+from crossrail._untrusted import parsing
 from crossrail.errors import CrossrailError, MismatchError, PeerDeadError, TimeoutError, UsageError
 
 from ._cache import deregister, keys_of, merged_ranges, places, registered
@@ -21,6 +23,33 @@ from ._shape import Holder, Memory, Row, malformed, number, packed, unpacked
 _ABOVE = 3  # maximum upstream receivers per receiver, before the source
 _IN_FLIGHT = 2
 _POLL_S = 0.1
+
+
+class _Described(NamedTuple):
+    """What a peer's `describe` says."""
+
+    worker: Description
+    places: list[tuple[RegionKey, int]]
+    token: str
+    """Whoever has it holds the description: a plan with it is from the source that the receiver was described to."""
+
+
+class _Plan(NamedTuple):
+    """What the source tells a receiver."""
+
+    piece: int
+    stall: float
+    above: list[bytes]
+
+    @staticmethod
+    def of(message: dict[str, Any], token: str) -> _Plan:
+        """The plan in a message of a peer. Raises UsageError for anything else."""
+        with parsing(lambda: wrong("receive", "a malformed plan")):
+            stall, above = float(message["stall"]), [bytes.fromhex(each) for each in message["above"]]
+            piece = number(message["piece"])
+            if message["token"] != token or not 0 < stall < math.inf or not piece or not above:
+                raise ValueError("plan")
+            return _Plan(piece, stall, above)
 
 
 class Spread(NamedTuple):
@@ -50,28 +79,27 @@ class _Weights:
         self._poll.register(self.worker.event_fd(), select.POLLIN)  # creating it enables events
         self._regions = registered(self.worker, self._ranges)
         self._places = places(self._ranges, [memory.address for memory in memories])
+        self.token = os.urandom(16).hex()
 
     def describe(self) -> bytes:
         keys = [bytes(region.key()).hex() for region in self._regions]
         worker = self.worker.describe([])
-        return packed("weights", worker=worker, sizes=self.sizes, places=self._places, keys=keys)
+        return packed("weights", worker=worker, sizes=self.sizes, places=self._places, keys=keys, token=self.token)
 
-    def parse(self, data: bytes, operation: str) -> tuple[Description, list[tuple[RegionKey, int]]]:
-        """Parses a peer's `describe`: worker, and place of each tensor. Raises MismatchError if sizes differ."""
+    def parse(self, data: bytes, operation: str) -> _Described:
+        """Parses a peer's `describe`. Raises MismatchError if sizes differ, UsageError for anything else."""
         fields = unpacked("weights", data, operation)
-        try:
+        with parsing(lambda: malformed("weights", data, operation)):
             worker, keys = Description(bytes.fromhex(fields["worker"])), keys_of(fields["keys"], len(fields["keys"]))
             places = [(keys[number(key, len(keys))], number(offset)) for key, offset in fields["places"]]
-            sizes = list(map(number, fields["sizes"]))
-        except (KeyError, TypeError, ValueError):
-            raise malformed("weights", data, operation) from None
+            sizes, token = list(map(number, fields["sizes"])), str(fields["token"])
         if sizes != self.sizes or len(places) != len(sizes):
             at = next((at for at, (a, b) in enumerate(zip(self.sizes, sizes, strict=False)) if a != b), None)
             here, there = (f"{len(of)} tensors" if at is None else f"{of[at]} bytes" for of in (self.sizes, sizes))
             which = "" if at is None else f" of tensors[{at}]"
             detail = f"{here}{which} here, {there} at {worker.name}"
             raise MismatchError(f"{operation}: {detail}", operation=operation, detail=detail, peer=worker.name)
-        return worker, places
+        return _Described(worker, places, token)
 
     def own(self) -> list[tuple[Any, int]]:
         return [(self._regions[at], offset) for at, offset in self._places]
@@ -88,21 +116,21 @@ class _Weights:
     def pieces(self, piece: int) -> int:
         return sum(-(-size // piece) for size in self.sizes)
 
-    def poll(self) -> list[tuple[str, dict[str, Any]]]:
+    def poll(self) -> list[tuple[Notice, dict[str, Any]]]:
         """Makes progress, waits up to `_POLL_S` for an event, and returns the peers' messages since the last call."""
         self.worker.progress()
         self._poll.poll(1000 * _POLL_S)
         self.worker.drain_events()
         messages = []
-        for name, data in self.worker.notices():
+        for notice in self.worker.notices():
             with suppress(UsageError):
-                messages.append((name, unpacked("spread", data, "spread")))
+                messages.append((notice, unpacked("spread", notice.data, "spread")))
         return messages
 
-    def disconnect(self, name: str) -> None:
+    def disconnect(self, generation: int) -> None:
         """Closes the connections to a lost peer, which may be stopped in the middle of a read."""
         for endpoint in self.worker.endpoints():
-            if endpoint.peer == name:
+            if endpoint.generation == generation:
                 with suppress(CrossrailError):
                     endpoint.close(0)
 
@@ -111,6 +139,12 @@ class _Weights:
         with suppress(CrossrailError):
             deregister(self._regions)
         self.worker.close()
+
+
+def _pieces(message: dict[str, Any], count: int) -> int:
+    """How many pieces a peer says it has, of so many. Raises UsageError."""
+    with parsing(lambda: wrong("spread", "a malformed message")):
+        return min(number(message["pieces"]), count)
 
 
 def _notify(endpoint: Endpoint | None, **what: Any) -> None:
@@ -169,40 +203,47 @@ def spread(
     weights = _Weights(context, tensors, name, listen, "spread")
     try:
         receivers = list(receivers)
-        names = [weights.parse(described, "spread")[0] for described in receivers]
-        if len({worker.name for worker in names}) < len(names):
+        parsed = [weights.parse(described, "spread") for described in receivers]
+        if len({one.worker.name for one in parsed}) < len(parsed):
             raise wrong("spread", "two receivers have the same name", "Receiver(context, tensors, name=...)")
         source = _Source(weights, stall)
-        for worker, described in zip(names, receivers, strict=True):
-            source.connect(worker, described, until)
+        for one, described in zip(parsed, receivers, strict=True):
+            source.connect(one, described, until)
         source.plan(fanout, piece)
         while source.waiting() and time.monotonic() < until:
             source.turn()
-        for one in source.waiting():
-            source.lose(one, f"not complete after {time.monotonic() - began:.1f} s: {source.have[one]} of {source.all}")
+        for late in source.waiting():
+            have = f"{source.have[late]} of {source.all}"
+            source.lose(late, f"not complete after {time.monotonic() - began:.1f} s: {have}")
         source.end()
-        reached = [one for one in source.peers if one not in source.lost]
+        reached = [name for name in source.peers if name not in source.lost]
         return Spread(reached, source.lost, sum(weights.sizes), time.monotonic() - began)
     finally:
         weights.close()
 
 
 class _Source:
-    """The source's view of its receivers."""
+    """The source's view of its receivers. A message is one of theirs if it comes over the connection to that receiver,
+    whatever name its sender has."""
 
     def __init__(self, weights: _Weights, stall: float) -> None:
         self.weights, self.stall, self.all = weights, stall, 0
         self.peers: dict[str, tuple[Endpoint, bytes]] = {}
+        self.by_endpoint: dict[int, str] = {}
+        self.described: dict[str, _Described] = {}
         self.have: dict[str, int] = {}
         self.last_message: dict[str, float] = {}
         self.lost: dict[str, str] = {}
 
-    def connect(self, worker: Description, described: bytes, until: float) -> None:
-        limit = max(0.0, min(self.stall, until - time.monotonic()))
+    def connect(self, parsed: _Described, described: bytes, until: float) -> None:
+        limit, name = max(0.0, min(self.stall, until - time.monotonic())), parsed.worker.name
+        self.described[name] = parsed
         try:
-            self.peers[worker.name] = self.weights.worker.connect(worker.address, timeout=limit), described
+            endpoint = self.weights.worker.connect(parsed.worker.address, timeout=limit)
         except CrossrailError as error:
-            self.lost[worker.name] = str(error)
+            self.lost[name] = str(error)
+        else:
+            self.peers[name], self.by_endpoint[endpoint.id] = (endpoint, described), name
 
     def plan(self, fanout: int, piece: int) -> None:
         """Sends each receiver its upstreams: the nearest first, and this process last."""
@@ -215,18 +256,21 @@ class _Source:
                 one = one // fanout - 1
             plan = {"piece": piece, "stall": self.stall, "above": [each.hex() for each in [*above, own]]}
             self.have[name], self.last_message[name] = 0, time.monotonic()
-            _notify(self.peers[name][0], do="plan", **plan)
+            _notify(self.peers[name][0], do="plan", token=self.described[name].token, **plan)
 
     def waiting(self) -> list[str]:
         return [name for name in self.peers if name not in self.lost and self.have[name] < self.all]
 
     def turn(self) -> None:
-        for name, message in self.weights.poll():
-            self.last_message[name] = time.monotonic()
-            if message.get("do") == "have" and name in self.have and isinstance(message.get("pieces"), int):
-                self.have[name] = message["pieces"]
+        for notice, message in self.weights.poll():
+            name = self.by_endpoint.get(notice.endpoint)
+            if name is not None:
+                self.last_message[name] = time.monotonic()
+            if message.get("do") == "have" and name is not None:
+                with suppress(UsageError):
+                    self.have[name] = _pieces(message, self.all)
             elif message.get("do") == "join":
-                _notify(self.weights.worker.peer(name), do="have", pieces=self.all)
+                _notify(self.weights.worker.endpoint(notice.endpoint), do="have", pieces=self.all)
         for name in [name for name in self.peers if name not in self.lost]:
             if not self.peers[name][0].is_alive:
                 self.lose(name, "it has ended, or its lanes are lost")
@@ -237,7 +281,7 @@ class _Source:
         self.lost[name] = why
         for one, (endpoint, _) in self.peers.items():
             if one not in self.lost:
-                _notify(endpoint, do="lost", name=name)
+                _notify(endpoint, do="lost", generation=self.described[name].worker.generation)
 
     def end(self) -> None:
         """Announces the end to all receivers, which serve their downstreams until then."""
@@ -250,7 +294,7 @@ class _Source:
             with suppress(CrossrailError, KeyError):
                 requests[name].wait(0 if name in self.lost else max(0.0, until - time.monotonic()))
         for name in self.lost:
-            self.weights.disconnect(name)
+            self.weights.disconnect(self.described[name].worker.generation)
 
 
 class Receiver:
@@ -320,19 +364,23 @@ class _Relay:
         self.have = self.all = self.offered = self.piece = 0
         self.stall, self.reported_at = 1.0, 0.0
         self.above: deque[bytes] = deque()
-        self.below: set[str] = set()
-        self.gone: set[str] = set()
+        self.below: set[int] = set()
+        """Endpoints of downstreams."""
+        self.gone: set[int] = set()
+        """Workers that the source has called lost."""
         self.origin = ""
         self.source: Endpoint | None = None
+        self.source_id = 0
         self.endpoint: Endpoint | None = None
+        self.upstream = 0
         self.moves: list[Move] = []
         self.reading: deque[tuple[Request, int]] = deque()
         self.over: dict[str, str] | None = None
 
     def turn(self) -> None:
-        for name, message in self.weights.poll():
-            with suppress(KeyError, TypeError, ValueError, AttributeError):
-                self._handle(name, message)
+        for notice, message in self.weights.poll():
+            with suppress(UsageError):
+                self._handle(notice, message)
         if not self.origin or self.over is not None:
             return
         if self.source is None or not self.source.is_alive:
@@ -342,28 +390,33 @@ class _Relay:
         if time.monotonic() - self.reported_at > self.stall / 8:
             self._report()
 
-    def _handle(self, name: str, message: dict[str, Any]) -> None:
-        do = message["do"]
+    def _handle(self, notice: Notice, message: dict[str, Any]) -> None:
+        """Raises UsageError for a malformed message, which is ignored."""
+        do, worker = message.get("do"), self.weights.worker
         if do == "plan" and not self.origin:
-            self.piece, self.stall = number(message["piece"]), float(message["stall"])
-            self.all, self.above = self.weights.pieces(self.piece), deque(map(bytes.fromhex, message["above"]))
-            self.origin, self.source = name, self.weights.worker.peer(name)
+            plan = _Plan.of(message, self.weights.token)
+            self.piece, self.stall, self.above = plan.piece, plan.stall, deque(plan.above)
+            self.all = self.weights.pieces(plan.piece)
+            self.origin, self.source, self.source_id = notice.peer, worker.endpoint(notice.endpoint), notice.endpoint
         elif do == "join":
-            self.below.add(name)
-            _notify(self.weights.worker.peer(name), do="have", pieces=self.have)
-        elif do == "have" and self.endpoint is not None and name == self.endpoint.peer:
-            self.offered = min(number(message["pieces"]), self.all)
-        elif name == self.origin:
+            self.below.add(notice.endpoint)
+            _notify(worker.endpoint(notice.endpoint), do="have", pieces=self.have)
+        elif do == "have" and self.endpoint is not None and notice.endpoint == self.endpoint.id:
+            self.offered = _pieces(message, self.all)
+        elif self.origin and notice.endpoint == self.source_id:
             if do == "lost":
-                self.gone.add(str(message["name"]))
-                if self.endpoint is not None and self.endpoint.peer in self.gone and self.have < self.all:
+                with parsing(lambda: wrong("receive", "a malformed message")):
+                    lost = number(message["generation"], 1 << 64)
+                self.gone.add(lost)
+                if self.endpoint is not None and self.upstream == lost and self.have < self.all:
                     self._drop_upstream()
-                self.weights.disconnect(str(message["name"]))
+                self.weights.disconnect(lost)
             elif do == "over":
-                self.over = {str(one): str(why) for one, why in message["lost"].items()}
+                with parsing(lambda: wrong("receive", "a malformed message")):
+                    self.over = {str(one): str(why) for one, why in message["lost"].items()}
                 if self.have < self.all:
-                    detail = f"{name} has given this end up, at {self.have} of {self.all} pieces"
-                    raise TimeoutError(f"receive: {detail}", operation="receive", detail=detail, peer=name)
+                    detail = f"{self.origin} has given this end up, at {self.have} of {self.all} pieces"
+                    raise TimeoutError(f"receive: {detail}", operation="receive", detail=detail, peer=self.origin)
 
     def _read(self) -> None:
         """Completes finished reads, starts reads of offered pieces, and switches upstream if it is lost."""
@@ -373,8 +426,8 @@ class _Relay:
             while self.reading and self.reading[0][0].is_done():
                 self.reading[0][0].test()
                 self.have = self.reading.popleft()[1]
-                for name in self.below:
-                    _notify(self.weights.worker.peer(name), do="have", pieces=self.have)
+                for below in self.below:
+                    _notify(self.weights.worker.endpoint(below), do="have", pieces=self.have)
                 if self.have == self.all:
                     self._report()
             begun = self.have + len(self.reading)
@@ -391,10 +444,11 @@ class _Relay:
 
     def _join(self) -> None:
         """Connects to the nearest upstream that is left."""
-        worker, places = self.weights.parse(self.above[0], "receive")
-        if worker.name in self.gone:
+        worker, places, _ = self.weights.parse(self.above[0], "receive")
+        if worker.generation in self.gone:
             self._drop_upstream()
             return
+        self.upstream = worker.generation
         endpoint = self.endpoint = self.weights.worker.connect(worker.address, timeout=self.stall / 2)
         local = self.weights.worker.layout(self.weights.rows(self.weights.own(), self.piece))
         remote = endpoint.layout(self.weights.rows(places, self.piece))
@@ -404,7 +458,8 @@ class _Relay:
     def _drop_upstream(self, why: CrossrailError | None = None) -> None:
         """Drops a lost upstream; on return no more of its bytes arrive. The next `_read` joins another one."""
         self._drop()
-        self.above.popleft()
+        if self.above:
+            self.above.popleft()
         if not self.above:
             self._orphaned(why)
 

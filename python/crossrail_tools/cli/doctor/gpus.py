@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import crossrail
+from crossrail._endings import at_end
 from crossrail._native import bench_unpack
 from crossrail.records import UnpackPlan
 from crossrail_tools.report import format_rate, unpack_rates
@@ -171,6 +172,7 @@ class _Malloced:
         source = ctypes.c_void_p(np.frombuffer(data, np.uint8).ctypes.data)
         self._inside("cuMemcpyHtoD_v2", self._pointer, source, ctypes.c_size_t(data.nbytes))
 
+    @at_end
     def __del__(self) -> None:
         if self._pointer.value:
             self._inside("cuMemFree_v2", self._pointer)
