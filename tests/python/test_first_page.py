@@ -46,6 +46,28 @@ def test_every_command_can_be_parsed(line: str) -> None:
     parse_arguments(shlex.split(line)[1:])
 
 
+def test_files_that_are_read_were_written_by_a_line_before() -> None:
+    written: set[str] = set()
+    for line in commands(README):
+        words = shlex.split(line)
+        read = {word for word in words[2:] if word.endswith(".json") and words[1] == "report"}
+        assert read <= written, f"{line}: {read - written}"
+        written |= {words[at + 1] for at, word in enumerate(words) if word == "--json"}
+    assert written
+
+
+def test_no_page_installs_from_an_index_what_is_not_there() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")]
+    found = 0
+    for page in pages:
+        for command in re.findall(r"pip install ([^#\n`]*)", page.read_text(encoding="utf-8")):
+            for word in command.split():
+                ours = "crossrail" in word
+                found += ours
+                assert not ours or word.endswith(".whl") or (ROOT / word).is_dir(), f"{page}: pip install {command}"
+    assert found >= 5
+
+
 def test_every_option_and_setting_exists() -> None:
     assert set(re.findall(r"CROSSRAIL_[A-Z_]*[A-Z]", COMING)) <= SETTINGS
     ours = {cell for row in COMING.splitlines() if row.startswith("|") for cell in row.split(" | ")[-1:]}
