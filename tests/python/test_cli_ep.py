@@ -210,6 +210,23 @@ def test_a_signal_ends_every_rank_at_once(by: signal.Signals, code: int, word: s
         assert gone(ranks)
 
 
+@pytest.mark.parametrize("pair", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM)])
+def test_two_signals_at_once_are_one(pair: tuple[signal.Signals, signal.Signals]) -> None:
+    code = {signal.SIGINT: 130, signal.SIGTERM: 143}
+    with no_files_left(), running() as process:
+        ranks = children(process.pid)
+        for by in pair:
+            process.send_signal(by)
+            time.sleep(0.0005)  # two that are pending at a time are one to the kernel
+        _, said = process.communicate(timeout=30)
+        assert process.returncode in {code[by] for by in pair}
+        first, *others = said.splitlines()
+        assert re.fullmatch("crossrail: error: (interrupted|terminated)", first), said
+        partial = "crossrail: (nothing was measured yet|what follows was measured until then; .*)"
+        assert len(others) == 1 and re.fullmatch(partial, others[0]), said
+        assert gone(ranks)
+
+
 def test_no_rank_outlives_a_command_that_is_killed() -> None:
     with running() as process:
         ranks = children(process.pid)

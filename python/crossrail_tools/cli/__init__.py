@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from .failure import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .parsing import Command
 
 
+_AGAIN_S = 1.0
 _ending = threading.Event()
 """Set once a signal ends the command: failures caused by that are not reported."""
 
@@ -78,9 +80,9 @@ def _open_standard_streams() -> None:
 
 def _on_main_thread(command: Command) -> int:
     """Runs a command that is ended by a signal, on the main thread, which alone receives signals."""
-    signal.signal(signal.SIGTERM, _terminated)
     try:
-        return _run(command)
+        with _one_end():
+            return _run(command)
     except KeyboardInterrupt:
         print_error("interrupted")
         return EXIT_INTERRUPTED
@@ -109,11 +111,11 @@ def _in_thread(work: Callable[[], int]) -> int:
 
     thread = threading.Thread(target=body, name="crossrail-command", daemon=True)
     try:
-        signal.signal(signal.SIGTERM, _terminated)
-        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        thread.start()
-        while not outcome:
-            asleep.recv(1)
+        with _one_end():
+            signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+            thread.start()
+            while not outcome:
+                asleep.recv(1)
     except (KeyboardInterrupt, _Terminated) as end:
         by_user = isinstance(end, KeyboardInterrupt)
         _end_early("interrupted" if by_user else "terminated", EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
@@ -124,10 +126,8 @@ def _in_thread(work: Callable[[], int]) -> int:
 
 
 def _end_early(why: str, exit_code: int) -> NoReturn:
-    """Shows what was measured so far and exits. A second signal exits at once, with the terminal in order."""
+    """Shows what was measured so far and exits. What a later signal does: `_one_end`."""
     _ending.set()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *unused: os._exit(exit_code))
     reporting = sys.modules.get(f"{__name__}.reporting")  # without it there is nothing to show
     try:
         if reporting is not None:
@@ -148,8 +148,32 @@ class _Terminated(BaseException):
     """SIGTERM was received."""
 
 
-def _terminated(signal_number: int, frame: object) -> None:
-    raise _Terminated
+@contextlib.contextmanager
+def _one_end() -> Iterator[None]:
+    """Has the first SIGINT or SIGTERM raise, and none after it, which would cut off what the first one's end shows.
+
+    A launcher or a closed terminal may send several at a time; one `_AGAIN_S` later is of a user who wants no more, and
+    ends the process at once. Signals that are ignored stay so.
+    """
+
+    def first(number: int, frame: object) -> None:
+        began, code = time.monotonic(), EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
+
+        def again(*unused: object) -> None:
+            if time.monotonic() - began > _AGAIN_S:
+                os._exit(code)
+
+        for each in heard:
+            signal.signal(each, again)
+        raise KeyboardInterrupt if number == signal.SIGINT else _Terminated
+
+    heard = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    heard = {each: handler for each, handler in heard.items() if handler != signal.SIG_IGN}
+    for each in heard:
+        signal.signal(each, first)
+    yield
+    for each, handler in heard.items():  # not after a signal: its end goes on
+        signal.signal(each, handler)
 
 
 def _run(command: Command) -> int:
