@@ -267,7 +267,7 @@ def test_one_command_per_node(tmp_path: Path) -> None:
     assert (row.ranks, row.nodes, row.ranks_passed) == (4, 2, 4)
     assert row.links == {"self": 4, "heap": 4, "network": 8}
     assert len(row.samples_us) == 4 * 5
-    assert "node 1 of 2" in said and "node 0 of 2 has the report" in said
+    assert "node 1 of 2" in said and "node 0 of 2 has the report; --json" in said and "has no effect here" in said
     assert out == "" and not list(tmp_path.iterdir())
 
 

@@ -87,7 +87,9 @@ def test_a_plugin_that_fails_is_one_line_that_names_the_function(
 
 def test_files_that_are_no_plugin_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.so").write_text("no library")
-    one_error(run("bench", "p2p", f"--net-plugin={tmp_path}/text.so"), 2, "text.so", "cannot be loaded")
+    one_error(
+        run("bench", "p2p", f"--net-plugin={tmp_path}/text.so"), 2, "text.so", "cannot be loaded", "file too short"
+    )
 
 
 @pytest.mark.parametrize("option", ["--device=cpu,cuda:0", "--memory=shared", "--transport=tcp", "--compare=iperf3"])

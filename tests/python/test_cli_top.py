@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -275,6 +276,35 @@ def test_nobody_there_and_no_folder(tmp_path: Path) -> None:
     )
     one_error(run("top", "--once", settings={"CROSSRAIL_PAGES": "off"}), 2, "there is no folder to look in")
     one_error(run("top", "--once", settings={"CROSSRAIL_PAGES": str(tmp_path / "none")}), 1, "No such file")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_processes_of_other_users_are_one_line_together() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others
+        Path(folder).chmod(0o777)
+        look_from_outside(folder)
+
+
+def look_from_outside(folder: str) -> None:
+    here = "import crossrail, sys\nworker = crossrail.Worker(crossrail.Context())\nprint(flush=True)\nsys.stdin.read()"
+    settings = clean_environment({"CROSSRAIL_PAGES": folder})
+    others = [
+        subprocess.Popen([sys.executable, "-c", here], env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    try:
+        for other in others:
+            assert other.stdout is not None and other.stdout.readline() == b"\n"
+        look = (
+            "import os, signal, sys\nfrom crossrail_tools.cli import main\nfrom crossrail_tools.cli import top\n"
+            "os.setresuid(65534, 65534, 65534)\nsys.exit(main(['top', '--once']))"
+        )
+        done = subprocess.run([sys.executable, "-c", look], env=settings, capture_output=True, text=True, timeout=60)
+        line = "crossrail: 3 processes are other users': run `crossrail top` as that user, or as root\n"
+        assert (done.returncode, done.stderr) == (0, line), done.stdout
+    finally:
+        for other in others:
+            other.communicate(timeout=30)
 
 
 def test_ctrl_c_while_it_looks_is_one_line(

@@ -85,7 +85,10 @@ impl Plugin {
         let fail = |detail: String| Error::new(ErrorKind::Usage, "net plugin", format!("{}: {detail}", path.display()));
         // SAFETY: the user names a plugin to run; its initializers are trusted as NCCL trusts them.
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-        let library = library.map_err(|error| fail(format!("it cannot be loaded: {error}")))?;
+        let library = library.map_err(|error| {
+            let why = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+            fail(format!("it cannot be loaded: {why}"))
+        })?;
         let find = |version: u32| -> Option<*const c_void> {
             // SAFETY: only the symbol's address is used.
             let symbol = unsafe { library.get::<*const c_void>(abi::symbol(version).as_bytes()) };

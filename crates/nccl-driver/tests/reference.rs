@@ -176,7 +176,8 @@ fn a_library_that_is_no_plugin_or_of_another_age_is_refused_by_name() {
         assert_eq!(error.kind, ErrorKind::Usage);
         error.to_string()
     };
-    assert!(refused(Path::new("/nonexistent/libnccl-net.so")).contains("cannot be loaded"));
+    let missing = refused(Path::new("/nonexistent/libnccl-net.so"));
+    assert!(missing.contains("cannot be loaded") && missing.contains("No such file"), "{missing}");
     assert!(refused(Path::new("libc.so.6")).contains("not an NCCL network plugin"));
     for (version, age) in [(3, "old"), (13, "new")] {
         let said = refused(&library(version, "none"));

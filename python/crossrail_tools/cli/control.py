@@ -100,7 +100,7 @@ class ControlOptions(PinnedRanks, RunOptions):
         check_json(self.json)
         with Progress() as progress:
             _run(_placed(self), progress)
-        print_notice(f"done; node 0 of {self.placement.world_size} has the report")
+        self.placement.leave_report(self.json)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -14,7 +14,7 @@ from crossrail._native import bench_mesh_all, bench_mesh_pair
 from crossrail.records import MeshPair
 from crossrail_tools.report import Report, Row, mesh_rows
 
-from .failure import Failure, UsageFailure, print_notice
+from .failure import Failure, UsageFailure
 from .options import (
     LinkOptions,
     Memory,
@@ -83,7 +83,7 @@ class MeshOptions(PinnedRanks, LinkOptions):
         check_json(self.json)
         with Progress() as progress:
             _run(self, progress)
-        print_notice(f"done; node 0 of {self.placement.world_size} has the report")
+        self.placement.leave_report(self.json)
 
 
 def add_arguments(parser: Parser) -> None:

@@ -90,6 +90,11 @@ class Placement:
         if self.world_size > 1:
             print_notice(f"node {self.node} of {self.world_size}, store {store} ({self.source or 'options'})")
 
+    def leave_report(self, destination: str | None) -> None:
+        """Prints which node has the report, and that this one writes none."""
+        unused = "" if destination is None else f"; --json {destination} has no effect here"
+        print_notice(f"done; node 0 of {self.world_size} has the report{unused}")
+
     def member(self, rank: int, store: str, group: str, emulated: int = 1) -> dict[str, Any]:
         """The part of a rank's job that `rank_process.join` needs."""
         node = self.node_label(rank, emulated)

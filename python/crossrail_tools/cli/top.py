@@ -19,6 +19,7 @@ import time
 import tty
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -85,6 +86,8 @@ class Process:
     group: str | None = None
     rank: int | None = None
     answered: bool = True
+    foreign: bool = False
+    """Whether it is another user's, so that its page is not for this one."""
 
     def rows(self, *kinds: str) -> Iterator[Row]:
         return (row for row in (self.page or {}).get("rows", ()) if row["kind"] in kinds)
@@ -154,9 +157,8 @@ class TopOptions:
         if all(process.answered for process in before.processes):
             time.sleep(SAMPLE_S)
             now = self._snapshot(context)
-        for process in now.processes:
-            if process.error is not None:
-                print_notice(f"{process.name}: {process.error}")
+        for problem in problems_of(now):
+            print_notice(problem)
         if self.json is not None:
             write_text(json.dumps(as_json(now, before), indent=1) + "\n", self.json)
         to.print(rendered(now, before, problems=False), end="")
@@ -208,7 +210,7 @@ class TopOptions:
             page = seen["page"]
             name = f"{here if page is None else page['host']}:{seen['pid']}"
             error = f"{seen['path']}: {seen['error']}" if page is None else None
-            found.append(Process(name, page, error))
+            found.append(Process(name, page, error, foreign=page is None and _is_foreign(seen["path"])))
         return Snapshot(at, found)
 
     def _job(self, context: crossrail.Context, at: float) -> Snapshot:
@@ -455,8 +457,25 @@ def rendered(now: Snapshot, before: Snapshot, *, problems: bool = True) -> Rende
     )
     parts += [each for each in made if each.rows]
     if problems:
-        parts += [Text(f"{process.name}: {process.error}") for process in now.processes if process.error]
+        parts += [Text(problem) for problem in problems_of(now)]
     return Group(*parts)
+
+
+def problems_of(now: Snapshot) -> list[str]:
+    """A line for each process whose page cannot be shown; one for all of other users together."""
+    lines = [f"{one.name}: {one.error}" for one in now.processes if one.error and not one.foreign]
+    foreign = sum(one.foreign for one in now.processes)
+    if foreign:
+        which = "1 process is another user's" if foreign == 1 else f"{foreign} processes are other users'"
+        lines.append(f"{which}: run `crossrail top` as that user, or as root")
+    return lines
+
+
+def _is_foreign(path: str) -> bool:
+    """Whether a page is another user's, who alone may read it."""
+    with contextlib.suppress(OSError):
+        return os.geteuid() not in (0, Path(path).stat().st_uid)
+    return False
 
 
 def _headline(now: Snapshot) -> str:

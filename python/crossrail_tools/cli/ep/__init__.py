@@ -6,7 +6,6 @@ import argparse
 import importlib
 from dataclasses import dataclass
 
-from ..failure import print_notice
 from ..parsing import Command, Parser
 from ..reporting import Progress, check_json, show_report
 from . import options
@@ -25,7 +24,7 @@ class Ep(options.EpOptions):
             check_json(self.json)
             with Progress() as progress:
                 measure(self, progress)
-            print_notice(f"done; node 0 of {self.placement.world_size} has the report")
+            self.placement.leave_report(self.json)
             return
         show_report(self, lambda progress: measure(self, progress))
 
