@@ -124,6 +124,21 @@ def test_what_is_no_address_says_the_form(text: str) -> None:
         parsing.parse_address(text)
 
 
+def test_a_name_to_listen_at_that_only_this_machine_can_reach(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def look_up(host: str, port: int, **unused: object) -> list[tuple[object, ...]]:
+        return [(2, 1, 6, "", ({"node": "127.0.1.1", "far": "10.0.0.1"}.get(host, host), port))]
+
+    monkeypatch.setattr(parsing.socket, "getaddrinfo", look_up)
+    assert parsing.place_to_listen("node:5") == "127.0.1.1:5"
+    said = capsys.readouterr().err
+    assert "node resolves to 127.0.1.1" in said and said.count("\n") == 1
+    for quiet in ("far:5", "127.0.0.1:5", ":5", "[::1]:5"):
+        parsing.place_to_listen(quiet)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_name_that_does_not_resolve() -> None:
     with pytest.raises(Failure, match=r"no-such-host\.invalid does not resolve"):
         parsing.resolve("no-such-host.invalid:1")

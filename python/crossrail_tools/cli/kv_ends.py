@@ -21,7 +21,7 @@ from crossrail_tools.report import format_bytes
 
 from .control_link import connected, listening, serve_each
 from .failure import Failure, UsageFailure, print_notice
-from .parsing import resolve
+from .parsing import place_to_listen, resolve
 from .point_to_point.channel import IDLE_LIMIT_S, Channel
 from .processes import Message, Process, read_line
 
@@ -204,7 +204,7 @@ def listen(
 
     Raises UsageFailure and the library's errors if it cannot listen.
     """
-    with listening(resolve(address), secret_file, ORDER_S) as (context, worker):
+    with listening(place_to_listen(address), secret_file, ORDER_S) as (context, worker):
         places = ", ".join(worker.control_addresses())
         print_notice(f"listening on {places}; run `crossrail bench kv --connect` with it on the other machine")
         serve_each(context, worker, partial(_serve, pythons, settings))

@@ -16,7 +16,7 @@ import crossrail
 from crossrail._native import loopback
 
 from ..words import a
-from .failure import EXIT_USAGE, Failure, UsageFailure, print_error
+from .failure import EXIT_USAGE, Failure, UsageFailure, print_error, print_notice
 
 EPILOG = """\
 exit codes: 0 success, 1 the run failed or data did not verify, 2 bad usage,
@@ -239,6 +239,24 @@ def resolve(text: str, default_port: int = DEFAULT_PORT) -> str:
     address = found[0][4]
     zone = f"%{socket.if_indextoname(int(address[3]))}" if len(address) == 4 and address[3] else ""
     return join(str(address[0]).partition("%")[0] + zone, port)
+
+
+def place_to_listen(text: str, default_port: int = DEFAULT_PORT) -> str:
+    """As `resolve`, for an address to listen at; warns of a name that leads nobody else here, as many a host's own."""
+    place, host = resolve(text, default_port), _split(text.strip())[0]
+    where = ipaddress.ip_address(_split(place)[0].partition("%")[0])
+    if where.is_loopback and host not in ("", "localhost") and not _is_numeric(host):
+        hint = "name another of its addresses, or [::] for all"
+        print_notice(f"{host} resolves to {where} on this machine, which others cannot reach; {hint}")
+    return place
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def join(host: str, port: int) -> str:

@@ -11,7 +11,7 @@ from crossrail._native import StoreServer
 
 from .failure import print_notice
 from .options import add_secret_file
-from .parsing import STORE_PORT, Command, Parser, resolve
+from .parsing import STORE_PORT, Command, Parser, place_to_listen
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
@@ -31,7 +31,7 @@ class StoreOptions:
         """Prints the store's address and serves until SIGINT or SIGTERM. Raises Failure and the library's errors."""
         context = crossrail.Context(secret_file=self.secret_file)
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-        with StoreServer(context, resolve(self.listen, default_port=STORE_PORT)) as server:
+        with StoreServer(context, place_to_listen(self.listen, default_port=STORE_PORT)) as server:
             print(server.address, flush=True)
             print_notice(f"serving; clients connect with CROSSRAIL_STORE={server.address}")
             ended_by = signal.sigwait(ENDING)

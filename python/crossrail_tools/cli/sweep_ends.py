@@ -20,7 +20,7 @@ from crossrail.errors import CrossrailError
 
 from .control_link import connected, listen_text, listening, serve_each
 from .failure import Failure, print_notice
-from .parsing import DEFAULT_PORT, join, parse_address, permitted, resolve
+from .parsing import DEFAULT_PORT, join, parse_address, permitted, place_to_listen, resolve
 from .point_to_point.channel import Channel
 from .point_to_point.child import START_S, Child
 from .point_to_point.options import BenchOptions
@@ -97,7 +97,7 @@ def listen(where: str, bench: str, secret_file: str | None) -> NoReturn:
 
     Raises UsageFailure and the library's errors if it cannot listen.
     """
-    address = resolve(where)
+    address = place_to_listen(where)
     with listening(address, secret_file, ANSWER_S) as (context, worker):
         places = ", ".join(worker.control_addresses())
         print_notice(

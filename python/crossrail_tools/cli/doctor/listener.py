@@ -13,7 +13,7 @@ import crossrail
 
 from ..control_link import listening, serve_each
 from ..failure import Failure, print_notice
-from ..parsing import resolve
+from ..parsing import place_to_listen
 from ..point_to_point.channel import Channel
 from ..processes import Message
 from .links import Rail, loopback_rails
@@ -34,7 +34,7 @@ def listen(where: str, secret_file: str | None, rails: Callable[[], list[Rail]])
 
     Raises UsageFailure and the library's errors if it cannot listen.
     """
-    with listening(resolve(where, default_port=DOCTOR_PORT), secret_file, ANSWER_S) as (context, worker):
+    with listening(place_to_listen(where, default_port=DOCTOR_PORT), secret_file, ANSWER_S) as (context, worker):
         places = ", ".join(worker.control_addresses())
         print_notice(f"listening on {places}; run `crossrail doctor --peer` with this address on the other machine")
         serve_each(context, worker, lambda channel: serve(channel, _offered(rails(), secret_file), secret_file))

@@ -18,7 +18,7 @@ from .. import peers
 from ..failure import Failure, print_notice
 from ..launcher import GROUP
 from ..options import UNPACK_MODES
-from ..parsing import resolve
+from ..parsing import place_to_listen, resolve
 from ..placement import check_memory, known_gpus, pin_to
 from ..processes import Message
 from ..rails import missed
@@ -39,7 +39,7 @@ def listen(options: BenchOptions) -> None:
         known_gpus(context, [options.memory_device])  # fails here rather than when the driving end connects
     pin_to(options.cpu(driver=False))
     if options.launch is None:
-        address = resolve(options.listen or "")
+        address = place_to_listen(options.listen or "")
     else:
         address = resolve(":0") if options.launch.machines == 1 else "0.0.0.0:0"
     with contextlib.ExitStack() as stack, crossrail.Worker(context, listen=address) as worker:
