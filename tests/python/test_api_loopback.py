@@ -89,6 +89,7 @@ def test_loopback_that_is_down_is_named(options: list[str]) -> None:
     done = end_there(sys.executable, "-m", "crossrail", "bench", *options, prepare="ip link set lo down")
     assert done.returncode == 1
     assert "etwork is unreachable" in done.stderr and "another process" not in done.stderr
+    assert "ip link set lo up" in done.stderr and "firewall" not in done.stderr
 
 
 def test_a_group_does_not_wait_for_loopback_that_is_down() -> None:

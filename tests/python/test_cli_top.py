@@ -30,6 +30,7 @@ import crossrail
 from crossrail._native import read_pages
 from crossrail_tools.cli import main
 from crossrail_tools.cli.top import ERRORS, STORE_S, Process, Snapshot, TopOptions, rates_between, rendered, verdicts
+from crossrail_tools.cli.top_words import frequency, program_of
 from crossrail_tools.report import console
 
 ROW_BYTES = 512
@@ -395,6 +396,32 @@ def test_each_process_has_a_row_and_the_slowest_is_first() -> None:
     out = io.StringIO()
     console(out).print(rendered(Snapshot(0.0, now.processes[:1]), before))
     assert out.getvalue().startswith("1 process, 1 worker, 0 expert buffers\n")
+
+
+def test_a_busy_expert_job_is_not_idle_and_programs_have_names() -> None:
+    def rank(number: int, dispatches: int, command: str) -> Process:
+        counts = dict.fromkeys(("masked", "lost"), 0) | {"connected": 2, "rank": number, "ranks": 2}
+        values = counts | {"dispatches": dispatches, "combines": dispatches, "memory_bytes": 1 << 20}
+        row = {"kind": "buffer", "owner": 1, "name": "moe", "peer": "", "age_s": 9.0, "wait": None, "values": values}
+        return Process(f"host:{number}", {"rows": [row], "dropped": 0, "command": command})
+
+    before = Snapshot(0.0, [rank(0, 100, "python -X dev train.py"), rank(1, 100, "python -m serve --x")])
+    now = Snapshot(
+        2.0, [rank(0, 500, "/usr/bin/python3.11 -X dev /opt/train.py --lr 1"), rank(1, 100, "python -m serve --x")]
+    )
+    out = io.StringIO()
+    console(out).print(rendered(now, before))
+    lines = out.getvalue().splitlines()
+    processes = lines[lines.index("processes") + 1 :]
+    assert "exchanges now" in processes[0]
+    assert "host:0 train.py" in processes[2] and "400 /s" in processes[2]
+    assert "host:1 serve" in processes[3] and " 0 /s" in processes[3]
+    buffers = lines[lines.index("expert buffers") + 3]
+    assert buffers.count("200 /s") == 2
+    assert (
+        program_of("") == "" and program_of("python -c import?x") == "python" and program_of("/bin/server") == "server"
+    )
+    assert frequency(0) == "0 /s" and frequency(12.345) == "12.3 /s" and frequency(123456) == "123 k/s"
 
 
 def test_what_does_not_fit_is_counted_and_scrolled_and_q_ends(tmp_path: Path) -> None:

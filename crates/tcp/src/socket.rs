@@ -173,6 +173,14 @@ pub fn dial(binding: Option<&Binding>, remote: SocketAddr, deadline: Instant) ->
             io::ErrorKind::ConnectionRefused => fail(ErrorKind::Unreachable, "connection refused".into())
                 .with_reason(Reason::NotListening)
                 .with_hint("no process listens on that port at the peer"),
+            io::ErrorKind::NetworkUnreachable if remote.ip().to_canonical().is_loopback() => {
+                fail(ErrorKind::Unreachable, source.to_string())
+                    .with_hint("the loopback device is down: ip link set lo up")
+            }
+            io::ErrorKind::NetworkUnreachable | io::ErrorKind::HostUnreachable => {
+                fail(ErrorKind::Unreachable, source.to_string())
+                    .with_hint(format!("this machine has no way there: ip route get {}", remote.ip()))
+            }
             _ => fail(ErrorKind::Unreachable, source.to_string()),
         };
         error.with_io(&source)

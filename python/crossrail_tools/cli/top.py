@@ -38,6 +38,7 @@ from .nvml import Gpus, GpuUse
 from .options import add_secret_file
 from .parsing import Command, Parser, parse_address
 from .reporting import check_json
+from .top_words import frequency, program_of
 
 SCHEMA = "crossrail-top/1"
 INTERVAL_S = 1.0
@@ -53,7 +54,9 @@ _NOBODY = ""
 STUCK_S = 0.5
 """A wait of this age is worth a sentence about whom it is for."""
 MOVED = {"rail": ("sent_bytes", "received_bytes"), "link": ("sent_bytes", "received_bytes"), "gpu": ("copied_bytes",)}
-"""Counters of bytes of each kind of row that has rates."""
+"""Counters of bytes of each kind of row that has rates of bytes."""
+COUNTED = MOVED | {"buffer": ("dispatches", "combines")}
+"""Counters of each kind of row that has rates."""
 ERRORS = (
     "usage",
     "config",
@@ -112,9 +115,9 @@ class Snapshot:
     def counters(self) -> dict[Key, tuple[int, ...]]:
         """Bytes moved so far, by row."""
         return {
-            key(process, row): tuple(row["values"][name] for name in MOVED[row["kind"]])
+            key(process, row): tuple(row["values"][name] for name in COUNTED[row["kind"]])
             for process in self.processes
-            for row in process.rows(*MOVED)
+            for row in process.rows(*COUNTED)
         }
 
 
@@ -410,7 +413,7 @@ def as_json(now: Snapshot, before: Snapshot) -> dict[str, Any]:
     for process in now.processes:
         whole: dict[str, Any] = {"process": process.name, "group": process.group, "rank": process.rank}
         whole |= {"error": process.error, "page": process.page}
-        for row in process.rows(*MOVED):
+        for row in process.rows(*COUNTED):
             row["values"]["rates"] = list(rates.get(key(process, row), ()))
         processes.append(whole)
     gpus = [asdict(gpu) for gpu in now.gpus]
@@ -418,7 +421,7 @@ def as_json(now: Snapshot, before: Snapshot) -> dict[str, Any]:
 
 
 def rates_between(now: Snapshot, before: Snapshot) -> dict[Key, tuple[float, ...]]:
-    """Bytes per second of each counter; nothing for rows that were not there before."""
+    """What each counter grows by in a second; nothing for rows that were not there before."""
     past, took = before.counters(), now.at - before.at
     if took <= 0:
         return {}
@@ -452,7 +455,7 @@ def rendered(now: Snapshot, before: Snapshot, *, problems: bool = True) -> Rende
         _pairs(now, rates),
         _gpus(now),
         _peers(now),
-        _buffers(now),
+        _buffers(now, rates),
         _errors(now),
     )
     parts += [each for each in made if each.rows]
@@ -491,12 +494,17 @@ def _headline(now: Snapshot) -> str:
 
 
 def _who(process: Process) -> str:
-    return process.name if process.rank is None else f"rank {process.rank} {process.name}"
+    """Rank, program and process, as far as they are known."""
+    rank = [] if process.rank is None else [f"rank {process.rank}"]
+    program = program_of(str((process.page or {}).get("command", "")))
+    return " ".join(filter(None, [*rank, process.name, program]))
 
 
 def _processes(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
     """A row for each process, the one with the oldest wait first."""
+    experts = any(process.page is not None and any(process.rows("buffer")) for process in now.processes)
     columns = ["process", "peers", "sent now", "received now", "waits for", "in", "age"]
+    columns[4:4] = ["exchanges now"] if experts else []
     made = table("processes", columns, keys=1, spare=["peers"])
     found = []
     for process in now.processes:
@@ -506,6 +514,9 @@ def _processes(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedT
     for process, wait in sorted(found, key=lambda each: -each[1]["age_s"] if each[1] else 0.0):
         known = [rate for row in process.rows("rail") if (rate := rates.get(key(process, row)))]
         moved = [_rate(sum(rate[at] for rate in known)) if known else "-" for at in (0, 1)]
+        if experts:
+            exchanged = [rate for row in process.rows("buffer") if (rate := rates.get(key(process, row)))]
+            moved.append(frequency(sum(map(sum, exchanged))) if exchanged else "-")
         oldest = ["-"] * 3 if wait is None else [wait["whom"], wait["operation"], _age(wait["age_s"])]
         made.add_row(_who(process), str(len(list(process.rows("peer")))), *moved, *oldest)
     return made
@@ -575,13 +586,18 @@ def _peers(now: Snapshot) -> HeadedTable:
     return made
 
 
-def _buffers(now: Snapshot) -> HeadedTable:
-    columns = ["process", "buffer", "rank", "connected", "masked", "lost", "dispatches", "combines", "memory"]
+def _buffers(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
+    """Their data moves through mapped memory, which no rail counts: their operations say whether they are busy."""
+    columns = ["process", "buffer", "rank", "connected", "masked", "lost"]
+    columns += ["dispatches", "now", "combines", "now ", "memory"]
     made = table("expert buffers", columns, left=2)
     for process, row in _rows(now, "buffer"):
         values = row["values"]
         cells = [f"{values['rank']} of {values['ranks']}"]
-        cells += [str(values[name]) for name in ("connected", "masked", "lost", "dispatches", "combines")]
+        cells += [str(values[name]) for name in ("connected", "masked", "lost")]
+        rate = rates.get(key(process, row))
+        for at, name in enumerate(COUNTED["buffer"]):
+            cells += [str(values[name]), "-" if rate is None else frequency(rate[at])]
         made.add_row(_who(process), row["name"], *cells, format_bytes(values["memory_bytes"]))
     return made
 
