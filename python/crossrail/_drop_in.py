@@ -35,14 +35,14 @@ def alias(package: str, modules: Mapping[str, ModuleType]) -> None:
 
 
 def beyond_loopback(context: Any) -> str | None:
-    """Where a worker listens so that other machines reach it: all addresses, of both families where there are both.
+    """The wildcard to listen at for peers on other machines: all addresses, of both families where there are both.
 
     None without a secret, which peers beyond loopback must prove to know; processes are then on one machine."""
     return wildcard() if has_secret(context) else None
 
 
 def has_secret(context: Any) -> bool:
-    """Whether listening beyond this machine is possible."""
+    """True if CROSSRAIL_SECRET or CROSSRAIL_SECRET_FILE is set, without which no worker listens beyond loopback."""
     settings = context.settings()
     return bool(settings["CROSSRAIL_SECRET"] or settings["CROSSRAIL_SECRET_FILE"])
 

@@ -1,4 +1,4 @@
-"""The end of objects that call native code or modules: quiet, whenever it comes."""
+"""A `__del__` that prints nothing, for objects that call native code or modules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Self = TypeVar("Self")
 def at_end(end: Callable[[Self], object]) -> Callable[[Self], None]:
     """Makes a ``__del__`` of `end`: nothing is raised from it, which Python would print.
 
-    It does nothing while the interpreter ends, when names of modules are gone: the workers were closed before, and
-    nobody accesses memory or sends any more.
+    It does nothing while the interpreter finalizes and module names are already cleared: the workers were closed
+    before, so that no peer accesses memory any more.
     """
 
-    # Bound here: names of modules may be gone when it runs.
+    # Defaults are bound now: module names may be cleared when it runs.
     def __del__(
         self: Self,
         ends: Callable[[], bool] = sys.is_finalizing,

@@ -26,7 +26,7 @@ def of_rank(operation: str, rank: int, message: bytes) -> Callable[[], Crossrail
     """The error of a rank that sent something else, for `parsing`."""
 
     def error() -> CrossrailError:
-        detail = f"{len(message)} bytes of rank {rank} are no message of this operation"
+        detail = f"{len(message)} bytes of rank {rank} are not a message of this operation"
         return ProtocolError(f"{operation}: {detail}", operation=operation, detail=detail, peer=f"rank {rank}")
 
     return error

@@ -86,7 +86,7 @@ def test_an_agent_that_was_started_again_is_heard() -> None:
     again = nixl_agent("B")
     again.add_remote_agent(a.get_agent_metadata())
 
-    def heard() -> bool:  # the end of the first one may be noticed a moment later than the second one's message comes
+    def heard() -> bool:  # the first agent's end may be detected after the second one's message
         again.send_notif("A", b"after")
         return bool(a.get_new_notifs())
 
@@ -167,7 +167,7 @@ def test_hostile_messages_do_not_disturb_a_receiver(what: str) -> None:
             assert pair.receiver.receive(20) == {}
             thread.join(30)
             assert pair.done[0].reached == ["recv"] and (pair.target == 7).all()
-        else:  # a plan as good as the source's: what it leads to is an error of ours
+        else:  # a valid plan: receiving by it fails with one of our errors
             with pytest.raises(crossrail.CrossrailError):
                 pair.receiver.receive(2)
     pair.receiver.close()
@@ -198,7 +198,7 @@ def changed(said: Any, rng: random.Random) -> Any:
 
 
 def mangled(data: bytes, rng: random.Random) -> bytes:
-    """Bytes of JSON behind a magic, with a change within; or with bytes changed."""
+    """A magic and JSON, with one value or some bytes changed."""
     start = data.index(b"{") if b"{" in data else data.index(b"[")
     match rng.randrange(10):
         case 0:
@@ -275,7 +275,7 @@ def parsers() -> Iterator[dict[str, tuple[bytes, Callable[[bytes], Any]]]]:
 
 
 def _handler(relay: _spread._Relay) -> Callable[[bytes], None]:
-    """Handles one message as if it came over the connection to source and upstream."""
+    """Handles one message as if the connection to source and upstream had received it."""
 
     class From:
         peer, endpoint, generation = "r", 0, 1

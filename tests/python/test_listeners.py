@@ -1,4 +1,4 @@
-"""Every listener of a process that uses everything: which there are, and what each gives a stranger."""
+"""All listeners of a process that uses everything, and their answers to unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_listener_is_of_a_kind_that_the_page_lists(everything: tuple[int, 
 
 
 def greeting(port: int, sent: bytes = b"") -> bytes:
-    """What a stranger gets that sends these bytes and then nothing more."""
+    """The answer to an unauthenticated client that sends these bytes and nothing more."""
     with socket.create_connection(("127.0.0.1", port), 10) as stranger:
         stranger.settimeout(20)
         got = stranger.recv(64)  # before it sends: a reset takes away what was not read

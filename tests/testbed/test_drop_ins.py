@@ -84,7 +84,7 @@ def start(bed: Bed, side: Side, program: str, *arguments: str) -> subprocess.Pop
 
 
 def both(bed: Bed, target: str, initiator: str, host: str, *named: str) -> tuple[str, str]:
-    """What the two print: the target behind its first line, which the initiator gets as arguments."""
+    """The output of both; the first line of the target's becomes arguments of the initiator."""
     with start(bed, "left", target, *named) as left:
         try:
             assert left.stdout is not None

@@ -24,7 +24,7 @@ pub(crate) const REJECTS: &[RejectCode] =
 #[derive(Debug)]
 pub(crate) struct Service {
     pub(crate) protocol: &'static Protocol,
-    /// What rejects call it.
+    /// Its noun in rejects.
     pub(crate) noun: &'static str,
     /// The labels of the two ends' proofs.
     pub(crate) connector: &'static str,

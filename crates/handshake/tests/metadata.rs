@@ -1,4 +1,4 @@
-//! Metadata listeners: requests of proven clients are answered, and what strangers cost is bounded.
+//! Metadata listeners: requests of proven clients are answered, and the cost of unproven ones is bounded.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -19,7 +19,7 @@ fn settings() -> Settings {
     settings
 }
 
-/// A listener that answers with the body it got, behind its operation; refuses operation 9.
+/// A listener that answers with the operation and the body that it received; refuses operation 9.
 struct Echo {
     listener: Arc<MetadataListener>,
     thread: Option<JoinHandle<()>>,
@@ -122,7 +122,7 @@ fn bodies_are_bounded_each_and_together() {
     let echo = Echo::start(&settings());
     let too_long = echo.ask("127.0.0.1", SECRET, 2, &vec![0; BODY_MAX + 1]).expect_err("too long");
     assert_eq!(too_long.kind, ErrorKind::Usage);
-    // Three of 60 MiB, in a listener that nobody empties, are more than all may take: one is told to come again.
+    // Three of 60 MiB exceed the limit of all while no request is answered: one client must retry.
     let silent = MetadataListener::start(&settings(), 0).expect("a listener");
     let port = silent.addresses()[0].port();
     let body = vec![1; 60 << 20];

@@ -26,16 +26,16 @@ _POLL_S = 0.1
 
 
 class _Described(NamedTuple):
-    """What a peer's `describe` says."""
+    """A parsed `describe` of a peer."""
 
     worker: Description
     places: list[tuple[RegionKey, int]]
     token: str
-    """Whoever has it holds the description: a plan with it is from the source that the receiver was described to."""
+    """Proves possession of the description: a plan that carries it was sent by the source of this spread."""
 
 
 class _Plan(NamedTuple):
-    """What the source tells a receiver."""
+    """The plan that the source sends to a receiver."""
 
     piece: int
     stall: float
@@ -142,7 +142,7 @@ class _Weights:
 
 
 def _pieces(message: dict[str, Any], count: int) -> int:
-    """How many pieces a peer says it has, of so many. Raises UsageError."""
+    """The number of pieces in a peer's report, at most `count`. Raises UsageError."""
     with parsing(lambda: wrong("spread", "a malformed message")):
         return min(number(message["pieces"]), count)
 
@@ -223,8 +223,8 @@ def spread(
 
 
 class _Source:
-    """The source's view of its receivers. A message is one of theirs if it comes over the connection to that receiver,
-    whatever name its sender has."""
+    """The source's view of its receivers. The connection over which a message arrives identifies the receiver; the
+    sender's name does not."""
 
     def __init__(self, weights: _Weights, stall: float) -> None:
         self.weights, self.stall, self.all = weights, stall, 0

@@ -2,7 +2,7 @@
 
 A session is ``f"{host}:{engine.get_rpc_port()}"``, with an IPv6 address in brackets. The peer describes its memory at
 the first transfer, and again when an address is not in the known registrations or its key is refused. A lost rail whose
-bytes move to another is no failure; -1 means that the transfer is incomplete, and that no more of its bytes will be
+bytes move to another is not a failure; -1 means that the transfer is incomplete, and that no more of its bytes will be
 written.
 """
 
@@ -39,7 +39,7 @@ _LEAST_S, _DEFAULT_S = 5.0, 30.0
 _NS_PER_BYTE = 1e-9
 
 _FAILURES = (crossrail.CrossrailError, OSError, ValueError, TypeError, OverflowError)
-"""What a call logs, and returns as -1."""
+"""Errors that a call logs and returns as -1."""
 _STALE = (
     crossrail.RegionError,
     crossrail.PeerDeadError,
@@ -47,7 +47,7 @@ _STALE = (
     crossrail.UnreachableError,
     crossrail.RefusedError,
 )
-"""What may come of an old description of a peer, before anything has moved."""
+"""Errors that a stale description of a peer may cause before any byte has moved."""
 
 
 class TransferOpcode(enum.IntEnum):
@@ -74,7 +74,7 @@ class _Peer:
 
 
 class _Transfer:
-    """A transfer: what it moves, to start it again, and its request; None where there is nothing to move or to say."""
+    """A transfer: what it moves, to start it again, and its request; None where there is neither a row nor a notice."""
 
     def __init__(
         self, session: str, verb: str, layout: crossrail.Layout | None, remote: Any, notice: bytes, until: float
@@ -83,7 +83,7 @@ class _Transfer:
         self.notice, self.until = notice, until
         self.request: crossrail.Request | None = None
         self.fresh = False
-        """Whether it was started by what the peer said when it was asked for that."""
+        """True if it was started with a description that was fetched for it."""
 
 
 class TransferEngine:
@@ -309,7 +309,7 @@ class TransferEngine:
         return -2 if late else -1
 
     def _settled(self, transfer: _Transfer) -> bool:
-        """Whether it is over. One that was refused may be in flight again."""
+        """True once it has finished. A refused transfer may be in flight again."""
         if transfer.request is None:
             return True
         if not transfer.request.is_done():
@@ -362,7 +362,7 @@ class TransferEngine:
         return transfer
 
     def _begin(self, transfer: _Transfer, *, fresh: bool = False) -> None:
-        """Starts a transfer by what is known of the peer; where that is refused, by what it says when asked anew."""
+        """Starts a transfer with the known description of the peer, or, if that is refused, with a fresh one."""
         if transfer.layout is None and not transfer.notice:
             return
         while True:
@@ -384,7 +384,7 @@ class TransferEngine:
     def _again(self, transfer: _Transfer, error: crossrail.CrossrailError) -> bool:
         """Starts a transfer anew that the peer has refused: its memory may be registered under other keys by now.
 
-        False if that was by what the peer has just said, or if it cannot start.
+        False if it already had a fresh description, or cannot start.
         """
         if transfer.fresh or not isinstance(error, crossrail.RegionError):
             return False
@@ -513,7 +513,7 @@ def _notification(data: bytes) -> TransferNotify:
     """Parses the notice of a peer's transfer. Raises UsageError."""
 
     def malformed() -> crossrail.UsageError:
-        detail = f"a notice of {len(data)} bytes that is no notification"
+        detail = f"a notice of {len(data)} bytes that is not a notification"
         return crossrail.UsageError(f"get_notifies: {detail}", operation="get_notifies", detail=detail)
 
     with parsing(malformed):
@@ -533,5 +533,5 @@ def _address(session: str) -> tuple[str, int]:
     """Host and port of a session: ``host:port``, or ``[a]:port`` for an IPv6 address. Raises ValueError."""
     host, colon, port = session.rpartition(":")
     if not host or not colon:
-        raise ValueError(f"{session!r} is no session: host:port, or [address]:port")
+        raise ValueError(f"{session!r} is not a session: host:port, or [address]:port")
     return host.strip("[]"), int(port)

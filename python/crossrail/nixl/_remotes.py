@@ -114,11 +114,11 @@ class Remotes:
                 self.remove(description.name)
 
     def is_from(self, notice: crossrail.Notice) -> bool:
-        """Whether a notice comes from the process whose name it has.
+        """True if the process that owns the name sent this notice.
 
-        That is the process that the metadata describes, as long as it lives or its metadata was never used; of an
-        agent without metadata, the first process that has sent under this name, as long as it lives. The notices of
-        another process are ignored: programs free memory because of them.
+        The owner is the process that the metadata describes, until its connection ends; of an agent without metadata,
+        the first process that has sent under this name, as long as it lives. Notices of other processes are ignored:
+        programs free memory because of them.
         """
         name, worker = notice.peer, (notice.generation, notice.endpoint)
         with self._lock:

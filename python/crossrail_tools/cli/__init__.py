@@ -172,7 +172,7 @@ def _one_end() -> Iterator[None]:
     for each in heard:
         signal.signal(each, first)
     yield
-    for each, handler in heard.items():  # not after a signal: its end goes on
+    for each, handler in heard.items():  # not after a signal, whose handling continues
         signal.signal(each, handler)
 
 

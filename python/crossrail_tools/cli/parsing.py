@@ -242,7 +242,7 @@ def resolve(text: str, default_port: int = DEFAULT_PORT) -> str:
 
 
 def place_to_listen(text: str, default_port: int = DEFAULT_PORT) -> str:
-    """As `resolve`, for an address to listen at; warns of a name that leads nobody else here, as many a host's own."""
+    """As `resolve`, for an address to listen at; warns if a name resolves to loopback, as a host's own often does."""
     place, host = resolve(text, default_port), _split(text.strip())[0]
     where = ipaddress.ip_address(_split(place)[0].partition("%")[0])
     if where.is_loopback and host not in ("", "localhost") and not _is_numeric(host):

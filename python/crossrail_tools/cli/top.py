@@ -90,7 +90,7 @@ class Process:
     rank: int | None = None
     answered: bool = True
     foreign: bool = False
-    """Whether it is another user's, so that its page is not for this one."""
+    """True for a process of another user, whose page is unreadable."""
 
     def rows(self, *kinds: str) -> Iterator[Row]:
         return (row for row in (self.page or {}).get("rows", ()) if row["kind"] in kinds)
@@ -421,7 +421,7 @@ def as_json(now: Snapshot, before: Snapshot) -> dict[str, Any]:
 
 
 def rates_between(now: Snapshot, before: Snapshot) -> dict[Key, tuple[float, ...]]:
-    """What each counter grows by in a second; nothing for rows that were not there before."""
+    """Increase of each counter per second, for rows that both snapshots have."""
     past, took = before.counters(), now.at - before.at
     if took <= 0:
         return {}
@@ -475,7 +475,7 @@ def problems_of(now: Snapshot) -> list[str]:
 
 
 def _is_foreign(path: str) -> bool:
-    """Whether a page is another user's, who alone may read it."""
+    """True for a page of another user, who alone may read it."""
     with contextlib.suppress(OSError):
         return os.geteuid() not in (0, Path(path).stat().st_uid)
     return False
@@ -587,7 +587,7 @@ def _peers(now: Snapshot) -> HeadedTable:
 
 
 def _buffers(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
-    """Their data moves through mapped memory, which no rail counts: their operations say whether they are busy."""
+    """Their data moves through mapped memory, which no rail counts: their operations show whether they are busy."""
     columns = ["process", "buffer", "rank", "connected", "masked", "lost"]
     columns += ["dispatches", "now", "combines", "now ", "memory"]
     made = table("expert buffers", columns, left=2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 _NAME_MAX = 24
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
-"""Options of Python's with a value behind them."""
+"""Options of the interpreter that take a value."""
 
 
 def program_of(command: str) -> str:

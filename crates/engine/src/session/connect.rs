@@ -176,7 +176,9 @@ impl Sessions {
             Some(Some(why)) => Reach::Staged(why),
             None => Reach::Staged("only endpoints over shm can".to_owned()),
         };
-        let id = self.add_peer(name, peer.map_or_else(|| self.generation(), generation_of), reach)?;
+        // Without a hello the peer is this worker.
+        let own = || self.identity.lock().as_ref().map_or(0, |me| generation_of(&me.hello));
+        let id = self.add_peer(name, peer.map_or_else(own, generation_of), reach)?;
         self.set_explain(transport, id, (name, peer), choice, refused);
         Ok(id)
     }

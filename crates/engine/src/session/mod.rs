@@ -140,11 +140,6 @@ impl Sessions {
         self.identity.lock().as_ref().map_or_else(String::new, |me| me.hello.name.clone())
     }
 
-    /// The number of this worker; 0 once it is closed.
-    pub(crate) fn generation(&self) -> u64 {
-        self.identity.lock().as_ref().map_or(0, |me| generation_of(&me.hello))
-    }
-
     /// The next endpoint that a peer has created.
     ///
     /// # Errors

@@ -39,14 +39,14 @@ const TRIES: usize = 16;
 pub struct Inquiry {
     /// Which operation, in the terms of the owner.
     pub operation: u8,
-    /// What came with it.
+    /// The bytes of the request.
     pub body: Vec<u8>,
     answer: mpsc::SyncSender<(u8, Vec<u8>)>,
 }
 
 impl Inquiry {
-    /// Answers it: with bytes, or with the reason for which it is refused. A client that has left meanwhile is no
-    /// error.
+    /// Answers it: with bytes, or with the reason for which it is refused. If the client has left meanwhile,
+    /// nothing happens.
     pub fn answer(self, result: std::result::Result<Vec<u8>, String>) {
         // Fails once the client's thread has given up.
         let _ = self.answer.try_send(match result {
@@ -96,7 +96,7 @@ struct Inbox {
     logged: HashSet<ErrorKind>,
 }
 
-/// A share of [`BYTES_MAX`], given back on drop.
+/// A share of [`BYTES_MAX`], released on drop.
 struct Share<'a> {
     desk: &'a Desk,
     bytes: usize,
@@ -158,7 +158,7 @@ impl MetadataListener {
         Ok(MetadataListener { origin: Origin::here(), desk, addresses, accept: Mutex::new(Some(accept)) })
     }
 
-    /// Where it listens.
+    /// The addresses of its sockets.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
@@ -335,7 +335,7 @@ fn place(among: &Arc<HalfOpen>, source: Source, stream: &TcpStream) -> std::resu
 }
 
 impl Desk {
-    /// Logs the first error of each kind: strangers control how often there is one.
+    /// Logs the first error of each kind: unauthenticated clients control their number.
     fn rejected(&self, error: &Error) {
         if self.inbox.lock().logged.insert(error.kind) {
             self.log.warn(format_args!("a client of the metadata listener: {error}"));

@@ -69,7 +69,7 @@ fn send(exchange: &Exchange<'_>, code: u8, body: &[u8]) -> Result<()> {
     exchange.write(body)
 }
 
-/// Reads a head and its body. `room` is called before memory for so many more bytes is allocated.
+/// Reads a head and its body. `room` is called with a number of bytes before memory for them is allocated.
 fn receive(exchange: &Exchange<'_>, mut room: impl FnMut(usize) -> Result<()>) -> Result<(u8, Vec<u8>)> {
     let head = exchange.body(HEAD_LEN)?;
     let Some(&[code, 0, 0, 0, a, b, c, d]) = head.first_chunk::<HEAD_LEN>() else {

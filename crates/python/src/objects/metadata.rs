@@ -87,7 +87,7 @@ impl MetadataInquiry {
 
 #[pymethods]
 impl MetadataInquiry {
-    /// The bytes that came with it; empty once it was answered.
+    /// The bytes of the request; empty once it was answered.
     fn body<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let inquiry = self.inquiry.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         PyBytes::new(py, inquiry.as_ref().map_or(&[], |inquiry| &inquiry.body))

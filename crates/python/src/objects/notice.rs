@@ -41,7 +41,7 @@ fn make_type(py: Python<'_>) -> PyResult<Py<PyType>> {
     let mut fields = [
         field(c"peer", c"Name of the peer, which several may have."),
         field(c"data", c"The bytes."),
-        field(c"endpoint", c"Number of the endpoint that it came over, for `Worker.endpoint`."),
+        field(c"endpoint", c"Number of the endpoint that received it, for `Worker.endpoint`."),
         field(
             c"generation",
             c"Number of the peer's worker, as `Description.generation`; 0 once its endpoint has ended.",
@@ -50,7 +50,7 @@ fn make_type(py: Python<'_>) -> PyResult<Py<PyType>> {
     ];
     let mut desc = ffi::PyStructSequence_Desc {
         name: c"crossrail._native.Notice".as_ptr(),
-        doc: c"A notice of a peer: the tuple (peer, data), and from which endpoint and worker it came.".as_ptr(),
+        doc: c"A notice of a peer: the tuple (peer, data), and the numbers of endpoint and worker.".as_ptr(),
         fields: fields.as_mut_ptr(),
         n_in_sequence: 2,
     };
