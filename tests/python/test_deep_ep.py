@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -344,11 +345,32 @@ def port() -> int:
     return free_port()
 
 
+@pytest.mark.parametrize(
+    ("addresses", "wanted"),
+    [
+        (["192.0.2.1", "2001:db8::1"], "192.0.2.1:0"),
+        (["2001:db8::1", "192.0.2.1"], "192.0.2.1:0"),
+        (["127.0.1.1", "fe80::1", "2001:db8::1"], "[2001:db8::1]:0"),
+        (["127.0.1.1", "::1"], "[::]:0"),
+        ([], "[::]:0"),
+    ],
+)
+def test_where_the_store_of_several_machines_listens(
+    addresses: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(*unused: object, **named: object) -> list[tuple[Any, ...]]:
+        families = [socket.AF_INET6 if ":" in one else socket.AF_INET for one in addresses]
+        return [(family, 1, 6, "", (one, 0)) for family, one in zip(families, addresses, strict=True)]
+
+    monkeypatch.setattr(ranks.socket, "getaddrinfo", look_up)
+    assert ranks._own_place() == wanted
+
+
 def test_ranks_of_several_machines_share_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     Communicator.shared = [None] * 2, threading.Barrier(2)
     hosts = iter("ab")
     monkeypatch.setattr(ranks, "_host", lambda: next(hosts))
-    monkeypatch.setattr(ranks.socket, "gethostbyname", lambda name: "127.0.0.1")
+    monkeypatch.setattr(ranks, "_own_place", lambda: "127.0.0.1:0")
     monkeypatch.delenv("CROSSRAIL_SECRET", raising=False)
 
     def rank(number: int) -> Any:

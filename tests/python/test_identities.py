@@ -199,7 +199,8 @@ def changed(said: Any, rng: random.Random) -> Any:
 
 def mangled(data: bytes, rng: random.Random) -> bytes:
     """A magic and JSON, with one value or some bytes changed."""
-    start = data.index(b"{") if b"{" in data else data.index(b"[")
+    binary = data.endswith(b"{}")  # with a suffix of JSON
+    start = len(data) - 2 if binary else min(at for at in (data.find(b"{"), data.find(b"[")) if at >= 0)
     match rng.randrange(10):
         case 0:
             at = rng.randrange(len(data))

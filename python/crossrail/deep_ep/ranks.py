@@ -152,11 +152,12 @@ def _offer(context: _native.Context, owned: contextlib.ExitStack, far: bool) -> 
 
 
 def _own_place() -> str:
-    """The first address beyond loopback that this machine's name has, of either family; else all addresses."""
+    """An address beyond loopback that this machine's name has, of IPv4 if there is one; else all addresses."""
     with contextlib.suppress(OSError):
-        for *_, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        for family, *_, place in sorted(found, key=lambda one: one[0] != socket.AF_INET):
             host = ipaddress.ip_address(str(place[0]).partition("%")[0])
-            if not host.is_loopback and not host.is_link_local:
+            if family in (socket.AF_INET, socket.AF_INET6) and not host.is_loopback and not host.is_link_local:
                 return f"[{host}]:0" if host.version == 6 else f"{host}:0"
     return wildcard()
 

@@ -3,7 +3,7 @@
 A session is ``f"{host}:{engine.get_rpc_port()}"``, with an IPv6 address in brackets. The peer describes its memory at
 the first transfer, and again when an address is not in the known registrations or its key is refused. A lost rail whose
 bytes move to another is not a failure; -1 means that the transfer is incomplete, and that no more of its bytes will be
-written.
+written. Rows of length 0 move nothing. A batch of registrations that fails registers nothing.
 """
 
 from __future__ import annotations

@@ -335,7 +335,10 @@ class nixl_agent:
     # Notifications.
 
     def get_new_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:  # noqa: B006
-        """Messages that have arrived since the last call, by the name of the agent that sent them."""
+        """Messages that have arrived since the last call, by the name of the agent that sent them.
+
+        Those of another process that uses the name of a known or living agent are ignored, with a warning.
+        """
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:  # noqa: B006
