@@ -345,9 +345,13 @@ bench: build
 	$(BIN)/python benches/run.py
 	@$(MAKE) --no-print-directory pages
 
+MAN_PAGE := packaging/data/data/share/man/man1/crossrail.1
+
 pages: build
 	$(call say,pages: their tables and charts from benches/results)
 	$(BIN)/python -m crossrail_tools.cli.doctor.page >docs/doctor.md
+	$(BIN)/python -m crossrail_tools.cli.manual markdown >docs/command.md
+	$(BIN)/python -m crossrail_tools.cli.manual man >$(MAN_PAGE)
 	$(BIN)/python benches/gpu/table.py docs/performance.md docs/performance-experts.md docs/design/trust.md
 	$(BIN)/python benches/pages.py
 

@@ -14,9 +14,18 @@ import pytest
 from terminal import plain, run_in_terminal
 from test_cli_command import run
 
-from crossrail_tools.cli.command_line import BENCHES, COMMANDS, EXAMPLES, command_words, parse_arguments
+from crossrail_tools.cli import manual
+from crossrail_tools.cli.command_line import (
+    BENCHES,
+    COMMANDS,
+    EXAMPLES,
+    command_parsers,
+    command_words,
+    parse_arguments,
+)
 from crossrail_tools.cli.completion import script
 
+ROOT = Path(__file__).parents[2]
 PAGES = ["", *(name for name in COMMANDS), *(f"bench {name}" for name in BENCHES)]
 
 
@@ -109,3 +118,31 @@ def test_scripts_of_all_shells() -> None:
     assert "complete -c crossrail -a" in fish and "case 'bench p2p* --memory'" in fish and "case 'bench p2p*'" in fish
     assert "--parent" not in run("completion", "bash").stdout
     assert all(words for words in command_words().values())
+
+
+MANUAL = {
+    "markdown": ROOT / "docs" / "command.md",
+    "man": ROOT / "packaging" / "data" / "data" / "share" / "man" / "man1" / "crossrail.1",
+}
+
+
+@pytest.mark.parametrize("form", MANUAL)
+def test_the_manual_is_what_the_help_pages_are_made_of(form: str) -> None:
+    assert MANUAL[form].read_text(encoding="utf-8") == manual.FORMS[form](), "run: make pages"
+
+
+def test_the_manual_has_every_command_and_option() -> None:
+    text = MANUAL["man"].read_text(encoding="utf-8").replace("\\-", "-")
+    for name, parser in command_parsers():
+        section = text.partition(f".SH CROSSRAIL {name.upper()}\n")[2].partition("\n.SH ")[0]
+        missing = [option for option in parser.options() if option != "--help" and option not in section]
+        assert section and not missing, (name, missing)
+
+
+def test_the_man_page_is_formatted_without_warnings() -> None:
+    if shutil.which("groff") is None:
+        pytest.skip("groff is not installed")
+    command = ["groff", "-man", "-Tutf8", "-P-cbou", "-ww", str(MANUAL["man"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    assert "CROSSRAIL_TLS" in done.stdout

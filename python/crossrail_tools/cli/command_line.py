@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -187,15 +187,21 @@ def command_words() -> dict[str, list[str]]:
     A ``*`` stands for any words between.
     """
     words = {"": [*COMMANDS, "--help", "--version"], "bench": [*BENCHES, "--help"]}
-    for prefix, known in (("", COMMANDS), ("bench ", BENCHES)):
-        for name, (declared_by, _) in known.items():
-            if declared_by is not None:
-                parser = Parser(prog=name, allow_abbrev=False)
-                _fill(declared_by, parser)
-                words[prefix + name] = parser.options()
-                # The values of an option, where it is the last word so far.
-                words |= {f"{prefix}{name}* {option}": values for option, values in parser.values().items()}
+    for name, parser in command_parsers():
+        words[name] = parser.options()
+        # The values of an option, where it is the last word so far.
+        words |= {f"{name}* {option}": values for option, values in parser.values().items()}
     return words
+
+
+def command_parsers() -> Iterator[tuple[str, Parser]]:
+    """Every command with options of its own, such as ``bench p2p``, and its parser; in the order of the help pages."""
+    for prefix, known in (("", COMMANDS), ("bench ", BENCHES)):
+        for name, (declared_by, summary) in known.items():
+            if declared_by is not None:
+                parser = Parser(prog=f"crossrail {prefix}{name}", description=summary, allow_abbrev=False)
+                _fill(declared_by, parser)
+                yield prefix + name, parser
 
 
 def _fill(declared_by: str | None, parser: Parser) -> None:

@@ -69,6 +69,16 @@ class Parser(argparse.ArgumentParser):
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         return [option for action in shown for option in action.option_strings if option.startswith("--")]
 
+    def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """The groups of arguments that help pages show: each one's title, and how an argument is typed and its text."""
+        formatter = argparse.HelpFormatter(self.prog)
+        sections = []
+        for group in self._action_groups:
+            shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+            rows = [(_typed(action), formatter._expand_help(action) if action.help else "") for action in shown]
+            sections += [(group.title or "", rows)] if rows else []
+        return sections
+
     def values(self) -> dict[str, list[str]]:
         """The values of those options that have few, or that take a list of few."""
         known = [(action, action.choices or getattr(action.type, "names", ())) for action in self._actions]
@@ -88,6 +98,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print_error(f"{message}; see `{self.prog} --help`")
         raise SystemExit(EXIT_USAGE)
+
+
+def _typed(action: argparse.Action) -> str:
+    """An argument as it is typed: ``--size SIZE``, ``--json FILE``, ``FILE...``."""
+    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
+    names = action.metavar or choices or (action.dest.upper() if action.option_strings else action.dest)
+    value = " ".join(names) if isinstance(names, tuple) else names
+    forms = {"?": f"[{value}]", "*": f"[{value}...]", "+": f"{value}...", 0: "", argparse.REMAINDER: "..."}
+    value = forms.get(action.nargs, value) if action.nargs is not None else value
+    if not action.option_strings:
+        return value
+    return f"{', '.join(action.option_strings)} {value}".rstrip()
 
 
 class Outcome(Protocol):
