@@ -174,7 +174,7 @@ def test_a_wrong_setting_is_refused(wrong: str, why: str) -> None:
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     known = documented()
-    dashboard = json.loads((ROOT / "packaging/grafana.json").read_text())
+    dashboard = json.loads((ROOT / "examples/cluster/grafana.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     for expression in asked:
         (name,) = re.findall(r"crossrail_\w+", expression)

@@ -105,7 +105,7 @@ fn metrics_page() -> String {
          histograms can be added over all labels; the series of a lane or peer ends with it, while those of its rail\n\
          go on, with all that its lanes have carried. Histograms of transfers leave out\n\
          messages short enough to go with their first frame.\n\n\
-         [packaging/grafana.json](../packaging/grafana.json) is a dashboard.\n\n\
+         [examples/cluster/grafana.json](../examples/cluster/grafana.json) is a dashboard.\n\n\
          | metric | type | labels | meaning |\n|---|---|---|---|\n",
     );
     for metric in crossrail_sight::metrics::reference() {
