@@ -3,7 +3,7 @@
 A `Context` is one process's view of its devices and settings; a `Worker` listens, connects and makes progress; an
 `Endpoint` is one peer. Messages are sent to an endpoint and received from a worker by tag; a registered `Region` is
 written and read by its key. Each operation is a `Request`: `wait()` for it, `await` it, or attach a callback; its
-`Receipt` has the bytes transferred, the lanes that carried them, and a breakdown of the time.
+`Receipt` has the bytes transferred, the lanes that carried them, and a breakdown of the time::
 
     import crossrail
 

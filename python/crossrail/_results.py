@@ -37,7 +37,7 @@ The tensor is the first, because mypy takes it as Any where PyTorch is not insta
 
 
 class Pending(Generic[T]):
-    """An operation that was begun with ``send_only=True`` and is not finished yet.
+    """An operation that was begun with ``send_only=True`` and is not finished yet. Made by `ExpertBuffer`.
 
     Finish operations in the order in which they were begun. Until then the arrays
     passed to the operation must not change. A `Pending` that is dropped continues in
@@ -195,7 +195,7 @@ class Link:
 
 
 class Dispatched(Generic[A]):
-    """The rows that a dispatch delivered to this rank.
+    """The rows that a dispatch delivered to this rank. Made by `ExpertBuffer.dispatch`.
 
     There are `ranks` ranks with at most M tokens and El experts each; a row has H
     elements (see `ExpertBuffer`).
@@ -378,7 +378,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 class Combined(Generic[A]):
-    """The sums that combine returned to this rank. ``numpy.asarray(combined)`` is `x`.
+    """The sums that combine returned to this rank. Made by `ExpertBuffer.combine`. ``numpy.asarray(combined)`` is `x`.
 
     Attributes
     ----------

@@ -559,11 +559,17 @@ class ExpertBuffer:
         self._buffer.connect(rank_list(ranks, "connect"), activate, self._timeout if timeout is None else timeout)
 
     def disconnect(self, ranks: Iterable[int]) -> None:
-        """Disconnect `ranks`, between operations. Other processes may take their numbers and connect."""
+        """Disconnect `ranks`, between operations. Other processes may take their numbers and connect.
+
+        Raises UsageError if a number is no rank of the buffer, and ClosedError.
+        """
         self._buffer.disconnect(rank_list(ranks, "disconnect"))
 
     def mask(self, ranks: Iterable[int]) -> None:
-        """Leave `ranks` out of operations from now on. All other ranks must do the same at the same point."""
+        """Leave `ranks` out of operations from now on. All other ranks must do the same at the same point.
+
+        Raises UsageError if a number is no other rank of the buffer, and ClosedError.
+        """
         self._buffer.mask(rank_list(ranks, "mask"))
 
     def unmask(self, ranks: Iterable[int]) -> None:

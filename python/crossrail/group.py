@@ -188,11 +188,22 @@ class Group:
         key : str
         value : bytes
             At most 64 KiB.
+
+        Raises
+        ------
+        UsageError
+            The value is too long, or the key is invalid.
+        UnreachableError
+            The store cannot be reached.
+        ClosedError
         """
         self._native.publish(key, value)
 
     def withdraw(self, key: str) -> None:
-        """Withdraw the value that this rank published under `key`, if any."""
+        """Withdraw the value that this rank published under `key`, if any.
+
+        Raises UnreachableError if the store cannot be reached, and ClosedError.
+        """
         self._native.withdraw(key)
 
     def collect(self, key: str, ranks: Iterable[int] | None = None, timeout: float | None = None) -> list[bytes]:
@@ -243,7 +254,7 @@ class Group:
         return [Member(*member) for member in self._native.members()]
 
     def state(self, rank: int) -> RankState:
-        """The last known state of `rank`, without asking the store."""
+        """The last known state of `rank`, without asking the store. Raises nothing: an unknown rank is absent."""
         return RankState(*self._native.state(rank))
 
     def wait_change(self, timeout: float | None = None) -> bool:
@@ -257,7 +268,8 @@ class Group:
         Returns
         -------
         bool
-            Whether there was a change since the last call, or since joining.
+            Whether there was a change since the last call, or since joining. False after the timeout; nothing is
+            raised.
         """
         return self._native.wait_change(timeout)
 

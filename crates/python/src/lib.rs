@@ -23,7 +23,9 @@ use pyo3::prelude::*;
 /// Sizes and offsets are in bytes. Timeouts are in seconds (`None`: the context's CROSSRAIL_TIMEOUT); reported times
 /// are in microseconds (`_us`). Every object may be used from any thread at any time. Calls that wait or move
 /// much data let other Python threads run, and Ctrl-C ends every wait. Every error is a `crossrail.CrossrailError`.
-#[pymodule]
+// The GIL orders what `borrow` and `runtime::gate` do: an interpreter without it turns it on for this module. `pip`
+// refuses to build for one (packaging/crossrail_build.py).
+#[pymodule(gil_used = true)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     crossrail_locks::watch_forks();
     runtime::gate::share_with_workers();

@@ -5,6 +5,9 @@ The same `Buffer`, `Config` and `EventOverlap` as its first version, with tensor
 `ElasticBuffer` with `EPHandle` as the second version. Neither NVSHMEM, NCCL nor a network card is needed. Each method
 documents its differences; unsupported arguments raise NotImplementedError that names them.
 
+Thread safety: any thread may use an object, one thread at a time. Sizes are in bytes where a name says bytes, and
+elsewhere in elements, rows or tokens.
+
 PyTorch is imported when the first buffer is made, or `topk_idx_t` is asked for.
 """
 

@@ -132,8 +132,10 @@ class Buffer(Lifetime):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the multiprocessors of normal operations, for kinds that were not dispatched yet: an even number, at
-        most the GPU's."""
+        """Sets the multiprocessors of normal operations, for kinds that were not dispatched yet.
+
+        `new_num_sms`: an even number, at most the GPU's; else UsageError is raised.
+        """
         if count("num_sms", new_num_sms, "set_num_sms") % 2 or not new_num_sms:
             raise wrong("set_num_sms", f"num_sms {new_num_sms} is not an even number from 2 on")
         Buffer.num_sms = new_num_sms
@@ -145,12 +147,12 @@ class Buffer(Lifetime):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The default Config of dispatch."""
+        """The default Config of dispatch for `num_ranks` ranks, 1 to 64; else UsageError is raised."""
         return recommended(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The default Config of combine."""
+        """The default Config of combine for `num_ranks` ranks, 1 to 64; else UsageError is raised."""
         return recommended(num_ranks, Buffer.num_sms)
 
     @staticmethod
@@ -160,6 +162,8 @@ class Buffer(Lifetime):
         """Bytes that low-latency mode takes on each rank, for rows of any kind and any number of experts per token.
 
         A buffer that is then made with as many `num_rdma_bytes`, or more, is ready for such dispatches at once.
+        `num_max_dispatch_tokens_per_rank`: the most tokens of any rank; `hidden`: elements of a row; `num_ranks`,
+        `num_experts`: of the whole group. Raises UsageError for invalid numbers.
         """
         size = LowLatencySize(hidden, num_experts, num_max_dispatch_tokens_per_rank)
         options = size.kind().parameters(size.max_tokens) | {"ranks": num_ranks, "device": 0}
@@ -172,9 +176,9 @@ class Buffer(Lifetime):
     ) -> Tensor:
         """Scratch memory of the buffer's size (`num_rdma_bytes` or `num_nvl_bytes`) as a flat tensor of `dtype`.
 
-        `size`: a shape, of the elements from `offset` on; by default all of them. It is not the memory that other ranks
-        write, which has a layout of its own: programs may clear or read it, and its contents have no effect. Each call
-        allocates a new tensor.
+        `size`: a shape, of the elements from `offset` on, which is in elements too, not in bytes; by default all of
+        them. `use_rdma_buffer`: of `num_rdma_bytes`. It is not the memory that other ranks write, which has a layout of
+        its own: programs may clear or read it, and its contents have no effect. Each call allocates a new tensor.
 
         Raises UsageError where there are fewer elements than are asked for.
         """
@@ -198,11 +202,13 @@ class Buffer(Lifetime):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Counts tokens by destination. `topk_idx`: i64 [T, K], -1 for none.
+        """Counts tokens by destination. `topk_idx`: i64 [T, K], -1 for none; `num_experts`: of all ranks.
 
-        Returns num_tokens_per_rank i32 [ranks], num_tokens_per_rdma_rank i32 [ranks / 8] (None with up to 8 ranks),
-        num_tokens_per_expert i32 [num_experts], is_token_in_rank bool [T, ranks], and the event. Dispatch counts tokens
-        itself: it uses only the number of experts and, without topk_idx, is_token_in_rank."""
+        `previous_event`, `async_finish`, `allocate_on_comm_stream`: as for `dispatch`. Returns num_tokens_per_rank i32
+        [ranks], num_tokens_per_rdma_rank i32 [ranks / 8] (None with up to 8 ranks), num_tokens_per_expert i32
+        [num_experts], is_token_in_rank bool [T, ranks], and the event. Dispatch counts tokens itself: it uses only the
+        number of experts and, without topk_idx, is_token_in_rank. Raises UsageError for other dtypes and shapes.
+        """
         self._open("get_dispatch_layout")
         if is_plain(previous_event, async_finish):
             ranks, to_experts, in_rank = self._counted(topk_idx, num_experts)
@@ -250,6 +256,8 @@ class Buffer(Lifetime):
         `num_worst_tokens`: rows of the result, an upper bound of the rows received, so that the host need not wait.
         `previous_event`: the operation runs after it; `async_finish`: the current stream does not wait for it, the
         event does. `allocate_on_comm_stream`: always so, results belong to the stream that the operation runs in.
+        `handle`: repeats the routing of an earlier dispatch with other rows. `num_tokens_per_rank` and
+        `num_tokens_per_rdma_rank` are not read. `config`: multiprocessors, by default `get_dispatch_config`.
 
         Returns the received rows in the form of `x` ([N, H], by source rank and then token), recv_topk_idx i64 [N, K]
         (local experts, -1 elsewhere; all -1 behind the received rows), recv_topk_weights, the rows of each local expert
@@ -293,8 +301,9 @@ class Buffer(Lifetime):
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Returns rows `x` bf16 [N, H], one per row that `handle`'s dispatch received, to their tokens and sums them.
 
-        `topk_weights`: f32 [N, K], summed likewise. `bias`: bf16 [T, H], one or two of them, added. The rest as for
-        dispatch. Returns the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
+        `topk_weights`: f32 [N, K], summed likewise. `bias`: bf16 [T, H], one or two of them, added. `config`,
+        `previous_event`, `async_finish`, `allocate_on_comm_stream` and errors as for `dispatch`. Returns the sums bf16
+        [T, H], those of the weights f32 [T, K] or None, and the event.
         """
         self._open("combine")
         routing = routing_of(handle, "rank", "combine")
@@ -408,9 +417,9 @@ class Buffer(Lifetime):
     ) -> tuple[Rows, Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends `x` bf16 [T, H] to the experts `topk_idx` i64 [T, K], -1 for none, without waiting on the host.
 
-        `num_max_dispatch_tokens_per_rank` (M): the most tokens of any rank, the same on all. `use_fp8`: rows travel as
-        e4m3 with a scale for 128 values; `round_scale`: a power of two; `use_ue8m0`, with it: four exponents in an i32.
-        `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added.
+        `num_max_dispatch_tokens_per_rank` (M): the most tokens of any rank, the same on all, as is `num_experts`.
+        `use_fp8`: rows travel as e4m3 with a scale for 128 values; `round_scale`: a power of two; `use_ue8m0`, with it:
+        four exponents in an i32. `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added.
         `dispatch_wait_recv_cost_stats` i64 [ranks]: the longest wait for each is added, in nanoseconds. `async_finish`
         as for dispatch. `return_recv_hook`: only the sending part is enqueued; the hook, called once, enqueues the
         receiving part in the stream that is current then, so other work can overlap.
@@ -488,15 +497,17 @@ class Buffer(Lifetime):
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
         """Returns the experts' outputs `x` bf16 [El, ranks*M, H] to their tokens and computes the weighted sums.
 
-        `topk_idx`: as dispatched. `topk_weights`: f32 [T, K]. `zero_copy`: reads the buffer that
-        `get_next_low_latency_combine_buffer` returned for this handle instead of `x`. `out`: bf16 [T, H] for the sums.
-        `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. The part before the
-        hook waits until the source ranks of the received tokens have called this, too: it needs their weights. Sums are
-        fp32; each rank sums the outputs of its experts per token and rounds them to bf16 before sending.
+        `handle`: of the dispatch. `topk_idx`: as dispatched. `topk_weights`: f32 [T, K]. `zero_copy`: reads the buffer
+        that `get_next_low_latency_combine_buffer` returned for this handle instead of `x`. `out`: bf16 [T, H] for the
+        sums. `combine_wait_recv_cost_stats`, `async_finish`, `return_recv_hook`: as for the dispatch. The part before
+        the hook waits until the source ranks of the received tokens have called this, too: it needs their weights. Sums
+        are fp32; each rank sums the outputs of its experts per token and rounds them to bf16 before sending.
 
         `use_logfmt`: rows are sent as LogFMT-10, ten bits per value; H must be a multiple of 128.
 
-        Returns the sums bf16 [T, H], the event, the hook or None. Their memory is reused like that of a dispatch."""
+        Returns the sums bf16 [T, H], the event, the hook or None. Their memory is reused like that of a dispatch.
+        Raises UsageError that names the argument, and ClosedError after `destroy`.
+        """
         if self._closed:
             self._open("low_latency_combine")
         if use_logfmt and zero_copy:
@@ -551,13 +562,18 @@ class Buffer(Lifetime):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """No-op: flags are sequence numbers, and the modes share no memory.
 
-        With `enable_shrink` it is a barrier, as in DeepEP, and a rank that times out is masked."""
+        With `enable_shrink` it is a barrier, as in DeepEP, and a rank that times out is masked.
+        `num_max_dispatch_tokens_per_rank`, `hidden`, `num_experts`: no effect. Raises ClosedError after `destroy`.
+        """
         self._open("clean_low_latency_buffer")
         if self.enable_shrink:
             self._pool.barrier()
 
     def get_next_low_latency_combine_buffer(self, handle: tuple[Any, ...]) -> Tensor:
-        """A bf16 [El, ranks*M, H] tensor for the experts' outputs, for `zero_copy`. Two of them alternate."""
+        """A bf16 [El, ranks*M, H] tensor for the experts' outputs, for `zero_copy`. Two of them alternate.
+
+        `handle`: of the low-latency dispatch whose rows they are; UsageError for another.
+        """
         self._open("get_next_low_latency_combine_buffer")
         routing = routing_of(handle, "expert", "get_next_low_latency_combine_buffer")
         kind = routing.kind
@@ -585,8 +601,10 @@ class Buffer(Lifetime):
             self._pool.unmask(rank)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Writes 1 to `mask_status` i32 [ranks] for masked ranks, else 0. The host first waits for all operations so
-        far, which may mask further ranks."""
+        """Writes 1 to `mask_status` i32 [ranks] for masked ranks, else 0.
+
+        The host first waits for all operations so far, which may mask further ranks. Raises UsageError for another
+        dtype or shape."""
         self._open("low_latency_query_mask_buffer")
         shape = (self.group_size,)
         checked(mask_status, "mask_status", "low_latency_query_mask_buffer", ("int32",), shape, self._backend.device)

@@ -36,13 +36,19 @@ class Config:
                 raise wrong("Config", f"{send} {getattr(self, send)} is more than {receive} {getattr(self, receive)}")
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for `num_nvl_bytes`: one queue of rows per source rank for every second multiprocessor."""
+        """Bytes for `num_nvl_bytes`: one queue of rows per source rank for every second multiprocessor.
+
+        `hidden_bytes`: bytes of a row; `num_ranks`: ranks of the group. Raises UsageError for numbers below 0.
+        """
         rows = count("num_ranks", num_ranks, "Config") * (self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
         row = count("hidden_bytes", hidden_bytes, "Config") + hidden_bytes // 64 + _SIDE_BYTES
         return rows * (-(-row // 128) * 128)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for `num_rdma_bytes`: none, rows for other nodes leave from the same memory."""
+        """Bytes for `num_rdma_bytes`: none, rows for other nodes leave from the same memory.
+
+        `hidden_bytes`, `num_ranks`: as for `get_nvl_buffer_size_hint`.
+        """
         count("num_ranks", num_ranks, "Config")
         count("hidden_bytes", hidden_bytes, "Config")
         return 0

@@ -15,7 +15,7 @@ __all__ = ["EventHandle", "EventOverlap", "OperationEvent", "Streams", "Turn", "
 
 
 class EventHandle:
-    """An event recorded in PyTorch's current stream, or in `stream`."""
+    """An event recorded in PyTorch's current stream, or in `stream`. Raises UnsupportedError without PyTorch."""
 
     def __init__(self, stream: Any = None) -> None:
         self._event = torch().cuda.Event()
@@ -26,7 +26,7 @@ class EventHandle:
         self.wait(torch().cuda.current_stream())
 
     def wait(self, stream: Any) -> None:
-        """The same for a `torch.cuda.Stream`."""
+        """Makes later work in `stream`, a `torch.cuda.Stream`, wait for the event. Raises nothing."""
         stream.wait_event(self._event)
 
 
@@ -47,7 +47,8 @@ class OperationEvent(EventHandle):
 class EventOverlap:
     """The completion of an asynchronous operation: a `with event:` block overlaps with it, and waits at its end.
 
-    `event`: an EventHandle, None if there is nothing to wait for. `extra_tensors`: kept alive with this object.
+    `event`: an EventHandle, None if there is nothing to wait for. `extra_tensors`: kept alive with this object. Raises
+    nothing.
     """
 
     event: EventHandle | None = None
@@ -59,8 +60,10 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Makes later work in PyTorch's current stream wait for the operation. `release_handle`: drops the event and
-        the tensors."""
+        """Makes later work in PyTorch's current stream wait for the operation. Raises nothing.
+
+        `release_handle`: drops the event and the tensors.
+        """
         if self.event is not None:
             self.event.current_stream_wait()
         if release_handle:

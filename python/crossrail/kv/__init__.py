@@ -7,7 +7,8 @@
     receiver = Receiver(context, tensors)                                    # at the receivers
     spread(context, tensors, descriptions)       # at the source: their describe(), while they run receive()
 
-The contract, with what is guaranteed when peers die and blocks are freed: docs/design/kv-caches.md.
+Any thread may use an object; a `Receiver` is for one. The contract, with what is guaranteed when peers die and blocks
+are freed: docs/design/kv-caches.md.
 """
 
 from __future__ import annotations

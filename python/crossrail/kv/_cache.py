@@ -113,7 +113,8 @@ class PagedCache:
         """Description of the cache for a peer's `remote`: a few hundred bytes plus some per layer, sent by any means.
 
         With ``access`` it grants read and write access to all blocks for the lifetime of the cache; without it, only
-        leases do."""
+        leases do. Raises ClosedError if the worker was closed.
+        """
         keys = [bytes(region.key()).hex() for region in self._regions] if access else []
         where = self.worker.describe([])
         return packed(
@@ -150,7 +151,10 @@ class PagedCache:
         return RemoteCache(self, endpoint, worker.name, here, there, (identity, regions), keys, None)
 
     def lend(self, blocks: Any) -> Lease:
-        """Grants peers access to these blocks, by separate keys, until the lease ends: see `Lease`."""
+        """Grants peers access to `blocks`, by separate keys, until the lease ends: see `Lease`.
+
+        `blocks`: numbers of blocks, array-like of int. Raises UsageError for blocks that do not exist, and ClosedError.
+        """
         return Lease(self, blocks_of(blocks, self.pages, "lend"), registered(self.worker, self._ranges), self._id)
 
     def _layout(self, shape: Shape) -> Layout:
@@ -254,9 +258,10 @@ class RemoteCache:
         return self._there.pages if self.blocks is None else len(self.blocks)
 
     def borrow(self, lease: bytes) -> RemoteCache:
-        """The blocks of a lease of this peer, numbered 0 to N - 1 in the order of the lease.
+        """The blocks of a `lease` of this peer, numbered 0 to N - 1 in the order of the lease.
 
-        Raises MismatchError for a lease of another cache, UsageError for anything else.
+        `lease`: ``bytes(lease)`` of the other end. Raises MismatchError for a lease of another cache, UsageError for
+        anything else.
         """
         said = unpacked("lease", lease, "borrow")
         with parsing(lambda: malformed("lease", lease, "borrow")):

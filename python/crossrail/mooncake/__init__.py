@@ -1,4 +1,7 @@
-"""Mooncake's TransferEngine on Crossrail. The package crossrail-mooncake installs it under the name `mooncake`."""
+"""Mooncake's TransferEngine on Crossrail. The package crossrail-mooncake installs it under the name `mooncake`.
+
+Any thread may call anything.
+"""
 
 from __future__ import annotations
 

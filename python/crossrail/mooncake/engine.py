@@ -51,14 +51,17 @@ _STALE = (
 
 
 class TransferOpcode(enum.IntEnum):
-    """Read: from the peer."""
+    """Direction of a transfer. ``Read``: from the peer; ``Write``: to it."""
 
     Read = 0
     Write = 1
 
 
 class TransferNotify:
-    """A notification raised at the peer once all bytes of a transfer are in place."""
+    """A notification, raised at the peer once all bytes of a transfer are in place.
+
+    `name`, `msg`: texts of the program's own. Raises nothing.
+    """
 
     def __init__(self, name: str, msg: str) -> None:
         self.name, self.msg = name, msg
@@ -87,7 +90,13 @@ class _Transfer:
 
 
 class TransferEngine:
-    """Any thread may call anything. Calls that fail return -1, and the reason is in the log (MC_LOG_LEVEL, stdout)."""
+    """Registered memory, sessions with peers, and transfers between them.
+
+    Any thread may call any method. Calls that fail return -1, unless stated otherwise, and the reason is logged
+    (MC_LOG_LEVEL, stdout). A transfer that takes longer than MC_TRANSFER_TIMEOUT seconds (30 by default, at least 5)
+    plus one nanosecond per byte fails. Lengths and sizes are in bytes; addresses are of this process or, for peers'
+    memory, of the peer.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,15 +112,19 @@ class TransferEngine:
     # Setting up.
 
     def initialize(self, local_hostname: str, metadata_server: str, protocol: str, device_name: str) -> int:
-        """Starts listening; the port in `local_hostname` is not used. Protocol words are accepted, and have no effect.
+        """Starts to listen, on a port of the engine's choice: `get_rpc_port`. 0, or -1 if it cannot.
 
-        `device_name`: devices that carry data, as CROSSRAIL_NET_DEVICES; names that are no network device are ignored.
+        `local_hostname`: part of the name that peers see; a port in it is not used. `metadata_server`: "P2PHANDSHAKE",
+        the only kind. `protocol`: accepted, and has no effect. `device_name`: devices that carry data, as
+        CROSSRAIL_NET_DEVICES; names that are no network device are ignored. Peers on other machines need
+        CROSSRAIL_SECRET at both ends.
         """
         return self.initialize_ext(local_hostname, metadata_server, protocol, device_name, "")
 
     def initialize_ext(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str, metadata_type: str
     ) -> int:
+        """As `initialize`; `metadata_type` has no effect."""
         if metadata_server != "P2PHANDSHAKE":
             logger.error("metadata server %r: only P2PHANDSHAKE is supported", metadata_server)
             return -1
@@ -140,7 +153,10 @@ class TransferEngine:
         return 0 if self._exchange is None else self._exchange.port or 0
 
     def get_local_topology(self, device_name: str | None = None) -> str:
-        """The devices of this machine, as JSON; empty before `initialize`."""
+        """The devices of this machine, as JSON; empty before `initialize`.
+
+        `device_name` has no effect. Raises what `crossrail.Context.info` does.
+        """
         if self._worker is None:
             return ""
         return json.dumps(self._worker.context.info()["devices"], default=str)
@@ -148,12 +164,19 @@ class TransferEngine:
     # Memory.
 
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
-        """Registers memory for peers, reference-counted per address. `location`: ``cuda:N``, ``cpu:N`` or ``*``."""
+        """Registers `capacity` bytes at `buffer_addr` for peers, reference-counted per address. 0, or -1.
+
+        `location`: ``cuda:N`` for memory of that GPU, ``cpu:N`` or ``*``.
+        """
         return self.batch_register_memory([buffer_addr], [capacity], location)
 
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
+        """Registers `capacities` bytes at `buffer_addresses`; all, or, with -1, none.
+
+        `location` as for `register_memory`.
+        """
         device = location if location.startswith("cuda") else None
         with self._lock:
             made: dict[int, crossrail.Region] = {}
@@ -175,6 +198,7 @@ class TransferEngine:
         return 0
 
     def unregister_memory(self, buffer_addr: int) -> int:
+        """Drops a reference to the memory at `buffer_addr`: as `batch_unregister_memory`."""
         return self.batch_unregister_memory([buffer_addr])
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
@@ -207,22 +231,26 @@ class TransferEngine:
     def transfer_sync_write(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
     ) -> int:
+        """Writes `length` bytes from `buffer` to `peer_buffer_address` there; else as for `batch_transfer_sync`."""
         return self.batch_transfer_sync_write(target_hostname, [buffer], [peer_buffer_address], [length])
 
     def transfer_sync_read(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int, transport_hint: str = ""
     ) -> int:
+        """Reads `length` bytes at `peer_buffer_address` there into `buffer`; else as for `batch_transfer_sync`."""
         return self.batch_transfer_sync_read(target_hostname, [buffer], [peer_buffer_address], [length])
 
     def batch_transfer_sync_write(
         self, target_hostname: str, buffers: Any, peer_buffer_addresses: Any, lengths: Any, transport_hint: str = ""
     ) -> int:
+        """As `batch_transfer_sync` with ``TransferOpcode.Write``."""
         opcode = TransferOpcode.Write
         return self.batch_transfer_sync(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
 
     def batch_transfer_sync_read(
         self, target_hostname: str, buffers: Any, peer_buffer_addresses: Any, lengths: Any, transport_hint: str = ""
     ) -> int:
+        """As `batch_transfer_sync` with ``TransferOpcode.Read``."""
         opcode = TransferOpcode.Read
         return self.batch_transfer_sync(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
 
@@ -236,6 +264,7 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
+        """Moves `length` bytes between `buffer` and `peer_buffer_address`; the rest as for `batch_transfer_sync`."""
         rows = [buffer], [peer_buffer_address], [length]
         return self.batch_transfer_sync(target_hostname, *rows, opcode, notify)
 
@@ -249,19 +278,34 @@ class TransferEngine:
         notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:
-        """Moves all rows as one transfer. 0: complete; -1: failed, and no more bytes move."""
+        """Moves all rows as one transfer, and waits. 0: complete; -1: failed, and no more bytes move.
+
+        Parameters
+        ----------
+        target_hostname : str
+            The peer's session, ``host:port`` with its `get_rpc_port`. The first transfer connects.
+        buffers, peer_buffer_addresses, lengths : sequence or array of int
+            Addresses here and at the peer, in registered memory of both, and bytes of each row.
+        opcode : TransferOpcode
+        notify : TransferNotify, optional
+            Raised at the peer behind the last byte, for its `get_notifies`.
+        transport_hint : str
+            No effect.
+        """
         started = self._start(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, notify)
         return -1 if started is None else self._finish(started)
 
     def batch_transfer_async_write(
         self, target_hostname: str, buffers: Any, peer_buffer_addresses: Any, lengths: Any, transport_hint: str = ""
     ) -> int:
+        """As `batch_transfer_async` with ``TransferOpcode.Write``."""
         opcode = TransferOpcode.Write
         return self.batch_transfer_async(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
 
     def batch_transfer_async_read(
         self, target_hostname: str, buffers: Any, peer_buffer_addresses: Any, lengths: Any, transport_hint: str = ""
     ) -> int:
+        """As `batch_transfer_async` with ``TransferOpcode.Read``."""
         opcode = TransferOpcode.Read
         return self.batch_transfer_async(target_hostname, buffers, peer_buffer_addresses, lengths, opcode)
 
@@ -274,7 +318,10 @@ class TransferEngine:
         opcode: TransferOpcode,
         transport_hint: str = "",
     ) -> int:
-        """A number for `get_batch_transfer_status` or `transfer_check_status`; 0 if the transfer did not start."""
+        """Starts to move all rows as one transfer; arguments as for `batch_transfer_sync`. Connecting may wait.
+
+        Returns a number for `get_batch_transfer_status` or `transfer_check_status`; 0 (not -1) if it did not start.
+        """
         started = self._start(target_hostname, buffers, peer_buffer_addresses, lengths, opcode, None)
         if started is None:
             return 0
@@ -284,17 +331,24 @@ class TransferEngine:
             return self._numbers
 
     def transfer_submit_write(self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int) -> int:
+        """Starts to write `length` bytes from `buffer` to `peer_buffer_address`; else as `batch_transfer_async`."""
         return self.batch_transfer_async_write(target_hostname, [buffer], [peer_buffer_address], [length])
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
-        """Waits for all transfers: 0 if all completed, else -1."""
+        """Waits for the transfers of all numbers `batch_ids`: 0 if all completed, else -1.
+
+        The numbers are then invalid.
+        """
         with self._lock:
             batches = [self._batches.pop(number, None) for number in batch_ids]
         results = [-1 if batch is None else self._finish(batch) for batch in batches]
         return min(results, default=0)
 
     def transfer_check_status(self, batch_id: int) -> int:
-        """1: complete; 0: in flight; -1: failed; -2: timed out. The id is invalid after any result but 0."""
+        """State of the transfer number `batch_id`, without waiting. The number is invalid after any result but 0.
+
+        1: complete; 0: in flight; -1: failed, or no such number; -2: timed out, and no more bytes move.
+        """
         with self._lock:
             transfer = self._batches.pop(batch_id, None)
         if transfer is None:
@@ -321,7 +375,7 @@ class TransferEngine:
         return True
 
     def send_probe(self, target_hostname: str) -> int:
-        """0 if the peer answers and can be reached."""
+        """0 if the peer at `target_hostname` answers and can be reached, else -1."""
         try:
             self._peer(target_hostname, fresh=True)
         except _FAILURES as error:
@@ -440,21 +494,26 @@ class TransferEngine:
     # For the metadata listener, as nixlAgent has them.
 
     def getLocalMD(self) -> bytes:
+        """Description of all registered memory, for `crossrail.Description`.
+
+        A secret: it grants access to the memory.
+        """
         worker = self._ready()
         with self._lock:
             regions = list(self._regions.values())
         return worker.describe(regions)
 
     def loadRemoteMD(self, metadata: bytes) -> bytes:
+        """Refused with nixlNotSupportedError: peers' `metadata` is fetched, not pushed."""
         raise nixlNotSupportedError("peers' metadata is fetched, not pushed")
 
     def forget(self, metadata: bytes) -> None:
-        """Nothing: sessions end with their peers."""
+        """Does nothing with `metadata`, and never raises: sessions end with their peers."""
 
     # Memory of the engine's own, for examples and tests.
 
     def allocate_managed_buffer(self, length: int) -> int:
-        """The address of registered memory; 0 if there is none."""
+        """Allocates and registers `length` bytes of host memory: their address, or 0 (not -1) if there is no memory."""
         try:
             buffer = np.zeros(length, np.uint8)
         except (MemoryError, ValueError):
@@ -464,12 +523,16 @@ class TransferEngine:
         return address if self.register_memory(address, length) == 0 else 0
 
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
+        """Deregisters and frees memory of `allocate_managed_buffer` at `buffer_addr`;
+
+        `length` has no effect. 0, or -1.
+        """
         done = self.unregister_memory(buffer_addr)
         self._buffers.pop(buffer_addr, None)
         return done
 
     def get_first_buffer_address(self, segment_name: str) -> int:
-        """Of the peer's registered memory; 0 if there is none."""
+        """Address of the first registered memory of the peer `segment_name`; 0 (not -1) if there is none."""
         try:
             regions = self._peer(segment_name, fresh=True)[1].regions
         except _FAILURES:
@@ -477,10 +540,18 @@ class TransferEngine:
         return regions[0][0] if regions else 0
 
     def write_bytes_to_buffer(self, dest_address: int, src: bytes, length: int) -> int:
+        """Copies up to `length` bytes of `src` to `dest_address` in this process, and returns 0.
+
+        Never raises: the address must be valid.
+        """
         ctypes.memmove(dest_address, src, min(length, len(src)))
         return 0
 
     def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
+        """Copies `length` bytes at `source_address` of this process.
+
+        Never raises: the address must be valid.
+        """
         return ctypes.string_at(source_address, length)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,8 @@
 """NIXL's Python interface on Crossrail. The package crossrail-nixl installs it under the name `nixl`.
 
 Programs written for NIXL 1.5.1 run unchanged: agents, registrations, prepared lists, transfers, notifications,
-metadata. Both ends need it; it does not talk to NVIDIA's. Storage backends and memory views for GPU-initiated
-transfers raise nixlNotSupportedError.
+metadata. Any thread may call anything. Both ends need it; it does not talk to NVIDIA's. Storage backends and memory
+views for GPU-initiated transfers raise nixlNotSupportedError.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _Handle:
 
 
 class nixl_prepped_dlist_handle(_Handle):
-    """A prepared descriptor list."""
+    """A prepared descriptor list. Made by `nixl_agent.prep_xfer_dlist`; usable from any thread."""
 
     __slots__ = ()
 
@@ -69,7 +69,10 @@ class nixl_prepped_dlist_handle(_Handle):
 
 
 class nixl_xfer_handle(_Handle):
-    """A transfer. `release` cancels it if it is in flight, and returns when neither side's memory is accessed."""
+    """A transfer. Made by `nixl_agent.make_prepped_xfer` and `nixl_agent.initialize_xfer`; usable from any thread.
+
+    `release` cancels it if it is in flight, and returns when neither side's memory is accessed.
+    """
 
     __slots__ = ()
 
@@ -96,8 +99,10 @@ class nixl_agent_config:
         None or a nixl_thread_sync_t.
     enable_listen_thread : bool
         Whether to serve metadata to peers at `listen_port`; on loopback only, unless CROSSRAIL_SECRET is set.
+    listen_port : int
+        TCP port of that listener; 8888 by default.
     capture_telemetry : bool
-        Whether get_xfer_telemetry answers. NIXL_TELEMETRY_ENABLE overrides it.
+        Whether `nixl_agent.get_xfer_telemetry` answers. NIXL_TELEMETRY_ENABLE overrides it.
     backends : list of str
         "UCX", "CROSSRAIL", or both: the same lanes. Others are skipped with a warning.
     """
@@ -126,11 +131,15 @@ class nixl_agent_config:
 class nixl_agent:
     """An agent: registered memory, remote agents, and transfers and notifications between them.
 
+    Any thread may call any method. Failures are raised as NIXL's exceptions (`nixlBind.nixlBackendError` and others);
+    texts begin with the status, ``NIXL_ERR_NOT_FOUND: ...``.
+
     Parameters
     ----------
     agent_name : str
         Unique among the agents that know each other. ValueError if empty.
     nixl_conf : nixl_agent_config, optional
+        By default one with all its defaults.
     instantiate_all : bool
         Whether to make every backend; ignored with `nixl_conf`.
     """
@@ -175,12 +184,15 @@ class nixl_agent:
     # Plugins and backends.
 
     def get_plugin_list(self) -> list[str]:
+        """Backends that can be created: "UCX" and "CROSSRAIL", two names of the same lanes."""
         return self.plugin_list
 
     def get_plugin_mem_types(self, backend: str) -> list[str]:
+        """Memory kinds of the plugin `backend`: "DRAM" and "VRAM"; [] with a warning if it is unknown. Never raises."""
         return self._known_plugin(backend)[1]
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
+        """Parameters of the plugin `backend`: none; {} with a warning if it is unknown. Never raises."""
         return self._known_plugin(backend)[0]
 
     def _known_plugin(self, backend: str) -> tuple[dict[str, str], list[str]]:
@@ -190,12 +202,19 @@ class nixl_agent:
         return {}, []
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
+        """Memory kinds of `backend`; [] if it was not created. Never raises."""
         return self.backend_mems.get(backend, [])
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
+        """Parameters of `backend`: none, {}. Never raises."""
         return self.backend_options.get(backend, {})
 
     def create_backend(self, backend: str, initParams: dict[str, str] = {}) -> None:  # noqa: B006
+        """Creates `backend`, another name for the lanes of this agent.
+
+        `initParams` have no effect, which is logged. Raises nixlNotFoundError for an unknown name, and
+        nixlInvalidParamError if it was created before.
+        """
         self.backends[backend] = handle = self.agent.createBackend(backend, initParams)
         self.backend_options[backend], self.backend_mems[backend] = self.agent.getBackendParams(handle)
 
@@ -210,34 +229,59 @@ class nixl_agent:
         mem_type: str | None = None,
         backends: list[str] = [],  # noqa: B006
     ) -> nixlBind.nixlRegDList:
-        """Registers rows, tensors or a nixlRegDList, so that remote agents with the metadata may access them.
+        """Registers memory, so that remote agents with the metadata may access it. The caller keeps it allocated.
 
-        The caller keeps the memory allocated until it is deregistered.
+        Parameters
+        ----------
+        reg_list, mem_type
+            As for `get_reg_descs`: rows (address, length in bytes, device), tensors, or a list.
+        backends : list of str
+            Accepted; all names are the same lanes.
+
+        Returns
+        -------
+        nixlRegDList
+            The rows, for `deregister_memory`.
+
+        Raises
+        ------
+        nixlInvalidParamError
+            The memory cannot be registered.
+        nixlNotSupportedError
+            Neither "DRAM" nor "VRAM".
         """
         descs = self.get_reg_descs(reg_list, mem_type)
         self.agent.registerMem(descs, self._handles(backends))  # type: ignore[arg-type]  # None is a TypeError there
         return descs  # type: ignore[return-value]
 
     def deregister_memory(self, dereg_list: nixlBind.nixlRegDList, backends: list[str] = []) -> None:  # noqa: B006
-        """Ends all access to registered rows: when it returns, no remote agent accesses them any more."""
+        """Ends all access to registered rows: when it returns, no remote agent accesses them any more.
+
+        `dereg_list`: the result of `register_memory`, else nixlNotFoundError is raised. `backends`: accepted; all names
+        are the same lanes.
+        """
         self.agent.deregisterMem(dereg_list, self._handles(backends))
 
     def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
-        """Refused with nixlNotSupportedError: there is no storage."""
+        """Refused with nixlNotSupportedError for any `reg_list`, `backend` and `mem_type`: there is no storage."""
         return self.agent.queryMem(self.get_reg_descs(reg_list, mem_type), self.backends.get(backend, 0))  # type: ignore[arg-type]
 
     def prep_mem_view(self, dlist: Any, *, backends: list[str] | None = None) -> int:
-        """Refused with nixlNotSupportedError: there are no GPU-initiated transfers."""
+        """Refused with nixlNotSupportedError for any `dlist` and `backends`: there are no GPU-initiated transfers."""
         return self.agent.prepMemView(dlist, self._handles(backends))
 
     def release_mem_view(self, mvh: int) -> None:
-        """Refused with nixlNotSupportedError."""
+        """Refused with nixlNotSupportedError for any `mvh`."""
         self.agent.releaseMemView(mvh)
 
     # Prepared lists and transfers.
 
     def make_connection(self, remote_agent: str, backends: list[str] = []) -> None:  # noqa: B006
-        """Connects to a remote agent now; otherwise the first list prepared for it does."""
+        """Connects to `remote_agent` now; otherwise the first list prepared for it does. Waits up to CROSSRAIL_TIMEOUT.
+
+        Raises nixlNotFoundError if the agent is not known, nixlRemoteDisconnectError if it cannot be reached.
+        `backends`: accepted; all names are the same lanes.
+        """
         self.agent.makeConnection(remote_agent, self._handles(backends))
 
     def prep_xfer_dlist(
@@ -249,8 +293,27 @@ class nixl_agent:
     ) -> nixl_prepped_dlist_handle:
         """Prepares a list once, from which transfers then choose rows by index.
 
-        `agent_name`: "NIXL_INIT_AGENT" or "" for the local side; a remote agent's name, or this agent's own for a
-        transfer within it. An Nx5 array has rows (address, length, device, stride, count); `mem_type` is then needed.
+        Parameters
+        ----------
+        agent_name : str or bytes
+            "NIXL_INIT_AGENT" or "" for the local side; a remote agent's name, or this agent's own for a transfer
+            within it.
+        xfer_list
+            As for `get_xfer_descs`, or an Nx5 array of rows (address, length, device, stride, count), lengths and
+            strides in bytes.
+        mem_type : str, optional
+            As for `get_xfer_descs`; required for arrays.
+        backends : list of str
+            Accepted; all names are the same lanes.
+
+        Raises
+        ------
+        nixlNotFoundError
+            The agent is not known, or rows lie in no registered memory, or there are none.
+        nixlRemoteDisconnectError
+            The agent cannot be reached.
+        ValueError
+            An Nx5 array without `mem_type`.
         """
         name = nixlBind.NIXL_INIT_AGENT if agent_name == "NIXL_INIT_AGENT" else agent_name
         handles = self._handles(backends)
@@ -275,7 +338,29 @@ class nixl_agent:
         backends: list[str] = [],  # noqa: B006
         skip_desc_merge: bool = False,
     ) -> nixl_xfer_handle:
-        """A transfer between the rows of two prepared lists with these indices: lists, or 1-D integer arrays."""
+        """Makes a transfer between rows of two prepared lists; start it with `transfer`.
+
+        Parameters
+        ----------
+        operation : str
+            "WRITE" (local to remote) or "READ".
+        local_xfer_side, remote_xfer_side : nixl_prepped_dlist_handle
+        local_indices, remote_indices : list or 1-D integer array
+            As many at both ends, at least one.
+        notif_msg : str or bytes
+            Raised at the remote agent behind the last byte; none if empty.
+        backends : list of str
+            Accepted; all names are the same lanes.
+        skip_desc_merge : bool
+            Whether telemetry counts rows as given, rather than after adjacent ones are merged.
+
+        Raises
+        ------
+        nixlInvalidParamError
+            The sides are exchanged, or indices or lengths differ.
+        nixlNotFoundError
+            The remote agent was removed since its list was prepared.
+        """
         op = self.nixl_ops[operation]
         handle = self.agent.makeXferReq(
             op,
@@ -298,51 +383,78 @@ class nixl_agent:
         notif_msg: str | bytes = b"",
         backends: list[str] = [],  # noqa: B006
     ) -> nixl_xfer_handle:
-        """A transfer between all rows of two lists."""
+        """Makes a transfer between all rows of two lists, which are as many and as long; start it with `transfer`.
+
+        `local_descs`, `remote_descs`: lists of `get_xfer_descs`. `remote_agent`: its name. `operation`, `notif_msg`,
+        `backends` and errors as for `make_prepped_xfer`; TypeError for another kind of list.
+        """
         op = self.nixl_ops[operation]
         handles = self._handles(backends)
         handle = self.agent.createXferReq(op, local_descs, remote_descs, remote_agent, notif_msg, handles)
         return nixl_xfer_handle(self.agent, handle)
 
     def transfer(self, handle: nixl_xfer_handle, notif_msg: str | bytes = b"") -> str:
-        """Starts a transfer that is not in flight: "DONE" or "PROC". A message given here replaces its own."""
+        """Starts the transfer `handle`, which is not in flight: "DONE" or "PROC". Does not wait.
+
+        `notif_msg`: in place of the message that it was made with, if not empty. Raises nixlRepostActiveError if it is
+        in flight, and nixlRemoteDisconnectError if the remote agent is gone.
+        """
         return _STATES.get(self.agent.postXferReq(handle._handle, notif_msg), "ERR")
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """ "DONE" or "PROC"; raises what the transfer failed with."""
+        """State of the transfer `handle`: "DONE" or "PROC". Makes progress; does not wait.
+
+        Raises what the transfer failed with, and nixlNotPostedError if it was never started.
+        """
         return _STATES.get(self.agent.getXferStatus(handle._handle), "ERR")
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
-        """Times and size of a finished transfer; all zero while it is in flight."""
+        """Times in microseconds and bytes of the finished transfer `handle`; all zero while it is in flight.
+
+        Raises nixlNoTelemetryError unless `nixl_agent_config` asked for it, nixlNotPostedError if it was never started.
+        """
         return self.agent.getXferTelemetry(handle._handle)
 
     def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
+        """Name of the backend of the transfer `handle`. Raises nixlNotFoundError if the agent has none."""
         found = self.agent.queryXferBackend(handle._handle)
         return next(name for name, backend in self.backends.items() if backend == found)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Microseconds by the lanes' cost model, the margin of error, and "ANALYTICAL_BACKEND"."""
+        """Microseconds of the transfer `req_handle` by the lanes' cost model, the margin, and "ANALYTICAL_BACKEND".
+
+        Raises nixlRemoteDisconnectError if the remote agent cannot be reached.
+        """
         duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
         known = method == nixlBind.NIXL_COST_ANALYTICAL_BACKEND
         return duration, margin, "ANALYTICAL_BACKEND" if known else "UNKNOWN"
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
+        """Releases the transfer `handle`: cancels it if it is in flight, and waits for the end.
+
+        Raises nixlRepostActiveError if it cannot be cancelled at the moment; it then goes on.
+        """
         handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
+        """Releases the prepared list `handle`; transfers made from it go on. Raises nothing."""
         handle.release()
 
     # Notifications.
 
     def get_new_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:  # noqa: B006
-        """Messages that have arrived since the last call, by the name of the agent that sent them.
+        """Messages that have arrived since the last call, by the name of the agent that sent them. Never raises.
 
-        Those of another process that uses the name of a known or living agent are ignored, with a warning.
+        Those of another process that uses the name of a known or living agent are ignored, with a warning. `backends`:
+        accepted; all names are the same lanes.
         """
         return self.agent.getNotifs({}, self._handles(backends))
 
     def update_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:  # noqa: B006
-        """All messages that were not looked up yet; they stay in `notifs`."""
+        """All messages that were not looked up yet; they stay in `notifs`. Never raises.
+
+        `backends`: accepted; all names are the same lanes.
+        """
         self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
         return self.notifs
 
@@ -353,7 +465,11 @@ class nixl_agent:
         backends: list[str] = [],  # noqa: B006
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Whether a message that begins with (or else contains) `lookup_tag` has arrived; takes it out of `notifs`."""
+        """Whether a message of `remote_agent_name` has arrived that begins with `lookup_tag`; removes it from `notifs`.
+
+        With ``tag_is_prefix=False`` (`tag_is_prefix`) the tag may stand anywhere in it. Never raises. `backends`:
+        accepted; all names are the same lanes.
+        """
         waiting = self.update_notifs(backends).get(remote_agent_name, [])
         tag = lookup_tag.encode() if isinstance(lookup_tag, str) else lookup_tag
         for message in waiting:
@@ -363,7 +479,13 @@ class nixl_agent:
         return False
 
     def send_notif(self, remote_agent_name: str, notif_msg: str | bytes, backend: str | None = None) -> None:
-        """Sends a message. It is not ordered with transfers or with other messages."""
+        """Sends the message `notif_msg` to `remote_agent_name`.
+
+        It is not ordered with transfers or with other messages.
+
+        `backend`: accepted. Raises nixlNotFoundError for an unknown agent, nixlRemoteDisconnectError for one that is
+        gone.
+        """
         self.agent.genNotif(remote_agent_name, notif_msg, self._handles([backend] if backend else []))
 
     # Metadata.
@@ -378,19 +500,31 @@ class nixl_agent:
         inc_conn_info: bool = False,
         backends: list[str] = [],  # noqa: B006
     ) -> bytes:
-        """As get_agent_metadata, with keys of these rows alone."""
+        """As `get_agent_metadata`, with keys of the rows `descs` alone.
+
+        `inc_conn_info`: connection information is always included. Raises nixlNotFoundError for rows that are not
+        registered. `backends`: accepted; all names are the same lanes.
+        """
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Adds a remote agent and returns its name as bytes. Metadata of a known agent is merged."""
+        """Adds the remote agent of `metadata` and returns its name as bytes. Metadata of a known agent is merged.
+
+        Raises nixlMismatchError for bytes that are no metadata, nixlInvalidParamError for this agent's own, and
+        nixlNotAllowedError for another agent of a known name.
+        """
         return self.agent.loadRemoteMD(metadata)
 
     def remove_remote_agent(self, agent: str | bytes) -> None:
-        """Forgets a remote agent: its lists and transfers cannot be posted any more."""
+        """Forgets the remote agent `agent`: its lists and transfers cannot be posted any more. Never raises."""
         self.agent.invalidateRemoteMD(agent)
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Sends this agent's metadata to a peer's listener, in the background."""
+        """Sends this agent's metadata to the listener at `ip_addr` and `port`, in the background.
+
+        Failures to reach it are logged. Raises nixlInvalidParamError without an address, or nixlNotSupportedError if a
+        store is configured instead (NIXL_ETCD_ENDPOINTS).
+        """
         self.agent.sendLocalMD(ip_addr, port)
 
     def send_partial_agent_metadata(
@@ -402,27 +536,40 @@ class nixl_agent:
         port: int = DEFAULT_COMM_PORT,
         label: str = "",
     ) -> None:
+        """Sends `get_partial_agent_metadata` to a listener, in the background.
+
+        `descs`, `inc_conn_info`, `backends` and errors as there; `ip_addr` and `port` as for `send_local_metadata`;
+        `label` has no effect.
+        """
         self.agent.sendLocalPartialMD(descs, inc_conn_info, self._handles(backends), ip_addr, port, label)
 
     def fetch_remote_metadata(
         self, remote_agent: str, ip_addr: str = "", port: int = DEFAULT_COMM_PORT, label: str = ""
     ) -> None:
-        """Asks a peer's listener for its metadata, in the background; see `check_remote_metadata`."""
+        """Asks the listener at `ip_addr` and `port` for its metadata, in the background; see `check_remote_metadata`.
+
+        `remote_agent` and `label` have no effect: the metadata names the agent. Errors as for `send_local_metadata`.
+        """
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Has a peer's listener forget this agent."""
+        """Has the listener at `ip_addr` and `port` forget this agent. Errors as for `send_local_metadata`."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str, descs: nixlBind.nixlXferDList | None = None) -> bool:
-        """Whether a remote agent is known, and these rows of it are."""
+        """Whether the remote agent `agent` is known, and the rows `descs` of it are, if any. Never raises."""
         wanted = nixlBind.nixlXferDList(nixlBind.DRAM_SEG) if descs is None else descs
         return self.agent.checkRemoteMD(agent, wanted) == nixlBind.NIXL_SUCCESS
 
     # Descriptor lists. Invalid input is logged, and the result is None.
 
     def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlXferDList | None:
-        """A list of (address, length, device): from 3-tuples, an Nx3 array, a tensor or a list of tensors."""
+        """A list of rows (address, length in bytes, device) for transfers.
+
+        `descs`: 3-tuples, an Nx3 array, a contiguous tensor or a list of such tensors of one device, or a list of this
+        kind. `mem_type`: "DRAM", "VRAM", "cpu" or "cuda"; not needed for tensors. Raises nothing: what is invalid is
+        logged, and the result is None.
+        """
         if isinstance(descs, nixlBind.nixlXferDList):
             return descs
         if isinstance(descs, nixlBind.nixlRegDList):
@@ -432,7 +579,10 @@ class nixl_agent:
         return made if isinstance(made, nixlBind.nixlXferDList) else None
 
     def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlRegDList | None:
-        """A list of (address, length, device, meta): from 4-tuples, an Nx3 array, a tensor or a list of tensors."""
+        """A list of rows (address, length in bytes, device, meta) for registrations.
+
+        `descs`: 4-tuples, or as for `get_xfer_descs`, as are `mem_type` and errors.
+        """
         if isinstance(descs, nixlBind.nixlRegDList):
             return descs
         if isinstance(descs, nixlBind.nixlXferDList):
@@ -442,7 +592,10 @@ class nixl_agent:
         return made if isinstance(made, nixlBind.nixlRegDList) else None
 
     def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlRemoteDList | None:
-        """A list of (address, length, device, agent); memory views, which use it, are refused."""
+        """A list of rows (address, length in bytes, device, agent); memory views, which use it, are refused.
+
+        `descs`, `mem_type` and errors as for `get_xfer_descs`.
+        """
         if isinstance(descs, nixlBind.nixlRemoteDList):
             return descs
         made = self._descs(nixlBind.nixlRemoteDList, descs, mem_type, 4)
@@ -480,9 +633,12 @@ class nixl_agent:
         return make(nixlBind.DRAM_SEG if host else nixlBind.VRAM_SEG, rows)
 
     def get_serialized_descs(self, descs: nixlBind.nixlXferDList | nixlBind.nixlRegDList) -> bytes:
-        """A list for another process."""
+        """The list `descs` of `get_xfer_descs` or `get_reg_descs` as bytes, for another process. Raises nothing."""
         return _lists.to_bytes(descs)
 
     def deserialize_descs(self, serialized_descs: bytes) -> nixlBind.nixlXferDList | nixlBind.nixlRegDList:
-        """The list of `get_serialized_descs`. Raises nixlMismatchError for other bytes; nothing of them is executed."""
+        """The list of `get_serialized_descs`, from `serialized_descs`.
+
+        Raises nixlMismatchError for other bytes; nothing of them is executed.
+        """
         return _lists.from_bytes(serialized_descs)

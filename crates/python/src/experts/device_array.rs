@@ -169,7 +169,7 @@ impl DeviceArray {
         bytes(self.items, &self.shape).unwrap_or(0)
     }
 
-    /// Return the first `count` entries along the first axis, without a copy.
+    /// Return the first `count` entries along the first axis, without a copy. Raises UsageError if there are fewer.
     fn first(&self, py: Python<'_>, count: i64) -> PyResult<Py<DeviceArray>> {
         let _call = Call::enter(py);
         let most = self.shape.first().copied().unwrap_or(0);

@@ -107,15 +107,15 @@ impl Mapped {
         unsafe { self.native.put(offset, source.piece.ptr, source.piece.len, handle, signal) }.or_raise(py)
     }
 
-    /// Copy bytes of host memory into this memory. Returns when they are there.
+    /// Copy `data`, contiguous host memory, into this memory at `offset`, in bytes. Returns when it is there.
     ///
-    /// Raises UsageError if they do not fit.
+    /// Raises UsageError if it does not fit.
     #[pyo3(signature = (data, offset = 0))]
     fn fill_from(&self, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<()> {
         lent::copy_from(data, "fill_from", |bytes| self.native.fill_from(offset, bytes))
     }
 
-    /// Copy bytes of this memory at `offset` into `target`, writable host memory that is filled completely.
+    /// Copy bytes of this memory at `offset`, in bytes, into `target`, writable host memory that is filled completely.
     ///
     /// Raises UsageError if there are not that many bytes.
     #[pyo3(signature = (target, offset = 0))]

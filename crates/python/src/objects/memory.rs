@@ -5,7 +5,7 @@
 //! that has everything else.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CString, c_int, c_void};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,13 +26,20 @@ use crate::runtime::{gate, wait};
 
 /// Memory that peers on this machine can map, so that it is transferred with one copy and no system call.
 ///
-/// It is zeroed, and stays allocated as long as anything uses it. ``Memory(context, nbytes,
-/// device=None)`` is equivalent to `Context.alloc`.
+/// It is zeroed, and stays allocated as long as anything uses it. Making one is `Context.alloc`.
 ///
 /// Host memory has the writable buffer protocol, as plain bytes: ``memoryview(memory)`` or
 /// ``numpy.frombuffer(memory, ...)``. Slices of a memoryview are transferred as efficiently
 /// as the whole. GPU memory has DLPack and ``__cuda_array_interface__`` instead:
 /// ``torch.from_dlpack(memory)`` and ``cupy.asarray(memory)`` share the same bytes.
+///
+/// Parameters
+/// ----------
+/// context : Context
+/// nbytes : int
+///     Size in bytes.
+/// device : str or int, optional
+///     As for `Context.alloc`: the host by default, or a GPU.
 ///
 /// Raises
 /// ------
@@ -251,16 +258,9 @@ fn make_type(py: Python<'_>) -> PyResult<Py<PyType>> {
     const BF_GETBUFFER: c_int = 1;
     const TP_DOC: c_int = 56;
     let base = py.get_type::<MemoryBase>();
-    let doc = c"Memory that peers on this machine map, so that it moves with one plain copy and no system call.
-
-Zeroed at first; lives as long as anything that uses it. It has the buffer protocol (memoryview(memory),
-numpy.frombuffer(memory, ...)), writable, as plain bytes; slices of a memoryview of it are as good as all of it.
-A peer may write it while it is received into or registered.
-
-On a GPU (device=\"cuda:0\") it has DLPack and __cuda_array_interface__ instead: torch.from_dlpack(memory) and
-cupy.asarray(memory) are the same bytes.
-
-Memory(context, nbytes, device=None) is Context.alloc(nbytes, device). Raises ExhaustedError, naming the bytes asked for.";
+    // The text of the base, under the signature by which `help` and `inspect` show a constructor.
+    let text: String = base.getattr("__doc__")?.extract()?;
+    let doc = CString::new(format!("Memory(context, nbytes, device=None)\n--\n\n{text}"))?;
     let mut slots = [
         ffi::PyType_Slot { slot: BF_GETBUFFER, pfunc: get_buffer as *mut c_void },
         ffi::PyType_Slot { slot: TP_DOC, pfunc: doc.as_ptr().cast_mut().cast() },

@@ -16,7 +16,7 @@ pub(super) fn settings_reference(py: Python<'_>) -> PyResult<Bound<'_, PyList>> 
     })
 }
 
-/// Parse a size such as ``4096``, ``64K``, ``2M`` or ``1G`` (powers of two) into bytes.
+/// Parse `text`, a size such as ``4096``, ``64K``, ``2M`` or ``1G`` (powers of two), into bytes.
 ///
 /// Raises UsageError that names the accepted form.
 #[pyfunction]
@@ -24,7 +24,9 @@ pub(super) fn parse_size(py: Python<'_>, text: &str) -> PyResult<u64> {
     types::parse_size(text).or_raise(py)
 }
 
-/// Parse several sizes into bytes: ``1:4M`` doubles from one to the other, ``1,2,64K`` is a list.
+/// Parse several sizes into bytes.
+///
+/// `text`: ``1:4M`` doubles from one to the other, ``1,2,64K`` is a list.
 ///
 /// Raises UsageError that names the accepted forms.
 #[pyfunction]
@@ -32,7 +34,7 @@ pub(super) fn parse_sizes(py: Python<'_>, text: &str) -> PyResult<Vec<u64>> {
     types::parse_sizes(text).or_raise(py)
 }
 
-/// Format a size as text in powers of two: 65536 is ``64K``.
+/// Format a size of `nbytes` bytes as text in powers of two: 65536 is ``64K``. Raises nothing.
 #[pyfunction]
 pub(super) fn format_size(nbytes: u64) -> String {
     types::format_size(nbytes)

@@ -118,7 +118,9 @@ impl Receipt {
         report_dict(py, &TransferReport::from(&self.0))
     }
 
-    /// Restore a receipt from ``as_dict()``, of this process or another. Raises UsageError for an unknown protocol.
+    /// Restore a receipt from `record`, the result of ``as_dict()`` in this process or another.
+    ///
+    /// Raises UsageError for an unknown protocol.
     #[classmethod]
     fn from_dict(cls: &Bound<'_, PyType>, record: Record) -> PyResult<Receipt> {
         let py = cls.py();

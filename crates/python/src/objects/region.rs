@@ -56,7 +56,9 @@ impl Region {
         gate::detached(py, || self.native.deregister()).or_raise(py)
     }
 
-    /// Return the number of writes with immediate `imm` that have arrived completely.
+    /// Return the number of writes with immediate `imm` that have arrived completely. Raises nothing.
+    ///
+    /// Of each region the first 65,536 different immediates are counted; the count of others is 0.
     fn imm_count(&self, py: Python<'_>, imm: u32) -> u64 {
         let _call = Call::enter(py);
         self.native.imm_count(imm)

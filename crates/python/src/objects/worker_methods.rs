@@ -144,6 +144,9 @@ impl Worker {
     }
 
     /// Return the next endpoint that a peer has connected; `accept` for asyncio.
+    ///
+    /// `timeout`: maximum seconds to wait; CROSSRAIL_TIMEOUT by default. Errors are those of `accept`.
+    /// The worker needs ``background``: otherwise nothing wakes the event loop.
     #[pyo3(signature = (timeout = None))]
     fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         let _call = Call::enter(slf.py());
@@ -300,7 +303,7 @@ impl Worker {
         Some(Endpoint::new(native, slf.clone().unbind()))
     }
 
-    /// Return an endpoint whose living peer has this name, whichever end connected, or None.
+    /// Return an endpoint whose living peer is called `name`, whichever end connected, or None. Raises nothing.
     fn peer(slf: &Bound<'_, Self>, name: &str) -> Option<Endpoint> {
         let _call = Call::enter(slf.py());
         let native = slf.get().native().peer(name)?;

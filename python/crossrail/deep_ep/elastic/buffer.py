@@ -47,8 +47,10 @@ class ElasticBuffer(Lifetime, Unsupported):
     deterministic: `allow_hybrid_mode`, `deterministic`, `sl_idx`, `num_allocated_qps` and `num_cpu_timeout_secs` are
     stored and have no effect. `allow_multiple_reduction=False`: the outputs of an expanded dispatch are summed once, at
     the token's rank, by one combine per selected expert (K of them). `prefer_overlap_with_compute`:
-    `get_theoretical_num_sms` returns fewer. `num_gpu_timeout_secs`: how long an operation waits for a rank before it
-    continues without it. `explicitly_destroy`: a buffer that is dropped is destroyed as well.
+    `get_theoretical_num_sms` returns fewer. `num_gpu_timeout_secs`: how many seconds an operation waits for a rank
+    before it continues without it. `explicitly_destroy`: a buffer that is dropped is destroyed as well.
+    `use_fp8_dispatch`: no effect, as every dispatch may be either. `num_cpu_bytes`: only 0; there is no storage in host
+    memory.
 
     Engram, pipeline and all-gather calls raise NotImplementedError. Raises UnsupportedError (no PyTorch, no CUDA),
     UsageError, and what joining a `crossrail.Group` raises.
@@ -126,7 +128,9 @@ class ElasticBuffer(Lifetime, Unsupported):
     ) -> int:
         """Bytes that a kind of dispatch needs, in bf16 or fp8, rounded up to 2 MiB: a sufficient `num_bytes`.
 
-        `group`: only its size is used. `num_topk` 0: for the maximum top-k.
+        `group`: only its size is used. `num_max_tokens_per_rank`: the most tokens of any rank; `hidden`: elements of a
+        row; `num_topk` 0: for the maximum top-k. `use_fp8_dispatch`, `allow_hybrid_mode`, `allow_multiple_reduction`:
+        no effect. Raises UsageError for invalid numbers.
         """
         ranks = group.size() if callable(group.size) else group.size
         tokens = count("num_max_tokens_per_rank", num_max_tokens_per_rank, "get_buffer_size_hint")
@@ -143,14 +147,20 @@ class ElasticBuffer(Lifetime, Unsupported):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Multiprocessors that saturate the links, an even number; depends only on `prefer_overlap_with_compute` and
-        the GPU."""
+        """Multiprocessors that saturate the links: an even number, by `prefer_overlap_with_compute` and the GPU alone.
+
+        `num_experts`, `num_topk`, `num_scaleout_topk`, `rdma_gbs`, `nvlink_gbs`, `sm_read_gbs`, `sm_write_gbs`: no
+        effect. Raises nothing.
+        """
         if self._multiprocessors is None:
             self._multiprocessors = multiprocessors(self._backend.device)
         return theoretical_sms(self._multiprocessors, self.prefer_overlap_with_compute)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Queue pairs for `num_qps`, which nothing uses: at most `num_allocated_qps`."""
+        """Queue pairs for `num_qps`, which nothing uses: `num_sms`, at most `num_allocated_qps`.
+
+        Raises UsageError for a number below 0.
+        """
         return min(count("num_sms", num_sms, "get_theoretical_num_qps"), self.num_allocated_qps)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -170,7 +180,8 @@ class ElasticBuffer(Lifetime, Unsupported):
         """Barrier of the current streams: later work runs after all work that any rank has enqueued before.
 
         `use_comm_stream`: it runs in the communication stream, which is ordered with the current one. `with_cpu_sync`:
-        the host waits too. `sequential`: no effect."""
+        the host waits too. `sequential`: no effect. Raises ClosedError after `destroy`.
+        """
         self._open("barrier")
         kind = Kind("rank", BARRIER_HIDDEN, self.num_ranks, 1, "bf16")
         buffer = self._buffers.get(kind, 1, BARRIER_SMS).buffer
@@ -212,7 +223,9 @@ class ElasticBuffer(Lifetime, Unsupported):
         `cumulative_local_expert_recv_stats` i32 [El]: the rows of each expert are added. `num_max_tokens_per_rank`: the
         same on all ranks, by default the buffer's. `num_sms`: of the first dispatch of a kind; 0 for
         `get_theoretical_num_sms`. `previous_event`, `previous_event_before_epilogue`: the operation runs after these.
-        `async_with_compute_stream`: the current stream does not wait, the event does. `handle`: repeats the routing of
+        `async_with_compute_stream`: the current stream does not wait, the event does. `allocate_on_comm_stream`: always
+        so. `num_experts`: of all ranks. `num_qps`: no effect. `do_handle_copy`: whether the handle gets a copy of
+        `topk_idx`. `handle`: repeats the routing of
         an earlier dispatch with other rows, and other weights if given. `do_cpu_sync`: the host waits for the number of
         rows, by default unless a handle is passed; otherwise the result has the maximum number of rows. `do_expand`: a
         row for each expert, grouped by expert, each group beginning at a multiple of `expert_alignment`;
@@ -397,7 +410,7 @@ class ElasticBuffer(Lifetime, Unsupported):
         After an expanded dispatch each rank sums a token's rows, in the order of its experts, and rounds the sum to
         bf16, unless the buffer has `allow_multiple_reduction=False`. `topk_weights`: f32, as the dispatch returned
         them, summed likewise. `bias`: bf16 [T, H], one or two of them, the initial value of the sums. `num_sms` has no
-        effect; the rest as for dispatch.
+        effect; the other arguments and errors as for `dispatch`.
 
         Returns the sums bf16 [T, H], those of the weights f32 [T, K] or None, and the event.
         """

@@ -22,7 +22,7 @@ class RowCounts(NamedTuple):
 
 
 class EPHandle:
-    """The routing of a dispatch. `ElasticBuffer.dispatch` makes it.
+    """The routing of a dispatch. Made by `ElasticBuffer.dispatch`.
 
     Attributes, with T tokens sent, N rows received (the most there can be, without `do_cpu_sync`) and El local experts:
 
