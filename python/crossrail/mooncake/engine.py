@@ -523,9 +523,9 @@ class TransferEngine:
         return address if self.register_memory(address, length) == 0 else 0
 
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
-        """Deregisters and frees memory of `allocate_managed_buffer` at `buffer_addr`;
+        """Deregisters and frees memory of `allocate_managed_buffer` at `buffer_addr`. 0, or -1.
 
-        `length` has no effect. 0, or -1.
+        `length`, in bytes, has no effect.
         """
         done = self.unregister_memory(buffer_addr)
         self._buffers.pop(buffer_addr, None)
