@@ -24,19 +24,22 @@ say = @printf '\n== %s\n' "$(1)"
 .PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack rust-calculates rust-waits rust-rest \
-	models tsan miri deny engines fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate
+	models tsan miri deny engines fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate \
+	site test-release release release-check
 
 help:
 	@echo "Build and try"
 	@echo "  make build      virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "  make demo       build, then info and the main benches on this machine"
 	@echo "  make wheels     wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
+	@echo "  make site       the documentation with the reference of Python and Rust, into target/site"
 	@echo "  make clean      remove what was built"
 	@echo "Check"
 	@echo "  make test       everything CI runs: lint, Rust tests, fuzz corpora, Python tests, test bed"
 	@echo "  make lint       format, lints and types; the rules of the layout are those of cargo xtask help"
 	@echo "  make fmt        format Rust and Python"
 	@echo "  make nightly    what takes longer, three hours at most, resumable: NIGHTLY_OPTIONS=\"--only fuzz,chaos --page FILE\""
+	@echo "  make release-check  everything of a release but the upload: builds it into dist, installs and tries it"
 	@echo "Measure, and what needs GPUs"
 	@echo "  make bench      the benchmark against the peers, into benches/results"
 	@echo "  make bench-gpu  GPU memory against its peers, into benches/results/gpu"
@@ -54,11 +57,19 @@ rust:
 	@command -v cargo >/dev/null || { cat packaging/missing_rust.txt >&2; exit 1; }
 
 # Pins versions and hashes of all development packages, for every supported Python.
+PINNED := requirements-dev.txt packaging/requirements-site.txt packaging/requirements-release.txt
 pins: $(TOOLS)
-	$(call say,pins: requirements-dev.txt from packaging/requirements-dev.in)
+	$(call say,pins: $(PINNED) from packaging/*.in)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
-	UV_CUSTOM_COMPILE_COMMAND="make pins" $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-annotate \
-		--python-version 3.10 packaging/requirements-dev.in --output-file requirements-dev.txt
+	@for file in $(PINNED); do \
+		UV_CUSTOM_COMPILE_COMMAND="make pins" $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-annotate \
+			--python-version 3.10 packaging/$$(basename $$file .txt).in --output-file $$file || exit 1; \
+	done
+
+# What only some goals need, installed once: $(VENV)/.site, $(VENV)/.release.
+$(VENV)/.%: packaging/requirements-%.txt $(TOOLS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $<
+	@touch $@
 
 build: rust $(TOOLS)
 	$(call say,build: extension and command)
@@ -354,6 +365,36 @@ pages: build
 	$(BIN)/python -m crossrail_tools.cli.manual man >$(MAN_PAGE)
 	$(BIN)/python benches/gpu/table.py docs/performance.md docs/performance-experts.md docs/design/trust.md
 	$(BIN)/python benches/pages.py
+
+# Nothing is fetched once the packages are there. The crates are those that programs use.
+SITE := $(CARGO_TARGET_DIR)/site
+SITE_CRATES := crossrail crossrail-types crossrail-transport crossrail-control crossrail-ep crossrail-ep-host crossrail-ep-cuda
+
+site: build $(VENV)/.site
+	$(call say,site: $(SITE)/docs/site/index.html)
+	rm -rf $(SITE)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --doctree-dir $(CARGO_TARGET_DIR)/site-trees \
+		--conf-dir docs/site . $(SITE)
+	cargo doc --quiet --locked --no-deps $(addprefix --package ,$(SITE_CRATES))
+	cp -r $(CARGO_TARGET_DIR)/doc $(SITE)/rust
+	$(BIN)/python docs/site/check.py $(SITE)
+
+# Left out of `make test`, like the next: validators of manifests and workflows are large.
+test-release: build $(VENV)/.release
+	$(call say,test: manifests and workflows by the validators of their kinds)
+	$(BIN)/python -m pytest --quiet tests/release
+
+# A release as .github/workflows/release.yml makes it. What this machine cannot make is reported as not done; with
+# RELEASE_OPTIONS=--complete that is an error.
+RELEASE_OPTIONS ?=
+release: build $(VENV)/.release
+	$(call say,release: into dist)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement packaging/requirements-wheels.txt
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python packaging/release.py make $(RELEASE_OPTIONS)
+
+release-check: release test-release
+	$(call say,release: install each artefact and try it)
+	$(BIN)/python packaging/release.py check $(RELEASE_OPTIONS)
 
 # Left out of `make test`: Chromium is two dozen packages, more than everything else that the tests install.
 test-pages: build
