@@ -18,6 +18,7 @@ export CARGO_PROFILE_TEST_DEBUG := line-tables-only
 # Four rails that every machine has: four addresses of its loopback interface.
 DEMO_RAILS := CROSSRAIL_TLS=tcp CROSSRAIL_NET_DEVICES=127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4
 
+COMMA := ,
 say = @printf '\n== %s\n' "$(1)"
 
 .DELETE_ON_ERROR:
@@ -327,22 +328,14 @@ bench-gpu-experts: gpu-pack
 	$(GPU_BENCH) --only experts $(GPU_OPTIONS)
 
 # The wheel of every machine and Python: one per architecture, by the stable ABI, linked by zig against an old glibc.
-WHEELS := $(CURDIR)/dist
+# Reproducible: the same bytes from any folder and home directory.
 WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 
-# Reproducible: the same bytes from any folder and home directory.
-wheels: export RUSTFLAGS = --remap-path-prefix=$(CURDIR)=/crossrail \
-	--remap-path-prefix=$(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo --remap-path-prefix=$(shell rustc --print sysroot 2>/dev/null)=/rust
 wheels: rust $(TOOLS)
 	$(call say,wheels: $(WHEEL_TARGETS) into dist)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement packaging/requirements-wheels.txt
-	@if command -v rustup >/dev/null; then rustup --quiet target add $(WHEEL_TARGETS); fi
-	@for target in $(WHEEL_TARGETS); do \
-		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python packaging/nccl_plugin.py --zig $$target || exit 1; \
-		PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin build --release --locked --zig --target $$target --out $(WHEELS) || exit 1; \
-	done
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(WHEELS) $(wildcard packages/*)
-	$(BIN)/python packaging/repeatable.py $(WHEELS)/*.whl
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python packaging/release.py wheels --complete \
+		--targets $(subst $(eval ) ,$(COMMA),$(WHEEL_TARGETS))
 
 # Type-checks only: there is no linker for the other architecture. Reports when its standard library is not available.
 check-aarch64: rust

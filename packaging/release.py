@@ -1,0 +1,350 @@
+"""Makes a release and checks it: everything but the upload, which .github/workflows/release.yml does.
+
+    python packaging/release.py wheels   wheels of all packages, into dist
+    python packaging/release.py make     wheels, source distributions, crates, bills of materials, checksums, into dist
+    python packaging/release.py check    each of them installed and tried, by every Python that there is
+    python packaging/release.py crates   the crates in the order in which they are published
+
+What this machine cannot make or try is listed as not done at the end; with --complete that is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import bills
+import nccl_plugin
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+TARGETS = (
+    "x86_64-unknown-linux-gnu",
+    "aarch64-unknown-linux-gnu",
+    "x86_64-unknown-linux-musl",
+    "aarch64-unknown-linux-musl",
+)
+NATIVE = "native"
+OLDEST, NEWEST = 10, 14
+"""Minor versions of Python 3 that are tried."""
+C_LIBRARY = ROOT / "crates" / "capi"
+SMOKE = ROOT / "packaging" / "smoke.py"
+SUMS = "SHA256SUMS"
+
+
+class Failed(Exception):
+    """A step that failed; the text is for people."""
+
+
+@dataclass
+class Report:
+    """What was done, and what was not and why."""
+
+    done: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def print(self) -> None:
+        """Prints both, one line each."""
+        for line in self.done:
+            print(f"done      {line}")
+        for line in self.missing:
+            print(f"NOT DONE  {line}")
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT, limit_s: float = 3600) -> str:
+    """Runs a command, and returns what it prints. Raises Failed with the end of its output."""
+    try:
+        done = subprocess.run(
+            [str(word) for word in command],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failed(f"{command[0]}: {error}") from None
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def version() -> str:
+    """The version of the workspace, which all artefacts have but for the one that has that of another project."""
+    found = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise Failed("Cargo.toml has no version")
+    return found[1]
+
+
+# What is made.
+
+
+def make(chosen: Sequence[str], report: Report) -> None:
+    """Makes everything into an empty dist."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    make_wheels(chosen, report)
+    make_sources(report)
+    make_crates(report)
+    make_c_library(report)
+    for path in bills.write(DIST, version()):
+        report.done.append(path.name)
+    files = sorted(path for path in DIST.iterdir() if path.name != SUMS)
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (DIST / SUMS).write_text("".join(lines), encoding="utf-8")
+    report.done.append(f"{SUMS} of {len(files)} files")
+
+
+def make_wheels(chosen: Sequence[str], report: Report) -> None:
+    """Makes the wheels of all packages."""
+    DIST.mkdir(exist_ok=True)
+    for target in chosen:
+        make_wheel(target, report)
+    for package in packages():
+        add_wheel([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", package], {}, report)
+
+
+def packages() -> list[Path]:
+    """The packages that own another project's module."""
+    return sorted((ROOT / "packages").iterdir())
+
+
+def make_wheel(target: str, report: Report) -> None:
+    """Makes the wheel of a target; not if the target's standard library cannot be had."""
+    if target == NATIVE:
+        run(sys.executable, "packaging/nccl_plugin.py")
+        return add_wheel(["maturin", "build", "--release", "--locked"], {}, report)
+    library = Path(run("rustc", "--print", "target-libdir", "--target", target).strip())
+    if not library.is_dir():
+        with contextlib.suppress(Failed):
+            run("rustup", "--quiet", "target", "add", target, limit_s=300)
+    if not library.is_dir():
+        report.missing.append(f"wheel for {target}: rustup has no standard library for it here")
+        return None
+    # Reproducible: the same bytes from any folder and home directory.
+    renamed = {ROOT: "/crossrail", Path(os.environ.get("CARGO_HOME", Path.home() / ".cargo")): "/cargo"}
+    renamed[Path(run("rustc", "--print", "sysroot").strip())] = "/rust"
+    env = {"RUSTFLAGS": " ".join(f"--remap-path-prefix={old}={new}" for old, new in renamed.items())}
+    command = ["maturin", "build", "--release", "--locked", "--zig", "--target", target]
+    if not target.endswith("-musl"):
+        run(sys.executable, "packaging/nccl_plugin.py", "--zig", target, env=env)
+        return add_wheel(command, env, report)
+    # NCCL exists for glibc only: the plugin of this machine stands aside meanwhile.
+    plugin, aside = nccl_plugin.LIBRARY, nccl_plugin.LIBRARY.with_suffix(".aside")
+    with contextlib.suppress(FileNotFoundError):
+        plugin.replace(aside)
+    try:
+        return add_wheel(command, env, report)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            aside.replace(plugin)
+
+
+def add_wheel(command: Sequence[str | Path], env: dict[str, str], report: Report) -> None:
+    """Runs a command that makes a wheel, and moves the wheel into dist."""
+    with tempfile.TemporaryDirectory(dir=DIST) as folder:
+        run(*command, "--wheel-dir" if "pip" in command else "--out", folder, env=env)
+        (made,) = Path(folder).glob("*.whl")
+        run(sys.executable, "packaging/repeatable.py", made)
+        made.replace(DIST / made.name)
+    report.done.append(made.name)
+
+
+def make_sources(report: Report) -> None:
+    """Makes the source distributions."""
+    run("maturin", "sdist", "--out", DIST)
+    report.done.append(f"crossrail-{version()}.tar.gz")
+    for package in packages():
+        code = f"import flit_core.buildapi as build; print(build.build_sdist({str(DIST)!r}))"
+        report.done += run(sys.executable, "-c", code, cwd=package).split()
+
+
+def make_crates(report: Report) -> None:
+    """Packages the crates, each with the versions of the others in this release."""
+    names = crates()
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release-crates"
+    chosen = [word for name in names for word in ("--package", name)]
+    run("cargo", "package", "--quiet", "--locked", "--no-verify", "--allow-dirty", "--target-dir", folder, *chosen)
+    for name in names:
+        crate = folder / "package" / f"{name}-{version()}.crate"
+        shutil.copy2(crate, DIST)
+        report.done.append(crate.name)
+
+
+def crates() -> list[str]:
+    """The crates that are published, each behind those that it depends on."""
+    listed = json.loads(run("cargo", "metadata", "--no-deps", "--format-version", "1", "--locked"))["packages"]
+    published = {one["name"]: one for one in listed if one["publish"] != []}
+    needs = {
+        name: {
+            dep["name"] for dep in one["dependencies"] if dep["kind"] != "dev" and dep["name"].startswith("crossrail")
+        }
+        for name, one in published.items()
+    }
+    for name, needed in needs.items():
+        if needed - needs.keys():
+            raise Failed(f"{name} depends on crates that are not published: {', '.join(sorted(needed - needs.keys()))}")
+    ordered: list[str] = []
+    while len(ordered) < len(needs):
+        ready = sorted(name for name, needed in needs.items() if name not in ordered and needed <= set(ordered))
+        if not ready:
+            raise Failed("the crates depend on each other in a circle")
+        ordered += ready
+    return ordered
+
+
+def make_c_library(report: Report) -> None:
+    """Makes the archive of the C library, from what `make install-c` installs."""
+    if not C_LIBRARY.is_dir():
+        report.missing.append("C archive: there is no crates/capi")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run("make", "install-c", f"DESTDIR={folder}", "PREFIX=/usr")
+        name = f"crossrail-c-{version()}-{os.uname().machine}-linux.tar.gz"
+        with tarfile.open(DIST / name, "w:gz") as archive:
+            archive.add(Path(folder) / "usr", arcname=name.removesuffix(".tar.gz"))
+    report.done.append(name)
+
+
+# What is checked.
+
+
+def pythons() -> Iterator[tuple[str, Path]]:
+    """Each Python from 3.10 on that there is, and its name; also those without a GIL."""
+    for minor in range(OLDEST, NEWEST + 1):
+        for suffix in ("", "t"):
+            name = f"python3.{minor}{suffix}"
+            places = [shutil.which(name), *Path.home().glob(f".pyenv/versions/3.{minor}.*{suffix}/bin/{name}")]
+            for place in filter(None, places):
+                if subprocess.run([place, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+                    yield name, Path(place)
+                    break
+            else:
+                yield name, Path()
+
+
+def check(report: Report, with_sources: bool) -> None:
+    """Installs each artefact into an environment of its own, and tries it."""
+    check_sums(report)
+    check_contents(report)
+    wheels = sorted(DIST.glob(f"crossrail-{version()}-*.whl"))
+    native = [one for one in wheels if os.uname().machine in one.name and "musl" not in one.name]
+    for wheel in set(wheels) - set(native):
+        report.missing.append(f"{wheel.name} installed: this machine is another")
+    if not native:
+        raise Failed("dist has no wheel for this machine")
+    packages = sorted(DIST.glob("crossrail_*.whl"))
+    for name, python in pythons():
+        if python == Path():
+            if not name.endswith("t"):
+                report.missing.append(f"{name}: not on this machine")
+            continue
+        if name.endswith("t"):
+            refused(python, native[0], report)
+        else:
+            tried(name, python, [native[0]], packages, report)
+    if with_sources:
+        sdist = DIST / f"crossrail-{version()}.tar.gz"
+        tried("sdist by this Python", Path(sys.executable), [sdist], [], report)
+    else:
+        report.missing.append("sdist built and installed: left out by --no-sources")
+
+
+def tried(name: str, python: Path, first: Sequence[Path], packages: Sequence[Path], report: Report) -> None:
+    """Installs ``first``, and each of ``packages`` after it, and runs packaging/smoke.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        clean = {"PYTHONPATH": "", "PYTHONHOME": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        run(python, "-m", "venv", folder)
+        inside = Path(folder) / "bin" / "python"
+        run(inside, "-m", "pip", "install", "--quiet", *first, env=clean)
+        modules = [name for package in packages for name in bills.modules(package)]
+        if packages:
+            run(inside, "-m", "pip", "install", "--quiet", "--no-deps", *packages, env=clean)
+        said = run(inside, SMOKE, version(), *modules, env=clean, cwd=Path(folder), limit_s=300)
+        report.done.append(f"{name}: {' '.join(one.name for one in first)}: {said.strip().splitlines()[-1]}")
+
+
+def refused(python: Path, wheel: Path, report: Report) -> None:
+    """A Python without a GIL must not take the wheel, as CONTRIBUTING.md says."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(python, "-m", "venv", folder)
+        inside = Path(folder) / "bin" / "python"
+        try:
+            run(inside, "-m", "pip", "install", "--quiet", "--no-deps", wheel)
+        except Failed:
+            report.done.append(f"{python.name}: refuses {wheel.name}")
+        else:
+            raise Failed(f"{python} has installed {wheel.name}, though it has no GIL")
+
+
+def check_sums(report: Report) -> None:
+    """The sums are those of the files, and every file has one."""
+    lines = (DIST / SUMS).read_text(encoding="utf-8").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    there = {path.name for path in DIST.iterdir() if path.name != SUMS}
+    wrong = [name for name in sums if hashlib.sha256((DIST / name).read_bytes()).hexdigest() != sums[name]]
+    if wrong or set(sums) != there:
+        raise Failed(f"{SUMS}: {', '.join([*wrong, *sorted(set(sums) ^ there)])}")
+    report.done.append(f"{SUMS}: {len(sums)} files are as they were made")
+
+
+def check_contents(report: Report) -> None:
+    """Wheels have what they must: types, the man page, a bill of materials, and the plugin of NCCL if for glibc."""
+    for wheel in sorted(DIST.glob(f"crossrail-{version()}-*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+        wanted = ["crossrail/py.typed", "crossrail/_native.pyi", "share/man/man1/crossrail.1", ".cyclonedx.json"]
+        wanted += [] if "musl" in wheel.name else ["crossrail/libnccl-net-crossrail.so"]
+        missing = [one for one in wanted if not any(name.endswith(one) for name in names)]
+        if missing:
+            raise Failed(f"{wheel.name} lacks {', '.join(missing)}")
+        report.done.append(f"{wheel.name}: {len(names)} files, with types, man page and bill of materials")
+
+
+def main() -> int:
+    """Runs what is asked for; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("what", choices=["wheels", "make", "check", "crates"])
+    parser.add_argument(
+        "--targets",
+        default=",".join(TARGETS),
+        help="those whose wheels are made; `native`: for this machine alone, without zig",
+    )
+    parser.add_argument("--no-sources", action="store_true", help="do not build from the source distribution")
+    parser.add_argument("--complete", action="store_true", help="fail if something is not done")
+    given = parser.parse_args()
+    report = Report()
+    try:
+        if given.what == "crates":
+            print("\n".join(crates()))
+        elif given.what == "wheels":
+            make_wheels(given.targets.split(","), report)
+        elif given.what == "make":
+            make(given.targets.split(","), report)
+        else:
+            check(report, not given.no_sources)
+    except Failed as error:
+        report.print()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.print()
+    return 1 if report.missing and given.complete else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
