@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,18 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
+NO_GIL = """\
+crossrail does not support Python without a global interpreter lock: its module relies on the lock to order the release
+of buffers and the end of the interpreter. Use the ordinary build of this version (python3, not python3t)."""
 MISSING_RUST = Path(__file__).with_name("missing_rust.txt")
 
 os.environ["MATURIN_NO_INSTALL_RUST"] = "1"
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Packages to install before a build: none. Exits with the reason when there is no Rust."""
+    """Packages to install before a build: none. Exits with the reason when there is no Rust, or Python has no GIL."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        sys.exit(NO_GIL)
     if shutil.which("cargo") is None:
         sys.exit(MISSING_RUST.read_text(encoding="utf-8"))
     return []

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -104,6 +105,11 @@ def make(chosen: Sequence[str], report: Report) -> None:
     make_c_library(report)
     for path in bills.write(DIST, version()):
         report.done.append(path.name)
+    write_sums(report)
+
+
+def write_sums(report: Report) -> None:
+    """Writes the SHA-256 of every file."""
     files = sorted(path for path in DIST.iterdir() if path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (DIST / SUMS).write_text("".join(lines), encoding="utf-8")
@@ -238,43 +244,47 @@ def pythons() -> Iterator[tuple[str, Path]]:
                 yield name, Path()
 
 
-def check(report: Report, with_sources: bool) -> None:
+def check(report: Report, only: str | None, with_sources: bool) -> None:
     """Installs each artefact into an environment of its own, and tries it."""
     check_sums(report)
     check_contents(report)
     wheels = sorted(DIST.glob(f"crossrail-{version()}-*.whl"))
-    native = [one for one in wheels if os.uname().machine in one.name and "musl" not in one.name]
+    libc = "manylinux" if platform.libc_ver()[0] == "glibc" else "musllinux"
+    native = [one for one in wheels if os.uname().machine in one.name and libc in one.name]
     for wheel in set(wheels) - set(native):
         report.missing.append(f"{wheel.name} installed: this machine is another")
     if not native:
         raise Failed("dist has no wheel for this machine")
-    packages = sorted(DIST.glob("crossrail_*.whl"))
+    beside = sorted(DIST.glob("crossrail_*.whl"))
     for name, python in pythons():
+        if only is not None and name != only:
+            continue
         if python == Path():
-            if not name.endswith("t"):
+            if not name.endswith("t") or only is not None:
                 report.missing.append(f"{name}: not on this machine")
             continue
         if name.endswith("t"):
             refused(python, native[0], report)
         else:
-            tried(name, python, [native[0]], packages, report)
+            tried(name, python, [native[0]], beside, report)
     if with_sources:
         sdist = DIST / f"crossrail-{version()}.tar.gz"
         tried("sdist by this Python", Path(sys.executable), [sdist], [], report)
     else:
         report.missing.append("sdist built and installed: left out by --no-sources")
+    report.missing.append("crates compiled from their archives: only their contents are checked")
 
 
-def tried(name: str, python: Path, first: Sequence[Path], packages: Sequence[Path], report: Report) -> None:
-    """Installs ``first``, and each of ``packages`` after it, and runs packaging/smoke.py."""
+def tried(name: str, python: Path, first: Sequence[Path], beside: Sequence[Path], report: Report) -> None:
+    """Installs ``first``, and each of ``beside`` after it, and runs packaging/smoke.py."""
     with tempfile.TemporaryDirectory() as folder:
         clean = {"PYTHONPATH": "", "PYTHONHOME": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         run(python, "-m", "venv", folder)
         inside = Path(folder) / "bin" / "python"
         run(inside, "-m", "pip", "install", "--quiet", *first, env=clean)
-        modules = [name for package in packages for name in bills.modules(package)]
-        if packages:
-            run(inside, "-m", "pip", "install", "--quiet", "--no-deps", *packages, env=clean)
+        modules = [name for package in beside for name in bills.modules(package)]
+        if beside:
+            run(inside, "-m", "pip", "install", "--quiet", "--no-deps", *beside, env=clean)
         said = run(inside, SMOKE, version(), *modules, env=clean, cwd=Path(folder), limit_s=300)
         report.done.append(f"{name}: {' '.join(one.name for one in first)}: {said.strip().splitlines()[-1]}")
 
@@ -325,6 +335,7 @@ def main() -> int:
         default=",".join(TARGETS),
         help="those whose wheels are made; `native`: for this machine alone, without zig",
     )
+    parser.add_argument("--only", metavar="PYTHON", help="try this Python alone, such as python3.12")
     parser.add_argument("--no-sources", action="store_true", help="do not build from the source distribution")
     parser.add_argument("--complete", action="store_true", help="fail if something is not done")
     given = parser.parse_args()
@@ -337,7 +348,7 @@ def main() -> int:
         elif given.what == "make":
             make(given.targets.split(","), report)
         else:
-            check(report, not given.no_sources)
+            check(report, given.only, not given.no_sources)
     except Failed as error:
         report.print()
         print(f"error: {error}", file=sys.stderr)

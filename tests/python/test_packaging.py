@@ -132,3 +132,52 @@ def test_every_tool_is_pinned_with_hashes() -> None:
     blocks = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
     assert blocks
     assert all("--hash=sha256:" in block for block in blocks)
+
+
+def test_a_python_without_a_gil_is_refused_on_purpose() -> None:
+    pytest.importorskip("maturin")
+    call = (
+        "import sys, sysconfig; sys.path.insert(0, 'packaging'); import crossrail_build\n"
+        "known = sysconfig.get_config_var\n"
+        "sysconfig.get_config_var = lambda name: 1 if name == 'Py_GIL_DISABLED' else known(name)\n"
+        "crossrail_build.get_requires_for_build_wheel()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "without a global interpreter lock" in done.stderr and "python3t" in done.stderr
+    module = (ROOT / "crates" / "python" / "src" / "lib.rs").read_text(encoding="utf-8")
+    assert "#[pymodule(gil_used = true)]" in module
+    # Wheels are of the stable ABI, which interpreters without the lock do not load.
+    assert "abi3-py310" in (ROOT / "Cargo.toml").read_text(encoding="utf-8")
+
+
+def test_crates_are_published_behind_those_that_they_depend_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "packaging/release.py", "crates"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    order = done.stdout.split()
+    manifests = {
+        found[1]: text
+        for path in (ROOT / "crates").glob("*/Cargo.toml")
+        if (found := re.search(r'^name = "(.+)"$', text := path.read_text(encoding="utf-8"), re.MULTILINE)) is not None
+    }
+    assert order[0] == "crossrail-types" and "crossrail" in order
+    for at, name in enumerate(order):
+        needed = manifests[name].partition("[dependencies]")[2].partition("\n[")[0]
+        assert set(re.findall(r"^(crossrail[a-z-]*)\.", needed, re.MULTILINE)) <= set(order[:at]), name
+    unpublished = {name for name, text in manifests.items() if "publish = false" in text}
+    assert set(order) == set(manifests) - unpublished
+
+
+def test_all_packages_have_one_version() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall(r'version = "=(.*?)"', (ROOT / "Cargo.toml").read_text(encoding="utf-8"))) == {version}
+    for path in (ROOT / "packages").glob("*/pyproject.toml"):
+        assert f'"crossrail=={version}"' in path.read_text(encoding="utf-8"), path
