@@ -37,7 +37,7 @@ impl Futex {
             return Slept::TimedOut;
         }
         let limit = left.and_then(|left| {
-            let tv_sec = libc::time_t::try_from(left.as_secs()).ok()?;
+            let tv_sec = left.as_secs().try_into().ok()?;
             Some(libc::timespec { tv_sec, tv_nsec: left.subsec_nanos().into() })
         });
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);

@@ -59,7 +59,8 @@ pub(crate) unsafe fn send_pieces(fd: RawFd, pieces: &[iovec]) -> io::Result<usiz
     // SAFETY: msghdr is plain data, for which all zeros is valid and means "none".
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_ptr().cast_mut();
-    message.msg_iovlen = pieces.len();
+    // Its type is that of the C library: size_t in glibc, int in musl. IOV_MAX fits into both.
+    message.msg_iovlen = pieces.len() as _;
     // SAFETY: the caller guarantees the pieces; sendmsg only reads them.
     check(unsafe { libc::sendmsg(fd, &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
 }

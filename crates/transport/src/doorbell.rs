@@ -49,10 +49,8 @@ impl Doorbell {
     /// Sleeps unless `rings` has changed from `seen`.
     #[cfg(not(loom))]
     fn wait(&self, seen: u32, limit: Duration) {
-        let limit = libc::timespec {
-            tv_sec: limit.as_secs() as libc::time_t,
-            tv_nsec: i64::from(limit.subsec_nanos()) as libc::c_long,
-        };
+        let limit =
+            libc::timespec { tv_sec: limit.as_secs() as _, tv_nsec: i64::from(limit.subsec_nanos()) as libc::c_long };
         // SAFETY: a live futex word (shared between processes: no PRIVATE flag) and a timespec that outlives the
         // call. Whatever the result, the caller polls again.
         unsafe { libc::syscall(libc::SYS_futex, self.rings.as_ptr(), libc::FUTEX_WAIT, seen, &raw const limit) };
