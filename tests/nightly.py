@@ -58,8 +58,6 @@ PARTS = (
     Part("chaos-ranks", "ranks that are killed, stopped and replaced", 1200, {"CHAOS_SECONDS": 400}, "CHAOS_SEED"),
     Part("growth", "memory after thousands of cycles of everything", 1200, {"GROWTH_SECONDS": 120}),
     Part("test-pages", "pages in a browser", 400),
-    Part("test-release", "manifests, workflows and bills of materials by the validators of their kinds", 300),
-    Part("site", "the documentation with its reference, and every link in it", 600),
     Part("engines", "vLLM's and SGLang's own connections over the modules nixl and mooncake", 300),
 )
 
