@@ -13,7 +13,7 @@ from crossrail_tools.report.page.document import document
 from crossrail_tools.report.page.model import Chart
 from crossrail_tools.report.page.picture import picture
 from crossrail_tools.report.page.write import html
-from crossrail_tools.report.sources import Source, read_source
+from crossrail_tools.report.sources import Source, read_sources
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
@@ -28,7 +28,7 @@ class Page:
     pattern: str
 
     def sources(self) -> list[Source]:
-        return [read_source(path) for path in sorted(RESULTS.glob(self.pattern))]
+        return [source for path in sorted(RESULTS.glob(self.pattern)) for source in read_sources(path)]
 
 
 PAGES = {
