@@ -52,7 +52,7 @@ class Failed(Exception):
 
 @dataclass
 class Report:
-    """What was done, and what was not and why."""
+    """Completed steps, and the others with their reasons."""
 
     done: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROO
 
 
 def version() -> str:
-    """The version of the workspace, which all artefacts have but for the one that has that of another project."""
+    """The version of the workspace: of all artefacts but crossrail-nixl, which has NIXL's."""
     found = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         raise Failed("Cargo.toml has no version")
@@ -193,7 +193,7 @@ def make_crates(report: Report) -> None:
 
 
 def crates() -> list[str]:
-    """The crates that are published, each behind those that it depends on."""
+    """The crates that are published, dependencies first."""
     listed = json.loads(run("cargo", "metadata", "--no-deps", "--format-version", "1", "--locked"))["packages"]
     published = {one["name"]: one for one in listed if one["publish"] != []}
     needs = {
@@ -290,7 +290,7 @@ def tried(name: str, python: Path, first: Sequence[Path], beside: Sequence[Path]
 
 
 def refused(python: Path, wheel: Path, report: Report) -> None:
-    """A Python without a GIL must not take the wheel, as CONTRIBUTING.md says."""
+    """A Python without a GIL must not install the wheel: a rule of CONTRIBUTING.md."""
     with tempfile.TemporaryDirectory() as folder:
         run(python, "-m", "venv", folder)
         inside = Path(folder) / "bin" / "python"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def transfers(tls: str) -> str:
-    """Messages, a write and a read between two workers over a transport; what `explain` says was selected."""
+    """Messages, a write and a read between two workers over a transport; the selection as `explain` reports it."""
     import numpy as np
 
     import crossrail

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
-"""What a browser fetches by itself."""
+"""Tags with a resource that a browser fetches, and the attribute with its address."""
 NOT_LOADED = {"canonical", "next", "prev", "index", "search", "author", "copyright", "genindex"}
 
 
@@ -38,7 +38,7 @@ class _Page(HTMLParser):
 
 
 def faults(folder: Path) -> Iterator[str]:
-    """What is wrong with the site in ``folder``, in lines for people."""
+    """Faults of the site in ``folder``, one line each."""
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
     own = {path: page for path, page in pages.items() if path.relative_to(folder).parts[0] != "rust"}
     for path, page in own.items():
@@ -58,7 +58,7 @@ def faults(folder: Path) -> Iterator[str]:
 
 
 def _is_there(url: str, path: Path, pages: Mapping[Path, _Page]) -> bool:
-    """Whether a link of the page ``path`` leads to something; links to other sites are not followed."""
+    """True if the target of a link of the page ``path`` exists; links to other sites are not followed."""
     parts = urlsplit(url)
     if parts.scheme or parts.netloc:
         return True

@@ -1,7 +1,7 @@
 """Sphinx's configuration of the documentation site: `make site`.
 
 The sources are the pages of the repository as they are, so the source folder is its root. The reference of Python is
-read from the installed package: a page says what `help()` says. Types of the native module are those of its stub.
+read from the installed package: a page has the text of `help()`. Types of the native module are those of its stub.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Links of pages to files that are no pages: source code, examples, data. On the site they lead to the repository."""
+"""Links of pages to other files: source code, examples, data. On the site they lead to the repository."""
 
 from __future__ import annotations
 

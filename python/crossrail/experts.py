@@ -561,14 +561,14 @@ class ExpertBuffer:
     def disconnect(self, ranks: Iterable[int]) -> None:
         """Disconnect `ranks`, between operations. Other processes may take their numbers and connect.
 
-        Raises UsageError if a number is no rank of the buffer, and ClosedError.
+        Raises UsageError if a number is not a rank of the buffer, and ClosedError.
         """
         self._buffer.disconnect(rank_list(ranks, "disconnect"))
 
     def mask(self, ranks: Iterable[int]) -> None:
         """Leave `ranks` out of operations from now on. All other ranks must do the same at the same point.
 
-        Raises UsageError if a number is no other rank of the buffer, and ClosedError.
+        Raises UsageError if a number is not another rank of the buffer, and ClosedError.
         """
         self._buffer.mask(rank_list(ranks, "mask"))
 

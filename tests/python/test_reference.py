@@ -1,4 +1,4 @@
-"""What the reference, and `help()`, show of every public object: arguments, errors, units, thread rules."""
+"""Completeness of the reference and of `help()`: arguments, errors, units and thread rules of public objects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def callables() -> Iterator[tuple[str, Any, str]]:
 
 
 def arguments(of: Any) -> list[str]:
-    """Those that callers pass."""
+    """Arguments of a call."""
     if inspect.isclass(of) and (
         issubclass(of, (BaseException, enum.Enum, tuple)) or hasattr(of, "__dataclass_fields__")
     ):
@@ -78,7 +78,7 @@ AS_ELSEWHERE = re.compile(r"\b[Aa]s (?:for |in |of |by |with )?`|as there\b")
 
 
 def described(name: str) -> bool:
-    """Whether the arguments of a callable are those of a program, and not made by this library."""
+    """True for a callable whose arguments a program supplies."""
     of, text = CALLABLES[name]
     return bool(arguments(of)) and not (inspect.isclass(of) and MADE_BY.search(text))
 

@@ -46,7 +46,7 @@ def jobs(name: str) -> list[dict[str, Any]]:
 
 
 def hadolint(text: str) -> subprocess.CompletedProcess[str]:
-    """What the linter reports of a Dockerfile."""
+    """The linter's report on a Dockerfile."""
     command = [str(Path(sys.executable).with_name("hadolint")), "--no-color", "-"]
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
 

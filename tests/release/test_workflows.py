@@ -1,4 +1,4 @@
-"""The workflows meet their schema, and the one of a release is what `make release-check` does and an upload."""
+"""The workflows meet their schema, and nothing is published without every check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RELEASE: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "rele
 
 
 def schema(path: Path) -> subprocess.CompletedProcess[str]:
-    """What the validator says of a workflow; its schemas come with it."""
+    """The validator's report on a workflow; its schemas are part of it."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 

@@ -162,8 +162,8 @@ class Buffer(Lifetime):
         """Bytes that low-latency mode takes on each rank, for rows of any kind and any number of experts per token.
 
         A buffer that is then made with as many `num_rdma_bytes`, or more, is ready for such dispatches at once.
-        `num_max_dispatch_tokens_per_rank`: the most tokens of any rank; `hidden`: elements of a row; `num_ranks`,
-        `num_experts`: of the whole group. Raises UsageError for invalid numbers.
+        `num_max_dispatch_tokens_per_rank`: the maximum number of tokens of a rank; `hidden`: elements of a row;
+        `num_ranks`, `num_experts`: of the whole group. Raises UsageError for invalid numbers.
         """
         size = LowLatencySize(hidden, num_experts, num_max_dispatch_tokens_per_rank)
         options = size.kind().parameters(size.max_tokens) | {"ranks": num_ranks, "device": 0}

@@ -116,7 +116,7 @@ class TransferEngine:
 
         `local_hostname`: part of the name that peers see; a port in it is not used. `metadata_server`: "P2PHANDSHAKE",
         the only kind. `protocol`: accepted, and has no effect. `device_name`: devices that carry data, as
-        CROSSRAIL_NET_DEVICES; names that are no network device are ignored. Peers on other machines need
+        CROSSRAIL_NET_DEVICES; names of other things are ignored. Peers on other machines need
         CROSSRAIL_SECRET at both ends.
         """
         return self.initialize_ext(local_hostname, metadata_server, protocol, device_name, "")
@@ -288,7 +288,7 @@ class TransferEngine:
             Addresses here and at the peer, in registered memory of both, and bytes of each row.
         opcode : TransferOpcode
         notify : TransferNotify, optional
-            Raised at the peer behind the last byte, for its `get_notifies`.
+            Raised at the peer after the last byte, for its `get_notifies`.
         transport_hint : str
             No effect.
         """

@@ -348,7 +348,7 @@ class nixl_agent:
         local_indices, remote_indices : list or 1-D integer array
             As many at both ends, at least one.
         notif_msg : str or bytes
-            Raised at the remote agent behind the last byte; none if empty.
+            Raised at the remote agent after the last byte; none if empty.
         backends : list of str
             Accepted; all names are the same lanes.
         skip_desc_merge : bool
@@ -397,7 +397,7 @@ class nixl_agent:
         """Starts the transfer `handle`, which is not in flight: "DONE" or "PROC". Does not wait.
 
         `notif_msg`: in place of the message that it was made with, if not empty. Raises nixlRepostActiveError if it is
-        in flight, and nixlRemoteDisconnectError if the remote agent is gone.
+        in flight, and nixlRemoteDisconnectError if the remote agent is lost.
         """
         return _STATES.get(self.agent.postXferReq(handle._handle, notif_msg), "ERR")
 
@@ -432,12 +432,12 @@ class nixl_agent:
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
         """Releases the transfer `handle`: cancels it if it is in flight, and waits for the end.
 
-        Raises nixlRepostActiveError if it cannot be cancelled at the moment; it then goes on.
+        Raises nixlRepostActiveError if it cannot be cancelled at the moment; it then continues.
         """
         handle.release()
 
     def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
-        """Releases the prepared list `handle`; transfers made from it go on. Raises nothing."""
+        """Releases the prepared list `handle`; transfers made from it continue. Raises nothing."""
         handle.release()
 
     # Notifications.
@@ -465,7 +465,7 @@ class nixl_agent:
         backends: list[str] = [],  # noqa: B006
         tag_is_prefix: bool = True,
     ) -> bool:
-        """Whether a message of `remote_agent_name` has arrived that begins with `lookup_tag`; removes it from `notifs`.
+        """True if a message of `remote_agent_name` has arrived that begins with `lookup_tag`; removes it from `notifs`.
 
         With ``tag_is_prefix=False`` (`tag_is_prefix`) the tag may stand anywhere in it. Never raises. `backends`:
         accepted; all names are the same lanes.
@@ -483,8 +483,8 @@ class nixl_agent:
 
         It is not ordered with transfers or with other messages.
 
-        `backend`: accepted. Raises nixlNotFoundError for an unknown agent, nixlRemoteDisconnectError for one that is
-        gone.
+        `backend`: accepted. Raises nixlNotFoundError for an unknown agent, nixlRemoteDisconnectError for a lost
+        one.
         """
         self.agent.genNotif(remote_agent_name, notif_msg, self._handles([backend] if backend else []))
 
@@ -510,7 +510,7 @@ class nixl_agent:
     def add_remote_agent(self, metadata: bytes) -> bytes:
         """Adds the remote agent of `metadata` and returns its name as bytes. Metadata of a known agent is merged.
 
-        Raises nixlMismatchError for bytes that are no metadata, nixlInvalidParamError for this agent's own, and
+        Raises nixlMismatchError for other bytes, nixlInvalidParamError for this agent's own, and
         nixlNotAllowedError for another agent of a known name.
         """
         return self.agent.loadRemoteMD(metadata)
@@ -557,7 +557,7 @@ class nixl_agent:
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str, descs: nixlBind.nixlXferDList | None = None) -> bool:
-        """Whether the remote agent `agent` is known, and the rows `descs` of it are, if any. Never raises."""
+        """True if the remote agent `agent` is known, and the rows `descs` of it are, if any. Never raises."""
         wanted = nixlBind.nixlXferDList(nixlBind.DRAM_SEG) if descs is None else descs
         return self.agent.checkRemoteMD(agent, wanted) == nixlBind.NIXL_SUCCESS
 

@@ -128,7 +128,7 @@ class ElasticBuffer(Lifetime, Unsupported):
     ) -> int:
         """Bytes that a kind of dispatch needs, in bf16 or fp8, rounded up to 2 MiB: a sufficient `num_bytes`.
 
-        `group`: only its size is used. `num_max_tokens_per_rank`: the most tokens of any rank; `hidden`: elements of a
+        `group`: only its size is used. `num_max_tokens_per_rank`: maximum tokens of a rank; `hidden`: elements of a
         row; `num_topk` 0: for the maximum top-k. `use_fp8_dispatch`, `allow_hybrid_mode`, `allow_multiple_reduction`:
         no effect. Raises UsageError for invalid numbers.
         """
