@@ -314,7 +314,12 @@ def check_sums(report: Report) -> None:
 
 
 def check_contents(report: Report) -> None:
-    """Wheels have what they must: types, the man page, a bill of materials, and the plugin of NCCL if for glibc."""
+    """Source distributions have what a build needs; wheels have types, man page and bills, for glibc the plugin."""
+    with tarfile.open(DIST / f"crossrail-{version()}.tar.gz") as sources:
+        held = sources.getnames()
+    for needed in ("share/man/man1/crossrail.1", "packaging/nccl_plugin.py", "/Cargo.lock", "/LICENSE"):
+        if not any(name.endswith(needed) for name in held):
+            raise Failed(f"the source distribution lacks {needed}")
     for wheel in sorted(DIST.glob(f"crossrail-{version()}-*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
