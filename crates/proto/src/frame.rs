@@ -97,7 +97,7 @@ pub enum Frame {
         tag: u64,
         /// Whether an offer is there.
         offer: bool,
-        /// Whether its bytes arrive without consent, in one chunk on any lane: perhaps before this frame.
+        /// Its bytes arrive without consent, in one chunk on any lane: perhaps before this frame.
         unasked: bool,
     },
     /// Consent: send the chunks.

@@ -35,7 +35,7 @@ pub(crate) enum Placement {
 }
 
 impl Placement {
-    /// Whether the frame counts as a chunk.
+    /// The frame is a chunk of a transfer or of a kept message.
     pub(crate) fn is_of_chunk(self) -> bool {
         matches!(self, Placement::Chunk { .. } | Placement::Kept { .. })
     }
@@ -107,7 +107,7 @@ impl Lane {
         self.rank == 0 || bytes >= (u64::from(self.rank) + 1) * PART_MIN
     }
 
-    /// Whether chunks go over its rail by this lane before any other.
+    /// This lane is the first of its rail to carry chunks.
     pub(crate) fn is_first(&self) -> bool {
         self.spec.bulk && !self.spec.reliable && self.rank == 0
     }

@@ -68,10 +68,6 @@ pub struct Peer {
     accesses: Accesses,
     violations: Violations,
     events: Events,
-    /// See [`Config::spread_min`] and those after it.
-    spread_min: u64,
-    spread_above: u64,
-    spread_gain: u64,
 }
 
 /// Parts that transfers and messages use besides their own table, borrowed for one step.
@@ -129,9 +125,6 @@ impl Peer {
             accesses: Accesses::default(),
             violations: Violations::default(),
             events: Events::default(),
-            spread_min: config.spread_min,
-            spread_above: config.spread_above,
-            spread_gain: config.spread_gain,
         }
     }
 

@@ -157,8 +157,8 @@ impl Net {
         self.window(1, total, death)
     }
 
-    /// So many messages of `len` bytes at once; a rail may die on the way. Nanoseconds until their sender knows that all
-    /// have arrived.
+    /// Sends `messages` of `len` bytes at once; a rail may fail in between. Nanoseconds until the sender has every
+    /// confirmation.
     fn window(&mut self, messages: usize, len: u64, mut death: Option<(u64, usize)>) -> u64 {
         let began = self.now;
         self.receipts = [None, None];
@@ -258,8 +258,8 @@ fn five_and_eight_rails_of_any_rates_fill() {
     }
 }
 
-/// Windows of 64 messages that could go with their first frames, on rails of which the one of the messages is the
-/// slowest. Of the rails' rates together, how much they reach.
+/// Windows of 64 eager messages, with the message stream on the slowest rail. Fraction of the sum of the rails' rates
+/// that they reach.
 fn messages_of(len: u64, rates: &[u64]) -> f64 {
     let mut net = Net::with(&[&rates[..1], rates].concat(), |peer, spec| {
         let bulk = spec.id.0 > 0;

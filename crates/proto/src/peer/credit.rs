@@ -47,7 +47,13 @@ impl Credit {
         self.eager_bytes + len <= self.most_bytes
     }
 
-    /// Bytes of ours in flight that went with first frames, or go unasked.
+    /// The credit permits a message of `len` bytes with its first frame, which carries at most `most`.
+    #[inline]
+    pub(super) fn permits(&self, len: u64, most: u64) -> bool {
+        self.permits_one() && len <= most && self.permits_bytes(len)
+    }
+
+    /// Outstanding bytes of eager messages and of messages sent without consent.
     #[inline]
     pub(super) fn bytes(&self) -> u64 {
         self.eager_bytes

@@ -188,7 +188,7 @@ impl IncomingTransfers {
         cx.peer_ops.set(their, PeerOp::In(index));
     }
 
-    /// Where the message of that number goes, if it is on its way.
+    /// Target of the unasked message `number`, if a receive has matched its announcement.
     pub(super) fn unasked(&self, number: u32) -> Option<Target> {
         let index = *self.unasked.get(&number)?;
         self.table.get(index as usize).map(|incoming| Target { index, serial: incoming.serial })

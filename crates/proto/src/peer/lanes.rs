@@ -35,8 +35,20 @@ pub(super) struct Lanes {
     window: usize,
     /// Nanoseconds of silence after which a lane is suspected.
     deadline: u64,
-    /// Longest message that can be spread over several rails; 0: there are not several.
-    spread_max: u64,
+    spread: Spread,
+}
+
+/// Limits within which short messages are spread over several rails.
+#[derive(Debug)]
+struct Spread {
+    /// [`Config::spread_min`].
+    min: u64,
+    /// Longest message that one chunk of every rail can carry; 0: fewer than two rails.
+    max: u64,
+    /// [`Config::spread_above`].
+    above: u64,
+    /// [`Config::spread_gain`].
+    gain: u64,
 }
 
 /// Bytes that are still unsent.
@@ -46,7 +58,7 @@ pub(super) struct Left {
     pub(super) of_one: u64,
     /// Of the transfers that have chunks to hand out.
     pub(super) of_all: u64,
-    /// All bytes of these transfers, those that have gone out too.
+    /// Total bytes of these transfers, sent ones included.
     pub(super) waiting: u64,
 }
 
@@ -85,7 +97,7 @@ impl Lanes {
             chunk: config.chunk.clamp(1, u64::from(u32::MAX)),
             window: config.window as usize,
             deadline: config.lane_deadline,
-            spread_max: 0,
+            spread: Spread { min: config.spread_min, max: 0, above: config.spread_above, gain: config.spread_gain },
         }
     }
 
@@ -295,8 +307,8 @@ impl Lanes {
         !lane.spare && lane.is_worth_it(waiting)
     }
 
-    /// How much of a transfer the lane at `at` should take; `None`: it has no window, or the other lanes will be done with
-    /// all the rest before it would be with one more chunk.
+    /// Size of the next chunk for the lane at `at`. `None`: its window is full, or the other lanes would finish all the
+    /// rest before this one would finish one more chunk.
     pub(super) fn chunk_size(&self, now: Time, at: usize, left: Left) -> Option<u64> {
         let lane = &self.all[at];
         if !self.has_window(at) {
@@ -308,7 +320,7 @@ impl Lanes {
         self.finishes_with(now, at, size, (left, others)).then_some(size)
     }
 
-    /// Whether the lane at `at` should take all of a message in one chunk.
+    /// The lane at `at` should carry all of a message in one chunk.
     pub(super) fn takes_whole(&self, now: Time, at: usize, left: Left) -> bool {
         let fits = left.of_one <= u64::from(self.all[at].spec.max_payload) && self.has_window(at);
         fits && self.finishes_with(now, at, left.of_one, (left, self.beside(now, at, left)))
@@ -331,7 +343,7 @@ impl Lanes {
         found
     }
 
-    /// Whether the lane at `at` will be done with `size` more bytes before the others are with all the rest.
+    /// The lane at `at` would finish `size` more bytes before the others finish all the rest.
     fn finishes_with(&self, now: Time, at: usize, size: u64, (left, beside): (Left, Beside)) -> bool {
         let (lane, Beside { lanes, rates, outstanding, soonest }) = (&self.all[at], beside);
         let pace = lane.pace(now);
@@ -348,14 +360,29 @@ impl Lanes {
         !(idle && takes(size, pace) > soonest.saturating_mul(2))
     }
 
-    /// Whether messages of up to `len` bytes can be spread over several rails: of each of which one lane carries chunks.
-    pub(super) fn spreads(&self, len: u64) -> bool {
-        self.spread_max >= len
+    /// The bytes of an eager message of `len` bytes should be sent apart from its announcement, as a chunk on any rail
+    /// with room. `in_flight`: outstanding bytes of such messages. `reliable`: the stream is on a reliable lane.
+    #[inline]
+    pub(super) fn sends_apart(&self, now: Time, len: u64, in_flight: u64, reliable: bool) -> bool {
+        let Spread { min, max, .. } = self.spread;
+        min <= len && len <= max && !reliable && self.gains_apart(now, len, in_flight)
+    }
+
+    #[inline(never)]
+    fn gains_apart(&self, now: Time, len: u64, in_flight: u64) -> bool {
+        let Spread { above, gain, .. } = self.spread;
+        let many = in_flight + len > above;
+        match self.gains(now, len) {
+            // The first ones measure the rails.
+            None => many,
+            // A message alone may be on the slowest: it must gain what a thread that wakes up costs.
+            Some((spread, fastest)) => many && spread >= gain || fastest >= 8 * gain,
+        }
     }
 
     /// Nanoseconds that `len` bytes of many take less if spread over these rails than on the fastest of them; and that
     /// such a message takes less on the fastest than on the slowest. `None`: not all were measured lately.
-    pub(super) fn gains(&self, now: Time, len: u64) -> Option<(u64, u64)> {
+    fn gains(&self, now: Time, len: u64) -> Option<(u64, u64)> {
         let (mut least, mut most, mut sum) = (u64::MAX, 0, 0);
         for lane in self.all.iter().filter(|lane| lane.is_first()) {
             let pace = lane.pace(now);
@@ -373,7 +400,7 @@ impl Lanes {
         let first = self.all.iter().filter(|lane| lane.is_first());
         let (rails, max) =
             first.fold((0, self.chunk), |(rails, max), lane| (rails + 1, max.min(u64::from(lane.spec.max_payload))));
-        self.spread_max = if rails > 1 { max } else { 0 };
+        self.spread.max = if rails > 1 { max } else { 0 };
     }
 
     /// A chunk of a transfer goes out on the lane at `at`.

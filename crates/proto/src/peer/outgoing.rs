@@ -72,7 +72,7 @@ pub(super) struct OutgoingOps {
     active: VecDeque<(u32, u32)>,
     /// The write whose bytes must follow at once.
     follow: Option<(u32, u32)>,
-    /// Messages that went unasked so far.
+    /// Number of messages sent without consent so far.
     unasked: u32,
 }
 

@@ -57,13 +57,14 @@ impl Peer {
             && self.stream.owed() > 0
             && (self.stream.owed() >= ACK_EVERY || self.control.due())
         {
-            return self.next_ack();
+            let ack = self.stream.take_ack();
+            return Some(self.next_ack(ack));
         }
         if self.owes_count(at) && (self.delivered.unpublished_count() >= ACK_EVERY || self.control.due()) {
-            return Some(self.next_count());
+            let count = self.delivered.take_count();
+            return Some(self.next_ack(count));
         }
-        if !self.outgoing.has_chunks() || !self.lanes.carries_chunks(at) || !self.control.live() || !self.takes_part(at)
-        {
+        if !self.control.live() || !self.outgoing.has_chunks_for(&self.lanes, at) {
             return None;
         }
         self.outgoing.next_chunk(now, &mut self.lanes, at, most)
@@ -213,7 +214,9 @@ impl Peer {
     // Where the head is to be written is given: an option of one would be moved twice.
     #[inline(always)]
     pub fn send_now(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId, head: &mut Head) -> bool {
-        if self.fast_path.is_on(lane) && self.has_credit(len, self.fast_path.send_max()) && !self.credit.is_count_full()
+        if self.fast_path.is_on(lane)
+            && self.credit.permits(len, self.fast_path.send_max())
+            && !self.credit.is_count_full()
         {
             *head = self.count_out_fast(op, tag, len, now);
             return true;
@@ -225,20 +228,14 @@ impl Peer {
         })
     }
 
-    /// Whether the peer's credit and `most`, the longest message that goes with its first frame, permit `len` bytes.
-    #[inline]
-    fn has_credit(&self, len: u64, most: u64) -> bool {
-        self.credit.permits_one() && len <= most && self.credit.permits_bytes(len)
-    }
-
     /// [`Peer::send_now`], which looks at all that might be in the way.
     #[inline(never)]
     fn send_if_clear(&mut self, now: Time, op: OpId, tag: u64, len: u64, lane: LaneId) -> Option<Head> {
         let at = self.lanes.find(lane)?;
         let spec = &self.lanes[at].spec;
         if !self.is_clear(at)
-            || self.goes_apart(now, len)
-            || !self.has_credit(len, u64::from(spec.eager_max.min(spec.max_payload)))
+            || self.lanes.sends_apart(now, len, self.credit.bytes(), self.stream.reliable())
+            || !self.credit.permits(len, u64::from(spec.eager_max.min(spec.max_payload)))
         {
             return None;
         }
@@ -315,7 +312,7 @@ impl Peer {
     /// Whether there are chunks for this lane, as far as its window goes.
     #[inline]
     fn may_chunk(&self, at: usize) -> bool {
-        self.outgoing.has_chunks() && self.lanes.carries_chunks(at) && self.lanes.has_window(at) && self.takes_part(at)
+        self.lanes.has_window(at) && self.outgoing.has_chunks_for(&self.lanes, at)
     }
 
     /// Owed acknowledgements go out with the next [`Peer::next`], alone if need be. For before a sleep or a long
@@ -373,18 +370,10 @@ impl Peer {
         self.next_bye(now, at)
     }
 
-    /// An acknowledgement alone.
-    fn next_ack(&mut self) -> Option<Out> {
+    /// A frame that carries nothing but `ack`: an acknowledgement or the count of delivered messages.
+    fn next_ack(&mut self, ack: u32) -> Out {
         let mut head = frame::encode_head(&Frame::Ack, 0);
-        frame::set_ack(&mut head, self.stream.take_ack());
-        self.clear_urgency();
-        Some(Out { head, body: Body::None, chunk: false })
-    }
-
-    /// A frame of its own for the count of delivered messages.
-    fn next_count(&mut self) -> Out {
-        let mut head = frame::encode_head(&Frame::Ack, 0);
-        frame::set_ack(&mut head, self.delivered.take_count());
+        frame::set_ack(&mut head, ack);
         self.clear_urgency();
         Out { head, body: Body::None, chunk: false }
     }
@@ -453,7 +442,7 @@ impl Peer {
             && short
             && self.credit.permits_bytes(len)
         {
-            if self.goes_apart(now, len) {
+            if self.lanes.sends_apart(now, len, self.credit.bytes(), self.stream.reliable()) {
                 return self.send_apart(now, at, queued, tag);
             }
             return eager_out(self.eager(now, at, op, tag, len, started), op, len);
@@ -499,27 +488,6 @@ impl Peer {
         }
     }
 
-    /// Whether the bytes of a message that could go with its first frame are sent as a chunk, on whichever lane has room
-    /// for it: there are several rails, and that is sooner.
-    #[inline]
-    fn goes_apart(&self, now: Time, len: u64) -> bool {
-        len >= self.spread_min && self.lanes.spreads(len) && self.gains_apart(now, len)
-    }
-
-    #[inline(never)]
-    fn gains_apart(&self, now: Time, len: u64) -> bool {
-        if self.stream.reliable() {
-            return false;
-        }
-        let many = self.credit.bytes() + len > self.spread_above;
-        match self.lanes.gains(now, len) {
-            // The first ones measure the rails.
-            None => many,
-            // A message alone may be on the slowest: it must gain what a thread that wakes up costs.
-            Some((spread, fastest)) => many && spread >= self.spread_gain || fastest >= 8 * self.spread_gain,
-        }
-    }
-
     /// Announces a message whose bytes are sent apart; credit was checked.
     fn send_apart(&mut self, now: Time, at: usize, queued: &Queued, tag: u64) -> Out {
         let done = self.control.take_done();
@@ -528,12 +496,6 @@ impl Peer {
         let frame = Frame::Announce { op, tag, offer: false, unasked: true };
         let announce = Announce { len: queued.len, offer: None, number: Some(number) };
         self.seal(now, at, frame, Body::from(frame::encode_announce(&announce)), done).0
-    }
-
-    /// Whether the lane at `at` has its part in the chunks that wait.
-    #[inline]
-    fn takes_part(&self, at: usize) -> bool {
-        self.outgoing.are_enough_for(&self.lanes[at])
     }
 
     /// Turns the fast path off; see [`FastPath::invalidate`].

@@ -218,14 +218,14 @@ impl UnexpectedMessages {
         Ok(())
     }
 
-    /// Nobody is to get the message whose bytes arrived before its announcement.
+    /// Discards a message whose bytes arrived before its announcement.
     pub(super) fn drop_early(&mut self, arrival: Option<u32>, cx: &mut Context<'_>) {
         let Some(arrival) = arrival else { return };
         self.remove(arrival, cx);
         cx.events.push(Event::DropArrival { arrival });
     }
 
-    /// Nor any other such message: what would announce it is not listened to any more.
+    /// Discards all such messages: their announcements would be ignored from now on.
     pub(super) fn drop_all_early(&mut self, cx: &mut Context<'_>) {
         let early = self.table.iter().filter(|(_, message)| message.early && !message.over).map(|(at, _)| at as u32);
         for arrival in early.collect::<Vec<_>>() {

@@ -174,7 +174,7 @@ pub(crate) fn end(w: &World) {
             assert_eq!(left, 0, "chunks never acknowledged on a lane that is up: {}", state.spec.id);
         }
         assert!(node.passives.is_empty(), "accesses not released: {:?}", node.passives);
-        // Bytes whose announcement was on its way when the other end gave up: until this one hears of that, too.
+        // Bytes whose announcement was in flight when the other end failed: kept until this end is notified.
         let waits = other.dead && !node.down();
         assert!(node.arrivals.is_empty() || waits, "unexpected messages kept: {}", node.arrivals.len());
         assert_eq!((node.matcher.posted(), node.matcher.unexpected()), (0, 0));

@@ -28,6 +28,12 @@ impl OutgoingOps {
         !self.active.is_empty()
     }
 
+    /// A chunk is unsent that the lane at `at` may carry. Ignores its window.
+    #[inline]
+    pub(in crate::peer) fn has_chunks_for(&self, lanes: &Lanes, at: usize) -> bool {
+        self.has_chunks() && lanes.carries_chunks(at) && self.are_enough_for(&lanes[at])
+    }
+
     /// The next chunk, of at most `most` bytes, for the lane at `at`.
     pub(in crate::peer) fn next_chunk(&mut self, now: Time, lanes: &mut Lanes, at: usize, most: u64) -> Option<Out> {
         // Before a transfer is taken from those that have chunks.
@@ -80,12 +86,11 @@ impl OutgoingOps {
     /// Whether enough bytes wait for one more connection of a rail to finish its part before the first alone would
     /// finish everything: it costs a thread wake-up at both ends.
     #[inline]
-    pub(in crate::peer) fn are_enough_for(&self, lane: &Lane) -> bool {
+    fn are_enough_for(&self, lane: &Lane) -> bool {
         lane.rank == 0 || lane.is_worth_it(self.waiting_bytes().1)
     }
 
-    /// Bytes that the transfers with chunks have yet to hand out, and all their bytes: of the first of them, which are
-    /// enough to tell.
+    /// Unsent bytes and total bytes of the first [`COUNTED`] transfers with chunks to send.
     fn waiting_bytes(&self) -> (u64, u64) {
         let transfer = |(index, serial): &(u32, u32)| {
             let found = self.table.get(*index as usize).filter(|transfer| transfer.serial == *serial);
