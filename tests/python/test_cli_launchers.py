@@ -148,7 +148,7 @@ def test_places_are_read_from_each_launchers_variables() -> None:
     assert found(**step, ENVIRONMENT="BATCH") is None, "the script of a job runs once"
     assert found(**step, SLURM_STEP_NUM_TASKS="6", WORLD_SIZE="9", MASTER_ADDR="h", MASTER_PORT="1") == (
         ("Slurm", 5, 6, 0, 2)
-    ), "what scripts export for torchrun is no rank"
+    ), "variables exported for torchrun do not make a rank"
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
     assert found(**step, **mpi) == ("Open MPI", 1, 4, 1, 4), "mpirun inside a job of Slurm"
     assert found(**mpi, OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2") == ("Open MPI", 1, 4, 1, 2)

@@ -184,7 +184,7 @@ fn a_peer_that_dies_ends_the_run() {
     pair.ends[1].0.close();
     let error = running.join().unwrap().unwrap_err();
     assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{error}");
-    assert_eq!(error.waited, None, "nobody has waited for as long as the limit: {error}");
+    assert_eq!(error.waited, None, "no wait reached its limit: {error}");
 }
 
 /// Stops the run at its first report.

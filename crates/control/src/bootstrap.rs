@@ -194,7 +194,7 @@ impl Reader<'_> {
     }
 }
 
-/// Whether no launcher gives this process a rank, but some of torchrun's variables are set.
+/// Variables of torchrun are set although no launcher gives this process a rank.
 fn torchrun_is_meant(vars: Variables<'_>) -> bool {
     vars("WORLD_SIZE").is_some() || (vars("MASTER_ADDR").is_some() && vars("MASTER_PORT").is_some())
 }

@@ -165,7 +165,7 @@ fn what_scripts_export_for_torchrun_places_the_store_of_other_launchers() {
     let mut step = SLURM.to_vec();
     step.push(("SLURM_STEP_NUM_TASKS", "6"));
     assert_eq!(from_vars(&step).unwrap().size, Some(6), "the step's tasks, not the job's");
-    // With a store, too, WORLD_SIZE is no rank.
+    // With a store, too, WORLD_SIZE alone does not select torchrun.
     let store = [("CROSSRAIL_STORE", "tcp://h:1"), ("WORLD_SIZE", "8")];
     let found = from_vars(&[&SLURM[..], &store].concat()).unwrap();
     assert_eq!((found.rank, found.size, found.host_store), (Some(5), Some(8), false));

@@ -1,5 +1,5 @@
-//! What meeting costs the store and each rank in a large group: the store's contents and the ranks' rosters, without
-//! processes and sockets.
+//! Cost of a rendezvous of a large group, for the store and for each rank: the store's contents and the ranks' rosters,
+//! without processes and sockets.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -82,7 +82,7 @@ impl Crowd {
     }
 }
 
-/// What one rank and the store spend until a group of so many has met, exchanged addresses and passed a barrier.
+/// Cost for one rank and for the store until the group has met, exchanged addresses and passed a barrier.
 struct Cost {
     answers_per_rank: u64,
     bytes_per_rank: u64,

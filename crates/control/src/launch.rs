@@ -10,7 +10,7 @@ pub(crate) type Variables<'a> = &'a dyn Fn(&str) -> Option<String>;
 pub(crate) struct Launcher {
     pub(crate) name: &'static str,
     pub(crate) rank: &'static str,
-    /// Those of the number of ranks: the first that is set counts.
+    /// Variables with the number of ranks, in order of precedence.
     sizes: &'static [&'static str],
     pub(crate) local_rank: &'static str,
     local_sizes: &'static [&'static str],
@@ -61,7 +61,7 @@ impl Launcher {
         self.sizes.iter().find_map(|name| vars(name))
     }
 
-    /// Whether this is the script of a Slurm job itself, which runs once, and not a task that srun started.
+    /// This process is the batch script of a Slurm job, which runs once, and not a task of srun.
     fn is_batch_script(&self, vars: Variables<'_>) -> bool {
         let batch = vars("ENVIRONMENT").as_deref() == Some("BATCH") && vars("SLURM_STEP_ID").is_none();
         *self == SLURM && batch

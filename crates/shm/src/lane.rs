@@ -304,7 +304,7 @@ impl ShmLane {
         put
     }
 
-    /// Whether a poll has something to do, whatever is in the ring.
+    /// A poll has something to do even if the ring is empty.
     fn needs_poll(&self) -> bool {
         self.attention || self.hung_up && !self.waits()
     }

@@ -76,7 +76,7 @@ static REPEATS: Mutex<Repeats> = Mutex::new(Repeats { known: Vec::new() });
 
 /// Times that one line is written in a row.
 const BURST: u32 = 3;
-/// How long it is left out after that.
+/// Time for which a repeated line is suppressed after that.
 const PAUSE: Duration = Duration::from_secs(10);
 /// Lines that are remembered.
 const KNOWN_MAX: usize = 64;
@@ -97,7 +97,7 @@ struct Known {
 }
 
 impl Repeats {
-    /// Whether a line is to be written, and how often it was left out before. `None`: it is left out.
+    /// Number of times that the line was suppressed since it was last written. `None`: it is suppressed again.
     fn pass(&mut self, line: &str, now: Instant) -> Option<u32> {
         let Some(known) = self.known.iter_mut().find(|known| known.line == line) else {
             if self.known.len() >= KNOWN_MAX {

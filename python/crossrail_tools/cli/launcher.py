@@ -37,7 +37,7 @@ class Launch:
 def find_launch(parser: Parser, environment: Mapping[str, str] = os.environ) -> Launch | None:
     """The job of several processes that this one belongs to, or None. A malformed variable ends in `parser.error`.
 
-    It is the one that `crossrail.Group` finds.
+    `crossrail.Group` finds the same job.
     """
     try:
         found = launch_of(dict(environment))

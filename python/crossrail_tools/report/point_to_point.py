@@ -71,7 +71,7 @@ def bandwidth_table(rows: Sequence[Row]) -> HeadedTable:
 
 
 def shares_table(rows: Sequence[Row]) -> HeadedTable | None:
-    """What each rail carried of the bytes of each size; None where no row has several."""
+    """Share of each rail in the bytes of each size; None where no row has several rails."""
     rails = list(dict.fromkeys(lane.name for row in rows if len(row.lanes) > 1 for lane in row.lanes))
     if not rails:
         return None

@@ -613,7 +613,7 @@ mod tests {
 
     use super::*;
 
-    /// What is asked of a lane that sleeps, in order.
+    /// Calls that put lanes to sleep or wake them, in order.
     static ASKED: Mutex<Vec<(&str, usize)>> = Mutex::new(Vec::new());
 
     fn barrier() -> bool {
@@ -673,7 +673,7 @@ mod tests {
         }
         assert!(!lanes.arm() && !lanes.is_armed(), "one has work");
         assert_eq!((asked("announce"), asked("barrier")), (vec![0, 1, 2, 3, 4], vec![0]));
-        assert_eq!(asked("disarm"), [0, 1, 2, 3, 4], "nobody is left asleep");
+        assert_eq!(asked("disarm"), [0, 1, 2, 3, 4], "no lane is left asleep");
         ASKED.lock().unwrap().clear();
         lanes.rest(&[1, 3, 4]);
         assert_eq!((asked("announce").len(), asked("barrier").len(), asked("disarm")), (3, 1, vec![3]));
@@ -681,7 +681,11 @@ mod tests {
         awake.sort_unstable();
         assert_eq!((awake, lanes.resting()), (vec![0, 2, 3], 2));
         let order: Vec<&str> = ASKED.lock().unwrap().iter().map(|(what, _)| *what).collect();
-        assert_eq!(order[..4], ["announce", "announce", "announce", "barrier"], "the barrier is behind all");
+        assert_eq!(
+            order[..4],
+            ["announce", "announce", "announce", "barrier"],
+            "the barrier follows all announcements"
+        );
     }
 
     #[test]

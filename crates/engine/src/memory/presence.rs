@@ -1,4 +1,4 @@
-//! Whether memory that a caller names by its address is there.
+//! Checks that memory which a caller passes by address is mapped.
 #![allow(unsafe_code)]
 
 use crossrail_types::{Error, ErrorKind, Result};
@@ -29,7 +29,7 @@ pub(crate) fn check_mapped(what: &str, address: usize, len: usize) -> Result<()>
     let error = std::io::Error::last_os_error();
     match error.raw_os_error() {
         Some(libc::ENOMEM) => refused("they are not mapped, or not all of them"),
-        // A sandbox that refuses the call is no reason to refuse the memory.
+        // A sandbox may refuse the call: the memory is then accepted unchecked.
         _ => Ok(()),
     }
 }

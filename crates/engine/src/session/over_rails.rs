@@ -232,7 +232,7 @@ fn rails_to(sessions: &Sessions, peer: &Hello) -> Vec<RailPair> {
     sessions.environment.rails().map(pair).unwrap_or_default()
 }
 
-/// The pairs of devices beside loopback.
+/// The pairs of devices other than loopback.
 fn beyond_loopback(sessions: &Sessions, peer: &Hello) -> Vec<RailPair> {
     let pair = |mine: Vec<NetDevice>| rail_pairs::beyond_loopback(&mine, &peer.devices, near(sessions, peer));
     sessions.environment.rails().map(pair).unwrap_or_default()

@@ -13,7 +13,7 @@ pub(crate) struct RailPair {
     pub(crate) theirs: Device,
 }
 
-/// How near the peer is, as far as addresses go.
+/// Proximity of the peer, for the choice of addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Near {
     /// On another machine, or in another network namespace of this one: loopback does not reach it, and an address that
@@ -26,7 +26,7 @@ pub(crate) enum Near {
 }
 
 impl Near {
-    /// How near two processes are, by the boot id and the network namespace of each.
+    /// Proximity of two processes, by the boot id and the network namespace of each.
     pub(crate) fn of(mine: (&str, u64), theirs: (&str, u64)) -> Near {
         match (mine.0 == theirs.0, mine.1, theirs.1) {
             (false, ..) => Near::Apart,

@@ -68,7 +68,7 @@ pub struct Hello {
     /// as one byte behind the other fields.
     #[serde(skip)]
     pub checksum: Checksum,
-    /// Its network namespace, as [`network_namespace`] names it; 0: unknown. Travels behind the checksum.
+    /// Its network namespace, as [`network_namespace`] names it; 0: unknown. Encoded after the checksum.
     #[serde(skip)]
     pub network: u64,
 }
@@ -121,7 +121,7 @@ impl Hello {
         most(self).min(most(other))
     }
 
-    /// Whether both are in one network namespace: they have the same addresses, and loopback connects them.
+    /// Both workers are in one network namespace: they have the same addresses, and loopback connects them.
     pub fn shares_network(&self, other: &Hello) -> bool {
         self.boot_id == other.boot_id && self.network == other.network && self.network != 0
     }

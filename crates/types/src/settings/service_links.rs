@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 const PROTOCOLS: [&str; 3] = ["tcp", "udp", "sctp"];
 
-/// Whether a variable is such a link, by its name and its value: `A_SERVICE_HOST`, `A_SERVICE_PORT`, `A_SERVICE_PORT_NAME`,
+/// Recognizes such a variable by its name and its value: `A_SERVICE_HOST`, `A_SERVICE_PORT`, `A_SERVICE_PORT_NAME`,
 /// `A_PORT`, `A_PORT_7400_TCP`, and the latter with `_PROTO`, `_PORT` and `_ADDR`.
 pub(super) fn is_service_link(name: &str, value: &str) -> bool {
     let (is_number, is_address) = (value.parse::<u16>().is_ok(), value.parse::<IpAddr>().is_ok());
@@ -25,7 +25,7 @@ pub(super) fn is_service_link(name: &str, value: &str) -> bool {
     }
 }
 
-/// What follows port and protocol in `7400_TCP_ADDR`; `None`: it does not begin with these.
+/// Suffix after port and protocol, as in `7400_TCP_ADDR`. `None`: the text does not begin with these.
 fn behind_protocol(text: &str) -> Option<&str> {
     let (port, rest) = text.split_once('_')?;
     port.parse::<u16>().ok()?;
