@@ -17,15 +17,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import crossrail
-from crossrail._native import _deregister
 from crossrail._drop_in import beyond_loopback
 from crossrail._endings import at_end
+from crossrail._native import _deregister
 from crossrail._untrusted import parsing
 from crossrail.nixl import _exchange
 from crossrail.nixl._kinds import nixlNotSupportedError
