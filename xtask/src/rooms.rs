@@ -45,7 +45,7 @@ pub(crate) const ROOMS: &[Room] = &[
         "transport",
         "crossrail-transport",
         &["types"],
-        "the lane traits, words and doorbells in shared memory, the loopback lane, the conformance suite",
+        "the traits of lanes and of one-sided writes, words and doorbells in shared memory, the loopback lane, the conformance suites",
     ),
     Room {
         forbids_unsafe: true,

@@ -25,6 +25,7 @@ pub mod loopback;
 mod memory;
 #[cfg(all(test, loom))]
 mod models;
+pub mod placing;
 mod word;
 
 pub use doorbell::Doorbell;
