@@ -55,6 +55,7 @@ mod fault;
 mod info;
 mod lane;
 mod pipe;
+pub mod placing;
 mod record;
 mod room;
 mod rows;

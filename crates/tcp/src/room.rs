@@ -31,6 +31,11 @@ impl Room {
         Room { writable: true, since_low: 0, lowat, lowat_max: lowat, adapt_at: ADAPT_EVERY, bytes: 0 }
     }
 
+    /// The limit on unsent bytes in the kernel.
+    pub(crate) fn lowat(&self) -> usize {
+        self.lowat
+    }
+
     #[inline]
     pub(crate) fn count(&mut self, n: usize) {
         self.bytes += n as u64;

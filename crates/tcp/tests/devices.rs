@@ -7,11 +7,14 @@ use std::fs::File;
 use std::net::TcpStream;
 use std::os::fd::BorrowedFd;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Instant;
 
 use common::{Keeper, PATIENCE, frame, lane, poll_until};
+use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
 use crossrail_tcp::{Binding, LinkWatch, dial, listen};
 use crossrail_transport::conformance::skip;
+use crossrail_transport::placing::{Event, Extent, Imm, Placing};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
 use socket2::SockRef;
@@ -163,4 +166,58 @@ fn a_link_that_goes_down_is_reported() {
         assert!(ip(&format!("-n {} link set eth2 down", bed.far)));
         wait_for(false);
     });
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn one_sided_writes_leave_a_rail_that_is_silent() {
+    const LEN: usize = 1 << 20;
+    let Some(bed) = Bed::new("silent") else { return skip("needs root and iproute2 with veth and bridge") };
+    let far = inside(&bed.far, || listen(&rail("br0", "10.77.0.9"), 0).expect("listen"));
+    let to = far.local_addr().expect("bound");
+    let dialled = inside(&bed.near, || {
+        std::fs::write("/proc/sys/net/ipv4/conf/all/arp_ignore", "1").expect("sysctl");
+        [("eth1", "10.77.0.1"), ("eth2", "10.77.0.2")]
+            .map(|(device, address)| dial(Some(&rail(device, address)), to, Instant::now() + PATIENCE).expect("dial"))
+    });
+    let connection = |(id, stream): (usize, TcpStream)| Connection {
+        id: id as u16,
+        name: format!("tcp/eth{}", id + 1),
+        cost: 0,
+        interface: None,
+        stream,
+    };
+    let accepted: Vec<_> = (0..2).map(|_| far.accept().expect("accept").0).enumerate().map(connection).collect();
+    let dialled: Vec<_> = dialled.into_iter().enumerate().map(connection).collect();
+    let door = || Arc::new(Door::new().expect("a descriptor"));
+    let (mut heap, from) = (vec![0u8; LEN], vec![7u8; LEN]);
+    let mut near = TcpPlacing::new("far", true, dialled, door()).expect("options");
+    let mut far = TcpPlacing::new("near", false, accepted, door()).expect("options");
+    // SAFETY: the objects are dropped before the memory.
+    let key = unsafe { far.expose(&Extent::host(heap.as_mut_ptr(), LEN), &Arc::default()) }.expect("a key");
+    let counter = far.count(4096).expect("a counter");
+    let (mut arrived, mut ended, start) = (0u16, 0, Instant::now());
+    for piece in 0..60 {
+        if piece == 20 {
+            assert!(
+                ip(&format!("-n {} link set eth2 nomaster", bed.far)),
+                "the bridge forwards nothing of eth2 any more"
+            );
+        }
+        // SAFETY: as above.
+        let posted = unsafe { near.write(&[Extent::host(from.as_ptr(), LEN)], &key, 0, Imm { counter, piece }, 0) };
+        posted.expect("up");
+        while arrived + 4 < piece || (piece == 59 && ended < 60) {
+            near.poll(&mut |event| ended += u16::from(matches!(event, Event::Ended { result: Ok(()), .. })))
+                .expect("eth1");
+            far.poll(&mut |event| arrived += u16::from(matches!(event, Event::Arrived(_)))).expect("eth1");
+            assert!(start.elapsed() < 4 * PATIENCE, "{arrived} arrived, {ended} ended: {:?}", near.rails());
+        }
+    }
+    assert_eq!(arrived, 60, "each once");
+    let lost: Vec<String> = near.rails().into_iter().filter_map(|rail| rail.lost).collect();
+    assert!(lost.len() == 1 && lost[0].contains("no acknowledgement"), "{lost:?}");
+    assert!(near.rails().iter().any(|rail| rail.name == "tcp/eth2" && rail.reposted > 0), "{:?}", near.rails());
+    drop((near, far));
+    assert!(heap == from);
 }
