@@ -30,6 +30,7 @@ mod memory;
 mod progress;
 mod session;
 
+pub use api::placing;
 pub use api::{
     Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Layout, Mapped, Move, MoveExplain,
     MoveKind, MoveOptions, NOTICE_MAX, Notice, Op, Outcome, Region, Request, Shared, Signal, StartOptions,

@@ -7,6 +7,7 @@ mod layout;
 mod mapped;
 mod moves;
 mod notices;
+pub mod placing;
 mod region;
 mod request;
 mod streams;

@@ -13,9 +13,9 @@ use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Log, Reason, Resul
 
 use super::Sessions;
 use super::costs::EAGER_LIMIT;
-use super::over_rails;
-use super::rail_pairs::RailPair;
+use super::rail_pairs::{PeerRails, RailPair};
 use super::transport::Announcement;
+use super::{over_rails, placing};
 use crate::core::{LostRail, READABLE};
 use crate::progress::{About, SessionEvents};
 
@@ -85,6 +85,18 @@ pub(super) struct Redial {
 }
 
 impl ControlConnections {
+    /// An endpoint's rails, for further connections over them; `None`: it has no control connection.
+    pub(super) fn rails(&self, endpoint: EndpointId) -> Option<PeerRails> {
+        self.with(endpoint, |connection| {
+            Some(PeerRails {
+                peer: connection.peer.name.clone(),
+                ticket: connection.ticket,
+                initiator: connection.initiator,
+                pairs: connection.rails.iter().map(|(rail, pair)| (*rail, pair.clone())).collect(),
+            })
+        })
+    }
+
     /// The key of a session's lanes; `None`: there is no such session.
     pub(super) fn key(&self, session: &[u8; 16]) -> Option<[u8; 32]> {
         self.connections.lock().get(session).map(|connection| connection.ticket.key)
@@ -169,7 +181,8 @@ impl ControlConnections {
     /// What it takes to dial a lost lane again; `None`: the peer cannot be reached over that rail from here.
     pub(super) fn redial(&self, lost: &LostRail) -> Option<Redial> {
         self.with(lost.endpoint, |connection| {
-            let rail = connection.rails.get(&lost.rail)?.clone();
+            let rail = if placing::is_of(lost) { lost.rail & 0xff } else { lost.rail };
+            let rail = connection.rails.get(&rail)?.clone();
             Some(Redial { ticket: connection.ticket, rail })
         })
     }
@@ -425,6 +438,8 @@ impl Sessions {
 
     /// Closes the control connection of an endpoint that was closed here.
     pub(crate) fn end_session(&self, endpoint: EndpointId) {
+        let why = self.progress.core().peers().get(endpoint).map(|peer| peer.why_ended().to_owned());
+        self.placings.end(|ended| ended == endpoint, &why.unwrap_or_else(|| "the endpoint was closed".to_owned()));
         self.control.end(endpoint);
     }
 
@@ -492,6 +507,7 @@ impl SessionEvents for Sessions {
                 continue;
             }
             self.progress.interface_down(&change.name);
+            self.placings.interface_down(&change.name);
         }
     }
 }

@@ -42,6 +42,19 @@ pub(super) fn dial_until<L>(
     }
 }
 
+/// Dials all lanes at once, each on a thread of its own; on this one where the system has no thread.
+pub(super) fn at_once<L: Send>(names: &[LaneName], dial: &(impl Fn(LaneName) -> Result<L> + Sync)) -> Vec<Result<L>> {
+    std::thread::scope(|scope| {
+        let dials: Vec<_> = names
+            .iter()
+            .map(|&name| std::thread::Builder::new().spawn_scoped(scope, move || dial(name)).map_err(|_| name))
+            .collect();
+        let failed = |_| Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
+        let ended = dials.into_iter().map(|dialled| dialled.map_or_else(dial, |one| one.join().unwrap_or_else(failed)));
+        ended.collect()
+    })
+}
+
 /// Whether an attempt that began then may have ended only because this process was too slow for the peer, which accepts
 /// one after the other and waits for each at most [`DIAL_MAX`]: the peer hung up, not before that time, and there is
 /// time to try again.

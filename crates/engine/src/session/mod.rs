@@ -13,6 +13,7 @@ mod example;
 mod explain;
 mod messages;
 mod over_rails;
+pub(crate) mod placing;
 mod rail_pairs;
 mod rails;
 mod redial;
@@ -35,6 +36,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, Log, Result};
 
 use self::control::ControlConnections;
 pub use self::explain::{Candidate, Explain};
+use self::placing::Placings;
 use self::redial::Redialer;
 use self::transport::Transports;
 pub use self::transport::Turn;
@@ -75,6 +77,7 @@ pub(crate) struct Sessions {
     identity: Mutex<Option<handshake::Identity>>,
     control: ControlConnections,
     redialer: Redialer,
+    placings: Placings,
     transports: Transports,
     explains: Mutex<HashMap<EndpointId, Arc<Explain>>>,
     /// Endpoints that peers have created, for `accept`. A lock of its own, taken last.
@@ -113,6 +116,7 @@ impl Sessions {
             control: ControlConnections::default(),
             transports,
             redialer: Redialer::default(),
+            placings: Placings::default(),
             explains: Mutex::default(),
             arrived: Mutex::default(),
             warned_of_cma: AtomicBool::new(false),
@@ -195,6 +199,7 @@ impl Sessions {
 
     /// Closes all control connections.
     pub(crate) fn clear(&self) {
+        self.placings.end(|_| true, "the worker was closed");
         self.control.clear();
     }
 }

@@ -15,9 +15,10 @@ use crossrail_types::{Channels, Checksum, EndpointId, Error, ErrorKind, Filter, 
 use super::Sessions;
 use super::carrier::{Carrier, Join, Obstacle};
 use super::costs::Cost;
-use super::dialling::{DIAL_MAX, binding, dial_until};
+use super::dialling::{DIAL_MAX, at_once, binding, dial_until};
 use super::explain::{self, Candidate};
 use super::messages::{self, Messages};
+use super::placing;
 use super::rail_pairs::{self, Near, RailPair};
 use super::rails::{CARRIERS, CHANNEL_MASK, MESSAGE_CHANNEL, carrier_of, channel_of, name_of};
 use super::transport::{Announcement, Attempt, Availability, Local, Transport};
@@ -311,6 +312,9 @@ pub(super) fn lane_arrived(
 ) -> Result<()> {
     let ended = || Error::new(ErrorKind::Refused, "lane", "its session has ended");
     let endpoint = sessions.control.endpoint(session).ok_or_else(ended)?;
+    if lane.purpose == LanePurpose::Placing {
+        return placing::arrived(sessions, endpoint, lane, stream, &route.device);
+    }
     let carrier = carrier_of(lane.channel)?;
     let is_further = lane.purpose == LanePurpose::Bulk && lane.channel & CHANNEL_MASK > 0;
     if is_further && sessions.environment.settings().channels == Channels::Auto && !sessions.progress.has_room(1) {
@@ -525,6 +529,9 @@ pub(super) fn redial(
     deadline: Instant,
 ) -> std::result::Result<Option<String>, (String, Error)> {
     let Some(redial) = sessions.redial(lost) else { return Ok(None) };
+    if placing::is_of(lost) {
+        return placing::redial(sessions, lost, (&redial.ticket, &redial.rail), deadline);
+    }
     if !sessions.progress.core().transfers().lanes_of_rail(lost.endpoint, (lost.rail, lost.channel)).is_empty() {
         return Ok(None);
     }
@@ -538,19 +545,6 @@ pub(super) fn redial(
         Ok(()) => Ok(Some(mine.name.clone())),
         Err(error) => Err((mine.name.clone(), error)),
     }
-}
-
-/// Dials all lanes at once, each on a thread of its own; on this one where the system has no thread.
-fn at_once<L: Send>(names: &[LaneName], dial: &(impl Fn(LaneName) -> Result<L> + Sync)) -> Vec<Result<L>> {
-    std::thread::scope(|scope| {
-        let dials: Vec<_> = names
-            .iter()
-            .map(|&name| std::thread::Builder::new().spawn_scoped(scope, move || dial(name)).map_err(|_| name))
-            .collect();
-        let failed = |_| Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
-        let ended = dials.into_iter().map(|dialled| dialled.map_or_else(dial, |one| one.join().unwrap_or_else(failed)));
-        ended.collect()
-    })
 }
 
 /// Dials one lane from its own device.
@@ -578,6 +572,7 @@ fn make_lane(
     let settings = sessions.environment.settings();
     let suffix = match (name.purpose, settings.channels) {
         (LanePurpose::Message, _) => ":messages".to_owned(),
+        (LanePurpose::Placing, _) => ":placing".to_owned(),
         (LanePurpose::Bulk, Channels::Count(1)) => String::new(),
         (LanePurpose::Bulk, Channels::Auto) if name.channel & CHANNEL_MASK == 0 => String::new(),
         (LanePurpose::Bulk, _) => format!("#{}", name.channel & CHANNEL_MASK),

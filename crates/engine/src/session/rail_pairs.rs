@@ -1,8 +1,9 @@
 //! Pairing of our network devices with the peer's.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use crossrail_handshake::Device;
+use crossrail_handshake::{Device, Ticket};
 use crossrail_topology::NetDevice;
 
 /// One rail: one of our devices, and the peer's device that it reaches.
@@ -11,6 +12,16 @@ pub(crate) struct RailPair {
     pub(crate) mine: NetDevice,
     pub(crate) from: IpAddr,
     pub(crate) theirs: Device,
+}
+
+/// The rails of an endpoint, and the rights to make connections over them.
+pub(super) struct PeerRails {
+    pub(super) peer: String,
+    pub(super) ticket: Ticket,
+    /// This end has connected.
+    pub(super) initiator: bool,
+    /// The rails that can be dialled from here, by number.
+    pub(super) pairs: BTreeMap<u16, RailPair>,
 }
 
 /// Proximity of the peer, for the choice of addresses.

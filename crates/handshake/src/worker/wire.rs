@@ -54,6 +54,8 @@ pub enum LanePurpose {
     Message = 0,
     /// Chunks of large transfers.
     Bulk = 1,
+    /// One-sided writes between drivers of their own, without the engine's frames.
+    Placing = 2,
 }
 
 /// The connector's answer on a data connection.
@@ -101,6 +103,7 @@ impl LaneHello {
             purpose: match bytes[10] {
                 0 => LanePurpose::Message,
                 1 => LanePurpose::Bulk,
+                2 => LanePurpose::Placing,
                 _ => return Err(Malformed::Field("lane purpose")),
             },
             rail: u16::from_le_bytes(part::<12, 2, _>(bytes)),

@@ -289,7 +289,7 @@ fn lanes_join_their_session_and_only_with_its_key() {
     let ours = connect(&worker.by_address(), &me, None, true, in_secs(30.0)).unwrap();
     let theirs = worker.session();
     assert_eq!(worker.listener.devices().len(), 2);
-    for (index, purpose) in [(0, LanePurpose::Message), (1, LanePurpose::Bulk)] {
+    for (index, purpose) in [(0, LanePurpose::Message), (1, LanePurpose::Bulk), (1, LanePurpose::Placing)] {
         let lane = LaneName { rail: index, channel: 3, purpose };
         let to = rail(&worker, index.into());
         let mut stream = dial_lane(&ours.ticket, &loopback(), to, lane, in_secs(30.0)).unwrap();

@@ -1,0 +1,387 @@
+//! Objects for one-sided writes to a peer ([`TcpPlacing`]): connections of their own over every rail of an endpoint.
+//!
+//! The end that connected the endpoint dials, as for lanes: each connection proves the session's key, and its name
+//! contains the object's. It is added at the object's [`Door`], which exists before the object if the peer is first.
+//! The endpoint's end ends them.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry as Slot;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_handshake::{self as handshake, LaneName, LanePurpose};
+use crossrail_locks::Mutex;
+use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
+use crossrail_topology::NetDevice;
+use crossrail_transport::LaneError;
+use crossrail_transport::placing::Placing;
+use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Result};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::Sessions;
+use super::dialling::{DIAL_MAX, at_once, binding};
+use super::rail_pairs::{PeerRails, RailPair};
+use crate::core::{LostRail, gone};
+
+/// Most objects of an endpoint at a time.
+const INDEX_MAX: u16 = 1 << INDEX_BITS;
+const INDEX_BITS: u32 = 4;
+/// A connection's channel: no carrier's class, the object's index, and the number of the connection.
+const CLASS: u16 = 3;
+const NUMBER_BITS: u32 = 10;
+const NUMBERS: usize = 1 << NUMBER_BITS;
+/// Interval at which an end that waits for connections checks the deadline.
+const WAIT: Duration = Duration::from_millis(100);
+
+/// Identity of an object. Objects of one index follow each other and are numbered by their turn, modulo 256.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Of {
+    endpoint: EndpointId,
+    index: u16,
+    turn: u8,
+}
+
+impl Of {
+    /// The name of one of its connections. The turn goes with the rail's number, of which it leaves 8 bits.
+    fn name(&self, rail: u16, number: u16) -> LaneName {
+        LaneName {
+            rail: u16::from(self.turn) << 8 | rail & 0xff,
+            channel: CLASS << (NUMBER_BITS + INDEX_BITS) | self.index << NUMBER_BITS | number,
+            purpose: LanePurpose::Placing,
+        }
+    }
+
+    /// The object of a connection, and the connection's number; `None`: it is a lane's.
+    fn parse(endpoint: EndpointId, rail: u16, channel: u16) -> Option<(Of, u16)> {
+        let is_ours = channel >> (NUMBER_BITS + INDEX_BITS) == CLASS;
+        let index = channel >> NUMBER_BITS & (INDEX_MAX - 1);
+        let of = Of { endpoint, index, turn: (rail >> 8) as u8 };
+        is_ours.then_some((of, channel & (NUMBERS as u16 - 1)))
+    }
+}
+
+/// The objects of one worker. Any thread.
+#[derive(Default)]
+pub(super) struct Placings(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    doors: HashMap<Of, Entry>,
+    /// The turn of the next object of that endpoint and index.
+    turns: HashMap<(EndpointId, u16), u8>,
+}
+
+struct Entry {
+    door: Arc<Door>,
+    /// The connecting end: the rail of each connection, by number.
+    rails: Vec<u16>,
+}
+
+impl Entry {
+    fn new() -> Result<Entry> {
+        Ok(Entry { door: Arc::new(Door::new()?), rails: Vec::new() })
+    }
+}
+
+impl Placings {
+    /// The next object of that index, and its door, where connections may have been added already.
+    fn next(&self, endpoint: EndpointId, index: u16) -> Result<(Of, Arc<Door>)> {
+        let mut state = self.0.lock();
+        let turn = state.turns.get(&(endpoint, index)).copied().unwrap_or(0);
+        let of = Of { endpoint, index, turn };
+        let entry = state.doors.remove(&of).map_or_else(Entry::new, Ok)?;
+        let door = Arc::clone(&entry.door);
+        let is_of = |old: &Of| (old.endpoint, old.index) == (endpoint, index);
+        state.doors.retain(|old, entry| !is_of(old) || !entry.door.is_closed());
+        state.doors.insert(of, entry);
+        state.turns.insert((endpoint, index), turn.wrapping_add(1));
+        Ok((of, door))
+    }
+
+    /// The door for a connection that the peer made: of the last object of its index, or of the next.
+    fn door(&self, of: Of) -> Result<Arc<Door>> {
+        let mut state = self.0.lock();
+        let next = state.turns.get(&(of.endpoint, of.index)).copied().unwrap_or(0);
+        match state.doors.entry(of) {
+            Slot::Occupied(known) => Ok(Arc::clone(&known.get().door)),
+            Slot::Vacant(free) if of.turn == next => Ok(Arc::clone(&free.insert(Entry::new()?).door)),
+            Slot::Vacant(_) => {
+                let detail = format!("the object {} of one-sided writes that it is for was dropped", of.index);
+                Err(Error::new(ErrorKind::Refused, "lane", detail))
+            }
+        }
+    }
+
+    /// The number of one more connection over that rail, and the door. `None`: the object was dropped, or has had [`NUMBERS`].
+    fn another(&self, of: Of, rail: u16) -> Option<(u16, Arc<Door>)> {
+        let mut state = self.0.lock();
+        let entry = state.doors.get_mut(&of).filter(|entry| entry.rails.len() < NUMBERS && !entry.door.is_closed())?;
+        entry.rails.push(rail);
+        Some((entry.rails.len() as u16 - 1, Arc::clone(&entry.door)))
+    }
+
+    /// The rail of a connection that this end made.
+    fn rail(&self, of: Of, number: u16) -> Option<u16> {
+        self.0.lock().doors.get(&of)?.rails.get(usize::from(number)).copied()
+    }
+
+    /// A network interface is down.
+    pub(super) fn interface_down(&self, interface: &str) {
+        self.0.lock().doors.values().for_each(|entry| entry.door.interface_down(interface));
+    }
+
+    /// Ends the objects of these endpoints.
+    pub(super) fn end(&self, ends: impl Fn(EndpointId) -> bool, why: &str) {
+        let mut state = self.0.lock();
+        state.turns.retain(|(endpoint, _), _| !ends(*endpoint));
+        state.doors.retain(|of, entry| {
+            let keeps = !ends(of.endpoint);
+            if !keeps {
+                entry.door.end(why);
+            }
+            keeps
+        });
+    }
+}
+
+/// See [`crate::placing::open`].
+pub(crate) fn open(
+    sessions: &Arc<Sessions>,
+    endpoint: EndpointId,
+    index: u16,
+    timeout: Duration,
+) -> Result<Box<dyn Placing>> {
+    let deadline = Instant::now() + timeout;
+    if index >= INDEX_MAX {
+        let detail = format!("object {index}: an endpoint has objects 0 to {}", INDEX_MAX - 1);
+        return Err(Error::new(ErrorKind::Usage, "placing", detail));
+    }
+    let is_alive = || sessions.progress.core().peers().get(endpoint).is_some_and(|peer| peer.is_alive());
+    if !is_alive() {
+        return Err(gone("placing"));
+    }
+    let Some(rails) = sessions.control.rails(endpoint) else {
+        let detail = "only endpoints over network devices have rails for one-sided writes";
+        return Err(Error::new(ErrorKind::Unsupported, "placing", detail).with_hint("connect with require=tcp"));
+    };
+    if rails.ticket.checksum != Checksum::Off {
+        let detail = "one-sided writes over TCP have no checksums, which this session agreed on";
+        return Err(Error::new(ErrorKind::Unsupported, "placing", detail)
+            .with_peer(rails.peer)
+            .with_hint("set CROSSRAIL_CHECKSUM=off at both ends"));
+    }
+    let (of, door) = sessions.placings.next(endpoint, index)?;
+    if !is_alive() {
+        // It may have ended before it could end this.
+        sessions.placings.end(|ended| ended == endpoint, "the endpoint has ended");
+    }
+    match rails.initiator {
+        true => dial_all(sessions, of, rails, (door, deadline)),
+        false => await_all(&rails.peer, index, (door, deadline), timeout),
+    }
+}
+
+/// The connecting end.
+fn dial_all(
+    sessions: &Arc<Sessions>,
+    of: Of,
+    rails: PeerRails,
+    (door, deadline): (Arc<Door>, Instant),
+) -> Result<Box<dyn Placing>> {
+    let per_rail = sessions.environment.settings().channels.first();
+    let mut names: Vec<LaneName> = Vec::new();
+    for rail in rails.pairs.keys().filter(|rail| **rail < 256) {
+        for _ in 0..per_rail {
+            let (number, _) = sessions.placings.another(of, *rail).ok_or_else(|| gone("placing"))?;
+            names.push(of.name(*rail, number));
+        }
+    }
+    let limit = deadline.min(Instant::now() + DIAL_MAX);
+    let pair_of = |name: &LaneName| rails.pairs.get(&(name.rail & 0xff));
+    let dial = |name: LaneName| dial(&rails.ticket, pair_of(&name).ok_or_else(|| gone("placing"))?, name, limit);
+    let dialled = at_once(&names, &dial);
+    let (mut connections, mut failures) = (Vec::new(), Vec::new());
+    for (name, dialled) in names.into_iter().zip(dialled) {
+        let Some(pair) = pair_of(&name) else { continue };
+        match dialled {
+            Ok(stream) => connections.push(connection(name, &pair.mine.name, Some(&pair.mine), stream)),
+            Err(error) => failures.push((name, &pair.mine.name, error)),
+        }
+    }
+    if connections.is_empty() {
+        let why = failures.into_iter().next().map_or_else(|| gone("placing"), |(_, _, error)| error);
+        return Err(Error { operation: "placing".to_owned(), ..why }.with_peer(rails.peer));
+    }
+    for (name, device, error) in failures {
+        sessions.log.warn(format_args!("{}: one-sided writes begin without rail {device}: {error}", rails.peer));
+        sessions.redialer.lost(sessions, lost(of, name));
+    }
+    let mut placing = TcpPlacing::new(&rails.peer, true, connections, door)?;
+    let me = Arc::downgrade(sessions);
+    placing.on_lost(move |number| {
+        let Some(sessions) = me.upgrade() else { return };
+        // The thread that polls must not wait for the worker's locks.
+        let worker = Arc::clone(&sessions);
+        let _ = sessions.progress.spawn("crossrail-lost", move || {
+            if let Some(rail) = worker.placings.rail(of, number) {
+                worker.redialer.lost(&worker, lost(of, of.name(rail, number)));
+            }
+        });
+    });
+    // The first frame announces the number of connections. Nothing arrives: the peer has no key yet.
+    placing.poll(&mut |_| {}).map_err(|error| ended(&rails.peer, &error))?;
+    Ok(Box::new(placing))
+}
+
+fn ended(peer: &str, error: &LaneError) -> Error {
+    Error::new(ErrorKind::PeerDead, "placing", error.to_string()).with_peer(peer)
+}
+
+fn lost(of: Of, LaneName { rail, channel, .. }: LaneName) -> LostRail {
+    LostRail { endpoint: of.endpoint, rail, channel, reported: true, short_lived: 0 }
+}
+
+/// The other end: waits for the connections that the peer makes.
+fn await_all(
+    peer: &str,
+    index: u16,
+    (door, deadline): (Arc<Door>, Instant),
+    timeout: Duration,
+) -> Result<Box<dyn Placing>> {
+    let mut placing = TcpPlacing::new(peer, false, Vec::new(), door)?;
+    while !placing.is_complete() {
+        // Nothing can arrive yet: the peer has no key.
+        let moved = placing.poll(&mut |_| {}).map_err(|error| ended(peer, &error))?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let have: Vec<String> = placing.rails().into_iter().map(|rail| rail.name).collect();
+            let have = if have.is_empty() { "none".to_owned() } else { have.join(" ") };
+            let detail = format!("the peer has not made all connections of object {index}; here are: {have}");
+            return Err(Error::new(ErrorKind::Timeout, "placing", detail)
+                .with_peer(peer)
+                .with_waited(timeout)
+                .with_hint("both ends must ask for the object"));
+        }
+        if !moved
+            && placing.arm()
+            && let Some(fd) = placing.fd()
+        {
+            wait(fd, left.min(WAIT));
+        }
+    }
+    Ok(Box::new(placing))
+}
+
+#[allow(unsafe_code)]
+fn wait(fd: std::os::fd::RawFd, limit: Duration) {
+    // SAFETY: the object, which the caller holds, keeps its descriptor open.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    let timeout = PollTimeout::try_from(limit).unwrap_or(PollTimeout::ZERO);
+    // An error is as good as a wake-up: the caller looks at everything again.
+    let _ = poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], timeout);
+}
+
+fn dial(ticket: &handshake::Ticket, rail: &RailPair, name: LaneName, deadline: Instant) -> Result<TcpStream> {
+    let to = SocketAddr::new(rail.theirs.address, rail.theirs.port);
+    handshake::dial_lane(ticket, &binding(&rail.mine, rail.from), to, name, deadline)
+}
+
+/// A connection over that local device. Short writes go over the fastest; among equals, the objects prefer different
+/// ones.
+fn connection(name: LaneName, device: &str, known: Option<&NetDevice>, stream: TcpStream) -> Connection {
+    let (of, number) = Of::parse(EndpointId(0), name.rail, name.channel).map_or((None, 0), |(of, n)| (Some(of), n));
+    let index = of.map_or(0, |of| of.index);
+    let turn = u32::from((name.rail & 0xff).wrapping_sub(index) % 64);
+    let speed = known.and_then(|device| device.speed_mbps).unwrap_or(1000);
+    let slowness = 1_000_000 / speed.clamp(1, 1_000_000);
+    let interface = known.filter(|device| !device.loopback).map(|device| device.interface.clone());
+    let suffix = if index == 0 { String::new() } else { format!("#{index}") };
+    Connection {
+        id: number,
+        name: format!("tcp/{device}:placing{suffix}"),
+        cost: slowness * 64 + turn,
+        interface,
+        stream,
+    }
+}
+
+/// A peer has dialled a connection of such an object.
+///
+/// # Errors
+/// `Protocol`: its channel does not name an object; `Refused`: the object was dropped; `Exhausted`: no descriptor is left.
+pub(super) fn arrived(
+    sessions: &Sessions,
+    endpoint: EndpointId,
+    name: LaneName,
+    stream: TcpStream,
+    device: &str,
+) -> Result<()> {
+    let Some((of, _)) = Of::parse(endpoint, name.rail, name.channel) else {
+        let detail = format!("channel {:#x} is none of one-sided writes", name.channel);
+        return Err(Error::new(ErrorKind::Protocol, "lane", detail));
+    };
+    let rails = sessions.environment.rails()?;
+    let known = rails.iter().find(|rail| rail.name == device);
+    sessions.placings.door(of)?.add(connection(name, device, known, stream));
+    Ok(())
+}
+
+/// True for a lost connection of such an object, which only [`redial`] can dial.
+pub(super) fn is_of(lost: &LostRail) -> bool {
+    Of::parse(lost.endpoint, lost.rail, lost.channel).is_some()
+}
+
+/// Dials a lost connection again. `Ok(None)`: it is not needed any more. The name of its device, when it is up again.
+///
+/// # Errors
+/// The device's name, and what kept it from coming up.
+pub(super) fn redial(
+    sessions: &Sessions,
+    lost: &LostRail,
+    (ticket, rail): (&handshake::Ticket, &RailPair),
+    deadline: Instant,
+) -> std::result::Result<Option<String>, (String, Error)> {
+    let Some((of, _)) = Of::parse(lost.endpoint, lost.rail, lost.channel) else { return Ok(None) };
+    let Some((number, door)) = sessions.placings.another(of, lost.rail & 0xff) else { return Ok(None) };
+    let (mine, name) = (&rail.mine, of.name(lost.rail, number));
+    let stream = dial(ticket, rail, name, deadline).map_err(|error| (mine.name.clone(), error))?;
+    door.add(connection(name, &mine.name, Some(mine), stream));
+    Ok(Some(mine.name.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::rails::carrier_of;
+
+    #[test]
+    fn a_connection_names_its_object_and_no_carrier() {
+        for (index, turn, rail, number) in [(0, 0, 0, 0), (15, 255, 255, 1023), (7, 1, 3, 512)] {
+            let of = Of { endpoint: EndpointId(4), index, turn };
+            let name = of.name(rail, number);
+            assert_eq!(Of::parse(EndpointId(4), name.rail, name.channel), Some((of, number)));
+            assert_eq!(name.rail & 0xff, rail);
+            assert!(carrier_of(name.channel).is_err());
+        }
+        assert!(Of::parse(EndpointId(4), 0, 0x3fff).is_none());
+    }
+
+    #[test]
+    fn connections_come_to_the_last_object_of_an_index_or_to_the_next() {
+        let placings = Placings::default();
+        let of = |turn| Of { endpoint: EndpointId(4), index: 2, turn };
+        let early = placings.door(of(0)).expect("the next");
+        assert_eq!(placings.door(of(1)).expect_err("two ahead").kind, ErrorKind::Refused);
+        let (first, door) = placings.next(EndpointId(4), 2).expect("a descriptor");
+        assert!(first == of(0) && Arc::ptr_eq(&door, &early));
+        assert!(placings.door(of(0)).is_ok() && placings.door(of(1)).is_ok(), "the peer may be first");
+        assert_eq!(placings.another(first, 9).expect("room").0, 0);
+        assert_eq!((placings.another(first, 8).expect("room").0, placings.rail(first, 1)), (1, Some(8)));
+        let (second, _) = placings.next(EndpointId(4), 2).expect("a descriptor");
+        assert_eq!(second, of(1));
+        placings.end(|endpoint| endpoint == EndpointId(4), "it has ended");
+        assert!(placings.another(second, 0).is_none(), "it has ended");
+    }
+}
