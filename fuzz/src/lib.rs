@@ -7,6 +7,7 @@ mod gpu;
 mod handshake;
 mod input;
 mod lists;
+mod placing;
 mod plugin;
 mod protocol;
 mod rng;
@@ -19,6 +20,7 @@ pub use ends::ends;
 pub use gpu::gpu;
 pub use handshake::{address, handshake};
 pub use lists::lists;
+pub use placing::placing;
 pub use plugin::plugin;
 pub use protocol::{frames, protocol};
 pub use rng::Rng;
@@ -41,4 +43,5 @@ pub const TARGETS: &[Target] = &[
     ("ends", ends),
     ("admission", admission),
     ("plugin", plugin),
+    ("placing", placing),
 ];

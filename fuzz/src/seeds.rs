@@ -30,6 +30,9 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
         seeds.push(("plugin", (*name).to_owned(), bytes.to_vec()));
     }
     seeds.push(("plugin", "fragments".to_owned(), fragments()));
+    for (name, bytes) in PLACINGS {
+        seeds.push(("placing", (*name).to_owned(), bytes.to_vec()));
+    }
     for (name, bytes) in messages() {
         seeds.push(("handshake", name.to_owned(), bytes));
     }
@@ -138,6 +141,21 @@ const SETTINGS: &[&str] = &[
 ];
 
 /// Which of the two protocols; then faults: which way and what, the byte at which it happens, how much.
+/// As `placing.rs` reads them: parts of 16 and more bytes, of one write or several, over both connections; with local
+/// writes, ends of access and lost connections in between.
+const PLACINGS: &[(&str, &[u8])] = &[
+    ("one", &[0, 0, 0, 0, 16, 0, 1, 7]),
+    ("two-rails", &[0, 0, 8, 0, 16, 0, 1, 8, 1, 0, 1, 64, 0, 2, 7, 7]),
+    ("parts", &[0, 2, 0, 0, 16, 0, 16, 0, 1, 8, 2, 16, 0, 16, 0, 16, 0, 1, 7]),
+    ("written", &[4, 0, 1, 1, 4, 255, 255, 2, 7, 32, 0, 1, 0, 7]),
+    ("revoked", &[0, 0, 0, 0, 16, 0, 1, 5, 0, 0, 0, 0, 16, 0, 1, 7]),
+    ("recalled", &[0, 2, 0, 0, 16, 0, 16, 0, 1, 37, 8, 2, 16, 0, 16, 0, 16, 0, 1, 7]),
+    ("dropped", &[4, 0, 64, 1, 64, 1, 0, 0, 7, 0, 0, 0, 0, 16, 0, 1, 7]),
+    ("lost", &[4, 0, 64, 1, 6, 7, 72, 0, 0, 0, 7, 8, 0, 0, 0, 16, 0, 1, 7]),
+    ("half", &[3, 40, 1, 0, 0, 0, 16, 0, 0, 0, 7, 14]),
+    ("ready", &[80, 0, 2, 0, 48, 0, 0, 0, 7]),
+];
+
 const ADMISSIONS: &[(&str, &[u8])] = &[
     ("workers", &[0]),
     ("stores", &[1]),

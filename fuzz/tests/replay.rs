@@ -121,6 +121,11 @@ fn plugin() {
 }
 
 #[test]
+fn placing() {
+    replay("placing", 3000);
+}
+
+#[test]
 fn the_corpora_hold_the_seeds() {
     for (target, name, bytes) in crossrail_fuzz::seeds() {
         let path = folder("corpus", target).join(&name);
