@@ -311,6 +311,7 @@ mod tests {
         let end = spans.last().map(|span| span.at + span.len).unwrap();
         assert!(end <= heap.bytes);
         let flags = |start: u64, len: u64| spans.iter().filter(|span| (start..start + len).contains(&span.at)).count();
-        assert_eq!(flags(heap.row_flags, 2 * 3 * 5 * u64::from(shape.pieces()) * 8), 6);
+        let inboxes = (0..3).map(|source| heap.inbox(source) + heap.row_flags);
+        assert_eq!(inboxes.map(|start| flags(start, 2 * 5 * u64::from(shape.pieces()) * 8)).sum::<usize>(), 6);
     }
 }

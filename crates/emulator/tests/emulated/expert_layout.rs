@@ -372,7 +372,7 @@ fn a_rank_that_says_half_is_masked_too() {
     let operation = ByExpert::new(&mut job, &mut numbers, routing.clone().without(&[2]), Weights::Combine);
     let (heap, epoch) = (SHAPE.heap(), 1u64);
     let line = heap.line(2).at + 8 * (u64::from(EP_WORD_TABLE) + epoch % u64::from(EP_DEPTH));
-    let table = heap.tables + (epoch % u64::from(EP_DEPTH) * u64::from(SHAPE.ranks) + 2) * heap.table_stride;
+    let table = heap.inbox(2) + heap.tables + epoch % u64::from(EP_DEPTH) * heap.table_stride;
     for rank in &job.ranks[..2] {
         rank.heap.write(line as usize, &[epoch << 32 | 5]);
         // Of 15 selections two: each rank's first expert, twice.

@@ -63,7 +63,7 @@ __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const St
     const EpCommon &c = args.common;
     if (SLOTS || !EP_PREREDUCE || start.weighted) return;
     u32 count = c.tokens * EP_K;
-    u64 slot = slot_of(start.sent, c.rank) * c.heap.back_weights_stride;
+    u64 weights = c.heap.back_weights + parity_of(start.sent) * c.heap.back_weights_stride;
     u32 first = blockIdx.x + gridDim.x * lane;
 #pragma unroll 1
     for (u32 i = first; i < count; i += LANES * gridDim.x) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const St
         u32 rank = own.expert >= 0 ? own.expert / LOCAL : c.rank;
         bool goes = own.expert >= 0 && (start.open >> rank & 1) && !(is_direct(c) && rank == c.rank);
         if (!goes || !slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN)) continue;
-        u64 to = start.base[rank] + c.heap.back_weights + slot + u64(i) * 8;
+        u64 to = start.to[rank] + weights + u64(i) * 8;
         st_relaxed_sys_u64(to, tagged(start.sent, __float_as_uint(own.weight)));
     }
     __syncwarp();
@@ -88,7 +88,8 @@ __device__ __forceinline__ float weight_of(const EpCombineArgs &args, const Star
     if (here && (start.flags[source] & EP_WEIGHTED)) {
         weight = at<float>(c.handle + c.parts.weights, u64(source) * c.max_tokens * EP_K + i);
     } else if (here) {
-        u64 word = c.base + c.heap.back_weights + slot_of(start.sent, source) * c.heap.back_weights_stride + i * 8;
+        u64 weights = c.heap.back_weights + parity_of(start.sent) * c.heap.back_weights_stride;
+        u64 word = start.from[source] + weights + i * 8;
         u64 seen = ld_relaxed_sys_u64(word);
         if (!is_tagged(seen, start.sent)) seen = await_tagged(c, word, source, EP_STAGE_WEIGHTS, start.sent);
         if (is_tagged(seen, start.sent)) weight = __uint_as_float(static_cast<u32>(seen));
@@ -126,9 +127,9 @@ __device__ __forceinline__ u32 weight_back(const EpCombineArgs &args, u32 row, u
     return row != EP_NOWHERE && lane < EP_K ? at<u32>(args.y_weights, u64(row) * EP_K + lane) : 0;
 }
 
-// Rank layout: heap offset of the weights that a source returns in `slot` for `token`.
-__device__ __forceinline__ u64 weights_back_at(const EpCommon &c, u64 slot, u32 token) {
-    return c.heap.back_weights + slot * c.heap.back_weights_stride + u64(token) * EP_K * 8;
+// Rank layout: offset in an inbox of the weights that are returned for `token`.
+__device__ __forceinline__ u64 weights_back_at(const EpCommon &c, u64 epoch, u32 token) {
+    return c.heap.back_weights + parity_of(epoch) * c.heap.back_weights_stride + u64(token) * EP_K * 8;
 }
 
 // Whether rows to and from `rank` are coded.
@@ -250,14 +251,14 @@ struct Returns {
                 if (!is_free(c, start, r.source, lane)) continue;
                 u8 *stage = outbox.stage(stages, COMBINE_STAGE);
                 stage_back<Wire>(args, start, r, its, stage, lane);
-                u64 base = start.base[r.source], slot = slot_of(start.sent, c.rank), i = u64(r.token) * BACK_ROWS + r.which;
-                u64 to = base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
-                u64 flag = base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
+                u64 inbox = start.to[r.source], slot = parity_of(start.sent), i = u64(r.token) * BACK_ROWS + r.which;
+                u64 to = inbox + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
+                u64 flag = inbox + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
                 u32 elements = piece_elements(r.piece);
                 outbox.send(stage, is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2, to, flag, lane);
                 if (SLOTS && args.y_weights && r.piece == 0) {
                     u32 weight = weight_back(args, __shfl_sync(WHOLE_WARP, its, 0), lane);
-                    u64 back = base + weights_back_at(c, slot, r.token) + 8 * lane;
+                    u64 back = inbox + weights_back_at(c, start.sent, r.token) + 8 * lane;
                     if (lane < EP_K) st_relaxed_sys_u64(back, tagged(start.sent, weight));
                 }
                 if (outbox.sent == 1) mark_of(0, args.marks, EP_MARK_FIRST);
@@ -330,7 +331,7 @@ struct Gather {
             if (from == c.rank && is_direct(c)) {
                 bits = weight_back(args, number, lane);
             } else if (lane < EP_K) {
-                u64 word = c.base + weights_back_at(c, slot_of(start.received, from), token) + 8 * lane;
+                u64 word = start.from[from] + weights_back_at(c, start.received, token) + 8 * lane;
                 u64 seen = await_tagged(c, word, from, EP_STAGE_WEIGHTS, start.received);
                 bits = is_tagged(seen, start.received) ? static_cast<u32>(seen) : 0;
             }
@@ -382,10 +383,10 @@ struct Gather {
             // Beyond what a rank returns there are only repeated experts.
             if (BACK_ROWS < EP_K) valid = valid && which < BACK_ROWS;
         }
-        u64 slot = slot_of(start.received, rank), i = u64(token) * BACK_ROWS + which;
-        u64 row = c.base + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
+        u64 inbox = start.from[rank], slot = parity_of(start.received), i = u64(token) * BACK_ROWS + which;
+        u64 row = inbox + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + at_element * 2;
         bool coded = is_coded<Wire>(c, rank);
-        u64 flag = c.base + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
+        u64 flag = inbox + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + at_element / EP_PIECE) * 8;
         if (!EP_PREREDUCE && own) {
             row = here;
             valid = valid && here != 0;

@@ -41,11 +41,20 @@ __device__ __forceinline__ T &at(u64 address, u64 index = 0) {
     return reinterpret_cast<T *>(address)[index];
 }
 
-__device__ __forceinline__ u64 slot_of(u64 epoch, u32 source) { return epoch % EP_DEPTH * EP_R + source; }
+// Which half of a double-buffered part an operation uses.
+__device__ __forceinline__ u64 parity_of(u64 epoch) { return epoch % EP_DEPTH; }
+
+// The inbox of `source` in the heap at `base`.
+__device__ __forceinline__ u64 inbox_in(const EpCommon &c, u64 base, u32 source) {
+    return base + c.heap.inboxes + source * c.heap.inbox_stride;
+}
+
+// A word of an inbox's line.
+__device__ __forceinline__ u64 word_in(const EpCommon &c, u64 inbox, u32 word) { return inbox + c.heap.words + word * 8; }
 
 // A word of the line that `source` writes in the heap at `base`.
 __device__ __forceinline__ u64 word_at(const EpCommon &c, u64 base, u32 source, u32 word) {
-    return base + c.heap.words + source * EP_LINE + word * 8;
+    return word_in(c, inbox_in(c, base, source), word);
 }
 
 __device__ __forceinline__ EpState &state_of(const EpCommon &c) { return at<EpState>(c.base + c.heap.state); }

@@ -119,9 +119,9 @@ struct Outgoing {
         u32 token = unit / PIECES, piece = unit % PIECES;
         u32 rank = expert >= 0 ? expert / LOCAL : 0;
         bool sender = is_first_of_rank(rank, expert >= 0, lane) && takes_rows(start, rank);
-        u64 base = start.base[rank], row = slot_of(start.sent, c.rank) * c.max_tokens + token;
-        u64 to = base + c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride;
-        u64 flag = base + c.heap.row_flags + (row * PIECES + piece) * 8;
+        u64 inbox = start.to[rank], row = parity_of(start.sent) * c.max_tokens + token;
+        u64 to = inbox + c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride;
+        u64 flag = inbox + c.heap.row_flags + (row * PIECES + piece) * 8;
         start_sending(pending, stage, bytes, sender, to, flag, lane);
     }
 };
@@ -213,10 +213,10 @@ struct Arrival {
 };
 
 // Copies a piece from its slot to the rows of its experts; zeros if it was not received. All lanes.
-__device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arrival &a, u64 epoch, bool came, u32 lane) {
+__device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Start &start, const Arrival &a, bool came, u32 lane) {
     const EpCommon &c = args.common;
-    u64 slot = slot_of(epoch, a.source) * c.max_tokens + a.token;
-    u64 from = c.base + c.heap.rows + slot * c.heap.row_stride + a.piece * c.heap.piece_stride;
+    u64 slot = parity_of(start.received) * c.max_tokens + a.token;
+    u64 from = start.from[a.source] + c.heap.rows + slot * c.heap.row_stride + a.piece * c.heap.piece_stride;
     constexpr u32 MOST = 4;
     u32 elements = piece_elements(a.piece), data = elements * ELEMENT;
     u32 here = __ballot_sync(WHOLE_WARP, a.row != EP_NOWHERE);
@@ -270,13 +270,15 @@ __device__ __forceinline__ void fan_out(const EpDispatchArgs &args, const Arriva
 }
 
 // Writes the metadata of a token's rows; waits for its weights if necessary. All lanes.
-__device__ __forceinline__ void note_rows(const EpDispatchArgs &args, const Arrival &a, bool weighted, u64 epoch, u32 lane) {
+__device__ __forceinline__ void note_rows(const EpDispatchArgs &args, const Start &start, const Arrival &a, bool weighted,
+                                          u32 lane) {
     const EpCommon &c = args.common;
+    u64 epoch = start.received;
     if (a.row != EP_NOWHERE) {
         if (args.out_source) at<u32>(args.out_source, a.row) = a.token;
         u64 i = u64(a.token) * EP_K + lane;
         if (weighted) {
-            u64 table = c.base + c.heap.tables + slot_of(epoch, a.source) * c.heap.table_stride;
+            u64 table = start.from[a.source] + c.heap.tables + parity_of(epoch) * c.heap.table_stride;
             u64 word = table + c.heap.table_weights + 8 * i, seen = ld_relaxed_sys_u64(word);
             if (!is_tagged(seen, epoch)) seen = await_tagged(c, word, a.source, EP_STAGE_TABLE, epoch);
             float weight = is_tagged(seen, epoch) ? __uint_as_float(static_cast<u32>(seen)) : 0.0f;
@@ -287,13 +289,14 @@ __device__ __forceinline__ void note_rows(const EpDispatchArgs &args, const Arri
 }
 
 // As `note_rows` in the rank layout, where a token has one row; if it was not received it gets no experts. All lanes.
-__device__ __forceinline__ void note_token(const EpDispatchArgs &args, const Arrival &a, bool weighted, bool came, u64 epoch,
-                                           u32 lane) {
+__device__ __forceinline__ void note_token(const EpDispatchArgs &args, const Start &start, const Arrival &a, bool weighted,
+                                           bool came, u32 lane) {
     const EpCommon &c = args.common;
+    u64 epoch = start.received;
     u64 region = own_region(args), row = __shfl_sync(WHOLE_WARP, a.row, 0), i = u64(a.token) * EP_K + lane;
     if (lane == 0) at<u32>(region + c.heap.region_source, row) = came ? a.token : 0;
     if (lane < EP_K && !args.cached) {
-        u64 word = c.base + c.heap.tables + slot_of(epoch, a.source) * c.heap.table_stride + 8 * i;
+        u64 word = start.from[a.source] + c.heap.tables + parity_of(epoch) * c.heap.table_stride + 8 * i;
         // The plan has seen it.
         u32 expert = static_cast<u32>(ld_relaxed_sys_u64(word)) - 1;
         bool here = came && expert < LOCAL;
@@ -307,9 +310,9 @@ __device__ __forceinline__ void note_token(const EpDispatchArgs &args, const Arr
     __syncwarp();
 }
 
-__device__ __forceinline__ u64 flag_of(const EpCommon &c, const Arrival &a, u64 epoch) {
-    u64 row = slot_of(epoch, a.source) * c.max_tokens + a.token;
-    return c.base + c.heap.row_flags + (row * PIECES + a.piece) * 8;
+__device__ __forceinline__ u64 flag_of(const EpCommon &c, const Start &start, const Arrival &a) {
+    u64 row = parity_of(start.received) * c.max_tokens + a.token;
+    return start.from[a.source] + c.heap.row_flags + (row * PIECES + a.piece) * 8;
 }
 
 // Whether a lane has room for all rows of a token.
@@ -401,7 +404,7 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
 #pragma unroll 1
         while (left) {
             // All that are there; if none is, the first is waited for.
-            u64 flag = flag_of(c, mine, epoch);
+            u64 flag = flag_of(c, start, mine);
             bool came = (left >> lane & 1) && ld_acquire_sys_u64(flag) >= epoch;
             u32 there = __ballot_sync(WHOLE_WARP, came), now = there;
             if (there == 0) {
@@ -419,9 +422,9 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
                 next.row = rows.spread(c, next, whose, epoch, lane);
                 bool weighted = __shfl_sync(WHOLE_WARP, said, whose) >> SOURCE_FLAGS & EP_WEIGHTED;
                 bool is_there = there >> whose & 1;
-                if (next.piece == 0 && SLOTS) note_token(args, next, weighted, is_there, epoch, lane);
-                if (next.piece == 0 && !SLOTS) note_rows(args, next, weighted, epoch, lane);
-                fan_out(args, next, epoch, is_there, lane);
+                if (next.piece == 0 && SLOTS) note_token(args, start, next, weighted, is_there, lane);
+                if (next.piece == 0 && !SLOTS) note_rows(args, start, next, weighted, lane);
+                fan_out(args, start, next, is_there, lane);
             }
         }
     }

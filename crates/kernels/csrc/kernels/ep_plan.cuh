@@ -55,7 +55,7 @@ __device__ __forceinline__ bool takes_rows(const Start &start, u32 rank) { retur
 // Sends every rank the selections of its experts by this rank's tokens. All blocks.
 __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, const Start &start, OwnSelection own) {
     const EpCommon &c = args.common;
-    u64 epoch = start.sent, slot = c.heap.tables + slot_of(epoch, c.rank) * c.heap.table_stride;
+    u64 epoch = start.sent, table = c.heap.tables + parity_of(epoch) * c.heap.table_stride;
     u64 count = u64(c.tokens) * EP_K, step = u64(gridDim.x) * EP_THREADS;
     u64 first = u64(blockIdx.x) * EP_THREADS + threadIdx.x;
 #pragma unroll 1
@@ -69,7 +69,7 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
         for (u32 turn = 1; turn <= EP_R; ++turn) {
             u32 rank = (c.rank + turn) % EP_R;
             if (!takes_rows(start, rank)) continue;
-            u64 word = start.base[rank] + slot + 8 * i;
+            u64 word = start.to[rank] + table + 8 * i;
             bool there = home == rank;
             st_relaxed_sys_u64(word, tagged(epoch, there ? expert % LOCAL + 1 : 0));
             if (!there) continue;
@@ -87,10 +87,10 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         if (!takes_rows(start, rank)) continue;
         if (SLOTS) {
-            u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
+            u64 word = word_in(c, start.to[rank], EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
             st_relaxed_sys_u64(word, tagged(epoch, args.host_word));
         }
-        u64 word = word_at(c, start.base[rank], c.rank, EP_WORD_TABLE + epoch % EP_DEPTH);
+        u64 word = word_in(c, start.to[rank], EP_WORD_TABLE + epoch % EP_DEPTH);
         st_relaxed_sys_u64(word, tagged(epoch, flags << SOURCE_FLAGS | c.tokens));
     }
     if (SLOTS && args.cached) return;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void walk(const EpCommon &c, Start &start, Count *cou
     u32 all = start.tokens[source] * EP_K;
     u32 length = (all + EP_PLAN_PARTS * LANES - 1) / (EP_PLAN_PARTS * LANES) * LANES;
     u32 begin = length * (part % EP_PLAN_PARTS), end = begin + length < all ? begin + length : all;
-    u64 table = c.base + c.heap.tables + slot_of(epoch, source) * c.heap.table_stride;
+    u64 table = start.from[source] + c.heap.tables + parity_of(epoch) * c.heap.table_stride;
     counts += part * LOCAL;
     for (u32 batch = begin; batch < end; batch += WORDS * LANES) {
         u64 word[WORDS];
@@ -185,7 +185,7 @@ __device__ __forceinline__ void plan_rows(const EpDispatchArgs &args, Start &sta
     __syncthreads();
 #pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        u64 word = word_at(c, c.base, rank, EP_WORD_TABLE + epoch % EP_DEPTH);
+        u64 word = word_in(c, start.from[rank], EP_WORD_TABLE + epoch % EP_DEPTH);
         u64 seen = is_masked(c, rank) ? 0 : await_tagged(c, word, rank, EP_STAGE_TABLE, epoch);
         u32 said = is_tagged(seen, epoch) ? static_cast<u32>(seen) : 0, tokens = said & SOURCE_TOKENS;
         start.tokens[rank] = tokens < c.max_tokens ? tokens : c.max_tokens;

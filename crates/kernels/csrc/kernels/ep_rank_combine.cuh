@@ -70,13 +70,14 @@ struct Combine {
 
     // Within a heap: the row that `from` sends of its receiver's `token`, its flag, and the weights that go with it.
     __device__ __forceinline__ u64 row(u32 from, u32 token) const {
-        return common.heap.back + common.heap.back_slot * (parity * EP_R + from) + common.heap.back_stride * token;
+        return inbox_in(common, 0, from) + common.heap.back + common.heap.back_slot * parity + common.heap.back_stride * token;
     }
     __device__ __forceinline__ u64 flag(u32 from, u32 token) const {
-        return common.heap.back_flags + common.heap.back_flags_slot * (parity * EP_R + from) + 8 * u64(token);
+        return inbox_in(common, 0, from) + common.heap.back_flags + common.heap.back_flags_slot * parity + 8 * u64(token);
     }
     __device__ __forceinline__ u64 weights(u32 from, u32 token) const {
-        return common.heap.back_topk + 4 * ((u64(parity * EP_R + from) * common.max_tokens + token) * EP_K);
+        u64 slot = u64(parity) * common.max_tokens + token;
+        return inbox_in(common, 0, from) + common.heap.back_topk + 4 * (slot * EP_K);
     }
     // Rows beyond `y_rows` count as zeros: they are read from this rank's own slots, which stay zero.
     __device__ __forceinline__ bool is_beyond(u32 row) const { return args.y_rows != 0 && row >= args.y_rows; }

@@ -61,7 +61,7 @@ struct Dispatch {
     // What `rank` announced here.
     __device__ __forceinline__ u64 announced(u32 rank) const { return announcement(common.base, rank); }
     __device__ __forceinline__ u64 announcement(u64 base, u32 from) const {
-        return base + common.heap.announces + common.heap.announce_stride * (parity * EP_R + from);
+        return inbox_in(common, base, from) + common.heap.announces + common.heap.announce_stride * parity;
     }
 
     __device__ __forceinline__ u32 expert(u32 token, u32 k) const {

@@ -36,7 +36,7 @@ __device__ __forceinline__ void read_sources(const EpDispatchArgs &args, Start &
     u64 epoch = start.received;
 #pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
-        u64 word = word_at(c, c.base, rank, EP_WORD_TABLE + epoch % EP_DEPTH);
+        u64 word = word_in(c, start.from[rank], EP_WORD_TABLE + epoch % EP_DEPTH);
         u64 seen = is_masked(c, rank) ? 0 : await_tagged(c, word, rank, EP_STAGE_TABLE, epoch);
         u32 said = is_tagged(seen, epoch) ? static_cast<u32>(seen) : 0, tokens = said & SOURCE_TOKENS;
         if (!is_tagged(seen, epoch)) atomicOr(&start.lost, u64(1) << rank);
@@ -58,7 +58,7 @@ __device__ __forceinline__ void vote(const EpDispatchArgs &args, Start &start, c
     for (u32 unit = threadIdx.x / LANES; unit < plan.units; unit += WARPS) {
         u32 source = unit / plan.tiles, token = unit % plan.tiles * LANES + lane;
         bool here = token < start.tokens[source] && !(lost >> source & 1), any = false;
-        u64 words = c.base + c.heap.tables + slot_of(epoch, source) * c.heap.table_stride + u64(token) * EP_K * 8;
+        u64 words = start.from[source] + c.heap.tables + parity_of(epoch) * c.heap.table_stride + u64(token) * EP_K * 8;
         constexpr u32 AT_ONCE = EP_K < 8 ? EP_K : 8;
 #pragma unroll 1
         for (u32 first = 0; here && first < EP_K; first += AT_ONCE) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void report_counts(const EpDispatchArgs &args, const 
         at<u64>(args.out_offsets, rank) = at<u32>(c.handle + c.parts.offsets, rank);
     }
     for (u32 rank = threadIdx.x; args.host_words != 0 && rank < EP_R; rank += EP_THREADS) {
-        u64 word = word_at(c, c.base, rank, EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
+        u64 word = word_in(c, start.from[rank], EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
         bool came = !(start.lost >> rank & 1);
         u64 seen = came ? await_tagged(c, word, rank, EP_STAGE_ANNOUNCE, epoch) : 0;
         at<u32>(args.host_words, rank) = is_tagged(seen, epoch) ? static_cast<u32>(seen) : EP_NO_REPORT;

@@ -12,8 +12,9 @@ struct Start {
     // Bit masks of ranks: unmasked ones; those at which this rank's slots are free.
     u64 open;
     u64 free;
-    // Where the ranks' heaps are.
-    u64 base[EP_R];
+    // Where this rank's inboxes at the ranks are, and the ranks' inboxes here.
+    u64 to[EP_R];
+    u64 from[EP_R];
     // Tokens and flags of each source. Combine: from the handle. Dispatch: as received, in the planning block; in the
     // other blocks `tokens` holds both, from the plan. `weighted` (combine): this rank's weights were sent with the
     // dispatch.
@@ -50,13 +51,13 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
     // Issue all loads before using the first.
     u64 sent = ld_relaxed_gpu_u64(address_of(epochs.sent)) + 1;
     u64 received = ld_relaxed_gpu_u64(address_of(epochs.received)) + 1;
-    u64 base[EACH] = {}, taken[EACH] = {};
+    u64 to[EACH] = {}, taken[EACH] = {};
     u32 masked[EACH] = {};
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         if (rank >= EP_R) continue;
-        base[i] = at<u64>(c.peers, rank);
+        to[i] = at<u64>(c.peers, rank);
         masked[i] = ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank);
         taken[i] = ld_acquire_sys_u64(word_at(c, c.base, rank, epochs.taken));
     }
@@ -65,7 +66,8 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         bool known = rank < EP_R;
-        if (known) start.base[rank] = base[i];
+        if (known) start.to[rank] = inbox_in(c, to[i], c.rank);
+        if (known) start.from[rank] = inbox_in(c, c.base, rank);
         bool is_free = known && (sent <= EP_DEPTH || taken[i] >= sent - EP_DEPTH);
         open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
         free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
@@ -101,14 +103,14 @@ __device__ __forceinline__ void release_slots(const EpCommon &c, const Start &st
     fence_acq_rel_sys();
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
-        if (start.open >> rank & 1) st_relaxed_sys_u64(word_at(c, start.base[rank], c.rank, word), start.received - 1);
+        if (start.open >> rank & 1) st_relaxed_sys_u64(word_in(c, start.to[rank], word), start.received - 1);
     }
 }
 
 // Waits until the slots used EP_DEPTH operations ago at a rank are free; false if the rank is masked first.
 __device__ __forceinline__ bool slots_free(const EpCommon &c, const Start &start, u32 rank, u32 word, u32 stage) {
     if (start.free >> rank & 1) return true;
-    return await(c, word_at(c, c.base, rank, word), start.sent - EP_DEPTH, rank, stage, start.sent);
+    return await(c, word_in(c, start.from[rank], word), start.sent - EP_DEPTH, rank, stage, start.sent);
 }
 
 // Before a block sends: waits for slots that are not free yet. Those of a rank that times out stay marked as not free.
@@ -123,7 +125,7 @@ __device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         bool waits = rank < EP_R && (missing >> rank & 1);
-        bool is_free = waits && await(c, word_at(c, c.base, rank, word), start.sent - EP_DEPTH, rank, stage, start.sent);
+        bool is_free = waits && await(c, word_in(c, start.from[rank], word), start.sent - EP_DEPTH, rank, stage, start.sent);
         came |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
     }
     __syncwarp();

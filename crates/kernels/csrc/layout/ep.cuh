@@ -15,7 +15,7 @@ constexpr u32 EP_RECEIVE = 4;
 // Slots that a rank has for each source; operations alternate between them by epoch.
 constexpr u32 EP_DEPTH = 2;
 
-// Bytes of a line of control words. A heap has one line for each source rank, written by that rank only.
+// Bytes of a line of control words. An inbox begins with one.
 constexpr u64 EP_LINE = 128;
 
 // Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by
@@ -173,10 +173,10 @@ struct EpLayoutArgs {
 
 static_assert(sizeof(EpLayoutArgs) == 56, "EpLayoutArgs");
 
-// Offsets and strides of everything in a heap; the same on every rank.
+// Offsets and strides of everything in a heap; the same on every rank. A heap has what only its own rank accesses,
+// then an inbox for each source rank, which alone writes it, then results of the rank layout. What is
+// double-buffered alternates by epoch.
 struct EpHeap {
-    // Control words, u64: a line of EP_LINE bytes for each source rank, which alone writes it.
-    u64 words;
     // An `EpState`, accessed only by this rank.
     u64 state;
     // u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the
@@ -197,44 +197,51 @@ struct EpHeap {
     u64 scan_counts;
     // u32[E]: selections of each expert; 0 between launches.
     u64 scan_experts;
-    // Expert layout and slots: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
-    // this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this
-    // rank.
+    // [R] inboxes.
+    u64 inboxes;
+    // From one inbox to the next.
+    u64 inbox_stride;
+    // Within an inbox: control words, u64: a line of EP_LINE bytes.
+    u64 words;
+    // Within an inbox, expert layout and slots: [EP_DEPTH] tables: u64[M][K], epoch << 32 | local expert + 1 of each
+    // selection (0: not on this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of
+    // those on this rank.
     u64 tables;
     // From one table to the next.
     u64 table_stride;
     // Within a table: weights.
     u64 table_weights;
-    // Expert layout and slots: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
-    // then their scales.
+    // Within an inbox, expert layout and slots: [EP_DEPTH][M] rows. A row is its pieces of `piece_stride` bytes; a piece
+    // is elements and then their scales.
     u64 rows;
     // From one row to the next.
     u64 row_stride;
     // From one piece of a row to the next.
     u64 piece_stride;
-    // u64[EP_DEPTH][R][M][pieces]: epoch of the dispatch whose piece is there, stored with release order after it.
+    // Within an inbox: u64[EP_DEPTH][M][pieces]: epoch of the dispatch whose piece is there, stored with release order
+    // after it.
     u64 row_flags;
-    // Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction
-    // (expert layout only).
+    // Within an inbox: [EP_DEPTH] slots of a combine's bf16 rows: one per token, or min(K, El) per token without
+    // prereduction (expert layout only).
     u64 back;
     // From one slot to the next.
     u64 back_slot;
     // From one row to the next.
     u64 back_stride;
-    // For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release
-    // order after it.
+    // Within an inbox, for each slot: u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored
+    // with release order after it.
     u64 back_flags;
     // From one slot's flags to the next's.
     u64 back_flags_slot;
-    // Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots: those that
-    // are returned.
+    // Within an inbox, expert layout: u64[EP_DEPTH][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots:
+    // those that are returned.
     u64 back_weights;
-    // From one source's to the next's.
+    // From those of one epoch to those of the next.
     u64 back_weights_stride;
-    // Rank layout without slots: f32[EP_DEPTH][R][M][K], returned weights.
+    // Within an inbox, rank layout without slots: f32[EP_DEPTH][M][K], returned weights.
     u64 back_topk;
-    // Rank layout without slots: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
-    // u32[El].
+    // Within an inbox, rank layout without slots: [EP_DEPTH] announcements: an `EpAnnounceHeader`, rows u32[R] (to every
+    // rank), counts u32[El].
     u64 announces;
     // From one announcement to the next.
     u64 announce_stride;
@@ -258,7 +265,7 @@ struct EpHeap {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHeap) == 288, "EpHeap");
+static_assert(sizeof(EpHeap) == 304, "EpHeap");
 
 // State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between
 // launches.
@@ -412,7 +419,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 456, "EpCommon");
+static_assert(sizeof(EpCommon) == 472, "EpCommon");
 
 // Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `host_word`, the buffer what follows.
@@ -480,7 +487,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 664, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 680, "EpDispatchArgs");
 
 // Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `out_weights`, and `wire`, the buffer the rest.
@@ -518,4 +525,4 @@ struct EpCombineArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 560, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 576, "EpCombineArgs");

@@ -21,7 +21,7 @@ constants! {
     EP_RECEIVE: u32 = 4;
     /// Slots that a rank has for each source; operations alternate between them by epoch.
     EP_DEPTH: u32 = 2;
-    /// Bytes of a line of control words. A heap has one line for each source rank, written by that rank only.
+    /// Bytes of a line of control words. An inbox begins with one.
     EP_LINE: u64 = 128;
     /// Control word of a line, expert layout: epoch << 32 | flags << 24 | tokens of a dispatch. Double-buffered by
     /// epoch.
@@ -137,10 +137,10 @@ layouts! {
         /// Number of ranks, at most 64.
         ranks: u32,
     }
-    /// Offsets and strides of everything in a heap; the same on every rank.
+    /// Offsets and strides of everything in a heap; the same on every rank. A heap has what only its own rank accesses,
+    /// then an inbox for each source rank, which alone writes it, then results of the rank layout. What is
+    /// double-buffered alternates by epoch.
     EpHeap {
-        /// Control words, u64: a line of EP_LINE bytes for each source rank, which alone writes it.
-        words: u64,
         /// An `EpState`, accessed only by this rank.
         state: u64,
         /// u32[R]: not 0 for a masked rank. Set by kernels at a timeout and by the host at any time; cleared by the
@@ -161,44 +161,51 @@ layouts! {
         scan_counts: u64,
         /// u32[E]: selections of each expert; 0 between launches.
         scan_experts: u64,
-        /// Expert layout and slots: [EP_DEPTH][R] tables: u64[M][K], epoch << 32 | local expert + 1 of each selection (0: not on
-        /// this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of those on this
-        /// rank.
+        /// [R] inboxes.
+        inboxes: u64,
+        /// From one inbox to the next.
+        inbox_stride: u64,
+        /// Within an inbox: control words, u64: a line of EP_LINE bytes.
+        words: u64,
+        /// Within an inbox, expert layout and slots: [EP_DEPTH] tables: u64[M][K], epoch << 32 | local expert + 1 of each
+        /// selection (0: not on this rank); and, if weights were given, u64[M][K], epoch << 32 | bits of the f32 weight of
+        /// those on this rank.
         tables: u64,
         /// From one table to the next.
         table_stride: u64,
         /// Within a table: weights.
         table_weights: u64,
-        /// Expert layout and slots: [EP_DEPTH][R][M] rows. A row is its pieces of `piece_stride` bytes; a piece is elements and
-        /// then their scales.
+        /// Within an inbox, expert layout and slots: [EP_DEPTH][M] rows. A row is its pieces of `piece_stride` bytes; a piece
+        /// is elements and then their scales.
         rows: u64,
         /// From one row to the next.
         row_stride: u64,
         /// From one piece of a row to the next.
         piece_stride: u64,
-        /// u64[EP_DEPTH][R][M][pieces]: epoch of the dispatch whose piece is there, stored with release order after it.
+        /// Within an inbox: u64[EP_DEPTH][M][pieces]: epoch of the dispatch whose piece is there, stored with release order
+        /// after it.
         row_flags: u64,
-        /// Combine: [EP_DEPTH][R] slots of bf16 rows: one per token, or min(K, El) per token without prereduction
-        /// (expert layout only).
+        /// Within an inbox: [EP_DEPTH] slots of a combine's bf16 rows: one per token, or min(K, El) per token without
+        /// prereduction (expert layout only).
         back: u64,
         /// From one slot to the next.
         back_slot: u64,
         /// From one row to the next.
         back_stride: u64,
-        /// For each slot u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored with release
-        /// order after it.
+        /// Within an inbox, for each slot: u64[rows of a slot][pieces]: epoch of the combine whose piece is there, stored
+        /// with release order after it.
         back_flags: u64,
         /// From one slot's flags to the next's.
         back_flags_slot: u64,
-        /// Expert layout: u64[EP_DEPTH][R][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots: those that
-        /// are returned.
+        /// Within an inbox, expert layout: u64[EP_DEPTH][M][K], weights of a combine: epoch << 32 | bits of an f32. Slots:
+        /// those that are returned.
         back_weights: u64,
-        /// From one source's to the next's.
+        /// From those of one epoch to those of the next.
         back_weights_stride: u64,
-        /// Rank layout without slots: f32[EP_DEPTH][R][M][K], returned weights.
+        /// Within an inbox, rank layout without slots: f32[EP_DEPTH][M][K], returned weights.
         back_topk: u64,
-        /// Rank layout without slots: [EP_DEPTH][R] announcements: an `EpAnnounceHeader`, rows u32[R] (to every rank), counts
-        /// u32[El].
+        /// Within an inbox, rank layout without slots: [EP_DEPTH] announcements: an `EpAnnounceHeader`, rows u32[R] (to every
+        /// rank), counts u32[El].
         announces: u64,
         /// From one announcement to the next.
         announce_stride: u64,

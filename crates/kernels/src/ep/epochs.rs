@@ -64,7 +64,12 @@ impl Epochs {
 impl EpHeap {
     /// The line of words that `source` writes.
     pub fn line(&self, source: u32) -> Span {
-        Span { at: self.words + u64::from(source) * EP_LINE, len: EP_LINE }
+        Span { at: self.inbox(source) + self.words, len: EP_LINE }
+    }
+
+    /// Offset of the inbox that `source` writes.
+    pub fn inbox(&self, source: u32) -> u64 {
+        self.inboxes + u64::from(source) * self.inbox_stride
     }
 
     /// Offset of the control words with which `source` releases slots.
@@ -79,10 +84,9 @@ impl Shape {
     pub fn stale_ranges(&self, source: u32) -> Vec<Span> {
         let heap = self.heap();
         let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * 8;
-        let slots = (0..u64::from(EP_DEPTH)).map(|parity| parity * u64::from(self.ranks) + u64::from(source));
         let mut spans = vec![heap.line(source)];
-        for slot in slots {
-            let part = |at: u64, len: u64| Span { at: at + slot * len, len };
+        for parity in 0..u64::from(EP_DEPTH) {
+            let part = |at: u64, len: u64| Span { at: heap.inbox(source) + at + parity * len, len };
             if self.has_slots() {
                 spans.push(part(heap.tables, heap.table_stride));
                 spans.push(part(heap.row_flags, flags));

@@ -107,7 +107,7 @@ impl Shape {
         let epoch = seen.word(offset_of!(EpState, combine_sent))? + 1;
         let words: Vec<u8> =
             weights.iter().flat_map(|bits| (tag(epoch) << 32 | u64::from(*bits)).to_le_bytes()).collect();
-        let at = common.heap.back_weights + seen.slot(epoch) * common.heap.back_weights_stride;
+        let at = seen.mine() + common.heap.back_weights + parity(epoch) * common.heap.back_weights_stride;
         Ok(Some((Span { at, len: words.len() as u64 }, words)))
     }
 }
@@ -137,13 +137,9 @@ impl<'a, L: Look> Seen<'a, L> {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// This rank's slot of an operation in another's heap.
-    fn slot(&self, epoch: u64) -> u64 {
-        self.slot_of(epoch, self.common.rank)
-    }
-
-    fn slot_of(&self, epoch: u64, source: u32) -> u64 {
-        epoch % u64::from(EP_DEPTH) * u64::from(self.shape.ranks) + u64::from(source)
+    /// This rank's inbox in another's heap.
+    fn mine(&self) -> u64 {
+        self.common.heap.inbox(self.common.rank)
     }
 
     fn line(&self) -> Span {
@@ -156,15 +152,15 @@ impl<'a, L: Look> Seen<'a, L> {
     }
 
     fn announcement(&self) -> Result<Span> {
-        let slot = self.slot(self.word(offset_of!(EpState, dispatch_begun))?);
+        let slot = parity(self.word(offset_of!(EpState, dispatch_begun))?);
         let heap = &self.common.heap;
-        Ok(Span { at: heap.announces + slot * heap.announce_stride, len: heap.announce_stride })
+        Ok(Span { at: self.mine() + heap.announces + slot * heap.announce_stride, len: heap.announce_stride })
     }
 
     fn expert_rows(&self, to: There) -> Result<(Vec<Span>, Vec<Span>)> {
         let (heap, tokens) = (&self.common.heap, u64::from(self.common.tokens));
-        let slot = self.slot(self.word(offset_of!(EpState, dispatch_sent))?);
-        let table = heap.tables + slot * heap.table_stride;
+        let slot = parity(self.word(offset_of!(EpState, dispatch_sent))?);
+        let table = self.mine() + heap.tables + slot * heap.table_stride;
         let topk = u64::from(self.shape.topk);
         // Each selection's expert there, and the number of the dispatch.
         let words = self.numbers(to.mirror + table, 2 * tokens * topk)?;
@@ -177,7 +173,7 @@ impl<'a, L: Look> Seen<'a, L> {
     /// routing.
     fn slot_rows(&self, to: There) -> Result<(Vec<Span>, Vec<Span>)> {
         let (common, topk, local) = (self.common, self.shape.topk, self.shape.local_experts());
-        let slot = self.slot(self.word(offset_of!(EpState, dispatch_sent))?);
+        let slot = parity(self.word(offset_of!(EpState, dispatch_sent))?);
         let experts = self.numbers(common.handle + common.parts.sent, u64::from(common.tokens) * u64::from(topk))?;
         let here = experts.chunks_exact(topk as usize);
         Ok(self.slots(slot, runs(here.map(|experts| experts.iter().any(|expert| expert / local == to.rank)))))
@@ -186,14 +182,14 @@ impl<'a, L: Look> Seen<'a, L> {
     /// These rows of a slot, with what belongs to all.
     fn slots(&self, slot: u64, wanted: Vec<Span>) -> (Vec<Span>, Vec<Span>) {
         let (heap, tokens) = (&self.common.heap, u64::from(self.common.tokens));
-        let table = heap.tables + slot * heap.table_stride;
+        let table = self.mine() + heap.tables + slot * heap.table_stride;
         let first = slot * u64::from(self.common.max_tokens);
         let flags = u64::from(self.shape.pieces()) * 8;
         let told = vec![
             Span { at: table, len: heap.table_stride },
-            Span { at: heap.row_flags + first * flags, len: tokens * flags },
+            Span { at: self.mine() + heap.row_flags + first * flags, len: tokens * flags },
         ];
-        (scaled(wanted, heap.rows + first * heap.row_stride, heap.row_stride), told)
+        (scaled(wanted, self.mine() + heap.rows + first * heap.row_stride, heap.row_stride), told)
     }
 
     fn rank_rows(&self, to: There) -> Result<Vec<Span>> {
@@ -204,9 +200,9 @@ impl<'a, L: Look> Seen<'a, L> {
         let count = theirs.filter(|row| **row != EP_NOWHERE).count() as u64;
         // Rows are numbered from this rank's first there.
         let first = u64::from(self.numbers(common.handle + common.parts.places + 4 * u64::from(to.rank), 1)?[0]);
-        let slot = self.slot_of(self.word(offset_of!(EpState, dispatch_sent))?, to.rank);
+        let slot = parity(self.word(offset_of!(EpState, dispatch_sent))?);
         // An announcement begins with the number of the region.
-        let region = self.numbers(common.base + heap.announces + slot * heap.announce_stride, 1)?[0];
+        let region = self.numbers(common.base + heap.inbox(to.rank) + heap.announces + slot * heap.announce_stride, 1)?[0];
         if region >= shape.regions {
             // The rank timed out; nothing was sent to it.
             return Ok(Vec::new());
@@ -238,9 +234,9 @@ impl<'a, L: Look> Seen<'a, L> {
     fn slot_back(&self, to: There) -> Result<(Vec<Span>, Vec<Span>)> {
         let heap = &self.common.heap;
         let (rows, mut told) = self.expert_back(to, 1)?;
-        let slot = self.slot(self.word(offset_of!(EpState, combine_sent))?);
+        let slot = parity(self.word(offset_of!(EpState, combine_sent))?);
         let stride = heap.back_weights_stride;
-        told.insert(0, Span { at: heap.back_weights + slot * stride, len: stride });
+        told.insert(0, Span { at: self.mine() + heap.back_weights + slot * stride, len: stride });
         Ok((rows, told))
     }
 
@@ -259,8 +255,8 @@ impl<'a, L: Look> Seen<'a, L> {
         let (mut rows, told) = self.back(wanted.clone(), 1)?;
         if weighted {
             let row = u64::from(self.shape.topk) * 4;
-            let slot = self.slot(self.word(offset_of!(EpState, combine_sent))?) * u64::from(common.max_tokens);
-            rows.extend(scaled(wanted, heap.back_topk + slot * row, row));
+            let slot = parity(self.word(offset_of!(EpState, combine_sent))?) * u64::from(common.max_tokens);
+            rows.extend(scaled(wanted, self.mine() + heap.back_topk + slot * row, row));
         }
         Ok((rows, told))
     }
@@ -268,9 +264,9 @@ impl<'a, L: Look> Seen<'a, L> {
     /// These rows of a combine's slot, and their flags, of which each has so many.
     fn back(&self, wanted: Vec<Span>, flags: u32) -> Result<(Vec<Span>, Vec<Span>)> {
         let heap = &self.common.heap;
-        let slot = self.slot(self.word(offset_of!(EpState, combine_sent))?);
-        let told = scaled(wanted.clone(), heap.back_flags + slot * heap.back_flags_slot, u64::from(flags) * 8);
-        Ok((scaled(wanted, heap.back + slot * heap.back_slot, heap.back_stride), told))
+        let slot = parity(self.word(offset_of!(EpState, combine_sent))?);
+        let told = scaled(wanted.clone(), self.mine() + heap.back_flags + slot * heap.back_flags_slot, u64::from(flags) * 8);
+        Ok((scaled(wanted, self.mine() + heap.back + slot * heap.back_slot, heap.back_stride), told))
     }
 }
 
@@ -290,6 +286,10 @@ fn runs(wanted: impl Iterator<Item = bool>) -> Vec<Span> {
         }
     }
     runs
+}
+
+fn parity(epoch: u64) -> u64 {
+    epoch % u64::from(EP_DEPTH)
 }
 
 /// The tag of words of an epoch, as `tag_of` in ep_common.cuh: its low half, and never 0.

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::{
-    EP_DEPTH, EP_LINE, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN,
+    EP_DEPTH, EP_STAGE_ANNOUNCE, EP_STAGE_BACK_ROW, EP_STAGE_COMBINE_TAKEN, EP_STAGE_DISPATCH_TAKEN,
     EP_STAGE_PLACE, EP_STAGE_ROOM, EP_STAGE_ROW, EP_STAGE_SENT, EP_STAGE_TABLE, EP_STAGE_WEIGHTS, EpState, Shape,
 };
 
@@ -68,12 +68,12 @@ impl Shape {
         let _ = write!(text, "; masked {masked:?}");
         for source in 0..self.ranks {
             let _ = write!(text, "\n    of rank {source}:");
-            let line = numbers(heap.words + u64::from(source) * EP_LINE, WORDS.len() as u64);
+            let line = numbers(heap.line(source).at, WORDS.len() as u64);
             for (name, number) in WORDS.iter().zip(&line).filter(|(_, number)| **number != 0) {
                 let _ = write!(text, " {name} {number}");
             }
             for parity in 0..EP_DEPTH {
-                let slot = u64::from(parity * self.ranks + source);
+                let (inbox, slot) = (heap.inbox(source), u64::from(parity));
                 let most = u64::from(self.max_tokens * self.pieces());
                 let mut flags = |what: &str, flags: Vec<u64>| {
                     let newest = flags.iter().copied().max().unwrap_or(0);
@@ -81,9 +81,9 @@ impl Shape {
                     let _ = write!(text, "; {what}{parity}: {count} of {} at {newest}", flags.len());
                 };
                 if self.has_slots() {
-                    flags("rows", numbers(heap.row_flags + slot * most * 8, most));
+                    flags("rows", numbers(inbox + heap.row_flags + slot * most * 8, most));
                 }
-                flags("back", numbers(heap.back_flags + slot * heap.back_flags_slot, heap.back_flags_slot / 8));
+                flags("back", numbers(inbox + heap.back_flags + slot * heap.back_flags_slot, heap.back_flags_slot / 8));
             }
         }
         text
@@ -115,8 +115,8 @@ mod tests {
         let mut put = |at: u64, value: u64| bytes[at as usize..][..8].copy_from_slice(&value.to_le_bytes());
         put(heap.state, 7);
         put(heap.masks, 1 << 32);
-        put(heap.words + EP_LINE, 7);
-        put(heap.row_flags + (3 + 2) * 4 * 8, 7);
+        put(heap.line(1).at, 7);
+        put(heap.inbox(2) + heap.row_flags + 4 * 8, 7);
         let text = shape.report(&bytes);
         assert!(text.starts_with("state dispatch begun 7 sent 0"), "{text}");
         assert!(text.contains("masked [1]") && text.contains("of rank 1: table0 7"), "{text}");

@@ -300,7 +300,7 @@ impl Shape {
     /// Bytes of shared memory in which a block of the expert layout has what all of its warps go by: the first ones.
     fn start_shared(&self) -> u32 {
         let warps = self.tuning().threads / 32;
-        (72 + 16 * self.ranks + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
+        (80 + 24 * self.ranks + 4 * warps + 8 * warps * self.topk).next_multiple_of(128)
     }
 
     /// Bytes of one stage of all warps that send in a dispatch.
@@ -348,7 +348,6 @@ impl Shape {
         let only = |yes: bool, bytes: u64| if yes { bytes } else { 0 };
         let mut lay = Lay::default();
         let mut heap = EpHeap {
-            words: lay.take(ranks * EP_LINE),
             state: lay.take(size_of::<EpState>() as u64),
             masks: lay.take(ranks * 4),
             waited: lay.take(ranks * 8),
@@ -364,36 +363,40 @@ impl Shape {
             scan_experts: lay.take(only(self.rank_layout, ranks * local * 4)),
             ..EpHeap::ZERO
         };
-        lay.end("words and plans");
+        lay.end("words and plans", 1);
+        heap.inboxes = lay.begin_inbox();
+        heap.words = lay.take(EP_LINE);
+        lay.end("words and plans", ranks);
         let slots = self.has_slots();
         let granted = self.rank_layout && !self.slotted();
         heap.table_weights = line(most * topk * 8);
         heap.table_stride = 2 * heap.table_weights;
-        heap.tables = lay.take(only(slots, depth * ranks * heap.table_stride));
+        heap.tables = lay.take(only(slots, depth * heap.table_stride));
         heap.back_weights_stride = line(most * topk * 8);
-        heap.back_weights = lay.take(only(slots, depth * ranks * heap.back_weights_stride));
+        heap.back_weights = lay.take(only(slots, depth * heap.back_weights_stride));
         heap.announce_rows = size_of::<EpAnnounceHeader>() as u64;
         heap.announce_counts = heap.announce_rows + (ranks * 4).next_multiple_of(16);
         heap.announce_stride = line(heap.announce_counts + local * 4);
-        heap.announces = lay.take(only(granted, depth * ranks * heap.announce_stride));
-        lay.end("routing");
+        heap.announces = lay.take(only(granted, depth * heap.announce_stride));
+        lay.end("routing", ranks);
         let piece = u64::from(self.tuning().piece);
         let scales = piece / u64::from(BLOCK) * u64::from(self.scale_size());
         let element = if self.payload == Payload::Bf16 { 2 } else { 1 };
         heap.piece_stride = (piece * element + scales).next_multiple_of(16);
         heap.row_stride = if pieces == 1 { self.whole_row() } else { pieces * heap.piece_stride };
-        heap.rows = lay.take(only(slots, depth * ranks * most * heap.row_stride));
-        heap.row_flags = lay.take(only(slots, depth * ranks * most * pieces * 8));
-        lay.end("dispatched rows");
+        heap.rows = lay.take(only(slots, depth * most * heap.row_stride));
+        heap.row_flags = lay.take(only(slots, depth * most * pieces * 8));
+        lay.end("dispatched rows", ranks);
         heap.back_stride = wide;
         heap.back_slot = line(most * self.back_rows() * wide);
-        heap.back = lay.take(depth * ranks * heap.back_slot);
+        heap.back = lay.take(depth * heap.back_slot);
         heap.back_flags_slot = line(most * self.back_rows() * pieces * 8);
         // Of a token that selects experts more than once, a combine looks at as many flags as there are selections.
         let beyond = only(self.expert_layout && !self.prereduce, (topk - self.back_rows()) * pieces * 8);
-        heap.back_flags = lay.take(depth * ranks * heap.back_flags_slot + beyond);
-        heap.back_topk = lay.take(only(granted, depth * ranks * most * topk * 4));
-        lay.end("returned rows");
+        heap.back_flags = lay.take(depth * heap.back_flags_slot + beyond);
+        heap.back_topk = lay.take(only(granted, depth * most * topk * 4));
+        lay.end("returned rows", ranks);
+        heap.inbox_stride = lay.end_inboxes(heap.inboxes, ranks);
         let rows = ranks * most;
         heap.region_scales = line(rows * u64::from(self.row_bytes()));
         heap.region_idx = heap.region_scales + line(rows * u64::from(self.scale_bytes()));
@@ -401,7 +404,7 @@ impl Shape {
         heap.region_source = heap.region_weights + line(rows * topk * 4);
         heap.region_stride = (heap.region_source + rows * 4).next_multiple_of(4096);
         heap.regions = lay.take(only(self.rank_layout, u64::from(self.regions) * heap.region_stride));
-        lay.end("results in the rank layout");
+        lay.end("results in the rank layout", 1);
         heap.bytes = lay.at;
         (heap, lay.kinds)
     }
@@ -518,10 +521,28 @@ impl Lay {
         at
     }
 
-    /// Attributes everything laid out since the last call to `what`.
-    fn end(&mut self, kind: &'static str) {
-        self.kinds.push((kind, self.at - self.begun));
+    /// Attributes everything laid out since the last call to `kind`, which there is `times` times.
+    fn end(&mut self, kind: &'static str, times: u64) {
+        let bytes = times * (self.at - self.begun);
         self.begun = self.at;
+        match self.kinds.iter_mut().find(|(other, _)| *other == kind) {
+            Some((_, sum)) => *sum += bytes,
+            None => self.kinds.push((kind, bytes)),
+        }
+    }
+
+    /// Offsets count from the start of an inbox until [`Lay::end_inboxes`]. Returns the first inbox's offset.
+    fn begin_inbox(&mut self) -> u64 {
+        self.begun = 0;
+        std::mem::take(&mut self.at)
+    }
+
+    /// `count` inboxes like the one that was laid out, from `first` on. Returns the bytes of one.
+    fn end_inboxes(&mut self, first: u64, count: u64) -> u64 {
+        let bytes = self.at;
+        self.at = first + count * bytes;
+        self.begun = self.at;
+        bytes
     }
 }
 
@@ -564,9 +585,12 @@ mod tests {
         let heap = DECODE.heap();
         assert_eq!(heap.piece_stride, 1024 + 8 * 4);
         assert_eq!(heap.row_stride, 7 * heap.piece_stride);
-        let starts = [heap.words, heap.state, heap.masks, heap.tables, heap.rows, heap.row_flags, heap.back];
+        let starts = [heap.words, heap.tables, heap.rows, heap.row_flags, heap.back, heap.inbox_stride];
         assert!(starts.is_sorted() && starts.iter().all(|start| start.is_multiple_of(EP_LINE)));
-        assert!(heap.rows + 2 * 4 * 128 * heap.row_stride <= heap.row_flags);
+        assert!(heap.rows + 2 * 128 * heap.row_stride <= heap.row_flags);
+        let starts = [heap.state, heap.masks, heap.inboxes];
+        assert!(starts.is_sorted() && starts.iter().all(|start| start.is_multiple_of(EP_LINE)));
+        assert_eq!(heap.inboxes + 4 * heap.inbox_stride, heap.bytes);
         let handle = DECODE.handle(Layout::Expert);
         assert!(
             handle.routes + 4 * 128 * 8 * 4 <= handle.present && handle.bytes == DECODE.handle_bytes(Layout::Expert)
@@ -577,9 +601,9 @@ mod tests {
     #[test]
     fn flags_of_repeated_selections_lie_in_the_heap() {
         let heap = Shape { experts: 4, topk: 4, max_tokens: 32, prereduce: false, ..DECODE }.heap();
-        let (last_slot, last_token) = (2 * 4 - 1, 32 - 1);
+        let (last_slot, last_token) = (2 - 1, 32 - 1);
         let flags = heap.back_flags + last_slot * heap.back_flags_slot + (last_token + 4) * 7 * 8;
-        assert!(flags <= heap.bytes, "{flags} of {}", heap.bytes);
+        assert!(flags <= heap.inbox_stride, "{flags} of {}", heap.inbox_stride);
     }
 
     #[test]
