@@ -622,6 +622,7 @@ class DeviceBuffer:
         num_sms: int | None,
         regions: int,
         node: int | None,
+        between_nodes: bool | None,
         variants: bool,
     ) -> Self: ...
     def variant(self, parameters: BufferParameters) -> DeviceBuffer: ...

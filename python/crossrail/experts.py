@@ -103,6 +103,10 @@ class ExpertBuffer:
     node : int, optional
         GPU only: node number of this rank. Ranks of one machine with different
         numbers are treated as different nodes, for tests on one machine.
+    between_nodes : bool, optional
+        GPU, rank layout: whether ranks may connect whose memory this GPU cannot map,
+        as on other nodes; by default, whether the group has any. The same on all
+        ranks.
     variants : bool
         GPU, expert layout: take as much memory as any `dispatch_dtype` and `topk`
         need, for `variant`.
@@ -154,6 +158,7 @@ class ExpertBuffer:
         num_sms: int | None = None,
         regions: int = 2,
         node: int | None = None,
+        between_nodes: bool | None = None,
         variants: bool = False,
     ) -> None:
         if not isinstance(group, Group):
@@ -172,14 +177,20 @@ class ExpertBuffer:
         ordinal = device_ordinal(device)
         sms = None if num_sms is None else number("num_sms", num_sms)
         if ordinal is None:
-            for option, value in (("num_sms", sms), ("node", node), ("variants", variants or None)):
+            for option, value in (
+                ("num_sms", sms),
+                ("node", node),
+                ("between_nodes", between_nodes),
+                ("variants", variants or None),
+            ):
                 if value is not None:
                     raise wrong("ExpertBuffer", f"{option} is for buffers on a GPU, and this one is on the host")
             native = _native.ExpertBuffer(group.context, group._native, name, parameters)
             self._buffer, self._operations = native, HostOperations(native, self._sizes)
         else:
             where = (ordinal, sms, number("regions", regions), None if node is None else number("node", node))
-            on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *where, bool(variants))
+            far = None if between_nodes is None else bool(between_nodes)
+            on_gpu = _native.DeviceBuffer(group.context, group._native, name, parameters, *where, far, bool(variants))
             self._buffer, self._operations = on_gpu, DeviceOperations(on_gpu, self._sizes, group.context)
         self._native: Any = self._buffer  # for the measuring loops
         self._ordinal = ordinal

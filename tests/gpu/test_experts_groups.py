@@ -61,11 +61,11 @@ def test_gpus_that_do_not_reach_each_other(apart: dict[str, str]) -> None:
         several = [Case(SETUP, layout=LAYOUTS[number % 2], seed=60 + number, split=number > 1) for number in range(4)]
         judge_all(several, ask(ranks, "gpu_cases", several))
         for rank, state in ranks.call("gpu_state").items():
-            assert dict(state["links"]) == {other: "self" if other == rank else "network" for other in range(COUNT)}
+            assert dict(state["links"]) == {other: "self" if other == rank else "heap" for other in range(COUNT)}
         said = ranks.said()
     for rank in range(COUNT):
         pair = f"ranks {rank} and {(rank + 1) % COUNT}"
-        assert f"{pair} cannot map each other's memory, so the host forwards rows" in said
+        assert f"{pair} cannot map each other's memory, so rows go through memory of their hosts" in said
 
 
 @pytest.mark.gpus(2)

@@ -151,7 +151,7 @@ pub(crate) const ROOMS: &[Room] = &[
     room(
         "ep-cuda",
         "crossrail-ep-cuda",
-        &["locks", "sight", "engine", "control", "ep", "emulator", "kernels", "cuda", "types"],
+        &["locks", "sight", "transport", "engine", "control", "ep", "emulator", "kernels", "cuda", "types"],
         "dispatch and combine in GPU memory: the host side of the kernels",
     ),
     Room {

@@ -3,8 +3,8 @@
 
 use crossrail_cuda::Grid;
 use crossrail_kernels::ep::{
-    EP_FAULTS, EXPERT_COMBINE, EXPERT_COMBINE_FP8, EXPERT_COMBINE_LOGFMT10, EXPERT_DISPATCH, EpCombineArgs, EpCommon,
-    EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, stage_name,
+    EP_COMMANDS, EP_FAULTS, EXPERT_COMBINE, EXPERT_COMBINE_FP8, EXPERT_COMBINE_LOGFMT10, EXPERT_DISPATCH,
+    EpCombineArgs, EpCommon, EpDispatchArgs, EpFault, EpHandle, Layout, Payload, Scale, Shape, stage_name,
 };
 
 use crate::coding::Coding;
@@ -33,6 +33,16 @@ pub struct Rank<M = Memory> {
     pub heap: M,
     /// The addresses of all ranks' heaps.
     pub peers: M,
+    /// The addresses of this rank's inboxes at all ranks, and of all ranks' inboxes here.
+    pub to: M,
+    /// See `to`.
+    pub from: M,
+    /// Two rings of commands, the commands' memory, and how many of each the proxy has read.
+    pub rings: M,
+    /// See `rings`.
+    pub commands: M,
+    /// See `rings`.
+    pub read: M,
     /// The faults that kernels report.
     pub faults: M,
     /// How long each rank was waited for, in nanoseconds.
@@ -65,9 +75,22 @@ impl<G: Gpus> Job<G> {
             (0..shape.ranks).map(|rank| gpus.zeroed(&format!("heap {rank}"), shape.heap_bytes() as usize)).collect();
         let addresses: Vec<u64> = heaps.iter().map(GpuMemory::address).collect();
         let mut ranks = Vec::new();
+        let parts = shape.heap();
         for (rank, heap) in heaps.into_iter().enumerate() {
+            let to: Vec<u64> = addresses.iter().map(|heap| heap + parts.inbox(rank as u32)).collect();
+            let from: Vec<u64> = (0..shape.ranks).map(|source| addresses[rank] + parts.inbox(source)).collect();
+            let commands = gpus.zeroed(&format!("commands of host of {rank}"), 2 * 16 * EP_COMMANDS as usize);
+            let read = gpus.zeroed(&format!("commands read at host of {rank}"), 2 * 8);
+            let half = commands.address() + 16 * u64::from(EP_COMMANDS);
+            let rings = [commands.address(), half].into_iter().zip([read.address(), read.address() + 8]);
+            let rings: Vec<u64> = rings.flat_map(|(commands, read)| [0, 1, 0, 0, commands, read]).collect();
             ranks.push(Rank {
                 heap,
+                to: gpus.memory_of(&format!("inboxes of {rank}"), &to),
+                from: gpus.memory_of(&format!("inboxes at {rank}"), &from),
+                rings: gpus.memory_of(&format!("rings of {rank}"), &rings),
+                commands,
+                read,
                 peers: gpus.memory_of(&format!("peers of {rank}"), &addresses),
                 faults: gpus.zeroed(&format!("faults of {rank}"), size_of::<EpFault>() * EP_FAULTS as usize),
                 waits: gpus.zeroed(&format!("waits of {rank}"), 8 * shape.ranks as usize),
@@ -89,6 +112,9 @@ impl<G: Gpus> Job<G> {
             parts,
             base: self.ranks[rank].heap.address(),
             peers: self.ranks[rank].peers.address(),
+            to: self.ranks[rank].to.address(),
+            from: self.ranks[rank].from.address(),
+            rings: self.ranks[rank].rings.address(),
             handle: handle.address(),
             faults: self.ranks[rank].faults.address(),
             waits: self.ranks[rank].waits.address(),

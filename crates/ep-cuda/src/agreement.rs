@@ -313,7 +313,7 @@ mod tests {
         let mut made: Vec<Rank> = Vec::new();
         for me in 0..count {
             let memory = context.alloc(usize::try_from(crate::heap::bytes(&shape)).unwrap()).unwrap();
-            let heap = Arc::new(Heap::new(memory, &shape, &shape).unwrap());
+            let heap = Arc::new(Heap::new(memory, &shape, &shape, 0).unwrap());
             let worker = Worker::new(&context, WorkerOptions::default()).unwrap();
             let (events, arriving) = channel();
             let agreement = Arc::new(Agreement::new(me, count, on_loss, heap.clone(), worker.clone(), events));

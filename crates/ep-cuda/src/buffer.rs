@@ -27,6 +27,7 @@ use crate::losses;
 use crate::membership::{Membership, State};
 use crate::options::{self, DeviceOptions};
 use crate::peer::Peer;
+use crate::proxy::{self, FarRank};
 use crate::results::Results;
 use crate::setup_timings::{PhaseTimer, SetupTimings};
 use crate::sight::Sight;
@@ -56,6 +57,7 @@ impl DeviceBuffer {
         options: DeviceOptions,
     ) -> Result<DeviceBuffer> {
         let mut timer = PhaseTimer::begin();
+        let options = options.resolved(&config, group)?;
         let shape = options::shape(&config, &options)?;
         let me = group.rank();
         config.check_rank(me)?;
@@ -63,7 +65,7 @@ impl DeviceBuffer {
         options::plan(&config, &options, 0, Ok(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let room = options::room(&shape, &options);
-        let parameters = Parameters::of(&config).on_gpu(shape.regions);
+        let parameters = Parameters::of(&config).on_gpu(shape.regions, options.between_nodes.unwrap_or(false));
         timer.end("context");
         // Loading kernels and allocating the heap take about the same time.
         let (loaded, made) = kernel_cache::load_beside(&cuda, context.settings(), &shape, || {
@@ -79,11 +81,12 @@ impl DeviceBuffer {
         let blocks = options.blocks(kernels.most_blocks())?;
         let (events, arriving) = channel();
         let ring = Ring::new(&cuda)?;
-        let heap = Arc::new(Heap::new(memory, &shape, &room)?);
+        let heap = Arc::new(Heap::new(memory, &shape, &room, me)?);
         for rank in 0..config.ranks {
-            heap.set_peer(rank, heap.base())?;
+            heap.clear_path(rank)?;
             heap.set_mask(rank, rank != me)?;
         }
+        heap.set_rings(&vec![[0, 0]; proxy::lanes(config.ranks)])?;
         let sight = Sight::new(context.settings(), name, (me, config.ranks), options.ordinal, heap.len());
         let sight = Arc::new(sight);
         let worker = meeting.worker.clone();
@@ -97,6 +100,7 @@ impl DeviceBuffer {
             membership: Membership::new(meeting, agreement, events, State::alone(me, config.ranks, ring)),
             launches,
             results: Results::new(id, &cuda, &config, &shape, &sight)?,
+            proxy: Arc::default(),
             setup_timings: Mutex::default(),
             sight,
             base: None,
@@ -220,8 +224,8 @@ impl DeviceBuffer {
         self.0.current().faults().to_vec()
     }
 
-    /// How each connected rank is reached: `Heap` by this rank's kernels over NVLink or PCIe, `Network` by the host
-    /// through the engine.
+    /// How each connected rank is reached: `Heap` by this rank's kernels, over NVLink, PCIe or through memory of the host,
+    /// `Network` through pinned memory and threads of the buffer.
     pub fn links(&self) -> Vec<Link> {
         let link = |peer: &Peer| Link {
             rank: peer.rank,
@@ -244,9 +248,9 @@ impl DeviceBuffer {
         self.0.results.regions().spare()
     }
 
-    /// Bytes of rows that the host has forwarded to ranks whose heaps this GPU cannot map.
+    /// Bytes that the connected ranks whose heaps this GPU cannot map were sent so far.
     pub fn network_bytes(&self) -> u64 {
-        self.0.launches.forwarded()
+        self.0.membership.lock().peers().filter_map(Peer::far).map(|far| far.sent_bytes()).sum()
     }
 
     /// A few lines on the operations in flight, read from this rank's heap while kernels run: to diagnose operations
@@ -255,7 +259,13 @@ impl DeviceBuffer {
     /// # Errors
     /// What the driver reports.
     pub fn report(&self) -> Result<String> {
-        self.0.heap.report()
+        let report = self.0.heap.report()?;
+        let far: Vec<Arc<FarRank>> = self
+            .0
+            .membership
+            .try_lock()
+            .map_or_else(Vec::new, |state| state.peers().filter_map(Peer::far).cloned().collect());
+        Ok(far.iter().fold(report, |report, far| format!("{report}\n    {far}")))
     }
 
     /// A region for a result in the rank layout.
@@ -393,7 +403,7 @@ impl Inner {
             let Some(peer) = state.peer_mut(*rank) else { continue };
             if !masked {
                 // It was sent nothing while it was masked, so no slot waits for its acknowledgement.
-                self.heap.set_taken(self.me, peer.rank, peer.mirror(), epochs)?;
+                self.heap.set_taken(peer.rank, peer.apart(), epochs)?;
                 self.results.regions().clear(peer.rank);
             }
             self.heap.set_mask(peer.rank, masked)?;
@@ -463,10 +473,12 @@ impl Inner {
             self.heap.leak();
             self.launches.leak();
             std::mem::forget(peers);
+            std::mem::forget(self.proxy.clone());
             worker.close();
             return Err(error);
         }
         for peer in peers {
+            self.let_go(&peer);
             peer.close(crossrail_ep::meeting::CLOSE_TIMEOUT);
         }
         worker.close();

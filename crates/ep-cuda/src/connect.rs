@@ -2,57 +2,43 @@
 
 use std::time::{Duration, Instant};
 
-use crossrail::{Endpoint, Mapped, Memory, Place, RegionKey, Shared};
+use std::sync::Arc;
+
+use crossrail::{Endpoint, Mapped, Shared};
 use crossrail_ep::hello::Hello;
 use crossrail_ep::meeting::{self, CLOSE_TIMEOUT, Connection, Greeted};
-use crossrail_kernels::ep::Epochs;
+use crossrail_kernels::ep::{Epochs, Inbox, MOST_INBOX};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::inner::Inner;
 use crate::membership::State;
-use crate::options;
-use crate::peer::{Forwarded, Path, Peer};
+use crate::peer::{Path, Peer};
+use crate::proxy::{self, Area, FarRank, Link, Offer, Proxy, Ring};
 use crate::setup_timings::PhaseTimer;
 
-/// A rank whose hello was received, and how kernels write to its heap.
+/// A rank whose hello was received, and how kernels write to it.
 struct Met {
     rank: u32,
     endpoint: Endpoint,
-    /// Key of its heap as a region; empty if it sent none.
-    key: Vec<u8>,
     path: MetPath,
 }
 
 enum MetPath {
     Mapped(Mapped),
-    /// The mirror.
-    Forwarded(Memory),
+    /// Its inbox here, and that as the rank is to map it.
+    Host(Area, Box<Inbox>, Shared),
+    /// A link for each lane.
+    Far(Arc<FarRank>, Vec<Offer>),
 }
 
 impl Met {
-    fn mirror(&self) -> Option<&Memory> {
+    /// The places that the rank writes to, for the rank.
+    fn targets(&self) -> Vec<u8> {
         match &self.path {
-            MetPath::Mapped(_) => None,
-            MetPath::Forwarded(mirror) => Some(mirror),
+            MetPath::Mapped(_) => Vec::new(),
+            MetPath::Host(_, _, shared) => shared.to_bytes(),
+            MetPath::Far(_, offers) => offers.iter().flat_map(Offer::targets).collect(),
         }
-    }
-
-    /// The peer, which is ready. `late`: the key it sent with that, if its hello had none.
-    fn into_peer(self, late: &[u8], masked: bool) -> Result<Peer> {
-        let Met { rank, endpoint, key, path } = self;
-        let path = match path {
-            MetPath::Mapped(heap) => Path::Mapped { endpoint, heap },
-            MetPath::Forwarded(mirror) => {
-                let key = if key.is_empty() { late } else { &key };
-                if key.is_empty() {
-                    let text = "this rank's GPU cannot map the memory of its GPU, which can map this rank's";
-                    let error = Error::new(ErrorKind::Unsupported, "connect", text);
-                    return Err(error.with_peer(format!("rank {rank}")));
-                }
-                Path::Forwarded(Box::new(Forwarded { rank, endpoint, key: RegionKey::from_bytes(key)?, mirror }))
-            }
-        };
-        Ok(Peer { rank, generation: 0, masked, lost: None, departure: None, path, life: None })
     }
 }
 
@@ -92,30 +78,35 @@ impl Inner {
         let prepared = self.meet_all(greeted, deadline).and_then(|met| {
             // Once the others are told that this rank is ready, they may write into its heap.
             self.set_epochs(&membership.lock(), &met, mine, epochs)?;
-            let told = met.iter().map(|met| Ok((met.rank, met.endpoint.clone(), self.late_key(met)?)));
-            Ok((told.collect::<Result<Vec<_>>>()?, met))
+            let told: Vec<_> = met.iter().map(|met| (met.rank, met.endpoint.clone(), met.targets())).collect();
+            Ok((told, met))
         });
         let tell = |error: &Error| meeting.refuse(ends.iter().map(|(_, endpoint)| endpoint), error);
         let (told, met) = prepared.inspect_err(tell)?;
         timer.end("map");
-        let keys = meeting.all_ready(&told, deadline)?;
+        let theirs = meeting.all_ready(&told, deadline)?;
         timer.end("all ready");
-        let peers: Result<Vec<Peer>> =
-            met.into_iter().zip(keys).map(|(met, key)| met.into_peer(&key, !activate)).collect();
+        let peers: Result<Vec<(Peer, Vec<Link>)>> =
+            met.into_iter().zip(theirs).map(|(met, theirs)| self.ready(met, &theirs, !activate, deadline)).collect();
+        let peers = peers?;
         let mut state = membership.lock();
         let mut contacts = Vec::with_capacity(new.len());
-        for mut peer in peers? {
+        for (mut peer, links) in peers {
             peer.generation = state.next_generation();
+            if !links.is_empty() {
+                self.proxy()?.connect(links, peer.generation);
+            }
             if let Some(endpoint) = peer.endpoint().cloned() {
                 peer.life = Some(membership.watch(peer.rank, peer.generation, &endpoint)?);
                 contacts.push((peer.rank, peer.generation, endpoint));
             }
             membership.publish(peer.rank, peer.generation, || {
-                self.heap.set_peer(peer.rank, peer.base(self.heap.base()))?;
+                self.heap.set_path(&peer)?;
                 self.heap.set_mask(peer.rank, peer.masked)
             })?;
             state.replace(peer.rank, Some(peer));
         }
+        self.heap.set_far(state.far_ranks())?;
         membership.agreement().connected(contacts, &state.active_ranks(), progress)?;
         for variant in self.variants() {
             new.iter().for_each(|rank| variant.follow_base(*rank, state.peer(*rank)));
@@ -127,6 +118,35 @@ impl Inner {
         Ok(())
     }
 
+    /// The peer, which is ready, and links to it. `theirs`: its targets.
+    fn ready(&self, met: Met, theirs: &[u8], masked: bool, deadline: Instant) -> Result<(Peer, Vec<Link>)> {
+        let Met { rank, endpoint, path } = met;
+        let (path, links) = match path {
+            MetPath::Mapped(heap) => (Path::Mapped { endpoint, heap }, Vec::new()),
+            MetPath::Host(receive, inbox, _) => {
+                let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
+                let shared = Shared::from_bytes(theirs).map_err(named)?;
+                let left = deadline.saturating_duration_since(Instant::now());
+                let mapped = endpoint.map(&shared, Some(left)).map_err(named)?;
+                let room = (mapped.ptr(), mapped.len());
+                let send = Area::registered(self.launches.cuda(), room, receive.len(), mapped).map_err(named)?;
+                let far = Arc::new(FarRank::new(rank, send, receive, *inbox, 0));
+                (Path::Host { endpoint, far }, Vec::new())
+            }
+            MetPath::Far(far, offers) => {
+                if theirs.len() != offers.len() * Offer::TARGETS {
+                    let text = "this rank's GPU cannot map the memory of its GPU, which can map this rank's";
+                    let error = Error::new(ErrorKind::Unsupported, "connect", text);
+                    return Err(error.with_peer(format!("rank {rank}")));
+                }
+                let theirs = theirs.chunks_exact(Offer::TARGETS);
+                let links = offers.into_iter().zip(theirs).map(|(offer, theirs)| offer.accept(theirs));
+                (Path::Far { endpoint, far }, links.collect::<Result<Vec<_>>>()?)
+            }
+        };
+        Ok((Peer { rank, generation: 0, masked, lost: None, departure: None, path, life: None }, links))
+    }
+
     /// Raises this rank's sequence numbers to the highest of all ranks, so that all agree on the number of the next
     /// operation.
     fn set_epochs(&self, state: &State, new: &[Met], mine: Epochs, epochs: Epochs) -> Result<()> {
@@ -134,10 +154,17 @@ impl Inner {
             self.heap.set_epochs(epochs)?;
             // Ranks connected before this call, this rank itself included, were behind as well.
             for peer in state.peers() {
-                self.heap.set_taken(self.me, peer.rank, peer.mirror(), epochs)?;
+                self.heap.set_taken(peer.rank, peer.apart(), epochs)?;
             }
         }
-        new.iter().try_for_each(|met| self.heap.set_taken(self.me, met.rank, met.mirror(), epochs))
+        new.iter().try_for_each(|met| match &met.path {
+            MetPath::Mapped(_) => self.heap.set_taken(met.rank, None, epochs),
+            MetPath::Host(receive, inbox, _) => {
+                proxy::set_taken(receive, inbox, [epochs.dispatch, epochs.combine]);
+                Ok(())
+            }
+            MetPath::Far(far, _) => self.heap.set_taken(met.rank, Some(far), epochs),
+        })
     }
 
     /// Clears what an earlier connection left in the heap, and builds the hello for a new one.
@@ -146,8 +173,6 @@ impl Inner {
             self.heap.clear(connection.rank)?;
         }
         let shared = if connection.is_shared() { self.share(connection)? } else { None };
-        // A rank that can map the heap needs no key, unless mapping fails there (`late_key`).
-        let key = if shared.is_none() { self.key()? } else { Vec::new() };
         let (operations, view) = self.membership.agreement().progress();
         Ok(Hello {
             rank: self.me,
@@ -155,7 +180,7 @@ impl Inner {
             counts: [operations, epochs.dispatch, epochs.combine],
             view,
             shared,
-            key,
+            key: Vec::new(),
             generation: 0,
         })
     }
@@ -174,64 +199,87 @@ impl Inner {
 
     fn out_of_reach(&self, rank: u32, why: &Error) {
         let text = format!(
-            "the GPUs of ranks {} and {rank} cannot map each other's memory, so the host forwards rows: {why}",
+            "the GPUs of ranks {} and {rank} cannot map each other's memory, so rows go through memory of their hosts: {why}",
             self.me
         );
         self.membership.meeting().warn(&text);
     }
 
-    /// The heap's key, for ranks that cannot map it.
-    fn key(&self) -> Result<Vec<u8>> {
-        self.heap.key(&self.membership.meeting().worker)
-    }
-
-    /// The key for a rank that got none in the hello, because it was expected to map the heap: if this rank cannot map
-    /// that rank's heap, that rank cannot map this one's either.
-    fn late_key(&self, met: &Met) -> Result<Vec<u8>> {
-        match met.path {
-            MetPath::Forwarded(_) => self.key(),
-            MetPath::Mapped(_) => Ok(Vec::new()),
-        }
-    }
-
     fn meet_all(&self, greeted: Vec<Greeted>, deadline: Instant) -> Result<Vec<Met>> {
-        // Ranks already known not to map the heap.
-        let unreachable = greeted.iter().filter(|greeted| greeted.received.shared.is_none()).count() as u32;
-        self.check_memory(unreachable)?;
         let meet = |greeted: Greeted| {
             let (rank, endpoint) = (greeted.connection.rank, greeted.connection.endpoint.clone());
-            let met = self.meet(greeted, unreachable, deadline);
+            let met = self.meet(greeted, deadline);
             met.map_err(|error| self.membership.meeting().refusal_or(rank, &endpoint, error))
         };
         greeted.into_iter().map(meet).collect()
     }
 
-    fn check_memory(&self, unreachable: u32) -> Result<()> {
-        if unreachable == 0 {
-            return Ok(());
-        }
-        // The plan includes the heap, which is already allocated.
-        let free = options::free(self.launches.cuda())?.saturating_add(self.heap.len());
-        options::plan(&self.config, &self.options, unreachable, Ok(free))?.check()
-    }
-
-    fn meet(&self, greeted: Greeted, unreachable: u32, deadline: Instant) -> Result<Met> {
-        let Greeted { connection: Connection { rank, endpoint, .. }, received, .. } = greeted;
-        let mapped = match &received.shared {
-            Some(shared) => self.map(rank, &endpoint, shared, deadline)?,
+    fn meet(&self, greeted: Greeted, deadline: Instant) -> Result<Met> {
+        let Greeted { connection: Connection { rank, endpoint, .. }, received, sent } = greeted;
+        // Both ranks map the other's heap, or none does.
+        let mapped = match received.shared.filter(|_| sent.shared.is_some()) {
+            Some(shared) => self.map(rank, &endpoint, &shared, deadline)?,
             None => None,
         };
         let path = match mapped {
             Some(heap) => MetPath::Mapped(heap),
-            None => {
-                if received.shared.is_some() {
-                    self.check_memory(unreachable + 1)?;
-                }
-                let bytes = usize::try_from(self.heap.shared_len()).unwrap_or(usize::MAX);
-                MetPath::Forwarded(self.context.alloc_on(bytes, Place::Gpu(self.options.ordinal))?)
-            }
+            None => self.meet_far(rank, &endpoint, deadline)?,
         };
-        Ok(Met { rank, endpoint, key: received.key, path })
+        Ok(Met { rank, endpoint, path })
+    }
+
+    /// Makes what connects this rank to one whose heap this GPU cannot map, together with it: memory that both map on one
+    /// machine, else rails.
+    fn meet_far(&self, rank: u32, endpoint: &Endpoint, deadline: Instant) -> Result<MetPath> {
+        let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
+        let refuse = |text: String| named(Error::new(ErrorKind::Unsupported, "connect", text));
+        if self.shape.rank_layout && !self.shape.slotted() {
+            let text = "this GPU cannot map its heap, and the buffer was made for ranks of one node".to_owned();
+            return Err(refuse(text).with_hint("make it with between_nodes=True on all ranks"));
+        }
+        let (cuda, inbox) = (self.launches.cuda(), Inbox::of(self.heap.room()));
+        if inbox.area_bytes() > MOST_INBOX {
+            return Err(refuse(format!("an inbox of {} bytes is more than {MOST_INBOX}", inbox.area_bytes())));
+        }
+        let bytes = inbox.area_bytes() as usize;
+        if endpoint.lanes().iter().any(|lane| lane.transport == "shm") {
+            let memory = self.context.alloc(Area::room_for(bytes))?;
+            let shared = endpoint.share(&memory).map_err(named)?;
+            let receive = Area::registered(cuda, (memory.ptr(), memory.len()), bytes, memory).map_err(named)?;
+            return Ok(MetPath::Host(receive, Box::new(inbox), shared));
+        }
+        let area = || Area::pinned(cuda, bytes).map_err(named);
+        let lanes = proxy::lanes(self.config.ranks);
+        let far = Arc::new(FarRank::new(rank, area()?, area()?, inbox, lanes));
+        let mut offers = Vec::with_capacity(lanes);
+        for lane in 0..lanes {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let placing = crossrail::placing::open(endpoint, lane as u16, left).map_err(named)?;
+            offers.push(Offer::new(placing, &far, lane)?);
+        }
+        Ok(MetPath::Far(far, offers))
+    }
+
+    /// The proxy, started for the first rank that needs it.
+    fn proxy(&self) -> Result<&Proxy> {
+        if let Some(proxy) = self.proxy.get() {
+            return Ok(proxy);
+        }
+        let lanes = proxy::lanes(self.config.ranks);
+        let rings = Proxy::rings(self.launches.cuda(), lanes)?;
+        self.heap.set_rings(&rings.iter().map(Ring::addresses).collect::<Vec<_>>())?;
+        let proxy = Proxy::start(&rings, self.config.ranks, self.membership.rails_watch())?;
+        // Changes of membership are made one after the other.
+        Ok(self.proxy.get_or_init(|| proxy))
+    }
+
+    /// The proxy lets go of a rank, if it sends there.
+    pub(crate) fn let_go(&self, peer: &Peer) {
+        if let (Some(proxy), Some(_)) = (self.proxy.get(), peer.far())
+            && let Err(error) = proxy.disconnect(peer.rank)
+        {
+            self.membership.meeting().warn(&error);
+        }
     }
 
     /// Maps a rank's heap for this rank's GPU; `None` if the GPU cannot.
@@ -266,16 +314,18 @@ impl Inner {
             if state.peer(*rank).is_some() {
                 membership.set_generation(*rank, 0);
                 self.heap.set_mask(*rank, true)?;
-                self.heap.set_peer(*rank, self.heap.base())?;
+                self.heap.clear_path(*rank)?;
                 self.variants().iter().for_each(|variant| variant.follow_base(*rank, None));
                 gone.extend(state.replace(*rank, None));
             }
         }
+        self.heap.set_far(state.far_ranks())?;
         membership.agreement().disconnected(ranks, &state.active_ranks());
         self.show_members(&state);
         drop(state);
         for peer in gone {
             let rank = peer.rank;
+            self.let_go(&peer);
             peer.close(CLOSE_TIMEOUT);
             self.results.regions().clear(rank);
         }

@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use crossrail_cuda::{Context, Event, PinnedMemory, Stream};
-use crossrail_kernels::ep::Look;
 use crossrail_locks::Mutex;
 use crossrail_types::Result;
 
@@ -52,11 +51,5 @@ impl Reader {
         }
         *kept = Some(parts);
         Ok(())
-    }
-}
-
-impl Look for Reader {
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
-        Reader::read(self, address, bytes)
     }
 }

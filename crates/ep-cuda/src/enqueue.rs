@@ -350,11 +350,6 @@ impl Inner {
                 return Err(Error::new(ErrorKind::Usage, operation, text));
             }
         };
-        if captured && state.has_forwarded() {
-            let text = "the host forwards rows to ranks whose memory this GPU cannot map, and cannot do so in a graph";
-            let error = Error::new(ErrorKind::Usage, operation, text);
-            return Err(error.with_hint("links() lists the ranks that are reached through the network"));
-        }
         Ok(Call { state, stream, captured, _entered: entered })
     }
 
@@ -365,6 +360,9 @@ impl Inner {
             parts: self.shape.handle(layout_of(handle.layout())),
             base: self.heap.base(),
             peers: self.heap.peers(),
+            to: self.heap.to(),
+            from: self.heap.from(),
+            rings: self.heap.rings(),
             handle: handle.0.address,
             faults: self.launches.faults_at(),
             waits,
@@ -380,16 +378,15 @@ impl Inner {
         self.results.handle(layout, args.common.tokens, args.topk_weights != 0, call.captured)
     }
 
-    /// Enqueues these phases, and forwards data for ranks whose heaps the GPU cannot map.
+    /// Enqueues these phases.
     fn run(&self, call: &mut Call, launch: &Launch, phases: u32) -> Result<Completion> {
         let _kept = (!call.captured).then(|| self.launches.pause_releases());
-        if call.state.has_forwarded() {
-            self.run_forwarding(&mut call.state, &call.stream, launch, phases)?;
-        } else {
-            // Outside of graphs the host takes longer than what an early launch gains, and an event stands between
-            // operations.
-            let (args, blocks) = (launch.args.with(phases), self.launches.blocks());
-            self.launches.launch(&call.stream, &args, blocks, call.captured)?;
+        // Outside of graphs the host takes longer than what an early launch gains, and an event stands between
+        // operations.
+        let (args, blocks) = (launch.args.with(phases), self.launches.blocks());
+        self.launches.launch(&call.stream, &args, blocks, call.captured)?;
+        if let Some(proxy) = self.proxy.get() {
+            proxy.wake(call.captured);
         }
         let done = self.launches.record(&call.stream, call.captured)?;
         launch.handle.is_used_until(&done);

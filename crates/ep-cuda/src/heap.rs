@@ -1,26 +1,30 @@
 //! The host's accesses to heaps between operations: masks, sequence numbers, the table of peers' heaps.
 
-use crossrail::{Endpoint, Memory, Region, Shared, Worker};
-use crossrail_kernels::ep::{EP_LINE, EpHeap, Epochs, Shape, Span};
-use crossrail_locks::Mutex;
+use std::mem::offset_of;
+
+use crossrail::{Endpoint, Memory, Shared};
+use crossrail_kernels::ep::{EP_LINE, EpHeap, EpRing, Epochs, Shape};
 use crossrail_types::{Error, ErrorKind, Result};
 
+use crate::peer::{Path, Peer};
+use crate::proxy::{self, FarRank};
 use crate::regions::RegionView;
 
-/// This rank's heap, followed by the table of all ranks' heap addresses.
+/// This rank's heap, followed by the tables and rings of this rank's kernels: tables of all ranks' heaps, of this rank's inboxes at all
+/// ranks, and of all ranks' inboxes here; and the rings of commands.
 pub(crate) struct Heap {
     memory: Memory,
     /// What it is laid out for.
     room: Shape,
     parts: EpHeap,
+    me: u32,
     table: usize,
-    /// It as a registered region, for ranks that cannot map it.
-    region: Mutex<Option<Region>>,
 }
 
-/// Bytes of a heap and its table.
+/// Bytes of a heap, its tables and its rings.
 pub(crate) fn bytes(room: &Shape) -> u64 {
-    room.heap_bytes().next_multiple_of(EP_LINE) + 8 * u64::from(room.ranks)
+    let tables = 3 * 8 * u64::from(room.ranks);
+    room.heap_bytes().next_multiple_of(EP_LINE) + tables + (proxy::lanes(room.ranks) * size_of::<EpRing>()) as u64
 }
 
 /// Where kernels of `shape` find things in a heap that is laid out for `room`, which differs from it in payload and
@@ -44,10 +48,10 @@ impl Heap {
     ///
     /// # Errors
     /// `Usage` when these find no room there.
-    pub(crate) fn new(memory: Memory, shape: &Shape, room: &Shape) -> Result<Heap> {
+    pub(crate) fn new(memory: Memory, shape: &Shape, room: &Shape, me: u32) -> Result<Heap> {
         let parts = parts(shape, room)?;
         let table = parts.bytes.next_multiple_of(EP_LINE) as usize;
-        Ok(Heap { memory, room: *room, parts, table, region: Mutex::default() })
+        Ok(Heap { memory, room: *room, parts, me, table })
     }
 
     /// The same heap, for kernels of another shape.
@@ -55,12 +59,17 @@ impl Heap {
     /// # Errors
     /// As [`Heap::new`].
     pub(crate) fn for_variant(&self, shape: &Shape) -> Result<Heap> {
-        Heap::new(self.memory.clone(), shape, &self.room)
+        Heap::new(self.memory.clone(), shape, &self.room, self.me)
     }
 
     /// Where its kernels find things.
     pub(crate) fn layout(&self) -> EpHeap {
         self.parts
+    }
+
+    /// The shape that its layout has room for.
+    pub(crate) fn room(&self) -> &Shape {
+        &self.room
     }
 
     /// Bytes that are allocated.
@@ -81,16 +90,6 @@ impl Heap {
     /// It, exported for the other end to map.
     pub(crate) fn share(&self, endpoint: &Endpoint) -> Result<Shared> {
         endpoint.share(&self.memory)
-    }
-
-    /// The key with which ranks that cannot map the heap write to it through the engine. Registered on first use,
-    /// because the engine then pins bounce memory for it.
-    pub(crate) fn key(&self, worker: &Worker) -> Result<Vec<u8>> {
-        let mut region = self.region.lock();
-        if region.is_none() {
-            *region = Some(worker.register(&self.memory)?);
-        }
-        Ok(region.as_ref().map(|region| region.key().to_bytes()).unwrap_or_default())
     }
 
     /// GPU addresses of a region of the rank layout.
@@ -121,14 +120,72 @@ impl Heap {
         self.memory.ptr() as u64
     }
 
-    /// GPU address of the table.
+    /// GPU address of the table of heaps.
     pub(crate) fn peers(&self) -> u64 {
         self.base() + self.table as u64
     }
 
-    /// Sets the address at which kernels find the heap of `rank`.
-    pub(crate) fn set_peer(&self, rank: u32, base: u64) -> Result<()> {
-        self.memory.fill_from(self.table + 8 * rank as usize, &base.to_le_bytes())
+    /// GPU address of the table of this rank's inboxes at all ranks.
+    pub(crate) fn to(&self) -> u64 {
+        self.peers() + 8 * u64::from(self.room.ranks)
+    }
+
+    /// GPU address of the table of all ranks' inboxes here.
+    pub(crate) fn from(&self) -> u64 {
+        self.peers() + 16 * u64::from(self.room.ranks)
+    }
+
+    /// GPU address of the rings.
+    pub(crate) fn rings(&self) -> u64 {
+        self.peers() + 24 * u64::from(self.room.ranks)
+    }
+
+    /// Sets the places at which kernels write for a rank, and read from it.
+    pub(crate) fn set_path(&self, peer: &Peer) -> Result<()> {
+        let near = |base: u64| [base, base + self.parts.inbox(self.me), self.base() + self.parts.inbox(peer.rank)];
+        let places = match &peer.path {
+            Path::Own => near(self.base()),
+            Path::Mapped { heap, .. } => near(heap.ptr() as u64),
+            Path::Host { far, .. } | Path::Far { far, .. } => [self.base(), far.send.address(), far.receive.address()],
+        };
+        self.set_places(peer.rank, places)
+    }
+
+    /// Kernels find a rank that is not connected in this heap.
+    pub(crate) fn clear_path(&self, rank: u32) -> Result<()> {
+        let base = self.base();
+        self.set_places(rank, [base, base + self.parts.inbox(self.me), base + self.parts.inbox(rank)])
+    }
+
+    fn set_places(&self, rank: u32, places: [u64; 3]) -> Result<()> {
+        for (table, place) in places.iter().enumerate() {
+            let at = self.table + 8 * (table * self.room.ranks as usize + rank as usize);
+            self.memory.fill_from(at, &place.to_le_bytes())?;
+        }
+        Ok(())
+    }
+
+    fn ring(&self, number: usize) -> usize {
+        self.table + 24 * self.room.ranks as usize + number * size_of::<EpRing>()
+    }
+
+    /// Gives kernels the rings: for each, the addresses of its commands and of the number that were read.
+    pub(crate) fn set_rings(&self, rings: &[[u64; 2]]) -> Result<()> {
+        for (number, [commands, read]) in rings.iter().enumerate() {
+            let last = rings.len() as u64 - 1;
+            let words: Vec<u8> =
+                [0, last, 0, 0, *commands, *read].iter().flat_map(|word: &u64| word.to_le_bytes()).collect();
+            self.memory.fill_from(self.ring(number), &words)?;
+        }
+        Ok(())
+    }
+
+    /// The ranks to which the proxy sends, as bits.
+    pub(crate) fn set_far(&self, ranks: u64) -> Result<()> {
+        for number in 0..proxy::lanes(self.room.ranks) {
+            self.memory.fill_from(self.ring(number) + offset_of!(EpRing, far), &ranks.to_le_bytes())?;
+        }
+        Ok(())
     }
 
     /// Masks or unmasks `rank` for kernels.
@@ -141,11 +198,6 @@ impl Heap {
         Ok(self.numbers()?[0])
     }
 
-    /// Sequence numbers of the last dispatch and the last combine that were sent.
-    pub(crate) fn sent(&self) -> Result<Epochs> {
-        Ok(self.numbers()?[1])
-    }
-
     fn numbers(&self) -> Result<[Epochs; 2]> {
         let mut bytes = [0; Epochs::BYTES];
         self.memory.copy_to(self.parts.state as usize, &mut bytes)?;
@@ -156,11 +208,6 @@ impl Heap {
         self.memory.fill_from(self.parts.state as usize, &epochs.bytes())
     }
 
-    /// The control words that `source` writes.
-    pub(crate) fn line(&self, source: u32) -> Span {
-        self.parts.line(source)
-    }
-
     /// Clears what an earlier process of that rank wrote that could be taken for new data.
     pub(crate) fn clear(&self, rank: u32) -> Result<()> {
         for span in self.room.stale_ranges(rank) {
@@ -169,12 +216,15 @@ impl Heap {
         Ok(())
     }
 
-    /// Marks all slots between `rank` and this one, `me`, as released: here, and, for a rank that cannot map this heap,
-    /// in its mirror, from which the words are forwarded with the next operation.
-    pub(crate) fn set_taken(&self, me: u32, rank: u32, mirror: Option<&Memory>, epochs: Epochs) -> Result<()> {
-        let set = |memory: &Memory, source: u32| memory.fill_from(self.parts.taken(source) as usize, &epochs.words());
-        set(&self.memory, rank)?;
-        mirror.map_or(Ok(()), |mirror| set(mirror, me))
+    /// Marks all slots between `rank` and this one as released.
+    pub(crate) fn set_taken(&self, rank: u32, far: Option<&FarRank>, epochs: Epochs) -> Result<()> {
+        match far {
+            Some(far) => {
+                far.set_taken([epochs.dispatch, epochs.combine]);
+                Ok(())
+            }
+            None => self.memory.fill_from(self.parts.taken(rank) as usize, &epochs.words()),
+        }
     }
 
     /// Never frees the memory, which kernels may still access.
@@ -194,7 +244,7 @@ impl Heap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, Payload, Scale};
+    use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, Payload, Scale, Span};
 
     use crate::options::{DeviceOptions, shape};
     use crossrail::{Context, Settings};
@@ -222,12 +272,12 @@ mod tests {
     fn heap_of(shape: &Shape) -> Heap {
         let context = Context::new(Settings::default()).unwrap();
         let memory = context.alloc(usize::try_from(bytes(shape)).unwrap()).unwrap();
-        Heap::new(memory, shape, shape).unwrap()
+        Heap::new(memory, shape, shape, 0).unwrap()
     }
 
     fn word(heap: &Heap, source: u32, word: u32) -> u64 {
         let mut bytes = [0; 8];
-        heap.memory.copy_to(heap.line(source).at as usize + 8 * word as usize, &mut bytes).unwrap();
+        heap.memory.copy_to(heap.parts.line(source).at as usize + 8 * word as usize, &mut bytes).unwrap();
         u64::from_le_bytes(bytes)
     }
 
@@ -238,8 +288,8 @@ mod tests {
         assert_eq!(heap.epochs().unwrap(), Epochs::default());
         let epochs = Epochs { dispatch: 7, combine: 5 }.max(Epochs { dispatch: 3, combine: 6 });
         heap.set_epochs(epochs).unwrap();
-        assert_eq!((heap.epochs().unwrap(), heap.sent().unwrap()), (epochs, epochs));
-        heap.set_taken(0, 1, None, epochs).unwrap();
+        assert_eq!(heap.epochs().unwrap(), epochs);
+        heap.set_taken(1, None, epochs).unwrap();
         assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_DISPATCH_TAKEN)), [0, 7, 0]);
         assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_COMBINE_TAKEN)), [0, 6, 0]);
         let report = shape.report(&all(&heap));
@@ -269,11 +319,21 @@ mod tests {
         let shape = small();
         let heap = heap_of(&shape);
         heap.set_mask(2, true).unwrap();
-        heap.set_peer(1, 0x1234_5678_9abc).unwrap();
+        heap.set_places(1, [0x1234_5678_9abc, 2, 3]).unwrap();
+        heap.set_rings(&[[4, 5], [6, 7], [8, 9], [10, 11]]).unwrap();
+        heap.set_far(6).unwrap();
         assert_eq!(heap.masks(), [false, false, true]);
-        let mut places = [0; 24];
-        heap.memory.copy_to((heap.peers() - heap.base()) as usize, &mut places).unwrap();
-        assert_eq!(u64::from_le_bytes(places[8..16].try_into().unwrap()), 0x1234_5678_9abc);
+        let word = |at: u64| {
+            let mut word = [0; 8];
+            heap.memory.copy_to((at - heap.base()) as usize, &mut word).unwrap();
+            u64::from_le_bytes(word)
+        };
+        assert_eq!([heap.peers(), heap.to(), heap.from()].map(|table| word(table + 8)), [0x1234_5678_9abc, 2, 3]);
+        let ring = |number: u64, part: usize| word(heap.rings() + number * size_of::<EpRing>() as u64 + part as u64);
+        assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, far))), [6, 6]);
+        assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, last))), [3, 3]);
+        assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, commands))), [6, 10]);
+        assert_eq!(heap.rings() + 4 * size_of::<EpRing>() as u64, heap.base() + heap.memory.len() as u64);
     }
 
     #[test]

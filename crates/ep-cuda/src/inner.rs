@@ -1,7 +1,7 @@
 //! What all clones of a buffer share: what it was made with, and its rooms, each with a file and private fields of its
 //! own.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use crossrail::Context;
@@ -14,6 +14,7 @@ use crate::heap::Heap;
 use crate::launches::Launches;
 use crate::membership::{Membership, State};
 use crate::options::DeviceOptions;
+use crate::proxy::Proxy;
 use crate::results::Results;
 use crate::setup_timings::SetupTimings;
 use crate::sight::Sight;
@@ -32,6 +33,8 @@ pub(crate) struct Inner {
     pub(crate) membership: Membership,
     pub(crate) launches: Launches,
     pub(crate) results: Results,
+    /// Sends to ranks whose heaps this GPU cannot map; of the heap: a buffer and its variants have it in common.
+    pub(crate) proxy: Arc<OnceLock<Proxy>>,
     pub(crate) setup_timings: Mutex<SetupTimings>,
     pub(crate) sight: Arc<Sight>,
     /// The buffer whose heap and connections a variant uses.

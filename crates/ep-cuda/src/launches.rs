@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -37,8 +36,6 @@ pub(crate) struct Launches {
     in_flight: Arc<InFlight>,
     /// Of the heap: a buffer and its variants have it in common.
     outstanding: Arc<Mutex<Outstanding>>,
-    /// Bytes forwarded to ranks whose heaps this GPU cannot map.
-    forwarded: AtomicU64,
 }
 
 impl Launches {
@@ -60,7 +57,6 @@ impl Launches {
             reader: Reader::new(cuda),
             in_flight: Arc::default(),
             outstanding: Arc::default(),
-            forwarded: AtomicU64::new(0),
         };
         // The driver would block a release until the kernels are done, and they may be waiting for other ranks.
         let asked: Weak<InFlight> = Arc::downgrade(&launches.in_flight);
@@ -80,7 +76,6 @@ impl Launches {
             reader: Reader::new(&self.cuda),
             in_flight: self.in_flight.clone(),
             outstanding: self.outstanding.clone(),
-            forwarded: AtomicU64::new(0),
         }
     }
 
@@ -104,12 +99,6 @@ impl Launches {
     /// Blocks of a launch.
     pub(crate) fn blocks(&self) -> u32 {
         self.blocks
-    }
-
-    /// Blocks of a launch whose rows the host forwards: the engine's unpack kernels need multiprocessors while these
-    /// kernels wait for what they deliver.
-    pub(crate) fn forwarding_blocks(&self) -> u32 {
-        self.blocks.min(self.kernels.most_blocks() / 2).max(1)
     }
 
     /// GPU address of the ring of faults.
@@ -163,16 +152,6 @@ impl Launches {
         let deadline = Instant::now() + limit;
         let in_flight = self.in_flight.all();
         in_flight.iter().try_for_each(|done| done.synchronize(deadline.saturating_duration_since(Instant::now())))
-    }
-
-    /// Counts bytes that the host has forwarded.
-    pub(crate) fn add_forwarded(&self, bytes: u64) {
-        self.forwarded.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Bytes that the host has forwarded.
-    pub(crate) fn forwarded(&self) -> u64 {
-        self.forwarded.load(Ordering::Relaxed)
     }
 
     /// Never unloads the kernels, which may still run.

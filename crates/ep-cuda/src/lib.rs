@@ -12,9 +12,9 @@
 //! arrays         checks of the arrays that callers pass, with errors that name the argument
 //! ```
 //!
-//! No call waits for the GPU unless its documentation says so, so calls can be captured in a graph. The exception is a
-//! rank whose heap this GPU cannot map, on another node for instance: kernels write its data into a local mirror of its
-//! heap, and the host forwards it through the engine before the call returns.
+//! No call waits for the GPU unless its documentation says so, so calls can be captured in a graph. For a rank whose heap
+//! this GPU cannot map, on another node for instance, kernels write into pinned memory, from which threads of the buffer
+//! send it (the `proxy` module).
 //!
 //! Every rank calls the same operations in the same order. All blocks of a launch must be resident at once, because
 //! they wait for blocks of other ranks; buffers whose operations may overlap on one GPU must therefore share its
@@ -30,7 +30,6 @@ mod counts;
 mod device_reader;
 mod enqueue;
 mod fault_ring;
-mod forward;
 mod handles;
 mod heap;
 mod inner;
@@ -43,6 +42,7 @@ mod membership;
 mod options;
 mod outstanding;
 mod peer;
+mod proxy;
 mod regions;
 mod results;
 mod setup_timings;

@@ -1,8 +1,10 @@
 //! Detection of lost ranks by faults that kernels report, closed connections, and notices of other ranks. A thread
 //! waits for the latter two, so that a rank is masked even while every other thread waits for kernels that wait for it.
 
-use std::sync::mpsc::Receiver;
+use std::collections::HashSet;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use crossrail::{Endpoint, ErrorKind, Receipt};
 use crossrail_ep::{Fault, OnLoss};
@@ -14,14 +16,48 @@ use crate::inner::Inner;
 use crate::membership::State;
 use crate::peer::{Departure, Peer};
 
+/// Maximum time by which the rails of a connection end earlier than the connection itself.
+const WITH_CONNECTION: Duration = Duration::from_millis(200);
+
 /// Starts the watching thread, which ends with the buffer.
 pub(crate) fn start(inner: &Arc<Inner>, events: Receiver<ConnectionEvent>) -> Result<()> {
     let buffer: Weak<Inner> = Arc::downgrade(inner);
     let body = move || {
-        while let Ok(event) = events.recv() {
+        // Rails that have ended, perhaps because the connection ends.
+        let mut ended: Vec<(Instant, ConnectionEnd)> = Vec::new();
+        // Connections that have ended by themselves.
+        let mut over: HashSet<(u32, u64)> = HashSet::new();
+        loop {
+            let first = ended.first().map(|(at, _)| at.saturating_duration_since(Instant::now()));
+            let event = match first {
+                Some(left) => events.recv_timeout(left),
+                None => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
             let Some(inner) = buffer.upgrade() else { return };
+            let event = match event {
+                Ok(event) => event,
+                Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => {
+                    let (_, end) = ended.remove(0);
+                    inner.rails_ended(&end);
+                    continue;
+                }
+            };
             match event {
-                ConnectionEvent::Ended(lost) => inner.connection_ended(lost),
+                ConnectionEvent::Rails { rank, generation, .. } if over.contains(&(rank, generation)) => {}
+                ConnectionEvent::Rails { rank, generation, why } => {
+                    if inner.membership.generation(rank) == generation {
+                        inner.mask_in_kernels(rank);
+                    }
+                    let error = Error::new(ErrorKind::PeerDead, "rails", why);
+                    ended.push((Instant::now() + WITH_CONNECTION, ConnectionEnd { rank, generation, error }));
+                }
+                ConnectionEvent::Ended(lost) => {
+                    let (rank, generation) = (lost.rank, lost.generation);
+                    over.insert((rank, generation));
+                    ended.retain(|(_, end)| (end.rank, end.generation) != (rank, generation));
+                    inner.connection_ended(lost);
+                }
                 ConnectionEvent::Notice { rank, generation, receipt } => {
                     inner.notice_arrived(rank, generation, &receipt)
                 }
@@ -115,6 +151,13 @@ impl Inner {
         }
         self.variants().iter().for_each(|variant| variant.connection_ended(lost.clone()));
         self.process_if_free();
+    }
+
+    /// Rails have ended a while ago: the connection is as good as ended, if it has not by itself.
+    fn rails_ended(&self, end: &ConnectionEnd) {
+        if self.membership.generation(end.rank) == end.generation {
+            self.connection_ended(end.clone());
+        }
     }
 
     /// Handles a notice of another rank.

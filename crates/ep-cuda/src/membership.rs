@@ -16,7 +16,8 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::agreement::{Agreement, Loss};
 use crate::connection_event::{ConnectionEnd, ConnectionEvent};
 use crate::fault_ring::Ring;
-use crate::peer::{Forwarded, Peer};
+use crate::peer::Peer;
+use crate::proxy::Lost;
 use crate::sight::Members;
 
 /// Tag of a message that is never sent: its receive fails when the connection ends.
@@ -131,6 +132,20 @@ impl Membership {
         let mut connections = self.connections.lock();
         connections.generations[rank as usize] = generation;
         publish()
+    }
+
+    /// A callback that announces the end of rails.
+    pub(crate) fn rails_watch(&self) -> Lost {
+        let events = self.events.clone();
+        Box::new(move |rank, generation, why| {
+            // The receiver may have ended with the buffer.
+            let _ = events.send(ConnectionEvent::Rails { rank, generation, why: why.to_owned() });
+        })
+    }
+
+    /// The generation of the connection to a rank; 0 for none.
+    pub(crate) fn generation(&self, rank: u32) -> u64 {
+        self.connections.lock().generations[rank as usize]
     }
 
     /// Queues the end of a connection for the next call, and calls `mask` if the rank has no newer one; returns whether.
@@ -256,13 +271,9 @@ impl State {
         Members { connected: self.peers().count() as u64, masked, lost: self.faults.len() as u64 }
     }
 
-    /// Unmasked ranks that are reached through the host.
-    pub(crate) fn forwarded(&self) -> impl Iterator<Item = &Forwarded> {
-        self.unmasked().filter_map(Peer::forwarded)
-    }
-
-    pub(crate) fn has_forwarded(&self) -> bool {
-        self.forwarded().next().is_some()
+    /// Ranks that are reached through the proxy, as bits.
+    pub(crate) fn far_ranks(&self) -> u64 {
+        self.peers().filter(|peer| peer.far().is_some()).fold(0, |bits, peer| bits | 1 << peer.rank)
     }
 
     /// Faults that kernels have reported since the last call.

@@ -1,9 +1,15 @@
 //! Options of a buffer in GPU memory, and the memory it needs.
 
+use std::time::Duration;
+
+use crossrail_control::Group;
 use crossrail_cuda::{Context, Cuda};
 use crossrail_ep::{Config, Layout, Payload, Plan, Room, Scale};
 use crossrail_kernels::ep as kernels;
 use crossrail_types::{Error, ErrorKind, Result};
+
+/// Time that a buffer waits for ranks that have not joined their group.
+const JOINING: Duration = Duration::from_secs(2);
 
 /// Options of a buffer in GPU memory, in addition to its [`Config`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,6 +23,9 @@ pub struct DeviceOptions {
     /// Ranks of this machine with another number are treated as if on another node, to test several nodes on one
     /// machine.
     pub node: Option<u32>,
+    /// Permits ranks whose heaps the GPU cannot map, on other nodes for instance, to connect; `None`: if the group has
+    /// ranks on other nodes by then. The same on all ranks. Matters to the rank layout only, whose rows then go to slots.
+    pub between_nodes: Option<bool>,
     /// Lay the heap out for every payload and number of experts per token, so that
     /// [`crate::DeviceBuffer::variant`] can be called. The same on all ranks.
     pub variants: bool,
@@ -24,7 +33,7 @@ pub struct DeviceOptions {
 
 impl Default for DeviceOptions {
     fn default() -> DeviceOptions {
-        DeviceOptions { ordinal: 0, num_sms: None, regions: 2, node: None, variants: false }
+        DeviceOptions { ordinal: 0, num_sms: None, regions: 2, node: None, between_nodes: None, variants: false }
     }
 }
 
@@ -32,6 +41,24 @@ impl DeviceOptions {
     /// Number of regions in the heap.
     pub(crate) fn regions_of(&self, config: &Config) -> u32 {
         if config.has(Layout::Rank) { self.regions } else { 0 }
+    }
+
+    /// These options without the defaults that depend on the group. If they matter, waits a moment for ranks that are about to
+    /// join, so that all ranks decide alike.
+    pub(crate) fn resolved(self, config: &Config, group: &Group) -> Result<DeviceOptions> {
+        if self.between_nodes.is_some() {
+            return Ok(self);
+        }
+        let known = self.node.is_some() || !config.share_node;
+        let shape = shape(config, &self)?;
+        let matters = shape.rank_layout && !shape.slotted();
+        if matters && !known {
+            let ranks: Vec<u32> = (0..config.ranks.min(group.size())).collect();
+            // Later ones may be on this node, too.
+            let _ = group.wait_members(&ranks, Some(JOINING));
+        }
+        let several = known || group.members().iter().any(|member| member.node != group.node());
+        Ok(DeviceOptions { between_nodes: Some(several), ..self })
     }
 
     /// Blocks of a launch; `most` can be resident at once.
@@ -84,7 +111,11 @@ pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels:
         expert_layout: config.has(Layout::Expert),
         rank_layout: config.has(Layout::Rank),
         regions: options.regions_of(config),
-        tuning: kernels::Tuning { early: true, ..kernels::Tuning::USUAL },
+        tuning: kernels::Tuning {
+            early: true,
+            slots: options.between_nodes.unwrap_or(false),
+            ..kernels::Tuning::USUAL
+        },
     };
     shape.check()?;
     Ok(shape)
@@ -98,22 +129,19 @@ pub(crate) fn room(shape: &kernels::Shape, options: &DeviceOptions) -> kernels::
     kernels::Shape { payload: kernels::Payload::Bf16, topk: kernels::MOST_TOPK.min(shape.experts), ..*shape }
 }
 
-/// GPU memory that a buffer needs, with `unreachable` ranks whose heaps the GPU cannot map, and what is free.
-/// `free`: its bytes, or why they are unknown.
+/// GPU memory that a buffer needs, with `unreachable` ranks whose heaps the GPU cannot map, and what is free. What these
+/// ranks write, and what is written for them, is in pinned memory of the host. `free`: its bytes, or why they are unknown.
 pub(crate) fn plan(
     config: &Config,
     options: &DeviceOptions,
     unreachable: u32,
     free: std::result::Result<u64, String>,
 ) -> Result<Plan> {
+    let options =
+        &DeviceOptions { between_nodes: Some(options.between_nodes.unwrap_or(unreachable > 0)), ..options.clone() };
     shape(config, options)?;
     let kinds = |config: &Config| match shape(config, options) {
-        Ok(shape) => {
-            let room = room(&shape, options);
-            let mut kinds = room.kinds();
-            kinds.push(("mirrors of unreachable ranks", u64::from(unreachable) * room.heap_bytes()));
-            kinds
-        }
+        Ok(shape) => room(&shape, options).kinds(),
         // More tokens than the kernels' limit, for the plan's search of what would fit.
         Err(_) => vec![("too many tokens", u64::MAX)],
     };

@@ -1,9 +1,12 @@
 //! A connected rank.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use crossrail::{Endpoint, Mapped, Memory, RegionKey, Request};
+use crossrail::{Endpoint, Mapped, Request};
 use crossrail_ep::{Fault, LinkKind};
+
+use crate::proxy::FarRank;
 
 /// A rank that is connected.
 pub(crate) struct Peer {
@@ -35,18 +38,10 @@ pub(crate) enum Path {
     Own,
     /// Directly, through the mapped heap.
     Mapped { endpoint: Endpoint, heap: Mapped },
-    /// Into a local mirror, which the host forwards to the heap.
-    Forwarded(Box<Forwarded>),
-}
-
-/// A rank whose heap this GPU cannot map.
-#[derive(Clone)]
-pub(crate) struct Forwarded {
-    pub(crate) rank: u32,
-    pub(crate) endpoint: Endpoint,
-    /// Key of its heap.
-    pub(crate) key: RegionKey,
-    pub(crate) mirror: Memory,
+    /// Into memory of this host that its process maps, too.
+    Host { endpoint: Endpoint, far: Arc<FarRank> },
+    /// Into pinned memory, from which the proxy sends.
+    Far { endpoint: Endpoint, far: Arc<FarRank> },
 }
 
 impl Peer {
@@ -59,7 +54,8 @@ impl Peer {
         let path = match &self.path {
             Path::Own => Path::Own,
             Path::Mapped { endpoint, heap } => Path::Mapped { endpoint: endpoint.clone(), heap: heap.clone() },
-            Path::Forwarded(forwarded) => Path::Forwarded(forwarded.clone()),
+            Path::Host { endpoint, far } => Path::Host { endpoint: endpoint.clone(), far: far.clone() },
+            Path::Far { endpoint, far } => Path::Far { endpoint: endpoint.clone(), far: far.clone() },
         };
         let Peer { rank, generation, masked, ref lost, ref departure, .. } = *self;
         Peer { rank, generation, masked, lost: lost.clone(), departure: departure.clone(), path, life: None }
@@ -68,8 +64,7 @@ impl Peer {
     pub(crate) fn endpoint(&self) -> Option<&Endpoint> {
         match &self.path {
             Path::Own => None,
-            Path::Mapped { endpoint, .. } => Some(endpoint),
-            Path::Forwarded(forwarded) => Some(&forwarded.endpoint),
+            Path::Mapped { endpoint, .. } | Path::Host { endpoint, .. } | Path::Far { endpoint, .. } => Some(endpoint),
         }
     }
 
@@ -82,32 +77,27 @@ impl Peer {
         self.endpoint().and_then(Endpoint::end)
     }
 
-    pub(crate) fn forwarded(&self) -> Option<&Forwarded> {
+    /// Its areas, if the proxy sends to it.
+    pub(crate) fn far(&self) -> Option<&Arc<FarRank>> {
         match &self.path {
-            Path::Forwarded(forwarded) => Some(forwarded),
+            Path::Far { far, .. } => Some(far),
             _ => None,
         }
     }
 
-    /// The mirror of its heap, if it has one.
-    pub(crate) fn mirror(&self) -> Option<&Memory> {
-        self.forwarded().map(|forwarded| &forwarded.mirror)
-    }
-
-    /// Address at which kernels write its data: its heap as mapped here, or the mirror. `own`: this rank's heap.
-    pub(crate) fn base(&self, own: u64) -> u64 {
+    /// Its inbox here, if that does not lie in this rank's heap.
+    pub(crate) fn apart(&self) -> Option<&FarRank> {
         match &self.path {
-            Path::Own => own,
-            Path::Mapped { heap, .. } => heap.ptr() as u64,
-            Path::Forwarded(forwarded) => forwarded.mirror.ptr() as u64,
+            Path::Host { far, .. } | Path::Far { far, .. } => Some(far),
+            _ => None,
         }
     }
 
     pub(crate) fn kind(&self) -> LinkKind {
         match &self.path {
             Path::Own => LinkKind::Myself,
-            Path::Mapped { .. } => LinkKind::Heap,
-            Path::Forwarded(_) => LinkKind::Network,
+            Path::Mapped { .. } | Path::Host { .. } => LinkKind::Heap,
+            Path::Far { .. } => LinkKind::Network,
         }
     }
 

@@ -21,7 +21,7 @@ pub struct Traffic {
 enum Reach {
     Own,
     Mapped,
-    Forwarded,
+    Far,
     /// Not connected, or masked.
     Excluded,
 }
@@ -42,7 +42,7 @@ impl DeviceBuffer {
             let state = inner.membership.lock();
             let reach = |rank: u32| match state.peer(rank) {
                 _ if rank == inner.me => Reach::Own,
-                Some(peer) if !peer.masked && peer.forwarded().is_some() => Reach::Forwarded,
+                Some(peer) if !peer.masked && peer.far().is_some() => Reach::Far,
                 Some(peer) if !peer.masked => Reach::Mapped,
                 _ => Reach::Excluded,
             };
@@ -125,8 +125,8 @@ impl Routing {
     fn bytes(&self, reach: &[Reach], row: u64, once: bool) -> Bytes {
         let mut bytes = Bytes { logical: row * self.selections, ..Bytes::default() };
         for (rows, reach) in if once { &self.once } else { &self.each }.iter().zip(reach) {
-            bytes.wire += if matches!(reach, Reach::Mapped | Reach::Forwarded) { row * rows } else { 0 };
-            bytes.network += if *reach == Reach::Forwarded { row * rows } else { 0 };
+            bytes.wire += if matches!(reach, Reach::Mapped | Reach::Far) { row * rows } else { 0 };
+            bytes.network += if *reach == Reach::Far { row * rows } else { 0 };
         }
         bytes
     }
@@ -136,7 +136,7 @@ impl Routing {
 mod tests {
     use super::*;
 
-    const REACH: [Reach; 4] = [Reach::Own, Reach::Mapped, Reach::Forwarded, Reach::Excluded];
+    const REACH: [Reach; 4] = [Reach::Own, Reach::Mapped, Reach::Far, Reach::Excluded];
 
     #[test]
     fn rows_are_counted_once_for_each_rank_and_by_how_it_is_reached() {

@@ -61,6 +61,7 @@ impl DeviceBuffer {
                 membership,
                 launches,
                 results,
+                proxy: base.proxy.clone(),
                 setup_timings: Mutex::default(),
                 sight,
                 base: Some(base.clone()),

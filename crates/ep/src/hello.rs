@@ -74,6 +74,8 @@ pub struct Parameters {
     device: String,
     /// Results of the rank layout that a heap has regions for; 0 in host memory.
     regions: u32,
+    /// Ranks on other nodes may connect to a buffer in GPU memory, whose heap then has room for it.
+    between_nodes: bool,
 }
 
 impl Parameters {
@@ -94,12 +96,13 @@ impl Parameters {
             on_loss: config.on_loss,
             device: "cpu".to_owned(),
             regions: 0,
+            between_nodes: false,
         }
     }
 
     /// The same for a buffer in GPU memory with this many regions for results of the rank layout.
-    pub fn on_gpu(self, regions: u32) -> Parameters {
-        Parameters { device: "cuda".to_owned(), regions, ..self }
+    pub fn on_gpu(self, regions: u32, between_nodes: bool) -> Parameters {
+        Parameters { device: "cuda".to_owned(), regions, between_nodes, ..self }
     }
 
     /// The maximum number of ranks.
@@ -128,6 +131,7 @@ impl Parameters {
             ("on_loss", self.on_loss.to_string(), theirs.on_loss.to_string()),
             ("device", self.device.clone(), theirs.device.clone()),
             ("regions", format!("{:?}", self.regions), format!("{:?}", theirs.regions)),
+            ("between_nodes", format!("{:?}", self.between_nodes), format!("{:?}", theirs.between_nodes)),
         ];
         match rows.into_iter().find(|(_, here, there)| here != there) {
             None => Ok(()),

@@ -19,6 +19,7 @@ const HEADERS: &[(&str, &str)] = &[
     ("ptx/convert.cuh", text!("ptx/convert.cuh")),
     ("kernels/copy_warp.cuh", text!("kernels/copy_warp.cuh")),
     ("kernels/ep_common.cuh", text!("kernels/ep_common.cuh")),
+    ("kernels/ep_commands.cuh", text!("kernels/ep_commands.cuh")),
     ("kernels/ep_start.cuh", text!("kernels/ep_start.cuh")),
     ("kernels/ep_flags.cuh", text!("kernels/ep_flags.cuh")),
     ("kernels/ep_plan.cuh", text!("kernels/ep_plan.cuh")),

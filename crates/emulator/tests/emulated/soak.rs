@@ -61,6 +61,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
             rank_threads,
             rank_movers,
             granted,
+            slots: false,
             early: false,
             marks,
         },

@@ -210,7 +210,7 @@ impl Recorded {
     }
 }
 
-fn expert_graph(rank: &Rank) {
+pub(crate) fn expert_graph(rank: &Rank) {
     let recorded = Recorded::new(rank);
     (0..REPLAYS).for_each(|round| recorded.replay(rank, 100 + round, &[]));
     // Without a look at what came between them, and beside calls that are not recorded.
@@ -225,7 +225,7 @@ fn poison(gpu: &Gpu, shape: &Shape, out: &EpDispatchArgs) {
     gpu.poison(out.out_source, 4 * rows);
 }
 
-fn rank_graph(rank: &Rank) {
+pub(crate) fn rank_graph(rank: &Rank) {
     let (gpu, me, shape, way) = (&rank.gpu, rank.me as usize, rank.shape(), Way { early: true, ..Way::default() });
     let stride = 2 * u64::from(shape.hidden);
     gpu.reset();

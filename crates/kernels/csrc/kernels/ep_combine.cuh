@@ -38,6 +38,31 @@ __device__ __forceinline__ void prefetch_rows(bool has, u64 row, u32 bytes, u32 
     }
 }
 
+// The weights of this rank that a block sends.
+struct WeightShare {
+    u32 first;
+    u32 end;
+
+    __device__ __forceinline__ explicit WeightShare(const EpCommon &c) {
+        u32 count = c.tokens * EP_K, each = (count + gridDim.x - 1) / gridDim.x;
+        first = min(blockIdx.x * each, count);
+        end = min(first + each, count);
+    }
+};
+
+// Announces the weights that this warp has written for far ranks. All lanes.
+__device__ __noinline__ void send_far_weights(const EpCommon &c, const Start &start, WeightShare share, u64 weights, u32 lane) {
+    fence_acq_rel_sys();
+#pragma unroll 1
+    for (u32 rank = lane; rank < EP_R; rank += LANES) {
+        bool goes = (start.far & start.open) >> rank & 1;
+        if (!goes || !slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN)) continue;
+        u64 range = range_number(weights + u64(share.first) * 8, (share.end - share.first) * 8);
+        append_range(c, EP_COMMAND_WEIGHTS, rank, start.sent, range);
+    }
+    __syncwarp();
+}
+
 // First weight of this rank that a lane of the flagging warp sends; loaded before it is known whether it must be sent.
 struct OwnWeight {
     int expert = -1;
@@ -46,8 +71,9 @@ struct OwnWeight {
     __device__ __forceinline__ OwnWeight() {}
 
     __device__ __forceinline__ OwnWeight(const EpCombineArgs &args, u32 lane) {
-        u32 i = blockIdx.x + gridDim.x * lane;
-        if (EP_PREREDUCE && (args.common.phases & EP_SEND) && i < args.common.tokens * EP_K) read(args, i);
+        if (!EP_PREREDUCE || !(args.common.phases & EP_SEND)) return;
+        WeightShare share(args.common);
+        if (share.first + lane < share.end) read(args, share.first + lane);
     }
 
     __device__ __forceinline__ void read(const EpCombineArgs &args, u64 i) {
@@ -62,19 +88,20 @@ struct OwnWeight {
 __device__ __forceinline__ void send_weights(const EpCombineArgs &args, const Start &start, OwnWeight own, u32 lane) {
     const EpCommon &c = args.common;
     if (SLOTS || !EP_PREREDUCE || start.weighted) return;
-    u32 count = c.tokens * EP_K;
+    WeightShare share(c);
     u64 weights = c.heap.back_weights + parity_of(start.sent) * c.heap.back_weights_stride;
-    u32 first = blockIdx.x + gridDim.x * lane;
 #pragma unroll 1
-    for (u32 i = first; i < count; i += LANES * gridDim.x) {
-        if (i != first) own.read(args, i);
+    for (u32 i = share.first + lane; i < share.end; i += LANES) {
+        if (i != share.first + lane) own.read(args, i);
         u32 rank = own.expert >= 0 ? own.expert / LOCAL : c.rank;
         bool goes = own.expert >= 0 && (start.open >> rank & 1) && !(is_direct(c) && rank == c.rank);
         if (!goes || !slots_free(c, start, rank, EP_WORD_COMBINE_TAKEN, EP_STAGE_COMBINE_TAKEN)) continue;
         u64 to = start.to[rank] + weights + u64(i) * 8;
-        st_relaxed_sys_u64(to, tagged(start.sent, __float_as_uint(own.weight)));
+        u64 tag = start.far >> rank & 1 ? 0 : tagged(start.sent, 0);
+        st_relaxed_sys_u64(to, tag | __float_as_uint(own.weight));
     }
     __syncwarp();
+    if ((start.far & start.open) && share.first != share.end) send_far_weights(c, start, share, weights, lane);
 }
 
 // Weight of each lane's selection of a token, if the selection is `here`; waits for it if necessary. 1 for a rank that
@@ -252,14 +279,18 @@ struct Returns {
                 u8 *stage = outbox.stage(stages, COMBINE_STAGE);
                 stage_back<Wire>(args, start, r, its, stage, lane);
                 u64 inbox = start.to[r.source], slot = parity_of(start.sent), i = u64(r.token) * BACK_ROWS + r.which;
-                u64 to = inbox + c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
+                u64 place = c.heap.back + slot * c.heap.back_slot + i * c.heap.back_stride + r.piece * EP_PIECE * 2ull;
                 u64 flag = inbox + c.heap.back_flags + slot * c.heap.back_flags_slot + (i * PIECES + r.piece) * 8;
                 u32 elements = piece_elements(r.piece);
-                outbox.send(stage, is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2, to, flag, lane);
+                u32 bytes = is_coded<Wire>(c, r.source) ? Wire::bytes(elements) : elements * 2;
+                bool far = start.far >> r.source & 1;
+                if (far) flag = range_command(EP_COMMAND_BACK, r.source, place, bytes);
+                outbox.send(stage, bytes, inbox + place, flag, lane);
                 if (SLOTS && args.y_weights && r.piece == 0) {
                     u32 weight = weight_back(args, __shfl_sync(WHOLE_WARP, its, 0), lane);
-                    u64 back = inbox + weights_back_at(c, start.sent, r.token) + 8 * lane;
-                    if (lane < EP_K) st_relaxed_sys_u64(back, tagged(start.sent, weight));
+                    u64 at = weights_back_at(c, start.sent, r.token);
+                    if (lane < EP_K) st_relaxed_sys_u64(inbox + at + 8 * lane, (far ? 0 : tagged(start.sent, 0)) | weight);
+                    if (far) outbox.announce(range_command(EP_COMMAND_WEIGHTS, r.source, at, EP_K * 8), lane);
                 }
                 if (outbox.sent == 1) mark_of(0, args.marks, EP_MARK_FIRST);
             }
@@ -535,7 +566,7 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
     if (warp == FLAGGER) {
         if (sends) send_weights(args, start, own, lane);
         if (!c.waits && lane == 0 && is_last_to_begin(blocks)) advance_epochs(c, start);
-        if (sends) set_flags(flags, start.sent, BACK_SENDERS, lane);
+        if (sends) set_flags(c, flags, start.sent, BACK_SENDERS, lane);
         mark_of(FLAGGER * LANES, args.marks, EP_MARK_DETAILS);
     } else if (sends && warp < BACK_SENDERS) {
         Outbox outbox = {flags, warp};

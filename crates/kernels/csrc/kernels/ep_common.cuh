@@ -99,17 +99,25 @@ __device__ __forceinline__ void note_wait(const EpCommon &c, u32 rank, u64 start
     if (c.waits) atomicMax(&at<u64>(c.base + c.heap.waited, rank), clock_ns() - started);
 }
 
+// True for a word in memory of the host, where the polls of many warps compete with the data that they wait for.
+__device__ __forceinline__ bool is_pinned(const EpCommon &c, u64 word) { return word - c.base >= c.heap.bytes; }
+// Pause between two polls of such a word.
+constexpr u32 EP_PINNED_NS = 500;
+
 // The slow part of `await`.
 __device__ __noinline__ bool await_long(const EpCommon &c, u64 word, u64 value, u32 rank, u32 stage, u64 epoch) {
     u64 started = clock_ns();
+    bool pinned = is_pinned(c, word);
     while (true) {
         u64 seen = 0;
+#pragma unroll 1
         for (u32 poll = 0; poll < EP_POLLS_PER_CLOCK; ++poll) {
             seen = ld_acquire_sys_u64(word);
             if (seen >= value) {
                 note_wait(c, rank, started);
                 return true;
             }
+            if (pinned) pause_ns(EP_PINNED_NS);
         }
         // All waiting threads read the same line of masks, so do it rarely.
         if (is_masked(c, rank)) {
@@ -147,13 +155,17 @@ __device__ __forceinline__ bool is_tagged(u64 word, u64 epoch) { return static_c
 // Relaxed: nothing but the word itself is visible afterwards.
 __device__ __noinline__ u64 await_tagged(const EpCommon &c, u64 word, u32 rank, u32 stage, u64 epoch) {
     u64 started = clock_ns();
+    bool pinned = is_pinned(c, word);
     while (true) {
         u64 seen = 0;
+#pragma unroll 1
         for (u32 poll = 0; poll < EP_POLLS_PER_CLOCK; ++poll) {
             seen = ld_relaxed_sys_u64(word);
-            if (!is_tagged(seen, epoch)) continue;
-            note_wait(c, rank, started);
-            return seen;
+            if (is_tagged(seen, epoch)) {
+                note_wait(c, rank, started);
+                return seen;
+            }
+            if (pinned) pause_ns(EP_PINNED_NS);
         }
         if (is_masked(c, rank)) {
             note_wait(c, rank, started);

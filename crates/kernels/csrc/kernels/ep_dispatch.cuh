@@ -90,6 +90,9 @@ __device__ __forceinline__ u32 stage_piece(const EpDispatchArgs &args, u32 token
     return (data + elements / BLOCK * SCALE + 15) / 16 * 16;
 }
 
+// The command of rows that are cast and scaled as these.
+constexpr u32 ROWS_COMMAND = !EP_FP8 ? EP_COMMAND_ROWS_BF16 : EP_SCALE == 2 ? EP_COMMAND_ROWS_UE8M0 : EP_COMMAND_ROWS_FP8;
+
 // The expert of a selection of this rank's.
 __device__ __forceinline__ int chosen_at(const EpDispatchArgs &args, u64 selection) {
     if (SLOTS && args.cached) return at<int>(args.common.handle + args.common.parts.sent, selection);
@@ -120,8 +123,9 @@ struct Outgoing {
         u32 rank = expert >= 0 ? expert / LOCAL : 0;
         bool sender = is_first_of_rank(rank, expert >= 0, lane) && takes_rows(start, rank);
         u64 inbox = start.to[rank], row = parity_of(start.sent) * c.max_tokens + token;
-        u64 to = inbox + c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride;
+        u64 place = c.heap.rows + row * c.heap.row_stride + piece * c.heap.piece_stride, to = inbox + place;
         u64 flag = inbox + c.heap.row_flags + (row * PIECES + piece) * 8;
+        if (start.far >> rank & 1) flag = range_command(ROWS_COMMAND, rank, place, bytes);
         start_sending(pending, stage, bytes, sender, to, flag, lane);
     }
 };
@@ -147,10 +151,10 @@ __device__ __forceinline__ void send_rows(const EpDispatchArgs &args, Start &sta
         bool has = share.unit < share.end;
         u8 *place = stages + stage * DISPATCH_STAGE;
         Outgoing row;
-        if constexpr (EP_STAGES == 1) await_pending(pending, start, lane);
+        if constexpr (EP_STAGES == 1) await_pending(args.common, pending, start, lane);
         if (has) row.read(args, share.unit, place, lane);
         if (!met) meet();
-        if constexpr (EP_STAGES > 1) await_pending(pending, start, lane);
+        if constexpr (EP_STAGES > 1) await_pending(args.common, pending, start, lane);
         if (!has) break;
         row.send(args.common, start, share.unit, place, pending, lane);
         if (!met) mark_of(0, args.marks, EP_MARK_FIRST);

@@ -72,6 +72,24 @@ struct Outbox {
         ++sent;
     }
 
+    // As a piece without bytes: what all lanes have stored so far is announced by `flag`. All lanes.
+    __device__ __forceinline__ void announce(u64 flag, u32 lane) {
+        __syncwarp();
+        if (lane == 0) {
+#if EP_BULK
+            bulk_commit();
+            note(flag);
+            bulk_wait_done<BACK_STAGES - 1>();
+            if (sent + 1 >= BACK_STAGES) atom_add_acq_rel_shared_u32(flags.there[warp], 1);
+#else
+            note(flag);
+            atom_add_acq_rel_shared_u32(flags.there[warp], 1);
+#endif
+        }
+        __syncwarp();
+        ++sent;
+    }
+
     // The flag of the piece after `sent`. One lane.
     __device__ __forceinline__ void note(u64 flag) {
         while (sent >= RING && atom_add_acq_rel_shared_u32(flags.set[warp], 0) + RING <= sent) pause_ns(20);
@@ -94,7 +112,7 @@ struct Outbox {
 };
 
 // Sets the flags of all pieces that the block's first `senders` warps send. One whole warp.
-__device__ __forceinline__ void set_flags(Flags &flags, u64 epoch, u32 senders, u32 lane) {
+__device__ __forceinline__ void set_flags(const EpCommon &c, Flags &flags, u64 epoch, u32 senders, u32 lane) {
     u32 done = 0;
     while (true) {
         u32 there = lane < senders ? atom_add_acq_rel_shared_u32(flags.there[lane], 0) : ALL_THERE;
@@ -107,7 +125,7 @@ __device__ __forceinline__ void set_flags(Flags &flags, u64 epoch, u32 senders, 
         fence_acq_rel_sys();
         for (u32 i = 0; i < more; ++i) {
             u64 flag = atomicExch(&flags.ring[lane][(done + i) % RING], 0ull);
-            st_relaxed_sys_u64(flag, epoch);
+            set_flag(c, flag, epoch);
         }
         if (more) atom_add_acq_rel_shared_u32(flags.set[lane], more);
         done += more;

@@ -52,6 +52,29 @@ struct OwnSelection {
 // Whether a rank may be written to.
 __device__ __forceinline__ bool takes_rows(const Start &start, u32 rank) { return (start.open & start.free) >> rank & 1; }
 
+// Announces the words that this block has written for far ranks: of every `gridDim.x * EP_THREADS` selections EP_THREADS.
+// All threads.
+__device__ __noinline__ void send_far_selections(const EpDispatchArgs &args, const Start &start, u64 count, u64 table) {
+    __syncthreads();
+    if (threadIdx.x >= LANES) return;
+    fence_acq_rel_sys();
+    const EpCommon &c = args.common;
+    u64 step = u64(gridDim.x) * EP_THREADS;
+#pragma unroll 1
+    for (u64 first = u64(blockIdx.x) * EP_THREADS; first < count; first += step) {
+        u32 bytes = static_cast<u32>(count - first < EP_THREADS ? count - first : EP_THREADS) * 8;
+#pragma unroll 1
+        for (u32 rank = threadIdx.x; rank < EP_R; rank += LANES) {
+            if (!(start.far >> rank & 1) || !takes_rows(start, rank)) continue;
+            u64 at = table + 8 * first;
+            append_range(c, EP_COMMAND_TABLE, rank, start.sent, range_number(at, bytes));
+            if (!args.topk_weights) continue;
+            append_range(c, EP_COMMAND_TABLE, rank, start.sent, range_number(at + c.heap.table_weights, bytes));
+        }
+    }
+    __syncwarp();
+}
+
 // Sends every rank the selections of its experts by this rank's tokens. All blocks.
 __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, const Start &start, OwnSelection own) {
     const EpCommon &c = args.common;
@@ -71,21 +94,29 @@ __device__ __forceinline__ void send_selections(const EpDispatchArgs &args, cons
             if (!takes_rows(start, rank)) continue;
             u64 word = start.to[rank] + table + 8 * i;
             bool there = home == rank;
-            st_relaxed_sys_u64(word, tagged(epoch, there ? expert % LOCAL + 1 : 0));
+            // The proxy of a far rank sets the tags.
+            u64 tag = start.far >> rank & 1 ? 0 : tagged(epoch, 0);
+            st_relaxed_sys_u64(word, tag | (there ? expert % LOCAL + 1 : 0));
             if (!there) continue;
             goes = true;
             u32 weight = __float_as_uint(own.weight);
-            if (args.topk_weights) st_relaxed_sys_u64(word + c.heap.table_weights, tagged(epoch, weight));
+            if (args.topk_weights) st_relaxed_sys_u64(word + c.heap.table_weights, tag | weight);
         }
         at<int>(c.handle + c.parts.sent, i) = goes ? expert : -1;
         if (args.topk_weights) at<float>(c.handle + c.parts.sent_weights, i) = own.weight;
     }
+    if ((start.far & start.open & start.free) && !(SLOTS && args.cached)) send_far_selections(args, start, count, table);
     if (blockIdx.x != 0) return;
     u32 flags = args.topk_weights ? EP_WEIGHTED : 0;
     if (SLOTS && args.cached) flags = EP_CACHED;
 #pragma unroll 1
     for (u32 rank = threadIdx.x; rank < EP_R; rank += EP_THREADS) {
         if (!takes_rows(start, rank)) continue;
+        if (start.far >> rank & 1) {
+            if (SLOTS) tell_word(c, rank, EP_WORD_ANNOUNCE + parity_of(epoch), epoch, args.host_word);
+            tell_word(c, rank, EP_WORD_TABLE + parity_of(epoch), epoch, flags << SOURCE_FLAGS | c.tokens);
+            continue;
+        }
         if (SLOTS) {
             u64 word = word_in(c, start.to[rank], EP_WORD_ANNOUNCE + epoch % EP_DEPTH);
             st_relaxed_sys_u64(word, tagged(epoch, args.host_word));

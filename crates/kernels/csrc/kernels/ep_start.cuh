@@ -2,7 +2,7 @@
 // memory, because thousands of warps that load the same words serialize.
 #pragma once
 
-#include "kernels/ep_common.cuh"
+#include "kernels/ep_commands.cuh"
 
 // Of a block, in shared memory.
 struct Start {
@@ -12,7 +12,9 @@ struct Start {
     // Bit masks of ranks: unmasked ones; those at which this rank's slots are free.
     u64 open;
     u64 free;
-    // Where this rank's inboxes at the ranks are, and the ranks' inboxes here.
+    // Those that the proxy sends to.
+    u64 far;
+    // Where this rank's inboxes at the ranks are (far ones: copies of them here), and the ranks' inboxes here.
     u64 to[EP_R];
     u64 from[EP_R];
     // Tokens and flags of each source. Combine: from the handle. Dispatch: as received, in the planning block; in the
@@ -51,13 +53,15 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
     // Issue all loads before using the first.
     u64 sent = ld_relaxed_gpu_u64(address_of(epochs.sent)) + 1;
     u64 received = ld_relaxed_gpu_u64(address_of(epochs.received)) + 1;
-    u64 to[EACH] = {}, taken[EACH] = {};
+    u64 far = ring_at(c, 0).far;
+    u64 to[EACH] = {}, from[EACH] = {}, taken[EACH] = {};
     u32 masked[EACH] = {};
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         if (rank >= EP_R) continue;
-        to[i] = at<u64>(c.peers, rank);
+        to[i] = at<u64>(c.to, rank);
+        from[i] = at<u64>(c.from, rank);
         masked[i] = ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank);
         taken[i] = ld_acquire_sys_u64(word_at(c, c.base, rank, epochs.taken));
     }
@@ -66,8 +70,10 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         bool known = rank < EP_R;
-        if (known) start.to[rank] = inbox_in(c, to[i], c.rank);
-        if (known) start.from[rank] = inbox_in(c, c.base, rank);
+        if (known) start.to[rank] = to[i];
+        if (known) start.from[rank] = from[i];
+        // Loaded from the heap before it was known whether the inbox is there.
+        if (known && from[i] != inbox_in(c, c.base, rank)) taken[i] = ld_acquire_sys_u64(word_in(c, from[i], epochs.taken));
         bool is_free = known && (sent <= EP_DEPTH || taken[i] >= sent - EP_DEPTH);
         open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
         free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
@@ -77,6 +83,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         start.received = received;
         start.open = open;
         start.free = free;
+        start.far = far;
         start.asked = 0;
         start.planned = 0;
         start.lost = 0;
@@ -103,7 +110,12 @@ __device__ __forceinline__ void release_slots(const EpCommon &c, const Start &st
     fence_acq_rel_sys();
 #pragma unroll 1
     for (u32 rank = lane; rank < EP_R; rank += LANES) {
-        if (start.open >> rank & 1) st_relaxed_sys_u64(word_in(c, start.to[rank], word), start.received - 1);
+        if (!(start.open >> rank & 1)) continue;
+        if (start.far >> rank & 1) {
+            tell_taken(c, rank, word, start.received - 1);
+        } else {
+            st_relaxed_sys_u64(word_in(c, start.to[rank], word), start.received - 1);
+        }
     }
 }
 
@@ -161,7 +173,7 @@ __device__ __forceinline__ void start_sending(Pending &pending, const u8 *stage,
 
 // Sets the flags of all ready warps of the block, until none is left. A system fence is expensive, because fences of
 // all warps of a GPU serialize, so one fence covers everything ready when it starts. All lanes.
-__device__ __forceinline__ void flush_flags(Start &start, u32 lane) {
+__device__ __forceinline__ void flush_flags(const EpCommon &c, Start &start, u32 lane) {
     while (true) {
         u64 ready = lane == 0 ? atom_and_acq_rel_shared_u64(start.ready, FLUSHING) & ~FLUSHING : 0;
         ready = __shfl_sync(WHOLE_WARP, ready, 0);
@@ -176,7 +188,7 @@ __device__ __forceinline__ void flush_flags(Start &start, u32 lane) {
 #pragma unroll 2
         for (u32 i = lane; i < WARPS * EP_K; i += LANES) {
             u64 flag = ready >> (i / EP_K) & 1 ? atomicExch(&start.queued[i / EP_K][i % EP_K], 0ull) : 0;
-            if (flag) st_relaxed_sys_u64(flag, start.sent);
+            if (flag) set_flag(c, flag, start.sent);
         }
         __syncwarp();
         if (ready >> lane & 1) atom_add_acq_rel_shared_u32(start.flushed[lane], 1);
@@ -185,7 +197,7 @@ __device__ __forceinline__ void flush_flags(Start &start, u32 lane) {
 }
 
 // Waits until the pending piece has arrived, and queues its flags, which this warp or another sets. All lanes.
-__device__ __forceinline__ void await_pending(Pending &pending, Start &start, u32 lane) {
+__device__ __forceinline__ void await_pending(const EpCommon &c, Pending &pending, Start &start, u32 lane) {
     if (__ballot_sync(WHOLE_WARP, pending.flag != 0) == 0) return;
     u32 warp = threadIdx.x / LANES;
 #if EP_BULK
@@ -201,7 +213,7 @@ __device__ __forceinline__ void await_pending(Pending &pending, Start &start, u3
     u32 others = lane == 0 && (atom_or_acq_rel_shared_u64(start.ready, FLUSHING | 1ull << warp) & FLUSHING);
     pending.flag = 0;
     ++pending.given;
-    if (!__shfl_sync(WHOLE_WARP, others, 0)) flush_flags(start, lane);
+    if (!__shfl_sync(WHOLE_WARP, others, 0)) flush_flags(c, start, lane);
     __syncwarp();
 }
 

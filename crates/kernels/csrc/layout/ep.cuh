@@ -143,6 +143,36 @@ constexpr u32 EP_WIRE_FP8 = 2;
 // Bits of a row's number in `EpHandle::sent_rows`.
 constexpr u32 EP_SENT_BITS = 26;
 
+// Entries of the ring of commands.
+constexpr u32 EP_COMMANDS = 4096;
+
+// Laps of the ring that are told apart: a command's are numbered from 1.
+constexpr u64 EP_LAPS = 65535;
+
+// Command: these bf16 rows of a dispatch are complete.
+constexpr u32 EP_COMMAND_ROWS_BF16 = 1;
+
+// As EP_COMMAND_ROWS_BF16: e4m3 with scales of four bytes.
+constexpr u32 EP_COMMAND_ROWS_FP8 = 2;
+
+// As EP_COMMAND_ROWS_BF16: e4m3 with scales of one byte.
+constexpr u32 EP_COMMAND_ROWS_UE8M0 = 3;
+
+// Command: these rows of a combine are complete.
+constexpr u32 EP_COMMAND_BACK = 4;
+
+// Command: these words of a dispatch are complete, except for their tags.
+constexpr u32 EP_COMMAND_TABLE = 5;
+
+// Command: these words of a combine are complete, except for their tags.
+constexpr u32 EP_COMMAND_WEIGHTS = 6;
+
+// Command without data: number of a control word << 32 | its new value, without its tag.
+constexpr u32 EP_COMMAND_WORD = 7;
+
+// Command without data: number of a control word whose new value is the epoch.
+constexpr u32 EP_COMMAND_TAKEN = 8;
+
 // In place of a row number: no row.
 constexpr u32 EP_NOWHERE = 4294967295;
 
@@ -342,6 +372,25 @@ struct EpFault {
 
 static_assert(sizeof(EpFault) == 32, "EpFault");
 
+// A ring of commands to the proxy, in device memory; the commands are in pinned memory. There is a power of two of
+// rings, one after the other, each read by a thread; blocks share them out.
+struct EpRing {
+    // Bits of the ranks to which the proxy sends; the same in all rings.
+    u64 far;
+    // Number of the last ring; the same in all rings.
+    u64 last;
+    // Number of commands so far.
+    u64 appended;
+    // Number of commands that the proxy had read when a kernel last looked.
+    u64 read_seen;
+    // Address of the commands, [EP_COMMANDS] of 16 bytes.
+    u64 commands;
+    // Address of the number of commands that the proxy has read, u64.
+    u64 read;
+};
+
+static_assert(sizeof(EpRing) == 48, "EpRing");
+
 // Offsets of everything in a handle.
 struct EpHandle {
     // An `EpHandleHeader`.
@@ -401,6 +450,13 @@ struct EpCommon {
     u64 base;
     // u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included.
     u64 peers;
+    // u64[R] in device memory: address of this rank's inbox at each rank; of one that is not mapped, a copy of that
+    // inbox in pinned memory.
+    u64 to;
+    // u64[R] in device memory: address of each rank's inbox here: in the heap, or in pinned memory.
+    u64 from;
+    // Address of the first `EpRing`.
+    u64 rings;
     // Address of the handle, 128-byte aligned.
     u64 handle;
     // Address of the ring of faults.
@@ -419,7 +475,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 472, "EpCommon");
+static_assert(sizeof(EpCommon) == 496, "EpCommon");
 
 // Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `host_word`, the buffer what follows.
@@ -487,7 +543,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 680, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 704, "EpDispatchArgs");
 
 // Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `out_weights`, and `wire`, the buffer the rest.
@@ -525,4 +581,4 @@ struct EpCombineArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 576, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 600, "EpCombineArgs");

@@ -95,6 +95,11 @@ __device__ __forceinline__ void st_relaxed_sys_u64(u64 address, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
 }
 
+// The same of two words, 16-byte aligned, in one access; each of them is atomic.
+__device__ __forceinline__ void st_relaxed_sys_v2_u64(u64 address, u64 first, u64 second) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" : : "l"(address), "l"(first), "l"(second) : "memory");
+}
+
 // Relaxed atomic add, GPU scope. Returns the old value.
 __device__ __forceinline__ u64 atom_add_relaxed_gpu_u64(u64 address, u64 value) {
     u64 before;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crossrail_cuda::nvrtc::Compiler;
 use crossrail_cuda::{Context, Device, DeviceMemory, PinnedMemory, Stream, wait_for_releases};
-use crossrail_kernels::ep::{EP_FAULTS, EpCommon, EpFault, EpKernels, Layout, Shape, stage_name};
+use crossrail_kernels::ep::{EP_FAULTS, EpCommon, EpFault, EpKernels, EpRing, Layout, Shape, stage_name};
 
 use crate::Outcome;
 
@@ -27,6 +27,7 @@ pub(crate) struct Place {
     seen: PinnedMemory,
     pub(crate) kernels: EpKernels,
     pub(crate) heap: DeviceMemory,
+    /// All heaps, inboxes at all ranks, all inboxes here, and a ring.
     peers: DeviceMemory,
     faults: PinnedMemory,
     /// Two handles: one for the timed tokens, one for the barrier with no tokens.
@@ -48,9 +49,15 @@ pub(crate) fn places(devices: &[Device], compiler: &Compiler, shape: &Shape, lay
         .zip(0..)
         .map(|(context, number)| Place::new(context, compiler, shape, (layout, number)))
         .collect::<Outcome<_>>()?;
-    let bases: Vec<u8> = places.iter().flat_map(|place| place.heap.address().to_le_bytes()).collect();
+    let (bases, heap) = (places.iter().map(|place| place.heap.address()).collect::<Vec<u64>>(), shape.heap());
     for place in &places {
-        put(&place.stream, &place.peers, &bases)?;
+        let to = bases.iter().map(|base| base + heap.inbox(place.number));
+        let from = (0..shape.ranks).map(|rank| place.heap.address() + heap.inbox(rank));
+        // No rank is far: the one ring stays empty.
+        let ring = [0; size_of::<EpRing>() / 8];
+        let table: Vec<u8> =
+            bases.iter().copied().chain(to).chain(from).chain(ring).flat_map(u64::to_le_bytes).collect();
+        put(&place.stream, &place.peers, &table)?;
         place.clear()?;
     }
     Ok(places)
@@ -70,7 +77,7 @@ impl Place {
             seen: PinnedMemory::new(context, LOOK)?,
             kernels: EpKernels::load(context, compiler, shape, LIMIT)?,
             heap: new(heap)?,
-            peers: new(8 * shape.ranks as usize)?,
+            peers: new(24 * shape.ranks as usize + size_of::<EpRing>())?,
             faults,
             handles: [new(handle)?, new(handle)?],
             flush: new(FLUSH)?,
@@ -86,6 +93,9 @@ impl Place {
             parts: shape.handle(layout),
             base: self.heap.address(),
             peers: self.peers.address(),
+            to: self.peers.address() + 8 * u64::from(shape.ranks),
+            from: self.peers.address() + 16 * u64::from(shape.ranks),
+            rings: self.peers.address() + 24 * u64::from(shape.ranks),
             handle: self.handles[usize::from(tokens == 0)].address(),
             faults: self.faults.address(),
             waits: 0,

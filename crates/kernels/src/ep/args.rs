@@ -108,6 +108,26 @@ constants! {
     EP_WIRE_FP8: u32 = 2;
     /// Bits of a row's number in `EpHandle::sent_rows`.
     EP_SENT_BITS: u32 = 26;
+    /// Entries of the ring of commands.
+    EP_COMMANDS: u32 = 4096;
+    /// Laps of the ring that are told apart: a command's are numbered from 1.
+    EP_LAPS: u64 = 0xffff;
+    /// Command: these bf16 rows of a dispatch are complete.
+    EP_COMMAND_ROWS_BF16: u32 = 1;
+    /// As EP_COMMAND_ROWS_BF16: e4m3 with scales of four bytes.
+    EP_COMMAND_ROWS_FP8: u32 = 2;
+    /// As EP_COMMAND_ROWS_BF16: e4m3 with scales of one byte.
+    EP_COMMAND_ROWS_UE8M0: u32 = 3;
+    /// Command: these rows of a combine are complete.
+    EP_COMMAND_BACK: u32 = 4;
+    /// Command: these words of a dispatch are complete, except for their tags.
+    EP_COMMAND_TABLE: u32 = 5;
+    /// Command: these words of a combine are complete, except for their tags.
+    EP_COMMAND_WEIGHTS: u32 = 6;
+    /// Command without data: number of a control word << 32 | its new value, without its tag.
+    EP_COMMAND_WORD: u32 = 7;
+    /// Command without data: number of a control word whose new value is the epoch.
+    EP_COMMAND_TAKEN: u32 = 8;
     /// In place of a row number: no row.
     EP_NOWHERE: u32 = 0xffff_ffff;
     /// Threads of the only block of `layout`.
@@ -291,6 +311,22 @@ layouts! {
         /// EP_STAGE_.
         stage: u32,
     }
+    /// A ring of commands to the proxy, in device memory; the commands are in pinned memory. There is a power of two of
+    /// rings, one after the other, each read by a thread; blocks share them out.
+    EpRing {
+        /// Bits of the ranks to which the proxy sends; the same in all rings.
+        far: u64,
+        /// Number of the last ring; the same in all rings.
+        last: u64,
+        /// Number of commands so far.
+        appended: u64,
+        /// Number of commands that the proxy had read when a kernel last looked.
+        read_seen: u64,
+        /// Address of the commands, [EP_COMMANDS] of 16 bytes.
+        commands: u64,
+        /// Address of the number of commands that the proxy has read, u64.
+        read: u64,
+    }
     /// Offsets of everything in a handle.
     EpHandle {
         /// An `EpHandleHeader`.
@@ -344,6 +380,13 @@ layouts! {
         base: u64,
         /// u64[R] in device memory: address of each rank's heap as mapped here, this rank's own included.
         peers: u64,
+        /// u64[R] in device memory: address of this rank's inbox at each rank; of one that is not mapped, a copy of that
+        /// inbox in pinned memory.
+        to: u64,
+        /// u64[R] in device memory: address of each rank's inbox here: in the heap, or in pinned memory.
+        from: u64,
+        /// Address of the first `EpRing`.
+        rings: u64,
         /// Address of the handle, 128-byte aligned.
         handle: u64,
         /// Address of the ring of faults.

@@ -7,7 +7,16 @@
 
 use std::mem::offset_of;
 
-use super::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape, Span};
+use super::{EP_DEPTH, EP_LINE, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EpHeap, EpState, Shape};
+
+/// A range of a heap, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// From the start of the heap.
+    pub at: u64,
+    /// Its length.
+    pub len: u64,
+}
 
 /// Epochs of the last dispatch and the last combine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -27,6 +27,8 @@ const PIECE: u32 = 1024;
 /// Bytes of shared memory that the counts of a dispatch may take: what the most experts need, with 2 bytes for each.
 const PLAN_SHARED: u32 = 2 * MOST_RANKS * MOST_LOCAL_EXPERTS;
 
+/// Bytes of shared memory that a block can have.
+const MOST_SHARED: u32 = 227 << 10;
 /// Bytes of shared memory that two stages of all warps may take: every GPU has that much.
 const TWO_STAGES: u32 = 96 << 10;
 /// The most tokens of a rank, and of all ranks, whose rows go to slots in the rank layout: up to there the copy from a slot
@@ -89,6 +91,8 @@ pub struct Tuning {
     /// Rank layout: rows are always granted places at their ranks, which otherwise only many tokens are. The same on
     /// every rank.
     pub granted: bool,
+    /// Rank layout: rows always go to slots, as they must between nodes. The same on every rank.
+    pub slots: bool,
     /// Launch kernels before the one before them in the stream has ended; they wait for it themselves. From architecture
     /// 9.0 on.
     pub early: bool,
@@ -109,6 +113,7 @@ impl Tuning {
         rank_threads: 0,
         rank_movers: 0,
         granted: false,
+        slots: false,
         early: false,
         marks: false,
     };
@@ -173,6 +178,10 @@ impl Shape {
         if !(self.expert_layout || self.rank_layout) {
             return wrong("layouts is empty: name \"expert\", \"rank\" or both".into());
         }
+        if self.slotted() && self.slot_shared()[0] > MOST_SHARED {
+            let (ranks, tokens) = (self.ranks, self.max_tokens);
+            return wrong(format!("max_tokens_per_rank {tokens} is too many for {ranks} ranks between nodes"));
+        }
         if self.rank_layout && !(1..=64).contains(&self.regions) {
             return wrong(format!("regions {} is not from 1 to 64", self.regions));
         }
@@ -218,6 +227,7 @@ impl Shape {
             rank_threads,
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
             granted: self.tuning.granted,
+            slots: self.tuning.slots,
             early: self.tuning.early,
             marks: self.tuning.marks,
         }
@@ -232,7 +242,7 @@ impl Shape {
     /// there. That takes one trip less than places that are granted, which pay where there are many rows.
     pub fn slotted(&self) -> bool {
         let few = self.max_tokens <= SLOTTED_TOKENS && self.ranks * self.max_tokens <= SLOTTED_ROWS;
-        self.rank_layout && few && !self.tuning.granted
+        self.rank_layout && (self.tuning.slots || (few && !self.tuning.granted))
     }
 
     /// Whether there are slots for dispatched rows.
@@ -379,10 +389,7 @@ impl Shape {
         heap.announce_stride = line(heap.announce_counts + local * 4);
         heap.announces = lay.take(only(granted, depth * heap.announce_stride));
         lay.end("routing", ranks);
-        let piece = u64::from(self.tuning().piece);
-        let scales = piece / u64::from(BLOCK) * u64::from(self.scale_size());
-        let element = if self.payload == Payload::Bf16 { 2 } else { 1 };
-        heap.piece_stride = (piece * element + scales).next_multiple_of(16);
+        heap.piece_stride = self.piece_stride();
         heap.row_stride = if pieces == 1 { self.whole_row() } else { pieces * heap.piece_stride };
         heap.rows = lay.take(only(slots, depth * most * heap.row_stride));
         heap.row_flags = lay.take(only(slots, depth * most * pieces * 8));
@@ -407,6 +414,14 @@ impl Shape {
         lay.end("results in the rank layout", 1);
         heap.bytes = lay.at;
         (heap, lay.kinds)
+    }
+
+    /// From one piece of a dispatched row to the next.
+    pub(super) fn piece_stride(&self) -> u64 {
+        let piece = u64::from(self.tuning().piece);
+        let scales = piece / u64::from(BLOCK) * u64::from(self.scale_size());
+        let element = if self.payload == Payload::Bf16 { 2 } else { 1 };
+        (piece * element + scales).next_multiple_of(16)
     }
 
     /// Bytes of a row that is one piece: no longer than it must be.
@@ -537,7 +552,7 @@ impl Lay {
         std::mem::take(&mut self.at)
     }
 
-    /// `count` inboxes like the one that was laid out, from `first` on. Returns the bytes of one.
+    /// `count` inboxes of the layout since `begin_inbox`, from `first` on. Returns the bytes of each.
     fn end_inboxes(&mut self, first: u64, count: u64) -> u64 {
         let bytes = self.at;
         self.at = first + count * bytes;

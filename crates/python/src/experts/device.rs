@@ -168,13 +168,14 @@ impl DeviceBuffer {
         num_sms: Option<u32>,
         regions: u32,
         node: Option<u32>,
+        between_nodes: Option<bool>,
         variants: bool,
     ) -> PyResult<DeviceBuffer> {
         let _call = Call::enter(py);
         let config = parameters.config(py)?;
         let (context, group) = (context.get().native().clone(), group.get().native().clone());
         let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
-        let options = ep::DeviceOptions { ordinal, num_sms, regions, node, variants };
+        let options = ep::DeviceOptions { ordinal, num_sms, regions, node, between_nodes, variants };
         let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
         let native = wait::on_own_thread(py, make)?;
         let remembered = lifecycle::remember_device_buffer(&native);

@@ -53,6 +53,15 @@ __device__ __forceinline__ u64 ld_relaxed_gpu_u64(u64 address) {
     return emulate::load<u64>(address, emulate::Order::Relaxed, emulate::Scope::Gpu);
 }
 
+// In one order or the other.
+__device__ __forceinline__ void st_relaxed_sys_v2_u64(u64 address, u64 first, u64 second) {
+    bool ahead = emulate::random_bits() >> 63;
+    for (u32 i = 0; i < 2; ++i) {
+        bool is_first = ahead == (i == 0);
+        emulate::store<u64>(address + (is_first ? 0 : 8), is_first ? first : second, emulate::Order::Relaxed, emulate::Scope::System);
+    }
+}
+
 __device__ __forceinline__ u32 ld_relaxed_sys_u32(u64 address) {
     return emulate::load<u32>(address, emulate::Order::Relaxed, emulate::Scope::System);
 }

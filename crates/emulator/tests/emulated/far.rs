@@ -1,0 +1,341 @@
+//! Ranks on other nodes, on emulated GPUs: kernels write into pinned memory and append commands, and proxies carry what
+//! these name over rails that keep no order, as threads that the same checks watch.
+
+use std::cell::Cell;
+
+use crossrail_cuda::{Grid, KernelArgs};
+use crossrail_kernels::ep::{Announce, Command, EP_RECEIVE, EP_SEND, EpRing, Inbox, Payload, Scale, Sequence, Shape};
+
+use crossrail_emulator::coding::Coding;
+use crossrail_emulator::job::{ByExpert, Job, Weights};
+use crossrail_emulator::job_rank::ByRank;
+use crossrail_emulator::reference::Routing;
+use crossrail_emulator::shapes::{BY_EXPERT, by_slot, rank_kernels};
+use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Memory, Numbers};
+
+use crate::by_rank::ALL;
+
+const SHAPE: Shape = BY_EXPERT;
+const SLOTS: Shape = by_slot(SHAPE, 40);
+const BOTH: u32 = EP_SEND | EP_RECEIVE;
+/// Streams of the ranks' proxies.
+const PROXIES: u32 = 300;
+const PROXY: &str = "kernels/proxy.cu";
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ProxyArgs {
+    rings: u64,
+    inboxes: u64,
+    from: u64,
+    told: u64,
+    progress: u64,
+    claims: u64,
+    own: u64,
+    ended: u64,
+    expected: u64,
+    decode: u64,
+    context: u64,
+    rank: u32,
+    delay: u32,
+    slow: u32,
+    padding: u32,
+}
+// SAFETY: the struct that the kernel takes.
+unsafe impl KernelArgs for ProxyArgs {}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct EndArgs {
+    ended: u64,
+}
+// SAFETY: as above.
+unsafe impl KernelArgs for EndArgs {}
+
+/// Decodes the commands of one rank.
+struct Decoder {
+    inbox: Inbox,
+    last: [Cell<u64>; 2],
+}
+
+/// Decodes a command that has arrived: kind, offset, count and value of its announcement.
+unsafe extern "C" fn decode(context: *const Decoder, what: u64, number: u64, out: *mut u64) {
+    // SAFETY: the job's decoder, which outlives the run.
+    let decoder = unsafe { &*context };
+    let command = Command::of_note([what, number]);
+    let last = &decoder.last[usize::from(command.sequence() == Sequence::Combine)];
+    let epoch = command.epoch(last.get());
+    last.set(last.get().max(epoch));
+    let words = match decoder.inbox.announce(&command, epoch) {
+        Ok(Announce::Flags { at, count, value }) => [0, at, count, value],
+        Ok(Announce::Tags { at, count, tag }) => [1, at, count, u64::from(tag)],
+        Ok(Announce::Taken { at, epoch, .. }) => [2, at, 1, epoch],
+        // At the line's start, where the test looks.
+        Err(_) => [0, 8 * 15, 1, u64::MAX],
+    };
+    // SAFETY: four words that the caller owns.
+    unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), out, 4) };
+}
+
+/// Ranks on nodes of two, with a proxy each.
+struct Far {
+    job: Job,
+    decoders: Vec<Decoder>,
+    /// By rank and far rank: what it sends from, and what it receives in.
+    areas: Vec<Vec<Option<[Memory; 2]>>>,
+    told: Memory,
+    progress: Vec<Memory>,
+    own: Vec<Memory>,
+    /// Ranks whose proxies do nothing.
+    stuck: Vec<usize>,
+    rails: u32,
+    delay: u32,
+    slow: u32,
+}
+
+impl Far {
+    fn new(mut job: Job) -> Far {
+        let ranks = job.shape.ranks as usize;
+        let inbox = Inbox::of(&job.shape);
+        let mut areas = vec![vec![const { None }; ranks]; ranks];
+        for (rank, areas) in areas.iter_mut().enumerate() {
+            let mut far = 0u64;
+            for (other, area) in areas.iter_mut().enumerate().filter(|(other, _)| other / 2 != rank / 2) {
+                let pair = ["for", "of"].map(|way| {
+                    job.gpus.zeroed(&format!("area {way} {other} at host of {rank}"), inbox.area_bytes() as usize)
+                });
+                job.ranks[rank].to.write(8 * other, &[pair[0].address()]);
+                job.ranks[rank].from.write(8 * other, &[pair[1].address()]);
+                *area = Some(pair);
+                far |= 1 << other;
+            }
+            (0..2).for_each(|ring| job.ranks[rank].rings.write(ring * size_of::<EpRing>(), &[far]));
+        }
+        let rails = 4;
+        let told = job.gpus.zeroed("told", ranks * ranks * 16);
+        let progress = (0..ranks).map(|rank| job.gpus.zeroed(&format!("progress {rank}"), rails * 8)).collect();
+        let own = (0..ranks).map(|rank| job.gpus.zeroed(&format!("own {rank}"), 2 * ranks * 16)).collect();
+        let decoder = |_| Decoder { inbox, last: [const { Cell::new(0) }; 2] };
+        let decoders = (0..ranks).map(decoder).collect();
+        Far { job, decoders, areas, told, progress, own, stuck: Vec::new(), rails: rails as u32, delay: 3000, slow: 0 }
+    }
+
+    /// Runs the queued launches and the proxies.
+    fn run(&mut self, seed: u64) -> Result<(), String> {
+        let ranks = self.job.shape.ranks as usize;
+        let ended = self.job.gpus.zeroed("ended", 8);
+        let mut kept = vec![ended.clone()];
+        let one = Grid { blocks: 1, threads: 32, shared: 0 };
+        for rank in 0..ranks {
+            self.job.gpus.launch_on(rank as u32, "crossrail_test_end", &EndArgs { ended: ended.address() }, one);
+        }
+        for rank in (0..ranks).filter(|rank| !self.stuck.contains(rank)) {
+            let area = |of: usize, from: usize, way: usize| {
+                self.areas[of][from].as_ref().map_or(0, |pair: &[Memory; 2]| pair[way].address())
+            };
+            let carried = |other: &usize| !self.stuck.contains(other);
+            let inboxes = (0..ranks)
+                .flat_map(|other| [area(rank, other, 0), if carried(&other) { area(other, rank, 1) } else { 0 }]);
+            let inboxes: Vec<u64> = inboxes.collect();
+            let from: Vec<u64> = (0..ranks).map(|other| area(rank, other, 1)).collect();
+            let inboxes = self.job.gpus.memory_of("inboxes", &inboxes);
+            let from = self.job.gpus.memory_of("from", &from);
+            let one = &self.job.ranks[rank];
+            let rings: Vec<u64> = one.rings.read(0, 2 * size_of::<EpRing>() / 8);
+            let first = [rings[2], rings[size_of::<EpRing>() / 8 + 2]];
+            self.progress[rank].write(0, &first.repeat(self.rails as usize / 2));
+            let claims = self.job.gpus.memory_of("claims", &first);
+            let args = ProxyArgs {
+                rings: one.rings.address(),
+                inboxes: inboxes.address(),
+                from: from.address(),
+                told: self.told.address(),
+                progress: self.progress[rank].address(),
+                claims: claims.address(),
+                own: self.own[rank].address(),
+                ended: ended.address(),
+                expected: ranks as u64,
+                decode: decode as *const () as u64,
+                context: (&raw const self.decoders[rank]) as u64,
+                rank: rank as u32,
+                delay: self.delay,
+                slow: self.slow,
+                padding: 0,
+            };
+            kept.extend([inboxes, from, claims]);
+            let grid = Grid { blocks: 1, threads: 32 * self.rails, shared: 0 };
+            self.job.gpus.launch_on(PROXIES + rank as u32, "crossrail_test_proxy", &args, grid);
+        }
+        self.job.gpus.run(seed)
+    }
+
+    fn no_faults(&self) {
+        for rank in 0..self.job.shape.ranks as usize {
+            assert_eq!(self.job.faults(rank), [], "rank {rank}");
+            for [_, from] in self.areas[rank].iter().flatten() {
+                assert_eq!(from.read::<u64>(8 * 15, 1), [0], "an unknown command");
+            }
+        }
+    }
+}
+
+fn with_proxy(source: &str) -> Build {
+    Build::new(&[source, PROXY]).with(PROXY, include_str!("proxy.cu"))
+}
+
+fn expert_job(shape: Shape, sources: &[&str]) -> Option<Far> {
+    expert_job_of(&Build::new(sources), shape)
+}
+
+fn expert_job_of(build: &Build, shape: Shape) -> Option<Far> {
+    Some(Far::new(Job::of(&build.clone().with(PROXY, include_str!("proxy.cu")), shape, shape.expert_shared())?))
+}
+
+fn rank_job(shape: Shape) -> Option<Far> {
+    let (source, defines, threads, shared) = rank_kernels(&shape, true);
+    Some(Far::new(Job::made(&with_proxy(source).defines(&defines), shape, threads, shared)?))
+}
+
+const EXPERT: [&str; 2] = ["kernels/ep_expert.cu", PROXY];
+const CODED: [&str; 3] = ["kernels/ep_expert.cu", "kernels/ep_coded.cu", PROXY];
+
+/// Several operations that follow each other as fast as slots let them; and with their halves apart.
+fn expert_rounds(far: &mut Far, seeds: std::ops::Range<u64>, coding: Coding) {
+    let shape = far.job.shape;
+    for seed in seeds {
+        let mut numbers = Numbers(seed);
+        let operations: Vec<ByExpert> = (0..4)
+            .map(|number| {
+                let routing = Routing::random(&mut numbers, &shape);
+                let weights = [Weights::None, Weights::Dispatch, Weights::Combine][(seed + number) as usize % 3];
+                ByExpert { coding, ..ByExpert::new(&mut far.job, &mut numbers, routing, weights) }
+            })
+            .collect();
+        let steps: &[u32] = if numbers.once_in(2) { &[BOTH] } else { &[EP_SEND, EP_RECEIVE] };
+        for operation in &operations {
+            let blocks = 1 + numbers.below(3) as u32;
+            steps.iter().for_each(|phases| operation.dispatch(&mut far.job, blocks, *phases));
+            steps.iter().for_each(|phases| operation.combine(&mut far.job, blocks, *phases));
+        }
+        far.run(seed).unwrap_or_else(|what| panic!("{what}; {}", far.job.fault_text()));
+        for operation in &operations {
+            let found = operation.check_dispatch(&far.job).and_then(|()| operation.check_combine(&far.job));
+            found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", far.job.fault_text()));
+        }
+        far.no_faults();
+    }
+}
+
+#[test]
+fn rows_of_the_expert_layout_reach_other_nodes() {
+    let Some(mut far) = expert_job(SHAPE, &EXPERT) else { return };
+    expert_rounds(&mut far, 0..8, Coding::Bf16);
+}
+
+#[test]
+fn so_do_coded_rows_and_rows_of_any_length() {
+    let Some(mut far) = expert_job(SHAPE, &CODED) else { return };
+    expert_rounds(&mut far, 10..13, Coding::LogFmt10);
+    expert_rounds(&mut far, 13..16, Coding::Fp8);
+    let shape = Shape { prereduce: false, payload: Payload::Bf16, hidden: 1032, ..SHAPE };
+    let Some(mut far) = expert_job(shape, &EXPERT) else { return };
+    expert_rounds(&mut far, 16..19, Coding::Bf16);
+    let Some(mut far) = expert_job(Shape { payload: Payload::Fp8(Scale::Ue8m0), ..SHAPE }, &EXPERT) else { return };
+    expert_rounds(&mut far, 19..21, Coding::Bf16);
+}
+
+#[test]
+fn rows_of_the_rank_layout_reach_other_nodes() {
+    let Some(mut far) = rank_job(SLOTS) else { return };
+    for seed in 20..28 {
+        let mut numbers = Numbers(seed);
+        let routing = Routing::random(&mut numbers, &SLOTS);
+        let first = ByRank::new(&mut far.job, &mut numbers, routing, seed as u32 % 2);
+        let mut operations = vec![first];
+        if seed % 3 == 0 {
+            let again = operations[0].again(&mut far.job, &mut numbers, (seed as u32 + 1) % 2);
+            operations.push(again);
+        }
+        for operation in &operations {
+            operation.dispatch(&mut far.job, 2, ALL);
+            operation.combine(&mut far.job, 2, BOTH, 0);
+        }
+        far.run(seed).unwrap_or_else(|what| panic!("{what}; {}", far.job.fault_text()));
+        for operation in &operations {
+            let found = operation.check_dispatch(&far.job).and_then(|()| operation.check_combine(&far.job));
+            found.unwrap_or_else(|what| panic!("seed {seed}: {what}; {}", far.job.fault_text()));
+        }
+    }
+    far.no_faults();
+}
+
+/// A ring of eight entries: kernels wait for the proxy.
+#[test]
+fn a_full_ring_holds_kernels_up() {
+    let build = Build::new(&EXPERT).with(PROXY, include_str!("proxy.cu"));
+    let build = build.broken("layout/ep.cuh", "constexpr u32 EP_COMMANDS = 4096;", "constexpr u32 EP_COMMANDS = 8;");
+    let Some(mut far) = expert_job_of(&build, SHAPE) else { return };
+    expert_rounds(&mut far, 30..34, Coding::Bf16);
+}
+
+/// The proxy of one rank stands still, as does that rank for those on the other node, which name it and continue.
+#[test]
+fn a_proxy_that_stands_still_is_a_rank_that_is_lost() {
+    let Some(mut far) = expert_job(SHAPE, &EXPERT) else { return };
+    let mut numbers = Numbers(40);
+    far.stuck = vec![3];
+    let routing = Routing::random(&mut numbers, &SHAPE);
+    let operation = ByExpert::new(&mut far.job, &mut numbers, routing, Weights::None);
+    operation.dispatch(&mut far.job, 2, BOTH);
+    far.run(40).unwrap();
+    for rank in [0, 1] {
+        assert_eq!(far.job.masked(rank), [3], "rank {rank}");
+    }
+    assert_eq!((far.job.masked(2), far.job.masked(3)), (vec![], vec![0, 1]));
+}
+
+/// Longer than two operations: words that no kernel waits for arrive when their slots could be in use again.
+const SLOW: u32 = 400_000;
+
+#[test]
+fn slots_are_not_used_again_before_all_has_arrived() {
+    let Some(mut far) = expert_job(Shape { max_tokens: 3, hidden: 128, ..SHAPE }, &EXPERT) else { return };
+    far.slow = SLOW;
+    expert_rounds(&mut far, 50..54, Coding::Bf16);
+}
+
+/// Each of these faults is caught, by a check of memory or by a wrong result.
+#[test]
+fn kernels_and_proxies_that_are_wrong_are_caught() {
+    let faults = [
+        // Words are announced before they are there.
+        (
+            "kernels/ep_plan.cuh",
+            "    fence_acq_rel_sys();\n    const EpCommon &c = args.common;\n    u64 step",
+            "    const EpCommon &c = args.common;\n    u64 step",
+        ),
+        // Slots are used again while writes that no kernel waits for are in flight.
+        (PROXY, "own != 0 && done_by_all(args, ring, rails) > (own & 0xffffffff)", "own != 0"),
+        // Flags before rows.
+        (
+            "kernels/ep_commands.cuh",
+            "u64 lap = (place / EP_COMMANDS % EP_LAPS + 1) << 48;",
+            "u64 lap = (place / EP_COMMANDS % EP_LAPS + 2) << 48;",
+        ),
+    ];
+    for (path, from, to) in faults {
+        let build = Build::new(&EXPERT).with(PROXY, include_str!("proxy.cu")).broken(path, from, to);
+        let shape = Shape { max_tokens: 3, hidden: 128, ..SHAPE };
+        let Some(job) = Job::of(&build, shape, shape.expert_shared()) else { return };
+        let mut far = Far::new(job);
+        far.job.limit_ns = 1_000_000_000;
+        far.slow = SLOW;
+        let caught = (0..20).any(|seed| {
+            let wrong = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                expert_rounds(&mut far, seed..seed + 1, Coding::Bf16);
+            }));
+            wrong.is_err()
+        });
+        assert!(caught, "{path}: {to:?} does no harm");
+    }
+}

@@ -1,0 +1,173 @@
+//! The proxy of a buffer with ranks on other nodes: threads that send the data that kernels write for those ranks, and
+//! announce to kernels the data that has arrived from them.
+//!
+//! ```text
+//! kernel -> send area, in pinned memory          kernel <- receive area, in pinned memory
+//!        -> command, in a ring                          <- flags, tags and words, stored by the proxy
+//! proxy  -> rails: the range, and a note         proxy  <- rails: both have arrived
+//! ```
+//!
+//! There are several lanes to each far rank, each with a ring and rails of its own, so that several processors copy; a
+//! thread drives one or more. Nothing here waits for a rank, and no lock is held that callers hold.
+
+pub(crate) mod area;
+mod incoming;
+mod link;
+mod outgoing;
+mod ring;
+mod shared;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, OnceLock};
+use std::thread::{JoinHandle, Thread};
+use std::time::Duration;
+
+use crossrail_cuda::Context;
+use crossrail_locks::Mutex;
+use crossrail_types::{Error, ErrorKind, Result};
+
+pub(crate) use self::area::Area;
+pub(crate) use self::link::{Link, Offer};
+pub(crate) use self::ring::Ring;
+pub(crate) use self::shared::{FarRank, set_taken};
+use self::worker::Lane;
+
+/// Maximum time that a thread takes to release a rank.
+const LET_GO: Duration = Duration::from_secs(5);
+
+/// Lanes to each far rank; the same on every rank.
+pub(crate) fn lanes(ranks: u32) -> usize {
+    match ranks {
+        ..=16 => 4,
+        17..=32 => 2,
+        _ => 1,
+    }
+}
+
+/// Reports that a far rank cannot be reached any more: its number, the generation of its connection, and why.
+pub(crate) type Lost = Box<dyn Fn(u32, u64, &str) + Send + Sync>;
+
+/// State shared by the threads.
+pub(crate) struct Common {
+    ending: AtomicBool,
+    /// A graph was captured: its replays involve no call.
+    graphs: AtomicBool,
+    /// By thread.
+    bells: Vec<Bell>,
+    lost: Lost,
+}
+
+#[derive(Default)]
+struct Bell {
+    thread: OnceLock<Thread>,
+    /// Rung since the thread looked.
+    rung: AtomicBool,
+    /// By lane.
+    changes: Mutex<Vec<(usize, Change)>>,
+}
+
+enum Change {
+    Connect(Box<Link>),
+    Disconnect(u32, Sender<()>),
+}
+
+/// See the module. Ends with the last clone of what owns it.
+pub(crate) struct Proxy {
+    common: Arc<Common>,
+    lanes: usize,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Proxy {
+    /// Starts its threads, with the rings' memory, one for each lane.
+    pub(crate) fn start(rings: &[Area], ranks: u32, lost: Lost) -> Result<Proxy> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        // Several ranks share a host, and each thread may poll.
+        let count = (cores / 8).clamp(1, rings.len());
+        let bells = (0..count).map(|_| Bell::default()).collect();
+        let common = Arc::new(Common { ending: AtomicBool::new(false), graphs: AtomicBool::new(false), bells, lost });
+        let mut proxy = Proxy { common, lanes: rings.len(), threads: Vec::new() };
+        for thread in 0..count {
+            let lanes = rings.iter().enumerate().skip(thread).step_by(count);
+            let lanes: Vec<(usize, Lane)> =
+                lanes.map(|(number, memory)| (number, Lane::new(Ring::new(memory.clone()), ranks))).collect();
+            let common = proxy.common.clone();
+            let body = move || worker::run(&common, thread, lanes);
+            let builder = std::thread::Builder::new().name(format!("crossrail-ep-{thread}"));
+            let handle = builder.spawn(body).map_err(|error| Error::io("ExpertBuffer", "a thread", &error))?;
+            proxy.threads.push(handle);
+        }
+        Ok(proxy)
+    }
+
+    /// Memory of the rings, for all lanes.
+    pub(crate) fn rings(context: &Context, lanes: usize) -> Result<Vec<Area>> {
+        (0..lanes).map(|_| Area::pinned(context, Ring::BYTES)).collect()
+    }
+
+    /// An operation was enqueued. `captured`: it may run at any time from now on.
+    pub(crate) fn wake(&self, captured: bool) {
+        if captured {
+            self.common.graphs.store(true, Ordering::Relaxed);
+        }
+        self.common.bells.iter().for_each(Bell::ring);
+    }
+
+    /// From now on the far rank is reached over these links, one for each lane. `generation`: of its connection.
+    pub(crate) fn connect(&self, links: Vec<Link>, generation: u64) {
+        if let Some(link) = links.first() {
+            link.far().set_generation(generation);
+        }
+        for (lane, link) in links.into_iter().enumerate() {
+            self.change(lane, Change::Connect(Box::new(link)));
+        }
+    }
+
+    /// Lets go of a far rank: its areas are not accessed any more afterwards.
+    ///
+    /// # Errors
+    /// `Timeout` when a thread does not answer.
+    pub(crate) fn disconnect(&self, rank: u32) -> Result<()> {
+        let (done, answers) = channel();
+        (0..self.lanes).for_each(|lane| self.change(lane, Change::Disconnect(rank, done.clone())));
+        drop(done);
+        for _ in 0..self.lanes {
+            if answers.recv_timeout(LET_GO).is_err() {
+                let text = format!("a thread of the proxy has not let go of rank {rank} in {} s", LET_GO.as_secs());
+                return Err(Error::new(ErrorKind::Timeout, "disconnect", text));
+            }
+        }
+        Ok(())
+    }
+
+    fn change(&self, lane: usize, change: Change) {
+        let bell = &self.common.bells[lane % self.common.bells.len()];
+        bell.changes.lock().push((lane, change));
+        bell.ring();
+    }
+}
+
+impl Bell {
+    fn ring(&self) {
+        self.rung.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.common.ending.store(true, Ordering::Release);
+        self.common.bells.iter().for_each(Bell::ring);
+        let me = std::thread::current().id();
+        for thread in self.threads.drain(..).filter(|thread| thread.thread().id() != me) {
+            // One that has panicked has ended, too.
+            let _ = thread.join();
+        }
+    }
+}

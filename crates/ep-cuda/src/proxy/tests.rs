@@ -1,0 +1,425 @@
+//! Lanes of two ranks, over rails that reorder, delay and are lost; kernels are played by the test.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
+
+use crossrail_kernels::ep::{
+    EP_COMMAND_BACK, EP_COMMAND_ROWS_FP8, EP_COMMAND_TABLE, EP_COMMAND_TAKEN, EP_COMMAND_WEIGHTS, EP_COMMAND_WORD,
+    EP_COMMANDS, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EP_WORD_TABLE, Inbox, Payload, Scale, Shape, Tuning,
+};
+use crossrail_transport::placing::Placing;
+use crossrail_transport::placing::dry;
+
+use super::area::Area;
+use super::link::{Link, Offer};
+use super::ring::Ring;
+use super::shared::FarRank;
+use super::worker::Lane;
+use super::{Change, Common, Proxy};
+
+const SHAPE: Shape = Shape {
+    hidden: 1152,
+    topk: 4,
+    experts: 12,
+    ranks: 2,
+    max_tokens: 9,
+    payload: Payload::Fp8(Scale::F32),
+    prereduce: true,
+    expert_layout: true,
+    rank_layout: false,
+    regions: 0,
+    tuning: Tuning::USUAL,
+};
+
+fn range_number(at: u64, len: u64) -> u64 {
+    ((at / 8) << 19) | (len / 8)
+}
+
+/// A rank: its ring, as kernels write to it, and its lane.
+struct End {
+    ring: Area,
+    appended: u64,
+    lane: Lane,
+    far: Arc<FarRank>,
+}
+
+impl End {
+    fn append(&mut self, kind: u32, epoch: u64, number: u64) {
+        let at = self.appended % u64::from(EP_COMMANDS) * 16;
+        let lap = (self.appended / u64::from(EP_COMMANDS) % 0xffff + 1) << 48;
+        let rank = u64::from(self.far.rank);
+        self.ring.word(at + 8).store(lap | number, Ordering::Release);
+        self.ring
+            .word(at)
+            .store(lap | (u64::from(kind) << 44) | (rank << 32) | (epoch & 0xffff_ffff), Ordering::Release);
+        self.appended += 1;
+    }
+
+    fn range(&mut self, kind: u32, epoch: u64, at: u64, len: u64) {
+        self.append(kind, epoch, range_number(at, len));
+    }
+}
+
+struct Two {
+    ends: [End; 2],
+    common: Common,
+    lost: Arc<Mutex<Vec<(u32, String)>>>,
+    saw: dry::Saw,
+}
+
+impl Two {
+    fn new(seed: u64) -> Two {
+        let (a, b, saw) = dry::pair(3, seed);
+        let inbox = Inbox::of(&SHAPE);
+        let offer = |placing: Box<dyn Placing>, rank: u32| {
+            let area = || Area::plain(inbox.area_bytes() as usize);
+            let far = Arc::new(FarRank::new(1 - rank, area(), area(), inbox, 1));
+            (Offer::new(placing, &far, 0).unwrap(), far)
+        };
+        let (first, second) = (offer(Box::new(a), 0), offer(Box::new(b), 1));
+        let told = [first.0.targets(), second.0.targets()];
+        let end = |(offer, far): (Offer, Arc<FarRank>), theirs: &[u8]| {
+            let link: Link = offer.accept(theirs).unwrap();
+            let ring = Area::plain(Ring::BYTES);
+            let mut lane = Lane::new(Ring::new(ring.clone()), 2);
+            lane.change(Change::Connect(Box::new(link)));
+            End { ring, appended: 0, lane, far }
+        };
+        let lost: Arc<Mutex<Vec<(u32, String)>>> = Arc::default();
+        let heard = lost.clone();
+        let common = Common {
+            ending: AtomicBool::new(false),
+            graphs: AtomicBool::new(false),
+            bells: Vec::new(),
+            lost: Box::new(move |rank, _, why| heard.lock().unwrap().push((rank, why.to_owned()))),
+        };
+        Two { ends: [end(first, &told[1]), end(second, &told[0])], common, lost, saw }
+    }
+
+    fn step(&mut self) -> bool {
+        let Two { ends, common, .. } = self;
+        ends.iter_mut().map(|end| end.lane.advance(common)).max() == Some(true)
+    }
+
+    fn settle(&mut self) {
+        let mut quiet = 0;
+        while quiet < 200 {
+            quiet = if self.step() { 0 } else { quiet + 1 };
+        }
+    }
+
+    /// A word of the other rank's inbox, as this rank's kernels read it.
+    fn sees(&self, rank: usize, at: u64) -> u64 {
+        self.ends[rank].far.receive.word(at).load(Ordering::Acquire)
+    }
+}
+
+fn fill(area: &Area, at: u64, len: u64, with: u64) {
+    (0..len / 8).for_each(|word| area.word(at + 8 * word).store(with + word, Ordering::Relaxed));
+}
+
+/// Many operations, whose ranges are written in any order: a flag is never there before its row.
+#[test]
+fn rows_are_there_when_their_flags_are() {
+    let heap = SHAPE.heap();
+    for seed in 0..20 {
+        let mut two = Two::new(seed);
+        for epoch in 1..=6u64 {
+            let slot = epoch % 2;
+            let rows = heap.rows + slot * 9 * heap.row_stride;
+            let flags = heap.row_flags + slot * 9 * 2 * 8;
+            let order = (0..18u64).map(|piece| (piece * 7 + seed + epoch) % 18);
+            for piece in order {
+                let at = rows + piece / 2 * heap.row_stride + piece % 2 * heap.piece_stride;
+                let len = if piece % 2 == 0 { heap.piece_stride } else { 144 };
+                let send = two.ends[0].far.send.clone();
+                fill(&send, at, len, epoch << 40 | piece << 20);
+                two.ends[0].range(EP_COMMAND_ROWS_FP8, epoch, at, len);
+                if piece % 5 == 0 {
+                    two.step();
+                }
+            }
+            if seed % 4 == 0 && epoch == 3 {
+                two.saw.lose(seed as usize % 3);
+            }
+            let mut left: Vec<u64> = (0..18).collect();
+            for _ in 0..200_000 {
+                two.step();
+                left.retain(|piece| {
+                    let at = rows + piece / 2 * heap.row_stride + piece % 2 * heap.piece_stride;
+                    let len = if piece % 2 == 0 { heap.piece_stride } else { 144 };
+                    let seen = two.sees(1, flags + piece * 8);
+                    assert!(seen == epoch || seen + 2 == epoch || seen == 0, "flag {seen} in {epoch}");
+                    if seen != epoch {
+                        return true;
+                    }
+                    for word in 0..len / 8 {
+                        assert_eq!(two.sees(1, at + 8 * word), (epoch << 40 | piece << 20) + word, "piece {piece}");
+                    }
+                    false
+                });
+                if left.is_empty() {
+                    break;
+                }
+            }
+            assert_eq!(left, [0; 0], "seed {seed}, epoch {epoch}");
+        }
+        assert_eq!(two.ends[0].far.sent_bytes(), 6 * 9 * (heap.piece_stride + 144));
+        assert!(two.lost.lock().unwrap().is_empty());
+    }
+}
+
+/// Words get their tags here, wherever they were sent; control words, too.
+#[test]
+fn words_get_their_tags_when_they_have_arrived() {
+    let heap = SHAPE.heap();
+    let mut two = Two::new(7);
+    let table = heap.tables + heap.table_stride;
+    let send = two.ends[0].far.send.clone();
+    fill(&send, table, 4 * 8, 5);
+    two.ends[0].range(EP_COMMAND_TABLE, (1 << 32) + 1, table, 32);
+    two.ends[0].append(EP_COMMAND_WORD, (1 << 32) + 1, u64::from(EP_WORD_TABLE + 1) << 32 | 77);
+    two.settle();
+    // Epochs are told apart by their low halves.
+    assert_eq!([0, 1, 2, 3].map(|word| two.sees(1, table + 8 * word)), [5, 6, 7, 8].map(|word| 1 << 32 | word));
+    assert_eq!(two.sees(1, table + 32), 0);
+    assert_eq!(two.sees(1, heap.words + 8 * u64::from(EP_WORD_TABLE + 1)), 1 << 32 | 77);
+}
+
+/// A slot is released only once no write to it is in flight, although its reader has released it earlier.
+#[test]
+fn slots_are_released_when_nothing_is_under_way() {
+    let heap = SHAPE.heap();
+    let word = |word: u32| heap.words + 8 * u64::from(word);
+    let taken = word(EP_WORD_COMBINE_TAKEN);
+    for seed in 0..10 {
+        let mut two = Two::new(seed);
+        // This rank's combine 1 sends words that no kernel waits for; the other has received all it needs.
+        two.ends[0].range(EP_COMMAND_WEIGHTS, 1, heap.back_weights + heap.back_weights_stride, 16);
+        two.ends[1].append(EP_COMMAND_TAKEN, 1, u64::from(EP_WORD_COMBINE_TAKEN));
+        two.settle();
+        // Not before this rank's kernels have ended.
+        assert_eq!(two.sees(0, taken), 0);
+        two.ends[0].append(EP_COMMAND_TAKEN, 1, u64::from(EP_WORD_COMBINE_TAKEN));
+        // What comes after that is of the next operation.
+        let send = two.ends[0].far.send.clone();
+        fill(&send, heap.back, 2304, 9);
+        two.ends[0].range(EP_COMMAND_BACK, 2, heap.back, 2304);
+        two.settle();
+        assert_eq!((two.sees(0, taken), two.sees(0, word(EP_WORD_DISPATCH_TAKEN))), (1, 0));
+        assert_eq!([0, 1].map(|flag| two.sees(1, heap.back_flags + 8 * flag)), [2, 2]);
+        // Nor while a write of it is in flight.
+        two.ends[0].range(EP_COMMAND_WEIGHTS, 2, heap.back_weights, 16);
+        [0, 1].iter().for_each(|end| two.ends[*end].append(EP_COMMAND_TAKEN, 2, u64::from(EP_WORD_COMBINE_TAKEN)));
+        let mut early = false;
+        let mut released = false;
+        while !released {
+            let there = two.sees(1, heap.back_weights) >> 32 == 2;
+            released = two.sees(0, taken) == 2;
+            early |= released && !there;
+            two.step();
+        }
+        assert!(!early, "seed {seed}");
+    }
+}
+
+/// A command that no kernel sends ends the link, with a reason that names it.
+#[test]
+fn a_rank_that_names_what_is_not_there_is_lost() {
+    let heap = SHAPE.heap();
+    let wrong: [(u32, u64); 6] = [
+        // Rows among the flags.
+        (EP_COMMAND_ROWS_FP8, range_number(heap.row_flags, 128)),
+        // Rows of both slots.
+        (EP_COMMAND_BACK, range_number(heap.back + heap.back_slot - 2304, 4608)),
+        (EP_COMMAND_TABLE, range_number(heap.words, 128)),
+        (EP_COMMAND_WORD, u64::from(EP_WORD_DISPATCH_TAKEN) << 32 | 7),
+        (EP_COMMAND_TAKEN, 3),
+        (15, 0),
+    ];
+    for (kind, number) in wrong {
+        let mut two = Two::new(3);
+        two.ends[0].append(kind, 1, number);
+        two.settle();
+        let lost = two.lost.lock().unwrap();
+        assert!(lost.iter().any(|(rank, why)| *rank == 0 && why.contains("does not fit this buffer")), "{lost:?}");
+    }
+}
+
+/// Commands for a lost rank are read and dropped.
+#[test]
+fn a_lost_rank_holds_nobody_up() {
+    let heap = SHAPE.heap();
+    let mut two = Two::new(5);
+    (0..3).for_each(|rail| two.saw.lose(rail));
+    two.settle();
+    assert_eq!(two.lost.lock().unwrap().iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 0]);
+    for epoch in 1..=u64::from(EP_COMMANDS) * 3 {
+        two.ends[0].range(EP_COMMAND_ROWS_FP8, epoch, heap.rows, 144);
+        two.step();
+    }
+    // The ring was emptied each time.
+    assert_eq!(two.ends[0].ring.word(16 * u64::from(EP_COMMANDS)).load(Ordering::Acquire), two.ends[0].appended);
+}
+
+/// A thread that did not read for a whole lap has lost commands, and ends its links.
+#[test]
+fn an_overrun_ends_the_links() {
+    let heap = SHAPE.heap();
+    let mut two = Two::new(6);
+    for epoch in 1..=u64::from(EP_COMMANDS) + 1 {
+        two.ends[0].range(EP_COMMAND_ROWS_FP8, epoch, heap.rows, 144);
+    }
+    two.settle();
+    let lost = two.lost.lock().unwrap();
+    assert!(lost[0].0 == 1 && lost[0].1.contains("stopped for longer than the timeout"), "{lost:?}");
+}
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// A rank with threads of its own, over the engine's rails.
+struct Threaded {
+    rings: Vec<Area>,
+    appended: Vec<u64>,
+    far: Arc<FarRank>,
+    proxy: Proxy,
+    lost: Receiver<(u32, String)>,
+    endpoint: Endpoint,
+    _worker: Worker,
+}
+
+impl Threaded {
+    fn append(&mut self, lane: usize, kind: u32, epoch: u64, number: u64) {
+        let (rank, place) = (u64::from(self.far.rank), self.appended[lane]);
+        let lap = (place / u64::from(EP_COMMANDS) + 1) << 48;
+        let at = place % u64::from(EP_COMMANDS) * 16;
+        self.rings[lane].word(at + 8).store(lap | number, Ordering::Release);
+        self.rings[lane].word(at).store(lap | (u64::from(kind) << 44) | (rank << 32) | epoch, Ordering::Release);
+        self.appended[lane] += 1;
+    }
+
+    fn rows(&mut self, lane: usize, epoch: u64, row: u64) {
+        let heap = SHAPE.heap();
+        let at = heap.rows + (epoch % 2 * 9 + row) * heap.row_stride;
+        let send = self.far.send.clone();
+        fill(&send, at, heap.piece_stride, epoch << 32 | row << 16);
+        self.append(lane, EP_COMMAND_ROWS_FP8, epoch, range_number(at, heap.piece_stride));
+    }
+
+    /// Waits for a row of the other rank.
+    fn sees(&self, epoch: u64, row: u64) {
+        let heap = SHAPE.heap();
+        let place = epoch % 2 * 9 + row;
+        let word = |at: u64| self.far.receive.word(at).load(Ordering::Acquire);
+        until(|| word(heap.row_flags + place * 16) == epoch, "row");
+        let at = heap.rows + place * heap.row_stride;
+        let end = heap.piece_stride - 8;
+        assert_eq!([0, end].map(|byte| word(at + byte)), [0, end / 8].map(|word| (epoch << 32 | row << 16) + word));
+    }
+
+    fn read(&self, lane: usize) -> u64 {
+        self.rings[lane].word(16 * u64::from(EP_COMMANDS)).load(Ordering::Acquire)
+    }
+}
+
+fn until(done: impl Fn() -> bool, what: &str) {
+    let began = Instant::now();
+    while !done() {
+        assert!(began.elapsed() < LIMIT, "no {what}");
+        std::thread::yield_now();
+    }
+}
+
+fn threaded() -> [Threaded; 2] {
+    let lanes = super::lanes(2);
+    let worker = |name: &str| {
+        let settings = [("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2")];
+        let context = Context::new(Settings::from_pairs(settings).unwrap()).unwrap();
+        Worker::new(&context, WorkerOptions { name: Some(name.to_owned()), ..WorkerOptions::default() }).unwrap()
+    };
+    let workers = [worker("rank 0"), worker("rank 1")];
+    let dialled = workers[1].connect(&workers[0].address(), &ConnectOptions::default()).unwrap();
+    let accepted = workers[0].accept(Some(LIMIT)).unwrap();
+    let inbox = Inbox::of(&SHAPE);
+    let area = || Area::plain(inbox.area_bytes() as usize);
+    let fars = [1, 0].map(|rank| Arc::new(FarRank::new(rank, area(), area(), inbox, lanes)));
+    let offers = |endpoint: &Endpoint, far: &Arc<FarRank>| -> Vec<Offer> {
+        let open = |lane: usize| crossrail::placing::open(endpoint, lane as u16, LIMIT).unwrap();
+        (0..lanes).map(|lane| Offer::new(open(lane), far, lane).unwrap()).collect()
+    };
+    // The end that has connected does not wait for the other.
+    let second = offers(&dialled, &fars[1]);
+    let first = offers(&accepted, &fars[0]);
+    let targets = |offers: &[Offer]| offers.iter().map(Offer::targets).collect::<Vec<_>>();
+    let told = [targets(&first), targets(&second)];
+    let parts = [(first, accepted, 1), (second, dialled, 0)];
+    let mut made = parts.into_iter().zip(workers).zip(fars).map(|(((offers, endpoint, other), worker), far)| {
+        let rings: Vec<Area> = (0..lanes).map(|_| Area::plain(Ring::BYTES)).collect();
+        let (tell, lost) = channel();
+        let proxy =
+            Proxy::start(&rings, 2, Box::new(move |rank, _, why| drop(tell.send((rank, why.to_owned()))))).unwrap();
+        let theirs: &Vec<Vec<u8>> = &told[other];
+        proxy.connect(offers.into_iter().zip(theirs).map(|(offer, theirs)| offer.accept(theirs).unwrap()).collect(), 1);
+        Threaded { appended: vec![0; lanes], rings, far, proxy, lost, endpoint, _worker: worker }
+    });
+    [made.next().unwrap(), made.next().unwrap()]
+}
+
+#[test]
+fn threads_carry_both_ways_and_wake_up() {
+    let [mut a, mut b] = threaded();
+    let lanes = a.rings.len();
+    for epoch in 1..=20 {
+        for row in 0..9 {
+            a.rows(row as usize % lanes, epoch, row);
+            b.rows((row as usize + 1) % lanes, epoch, row);
+        }
+        (0..9).for_each(|row| {
+            a.sees(epoch, row);
+            b.sees(epoch, row);
+        });
+        // Kernels release the slots before they use them again.
+        for end in [&mut a, &mut b] {
+            (0..lanes).for_each(|lane| end.append(lane, EP_COMMAND_TAKEN, epoch, u64::from(EP_WORD_DISPATCH_TAKEN)));
+            end.proxy.wake(epoch == 10);
+        }
+        let word = SHAPE.heap().words + 8 * u64::from(EP_WORD_DISPATCH_TAKEN);
+        for end in [&a, &b] {
+            until(|| end.far.receive.word(word).load(Ordering::Acquire) == epoch, "release of slots");
+        }
+    }
+    assert_eq!(a.far.sent_bytes(), 20 * 9 * SHAPE.heap().piece_stride);
+    let report = a.far.to_string();
+    // A row each, and from each lane the release of the slots.
+    let expected =
+        "260 commands read, 190080 bytes sent; dispatch: placed up to [20, 20, 20, 20], released 20, free 20";
+    assert!(report.contains(expected), "{report}");
+    assert!(a.lost.try_recv().is_err() && b.lost.try_recv().is_err());
+}
+
+#[test]
+fn a_rank_that_is_let_go_is_written_no_more() {
+    let [mut a, b] = threaded();
+    a.rows(0, 1, 0);
+    b.sees(1, 0);
+    a.proxy.disconnect(1).unwrap();
+    let sent = a.far.sent_bytes();
+    (0..4).for_each(|lane| a.rows(lane, 2, lane as u64));
+    (0..4).for_each(|lane| until(|| a.read(lane) == a.appended[lane], "end of the ring"));
+    assert_eq!(a.far.sent_bytes(), sent);
+    // The other end has lost its rails, and reports each lane's.
+    let (rank, why) = b.lost.recv_timeout(LIMIT).unwrap();
+    assert!(rank == 0 && !why.is_empty(), "{why}");
+}
+
+#[test]
+fn the_end_of_a_connection_is_reported_with_its_reason() {
+    let [a, b] = threaded();
+    b.endpoint.close(Some(LIMIT)).unwrap();
+    let (rank, why) = a.lost.recv_timeout(LIMIT).unwrap();
+    assert!(rank == 1 && why.contains("rank 1"), "{why}");
+}
