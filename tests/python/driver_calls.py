@@ -48,7 +48,7 @@ class OneRank(Buffer):
         answer = answer_of(self.experts, kind, MOST, MOST)
         frame = Frame(torch, self.experts._native, streams, sizes, device)
         self._calls = {(MOST, EXPERTS, False, False, False): (ExpertCalls(frame), answer)}
-        self._machine: Any = SimpleNamespace(streams=streams)
+        self._backend: Any = SimpleNamespace(streams=streams)
         self._closed, self.group_size, self._combine_rooms = False, 1, {}
 
     def destroy(self) -> None:

@@ -130,7 +130,7 @@ class NormalRank(Buffer):
     """A buffer of one rank for normal mode."""
 
     def _meet(self, group: Any, comm: Any, share_node: bool) -> Any:
-        alone = SimpleNamespace(rank=0, size=1, step=lambda: None, exchange=lambda message: [message])
+        alone = SimpleNamespace(rank=0, size=1, next_call=lambda: None, exchange=lambda message: [message])
         self.gpu = OneGpu()
         return alone, self.gpu
 

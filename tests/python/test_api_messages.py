@@ -193,7 +193,7 @@ def test_messages_that_nobody_receives_are_named_when_others_wait_behind_them(pa
     with pytest.raises(crossrail.TimeoutError, match=r"\d+ messages that do not match it wait to be received"):
         inbound.wait(0.5)
     with pytest.raises(
-        crossrail.TimeoutError, match=r"\d+ operations with the peer are in flight, and it accepts 4096"
+        crossrail.TimeoutError, match=r"\d+ operations with the peer are in flight; it accepts 4096"
     ):
         outbound.wait(0.1)
     crossrail.wait_all([pair.b.recv(bytearray(8), tag=1) for _ in unmatched])

@@ -30,7 +30,7 @@ SAYS = {
     "an id below -1": r"topk_idx\[1, 0\] is -2",
     "an expert too often": r"topk_idx\[4, 0\]: expert 0 is selected more than 8 times",
     "more tokens than M": r"16 .*(max_tokens_per_rank|M).*8",
-    "x too narrow": r"x\b.*120.*128",
+    "x too narrow": r"x\b.*expected.*128.*got.*120",
     "x of one dimension": r"x\b.*\[?(tokens|T)",
     "x of float32": r"x\b.*float32.*bf(loat)?16|x\b.*bf(loat)?16.*float32",
     "topk_idx of int32": r"topk_idx.*int(64|32).*int(32|64)",
