@@ -57,7 +57,7 @@ pub(crate) const ROOMS: &[Room] = &[
         &["locks", "topology", "transport", "types"],
         "shared memory: rings, mapped memory, single copies",
     ),
-    room("tcp", "crossrail-tcp", &["transport", "types"], "TCP connections; shm and tcp never depend on each other"),
+    room("tcp", "crossrail-tcp", &["locks", "transport", "types"], "TCP connections; shm and tcp never depend on each other"),
     room(
         "ucx",
         "crossrail-ucx",

@@ -14,7 +14,7 @@ use std::mem::ManuallyDrop;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use crossrail_locks::PerProcess;
+use crossrail_locks::{PerProcess, signals_blocked};
 
 use crate::driver::Cuda;
 
@@ -105,7 +105,8 @@ impl ReleaseThread {
         let mut pending = self.0.locked();
         if !pending.started {
             let queue = Arc::clone(&self.0);
-            let thread = std::thread::Builder::new().name("crossrail-close".into()).spawn(move || queue.run());
+            let builder = std::thread::Builder::new().name("crossrail-close".into());
+            let thread = signals_blocked(|| builder.spawn(move || queue.run()));
             if thread.is_err() {
                 // The system has no more threads: blocking here is better than leaking.
                 drop(pending);

@@ -10,6 +10,8 @@
 //!
 //! Locks in objects are safe because the child is denied use of the parent's objects, locks in statics because each
 //! process has its own statics: [`PerProcess`].
+//!
+//! Signals are here as well: which threads take them ([`signals_blocked`]), and SIGPIPE ([`without_sigpipe`]).
 
 #[cfg(not(loom))]
 mod condvar;
@@ -19,6 +21,7 @@ mod models;
 #[cfg(not(loom))]
 mod mutex;
 mod process;
+mod signals;
 mod word;
 
 #[cfg(not(loom))]
@@ -26,3 +29,4 @@ pub use self::condvar::{Condvar, WaitTimeoutResult};
 #[cfg(not(loom))]
 pub use self::mutex::{Mutex, MutexGuard, RawMutex};
 pub use self::process::{PerProcess, watch_forks};
+pub use self::signals::{ignores_sigpipe, signals_blocked, without_sigpipe};

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossrail_locks::{Mutex, PerProcess};
+use crossrail_locks::{Mutex, PerProcess, signals_blocked};
 use crossrail_types::{Error, Log, Result, Settings, loopback};
 
 use crate::read::{Found, PageSnapshot};
@@ -64,7 +64,7 @@ pub fn export(settings: &Settings) -> Result<()> {
             (None, Box::new(move || serve(&folder, address, log)))
         }
     };
-    let started = std::thread::Builder::new().name("crossrail-metrics".to_owned()).spawn(body);
+    let started = signals_blocked(|| std::thread::Builder::new().name("crossrail-metrics".to_owned()).spawn(body));
     if let Err(error) = started {
         log.warn(format_args!("CROSSRAIL_METRICS: cannot start the export thread ({error}); nothing is exported"));
         return Ok(());
@@ -129,11 +129,13 @@ fn answer_all(listener: &TcpListener, folder: &Path) {
         }
         let Ok(handle) = client.try_clone() else { continue };
         let folder = folder.to_owned();
-        let thread = std::thread::Builder::new().name("crossrail-scrape".to_owned()).spawn(move || {
+        let scrape = move || {
             let _ = answer(&client, &folder, CLIENT_TIMEOUT);
             // The other handle would keep it open.
             let _ = client.shutdown(Shutdown::Both);
-        });
+        };
+        let builder = std::thread::Builder::new().name("crossrail-scrape".to_owned());
+        let thread = signals_blocked(|| builder.spawn(scrape));
         // Without a thread the client is closed; the next scrape makes up for it.
         answering.extend(thread.ok().map(|thread| (handle, thread)));
     }

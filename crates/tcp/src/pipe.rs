@@ -6,6 +6,8 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::unistd::pipe2;
 
+use crossrail_locks::{ignores_sigpipe, without_sigpipe};
+
 use crate::sys;
 
 /// Requested size of the pipe in bytes: a quarter of the default limit for unprivileged pipes, so that sixteen lanes
@@ -22,6 +24,8 @@ pub(crate) struct Pipe {
     size: usize,
     /// Bytes in the pipe.
     holds: usize,
+    /// The process ignores SIGPIPE; otherwise it is blocked around splice(2), which has no flag against it.
+    ignores_sigpipe: bool,
 }
 
 impl Pipe {
@@ -30,7 +34,7 @@ impl Pipe {
         let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK).ok()?;
         let size = fcntl(&write, FcntlArg::F_SETPIPE_SZ(WANTED)).or_else(|_| fcntl(&write, FcntlArg::F_GETPIPE_SZ));
         let size = usize::try_from(size.ok()?).ok().filter(|size| *size >= LEAST)?;
-        Some(Pipe { read, write, size, holds: 0 })
+        Some(Pipe { read, write, size, holds: 0, ignores_sigpipe: ignores_sigpipe() })
     }
 
     pub(crate) fn holds(&self) -> usize {
@@ -57,7 +61,8 @@ impl Pipe {
 
     /// Moves its contents to `socket`; `more` announces further data.
     pub(crate) fn drain(&mut self, socket: RawFd, more: bool) -> io::Result<usize> {
-        let n = sys::splice(self.read.as_raw_fd(), socket, self.holds, more)?;
+        let splice = || sys::splice(self.read.as_raw_fd(), socket, self.holds, more);
+        let n = if self.ignores_sigpipe { splice() } else { without_sigpipe(splice) }?;
         self.holds -= n;
         Ok(n)
     }

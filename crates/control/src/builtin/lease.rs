@@ -126,7 +126,7 @@ impl Renewer {
         }
         let (renewer, channel) = (Arc::clone(self), Arc::downgrade(channel));
         let thread = std::thread::Builder::new().name("crossrail-lease".to_owned());
-        thread.spawn(move || renewer.run(&channel)).map_err(|e| {
+        crossrail_locks::signals_blocked(|| thread.spawn(move || renewer.run(&channel))).map_err(|e| {
             Error::new(ErrorKind::Exhausted, "store lease", format!("spawn a thread: {e}"))
                 .with_hint("raise the limit of processes (ulimit -u)")
         })?;

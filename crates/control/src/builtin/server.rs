@@ -110,7 +110,7 @@ impl StoreServer {
             accept_again: None,
         };
         let thread = std::thread::Builder::new().name("crossrail-store".to_owned());
-        let thread = thread.spawn(move || server.run()).map_err(|e| {
+        let thread = crossrail_locks::signals_blocked(|| thread.spawn(move || server.run())).map_err(|e| {
             Error::new(ErrorKind::Exhausted, "store", format!("spawn a thread: {e}"))
                 .with_hint("raise the limit of processes (ulimit -u)")
         })?;

@@ -71,9 +71,8 @@ impl EtcdLease {
             stopped: Condvar::new(),
         });
         let lease = EtcdLease { shared: Arc::clone(&shared), keeper: Mutex::new(None) };
-        let keeper = std::thread::Builder::new()
-            .name("crossrail-lease".to_owned())
-            .spawn(move || shared.keep())
+        let thread = std::thread::Builder::new().name("crossrail-lease".to_owned());
+        let keeper = crossrail_locks::signals_blocked(|| thread.spawn(move || shared.keep()))
             .map_err(|e| Error::io(operation, "spawn a thread", &e))?;
         *lock(&lease.keeper) = Some(keeper);
         Ok(lease)

@@ -141,10 +141,10 @@ pub(super) fn become_member(candidate: Candidate, deadline: Instant) -> Result<(
     });
     let stop = Arc::new(Stop::default());
     let (of_thread, stop_of_thread) = (Arc::clone(&state), Arc::clone(&stop));
-    let thread = std::thread::Builder::new()
-        .name("crossrail-group".to_owned())
-        .spawn(move || watch::run(&of_thread, &stop_of_thread, revision))
-        .map_err(|error| Error::io("join", "pthread_create", &error))?;
+    let thread = std::thread::Builder::new().name("crossrail-group".to_owned());
+    let thread =
+        crossrail_locks::signals_blocked(|| thread.spawn(move || watch::run(&of_thread, &stop_of_thread, revision)))
+            .map_err(|error| Error::io("join", "pthread_create", &error))?;
     Ok((state, Membership { stop, parts: Mutex::new(Some((thread, served))) }))
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crossrail_handshake::{LaneName, LanePurpose};
 use crossrail_tcp::Binding;
 use crossrail_topology::NetDevice;
+use crossrail_locks::signals_blocked;
 use crossrail_types::{Error, ErrorKind, Reason, Result};
 
 /// How long dialling one lane may take.
@@ -45,10 +46,11 @@ pub(super) fn dial_until<L>(
 /// Dials all lanes at once, each on a thread of its own; on this one where the system has no thread.
 pub(super) fn at_once<L: Send>(names: &[LaneName], dial: &(impl Fn(LaneName) -> Result<L> + Sync)) -> Vec<Result<L>> {
     std::thread::scope(|scope| {
-        let dials: Vec<_> = names
-            .iter()
-            .map(|&name| std::thread::Builder::new().spawn_scoped(scope, move || dial(name)).map_err(|_| name))
-            .collect();
+        let start = |name| {
+            let builder = std::thread::Builder::new();
+            signals_blocked(|| builder.spawn_scoped(scope, move || dial(name))).map_err(|_| name)
+        };
+        let dials: Vec<_> = names.iter().map(|&name| start(name)).collect();
         let failed = |_| Err(Error::new(ErrorKind::Io, "connect", "the dialling thread failed"));
         let ended = dials.into_iter().map(|dialled| dialled.map_or_else(dial, |one| one.join().unwrap_or_else(failed)));
         ended.collect()

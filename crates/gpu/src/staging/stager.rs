@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak, mpsc};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use crossrail_locks::{Condvar, Mutex};
+use crossrail_locks::{Condvar, Mutex, signals_blocked};
 use crossrail_shm::Arena;
 use crossrail_types::{Error, ErrorKind, Result, Settings, format_duration};
 
@@ -103,9 +103,8 @@ impl Stager {
         let (name_, limit, arena) = (name.to_owned(), settings.timeout, arena.clone());
         let setup =
             StagerSetup { name: name_, limit, traced: settings.trace.is_some(), arena, layout, wake_up, started };
-        let thread = std::thread::Builder::new()
-            .name(format!("stage {name}"))
-            .spawn(move || body(setup))
+        let builder = std::thread::Builder::new().name(format!("stage {name}"));
+        let thread = signals_blocked(|| builder.spawn(move || body(setup)))
             .map_err(|error| Error::io(name, "pthread_create", &error))?;
         let gone = |_| Error::new(ErrorKind::Io, name, "the staging thread did not start");
         match outcome.recv().map_err(gone).flatten() {

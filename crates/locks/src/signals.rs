@@ -1,0 +1,80 @@
+//! Signal masks of threads: the library's own take no signals of the program, and no write raises SIGPIPE.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr::null;
+
+/// What a fault of a thread's own raises, and what profilers sample threads with.
+const KEPT: [libc::c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGPROF];
+
+/// Restores the calling thread's mask.
+struct Mask(libc::sigset_t);
+
+impl Mask {
+    fn block(set: &libc::sigset_t) -> Mask {
+        let mut old = MaybeUninit::<libc::sigset_t>::zeroed();
+        // SAFETY: both sets are valid for the call; zeros are a valid set where it fails, which it does not.
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, set, old.as_mut_ptr()) };
+        // SAFETY: as above.
+        Mask(unsafe { old.assume_init() })
+    }
+
+    fn has(&self, signal: libc::c_int) -> bool {
+        // SAFETY: a valid set.
+        unsafe { libc::sigismember(&self.0, signal) == 1 }
+    }
+}
+
+impl Drop for Mask {
+    fn drop(&mut self) {
+        // SAFETY: the set that the thread had before.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
+    }
+}
+
+/// Calls `spawn` with all signals blocked on this thread, which threads started by it inherit: a handler of the program
+/// then never runs on a thread of the library, which may hold a lock.
+pub fn signals_blocked<T>(spawn: impl FnOnce() -> T) -> T {
+    let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
+    // SAFETY: `sigfillset` initializes the set, and the others change it.
+    let set = unsafe {
+        libc::sigfillset(set.as_mut_ptr());
+        KEPT.iter().for_each(|signal| _ = libc::sigdelset(set.as_mut_ptr(), *signal));
+        set.assume_init()
+    };
+    let _mask = Mask::block(&set);
+    spawn()
+}
+
+/// Whether the process ignores SIGPIPE, as Rust's and Python's runtimes have it do.
+pub fn ignores_sigpipe() -> bool {
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: the action is only read, into memory for one.
+    unsafe {
+        libc::sigaction(libc::SIGPIPE, null(), action.as_mut_ptr()) == 0
+            && action.assume_init().sa_sigaction == libc::SIG_IGN
+    }
+}
+
+/// Calls `write`, whose system call has no flag against SIGPIPE; one that it raises is discarded.
+pub fn without_sigpipe<T>(write: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let mut set = MaybeUninit::<libc::sigset_t>::zeroed();
+    // SAFETY: `sigemptyset` initializes the set.
+    let set = unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        libc::sigaddset(set.as_mut_ptr(), libc::SIGPIPE);
+        set.assume_init()
+    };
+    let mask = Mask::block(&set);
+    let result = write();
+    // Where the thread had it blocked before, one may have been pending, and is the program's.
+    if matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EPIPE)) && !mask.has(libc::SIGPIPE) {
+        let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: a valid set and time; it does not wait.
+        while unsafe { libc::sigtimedwait(&set, std::ptr::null_mut(), &now) } < 0
+            && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+        {}
+    }
+    result
+}
