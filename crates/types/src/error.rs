@@ -40,6 +40,58 @@ pub enum ErrorKind {
     Closed,
 }
 
+impl ErrorKind {
+    /// Every kind, in the order of their declaration.
+    pub const ALL: [ErrorKind; 15] = [
+        ErrorKind::Usage,
+        ErrorKind::Config,
+        ErrorKind::Unreachable,
+        ErrorKind::Refused,
+        ErrorKind::Mismatch,
+        ErrorKind::Timeout,
+        ErrorKind::PeerDead,
+        ErrorKind::Truncated,
+        ErrorKind::Cancelled,
+        ErrorKind::Region,
+        ErrorKind::Exhausted,
+        ErrorKind::Unsupported,
+        ErrorKind::Io,
+        ErrorKind::Protocol,
+        ErrorKind::Closed,
+    ];
+
+    /// Its number, which is part of the C interface: fixed, and never used again. And its name there.
+    fn row(self) -> (i32, &'static str) {
+        match self {
+            ErrorKind::Usage => (1, "usage"),
+            ErrorKind::Config => (2, "config"),
+            ErrorKind::Unreachable => (3, "unreachable"),
+            ErrorKind::Refused => (4, "refused"),
+            ErrorKind::Mismatch => (5, "mismatch"),
+            ErrorKind::Timeout => (6, "timeout"),
+            ErrorKind::PeerDead => (7, "peer_dead"),
+            ErrorKind::Truncated => (8, "truncated"),
+            ErrorKind::Cancelled => (9, "cancelled"),
+            ErrorKind::Region => (10, "region"),
+            ErrorKind::Exhausted => (11, "exhausted"),
+            ErrorKind::Unsupported => (12, "unsupported"),
+            ErrorKind::Io => (13, "io"),
+            ErrorKind::Protocol => (14, "protocol"),
+            ErrorKind::Closed => (15, "closed"),
+        }
+    }
+
+    /// A number that stands for this kind in every version, from 1.
+    pub fn number(self) -> i32 {
+        self.row().0
+    }
+
+    /// The kind in one word, as `peer_dead`.
+    pub fn name(self) -> &'static str {
+        self.row().1
+    }
+}
+
 /// An error with the operation, peer, lane and progress, and a hint.
 ///
 /// `Display` prints one line: `operation: detail (peer P, lane L, D of T bytes done, after S s); hint`. Programs branch
@@ -143,6 +195,11 @@ impl Error {
         })
     }
 
+    /// The code of the system call that failed (`errno`), if one did.
+    pub fn os_code(&self) -> Option<i32> {
+        self.source.as_ref()?.0.downcast_ref::<std::io::Error>()?.raw_os_error()
+    }
+
     /// Names the peer.
     #[must_use]
     pub fn with_peer(mut self, peer: impl Into<String>) -> Error {
@@ -225,9 +282,17 @@ mod tests {
         let source = error.source().and_then(|source| source.downcast_ref::<io::Error>());
         assert_eq!(source.map(io::Error::kind), Some(io::ErrorKind::ConnectionRefused));
         assert_eq!(source.and_then(io::Error::raw_os_error), Some(111));
+        assert_eq!((error.os_code(), error.kind.name()), (Some(111), "io"));
         let custom = Error::io("read", "read", &io::Error::new(io::ErrorKind::InvalidData, "no UTF-8"));
         assert_eq!(custom.source().map(ToString::to_string).as_deref(), Some("no UTF-8"));
         assert!(Error::new(ErrorKind::Usage, "send", "0 bytes").source().is_none());
+    }
+
+    #[test]
+    fn numbers_of_kinds_are_their_places() {
+        assert!(ErrorKind::ALL.iter().zip(1..).all(|(kind, number)| kind.number() == number));
+        let names: std::collections::BTreeSet<_> = ErrorKind::ALL.iter().map(|kind| kind.name()).collect();
+        assert_eq!(names.len(), ErrorKind::ALL.len());
     }
 
     #[test]

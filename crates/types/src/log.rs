@@ -18,9 +18,10 @@ static SINK: OnceLock<Sink> = OnceLock::new();
 pub struct Log(pub LogLevel);
 
 impl Log {
-    /// Passes the log lines of this process to `sink` instead of stderr. Only the first call has an effect.
-    pub fn redirect(sink: Sink) {
-        let _ = SINK.set(sink);
+    /// Passes the log lines of this process to `sink` instead of stderr. Only the first call has an effect, and returns
+    /// true.
+    pub fn redirect(sink: Sink) -> bool {
+        SINK.set(sink).is_ok()
     }
 
     /// Something failed, and the caller may not learn of it otherwise.

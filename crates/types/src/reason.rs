@@ -92,6 +92,8 @@ reasons! {
     SecretRequired = "secret_required",
     /// `Usage`: the object was made in another process, of which this one is a fork.
     OtherProcess = "other_process",
+    /// `Usage`: the move is in flight, and is started again once its request is over.
+    InFlight = "in_flight",
 
     // Unsupported
     /// `Unsupported`: the installed CUDA driver is too old.

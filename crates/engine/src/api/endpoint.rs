@@ -240,7 +240,7 @@ impl Endpoint {
         let progress = self.worker.progress_handle();
         progress.check_origin("close")?;
         let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
-        let deadline = Instant::now() + timeout;
+        let deadline = Instant::now() + timeout.min(progress::WAIT_MAX);
         let mut core = progress.core();
         let now = core.read_clock();
         let Some(peer) = core.peers().get_mut(self.id) else { return Ok(()) };

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crossrail_locks::Mutex;
 use crossrail_proto::RegionRef;
 use crossrail_transport::List;
-use crossrail_types::{Error, ErrorKind, OpId, Result};
+use crossrail_types::{Error, ErrorKind, OpId, Reason, Result};
 
 use super::layout::Of;
 use super::notices::check_len;
@@ -261,6 +261,7 @@ impl Move {
         let mut core = progress.core();
         if started.is_some_and(|op| !core.operations().is_done(op)) {
             return Err(Error::new(ErrorKind::Usage, "start", "the move is in flight")
+                .with_reason(Reason::InFlight)
                 .with_hint("wait for its request, or cancel it"));
         }
         self.prepared.local.check_live(&mut core)?;

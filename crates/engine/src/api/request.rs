@@ -92,6 +92,18 @@ impl Request {
         self.progress.core_here().is_some_and(|mut core| core.operations().is_done(self.id))
     }
 
+    /// Whether it is finished, so that nothing touches its buffer any more; without the worker's lock where its outcome
+    /// was collected. For owners whose buffer must outlive the operation, before they drop the request.
+    #[inline]
+    pub fn is_over(&mut self) -> bool {
+        self.collected.is_collected() || self.progress.check_origin("free").is_err() || self.is_done()
+    }
+
+    /// Whether it is an operation of that worker.
+    pub(super) fn is_of(&self, progress: &Arc<Progress>) -> bool {
+        Arc::ptr_eq(&self.progress, progress)
+    }
+
     /// Waits until it is finished, at most `timeout` (`CROSSRAIL_TIMEOUT` if `None`).
     ///
     /// A wait that runs out fails with `Timeout` and says how far the operation got; the operation goes on, so

@@ -208,6 +208,81 @@ impl Worker {
         progress.check_origin("progress").is_ok() && progress.step()
     }
 
+    /// Fails where nothing of this worker can be used any more.
+    ///
+    /// # Errors
+    /// `Usage` in a forked child; `Closed`.
+    pub fn check(&self, operation: &str) -> Result<()> {
+        let progress = self.progress_handle();
+        progress.check_origin(operation)?;
+        if progress.is_closing() || progress.core().is_closed() {
+            return Err(crate::core::gone(operation));
+        }
+        Ok(())
+    }
+
+    /// Number of events so far: requests that finished, peers that connected or ended, notices that arrived.
+    pub fn events(&self) -> u64 {
+        self.progress_handle().core_here().map_or(0, |mut core| core.operations().reports())
+    }
+
+    /// Makes progress until there were more than `seen` [events](Worker::events), or something waits to be
+    /// [taken](Worker::notices) or [accepted](Worker::accept); the number of events then.
+    ///
+    /// # Errors
+    /// `Timeout` (after `CROSSRAIL_TIMEOUT` if `None`); `Closed`; `Usage` in a forked child.
+    pub fn wait_event(&self, seen: u64, timeout: Option<Duration>) -> Result<u64> {
+        self.check("wait_event")?;
+        let progress = self.progress_handle();
+        let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
+        let found = progress.wait_until(timeout, |core| {
+            let events = core.operations().reports();
+            let waits = core.has_notices() || self.sessions().has_arrivals();
+            (events != seen || waits || core.is_closed()).then_some(events)
+        });
+        self.check("wait_event")?;
+        found.ok_or_else(|| Error::new(ErrorKind::Timeout, "wait_event", "nothing has happened").with_waited(timeout))
+    }
+
+    /// Waits until one of `requests`, all of this worker, is finished: the place of the first that is.
+    ///
+    /// # Errors
+    /// `Usage`: one of another worker, or none at all; `Timeout` (after `CROSSRAIL_TIMEOUT` if `None`): all go on.
+    pub fn wait_any(&self, requests: &[&Request], timeout: Option<Duration>) -> Result<usize> {
+        let progress = self.progress_handle();
+        progress.check_origin("wait_any")?;
+        let usage = |detail| Err(Error::new(ErrorKind::Usage, "wait_any", detail));
+        if requests.is_empty() {
+            return usage("no requests");
+        }
+        if !requests.iter().all(|request| request.is_of(progress)) {
+            return usage("a request belongs to another worker");
+        }
+        let timeout = timeout.unwrap_or(progress.environment().settings().timeout);
+        let found = progress.wait_until(timeout, |core| {
+            let operations = core.operations();
+            requests.iter().position(|request| operations.is_done(request.id))
+        });
+        found.ok_or_else(|| {
+            let detail = format!("none of {} requests is finished", requests.len());
+            Error::new(ErrorKind::Timeout, "wait_any", detail).with_waited(timeout)
+        })
+    }
+
+    /// Ends the worker after a panic in a call of it, which may have left its state half changed: as [`Worker::close`],
+    /// but joins no thread. [`Worker::failure`] returns `panic` then.
+    pub fn fail(&self, panic: &str) {
+        if self.progress_handle().check_origin("fail").is_ok() {
+            self.progress_handle().fail(panic);
+        }
+    }
+
+    /// The text of the panic, a bug of the library, that ended the worker: in one of its threads, or in a call
+    /// ([`Worker::fail`]).
+    pub fn failure(&self) -> Option<&str> {
+        self.progress_handle().failure()
+    }
+
     /// A descriptor that becomes readable whenever requests have finished; for event loops. Drain it with
     /// [`Worker::drain_events`] and then look at the requests.
     pub fn event_fd(&self) -> RawFd {

@@ -72,6 +72,8 @@ pub(crate) struct Operations {
     delivered: Vec<(EndpointId, proto::Short)>,
     /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`], [`FOLLOW_UPS`].
     news: u8,
+    /// How often [`FINISHED`] was set.
+    reports: u64,
     live: usize,
     /// Operations that were ever inserted.
     begun: u64,
@@ -103,6 +105,7 @@ impl Default for Operations {
             follow_ups: Vec::new(),
             delivered: Vec::new(),
             news: 0,
+            reports: 0,
             live: 0,
             begun: 0,
             returns: Returns::default(),
@@ -193,6 +196,12 @@ impl Operations {
     /// Makes waiting threads recheck their conditions, although no operation has finished.
     pub(crate) fn report(&mut self) {
         self.news |= FINISHED;
+        self.reports += 1;
+    }
+
+    /// How often operations have finished, or [`Operations::report`] was called.
+    pub(crate) fn reports(&self) -> u64 {
+        self.reports
     }
 
     /// What follows the ends of operations, with their peers, and whether they were good.
@@ -320,7 +329,7 @@ impl Operations {
         wanted: Option<Wanted<'_>>,
         take: impl FnOnce(*mut u8),
     ) -> Received {
-        let Operations { slots, free, live, news, .. } = self;
+        let Operations { slots, free, live, news, reports, .. } = self;
         let op = match slots.get_mut(short.op.index as usize) {
             Some(op) if op.generation == short.op.generation => op,
             _ => {
@@ -333,6 +342,7 @@ impl Operations {
             return Received::Attached;
         }
         *news |= FINISHED;
+        *reports += 1;
         if let Some(Wanted { id, collected }) = wanted
             && id == short.op
             && op.let_go()

@@ -113,18 +113,17 @@ impl<'a> Addresses<'a> {
 
     /// The fewest strides that one pass finds.
     fn strides(&self) -> Vec<Stride> {
-        if self.width == 5 {
-            let of = |row: &[u64]| Stride { at: row[0], len: row[1], stride: row[3], count: row[4] };
-            return self.words.chunks_exact(5).map(of).collect();
-        }
+        let of = |row: &[u64]| match row {
+            [at, len, _, stride, count] => Stride { at: *at, len: *len, stride: *stride, count: *count },
+            _ => Stride { at: row[0], len: row[1], stride: 0, count: 1 },
+        };
         let mut strides: Vec<Stride> = Vec::new();
-        let mut rows = self.words.chunks_exact(3);
-        let Some(first) = rows.next() else { return strides };
-        let mut open = Stride { at: first[0], len: first[1], stride: 0, count: 1 };
-        let mut next = 0;
+        let mut rows = self.words.chunks_exact(self.width).map(of);
+        let Some(mut open) = rows.next() else { return strides };
+        let mut next = open.row(open.count);
         for row in rows {
-            let (at, len) = (row[0], row[1]);
-            if len == open.len {
+            let Stride { at, len, count, .. } = row;
+            if len == open.len && count == 1 {
                 if at == next && open.count > 1 {
                     open.count += 1;
                     next = next.wrapping_add(open.stride);
@@ -138,7 +137,8 @@ impl<'a> Addresses<'a> {
                 }
             }
             strides.push(open);
-            open = Stride { at, len, stride: 0, count: 1 };
+            open = row;
+            next = open.row(open.count);
         }
         strides.push(open);
         strides
@@ -279,6 +279,9 @@ mod tests {
         let five = [1000, 16, 0, 32, 3];
         let placed = Addresses::new(&five, 5).unwrap().placed(&[host(1000, 96)]).unwrap();
         assert_eq!((placed.rows.count(), placed.rows.bytes()), (3, 48));
+        let single: Vec<u64> = (0..10u64).flat_map(|row| [1000 + 32 * row, 16, 0, 0, 1]).chain(five).collect();
+        let strides = Addresses::new(&single, 5).unwrap().strides();
+        assert_eq!(strides.iter().map(|s| (s.at, s.count)).collect::<Vec<_>>(), [(1000, 10), (1000, 3)]);
         assert!(Addresses::new(&five, 4).is_err() && Addresses::new(&five, 3).is_err());
         assert!(Addresses::new(&[u64::MAX, 2, 0], 3).unwrap().placed(&[host(0, 9)]).is_err());
     }

@@ -29,7 +29,7 @@ pub struct RegionKey {
 
 impl RegionKey {
     /// Bytes of a key as bytes.
-    pub(crate) const BYTES: usize = KEY_MAGIC.len() + 4 + 8 + KEY_LEN;
+    pub const BYTES: usize = KEY_MAGIC.len() + 4 + 8 + KEY_LEN;
 
     /// The key as bytes.
     pub fn to_bytes(&self) -> Vec<u8> {

@@ -14,6 +14,7 @@ mod tasks;
 mod threads;
 mod waits;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::Thread;
@@ -33,6 +34,7 @@ use self::page_rows::PageRows;
 use self::tasks::Tasks;
 use self::threads::Threads;
 pub(crate) use self::threads::callbacks_deadline;
+pub(crate) use self::waits::WAIT_MAX;
 use crate::core::gpu::Inbox;
 use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Receipt, render};
 use crate::environment::{Environment, TcpLimits};
@@ -94,6 +96,8 @@ pub(crate) struct Progress {
     background: Mutex<Option<Thread>>,
     threads: Threads,
     closing: AtomicBool,
+    /// The text of the panic that ended the worker.
+    failure: OnceLock<String>,
     sessions: OnceLock<Weak<dyn SessionEvents>>,
 }
 
@@ -131,6 +135,7 @@ impl Progress {
             background: Mutex::new(None),
             threads: Threads::default(),
             closing: AtomicBool::new(false),
+            failure: OnceLock::new(),
             sessions: OnceLock::new(),
         }))
     }
@@ -389,6 +394,32 @@ impl Progress {
         self.after(core);
         self.step();
         true
+    }
+
+    /// Ends everything after a panic, a bug of the library: operations in flight fail, later ones are refused, waits
+    /// end. [`Progress::failure`] has the text. The worker is still to be closed, which joins its threads.
+    pub(crate) fn fail(&self, panic: &str) {
+        if self.failure.set(panic.to_owned()).is_err() {
+            return;
+        }
+        self.log.error(format_args!("the worker is closed after a bug in Crossrail; please report it: {panic}"));
+        // What it ends may be what was half changed.
+        let ended = catch_unwind(AssertUnwindSafe(|| {
+            let mut core = self.core.lock();
+            core.close();
+            self.after(core);
+        }));
+        if ended.is_err() {
+            self.log.error(format_args!("a second bug while the worker was closed"));
+        }
+        self.events.signal();
+        self.done.notify_all();
+        self.connections.driven().wake_always();
+    }
+
+    /// The text of the panic that ended the worker.
+    pub(crate) fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
     }
 
     pub(crate) fn is_closing(&self) -> bool {

@@ -1,11 +1,13 @@
 //! The threads of a worker: which are running, and which are inside a callback.
 
+use std::any::Any;
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Weak;
 use std::thread::{JoinHandle, Thread, ThreadId};
 use std::time::{Duration, Instant};
 
-use crossrail_locks::{Condvar, Mutex, MutexGuard};
+use crossrail_locks::{Condvar, Mutex, MutexGuard, signals_blocked};
 use crossrail_types::{Error, Log, Result};
 
 use super::{Due, Progress};
@@ -54,20 +56,26 @@ impl Threads {
         callbacks.into_iter().for_each(|(callback, result)| callback(result));
     }
 
-    /// Starts a thread of the worker `me`, which [`Threads::join`] waits for.
+    /// Starts a thread of the worker `me`, which [`Threads::join`] waits for. It takes no signals. A panic there ends
+    /// the worker ([`Progress::fail`]), because what the thread was changing may be half done.
     ///
     /// # Errors
     /// `Io` when the system refuses it.
     pub(super) fn spawn(&self, me: Weak<Progress>, name: &str, body: impl FnOnce() + Send + 'static) -> Result<Thread> {
         // Its end finds its entry: the lock is held until there is one.
         let mut running = self.running.lock();
-        let handle = std::thread::Builder::new()
-            .name(name.to_owned())
-            .spawn(move || {
-                let _ending = Ending(me);
-                body();
-            })
-            .map_err(|error| Error::io("worker", "pthread_create", &error))?;
+        let thread = move || {
+            let _ending = Ending(me.clone());
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(body))
+                && let Some(progress) = me.upgrade()
+            {
+                let name = std::thread::current().name().unwrap_or("crossrail").to_owned();
+                progress.fail(&format!("thread {name}: {}", panic_text(&*panic)));
+            }
+        };
+        let builder = std::thread::Builder::new().name(name.to_owned());
+        let handle =
+            signals_blocked(|| builder.spawn(thread)).map_err(|error| Error::io("worker", "pthread_create", &error))?;
         let thread = handle.thread().clone();
         running.retain(|_, thread| !thread.has_ended);
         running.insert(thread.id(), Running { handle, has_ended: false, callbacks: 0 });
@@ -109,6 +117,12 @@ impl Threads {
             ));
         }
     }
+}
+
+/// What a panic was raised with, if that is text.
+pub(super) fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic without text")
 }
 
 /// Dropped as the last thing of a thread, also of one that panics.

@@ -9,6 +9,8 @@ use crossrail_types::{EndpointId, OpId, interrupt};
 use super::{NAP_MAX, Progress};
 use crate::core::{Collected, Core, Received, Wanted};
 
+/// Longest wait; keeps deadlines from overflowing.
+pub(crate) const WAIT_MAX: Duration = Duration::from_secs(1_000_000_000);
 /// A waiting thread polls without pause for this long after anything last moved, unless others [take turns](TURN) on
 /// its core.
 const SPIN: Duration = Duration::from_micros(30);
@@ -202,7 +204,7 @@ impl<'a> Wait<'a> {
             progress.publish();
         }
         let now = Instant::now();
-        let deadline = *self.deadline.get_or_insert(now + self.timeout);
+        let deadline = *self.deadline.get_or_insert_with(|| now + self.timeout.min(WAIT_MAX));
         if now >= deadline || interrupt::raised() {
             progress.leave(progress.core.lock());
             return Look::Expired;

@@ -14,7 +14,7 @@ use super::transport::{Attempt, Choice, Control, Refused, Transport, Transports,
 use super::{Sessions, cuda_ipc, generation_of, self_transport};
 use crate::core::gpu::Reach;
 use crate::core::{LaneRecord, gone};
-use crate::progress::About;
+use crate::progress::{About, WAIT_MAX};
 
 /// The port of `host` without one.
 const DEFAULT_PORT: u16 = 7471;
@@ -34,7 +34,7 @@ impl Sessions {
         timeout: Option<Duration>,
         turn: Turn,
     ) -> Result<EndpointId> {
-        let deadline = Instant::now() + timeout.unwrap_or(self.environment.settings().timeout);
+        let deadline = Instant::now() + timeout.unwrap_or(self.environment.settings().timeout).min(WAIT_MAX);
         let mut required = self.transports.required(require)?;
         let insists = self.require_carriers(required.as_mut())?;
         if self.progress.is_closing() {

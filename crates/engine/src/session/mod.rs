@@ -165,6 +165,11 @@ impl Sessions {
         }
     }
 
+    /// Whether an endpoint waits to be accepted.
+    pub(crate) fn has_arrivals(&self) -> bool {
+        !self.arrived.lock().is_empty()
+    }
+
     /// Has `accept` return an endpoint that a peer has created.
     fn arrived(&self, endpoint: EndpointId) {
         let mut core = self.progress.core();
