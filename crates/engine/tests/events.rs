@@ -72,10 +72,10 @@ fn a_panic_on_a_thread_of_the_worker_ends_it_with_the_text() {
     let other = b.recv(vec![0; 8], 2, ANY, Some(&to_a)).expect("a receive");
     inbox.on_complete(|_| panic!("in the middle of something"));
     to_b.send(vec![1; 8], 1).expect("a message");
-    // Nobody calls b: its own thread receives the message.
+    // No caller makes progress for b: its own thread receives the message.
     let deadline = Instant::now() + LIMIT.expect("a limit");
     while b.failure().is_none() {
-        assert!(Instant::now() < deadline, "nobody knows of the panic");
+        assert!(Instant::now() < deadline, "the panic is not reported");
         std::thread::sleep(Duration::from_millis(1));
     }
     let text = b.failure().expect("a text");

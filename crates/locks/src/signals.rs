@@ -5,7 +5,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::ptr::null;
 
-/// What a fault of a thread's own raises, and what profilers sample threads with.
+/// Signals of a thread's own faults, and the one of sampling profilers.
 const KEPT: [libc::c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGPROF];
 
 /// Restores the calling thread's mask.
@@ -47,7 +47,7 @@ pub fn signals_blocked<T>(spawn: impl FnOnce() -> T) -> T {
     spawn()
 }
 
-/// Whether the process ignores SIGPIPE, as Rust's and Python's runtimes have it do.
+/// True if the process ignores SIGPIPE, as under the runtimes of Rust and Python.
 pub fn ignores_sigpipe() -> bool {
     let mut action = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: the action is only read, into memory for one.

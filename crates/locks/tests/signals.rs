@@ -1,4 +1,4 @@
-//! What signals do to threads of the library, and to writes to a pipe without a reader.
+//! Signals on threads of the library, and writes to a pipe without a reader.
 #![allow(unsafe_code)]
 
 use std::io::{self, Write};

@@ -142,6 +142,16 @@ impl Endpoint {
         self.start("send", Operation::Send { tag }, buffer.into())
     }
 
+    /// [`Endpoint::send`] in the place of a request that is over: see [`Worker::recv_in`].
+    ///
+    /// # Errors
+    /// As [`Endpoint::send`]; `Usage`: a request of another worker.
+    #[inline]
+    pub fn send_in(&self, place: &mut Request, buffer: Buffer, tag: u64) -> std::result::Result<(), Box<Error>> {
+        self.worker.check_place("send", place)?;
+        place.restart(Some(self.id), Submission::Operation(Operation::Send { tag }), buffer)
+    }
+
     /// Writes into the peer's region, at `offset` of it. Finished when the bytes are there; the region's owner then
     /// counts `imm`, if there is one ([`Region::wait_imm`](crate::Region::wait_imm)).
     ///

@@ -4,11 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossrail_locks::MutexGuard;
-use crossrail_types::{EndpointId, OpId, Result};
+use crossrail_types::{EndpointId, Error, OpId, Result};
 
 use crate::core::{Collected, Core, Receipt, Submission};
 use crate::memory::Buffer;
-use crate::progress::{self, Progress};
+use crate::progress::{self, Polled, Progress};
+
+/// The id of no operation: no table is that long.
+const NO_OPERATION: OpId = OpId { index: u32::MAX, generation: 0 };
 
 /// An operation in flight.
 ///
@@ -65,6 +68,65 @@ impl Request {
         Ok(Request::new(progress, op?))
     }
 
+    /// [`Request::start`] in the place of an operation that is over. The request stays as it is if that fails.
+    #[inline(always)]
+    pub(super) fn restart(
+        &mut self,
+        endpoint: Option<EndpointId>,
+        submission: Submission,
+        mut buffer: Buffer,
+    ) -> std::result::Result<(), Box<Error>> {
+        let mut core = self.progress.core();
+        let Some((op, at_rest)) = core.submit_now(endpoint, submission, &mut buffer) else {
+            let progress = Arc::clone(&self.progress);
+            *self = Request::start_at_length(&progress, core, (endpoint, submission), buffer).map_err(Box::new)?;
+            return Ok(());
+        };
+        // As in `start`.
+        if at_rest {
+            drop(core);
+            std::mem::forget(buffer);
+        } else {
+            self.progress.after(core);
+        }
+        self.collected.clear();
+        self.id = op;
+        Ok(())
+    }
+
+    /// A request of no operation: for [`Endpoint::send_in`](super::Endpoint::send_in) and
+    /// [`Worker::recv_in`](super::Worker::recv_in).
+    pub(super) fn idle(progress: &Arc<Progress>) -> Request {
+        Request::new(progress, NO_OPERATION)
+    }
+
+    /// Gives a finished operation up, and keeps the request for another.
+    #[inline]
+    pub fn clear(&mut self) {
+        if !self.collected.is_collected() {
+            self.detach();
+            self.id = NO_OPERATION;
+        }
+    }
+
+    /// True once a good end was [polled](Request::poll): the worker keeps nothing of it.
+    #[inline]
+    pub fn is_collected(&mut self) -> bool {
+        self.collected.is_collected()
+    }
+
+    /// [`Request::test`] for callers that need no receipt.
+    #[inline]
+    pub fn poll(&self) -> Option<std::result::Result<(), Box<Error>>> {
+        match self.progress.check_origin("test") {
+            Ok(()) => match self.progress.poll(self.id, &self.collected) {
+                Polled::Collected => Some(Ok(())),
+                Polled::Other(outcome) => outcome.map(|outcome| outcome.map(drop).map_err(Box::new)),
+            },
+            Err(error) => Some(Err(Box::new(error))),
+        }
+    }
+
     /// Called when the request is dropped while its operation is in the worker's table.
     #[inline(never)]
     fn detach(&self) {
@@ -92,14 +154,14 @@ impl Request {
         self.progress.core_here().is_some_and(|mut core| core.operations().is_done(self.id))
     }
 
-    /// Whether it is finished, so that nothing touches its buffer any more; without the worker's lock where its outcome
+    /// True once it is finished, so that nothing touches its buffer; without the worker's lock where its outcome
     /// was collected. For owners whose buffer must outlive the operation, before they drop the request.
     #[inline]
     pub fn is_over(&mut self) -> bool {
         self.collected.is_collected() || self.progress.check_origin("free").is_err() || self.is_done()
     }
 
-    /// Whether it is an operation of that worker.
+    /// True for an operation of that worker.
     pub(super) fn is_of(&self, progress: &Arc<Progress>) -> bool {
         Arc::ptr_eq(&self.progress, progress)
     }

@@ -187,6 +187,38 @@ impl Worker {
         Request::start(progress, from.map(|from| from.id), Submission::Receive { tag, mask }, buffer.into())
     }
 
+    /// A request of no operation, for [`Worker::recv_in`] and [`Endpoint::send_in`].
+    pub fn idle_request(&self) -> Request {
+        Request::idle(self.progress_handle())
+    }
+
+    /// [`Worker::recv`] in the place of a request of this worker that is over: for callers that keep many, and have no
+    /// allocation or reference count for each operation.
+    ///
+    /// # Errors
+    /// As [`Worker::recv`]; `Usage`: a request of another worker.
+    #[inline]
+    pub fn recv_in(
+        &self,
+        place: &mut Request,
+        buffer: Buffer,
+        (tag, mask): (u64, u64),
+        from: Option<&Endpoint>,
+    ) -> std::result::Result<(), Box<Error>> {
+        self.check_place("recv", place)?;
+        if from.is_some_and(|from| !Arc::ptr_eq(&from.worker.0, &self.0)) {
+            return Err(Box::new(foreign(self, from)));
+        }
+        place.restart(from.map(|from| from.id), Submission::Receive { tag, mask }, buffer)
+    }
+
+    /// Fails in a forked child, and for a place of another worker.
+    #[inline(always)]
+    pub(super) fn check_place(&self, operation: &str, place: &Request) -> std::result::Result<(), Box<Error>> {
+        self.progress_handle().check_origin(operation).map_err(Box::new)?;
+        if place.is_of(self.progress_handle()) { Ok(()) } else { Err(foreign_place(operation)) }
+    }
+
     /// Queues `task` for the background thread; without one, for the next caller of [`Worker::progress`]. Tasks run in
     /// the order of these calls.
     ///
@@ -247,7 +279,7 @@ impl Worker {
     /// Waits until one of `requests`, all of this worker, is finished: the place of the first that is.
     ///
     /// # Errors
-    /// `Usage`: one of another worker, or none at all; `Timeout` (after `CROSSRAIL_TIMEOUT` if `None`): all go on.
+    /// `Usage`: one of another worker, or none at all; `Timeout` (after `CROSSRAIL_TIMEOUT` if `None`): all continue.
     pub fn wait_any(&self, requests: &[&Request], timeout: Option<Duration>) -> Result<usize> {
         let progress = self.progress_handle();
         progress.check_origin("wait_any")?;
@@ -402,6 +434,11 @@ pub fn close_all<'a>(workers: impl Iterator<Item = &'a Worker>) {
 pub fn hold_lock(worker: &Worker, time: Duration) {
     let _core = worker.0.progress.core();
     std::thread::sleep(time);
+}
+
+#[cold]
+fn foreign_place(operation: &str) -> Box<Error> {
+    Box::new(Error::new(ErrorKind::Usage, operation, "the place is a request of another worker"))
 }
 
 #[cold]

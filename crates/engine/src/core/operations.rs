@@ -72,7 +72,7 @@ pub(crate) struct Operations {
     delivered: Vec<(EndpointId, proto::Short)>,
     /// What has happened since [`Operations::take_news`]: [`FINISHED`], [`CALLBACKS`], [`FOLLOW_UPS`].
     news: u8,
-    /// How often [`FINISHED`] was set.
+    /// Count of the times that [`FINISHED`] was set.
     reports: u64,
     live: usize,
     /// Operations that were ever inserted.
@@ -199,7 +199,7 @@ impl Operations {
         self.reports += 1;
     }
 
-    /// How often operations have finished, or [`Operations::report`] was called.
+    /// Count of finished operations and of calls of [`Operations::report`].
     pub(crate) fn reports(&self) -> u64 {
         self.reports
     }

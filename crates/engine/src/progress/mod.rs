@@ -31,6 +31,7 @@ pub(crate) use self::gpu_admission::{admit, admit_links, admit_shared, wait_read
 pub(crate) use self::group::About;
 use self::group::SocketEvent;
 use self::page_rows::PageRows;
+pub(crate) use self::requests::Polled;
 use self::tasks::Tasks;
 use self::threads::Threads;
 pub(crate) use self::threads::callbacks_deadline;

@@ -12,6 +12,14 @@ use crate::core::{
     Callback, Collected, Core, Early, OpStatus, RETURN_MAX, Receipt, Received, Wanted, outcome, users_of_region,
 };
 
+/// Outcome of a poll of one request.
+pub(crate) enum Polled {
+    /// A good end, which the request has.
+    Collected,
+    /// None yet, or any other.
+    Other(Option<Box<Result<Receipt>>>),
+}
+
 impl Progress {
     pub(crate) fn wait(&self, id: OpId, collected: &Collected, timeout: Option<Duration>) -> Result<Receipt> {
         let timeout = timeout.unwrap_or(self.environment.settings().timeout);
@@ -20,7 +28,17 @@ impl Progress {
         found.unwrap_or_else(|| Err(self.timed_out(id, timeout)))
     }
 
+    #[inline]
     pub(crate) fn test(&self, id: OpId, collected: &Collected) -> Option<Result<Receipt>> {
+        match self.poll(id, collected) {
+            Polled::Collected => collected.receipt().map(Ok),
+            Polled::Other(outcome) => outcome.map(|outcome| *outcome),
+        }
+    }
+
+    /// [`Progress::test`] without a receipt for what `collected` has.
+    #[inline(always)]
+    pub(crate) fn poll(&self, id: OpId, collected: &Collected) -> Polled {
         let mut core = self.core.lock();
         let mut status = core.operations().collect(id, collected);
         if let OpStatus::InFlight(kind, endpoint) = status {
@@ -40,9 +58,9 @@ impl Progress {
         match status {
             OpStatus::Collected => {
                 self.after(core);
-                collected.receipt().map(Ok)
+                Polled::Collected
             }
-            status => self.test_at_length(core, id, collected, status).map(|outcome| *outcome),
+            status => Polled::Other(self.test_at_length(core, id, collected, status)),
         }
     }
 

@@ -119,7 +119,7 @@ impl Threads {
     }
 }
 
-/// What a panic was raised with, if that is text.
+/// The text of a panic, if it has one.
 pub(super) fn panic_text(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
     text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic without text")

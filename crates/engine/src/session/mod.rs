@@ -165,7 +165,7 @@ impl Sessions {
         }
     }
 
-    /// Whether an endpoint waits to be accepted.
+    /// True while an endpoint waits to be accepted.
     pub(crate) fn has_arrivals(&self) -> bool {
         !self.arrived.lock().is_empty()
     }

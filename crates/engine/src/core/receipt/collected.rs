@@ -36,6 +36,12 @@ impl Collected {
         self.wire_ns.store(wire_ns, Relaxed);
     }
 
+    /// Forgets the end, for the next operation of the request.
+    #[inline]
+    pub(crate) fn clear(&mut self) {
+        *self.names.get_mut() = 0;
+    }
+
     /// The receipt, if the end is there.
     #[inline]
     pub(crate) fn receipt(&self) -> Option<Receipt> {
