@@ -26,12 +26,13 @@ say = @printf '\n== %s\n' "$(1)"
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack rust-calculates rust-waits rust-rest \
 	models tsan miri deny engines fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate \
-	site test-release release release-check
+	site test-release release release-check install-c c-library memory-c
 
 help:
 	@echo "Build and try"
 	@echo "  make build      virtual environment in $(VENV), tools, the extension and the command crossrail"
 	@echo "  make demo       build, then info and the main benches on this machine"
+	@echo "  make install-c  the C library, its headers, pkg-config and CMake files: PREFIX=/usr/local DESTDIR= LIBDIR=lib"
 	@echo "  make wheels     wheels for x86-64 and aarch64, for every Python from 3.10, into dist"
 	@echo "  make site       the documentation with the reference of Python and Rust, into target/site"
 	@echo "  make clean      remove what was built"
@@ -251,7 +252,17 @@ fuzz-python: $(TOOLS)
 # two: with more, tests exceed their timeouts.
 TEST_WORKERS ?= 3
 
-test-python: build
+# The C library of the tests, with what test-rust compiles.
+c-library: $(TOOLS)
+	$(call say,C library: target/c-library)
+	$(BIN)/python packaging/c_library.py --as-tested --prefix $(CARGO_TARGET_DIR)/c-library
+
+# Not part of `make test`: valgrind takes a minute for each.
+memory-c: c-library
+	$(call say,C library: valgrind and sanitizers)
+	$(BIN)/python tests/capi/memory.py
+
+test-python: build c-library
 	$(call say,test: Python and test bed)
 	@# A thread of OpenBLAS spins for as long as all of a short process's other imports take. With bytecode that is kept,
 	@# every worker collects the tests in a third of the time.
@@ -326,6 +337,15 @@ bench-gpu: gpu-pack
 bench-gpu-experts: gpu-pack
 	$(call say,bench: dispatch and combine in GPU memory against their peers)
 	$(GPU_BENCH) --only experts $(GPU_OPTIONS)
+
+# Below PREFIX, in front of which packagers put DESTDIR; LIBDIR as lib/x86_64-linux-gnu.
+PREFIX ?= /usr/local
+DESTDIR ?=
+LIBDIR ?= lib
+
+install-c: rust
+	$(call say,C library: $(DESTDIR)$(PREFIX))
+	$(PYTHON) packaging/c_library.py --prefix $(PREFIX) --destdir "$(DESTDIR)" --libdir $(LIBDIR)
 
 # The wheel of every machine and Python: one per architecture, by the stable ABI, linked by zig against an old glibc.
 # Reproducible: the same bytes from any folder and home directory.

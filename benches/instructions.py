@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ SCHEMA = "crossrail-instructions/1"
 FIGURES = "instructions_per_round_trip"
 PAGED = "instructions_with_page"
 CROWDED = "instructions_beside_idle_endpoints"
+FROM_C = "instructions_from_c"
 TRANSPORTS = ("shm",)
 FEW, MANY = 1000, 3000
 TOLERANCE = 0.02
 IDLE_TOLERANCE = 0.03
+C_TOLERANCE = 0.03
 ENDPOINTS = 1000
 REPEATS = 2
 LIMIT_S = 300.0
@@ -49,6 +52,17 @@ LIMIT_S = 300.0
 def count(program: Path, transport: str, pages: str = "off") -> float:
     """Instructions of one round trip over ``transport``. ``pages``: CROSSRAIL_PAGES, empty for its default."""
     many, few = (_within_rounds(program, [str(trips), transport], pages) for trips in (MANY, FEW))
+    return (many - few) / (MANY - FEW)
+
+
+def count_from_c(folder: Path) -> float:
+    """Instructions of the same round trip over shared memory by a program in C, with the library as it is released."""
+    build_script = [sys.executable, str(ROOT / "packaging" / "c_library.py"), "--prefix", str(folder)]
+    subprocess.run(build_script, check=True)
+    program, lib = folder / "cost", folder / "lib"
+    compiler = ["cc", "-std=c11", "-O2", "-pthread", f"-I{folder / 'include'}", str(ROOT / "tests" / "capi" / "cost.c")]
+    subprocess.run([*compiler, "-o", str(program), f"-L{lib}", f"-Wl,-rpath,{lib}", "-lcrossrail"], check=True)
+    many, few = (_within(program, [str(trips)], "rounds*", "off") for trips in (MANY, FEW))
     return (many - few) / (MANY - FEW)
 
 
@@ -71,11 +85,15 @@ def count_crowded(program: Path, transport: str, size: int, alone: float) -> flo
 
 def _within_rounds(program: Path, arguments: list[str], pages: str = "off") -> int:
     """Instructions within the function that runs the round trips, on its thread."""
+    return _within(program, arguments, "hotpath::rounds*", pages)
+
+
+def _within(program: Path, arguments: list[str], function: str, pages: str) -> int:
     command = [_valgrind(), "--tool=callgrind", "--callgrind-out-file=/dev/null", "--collect-atstart=no"]
-    command += ["--toggle-collect=hotpath::rounds*", str(program), *arguments]
+    command += [f"--toggle-collect={function}", str(program), *arguments]
     counted = _collected(command, {"CROSSRAIL_PAGES": pages} if pages else {})
     if counted < FEW:
-        raise RuntimeError(f"callgrind found no function hotpath::rounds in {program}")
+        raise RuntimeError(f"callgrind found no function {function} in {program}")
     return counted
 
 
@@ -123,6 +141,10 @@ def count_all(_: Effort, __: Path) -> Result:
     for transport, figure in data[PAGED].items():
         work = f"{transport}, 8 B round trip, with the page of top"
         outcomes.append(_beside(work, figure, data[FIGURES][transport], TOLERANCE, "without it"))
+    with tempfile.TemporaryDirectory() as folder:
+        data[FROM_C] = {"shm": count_from_c(Path(folder))}
+    work = "shm, 8 B round trip, from C"
+    outcomes.append(_beside(work, data[FROM_C]["shm"], data[FIGURES]["shm"], C_TOLERANCE, "Rust's"))
     data[CROWDED] = {}
     for transport in ("shm", "tcp"):
         for size in (8, 64 << 10):

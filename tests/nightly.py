@@ -50,12 +50,13 @@ class Part:
 
 PARTS = (
     Part("deny", "licenses, sources, duplicates and advisories of packages", 600),
-    Part("models", "locks and shared memory in every order that the memory model allows", 1200),
-    Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 1200),
+    Part("models", "locks and shared memory in every order that the memory model allows", 600),
+    Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 900),
     Part("tsan", "data races between threads", 2400),
     Part("fuzz", "a stranger's bytes", 1500, {"FUZZ_SECONDS": 900}, "FUZZ_SEED"),
     Part("chaos", "random faults on rails between two processes", 800, {"CHAOS_SECONDS": 300}, "CHAOS_SEED"),
     Part("chaos-ranks", "ranks that are killed, stopped and replaced", 1200, {"CHAOS_SECONDS": 400}, "CHAOS_SEED"),
+    Part("memory-c", "the C library under valgrind and sanitizers", 900),
     Part("growth", "memory after thousands of cycles of everything", 1200, {"GROWTH_SECONDS": 120}),
     Part("test-pages", "pages in a browser", 400),
     Part("engines", "vLLM's and SGLang's own connections over the modules nixl and mooncake", 300),

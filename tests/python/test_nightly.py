@@ -51,7 +51,7 @@ def goals(make: Path) -> list[str]:
     return [line.split()[1] for line in lines]
 
 
-PARTS = ["deny", "models", "miri", "tsan", "fuzz", "chaos", "chaos-ranks", "growth", "test-pages", "engines"]
+PARTS = ["deny", "models", "miri", "tsan", "fuzz", "chaos", "chaos-ranks", "memory-c", "growth", "test-pages", "engines"]
 
 
 def test_all_parts_run_once_and_the_page_names_them(make: Path) -> None:

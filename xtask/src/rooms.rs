@@ -57,7 +57,12 @@ pub(crate) const ROOMS: &[Room] = &[
         &["locks", "topology", "transport", "types"],
         "shared memory: rings, mapped memory, single copies",
     ),
-    room("tcp", "crossrail-tcp", &["locks", "transport", "types"], "TCP connections; shm and tcp never depend on each other"),
+    room(
+        "tcp",
+        "crossrail-tcp",
+        &["locks", "transport", "types"],
+        "TCP connections; shm and tcp never depend on each other",
+    ),
     room(
         "ucx",
         "crossrail-ucx",
@@ -170,6 +175,12 @@ pub(crate) const ROOMS: &[Room] = &[
         "crossrail-nccl-plugin",
         &["locks", "engine", "topology", "nccl-abi", "nccl-driver", "types"],
         "Crossrail as such a plugin: `libnccl-net-crossrail.so`",
+    ),
+    room(
+        "capi",
+        "crossrail-capi",
+        &["locks", "engine", "types"],
+        "the C interface: `crossrail.h`, and what `libcrossrail.so` is linked from; no logic",
     ),
     room(
         "bench",

@@ -5,7 +5,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::ptr::null;
 
-/// Signals of a thread's own faults, and the one of sampling profilers.
+/// Signals of a thread's own faults, and that of sampling profilers.
 const KEPT: [libc::c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGPROF];
 
 /// Restores the calling thread's mask.
