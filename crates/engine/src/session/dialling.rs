@@ -4,9 +4,9 @@ use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use crossrail_handshake::{LaneName, LanePurpose};
+use crossrail_locks::signals_blocked;
 use crossrail_tcp::Binding;
 use crossrail_topology::NetDevice;
-use crossrail_locks::signals_blocked;
 use crossrail_types::{Error, ErrorKind, Reason, Result};
 
 /// How long dialling one lane may take.
