@@ -330,6 +330,11 @@ impl Core {
             Some(endpoint) => vec![endpoint],
             None => self.transfers.tables.peers.ids().collect(),
         };
+        if let Some(endpoint) = known
+            && self.transfers.withdraw_packed(endpoint, op, &why.failure())
+        {
+            return self.transfers.settle(endpoint);
+        }
         for endpoint in peers {
             let peer = self.transfers.tables.peers.get_mut(endpoint);
             if peer.is_some_and(|peer| peer.protocol.cancel(now, op, &why.failure())) {

@@ -240,6 +240,9 @@ impl Transfers {
             self.apply(endpoint, short.into());
         }
         self.apply_events(endpoint);
+        if self.tables.hosted.has_refused() {
+            self.return_refused();
+        }
         self.settle_lanes(endpoint);
     }
 

@@ -93,6 +93,8 @@ pub(crate) struct Hosted {
     free: Vec<u32>,
     raised: VecDeque<Raised>,
     totals: Arc<Totals>,
+    /// Peers whose notices were refused, and to whom credit may be due.
+    refused: Vec<EndpointId>,
     /// Notices of ended peers in `raised`.
     left: LeftNotices,
     /// Bytes of each peer's notices that nobody has taken, at most.
@@ -107,6 +109,7 @@ impl Default for Hosted {
             free: Vec::new(),
             raised: VecDeque::new(),
             totals: Arc::default(),
+            refused: Vec::new(),
             left: LeftNotices::default(),
             notices_max: NOTICES_MAX,
         }
@@ -173,8 +176,33 @@ impl Hosted {
         RegionRef { index: at | LENT, generation: entry.generation }
     }
 
-    /// Finds what a key of [`Named`] names, and lends it for one access.
+    /// Finds what a key of [`Named`] names, and lends it for one access. A notice that is refused with it has cost its
+    /// writer credit, which returns as if it had been taken.
     fn resolve(
+        &mut self,
+        regions: &Regions,
+        endpoint: EndpointId,
+        named: Named,
+        (offset, len): (u64, u64),
+        access: Access,
+    ) -> Result<RegionRef, RegionFault> {
+        let found = self.find(regions, endpoint, named, (offset, len), access);
+        let notice = match named {
+            Named::Mail { sort: Sort::Notice | Sort::Behind, .. } => len,
+            Named::Put { notice, .. } => u64::from(notice),
+            _ => return found,
+        };
+        if found.is_err()
+            && notice <= len.min(NOTICE_MAX as u64)
+            && let Some(peer) = self.peers.get_mut(&endpoint)
+        {
+            peer.taken += notice + NOTICE_EXTRA;
+            self.refused.push(endpoint);
+        }
+        found
+    }
+
+    fn find(
         &mut self,
         regions: &Regions,
         endpoint: EndpointId,
@@ -350,6 +378,17 @@ impl Hosted {
             peer.credited = peer.taken;
             peer.taken
         })
+    }
+
+    /// Whether notices were refused since [`Hosted::take_refused`].
+    #[inline]
+    pub(in crate::core) fn has_refused(&self) -> bool {
+        !self.refused.is_empty()
+    }
+
+    /// The peers whose notices were.
+    pub(in crate::core) fn take_refused(&mut self) -> Vec<EndpointId> {
+        std::mem::take(&mut self.refused)
     }
 
     /// A peer of that name may describe lists from now on.

@@ -222,7 +222,11 @@ impl Core {
                         self.operations().detach(op);
                     }
                 }
-                FollowUp::Forget(id) if !good => self.transfers.withdraw(endpoint, &[(Sort::Behind, id)], Vec::new()),
+                FollowUp::Forget(id) if !good && self.check_alive(endpoint, "drop").is_ok() => {
+                    // Not before the notice, which may go in chunks: the peer would keep it, and its credit, for ever.
+                    let mails = self.outbox(endpoint).map(|outbox| outbox.long.iter().copied().collect());
+                    self.transfers.withdraw(endpoint, &[(Sort::Behind, id)], mails.unwrap_or_default());
+                }
                 _ => {}
             }
             self.transfers.settle(endpoint);
@@ -267,6 +271,19 @@ impl Transfers {
         (op, Named::Mail { sort, id }.put())
     }
 
+    /// Cancels rows with a notice in one put that has not begun: the peer never hears of it, so that the credit for the
+    /// notice returns at once. False: it is none, or has begun.
+    pub(super) fn withdraw_packed(&mut self, endpoint: EndpointId, op: OpId, why: &proto::Failure) -> bool {
+        let ahead = self.tables.operations.op(op).map_or(0, |entry| entry.ahead());
+        let Some(peer) = self.tables.peers.get_mut(endpoint).filter(|_| ahead > 0) else { return false };
+        if !peer.protocol.withdraw(op, why) {
+            return false;
+        }
+        peer.outbox.return_credit(cost(ahead - PUT_AHEAD));
+        self.begin_waiting(endpoint);
+        true
+    }
+
     fn start_mail(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) -> Option<OpId> {
         let entry = self.tables.operations.op(op)?;
         let (ptr, len) = (entry.ptr(), entry.len());
@@ -308,6 +325,14 @@ impl Transfers {
             endpoint,
             Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false },
         );
+    }
+
+    /// [`Transfers::return_credit`] to peers whose notices were refused.
+    #[cold]
+    pub(super) fn return_refused(&mut self) {
+        for endpoint in self.tables.hosted.take_refused() {
+            self.return_credit(endpoint);
+        }
     }
 
     /// Tells the peer how many of its notices were taken, if it is time.

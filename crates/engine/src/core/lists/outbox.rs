@@ -121,6 +121,11 @@ impl Outbox {
         fits
     }
 
+    /// A notice will not be sent after all: its credit returns.
+    pub(super) fn return_credit(&mut self, cost: u64) {
+        self.noticed -= cost;
+    }
+
     /// Whether anything waits.
     pub(in crate::core) fn waits(&self) -> bool {
         !self.waiting.is_empty()

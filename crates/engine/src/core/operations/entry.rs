@@ -310,9 +310,14 @@ impl Op {
         self.attached.as_ref().and_then(|attached| attached.over.as_ref()).is_some_and(|over| over.contains(&region))
     }
 
+    /// Bytes of its memory ahead of those that it moves: of a notice in one put with them.
+    pub(crate) fn ahead(&self) -> usize {
+        self.attached.as_ref().map_or(0, |attached| attached.ahead)
+    }
+
     /// How many of the first so many bytes of its memory are those that it moves: a notice may stand ahead of them.
     pub(crate) fn moved(&self, bytes: u64) -> u64 {
-        bytes.saturating_sub(self.attached.as_ref().map_or(0, |attached| attached.ahead as u64))
+        bytes.saturating_sub(self.ahead() as u64)
     }
 
     /// That follows its end.

@@ -79,6 +79,27 @@ fn notices_of_a_peer_that_leaves_and_comes_again_stay_bounded() {
 }
 
 #[test]
+fn the_credit_of_a_refused_notice_returns() {
+    let mut worker = Worker::new();
+    let endpoint = worker.connect("peer");
+    let resolve = |worker: &mut Worker, named: Named, len: u64| {
+        let mut shown = Shown { regions: &worker.regions, hosted: &mut worker.hosted, endpoint };
+        shown.resolve(&named.key(), 0, len, Access::Write)
+    };
+    let notice = 200 << 10;
+    // A view that is gone, as after a deregistration that the writer has not heard of.
+    let put = Named::Put { id: 3, notice };
+    assert_eq!(resolve(&mut worker, put, PUT_AHEAD as u64 + u64::from(notice) + 8), Err(RegionFault::Gone));
+    assert_eq!(worker.hosted.take_refused(), [endpoint]);
+    assert_eq!(worker.hosted.credit_due(endpoint), Some(u64::from(notice) + NOTICE_EXTRA));
+    // Not more than was sent.
+    assert!(resolve(&mut worker, put, PUT_AHEAD as u64).is_err());
+    let long = Named::Mail { sort: Sort::Notice, id: 0 };
+    assert!(resolve(&mut worker, long, NOTICE_MAX as u64 + 1).is_err());
+    assert!(!worker.hosted.has_refused() && worker.hosted.credit_due(endpoint).is_none());
+}
+
+#[test]
 fn notices_of_a_hundred_connections_stay_bounded() {
     let mut worker = Worker::new();
     let all: Vec<_> = (0..100).map(|_| worker.connect("peer")).collect();

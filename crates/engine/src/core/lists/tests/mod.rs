@@ -8,6 +8,7 @@
 mod node;
 mod wire;
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
@@ -23,6 +24,9 @@ use crate::core::{BulkLane, Core, FOLLOW_UPS, LaneRecord};
 
 /// Far more than the longest schedule takes.
 const STEPS_MAX: u64 = 200_000;
+
+/// From here on, a seed's schedule is that of its remainder with so many more draws behind the configuration.
+const MORE_DRAWS: u64 = 1 << 32;
 
 /// Pseudo-random numbers from a seed.
 pub(super) struct Random(u64);
@@ -88,7 +92,7 @@ struct World {
 
 impl World {
     fn new(seed: u64, dangers: Dangers) -> World {
-        let random = &mut Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5bd1_e995);
+        let random = &mut Random((seed % MORE_DRAWS).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5bd1_e995);
         let config = proto::Config {
             chunk: random.pick(&[64, 250, 1000]),
             window: 1 + random.below(4) as u32,
@@ -97,6 +101,7 @@ impl World {
             lazy_passes: random.below(3) as u32,
             ..proto::Config::default()
         };
+        (0..seed / MORE_DRAWS).for_each(|_| _ = random.below(2));
         let caps = (0..2 + random.below(3)).map(|_| LaneCaps {
             max_payload: 400 + random.below(600) as usize,
             reliable: false,
@@ -418,7 +423,11 @@ fn seeds(name: &str, runs: u64, body: impl Fn(u64)) {
         Some(seed) => (seed, 1),
         None => (0, number("LISTS_RUNS").unwrap_or(runs)),
     };
-    for seed in first..first + runs {
+    run_seeds(name, first..first + runs, body);
+}
+
+fn run_seeds(name: &str, seeds: Range<u64>, body: impl Fn(u64)) {
+    for seed in seeds {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| body(seed))) {
             eprintln!("replay with: LISTS_SEED={seed} cargo test -p crossrail --lib {name}");
             resume_unwind(panic);
@@ -434,15 +443,17 @@ fn random(name: &str, runs: u64, dangers: Dangers) {
 
 /// Schedules, each run again with one fault more at each of its steps, or nearly.
 fn at_every_step(name: &str, runs: u64, dangers: Dangers, fault: impl Fn(&World, u64) -> Fault) {
-    seeds(name, runs, |seed| {
-        let steps = World::new(seed, dangers).run();
-        let stride = steps / 100 + 1;
-        for at in (seed % stride..steps).step_by(stride as usize) {
-            let mut world = World::new(seed, dangers);
-            world.faults.push((at, fault(&world, at)));
-            world.run();
-        }
-    });
+    seeds(name, runs, |seed| at_every_step_of(seed, dangers, &fault));
+}
+
+fn at_every_step_of(seed: u64, dangers: Dangers, fault: impl Fn(&World, u64) -> Fault) {
+    let steps = World::new(seed, dangers).run();
+    let stride = steps / 100 + 1;
+    for at in (seed % stride..steps).step_by(stride as usize) {
+        let mut world = World::new(seed, dangers);
+        world.faults.push((at, fault(&world, at)));
+        world.run();
+    }
 }
 
 const CALM: Dangers = Dangers { wires: false, cancels: false, regions: false, views: false, deaths: false };
@@ -479,6 +490,16 @@ fn a_wire_of_lists_is_cut_at_every_step() {
 #[test]
 fn a_list_is_cancelled_at_every_step() {
     at_every_step("a_list_is_cancelled_at_every_step", 5, CALM, |_, at| Fault::Cancel(at as usize % 2));
+}
+
+#[test]
+fn the_credit_of_a_notice_that_is_cancelled_before_it_goes_returns() {
+    // Of the second seed, a notice waits in the protocol's queue with all credit for notices when it is cancelled.
+    for seed in [2 * MORE_DRAWS, 3 * MORE_DRAWS] {
+        run_seeds("a_list_is_cancelled_at_every_step", seed..seed + 1, |seed| {
+            at_every_step_of(seed, CALM, |_, at| Fault::Cancel(at as usize % 2));
+        });
+    }
 }
 
 #[test]
