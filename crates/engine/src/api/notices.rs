@@ -76,9 +76,9 @@ impl Worker {
         }
         let taken = core.take_notices(limit);
         let named = taken.into_iter().map(|raised| Notice {
-            peer: core.peers().name(raised.endpoint),
-            endpoint: raised.endpoint.0,
-            generation: core.peers().get(raised.endpoint).map_or(0, |peer| peer.generation()),
+            peer: raised.from.name.to_string(),
+            endpoint: raised.from.endpoint.0,
+            generation: raised.from.generation,
             bytes: raised.bytes,
         });
         let notices = named.collect();

@@ -517,7 +517,7 @@ impl Transfers {
     pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, generation: u64, reach: Reach) -> EndpointId {
         self.free_ended();
         let id = self.tables.peers.reserve();
-        self.tables.hosted.begin(id, name);
+        self.tables.hosted.begin(id, name, generation);
         self.tables.peers.add(Peer::new(proto::Peer::new(id, config), name, generation));
         self.gpu.set_reach(id, reach);
         id

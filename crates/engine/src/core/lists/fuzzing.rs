@@ -156,7 +156,7 @@ impl Fuzzed {
         let domain = FakeDomain(Arc::new(vec![0; POOL]));
         let peers = [EndpointId(0), EndpointId(1)];
         let mut hosted = Hosted::default();
-        peers.iter().for_each(|endpoint| hosted.begin(*endpoint, "peer"));
+        peers.iter().for_each(|endpoint| hosted.begin(*endpoint, "peer", 0));
         Fuzzed { regions, hosted, known, held: Vec::new(), peers, domain }
     }
 
@@ -242,7 +242,7 @@ impl Fuzzed {
     fn replace(&mut self, which: usize) {
         self.hosted.forget(self.peers[which]);
         self.peers[which].0 += PEERS as u32;
-        self.hosted.begin(self.peers[which], "peer");
+        self.hosted.begin(self.peers[which], "peer", 0);
     }
 
     fn check(&self) {

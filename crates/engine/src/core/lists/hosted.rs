@@ -60,16 +60,25 @@ pub(in crate::core) enum Where<'a> {
     Rows(&'a Arc<List>, Option<&'a Arc<Device>>),
 }
 
+/// Who sends notices over an endpoint. With every notice: the peer's entry may be freed before the notice is read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Sender {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) name: Arc<str>,
+    /// See [`Endpoint::generation`](crate::Endpoint::generation).
+    pub(crate) generation: u64,
+}
+
 /// A notice that has been raised.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Raised {
-    pub(crate) endpoint: EndpointId,
+    pub(crate) from: Arc<Sender>,
     pub(crate) bytes: Vec<u8>,
 }
 
 /// Everything that one peer has described.
 pub(super) struct PeerDescriptions {
-    name: Arc<str>,
+    sender: Arc<Sender>,
     /// Totals of all peers.
     all: Arc<Totals>,
     rows: HashMap<u32, Arc<Installed>>,
@@ -212,7 +221,7 @@ impl Hosted {
     ) -> Result<RegionRef, RegionFault> {
         let Some(peer) = self.peers.get_mut(&endpoint) else { return Err(RegionFault::Gone) };
         let room = self.notices_max.saturating_sub(peer.notices);
-        let left = self.left.of(&peer.name);
+        let left = self.left.of(&peer.sender.name);
         let notice_fits = |len: u64| {
             let all = self.totals.notices.bytes() + len.saturating_add(NOTICE_EXTRA);
             let fits = len <= NOTICE_MAX as u64 && len + NOTICE_EXTRA <= room;
@@ -271,22 +280,23 @@ impl Hosted {
                 let Some(peer) = self.peers.get_mut(&endpoint).filter(|_| !*read) else { return Arrived::Nothing };
                 *read = true;
                 match sort {
-                    Sort::Notice => self.raised.push_back(Raised { endpoint, bytes: bytes.to_vec() }),
+                    Sort::Notice => self.raised.push_back(Raised { from: peer.sender.clone(), bytes: bytes.to_vec() }),
                     _ => return peer.read(regions, (*sort, *id), bytes),
                 }
                 Arrived::Nothing
             }
             Some(Purpose::View { view, notice, counts }) => {
                 let counted = counts.then_some(view.of.first);
-                if let Some(bytes) = notice.take() {
-                    self.raised.push_back(Raised { endpoint, bytes });
+                if let Some(peer) = self.peers.get(&endpoint)
+                    && let Some(bytes) = notice.take()
+                {
+                    self.raised.push_back(Raised { from: peer.sender.clone(), bytes });
                 }
                 counted.map_or(Arrived::Nothing, |region| Arrived::Counts(region, None))
             }
             Some(Purpose::Put { view, notice, bytes, read }) => {
-                if *read || !view.is_live(regions) || !self.peers.contains_key(&endpoint) {
-                    return Arrived::Nothing;
-                }
+                let peer = self.peers.get(&endpoint).filter(|_| !*read && view.is_live(regions));
+                let Some(peer) = peer else { return Arrived::Nothing };
                 let found = wire::read_ahead(bytes).and_then(|(from, imm, rest)| {
                     let (notice, rows) = rest.split_at_checked(*notice)?;
                     let end = from.checked_add(rows.len() as u64)?;
@@ -297,7 +307,7 @@ impl Hosted {
                 *read = true;
                 // SAFETY: host memory of regions that are registered, inside the list by the check above.
                 unsafe { view.list.copy_in(from, rows.as_ptr(), rows.len() as u64) };
-                self.raised.push_back(Raised { endpoint, bytes: notice.to_vec() });
+                self.raised.push_back(Raised { from: peer.sender.clone(), bytes: notice.to_vec() });
                 imm.map_or(Arrived::Nothing, |imm| Arrived::Counts(view.of.first, Some(imm)))
             }
             None => Arrived::Nothing,
@@ -361,10 +371,10 @@ impl Hosted {
     pub(in crate::core) fn take_notice(&mut self) -> Option<Raised> {
         let raised = self.raised.pop_front()?;
         let len = raised.bytes.len() as u64;
-        match self.peers.get_mut(&raised.endpoint) {
+        match self.peers.get_mut(&raised.from.endpoint) {
             Some(peer) => peer.take_notice(len),
             None => {
-                self.left.take(raised.endpoint, len + NOTICE_EXTRA);
+                self.left.take(raised.from.endpoint, len + NOTICE_EXTRA);
                 self.totals.notices.subtract(len + NOTICE_EXTRA);
             }
         }
@@ -391,26 +401,27 @@ impl Hosted {
         std::mem::take(&mut self.refused)
     }
 
-    /// A peer of that name may describe lists from now on.
-    pub(in crate::core) fn begin(&mut self, endpoint: EndpointId, name: &str) {
-        self.peers.insert(endpoint, PeerDescriptions::new(name, &self.totals));
+    /// A peer of that name and generation may describe lists from now on.
+    pub(in crate::core) fn begin(&mut self, endpoint: EndpointId, name: &str, generation: u64) {
+        let sender = Sender { endpoint, name: name.into(), generation };
+        self.peers.insert(endpoint, PeerDescriptions::new(sender, &self.totals));
     }
 
     /// The peer has ended: its descriptions are dropped. Notices that were raised stay, and count for its name.
     pub(in crate::core) fn forget(&mut self, endpoint: EndpointId) {
         let Some(peer) = self.peers.remove(&endpoint) else { return };
-        let of_peer = self.raised.iter().filter(|raised| raised.endpoint == endpoint);
+        let of_peer = self.raised.iter().filter(|raised| raised.from.endpoint == endpoint);
         let raised: u64 = of_peer.map(|raised| raised.bytes.len() as u64 + NOTICE_EXTRA).sum();
-        self.left.add(endpoint, &peer.name, raised);
+        self.left.add(endpoint, &peer.sender.name, raised);
         self.totals.notices.subtract(peer.notices.saturating_sub(raised));
         self.totals.mails.subtract(peer.mails);
     }
 }
 
 impl PeerDescriptions {
-    fn new(name: &str, all: &Arc<Totals>) -> PeerDescriptions {
+    fn new(sender: Sender, all: &Arc<Totals>) -> PeerDescriptions {
         PeerDescriptions {
-            name: name.into(),
+            sender: Arc::new(sender),
             all: all.clone(),
             rows: HashMap::new(),
             theirs: HashMap::new(),

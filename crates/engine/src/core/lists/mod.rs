@@ -194,7 +194,7 @@ impl Core {
         {
             taken.push(raised);
         }
-        let mut of: Vec<_> = taken.iter().map(|raised| raised.endpoint).collect();
+        let mut of: Vec<_> = taken.iter().map(|raised| raised.from.endpoint).collect();
         of.dedup();
         for endpoint in of {
             self.transfers.return_credit(endpoint);

@@ -21,7 +21,7 @@ impl Worker {
     fn connect(&mut self, name: &str) -> EndpointId {
         let endpoint = EndpointId(self.next);
         self.next += 1;
-        self.hosted.begin(endpoint, name);
+        self.hosted.begin(endpoint, name, u64::from(endpoint.0) + 1);
         endpoint
     }
 
@@ -75,6 +75,20 @@ fn notices_of_a_peer_that_leaves_and_comes_again_stay_bounded() {
         worker.hosted.forget(again);
         while worker.hosted.take_notice().is_some() {}
         assert_eq!((worker.hosted.totals.notices.bytes(), worker.hosted.left.of("peer")), (0, 0));
+    }
+}
+
+#[test]
+fn notices_know_their_sender_after_its_connection() {
+    let mut worker = Worker::new();
+    for name in ["one", "another"] {
+        let endpoint = worker.connect(name);
+        assert!(worker.mail(endpoint, (Sort::Notice, 0), b"notice"));
+        worker.hosted.forget(endpoint);
+    }
+    for (endpoint, name) in [(0, "one"), (1, "another")] {
+        let from = worker.hosted.take_notice().expect("a notice").from;
+        assert_eq!((from.endpoint.0, &*from.name, from.generation), (endpoint, name, u64::from(endpoint) + 1));
     }
 }
 
@@ -166,7 +180,7 @@ mod on_gpus {
         let on_gpu =
             Buffer { ptr: memory.ptr() as *mut u8, len: LEN, keep: Keep::Nothing, gpu: Some(Box::new(on_gpu)) };
         let (mut regions, mut hosted) = (Regions::default(), Hosted::default());
-        hosted.begin(PEER, "peer");
+        hosted.begin(PEER, "peer", 0);
         for (id, buffer, eager) in [(1, Buffer::from(vec![0; LEN]), true), (2, on_gpu, false)] {
             let (region, known) = regions.insert(buffer, [id as u8; 16]);
             assert_eq!(shown(&regions, &mut hosted).eager(region), eager);
