@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import crossrail
-from crossrail.kv import PagedCache
+from crossrail.kv import PagedCache, Receiver
 from crossrail.mooncake.engine import TransferEngine
 from crossrail.nixl._api import nixl_agent
 from crossrail.nixl._kinds import nixlNotFoundError
@@ -35,6 +35,8 @@ def rows(memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 class Ends:
     """Two ends of a transfer: `start` moves between the memory of both, `end` ends the near memory's lending."""
+
+    failures: tuple[type[crossrail.CrossrailError], ...] = (crossrail.RegionError,)
 
     def __init__(self, near: np.ndarray[Any, Any], far: np.ndarray[Any, Any]) -> None:
         self.near, self.far = near, far
@@ -90,6 +92,49 @@ class OfDroppedCache(OfCache):
     def end(self) -> None:
         del self.cache
         gc.collect()
+
+
+class OfLease(Ends):
+    """The peer moves: it borrows what is lent."""
+
+    def start(self, op: str) -> Callable[[], object]:
+        self.lent = PagedCache(self.b, [self.near.reshape(ROWS, -1)])
+        self.theirs = PagedCache(self.a, [self.far.reshape(ROWS, -1)])
+        self.lease = self.lent.lend(range(ROWS))
+        borrowed = self.theirs.remote(self.lent.describe()).borrow(bytes(self.lease))
+        request = (borrowed.push if op == "read" else borrowed.pull)(range(ROWS), range(ROWS), notice=b"moved")
+        return lambda: request.wait(LIMIT_S)
+
+    def end(self) -> None:
+        self.lease.end()
+
+    def close(self) -> None:
+        self.lent.close()
+        self.theirs.close()
+        super().close()
+
+
+class OfReceiver(Ends):
+    """A peer moves between its memory and the tensors."""
+
+    failures = (crossrail.RegionError, crossrail.PeerDeadError, crossrail.ClosedError)  # it closes its worker
+
+    def __init__(self, near: np.ndarray[Any, Any], far: np.ndarray[Any, Any]) -> None:
+        super().__init__(near, far)
+        self.receiver = Receiver(crossrail.Context(), [near], name="receiver")
+
+    def start(self, op: str) -> Callable[[], object]:
+        weights = self.receiver._weights
+        endpoint, key = self.a.connect(weights.worker.address()), weights._regions[0].key()
+        # Several: one is over soon.
+        requests = [(endpoint.write if op == "read" else endpoint.read)(self.far, key) for _ in range(8)]
+        return lambda: crossrail.wait_all(requests, LIMIT_S)
+
+    def end(self) -> None:
+        self.receiver.close()
+
+    def notices(self) -> int:
+        return -1
 
 
 class OfAgent(Ends):
@@ -169,7 +214,7 @@ class OfEngine(Ends):
 
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("tls", TRANSPORTS)
-@pytest.mark.parametrize("ends", [OfRegion, OfCache, OfDroppedCache, OfAgent, OfEngine])
+@pytest.mark.parametrize("ends", [OfRegion, OfCache, OfDroppedCache, OfLease, OfReceiver, OfAgent, OfEngine])
 def test_nothing_touches_memory_after_its_end(
     ends: type[Ends], tls: str, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +231,7 @@ def test_nothing_touches_memory_after_its_end(
             try:
                 wait()
                 succeeded = True
-            except crossrail.RegionError:
+            except both.failures:
                 succeeded = False
             time.sleep(0.02)
             assert (near == POISON).all(), "written after its end"
@@ -216,15 +261,44 @@ while True:
 """
 
 
-def test_an_end_that_a_stopped_peer_holds_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+Lent = tuple[crossrail.Worker, crossrail.Region, Callable[[], None]]
+"""A worker, a region of its that peers may write, and what ends that."""
+
+
+def lend_region(context: crossrail.Context, memory: np.ndarray[Any, Any]) -> Lent:
+    worker = crossrail.Worker(context, name="v", admit=True)
+    region = worker.register_range(memory.ctypes.data, memory.nbytes)
+    return worker, region, region.deregister
+
+
+def lend_cache(context: crossrail.Context, memory: np.ndarray[Any, Any]) -> Lent:
+    worker = crossrail.Worker(context, name="v", admit=True)
+    cache = PagedCache(worker, [memory.reshape(1, -1)])
+    return worker, cache._regions[0], cache.close
+
+
+def lend_lease(context: crossrail.Context, memory: np.ndarray[Any, Any]) -> Lent:
+    worker = crossrail.Worker(context, name="v", admit=True)
+    lease = PagedCache(worker, [memory.reshape(1, -1)]).lend([0])
+    return worker, lease._regions[0], lease.end
+
+
+def lend_receiver(context: crossrail.Context, memory: np.ndarray[Any, Any]) -> Lent:
+    receiver = Receiver(context, [memory], name="v")
+    return receiver._weights.worker, receiver._weights._regions[0], receiver.close
+
+
+@pytest.mark.parametrize("lend", [lend_region, lend_cache, lend_lease, lend_receiver])
+def test_an_end_that_a_stopped_peer_holds_up_is_an_error(
+    lend: Callable[[crossrail.Context, np.ndarray[Any, Any]], Lent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CROSSRAIL_TLS", "shm")
     refused = 0
     for round_ in range(30):
         context = crossrail.Context(timeout=0.3)
-        with crossrail.Worker(context, name="v", admit=True) as worker:
-            shared = context.alloc(SIZE)
-            memory = shared.numpy()
-            region = worker.register_range(memory.ctypes.data, SIZE)
+        memory = context.alloc(SIZE).numpy()
+        worker, region, end = lend(context, memory)
+        with worker:
             where = worker.control_addresses()[0], bytes(region.key()).hex(), str(SIZE)
             command = [sys.executable, "-c", PEER, *where]
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as peer:
@@ -234,13 +308,13 @@ def test_an_end_that_a_stopped_peer_holds_up_is_an_error(monkeypatch: pytest.Mon
                     os.kill(peer.pid, signal.SIGSTOP)
                     ended = False
                     try:
-                        region.deregister()
+                        end()
                         ended = True
                     except crossrail.TimeoutError as error:
                         refused += 1
                         assert "stopped may still read or write" in str(error)
                         os.kill(peer.pid, signal.SIGCONT)
-                        region.deregister()
+                        end()
                     memory[:] = 0x77
                     if ended:
                         os.kill(peer.pid, signal.SIGCONT)

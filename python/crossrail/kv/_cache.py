@@ -170,11 +170,8 @@ class PagedCache:
 
     @at_end
     def __del__(self) -> None:
-        regions = getattr(self, "_regions", ())
-        try:
-            deregister(regions)  # before the tensors are released
-        except CrossrailError:
-            _accessed.append((regions, self._keep))
+        if hasattr(self, "_regions"):
+            released(self._regions, self._keep)  # before the tensors are
 
     def __enter__(self) -> PagedCache:
         return self
@@ -212,11 +209,13 @@ class Lease:
     def end(self) -> None:
         """Revokes all access through the lease. Idempotent.
 
-        Waits for peers that are accessing it, at most CROSSRAIL_TIMEOUT per allocation; a lane that still holds the
-        memory then is closed."""
+        Waits for peers that are accessing it, at most CROSSRAIL_TIMEOUT; a lane that still holds the memory then is
+        closed. Raises TimeoutError if a peer may still access it."""
         deregister(self._regions)
 
-    __del__ = at_end(end)
+    @at_end
+    def __del__(self) -> None:
+        released(self._regions, self._cache._keep)
 
     def __enter__(self) -> Lease:
         return self
@@ -485,6 +484,14 @@ def registered(worker: Worker, ranges: Iterable[tuple[int, int, int | None]]) ->
 def deregister(regions: Iterable[Region]) -> None:
     """Deregisters regions. On return neither a peer nor a transfer of this process accesses them."""
     _deregister(regions)
+
+
+def released(regions: Iterable[Region], keep: Any) -> None:
+    """`deregister` before memory is dropped. Memory that a peer may still access is kept until the process ends."""
+    try:
+        deregister(regions)
+    except CrossrailError:
+        _accessed.append((regions, keep))
 
 
 def keys_of(said: Any, count: int) -> list[RegionKey]:

@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from crossrail._arrays import wrong
+from crossrail._endings import at_end
 from crossrail._native import Context, Description, Endpoint, Move, Notice, RegionKey, Request, Worker
 from crossrail._untrusted import parsing
 from crossrail.errors import CrossrailError, MismatchError, PeerDeadError, TimeoutError, UsageError
 
-from ._cache import deregister, keys_of, merged_ranges, places, registered
+from ._cache import deregister, keys_of, merged_ranges, places, registered, released
 from ._shape import Holder, Memory, Row, malformed, number, packed, unpacked
 
 _ABOVE = 3  # maximum upstream receivers per receiver, before the source
@@ -135,10 +136,15 @@ class _Weights:
                     endpoint.close(0)
 
     def close(self) -> None:
-        """Revokes all access. On return no peer reads the tensors."""
-        with suppress(CrossrailError):
-            deregister(self._regions)
+        """Revokes all access. On return no peer accesses the tensors. Raises TimeoutError if one may; the worker stays
+        then, which another call needs to find out whether it still does."""
+        deregister(self._regions)
         self.worker.close()
+
+    @at_end
+    def __del__(self) -> None:
+        if hasattr(self, "_regions"):
+            released(self._regions, self._keep)  # before the tensors are
 
 
 def _pieces(message: dict[str, Any], count: int) -> int:
@@ -344,7 +350,7 @@ class Receiver:
             relay.leave()
 
     def close(self) -> None:
-        """Revokes all access to the tensors."""
+        """Revokes all access to the tensors. Raises TimeoutError if a peer may still access them; call it again."""
         self._weights.close()
 
     def __enter__(self) -> Receiver:
