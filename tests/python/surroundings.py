@@ -31,6 +31,7 @@ CALLS = {
         "mlock": 149,
         "sched_setaffinity": 203,
         "mbind": 237,
+        "seccomp": 317,
     },
     "aarch64": {
         "process_vm_readv": 270,
@@ -44,11 +45,12 @@ CALLS = {
         "mlock": 228,
         "sched_setaffinity": 122,
         "mbind": 235,
+        "seccomp": 277,
     },
 }
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
-NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2
+NO_NEW_PRIVILEGES, SET_FILTER, ALL_THREADS = 38, 1, 1
 
 
 def denied(calls: Sequence[str], how: str) -> list[str]:
@@ -105,8 +107,10 @@ class Clock:
         return ["env", f"LD_PRELOAD={self._library}", f"STEPPING_CLOCK={self._offset}"]
 
 
-def deny(calls: Sequence[str], number: int) -> None:
-    """Has the kernel refuse those system calls to this process from now on."""
+def deny(calls: Sequence[str], number: int, *, everywhere: bool = False) -> None:
+    """Has the kernel refuse those system calls to this thread and its children from now on; `everywhere`: also to all
+    other threads of the process.
+    """
     numbers = [CALLS[platform.machine()][call] for call in calls]
     rows = [(LOAD, 0, 0, 0)]  # the number of the call
     for place, call in enumerate(numbers):
@@ -116,9 +120,13 @@ def deny(calls: Sequence[str], number: int) -> None:
     program = struct.pack("<H6xQ", len(rows), ctypes.addressof(code))
     held = ctypes.create_string_buffer(program)
     libc = ctypes.CDLL(None, use_errno=True)
-    for arguments in ((NO_NEW_PRIVILEGES, 1, 0, 0, 0), (SET_SECCOMP, FILTER, ctypes.addressof(held), 0, 0)):
-        if libc.prctl(*map(ctypes.c_ulong, arguments)) != 0:
-            raise OSError(ctypes.get_errno(), f"prctl({arguments[0]})")
+    if libc.prctl(*map(ctypes.c_ulong, (NO_NEW_PRIVILEGES, 1, 0, 0, 0))) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+    # seccomp(2) returns the thread that could not take the filter, if there is one.
+    install = CALLS[platform.machine()]["seccomp"], SET_FILTER, ALL_THREADS if everywhere else 0, ctypes.addressof(held)
+    done = libc.syscall(*map(ctypes.c_ulong, install))
+    if done != 0:
+        raise OSError(ctypes.get_errno(), f"seccomp: {done}")
 
 
 def main() -> None:
