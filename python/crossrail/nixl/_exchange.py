@@ -8,14 +8,15 @@ be reached is a line in the log.
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import weakref
+from _queue import SimpleQueue
 from collections.abc import Callable
 from typing import Protocol
 
 import crossrail
 from crossrail._native import MetadataInquiry, MetadataListener, ask_metadata
+from crossrail._threads import start_thread
 from crossrail.nixl._kinds import DEFAULT_COMM_PORT, ERRORS, error, nixlInvalidParamError, refuse
 from crossrail.nixl.logging import get_logger
 
@@ -43,13 +44,13 @@ class Exchange:
         self._agent = weakref.ref(agent)
         self._context = context
         self._listener: MetadataListener | None = None
-        self._work: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._work: SimpleQueue[Callable[[], None] | None] | None = None
         self._starting = threading.Lock()
 
     def listen(self, port: int) -> None:
         """Serves peers at `port`; 0 takes a free one. Raises CrossrailError if it is in use."""
         self._listener = MetadataListener(self._context, port)
-        threading.Thread(target=_serve, args=(self._listener, self._agent), name="nixl-listener", daemon=True).start()
+        start_thread(_serve, self._listener, self._agent, name="nixl-listener")
 
     @property
     def port(self) -> int | None:
@@ -89,8 +90,8 @@ class Exchange:
 
         with self._starting:
             if self._work is None:
-                self._work = queue.SimpleQueue()
-                threading.Thread(target=_run, args=(self._work,), name="nixl-metadata", daemon=True).start()
+                self._work = SimpleQueue()
+                start_thread(_run, self._work, name="nixl-metadata")
             self._work.put(work)
 
 
@@ -99,7 +100,7 @@ def ask(context: crossrail.Context, host: str, port: int) -> bytes:
     return ask_metadata(context, host, port, _FETCH, b"", _LIMIT_S)
 
 
-def _run(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _run(work: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := work.get()) is not None:
         task()
 
