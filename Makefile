@@ -25,7 +25,7 @@ say = @printf '\n== %s\n' "$(1)"
 .PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack rust-calculates rust-waits rust-rest \
-	models tsan miri deny engines fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate \
+	models tsan miri deny engines gevent fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate \
 	site test-release release release-check install-c c-library memory-c
 
 help:
@@ -229,6 +229,15 @@ deny: rust
 engines: build
 	$(call say,engines: vLLM's and SGLang's own connections over the modules nixl and mooncake)
 	$(BIN)/python -m pytest --quiet tests/engines
+
+GEVENT_VERSION := 26.9.0
+GEVENT := $(CARGO_TARGET_DIR)/gevent-$(GEVENT_VERSION)
+gevent: build
+	$(call say,gevent: blocking calls that it has replaced)
+	@test -d $(GEVENT) || \
+		{ $(BIN)/python -m pip install --quiet --target $(GEVENT).new gevent==$(GEVENT_VERSION) && mv $(GEVENT).new $(GEVENT); } || \
+		{ echo "not run: gevent $(GEVENT_VERSION) could not be fetched"; exit 1; }
+	PYTHONPATH=$(GEVENT) $(BIN)/python -m pytest --quiet tests/gevent
 
 # A new seed each time; it is printed, and FUZZ_SEED=N replays it. No link-time optimization: it takes longer than it
 # saves.

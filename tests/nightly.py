@@ -53,13 +53,21 @@ PARTS = (
     Part("models", "locks and shared memory in every order that the memory model allows", 600),
     Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 900),
     Part("tsan", "data races between threads", 2400),
-    Part("fuzz", "a stranger's bytes", 1500, {"FUZZ_SECONDS": 900}, "FUZZ_SEED"),
+    Part("fuzz", "a stranger's bytes", 1100, {"FUZZ_SECONDS": 600}, "FUZZ_SEED"),
     Part("chaos", "random faults on rails between two processes", 800, {"CHAOS_SECONDS": 300}, "CHAOS_SEED"),
-    Part("chaos-ranks", "ranks that are killed, stopped and replaced", 1200, {"CHAOS_SECONDS": 400}, "CHAOS_SEED"),
+    Part("chaos-ranks", "ranks that are killed, stopped and replaced", 800, {"CHAOS_SECONDS": 250}, "CHAOS_SEED"),
+    Part(
+        "chaos-together",
+        "the full workload in surroundings that lack something",
+        700,
+        {"CHAOS_SECONDS": 20},
+        "CHAOS_SEED",
+    ),
     Part("memory-c", "the C library under valgrind and sanitizers", 900),
     Part("growth", "memory after thousands of cycles of everything", 1200, {"GROWTH_SECONDS": 120}),
     Part("test-pages", "pages in a browser", 400),
     Part("engines", "vLLM's and SGLang's own connections over the modules nixl and mooncake", 300),
+    Part("gevent", "processes whose blocking calls gevent has replaced", 100),
 )
 
 

@@ -51,7 +51,8 @@ def goals(make: Path) -> list[str]:
     return [line.split()[1] for line in lines]
 
 
-PARTS = ["deny", "models", "miri", "tsan", "fuzz", "chaos", "chaos-ranks", "memory-c", "growth", "test-pages", "engines"]
+PARTS = ["deny", "models", "miri", "tsan", "fuzz", "chaos", "chaos-ranks", "chaos-together", "memory-c", "growth"]
+PARTS += ["test-pages", "engines", "gevent"]
 
 
 def test_all_parts_run_once_and_the_page_names_them(make: Path) -> None:
@@ -73,7 +74,7 @@ def test_budgets_and_the_seed_reach_the_parts(make: Path) -> None:
     assert nightly(make, "--only", "fuzz,chaos", "--scale", "0.01").returncode == 0
     fuzz, chaos = make.with_name("calls").read_text().splitlines()
     seed = json.loads((make.parent / "out" / "state.json").read_text())["seed"]
-    assert fuzz == f"--no-print-directory fuzz FUZZ_SECONDS=9 FUZZ_SEED={seed}"
+    assert fuzz == f"--no-print-directory fuzz FUZZ_SECONDS=6 FUZZ_SEED={seed}"
     assert chaos == f"--no-print-directory chaos CHAOS_SECONDS=3 CHAOS_SEED={seed}"
 
 
