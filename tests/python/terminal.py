@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -39,6 +40,8 @@ class Terminal:
         )
         os.close(inside)
         self.raw = ""
+        # A read may end within a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def __enter__(self) -> Terminal:
         return self
@@ -75,8 +78,8 @@ class Terminal:
         try:
             piece = os.read(self._screen, 1 << 16)
         except OSError:  # nobody has the terminal open any more
-            return False
-        self.raw += piece.decode(errors="replace")
+            piece = b""
+        self.raw += self._decoder.decode(piece, final=not piece)
         return bool(piece)
 
     @property

@@ -239,3 +239,12 @@ def test_how_much_of_an_exchange_was_verified_is_said(
     (row,) = Report.loads(path.read_text()).rows
     assert (row.verification, row.verified) == (verification, verification != "none")
     assert row.ranks_passed == (None if verification == "none" else 2)
+
+
+def test_a_character_that_two_reads_bring_is_one() -> None:
+    """Of this module's own reader: its half is read before the other one is written."""
+    halves = "import os, tty; tty.setcbreak(0); os.write(1, b'a\\xe2\\x94'); os.read(0, 1); os.write(1, b'\\x80 end')"
+    with Terminal([sys.executable, "-c", halves], 60) as terminal:
+        terminal.read_until("a")
+        terminal.press("x")
+        assert terminal.read_until("end").endswith("a\N{BOX DRAWINGS LIGHT HORIZONTAL} end")

@@ -29,7 +29,17 @@ from test_cli_store import store
 import crossrail
 from crossrail._native import read_pages
 from crossrail_tools.cli import main
-from crossrail_tools.cli.top import ERRORS, STORE_S, Process, Snapshot, TopOptions, rates_between, rendered, verdicts
+from crossrail_tools.cli.top import (
+    ERRORS,
+    STORE_S,
+    Process,
+    Snapshot,
+    TopOptions,
+    _Keyboard,
+    rates_between,
+    rendered,
+    verdicts,
+)
 from crossrail_tools.cli.top_words import frequency, program_of
 from crossrail_tools.report import console
 
@@ -440,6 +450,31 @@ def test_what_does_not_fit_is_counted_and_scrolled_and_q_ends(tmp_path: Path) ->
             assert terminal.end(20) == 0
         assert terminal.raw.rfind(SHOW_CURSOR) > terminal.raw.rfind(HIDE_CURSOR)
         del endpoints
+
+
+def test_keys_are_told_apart_however_reads_split_them() -> None:
+    """One read may bring several keys, or a part of one: of an escape sequence, or of a character."""
+    out, into = os.pipe()
+    keyboard = _Keyboard(out)
+
+    def names(*pieces: bytes) -> list[str]:
+        found: list[str] = []
+        for piece in pieces:
+            os.write(into, piece)
+            while (name := keyboard.pressed(0.0)) is not None:
+                found += [name] if name else []
+        return found
+
+    try:
+        assert names(b"jjk") == ["down", "down", "up"]
+        assert names(b"\x1b", b"[", b"B", b"\x1b[6", b"~\x1bO", b"A") == ["down", "page down", "up"]
+        assert names("\N{BOX DRAWINGS LIGHT HORIZONTAL}".encode()[:2]) == []
+        assert names("\N{BOX DRAWINGS LIGHT HORIZONTAL}".encode()[2:] + b"G") == ["end"]
+        assert names(b"\x1b", b"j") == ["down"], "after the key Esc alone"
+        os.close(into)
+        assert keyboard.pressed(0.0) == "q", "the terminal is gone"
+    finally:
+        os.close(out)
 
 
 def test_a_dead_store_is_said_and_the_pages_here_are_shown(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ the pages of a job's ranks through their store.
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import functools
 import json
 import os
+import re
 import select
 import socket
 import sys
@@ -297,6 +299,37 @@ _KEYS = {
 }
 
 
+_KEY = re.compile(r"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Za-z])|.", re.DOTALL)
+_BEGUN = re.compile(r"\x1b(?:O?|\[[0-9;]*)")
+
+
+class _Keyboard:
+    """Keys of a terminal, of which one read may bring several, or only the first bytes of one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._text = ""
+
+    def pressed(self, seconds: float) -> str | None:
+        """The name of the next key, empty for one without a use here; None if there is none within ``seconds``."""
+        if self._is_incomplete():
+            if not select.select([self._descriptor], [], [], max(seconds, 0.0))[0]:
+                return None
+            piece = os.read(self._descriptor, 16)
+            if not piece:
+                return "q"
+            self._text += self._decoder.decode(piece)
+        found = None if self._is_incomplete() else _KEY.match(self._text)
+        if found is None:
+            return ""
+        self._text = self._text[found.end() :]
+        return _KEYS.get(found.group(), "")
+
+    def _is_incomplete(self) -> bool:
+        return not self._text or _BEGUN.fullmatch(self._text) is not None
+
+
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str | None]]:
     """Yields a function that waits that many seconds for a key and returns its name, or None.
@@ -307,17 +340,10 @@ def _keys() -> Iterator[Callable[[float], str | None]]:
         yield lambda seconds: time.sleep(max(seconds, 0.0))
         return
     terminal = sys.stdin.fileno()
-
-    def pressed(seconds: float) -> str | None:
-        if not select.select([terminal], [], [], max(seconds, 0.0))[0]:
-            return None
-        text = os.read(terminal, 16).decode(errors="replace")
-        return _KEYS.get(text, "q" if not text else "")
-
     former = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
-        yield pressed
+        yield _Keyboard(terminal).pressed
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, former)
 
