@@ -25,6 +25,7 @@ from crossrail.records import NumaNode
 from crossrail_tools.cli.command_line import BENCHES, COMMANDS
 from crossrail_tools.cli.info import print_info
 from crossrail_tools.cli.point_to_point.channel import CONTROL_TAG
+from crossrail_tools.cli.point_to_point.driver import _other_ends
 from crossrail_tools.report import Report, Row, console
 
 COMMAND = [sys.executable, "-m", "crossrail"]
@@ -287,6 +288,21 @@ def test_ctrl_c_in_a_terminal_while_ranks_start() -> None:
         assert process.returncode == 130
         assert "Traceback" not in said and "KeyboardInterrupt" not in said, said
         assert "crossrail: error: interrupted" in said.splitlines()
+
+
+def test_reasons_of_the_other_end_are_told_from_this_one() -> None:
+    """What it calls its peer is this end, and its devices are not ours."""
+    assert _other_ends(
+        {
+            "tcp/eth2": "the peer offers eth1 only, which our other devices reach",
+            "tcp/eth3": "the peer has the address 10.0.0.1 of this device itself",
+            "shm(cma)": "ptrace_scope is 2",
+        }
+    ) == {
+        "tcp/eth2 at the listening end": "this end offers eth1 only, which its other devices reach",
+        "tcp/eth3 at the listening end": "this end has the address 10.0.0.1 of that device itself",
+        "shm(cma)": "ptrace_scope is 2",
+    }
 
 
 def test_what_the_other_end_warns_of_is_passed_on(tmp_path: Path) -> None:

@@ -133,7 +133,8 @@ def test_fewer_rails_than_the_other_end_has_are_told_at_both(make_bed: MAKE, few
         said_there = listening.end().said
     (row,) = Report.loads(done.stdout).rows
     assert sorted(shares(row)) == rails
-    reason = "the peer offers eth1 eth2 only"
+    offers = "the peer" if fewer == "listening" else "this end"
+    reason = f"{offers} offers eth1 eth2 only"
     where = "" if fewer == "listening" else " at the listening end"
     assert row.unused.keys() == {f"tcp/eth3{where}", f"tcp/eth4{where}"}
     assert all(reason in why for why in row.unused.values())

@@ -435,7 +435,16 @@ class _Driver:
 
 def _other_ends(unused: dict[str, str]) -> dict[str, str]:
     """What the other end was expected to use: rails by its name, anything else is the same at both ends."""
-    return {f"{name} at the listening end" if "/" in name else name: why for name, why in unused.items()}
+    return {
+        f"{name} at the listening end" if "/" in name else name: _seen_from_here(why) for name, why in unused.items()
+    }
+
+
+def _seen_from_here(why: str) -> str:
+    """A reason that the other end gave: its peer is this end, and what it calls its own is not ours."""
+    for theirs, ours in (("the peer", "this end"), ("our other", "its other"), ("of this device", "of that device")):
+        why = re.sub(rf"\b{theirs}\b", ours, why)
+    return why
 
 
 @dataclass
