@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from foreign import NOWHERE
 from nixl_engines import until
 
 import crossrail
@@ -89,6 +90,21 @@ def test_checkpoint_engine_reads_memory_that_is_registered_later(
         assert a.unregister_memory(buffer.ctypes.data) == 0 == b.unregister_memory(weights.ctypes.data)
     assert a.batch_transfer_sync_read(session, mine, other, lengths) == -1
     assert a.unregister_memory(buffer.ctypes.data) == -1
+
+
+def test_memory_that_is_not_there_is_refused_and_nothing_of_its_batch_is_kept(
+    two: tuple[TransferEngine, TransferEngine, str],
+) -> None:
+    a, b, session = two
+    ours, theirs = pools(4096)
+    size = 4096
+    for at, length in ((theirs.ctypes.data, 1 << 45), (0, size), ((1 << 64) - size, 2 * size), (NOWHERE, size)):
+        assert b.register_memory(at, length) == -1, (at, length)
+        assert b.batch_register_memory([theirs.ctypes.data, at], [theirs.nbytes, length]) == -1, (at, length)
+        assert b.unregister_memory(theirs.ctypes.data) == -1, "the row before it was kept"
+    assert b.register_memory(theirs.ctypes.data, theirs.nbytes) == 0 == a.register_memory(ours.ctypes.data, ours.nbytes)
+    assert a.transfer_sync_write(session, ours.ctypes.data, theirs.ctypes.data, 4096) == 0
+    assert np.array_equal(ours, theirs)
 
 
 def test_asynchronous_calls_and_messages(two: tuple[TransferEngine, TransferEngine, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foreign import NOWHERE
 from nixl_engines import until
 
 from crossrail.nixl import _bindings as bindings
@@ -245,6 +246,21 @@ def test_very_many_rows_are_registered_together() -> None:
     assert agent.prep_xfer_dlist("", rows[1:].copy(), "DRAM")
     with pytest.raises(bindings.nixlNotFoundError):
         agent.deregister_memory(descs)  # one row is gone, though the others are taken out
+
+
+def test_memory_that_is_not_there_is_refused_and_nothing_of_its_list_is_kept(two: Two) -> None:
+    size = 4096
+    more = np.zeros(size, np.uint8)
+    good = (more.ctypes.data, size, 0, "")
+    for at, length in ((more.ctypes.data, 1 << 45), (0, size), ((1 << 64) - size, 2 * size), (NOWHERE, size)):
+        with pytest.raises(bindings.nixlInvalidParamError):
+            two.b.register_memory([good, (at, length, 0, "")], "DRAM")
+        with pytest.raises(bindings.nixlNotFoundError):
+            two.b.deregister_memory(two.b.get_reg_descs([good], "DRAM"))
+    two.b.deregister_memory(two.b.register_memory([good], "DRAM"))
+    handle = two.write()
+    two.a.transfer(handle)
+    two.done(handle)
 
 
 def test_what_is_refused_names_the_call(two: Two) -> None:
