@@ -90,6 +90,19 @@ def test_messages_that_go_with_their_first_frame_use_all_rails(make_bed: MAKE) -
         Pair(bed, what="bandwidth").undisturbed(check, f"--sizes={size}", "--iters=60")
 
 
+def test_messages_move_to_the_fastest_rail_once_rates_are_known(make_bed: MAKE) -> None:
+    """Their connection begins on the first, the slowest here. All that is sent meanwhile arrives, and verifies."""
+    bed = make_bed((20, 200, 40, 30))
+    pair = Pair(bed, what="bandwidth", settings={"CROSSRAIL_LOG": "debug"})
+    done = pair.run("--sizes=256K,8", "--iters=20")
+    assert "messages go over rail eth2, which is faster" in done.driving.said + done.listening.said
+    assert done.report is not None
+    by_size = {row.size: shares(row) for row in done.report.rows}
+    assert by_size[8].get("eth2", 0.0) > 0.9, by_size
+    for said in (done.driving.said, done.listening.said):
+        assert not re.search(r"warn: .*(:messages|is lost)", said), said
+
+
 def test_a_rail_behind_a_long_queue_keeps_its_share(make_bed: MAKE) -> None:
     """What waits in its queue is late by 20 ms; the others neither wait for it nor take its part."""
     bed = make_bed((250, 250, 250, 250), queues=("2ms", "2ms", "2ms", "20ms"), congestion="reno")
@@ -142,7 +155,7 @@ def test_fewer_rails_than_the_other_end_has_are_told_at_both(make_bed: MAKE, few
     assert f"Not used: tcp/eth3{where}, tcp/eth4{where}: {reason}" in row.verdict.text
     assert "--channels" not in row.verdict.text
     asked, other = (done.stderr, said_there) if fewer == "listening" else (said_there, done.stderr)
-    assert f"eth3, eth4 are not used: {reason}" in asked
+    assert "eth3, eth4 are not used: the peer offers eth1 eth2 only" in asked, "each end's own words"
     assert "its eth3, eth4 are not used: no device of CROSSRAIL_NET_DEVICES=eth1,eth2" in other
     shown = io.StringIO()
     print_report(Report.loads(done.stdout), console(shown))

@@ -27,6 +27,14 @@ impl Transfers {
         all.iter().filter(named).copied().collect()
     }
 
+    /// The peer's lanes of that channel, on whatever rail.
+    pub(crate) fn lanes_of_channel(&self, endpoint: EndpointId, channel: u16) -> Vec<LaneId> {
+        let Tables { peers, lanes, .. } = &self.tables;
+        let all = peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
+        let named = |id: &&LaneId| lanes.get(**id).and_then(|lane| lane.rail()).is_some_and(|(_, of)| of == channel);
+        all.iter().filter(named).copied().collect()
+    }
+
     /// A lane has ended and was dropped: its work goes to the others, or the peer has ended.
     pub(crate) fn lane_lost(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let tables = &mut self.tables;
@@ -46,6 +54,7 @@ impl Transfers {
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         let in_use = peer.has_operations();
         let is_further = peer.bulk_lane(id).is_some_and(|lane| lane.is_further());
+        let is_of_messages = peer.bulk_lane(id).is_none();
         let is_refused = is_further && peer.protocol.is_unused(id);
         let none_left = peer.remove_lane(id);
         // A peer whose process ends or gives up says so itself, on the control connection; a shared-memory lane has
@@ -64,6 +73,8 @@ impl Transfers {
             // The peer has enough of them, or the rail is lost, whose first connection brings them back. The last lane
             // of all is another matter: from its loss on the peer has STRANDED to come back.
             tables.log.debug(format_args!("{}: lane {name} is {error}; the rail continues without it", peer.name()));
+        } else if is_of_messages && peer.message_lane().is_some() {
+            tables.log.debug(format_args!("{}: lane {name} is {error}: messages go over another", peer.name()));
         } else if peer.is_alive() {
             // The connection for messages is no lane that the user knows of.
             let rest = match (none_left, peer.bulk().len()) {
@@ -75,7 +86,9 @@ impl Transfers {
             peer.set_stranded(none_left.then(|| (now, format!("lane {name} is {error}"))));
             // A lane that the peer closes while nothing needs it is nearly always the first that is heard of its
             // goodbye. If it is not, dialling it again fails, and that is reported.
-            let reported = (in_use && !peer.is_closing) || !matches!(error, LaneError::Closed(_));
+            // The peer also closes the connection for messages when it has moved them to another rail.
+            let awaited = in_use && !peer.is_closing && (none_left || !is_of_messages);
+            let reported = awaited || !matches!(error, LaneError::Closed(_));
             // Where no other lane carries chunks, a lane that works for a moment is better than none.
             let spared = soon && !peer.bulk().is_empty();
             let short_lived = rail.map_or(0, |rail| peer.rail_lost(rail, spared));

@@ -22,6 +22,7 @@ pub(crate) mod gpu;
 mod id_table;
 mod lanes;
 pub(crate) mod lists;
+mod message_rail;
 mod names;
 mod operations;
 mod outcome;
@@ -59,7 +60,7 @@ pub(crate) use self::sample::{EndedLane, LaneSample, PeerSample, Sample, Since};
 pub(crate) use self::submit::Early;
 use self::tables::Tables;
 use self::transfers::PollResult;
-pub(crate) use self::transfers::{Deferred, LostRail, Transfers};
+pub(crate) use self::transfers::{Deferred, LostRail, Move, Transfers};
 pub(crate) use self::wake_ups::WakeUps;
 
 /// Passes between two reads of the clock.

@@ -11,6 +11,7 @@ use proto::Time;
 use super::bulk_lane::{Among, BulkLane};
 use super::id_table::IdTable;
 use super::lists::outbox::Outbox;
+use super::message_rail::MessageRail;
 use super::names::{Names, NamesOfPeer};
 use super::returns::{Owner, Returns};
 use super::totals::Copied;
@@ -119,6 +120,7 @@ pub(crate) struct Peer {
     end_reason: Option<Reason>,
     /// The lane polled under the lock: shared memory, or the TCP connection for messages.
     message_lane: Option<LaneId>,
+    pub(super) message_rail: MessageRail,
     bulk: Vec<Arc<BulkLane>>,
     lanes: Vec<LaneId>,
     /// Since when no lane is left, and how the last one ended: its process lives, and a rail may come back.
@@ -156,6 +158,7 @@ impl Peer {
             why_ended: String::new(),
             end_reason: None,
             message_lane: None,
+            message_rail: MessageRail::default(),
             bulk: Vec::new(),
             lanes: Vec::new(),
             stranded: None,

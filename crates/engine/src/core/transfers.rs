@@ -56,6 +56,15 @@ pub(crate) struct LostRail {
     pub(crate) short_lived: u32,
 }
 
+/// A connection for messages over a rail that is faster than that of the present one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Move {
+    pub(crate) endpoint: EndpointId,
+    pub(crate) rail: u16,
+    /// That of the present one, too.
+    pub(crate) channel: u16,
+}
+
 /// Work that is done without the lock.
 #[derive(Default)]
 pub(crate) struct Deferred {
@@ -66,6 +75,8 @@ pub(crate) struct Deferred {
     pub(crate) ended: Vec<EndpointId>,
     /// Endpoints with enough traffic to justify more connections.
     pub(crate) outgrown: Vec<EndpointId>,
+    /// Connections for messages over faster rails.
+    pub(crate) moves: Vec<Move>,
 }
 
 /// What [`Transfers::poll_lane`] did.
@@ -416,6 +427,9 @@ impl Transfers {
                 if tables.peers.get_mut(endpoint).is_some_and(|peer| peer.protocol.outgrows()) {
                     self.deferred.outgrown.push(endpoint);
                     self.wake_ups.want_connections();
+                }
+                if tables.peers.get_mut(endpoint).is_some_and(|peer| peer.message_rail.counts()) {
+                    self.look_at_rates(endpoint);
                 }
             }
             Event::Suspect { lane } => {

@@ -37,7 +37,9 @@ use self::threads::Threads;
 pub(crate) use self::threads::callbacks_deadline;
 pub(crate) use self::waits::WAIT_MAX;
 use crate::core::gpu::Inbox;
-use crate::core::{BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Receipt, render};
+use crate::core::{
+    BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Move, Receipt, render,
+};
 use crate::environment::{Environment, TcpLimits};
 
 /// How long the background thread sleeps at most without checking the protocol's timers.
@@ -51,6 +53,8 @@ pub(crate) trait SessionEvents: Send + Sync {
     fn rail_lost(&self, lost: LostRail);
     /// An endpoint carries so much that more connections are worth dialling.
     fn outgrown(&self, endpoint: EndpointId);
+    /// Messages would go faster over another rail.
+    fn faster_rail(&self, to: Move);
     /// An endpoint has ended; its control connection is no longer needed.
     fn endpoint_ended(&self, endpoint: EndpointId);
     /// A control connection has become readable.
@@ -298,7 +302,7 @@ impl Progress {
         let sleepers = core.wake_ups().is_anyone_sleeping();
         let (connections, driver) = core.wake_ups().take();
         let callbacks = core.operations().take_callbacks();
-        let Deferred { suspects, lost, ended, outgrown } = core.take_deferred();
+        let Deferred { suspects, lost, ended, outgrown, moves } = core.take_deferred();
         let callbacks: Vec<Due> =
             callbacks.into_iter().map(|(callback, outcome)| (callback, render(&mut core, outcome))).collect();
         drop(core);
@@ -321,6 +325,9 @@ impl Progress {
         }
         if !outgrown.is_empty() {
             self.with_sessions(|sessions| outgrown.iter().for_each(|endpoint| sessions.outgrown(*endpoint)));
+        }
+        if !moves.is_empty() {
+            self.with_sessions(|sessions| moves.iter().for_each(|to| sessions.faster_rail(*to)));
         }
         match left {
             Some(left) => left.extend(callbacks),

@@ -16,7 +16,7 @@ use super::costs::EAGER_LIMIT;
 use super::rail_pairs::{PeerRails, RailPair};
 use super::transport::Announcement;
 use super::{over_rails, placing};
-use crate::core::{LostRail, READABLE};
+use crate::core::{LostRail, Move, READABLE};
 use crate::progress::{About, SessionEvents};
 
 /// Bytes of an announcement: the transport's byte, two bytes of its own, and a zero.
@@ -471,6 +471,13 @@ impl SessionEvents for Sessions {
 
     fn outgrown(&self, endpoint: EndpointId) {
         over_rails::widen(self, endpoint);
+    }
+
+    /// Where messages take turns between endpoints and long ones go unasked, they load the rails evenly as it is.
+    fn faster_rail(&self, Move { endpoint, rail, channel }: Move) {
+        if self.control.eager_max(endpoint) <= EAGER_LIMIT {
+            self.redialer.more(self, LostRail { endpoint, rail, channel, reported: true, short_lived: 0 });
+        }
     }
 
     fn endpoint_ended(&self, endpoint: EndpointId) {

@@ -187,6 +187,13 @@ impl Sessions {
         self.explains.lock().get(&endpoint).cloned()
     }
 
+    /// Messages to a peer are carried by another lane of its rails from now on.
+    fn explain_moved(&self, endpoint: EndpointId, lane: &str) {
+        if let Some(explain) = self.explains.lock().get_mut(&endpoint).filter(|explain| explain.small != lane) {
+            *explain = Arc::new(explain.with_small(lane));
+        }
+    }
+
     /// Admits no further peer, and tells each why.
     pub(crate) fn refuse(&self, why: &str) {
         if let Some(listener) = self.listener.lock().as_ref() {

@@ -476,9 +476,13 @@ fn add_lane(
     let record = LaneRecord::of(&*lane, carrier.name(), sessions.control.eager_max(endpoint));
     let record = record.on_rail((name.rail, name.channel), rail.interface.clone()).over_socket();
     let record = if carrier.rests() { record.resting() } else { record };
-    let earlier = match sessions.control.is_initiator(endpoint) {
-        true => sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel)),
-        false => Vec::new(),
+    let earlier = match (sessions.control.is_initiator(endpoint), name.purpose) {
+        // Messages have one connection, on whatever rail.
+        (true, LanePurpose::Message) => sessions.progress.core().transfers().lanes_of_channel(endpoint, name.channel),
+        (true, LanePurpose::Bulk) => {
+            sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel))
+        }
+        (false, _) => Vec::new(),
     };
     add_lane_of(sessions, endpoint, (name, carrier, rail), lane, record)?;
     if !earlier.is_empty() {
@@ -501,6 +505,7 @@ fn add_lane_of(
 ) -> Result<()> {
     let id = lane.id();
     if name.purpose == LanePurpose::Message {
+        sessions.explain_moved(endpoint, &format!("{}/{}", carrier.name(), rail.device));
         return sessions.add_polled_lane(endpoint, lane, record, false);
     }
     let spec = proto::LaneSpec {
@@ -518,21 +523,29 @@ fn add_lane_of(
     sessions.progress.carry(bulk, name.channel & CHANNEL_MASK == 0, rail.node)
 }
 
-/// Dials a lost lane again. `Ok(None)`: it is not lost any more, or cannot be dialled from here. The name of its
-/// device, when it is up again.
+/// Dials a lost lane again, or one `more`. `Ok(None)`: it is not lost any more, or cannot be dialled from here. The name
+/// of its device, when it is up.
 ///
 /// # Errors
 /// The device's name, and what kept it from coming up.
 pub(super) fn redial(
     sessions: &Arc<Sessions>,
-    lost: &LostRail,
+    (lost, more): (&LostRail, bool),
     deadline: Instant,
 ) -> std::result::Result<Option<String>, (String, Error)> {
     let Some(redial) = sessions.redial(lost) else { return Ok(None) };
     if placing::is_of(lost) {
         return placing::redial(sessions, lost, (&redial.ticket, &redial.rail), deadline);
     }
-    if !sessions.progress.core().transfers().lanes_of_rail(lost.endpoint, (lost.rail, lost.channel)).is_empty() {
+    let is_up = {
+        let mut core = sessions.progress.core();
+        // Messages that have moved to another rail are not missing here.
+        let moved = !more
+            && lost.channel & CHANNEL_MASK == MESSAGE_CHANNEL
+            && !core.transfers().lanes_of_channel(lost.endpoint, lost.channel).is_empty();
+        moved || !core.transfers().lanes_of_rail(lost.endpoint, (lost.rail, lost.channel)).is_empty()
+    };
+    if is_up {
         return Ok(None);
     }
     let mine = &redial.rail.mine;

@@ -11,6 +11,7 @@ use crossrail_locks::{Condvar, Mutex, MutexGuard};
 use crossrail_types::{EndpointId, Error, Log, Reason};
 
 use super::control::Redial;
+use super::rails::{CHANNEL_MASK, MESSAGE_CHANNEL};
 use super::{Sessions, over_rails};
 use crate::core::LostRail;
 
@@ -184,8 +185,11 @@ impl Redialer {
             let endpoint = attempt.lost.endpoint;
             let hasty = sessions.is_stranded(endpoint) && (attempt.failures + 1) % STRANDED_LONG != 0;
             let limit = if hasty { ATTEMPT_STRANDED } else { ATTEMPT_MAX };
-            match over_rails::redial(sessions, &attempt.lost, Instant::now() + limit) {
+            match over_rails::redial(sessions, (&attempt.lost, attempt.more), Instant::now() + limit) {
                 Ok(None) => {}
+                Ok(Some(device)) if attempt.lost.channel & CHANNEL_MASK == MESSAGE_CHANNEL && attempt.more => {
+                    sessions.log.debug(format_args!("messages go over rail {device}, which is faster"));
+                }
                 Ok(Some(device)) if attempt.more => {
                     sessions.log.debug(format_args!("rail {device} has connection {}", attempt.lost.channel + 1));
                 }
