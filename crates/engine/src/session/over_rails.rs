@@ -482,7 +482,7 @@ fn add_lane(
         (true, LanePurpose::Bulk) => {
             sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel))
         }
-        (false, _) => Vec::new(),
+        (false, _) | (_, LanePurpose::Placing) => Vec::new(),
     };
     add_lane_of(sessions, endpoint, (name, carrier, rail), lane, record)?;
     if !earlier.is_empty() {
