@@ -94,7 +94,7 @@ impl Inner {
         for (mut peer, links) in peers {
             peer.generation = state.next_generation();
             if !links.is_empty() {
-                self.proxy()?.connect(links, peer.generation);
+                self.proxy()?.connect(links, peer.generation)?;
             }
             if let Some(endpoint) = peer.endpoint().cloned() {
                 peer.life = Some(membership.watch(peer.rank, peer.generation, &endpoint)?);

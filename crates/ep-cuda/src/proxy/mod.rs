@@ -36,8 +36,8 @@ pub(crate) use self::ring::Ring;
 pub(crate) use self::shared::{FarRank, set_taken};
 use self::worker::Lane;
 
-/// Maximum time that a thread takes to release a rank.
-const LET_GO: Duration = Duration::from_secs(5);
+/// Maximum time that a thread takes to answer.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Lanes to each far rank; the same on every rank.
 pub(crate) fn lanes(ranks: u32) -> usize {
@@ -71,7 +71,7 @@ struct Bell {
 }
 
 enum Change {
-    Connect(Box<Link>),
+    Connect(Box<Link>, Sender<()>),
     Disconnect(u32, Sender<()>),
 }
 
@@ -117,14 +117,16 @@ impl Proxy {
         self.common.bells.iter().for_each(Bell::ring);
     }
 
-    /// From now on the far rank is reached over these links, one for each lane. `generation`: of its connection.
-    pub(crate) fn connect(&self, links: Vec<Link>, generation: u64) {
-        if let Some(link) = links.first() {
-            link.far().set_generation(generation);
-        }
-        for (lane, link) in links.into_iter().enumerate() {
-            self.change(lane, Change::Connect(Box::new(link)));
-        }
+    /// From its return on the far rank is reached over these links, one for each lane: a command that is read earlier would
+    /// be dropped. `generation`: of its connection.
+    ///
+    /// # Errors
+    /// `Timeout` when a thread does not answer.
+    pub(crate) fn connect(&self, links: Vec<Link>, generation: u64) -> Result<()> {
+        let Some(far) = links.first().map(|link| link.far().clone()) else { return Ok(()) };
+        far.set_generation(generation);
+        let mut links = links.into_iter().map(Box::new);
+        self.change_all("connect", far.rank, |done| links.next().map(|link| Change::Connect(link, done)))
     }
 
     /// Lets go of a far rank: its areas are not accessed any more afterwards.
@@ -132,13 +134,24 @@ impl Proxy {
     /// # Errors
     /// `Timeout` when a thread does not answer.
     pub(crate) fn disconnect(&self, rank: u32) -> Result<()> {
+        self.change_all("disconnect", rank, |done| Some(Change::Disconnect(rank, done)))
+    }
+
+    /// Waits until each lane has made its change.
+    fn change_all(
+        &self,
+        operation: &str,
+        rank: u32,
+        mut change: impl FnMut(Sender<()>) -> Option<Change>,
+    ) -> Result<()> {
         let (done, answers) = channel();
-        (0..self.lanes).for_each(|lane| self.change(lane, Change::Disconnect(rank, done.clone())));
+        let changes = (0..self.lanes).filter_map(|lane| Some((lane, change(done.clone())?)));
+        let changed = changes.map(|(lane, change)| self.change(lane, change)).count();
         drop(done);
-        for _ in 0..self.lanes {
-            if answers.recv_timeout(LET_GO).is_err() {
-                let text = format!("a thread of the proxy has not let go of rank {rank} in {} s", LET_GO.as_secs());
-                return Err(Error::new(ErrorKind::Timeout, "disconnect", text));
+        for _ in 0..changed {
+            if answers.recv_timeout(ANSWER).is_err() {
+                let text = format!("a thread of the proxy has not answered for rank {rank} in {} s", ANSWER.as_secs());
+                return Err(Error::new(ErrorKind::Timeout, operation, text));
             }
         }
         Ok(())

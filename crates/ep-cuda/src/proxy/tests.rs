@@ -86,7 +86,7 @@ impl Two {
             let link: Link = offer.accept(theirs).unwrap();
             let ring = Area::plain(Ring::BYTES);
             let mut lane = Lane::new(Ring::new(ring.clone()), 2);
-            lane.change(Change::Connect(Box::new(link)));
+            lane.change(Change::Connect(Box::new(link), channel().0));
             End { ring, appended: 0, lane, far }
         };
         let lost: Arc<Mutex<Vec<(u32, String)>>> = Arc::default();
@@ -363,7 +363,9 @@ fn threaded() -> [Threaded; 2] {
         let proxy =
             Proxy::start(&rings, 2, Box::new(move |rank, _, why| drop(tell.send((rank, why.to_owned()))))).unwrap();
         let theirs: &Vec<Vec<u8>> = &told[other];
-        proxy.connect(offers.into_iter().zip(theirs).map(|(offer, theirs)| offer.accept(theirs).unwrap()).collect(), 1);
+        proxy
+            .connect(offers.into_iter().zip(theirs).map(|(offer, theirs)| offer.accept(theirs).unwrap()).collect(), 1)
+            .unwrap();
         Threaded { appended: vec![0; lanes], rings, far, proxy, lost, endpoint, _worker: worker }
     });
     [made.next().unwrap(), made.next().unwrap()]

@@ -33,17 +33,19 @@ impl Lane {
     }
 
     pub(super) fn change(&mut self, change: Change) {
-        match change {
-            Change::Connect(link) => {
+        let done = match change {
+            Change::Connect(link, done) => {
                 let rank = link.far().rank as usize;
                 self.links[rank] = Some(*link);
+                done
             }
             Change::Disconnect(rank, done) => {
                 self.links[rank as usize] = None;
-                // The caller may have given up.
-                let _ = done.send(());
+                done
             }
-        }
+        };
+        // The caller may have given up.
+        let _ = done.send(());
     }
 
     /// Reads commands, and moves rails. Returns whether anything moved.
