@@ -61,6 +61,19 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"left behind: {left}"
 
 
+@pytest.fixture(scope="session")
+def ucx() -> None:
+    """UCX's contexts, which stay for good once a lane was made. Skips where UCX cannot be used."""
+    context = crossrail.Context(tls="ucx:tcp", log="error")
+    (row,) = (row for row in context.info()["transports"] if row["name"] == "ucx")
+    if not row["usable"]:
+        assert os.environ.get("CI") != "true", row["reason"]
+        pytest.skip(f"{row['reason']}; {row['fix']}")
+    with crossrail.Worker(context) as a, crossrail.Worker(context) as b:
+        a.connect(b.address())
+        b.accept()
+
+
 @pytest.fixture
 def connected() -> Iterator[Callable[..., Pair]]:
     """Makes a pair with these settings."""

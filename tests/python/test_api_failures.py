@@ -43,20 +43,7 @@ def peer(worker: crossrail.Worker, transport: str) -> Iterator[tuple[subprocess.
         process.wait()
 
 
-@pytest.fixture(scope="module")
-def _ucx() -> None:
-    """UCX's contexts, which stay for good once a lane was made. Skips where UCX cannot be used."""
-    context = crossrail.Context(tls="ucx:tcp", log="error")
-    (row,) = (row for row in context.info()["transports"] if row["name"] == "ucx")
-    if not row["usable"]:
-        assert os.environ.get("CI") != "true", row["reason"]
-        pytest.skip(f"{row['reason']}; {row['fix']}")
-    with crossrail.Worker(context) as a, crossrail.Worker(context) as b:
-        a.connect(b.address())
-        b.accept()
-
-
-@pytest.mark.usefixtures("_ucx")
+@pytest.mark.usefixtures("ucx")
 def test_a_killed_peer_fails_what_is_in_flight_over_ucx(connected: Callable[..., Pair]) -> None:
     pair = connected(tls="ucx:tcp")
     with peer(pair.b, "ucx:tcp") as (process, doomed):

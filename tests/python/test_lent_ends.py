@@ -23,7 +23,7 @@ from crossrail.nixl._kinds import nixlNotFoundError
 
 ROWS, SIZE = 64, 32 << 20
 DATA, OLD, POISON = 0x11, 0x44, 0x99
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "ucx"]
 LIMIT_S = 30
 
 
@@ -31,6 +31,14 @@ def rows(memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     each = memory.nbytes // ROWS
     starts = memory.ctypes.data + each * np.arange(ROWS)
     return np.stack([starts, np.full(ROWS, each), np.zeros(ROWS, int)], 1).astype(np.uint64)
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def tls(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "ucx":
+        request.getfixturevalue("ucx")
+    return name
 
 
 class Ends:
@@ -213,7 +221,6 @@ class OfEngine(Ends):
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-@pytest.mark.parametrize("tls", TRANSPORTS)
 @pytest.mark.parametrize("ends", [OfRegion, OfCache, OfDroppedCache, OfLease, OfReceiver, OfAgent, OfEngine])
 def test_nothing_touches_memory_after_its_end(
     ends: type[Ends], tls: str, op: str, monkeypatch: pytest.MonkeyPatch
