@@ -169,19 +169,12 @@ impl Peer {
         }
     }
 
-    /// Cancels an operation that has not begun, so that the peer never hears of it; false if there is none.
-    pub fn withdraw(&mut self, op: OpId, why: &Failure) -> bool {
-        self.leave_fast_path();
-        self.end_queued(op, why)
-    }
-
     /// Cancels an operation or a receive that this peer's message has matched; false if it is not in flight here. `why`:
     /// [`Failure::Cancelled`], or [`Failure::Withdrawn`] if its memory was deregistered.
     ///
     /// [`Event::Done`] tells the outcome: it may have finished before the request reached the peer.
     pub fn cancel(&mut self, now: Time, op: OpId, why: &Failure) -> bool {
-        self.leave_fast_path();
-        self.end_queued(op, why) || self.end_operation(now, op, why)
+        self.withdraw(op, why) || self.end_operation(now, op, why)
     }
 
     /// The engine has deregistered a region: accesses in flight fail, here and at the peer.

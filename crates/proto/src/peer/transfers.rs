@@ -18,8 +18,9 @@ use crate::lane::Placement;
 use crate::{DirectId, Failure, Landed, Matcher, Memory, Protocol, Time};
 
 impl Peer {
-    /// Takes an operation out of the queue; false: it is not there.
-    pub(super) fn end_queued(&mut self, op: OpId, why: &Failure) -> bool {
+    /// Cancels an operation that has not begun, so that the peer never hears of it; false if there is none.
+    pub fn withdraw(&mut self, op: OpId, why: &Failure) -> bool {
+        self.leave_fast_path();
         let found = self.outgoing.withdraw(op);
         if found {
             self.events.fail(op, why.clone(), 0, 0);
@@ -241,7 +242,7 @@ impl Peer {
         let why = Failure::Device(why);
         match memory {
             Memory::Op(op) => {
-                if !self.end_queued(op, &why) && !self.undeliver(op, &why) {
+                if !self.withdraw(op, &why) && !self.undeliver(op, &why) {
                     self.end_operation(now, op, &why);
                 }
             }
