@@ -13,9 +13,9 @@ use super::transfers::{Move, Transfers};
 /// Acknowledgements between two looks at the rates.
 const LOOK_EVERY: u32 = 8;
 /// Looks before a rail counts as known, and the weight of all earlier ones beside a new one.
-const LOOKS: u64 = 16;
+const LOOKS: u64 = 32;
 /// How many times as fast as the present rail another must be: less is noise of the measurement.
-const FASTER: u64 = 2;
+const FASTER: u64 = 3;
 /// The shortest time between two moves; each move doubles it, up to a limit, so that two ends that differ about the
 /// fastest rail do not move for ever.
 const REST: Duration = Duration::from_millis(500);
@@ -123,11 +123,11 @@ mod tests {
     }
 
     #[test]
-    fn messages_move_to_a_rail_that_takes_half_the_time() {
+    fn messages_move_to_a_rail_that_takes_a_third_of_the_time() {
         let uneven = |look| measured(look, &[50, 100, 400, 400]);
         assert_eq!(after(LOOKS - 1, uneven), None, "a few looks may see a burst");
         assert_eq!(after(LOOKS, uneven), Some(2), "of two that are as fast, the first");
-        for rates in [[50, 99], [0, 99], [50, 0]] {
+        for rates in [[50, 149], [0, 149], [50, 0]] {
             assert_eq!(after(3 * LOOKS, |look| measured(look, &rates)), None, "{rates:?}");
         }
     }
