@@ -21,6 +21,20 @@ use crate::hello::{MAX_MESSAGE, decode, encode};
 /// Longest reason in a notice, in characters.
 const WHY: usize = 200;
 
+/// How the reason of a rank that another one has lost begins: `rank 3 has lost it: ...`.
+const LOST_BY: &str = "rank ";
+const LOST_IT: &str = " has lost it: ";
+
+/// At most [`WHY`] characters of a reason, whole words.
+fn cut(why: &str) -> String {
+    if why.chars().count() <= WHY {
+        return why.to_owned();
+    }
+    let head: String = why.chars().take(WHY - 4).collect();
+    let words = head.rsplit_once(' ').map_or(head.as_str(), |(words, _)| words);
+    format!("{words} ...")
+}
+
 /// Announces a changed view to the other ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Notice {
@@ -125,7 +139,7 @@ impl View {
 
     /// Notice to send to the others after a change; `stamp`: the last operation.
     pub fn notice(&self, stamp: u64) -> Notice {
-        let why = self.why.chars().take(WHY).collect();
+        let why = cut(&self.why);
         // A change between the restart and the first operation after it is one of the new view.
         let stamp = stamp.max(self.since);
         Notice { stamp, number: self.number, out: self.out.iter().copied().collect(), why }
@@ -171,7 +185,11 @@ impl View {
             let counts = |from: &u32| leader == Some(*from) || leader == Some(self.me);
             let Some(from) = self.pending.keys().copied().find(counts) else { return newly };
             let Some(notice) = self.pending.remove(&from) else { return newly };
-            let why = format!("rank {from} has lost it: {}", notice.why);
+            // Who lost it first counts, not who passed that on.
+            let why = match notice.why.starts_with(LOST_BY) && notice.why.contains(LOST_IT) {
+                true => notice.why,
+                false => format!("{LOST_BY}{from}{LOST_IT}{}", notice.why),
+            };
             newly.extend(notice.out.into_iter().filter(|rank| self.take_out(*rank, &why)));
         }
     }

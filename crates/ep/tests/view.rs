@@ -309,3 +309,21 @@ fn notices_from_before_a_restart_do_not_count() {
     assert_eq!(view.handle_notice(1, old), [0; 0]);
     assert_eq!(view.handle_notice(1, new), [2]);
 }
+
+/// A reason that went through several ranks names the first, and ends with a whole word.
+#[test]
+fn a_reason_that_is_passed_on_is_not_nested() {
+    let mut views: Vec<View> = (0..4).map(View::new).collect();
+    views.iter_mut().for_each(|view| view.restart(0..4, 0, 1));
+    let why = "its connection ended ".repeat(30);
+    views[2].lose(3, &why);
+    let first = views[2].notice(5);
+    assert_eq!(views[0].handle_notice(2, first), [3]);
+    let leader = views[0].notice(5);
+    assert_eq!(views[1].handle_notice(0, leader), [3]);
+    let told = views[1].why();
+    assert!(told.starts_with("rank 2 has lost it: its connection ended its"), "{told}");
+    assert_eq!(told.matches("has lost it").count(), 1, "{told}");
+    let words = told.strip_suffix(" ...").expect("it was cut");
+    assert!(["its", "connection", "ended"].contains(&words.rsplit(' ').next().unwrap_or_default()), "{told}");
+}
