@@ -192,9 +192,7 @@ def test_messages_that_nobody_receives_are_named_when_others_wait_behind_them(pa
     inbound, outbound = pair.b.recv(bytearray(8), tag=2), pair.to_b.send(b"87654321", tag=2)
     with pytest.raises(crossrail.TimeoutError, match=r"\d+ messages that do not match it wait to be received"):
         inbound.wait(0.5)
-    with pytest.raises(
-        crossrail.TimeoutError, match=r"\d+ operations with the peer are in flight; it accepts 4096"
-    ):
+    with pytest.raises(crossrail.TimeoutError, match=r"\d+ operations with the peer are in flight; it accepts 4096"):
         outbound.wait(0.1)
     crossrail.wait_all([pair.b.recv(bytearray(8), tag=1) for _ in unmatched])
     assert inbound.wait().bytes == outbound.wait().bytes == 8

@@ -6,9 +6,6 @@
 use std::time::Duration;
 
 use crossrail_proto::Time;
-use crossrail_types::EndpointId;
-
-use super::transfers::{Move, Transfers};
 
 /// Acknowledgements between two looks at the rates.
 const LOOK_EVERY: u32 = 8;
@@ -52,7 +49,7 @@ impl MessageRail {
     }
 
     /// The rail to move to from the `present` one. `rates`: of each rail in bytes per second now, 0 while unknown.
-    fn choose(&mut self, now: Time, present: u16, rates: &[(u16, u64)]) -> Option<u16> {
+    pub(super) fn choose(&mut self, now: Time, present: u16, rates: &[(u16, u64)]) -> Option<u16> {
         self.seen.retain(|seen| rates.iter().any(|(rail, _)| *rail == seen.rail));
         for &(rail, rate) in rates.iter().filter(|(_, rate)| *rate > 0) {
             let takes = ((1 << 20) * 1_000_000_000 / u128::from(rate)) as u64;
@@ -77,31 +74,6 @@ impl MessageRail {
         self.not_before = Time(now.0.saturating_add(rest.as_nanos() as u64));
         self.moves += 1;
         Some(best.rail)
-    }
-}
-
-impl Transfers {
-    /// Asks for a connection for messages over a faster rail, if one is known to be.
-    #[cold]
-    pub(super) fn look_at_rates(&mut self, endpoint: EndpointId) {
-        let tables = &mut self.tables;
-        let now = tables.clock.now();
-        let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.bulk().len() > 1) else { return };
-        let rail_of = |id| tables.lanes.get(id).and_then(|lane| lane.rail());
-        let Some((present, channel)) = peer.message_lane().and_then(rail_of) else { return };
-        let mut rates: Vec<(u16, u64)> = Vec::new();
-        for lane in peer.bulk() {
-            let Some((rail, _)) = rail_of(lane.id) else { continue };
-            let rate = peer.protocol.load(lane.id).map_or(0, |load| load.rate);
-            match rates.iter_mut().find(|(known, _)| *known == rail) {
-                Some((_, sum)) => *sum += rate,
-                None => rates.push((rail, rate)),
-            }
-        }
-        if let Some(rail) = peer.message_rail.choose(now, present, &rates) {
-            self.deferred.moves.push(Move { endpoint, rail, channel });
-            self.wake_ups.want_connections();
-        }
     }
 }
 

@@ -527,6 +527,29 @@ impl Transfers {
         }
     }
 
+    /// Asks for a connection for messages over a faster rail, if one is known to be.
+    #[cold]
+    pub(super) fn look_at_rates(&mut self, endpoint: EndpointId) {
+        let tables = &mut self.tables;
+        let now = tables.clock.now();
+        let Some(peer) = tables.peers.get_mut(endpoint).filter(|peer| peer.bulk().len() > 1) else { return };
+        let rail_of = |id| tables.lanes.get(id).and_then(|lane| lane.rail());
+        let Some((present, channel)) = peer.message_lane().and_then(rail_of) else { return };
+        let mut rates: Vec<(u16, u64)> = Vec::new();
+        for lane in peer.bulk() {
+            let Some((rail, _)) = rail_of(lane.id) else { continue };
+            let rate = peer.protocol.load(lane.id).map_or(0, |load| load.rate);
+            match rates.iter_mut().find(|(known, _)| *known == rail) {
+                Some((_, sum)) => *sum += rate,
+                None => rates.push((rail, rate)),
+            }
+        }
+        if let Some(rail) = peer.message_rail.choose(now, present, &rates) {
+            self.deferred.moves.push(Move { endpoint, rail, channel });
+            self.wake_ups.want_connections();
+        }
+    }
+
     /// Adds a peer. `reach`: how its GPU memory can be reached.
     pub(crate) fn add_peer(&mut self, config: proto::Config, name: &str, generation: u64, reach: Reach) -> EndpointId {
         self.free_ended();
