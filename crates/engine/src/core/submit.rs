@@ -331,8 +331,9 @@ impl Core {
             None => self.transfers.tables.peers.ids().collect(),
         };
         if let Some(endpoint) = known
-            && self.transfers.withdraw_packed(endpoint, op, &why.failure())
+            && self.transfers.tables.withdraw_packed(endpoint, op, &why.failure())
         {
+            self.transfers.begin_waiting(endpoint);
             return self.transfers.settle(endpoint);
         }
         for endpoint in peers {

@@ -251,8 +251,8 @@ impl Transfers {
             self.apply(endpoint, short.into());
         }
         self.apply_events(endpoint);
-        if self.tables.hosted.has_refused() {
-            self.return_refused();
+        for endpoint in self.tables.hosted.take_refused() {
+            self.return_credit(endpoint);
         }
         self.settle_lanes(endpoint);
     }

@@ -390,13 +390,8 @@ impl Hosted {
         })
     }
 
-    /// Whether notices were refused since [`Hosted::take_refused`].
+    /// The peers whose notices were refused since the last call.
     #[inline]
-    pub(in crate::core) fn has_refused(&self) -> bool {
-        !self.refused.is_empty()
-    }
-
-    /// The peers whose notices were.
     pub(in crate::core) fn take_refused(&mut self) -> Vec<EndpointId> {
         std::mem::take(&mut self.refused)
     }

@@ -271,19 +271,6 @@ impl Transfers {
         (op, Named::Mail { sort, id }.put())
     }
 
-    /// Cancels rows with a notice in one put that has not begun: the peer never hears of it, so that the credit for the
-    /// notice returns at once. False: it is none, or has begun.
-    pub(super) fn withdraw_packed(&mut self, endpoint: EndpointId, op: OpId, why: &proto::Failure) -> bool {
-        let ahead = self.tables.operations.op(op).map_or(0, |entry| entry.ahead());
-        let Some(peer) = self.tables.peers.get_mut(endpoint).filter(|_| ahead > 0) else { return false };
-        if !peer.protocol.withdraw(op, why) {
-            return false;
-        }
-        peer.outbox.return_credit(cost(ahead - PUT_AHEAD));
-        self.begin_waiting(endpoint);
-        true
-    }
-
     fn start_mail(&mut self, endpoint: EndpointId, op: OpId, operation: Operation) -> Option<OpId> {
         let entry = self.tables.operations.op(op)?;
         let (ptr, len) = (entry.ptr(), entry.len());
@@ -325,14 +312,6 @@ impl Transfers {
             endpoint,
             Waiting { op, operation, mails, notice: None, cost: 0, ordered: false, paired: false },
         );
-    }
-
-    /// [`Transfers::return_credit`] to peers whose notices were refused.
-    #[cold]
-    pub(super) fn return_refused(&mut self) {
-        for endpoint in self.tables.hosted.take_refused() {
-            self.return_credit(endpoint);
-        }
     }
 
     /// Tells the peer how many of its notices were taken, if it is time.
@@ -494,6 +473,19 @@ fn pack(
 }
 
 impl Tables {
+    /// Cancels rows with a notice in one put that has not begun: the peer never hears of it, so that the credit for the
+    /// notice returns at once. False: it is none, or has begun.
+    #[cold]
+    pub(super) fn withdraw_packed(&mut self, endpoint: EndpointId, op: OpId, why: &proto::Failure) -> bool {
+        let ahead = self.operations.op(op).map_or(0, |entry| entry.ahead());
+        let Some(peer) = self.peers.get_mut(endpoint).filter(|_| ahead > 0) else { return false };
+        if !peer.protocol.withdraw(op, why) {
+            return false;
+        }
+        peer.outbox.return_credit(cost(ahead - PUT_AHEAD));
+        true
+    }
+
     /// The part of a list that the protocol names, and how many bytes there are from its start on; `None`: it is one
     /// piece, or over.
     #[cold]

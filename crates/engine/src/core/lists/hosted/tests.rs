@@ -110,7 +110,7 @@ fn the_credit_of_a_refused_notice_returns() {
     assert!(resolve(&mut worker, put, PUT_AHEAD as u64).is_err());
     let long = Named::Mail { sort: Sort::Notice, id: 0 };
     assert!(resolve(&mut worker, long, NOTICE_MAX as u64 + 1).is_err());
-    assert!(!worker.hosted.has_refused() && worker.hosted.credit_due(endpoint).is_none());
+    assert!(worker.hosted.take_refused().is_empty() && worker.hosted.credit_due(endpoint).is_none());
 }
 
 #[test]
