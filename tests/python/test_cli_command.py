@@ -291,7 +291,7 @@ def test_ctrl_c_in_a_terminal_while_ranks_start() -> None:
 
 
 def test_reasons_of_the_other_end_are_told_from_this_one() -> None:
-    """What it calls its peer is this end, and its devices are not ours."""
+    """The other end's peer is this end, and its devices are not ours."""
     assert _other_ends(
         {
             "tcp/eth2": "the peer offers eth1 only, which our other devices reach",

@@ -1,4 +1,4 @@
-"""Surroundings that change in the middle of transfers: these go on, or end by an error that names the peer."""
+"""Surroundings that change in the middle of transfers: these continue, or end by an error that names the peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_surroundings import ALL, needs_root, visit
 import crossrail
 
 MIB = 1 << 20
-# Transfers over both transports that go on in a thread while `change` runs, and must be whole before and behind it.
+# Transfers over both transports that continue in a thread while `change` runs, and must be whole before and after it.
 MOVING = """
 import os, sys, threading, time
 sys.path.insert(0, FOLDER)

@@ -33,7 +33,7 @@ def listening(bed: Bed) -> Iterator[str]:
 
 
 def examined(bed: Bed, only: str = "settings", status: int = 1) -> dict[str, Any]:
-    """What a doctor at the right says of the rails to the one at the left, and that it ends with ``status``."""
+    """Lines about rails that the right doctor prints for the left one; checks that it ends with ``status``."""
     with listening(bed) as where:
         command = bed.inside("right", *DOCTOR, f"--peer={where}", f"--only={only}", "--seconds=0.2", "--json=-")
         environment = clean_environment(SETTINGS)
@@ -110,7 +110,7 @@ def test_black_holes_and_routes_of_the_other_end(make_bed: MAKE) -> None:
 
 
 def test_an_address_that_both_ends_have_cuts_off_neither_programs_nor_the_doctor(make_bed: MAKE) -> None:
-    """As of a bridge for containers: it is no sign that both ends share a network namespace, whose loopback to use."""
+    """As of a bridge for containers: it does not mean that both ends share a network namespace and its loopback."""
     bed = make_bed((400, 400))
     for side in SIDES:
         ip(bed, side, "link", "add", "docker0", "type", "bridge")

@@ -119,7 +119,9 @@ fn driven<T>(worker: &Worker, begins: impl Fn() -> bool + Sync, body: impl FnOnc
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while !begins() && !over.load(Ordering::Relaxed) {}
+            while !begins() && !over.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
             while !over.load(Ordering::Relaxed) {
                 worker.progress();
             }

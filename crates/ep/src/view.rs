@@ -21,7 +21,7 @@ use crate::hello::{MAX_MESSAGE, decode, encode};
 /// Longest reason in a notice, in characters.
 const WHY: usize = 200;
 
-/// How the reason of a rank that another one has lost begins: `rank 3 has lost it: ...`.
+/// Prefix of the reason for a rank that another rank has lost: `rank 3 has lost it: ...`.
 const LOST_BY: &str = "rank ";
 const LOST_IT: &str = " has lost it: ";
 

@@ -1,7 +1,7 @@
 //! Which rail should have the connection for messages: one that is clearly faster, once the rails' rates are known.
 //!
 //! A short message, or the announcement of a longer one, waits for what its rail's queue holds. On a slow rail that is
-//! long, and every message behind it waits too, as messages keep their order.
+//! long, and every later message waits too, as messages keep their order.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ use crossrail_proto::Time;
 
 /// Acknowledgements between two looks at the rates.
 const LOOK_EVERY: u32 = 8;
-/// Looks before a rail counts as known, and the weight of all earlier ones beside a new one.
+/// Looks before a rail counts as known, and the weight of all earlier ones against a new one.
 const LOOKS: u64 = 32;
-/// How many times as fast as the present rail another must be: less is noise of the measurement.
+/// Factor by which another rail must be faster than the present one: less is noise of the measurement.
 const FASTER: u64 = 3;
 /// The shortest time between two moves; each move doubles it, up to a limit, so that two ends that differ about the
 /// fastest rail do not move for ever.
@@ -24,12 +24,12 @@ pub(super) struct MessageRail {
     acknowledgements: u32,
     moves: u32,
     not_before: Time,
-    /// What each rail was seen to take for its bytes.
+    /// Average time of each rail for its bytes.
     seen: Vec<Seen>,
 }
 
 /// The time that a rail takes. The rate of one batch of acknowledgements varies much, upwards above all, where several
-/// come in at once; so times are averaged, not rates.
+/// arrive at once; so times are averaged, not rates.
 #[derive(Debug)]
 struct Seen {
     rail: u16,
@@ -88,7 +88,7 @@ mod tests {
         (0..).zip(mb_per_s.iter().map(|rate| rate * (1_000_000 - 1000 * (look % 2)))).collect()
     }
 
-    /// The rail to which so many looks at these rates move messages from rail 0.
+    /// The rail to which `looks` looks at these rates move messages from rail 0.
     fn after(looks: u64, rates: impl Fn(u64) -> Vec<(u16, u64)>) -> Option<u16> {
         let mut of = MessageRail::default();
         (0..looks).find_map(|look| of.choose(Time(0), 0, &rates(look)))

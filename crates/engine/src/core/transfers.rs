@@ -61,7 +61,7 @@ pub(crate) struct LostRail {
 pub(crate) struct Move {
     pub(crate) endpoint: EndpointId,
     pub(crate) rail: u16,
-    /// That of the present one, too.
+    /// Channel of both lanes, the present one and the new one.
     pub(crate) channel: u16,
 }
 
@@ -438,17 +438,7 @@ impl Transfers {
                 self.wake_ups.want_connections();
             }
             Event::LaneLost { lane, requeued_chunks, requeued_bytes } => {
-                tables.trace_acknowledged(lane, u32::MAX);
-                tables
-                    .lanes
-                    .get_mut(lane)
-                    .into_iter()
-                    .for_each(|lane| lane.resent_chunks += u64::from(requeued_chunks));
-                let (name, now) = (tables.lanes.name(lane), tables.clock.now());
-                if let Some(peer) = tables.peers.get_mut(endpoint).filter(|_| requeued_chunks > 0) {
-                    let what = format!("{requeued_chunks} chunks ({requeued_bytes} bytes) went over the others");
-                    peer.note(now, format!("lane {name} lost; {what}"));
-                }
+                note_lost_lane(tables, endpoint, lane, (requeued_chunks, requeued_bytes));
             }
             Event::Broken { why } => self.kill(endpoint, &why, None),
             Event::Bye => {
@@ -623,5 +613,15 @@ impl Transfers {
         peer.add_lane(now, spec, Some(bulk.clone()));
         self.settle(bulk.endpoint);
         true
+    }
+}
+
+/// Records the chunks of a lost lane that go over the others.
+fn note_lost_lane(tables: &mut Tables, endpoint: EndpointId, lane: LaneId, (chunks, bytes): (u32, u64)) {
+    tables.trace_acknowledged(lane, u32::MAX);
+    tables.lanes.get_mut(lane).into_iter().for_each(|lane| lane.resent_chunks += u64::from(chunks));
+    let (name, now) = (tables.lanes.name(lane), tables.clock.now());
+    if let Some(peer) = tables.peers.get_mut(endpoint).filter(|_| chunks > 0) {
+        peer.note(now, format!("lane {name} lost; {chunks} chunks ({bytes} bytes) went over the others"));
     }
 }

@@ -473,7 +473,7 @@ impl SessionEvents for Sessions {
         over_rails::widen(self, endpoint);
     }
 
-    /// Where messages take turns between endpoints and long ones go unasked, they load the rails evenly as it is.
+    /// Endpoints among which messages take turns, with long ones sent unasked, load the rails evenly without it.
     fn faster_rail(&self, Move { endpoint, rail, channel }: Move) {
         if self.control.eager_max(endpoint) <= EAGER_LIMIT {
             self.redialer.more(self, LostRail { endpoint, rail, channel, reported: true, short_lived: 0 });

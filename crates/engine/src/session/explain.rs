@@ -69,7 +69,7 @@ impl Explain {
 }
 
 impl Explain {
-    /// The same with messages carried by another lane.
+    /// A copy in which another lane carries the messages.
     pub(crate) fn with_small(&self, lane: &str) -> Explain {
         let mut moved = self.clone();
         for way in moved.candidates.iter_mut().filter(|way| !way.chosen_for.is_empty()) {

@@ -18,7 +18,7 @@ use crate::lane::Placement;
 use crate::{DirectId, Failure, Landed, Matcher, Memory, Protocol, Time};
 
 impl Peer {
-    /// Cancels an operation that has not begun, so that the peer never hears of it; false if there is none.
+    /// Cancels an operation that has not begun, so that the peer is never notified of it; false if there is none.
     pub fn withdraw(&mut self, op: OpId, why: &Failure) -> bool {
         self.leave_fast_path();
         let found = self.outgoing.withdraw(op);

@@ -16,12 +16,12 @@ use crate::runtime::{gate, wait};
 /// A member as `members` returns it: rank, local rank, node, process.
 type Member = (u32, u32, String, String);
 
-/// The launch that a process with these variables belongs to: launcher, rank, size, and the same on its machine.
+/// A launch as `launch_of` returns it: launcher, rank, size, and rank and size on its machine.
+type FoundLaunch = (&'static str, u32, u32, u32, u32);
+
+/// The launch that a process with these variables belongs to.
 #[pyfunction]
-pub(super) fn launch_of(
-    py: Python<'_>,
-    environment: HashMap<String, String>,
-) -> PyResult<Option<(&'static str, u32, u32, u32, u32)>> {
+pub(super) fn launch_of(py: Python<'_>, environment: HashMap<String, String>) -> PyResult<Option<FoundLaunch>> {
     let launch = Launch::detect(&|name| environment.get(name).cloned()).or_raise(py)?;
     Ok(launch.map(|found| (found.launcher, found.rank, found.size, found.local_rank, found.local_size)))
 }

@@ -297,6 +297,9 @@ pub struct List {
     bytes: u64,
 }
 
+/// Runs of rows of equal lengths: length and count.
+type Runs<'a> = &'a mut dyn Iterator<Item = (u64, u64)>;
+
 impl List {
     /// The rows that `index` names. `None`: it names none, more than 2^32, one that does not exist, or more bytes than
     /// 2^63; or it repeats more than 4096 times over rows of unequal length, or a repeat spans two strides.
@@ -394,7 +397,7 @@ impl List {
     }
 
     /// Hands on its rows as runs of equal lengths: length and count.
-    fn with_runs(&self, take: &mut dyn FnMut(&mut dyn Iterator<Item = (u64, u64)>) -> bool) -> bool {
+    fn with_runs(&self, take: &mut dyn FnMut(Runs<'_>) -> bool) -> bool {
         match (&self.starts, self.rows.even()) {
             (_, Some(len)) => take(&mut std::iter::once((len, self.count))),
             (Starts::Rows, None) => take(&mut self.rows.runs.iter().copied()),

@@ -60,7 +60,7 @@ pub(in crate::core) enum Where<'a> {
     Rows(&'a Arc<List>, Option<&'a Arc<Device>>),
 }
 
-/// Who sends notices over an endpoint. With every notice: the peer's entry may be freed before the notice is read.
+/// Sender of the notices of an endpoint. Kept with every notice: the peer's entry may be freed before it is read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sender {
     pub(crate) endpoint: EndpointId,

@@ -473,7 +473,7 @@ fn pack(
 }
 
 impl Tables {
-    /// Cancels rows with a notice in one put that has not begun: the peer never hears of it, so that the credit for the
+    /// Cancels rows with a notice in one put that has not begun: the peer is never notified of it, so that the credit for the
     /// notice returns at once. False: it is none, or has begun.
     #[cold]
     pub(super) fn withdraw_packed(&mut self, endpoint: EndpointId, op: OpId, why: &proto::Failure) -> bool {

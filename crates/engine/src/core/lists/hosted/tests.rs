@@ -101,7 +101,7 @@ fn the_credit_of_a_refused_notice_returns() {
         shown.resolve(&named.key(), 0, len, Access::Write)
     };
     let notice = 200 << 10;
-    // A view that is gone, as after a deregistration that the writer has not heard of.
+    // An unknown view, as after a deregistration of which the writer was not notified yet.
     let put = Named::Put { id: 3, notice };
     assert_eq!(resolve(&mut worker, put, PUT_AHEAD as u64 + u64::from(notice) + 8), Err(RegionFault::Gone));
     assert_eq!(worker.hosted.take_refused(), [endpoint]);

@@ -25,7 +25,7 @@ use crate::core::{BulkLane, Core, FOLLOW_UPS, LaneRecord};
 /// Far more than the longest schedule takes.
 const STEPS_MAX: u64 = 200_000;
 
-/// From here on, a seed's schedule is that of its remainder with so many more draws behind the configuration.
+/// A seed is `more draws after the configuration * MORE_DRAWS + seed of the schedule`.
 const MORE_DRAWS: u64 = 1 << 32;
 
 /// Pseudo-random numbers from a seed.
