@@ -220,7 +220,7 @@ class TestWrongClaims:
         tensor = zeros(4096)
         for kind in (HOST, CUDA_HOST):
             array = Dlpack(Said(data=tensor.data_ptr(), device=(CUDA, 0)), device=(kind, 0))
-            self.refused(pair, array, "its capsule cuda:0")
+            self.refused(pair, array, "its capsule is on cuda:0")
             assert array.returned == 3
 
     def test_a_gpu_that_is_not_there(self, pair: Pair) -> None:

@@ -88,7 +88,7 @@ WRONG = {
     "apart": "begin at multiples of 16 bytes",
     "layout": "neither 'expert' nor 'rank'",
     "out": "out['x']: expected bf16",
-    "unknown": "out has ['z']",
+    "unknown": "out has unknown keys ['z']",
     "max_rows": "max_rows 1048576 is more than can be received",
     "handle": "the handle is of a dispatch in the expert layout",
     "fewer": "7 tokens where the handle is of 8",

@@ -79,7 +79,7 @@ def test_changes_are_told_once() -> None:
     ("arguments", "error", "text"),
     [
         ({}, crossrail.ConfigError, "no launcher variables are set and no store is configured"),
-        ({"rank": 1, "size": 2}, crossrail.ConfigError, "rank=1 size=2, but no store is named"),
+        ({"rank": 1, "size": 2}, crossrail.ConfigError, "rank=1 size=2, but no store is configured"),
         ({"rank": 1, "size": 1}, crossrail.ConfigError, "no store is configured"),
         ({"size": 1, "name": "a b"}, crossrail.UsageError, "not a group's name"),
         ({"size": 1, "lease": 0}, crossrail.UsageError, "a lease of 0"),

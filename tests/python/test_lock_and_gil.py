@@ -74,6 +74,7 @@ def test_no_call_waits_for_the_lock_with_the_gil_held() -> None:
             crossrail.Worker: {
                 "accept": lambda: a.accept(0),
                 "describe": lambda: a.describe([region]),
+                "endpoint": lambda: a.endpoint(endpoint.id),
                 "endpoints": a.endpoints,
                 "layout": lambda: a.layout([(region, 0, 4096)]),
                 "notices": a.notices,

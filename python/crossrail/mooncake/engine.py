@@ -202,7 +202,7 @@ class TransferEngine:
         return self.batch_unregister_memory([buffer_addr])
 
     def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
-        """Drops a reference; after the last one of an address, returns once no transfer accesses it.
+        """Drops a reference to each of `buffer_addresses`; after the last one, returns once no transfer accesses it.
 
         -1: an address that is not registered, or a peer that does not answer may still access the memory, which then
         stays registered.

@@ -52,6 +52,9 @@ struct Spread {
 }
 
 /// Bytes that are still unsent.
+/// Longest message that goes with its first frame where a peer has one connection for messages.
+const EAGER_ALONE: u32 = 64 << 10;
+
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
     /// Of the transfer whose turn it is.
@@ -395,12 +398,14 @@ impl Lanes {
         Some((fast - all, slow - fast))
     }
 
-    /// Finds out anew what can be spread: the lanes have changed.
+    /// Updates what can be spread after the lanes have changed. A longer limit of first frames belongs to connections
+    /// among which messages take turns: those load the rails evenly without it.
     fn find_spread(&mut self) {
         let first = self.all.iter().filter(|lane| lane.is_first());
         let (rails, max) =
             first.fold((0, self.chunk), |(rails, max), lane| (rails + 1, max.min(u64::from(lane.spec.max_payload))));
-        self.spread.max = if rails > 1 { max } else { 0 };
+        let takes_turns = self.all.iter().any(|lane| lane.spec.eager_max > EAGER_ALONE);
+        self.spread.max = if rails > 1 && !takes_turns { max } else { 0 };
     }
 
     /// A chunk of a transfer goes out on the lane at `at`.
