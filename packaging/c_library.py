@@ -67,7 +67,7 @@ def link_shared(archive: Path, to: Path) -> None:
 
 def link_static(archive: Path, to: Path) -> None:
     """Makes the static library: one object that shows the exported names alone. Raises CalledProcessError."""
-    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         whole, names = Path(folder) / "crossrail.o", Path(folder) / "exported"
         names.write_text("".join(f"{name}\n" for name in exported()))
         roots = [option for name in exported() for option in ("-u", name)]
@@ -75,10 +75,8 @@ def link_static(archive: Path, to: Path) -> None:
         # Bitcode of several objects, joined, is none: tools that look at it fail.
         unused = ["--remove-section=.llvmbc", "--remove-section=.llvmcmd", "--strip-debug"]
         subprocess.run(["objcopy", *unused, f"--keep-global-symbols={names}", str(whole)], check=True)
-        made = Path(folder) / to.name
-        subprocess.run(["ar", "rcs", str(made), str(whole)], check=True)
-        # Replaced in one step, as the shared library is.
-        made.replace(to)
+        to.unlink(missing_ok=True)
+        subprocess.run(["ar", "rcs", str(to), str(whole)], check=True)
 
 
 def install(archive: Path, prefix: Path, destdir: str, libdir: str) -> None:

@@ -255,8 +255,11 @@ def test_cmake_and_pkg_config_find_an_installation(tmp_path: Path) -> None:
     if missing := [tool for tool in ("cmake", "pkg-config") if shutil.which(tool) is None]:
         assert os.environ.get("CI") != "true", f"CI=true, but {missing} are not installed"
         pytest.skip(f"{' and '.join(missing)} not installed")
-    prefix = tmp_path / "moved"  # relocatable
-    shutil.copytree(installed(), prefix, symlinks=True)
+    # Of its own, since other workers may install meanwhile; and moved, as it is relocatable.
+    command = [sys.executable, ROOT / "packaging" / "c_library.py", "--as-tested", "--prefix", tmp_path / "made"]
+    environment = os.environ | {"CARGO_TARGET_DIR": str(TARGET)}
+    subprocess.run([str(word) for word in command], check=True, env=environment)
+    prefix = (tmp_path / "made").rename(tmp_path / "moved")
     run("cmake", "-S", EXAMPLES, "-B", tmp_path / "cmake", f"-DCMAKE_PREFIX_PATH={prefix}")
     run("cmake", "--build", tmp_path / "cmake")
     program = tmp_path / "cmake" / "two_processes"
