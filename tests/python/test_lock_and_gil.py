@@ -93,6 +93,7 @@ def test_no_call_waits_for_the_lock_with_the_gil_held() -> None:
             type(endpoint): {
                 "batch": lambda: endpoint.batch([("send", small, 5)]),
                 "explain": endpoint.explain,
+                "generation": lambda: endpoint.generation,
                 "id": lambda: endpoint.id,
                 "is_alive": lambda: endpoint.is_alive,
                 "lanes": endpoint.lanes,

@@ -473,9 +473,10 @@ impl SessionEvents for Sessions {
         over_rails::widen(self, endpoint);
     }
 
-    /// Endpoints among which messages take turns, with long ones sent unasked, load the rails evenly without it.
+    /// The connecting end decides: it alone knows whether endpoints take turns with messages, with long ones sent unasked,
+    /// which loads the rails evenly without it.
     fn faster_rail(&self, Move { endpoint, rail, channel }: Move) {
-        if self.control.eager_max(endpoint) <= EAGER_LIMIT {
+        if self.control.is_initiator(endpoint) && self.control.eager_max(endpoint) <= EAGER_LIMIT {
             self.redialer.more(self, LostRail { endpoint, rail, channel, reported: true, short_lived: 0 });
         }
     }

@@ -398,12 +398,13 @@ impl Lanes {
         Some((fast - all, slow - fast))
     }
 
-    /// Updates what can be spread after the lanes have changed. A longer limit of first frames belongs to connections
+    /// Updates what can be spread after the lanes have changed: messages of up to half a chunk, since where chunks are as
+    /// short as messages a connection for each rail carries them. A longer limit of first frames belongs to connections
     /// among which messages take turns: those load the rails evenly without it.
     fn find_spread(&mut self) {
         let first = self.all.iter().filter(|lane| lane.is_first());
-        let (rails, max) =
-            first.fold((0, self.chunk), |(rails, max), lane| (rails + 1, max.min(u64::from(lane.spec.max_payload))));
+        let (rails, max) = first
+            .fold((0, self.chunk / 2), |(rails, max), lane| (rails + 1, max.min(u64::from(lane.spec.max_payload))));
         let takes_turns = self.all.iter().any(|lane| lane.spec.eager_max > EAGER_ALONE);
         self.spread.max = if rails > 1 && !takes_turns { max } else { 0 };
     }
