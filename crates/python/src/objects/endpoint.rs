@@ -56,7 +56,8 @@ impl Endpoint {
     ///
     /// Two processes may have one name, but never one number.
     #[getter]
-    fn generation(&self) -> u64 {
+    fn generation(&self, py: Python<'_>) -> u64 {
+        let _call = Call::enter(py);
         self.native.generation()
     }
 

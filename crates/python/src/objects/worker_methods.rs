@@ -292,6 +292,7 @@ impl Worker {
     ///     Tuples of the peer's name and the bytes.
     #[pyo3(signature = (limit = None))]
     fn notices<'py>(&self, py: Python<'py>, limit: Option<usize>) -> PyResult<Bound<'py, PyList>> {
+        let _call = Call::enter(py);
         let notices = self.native().notices(limit.unwrap_or(usize::MAX));
         let items = notices.iter().map(|notice| notice::of(py, notice)).collect::<PyResult<Vec<_>>>()?;
         PyList::new(py, items)
@@ -299,6 +300,7 @@ impl Worker {
 
     /// Return the endpoint of this number, as `Endpoint.id`, if its peer is alive, or None.
     fn endpoint(slf: &Bound<'_, Self>, number: u32) -> Option<Endpoint> {
+        let _call = Call::enter(slf.py());
         let native = slf.get().native().endpoint(number)?;
         Some(Endpoint::new(native, slf.clone().unbind()))
     }
