@@ -248,9 +248,20 @@ def test_a_cache_of_another_shape_is_refused_with_both(
     assert its in text[text.index("that of mine has") :]
 
 
-def test_rows_that_a_peer_describes_as_single_items_are_refused_before_they_are_made(worker: crossrail.Worker) -> None:
+@pytest.mark.parametrize(
+    ("shape", "head_axis", "refused"),
+    [
+        # Its own axes say how many rows there can be.
+        ((2, 512, 1, 128), 2, "512 x 2 heads x 128 of uint8"),
+        # With one row before the heads it takes the peer's number, up to the bound.
+        ((1, 1, 512 * 128), 1, "at most 262144 rows of heads for each block.* 2097152 of them"),
+    ],
+)
+def test_rows_that_a_peer_describes_as_single_items_are_refused_before_they_are_made(
+    worker: crossrail.Worker, shape: tuple[int, ...], head_axis: int, refused: str
+) -> None:
     tokens, dim, layers = 512, 128, 32
-    mine = PagedCache(worker, [np.zeros((2, tokens, 1, dim), np.uint8)] * layers, head_axis=2, shard=(0, 2))
+    mine = PagedCache(worker, [np.zeros(shape, np.uint8)] * layers, head_axis=head_axis, shard=(0, 2))
     with crossrail.Worker(crossrail.Context(tls="shm"), name="theirs") as other:
         theirs = PagedCache(other, [np.zeros((2, tokens, 2, dim), np.uint8)] * layers, head_axis=2)
         described = theirs.describe()
@@ -259,7 +270,7 @@ def test_rows_that_a_peer_describes_as_single_items_are_refused_before_they_are_
         for part in said["shape"][2]:
             part[3], part[5] = tokens * dim, 1  # rows before the heads, items after them
         began = time.monotonic()
-        with pytest.raises(crossrail.MismatchError, match="in a block of layer 0"):
+        with pytest.raises(crossrail.MismatchError, match=refused):
             mine.remote(described[:begin] + json.dumps(said).encode())
         assert time.monotonic() - began < 1
         assert mine.remote(described).prepare("pull", [0], [0]).rows == layers * tokens
