@@ -59,6 +59,9 @@ fn config() -> Config {
         message_credit: 8,
         lane_deadline: 1000,
         lazy_passes: 0,
+        spread_min: 1,
+        spread_above: 0,
+        spread_gain: 0,
         ..Config::default()
     }
 }
@@ -81,7 +84,7 @@ struct End {
 impl End {
     fn new(id: u32) -> End {
         let mut peer = Peer::new(EndpointId(id), config());
-        for lane in 0..2 {
+        for lane in 0..3 {
             let spec = LaneSpec {
                 id: LaneId(lane),
                 // A peer may send anything on either.
@@ -90,7 +93,7 @@ impl End {
                 bulk: true,
                 max_payload: 4096,
                 eager_max: 100,
-                whole_max: 50 * lane,
+                whole_max: 50 * u32::from(lane == 1),
                 counts: false,
                 cost_ns: u64::from(lane),
             };
@@ -429,6 +432,26 @@ fn decoders_take_any_bytes() {
         let _ = frame::decode_abort(rng.word() as u8, &bytes);
         assert_eq!(frame::decode_done(&bytes).count(), bytes.len() / 4);
     }
+}
+
+/// An announcement takes no credit, the bytes of its message do: more than there is are refused, and were never counted.
+#[test]
+fn unasked_bytes_beyond_the_credit_are_refused_and_not_counted() {
+    let len = config().eager_credit as u32 + 1;
+    let mut end = End::new(1);
+    let mut send = |lane, decoded: &frame::Frame, payload: &[u8]| {
+        let mut head = frame::encode_head(decoded, payload.len() as u32);
+        frame::seal(&mut head, 0, 0, 0);
+        frame::set_epoch(&mut head, 1);
+        end.receive(LaneId(lane), &head, payload)
+    };
+    let announce = frame::Frame::Announce { op: 1, tag: 1, offer: false, unasked: true };
+    let payload = [&u64::from(len).to_le_bytes()[..], &0u32.to_le_bytes()].concat();
+    assert!(send(0, &announce, &payload));
+    let target = frame::Target { index: 0, serial: 0 };
+    let chunk = frame::Frame::Chunk { target, offset: 0, from: 0, again: false, void: false, unasked: true };
+    assert!(!send(2, &chunk, &vec![1; len as usize]));
+    end.dies("a lane brought more than its credit");
 }
 
 /// A peer that asks and asks and never listens is cut off before its answers fill the memory.

@@ -143,18 +143,19 @@ impl UnexpectedMessages {
         cx: &mut Context<'_>,
     ) -> Result<Option<u32>, String> {
         if let Some(arrival) = self.unasked.get(&number).copied() {
-            let message = &mut self.table[arrival as usize];
+            let message = &self.table[arrival as usize];
             if message.len != u64::from(len) {
                 return Err(format!("{len} bytes of a message of {}", message.len));
             }
             if message.complete {
                 return Ok(None);
             }
+            if !message.eager {
+                self.take_credit(u64::from(len))?;
+                self.table[arrival as usize].eager = true;
+            }
             // This copy counts from now on: the other lane may have died without our knowing.
             cx.lanes.void_kept_placements(arrival, Some(lane));
-            if !std::mem::replace(&mut message.eager, true) {
-                self.take_credit(u64::from(len))?;
-            }
             return Ok(Some(arrival));
         }
         let ahead = number.wrapping_sub(self.announced);
