@@ -174,7 +174,7 @@ class Messages(Duty):
 
 
 class MessagesOverRails(Messages):
-    """The same over two rails."""
+    """Messages over two rails."""
 
     settings = RAILS
 

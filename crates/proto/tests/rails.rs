@@ -261,10 +261,15 @@ fn five_and_eight_rails_of_any_rates_fill() {
 /// Windows of 64 eager messages, with the message stream on the slowest rail. Fraction of the sum of the rails' rates
 /// that they reach.
 fn messages_of(len: u64, rates: &[u64]) -> f64 {
+    messages_with(len, rates, |_| {})
+}
+
+fn messages_with(len: u64, rates: &[u64], change: impl Fn(&mut Peer)) -> f64 {
     let mut net = Net::with(&[&rates[..1], rates].concat(), |peer, spec| {
         let bulk = spec.id.0 > 0;
         let cost_ns = if bulk { 1000 } else { 0 };
         peer.lane_up(Time(0), LaneSpec { bulk, cost_ns, eager_max: 64 << 10, ..spec });
+        change(peer);
     });
     net.rails.iter_mut().for_each(|rail| rail.buffer = 256 << 10);
     for _ in 0..20 {
@@ -284,6 +289,12 @@ fn short_messages_fill_all_rails() {
             assert!(reached > reach, "{len} bytes: {reached:.3} of the sum of {rates:?}");
         }
     }
+}
+
+#[test]
+fn messages_that_are_kept_whole_use_the_rail_of_their_connection_alone() {
+    let reached = messages_with(64 << 10, &[GBIT; 4], Peer::keep_messages_whole);
+    assert!((0.2..=0.25).contains(&reached), "{reached:.3} of the sum of four rails");
 }
 
 /// One message alone takes no rail that is slow, once that is known, and costs no round trip more.

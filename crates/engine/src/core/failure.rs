@@ -19,20 +19,19 @@ const SOON: Duration = Duration::from_secs(2);
 const STRANDED: Duration = Duration::from_secs(10);
 
 impl Transfers {
-    /// The lanes that a peer has under that name of a rail, in the order in which they came up.
-    pub(crate) fn lanes_of_rail(&self, endpoint: EndpointId, rail: (u16, u16)) -> Vec<LaneId> {
+    /// The lanes that a peer has under those names of rails, (rail, channel), in the order in which they came up.
+    pub(crate) fn lanes_of(&self, endpoint: EndpointId, names: impl Fn((u16, u16)) -> bool) -> Vec<LaneId> {
         let Tables { peers, lanes, .. } = &self.tables;
         let all = peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
-        let named = |id: &&LaneId| lanes.get(**id).is_some_and(|lane| lane.rail() == Some(rail));
+        let named = |id: &&LaneId| lanes.get(**id).and_then(|lane| lane.rail()).is_some_and(&names);
         all.iter().filter(named).copied().collect()
     }
 
-    /// The peer's lanes of that channel, on whatever rail.
-    pub(crate) fn lanes_of_channel(&self, endpoint: EndpointId, channel: u16) -> Vec<LaneId> {
-        let Tables { peers, lanes, .. } = &self.tables;
-        let all = peers.get(endpoint).map_or(&[][..], |peer| peer.lanes());
-        let named = |id: &&LaneId| lanes.get(**id).and_then(|lane| lane.rail()).is_some_and(|(_, of)| of == channel);
-        all.iter().filter(named).copied().collect()
+    /// Messages with that peer stay on their lane, whole, at this end.
+    pub(crate) fn keep_messages_whole(&mut self, endpoint: EndpointId) {
+        if let Some(peer) = self.tables.peers.get_mut(endpoint) {
+            peer.protocol.keep_messages_whole();
+        }
     }
 
     /// A lane has ended and was dropped: its work goes to the others, or the peer has ended.

@@ -61,6 +61,8 @@ struct ControlConnection {
     rails: HashMap<u16, RailPair>,
     /// TCP: messages up to here go with their first frame.
     eager_max: usize,
+    /// TCP: messages take turns between endpoints to this peer.
+    turns: bool,
     /// TCP: lanes that are up, and how many the connecting end announced.
     lanes: usize,
     expected: Option<usize>,
@@ -131,6 +133,14 @@ impl ControlConnections {
     /// Largest message that goes to this peer with its first frame over TCP.
     pub(super) fn eager_max(&self, endpoint: EndpointId) -> usize {
         self.with(endpoint, |connection| Some(connection.eager_max)).unwrap_or(EAGER_LIMIT)
+    }
+
+    /// Messages take turns between endpoints to this peer.
+    pub(super) fn set_turns(&self, endpoint: EndpointId) {
+        self.with(endpoint, |connection| {
+            connection.turns = true;
+            Some(())
+        });
     }
 
     /// Whether this end connected.
@@ -249,6 +259,7 @@ impl ControlConnection {
             lost: false,
             rails: HashMap::new(),
             eager_max: EAGER_LIMIT,
+            turns: false,
             lanes: 0,
             expected: None,
             accepted: false,
@@ -473,10 +484,9 @@ impl SessionEvents for Sessions {
         over_rails::widen(self, endpoint);
     }
 
-    /// The connecting end decides: it alone knows whether endpoints take turns with messages, with long ones sent unasked,
-    /// which loads the rails evenly without it.
+    /// Endpoints among which messages take turns load the rails evenly without it.
     fn faster_rail(&self, Move { endpoint, rail, channel }: Move) {
-        if self.control.is_initiator(endpoint) && self.control.eager_max(endpoint) <= EAGER_LIMIT {
+        if !self.control.with(endpoint, |connection| Some(connection.turns)).unwrap_or(false) {
             self.redialer.more(self, LostRail { endpoint, rail, channel, reported: true, short_lived: 0 });
         }
     }

@@ -14,6 +14,8 @@ pub(super) struct Messages {
     pub(super) rail: u16,
     /// Messages up to here go with their first frame.
     pub(super) eager_max: usize,
+    /// The caller's messages take turns between endpoints, which loads the rails evenly: they stay on their rail, whole.
+    pub(super) turns: bool,
 }
 
 impl Messages {
@@ -24,9 +26,9 @@ impl Messages {
         let speed = |rail: &RailPair| [rail.mine.speed_mbps, rail.theirs.speed_mbps].into_iter().flatten().min();
         let alike = rails.windows(2).all(|two| speed(&two[0]) == speed(&two[1]));
         let rail = if alike { turn.index % rails.len().max(1) } else { 0 };
-        let even = alike && turn.of.is_multiple_of(rails.len()) && unasked;
-        let eager_max = if even { turn.eager_max } else { turn.eager_max.min(EAGER_LIMIT) };
-        Messages { rail: rail as u16, eager_max }
+        let even = alike && turn.of.is_multiple_of(rails.len());
+        let eager_max = if even && unasked { turn.eager_max } else { turn.eager_max.min(EAGER_LIMIT) };
+        Messages { rail: rail as u16, eager_max, turns: even && turn.of > 1 }
     }
 }
 
@@ -84,6 +86,7 @@ mod tests {
             (0..of).map(|index| Messages::over(&rails, Turn { index, of, eager_max: LONG }, true)).collect();
         let long = all[0].eager_max == LONG;
         assert!(all.iter().all(|messages| messages.eager_max == if long { LONG } else { EAGER_LIMIT }));
+        assert!(all.iter().all(|messages| messages.turns == (long && of > 1)), "{of} turns");
         (all.iter().map(|messages| messages.rail).collect(), long)
     }
 
@@ -110,6 +113,9 @@ mod tests {
         }
         let short = Turn { eager_max: 1000, ..Turn::default() };
         assert_eq!(Messages::over(&rails(&[fast; 4]), short, true).eager_max, 1000);
+        // Turns load rails evenly however long messages are that go unasked.
+        let turn = Turn { index: 1, of: 4, eager_max: 1000 };
+        assert_eq!(Messages::over(&rails(&[fast; 4]), turn, false), Messages { rail: 1, eager_max: 1000, turns: true });
         let long = Turn { eager_max: 2 * EAGER_LIMIT, ..Turn::default() };
         assert_eq!(Messages::over(&rails(&[fast]), long, false).eager_max, EAGER_LIMIT);
     }

@@ -64,13 +64,26 @@ impl Transport for OverRails {
         Some(self.0.announcement())
     }
 
-    /// The argument is the number of lanes. They may be up already, or not yet.
+    /// The argument is the number of lanes, and [`TURNS`]. They may be up already, or not yet.
     fn announced(&self, sessions: &Arc<Sessions>, announcement: Announcement) -> Result<()> {
         let Announcement { endpoint, argument, .. } = announcement;
-        sessions.control.expect_lanes(endpoint, usize::from(u16::from_le_bytes(argument)));
+        let argument = u16::from_le_bytes(argument);
+        if argument & TURNS != 0 {
+            keep_messages_whole(sessions, endpoint);
+        }
+        sessions.control.expect_lanes(endpoint, usize::from(argument & !TURNS));
         accept_if_complete(sessions, endpoint, self.0);
         Ok(())
     }
+}
+
+/// Flag of an announcement: the caller's messages take turns between several endpoints to this peer.
+const TURNS: u16 = 1 << 15;
+
+/// Messages with that peer stay on the rail that has their connection, whole, at this end.
+fn keep_messages_whole(sessions: &Sessions, endpoint: EndpointId) {
+    sessions.control.set_turns(endpoint);
+    sessions.progress.core().transfers().keep_messages_whole(endpoint);
 }
 
 /// The rows of a carrier: our rails, and what each would cost.
@@ -182,8 +195,12 @@ fn connect_over(
     let paired = |row: &Candidate| rails.iter().any(|rail| row.device.as_ref() == Some(&rail.mine.name));
     warn_of_unused(sessions, &session.peer, choice.rows.iter().filter(|row| !paired(row)));
     let endpoint = sessions.add_endpoint(&OverRails(carrier), &peer, Some(&session.peer), choice, &attempt.refused)?;
-    sessions.announce(endpoint, session, carrier.announcement(), count.to_le_bytes())?;
+    let announced = count | if messages.turns { TURNS } else { 0 };
+    sessions.announce(endpoint, session, carrier.announcement(), announced.to_le_bytes())?;
     sessions.control.set_rails(endpoint, rails.clone(), messages.eager_max);
+    if messages.turns {
+        keep_messages_whole(sessions, endpoint);
+    }
     for (name, result) in dialled {
         let rail = &rails[usize::from(name.rail)];
         if let Ok(lane) = result {
@@ -395,7 +412,7 @@ pub(super) fn widen(sessions: &Sessions, endpoint: EndpointId) {
     let has_lanes = |carrier: &&&dyn Carrier| {
         let mut core = sessions.progress.core();
         let first = channel_of(**carrier, 0);
-        rails.iter().any(|rail| !core.transfers().lanes_of_rail(endpoint, (*rail, first)).is_empty())
+        rails.iter().any(|rail| !core.transfers().lanes_of(endpoint, |name| name == (*rail, first)).is_empty())
     };
     let Some(carrier) = CARRIERS.iter().filter(|carrier| carrier.is_widened()).find(has_lanes) else { return };
     // All rails have their second one before any has a third.
@@ -478,9 +495,11 @@ fn add_lane(
     let record = if carrier.rests() { record.resting() } else { record };
     let earlier = match (sessions.control.is_initiator(endpoint), name.purpose) {
         // Messages have one connection, on whatever rail.
-        (true, LanePurpose::Message) => sessions.progress.core().transfers().lanes_of_channel(endpoint, name.channel),
+        (true, LanePurpose::Message) => {
+            sessions.progress.core().transfers().lanes_of(endpoint, |(_, channel)| channel == name.channel)
+        }
         (true, LanePurpose::Bulk) => {
-            sessions.progress.core().transfers().lanes_of_rail(endpoint, (name.rail, name.channel))
+            sessions.progress.core().transfers().lanes_of(endpoint, |of| of == (name.rail, name.channel))
         }
         (false, _) | (_, LanePurpose::Placing) => Vec::new(),
     };
@@ -542,8 +561,8 @@ pub(super) fn redial(
         // Messages that have moved to another rail are not missing here.
         let moved = !more
             && lost.channel & CHANNEL_MASK == MESSAGE_CHANNEL
-            && !core.transfers().lanes_of_channel(lost.endpoint, lost.channel).is_empty();
-        moved || !core.transfers().lanes_of_rail(lost.endpoint, (lost.rail, lost.channel)).is_empty()
+            && !core.transfers().lanes_of(lost.endpoint, |(_, channel)| channel == lost.channel).is_empty();
+        moved || !core.transfers().lanes_of(lost.endpoint, |name| name == (lost.rail, lost.channel)).is_empty()
     };
     if is_up {
         return Ok(None);

@@ -49,12 +49,11 @@ struct Spread {
     above: u64,
     /// [`Config::spread_gain`].
     gain: u64,
+    /// Messages go whole over their own connection.
+    never: bool,
 }
 
 /// Bytes that are still unsent.
-/// Longest message that goes with its first frame where a peer has one connection for messages.
-const EAGER_ALONE: u32 = 64 << 10;
-
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Left {
     /// Of the transfer whose turn it is.
@@ -100,7 +99,13 @@ impl Lanes {
             chunk: config.chunk.clamp(1, u64::from(u32::MAX)),
             window: config.window as usize,
             deadline: config.lane_deadline,
-            spread: Spread { min: config.spread_min, max: 0, above: config.spread_above, gain: config.spread_gain },
+            spread: Spread {
+                min: config.spread_min,
+                max: 0,
+                above: config.spread_above,
+                gain: config.spread_gain,
+                never: false,
+            },
         }
     }
 
@@ -398,15 +403,18 @@ impl Lanes {
         Some((fast - all, slow - fast))
     }
 
-    /// Updates what can be spread after the lanes have changed: messages of up to half a chunk, since where chunks are as
-    /// short as messages a connection for each rail carries them. A longer limit of first frames belongs to connections
-    /// among which messages take turns: those load the rails evenly without it.
+    /// See [`crate::Peer::keep_messages_whole`].
+    pub(super) fn keep_messages_whole(&mut self) {
+        self.spread.never = true;
+        self.find_spread();
+    }
+
+    /// Updates what can be spread after the lanes have changed.
     fn find_spread(&mut self) {
         let first = self.all.iter().filter(|lane| lane.is_first());
         let (rails, max) = first
             .fold((0, self.chunk / 2), |(rails, max), lane| (rails + 1, max.min(u64::from(lane.spec.max_payload))));
-        let takes_turns = self.all.iter().any(|lane| lane.spec.eager_max > EAGER_ALONE);
-        self.spread.max = if rails > 1 && !takes_turns { max } else { 0 };
+        self.spread.max = if rails > 1 && !self.spread.never { max } else { 0 };
     }
 
     /// A chunk of a transfer goes out on the lane at `at`.

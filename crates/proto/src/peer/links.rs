@@ -41,6 +41,12 @@ impl Peer {
         self.lanes.join_rail(at, (rail, place), begin_with);
     }
 
+    /// From now on short messages go over the connection for messages alone: several connections to the same process
+    /// take turns with them, which loads the rails evenly.
+    pub fn keep_messages_whole(&mut self) {
+        self.lanes.keep_messages_whole();
+    }
+
     /// Whether so many bytes have gone out that more connections to the peer are worth opening: true once after
     /// [`Peer::lane_up_among`] for the first of a rail.
     #[inline]
