@@ -62,7 +62,6 @@ fn config() -> Config {
         spread_min: 1,
         spread_above: 0,
         spread_gain: 0,
-        ..Config::default()
     }
 }
 
