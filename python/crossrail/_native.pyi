@@ -132,6 +132,7 @@ __all__ = [
     "expert_plan",
     "format_size",
     "host_memory",
+    "launch_of",
     "loopback",
     "merged_rows",
     "parse_size",
