@@ -326,13 +326,13 @@ def test_ctrl_c_while_it_looks_is_one_line(
 
     monkeypatch.setenv("CROSSRAIL_PAGES", str(tmp_path))
     monkeypatch.setattr("crossrail_tools.cli.top.time", SimpleNamespace(monotonic=time.monotonic, sleep=pressed))
-    former = signal.getsignal(signal.SIGTERM)
+    handled = (signal.SIGINT, signal.SIGTERM)
+    former = [signal.getsignal(number) for number in handled]
     try:
         assert main(["top", "--once"]) == 130
     except KeyboardInterrupt:
         pytest.fail("Ctrl-C ended in a traceback")
-    finally:
-        signal.signal(signal.SIGTERM, former)
+    assert [signal.getsignal(number) for number in handled] == former, "no signal was received"
     assert capsys.readouterr() == ("", "crossrail: error: interrupted\n")
 
 

@@ -112,10 +112,11 @@ def _in_thread(work: Callable[[], int]) -> int:
     thread = threading.Thread(target=body, name="crossrail-command", daemon=True)
     try:
         with _one_end():
-            signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+            before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
             thread.start()
             while not outcome:
                 asleep.recv(1)
+            signal.set_wakeup_fd(before)
     except (KeyboardInterrupt, _Terminated) as end:
         by_user = isinstance(end, KeyboardInterrupt)
         _end_early("interrupted" if by_user else "terminated", EXIT_INTERRUPTED if by_user else EXIT_TERMINATED)
@@ -156,7 +157,11 @@ def _one_end() -> Iterator[None]:
     ends the process at once. Signals that are ignored stay so.
     """
 
+    received = False
+
     def first(number: int, frame: object) -> None:
+        nonlocal received
+        received = True
         began, code = time.monotonic(), EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
 
         def again(*unused: object) -> None:
@@ -171,9 +176,12 @@ def _one_end() -> Iterator[None]:
     heard = {each: handler for each, handler in heard.items() if handler != signal.SIG_IGN}
     for each in heard:
         signal.signal(each, first)
-    yield
-    for each, handler in heard.items():  # not after a signal, whose handling continues
-        signal.signal(each, handler)
+    try:
+        yield
+    finally:
+        if not received:  # after a signal its handling continues
+            for each, handler in heard.items():
+                signal.signal(each, handler)
 
 
 def _run(command: Command) -> int:
