@@ -162,7 +162,7 @@ pub(crate) const ROOMS: &[Room] = &[
     Room {
         outside: Some(&[]),
         forbids_unsafe: true,
-        ..room("nccl-abi", "crossrail-nccl-abi", &[], "the C layouts of NCCL's network plugins, versions 4 to 12")
+        ..room("nccl-abi", "crossrail-nccl-abi", &[], "the C layouts of NCCL's network plugins, versions 4 to 12, and RMA plugins, 13 to 16")
     },
     room(
         "nccl-driver",
@@ -173,8 +173,8 @@ pub(crate) const ROOMS: &[Room] = &[
     room(
         "nccl-plugin",
         "crossrail-nccl-plugin",
-        &["locks", "engine", "topology", "nccl-abi", "nccl-driver", "types"],
-        "Crossrail as such a plugin: `libnccl-net-crossrail.so`",
+        &["locks", "transport", "engine", "topology", "cuda", "nccl-abi", "nccl-driver", "types"],
+        "Crossrail as such plugins: `libnccl-net-crossrail.so`",
     ),
     room(
         "capi",

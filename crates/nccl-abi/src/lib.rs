@@ -1,5 +1,5 @@
-//! The C layouts of NCCL's network plugins, versions 4 to 12, written from NCCL's public headers
-//! (`plugins/net/example/nccl/net_v*.h` of NVIDIA/nccl).
+//! The C layouts of NCCL's network plugins, versions 4 to 12, and of its RMA plugins, versions 13 to 16, written from
+//! NCCL's public headers (`plugins/net/example/nccl/net_v*.h` of NVIDIA/nccl; [`rma`]).
 //!
 //! A plugin is a shared library that exports one table of functions for each version it supports, as
 //! `ncclNetPlugin_v11`. This crate declares the tables and the structs that they take, and nothing else: the plugin
@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod properties;
+pub mod rma;
 mod tables;
 
 use std::ffi::{c_char, c_int, c_ulong, c_void};
