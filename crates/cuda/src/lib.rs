@@ -8,6 +8,7 @@
 //! Cuda        the driver: its version, its devices          Absent    why it cannot be used
 //! Device      name, architecture, PCI address, NUMA node    Context   the primary context, shared with PyTorch
 //! Stream      a new one, or a caller's raw handle           Event     a point in a stream
+//! Batch       many operations of a stream in few calls
 //! DeviceMemory, PinnedMemory     plain allocations          RegisteredMemory       existing host memory, pinned
 //! Allocation, Mapping            memory that can be shared                   IpcHandle, IpcMapping   legacy CUDA IPC
 //! Relaxed, Entered               per-thread guards                           Capture, Graph         captured work
@@ -18,6 +19,7 @@
 //! Handles may be used from any thread, except where a type is not `Send` or `Sync`. Operations on addresses are
 //! unsafe: the driver does not know who else uses the memory. Every wait on the host has a limit.
 
+mod batch;
 mod capture;
 mod context;
 mod deferred;
@@ -36,6 +38,7 @@ mod stream;
 mod stream_ops;
 mod vmm;
 
+pub use batch::Batch;
 pub use capture::{Capture, Graph};
 pub use context::{Context, Entered, MemoryInfo};
 pub use deferred::Deferred;

@@ -30,6 +30,8 @@ macro_rules! table {
             $( pub(crate) $extra: Option<unsafe extern "C" fn($($extra_arg),*) -> Code>, )+
             /// Available from CUDA 12.4 on; the bindings are those of 12.0.
             pub(crate) cuFuncLoad: Option<unsafe extern "C" fn(CUfunction) -> Code>,
+            /// Available from CUDA 13.0 on.
+            pub(crate) cuMemcpyBatchAsync_v2: Option<CopyBatch>,
             pub(crate) cuGetErrorName: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             pub(crate) cuGetErrorString: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
             /// Never unloaded: the driver has threads, and exit handlers.
@@ -43,6 +45,7 @@ macro_rules! table {
                     $( $name: symbol(&library, stringify!($name))?, )+
                     $( $extra: symbol(&library, stringify!($extra)).ok(), )+
                     cuFuncLoad: symbol(&library, "cuFuncLoad").ok(),
+                    cuMemcpyBatchAsync_v2: symbol(&library, "cuMemcpyBatchAsync_v2").ok(),
                     cuGetErrorName: symbol(&library, "cuGetErrorName")?,
                     cuGetErrorString: symbol(&library, "cuGetErrorString")?,
                     _library: ManuallyDrop::new(library),
@@ -50,6 +53,30 @@ macro_rules! table {
             }
         }
     };
+}
+
+/// Destinations, sources, lengths and their number; attributes, the first copy that each applies to, and their number.
+pub(crate) type CopyBatch = unsafe extern "C" fn(
+    *mut CUdeviceptr,
+    *mut CUdeviceptr,
+    *mut usize,
+    usize,
+    *mut CopyAttributes,
+    *mut usize,
+    usize,
+    CUstream,
+) -> Code;
+
+/// Attributes of the copies of a batch.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CopyAttributes {
+    /// When the sources are read: 1, in stream order.
+    pub(crate) order: c_uint,
+    /// Hints where managed memory is: kind and id. Unused.
+    pub(crate) locations: [c_int; 4],
+    /// 1: prefers copy engines to multiprocessors.
+    pub(crate) flags: c_uint,
 }
 
 /// The loader's message for a library that it cannot load.
@@ -132,6 +159,7 @@ table! {
         cuLaunchKernelEx(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void);
         cuStreamIsCapturing(CUstream, *mut CUstreamCaptureStatus);
         cuStreamWriteValue64_v2(CUstream, CUdeviceptr, cuuint64_t, c_uint);
+        cuStreamBatchMemOp_v2(CUstream, c_uint, *mut CUstreamBatchMemOpParams, c_uint);
         cuStreamWaitValue32_v2(CUstream, CUdeviceptr, cuuint32_t, c_uint);
         cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode);
         cuStreamEndCapture(CUstream, *mut CUgraph);

@@ -7,7 +7,7 @@ use cudarc::driver::sys::{CUstreamWaitValue_flags, CUstreamWriteValue_flags};
 use crate::stream::Stream;
 
 const AT_LEAST: u32 = CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
-const FENCED: u32 = CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+pub(crate) const FENCED: u32 = CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
 
 impl Stream {
     /// Enqueues a write of `value` to the 64-bit word at `address`: device memory, or the GPU's address of pinned host
@@ -46,7 +46,7 @@ impl Stream {
     }
 
     /// The function, provided that the driver and the GPU support it and the address is aligned.
-    fn value_call<F: Copy>(&self, call: &str, bytes: u64, address: u64, function: Option<F>) -> Result<F> {
+    pub(crate) fn value_call<F: Copy>(&self, call: &str, bytes: u64, address: u64, function: Option<F>) -> Result<F> {
         if !address.is_multiple_of(bytes) {
             let detail = format!("the word at {address:#x} is not {bytes}-byte aligned");
             return Err(Error::new(ErrorKind::Usage, "word", detail));
