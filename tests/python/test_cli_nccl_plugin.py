@@ -28,6 +28,14 @@ def test_the_library_has_a_table_of_every_version_that_nccl_looks_for(version: i
     assert name.value == b"Crossrail"
 
 
+@pytest.mark.parametrize("version", range(13, 17))
+def test_the_library_is_the_rma_plugin_too(version: int) -> None:
+    library = ctypes.CDLL(str(crossrail.nccl.plugin_path()))
+    name = ctypes.c_char_p.in_dll(library, f"ncclRmaPlugin_v{version}")
+    assert name.value == b"Crossrail_RMA"
+    assert not hasattr(library, "ncclGinPlugin_v13"), "NCCL would take it for a GIN plugin of its own"
+
+
 def test_a_package_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crossrail.nccl, "LIBRARY", "libnccl-net-elsewhere.so")
     with pytest.raises(crossrail.UnsupportedError, match="libnccl-net-elsewhere"):

@@ -22,6 +22,8 @@ const LOOPBACK_US: f32 = 3.5;
 pub(crate) struct Device {
     /// `crossrail`, and the names of the rails.
     pub(crate) name: CString,
+    /// Name of the RMA plugin's device: NCCL identifies devices by their names.
+    pub(crate) rma_name: CString,
     /// The PCI device of the fastest rail, in sysfs; `None` if there is none.
     pub(crate) pci_path: Option<CString>,
     /// Equal in all processes that use the same rails of the same machine.
@@ -66,8 +68,10 @@ fn from_rails(rails: &[&DeviceInfo], nics: &[Nic], boot_id: &str, host: &str) ->
         Some(mbps) => format!("{} ({mbps} Mbit/s)", rail.name),
         None => rail.name.clone(),
     };
+    let named = |kind: &str| CString::new(format!("{kind}:{}", names.join("+")).replace('\0', "")).unwrap_or_default();
     Device {
-        name: CString::new(format!("crossrail:{}", names.join("+")).replace('\0', "")).unwrap_or_default(),
+        name: named("crossrail"),
+        rma_name: named("crossrail-rma"),
         pci_path: remote.first().and_then(pci).and_then(|pci| sysfs_path(&pci)),
         guid: hash(&(boot_id, &names)),
         speed_mbps,

@@ -28,7 +28,7 @@ const MAX_COMMS: c_int = 1 << comm::LISTENER_BITS;
 /// Tables whose `init` has no context share one network.
 static SHARED: PerProcess<OnceLock<Arc<Net>>> = PerProcess::new();
 
-fn guard(what: &str, body: impl FnOnce() -> Result<()>) -> Status {
+pub(crate) fn guard(what: &str, body: impl FnOnce() -> Result<()>) -> Status {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => SUCCESS,
         Ok(Err(error)) => {
@@ -54,7 +54,7 @@ fn status_of(kind: ErrorKind) -> Status {
     }
 }
 
-fn usage(operation: &str, detail: impl Into<String>) -> Error {
+pub(crate) fn usage(operation: &str, detail: impl Into<String>) -> Error {
     Error::new(ErrorKind::Usage, operation, detail)
 }
 
@@ -71,7 +71,7 @@ unsafe fn object<'a, T>(operation: &str, pointer: Ptr) -> Result<&'a T> {
 ///
 /// # Safety
 /// `out` is null or valid for a write.
-unsafe fn put<T>(operation: &str, out: *mut T, value: T) -> Result<()> {
+pub(crate) unsafe fn put<T>(operation: &str, out: *mut T, value: T) -> Result<()> {
     if out.is_null() {
         return Err(usage(operation, "a null pointer for the result"));
     }
@@ -80,7 +80,7 @@ unsafe fn put<T>(operation: &str, out: *mut T, value: T) -> Result<()> {
     Ok(())
 }
 
-fn check_device(operation: &str, device: c_int) -> Result<()> {
+pub(crate) fn check_device(operation: &str, device: c_int) -> Result<()> {
     if device == 0 { Ok(()) } else { Err(usage(operation, format!("device {device}; there is only device 0"))) }
 }
 
@@ -164,7 +164,7 @@ macro_rules! get_properties {
     };
 }
 
-const fn alone<const MAX: usize>() -> VirtualDevice<MAX> {
+pub(crate) const fn alone<const MAX: usize>() -> VirtualDevice<MAX> {
     VirtualDevice { count: 1, devices: [0; MAX] }
 }
 

@@ -1,4 +1,5 @@
-//! Crossrail as a network plugin of NCCL: `libnccl-net-crossrail.so`, with the tables of versions 8 to 12.
+//! Crossrail as a network plugin of NCCL: `libnccl-net-crossrail.so`, with the tables of versions 8 to 12. The same library
+//! is NCCL's [`rma`] plugin, with the tables of versions 13 to 16.
 //!
 //! NCCL sees one device whose rails are Crossrail's, so striping and the loss of a rail stay beneath it. All versions
 //! call the same functions of [`net`]; [`exports`] adapts their arguments.
@@ -12,6 +13,7 @@
 //! handle       the 128 bytes by which a listener is found
 //! device       what NCCL learns of the device
 //! log          NCCL's logger
+//! rma          the RMA plugin
 //! ```
 //!
 //! A connection between two workers is an [`Endpoint`](crossrail::Endpoint) that all communicators of the two share;
@@ -26,8 +28,10 @@ mod exports;
 mod handle;
 mod log;
 mod net;
+mod rma;
 #[cfg(test)]
 mod tests;
 mod workers;
 
 pub use exports::{TABLE_V8, TABLE_V9, TABLE_V10, TABLE_V11, TABLE_V12};
+pub use rma::{RMA_V13, RMA_V14, RMA_V15, RMA_V16};

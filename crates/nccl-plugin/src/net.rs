@@ -60,6 +60,28 @@ impl Process {
         }
         Ok(Process { context, workers, device })
     }
+
+    /// The devices and settings, for workers.
+    pub(crate) fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// Addresses for workers to listen on; `None`: loopback, without a secret, or those of the settings.
+    pub(crate) fn listens(&self) -> Option<Vec<SocketAddr>> {
+        let (device, settings) = (&self.device, self.context.settings());
+        let listens = has_secret(settings) && settings.control_device.is_none() && !device.addresses.is_empty();
+        listens.then(|| device.addresses.iter().map(|ip| SocketAddr::new(*ip, 0)).collect())
+    }
+}
+
+/// A unique random number.
+///
+/// # Errors
+/// `Io` without random numbers.
+pub(crate) fn random() -> Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes).map_err(|error| Error::new(ErrorKind::Io, "init", error.to_string()))?;
+    Ok(u64::from_le_bytes(bytes))
 }
 
 fn has_secret(settings: &Settings) -> bool {
@@ -129,11 +151,9 @@ impl Net {
     /// # Errors
     /// `Io` without random numbers.
     pub(crate) fn of(process: &'static Process, count: usize, hands_over: bool) -> Result<Arc<Net>> {
-        let mut id = [0; 8];
-        getrandom::fill(&mut id).map_err(|error| Error::new(ErrorKind::Io, "init", error.to_string()))?;
         Ok(Arc::new(Net {
             process,
-            id: u64::from_le_bytes(id),
+            id: random()?,
             count,
             hands_over,
             workers: Mutex::new(None),
@@ -167,12 +187,9 @@ impl Net {
         if let Some(workers) = &*workers {
             return Ok(workers.clone());
         }
-        let device = self.device();
-        let settings = self.settings();
-        let listens = has_secret(settings) && settings.control_device.is_none() && !device.addresses.is_empty();
-        let listen = listens.then(|| device.addresses.iter().map(|ip| SocketAddr::new(*ip, 0)).collect());
+        let listen = self.process.listens();
         // Unique, since the accepting end finds its endpoints by this name.
-        let name = format!("{}:{}#{:016x}", device.host, std::process::id(), self.id);
+        let name = format!("{}:{}#{:016x}", self.device().host, std::process::id(), self.id);
         let started = Arc::new(Workers::start(&self.process.context, self.count, &name, listen)?);
         *workers = Some(started.clone());
         Ok(started)
