@@ -321,7 +321,7 @@ endif
 	@rm -rf $(GPU_SITE) && mkdir -p $(GPU_SITE)
 	@$(GPU_PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --no-index --target $(GPU_SITE) \
 		$(or $(GPU_PACK),.gpu)/wheel/*.whl
-	@for peer in nixl deepep deepep-v2 engines; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
+	@for peer in nixl deepep deepep-v2 nccl-ep engines; do pack=$(or $(GPU_PACK),.gpu)/$$peer.tar.xz; \
 		if [ -e $$pack ]; then tar -xf $$pack -C $(GPU_SITE); fi; done
 
 # DEEPEP_TESTS=DIR[:DIR]: folders with DeepEP's own tests, which run on crossrail.deep_ep unchanged.
@@ -333,8 +333,9 @@ test-gpu: gpu-pack
 # Some five minutes each; with GPU_OPTIONS="--quick --rounds 1" two at most.
 GPU_BENCH = PYTHONPATH=$(GPU_SITE) $(GPU_PYTHON) benches/gpu/run.py $(GPU_RUN) --out $(or $(OUT),benches/results/gpu)
 
+bench-gpu-nccl: PACK_OPTIONS = --nccl-ep
 bench-gpu-nccl: gpu-pack
-	$(call say,bench: NCCL over its sockets and over Crossrail)
+	$(call say,bench: NCCL over its sockets and over Crossrail; its device API over Crossrail)
 	$(GPU_BENCH) --only collectives --name collectives $(GPU_OPTIONS)
 
 bench-gpu: PACK_OPTIONS = --nixl --deepep

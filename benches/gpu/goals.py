@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import experts  # noqa: E402
+from device_api import device_api  # noqa: E402
 from findings import Effort, ScenarioResults, peer  # noqa: E402
 from hosts import hosts  # noqa: E402
 from judging import LATENCY_GOAL, Outcome, as_latency, rate_against, time_against, unpacked  # noqa: E402
@@ -257,6 +258,7 @@ SCENARIOS: dict[str, tuple[Callable[[Effort, ScenarioResults], None], float, int
     "memory": (memory, 60, 1),
     "kv": (kv, 240, 1),
     "nccl": (nccl, 400, 2),
+    "device_api": (device_api, 300, 2),
     "ep_decode": (experts.decode, 150, 2),
     "ep_prefill": (experts.prefill, 150, 2),
     "ep_sms": (experts.sms, 90, 2),
@@ -267,11 +269,11 @@ SCENARIOS: dict[str, tuple[Callable[[Effort, ScenarioResults], None], float, int
 }
 SETS = {
     "p2p": ("pair", "latency", "mesh", "unpack", "memory", "kv", "tcp"),
-    "collectives": ("nccl",),
+    "collectives": ("nccl", "device_api"),
     "experts": ("ep_decode", "ep_prefill", "ep_hosts", "ep_normal", "ep_control", "ep_sms", "ep_sweep"),
 }
 """Scenarios that are run by one name, the most important first, in case time runs out."""
-SHARED = ("tcp", "nccl", "kv")
+SHARED = ("tcp", "nccl", "device_api", "kv")
 """Scenarios that say something without NVLink: two ranks may share a GPU."""
 
 

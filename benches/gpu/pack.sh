@@ -5,6 +5,7 @@
 #     benches/gpu/pack.sh --nixl     and the part of NIXL that bench-gpu compares with
 #     benches/gpu/pack.sh --deepep   and DeepEP (V1)
 #     benches/gpu/pack.sh --deepep-v2   and DeepEP V2, with the NCCL that it needs
+#     benches/gpu/pack.sh --nccl-ep     and NCCL EP, with its NCCL
 #     benches/gpu/pack.sh --engines  and what the tests import of vLLM and SGLang
 #
 # Carry the checkout and .gpu there and run `make test-gpu GPU_PACK=.gpu` and `make bench-gpu GPU_PACK=.gpu`.
@@ -19,14 +20,16 @@ export MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1
 nixl=
 deepep=
 deepep_v2=
+nccl_ep=
 engines=
 for option in "$@"; do
     case $option in
         --nixl) nixl=yes ;;
         --deepep) deepep=yes ;;
         --deepep-v2) deepep_v2=yes ;;
+        --nccl-ep) nccl_ep=yes ;;
         --engines) engines=yes ;;
-        *) echo "pack.sh: unknown option $option; there are --nixl, --deepep, --deepep-v2 and --engines" >&2; exit 2 ;;
+        *) echo "pack.sh: unknown option $option; there are --nixl, --deepep, --deepep-v2, --nccl-ep and --engines" >&2; exit 2 ;;
     esac
 done
 
@@ -73,6 +76,10 @@ fi
 if [[ -n $deepep_v2 ]]; then
     say "DeepEP V2"
     "$bin/python" benches/gpu/pack_deepep_v2.py "$pack/deepep-v2.tar.xz"
+fi
+if [[ -n $nccl_ep ]]; then
+    say "NCCL EP"
+    "$bin/python" benches/gpu/pack_nccl_ep.py "$pack/nccl-ep.tar.xz"
 fi
 if [[ -n $engines ]]; then
     say "engines"

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benches" / "gpu"
 sys.path[:0] = [str(GPU), str(GPU / "peers")]
 
+import device_api  # noqa: E402
 import findings  # noqa: E402
 import goals  # noqa: E402
 import hosts  # noqa: E402
@@ -175,6 +176,26 @@ def test_a_pair_by_itself_and_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert works["NVLink, both ways at once, 64M, the slower GPU"]["met"] is False
     assert len(data["peers"]["copies"]) == 4
     assert data["rows"]
+
+
+def test_puts_and_nccl_ep_beside_our_experts() -> None:
+    puts = [{"bytes": 8, "us": 25.04}, {"bytes": 1 << 20, "window": 48, "gb_per_s": 4.2}]
+    shown = [(outcome.work, outcome.ours) for outcome in device_api.put_outcomes(puts, "")]
+    assert shown == [
+        ("NCCL's device API, put + signal, 8", "25.0 us"),
+        ("NCCL's device API, windows of 48 puts of 1M", "4.20 GB/s"),
+    ]
+    assert device_api.put_outcomes([], "no nvcc")[0].notes == ["no nvcc"]
+    times = {"dispatch_us": [200.0, 220.0, 210.0], "combine_us": [300.0] * 3, "pair_us": [510.0, 500.0, 520.0]}
+    theirs = [{"tokens": 8, **times}, {"tokens": 128, **times}]
+    own = Row("e2e", "ep", None, tokens=8, dtype="fp8", p50_us=255.0, gb_per_s=None)
+    other = Row("e2e", "ep", None, tokens=8, dtype="bf16", p50_us=1.0, gb_per_s=None)
+    first, second = device_api.expert_outcomes("NCCL EP", "low-latency-fp8", theirs, [other, own], "")
+    assert first.work == "NCCL EP, over Crossrail, 8 tokens, dispatch + combine"
+    assert (first.ours, first.peer, first.ratio) == ("510.0 us", "255.0 us", "2.00")
+    assert first.notes == ["dispatch 210.0 us", "combine 300.0 us"]
+    assert (second.peer, second.ratio) == ("-", "-"), "ours was not measured with 128 tokens"
+    assert device_api.expert_outcomes("NCCL EP", "high-throughput", [], [own], "it hung")[0].failed
 
 
 def test_latencies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
