@@ -19,7 +19,7 @@ from crossrail_tools.report.sources import parse_source
 
 REPORTS = Path(__file__).parents[2] / "docs" / "reports"
 COMMITTED = sorted(REPORTS.glob("*.html"))
-WIDTHS = (400, 800, 1280, 1600)
+WIDTHS = (390, 400, 800, 1280, 1600)
 
 MISTAKES = r"""(() => {
 const wrong = [], page = document.documentElement, seen = r => r.width > 0 && r.height > 0;
@@ -100,6 +100,28 @@ def test_nothing_overflows_or_overlaps(browser: Browser, made: Path, width: int,
         if opened:
             browser.ask("document.querySelectorAll('details').forEach(one => one.open = true)")
         assert json.loads(browser.ask(MISTAKES)) == [], f"{path.name} at {width}"
+
+
+HIDDEN = r"""(() => {
+const wrong = [];
+for (const one of document.querySelectorAll('.scroll')) {
+  if (one.clientWidth && one.scrollWidth > one.clientWidth + 1) wrong.push('cut: ' + one.getAttribute('aria-label'));
+  for (const cell of one.querySelectorAll('td')) {
+    const name = getComputedStyle(cell, '::before').content;
+    if (!name || name == 'none' || name == '""') wrong.push('no name: ' + cell.textContent);
+    const r = cell.getBoundingClientRect();
+    if (r.width > 0 && (r.left < -0.5 || r.right > innerWidth + 0.5)) wrong.push('outside: ' + cell.textContent);
+  }
+}
+return JSON.stringify(wrong.slice(0, 12)); })()"""
+
+
+def test_tables_fit_a_telephone(browser: Browser, made: Path) -> None:
+    """Nothing of them is cut, and each value stands beside the name of its column."""
+    for path in pages(made):
+        browser.show(path, 390)
+        browser.ask("document.querySelectorAll('details').forEach(one => one.open = true)")
+        assert json.loads(browser.ask(HIDDEN)) == [], path.name
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -154,7 +154,11 @@ def _cells(row: Sequence[str], table: Table) -> str:
         kind = {"yes": "yes", "no": "no", "failed": "no"}.get(cell, "") if table.columns[number] == "met" else ""
         words = " ".join(word for word in ("l" if number < table.left else "", kind) if word)
         shown = f' class="{words}"' if words else ""
-        made.append(f"<th scope=row{shown}>{escape(cell)}</th>" if number == 0 else f"<td{shown}>{escape(cell)}</td>")
+        if number == 0:
+            made.append(f"<th scope=row{shown}>{escape(cell)}</th>")
+        else:
+            # Where a row does not fit, its cells stand below each other, each with the name of its column.
+            made.append(f'<td{shown} data-c="{escape(table.columns[number])}">{escape(cell)}</td>')
     return "".join(made)
 
 

@@ -82,6 +82,13 @@ th,td{padding:3px 12px 3px 0;text-align:right;vertical-align:top;border-bottom:1
 th{font-weight:600;color:var(--mut);border-bottom-color:var(--line);position:sticky;top:0;background:var(--panel)}
 tbody th{position:static;color:var(--ink);font-weight:400;border-bottom-color:var(--grid)}
 .l{text-align:left}td.l,th.l{white-space:normal;min-width:8ch;overflow-wrap:break-word}
+@media (max-width:480px){.scroll{max-height:none;overflow:visible}
+.scroll table,.scroll tbody,.scroll tr{display:block}.scroll thead{position:absolute;left:-9999px}
+.scroll tbody th{display:block;padding:10px 0 3px;font-weight:600;text-align:left;white-space:normal;
+overflow-wrap:anywhere}
+.scroll td,.scroll td.l{display:flex;justify-content:space-between;gap:12px;padding-right:0;min-width:0;
+text-align:right;white-space:normal;overflow-wrap:anywhere}
+.scroll td::before{content:attr(data-c);color:var(--mut);text-align:left;flex:0 1 auto;min-width:9ch}}
 .yes{color:var(--good);font-weight:600}.no{color:var(--bad);font-weight:600}
 .warn{border-left:3px solid var(--bad);padding:6px 10px;background:var(--panel);margin:14px 0 0;font-size:13px}
 .notes{margin:12px 0 0;padding-left:18px;font-size:13px}.notes li{margin:3px 0;overflow-wrap:anywhere}
