@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from bed import Bed
+from bed import Bed, Side
 from ends import SECRET, End, Pair, wait_for_traffic
 
 from crossrail_tools.report import Report, Row, console, print_report
@@ -283,6 +283,32 @@ def test_data_does_not_need_the_control_link(make_bed: MAKE) -> None:
     assert row.verified
     assert sorted(shares(row)) == ["eth1", "eth2"]
     assert bed.sent_bytes("right", "eth0") < MIB
+
+
+@pytest.mark.parametrize("sides", [("left",), ("right",), ("left", "right")], ids="-".join)
+def test_rails_go_on_at_new_addresses(make_bed: MAKE, sides: tuple[Side, ...]) -> None:
+    """All rails get other addresses for good, while the control link lives."""
+    bed = make_bed((1000, 1000))
+
+    def renumber(driving: End) -> None:
+        wait_for_traffic(bed, "eth1", 32 * MIB, driving)
+        for side in sides:
+            for number in (1, 2):
+                nic = f"eth{number}"
+                for command in (f"addr flush dev {nic}", f"addr add 10.88.{number}.{1 + (side == 'right')}/24 dev {nic}"):
+                    subprocess.run(["ip", "-n", bed.namespace[side], *command.split()], check=True, timeout=60)
+        if len(sides) == 1:  # the other end keeps its addresses, and reaches the new ones
+            other = "right" if sides[0] == "left" else "left"
+            for number in (1, 2):
+                for side, net in ((sides[0], 77), (other, 88)):
+                    route = f"route replace 10.{net}.{number}.0/24 dev eth{number}"
+                    subprocess.run(["ip", "-n", bed.namespace[side], *route.split()], check=True, timeout=60)
+        wait_for_traffic(bed, "eth1", 64 * MIB, driving)
+        wait_for_traffic(bed, "eth2", 64 * MIB, driving)
+
+    row = Pair(bed).run("--size=64M", "--iters=24", during=renumber).row
+    assert row.verified
+    assert sorted(shares(row)) == ["eth1", "eth2"]
 
 
 def test_a_wrong_secret_is_refused_with_one_line(make_bed: MAKE) -> None:

@@ -60,7 +60,7 @@ pub use secret::Secret;
 pub use user::UserToken;
 pub use wire::{Reject, RejectCode};
 pub use worker::{
-    ADDRESS_MAX, Address, Arrival, Deliver, Device, Hello, Identity, LaneKeys, LaneName, LanePurpose, Limits,
-    ListenConfig, Listener, Parameters, Rail, Session, Stream, Target, Ticket, connect, dial_lane, network_namespace,
-    share_of_descriptors, upgrade,
+    ADDRESS_MAX, Address, Arrival, Deliver, Device, HELLO_MAX, Hello, Identity, LaneKeys, LaneName, LanePurpose,
+    Limits, ListenConfig, Listener, Parameters, Rail, Session, Stream, Target, Ticket, connect, decode_devices,
+    dial_lane, encode_devices, network_namespace, share_of_descriptors, upgrade,
 };

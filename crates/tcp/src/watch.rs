@@ -1,4 +1,4 @@
-//! Notifications of interfaces that go up or down, from rtnetlink.
+//! Notifications of interfaces that go up or down, and of addresses that change, from rtnetlink.
 
 use std::collections::VecDeque;
 use std::io;
@@ -10,8 +10,8 @@ use nix::sys::socket::{
     AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, socket,
 };
 
-/// Multicast group of link changes (RTMGRP_LINK).
-const LINK_GROUP: u32 = 1;
+/// Multicast groups: link changes, and addresses of both families (RTMGRP_LINK, RTMGRP_IPV4_IFADDR, RTMGRP_IPV6_IFADDR).
+const GROUPS: u32 = 0x1 | 0x10 | 0x100;
 const MESSAGE_HEAD: usize = 16;
 const LINK_HEAD: usize = 16;
 
@@ -31,6 +31,8 @@ pub struct LinkChange {
 #[derive(Debug)]
 pub struct LinkWatch {
     socket: OwnedFd,
+    /// An address has been added or removed since that was last asked for.
+    addresses: bool,
 }
 
 impl LinkWatch {
@@ -43,8 +45,8 @@ impl LinkWatch {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket =
             socket(AddressFamily::Netlink, SockType::Raw, flags, SockProtocol::NetlinkRoute).map_err(fail("socket"))?;
-        bind(socket.as_raw_fd(), &NetlinkAddr::new(0, LINK_GROUP)).map_err(fail("bind"))?;
-        Ok(LinkWatch { socket })
+        bind(socket.as_raw_fd(), &NetlinkAddr::new(0, GROUPS)).map_err(fail("bind"))?;
+        Ok(LinkWatch { socket, addresses: false })
     }
 
     /// The descriptor, readable when there are changes. If it is watched edge-triggered, call [`LinkWatch::changes`] at
@@ -62,13 +64,21 @@ impl LinkWatch {
         loop {
             match recv(self.fd(), &mut buffer, MsgFlags::MSG_DONTWAIT) {
                 Ok(0) => break,
-                Ok(n) => parse(&buffer[..n.min(buffer.len())], &mut changes),
+                Ok(n) => self.addresses |= parse(&buffer[..n.min(buffer.len())], &mut changes),
                 Err(Errno::EINTR) => {}
-                Err(Errno::ENOBUFS) => self.ask_for_all(),
+                Err(Errno::ENOBUFS) => {
+                    self.addresses = true;
+                    self.ask_for_all();
+                }
                 Err(_) => break,
             }
         }
         changes.into()
+    }
+
+    /// Whether an address was added or removed in what [`LinkWatch::changes`] has read since the last call.
+    pub fn take_addresses_changed(&mut self) -> bool {
+        std::mem::take(&mut self.addresses)
     }
 
     /// Requests the state of every interface, which arrives as if each had changed.
@@ -91,16 +101,19 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// Parses the link messages of a datagram.
-fn parse(mut bytes: &[u8], changes: &mut VecDeque<LinkChange>) {
+/// Parses the link messages of a datagram. Whether there are any of addresses.
+fn parse(mut bytes: &[u8], changes: &mut VecDeque<LinkChange>) -> bool {
+    let mut addresses = false;
     while let (Some(len), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
         let len = len as usize;
-        let Some(message) = bytes.get(MESSAGE_HEAD..len) else { return };
+        let Some(message) = bytes.get(MESSAGE_HEAD..len) else { return addresses };
+        addresses |= kind == libc::RTM_NEWADDR || kind == libc::RTM_DELADDR;
         if kind == libc::RTM_NEWLINK || kind == libc::RTM_DELLINK {
             changes.extend(link(message, kind == libc::RTM_NEWLINK));
         }
         bytes = bytes.get(len.next_multiple_of(4)..).unwrap_or(&[]);
     }
+    addresses
 }
 
 /// Parses a struct ifinfomsg and its attributes.
@@ -153,6 +166,18 @@ mod tests {
         bytes.extend(message(libc::RTM_DELLINK, 0x41, b"eth3"));
         let seen: Vec<(String, bool)> = parsed(&bytes).into_iter().map(|change| (change.name, change.up)).collect();
         assert_eq!(seen, [("eth1".into(), true), ("eth22".into(), false), ("eth3".into(), false)]);
+    }
+
+    #[test]
+    fn messages_of_addresses_are_noticed_among_others() {
+        let of = |kinds: &[u16]| {
+            let bytes: Vec<u8> = kinds.iter().flat_map(|kind| message(*kind, 0x41, b"eth1")).collect();
+            let mut changes = VecDeque::new();
+            (parse(&bytes, &mut changes), changes.len())
+        };
+        assert_eq!(of(&[libc::RTM_NEWLINK]), (false, 1));
+        assert_eq!(of(&[libc::RTM_NEWLINK, libc::RTM_NEWADDR]), (true, 1));
+        assert_eq!(of(&[libc::RTM_DELADDR]), (true, 0));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use crossrail_cuda_ipc::Gpus;
 use crossrail_gpu::{CudaState, Devices};
+use crossrail_locks::Mutex;
 use crossrail_shm::Arena;
 use crossrail_topology::{Cpus, Machine, NetDevice, Nic, Placement};
 use crossrail_types::{Origin, Rails, Result, Settings};
@@ -23,7 +24,8 @@ pub(crate) struct Environment {
     ipc_gpus: OnceLock<std::result::Result<Arc<Gpus>, String>>,
     /// There is some sign of a GPU.
     gpus_seen: bool,
-    nics: Vec<Nic>,
+    /// As last discovered.
+    nics: Mutex<Arc<[Nic]>>,
     machine: Machine,
     cpus: Cpus,
     placement: Placement,
@@ -47,7 +49,7 @@ impl Environment {
     ) -> Result<Environment> {
         crossrail_locks::watch_forks();
         crossrail_sight::export(&settings)?;
-        let nics = crossrail_topology::nics()?;
+        let nics = Mutex::new(crossrail_topology::nics()?.into());
         let (machine, cpus) = (crossrail_topology::machine()?, crossrail_topology::cpus()?);
         if settings.tls.allows("shm") {
             // If it takes longer, a worker does it on a thread of its own.
@@ -130,7 +132,7 @@ impl Environment {
 
     /// The network devices that carry data under the settings.
     pub(crate) fn rails(&self) -> Result<Vec<NetDevice>> {
-        self.rails_among(&self.nics)
+        self.rails_among(&self.nics())
     }
 
     /// As [`Environment::rails`], for network devices discovered just now.
@@ -143,8 +145,20 @@ impl Environment {
     }
 
     /// All network devices.
-    pub(crate) fn nics(&self) -> &[Nic] {
-        &self.nics
+    pub(crate) fn nics(&self) -> Arc<[Nic]> {
+        self.nics.lock().clone()
+    }
+
+    /// Discovers the network devices again, because addresses have changed. Nothing changes if that leaves out a device
+    /// that the settings name: it may be without an address for a moment.
+    ///
+    /// # Errors
+    /// As [`Environment::new`].
+    pub(crate) fn rediscover(&self) -> Result<()> {
+        let nics = crossrail_topology::nics()?;
+        self.rails_among(&nics)?;
+        *self.nics.lock() = nics.into();
+        Ok(())
     }
 
     pub(crate) fn machine(&self) -> &Machine {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crossrail_handshake::{self as handshake, Arrival, Device, Identity, LaneName, Parameters, Rail, Session, Stream};
 use crossrail_tcp::Binding;
-use crossrail_types::{Error, ErrorKind, Result};
+use crossrail_topology::NetDevice;
+use crossrail_types::{EndpointId, Error, ErrorKind, Result};
 
 use super::dialling::binding;
 use super::transport::Transport;
@@ -55,23 +56,12 @@ impl Sessions {
             self.log.info(format_args!("loopback is down: listening on a Unix socket only"));
             control.clear();
         }
-        let beyond = control.iter().any(|binding| !binding.address.is_loopback());
-        let named = settings.net_devices != crossrail_types::Rails::default();
-        let rails = if listens { self.environment.rails()? } else { Vec::new() };
-        // Rails listen only on loopback unless the worker itself listens beyond it, or the user names the devices.
-        let rails = rails.into_iter().filter(|device| device.loopback || beyond || named).flat_map(|device| {
-            let speed_mbps = device.speed_mbps;
-            device.addresses.clone().into_iter().map(move |address| Rail {
-                name: device.name.clone(),
-                binding: binding(&device, address),
-                speed_mbps,
-            })
-        });
+        let rails = if listens { self.rails_to_listen_on(&control)? } else { Vec::new() };
         let config = handshake::ListenConfig {
             unix: self.options.unix && unix,
             control,
             port,
-            rails: rails.collect(),
+            rails,
             ports: settings.ports,
             limits: handshake::Limits::default(),
             require_token: false,
@@ -86,9 +76,62 @@ impl Sessions {
         };
         let listener = handshake::Listener::start(config, me, Box::new(lane_keys), Box::new(deliver))?;
         self.progress.named(&listener.identity().hello.name);
-        *self.identity.lock() = Some(listener.identity().clone());
+        *self.identity.lock() = Some(listener.identity());
         *self.listener.lock() = Some(listener);
         Ok(())
+    }
+
+    /// The addresses of the rails to listen on, for a worker that takes sessions at those of `control`.
+    fn rails_to_listen_on(&self, control: &[Binding]) -> Result<Vec<Rail>> {
+        let beyond = control.iter().any(|binding| !binding.address.is_loopback());
+        let named = self.environment.settings().net_devices != crossrail_types::Rails::default();
+        // Rails listen only on loopback unless the worker itself listens beyond it, or the user names the devices.
+        let listens = |device: &NetDevice| device.loopback || beyond || named;
+        let rails = self.environment.rails()?.into_iter().filter(listens).flat_map(|device| {
+            let speed_mbps = device.speed_mbps;
+            device.addresses.clone().into_iter().map(move |address| Rail {
+                name: device.name.clone(),
+                binding: binding(&device, address),
+                speed_mbps,
+            })
+        });
+        Ok(rails.collect())
+    }
+
+    /// Addresses of this machine have changed: listens on those that the rails have now, announces them to all peers,
+    /// and dials lost rails from and to the new ones.
+    pub(super) fn addresses_changed(&self) {
+        if let Err(error) = self.environment.rediscover() {
+            return self.log.debug(format_args!("addresses have changed; the rails stay as they are: {error}"));
+        }
+        let devices = {
+            let listener = self.listener.lock();
+            let Some(listener) = listener.as_ref().filter(|listener| !listener.devices().is_empty()) else { return };
+            let before = listener.devices();
+            let rails = self.control_bindings().and_then(|(control, _)| self.rails_to_listen_on(&control));
+            match rails.and_then(|rails| listener.listen_on(&rails)) {
+                Ok(()) => {}
+                Err(error) => return self.log.info(format_args!("cannot listen on new addresses: {error}")),
+            }
+            let me = listener.identity();
+            let devices = me.hello.devices.clone();
+            *self.identity.lock() = Some(me);
+            if devices == before {
+                return;
+            }
+            devices
+        };
+        let list = devices.iter().filter(|device| !device.loopback).map(|device| device.address.to_string());
+        self.log.info(format_args!("the rails' addresses are {} now", list.collect::<Vec<_>>().join(", ")));
+        for endpoint in self.control.announce_devices(&devices) {
+            self.pair_again(endpoint);
+        }
+        self.redialer.nudge();
+    }
+
+    /// Finds the rails of an endpoint again, by the devices that both ends have now.
+    pub(super) fn pair_again(&self, endpoint: EndpointId) {
+        self.control.pair_again(endpoint, &self.environment.rails().unwrap_or_default());
     }
 
     fn control_bindings(&self) -> Result<(Vec<Binding>, u16)> {
@@ -109,7 +152,7 @@ impl Sessions {
     pub(crate) fn control_device(&self) -> Result<Option<Binding>> {
         let Some(name) = &self.environment.settings().control_device else { return Ok(None) };
         let filter = crossrail_types::Filter::Only(vec![name.clone()]);
-        let devices = crossrail_topology::select(&filter, self.environment.nics()).map_err(|mut error| {
+        let devices = crossrail_topology::select(&filter, &self.environment.nics()).map_err(|mut error| {
             error.operation = "CROSSRAIL_CONTROL_DEVICE".to_owned();
             error
         })?;
@@ -164,7 +207,7 @@ impl Sessions {
     ) -> Result<()> {
         let device = {
             let listener = self.listener.lock();
-            let devices = listener.as_ref().map_or(&[][..], |listener| listener.devices());
+            let devices = listener.as_ref().map_or_else(Vec::new, |listener| listener.devices());
             let came_to = |device: &&Device| device.port == local.port() && device.address == local.ip().to_canonical();
             devices.iter().find(came_to).map(|device| device.name.clone())
         };

@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, TcpStream};
 use std::os::fd::AsRawFd;
 
-use crossrail_handshake::{Hello, Session, Stream, Ticket};
+use crossrail_handshake::{Device, HELLO_MAX, Hello, Session, Stream, Ticket, decode_devices, encode_devices};
 use crossrail_locks::Mutex;
 use crossrail_tcp::LinkWatch;
 use crossrail_topology::NetDevice;
@@ -13,7 +13,7 @@ use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Log, Reason, Resul
 
 use super::Sessions;
 use super::costs::EAGER_LIMIT;
-use super::rail_pairs::{PeerRails, RailPair};
+use super::rail_pairs::{PeerRails, RailPair, again};
 use super::transport::Announcement;
 use super::{over_rails, placing};
 use crate::core::{LostRail, Move, READABLE};
@@ -25,6 +25,11 @@ const ANNOUNCEMENT_LEN: usize = 4;
 const ANNOUNCEMENT_SUM: usize = 8;
 /// Announcement byte of an end that closes the session; reserved, no transport uses it.
 const GOODBYE: u8 = 0xff;
+/// First byte of an end's rails, which have changed since its hello: four bytes of length, as many bytes, and the first
+/// ones of their proof. Reserved, too.
+const DEVICES: u8 = 0xfe;
+const DEVICES_HEAD: usize = 5;
+const DEVICES_PROOF: usize = 16;
 
 /// An announcement as it travels over that session's control connection.
 fn announcement_bytes(ticket: &Ticket, announcement: [u8; ANNOUNCEMENT_LEN]) -> Vec<u8> {
@@ -33,6 +38,19 @@ fn announcement_bytes(ticket: &Ticket, announcement: [u8; ANNOUNCEMENT_LEN]) -> 
         bytes.extend_from_slice(&ticket.proof("announcement", &announcement)[..ANNOUNCEMENT_SUM]);
     }
     bytes
+}
+
+/// The `number`-th change of an end's rails, counted from 1, as it travels. `initiator`: that end has connected.
+fn devices_bytes(ticket: &Ticket, initiator: bool, number: u32, devices: &[u8]) -> Vec<u8> {
+    let length = (devices.len() as u32).to_le_bytes();
+    [&[DEVICES], &length[..], devices, &devices_proof(ticket, initiator, number, devices)].concat()
+}
+
+fn devices_proof(ticket: &Ticket, initiator: bool, number: u32, devices: &[u8]) -> [u8; DEVICES_PROOF] {
+    let counted = [&[u8::from(initiator)], &number.to_le_bytes()[..], devices].concat();
+    let mut proof = [0; DEVICES_PROOF];
+    proof.copy_from_slice(&ticket.proof("rails", &counted)[..DEVICES_PROOF]);
+    proof
 }
 
 /// The control connections of one worker. Any thread; each method takes the lock for itself.
@@ -53,6 +71,12 @@ struct ControlConnection {
     peer: Hello,
     /// What has been read of the connecting end's announcement.
     received: Vec<u8>,
+    /// What has been read behind it.
+    updates: Vec<u8>,
+    /// Changes of rails sent and received.
+    changes: [u32; 2],
+    /// The peer's rails have changed, and [`Sessions::pair_again`] is due.
+    changed: bool,
     announced: bool,
     /// Its connection has failed; the peer counts as alive as long as a lane does.
     lost: bool,
@@ -124,8 +148,37 @@ impl ControlConnections {
     pub(super) fn add_rail(&self, endpoint: EndpointId, rail: u16, mine: &NetDevice, local: IpAddr, from: IpAddr) {
         self.with(endpoint, |connection| {
             let theirs = connection.peer.devices.iter().find(|device| device.address == from)?.clone();
-            let pair = || RailPair { mine: mine.clone(), from: local, theirs };
-            connection.rails.entry(rail).or_insert_with(pair);
+            connection.rails.insert(rail, RailPair { mine: mine.clone(), from: local, theirs });
+            Some(())
+        });
+    }
+
+    /// Announces this end's rails, which have changed, to all peers; their endpoints.
+    pub(super) fn announce_devices(&self, devices: &[Device]) -> Vec<EndpointId> {
+        let Some(bytes) = encode_devices(devices) else { return Vec::new() };
+        let mut connections = self.connections.lock();
+        let formed = connections.values_mut().filter(|connection| connection.formed() && !connection.lost);
+        formed
+            .map(|connection| {
+                connection.send_devices(&bytes);
+                connection.endpoint
+            })
+            .collect()
+    }
+
+    /// Whether the peer has announced other rails since the last call.
+    fn take_changed(&self, endpoint: EndpointId) -> bool {
+        self.with(endpoint, |connection| Some(std::mem::take(&mut connection.changed))).unwrap_or(false)
+    }
+
+    /// Has lost lanes dialled between the addresses that the devices of both ends have now. `mine`: our rails.
+    pub(super) fn pair_again(&self, endpoint: EndpointId, mine: &[NetDevice]) {
+        self.with(endpoint, |connection| {
+            for pair in connection.rails.values_mut() {
+                if let Some(found) = again(pair, mine, &connection.peer.devices) {
+                    *pair = found;
+                }
+            }
             Some(())
         });
     }
@@ -255,6 +308,9 @@ impl ControlConnection {
             stream,
             peer,
             received: Vec::new(),
+            updates: Vec::new(),
+            changes: [0; 2],
+            changed: false,
             announced: false,
             lost: false,
             rails: HashMap::new(),
@@ -287,19 +343,27 @@ impl ControlConnection {
                     return event;
                 }
                 Ok(bytes) => {
-                    self.received.extend_from_slice(&buffer[..bytes]);
-                    if self.is_goodbye() {
-                        self.received.pop();
+                    let missing = if self.initiator { 0 } else { self.announced_in() - self.received.len() };
+                    let (announcement, updates) = buffer[..bytes].split_at(missing.min(bytes));
+                    self.received.extend_from_slice(announcement);
+                    self.updates.extend_from_slice(updates);
+                    if self.received == [GOODBYE] {
+                        self.received.clear();
                         break "it closed the control connection".to_owned();
                     }
-                    if self.initiator || self.received.len() > self.announced_in() || !known(self.received[0]) {
+                    if self.received.first().is_some_and(|byte| !known(*byte)) {
                         break "it broke the protocol on the control connection".to_owned();
                     }
-                    if let (None, true) = (self.announcement_received(), self.received.len() == self.announced_in()) {
+                    if !self.initiator
+                        && let (None, true) = (self.announcement_received(), self.received.len() == self.announced_in())
+                    {
                         let name = &self.peer.name;
                         log.warn(format_args!("{name}: control connection is corrupt: a checksum differs"));
                         break "the control connection is corrupt: the checksum of what it announced differs"
                             .to_owned();
+                    }
+                    if let Some(why) = self.take_updates() {
+                        break why.to_owned();
                     }
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return self.announcement(),
@@ -329,11 +393,41 @@ impl ControlConnection {
         self.initiator || self.announced
     }
 
-    /// Whether the last byte received is the peer's goodbye: behind the announcement, or in its place.
-    fn is_goodbye(&self) -> bool {
-        let before = self.received.len() - 1;
-        let expected = before == 0 || (!self.initiator && before == self.announced_in());
-        expected && self.received[before] == GOODBYE
+    /// Acts on what has come whole behind the announcement; why the connection is over, if it is.
+    fn take_updates(&mut self) -> Option<&'static str> {
+        const BROKEN: &str = "it broke the protocol on the control connection";
+        while let Some(kind) = self.updates.first() {
+            if *kind == GOODBYE && self.updates.len() == 1 {
+                return Some("it closed the control connection");
+            }
+            let Some(length) = self.updates.get(1..DEVICES_HEAD) else {
+                return if *kind == DEVICES { None } else { Some(BROKEN) };
+            };
+            let length = length.try_into().map_or(usize::MAX, |bytes| u32::from_le_bytes(bytes) as usize);
+            if *kind != DEVICES || length > HELLO_MAX {
+                return Some(BROKEN);
+            }
+            let end = DEVICES_HEAD + length;
+            let proof = self.updates.get(end..end + DEVICES_PROOF)?;
+            let (bytes, number) = (&self.updates[DEVICES_HEAD..end], self.changes[1].wrapping_add(1));
+            let is_proven = proof == devices_proof(&self.ticket, !self.initiator, number, bytes);
+            let Some(devices) = decode_devices(bytes).ok().filter(|_| is_proven) else { return Some(BROKEN) };
+            (self.peer.devices, self.changed, self.changes[1]) = (devices, true, number);
+            self.updates.drain(..end + DEVICES_PROOF);
+        }
+        None
+    }
+
+    /// Sends this end's rails, which have changed.
+    fn send_devices(&mut self, devices: &[u8]) {
+        self.changes[0] = self.changes[0].wrapping_add(1);
+        let bytes = devices_bytes(&self.ticket, self.initiator, self.changes[0], devices);
+        // The socket is empty but for earlier changes. A peer that reads none of them for so long that they fill it is
+        // stopped, and what was sent in part makes the connection useless.
+        if self.stream.write(&bytes).ok() != Some(bytes.len()) {
+            self.lost = true;
+            let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        }
     }
 
     /// Bytes of an announcement, with its sum.
@@ -515,10 +609,22 @@ impl SessionEvents for Sessions {
             // The peer gave up before there was an endpoint.
             ControlEvent::Ended { .. } => self.forget(endpoint),
         }
+        if self.control.take_changed(endpoint) {
+            self.log.debug(format_args!("a peer's rails have changed; lost ones are dialled at its new addresses"));
+            self.pair_again(endpoint);
+            self.redialer.nudge();
+        }
     }
 
     fn links_changed(&self) {
-        let changes = self.control.watch.lock().as_mut().map(LinkWatch::changes).unwrap_or_default();
+        let (changes, addresses) = {
+            let mut watch = self.control.watch.lock();
+            let changes = watch.as_mut().map(LinkWatch::changes).unwrap_or_default();
+            (changes, watch.as_mut().is_some_and(LinkWatch::take_addresses_changed))
+        };
+        if addresses {
+            self.addresses_changed();
+        }
         for change in changes {
             if change.up {
                 self.redialer.nudge();
@@ -593,6 +699,44 @@ mod tests {
             assert!(!made_of(ticket, &[GOODBYE]).0, "it was given up before it was announced");
             assert!(made_of(ticket, &[&sent[..], b"x"].concat()).1.contains("broke the protocol"));
         }
+    }
+
+    #[test]
+    fn rails_that_change_are_taken_in_their_order_and_with_their_proof_alone() {
+        let device = |at: u8| Device {
+            name: "eth1".to_owned(),
+            address: std::net::IpAddr::from([10, 0, at, 2]),
+            port: 7,
+            speed_mbps: None,
+            loopback: false,
+        };
+        let change = |number, at| devices_bytes(&TICKET, true, number, &encode_devices(&[device(at)]).unwrap());
+        let announced = announcement_bytes(&TICKET, ANNOUNCED);
+        let read = |parts: &[&[u8]]| {
+            let mut of = given(TICKET, &[&announced, &parts.concat()[..]].concat());
+            let event = of.read(Log(LogLevel::Off), |_| true);
+            (of.peer.devices.clone(), of.changed, matches!(event, ControlEvent::Announced(..)))
+        };
+        assert_eq!(read(&[]), (vec![], false, true));
+        assert_eq!(read(&[&change(1, 1)]), (vec![device(1)], true, true));
+        assert_eq!(read(&[&change(1, 1), &change(2, 2)]), (vec![device(2)], true, true));
+        let whole = change(1, 1);
+        assert_eq!(read(&[&whole[..whole.len() - 1]]), (vec![], false, true), "it has not come whole");
+        assert_eq!(read(&[&change(2, 1)]).0, [], "one is missing");
+        assert_eq!(read(&[&change(1, 1), &change(1, 1)]).0, [device(1)], "the same once more");
+        let own = devices_bytes(&TICKET, false, 1, &encode_devices(&[device(1)]).unwrap());
+        assert_eq!(read(&[&own]).0, [], "what this end itself would send");
+        for at in 0..whole.len() {
+            let mut other = whole.clone();
+            other[at] ^= 1;
+            assert_eq!(read(&[&other]).0, [], "byte {at}");
+        }
+        for garbage in [&b"x"[..], &[DEVICES, 255, 255, 255, 255], &[GOODBYE, GOODBYE]] {
+            let bytes = [&announced, garbage].concat();
+            assert!(made_of(TICKET, &bytes).1.contains("broke the protocol"), "{garbage:?}");
+        }
+        let (formed, why) = made_of(TICKET, &[&announced[..], &whole, &[GOODBYE]].concat());
+        assert!(formed && why.contains("it closed the control connection"), "{why}");
     }
 
     #[test]

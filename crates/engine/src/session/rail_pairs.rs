@@ -93,6 +93,20 @@ pub(crate) fn pair(mine: &[NetDevice], theirs: &[Device], near: Near) -> Vec<Rai
     pairs.into_iter().map(|(_, pair)| pair).collect()
 }
 
+/// The same two devices as in `pair`, at the addresses that they have now. `None`: one of them is not there, or they have
+/// no addresses of one family.
+pub(crate) fn again(pair: &RailPair, mine: &[NetDevice], theirs: &[Device]) -> Option<RailPair> {
+    let device = mine.iter().find(|device| device.name == pair.mine.name)?;
+    let remotes = theirs.iter().filter(|remote| remote.name == pair.theirs.name);
+    let ways = remotes.flat_map(|remote| {
+        device.addresses.iter().filter_map(move |from| Some((prefix(*from, remote.address)?, *from, remote)))
+    });
+    // Of several as near, the one that was used before.
+    let known = |from: IpAddr, to: IpAddr| (from == pair.from) as u32 + (to == pair.theirs.address) as u32;
+    let (_, from, theirs) = ways.max_by_key(|(bits, from, to)| (*bits, known(*from, to.address)))?;
+    Some(RailPair { mine: device.clone(), from, theirs: theirs.clone() })
+}
+
 /// Why `device`, one of ours, is in none of the `pairs`.
 pub(crate) fn without_counterpart(device: &NetDevice, theirs: &[Device], pairs: &[RailPair]) -> String {
     if device.loopback {
@@ -212,6 +226,25 @@ mod tests {
         let pairs = pair(&mine, &theirs, Near::Apart);
         assert_eq!(pairs.len(), 1, "eth2 must not be paired with the other address of eth1");
         assert_eq!(pairs[0].theirs.address, theirs[1].address);
+    }
+
+    #[test]
+    fn devices_whose_addresses_change_are_paired_again() {
+        let pair_of = |mine: &str, theirs: &str| RailPair {
+            mine: net("eth1", mine, false),
+            from: mine.parse().unwrap(),
+            theirs: offering(&[("enp1", theirs, false)]).remove(0),
+        };
+        let before = pair_of("10.0.1.1", "10.0.1.2");
+        for (mine, theirs) in [("10.0.1.1", "10.0.1.9"), ("10.0.1.7", "10.0.1.2"), ("192.168.4.1", "192.168.4.2")] {
+            let (here, there) = (
+                [net("eth1", mine, false), net("eth2", "10.0.1.1", false)],
+                [("enp2", "10.0.1.2", false), ("enp1", "fd00::1", false), ("enp1", theirs, false)],
+            );
+            assert_eq!(again(&before, &here, &offering(&there)), Some(pair_of(mine, theirs)));
+        }
+        assert_eq!(again(&before, &[net("eth2", "10.0.1.1", false)], &offering(&[("enp1", "10.0.1.2", false)])), None);
+        assert_eq!(again(&before, std::slice::from_ref(&before.mine), &offering(&[("enp1", "fd00::1", false)])), None);
     }
 
     #[test]

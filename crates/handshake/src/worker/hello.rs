@@ -156,6 +156,7 @@ impl Hello {
     }
 
     fn validate(&self) -> std::result::Result<(), Malformed> {
+        check_devices(&self.devices)?;
         let texts = [("name", &self.name), ("boot id", &self.boot_id), ("release", &self.release)];
         for (what, text) in texts {
             check_text(what, text)?;
@@ -163,23 +164,45 @@ impl Hello {
         if let Some(unix) = &self.unix {
             check_text("socket name", unix)?;
         }
-        let lists = [
-            ("list of transports", self.transports.len()),
-            ("list of devices", self.devices.len()),
-            ("list of control addresses", self.control.len()),
-        ];
+        let lists = [("list of transports", self.transports.len()), ("list of control addresses", self.control.len())];
         for (what, length) in lists {
             if length > LIST_MAX {
                 return Err(Malformed::Field(what));
             }
         }
         self.transports.iter().try_for_each(|name| check_text("transport name", name))?;
-        self.devices.iter().try_for_each(|device| check_text("device name", &device.name))?;
         if self.chunk == 0 || self.window == 0 || self.channels == 0 {
             return Err(Malformed::Field("chunk, window or channels of 0"));
         }
         Ok(())
     }
+}
+
+fn check_devices(devices: &[Device]) -> std::result::Result<(), Malformed> {
+    if devices.len() > LIST_MAX {
+        return Err(Malformed::Field("list of devices"));
+    }
+    devices.iter().try_for_each(|device| check_text("device name", &device.name))
+}
+
+/// Encodes rails that have changed since the hello. `None`: there are too many to be accepted.
+pub fn encode_devices(devices: &[Device]) -> Option<Vec<u8>> {
+    let bytes = postcard::to_allocvec(devices).ok()?;
+    (decode_devices(&bytes).is_ok() && bytes.len() <= HELLO_MAX).then_some(bytes)
+}
+
+/// Decodes rails that have changed since the hello.
+///
+/// # Errors
+/// Bytes that are none, or trail them; more rails, or longer names, than a hello may have.
+pub fn decode_devices(bytes: &[u8]) -> std::result::Result<Vec<Device>, Malformed> {
+    let (devices, rest): (Vec<Device>, _) =
+        postcard::take_from_bytes(bytes).map_err(|_| Malformed::Field("list of devices"))?;
+    if !rest.is_empty() {
+        return Err(Malformed::Field("bytes behind a list of devices"));
+    }
+    check_devices(&devices)?;
+    Ok(devices)
 }
 
 /// Shortens a name, to leave room for the rest of a [`crate::Reject`]'s text.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crossrail_locks::{Condvar, Mutex};
 use crossrail_tcp::Binding;
-use crossrail_types::{Error, ErrorKind, Reason, Result};
+use crossrail_types::{Error, ErrorKind, Ports, Reason, Result};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -22,7 +22,7 @@ use super::hello::{Device, Identity};
 use super::lane::{self, LaneName};
 use super::limits::{EVICTED, HalfOpen, Slot, Source, Spare, descriptors_are_low, evicted_error};
 use super::session::{self, Agreed, Session, Stream};
-use super::sockets::{ListenConfig, ListeningSocket, open};
+use super::sockets::{ListenConfig, ListeningSocket, Rail, listen_on, open};
 use super::text::tcp_name;
 use super::wire::WORKER;
 use crate::exchange::{Exchange, poll_timeout, send_reject};
@@ -78,12 +78,16 @@ pub struct Listener {
 
 impl fmt::Debug for Listener {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Listener").field("hello", &self.acceptor.me.hello).finish_non_exhaustive()
+        f.debug_struct("Listener").field("hello", &self.acceptor.me().hello).finish_non_exhaustive()
     }
 }
 
 struct Acceptor {
-    me: Identity,
+    me: Mutex<Arc<Identity>>,
+    sockets: Mutex<Vec<Arc<ListeningSocket>>>,
+    ports: Option<Ports>,
+    /// Readable when `sockets` has changed.
+    resized: EventFd,
     timeout: Duration,
     half_open: Arc<HalfOpen>,
     require_token: bool,
@@ -125,16 +129,21 @@ impl Listener {
         let mut me = me;
         let sockets = open(&config, &mut me)?;
         me.hello.encode()?;
-        let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-            .map_err(|e| Error::io("listen", "eventfd", &e.into()))?;
+        let event = || {
+            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+                .map_err(|e| Error::io("listen", "eventfd", &e.into()))
+        };
         let acceptor = Arc::new(Acceptor {
-            me,
+            me: Mutex::new(Arc::new(me)),
+            sockets: Mutex::new(sockets),
+            ports: config.ports,
+            resized: event()?,
             timeout: config.limits.timeout,
             half_open: Arc::new(HalfOpen::new(config.limits)),
             require_token: config.require_token,
             lane_keys,
             deliver,
-            stop,
+            stop: event()?,
             state: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -142,7 +151,7 @@ impl Listener {
         let spare = Spare::new(acceptor.stop.as_fd());
         let accept = thread::Builder::new()
             .name("crossrail-accept".to_owned())
-            .spawn(move || accept_loop(&own, &sockets, spare))
+            .spawn(move || accept_loop(&own, spare))
             .map_err(|e| Error::io("listen", "spawn a thread", &e))?;
         Ok(Listener { acceptor, accept: Some(accept) })
     }
@@ -159,17 +168,33 @@ impl Listener {
 
     /// The worker's address.
     pub fn address(&self) -> Address {
-        self.acceptor.me.hello.address()
+        self.acceptor.me().hello.address()
     }
 
     /// The rails it listens on.
-    pub fn devices(&self) -> &[Device] {
-        &self.acceptor.me.hello.devices
+    pub fn devices(&self) -> Vec<Device> {
+        self.acceptor.me().hello.devices.clone()
+    }
+
+    /// Listens on these rails from now on and on no others, because addresses have changed. Sessions come in as before,
+    /// and later ones learn of the rails.
+    ///
+    /// # Errors
+    /// As [`Listener::start`]; then nothing has changed.
+    pub fn listen_on(&self, rails: &[Rail]) -> Result<()> {
+        let mut sockets = self.acceptor.sockets.lock();
+        let mut me = Identity::clone(&self.acceptor.me());
+        listen_on(rails, self.acceptor.ports, &mut me, &mut sockets)?;
+        *self.acceptor.me.lock() = Arc::new(me);
+        drop(sockets);
+        // The counter is reset whenever it is read, so it cannot be full.
+        let _ = self.acceptor.resized.write(1);
+        Ok(())
     }
 
     /// The worker's identity with its addresses, for [`super::connect`].
-    pub fn identity(&self) -> &Identity {
-        &self.acceptor.me
+    pub fn identity(&self) -> Identity {
+        Identity::clone(&self.acceptor.me())
     }
 }
 
@@ -210,12 +235,14 @@ impl AsFd for Incoming {
     }
 }
 
-fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket], mut spare: Spare) {
+fn accept_loop(acceptor: &Arc<Acceptor>, mut spare: Spare) {
     OWN_THREAD.set(true);
     let mut threads: Vec<JoinHandle<()>> = Vec::new();
     let mut paused_until: Option<Instant> = None;
     loop {
-        let mut fds = vec![PollFd::new(acceptor.stop.as_fd(), PollFlags::POLLIN)];
+        let sockets = acceptor.sockets.lock().clone();
+        let own = [&acceptor.stop, &acceptor.resized];
+        let mut fds: Vec<PollFd<'_>> = own.map(|event| PollFd::new(event.as_fd(), PollFlags::POLLIN)).into();
         let mut timeout = PollTimeout::NONE;
         match paused_until.filter(|until| *until > Instant::now()) {
             Some(until) => timeout = poll_timeout(until),
@@ -235,8 +262,12 @@ fn accept_loop(acceptor: &Arc<Acceptor>, sockets: &[ListeningSocket], mut spare:
         if ready[0] {
             break;
         }
+        if ready[1] {
+            let _ = acceptor.resized.read();
+            continue;
+        }
         threads.retain(|thread| !thread.is_finished());
-        for (socket, _) in sockets.iter().zip(&ready[1..]).filter(|(_, ready)| **ready) {
+        for (socket, _) in sockets.iter().zip(&ready[2..]).filter(|(_, ready)| **ready) {
             match accept(socket) {
                 Ok(Some((incoming, source, from))) => {
                     spare.rest();
@@ -265,7 +296,9 @@ fn accept(socket: &ListeningSocket) -> Result<Option<(Incoming, Source, String)>
         ListeningSocket::Unix(listener) => listener.accept().map(|(stream, _)| unix_incoming(stream)),
         ListeningSocket::Tcp(listener, purpose) => listener.accept().and_then(|(stream, from)| {
             let local = stream.local_addr()?.ip().to_canonical();
-            let rail = purpose.rails.iter().find(|rail| rail.address.to_canonical() == local).cloned();
+            let rails = purpose.rails.lock();
+            let rail = rails.iter().find(|rail| rail.address.to_canonical() == local).cloned();
+            drop(rails);
             let incoming = Incoming::Tcp(stream, Allowed { session: purpose.sessions, rail });
             Ok(Some((incoming, Source::Ip(source_of(from.ip())), tcp_name(from))))
         }),
@@ -334,6 +367,11 @@ fn receive(acceptor: &Arc<Acceptor>, incoming: Incoming, source: Source, from: S
 }
 
 impl Acceptor {
+    /// This end as it presents itself now.
+    fn me(&self) -> Arc<Identity> {
+        self.me.lock().clone()
+    }
+
     fn rejected(&self, from: &str, error: Error) {
         (self.deliver)(Arrival::Rejected { from: from.to_owned(), error });
     }
@@ -353,7 +391,7 @@ impl Acceptor {
     fn unix(&self, stream: UnixStream, from: &str, slot: Slot, deadline: Instant) -> Result<()> {
         let mut exchange = self.exchange(stream.as_fd(), from, deadline);
         match slot.source() {
-            Source::User(user) if !self.me.secret.is_shared() && !trusted(user) => {
+            Source::User(user) if !self.me().secret.is_shared() && !trusted(user) => {
                 exchange.stage("connect");
                 let reject = Reject::new(RejectCode::Refused, "another user's process, and there is no secret");
                 return Err(exchange.reject(&reject.because(Reason::UserDenied)));
@@ -361,9 +399,10 @@ impl Acceptor {
             _ => {}
         }
         self.check_room(&mut exchange)?;
-        let flags = session::flags(&self.me, self.require_token, true);
-        let (_, challenge, reply) = session::begin(&mut exchange, &self.me, flags, (Kind::Reply, None))?;
-        let admitted = session::admit(&mut exchange, &self.me, (&challenge, &reply), flags, true)?;
+        let me = self.me();
+        let flags = session::flags(&me, self.require_token, true);
+        let (_, challenge, reply) = session::begin(&mut exchange, &me, flags, (Kind::Reply, None))?;
+        let admitted = session::admit(&mut exchange, &me, (&challenge, &reply), flags, true)?;
         let (agreed, opening) = self.open_session(&exchange, admitted, slot)?;
         self.deliver_session(Stream::Unix(stream), agreed, opening);
         Ok(())
@@ -381,9 +420,11 @@ impl Acceptor {
         if kinds == (Kind::Reply, None) {
             self.check_room(&mut exchange)?;
         }
-        let flags = session::flags(&self.me, self.require_token, false);
-        let (kind, challenge, answer) = session::begin(&mut exchange, &self.me, flags, kinds)?;
+        let me = self.me();
+        let flags = session::flags(&me, self.require_token, false);
+        let (kind, challenge, answer) = session::begin(&mut exchange, &me, flags, kinds)?;
         if kind == Kind::LaneHello {
+            check_descriptors(&mut exchange)?;
             if let Some(rail) = &allowed.rail {
                 rail.adopt(&stream)?;
             }
@@ -397,7 +438,7 @@ impl Acceptor {
             return Ok(());
         }
         self.check_room(&mut exchange)?;
-        let admitted = session::admit(&mut exchange, &self.me, (&challenge, &answer), flags, false)?;
+        let admitted = session::admit(&mut exchange, &me, (&challenge, &answer), flags, false)?;
         let (agreed, opening) = self.open_session(&exchange, admitted, slot)?;
         self.deliver_session(Stream::Tcp(stream), agreed, opening);
         Ok(())
@@ -405,11 +446,7 @@ impl Acceptor {
 
     /// Rejects a peer that would open a session, if no further one is admitted.
     fn check_room(&self, exchange: &mut Exchange<'_>) -> Result<()> {
-        if descriptors_are_low() {
-            exchange.stage("connect");
-            let why = "this process has few descriptors left, which it keeps for itself";
-            return Err(exchange.reject(&no_descriptor(why)));
-        }
+        check_descriptors(exchange)?;
         let state = self.state.lock();
         let Some(why) = state.full.clone().or_else(|| state.crowded.clone()) else { return Ok(()) };
         drop(state);
@@ -464,6 +501,15 @@ impl Acceptor {
         }
         Ok(())
     }
+}
+
+/// Rejects a connection where the process needs its last descriptors itself.
+fn check_descriptors(exchange: &mut Exchange<'_>) -> Result<()> {
+    if !descriptors_are_low() {
+        return Ok(());
+    }
+    exchange.stage("connect");
+    Err(exchange.reject(&no_descriptor("this process has few descriptors left, which it keeps for itself")))
 }
 
 /// Whether this user may connect without a secret: the process's own user, and root.

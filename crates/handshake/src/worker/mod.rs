@@ -23,7 +23,7 @@ pub(crate) mod wire;
 
 pub use address::{ADDRESS_MAX, Address};
 pub use dial::{connect, dial_lane, upgrade};
-pub use hello::{Device, Hello, Identity, Parameters, network_namespace};
+pub use hello::{Device, HELLO_MAX, Hello, Identity, Parameters, decode_devices, encode_devices, network_namespace};
 pub use keys::Ticket;
 pub use lane::LaneName;
 pub(crate) use limits::{HalfOpen, Slot, Source};

@@ -4,7 +4,9 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{self as unix, UnixListener};
+use std::sync::Arc;
 
+use crossrail_locks::Mutex;
 use crossrail_tcp::Binding;
 use crossrail_types::{Error, ErrorKind, Ports, Reason, Result};
 
@@ -55,7 +57,7 @@ pub(super) enum ListeningSocket {
 #[derive(Default)]
 pub(super) struct Purpose {
     pub(super) sessions: bool,
-    pub(super) rails: Vec<Binding>,
+    pub(super) rails: Mutex<Vec<Binding>>,
 }
 
 impl AsFd for ListeningSocket {
@@ -67,13 +69,32 @@ impl AsFd for ListeningSocket {
     }
 }
 
+impl ListeningSocket {
+    /// Where sessions come in, if they do.
+    fn for_sessions(&self) -> Option<(SocketAddr, &Purpose)> {
+        match self {
+            ListeningSocket::Tcp(listener, purpose) if purpose.sessions => Some((listener.local_addr().ok()?, purpose)),
+            ListeningSocket::Tcp(..) | ListeningSocket::Unix(_) => None,
+        }
+    }
+
+    /// The port, if it is that rail's alone.
+    fn for_rail(&self, rail: &Binding) -> Option<u16> {
+        match self {
+            ListeningSocket::Tcp(listener, purpose) if !purpose.sessions && purpose.rails.lock().contains(rail) => {
+                Some(listener.local_addr().ok()?.port())
+            }
+            ListeningSocket::Tcp(..) | ListeningSocket::Unix(_) => None,
+        }
+    }
+}
+
 /// Opens the sockets of `config`, and completes `me.hello` with their addresses.
 ///
 /// # Errors
 /// As [`super::Listener::start`].
-pub(super) fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<ListeningSocket>> {
-    let bindings = config.control.iter().chain(config.rails.iter().map(|rail| &rail.binding));
-    for binding in bindings {
+pub(super) fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Arc<ListeningSocket>>> {
+    for binding in &config.control {
         me.secret.allows_listening("listen", binding.address)?;
     }
     let mut sockets = Vec::new();
@@ -86,41 +107,73 @@ pub(super) fn open(config: &ListenConfig, me: &mut Identity) -> Result<Vec<Liste
         let address = unix::SocketAddr::from_abstract_name(&name).map_err(|e| fail("socket name", e))?;
         let listener = UnixListener::bind_addr(&address).map_err(|e| fail("bind", e))?;
         listener.set_nonblocking(true).map_err(|e| fail("fcntl", e))?;
-        sockets.push(ListeningSocket::Unix(listener));
+        sockets.push(Arc::new(ListeningSocket::Unix(listener)));
         me.hello.unix = Some(name);
     }
     // The IPv6 wildcard includes every other address.
     let everywhere = config.control.iter().find(|one| one.address.is_unspecified() && one.address.is_ipv6());
     let control = everywhere.map_or(&config.control[..], std::slice::from_ref);
-    let mut sessions_at = Vec::new();
     for binding in control {
         let (listener, local) = open_tcp(binding, config.port, None, config.ports)?;
         me.hello.control.extend(reachable_at(local)?);
-        let shares = |rail: &&Rail| includes(local.ip(), rail.binding.address);
-        let rails = config.rails.iter().filter(shares).map(|rail| rail.binding.clone()).collect();
-        sockets.push(ListeningSocket::Tcp(listener, Purpose { sessions: true, rails }));
-        sessions_at.push(local);
+        let purpose = Purpose { sessions: true, ..Purpose::default() };
+        sockets.push(Arc::new(ListeningSocket::Tcp(listener, purpose)));
     }
-    for rail in &config.rails {
-        if rail.binding.address.is_unspecified() {
-            let detail = format!("rail {}: {} is not one device's address", rail.name, rail.binding.address);
+    listen_on(&config.rails, config.ports, me, &mut sockets)?;
+    Ok(sockets)
+}
+
+/// Listens on these rails and no others, and completes `me.hello` with them. Sockets that are there stay, unless they
+/// are for other rails alone.
+///
+/// # Errors
+/// As [`super::Listener::start`]; then `me` and `sockets` are as they were.
+pub(super) fn listen_on(
+    rails: &[Rail],
+    ports: Option<Ports>,
+    me: &mut Identity,
+    sockets: &mut Vec<Arc<ListeningSocket>>,
+) -> Result<()> {
+    let sessions: Vec<(SocketAddr, &Purpose)> = sockets.iter().filter_map(|socket| socket.for_sessions()).collect();
+    let shared =
+        |address| sessions.iter().find(|(local, _)| includes(local.ip(), address)).map(|(local, _)| local.port());
+    let (mut devices, mut further) = (Vec::new(), Vec::new());
+    for rail in rails {
+        let address = rail.binding.address;
+        me.secret.allows_listening("listen", address)?;
+        if address.is_unspecified() {
+            let detail = format!("rail {}: {address} is not one device's address", rail.name);
             return Err(Error::new(ErrorKind::Config, "listen", detail));
         }
-        let address = rail.binding.address;
-        let port = match sessions_at.iter().find(|local| includes(local.ip(), address)) {
-            Some(local) => local.port(),
-            None => {
-                let preferred = sessions_at.first().map(SocketAddr::port);
-                let (listener, local) = open_tcp(&rail.binding, 0, preferred, config.ports)?;
-                let purpose = Purpose { sessions: false, rails: vec![rail.binding.clone()] };
-                sockets.push(ListeningSocket::Tcp(listener, purpose));
+        let port = match (shared(address), sockets.iter().find_map(|socket| socket.for_rail(&rail.binding))) {
+            (Some(port), _) => port,
+            (None, Some(port)) => port,
+            (None, None) => {
+                let preferred = sessions.first().map(|(local, _)| local.port());
+                let (listener, local) = open_tcp(&rail.binding, 0, preferred, ports)?;
+                let purpose = Purpose { sessions: false, rails: Mutex::new(vec![rail.binding.clone()]) };
+                further.push(Arc::new(ListeningSocket::Tcp(listener, purpose)));
                 local.port()
             }
         };
         let loopback = address.to_canonical().is_loopback();
-        me.hello.devices.push(Device { name: rail.name.clone(), address, port, speed_mbps: rail.speed_mbps, loopback });
+        devices.push(Device { name: rail.name.clone(), address, port, speed_mbps: rail.speed_mbps, loopback });
     }
-    Ok(sockets)
+    for (local, purpose) in sessions {
+        let shares = |rail: &&Rail| includes(local.ip(), rail.binding.address);
+        *purpose.rails.lock() = rails.iter().filter(shares).map(|rail| rail.binding.clone()).collect();
+    }
+    let is_wanted = |socket: &Arc<ListeningSocket>| match &**socket {
+        ListeningSocket::Tcp(_, Purpose { sessions: false, rails: of }) => {
+            let of = of.lock();
+            rails.iter().any(|rail| of.contains(&rail.binding))
+        }
+        ListeningSocket::Tcp(..) | ListeningSocket::Unix(_) => true,
+    };
+    sockets.retain(is_wanted);
+    sockets.extend(further);
+    me.hello.devices = devices;
+    Ok(())
 }
 
 /// Whether a socket bound to `listening` also gets connections to `address`.

@@ -143,8 +143,8 @@ fn giant_lengths_allocate_nothing() {
         assert_eq!(error.kind, ErrorKind::Protocol, "{error}");
         assert!(error.detail.contains(&length.to_string()), "{error}");
     }
-    // Lengths of 2^63 inside a hello whose mac holds: of the name, of the list of transports. Ten bytes of later
-    // releases follow the fields.
+    // Lengths of 2^63 inside a hello whose mac holds: of the name, and of a field near its end, before the ten bytes of the
+    // last fields.
     let valid = identity("by hand", Secret::None).hello.encode().unwrap();
     for at in [16, valid.len() - 10] {
         let mut body = valid[..at].to_vec();
