@@ -379,13 +379,13 @@ static void errors(void) {
     CHECK(strcmp(xrail_last_error()->reason, "not_listening") == 0 && xrail_last_error()->os_error != 0);
     FAILS(XRAIL_ERROR_TIMEOUT, xrail_accept(worker, 0, &nobody));
     FAILS(XRAIL_ERROR_USAGE, xrail_accept(worker, -7, &nobody));
-    xrail_worker_close(worker);
+    OK(xrail_worker_close(worker));
     FAILS(XRAIL_ERROR_CLOSED, xrail_accept(worker, 0, &nobody));
     FAILS(XRAIL_ERROR_CLOSED, xrail_worker_wait(worker, 0));
     FAILS(XRAIL_ERROR_CLOSED, xrail_worker_progress(worker));
     xrail_worker_free(worker);
     OK(xrail_endpoint_state(to_b));
-    xrail_worker_close(b);
+    OK(xrail_worker_close(b));
     while (xrail_endpoint_state(to_b) == XRAIL_OK) CHECK(xrail_worker_wait(a, XRAIL_DEFAULT) == XRAIL_OK);
     FAILS(XRAIL_ERROR_PEER_DEAD, xrail_endpoint_state(to_b));
     FAILS(XRAIL_ERROR_CLOSED, xrail_endpoint_state(to_a));

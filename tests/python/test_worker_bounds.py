@@ -95,7 +95,8 @@ def test_a_peer_that_leaves_and_comes_again_holds_no_more_notices(monkeypatch: p
                 try:
                     for _ in range(3):
                         endpoint.notify(notice).wait(20)
-                except crossrail.RegionError:
+                except crossrail.ExhaustedError as error:
+                    assert "unread notices" in str(error) and "read notices" in (error.hint or "")
                     refused += 1
         after, _ = of.does("nothing")
         assert refused >= 15

@@ -181,7 +181,7 @@ fn a_peer_that_dies_ends_the_run() {
         let mut session = Session { context, worker, endpoint, role, memory, observer: &mut Unobserved };
         latency(&mut session, LatencyPlan { size: 8, iters: 1, warmup: 0 })
     });
-    pair.ends[1].0.close();
+    pair.ends[1].0.close().unwrap();
     let error = running.join().unwrap().unwrap_err();
     assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{error}");
     assert_eq!(error.waited, None, "no wait reached its limit: {error}");
@@ -213,7 +213,7 @@ fn a_stopped_p2p_returns_what_it_has_measured() {
     let rows = p2p(&mut session, plan).unwrap();
     assert!(!rows.is_empty() && rows.len() < plan.iters);
     assert!(rows.iter().all(|row| row.us_sender > 0.0 && row.sender.bytes == plan.size as u64));
-    worker.close();
+    worker.close().unwrap();
     assert!(echo.join().unwrap().is_err(), "the other end is left in the middle of the run");
 }
 

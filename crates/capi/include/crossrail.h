@@ -154,8 +154,10 @@ XRAIL_CALL xrail_device_of(xrail_context *context, const void *address, uint32_t
 /* ---- worker */
 /* Listens. [W: CONFIG IO EXHAUSTED] */
 XRAIL_CALL xrail_worker_create(xrail_context *context, const xrail_worker_options *options, xrail_worker **out);
-/* Says goodbye, ends requests (CLOSED) and threads. When it returns, no buffer is touched any more. [W] */
-void xrail_worker_close(xrail_worker *worker);
+/* Says goodbye, ends requests (CLOSED) and threads. No buffer is touched any more, unless the result is TIMEOUT: then a
+ * peer that copies by itself has not confirmed its end, and buffers of requests and regions stay in use until its process
+ * has ended. [W: TIMEOUT] */
+XRAIL_CALL xrail_worker_close(xrail_worker *worker);
 /* Closes and gives the handle back; not from the log function. Other handles stay valid and answer CLOSED. [W] */
 void xrail_worker_free(xrail_worker *worker);
 /* Bytes for peers' xrail_connect. Whoever has them may connect. [N] */

@@ -81,11 +81,13 @@ pub(crate) unsafe extern "C" fn xrail_worker_create(
 /// # Safety
 /// As the header says.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn xrail_worker_close(worker: *mut Worker) {
+pub(crate) unsafe extern "C" fn xrail_worker_close(worker: *mut Worker) -> i32 {
     // SAFETY: by the contract.
-    if let Some(worker) = unsafe { worker.as_ref() } {
-        guard::quietly("worker_close", Some(&worker.0.native), || worker.0.native.close());
-    }
+    let Some(worker) = (unsafe { worker.as_ref() }) else { return OK };
+    guard::call("worker_close", Some(&worker.0.native), || {
+        worker.0.native.close()?;
+        Ok(OK)
+    })
 }
 
 /// Closes, and gives the handle back.
@@ -100,7 +102,8 @@ pub(crate) unsafe extern "C" fn xrail_worker_free(worker: *mut Worker) {
     guard::quietly("worker_free", None, || {
         // SAFETY: from `into_raw`, once.
         let worker = unsafe { Box::from_raw(worker) };
-        worker.0.native.close();
+        // The engine's log reports what it leaves in use.
+        drop(worker.0.native.close());
         worker.0.finished.end();
         worker.0.pool.close();
     });

@@ -151,6 +151,6 @@ fn main() {
         echoes(&worker, &to, &local, &remote);
     }
     drop((local, remote, to));
-    worker.close();
+    worker.close().unwrap();
     let _ = server.wait();
 }

@@ -44,7 +44,7 @@ fn a_callback_may_close_its_worker() {
         let (a, b) = (worker(way), worker(way));
         let closed = called_back(&b, &a, {
             let b = b.clone();
-            move || b.close()
+            move || b.close().unwrap()
         });
         closed.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("{way:?}: the callback did not return"));
     }
@@ -67,7 +67,7 @@ fn check_close_without_callback(way: &[(&str, &str)]) {
     begun.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("{way:?}: nothing was received"));
     let (tell, closed) = channel();
     std::thread::spawn(move || {
-        b.close();
+        b.close().unwrap();
         tell.send(()).unwrap();
     });
     closed.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("{way:?}: the worker did not close"));

@@ -96,7 +96,7 @@ fn check_lanes_outlive_the_control_connection(end: fn(Between)) {
     }
     // Without it, the peer's goodbye comes over a lane.
     let receive = a.recv(vec![0; 8], 8, u64::MAX, Some(&ab)).unwrap();
-    b.close();
+    b.close().unwrap();
     let error = receive.wait(LIMIT).unwrap_err();
     assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{error}");
 }

@@ -57,11 +57,11 @@ fn a_wait_for_events_misses_none() {
     while let Ok(more) = b.wait_event(seen, SHORT) {
         seen = more;
     }
-    a.close();
+    a.close().unwrap();
     while to_a.is_alive() {
         seen = b.wait_event(seen, LIMIT).expect("the peer's end");
     }
-    b.close();
+    b.close().unwrap();
     assert_eq!(b.wait_event(seen, LIMIT).unwrap_err().kind, ErrorKind::Closed);
 }
 
@@ -83,7 +83,7 @@ fn a_panic_on_a_thread_of_the_worker_ends_it_with_the_text() {
     assert_eq!(other.wait(LIMIT).unwrap_err().kind, ErrorKind::Closed, "what was in flight has ended");
     assert_eq!(b.check("send").unwrap_err().kind, ErrorKind::Closed);
     assert!(b.recv(vec![0; 8], 3, ANY, Some(&to_a)).and_then(|late| late.wait(LIMIT)).is_err());
-    b.close();
+    b.close().unwrap();
 }
 
 #[test]

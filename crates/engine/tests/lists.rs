@@ -453,7 +453,7 @@ fn moves_and_notices_with_a_peer_that_ends_fail_and_nothing_is_written_afterward
             let (here, _there, prepared) = long_move(&pair, shared, kind);
             let request = prepared.start(StartOptions::default()).unwrap();
             let held: Vec<_> = (0..8).map(|_| pair.ab.notify(&[1; NOTICE_MAX]).unwrap()).collect();
-            pair.b.close();
+            pair.b.close().unwrap();
             for request in held.iter().chain([&request]) {
                 if let Err(error) = request.wait(LIMIT) {
                     assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{transport}: {error}");

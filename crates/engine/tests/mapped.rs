@@ -167,7 +167,7 @@ fn other_transports_refuse_by_name() {
     there.close(LIMIT).unwrap();
     let closed = there.map(&shared, LIMIT).unwrap_err();
     assert_eq!((closed.kind, closed.reason), (ErrorKind::PeerDead, Some(Reason::Closed)), "{closed}");
-    shm_a.worker.close();
+    shm_a.worker.close().unwrap();
     assert_eq!(there.map(&shared, LIMIT).unwrap_err().kind, ErrorKind::Closed);
 }
 

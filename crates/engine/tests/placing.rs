@@ -138,7 +138,7 @@ fn the_end_of_an_endpoint_ends_its_objects_by_its_reason() {
     drive(&mut one, &mut two, "it arrives", |_, two| two.arrived == [1]);
     two.write(&one, &bytes, 2);
     two.poll().unwrap();
-    b.close();
+    b.close().unwrap();
     let (here, there) = (until_error(&mut two), until_error(&mut one));
     assert!(matches!(here, LaneError::Closed(_)), "{here:?}");
     assert!(here.to_string().contains("alpha"), "its own end: {here}");

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crossrail::{
-    Addresses, ConnectOptions, Context, Description, Endpoint, ErrorKind, Layout, Memory, Move, MoveKind, MoveOptions,
-    Place, Region, Settings, StartOptions, Worker, WorkerOptions,
+    Addresses, ConnectOptions, Context, Description, Endpoint, Error, ErrorKind, Layout, Memory, Move, MoveKind,
+    MoveOptions, Place, Region, Request, Settings, StartOptions, Worker, WorkerOptions,
 };
 
 const LIMIT: Option<Duration> = Some(Duration::from_secs(20));
@@ -184,7 +184,7 @@ fn the_end_of_a_region_ends_moves_of_both_ends() {
                 assert!(failed[0], "{transport}, {kind:?}, {of:?}: {failed:?}");
             }
         }
-        pair.b.close();
+        pair.b.close().unwrap();
     });
 }
 
@@ -206,7 +206,11 @@ fn an_end_that_a_peer_holds_up_is_an_error_and_the_next_call_concludes_it() {
             &pair.b,
             || true,
             || {
-                here.region.deregister().unwrap();
+                // A busy machine may keep the peer's thread from running for longer than one call waits.
+                let deadline = Instant::now() + Duration::from_secs(20);
+                while let Err(error) = here.region.deregister() {
+                    assert!(error.kind == ErrorKind::Timeout && Instant::now() < deadline, "{error}");
+                }
                 request.wait(LIMIT)
             },
         );
@@ -214,4 +218,64 @@ fn an_end_that_a_peer_holds_up_is_an_error_and_the_next_call_concludes_it() {
         assert_eq!(here.region.deregister().unwrap_err().kind, ErrorKind::Region, "it is over");
         drop((here.memory, there.memory));
     }
+}
+
+/// As above, of what ends at the same time as the connection: an endpoint, and a worker.
+#[test]
+fn a_close_that_a_peer_holds_up_is_an_error_and_its_memory_stays_lent() {
+    for kind in [MoveKind::Read, MoveKind::Write] {
+        let pair = pair_of(&[("CROSSRAIL_TLS", "shm"), ("CROSSRAIL_TIMEOUT", "0.3")]);
+        let here = Lent::of(&pair.a, &pair.contexts.0, None, DATA);
+        let there = Lent::of(&pair.b, &pair.contexts.1, None, OLD);
+        let request = prepared(&pair, kind, &here, &there).start(StartOptions::default()).unwrap();
+        let whole = held_up(&pair);
+        for _ in 0..2 {
+            let error = pair.ab.close(Some(Duration::from_millis(50))).unwrap_err();
+            assert!(is_held_up(&error), "{kind:?}: {error}");
+            assert!(!request.is_done() && !whole.is_done(), "{kind:?}: its memory is still in use");
+            let error = here.region.deregister().unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+            assert!(error.to_string().contains("b may still read or write"), "{error}");
+        }
+        driven(
+            &pair.b,
+            || true,
+            || {
+                request.wait(LIMIT).unwrap_err();
+                whole.wait(LIMIT).unwrap_err();
+                pair.ab.close(LIMIT).unwrap();
+            },
+        );
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while let Err(error) = here.region.deregister() {
+            assert!(error.kind == ErrorKind::Timeout && Instant::now() < deadline, "{error}");
+        }
+        drop((here.memory, there.memory));
+    }
+}
+
+#[test]
+fn a_worker_that_a_peer_holds_up_closes_with_an_error() {
+    let pair = pair_of(&[("CROSSRAIL_TLS", "shm"), ("CROSSRAIL_TIMEOUT", "0.3")]);
+    let whole = held_up(&pair);
+    let error = pair.a.close().unwrap_err();
+    assert!(is_held_up(&error), "{error}");
+    assert!(whole.is_done());
+    pair.a.close().unwrap();
+    drop(pair.ab);
+    // The other end was only late: it finds the lane closed, and copies nothing.
+    driven(&pair.b, || true, || while pair.b.endpoints().iter().any(Endpoint::is_alive) {});
+    pair.b.close().unwrap();
+}
+
+/// A write into a region of the peer, which copies it by itself once it makes progress.
+fn held_up(pair: &Pair) -> Request {
+    let target = pair.b.register(vec![0; LEN]).unwrap();
+    let request = pair.ab.write(vec![DATA; LEN], &target.key(), 0, None).unwrap();
+    std::mem::forget(target);
+    request
+}
+
+fn is_held_up(error: &Error) -> bool {
+    error.kind == ErrorKind::Timeout && error.to_string().contains("b may still read or write")
 }

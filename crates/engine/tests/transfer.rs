@@ -254,7 +254,7 @@ fn a_closed_peer_fails_only_its_own_requests() {
         let from_third = third.accept(LIMIT).unwrap();
         let doomed = pair.a.recv(vec![0; 8], 1, u64::MAX, Some(&pair.ab)).unwrap();
         let large = pair.ab.send(vec![0; 8 << 20], 9).unwrap();
-        pair.b.close();
+        pair.b.close().unwrap();
         let error = doomed.wait(LIMIT).unwrap_err();
         assert!(matches!(error.kind, ErrorKind::PeerDead | ErrorKind::Closed), "{transport}: {error}");
         assert!(large.wait(LIMIT).is_err());
@@ -506,7 +506,7 @@ fn tasks_wait_for_progress_where_no_thread_makes_any_and_run_at_the_end() {
     assert!(worker.progress(), "a task was run");
     assert_eq!(running.try_recv(), Ok(1));
     defer(2);
-    worker.close();
+    worker.close().unwrap();
     assert_eq!(running.try_recv(), Ok(2), "what is left runs when the worker closes");
     defer(3);
     assert_eq!(running.try_recv(), Ok(3), "and at once afterwards");

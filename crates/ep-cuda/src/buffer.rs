@@ -474,15 +474,15 @@ impl Inner {
             self.launches.leak();
             std::mem::forget(peers);
             std::mem::forget(self.proxy.clone());
-            worker.close();
+            // The first error is the one to report.
+            let _ = worker.close();
             return Err(error);
         }
         for peer in peers {
             self.let_go(&peer);
             peer.close(crossrail_ep::meeting::CLOSE_TIMEOUT);
         }
-        worker.close();
-        Ok(())
+        worker.close()
     }
 }
 

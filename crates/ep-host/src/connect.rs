@@ -149,8 +149,7 @@ impl LocalRank {
             peer.close(CLOSE_TIMEOUT);
         }
         drop(view);
-        self.worker.close();
-        Ok(())
+        self.worker.close()
     }
 }
 

@@ -132,7 +132,7 @@ fn workers_leave_nothing() {
         let endpoint = worker.connect(&server.address(), &ConnectOptions::default()).unwrap();
         let accepted = server.accept(LIMIT).unwrap();
         drop(endpoint);
-        worker.close();
+        worker.close().unwrap();
         let gone = Instant::now() + Duration::from_secs(20);
         while accepted.is_alive() {
             assert!(Instant::now() < gone, "the peer's end was not noticed");

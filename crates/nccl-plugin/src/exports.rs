@@ -119,11 +119,11 @@ unsafe extern "C" fn init_v11(
 /// Also called with a null context, after a failed `init`.
 unsafe extern "C" fn finalize(context: Ptr) -> Status {
     guard("finalize", || {
-        if !context.is_null() {
-            // SAFETY: made by `init_v11`, and finalized once.
-            unsafe { Arc::from_raw(context.cast_const().cast::<Net>()) }.close();
+        if context.is_null() {
+            return Ok(());
         }
-        Ok(())
+        // SAFETY: made by `init_v11`, and finalized once.
+        unsafe { Arc::from_raw(context.cast_const().cast::<Net>()) }.close()
     })
 }
 

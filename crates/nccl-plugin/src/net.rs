@@ -241,12 +241,13 @@ impl Net {
     }
 
     /// Ends the workers: their connections close, their threads end.
-    pub(crate) fn close(&self) {
+    ///
+    /// # Errors
+    /// `Timeout`: a peer may still access memory; the workers are closed all the same.
+    pub(crate) fn close(&self) -> Result<()> {
         self.attempts.lock().clear();
         self.links.lock().clear();
-        if let Some(workers) = self.workers.lock().take() {
-            workers.close();
-        }
+        self.workers.lock().take().map_or(Ok(()), |workers| workers.close())
     }
 }
 

@@ -121,11 +121,16 @@ impl Workers {
     }
 
     /// Ends the workers: their connections close, their threads end.
-    pub(crate) fn close(&self) {
+    ///
+    /// # Errors
+    /// `Timeout`: a peer may still access memory; the workers are closed all the same.
+    pub(crate) fn close(&self) -> Result<()> {
+        let mut ended = Ok(());
         for seat in &self.seats {
             seat.accepted.lock().clear();
-            seat.worker.close();
+            ended = ended.and(seat.worker.close());
         }
+        ended
     }
 }
 

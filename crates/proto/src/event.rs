@@ -35,6 +35,8 @@ pub enum RegionFault {
     Bounds,
     /// The region does not permit that access.
     Access,
+    /// What it would bring exceeds what the owner holds for a peer, or for all.
+    Full,
 }
 
 /// What an operation of ours is to do. `len` bytes of its memory are named in [`crate::Peer::start`].
@@ -247,8 +249,8 @@ pub enum Failure {
     Region(RegionFault),
     /// The peer is gone; the text says how that showed.
     PeerDead(String),
-    /// The memory of the operation (a device's) could not be read or written, at this end or the other; the text says
-    /// how, and of the other end no more than its first 64 bytes.
+    /// The memory of the operation (a device's, or unmapped) could not be read or written, at this end or the other; the
+    /// text says how, and of the other end no more than its first 64 bytes.
     Device(String),
     /// This end or the other had closed the connection.
     Closed,
@@ -265,8 +267,11 @@ impl fmt::Display for Failure {
             Failure::Region(RegionFault::Gone) => f.write_str("no region has this key (deregistered?)"),
             Failure::Region(RegionFault::Bounds) => f.write_str("access outside the region"),
             Failure::Region(RegionFault::Access) => f.write_str("the region does not permit this access"),
+            Failure::Region(RegionFault::Full) => {
+                f.write_str("the peer holds as many unread notices and lists as it accepts")
+            }
             Failure::PeerDead(why) => write!(f, "the peer is dead: {why}"),
-            Failure::Device(why) => write!(f, "device memory: {why}"),
+            Failure::Device(why) => write!(f, "its memory cannot be accessed: {why}"),
             Failure::Closed => f.write_str("the connection is closed"),
         }
     }

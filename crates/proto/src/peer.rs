@@ -249,6 +249,13 @@ impl Peer {
         }
     }
 
+    /// Drops unexpected messages of a peer that is [dead](Peer::dead), which no receive has taken.
+    pub fn forget_messages(&mut self, now: Time, matcher: &mut Matcher) {
+        let id = self.id;
+        let (_, _, unexpected, mut cx) = self.parts(now);
+        unexpected.forget_all(id, matcher, &mut cx);
+    }
+
     /// Why this peer cannot be used any more, if so.
     pub fn failed(&self) -> Option<Failure> {
         self.control.failed()

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crossrail_locks::PerProcess;
-use crossrail_transport::Copy;
+use crossrail_transport::{Copy, Step};
 
 /// A peer's process as this process may name it.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +22,7 @@ impl Process {
     ///
     /// # Safety
     /// `local` must be valid for `len` bytes, for writing when `copy` is `Pull`.
-    pub(crate) unsafe fn copy(self, copy: Copy, local: *mut u8, remote: u64, len: usize) -> Result<(), String> {
+    pub(crate) unsafe fn copy(self, copy: Copy, local: *mut u8, remote: u64, len: usize) -> Result<(), Step> {
         let mut done = 0;
         while done < len {
             let mine = piece(local.wrapping_add(done), len - done);
@@ -60,7 +60,12 @@ pub(crate) fn piece(at: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: at.cast(), iov_len: len }
 }
 
-fn refusal(copy: Copy, source: &io::Error) -> String {
+fn refusal(copy: Copy, source: &io::Error) -> Step {
+    let why = reason(copy, source);
+    if source.raw_os_error() == Some(libc::EFAULT) { Step::Unmapped(why) } else { Step::Failed(why) }
+}
+
+fn reason(copy: Copy, source: &io::Error) -> String {
     let call = if copy == Copy::Pull { "process_vm_readv" } else { "process_vm_writev" };
     let why = match source.raw_os_error() {
         Some(libc::EPERM) => {
@@ -124,13 +129,21 @@ fn answer(secret: [u64; 2]) -> [u64; 2] {
 pub(crate) fn try_pull(process: Process, address: u64, secret: [u64; 2]) -> Result<(), String> {
     let mut found = [0u64; 2];
     // SAFETY: `found` has 16 writable bytes.
-    unsafe { process.copy(Copy::Pull, found.as_mut_ptr().cast(), address, 16) }?;
+    unsafe { process.copy(Copy::Pull, found.as_mut_ptr().cast(), address, 16) }.map_err(why)?;
     if found == secret { Ok(()) } else { Err("process_vm_readv: the PID the socket names is not the peer's".into()) }
+}
+
+/// The reason in a step that is none.
+fn why(step: Step) -> String {
+    match step {
+        Step::Failed(why) | Step::Unmapped(why) => why,
+        Step::Moved(_) | Step::Waiting | Step::Done => String::new(),
+    }
 }
 
 /// Writes the answer next to it. Only after `try_pull` has shown that it is the peer.
 pub(crate) fn try_push(process: Process, address: u64, secret: [u64; 2]) -> Result<(), String> {
     let mut words = answer(secret);
     // SAFETY: `words` has 16 readable bytes.
-    unsafe { process.copy(Copy::Push, words.as_mut_ptr().cast(), address.wrapping_add(16), 16) }
+    unsafe { process.copy(Copy::Push, words.as_mut_ptr().cast(), address.wrapping_add(16), 16) }.map_err(why)
 }

@@ -126,7 +126,7 @@ impl ShmLane {
     ///
     /// # Safety
     /// As `Domain::step`; `at + len <= job.len`, and `remote` was resolved for `job.len` bytes.
-    unsafe fn copy_piece(job: &Job, remote: &Remote, at: usize, len: usize) -> Result<(), String> {
+    unsafe fn copy_piece(job: &Job, remote: &Remote, at: usize, len: usize) -> Result<(), Step> {
         let local = job.local.wrapping_add(at);
         let there = match *remote {
             Remote::Mapped(there) => there.wrapping_add(at),
@@ -156,8 +156,8 @@ impl ShmLane {
         // Nobody else waits for a part of it, so one copy takes all of the budget: fewer system calls with CMA.
         let len = budget.max(piece_len(job.len)).min(job.len - job.moved.min(job.len));
         // SAFETY: by the contract; moved + len <= job.len.
-        if let Err(why) = unsafe { Self::copy_piece(job, remote, job.moved, len) } {
-            return Step::Failed(why);
+        if let Err(step) = unsafe { Self::copy_piece(job, remote, job.moved, len) } {
+            return step;
         }
         job.moved += len;
         if job.moved == job.len { Step::Done } else { Step::Moved(len) }
@@ -184,13 +184,13 @@ impl ShmLane {
             let at = index * piece;
             let len = piece.min(job.len - at);
             let copied = match moved == 0 && !self.is_there(remote) {
-                true => Err(GONE.to_owned()),
+                true => Err(Step::Failed(GONE.to_owned())),
                 // SAFETY: by the contract; index < pieces, so at + len <= job.len.
                 false => unsafe { Self::copy_piece(job, remote, at, len) },
             };
             self.cursors.settle(slot, copied.is_ok());
-            if let Err(why) = copied {
-                return Step::Failed(why);
+            if let Err(step) = copied {
+                return step;
             }
             job.moved += len;
             moved += len;
@@ -238,7 +238,7 @@ impl Domain for ShmLane {
         }
     }
 
-    unsafe fn step_row(&mut self, row: &mut [&mut Job]) -> Result<usize, (usize, String)> {
+    unsafe fn step_row(&mut self, row: &mut [&mut Job]) -> Result<usize, (usize, Step)> {
         let (Ok(process), Some(copy)) = (self.process.as_ref().copied(), row.first().map(|job| job.copy)) else {
             return Ok(0);
         };
@@ -270,7 +270,7 @@ impl Domain for ShmLane {
             let job = &mut *row[number];
             let copied = match whole {
                 true => Ok(()),
-                false if !there => Err(GONE.to_owned()),
+                false if !there => Err(Step::Failed(GONE.to_owned())),
                 // Which of them cannot be copied is found out one by one.
                 // SAFETY: as above.
                 false => unsafe { process.copy(copy, job.local.wrapping_add(at), place(job, at), len) },
@@ -278,7 +278,7 @@ impl Domain for ShmLane {
             self.cursors.settle(slot, copied.is_ok());
             match copied {
                 Ok(()) => job.moved += len,
-                Err(why) => failed = failed.or(Some((number, why))),
+                Err(step) => failed = failed.or(Some((number, step))),
             }
         }
         failed.map_or(Ok(bytes), Err)

@@ -17,6 +17,7 @@ use crate::attached::{Attached, Report};
 use crate::cma::Process;
 use crate::count::Count;
 use crate::cursor::Cursors;
+use crate::descriptors::Held;
 use crate::notes::Notes;
 use crate::peer_segment::PeerSegment;
 use crate::ring::{Consumer, Frame, MAX_PAYLOAD, Producer};
@@ -359,7 +360,10 @@ impl ShmLane {
                         Some(_) if self.segments.len() >= MOST_UNMAPPED && unmapped() >= MOST_UNMAPPED => {
                             PeerSegment::Lost("512 segments that this end had not mapped were passed before it")
                         }
-                        Some(fd) => PeerSegment::Passed(fd),
+                        Some(fd) => Held::new(fd).map_or(
+                            PeerSegment::Lost("peers had passed as many descriptors as this process keeps for them"),
+                            PeerSegment::Passed,
+                        ),
                         None => PeerSegment::Lost("this process had no descriptor left to receive it"),
                     };
                     self.segments.insert(id, segment);

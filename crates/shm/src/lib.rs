@@ -24,6 +24,7 @@ mod control;
 mod copy;
 mod count;
 mod cursor;
+mod descriptors;
 mod direct;
 mod lane;
 mod memory;

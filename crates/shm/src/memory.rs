@@ -93,7 +93,7 @@ pub(crate) fn sealed_memfd(name: &str, len: usize) -> io::Result<OwnedFd> {
 
 /// The size in bytes of a memfd that came from a peer, once it is certain that touching a mapping of it can't
 /// raise SIGBUS: it is ordinary memory (a punched hole reads as zeros) and sealed against shrinking.
-pub(crate) fn verified_size(fd: &OwnedFd) -> Result<usize, String> {
+pub(crate) fn verified_size(fd: &impl AsFd) -> Result<usize, String> {
     let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|code| format!("fcntl(F_GET_SEALS): {code}"))?;
     if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
         return Err("a segment is not sealed against shrinking (F_SEAL_SHRINK)".into());

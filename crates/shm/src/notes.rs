@@ -9,6 +9,8 @@ use std::os::fd::OwnedFd;
 
 use crossrail_transport::{LaneError, ReceivedNote};
 
+use crate::descriptors::Room;
+
 /// Notes that were passed and not taken.
 const MOST_NOTES: u32 = 64;
 /// Their descriptors.
@@ -42,7 +44,7 @@ pub(crate) struct Notes {
     sent: Count,
     /// Of those, what the peer has taken.
     taken_there: Count,
-    waiting: VecDeque<ReceivedNote>,
+    waiting: VecDeque<(ReceivedNote, Option<Room>)>,
     arrived: Count,
     taken: Count,
     /// What the peer knows of that.
@@ -73,13 +75,16 @@ impl Notes {
 
     /// A note of the peer's; `lost` descriptors of it could not be received.
     pub(crate) fn arrive(&mut self, note: Vec<u8>, files: Vec<OwnedFd>, lost: usize) -> Result<(), LaneError> {
+        let room = Room::take(files.len());
+        // Without room they count as descriptors that the process could not receive.
+        let (files, lost) = if room.is_some() { (files, lost) } else { (Vec::new(), lost + files.len()) };
         self.arrived.add((files.len() + lost) as u32);
         if !self.arrived.since(self.taken).fits() {
             return Err(LaneError::Protocol(format!(
                 "more than {MOST_NOTES} notes or {MOST_FILES} descriptors that were not taken yet"
             )));
         }
-        self.waiting.push_back(ReceivedNote { note, files, lost });
+        self.waiting.push_back((ReceivedNote { note, files, lost }, room));
         Ok(())
     }
 
@@ -88,7 +93,7 @@ impl Notes {
     }
 
     pub(crate) fn take(&mut self) -> Option<ReceivedNote> {
-        let passed = self.waiting.pop_front()?;
+        let (passed, _room) = self.waiting.pop_front()?;
         self.taken.add((passed.files.len() + passed.lost) as u32);
         Some(passed)
     }

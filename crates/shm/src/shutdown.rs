@@ -25,12 +25,12 @@ pub(crate) fn has_hung_up(stream: &UnixStream, until: Instant) -> bool {
     wait(stream.as_raw_fd(), 0, libc::POLLHUP | libc::POLLERR, until)
 }
 
-/// Waits until the peer's process has exited; false at `until`, or if that cannot be observed from here.
+/// Waits until the peer's process has exited; false at `until`. Where that cannot be observed from here, the end of its
+/// socket counts: a process closes its files once none of its threads executes code or a system call any more.
 pub(crate) fn has_ended(stream: &UnixStream, until: Instant) -> bool {
     match process(stream) {
         Ok(Some(process)) => wait(process.as_raw_fd(), libc::POLLIN, libc::POLLIN, until),
-        Ok(None) => true,
-        Err(_) => false,
+        Ok(None) | Err(_) => true,
     }
 }
 

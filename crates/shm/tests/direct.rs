@@ -177,7 +177,7 @@ fn a_stopped_copy_is_claimed_no_more_and_the_cursor_outlives_late_jobs() {
                         Step::Moved(_) => {}
                         Step::Waiting => panic!("nobody else copies"),
                         Step::Done => return true,
-                        Step::Failed(why) => {
+                        Step::Failed(why) | Step::Unmapped(why) => {
                             assert!(why.contains("stopped"), "{why}");
                             return false;
                         }
@@ -285,7 +285,7 @@ fn a_row_of_jobs_is_copied_at_once_and_one_that_cannot_be_fails_alone() {
             }
             Some(at) => {
                 assert!(
-                    matches!(&pulled, Err((of, why)) if *of == at && why.contains("process_vm_readv")),
+                    matches!(&pulled, Err((of, Step::Unmapped(why))) if *of == at && why.contains("process_vm_readv")),
                     "{pulled:?}"
                 );
                 assert_eq!(pulls[at].moved, 0);
@@ -355,7 +355,7 @@ fn one_end_failing_fails_both() {
     let (mut pull, mut push) = (job(Copy::Pull), job(Copy::Push));
     // SAFETY: `memory` has `len` bytes.
     let failed = unsafe { domain(&mut b).step(&mut pull, 1) };
-    assert!(matches!(&failed, Step::Failed(why) if why.contains("process_vm_readv")), "{failed:?}");
+    assert!(matches!(&failed, Step::Unmapped(why) if why.contains("process_vm_readv")), "{failed:?}");
     // SAFETY: as above.
     assert!(matches!(unsafe { domain(&mut a).step(&mut push, 1) }, Step::Failed(_)));
     assert!(domain(&mut a).stop(slot), "nothing is being copied");

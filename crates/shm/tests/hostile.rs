@@ -187,7 +187,9 @@ fn segments_that_are_never_mapped_take_a_bounded_number_of_descriptors() {
         pass(&mine, &segment_note(id), &[&fd]);
         poll(&mut lane).expect("no reason to end the lane");
     }
-    assert!((512..550).contains(&held()), "{} descriptors", held());
+    let share = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).expect("getrlimit").0 / 4;
+    let most = usize::try_from(share).map_or(512, |share| share.min(512));
+    assert!((most..most + 38).contains(&held()), "{} descriptors", held());
     let describe = |id: u32| {
         let mut descriptor = [0; 24];
         descriptor[0] = 1;
@@ -197,7 +199,7 @@ fn segments_that_are_never_mapped_take_a_bounded_number_of_descriptors() {
     let domain = common::domain(&mut lane);
     assert!(domain.reach(&describe(0), 4096).is_ok());
     let why = domain.reach(&describe(999), 4096).expect_err("it was one too many");
-    assert!(why.contains("512 segments"), "{why}");
+    assert!(why.contains(if most == 512 { "512 segments" } else { "as many descriptors" }), "{why}");
 }
 
 #[test]
@@ -440,7 +442,7 @@ fn honest_step(lane: &mut ShmLane, sink: &mut common::Keeper, local: &mut [u8], 
             for _ in 0..8 {
                 // SAFETY: `len` bytes between the guards, which nobody else touches.
                 match unsafe { common::domain(lane).step(&mut job, 300_000) } {
-                    Step::Done | Step::Failed(_) => break,
+                    Step::Done | Step::Failed(_) | Step::Unmapped(_) => break,
                     Step::Moved(_) | Step::Waiting => {}
                 }
             }

@@ -166,6 +166,8 @@ pub enum LaneError {
     Protocol(String),
     /// What arrived is not what was sent: a checksum differs. Nothing of it was delivered.
     Corrupt(String),
+    /// The kernel could not access the memory of a payload or of a place: it was unmapped, say.
+    Memory(String),
 }
 
 impl std::fmt::Display for LaneError {
@@ -175,6 +177,7 @@ impl std::fmt::Display for LaneError {
             LaneError::Down(why) => write!(f, "down: {why}"),
             LaneError::Protocol(why) => write!(f, "protocol violation: {why}"),
             LaneError::Corrupt(why) => write!(f, "corrupt: {why}"),
+            LaneError::Memory(why) => write!(f, "ended by memory that cannot be accessed: {why}"),
         }
     }
 }

@@ -7,7 +7,7 @@ use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Reason, Result};
 use proto::Operation;
 
 use super::{Request, Worker};
-use crate::core::{Claim, Core, Submission};
+use crate::core::{Claim, Core, RETURN_MAX, Submission, still_used};
 use crate::memory::{Buffer, RegionKey};
 use crate::progress;
 use crate::session::Explain;
@@ -245,7 +245,9 @@ impl Endpoint {
     /// later operations fail with `Closed`, as do ours.
     ///
     /// # Errors
-    /// `Timeout` when something did not finish; the endpoint is closed all the same.
+    /// `Timeout` when something did not finish; the endpoint is closed all the same. If the error says that the peer may
+    /// still access memory, because it copies by itself and has not confirmed its end within 3 s more, the requests end
+    /// once it has.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         let progress = self.worker.progress_handle();
         progress.check_origin("close")?;
@@ -257,7 +259,7 @@ impl Endpoint {
         if !peer.is_alive() {
             progress.after(core);
             self.worker.sessions().end_session(self.id);
-            return Ok(());
+            return self.await_peer(timeout);
         }
         let name = peer.name().to_owned();
         peer.say_goodbye(now);
@@ -276,10 +278,18 @@ impl Endpoint {
         core.transfers().kill(self.id, "closed", Some(Reason::Closed));
         progress.after(core);
         self.worker.sessions().end_session(self.id);
+        self.await_peer(timeout)?;
         match idle {
             Some(()) => Ok(()),
             None => Err(Error::new(ErrorKind::Timeout, "close", "operations were still under way").with_peer(name)),
         }
+    }
+
+    /// Waits until the peer no longer accesses memory of this end, once the endpoint has ended.
+    fn await_peer(&self, timeout: Duration) -> Result<()> {
+        let (progress, limit, id) = (self.worker.progress_handle(), timeout.min(RETURN_MAX), self.id);
+        let ended = progress.observe_until(limit, |core: &mut Core| (!core.lingers(id)).then_some(()));
+        ended.ok_or_else(|| still_used(&mut vec![self.peer()], limit))
     }
 }
 

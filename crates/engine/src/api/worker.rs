@@ -66,10 +66,8 @@ pub(crate) struct Handle {
 }
 
 impl Handle {
-    fn close(&self) {
-        if self.begin_close() {
-            self.finish_close(callbacks_deadline());
-        }
+    fn close(&self) -> Result<()> {
+        if self.begin_close() { self.finish_close(callbacks_deadline()) } else { Ok(()) }
     }
 
     /// Says goodbye to all peers; false where that was done before, or is another process's business.
@@ -77,17 +75,24 @@ impl Handle {
         self.progress.check_origin("close").is_ok() && self.progress.begin_close()
     }
 
-    fn finish_close(&self, until: Instant) {
+    fn finish_close(&self, until: Instant) -> Result<()> {
         self.sessions.stop();
         self.progress.join_threads(until);
         self.sessions.clear();
-        self.progress.finish_close();
+        self.progress.finish_close()
+    }
+
+    /// Has the log report an end that nobody asks for the outcome of.
+    fn report(&self, ended: Result<()>) {
+        if let Err(error) = ended {
+            self.progress.log().error(format_args!("{error}"));
+        }
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.close();
+        self.report(self.close());
         if self.progress.check_origin("close").is_err() {
             // Dropped in a forked child, they would close the parent's connections: they stay until it ends.
             std::mem::forget((self.progress.clone(), self.sessions.clone()));
@@ -406,9 +411,15 @@ impl Worker {
 
     /// Ends the worker: its connections close, its threads end, its running requests fail with `Closed`. Called by
     /// itself when the last handle is dropped. From inside a callback it does not wait for the thread that runs it, and
-    /// for callbacks on other threads 10 s at most: one that has not returned then goes on behind the worker's end.
-    pub fn close(&self) {
-        self.0.close();
+    /// for callbacks on other threads 10 s at most: one that has not returned then goes on behind the worker's end. Any
+    /// other call than the first has no effect.
+    ///
+    /// # Errors
+    /// `Timeout`: a peer that was copying from or to memory of an operation, and is stopped, say, has not confirmed
+    /// within 3 s (`CROSSRAIL_TIMEOUT`, if shorter) that it has ended. The worker is closed all the same, and memory that
+    /// operations and regions have kept alive is never freed.
+    pub fn close(&self) -> Result<()> {
+        self.0.close()
     }
 
     #[inline]
@@ -426,7 +437,7 @@ impl Worker {
 pub fn close_all<'a>(workers: impl Iterator<Item = &'a Worker>) {
     let begun: Vec<_> = workers.filter(|worker| worker.0.begin_close()).collect();
     let until = callbacks_deadline();
-    begun.iter().for_each(|worker| worker.0.finish_close(until));
+    begun.iter().for_each(|worker| worker.0.report(worker.0.finish_close(until)));
 }
 
 /// Holds a worker's lock for this duration, for tests of threads that wait for it.

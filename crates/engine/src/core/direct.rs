@@ -14,12 +14,13 @@ use proto::{DirectId, Memory, Offer, Role};
 
 use super::gpu::{GpuMemory, NoteFailed};
 use super::lanes::{PolledLane, PolledLanes};
+use super::lingering::Lingering;
 use super::lists::part::is_paired;
 use super::lists::view::View;
 use super::peer_memory::{create_domain, domain, space_of};
 use super::peers::Peer;
 use super::tables::Tables;
-use crate::memory::Space;
+use crate::memory::{Space, check_mapped};
 
 /// Bytes that a direct copy may move before everything else gets its turn; those in halves together.
 const COPY_BUDGET: usize = 1 << 20;
@@ -39,10 +40,6 @@ const LEND_POLL_NS: u64 = 1_000_000_000;
 /// How long the announcement of a peer's memory may take.
 const ANNOUNCE_LIMIT: Duration = Duration::from_secs(5);
 
-/// Maximum wait for a failed peer to stop copying into our memory. If its process has died, that takes as long as the
-/// driver's cleanup.
-const LEND_STOP_LIMIT: Duration = Duration::from_secs(2);
-
 /// All direct copies that this end makes. Protected by the worker's lock.
 ///
 /// A copy is begun at the protocol's request ([`DirectCopies::begin`]), advances in every pass
@@ -58,6 +55,8 @@ pub(super) struct DirectCopies {
     copied: Option<Instant>,
     /// Cursors of finished copies in which the peer was still copying a piece.
     closing: Vec<(LaneId, u32)>,
+    /// Closed lanes whose peer may be copying.
+    pub(super) lingering: Lingering,
 }
 
 struct ActiveCopy {
@@ -236,9 +235,9 @@ impl DirectCopies {
         self.copies.is_empty() && self.closing.is_empty()
     }
 
-    /// Whether a copy is made with that peer.
+    /// Whether a copy is made with that peer, by either end.
     pub(super) fn is_with(&self, endpoint: EndpointId) -> bool {
-        self.copies.iter().any(|copy| copy.endpoint == endpoint)
+        self.copies.iter().any(|copy| copy.endpoint == endpoint) || self.lingering.is_with(endpoint)
     }
 
     /// Whether a copy still touches that region.
@@ -445,7 +444,7 @@ impl DirectCopies {
                 places[..count].iter().for_each(|at| self.copies[*at].copy_ns += each);
                 true
             }
-            Err((number, why)) => self.advanced(context, places[number], Step::Failed(why)),
+            Err((number, step)) => self.advanced(context, places[number], step),
         }
     }
 
@@ -520,27 +519,39 @@ impl DirectCopies {
                 self.end(context, at, true);
                 true
             }
-            Step::Failed(why) if active.space() == Space::Gpu => {
+            Step::Failed(why) | Step::Unmapped(why) if active.space() == Space::Gpu => {
                 let (memory, push) = (active.memory, active.job.copy == Copy::Push);
                 context.warn_gpu(endpoint, memory, push, &why);
                 self.end(context, at, false);
                 true
             }
+            Step::Unmapped(why) => {
+                let (memory, local, len) = (active.memory, active.job.local as usize, active.job.len);
+                let here = check_mapped("copy", local, len).is_err();
+                let end = if here { "at this end" } else { "at the peer" };
+                context.tables.fail_memory(endpoint, memory, format!("{end} it is not mapped any more ({why})"));
+                self.give_up(context, at)
+            }
             Step::Failed(why) => {
-                // What this end has claimed is not copied: the peer must not wait for it.
-                let cursor = active.job.slot;
-                let domain = context.polled.domain(active.lane);
-                if cursor.zip(domain).is_some_and(|(cursor, domain)| !domain.stop(cursor)) {
-                    active.stopping = true;
-                    return false;
-                }
                 let name = context.tables.peers.name(endpoint);
                 let log = context.tables.log;
                 log.warn(format_args!("{name}: a single copy failed ({why}); the rest goes in chunks"));
-                self.end(context, at, false);
-                true
+                self.give_up(context, at)
             }
         }
+    }
+
+    /// A copy of host memory has failed. Whether it is over.
+    fn give_up(&mut self, context: &mut Context<'_>, at: usize) -> bool {
+        // What this end has claimed is not copied: the peer must not wait for it.
+        let active = &mut self.copies[at];
+        let (cursor, domain) = (active.job.slot, context.polled.domain(active.lane));
+        if cursor.zip(domain).is_some_and(|(cursor, domain)| !domain.stop(cursor)) {
+            active.stopping = true;
+            return false;
+        }
+        self.end(context, at, false);
+        true
     }
 
     fn end(&mut self, context: &mut Context<'_>, at: usize, done: bool) {
@@ -583,19 +594,15 @@ impl DirectCopies {
         self.closing.retain(|(of, _)| *of != lane);
     }
 
-    /// Closes a lane polled under the lock, once no direct copy touches memory any more. Our copies end before the lane
-    /// tells the peer that they have; those that were left to the peer end before the lane is closed.
-    pub(super) fn close_lane(&mut self, tables: &Tables, gpu: &mut GpuMemory, polled: PolledLane) {
-        let PolledLane { id, endpoint, mut lane, .. } = polled;
+    /// Closes a lane polled under the lock. Our copies end before the lane tells the peer that they have; memory that
+    /// the peer may be copying from or to stays lent until the peer has ended its side ([`Lingering`]).
+    pub(super) fn close_lane(&mut self, tables: &mut Tables, gpu: &mut GpuMemory, polled: PolledLane) {
+        let PolledLane { id, endpoint, lane, .. } = polled;
         self.abandon(gpu, |copy| copy.endpoint == endpoint && copy.lane == id);
-        let linked = gpu.is_linked(endpoint);
-        let lent = tables.peers.get(endpoint).is_some_and(|peer| linked && peer.protocol.lending().is_some());
-        if lent && !lane.close_and_wait(LEND_STOP_LIMIT) {
-            let name = tables.peers.name(endpoint);
-            tables.log.error(format_args!(
-                "{name}: the peer did not confirm that its GPU copy stopped; it may still be writing into our memory"
-            ));
-        }
+        let exposed = tables.peers.get(endpoint).map_or_else(Vec::new, |peer| peer.protocol.exposed());
+        let loans = exposed.into_iter().filter_map(|memory| tables.loan(endpoint, memory));
+        let kept = loans.map(|loan| loan.hold(id)).collect();
+        self.lingering.close((endpoint, tables.peers.name(endpoint)), lane, kept);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Lanes that end, because they failed, or were declared dead (silent, or link down); and peers without any lane.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use crossrail_proto as proto;
@@ -7,6 +8,7 @@ use crossrail_transport::LaneError;
 use crossrail_types::{EndpointId, ErrorKind, LaneId, Log, Reason};
 
 use super::gpu::NoteFailed;
+use super::peers::Peers;
 use super::returns::RETURN_MAX;
 use super::tables::Tables;
 use super::transfers::{LostRail, Transfers};
@@ -14,6 +16,12 @@ use super::transfers::{LostRail, Transfers};
 /// A lane that is lost within this time after it came up counts as not having worked: a rail that corrupts bytes comes
 /// up each time it is dialled.
 const SOON: Duration = Duration::from_secs(2);
+
+/// Lanes of a peer that may end by memory which is nevertheless mapped, one after the other.
+const FAULTS_MAX: u32 = 8;
+
+/// Bytes of unexpected messages of peers that have ended.
+const LEFT_MAX: u64 = 64 << 20;
 
 /// How long a peer may be without any rail before it is declared dead: as long as TCP would keep a connection.
 const STRANDED: Duration = Duration::from_secs(10);
@@ -49,6 +57,9 @@ impl Transfers {
         let (name, rail, soon) = (lane.name().clone(), lane.rail(), lane.age(now) < SOON);
         self.gpu.release_lane(tables, id);
         self.direct.abandon_lane(&mut self.gpu, id);
+        if let LaneError::Memory(why) = error {
+            self.fail_unmapped(endpoint, why);
+        }
         let tables = &mut self.tables;
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
         let in_use = peer.has_operations();
@@ -107,11 +118,30 @@ impl Transfers {
         self.settle(endpoint);
     }
 
+    /// A lane could not access memory: fails the operations that use memory which is not mapped any more, or all with
+    /// that peer, because every other lane would end in the same way.
+    #[cold]
+    fn fail_unmapped(&mut self, endpoint: EndpointId, why: &str) {
+        let (gone, now) = (self.tables.unmapped(endpoint), self.tables.clock.now());
+        if let Some(peer) = self.tables.peers.get_mut(endpoint) {
+            for memory in &gone {
+                peer.protocol.fault(now, *memory, format!("it is not mapped any more ({why})"));
+            }
+        }
+        // Its operation may have ended meanwhile. Memory that is mapped and cannot be accessed would end one lane after the
+        // other.
+        let peer = self.tables.peers.get_mut(endpoint);
+        if peer.is_some_and(|peer| peer.memory_fault(gone.is_empty()) >= FAULTS_MAX) {
+            let why = format!("memory of an operation with it cannot be accessed ({why})");
+            self.kill(endpoint, &why, None);
+        }
+    }
+
     /// Drops a lane polled under the lock.
     pub(crate) fn drop_polled_lane(&mut self, endpoint: EndpointId, id: LaneId, error: &LaneError) {
         let Some(at) = self.polled.position(id) else { return };
         let lane = self.polled.remove(at);
-        self.direct.close_lane(&self.tables, &mut self.gpu, lane);
+        self.direct.close_lane(&mut self.tables, &mut self.gpu, lane);
         self.lane_lost(endpoint, id, error);
     }
 
@@ -178,7 +208,7 @@ impl Transfers {
         self.direct.abandon_endpoint(&mut self.gpu, endpoint);
         while let Some(lane) = self.polled.remove_of(endpoint) {
             let id = lane.id;
-            self.direct.close_lane(&self.tables, &mut self.gpu, lane);
+            self.direct.close_lane(&mut self.tables, &mut self.gpu, lane);
             self.direct.abandon_lane(&mut self.gpu, id);
             if let Some(lane) = self.tables.lanes.get_mut(id) {
                 lane.close();
@@ -202,7 +232,55 @@ impl Transfers {
         for op in self.gpu.take_held(endpoint) {
             self.tables.fail(op, ErrorKind::PeerDead, why, Some(endpoint));
         }
+        self.bound_left(endpoint);
         self.tables.operations.settle_returns();
         self.tables.operations.report();
     }
+
+    /// Drops unexpected messages of peers that have ended, the oldest first, as far as they exceed [`LEFT_MAX`]: their
+    /// sends have failed, because a send ends with its receive.
+    fn bound_left(&mut self, ended: EndpointId) {
+        let bytes = |peers: &Peers, of: EndpointId| peers.get(of).map_or(0, |peer| peer.arrival_bytes());
+        let Transfers { tables, left, .. } = self;
+        let cost = bytes(&tables.peers, ended);
+        if cost == 0 || left.peers.contains(&ended) {
+            return;
+        }
+        left.peers.push_back(ended);
+        left.bytes += cost;
+        if left.bytes <= LEFT_MAX {
+            return;
+        }
+        // Some have been received since. To less than the maximum, so that this is done rarely.
+        left.peers.retain(|of| bytes(&tables.peers, *of) > 0);
+        left.bytes = left.peers.iter().map(|of| bytes(&tables.peers, *of)).sum();
+        let mut dropped = Vec::new();
+        while left.bytes > LEFT_MAX / 4 * 3
+            && let Some(oldest) = left.peers.pop_front()
+        {
+            left.bytes -= bytes(&tables.peers, oldest);
+            dropped.push(oldest);
+        }
+        let now = tables.clock.now();
+        for endpoint in dropped {
+            let name = self.tables.peers.name(endpoint);
+            self.tables.log.warn(format_args!(
+                "{name}: messages that nobody had received were dropped: it has ended, and those of ended peers exceed {} \
+                 MiB",
+                LEFT_MAX >> 20
+            ));
+            if let Some(peer) = self.tables.peers.get_mut(endpoint) {
+                peer.protocol.forget_messages(now, &mut self.tables.matcher);
+            }
+            self.apply_events(endpoint);
+        }
+    }
+}
+
+/// Peers that have ended and of which unexpected messages are left, the oldest first.
+#[derive(Default)]
+pub(super) struct LeftMessages {
+    peers: VecDeque<EndpointId>,
+    /// What the messages cost when the peers ended.
+    bytes: u64,
 }

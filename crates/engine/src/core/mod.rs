@@ -21,6 +21,7 @@ mod failure;
 pub(crate) mod gpu;
 mod id_table;
 mod lanes;
+mod lingering;
 pub(crate) mod lists;
 mod message_rail;
 mod names;
@@ -48,6 +49,7 @@ use crossrail_types::{EndpointId, Log, Reason};
 pub(crate) use self::bulk_lane::{Among, BulkLane, Flag, LaneEnd, READABLE, WRITABLE};
 use self::gpu::{GpuMemory, Inbox};
 pub(crate) use self::lanes::LaneRecord;
+pub(crate) use self::lingering::{Lingering, still_used};
 pub(crate) use self::operations::{CALLBACKS, FINISHED, FOLLOW_UPS, OpStatus, Operations, Received, Wanted};
 pub(crate) use self::outcome::{OpKind, Submission, gone};
 pub(crate) use self::peers::{Claim, Peer, Peers};
@@ -233,7 +235,8 @@ impl Core {
         let tables = &self.transfers.tables;
         let alive = tables.peers.iter().filter(|peer| peer.is_alive());
         let returns = tables.operations.returns.timer(tables.clock.now());
-        let at = alive.filter_map(|peer| peer.protocol.timeout()).chain(returns).min()?;
+        let lingering = self.transfers.direct.lingering.timer(tables.clock.now());
+        let at = alive.filter_map(|peer| peer.protocol.timeout()).chain(returns).chain(lingering).min()?;
         Some(tables.clock.instant(at))
     }
 
@@ -353,13 +356,26 @@ impl Core {
     }
 }
 
+impl Core {
+    /// Whether that peer, whose lanes are closed, may still be accessing memory of this end.
+    pub(crate) fn lingers(&self, endpoint: EndpointId) -> bool {
+        self.transfers.direct.lingering.is_with(endpoint)
+    }
+
+    /// Closed lanes whose peers may still be accessing memory of this end.
+    pub(crate) fn take_lingering(&mut self) -> Lingering {
+        std::mem::take(&mut self.transfers.direct.lingering)
+    }
+}
+
 /// The names of the peers with which that region is still in use.
 pub(crate) fn users_of_region(core: &Core, region: proto::RegionRef) -> Vec<String> {
     let tables = &core.transfers.tables;
     let mut all = tables.hosted.over(region);
     all.push(region);
     let own = tables.operations.over_region(region).into_iter().filter_map(|op| tables.operations.op(op)?.endpoint());
-    let busy: Vec<_> = own.chain(core.transfers.direct.peers_at(&all)).collect();
+    let lingering = core.transfers.direct.lingering.endpoints().filter(|_| core.is_region_kept(region));
+    let busy: Vec<_> = own.chain(core.transfers.direct.peers_at(&all)).chain(lingering).collect();
     let uses = |peer: &&Peer| {
         busy.contains(&peer.protocol.id()) || all.iter().any(|of| peer.accesses_to(*of).next().is_some())
     };

@@ -301,6 +301,15 @@ impl Operations {
         }
     }
 
+    /// Never frees an operation's memory, which a peer may still be accessing. It ends as if nothing kept it.
+    pub(super) fn leak(&mut self, id: OpId) {
+        let Some(op) = self.op_mut(id) else { return };
+        std::mem::forget(std::mem::replace(&mut op.keep, Keep::Nothing));
+        if let Some(outcome) = op.attached.as_mut().and_then(|attached| attached.ending.take()) {
+            self.finish(id, outcome);
+        }
+    }
+
     /// [`Operations::finish`] for a short message with nothing attached to it, over the usual lane of the peer that
     /// `from` describes. False: go the long way.
     #[inline(always)]

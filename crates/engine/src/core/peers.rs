@@ -130,6 +130,8 @@ pub(crate) struct Peer {
     /// Lanes lost and other events that receipts report.
     notes: VecDeque<(Time, String)>,
     warned_direct: bool,
+    /// Lanes that have ended by memory for which no operation was found to blame.
+    memory_faults: u32,
     /// What this end has copied directly, by the GPU whose memory it was; `None`: host memory.
     pub(super) copied: BTreeMap<Option<u32>, Copied>,
     /// What this end has told it of lists.
@@ -139,6 +141,9 @@ pub(crate) struct Peer {
     /// Its accesses to our regions.
     accesses: HashMap<u32, (proto::RegionRef, Arc<Loan>)>,
 }
+
+/// What an unexpected message costs beside its bytes.
+const ARRIVAL_EXTRA: u64 = 256;
 
 struct Arrival {
     bytes: Box<[u8]>,
@@ -165,6 +170,7 @@ impl Peer {
             short_lived: HashMap::new(),
             notes: VecDeque::new(),
             warned_direct: false,
+            memory_faults: 0,
             copied: BTreeMap::new(),
             outbox: Outbox::default(),
             arrivals: HashMap::new(),
@@ -355,6 +361,12 @@ impl Peer {
         !std::mem::replace(&mut self.warned_direct, true)
     }
 
+    /// A lane has ended by memory that cannot be accessed: how many have in a row for which no operation was found to blame.
+    pub(super) fn memory_fault(&mut self, unexplained: bool) -> u32 {
+        self.memory_faults = if unexplained { self.memory_faults + 1 } else { 0 };
+        self.memory_faults
+    }
+
     // ---- unexpected messages
 
     /// Memory for an unexpected message: its first byte, and the loan by which a lane may write there.
@@ -364,6 +376,11 @@ impl Peer {
         self.drop_arrival(arrival, returns);
         self.arrivals.insert(arrival, Arrival { bytes, loan: loan.clone() });
         (dst, loan)
+    }
+
+    /// What its unexpected messages cost.
+    pub(super) fn arrival_bytes(&self) -> u64 {
+        self.arrivals.values().map(|arrival| arrival.bytes.len() as u64 + ARRIVAL_EXTRA).sum()
     }
 
     /// Takes an unexpected message. No lane touches the bytes any more.
@@ -395,6 +412,11 @@ impl Peer {
     /// The loans of its accesses to that region.
     pub(crate) fn accesses_to(&self, region: proto::RegionRef) -> impl Iterator<Item = &Arc<Loan>> {
         self.accesses.values().filter(move |(of, _)| *of == region).map(|(_, loan)| loan)
+    }
+
+    /// Its accesses, and the region of each.
+    pub(super) fn accesses(&self) -> impl Iterator<Item = (u32, proto::RegionRef)> {
+        self.accesses.iter().map(|(access, (region, _))| (*access, *region))
     }
 
     /// No lane may begin to touch the memory of that access any more.

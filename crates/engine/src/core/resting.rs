@@ -78,6 +78,9 @@ impl Core {
         for id in self.transfers.tables.peers.ids() {
             self.transfers.check_timer(id, now);
         }
+        if !self.transfers.direct.lingering.is_empty() && self.transfers.direct.lingering.look() {
+            self.transfers.tables.operations.report();
+        }
         if !self.transfers.tables.operations.returns.is_empty() {
             self.transfers.check_returns(now);
         }

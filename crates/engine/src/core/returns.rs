@@ -24,7 +24,6 @@ pub(super) enum Owner {
     /// A peer's access to a region.
     Access(RegionRef),
     /// Memory of this end, which goes with the entry.
-    #[expect(dead_code, reason = "it is kept from being freed")]
     Memory(Box<[u8]>),
 }
 
@@ -61,17 +60,24 @@ impl Returns {
         self.0.iter().any(|entry| matches!(entry.owner, Owner::Operation(of) if of == op) && !entry.loan.is_returned())
     }
 
+    /// Forgets what the worker's end leaves kept for ever: those operations and regions.
+    pub(super) fn take_all(&mut self) -> Vec<Owner> {
+        std::mem::take(&mut self.0).into_iter().map(|entry| entry.owner).collect()
+    }
+
     /// Takes the owners whose loans are returned.
     pub(super) fn take_returned(&mut self) -> Vec<Owner> {
         self.0.extract_if(.., |entry| entry.loan.is_returned()).map(|entry| entry.owner).collect()
     }
 
-    /// The lanes that have kept memory for [`RETURN_MAX`] since it was first asked for here.
+    /// The lanes that have kept memory for [`RETURN_MAX`] since it was first asked for here, or they were last named.
     pub(super) fn overdue(&mut self, now: Time) -> Vec<LaneId> {
         let mut lanes = Vec::new();
         for entry in &mut self.0 {
             let since = *entry.since.get_or_insert(now);
             if now.since(since) >= RETURN_MAX.as_nanos() as u64 {
+                // A lane that has ended, and whose peer may still be copying, is named again and again.
+                entry.since = Some(now);
                 lanes.extend(entry.loan.keepers());
             }
         }

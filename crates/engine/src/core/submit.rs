@@ -11,6 +11,7 @@ use super::gpu::Released;
 use super::outcome::Submission;
 use super::outcome::{OpKind, gone};
 use super::peer_memory::create_domain;
+use super::returns::Owner;
 use super::tables::Tables;
 use super::{Core, LaneRecord, Transfers};
 use crate::memory::{Buffer, Space};
@@ -345,8 +346,16 @@ impl Core {
         }
     }
 
-    /// Fails everything that is still in flight, when the worker closes.
+    /// Fails everything that is still in flight, when the worker closes. Memory that a peer may still be accessing is
+    /// never freed.
     pub(crate) fn abandon(&mut self) {
+        for owner in self.transfers.tables.operations.returns.take_all() {
+            match owner {
+                Owner::Operation(op) => self.transfers.tables.operations.leak(op),
+                Owner::Access(region) => self.transfers.tables.regions.leak(region),
+                Owner::Memory(memory) => std::mem::forget(memory),
+            }
+        }
         let operations = &mut self.transfers.tables.operations;
         for op in operations.running() {
             let what = operations.op(op).map_or("request", |op| op.kind().name());

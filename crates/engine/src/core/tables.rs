@@ -11,18 +11,18 @@ use crossrail_shm::Arena;
 use crossrail_sight::trace::EventKind;
 use crossrail_transport::{Loan, Payload, Tx};
 use crossrail_types::{EndpointId, Error, ErrorKind, LaneId, Log, OpId, Reason};
-use proto::{Body, Memory, Time};
+use proto::{Body, Memory, RegionRef, Time};
 
 pub(in crate::core) use self::tracing::Staged;
 use self::tracing::Tracing;
 use super::clock::Clock;
 use super::lanes::Lanes;
 use super::lists::hosted::Hosted;
-use super::operations::Operations;
+use super::operations::{Op, Operations};
 use super::outcome::{Finish, More, OpKind};
 use super::peers::Peers;
 use super::totals::Totals;
-use crate::memory::Regions;
+use crate::memory::{Regions, check_mapped};
 
 /// Payloads from here on are looked up in the arena, so that a lane may use sendfile.
 const FILE_MIN: usize = 16 << 10;
@@ -172,6 +172,31 @@ impl Tables {
         }
     }
 
+    /// Memory in use with that peer of which a part is not mapped any more: of operations of ours, and of the peer's
+    /// accesses.
+    pub(super) fn unmapped(&self, endpoint: EndpointId) -> Vec<Memory> {
+        let is_gone = |at: *mut u8, len: u64| check_mapped("access", at as usize, len as usize).is_err();
+        let is_region_gone = |region: &RegionRef| {
+            self.regions.memory(*region).is_some_and(|(at, len, gpu)| gpu.is_none() && is_gone(at, len))
+        };
+        let gone = |(id, op): (OpId, &Op)| {
+            if op.is_on_gpu() || op.endpoint().is_some_and(|of| of != endpoint) {
+                return None;
+            }
+            let own = !op.ptr().is_null() && is_gone(op.ptr(), op.len() as u64);
+            (own || op.over().iter().any(is_region_gone)).then_some(Memory::Op(id))
+        };
+        let mut found: Vec<Memory> = self.operations.in_flight(usize::MAX).filter_map(gone).collect();
+        if let Some(peer) = self.peers.get(endpoint) {
+            found.extend(peer.accesses().filter_map(|(access, region)| {
+                let view = self.hosted.view(region).map(|view| view.regions());
+                let regions = view.unwrap_or(std::slice::from_ref(&region));
+                regions.iter().any(is_region_gone).then(|| peer.protocol.accessed(access))?
+            }));
+        }
+        found
+    }
+
     // ---- the ends of operations
 
     /// Ends an operation as the protocol says.
@@ -231,6 +256,10 @@ impl Tables {
                 (ErrorKind::Truncated, Some(format!("receive it into a buffer of at least {message} bytes")))
             }
             proto::Failure::Cancelled => (ErrorKind::Cancelled, None),
+            proto::Failure::Region(proto::RegionFault::Full) => {
+                let hint = "have its program read notices, and drop layouts that are not used any more, then try again";
+                (ErrorKind::Exhausted, Some(hint.to_owned()))
+            }
             proto::Failure::Region(_) | proto::Failure::Withdrawn => (ErrorKind::Region, None),
             proto::Failure::Device(_) => {
                 (ErrorKind::Io, Some("the endpoint and its other operations go on".to_owned()))

@@ -14,6 +14,7 @@ use self::short::publish_count;
 use super::bulk_lane::BulkLane;
 use super::data_path::{DataPath, wants};
 use super::direct::{self, DirectCopies, Started};
+use super::failure::LeftMessages;
 use super::gpu::{GpuMemory, Reach};
 use super::lanes::{LaneRecord, Lanes, PolledLane, PolledLanes};
 use super::lists::hosted::Hosted;
@@ -42,6 +43,7 @@ pub(crate) struct Transfers {
     pub(super) deferred: Deferred,
     /// Peers or lanes in the tables from which on those that have ended are freed.
     free_at: usize,
+    pub(super) left: LeftMessages,
 }
 
 /// A lost rail, for the thread that redials it.
@@ -144,6 +146,7 @@ impl Transfers {
             wake_ups: WakeUps::default(),
             deferred: Deferred::default(),
             free_at: FREE_FROM,
+            left: LeftMessages::default(),
         }
     }
 
@@ -206,7 +209,7 @@ impl Transfers {
         let lane = self.polled.remove(at);
         let (endpoint, id) = (lane.endpoint, lane.id);
         self.settle(endpoint);
-        self.direct.close_lane(&self.tables, &mut self.gpu, lane);
+        self.direct.close_lane(&mut self.tables, &mut self.gpu, lane);
         self.lane_lost(endpoint, id, error);
         PollResult::Ended
     }
@@ -343,7 +346,7 @@ impl Transfers {
         }
         if let Some(error) = failed {
             let lane = self.polled.remove(at);
-            self.direct.close_lane(&self.tables, &mut self.gpu, lane);
+            self.direct.close_lane(&mut self.tables, &mut self.gpu, lane);
             self.lane_lost(endpoint, id, &error);
         }
     }

@@ -206,6 +206,14 @@ impl Regions {
         entry.is_some_and(|entry| !std::mem::replace(&mut entry.retired, true))
     }
 
+    /// Never frees its memory.
+    pub(crate) fn leak(&mut self, region: proto::RegionRef) {
+        let entry = self.entries.get_mut(region.index as usize);
+        if let Some(entry) = entry.filter(|entry| entry.live && entry.generation == region.generation) {
+            std::mem::forget(std::mem::replace(&mut entry.keep, Keep::Nothing));
+        }
+    }
+
     /// Forgets a retired region.
     pub(crate) fn remove(&mut self, region: proto::RegionRef) {
         if self.entry(region).is_none() {

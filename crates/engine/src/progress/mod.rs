@@ -38,7 +38,7 @@ pub(crate) use self::threads::callbacks_deadline;
 pub(crate) use self::waits::WAIT_MAX;
 use crate::core::gpu::Inbox;
 use crate::core::{
-    BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Move, Receipt, render,
+    BulkLane, CALLBACKS, Callback, Core, Deferred, FINISHED, FOLLOW_UPS, LostRail, Move, RETURN_MAX, Receipt, render,
 };
 use crate::environment::{Environment, TcpLimits};
 
@@ -444,11 +444,16 @@ impl Progress {
     }
 
     /// Ends all endpoints and operations.
-    pub(crate) fn finish_close(&self) {
+    ///
+    /// # Errors
+    /// `Timeout`: a peer may still be accessing memory, which is then never freed.
+    pub(crate) fn finish_close(&self) -> Result<()> {
         let mut core = self.core.lock();
         core.close();
         self.after(core);
         self.connections.pump(self);
+        let lingering = self.core.lock().take_lingering();
+        let ended = lingering.end(self.environment.settings().timeout.min(RETURN_MAX));
         let mut core = self.core.lock();
         // No lane is left.
         core.operations().settle_returns();
@@ -466,5 +471,6 @@ impl Progress {
             self.log.warn(format_args!("CROSSRAIL_TRACE: {}: {error}; the trace of {name} is lost", folder.display()));
         }
         self.done.notify_all();
+        ended
     }
 }

@@ -489,7 +489,7 @@ fn a_peer_that_goes_in_mid_transfer_fails_its_own_requests_only() {
         let returning = a.recv(&back, 1, u64::MAX, None).unwrap();
         let requests = [ab.send(&source, 1).unwrap(), ba.send(&target, 1).unwrap()];
         std::thread::sleep(Duration::from_millis(10));
-        b.close();
+        b.close().unwrap();
         drop((ba, b));
         for request in requests.iter().take(1).chain([&returning]) {
             let error = request.wait(LIMIT).expect_err(transport);
@@ -609,8 +609,8 @@ fn a_trace_has_a_track_for_each_stager_and_stream() {
         stream.finish();
         done("the receive", receive);
         done("the send", send);
-        pair.a.close();
-        pair.b.close();
+        pair.a.close().unwrap();
+        pair.b.close().unwrap();
     }
     let files = std::fs::read_dir(&folder).unwrap().map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());
     let text: String = files.collect();

@@ -10,6 +10,7 @@ const BOUNDS: u8 = 4;
 const ACCESS: u8 = 5;
 const CLOSED: u8 = 6;
 const DEVICE: u8 = 7;
+const FULL: u8 = 8;
 
 /// Whether a failure of that code goes with so long a payload.
 pub(super) fn fits(code: u8, payload: u32) -> bool {
@@ -35,6 +36,7 @@ pub(crate) fn encode_failure(failure: &Failure) -> (u8, Bytes) {
         Failure::Region(RegionFault::Gone) => GONE,
         Failure::Region(RegionFault::Bounds) => BOUNDS,
         Failure::Region(RegionFault::Access) => ACCESS,
+        Failure::Region(RegionFault::Full) => FULL,
         Failure::Device(why) => return (DEVICE, Bytes::EMPTY.push(beginning(why, CONTROL_MAX as usize).as_bytes())),
         Failure::Closed => CLOSED,
     };
@@ -61,6 +63,7 @@ pub fn decode_failure(code: u8, bytes: &[u8]) -> Result<Failure, String> {
         GONE => Failure::Region(RegionFault::Gone),
         BOUNDS => Failure::Region(RegionFault::Bounds),
         ACCESS => Failure::Region(RegionFault::Access),
+        FULL => Failure::Region(RegionFault::Full),
         DEVICE => {
             let shown = |c: char| if c.is_control() { '?' } else { c };
             let text: String = String::from_utf8_lossy(bytes).chars().map(shown).collect();

@@ -451,6 +451,11 @@ impl IncomingTransfers {
         self.table.iter().find(|(_, i)| i.memory() == memory).map(|(at, _)| at as u32)
     }
 
+    /// The memory of each transfer.
+    pub(super) fn memories(&self) -> impl Iterator<Item = Memory> {
+        self.table.iter().map(|(_, incoming)| incoming.memory())
+    }
+
     /// Bytes moved and bytes in all, of a receive.
     pub(super) fn progress(&self, op: OpId) -> Option<(u64, u64)> {
         self.find_receive(op).map(|(_, i)| (i.received.bytes(), i.len))

@@ -524,6 +524,16 @@ impl OutgoingOps {
     pub(super) fn find_memory(&self, memory: Memory) -> Option<u32> {
         self.table.iter().find(|(_, o)| o.memory() == memory).map(|(at, _)| at as u32)
     }
+
+    /// The memory of each operation, and of each read that is served.
+    pub(super) fn memories(&self) -> impl Iterator<Item = Memory> {
+        self.table.iter().map(|(_, outgoing)| outgoing.memory())
+    }
+
+    /// Whether the bytes of an operation of ours go with its first frame, which may be in flight.
+    pub(super) fn is_eager(&self, op: OpId) -> bool {
+        self.table.iter().any(|(_, o)| o.op == op && o.long().serve.is_none() && o.stage == Stage::Eager)
+    }
 }
 
 /// Direct copies from our memory.
@@ -579,6 +589,12 @@ impl OutgoingOps {
     pub(super) fn lending(&self) -> Option<Time> {
         let reads = self.table.iter().filter(|(_, o)| matches!(o.kind, Kind::Read { .. }) && o.long().offered);
         reads.map(|(_, o)| o.long().announced).max()
+    }
+
+    /// Memory that was offered to the peer for a direct copy, which it may be making.
+    pub(super) fn exposed(&self) -> impl Iterator<Item = Memory> {
+        let is_exposed = |o: &Outgoing| o.long().offered && matches!(o.stage, Stage::Announced | Stage::Aborting);
+        self.table.iter().filter(move |(_, o)| is_exposed(o)).map(|(_, o)| o.memory())
     }
 
     /// The engine has given up all direct copies.

@@ -149,6 +149,11 @@ impl Peer {
         self.incoming.lending().max(self.outgoing.lending())
     }
 
+    /// Memory of this end that the peer may be copying from or to without a lane, by what it was offered or invited to.
+    pub fn exposed(&self) -> Vec<Memory> {
+        self.incoming.exposed().chain(self.outgoing.exposed()).collect()
+    }
+
     /// The peer no longer accesses the memory of a transfer towards us.
     pub(super) fn help_ended(&mut self, now: Time, op: u32, failed: bool) {
         let (_, incoming, _, mut cx) = self.parts(now);
@@ -255,6 +260,25 @@ impl Peer {
                 }
             }
         }
+    }
+
+    /// [`Peer::fail`] for memory that a lane could not access while it carried a frame. Bytes that go with their frame
+    /// cannot be taken back: the connection breaks.
+    pub fn fault(&mut self, now: Time, memory: Memory, why: String) {
+        match memory {
+            Memory::Op(op) if self.outgoing.is_eager(op) => {
+                self.leave_fast_path();
+                let why = format!("the memory of a message in flight cannot be accessed: {why}");
+                self.control.break_off(why, &mut self.events);
+            }
+            _ => self.fail(now, memory, why),
+        }
+    }
+
+    /// The memory of an access of the peer's.
+    pub fn accessed(&self, access: u32) -> Option<Memory> {
+        let of = |memory: &Memory| matches!(memory, Memory::Region { passive, .. } if *passive == access);
+        self.incoming.memories().chain(self.outgoing.memories()).find(of)
     }
 
     /// The unexpected message that the engine was just told to copy out does not fit where it goes after all.

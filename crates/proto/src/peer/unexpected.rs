@@ -355,6 +355,19 @@ impl UnexpectedMessages {
     }
 
     /// Forgets messages that are not there in whole: they will never be.
+    /// Drops the messages that have arrived whole and that nothing has received.
+    pub(super) fn forget_all(&mut self, peer: EndpointId, matcher: &mut Matcher, cx: &mut Context<'_>) {
+        let is_kept = |message: &Unexpected| {
+            message.eager && message.complete && !message.over && !message.early && message.accepted.is_none()
+        };
+        let kept: Vec<u32> = self.table.iter().filter(|(_, of)| is_kept(of)).map(|(at, _)| at as u32).collect();
+        for arrival in kept {
+            matcher.forget(peer, arrival);
+            self.remove(arrival, cx);
+            cx.events.push(Event::DropArrival { arrival });
+        }
+    }
+
     pub(super) fn fail_all(&mut self, peer: EndpointId, why: &Failure, matcher: &mut Matcher, cx: &mut Context<'_>) {
         let all: Vec<u32> = self.table.iter().map(|(i, _)| i as u32).collect();
         for arrival in all {

@@ -82,7 +82,7 @@ fn explained(n: &Node, other: &Node, id: OpId, why: &Failure, tag: u64) {
             Work::Write { region, key, .. } | Work::Read { region, key, .. } => match fault {
                 RegionFault::Gone => key == Key::Wrong || !other.regions.0[region].alive,
                 RegionFault::Bounds => key == Key::OutOfBounds,
-                RegionFault::Access => false,
+                RegionFault::Access | RegionFault::Full => false,
             },
             _ => false,
         },

@@ -271,7 +271,8 @@ impl Endpoint {
     /// Returns
     /// -------
     /// Request
-    ///     Finished when the peer has it. A peer that does not read its notices delays it.
+    ///     Finished when the peer has it. A peer that does not read its notices delays it. Waiting for
+    ///     it raises ExhaustedError if the peer has no room, also because of other connections.
     ///
     /// Raises
     /// ------
@@ -389,7 +390,8 @@ impl Endpoint {
     /// Raises
     /// ------
     /// TimeoutError
-    ///     An operation did not finish; the endpoint is closed nevertheless.
+    ///     An operation did not finish; the endpoint is closed nevertheless. If the peer may still
+    ///     access memory of operations, they end once it has confirmed that it does not.
     #[pyo3(signature = (timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let _call = Call::enter(py);

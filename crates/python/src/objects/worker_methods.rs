@@ -50,9 +50,9 @@ impl Worker {
         kind: Option<&Bound<'_, PyAny>>,
         value: Option<&Bound<'_, PyAny>>,
         traceback: Option<&Bound<'_, PyAny>>,
-    ) {
+    ) -> PyResult<()> {
         let _ = (kind, value, traceback);
-        self.close(py);
+        self.close(py)
     }
 
     /// The address of this worker: opaque bytes, to be sent to peers by any means.
@@ -402,10 +402,18 @@ impl Worker {
     }
 
     /// Close all connections. Operations in flight fail with ClosedError. Calling it again has no effect.
-    fn close(&self, py: Python<'_>) {
+    ///
+    /// Raises
+    /// ------
+    /// TimeoutError
+    ///     A peer may still access memory of operations or regions, and has not confirmed its end
+    ///     within three seconds: it is stopped, say. The worker is closed nevertheless. Do not reuse
+    ///     or free that memory before the peer's process has ended.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
         let _call = Call::enter(py);
-        gate::detached(py, || self.native().close());
+        let ended = gate::detached(py, || self.native().close());
         self.forget();
+        ended.or_raise(py)
     }
 
     /// The context of the worker.

@@ -201,7 +201,7 @@ fn copy_all(lane: &mut ShmLane, piece: &Piece, slot: Option<u32>, remote: &[u8],
         match unsafe { domain(lane).step(&mut job, 300_000) } {
             Step::Moved(_) | Step::Waiting => std::thread::yield_now(),
             Step::Done => return job.moved,
-            Step::Failed(why) => panic!("{why}"),
+            Step::Failed(why) | Step::Unmapped(why) => panic!("{why}"),
         }
         assert!(Instant::now() < limit, "the copy does not end");
     }

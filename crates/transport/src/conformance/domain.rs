@@ -103,7 +103,7 @@ fn copy(label: &str, pair: &mut Pair, jobs: [Option<Job>; 2]) -> [usize; 2] {
                     moved[at] = job.moved;
                     left[at] = None;
                 }
-                Step::Failed(why) => panic!("{label}: {why}"),
+                Step::Failed(why) | Step::Unmapped(why) => panic!("{label}: {why}"),
             }
         }
     }

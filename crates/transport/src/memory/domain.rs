@@ -71,6 +71,8 @@ pub enum Step {
     Done,
     /// This end cannot (the text says why); what it claimed is not copied.
     Failed(String),
+    /// As `Failed`: the memory of one of the ends is not mapped, so nothing else can copy it either.
+    Unmapped(String),
 }
 
 /// Memory of the peer that this process maps, for as long as any clone of `keep` lives: also when the peer has freed
@@ -144,11 +146,12 @@ pub trait Domain {
     /// [`HALVES_MAX`], that the peer has not stopped. The bytes that were copied; what is left is `step`'s.
     ///
     /// # Errors
-    /// A piece could not be copied: of which job in the row, and why. That job has failed at both ends.
+    /// A piece could not be copied: of which job in the row, and its step (`Failed` or `Unmapped`). That job has failed at
+    /// both ends.
     ///
     /// # Safety
     /// As [`Domain::step`], for every job.
-    unsafe fn step_row(&mut self, _row: &mut [&mut Job]) -> std::result::Result<usize, (usize, String)> {
+    unsafe fn step_row(&mut self, _row: &mut [&mut Job]) -> std::result::Result<usize, (usize, Step)> {
         Ok(0)
     }
 

@@ -55,6 +55,14 @@ impl Loan {
         Some(Kept { loan: Arc::clone(self), lane })
     }
 
+    /// Keeps the memory even if it was recalled: for memory that another process may be accessing, which no recall
+    /// reaches. The owner must not have been told of the loan's return.
+    pub fn hold(self: &Arc<Self>, lane: LaneId) -> Kept {
+        self.word.fetch_add(KEPT, Ordering::AcqRel);
+        self.keepers.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
+        Kept { loan: Arc::clone(self), lane }
+    }
+
     /// Asks for the memory back, and waits for a copy that is in progress right now. Returns whether the memory is
     /// returned: if not, a lane keeps it and reports the return to its sink
     /// ([`Sink::returned`](crate::Sink::returned)), unless the lane is dropped first.
@@ -137,6 +145,16 @@ mod tests {
         assert!(!first.give_back());
         assert!(last.give_back(), "the last one returns it");
         assert!(loan.recall() && loan.keepers().is_empty());
+    }
+
+    #[test]
+    fn memory_that_another_process_may_access_is_not_returned_by_a_recall() {
+        let loan = Arc::new(Loan::default());
+        assert!(loan.recall());
+        let held = loan.hold(LaneId(4));
+        assert!(!loan.recall() && !loan.is_returned() && loan.enter().is_none());
+        assert_eq!(loan.keepers(), [LaneId(4)]);
+        assert!(held.give_back());
     }
 
     #[test]

@@ -231,8 +231,11 @@ impl Hosted {
             Named::Mail { sort, id } => {
                 let notice = matches!(sort, Sort::Notice | Sort::Behind);
                 let fits = if notice { notice_fits(len) } else { peer.has_room_for_mail(len) };
-                if !fits || offset != 0 || access != Access::Write {
+                if offset != 0 || access != Access::Write {
                     return Err(RegionFault::Access);
+                }
+                if !fits {
+                    return Err(RegionFault::Full);
                 }
                 if notice {
                     peer.add_notice(len)
@@ -259,8 +262,11 @@ impl Hosted {
                     return Err(RegionFault::Bounds);
                 }
                 let fits = notice_fits(u64::from(notice)) && peer.has_room_for_mail(len);
-                if !fits || offset != 0 || access != Access::Write || view.gpu().is_some() {
+                if offset != 0 || access != Access::Write || view.gpu().is_some() {
                     return Err(RegionFault::Access);
+                }
+                if !fits {
+                    return Err(RegionFault::Full);
                 }
                 peer.add_notice(u64::from(notice));
                 peer.add_mail(len);

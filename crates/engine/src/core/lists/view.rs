@@ -91,6 +91,11 @@ impl View {
         Some(View { list, of, theirs, found: OnceLock::new(), _charge: charge })
     }
 
+    /// Our regions that it is over.
+    pub(in crate::core) fn regions(&self) -> &[RegionRef] {
+        &self.of.regions
+    }
+
     /// Whether all our regions that it is over are registered.
     pub(super) fn is_live(&self, regions: &Regions) -> bool {
         self.of.regions.iter().all(|region| regions.is_live(*region))

@@ -305,6 +305,11 @@ impl Op {
         }
     }
 
+    /// The regions that its memory belongs to.
+    pub(crate) fn over(&self) -> &[RegionRef] {
+        self.attached.as_ref().and_then(|attached| attached.over.as_deref()).unwrap_or_default()
+    }
+
     /// True if its memory belongs to that region.
     pub(super) fn is_over_region(&self, region: RegionRef) -> bool {
         self.attached.as_ref().and_then(|attached| attached.over.as_ref()).is_some_and(|over| over.contains(&region))

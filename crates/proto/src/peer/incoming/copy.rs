@@ -5,7 +5,7 @@ use crate::frame::{Bytes, Frame, Target};
 use crate::peer::Context;
 use crate::peer::accesses::{Accesses, JobOf};
 use crate::peer::events::Events;
-use crate::{Body, DirectId, Event, Offer, Role, Time};
+use crate::{Body, DirectId, Event, Memory, Offer, Role, Time};
 
 /// This end pulls, or invites the peer to push, or both.
 #[derive(Debug, Default)]
@@ -169,6 +169,11 @@ impl IncomingTransfers {
     /// Since when the peer may copy into memory that was left to it, of the last transfer of which that is so.
     pub(in crate::peer) fn lending(&self) -> Option<Time> {
         self.table.iter().filter_map(|(_, incoming)| incoming.copy.lent()).max()
+    }
+
+    /// Memory that the peer was invited to push into.
+    pub(in crate::peer) fn exposed(&self) -> impl Iterator<Item = Memory> {
+        self.table.iter().filter(|(_, incoming)| incoming.copy.is_helped()).map(|(_, incoming)| incoming.memory())
     }
 
     /// The peer no longer accesses the memory of a transfer. True: it has copied all, it is to

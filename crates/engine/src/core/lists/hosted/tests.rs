@@ -109,7 +109,7 @@ fn the_credit_of_a_refused_notice_returns() {
     // Not more than was sent.
     assert!(resolve(&mut worker, put, PUT_AHEAD as u64).is_err());
     let long = Named::Mail { sort: Sort::Notice, id: 0 };
-    assert!(resolve(&mut worker, long, NOTICE_MAX as u64 + 1).is_err());
+    assert_eq!(resolve(&mut worker, long, NOTICE_MAX as u64 + 1), Err(RegionFault::Full));
     assert!(worker.hosted.take_refused().is_empty() && worker.hosted.credit_due(endpoint).is_none());
 }
 
