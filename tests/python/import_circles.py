@@ -1,4 +1,5 @@
-"""Circles of imports at the top of the files of a Python package. `cargo xtask budgets` looks for those of crates.
+"""Circles of imports at the top of the files of a Python package, those for type checkers included. `cargo xtask
+budgets` looks for those of crates.
 
 python tests/python/import_circles.py     prints every circle of the repository
 """
@@ -23,7 +24,10 @@ def python_graph(package: Path) -> Graph:
     for name, path in files.items():
         around = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
         found = set()
-        for node in ast.parse(path.read_text()).body:
+        top = ast.parse(path.read_text()).body
+        # A package's own file names there what it imports on first use.
+        typed = [] if path.name == "__init__.py" else [one for one in top if isinstance(one, ast.If)]
+        for node in [*top, *(inner for one in typed for inner in one.body)]:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

@@ -30,7 +30,8 @@ from crossrail_tools.cli.doctor.links import Rail
 from crossrail_tools.cli.doctor.listener import serve
 from crossrail_tools.cli.doctor.netlink import Route
 from crossrail_tools.cli.doctor.probes import DATAGRAM, HEAD, HELLO, TOKEN_LEN, Load, Ports, Responder
-from crossrail_tools.cli.doctor.survey import Survey, Way, parse_rails, parse_route
+from crossrail_tools.cli.doctor.survey import parse_rails, parse_route
+from crossrail_tools.cli.doctor.ways import Survey, Way
 from crossrail_tools.cli.failure import Failure, exit_code_of
 
 LO = [Rail(f"127.0.0.{n}", "lo", True, True, 65536, f"127.0.0.{n}", 32, virtual=True) for n in (1, 2)]

@@ -20,6 +20,9 @@ def test_what_is_a_circle_in_python(tmp_path: Path) -> None:
         "inner/__init__.py": "",
         "inner/two.py": "import crossrail.one",
         "three.py": "from crossrail import one",
+        "four.py": "if TYPE_CHECKING:\n    from .five import g",
+        "five.py": "from .four import h",
     }.items():
         (package / name).write_text(text)
-    assert circles_of(tmp_path) == [[package / "inner" / "two.py", package / "one.py"]]
+    two = [package / "inner" / "two.py", package / "one.py"]
+    assert circles_of(tmp_path) == [[package / "five.py", package / "four.py"], two]

@@ -20,8 +20,9 @@ from .finding import Check, Machine
 from .links import find_rails
 from .listener import listen
 from .show import as_json, print_findings, print_survey, problems
-from .survey import DOCTOR_PORT, Survey, as_record, longest_s, survey
+from .survey import DOCTOR_PORT, as_record, longest_s, survey
 from .table import CHECKS, GROUPS, OPTIONAL, selected
+from .ways import Survey
 
 SECONDS = 1.0
 MOST_SECONDS = 10.0

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from crossrail.errors import ConfigError
 from crossrail.records import Info
 
 from .links import Rail
-
-if TYPE_CHECKING:
-    from .survey import Survey
+from .ways import Survey
 
 Severity = Literal["error", "warning", "note", "ok"]
 

@@ -12,7 +12,8 @@ from .links import Rail
 from .netlink import Route
 from .nics import misrouted, route_fix, shared_subnets
 from .probes import LARGEST, Load
-from .survey import SLOW, Survey, Way
+from .survey import SLOW
+from .ways import Survey, Way
 
 EXPLAINED = 0.7
 """A rail that reaches this share of the speed that its device has negotiated is as fast as it can be."""

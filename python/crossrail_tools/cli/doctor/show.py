@@ -14,8 +14,8 @@ from crossrail_tools.report import capture_environment, counted, table
 
 from .finding import PROBLEMS, SEVERITIES, Finding
 from .probes import Load
-from .survey import Survey
 from .table import CHECKS, GROUPS, OPTIONAL
+from .ways import Survey
 
 SCHEMA = "crossrail-doctor/1"
 

@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import crossrail
@@ -26,6 +25,7 @@ from .links import Rail, loopback_rails, pair_rails
 from .netlink import Route, dropped_by_rail, route
 from .probes import MOST_PORTS, REACH_S, SLACK_S, SURE_TRIES, TOKEN_LEN, Load, Ports, load, path_mtu, reach
 from .transfer import DATA_S, send_data
+from .ways import Survey, Way
 
 DOCTOR_PORT = 18179
 ANSWER_S = 10.0
@@ -44,62 +44,6 @@ _LEAST_WAIT_S, _MOST_WAIT_S = 0.05, 1.0
 _REASON = re.compile(r"[A-Za-z0-9 ()/,.'-]{0,100}")
 _NAME = re.compile(r"[A-Za-z0-9_.:@%-]{1,64}")
 _NAMED = re.compile(r"([0-9]{1,5}(-[0-9]{1,5})?)?")
-
-
-@dataclass
-class Way:
-    """From one rail here to one rail there. ``used``: transfers pair these two.
-
-    ``open``: the other end answers, at ``port``; ``why``: why it does not, at all or on the ports ``closed``. Rates are
-    in both directions, alone and with all other ways that are used. ``data``: bytes of a verified transfer of the
-    library that this rail carried; ``data_why``: why it carried none.
-    """
-
-    mine: Rail
-    theirs: Rail
-    used: bool
-    open: bool = False
-    why: str = ""
-    port: int | None = None
-    closed: list[int] = field(default_factory=list)
-    rtt_s: float | None = None
-    there: Route | None = None
-    back: Route | None = None
-    mtu_there: int | None = None
-    mtu_back: int | None = None
-    alone: tuple[Load, Load] | None = None
-    together: tuple[Load, Load] | None = None
-    data: int | None = None
-    data_why: str = ""
-
-    @property
-    def name(self) -> str:
-        """``eth1 to eth2``."""
-        return f"{self.mine.name} to {self.theirs.name}"
-
-
-@dataclass
-class Survey:
-    """What was measured between this machine and the peer.
-
-    ``offset_s``: how much the peer's clock is ahead, to within ``uncertainty_s``. ``named``: CROSSRAIL_PORTS there.
-    ``idle``: the least share of the processors here that was idle while all rails carried data. ``dropped``: packets
-    lost meanwhile, by rail and end.
-    """
-
-    peer: str
-    ways: list[Way]
-    offset_s: float
-    uncertainty_s: float
-    theirs: list[Rail]
-    named: str = ""
-    idle: float | None = None
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def used(self) -> list[Way]:
-        """The ways that transfers use."""
-        return [way for way in self.ways if way.used]
 
 
 def longest_s(rails: int, seconds: float) -> float:
