@@ -9,10 +9,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from crossrail_tools.report import Report, Row, format_rate
+from rich.console import Console
+
+from crossrail_tools.report import Report, Row, format_rate, table
+from crossrail_tools.report.goals import COLUMNS, Figures, Outcome, judged, times
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -32,20 +35,7 @@ class Effort:
         return max(count // 10, least) if self.quick else count
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One line of the table."""
-
-    work: str
-    ours: str
-    to_reach: str
-    peer: str = "-"
-    ratio: str = "-"
-    met: bool | None = None
-    failed: bool = False
-    notes: list[str] = field(default_factory=list)
-
-
+RATES = Figures(format_rate, less=False)
 Result = tuple[list[Outcome], dict[str, object]]
 
 
@@ -116,16 +106,18 @@ def merged(reports: Sequence[Report]) -> dict[str, object]:
 
 def against(row: Row, peer: str, work: str, goal: float, *, time: bool, name: str | None = None) -> Outcome:
     """One row against one peer. ``goal``: at most so many times the peer's time, or at least its rate."""
-    mark = "<=" if time else ">="
-    to_reach = f"{mark} {goal:g} x {name or peer}"
-    ours_figure = statistics.median(row.rounds)
-    ours = f"{ours_figure:.3f} us" if time else format_rate(ours_figure)
+    how = times(3) if time else RATES
+    ours = statistics.median(row.rounds)
     result = row.peers.get(peer)
     if result is None or result.error is not None or not result.rounds:
         reason = result.error if result is not None and result.error else "it was not run"
-        return Outcome(work, ours, to_reach, peer=f"no {peer}", failed=True, notes=[f"{peer}: {reason}"])
-    theirs_figure = statistics.median(result.rounds)
-    theirs = f"{theirs_figure:.3f} us" if time else format_rate(theirs_figure)
-    ratio = ours_figure / theirs_figure
-    met = ratio <= goal if time else ratio >= goal
-    return Outcome(work, ours, to_reach, peer=theirs, ratio=f"{ratio:.2f}", met=met)
+        return replace(judged(work, ours, None, goal, name or peer, how, f"{peer}: {reason}"), peer=f"no {peer}")
+    return judged(work, ours, statistics.median(result.rounds), goal, name or peer, how)
+
+
+def show_goals(title: str, outcomes: Sequence[Outcome], to: Console) -> None:
+    """The table of goals."""
+    made = table(title, COLUMNS, left=6, keys=1, prose=COLUMNS[:3])
+    for outcome in outcomes:
+        made.add_row(*outcome.cells({True: "yes", False: "NO", None: "-"}, "FAILED"))
+    to.print(made)

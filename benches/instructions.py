@@ -26,11 +26,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from crossrail_tools.report import capture_environment, format_size, write_text
+from crossrail_tools.report.goals import Figures, judged
 from harness import ROOT, Effort, Outcome, Result, build, changed_files
 
 BASELINE = ROOT / "benches" / "baseline.json"
@@ -46,6 +47,7 @@ IDLE_TOLERANCE = 0.03
 C_TOLERANCE = 0.03
 ENDPOINTS = 1000
 REPEATS = 2
+INSTRUCTIONS = Figures(lambda count: f"{count:,.0f} instructions", digits=3)
 LIMIT_S = 300.0
 
 
@@ -157,9 +159,8 @@ def count_all(_: Effort, __: Path) -> Result:
 
 
 def _beside(work: str, figure: float, other: float, tolerance: float, what: str) -> Outcome:
-    ours, peer = f"{figure:,.0f} instructions", f"{other:,.0f} ({what.partition(' ')[0]})"
-    ratio, to_reach = figure / other, f"<= {1 + tolerance:g} x {what}"
-    return Outcome(work, ours, to_reach, peer, f"{ratio:.3f}", met=ratio <= 1 + tolerance)
+    made = judged(work, figure, other, 1 + tolerance, what, INSTRUCTIONS)
+    return replace(made, peer=f"{other:,.0f} ({what.partition(' ')[0]})")
 
 
 def compared(now: dict[str, float], recorded: dict[str, float]) -> list[Outcome]:

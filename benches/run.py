@@ -21,8 +21,8 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from crossrail_tools.report import WriteError, capture_environment, compact, console, table, write_text
-from harness import Effort, Outcome, Scenario, refusal
+from crossrail_tools.report import WriteError, capture_environment, compact, console, write_text
+from harness import Effort, Outcome, Scenario, refusal, show_goals
 from scenarios import SCENARIOS
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,7 +51,7 @@ def main() -> int:
                 talk.print(f"{scenario.name} failed: {results / scenario.name}.json stays as it was")
             else:
                 files[f"{scenario.name}.json"] = found.data
-    out.print(_table(outcomes))
+    show_goals("every goal", outcomes, out)
     for outcome in outcomes:
         for note in outcome.notes:
             out.print(f"{outcome.work}: {note}", soft_wrap=True)
@@ -113,15 +113,6 @@ def _write(path: Path, data: dict[str, object]) -> None:
         write_text(compact(data, pack=True), str(path))
     except WriteError as error:
         raise SystemExit(f"benches/run.py: {error}") from None
-
-
-def _table(outcomes: list[Outcome]) -> object:
-    columns = ["work", "ours", "peer", "ratio", "to reach", "met"]
-    made = table("every goal", columns, left=6, keys=1, prose=columns[:3])
-    for outcome in outcomes:
-        met = "FAILED" if outcome.failed else {True: "yes", False: "NO", None: "-"}[outcome.met]
-        made.add_row(outcome.work, outcome.ours, outcome.peer, outcome.ratio, outcome.to_reach, met)
-    return made
 
 
 if __name__ == "__main__":

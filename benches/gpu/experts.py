@@ -16,6 +16,7 @@ from findings import Effort, ScenarioResults
 from steps import gpu_count
 
 from crossrail_tools.report import PeerResult, Row, averaged, counted, format_bytes, median
+from crossrail_tools.report.goals import judged, times
 from harness import Outcome
 
 V1 = "deepep"
@@ -265,17 +266,12 @@ def against(
     work: str, ours: float | None, result: PeerResult | None, figure: str, goal: float | None, name: str, why_none: str
 ) -> Outcome:
     """A time, at most `goal` times the peer's; without a goal it is only shown."""
-    to_reach = f"beside {name}" if goal is None else f"<= {goal:g} x {name}"
     theirs: float | None = getattr(result, figure, None)
-    shown_ours = "-" if ours is None else f"{ours:.1f} us"
-    if ours is None or theirs is None:
-        return Outcome(
-            work, shown_ours, to_reach, failed=goal is not None or ours is None, notes=[reason(result, why_none)]
-        )
-    ratio = ours / theirs
-    met = None if goal is None else ratio <= goal
-    notes = [f"{name}: {result.what}"] if result else []
-    return Outcome(work, shown_ours, to_reach, f"{theirs:.1f} us", f"{ratio:.2f}", met, notes=notes)
+    failed = goal is not None or ours is None
+    made = judged(work, ours, theirs, goal, name, times(1), reason(result, why_none), failed=failed)
+    if result is not None and made.peer != "-":
+        made.notes.append(f"{name}: {result.what}")
+    return made
 
 
 def reason(result: PeerResult | None, why_none: str) -> str:

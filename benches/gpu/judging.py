@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from crossrail_tools.report import Row, format_rate, format_size, median
-from harness import Outcome
+from crossrail_tools.report.goals import judged, times
+from harness import RATES, Outcome
 
 LATENCY_GOAL = 0.6
 HOST_GOAL = 0.95
@@ -21,26 +23,18 @@ def rate_against(
     work: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None, name: str, why_none: str
 ) -> Outcome:
     """A rate, at least `goal` times the peer's; medians over the turns. Without a goal it is only shown."""
-    to_reach = f"beside {name}" if goal is None else f">= {goal:g} x {name}"
-    shown = format_rate(median(ours)) if ours else "-"
-    if not ours or not theirs:
-        return Outcome(work, shown, to_reach, peer="-", failed=True, notes=[why_none])
-    ratio = median(ours) / median(theirs)
-    met = None if goal is None else ratio >= goal
-    return Outcome(work, shown, to_reach, format_rate(median(theirs)), f"{ratio:.3f}", met)
+    return judged(work, _mid(ours), _mid(theirs), goal, name, replace(RATES, digits=3), why_none)
 
 
 def time_against(
     work: str, ours: Sequence[float], theirs: Sequence[float], goal: float | None, name: str, why_none: str
 ) -> Outcome:
     """A time in microseconds, at most `goal` times the peer's; medians over the turns. Without a goal it is shown."""
-    to_reach = f"beside {name}" if goal is None else f"<= {goal:g} x {name}"
-    shown = f"{median(ours):.2f} us" if ours else "-"
-    if not ours or not theirs:
-        return Outcome(work, shown, to_reach, peer="-", failed=True, notes=[why_none])
-    ratio = median(ours) / median(theirs)
-    met = None if goal is None else ratio <= goal
-    return Outcome(work, shown, to_reach, f"{median(theirs):.2f} us", f"{ratio:.3f}", met)
+    return judged(work, _mid(ours), _mid(theirs), goal, name, times(2, digits=3), why_none)
+
+
+def _mid(turns: Sequence[float] | None) -> float | None:
+    return median(turns) if turns else None
 
 
 def as_latency(
@@ -57,20 +51,15 @@ def as_latency(
     Ways: `wall`, by a host that waits for each message; `graph`, by graph replays with no host in between. `silent`
     says why one that is shown beside has no figure.
     """
-    to_reach = "beside nccl" if goal is None else f"<= {goal:g} x nccl"
-    shown = f"{median(ours):.2f} us" if ours else "-"
-    if not ours or not peers.get(like):
-        return Outcome(work, shown, to_reach, failed=True, notes=[why_none])
+    made = judged(work, _mid(ours), _mid(peers.get(like)), goal, "nccl", times(2), why_none)
+    if made.failed:
+        return made
     names = {"wall": "nccl with a host that waits", "graph": "nccl in a graph", "nixl": "nixl"}
-    notes = []
     for name, said in names.items():
         figures = peers.get(name)
         shown_beside = f"{median(figures):.2f} us" if figures else f"no figure: {silent.get(name, why_none)}"
-        notes += [f"{said}: {shown_beside}"] if name != like else []
-    against = median(peers[like])
-    ratio = median(ours) / against
-    met = None if goal is None else ratio <= goal
-    return Outcome(work, shown, to_reach, f"{against:.2f} us", f"{ratio:.2f}", met, notes=notes)
+        made.notes.extend([f"{said}: {shown_beside}"] if name != like else [])
+    return made
 
 
 def unpacked(rows: Sequence[Row], source: str, goal: float, why_none: str) -> list[Outcome]:

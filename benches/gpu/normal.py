@@ -16,6 +16,7 @@ from findings import Effort, ScenarioResults
 from hosts import QUIET
 
 from crossrail_tools.report import counted
+from crossrail_tools.report.goals import judged, times
 from harness import Outcome
 
 V2 = "deepep-v2"
@@ -170,10 +171,5 @@ def _against(
     name: str = V2,
 ) -> Outcome:
     """A figure of both, at most `goal` times the peer's; without one it is shown beside it."""
-    own = ours[figure]
-    to_reach = f"beside {name}" if goal is None else f"<= {goal:g} x {name}"
-    if theirs is None:
-        return Outcome(work, f"{own:.1f} us", to_reach)
-    peer = theirs[figure]
-    met = None if goal is None else own <= goal * peer
-    return Outcome(work, f"{own:.1f} us", to_reach, f"{peer:.1f} us", f"{own / peer:.2f}", met)
+    peer = None if theirs is None else theirs[figure]
+    return judged(work, ours[figure], peer, goal, name, times(1), failed=False)

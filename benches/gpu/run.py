@@ -34,7 +34,8 @@ from machine import describe  # noqa: E402
 from sharing import mps  # noqa: E402
 from steps import Result, Runner, Step, gpu_count, group_sizes, read_program, visible  # noqa: E402
 
-from crossrail_tools.report import compact, console, table  # noqa: E402
+from crossrail_tools.report import compact, console  # noqa: E402
+from harness import show_goals  # noqa: E402
 
 
 def main() -> int:
@@ -135,12 +136,7 @@ def show(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         for note in dict.fromkeys(outcome.notes):
             out.print(f"{outcome.work}: {note}", soft_wrap=True)
-    columns = ["work", "ours", "peer", "ratio", "to reach", "met"]
-    made = table("GPU memory, every goal", columns, left=6, keys=1, prose=columns[:3])
-    for outcome in outcomes:
-        met = "FAILED" if outcome.failed else {True: "yes", False: "NO", None: "-"}[outcome.met]
-        made.add_row(outcome.work, outcome.ours, outcome.peer, outcome.ratio, outcome.to_reach, met)
-    out.print(made)
+    show_goals("GPU memory, every goal", outcomes, out)
 
 
 if __name__ == "__main__":

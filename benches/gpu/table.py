@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 from crossrail_tools.report import counted, with_lists
+from crossrail_tools.report.goals import COLUMNS, Outcome
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- (?P<kind>\w+) of (?P<path>[\w./-]+)(?:: (?P<only>.+?))? -->\n(?P<old>.*?)<!-- end -->", re.S)
@@ -80,9 +81,8 @@ def goals(data: dict[str, Any], only: str | None = None) -> str:
     lines = []
     for outcome in data["outcomes"]:
         if outcome["work"].startswith(words):
-            met = "**failed**" if outcome["failed"] else {True: "yes", False: "**no**", None: "-"}[outcome["met"]]
-            lines.append([*(outcome[name] for name in ("work", "ours", "peer", "ratio", "to_reach")), met])
-    return markdown(["work", "ours", "peer", "ratio", "to reach", "met"], lines) if lines else NOTHING
+            lines.append(Outcome(**outcome).cells({True: "yes", False: "**no**", None: "-"}, "**failed**"))
+    return markdown(COLUMNS, lines) if lines else NOTHING
 
 
 def ways(data: dict[str, Any], _: str | None = None) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .foreign import FOREIGN, Foreign
+from .goals import Outcome
 from .packing import with_lists
 from .schema import SCHEMA, Environment, Report, Row, SchemaError, parsed_values, plain, shown
 from .stats import median
@@ -29,19 +30,6 @@ _GOALS = "outcomes"
 
 class SourceError(ValueError):
     """A file is not one that can be reported; the text names it, the mistake, and what to do."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One goal of a benchmark and whether it was met, as ``make bench`` records it."""
-
-    work: str
-    ours: str
-    to_reach: str
-    peer: str
-    ratio: str
-    met: bool | None
-    failed: bool
 
 
 @dataclass(frozen=True)

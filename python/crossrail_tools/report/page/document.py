@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..goals import COLUMNS, Outcome
 from ..mesh import figure
-from ..sources import Outcome, Source, short_command
+from ..sources import Source, short_command
 from ..units import counted, format_bytes
 from .exchanges import MODES, control_section, expert_section, headline_experts
 from .gather import Entry, distinct, entries
@@ -159,22 +160,16 @@ def goal_section(sources: Sequence[Source]) -> Section | None:
     judged = [goal for goal in goals if goal.met is not None]
     shown = [goal for goal in goals if goal.met is None]
     tables = []
-    columns = ["work", "ours", "peer", "ratio", "to reach", "met"]
     for title, part in (
         ("Not met", [goal for goal in judged if not goal.met]),
         ("Met", [goal for goal in judged if goal.met]),
         ("Shown without a goal", shown),
     ):
         if part:
-            lines = [[one.work, one.ours, one.peer, one.ratio, one.to_reach, _met(one)] for one in part]
-            tables.append(Table(columns, lines, 1, f"{title} ({len(part)})"))
+            tables.append(Table(COLUMNS, [one.cells() for one in part], 1, f"{title} ({len(part)})"))
     return Section(
         "goals", "Goals", "What the benchmark set out to reach, each beside its peer in the same run.", (), tables
     )
-
-
-def _met(goal: Outcome) -> str:
-    return "failed" if goal.failed else {True: "yes", False: "no", None: "-"}[goal.met]
 
 
 def file_section(sources: Sequence[Source]) -> Section:
