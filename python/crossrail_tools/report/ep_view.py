@@ -10,7 +10,7 @@ from rich.text import Text
 from .ep import STAGES
 from .schema import Row
 from .stats import gb_per_s, median
-from .tables import peer_errors, peer_names, ratio_text, table
+from .tables import Cell, compared, peer_errors, table
 from .units import counted, format_bytes
 
 
@@ -63,22 +63,17 @@ def _links(rows: Sequence[Row]) -> list[str]:
 
 
 def _times(rows: Sequence[Row]) -> RenderableType:
-    peers = peer_names(rows)
-    columns = ["us", "p50", "p99", "avg", "min", "max", "slowest p50"]
-    for peer in peers:
-        columns += [peer, f"x {peer}"]
     count = counted(len(rows[0].slowest_us), "iteration")
     warmup = "" if rows[0].warmup is None else f" after {rows[0].warmup} untimed"
     heading = f"latency: all ranks and iterations together ({count}{warmup}); the slowest rank of each iteration"
-    made = table(heading, columns, spare=["min", "max", "avg"])
-    for row in rows:
-        cells = [_us(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
-        cells.append(_us(median(row.rounds)))
-        for peer in peers:
-            result = row.peers.get(peer)
-            cells += [_us(median(result.rounds) if result and result.rounds else None), ratio_text(row, peer)]
-        made.add_row(row.what, *cells)
-    return made
+    columns: list[Cell] = [("us", lambda row: row.what), *(_time(name) for name in ("p50", "p99", "avg", "min", "max"))]
+    columns.append(("slowest p50", lambda row: _us(median(row.rounds))))
+    beside: Cell = ("", lambda result: _us(median(result.rounds) if result.rounds else None))
+    return compared(heading, rows, columns, [beside], 1, ["min", "max", "avg"])
+
+
+def _time(name: str) -> Cell:
+    return name, lambda row: _us(getattr(row, f"{name}_us"))
 
 
 def _ways(rows: Sequence[Row]) -> RenderableType:

@@ -6,38 +6,30 @@ from collections.abc import Sequence
 
 from .schema import Row
 from .stats import median
-from .tables import HeadedTable, peer_names, ratio_text, table
+from .tables import Cell, HeadedTable, compared
 
 TITLES = {
     "kv": "kv: lists of rows, from the first post until the last transfer is done",
     "kv-notice": "kv: one row with a notification, until the target sees it; half of a round trip",
 }
+_COLUMNS: list[Cell] = [
+    ("work", lambda row: row.part or ""),
+    ("transport", lambda row: row.transport),
+    ("rows", lambda row: str(row.pieces)),
+    ("p50 us", lambda row: f"{median(row.samples_us):.1f}"),
+    ("p99 us", lambda row: f"{row.p99_us or 0.0:.1f}"),
+    ("us per row", lambda row: f"{median(row.samples_us) / (row.pieces or 1):.3f}"),
+]
 
 
 def kv_table(rows: Sequence[Row]) -> HeadedTable:
     """Rows of one kind. Peers are compared by the rate, or by the time of a notification."""
-    peers = peer_names(rows)
     timed = rows[0].what == "kv-notice"
-    unit = "avg us" if timed else "GB/s"
-    cpu = any(row.cpu_s_per_gib is not None for row in rows)
-    columns = ["work", "transport", "rows", "p50 us", "p99 us", "us per row", unit, *(["CPU s/GiB"] if cpu else [])]
-    for peer in peers:
-        columns += [f"{peer} {unit}", f"x {peer}", *([f"{peer} CPU s/GiB"] if cpu else [])]
-    processors = [column for column in columns if "CPU" in column]
-    spare = ["p99 us", "transport", "rows", *processors]
-    made = table(TITLES[rows[0].what], columns, left=2, keys=1, spare=spare)
-    for row in rows:
-        p50 = median(row.samples_us)
-        cells = [row.part or "", row.transport, str(row.pieces), f"{p50:.1f}", f"{row.p99_us or 0.0:.1f}"]
-        cells += [f"{p50 / (row.pieces or 1):.3f}", _figure(row.avg_us if timed else row.gb_per_s)]
-        cells += [_figure(row.cpu_s_per_gib)] if cpu else []
-        for peer in peers:
-            result = row.peers.get(peer)
-            figure = None if result is None else result.avg_us if timed else result.gb_per_s
-            cells += [_figure(figure), ratio_text(row, peer)]
-            cells += [_figure(None if result is None else result.cpu_s_per_gib)] if cpu else []
-        made.add_row(*cells)
-    return made
+    compared_by: Cell = ("avg us" if timed else "GB/s", lambda of: _figure(of.avg_us if timed else of.gb_per_s))
+    cpu: list[Cell] = [("CPU s/GiB", lambda of: _figure(of.cpu_s_per_gib))]
+    beside = [compared_by, *(cpu if any(row.cpu_s_per_gib is not None for row in rows) else [])]
+    spare = ["p99 us", "transport", "rows", *(name for name, _ in beside[1:])]
+    return compared(TITLES[rows[0].what], rows, [*_COLUMNS, *beside], beside, 2, spare)
 
 
 def _figure(value: float | None) -> str:

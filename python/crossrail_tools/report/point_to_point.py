@@ -9,7 +9,7 @@ from rich.text import Text
 
 from .schema import Iteration, Lane, Row
 from .stats import gb_per_s, median, percentile
-from .tables import HeadedTable, peer_names, ratio_text, table
+from .tables import Cell, HeadedTable, compared, peer_names, ratio_text, table
 from .units import counted, format_bytes, format_size
 from .verdict import is_void
 
@@ -30,44 +30,34 @@ _SHOWN_AT_EACH_END = 5
 """Iterations shown at the beginning and at the end of a table that would otherwise be longer than four times that."""
 
 
+_WAY: list[Cell] = [
+    ("size", lambda row: format_size(row.size)),
+    ("transport", lambda row: row.transport),
+    ("protocol", lambda row: row.protocol or "-"),
+]
+
+
 def latency_table(rows: Sequence[Row]) -> HeadedTable:
     """The table of half round trips."""
-    peers = peer_names(rows)
-    columns = ["size", "transport", "protocol", "p50 us", "p99 us", "avg us", "min us", "max us"]
-    for peer in peers:
-        columns += [f"{peer} avg us", f"x {peer}"]
     on = f", {rows[0].device.replace(',', ' and ')}" if rows[0].device else ""
     # Beside a peer, the mean is what is compared.
-    spare = ["min us", "max us", "protocol", "transport"] + ([] if peers else ["avg us"])
-    made = table(LATENCIES[rows[0].what] + on, columns, left=3, keys=1, spare=spare)
-    for row in rows:
-        cells = [format_size(row.size), row.transport, row.protocol or "-"]
-        cells += [_figure(value) for value in (row.p50_us, row.p99_us, row.avg_us, row.min_us, row.max_us)]
-        for peer in peers:
-            result = row.peers.get(peer)
-            cells += [_figure(result.avg_us if result else None), ratio_text(row, peer)]
-        made.add_row(*cells)
-    return made
+    spare = ["min us", "max us", "protocol", "transport"] + ([] if peer_names(rows) else ["avg us"])
+    times = [_time(name) for name in ("p50", "p99", "avg", "min", "max")]
+    return compared(LATENCIES[rows[0].what] + on, rows, _WAY + times, [_time("avg")], 3, spare)
+
+
+def _time(name: str) -> Cell:
+    return f"{name} us", lambda of: _figure(getattr(of, f"{name}_us"))
 
 
 def bandwidth_table(rows: Sequence[Row]) -> HeadedTable:
     """The table of windows of sends."""
-    peers = peer_names(rows)
-    columns = ["size", "transport", "protocol", "memory", "GB/s", "messages/s", "p50 us", "p99 us"]
-    for peer in peers:
-        columns += [f"{peer} GB/s", f"x {peer}"]
-    window = rows[0].window
     spare = ["memory", "protocol", "messages/s", "transport"]
-    title = f"bandwidth: {window} sends, wait for all, one small reply; us per such window"
-    made = table(title, columns, left=4, keys=1, spare=spare)
-    for row in rows:
-        cells = [format_size(row.size), row.transport, row.protocol or "-", row.memory or "-", _rate(row.gb_per_s)]
-        cells += [_messages(row), _figure(row.p50_us), _figure(row.p99_us)]
-        for peer in peers:
-            result = row.peers.get(peer)
-            cells += [_rate(result.gb_per_s if result else None), ratio_text(row, peer)]
-        made.add_row(*cells)
-    return made
+    title = f"bandwidth: {rows[0].window} sends, wait for all, one small reply; us per such window"
+    rate: Cell = ("GB/s", lambda of: _rate(of.gb_per_s))
+    memory: Cell = ("memory", lambda row: row.memory or "-")
+    columns = [*_WAY, memory, rate, ("messages/s", _messages), _time("p50"), _time("p99")]
+    return compared(title, rows, columns, [rate], 4, spare)
 
 
 def shares_table(rows: Sequence[Row]) -> HeadedTable | None:

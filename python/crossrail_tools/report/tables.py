@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from .schema import Row
+from .schema import PeerResult, Row
 from .units import format_size
 
 _PLAIN_WIDTH = 1 << 16
@@ -159,6 +159,33 @@ def table(
 def peer_names(rows: Iterable[Row]) -> list[str]:
     """The names of the peers of all rows, without duplicates."""
     return list(dict.fromkeys(name for row in rows for name in row.peers))
+
+
+Cell = tuple[str, Callable[[Any], str]]
+"""A column: its heading, and what it says of a row or of a peer's result."""
+
+
+def compared(
+    title: str, rows: Sequence[Row], columns: Sequence[Cell], beside: Sequence[Cell], left: int, spare: Sequence[str]
+) -> HeadedTable:
+    """A line for each row: its own cells, then for each peer the first of ``beside``, the ratio, and the rest."""
+    heads, spare, peers = [name for name, _ in columns], list(spare), peer_names(rows)
+    first, *others = beside
+    for peer in peers:
+        more = [f"{peer} {name}" for name, _ in others]
+        heads += [f"{peer} {first[0]}".rstrip(), f"x {peer}", *more]
+        spare += more
+    made = table(title, heads, left=left, keys=1, spare=spare)
+    for row in rows:
+        cells = [of(row) for _, of in columns]
+        for peer in peers:
+            result = row.peers.get(peer, _NOTHING)
+            cells += [first[1](result), ratio_text(row, peer), *(of(result) for _, of in others)]
+        made.add_row(*cells)
+    return made
+
+
+_NOTHING = PeerResult("")
 
 
 def peer_errors(rows: Iterable[Row]) -> list[Text]:
