@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
 
 import crossrail
+from crossrail_tools.cli.ends import End
 
 TAG = 1
 WINDOW = 16
@@ -46,41 +46,32 @@ def main() -> int:
 def measure(pairs: int, transport: str, size: int, seconds: float) -> list[int]:
     """Messages of each pair in the same ``seconds``."""
     common = [f"--transport={transport}", f"--size={size}", f"--seconds={seconds}"]
-
-    def start(*options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, *common, *options]
-        return stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        )
-
-    def said(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"an end of {pairs} pairs over {transport} ended with exit code {process.wait(START_S)}")
-        return line.strip()
-
-    processes: list[subprocess.Popen[str]] = []
     with ExitStack() as stack:
-        try:
-            processes += (receivers := [start("--receive") for _ in range(pairs)])
-            processes += (senders := [start(f"--send={said(receiver)}") for receiver in receivers])
-            for sender in senders:
-                said(sender)
-            moment = time.monotonic() + 0.5
-            for sender in senders:
-                assert sender.stdin is not None
-                sender.stdin.write(f"{moment}\n")
-            return [int(said(sender)) for sender in senders]
-        finally:
-            for process in processes:
-                process.kill()
+
+        def start(*options: str) -> End:
+            end = End(f"an end of {pairs} pairs over {transport}", [sys.executable, __file__, *common, *options])
+            stack.callback(end.end)
+            return end
+
+        receivers = [start("--receive") for _ in range(pairs)]
+        senders = [start(f"--send={receiver.answer(START_S)['address']}") for receiver in receivers]
+        for sender in senders:
+            sender.answer(START_S)
+        moment = time.monotonic() + 0.5
+        for sender in senders:
+            sender.send({"begin": moment})
+        return [int(sender.answer(START_S + seconds)["count"]) for sender in senders]
+
+
+def say(**message: object) -> None:
+    """A message to the process that started this one."""
+    print(json.dumps(message), flush=True)
 
 
 def receive(transport: str, size: int) -> None:
     """Receives until it is killed."""
     with crossrail.Worker(crossrail.Context(tls=transport)) as worker:
-        print(worker.address().hex(), flush=True)
+        say(address=worker.address().hex())
         worker.accept(START_S)
         into = bytearray(size)
         while True:
@@ -100,8 +91,8 @@ def send(address: bytes, transport: str, size: int, seconds: float) -> None:
             return WINDOW
 
         window()
-        print("ready", flush=True)
-        began = float(sys.stdin.readline()) + WARMUP_S
+        say(ready=True)
+        began = float(json.loads(sys.stdin.readline())["begin"]) + WARMUP_S
         while time.monotonic() < began:
             window()
         count = 0
@@ -110,7 +101,7 @@ def send(address: bytes, transport: str, size: int, seconds: float) -> None:
         # The others have not finished yet: go on until they have, too.
         while time.monotonic() < began + seconds + WARMUP_S:
             window()
-        print(count, flush=True)
+        say(count=count)
 
 
 if __name__ == "__main__":

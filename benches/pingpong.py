@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 
 import crossrail
+from crossrail_tools.cli.ends import End
 
 TAG = 1
 WARMUP = 1000
@@ -28,14 +28,13 @@ def main() -> int:
         echo(trips, arguments.size)
         return 0
     command = [sys.executable, __file__, "--echo", "--trips", str(arguments.trips), "--size", str(arguments.size)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        try:
-            assert child.stdout is not None
-            address = bytes.fromhex(child.stdout.readline().decode())
-            print(json.dumps({"avg_us": drive(address, trips, arguments.size), "trips": arguments.trips}))
-            child.wait(START_S)
-        finally:
-            child.kill()
+    end = End("the echo", command)
+    try:
+        address = bytes.fromhex(end.answer(START_S)["address"])
+        print(json.dumps({"avg_us": drive(address, trips, arguments.size), "trips": arguments.trips}))
+        end.end(START_S)
+    finally:
+        end.end()
     return 0
 
 
@@ -69,7 +68,7 @@ def echo(trips: int, size: int) -> None:
         pin(1)
     context = crossrail.Context(tls="shm")
     with crossrail.Worker(context) as worker:
-        print(worker.address().hex(), flush=True)
+        print(json.dumps({"address": worker.address().hex()}), flush=True)
         endpoint = worker.accept(START_S)
         out, into = bytearray(size), bytearray(size)
         last = None

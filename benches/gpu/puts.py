@@ -55,7 +55,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
         mapped = endpoint.map(exchange(folder, rank, "memory", bytes(endpoint.share(memory))))
         rows = [measure(rank, folder, memory, mapped, size, arguments) for size in arguments.sizes]
         if rank == 0:
-            processes.keep(folder, rows, {"crossrail": crossrail.__version__, "torch": torch.__version__})
+            processes.keep(rows, {"crossrail": crossrail.__version__, "torch": torch.__version__})
         exchange(folder, rank, "end", b"")
 
 

@@ -90,16 +90,6 @@ def test_everything_that_runs_can_be_ended_at_once() -> None:
         process.stop()
 
 
-def test_a_line_is_read_within_bounds() -> None:
-    with processes.Process(["sh", "-c", "echo one; printf two; exec sleep 60"]) as process:
-        stdout = process.popen.stdout
-        assert stdout is not None
-        assert processes.read_line(stdout, 30.0) == b"one\n"
-        start = time.monotonic()
-        assert processes.read_line(stdout, 0.2) is None
-        assert time.monotonic() - start < 20
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from crossrail_tools.cli import ranks
+from crossrail_tools.cli.ends import ENDED
 from crossrail_tools.cli.failure import Failure
-from crossrail_tools.cli.ranks import ENDED, Ranks
+from crossrail_tools.cli.ranks import Ranks
 
 
 class Rank:
@@ -29,8 +30,8 @@ class Rank:
     def reason(self) -> str:
         return "" if self.talks() else self._reason
 
-    def usage(self) -> bool:
-        return False
+    def failure(self, text: str) -> Failure:
+        return Failure(text)
 
     def end(self) -> None:
         self.ended_at = time.monotonic()

@@ -324,11 +324,11 @@ Traceback (most recent call last):
              ^^^^^^
 nixl_cu13._bindings.nixlBackendError: NIXL_ERR_BACKEND
 """
-    assert ranks.reason(said) == (
+    assert ranks.reason(said.splitlines()) == (
         "E1121 ucx_utils.cpp:592] VRAM memory is detected as host by UCX.; "
         "nixl_cu13._bindings.nixlBackendError: NIXL_ERR_BACKEND"
     )
-    assert ranks.reason("") == "it printed nothing"
+    assert ranks.reason([]) == "it printed nothing"
 
 
 def test_our_own_failure_is_said_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -541,7 +541,7 @@ def work(arguments, rank, folder):
     other = ranks.exchange(folder, rank, "name", str(rank).encode())
     {body}
     if rank == 0:
-        ranks.keep(folder, [{{"other": other.decode(), "sizes": arguments.sizes}}], {{}})
+        ranks.keep([{{"other": other.decode(), "sizes": arguments.sizes}}], {{}})
     {after}
 sys.exit(ranks.run(arguments, work))
 """

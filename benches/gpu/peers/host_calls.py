@@ -61,7 +61,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
             rows.append(measured(torch, dist, layer, arguments) | {"tokens": tokens, "pattern": pattern})
     versions = {"torch": torch.__version__, arguments.module: str(getattr(module, "__version__", "?"))}
     if rank == 0:
-        processes.keep(folder, rows, versions)
+        processes.keep(rows, versions)
     dist.barrier()
     del buffer
     dist.destroy_process_group()

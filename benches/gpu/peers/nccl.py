@@ -65,7 +65,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
         measures = {**several, "latency": (latency,), "bandwidth": (bandwidth,), "alltoall": (all_to_all,)}
         rows = [measure(here, size) for measure in measures[arguments.what] for size in arguments.sizes]
         if rank == 0:
-            processes.keep(folder, rows, versions())
+            processes.keep(rows, versions())
 
 
 class Rank:

@@ -58,7 +58,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
             version = importlib.metadata.version("nixl-cu13")
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
-        processes.keep(folder, rows, {"nixl": version, "torch": torch.__version__})
+        processes.keep(rows, {"nixl": version, "torch": torch.__version__})
     processes.exchange(folder, rank, "end", b"")
     agent.deregister_memory(registered)
 

@@ -70,7 +70,7 @@ def work(arguments: argparse.Namespace, rank: int, folder: Path) -> None:
             layer.end()
     versions = {"torch": torch.__version__, arguments.module: str(getattr(module, "__version__", "?"))}
     if rank == 0:
-        processes.keep(folder, rows, versions)
+        processes.keep(rows, versions)
     dist.barrier()
     dist.destroy_process_group()
 

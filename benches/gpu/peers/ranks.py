@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
+import queue
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from crossrail_tools.cli.ends import ENDED, End, Inbox
 
 Rows = list[dict[str, Any]]
 Work = Callable[[argparse.Namespace, int, Path], None]
-"""The program of a rank. Takes the options, its number, and a folder shared by all, where rank 0 saves its figures."""
+"""The program of a rank. Takes the options, its number, and a folder shared by all."""
 
-KEPT = "rows.json"
 POLL_S = 0.02
 END_S = 10.0
 """How long ranks may take to end after the measurement."""
@@ -53,60 +56,59 @@ def run(arguments: argparse.Namespace, work: Work, needs: Sequence[str] = ()) ->
         print(f"{Path(sys.argv[0]).name}: needs {' and '.join(missing)}", file=sys.stderr)
         return 1
     if arguments.rank is not None:
+        # stdout is for what is kept: any other output goes to stderr.
+        ANSWERS.append(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+        os.dup2(2, 1)
         work(arguments, arguments.rank, arguments.folder)
         return 0
     with tempfile.TemporaryDirectory(prefix="crossrail-peer-") as folder:
-        code = start(arguments.ranks, arguments.limit, Path(folder))
-        if code == 0:
-            print((Path(folder) / KEPT).read_text())
-    return code
+        kept = start(arguments.ranks, arguments.limit, Path(folder))
+    if kept is not None:
+        print(json.dumps(kept))
+    return 0 if kept is not None else 1
 
 
-def keep(folder: Path, rows: Rows, versions: dict[str, str]) -> None:
+ANSWERS: list[IO[str]] = []
+
+
+def keep(rows: Rows, versions: dict[str, str]) -> None:
     """Saves the figures of rank 0 after the measurement; later failures do not affect them."""
-    whole = folder / f"{KEPT}.new"
-    whole.write_text(json.dumps({"versions": versions, "rows": rows}))
-    whole.rename(folder / KEPT)
+    ANSWERS[0].write(json.dumps({"versions": versions, "rows": rows}) + "\n")
+    ANSWERS[0].flush()
 
 
-def start(ranks: int, limit_s: float, folder: Path) -> int:
-    """Runs this command once per rank. The first failure, or the timeout, ends all ranks."""
+def start(ranks: int, limit_s: float, folder: Path) -> dict[str, Any] | None:
+    """Runs this command once per rank; what rank 0 kept. The first failure, or the timeout, ends all ranks."""
     command = [sys.executable, *sys.argv, f"--folder={folder}"]
-    started = [begin([*command, f"--rank={rank}"], folder / f"stderr.{rank}") for rank in range(ranks)]
+    inbox: Inbox = queue.SimpleQueue()
+    kept, why, left = None, "", set(range(ranks))
     deadline = time.monotonic() + limit_s
-    kept = False
-    try:
-        while True:
-            codes = [process.poll() for process in started]
-            if not kept and (folder / KEPT).exists():
-                kept, deadline = True, time.monotonic() + END_S
-            if any(codes) or None not in codes or time.monotonic() > deadline:
+    with contextlib.ExitStack() as stack:
+        ends = [End(f"rank {rank}", [*command, f"--rank={rank}"], inbox=inbox, rank=rank) for rank in range(ranks)]
+        for end in ends:
+            stack.callback(end.end)
+        while left and not why:
+            try:
+                end, message = inbox.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                why = f"the ranks did not end within {END_S if kept else limit_s:g} s"
                 break
-            time.sleep(POLL_S)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    said = [(folder / f"stderr.{rank}").read_text(errors="replace") for rank in range(ranks)]
-    print(*said, sep="", end="", file=sys.stderr)
-    name = Path(sys.argv[0]).name
-    if any(codes):
-        rank = next(rank for rank, code in enumerate(codes) if code)
-        print(f"{name}: rank {rank} ended with code {codes[rank]}: {reason(said[rank])}", file=sys.stderr)
-    elif None in codes:
-        print(f"{name}: the ranks did not end within {END_S if kept else limit_s:g} s", file=sys.stderr)
-    return 0 if (folder / KEPT).exists() else 1
+            if message.get("event") != ENDED:
+                kept, deadline = message, time.monotonic() + END_S
+                continue
+            left.discard(end.rank)
+            if end.failed():
+                why = f"{end.name} ended with code {end.process.popen.returncode}: {reason(end.said)}"
+    for end in ends:
+        print(*end.said, sep="\n", file=sys.stderr)
+    if why:
+        print(f"{Path(sys.argv[0]).name}: {why}", file=sys.stderr)
+    return kept
 
 
-def begin(command: Sequence[str], said: Path) -> subprocess.Popen[bytes]:
-    """Starts a rank with its output in a file."""
-    with said.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output)
-
-
-def reason(said: str) -> str:
+def reason(said: Iterable[str]) -> str:
     """Why a rank ended, in one line: the end of its output, without the traceback."""
-    lines = [line.strip() for line in said.splitlines() if re.match(r"\S", line) and not line.startswith("Traceback")]
+    lines = [line.strip() for line in said if re.match(r"\S", line) and not line.startswith("Traceback")]
     return "; ".join(lines[-REASON_LINES:]) or "it printed nothing"
 
 

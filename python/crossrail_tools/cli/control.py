@@ -20,6 +20,7 @@ from crossrail._native import bench_control, loopback
 from crossrail_tools.report import Report, Row, control_rows, counted
 from crossrail_tools.report.control import STEPS
 
+from .ends import ENDED
 from .failure import Failure, UsageFailure, print_notice
 from .options import (
     Device,
@@ -39,7 +40,7 @@ from .parsing import join as join_address
 from .placement import PinnedRanks, Placement, add_nodes, pin_to, placement, shared_gpus
 from .processes import Message, Process, scratch_folder
 from .rank_process import Parent, gather, join
-from .ranks import ENDED, Ranks
+from .ranks import Ranks
 from .reporting import Progress, check_json, make_report, show_report
 
 StoreKind = Literal["tcp", "etcd"]

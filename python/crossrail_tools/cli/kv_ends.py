@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,12 +18,12 @@ from crossrail._native import host_memory
 from crossrail_tools.report import format_bytes
 
 from .control_link import connected, listening, serve_each
+from .ends import ANSWER_S, End
 from .failure import Failure, UsageFailure, print_notice
 from .parsing import place_to_listen, resolve
 from .point_to_point.channel import IDLE_LIMIT_S, Channel
-from .processes import Message, Process, read_line
+from .processes import Message
 
-ORDER_S = 300.0
 PROGRAM = Path(__file__).parents[1] / "peers" / "kv.py"
 UCX_TLS = {"tcp": "tcp,self", "shm": "sm,self,tcp", "cuda_ipc": "cuda_ipc,sm,self,tcp"}
 """UCX_TLS for NIXL by transport: UCX needs TCP to connect."""
@@ -42,46 +40,10 @@ ORDERS = frozenset({"start", "peer", "prepare", "run", "turns", "cpu", "paint", 
 LISTEN = "crossrail bench kv --listen"
 
 
-class LocalEnd:
+class LocalEnd(End):
     """An end in a child process. ``module``: the library's module that it imports."""
 
-    def __init__(self, name: str, module: str, process: Process) -> None:
-        self.name, self.module, self.process = name, module, process
-
-    def do(self, what: str, **arguments: Any) -> Message:
-        """Sends a request and returns its answer. Raises Failure if the end fails, exits, or times out."""
-        self.order(what, **arguments)
-        return self.answer()
-
-    def order(self, what: str, **arguments: Any) -> None:
-        """Sends a request without waiting; `answer` waits for its result."""
-        assert self.process.popen.stdin is not None
-        try:
-            self.process.popen.stdin.write(json.dumps({"do": what, **arguments}).encode() + b"\n")
-            self.process.popen.stdin.flush()
-        except OSError:
-            raise Failure(f"{self.name}: {self._last_words()}") from None
-
-    def answer(self) -> Message:
-        assert self.process.popen.stdout is not None
-        line = read_line(self.process.popen.stdout, ORDER_S)
-        if not line:
-            why = f"no answer within {ORDER_S:.0f} s" if line is None else self._last_words()
-            raise Failure(f"{self.name}: {why}")
-        answer: Message = json.loads(line)
-        if "error" in answer:
-            raise Failure(f"{self.name}: {answer['error']}")
-        return answer
-
-    def pause(self, paused: bool) -> None:
-        """Stops or continues its process: idle threads of a peer would take processors from the measurement."""
-        self.process.popen.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
-
-    def _last_words(self) -> str:
-        self.process.popen.wait(10)
-        assert self.process.popen.stderr is not None
-        words = self.process.popen.stderr.read().decode(errors="replace").strip().splitlines()
-        return self.process.how_it_was_killed() or (words[-1] if words else "its process ended")
+    module: str
 
 
 class RemoteEnd:
@@ -98,7 +60,7 @@ class RemoteEnd:
         self._channel.send({"library": self._library, "do": what, **arguments})
 
     def answer(self) -> Message:
-        answer = self._channel.receive(ORDER_S)
+        answer = self._channel.receive(ANSWER_S)
         if "failed" in answer:
             raise Failure(f"at the listening end: {answer['failed']}")
         return answer
@@ -107,15 +69,15 @@ class RemoteEnd:
         self.order("pause", paused=paused)
 
 
-End: TypeAlias = LocalEnd | RemoteEnd
+KvEnd: TypeAlias = LocalEnd | RemoteEnd
 
 
 @dataclass(frozen=True)
 class Ends:
     """The two ends of a library. ``rests``: they are stopped while another library is measured."""
 
-    initiator: End
-    target: End
+    initiator: KvEnd
+    target: KvEnd
     rests: bool
 
     def both(self, what: str, **arguments: Any) -> None:
@@ -162,8 +124,10 @@ class Place:
                 "MC_LOG_LEVEL": "ERROR",
                 "UCX_TLS": UCX_TLS[self.transport] + (",cuda_copy" if self.gpus else ""),
             }
-        process = Process([python, str(PROGRAM)], environment=environment, stdin=subprocess.PIPE)
-        return LocalEnd(f"{library}, {role}", module, stack.enter_context(process))
+        end = LocalEnd(f"{library}, {role}", [python, str(PROGRAM)], environment=environment)
+        stack.callback(end.end)
+        end.module = module
+        return end
 
 
 @contextlib.contextmanager
@@ -174,7 +138,7 @@ def ends_of(
     refuse_too_much(shape, "this")
     with contextlib.ExitStack() as stack:
         initiator = place.start(stack, library, "initiator")
-        target: End = place.start(stack, library, "target") if far is None else RemoteEnd(far, library)
+        target: KvEnd = place.start(stack, library, "target") if far is None else RemoteEnd(far, library)
         if far is not None:
             stack.callback(target.order, "end")
         ends = (initiator, target)
@@ -190,9 +154,9 @@ def ends_of(
 @contextlib.contextmanager
 def far_end(address: str, secret_file: str | None, place: Place) -> Iterator[Channel]:
     """A channel to the machine that listens at ``address``, after announcing the work. Raises Failure."""
-    with connected(resolve(address), secret_file, ORDER_S, LISTEN) as channel:
+    with connected(resolve(address), secret_file, ANSWER_S, LISTEN) as channel:
         asked = {"kv": 1, "version": crossrail.__version__, "transport": place.transport, "gpus": place.gpus}
-        channel.request(asked, ORDER_S)
+        channel.request(asked, ANSWER_S)
         yield channel
         channel.leave()
 
@@ -204,7 +168,7 @@ def listen(
 
     Raises UsageFailure and the library's errors if it cannot listen.
     """
-    with listening(place_to_listen(address), secret_file, ORDER_S) as (context, worker):
+    with listening(place_to_listen(address), secret_file, ANSWER_S) as (context, worker):
         places = ", ".join(worker.control_addresses())
         print_notice(f"listening on {places}; run `crossrail bench kv --connect` with it on the other machine")
         serve_each(context, worker, partial(_serve, pythons, settings))
@@ -212,7 +176,7 @@ def listen(
 
 def _serve(pythons: Mapping[str, str | None], settings: Mapping[str, str], channel: Channel) -> None:
     """One run of the other end. Raises Failure and the library's errors."""
-    hello = channel.receive(ORDER_S)
+    hello = channel.receive(ANSWER_S)
     if "kv" not in hello:
         raise Failure(f"this end runs `{LISTEN}`; the other end must run `crossrail bench kv --connect`")
     if hello.get("version") != crossrail.__version__ or hello.get("transport") not in TLS:
@@ -230,7 +194,7 @@ def _answer(place: Place, stack: contextlib.ExitStack, ends: dict[str, LocalEnd]
     """Executes a request; `end` and `pause` have no answer."""
     library, what = str(order.pop("library", None)), str(order.pop("do", None))
     if what == "end" and library in ends:
-        ends.pop(library).process.stop()
+        ends.pop(library).end()
     elif what == "pause" and library in ends:
         ends[library].pause(bool(order.get("paused")))
     if what in ("end", "pause"):

@@ -14,6 +14,7 @@ from crossrail._native import bench_mesh_all, bench_mesh_pair
 from crossrail.records import MeshPair
 from crossrail_tools.report import Report, Row, mesh_rows
 
+from .ends import ENDED
 from .failure import Failure, UsageFailure
 from .options import (
     LinkOptions,
@@ -47,7 +48,7 @@ from .placement import (
 from .processes import Message
 from .rails import missed, rail_of, rails_of
 from .rank_process import Parent, gather, hand_over, join
-from .ranks import ENDED, Ranks
+from .ranks import Ranks
 from .reporting import Progress, check_json, make_report, show_report
 
 RANKS = 2

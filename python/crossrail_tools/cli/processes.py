@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -184,20 +183,3 @@ def _exit_with_stdin() -> None:
         for line in stdin:
             from_parent.put(line)
     os._exit(1)
-
-
-def read_line(stream: IO[bytes], timeout: float) -> bytes | None:
-    """Reads one line from a pipe: ``b""`` at its end, None if there is none within ``timeout`` seconds."""
-    import select
-
-    descriptor = stream.fileno()
-    deadline = time.monotonic() + timeout
-    line = bytearray()
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
-            return None
-        piece = os.read(descriptor, 1)
-        line += piece
-        if piece in (b"", b"\n"):
-            return bytes(line)

@@ -6,30 +6,21 @@ stdout are its messages; lines on stderr are forwarded. No rank outlives this pr
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import queue
 import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO
+from functools import partial
+from typing import Any
 
-from .failure import ERROR, EXIT_USAGE, Failure, UsageFailure, print_notice
-from .processes import Message, Process
-
-LAST_WORDS_S = 0.5
-"""After one rank has failed, how long to wait for the others' errors."""
+from .ends import ENDED, LAST_WORDS_S, End, Inbox
+from .failure import Failure, print_notice
+from .processes import Message
 
 BLAMED_S = 5.0
 """The same for ranks that others name as the reason of their failure."""
-
-ENDED = "ended"
-"""The event of a rank whose process has ended successfully, or was killed on purpose."""
 
 
 class Ranks:
@@ -38,8 +29,8 @@ class Ranks:
     def __init__(self, *, quiet: bool = False) -> None:
         """If ``quiet``, the ranks' stderr is not forwarded; its last line becomes part of the reason of a failure."""
         self._quiet = quiet
-        self._ranks: dict[int, _Rank] = {}
-        self._inbox: queue.SimpleQueue[tuple[_Rank, Message]] = queue.SimpleQueue()
+        self._ranks: dict[int, End] = {}
+        self._inbox: Inbox = queue.SimpleQueue()
 
     def __enter__(self) -> Ranks:
         return self
@@ -52,7 +43,10 @@ class Ranks:
         """Starts rank ``rank`` of ``kind`` (see `rank_process`) with ``job``, again if it has ended. Raises Failure."""
         if rank in self._ranks:
             self._ranks[rank].end()
-        self._ranks[rank] = _Rank(rank, kind, job, environment or {}, self._inbox, self._quiet)
+        hear = None if self._quiet else partial(_forward, rank)
+        end = rank_process(f"rank {rank}", kind, environment, hear=hear, inbox=self._inbox, rank=rank)
+        self._ranks[rank] = end
+        end.send(job)
 
     def send(self, rank: int, message: Message) -> None:
         """Sends a message to one rank; no effect if it has ended."""
@@ -137,8 +131,7 @@ class Ranks:
         )
         for rank in others:
             print_notice(f"rank {rank}: {self._ranks[rank].reason()}")
-        text = f"rank {cause}: {self._ranks[cause].reason()}"
-        return UsageFailure(text) if self._ranks[cause].usage() else Failure(text)
+        return self._ranks[cause].failure(f"rank {cause}: {self._ranks[cause].reason()}")
 
     def _patience(self, failed: list[int]) -> float:
         """How long to wait for further failures after these."""
@@ -151,101 +144,11 @@ class Ranks:
         return (named & self._ranks.keys()) - {rank}
 
 
-class _Rank:
-    """The process of one rank."""
-
-    def __init__(
-        self,
-        rank: int,
-        kind: str,
-        job: Message,
-        environment: Mapping[str, str],
-        inbox: queue.SimpleQueue[tuple[_Rank, Message]],
-        quiet: bool,
-    ) -> None:
-        self.rank = rank
-        self.ended_at = float("inf")
-        self._inbox = inbox
-        self._error = ""
-        self._quiet = quiet
-        self._last = ""
-        self._killed = False
-        command = [sys.executable, "-m", "crossrail", "rank", kind, f"--parent={os.getpid()}"]
-        try:
-            self._process = Process(command, environment={"PYTHONSAFEPATH": "1", **environment}, stdin=subprocess.PIPE)
-        except OSError as error:
-            raise Failure(f"rank {rank} cannot be started: {error.strerror}") from None
-        self._talk = threading.Thread(target=self._pass_on, name=f"crossrail-talk-{rank}", daemon=True)
-        self._listener = threading.Thread(target=self._listen, name=f"crossrail-rank-{rank}", daemon=True)
-        self._talk.start()
-        self._listener.start()
-        self.send(job)
-
-    def send(self, message: Message) -> None:
-        stdin = self._process.popen.stdin
-        if stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # it has ended; its exit reports why
-                stdin.write(json.dumps(message).encode() + b"\n")
-                stdin.flush()
-
-    def kill(self) -> None:
-        self._killed = True
-        with contextlib.suppress(ProcessLookupError):
-            self._process.popen.send_signal(signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kills the process if it still runs, and releases its resources."""
-        self.kill()
-        self._listener.join()  # it ends with the pipes of the process
-        self._process.stop()
-
-    def runs(self) -> bool:
-        return self._process.popen.poll() is None
-
-    def talks(self) -> bool:
-        """Whether further messages may follow, its end at least."""
-        return self._listener.is_alive()
-
-    def failed(self) -> bool:
-        return not self._killed and self._process.popen.poll() not in (None, 0)
-
-    def usage(self) -> bool:
-        return self._process.popen.poll() == EXIT_USAGE
-
-    def reason(self) -> str:
-        code = self._process.popen.poll()
-        if self._error:
-            return self._error
-        if (killed := self._process.how_it_was_killed()) is not None:
-            return killed
-        return f"its process ended with exit code {code}, last line on stderr: {self._last or '(none)'}"
-
-    def _listen(self) -> None:
-        """Puts every line of stdout into the inbox as a message, and finally the end of the process."""
-        for line in _lines(self._process.popen.stdout):
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
-            if isinstance(message, dict):
-                self._inbox.put((self, message))
-        self._process.popen.wait()
-        self.ended_at = time.monotonic()
-        self._talk.join()
-        self._inbox.put((self, {"event": ENDED}))
-
-    def _pass_on(self) -> None:
-        """Forwards stderr, except for the line with the error, which becomes the reason of the failure."""
-        for raw in _lines(self._process.popen.stderr):
-            line = raw.decode(errors="replace").rstrip()
-            if line.startswith(ERROR):
-                self._error = line.removeprefix(ERROR)
-            elif line and self._quiet:
-                self._last = line.strip()
-            elif line:
-                print_notice(f"rank {self.rank}: {line.removeprefix('crossrail: ')}")
+def _forward(rank: int, line: str) -> None:
+    print_notice(f"rank {rank}: {line.removeprefix('crossrail: ')}")
 
 
-def _lines(stream: IO[bytes] | None) -> Iterable[bytes]:
-    """The lines of a pipe until its end."""
-    return () if stream is None else iter(stream.readline, b"")
+def rank_process(name: str, kind: str, environment: Mapping[str, str] | None = None, **how: Any) -> End:
+    """Starts a process of ``kind`` (see `rank_process.py`), as an `End` made as ``how`` says. Raises Failure."""
+    command = [sys.executable, "-m", "crossrail", "rank", kind, f"--parent={os.getpid()}"]
+    return End(name, command, environment={"PYTHONSAFEPATH": "1", **(environment or {})}, **how)

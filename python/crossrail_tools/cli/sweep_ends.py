@@ -7,11 +7,7 @@ there, and go to a child process of that end.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -22,9 +18,9 @@ from .control_link import connected, listen_text, listening, serve_each
 from .failure import Failure, print_notice
 from .parsing import DEFAULT_PORT, join, parse_address, permitted, place_to_listen, resolve
 from .point_to_point.channel import Channel
-from .point_to_point.child import START_S, Child
+from .point_to_point.child import START_S, listening_end
 from .point_to_point.options import BenchOptions
-from .processes import Message, Process
+from .processes import Message
 
 BENCHES = ("latency", "bandwidth", "p2p")
 """Those with a listening end."""
@@ -122,36 +118,18 @@ def serve(channel: Channel, host: str, bench: str, secret_file: str | None) -> N
         while (request := channel.receive(limit + IDLE_S)).get("do") == "run":
             run.close()  # the last one has ended, or was given up
             try:
-                child = run.enter_context(_half(host, bench, secret_file, request))
-                place = str(child.announced.get("control", [""])[0])
+                options, variables = checked(request)
+                words = [f"--listen={join(host, 0)}", "--pin=none"]
+                words += [f"--{name}={value}" for name, value in options.items()]
+                words += [] if secret_file is None else [f"--secret-file={secret_file}"]
+                _, announced = run.enter_context(listening_end(bench, words, variables))
+                place = str(announced.get("control", [""])[0])
                 channel.send({"port": parse_address(place)[1]})
             except Failure as error:
                 run.close()
                 channel.send({"failed": str(error)})
         if request.get("do") != "bye":
             raise Failure("the sweeping end requested what this version does not support")
-
-
-@contextlib.contextmanager
-def _half(host: str, bench: str, secret_file: str | None, request: Message) -> Iterator[Child]:
-    """The listening end of one run, as a child process. Raises Failure if it does not start."""
-    options, variables = checked(request)
-    command = [
-        sys.executable,
-        "-m",
-        "crossrail",
-        "bench",
-        bench,
-        f"--listen={join(host, 0)}",
-        f"--parent={os.getpid()}",
-    ]
-    command += ["--pin=none", *(f"--{name}={value}" for name, value in options.items())]
-    command += [] if secret_file is None else [f"--secret-file={secret_file}"]
-    with tempfile.TemporaryFile() as talk:
-        environment = {"PYTHONSAFEPATH": "1", **variables}
-        with Process(command, environment=environment, stdin=subprocess.PIPE, stderr=talk) as process:
-            yield Child(process, talk)
-            process.stop(grace=2.0)
 
 
 def checked(request: Message) -> tuple[dict[str, str], dict[str, str]]:

@@ -15,10 +15,11 @@ import numpy as np
 import crossrail
 from crossrail._native import bench_net_plugin
 
+from ..ends import End
 from ..failure import Failure
 from ..processes import Message
 from ..rank_process import Parent
-from ..ranks import Ranks
+from ..ranks import rank_process
 
 KIND = "doctor"
 WAIT_S = 10.0
@@ -27,33 +28,16 @@ WAIT_S = 10.0
 SECRET_LEN = 16
 """Random bytes that the second process shows to have reached the first one's memory, or the other way round."""
 
-_OTHER = 0
-
-
-class PeerProcess:
-    """The other process, as the first one sees it. For use by one thread."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def wait_for(self, event: str, timeout: float = WAIT_S) -> Message:
-        """Waits for its message. Raises Failure with the reason if it failed, or sends none in time."""
-        try:
-            return self._ranks.wait_for(event, [_OTHER], timeout)[_OTHER]
-        except Failure as error:
-            raise Failure(str(error).replace(f"rank {_OTHER}", "the second process", 1)) from None
-
-    def send(self, message: Message) -> None:
-        """Sends it a message; no effect if it has ended."""
-        self._ranks.send(_OTHER, message)
-
 
 @contextlib.contextmanager
-def second_process(job: Message) -> Iterator[PeerProcess]:
+def second_process(job: Message) -> Iterator[End]:
     """Starts the process with ``job``, and ends it with the block. Raises Failure."""
-    with Ranks(quiet=True) as ranks:
-        ranks.start(_OTHER, KIND, job)
-        yield PeerProcess(ranks)
+    end = rank_process("the second process", KIND)
+    try:
+        end.send(job)
+        yield end
+    finally:
+        end.end()
 
 
 def context_for(**settings: Any) -> crossrail.Context:

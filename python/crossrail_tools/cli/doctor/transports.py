@@ -18,8 +18,9 @@ import crossrail
 from crossrail.errors import CrossrailError
 from crossrail_tools.report import format_bytes, format_rate
 
+from ..ends import End
 from .finding import Found, Machine, mib, number_of, text_of
-from .second import SECRET_LEN, WAIT_S, PeerProcess, context_for, pattern, second_process, timed_rounds
+from .second import SECRET_LEN, WAIT_S, context_for, pattern, second_process, timed_rounds
 
 TESTED = frozenset({"self", "shm", "tcp", "cuda_ipc"})
 """Transports that have checks of their own."""
@@ -35,7 +36,7 @@ _PIDFD_OPEN, _PIDFD_GETFD = 434, 438  # the same on every architecture
 @contextlib.contextmanager
 def connected(
     tls: str, *, rounds: int = ROUNDS, place: str = "cpu", size: int = SIZE, mapped: bool = False
-) -> Iterator[tuple[crossrail.Context, crossrail.Worker, crossrail.Endpoint, PeerProcess]]:
+) -> Iterator[tuple[crossrail.Context, crossrail.Worker, crossrail.Endpoint, End]]:
     """A connection over ``tls`` with a second process, which takes part in ``rounds`` of `timed_rounds`."""
     context = context_for(tls=tls)
     with crossrail.Worker(context) as worker:
@@ -87,7 +88,7 @@ def _fix_of_attach(machine: Machine) -> str:
 def mapped_memory(machine: Machine) -> Iterable[Found]:
     """Memory of `Context.alloc` of another process."""
     with connected("shm", rounds=0, mapped=True) as (_, _, endpoint, second):
-        memory = endpoint.map(bytes.fromhex(second.wait_for("shared")["memory"]))
+        memory = endpoint.map(bytes.fromhex(second.wait_for("shared", WAIT_S)["memory"]))
         seen = np.zeros(SIZE, np.uint8)
         memory.copy_to(seen.data)
         del memory
@@ -154,10 +155,10 @@ def passed_descriptors(machine: Machine) -> Iterable[Found]:
                         return
                     seen[SECRET_LEN : 2 * SECRET_LEN] = answer
                     to.sendall(b"d")
-                    if bytes.fromhex(second.wait_for("answered")["answer"]) != answer:
+                    if bytes.fromhex(second.wait_for("answered", WAIT_S)["answer"]) != answer:
                         yield Found("error", "what was written did not reach the other process", "report this")
                         return
-                refused = _take_descriptor(peer, int(second.wait_for("held")["descriptor"]))
+                refused = _take_descriptor(peer, int(second.wait_for("held", WAIT_S)["descriptor"]))
     yield Found("ok", "a memfd passed over a Unix socket, mapped, written and read by both processes")
     if refused:
         text = f"pidfd_getfd is refused ({refused}); Crossrail does not use it, but NCCL and CUDA programs may"

@@ -14,11 +14,12 @@ from crossrail_tools.report import EpDeviceRank, EpTurn, Report, Row, counted, e
 from crossrail_tools.verify.checking import Difference, Work
 from crossrail_tools.verify.sampling import Judge, inputs, outputs
 
+from ..ends import ENDED
 from ..failure import Failure, UsageFailure
 from ..placement import one_gpu_each, pin_to
 from ..processes import Message
 from ..rank_process import Parent, gather, join
-from ..ranks import ENDED, Ranks
+from ..ranks import Ranks
 from ..reporting import OnProgress, Progress, make_report
 from .options import EpOptions
 from .peers import GpuPeers

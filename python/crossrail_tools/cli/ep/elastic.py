@@ -21,11 +21,12 @@ from crossrail.records import EpPlan
 from crossrail_tools.report import PhaseFacts, Report, Row, counted, gb_per_s, with_times
 from crossrail_tools.verify.checking import Difference, Inputs, Work
 
+from ..ends import ENDED
 from ..failure import Failure, print_notice
 from ..placement import Placement, pin_to
 from ..processes import Message
 from ..rank_process import Parent
-from ..ranks import ENDED, Ranks
+from ..ranks import Ranks
 from ..reporting import Progress, make_report
 from .options import EpOptions, buffer_numbers
 from .plan import Phase, Plan, load_plan

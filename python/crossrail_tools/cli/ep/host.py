@@ -14,12 +14,13 @@ from crossrail.ref import bits
 from crossrail_tools.report import EpRank, EpTurn, PeerResult, Report, Row, counted, ep_row, format_bytes, with_peers
 from crossrail_tools.verify.checking import Difference, Work
 
+from ..ends import ENDED
 from ..failure import Failure
 from ..placement import pin_to
 from ..processes import Message
 from ..rails import sent_by_rail
 from ..rank_process import Parent, gather, join
-from ..ranks import ENDED, Ranks
+from ..ranks import Ranks
 from ..reporting import OnProgress, Progress, make_report
 from .options import QUICK_TOKENS, EpOptions, buffer_numbers
 from .peers import MpiTurns, check_mpi, mpi_version

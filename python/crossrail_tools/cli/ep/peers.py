@@ -19,12 +19,13 @@ from dataclasses import asdict
 from crossrail_tools.report import PeerResult, gb_per_s, median, percentile, slowest
 from crossrail_tools.verify.checking import Work
 
+from ..ends import ENDED
 from ..failure import ERROR, Failure, UsageFailure
 from ..peers import PeerFailure
 from ..placement import cpu_of
 from ..processes import Message, Process, scratch_folder
 from ..rank_process import Parent
-from ..ranks import ENDED, Ranks
+from ..ranks import Ranks
 from .options import EpOptions
 
 MPI_VARIANTS = {"mpi": "one row per selection", "mpi-dedup": "one row per token and rank"}

@@ -42,7 +42,7 @@ from ..processes import Message
 from ..rails import line_rate, missed, most_connections, rail_of, rails_of
 from ..reporting import OnProgress, Progress, make_report
 from .channel import RAW_TCP_FAILURES, Channel
-from .child import other_end
+from .child import other_end, report_failure
 from .options import BenchOptions, Plan, plans
 from .phases import Phases
 
@@ -128,13 +128,13 @@ def _channel(options: BenchOptions) -> Iterator[tuple[Channel, str]]:
         with _connected(options, context, address) as channel:
             yield channel, parse_address(address)[0]
         return
-    with other_end(options) as child:
+    with other_end(options) as (end, there):
         pin_to(cpu)
-        with _connected(options, context, child.address) as channel:
+        with _connected(options, context, there) as channel:
             try:
                 yield channel, loopback()
             except Exception:
-                child.report_failure()
+                report_failure(end)
                 raise
 
 
