@@ -62,6 +62,27 @@ def test_by_request_the_others_go_on_and_say_who_is_missing(three: Ranks) -> Non
     assert three.call("missing", case) == {0: ([2], [2]), 1: ([2], [2])}
 
 
+@pytest.mark.parametrize("share", [True, False], ids=["mapped", "network"])
+@pytest.mark.parametrize("on_loss", ["raise", "mask"])
+def test_one_death_is_one_sentence_at_each_rank(share: bool, on_loss: str) -> None:
+    """Who, when, why, and what goes on; nested reasons of other ranks and lost connections are details."""
+    setup = replace(SETUP, ranks=8, share_node=share, on_loss=on_loss)
+    with Ranks(8) as ranks:
+        case = Case(setup)
+        judge(case, ranks.call("exchange", case))
+        for rank in range(8):
+            ranks.processes[rank].tell("survive", [case] * 200) if rank != 7 else None
+        ranks.processes[7].tell("doomed", case, 0.1)
+        for rank in range(7):
+            answer = ranks.processes[rank].answer()
+            assert isinstance(answer, Failed) == (on_loss == "raise"), answer
+        for rank in range(7):
+            said = [line for line in ranks.processes[rank].said().splitlines() if "warn" in line or "error" in line]
+            assert len(said) == 1, f"rank {rank}:\n" + "\n".join(said)
+            assert f"rank {rank}: rank 7 is lost: " in said[0]
+            assert ("it is masked, 7 ranks continue" if on_loss == "mask" else "operations fail until") in said[0]
+
+
 @pytest.mark.parametrize(("layout", "on_loss"), [("expert", "raise"), ("rank", "mask")])
 def test_a_rank_that_is_stopped_until_its_lease_has_ended_is_waited_for(layout: Layout, on_loss: str) -> None:
     """Its connections are up: nobody continues without it, and every sum is whole."""

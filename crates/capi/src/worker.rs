@@ -61,6 +61,7 @@ pub(crate) unsafe extern "C" fn xrail_worker_create(
             background,
             admit: options.flags & ADMIT != 0,
             linger: Duration::from_micros(linger),
+            warns_of_ends: true,
         };
         let shared = Shared {
             native: crossrail::Worker::new(&context.0, native)?,

@@ -113,8 +113,13 @@ impl Meeting {
         let me = group.rank();
         let beyond = context.settings().secret.is_some() || context.settings().secret_file.is_some();
         let listen = beyond.then(|| vec![(context.anywhere(), 0).into()]);
-        let options =
-            WorkerOptions { name: Some(format!("rank {me} ({id:016x})")), listen, ..WorkerOptions::default() };
+        let options = WorkerOptions {
+            name: Some(format!("rank {me} ({id:016x})")),
+            listen,
+            // A lost rank is reported by the buffer.
+            warns_of_ends: false,
+            ..WorkerOptions::default()
+        };
         Ok(Meeting {
             group: group.clone(),
             worker: Worker::new(context, options)?,

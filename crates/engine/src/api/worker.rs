@@ -32,11 +32,22 @@ pub struct WorkerOptions {
     /// How long that thread polls after anything last moved, before it sleeps. Waking it takes tens of microseconds;
     /// polling takes a processor. Nothing by default.
     pub linger: Duration,
+    /// Whether the log warns of peers that end while operations with them are in flight. Not where the owner of the worker
+    /// reports such ends in its own terms; then it is information.
+    pub warns_of_ends: bool,
 }
 
 impl Default for WorkerOptions {
     fn default() -> WorkerOptions {
-        WorkerOptions { name: None, listen: None, unix: true, background: true, admit: false, linger: Duration::ZERO }
+        WorkerOptions {
+            name: None,
+            listen: None,
+            unix: true,
+            background: true,
+            admit: false,
+            linger: Duration::ZERO,
+            warns_of_ends: true,
+        }
     }
 }
 
@@ -113,9 +124,10 @@ impl Worker {
     /// [`Worker::new`] with these transports.
     pub(crate) fn with_transports(context: &Context, options: WorkerOptions, transports: Transports) -> Result<Worker> {
         context.environment().origin().check("worker")?;
-        let WorkerOptions { name, listen: addresses, unix, background, admit, linger } = options;
+        let WorkerOptions { name, listen: addresses, unix, background, admit, linger, warns_of_ends } = options;
         let options = ProgressOptions { has_background: background, linger };
         let progress = Progress::new(context.environment(), options)?;
+        progress.core().transfers().warns_of_ends = warns_of_ends;
         let sessions = match Sessions::start(&progress, ListenOptions { name, addresses, unix, admit }, transports) {
             Ok(sessions) => sessions,
             Err(error) => {

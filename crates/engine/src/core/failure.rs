@@ -62,7 +62,6 @@ impl Transfers {
         }
         let tables = &mut self.tables;
         let Some(peer) = tables.peers.get_mut(endpoint) else { return };
-        let in_use = peer.has_operations();
         let is_further = peer.bulk_lane(id).is_some_and(|lane| lane.is_further());
         let is_of_messages = peer.bulk_lane(id).is_none();
         let is_refused = is_further && peer.protocol.is_unused(id);
@@ -94,11 +93,10 @@ impl Transfers {
                 (false, left) => format!("{left} lanes go on, it is retried in the background"),
             };
             peer.set_stranded(none_left.then(|| (now, format!("lane {name} is {error}"))));
-            // A lane that the peer closes while nothing needs it is nearly always the first that is heard of its
-            // goodbye. If it is not, dialling it again fails, and that is reported.
-            // The peer also closes the connection for messages when it has moved them to another rail.
-            let awaited = in_use && !peer.is_closing && (none_left || !is_of_messages);
-            let reported = awaited || !matches!(error, LaneError::Closed(_));
+            // A lane that the peer closes is nearly always the first that is heard of its goodbye, or of the end of its
+            // process, which is reported once and by name. If it is neither, dialling it again fails, and that is
+            // reported. The peer also closes the connection for messages when it has moved them to another rail.
+            let reported = !matches!(error, LaneError::Closed(_));
             // Where no other lane carries chunks, a lane that works for a moment is better than none.
             let spared = soon && !peer.bulk().is_empty();
             let short_lived = rail.map_or(0, |rail| peer.rail_lost(rail, spared));
@@ -222,7 +220,7 @@ impl Transfers {
             peer.protocol.dead(now, failure, &mut tables.matcher);
         }
         let name = tables.peers.name(endpoint);
-        if was_alive && had_work && !is_closing {
+        if was_alive && had_work && !is_closing && self.warns_of_ends {
             tables.log.warn(format_args!("{name}: {why}; its requests fail, other peers go on"));
         } else if was_alive {
             tables.log.info(format_args!("{name}: {why}"));

@@ -44,6 +44,8 @@ pub(crate) struct Transfers {
     /// Peers or lanes in the tables from which on those that have ended are freed.
     free_at: usize,
     pub(super) left: LeftMessages,
+    /// The log warns of peers that end with operations in flight.
+    pub(crate) warns_of_ends: bool,
 }
 
 /// A lost rail, for the thread that redials it.
@@ -147,6 +149,7 @@ impl Transfers {
             deferred: Deferred::default(),
             free_at: FREE_FROM,
             left: LeftMessages::default(),
+            warns_of_ends: true,
         }
     }
 

@@ -202,16 +202,23 @@ impl Redialer {
                     log(sessions.log, format_args!("rail {device} is back"));
                 }
                 Err((device, error)) => {
-                    let reported = std::mem::replace(&mut attempt.lost.reported, true);
-                    let log = if reported { Log::debug } else { Log::warn };
-                    let state = if attempt.more { "has a connection less" } else { "is lost" };
-                    log(sessions.log, format_args!("rail {device} {state}, and dialling it again failed: {error}"));
                     if sessions.has_left(endpoint, &error) {
                         let why =
                             format!("its process has ended: it closed its connections and no longer listens ({error})");
                         sessions.peer_ended(endpoint, &why);
                         continue;
                     }
+                    // Without a lane, the peer's process may be ending, which is reported by its name; if it is not, the
+                    // end of its last chance is.
+                    let stranded = sessions.is_stranded(endpoint);
+                    let log = match (attempt.lost.reported, stranded) {
+                        (true, _) => Log::debug,
+                        (false, true) => Log::info,
+                        (false, false) => Log::warn,
+                    };
+                    attempt.lost.reported |= !stranded;
+                    let state = if attempt.more { "has a connection less" } else { "is lost" };
+                    log(sessions.log, format_args!("rail {device} {state}, and dialling it again failed: {error}"));
                     attempt.failures += 1;
                     attempt.pause = (attempt.pause.max(PAUSE_MIN) * 2).min(PAUSE_MAX);
                     let pause = if sessions.is_stranded(endpoint) { PAUSE_STRANDED } else { attempt.pause };
