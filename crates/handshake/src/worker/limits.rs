@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crossrail_locks::Mutex;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, ErrorKind, Reason};
 use nix::sys::resource::{Resource, getrlimit};
 
@@ -47,11 +47,42 @@ pub fn share_of_descriptors(parts: u64) -> usize {
 /// Limits of open files above this are not checked.
 const MANY_DESCRIPTORS: usize = 1 << 16;
 
+/// How long a count of the open descriptors holds at most.
+const COUNT_HOLDS: Duration = Duration::from_millis(100);
+/// Descriptors that one connection is taken to use, at this end and by what the program does meanwhile.
+const PER_CONNECTION: usize = 64;
+
+/// A count of the open descriptors. Counting takes time in proportion to them, so many connections share one count: each
+/// would otherwise make the next one slower.
+struct Counted {
+    at: Instant,
+    /// The limit that it was compared with.
+    most: usize,
+    /// Further connections that leave enough.
+    enough_for: usize,
+}
+
+static COUNTED: PerProcess<Mutex<Option<Counted>>> = PerProcess::new();
+
 /// True if less than an eighth of the descriptors is free: these are reserved for the process itself.
 pub(super) fn descriptors_are_low() -> bool {
     let most = share_of_descriptors(1);
-    let open = || std::fs::read_dir("/proc/self/fd").map_or(most, Iterator::count);
-    most <= MANY_DESCRIPTORS && open() + most / 8 >= most
+    if most > MANY_DESCRIPTORS {
+        return false;
+    }
+    let mut counted = COUNTED.lock();
+    if let Some(Counted { at, most: of, enough_for }) = &mut *counted
+        && *of == most
+        && at.elapsed() < COUNT_HOLDS
+        && *enough_for > 0
+    {
+        *enough_for -= 1;
+        return false;
+    }
+    let open = std::fs::read_dir("/proc/self/fd").map_or(most, Iterator::count);
+    let free = (most - most / 8).saturating_sub(open);
+    *counted = Some(Counted { at: Instant::now(), most, enough_for: free / PER_CONNECTION });
+    free == 0
 }
 
 /// Reject text for a peer whose handshake was evicted.
