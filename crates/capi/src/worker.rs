@@ -84,11 +84,12 @@ pub(crate) unsafe extern "C" fn xrail_worker_create(
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn xrail_worker_close(worker: *mut Worker) -> i32 {
     // SAFETY: by the contract.
-    let Some(worker) = (unsafe { worker.as_ref() }) else { return OK };
-    guard::call("worker_close", Some(&worker.0.native), || {
-        worker.0.native.close()?;
-        Ok(OK)
-    })
+    unsafe {
+        with("worker_close", worker, |worker| {
+            worker.native.close()?;
+            Ok(OK)
+        })
+    }
 }
 
 /// Closes, and gives the handle back.
