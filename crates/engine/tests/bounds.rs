@@ -70,7 +70,7 @@ fn resident() -> u64 {
     // SAFETY: returns freed memory to the system.
     unsafe { libc::malloc_trim(0) };
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-    pages.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096 >> 20
+    (pages.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096) >> 20
 }
 
 /// The peer has no more than its entry at the victim.

@@ -147,9 +147,9 @@ unsafe extern "C" fn close_listen(listener: Ptr) -> Status {
 unsafe extern "C" fn close_coll(group: Ptr) -> Status {
     guard("closeColl", || {
         let group = objects::remove("closeColl", group, objects::group, GROUP)?;
-        group.close();
+        let ended = group.close();
         objects::remove_all_of(group.shared().id);
-        Ok(())
+        ended
     })
 }
 

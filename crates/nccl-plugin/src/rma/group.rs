@@ -182,7 +182,10 @@ impl Group {
     }
 
     /// Ends the group: its threads, its rails. Contexts that were not destroyed end, too.
-    pub(crate) fn close(&self) {
+    ///
+    /// # Errors
+    /// `Timeout`: a peer may still access memory; the group has ended all the same.
+    pub(crate) fn close(&self) -> Result<()> {
         for tally in self.tallies.lock().drain(..) {
             if let Some(tally) = tally.upgrade() {
                 tally.end();
@@ -195,17 +198,19 @@ impl Group {
             // One that has panicked has ended, too.
             let _ = thread.join();
         }
-        if let Some((worker, endpoints)) = self.rails.lock().take() {
+        let ended = self.rails.lock().take().map_or(Ok(()), |(worker, endpoints)| {
             drop(endpoints);
-            worker.close();
-        }
+            worker.close()
+        });
         *self.gpu.lock() = None;
+        ended
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        self.close();
+        // Reported by the call that has closed it, if one has.
+        let _ = self.close();
     }
 }
 
