@@ -155,9 +155,16 @@ struct Workers {
 
 impl Workers {
     fn new() -> Result<Workers> {
-        let parameters =
-            Parameters { chunk: 2 << 20, window: 16, channels: 1, channels_max: 1, checksum: Checksum::Off };
-        let identity = |name: &str| Identity::new(Some(name.to_owned()), secret(), vec!["tcp".to_owned()], parameters);
+        let parameters = Parameters {
+            chunk: 2 << 20,
+            window: 16,
+            channels: 1,
+            channels_max: 1,
+            checksum: Checksum::Off,
+            node: None,
+        };
+        let identity =
+            |name: &str| Identity::new(Some(name.to_owned()), secret(), vec!["tcp".to_owned()], parameters.clone());
         let (send, arrivals) = channel();
         let send = Mutex::new(send);
         let deliver = move |arrival| {

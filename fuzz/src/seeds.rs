@@ -345,6 +345,7 @@ fn hello() -> Hello {
         channels_max: 2,
         checksum: Checksum::Off,
         network: 4_026_531_840,
+        node: Some("rack-7".to_owned()),
     }
 }
 

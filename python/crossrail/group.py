@@ -36,7 +36,7 @@ class Group:
         Number of this process among the members of its node.
     node : str, optional
         Members with the same node share memory. By default this machine and
-        network namespace.
+        network namespace, and the name in CROSSRAIL_NODE.
     store : str, optional
         Address of the store, ``tcp://host:port`` or ``etcd://host:port``. Rank 0
         also runs the built-in store if the address is its own and nothing listens

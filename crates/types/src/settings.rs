@@ -20,8 +20,8 @@ mod service_links;
 mod tests;
 
 use codecs::{
-    AFFINITY, BOUNCE, CHANNELS, CHECKSUM, CHUNK, DEVICE, IO_THREADS, LOG, METRICS, PAGES, PATH, PORTS, RAILS, SECRET,
-    STORE, TIMEOUT, TRANSPORT_FILTER, UNPACK, count,
+    AFFINITY, BOUNCE, CHANNELS, CHECKSUM, CHUNK, DEVICE, IO_THREADS, LOG, METRICS, NODE, PAGES, PATH, PORTS, RAILS,
+    SECRET, STORE, TIMEOUT, TRANSPORT_FILTER, UNPACK, count,
 };
 
 const PREFIX: &str = "CROSSRAIL_";
@@ -497,6 +497,10 @@ settings! {
     /// Store that the ranks of a job share; unset: rank 0 runs one at an address derived from the launcher's variables.
     store: Option<String> = None,
         "CROSSRAIL_STORE" accepts "`tcp://host:port`, or `etcd://host:port[,host:port]`" as STORE;
+    /// Name of the node that this process belongs to. Processes of one machine with different names, or of which one has
+    /// none, share no memory: they reach each other as processes of two machines do.
+    node: Option<String> = None,
+        "CROSSRAIL_NODE" accepts "up to 64 letters, digits, `.`, `_` and `-`" as NODE;
     /// UCX's library libucp.so.0, or the folder that contains it; unset: where the dynamic linker finds it.
     ucx_library: Option<PathBuf> = None,
         "CROSSRAIL_UCX_LIBRARY" accepts "a path" as PATH;

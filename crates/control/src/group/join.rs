@@ -32,11 +32,12 @@ pub(super) struct Membership {
     parts: Mutex<Option<(JoinHandle<()>, Option<Served>)>>,
 }
 
-pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<GroupState>, Membership)> {
+pub(super) fn join(mut options: GroupOptions, settings: &Settings) -> Result<(Arc<GroupState>, Membership)> {
     if options.lease < LEASE_MIN || options.lease > LEASE_MAX {
         return Err(Error::new(ErrorKind::Usage, "join", format!("a lease of {}", format_duration(options.lease)))
             .with_hint("100ms to 1h: a member counts as dead this long after its last renewal"));
     }
+    options.node.get_or_insert_with(|| node_of(this_node(), settings.node.as_deref()));
     let given = Overrides {
         rank: options.rank,
         size: options.size,
@@ -64,6 +65,14 @@ pub(super) fn join(options: GroupOptions, settings: &Settings) -> Result<(Arc<Gr
         },
         deadline,
     )
+}
+
+/// The node that is called `name` on this machine: the same name on another machine is another node.
+fn node_of(machine: String, name: Option<&str>) -> String {
+    match name {
+        Some(name) => format!("{machine}/{name}"),
+        None => machine,
+    }
 }
 
 /// Opens the store and takes a lease; waits for a store that has not started yet.

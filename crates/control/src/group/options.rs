@@ -12,7 +12,8 @@ pub struct GroupOptions {
     pub size: Option<u32>,
     /// This process's index on its node; by default the lowest free one.
     pub local_rank: Option<u32>,
-    /// The node's name; members with equal names share memory. By default this machine and network namespace.
+    /// The node's name; members with equal names share memory. By default this machine and network namespace, and the
+    /// name in `CROSSRAIL_NODE`.
     pub node: Option<String>,
     /// The store's address: `tcp://host:port`, `etcd://host:port[,host:port]`.
     pub store: Option<String>,

@@ -102,3 +102,23 @@ fn listen_text(place: &str, own: SocketAddr, secret: bool) -> String {
         SocketAddr::V6(own) => format!("[::]:{}", own.port()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hosts_own_name_that_is_loopback_there_is_served_to_other_hosts_with_a_secret() {
+        let own: SocketAddr = "127.0.1.1:7400".parse().unwrap();
+        let cases = [
+            ("node7:7400", false, "127.0.1.1:7400"),
+            ("node7:7400", true, "0.0.0.0:7400"),
+            ("127.0.1.1:7400", true, "127.0.1.1:7400"),
+            ("localhost:7400", true, "127.0.1.1:7400"),
+        ];
+        for (place, secret, listen) in cases {
+            assert_eq!(listen_text(place, own, secret), listen, "{place}");
+        }
+        assert!(is_own(own.ip()));
+    }
+}

@@ -176,6 +176,10 @@ fn where_it_may_listen() {
     let everywhere = StoreServer::start("0.0.0.0:0", &settings).unwrap();
     assert!(!everywhere.address().contains("0.0.0.0"), "{}", everywhere.address());
     open_at(&everywhere.address(), &settings);
+    // To which Debian resolves a host's own name.
+    let by_name = StoreServer::start("127.0.1.1:0", &Settings::default()).unwrap();
+    assert!(by_name.address().starts_with("tcp://127.0.1.1:"), "{}", by_name.address());
+    open_at(&by_name.address(), &Settings::default());
 }
 
 fn open_at(address: &str, settings: &Settings) {

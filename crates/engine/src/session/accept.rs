@@ -44,6 +44,7 @@ impl Sessions {
             channels: settings.channels.first(),
             channels_max: self.environment.tcp_limits().channels,
             checksum: settings.checksum,
+            node: settings.node.clone(),
         };
         let me = Identity::new(self.options.name.clone(), self.secret.clone(), transports.clone(), parameters)?;
         let is_allowed = |transport: &&Arc<dyn Transport>| transports.iter().any(|name| name == transport.name());

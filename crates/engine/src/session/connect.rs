@@ -137,10 +137,21 @@ impl Sessions {
         handshake::connect(&target, me, self.control_device()?.as_ref(), false, deadline)
     }
 
+    /// Why this process shares no memory with the peer, if it is on another machine or of another node.
+    pub(super) fn apart(&self, peer: &Hello) -> Option<String> {
+        if peer.boot_id != self.environment.machine().boot_id {
+            return Some("the peer is on another machine".to_owned());
+        }
+        let (mine, theirs) = (&self.environment.settings().node, &peer.node);
+        let name = |node: &Option<String>| node.clone().unwrap_or_else(|| "none".to_owned());
+        (mine != theirs)
+            .then(|| format!("the peer's CROSSRAIL_NODE is {}, and here it is {}", name(theirs), name(mine)))
+    }
+
     /// Logs that a faster transport was expected with a peer on this machine. One that the settings or the caller
     /// leave out was not.
     fn warn_of_slower(&self, peer: &Hello, chosen: &str, refused: &Refused, permitted: &Permitted<'_>) {
-        if peer.boot_id != self.environment.machine().boot_id {
+        if self.apart(peer).is_some() {
             return;
         }
         let is_offered = |name: &str| permitted.transports.iter().any(|of| of.name() == name && permitted.offers(of));
@@ -212,13 +223,13 @@ impl Sessions {
         peer: &Hello,
         choice: Choice,
     ) {
-        let same_machine = peer.boot_id == self.environment.machine().boot_id;
+        let apart = self.apart(peer);
         let mut refused = Refused::default();
         for other in self.transports.iter().filter(|other| other.carrier().is_none()) {
-            let why = match same_machine {
-                true => format!("the peer chose {}", transport.name()),
-                false if other.control() == Control::Unix => "another machine".to_owned(),
-                false => continue,
+            let why = match &apart {
+                None => format!("the peer chose {}", transport.name()),
+                Some(why) if other.control() == Control::Unix => why.clone(),
+                Some(_) => continue,
             };
             if other.name() != transport.name() {
                 refused.add(other.name(), why);

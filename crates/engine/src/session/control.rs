@@ -666,6 +666,7 @@ mod tests {
             channels_max: 1,
             checksum: Checksum::Crc,
             network: 0,
+            node: None,
         }
     }
 

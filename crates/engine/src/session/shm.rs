@@ -38,8 +38,7 @@ impl Transport for Shm {
     }
 
     fn obstacle(&self, sessions: &Sessions, peer: &Hello) -> Option<String> {
-        let here = peer.boot_id == sessions.environment.machine().boot_id;
-        (!here).then(|| "the peer is on another machine".to_owned())
+        sessions.apart(peer)
     }
 
     fn candidates(&self, _sessions: &Sessions, _peer: &Hello) -> Vec<Candidate> {

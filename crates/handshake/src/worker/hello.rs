@@ -15,6 +15,8 @@ use crate::secret::Secret;
 pub const HELLO_MAX: usize = 64 * 1024;
 /// Most entries of each list.
 const LIST_MAX: usize = 128;
+/// Longest name of a node.
+const NODE_MAX: usize = 64;
 
 /// A rail on which a worker accepts lanes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,6 +73,10 @@ pub struct Hello {
     /// Its network namespace, as [`network_namespace`] names it; 0: unknown. Encoded after the checksum.
     #[serde(skip)]
     pub network: u64,
+    /// The node that its settings name (`CROSSRAIL_NODE`), up to 64 bytes. Encoded after the network, as a length of one
+    /// byte and the name.
+    #[serde(skip)]
+    pub node: Option<String>,
 }
 
 impl fmt::Debug for Hello {
@@ -110,6 +116,9 @@ impl Hello {
             .map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         bytes.push(code(self.checksum));
         bytes.extend(self.network.to_le_bytes());
+        let node = self.node.as_deref().unwrap_or_default();
+        bytes.push(u8::try_from(node.len()).unwrap_or(u8::MAX));
+        bytes.extend(node.as_bytes());
         // A body that this end would reject must not be sent.
         decode_hello(&bytes).map_err(|e| Error::new(ErrorKind::Usage, "worker", format!("its description: {e}")))?;
         Ok(bytes)
@@ -160,6 +169,9 @@ impl Hello {
         let texts = [("name", &self.name), ("boot id", &self.boot_id), ("release", &self.release)];
         for (what, text) in texts {
             check_text(what, text)?;
+        }
+        if let Some(node) = &self.node {
+            check_text("node", node)?;
         }
         if let Some(unix) = &self.unix {
             check_text("socket name", unix)?;
@@ -230,8 +242,17 @@ pub fn decode_hello(bytes: &[u8]) -> std::result::Result<Hello, Malformed> {
     hello.checksum = known.ok_or(Malformed::Field("CROSSRAIL_CHECKSUM of another release"))?;
     // An earlier release ends here.
     hello.network = rest[1..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+    hello.node = decode_node(rest.get(9..).unwrap_or_default())?;
     hello.validate()?;
     Ok(hello)
+}
+
+/// The node's name in what follows the network; an earlier release sends nothing there.
+fn decode_node(bytes: &[u8]) -> std::result::Result<Option<String>, Malformed> {
+    let Some((len, rest)) = bytes.split_first() else { return Ok(None) };
+    let name = rest.get(..usize::from(*len)).filter(|name| name.len() <= NODE_MAX);
+    let name = name.and_then(|name| std::str::from_utf8(name).ok()).ok_or(Malformed::Field("hello's node"))?;
+    Ok(Some(name.to_owned()).filter(|name| !name.is_empty()))
 }
 
 /// A worker's hello, and the secret that it expects of its peers.
@@ -243,8 +264,8 @@ pub struct Identity {
     pub secret: Secret,
 }
 
-/// The parameters that both ends of a session must agree on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What a worker's settings contribute to its hello.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameters {
     /// Bytes of a chunk.
     pub chunk: u64,
@@ -256,6 +277,8 @@ pub struct Parameters {
     pub channels_max: u8,
     /// The checksum over TCP; of two that differ, the stricter one.
     pub checksum: Checksum,
+    /// The node that this end belongs to, if it is named.
+    pub node: Option<String>,
 }
 
 impl Identity {
@@ -288,6 +311,7 @@ impl Identity {
             channels_max: parameters.channels_max,
             checksum: parameters.checksum,
             network: network_namespace(),
+            node: parameters.node,
         };
         hello.encode()?;
         Ok(Identity { hello, secret })

@@ -69,7 +69,7 @@ pub(crate) fn loopback() -> Binding {
 }
 
 pub(crate) const PARAMETERS: Parameters =
-    Parameters { chunk: 2 << 20, window: 16, channels: 1, channels_max: 1, checksum: Checksum::Off };
+    Parameters { chunk: 2 << 20, window: 16, channels: 1, channels_max: 1, checksum: Checksum::Off, node: None };
 
 pub(crate) fn secret(text: &str) -> Secret {
     Secret::Shared(text.as_bytes().to_vec())

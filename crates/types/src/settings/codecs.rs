@@ -34,6 +34,22 @@ pub(super) const DEVICE: Codec<Option<String>> = Codec {
     show: Clone::clone,
 };
 
+/// Maximum length of a node's name.
+const NODE_MAX: usize = 64;
+
+pub(super) const NODE: Codec<Option<String>> = Codec {
+    parse: |text| {
+        let is_letter = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
+        match text.trim() {
+            "" => Err("is empty".to_owned()),
+            name if name.len() > NODE_MAX => Err(format!("has more than {NODE_MAX} letters")),
+            name if !name.chars().all(is_letter) => Err("has other letters".to_owned()),
+            name => Ok(Some(name.to_owned())),
+        }
+    },
+    show: Clone::clone,
+};
+
 pub(super) const CHUNK: Codec<usize> = size::<0x1000, 0x4000_0000>();
 
 pub(super) const BOUNCE: Codec<usize> = size::<0x10_0000, 0x40_0000_0000>();

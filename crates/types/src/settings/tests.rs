@@ -41,6 +41,7 @@ fn every_setting_is_parsed() {
         ("CROSSRAIL_TIMEOUT", "1.5"),
         ("CROSSRAIL_SECRET", "hunter2"),
         ("CROSSRAIL_STORE", "etcd://10.0.0.1:2379,[fd00::2]:2379"),
+        ("CROSSRAIL_NODE", " rack-7.b_2 "),
         ("CROSSRAIL_CACHE_DIR", "/var/cache/kernels"),
         ("CROSSRAIL_LOG", "debug"),
     ])
@@ -54,6 +55,7 @@ fn every_setting_is_parsed() {
     assert_eq!(settings.timeout, Duration::from_millis(1500));
     assert_eq!(settings.secret.as_ref().map(Secret::expose), Some(&b"hunter2"[..]));
     assert_eq!(settings.store.as_deref(), Some("etcd://10.0.0.1:2379,[fd00::2]:2379"));
+    assert_eq!(settings.node.as_deref(), Some("rack-7.b_2"));
     assert_eq!(settings.cache_dir, Some(PathBuf::from("/var/cache/kernels")));
     assert_eq!(settings.log, LogLevel::Debug);
     settings.check().unwrap();
