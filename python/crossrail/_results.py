@@ -117,6 +117,9 @@ class Plan:
     largest_tokens : int or None
         Maximum number of tokens per rank with which all `local_ranks` would fit;
         None where `free` is.
+    pinned : int
+        GPU only: bytes of pinned memory of the host in addition, for ranks that the
+        GPU does not reach.
     text : str
         The table.
     """
@@ -126,6 +129,7 @@ class Plan:
     local_ranks: int
     free: int | None
     largest_tokens: int | None
+    pinned: int
     text: str
 
     def __str__(self) -> str:

@@ -235,7 +235,7 @@ class ExpertBuffer:
         Returns
         -------
         Plan
-            Bytes by purpose, free memory, and the largest number of tokens that
+            Bytes by purpose, on a GPU also pinned memory of the host, free memory, and the largest number of tokens that
             would fit; printed, it is a table.
 
         Raises

@@ -345,8 +345,33 @@ def test_what_a_buffer_takes_of_a_gpu() -> None:
     assert 0 < decode.total < plan.total
     more = crossrail.ExpertBuffer.plan(**numbers, device=0, regions=3)
     assert more.total > plan.total
-    far = crossrail.ExpertBuffer.plan(**numbers, device=0, network_ranks=2)
-    assert far.total == plan.total, "no mirrors of far ranks' heaps"
+    assert (plan.pinned, more.pinned, decode.pinned) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_a_gpu_has_no_inboxes_of_ranks_on_other_nodes(layout: Any) -> None:
+    numbers = {"max_tokens_per_rank": 128, "hidden": 7168, "num_experts": 288, "topk": 8}
+
+    def plan(ranks: int, far: int | None = None) -> Any:
+        found = crossrail.ExpertBuffer.plan(**numbers, ranks=ranks, layouts=[layout], device=0, network_ranks=far)
+        assert sum(found.bytes.values()) == found.total
+        return found
+
+    near = plan(16)
+    rows = "dispatched rows"
+    # As much as its node's ranks take, whose number of experts is what differs.
+    assert plan(16, 8).bytes[rows] * 2 == near.bytes[rows] == 2 * plan(8).bytes[rows]
+    assert plan(16, 8).bytes["returned rows"] * 2 == near.bytes["returned rows"]
+    inbox = (near.total - plan(16, 8).total) / 8
+    assert plan(16, 15).total == near.total - 15 * inbox
+    # Both directions, each with an inbox for every far rank, and rings of commands.
+    rings = plan(16, 1).pinned - 2 * inbox
+    assert 0 < rings < 1 << 20
+    assert plan(16, 15).pinned == 30 * inbox + rings
+    assert f"{plan(16, 8).pinned} bytes" in str(plan(16, 8))
+    assert "pinned" not in str(near)
+    with pytest.raises(crossrail.UsageError, match="network_ranks 16 is more than the 15 other ranks"):
+        plan(16, 16)
 
 
 @pytest.mark.parametrize(

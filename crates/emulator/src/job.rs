@@ -77,8 +77,10 @@ impl<G: Gpus> Job<G> {
         let mut ranks = Vec::new();
         let parts = shape.heap();
         for (rank, heap) in heaps.into_iter().enumerate() {
-            let to: Vec<u64> = addresses.iter().map(|heap| heap + parts.inbox(rank as u32)).collect();
-            let from: Vec<u64> = (0..shape.ranks).map(|source| addresses[rank] + parts.inbox(source)).collect();
+            // With fewer inboxes than ranks, those of the ranks on one node.
+            let number = |source: u32| source % shape.tuning().inboxes;
+            let to: Vec<u64> = addresses.iter().map(|heap| heap + parts.inbox(number(rank as u32))).collect();
+            let from: Vec<u64> = (0..shape.ranks).map(|source| addresses[rank] + parts.inbox(number(source))).collect();
             let commands = gpus.zeroed(&format!("commands of host of {rank}"), 2 * 16 * EP_COMMANDS as usize);
             let read = gpus.zeroed(&format!("commands read at host of {rank}"), 2 * 8);
             let half = commands.address() + 16 * u64::from(EP_COMMANDS);
@@ -126,6 +128,13 @@ impl<G: Gpus> Job<G> {
         }
     }
 
+    /// The rank that writes each inbox of `rank`.
+    fn sources(&self, rank: usize) -> Vec<Option<u32>> {
+        let inboxes = self.shape.tuning().inboxes;
+        let first = rank as u32 / inboxes * inboxes;
+        (first..first + inboxes).map(Some).collect()
+    }
+
     /// Masks `whom` at `rank`, as the host does between launches.
     pub fn mask(&self, rank: usize, whom: usize) {
         self.ranks[rank].heap.write(self.shape.heap().masks as usize + 4 * whom, &[1u32]);
@@ -148,8 +157,9 @@ impl<G: Gpus> Job<G> {
             return "no faults".into();
         }
         let heaps = self.ranks.iter().enumerate();
-        let heaps =
-            heaps.map(|(rank, one)| format!("rank {rank}: {}", self.shape.report(&one.heap.read(0, one.heap.len()))));
+        let heaps = heaps.map(|(rank, one)| {
+            format!("rank {rank}: {}", self.shape.report(&one.heap.read(0, one.heap.len()), &self.sources(rank)))
+        });
         format!("{}\n{}", all.join(", "), heaps.collect::<Vec<_>>().join("\n"))
     }
 

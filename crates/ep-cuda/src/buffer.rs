@@ -62,10 +62,11 @@ impl DeviceBuffer {
         let me = group.rank();
         config.check_rank(me)?;
         let cuda = options::context(options.ordinal)?;
-        options::plan(&config, &options, 0, Ok(options::free(&cuda)?))?.check()?;
+        let far = config.ranks - shape.tuning().inboxes;
+        options::plan(&config, &options, far, Ok(options::free(&cuda)?))?.check()?;
         let id = random_id()?;
         let room = options::room(&shape, &options);
-        let parameters = Parameters::of(&config).on_gpu(shape.regions, options.between_nodes.unwrap_or(false));
+        let parameters = Parameters::of(&config).on_gpu(shape.regions, shape.slotted());
         timer.end("context");
         // Loading kernels and allocating the heap take about the same time.
         let (loaded, made) = kernel_cache::load_beside(&cuda, context.settings(), &shape, || {

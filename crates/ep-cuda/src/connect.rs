@@ -24,7 +24,8 @@ struct Met {
 }
 
 enum MetPath {
-    Mapped(Mapped),
+    /// Its heap, and this rank's inbox there.
+    Mapped(Mapped, u32),
     /// Its inbox here, and that as the rank is to map it.
     Host(Area, Box<Inbox>, Shared),
     /// A link for each lane.
@@ -35,7 +36,7 @@ impl Met {
     /// The places that the rank writes to, for the rank.
     fn targets(&self) -> Vec<u8> {
         match &self.path {
-            MetPath::Mapped(_) => Vec::new(),
+            MetPath::Mapped(..) => Vec::new(),
             MetPath::Host(_, _, shared) => shared.to_bytes(),
             MetPath::Far(_, offers) => offers.iter().flat_map(Offer::targets).collect(),
         }
@@ -122,7 +123,7 @@ impl Inner {
     fn ready(&self, met: Met, theirs: &[u8], masked: bool, deadline: Instant) -> Result<(Peer, Vec<Link>)> {
         let Met { rank, endpoint, path } = met;
         let (path, links) = match path {
-            MetPath::Mapped(heap) => (Path::Mapped { endpoint, heap }, Vec::new()),
+            MetPath::Mapped(heap, inbox) => (Path::Mapped { endpoint, heap, inbox }, Vec::new()),
             MetPath::Host(receive, inbox, _) => {
                 let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
                 let shared = Shared::from_bytes(theirs).map_err(named)?;
@@ -158,7 +159,7 @@ impl Inner {
             }
         }
         new.iter().try_for_each(|met| match &met.path {
-            MetPath::Mapped(_) => self.heap.set_taken(met.rank, None, epochs),
+            MetPath::Mapped(..) => self.heap.set_taken(met.rank, None, epochs),
             MetPath::Host(receive, inbox, _) => {
                 proxy::set_taken(receive, inbox, [epochs.dispatch, epochs.combine]);
                 Ok(())
@@ -169,10 +170,18 @@ impl Inner {
 
     /// Clears what an earlier connection left in the heap, and builds the hello for a new one.
     fn hello(&self, connection: &Connection, epochs: Epochs) -> Result<Hello> {
-        if self.membership.lock().mark_stale(connection.rank) {
-            self.heap.clear(connection.rank)?;
-        }
-        let shared = if connection.is_shared() { self.share(connection)? } else { None };
+        let stale = self.membership.lock().mark_stale(connection.rank);
+        let near = connection.is_shared();
+        let inbox = if near { self.heap.take_inbox(connection.rank, stale)? } else { None };
+        let shared = match inbox {
+            Some(_) => self.share(connection)?,
+            None if near => {
+                let text = "it has an inbox for each rank that was on this node, or absent, when the buffer was made";
+                self.out_of_reach(connection.rank, &Error::new(ErrorKind::Exhausted, "connect", text));
+                None
+            }
+            None => None,
+        };
         let (operations, view) = self.membership.agreement().progress();
         Ok(Hello {
             rank: self.me,
@@ -180,6 +189,7 @@ impl Inner {
             counts: [operations, epochs.dispatch, epochs.combine],
             view,
             shared,
+            inbox: inbox.unwrap_or(0),
             key: Vec::new(),
             generation: 0,
         })
@@ -199,7 +209,7 @@ impl Inner {
 
     fn out_of_reach(&self, rank: u32, why: &Error) {
         let text = format!(
-            "the GPUs of ranks {} and {rank} cannot map each other's memory, so rows go through memory of their hosts: {why}",
+            "the GPUs of ranks {} and {rank} do not map each other's memory, so rows go through memory of their hosts: {why}",
             self.me
         );
         self.membership.meeting().warn(&text);
@@ -218,11 +228,11 @@ impl Inner {
         let Greeted { connection: Connection { rank, endpoint, .. }, received, sent } = greeted;
         // Both ranks map the other's heap, or none does.
         let mapped = match received.shared.filter(|_| sent.shared.is_some()) {
-            Some(shared) => self.map(rank, &endpoint, &shared, deadline)?,
+            Some(shared) => self.map(rank, &endpoint, (&shared, received.inbox), deadline)?,
             None => None,
         };
         let path = match mapped {
-            Some(heap) => MetPath::Mapped(heap),
+            Some(heap) => MetPath::Mapped(heap, received.inbox),
             None => self.meet_far(rank, &endpoint, deadline)?,
         };
         Ok(Met { rank, endpoint, path })
@@ -283,12 +293,18 @@ impl Inner {
     }
 
     /// Maps a rank's heap for this rank's GPU; `None` if the GPU cannot.
-    fn map(&self, rank: u32, endpoint: &Endpoint, shared: &[u8], deadline: Instant) -> Result<Option<Mapped>> {
+    fn map(
+        &self,
+        rank: u32,
+        endpoint: &Endpoint,
+        (shared, inbox): (&[u8], u32),
+        deadline: Instant,
+    ) -> Result<Option<Mapped>> {
         let left = deadline.saturating_duration_since(Instant::now());
         let named = |error: Error| Error { peer: Some(format!("rank {rank}")), ..error };
         let shared = Shared::from_bytes(shared).map_err(named)?;
-        if shared.len() < self.heap.shared_len() {
-            let text = format!("the heap of rank {rank} has {} bytes, not {}", shared.len(), self.heap.shared_len());
+        if self.heap.least_len(inbox).is_none_or(|least| shared.len() < least) {
+            let text = format!("the heap of rank {rank} has {} bytes, too few for its inbox {inbox}", shared.len());
             return Err(Error::new(ErrorKind::Protocol, "connect", text));
         }
         match endpoint.map_on(&shared, Some(self.options.ordinal), Some(left)) {

@@ -1,9 +1,11 @@
 //! The host's accesses to heaps between operations: masks, sequence numbers, the table of peers' heaps.
 
 use std::mem::offset_of;
+use std::sync::Arc;
 
 use crossrail::{Endpoint, Memory, Shared};
 use crossrail_kernels::ep::{EP_LINE, EpHeap, EpRing, Epochs, Shape};
+use crossrail_locks::Mutex;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::peer::{Path, Peer};
@@ -19,6 +21,43 @@ pub(crate) struct Heap {
     parts: EpHeap,
     me: u32,
     table: usize,
+    inboxes: Arc<Inboxes>,
+}
+
+/// Which inbox of the heap each rank writes. An inbox keeps its rank: one that was disconnected may still write.
+struct Inboxes {
+    count: usize,
+    /// By number.
+    ranks: Mutex<Vec<u32>>,
+}
+
+impl Inboxes {
+    /// Each rank has that of its number where there are enough; else they are taken in the order of connections.
+    fn new(shape: &Shape, me: u32) -> Inboxes {
+        let ranks = if shape.tuning().inboxes == shape.ranks { (0..shape.ranks).collect() } else { vec![me] };
+        Inboxes { count: shape.tuning().inboxes as usize, ranks: Mutex::new(ranks) }
+    }
+
+    fn of(&self, rank: u32) -> Option<u32> {
+        self.ranks.lock().iter().position(|known| *known == rank).map(|number| number as u32)
+    }
+
+    fn take(&self, rank: u32) -> Option<u32> {
+        let mut ranks = self.ranks.lock();
+        if let Some(number) = ranks.iter().position(|known| *known == rank) {
+            return Some(number as u32);
+        }
+        (ranks.len() < self.count).then(|| {
+            ranks.push(rank);
+            ranks.len() as u32 - 1
+        })
+    }
+
+    fn sources(&self) -> Vec<Option<u32>> {
+        let mut sources: Vec<Option<u32>> = self.ranks.lock().iter().copied().map(Some).collect();
+        sources.resize(self.count, None);
+        sources
+    }
 }
 
 /// Bytes of a heap, its tables and its rings.
@@ -51,7 +90,7 @@ impl Heap {
     pub(crate) fn new(memory: Memory, shape: &Shape, room: &Shape, me: u32) -> Result<Heap> {
         let parts = parts(shape, room)?;
         let table = parts.bytes.next_multiple_of(EP_LINE) as usize;
-        Ok(Heap { memory, room: *room, parts, me, table })
+        Ok(Heap { memory, room: *room, parts, me, table, inboxes: Arc::new(Inboxes::new(room, me)) })
     }
 
     /// The same heap, for kernels of another shape.
@@ -59,7 +98,8 @@ impl Heap {
     /// # Errors
     /// As [`Heap::new`].
     pub(crate) fn for_variant(&self, shape: &Shape) -> Result<Heap> {
-        Heap::new(self.memory.clone(), shape, &self.room, self.me)
+        let parts = parts(shape, &self.room)?;
+        Ok(Heap { memory: self.memory.clone(), room: self.room, parts, inboxes: self.inboxes.clone(), ..*self })
     }
 
     /// Where its kernels find things.
@@ -77,9 +117,22 @@ impl Heap {
         self.memory.len() as u64
     }
 
-    /// Bytes that other ranks write to: those of a heap without its table, and of a mirror.
-    pub(crate) fn shared_len(&self) -> u64 {
-        self.room.heap_bytes()
+    /// Bytes that another rank's heap has at least, if this rank has inbox `number` there; `None` for a number that it cannot
+    /// have.
+    pub(crate) fn least_len(&self, number: u32) -> Option<u64> {
+        let granted = self.room.rank_layout && !self.room.slotted();
+        let end = self.parts.inbox(number) + self.parts.inbox_stride;
+        (number < self.room.ranks).then_some(if granted { self.room.heap_bytes() } else { end })
+    }
+
+    /// The inbox that `rank` is to write; `None` if the heap has none for it. `stale`: clears what an earlier process of that
+    /// rank wrote there.
+    pub(crate) fn take_inbox(&self, rank: u32, stale: bool) -> Result<Option<u32>> {
+        let number = self.inboxes.take(rank);
+        if stale {
+            self.clear(rank)?;
+        }
+        Ok(number)
     }
 
     /// Its memory, for those that need it longer than the buffer.
@@ -112,7 +165,7 @@ impl Heap {
         let len = if self.room.rank_layout { parts.regions } else { parts.bytes };
         let mut bytes = vec![0; usize::try_from(len).unwrap_or(usize::MAX)];
         self.memory.copy_to(0, &mut bytes)?;
-        Ok(self.room.report(&bytes))
+        Ok(self.room.report(&bytes, &self.inboxes.sources()))
     }
 
     /// Its GPU address.
@@ -142,10 +195,11 @@ impl Heap {
 
     /// Sets the places at which kernels write for a rank, and read from it.
     pub(crate) fn set_path(&self, peer: &Peer) -> Result<()> {
-        let near = |base: u64| [base, base + self.parts.inbox(self.me), self.base() + self.parts.inbox(peer.rank)];
+        let near =
+            |base: u64, number: u32| [base, base + self.parts.inbox(number), self.base() + self.inbox(peer.rank)];
         let places = match &peer.path {
-            Path::Own => near(self.base()),
-            Path::Mapped { heap, .. } => near(heap.ptr() as u64),
+            Path::Own => near(self.base(), self.inboxes.of(self.me).unwrap_or(0)),
+            Path::Mapped { heap, inbox, .. } => near(heap.ptr() as u64, *inbox),
             Path::Host { far, .. } | Path::Far { far, .. } => [self.base(), far.send.address(), far.receive.address()],
         };
         self.set_places(peer.rank, places)
@@ -154,7 +208,13 @@ impl Heap {
     /// Kernels find a rank that is not connected in this heap.
     pub(crate) fn clear_path(&self, rank: u32) -> Result<()> {
         let base = self.base();
-        self.set_places(rank, [base, base + self.parts.inbox(self.me), base + self.parts.inbox(rank)])
+        self.set_places(rank, [base, base + self.inbox(self.me), base + self.inbox(rank)])
+    }
+
+    /// Offset of the inbox of `rank` here; of this rank's own if it has none.
+    fn inbox(&self, rank: u32) -> u64 {
+        let number = self.inboxes.of(rank).or_else(|| self.inboxes.of(self.me));
+        self.parts.inbox(number.unwrap_or(0))
     }
 
     fn set_places(&self, rank: u32, places: [u64; 3]) -> Result<()> {
@@ -210,7 +270,8 @@ impl Heap {
 
     /// Clears what an earlier process of that rank wrote that could be taken for new data.
     pub(crate) fn clear(&self, rank: u32) -> Result<()> {
-        for span in self.room.stale_ranges(rank) {
+        let number = self.inboxes.of(rank);
+        for span in number.iter().flat_map(|number| self.room.stale_ranges(*number)) {
             self.memory.fill_from(span.at as usize, &vec![0; span.len as usize])?;
         }
         Ok(())
@@ -223,7 +284,10 @@ impl Heap {
                 far.set_taken([epochs.dispatch, epochs.combine]);
                 Ok(())
             }
-            None => self.memory.fill_from(self.parts.taken(rank) as usize, &epochs.words()),
+            None => match self.inboxes.of(rank) {
+                Some(number) => self.memory.fill_from(self.parts.taken(number) as usize, &epochs.words()),
+                None => Ok(()),
+            },
         }
     }
 
@@ -244,7 +308,7 @@ impl Heap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, Payload, Scale, Span};
+    use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, Payload, Scale, Span, Tuning};
 
     use crate::options::{DeviceOptions, shape};
     use crossrail::{Context, Settings};
@@ -292,7 +356,7 @@ mod tests {
         heap.set_taken(1, None, epochs).unwrap();
         assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_DISPATCH_TAKEN)), [0, 7, 0]);
         assert_eq!([0, 1, 2].map(|rank| word(&heap, rank, EP_WORD_COMBINE_TAKEN)), [0, 6, 0]);
-        let report = shape.report(&all(&heap));
+        let report = shape.report(&all(&heap), &heap.inboxes.sources());
         assert!(report.starts_with("state dispatch begun 7 sent 7 ended 7 combine begun 6 sent 6 ended 6"), "{report}");
     }
 
@@ -334,6 +398,26 @@ mod tests {
         assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, last))), [3, 3]);
         assert_eq!([1, 3].map(|number| ring(number, offset_of!(EpRing, commands))), [6, 10]);
         assert_eq!(heap.rings() + 4 * size_of::<EpRing>() as u64, heap.base() + heap.memory.len() as u64);
+    }
+
+    #[test]
+    fn inboxes_are_for_the_ranks_that_connect_and_stay_theirs() {
+        let small = small();
+        let shape = Shape { tuning: Tuning { inboxes: 2, ..small.tuning }, ..small };
+        let heap = heap_of(&shape);
+        assert_eq!(heap.len() + small.heap().inbox_stride, heap_of(&small).len());
+        assert_eq!(heap.take_inbox(2, false).unwrap(), Some(1));
+        assert_eq!(heap.take_inbox(1, true).unwrap(), None, "there are two, and this rank has one");
+        let epochs = Epochs { dispatch: 7, combine: 5 };
+        heap.set_taken(2, None, epochs).unwrap();
+        heap.set_taken(1, None, epochs).unwrap();
+        assert_eq!([0, 1].map(|number| word(&heap, number, EP_WORD_DISPATCH_TAKEN)), [0, 7]);
+        assert_eq!([0, 1, 2].map(|rank| heap.inbox(rank)), [0, 0, 1].map(|number| heap.parts.inbox(number)));
+        assert_eq!([0, 1, 3].map(|number| heap.least_len(number).is_some()), [true, true, false]);
+        assert_eq!(heap.least_len(1), Some(heap.parts.inbox(2)));
+        assert_eq!(heap.for_variant(&shape).unwrap().take_inbox(2, true).unwrap(), Some(1));
+        assert_eq!(word(&heap, 1, EP_WORD_DISPATCH_TAKEN), 0, "of an earlier process");
+        assert!(heap.report().unwrap().contains("of rank 2:"));
     }
 
     #[test]

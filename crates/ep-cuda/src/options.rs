@@ -8,8 +8,12 @@ use crossrail_ep::{Config, Layout, Payload, Plan, Room, Scale};
 use crossrail_kernels::ep as kernels;
 use crossrail_types::{Error, ErrorKind, Result};
 
+use crate::proxy;
+
 /// Time that a buffer waits for ranks that have not joined their group.
 const JOINING: Duration = Duration::from_secs(2);
+/// Bytes of a heap from which on a buffer waits so, to allocate what the ranks of its node need.
+const LARGE: u64 = 64 << 20;
 
 /// Options of a buffer in GPU memory, in addition to its [`Config`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,11 +33,22 @@ pub struct DeviceOptions {
     /// Lay the heap out for every payload and number of experts per token, so that
     /// [`crate::DeviceBuffer::variant`] can be called. The same on all ranks.
     pub variants: bool,
+    /// Ranks, this one included, that write into the heap; others write into memory of the host. `None`: those that are on
+    /// this node, or may be. Ranks may differ.
+    pub inboxes: Option<u32>,
 }
 
 impl Default for DeviceOptions {
     fn default() -> DeviceOptions {
-        DeviceOptions { ordinal: 0, num_sms: None, regions: 2, node: None, between_nodes: None, variants: false }
+        DeviceOptions {
+            ordinal: 0,
+            num_sms: None,
+            regions: 2,
+            node: None,
+            between_nodes: None,
+            variants: false,
+            inboxes: None,
+        }
     }
 }
 
@@ -44,21 +59,34 @@ impl DeviceOptions {
     }
 
     /// These options without the defaults that depend on the group. If they matter, waits a moment for ranks that are about to
-    /// join, so that all ranks decide alike.
+    /// join, so that all ranks decide alike, and the heap reserves nothing for ranks of other nodes.
     pub(crate) fn resolved(self, config: &Config, group: &Group) -> Result<DeviceOptions> {
-        if self.between_nodes.is_some() {
-            return Ok(self);
-        }
-        let known = self.node.is_some() || !config.share_node;
         let shape = shape(config, &self)?;
-        let matters = shape.rank_layout && !shape.slotted();
-        if matters && !known {
+        let known = self.node.is_some() || !config.share_node;
+        let granted = shape.rank_layout && !shape.slotted();
+        let matters = granted || (self.inboxes.is_none() && shape.heap_bytes() >= LARGE);
+        if matters && !known && self.between_nodes != Some(false) {
             let ranks: Vec<u32> = (0..config.ranks.min(group.size())).collect();
             // Later ones may be on this node, too.
             let _ = group.wait_members(&ranks, Some(JOINING));
         }
-        let several = known || group.members().iter().any(|member| member.node != group.node());
-        Ok(DeviceOptions { between_nodes: Some(several), ..self })
+        let members = group.members();
+        let is_apart = |rank: u32, node: &str| rank < config.ranks && node != group.node();
+        let apart = members.iter().filter(|member| is_apart(member.rank, &member.node)).count() as u32;
+        let apart = match (config.share_node, self.node) {
+            (false, _) => config.ranks - 1,
+            // Which ranks have this number is not known before they connect.
+            (true, Some(_)) => 0,
+            (true, None) => apart.min(config.ranks - 1),
+        };
+        Ok(self.of_ranks(config.ranks, apart, known || apart > 0))
+    }
+
+    /// These options for a group of which `apart` ranks are on other nodes, or `several` nodes take part anyway.
+    fn of_ranks(self, ranks: u32, apart: u32, several: bool) -> DeviceOptions {
+        let between_nodes = self.between_nodes.unwrap_or(several);
+        let inboxes = self.inboxes.unwrap_or(if between_nodes { ranks - apart } else { ranks });
+        DeviceOptions { between_nodes: Some(between_nodes), inboxes: Some(inboxes), ..self }
     }
 
     /// Blocks of a launch; `most` can be resident at once.
@@ -114,6 +142,7 @@ pub(crate) fn shape(config: &Config, options: &DeviceOptions) -> Result<kernels:
         tuning: kernels::Tuning {
             early: true,
             slots: options.between_nodes.unwrap_or(false),
+            inboxes: options.inboxes.unwrap_or(0),
             ..kernels::Tuning::USUAL
         },
     };
@@ -129,23 +158,41 @@ pub(crate) fn room(shape: &kernels::Shape, options: &DeviceOptions) -> kernels::
     kernels::Shape { payload: kernels::Payload::Bf16, topk: kernels::MOST_TOPK.min(shape.experts), ..*shape }
 }
 
-/// GPU memory that a buffer needs, with `unreachable` ranks whose heaps the GPU cannot map, and what is free. What these
-/// ranks write, and what is written for them, is in pinned memory of the host. `free`: its bytes, or why they are unknown.
+/// GPU memory that a buffer needs, with `unreachable` ranks whose heaps the GPU cannot map, and what is free; and the pinned
+/// memory of the host in which these ranks write, and what is written for them lies. `free`: bytes of the GPU, or why they
+/// are unknown.
+///
+/// # Errors
+/// `Usage` for invalid numbers, or numbers beyond the kernels' limits.
 pub(crate) fn plan(
     config: &Config,
     options: &DeviceOptions,
     unreachable: u32,
     free: std::result::Result<u64, String>,
 ) -> Result<Plan> {
-    let options =
-        &DeviceOptions { between_nodes: Some(options.between_nodes.unwrap_or(unreachable > 0)), ..options.clone() };
-    shape(config, options)?;
+    let others = config.ranks.saturating_sub(1);
+    if unreachable > others {
+        let text = format!("network_ranks {unreachable} is more than the {others} other ranks");
+        return Err(Error::new(ErrorKind::Usage, "plan", text));
+    }
+    let options = &options.clone().of_ranks(config.ranks, unreachable, unreachable > 0);
+    let whole = room(&shape(config, options)?, options);
     let kinds = |config: &Config| match shape(config, options) {
         Ok(shape) => room(&shape, options).kinds(),
         // More tokens than the kernels' limit, for the plan's search of what would fit.
         Err(_) => vec![("too many tokens", u64::MAX)],
     };
-    Ok(Plan::of(config, Room { place: format!("free on cuda:{}", options.ordinal), free, sharing: 1 }, kinds))
+    let place = format!("free on cuda:{}", options.ordinal);
+    Ok(Plan::of(config, Room { place, free, sharing: 1 }, kinds).with_pinned(pinned(&whole, unreachable)))
+}
+
+/// Bytes of pinned memory for `unreachable` ranks: an inbox in each direction, and the rings of commands.
+fn pinned(room: &kernels::Shape, unreachable: u32) -> u64 {
+    if unreachable == 0 {
+        return 0;
+    }
+    let rings = proxy::lanes(room.ranks) * proxy::Ring::BYTES;
+    2 * u64::from(unreachable) * kernels::Inbox::of(room).area_bytes() + rings as u64
 }
 
 /// Free memory of the GPU in bytes.

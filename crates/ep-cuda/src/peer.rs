@@ -36,8 +36,8 @@ pub(crate) struct Departure {
 pub(crate) enum Path {
     /// This rank itself.
     Own,
-    /// Directly, through the mapped heap.
-    Mapped { endpoint: Endpoint, heap: Mapped },
+    /// Directly, through the mapped heap, in which this rank has inbox `inbox`.
+    Mapped { endpoint: Endpoint, heap: Mapped, inbox: u32 },
     /// Into memory of this host that its process maps, too.
     Host { endpoint: Endpoint, far: Arc<FarRank> },
     /// Into pinned memory, from which the proxy sends.
@@ -53,7 +53,9 @@ impl Peer {
     pub(crate) fn for_variant(&self) -> Peer {
         let path = match &self.path {
             Path::Own => Path::Own,
-            Path::Mapped { endpoint, heap } => Path::Mapped { endpoint: endpoint.clone(), heap: heap.clone() },
+            Path::Mapped { endpoint, heap, inbox } => {
+                Path::Mapped { endpoint: endpoint.clone(), heap: heap.clone(), inbox: *inbox }
+            }
             Path::Host { endpoint, far } => Path::Host { endpoint: endpoint.clone(), far: far.clone() },
             Path::Far { endpoint, far } => Path::Far { endpoint: endpoint.clone(), far: far.clone() },
         };

@@ -82,6 +82,7 @@ impl LocalRank {
             counts: [view.operations, view.dispatches, view.combines],
             view: view.agreed.number(),
             shared,
+            inbox: 0,
             key: self.region.key().to_bytes(),
             generation: view.generation,
         })

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use crate::config::{Config, Layout, OnLoss, Payload};
 
 /// Tag of a [`Hello`]; its number is the version of the protocol between ranks.
-pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0003_0001;
+pub(crate) const HELLO_TAG: u64 = 0x4550_0000_0004_0001;
 /// Tag of a [`Verdict`].
-pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0003_0002;
+pub(crate) const VERDICT_TAG: u64 = 0x4550_0000_0004_0002;
 /// Upper bound on the bytes of a message: longer ones are refused before anything is allocated.
 pub(crate) const MAX_MESSAGE: usize = 4096;
 
@@ -52,6 +52,8 @@ pub struct Hello {
     pub view: u64,
     /// Descriptor of its heap, if the receiver is to map it.
     pub shared: Option<Vec<u8>>,
+    /// Number of the receiver's inbox in that heap, in GPU memory.
+    pub inbox: u32,
     /// Key of its heap, for writes through the engine.
     pub key: Vec<u8>,
     /// Number of the connection, which the receiver puts into the immediate values of its writes.

@@ -19,6 +19,8 @@ pub struct Plan {
     /// Maximum number of tokens per rank with which all `sharing` ranks fit into `free`, with all other parameters
     /// unchanged; `None` if `free` is unknown.
     pub largest_tokens: Option<usize>,
+    /// Bytes of pinned memory of the host in addition, for ranks that a GPU does not reach.
+    pub pinned: u64,
     /// The place of `free`, and why the bytes are unknown.
     room: Room,
     layouts: usize,
@@ -46,7 +48,12 @@ impl Plan {
         let all = |tokens: usize| total(tokens).saturating_mul(u64::from(sharing));
         let largest_tokens = free.map(|free| largest(|tokens| all(tokens) <= free));
         let (kinds, layouts) = (kinds(config), config.layouts.len());
-        Plan { kinds, sharing, free, largest_tokens, room, layouts }
+        Plan { kinds, sharing, free, largest_tokens, pinned: 0, room, layouts }
+    }
+
+    /// Adds `pinned` bytes of pinned memory of the host.
+    pub fn with_pinned(self, pinned: u64) -> Plan {
+        Plan { pinned, ..self }
     }
 
     /// Total number of bytes.
@@ -77,6 +84,9 @@ impl fmt::Display for Plan {
             writeln!(f, "  {kind:<34} {bytes:>16} bytes")?;
         }
         write!(f, "  {:<34} {:>16} bytes", "in all", self.total())?;
+        if self.pinned > 0 {
+            write!(f, "\n  {:<34} {:>16} bytes", "pinned memory of the host", self.pinned)?;
+        }
         if self.sharing > 1 {
             let all = self.total().saturating_mul(u64::from(self.sharing));
             write!(f, "\n  {:<34} {all:>16} bytes", format!("for {} ranks of this machine", self.sharing))?;

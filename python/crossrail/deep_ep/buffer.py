@@ -159,7 +159,8 @@ class Buffer(Lifetime):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes that low-latency mode takes on each rank, for rows of any kind and any number of experts per token.
+        """Bytes that low-latency mode takes on each GPU at most, for rows of any kind and any number of experts per
+        token. Between nodes it takes less there, and pinned memory of the host: `ExpertBuffer.plan`.
 
         A buffer that is then made with as many `num_rdma_bytes`, or more, is ready for such dispatches at once.
         `num_max_dispatch_tokens_per_rank`: the maximum number of tokens of a rank; `hidden`: elements of a row;

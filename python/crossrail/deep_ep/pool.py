@@ -84,7 +84,8 @@ class Backend(Protocol):
         """An ExpertBuffer on the heap and the connections of this one. No other rank takes part."""
 
     def bytes(self, kind: Kind, max_tokens: int) -> int:
-        """Bytes of memory that a buffer of this kind takes."""
+        """Bytes of memory that a buffer of this kind takes: of the GPU in the expert layout, for which there is a size
+        hint; else of the GPU and pinned memory of the host."""
 
     def dispatch(
         self, made: SizedBuffer, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool
@@ -113,7 +114,7 @@ class Gpu:
 
     def make(self, kind: Kind, max_tokens: int, num_sms: int | None, name: str, ranks: list[int]) -> ExpertBuffer:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "num_sms": num_sms}
-        options |= {"regions": SPARE_RESULTS, "share_node": self._share_node or kind.layout == "rank"}
+        options |= {"regions": SPARE_RESULTS, "share_node": self._shares_node(kind)}
         name = f"{self._joined.name}/{name}"
         # Low-latency operations mask a rank that times out, as DeepEP's do: the mask buffer reports it.
         options |= {"timeout": self._timeout, "variants": kind.layout == "expert"}
@@ -147,7 +148,18 @@ class Gpu:
 
     def bytes(self, kind: Kind, max_tokens: int) -> int:
         options = kind.parameters(max_tokens) | {"device": self.device.index, "regions": SPARE_RESULTS}
-        return ExpertBuffer.plan(**options, ranks=self._joined.group.size).total
+        plan = ExpertBuffer.plan(**options, ranks=self._joined.group.size, network_ranks=self._far(kind))
+        return plan.total + (plan.pinned if kind.layout == "rank" else 0)
+
+    def _far(self, kind: Kind) -> int:
+        """Number of ranks on other nodes, or that behave so."""
+        group = self._joined.group
+        if not self._shares_node(kind):
+            return group.size - 1
+        return sum(member.node != group.node for member in group.members())
+
+    def _shares_node(self, kind: Kind) -> bool:
+        return self._share_node or kind.layout == "rank"
 
     def dispatch(
         self, made: SizedBuffer, given: tuple[Any, ...], alignment: int, host_word: int, *, counted: bool

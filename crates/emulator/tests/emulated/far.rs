@@ -4,7 +4,9 @@
 use std::cell::Cell;
 
 use crossrail_cuda::{Grid, KernelArgs};
-use crossrail_kernels::ep::{Announce, Command, EP_RECEIVE, EP_SEND, EpRing, Inbox, Payload, Scale, Sequence, Shape};
+use crossrail_kernels::ep::{
+    Announce, Command, EP_RECEIVE, EP_SEND, EP_STAGE_TABLE, EpRing, Inbox, Payload, Scale, Sequence, Shape, Tuning,
+};
 
 use crossrail_emulator::coding::Coding;
 use crossrail_emulator::job::{ByExpert, Job, Weights};
@@ -18,6 +20,12 @@ use crate::by_rank::ALL;
 const SHAPE: Shape = BY_EXPERT;
 const SLOTS: Shape = by_slot(SHAPE, 40);
 const BOTH: u32 = EP_SEND | EP_RECEIVE;
+
+/// With heaps that have inboxes for the two ranks of a node only.
+const fn of_node(shape: Shape) -> Shape {
+    Shape { tuning: Tuning { inboxes: 2, ..shape.tuning }, ..shape }
+}
+
 /// Streams of the ranks' proxies.
 const PROXIES: u32 = 300;
 const PROXY: &str = "kernels/proxy.cu";
@@ -247,9 +255,24 @@ fn so_do_coded_rows_and_rows_of_any_length() {
 #[test]
 fn rows_of_the_rank_layout_reach_other_nodes() {
     let Some(mut far) = rank_job(SLOTS) else { return };
-    for seed in 20..28 {
+    rank_rounds(&mut far, 20..28);
+}
+
+/// Heaps take no memory for ranks whose rows arrive in pinned memory, and kernels never read beyond their ends.
+#[test]
+fn heaps_have_inboxes_for_the_ranks_of_their_node() {
+    let heaps = [SHAPE, of_node(SHAPE)].map(|shape| shape.heap_bytes());
+    assert_eq!(heaps[0] - heaps[1], 2 * SHAPE.heap().inbox_stride);
+    let Some(mut far) = expert_job(of_node(SHAPE), &EXPERT) else { return };
+    expert_rounds(&mut far, 60..64, Coding::Bf16);
+    let Some(mut far) = rank_job(of_node(SLOTS)) else { return };
+    rank_rounds(&mut far, 64..68);
+}
+
+fn rank_rounds(far: &mut Far, seeds: std::ops::Range<u64>) {
+    for seed in seeds {
         let mut numbers = Numbers(seed);
-        let routing = Routing::random(&mut numbers, &SLOTS);
+        let routing = Routing::random(&mut numbers, &far.job.shape);
         let first = ByRank::new(&mut far.job, &mut numbers, routing, seed as u32 % 2);
         let mut operations = vec![first];
         if seed % 3 == 0 {

@@ -62,6 +62,7 @@ fn shape(numbers: &mut Numbers, expert_layout: bool) -> Shape {
             rank_movers,
             granted,
             slots: false,
+            inboxes: 0,
             early: false,
             marks,
         },

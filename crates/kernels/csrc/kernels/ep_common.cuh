@@ -44,7 +44,7 @@ __device__ __forceinline__ T &at(u64 address, u64 index = 0) {
 // Which half of a double-buffered part an operation uses.
 __device__ __forceinline__ u64 parity_of(u64 epoch) { return epoch % EP_DEPTH; }
 
-// The inbox of `source` in the heap at `base`.
+// The inbox of `source` in the heap at `base`, which has one for each rank.
 __device__ __forceinline__ u64 inbox_in(const EpCommon &c, u64 base, u32 source) {
     return base + c.heap.inboxes + source * c.heap.inbox_stride;
 }

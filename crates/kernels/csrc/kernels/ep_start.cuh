@@ -48,6 +48,11 @@ struct EpochRefs {
     u32 taken;
 };
 
+// The inbox of `rank` here if all ranks have theirs in the heap; else another one.
+__device__ __forceinline__ u64 guessed_inbox(const EpCommon &c, u32 rank) {
+    return c.base + c.heap.inboxes + rank * c.heap.guess_stride;
+}
+
 // Fills `start`, except what comes from a handle. One whole warp; a block barrier must follow.
 __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs, Start &start, u32 lane) {
     // Issue all loads before using the first.
@@ -63,7 +68,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         to[i] = at<u64>(c.to, rank);
         from[i] = at<u64>(c.from, rank);
         masked[i] = ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank);
-        taken[i] = ld_acquire_sys_u64(word_at(c, c.base, rank, epochs.taken));
+        taken[i] = ld_acquire_sys_u64(word_in(c, guessed_inbox(c, rank), epochs.taken));
     }
     u64 open = 0, free = 0;
 #pragma unroll
@@ -73,7 +78,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         if (known) start.to[rank] = to[i];
         if (known) start.from[rank] = from[i];
         // Loaded from the heap before it was known whether the inbox is there.
-        if (known && from[i] != inbox_in(c, c.base, rank)) taken[i] = ld_acquire_sys_u64(word_in(c, from[i], epochs.taken));
+        if (known && from[i] != guessed_inbox(c, rank)) taken[i] = ld_acquire_sys_u64(word_in(c, from[i], epochs.taken));
         bool is_free = known && (sent <= EP_DEPTH || taken[i] >= sent - EP_DEPTH);
         open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
         free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);

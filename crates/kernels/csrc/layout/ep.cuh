@@ -227,10 +227,13 @@ struct EpHeap {
     u64 scan_counts;
     // u32[E]: selections of each expert; 0 between launches.
     u64 scan_experts;
-    // [R] inboxes.
+    // Inboxes: [R], or fewer where some ranks write elsewhere; the table of inboxes has the address for each rank.
     u64 inboxes;
     // From one inbox to the next.
     u64 inbox_stride;
+    // `inbox_stride` if there is an inbox for each rank, in order; else 0. Loads that do not wait for the table of
+    // inboxes go by it.
+    u64 guess_stride;
     // Within an inbox: control words, u64: a line of EP_LINE bytes.
     u64 words;
     // Within an inbox, expert layout and slots: [EP_DEPTH] tables: u64[M][K], epoch << 32 | local expert + 1 of each
@@ -295,7 +298,7 @@ struct EpHeap {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHeap) == 304, "EpHeap");
+static_assert(sizeof(EpHeap) == 312, "EpHeap");
 
 // State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between
 // launches.
@@ -475,7 +478,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 496, "EpCommon");
+static_assert(sizeof(EpCommon) == 504, "EpCommon");
 
 // Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `host_word`, the buffer what follows.
@@ -543,7 +546,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 704, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 712, "EpDispatchArgs");
 
 // Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `out_weights`, and `wire`, the buffer the rest.
@@ -581,4 +584,4 @@ struct EpCombineArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 600, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 608, "EpCombineArgs");

@@ -127,7 +127,10 @@ impl Place {
     /// Report of the heap, also while kernels run.
     fn report(&self) -> String {
         match self.look() {
-            Ok(bytes) => self.kernels.shape().report(&bytes),
+            Ok(bytes) => {
+                let shape = self.kernels.shape();
+                shape.report(&bytes, &(0..shape.ranks).map(Some).collect::<Vec<_>>())
+            }
             Err(error) => format!("its heap cannot be read: {error}"),
         }
     }

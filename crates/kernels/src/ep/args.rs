@@ -181,10 +181,13 @@ layouts! {
         scan_counts: u64,
         /// u32[E]: selections of each expert; 0 between launches.
         scan_experts: u64,
-        /// [R] inboxes.
+        /// Inboxes: [R], or fewer where some ranks write elsewhere; the table of inboxes has the address for each rank.
         inboxes: u64,
         /// From one inbox to the next.
         inbox_stride: u64,
+        /// `inbox_stride` if there is an inbox for each rank, in order; else 0. Loads that do not wait for the table of
+        /// inboxes go by it.
+        guess_stride: u64,
         /// Within an inbox: control words, u64: a line of EP_LINE bytes.
         words: u64,
         /// Within an inbox, expert layout and slots: [EP_DEPTH] tables: u64[M][K], epoch << 32 | local expert + 1 of each

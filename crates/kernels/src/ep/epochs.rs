@@ -71,31 +71,31 @@ impl Epochs {
 }
 
 impl EpHeap {
-    /// The line of words that `source` writes.
-    pub fn line(&self, source: u32) -> Span {
-        Span { at: self.inbox(source) + self.words, len: EP_LINE }
+    /// The line of words of inbox `number`.
+    pub fn line(&self, number: u32) -> Span {
+        Span { at: self.inbox(number) + self.words, len: EP_LINE }
     }
 
-    /// Offset of the inbox that `source` writes.
-    pub fn inbox(&self, source: u32) -> u64 {
-        self.inboxes + u64::from(source) * self.inbox_stride
+    /// Offset of inbox `number`.
+    pub fn inbox(&self, number: u32) -> u64 {
+        self.inboxes + u64::from(number) * self.inbox_stride
     }
 
-    /// Offset of the control words with which `source` releases slots.
-    pub fn taken(&self, source: u32) -> u64 {
-        self.line(source).at + 8 * u64::from(EP_WORD_DISPATCH_TAKEN)
+    /// Offset of the control words with which the source of inbox `number` releases slots.
+    pub fn taken(&self, number: u32) -> u64 {
+        self.line(number).at + 8 * u64::from(EP_WORD_DISPATCH_TAKEN)
     }
 }
 
 impl Shape {
-    /// Ranges in which stale data of a source would be read as new: its control words, routing tables, row flags and
-    /// weights. Zeroed when it connects.
-    pub fn stale_ranges(&self, source: u32) -> Vec<Span> {
+    /// Ranges in which stale data of the source of inbox `number` would be read as new: its control words, routing tables,
+    /// row flags and weights. Zeroed when it connects.
+    pub fn stale_ranges(&self, number: u32) -> Vec<Span> {
         let heap = self.heap();
         let flags = u64::from(self.max_tokens) * u64::from(self.pieces()) * 8;
-        let mut spans = vec![heap.line(source)];
+        let mut spans = vec![heap.line(number)];
         for parity in 0..u64::from(EP_DEPTH) {
-            let part = |at: u64, len: u64| Span { at: heap.inbox(source) + at + parity * len, len };
+            let part = |at: u64, len: u64| Span { at: heap.inbox(number) + at + parity * len, len };
             if self.has_slots() {
                 spans.push(part(heap.tables, heap.table_stride));
                 spans.push(part(heap.row_flags, flags));

@@ -43,8 +43,9 @@ pub fn stage_name(stage: u32) -> &'static str {
 
 impl Shape {
     /// Summarizes a heap in a few lines: this rank's operations and blocks in flight, masks, and per source the control
-    /// words and the number of flags of the newest operation. `bytes` may be a copy made while kernels run.
-    pub fn report(&self, bytes: &[u8]) -> String {
+    /// words and the number of flags of the newest operation. `bytes` may be a copy made while kernels run. `sources`: the
+    /// rank of each inbox that has one.
+    pub fn report(&self, bytes: &[u8], sources: &[Option<u32>]) -> String {
         let heap = self.heap();
         let numbers = |at: u64, count: u64| -> Vec<u64> {
             let at = at as usize..(at + 8 * count) as usize;
@@ -66,14 +67,15 @@ impl Shape {
         let mask = |rank: u32| masks.get(rank as usize / 2).map_or(0, |pair| (pair >> (rank % 2 * 32)) as u32);
         let masked: Vec<u32> = (0..self.ranks).filter(|rank| mask(*rank) != 0).collect();
         let _ = write!(text, "; masked {masked:?}");
-        for source in 0..self.ranks {
+        let sources = (0..).zip(sources).filter_map(|(number, source)| Some((number, (*source)?)));
+        for (number, source) in sources {
             let _ = write!(text, "\n    of rank {source}:");
-            let line = numbers(heap.line(source).at, WORDS.len() as u64);
+            let line = numbers(heap.line(number).at, WORDS.len() as u64);
             for (name, number) in WORDS.iter().zip(&line).filter(|(_, number)| **number != 0) {
                 let _ = write!(text, " {name} {number}");
             }
             for parity in 0..EP_DEPTH {
-                let (inbox, slot) = (heap.inbox(source), u64::from(parity));
+                let (inbox, slot) = (heap.inbox(number), u64::from(parity));
                 let most = u64::from(self.max_tokens * self.pieces());
                 let mut flags = |what: &str, flags: Vec<u64>| {
                     let newest = flags.iter().copied().max().unwrap_or(0);
@@ -117,10 +119,12 @@ mod tests {
         put(heap.masks, 1 << 32);
         put(heap.line(1).at, 7);
         put(heap.inbox(2) + heap.row_flags + 4 * 8, 7);
-        let text = shape.report(&bytes);
+        let text = shape.report(&bytes, &[Some(0), Some(1), Some(2)]);
         assert!(text.starts_with("state dispatch begun 7 sent 0"), "{text}");
         assert!(text.contains("masked [1]") && text.contains("of rank 1: table0 7"), "{text}");
         assert!(text.lines().last().is_some_and(|line| line.contains("rows1: 1 of 4 at 7")), "{text}");
-        assert!(shape.report(&[]).contains("masked []"));
+        assert!(shape.report(&[], &[]).contains("masked []"));
+        let text = shape.report(&bytes, &[Some(0), Some(7), None]);
+        assert!(text.contains("of rank 7: table0 7") && text.lines().count() == 3, "{text}");
     }
 }

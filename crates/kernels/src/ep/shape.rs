@@ -93,6 +93,9 @@ pub struct Tuning {
     pub granted: bool,
     /// Rank layout: rows always go to slots, as they must between nodes. The same on every rank.
     pub slots: bool,
+    /// Inboxes of this rank's heap: for the ranks that write into it, itself included; 0: for all. Ranks may differ, unless
+    /// rows of the rank layout are granted places.
+    pub inboxes: u32,
     /// Launch kernels before the one before them in the stream has ended; they wait for it themselves. From architecture
     /// 9.0 on.
     pub early: bool,
@@ -114,6 +117,7 @@ impl Tuning {
         rank_movers: 0,
         granted: false,
         slots: false,
+        inboxes: 0,
         early: false,
         marks: false,
     };
@@ -185,6 +189,11 @@ impl Shape {
         if self.rank_layout && !(1..=64).contains(&self.regions) {
             return wrong(format!("regions {} is not from 1 to 64", self.regions));
         }
+        let granted = self.rank_layout && !self.slotted();
+        let inboxes = self.tuning().inboxes;
+        if inboxes > self.ranks || (granted && inboxes < self.ranks) {
+            return wrong(format!("{inboxes} inboxes are not those of {} ranks", self.ranks));
+        }
         self.check_tuning()
     }
 
@@ -228,6 +237,7 @@ impl Shape {
             rank_movers: or(self.tuning.rank_movers, (rank_threads / 32).saturating_sub(1).min(4)),
             granted: self.tuning.granted,
             slots: self.tuning.slots,
+            inboxes: or(self.tuning.inboxes, self.ranks),
             early: self.tuning.early,
             marks: self.tuning.marks,
         }
@@ -353,6 +363,7 @@ impl Shape {
 
     fn lay(&self) -> (EpHeap, Vec<(&'static str, u64)>) {
         let (ranks, most, topk) = (u64::from(self.ranks), u64::from(self.max_tokens), u64::from(self.topk));
+        let inboxes = u64::from(self.tuning().inboxes);
         let (local, depth) = (u64::from(self.local_experts()), u64::from(EP_DEPTH));
         let (wide, pieces) = (2 * u64::from(self.hidden), u64::from(self.pieces()));
         let only = |yes: bool, bytes: u64| if yes { bytes } else { 0 };
@@ -376,7 +387,7 @@ impl Shape {
         lay.end("words and plans", 1);
         heap.inboxes = lay.begin_inbox();
         heap.words = lay.take(EP_LINE);
-        lay.end("words and plans", ranks);
+        lay.end("words and plans", inboxes);
         let slots = self.has_slots();
         let granted = self.rank_layout && !self.slotted();
         heap.table_weights = line(most * topk * 8);
@@ -388,12 +399,12 @@ impl Shape {
         heap.announce_counts = heap.announce_rows + (ranks * 4).next_multiple_of(16);
         heap.announce_stride = line(heap.announce_counts + local * 4);
         heap.announces = lay.take(only(granted, depth * heap.announce_stride));
-        lay.end("routing", ranks);
+        lay.end("routing", inboxes);
         heap.piece_stride = self.piece_stride();
         heap.row_stride = if pieces == 1 { self.whole_row() } else { pieces * heap.piece_stride };
         heap.rows = lay.take(only(slots, depth * most * heap.row_stride));
         heap.row_flags = lay.take(only(slots, depth * most * pieces * 8));
-        lay.end("dispatched rows", ranks);
+        lay.end("dispatched rows", inboxes);
         heap.back_stride = wide;
         heap.back_slot = line(most * self.back_rows() * wide);
         heap.back = lay.take(depth * heap.back_slot);
@@ -402,8 +413,9 @@ impl Shape {
         let beyond = only(self.expert_layout && !self.prereduce, (topk - self.back_rows()) * pieces * 8);
         heap.back_flags = lay.take(depth * heap.back_flags_slot + beyond);
         heap.back_topk = lay.take(only(granted, depth * most * topk * 4));
-        lay.end("returned rows", ranks);
-        heap.inbox_stride = lay.end_inboxes(heap.inboxes, ranks);
+        lay.end("returned rows", inboxes);
+        heap.inbox_stride = lay.end_inboxes(heap.inboxes, inboxes);
+        heap.guess_stride = only(inboxes == ranks, heap.inbox_stride);
         let rows = ranks * most;
         heap.region_scales = line(rows * u64::from(self.row_bytes()));
         heap.region_idx = heap.region_scales + line(rows * u64::from(self.scale_bytes()));

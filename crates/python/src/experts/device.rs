@@ -175,7 +175,8 @@ impl DeviceBuffer {
         let config = parameters.config(py)?;
         let (context, group) = (context.get().native().clone(), group.get().native().clone());
         let patience = config.timeout.saturating_mul(2) + context.settings().timeout;
-        let options = ep::DeviceOptions { ordinal, num_sms, regions, node, between_nodes, variants };
+        let options =
+            ep::DeviceOptions { ordinal, num_sms, regions, node, between_nodes, variants, ..Default::default() };
         let make = move || ep::DeviceBuffer::new(&group, &context, &name, config, options);
         let native = wait::on_own_thread(py, make)?;
         let remembered = lifecycle::remember_device_buffer(&native);
@@ -527,7 +528,7 @@ impl DeviceEvent {
     }
 }
 
-/// GPU memory that a buffer would need on one rank, with `far` ranks whose heaps it cannot map.
+/// Memory that a buffer would need on one rank, with `far` ranks whose heaps it cannot map.
 #[pyfunction]
 pub(super) fn device_plan(
     py: Python<'_>,

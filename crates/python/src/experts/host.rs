@@ -555,7 +555,7 @@ pub(super) fn plan_dict<'py>(py: Python<'py>, plan: &ep::Plan) -> PyResult<Bound
     all.set_item("bytes", kinds)?;
     all.set_item("total", plan.total())?;
     all.set_item("local_ranks", plan.sharing)?;
-    set_fields!(all, plan; free, largest_tokens);
+    set_fields!(all, plan; free, largest_tokens, pinned);
     all.set_item("text", plan.to_string())?;
     Ok(all)
 }
