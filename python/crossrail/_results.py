@@ -173,6 +173,60 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class ProxyRail:
+    """A rail of a `ProxyReport`.
+
+    Attributes
+    ----------
+    name : str
+        For example ``tcp/eth1``.
+    lost : str or None
+        Why connections over it are lost, if some are.
+    sent_bytes, received_bytes : int
+        Bytes, heads included.
+    """
+
+    name: str
+    lost: str | None
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class ProxyReport:
+    """Report of the threads of a buffer on a GPU on one rank of another node.
+
+    Up to a tenth of a second old.
+
+    Attributes
+    ----------
+    commands : int
+        Commands of kernels that were read: for rows, words, or the release of slots.
+    sent_bytes : int
+        Bytes that they named and that were sent.
+    pending : int
+        Commands that were read and are not sent yet.
+    in_flight : int
+        Writes that were sent and are not confirmed yet.
+    bursts : int
+        Bursts of commands that are in place at the rank.
+    burst_s : float
+        Seconds that all of them took together: each from the time when its first
+        command was read until all were in place.
+    rails : list of ProxyRail
+        The rails that carry them.
+    """
+
+    commands: int
+    sent_bytes: int
+    pending: int
+    in_flight: int
+    bursts: int
+    burst_s: float
+    rails: list[ProxyRail]
+
+
+@dataclass(frozen=True)
 class Link:
     """How a connected rank is reached.
 
@@ -189,6 +243,8 @@ class Link:
     missed : list of (str, str)
         Rails and copies that were expected to carry data to the rank and do not,
         each with the reason.
+    proxy : ProxyReport or None
+        GPU only: what the buffer's threads have done for a rank on another node.
     """
 
     rank: int
@@ -196,6 +252,15 @@ class Link:
     masked: bool
     lanes: list[LaneReport]
     missed: list[tuple[str, str]] = field(default_factory=list)
+    proxy: ProxyReport | None = None
+
+
+def link_of(found: dict[str, Any]) -> Link:
+    """A link, from what the native half reports."""
+    proxy = found.get("proxy")
+    if proxy is not None:
+        proxy = ProxyReport(**{**proxy, "rails": [ProxyRail(**rail) for rail in proxy["rails"]]})
+    return Link(**{**found, "proxy": proxy})
 
 
 class Dispatched(Generic[A]):

@@ -14,7 +14,19 @@ from crossrail._calls import CombineCall, DispatchCall, Sizes, number, rank_list
 from crossrail._experts_device import DeviceOperations, Event, device_ordinal
 from crossrail._experts_host import HostOperations
 from crossrail._native import DeviceArray, DeviceHandle, Handle
-from crossrail._results import A, Combined, Dispatched, Fault, Layout, Link, Pending, Plan
+from crossrail._results import (
+    A,
+    Combined,
+    Dispatched,
+    Fault,
+    Layout,
+    Link,
+    Pending,
+    Plan,
+    ProxyRail,
+    ProxyReport,
+    link_of,
+)
 from crossrail.group import Group
 from crossrail.records import SupportsCudaArrayInterface, SupportsDLPack
 
@@ -32,6 +44,8 @@ __all__ = [
     "Link",
     "Pending",
     "Plan",
+    "ProxyRail",
+    "ProxyReport",
 ]
 
 Wire: TypeAlias = Literal["bf16", "logfmt10", "fp8"]
@@ -235,8 +249,8 @@ class ExpertBuffer:
         Returns
         -------
         Plan
-            Bytes by purpose, on a GPU also pinned memory of the host, free memory, and the largest number of tokens that
-            would fit; printed, it is a table.
+            Bytes by purpose, on a GPU also pinned memory of the host, free memory, and
+            the largest number of tokens that would fit; printed, it is a table.
 
         Raises
         ------
@@ -604,7 +618,7 @@ class ExpertBuffer:
 
     def links(self) -> list[Link]:
         """How each connected rank is reached, in order of ranks."""
-        return [Link(**link) for link in self._buffer.links()]
+        return [link_of(link) for link in self._buffer.links()]
 
     def sync(self) -> None:
         """Wait until every connected, unmasked rank has called this (a barrier).

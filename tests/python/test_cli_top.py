@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from terminal import HIDE_CURSOR, SHOW_CURSOR, Terminal
 from test_cli_command import COMMAND, clean_environment, one_error, run
 from test_cli_store import store
@@ -36,6 +37,7 @@ from crossrail_tools.cli.top import (
     Snapshot,
     TopOptions,
     _Keyboard,
+    as_json,
     rates_between,
     rendered,
     verdicts,
@@ -406,6 +408,36 @@ def test_each_process_has_a_row_and_the_slowest_is_first() -> None:
     out = io.StringIO()
     console(out).print(rendered(Snapshot(0.0, now.processes[:1]), before))
     assert out.getvalue().startswith("1 process, 1 worker, 0 expert buffers\n")
+
+
+def test_proxies_of_expert_buffers_have_rows_by_rank_and_thread() -> None:
+    def seen(commands: int, sent: int, bursts: int) -> Process:
+        names = ("pending", "in_flight", "lost_rails")
+        far = dict.fromkeys(names, 0) | {"rank": 3, "commands": commands, "sent_bytes": sent, "rails": 4}
+        far["burst_seconds"] = [0, bursts, *[0] * 11, bursts * 25_000]
+        idle = far | {"rank": 2, "burst_seconds": [0] * 14}
+        far |= {"pending": 7, "in_flight": 64, "lost_rails": 1}
+        thread = {"state": 1, "polling_seconds": 4.5, "wake_ups": 12}
+        made = [("proxy", "moe", "rank 2", idle), ("proxy", "moe", "rank 3", far)]
+        made += [("proxy_thread", "crossrail-ep-0", "moe, rank 1", thread)]
+        rows = [
+            {"kind": kind, "owner": 1, "name": name, "peer": peer, "age_s": 9.0, "wait": None, "values": values}
+            for kind, name, peer, values in made
+        ]
+        return Process("host:1", {"rows": rows, "dropped": 0})
+
+    before, now = Snapshot(0.0, [seen(100, 1 << 20, 10)]), Snapshot(2.0, [seen(500, 2_000_000_000 + (1 << 20), 30)])
+    out = io.StringIO()
+    Console(file=out, width=200).print(rendered(now, before))
+    lines = out.getvalue().splitlines()
+    ranks = [line.split() for line in lines[lines.index("ranks on other nodes") + 3 :][:2]]
+    assert [row[2:4] for row in ranks] == [["rank", "3"], ["rank", "2"]], "those with pending commands first"
+    assert ranks[0][4:] == ["1.00", "GB/s", "200", "/s", "500", "7", "64", "30", "25", "us", "4", "1"], ranks[0]
+    assert ranks[1][-3:] == ["-", "4", "0"]
+    thread = lines[lines.index("threads for ranks on other nodes") + 3]
+    assert re.search(r"crossrail-ep-0 +moe, rank 1 +napping +50% of 9.0 s +12", thread), thread
+    rates = as_json(now, before)["processes"][0]["page"]["rows"][1]["values"]["rates"]
+    assert rates == [1e9, 200.0]
 
 
 def test_a_busy_expert_job_is_not_idle_and_programs_have_names() -> None:

@@ -234,6 +234,7 @@ impl DeviceBuffer {
             masked: peer.masked,
             lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
             missed: peer.endpoint().map(|endpoint| endpoint.explain().missed()).unwrap_or_default(),
+            proxy: peer.far().map(|far| far.reported().0),
         };
         self.0.current().peers().map(link).collect()
     }

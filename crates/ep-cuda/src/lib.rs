@@ -54,7 +54,7 @@ mod variant;
 pub use buffer::DeviceBuffer;
 pub use completion::Completion;
 pub use counts::{Counts, NO_REPORT};
-pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, OnLoss, Payload, Plan, Scale};
+pub use crossrail_ep::{Config, Fault, Layout, Link, LinkKind, OnLoss, Payload, Plan, ProxyRail, ProxyReport, Scale};
 pub use crossrail_kernels::ep::{EpCombineArgs, EpCommon, EpDispatchArgs, EpLayoutArgs, Shape};
 pub use enqueue::{Enqueued, Pending, RankDispatch, Split};
 pub use handles::DeviceHandle;

@@ -1,19 +1,23 @@
 //! What the process's page shows of a buffer: what the host knows by itself. Nothing here waits for the GPU or asks it, so
 //! there are no times of operations, and launches of captured graphs are not counted.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use crossrail_locks::Mutex;
-use crossrail_sight::{Kind, Row, Wait, fields, now_ns, ranks_text};
+use crossrail_sight::{Kind, Page, Row, Wait, fields, now_ns, ranks_text};
 use crossrail_types::{Log, Settings};
 
 use crate::outstanding::Operation;
+use crate::proxy::Window;
 
 /// The buffer's row of the page. Its lock is taken last, and held for moments only.
 pub(crate) struct Sight(Mutex<Shown>);
 
 struct Shown {
     row: Row,
+    page: Option<Arc<Page>>,
+    owner: u32,
     gpu: String,
     /// By [`Operation`].
     begun: [u64; 2],
@@ -49,7 +53,14 @@ impl Sight {
         });
         let (begun, members, waits) = ([0; 2], Members::default(), Vec::new());
         let gpu = format!("cuda:{ordinal}");
-        Sight(Mutex::new(Shown { row, gpu, begun, operations: 0, members, waits, next_wait: 0 }))
+        Sight(Mutex::new(Shown { row, page, owner, gpu, begun, operations: 0, members, waits, next_wait: 0 }))
+    }
+
+    /// Page and folder in which the proxy of the buffer `name` is shown.
+    pub(crate) fn window(&self, settings: &Settings, name: &str, rank: u32) -> Window {
+        let shown = self.0.lock();
+        let (page, owner) = (shown.page.clone(), shown.owner);
+        Window { name: name.to_owned(), rank, page, owner, traces: settings.trace.clone(), log: settings.log }
     }
 
     /// An operation was enqueued.

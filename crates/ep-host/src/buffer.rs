@@ -126,6 +126,7 @@ impl ExpertBuffer {
                 masked: peer.masked,
                 lanes: peer.endpoint().map(Endpoint::lanes).unwrap_or_default(),
                 missed: peer.endpoint().map(|endpoint| endpoint.explain().missed()).unwrap_or_default(),
+                proxy: None,
             })
             .collect()
     }

@@ -33,7 +33,10 @@ mod tests;
 
 pub use buffer::ExpertBuffer;
 pub use combine::{CombineOptions, Combined};
-pub use crossrail_ep::{BLOCK, Bytes, Config, Fault, Layout, Link, LinkKind, MOST_TOPK, OnLoss, Payload, Plan, Scale};
+pub use crossrail_ep::{
+    BLOCK, Bytes, Config, Fault, Layout, Link, LinkKind, MOST_TOPK, OnLoss, Payload, Plan, ProxyRail, ProxyReport,
+    Scale,
+};
 pub use dispatch::{DispatchOptions, Dispatched, Placed};
 pub use operation::{Pending, Timing};
 pub use routes::Handle;

@@ -24,5 +24,5 @@ pub mod view;
 pub use bytes::Bytes;
 pub use config::{BLOCK, Config, Layout, MOST_RANKS, MOST_TOPK, OnLoss, Payload, Scale};
 pub use fault::Fault;
-pub use link::{Link, LinkKind};
+pub use link::{Link, LinkKind, ProxyRail, ProxyReport};
 pub use plan::{Plan, Room};

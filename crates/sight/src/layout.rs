@@ -315,6 +315,34 @@ kinds! {
         /// Barriers completed.
         barriers: Count,
     }
+    /// A rank on another node, and what the proxy of an expert buffer does for it.
+    Proxy = 9 "proxy" in proxy {
+        /// The other rank.
+        rank: Now,
+        /// Commands of kernels that were read: each stands for rows, for words, or for the release of slots.
+        commands: Count,
+        /// Bytes that those commands named, and that were sent.
+        sent_bytes: CountBytes,
+        /// Commands that were read and are not sent yet.
+        pending: Now,
+        /// Writes that were sent and are not confirmed yet.
+        in_flight: Now,
+        /// Rails that carry its data, those of all lanes together.
+        rails: Now,
+        /// Rails that were lost and are not replaced.
+        lost_rails: Now,
+        /// Durations of bursts of commands, each from the time when its first one was read until all were in place.
+        burst_seconds: Histogram,
+    }
+    /// A thread of the proxy of an expert buffer.
+    ProxyThread = 10 "proxy_thread" in proxy_thread {
+        /// 2: it polls, 1: it naps between looks, 0: it sleeps until an operation is enqueued.
+        state: Now,
+        /// Time in which it polled without a pause.
+        polling_seconds: CountNs,
+        /// Times at which it began to poll again.
+        wake_ups: Count,
+    }
 }
 
 /// The index, among a row's words, of the first word of that value.

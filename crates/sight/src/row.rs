@@ -48,6 +48,16 @@ impl Histogram {
         self.words[bucket] += 1;
         self.words[HISTOGRAM_WORDS - 1] += ns;
     }
+
+    /// Adds those that another one has counted.
+    pub fn merge(&mut self, other: &Histogram) {
+        self.words.iter_mut().zip(other.words).for_each(|(word, more)| *word += more);
+    }
+
+    /// Count of the durations, and their sum in nanoseconds.
+    pub fn total(&self) -> (u64, u64) {
+        (self.words[..HISTOGRAM_WORDS - 1].iter().sum(), self.words[HISTOGRAM_WORDS - 1])
+    }
 }
 
 /// One row of this process's page, free again when this is dropped.

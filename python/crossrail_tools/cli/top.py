@@ -55,9 +55,11 @@ _NOBODY = ""
 """A name that no group has: the request only tests whether the store answers."""
 STUCK_S = 0.5
 """A wait of this age is worth a sentence about whom it is for."""
+PROXY_STATES = ("asleep", "napping", "polling")
+"""States of a proxy's thread, by number."""
 MOVED = {"rail": ("sent_bytes", "received_bytes"), "link": ("sent_bytes", "received_bytes"), "gpu": ("copied_bytes",)}
 """Counters of bytes of each kind of row that has rates of bytes."""
-COUNTED = MOVED | {"buffer": ("dispatches", "combines")}
+COUNTED = MOVED | {"buffer": ("dispatches", "combines"), "proxy": ("sent_bytes", "commands")}
 """Counters of each kind of row that has rates."""
 ERRORS = (
     "usage",
@@ -482,6 +484,8 @@ def rendered(now: Snapshot, before: Snapshot, *, problems: bool = True) -> Rende
         _gpus(now),
         _peers(now),
         _buffers(now, rates),
+        _proxies(now, rates),
+        _proxy_threads(now),
         _errors(now),
     )
     parts += [each for each in made if each.rows]
@@ -625,6 +629,34 @@ def _buffers(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTab
         for at, name in enumerate(COUNTED["buffer"]):
             cells += [str(values[name]), "-" if rate is None else frequency(rate[at])]
         made.add_row(_who(process), row["name"], *cells, format_bytes(values["memory_bytes"]))
+    return made
+
+
+def _proxies(now: Snapshot, rates: Mapping[Key, tuple[float, ...]]) -> HeadedTable:
+    """A row for each rank on another node, those with pending commands first."""
+    columns = ["process", "buffer", "to", "sent now", "commands now", "commands", "pending", "in flight"]
+    columns += ["bursts", "took", "rails", "lost"]
+    made = table("ranks on other nodes", columns, left=3, keys=3, spare=["commands", "bursts"])
+    rows = _rows(now, "proxy")
+    for process, row in sorted(rows, key=lambda each: -each[1]["values"]["pending"] - each[1]["values"]["in_flight"]):
+        values, rate = row["values"], rates.get(key(process, row))
+        *buckets, all_ns = values["burst_seconds"]
+        bursts = sum(buckets)
+        took = f"{all_ns / bursts / 1e3:.0f} us" if bursts else "-"
+        moved = ["-", "-"] if rate is None else [_rate(rate[0]), frequency(rate[1])]
+        counts = [str(values[name]) for name in ("commands", "pending", "in_flight")]
+        ends = [str(bursts), took, str(values["rails"]), str(values["lost_rails"])]
+        made.add_row(_who(process), row["name"], row["peer"], *moved, *counts, *ends)
+    return made
+
+
+def _proxy_threads(now: Snapshot) -> HeadedTable:
+    made = table("threads for ranks on other nodes", ["process", "thread", "of", "state", "polled", "wake-ups"], left=4)
+    for process, row in _rows(now, "proxy_thread"):
+        values = row["values"]
+        share = f"{values['polling_seconds'] / max(row['age_s'], 1e-9):.0%} of {_age(row['age_s'])}"
+        state = PROXY_STATES[min(values["state"], len(PROXY_STATES) - 1)]
+        made.add_row(_who(process), row["name"], row["peer"], state, share, str(values["wake_ups"]))
     return made
 
 

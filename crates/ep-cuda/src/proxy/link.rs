@@ -6,12 +6,14 @@ use std::sync::Arc;
 use crossrail::placing::{Counter, Event, Extent, Key, Placing, WriteError};
 use crossrail::placing::{LaneError, Loan};
 use crossrail_kernels::ep::Command;
+use crossrail_sight::{Histogram, now_ns};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::proxy::area::Area;
 use crate::proxy::incoming::Incoming;
 use crate::proxy::outgoing::{BURST_BYTES, BURSTS, NOTES, Outgoing, Targets};
-use crate::proxy::shared::FarRank;
+use crate::proxy::shared::{FarRank, LaneReport};
+use crate::proxy::sight::{FarRows, LaneTrace, Window};
 
 /// Rails to a far rank whose memory is exposed, but whose targets are not known yet.
 pub(crate) struct Offer {
@@ -88,7 +90,8 @@ impl Offer {
         }
         let outgoing = Outgoing::new(far.clone(), lane, targets);
         let incoming = Incoming::new(far.clone(), mine.counters, notes);
-        Ok(Link { placing, outgoing, incoming, far, _loans: loans })
+        let bursts = Histogram::default();
+        Ok(Link { placing, outgoing, incoming, far, lane, bursts, rows: None, _loans: loans })
     }
 }
 
@@ -99,6 +102,11 @@ pub(crate) struct Link {
     outgoing: Outgoing,
     incoming: Incoming,
     far: Arc<FarRank>,
+    lane: usize,
+    /// Durations of bursts.
+    bursts: Histogram,
+    /// The rank's rows of the page, which the first lane writes.
+    rows: Option<FarRows>,
     _loans: [Arc<Loan>; 2],
 }
 
@@ -109,15 +117,33 @@ impl Link {
 
     /// A kernel has appended this command for the rank.
     pub(crate) fn push(&mut self, command: Command) {
+        if self.outgoing.pending() == 0 {
+            self.outgoing.since_ns = now_ns();
+        }
         self.outgoing.push(command);
+    }
+
+    /// Reports what it does to the far rank, whose rows of the page the first lane writes.
+    pub(super) fn show(&mut self, window: &Window) {
+        let report = LaneReport {
+            pending: self.outgoing.pending() as u64,
+            in_flight: self.outgoing.in_flight() as u64,
+            bursts: self.bursts.clone(),
+            rails: self.placing.rails(),
+        };
+        self.far.report(self.lane, report);
+        if self.lane == 0 {
+            let rows = self.rows.get_or_insert_with(|| FarRows::new(window, self.far.rank));
+            rows.write(window, &self.far);
+        }
     }
 
     /// Sends and receives what it can without waiting. Returns whether anything moved.
     ///
     /// # Errors
     /// Why the rank cannot be reached any more.
-    pub(crate) fn advance(&mut self) -> std::result::Result<bool, LaneError> {
-        let Link { placing, outgoing, incoming, .. } = self;
+    pub(super) fn advance(&mut self, mut trace: Option<&mut LaneTrace>) -> std::result::Result<bool, LaneError> {
+        let Link { placing, outgoing, incoming, bursts, far, .. } = self;
         let mut moved = outgoing.flush(placing.as_mut())?;
         let mut wrong = None;
         moved |= placing.poll(&mut |event| match event {
@@ -126,7 +152,14 @@ impl Link {
                     wrong = incoming.arrived(imm).err();
                 }
             }
-            Event::Ended { token, result: Ok(()) } => outgoing.ended(token),
+            Event::Ended { token, result: Ok(()) } => {
+                if let Some((since_ns, bytes)) = outgoing.ended(token) {
+                    bursts.add(now_ns().saturating_sub(since_ns));
+                    if let Some(trace) = &mut trace {
+                        trace.burst(far.rank, since_ns, bytes);
+                    }
+                }
+            }
             // `poll` returns the end of the rails as an error.
             Event::Ended { result: Err(WriteError::Lost), .. } => {}
             Event::Ended { result: Err(WriteError::Revoked), .. } => {

@@ -16,6 +16,7 @@ mod link;
 mod outgoing;
 mod ring;
 mod shared;
+mod sight;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -34,6 +35,7 @@ pub(crate) use self::area::Area;
 pub(crate) use self::link::{Link, Offer};
 pub(crate) use self::ring::Ring;
 pub(crate) use self::shared::{FarRank, set_taken};
+pub(crate) use self::sight::Window;
 use self::worker::Lane;
 
 /// Maximum time that a thread takes to answer.
@@ -59,6 +61,7 @@ pub(crate) struct Common {
     /// By thread.
     bells: Vec<Bell>,
     lost: Lost,
+    window: Window,
 }
 
 #[derive(Default)]
@@ -84,20 +87,22 @@ pub(crate) struct Proxy {
 
 impl Proxy {
     /// Starts its threads, with the rings' memory, one for each lane.
-    pub(crate) fn start(rings: &[Area], ranks: u32, lost: Lost) -> Result<Proxy> {
+    pub(crate) fn start(rings: &[Area], ranks: u32, window: Window, lost: Lost) -> Result<Proxy> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         // Several ranks share a host, and each thread may poll.
         let count = (cores / 8).clamp(1, rings.len());
         let bells = (0..count).map(|_| Bell::default()).collect();
-        let common = Arc::new(Common { ending: AtomicBool::new(false), graphs: AtomicBool::new(false), bells, lost });
-        let mut proxy = Proxy { common, lanes: rings.len(), threads: Vec::new() };
+        let (ending, graphs) = (AtomicBool::new(false), AtomicBool::new(false));
+        let common = Arc::new(Common { ending, graphs, bells, lost, window });
+        let mut proxy = Proxy { common: common.clone(), lanes: rings.len(), threads: Vec::new() };
         for thread in 0..count {
             let lanes = rings.iter().enumerate().skip(thread).step_by(count);
-            let lanes: Vec<(usize, Lane)> =
-                lanes.map(|(number, memory)| (number, Lane::new(Ring::new(memory.clone()), ranks))).collect();
-            let common = proxy.common.clone();
-            let body = move || worker::run(&common, thread, lanes);
-            let builder = std::thread::Builder::new().name(format!("crossrail-ep-{thread}"));
+            let lane =
+                |number: usize, memory: &Area| Lane::new(Ring::new(memory.clone()), ranks, number, &common.window);
+            let lanes = lanes.map(|(number, memory)| (number, lane(number, memory))).collect();
+            let common = common.clone();
+            let body = move || worker::run_guarded(&common, thread, lanes);
+            let builder = std::thread::Builder::new().name(worker::thread_name(thread));
             let handle = builder.spawn(body).map_err(|error| Error::io("ExpertBuffer", "a thread", &error))?;
             proxy.threads.push(handle);
         }

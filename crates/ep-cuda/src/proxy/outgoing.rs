@@ -48,12 +48,16 @@ pub(crate) struct Outgoing {
     pending: Vec<Command>,
     /// By sequence.
     progress: [Progress; 2],
+    /// When the oldest pending command was read, by the page's clock.
+    pub(crate) since_ns: u64,
 }
 
 #[derive(Clone, Default)]
 struct Burst {
     /// Writes that are not placed yet.
     in_flight: u32,
+    since_ns: u64,
+    bytes: u64,
     /// Epochs of its commands, each with how many.
     epochs: Vec<(Sequence, u64, u32)>,
 }
@@ -101,9 +105,10 @@ impl Outgoing {
             lane,
             targets,
             notes: Area::plain(BURSTS * BURST_BYTES),
-            bursts: [const { Burst { in_flight: 0, epochs: Vec::new() } }; BURSTS],
+            bursts: [const { Burst { in_flight: 0, since_ns: 0, bytes: 0, epochs: Vec::new() } }; BURSTS],
             pending: Vec::new(),
             progress: Default::default(),
+            since_ns: 0,
         }
     }
 
@@ -186,7 +191,13 @@ impl Outgoing {
         busy >= BUSY && self.pending.len() < NOTES && self.pending.iter().map(Command::len).sum::<u64>() < JOINED
     }
 
-    fn in_flight(&self) -> usize {
+    /// Commands that are not sent yet.
+    pub(crate) fn pending(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// Writes that are not placed yet.
+    pub(crate) fn in_flight(&self) -> usize {
         self.bursts.iter().map(|burst| burst.in_flight as usize).sum()
     }
 
@@ -198,6 +209,7 @@ impl Outgoing {
     fn send(&mut self, at: usize, commands: &[(Command, u32)], placing: &mut dyn Placing) -> Result<(), LaneError> {
         let burst = &mut self.bursts[at];
         burst.epochs.clear();
+        (burst.since_ns, burst.bytes) = (self.since_ns, 0);
         let start = (at * BURST_BYTES) as u64;
         self.notes.word(start).store(commands.len() as u64, Ordering::Relaxed);
         for (number, (command, count)) in commands.iter().enumerate() {
@@ -224,6 +236,7 @@ impl Outgoing {
                 return Err(LaneError::Protocol(format!("a kernel names {len} bytes at {from}, beyond the inbox")));
             }
             self.far.add_sent(len as u64);
+            burst.bytes += len as u64;
             // SAFETY: checked to be inside.
             let extent = Extent::host(unsafe { self.far.send.as_ptr().add(from) }, len);
             post(placing, extent, &self.targets.inbox, command.at(), (counter, piece), at)?;
@@ -232,18 +245,20 @@ impl Outgoing {
         Ok(())
     }
 
-    /// A write of that burst is placed.
-    pub(crate) fn ended(&mut self, burst: u64) {
-        let Some(burst) = self.bursts.get_mut(burst as usize) else { return };
+    /// A write of that burst is placed. Returns, if all of it is, when its first command was read, and its bytes.
+    pub(crate) fn ended(&mut self, burst: u64) -> Option<(u64, u64)> {
+        let burst = self.bursts.get_mut(burst as usize)?;
         burst.in_flight = burst.in_flight.saturating_sub(1);
         if burst.in_flight > 0 {
-            return;
+            return None;
         }
+        let done = (burst.since_ns, burst.bytes);
         for (sequence, epoch, count) in burst.epochs.drain(..) {
             let progress = &mut self.progress[sequence as usize];
             progress.remove(epoch, count);
             self.far.placed(self.lane, sequence, progress.placed());
         }
+        Some(done)
     }
 
     /// True while commands are pending or writes are in flight.

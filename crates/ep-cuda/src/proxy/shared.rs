@@ -3,7 +3,12 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crossrail::placing::RailReport;
+use crossrail_ep::{ProxyRail, ProxyReport};
 use crossrail_kernels::ep::{EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, Inbox, Sequence};
+
+use crossrail_locks::Mutex;
+use crossrail_sight::Histogram;
 
 use crate::proxy::area::Area;
 
@@ -19,6 +24,20 @@ pub(crate) struct FarRank {
     /// Commands of kernels that were read.
     commands: AtomicU64,
     sent_bytes: AtomicU64,
+    /// Of each lane, as its thread has last reported it.
+    lanes: Mutex<Vec<LaneReport>>,
+}
+
+/// State and totals of a lane for a far rank.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LaneReport {
+    /// Commands that are not sent yet.
+    pub(crate) pending: u64,
+    /// Writes that are not placed yet.
+    pub(crate) in_flight: u64,
+    /// Durations of bursts.
+    pub(crate) bursts: Histogram,
+    pub(crate) rails: Vec<RailReport>,
 }
 
 /// Progress of a sequence of operations between this rank and a far one.
@@ -49,7 +68,38 @@ impl FarRank {
             placed: (0..lanes).map(|_| AtomicU64::new(0)).collect(),
         });
         let [generation, commands, sent_bytes] = [const { AtomicU64::new(0) }; 3];
-        FarRank { rank, send, receive, inbox, taken, generation, commands, sent_bytes }
+        let reports = Mutex::new(vec![LaneReport::default(); lanes]);
+        FarRank { rank, send, receive, inbox, taken, generation, commands, sent_bytes, lanes: reports }
+    }
+
+    /// Replaces the report of a lane.
+    pub(crate) fn report(&self, lane: usize, report: LaneReport) {
+        if let Some(known) = self.lanes.lock().get_mut(lane) {
+            *known = report;
+        }
+    }
+
+    /// Totals of all lanes for the rank, as these have last reported them, and durations of their bursts.
+    pub(crate) fn reported(&self) -> (ProxyReport, Histogram) {
+        let mut bursts = Histogram::default();
+        let mut whole = ProxyReport {
+            commands: self.commands.load(Ordering::Relaxed),
+            sent_bytes: self.sent_bytes(),
+            ..ProxyReport::default()
+        };
+        for lane in self.lanes.lock().iter() {
+            whole.pending += lane.pending;
+            whole.in_flight += lane.in_flight;
+            bursts.merge(&lane.bursts);
+            for rail in lane.rails.iter().map(ProxyRail::of) {
+                match whole.rails.iter_mut().find(|known| known.name == rail.name) {
+                    Some(known) => known.add(rail),
+                    None => whole.rails.push(rail),
+                }
+            }
+        }
+        (whole.bursts, whole.burst_ns) = bursts.total();
+        (whole, bursts)
     }
 
     /// Both ends agree that all operations up to these, by sequence, are over.

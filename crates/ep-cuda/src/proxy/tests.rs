@@ -1,17 +1,21 @@
 //! Lanes of two ranks, over rails that reorder, delay and are lost; kernels are played by the test.
+#![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crossrail::placing::{
+    Counter, Event, Extent, Imm, Key, LaneError, Limits, Loan, Placing, Post, RailReport, Revoked,
+};
 use crossrail::{ConnectOptions, Context, Endpoint, Settings, Worker, WorkerOptions};
 
 use crossrail_kernels::ep::{
     EP_COMMAND_BACK, EP_COMMAND_ROWS_FP8, EP_COMMAND_TABLE, EP_COMMAND_TAKEN, EP_COMMAND_WEIGHTS, EP_COMMAND_WORD,
     EP_COMMANDS, EP_WORD_COMBINE_TAKEN, EP_WORD_DISPATCH_TAKEN, EP_WORD_TABLE, Inbox, Payload, Scale, Shape, Tuning,
 };
-use crossrail_transport::placing::Placing;
+use crossrail_sight::{Kind, RowSnapshot, Value, parse, summary};
 use crossrail_transport::placing::dry;
 
 use super::area::Area;
@@ -19,7 +23,7 @@ use super::link::{Link, Offer};
 use super::ring::Ring;
 use super::shared::FarRank;
 use super::worker::Lane;
-use super::{Change, Common, Proxy};
+use super::{Change, Common, Proxy, Window};
 
 const SHAPE: Shape = Shape {
     hidden: 1152,
@@ -85,7 +89,7 @@ impl Two {
         let end = |(offer, far): (Offer, Arc<FarRank>), theirs: &[u8]| {
             let link: Link = offer.accept(theirs).unwrap();
             let ring = Area::plain(Ring::BYTES);
-            let mut lane = Lane::new(Ring::new(ring.clone()), 2);
+            let mut lane = Lane::new(Ring::new(ring.clone()), 2, 0, &Window::default());
             lane.change(Change::Connect(Box::new(link), channel().0));
             End { ring, appended: 0, lane, far }
         };
@@ -96,6 +100,7 @@ impl Two {
             graphs: AtomicBool::new(false),
             bells: Vec::new(),
             lost: Box::new(move |rank, _, why| heard.lock().unwrap().push((rank, why.to_owned()))),
+            window: Window::default(),
         };
         Two { ends: [end(first, &told[1]), end(second, &told[0])], common, lost, saw }
     }
@@ -335,6 +340,15 @@ fn until(done: impl Fn() -> bool, what: &str) {
 }
 
 fn threaded() -> [Threaded; 2] {
+    seen_threaded(&Window::default())
+}
+
+fn seen_threaded(window: &Window) -> [Threaded; 2] {
+    wrapped(window, &|placing, _, _| placing)
+}
+
+/// `wrap`: replaces the rails to a rank in a lane.
+fn wrapped(window: &Window, wrap: &dyn Fn(Box<dyn Placing>, u32, usize) -> Box<dyn Placing>) -> [Threaded; 2] {
     let lanes = super::lanes(2);
     let worker = |name: &str| {
         let settings = [("CROSSRAIL_TLS", "tcp"), ("CROSSRAIL_NET_DEVICES", "127.0.0.1,127.0.0.2")];
@@ -348,7 +362,7 @@ fn threaded() -> [Threaded; 2] {
     let area = || Area::plain(inbox.area_bytes() as usize);
     let fars = [1, 0].map(|rank| Arc::new(FarRank::new(rank, area(), area(), inbox, lanes)));
     let offers = |endpoint: &Endpoint, far: &Arc<FarRank>| -> Vec<Offer> {
-        let open = |lane: usize| crossrail::placing::open(endpoint, lane as u16, LIMIT).unwrap();
+        let open = |lane: usize| wrap(crossrail::placing::open(endpoint, lane as u16, LIMIT).unwrap(), far.rank, lane);
         (0..lanes).map(|lane| Offer::new(open(lane), far, lane).unwrap()).collect()
     };
     // The end that has connected does not wait for the other.
@@ -360,8 +374,13 @@ fn threaded() -> [Threaded; 2] {
     let mut made = parts.into_iter().zip(workers).zip(fars).map(|(((offers, endpoint, other), worker), far)| {
         let rings: Vec<Area> = (0..lanes).map(|_| Area::plain(Ring::BYTES)).collect();
         let (tell, lost) = channel();
-        let proxy =
-            Proxy::start(&rings, 2, Box::new(move |rank, _, why| drop(tell.send((rank, why.to_owned()))))).unwrap();
+        let proxy = Proxy::start(
+            &rings,
+            2,
+            window.clone(),
+            Box::new(move |rank, _, why| drop(tell.send((rank, why.to_owned())))),
+        )
+        .unwrap();
         let theirs: &Vec<Vec<u8>> = &told[other];
         proxy
             .connect(offers.into_iter().zip(theirs).map(|(offer, theirs)| offer.accept(theirs).unwrap()).collect(), 1)
@@ -418,10 +437,164 @@ fn a_rank_that_is_let_go_is_written_no_more() {
     assert!(rank == 0 && !why.is_empty(), "{why}");
 }
 
+/// States of rails that a test breaks.
+const FINE: u8 = 0;
+const BROKEN: u8 = 1;
+const BLOCK: u8 = 2;
+const BLOCKED: u8 = 3;
+
+/// Rails that fail, or block the thread, once a test sets their state.
+struct Failing {
+    inner: Box<dyn Placing>,
+    state: Arc<AtomicU8>,
+}
+
+impl Placing for Failing {
+    fn peer(&self) -> &str {
+        self.inner.peer()
+    }
+
+    fn limits(&self) -> &Limits {
+        self.inner.limits()
+    }
+
+    unsafe fn expose(&mut self, memory: &Extent, loan: &Arc<Loan>) -> Result<Key, String> {
+        // SAFETY: as the caller promises.
+        unsafe { self.inner.expose(memory, loan) }
+    }
+
+    fn revoke(&mut self, key: &Key) -> Revoked {
+        self.inner.revoke(key)
+    }
+
+    fn count(&mut self, pieces: u16) -> Option<Counter> {
+        self.inner.count(pieces)
+    }
+
+    unsafe fn write(&mut self, from: &[Extent], to: &Key, at: u64, imm: Imm, token: u64) -> Result<Post, LaneError> {
+        // SAFETY: as the caller promises.
+        unsafe { self.inner.write(from, to, at, imm, token) }
+    }
+
+    fn poll(&mut self, events: &mut dyn FnMut(Event)) -> Result<bool, LaneError> {
+        if self.state.compare_exchange(BLOCK, BLOCKED, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+            while self.state.load(Ordering::Acquire) == BLOCKED {
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(self.state.load(Ordering::Acquire), FINE, "the rails broke");
+        self.inner.poll(events)
+    }
+
+    fn rails(&self) -> Vec<RailReport> {
+        self.inner.rails()
+    }
+}
+
+/// Two ranks, of which the first has such rails in its second lane.
+fn failing() -> ([Threaded; 2], Arc<AtomicU8>) {
+    let state = Arc::new(AtomicU8::new(FINE));
+    let of_rails = state.clone();
+    let wrap = move |inner: Box<dyn Placing>, rank: u32, lane: usize| -> Box<dyn Placing> {
+        if (rank, lane) == (1, 1) { Box::new(Failing { inner, state: of_rails.clone() }) } else { inner }
+    };
+    (wrapped(&Window::default(), &wrap), state)
+}
+
+/// A thread that stands still is named instead of waited for.
+#[test]
+fn a_thread_that_stands_still_is_named() {
+    let ([mut a, b], state) = failing();
+    a.rows(0, 1, 0);
+    b.sees(1, 0);
+    state.store(BLOCK, Ordering::Release);
+    a.proxy.wake(false);
+    until(|| state.load(Ordering::Acquire) == BLOCKED, "poll that blocks");
+    let began = Instant::now();
+    let error = a.proxy.disconnect(1).unwrap_err();
+    state.store(FINE, Ordering::Release);
+    assert!(began.elapsed() < 2 * super::ANSWER, "{:?}", began.elapsed());
+    assert_eq!(error.kind, crossrail_types::ErrorKind::Timeout);
+    assert!(error.to_string().contains("has not answered for rank 1"), "{error}");
+}
+
+/// A thread that panics names itself and the reason at this end, and the rank is lost at both.
+#[test]
+fn a_thread_that_fails_loses_its_ranks_by_name() {
+    let ([mut a, b], state) = failing();
+    a.rows(0, 1, 0);
+    b.sees(1, 0);
+    state.store(BROKEN, Ordering::Release);
+    a.proxy.wake(false);
+    let (rank, why) = a.lost.recv_timeout(LIMIT).unwrap();
+    assert!(rank == 1 && why.contains("crossrail-ep-") && why.contains("the rails broke"), "{why}");
+    let (rank, why) = b.lost.recv_timeout(LIMIT).unwrap();
+    assert!(rank == 0 && !why.is_empty(), "{why}");
+}
+
 #[test]
 fn the_end_of_a_connection_is_reported_with_its_reason() {
     let [a, b] = threaded();
     b.endpoint.close(Some(LIMIT)).unwrap();
     let (rank, why) = a.lost.recv_timeout(LIMIT).unwrap();
     assert!(rank == 1 && why.contains("rank 1"), "{why}");
+}
+
+/// The page shows what the threads do for a rank, and over which rails; the trace has their bursts.
+#[test]
+fn the_page_and_the_trace_show_what_the_proxy_does() {
+    let folder = std::env::temp_dir().join(format!("crossrail-proxy-{}", std::process::id()));
+    let pages = folder.join("pages");
+    std::fs::create_dir_all(&pages).unwrap();
+    let page = crossrail_sight::open(&pages, crossrail_types::Log(crossrail_types::LogLevel::Off));
+    let owner = page.as_ref().map_or(0, |page| page.owner());
+    let name = "a proxy that is seen".to_owned();
+    let window = Window { name, rank: 5, page, owner, traces: Some(folder.clone()), ..Window::default() };
+    let [mut a, b] = seen_threaded(&window);
+    for row in 0..9 {
+        a.rows(0, 1, row);
+    }
+    (0..9).for_each(|row| b.sees(1, row));
+    let rows = || parse(&summary()).unwrap().rows.into_iter().filter(|row| row.owner == owner).collect::<Vec<_>>();
+    let number = |row: &RowSnapshot, name: &str| {
+        let at = row.kind.fields().iter().position(|field| field.name == name).unwrap();
+        match &row.values[at] {
+            Value::Number(number) => *number,
+            Value::Numbers(numbers) => numbers[..numbers.len() - 1].iter().sum(),
+        }
+    };
+    let bytes = 9 * SHAPE.heap().piece_stride;
+    // Once nothing moves any more, threads show what they did.
+    until(
+        || {
+            let rows = rows();
+            let of_rank = rows.iter().find(|row| row.kind == Kind::Proxy && row.peer == "rank 1");
+            of_rank.is_some_and(|row| number(row, "sent_bytes") == bytes && number(row, "in_flight") == 0)
+        },
+        "row",
+    );
+    let seen = rows();
+    let row = seen.iter().find(|row| row.kind == Kind::Proxy && row.peer == "rank 1").unwrap();
+    assert_eq!((row.name.as_str(), number(row, "rank"), number(row, "commands")), ("a proxy that is seen", 1, 9));
+    assert!((1..=9).contains(&number(row, "burst_seconds")), "{row:?}");
+    assert_eq!((number(row, "pending"), number(row, "rails"), number(row, "lost_rails")), (0, 2, 0));
+    let rails: Vec<_> =
+        seen.iter().filter(|row| row.kind == Kind::Link && row.peer == "a proxy that is seen, rank 1").collect();
+    let mut names: Vec<&str> = rails.iter().map(|row| row.name.as_str()).collect();
+    names.sort_unstable();
+    assert_eq!(names, ["tcp/127.0.0.1", "tcp/127.0.0.2"], "those of all lanes together");
+    assert!(rails.iter().map(|row| number(row, "sent_bytes")).sum::<u64>() > bytes);
+    let threads = seen.iter().filter(|row| row.kind == Kind::ProxyThread && row.name.starts_with("crossrail-ep-"));
+    assert!(threads.map(|row| number(row, "wake_ups")).min() >= Some(1));
+    let (report, _) = a.far.reported();
+    assert_eq!((report.commands, report.sent_bytes, report.bursts), (9, bytes, number(row, "burst_seconds")));
+    assert!(report.burst_ns > 0 && report.rails.iter().all(|rail| rail.lost.is_none()), "{report:?}");
+    drop((a, b));
+    assert!(rows().is_empty());
+    let traces =
+        std::fs::read_dir(&folder).unwrap().filter_map(|entry| std::fs::read_to_string(entry.ok()?.path()).ok());
+    let bursts = traces.filter(|text| text.contains("a proxy that is seen of rank 5, proxy lane 0"));
+    let found: Vec<String> = bursts.filter(|text| text.contains("\"name\":\"burst\"")).collect();
+    assert!(found.len() == 1 && found[0].contains("to rank 1"), "{found:?}");
+    std::fs::remove_dir_all(&folder).unwrap();
 }

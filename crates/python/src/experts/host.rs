@@ -519,8 +519,21 @@ pub(super) fn link_rows(py: Python<'_>, links: Vec<ep::Link>) -> PyResult<Bound<
         };
         row.set_item("kind", kind)?;
         set_fields!(row, link; masked, missed);
+        row.set_item("proxy", link.proxy.map(|proxy| proxy_dict(py, proxy)).transpose()?)?;
         row.set_item("lanes", lane_reports(py, link.lanes)?)
     })
+}
+
+fn proxy_dict(py: Python<'_>, proxy: ep::ProxyReport) -> PyResult<Bound<'_, PyDict>> {
+    let all = PyDict::new(py);
+    set_fields!(all, proxy; commands, sent_bytes, pending, in_flight, bursts);
+    all.set_item("burst_s", proxy.burst_ns as f64 / 1e9)?;
+    let rails = rows(py, proxy.rails, |row, rail| {
+        set_fields!(row, rail; name, lost, sent_bytes, received_bytes);
+        Ok(())
+    })?;
+    all.set_item("rails", rails)?;
+    Ok(all)
 }
 
 fn timing_dict<'py>(py: Python<'py>, timing: &ep::Timing) -> PyResult<Bound<'py, PyDict>> {
