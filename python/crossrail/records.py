@@ -445,11 +445,12 @@ class DeviceEpSamples(TypedDict):
 
 
 class DeviceEpFacts(TypedDict):
-    """The buffer of such a measurement, and the link to each rank: `self`, `heap` or `network`."""
+    """The buffer of such a measurement, the link to each rank (`self`, `heap` or `network`), and bytes by rail."""
 
     heap_bytes: int
     num_sms: int
     links: list[str]
+    rails: dict[str, int]
 
 
 class RawTcpSamples(TypedDict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -66,6 +67,37 @@ def test_a_peer_that_cannot_run_takes_nothing_from_ours() -> None:
     error = row.peers["deepep"].error
     assert error is not None
     assert "deepep" not in row.ratio
+
+
+def test_nvlink_and_network_beside_the_network_alone() -> None:
+    done = run("--compare=network", "--rounds=2", "--json=-")
+    assert done.returncode == 0, done.stderr
+    rows = Report.loads(done.stdout).rows
+    assert [(row.what, row.backend) for row in rows] == [
+        (mode, backend) for backend in ("auto", "none") for mode in ("dispatch", "combine", "e2e")
+    ]
+    ours, alone = rows[:3], rows[3:]
+    for one, other in zip(ours, alone, strict=True):
+        assert one.links == {"self": 2, "heap": 2} and other.links == {"self": 2, "network": 2}
+        assert (one.bytes_network, other.bytes_network) == (0, 2000)
+        assert one.peers["network"].rounds == other.rounds and len(one.rounds) == 2
+        assert one.ratio["network"] > 1
+        assert [(lane.name, lane.bytes) for lane in other.lanes] == [("tcp/127.0.0.1", 1500), ("tcp/127.0.0.2", 500)]
+        assert one.lanes == []
+    said = done.stderr
+    for mode in ("dispatch", "combine", "e2e"):
+        assert re.search(rf"^{mode}: [0-9.]+ us, over the network alone 2\d{{5}}\.\d us: saves [89]\d%$", said, re.M)
+    assert "Data Plane (e2e): 2/2 ranks passed, 1 node, NVLink\n" in said
+    assert "Data Plane (e2e): 2/2 ranks passed, 1 node, network lanes only\n" in said
+    assert re.search(r"^Network: 2.00 kB per rank, 0.00 GB/s on each of 2 rails$", said, re.M)
+
+
+def test_emulated_nodes_share_no_memory_and_neither_does_backend_none() -> None:
+    (row,) = rows_of("--mode=e2e", "--nodes=2")
+    assert (row.nodes, row.transport, row.bytes_network) == (2, "network", 2000)
+    (row,) = rows_of("--mode=e2e", "--nvlink-backend=none")
+    assert (row.nodes, row.transport, row.backend) == (1, "network", "none")
+    one_error(run("--nvlink-backend=none", "--compare=network"), 2, "--compare network", "--backend none")
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

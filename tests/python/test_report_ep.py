@@ -9,18 +9,21 @@ import pytest
 from report_samples import environment
 
 from crossrail_tools.report import (
+    EpDeviceRank,
     EpRank,
     EpTurn,
     PeerResult,
     Report,
     Row,
     console,
+    ep_device_row,
     ep_row,
     kernels_us,
     print_report,
     slowest,
     with_peers,
 )
+from crossrail_tools.report.ep_view import averages_by_rank
 
 LIKE = Row(
     what="e2e",
@@ -119,6 +122,33 @@ def test_the_table_says_what_was_verified_and_how_bytes_count() -> None:
     assert ["dispatch", "logical", "3.00", "kB", "0.20", "0.08", "0.15", "0.07", "0.30"] in lines
     assert ["dispatch", "wire", "1.50", "kB", "0.10", "0.04", "0.07", "0.04", "0.15"] in lines
     assert "50%" in text
+
+
+def test_exchanges_on_gpus_are_told_as_nixl_tells_them() -> None:
+    like = replace(LIKE, size=7392, hidden=7168, tokens=512, topk=2, device="cuda", given="bf16", num_sms=132)
+
+    def turn(*averages: float) -> EpTurn[EpDeviceRank]:
+        moved = {"logical": 22_000_000, "wire": 11_000_000, "network": 8_000_000}
+        rails = {"tcp/eth1": 900, "tcp/eth2": 100}
+        spread = [[average - 9.0, average + 9.0] for average in averages]
+        return EpTurn([EpDeviceRank(two, two, moved, ["self", "heap", "network"], rails) for two in spread])
+
+    row = ep_device_row(like, [turn(500.0, 550.0), turn(538.6, 600.0)])
+    assert averages_by_rank(row) == pytest.approx([519.3, 575.0])
+    assert [(lane.name, lane.bytes) for lane in row.lanes] == [("tcp/eth1", 7_200_000), ("tcp/eth2", 800_000)]
+    text = printed(row)
+    assert "Data Plane (e2e): 2/2 ranks passed, 2 nodes, NVLink + network lanes\n" in text
+    # 1024 selections of (7408 + 14336) bytes in 519.3 and 575.0 us, as NIXL prints it.
+    assert "Bandwidth (GB/s): avg=40.80, min=38.72, max=42.88; logical 40.21, wire 20.10, network 14.62\n" in text
+    assert "Latency (us): avg=547.1, min=519.3, max=575.0; p50 544.3, slowest rank 575.0\n" in text
+    assert "Network: 8.00 MB per rank, 7.31 GB/s on each of 2 rails\n" in text
+    alone = replace(row, peers={"network": PeerResult("alone", rounds=[1150.0, 1150.0])})
+    assert "e2e: 575.0 us, over the network alone 1150.0 us: saves 50%\n" in printed(alone)
+    slower = replace(row, peers={"network": PeerResult("alone", rounds=[500.0])})
+    assert "takes 15% more\n" in printed(slower)
+    dispatch = replace(row, what="dispatch", links={"self": 2, "network": 2})
+    assert "Data Plane (dispatch): 2/2 ranks passed, 2 nodes, network lanes only\n" in printed(dispatch)
+    assert averages_by_rank(replace(row, samples_us=row.samples_us[1:])) == []
 
 
 def test_ranks_that_moved_nothing_make_a_row() -> None:

@@ -45,18 +45,20 @@ class EpRank:
 @dataclass(frozen=True)
 class EpDeviceRank:
     """The samples of one rank in GPU memory in one turn: microseconds by the GPU's clock (``total_us``) and the host's,
-    bytes of one iteration.
+    bytes of one iteration; ``rails``: bytes that each has carried since the buffer was made.
     """
 
     total_us: list[float]
     host_us: list[float]
     bytes: dict[str, int]
     links: list[str]
+    rails: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(gpu: Mapping[str, Any], host: Mapping[str, Any]) -> EpDeviceRank:
         """From the messages with the samples of each clock."""
-        return EpDeviceRank(gpu["samples_us"], host["samples_us"], dict(gpu["bytes"]), gpu["links"])
+        rails = dict(host.get("rails", {}))
+        return EpDeviceRank(gpu["samples_us"], host["samples_us"], dict(gpu["bytes"]), gpu["links"], rails)
 
 
 Rank = TypeVar("Rank", EpRank, EpDeviceRank)
@@ -80,7 +82,9 @@ def ep_device_row(row: Row, turns: Sequence[EpTurn[EpDeviceRank]]) -> Row:
     host = [sample for one in ranks for sample in one.host_us]
     row = _measured(row, turns, len(ranks))
     transport = "+".join(kind for kind in ("heap", "network") if kind in row.links) or "self"
-    return replace(row, transport=transport, host_us=host, host_p50_us=median(host))
+    shares = _rails(turns[-1].ranks, 1)
+    lanes = [replace(lane, bytes=round((row.bytes_network or 0) * lane.share)) for lane in shares]
+    return replace(row, transport=transport, host_us=host, host_p50_us=median(host), lanes=lanes)
 
 
 def _measured(row: Row, turns: Sequence[EpTurn[Rank]], count: int) -> Row:
@@ -150,7 +154,7 @@ def ep_row(row: Row, turns: Sequence[EpTurn[EpRank]]) -> Row:
     )
 
 
-def _rails(ranks: Sequence[EpRank], count: int) -> list[Lane]:
+def _rails(ranks: Sequence[Rank], count: int) -> list[Lane]:
     """Average bytes that each rail carried per rank and iteration, frame heads included."""
     sums: dict[str, int] = {}
     for one in ranks:

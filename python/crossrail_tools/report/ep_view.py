@@ -22,7 +22,77 @@ def ep_tables(rows: Sequence[Row]) -> list[RenderableType]:
         shown += [Text(heading, style="bold"), Text(_passed(chosen[0])), *(Text(line) for line in _links(chosen))]
         stages = [_stages(chosen)] if chosen[0].device is None else [_ways(chosen)]
         shown += [Text(""), _times(chosen), _bytes(chosen), *stages, *peer_errors(chosen)]
+        shown += [Text(line) for line in (*_as_nixl(chosen), *_saved(chosen))]
     return shown
+
+
+HEADER = 16
+"""Bytes that NIXL's performance tests count for a row's header."""
+
+
+def _as_nixl(rows: Sequence[Row]) -> list[str]:
+    """The three lines of NIXL's tests of expert parallelism, and bytes that left the node, for each exchange on GPUs.
+
+    As there, a rate is a rank's bytes over its average time: a row per selection with a header, its own rank's too.
+    """
+    lines: list[str] = []
+    for row in rows:
+        selections = (row.tokens or 0) * (row.topk or 0)
+        averages = averages_by_rank(row)
+        if row.device is None or not averages or not selections:
+            continue
+        there, back = (row.size or 0) + HEADER, 2 * (row.hidden or 0)
+        moved = selections * {"dispatch": there, "combine": back}.get(row.what, there + back)
+        rates = [gb_per_s(moved, average) for average in averages]
+        rails = [lane.name for lane in row.lanes]
+        network = row.bytes_network or 0
+        over = " + ".join(
+            text for kind, text in (("heap", "NVLink"), ("network", "network lanes")) if kind in row.links
+        )
+        only = " only" if "heap" not in row.links and "network" in row.links else ""
+        passed = "not verified" if row.ranks_passed is None else f"{row.ranks_passed}/{row.ranks} ranks passed"
+        lines += [
+            f"Data Plane ({row.what}): {passed}, {counted(row.nodes or 0, 'node')}, {over or 'one rank'}{only}",
+            f"Bandwidth (GB/s): {_spread(rates, 2)}; logical {_rate(row.bytes_logical, row.avg_us)}, "
+            f"wire {_rate(row.bytes_wire, row.avg_us)}, network {_rate(row.bytes_network, row.avg_us)}",
+            f"Latency (us): {_spread(averages, 1)}; p50 {_us(row.p50_us)}, slowest rank {_us(median(row.rounds))}",
+        ]
+        if network:
+            each = _rate(round(network / len(rails)), row.avg_us) if rails else "-"
+            lines.append(
+                f"Network: {format_bytes(network)} per rank, {each} GB/s on each of {counted(len(rails), 'rail')}"
+            )
+    return lines
+
+
+def averages_by_rank(row: Row) -> list[float]:
+    """The average time of each rank, of all turns, from samples ordered by turn, rank and iteration."""
+    ranks, turns = row.ranks or 1, max(len(row.rounds), 1)
+    each = len(row.samples_us) // (ranks * turns)
+    if each == 0 or each * ranks * turns != len(row.samples_us):
+        return []
+    parts = [row.samples_us[at : at + each] for at in range(0, len(row.samples_us), each)]
+    return [sum(sum(part) for part in parts[rank::ranks]) / (each * turns) for rank in range(ranks)]
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    average = sum(values) / len(values)
+    return ", ".join(
+        f"{name}={value:.{digits}f}" for name, value in (("avg", average), ("min", min(values)), ("max", max(values)))
+    )
+
+
+def _saved(rows: Sequence[Row]) -> list[str]:
+    """The share of the time over the network alone that NVLink saves, by the slowest rank's median."""
+    lines = []
+    for row in rows:
+        alone = row.peers.get("network")
+        if alone is not None and alone.rounds and row.rounds:
+            ours, theirs = median(row.rounds), median(alone.rounds)
+            saves = 1 - ours / theirs
+            text = f"saves {saves:.0%}" if saves >= 0 else f"takes {-saves:.0%} more"
+            lines.append(f"{row.what}: {_us(ours)} us, over the network alone {_us(theirs)} us: {text}")
+    return lines
 
 
 def _heading(row: Row) -> str:

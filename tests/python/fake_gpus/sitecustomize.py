@@ -37,6 +37,9 @@ class FakeDeviceEp:
         self.outputs = np.frombuffer(outputs, np.uint16).reshape(-1, hidden)
         assert len(self.outputs) == PERIOD
         self.rank = GROUPS[-1].rank
+        self.shares = parameters["share_node"]
+        self.settings = context.settings()
+        self.nodes = len({member.node for member in GROUPS[-1].members()})
         self.buffer = crossrail.ExpertBuffer(
             GROUPS[-1],
             parameters["max_tokens"],
@@ -47,6 +50,7 @@ class FakeDeviceEp:
             scale=parameters["scale"],
             layouts=parameters["layouts"],
             prereduce=parameters["prereduce"],
+            share_node=self.shares,
             name=name,
         )
         self.came = None
@@ -79,12 +83,23 @@ class FakeDeviceEp:
         for _ in range(plan["warmup"] + plan["iters"]):
             began = time.perf_counter()
             self.buffer.sync()
-            samples.append((time.perf_counter() - began) * 1e6 + (1000.0 if plan["clock"] == "host" else 0.0))
-        moved = {"logical": 3000, "wire": 2000, "network": 0}
+            took = (time.perf_counter() - began) * 1e6 + (1000.0 if plan["clock"] == "host" else 0.0)
+            # So much that the machine's other work makes no difference.
+            samples.append(took + (2e4 if self.shares else 2e5))
+        moved = {"logical": 3000, "wire": 2000, "network": 2000 if self.is_far() else 0}
         return {"samples_us": samples[plan["warmup"] :], "bytes": moved}
 
+    def is_far(self):
+        return self.nodes > 1 or not self.shares
+
     def facts(self):
-        return {"heap_bytes": 1 << 20, "num_sms": self.on["num_sms"] or 132, "links": ["self", "heap"]}
+        """The second rank is reached by the settings and the nodes; `rails` would carry its rows."""
+        facts = {"heap_bytes": 1 << 20, "num_sms": self.on["num_sms"] or 132}
+        if not self.is_far():
+            return facts | {"links": ["self", "heap"], "rails": {}}
+        named = self.settings["CROSSRAIL_NODE"] is not None or self.settings["CROSSRAIL_TLS"] == "tcp"
+        assert named, "ranks on different nodes would share memory"
+        return facts | {"links": ["self", "network"], "rails": {"tcp/127.0.0.1": 1500, "tcp/127.0.0.2": 500}}
 
     def close(self):
         self.buffer.destroy()

@@ -1,5 +1,6 @@
 //! The measuring loop of dispatch and combine in GPU memory, run detached.
 
+use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crossrail_bench::{Clock, DeviceEpPlan, DeviceEpWork, EpMode};
@@ -178,17 +179,23 @@ impl DeviceEp {
     }
 
     /// The buffer's `heap_bytes` of GPU memory, `num_sms`, and `links`: how each rank is reached (`self`, `heap`,
-    /// `network`).
+    /// `network`), and `rails`: bytes that each has carried so far to ranks on other nodes.
     fn facts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let facts = self.with(py, |rig| {
             let buffer = rig.buffer();
-            let links: Vec<_> = buffer.links().iter().map(|link| kind_of(link.kind)).collect();
-            Ok((buffer.heap_bytes(), buffer.num_sms(), links))
+            let links = buffer.links();
+            let mut rails: BTreeMap<String, u64> = BTreeMap::new();
+            for rail in links.iter().filter_map(|link| link.proxy.as_ref()).flat_map(|proxy| &proxy.rails) {
+                *rails.entry(rail.name.clone()).or_default() += rail.sent_bytes;
+            }
+            let kinds: Vec<_> = links.iter().map(|link| kind_of(link.kind)).collect();
+            Ok((buffer.heap_bytes(), buffer.num_sms(), kinds, rails))
         })?;
         let all = PyDict::new(py);
         all.set_item("heap_bytes", facts.0)?;
         all.set_item("num_sms", facts.1)?;
         all.set_item("links", facts.2)?;
+        all.set_item("rails", facts.3)?;
         Ok(all)
     }
 

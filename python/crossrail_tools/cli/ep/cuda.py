@@ -10,7 +10,7 @@ from typing import Any
 
 import crossrail
 from crossrail._native import _DeviceEp
-from crossrail_tools.report import EpDeviceRank, EpTurn, Report, Row, counted, ep_device_row, with_peers
+from crossrail_tools.report import EpDeviceRank, EpTurn, PeerResult, Report, Row, counted, ep_device_row, with_peers
 from crossrail_tools.verify.checking import Difference, Work
 from crossrail_tools.verify.sampling import Judge, inputs, outputs
 
@@ -21,7 +21,7 @@ from ..processes import Message
 from ..rank_process import Parent, gather, join
 from ..ranks import Ranks
 from ..reporting import OnProgress, Progress, make_report
-from .options import EpOptions
+from .options import NETWORK, EpOptions
 from .peers import GpuPeers
 
 LONG_S = 120.0
@@ -32,6 +32,9 @@ STEP_S = 100.0
 """How long ranks wait for each other. Compiling kernels and computing the reference may differ as much."""
 
 CLOCKS = ("gpu", "host")
+
+OURS = "ours"
+"""The exchange by the options; another one may use the network alone."""
 
 
 def measure(options: EpOptions, progress: Progress) -> Report:
@@ -62,12 +65,19 @@ class _Run:
         self.where = options.placement
         self.versions: dict[str, str] = {}
         self.number = 0
+        self.ways = [OURS, *(name for name in options.compare if name == NETWORK)]
+        others = [name for name in options.compare if name != NETWORK]
+        self.peer_options = replace(options, compare=others)
 
     def rows(self) -> list[Row]:
         """The rows of all shapes."""
         shapes = [(one, one.work(self.where.size)) for one in self.options.swept()]
         rows: list[Row] = []
-        with self.where.rendezvous(self.context) as (store, group), Ranks() as ranks, GpuPeers(self.options) as peers:
+        with (
+            self.where.rendezvous(self.context) as (store, group),
+            Ranks() as ranks,
+            GpuPeers(self.peer_options) as peers,
+        ):
             self.where.announce(store)
             for rank in self.where.ranks:
                 ranks.start(rank, "ep-cuda", self._job(rank, store, group))
@@ -83,60 +93,92 @@ class _Run:
             **self.where.member(rank, store, group, self.options.nodes),
             "cpu": self.options.cpus(self.where.local_size)[self.where.local_index(rank)],
             "ordinal": self.where.local_index(rank),
-            "settings": self.options.settings(),
+            "settings": self._settings(rank),
             "progress": self.progress.visible and rank == 0,
         }
+
+    def _settings(self, rank: int) -> dict[str, str]:
+        """Settings of a rank's process: emulated nodes share no memory, and each has NVLink within it."""
+        label = self.where.node_label(rank, self.options.nodes) if self.options.nodes > 1 else None
+        return self.options.settings() | ({} if label is None else {"node": label.replace(" ", "-")})
 
     def _shape(self, ranks: Ranks, peers: GpuPeers, one: tuple[int, EpOptions, Work]) -> list[Row]:
         """Verifies and measures one shape, in turns with the peers."""
         number, options, work = one
         self.progress.status(f"{counted(self.where.size, 'rank')}: verification against the reference")
-        how = {"number": number, "num_sms": options.num_sms, "cast_before": options.cast_before}
+        how: Message = {"number": number, "num_sms": options.num_sms, "cast_before": options.cast_before}
+        how |= {"ways": self.ways, "share_node": options.backend != "none"}
         peers.begin(work)
         ranks.send_all({"do": "open", "work": asdict(work), **how})
         passed = ranks.collect("passed", self.where.ranks, LONG_S)
         self.progress.status("peers start")
         peers.ready()
-        facts = passed[self.where.ranks[0]]
-        own: dict[str, Any] = {"device": "cuda", "num_sms": facts["num_sms"], "heap_bytes": facts["heap_bytes"]}
-        own["given"] = "fp8" if options.cast_before else "bf16"
-        likes = {mode: replace(options.row(work, mode), **own) for mode in options.modes}
-        turns: dict[str, list[EpTurn[EpDeviceRank]]] = {mode: [] for mode in options.modes}
+        likes = {way: self._likes(options, work, passed[self.where.ranks[0]][way], way) for way in self.ways}
+        turns: dict[tuple[str, str], list[EpTurn[EpDeviceRank]]] = {}
         for turn in range(options.rounds if options.compare else 1):
             for mode in options.modes:
-                found = self._turn(ranks, mode, turn)
-                if found is not None:
-                    turns[mode].append(found)
-                    self.progress.add([ep_device_row(likes[mode], [found])], more=mode != options.modes[-1])
-            if options.compare:
+                for way in self.ways:
+                    found = self._turn(ranks, (way, mode), turn)
+                    if found is not None:
+                        turns.setdefault((way, mode), []).append(found)
+                        more = (way, mode) != (self.ways[-1], options.modes[-1])
+                        self.progress.add([ep_device_row(likes[way][mode], [found])], more=more)
+            if self.peer_options.compare:
                 self.progress.status(f"peers round {turn + 1}")
                 peers.measure()
         ranks.send_all({"do": "close"})
         ranks.collect("closed", self.where.ranks, LONG_S)
         if self.where.node != 0:
             return []
-        return [with_peers(ep_device_row(likes[mode], turns[mode]), peers.results(mode)) for mode in options.modes]
+        made = {way: [ep_device_row(likes[way][mode], turns[way, mode]) for mode in options.modes] for way in self.ways}
+        beside = {row.what: {NETWORK: _as_peer(row)} for row in made.get(NETWORK, [])}
+        ours = [with_peers(row, peers.results(row.what) | beside.get(row.what, {})) for row in made[OURS]]
+        return ours + made.get(NETWORK, [])
 
-    def _turn(self, ranks: Ranks, mode: str, turn: int) -> EpTurn[EpDeviceRank] | None:
-        """Measures one mode by both clocks; None on nodes other than the first."""
+    def _likes(self, options: EpOptions, work: Work, facts: Message, way: str) -> dict[str, Row]:
+        """The rows of each mode, without figures."""
+        own: dict[str, Any] = {"device": "cuda", "num_sms": facts["num_sms"], "heap_bytes": facts["heap_bytes"]}
+        own["given"] = "fp8" if options.cast_before else "bf16"
+        own |= {} if way == OURS else {"backend": "none"}
+        return {mode: replace(options.row(work, mode), **own) for mode in options.modes}
+
+    def _turn(self, ranks: Ranks, which: tuple[str, str], turn: int) -> EpTurn[EpDeviceRank] | None:
+        """Measures one mode of one way by both clocks; None on nodes other than the first."""
         found = []
+        way, mode = which
         for clock in CLOCKS:
             title = f"{mode}, the {clock}'s clock" + (f", round {turn + 1}" if self.options.compare else "")
+            title += "" if way == OURS else f", {way} only"
             with self.progress.task(title, self.options.warmup + self.options.iters) as tick:
-                found.append(self._one(ranks, mode, clock, tick))
+                found.append(self._one(ranks, which, clock, tick))
         gpu, host = found
         if gpu is None or host is None:
             return None
         return EpTurn([EpDeviceRank.of(*both) for both in zip(gpu, host, strict=True)])
 
-    def _one(self, ranks: Ranks, mode: str, clock: str, tick: OnProgress | None) -> list[Message] | None:
+    def _one(self, ranks: Ranks, which: tuple[str, str], clock: str, tick: OnProgress | None) -> list[Message] | None:
         self.number += 1
         options = self.options
+        way, mode = which
         plan = {"mode": mode, "clock": clock, "cached": options.cached, "iters": options.iters}
-        ranks.send_all({"do": "measure", "number": self.number, "plan": {**plan, "warmup": options.warmup}})
+        request = {"do": "measure", "number": self.number, "way": way}
+        ranks.send_all({**request, "plan": {**plan, "warmup": options.warmup}})
         measured = ranks.collect("measured", self.where.ranks, LONG_S, tick)
         every: list[list[Message]] = [message["ranks"] for message in measured.values() if message["ranks"]]
         return every[0] if every else None
+
+
+def _as_peer(row: Row) -> PeerResult:
+    """The figures of a row as those of a peer."""
+    return PeerResult(
+        "the same over the network alone",
+        p50_us=row.p50_us,
+        avg_us=row.avg_us,
+        gb_per_s=row.gb_per_s,
+        rounds=row.rounds,
+        host_p50_us=row.host_p50_us,
+        heap_bytes=row.heap_bytes,
+    )
 
 
 def serve(parent: Parent, job: Message) -> None:
@@ -165,9 +207,10 @@ class _Rank:
         self.group = group
         self.ordinal: int = job["ordinal"]
         self.progress: bool = job["progress"]
+        self.settings: dict[str, str] = job["settings"]
         self.work: Work | None = None
         self.judges: dict[int, Judge] = {}
-        self.rig: _DeviceEp | None = None
+        self.rigs: dict[str, _DeviceEp] = {}
 
     def handle(self, request: Message) -> bool:
         """Handles one request of the command; False for the last one."""
@@ -176,13 +219,14 @@ class _Rank:
         elif request["do"] == "measure":
             self.measure(request)
         elif request["do"] == "close":
-            self.verify(turn=1)
+            for way in self.rigs:
+                self.verify(way, turn=1)
             self.close()
             self.parent.send("closed")
         return bool(request["do"] != "end")
 
     def open(self, request: Message) -> None:
-        """Creates and verifies the buffer for one shape."""
+        """Creates and verifies the buffers for one shape: one for each way that is measured."""
         work = Work.from_dict(request["work"])
         group = self.group
         mine = inputs(work)[group.rank]
@@ -190,51 +234,58 @@ class _Rank:
         group.barrier("here", timeout=STEP_S)
         if work != self.work:
             self.work, self.judges = work, {}
-        self.rig = _DeviceEp(
-            group._native,
-            group.context,
-            f"bench {request['number']}",
-            work.parameters(group.context.timeout),
-            {"ordinal": self.ordinal, "num_sms": request["num_sms"], "cast_before": request["cast_before"]},
-            mine.x.tobytes(),
-            mine.topk_idx.tobytes(),
-            mine.topk_weights.tobytes(),
-            rows.tobytes(),
-        )
-        self.verify(turn=0)
-        self.parent.send("passed", **self.rig.facts())
+        for way in request["ways"]:
+            context, shares = group.context, request["share_node"]
+            if way == NETWORK:
+                settings: dict[str, Any] = {**self.settings, "tls": "tcp"}
+                context, shares = crossrail.Context(**settings), False
+            self.rigs[way] = _DeviceEp(
+                group._native,
+                context,
+                f"bench {request['number']} {way}",
+                {**work.parameters(group.context.timeout), "share_node": shares},
+                {"ordinal": self.ordinal, "num_sms": request["num_sms"], "cast_before": request["cast_before"]},
+                mine.x.tobytes(),
+                mine.topk_idx.tobytes(),
+                mine.topk_weights.tobytes(),
+                rows.tobytes(),
+            )
+            self.verify(way, turn=0)
+        self.parent.send("passed", **{way: rig.facts() for way, rig in self.rigs.items()})
 
-    def verify(self, turn: int) -> None:
+    def verify(self, way: str, turn: int) -> None:
         """Compares one dispatch and one combine with the reference. Raises Failure."""
         assert self.work is not None
-        assert self.rig is not None
+        rig = self.rigs[way]
         judge = self.judges.setdefault(turn, Judge(self.work, self.group.rank, turn))
         self.group.barrier("dispatch", timeout=STEP_S)
-        parts = self.rig.dispatch()
+        parts = rig.dispatch()
         self.group.barrier("combine", timeout=STEP_S)
-        sums = self.rig.combine()
+        sums = rig.combine()
         try:
             judge.judge_dispatch(parts)
             judge.judge_combine(sums)
         except Difference as difference:
             when = "after it was measured" if turn else "before anything was measured"
-            raise Failure(f"did not verify {when}: {difference}") from None
+            over = "" if way == OURS else f" over the {way} alone"
+            raise Failure(f"did not verify{over} {when}: {difference}") from None
         self.group.barrier("verified", timeout=STEP_S)
 
     def measure(self, request: Message) -> None:
         """Runs one measurement; rank 0 reports the samples of all ranks to the command that started it."""
-        assert self.rig is not None
+        rig = self.rigs[request["way"]]
         tick = self._tick if self.progress and self.group.rank == 0 else None
         self.group.barrier("measure", timeout=STEP_S)
-        found = {**self.rig.measure(request["plan"], tick), "links": self.rig.facts()["links"]}
+        found = {**rig.measure(request["plan"], tick)}
+        facts = rig.facts()
+        found |= {"links": facts["links"], "rails": facts["rails"]}
         everybody = gather(self.group, f"samples {request['number']}", found)
         self.parent.send("measured", ranks=everybody)
 
     def close(self) -> None:
-        """Releases the buffer and all memory."""
-        if self.rig is not None:
-            self.rig.close()
-            self.rig = None
+        """Releases the buffers and all memory."""
+        while self.rigs:
+            self.rigs.popitem()[1].close()
 
     def _tick(self, done: int, total: int) -> None:
         self.parent.send("progress", done=done, total=total)

@@ -42,7 +42,9 @@ Backend = Literal["auto", "none"]
 Verify = Literal["full", "quick", "none"]
 
 MODES = ("dispatch", "combine", "e2e")
-PEERS: dict[str, Device] = {"mpi": "cpu", "deepep": "cuda", "drop-in": "cuda", "nccl": "cuda"}
+NETWORK = "network"
+"""The peer that is ours over the network alone."""
+PEERS: dict[str, Device] = {"mpi": "cpu", "deepep": "cuda", "drop-in": "cuda", "nccl": "cuda", NETWORK: "cuda"}
 """Peers to compare with, and the device each needs."""
 PROCESSES = 2
 ITERS, WARMUP = 100, 10
@@ -205,7 +207,8 @@ def add_arguments(parser: Parser) -> None:
     peers = (
         "mpi (MPI_Alltoallv; needs openmpi-bin and mpi4py); with --device cuda, needing PyTorch: "
         "deepep (DeepEP V1), drop-in (crossrail.deep_ep in the same program), "
-        "nccl (all_to_all_single of one row per selection)"
+        "nccl (all_to_all_single of one row per selection); "
+        "network (the same exchange without NVLink or shared memory, over TCP alone)"
     )
     add_compare(out, PEERS, peers)
 
@@ -294,8 +297,10 @@ def check(parser: Parser, options: EpOptions) -> None:
         if PEERS[name] != options.device:
             parser.error(f"--compare {name} needs --device {PEERS[name]}")
     if options.device == "cuda":
-        if options.plan is not None or options.backend != "auto":
-            parser.error("--plan and --backend need --device cpu")
+        if options.plan is not None:
+            parser.error("--plan needs --device cpu")
+        if NETWORK in options.compare and options.backend == "none":
+            parser.error("--compare network compares with what --backend none measures")
     elif options.num_sms or options.given or options.sweep:
         parser.error("--num-sms, --given and --sweep need --device cuda")
     if options.verify is not None and (options.plan is not None or options.device == "cuda"):
