@@ -364,6 +364,42 @@ impl<M: GpuMemory> ByExpert<M> {
             (self.ranks[rank].out.clone(), self.ranks[rank].combine.out_stride as usize)
         })
     }
+
+    /// At `rank`, each piece of a token's sum is whole, or lacks exactly what rank `gone` would have returned for it. Returns
+    /// how many differ from the whole one.
+    pub fn check_combine_without<G: Gpus<Memory = M>>(
+        &self,
+        job: &Job<G>,
+        rank: usize,
+        gone: usize,
+    ) -> Result<usize, String> {
+        let (hidden, piece) = (job.shape.hidden as usize, job.shape.tuning().piece as usize);
+        let outputs: Vec<Outputs> =
+            self.ranks.iter().map(|one| Outputs { hidden, values: one.y.read(0, one.y.len() / 2) }).collect();
+        let weighted = self.weights != Weights::None;
+        let expected = |routing: &Routing| {
+            let (shape, biases) = (&job.shape, &self.biases);
+            let all = reference::combine_expert_coded(shape, routing, &outputs, weighted, biases, self.coding);
+            all.into_iter().nth(rank).unwrap_or_default()
+        };
+        let mut fewer = self.routing.clone();
+        fewer.active[gone] = false;
+        let (whole, less) = (expected(&self.routing), expected(&fewer));
+        let one = &self.ranks[rank];
+        let mut lacking = 0;
+        for (token, (whole, less)) in whole.chunks_exact(hidden).zip(less.chunks_exact(hidden)).enumerate() {
+            let got: Vec<u16> = one.out.read(token * one.combine.out_stride as usize, hidden);
+            for (number, got) in got.chunks(piece).enumerate() {
+                let of = |row: &[u16]| row[number * piece..][..got.len()] == *got;
+                if !of(whole) && !of(less) {
+                    let what = format!("the sum of token {token}, piece {number}, at rank {rank}");
+                    return Err(format!("{what} is neither whole nor without rank {gone}"));
+                }
+                lacking += usize::from(!of(whole));
+            }
+        }
+        Ok(lacking)
+    }
 }
 
 /// Compares combine's rows with those expected, by rank.

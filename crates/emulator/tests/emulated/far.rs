@@ -11,7 +11,7 @@ use crossrail_kernels::ep::{
 use crossrail_emulator::coding::Coding;
 use crossrail_emulator::job::{ByExpert, Job, Weights};
 use crossrail_emulator::job_rank::ByRank;
-use crossrail_emulator::reference::Routing;
+use crossrail_emulator::reference::{Choice, Routing};
 use crossrail_emulator::shapes::{BY_EXPERT, by_slot, rank_kernels};
 use crossrail_emulator::{Build, GpuMemory as _, Gpus as _, Memory, Numbers};
 
@@ -47,7 +47,7 @@ struct ProxyArgs {
     rank: u32,
     delay: u32,
     slow: u32,
-    padding: u32,
+    cut: u32,
 }
 // SAFETY: the struct that the kernel takes.
 unsafe impl KernelArgs for ProxyArgs {}
@@ -96,6 +96,9 @@ struct Far {
     own: Vec<Memory>,
     /// Ranks whose proxies do nothing.
     stuck: Vec<usize>,
+    /// The rank whose proxy ends after `cut` commands of each ring.
+    killed: Option<usize>,
+    cut: u32,
     rails: u32,
     delay: u32,
     slow: u32,
@@ -125,7 +128,8 @@ impl Far {
         let own = (0..ranks).map(|rank| job.gpus.zeroed(&format!("own {rank}"), 2 * ranks * 16)).collect();
         let decoder = |_| Decoder { inbox, last: [const { Cell::new(0) }; 2] };
         let decoders = (0..ranks).map(decoder).collect();
-        Far { job, decoders, areas, told, progress, own, stuck: Vec::new(), rails: rails as u32, delay: 3000, slow: 0 }
+        let (stuck, killed, rails) = (Vec::new(), None, rails as u32);
+        Far { job, decoders, areas, told, progress, own, stuck, killed, cut: 0, rails, delay: 3000, slow: 0 }
     }
 
     /// Runs the queued launches and the proxies.
@@ -168,7 +172,7 @@ impl Far {
                 rank: rank as u32,
                 delay: self.delay,
                 slow: self.slow,
-                padding: 0,
+                cut: if self.killed == Some(rank) { self.cut } else { 0 },
             };
             kept.extend([inboxes, from, claims]);
             let grid = Grid { blocks: 1, threads: 32 * self.rails, shared: 0 };
@@ -315,6 +319,58 @@ fn a_proxy_that_stands_still_is_a_rank_that_is_lost() {
         assert_eq!(far.job.masked(rank), [3], "rank {rank}");
     }
     assert_eq!((far.job.masked(2), far.job.masked(3)), (vec![], vec![0, 1]));
+}
+
+/// A rank of the other node that takes no part costs the others the limit once; what they send each other is there, and
+/// their sums lack only its part.
+#[test]
+fn a_far_rank_that_never_comes_is_masked_and_left_out_of_sums() {
+    for seed in 70..73 {
+        let Some(mut far) = expert_job(SHAPE, &EXPERT) else { return };
+        let mut numbers = Numbers(seed);
+        let routing = Routing::of(&mut numbers, &SHAPE, &[6, 4, 5, 7], Choice::Even);
+        let operation = ByExpert::new(&mut far.job, &mut numbers, routing.without(&[3]), Weights::Combine);
+        operation.dispatch(&mut far.job, 2, BOTH);
+        far.run(seed).unwrap();
+        operation.check_dispatch(&far.job).unwrap();
+        for rank in 0..3 {
+            assert_eq!((far.job.masked(rank), far.job.faults(rank)), (vec![3], vec![(3, EP_STAGE_TABLE)]));
+        }
+        operation.combine(&mut far.job, 2, BOTH);
+        far.run(seed + 10).unwrap();
+        operation.check_combine(&far.job).unwrap();
+        assert_eq!([0, 1, 2].map(|rank| far.job.faults(rank).len()), [1; 3]);
+    }
+}
+
+/// The proxy of a rank is killed in the middle of an operation, wherever that is: the other node's ranks continue within
+/// the limit, name that rank and no other, and no sum is wrong.
+#[test]
+fn a_proxy_that_is_killed_leaves_no_wrong_sum() {
+    let (mut lacking, mut whole) = (0, 0);
+    for cut in (1..60).step_by(4) {
+        let Some(mut far) = expert_job(SHAPE, &EXPERT) else { return };
+        (far.killed, far.cut, far.job.limit_ns) = (Some(3), cut, 1_000_000_000);
+        let mut numbers = Numbers(cut.into());
+        let routing = Routing::of(&mut numbers, &SHAPE, &[6, 4, 5, 7], Choice::Even);
+        let operation = ByExpert::new(&mut far.job, &mut numbers, routing, Weights::None);
+        // One after the other, as hosts that compute in between: ranks that lose time begin the combine no later than others.
+        operation.dispatch(&mut far.job, 2, BOTH);
+        far.run(cut.into()).unwrap();
+        operation.combine(&mut far.job, 2, BOTH);
+        far.run(u64::from(cut) + 100).unwrap();
+        for rank in [0, 1] {
+            let named: Vec<u32> = far.job.faults(rank).iter().map(|(whom, _)| *whom).collect();
+            assert!(named.iter().all(|whom| *whom == 3), "cut {cut}, rank {rank}: {named:?}");
+            let found = operation.check_combine_without(&far.job, rank, 3);
+            let found = found.unwrap_or_else(|what| panic!("cut {cut}: {what}; {}", far.job.fault_text()));
+            assert!(found == 0 || far.job.masked(rank) == [3], "cut {cut}, rank {rank}");
+            lacking += usize::from(found > 0);
+            whole += usize::from(found == 0);
+        }
+        assert_eq!(operation.check_combine_without(&far.job, 2, 3), Ok(0), "its own node has all of it");
+    }
+    assert!(lacking > 0 && whole > 0, "{lacking} and {whole}");
 }
 
 /// Longer than two operations: words that no kernel waits for arrive when their slots could be in use again.

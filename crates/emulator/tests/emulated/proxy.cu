@@ -26,7 +26,8 @@ struct ProxyArgs {
     // Nanoseconds for which a rail pauses at most at each command, and at about every second one of weights in any case.
     u32 delay;
     u32 slow;
-    u32 padding;
+    // Commands of each ring after which the proxy ends; 0: none.
+    u32 cut;
 };
 
 struct EndArgs {
@@ -132,6 +133,7 @@ extern "C" __global__ void crossrail_test_proxy(const __grid_constant__ ProxyArg
         }
         taken = false;
         place = __shfl_sync(WHOLE_WARP, place, 0);
+        if (args.cut != 0 && place >= args.cut) return;
         what = __shfl_sync(WHOLE_WARP, what, 0);
         number = __shfl_sync(WHOLE_WARP, number, 0) & COMMAND_NUMBER;
         __syncwarp();
