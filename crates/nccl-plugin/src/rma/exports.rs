@@ -425,9 +425,11 @@ unsafe extern "C" fn test(group: Ptr, request: Ptr, done: *mut c_int) -> Status 
     })
 }
 
-/// Threads of this plugin make progress.
 unsafe extern "C" fn rma_progress(context: Ptr) -> Status {
-    guard("rmaProgress", || objects::get("rmaProgress", context, objects::contexts, CONTEXTS).map(drop))
+    guard("rmaProgress", || {
+        objects::get("rmaProgress", context, objects::contexts, CONTEXTS)?.progress();
+        Ok(())
+    })
 }
 
 unsafe extern "C" fn query_last_error(context: Ptr, has_error: *mut bool) -> Status {

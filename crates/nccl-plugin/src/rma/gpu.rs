@@ -4,6 +4,7 @@
 //! synchronizes or allocates once a group has its streams: copy engines copy, and streams store words.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::OnceLock;
@@ -14,6 +15,7 @@ use crossrail_locks::PerProcess;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::memory::Area;
+use crate::log;
 
 /// Polls without progress after which the driver is asked whether the stream has failed.
 const EXAMINE_EVERY: u32 = 1 << 16;
@@ -99,7 +101,7 @@ impl Gpu for CudaGpu {
         unsafe { mark.as_ptr().write_bytes(0, 64) };
         // Urgent streams do not share hardware queues with those whose kernels wait for our copies.
         let stream = Stream::urgent(&self.context)?;
-        Ok(Box::new(CudaQueue { stream, mark, submitted: 0, reached: 0, idle: 0 }))
+        Ok(Box::new(CudaQueue { stream, mark, submitted: 0, reached: 0, idle: 0, takes_batches: Cell::new(true) }))
     }
 
     fn pin(&self, area: &Arc<Area>) -> Result<Box<dyn Send + Sync>> {
@@ -119,6 +121,24 @@ struct CudaQueue {
     reached: u64,
     /// Polls since a point was reached.
     idle: u32,
+    takes_batches: Cell<bool>,
+}
+
+impl CudaQueue {
+    /// Enqueues copies: one by one once the driver has refused a batch, as of memory that it cannot locate.
+    fn copy(&self, copies: &[(u64, u64, usize)]) -> Result<()> {
+        if self.takes_batches.get() {
+            // SAFETY: regions are accessed only while they are registered, and a fence waits for the accesses; areas and
+            // marks outlive the queue's work.
+            match unsafe { Batch(&self.stream).copy(copies) } {
+                Ok(()) => return Ok(()),
+                Err(error) => log::info(format_args!("RMA: copies are enqueued one by one: {error}")),
+            }
+            self.takes_batches.set(false);
+        }
+        // SAFETY: as above. Copies that were enqueued already are repeated.
+        copies.iter().try_for_each(|(to, from, len)| unsafe { self.stream.copy(*to, *from, *len) })
+    }
 }
 
 impl Queue for CudaQueue {
@@ -126,12 +146,10 @@ impl Queue for CudaQueue {
         let _entered = self.stream.context().enter()?;
         self.submitted += 1;
         work.stores.push((self.mark.address(), self.submitted));
-        // SAFETY: regions are accessed only while they are registered, and a fence waits for the accesses; areas and marks
-        // outlive the queue's work.
-        let enqueued = unsafe {
-            let batch = Batch(&self.stream);
-            batch.copy(&work.copies).and_then(|()| batch.store(&work.stores))
-        };
+        let enqueued = self.copy(&work.copies).and_then(|()| {
+            // SAFETY: as for copies.
+            unsafe { Batch(&self.stream).store(&work.stores) }
+        });
         work.copies.clear();
         work.stores.clear();
         enqueued.map(|()| self.submitted)

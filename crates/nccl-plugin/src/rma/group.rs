@@ -14,7 +14,7 @@ use crossrail_types::{Error, ErrorKind, Result};
 use super::batch::{Kind, Refusal, Signal};
 use super::gpu;
 use super::memory::{Area, Region};
-use super::progress::{self, Half};
+use super::progress::{Driven, Half};
 use super::shared::{Get, INLINE, Op, Shared, Source, Tally, ToReceiving, ToSending};
 
 /// Timeout for a thread to stop accessing memory.
@@ -29,6 +29,8 @@ pub(crate) struct Group {
     tallies: Mutex<Vec<Weak<Tally>>>,
     stop: Arc<AtomicBool>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// For NCCL's thread, where cores are few.
+    helped: Option<Arc<Driven>>,
     /// Their end is that of the rails.
     rails: Mutex<Option<(Worker, Vec<Endpoint>)>>,
 }
@@ -79,8 +81,8 @@ impl Group {
     ) -> Result<Arc<Group>> {
         let stop = Arc::new(AtomicBool::new(false));
         let parts = match is_split {
-            true => vec![vec![sending], vec![receiving]],
-            false => vec![vec![sending, receiving]],
+            true => vec![Driven::new(vec![sending]), Driven::new(vec![receiving])],
+            false => vec![Driven::new(vec![sending, receiving])],
         };
         let group = Arc::new(Group {
             shared: Arc::clone(shared),
@@ -89,12 +91,13 @@ impl Group {
             tallies: Mutex::default(),
             stop,
             threads: Mutex::default(),
+            helped: parts.first().filter(|_| !is_split).cloned(),
             rails: Mutex::new(rails),
         });
-        for (halves, name) in parts.into_iter().zip(["crossrail-rma-tx", "crossrail-rma-rx"]) {
+        for (driven, name) in parts.into_iter().zip(["crossrail-rma-tx", "crossrail-rma-rx"]) {
             let stop = Arc::clone(&group.stop);
             let builder = std::thread::Builder::new().name(name.to_owned());
-            let thread = builder.spawn(move || progress::run(halves, &stop));
+            let thread = builder.spawn(move || driven.run(&stop));
             group.threads.lock().push(thread.map_err(|error| Error::io("connect", "pthread_create", &error))?);
         }
         Ok(group)
@@ -195,6 +198,7 @@ impl Group {
         self.shared.sending.wake();
         self.shared.receiving.wake();
         for thread in self.threads.lock().drain(..) {
+            thread.thread().unpark();
             // One that has panicked has ended, too.
             let _ = thread.join();
         }
@@ -217,6 +221,13 @@ impl Drop for Group {
 impl Contexts {
     pub(crate) fn shared(&self) -> &Shared {
         &self.group.shared
+    }
+
+    /// Makes progress, should the threads need help.
+    pub(crate) fn progress(&self) {
+        if let Some(driven) = &self.group.helped {
+            driven.help();
+        }
     }
 
     /// Ends them: their requests are not tested any more.

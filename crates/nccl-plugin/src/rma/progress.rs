@@ -1,14 +1,16 @@
-//! The threads of a group. NCCL's thread only enqueues and reads flags: it polls the queues of its kernels meanwhile.
+//! The threads of a group.
 //!
-//! One thread sends and one receives where there are cores enough, each with rails and a GPU stream of its own; otherwise
-//! one does both. A thread polls while there is work and some time after, then sleeps on its descriptors.
+//! Where there are cores enough, NCCL's thread only enqueues and reads flags, as it polls the queues of its kernels
+//! meanwhile: one thread sends and one receives, each with rails and a GPU stream of its own. Otherwise a handover would
+//! wait for a core, so NCCL's thread drives both halves, and one thread does while NCCL's does not. A thread polls while there is work and some time after, then sleeps on its descriptors.
 
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::Mutex;
 use crossrail_types::Error;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -22,6 +24,8 @@ const LINGER: Duration = Duration::from_millis(5);
 const LINGER_FEW: Duration = Duration::from_micros(200);
 /// Cores from which on each group has two threads, which poll without yielding.
 const CORES: usize = 8;
+/// Time after which the thread drives again once NCCL's thread no longer does.
+const TAKE_OVER: Duration = Duration::from_millis(1);
 /// Longest sleep: rails examine silent connections when they are polled.
 const NAP: Duration = Duration::from_millis(200);
 /// Timeout at the end for copies in flight.
@@ -46,26 +50,60 @@ pub(crate) trait Half: Send {
     fn copies(&mut self) -> bool;
 }
 
-/// Drives the halves until `stop` is set, and then until no copy is in flight.
-pub(crate) fn run(mut halves: Vec<Box<dyn Half>>, stop: &AtomicBool) {
-    let linger = if is_split() { LINGER } else { LINGER_FEW };
-    let mut moved_at = Instant::now();
-    while !stop.load(Ordering::Acquire) {
-        let mut moved = false;
-        for half in &mut halves {
-            moved |= half.turn();
-        }
-        if moved {
-            moved_at = Instant::now();
-        } else if moved_at.elapsed() < linger || halves.iter().any(|half| half.is_busy()) {
-            rest();
-        } else {
-            sleep(&mut halves);
+/// Both halves, or one, and the thread that drives them.
+pub(crate) struct Driven {
+    halves: Mutex<Vec<Box<dyn Half>>>,
+    /// Turns that NCCL's thread has made.
+    helped: AtomicU64,
+}
+
+impl Driven {
+    pub(crate) fn new(halves: Vec<Box<dyn Half>>) -> Arc<Driven> {
+        Arc::new(Driven { halves: Mutex::new(halves), helped: AtomicU64::new(0) })
+    }
+
+    /// One turn by the caller, unless the thread is making one.
+    pub(crate) fn help(&self) {
+        if let Some(mut halves) = self.halves.try_lock() {
+            self.helped.fetch_add(1, Ordering::Relaxed);
+            for half in halves.iter_mut() {
+                half.turn();
+            }
         }
     }
-    let began = Instant::now();
-    while halves.iter_mut().any(|half| half.copies()) && began.elapsed() < DRAIN {
-        rest();
+
+    /// Drives the halves until `stop` is set, and then until no copy is in flight. While callers [help](Driven::help), it
+    /// only looks whether they still do.
+    pub(crate) fn run(&self, stop: &AtomicBool) {
+        let linger = if is_split() { LINGER } else { LINGER_FEW };
+        let (mut moved_at, mut helped) = (Instant::now(), 0);
+        while !stop.load(Ordering::Acquire) {
+            let now = self.helped.load(Ordering::Relaxed);
+            if now != helped {
+                (helped, moved_at) = (now, Instant::now());
+                std::thread::park_timeout(TAKE_OVER);
+                continue;
+            }
+            let mut halves = self.halves.lock();
+            let moved = halves.iter_mut().fold(false, |moved, half| half.turn() | moved);
+            let is_busy = halves.iter().any(|half| half.is_busy());
+            if moved {
+                moved_at = Instant::now();
+            } else if is_busy || moved_at.elapsed() < linger {
+                drop(halves);
+                rest();
+            } else if halves.iter_mut().all(|half| half.arm()) {
+                let mut descriptors = Vec::new();
+                halves.iter().for_each(|half| half.descriptors(&mut descriptors));
+                drop(halves);
+                sleep(&descriptors);
+            }
+        }
+        let (began, mut halves) = (Instant::now(), self.halves.lock());
+        while halves.iter_mut().any(|half| half.copies()) && began.elapsed() < DRAIN {
+            rest();
+        }
+        halves.clear();
     }
 }
 
@@ -74,13 +112,9 @@ fn rest() {
 }
 
 #[allow(unsafe_code)]
-fn sleep(halves: &mut [Box<dyn Half>]) {
-    if !halves.iter_mut().all(|half| half.arm()) {
-        return;
-    }
-    let mut descriptors = Vec::new();
-    halves.iter().for_each(|half| half.descriptors(&mut descriptors));
-    // SAFETY: the halves keep their descriptors open.
+fn sleep(descriptors: &[RawFd]) {
+    // SAFETY: the halves keep their descriptors open; one of a peer that a caller finds lost meanwhile at worst shortens or
+    // prolongs the nap.
     let open = |fd: &RawFd| PollFd::new(unsafe { BorrowedFd::borrow_raw(*fd) }, PollFlags::POLLIN);
     let mut fds: Vec<PollFd<'_>> = descriptors.iter().map(open).collect();
     // An error is as good as a wake-up: everything is looked at again.
