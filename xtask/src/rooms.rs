@@ -162,7 +162,12 @@ pub(crate) const ROOMS: &[Room] = &[
     Room {
         outside: Some(&[]),
         forbids_unsafe: true,
-        ..room("nccl-abi", "crossrail-nccl-abi", &[], "the C layouts of NCCL's network plugins, versions 4 to 12, and RMA plugins, 13 to 16")
+        ..room(
+            "nccl-abi",
+            "crossrail-nccl-abi",
+            &[],
+            "the C layouts of NCCL's network plugins, versions 4 to 12, and RMA plugins, 13 to 16",
+        )
     },
     room(
         "nccl-driver",

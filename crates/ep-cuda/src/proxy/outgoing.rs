@@ -5,8 +5,10 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::iter::Peekable;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::vec;
 
 use crossrail::placing::{Counter, Extent, Imm, Key, Placing};
 use crossrail::placing::{LaneError, Post};
@@ -23,6 +25,11 @@ pub(crate) const NOTES: usize = 63;
 pub(crate) const BURST_BYTES: usize = 16 * (NOTES + 1);
 /// Number of bursts in flight from which on small ones are delayed.
 const BUSY: usize = 8;
+/// Bytes in flight from which on short rows wait for their neighbours: each write costs both ends a frame, and the rails
+/// have enough to carry meanwhile.
+const AHEAD: u64 = 128 << 10;
+/// Rows below this are short.
+const SHORT: u64 = 64 << 10;
 /// Neighbouring ranges are joined up to this length: longer ones would arrive, and be read, later.
 const JOINED: u64 = 128 << 10;
 
@@ -44,8 +51,13 @@ pub(crate) struct Outgoing {
     /// The notes of all bursts.
     notes: Area,
     bursts: [Burst; BURSTS],
-    /// Commands to be sent.
+    /// Commands to be sent, in their order unless `unsorted`.
     pending: Vec<Command>,
+    unsorted: bool,
+    /// All that are pending wait for their neighbours.
+    all_wait: bool,
+    /// Bytes of the bursts in flight.
+    bytes: u64,
     /// By sequence.
     progress: [Progress; 2],
     /// When the oldest pending command was read, by the page's clock.
@@ -107,6 +119,9 @@ impl Outgoing {
             notes: Area::plain(BURSTS * BURST_BYTES),
             bursts: [const { Burst { in_flight: 0, since_ns: 0, bytes: 0, epochs: Vec::new() } }; BURSTS],
             pending: Vec::new(),
+            unsorted: false,
+            all_wait: false,
+            bytes: 0,
             progress: Default::default(),
             since_ns: 0,
         }
@@ -128,6 +143,7 @@ impl Outgoing {
             progress.add(epoch);
         }
         self.pending.push(command);
+        self.unsorted = true;
     }
 
     /// Sends what it can of what is pending. Returns whether it sent anything.
@@ -135,40 +151,39 @@ impl Outgoing {
     /// # Errors
     /// Of the rails.
     pub(crate) fn flush(&mut self, placing: &mut dyn Placing) -> Result<bool, LaneError> {
-        if self.pending.is_empty() || self.waits_for_more() {
+        let mut room = placing.limits().in_flight.saturating_sub(self.in_flight());
+        let all_wait = self.all_wait && !self.unsorted && self.bytes >= AHEAD;
+        if self.pending.is_empty() || room < 2 || all_wait || self.waits_for_more() {
             return Ok(false);
         }
-        let Some(mut at) = self.free_burst() else { return Ok(false) };
-        self.pending.sort_unstable_by_key(Command::order);
+        if std::mem::take(&mut self.unsorted) {
+            self.pending.sort_unstable_by_key(Command::order);
+        }
         let mut pending = std::mem::take(&mut self.pending).into_iter().peekable();
-        let mut sent = false;
+        let mut kept: Vec<(Command, u32)> = Vec::new();
         let mut burst: Vec<(Command, u32)> = Vec::with_capacity(NOTES);
-        while let Some(command) = pending.next() {
-            let mut count = 1;
-            let mut joined = command;
-            while let Some(both) = pending.peek().and_then(|next| joined.joined(next, JOINED)) {
-                pending.next();
-                joined = both;
-                count += 1;
+        let mut sent = false;
+        while let Some(at) = self.free_burst() {
+            while burst.len() < NOTES
+                && let Some(first) = pending.next()
+            {
+                let (joined, count) = join(first, &mut pending);
+                let waits = joined.is_rows() && joined.len() < SHORT && self.bytes >= AHEAD;
+                if waits { &mut kept } else { &mut burst }.push((joined, count));
             }
-            burst.push((joined, count));
-            if burst.len() < NOTES && pending.peek().is_some() {
-                continue;
-            }
-            if self.in_flight() + burst.len() + 1 > placing.limits().in_flight {
+            if burst.is_empty() || burst.len() + 1 > room {
                 break;
             }
             self.send(at, &burst, placing)?;
+            room -= burst.len() + 1;
             burst.clear();
             sent = true;
-            match self.free_burst() {
-                Some(free) => at = free,
-                None => break,
-            }
         }
+        self.unsorted = !kept.is_empty() && !burst.is_empty();
+        self.all_wait = burst.is_empty() && pending.peek().is_none();
         // Joined commands stay one.
-        let left = std::mem::take(&mut burst);
-        self.keep_for_later(left);
+        kept.append(&mut burst);
+        self.keep_for_later(kept);
         self.pending.extend(pending);
         Ok(sent)
     }
@@ -237,6 +252,7 @@ impl Outgoing {
             }
             self.far.add_sent(len as u64);
             burst.bytes += len as u64;
+            self.bytes += len as u64;
             // SAFETY: checked to be inside.
             let extent = Extent::host(unsafe { self.far.send.as_ptr().add(from) }, len);
             post(placing, extent, &self.targets.inbox, command.at(), (counter, piece), at)?;
@@ -253,6 +269,7 @@ impl Outgoing {
             return None;
         }
         let done = (burst.since_ns, burst.bytes);
+        self.bytes -= burst.bytes;
         for (sequence, epoch, count) in burst.epochs.drain(..) {
             let progress = &mut self.progress[sequence as usize];
             progress.remove(epoch, count);
@@ -265,6 +282,17 @@ impl Outgoing {
     pub(crate) fn is_busy(&self) -> bool {
         !self.pending.is_empty() || self.bursts.iter().any(|burst| burst.in_flight > 0)
     }
+}
+
+/// Joins a command with its neighbours among those that follow. Both, and how many it stands for.
+fn join(first: Command, following: &mut Peekable<vec::IntoIter<Command>>) -> (Command, u32) {
+    let (mut joined, mut count) = (first, 1);
+    while let Some(both) = following.peek().and_then(|next| joined.joined(next, JOINED)) {
+        following.next();
+        joined = both;
+        count += 1;
+    }
+    (joined, count)
 }
 
 fn post(

@@ -18,8 +18,8 @@ const NAP: Duration = Duration::from_micros(50);
 const ALERT: Duration = Duration::from_secs(2);
 /// Length of its naps after that, if no graph was captured.
 const DOZE: Duration = Duration::from_millis(5);
-/// Commands that are read before rails move.
-const READ_AT_ONCE: usize = 256;
+/// Commands that are read before rails move: as many as make long ranges of short ones.
+const READ_AT_ONCE: usize = 1024;
 
 /// A ring, and the links over which its commands go.
 pub(crate) struct Lane {

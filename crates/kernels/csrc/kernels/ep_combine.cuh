@@ -576,6 +576,7 @@ __device__ __forceinline__ void run_combine(const EpCombineArgs &args, u8 *share
         mark_of(0, args.marks, EP_MARK_SENT);
     }
     parts.receive<Wire>(args, start, lane);
+    if (start.far && warp == 0 && blockIdx.x == 0) look_at_slots(c, start, EP_WORD_COMBINE_TAKEN, lane);
 #if EP_MARKED
     if (args.marks) __syncthreads();
 #endif

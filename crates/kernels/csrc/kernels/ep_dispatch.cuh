@@ -435,19 +435,20 @@ __device__ __forceinline__ void receive_rows(const EpDispatchArgs &args, Start &
 }
 
 // Ends a dispatch: the last block advances the epochs for this rank's next launches.
-__device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, u64 sent, u64 received) {
+__device__ __forceinline__ void end_dispatch(const EpDispatchArgs &args, const Start &start) {
     const EpCommon &c = args.common;
     EpState &state = state_of(c);
     bool last = is_last_to_end(c, address_of(state.dispatch_blocks[c.phases]));
     mark_of(0, args.marks, EP_MARK_DONE);
     if (!last) return;
+    if (start.far) look_at_slots(c, start, EP_WORD_DISPATCH_TAKEN, threadIdx.x);
     if (c.phases & EP_RECEIVE) count_waits(c);
     if (threadIdx.x != 0) return;
     if (c.phases & EP_SEND) {
-        st_relaxed_gpu_u64(address_of(state.dispatch_begun), sent);
-        st_relaxed_gpu_u64(address_of(state.dispatch_sent), sent);
+        st_relaxed_gpu_u64(address_of(state.dispatch_begun), start.sent);
+        st_relaxed_gpu_u64(address_of(state.dispatch_sent), start.sent);
     }
-    if (c.phases & EP_RECEIVE) st_relaxed_gpu_u64(address_of(state.dispatch_ended), received);
+    if (c.phases & EP_RECEIVE) st_relaxed_gpu_u64(address_of(state.dispatch_ended), start.received);
 }
 
 // A dispatch of a block whose shared memory is `shared`. The first block waits for what all ranks select, in `plan`. All
@@ -492,5 +493,5 @@ __device__ __forceinline__ void run_dispatch(const EpDispatchArgs &args, u8 *sha
             mark_of(EP_THREADS - LANES, args.marks, EP_MARK_CAME);
         }
     }
-    end_dispatch(args, start.sent, start.received);
+    end_dispatch(args, start);
 }

@@ -53,13 +53,18 @@ __device__ __forceinline__ u64 guessed_inbox(const EpCommon &c, u32 rank) {
     return c.base + c.heap.inboxes + rank * c.heap.guess_stride;
 }
 
+// Up to which epoch this rank's slots at `rank` were free when a kernel last looked. `word`: that of the sequence.
+__device__ __forceinline__ u64 taken_seen(const EpCommon &c, u32 rank, u32 word) {
+    return c.base + c.heap.taken_seen + ((word - EP_WORD_DISPATCH_TAKEN) * EP_R + rank) * 8;
+}
+
 // Fills `start`, except what comes from a handle. One whole warp; a block barrier must follow.
 __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs, Start &start, u32 lane) {
     // Issue all loads before using the first.
     u64 sent = ld_relaxed_gpu_u64(address_of(epochs.sent)) + 1;
     u64 received = ld_relaxed_gpu_u64(address_of(epochs.received)) + 1;
     u64 far = ring_at(c, 0).far;
-    u64 to[EACH] = {}, from[EACH] = {}, taken[EACH] = {};
+    u64 to[EACH] = {}, from[EACH] = {}, taken[EACH] = {}, seen[EACH] = {};
     u32 masked[EACH] = {};
 #pragma unroll
     for (u32 i = 0; i < EACH; ++i) {
@@ -69,6 +74,7 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         from[i] = at<u64>(c.from, rank);
         masked[i] = ld_relaxed_sys_u32(c.base + c.heap.masks + 4 * rank);
         taken[i] = ld_acquire_sys_u64(word_in(c, guessed_inbox(c, rank), epochs.taken));
+        seen[i] = ld_acquire_gpu_u64(taken_seen(c, rank, epochs.taken));
     }
     u64 open = 0, free = 0;
 #pragma unroll
@@ -78,7 +84,11 @@ __device__ __forceinline__ void begin(const EpCommon &c, const EpochRefs &epochs
         if (known) start.to[rank] = to[i];
         if (known) start.from[rank] = from[i];
         // Loaded from the heap before it was known whether the inbox is there.
-        if (known && from[i] != guessed_inbox(c, rank)) taken[i] = ld_acquire_sys_u64(word_in(c, from[i], epochs.taken));
+        if (far >> rank & 1) {
+            taken[i] = seen[i];
+        } else if (known && from[i] != guessed_inbox(c, rank)) {
+            taken[i] = ld_acquire_sys_u64(word_in(c, from[i], epochs.taken));
+        }
         bool is_free = known && (sent <= EP_DEPTH || taken[i] >= sent - EP_DEPTH);
         open |= u64(__ballot_sync(WHOLE_WARP, known && masked[i] == 0)) << (i * LANES);
         free |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
@@ -124,10 +134,30 @@ __device__ __forceinline__ void release_slots(const EpCommon &c, const Start &st
     }
 }
 
+// Looks which slots at far ranks are free, for the next launches. One whole warp, once this rank has received: the other
+// ranks have released slots before they sent.
+__device__ __noinline__ void look_at_slots(const EpCommon &c, const Start &start, u32 word, u32 lane) {
+#pragma unroll 1
+    for (u32 rank = lane; rank < EP_R; rank += LANES) {
+        if (!((start.far & start.open) >> rank & 1)) continue;
+        atomicMax(&at<u64>(taken_seen(c, rank, word)), ld_acquire_sys_u64(word_in(c, start.from[rank], word)));
+    }
+    __syncwarp();
+}
+
+// The slow part of `slots_free`.
+__device__ __noinline__ bool await_slots(const EpCommon &c, const Start &start, u32 rank, u32 word, u32 stage) {
+    u64 epoch = start.sent - EP_DEPTH, seen = taken_seen(c, rank, word);
+    bool far = start.far >> rank & 1;
+    if (far && ld_acquire_gpu_u64(seen) >= epoch) return true;
+    bool free = await(c, word_in(c, start.from[rank], word), epoch, rank, stage, start.sent);
+    if (far && free) atomicMax(&at<u64>(seen), epoch);
+    return free;
+}
+
 // Waits until the slots used EP_DEPTH operations ago at a rank are free; false if the rank is masked first.
 __device__ __forceinline__ bool slots_free(const EpCommon &c, const Start &start, u32 rank, u32 word, u32 stage) {
-    if (start.free >> rank & 1) return true;
-    return await(c, word_in(c, start.from[rank], word), start.sent - EP_DEPTH, rank, stage, start.sent);
+    return start.free >> rank & 1 || await_slots(c, start, rank, word, stage);
 }
 
 // Before a block sends: waits for slots that are not free yet. Those of a rank that times out stay marked as not free.
@@ -142,7 +172,7 @@ __device__ __forceinline__ void free_slots(const EpCommon &c, Start &start, u32 
     for (u32 i = 0; i < EACH; ++i) {
         u32 rank = lane + i * LANES;
         bool waits = rank < EP_R && (missing >> rank & 1);
-        bool is_free = waits && await(c, word_in(c, start.from[rank], word), start.sent - EP_DEPTH, rank, stage, start.sent);
+        bool is_free = waits && await_slots(c, start, rank, word, stage);
         came |= u64(__ballot_sync(WHOLE_WARP, is_free)) << (i * LANES);
     }
     __syncwarp();

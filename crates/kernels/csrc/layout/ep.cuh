@@ -214,6 +214,9 @@ struct EpHeap {
     u64 masks;
     // u64[R]: longest wait for each rank in the current operation, in nanoseconds.
     u64 waited;
+    // u64[2][R]: of dispatch and of combine, up to which epoch this rank's slots at each rank were free when a kernel
+    // last looked. Only of ranks whose words are in memory of the host: there the loads of all blocks take turns.
+    u64 taken_seen;
     // u64[R]: current dispatch, epoch << 32 | flags << 24 | tokens of each source (0 for a masked one).
     u64 plan_tokens;
     // Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE. Slots:
@@ -298,7 +301,7 @@ struct EpHeap {
     u64 bytes;
 };
 
-static_assert(sizeof(EpHeap) == 312, "EpHeap");
+static_assert(sizeof(EpHeap) == 320, "EpHeap");
 
 // State of a rank's kernels between launches: epochs of the last operations, and counters that are 0 between
 // launches.
@@ -478,7 +481,7 @@ struct EpCommon {
     u32 max_tokens;
 };
 
-static_assert(sizeof(EpCommon) == 504, "EpCommon");
+static_assert(sizeof(EpCommon) == 512, "EpCommon");
 
 // Arguments of a dispatch. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `host_word`, the buffer what follows.
@@ -546,7 +549,7 @@ struct EpDispatchArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpDispatchArgs) == 712, "EpDispatchArgs");
+static_assert(sizeof(EpDispatchArgs) == 720, "EpDispatchArgs");
 
 // Arguments of a combine. Strides count bytes; an address of 0 means that there is no such array. The caller of a
 // buffer sets everything up to `out_weights`, and `wire`, the buffer the rest.
@@ -584,4 +587,4 @@ struct EpCombineArgs {
     u32 reserved;
 };
 
-static_assert(sizeof(EpCombineArgs) == 608, "EpCombineArgs");
+static_assert(sizeof(EpCombineArgs) == 616, "EpCombineArgs");

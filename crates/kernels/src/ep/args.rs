@@ -168,6 +168,9 @@ layouts! {
         masks: u64,
         /// u64[R]: longest wait for each rank in the current operation, in nanoseconds.
         waited: u64,
+        /// u64[2][R]: of dispatch and of combine, up to which epoch this rank's slots at each rank were free when a kernel
+        /// last looked. Only of ranks whose words are in memory of the host: there the loads of all blocks take turns.
+        taken_seen: u64,
         /// u64[R]: current dispatch, epoch << 32 | flags << 24 | tokens of each source (0 for a masked one).
         plan_tokens: u64,
         /// Expert layout: u64[R][M][K], current dispatch, epoch << 32 | row of each selection, or EP_NOWHERE. Slots:

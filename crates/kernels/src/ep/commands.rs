@@ -139,7 +139,12 @@ impl Command {
 
     /// The order of sending: rows last, as others wait for words before they need rows; neighbours next to each other.
     pub fn order(&self) -> (bool, u32, u32, u64) {
-        (self.kind <= EP_COMMAND_BACK, self.kind, self.epoch, self.number)
+        (self.is_rows(), self.kind, self.epoch, self.number)
+    }
+
+    /// True if it names rows.
+    pub fn is_rows(&self) -> bool {
+        self.kind <= EP_COMMAND_BACK
     }
 
     /// The sequence of its epoch.

@@ -372,6 +372,7 @@ impl Shape {
             state: lay.take(size_of::<EpState>() as u64),
             masks: lay.take(ranks * 4),
             waited: lay.take(ranks * 8),
+            taken_seen: lay.take(2 * ranks * 8),
             plan_tokens: lay.take(ranks * 8),
             plan_rows: lay.take(match (self.expert_layout, self.slotted()) {
                 (true, _) => ranks * most * topk * 8,
