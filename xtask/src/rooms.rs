@@ -69,6 +69,12 @@ pub(crate) const ROOMS: &[Room] = &[
         &["locks", "transport", "types"],
         "lanes over UCX, which is loaded at run time; its C interface in one file",
     ),
+    room(
+        "fabric",
+        "crossrail-fabric",
+        &["locks", "transport", "types"],
+        "one-sided writes over libfabric, which is loaded at run time; its C interface in one file",
+    ),
     Room {
         forbids_unsafe: true,
         ..room(

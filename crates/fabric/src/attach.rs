@@ -1,0 +1,145 @@
+//! Joins two ends: over an authenticated connection they exchange the names of their endpoints, then a write goes each
+//! way before anything else does.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use crossrail_types::{Error, ErrorKind, Result};
+
+use crate::companion::{Companion, Ended, Note};
+use crate::offer::Offer;
+use crate::placing::FabricPlacing;
+use crate::port::{Port, queue_of};
+use crate::wire::{INTRODUCTION, Introduction, PEER_WRITES};
+
+/// Joins the two ends of `stream`, which both call this, each with its own offer, and returns once a write has arrived
+/// in each direction. The stream must be authenticated; it stays open beside the object, which ends with it. `peer` and
+/// `rail` are names for people. The caller must not drive the peer's end on the same thread.
+///
+/// # Errors
+/// `Timeout` at the deadline; `Unsupported` when the peer's provider is another; `Protocol` when the peer introduces
+/// itself otherwise; `Unreachable` when the provider finds no way; others as the system and libfabric report them.
+pub fn attach(stream: TcpStream, offer: &Offer, peer: &str, rail: &str, deadline: Instant) -> Result<FabricPlacing> {
+    let named = |error: Error| Error { operation: "connect".to_owned(), ..error }.with_peer(peer).with_lane(rail);
+    join(stream, offer, peer, rail, deadline).map_err(named)
+}
+
+fn join(stream: TcpStream, offer: &Offer, peer: &str, rail: &str, deadline: Instant) -> Result<FabricPlacing> {
+    let (ops, queue) = queue_of(&offer.attributes);
+    let port = Port::open(offer, ops, queue)?;
+    let name = port.name()?;
+    let beside = stream.try_clone().map_err(|error| Error::io("connect", "dup", &error))?;
+    let companion = Companion::new(beside).map_err(|error| Error::io("connect", "setsockopt", &error))?;
+    let (mut placing, ring) = FabricPlacing::new(port, &offer.attributes, (peer, rail), companion, ops)?;
+    let ours = Introduction { provider: offer.provider.clone(), name, ring, grant: PEER_WRITES as u32 };
+    let theirs = introduce(&stream, &ours, deadline)?;
+    if theirs.provider != ours.provider {
+        let detail = format!("the peer's provider is {}, ours {}", theirs.provider, ours.provider);
+        return Err(Error::new(ErrorKind::Unsupported, "connect", detail)
+            .with_hint("name one at both ends: CROSSRAIL_TLS=fabric:PROVIDER"));
+    }
+    placing.introduced(theirs.ring, theirs.grant);
+    if let Some(port) = placing.port.as_mut() {
+        port.insert(&theirs.name)?;
+    }
+    // A target may have to know the initiator before its first write.
+    placing.companion.say(Note::Ready);
+    until(&mut placing, deadline, "the peer did not open its endpoint in time", |_, notes| {
+        notes.contains(&Note::Ready)
+    })?;
+    let (mut posted, mut joined) = (false, false);
+    let late = "no write arrived from the peer in time: the provider does not connect the two devices";
+    until(&mut placing, deadline, late, |placing, notes| {
+        if !posted {
+            posted = placing.post_bare(0).unwrap_or(false);
+        }
+        if posted && !joined && placing.credits > 0 && placing.is_quiet() {
+            joined = true;
+            placing.companion.say(Note::Joined);
+        }
+        joined && notes.contains(&Note::Joined)
+    })?;
+    Ok(placing)
+}
+
+/// Drives this end until `done`.
+fn until(
+    placing: &mut FabricPlacing,
+    deadline: Instant,
+    late: &str,
+    mut done: impl FnMut(&mut FabricPlacing, &[Note]) -> bool,
+) -> Result<()> {
+    let mut notes = std::mem::take(&mut placing.notes);
+    loop {
+        let moved = placing.drive(&mut |_| {}).map_err(|error| failed(&error.to_string()))?;
+        if let Some(why) = placing.broken() {
+            return Err(failed(why));
+        }
+        if done(placing, &notes) {
+            placing.notes = notes;
+            return Ok(());
+        }
+        match placing.companion.hear() {
+            Ok(Some(note)) => {
+                notes.push(note);
+                continue;
+            }
+            Ok(None) => {}
+            Err(Ended::Closed(why)) => return Err(failed(&format!("while both ends connected, {why}"))),
+            Err(Ended::Down(why)) => return Err(failed(&why)),
+            Err(Ended::Protocol) => {
+                return Err(Error::new(ErrorKind::Protocol, "connect", "it wrote an invalid note while connecting"));
+            }
+        }
+        if Instant::now() >= deadline {
+            return Err(Error::new(ErrorKind::Timeout, "connect", late));
+        }
+        if !moved {
+            placing.companion.wait(deadline);
+        }
+    }
+}
+
+fn failed(why: &str) -> Error {
+    Error::new(ErrorKind::Unreachable, "connect", why)
+}
+
+/// Exchanges introductions; the peer's.
+fn introduce(mut stream: &TcpStream, ours: &Introduction, deadline: Instant) -> Result<Introduction> {
+    let failed = |error: std::io::Error| match error.kind() {
+        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
+            Error::new(ErrorKind::Timeout, "connect", "the peer did not introduce its endpoint in time")
+        }
+        _ => Error::io("connect", "introduction", &error),
+    };
+    // An introduction fits a socket's buffer, so both ends write first; the companion has made it non-blocking.
+    stream.write_all(&ours.encode()).map_err(failed)?;
+    let mut bytes = [0; INTRODUCTION];
+    let mut have = 0;
+    while have < INTRODUCTION {
+        match stream.read(&mut bytes[have..]) {
+            Ok(0) => return Err(failed(std::io::ErrorKind::UnexpectedEof.into())),
+            Ok(read) => have += read,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                if Instant::now() >= deadline {
+                    return Err(failed(error));
+                }
+                wait(stream, deadline);
+            }
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    Introduction::decode(&bytes).map_err(|why| Error::new(ErrorKind::Protocol, "connect", why))
+}
+
+fn wait(stream: &TcpStream, deadline: Instant) {
+    use std::os::fd::AsFd;
+
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+    let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
+    let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
+    // An error is as good as bytes: the caller reads again.
+    let _ = poll(&mut [PollFd::new(stream.as_fd(), PollFlags::POLLIN)], timeout);
+}

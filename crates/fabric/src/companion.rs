@@ -1,0 +1,177 @@
+//! The authenticated connection beside an object: when it ends, the peer is lost.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{setsockopt, sockopt};
+
+/// Time without an acknowledgement from the peer's kernel after which the connection ends.
+const SILENT_FOR: Duration = Duration::from_secs(10);
+const LEN: usize = 9;
+
+/// What an end says over it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Note {
+    /// It knows the other's endpoint.
+    Ready,
+    /// A write of the other's has arrived, and one of its own was completed.
+    Joined,
+    /// Answer this once the completion queue was read.
+    Probe(u64),
+    Answer(u64),
+    /// It drops the object.
+    Farewell,
+}
+
+impl Note {
+    fn encode(self) -> [u8; LEN] {
+        let (kind, number) = match self {
+            Note::Ready => (1, 0),
+            Note::Joined => (2, 0),
+            Note::Probe(number) => (3, number),
+            Note::Answer(number) => (4, number),
+            Note::Farewell => (5, 0),
+        };
+        let mut out = [kind; LEN];
+        out[1..].copy_from_slice(&u64::to_le_bytes(number));
+        out
+    }
+
+    fn decode(bytes: &[u8; LEN]) -> Option<Note> {
+        let number = bytes[1..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        match bytes[0] {
+            1 => Some(Note::Ready),
+            2 => Some(Note::Joined),
+            3 => Some(Note::Probe(number)),
+            4 => Some(Note::Answer(number)),
+            5 => Some(Note::Farewell),
+            _ => None,
+        }
+    }
+}
+
+/// How the connection ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// The peer's process has exited, or it dropped the object.
+    Closed(&'static str),
+    /// The network.
+    Down(String),
+    /// It wrote what is no note.
+    Protocol,
+}
+
+/// See the module.
+pub(crate) struct Companion {
+    stream: TcpStream,
+    bytes: Vec<u8>,
+    farewell: bool,
+}
+
+impl Companion {
+    /// Wraps a connection that carries nothing else from now on.
+    pub(crate) fn new(stream: TcpStream) -> std::io::Result<Companion> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        // A path that is down is noticed by what is not acknowledged, and in idle times by probes of the kernel's.
+        let millis = SILENT_FOR.as_millis() as u32;
+        let set = setsockopt(&stream, sockopt::TcpUserTimeout, &millis)
+            .and_then(|()| setsockopt(&stream, sockopt::KeepAlive, &true))
+            .and_then(|()| setsockopt(&stream, sockopt::TcpKeepIdle, &3))
+            .and_then(|()| setsockopt(&stream, sockopt::TcpKeepInterval, &2));
+        set.map_err(std::io::Error::from)?;
+        Ok(Companion { stream, bytes: Vec::new(), farewell: false })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// Says something. A note that has no room is lost: those that matter are said again.
+    pub(crate) fn say(&mut self, note: Note) {
+        // An end is found by reading.
+        let _ = self.stream.write(&note.encode());
+    }
+
+    /// The next note that has arrived; `Ok(None)`: none.
+    pub(crate) fn hear(&mut self) -> Result<Option<Note>, Ended> {
+        loop {
+            if let Some((bytes, _)) = self.bytes.split_first_chunk::<LEN>() {
+                let note = Note::decode(bytes).ok_or(Ended::Protocol)?;
+                self.bytes.drain(..LEN);
+                self.farewell |= note == Note::Farewell;
+                return Ok(Some(note));
+            }
+            let mut more = [0; 8 * LEN];
+            match self.stream.read(&mut more) {
+                Ok(0) => return Err(self.closed()),
+                Ok(read) => self.bytes.extend(&more[..read]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => return Err(self.closed()),
+                Err(error) => return Err(Ended::Down(error.to_string())),
+            }
+        }
+    }
+
+    fn closed(&self) -> Ended {
+        match self.farewell {
+            true => Ended::Closed("it has dropped its end"),
+            false => Ended::Closed("its process has ended"),
+        }
+    }
+
+    /// Waits for a note at most until `deadline`, at most some milliseconds.
+    pub(crate) fn wait(&self, deadline: Instant) {
+        use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+        let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_millis(2));
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
+        // An error is as good as a note: the caller looks again.
+        let _ = poll(&mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)], timeout);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn pair() -> (Companion, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let one = TcpStream::connect(listener.local_addr().expect("bound")).expect("connected");
+        (Companion::new(one).expect("options"), listener.accept().expect("accepted").0)
+    }
+
+    fn heard(companion: &mut Companion) -> Result<Note, Ended> {
+        loop {
+            if let Some(note) = companion.hear()? {
+                return Ok(note);
+            }
+            companion.wait(Instant::now() + Duration::from_secs(1));
+        }
+    }
+
+    #[test]
+    fn notes_arrive_in_pieces_and_the_end_is_named() {
+        let (mut companion, mut peer) = pair();
+        let bytes = [Note::Ready.encode(), Note::Probe(u64::MAX - 3).encode()].concat();
+        for byte in bytes {
+            peer.write_all(&[byte]).expect("room");
+        }
+        assert_eq!(heard(&mut companion), Ok(Note::Ready));
+        assert_eq!(heard(&mut companion), Ok(Note::Probe(u64::MAX - 3)));
+        drop(peer);
+        assert_eq!(heard(&mut companion), Err(Ended::Closed("its process has ended")));
+        let (mut companion, mut peer) = pair();
+        peer.write_all(&Note::Farewell.encode()).expect("room");
+        drop(peer);
+        assert_eq!(heard(&mut companion), Ok(Note::Farewell));
+        assert_eq!(heard(&mut companion), Err(Ended::Closed("it has dropped its end")));
+        let (mut companion, mut peer) = pair();
+        peer.write_all(&[99; LEN]).expect("room");
+        assert_eq!(heard(&mut companion), Err(Ended::Protocol));
+    }
+}

@@ -1,0 +1,207 @@
+//! The libfabric of this process: loaded at run time, or absent and why.
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char, c_int};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use crossrail_locks::PerProcess;
+use crossrail_types::{Error, ErrorKind};
+use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+
+use crate::raw::{self, Raw};
+
+/// The name that the dynamic linker knows the library by.
+pub const SONAME: &str = "libfabric.so.1";
+/// The variable that names its file, or the folder that contains it.
+pub const VARIABLE: &str = "CROSSRAIL_FABRIC_LIBRARY";
+const FIX: &str = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora, RHEL), or set CROSSRAIL_FABRIC_LIBRARY to \
+                   the library of the NIC's vendor, as /opt/amazon/efa/lib";
+/// Signals for which libfabric and its providers install handlers.
+const SIGNALS: [Signal; 8] = [
+    Signal::SIGINT,
+    Signal::SIGILL,
+    Signal::SIGABRT,
+    Signal::SIGBUS,
+    Signal::SIGFPE,
+    Signal::SIGSEGV,
+    Signal::SIGTERM,
+    Signal::SIGHUP,
+];
+
+/// libfabric as this process has loaded it. It stays loaded until the process ends.
+pub struct Library {
+    pub(crate) raw: Raw,
+    version: u32,
+    path: PathBuf,
+}
+
+/// Why there is no libfabric here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Absent {
+    /// The reason, in one line.
+    pub why: String,
+    /// What would help.
+    pub fix: Option<String>,
+}
+
+impl From<Absent> for Error {
+    fn from(absent: Absent) -> Error {
+        let error = Error::new(ErrorKind::Unsupported, "fabric", absent.why);
+        match absent.fix {
+            Some(fix) => error.with_hint(fix),
+            None => error,
+        }
+    }
+}
+
+impl Library {
+    /// Loads the library on the first call; later calls return what the first one found. `place`: its file, or the
+    /// folder that contains it; by default the dynamic linker searches.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub fn load(place: Option<&Path>) -> Result<&'static Library, Absent> {
+        static LOADED: PerProcess<OnceLock<Result<Library, Absent>>> = PerProcess::new();
+        LOADED.get_or_init(|| Library::open(place)).as_ref().map_err(Clone::clone)
+    }
+
+    fn open(place: Option<&Path>) -> Result<Library, Absent> {
+        let path = match place {
+            Some(place) if place.is_dir() => place.join(SONAME),
+            Some(place) => place.to_owned(),
+            None => PathBuf::from(SONAME),
+        };
+        // SAFETY: its initialisers read the environment and install handlers, which are replaced.
+        let opened = keeping_handlers(|| unsafe { UnixLibrary::open(Some(&path), RTLD_NOW | RTLD_LOCAL) });
+        let library = opened.map_err(|error| {
+            let text = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+            let why = match place {
+                Some(place) => format!("{VARIABLE}={}: {text}", place.display()),
+                None => format!("libfabric is not installed: {text}"),
+            };
+            Absent { why, fix: Some(FIX.to_owned()) }
+        })?;
+        let raw = Raw::new(library.into()).map_err(|name| Absent {
+            why: format!("{} has no function {name}", path.display()),
+            fix: Some(FIX.to_owned()),
+        })?;
+        // SAFETY: returns a number.
+        let version = unsafe { (raw.fi_version)() };
+        is_known(version)?;
+        Ok(Library { raw, version, path })
+    }
+
+    /// `2.6`.
+    pub fn version(&self) -> String {
+        text_of(self.version)
+    }
+
+    /// The file, or the name by which the dynamic linker found it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The interface to ask for: a newer one than the library's is refused, and a newer one than this crate's may
+    /// change the meaning of attributes.
+    pub(crate) fn interface(&self) -> u32 {
+        self.version.min(raw::NEWEST)
+    }
+
+    /// libfabric's text for a code, of either sign.
+    pub(crate) fn text(&self, code: c_int) -> String {
+        // SAFETY: the texts are static.
+        let text = unsafe { text((self.raw.fi_strerror)(code.saturating_abs())) };
+        format!("{text} ({})", code.saturating_abs())
+    }
+
+    /// `Ok`, or the failed call with libfabric's text.
+    pub(crate) fn check(&self, call: &str, code: c_int) -> Result<(), Error> {
+        if code == 0 {
+            return Ok(());
+        }
+        let kind = match -code {
+            libc::ENOMEM | libc::EMFILE | libc::ENOSPC => ErrorKind::Exhausted,
+            libc::EHOSTUNREACH | libc::ENETUNREACH | libc::ECONNREFUSED | libc::ENODATA => ErrorKind::Unreachable,
+            libc::ENOSYS | libc::EOPNOTSUPP | libc::EINVAL => ErrorKind::Unsupported,
+            _ => ErrorKind::Io,
+        };
+        Err(Error::new(kind, "fabric", format!("{call}: {}", self.text(code))))
+    }
+}
+
+impl std::fmt::Debug for Library {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "libfabric {}", self.version())
+    }
+}
+
+/// Whether the interface of that version is one that this crate was written for.
+fn is_known(version: u32) -> Result<(), Absent> {
+    if version < raw::OLDEST {
+        let why =
+            format!("the libfabric found is {}; {} is the oldest that works", text_of(version), text_of(raw::OLDEST));
+        return Err(Absent { why, fix: Some(FIX.to_owned()) });
+    }
+    Ok(())
+}
+
+pub(crate) fn text_of(version: u32) -> String {
+    format!("{}.{}", version >> 16, version & 0xffff)
+}
+
+/// Calls into the library, after which signals are handled as before: handlers belong to the program.
+pub(crate) fn keeping_handlers<T>(call: impl FnOnce() -> T) -> T {
+    let handlers = SIGNALS.map(|signal| (signal, current(signal)));
+    let result = call();
+    for (signal, handler) in handlers {
+        if let Some(handler) = handler {
+            // SAFETY: what was installed before.
+            let _ = unsafe { sigaction(signal, &handler) };
+        }
+    }
+    result
+}
+
+fn current(signal: Signal) -> Option<SigAction> {
+    // Reading a handler means replacing it; it is put back at once.
+    let default = SigAction::new(SigHandler::SigDfl, SaFlags::empty(), SigSet::empty());
+    // SAFETY: the default action for these few instructions, then what was installed before.
+    unsafe {
+        let handler = sigaction(signal, &default).ok()?;
+        let _ = sigaction(signal, &handler);
+        Some(handler)
+    }
+}
+
+/// # Safety
+/// `text` must be null or a C string.
+pub(crate) unsafe fn text(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: guaranteed by the caller.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn old_versions_are_refused_by_name() {
+        for known in [raw::OLDEST, raw::version(1, 17), raw::version(2, 6), raw::version(3, 0)] {
+            assert_eq!(is_known(known), Ok(()));
+        }
+        let error = is_known(raw::version(1, 4)).expect_err("too old");
+        assert!(error.why.contains("is 1.4; 1.9 is the oldest"), "{error:?}");
+    }
+
+    #[test]
+    fn a_path_without_the_library_is_named() {
+        let error = Library::open(Some(Path::new("/nowhere/libfabric.so.1"))).expect_err("no such file");
+        assert!(error.why.contains("CROSSRAIL_FABRIC_LIBRARY=/nowhere/libfabric.so.1"), "{error:?}");
+        assert!(error.fix.is_some());
+    }
+}

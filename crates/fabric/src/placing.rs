@@ -1,0 +1,713 @@
+//! [`FabricPlacing`]: one-sided writes to one peer over one endpoint of libfabric.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossrail_transport::placing::{
+    Counter, Counters, Event, Extent, Imm, Key, Limits, Placing, RailReport, Revoked, Seen,
+};
+use crossrail_transport::{LaneError, Loan, Post};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+
+use crate::companion::{Companion, Ended, Note};
+use crate::count::{Parts, Whole};
+use crate::exposures::Exposures;
+use crate::offer::Attributes;
+use crate::outgoing::{Cut, Outgoing, Part, longest};
+use crate::port::{Completion, GATHER, Port, Registered, Remote, Write};
+use crate::raw;
+use crate::ring::{Inbox, Outbox};
+use crate::slab::Slab;
+use crate::wire::{self, Frame, SLOT, SLOTS, Word};
+
+type Outcome<T> = Result<T, LaneError>;
+
+/// Bytes of one part of a write: the time within which an access ends, and what one post may copy.
+const PIECE: usize = 8 << 20;
+/// Bytes that one poll posts.
+const BUDGET: usize = 16 << 20;
+/// Completions that one poll reads.
+const READS: usize = 256;
+/// Writes from memory that the provider needs registered, but is not, are copied up to this length.
+const COPIED: usize = 4096;
+/// Time after which received writes are acknowledged by themselves, and the number that does not wait.
+const OWED_FOR: Duration = Duration::from_micros(50);
+const OWED_MAX: usize = 128;
+/// Idle polls without a look at the connection beside.
+const LOOK_EVERY: u32 = 64;
+/// Time that an error of the provider's waits for the connection beside to state the cause.
+const CAUSE_WITHIN: Duration = Duration::from_millis(100);
+/// Time without any completion after which a peer that polls is asked, and after which a write is lost.
+const QUIET_FOR: Duration = Duration::from_secs(3);
+
+/// What an operation in flight belongs to.
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Free,
+    Write { write: u16, registered: [Option<Registered>; GATHER] },
+    Frame { slot: usize },
+    Bare,
+}
+
+/// A write that the provider has, whose peer does not count it.
+#[derive(Debug)]
+struct Watch {
+    /// The last completion.
+    moved: Instant,
+    /// The question that the peer has not answered, and its time.
+    asked: Option<(u64, Instant)>,
+    number: u64,
+    answered: bool,
+}
+
+/// See the module.
+pub struct FabricPlacing {
+    /// `None`: closed. Nothing of libfabric's refers to memory then.
+    pub(crate) port: Option<Port>,
+    pub(crate) peer: String,
+    rail: String,
+    limits: Limits,
+    local: bool,
+    cut: Cut,
+    pub(crate) companion: Companion,
+    /// The peer's frames.
+    ring: Slab,
+    /// Frames to the peer, then copies of what is written, one for each operation.
+    staging: Slab,
+    staged: Option<Registered>,
+    pub(crate) theirs: Remote,
+    inbox: Inbox,
+    outbox: Outbox,
+    /// Reused: frames to queue, and the bytes of one.
+    frames: Vec<Frame>,
+    bytes: Vec<u8>,
+    ops: Vec<Op>,
+    free: Vec<usize>,
+    out: Outgoing,
+    exposures: Exposures,
+    counters: Counters,
+    seen: Seen,
+    parts: Parts,
+    /// Words of writes that were counted and not acknowledged yet.
+    owed: Vec<u32>,
+    owing: Option<Instant>,
+    completions: Vec<Completion>,
+    epoll: Option<Epoll>,
+    look: bool,
+    full: bool,
+    polls: u32,
+    broken: Option<(Instant, String)>,
+    failed: Option<LaneError>,
+    watch: Watch,
+    /// Immediates without a write that have arrived: the hello is one.
+    pub(crate) credits: u32,
+    pub(crate) notes: Vec<Note>,
+    stats: [u64; 3],
+}
+
+impl FabricPlacing {
+    /// An object over an open port, whose peer is not known yet. `ops`: operations that the port has contexts for.
+    pub(crate) fn new(
+        mut port: Port,
+        attributes: &Attributes,
+        (peer, rail): (&str, &str),
+        companion: Companion,
+        ops: usize,
+    ) -> crossrail_types::Result<(FabricPlacing, Remote)> {
+        let ring = Slab::new(SLOTS * SLOT)?;
+        let local = attributes.mr_mode & raw::FI_MR_LOCAL != 0;
+        let staging = Slab::new(SLOTS * SLOT + if local { ops * COPIED } else { 0 })?;
+        // SAFETY: the object drops its port before its memory.
+        let (_, ours) = unsafe { port.register(&slab(&ring), true) }?;
+        // SAFETY: as above.
+        let staged = if local { Some(unsafe { port.register(&slab(&staging), false) }?.0) } else { None };
+        let cut = Cut { gather: attributes.iov_limit.min(GATHER), piece: PIECE.min(attributes.max_msg_size) };
+        let limits = Limits { in_flight: wire::PEER_WRITES, write: longest(cut), gather: GATHER, gpu: attributes.hmem };
+        let epoll = match port.fd() {
+            Some(fd) => epoll_of(&companion, fd),
+            None => None,
+        };
+        let placing = FabricPlacing {
+            port: Some(port),
+            peer: peer.to_owned(),
+            rail: rail.to_owned(),
+            limits,
+            local,
+            cut,
+            companion,
+            ring,
+            staging,
+            staged,
+            theirs: Remote { key: 0, base: 0 },
+            inbox: Inbox::default(),
+            outbox: Outbox::default(),
+            frames: Vec::new(),
+            bytes: Vec::with_capacity(SLOT),
+            ops: vec![Op::Free; ops],
+            free: (0..ops).rev().collect(),
+            out: Outgoing::new(wire::PEER_WRITES),
+            exposures: Exposures::default(),
+            counters: Counters::default(),
+            seen: Seen::default(),
+            parts: Parts::default(),
+            owed: Vec::new(),
+            owing: None,
+            completions: Vec::new(),
+            epoll,
+            look: false,
+            full: false,
+            polls: 0,
+            broken: None,
+            failed: None,
+            watch: Watch { moved: Instant::now(), asked: None, number: 0, answered: false },
+            credits: 0,
+            notes: Vec::new(),
+            stats: [0; 3],
+        };
+        Ok((placing, ours))
+    }
+
+    /// The peer has introduced itself.
+    pub(crate) fn introduced(&mut self, theirs: Remote, grant: u32) {
+        self.theirs = theirs;
+        self.out = Outgoing::new(grant as usize);
+    }
+
+    /// Nothing that this end has posted is in the provider's hands.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.free.len() == self.ops.len()
+    }
+
+    /// Why the provider failed.
+    pub(crate) fn broken(&self) -> Option<&str> {
+        self.broken.as_ref().map(|(_, why)| why.as_str())
+    }
+
+    // ---- polling
+
+    fn turn(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<bool> {
+        self.polls = self.polls.wrapping_add(1);
+        let mut moved = self.drive(events)?;
+        if self.owed.len() >= OWED_MAX || self.owing.is_some_and(|since| since.elapsed() >= OWED_FOR) {
+            self.acknowledge();
+        }
+        moved |= self.post()?;
+        moved |= self.report(events);
+        if self.look || self.polls.is_multiple_of(LOOK_EVERY) {
+            self.look = false;
+            self.look_beside(events)?;
+        }
+        Ok(moved)
+    }
+
+    /// Reads completions, frames and recalls.
+    pub(crate) fn drive(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<bool> {
+        let Some(port) = self.port.as_mut() else { return Ok(false) };
+        let mut completions = std::mem::take(&mut self.completions);
+        let read = port.poll(READS, &mut completions);
+        let mut result = Ok(());
+        for completion in completions.drain(..) {
+            if result.is_ok() {
+                result = self.completed(completion, events);
+            }
+        }
+        self.completions = completions;
+        result?;
+        let mut moved = match read {
+            Ok(moved) => moved,
+            Err(why) => return Err(self.down(&why)),
+        };
+        if moved {
+            self.watch.moved = Instant::now();
+            self.watch.answered = false;
+            self.full = false;
+        }
+        while let Some(slot) = self.inbox.front() {
+            moved = true;
+            self.frame(slot, events)?;
+        }
+        if let Some(port) = self.port.as_mut() {
+            match self.exposures.look(port, &mut self.frames) {
+                Ok(ended) => moved |= ended,
+                Err(why) => return Err(self.down(&why)),
+            }
+        }
+        self.enqueue();
+        Ok(moved)
+    }
+
+    fn enqueue(&mut self) {
+        for frame in self.frames.drain(..) {
+            self.outbox.push(frame);
+        }
+    }
+
+    fn completed(&mut self, completion: Completion, events: &mut dyn FnMut(Event)) -> Outcome<()> {
+        match completion {
+            Completion::Arrived(word) => self.arrived(word, events),
+            Completion::Sent(at) => {
+                match self.release(at) {
+                    Some(Op::Write { write, .. }) => self.out.completed(write, &mut self.frames),
+                    Some(Op::Frame { slot }) => self.outbox.completed(slot),
+                    Some(Op::Bare) => {}
+                    Some(Op::Free) | None => return Err(self.down("it completed an operation twice")),
+                }
+                Ok(())
+            }
+            Completion::Failed(at, why) => {
+                if let Some(at) = at {
+                    self.release(at);
+                }
+                let whose = if at.is_some() { "a write of ours" } else { "a write of the peer's" };
+                self.broken.get_or_insert_with(|| (Instant::now(), format!("{whose} failed: {why}")));
+                self.look = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// Ends an operation: the provider refers to nothing of it any more.
+    fn release(&mut self, at: usize) -> Option<Op> {
+        let op = std::mem::replace(self.ops.get_mut(at)?, Op::Free);
+        if let (Op::Write { registered, .. }, Some(port)) = (op, self.port.as_mut()) {
+            for registered in registered.into_iter().flatten() {
+                // It was for reading from only.
+                let _ = port.unregister(registered);
+            }
+        }
+        if !matches!(op, Op::Free) {
+            self.free.push(at);
+        }
+        Some(op)
+    }
+
+    fn arrived(&mut self, word: u32, events: &mut dyn FnMut(Event)) -> Outcome<()> {
+        self.stats[1] += 1;
+        match Word::decode(word) {
+            Word::Write { imm, mark } => {
+                self.counters.check(imm).map_err(|why| self.blame(&why))?;
+                if self.seen.is_new(imm, mark) {
+                    self.owe(word);
+                    events(Event::Arrived(imm));
+                }
+                Ok(())
+            }
+            Word::Frame(low) => self.inbox.arrived(low).map_err(|why| self.blame(&why)),
+            Word::Credit(low) => {
+                self.credits = self.credits.saturating_add(1);
+                self.outbox.credit(low).map_err(|why| self.blame(&why))
+            }
+            Word::Part { slot, turn, part } => {
+                let whole = self.parts.arrived(slot, turn, part).map_err(|why| self.blame(&why))?;
+                self.whole(slot, turn, whole, events)
+            }
+        }
+    }
+
+    fn whole(&mut self, slot: u16, turn: u8, whole: Option<Whole>, events: &mut dyn FnMut(Event)) -> Outcome<()> {
+        let Some(Whole { imm }) = whole else { return Ok(()) };
+        self.owe(Word::Part { slot, turn, part: 0 }.encode());
+        if let Some(word) = imm {
+            let (imm, _) = Imm::of(word);
+            self.counters.check(imm).map_err(|why| self.blame(&why))?;
+            events(Event::Arrived(imm));
+        }
+        Ok(())
+    }
+
+    fn owe(&mut self, word: u32) {
+        self.owed.push(word);
+        if self.owing.is_none() {
+            self.owing = Some(Instant::now());
+        }
+    }
+
+    fn frame(&mut self, slot: usize, events: &mut dyn FnMut(Event)) -> Outcome<()> {
+        let mut bytes = [0; SLOT];
+        self.ring.read(slot * SLOT, &mut bytes);
+        self.inbox.taken();
+        let frame = Frame::decode(&bytes).map_err(|why| self.blame(&why))?;
+        let result = match frame {
+            Frame::Acks(words) => words.into_iter().try_for_each(|word| self.out.acknowledged(word, &mut self.frames)),
+            Frame::Split { slot, turn, parts, dropped, imm } => {
+                let imm = (!dropped).then_some(imm);
+                match self.parts.expect((slot, turn), parts, imm) {
+                    Ok(whole) => return self.whole(slot, turn, whole, events),
+                    Err(why) => Err(why),
+                }
+            }
+            Frame::Check(key) => self.exposures.check(key).map(|answer| self.frames.push(answer)),
+            Frame::Checked { id, valid } => self.out.checked(id, valid),
+            Frame::Stop(id) => self.out.stop(id, &mut self.frames),
+            Frame::Stopped(id) => match self.port.as_mut() {
+                Some(port) => self.exposures.stopped(id, port),
+                None => Ok(()),
+            },
+        };
+        result.map_err(|why| self.blame(&why))
+    }
+
+    fn report(&mut self, events: &mut dyn FnMut(Event)) -> bool {
+        let mut any = false;
+        while let Some((token, result)) = self.out.take_ended() {
+            any = true;
+            events(Event::Ended { token, result });
+        }
+        any
+    }
+
+    // ---- posting
+
+    /// Posts what the provider takes. Whether it took anything.
+    pub(crate) fn post(&mut self) -> Outcome<bool> {
+        if self.broken.is_some() {
+            return Ok(false);
+        }
+        let mut moved = false;
+        self.full = false;
+        if let Some(taken) = self.inbox.due()
+            && self.post_bare(taken)?
+        {
+            self.inbox.told(taken);
+            moved = true;
+        }
+        while self.outbox.is_ready() && self.post_frame()? {
+            moved = true;
+        }
+        let mut budget = BUDGET;
+        while budget > 0
+            && !self.full
+            && let Some(part) = self.out.next(self.cut)
+        {
+            if !self.post_part(&part)? {
+                break;
+            }
+            budget = budget.saturating_sub(part.len.max(64));
+            moved = true;
+        }
+        // Announcements of writes whose last part was posted just now.
+        self.enqueue();
+        while self.outbox.is_ready() && !self.full && self.post_frame()? {
+            moved = true;
+        }
+        Ok(moved)
+    }
+
+    /// Posts a write without bytes that returns credit, or is the hello.
+    pub(crate) fn post_bare(&mut self, taken: u32) -> Outcome<bool> {
+        let nothing = Extent { at: self.staging.address(), len: 0, gpu: None };
+        // SAFETY: no bytes.
+        unsafe { self.put(&[(nothing, self.staged)], self.theirs, 0, Word::Credit(taken).encode(), Op::Bare) }
+    }
+
+    fn post_frame(&mut self) -> Outcome<bool> {
+        let Some((frame, number)) = self.outbox.front() else { return Ok(false) };
+        frame.encode(&mut self.bytes);
+        let at = number as usize % SLOTS * SLOT;
+        self.staging.write(at, &self.bytes);
+        let from = Extent { at: self.staging.address() + at as u64, len: self.bytes.len(), gpu: None };
+        let op = Op::Frame { slot: number as usize % SLOTS };
+        // SAFETY: the slot is not written again before its completion.
+        let posted =
+            unsafe { self.put(&[(from, self.staged)], self.theirs, at as u64, Word::Frame(number).encode(), op) }?;
+        if posted {
+            self.outbox.posted();
+        }
+        Ok(posted)
+    }
+
+    fn post_part(&mut self, part: &Part) -> Outcome<bool> {
+        let Some(op) = self.free.last().copied() else {
+            self.full = true;
+            return Ok(false);
+        };
+        let nothing = Extent { at: self.staging.address(), len: 0, gpu: None };
+        let mut from = [(nothing, self.staged); GATHER];
+        let mut registered = [None; GATHER];
+        let mut count = part.count;
+        let extents = &part.extents[..part.count];
+        let in_host = extents.iter().all(|extent| extent.gpu.is_none());
+        if self.local && in_host && part.len <= COPIED {
+            let start = SLOTS * SLOT + op * COPIED;
+            let mut at = start;
+            for extent in extents {
+                // SAFETY: readable until the write ends, as the caller of `write` guarantees.
+                unsafe { self.staging.fill(at, extent.at as *const u8, extent.len) };
+                at += extent.len;
+            }
+            from[0].0 = Extent { at: self.staging.address() + start as u64, len: part.len, gpu: None };
+            count = 1;
+        } else {
+            for (at, extent) in extents.iter().enumerate() {
+                from[at] = (*extent, None);
+                if !self.local && extent.gpu.is_none() {
+                    continue;
+                }
+                from[at].1 = self.exposures.containing(extent);
+                if from[at].1.is_none()
+                    && let Some(port) = self.port.as_mut()
+                {
+                    // SAFETY: valid until the write ends, as the caller of `write` guarantees; closed before that.
+                    let result = unsafe { port.register(extent, false) };
+                    let (number, _) = match result {
+                        Ok(found) => found,
+                        Err(error) => {
+                            self.forget(registered);
+                            return Err(self.down(&format!("{}: {}", error.operation, error.detail)));
+                        }
+                    };
+                    (from[at].1, registered[at]) = (Some(number), Some(number));
+                }
+            }
+        }
+        let word = self.out.word(part);
+        let op = Op::Write { write: part.write, registered };
+        // SAFETY: as above.
+        let posted = unsafe { self.put(&from[..count.max(1)], part.to, part.at, word, op) };
+        match posted {
+            Ok(true) => {
+                self.out.posted(part, word, &mut self.frames);
+                self.stats[2] += 1;
+            }
+            _ => {
+                self.out.unpost(part);
+                self.forget(registered);
+            }
+        }
+        posted
+    }
+
+    fn forget(&mut self, registered: [Option<Registered>; GATHER]) {
+        if let Some(port) = self.port.as_mut() {
+            for registered in registered.into_iter().flatten() {
+                let _ = port.unregister(registered);
+            }
+        }
+    }
+
+    /// Posts one operation; false: there is no room.
+    ///
+    /// # Safety
+    /// As [`Port::write`].
+    unsafe fn put(
+        &mut self,
+        from: &[(Extent, Option<Registered>)],
+        to: Remote,
+        at: u64,
+        data: u32,
+        op: Op,
+    ) -> Outcome<bool> {
+        let (Some(context), Some(port)) = (self.free.last().copied(), self.port.as_mut()) else {
+            self.full = true;
+            return Ok(false);
+        };
+        // SAFETY: as the caller guarantees; the context is free.
+        match unsafe { port.write(&Write { from, to, at, data, context }) } {
+            Ok(true) => {
+                self.free.pop();
+                self.ops[context] = op;
+                self.stats[0] += from.iter().map(|(extent, _)| extent.len as u64).sum::<u64>();
+                Ok(true)
+            }
+            Ok(false) => {
+                self.full = true;
+                Ok(false)
+            }
+            Err(why) => {
+                self.broken.get_or_insert_with(|| (Instant::now(), why));
+                self.look = true;
+                Ok(false)
+            }
+        }
+    }
+
+    /// Acknowledges what has arrived.
+    fn acknowledge(&mut self) {
+        self.owing = None;
+        while !self.owed.is_empty() {
+            let count = self.owed.len().min(wire::ACKS);
+            self.outbox.push(Frame::Acks(self.owed.drain(..count).collect()));
+        }
+    }
+
+    // ---- the connection beside, and ends
+
+    fn look_beside(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<()> {
+        loop {
+            match self.companion.hear() {
+                Ok(None) => break,
+                Ok(Some(Note::Probe(number))) => self.companion.say(Note::Answer(number)),
+                Ok(Some(Note::Answer(number))) => {
+                    if self.watch.asked.is_some_and(|(asked, _)| asked == number) {
+                        self.watch.asked = None;
+                        self.watch.answered = true;
+                    }
+                }
+                Ok(Some(note)) => self.notes.push(note),
+                Err(ended) => return Err(self.ended(&ended, events)),
+            }
+        }
+        if let Some((since, why)) = &self.broken {
+            if since.elapsed() >= CAUSE_WITHIN {
+                let why = why.clone();
+                return Err(self.down(&why));
+            }
+            self.look = true;
+        }
+        self.watch()
+    }
+
+    /// A provider may lose a write without an error at either end. A peer that reads its queue, answers, and still has
+    /// not counted it will not.
+    fn watch(&mut self) -> Outcome<()> {
+        let quiet = self.watch.moved.elapsed();
+        if !self.out.is_waiting() || quiet < QUIET_FOR {
+            self.watch.asked = None;
+            return Ok(());
+        }
+        if self.watch.answered && quiet >= 2 * QUIET_FOR {
+            let why = format!("nothing completes for {quiet:.1?}, while the peer polls: the provider has lost a write");
+            return Err(self.down(&why));
+        }
+        let is_due = self.watch.asked.is_none_or(|(_, since)| since.elapsed() > QUIET_FOR);
+        if is_due && !self.watch.answered {
+            self.watch.number += 1;
+            self.watch.asked = Some((self.watch.number, Instant::now()));
+            self.companion.say(Note::Probe(self.watch.number));
+        }
+        Ok(())
+    }
+
+    fn ended(&mut self, ended: &Ended, events: &mut dyn FnMut(Event)) -> LaneError {
+        // What has arrived is reported before the end.
+        for _ in 0..64 {
+            match self.drive(events) {
+                Ok(true) => {}
+                _ => break,
+            }
+        }
+        let (peer, rail) = (&self.peer, &self.rail);
+        match ended {
+            Ended::Closed(why) => LaneError::Closed(format!("{peer}: {why} ({rail})")),
+            Ended::Down(why) => LaneError::Down(format!("{peer}: the connection beside {rail}: {why}")),
+            Ended::Protocol => self.blame("it wrote an invalid note to the connection beside"),
+        }
+    }
+
+    fn blame(&self, why: &str) -> LaneError {
+        LaneError::Protocol(format!("{}: {why} ({})", self.peer, self.rail))
+    }
+
+    fn down(&self, why: &str) -> LaneError {
+        LaneError::Down(format!("{}: {}: {why}", self.peer, self.rail))
+    }
+
+    fn close(&mut self) {
+        self.companion.say(Note::Farewell);
+        // The endpoint first: then nobody writes to memory that is given back.
+        self.port = None;
+        self.exposures = Exposures::default();
+    }
+}
+
+impl Placing for FabricPlacing {
+    fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    unsafe fn expose(&mut self, memory: &Extent, loan: &Arc<Loan>) -> Result<Key, String> {
+        if memory.gpu.is_some() && !self.limits.gpu {
+            return Err(format!("{} cannot register memory of a GPU: the provider has no HMEM", self.rail));
+        }
+        let Some(port) = self.port.as_mut() else { return Err("the peer is lost".to_owned()) };
+        // SAFETY: as the caller guarantees.
+        unsafe { self.exposures.expose(port, memory, loan) }
+    }
+
+    fn revoke(&mut self, key: &Key) -> Revoked {
+        let Some(port) = self.port.as_mut() else { return Revoked::Now };
+        let result = self.exposures.revoke(port, key, &mut self.frames);
+        self.enqueue();
+        result.unwrap_or(Revoked::OnlyWithTheLane)
+    }
+
+    fn count(&mut self, pieces: u16) -> Option<Counter> {
+        self.counters.open(pieces)
+    }
+
+    unsafe fn write(&mut self, from: &[Extent], to: &Key, at: u64, imm: Imm, token: u64) -> Result<Post, LaneError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let len = self.limits.check(from, to, at, imm)?;
+        let queued = self.out.queue(from, (len, to, at), imm, token, (self.cut, &mut self.frames));
+        self.enqueue();
+        Ok(if queued { Post::Held } else { Post::Full })
+    }
+
+    fn poll(&mut self, events: &mut dyn FnMut(Event)) -> Result<bool, LaneError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        self.turn(events).map_err(|error| {
+            self.close();
+            self.out.lose();
+            self.report(events);
+            self.failed.insert(error).clone()
+        })
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        self.epoll.as_ref().map(|epoll| epoll.0.as_raw_fd())
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.failed.is_some() || self.port.is_none() {
+            return false;
+        }
+        self.look = true;
+        self.acknowledge();
+        if self.post().is_err() {
+            return false;
+        }
+        let idle = !self.full && self.broken.is_none() && !self.out.is_ready() && !self.outbox.is_ready();
+        idle && !self.exposures.is_stopping() && self.port.as_mut().is_some_and(Port::may_wait)
+    }
+
+    fn rails(&self) -> Vec<RailReport> {
+        let lost = self.failed.as_ref().map(ToString::to_string);
+        vec![RailReport {
+            name: self.rail.clone(),
+            lost,
+            tx_bytes: self.stats[0],
+            rx_bytes: 0,
+            tx_pieces: self.stats[2],
+            reposted: 0,
+        }]
+    }
+}
+
+impl Drop for FabricPlacing {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn slab(slab: &Slab) -> Extent {
+    Extent { at: slab.address(), len: slab.len(), gpu: None }
+}
+
+fn epoll_of(companion: &Companion, fd: RawFd) -> Option<Epoll> {
+    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).ok()?;
+    epoll.add(companion.fd(), EpollEvent::new(EpollFlags::EPOLLIN, 0)).ok()?;
+    // SAFETY: the port keeps it open, and the object keeps the port.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    epoll.add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 1)).ok()?;
+    Some(epoll)
+}

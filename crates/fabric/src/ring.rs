@@ -1,0 +1,188 @@
+//! Frames of control in order, over writes that have none: a ring of slots in each end's memory, which the other writes.
+//!
+//! Frame `n` is one write to slot `n % SLOTS`, whose immediate is `n`. Its slot is written again once its receiver has
+//! returned the credit, in frames' own immediates.
+
+use std::collections::VecDeque;
+
+use crate::wire::{Frame, SLOTS, credit_number, frame_number};
+
+/// Frames in a ring that were taken before the credit goes back.
+const RETURN_AT: u32 = SLOTS as u32 / 2;
+
+/// The sender's half.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    queue: VecDeque<Frame>,
+    /// Number of frames posted, and of those that the peer has taken.
+    posted: u32,
+    taken: u32,
+    /// Slots whose write the provider has not completed yet.
+    busy: [bool; SLOTS],
+}
+
+impl Outbox {
+    /// Queues a frame.
+    pub(crate) fn push(&mut self, frame: Frame) {
+        self.queue.push_back(frame);
+    }
+
+    /// Frames that can be posted are waiting.
+    pub(crate) fn is_ready(&self) -> bool {
+        !self.queue.is_empty() && self.has_slot()
+    }
+
+    fn has_slot(&self) -> bool {
+        self.posted.wrapping_sub(self.taken) < SLOTS as u32 && !self.busy[self.posted as usize % SLOTS]
+    }
+
+    /// The next frame and its number, if it has a slot.
+    pub(crate) fn front(&self) -> Option<(&Frame, u32)> {
+        self.queue.front().filter(|_| self.has_slot()).map(|frame| (frame, self.posted))
+    }
+
+    /// That frame was posted. Its slot.
+    pub(crate) fn posted(&mut self) -> usize {
+        let slot = self.posted as usize % SLOTS;
+        self.queue.pop_front();
+        self.busy[slot] = true;
+        self.posted = self.posted.wrapping_add(1);
+        slot
+    }
+
+    /// The provider does not read that slot any more.
+    pub(crate) fn completed(&mut self, slot: usize) {
+        if let Some(busy) = self.busy.get_mut(slot) {
+            *busy = false;
+        }
+    }
+
+    /// The peer has taken so many frames, by the low bits of their number. Older statements change nothing.
+    ///
+    /// # Errors
+    /// It has taken more than were posted.
+    pub(crate) fn credit(&mut self, low: u32) -> Result<(), String> {
+        let taken = credit_number(low, self.taken);
+        let advance = taken.wrapping_sub(self.taken);
+        if advance > u32::MAX / 2 {
+            return Ok(());
+        }
+        if advance > self.posted.wrapping_sub(self.taken) {
+            return Err(format!("it took {} frames more than there were", taken.wrapping_sub(self.posted)));
+        }
+        self.taken = taken;
+        Ok(())
+    }
+}
+
+/// The receiver's half.
+#[derive(Debug, Default)]
+pub(crate) struct Inbox {
+    /// Number of the frame that is delivered next.
+    next: u32,
+    /// Those of the following ones that have arrived.
+    arrived: [bool; SLOTS],
+    /// The number of frames taken that the peer was told.
+    returned: u32,
+}
+
+impl Inbox {
+    /// The write of a frame is in place, by the low bits of its number. A second arrival changes nothing.
+    ///
+    /// # Errors
+    /// The peer has no credit for it.
+    pub(crate) fn arrived(&mut self, low: u32) -> Result<(), String> {
+        let number = frame_number(low, self.next);
+        let ahead = number.wrapping_sub(self.next);
+        if ahead > u32::MAX / 2 {
+            return Ok(());
+        }
+        if ahead >= SLOTS as u32 {
+            return Err(format!("frame {number} arrived, and {} is awaited", self.next));
+        }
+        self.arrived[number as usize % SLOTS] = true;
+        Ok(())
+    }
+
+    /// The slot of the next frame, if it is there.
+    pub(crate) fn front(&self) -> Option<usize> {
+        let slot = self.next as usize % SLOTS;
+        self.arrived[slot].then_some(slot)
+    }
+
+    /// That frame was read.
+    pub(crate) fn taken(&mut self) {
+        self.arrived[self.next as usize % SLOTS] = false;
+        self.next = self.next.wrapping_add(1);
+    }
+
+    /// The number of frames taken, once the peer is to be told.
+    pub(crate) fn due(&self) -> Option<u32> {
+        (self.next.wrapping_sub(self.returned) >= RETURN_AT).then_some(self.next)
+    }
+
+    /// The peer was told that number.
+    pub(crate) fn told(&mut self, taken: u32) {
+        self.returned = taken;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_delivered_in_order_and_once() {
+        let mut inbox = Inbox::default();
+        for low in [2, 0, 0, 2] {
+            inbox.arrived(low).expect("within the ring");
+        }
+        assert_eq!(inbox.front(), Some(0));
+        inbox.taken();
+        assert_eq!(inbox.front(), None, "frame 1 is missing");
+        inbox.arrived(0).expect("a duplicate");
+        inbox.arrived(1).expect("within the ring");
+        for slot in [1, 2] {
+            assert_eq!(inbox.front(), Some(slot));
+            inbox.taken();
+        }
+        assert_eq!(inbox.front(), None);
+        assert!(inbox.arrived(3 + SLOTS as u32).is_err(), "no credit for it");
+    }
+
+    #[test]
+    fn a_slot_is_used_again_once_it_was_taken_and_completed() {
+        let mut outbox = Outbox::default();
+        let mut inbox = Inbox::default();
+        for round in 0..5 * SLOTS as u32 {
+            outbox.push(Frame::Stop(round.into()));
+            let (frame, number) = outbox.front().expect("room");
+            assert_eq!((frame, number), (&Frame::Stop(round.into()), round));
+            let slot = outbox.posted();
+            inbox.arrived(number).expect("in order");
+            inbox.taken();
+            if let Some(taken) = inbox.due() {
+                inbox.told(taken);
+                outbox.credit(taken).expect("true");
+            }
+            outbox.completed(slot);
+        }
+        for round in 0..2 * SLOTS as u32 {
+            outbox.push(Frame::Stop(round.into()));
+            if outbox.front().is_some() {
+                let slot = outbox.posted();
+                outbox.completed(slot);
+            }
+        }
+        assert!(!outbox.is_ready(), "without credit");
+        outbox.credit(5 * SLOTS as u32 + 1).expect("one was taken");
+        assert!(outbox.is_ready());
+        outbox.posted();
+        outbox.credit(3).expect("an old statement");
+        assert!(!outbox.is_ready());
+        outbox.credit(6 * SLOTS as u32 + 1).expect("all were taken");
+        // Frame 6 * SLOTS + 1 is in the slot after that which is not completed.
+        assert!(outbox.is_ready());
+        assert!(outbox.credit(9 * SLOTS as u32).is_err(), "more than there were");
+    }
+}

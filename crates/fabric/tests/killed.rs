@@ -1,0 +1,171 @@
+//! Two processes, one of which is killed or stopped while it writes or is written to.
+#![allow(unsafe_code)] // exposes and writes the test's own memory, which outlives the objects
+
+mod common;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{LIMIT, offer};
+use crossrail_fabric::{FabricPlacing, attach};
+use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, PIECES_MAX, Placing};
+use crossrail_transport::{LaneError, Loan, Post};
+
+/// Where the parent listens, and what the child does: `ADDRESS PROVIDER WAY`.
+const PARENT: &str = "CROSSRAIL_TEST_FABRIC_PARENT";
+const LEN: usize = 1 << 20;
+/// Time within which a killed peer is named.
+const NAMED_WITHIN: Duration = Duration::from_millis(500);
+
+/// One end: writes without a pause if it is to, into the peer's memory.
+struct End {
+    // First: nothing refers to the memory below when it is dropped.
+    placing: FabricPlacing,
+    heap: Vec<u8>,
+    bytes: Vec<u8>,
+    key: Key,
+    counter: Counter,
+    ours: usize,
+    posted: u16,
+    arrived: u64,
+}
+
+impl End {
+    fn new(mut stream: TcpStream, provider: &str) -> Option<End> {
+        let offer = offer(provider)?;
+        let beside = stream.try_clone().expect("a descriptor");
+        let mut placing =
+            attach(beside, &offer, "the other process", &format!("fabric/{offer}"), Instant::now() + LIMIT)
+                .expect("up");
+        let (mut heap, bytes) = (vec![0; LEN], vec![7; LEN]);
+        // SAFETY: the heap outlives the object.
+        let key = unsafe { placing.expose(&Extent::host(heap.as_mut_ptr(), LEN), &Arc::new(Loan::default())) };
+        let (key, counter) = (key.expect("a key"), placing.count(PIECES_MAX).expect("a counter"));
+        let _ = &mut stream;
+        Some(End { placing, heap, bytes, key, counter, ours: 0, posted: 0, arrived: 0 })
+    }
+
+    /// Exchanges keys over a second connection.
+    fn meet(mut self, mut stream: TcpStream) -> End {
+        stream.write_all(&self.key.0).expect("room");
+        let mut key = [0; 32];
+        stream.read_exact(&mut key).expect("the peer's key");
+        self.key = Key(key);
+        self
+    }
+
+    fn turn(&mut self, writes: bool) -> Result<bool, LaneError> {
+        let (ours, arrived) = (&mut self.ours, &mut self.arrived);
+        let moved = self.placing.poll(&mut |event| match event {
+            Event::Ended { .. } => *ours -= 1,
+            Event::Arrived(_) => *arrived += 1,
+        })?;
+        while writes && self.ours < 4 {
+            let from = [Extent::host(self.bytes.as_ptr(), LEN)];
+            let imm = Imm { counter: self.counter, piece: self.posted % PIECES_MAX };
+            // SAFETY: the bytes outlive the object.
+            if unsafe { self.placing.write(&from, &self.key, 0, imm, 0) }? != Post::Held {
+                break;
+            }
+            (self.ours, self.posted) = (self.ours + 1, self.posted.wrapping_add(1));
+        }
+        Ok(moved)
+    }
+}
+
+fn connect(provider: &str, address: &str) -> Option<End> {
+    let first = TcpStream::connect(address).expect("connect");
+    let second = TcpStream::connect(address).expect("connect");
+    Some(End::new(first, provider)?.meet(second))
+}
+
+#[test]
+#[ignore = "the child of the tests below"]
+fn role_carries_until_it_is_killed() {
+    let Ok(told) = std::env::var(PARENT) else { return };
+    let [address, provider, way] = told.split(' ').collect::<Vec<_>>().try_into().expect("three words");
+    let mut end = connect(provider, address).expect("a provider");
+    let mut carries = false;
+    let mut turns = 0u64;
+    // Until it is killed, or its parent is no more.
+    while end.turn(way != "in").is_ok() {
+        turns += 1;
+        if !carries && (end.arrived > 3 || way == "out" && turns > 1000) {
+            println!("\ncarries");
+            carries = true;
+        }
+    }
+}
+
+struct Doomed(Child);
+
+impl Drop for Doomed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn spawn(provider: &str, way: &str) -> Option<(Doomed, End)> {
+    offer(provider)?;
+    let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = listener.local_addr().expect("bound");
+    let child = Command::new(std::env::current_exe().expect("this test"))
+        .args(["role_carries_until_it_is_killed", "--exact", "--ignored", "--nocapture"])
+        .env(PARENT, format!("{address} {provider} {way}"))
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("spawn");
+    let child = Doomed(child);
+    let first = listener.accept().expect("accept").0;
+    let second = listener.accept().expect("accept").0;
+    Some((child, End::new(first, provider)?.meet(second)))
+}
+
+/// Kills a peer that writes to us (`out`), that we write to (`in`), or both: it must be named in time, and our memory is
+/// quiet afterwards.
+fn killed(provider: &str, way: &str) {
+    let Some((mut child, mut end)) = spawn(provider, way) else { return };
+    let mut lines = BufReader::new(child.0.stdout.take().expect("piped")).lines();
+    let killer = std::thread::spawn(move || {
+        assert!(lines.any(|line| line.is_ok_and(|line| line == "carries")), "the child has ended early");
+        child.0.kill().expect("kill");
+        child.0.wait().expect("wait");
+        Instant::now()
+    });
+    let start = Instant::now();
+    let error = loop {
+        if let Err(error) = end.turn(way != "out") {
+            break error;
+        }
+        assert!(start.elapsed() < LIMIT, "{provider}, {way}: no error");
+    };
+    let named = Instant::now();
+    let died = killer.join().expect("the child carried until it was killed");
+    let took = named.saturating_duration_since(died);
+    eprintln!("{provider}, {way}: named after {took:?}: {error}");
+    assert!(matches!(error, LaneError::Closed(_)), "{provider}, {way}: {error}");
+    assert!(error.to_string().contains("the other process"), "{error}");
+    assert!(took < NAMED_WITHIN, "{provider}, {way}: after {took:?}");
+    end.heap.fill(9);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(end.heap.iter().all(|byte| *byte == 9), "{provider}, {way}: written after the end");
+}
+
+#[test]
+fn a_killed_peer_is_named_over_tcp() {
+    ["in", "out", "both"].iter().for_each(|way| killed("tcp", way));
+}
+
+#[test]
+fn a_killed_peer_is_named_over_net() {
+    ["in", "out", "both"].iter().for_each(|way| killed("net", way));
+}
+
+#[test]
+fn a_killed_peer_is_named_over_shared_memory() {
+    ["in", "out", "both"].iter().for_each(|way| killed("shm", way));
+}
