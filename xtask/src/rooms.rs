@@ -127,6 +127,7 @@ pub(crate) const ROOMS: &[Room] = &[
             "transport",
             "shm",
             "tcp",
+            "fabric",
             "ucx",
             "handshake",
             "topology",

@@ -1,50 +1,88 @@
 //! Joins two ends: over an authenticated connection they exchange the names of their endpoints, then a write goes each
 //! way before anything else does.
 
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use crossrail_locks::PerProcess;
 use crossrail_types::{Error, ErrorKind, Result};
 
 use crate::companion::{Companion, Ended, Note};
 use crate::offer::Offer;
 use crate::placing::FabricPlacing;
 use crate::port::{Port, queue_of};
-use crate::wire::{INTRODUCTION, Introduction, PEER_WRITES};
+use crate::wire::{GREETING, INTRODUCTION, Introduction, PEER_WRITES};
 
 /// Joins the two ends of `stream`, which both call this, each with its own offer, and returns once a write has arrived
-/// in each direction. The stream must be authenticated; it stays open beside the object, which ends with it. `peer` and
+/// in each direction. The stream must be authenticated; it stays open as long as the object, which ends with it. `peer` and
 /// `rail` are names for people. The caller must not drive the peer's end on the same thread.
 ///
 /// # Errors
 /// `Timeout` at the deadline; `Unsupported` when the peer's provider is another; `Protocol` when the peer introduces
 /// itself otherwise; `Unreachable` when the provider finds no way; others as the system and libfabric report them.
 pub fn attach(stream: TcpStream, offer: &Offer, peer: &str, rail: &str, deadline: Instant) -> Result<FabricPlacing> {
-    let named = |error: Error| Error { operation: "connect".to_owned(), ..error }.with_peer(peer).with_lane(rail);
-    join(stream, offer, peer, rail, deadline).map_err(named)
+    let (placing, _) = attach_as(stream, offer, (peer, rail), deadline, |_| Ok([0; GREETING]))?;
+    Ok(placing)
 }
 
-fn join(stream: TcpStream, offer: &Offer, peer: &str, rail: &str, deadline: Instant) -> Result<FabricPlacing> {
+/// As [`attach`], with a greeting whose first byte is the same at both ends; the peer's.
+pub(crate) fn attach_as(
+    stream: TcpStream,
+    offer: &Offer,
+    (peer, rail): (&str, &str),
+    deadline: Instant,
+    greet: impl FnOnce(&mut FabricPlacing) -> Result<[u8; GREETING]>,
+) -> Result<(FabricPlacing, [u8; GREETING])> {
+    let named = |error: Error| Error { operation: "connect".to_owned(), ..error }.with_peer(peer).with_lane(rail);
+    join(stream, offer, (peer, rail), deadline, greet).map_err(named)
+}
+
+fn join(
+    stream: TcpStream,
+    offer: &Offer,
+    (peer, rail): (&str, &str),
+    deadline: Instant,
+    greet: impl FnOnce(&mut FabricPlacing) -> Result<[u8; GREETING]>,
+) -> Result<(FabricPlacing, [u8; GREETING])> {
     let (ops, queue) = queue_of(&offer.attributes);
     let port = Port::open(offer, ops, queue)?;
     let name = port.name()?;
     let beside = stream.try_clone().map_err(|error| Error::io("connect", "dup", &error))?;
     let companion = Companion::new(beside).map_err(|error| Error::io("connect", "setsockopt", &error))?;
     let (mut placing, ring) = FabricPlacing::new(port, &offer.attributes, (peer, rail), companion, ops)?;
-    let ours = Introduction { provider: offer.provider.clone(), name, ring, grant: PEER_WRITES as u32 };
+    let greeting = greet(&mut placing)?;
+    let ours = Introduction {
+        provider: offer.provider.clone(),
+        name,
+        ring,
+        grant: PEER_WRITES as u32,
+        process: process(),
+        greeting,
+    };
     let theirs = introduce(&stream, &ours, deadline)?;
     if theirs.provider != ours.provider {
         let detail = format!("the peer's provider is {}, ours {}", theirs.provider, ours.provider);
         return Err(Error::new(ErrorKind::Unsupported, "connect", detail)
             .with_hint("name one at both ends: CROSSRAIL_TLS=fabric:PROVIDER"));
     }
+    if theirs.process == ours.process && greeting[0] != 0 && ours.provider == "shm" {
+        let detail =
+            "both ends are in one process, and the provider shm crashes one that polls after the other was closed";
+        return Err(Error::new(ErrorKind::Unsupported, "connect", detail));
+    }
+    if theirs.greeting[0] != greeting[0] {
+        return Err(Error::new(ErrorKind::Protocol, "connect", "the peer joins something else over this connection"));
+    }
     placing.introduced(theirs.ring, theirs.grant);
     if let Some(port) = placing.port.as_mut() {
         port.insert(&theirs.name)?;
     }
     // A target may have to know the initiator before its first write.
-    placing.companion.say(Note::Ready);
+    placing.companion.send(Note::Ready);
     until(&mut placing, deadline, "the peer did not open its endpoint in time", |_, notes| {
         notes.contains(&Note::Ready)
     })?;
@@ -56,11 +94,17 @@ fn join(stream: TcpStream, offer: &Offer, peer: &str, rail: &str, deadline: Inst
         }
         if posted && !joined && placing.credits > 0 && placing.is_quiet() {
             joined = true;
-            placing.companion.say(Note::Joined);
+            placing.companion.send(Note::Joined);
         }
         joined && notes.contains(&Note::Joined)
     })?;
-    Ok(placing)
+    Ok((placing, theirs.greeting))
+}
+
+/// A number that other processes do not have, most likely.
+fn process() -> u32 {
+    static DRAWN: PerProcess<OnceLock<u32>> = PerProcess::new();
+    *DRAWN.get_or_init(|| RandomState::new().build_hasher().finish() as u32)
 }
 
 /// Drives this end until `done`.
@@ -80,7 +124,7 @@ fn until(
             placing.notes = notes;
             return Ok(());
         }
-        match placing.companion.hear() {
+        match placing.companion.receive() {
             Ok(Some(note)) => {
                 notes.push(note);
                 continue;

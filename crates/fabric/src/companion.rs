@@ -1,8 +1,9 @@
-//! The authenticated connection beside an object: when it ends, the peer is lost.
+//! The authenticated companion connection of an object: when it ends, the peer is lost.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::sys::socket::{setsockopt, sockopt};
@@ -11,7 +12,7 @@ use nix::sys::socket::{setsockopt, sockopt};
 const SILENT_FOR: Duration = Duration::from_secs(10);
 const LEN: usize = 9;
 
-/// What an end says over it.
+/// A message over it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Note {
     /// It knows the other's endpoint.
@@ -21,8 +22,8 @@ pub(crate) enum Note {
     /// Answer this once the completion queue was read.
     Probe(u64),
     Answer(u64),
-    /// It drops the object.
-    Farewell,
+    /// It drops the object, having sent so many frames of a lane.
+    Farewell(u64),
 }
 
 impl Note {
@@ -32,7 +33,7 @@ impl Note {
             Note::Joined => (2, 0),
             Note::Probe(number) => (3, number),
             Note::Answer(number) => (4, number),
-            Note::Farewell => (5, 0),
+            Note::Farewell(number) => (5, number),
         };
         let mut out = [kind; LEN];
         out[1..].copy_from_slice(&u64::to_le_bytes(number));
@@ -46,28 +47,45 @@ impl Note {
             2 => Some(Note::Joined),
             3 => Some(Note::Probe(number)),
             4 => Some(Note::Answer(number)),
-            5 => Some(Note::Farewell),
+            5 => Some(Note::Farewell(number)),
             _ => None,
         }
     }
 }
 
-/// How the connection ended.
+/// Ends an object from any thread: its driver finds the companion connection closed.
+#[derive(Clone, Debug)]
+pub struct Closer {
+    stream: Arc<TcpStream>,
+    why: Arc<OnceLock<String>>,
+}
+
+impl Closer {
+    /// Ends it, for that reason; the first one counts.
+    pub fn end(&self, why: &str) {
+        let _ = self.why.set(why.to_owned());
+        // It may be closed already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+/// Cause of the end of the connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The peer's process has exited, or it dropped the object.
-    Closed(&'static str),
+    /// The peer's process has exited, it dropped the object, or this end has ended it.
+    Closed(String),
     /// The network.
     Down(String),
-    /// It wrote what is no note.
+    /// It wrote an invalid note.
     Protocol,
 }
 
 /// See the module.
 pub(crate) struct Companion {
-    stream: TcpStream,
+    stream: Arc<TcpStream>,
+    why: Arc<OnceLock<String>>,
     bytes: Vec<u8>,
-    farewell: bool,
+    farewell: Option<u64>,
 }
 
 impl Companion {
@@ -82,30 +100,32 @@ impl Companion {
             .and_then(|()| setsockopt(&stream, sockopt::TcpKeepIdle, &3))
             .and_then(|()| setsockopt(&stream, sockopt::TcpKeepInterval, &2));
         set.map_err(std::io::Error::from)?;
-        Ok(Companion { stream, bytes: Vec::new(), farewell: false })
+        Ok(Companion { stream: Arc::new(stream), why: Arc::default(), bytes: Vec::new(), farewell: None })
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
 
-    /// Says something. A note that has no room is lost: those that matter are said again.
-    pub(crate) fn say(&mut self, note: Note) {
+    /// Sends a note. One that has no room is lost: those that matter are repeated.
+    pub(crate) fn send(&mut self, note: Note) {
         // An end is found by reading.
-        let _ = self.stream.write(&note.encode());
+        let _ = (&*self.stream).write(&note.encode());
     }
 
     /// The next note that has arrived; `Ok(None)`: none.
-    pub(crate) fn hear(&mut self) -> Result<Option<Note>, Ended> {
+    pub(crate) fn receive(&mut self) -> Result<Option<Note>, Ended> {
         loop {
             if let Some((bytes, _)) = self.bytes.split_first_chunk::<LEN>() {
                 let note = Note::decode(bytes).ok_or(Ended::Protocol)?;
                 self.bytes.drain(..LEN);
-                self.farewell |= note == Note::Farewell;
+                if let Note::Farewell(number) = note {
+                    self.farewell = Some(number);
+                }
                 return Ok(Some(note));
             }
             let mut more = [0; 8 * LEN];
-            match self.stream.read(&mut more) {
+            match (&*self.stream).read(&mut more) {
                 Ok(0) => return Err(self.closed()),
                 Ok(read) => self.bytes.extend(&more[..read]),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
@@ -117,10 +137,22 @@ impl Companion {
     }
 
     fn closed(&self) -> Ended {
-        match self.farewell {
-            true => Ended::Closed("it has dropped its end"),
-            false => Ended::Closed("its process has ended"),
-        }
+        let why = match (self.why.get(), self.farewell) {
+            (Some(why), _) => why,
+            (None, Some(_)) => "it has dropped its end",
+            (None, None) => "its process has ended",
+        };
+        Ended::Closed(why.to_owned())
+    }
+
+    /// Ends it from other threads.
+    pub(crate) fn closer(&self) -> Closer {
+        Closer { stream: Arc::clone(&self.stream), why: Arc::clone(&self.why) }
+    }
+
+    /// The number in the peer's farewell, once it has arrived.
+    pub(crate) fn farewell(&self) -> Option<u64> {
+        self.farewell
     }
 
     /// Waits for a note at most until `deadline`, at most some milliseconds.
@@ -128,7 +160,7 @@ impl Companion {
         use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
         let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_millis(2));
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::ZERO);
-        // An error is as good as a note: the caller looks again.
+        // An error is as good as a note: the caller reads again.
         let _ = poll(&mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)], timeout);
     }
 }
@@ -145,9 +177,9 @@ mod tests {
         (Companion::new(one).expect("options"), listener.accept().expect("accepted").0)
     }
 
-    fn heard(companion: &mut Companion) -> Result<Note, Ended> {
+    fn received(companion: &mut Companion) -> Result<Note, Ended> {
         loop {
-            if let Some(note) = companion.hear()? {
+            if let Some(note) = companion.receive()? {
                 return Ok(note);
             }
             companion.wait(Instant::now() + Duration::from_secs(1));
@@ -161,17 +193,21 @@ mod tests {
         for byte in bytes {
             peer.write_all(&[byte]).expect("room");
         }
-        assert_eq!(heard(&mut companion), Ok(Note::Ready));
-        assert_eq!(heard(&mut companion), Ok(Note::Probe(u64::MAX - 3)));
+        assert_eq!(received(&mut companion), Ok(Note::Ready));
+        assert_eq!(received(&mut companion), Ok(Note::Probe(u64::MAX - 3)));
         drop(peer);
-        assert_eq!(heard(&mut companion), Err(Ended::Closed("its process has ended")));
+        assert_eq!(received(&mut companion), Err(Ended::Closed("its process has ended".to_owned())));
         let (mut companion, mut peer) = pair();
-        peer.write_all(&Note::Farewell.encode()).expect("room");
+        peer.write_all(&Note::Farewell(7).encode()).expect("room");
         drop(peer);
-        assert_eq!(heard(&mut companion), Ok(Note::Farewell));
-        assert_eq!(heard(&mut companion), Err(Ended::Closed("it has dropped its end")));
+        assert_eq!(received(&mut companion), Ok(Note::Farewell(7)));
+        assert_eq!(received(&mut companion), Err(Ended::Closed("it has dropped its end".to_owned())));
+        let (mut companion, _peer) = pair();
+        companion.closer().end("eth1 is down");
+        companion.closer().end("later");
+        assert_eq!(received(&mut companion), Err(Ended::Closed("eth1 is down".to_owned())));
         let (mut companion, mut peer) = pair();
         peer.write_all(&[99; LEN]).expect("room");
-        assert_eq!(heard(&mut companion), Err(Ended::Protocol));
+        assert_eq!(received(&mut companion), Err(Ended::Protocol));
     }
 }

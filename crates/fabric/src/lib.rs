@@ -1,7 +1,7 @@
 //! One-sided writes over libfabric, which is loaded at run time: the way to EFA, Slingshot and InfiniBand without copies.
 //!
 //! [`Library::load`] finds `libfabric.so.1`, [`Library::offers`] lists what its providers offer, and [`attach`] joins two
-//! ends over a TCP connection that has been authenticated. The connection stays open beside the [`FabricPlacing`]; its
+//! ends over a TCP connection that has been authenticated. The connection stays open as long as the [`FabricPlacing`]; its
 //! end is the object's.
 //!
 //! # What is relied upon, and what is not
@@ -19,6 +19,7 @@ mod attach;
 mod companion;
 mod count;
 mod exposures;
+mod lane;
 mod library;
 mod offer;
 mod outgoing;
@@ -31,6 +32,8 @@ mod slab;
 mod wire;
 
 pub use attach::attach;
+pub use companion::Closer;
+pub use lane::{FabricLane, attach_lane};
 pub use library::{Absent, Library, SONAME, VARIABLE};
 pub use offer::{Attributes, Offer, Wanted};
 pub use placing::FabricPlacing;

@@ -42,7 +42,7 @@ pub struct Library {
 pub struct Absent {
     /// The reason, in one line.
     pub why: String,
-    /// What would help.
+    /// Remedy.
     pub fix: Option<String>,
 }
 
@@ -137,7 +137,7 @@ impl std::fmt::Debug for Library {
     }
 }
 
-/// Whether the interface of that version is one that this crate was written for.
+/// Refuses versions of an interface that this crate was not written for.
 fn is_known(version: u32) -> Result<(), Absent> {
     if version < raw::OLDEST {
         let why =

@@ -1,4 +1,4 @@
-//! What libfabric offers: providers with reliable datagrams, remote writes and immediates, one entry per device.
+//! Offers of libfabric: providers with reliable datagrams, remote writes and immediates, one entry per device.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
@@ -86,7 +86,7 @@ impl std::fmt::Debug for Offer {
     }
 }
 
-/// What to look for.
+/// A query.
 #[derive(Clone, Debug, Default)]
 pub struct Wanted<'a> {
     /// The provider, as `tcp`, which also names `tcp;ofi_rxm` where there is no such provider; `None`: any.
@@ -238,7 +238,7 @@ impl Attributes {
         }
     }
 
-    /// What this crate needs and the provider lacks.
+    /// The first requirement of this crate that the provider lacks.
     fn lacks(&self) -> Option<String> {
         if self.cq_data_size < DATA_MIN {
             return Some(format!("has immediates of {} bytes, of {DATA_MIN} that are needed", self.cq_data_size));
@@ -250,7 +250,7 @@ impl Attributes {
     }
 }
 
-/// Whether a provider goes by that name: `tcp` is the utility provider over tcp, too.
+/// True if a provider goes by that name: `tcp` is the utility provider over tcp, too.
 fn is_named(provider: &str, name: &str) -> bool {
     provider == name || provider.split(';').next() == Some(name)
 }
@@ -262,7 +262,7 @@ fn out_of_memory(call: &str) -> Error {
 /// An `fi_info` list that the library allocated.
 pub(crate) struct OwnedInfo(pub(crate) NonNull<Info>, &'static Library);
 
-// SAFETY: plain memory, which nobody else refers to.
+// SAFETY: plain memory, which no other owner refers to.
 unsafe impl Send for OwnedInfo {}
 // SAFETY: it is only read.
 unsafe impl Sync for OwnedInfo {}

@@ -7,8 +7,8 @@ use std::collections::{HashMap, VecDeque};
 
 use crossrail_transport::placing::{Extent, Imm, Key, Toggles, WriteError};
 
-use crate::port::{GATHER, Remote};
-use crate::wire::{Frame, PARTS_MAX, PEER_WRITES, Word};
+use crate::port::GATHER;
+use crate::wire::{Frame, PARTS_MAX, PEER_WRITES, Remote, Word};
 
 /// Limits of one part of a write.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +29,7 @@ pub(crate) struct Part {
     pub(crate) len: usize,
     pub(crate) to: Remote,
     pub(crate) at: u64,
-    /// What it is posted as, if it is a part of several; a whole write's word is determined as it is posted.
+    /// Its immediate, if it is one part of several; a whole write's word is determined as it is posted.
     word: Option<u32>,
 }
 
@@ -40,7 +40,7 @@ enum KeyState {
     /// The peer was asked.
     Asked,
     Valid,
-    /// The peer has ended the access. Stopped(true): and was told that we have, too.
+    /// The peer has ended the access. Stopped(true): and this end has confirmed it.
     Stopped(bool),
 }
 
@@ -57,7 +57,9 @@ struct KnownKey {
 struct OutWrite {
     token: u64,
     imm: Imm,
-    key: usize,
+    /// `None`: to memory that needs no check.
+    key: Option<usize>,
+    to: Remote,
     at: u64,
     len: usize,
     from: [Extent; GATHER],
@@ -73,6 +75,8 @@ struct OutWrite {
     over: bool,
     acked: bool,
     revoked: bool,
+    /// Its end was reported.
+    reported: bool,
 }
 
 /// See the module.
@@ -115,7 +119,7 @@ impl Outgoing {
         }
     }
 
-    /// Queues a write that was checked; false: there are too many. `frames`: what the peer has to be told.
+    /// Queues a write that was checked; false: there are too many. `frames`: frames for the peer are added.
     pub(crate) fn queue(
         &mut self,
         from: &[Extent],
@@ -124,34 +128,14 @@ impl Outgoing {
         token: u64,
         (cut, frames): (Cut, &mut Vec<Frame>),
     ) -> bool {
-        let Some(number) = self.free.pop() else { return false };
-        let (mut extents, mut parts_of) = ([NONE; GATHER], 0);
-        for extent in from.iter().filter(|extent| extent.len > 0).take(GATHER) {
-            extents[parts_of] = *extent;
-            parts_of += 1;
+        if self.free.is_empty() {
+            return false;
         }
         let key = *self.numbers.entry(to.0).or_insert_with(|| {
             self.keys.push(KnownKey { key: *to, state: KeyState::New, active: 0, waiting: Vec::new() });
             self.keys.len() - 1
         });
-        let write = OutWrite {
-            token,
-            imm,
-            key,
-            at,
-            len,
-            from: extents,
-            extents: parts_of,
-            whole: parts_of <= cut.gather && len <= cut.piece,
-            turn: 0,
-            sent: 0,
-            posted: 0,
-            completed: 0,
-            over: false,
-            acked: false,
-            revoked: false,
-        };
-        self.writes[usize::from(number)] = Some(write);
+        let Some(number) = self.enter(from, (len, Some(key), remote(to), at), imm, token, cut) else { return false };
         let known = &mut self.keys[key];
         match known.state {
             KeyState::Valid => self.queue.push_back(number),
@@ -165,6 +149,50 @@ impl Outgoing {
             KeyState::Stopped(_) => self.end(number, Err(WriteError::Revoked)),
         }
         true
+    }
+
+    /// Queues a write to memory that the peer has named itself; false: there are too many. Its end is reported as soon as
+    /// the provider is done with its memory, whether the peer has counted it or not.
+    pub(crate) fn queue_to(&mut self, from: &Extent, (to, at): (Remote, u64), imm: Imm, token: u64, cut: Cut) -> bool {
+        let number = self.enter(std::slice::from_ref(from), (from.len, None, to, at), imm, token, cut);
+        self.queue.extend(number);
+        number.is_some()
+    }
+
+    fn enter(
+        &mut self,
+        from: &[Extent],
+        (len, key, to, at): (usize, Option<usize>, Remote, u64),
+        imm: Imm,
+        token: u64,
+        cut: Cut,
+    ) -> Option<u16> {
+        let number = self.free.pop()?;
+        let (mut extents, mut count) = ([NONE; GATHER], 0);
+        for extent in from.iter().filter(|extent| extent.len > 0).take(GATHER) {
+            extents[count] = *extent;
+            count += 1;
+        }
+        self.writes[usize::from(number)] = Some(OutWrite {
+            token,
+            imm,
+            key,
+            to,
+            at,
+            len,
+            from: extents,
+            extents: count,
+            whole: count <= cut.gather && len <= cut.piece,
+            turn: 0,
+            sent: 0,
+            posted: 0,
+            completed: 0,
+            over: false,
+            acked: false,
+            revoked: false,
+            reported: false,
+        });
+        Some(number)
     }
 
     /// The peer's answer to the oldest question about a key.
@@ -196,7 +224,8 @@ impl Outgoing {
         };
         self.keys[at].state = KeyState::Stopped(false);
         for number in 0..self.writes.len() as u16 {
-            let Some(write) = self.writes[usize::from(number)].as_mut().filter(|write| write.key == at && !write.over)
+            let Some(write) =
+                self.writes[usize::from(number)].as_mut().filter(|write| write.key == Some(at) && !write.over)
             else {
                 continue;
             };
@@ -249,7 +278,7 @@ impl Outgoing {
         }
         let turn = if write.posted == 0 { self.turns[usize::from(number)].wrapping_add(1) } else { write.turn };
         let word = (!write.whole).then(|| Word::Part { slot: number, turn, part: write.posted }.encode());
-        let (to, at) = (remote(&self.keys[write.key].key), write.at + write.sent as u64);
+        let (to, at) = (write.to, write.at + write.sent as u64);
         Some(Part { write: number, extents, count, len, to, at, word })
     }
 
@@ -275,8 +304,10 @@ impl Outgoing {
         let number = usize::from(part.write);
         let Some(write) = self.writes[number].as_mut() else { return };
         self.unacknowledged += 1;
-        if write.posted == 0 {
-            self.keys[write.key].active += 1;
+        if write.posted == 0
+            && let Some(key) = write.key
+        {
+            self.keys[key].active += 1;
         }
         if write.whole {
             self.direct.push_back((word, part.write));
@@ -305,6 +336,10 @@ impl Outgoing {
     pub(crate) fn completed(&mut self, number: u16, frames: &mut Vec<Frame>) {
         if let Some(write) = self.writes.get_mut(usize::from(number)).and_then(Option::as_mut) {
             write.completed += 1;
+            if write.key.is_none() && write.over && write.completed == write.posted && !write.reported {
+                write.reported = true;
+                self.ended.push_back((write.token, Ok(())));
+            }
             self.finish(number, frames);
         }
     }
@@ -340,15 +375,19 @@ impl Outgoing {
         if write.over && write.acked && write.completed == write.posted {
             let (key, revoked) = (write.key, write.revoked);
             self.end(number, if revoked { Err(WriteError::Revoked) } else { Ok(()) });
-            self.keys[key].active -= 1;
-            self.quiet(key, frames);
+            if let Some(key) = key {
+                self.keys[key].active -= 1;
+                self.quiet(key, frames);
+            }
         }
     }
 
     fn end(&mut self, number: u16, result: Result<(), WriteError>) {
         if let Some(write) = self.writes[usize::from(number)].take() {
             self.free.push(number);
-            self.ended.push_back((write.token, result));
+            if !write.reported {
+                self.ended.push_back((write.token, result));
+            }
         }
     }
 
@@ -377,7 +416,7 @@ impl Outgoing {
     }
 }
 
-/// What a key says of the peer's registration.
+/// The peer's registration in a key.
 pub(crate) fn remote(key: &Key) -> Remote {
     let word = |at: usize| key.0[at..].first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
     Remote { key: word(16), base: word(24) }

@@ -9,18 +9,18 @@ use crossrail_transport::placing::{
     Counter, Counters, Event, Extent, Imm, Key, Limits, Placing, RailReport, Revoked, Seen,
 };
 use crossrail_transport::{LaneError, Loan, Post};
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
-use crate::companion::{Companion, Ended, Note};
+use crate::companion::{Closer, Companion, Ended, Note};
 use crate::count::{Parts, Whole};
 use crate::exposures::Exposures;
 use crate::offer::Attributes;
 use crate::outgoing::{Cut, Outgoing, Part, longest};
-use crate::port::{Completion, GATHER, Port, Registered, Remote, Write};
+use crate::port::{Completion, GATHER, Port, Registered, Write};
 use crate::raw;
 use crate::ring::{Inbox, Outbox};
 use crate::slab::Slab;
-use crate::wire::{self, Frame, SLOT, SLOTS, Word};
+use crate::wire::{self, Frame, Remote, SLOT, SLOTS, Word};
 
 type Outcome<T> = Result<T, LaneError>;
 
@@ -35,14 +35,14 @@ const COPIED: usize = 4096;
 /// Time after which received writes are acknowledged by themselves, and the number that does not wait.
 const OWED_FOR: Duration = Duration::from_micros(50);
 const OWED_MAX: usize = 128;
-/// Idle polls without a look at the connection beside.
+/// Idle polls without a look at the companion connection.
 const LOOK_EVERY: u32 = 64;
-/// Time that an error of the provider's waits for the connection beside to state the cause.
+/// Time that an error of the provider's waits for the companion connection to state the cause.
 const CAUSE_WITHIN: Duration = Duration::from_millis(100);
 /// Time without any completion after which a peer that polls is asked, and after which a write is lost.
 const QUIET_FOR: Duration = Duration::from_secs(3);
 
-/// What an operation in flight belongs to.
+/// Owner of an operation in flight.
 #[derive(Clone, Copy, Debug)]
 enum Op {
     Free,
@@ -87,6 +87,8 @@ pub struct FabricPlacing {
     free: Vec<usize>,
     out: Outgoing,
     exposures: Exposures,
+    /// Memory of what is built over it.
+    adopted: Vec<(Extent, Registered)>,
     counters: Counters,
     seen: Seen,
     parts: Parts,
@@ -99,6 +101,13 @@ pub struct FabricPlacing {
     full: bool,
     polls: u32,
     broken: Option<(Instant, String)>,
+    /// The companion connection has ended, and the last time that something arrived after that.
+    ending: Option<(Ended, Instant)>,
+    /// Time without anything after which such an end is reported, if the peer bid farewell.
+    pub(crate) drains: Duration,
+    /// Number of frames of a lane sent and received: see [`Note::Farewell`].
+    pub(crate) lane_sent: u64,
+    pub(crate) lane_arrived: u64,
     failed: Option<LaneError>,
     watch: Watch,
     /// Immediates without a write that have arrived: the hello is one.
@@ -149,6 +158,7 @@ impl FabricPlacing {
             free: (0..ops).rev().collect(),
             out: Outgoing::new(wire::PEER_WRITES),
             exposures: Exposures::default(),
+            adopted: Vec::new(),
             counters: Counters::default(),
             seen: Seen::default(),
             parts: Parts::default(),
@@ -160,6 +170,10 @@ impl FabricPlacing {
             full: false,
             polls: 0,
             broken: None,
+            ending: None,
+            drains: Duration::ZERO,
+            lane_sent: 0,
+            lane_arrived: 0,
             failed: None,
             watch: Watch { moved: Instant::now(), asked: None, number: 0, answered: false },
             credits: 0,
@@ -167,6 +181,11 @@ impl FabricPlacing {
             stats: [0; 3],
         };
         Ok((placing, ours))
+    }
+
+    /// Ends it from other threads.
+    pub fn closer(&self) -> Closer {
+        self.companion.closer()
     }
 
     /// The peer has introduced itself.
@@ -193,11 +212,14 @@ impl FabricPlacing {
         if self.owed.len() >= OWED_MAX || self.owing.is_some_and(|since| since.elapsed() >= OWED_FOR) {
             self.acknowledge();
         }
+        if self.ending.is_some() {
+            return self.wind_up(moved, events);
+        }
         moved |= self.post()?;
         moved |= self.report(events);
         if self.look || self.polls.is_multiple_of(LOOK_EVERY) {
             self.look = false;
-            self.look_beside(events)?;
+            self.read_companion(events)?;
         }
         Ok(moved)
     }
@@ -260,7 +282,7 @@ impl FabricPlacing {
                 if let Some(at) = at {
                     self.release(at);
                 }
-                let whose = if at.is_some() { "a write of ours" } else { "a write of the peer's" };
+                let whose = if at.is_some() { "our write" } else { "a write by the peer" };
                 self.broken.get_or_insert_with(|| (Instant::now(), format!("{whose} failed: {why}")));
                 self.look = true;
                 Ok(())
@@ -445,7 +467,7 @@ impl FabricPlacing {
                 if !self.local && extent.gpu.is_none() {
                     continue;
                 }
-                from[at].1 = self.exposures.containing(extent);
+                from[at].1 = self.containing(extent);
                 if from[at].1.is_none()
                     && let Some(port) = self.port.as_mut()
                 {
@@ -477,6 +499,15 @@ impl FabricPlacing {
             }
         }
         posted
+    }
+
+    /// A registration for reading that memory.
+    fn containing(&self, from: &Extent) -> Option<Registered> {
+        let holds = |(memory, _): &&(Extent, Registered)| {
+            memory.gpu == from.gpu && memory.at <= from.at && from.at + from.len as u64 <= memory.at + memory.len as u64
+        };
+        let own = self.adopted.iter().find(holds).map(|(_, registered)| *registered);
+        own.or_else(|| self.exposures.containing(from))
     }
 
     fn forget(&mut self, registered: [Option<Registered>; GATHER]) {
@@ -532,13 +563,13 @@ impl FabricPlacing {
         }
     }
 
-    // ---- the connection beside, and ends
+    // ---- the companion connection, and ends
 
-    fn look_beside(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<()> {
+    fn read_companion(&mut self, events: &mut dyn FnMut(Event)) -> Outcome<()> {
         loop {
-            match self.companion.hear() {
+            match self.companion.receive() {
                 Ok(None) => break,
-                Ok(Some(Note::Probe(number))) => self.companion.say(Note::Answer(number)),
+                Ok(Some(Note::Probe(number))) => self.companion.send(Note::Answer(number)),
                 Ok(Some(Note::Answer(number))) => {
                     if self.watch.asked.is_some_and(|(asked, _)| asked == number) {
                         self.watch.asked = None;
@@ -546,7 +577,10 @@ impl FabricPlacing {
                     }
                 }
                 Ok(Some(note)) => self.notes.push(note),
-                Err(ended) => return Err(self.ended(&ended, events)),
+                Err(ended) => {
+                    self.ending = Some((ended, Instant::now()));
+                    return self.wind_up(true, events).map(|_| ());
+                }
             }
         }
         if let Some((since, why)) = &self.broken {
@@ -575,25 +609,91 @@ impl FabricPlacing {
         if is_due && !self.watch.answered {
             self.watch.number += 1;
             self.watch.asked = Some((self.watch.number, Instant::now()));
-            self.companion.say(Note::Probe(self.watch.number));
+            self.companion.send(Note::Probe(self.watch.number));
         }
         Ok(())
     }
 
-    fn ended(&mut self, ended: &Ended, events: &mut dyn FnMut(Event)) -> LaneError {
-        // What has arrived is reported before the end.
+    /// The companion connection has ended: what has arrived is reported before that is.
+    fn wind_up(&mut self, moved: bool, events: &mut dyn FnMut(Event)) -> Outcome<bool> {
+        let mut moved = moved;
         for _ in 0..64 {
+            // An error of the provider's is another consequence of the same cause.
             match self.drive(events) {
-                Ok(true) => {}
+                Ok(true) => moved = true,
                 _ => break,
             }
         }
-        let (peer, rail) = (&self.peer, &self.rail);
-        match ended {
-            Ended::Closed(why) => LaneError::Closed(format!("{peer}: {why} ({rail})")),
-            Ended::Down(why) => LaneError::Down(format!("{peer}: the connection beside {rail}: {why}")),
-            Ended::Protocol => self.blame("it wrote an invalid note to the connection beside"),
+        self.report(events);
+        let Some((ended, news)) = &mut self.ending else { return Ok(moved) };
+        if moved {
+            *news = Instant::now();
         }
+        let farewell = self.companion.farewell();
+        let limit = if farewell.is_some() { self.drains } else { self.drains / 5 };
+        let is_whole = farewell.is_some_and(|sent| self.lane_arrived >= sent);
+        if !is_whole && news.elapsed() < limit {
+            return Ok(moved);
+        }
+        let (peer, rail) = (&self.peer, &self.rail);
+        Err(match ended {
+            Ended::Closed(why) => LaneError::Closed(format!("{peer}: {why} ({rail})")),
+            Ended::Down(why) => LaneError::Down(format!("{peer}: the companion connection of {rail}: {why}")),
+            Ended::Protocol => self.blame("it wrote an invalid note to the companion connection"),
+        })
+    }
+
+    // ---- for what is built over it
+
+    /// Registers memory for own writes from it until the port is closed.
+    ///
+    /// # Safety
+    /// The memory must be valid until then.
+    pub(crate) unsafe fn adopt(&mut self, memory: &Extent) -> crossrail_types::Result<()> {
+        if self.local
+            && let Some(port) = self.port.as_mut()
+        {
+            // SAFETY: as the caller guarantees.
+            let (registered, _) = unsafe { port.register(memory, false) }?;
+            self.adopted.push((*memory, registered));
+        }
+        Ok(())
+    }
+
+    /// Registers memory for one write by the peer.
+    ///
+    /// # Safety
+    /// The memory must be valid until the registration is closed by [`FabricPlacing::take_back`] or with the port.
+    pub(crate) unsafe fn lend(&mut self, memory: &Extent) -> crossrail_types::Result<(Registered, Remote)> {
+        let gone = || crossrail_types::Error::new(crossrail_types::ErrorKind::Closed, "fabric", "the peer is lost");
+        // SAFETY: as the caller guarantees.
+        unsafe { self.port.as_mut().ok_or_else(gone)?.register(memory, true) }
+    }
+
+    /// Closes a registration whose write has arrived.
+    pub(crate) fn take_back(&mut self, registered: Registered) {
+        if let Some(port) = self.port.as_mut() {
+            // Nothing is written by it any more, closed or not.
+            let _ = port.unregister(registered);
+        }
+    }
+
+    /// Queues a write to memory that the peer has named itself; false: there are too many.
+    ///
+    /// # Safety
+    /// As [`Placing::write`].
+    pub(crate) unsafe fn write_to(&mut self, from: &Extent, to: (Remote, u64), imm: Imm, token: u64) -> bool {
+        self.failed.is_none() && self.out.queue_to(from, to, imm, token, self.cut)
+    }
+
+    /// True once it has failed, or is about to.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failed.is_some() || self.ending.is_some()
+    }
+
+    /// A provider that is done with everything posted, or nothing queued that it takes.
+    pub(crate) fn has_handed_over(&self) -> bool {
+        self.is_quiet() && !self.out.is_ready()
     }
 
     fn blame(&self, why: &str) -> LaneError {
@@ -605,8 +705,8 @@ impl FabricPlacing {
     }
 
     fn close(&mut self) {
-        self.companion.say(Note::Farewell);
-        // The endpoint first: then nobody writes to memory that is given back.
+        self.companion.send(Note::Farewell(self.lane_sent));
+        // The endpoint first: then memory that is returned is written no more.
         self.port = None;
         self.exposures = Exposures::default();
     }
@@ -677,7 +777,9 @@ impl Placing for FabricPlacing {
             return false;
         }
         let idle = !self.full && self.broken.is_none() && !self.out.is_ready() && !self.outbox.is_ready();
-        idle && !self.exposures.is_stopping() && self.port.as_mut().is_some_and(Port::may_wait)
+        let may_wait = idle && !self.exposures.is_stopping() && self.port.as_mut().is_some_and(Port::may_wait);
+        // A provider that has moved part of a message since has no completion for it, and no further edge either.
+        may_wait && self.epoll.as_ref().is_some_and(|epoll| !is_readable(epoll))
     }
 
     fn rails(&self) -> Vec<RailReport> {
@@ -701,6 +803,10 @@ impl Drop for FabricPlacing {
 
 fn slab(slab: &Slab) -> Extent {
     Extent { at: slab.address(), len: slab.len(), gpu: None }
+}
+
+fn is_readable(epoll: &Epoll) -> bool {
+    epoll.wait(&mut [EpollEvent::empty()], EpollTimeout::ZERO).is_ok_and(|count| count > 0)
 }
 
 fn epoll_of(companion: &Companion, fd: RawFd) -> Option<Epoll> {

@@ -16,13 +16,12 @@ use crossrail_types::{Error, ErrorKind, Result};
 use crate::library::{Library, keeping_handlers, text};
 use crate::offer::{Attributes, Offer};
 use crate::raw::{self, Context, Fid, MsgRma, RmaIov, Table};
+use crate::wire::{NAME_MAX, PEER_WRITES, Remote, SLOTS};
 
 /// Most extents of one write that this crate posts, whatever the provider takes.
 pub(crate) const GATHER: usize = 4;
 /// Completions that one read returns at most.
 const BATCH: usize = 32;
-/// Longest name of an endpoint.
-pub(crate) const NAME_MAX: usize = 512;
 /// Keys that are drawn before a registration is given up.
 const DRAWS: usize = 16;
 /// Entries of a completion queue for what does not count as a write: acknowledgements of frames, hellos.
@@ -31,15 +30,15 @@ const SPARE: usize = 64;
 /// Completion queue entries that a port of that offer asks for, of which the peer's writes get a part.
 pub(crate) fn queue_of(attributes: &Attributes) -> (usize, usize) {
     let posted = (attributes.tx_size / 2).clamp(4, 256);
-    (posted, posted + crate::wire::PEER_WRITES + crate::wire::SLOTS + SPARE)
+    (posted, posted + PEER_WRITES + SLOTS + SPARE)
 }
 
-/// What has happened at a port.
+/// Event of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Completion {
-    /// The provider is done with that operation's memory. It says nothing about the peer.
+    /// The provider is done with that operation's memory. It proves nothing about the peer.
     Sent(usize),
-    /// A write of the peer's is in place.
+    /// A write by the peer is in place.
     Arrived(u32),
     /// An operation has failed, ours if it has a number.
     Failed(Option<usize>, String),
@@ -48,14 +47,6 @@ pub(crate) enum Completion {
 /// The number of a registration of one port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Registered(usize);
-
-/// What the peer needs to write into a registration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Remote {
-    pub(crate) key: u64,
-    /// The address of its first byte.
-    pub(crate) base: u64,
-}
 
 /// See the module.
 pub(crate) struct Port {
@@ -260,7 +251,7 @@ impl Port {
         // Providers read a name of their own length.
         let mut padded = name.to_vec();
         padded.resize(NAME_MAX, 0);
-        // SAFETY: one name, with room behind it.
+        // SAFETY: one name, followed by room.
         let count = unsafe {
             let ops: &raw::AvOps = table((*self.av).ops)?;
             let insert = member(ops.insert, "fi_av_insert")?;
@@ -307,7 +298,7 @@ impl Port {
                 later: [0; 8],
             };
             let mut mr = null_mut();
-            // SAFETY: the domain is open; attributes are those of the interface asked for, with zeros behind.
+            // SAFETY: the domain is open; attributes are those of the interface asked for, followed by zeros.
             code = unsafe {
                 let ops: &raw::MrOps = table((*self.domain).mr)?;
                 member(ops.regattr, "fi_mr_regattr")?(self.domain.cast(), &attr, 0, &mut mr)

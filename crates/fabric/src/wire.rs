@@ -13,6 +13,8 @@
 
 use crossrail_transport::placing::Imm;
 
+/// Longest name of an endpoint.
+pub(crate) const NAME_MAX: usize = 512;
 /// Writes of one end that have not ended, and most immediates of writes and parts that were posted and not acknowledged.
 pub(crate) const PEER_WRITES: usize = 512;
 /// Frames in a ring, and bytes of each.
@@ -30,6 +32,14 @@ pub(crate) const PARTS_MAX: u16 = 460;
 
 const FRAME_BITS: u32 = 30;
 const CREDIT: u32 = 1 << 29;
+
+/// What an end needs to write into a registration of the other's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Remote {
+    pub(crate) key: u64,
+    /// The address of its first byte.
+    pub(crate) base: u64,
+}
 
 /// An immediate that has arrived, or is to go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,16 +185,18 @@ impl Frame {
     }
 }
 
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
+pub(crate) fn u32_at(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u32::from_le_bytes(*bytes))
 }
 
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
+pub(crate) fn u64_at(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
 /// Bytes of an introduction.
-pub(crate) const INTRODUCTION: usize = 64 + crate::port::NAME_MAX;
+pub(crate) const INTRODUCTION: usize = 96 + NAME_MAX;
+/// Bytes that what is built over the two ends adds to it: its kind, and where its memory is.
+pub(crate) const GREETING: usize = 32;
 const MAGIC: [u8; 4] = *b"XRF1";
 
 /// What an end tells the other over the authenticated connection.
@@ -195,9 +207,12 @@ pub(crate) struct Introduction {
     /// Its endpoint's name.
     pub(crate) name: Vec<u8>,
     /// Where this end's ring is.
-    pub(crate) ring: crate::port::Remote,
+    pub(crate) ring: Remote,
     /// Immediates of writes that this end's completion queue has room for.
     pub(crate) grant: u32,
+    /// Drawn once per process.
+    pub(crate) process: u32,
+    pub(crate) greeting: [u8; GREETING],
 }
 
 impl Introduction {
@@ -206,13 +221,15 @@ impl Introduction {
         out[..4].copy_from_slice(&MAGIC);
         out[4..6].copy_from_slice(&(self.name.len() as u16).to_le_bytes());
         out[8..12].copy_from_slice(&self.grant.to_le_bytes());
+        out[12..16].copy_from_slice(&self.process.to_le_bytes());
         out[16..24].copy_from_slice(&self.ring.key.to_le_bytes());
         out[24..32].copy_from_slice(&self.ring.base.to_le_bytes());
         let provider = self.provider.as_bytes();
         let len = provider.len().min(32);
         out[32..32 + len].copy_from_slice(&provider[..len]);
-        let len = self.name.len().min(INTRODUCTION - 64);
-        out[64..64 + len].copy_from_slice(&self.name[..len]);
+        out[64..96].copy_from_slice(&self.greeting);
+        let len = self.name.len().min(NAME_MAX);
+        out[96..96 + len].copy_from_slice(&self.name[..len]);
         out
     }
 
@@ -223,7 +240,7 @@ impl Introduction {
             return Err("it does not introduce an endpoint of libfabric".to_owned());
         }
         let len = usize::from(u16::from_le_bytes([bytes[4], bytes[5]]));
-        let Some(name) = bytes[64..].get(..len).filter(|name| !name.is_empty()) else {
+        let Some(name) = bytes[96..].get(..len).filter(|name| !name.is_empty()) else {
             return Err(format!("its endpoint's name has {len} bytes"));
         };
         let grant = u32_at(bytes, 8);
@@ -234,8 +251,10 @@ impl Introduction {
         Ok(Introduction {
             provider: String::from_utf8_lossy(provider).into_owned(),
             name: name.to_vec(),
-            ring: crate::port::Remote { key: u64_at(bytes, 16), base: u64_at(bytes, 24) },
+            ring: Remote { key: u64_at(bytes, 16), base: u64_at(bytes, 24) },
             grant,
+            process: u32_at(bytes, 12),
+            greeting: bytes[64..96].try_into().unwrap_or_default(),
         })
     }
 }
@@ -322,9 +341,11 @@ mod tests {
     fn an_introduction_survives_and_a_wrong_one_is_refused() {
         let good = Introduction {
             provider: "tcp;ofi_rxm".to_owned(),
-            name: vec![3; crate::port::NAME_MAX],
-            ring: crate::port::Remote { key: u64::MAX - 1, base: 1 << 40 },
+            name: vec![3; NAME_MAX],
+            ring: Remote { key: u64::MAX - 1, base: 1 << 40 },
             grant: PEER_WRITES as u32,
+            process: 77,
+            greeting: [9; GREETING],
         };
         assert_eq!(Introduction::decode(&good.encode()), Ok(good.clone()));
         let wrong = |change: &dyn Fn(&mut [u8; INTRODUCTION])| {

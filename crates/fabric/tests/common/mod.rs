@@ -5,9 +5,10 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crossrail_fabric::{FabricPlacing, Library, Offer, VARIABLE, Wanted, attach};
+use crossrail_fabric::{FabricLane, FabricPlacing, Library, Offer, VARIABLE, Wanted, attach, attach_lane};
 use crossrail_transport::conformance::skip;
 use crossrail_transport::placing::conformance::Pair;
+use crossrail_types::LaneId;
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
@@ -59,4 +60,15 @@ pub(crate) fn pair(offer: &Offer) -> Pair {
         let _ = beside.shutdown(Shutdown::Both);
     });
     Pair { a: Box::new(a), b: Box::new(b), rails: 1, lose }
+}
+
+/// Two lanes that are each other's peer.
+pub(crate) fn lanes(offer: &Offer) -> (FabricLane, FabricLane) {
+    let (here, there) = streams();
+    let deadline = Instant::now() + LIMIT;
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| attach_lane(there, offer, LaneId(2), ("peer of b", "fabric/lo"), deadline));
+        let lane = attach_lane(here, offer, LaneId(1), ("peer of a", "fabric/lo"), deadline).expect("a lane");
+        (lane, other.join().expect("no panic").expect("the other lane"))
+    })
 }
