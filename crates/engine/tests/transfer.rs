@@ -49,10 +49,23 @@ fn each(mut body: impl FnMut(&str, Pair)) {
             ("CROSSRAIL_CHANNELS", "2"),
         ]),
     );
+    if has_fabric() {
+        body("fabric over tcp", pair_of(&[("CROSSRAIL_TLS", "fabric:tcp"), ("CROSSRAIL_CHUNK", "256K")]));
+    }
     if has_ucx() {
         body("ucx over tcp", pair_of(&[("CROSSRAIL_TLS", "ucx:tcp"), ("CROSSRAIL_CHUNK", "256K")]));
         body("ucx over memory", pair_of(&[("CROSSRAIL_TLS", "ucx:posix,sysv,cma")]));
     }
+}
+
+/// True if libfabric can be used here; otherwise the reason is reported.
+fn has_fabric() -> bool {
+    let transports = context(&[("CROSSRAIL_TLS", "fabric:tcp")]).info().unwrap().transports;
+    let fabric = transports.into_iter().find(|row| row.name == "fabric").expect("a row");
+    if !fabric.usable {
+        crossrail_transport::conformance::skip(&fabric.reason.unwrap_or_default());
+    }
+    fabric.usable
 }
 
 /// Whether UCX can be used here; if not, that is reported.

@@ -27,7 +27,7 @@ use codecs::{
 const PREFIX: &str = "CROSSRAIL_";
 
 /// The available transports, by their names in `CROSSRAIL_TLS`.
-pub const TRANSPORTS: [&str; 5] = ["self", "shm", "cuda_ipc", "ucx", "tcp"];
+pub const TRANSPORTS: [&str; 6] = ["self", "shm", "cuda_ipc", "fabric", "ucx", "tcp"];
 
 /// A filter on names: `all`, `shm,tcp` (only these), `^tcp` (all but these).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -87,9 +87,13 @@ impl Filter {
 /// The name in front of UCX's own transports, as in `ucx:rc,ud`.
 const UCX: &str = "ucx:";
 
-/// Whether an entry of a filter is that name, perhaps with UCX's transports behind it.
+/// The name in front of a provider of libfabric, as in `fabric:efa`.
+const FABRIC: &str = "fabric:";
+
+/// Whether an entry of a filter is that name, perhaps with UCX's transports or a provider of libfabric behind it.
 fn is_named(entry: &str, name: &str) -> bool {
-    entry == name || (name == "ucx" && entry.starts_with(UCX))
+    let has = |prefix: &str| entry.len() > prefix.len() && entry.starts_with(prefix);
+    entry == name || (name == "ucx" && entry.starts_with(UCX)) || (name == "fabric" && has(FABRIC))
 }
 
 impl Filter {
@@ -117,6 +121,14 @@ impl Filter {
                 Ok(Filter::Only(names))
             }
             _ => Err("combines `ucx:` with `all` or `^`".to_owned()),
+        }
+    }
+
+    /// The provider of libfabric, named after `fabric:`.
+    pub fn of_fabric(&self) -> Option<&str> {
+        match self {
+            Filter::Only(names) => names.iter().find_map(|name| name.strip_prefix(FABRIC)),
+            Filter::All | Filter::Except(_) => None,
         }
     }
 
@@ -444,7 +456,7 @@ fn edits(a: &str, b: &str) -> usize {
 settings! {
     /// Transports that may be used.
     tls: Filter = Filter::All,
-        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some such as `^tcp` (known: self, shm, cuda_ipc, ucx, tcp); `ucx:rc,ud` at the end of a list: UCX with these transports of its own" as TRANSPORT_FILTER;
+        "CROSSRAIL_TLS" accepts "`all`, a list such as `shm,tcp`, or all but some such as `^tcp` (known: self, shm, cuda_ipc, fabric, ucx, tcp); `fabric:efa`: libfabric with this provider; `ucx:rc,ud` at the end of a list: UCX with these transports of its own" as TRANSPORT_FILTER;
     /// Network devices that carry data; each is one rail. A local address such as 127.0.0.2 counts as a device.
     net_devices: Rails = Rails::Named(Filter::All),
         "CROSSRAIL_NET_DEVICES" accepts "`all`, a list such as `eth1,eth2` or `127.0.0.1,127.0.0.2`, all but some such as `^eth0`, or `near` (`near:1`): the devices nearest to the first GPU (to GPU 1)" as RAILS;
@@ -504,6 +516,9 @@ settings! {
     /// UCX's library libucp.so.0, or the folder that contains it; unset: where the dynamic linker finds it.
     ucx_library: Option<PathBuf> = None,
         "CROSSRAIL_UCX_LIBRARY" accepts "a path" as PATH;
+    /// The library libfabric.so.1, or the folder that contains it; unset: where the dynamic linker finds it.
+    fabric_library: Option<PathBuf> = None,
+        "CROSSRAIL_FABRIC_LIBRARY" accepts "a path" as PATH;
     /// Folder that caches compiled GPU kernels; unset: `crossrail` in the user's cache folder (`$XDG_CACHE_HOME` or
     /// `~/.cache`).
     cache_dir: Option<PathBuf> = None,

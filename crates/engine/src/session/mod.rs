@@ -11,6 +11,7 @@ mod dialling;
 #[cfg(test)]
 mod example;
 mod explain;
+mod fabric;
 mod messages;
 mod over_rails;
 pub(crate) mod placing;

@@ -1,4 +1,5 @@
-//! Objects for one-sided writes to a peer ([`TcpPlacing`]): connections of their own over every rail of an endpoint.
+//! Objects for one-sided writes to a peer: over connections of their own on every rail of an endpoint ([`TcpPlacing`]),
+//! or, where `CROSSRAIL_TLS` names it, over libfabric on the first rail that it reaches ([`FabricPlacing`]).
 //!
 //! The end that connected the endpoint dials, as for lanes: each connection proves the session's key, and its name
 //! contains the object's. It is added at the object's [`Door`], which exists before the object if the peer is first.
@@ -11,6 +12,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossrail_fabric::{Closer, FabricPlacing};
 use crossrail_handshake::{self as handshake, LaneName, LanePurpose};
 use crossrail_locks::Mutex;
 use crossrail_tcp::placing::{Connection, Door, TcpPlacing};
@@ -20,9 +22,9 @@ use crossrail_transport::placing::Placing;
 use crossrail_types::{Checksum, EndpointId, Error, ErrorKind, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::Sessions;
 use super::dialling::{DIAL_MAX, at_once, binding};
 use super::rail_pairs::{PeerRails, RailPair};
+use super::{Sessions, fabric};
 use crate::core::{LostRail, gone};
 
 /// Most objects of an endpoint at a time.
@@ -32,6 +34,8 @@ const INDEX_BITS: u32 = 4;
 const CLASS: u16 = 3;
 const NUMBER_BITS: u32 = 10;
 const NUMBERS: usize = 1 << NUMBER_BITS;
+/// Number of the companion connection of an endpoint of libfabric: no other connection of the object has it.
+const COMPANION: u16 = NUMBERS as u16 - 1;
 /// Interval at which an end that waits for connections checks the deadline.
 const WAIT: Duration = Duration::from_millis(100);
 
@@ -77,11 +81,20 @@ struct Entry {
     door: Arc<Door>,
     /// The connecting end: the rail of each connection, by number.
     rails: Vec<u16>,
+    /// Of an object over libfabric, and the network interface of its rail.
+    closer: Option<(Closer, Option<String>)>,
 }
 
 impl Entry {
     fn new() -> Result<Entry> {
-        Ok(Entry { door: Arc::new(Door::new()?), rails: Vec::new() })
+        Ok(Entry { door: Arc::new(Door::new()?), rails: Vec::new(), closer: None })
+    }
+
+    fn end(&self, why: &str) {
+        self.door.end(why);
+        if let Some((closer, _)) = &self.closer {
+            closer.end(why);
+        }
     }
 }
 
@@ -117,7 +130,10 @@ impl Placings {
     /// The number of one more connection over that rail, and the door. `None`: the object was dropped, or has had [`NUMBERS`].
     fn another(&self, of: Of, rail: u16) -> Option<(u16, Arc<Door>)> {
         let mut state = self.0.lock();
-        let entry = state.doors.get_mut(&of).filter(|entry| entry.rails.len() < NUMBERS && !entry.door.is_closed())?;
+        let entry = state
+            .doors
+            .get_mut(&of)
+            .filter(|entry| entry.rails.len() < usize::from(COMPANION) && !entry.door.is_closed())?;
         entry.rails.push(rail);
         Some((entry.rails.len() as u16 - 1, Arc::clone(&entry.door)))
     }
@@ -129,7 +145,22 @@ impl Placings {
 
     /// A network interface is down.
     pub(super) fn interface_down(&self, interface: &str) {
-        self.0.lock().doors.values().for_each(|entry| entry.door.interface_down(interface));
+        for entry in self.0.lock().doors.values() {
+            entry.door.interface_down(interface);
+            if let Some((closer, Some(over))) = &entry.closer
+                && over == interface
+            {
+                closer.end(&format!("{interface} is down"));
+            }
+        }
+    }
+
+    /// That object is over libfabric, and ends with its endpoint.
+    fn closes(&self, of: Of, closer: Closer, interface: Option<String>) {
+        match self.0.lock().doors.get_mut(&of) {
+            Some(entry) => entry.closer = Some((closer, interface)),
+            None => closer.end("the endpoint has ended"),
+        }
     }
 
     /// Ends the objects of these endpoints.
@@ -139,7 +170,7 @@ impl Placings {
         state.doors.retain(|of, entry| {
             let keeps = !ends(of.endpoint);
             if !keeps {
-                entry.door.end(why);
+                entry.end(why);
             }
             keeps
         });
@@ -178,8 +209,9 @@ pub(crate) fn open(
         sessions.placings.end(|ended| ended == endpoint, "the endpoint has ended");
     }
     match rails.initiator {
+        true if fabric::is_named(sessions.environment.settings()) => dial_companion(sessions, of, &rails, deadline),
         true => dial_all(sessions, of, rails, (door, deadline)),
-        false => await_all(&rails.peer, index, (door, deadline), timeout),
+        false => await_all(sessions, of, &rails.peer, (door, deadline), timeout),
     }
 }
 
@@ -235,6 +267,44 @@ fn dial_all(
     Ok(Box::new(placing))
 }
 
+/// The connecting end of an object over libfabric.
+fn dial_companion(sessions: &Arc<Sessions>, of: Of, rails: &PeerRails, deadline: Instant) -> Result<Box<dyn Placing>> {
+    let mut failure = None;
+    for (rail, pair) in rails.pairs.iter().filter(|(rail, _)| **rail < 256) {
+        let limit = deadline.min(Instant::now() + DIAL_MAX);
+        let joined = dial(&rails.ticket, pair, of.name(*rail, COMPANION), limit)
+            .and_then(|stream| join(sessions, of, &rails.peer, stream, Some(&pair.mine), deadline));
+        match joined {
+            Ok(placing) => return Ok(placing),
+            // The peer waits for one connection.
+            Err(error) => {
+                failure = Some(error);
+                break;
+            }
+        }
+    }
+    let why = failure.unwrap_or_else(|| gone("placing"));
+    Err(Error { operation: "placing".to_owned(), ..why }.with_peer(&rails.peer))
+}
+
+/// Makes the connection an object over libfabric; the peer does the same.
+fn join(
+    sessions: &Sessions,
+    of: Of,
+    peer: &str,
+    stream: TcpStream,
+    device: Option<&NetDevice>,
+    deadline: Instant,
+) -> Result<Box<dyn Placing>> {
+    let interface = device.filter(|device| !device.loopback).map(|device| device.interface.clone());
+    let offer = fabric::offer(sessions.environment.settings(), &stream, interface.as_deref())?;
+    let suffix = if of.index == 0 { String::new() } else { format!("#{}", of.index) };
+    let placing: FabricPlacing =
+        crossrail_fabric::attach(stream, &offer, peer, &format!("fabric/{offer}:placing{suffix}"), deadline)?;
+    sessions.placings.closes(of, placing.closer(), interface);
+    Ok(Box::new(placing))
+}
+
 fn ended(peer: &str, error: &LaneError) -> Error {
     Error::new(ErrorKind::PeerDead, "placing", error.to_string()).with_peer(peer)
 }
@@ -245,11 +315,32 @@ fn lost(of: Of, LaneName { rail, channel, .. }: LaneName) -> LostRail {
 
 /// The other end: waits for the connections that the peer makes.
 fn await_all(
+    sessions: &Arc<Sessions>,
+    of: Of,
     peer: &str,
-    index: u16,
     (door, deadline): (Arc<Door>, Instant),
     timeout: Duration,
 ) -> Result<Box<dyn Placing>> {
+    let index = of.index;
+    if fabric::is_named(sessions.environment.settings()) {
+        let late = || {
+            let detail = format!("the peer has not made the connection of object {index} for libfabric");
+            Error::new(ErrorKind::Timeout, "placing", detail)
+                .with_peer(peer)
+                .with_waited(timeout)
+                .with_hint("both ends must ask for the object, and name fabric in CROSSRAIL_TLS")
+        };
+        let Connection { id, interface, stream, .. } = door.first(deadline)?.ok_or_else(late)?;
+        if id != COMPANION {
+            let detail =
+                "the peer makes connections for one-sided writes over TCP, and CROSSRAIL_TLS names fabric here";
+            return Err(Error::new(ErrorKind::Unsupported, "placing", detail).with_peer(peer));
+        }
+        let rails = sessions.environment.rails()?;
+        let device = rails.iter().find(|rail| interface.as_ref() == Some(&rail.interface));
+        return join(sessions, of, peer, stream, device, deadline)
+            .map_err(|error| Error { operation: "placing".to_owned(), ..error }.with_peer(peer));
+    }
     let mut placing = TcpPlacing::new(peer, false, Vec::new(), door)?;
     while !placing.is_complete() {
         // Nothing can arrive yet: the peer has no key.

@@ -4,11 +4,12 @@ use crossrail_handshake::{LaneName, LanePurpose};
 use crossrail_types::{Error, ErrorKind, Result};
 
 use super::carrier::Carrier;
+use super::fabric::Fabric;
 use super::tcp::Tcp;
 use super::ucx::Ucx;
 
 /// The carriers, in the order in which they are tried.
-pub(super) const CARRIERS: &[&dyn Carrier] = &[&Ucx, &Tcp];
+pub(super) const CARRIERS: &[&dyn Carrier] = &[&Fabric, &Ucx, &Tcp];
 
 /// The bits of a channel's number that count a rail's connections; the others tell their carrier.
 const CHANNEL_BITS: u32 = 14;

@@ -4,11 +4,16 @@ use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use crossrail_types::{Error, Result};
+use crossrail_types::{Error, ErrorKind, Result};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::LINKS_MAX;
+
+/// Longest sleep between two checks.
+const WAIT: Duration = Duration::from_secs(1);
 
 /// An authenticated connection to the peer.
 #[derive(Debug)]
@@ -78,6 +83,29 @@ impl Door {
         self.bring(|brought| {
             brought.end.get_or_insert_with(|| why.to_owned());
         });
+    }
+
+    /// Takes the first connection that was added, for what makes no object of it; `None`: none was until the deadline.
+    ///
+    /// # Errors
+    /// `PeerDead`: the door was ended, for that reason.
+    pub fn first(&self, deadline: Instant) -> Result<Option<Connection>> {
+        loop {
+            let mut brought = self.take();
+            if let Some(why) = brought.end {
+                return Err(Error::new(ErrorKind::PeerDead, "placing", why));
+            }
+            if !brought.connections.is_empty() {
+                return Ok(Some(brought.connections.swap_remove(0)));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let timeout = PollTimeout::try_from(left.min(WAIT)).unwrap_or(PollTimeout::ZERO);
+            // An error is as good as a connection: the loop repeats.
+            let _ = poll(&mut [PollFd::new(self.as_fd(), PollFlags::POLLIN)], timeout);
+        }
     }
 
     /// True once the object was dropped.

@@ -278,6 +278,23 @@ fn transports_of_ucx_follow_its_name() {
 }
 
 #[test]
+fn a_provider_of_libfabric_follows_its_name() {
+    let tls = |text: &str| from(&[("CROSSRAIL_TLS", text)]).map(|settings| settings.tls);
+    for (text, provider) in [("fabric:efa", "efa"), ("shm, fabric:tcp;ofi_rxm ,tcp", "tcp;ofi_rxm")] {
+        let filter = tls(text).unwrap();
+        assert!(filter.allows("fabric") && !filter.allows("ucx"), "{text}");
+        assert_eq!(filter.of_fabric(), Some(provider), "{text}");
+        assert_eq!(tls(&filter.to_string()).unwrap(), filter);
+    }
+    assert_eq!(tls("fabric,tcp").unwrap().of_fabric(), None);
+    assert_eq!(tls("^fabric").unwrap().of_fabric(), None);
+    assert!(!tls("^fabric").unwrap().allows("fabric"));
+    for text in ["fabric:", "fabrics", "xfabric:tcp"] {
+        assert!(tls(text).unwrap_err().to_string().contains("unknown transport"), "{text}");
+    }
+}
+
+#[test]
 fn ports_are_one_or_a_range_and_not_for_loopback() {
     let set = |text: &str| {
         let mut settings = Settings::default();
