@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use crossrail_locks::PerProcess;
+use crossrail_locks::{Mutex, PerProcess};
 use crossrail_types::{Error, ErrorKind};
 use libloading::os::unix::{Library as UnixLibrary, RTLD_LOCAL, RTLD_NOW};
 use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
@@ -151,8 +151,11 @@ pub(crate) fn text_of(version: u32) -> String {
     format!("{}.{}", version >> 16, version & 0xffff)
 }
 
-/// Calls into the library, after which signals are handled as before: handlers belong to the program.
+/// Calls into the library, after which signals are handled as before: handlers belong to the program. One call at a time:
+/// a second thread would take the library's handlers for the program's.
 pub(crate) fn keeping_handlers<T>(call: impl FnOnce() -> T) -> T {
+    static TURN: PerProcess<Mutex<()>> = PerProcess::new();
+    let _turn = TURN.lock();
     let handlers = SIGNALS.map(|signal| (signal, current(signal)));
     let result = call();
     for (signal, handler) in handlers {
