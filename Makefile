@@ -25,7 +25,7 @@ say = @printf '\n== %s\n' "$(1)"
 .PHONY: help build demo wheels clean test lint fmt nightly bench bench-gpu test-gpu \
 	lint-rust lint-python check-aarch64 test-rust test-fuzz test-python test-pages pages pins rust \
 	bench-gpu-experts bench-gpu-nccl gpu-pack rust-calculates rust-waits rust-rest \
-	models tsan miri deny engines gevent fuzz fuzz-rust fuzz-python chaos chaos-ranks chaos-together growth soak simulate \
+	models tsan miri deny engines gevent fuzz fuzz-rust fuzz-python fabric-seeds chaos chaos-ranks chaos-together growth soak simulate \
 	site test-release release release-check install-c c-library memory-c
 
 help:
@@ -256,6 +256,15 @@ fuzz-rust: rust
 
 fuzz-python: $(TOOLS)
 	FUZZ_SECONDS=$$(($(FUZZ_SECONDS) / 6)) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest --quiet tests/python/test_reader_fuzz.py
+
+# One-sided writes over a libfabric that does its worst, which is compiled from tests/fabric; a failing seed is printed.
+FABRIC_SEEDS ?= 10000
+FABRIC_SEED ?= $(shell date +%s)
+
+fabric-seeds: rust
+	$(call say,fabric: $(FABRIC_SEEDS) seeds from $(FABRIC_SEED))
+	FABRIC_SEEDS=$(FABRIC_SEEDS) FABRIC_SEED=$(FABRIC_SEED) CARGO_PROFILE_TEST_OPT_LEVEL=2 cargo test --quiet --locked \
+		--package crossrail-fabric --test hostile -- --nocapture every_seed
 
 # One more than two processors, because the worker with the test beds mostly waits. On a constantly loaded machine use
 # two: with more, tests exceed their timeouts.

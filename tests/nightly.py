@@ -39,7 +39,7 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class Part:
-    """A goal of the Makefile. ``seconds``: variables that say for how long it looks for faults, and their values."""
+    """A goal of the Makefile. ``seconds``: variables that say for how long, or how often, it looks for faults."""
 
     goal: str
     what: str
@@ -54,6 +54,13 @@ PARTS = (
     Part("miri", "the protocol and rings in an interpreter that finds undefined behaviour", 900),
     Part("tsan", "data races between threads", 2400),
     Part("fuzz", "a stranger's bytes", 1100, {"FUZZ_SECONDS": 600}, "FUZZ_SEED"),
+    Part(
+        "fabric-seeds",
+        "one-sided writes over a libfabric that does its worst",
+        900,
+        {"FABRIC_SEEDS": 10000},
+        "FABRIC_SEED",
+    ),
     Part("chaos", "random faults on rails between two processes", 800, {"CHAOS_SECONDS": 300}, "CHAOS_SEED"),
     Part("chaos-ranks", "ranks that are killed, stopped and replaced", 800, {"CHAOS_SECONDS": 250}, "CHAOS_SEED"),
     Part(

@@ -1,11 +1,14 @@
 /* A correct user of one-sided writes, which any libfabric must satisfy: two endpoints of one process write into each
  * other's memory. Run over real providers and over the hostile one, so that neither is bent to the other.
  *
- *     client LIBRARY PROVIDER SEED ROUNDS [OPTIONS]      prints one line, exit 0; or what is wrong, exit 1
+ *     client LIBRARY PROVIDER SEED ROUNDS [OPTIONS [MISUSE]]      prints one line, exit 0; or what is wrong, exit 1
+ *
+ * With MISUSE it breaks one promise, which the hostile library must name.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -55,6 +58,10 @@ struct side {
     uint64_t receives[2 * SLOTS][8];
     unsigned completed, arrived, repeated, refused;
 };
+
+static const char *misuse = "";
+
+static bool is(const char *name) { return !strcmp(misuse, name); }
 
 static uint64_t state;
 
@@ -117,7 +124,8 @@ static struct fid_mr *registered(struct side *side, uint8_t *at, size_t len, uin
     int result = side->domain->mr->regattr(&side->domain->fid, attr, 0, &mr);
     CHECK("fi_mr_regattr:", !result, "%s", lib.error(-result));
     if (side->info->domain_attr->mr_mode & FI_MR_ENDPOINT) {
-        CHECK("fi_mr_bind", !mr->fid.ops->bind(&mr->fid, &side->ep->fid, 0));
+        if (!is("unbound"))
+            CHECK("fi_mr_bind", !mr->fid.ops->bind(&mr->fid, &side->ep->fid, 0));
         CHECK("fi_mr_enable", !mr->fid.ops->control(&mr->fid, FI_ENABLE, NULL));
     }
     return mr;
@@ -139,7 +147,7 @@ static void open_side(struct side *side, const char *provider)
     CHECK("fi_fabric", !lib.fabric(side->info->fabric_attr, &side->fabric, NULL));
     CHECK("fi_domain", !side->fabric->ops->domain(side->fabric, side->info, &side->domain, NULL));
     CHECK("fi_eq_open", !side->fabric->ops->eq_open(side->fabric, &eq, &side->eq, NULL));
-    cq->size = 2 * (CONTEXTS + SLOTS);
+    cq->size = is("small-queue") ? 1 : 2 * (CONTEXTS + SLOTS);
     cq->format = FI_CQ_FORMAT_DATA;
     CHECK("fi_cq_open", !side->domain->ops->cq_open(side->domain, cq, &side->cq, NULL));
     free(cq);
@@ -149,7 +157,8 @@ static void open_side(struct side *side, const char *provider)
     CHECK("fi_ep_bind av", !ep->ops->bind(ep, &side->av->fid, 0));
     CHECK("fi_ep_bind cq", !ep->ops->bind(ep, &side->cq->fid, FI_TRANSMIT | FI_RECV));
     /* Providers that have no use for an event queue refuse it. */
-    ep->ops->bind(ep, &side->eq->fid, 0);
+    if (!is("no-event-queue"))
+        ep->ops->bind(ep, &side->eq->fid, 0);
     CHECK("fi_enable", !ep->ops->control(ep, FI_ENABLE, NULL));
     side->name_len = 1;
     int result = side->ep->cm->getname(ep, side->name, &side->name_len);
@@ -172,15 +181,23 @@ static void close_fid(struct fid *fid)
 
 static void close_side(struct side *side)
 {
+    if (is("queue-first"))
+        side->cq->fid.ops->close(&side->cq->fid);
     close_fid(&side->ep->fid);
+    if (is("late-poll"))
+        side->cq->ops->read(side->cq, NULL, 0);
     close_fid(&side->heap_mr->fid);
-    close_fid(&side->source_mr->fid);
+    if (!is("no-close"))
+        close_fid(&side->source_mr->fid);
     close_fid(&side->cq->fid);
+    if (is("close-twice"))
+        close_fid(&side->cq->fid);
     close_fid(&side->av->fid);
     close_fid(&side->eq->fid);
     close_fid(&side->domain->fid);
     close_fid(&side->fabric->fid);
-    lib.freeinfo(side->info);
+    if (!is("no-free"))
+        lib.freeinfo(side->info);
     free(side->heap);
     free(side->source);
 }
@@ -214,6 +231,12 @@ static void poll(struct side *side)
 {
     struct fi_cq_data_entry entries[16];
     ssize_t count = side->cq->ops->read(side->cq, entries, 16);
+    static int unread;
+    if (count == -FI_EAVAIL && is("no-readerr")) {
+        if (++unread == 1000)
+            exit(3);
+        return;
+    }
     if (count == -FI_EAVAIL) {
         uint8_t room[256] = { 0 };
         struct fi_cq_err_entry *error = (struct fi_cq_err_entry *)room;
@@ -283,12 +306,102 @@ static bool post(struct side *from, struct side *to)
     return true;
 }
 
+static pthread_barrier_t both;
+
+static void *poll_on(void *side)
+{
+    struct side *its = side;
+    struct fi_cq_data_entry none;
+    pthread_barrier_wait(&both);
+    for (int i = 0; i < 20000; i++)
+        its->cq->ops->read(its->cq, &none, 0);
+    return NULL;
+}
+
+static ssize_t write_once(struct side *from, struct side *to, struct fi_msg_rma *change, struct fi_rma_iov *rma,
+                          struct iovec *iov)
+{
+    static void *desc[16];
+    uint64_t base = to->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? (uint64_t)(uintptr_t)to->heap : 0;
+    for (int i = 0; i < 16; i++)
+        desc[i] = from->source_mr->mem_desc;
+    *iov = (struct iovec){ from->source, 64 };
+    *rma = (struct fi_rma_iov){ base, 64, to->heap_mr->key };
+    struct fi_msg_rma msg = { iov, desc, 1, from->peer, rma, 1, &from->contexts[0], 0 };
+    if (is("too-long"))
+        iov->iov_len = rma->len = from->info->ep_attr->max_msg_size + 1;
+    if (is("too-many"))
+        msg.iov_count = 9;
+    if (is("wide"))
+        msg.data = 1ULL << 33;
+    if (is("nowhere"))
+        msg.rma_iov_count = 0;
+    if (is("unequal"))
+        rma->len++;
+    if (is("no-desc"))
+        msg.desc = NULL;
+    if (is("foreign-source"))
+        iov->iov_base = from->heap;
+    if (is("stranger"))
+        msg.addr = 12345;
+    *change = msg;
+    return from->ep->rma->writemsg(from->ep, &msg, FI_REMOTE_CQ_DATA | FI_COMPLETION);
+}
+
+/* Breaks a promise that concerns one operation. */
+static void once(struct side *from, struct side *to)
+{
+    struct fi_msg_rma msg;
+    struct fi_rma_iov rma;
+    struct iovec iov;
+    if (is("inject-long")) {
+        from->ep->rma->injectdata(from->ep, from->source, from->info->tx_attr->inject_size + 1, 0, from->peer, 0,
+                                  to->heap_mr->key);
+    } else if (is("threads")) {
+        pthread_t other;
+        pthread_barrier_init(&both, NULL, 2);
+        pthread_create(&other, NULL, poll_on, from);
+        poll_on(from);
+        pthread_join(other, NULL);
+    } else if (is("beyond")) {
+        from->cq->ops->sread();
+    } else if (is("late-option")) {
+        from->ep->ops->setopt(&from->ep->fid, 0, 0, NULL, 0);
+    } else if (is("loops")) {
+        for (int i = 0; i < 5000; i++)
+            write_once(from, to, &msg, &rma, &iov);
+    } else {
+        write_once(from, to, &msg, &rma, &iov);
+        if (is("source-closed"))
+            from->source_mr->fid.ops->close(&from->source_mr->fid);
+        if (is("source-changed"))
+            from->source[0]++;
+        if (is("context-twice"))
+            write_once(from, to, &msg, &rma, &iov);
+        if (is("context-changed"))
+            memset(from->contexts, 0xff, sizeof from->contexts[0]);
+    }
+    struct fi_cq_data_entry entries[16];
+    for (int i = 0; i < 5000; i++) {
+        from->cq->ops->read(from->cq, entries, 16);
+        to->cq->ops->read(to->cq, entries, 16);
+    }
+    exit(3);
+}
+
 int main(int argc, char **argv)
 {
     CHECK("usage: client LIBRARY PROVIDER SEED ROUNDS [OPTIONS]", argc >= 5);
     setenv("HOSTILE_SEED", argv[3], 1);
     if (argc > 5)
         setenv("HOSTILE_OPTIONS", argv[5], 1);
+    if (argc > 6)
+        misuse = argv[6];
+    static const char *const LATER[] = { "", "queue-first", "late-poll", "no-close", "close-twice", "no-free",
+        "small-queue", "no-event-queue", "unbound", "no-readerr", "not-introduced" };
+    bool later = false;
+    for (size_t i = 0; i < sizeof LATER / sizeof *LATER; i++)
+        later |= is(LATER[i]);
     void *library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
     CHECK("dlopen:", library, "%s", dlerror());
     resolve(library);
@@ -297,11 +410,13 @@ int main(int argc, char **argv)
     static struct side sides[2];
     for (int i = 0; i < 2; i++)
         open_side(&sides[i], argv[2]);
-    for (int i = 0; i < 2; i++)
+    for (int i = is("not-introduced"); i < 2; i++)
         CHECK("fi_av_insert", sides[i].av->ops->insert(sides[i].av, sides[1 - i].name, 1, &sides[i].peer, 0, NULL) == 1);
+    if (!later)
+        once(&sides[0], &sides[1]);
     double deadline = now() + PATIENCE_S;
     while (posted < rounds) {
-        int i = (int)roll(2);
+        int i = is("not-introduced") ? 1 : (int)roll(2);
         if (post(&sides[i], &sides[1 - i])) {
             posted++;
             deadline = now() + PATIENCE_S;

@@ -1,4 +1,4 @@
-/* A libfabric that is as unhelpful as the interface allows, and checks what its caller promised: see README.md. */
+/* A libfabric that is as unhelpful as the interface allows, and checks what its caller promised: see ../README.md. */
 #ifndef HOSTILE_H
 #define HOSTILE_H
 
