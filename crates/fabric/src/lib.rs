@@ -18,6 +18,7 @@
 mod attach;
 mod companion;
 mod count;
+pub mod examine;
 mod exposures;
 mod lane;
 mod library;

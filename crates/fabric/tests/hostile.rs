@@ -11,6 +11,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crossrail_fabric::examine::{Test, write_into};
 use crossrail_fabric::{FabricPlacing, Offer, Wanted, attach};
 use crossrail_transport::placing::conformance::{self, Pair};
 use crossrail_transport::placing::{Counter, Event, Extent, Imm, Key, PIECES_MAX, Placing, WriteError};
@@ -380,6 +381,10 @@ fn traffic(hostile: &Hostile, (a, b): (&mut End, &mut End), act: Act, dice: &mut
         a.poll(b);
         b.poll(a);
     }
+    if a.is_up() && b.is_up() {
+        // Those of both rings, of both stagings, and of both heaps: none of a write that has ended.
+        assert!(hostile.count("registrations") <= 6, "registrations of writes that have ended are open");
+    }
     verdict(a, b, act);
 }
 
@@ -495,5 +500,46 @@ fn a_lost_link_is_named() {
         assert!(errors.iter().any(|error| error.contains("lost a write") || error.contains("4111")), "{errors:?}");
     }
     drop((pairs, offers));
+    assert_eq!(hostile.violations(true), "");
+}
+
+/// What `crossrail doctor --fabric` finds is what the device does.
+#[test]
+fn tests_of_a_device_find_what_it_does() {
+    let _turn = turn();
+    let Some(hostile) = Hostile::load() else { return };
+    // Slow enough for a registration to be closed while a write arrives.
+    let steady = "tx=64,msg=4194304,cuts=8,early=0,eagain=0,withhold=0,null=0,repeat=0";
+    for (fence, speed) in [(0, 40), (1, 40)] {
+        hostile.begin(11, &format!("{steady},move={speed},fence={fence}"));
+        let offer = offers(&hostile, "hostile").expect("usable");
+        let facts = Test::Fence.run(&offer).expect("it runs");
+        assert_eq!((facts["began"], facts["fenced"]), (1.0, f64::from(fence)), "{facts:?}");
+        assert_eq!(facts["after_bytes"] > 0.0, fence == 0, "{facts:?}");
+        let facts = Test::Key.run(&offer).expect("it runs");
+        assert_eq!((facts["written"], facts["refused"], facts["survives"]), (0.0, 1.0, 1.0), "{facts:?}");
+        drop(offer);
+        assert_eq!(hostile.violations(true), "");
+    }
+    hostile.begin(12, &format!("{steady},move=256,data=4"));
+    let offer = offers(&hostile, "efa").expect("usable");
+    let facts = Test::Write.run(&offer).expect("it runs");
+    assert!(facts["latency_us"] > 0.0 && facts["gb_per_s"] > 0.0, "{facts:?}");
+    let facts = Test::Register.run(&offer).expect("it runs");
+    assert!(facts["first_ms_per_gib"] > 0.0 && facts["later_ms_per_gib"] > 0.0, "{facts:?}");
+    let mut memory = vec![0u8; 3 << 20];
+    let extent = Extent::host(memory.as_mut_ptr(), memory.len());
+    // SAFETY: the memory outlives the call.
+    let facts = unsafe { write_into(&offer, &extent, 0xa7) }.expect("it runs");
+    assert_eq!(facts["bytes"], memory.len() as f64);
+    assert!(memory.iter().all(|byte| *byte == 0xa7));
+    drop(offer);
+    assert_eq!(hostile.violations(true), "");
+    // A provider that fails is named.
+    hostile.begin(13, &format!("{steady},move=255,fail_at=3"));
+    let offer = offers(&hostile, "hostile").expect("usable");
+    let error = Test::Write.run(&offer).expect_err("an operation fails").to_string();
+    assert!(error.contains("4111") && error.contains("a write of 8 bytes"), "{error}");
+    drop(offer);
     assert_eq!(hostile.violations(true), "");
 }

@@ -180,10 +180,18 @@ size_t hostile_report(char *to, size_t room, int ended)
 
 /* How often something happened in this run: `posts`, `refused` (EAGAIN), `repeated`, `early` (completions before arrival),
  * `out_of_order`, `failed`, `null_errors`, `lost`, `forged` (writes that no registration allows), `short_reads`, `writes`
- * (bytes), `closed_mr` (writes stopped by a closed registration). */
+ * (bytes), `closed_mr` (writes stopped by a closed registration); and `registrations` that are open now. */
 uint64_t hostile_count(const char *name);
 uint64_t hostile_count(const char *name)
 {
+    if (!strcmp(name, "registrations")) {
+        uint64_t open = 0;
+        lock_all();
+        for (struct object *one = objects; one; one = one->next)
+            open += one->open && one->is.fid.fclass == FI_CLASS_MR;
+        unlock_all();
+        return open;
+    }
     for (size_t i = 0; i < STATS; i++)
         if (!strcmp(STAT_NAMES[i], name))
             return stats[i];
