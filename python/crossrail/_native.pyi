@@ -23,6 +23,7 @@ from crossrail.records import (
     DeviceEpSamples,
     EpPlan,
     EpSamples,
+    FabricState,
     HasCudaStream,
     HasDeviceName,
     HeldTimes,
@@ -130,6 +131,9 @@ __all__ = [
     "device_of",
     "device_plan",
     "expert_plan",
+    "fabric_state",
+    "fabric_test",
+    "fabric_write_into",
     "format_size",
     "host_memory",
     "launch_of",
@@ -866,6 +870,11 @@ def parse_sizes(text: str) -> list[int]: ...
 def format_size(nbytes: int) -> str: ...
 def cpu_quota() -> float | None: ...
 def loopback() -> str: ...
+def fabric_state(context: Context, provider: str | None = None) -> FabricState: ...
+def fabric_test(context: Context, provider: str, device: str, test: str) -> dict[str, float]: ...
+def fabric_write_into(
+    context: Context, provider: str, device: str, memory: tuple[int, int], pattern: int, gpu: int | None = None
+) -> dict[str, float]: ...
 def launch_of(environment: dict[str, str]) -> tuple[str, int, int, int, int] | None: ...
 def host_memory() -> HostMemory | None: ...
 def bench_latency(

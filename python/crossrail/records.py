@@ -239,6 +239,45 @@ class CudaState(TypedDict):
     why_no_compiler: str | None
 
 
+class FabricDevice(TypedDict):
+    """One provider of libfabric over one device. Sizes are in bytes, `speed` in bit/s (0: not known).
+
+    `modes`: what registrations need. `gpu`: memory of GPUs can be registered. `rx_cq_data`: an immediate consumes a
+    receive. `up` is None if the provider does not know the link.
+    """
+
+    provider: str
+    name: str
+    nic: str | None
+    pci: str | None
+    speed: int
+    up: bool | None
+    gpu: bool
+    modes: str
+    mr_key_size: int
+    cq_data_size: int
+    tx_size: int
+    inject_size: int
+    iov_limit: int
+    rma_iov_limit: int
+    max_msg_size: int
+    rx_cq_data: bool
+
+
+class FabricState(TypedDict):
+    """libfabric as this process has loaded it: `version` is None if it cannot be used, for `reason`.
+
+    `refused`: why there is no device.
+    """
+
+    version: str | None
+    reason: str | None
+    fix: str | None
+    files: list[str]
+    refused: str | None
+    devices: list[FabricDevice]
+
+
 class NumaNode(TypedDict):
     """One NUMA node and its processors."""
 

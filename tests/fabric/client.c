@@ -131,7 +131,7 @@ static struct fid_mr *registered(struct side *side, uint8_t *at, size_t len, uin
     return mr;
 }
 
-/* Where an immediate consumes a receive, one is posted for each that may be under way. */
+/* Posts receives, for providers whose immediates consume them: one for each that may be in flight. */
 static void receive_nothing(struct side *side, size_t number)
 {
     ssize_t result = side->ep->msg->recv(side->ep, NULL, 0, NULL, FI_ADDR_NOTAVAIL, side->receives[number]);
@@ -204,7 +204,7 @@ static void close_side(struct side *side)
 
 static uint8_t byte_of(const struct slot *slot, size_t i) { return (uint8_t)(slot->first + 7 * i + (i >> 8)); }
 
-/* Immediate: slot, and the bit that tells a repeated one. */
+/* Immediate: slot, and the bit that differs from that of the slot's previous write. */
 static void arrived(struct side *side, uint64_t data)
 {
     size_t number = data & 0xff;

@@ -121,7 +121,14 @@ def test_an_error_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("rail-mtu", "--peer"), ("store", "--store"), ("nccl", "--nccl"), ("launcher", "--torchrun")]
+    ("name", "option"),
+    [
+        ("rail-mtu", "--peer"),
+        ("store", "--store"),
+        ("nccl", "--nccl"),
+        ("fabric-key", "--fabric"),
+        ("launcher", "--torchrun"),
+    ],
 )
 def test_a_check_with_an_option_is_refused_without_it(
     name: str, option: str, capsys: pytest.CaptureFixture[str]

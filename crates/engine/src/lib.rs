@@ -32,9 +32,10 @@ mod session;
 
 pub use api::placing;
 pub use api::{
-    Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, Info, LaneReport, Layout, Mapped, Move, MoveExplain,
-    MoveKind, MoveOptions, NOTICE_MAX, Notice, Op, Outcome, Region, Request, Shared, Signal, StartOptions,
-    TransportInfo, Worker, WorkerOptions, close_all, hold_lock,
+    Awaited, ConnectOptions, Context, DeviceInfo, Endpoint, FabricAttributes, FabricDevice, FabricFacts, FabricState,
+    Info, LaneReport, Layout, Mapped, Move, MoveExplain, MoveKind, MoveOptions, NOTICE_MAX, Notice, Op, Outcome,
+    Region, Request, Shared, Signal, StartOptions, TransportInfo, Worker, WorkerOptions, close_all, fabric_state,
+    fabric_test, fabric_write_into, hold_lock,
 };
 #[cfg(feature = "fuzzing")]
 pub use core::lists::fuzzing;

@@ -1,4 +1,4 @@
-//! What a device really does: tests between two endpoints of one device within this process, whose results are facts.
+//! Tests of what a device really does, between two endpoints of it within this process. Their results are facts.
 //!
 //! Providers differ in what documents leave open. Each test ends by itself within [`LIMIT`], but a provider may end the
 //! process, so that tools run each in a process of its own.
@@ -26,7 +26,7 @@ const ROUNDS: usize = 200;
 /// Lengths of rows that are compared, and the bytes of them all.
 const ROWS: [usize; 7] = [64, 256, 1024, 2304, 4096, 8192, 16384];
 const ROW_BYTES: usize = 4 << 20;
-/// How long memory is watched after access to it has ended.
+/// Time for which memory is watched after access to it has ended.
 const WATCHED: Duration = Duration::from_millis(300);
 
 /// Facts by name; their units are in the name's end.
@@ -41,8 +41,8 @@ pub enum Test {
     Fence,
     /// A wrong key: `written` bytes, `refused` (1: the writer got an error), `error_ms`, `survives` (1: others work on).
     Key,
-    /// Rows written one by one against rows packed into one write: `packed_below_bytes` is the least length from which
-    /// single writes are faster.
+    /// Rows written one by one against rows packed into one write: single writes are faster from
+    /// `packed_below_bytes` on.
     Rows,
     /// Registration of host memory: `first_ms_per_gib`, and `later_ms_per_gib` with that registered.
     Register,
@@ -73,7 +73,7 @@ impl Test {
     }
 }
 
-/// Writes a pattern into memory of the caller's, as that of a GPU, and returns once its last immediate has arrived: the
+/// Writes a pattern into the caller's memory, as that of a GPU, and returns once its last immediate has arrived: the
 /// bytes must be visible then. Facts: `register_ms`, `bytes`.
 ///
 /// # Errors
@@ -306,7 +306,7 @@ fn key(pair: &mut Pair) -> Result<Facts> {
     let written = pair.count(1);
     pair.failed.clear();
     pair.arrived = 0;
-    // The connection may be lost with that write; the provider then says so, or is silent.
+    // The connection may be lost with that write; the provider then reports it, or is silent.
     let survives =
         pair.post(0, 8, pair.target, 0, 2).is_ok() && pair.drive("the next write", |pair| pair.data == 2).is_ok();
     let facts = [

@@ -47,7 +47,7 @@ impl Dice {
     }
 }
 
-/// What disturbs a run, beside what the library does by itself.
+/// Disturbance of a run, in addition to those of the library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Act {
     Nothing,
@@ -66,7 +66,7 @@ enum Act {
 const ACTS: [Act; 8] =
     [Act::Nothing, Act::Nothing, Act::Nothing, Act::Revoke, Act::Recall, Act::Drop, Act::Fail, Act::NoMemory];
 
-/// A write under way.
+/// A write in flight.
 struct Sent {
     bytes: Vec<u8>,
     place: usize,
@@ -192,11 +192,11 @@ impl End {
         let (before, rest) = place.split_at(sent.at);
         let (written, after) = rest.split_at(sent.len);
         assert!(written == &sent.bytes[..], "{}: a wrong byte of {}", self.name, sent.len);
-        assert!(before.iter().chain(after).all(|byte| *byte == 0), "{}: a byte beside its write", self.name);
+        assert!(before.iter().chain(after).all(|byte| *byte == 0), "{}: a byte outside its write", self.name);
         place[sent.at..][..sent.len].fill(0);
     }
 
-    /// Nobody may write here any more.
+    /// Its memory may not be written from now on.
     fn close(&mut self) {
         self.closed = true;
         self.heap.fill(0xee);
@@ -212,7 +212,7 @@ fn offers(hostile: &Hostile, provider: &str) -> Result<Offer, String> {
 
 type Joined = Result<FabricPlacing, crossrail_types::Error>;
 
-/// Both ends, and a descriptor of the connection beside them, which does not end while that is open.
+/// Both ends, and a descriptor of their connection, which does not end while that is open.
 fn join(offer: &Offer) -> (Joined, Joined, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
     let here = TcpStream::connect(listener.local_addr().expect("bound")).expect("dial");
@@ -226,7 +226,7 @@ fn join(offer: &Offer) -> (Joined, Joined, TcpStream) {
     })
 }
 
-/// What a run has shown.
+/// Counts of what all runs have shown.
 #[derive(Debug, Default)]
 struct Shown {
     runs: u64,
@@ -407,7 +407,7 @@ fn verdict(a: &End, b: &End, act: Act) {
         let text = error.to_string();
         assert!(text.contains("fabric/test") && text.contains(to.name), "{text}");
         let names_it = match act {
-            // One end learns of it from the provider, the other by the end of the connection beside.
+            // One end learns of it from the provider, the other by the end of their connection.
             Act::Fail => text.contains("4111") || text.contains("fi_") || matches!(error, LaneError::Closed(_)),
             Act::NoMemory => text.contains("fi_mr_regattr") || matches!(error, LaneError::Closed(_)),
             _ => matches!(error, LaneError::Closed(_) | LaneError::Down(_)),
@@ -459,7 +459,7 @@ fn the_conformance_suite_passes() {
     }
 }
 
-/// A link that is lost, in each way that providers have: the peer is named, whatever completions say.
+/// A link that is lost, in each way that providers have: the peer is named, whatever is completed.
 #[test]
 fn a_lost_link_is_named() {
     let _turn = turn();
@@ -503,7 +503,7 @@ fn a_lost_link_is_named() {
     assert_eq!(hostile.violations(true), "");
 }
 
-/// What `crossrail doctor --fabric` finds is what the device does.
+/// Facts of `crossrail doctor --fabric` agree with what the device does.
 #[test]
 fn tests_of_a_device_find_what_it_does() {
     let _turn = turn();

@@ -55,7 +55,7 @@ fn a_correct_client_runs_over_every_provider_of_it() {
     }
 }
 
-/// The same client: what it relies on is what providers do.
+/// Shows that the client relies on nothing that real providers do not do.
 #[test]
 fn a_correct_client_runs_over_real_providers() {
     let Some(client) = client() else { return };

@@ -6,15 +6,17 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
 import crossrail
+from crossrail._native import fabric_state
 from crossrail.errors import ConfigError, CrossrailError
-from crossrail.records import CudaDevice, CudaState, Info
-from crossrail_tools.report import capture_environment, console, format_bytes, table, write_text
+from crossrail.records import CudaDevice, CudaState, FabricDevice, FabricState, Info
+from crossrail_tools.report import capture_environment, console, format_bytes, format_size, table, write_text
 
 from .failure import UsageFailure
 from .options import add_json
@@ -22,6 +24,13 @@ from .parsing import Command, Parser
 from .reporting import check_json
 
 SCHEMA = "crossrail-info/1"
+
+LIBRARY = "CROSSRAIL_FABRIC_LIBRARY"
+NO_LIMIT = 1 << 62
+"""Providers of libfabric without a limit state the largest number of a size."""
+
+NIC_KINDS = ("infiniband", "cxi")
+"""Classes of devices in sysfs for which libfabric is loaded: InfiniBand, RoCE and EFA, and Slingshot."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,13 @@ class InfoOptions:
         """
         check_json(self.json)
         info, wrong = usable_info()
-        print_info(info, console(stderr=self.json == "-"))
+        to = console(stderr=self.json == "-")
+        print_info(info, to)
+        fabric = usable_fabric()
+        print_fabric(fabric, to)
         if self.json is not None:
-            whole = {"schema": SCHEMA, "environment": dataclasses.asdict(capture_environment()), "info": info}
+            environment = dataclasses.asdict(capture_environment())
+            whole = {"schema": SCHEMA, "environment": environment, "info": info, "fabric": fabric}
             write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", self.json)
         if wrong:
             raise UsageFailure(f"{wrong[0]}" + (f" (and {len(wrong) - 1} more settings)" if wrong[1:] else ""))
@@ -74,6 +87,45 @@ def usable_info() -> tuple[Info, list[ConfigError]]:
         reason = "; ".join(part for part in (error.detail, error.hint) if part)
         rows[name] |= {"value": shown, "is_default": False, "error": reason}
     return info, [error for _, error in wrong]
+
+
+def usable_fabric(environ: Mapping[str, str] = os.environ, sys: Path = Path("/sys")) -> FabricState | None:
+    """The state of libfabric; None where nothing asks for it: loading it takes time, and installs signal handlers."""
+    names = environ.get("CROSSRAIL_TLS", "")
+    named = any(name.strip().startswith("fabric") for name in names.split(","))
+    nics = any(any((sys / "class" / kind).glob("*")) for kind in NIC_KINDS)
+    if not (named or nics or environ.get(LIBRARY)):
+        return None
+    return fabric_state(crossrail.Context(environment=False, fabric_library=environ.get(LIBRARY) or None))
+
+
+def write_limit(one: FabricDevice) -> str:
+    """The limit of one write over a device of libfabric, in words."""
+    most = one["max_msg_size"]
+    return "any size" if most >= NO_LIMIT else f"at most {format_size(most)}"
+
+
+def print_fabric(state: FabricState | None, to: Console) -> None:
+    """Prints libfabric's version, file and devices, or why there is none."""
+    if state is None:
+        to.print("libfabric: not loaded: no RDMA device is here; `crossrail doctor --fabric` tests what it offers\n")
+        return
+    if state["version"] is None:
+        to.print(f"libfabric: not usable: {'; '.join(part for part in (state['reason'], state['fix']) if part)}\n")
+        return
+    columns = ["device", "NIC", "speed", "link", "GPU memory", "limits"]
+    title = f"libfabric {state['version']}: {', '.join(state['files'])}"
+    devices = table(title, columns, left=6, keys=1, prose=["limits"])
+    for one in state["devices"]:
+        speed = f"{one['speed'] / 1e9:g} Gbit/s" if one["speed"] else "-"
+        link = {True: "up", False: "down", None: "-"}[one["up"]]
+        memory = "directly" if one["gpu"] else "through host memory: the provider has no HMEM"
+        limits = f"writes of {write_limit(one)}, {one['tx_size']} in flight; registrations: {one['modes']}"
+        nic = " ".join(part for part in (one["nic"], one["pci"]) if part) or "-"
+        devices.add_row(f"{one['provider']}/{one['name']}", nic, speed, link, memory, limits)
+    to.print(devices)
+    if state["refused"]:
+        to.print(f"libfabric: {state['refused']}; {state['fix']}\n")
 
 
 def add_arguments(parser: Parser) -> None:

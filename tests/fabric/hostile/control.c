@@ -119,7 +119,7 @@ static void choose(const char *options)
     }
 }
 
-/* What providers do that have no event queue for an error. */
+/* Ends the process, as providers do that have no event queue for an error. */
 void give_up(const char *why)
 {
     fprintf(stderr, "hostile libfabric, seed %llu: abort: %s\n", (unsigned long long)begun, why);
@@ -178,7 +178,7 @@ size_t hostile_report(char *to, size_t room, int ended)
     return len;
 }
 
-/* How often something happened in this run: `posts`, `refused` (EAGAIN), `repeated`, `early` (completions before arrival),
+/* Number of events of this run: `posts`, `refused` (EAGAIN), `repeated`, `early` (completions before arrival),
  * `out_of_order`, `failed`, `null_errors`, `lost`, `forged` (writes that no registration allows), `short_reads`, `writes`
  * (bytes), `closed_mr` (writes stopped by a closed registration); and `registrations` that are open now. */
 uint64_t hostile_count(const char *name);
@@ -228,7 +228,7 @@ unsigned hostile_lose(const char *device, unsigned kind)
     return count;
 }
 
-/* Whether this thread is the one that its domain has inside. */
+/* True while this thread alone is in a call of its domain. */
 static _Thread_local bool alone;
 
 struct object *enter(void *fid, size_t fclass, const char *call)
@@ -254,7 +254,7 @@ struct object *enter(void *fid, size_t fclass, const char *call)
         unsigned long nobody = 0;
         unlock_all();
         alone = atomic_compare_exchange_strong(&domain->inside, &nobody, (unsigned long)pthread_self());
-        /* On one processor another thread rarely comes in by itself. */
+        /* On one processor another thread rarely runs here by itself. */
         static _Thread_local unsigned calls;
         if (++calls % 64 == 0)
             sched_yield();

@@ -6,7 +6,7 @@
 
 #include "hostile.h"
 
-/* Posts that are refused between two polls before the caller is said to loop. */
+/* Posts that may be refused between two polls; more are a loop. */
 #define REFUSALS_MAX 2000
 
 static uint64_t operations;
@@ -73,14 +73,14 @@ static size_t context_len(const struct object *ep)
     return ep->mode & FI_CONTEXT2 ? 64 : ep->mode & FI_CONTEXT ? 32 : 0;
 }
 
-/* Whether a context is memory of the provider's alone until the operation ends. */
+/* True if a context is memory of the provider alone until the operation ends. */
 static bool context_is_free(const struct object *ep, const char *context)
 {
     size_t len = context_len(ep);
     if (!len)
         return true;
     if (!context || (uintptr_t)context % sizeof(void *)) {
-        violation("CONTEXT", "an operation whose context is no fi_context");
+        violation("CONTEXT", "an operation without an fi_context");
         return false;
     }
     for (const struct op *op = ops; op; op = op->next) {

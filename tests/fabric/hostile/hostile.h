@@ -13,7 +13,7 @@
 /* Endpoints, and entries of an address vector; tests stay far below. */
 #define TABLE_MAX 256
 
-/* What the seed, or the options of hostile_begin, decide. Probabilities are out of 256. */
+/* Decided by the seed, or by the options of hostile_begin. Probabilities are out of 256. */
 struct config {
     uint64_t version;  /* FI_VERSION */
     uint64_t nics;     /* devices of providers that have NICs */

@@ -31,7 +31,7 @@ static const struct provider PROVIDERS[] = {
     { .name = "verbs;ofi_rxm", .device = "mlx5_%u", .mr_optional = FI_MR_LOCAL, .mode = 0, .protocol = 11,
       .mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY, .addr_format = FI_SOCKADDR_IN, .nic = true,
       .manual = true, .may_wait = true, .closes_fence = true },
-    /* None of any kind: it demands and does what the seed says. */
+    /* Of no kind: the seed decides what it demands and does. */
     { .name = "hostile", .device = "hostile%u", .mr_optional = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY,
       .protocol = 77, .addr_format = FI_ADDR_STR, .nic = true, .manual = true, .may_wait = true },
 };
@@ -179,7 +179,7 @@ static struct fi_info *offer(const struct provider *provider, unsigned number, c
     return info;
 }
 
-/* What the hints ask for, against one offer; takes away what the caller's `mr_mode` does not grant. */
+/* Compares an offer with the hints, and withdraws capabilities that were not asked for. */
 static bool suits(const struct fi_info *hints, struct fi_info *info)
 {
     if (!hints)

@@ -129,7 +129,7 @@ bool source_uses(const struct object *mr)
     return false;
 }
 
-/* The provider is done with the source, and says so. */
+/* Reports that the provider no longer reads the source. */
 static void complete(struct op *op, int error)
 {
     struct object *ep = op->from;
@@ -154,7 +154,7 @@ static void complete(struct op *op, int error)
     push(ep->tx, &entry);
 }
 
-/* A failed write that the target learns of without being told which. */
+/* Reports a failed write to its target, which does not learn which one it was. */
 static void tell_target(struct object *to)
 {
     if (!to || !to->open || !chance(config.null))

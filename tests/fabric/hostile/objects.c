@@ -155,7 +155,7 @@ static int object_bind(struct fid *fid, struct fid *to, uint64_t flags)
     } else if (fid->fclass == FI_CLASS_MR && to->fclass == FI_CLASS_EP) {
         object->bound = true;
     } else if (fid->fclass != FI_CLASS_EP || object->enabled) {
-        violation("BOUND_LATE", "fi_bind of object %llu, which is no endpoint or is enabled", (unsigned long long)object->number);
+        violation("BOUND_LATE", "fi_bind of object %llu, which is not an endpoint, or is enabled already", (unsigned long long)object->number);
         result = -EINVAL;
     } else if (to->fclass == FI_CLASS_AV) {
         object->addresses = other;
@@ -237,7 +237,7 @@ void install_handlers(void)
         sigaction(SIGNALS[i], &action, NULL);
 }
 
-/* How many handlers of this library are installed. */
+/* Number of this library's handlers that are installed. */
 unsigned hostile_handlers(void);
 unsigned hostile_handlers(void)
 {

@@ -2,6 +2,7 @@
 
 mod context;
 mod endpoint;
+mod fabric;
 mod interop;
 mod layout;
 mod mapped;
@@ -15,6 +16,9 @@ mod worker;
 
 pub use context::{Context, DeviceInfo, Info, TransportInfo};
 pub use endpoint::{Endpoint, LaneReport, Op};
+pub use fabric::{
+    FabricAttributes, FabricDevice, FabricFacts, FabricState, fabric_state, fabric_test, fabric_write_into,
+};
 pub use layout::Layout;
 pub use mapped::{Mapped, Shared};
 pub use moves::{Move, MoveExplain, MoveKind, MoveOptions, StartOptions};

@@ -29,7 +29,7 @@ pub(crate) fn compile(arguments: &[&str]) -> bool {
     true
 }
 
-/// A path for a file of this process's.
+/// A path for a file of this process.
 pub(crate) fn place(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fabric-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -51,7 +51,7 @@ pub(crate) fn library() -> Option<&'static Path> {
     path.as_deref()
 }
 
-/// What the library offers its tests. One run at a time.
+/// The functions for tests. One run at a time.
 pub(crate) struct Hostile {
     library: libloading::Library,
     pub(crate) fabric: &'static Library,
@@ -99,12 +99,12 @@ impl Hostile {
         }
     }
 
-    /// How often something happened in this run.
+    /// Number of events of this kind in this run.
     pub(crate) fn count(&self, name: &str) -> u64 {
         self.number(b"hostile_count\0", name)
     }
 
-    /// What the seed decided.
+    /// Value of an option in this run.
     pub(crate) fn option(&self, name: &str) -> u64 {
         self.number(b"hostile_option\0", name)
     }

@@ -3,6 +3,7 @@
 mod awaited;
 pub(crate) mod context;
 pub(crate) mod endpoint;
+mod fabric;
 pub(crate) mod group;
 mod mapped;
 pub(crate) mod memory;
@@ -59,6 +60,9 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(context::host_memory, module)?)?;
     module.add_function(wrap_pyfunction!(context::cpu_quota, module)?)?;
     module.add_function(wrap_pyfunction!(context::loopback, module)?)?;
+    module.add_function(wrap_pyfunction!(fabric::fabric_state, module)?)?;
+    module.add_function(wrap_pyfunction!(fabric::fabric_test, module)?)?;
+    module.add_function(wrap_pyfunction!(fabric::fabric_write_into, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_size, module)?)?;
     module.add_function(wrap_pyfunction!(options::parse_sizes, module)?)?;
     module.add_function(wrap_pyfunction!(options::format_size, module)?)

@@ -38,6 +38,7 @@ class DoctorOptions:
     seconds: float = SECONDS
     store: str | None = None
     nccl: bool = False
+    fabric: str | None = None
     launcher: str | None = None
     secret_file: str | None = None
     json: str | None = None
@@ -48,6 +49,7 @@ class DoctorOptions:
         """The optional groups of checks that were asked for."""
         given = {"rails": self.peer is not None, "store": self.store is not None, "nccl": self.nccl}
         given["launcher"] = self.launcher is not None
+        given["fabric"] = self.fabric is not None
         return {group for group, wanted in given.items() if wanted}
 
     def run(self) -> None:
@@ -96,6 +98,7 @@ class DoctorOptions:
             store=self.store,
             secret_file=self.secret_file,
             launcher=self.launcher,
+            fabric=self.fabric,
         )
 
 
@@ -119,6 +122,8 @@ def add_arguments(parser: Parser) -> None:
     store = "also the store at URL (CROSSRAIL_STORE)"
     what.add_argument("--store", metavar="URL", nargs="?", const="", help=store)
     what.add_argument("--nccl", action="store_true", help="also Crossrail as NCCL's network")
+    text = "also libfabric's devices, by writing over them: those of PROVIDER (efa, cxi, verbs, tcp, shm), or of NICs"
+    what.add_argument("--fabric", metavar="PROVIDER", nargs="?", const="", help=text)
     launchers = what.add_mutually_exclusive_group()
     for option, name in (("--torchrun", "torchrun"), ("--slurm", "Slurm")):
         text = f"also the variables of {name}"
@@ -141,7 +146,8 @@ def _seconds(text: str) -> float:
 
 def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
     alone = ("peer", "only", "store", "nccl", "launcher", "seconds", "json")
-    if parsed.listen is not None and any(getattr(parsed, name) for name in alone):
+    given = any(getattr(parsed, name) for name in alone) or parsed.fabric is not None
+    if parsed.listen is not None and given:
         parser.error("--listen answers other machines and tests nothing itself: give the other options there")
     if parsed.seconds is not None and parsed.peer is None:
         parser.error("--seconds is for the loads of --peer, which is not given")
@@ -152,6 +158,7 @@ def _outcome(parser: Parser, parsed: argparse.Namespace) -> Command:
         only=parsed.only,
         store=parsed.store,
         nccl=parsed.nccl,
+        fabric=parsed.fabric,
         launcher=parsed.launcher,
         secret_file=parsed.secret_file,
         json=parsed.json,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from crossrail.errors import ConfigError
-from crossrail.records import Info
+from crossrail.records import FabricState, Info
 
 from .links import Rail
 from .ways import Survey
@@ -69,6 +69,8 @@ class Machine:
     secret_file: str | None = None
     launcher: str | None = None
     survey: Survey | None = None
+    fabric: str | None = None
+    fabric_state: FabricState | None = None
 
     @property
     def gpus(self) -> list[str]:

@@ -59,6 +59,10 @@ def serve(parent: Parent, job: Message) -> None:
             _memory(parent, job)
         case "net-plugin":
             _net_plugin(job)
+        case "fabric":
+            from .fabric import serve_test  # it starts processes of this module itself
+
+            serve_test(parent, job)
         case other:
             raise Failure(f"the doctor asked its second process for {other!r}")
 

@@ -106,11 +106,16 @@ finding, which names the others. `--only` selects checks by id or group, `--json
     crossrail doctor --listen 10.0.0.1 --secret-file secret   # on one machine ...
     crossrail doctor --peer 10.0.0.1 --secret-file secret     # ... and on the other: every rail
     crossrail doctor --store tcp://10.0.0.1:18178 --nccl
+    crossrail doctor --fabric efa              # libfabric's devices; without a name those of all NICs
 
 With `--peer` every rail here is tested against every rail of the other machine: reachability, path MTU, bandwidth alone
 in each direction, and bandwidth of all rails at once. The other machine answers at the
 port after its own (TCP and UDP; another one if that is taken), to this run only. Listening beyond loopback needs the
 secret of all ends; without one, only the rails of loopback are tried.
+
+With `--fabric` every device of libfabric is written over, between two endpoints of a process of its own: a provider
+that ends the process, as some do, is a finding. [On the first day with a NIC](guides/first-day-with-a-nic.md) has the
+order of commands, and what each must print.
 
 It exits with 0 if there is neither an error nor a warning, with 1 if there is one, and with 2 for bad usage. A check
 that fails itself, or does not end within its limit, is a finding like any other.

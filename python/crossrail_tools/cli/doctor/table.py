@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+from . import fabric, job, limits, nics, rails, transports
 from . import gpus as gpu_checks
-from . import job, limits, nics, rails, transports
 from .finding import Check
 
 GROUPS = {
@@ -17,11 +17,18 @@ GROUPS = {
     "rails": "the rails to another machine, where `crossrail doctor --listen` runs (`--peer`)",
     "store": "the store of a job (`--store`)",
     "nccl": "Crossrail as NCCL's network (`--nccl`)",
+    "fabric": "libfabric and its devices, by writing over them (`--fabric`)",
     "launcher": "the variables of a launcher (`--torchrun`, `--slurm`)",
 }
 """The groups of checks, in the order in which they run. Those with an option run only when it is given."""
 
-OPTIONAL = {"rails": "--peer", "store": "--store", "nccl": "--nccl", "launcher": "--torchrun or --slurm"}
+OPTIONAL = {
+    "rails": "--peer",
+    "store": "--store",
+    "nccl": "--nccl",
+    "fabric": "--fabric",
+    "launcher": "--torchrun or --slurm",
+}
 """The groups that run only with an option, and that option."""
 
 NEED_GPUS = frozenset({"gpu-kernel", "gpu-pinned", "gpu-export", "gpu-ipc", "gpu-pairs", "nic-distance"})
@@ -449,6 +456,87 @@ CHECKS = (
         "`pip uninstall` the one that PyTorch was not built for",
         10,
         job.libraries,
+    ),
+    Check(
+        "fabric-library",
+        "fabric",
+        "Which libfabric is loaded: version and file, and whether the process has several.",
+        "error if there is none, warning for several, and for one that emulates remote writes on EFA",
+        "`apt install libfabric1`, or `CROSSRAIL_FABRIC_LIBRARY=/opt/amazon/efa/lib`",
+        40,
+        fabric.library,
+    ),
+    Check(
+        "fabric-devices",
+        "fabric",
+        "Every device of every provider with reliable datagrams: NIC, speed, link, GPU memory.",
+        "warning without a link, and if none is usable; note if none is a NIC",
+        "`fi_info`; `FI_PROVIDER`, `FI_PROVIDER_PATH`",
+        40,
+        fabric.devices,
+    ),
+    Check(
+        "fabric-limits",
+        "fabric",
+        "The limits that each device states.",
+        "ok",
+        "none: they are kept",
+        40,
+        fabric.limits,
+    ),
+    Check(
+        "fabric-write",
+        "fabric",
+        "Two endpoints of each device write to each other: bytes, immediates, latency and rate.",
+        "error if that fails, the data differs, or an immediate loses bits",
+        "`FI_LOG_LEVEL=warn crossrail doctor --fabric`",
+        300,
+        fabric.writes,
+    ),
+    Check(
+        "fabric-key",
+        "fabric",
+        "A write by a key that was not given.",
+        "error if it writes anything",
+        "`CROSSRAIL_TLS=^fabric`",
+        90,
+        fabric.keys,
+    ),
+    Check(
+        "fabric-fence",
+        "fabric",
+        "A registration is closed while a write into it arrives, and the memory is watched.",
+        "note if it is written further",
+        "none: memory is returned once the peer has confirmed, or its lane has ended",
+        90,
+        fabric.fences,
+    ),
+    Check(
+        "fabric-rows",
+        "fabric",
+        "Rows of 64 bytes to 16 KiB, written one by one and packed.",
+        "ok",
+        "none: shorter rows are packed",
+        90,
+        fabric.rows,
+    ),
+    Check(
+        "fabric-register",
+        "fabric",
+        "256 MiB of host memory are registered, twice.",
+        "note above 100 ms per GiB",
+        "register pools once, before traffic",
+        90,
+        fabric.registration,
+    ),
+    Check(
+        "fabric-gpu",
+        "fabric",
+        "16 MiB of each GPU are written by the device, and read as soon as the immediate has arrived.",
+        "error if that fails or bytes are not visible; note without HMEM",
+        "`modprobe nvidia-peermem`; `CROSSRAIL_TLS=^fabric`",
+        240,
+        fabric.gpu_memory,
     ),
     Check(
         "launcher",
