@@ -16,6 +16,7 @@ mod settings;
 mod store;
 
 pub use admission::admission;
+pub use crossrail_fabric::fuzzing::peer as fabric;
 pub use ends::ends;
 pub use gpu::gpu;
 pub use handshake::{address, handshake};
@@ -44,4 +45,5 @@ pub const TARGETS: &[Target] = &[
     ("admission", admission),
     ("plugin", plugin),
     ("placing", placing),
+    ("fabric", fabric),
 ];

@@ -33,6 +33,9 @@ pub fn seeds() -> Vec<(&'static str, String, Vec<u8>)> {
     for (name, bytes) in PLACINGS {
         seeds.push(("placing", (*name).to_owned(), bytes.to_vec()));
     }
+    for (name, bytes) in crossrail_fabric::fuzzing::seeds() {
+        seeds.push(("fabric", name.to_owned(), bytes));
+    }
     for (name, bytes) in messages() {
         seeds.push(("handshake", name.to_owned(), bytes));
     }

@@ -132,3 +132,8 @@ fn the_corpora_hold_the_seeds() {
         assert!(fs::read(&path).is_ok_and(|file| file == bytes), "{} is stale: cargo run --bin seed", path.display());
     }
 }
+
+#[test]
+fn fabric() {
+    replay("fabric", 200_000);
+}

@@ -20,6 +20,9 @@ mod companion;
 mod count;
 pub mod examine;
 mod exposures;
+#[cfg(any(test, feature = "fuzzing"))]
+#[cfg_attr(not(feature = "fuzzing"), allow(unreachable_pub))]
+pub mod fuzzing;
 mod lane;
 mod library;
 mod offer;
