@@ -25,4 +25,4 @@ def test_what_is_a_circle_in_python(tmp_path: Path) -> None:
     }.items():
         (package / name).write_text(text)
     two = [package / "inner" / "two.py", package / "one.py"]
-    assert circles_of(tmp_path) == [[package / "five.py", package / "four.py"], two]
+    assert circles_of(tmp_path) == [two, [package / "five.py", package / "four.py"]]
