@@ -235,7 +235,7 @@ impl Links {
             // SAFETY: memory of the rig, which outlives the copy.
             match unsafe { self.near.step(&mut job, usize::MAX) } {
                 Step::Done => return Ok(()),
-                Step::Failed(why) => return Err(why.into()),
+                Step::Failed(why) | Step::Unmapped(why) => return Err(why.into()),
                 Step::Waiting | Step::Moved(_) => std::hint::spin_loop(),
             }
         }

@@ -136,7 +136,9 @@ fn garbage_fails_the_lane_and_stays_inside_the_destinations() {
         peer.shutdown(Shutdown::Write).expect("connected");
         match poll_to_error(&mut lane, &mut sink) {
             LaneError::Protocol(_) | LaneError::Closed(_) => {}
-            LaneError::Down(why) | LaneError::Corrupt(why) => panic!("not the peer's fault: {why}"),
+            LaneError::Down(why) | LaneError::Corrupt(why) | LaneError::Memory(why) => {
+                panic!("not the peer's fault: {why}")
+            }
         }
     }
 }
